@@ -1,0 +1,1 @@
+"""The torch-free half of wangen: datasets in, published bundles of scripts and TOML files out."""

@@ -1,0 +1,88 @@
+"""The steps of one dataset on one platform, with every value where it belongs.
+
+A flag's value comes from the last of these that names it: the table's default, the model profile, the platform
+profile, the accelerator's rule, `[steps.…]` of the workspace, and the paths of the bundle.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from wangen.generator.commands import build
+from wangen.generator.steps import DEFAULT_EPOCHS, CacheLatents, CacheText, Check, CheckCache, Step, Train, options
+from wangen.generator.workspace import Target, Workspace
+from wangen.profiles import Model, Weights
+
+RUN: tuple[type[Step], ...] = (Check, CacheLatents, CacheText, CheckCache, Train)
+"""The steps of a training script, in order."""
+
+CACHE: tuple[type[Step], ...] = (Check, CacheLatents, CacheText, CheckCache)
+"""The steps of a caching script, in order."""
+
+_DTYPES = {"cuda": "bfloat16", "rocm": "float32", "cpu": "float32"}
+
+
+def toml_name(slug: str, target: Target) -> str:
+    """The file name of a dataset's TOML on a platform."""
+    return f"{slug}_{target.platform.suffix}.toml"
+
+
+def bundle_steps(workspace: Workspace, target: Target, model: Model, slug: str) -> tuple[Step, ...]:
+    """Every step of the training script, its paths as the target writes them."""
+    paths = _paths(target, model, slug)
+    return tuple(_step(kind, workspace, target, model, paths) for kind in RUN)
+
+
+def find_weights(target: Target, weights: Weights) -> str:
+    """A weight file as the target writes it: the configured one, the first that is found, or the usual name."""
+    models = target.roots["models"]
+    if weights.flag in target.weights:
+        return target.path(models, target.weights[weights.flag])
+    folder = target.reach(target.path(models))
+    for name in weights.files:
+        found = sorted(folder.rglob(name)) if folder and folder.is_dir() else []
+        if found and folder:
+            return target.path(models, *found[0].relative_to(folder).parts)
+    return target.path(models, weights.files[0])
+
+
+def _paths(target: Target, model: Model, slug: str) -> dict[str, str]:
+    """Values of the flags that are paths; a step takes those it has."""
+    outputs = target.roots["outputs"]
+    return {
+        "dataset_config": target.path("files", "tomls", toml_name(slug, target)),
+        "output_dir": target.path(outputs, slug),
+        "output_name": slug,
+        "report_dir": target.path(outputs, slug),
+        "log_file": target.path(target.roots["logs"], f"{slug}.log"),
+        "lock": target.path(outputs, slug, "run.lock"),
+        "task": model.name,
+        **{weights.flag: find_weights(target, weights) for weights in model.weights},
+    }
+
+
+def _step(kind: type[Step], workspace: Workspace, target: Target, model: Model, paths: Mapping[str, str]) -> Step:
+    dtype = _DTYPES[target.platform.accelerator]
+    rules = {"vae_dtype": dtype, "t5_dtype": dtype}
+    shared = workspace.steps
+    encoders = {
+        name: value
+        for step, name in ((CacheLatents, "vae_dtype"), (CacheText, "t5_dtype"))
+        for value in [_layer(shared, step).get(name)]
+        if value is not None
+    }
+    values: dict[str, Any] = {
+        **rules,
+        **paths,
+        **encoders,  # check_cache must judge by what the caching steps wrote
+        **_layer(model.defaults, kind),
+        **_layer(target.platform.overrides, kind),
+        **_layer(shared, kind),
+    }
+    if kind is Train and not values.keys() & {"max_train_epochs", "max_train_steps"}:
+        values["max_train_epochs"] = DEFAULT_EPOCHS
+    names = {option.name for option in options(kind)}
+    return build(kind, {name: value for name, value in values.items() if name in names})
+
+
+def _layer(layers: Mapping[str, Mapping[str, Any]], kind: type[Step]) -> dict[str, Any]:
+    return dict(layers.get(kind.command, {}))

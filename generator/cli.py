@@ -1,0 +1,177 @@
+"""`wangen`: the commands of the workspace, and one command per step, made from the table.
+
+Help must be quick, so that modules which only one command needs are imported inside it.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from wangen.generator.commands import StepCommand
+from wangen.generator.errors import UsageError, WangenError
+from wangen.generator.steps import STEPS, Check, find_step
+
+
+class Wangen(click.Group):
+    """The command group: steps are found under all their spellings, unknown commands get the nearest name."""
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command of that name, or of a spelling of it."""
+        step = find_step(cmd_name)
+        return super().get_command(ctx, step.command if step else cmd_name)
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        """Answer an unknown command with what there is."""
+        if args and not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
+            from difflib import get_close_matches
+
+            near = get_close_matches(args[0], self.list_commands(ctx), n=1)
+            cure = f"did you mean {near[0]}?" if near else "wangen --help lists the commands"
+            raise UsageError(f"there is no command {args[0]!r}", cure=cure)
+        return super().resolve_command(ctx, args)
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The workspace's commands first, then the steps in their order."""
+        return list(self.commands)
+
+
+@click.group(cls=Wangen, context_settings={"max_content_width": 110})
+@click.version_option(package_name="wangen")
+def wangen() -> None:
+    """From a folder of images and clips to a trained Wan LoRA.
+
+    Start with `wangen demo`, or with `wangen init`, `wangen publish NAME` and the script it writes.
+    """
+
+
+@wangen.command()
+@click.option("--dir", "folder", type=click.Path(path_type=Path), default=Path("wangen-demo"), show_default=True,
+              help="where the demo lives; run it again to resume")  # fmt: skip
+def demo(folder: Path) -> int:
+    """Make tiny weights, publish the example, train a LoRA on it and generate a clip: all for real, in a minute."""
+    from wangen.generator.demo import run
+
+    return run(folder)
+
+
+@wangen.command()
+@click.argument("folder", type=click.Path(path_type=Path), default=Path())
+def init(folder: Path) -> int:
+    """Make a workspace: wangen.toml and datasets/."""
+    from wangen.generator import workspace
+
+    path = workspace.init(folder)
+    click.echo(f"workspace: {path.parent.absolute()}")
+    click.echo("next: put images and clips with .txt captions into datasets/NAME/, then: wangen publish NAME")
+    return 0
+
+
+@wangen.command()
+@click.argument("name")
+@click.option("--workspace", "folder", type=click.Path(path_type=Path), help="the workspace (default: found from here)")
+@click.option("--source", type=click.Path(path_type=Path), help="the dataset's folder (default: datasets/NAME)")
+@click.option("--platform", "platforms", multiple=True, help="publish for this platform only; can be repeated")
+@click.option("--model", help="model profile (default: the workspace's)")
+def publish(name: str, folder: Path | None, source: Path | None, platforms: tuple[str, ...], model: str | None) -> int:
+    """Write the bundle of a dataset: media, caches, TOML files and run scripts for each platform."""
+    from wangen import profiles
+    from wangen.generator import publish as publishing
+    from wangen.generator import workspace
+    from wangen.generator.paths import slugify
+
+    place = workspace.read(folder or workspace.find(Path()))
+    slug = slugify(name)
+    chosen = model or place.model
+    if chosen not in profiles.model_names():
+        raise UsageError(f"there is no model {chosen!r}", cure=f"one of {', '.join(profiles.model_names())}")
+    items = publishing.read_source(source or _dataset_folder(place.folder, name, slug))
+    targets = [place.target(platform) for platform in platforms] or list(place.targets)
+    click.echo(f"{name!r} is published as {slug}: {len(items)} items for {profiles.model(chosen).title}")
+    for target in targets:
+        done = publishing.publish(place, target, profiles.model(chosen), slug, items)
+        counts = ", ".join(f"{number} {what}" for what, number in done.counts.items())
+        click.echo(f"  {target.platform.name:8} {target.folder}  ({counts} files; {', '.join(done.scripts)})")
+        for script in done.kept:
+            click.echo(f"           {script} was edited by hand and stays; the new text is {script}.new")
+    return 0
+
+
+def _dataset_folder(workspace: Path, name: str, slug: str) -> Path:
+    for folder in (workspace / "datasets" / slug, workspace / "datasets" / name):
+        if folder.is_dir():
+            return folder
+    raise WangenError("there is no such dataset", where=str(workspace / "datasets" / slug),
+                      cure="put the media there, or give --source FOLDER")  # fmt: skip
+
+
+def execute(step: Any) -> int:
+    """Run a step; imported late, so that help stays quick."""
+    from wangen.generator.session import execute as run
+
+    return run(step)
+
+
+def _check_slug(slug: str, folder: Path | None) -> int:
+    """`wangen check SLUG`: the check step of the published bundle of this host, run where the bundle lives."""
+    from wangen import profiles
+    from wangen.generator import bundle, workspace
+    from wangen.generator.paths import slugify
+
+    place = workspace.read(folder or workspace.find(Path()))
+    target = place.target(workspace.host_platform_name())
+    name = slugify(slug)
+    toml = target.folder / "files" / "tomls" / bundle.toml_name(name, target)
+    if not toml.is_file():
+        raise WangenError(f"{slug!r} is not published for {target.platform.name}", where=str(toml),
+                          cure=f"wangen publish {slug}")  # fmt: skip
+    os.chdir(target.folder)
+    return execute(bundle.bundle_steps(place, target, profiles.model(place.model), name)[0])
+
+
+class CheckCommand(StepCommand):
+    """The check step, which can also be called with a dataset's name inside a workspace."""
+
+    def __init__(self) -> None:
+        super().__init__(Check, execute)
+        self.params += [
+            click.Argument(["slug"], required=False),
+            click.Option(["--workspace"], type=click.Path(path_type=Path), help="with SLUG: the workspace"),
+        ]
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """With a SLUG the flags are filled in from the workspace."""
+        if ctx.params["slug"]:
+            return _check_slug(ctx.params["slug"], ctx.params["workspace"])
+        return super().invoke(ctx)
+
+
+wangen.add_command(CheckCommand())
+for _step in STEPS[1:]:
+    wangen.add_command(StepCommand(_step, execute))
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run `wangen` with these words (default: the command line) and return the exit code."""
+    try:
+        result = wangen.main(args=None if words is None else list(words), prog_name="wangen", standalone_mode=False)
+        return result if isinstance(result, int) else 0
+    except WangenError as error:
+        click.echo(f"wangen: {error}", err=True)
+        return error.exit_code
+    except click.ClickException as error:
+        click.echo(f"wangen: {error.format_message()}", err=True)
+        return 2
+    except (KeyboardInterrupt, click.Abort):
+        click.echo("wangen: stopped; run the same line again to go on", err=True)
+        return 1
+
+
+def entry() -> None:
+    """The console script."""
+    sys.exit(main())
+
+

@@ -1,0 +1,234 @@
+"""The table's command-line reader: a step becomes a click command, its words become a step again.
+
+The way of a value: words or a `--config_file` TOML -> raw values -> `convert` -> the frozen dataclass. Command line
+and TOML meet in `build`, so both know the same flags, the same spellings and the same messages.
+"""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import click
+
+from wangen import profiles
+from wangen.generator.errors import UsageError
+from wangen.generator.steps import STEPS, Option, Step, options, spellings
+
+SCRIPT_VERSION = "WANGEN_SCRIPT_VERSION"
+"""Emitted scripts set this environment variable to the version that made them."""
+
+
+class StepCommand(click.Command):
+    """A click command made from the table. Its callback gets the step, not loose values."""
+
+    def __init__(self, step: type[Step], execute: Callable[[Any], int]) -> None:
+        help_text = (step.__doc__ or "").split("\n\n")[0]
+        super().__init__(
+            step.command,
+            params=[parameter for option in options(step) for parameter in _parameters(option)],
+            help=help_text,
+            short_help=help_text,
+            context_settings={"token_normalize_func": lambda word: word.replace("-", "_"), "max_content_width": 110},
+        )
+        self.step = step
+        self.execute = execute
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse words; an unknown flag is answered in the table's words."""
+        try:
+            return super().parse_args(ctx, _repeat_lists(self.step, args))
+        except click.NoSuchOption as error:
+            raise unknown_flag(self.step, error.option_name) from None
+        except click.UsageError as error:
+            raise UsageError(error.format_message(), cure=f"wangen {self.step.command} --help lists the flags") from None
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Build the step from what was given and hand it on."""
+        return self.execute(build(self.step, given(self.step, ctx.params)))
+
+
+def parse(step: type[Step], words: Sequence[str]) -> Step:
+    """The step that these words (without the step's name) describe.
+
+    Raises:
+        UsageError: an unknown flag, a wrong or missing value.
+
+    >>> from wangen.generator.steps import CheckCache
+    >>> parse(CheckCache, ["--dataset-config", "a.toml"]).dataset_config
+    PosixPath('a.toml')
+    """
+    made: list[Step] = []
+    command = StepCommand(step, lambda options: made.append(options) or 0)  # type: ignore[func-returns-value]
+    with command.make_context(step.command, list(words)) as ctx:
+        command.invoke(ctx)
+    return made[0]
+
+
+def given(step: type[Step], params: Mapping[str, Any]) -> dict[str, Any]:
+    """What the command line said, by field name; constants (`--sdpa`) become values.
+
+    Raises:
+        UsageError: one flag was given two different values through its constants.
+    """
+    values: dict[str, Any] = {}
+    for option in options(step):
+        found = {} if params.get(option.name) in (None, ()) else {f"--{option.name}": params[option.name]}
+        for name, value in option.flag.constants.items():
+            if params.get(f"{option.name}__{name}"):
+                found[f"--{name}"] = value
+        if len({str(option.flag.values.get(str(value), value)) for value in found.values()}) > 1:
+            raise UsageError(f"{' and '.join(found)} contradict each other", cure="give one of them")
+        if found:
+            values[option.name] = next(iter(found.values()))
+    return values
+
+
+def build(step: type[Step], values: Mapping[str, Any]) -> Step:
+    """The dataclass from raw values, with those of its `config_file` beneath them.
+
+    Raises:
+        UsageError: a wrong value, an unknown key in the file, or a required flag missing.
+    """
+    made = {option.name: convert(option, values[option.name]) for option in options(step) if option.name in values}
+    if made.get("config_file"):
+        made = _read_config(step, made["config_file"]) | made
+    missing = [f"--{option.name}" for option in options(step) if option.required and option.name not in made]
+    if missing:
+        raise UsageError(f"{step.command} needs {', '.join(missing)}", cure=f"wangen {step.command} --help")
+    return step(**made)
+
+
+def convert(option: Option, raw: Any, where: str = "") -> Any:
+    """One raw value (words of the command line, or a TOML value) as the field's type.
+
+    Raises:
+        UsageError: the value does not fit; the message names the flag and what it takes.
+    """
+    if option.length is None:
+        return _scalar(option, raw, where)
+    items = raw if isinstance(raw, list | tuple) else [raw]
+    if option.length and len(items) != option.length:
+        raise UsageError(f"--{option.name} takes {option.length} values, got {len(items)}", where=where)
+    return tuple(_scalar(option, item, where) for item in items)
+
+
+def unknown_flag(step: type[Step], word: str) -> UsageError:
+    """The answer to a flag that this step does not have: whose it is, or the nearest one, and what to do."""
+    name = word.lstrip("-").replace("-", "_")
+    found = f"{step.command} has no flag --{name}"
+    script = os.environ.get(SCRIPT_VERSION)
+    here = version("wangen")
+    if script and script != here:
+        found += f" (this script was made by wangen {script}, this machine has {here})"
+        return UsageError(found, cure="install the script's version, or publish again with this one")
+    if name in step.elsewhere:
+        return UsageError(found, cure=step.elsewhere[name])
+    owners = [other.command for other in STEPS if any(name == spelling for spelling, *_ in spellings(other))]
+    if owners:
+        return UsageError(found, cure=f"--{name} belongs to {' and '.join(owners)}: take it off this line")
+    known = [spelling for spelling, *_ in spellings(step)]
+    near = get_close_matches(name, known, n=1)
+    cure = f"did you mean --{near[0]}?" if near else f"wangen {step.command} --help lists the flags"
+    return UsageError(found, cure=cure)
+
+
+def _parameters(option: Option) -> list[click.Option]:
+    """The click options of one field: the flag with its other names, and one hidden flag per constant."""
+    names = [f"--{name}" for name in (option.name, *option.flag.names)]
+    if option.kind is bool:
+        main = click.Option([f"{names[0]}/--no_{option.name}", option.name], default=None, help=_help(option))
+    else:
+        many = option.length == 0
+        main = click.Option(
+            [*names, option.name],
+            help=_help(option),
+            metavar=_metavar(option),
+            multiple=many,
+            nargs=option.length or 1,
+            default=None,
+        )
+    constants = [
+        click.Option([f"--{name}", f"{option.name}__{name}"], is_flag=True, hidden=True)
+        for name in option.flag.constants
+    ]
+    return [main, *constants]
+
+
+def _help(option: Option) -> str:
+    if option.required:
+        return f"{option.flag.help}  [required]"
+    if option.default in (None, (), "") or option.kind is bool:
+        return option.flag.help
+    default = " ".join(map(str, option.default)) if isinstance(option.default, tuple) else option.default
+    return f"{option.flag.help}  [default: {default}]"
+
+
+def _metavar(option: Option) -> str:
+    if option.choices:
+        return "|".join(option.choices)
+    word = {str: "TEXT", int: "N", float: "X", Path: "PATH"}[option.kind]
+    return " ".join([word] * (option.length or 1))
+
+
+def _repeat_lists(step: type[Step], words: Sequence[str]) -> list[str]:
+    """`--lora_weight a b` as people write it -> `--lora_weight a --lora_weight b` as click reads it."""
+    lists = {name for name, option, _ in spellings(step) if option.length == 0}
+    result: list[str] = []
+    current = ""
+    for word in words:
+        if word.startswith("--"):
+            name = word[2:].replace("-", "_")
+            current = name if name in lists else ""
+            result.append(word)
+        elif current and result[-1][2:].replace("-", "_") != current:
+            result += [f"--{current}", word]
+        else:
+            result.append(word)
+    return result
+
+
+def _read_config(step: type[Step], path: Path) -> dict[str, Any]:
+    """The values of a `--config_file`. Sections are flattened; keys are flags, known spellings included."""
+    from wangen.generator.tomls import load
+
+    flat: dict[str, Any] = {}
+    for key, value in load(path).items():
+        flat.update(value if isinstance(value, dict) else {key: value})
+    known = {name: (option, constant) for name, option, constant in spellings(step)}
+    values: dict[str, Any] = {}
+    for key, raw in flat.items():
+        name = key.replace("-", "_")
+        if name not in known:
+            answer = unknown_flag(step, name)
+            raise UsageError(answer.found, where=f"{path}, key {key}", cure=answer.cure)
+        option, constant = known[name]
+        if constant is None:
+            values[option.name] = convert(option, raw, f"{path}, key {key}")
+        elif raw:
+            values[option.name] = convert(option, constant)
+    return values
+
+
+def _scalar(option: Option, raw: Any, where: str) -> Any:
+    if option.kind is bool:
+        if isinstance(raw, bool):
+            return raw
+        raise UsageError(f"--{option.name} is true or false, got {raw!r}", where=where)
+    if isinstance(raw, bool | dict | list):
+        raise UsageError(f"--{option.name} takes one value, got {raw!r}", where=where)
+    text = option.flag.values.get(str(raw), str(raw))
+    if text in option.flag.refused:
+        raise UsageError(f"--{option.name} {raw}: {option.flag.refused[text]}", where=where)
+    choices = tuple(profiles.model_names()) if option.flag.model_choices else option.choices
+    if choices and text not in choices:
+        near = get_close_matches(text, choices, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise UsageError(f"--{option.name} has no value {raw!r}", where=where, cure=f"{hint}one of {', '.join(choices)}")
+    try:
+        return option.kind(text)
+    except ValueError:
+        word = {int: "a whole number", float: "a number"}[option.kind]
+        raise UsageError(f"--{option.name} takes {word}, got {raw!r}", where=where) from None

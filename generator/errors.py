@@ -1,0 +1,44 @@
+"""The one error type for everything that a user can cause and mend."""
+
+
+class WangenError(Exception):
+    """A problem in words: what was found, where, and what to do.
+
+    Raised anywhere, caught at one edge (`cli.main` and `runtime.session`), where it becomes one message
+    and the exit code.
+
+    Args:
+        found: what is wrong, as a fact.
+        where: the file, key or argument it was found in; empty when the fact already says it.
+        cure: what the user can do now.
+        exit_code: 1 for a failure, 2 for wrong usage.
+    """
+
+    def __init__(self, found: str, *, where: str = "", cure: str = "", exit_code: int = 1) -> None:
+        super().__init__(found)
+        self.found = found
+        self.where = where
+        self.cure = cure
+        self.exit_code = exit_code
+
+    def __str__(self) -> str:
+        """The message as the user reads it: at most three lines.
+
+        >>> print(WangenError("no caption", where="a.jpg", cure="write a.txt"))
+        no caption
+          where: a.jpg
+          do:    write a.txt
+        """
+        lines = [self.found]
+        if self.where:
+            lines.append(f"  where: {self.where}")
+        if self.cure:
+            lines.append(f"  do:    {self.cure}")
+        return "\n".join(lines)
+
+
+class UsageError(WangenError):
+    """A wrong command line or configuration file: exit code 2."""
+
+    def __init__(self, found: str, *, where: str = "", cure: str = "") -> None:
+        super().__init__(found, where=where, cure=cure, exit_code=2)

@@ -1,0 +1,190 @@
+"""The edge of every step: log, lock, report, and errors turned into one message and an exit code.
+
+The way of a step: options -> `execute` -> the step's `run(options)` -> `Report` -> `<step>.report.json`.
+"""
+
+import json
+import logging
+import os
+import platform
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+from wangen.generator.errors import WangenError
+from wangen.generator.steps import Step, options
+
+log = logging.getLogger("wangen")
+
+PACKAGES = ("wangen", "torch", "diffusers", "transformers", "peft", "accelerate", "safetensors", "av", "pillow")
+
+
+@dataclass
+class Report:
+    """What a step leaves behind.
+
+    Attributes:
+        folder: where `<step>.report.json` goes unless `--report_dir` says otherwise.
+        summary: one line for people.
+        inputs: what was read, with digests where they are known.
+        counts: how many things were made, reused or left out, and why.
+        result: what came out: paths, losses.
+        ok: False makes the step fail after the report is written.
+    """
+
+    folder: Path
+    summary: str
+    inputs: dict[str, Any] = field(default_factory=dict)
+    counts: dict[str, Any] = field(default_factory=dict)
+    result: dict[str, Any] = field(default_factory=dict)
+    ok: bool = True
+
+
+class _Console(logging.StreamHandler[IO[str]]):
+    """Writes to the present `sys.stderr`, so that a live progress bar can take it over."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> IO[str]:  # type: ignore[override]
+        return sys.stderr
+
+
+def execute(step: Step) -> int:
+    """Run a step and return its exit code: 0 done, 1 failed, 2 wrong usage.
+
+    Ctrl-C and SIGTERM end a step with one message; what it has saved stays.
+    """
+    with _logging(step.log_file):
+        log.info("%s", step.command)
+        signal.signal(signal.SIGTERM, _interrupt)
+        try:
+            return _run(step)
+        except WangenError as error:
+            log.error("%s: %s", step.command, error)
+            return error.exit_code
+        except KeyboardInterrupt:
+            log.error("%s: stopped. Nothing saved is lost: run the same line again to go on.", step.command)
+            return 1
+
+
+def _run(step: Step) -> int:
+    from wangen.generator.lock import hold
+
+    started = time.monotonic()
+    with hold(step.lock):
+        report: Report = _module(step).run(step)
+        seconds = round(time.monotonic() - started, 3)
+        write_report(step, report, seconds)
+    log.info("%s: %s (%.1f s)", step.command, report.summary, seconds)
+    return 0 if report.ok else 1
+
+
+def _module(step: Step) -> Any:
+    """The module that does the step's work; its libraries are imported only now."""
+    try:
+        return import_module(step.module)
+    except ModuleNotFoundError as error:
+        if error.name and error.name.startswith("wangen"):
+            raise
+        raise WangenError(
+            f"the library {error.name} is not installed",
+            where=sys.executable,
+            cure=f'"{sys.executable}" -m pip install "wangen[runtime]"',
+        ) from None
+
+
+def write_report(step: Step, report: Report, seconds: float) -> Path:
+    """Write `<step>.report.json` and return its path.
+
+    Raises:
+        WangenError: the folder cannot be written.
+    """
+    content = {
+        "step": step.command,
+        "summary": report.summary,
+        "ok": report.ok,
+        "inputs": report.inputs,
+        "settings": {option.name: _plain(getattr(step, option.name)) for option in options(type(step))},
+        "counts": report.counts,
+        "result": report.result,
+        "timings": {"total_s": seconds},
+        "versions": _versions(),
+        "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+    }
+    path = (step.report_dir or report.folder) / f"{step.command}.report.json"
+    write_text(path, json.dumps(content, indent=2, ensure_ascii=False, default=_plain) + "\n")
+    return path
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file whole or not at all: a temporary file in the same folder, then a rename.
+
+    Raises:
+        WangenError: the folder cannot be made or written.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(text.encode("utf-8"))
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise WangenError(f"cannot write: {error.strerror}", where=str(path), cure="free space or fix the rights") from None
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, str | int | float | bool | None) else asdict(value)
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _interrupt(_signum: int, _frame: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+@contextmanager
+def _logging(file: Path | None) -> Iterator[None]:
+    """Send the log to the terminal and, with time and level, to `file`."""
+    handlers: list[logging.Handler] = [_Console()]
+    handlers[0].setFormatter(logging.Formatter("%(message)s"))
+    if file:
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            handlers.append(logging.FileHandler(file, encoding="utf-8"))
+        except OSError as error:
+            raise WangenError(f"cannot write the log: {error.strerror}", where=str(file)) from None
+        handlers[1].setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    for handler in handlers:
+        log.addHandler(handler)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            log.removeHandler(handler)
+            if handler is not handlers[0]:
+                handler.close()

@@ -1,0 +1,471 @@
+"""THE TABLE: one frozen dataclass per step, one field per flag.
+
+Every reader is generic: the click command, the script line (`Step.argv`), the `--config_file` TOML, `docs/flags.md`
+and the typed `run(options)` of the runtime. Adding a flag is adding a field here and using it in the runtime.
+
+Field types: `str`, `int`, `float`, `bool`, `Path`, a `Literal` of strings, `tuple[str, ...]` (and of float or int,
+also of fixed length), each optionally `| None`.
+"""
+
+import dataclasses
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+Attention = Literal["auto", "sdpa", "flash", "flash3", "xformers", "sage"]
+Dtype = Literal["float32", "bfloat16", "float16"]
+TimestepSampling = Literal["uniform", "sigmoid", "shift", "logit_normal"]
+
+DTYPE_VALUES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16"}
+DEFAULT_EPOCHS = 35
+
+
+@dataclass(frozen=True)
+class Flag:
+    """What the table knows of a flag beside its type and default.
+
+    Attributes:
+        help: one sentence for `--help` and the docs.
+        pinned: scripts spell the flag out even at its default, because it changes the result.
+        knob: scripts offer the value in the block at their top; the value is made of `[A-Za-z0-9.,+-]`.
+        names: other spellings of the flag that take the same value.
+        constants: other flags that take no value and stand for one value of this flag (`--sdpa`).
+        values: other spellings of a value.
+        refused: values that other tools accept, with what to do instead.
+        model_choices: the value is the name of a model profile.
+    """
+
+    help: str
+    pinned: bool = False
+    knob: bool = False
+    names: tuple[str, ...] = ()
+    constants: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    values: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    model_choices: bool = False
+
+
+def flag(help: str, default: Any = MISSING, **details: Any) -> Any:
+    """A dataclass field that is a command-line flag; `details` are the attributes of `Flag`."""
+    return field(default=default, metadata={"flag": Flag(help, **details)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What all steps share. A subclass docstring's first line is the step's help."""
+
+    command: ClassVar[str]
+    module: ClassVar[str]
+    spellings: ClassVar[tuple[str, ...]] = ()
+    elsewhere: ClassVar[Mapping[str, str]] = {}
+
+    config_file: Path | None = flag("TOML file holding any of these flags; the command line wins", None)
+    log_file: Path | None = flag("append plain log lines to this file", None)
+    report_dir: Path | None = flag("folder for the step's report.json (default: beside what the step makes)", None)
+    lock: Path | None = flag("lock file that admits one run at a time", None)
+
+    def argv(self) -> list[str]:
+        """The command line that parses back to an equal step: `[command, --flag, value, …]`.
+
+        Values that are empty or begin with a dash are joined to their flag with `=`.
+
+        >>> CheckCache(dataset_config=Path("a.toml"), deep=True).argv()
+        ['check_cache', '--dataset_config', 'a.toml', '--deep']
+        """
+        words = [self.command]
+        for option in options(type(self)):
+            words.extend(option.words(getattr(self, option.name)))
+        return words
+
+
+@dataclass(frozen=True)
+class Option:
+    """One flag of one step as its readers see it: a field with its type taken apart.
+
+    Attributes:
+        name: the field's name, which is the flag without its dashes.
+        kind: the scalar type: `str`, `int`, `float`, `bool` or `Path`.
+        choices: the allowed values; empty for any.
+        length: None for a scalar, 0 for any number of values, else the exact number.
+        optional: None is allowed.
+        default: `dataclasses.MISSING` for a required flag.
+        flag: the rest.
+    """
+
+    name: str
+    kind: type
+    choices: tuple[str, ...]
+    length: int | None
+    optional: bool
+    default: Any
+    flag: Flag
+
+    @property
+    def required(self) -> bool:
+        """Whether the step cannot be made without this flag."""
+        return self.default is MISSING
+
+    def words(self, value: Any) -> list[str]:
+        """The part of a command line that sets this flag to `value`; empty when nothing has to be said."""
+        if value is None or (value == self.default and not self.flag.pinned):
+            return []
+        if self.kind is bool:
+            if value:
+                return [f"--{self.name}"]
+            return [f"--no_{self.name}"] if self.default is True else []
+        if self.length is None:
+            return joined(self.name, text_of(value))
+        if self.length:
+            return [f"--{self.name}", *map(text_of, value)]
+        return [word for item in value for word in joined(self.name, text_of(item))]
+
+
+def joined(name: str, value: str) -> list[str]:
+    """A flag and its value as one or two words.
+
+    >>> joined("prompt", "a cat"), joined("prompt", "-x")
+    (['--prompt', 'a cat'], ['--prompt=-x'])
+    """
+    return [f"--{name}={value}"] if not value or value.startswith("-") else [f"--{name}", value]
+
+
+def text_of(value: object) -> str:
+    """A scalar as it stands on a command line; floats keep every digit and use no locale.
+
+    >>> text_of(1e-4), text_of(16), text_of(2.0)
+    ('0.0001', '16', '2.0')
+    """
+    return repr(value) if isinstance(value, float) else str(value)
+
+
+@cache
+def options(step: type[Step]) -> tuple[Option, ...]:
+    """The flags of a step in the table's order, the shared ones last.
+
+    Raises:
+        TypeError: a field has a type that the table does not know.
+    """
+    fields = [f for f in dataclasses.fields(step) if "flag" in f.metadata]
+    shared = {f.name for f in dataclasses.fields(Step)}
+    fields.sort(key=lambda f: f.name in shared)
+    return tuple(_option(f) for f in fields)
+
+
+def _option(f: "dataclasses.Field[Any]") -> Option:
+    annotation: Any = f.type
+    optional = False
+    if typing.get_origin(annotation) in (types.UnionType, typing.Union):
+        optional = True
+        (annotation,) = [a for a in typing.get_args(annotation) if a is not types.NoneType]
+    length = None
+    if typing.get_origin(annotation) is tuple:
+        inner = typing.get_args(annotation)
+        length = 0 if inner[-1] is Ellipsis else len(inner)
+        annotation = inner[0]
+    choices: tuple[str, ...] = ()
+    if typing.get_origin(annotation) is Literal:
+        choices, annotation = typing.get_args(annotation), str
+    if annotation not in (str, int, float, bool, Path):
+        raise TypeError(f"field {f.name}: the table knows no type {f.type}")
+    return Option(f.name, annotation, choices, length, optional, f.default, f.metadata["flag"])
+
+
+_LATER = "is not in this version of wangen; leave it out"
+_SAMPLES = "samples during training are not in this version: run `wangen generate` on the saved LoRA instead"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check(Step):
+    """Check files, captions, weights and disk before anything starts; needs no GPU and no torch."""
+
+    command: ClassVar[str] = "check"
+    module: ClassVar[str] = "wangen.generator.check"
+
+    dataset_config: Path = flag("the dataset's TOML file")
+    task: str = flag("model profile that the weights must fit", "t2v-14B", pinned=True, model_choices=True)
+    vae: Path | None = flag("VAE weights: Wan2.1_VAE.pth or its safetensors form", None)
+    t5: Path | None = flag("umT5 text encoder weights: models_t5_umt5-xxl-enc-bf16.pth or safetensors", None)
+    tokenizer: Path | None = flag("tokenizer folder or file (default: found beside the T5 weights)", None)
+    dit: Path | None = flag("transformer weights (.safetensors; any shard of a sharded file)", None)
+    output_dir: Path | None = flag("folder for LoRAs and reports, checked for write access and free space", None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheStep(Step):
+    """What the two caching steps share."""
+
+    dataset_config: Path = flag("the dataset's TOML file")
+    device: str | None = flag("cuda, cuda:1, cpu … (default: cuda when there is one)", None)
+    num_workers: int = flag("threads that read and decode media", 4, pinned=True, knob=True)
+    skip_existing: bool = flag("keep entries that are valid (the default; --recache encodes again)", True)
+    recache: bool = flag("encode every item again", False)
+    keep_cache: bool = flag("do not remove entries that no item of the dataset needs", False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheLatents(CacheStep):
+    """Encode images and clips with the VAE into the embedding cache."""
+
+    command: ClassVar[str] = "cache_latents"
+    module: ClassVar[str] = "wangen.runtime.cache_latents"
+    spellings: ClassVar[tuple[str, ...]] = ("wan_cache_latents", "wan_cache_latents.py")
+    elsewhere: ClassVar[Mapping[str, str]] = {
+        "i2v": f"image-to-video conditioning {_LATER} (this version trains text-to-video)",
+        "clip": f"the CLIP branch {_LATER} (this version trains text-to-video)",
+        "one_frame": f"one-frame caching {_LATER}",
+        "vae_cache_cpu": f"keeping the VAE's frame cache on the CPU {_LATER}",
+        "debug_mode": f"the contact sheet {_LATER}",
+        "disable_cudnn_backend": "not needed: on ROCm the VAE runs in float32 by itself",
+        "t5": "T5 weights belong to cache_text: leave --t5 out here",
+        "dit": "transformer weights belong to train and generate: leave --dit out here",
+    }
+
+    vae: Path = flag("VAE weights: Wan2.1_VAE.pth or its safetensors form")
+    vae_dtype: Dtype | None = flag(
+        "precision of the VAE and of the cached latents (default: bfloat16 on CUDA, float32 on CPU and ROCm)",
+        None, knob=True, values=DTYPE_VALUES,
+    )  # fmt: skip
+    batch_size: int | None = flag("largest number of items in one encode (default: the dataset's batch_size)", None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheText(CacheStep):
+    """Encode captions with umT5 into the embedding cache."""
+
+    command: ClassVar[str] = "cache_text"
+    module: ClassVar[str] = "wangen.runtime.cache_text"
+    spellings: ClassVar[tuple[str, ...]] = (
+        "wan_cache_text_encoder_outputs",
+        "wan_cache_text_encoder_outputs.py",
+    )
+    elsewhere: ClassVar[Mapping[str, str]] = {
+        "fp8_t5": f"an fp8 text encoder {_LATER}; --device cpu works with 16 GB of memory",
+        "vae": "VAE weights belong to cache_latents: leave --vae out here",
+        "dit": "transformer weights belong to train and generate: leave --dit out here",
+    }
+
+    t5: Path = flag("umT5 text encoder weights: models_t5_umt5-xxl-enc-bf16.pth or safetensors")
+    tokenizer: Path | None = flag("tokenizer folder or file (default: found beside the T5 weights)", None)
+    t5_dtype: Dtype | None = flag(
+        "precision of the text encoder and of the cached embeddings (default: bfloat16 on CUDA, as stored on CPU)",
+        None, knob=True, values=DTYPE_VALUES,
+    )  # fmt: skip
+    batch_size: int = flag("captions per encode", 16, pinned=True, knob=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckCache(Step):
+    """Say which cache entries are valid, stale, missing or corrupt; fails when training would not find all."""
+
+    command: ClassVar[str] = "check_cache"
+    module: ClassVar[str] = "wangen.runtime.check_cache"
+
+    dataset_config: Path = flag("the dataset's TOML file")
+    vae: Path | None = flag("judge latents against this VAE", None)
+    t5: Path | None = flag("judge text embeddings against this text encoder", None)
+    tokenizer: Path | None = flag("tokenizer folder or file (default: found beside the T5 weights)", None)
+    vae_dtype: Dtype | None = flag("judge latents against this precision", None, knob=True, values=DTYPE_VALUES)
+    t5_dtype: Dtype | None = flag("judge embeddings against this precision", None, knob=True, values=DTYPE_VALUES)
+    deep: bool = flag("read every payload and every source again, not the headers alone", False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train(Step):
+    """Train a LoRA on the cached latents and text embeddings; run it again to resume."""
+
+    command: ClassVar[str] = "train"
+    module: ClassVar[str] = "wangen.runtime.train"
+    spellings: ClassVar[tuple[str, ...]] = ("wan_train_network", "wan_train_network.py")
+    elsewhere: ClassVar[Mapping[str, str]] = {
+        "fp8_base": f"a quantised base {_LATER}",
+        "fp8_scaled": f"a quantised base {_LATER}",
+        "blocks_to_swap": f"block swap {_LATER}",
+        "use_pinned_memory_for_block_swap": f"block swap {_LATER}",
+        "block_swap_h2d_only": f"block swap {_LATER}",
+        "dit_high_noise": f"training both Wan 2.2 experts in one run {_LATER}",
+        "timestep_boundary": f"training both Wan 2.2 experts in one run {_LATER}",
+        "offload_inactive_dit": f"training both Wan 2.2 experts in one run {_LATER}",
+        "sample_prompts": _SAMPLES,
+        "sample_every_n_steps": _SAMPLES,
+        "sample_every_n_epochs": _SAMPLES,
+        "sample_at_first": _SAMPLES,
+        "vae": "training reads cached latents and needs no VAE: leave --vae out",
+        "vae_dtype": "training reads cached latents and needs no VAE: leave --vae_dtype out",
+        "vae_cache_cpu": "training reads cached latents and needs no VAE: leave --vae_cache_cpu out",
+        "t5": "training reads cached embeddings and needs no text encoder: leave --t5 out",
+        "fp8_t5": "training reads cached embeddings and needs no text encoder: leave --fp8_t5 out",
+        "clip": f"image-to-video training {_LATER}",
+        "compile": f"torch.compile {_LATER}",
+        "network_args": "use --network_dropout for dropout; patterns and LoRA+ are not in this version",
+        "cache_latents": "run the cache_latents step first; encoding while training is not in this version",
+        "cache_latents_to_disk": "run the cache_latents step first; encoding while training is not in this version",
+        "wandb_api_key": "keys do not belong on a command line; this version logs to TensorBoard",
+        "lr_scheduler_type": "use --lr_scheduler",
+        "split_attn": f"split attention {_LATER}",
+    }
+
+    dataset_config: Path = flag("the dataset's TOML file")
+    dit: Path = flag("transformer weights (.safetensors; any shard of a sharded file)")
+    task: str = flag("model profile", "t2v-14B", pinned=True, model_choices=True)
+    output_dir: Path = flag("folder for the LoRA, checkpoints and the report")
+    output_name: str = flag("file name of the LoRA without its ending")
+    attention: Attention = flag(
+        "attention kernel; auto takes the first of flash3, flash, sdpa that runs forward and backward here",
+        "auto", pinned=True, knob=True, names=("attn_mode",),
+        constants={"sdpa": "sdpa", "flash_attn": "flash", "flash3": "flash3", "xformers": "xformers",
+                   "sage_attn": "sage"},
+        values={"torch": "sdpa", "flash2": "flash", "sageattn": "sage"},
+        refused={"sage": "sage attention has no backward pass and would train nothing: use auto or sdpa"},
+    )  # fmt: skip
+    network_module: Literal["lora"] = flag("kind of adapter", "lora", values={"networks.lora_wan": "lora"})
+    network_dim: int = flag("LoRA rank", 16, pinned=True, knob=True)
+    network_alpha: float = flag("LoRA alpha; the adapter is scaled by alpha / rank", 16.0, pinned=True, knob=True)
+    network_dropout: float = flag("dropout on the adapter's input, 0 to 1", 0.0, pinned=True)
+    network_weights: Path | None = flag("start from this LoRA (ComfyUI, kohya or diffusers layout)", None)
+    learning_rate: float = flag("learning rate", 1e-4, pinned=True, knob=True)
+    lr_scheduler: Literal[
+        "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial"
+    ] = flag("learning-rate schedule", "constant", pinned=True, knob=True)
+    lr_warmup_steps: str = flag("warm-up: steps (100), a share of the run (0.05) or a percentage (5%)", "0", pinned=True)
+    lr_scheduler_num_cycles: int = flag("restarts of cosine_with_restarts", 1, pinned=True)
+    lr_scheduler_power: float = flag("power of polynomial", 1.0, pinned=True)
+    optimizer_type: str = flag(
+        "AdamW, another class of torch.optim, or a dotted path such as bitsandbytes.optim.AdamW8bit", "AdamW",
+        pinned=True, values={"adamw": "AdamW", "": "AdamW", "adamw8bit": "bitsandbytes.optim.AdamW8bit"},
+    )  # fmt: skip
+    optimizer_args: tuple[str, ...] = flag("key=value for the optimizer, e.g. weight_decay=0.01", (), pinned=True)
+    max_grad_norm: float = flag("clip the gradient's norm; 0 switches clipping off", 1.0, pinned=True)
+    max_train_epochs: int | None = flag(
+        f"epochs; wins over --max_train_steps ({DEFAULT_EPOCHS} when neither is given)", None, knob=True
+    )
+    max_train_steps: int | None = flag("optimizer steps", None, knob=True)
+    gradient_accumulation_steps: int = flag("batches per optimizer step", 1, pinned=True, knob=True)
+    gradient_checkpointing: bool = flag("recompute each block in the backward pass to save memory", True, pinned=True)
+    gradient_checkpointing_cpu_offload: bool = flag("park what checkpointing keeps in host memory", False)
+    mixed_precision: Literal["bf16", "no"] = flag(
+        "bf16, or no for float32", "bf16", pinned=True, knob=True, values={"fp32": "no"},
+        refused={"fp16": "use bf16 (weights of any precision are converted on loading) or no"},
+    )  # fmt: skip
+    timestep_sampling: TimestepSampling = flag(
+        "how timesteps are drawn", "shift", pinned=True, knob=True, values={"logit-normal": "logit_normal"},
+        refused={"sigma": "use uniform (or logit_normal): musubi-tuner's sigma inverts --min_timestep and --max_timestep"},
+    )  # fmt: skip
+    discrete_flow_shift: float = flag("shift of timestep_sampling shift", 5.0, pinned=True, knob=True)
+    sigmoid_scale: float = flag("scale of the normal draw in sigmoid and shift", 1.0, pinned=True)
+    logit_mean: float = flag("mean of logit_normal", 0.0, pinned=True)
+    logit_std: float = flag("standard deviation of logit_normal", 1.0, pinned=True)
+    min_timestep: int = flag("lowest timestep, 0 is clean", 0, pinned=True)
+    max_timestep: int = flag("highest timestep, 1000 is pure noise", 1000, pinned=True)
+    preserve_distribution_shape: bool = flag(
+        "cut the distribution to [min, max] instead of squeezing it into it", False
+    )
+    weighting_scheme: Literal["none", "sigma_sqrt", "cosmap"] = flag("loss weight by timestep", "none", pinned=True)
+    seed: int = flag("seed of order, noise, timesteps, dropout and initial weights", 42, pinned=True, knob=True)
+    max_data_loader_n_workers: int = flag("threads that read cache entries", 4, knob=True)
+    persistent_data_loader_workers: bool = flag("accepted; the reading threads always live through the run", False)
+    save_every_n_epochs: int | None = flag("save the LoRA every N epochs", None, knob=True)
+    save_every_n_steps: int | None = flag("save the LoRA every N steps", None, knob=True)
+    save_last_n_epochs: int | None = flag("keep LoRAs of the last N epochs only", None)
+    save_last_n_steps: int | None = flag("keep LoRAs of the last N steps only", None)
+    save_state: bool = flag("keep the training state of every saved LoRA, not the newest alone", False)
+    save_state_on_train_end: bool = flag("accepted; the newest training state is always kept", False)
+    save_state_every_n_steps: int | None = flag(
+        "write the training state every N steps (default: at every saved LoRA and every 10 minutes)", None
+    )
+    save_precision: Dtype = flag("precision of the LoRA file", "float32", pinned=True, values=DTYPE_VALUES)
+    lora_layout: tuple[Literal["comfyui", "kohya", "diffusers"], ...] = flag(
+        "layouts to save the LoRA in; every further one gets its name as a suffix", ("comfyui",)
+    )
+    logging_dir: Path | None = flag("TensorBoard folder (default: logs inside the output folder)", None)
+    log_with: Literal["tensorboard", "none"] = flag("experiment log", "tensorboard")
+    training_comment: str | None = flag("comment stored in the LoRA's header", None)
+    resume: Path | None = flag("start from this training state instead of the newest", None)
+    fresh: bool = flag("start again from step 0 and overwrite the earlier run", False)
+    resume_changed: bool = flag("resume although settings that change the result differ", False)
+    device: str | None = flag("cuda, cuda:1, cpu … (default: cuda when there is one)", None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generate(Step):
+    """Sample a video or image from a prompt, with or without LoRAs."""
+
+    command: ClassVar[str] = "generate"
+    module: ClassVar[str] = "wangen.runtime.generate"
+    spellings: ClassVar[tuple[str, ...]] = ("wan_generate_video", "wan_generate_video.py")
+    elsewhere: ClassVar[Mapping[str, str]] = {
+        "dit_high_noise": f"sampling with both Wan 2.2 experts {_LATER}",
+        "lora_weight_high_noise": f"sampling with both Wan 2.2 experts {_LATER}",
+        "lora_multiplier_high_noise": f"sampling with both Wan 2.2 experts {_LATER}",
+        "guidance_scale_high_noise": f"sampling with both Wan 2.2 experts {_LATER}",
+        "timestep_boundary": f"sampling with both Wan 2.2 experts {_LATER}",
+        "offload_inactive_dit": f"sampling with both Wan 2.2 experts {_LATER}",
+        "image_path": f"image-to-video sampling {_LATER}",
+        "clip": f"image-to-video sampling {_LATER}",
+        "fp8": f"quantised weights {_LATER}",
+        "fp8_scaled": f"quantised weights {_LATER}",
+        "fp8_t5": f"quantised weights {_LATER}",
+        "blocks_to_swap": f"block swap {_LATER}",
+        "vae_cache_cpu": f"keeping the VAE's frame cache on the CPU {_LATER}",
+        "compile": f"torch.compile {_LATER}",
+        "output_type": "the ending of --save_path decides: .mp4 for a video, .png for one frame",
+    }
+
+    dit: Path = flag("transformer weights (.safetensors; any shard of a sharded file)")
+    vae: Path = flag("VAE weights: Wan2.1_VAE.pth or its safetensors form")
+    t5: Path = flag("umT5 text encoder weights: models_t5_umt5-xxl-enc-bf16.pth or safetensors")
+    tokenizer: Path | None = flag("tokenizer folder or file (default: found beside the T5 weights)", None)
+    task: str = flag("model profile", "t2v-14B", pinned=True, model_choices=True)
+    prompt: str = flag("what to show")
+    negative_prompt: str = flag("what to avoid; used when --guidance_scale is above 1", "", pinned=True)
+    lora_weight: tuple[Path, ...] = flag("LoRA files (ComfyUI, kohya or diffusers layout)", ())
+    lora_multiplier: tuple[float, ...] = flag("strength of each LoRA (default: 1)", ())
+    video_size: tuple[int, int] = flag("height and width in pixels, multiples of 16", (256, 256), pinned=True)
+    video_length: int = flag("number of frames, 4n+1; 1 makes an image", 81, pinned=True)
+    fps: int = flag("frames per second of the file", 16, pinned=True)
+    infer_steps: int = flag("sampling steps", 50, pinned=True)
+    guidance_scale: float = flag("classifier-free guidance; 1 switches it off", 5.0, pinned=True)
+    flow_shift: float = flag("shift of the sampling schedule", 5.0, pinned=True)
+    sample_solver: Literal["unipc", "euler"] = flag("sampler", "unipc", pinned=True, values={"vanilla": "euler"})
+    seed: int = flag("seed of the initial noise, which is always drawn on the CPU", 42, pinned=True)
+    cpu_noise: bool = flag("accepted; noise is always drawn on the CPU", False)
+    save_path: Path = flag("the .mp4 or .png to write, or a folder")
+    attention: Attention = flag(
+        "attention kernel; auto takes the first of flash3, flash, sdpa that runs here", "auto", pinned=True,
+        names=("attn_mode",),
+        constants={"sdpa": "sdpa", "flash_attn": "flash", "flash3": "flash3", "xformers": "xformers",
+                   "sage_attn": "sage"},
+        values={"torch": "sdpa", "flash2": "flash", "sageattn": "sage"},
+    )  # fmt: skip
+    dtype: Dtype | None = flag("precision of the transformer (default: bfloat16 on CUDA, float32 on CPU)", None,
+                               values=DTYPE_VALUES)  # fmt: skip
+    vae_dtype: Dtype | None = flag(
+        "precision of the VAE (default: bfloat16 on CUDA, float32 on CPU and ROCm)", None, values=DTYPE_VALUES
+    )
+    device: str | None = flag("cuda, cuda:1, cpu … (default: cuda when there is one)", None)
+
+
+STEPS: tuple[type[Step], ...] = (Check, CacheLatents, CacheText, CheckCache, Train, Generate)
+
+
+def find_step(name: str) -> type[Step] | None:
+    """The step with this command name or spelling; dashes and underscores are the same.
+
+    >>> find_step("cache-latents").__name__, find_step("wan_train_network.py").__name__, find_step("bake")
+    ('CacheLatents', 'Train', None)
+    """
+    wanted = name.replace("-", "_")
+    return next((step for step in STEPS if wanted in (step.command, *step.spellings)), None)
+
+
+def spellings(step: type[Step]) -> Iterator[tuple[str, Option, str | None]]:
+    """Every accepted flag of a step: `(name without dashes, option, the constant it stands for or None)`."""
+    for option in options(step):
+        yield option.name, option, None
+        for name in option.flag.names:
+            yield name, option, None
+        for name, value in option.flag.constants.items():
+            yield name, option, value

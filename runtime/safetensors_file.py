@@ -1,0 +1,155 @@
+"""The one writer of safetensors files: the same tensors and metadata give the same bytes, and a file is whole or absent.
+
+The library writes its metadata in an order that changes from process to process; LoRAs, checkpoints and cache entries
+are compared by their bytes, so all of them are written here.
+"""
+
+import contextlib
+import json
+import os
+import struct
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from wangen.generator.errors import WangenError
+
+DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+# Windows refuses to replace a file that a virus scanner or an indexer has open for a moment.
+RETRY_PAUSES_S = (0.05, 0.1, 0.2, 0.4, 0.8)
+
+
+def write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+    """Write a safetensors file so that a crash leaves the old file or the new one, never half of one.
+
+    Args:
+        path: the file to make or replace; its folder must exist.
+        tensors: what to store, on any device and with any strides.
+        metadata: free text fields.
+
+    Raises:
+        WangenError: a dtype that the format lacks, or the disk refused (full, no right to write, no such folder).
+    """
+    chunks = serialize(tensors, metadata)
+    write_chunks(path, chunks)
+
+
+def serialize(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
+    """The bytes of a safetensors file: the header first, then one chunk per tensor, as they are asked for.
+
+    Larger elements come first, then the order of names, so that every tensor is aligned to its own element; within
+    one dtype that is the order of names.
+
+    Raises:
+        WangenError: a dtype that the format lacks, or a name or metadata value that is no text.
+    """
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    header: dict[str, Any] = {}
+    position = 0
+    for name in names:
+        tensor = tensors[name]
+        if tensor.dtype not in DTYPE_NAMES:
+            raise WangenError(f"{name} is {tensor.dtype}, which safetensors files cannot hold here")
+        if name == "__metadata__":
+            raise WangenError("a tensor cannot be called __metadata__")
+        end = position + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": DTYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [position, end],
+        }
+        position = end
+    if not all(isinstance(key, str) and isinstance(value, str) for key, value in metadata.items()):
+        raise WangenError("the metadata of a safetensors file must be text")
+    if metadata:
+        header["__metadata__"] = dict(metadata)
+    return _chunks(header, [tensors[name] for name in names])
+
+
+def write_chunks(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
+    """Write bytes to a temporary file beside `path`, make them durable and move them into place.
+
+    Raises:
+        WangenError: the disk refused; the temporary file is gone and the old file, if any, is untouched.
+    """
+    path = Path(path)
+    temporary: Path | None = None
+    try:
+        handle, name = tempfile.mkstemp(prefix=f".{path.name[:40]}-", suffix=".tmp", dir=path.parent)
+        temporary = Path(name)
+        with os.fdopen(handle, "wb") as file:
+            for chunk in chunks:
+                file.write(chunk)
+            file.flush()
+            os.fsync(file.fileno())
+        _open_to_others(temporary)
+        _replace(temporary, path)
+        temporary = None
+        _sync_folder(path.parent)
+    except OSError as error:
+        raise WangenError(
+            f"cannot write: {error.strerror or error}",
+            where=str(path),
+            cure="check the free space and the right to write in this folder",
+        ) from error
+    finally:
+        if temporary is not None:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+
+
+def _chunks(header: Mapping[str, Any], tensors: Iterable[torch.Tensor]) -> Iterator[bytes | memoryview]:
+    text = json.dumps(header, sort_keys=True, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the format wants its data to begin at a multiple of eight
+    yield struct.pack("<Q", len(text)) + text
+    for tensor in tensors:
+        flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+        yield memoryview(flat.view(torch.uint8).numpy())
+
+
+def _open_to_others(path: Path) -> None:
+    """Temporary files are made for their owner alone; give what any new file would get."""
+    if os.name == "posix":
+        mask = os.umask(0)
+        os.umask(mask)
+        path.chmod(0o666 & ~mask)
+
+
+def _replace(source: Path, target: Path) -> None:
+    for pause_s in RETRY_PAUSES_S:
+        try:
+            source.replace(target)
+        except PermissionError:
+            time.sleep(pause_s)
+        else:
+            return
+    source.replace(target)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the new name durable; Windows has no such call for folders."""
+    if os.name != "posix":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,124 @@
+import json
+from pathlib import Path, PurePosixPath
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pathvalidate import ValidationError, validate_filename
+
+from wangen.generator.errors import WangenError
+from wangen.generator.paths import (
+    Machine,
+    PathError,
+    collisions,
+    slugify,
+    toml_path,
+    translate,
+    windows_name_problem,
+)
+
+VECTORS = json.loads((Path(__file__).parent / "vectors" / "path_vectors.json").read_text(encoding="utf-8"))
+WINDOWS = Machine(kind="windows", distro="Ubuntu")
+WSL = Machine(kind="wsl", distro="Ubuntu")
+LINUX = Machine(kind="linux")
+
+components = st.text(
+    st.characters(codec="utf-8", exclude_categories=("Cc", "Cs"), exclude_characters="/\\"), min_size=1, max_size=20
+)
+
+
+def outcome(path, source, target, *, toml=False):
+    try:
+        written = translate(path, source, target)
+    except PathError as error:
+        assert error.where
+        assert error.cure
+        return {"error": error.code}
+    return {"path": toml_path(written, target) if toml else written}
+
+
+@pytest.mark.parametrize("row", VECTORS["rows"], ids=lambda row: str(row["id"]))
+def test_every_row_of_the_vectors(row):
+    source, wsl = Machine(**row["input_profile"]), Machine(**row["wsl_target"])
+    assert {
+        "windows": outcome(row["path"], source, WINDOWS),
+        "wsl": outcome(row["path"], source, wsl),
+        "linux": outcome(row["path"], source, LINUX),
+        "toml_windows": outcome(row["path"], source, WINDOWS, toml=True),
+    } == row["expected"]
+
+
+@pytest.mark.parametrize("group", VECTORS["groups"], ids=lambda group: f"{group['kind']}-{group['profile']}")
+def test_groups_of_the_vectors(group):
+    verdicts = [verdict for _, _, verdict in collisions(group["paths"], group["profile"])]
+    expected = {"collision": ["collision"], "distinct": []}.get(group["expected"], ["warn"])
+    assert verdicts == expected
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "code"),
+    [
+        (r"%USERPROFILE%\x", WINDOWS, "unexpanded-variable"),
+        ("$HOME/x", LINUX, "unexpanded-variable"),
+        ("/data/${USER}/x", LINUX, "unexpanded-variable"),
+        ("C:\\a\nb", WINDOWS, "control-char"),
+        (r"\\nas", WINDOWS, "incomplete-share"),
+        (r"C:\AI", WSL, "windows-path"),
+        (r"\\wsl.localhost\Debian\home\x", WINDOWS, "other-distro"),
+    ],
+)
+def test_unclear_paths_are_refused(path, source, code):
+    assert outcome(path, source, WSL) == {"error": code}
+
+
+@pytest.mark.parametrize("path", ["/data/100% of $5/x", "/data/cash$money", "/srv/$Recycle.Bin"])
+def test_a_dollar_or_percent_that_is_no_variable_is_kept(path):
+    assert translate(path, LINUX, LINUX) == path
+
+
+def test_extended_share_prefix():
+    assert translate(r"\\?\UNC\nas\share\x", WINDOWS, WINDOWS) == r"\\nas\share\x"
+
+
+@given(st.lists(components, min_size=1, max_size=4), st.sampled_from("cdz"))
+def test_wsl_to_windows_and_back_is_the_identity(parts, drive):
+    path = str(PurePosixPath(f"/mnt/{drive}", *parts))
+    there = outcome(path, WSL, WINDOWS)
+    if "path" in there:
+        assert outcome(there["path"], WINDOWS, WSL) == {"path": path}
+
+
+@given(components)
+def test_windows_names_are_judged_at_least_as_strictly_as_by_pathvalidate(name):
+    try:
+        validate_filename(name, platform="windows")
+    except ValidationError:
+        assert windows_name_problem(name) is not None or name in (".", "..") or len(name.encode()) > 255
+
+
+@pytest.mark.parametrize("name", ["nul .txt", "COM¹", "lpt0.png", "CONIN$", "a:b", "x.", "x ", "é" * 256, ""])
+def test_windows_cannot_hold_these_names(name):
+    assert windows_name_problem(name)
+
+
+@pytest.mark.parametrize("name", ["console", "com10", "..", "a&b (x86) %!^", "データ", "é" * 255])
+def test_windows_can_hold_these_names(name):
+    assert windows_name_problem(name) is None
+
+
+@given(st.text(max_size=100))
+def test_a_slug_is_plain_or_refused(name):
+    try:
+        slug = slugify(name)
+    except WangenError as error:
+        assert error.cure
+        return
+    assert slug
+    assert set(slug) <= set("abcdefghijklmnopqrstuvwxyz0123456789_")
+    assert slugify(slug) == slug
+
+
+@pytest.mark.parametrize("name", ["", "日本", "---", "con", "NUL"])
+def test_names_without_a_slug(name):
+    with pytest.raises(WangenError):
+        slugify(name)
