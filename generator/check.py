@@ -13,11 +13,10 @@ from wangen.generator.dataset import Item, scan
 from wangen.generator.errors import WangenError
 from wangen.generator.session import Report
 from wangen.generator.steps import Check
+from wangen.generator.tokenizer_file import find_tokenizer
 from wangen.generator.tomls import DatasetEntry, read_dataset
 
 log = logging.getLogger("wangen")
-
-TOKENIZER_FILES = ("google/umt5-xxl/tokenizer.json", "tokenizer.json", "google/umt5-xxl/spiece.model", "spiece.model")
 
 
 @dataclass(frozen=True)
@@ -108,11 +107,10 @@ def _weights(options: Check) -> Iterator[Finding]:
 
 
 def _tokenizer(t5: Path, tokenizer: Path | None) -> Iterator[Finding]:
-    folder = tokenizer or t5.parent
-    if folder.is_file() or any((folder / name).is_file() for name in TOKENIZER_FILES):
-        return
-    yield Finding(str(folder), "no tokenizer here (google/umt5-xxl/ with tokenizer.json or spiece.model)",
-                  "copy that folder beside the T5 file or give --tokenizer")  # fmt: skip
+    try:
+        find_tokenizer(tokenizer or t5)
+    except WangenError as error:
+        yield Finding(error.where, error.found, error.cure)
 
 
 def _output(folder: Path, items: list[Item], entries: tuple[DatasetEntry, ...]) -> Iterator[Finding]:

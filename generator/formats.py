@@ -118,6 +118,8 @@ def read_pth(path: Path) -> Header:
     try:
         with zipfile.ZipFile(path) as archive:
             sizes = {info.filename: info.file_size for info in archive.infolist()}
+            if any(info.compress_type != zipfile.ZIP_STORED for info in archive.infolist()):
+                raise WangenError("this zip file is compressed; PyTorch weights never are", where=str(path))
             pickles = [name for name in sizes if name.count("/") == 1 and name.endswith("/data.pkl")]
             if len(pickles) != 1:
                 raise WangenError("this zip file holds no PyTorch weights (no data.pkl)", where=str(path))

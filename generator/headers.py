@@ -54,12 +54,15 @@ KINDS = {
 # What the other formats that people give look like at their first bytes.
 FOREIGN = {
     b"GGUF": ("a GGUF file, which is not read here", "give the .safetensors or .pth weights"),
-    b"version https://git-lfs": ("a Git LFS pointer, not the weights themselves", "run `git lfs pull`, or " + DOWNLOAD_AGAIN),
+    b"version https://git-lfs": ("a Git LFS pointer, not the weights", "run `git lfs pull`, or " + DOWNLOAD_AGAIN),
     b"<!DOCTYPE": ("a web page, not weights", DOWNLOAD_AGAIN),
     b"<!doctype": ("a web page, not weights", DOWNLOAD_AGAIN),
     b"<html": ("a web page, not weights", DOWNLOAD_AGAIN),
-    b"\x80\x02": ("a pickle from before PyTorch 1.6", "get the weights as .safetensors"),
-}  # fmt: skip
+    **{
+        bytes([0x80, protocol]): ("a bare pickle (PyTorch before 1.6), which is not read", "get .safetensors weights")
+        for protocol in range(2, 6)
+    },
+}
 
 
 def read_header(path: Path) -> Header:
@@ -228,7 +231,7 @@ def _transformer_kind(shapes: Mapping[str, tuple[int, ...]]) -> str:
     other = any(name.startswith(("vace_", "face_adapter.", "motion_encoder.", "ref_conv.")) for name in shapes)
     if other:
         return "wan-transformer-other"
-    kinds = {
+    kinds: dict[tuple[tuple[int, ...], bool], str] = {
         ((16,), False): "wan-transformer-t2v",
         ((36,), True): "wan-transformer-i2v",
         ((36,), False): "wan-transformer-i2v-2.2",
@@ -241,9 +244,10 @@ def _read_one(path: Path) -> Header:
     try:
         with path.open("rb") as file:
             start = file.read(32)
-        for magic, (found, cure) in FOREIGN.items():
-            if start.startswith(magic) and (magic != b"\x80\x02" or path.suffix != ".safetensors"):
-                raise WangenError(f"this is {found}", where=str(path), cure=cure)
+        if start[8:9] != b"{":  # the first byte of a safetensors header, after eight that may be anything
+            for magic, (found, cure) in FOREIGN.items():
+                if start.startswith(magic):
+                    raise WangenError(f"this is {found}", where=str(path), cure=cure)
         return read_pth(path) if start.startswith(b"PK\x03\x04") else read_safetensors(path)
     except OSError as error:
         raise _unreadable(path, error) from error

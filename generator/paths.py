@@ -55,7 +55,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class _Place:
-    """What a path names: `head` is the drive letter, `server\\share`, or the distribution's name."""
+    r"""What a path names: `head` is the drive letter, `server\share`, or the distribution's name."""
 
     kind: Literal["relative", "drive", "share", "distro", "linux"]
     head: str

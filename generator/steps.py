@@ -251,7 +251,7 @@ class CacheText(CacheStep):
     t5: Path = flag("umT5 text encoder weights: models_t5_umt5-xxl-enc-bf16.pth or safetensors")
     tokenizer: Path | None = flag("tokenizer folder or file (default: found beside the T5 weights)", None)
     t5_dtype: Dtype | None = flag(
-        "precision of the text encoder and of the cached embeddings (default: bfloat16 on CUDA, as stored on CPU)",
+        "precision of the text encoder and of the cached embeddings (default: bfloat16 on a GPU, float32 on a CPU)",
         None, knob=True, values=DTYPE_VALUES,
     )  # fmt: skip
     batch_size: int = flag("captions per encode", 16, pinned=True, knob=True)

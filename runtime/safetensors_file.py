@@ -1,4 +1,4 @@
-"""The one writer of safetensors files: the same tensors and metadata give the same bytes, and a file is whole or absent.
+"""The one writer of safetensors files: same content, same bytes; and a file is whole or absent.
 
 The library writes its metadata in an order that changes from process to process; LoRAs, checkpoints and cache entries
 are compared by their bytes, so all of them are written here.
@@ -7,8 +7,8 @@ are compared by their bytes, so all of them are written here.
 import contextlib
 import json
 import os
+import secrets
 import struct
-import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -93,17 +93,16 @@ def write_chunks(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
     path = Path(path)
     temporary: Path | None = None
     try:
-        handle, name = tempfile.mkstemp(prefix=f".{path.name[:40]}-", suffix=".tmp", dir=path.parent)
-        temporary = Path(name)
-        with os.fdopen(handle, "wb") as file:
+        unique = path.with_name(f".{path.name[:40]}-{secrets.token_hex(8)}.tmp")
+        with unique.open("xb") as file:
+            temporary = unique
             for chunk in chunks:
                 file.write(chunk)
             file.flush()
             os.fsync(file.fileno())
-        _open_to_others(temporary)
-        _replace(temporary, path)
+        replace(unique, path)
         temporary = None
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
     except OSError as error:
         raise WangenError(
             f"cannot write: {error.strerror or error}",
@@ -122,18 +121,15 @@ def _chunks(header: Mapping[str, Any], tensors: Iterable[torch.Tensor]) -> Itera
     yield struct.pack("<Q", len(text)) + text
     for tensor in tensors:
         flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-        yield memoryview(flat.view(torch.uint8).numpy())
+        yield flat.view(torch.uint8).numpy().data
 
 
-def _open_to_others(path: Path) -> None:
-    """Temporary files are made for their owner alone; give what any new file would get."""
-    if os.name == "posix":
-        mask = os.umask(0)
-        os.umask(mask)
-        path.chmod(0o666 & ~mask)
+def replace(source: Path, target: Path) -> None:
+    """Move a file into place over another one, patiently.
 
-
-def _replace(source: Path, target: Path) -> None:
+    Raises:
+        OSError: still refused after 1.5 seconds, or at once for another reason than rights.
+    """
     for pause_s in RETRY_PAUSES_S:
         try:
             source.replace(target)
@@ -144,7 +140,7 @@ def _replace(source: Path, target: Path) -> None:
     source.replace(target)
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Make the new name durable; Windows has no such call for folders."""
     if os.name != "posix":
         return

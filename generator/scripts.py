@@ -1,0 +1,355 @@
+"""A platform and its steps become the text of a run script; a script on disk is read back and replaced with care.
+
+The block of knobs belongs to the user: a value changed there is kept when the script is made again. Any other edit
+is seen by a digest in the script's head, and then the script stays and the new text goes beside it as `.new`.
+"""
+
+import hashlib
+import os
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from wangen.generator import quoting
+from wangen.generator.errors import WangenError
+from wangen.generator.quoting import Word
+from wangen.generator.steps import Option, Step, options, text_of
+from wangen.profiles import Platform
+
+# cmd cuts a line at 8191 characters and runs the rest as a command of its own.
+BAT_LINE_LENGTH = 8000
+_PATH_RESERVE = 260
+_KNOB_VALUE = re.compile(r"[A-Za-z0-9._,+-]+")
+_VERSION = re.compile(r"[A-Za-z0-9.+-]+")
+_SLUG = re.compile(r"[a-z0-9_]+")
+_BLOCK = re.compile(r"^(?:#|rem) >>> knobs.*?^(?:#|rem) <<< knobs$", re.DOTALL | re.MULTILINE)
+_DIGEST = re.compile(r"^((?:#|rem) wangen-digest: )([0-9a-f]{32})$", re.MULTILINE)
+_PUBLISHED = re.compile(r"(?:#|rem) .* \(published: ([A-Za-z0-9._,+-]+)\)")
+_NAME = r"(?P<name>[A-Z][A-Z0-9_]*)"
+_QUOTED = r"""(?P<quote>["']?)(?P<value>[A-Za-z0-9._,+-]+)(?P=quote)"""
+_KNOB_LINES = {
+    "sh": re.compile(rf"{_NAME}={_QUOTED}[ \t]*(?:[ \t]#.*)?"),
+    "bat": re.compile(rf'set +(?P<quote>"?){_NAME}=(?P<value>[A-Za-z0-9._,+-]+)(?P=quote)[ \t]*', re.IGNORECASE),
+    "ps1": re.compile(rf"\${_NAME}[ \t]*=[ \t]*{_QUOTED}[ \t]*(?:#.*)?"),
+}
+_BOM = b"\xef\xbb\xbf"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bundle:
+    """What the scripts of one dataset on one platform share.
+
+    Attributes:
+        platform: the profile.
+        slug: the dataset's name in file names.
+        root: folder the steps run in, as the target writes it; None: the folder that holds the script.
+        venv: folders searched for the virtual environment, relative to the root or absolute, as the target writes them.
+        steps: what the script runs, in order; their paths are the target's text.
+        version: the version of wangen that makes the script.
+    """
+
+    platform: Platform
+    slug: str
+    root: str | None
+    venv: tuple[str, ...]
+    steps: tuple[Step, ...]
+    version: str
+
+
+class _Knob(NamedTuple):
+    name: str
+    value: str
+    note: str
+
+
+class _Line(NamedTuple):
+    """A step as the templates see it."""
+
+    name: str
+    lines: list[str]
+
+
+def render(bundle: Bundle, shell: str, name: str, knobs: Mapping[str, str] | None = None) -> bytes:
+    """The bytes of the script `<name>_<slug>.<shell>`.
+
+    Args:
+        bundle: what to run, where.
+        shell: `sh`, `bat` or `ps1`.
+        name: `train` or `cache`; the script runs the bundle's steps, whatever its name.
+        knobs: values that replace those of the steps, by variable name.
+
+    Raises:
+        WangenError: the shell cannot carry a path or text, or `knobs` names no knob of this script.
+    """
+    _check(bundle, shell)
+    published, variables = _knobs(bundle.steps)
+    values = {knob.name: knob.value for knob in published} | dict(knobs or {})
+    for knob, value in values.items():
+        if knob not in {known.name for known in published} or not _KNOB_VALUE.fullmatch(value):
+            raise WangenError(f"{knob}={value} is no knob of this script, or no value for one", where=bundle.slug)
+    context = _places(bundle, shell) | {
+        "script": f"{name}_{bundle.slug}.{shell}",
+        "stem": f"{name}_{bundle.slug}",
+        "slug": bundle.slug,
+        "version": bundle.version,
+        "platform": bundle.platform.name,
+        "torch_index": bundle.platform.torch_index,
+        "digest": "0" * 32,
+        "knobs": [knob._replace(value=values[knob.name]) for knob in published],
+        "names": list(dict.fromkeys(step.command for step in bundle.steps)),
+        "steps": [_Line(step.command, _lines(step, shell, variables)) for step in bundle.steps],
+    }
+    text = _template(shell, context)
+    if shell == "bat":
+        _check_line_lengths(text, values)
+    return _encode(_DIGEST.sub(lambda line: line[1] + _digest(text, shell), text, count=1), shell)
+
+
+def read_knobs(data: bytes) -> dict[str, str]:
+    """The values in a script's block of knobs, by variable name; empty when there is no block."""
+    text = _decode(data)
+    return {knob["name"].upper(): knob["value"] for knob in _knob_lines(text, _shell_of(text)) if knob}
+
+
+def read_steps(data: bytes, shell: str) -> list[list[str]]:
+    """The steps' command lines with the knobs' values in place, each beginning with the step's command name.
+
+    Raises:
+        WangenError: a line cannot be read.
+    """
+    return quoting.commands(_decode(data), shell, read_knobs(data))
+
+
+def untouched(data: bytes) -> bool:
+    """Whether nothing but values in the block of knobs differs from what wangen wrote."""
+    try:
+        text = _decode(data)
+    except WangenError:
+        return False
+    shell = _shell_of(text)
+    found = _DIGEST.search(text)
+    return found is not None and None not in _knob_lines(text, shell) and found[2] == _digest(text, shell)
+
+
+def merge(old: bytes, bundle: Bundle, shell: str, name: str) -> tuple[bytes, bool]:
+    """The script made anew with the values that the user changed in `old`, and whether `old` has to stay.
+
+    A value is the user's when it differs from the one published in `old`, so a new default reaches every script
+    whose user did not touch that knob. `old` has to stay when it was edited elsewhere, or when a knob that the user
+    changed does not exist any more.
+    """
+    known = {knob.name for knob in _knobs(bundle.steps)[0]}
+    changed: dict[str, str] = {}
+    if untouched(old):
+        published = _published(old)
+        changed = {knob: value for knob, value in read_knobs(old).items() if published.get(knob) != value}
+    kept = {knob: value for knob, value in changed.items() if knob in known}
+    return render(bundle, shell, name, kept), not untouched(old) or kept != changed
+
+
+def write(path: Path, data: bytes, *, beside: bool = False) -> str:
+    """Write a script in one step, mode 0755 for a .sh; returns `unchanged`, `written` or `kept`.
+
+    `kept`: the script there was edited outside its knobs (or `beside` is set), so it stays and `data` is in
+    `<name>.new`. Values of knobs are the business of `merge`, which makes `data` hold them already.
+    """
+    target = path
+    if path.exists():
+        old = path.read_bytes()
+        if old == data:
+            return "unchanged"
+        if beside or not untouched(old):
+            target = path.with_name(f"{path.name}.new")
+    _replace(target, data, 0o755 if path.suffix == ".sh" else 0o644)
+    return "written" if target == path else "kept"
+
+
+def publish(path: Path, bundle: Bundle, shell: str, name: str) -> str:
+    """Make the script at `path` or renew it, keeping the user's knobs and edits; returns what `write` returns."""
+    if not path.exists():
+        return write(path, render(bundle, shell, name))
+    data, beside = merge(path.read_bytes(), bundle, shell, name)
+    return write(path, data, beside=beside)
+
+
+def _check(bundle: Bundle, shell: str) -> None:
+    if shell not in quoting.QUOTES:
+        raise WangenError(f"no template for the shell {shell}", cure=f"known: {', '.join(quoting.QUOTES)}")
+    if not _SLUG.fullmatch(bundle.slug) or not _VERSION.fullmatch(bundle.version) or not bundle.steps:
+        raise WangenError("a script needs a slug of a-z, 0-9 and _, a version and steps", where=repr(bundle.slug))
+    for folder in (bundle.root or "", *bundle.venv):
+        quoting.refuse_control(folder, shell)
+
+
+def _is_knob(option: Option, value: Any) -> bool:
+    # What the command line does not spell out needs no variable, and a free text is no value for one.
+    scalar = option.flag.knob and option.length is None and option.kind is not bool
+    return bool(scalar and option.words(value) and _KNOB_VALUE.fullmatch(text_of(value)))
+
+
+def _knobs(steps: tuple[Step, ...]) -> tuple[list[_Knob], dict[tuple[str, str], str]]:
+    """The knobs in the order of the steps, and the variable of each (command, flag)."""
+    uses: dict[str, list[tuple[Step, Option, str]]] = {}
+    for step in steps:
+        for option in options(type(step)):
+            value = getattr(step, option.name)
+            if _is_knob(option, value):
+                uses.setdefault(option.name, []).append((step, option, text_of(value)))
+    knobs: dict[str, _Knob] = {}
+    variables = {}
+    for field, entries in uses.items():
+        shared = len({value for _, _, value in entries}) == 1
+        for step, option, value in entries:
+            variable = field.upper() if shared else f"{field}_{step.command}".upper()
+            who = ", ".join(s.command for s, _, _ in entries) if shared else step.command
+            if knobs.setdefault(variable, _Knob(variable, value, _note(who, option, value))).value != value:
+                raise WangenError(f"two steps {step.command} want different values of {field}", where=variable)
+            variables[step.command, field] = variable
+    return list(knobs.values()), variables
+
+
+def _note(who: str, option: Option, value: str) -> str:
+    # The note stands unquoted in a .bat file, where % & | < > ^ mean something.
+    choices = f"; one of {', '.join(option.choices)}" if option.choices else ""
+    text = re.sub(r"[^A-Za-z0-9 .,;:()/_+=-]", "", (option.flag.help + choices).replace("…", "..."))
+    return f"{who}: {text} (published: {value})"
+
+
+def _words(step: Step, variables: Mapping[tuple[str, str], str]) -> Iterator[Word]:
+    yield Word(step.command)
+    for option in options(type(step)):
+        words = option.words(getattr(step, option.name))
+        variable = variables.get((step.command, option.name))
+        if variable is None:
+            yield from map(Word, words)
+        elif len(words) == 1:
+            yield Word(f"--{option.name}=", variable)
+        else:
+            yield from (Word(words[0]), Word("", variable))
+
+
+def _lines(step: Step, shell: str, variables: Mapping[tuple[str, str], str]) -> list[str]:
+    quote = quoting.QUOTES[shell]
+    between = ", " if shell == "ps1" else " "
+    return [between.join(map(quote, group)) for group in quoting.groups(list(_words(step, variables)))]
+
+
+def _places(bundle: Bundle, shell: str) -> dict[str, Any]:
+    r"""Where the root and the environments are, as the template writes them.
+
+    For a .bat these are texts to stand between double quotes, and `base` is the root with its last backslash:
+    `%~dp0` when the bundle may be moved.
+    """
+    if shell == "bat":
+        base = quoting.bat_inside(bundle.root.rstrip("\\") + "\\") if bundle.root else "%~dp0"
+        venvs = [("" if _absolute(v) else base) + quoting.bat_inside(v.replace("/", "\\")) for v in bundle.venv]
+        return {"base": base, "root": quoting.bat_inside(bundle.root) if bundle.root else "%~dp0.", "venvs": venvs}
+    if shell == "ps1":
+        literal = quoting.ps1_literal
+        venvs = [
+            literal(v) if _absolute(v) else f"[System.IO.Path]::Combine($WgRoot, {literal(v)})" for v in bundle.venv
+        ]
+        return {"root": literal(bundle.root) if bundle.root else "", "venvs": venvs}
+    folders = [
+        quoting.sh_word(Word(v)) if v.startswith("/") else f'"$WG_ROOT"/{quoting.sh_word(Word(v))}' for v in bundle.venv
+    ]
+    return {"root": quoting.sh_word(Word(bundle.root)) if bundle.root else "", "venvs": folders}
+
+
+def _absolute(windows_path: str) -> bool:
+    return re.match(r"[A-Za-z]:[\\/]|[\\/]{2}", windows_path) is not None
+
+
+def _template(shell: str, context: Mapping[str, Any]) -> str:
+    from jinja2 import Environment, StrictUndefined
+
+    source = files("wangen.templates").joinpath(f"run.{shell}.j2").read_text(encoding="utf-8")
+    environment = Environment(
+        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
+    )
+    return environment.from_string(source).render(context)
+
+
+def _check_line_lengths(text: str, knobs: Mapping[str, str]) -> None:
+    # The interpreter's path is not known here; 260 characters are the most that Windows usually allows.
+    for line in re.sub(r"\^\n", "", text).split("\n"):
+        expanded = re.sub(r"%(\w+)%", lambda m: knobs.get(m[1], " " * _PATH_RESERVE if m[1] == "WG_PY" else m[0]), line)
+        length = max(len(line), len(expanded.encode("utf-16-le")) // 2)
+        if length > BAT_LINE_LENGTH:
+            raise WangenError(
+                f"a line of the .bat script would be {length} characters long; cmd reads {BAT_LINE_LENGTH} safely",
+                where=line[:80],
+                cure="shorten the prompt or the paths, or use the .ps1 script",
+            )
+
+
+def _encode(text: str, shell: str) -> bytes:
+    if shell == "sh":
+        return text.encode()
+    return (_BOM if shell == "ps1" else b"") + text.replace("\n", "\r\n").encode()
+
+
+def _decode(data: bytes) -> str:
+    try:
+        text = data.removeprefix(_BOM).decode()
+    except UnicodeDecodeError as error:
+        raise WangenError(f"the script is not UTF-8: {error.reason}", cure="publish it again") from error
+    # A bash script may hold a carriage return in a quoted text, where it means itself; one whose first line ends in
+    # it was converted as a whole by an editor.
+    converted = not text.startswith("#!") or text.partition("\n")[0].endswith("\r")
+    return text.replace("\r\n", "\n") if converted else text
+
+
+def _shell_of(text: str) -> str:
+    return "sh" if text.startswith("#!") else "bat" if text.startswith("@echo") else "ps1"
+
+
+def _knob_lines(text: str, shell: str) -> list[re.Match[str] | None]:
+    """The settings in the block of knobs; None for a line that is neither a setting, a remark nor empty."""
+    block = _BLOCK.search(text)
+    lines = block[0].split("\n") if block else []
+    remarks = re.compile(r"\s*(#.*|rem( .*)?)?", re.IGNORECASE)
+    return [_KNOB_LINES[shell].fullmatch(line) for line in lines if not remarks.fullmatch(line)]
+
+
+def _published(data: bytes) -> dict[str, str]:
+    """The values that the block of knobs had when it was written: each stands at the end of the remark above."""
+    text = _decode(data)
+    block = _BLOCK.search(text)
+    found: dict[str, str] = {}
+    value = ""
+    for line in block[0].split("\n") if block else []:
+        remark = _PUBLISHED.fullmatch(line)
+        setting = _KNOB_LINES[_shell_of(text)].fullmatch(line)
+        value = remark[1] if remark else value
+        if setting:
+            found[setting["name"].upper()] = value
+    return found
+
+
+def _digest(text: str, shell: str) -> str:
+    """Digest over a script with its knobs' values and the digest itself blanked."""
+
+    def blank(block: re.Match[str]) -> str:
+        settings = ((_KNOB_LINES[shell].fullmatch(line), line) for line in block[0].split("\n"))
+        return "\n".join(f"{knob['name'].upper()}=" if knob else line for knob, line in settings)
+
+    plain = _DIGEST.sub(r"\1", _BLOCK.sub(blank, text, count=1), count=1)
+    return hashlib.sha256(plain.encode()).hexdigest()[:32]
+
+
+def _replace(path: Path, data: bytes, mode: int) -> None:
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    temporary = Path(name)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        temporary.chmod(mode)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,27 @@
+"""Where the umT5 tokenizer is: given, or beside the text encoder's weights."""
+
+from pathlib import Path
+
+from wangen.generator.errors import WangenError
+
+PLACES = ("google/umt5-xxl/tokenizer.json", "tokenizer.json", "google/umt5-xxl/spiece.model", "spiece.model")
+"""Looked at in this order, relative to the folder of the T5 weights."""
+
+
+def find_tokenizer(path: Path) -> Path:
+    """The tokenizer file for a T5 weight file, a folder, or a tokenizer file itself.
+
+    Raises:
+        WangenError: there is none, with the places looked at.
+    """
+    if path.is_file() and path.suffix in (".json", ".model"):
+        return path
+    folder = path if path.is_dir() else path.parent
+    for place in PLACES:
+        if (folder / place).is_file():
+            return folder / place
+    raise WangenError(
+        f"no umT5 tokenizer here; looked for {', '.join(PLACES)}",
+        where=str(folder),
+        cure="copy the google/umt5-xxl folder beside the T5 file, or name it with --tokenizer",
+    )

@@ -1,0 +1,155 @@
+"""The training state on disk: adapter, optimizer and a few integers, staged in a folder, manifest last, one rename.
+
+A state folder is complete when its manifest is there and every file it lists has its size; anything else is ignored
+and cleaned up, so that a kill at any moment leaves the previous state in force.
+"""
+
+import json
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from wangen.generator.errors import WangenError
+from wangen.generator.session import write_text
+from wangen.runtime.safetensors_file import sync_folder, write
+
+MANIFEST = "state.json"
+FORMAT = "wangen-state-1"
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """Where a run stands.
+
+    Attributes:
+        step: optimizer steps done.
+        adapter: trainable weights by parameter name.
+        optimizer: the optimizer's tensors: `<parameter number>.<name>`.
+        numbers: the optimizer's plain numbers, by the same names.
+        fingerprint: every setting and digest that decides the result.
+        facts: small things to carry on: the first loss.
+    """
+
+    step: int
+    adapter: Mapping[str, torch.Tensor]
+    optimizer: Mapping[str, torch.Tensor]
+    numbers: Mapping[str, Any]
+    fingerprint: Mapping[str, Any]
+    facts: Mapping[str, Any]
+
+
+def save(folder: Path, state: TrainingState) -> Path:
+    """Write `<folder>/step-<number>` whole or not at all, and return it.
+
+    Raises:
+        WangenError: the disk refused; earlier states are untouched.
+    """
+    final = folder / f"step-{state.step:08d}"
+    staging = folder / f".staging-{state.step:08d}"
+    try:
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+        write(staging / "adapter.safetensors", state.adapter, {})
+        write(staging / "optimizer.safetensors", state.optimizer, {})
+        manifest = {
+            "format": FORMAT,
+            "step": state.step,
+            "files": {path.name: path.stat().st_size for path in sorted(staging.iterdir())},
+            "numbers": state.numbers,
+            "fingerprint": state.fingerprint,
+            "facts": state.facts,
+        }
+        write_text(staging / MANIFEST, json.dumps(manifest, indent=1, sort_keys=True))
+        if final.exists():
+            shutil.rmtree(final)
+        staging.replace(final)
+        sync_folder(folder)
+    except OSError as error:
+        raise WangenError(f"cannot save the training state: {error.strerror}", where=str(folder),
+                          cure="free space, then run the same line again: it resumes from the last state") from None  # fmt: skip
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return final
+
+
+def newest(folder: Path) -> Path | None:
+    """The complete state with the most steps, or None."""
+    complete = [path for path in folder.glob("step-*") if _manifest(path) is not None] if folder.is_dir() else []
+    return max(complete, default=None)
+
+
+def read(path: Path) -> TrainingState:
+    """The state in a folder.
+
+    Raises:
+        WangenError: it is no complete state.
+    """
+    from safetensors.torch import load_file
+
+    manifest = _manifest(path)
+    if manifest is None:
+        raise WangenError("this is no complete training state", where=str(path), cure="leave --resume out or give another")
+    return TrainingState(
+        step=manifest["step"],
+        adapter=load_file(path / "adapter.safetensors"),
+        optimizer=load_file(path / "optimizer.safetensors"),
+        numbers=manifest["numbers"],
+        fingerprint=manifest["fingerprint"],
+        facts=manifest["facts"],
+    )
+
+
+def remove_others(folder: Path, keep: set[Path]) -> None:
+    """Remove the states of a folder except those to keep."""
+    for path in folder.glob("step-*"):
+        if path not in keep:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def forget(folder: Path) -> None:
+    """Remove every state of a run that starts afresh."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """An optimizer's state as tensors and plain numbers, both named `<parameter number>.<name>`.
+
+    Raises:
+        WangenError: it keeps something else, so that it could not be resumed.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    numbers: dict[str, Any] = {}
+    for index, values in optimizer.state_dict()["state"].items():
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor):
+                tensors[f"{index}.{name}"] = value
+            elif isinstance(value, int | float | bool | None):
+                numbers[f"{index}.{name}"] = value
+            else:
+                raise WangenError(f"{type(optimizer).__name__} keeps a {type(value).__name__}, which cannot be resumed",
+                                  cure="choose another --optimizer_type")  # fmt: skip
+    return tensors, numbers
+
+
+def restore_optimizer(optimizer: torch.optim.Optimizer, state: TrainingState) -> None:
+    """Put a saved state into a fresh optimizer over the same parameters."""
+    values: dict[int, dict[str, Any]] = {}
+    for name, value in {**state.optimizer, **state.numbers}.items():
+        index, key = name.split(".", 1)
+        values.setdefault(int(index), {})[key] = value
+    whole = optimizer.state_dict()
+    optimizer.load_state_dict({"state": values, "param_groups": whole["param_groups"]})
+
+
+def _manifest(path: Path) -> dict[str, Any] | None:
+    with suppress(OSError, ValueError):
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        whole = all((path / name).stat().st_size == size for name, size in manifest["files"].items())
+        if manifest.get("format") == FORMAT and whole:
+            return dict(manifest)
+    return None

@@ -1,0 +1,130 @@
+"""Flow matching: timesteps, noising, target and loss, as pure functions.
+
+sigma is the noise level in [0, 1]: 0 is the clean latent, 1 is noise; the model's timestep is 1000 sigma.
+Conventions of Wan 2.1 (https://github.com/Wan-Video/Wan2.1): x_sigma = (1 - sigma) x0 + sigma eps, and the model
+predicts the velocity eps - x0.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from wangen.generator.errors import WangenError
+
+MAX_DRAWS = 1000
+
+
+@dataclass(frozen=True)
+class TimestepDistribution:
+    """How sigma is drawn; the fields are the flags of the same names.
+
+    Attributes:
+        sampling: `uniform`, `sigmoid`, `shift` or `logit_normal`.
+        shift: S of `shift`.
+        sigmoid_scale: k of `sigmoid` and `shift`.
+        logit_mean: mean of `logit_normal`.
+        logit_std: standard deviation of `logit_normal`.
+        low: lowest sigma.
+        high: highest sigma.
+        cut: True redraws until sigma falls into [low, high]; False squeezes the distribution into it.
+    """
+
+    sampling: str = "uniform"
+    shift: float = 1.0
+    sigmoid_scale: float = 1.0
+    logit_mean: float = 0.0
+    logit_std: float = 1.0
+    low: float = 0.0
+    high: float = 1.0
+    cut: bool = False
+
+    def draw(self, generator: torch.Generator) -> float:
+        """One sigma in [low, high].
+
+        Raises:
+            WangenError: `cut` found no value in the range after 1,000 draws.
+
+        >>> d = TimestepDistribution(low=0.875, high=1.0)
+        >>> all(0.875 <= d.draw(torch.Generator().manual_seed(n)) <= 1 for n in range(100))
+        True
+        """
+        if not self.cut:
+            return self.low + (self.high - self.low) * self._unit(generator)
+        for _ in range(MAX_DRAWS):
+            sigma = self._unit(generator)
+            if self.low <= sigma <= self.high:
+                return sigma
+        raise WangenError(
+            f"timestep_sampling {self.sampling} never falls between {self.low * 1000:.0f} and {self.high * 1000:.0f}",
+            cure="leave --preserve_distribution_shape out or choose another --timestep_sampling",
+        )
+
+    def _unit(self, generator: torch.Generator) -> float:
+        if self.sampling == "uniform":
+            return float(torch.rand((), generator=generator, dtype=torch.float64))
+        normal = float(torch.randn((), generator=generator, dtype=torch.float64))
+        if self.sampling == "logit_normal":
+            return sigmoid(self.logit_mean + self.logit_std * normal)
+        sigma = sigmoid(self.sigmoid_scale * normal)
+        return shifted(sigma, self.shift) if self.sampling == "shift" else sigma
+
+
+def sigmoid(x: float) -> float:
+    """1 / (1 + exp(-x)), for any x.
+
+    >>> sigmoid(0.0), sigmoid(-1000.0)
+    (0.5, 0.0)
+    """
+    return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(max(x, -745.0)) / (1 + math.exp(max(x, -745.0)))
+
+
+def shifted(sigma: float, shift: float) -> float:
+    """S sigma / (1 + (S - 1) sigma): moves sigma towards noise for S > 1 (https://arxiv.org/abs/2403.03206, eq. 23).
+
+    >>> shifted(0.5, 1.0), round(shifted(0.5, 5.0), 4), shifted(1.0, 5.0)
+    (0.5, 0.8333, 1.0)
+    """
+    return shift * sigma / (1 + (shift - 1) * sigma)
+
+
+def noised(clean: torch.Tensor, noise: torch.Tensor, sigmas: torch.Tensor) -> torch.Tensor:
+    """x_sigma = (1 - sigma) x0 + sigma eps, for latents (B, C, F, h, w) and sigmas (B,).
+
+    >>> noised(torch.zeros(1, 1, 1, 1, 1), torch.ones(1, 1, 1, 1, 1), torch.tensor([0.25])).item()
+    0.25
+    """
+    level = sigmas.to(clean.dtype).view(-1, 1, 1, 1, 1)
+    return (1 - level) * clean + level * noise
+
+
+def velocity(clean: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """The target eps - x0.
+
+    >>> velocity(torch.tensor([1.0]), torch.tensor([3.0])).item()
+    2.0
+    """
+    return noise - clean
+
+
+def loss_weight(scheme: str, sigmas: torch.Tensor) -> torch.Tensor:
+    """Weight of each sample's loss, (B,): `none` 1, `sigma_sqrt` sigma^-2, `cosmap` 2 / (pi (1 - 2 sigma + 2 sigma^2)).
+
+    Source: diffusers, `compute_loss_weighting_for_sd3`. sigma_sqrt is bounded at sigma = 0.001, one step of a thousand.
+
+    >>> loss_weight("none", torch.tensor([0.5])).item(), loss_weight("sigma_sqrt", torch.tensor([0.5])).item()
+    (1.0, 4.0)
+    """
+    if scheme == "sigma_sqrt":
+        return sigmas.clamp_min(1e-3) ** -2
+    if scheme == "cosmap":
+        return 2 / (math.pi * (1 - 2 * sigmas + 2 * sigmas**2))
+    return torch.ones_like(sigmas)
+
+
+def flow_loss(
+    predicted: torch.Tensor, target: torch.Tensor, sigmas: torch.Tensor, scheme: str = "none"
+) -> torch.Tensor:
+    """Each sample's weighted mean squared error in float32, (B,)."""
+    error = (predicted.float() - target.float()).square().mean(dim=(1, 2, 3, 4))
+    return error * loss_weight(scheme, sigmas.to(error.device, torch.float32))

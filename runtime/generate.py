@@ -1,0 +1,146 @@
+"""`generate`: prompt -> video or image, with diffusers' sampler on original checkpoints and LoRAs."""
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from wangen import profiles
+from wangen.generator.errors import UsageError, WangenError
+from wangen.generator.session import Report
+from wangen.generator.steps import Generate
+from wangen.runtime.devices import DTYPES, choose_device, choose_dtype, choose_vae_dtype, set_attention
+from wangen.runtime.lora import apply_lora, read_lora
+from wangen.runtime.models import Family, family
+from wangen.runtime.progress import progress
+
+log = logging.getLogger("wangen")
+
+
+def run(options: Generate) -> Report:
+    """Sample one video or image and write it.
+
+    Raises:
+        WangenError: a weight file is of another kind, a LoRA does not fit, the file cannot be written.
+    """
+    _refuse(options)
+    kind = family(profiles.model(options.task))
+    device = choose_device(options.device)
+    texts = _texts(kind, options, device)
+    dtype = DTYPES[choose_dtype(options.dtype, device)]
+    transformer = kind.load_transformer(options.dit, dtype=dtype, device=device)
+    kernel = set_attention(transformer, options.attention, device, backward=False)
+    _apply_loras(transformer, options)
+    vae_dtype = choose_vae_dtype(options.vae_dtype, device)
+    vae = kind.load_vae(options.vae, dtype=DTYPES[vae_dtype], device=device)
+    with progress("sampling", options.infer_steps) as advance:
+        latents = kind.sample_latents(transformer, vae, options, texts, lambda _number: advance(1, ""))
+    video = kind.decode_latents(vae, latents)[0]  # (3, T, H, W) in [-1, 1]
+    path = _file(options)
+    write_media(path, video, options.fps, {"wangen": json.dumps(asdict(options), default=str, sort_keys=True)})
+    frames = options.video_length
+    return Report(
+        folder=path.parent,
+        summary=f"{path} ({frames} frame{'s' if frames > 1 else ''} of {options.video_size[1]}x{options.video_size[0]})",
+        inputs={"dit": options.dit, "vae": options.vae, "t5": options.t5, "lora_weight": options.lora_weight},
+        counts={"frames": frames, "steps": options.infer_steps},
+        result={"file": path, "attention": kernel, "dtype": str(dtype), "vae_dtype": vae_dtype},
+    )
+
+
+def _refuse(options: Generate) -> None:
+    """Everything that can be refused before a model loads."""
+    if any(side <= 0 or side % 16 for side in options.video_size):
+        height, width = options.video_size
+        raise UsageError(f"--video_size {height} {width}: both must be multiples of 16",
+                         cure=f"use {max(16, round(height / 16) * 16)} {max(16, round(width / 16) * 16)}")  # fmt: skip
+    if options.video_length < 1 or options.video_length % 4 != 1:
+        raise UsageError(f"--video_length {options.video_length}: must be 4n+1",
+                         cure=f"use {max(1, options.video_length // 4 * 4 + 1)}")  # fmt: skip
+    if options.lora_multiplier and len(options.lora_multiplier) != len(options.lora_weight):
+        raise UsageError(f"{len(options.lora_weight)} --lora_weight and {len(options.lora_multiplier)} --lora_multiplier",
+                         cure="give one multiplier per LoRA, or none")  # fmt: skip
+    if options.infer_steps < 1 or options.fps < 1:
+        raise UsageError("--infer_steps and --fps must be at least 1")
+    if options.save_path.suffix.lower() == ".png" and options.video_length != 1:
+        raise UsageError("a .png holds one frame", cure="give --video_length 1 or save to .mp4")
+
+
+def _file(options: Generate) -> Path:
+    """The file to write; in a folder it is named by the seed."""
+    if options.save_path.suffix.lower() in (".mp4", ".png"):
+        return options.save_path
+    ending = "png" if options.video_length == 1 else "mp4"
+    return options.save_path / f"seed-{options.seed}.{ending}"
+
+
+def _texts(kind: Family, options: Generate, device: torch.device) -> list[torch.Tensor]:
+    """Embeddings of the prompt and, with guidance, of the negative prompt; the encoder is released again."""
+    tokenizer = kind.load_tokenizer(options.tokenizer or options.t5)
+    encoder = kind.load_text_encoder(options.t5, dtype=DTYPES[choose_dtype(None, device)], device=device)
+    prompts = [options.prompt, options.negative_prompt] if options.guidance_scale > 1 else [options.prompt]
+    return [kind.encode_prompts(encoder, tokenizer, [prompt])[0] for prompt in prompts]
+
+
+def _apply_loras(transformer: Any, options: Generate) -> None:
+    multipliers = options.lora_multiplier or (1.0,) * len(options.lora_weight)
+    for number, (path, multiplier) in enumerate(zip(options.lora_weight, multipliers, strict=True)):
+        left_out = apply_lora(transformer, read_lora(path), multiplier, name=f"lora{number}")
+        log.info("  LoRA %s at %g", path.name, multiplier)
+        if left_out:
+            log.warning("  %s: %d modules are not in this model and were left out", path.name, len(left_out))
+
+
+def write_media(path: Path, video: torch.Tensor, fps: int, metadata: Mapping[str, str]) -> None:
+    """Write frames as an h264 mp4, or a single one as png, whole or not at all.
+
+    Args:
+        path: `.mp4` or `.png`.
+        video: (3, T, H, W) in [-1, 1].
+        fps: frames per second.
+        metadata: texts stored in the file.
+
+    Raises:
+        WangenError: the disk refused.
+    """
+    frames = ((video.float().cpu() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).permute(1, 2, 3, 0).numpy()
+    temporary = path.with_name(f".{path.stem}.tmp{path.suffix}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix.lower() == ".png":
+            _write_png(temporary, frames[0], metadata)
+        else:
+            _write_mp4(temporary, frames, fps, metadata)
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise WangenError(f"cannot write: {error.strerror}", where=str(path), cure="free space or fix the rights") from None
+
+
+def _write_png(path: Path, frame: Any, metadata: Mapping[str, str]) -> None:
+    from PIL import Image
+    from PIL.PngImagePlugin import PngInfo
+
+    info = PngInfo()
+    for key, value in metadata.items():
+        info.add_itxt(key, value)
+    Image.fromarray(frame).save(path, pnginfo=info)
+
+
+def _write_mp4(path: Path, frames: Any, fps: int, metadata: Mapping[str, str]) -> None:
+    """h264, 4:2:0, one thread so that the bytes depend on nothing but the frames."""
+    import av
+
+    with av.open(str(path), "w", options={"movflags": "use_metadata_tags"}) as container:
+        container.metadata.update(metadata)
+        stream = container.add_stream("libx264", rate=Fraction(fps), options={"crf": "18", "threads": "1"})
+        stream.height, stream.width = frames.shape[1:3]
+        stream.pix_fmt = "yuv420p"
+        for image in frames:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(image, format="rgb24")))
+        container.mux(stream.encode())

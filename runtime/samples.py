@@ -1,0 +1,112 @@
+"""Dataset TOML -> samples: what is cached and trained on, one per image and one per clip window.
+
+The caching steps, `check_cache` and `train` all build their samples here, so that they cannot disagree.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from wangen.generator.dataset import Item, scan
+from wangen.generator.errors import WangenError
+from wangen.generator.tomls import DatasetEntry, read_dataset
+from wangen.profiles import Model
+from wangen.runtime.media import bucket_of, num_resampled, windows
+from wangen.runtime.sources import Source, read_sources
+
+log = logging.getLogger("wangen")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One thing to encode and train on.
+
+    Attributes:
+        item: the media file and its caption.
+        entry: the block of the TOML it comes from.
+        source: digest and facts of the file.
+        start: first frame, counted at `fps`.
+        count: number of frames, 4n+1.
+        size: bucket as (width, height) in pixels.
+        fps: frames per second of the model.
+    """
+
+    item: Item
+    entry: DatasetEntry
+    source: Source
+    start: int
+    count: int
+    size: tuple[int, int]
+    fps: int
+
+    @property
+    def name(self) -> str:
+        """`cat.jpg`, or `walk.mp4:0+17` for frames 0 to 16 of a clip; it seeds the sample's noise."""
+        suffix = f":{self.start}+{self.count}" if self.item.media == "video" else ""
+        return self.item.path.name + suffix
+
+    def latent_recipe(self) -> dict[str, Any]:
+        """Everything but the encoder that decides the latent's bytes."""
+        clip = {
+            "start": self.start,
+            "frames": self.count,
+            "fps": self.fps,
+            "source_fps": self.entry.source_fps,
+        }  # fmt: skip
+        return {
+            "source": self.source.digest,
+            "width": self.size[0],
+            "height": self.size[1],
+            "resize": "lanczos, cover, centre",
+            **(clip if self.item.media == "video" else {"frames": 1}),
+        }
+
+    def text_recipe(self) -> dict[str, Any]:
+        """Everything but the encoder that decides the embedding's bytes."""
+        from wangen.runtime.prompts import clean_prompt
+
+        return {"caption": clean_prompt(self.item.caption)}
+
+
+def read_samples(dataset_config: Path, model: Model, *, trust_memo: bool = True) -> list[Sample]:
+    """The samples of a dataset, in the order of the TOML and of the file names.
+
+    Raises:
+        WangenError: captions are missing or media cannot be read (all of them are named), or nothing is left.
+    """
+    samples: list[Sample] = []
+    problems: list[str] = []
+    for entry in read_dataset(dataset_config):
+        items, found = scan(entry.directory, media=entry.media, caption_extension=entry.caption_extension, deep=False)
+        problems += [str(problem) for problem in found]
+        sources = read_sources([item.path for item in items], entry.cache_directory, trust_memo=trust_memo)
+        for item in items:
+            made = _samples(item, entry, sources[item.path], model)
+            if not made:
+                frames = num_resampled(sources[item.path].facts, entry, model.fps)
+                problems.append(
+                    f"{item.path.name}: has {frames} frames at {model.fps} fps, the shortest target_frames is "
+                    f"{min(entry.target_frames)}; shorten target_frames in {dataset_config.name} or take it out"
+                )
+            samples += made
+    if problems:
+        listed = "\n".join(f"  - {problem}" for problem in problems)
+        raise WangenError(f"the dataset has problems:\n{listed}", where=str(dataset_config))
+    return samples
+
+
+def _samples(item: Item, entry: DatasetEntry, source: Source, model: Model) -> list[Sample]:
+    size = bucket_of(source.facts, entry, model.bucket_step)
+    frames = num_resampled(source.facts, entry, model.fps) if item.media == "video" else 1
+    clips: Sequence[tuple[int, int]] = windows(entry, frames) if item.media == "video" else [(0, 1)]
+    return [Sample(item, entry, source, start, count, size, model.fps) for start, count in clips]
+
+
+def by_cache_folder(samples: Sequence[Sample]) -> Mapping[Path, list[Sample]]:
+    """The samples grouped by the folder that holds their cache entries."""
+    groups: dict[Path, list[Sample]] = {}
+    for sample in samples:
+        groups.setdefault(sample.entry.cache_directory, []).append(sample)
+    return groups
