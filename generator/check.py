@@ -9,8 +9,9 @@ from pathlib import Path
 
 from wangen import profiles
 from wangen.generator import headers
-from wangen.generator.dataset import Item, scan
+from wangen.generator.dataset import Item, read_facts, scan
 from wangen.generator.errors import WangenError
+from wangen.generator.geometry import resampled_frames, windows
 from wangen.generator.session import Report
 from wangen.generator.steps import Check
 from wangen.generator.tokenizer_file import find_tokenizer
@@ -40,7 +41,7 @@ def run(options: Check) -> Report:
     """
     entries = read_dataset(options.dataset_config)
     items: list[Item] = []
-    findings = [*_entries(entries, items), *_weights(options)]
+    findings = [*_entries(entries, items, profiles.model(options.task).fps), *_weights(options)]
     if options.output_dir:
         findings += _output(options.output_dir, items, entries)
     for finding in findings:
@@ -59,7 +60,7 @@ def run(options: Check) -> Report:
     )
 
 
-def _entries(entries: tuple[DatasetEntry, ...], items: list[Item]) -> Iterator[Finding]:
+def _entries(entries: tuple[DatasetEntry, ...], items: list[Item], fps: int) -> Iterator[Finding]:
     for entry in entries:
         try:
             found, problems = scan(entry.directory, media=entry.media, caption_extension=entry.caption_extension)
@@ -69,7 +70,18 @@ def _entries(entries: tuple[DatasetEntry, ...], items: list[Item]) -> Iterator[F
         items += found
         for problem in problems:
             yield Finding(str(problem.path), problem.found, problem.cure)
+        bad = {problem.path for problem in problems}
+        yield from _short_clips([item for item in found if item.media == "video" and item.path not in bad], entry, fps)
         yield from _cache_folder(entry)
+
+
+def _short_clips(clips: list[Item], entry: DatasetEntry, fps: int) -> Iterator[Finding]:
+    for item in clips:
+        frames = resampled_frames(read_facts(item.path), fps, entry.source_fps)
+        if not windows(entry, frames):
+            need = min(entry.target_frames)
+            yield Finding(str(item.path), f"has {frames} frames at {fps} fps, {need} are needed",
+                          "shorten target_frames or take it out")  # fmt: skip
 
 
 def _cache_folder(entry: DatasetEntry) -> Iterator[Finding]:

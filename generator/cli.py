@@ -53,9 +53,10 @@ def wangen() -> None:
               help="where the demo lives; run it again to resume")  # fmt: skip
 def demo(folder: Path) -> int:
     """Make tiny weights, publish the example, train a LoRA on it and generate a clip: all for real, in a minute."""
-    from wangen.generator.demo import run
+    from importlib import import_module
 
-    return run(folder)
+    # By name: the generator imports nothing of the runtime, and this command is the runtime's.
+    return int(import_module("wangen.runtime.demo").run(folder))
 
 
 @wangen.command()
@@ -78,21 +79,18 @@ def init(folder: Path) -> int:
 @click.option("--model", help="model profile (default: the workspace's)")
 def publish(name: str, folder: Path | None, source: Path | None, platforms: tuple[str, ...], model: str | None) -> int:
     """Write the bundle of a dataset: media, caches, TOML files and run scripts for each platform."""
-    from wangen import profiles
     from wangen.generator import publish as publishing
     from wangen.generator import workspace
     from wangen.generator.paths import slugify
 
     place = workspace.read(folder or workspace.find(Path()))
     slug = slugify(name)
-    chosen = model or place.model
-    if chosen not in profiles.model_names():
-        raise UsageError(f"there is no model {chosen!r}", cure=f"one of {', '.join(profiles.model_names())}")
-    items = publishing.read_source(source or _dataset_folder(place.folder, name, slug))
+    profile = place.profile(model)
+    items = publishing.read_source(source or _dataset_folder(place.folder, name, slug), profile)
     targets = [place.target(platform) for platform in platforms] or list(place.targets)
-    click.echo(f"{name!r} is published as {slug}: {len(items)} items for {profiles.model(chosen).title}")
+    click.echo(f"{name!r} is published as {slug}: {len(items)} items for {profile.title}")
     for target in targets:
-        done = publishing.publish(place, target, profiles.model(chosen), slug, items)
+        done = publishing.publish(place, target, profile, slug, items)
         counts = ", ".join(f"{number} {what}" for what, number in done.counts.items())
         click.echo(f"  {target.platform.name:8} {target.folder}  ({counts} files; {', '.join(done.scripts)})")
         for script in done.kept:
@@ -117,7 +115,6 @@ def execute(step: Any) -> int:
 
 def _check_slug(slug: str, folder: Path | None) -> int:
     """`wangen check SLUG`: the check step of the published bundle of this host, run where the bundle lives."""
-    from wangen import profiles
     from wangen.generator import bundle, workspace
     from wangen.generator.paths import slugify
 
@@ -129,7 +126,7 @@ def _check_slug(slug: str, folder: Path | None) -> int:
         raise WangenError(f"{slug!r} is not published for {target.platform.name}", where=str(toml),
                           cure=f"wangen publish {slug}")  # fmt: skip
     os.chdir(target.folder)
-    return execute(bundle.bundle_steps(place, target, profiles.model(place.model), name)[0])
+    return execute(bundle.bundle_steps(place, target, place.profile(), name)[0])
 
 
 class CheckCommand(StepCommand):

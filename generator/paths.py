@@ -15,7 +15,7 @@ from wangen.generator.errors import WangenError
 
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _PERCENT_VARIABLE = re.compile(r"%[A-Za-z_]\w*%")
-_WHOLE_VARIABLE = re.compile(r"\$\w+|\$\{\w+\}|%\w+%")
+_WHOLE_VARIABLE = re.compile(r"\A(?:\$[A-Za-z_]\w*|\$\{[A-Za-z_]\w*\}|%[A-Za-z_]\w*%)\Z")
 _DEVICE_NAME = re.compile(r"(con|prn|aux|nul|conin\$|conout\$|(com|lpt)[0-9¹²³])", re.IGNORECASE)
 _ILLEGAL_ON_WINDOWS = frozenset('<>:"/\\|?*')
 _WSL_SERVERS = ("wsl.localhost", "wsl$")
@@ -193,7 +193,7 @@ def _kept(parts: Iterable[str]) -> tuple[str, ...]:
 def _read_windows(path: str) -> _Place:
     text = path.replace("/", "\\")
     _refuse_unclear(path, [text], _PERCENT_VARIABLE)
-    _refuse_unclear(path, text.split("\\"), re.compile(rf"(?:{_WHOLE_VARIABLE.pattern})\Z", re.ASCII))
+    _refuse_unclear(path, text.split("\\"), _WHOLE_VARIABLE)
     if text.startswith("\\\\?\\"):
         text = text[4:]
         text = "\\" + text[3:] if text[:4].upper() == "UNC\\" else text
@@ -221,7 +221,7 @@ def _read_share(path: str, text: str) -> _Place:
 
 def _read_posix(path: str, source: Machine) -> _Place:
     parts = path.split("/")
-    _refuse_unclear(path, parts, re.compile(rf"\A(?:{_WHOLE_VARIABLE.pattern})\Z", re.ASCII))
+    _refuse_unclear(path, parts, _WHOLE_VARIABLE)
     if re.match(r"[A-Za-z]:[\\/]|\\\\", path):
         cure = "write it as this machine sees it, such as /mnt/c/AI in WSL"
         raise PathError("windows-path", "this is a Windows path", where=path, cure=cure)

@@ -15,8 +15,9 @@ from pathlib import Path
 
 from wangen.generator import scripts
 from wangen.generator.bundle import CACHE, bundle_steps, toml_name
-from wangen.generator.dataset import Item, scan
+from wangen.generator.dataset import Item, Problem, read_facts, scan
 from wangen.generator.errors import WangenError
+from wangen.generator.geometry import resampled_frames
 from wangen.generator.session import write_text
 from wangen.generator.tomls import write_dataset
 from wangen.generator.workspace import Target, Workspace, require_writable
@@ -42,13 +43,14 @@ class Published:
     kept: list[str] = field(default_factory=list)
 
 
-def read_source(folder: Path) -> list[Item]:
-    """The items of a dataset folder.
+def read_source(folder: Path, model: Model) -> list[Item]:
+    """The items of a dataset folder, each fit for the model.
 
     Raises:
         WangenError: anything is wrong with it; the message lists everything at once.
     """
     items, problems = scan(folder)
+    problems += short_clips(items, model)
     if problems:
         raise WangenError(
             f"the dataset has {len(problems)} problem{'s' if len(problems) > 1 else ''}; nothing was published\n"
@@ -56,6 +58,18 @@ def read_source(folder: Path) -> list[Item]:
             where=str(folder),
         )
     return items
+
+
+def short_clips(items: Iterable[Item], model: Model) -> list[Problem]:
+    """Clips with fewer frames than the model profile's clip length."""
+    found = []
+    for item in items:
+        frames = resampled_frames(read_facts(item.path), model.fps) if item.media == "video" else model.num_frames
+        if frames < model.num_frames:
+            fitting = (frames - 1) // 4 * 4 + 1
+            cure = f"set num_frames = {fitting} in wangen.toml or take it out"
+            found.append(Problem(item.path, f"has {frames} frames at {model.fps} fps, {model.num_frames} are needed", cure))
+    return found
 
 
 def publish(workspace: Workspace, target: Target, model: Model, slug: str, items: list[Item]) -> Published:
@@ -181,7 +195,7 @@ def _write_scripts(workspace: Workspace, target: Target, model: Model, slug: str
         )
         for shell in target.platform.shells:
             path = target.folder / f"{name}_{slug}.{shell}"
-            outcome = scripts.write(path, bundle, shell, name)
+            outcome = scripts.publish(path, bundle, shell, name)
             result.scripts.append(path.name)
             if outcome == "kept":
                 result.kept.append(path.name)

@@ -143,10 +143,11 @@ def merge(old: bytes, bundle: Bundle, shell: str, name: str) -> tuple[bytes, boo
     changed does not exist any more.
     """
     known = {knob.name for knob in _knobs(bundle.steps)[0]}
-    changed: dict[str, str] = {}
-    if untouched(old):
+    try:
         published = _published(old)
-        changed = {knob: value for knob, value in read_knobs(old).items() if published.get(knob) != value}
+        changed = {knob: value for knob, value in read_knobs(old).items() if published.get(knob, value) != value}
+    except WangenError:
+        changed = {}
     kept = {knob: value for knob, value in changed.items() if knob in known}
     return render(bundle, shell, name, kept), not untouched(old) or kept != changed
 
@@ -350,6 +351,5 @@ def _replace(path: Path, data: bytes, mode: int) -> None:
             file.write(data)
         temporary.chmod(mode)
         temporary.replace(path)
-    except BaseException:
+    finally:
         temporary.unlink(missing_ok=True)
-        raise

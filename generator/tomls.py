@@ -160,15 +160,9 @@ def _value(key: str, raw: Any, where: str) -> Any:
     field = next(f for f in fields(DatasetEntry) if f.name == key)
     default = field.default if field.default is not MISSING else None
     if key == "resolution":
-        sizes = [raw, raw] if isinstance(raw, int) else raw
-        return _whole_numbers(key, sizes, where, length=2)
+        return sizes(key, raw, where)
     if key == "target_frames":
-        frames = sorted(set(_whole_numbers(key, raw if isinstance(raw, list) else [raw], where)))
-        wrong = [n for n in frames if n % 4 != 1]
-        if wrong:
-            raise UsageError(f"target_frames must be 4n+1 (1, 5, … 81), got {wrong[0]}", where=where,
-                             cure=f"write {wrong[0] // 4 * 4 + 1}")  # fmt: skip
-        return tuple(frames)
+        return frames(key, raw, where)
     if key == "source_fps":
         if isinstance(raw, int | float) and not isinstance(raw, bool) and raw > 0:
             return float(raw)
@@ -180,6 +174,30 @@ def _value(key: str, raw: Any, where: str) -> Any:
     if isinstance(default, bool) != isinstance(raw, bool):
         raise UsageError(f"{key} must be {'true or false' if isinstance(default, bool) else 'a number'}", where=where)
     return _whole_numbers(key, [raw], where)[0] if isinstance(default, int) and not isinstance(default, bool) else raw
+
+
+def sizes(key: str, raw: Any, where: str) -> tuple[int, int]:
+    """A resolution: one number for a square, or [width, height].
+
+    Raises:
+        UsageError: it is neither.
+    """
+    width, height = _whole_numbers(key, [raw, raw] if isinstance(raw, int) else raw, where, length=2)
+    return width, height
+
+
+def frames(key: str, raw: Any, where: str) -> tuple[int, ...]:
+    """Clip lengths in frames, sorted, each 4n+1: one number or a list.
+
+    Raises:
+        UsageError: one of them is not 4n+1; the message names the nearest below.
+    """
+    found = sorted(set(_whole_numbers(key, raw if isinstance(raw, list) else [raw], where)))
+    wrong = [number for number in found if number % 4 != 1]
+    if wrong:
+        raise UsageError(f"{key} must be 4n+1 (1, 5, … 81), got {wrong[0]}", where=where,
+                         cure=f"write {max(1, (wrong[0] - 1) // 4 * 4 + 1)}")  # fmt: skip
+    return tuple(found)
 
 
 def _whole_numbers(key: str, raw: Any, where: str, length: int | None = None) -> tuple[int, ...]:

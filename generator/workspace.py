@@ -8,16 +8,16 @@ import os
 import platform as host_platform
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from wangen import profiles
+from wangen.generator import tomls
 from wangen.generator.commands import convert
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.session import write_text
 from wangen.generator.steps import find_step, options
-from wangen.generator.tomls import load, refuse_unknown
 
 FILE = "wangen.toml"
 ROOTS = {"models": "models", "datasets": "files/datasets", "outputs": "outputs", "logs": "logs"}
@@ -27,6 +27,8 @@ _TEMPLATE = """\
 # The settings of this wangen workspace. Lines that begin with # are examples; take the # away to use one.
 
 model = "{model}"            # wangen publish --model NAME chooses another: {models}
+# resolution = [832, 480]    # bucket area as [width, height]; the default is the model profile's
+# num_frames = 81            # clip length in frames at the model's rate, 4n+1; the default is the model profile's
 platforms = [{platforms}]    # wangen publish --platform NAME chooses among: {all_platforms}
 
 # Where each platform's files live, as that machine writes the path. Without a root the bundle goes to
@@ -91,14 +93,32 @@ class Workspace:
     Attributes:
         folder: where it lives.
         model: name of the default model profile.
+        resolution: bucket area as (width, height) in pixels, where it differs from the model profile's.
+        num_frames: clip length in frames, where it differs from the model profile's.
         targets: the platforms to publish for.
         steps: step -> flag -> value: the user's defaults, already checked against the table.
     """
 
     folder: Path
     model: str
+    resolution: tuple[int, int] | None
+    num_frames: int | None
     targets: tuple[Target, ...]
     steps: Mapping[str, Mapping[str, Any]]
+
+    def profile(self, name: str | None = None) -> profiles.Model:
+        """The model profile of that name (default: the workspace's), with the workspace's resolution and length.
+
+        Raises:
+            UsageError: there is no such model.
+        """
+        chosen = name or self.model
+        if chosen not in profiles.model_names():
+            raise UsageError(f"there is no model {chosen!r}", cure=f"one of {', '.join(profiles.model_names())}")
+        model = profiles.model(chosen)
+        return replace(
+            model, resolution=self.resolution or model.resolution, num_frames=self.num_frames or model.num_frames
+        )
 
     def target(self, name: str) -> Target:
         """The target of that platform, listed in `platforms` or not.
@@ -153,20 +173,27 @@ def read(folder: Path) -> Workspace:
         WangenError: no `wangen.toml`, an unknown key, a wrong value.
     """
     path = folder / FILE
-    values = load(path)
-    refuse_unknown(values, {"model", "platforms", "platform", "steps"}, str(path))
+    values = tomls.load(path)
+    tomls.refuse_unknown(values, {"model", "resolution", "num_frames", "platforms", "platform", "steps"}, str(path))
     model = values.get("model", "t2v-1.3B")
     if model not in profiles.model_names():
         raise UsageError(f"there is no model {model!r}", where=str(path), cure=f"one of {', '.join(profiles.model_names())}")
     sections = values.get("platform", {})
-    refuse_unknown(sections, set(profiles.platform_names()), f"{path}, [platform.…]")
+    tomls.refuse_unknown(sections, set(profiles.platform_names()), f"{path}, [platform.…]")
     names = values.get("platforms", profiles.platform_names())
     unknown = [name for name in names if name not in profiles.platform_names()]
     if unknown:
         raise UsageError(f"there is no platform {unknown[0]!r}", where=str(path),
                          cure=f"one of {', '.join(profiles.platform_names())}")  # fmt: skip
     targets = tuple(_target(folder, path, name, sections.get(name, {})) for name in names)
-    return Workspace(folder, model, targets, _steps(values.get("steps", {}), path))
+    return Workspace(
+        folder=folder,
+        model=model,
+        resolution=tomls.sizes("resolution", values["resolution"], str(path)) if "resolution" in values else None,
+        num_frames=tomls.frames("num_frames", values["num_frames"], str(path))[0] if "num_frames" in values else None,
+        targets=targets,
+        steps=_steps(values.get("steps", {}), path),
+    )
 
 
 def host_platform_name() -> str:
@@ -195,7 +222,7 @@ def _section(name: str) -> str:
 
 def _target(folder: Path, file: Path, name: str, section: Mapping[str, Any]) -> Target:
     where = f"{file}, [platform.{name}]"
-    refuse_unknown(section, {"root", "host_root", "venv", "vae", "t5", "dit", *ROOTS}, where)
+    tomls.refuse_unknown(section, {"root", "host_root", "venv", "vae", "t5", "dit", *ROOTS}, where)
     for key, value in section.items():
         if not isinstance(value, str) or not value:
             raise UsageError(f"{key} must be a path in quotes, got {value!r}", where=where)
@@ -231,7 +258,7 @@ def _steps(sections: Mapping[str, Any], path: Path) -> dict[str, dict[str, Any]]
         if step is None or not isinstance(flags, dict):
             raise UsageError(f"there is no step {name!r}", where=f"{path}, [steps.{name}]")
         known = {option.name: option for option in options(step)}
-        refuse_unknown(flags, set(known), f"{path}, [steps.{name}]")
+        tomls.refuse_unknown(flags, set(known), f"{path}, [steps.{name}]")
         result[step.command] = {key: convert(known[key], raw, f"{path}, {key}") for key, raw in flags.items()}
     return result
 

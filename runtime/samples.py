@@ -11,9 +11,9 @@ from typing import Any
 
 from wangen.generator.dataset import Item, scan
 from wangen.generator.errors import WangenError
+from wangen.generator.geometry import bucket_of, resampled_frames, windows
 from wangen.generator.tomls import DatasetEntry, read_dataset
 from wangen.profiles import Model
-from wangen.runtime.media import bucket_of, num_resampled, windows
 from wangen.runtime.sources import Source, read_sources
 
 log = logging.getLogger("wangen")
@@ -85,7 +85,7 @@ def read_samples(dataset_config: Path, model: Model, *, trust_memo: bool = True)
         for item in items:
             made = _samples(item, entry, sources[item.path], model)
             if not made:
-                frames = num_resampled(sources[item.path].facts, entry, model.fps)
+                frames = resampled_frames(sources[item.path].facts, model.fps, entry.source_fps)
                 problems.append(
                     f"{item.path.name}: has {frames} frames at {model.fps} fps, the shortest target_frames is "
                     f"{min(entry.target_frames)}; shorten target_frames in {dataset_config.name} or take it out"
@@ -99,7 +99,7 @@ def read_samples(dataset_config: Path, model: Model, *, trust_memo: bool = True)
 
 def _samples(item: Item, entry: DatasetEntry, source: Source, model: Model) -> list[Sample]:
     size = bucket_of(source.facts, entry, model.bucket_step)
-    frames = num_resampled(source.facts, entry, model.fps) if item.media == "video" else 1
+    frames = resampled_frames(source.facts, model.fps, entry.source_fps) if item.media == "video" else 1
     clips: Sequence[tuple[int, int]] = windows(entry, frames) if item.media == "video" else [(0, 1)]
     return [Sample(item, entry, source, start, count, size, model.fps) for start, count in clips]
 

@@ -19,7 +19,8 @@ pytestmark = [
     pytest.mark.skipif(not READY, reason="no wine with a Windows Python here: run tests/shells/setup_wine.sh"),
 ]
 EXPLORER = 'C:\\windows\\system32\\cmd.exe /c ""C:\\x.bat" "'
-# wine 8 expands a variable's value twice, so a folder with a percent sign is left to Windows itself.
+# wine 8 expands a variable's value twice and looks for a program with a semicolon in its path piece by piece; so
+# folders with % or ; are left to Windows itself. As words of a command line both are among the hostile ones.
 FOLDER = "musubi (x86) & é日本 !x! ^y"
 
 

@@ -1,0 +1,81 @@
+"""Which pixels and frames of an item are used: buckets and clip windows, the same rule when caching and when training."""
+
+import math
+from functools import cache
+from pathlib import Path
+
+from wangen.generator.dataset import MediaFacts
+from wangen.generator.tomls import DatasetEntry
+
+
+@cache
+def buckets(resolution: tuple[int, int], step: int) -> tuple[tuple[int, int], ...]:
+    """Every (width, height) of about this area whose sides are multiples of `step`, both orientations.
+
+    >>> (832, 480) in buckets((832, 480), 16), len(buckets((256, 256), 16))
+    (True, 17)
+    """
+    area = resolution[0] * resolution[1]
+    side = math.isqrt(area)
+    found = set()
+    for width in range(max(step, side // 2 // step * step), side + step, step):
+        height = area // width // step * step
+        if height:
+            found |= {(width, height), (height, width)}
+    return tuple(sorted(found))
+
+
+def bucket_of(facts: MediaFacts, entry: DatasetEntry, step: int) -> tuple[int, int]:
+    """The (width, height) an item is resized and cropped to.
+
+    With buckets on, the one whose aspect ratio is nearest, as a ratio: 2:1 is as far from 1:1 as 1:2 is.
+    """
+    floor = (max(step, facts.width // step * step), max(step, facts.height // step * step))
+    area = entry.resolution[0] * entry.resolution[1]
+    if entry.bucket_no_upscale and entry.enable_bucket and facts.width * facts.height <= area:
+        return floor
+    if not entry.enable_bucket:
+        return (max(step, entry.resolution[0] // step * step), max(step, entry.resolution[1] // step * step))
+    aspect = facts.width / facts.height
+    return min(buckets(entry.resolution, step), key=lambda size: (abs(math.log(size[0] / size[1] / aspect)), size))
+
+
+def resampled_frames(facts: MediaFacts, fps: int, source_fps: float | None = None) -> int:
+    """How many frames a video has at `fps` frames per second, played at its own speed.
+
+    Args:
+        facts: from the file.
+        fps: the model's frame rate.
+        source_fps: the video's frame rate, when the container's own times are wrong.
+    """
+    duration_s = facts.num_frames / source_fps if source_fps else facts.duration_s
+    return max(1, int(duration_s * fps + 1e-6))
+
+
+def windows(entry: DatasetEntry, num_frames: int) -> list[tuple[int, int]]:
+    """The (start, count) clips taken from a video of `num_frames` frames, as `frame_extraction` says.
+
+    >>> entry = DatasetEntry(directory=Path(), media="video", cache_directory=Path(), target_frames=(5,),
+    ...                      frame_extraction="chunk")
+    >>> windows(entry, 12)
+    [(0, 5), (5, 5)]
+    """
+    if entry.frame_extraction == "full":
+        return [(0, (min(num_frames, entry.max_frames) - 1) // 4 * 4 + 1)]
+    found: list[tuple[int, int]] = []
+    for count in entry.target_frames:
+        last = num_frames - count
+        if last < 0:
+            continue
+        match entry.frame_extraction:
+            case "head":
+                starts = [0]
+            case "chunk":
+                starts = list(range(0, last + 1, count))
+            case "slide":
+                starts = list(range(0, last + 1, entry.frame_stride))
+            case "uniform":
+                gaps = max(1, entry.frame_sample - 1)
+                starts = sorted({last * number // gaps for number in range(entry.frame_sample)})
+        found += [(start, count) for start in starts]
+    return found

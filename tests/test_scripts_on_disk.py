@@ -1,0 +1,115 @@
+"""Scripts that are there already: values of knobs are kept, other edits stay, what is not ours is left alone."""
+
+import stat
+from pathlib import Path
+
+import pytest
+from shells.bundles import bundle, steps
+
+from wangen.generator.scripts import merge, publish, read_knobs, render, untouched, write
+
+SHELLS = ("sh", "bat", "ps1")
+EDITS = {"sh": ("SEED='42'", "SEED=7  # mine"), "bat": ('set "SEED=42"', "set SEED=7"), "ps1": ("'42'", "7")}
+
+
+def edit(path, old, new):
+    text = path.read_bytes()
+    assert old.encode() in text
+    path.write_bytes(text.replace(old.encode(), new.encode(), 1))
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_publishing_twice_changes_nothing(shell, tmp_path):
+    path = tmp_path / f"train_red_house.{shell}"
+    assert publish(path, bundle(shell), shell, "train") == "written"
+    before = path.stat().st_mtime_ns
+    assert publish(path, bundle(shell), shell, "train") == "unchanged"
+    assert path.stat().st_mtime_ns == before
+    assert stat.S_IMODE(path.stat().st_mode) == (0o755 if shell == "sh" else 0o644)
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_a_changed_knob_is_kept_and_the_rest_is_renewed(shell, tmp_path):
+    path = tmp_path / f"train_red_house.{shell}"
+    publish(path, bundle(shell), shell, "train")
+    edit(path, *EDITS[shell])
+    assert untouched(path.read_bytes())
+    for rank in (32, 64):
+        new = bundle(shell, steps("other", network_dim=rank), version="0.2.0")
+        assert publish(path, new, shell, "train") == "written"
+        knobs = read_knobs(path.read_bytes())
+        assert (knobs["SEED"], knobs["NETWORK_DIM"]) == ("7", str(rank))
+    assert not path.with_name(path.name + ".new").exists()
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_another_edit_stays_and_the_new_text_goes_beside_it(shell, tmp_path):
+    path = tmp_path / f"train_red_house.{shell}"
+    publish(path, bundle(shell), shell, "train")
+    edit(path, "wangen: step 1 of", "MINE: step 1 of")
+    mine = path.read_bytes()
+    assert not untouched(mine)
+    assert publish(path, bundle(shell), shell, "train") == "kept"
+    assert path.read_bytes() == mine
+    assert path.with_name(path.name + ".new").read_bytes() == render(bundle(shell), shell, "train")
+
+
+def test_the_new_text_beside_an_edited_script_has_the_users_knobs(tmp_path):
+    path = tmp_path / "train_red_house.sh"
+    publish(path, bundle("sh"), "sh", "train")
+    edit(path, *EDITS["sh"])
+    edit(path, "wangen: step 1 of", "MINE: step 1 of")
+    assert publish(path, bundle("sh"), "sh", "train") == "kept"
+    assert path.with_name(path.name + ".new").read_bytes() == render(bundle("sh"), "sh", "train", {"SEED": "7"})
+
+
+@pytest.mark.parametrize("line", ["export CUDA_VISIBLE_DEVICES=1", "SEED='$(date)'", "SEED="])
+def test_other_lines_among_the_knobs_are_an_edit(line, tmp_path):
+    path = tmp_path / "train_red_house.sh"
+    publish(path, bundle("sh"), "sh", "train")
+    edit(path, "SEED='42'", line)
+    assert publish(path, bundle("sh"), "sh", "train") == "kept"
+
+
+@pytest.mark.parametrize("data", [b"", b"echo mine\n", b"\xff\xfe", b"#!/bin/bash\n# wangen-digest: 0\n"])
+def test_a_file_that_is_not_ours_is_never_overwritten(data, tmp_path):
+    path = tmp_path / "train_red_house.sh"
+    path.write_bytes(data)
+    assert publish(path, bundle("sh"), "sh", "train") == "kept"
+    assert path.read_bytes() == data
+
+
+def test_a_changed_knob_that_is_gone_keeps_the_old_script(tmp_path):
+    path = tmp_path / "cache_red_house.sh"
+    publish(path, bundle("sh"), "sh", "cache")
+    edit(path, "SEED='42'", "SEED='7'")
+    fewer = bundle("sh", steps()[:3])
+    assert merge(path.read_bytes(), fewer, "sh", "cache")[1]
+    assert publish(path, fewer, "sh", "cache") == "kept"
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_line_ends_that_an_editor_changed_are_mended(shell, tmp_path):
+    path = tmp_path / f"train_red_house.{shell}"
+    publish(path, bundle(shell), shell, "train")
+    original = path.read_bytes()
+    plain = original.replace(b"\r\n", b"\n")
+    path.write_bytes(plain.replace(b"\n", b"\r\n") if shell == "sh" else plain)
+    assert publish(path, bundle(shell), shell, "train") == "written"
+    assert path.read_bytes() == original
+
+
+def test_a_failed_write_leaves_the_old_script_and_no_litter(tmp_path, monkeypatch):
+    path = tmp_path / "train_red_house.sh"
+    publish(path, bundle("sh"), "sh", "train")
+    before = path.read_bytes()
+
+    def fail(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(Path, "replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        write(path, render(bundle("sh", version="9.9"), "sh", "train"))
+    assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
