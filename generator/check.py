@@ -136,7 +136,7 @@ def _output(folder: Path, items: list[Item], entries: tuple[DatasetEntry, ...]) 
 
 
 def cache_bytes(items: list[Item], entries: tuple[DatasetEntry, ...]) -> int:
-    """An upper bound of what the cache entries take: float32 latents (16 channels, stride 8 and 4) and 512 text rows."""
+    """An upper bound of what the cache entries take: float32 latents of 16 channels and 512 text rows."""
     total = 0
     for entry in entries:
         frames = max(entry.target_frames) if entry.media == "video" else 1

@@ -24,7 +24,9 @@ class Wangen(click.Group):
         step = find_step(cmd_name)
         return super().get_command(ctx, step.command if step else cmd_name)
 
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
         """Answer an unknown command with what there is."""
         if args and not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
             from difflib import get_close_matches
@@ -170,5 +172,3 @@ def main(words: Sequence[str] | None = None) -> int:
 def entry() -> None:
     """The console script."""
     sys.exit(main())
-
-

@@ -43,7 +43,9 @@ class StepCommand(click.Command):
         except click.NoSuchOption as error:
             raise unknown_flag(self.step, error.option_name) from None
         except click.UsageError as error:
-            raise UsageError(error.format_message(), cure=f"wangen {self.step.command} --help lists the flags") from None
+            raise UsageError(
+                error.format_message(), cure=f"wangen {self.step.command} --help lists the flags"
+            ) from None
 
     def invoke(self, ctx: click.Context) -> Any:
         """Build the step from what was given and hand it on."""
@@ -226,7 +228,9 @@ def _scalar(option: Option, raw: Any, where: str) -> Any:
     if choices and text not in choices:
         near = get_close_matches(text, choices, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
-        raise UsageError(f"--{option.name} has no value {raw!r}", where=where, cure=f"{hint}one of {', '.join(choices)}")
+        raise UsageError(
+            f"--{option.name} has no value {raw!r}", where=where, cure=f"{hint}one of {', '.join(choices)}"
+        )
     try:
         return option.kind(text)
     except ValueError:

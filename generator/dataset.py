@@ -112,7 +112,7 @@ def scan(
     for path in paths:
         try:
             items.append(_item(path, caption_extension))
-        except _Bad as bad:
+        except _BadItemError as bad:
             problems.append(bad.problem)
     if deep:
         with ThreadPoolExecutor() as pool:
@@ -129,7 +129,7 @@ def read_facts(path: Path) -> MediaFacts:
     return _image_facts(path) if media_of(path) == "image" else _video_facts(path)
 
 
-class _Bad(Exception):
+class _BadItemError(Exception):
     """A problem on its way out of a helper."""
 
     def __init__(self, path: Path, found: str, cure: str) -> None:
@@ -141,13 +141,13 @@ def _item(path: Path, extension: str) -> Item:
     try:
         caption = caption_path.read_text(encoding="utf-8-sig").strip()
     except FileNotFoundError:
-        raise _Bad(path, "has no caption", f"write {caption_path.name} beside it") from None
+        raise _BadItemError(path, "has no caption", f"write {caption_path.name} beside it") from None
     except UnicodeDecodeError:
-        raise _Bad(caption_path, "is not UTF-8", "save it as UTF-8") from None
+        raise _BadItemError(caption_path, "is not UTF-8", "save it as UTF-8") from None
     except OSError as error:
-        raise _Bad(caption_path, f"cannot be read: {error.strerror}", "fix its rights") from None
+        raise _BadItemError(caption_path, f"cannot be read: {error.strerror}", "fix its rights") from None
     if not caption:
-        raise _Bad(caption_path, "is empty", "describe the picture in a sentence")
+        raise _BadItemError(caption_path, "is empty", "describe the picture in a sentence")
     return Item(path, media_of(path) or "image", caption, caption_path)
 
 
@@ -161,7 +161,9 @@ def _name_problems(paths: Iterable[Path], extension: str) -> list[Problem]:
         for name in (path.name, path.with_suffix(extension).name):
             folded = unicodedata.normalize("NFC", name).casefold()
             if seen.setdefault(folded, name) != name:
-                problems.append(Problem(path, f"{name} and {seen[folded]} are one name on Windows", "rename one of them"))
+                problems.append(
+                    Problem(path, f"{name} and {seen[folded]} are one name on Windows", "rename one of them")
+                )
     return problems
 
 

@@ -1,8 +1,7 @@
-"""Which pixels and frames of an item are used: buckets and clip windows, the same rule when caching and when training."""
+"""Which pixels and frames of an item are used: buckets and clip windows, one rule for caching and training."""
 
 import math
 from functools import cache
-from pathlib import Path
 
 from wangen.generator.dataset import MediaFacts
 from wangen.generator.tomls import DatasetEntry

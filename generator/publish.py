@@ -68,7 +68,9 @@ def short_clips(items: Iterable[Item], model: Model) -> list[Problem]:
         if frames < model.num_frames:
             fitting = (frames - 1) // 4 * 4 + 1
             cure = f"set num_frames = {fitting} in wangen.toml or take it out"
-            found.append(Problem(item.path, f"has {frames} frames at {model.fps} fps, {model.num_frames} are needed", cure))
+            found.append(
+                Problem(item.path, f"has {frames} frames at {model.fps} fps, {model.num_frames} are needed", cure)
+            )
     return found
 
 
@@ -107,7 +109,12 @@ def dataset_toml(target: Target, model: Model, slug: str, items: Iterable[Item])
     kinds = {item.media for item in items}
     datasets, size = target.roots["datasets"], resolution_name(model)
     media = target.path(datasets, slug, size).replace("\\", "/")
-    general = {"resolution": list(model.resolution), "caption_extension": ".txt", "batch_size": 1, "enable_bucket": True}
+    general = {
+        "resolution": list(model.resolution),
+        "caption_extension": ".txt",
+        "batch_size": 1,
+        "enable_bucket": True,
+    }
     blocks = []
     for kind in ("image", "video"):
         if kind in kinds:

@@ -138,7 +138,9 @@ def write_text(path: Path, text: str) -> None:
         temporary.replace(path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise WangenError(f"cannot write: {error.strerror}", where=str(path), cure="free space or fix the rights") from None
+        raise WangenError(
+            f"cannot write: {error.strerror}", where=str(path), cure="free space or fix the rights"
+        ) from None
 
 
 def _plain(value: Any) -> Any:

@@ -12,7 +12,6 @@ import types
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -142,7 +141,6 @@ def text_of(value: object) -> str:
     return repr(value) if isinstance(value, float) else str(value)
 
 
-@cache
 def options(step: type[Step]) -> tuple[Option, ...]:
     """The flags of a step in the table's order, the shared ones last.
 
@@ -330,7 +328,9 @@ class Train(Step):
     lr_scheduler: Literal[
         "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial"
     ] = flag("learning-rate schedule", "constant", pinned=True, knob=True)
-    lr_warmup_steps: str = flag("warm-up: steps (100), a share of the run (0.05) or a percentage (5%)", "0", pinned=True)
+    lr_warmup_steps: str = flag(
+        "warm-up: steps (100), a share of the run (0.05) or a percentage (5%)", "0", pinned=True
+    )
     lr_scheduler_num_cycles: int = flag("restarts of cosine_with_restarts", 1, pinned=True)
     lr_scheduler_power: float = flag("power of polynomial", 1.0, pinned=True)
     optimizer_type: str = flag(
@@ -352,7 +352,7 @@ class Train(Step):
     )  # fmt: skip
     timestep_sampling: TimestepSampling = flag(
         "how timesteps are drawn", "shift", pinned=True, knob=True, values={"logit-normal": "logit_normal"},
-        refused={"sigma": "use uniform (or logit_normal): musubi-tuner's sigma inverts --min_timestep and --max_timestep"},
+        refused={"sigma": "use uniform or logit_normal; musubi-tuner's sigma inverts min_timestep and max_timestep"},
     )  # fmt: skip
     discrete_flow_shift: float = flag("shift of timestep_sampling shift", 5.0, pinned=True, knob=True)
     sigmoid_scale: float = flag("scale of the normal draw in sigmoid and shift", 1.0, pinned=True)

@@ -85,7 +85,9 @@ def load(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError:
         raise UsageError("the TOML file is not UTF-8", where=str(path), cure="save it as UTF-8") from None
     except tomllib.TOMLDecodeError as error:
-        cure = r"write paths with / or in single quotes: '\' starts an escape in \"…\"" if "escape" in str(error) else ""
+        cure = (
+            r"write paths with / or in single quotes: '\' starts an escape in \"…\"" if "escape" in str(error) else ""
+        )
         raise UsageError(f"not valid TOML: {error}", where=str(path), cure=cure) from None
 
 
@@ -170,7 +172,9 @@ def _value(key: str, raw: Any, where: str) -> Any:
     if key == "frame_extraction" and raw not in EXTRACTIONS:
         raise UsageError(f"frame_extraction has no value {raw!r}", where=where, cure=f"one of {', '.join(EXTRACTIONS)}")
     if key == "caption_extension" and (not isinstance(raw, str) or not raw.startswith(".")):
-        raise UsageError(f"caption_extension must begin with a dot, got {raw!r}", where=where, cure='for example ".txt"')
+        raise UsageError(
+            f"caption_extension must begin with a dot, got {raw!r}", where=where, cure='for example ".txt"'
+        )
     if isinstance(default, bool) != isinstance(raw, bool):
         raise UsageError(f"{key} must be {'true or false' if isinstance(default, bool) else 'a number'}", where=where)
     return _whole_numbers(key, [raw], where)[0] if isinstance(default, int) and not isinstance(default, bool) else raw

@@ -71,7 +71,7 @@ class Target:
     weights: Mapping[str, str]
 
     def path(self, *parts: str) -> str:
-        """Parts joined as the target writes paths: `outputs\\\\cats` on Windows. Absolute when a root is set."""
+        r"""Parts joined as the target writes paths: `outputs\cats` on Windows. Absolute when a root is set."""
         pure = PureWindowsPath if self.platform.kind == "windows" else PurePosixPath
         return str(pure(self.root or "", *parts))
 
@@ -177,7 +177,9 @@ def read(folder: Path) -> Workspace:
     tomls.refuse_unknown(values, {"model", "resolution", "num_frames", "platforms", "platform", "steps"}, str(path))
     model = values.get("model", "t2v-1.3B")
     if model not in profiles.model_names():
-        raise UsageError(f"there is no model {model!r}", where=str(path), cure=f"one of {', '.join(profiles.model_names())}")
+        raise UsageError(
+            f"there is no model {model!r}", where=str(path), cure=f"one of {', '.join(profiles.model_names())}"
+        )
     sections = values.get("platform", {})
     tomls.refuse_unknown(sections, set(profiles.platform_names()), f"{path}, [platform.…]")
     names = values.get("platforms", profiles.platform_names())
@@ -216,7 +218,11 @@ def _section(name: str) -> str:
     root = r"C:\AI" if kind == "windows" else "/mnt/c/AI" if kind == "wsl" else "/data/ai"
     host_root = {"linux": "/mnt/share/ai", "wsl": r"\\wsl.localhost\Ubuntu\mnt\c\AI"}.get(kind, "/mnt/c/AI")
     in_venv = _native(kind) and sys.prefix != sys.base_prefix
-    venv = f"venv = '{sys.prefix}'    # where wangen was installed when this file was made" if in_venv else "# venv = 'venv'"
+    venv = (
+        f"venv = '{sys.prefix}'    # where wangen was installed when this file was made"
+        if in_venv
+        else "# venv = 'venv'"
+    )
     return _SECTION.format(name=name, root=root, host_root=host_root, models=f"{root}/models", venv=venv)
 
 

@@ -117,7 +117,7 @@ class Verdict:
     entry: Entry | None = None
 
 
-class Corrupt(WangenError):
+class CorruptEntryError(WangenError):
     """A file that looks like an entry and is not a whole one."""
 
 
@@ -129,7 +129,7 @@ def read_entry(path: Path, *, deep: bool = False) -> Entry | None:
         deep: also read the payload and compare its digest.
 
     Raises:
-        Corrupt: the name or format is ours but the file is truncated, altered or misnamed.
+        CorruptEntryError: the name or format is ours but the file is truncated, altered or misnamed.
     """
     match = _NAME.fullmatch(path.name)
     if match is None or match["kind"] not in RECIPE_VERSIONS:
@@ -144,19 +144,19 @@ def read_entry(path: Path, *, deep: bool = False) -> Entry | None:
         kind: Kind = "latent" if match["kind"] == "latent" else "text_encoder_output"
         content_key = digest([kind, int(meta["recipe_version"]), content])
         if digest([content_key, encoder.identity, encoder.dtype]) != match["key"]:
-            raise Corrupt("the header does not belong to the file name", where=str(path))
+            raise CorruptEntryError("the header does not belong to the file name", where=str(path))
         if deep and payload_digest(path) != meta["payload"]:
-            raise Corrupt("the payload is not what was written", where=str(path))
+            raise CorruptEntryError("the payload is not what was written", where=str(path))
     except (KeyError, ValueError) as error:
-        raise Corrupt(f"the header is damaged ({error})", where=str(path)) from None
-    except Corrupt:
+        raise CorruptEntryError(f"the header is damaged ({error})", where=str(path)) from None
+    except CorruptEntryError:
         raise
     except WangenError as error:
-        raise Corrupt(error.found, where=str(path)) from None
+        raise CorruptEntryError(error.found, where=str(path)) from None
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise Corrupt(f"cannot be read: {error.strerror}", where=str(path)) from None
+        raise CorruptEntryError(f"cannot be read: {error.strerror}", where=str(path)) from None
     return Entry(path, kind, match["key"], content_key, encoder, content, meta["name"], meta["payload"],
                  path.stat().st_size)  # fmt: skip
 
@@ -179,7 +179,7 @@ class Folder:
 
     path: Path
     deep: bool = False
-    corrupt: dict[str, Corrupt] = field(default_factory=dict)
+    corrupt: dict[str, CorruptEntryError] = field(default_factory=dict)
 
     @cached_property
     def entries(self) -> dict[str, Entry]:
@@ -188,7 +188,7 @@ class Folder:
         for path in sorted(self.path.glob("*" + SUFFIX)) if self.path.is_dir() else []:
             try:
                 entry = read_entry(path, deep=self.deep)
-            except Corrupt as error:
+            except CorruptEntryError as error:
                 match = _NAME.fullmatch(path.name)
                 self.corrupt[match["key"] if match else path.name] = error
                 continue
@@ -247,7 +247,9 @@ def difference(entry: Entry, recipe: Recipe, encoder: Encoder | None) -> str:
         if old != new:
             return words.get(name, f"{name} changed from {old} to {new}")
     if encoder and entry.encoder.identity != encoder.identity:
-        return "encoded with another VAE" if recipe.kind == "latent" else "encoded with another text encoder or tokenizer"
+        return (
+            "encoded with another VAE" if recipe.kind == "latent" else "encoded with another text encoder or tokenizer"
+        )
     if encoder and entry.encoder.dtype != encoder.dtype:
         return f"encoded in {entry.encoder.dtype}, wanted in {encoder.dtype}"
     return "made by an older version of the encoding code"
@@ -257,15 +259,18 @@ def load(entry: Entry) -> "dict[str, torch.Tensor]":
     """The tensors of an entry: `latent` (C, F, h, w), or `embedding` (length, dim) with `mask` (length,).
 
     Raises:
-        Corrupt: the file changed since it was judged.
+        CorruptEntryError: the file changed since it was judged.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load as from_bytes
 
     try:  # read as bytes: nothing stays memory-mapped, which on Windows would forbid replacing the file
-        return from_bytes(entry.path.read_bytes())
+        tensors: dict[str, torch.Tensor] = from_bytes(entry.path.read_bytes())
     except (OSError, SafetensorError) as error:
-        raise Corrupt(f"the cache entry cannot be read ({error})", where=str(entry.path), cure="run the cache step again") from None
+        raise CorruptEntryError(
+            f"the cache entry cannot be read ({error})", where=str(entry.path), cure="run the cache step again"
+        ) from None
+    return tensors
 
 
 class Writer:

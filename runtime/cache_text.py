@@ -33,7 +33,9 @@ def run(options: CacheText) -> Report:
     encoder = Encoder(text_encoder_identity(options.t5, options.tokenizer), _dtype(options))
     folders = {folder: Folder(folder) for folder in by_cache_folder(samples)}
     needed = {folder: recipes(members, "text_encoder_output") for folder, members in by_cache_folder(samples).items()}
-    verdicts = [(folder, recipe, folders[folder].judge(recipe, encoder)) for folder in folders for recipe in needed[folder]]
+    verdicts = [
+        (folder, recipe, folders[folder].judge(recipe, encoder)) for folder in folders for recipe in needed[folder]
+    ]
     missing = [(folder, recipe) for folder, recipe, verdict in verdicts if options.recache or verdict.state != "valid"]
     valid = {
         recipe.content_key: verdict
@@ -100,7 +102,9 @@ def _encode(options: CacheText, encoder: Encoder, texts: list[Recipe], writers: 
         for first in range(0, len(texts), size):
             batch = texts[first : first + size]
             try:
-                embeddings = kind.encode_prompts(text_encoder, tokenizer, [recipe.content["caption"] for recipe in batch])
+                embeddings = kind.encode_prompts(
+                    text_encoder, tokenizer, [recipe.content["caption"] for recipe in batch]
+                )
             except torch.OutOfMemoryError:
                 raise WangenError(
                     f"out of memory encoding {len(batch)} captions",

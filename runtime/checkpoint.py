@@ -70,8 +70,11 @@ def save(folder: Path, state: TrainingState) -> Path:
         staging.replace(final)
         sync_folder(folder)
     except OSError as error:
-        raise WangenError(f"cannot save the training state: {error.strerror}", where=str(folder),
-                          cure="free space, then run the same line again: it resumes from the last state") from None  # fmt: skip
+        raise WangenError(
+            f"cannot save the training state: {error.strerror}",
+            where=str(folder),
+            cure="free space, then run the same line again: it goes on from the last state",
+        ) from None
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     return final
@@ -93,7 +96,9 @@ def read(path: Path) -> TrainingState:
 
     manifest = _manifest(path)
     if manifest is None:
-        raise WangenError("this is no complete training state", where=str(path), cure="leave --resume out or give another")
+        raise WangenError(
+            "this is no complete training state", where=str(path), cure="leave --resume out or give another"
+        )
     return TrainingState(
         step=manifest["step"],
         adapter=load_file(path / "adapter.safetensors"),

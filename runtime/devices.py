@@ -64,6 +64,8 @@ def set_attention(transformer: Any, name: str, device: torch.device, *, backward
     Raises:
         WangenError: the kernel that was asked for does not run here; the message names its package.
     """
+    # Its only use here is this choice; the note that backends are experimental says nothing to a user.
+    logging.getLogger("diffusers.models.modeling_utils").setLevel(logging.ERROR)
     wanted = ("flash3", "flash", "sdpa") if name == "auto" else (name,)
     for kernel in wanted:
         reason = _try_kernel(kernel, device, backward=backward)

@@ -43,10 +43,10 @@ def run(options: Generate) -> Report:
     video = kind.decode_latents(vae, latents)[0]  # (3, T, H, W) in [-1, 1]
     path = _file(options)
     write_media(path, video, options.fps, {"wangen": json.dumps(asdict(options), default=str, sort_keys=True)})
-    frames = options.video_length
+    frames, (height, width) = options.video_length, options.video_size
     return Report(
         folder=path.parent,
-        summary=f"{path} ({frames} frame{'s' if frames > 1 else ''} of {options.video_size[1]}x{options.video_size[0]})",
+        summary=f"{path} ({frames} frame{'s' if frames > 1 else ''} of {width}x{height})",
         inputs={"dit": options.dit, "vae": options.vae, "t5": options.t5, "lora_weight": options.lora_weight},
         counts={"frames": frames, "steps": options.infer_steps},
         result={"file": path, "attention": kernel, "dtype": str(dtype), "vae_dtype": vae_dtype},
@@ -63,8 +63,8 @@ def _refuse(options: Generate) -> None:
         raise UsageError(f"--video_length {options.video_length}: must be 4n+1",
                          cure=f"use {max(1, options.video_length // 4 * 4 + 1)}")  # fmt: skip
     if options.lora_multiplier and len(options.lora_multiplier) != len(options.lora_weight):
-        raise UsageError(f"{len(options.lora_weight)} --lora_weight and {len(options.lora_multiplier)} --lora_multiplier",
-                         cure="give one multiplier per LoRA, or none")  # fmt: skip
+        numbers = f"{len(options.lora_weight)} --lora_weight and {len(options.lora_multiplier)} --lora_multiplier"
+        raise UsageError(numbers, cure="give one multiplier per LoRA, or none")
     if options.infer_steps < 1 or options.fps < 1:
         raise UsageError("--infer_steps and --fps must be at least 1")
     if options.save_path.suffix.lower() == ".png" and options.video_length != 1:
@@ -119,7 +119,9 @@ def write_media(path: Path, video: torch.Tensor, fps: int, metadata: Mapping[str
         temporary.replace(path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise WangenError(f"cannot write: {error.strerror}", where=str(path), cure="free space or fix the rights") from None
+        raise WangenError(
+            f"cannot write: {error.strerror}", where=str(path), cure="free space or fix the rights"
+        ) from None
 
 
 def _write_png(path: Path, frame: Any, metadata: Mapping[str, str]) -> None:

@@ -1,7 +1,7 @@
 """Cached entries -> batches: which samples, in which order, and their tensors read ahead in threads."""
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,7 +99,7 @@ def epoch_batches(samples: Sequence[CachedSample], seed: int, epoch: int) -> lis
     shapes: dict[tuple[int, ...], list[Draw]] = {}
     for index, cached in enumerate(samples):
         entry = cached.sample.entry
-        shape = (*cached.sample.size, cached.sample.count, entry.batch_size)
+        shape: tuple[int, ...] = (*cached.sample.size, cached.sample.count, entry.batch_size)
         shapes.setdefault(shape, []).extend(Draw(index, repeat) for repeat in range(entry.num_repeats))
     batches = []
     for shape, draws in sorted(shapes.items()):
@@ -114,7 +114,7 @@ def read_batch(samples: Sequence[CachedSample], draws: Sequence[Draw]) -> Batch:
     """The tensors of one batch, from the cache.
 
     Raises:
-        Corrupt: an entry was damaged since it was judged.
+        CorruptEntryError: an entry was damaged since it was judged.
     """
     chosen = [samples[draw.index] for draw in draws]
     return Batch(
@@ -127,7 +127,7 @@ def read_batch(samples: Sequence[CachedSample], draws: Sequence[Draw]) -> Batch:
 
 def read_ahead(
     samples: Sequence[CachedSample], batches: Sequence[list[Draw]], num_workers: int
-) -> Iterator[Batch]:
+) -> Generator[Batch, None, None]:
     """The batches in order, read in threads and at most `num_workers` ahead; 0 reads in the caller's thread."""
     if num_workers <= 0:
         for draws in batches:

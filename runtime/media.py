@@ -75,9 +75,7 @@ def _over_white(image: "Image.Image") -> "Image.Image":
     return Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba).convert("RGB")
 
 
-def _resampled(
-    path: Path, num_frames: int, fps: int, source_fps: float | None, start: int
-) -> Iterator["Image.Image"]:
+def _resampled(path: Path, num_frames: int, fps: int, source_fps: float | None, start: int) -> Iterator["Image.Image"]:
     """The frames on screen at k / fps for k in start … num_frames-1; each is held until the next one's time."""
     import av
 

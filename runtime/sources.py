@@ -67,7 +67,9 @@ def digest_file(path: Path) -> str:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        raise WangenError(f"cannot be read: {error.strerror}", where=str(path), cure="fix its rights or take it out") from None
+        raise WangenError(
+            f"cannot be read: {error.strerror}", where=str(path), cure="fix its rights or take it out"
+        ) from None
 
 
 def _read(path: Path) -> Source:

@@ -33,7 +33,9 @@ class TinySizes:
     vae_dim: int = 8
 
 
-def write_tiny_wan(folder: Path, captions: Iterable[str], *, seed: int = 0, sizes: TinySizes | None = None) -> dict[str, Path]:
+def write_tiny_wan(
+    folder: Path, captions: Iterable[str], *, seed: int = 0, sizes: TinySizes | None = None
+) -> dict[str, Path]:
     """Write `Wan2.1_VAE.pth`, the umT5 `.pth` with its tokenizer folder, and a transformer `.safetensors`.
 
     Args:
@@ -84,7 +86,11 @@ def transformer_shapes(sizes: TinySizes) -> Shapes:
     shapes = _linear("text_embedding.0", sizes.text_dim, dim) | _linear("text_embedding.2", dim, dim)
     shapes |= _linear("time_embedding.0", 256, dim) | _linear("time_embedding.2", dim, dim)
     shapes |= _linear("time_projection.1", dim, 6 * dim) | _linear("head.head", dim, 64)
-    shapes |= {"patch_embedding.weight": (dim, 16, 1, 2, 2), "patch_embedding.bias": (dim,), "head.modulation": (1, 2, dim)}
+    shapes |= {
+        "patch_embedding.weight": (dim, 16, 1, 2, 2),
+        "patch_embedding.bias": (dim,),
+        "head.modulation": (1, 2, dim),
+    }
     for number in range(sizes.num_layers):
         block = f"blocks.{number}"
         for attention in ("self_attn", "cross_attn"):
@@ -182,4 +188,8 @@ def _resample(name: str, inputs: int, outputs: int, temporal: bool, expansion: i
 
 def _attention(name: str, channels: int) -> Shapes:
     norm: Shapes = {f"{name}.norm.gamma": (channels, 1, 1)}
-    return norm | _conv(f"{name}.to_qkv", channels, 3 * channels, (1, 1)) | _conv(f"{name}.proj", channels, channels, (1, 1))
+    return (
+        norm
+        | _conv(f"{name}.to_qkv", channels, 3 * channels, (1, 1))
+        | _conv(f"{name}.proj", channels, channels, (1, 1))
+    )

@@ -6,13 +6,9 @@ velocity -> loss -> clipped gradient -> optimizer. The state between steps is we
 
 import contextlib
 import logging
-import math
-import signal
-import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,65 +18,26 @@ from wangen import profiles
 from wangen.generator import headers
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.session import Report
-from wangen.generator.steps import DEFAULT_EPOCHS, Train, options as flags_of
+from wangen.generator.steps import DEFAULT_EPOCHS, Train
+from wangen.generator.steps import options as flags_of
 from wangen.runtime import adapter, checkpoint
 from wangen.runtime.cache import digest
 from wangen.runtime.checkpoint import TrainingState
 from wangen.runtime.devices import choose_device, set_attention
-from wangen.runtime.flow import TimestepDistribution, flow_loss, noised, velocity
+from wangen.runtime.interrupt import Interrupt
 from wangen.runtime.loader import Batch, CachedSample, epoch_batches, find_entries, read_ahead
-from wangen.runtime.models import Family, family
+from wangen.runtime.models import family
 from wangen.runtime.optim import make_optimizer, make_schedule
 from wangen.runtime.progress import progress
-from wangen.runtime.randomness import generator_for, seed_for
 from wangen.runtime.samples import read_samples
+from wangen.runtime.training_run import Run, save_due, save_final, save_state, state_folder, steps_per_epoch
+from wangen.runtime.training_step import optimizer_step
 
 log = logging.getLogger("wangen")
 
 SAVE_STATE_EVERY_S = 600.0
 SAME_BYTES = {"gradient_checkpointing", "save_precision"}
 """Pinned flags that do not change what is learned."""
-
-
-@dataclass
-class Run:
-    """A training run in memory.
-
-    Attributes:
-        options: the flags.
-        kind: the architecture's module.
-        transformer: the base with the adapter.
-        parameters: the trainable parameters by name.
-        optimizer: over them, in that order.
-        samples: what is trained on.
-        device: where.
-        num_steps: optimizer steps in all.
-        step: optimizer steps done.
-        fingerprint: settings and digests that decide the result.
-        facts: small results that survive a restart.
-    """
-
-    options: Train
-    kind: Family
-    transformer: Any
-    parameters: dict[str, torch.nn.Parameter]
-    optimizer: torch.optim.Optimizer
-    samples: list[CachedSample]
-    device: torch.device
-    num_steps: int
-    step: int
-    fingerprint: dict[str, Any]
-    facts: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def states(self) -> Path:
-        """The folder of training states."""
-        return state_folder(self.options)
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Optimizer steps in one epoch."""
-        return steps_per_epoch(self.samples, self.options)
 
 
 def run(options: Train) -> Report:
@@ -107,23 +64,13 @@ def run(options: Train) -> Report:
             return _report(options, samples, state.step, state.facts, done_before=True)
     training = _prepare(options, model, samples, device, num_steps, fingerprint, state)
     start, started = training.step, time.monotonic()
-    with _Interrupt() as interrupt:
+    with Interrupt() as interrupt:
         _train(training, interrupt)
     if interrupt.requested:
         raise KeyboardInterrupt
-    _save_final(training, final)
+    save_final(training, final)
     timing = {"steps_this_run": training.step - start, "seconds_training": round(time.monotonic() - started, 3)}
     return _report(options, samples, training.step, training.facts | timing)
-
-
-def steps_per_epoch(samples: list[CachedSample], options: Train) -> int:
-    """Optimizer steps in an epoch; the last of an epoch may accumulate fewer batches."""
-    return math.ceil(len(epoch_batches(samples, options.seed, 0)) / options.gradient_accumulation_steps)
-
-
-def state_folder(options: Train) -> Path:
-    """Where the run's training states live."""
-    return options.output_dir / f"{options.output_name}-state"
 
 
 def _refuse(options: Train) -> None:
@@ -156,7 +103,10 @@ def _fingerprint(options: Train, samples: list[CachedSample]) -> dict[str, Any]:
     """Settings by flag name, and digests of data and weights."""
     pinned = [option.name for option in flags_of(Train) if option.flag.pinned and option.name not in SAME_BYTES]
     settings = {name: getattr(options, name) for name in pinned}
-    data = [[s.sample.name, s.latent.key, s.text.key, s.sample.entry.num_repeats, s.sample.entry.batch_size] for s in samples]
+    data = [
+        [s.sample.name, s.latent.key, s.text.key, s.sample.entry.num_repeats, s.sample.entry.batch_size]
+        for s in samples
+    ]
     weights = options.network_weights
     return {
         **{name: str(value) for name, value in settings.items() if name != "network_weights"},
@@ -173,7 +123,9 @@ def _find_state(options: Train) -> TrainingState | None:
 
 def _compare(options: Train, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
     """Refuse to go on with other settings, unless told to."""
-    changed = [f"{name}: {old.get(name)} -> {new.get(name)}" for name in sorted({*old, *new}) if old.get(name) != new.get(name)]
+    changed = [
+        f"{name}: {old.get(name)} -> {new.get(name)}" for name in sorted({*old, *new}) if old.get(name) != new.get(name)
+    ]
     if changed and not options.resume_changed:
         listed = "\n".join(f"  - {line}" for line in changed)
         raise WangenError(
@@ -220,7 +172,7 @@ def _prepare(
     return training
 
 
-def _train(training: Run, interrupt: "_Interrupt") -> None:
+def _train(training: Run, interrupt: Interrupt) -> None:
     """The loop over epochs and optimizer steps, until the end or an interrupt; the state is saved on the way."""
     options = training.options
     factor = make_schedule(options, training.num_steps)
@@ -234,7 +186,7 @@ def _train(training: Run, interrupt: "_Interrupt") -> None:
             for group in _groups(training, epoch, offset):
                 for param_group in training.optimizer.param_groups:
                     param_group["lr"] = options.learning_rate * factor(training.step)
-                values = _step(training, epoch, group, interrupt)
+                values = optimizer_step(training, epoch, group, interrupt)
                 if values is None:
                     break
                 training.step += 1
@@ -243,7 +195,7 @@ def _train(training: Run, interrupt: "_Interrupt") -> None:
                 track(training.step, {**values, "lr": training.optimizer.param_groups[0]["lr"]})
                 advance(1, f"loss {values['loss']:.4f}")
                 due = time.monotonic() - saved_at > SAVE_STATE_EVERY_S
-                if _save(training, state_due=due):
+                if save_due(training, state_due=due):
                     saved_at = time.monotonic()
                 if training.step >= training.num_steps:
                     break
@@ -255,137 +207,11 @@ def _groups(training: Run, epoch: int, offset: int) -> Iterator[list[Batch]]:
     size = training.options.gradient_accumulation_steps
     batches = epoch_batches(training.samples, training.options.seed, epoch)[offset * size :]
     reader = read_ahead(training.samples, batches, training.options.max_data_loader_n_workers)
-    with contextlib.closing(reader):
+    try:
         for first in range(0, len(batches), size):
             yield [next(reader) for _ in batches[first : first + size]]
-
-
-def _step(training: Run, epoch: int, group: list[Batch], interrupt: "_Interrupt") -> dict[str, float] | None:
-    """One optimizer step over a group of batches; None when an interrupt came first, with nothing changed."""
-    training.optimizer.zero_grad(set_to_none=True)
-    total = 0.0
-    for batch in group:
-        if interrupt.requested:
-            return None
-        loss = batch_loss(training, epoch, batch)
-        (loss / len(group)).backward()
-        total += loss.item() / len(group)
-    parameters = list(training.parameters.values())
-    limit = training.options.max_grad_norm or math.inf
-    norm = torch.nn.utils.clip_grad_norm_(parameters, limit).item()
-    if not math.isfinite(norm):
-        raise _not_finite(training, "gradient", [name for batch in group for name in batch.names])
-    training.optimizer.step()
-    return {"loss": total, "grad_norm": norm}
-
-
-def batch_loss(training: Run, epoch: int, batch: Batch) -> torch.Tensor:
-    """The mean loss of a batch, its noise and sigmas drawn for (seed, epoch, sample, repeat).
-
-    Raises:
-        WangenError: it is not finite; the samples are named.
-    """
-    options = training.options
-    keys = [(options.seed, epoch, name, repeat) for name, repeat in zip(batch.names, batch.repeats, strict=True)]
-    distribution = distribution_of(options)
-    sigmas = torch.tensor([distribution.draw(generator_for("sigma", *key)) for key in keys])
-    shape = batch.latents.shape[1:]
-    noise = torch.stack([torch.randn(shape, generator=generator_for("noise", *key)) for key in keys])
-    clean, noise = batch.latents.to(training.device), noise.to(training.device)
-    texts = [text.to(training.device) for text in batch.texts]
-    with _dropout_seed(options, keys), _offload(options, training.device), _autocast(options, training.device):
-        predicted = training.kind.predict_velocity(
-            training.transformer, noised(clean, noise, sigmas.to(training.device)), 1000 * sigmas, texts
-        )
-    losses = flow_loss(predicted, velocity(clean, noise), sigmas, options.weighting_scheme)
-    if not losses.isfinite().all():
-        raise _not_finite(training, "loss", [n for n, loss in zip(batch.names, losses, strict=True) if not loss.isfinite()])
-    return losses.mean()
-
-
-def distribution_of(options: Train) -> TimestepDistribution:
-    """The distribution that the timestep flags describe."""
-    return TimestepDistribution(
-        sampling=options.timestep_sampling,
-        shift=options.discrete_flow_shift,
-        sigmoid_scale=options.sigmoid_scale,
-        logit_mean=options.logit_mean,
-        logit_std=options.logit_std,
-        low=options.min_timestep / 1000,
-        high=options.max_timestep / 1000,
-        cut=options.preserve_distribution_shape,
-    )
-
-
-def _not_finite(training: Run, what: str, names: list[str]) -> WangenError:
-    newest = checkpoint.newest(training.states)
-    last = f"the last good state is {newest}" if newest else "no state was saved yet"
-    return WangenError(
-        f"the {what} is not finite at step {training.step + 1}, on {', '.join(names)}; {last}",
-        cure="look at these items; lower --learning_rate or use --mixed_precision no",
-    )
-
-
-def _save(training: Run, *, state_due: bool) -> bool:
-    """Save what is due after a step; returns whether the training state was saved."""
-    options, step = training.options, training.step
-    epochs_done, rest = divmod(step, training.steps_per_epoch)
-    saved = None
-    if options.save_every_n_steps and step % options.save_every_n_steps == 0 and step < training.num_steps:
-        saved = f"step{step:08d}"
-    elif options.save_every_n_epochs and rest == 0 and epochs_done % options.save_every_n_epochs == 0:
-        saved = f"{epochs_done:06d}" if step < training.num_steps else None
-    every = options.save_state_every_n_steps
-    if saved:
-        _save_lora(training, options.output_dir / f"{options.output_name}-{saved}.safetensors")
-        _drop_old_loras(training, epochs_done)
-    if saved or state_due or (every and step % every == 0):
-        state = save_state(training)
-        if saved and options.save_state:
-            (state / "keep").touch()
-        return True
-    return False
-
-
-def save_state(training: Run) -> Path:
-    """Write the training state and drop the older ones, except those that `--save_state` keeps."""
-    tensors, numbers = checkpoint.optimizer_tensors(training.optimizer)
-    state = TrainingState(
-        step=training.step,
-        adapter={name: parameter.detach() for name, parameter in training.parameters.items()},
-        optimizer=tensors,
-        numbers=numbers,
-        fingerprint=training.fingerprint,
-        facts=training.facts,
-    )
-    path = checkpoint.save(training.states, state)
-    checkpoint.remove_others(training.states, {path, *(keep.parent for keep in training.states.glob("step-*/keep"))})
-    return path
-
-
-def _save_lora(training: Run, path: Path) -> list[Path]:
-    lora = adapter.current_lora(training.transformer, training.options.network_alpha)
-    header = adapter.metadata(training.options, step=training.step, fingerprint=training.fingerprint)
-    return adapter.save_lora(path, lora, training.options, header)
-
-
-def _save_final(training: Run, path: Path) -> None:
-    for written in _save_lora(training, path):
-        log.info("  saved %s", written)
-
-
-def _drop_old_loras(training: Run, epochs_done: int) -> None:
-    """Remove numbered LoRAs that fall out of `--save_last_n_epochs` or `--save_last_n_steps`."""
-    options = training.options
-    limits = {
-        "[0-9]" * 6: epochs_done - options.save_last_n_epochs if options.save_last_n_epochs else -1,
-        "step" + "[0-9]" * 8: training.step - options.save_last_n_steps if options.save_last_n_steps else -1,
-    }
-    for pattern, limit in limits.items():
-        for path in options.output_dir.glob(f"{options.output_name}-{pattern}*.safetensors"):
-            number = int(path.stem.removeprefix(f"{options.output_name}-").removeprefix("step").split("-")[0])
-            if number <= limit:
-                path.unlink(missing_ok=True)
+    finally:
+        reader.close()
 
 
 def _report(
@@ -401,29 +227,6 @@ def _report(
         counts={"from_cache": 2 * len(samples), "computed": 0, "steps": step},
         result={"lora": final, "done_before": done_before, **facts},
     )
-
-
-def _autocast(options: Train, device: torch.device) -> AbstractContextManager[Any]:
-    if options.mixed_precision == "bf16":
-        return torch.autocast(device.type, torch.bfloat16)
-    return contextlib.nullcontext()
-
-
-def _offload(options: Train, device: torch.device) -> AbstractContextManager[Any]:
-    if options.gradient_checkpointing_cpu_offload:
-        return torch.autograd.graph.save_on_cpu(pin_memory=device.type == "cuda")
-    return contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def _dropout_seed(options: Train, keys: list[tuple[int, int, str, int]]) -> Iterator[None]:
-    """Make dropout a function of the batch: torch offers no generator for it, so the global one is lent a seed."""
-    if not options.network_dropout:
-        yield
-        return
-    with torch.random.fork_rng():
-        torch.manual_seed(seed_for("dropout", *(part for key in keys for part in key)))
-        yield
 
 
 @contextlib.contextmanager
@@ -445,26 +248,3 @@ def _tracker(options: Train, step: int) -> Iterator[Any]:
         yield lambda at, values: tracker.log({f"train/{name}": value for name, value in values.items()}, step=at)
     finally:
         tracker.finish()
-
-
-class _Interrupt:
-    """Ctrl-C or SIGTERM while training: the first asks the loop to stop at the next step, the second stops at once."""
-
-    def __init__(self) -> None:
-        self.requested = False
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> "_Interrupt":
-        if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._request) for number in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _request(self, _number: int, _frame: object) -> None:
-        if self.requested:
-            raise KeyboardInterrupt
-        self.requested = True
-        log.warning("  stopping after this step; the training state is saved (once more stops at once)")

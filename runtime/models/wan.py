@@ -158,7 +158,9 @@ def sample_latents(
     )
     pipeline.set_progress_bar_config(disable=True)
 
-    def after(_pipeline: WanPipeline, number: int, _timestep: float, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def after(
+        _pipeline: WanPipeline, number: int, _timestep: float, values: dict[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
         on_step(number + 1)
         return values
 
