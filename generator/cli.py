@@ -4,7 +4,6 @@ Help must be quick, so that modules which only one command needs are imported in
 """
 
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -167,8 +166,3 @@ def main(words: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, click.Abort):
         click.echo("wangen: stopped; run the same line again to go on", err=True)
         return 1
-
-
-def entry() -> None:
-    """The console script."""
-    sys.exit(main())

@@ -6,14 +6,11 @@ and TOML meet in `build`, so both know the same flags, the same spellings and th
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from difflib import get_close_matches
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import click
 
-from wangen import profiles
 from wangen.generator.errors import UsageError
 from wangen.generator.steps import STEPS, Option, Step, options, spellings
 
@@ -119,6 +116,9 @@ def convert(option: Option, raw: Any, where: str = "") -> Any:
 
 def unknown_flag(step: type[Step], word: str) -> UsageError:
     """The answer to a flag that this step does not have: whose it is, or the nearest one, and what to do."""
+    from difflib import get_close_matches
+    from importlib.metadata import version
+
     name = word.lstrip("-").replace("-", "_")
     found = f"{step.command} has no flag --{name}"
     script = os.environ.get(SCRIPT_VERSION)
@@ -224,8 +224,10 @@ def _scalar(option: Option, raw: Any, where: str) -> Any:
     text = option.flag.values.get(str(raw), str(raw))
     if text in option.flag.refused:
         raise UsageError(f"--{option.name} {raw}: {option.flag.refused[text]}", where=where)
-    choices = tuple(profiles.model_names()) if option.flag.model_choices else option.choices
+    choices = _choices(option)
     if choices and text not in choices:
+        from difflib import get_close_matches
+
         near = get_close_matches(text, choices, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
         raise UsageError(
@@ -236,3 +238,12 @@ def _scalar(option: Option, raw: Any, where: str) -> Any:
     except ValueError:
         word = {int: "a whole number", float: "a number"}[option.kind]
         raise UsageError(f"--{option.name} takes {word}, got {raw!r}", where=where) from None
+
+
+def _choices(option: Option) -> tuple[str, ...]:
+    """The allowed values; the names of the model profiles are read only when one was given."""
+    if not option.flag.model_choices:
+        return option.choices
+    from wangen import profiles
+
+    return tuple(profiles.model_names())

@@ -1,0 +1,18 @@
+"""The console script. The overview is shown from a file, because importing the table and click takes longer than
+reading it; `reference.py` writes that file from them, and a test compares the two.
+"""
+
+import sys
+
+OVERVIEW = __file__.removesuffix("entry.py") + "overview.txt"
+
+
+def entry() -> None:
+    """Run `wangen` with the words of the command line and exit with its code."""
+    if sys.argv[1:] in ([], ["--help"]):
+        with open(OVERVIEW, encoding="utf-8") as file:  # noqa: PTH123 - pathlib alone takes a bare interpreter's start
+            sys.stdout.write(file.read())
+        return
+    from wangen.generator.cli import main
+
+    sys.exit(main())

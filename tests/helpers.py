@@ -1,0 +1,84 @@
+"""What several tests share: file trees as a dict, and real images and clips made on the spot."""
+
+import io
+import zlib
+from collections.abc import Mapping
+from fractions import Fraction
+from pathlib import Path
+
+import av
+import numpy as np
+from PIL import Image
+
+
+def write_tree(folder: Path, tree: Mapping[str, bytes | str]) -> Path:
+    """Write files given as `{"sub/name": content}`, text as UTF-8; returns the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in tree.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8"))
+    return folder
+
+
+def read_tree(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder: relative name with forward slashes -> bytes."""
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def image_bytes(
+    size: tuple[int, int] = (64, 48), *, format: str = "JPEG", orientation: int = 1, seed: int = 0
+) -> bytes:
+    """A smooth coloured picture of (width, height) pixels, encoded; `orientation` is the EXIF tag."""
+    image = Image.fromarray(_picture(size, seed))
+    exif = Image.Exif()
+    if orientation != 1:
+        exif[0x0112] = orientation
+    buffer = io.BytesIO()
+    image.save(buffer, format, **({"exif": exif} if orientation != 1 else {}))
+    return buffer.getvalue()
+
+
+def make_image(path: Path, size: tuple[int, int] = (64, 48), *, orientation: int = 1, seed: int = 0) -> Path:
+    """Write a picture in the format that the file name says; the seed defaults to the name's."""
+    format = Image.registered_extensions()[path.suffix.lower()]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(
+        image_bytes(size, format=format, orientation=orientation, seed=seed or zlib.crc32(path.name.encode()))
+    )
+    return path
+
+
+def make_clip(
+    path: Path, num_frames: int = 24, fps: int = 16, size: tuple[int, int] = (64, 48), *, seed: int = 0
+) -> Path:
+    """Write an H.264 clip in which the picture moves one pixel per frame."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    picture = _picture(size, seed)
+    # The format is named, so that any file name can hold a clip; mov is what ffmpeg writes mp4 with.
+    with av.open(str(path), "w", format="matroska" if path.suffix.lower() == ".mkv" else "mp4") as container:
+        stream = container.add_stream("libx264", rate=Fraction(fps))
+        stream.width, stream.height = size
+        stream.pix_fmt = "yuv420p"
+        stream.options = {"preset": "ultrafast", "threads": "1"}
+        for number in range(num_frames):
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(np.roll(picture, number, axis=1), format="rgb24")))
+        container.mux(stream.encode())
+    return path
+
+
+def clip_bytes(folder: Path, num_frames: int = 24, fps: int = 16, size: tuple[int, int] = (64, 48)) -> bytes:
+    """The bytes of a clip, for a tree; the file itself passes through `folder` and is gone again."""
+    path = make_clip(folder / "passing.mp4", num_frames, fps, size)
+    content = path.read_bytes()
+    path.unlink()
+    return content
+
+
+def _picture(size: tuple[int, int], seed: int) -> np.ndarray:
+    """(H, W, 3) uint8: waves whose phases come from the seed."""
+    width, height = size
+    phases = np.random.default_rng(seed).uniform(0, 6.28, 3)
+    x, y = np.meshgrid(np.arange(width) / width, np.arange(height) / height)
+    waves = [np.sin(6.28 * (x * (1 + channel) + y * (3 - channel)) + phase) for channel, phase in enumerate(phases)]
+    return ((np.stack(waves, axis=-1) + 1) * 127.5).astype(np.uint8)

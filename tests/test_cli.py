@@ -1,0 +1,77 @@
+"""The command line as a person meets it."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from wangen.generator.cli import main
+
+
+def run_cli(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "wangen.runtime", *words], capture_output=True, text=True, check=False, cwd=cwd
+    )
+
+
+@pytest.mark.parametrize("words", [[], ["--help"]])
+def test_overview_names_every_command_without_importing_torch_or_click(tmp_path, words):
+    code = (
+        f"import sys; sys.argv[1:] = {words}; from wangen.generator.entry import entry; entry(); "
+        "print({'torch', 'click', 'numpy'} & set(sys.modules))"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path
+    ).stdout
+    for command in "demo init publish check cache_latents cache_text check_cache train generate".split():
+        assert f"\n  {command} " in shown
+    assert shown.endswith("set()\n")
+
+
+@pytest.mark.parametrize(
+    "step", ["check", "cache-latents", "cache_text", "check_cache", "wan_train_network", "generate"]
+)
+def test_help_of_a_step_does_not_import_torch(tmp_path, step):
+    code = (
+        f"import sys; from wangen.generator.cli import main; main(['{step}', '--help']); print('torch' in sys.modules)"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path
+    ).stdout
+    assert "--log_file" in shown
+    assert shown.endswith("False\n")
+
+
+def test_version_is_the_package_version(capsys):
+    assert main(["--version"]) == 0
+    assert "0.1" in capsys.readouterr().out
+
+
+def test_unknown_command_gets_the_nearest_one(capsys):
+    assert main(["publsh", "x"]) == 2
+    assert "did you mean publish?" in capsys.readouterr().err
+
+
+def test_errors_are_one_message_without_a_traceback(tmp_path):
+    for words, code in [
+        (["publish", "cats"], 2),
+        (["check", "--dataset_config", "none.toml"], 1),
+        (["train", "--nonsense"], 2),
+        (["cache_latents", "--dataset_config", "none.toml", "--vae", "none.pth"], 1),
+    ]:
+        result = run_cli(*words, cwd=tmp_path)
+        assert result.returncode == code, result.stderr
+        assert "Traceback" not in result.stderr
+        assert result.stderr.strip()
+
+
+def test_the_runtime_module_and_the_command_are_the_same(tmp_path):
+    command = Path(sys.executable).with_name("wangen.exe" if os.name == "nt" else "wangen")
+    if not command.exists():
+        pytest.skip("the console script is not installed in this environment")
+    through_module = run_cli("train", "--help", cwd=tmp_path).stdout
+    through_command = subprocess.run([command, "train", "--help"], capture_output=True, text=True, check=True).stdout
+    assert through_module == through_command
+    assert "--network_dim" in through_module

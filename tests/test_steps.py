@@ -1,0 +1,219 @@
+"""The table itself: every reader sees the same flags."""
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wangen import profiles
+from wangen.generator import reference
+from wangen.generator.commands import parse
+from wangen.generator.entry import OVERVIEW
+from wangen.generator.errors import UsageError
+from wangen.generator.steps import (
+    STEPS,
+    CacheLatents,
+    CacheText,
+    Generate,
+    Option,
+    Step,
+    Train,
+    find_step,
+    options,
+    spellings,
+)
+
+TRAIN = ["--dataset_config", "d.toml", "--dit", "m.safetensors", "--output_dir", "out", "--output_name", "cats"]
+
+# The P rows of musubi-tuner 0.3.4 for these steps: each must be accepted or answered in words.
+MUSUBI_CACHE_LATENTS = (
+    "dataset_config vae vae_dtype device batch_size num_workers skip_existing keep_cache vae_cache_cpu i2v clip"
+).split()
+MUSUBI_CACHE_TEXT = ("dataset_config device batch_size num_workers skip_existing keep_cache t5 fp8_t5").split()
+MUSUBI_TRAIN = (
+    "config_file dataset_config sdpa flash_attn sage_attn xformers max_train_steps max_train_epochs "
+    "max_data_loader_n_workers persistent_data_loader_workers seed gradient_checkpointing "
+    "gradient_checkpointing_cpu_offload gradient_accumulation_steps mixed_precision save_precision "
+    "logging_dir log_with sample_every_n_steps sample_at_first sample_every_n_epochs sample_prompts "
+    "optimizer_type optimizer_args learning_rate max_grad_norm lr_scheduler lr_warmup_steps fp8_base "
+    "blocks_to_swap use_pinned_memory_for_block_swap timestep_sampling discrete_flow_shift sigmoid_scale "
+    "weighting_scheme min_timestep max_timestep preserve_distribution_shape network_weights "
+    "network_module network_dim network_alpha network_args output_dir output_name resume "
+    "save_every_n_epochs save_every_n_steps save_last_n_epochs save_last_n_steps save_state "
+    "save_state_on_train_end dit vae vae_dtype task fp8_scaled t5 fp8_t5 clip vae_cache_cpu "
+    "dit_high_noise timestep_boundary offload_inactive_dit cache_latents cache_latents_to_disk"
+).split()
+MUSUBI_GENERATE = (
+    "task sample_solver dit dit_high_noise offload_inactive_dit vae vae_dtype vae_cache_cpu t5 clip "
+    "lora_weight lora_multiplier lora_weight_high_noise lora_multiplier_high_noise prompt negative_prompt "
+    "video_size video_length fps infer_steps save_path seed timestep_boundary guidance_scale "
+    "guidance_scale_high_noise image_path flow_shift fp8 fp8_scaled fp8_t5 device attn_mode "
+    "blocks_to_swap output_type"
+).split()
+
+
+@pytest.mark.parametrize(
+    ("step", "flags"),
+    [
+        (CacheLatents, MUSUBI_CACHE_LATENTS),
+        (CacheText, MUSUBI_CACHE_TEXT),
+        (Train, MUSUBI_TRAIN),
+        (Generate, MUSUBI_GENERATE),
+    ],
+)
+def test_every_flag_of_musubi_scripts_is_accepted_or_answered(step, flags):
+    known = {name for name, *_ in spellings(step)} | step.elsewhere.keys()
+    assert [flag for flag in flags if flag not in known] == []
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_flag_is_accepted_or_answered_never_both(step):
+    names = [name for name, *_ in spellings(step)]
+    assert len(names) == len(set(names))
+    assert not set(names) & step.elsewhere.keys()
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_every_step_is_frozen_and_documented(step):
+    assert step.__doc__
+    assert dataclasses.fields(step)
+    assert all(option.flag.help for option in options(step))
+    assert all(value in option.choices for option in options(step) for value in option.flag.constants.values())
+
+
+def values_for(option: Option) -> st.SearchStrategy:
+    """Any value that the option's field can hold."""
+    word = st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=12)
+    scalar = {
+        bool: st.booleans(),
+        int: st.integers(-10, 10**6),
+        float: st.floats(allow_nan=False, allow_infinity=False),
+        str: word,
+        Path: word.filter(bool).map(Path),
+    }[option.kind]
+    if option.flag.model_choices:
+        scalar = st.sampled_from(profiles.model_names())
+    if option.choices:
+        scalar = st.sampled_from([choice for choice in option.choices if choice not in option.flag.refused])
+    if option.kind is str and not option.choices and not option.flag.model_choices:
+        scalar = scalar.filter(lambda text: text not in option.flag.values)
+    if option.length is not None:
+        size = option.length or None
+        scalar = st.lists(scalar, min_size=size or 0, max_size=size or 3).map(tuple)
+        if option.length == 0 and option.default != ():
+            scalar = scalar.filter(bool)  # an empty list has no words, so that it means the default
+    return st.none() | scalar if option.optional else scalar
+
+
+def steps() -> st.SearchStrategy[Step]:
+    """Any step with any values, but no config file (which would be read)."""
+
+    def build(step: type[Step]) -> st.SearchStrategy[Step]:
+        fields = {option.name: values_for(option) for option in options(step) if option.name != "config_file"}
+        return st.builds(step, **fields)
+
+    return st.one_of([build(step) for step in STEPS])
+
+
+@given(steps())
+def test_argv_parses_back_to_an_equal_step(step):
+    command, *words = step.argv()
+    assert find_step(command) is type(step)
+    assert parse(type(step), words) == step
+
+
+def test_old_script_names_are_spellings_of_the_steps():
+    assert find_step("wan_cache_latents.py") is CacheLatents
+    assert find_step("wan-train-network") is Train
+    assert find_step("wan_generate_video") is Generate
+
+
+def test_dashes_constants_and_value_spellings_are_accepted():
+    step = parse(Train, [*TRAIN, "--learning-rate", "2e-4", "--flash-attn", "--network_module", "networks.lora_wan"])
+    assert (step.learning_rate, step.attention, step.network_module) == (2e-4, "flash", "lora")
+
+
+def test_lists_are_read_as_people_write_them():
+    step = parse(Train, [*TRAIN, "--optimizer_args", "weight_decay=0.1", "eps=1e-6", "--seed", "7"])
+    assert (step.optimizer_args, step.seed) == (("weight_decay=0.1", "eps=1e-6"), 7)
+
+
+@pytest.mark.parametrize(
+    ("step", "words", "parts"),
+    [
+        (
+            CacheLatents,
+            ["--sdpa"],
+            ["cache_latents has no flag --sdpa", "belongs to train and generate", "take it off"],
+        ),
+        (CacheText, ["--attention", "flash"], ["cache_text has no flag --attention", "take it off this line"]),
+        (CacheLatents, ["--dataset_confg", "x"], ["did you mean --dataset_config?"]),
+        (Train, ["--blocks_to_swap", "20"], ["train has no flag --blocks_to_swap", "not in this version"]),
+        (Train, [*TRAIN, "--sdpa", "--flash_attn"], ["--sdpa and --flash_attn contradict each other"]),
+        (Train, [*TRAIN, "--sage_attn"], ["no backward pass", "use auto or sdpa"]),
+        (Train, [*TRAIN, "--mixed_precision", "fp16"], ["use bf16"]),
+        (Train, [*TRAIN, "--timestep_sampling", "sigma"], ["use uniform or logit_normal"]),
+        (Train, [*TRAIN, "--task", "t2v-1.3b"], ["did you mean t2v-1.3B?"]),
+        (Train, [*TRAIN, "--seed", "x"], ["--seed takes a whole number, got 'x'"]),
+        (Train, [], ["train needs --dataset_config, --dit, --output_dir, --output_name"]),
+        (Generate, ["--video_size", "480"], ["--video_size"]),
+    ],
+)
+def test_a_wrong_line_is_answered_with_the_cure(step, words, parts):
+    with pytest.raises(UsageError) as error:
+        parse(step, words)
+    assert all(part in str(error.value) for part in parts), str(error.value)
+    assert error.value.exit_code == 2
+
+
+def test_a_flag_of_a_newer_script_is_answered_with_both_versions(monkeypatch):
+    monkeypatch.setenv("WANGEN_SCRIPT_VERSION", "99.0")
+    with pytest.raises(UsageError, match=r"made by wangen 99\.0, this machine has"):
+        parse(Train, [*TRAIN, "--warp_drive"])
+
+
+def test_config_file_holds_the_same_flags_and_the_command_line_wins(tmp_path):
+    config = tmp_path / "run.toml"
+    config.write_text('[training]\nlearning_rate = 5e-5\nsdpa = true\noptimizer_args = ["a=1"]\n[more]\nseed = 3\n')
+    step = parse(Train, [*TRAIN, "--config_file", str(config), "--seed", "4"])
+    assert (step.learning_rate, step.attention, step.optimizer_args, step.seed) == (5e-5, "sdpa", ("a=1",), 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("lerning_rate = 1", "did you mean --learning_rate?"),
+        ("seed = true", "--seed takes one value"),
+        ("gradient_checkpointing = 1", "true or false"),
+        ("blocks_to_swap = 3", "not in this version"),
+        ("a = ", "not valid TOML"),
+    ],
+)
+def test_config_file_refuses_what_the_step_does_not_know(tmp_path, text, part):
+    config = tmp_path / "run.toml"
+    config.write_text(text)
+    with pytest.raises(UsageError) as error:
+        parse(Train, [*TRAIN, "--config_file", str(config)])
+    assert part in str(error.value)
+    assert str(config) in str(error.value)
+
+
+def test_a_caching_step_refuses_attention_before_torch_is_imported(tmp_path):
+    code = (
+        "import sys; from wangen.generator.cli import main; "
+        "rc = main(['cache_latents', '--sdpa', '--dataset_config', 'a', '--vae', 'b']); "
+        "print(rc, 'torch' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert result.stdout.split() == ["2", "False"]
+    assert "cache_latents has no flag --sdpa" in result.stderr
+
+
+def test_the_pages_are_what_the_program_prints():
+    update = "run: python -m wangen.generator.reference"
+    assert Path(OVERVIEW).read_text(encoding="utf-8") == reference.overview(), update
+    assert reference.FLAGS_PAGE.read_text(encoding="utf-8") == reference.flags_page(), update
