@@ -4,7 +4,10 @@ A flag's value comes from the last of these that names it: the table's default, 
 profile, the accelerator's rule, `[steps.…]` of the workspace, and the paths of the bundle.
 """
 
+import os
 from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
 from wangen.generator.commands import build
@@ -17,6 +20,13 @@ RUN: tuple[type[Step], ...] = (Check, CacheLatents, CacheText, CheckCache, Train
 
 CACHE: tuple[type[Step], ...] = (Check, CacheLatents, CacheText, CheckCache)
 """The steps of a caching script, in order."""
+
+_OWNERS: tuple[tuple[type[Step], tuple[str, ...]], ...] = (
+    (CacheLatents, ("vae", "vae_dtype")),
+    (CacheText, ("t5", "t5_dtype", "tokenizer")),
+    (Train, ("dit", "task", "output_dir")),
+)
+"""What one step is told and others have to know."""
 
 _DTYPES = {"cuda": "bfloat16", "rocm": "float32", "cpu": "float32"}
 
@@ -38,10 +48,14 @@ def find_weights(target: Target, weights: Weights) -> str:
     if weights.flag in target.weights:
         return target.path(models, target.weights[weights.flag])
     folder = target.reach(target.path(models))
+    found = {}
+    for place, folders, files in os.walk(folder) if folder else ():
+        folders.sort()
+        for name in files:
+            found.setdefault(name, Path(place, name))
     for name in weights.files:
-        found = sorted(folder.rglob(name)) if folder and folder.is_dir() else []
-        if found and folder:
-            return target.path(models, *found[0].relative_to(folder).parts)
+        if name in found and folder:
+            return target.path(models, *found[name].relative_to(folder).parts)
     return target.path(models, weights.files[0])
 
 
@@ -62,26 +76,31 @@ def _paths(target: Target, model: Model, slug: str) -> dict[str, str]:
 
 def _step(kind: type[Step], workspace: Workspace, target: Target, model: Model, paths: Mapping[str, str]) -> Step:
     dtype = _DTYPES[target.platform.accelerator]
-    rules = {"vae_dtype": dtype, "t5_dtype": dtype}
-    shared = workspace.steps
-    encoders = {
-        name: value
-        for step, name in ((CacheLatents, "vae_dtype"), (CacheText, "t5_dtype"))
-        for value in [_layer(shared, step).get(name)]
-        if value is not None
-    }
-    values: dict[str, Any] = {
-        **rules,
-        **paths,
-        **encoders,  # check_cache must judge by what the caching steps wrote
-        **_layer(model.defaults, kind),
-        **_layer(target.platform.overrides, kind),
-        **_layer(shared, kind),
-    }
+    layers = (model.defaults, target.platform.overrides, workspace.steps)
+    values: dict[str, Any] = {"vae_dtype": dtype, "t5_dtype": dtype, **paths}
+    for layer in layers:  # check and check_cache must judge what the other steps use
+        for owner, names in _OWNERS:
+            values |= {name: value for name, value in _layer(layer, owner).items() if name in names}
+    for layer in layers:
+        values |= _layer(layer, kind)
     if kind is Train and not values.keys() & {"max_train_epochs", "max_train_steps"}:
         values["max_train_epochs"] = DEFAULT_EPOCHS
     names = {option.name for option in options(kind)}
-    return build(kind, {name: value for name, value in values.items() if name in names})
+    return as_target_writes(build(kind, {name: value for name, value in values.items() if name in names}), target)
+
+
+def as_target_writes(step: Step, target: Target) -> Step:
+    r"""The step with its paths in the target's spelling: a Windows host would write `\` into a Linux script."""
+    if os.name != "nt" or target.platform.kind == "windows":
+        return step
+    changed = {}
+    for option in options(type(step)):
+        value = getattr(step, option.name)
+        if isinstance(value, PurePath):
+            changed[option.name] = PurePosixPath(value.as_posix())
+        elif isinstance(value, tuple) and option.kind is Path:
+            changed[option.name] = tuple(PurePosixPath(path.as_posix()) for path in value)
+    return replace(step, **changed)
 
 
 def _layer(layers: Mapping[str, Mapping[str, Any]], kind: type[Step]) -> dict[str, Any]:

@@ -1,12 +1,15 @@
 """A folder of media with caption files -> items, or the list of everything that is wrong with it."""
 
+import struct
+import sys
 import unicodedata
-from collections.abc import Iterable
+import zlib
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from wangen.generator.errors import WangenError
 from wangen.generator.paths import windows_name_problem
@@ -17,6 +20,9 @@ VIDEO_SUFFIXES = frozenset(
 )  # fmt: skip
 
 Media = Literal["image", "video"]
+
+_DECODING = (OSError, SyntaxError, ValueError, EOFError, LookupError, TypeError, struct.error, zlib.error, MemoryError)
+"""What Pillow's decoders raise for malformed files."""
 
 
 @dataclass(frozen=True)
@@ -82,12 +88,8 @@ def media_files(folder: Path, media: Media | None = None) -> list[Path]:
     Raises:
         WangenError: the folder is missing or cannot be listed.
     """
-    try:
-        entries = sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))
-    except OSError as error:
-        raise WangenError(f"cannot list the folder: {error.strerror}", where=str(folder)) from None
     kinds = {media} if media else {"image", "video"}
-    return [entry for entry in entries if media_of(entry) in kinds and entry.is_file()]
+    return [entry for entry in _entries(folder) if media_of(entry) in kinds and entry.is_file()]
 
 
 def scan(
@@ -99,24 +101,33 @@ def scan(
         folder: the media folder.
         media: only images or only videos; None for both.
         caption_extension: ending of the caption files.
-        deep: open every file to see that it can be read.
+        deep: open every file to see that it can be read; those that cannot are no items.
 
     Raises:
-        WangenError: the folder cannot be listed.
+        WangenError: the folder cannot be listed, or the library that reads clips is not installed.
     """
-    paths = media_files(folder, media)
-    problems = _name_problems(paths, caption_extension)
+    entries = _entries(folder)
+    problems = _name_problems(entries, media, caption_extension)
+    kinds = {media} if media else {"image", "video"}
+    paths = [entry for entry in entries if media_of(entry) in kinds and entry.is_file()]
     if not paths:
         problems.append(Problem(folder, f"holds no {media or 'image or video'} files", "put them here"))
+    unreadable: dict[Path, Problem] = {}
+    if deep:
+        if any(media_of(path) == "video" for path in paths):
+            _require_av()
+        with ThreadPoolExecutor() as pool:
+            unreadable = {problem.path: problem for problem in pool.map(_unreadable, paths) if problem}
+    captions = {_folded(entry.name): entry for entry in reversed(entries)}
     items = []
     for path in paths:
         try:
-            items.append(_item(path, caption_extension))
+            item = _item(path, caption_extension, captions)
         except _BadItemError as bad:
             problems.append(bad.problem)
-    if deep:
-        with ThreadPoolExecutor() as pool:
-            problems += [problem for problem in pool.map(_unreadable, paths) if problem]
+        else:
+            items += [item] if path not in unreadable else []
+    problems += unreadable.values()
     return items, sorted(problems, key=lambda problem: problem.path.name)
 
 
@@ -136,8 +147,18 @@ class _BadItemError(Exception):
         self.problem = Problem(path, found, cure)
 
 
-def _item(path: Path, extension: str) -> Item:
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))
+    except OSError as error:
+        raise WangenError(f"cannot list the folder: {error.strerror}", where=str(folder)) from None
+
+
+def _item(path: Path, extension: str, entries: Mapping[str, Path]) -> Item:
+    """The media file with its caption, whose name may differ in letter case (`A.JPG` and `A.TXT`)."""
     caption_path = path.with_suffix(extension)
+    if not caption_path.is_file():
+        caption_path = entries.get(_folded(caption_path.name), caption_path)
     try:
         caption = caption_path.read_text(encoding="utf-8-sig").strip()
     except FileNotFoundError:
@@ -151,20 +172,42 @@ def _item(path: Path, extension: str) -> Item:
     return Item(path, media_of(path) or "image", caption, caption_path)
 
 
-def _name_problems(paths: Iterable[Path], extension: str) -> list[Problem]:
-    """Names that Windows cannot hold, and names that differ only in letter case or Unicode form."""
+def _name_problems(entries: Sequence[Path], media: Media | None, extension: str) -> list[Problem]:
+    """Names that some system cannot hold, or takes for the name of another file; and links that lead nowhere."""
     problems, seen = [], dict[str, str]()
-    for path in paths:
+    for path in entries:
+        # `cat.jpg.` is no image by its ending; Windows and whoever wrote it think that it is.
+        kind = media_of(path) or media_of(Path(path.name.rstrip(". ") or "-"))
+        if kind is None or (media and kind != media) or path.is_dir():
+            continue
         reason = windows_name_problem(path.name)
         if reason:
             problems.append(Problem(path, f"Windows cannot hold this name ({reason})", "rename it"))
-        for name in (path.name, path.with_suffix(extension).name):
-            folded = unicodedata.normalize("NFC", name).casefold()
-            if seen.setdefault(folded, name) != name:
-                problems.append(
-                    Problem(path, f"{name} and {seen[folded]} are one name on Windows", "rename one of them")
-                )
+        elif not _is_unicode(path.name):
+            problems.append(Problem(path, "the name is not UTF-8", "rename it"))
+        elif not path.exists():
+            problems.append(Problem(path, "is a link to a file that is not there", "replace it or take it out"))
+        caption = path.with_suffix(extension)
+        # Two media of one stem may share a caption (`a.jpg`, `a.mp4`); `A.jpg` and `a.png` would share it on Windows.
+        for name in (path.name, caption.name):
+            other = seen.setdefault(_folded(name), name)
+            if other != name:
+                found = f"{other} and {name} differ in letter case or Unicode form only: one file on Windows or macOS"
+                problems.append(Problem(path, found, "rename one of them"))
+                break
     return problems
+
+
+def _folded(name: str) -> str:
+    return unicodedata.normalize("NFC", name).casefold()
+
+
+def _is_unicode(name: str) -> bool:
+    try:
+        name.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _unreadable(path: Path) -> Problem | None:
@@ -193,7 +236,10 @@ def _image_facts(path: Path) -> MediaFacts:
         with Image.open(path) as image:
             width, height = image.size
             turned = image.getexif().get(0x0112, 1) in (5, 6, 7, 8)
-    except (UnidentifiedImageError, Image.DecompressionBombError, OSError, SyntaxError, ValueError) as error:
+    except UnidentifiedImageError:
+        found = "cannot be read as an image" if path.stat().st_size else "is empty (0 bytes)"
+        raise WangenError(found, where=str(path)) from None
+    except (*_DECODING, Image.DecompressionBombError) as error:
         raise WangenError(f"cannot be read as an image ({_short(error)})", where=str(path)) from None
     return MediaFacts(height, width, 1, 0.0) if turned else MediaFacts(width, height, 1, 0.0)
 
@@ -205,13 +251,24 @@ def _decode_image(path: Path) -> None:
     try:
         with Image.open(path) as image:
             image.load()
-    except (OSError, SyntaxError, ValueError) as error:
+    except _DECODING as error:
         raise WangenError(f"cannot be read as an image ({_short(error)})", where=str(path)) from None
 
 
-def _video_facts(path: Path) -> MediaFacts:
-    import av
+def _require_av() -> Any:
+    try:
+        import av
+    except ModuleNotFoundError:
+        raise WangenError(
+            "clips need the library av, which is not installed",
+            where=sys.executable,
+            cure=f'"{sys.executable}" -m pip install "wangen[runtime]"',
+        ) from None
+    return av
 
+
+def _video_facts(path: Path) -> MediaFacts:
+    av = _require_av()
     try:
         with av.open(str(path)) as container:
             if not container.streams.video:
@@ -221,14 +278,20 @@ def _video_facts(path: Path) -> MediaFacts:
             width, height = (frame.height, frame.width) if frame.rotation % 180 else (frame.width, frame.height)
         with av.open(str(path)) as container:
             stream = container.streams.video[0]
-            packets = [(p.pts, p.duration or 0) for p in container.demux(stream) if p.pts is not None]
+            # AVI and raw streams have decoding times only; the last packet is the flush and holds no data.
+            times = [
+                (p.pts if p.pts is not None else p.dts, p.duration or 0) for p in container.demux(stream) if p.size
+            ]
             time_base = float(stream.time_base or 0)
             rate = float(stream.average_rate or 0)
     except (av.FFmpegError, StopIteration, OSError) as error:
         raise WangenError(f"cannot be read as a video ({_short(error)})", where=str(path)) from None
-    first, (last, last_duration) = min(packets)[0], max(packets)
-    end_s = last_duration * time_base or (1 / rate if rate else 0.0)
-    return MediaFacts(width, height, len(packets), (last - first) * time_base + end_s)
+    frame_s = 1 / rate if rate else 0.0
+    known = [time for time in times if time[0] is not None]
+    if not known:
+        return MediaFacts(width, height, len(times), len(times) * frame_s)
+    first, (last, last_duration) = min(known)[0], max(known)
+    return MediaFacts(width, height, len(times), (last - first) * time_base + (last_duration * time_base or frame_s))
 
 
 def _short(error: BaseException) -> str:

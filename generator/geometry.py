@@ -1,7 +1,7 @@
 """Which pixels and frames of an item are used: buckets and clip windows, one rule for caching and training."""
 
-import math
 from functools import cache
+from math import isqrt
 
 from wangen.generator.dataset import MediaFacts
 from wangen.generator.tomls import DatasetEntry
@@ -15,13 +15,13 @@ def buckets(resolution: tuple[int, int], step: int) -> tuple[tuple[int, int], ..
     (True, 17)
     """
     area = resolution[0] * resolution[1]
-    side = math.isqrt(area)
+    side = isqrt(area)
     found = set()
     for width in range(max(step, side // 2 // step * step), side + step, step):
         height = area // width // step * step
         if height:
             found |= {(width, height), (height, width)}
-    return tuple(sorted(found))
+    return tuple(sorted(found)) or ((step, step),)
 
 
 def bucket_of(facts: MediaFacts, entry: DatasetEntry, step: int) -> tuple[int, int]:
@@ -29,26 +29,39 @@ def bucket_of(facts: MediaFacts, entry: DatasetEntry, step: int) -> tuple[int, i
 
     With buckets on, the one whose aspect ratio is nearest, as a ratio: 2:1 is as far from 1:1 as 1:2 is.
     """
-    floor = (max(step, facts.width // step * step), max(step, facts.height // step * step))
     area = entry.resolution[0] * entry.resolution[1]
-    if entry.bucket_no_upscale and entry.enable_bucket and facts.width * facts.height <= area:
-        return floor
     if not entry.enable_bucket:
-        return (max(step, entry.resolution[0] // step * step), max(step, entry.resolution[1] // step * step))
-    aspect = facts.width / facts.height
-    return min(buckets(entry.resolution, step), key=lambda size: (abs(math.log(size[0] / size[1] / aspect)), size))
+        return _floor(entry.resolution, step)
+    if entry.bucket_no_upscale and facts.width * facts.height <= area:
+        return _floor((facts.width, facts.height), step)
+
+    def stretch(size: tuple[int, int]) -> float:
+        """How far from the item's aspect ratio, 1 being equal; swapping all widths and heights changes nothing."""
+        across, down = size[0] * facts.height, size[1] * facts.width
+        return max(across, down) / min(across, down)
+
+    return min(buckets(entry.resolution, step), key=lambda size: (stretch(size), -size[0] * size[1], size))
+
+
+def _floor(size: tuple[int, int], step: int) -> tuple[int, int]:
+    return max(step, size[0] // step * step), max(step, size[1] // step * step)
 
 
 def resampled_frames(facts: MediaFacts, fps: int, source_fps: float | None = None) -> int:
     """How many frames a video has at `fps` frames per second, played at its own speed.
 
+    The nearest number: containers that count in milliseconds round their durations up or down.
+
     Args:
         facts: from the file.
         fps: the model's frame rate.
         source_fps: the video's frame rate, when the container's own times are wrong.
+
+    >>> resampled_frames(MediaFacts(64, 48, 17, 1.062), fps=16)
+    17
     """
     duration_s = facts.num_frames / source_fps if source_fps else facts.duration_s
-    return max(1, int(duration_s * fps + 1e-6))
+    return max(1, int(duration_s * fps + 0.5))
 
 
 def windows(entry: DatasetEntry, num_frames: int) -> list[tuple[int, int]]:

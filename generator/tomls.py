@@ -3,6 +3,8 @@
 The dataset schema is musubi-tuner's, so that existing files work. Unknown keys are refused with the nearest known one.
 """
 
+import logging
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
@@ -11,6 +13,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from wangen.generator.errors import UsageError, WangenError
+
+log = logging.getLogger("wangen")
 
 FrameExtraction = Literal["head", "chunk", "slide", "uniform", "full"]
 EXTRACTIONS = ("head", "chunk", "slide", "uniform", "full")
@@ -26,6 +30,9 @@ _LATER = {
     "fp_1f_clean_indices": "one-frame training is not in this version",
     "fp_1f_target_index": "one-frame training is not in this version",
     "fp_1f_no_post": "one-frame training is not in this version",
+    "flux_kontext_no_resize_control": "control images are not in this version",
+    "qwen_image_edit_no_resize_control": "control images are not in this version",
+    "qwen_image_edit_control_resolution": "control images are not in this version",
 }
 
 
@@ -68,8 +75,10 @@ class DatasetEntry:
     source_fps: float | None = None
 
 
+_VIDEO = {"target_frames", "frame_extraction", "frame_stride", "frame_sample", "max_frames", "source_fps"}
 _SHARED = {f.name for f in fields(DatasetEntry)} - {"directory", "media", "cache_directory"}
-_KEYS = _SHARED | {"image_directory", "video_directory", "cache_directory"}
+_OWN = {"image_directory", "video_directory", "cache_directory"}
+_PATH_LINE = re.compile(r"""^\s*([\w.-]+)\s*=\s*"([^"]*\\[^"]*)"[^"]*$""")
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -78,17 +87,33 @@ def load(path: Path) -> dict[str, Any]:
     Raises:
         WangenError: the file is missing, unreadable or not TOML; the message has the line.
     """
+    text = ""
     try:
-        return tomllib.loads(path.read_bytes().removeprefix(b"\xef\xbb\xbf").decode("utf-8"))
+        text = path.read_bytes().removeprefix(b"\xef\xbb\xbf").decode("utf-8")
+        return tomllib.loads(text)
     except OSError as error:
         raise WangenError(f"cannot read the TOML file: {error.strerror}", where=str(path)) from None
     except UnicodeDecodeError:
         raise UsageError("the TOML file is not UTF-8", where=str(path), cure="save it as UTF-8") from None
     except tomllib.TOMLDecodeError as error:
-        cure = (
-            r"write paths with / or in single quotes: '\' starts an escape in \"…\"" if "escape" in str(error) else ""
-        )
-        raise UsageError(f"not valid TOML: {error}", where=str(path), cure=cure) from None
+        raise UsageError(f"not valid TOML: {error}", where=str(path), cure=_cure(text, str(error))) from None
+
+
+def _cure(text: str, error: str) -> str:
+    r"""What to write instead of `"C:\AI"`, the one mistake that everybody makes; nothing for other mistakes.
+
+    >>> _cure('a = 1\nroot = "C:\\Users\\me"', "Invalid hex value (at line 2, column 12)")
+    "write root = 'C:/Users/me': a backslash in double quotes starts an escape"
+    """
+    number = re.search(r"at line (\d+)", error)
+    lines = text.split("\n")
+    found = (
+        _PATH_LINE.match(lines[int(number[1]) - 1].rstrip("\r")) if number and int(number[1]) <= len(lines) else None
+    )
+    if not found:
+        return ""
+    path = found[2].replace("\\", "/")
+    return f"write {found[1]} = '{path}': a backslash in double quotes starts an escape"
 
 
 def refuse_unknown(found: Mapping[str, Any], known: set[str], where: str) -> None:
@@ -107,8 +132,8 @@ def refuse_unknown(found: Mapping[str, Any], known: set[str], where: str) -> Non
 def read_dataset(path: Path) -> tuple[DatasetEntry, ...]:
     """The blocks of a dataset TOML, `[general]` merged in, relative paths resolved.
 
-    A relative media folder is looked for in the working folder first, then in the TOML's own; its cache folder
-    follows it.
+    A relative media folder is looked for in the working folder first, then in the TOML's own, and the log says where
+    it was found; a relative cache folder follows it.
 
     Raises:
         WangenError: missing file, unknown key, wrong value, no block.
@@ -116,22 +141,48 @@ def read_dataset(path: Path) -> tuple[DatasetEntry, ...]:
     values = load(path)
     refuse_unknown(values, {"general", "datasets"}, str(path))
     general = values.get("general", {})
-    refuse_unknown(general, _SHARED, f"{path}, [general]")
     blocks = values.get("datasets", [])
-    if not isinstance(blocks, list) or not blocks:
+    if isinstance(blocks, dict) or not isinstance(general, dict):
+        raise UsageError("[general] is one table and [[datasets]] a list of tables", where=str(path),
+                         cure="write [[datasets]] in two pairs of brackets above each block")  # fmt: skip
+    if not isinstance(blocks, list) or not blocks or not all(isinstance(block, dict) for block in blocks):
         raise UsageError("the dataset TOML has no [[datasets]] block", where=str(path))
-    return tuple(_entry(path, number, {**general, **block}) for number, block in enumerate(blocks, 1))
+    for key in general:
+        if key in _OWN:
+            raise UsageError(f"{key} stands in [general]", where=str(path), cure="write it into each [[datasets]]")
+    refuse_unknown(general, _SHARED, f"{path}, [general]")
+    entries = tuple(_entry(path, number, general, block) for number, block in enumerate(blocks, 1))
+    for start in dict.fromkeys(_start(entry, path, block) for entry, block in zip(entries, blocks, strict=True)):
+        if start:
+            log.info("  %s", start)
+    return entries
 
 
-def _entry(path: Path, number: int, block: Mapping[str, Any]) -> DatasetEntry:
+def _start(entry: DatasetEntry, toml: Path, block: Mapping[str, Any]) -> str:
+    """Where a block's relative media folder was found, in words; empty for an absolute one."""
+    text = str(block[f"{entry.media}_directory"])
+    if Path(text).is_absolute():
+        return ""
+    if not entry.directory.is_dir():
+        return f"{text}: not in the working folder {Path.cwd()}, and not in the TOML's own {toml.absolute().parent}"
+    if entry.directory == Path(text):
+        return f"relative paths of {toml.name} start at the working folder {Path.cwd()}"
+    return f"relative paths of {toml.name} start at its own folder {toml.absolute().parent}"
+
+
+def _entry(path: Path, number: int, general: Mapping[str, Any], own: Mapping[str, Any]) -> DatasetEntry:
     where = f"{path}, [[datasets]] number {number}"
-    refuse_unknown(block, _KEYS, where)
+    block = {**general, **own}
+    refuse_unknown(block, _SHARED | _OWN, where)
     media = [name for name in ("image", "video") if f"{name}_directory" in block]
     if len(media) != 1:
         raise UsageError("a block needs either image_directory or video_directory", where=where)
-    directory = Path(_typed(block, f"{media[0]}_directory", str, where))
-    base = _base(directory, path)
-    cache = Path(_typed(block, "cache_directory", str, where)) if "cache_directory" in block else directory
+    if media[0] == "image" and _VIDEO & own.keys():
+        raise UsageError(f"{min(_VIDEO & own.keys())} belongs to video blocks, this one has image_directory",
+                         where=where, cure="take it out, or use video_directory")  # fmt: skip
+    directory = Path(_path(block, f"{media[0]}_directory", where))
+    cache = Path(_path(block, "cache_directory", where)) if "cache_directory" in block else directory
+    base = _base(cache if directory.is_absolute() else directory, path)
     values = {key: _value(key, block[key], where) for key in _SHARED if key in block}
     if media[0] == "video" and "target_frames" not in values and values.get("frame_extraction") != "full":
         raise UsageError("a video block needs target_frames", where=where, cure="for example target_frames = [81]")
@@ -144,16 +195,19 @@ def _entry(path: Path, number: int, block: Mapping[str, Any]) -> DatasetEntry:
 
 
 def _base(directory: Path, toml: Path) -> Path:
-    """The folder that a relative media folder hangs from: the working folder if it exists there, else the TOML's."""
+    """The folder that relative paths hang from: the working folder unless only the TOML's own has `directory`."""
     if directory.is_absolute() or directory.is_dir() or not (toml.parent / directory).is_dir():
         return Path()
     return toml.parent
 
 
-def _typed(block: Mapping[str, Any], key: str, kind: type, where: str) -> Any:
+def _path(block: Mapping[str, Any], key: str, where: str) -> str:
     value = block[key]
-    if not isinstance(value, kind) or not value:
-        raise UsageError(f"{key} must be a {kind.__name__}, got {value!r}", where=where)
+    if not isinstance(value, str) or not value:
+        raise UsageError(f"{key} must be a path in quotes, got {value!r}", where=where)
+    if not value.isprintable() and any(ord(character) < 32 for character in value):
+        raise UsageError(f"{key} holds a control character: {value!r}", where=where,
+                         cure=r"write \ in single quotes, or /: \t in double quotes is a tab")  # fmt: skip
     return value
 
 
@@ -171,13 +225,26 @@ def _value(key: str, raw: Any, where: str) -> Any:
         raise UsageError(f"source_fps must be a number above 0, got {raw!r}", where=where)
     if key == "frame_extraction" and raw not in EXTRACTIONS:
         raise UsageError(f"frame_extraction has no value {raw!r}", where=where, cure=f"one of {', '.join(EXTRACTIONS)}")
-    if key == "caption_extension" and (not isinstance(raw, str) or not raw.startswith(".")):
+    if key == "caption_extension" and not (isinstance(raw, str) and re.fullmatch(r"\.[^/\\]*[^/\\. ]", raw)):
         raise UsageError(
-            f"caption_extension must begin with a dot, got {raw!r}", where=where, cure='for example ".txt"'
+            f"caption_extension must be a dot and letters, got {raw!r}", where=where, cure='for example ".txt"'
         )
-    if isinstance(default, bool) != isinstance(raw, bool):
-        raise UsageError(f"{key} must be {'true or false' if isinstance(default, bool) else 'a number'}", where=where)
-    return _whole_numbers(key, [raw], where)[0] if isinstance(default, int) and not isinstance(default, bool) else raw
+    if isinstance(default, bool) and not isinstance(raw, bool):
+        raise UsageError(f"{key} must be true or false, got {raw!r}", where=where)
+    if isinstance(default, int) and not isinstance(default, bool):
+        return whole_number(key, raw, where)
+    return raw
+
+
+def whole_number(key: str, raw: Any, where: str) -> int:
+    """A count.
+
+    Raises:
+        UsageError: it is no whole number above 0.
+    """
+    if not isinstance(raw, int) or isinstance(raw, bool) or raw < 1:
+        raise UsageError(f"{key} must be a whole number above 0, got {raw!r}", where=where)
+    return raw
 
 
 def sizes(key: str, raw: Any, where: str) -> tuple[int, int]:
@@ -186,8 +253,11 @@ def sizes(key: str, raw: Any, where: str) -> tuple[int, int]:
     Raises:
         UsageError: it is neither.
     """
-    width, height = _whole_numbers(key, [raw, raw] if isinstance(raw, int) else raw, where, length=2)
-    return width, height
+    if isinstance(raw, int):
+        return whole_number(key, raw, where), raw
+    if not isinstance(raw, list) or len(raw) != 2:
+        raise UsageError(f"{key} must be one whole number or [width, height], got {raw!r}", where=where)
+    return whole_number(key, raw[0], where), whole_number(key, raw[1], where)
 
 
 def frames(key: str, raw: Any, where: str) -> tuple[int, ...]:
@@ -196,19 +266,15 @@ def frames(key: str, raw: Any, where: str) -> tuple[int, ...]:
     Raises:
         UsageError: one of them is not 4n+1; the message names the nearest below.
     """
-    found = sorted(set(_whole_numbers(key, raw if isinstance(raw, list) else [raw], where)))
+    numbers = raw if isinstance(raw, list) else [raw]
+    found = sorted({whole_number(key, number, where) for number in numbers})
+    if not found:
+        raise UsageError(f"{key} is an empty list", where=where, cure=f"for example {key} = [81]")
     wrong = [number for number in found if number % 4 != 1]
     if wrong:
         raise UsageError(f"{key} must be 4n+1 (1, 5, … 81), got {wrong[0]}", where=where,
                          cure=f"write {max(1, (wrong[0] - 1) // 4 * 4 + 1)}")  # fmt: skip
     return tuple(found)
-
-
-def _whole_numbers(key: str, raw: Any, where: str, length: int | None = None) -> tuple[int, ...]:
-    good = isinstance(raw, list) and raw and all(isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in raw)
-    if not good or (length and len(raw) != length):
-        raise UsageError(f"{key} must be {length or 'a list of'} whole numbers above 0, got {raw!r}", where=where)
-    return tuple(raw)
 
 
 def write_dataset(entries: tuple[Mapping[str, Any], ...], general: Mapping[str, Any], comment: str) -> str:

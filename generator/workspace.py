@@ -10,16 +10,18 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any
+from typing import Any, Literal
 
 from wangen import profiles
 from wangen.generator import tomls
 from wangen.generator.commands import convert
 from wangen.generator.errors import UsageError, WangenError
+from wangen.generator.paths import Machine, PathError, automount_root, translate
 from wangen.generator.session import write_text
-from wangen.generator.steps import find_step, options
+from wangen.generator.steps import STEPS, find_step, options
 
 FILE = "wangen.toml"
+DEFAULT_MODEL = "t2v-1.3B"
 ROOTS = {"models": "models", "datasets": "files/datasets", "outputs": "outputs", "logs": "logs"}
 """Folders below the root, and what they are called unless `wangen.toml` says otherwise."""
 
@@ -43,9 +45,10 @@ platforms = [{platforms}]    # wangen publish --platform NAME chooses among: {al
 
 _SECTION = """
 [platform.{name}]
-# root = '{root}'
+# root = '{root}'    # with a root, all paths are absolute
 # host_root = '{host_root}'    # how this computer reaches that root
-# models = '{models}'
+# models = '{models}'    # also: datasets, outputs, logs
+# vae = 'Wan2.1_VAE.pth'    # a file in the models folder, where the usual names do not fit; also: t5, dit
 {venv}
 """
 
@@ -72,18 +75,20 @@ class Target:
 
     def path(self, *parts: str) -> str:
         r"""Parts joined as the target writes paths: `outputs\cats` on Windows. Absolute when a root is set."""
-        pure = PureWindowsPath if self.platform.kind == "windows" else PurePosixPath
-        return str(pure(self.root or "", *parts))
+        return str(self._pure(self.root or "", *parts))
 
     def reach(self, text: str) -> Path | None:
         """A path of the target as this host sees it, or None when it does not."""
-        pure = PureWindowsPath if self.platform.kind == "windows" else PurePosixPath
-        path = pure(text)
+        path = self._pure(text)
         if not path.is_absolute():
             return self.folder.joinpath(*path.parts)
-        if self.root and path.is_relative_to(pure(self.root)):
-            return self.folder.joinpath(*path.relative_to(pure(self.root)).parts)
-        return Path(text) if _native(self.platform.kind) else None
+        if self.root and path.is_relative_to(self._pure(self.root)):
+            return self.folder.joinpath(*path.relative_to(self._pure(self.root)).parts)
+        return _from_here(text, self.platform.kind)
+
+    @property
+    def _pure(self) -> type[PurePosixPath] | type[PureWindowsPath]:
+        return PureWindowsPath if self.platform.kind == "windows" else PurePosixPath
 
 
 @dataclass(frozen=True)
@@ -95,7 +100,8 @@ class Workspace:
         model: name of the default model profile.
         resolution: bucket area as (width, height) in pixels, where it differs from the model profile's.
         num_frames: clip length in frames, where it differs from the model profile's.
-        targets: the platforms to publish for.
+        platforms: names of the platforms to publish for.
+        sections: platform -> what `wangen.toml` says of it, already checked.
         steps: step -> flag -> value: the user's defaults, already checked against the table.
     """
 
@@ -103,7 +109,8 @@ class Workspace:
     model: str
     resolution: tuple[int, int] | None
     num_frames: int | None
-    targets: tuple[Target, ...]
+    platforms: tuple[str, ...]
+    sections: Mapping[str, Mapping[str, str]]
     steps: Mapping[str, Mapping[str, Any]]
 
     def profile(self, name: str | None = None) -> profiles.Model:
@@ -120,26 +127,54 @@ class Workspace:
             model, resolution=self.resolution or model.resolution, num_frames=self.num_frames or model.num_frames
         )
 
+    @property
+    def targets(self) -> tuple[Target, ...]:
+        """The platforms to publish for. Raises UsageError when this host cannot see the root of one."""
+        return tuple(self.target(name) for name in self.platforms)
+
     def target(self, name: str) -> Target:
         """The target of that platform, listed in `platforms` or not.
 
         Raises:
-            UsageError: there is no such platform.
+            UsageError: there is no such platform, or this host cannot see its root.
         """
-        for target in self.targets:
-            if target.platform.name == name:
-                return target
-        known = ", ".join(profiles.platform_names())
-        raise UsageError(f"there is no platform {name!r}", cure=f"one of {known}")
+        if name not in profiles.platform_names():
+            known = ", ".join(profiles.platform_names())
+            raise UsageError(f"there is no platform {name!r}", cure=f"one of {known}")
+        platform, section = profiles.platform(name), self.sections.get(name, {})
+        return Target(
+            platform=platform,
+            root=section.get("root"),
+            folder=self._host_root(platform, section),
+            roots={key: section.get(key, default) for key, default in ROOTS.items()},
+            venv=(*([section["venv"]] if "venv" in section else []), *platform.venv),
+            weights={role: section[role] for role in ("vae", "t5", "dit") if role in section},
+        )
+
+    def _host_root(self, platform: profiles.Platform, section: Mapping[str, str]) -> Path:
+        if "host_root" in section:
+            return self.folder / Path(section["host_root"]).expanduser()
+        if "root" not in section:
+            return self.folder / "published" / platform.name
+        seen = _from_here(section["root"], platform.kind)
+        if seen is None:
+            raise UsageError(f"this host cannot see {section['root']}",
+                             where=f"{self.folder / FILE}, [platform.{platform.name}]",
+                             cure="set host_root to how it is reached from here")  # fmt: skip
+        return seen
 
 
-def init(folder: Path, model: str = "t2v-1.3B") -> Path:
+def init(folder: Path, model: str = DEFAULT_MODEL) -> Path:
     """Make a workspace: `wangen.toml` and `datasets/`. An existing one stays as it is.
 
     Returns:
         The path of `wangen.toml`.
+
+    Raises:
+        WangenError: the folder cannot be made or written.
     """
-    (folder / "datasets").mkdir(parents=True, exist_ok=True)
+    require_writable(folder)
+    require_writable(folder / "datasets")
     path = folder / FILE
     if not path.exists():
         names = profiles.platform_names()
@@ -148,7 +183,7 @@ def init(folder: Path, model: str = "t2v-1.3B") -> Path:
             models=", ".join(profiles.model_names()),
             platforms=", ".join(f'"{name}"' for name in names),
             all_platforms=", ".join(names),
-            sections="".join(_section(name) for name in names),
+            sections="".join(_example(name) for name in names),
         )
         write_text(path, text)
     return path
@@ -172,30 +207,44 @@ def read(folder: Path) -> Workspace:
     Raises:
         WangenError: no `wangen.toml`, an unknown key, a wrong value.
     """
+    folder = folder.absolute()
     path = folder / FILE
+    if not path.is_file():
+        raise UsageError(f"no {FILE} here", where=str(folder), cure=f"make a workspace with: wangen init {folder}")
     values = tomls.load(path)
     tomls.refuse_unknown(values, {"model", "resolution", "num_frames", "platforms", "platform", "steps"}, str(path))
-    model = values.get("model", "t2v-1.3B")
-    if model not in profiles.model_names():
-        raise UsageError(
-            f"there is no model {model!r}", where=str(path), cure=f"one of {', '.join(profiles.model_names())}"
-        )
-    sections = values.get("platform", {})
+    sections = _table(values, "platform", path)
     tomls.refuse_unknown(sections, set(profiles.platform_names()), f"{path}, [platform.…]")
     names = values.get("platforms", profiles.platform_names())
-    unknown = [name for name in names if name not in profiles.platform_names()]
-    if unknown:
-        raise UsageError(f"there is no platform {unknown[0]!r}", where=str(path),
-                         cure=f"one of {', '.join(profiles.platform_names())}")  # fmt: skip
-    targets = tuple(_target(folder, path, name, sections.get(name, {})) for name in names)
+    if not isinstance(names, list) or not names:
+        raise UsageError(f"platforms must be a list of names, got {names!r}", where=str(path),
+                         cure='for example platforms = ["linux"]')  # fmt: skip
+    for what, known, given in (
+        ("model", profiles.model_names(), [values.get("model", DEFAULT_MODEL)]),
+        ("platform", profiles.platform_names(), names),
+    ):
+        if unknown := [name for name in given if name not in known]:
+            raise UsageError(f"there is no {what} {unknown[0]!r}", where=str(path), cure=f"one of {', '.join(known)}")
     return Workspace(
         folder=folder,
-        model=model,
+        model=values.get("model", DEFAULT_MODEL),
         resolution=tomls.sizes("resolution", values["resolution"], str(path)) if "resolution" in values else None,
-        num_frames=tomls.frames("num_frames", values["num_frames"], str(path))[0] if "num_frames" in values else None,
-        targets=targets,
-        steps=_steps(values.get("steps", {}), path),
+        num_frames=_num_frames(values["num_frames"], str(path)) if "num_frames" in values else None,
+        platforms=tuple(dict.fromkeys(names)),
+        sections={name: _section(sections[name], name, path) for name in sections},
+        steps=_steps(_table(values, "steps", path), path),
     )
+
+
+def _num_frames(raw: Any, where: str) -> int:
+    return tomls.frames("num_frames", tomls.whole_number("num_frames", raw, where), where)[0]
+
+
+def _table(values: Mapping[str, Any], key: str, path: Path) -> Mapping[str, Any]:
+    table = values.get(key, {})
+    if not isinstance(table, dict):
+        raise UsageError(f"{key} is no section", where=str(path), cure=f"write [{key}.NAME] and its keys below")
+    return table
 
 
 def host_platform_name() -> str:
@@ -213,48 +262,70 @@ def _native(kind: str) -> bool:
     return kind == host_platform_name() or (kind == "slurm" and host_platform_name() == "linux")
 
 
-def _section(name: str) -> str:
+def _from_here(text: str, kind: str) -> Path | None:
+    """An absolute path of a platform as this host sees it: the same machine, or Windows and its WSL."""
+    if _native(kind):
+        return Path(text)
+    host = host_platform_name()
+    if {kind, host} != {"windows", "wsl"}:
+        return None
+    try:
+        return Path(translate(text, _machine(kind), _machine(host)))
+    except PathError:
+        return None
+
+
+def _machine(kind: str) -> Machine:
+    rules: Literal["windows", "wsl", "linux"] = "windows" if kind == "windows" else "wsl" if kind == "wsl" else "linux"
+    conf = Path("/etc/wsl.conf")
+    here = kind == "wsl" and host_platform_name() == "wsl" and conf.is_file()
+    return Machine(kind=rules, automount=automount_root(conf.read_text(encoding="utf-8")) if here else "/mnt/")
+
+
+def _example(name: str) -> str:
     kind = profiles.platform(name).kind
     root = r"C:\AI" if kind == "windows" else "/mnt/c/AI" if kind == "wsl" else "/data/ai"
     host_root = {"linux": "/mnt/share/ai", "wsl": r"\\wsl.localhost\Ubuntu\mnt\c\AI"}.get(kind, "/mnt/c/AI")
+    models = rf"{root}\models" if kind == "windows" else f"{root}/models"
     in_venv = _native(kind) and sys.prefix != sys.base_prefix
-    venv = (
-        f"venv = '{sys.prefix}'    # where wangen was installed when this file was made"
-        if in_venv
-        else "# venv = 'venv'"
-    )
-    return _SECTION.format(name=name, root=root, host_root=host_root, models=f"{root}/models", venv=venv)
+    venv = "# venv = 'venv'"
+    if in_venv:
+        venv = f"venv = {_literal(sys.prefix)}    # where wangen was installed when this file was made"
+    return _SECTION.format(name=name, root=root, host_root=host_root, models=models, venv=venv)
 
 
-def _target(folder: Path, file: Path, name: str, section: Mapping[str, Any]) -> Target:
+def _literal(text: str) -> str:
+    """A TOML string: in single quotes where that is possible, because it is easier to edit.
+
+    >>> print(_literal(r"C:\AI"), _literal("it's"))
+    'C:\AI' "it's"
+    """
+    from tomlkit import string
+
+    return f"'{text}'" if text.isprintable() and "'" not in text else string(text).as_string()
+
+
+def _section(section: Any, name: str, file: Path) -> dict[str, str]:
+    """The checked values of `[platform.NAME]`; roots are absolute paths that the platform can hold."""
     where = f"{file}, [platform.{name}]"
+    if not isinstance(section, dict):
+        raise UsageError(f"platform.{name} is no section", where=str(file), cure=f"write [platform.{name}]")
     tomls.refuse_unknown(section, {"root", "host_root", "venv", "vae", "t5", "dit", *ROOTS}, where)
+    kind = profiles.platform(name).kind
+    checked = {}
     for key, value in section.items():
         if not isinstance(value, str) or not value:
             raise UsageError(f"{key} must be a path in quotes, got {value!r}", where=where)
-    platform = profiles.platform(name)
-    root = section.get("root")
-    return Target(
-        platform=platform,
-        root=root,
-        folder=_host_root(folder, platform, section, where),
-        roots={key: section.get(key, default) for key, default in ROOTS.items()},
-        venv=(*([section["venv"]] if "venv" in section else []), *platform.venv),
-        weights={role: section[role] for role in ("vae", "t5", "dit") if role in section},
-    )
-
-
-def _host_root(folder: Path, platform: profiles.Platform, section: Mapping[str, Any], where: str) -> Path:
-    if "host_root" in section:
-        return Path(section["host_root"])
-    if "root" not in section:
-        return folder / "published" / platform.name
-    root = section["root"]
-    if _native(platform.kind):
-        return Path(root)
-    if platform.kind == "windows" and host_platform_name() == "wsl" and root[1:3] in (":\\", ":/"):
-        return Path("/mnt", root[0].lower(), *PureWindowsPath(root).parts[1:])
-    raise UsageError(f"this host cannot see {root}", where=where, cure="set host_root to how it is reached from here")
+        try:
+            checked[key] = value if key in ("host_root", "venv") else translate(value, _machine(kind), _machine(kind))
+        except PathError as error:
+            raise UsageError(f"{key}: {error.found}", where=f"{where}: {value}", cure=error.cure) from None
+    pure = PureWindowsPath if kind == "windows" else PurePosixPath
+    if "root" in checked and not pure(checked["root"]).is_absolute():
+        example = r"C:\AI" if kind == "windows" else "/data/ai"
+        raise UsageError(f"root must be an absolute path, got {section['root']!r}", where=where,
+                         cure=f"for example root = '{example}'; without a root the bundle can be moved")  # fmt: skip
+    return checked
 
 
 def _steps(sections: Mapping[str, Any], path: Path) -> dict[str, dict[str, Any]]:
@@ -262,10 +333,12 @@ def _steps(sections: Mapping[str, Any], path: Path) -> dict[str, dict[str, Any]]
     for name, flags in sections.items():
         step = find_step(name)
         if step is None or not isinstance(flags, dict):
-            raise UsageError(f"there is no step {name!r}", where=f"{path}, [steps.{name}]")
+            raise UsageError(f"there is no step {name!r}", where=f"{path}, [steps.{name}]",
+                             cure=f"one of {', '.join(step.command for step in STEPS)}")  # fmt: skip
         known = {option.name: option for option in options(step)}
         tomls.refuse_unknown(flags, set(known), f"{path}, [steps.{name}]")
-        result[step.command] = {key: convert(known[key], raw, f"{path}, {key}") for key, raw in flags.items()}
+        made = {key: convert(known[key], raw, f"{path}, [steps.{name}] {key}") for key, raw in flags.items()}
+        result.setdefault(step.command, {}).update(made)
     return result
 
 

@@ -20,6 +20,7 @@ from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.session import Report
 from wangen.generator.steps import DEFAULT_EPOCHS, Train
 from wangen.generator.steps import options as flags_of
+from wangen.generator.workspace import require_writable
 from wangen.runtime import adapter, checkpoint
 from wangen.runtime.cache import digest
 from wangen.runtime.checkpoint import TrainingState
@@ -48,6 +49,7 @@ def run(options: Train) -> Report:
             the loss is not finite, the disk is full.
     """
     _refuse(options)
+    require_writable(options.output_dir)
     headers.expect(options.dit, "wan-transformer-t2v", "dit")
     model = profiles.model(options.task)
     samples = find_entries(read_samples(options.dataset_config, model), options.dataset_config)

@@ -1,0 +1,340 @@
+"""Training: it learns, it resumes to the same bytes, and it stops in words."""
+
+import hashlib
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from tiny import TinyRun
+
+from wangen import profiles
+from wangen.generator.errors import UsageError, WangenError
+from wangen.generator.steps import Train
+from wangen.runtime import train
+from wangen.runtime.flow import flow_loss, noised, velocity
+from wangen.runtime.loader import Draw, epoch_batches, find_entries, read_batch
+from wangen.runtime.lora import apply_lora, read_lora
+from wangen.runtime.models import family
+from wangen.runtime.optim import make_schedule
+from wangen.runtime.randomness import generator_for
+from wangen.runtime.samples import read_samples
+from wangen.runtime.training_run import state_folder
+
+MODEL = profiles.model("t2v-1.3B")
+WAN = family(MODEL)
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def samples_of(tiny_run: TinyRun):
+    return find_entries(read_samples(tiny_run.dataset_config, MODEL), tiny_run.dataset_config)
+
+
+def fixed_losses(tiny_run: TinyRun, lora: Path | None) -> dict[str, list[float]]:
+    """The loss of each sample at fixed timesteps and noise, for the base or with a LoRA."""
+    transformer = WAN.load_transformer(tiny_run.weights["dit"], dtype=torch.float32)
+    if lora:
+        apply_lora(transformer, read_lora(lora), name="trained")
+    samples, losses = samples_of(tiny_run), {}
+    for index, cached in enumerate(samples):
+        batch = read_batch(samples, [Draw(index, 0)])
+        noise = torch.randn(batch.latents.shape, generator=generator_for("fixed", cached.sample.name))
+        row = losses[cached.sample.name] = []
+        for sigma in torch.tensor([[0.2], [0.4], [0.6], [0.8], [0.95]]):
+            with torch.no_grad():
+                noisy = noised(batch.latents, noise, sigma)
+                predicted = WAN.predict_velocity(transformer, noisy, 1000 * sigma, batch.texts)
+            row.append(flow_loss(predicted, velocity(batch.latents, noise), sigma).item())
+    return losses
+
+
+def test_overfitting_lowers_the_loss_at_fixed_timesteps_and_noise(tiny_run, tmp_path):
+    """On 2 CPU cores, 2026-11-21: from 2.45 to 0.98 on average; every sample and timestep improves."""
+    options = tiny_run.options(
+        tmp_path, max_train_steps=120, learning_rate=3e-3, network_dim=16, network_alpha=16.0, seed=1
+    )
+    train.run(options)
+    base, tuned = fixed_losses(tiny_run, None), fixed_losses(tiny_run, tmp_path / "lora.safetensors")
+    for name, row in base.items():
+        assert all(after < before for before, after in zip(row, tuned[name], strict=True)), (name, row, tuned[name])
+        assert sum(tuned[name]) < 0.7 * sum(row), (name, row, tuned[name])
+
+
+def test_the_lora_is_in_the_comfyui_layout_and_its_header_holds_settings_and_no_time(tiny_run, tmp_path):
+    train.run(tiny_run.options(tmp_path, max_train_steps=2, lora_layout=("comfyui", "kohya", "diffusers")))
+    with safe_open(tmp_path / "lora.safetensors", "pt") as file:
+        keys, header = set(file.keys()), file.metadata()
+    assert "diffusion_model.blocks.0.self_attn.q.lora_A.weight" in keys
+    assert len(keys) == 2 * 2 * 10  # blocks x (A, B) x (8 attention + 2 feed-forward linears)
+    fingerprint = json.loads(header["wangen.fingerprint"])
+    assert fingerprint["learning_rate"] == "0.001"
+    assert not [key for key in header if "time" in key or "host" in key or "path" in key]
+    assert str(tmp_path) not in json.dumps(header)
+    neutral = read_lora(tmp_path / "lora.safetensors")
+    for layout in ("kohya", "diffusers"):
+        other = read_lora(tmp_path / f"lora-{layout}.safetensors")
+        assert other.keys() == neutral.keys()
+        assert all(
+            torch.equal(other[name].up * other[name].scale, neutral[name].up * neutral[name].scale) for name in other
+        )
+
+
+def test_diffusers_loads_the_trained_lora_and_computes_the_same(tiny_run, tmp_path):
+    from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline
+
+    train.run(tiny_run.options(tmp_path, network_alpha=2.0))
+    path = tmp_path / "lora.safetensors"
+    ours = WAN.load_transformer(tiny_run.weights["dit"], dtype=torch.float32)
+    apply_lora(ours, read_lora(path), name="trained")
+    theirs = WAN.load_transformer(tiny_run.weights["dit"], dtype=torch.float32)
+    base = WAN.load_transformer(tiny_run.weights["dit"], dtype=torch.float32)
+    vae = WAN.load_vae(tiny_run.weights["vae"])
+    pipeline = WanPipeline(
+        tokenizer=None, text_encoder=None, vae=vae, transformer=theirs, scheduler=FlowMatchEulerDiscreteScheduler()
+    )
+    pipeline.load_lora_weights(str(path))
+    latents = torch.randn(1, 16, 2, 8, 8, generator=generator_for("x"))
+    text = [torch.randn(5, 64, generator=generator_for("t"))]
+    with torch.no_grad():
+        results = [WAN.predict_velocity(m, latents, torch.tensor([500.0]), text) for m in (ours, theirs, base)]
+    assert (results[0] - results[1]).abs().max() < 1e-5
+    assert (results[0] - results[2]).abs().max() > 1e-4
+
+
+def test_a_run_cut_into_pieces_ends_with_the_same_bytes(tiny_run, tmp_path):
+    whole = tiny_run.options(tmp_path / "whole", max_train_steps=7, network_dropout=0.2, gradient_accumulation_steps=2)
+    train.run(whole)
+    for steps in (2, 3, 7):
+        report = train.run(replace(whole, output_dir=tmp_path / "cut", max_train_steps=steps))
+    assert report.result["steps_this_run"] == 4
+    assert digest(tmp_path / "cut/lora.safetensors") == digest(tmp_path / "whole/lora.safetensors")
+
+
+def test_a_finished_run_is_not_trained_again_and_can_be_made_longer(tiny_run, tmp_path):
+    options = tiny_run.options(tmp_path, max_train_steps=2)
+    train.run(options)
+    before = digest(tmp_path / "lora.safetensors")
+    assert train.run(options).result["done_before"]
+    assert digest(tmp_path / "lora.safetensors") == before
+    (tmp_path / "lora.safetensors").unlink()
+    train.run(options)
+    assert digest(tmp_path / "lora.safetensors") == before
+    assert train.run(replace(options, max_train_steps=4)).result["steps_this_run"] == 2
+
+
+def test_checkpointing_offload_and_reading_threads_change_no_byte(tiny_run, tmp_path):
+    plain = tiny_run.options(tmp_path / "plain", gradient_checkpointing=False, max_data_loader_n_workers=0)
+    train.run(plain)
+    for name, changes in {
+        "checkpointed": {"gradient_checkpointing": True, "max_data_loader_n_workers": 3},
+        "offloaded": {"gradient_checkpointing_cpu_offload": True},
+    }.items():
+        train.run(replace(plain, output_dir=tmp_path / name, **changes))
+        assert digest(tmp_path / name / "lora.safetensors") == digest(tmp_path / "plain/lora.safetensors"), name
+
+
+def test_bf16_trains_close_to_float32(tiny_run, tmp_path):
+    reports = [
+        train.run(tiny_run.options(tmp_path / precision, mixed_precision=precision, max_train_steps=4))
+        for precision in ("no", "bf16")
+    ]
+    full, half = (report.result["last_loss"] for report in reports)
+    assert half == pytest.approx(full, rel=0.015)
+    assert half != full
+
+
+def test_saving_keeps_what_was_asked_for(tiny_run, tmp_path):
+    options = tiny_run.options(tmp_path, max_train_steps=6, save_every_n_steps=1, save_last_n_steps=2, save_state=True)
+    train.run(options)
+    assert sorted(path.name for path in tmp_path.glob("*.safetensors")) == [
+        "lora-step00000004.safetensors",
+        "lora-step00000005.safetensors",
+        "lora.safetensors",
+    ]
+    assert sorted(path.name for path in state_folder(options).iterdir()) == [f"step-{n:08d}" for n in range(1, 7)]
+    epochs = tiny_run.options(tmp_path / "epochs", max_train_steps=None, max_train_epochs=3, save_every_n_epochs=1)
+    report = train.run(replace(epochs, save_last_n_epochs=1))
+    assert report.counts["steps"] == 9  # three samples of batch 1, three epochs
+    assert sorted(path.name for path in (tmp_path / "epochs").glob("*.safetensors")) == [
+        "lora-000002.safetensors",
+        "lora.safetensors",
+    ]
+
+
+def test_resume_takes_the_state_it_is_given(tiny_run, tmp_path):
+    options = tiny_run.options(tmp_path, max_train_steps=4, save_every_n_steps=1, save_state=True)
+    train.run(options)
+    final = digest(tmp_path / "lora.safetensors")
+    report = train.run(replace(options, resume=state_folder(options) / "step-00000002"))
+    assert report.result["steps_this_run"] == 2
+    assert digest(tmp_path / "lora.safetensors") == final
+
+
+def test_changed_settings_stop_with_the_difference_and_two_ways_on(tiny_run, tmp_path):
+    options = tiny_run.options(tmp_path, max_train_steps=2)
+    train.run(options)
+    changed = replace(options, learning_rate=5e-4, max_train_steps=3)
+    with pytest.raises(WangenError) as error:
+        train.run(changed)
+    assert "learning_rate: 0.001 -> 0.0005" in str(error.value)
+    assert "--fresh" in str(error.value)
+    assert "--resume_changed" in str(error.value)
+    assert train.run(replace(changed, resume_changed=True)).result["steps_this_run"] == 1
+    assert train.run(replace(changed, fresh=True)).result["steps_this_run"] == 3
+
+
+def test_network_weights_start_where_another_lora_ended(tiny_run, tmp_path):
+    train.run(tiny_run.options(tmp_path / "one"))
+    start = tmp_path / "one/lora.safetensors"
+    train.run(tiny_run.options(tmp_path / "two", network_weights=start, max_train_steps=1, learning_rate=1e-12))
+    one, two = read_lora(start), read_lora(tmp_path / "two/lora.safetensors")
+    assert all(torch.allclose(one[name].up, two[name].up, atol=1e-9) for name in one)
+    with pytest.raises(WangenError, match="give --network_dim 4"):
+        train.run(tiny_run.options(tmp_path / "three", network_weights=start, network_dim=8))
+
+
+def test_a_non_finite_loss_stops_with_the_item_named(tiny_run, tmp_path):
+    with pytest.raises(WangenError, match=r"not finite at step \d+, on (red|blue|clip)") as error:
+        train.run(tiny_run.options(tmp_path, learning_rate=1e30, max_grad_norm=0.0, max_train_steps=20))
+    assert "lower --learning_rate" in str(error.value)
+    assert not (tmp_path / "lora.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"network_dim": 0}, "--network_dim must be above 0"),
+        ({"min_timestep": 900, "max_timestep": 100}, "no range within 0 to 1000"),
+        ({"network_dropout": 1.0}, "below 1"),
+        ({"output_name": "a/b"}, "without folders"),
+        ({"lr_warmup_steps": "soon"}, "--lr_warmup_steps"),
+        ({"optimizer_type": "NoSuch"}, "there is no optimizer NoSuch"),
+        ({"optimizer_args": ("weight_decay",)}, "key=value"),
+        ({"optimizer_args": ("speed=3",)}, "speed"),
+        ({"attention": "flash"}, "the attention kernel flash does not run here"),
+        ({"device": "cuda:9"}, "--device cuda:9"),
+    ],
+)
+def test_what_cannot_work_is_refused(tiny_run, tmp_path, changes, part):
+    with pytest.raises(WangenError) as error:
+        train.run(tiny_run.options(tmp_path, **changes))
+    assert part in str(error.value)
+
+
+def test_a_missing_cache_stops_with_the_command_to_run(tiny_run, tmp_path):
+    config = tmp_path / "other.toml"
+    config.write_text(tiny_run.dataset_config.read_text().replace("/cache", "/elsewhere"))
+    with pytest.raises(WangenError) as error:
+        train.run(tiny_run.options(tmp_path, dataset_config=config))
+    assert "the cache lacks 6 entries" in str(error.value)
+    assert f"run cache_latents and cache_text with --dataset_config {config}" in str(error.value)
+
+
+def test_schedules_are_functions_of_the_step(tiny_run, tmp_path):
+    options = tiny_run.options(tmp_path, lr_scheduler="cosine", lr_warmup_steps="10%")
+    factor = make_schedule(options, 100)
+    assert [round(factor(step), 3) for step in (0, 5, 10, 55, 100)] == [0.0, 0.5, 1.0, 0.5, 0.0]
+    assert make_schedule(replace(options, lr_scheduler="constant"), 100)(5) == 0.5
+    assert make_schedule(replace(options, lr_scheduler="constant", lr_warmup_steps="0"), 100)(0) == 1.0
+    with pytest.raises(UsageError):
+        make_schedule(replace(options, lr_warmup_steps="200%"), 100)
+
+
+def test_an_epoch_holds_every_sample_once_in_an_order_of_its_own(tiny_run):
+    samples = samples_of(tiny_run)
+    orders = [epoch_batches(samples, seed=1, epoch=epoch) for epoch in range(6)]
+    for order in orders:
+        assert sorted(draw.index for batch in order for draw in batch) == list(range(len(samples)))
+    assert len({tuple(draw.index for batch in order for draw in batch) for order in orders}) > 1
+    assert epoch_batches(samples, seed=1, epoch=3) == orders[3]
+
+
+def test_tensorboard_holds_the_loss_of_every_step(tiny_run, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    train.run(tiny_run.options(tmp_path, log_with="tensorboard", max_train_steps=3))
+    events = EventAccumulator(str(tmp_path / "logs" / "lora"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3]
+
+
+def spawn(options: Train, log: int = subprocess.DEVNULL) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-m", "wangen.runtime", *options.argv()], stderr=log, text=True)
+
+
+def wait_for_state(options: Train, step: int, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 60
+    while process.poll() is None and time.monotonic() < deadline:
+        if (state_folder(options) / f"step-{step:08d}" / "state.json").is_file():
+            return
+        time.sleep(0.002)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name == "nt", reason="SIGKILL is POSIX's")
+def test_a_run_killed_at_several_moments_ends_with_the_same_bytes(tiny_run, tmp_path):
+    common = {"max_train_steps": 40, "save_state_every_n_steps": 1, "gradient_accumulation_steps": 2}
+    whole = tiny_run.options(tmp_path / "whole", **common)
+    assert spawn(whole).wait() == 0
+    killed = tiny_run.options(tmp_path / "killed", **common)
+    moments = random.Random(7)
+    kills = 0
+    for step in (1, 9, 17, 30):
+        process = spawn(killed)
+        wait_for_state(killed, step, process)
+        time.sleep(moments.uniform(0, 0.15))
+        process.kill()
+        kills += process.wait() == -signal.SIGKILL
+    assert kills == 4
+    assert not (tmp_path / "killed/lora.safetensors").exists()
+    assert spawn(killed).wait() == 0
+    assert digest(tmp_path / "killed/lora.safetensors") == digest(tmp_path / "whole/lora.safetensors")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name == "nt", reason="signals are POSIX's")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_saves_the_state_and_exits_1_with_one_message(tiny_run, tmp_path, number):
+    options = tiny_run.options(tmp_path, max_train_steps=4000, save_state_every_n_steps=3)
+    process = spawn(options, subprocess.PIPE)
+    wait_for_state(options, 3, process)
+    process.send_signal(number)
+    _, log = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "Traceback" not in log
+    assert "run the same line again" in log
+    states = sorted(state_folder(options).iterdir())
+    assert len(states) == 1
+    step = int(states[0].name.removeprefix("step-"))
+    assert train.run(replace(options, max_train_steps=step + 1)).result["steps_this_run"] == 1
+
+
+def test_accumulating_batches_is_a_larger_batch(tiny_run, tmp_path):
+    """Two pictures as one batch of 2 and as 2 batches of 1: the same gradient, so the same LoRA to rounding."""
+    text = tiny_run.dataset_config.read_text()
+    images = text[: text.rindex("[[datasets]]")]
+    loras = []
+    for size, accumulate in itertools.product((1, 2), (1, 2)):
+        if size * accumulate == 2:
+            config = tmp_path / f"batch{size}.toml"
+            config.write_text(images.replace("enable_bucket = true", f"enable_bucket = true\nbatch_size = {size}"))
+            folder = tmp_path / f"out{size}"
+            options = tiny_run.options(folder, dataset_config=config, gradient_accumulation_steps=accumulate)
+            train.run(replace(options, max_train_steps=3, optimizer_type="SGD", learning_rate=0.1))
+            loras.append(read_lora(folder / "lora.safetensors"))
+    first, second = loras
+    for name in first:
+        assert torch.allclose(first[name].up, second[name].up, atol=1e-6), name
+        assert second[name].up.abs().max() > 0
