@@ -48,7 +48,7 @@ def find_weights(target: Target, weights: Weights) -> str:
     if weights.flag in target.weights:
         return target.path(models, target.weights[weights.flag])
     folder = target.reach(target.path(models))
-    found = {}
+    found: dict[str, Path] = {}
     for place, folders, files in os.walk(folder) if folder else ():
         folders.sort()
         for name in files:
@@ -85,15 +85,14 @@ def _step(kind: type[Step], workspace: Workspace, target: Target, model: Model, 
         values |= _layer(layer, kind)
     if kind is Train and not values.keys() & {"max_train_epochs", "max_train_steps"}:
         values["max_train_epochs"] = DEFAULT_EPOCHS
-    names = {option.name for option in options(kind)}
-    return as_target_writes(build(kind, {name: value for name, value in values.items() if name in names}), target)
+    known = {option.name for option in options(kind)}
+    step = build(kind, {name: value for name, value in values.items() if name in known})
+    return posix_paths(step) if os.name == "nt" and target.platform.kind != "windows" else step
 
 
-def as_target_writes(step: Step, target: Target) -> Step:
-    r"""The step with its paths in the target's spelling: a Windows host would write `\` into a Linux script."""
-    if os.name != "nt" or target.platform.kind == "windows":
-        return step
-    changed = {}
+def posix_paths(step: Step) -> Step:
+    r"""The step with forward slashes in its paths, which a Windows host would write as `\` into a Linux script."""
+    changed: dict[str, Any] = {}
     for option in options(type(step)):
         value = getattr(step, option.name)
         if isinstance(value, PurePath):

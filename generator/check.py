@@ -4,12 +4,12 @@ import logging
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from wangen import profiles
 from wangen.generator import headers
-from wangen.generator.dataset import Item, read_facts, scan
+from wangen.generator.dataset import read_facts, scan
 from wangen.generator.errors import WangenError
 from wangen.generator.geometry import resampled_frames, windows
 from wangen.generator.session import Report
@@ -40,14 +40,14 @@ def run(options: Check) -> Report:
         WangenError: the dataset TOML itself cannot be read.
     """
     entries = read_dataset(options.dataset_config)
-    items: list[Item] = []
-    findings = [*_entries(entries, items, profiles.model(options.task).fps), *_weights(options)]
-    if options.output_dir:
-        findings += _output(options.output_dir, items, entries)
+    surveys = [_survey(entry, profiles.model(options.task).fps) for entry in entries]
+    findings = [finding for survey in surveys for finding in survey.findings]
+    findings += [*_weights(options), *_folders(options, surveys)]
+    findings = list(dict.fromkeys(findings))  # blocks that share a folder find the same
     for finding in findings:
         log.error("  - %s", finding)
-    images = sum(item.media == "image" for item in items)
-    clips = len(items) - images
+    images = sum(survey.num_items for survey in surveys if survey.entry.media == "image")
+    clips = sum(survey.num_items for survey in surveys if survey.entry.media == "video")
     summary = f"{images} images and {clips} clips with captions"
     verdict = f"{len(findings)} problem{'s' if len(findings) != 1 else ''}" if findings else "all good"
     return Report(
@@ -60,43 +60,81 @@ def run(options: Check) -> Report:
     )
 
 
-def _entries(entries: tuple[DatasetEntry, ...], items: list[Item], fps: int) -> Iterator[Finding]:
-    for entry in entries:
-        try:
-            found, problems = scan(entry.directory, media=entry.media, caption_extension=entry.caption_extension)
-        except WangenError as error:
-            yield Finding(str(entry.directory), error.found, "publish the dataset again or mend the TOML")
-            continue
-        items += found
-        for problem in problems:
-            yield Finding(str(problem.path), problem.found, problem.cure)
-        bad = {problem.path for problem in problems}
-        yield from _short_clips([item for item in found if item.media == "video" and item.path not in bad], entry, fps)
-        yield from _cache_folder(entry)
+@dataclass
+class _Survey:
+    """What was found in one block of the TOML: how many items, how many frames their latents have, problems."""
+
+    entry: DatasetEntry
+    num_items: int = 0
+    num_latent_frames: int = 0
+    findings: list[Finding] = field(default_factory=list)
 
 
-def _short_clips(clips: list[Item], entry: DatasetEntry, fps: int) -> Iterator[Finding]:
-    for item in clips:
-        frames = resampled_frames(read_facts(item.path), fps, entry.source_fps)
-        if not windows(entry, frames):
-            need = min(entry.target_frames)
-            yield Finding(str(item.path), f"has {frames} frames at {fps} fps, {need} are needed",
-                          "shorten target_frames or take it out")  # fmt: skip
+def _survey(entry: DatasetEntry, fps: int) -> _Survey:
+    survey = _Survey(entry)
+    try:
+        items, problems = scan(entry.directory, media=entry.media, caption_extension=entry.caption_extension)
+    except WangenError as error:
+        cure = error.cure or "publish the dataset again or mend the TOML"
+        survey.findings.append(Finding(error.where or str(entry.directory), error.found, cure))
+        return survey
+    survey.num_items = len(items)
+    survey.findings += [Finding(str(problem.path), problem.found, problem.cure) for problem in problems]
+    for item in items:
+        clips = [(0, 1)]
+        if item.media == "video":
+            frames = resampled_frames(read_facts(item.path), fps, entry.source_fps)
+            clips = windows(entry, frames)
+            if not clips:
+                found = f"has {frames} frames at {fps} fps, {min(entry.target_frames)} are needed"
+                survey.findings.append(Finding(str(item.path), found, "shorten target_frames or take it out"))
+        survey.num_latent_frames += sum((count - 1) // 4 + 1 for _, count in clips)
+    return survey
 
 
-def _cache_folder(entry: DatasetEntry) -> Iterator[Finding]:
-    if entry.cache_directory.resolve() == entry.directory.resolve():
-        yield Finding(str(entry.cache_directory), "cache and media share one folder", "set cache_directory to another")
-    yield from _writable(entry.cache_directory, "the cache folder")
+def _folders(options: Check, surveys: list[_Survey]) -> Iterator[Finding]:
+    """Caches and outputs: apart from the media, writable, with room."""
+    need: dict[Path, int] = {}
+    for survey in surveys:
+        cache, media = survey.entry.cache_directory, survey.entry.directory
+        if cache.resolve() == media.resolve():
+            yield Finding(str(cache), "cache and media share one folder", "set cache_directory to another")
+        yield from _writable(cache, "the cache folder")
+        need[cache.resolve()] = need.get(cache.resolve(), 0) + _cache_bytes(survey)
+    if options.output_dir:
+        yield from _writable(options.output_dir, "the output folder")
+    for cache, num_bytes in need.items():
+        yield from _room(cache, num_bytes)
+
+
+def _existing(folder: Path) -> Path | None:
+    """The folder, or its nearest parent that exists; None when not even the drive does."""
+    return next((path for path in (folder.absolute(), *folder.absolute().parents) if path.exists()), None)
 
 
 def _writable(folder: Path, name: str) -> Iterator[Finding]:
-    """A folder must be writable, or its nearest existing parent when it is still to be made."""
-    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    if not existing.is_dir():
-        yield Finding(str(folder), f"{name} is a file", "choose a folder")
+    existing = _existing(folder)
+    if existing is None:
+        yield Finding(str(folder), f"{name} lies on a drive that is not there", "connect it or choose another folder")
+    elif not existing.is_dir():
+        yield Finding(str(folder), f"{name} cannot be made: {existing} is a file", "choose another folder")
     elif not os.access(existing, os.W_OK):
         yield Finding(str(folder), f"{name} cannot be written", "fix its rights or choose another")
+
+
+def _room(cache: Path, num_bytes: int) -> Iterator[Finding]:
+    """Whether what is not in the cache yet fits on its disk."""
+    existing = _existing(cache)
+    if existing is None:
+        return
+    try:
+        free = shutil.disk_usage(existing).free
+        there = sum(path.stat().st_size for path in cache.glob("*.safetensors"))
+    except OSError:
+        return  # a folder that cannot be read is named by `_writable`, or holds nothing that matters
+    if free < num_bytes - there:
+        yield Finding(str(cache), f"{free / 1e9:.1f} GB free, the cache needs about {(num_bytes - there) / 1e9:.1f} GB",
+                      "free space")  # fmt: skip
 
 
 def _weights(options: Check) -> Iterator[Finding]:
@@ -105,41 +143,30 @@ def _weights(options: Check) -> Iterator[Finding]:
         path = given.get(weights.flag)
         if path is None:
             continue
-        if not path.exists():
-            names = ", ".join(weights.files[:3])
-            yield Finding(str(path), f"--{weights.flag}: no such file",
-                          f"put it there (known names: {names}; from {weights.source})")  # fmt: skip
-            continue
         try:
-            headers.expect(path, weights.kind, weights.flag)
+            headers.expect(path, weights.kind, f"--{weights.flag}")
         except WangenError as error:
-            yield Finding(error.where or str(path), error.found, error.cure)
-    if options.t5 and options.t5.exists():
-        yield from _tokenizer(options.t5, options.tokenizer)
+            cure = error.cure
+            if not path.exists():
+                cure = cure or f"put it there (known names: {', '.join(weights.files[:3])}; from {weights.source})"
+            yield Finding(error.where or str(path), f"--{weights.flag}: {error.found}", cure)
+    if options.tokenizer and not options.tokenizer.exists():
+        yield Finding(
+            str(options.tokenizer), "--tokenizer: no such file or folder", "name the folder with spiece.model"
+        )
+    elif options.tokenizer or (options.t5 and options.t5.exists()):
+        yield from _tokenizer(options.tokenizer or options.t5)
 
 
-def _tokenizer(t5: Path, tokenizer: Path | None) -> Iterator[Finding]:
+def _tokenizer(place: Path | None) -> Iterator[Finding]:
     try:
-        find_tokenizer(tokenizer or t5)
+        find_tokenizer(place or Path())
     except WangenError as error:
         yield Finding(error.where, error.found, error.cure)
 
 
-def _output(folder: Path, items: list[Item], entries: tuple[DatasetEntry, ...]) -> Iterator[Finding]:
-    yield from _writable(folder, "the output folder")
-    existing = next((path for path in (folder.absolute(), *folder.absolute().parents) if path.exists()), folder)
-    free = shutil.disk_usage(existing).free
-    need = cache_bytes(items, entries)
-    if free < need:
-        yield Finding(str(folder), f"{free / 1e9:.1f} GB free, the caches alone need about {need / 1e9:.1f} GB",
-                      "free space")  # fmt: skip
-
-
-def cache_bytes(items: list[Item], entries: tuple[DatasetEntry, ...]) -> int:
-    """An upper bound of what the cache entries take: float32 latents of 16 channels and 512 text rows."""
-    total = 0
-    for entry in entries:
-        frames = max(entry.target_frames) if entry.media == "video" else 1
-        latent = 16 * 4 * ((frames - 1) // 4 + 1) * (entry.resolution[0] // 8) * (entry.resolution[1] // 8)
-        total += sum(item.media == entry.media for item in items) * (latent + 512 * 4096 * 2)
-    return total
+def _cache_bytes(survey: _Survey) -> int:
+    """About what the cache entries of a block take: 16 channels in float32, and 512 rows of text for each item."""
+    width, height = survey.entry.resolution
+    latents = survey.num_latent_frames * 16 * 4 * (width // 8) * (height // 8)
+    return latents + survey.num_items * 512 * 4096 * 2

@@ -67,6 +67,7 @@ def resampled_frames(facts: MediaFacts, fps: int, source_fps: float | None = Non
 def windows(entry: DatasetEntry, num_frames: int) -> list[tuple[int, int]]:
     """The (start, count) clips taken from a video of `num_frames` frames, as `frame_extraction` says.
 
+    >>> from pathlib import Path
     >>> entry = DatasetEntry(directory=Path(), media="video", cache_directory=Path(), target_frames=(5,),
     ...                      frame_extraction="chunk")
     >>> windows(entry, 12)

@@ -2,7 +2,8 @@
 
 The owner is the script (the nearest ancestor process that is not Python) when wangen's scripts run the step, so that
 the lock also covers the moments between two steps; else it is the step itself. A lock whose owner is dead is free:
-nothing has to be cleaned up after a kill.
+nothing has to be cleaned up after a kill. A script that is run inside a terminal's own process (cmd, PowerShell) leaves
+an owner that lives on: its lock is free too when no step has run for a while.
 """
 
 import json
@@ -11,16 +12,56 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from wangen.generator.errors import WangenError
+
+if TYPE_CHECKING:
+    import psutil
 
 IN_SCRIPT = "WANGEN_SCRIPT"
 HEARTBEAT_S = 10.0
 LEASE_S = 120.0
 """A lock held from another machine counts as abandoned when it has not beaten for this long."""
+GAP_S = 60.0
+"""So long after its last step a script on this machine still holds the lock."""
+START_S = 2.0
+"""A lock file without content is one that is being written, unless it is older than this."""
+
+Process = tuple[int, float]
+"""Process id and start time in seconds since 1970: ids are used again."""
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Who holds a lock.
+
+    Attributes:
+        host: name of the machine.
+        run: the script, or the step when there is no script.
+        step: the step itself.
+    """
+
+    host: str
+    run: Process
+    step: Process
+
+    def text(self) -> str:
+        """What stands in the lock file."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def parse(cls, text: str) -> "Owner | None":
+        """The owner in a lock file; None when the file is half-written or not ours."""
+        try:
+            values = json.loads(text)
+            run, step = ((int(values[key][0]), float(values[key][1])) for key in ("run", "step"))
+            return cls(str(values["host"]), run, step)
+        except (ValueError, TypeError, LookupError):
+            return None
 
 
 @contextmanager
@@ -37,88 +78,148 @@ def hold(path: Path | None) -> Iterator[None]:
     _take(path, mine)
     stop = threading.Event()
     beat = threading.Thread(target=_beat, args=(path, stop), daemon=True)
-    beat.start()
     try:
+        beat.start()
         yield
     finally:
         stop.set()
         beat.join()
         if not os.environ.get(IN_SCRIPT):
-            path.unlink(missing_ok=True)
+            _release(path, mine)
 
 
-def _take(path: Path, mine: dict[str, Any]) -> None:
+def _take(path: Path, mine: Owner) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         for _ in range(3):
-            try:
-                descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
-            except FileExistsError:
-                _clear_if_free(path, mine)
+            if _create(path, mine):
+                return
+            found = _read(path)
+            if found is None:
                 continue
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                json.dump(mine, file)
-            return
+            text, age_s = found
+            other = Owner.parse(text)
+            if other and (other.host, other.run) == (mine.host, mine.run) and not _alive(other.step):
+                _renew(path, mine)
+                return
+            if not _is_free(other, age_s):
+                raise _busy(path, other, age_s)
+            _clear(path, text)
     except OSError as error:
-        raise WangenError(f"cannot write the lock file: {error.strerror}", where=str(path)) from None
+        raise WangenError(f"cannot write the lock file: {error.strerror}", where=str(path),
+                          cure="free space or fix the folder's rights") from None  # fmt: skip
     raise WangenError("another run took the lock at the same moment", where=str(path), cure="wait for it to end")
 
 
-def _clear_if_free(path: Path, mine: dict[str, Any]) -> None:
-    """Remove the lock file if it is ours or its owner is gone; refuse otherwise."""
+def _create(path: Path, mine: Owner) -> bool:
+    """Make the lock file, whole or not at all; False when there is one."""
     try:
-        age_s = time.time() - path.stat().st_mtime
-        text = path.read_text(encoding="utf-8")
+        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+    except FileExistsError:
+        return False
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(mine.text())
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
+    return True
+
+
+def _renew(path: Path, mine: Owner) -> None:
+    """The next step of the same run: the file is replaced, so that there is no moment without it."""
+    temporary = _beside(path)
+    temporary.write_text(mine.text(), encoding="utf-8")
+    temporary.replace(path)
+
+
+def _clear(path: Path, judged: str) -> None:
+    """Remove a free lock. It is moved away first: of two runs that found it free, one must not remove the other's."""
+    away = _beside(path)
+    try:
+        path.replace(away)
     except FileNotFoundError:
         return
+    if away.read_text(encoding="utf-8", errors="replace") != judged:
+        with suppress(OSError):
+            away.rename(path) if os.name == "nt" else os.link(away, path)
+    away.unlink(missing_ok=True)
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}")
+
+
+def _read(path: Path) -> tuple[str, float] | None:
+    """Content and seconds since the last heartbeat; None when the file is gone."""
     try:
-        other = json.loads(text)
-    except ValueError:  # killed between creating and writing, or being written right now
-        other = {}
-    if other == mine or _is_free(other, age_s):
-        path.unlink(missing_ok=True)
-        return
-    raise WangenError(
-        f"another run works on this dataset: process {other.get('pid')} on {other.get('host')}, "
-        f"last sign of life {age_s:.0f} s ago",
+        age_s = max(0.0, time.time() - path.stat().st_mtime)
+        return path.read_text(encoding="utf-8", errors="replace"), age_s
+    except FileNotFoundError:
+        return None
+
+
+def _is_free(owner: Owner | None, age_s: float) -> bool:
+    if owner is None:
+        return age_s > START_S
+    if owner.host != socket.gethostname():
+        return age_s > LEASE_S
+    return not _alive(owner.run) or (not _alive(owner.step) and age_s > GAP_S)
+
+
+def _busy(path: Path, owner: Owner | None, age_s: float) -> WangenError:
+    who = f"process {owner.run[0]} on {owner.host}" if owner else "one that is just starting"
+    return WangenError(
+        f"another run works on this dataset: {who}, last sign of life {age_s:.0f} s ago",
         where=str(path),
         cure="wait for it to end or stop it",
     )
 
 
-def _is_free(owner: dict[str, Any], age_s: float) -> bool:
-    if not owner:
-        return age_s > 2.0
-    if owner.get("host") != socket.gethostname():
-        return age_s > LEASE_S
-    return not _alive(owner["pid"], owner["started"])
+def _alive(process: Process) -> bool:
+    import psutil
+
+    pid, started = process
+    try:
+        found = psutil.Process(pid)
+        return abs(found.create_time() - started) < 1.0 and found.status() != psutil.STATUS_ZOMBIE
+    except psutil.AccessDenied:  # another user's process: it lives
+        return True
+    except (psutil.NoSuchProcess, ValueError, OverflowError):
+        return False
 
 
-def _alive(pid: int, started: float) -> bool:
+def _owner() -> Owner:
+    import psutil
+
+    step = psutil.Process()
+    run = step
+    if os.environ.get(IN_SCRIPT):
+        run = next((parent for parent in step.parents() if not _is_python(parent)), step)
+    return Owner(socket.gethostname(), _identity(run), _identity(step))
+
+
+def _identity(process: "psutil.Process") -> Process:
+    return process.pid, process.create_time()
+
+
+def _is_python(process: "psutil.Process") -> bool:
     import psutil
 
     try:
-        process = psutil.Process(pid)
-        same = abs(process.create_time() - started) < 1.0
-        return same and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
+        return process.name().lower().startswith("python")
+    except psutil.Error:
         return False
-    except psutil.AccessDenied:  # another user's process: it lives
-        return True
-
-
-def _owner() -> dict[str, Any]:
-    import psutil
-
-    process = psutil.Process()
-    if os.environ.get(IN_SCRIPT):
-        process = next((p for p in process.parents() if not p.name().lower().startswith("python")), process)
-    return {"host": socket.gethostname(), "pid": process.pid, "started": process.create_time()}
 
 
 def _beat(path: Path, stop: threading.Event) -> None:
     while not stop.wait(HEARTBEAT_S):
-        try:
+        with suppress(OSError):  # a network folder may be away for a moment; the work goes on
             os.utime(path)
-        except OSError:  # the folder is gone or read-only: the lock cannot be kept, the work goes on
-            return
+
+
+def _release(path: Path, mine: Owner) -> None:
+    """Remove the lock unless it is another's by now."""
+    with suppress(OSError):  # a lock that stays is free as soon as this process ends
+        if Owner.parse(path.read_text(encoding="utf-8", errors="replace")) == mine:
+            path.unlink(missing_ok=True)

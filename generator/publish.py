@@ -8,22 +8,37 @@ captions are always copied. Originals stay as they are.
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
+from typing import NamedTuple
 
 from wangen.generator import scripts
 from wangen.generator.bundle import CACHE, bundle_steps, toml_name
-from wangen.generator.dataset import Item, Problem, read_facts, scan
+from wangen.generator.dataset import Item, Problem, media_of, read_facts, scan
 from wangen.generator.errors import WangenError
 from wangen.generator.geometry import resampled_frames
+from wangen.generator.paths import toml_path
 from wangen.generator.session import write_text
+from wangen.generator.steps import Step
 from wangen.generator.tomls import write_dataset
 from wangen.generator.workspace import Target, Workspace, require_writable
 from wangen.profiles import Model
 
 MANIFEST = ".wangen-published.json"
+CAPTION = ".txt"
+
+State = list[int]
+"""Size and modification time (ns) of a source when it was published; zeros while its file is being written."""
+
+
+class _Source(NamedTuple):
+    """A file to publish."""
+
+    path: Path
+    link: bool
+    state: State
 
 
 @dataclass
@@ -78,14 +93,17 @@ def publish(workspace: Workspace, target: Target, model: Model, slug: str, items
     """Bring one target's bundle of a dataset up to date.
 
     Raises:
-        WangenError: the target cannot be written, or a name does not fit it.
+        WangenError: the target cannot be written, a name does not fit it, or a file of the user is in the way.
     """
     result = Published(target)
-    require_writable(target.folder)
+    made = _scripts(target, slug, bundle_steps(workspace, target, model, slug))
+    for path, bundle, name in made:  # what a shell cannot carry is refused before anything is written
+        scripts.render(bundle, path.suffix[1:], name)
     datasets = target.roots["datasets"]
     size = resolution_name(model)
     media = _reach(target, target.path(datasets, slug, size))
     for folder in (
+        target.folder,
         media,
         _reach(target, target.path(datasets, slug, f"{size}_cache")),
         _reach(target, target.path(target.roots["outputs"], slug)),
@@ -93,8 +111,10 @@ def publish(workspace: Workspace, target: Target, model: Model, slug: str, items
     ):
         require_writable(folder)
     _deploy(items, media, result.counts)
-    write_text(target.folder / "files" / "tomls" / toml_name(slug, target), dataset_toml(target, model, slug, items))
-    _write_scripts(workspace, target, model, slug, result)
+    _write_changed(
+        target.folder / "files" / "tomls" / toml_name(slug, target), dataset_toml(target, model, slug, items)
+    )
+    _write_scripts(made, result)
     return result
 
 
@@ -108,10 +128,10 @@ def dataset_toml(target: Target, model: Model, slug: str, items: Iterable[Item])
     """The dataset's TOML for a target: one block for its images, one for its clips, both on one cache."""
     kinds = {item.media for item in items}
     datasets, size = target.roots["datasets"], resolution_name(model)
-    media = target.path(datasets, slug, size).replace("\\", "/")
+    media = toml_path(target.path(datasets, slug, size), target.machine)
     general = {
         "resolution": list(model.resolution),
-        "caption_extension": ".txt",
+        "caption_extension": CAPTION,
         "batch_size": 1,
         "enable_bucket": True,
     }
@@ -134,63 +154,124 @@ def _reach(target: Target, text: str) -> Path:
 
 
 def _deploy(items: Iterable[Item], folder: Path, counts: dict[str, int]) -> None:
-    """Put media and captions into `folder`; remove what an earlier publish wrote and the source no longer has."""
+    """Put media and captions into `folder`; remove what an earlier publish wrote and the source no longer has.
+
+    The manifest names every file before it is written, so that an interrupted publish leaves nothing unknown.
+    """
     manifest = folder / MANIFEST
     before = _read_manifest(manifest)
-    now: dict[str, list[int]] = {}
+    sources = _sources(items)
+    todo = [
+        name for name, source in sources.items() if before.get(name) != source.state or not (folder / name).exists()
+    ]
+    for name in todo:
+        destination = folder / name
+        if name not in before and destination.exists() and not _same_bytes(sources[name].path, destination):
+            raise WangenError(
+                "a file that wangen did not write is in the way", where=str(destination), cure="move it away"
+            )
+    gone = before.keys() - sources.keys()
+    counts |= {"new": len(todo), "same": len(sources) - len(todo), "removed": len(gone)}
+    if todo or gone:
+        _write_manifest(manifest, before | {name: [0, 0] for name in todo})
+    for name in gone:  # first, because `Cat.jpg` and `cat.jpg` are one file on Windows and macOS
+        _remove(folder / name)
+    for name in todo:
+        _place(sources[name], folder / name)
+    _write_manifest(manifest, {name: source.state for name, source in sources.items()})
+
+
+def _sources(items: Iterable[Item]) -> dict[str, _Source]:
+    """What is published, by its name in the bundle; a caption gets the ending that the TOML names."""
+    found = {}
     for item in items:
-        for source, link in ((item.path, True), (item.caption_path, False)):
-            stat = source.stat()
-            state = now[source.name] = [stat.st_size, stat.st_mtime_ns]
-            destination = folder / source.name
-            if before.get(source.name) == state and destination.exists():
-                counts["same"] += 1
-                continue
-            if source.name not in before and destination.exists() and not _same_bytes(source, destination):
-                raise WangenError(
-                    "a file that wangen did not write is in the way", where=str(destination), cure="move it away"
-                )
-            _place(source, destination, link=link)
-            counts["new"] += 1
-    for name in before.keys() - now.keys():
-        (folder / name).unlink(missing_ok=True)
-        counts["removed"] += 1
-    write_text(manifest, json.dumps(now, indent=0, ensure_ascii=False))
+        caption = item.path.with_suffix(CAPTION).name
+        for name, path, link in ((item.path.name, item.path, True), (caption, item.caption_path, False)):
+            try:
+                stat = path.stat()
+            except OSError as error:
+                raise WangenError(f"cannot be read: {error.strerror}", where=str(path)) from None
+            found[name] = _Source(path, link, [stat.st_size, stat.st_mtime_ns])
+    return found
 
 
-def _read_manifest(path: Path) -> Mapping[str, list[int]]:
+def _read_manifest(path: Path) -> dict[str, State]:
+    """What an earlier publish wrote; entries that it cannot have written are not believed."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):
         return {}
-    return {name: state for name, state in content.items() if Path(name).name == name}
+    except OSError as error:
+        raise WangenError(f"cannot be read: {error.strerror}", where=str(path)) from None
+    if not isinstance(content, dict):
+        return {}
+    return {
+        name: state
+        for name, state in content.items()
+        if Path(name).name == name and (media_of(Path(name)) or name.endswith(CAPTION)) and isinstance(state, list)
+    }
+
+
+def _write_manifest(path: Path, states: dict[str, State]) -> None:
+    _write_changed(path, json.dumps(states, indent=0, sort_keys=True))
+
+
+def _write_changed(path: Path, text: str) -> None:
+    """Write a text file unless it holds that text already."""
+    try:
+        if path.read_bytes() == text.encode("utf-8"):
+            return
+    except OSError:
+        pass  # missing or unreadable: writing says what is wrong
+    write_text(path, text)
+
+
+def _remove(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise WangenError(
+            f"cannot remove what the dataset no longer has: {error.strerror}", where=str(path), cure="remove it by hand"
+        ) from None
 
 
 def _same_bytes(one: Path, two: Path) -> bool:
-    return one.samefile(two) or (one.stat().st_size == two.stat().st_size and one.read_bytes() == two.read_bytes())
+    try:
+        return one.samefile(two) or (one.stat().st_size == two.stat().st_size and one.read_bytes() == two.read_bytes())
+    except OSError:
+        return False
 
 
-def _place(source: Path, destination: Path, *, link: bool) -> None:
+def _place(source: _Source, destination: Path) -> None:
     """Link or copy one file, whole or not at all."""
-    temporary = destination.with_name(f".{destination.name}.tmp")
+    origin = source.path.resolve()
+    if destination.exists() and not destination.is_symlink() and origin == destination.resolve():
+        return  # the bundle itself is the source
+    temporary = destination.with_name(f".wangen-{os.getpid()}.tmp")  # short, because names may be as long as allowed
     try:
         temporary.unlink(missing_ok=True)
-        try:
-            if not link:
-                raise OSError
-            os.link(source, temporary)
-        except OSError:  # another file system, or one without links
-            shutil.copyfile(source, temporary)
+        if not source.link or not _linked(origin, temporary):
+            shutil.copyfile(origin, temporary)
         temporary.replace(destination)
         temporary.unlink(missing_ok=True)  # renaming a link onto its own file leaves both
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise WangenError(f"cannot publish {source.name}: {error.strerror}", where=str(destination.parent),
+        raise WangenError(f"cannot publish {source.path.name}: {error.strerror}", where=str(destination.parent),
                           cure="free space or fix the rights, then publish again") from None  # fmt: skip
 
 
-def _write_scripts(workspace: Workspace, target: Target, model: Model, slug: str, result: Published) -> None:
-    steps = bundle_steps(workspace, target, model, slug)
+def _linked(origin: Path, link: Path) -> bool:
+    """Make a hard link; False on another file system, or on one without links."""
+    try:
+        os.link(origin, link)
+    except OSError:
+        return False
+    return True
+
+
+def _scripts(target: Target, slug: str, steps: tuple[Step, ...]) -> list[tuple[Path, scripts.Bundle, str]]:
+    """Each script's path, what it runs, and the first word of its name."""
+    found = []
     for name, chosen in (("train", steps), ("cache", steps[: len(CACHE)])):
         bundle = scripts.Bundle(
             platform=target.platform,
@@ -200,9 +281,17 @@ def _write_scripts(workspace: Workspace, target: Target, model: Model, slug: str
             steps=chosen,
             version=version("wangen"),
         )
-        for shell in target.platform.shells:
-            path = target.folder / f"{name}_{slug}.{shell}"
-            outcome = scripts.publish(path, bundle, shell, name)
-            result.scripts.append(path.name)
-            if outcome == "kept":
-                result.kept.append(path.name)
+        found += [(target.folder / f"{name}_{slug}.{shell}", bundle, name) for shell in target.platform.shells]
+    return found
+
+
+def _write_scripts(made: Iterable[tuple[Path, scripts.Bundle, str]], result: Published) -> None:
+    for path, bundle, name in made:
+        try:
+            outcome = scripts.publish(path, bundle, path.suffix[1:], name)
+        except OSError as error:
+            raise WangenError(f"cannot write the script: {error.strerror}", where=str(path),
+                              cure="free space or fix the rights, then publish again") from None  # fmt: skip
+        result.scripts.append(path.name)
+        if outcome == "kept":
+            result.kept.append(path.name)

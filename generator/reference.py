@@ -1,6 +1,6 @@
-"""The pages that the program prints about itself: the overview of `wangen --help`, and `docs/flags.md`.
+"""The pages that the program prints about itself: `wangen --help`, `docs/flags.md`, `docs/from-musubi.md`.
 
-`python -m wangen.generator.reference` writes both into a checkout; tests compare them with what the table says.
+`python -m wangen.generator.reference` writes them into a checkout; tests compare them with what the table says.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,45 @@ from wangen.generator.cli import wangen
 from wangen.generator.entry import OVERVIEW
 from wangen.generator.steps import STEPS, Option, Step, options, text_of
 
-FLAGS_PAGE = Path(__file__).parent.parent / "docs" / "flags.md"
+DOCS = Path(__file__).parent.parent / "docs"
+FLAGS_PAGE = DOCS / "flags.md"
+MUSUBI_PAGE = DOCS / "from-musubi.md"
+
+DIFFERENCES = (
+    "`--skip_existing` is the default, and it looks at content: an entry is kept when nothing that made it has "
+    "changed. `--recache` encodes again.",
+    "Caching removes only entries of its own kind and dataset that no item needs; never another file.",
+    "`--min_timestep` and `--max_timestep` mean what they say in every sampling mode; the model is fed 1000 sigma, "
+    "not 1000 sigma + 1. The mode `sigma`, which inverts them, is refused.",
+    "Training resumes by itself where it stopped, with step, order, noise and schedule; `--fresh` starts again.",
+    "The training state is always kept (the newest); `--save_state` keeps that of every saved LoRA.",
+    "LoRAs are saved in the ComfyUI layout; `--lora_layout kohya` writes musubi-tuner's.",
+    "`constant` with a warm-up warms up; musubi-tuner ignores the warm-up there.",
+    "Attention is one flag, `--attention`; `--sdpa --flash_attn --flash3 --xformers --sage_attn` are spellings of it, "
+    "and two at once are an error.",
+    "A clip's frame rate is read from the file; `source_fps` overrides it, and may be a whole number.",
+    "Uncaptioned images and clips that are too short stop the step by name; nothing is dropped silently.",
+    "An image's EXIF orientation is applied, transparency goes over white, and a bucket is chosen by the ratio of "
+    "aspect ratios, in caching and in training alike.",
+    "Relative paths in a TOML are looked for in the working folder, then beside the TOML.",
+    "The tokenizer is found beside the T5 file or given with `--tokenizer`; nothing is downloaded.",
+)
+
+MUSUBI_DEFAULTS = {
+    ("train", "learning_rate"): "2e-06",
+    ("train", "network_dim"): "4",
+    ("train", "network_alpha"): "1",
+    ("train", "max_train_epochs"): "none: 1600 steps",
+    ("train", "mixed_precision"): "none",
+    ("train", "timestep_sampling"): "sigma",
+    ("train", "discrete_flow_shift"): "1.0",
+    ("train", "seed"): "random",
+    ("train", "gradient_checkpointing"): "off",
+    ("train", "optimizer_type"): "none (an error)",
+    ("train", "max_data_loader_n_workers"): "8",
+    ("cache_text", "batch_size"): "the dataset's",
+    ("generate", "negative_prompt"): "a Chinese text",
+}
 
 
 def overview() -> str:
@@ -35,9 +73,34 @@ def flags_page() -> str:
         if step.spellings:
             lines += [f"Also called {', '.join(f'`{name}`' for name in step.spellings)}.", ""]
         lines += ["| flag | takes | default | meaning |", "|---|---|---|---|", *_rows(step)]
-        if step.elsewhere:
-            lines += ["", "Flags of other tools, and what to do instead:", "", "| flag | answer |", "|---|---|"]
-            lines += [f"| `--{name}` | {_cell(answer)} |" for name, answer in sorted(step.elsewhere.items())]
+    return "\n".join(lines) + "\n"
+
+
+def from_musubi_page() -> str:
+    """`docs/from-musubi.md`: for people who come from musubi-tuner; every deliberate difference."""
+    lines = [
+        "# From musubi-tuner",
+        "",
+        "Printed by `python -m wangen.generator.reference` from the table of steps.",
+        "",
+        "Your dataset TOML works as it is. Flags keep their names; dashes are accepted too. The old script names are",
+        "spellings of the steps:",
+        "",
+        "| script | step |",
+        "|---|---|",
+    ]
+    lines += [f"| `{step.spellings[0]}.py` | `wangen {step.command}` |" for step in STEPS if step.spellings]
+    lines += ["", "## What differs", "", *(f"* {difference}" for difference in DIFFERENCES)]
+    lines += ["", "## Other defaults", "", "| step | flag | musubi-tuner | wangen |", "|---|---|---|---|"]
+    for step in STEPS:
+        for option in options(step):
+            theirs = MUSUBI_DEFAULTS.get((step.command, option.name))
+            if theirs:
+                lines.append(f"| {step.command} | `--{option.name}` | {theirs} | {_default(option) or 'see --help'} |")
+    lines += ["", "## Flags that are answered", "", "| step | flag | answer |", "|---|---|---|"]
+    for step in STEPS:
+        answers = sorted(step.elsewhere.items())
+        lines += [f"| {step.command} | `--{name}` | {_cell(answer)} |" for name, answer in answers]
     return "\n".join(lines) + "\n"
 
 
@@ -77,10 +140,11 @@ def _cell(text: str) -> str:
 
 
 def write_pages() -> None:
-    """Write the overview and the page of flags."""
+    """Write the overview and the pages of `docs/`."""
     Path(OVERVIEW).write_text(overview(), encoding="utf-8", newline="\n")
     FLAGS_PAGE.parent.mkdir(exist_ok=True)
     FLAGS_PAGE.write_text(flags_page(), encoding="utf-8", newline="\n")
+    MUSUBI_PAGE.write_text(from_musubi_page(), encoding="utf-8", newline="\n")
 
 
 if __name__ == "__main__":

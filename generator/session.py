@@ -3,15 +3,17 @@
 The way of a step: options -> `execute` -> the step's `run(options)` -> `Report` -> `<step>.report.json`.
 """
 
+import errno
 import json
 import logging
 import os
 import platform
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -22,6 +24,9 @@ from wangen.generator.errors import WangenError
 from wangen.generator.steps import Step, options
 
 log = logging.getLogger("wangen")
+
+_DISK = {errno.ENOSPC, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, getattr(errno, "EDQUOT", errno.ENOSPC)}
+"""Errors that only the user can mend: a full or read-only disk, and missing rights."""
 
 PACKAGES = ("wangen", "torch", "diffusers", "transformers", "peft", "accelerate", "safetensors", "av", "pillow")
 
@@ -58,22 +63,58 @@ class _Console(logging.StreamHandler[IO[str]]):
         return sys.stderr
 
 
+class _File(logging.FileHandler):
+    """The log file: a full disk is said once on the terminal, and the step goes on without the file."""
+
+    failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - the library's name
+        """Called while the error of a write is being handled."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self.failed:
+            self.failed = True
+            print(f"the log file cannot be written any more: {error.strerror} ({self.baseFilename})",  # noqa: T201
+                  file=sys.stderr)  # fmt: skip
+
+    def close(self) -> None:
+        """Close the file; what a full disk did not take is lost, as `handleError` has said."""
+        with suppress(OSError):
+            super().close()
+
+
 def execute(step: Step) -> int:
     """Run a step and return its exit code: 0 done, 1 failed, 2 wrong usage.
 
     Ctrl-C and SIGTERM end a step with one message; what it has saved stays.
     """
-    with _logging(step.log_file):
-        log.info("%s", step.command)
-        signal.signal(signal.SIGTERM, _interrupt)
-        try:
-            return _run(step)
-        except WangenError as error:
-            log.error("%s: %s", step.command, error)
-            return error.exit_code
-        except KeyboardInterrupt:
-            log.error("%s: stopped. Nothing saved is lost: run the same line again to go on.", step.command)
-            return 1
+    try:
+        with _logging(step.log_file), _terminable():
+            log.info("%s", step.command)
+            return _guarded(step)
+    except WangenError as error:  # the log file itself cannot be opened
+        print(f"{step.command}: {error}", file=sys.stderr)  # noqa: T201
+        return error.exit_code
+
+
+def _guarded(step: Step) -> int:
+    try:
+        return _run(step)
+    except WangenError as error:
+        log.error("%s: %s", step.command, error)
+        return error.exit_code
+    except OSError as error:
+        if error.errno not in _DISK:
+            raise
+        log.error("%s: %s", step.command, WangenError(
+            error.strerror or str(error), where=str(error.filename or ""),
+            cure="free space or fix the rights, then run the same line again: nothing saved is lost",
+        ))  # fmt: skip
+        return 1
+    except KeyboardInterrupt:
+        log.error("%s: stopped. Nothing saved is lost: run the same line again to go on.", step.command)
+        return 1
 
 
 def _run(step: Step) -> int:
@@ -81,25 +122,38 @@ def _run(step: Step) -> int:
 
     started = time.monotonic()
     with hold(step.lock):
-        report: Report = _module(step).run(step)
+        try:
+            report: Report = import_module(step.module).run(step)
+        except ModuleNotFoundError as error:
+            raise _missing(error) from None
         seconds = round(time.monotonic() - started, 3)
+        log.info("%s: %s (%.1f s)", step.command, report.summary, seconds)
         write_report(step, report, seconds)
-    log.info("%s: %s (%.1f s)", step.command, report.summary, seconds)
     return 0 if report.ok else 1
 
 
-def _module(step: Step) -> Any:
-    """The module that does the step's work; its libraries are imported only now."""
+def _missing(error: ModuleNotFoundError) -> Exception:
+    """A library that is not installed in words; a module of our own that is missing is our bug."""
+    if not error.name or error.name.split(".")[0] == "wangen":
+        return error
+    return WangenError(
+        f"the library {error.name} is not installed",
+        where=sys.executable,
+        cure=f'"{sys.executable}" -m pip install "wangen[runtime]"',
+    )
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """Let SIGTERM end the step as Ctrl-C does; only the main thread can be told of signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, _interrupt)
     try:
-        return import_module(step.module)
-    except ModuleNotFoundError as error:
-        if error.name and error.name.startswith("wangen"):
-            raise
-        raise WangenError(
-            f"the library {error.name} is not installed",
-            where=sys.executable,
-            cure=f'"{sys.executable}" -m pip install "wangen[runtime]"',
-        ) from None
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def write_report(step: Step, report: Report, seconds: float) -> Path:
@@ -134,10 +188,12 @@ def write_text(path: Path, text: str) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(text.encode("utf-8"))
+        # A file name of another encoding becomes an escape, which is good JSON.
+        temporary.write_bytes(text.encode("utf-8", "backslashreplace"))
         temporary.replace(path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise WangenError(
             f"cannot write: {error.strerror}", where=str(path), cure="free space or fix the rights"
         ) from None
@@ -175,9 +231,10 @@ def _logging(file: Path | None) -> Iterator[None]:
     if file:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            handlers.append(logging.FileHandler(file, encoding="utf-8"))
+            handlers.append(_File(file, encoding="utf-8", errors="backslashreplace"))
         except OSError as error:
-            raise WangenError(f"cannot write the log: {error.strerror}", where=str(file)) from None
+            raise WangenError(f"cannot write the log: {error.strerror}", where=str(file),
+                              cure="fix its rights or give another --log_file") from None  # fmt: skip
         handlers[1].setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     log.setLevel(logging.INFO)
     log.propagate = False

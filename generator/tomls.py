@@ -205,7 +205,7 @@ def _path(block: Mapping[str, Any], key: str, where: str) -> str:
     value = block[key]
     if not isinstance(value, str) or not value:
         raise UsageError(f"{key} must be a path in quotes, got {value!r}", where=where)
-    if not value.isprintable() and any(ord(character) < 32 for character in value):
+    if any(ord(character) < 32 for character in value):
         raise UsageError(f"{key} holds a control character: {value!r}", where=where,
                          cure=r"write \ in single quotes, or /: \t in double quotes is a tab")  # fmt: skip
     return value

@@ -87,6 +87,11 @@ class Target:
         return _from_here(text, self.platform.kind)
 
     @property
+    def machine(self) -> Machine:
+        """The rules of its paths."""
+        return _machine(self.platform.kind)
+
+    @property
     def _pure(self) -> type[PurePosixPath] | type[PureWindowsPath]:
         return PureWindowsPath if self.platform.kind == "windows" else PurePosixPath
 
@@ -152,14 +157,18 @@ class Workspace:
         )
 
     def _host_root(self, platform: profiles.Platform, section: Mapping[str, str]) -> Path:
+        where = f"{self.folder / FILE}, [platform.{platform.name}]"
         if "host_root" in section:
-            return self.folder / Path(section["host_root"]).expanduser()
+            path = Path(section["host_root"]).expanduser()
+            if not path.is_absolute():
+                raise UsageError(f"host_root is no absolute path of this computer: {path}", where=where,
+                                 cure="write it as this computer sees it")  # fmt: skip
+            return path
         if "root" not in section:
             return self.folder / "published" / platform.name
         seen = _from_here(section["root"], platform.kind)
         if seen is None:
-            raise UsageError(f"this host cannot see {section['root']}",
-                             where=f"{self.folder / FILE}, [platform.{platform.name}]",
+            raise UsageError(f"this host cannot see {section['root']}", where=where,
                              cure="set host_root to how it is reached from here")  # fmt: skip
         return seen
 
@@ -295,7 +304,7 @@ def _example(name: str) -> str:
 
 
 def _literal(text: str) -> str:
-    """A TOML string: in single quotes where that is possible, because it is easier to edit.
+    r"""A TOML string: in single quotes where that is possible, because it is easier to edit.
 
     >>> print(_literal(r"C:\AI"), _literal("it's"))
     'C:\AI' "it's"

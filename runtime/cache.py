@@ -2,18 +2,13 @@
 
 The name of an entry is `<stem>-<key>.<kind>.safetensors`; the key alone identifies, the stem is for people. The header
 holds the recipe in words, the encoder, and a digest of the payload, so that an entry can be judged by itself. Torch is
-imported only where tensors are read or written: judging works without it.
+imported only where tensors are read: judging works without it. `cache_writer` writes what is read here.
 """
 
 import hashlib
 import json
-import logging
-import os
 import re
-import time
-from collections import Counter
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -25,8 +20,6 @@ from wangen.generator.formats import read_safetensors
 if TYPE_CHECKING:
     import torch
 
-log = logging.getLogger("wangen")
-
 Kind = Literal["latent", "text_encoder_output"]
 State = Literal["valid", "stale", "missing", "corrupt"]
 
@@ -35,9 +28,6 @@ RECIPE_VERSIONS: Mapping[Kind, int] = {"latent": 1, "text_encoder_output": 1}
 
 FORMAT = "wangen-cache-1"
 SUFFIX = ".safetensors"
-ABANDONED_S = 3600.0
-_GROUP_FILES = 32
-_GROUP_BYTES = 64 << 20
 _NAME = re.compile(r"(?P<stem>.*)-(?P<key>[0-9a-f]{20})\.(?P<kind>[a-z_]+)\.safetensors")
 
 
@@ -134,31 +124,38 @@ def read_entry(path: Path, *, deep: bool = False) -> Entry | None:
     match = _NAME.fullmatch(path.name)
     if match is None or match["kind"] not in RECIPE_VERSIONS:
         return None
+    kind: Kind = "latent" if match["kind"] == "latent" else "text_encoder_output"
     try:
-        header = read_safetensors(path)
-        if header.metadata.get("format") != FORMAT:
+        meta = read_safetensors(path).metadata
+        if meta.get("format") != FORMAT:
             return None
-        meta = header.metadata
-        encoder = Encoder(meta["encoder"], meta["encoder_dtype"])
-        content = json.loads(meta["content"])
-        kind: Kind = "latent" if match["kind"] == "latent" else "text_encoder_output"
-        content_key = digest([kind, int(meta["recipe_version"]), content])
-        if digest([content_key, encoder.identity, encoder.dtype]) != match["key"]:
+        content = dict(json.loads(meta["content"]))
+        entry = Entry(
+            path=path,
+            kind=kind,
+            key=match["key"],
+            content_key=digest([kind, int(meta["recipe_version"]), content]),
+            encoder=Encoder(meta["encoder"], meta["encoder_dtype"]),
+            content=content,
+            name=meta["name"],
+            payload=meta["payload"],
+            num_bytes=path.stat().st_size,
+        )
+        if digest([entry.content_key, entry.encoder.identity, entry.encoder.dtype]) != entry.key:
             raise CorruptEntryError("the header does not belong to the file name", where=str(path))
-        if deep and payload_digest(path) != meta["payload"]:
+        if deep and payload_digest(path) != entry.payload:
             raise CorruptEntryError("the payload is not what was written", where=str(path))
-    except (KeyError, ValueError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise CorruptEntryError(f"the header is damaged ({error})", where=str(path)) from None
     except CorruptEntryError:
         raise
     except WangenError as error:
         raise CorruptEntryError(error.found, where=str(path)) from None
-    except FileNotFoundError:
+    except FileNotFoundError:  # removed since the folder was listed
         return None
     except OSError as error:
         raise CorruptEntryError(f"cannot be read: {error.strerror}", where=str(path)) from None
-    return Entry(path, kind, match["key"], content_key, encoder, content, meta["name"], meta["payload"],
-                 path.stat().st_size)  # fmt: skip
+    return entry
 
 
 def payload_digest(path: Path) -> str:
@@ -170,11 +167,12 @@ def payload_digest(path: Path) -> str:
 
 @dataclass
 class Folder:
-    """A cache folder: its entries by key, read from their headers once.
+    """A cache folder: its entries, read from their headers once.
 
     Attributes:
         path: the folder; it may not exist yet.
         deep: judge payloads too.
+        corrupt: key -> what is wrong with a file of that key; filled by `all_entries`.
     """
 
     path: Path
@@ -182,9 +180,9 @@ class Folder:
     corrupt: dict[str, CorruptEntryError] = field(default_factory=dict)
 
     @cached_property
-    def entries(self) -> dict[str, Entry]:
-        """Every good entry by key; damaged ones are collected in `corrupt`."""
-        found: dict[str, Entry] = {}
+    def all_entries(self) -> list[Entry]:
+        """Every good entry, in the order of the file names; after a renamed item two may have one key."""
+        found: list[Entry] = []
         for path in sorted(self.path.glob("*" + SUFFIX)) if self.path.is_dir() else []:
             try:
                 entry = read_entry(path, deep=self.deep)
@@ -193,8 +191,21 @@ class Folder:
                 self.corrupt[match["key"] if match else path.name] = error
                 continue
             if entry:
-                found[entry.key] = entry
+                found.append(entry)
         return found
+
+    @cached_property
+    def entries(self) -> dict[str, Entry]:
+        """The good entries by key."""
+        return {entry.key: entry for entry in self.all_entries}
+
+    @cached_property
+    def _by_content(self) -> dict[str, Entry]:
+        return {entry.content_key: entry for entry in self.all_entries}
+
+    @cached_property
+    def _by_item(self) -> dict[tuple[str, str], Entry]:
+        return {(entry.kind, entry.name): entry for entry in self.all_entries}
 
     def judge(self, recipe: Recipe, encoder: Encoder | None) -> Verdict:
         """Whether the entry for this recipe is valid, stale, missing or corrupt.
@@ -203,35 +214,16 @@ class Folder:
             recipe: what is needed.
             encoder: which encoder must have made it; None accepts any.
         """
-        entries = self.entries
-        if encoder is None:
-            same = [entry for entry in entries.values() if entry.content_key == recipe.content_key]
-            if same:
-                newest = max(same, key=lambda entry: (entry.path.stat().st_mtime_ns, entry.key))
-                return Verdict("valid", entry=newest)
-        else:
-            key = recipe.key(encoder)
-            if key in entries:
-                return Verdict("valid", entry=entries[key])
-            if key in self.corrupt:
-                return Verdict("corrupt", self.corrupt[key].found)
-        relatives = [e for e in entries.values() if e.kind == recipe.kind and _same_item(e, recipe)]
-        if relatives:
-            return Verdict("stale", difference(relatives[0], recipe, encoder), relatives[0])
+        key = recipe.key(encoder) if encoder else ""
+        entry = self.entries.get(key) if encoder else self._by_content.get(recipe.content_key)
+        if entry:
+            return Verdict("valid", entry=entry)
+        if key in self.corrupt:
+            return Verdict("corrupt", self.corrupt[key].found)
+        older = self._by_content.get(recipe.content_key) or self._by_item.get((recipe.kind, recipe.name))
+        if older:
+            return Verdict("stale", difference(older, recipe, encoder), older)
         return Verdict("missing", "not encoded yet")
-
-    def prune(self, kind: Kind, needed: set[str]) -> int:
-        """Remove entries of this kind whose key is not needed, and what a killed writer left; returns how many."""
-        removed = 0
-        for entry in list(self.entries.values()):
-            if entry.kind == kind and entry.key not in needed:
-                entry.path.unlink(missing_ok=True)
-                removed += 1
-        for temporary in self.path.glob(".*.tmp"):
-            with suppress(OSError):
-                if time.time() - temporary.stat().st_mtime > ABANDONED_S:
-                    temporary.unlink()
-        return removed
 
 
 def difference(entry: Entry, recipe: Recipe, encoder: Encoder | None) -> str:
@@ -271,127 +263,6 @@ def load(entry: Entry) -> "dict[str, torch.Tensor]":
             f"the cache entry cannot be read ({error})", where=str(entry.path), cure="run the cache step again"
         ) from None
     return tensors
-
-
-class Writer:
-    """Writes entries in groups: temporary files, one round of fsync, then renames.
-
-    Use it as a context manager. What was committed survives a kill; an error or Ctrl-C commits what is whole.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.num_written = 0
-        self._pending: list[tuple[Path, Path]] = []
-        self._bytes = 0
-
-    def __enter__(self) -> "Writer":
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise WangenError(f"cannot make the cache folder: {error.strerror}", where=str(self.folder)) from None
-        return self
-
-    def __exit__(self, *_exception: object) -> None:
-        self.commit()
-
-    def put(self, recipe: Recipe, encoder: Encoder, tensors: "Mapping[str, torch.Tensor]") -> None:
-        """Judge and write one entry; it is on disk for good after the next `commit`.
-
-        Raises:
-            WangenError: a value is not finite, or all are zero; the disk is full or the folder cannot be written.
-        """
-        from wangen.runtime.safetensors_file import serialize
-
-        judge_values(recipe, tensors)
-        payload = hashlib.sha256()
-        for chunk in list(serialize(tensors, {}))[1:]:
-            payload.update(chunk)
-        metadata = {
-            "format": FORMAT,
-            "recipe_version": str(RECIPE_VERSIONS[recipe.kind]),
-            "name": recipe.name,
-            "content": json.dumps(recipe.content, sort_keys=True, ensure_ascii=False),
-            "encoder": encoder.identity,
-            "encoder_dtype": encoder.dtype,
-            "payload": payload.hexdigest(),
-        }
-        final = self.folder / recipe.file_name(encoder)
-        temporary = final.with_name(f".{final.stem[-60:]}.{os.getpid()}.tmp")
-        try:
-            with temporary.open("wb") as file:
-                for chunk in serialize(tensors, metadata):
-                    self._bytes += file.write(chunk)
-        except OSError as error:
-            temporary.unlink(missing_ok=True)
-            raise self._refused(error) from None
-        self._pending.append((temporary, final))
-        if len(self._pending) >= _GROUP_FILES or self._bytes >= _GROUP_BYTES:
-            self.commit()
-
-    def commit(self) -> None:
-        """Make every pending entry durable and visible.
-
-        Raises:
-            WangenError: the disk refused; entries committed before are safe.
-        """
-        from wangen.runtime.safetensors_file import replace, sync_folder
-
-        pending, self._pending, self._bytes = self._pending, [], 0
-        try:
-            for temporary, _ in pending:
-                with temporary.open("rb+") as file:
-                    os.fsync(file.fileno())
-            for temporary, final in pending:
-                replace(temporary, final)
-                self.num_written += 1
-            if pending:
-                sync_folder(self.folder)
-        except OSError as error:
-            for temporary, _ in pending:
-                temporary.unlink(missing_ok=True)
-            raise self._refused(error) from None
-
-    def _refused(self, error: OSError) -> WangenError:
-        return WangenError(
-            f"cannot write the cache entry: {error.strerror}",
-            where=str(self.folder),
-            cure="free space or fix the rights, then run the same line again: what was encoded stays",
-        )
-
-
-def judge_values(recipe: Recipe, tensors: "Mapping[str, torch.Tensor]") -> None:
-    """Refuse an entry that would train garbage.
-
-    Raises:
-        WangenError: not finite, or all zero; the item is named with the remedy.
-    """
-    for name, tensor in tensors.items():
-        if not tensor.is_floating_point():
-            continue
-        cure = "encode with --vae_dtype float32" if recipe.kind == "latent" else "encode with --t5_dtype float32"
-        if not tensor.isfinite().all():
-            raise WangenError(f"the {name} of {recipe.name} has values that are not finite", cure=cure)
-        if not tensor.any():
-            raise WangenError(f"the {name} of {recipe.name} is all zero", cure=cure)
-
-
-def count_states(verdicts: Iterable[Verdict]) -> dict[str, int]:
-    """How many verdicts there are of each state, all four named."""
-    counts = {"valid": 0, "stale": 0, "missing": 0, "corrupt": 0}
-    for verdict in verdicts:
-        counts[verdict.state] += 1
-    return counts
-
-
-def count_reasons(verdicts: Iterable[Verdict], *, recache: bool) -> dict[str, int]:
-    """Why entries had to be encoded: reason in words -> how many."""
-    why = [verdict.reason or "--recache" for verdict in verdicts if recache or verdict.state != "valid"]
-    return dict(Counter(why))
-
-
-def _same_item(entry: Entry, recipe: Recipe) -> bool:
-    return entry.name == recipe.name or entry.content.get("source", 0) == recipe.content.get("source", 1)
 
 
 def _ascii(name: str) -> str:

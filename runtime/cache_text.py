@@ -4,20 +4,26 @@ import logging
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from wangen import profiles
 from wangen.generator import headers
 from wangen.generator.errors import WangenError
 from wangen.generator.session import Report
 from wangen.generator.steps import CacheText
-from wangen.runtime.cache import Encoder, Folder, Recipe, Verdict, Writer, count_reasons, count_states, load
-from wangen.runtime.check_cache import recipes
+from wangen.runtime.cache import Encoder, Recipe, load
 from wangen.runtime.models import family, text_encoder_identity
+from wangen.runtime.needs import Need, fill
 from wangen.runtime.progress import progress
-from wangen.runtime.samples import by_cache_folder, read_samples
+from wangen.runtime.samples import read_samples
+
+if TYPE_CHECKING:
+    from wangen.runtime.cache_writer import Writer
 
 log = logging.getLogger("wangen")
+
+_MODEL = "t2v-14B"
+"""Every Wan model has the same text encoder; captions do not depend on which one it is."""
 
 
 def run(options: CacheText) -> Report:
@@ -28,33 +34,12 @@ def run(options: CacheText) -> Report:
     Raises:
         WangenError: a caption is missing, the file is no umT5, values are not finite, the disk is full.
     """
-    headers.expect(options.t5, "umt5-encoder", "t5")
-    samples = read_samples(options.dataset_config, profiles.model("t2v-14B"))
+    headers.expect(options.t5, "umt5-encoder", "--t5")
+    samples = read_samples(options.dataset_config, profiles.model(_MODEL), make_folders=True)
     encoder = Encoder(text_encoder_identity(options.t5, options.tokenizer), _dtype(options))
-    folders = {folder: Folder(folder) for folder in by_cache_folder(samples)}
-    needed = {folder: recipes(members, "text_encoder_output") for folder, members in by_cache_folder(samples).items()}
-    verdicts = [
-        (folder, recipe, folders[folder].judge(recipe, encoder)) for folder in folders for recipe in needed[folder]
-    ]
-    missing = [(folder, recipe) for folder, recipe, verdict in verdicts if options.recache or verdict.state != "valid"]
-    valid = {
-        recipe.content_key: verdict
-        for _, recipe, verdict in verdicts
-        if verdict.state == "valid" and not options.recache
-    }
-    computed = _fill(options, encoder, missing, valid) if missing else 0
-    keys = {folder: {recipe.key(encoder) for recipe in needed[folder]} for folder in folders}
-    removed = 0 if options.keep_cache else sum(folders[f].prune("text_encoder_output", keys[f]) for f in folders)
-    states = [verdict for *_, verdict in verdicts]
-    reused = len(verdicts) - len(missing)
-    return Report(
-        folder=options.dataset_config.parent,
-        summary=f"{computed} captions encoded, {reused} already valid, {removed} unneeded removed",
-        inputs={"dataset_config": options.dataset_config, "t5": options.t5, "t5_identity": encoder.identity},
-        counts={"computed": computed, "from_cache": reused, "removed": removed, "found": count_states(states),
-                "why": count_reasons(states, recache=options.recache)},
-        result={"dtype": encoder.dtype, "folders": [str(folder) for folder in folders]},
-    )  # fmt: skip
+    return fill(
+        options, samples, "text_encoder_output", encoder, lambda missing, valid: _fill(options, encoder, missing, valid)
+    )
 
 
 def _dtype(options: CacheText) -> str:
@@ -65,38 +50,41 @@ def _dtype(options: CacheText) -> str:
     return choose_dtype(None, choose_device(options.device))
 
 
-def _fill(
-    options: CacheText, encoder: Encoder, missing: list[tuple[Path, Recipe]], valid: Mapping[str, Verdict]
-) -> int:
+def _fill(options: CacheText, encoder: Encoder, missing: list[Need], valid: list[Need]) -> int:
     """Write every missing entry, copying from another folder where it is valid there; returns how many were encoded."""
-    wanted: dict[str, list[Path]] = {}
-    by_content = {recipe.content_key: recipe for _, recipe in missing}
-    for folder, recipe in missing:
-        wanted.setdefault(recipe.content_key, []).append(folder)
+    from wangen.runtime.cache_writer import Writer
+
+    elsewhere = {need.recipe.content_key: need.verdict.entry for need in valid}
+    texts: dict[str, Recipe] = {}
+    writers: dict[str, list[Writer]] = {}
     with ExitStack() as stack:
-        writers = {folder: stack.enter_context(Writer(folder)) for folder, _ in missing}
-        for key in wanted.keys() & valid.keys():
-            entry = valid[key].entry
-            for folder in wanted[key] if entry else []:
-                writers[folder].put(by_content[key], encoder, load(entry))  # type: ignore[arg-type]
-        texts = [by_content[key] for key in wanted if key not in valid]
+        paths = dict.fromkeys(need.folder.path for need in missing)
+        by_path: dict[Path, Writer] = {path: stack.enter_context(Writer(path)) for path in paths}
+        for need in missing:
+            key, writer = need.recipe.content_key, by_path[need.folder.path]
+            if entry := elsewhere.get(key):
+                writer.put(need.recipe, encoder, load(entry))
+                writer.commit_if_due()
+            else:
+                texts.setdefault(key, need.recipe)
+                writers.setdefault(key, []).append(writer)
         if texts:
-            _encode(options, encoder, texts, {key: [writers[f] for f in folders] for key, folders in wanted.items()})
+            _encode(options, encoder, list(texts.values()), writers)
     return len(texts)
 
 
-def _encode(options: CacheText, encoder: Encoder, texts: list[Recipe], writers: Mapping[str, list[Writer]]) -> None:
+def _encode(options: CacheText, encoder: Encoder, texts: list[Recipe], writers: Mapping[str, "list[Writer]"]) -> None:
     """Encode captions in batches of similar length."""
     import torch
 
     from wangen.runtime.devices import DTYPES, choose_device
 
-    kind = family(profiles.model("t2v-14B"))
+    kind = family(profiles.model(_MODEL))
     device = choose_device(options.device)
     tokenizer = kind.load_tokenizer(options.tokenizer or options.t5)
     text_encoder = kind.load_text_encoder(options.t5, dtype=DTYPES[encoder.dtype], device=device)
     log.info("  text encoder in %s on %s", encoder.dtype, device)
-    texts = sorted(texts, key=lambda recipe: len(recipe.content["caption"]))
+    texts = sorted(texts, key=lambda recipe: (len(recipe.content["caption"]), recipe.content["caption"]))
     size = max(1, options.batch_size)
     with progress("captions", len(texts)) as advance:
         for first in range(0, len(texts), size):
@@ -114,6 +102,8 @@ def _encode(options: CacheText, encoder: Encoder, texts: list[Recipe], writers: 
                 tensors = _entry(embedding)
                 for writer in writers[recipe.content_key]:
                     writer.put(recipe, encoder, tensors)
+            for writer in {id(w): w for recipe in batch for w in writers[recipe.content_key]}.values():
+                writer.commit_if_due()
             advance(len(batch), "")
 
 

@@ -56,7 +56,7 @@ class TimestepDistribution:
             if self.low <= sigma <= self.high:
                 return sigma
         raise WangenError(
-            f"timestep_sampling {self.sampling} never falls between {self.low * 1000:.0f} and {self.high * 1000:.0f}",
+            f"timestep_sampling {self.sampling} never falls between {self.low * 1000:g} and {self.high * 1000:g}",
             cure="leave --preserve_distribution_shape out or choose another --timestep_sampling",
         )
 

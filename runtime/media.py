@@ -36,7 +36,15 @@ def load_image(path: Path, size: tuple[int, int]) -> "Frames":
     try:
         with Image.open(path) as image:
             frame = fit(_rgb(ImageOps.exif_transpose(image)), size)
-    except (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, Image.DecompressionBombError) as error:
+    except (
+        OSError,
+        SyntaxError,
+        ValueError,
+        EOFError,
+        struct.error,
+        zlib.error,
+        Image.DecompressionBombError,
+    ) as error:
         raise _undecodable(path, error) from None
     return np.asarray(frame).transpose(2, 0, 1)[:, None]
 
@@ -96,7 +104,7 @@ def _rgb(image: "Image.Image") -> "Image.Image":
     from PIL import Image
 
     if image.mode.startswith("I"):
-        values = np.asarray(image).clip(0, 65535)
+        values = np.asarray(image).astype(np.int32).clip(0, 65535)
         return Image.fromarray(((values + 128) // 257).astype(np.uint8)).convert("RGB")
     if not image.has_transparency_data:
         return image.convert("RGB")

@@ -28,11 +28,11 @@ def _bar(label: str, total: int, done: int) -> Iterator[Advance]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
-        TextColumn("{task.fields[state]}"),
+        TextColumn("{task.fields[state]}", markup=False),  # it may be a file name with brackets
     )
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task(label, total=total, completed=done, state="")
@@ -51,6 +51,7 @@ def _lines(label: str, total: int, done: int) -> Iterator[Advance]:
         if done >= total or now - last >= LINE_EVERY_S:
             last = now
             left_s = (now - started) / max(1, done - before) * (total - done)
-            log.info("  %s %d/%d  %s%s", label, done, total, state, f"  {left_s:.0f} s left" if done < total else "")
+            words = (f"{label} {done}/{total}", state, f"{left_s:.0f} s left" if done < total else "")
+            log.info("  %s", "  ".join(filter(None, words)))
 
     yield advance

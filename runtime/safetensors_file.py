@@ -5,6 +5,7 @@ are compared by their bytes, so all of them are written here.
 """
 
 import contextlib
+import errno
 import json
 import os
 import secrets
@@ -141,11 +142,14 @@ def replace(source: Path, target: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the new name durable; Windows has no such call for folders."""
+    """Make the new name durable; Windows and some network drives have no such call for folders."""
     if os.name != "posix":
         return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
     finally:
         os.close(descriptor)

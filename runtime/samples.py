@@ -3,7 +3,6 @@
 The caching steps, `check_cache` and `train` all build their samples here, so that they cannot disagree.
 """
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +14,6 @@ from wangen.generator.geometry import bucket_of, resampled_frames, windows
 from wangen.generator.tomls import DatasetEntry, read_dataset
 from wangen.profiles import Model
 from wangen.runtime.sources import Source, read_sources
-
-log = logging.getLogger("wangen")
 
 
 @dataclass(frozen=True)
@@ -70,19 +67,33 @@ class Sample:
         return {"caption": clean_prompt(self.item.caption)}
 
 
-def read_samples(dataset_config: Path, model: Model, *, trust_memo: bool = True) -> list[Sample]:
+def read_samples(
+    dataset_config: Path, model: Model, *, trust_memo: bool = True, make_folders: bool = False
+) -> list[Sample]:
     """The samples of a dataset, in the order of the TOML and of the file names.
 
+    Args:
+        dataset_config: the dataset's TOML.
+        model: its frame rate and bucket step count.
+        trust_memo: False hashes every media file again.
+        make_folders: make the cache folders first, so that they can hold what is found out here.
+
     Raises:
-        WangenError: captions are missing or media cannot be read (all of them are named), or nothing is left.
+        WangenError: captions are missing or media cannot be read (all of them are named), nothing is left, or a
+            cache folder cannot be made.
     """
     samples: list[Sample] = []
     problems: list[str] = []
     for entry in read_dataset(dataset_config):
+        if make_folders:
+            make_folder(entry.cache_directory)
         items, found = scan(entry.directory, media=entry.media, caption_extension=entry.caption_extension, deep=False)
+        sources, unreadable = read_sources([item.path for item in items], entry.cache_directory, trust_memo=trust_memo)
         problems += [str(problem) for problem in found]
-        sources = read_sources([item.path for item in items], entry.cache_directory, trust_memo=trust_memo)
+        problems += [f"{Path(error.where).name}: {error.found}; replace it or take it out" for error in unreadable]
         for item in items:
+            if item.path not in sources:
+                continue
             made = _samples(item, entry, sources[item.path], model)
             if not made:
                 frames = resampled_frames(sources[item.path].facts, model.fps, entry.source_fps)
@@ -95,6 +106,22 @@ def read_samples(dataset_config: Path, model: Model, *, trust_memo: bool = True)
         listed = "\n".join(f"  - {problem}" for problem in problems)
         raise WangenError(f"the dataset has problems:\n{listed}", where=str(dataset_config))
     return samples
+
+
+def make_folder(folder: Path) -> None:
+    """Make a cache folder and the folders above it.
+
+    Raises:
+        WangenError: there is a file in its place, or no right to make it.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise WangenError(
+            f"cannot make the cache folder: {error.strerror}",
+            where=str(folder),
+            cure="fix the rights above it or choose another cache_directory in the dataset's TOML",
+        ) from None
 
 
 def _samples(item: Item, entry: DatasetEntry, source: Source, model: Model) -> list[Sample]:

@@ -217,3 +217,4 @@ def test_the_pages_are_what_the_program_prints():
     update = "run: python -m wangen.generator.reference"
     assert Path(OVERVIEW).read_text(encoding="utf-8") == reference.overview(), update
     assert reference.FLAGS_PAGE.read_text(encoding="utf-8") == reference.flags_page(), update
+    assert reference.MUSUBI_PAGE.read_text(encoding="utf-8") == reference.from_musubi_page(), update

@@ -43,7 +43,7 @@ class TinyRun:
 
 
 def make_tiny_run(folder: Path) -> TinyRun:
-    """Two pictures and a clip of 5 frames, published by hand, with filled caches."""
+    """Two drawn pictures and a drawn clip, trained on 5 frames of 64x64, with filled caches."""
     media = folder / "media"
     media.mkdir(parents=True)
     rng = np.random.default_rng(0)
@@ -54,6 +54,11 @@ def make_tiny_run(folder: Path) -> TinyRun:
     make_clip(media / "clip.mp4", num_frames=8, fps=16, size=(64, 64))
     for stem, caption in CAPTIONS.items():
         (media / f"{stem}.txt").write_text(caption, encoding="utf-8")
+    return fill_caches(folder, media, num_frames=5)
+
+
+def fill_caches(folder: Path, media: Path, num_frames: int) -> TinyRun:
+    """Make tiny weights and a dataset TOML for a media folder, and run both caching steps."""
     config = folder / "tiny.toml"
     config.write_text(
         f"""
@@ -66,10 +71,11 @@ cache_directory = "{(folder / "cache").as_posix()}"
 [[datasets]]
 video_directory = "{media.as_posix()}"
 cache_directory = "{(folder / "cache").as_posix()}"
-target_frames = [5]
+target_frames = [{num_frames}]
 """
     )
-    weights = write_tiny_wan(folder / "models", CAPTIONS.values())
+    captions = [path.read_text(encoding="utf-8") for path in sorted(media.glob("*.txt"))]
+    weights = write_tiny_wan(folder / "models", captions)
     cache_latents.run(CacheLatents(dataset_config=config, vae=weights["vae"], vae_dtype="float32", device="cpu"))
     cache_text.run(CacheText(dataset_config=config, t5=weights["t5"], t5_dtype="float32", device="cpu"))
     return TinyRun(folder, weights, config)

@@ -1,0 +1,262 @@
+"""`check` lists everything that is wrong at once, without a GPU and without torch."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from helpers import clip_bytes, image_bytes, write_tree
+
+from wangen.generator.check import run
+from wangen.generator.cli import main
+from wangen.generator.steps import Check
+from wangen.generator.workspace import host_platform_name
+from wangen.runtime.tiny import write_tiny_wan
+
+
+@pytest.fixture(scope="session")
+def weights(tmp_path_factory):
+    """Tiny weights in the original formats; tests must not change them."""
+    return write_tiny_wan(tmp_path_factory.mktemp("models"), ["a cat"])
+
+
+@pytest.fixture(scope="session")
+def clip(tmp_path_factory):
+    return clip_bytes(tmp_path_factory.mktemp("clip"), num_frames=24)
+
+
+@pytest.fixture
+def good(tmp_path, clip, weights):
+    """Options of a check that finds nothing."""
+    config = """
+[general]
+resolution = [64, 64]
+[[datasets]]
+image_directory = "{0}/media"
+cache_directory = "{0}/cache"
+[[datasets]]
+video_directory = "{0}/media"
+cache_directory = "{0}/cache"
+target_frames = [17]
+"""
+    tree = {
+        "d.toml": config.format(tmp_path.as_posix()),
+        "media/a.jpg": image_bytes(),
+        "media/a.txt": "an ape",
+        "media/b.mp4": clip,
+        "media/b.txt": "a bee",
+    }
+    folder = write_tree(tmp_path, tree)
+    return Check(dataset_config=folder / "d.toml", task="t2v-1.3B", output_dir=folder / "out", **weights)
+
+
+def check(options: Check) -> tuple[int, dict[str, object]]:
+    """Exit code through the command line, and the report."""
+    code = main(options.argv())
+    folder = options.output_dir or options.dataset_config.parent
+    return code, json.loads((folder / "check.report.json").read_text(encoding="utf-8"))
+
+
+def changed(options: Check, **values: object) -> Check:
+    return replace(options, **values)  # type: ignore[arg-type]
+
+
+def problems(options: Check) -> list[str]:
+    report = run(options)
+    assert report.ok == (not report.result["problems"])
+    return list(report.result["problems"])
+
+
+def test_nothing_wrong(good):
+    code, report = check(good)
+    assert (code, report["ok"], report["result"]) == (0, True, {"problems": []})
+    assert report["counts"] == {"images": 1, "clips": 1, "problems": 0}
+    assert "all good: 1 images and 1 clips" in str(report["summary"])
+
+
+def test_everything_wrong_at_once(good, tmp_path, capsys):
+    write_tree(
+        tmp_path / "media",
+        {
+            "uncaptioned.png": image_bytes(format="PNG"),
+            "empty.jpg": image_bytes(),
+            "empty.txt": "",
+            "cut.jpg": image_bytes((200, 200))[:1000],
+            "cut.txt": "x",
+            "text.mp4": "no clip",
+            "text.txt": "x",
+            "short.mp4": clip_bytes(tmp_path, num_frames=9),
+            "short.txt": "x",
+            **({} if os.name == "nt" else {"a:b.jpg": image_bytes(), "a:b.txt": "x"}),
+        },
+    )
+    shutil.copy(good.t5, tmp_path / "lonely.pth")
+    code, report = check(changed(good, vae=good.dit, dit=tmp_path / "none.safetensors", t5=tmp_path / "lonely.pth"))
+    shown = capsys.readouterr().err
+    assert (code, report["ok"]) == (1, False)
+    expected = [
+        ("uncaptioned.png", "has no caption"),
+        ("empty.txt", "is empty"),
+        ("cut.jpg", "cannot be read as an image"),
+        ("text.mp4", "cannot be read as a video"),
+        ("short.mp4", "has 9 frames at 16 fps, 17 are needed"),
+        ("none.safetensors", "no such weight file; put it there (known names: wan2.1_t2v_1.3B_bf16.safetensors"),
+        (good.dit.name, "--vae: this is a Wan text-to-video transformer"),
+        ("", "no umT5 tokenizer here"),
+    ]
+    if os.name != "nt":
+        expected.append(("a:b.jpg", "Windows cannot hold this name"))
+    found = [str(problem) for problem in report["result"]["problems"]]  # type: ignore[index]
+    for name, fact in expected:
+        assert [name in problem and fact in problem for problem in found].count(True) == 1, (name, fact, found)
+        assert fact in shown
+    assert len(found) == len(expected)
+    assert report["counts"]["problems"] == len(expected)  # type: ignore[index]
+
+
+def test_weights_of_the_wrong_kind_name_the_flag_they_belong_to(good):
+    (found,) = problems(changed(good, vae=good.dit))
+    assert "--vae takes a Wan 2.1 VAE" in found
+    assert "this file belongs to --dit" in found
+    found = problems(changed(good, vae=good.t5, t5=good.vae, dit=good.vae))
+    assert [problem.count("this file belongs to --") for problem in found] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage" * 100, b"<!DOCTYPE html>"])
+def test_weights_that_are_none(good, tmp_path, content):
+    (tmp_path / "bad.safetensors").write_bytes(content)
+    (found,) = problems(changed(good, dit=tmp_path / "bad.safetensors"))
+    assert found.startswith(f"{tmp_path / 'bad.safetensors'}: --dit: ")
+
+
+def test_a_tokenizer_that_is_given(good, tmp_path):
+    shutil.copy(good.t5, tmp_path / "t5.pth")
+    alone = changed(good, t5=tmp_path / "t5.pth")
+    assert len(problems(alone)) == 1
+    assert problems(changed(alone, tokenizer=good.t5.parent / "google" / "umt5-xxl")) == []
+    (missing,) = problems(changed(good, tokenizer=good.t5.parent / "typo.json"))
+    assert "--tokenizer: no such file or folder" in missing
+
+
+def test_flags_left_out_are_not_checked(good):
+    assert problems(changed(good, vae=None, t5=None, dit=None, output_dir=None)) == []
+
+
+def test_cache_and_media_in_one_folder(good, tmp_path):
+    config = tmp_path / "one.toml"
+    config.write_text(f'[[datasets]]\nimage_directory = "{(tmp_path / "media").as_posix()}"\n')
+    (found,) = problems(changed(good, dataset_config=config))
+    assert "cache and media share one folder" in found
+
+
+@pytest.mark.parametrize("media", ["gone", "d.toml"])
+def test_a_media_folder_that_is_none(good, tmp_path, media):
+    good.dataset_config.write_text(good.dataset_config.read_text().replace('/media"', f'/{media}"'))
+    (found,) = problems(good)
+    assert found.startswith(f"{tmp_path / media}: cannot list the folder")
+    assert "publish the dataset again" in found
+
+
+def test_an_empty_media_folder(good, tmp_path):
+    shutil.rmtree(tmp_path / "media")
+    (tmp_path / "media").mkdir()
+    assert [problem.split(";")[0] for problem in problems(good)] == [
+        f"{tmp_path / 'media'}: holds no image files",
+        f"{tmp_path / 'media'}: holds no video files",
+    ]
+
+
+def test_folders_that_are_files(good, tmp_path):
+    write_tree(tmp_path, {"cache": "x", "file": "x"})
+    found = problems(changed(good, output_dir=tmp_path / "file" / "out"))
+    assert len(found) == 2
+    assert f"the cache folder cannot be made: {tmp_path / 'cache'} is a file" in found[0]
+    assert f"the output folder cannot be made: {tmp_path / 'file'} is a file" in found[1]
+
+
+@pytest.mark.skipif(os.name == "nt" or os.getuid() == 0, reason="root may write everywhere")
+def test_folders_without_rights(good, tmp_path):
+    for name in ("cache", "out"):
+        (tmp_path / name).mkdir(mode=0o500)
+    assert [problem.count("cannot be written") for problem in problems(good)] == [1, 1]
+
+
+@pytest.mark.skipif(not os.access("/proc/version", os.R_OK), reason="needs a folder that nobody can write")
+def test_a_read_only_file_system_is_reported_not_raised(good):
+    """/proc lets root pass `access` and then refuses: the report cannot be written, which is one message."""
+    assert main(changed(good, output_dir=Path("/proc/none")).argv()) == 1
+
+
+def test_a_disk_with_too_little_room(good, tmp_path):
+    good.dataset_config.write_text(
+        good.dataset_config.read_text().replace("resolution = [64, 64]", "resolution = [8000000, 8000000]")
+    )
+    (found,) = problems(good)
+    assert "GB free, the cache needs about" in found
+    assert found.startswith(str(tmp_path / "cache"))
+
+
+def test_what_is_in_the_cache_already_needs_no_room(good, tmp_path):
+    text = good.dataset_config.read_text()
+    good.dataset_config.write_text(text.replace("resolution = [64, 64]", "resolution = [800000, 800000]"))
+    if not problems(good):
+        pytest.skip("this disk has terabytes free")
+    (tmp_path / "cache").mkdir()
+    with (tmp_path / "cache" / "x.safetensors").open("wb") as file:
+        try:
+            file.truncate(2**42)  # sparse
+        except OSError:
+            pytest.skip("this file system has no files of that size")
+    assert problems(good) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "words"), [("[[datasets", 2, "not valid TOML"), (None, 1, "cannot read the TOML file")]
+)
+def test_a_toml_that_cannot_be_read(good, capsys, text, code, words):
+    if text is None:
+        good.dataset_config.unlink()
+    else:
+        good.dataset_config.write_text(text)
+    assert main(good.argv()) == code
+    assert words in capsys.readouterr().err
+
+
+def test_torch_is_not_imported(good):
+    code = "import sys; from wangen.generator.cli import main; code = main(sys.argv[1:]); "
+    code += "print(code, sorted({'torch', 'diffusers', 'transformers'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code, *good.argv()], capture_output=True, text=True, check=True)
+    assert done.stdout == "0 []\n"
+    assert "all good" in done.stderr
+
+
+def test_check_by_name_fills_the_flags_in_from_the_workspace(tmp_path, clip, weights, capsys, monkeypatch):
+    tree = {
+        "ws/wangen.toml": "resolution = [64, 64]\nnum_frames = 17\n",
+        "ws/datasets/Red House/a.jpg": image_bytes(),
+        "ws/datasets/Red House/a.txt": "an ape",
+        "ws/datasets/Red House/b.mp4": clip,
+        "ws/datasets/Red House/b.txt": "a bee",
+    }
+    write_tree(tmp_path, tree)
+    monkeypatch.chdir(tmp_path)
+    ask = ["check", "Red House", "--workspace", "ws"]
+    assert main(ask) == 1
+    assert "is not published" in capsys.readouterr().err
+    assert main(["publish", "Red House", "--workspace", "ws"]) == 0
+    monkeypatch.chdir(tmp_path)
+    assert main(ask) == 1
+    shown = capsys.readouterr().err
+    assert all(f"--{flag}: no such weight file" in shown for flag in ("vae", "t5", "dit"))
+    monkeypatch.chdir(tmp_path)
+    bundle = tmp_path / "ws" / "published" / host_platform_name()
+    shutil.copytree(weights["vae"].parent, bundle / "models" / "deeper")
+    assert main(ask) == 0
+    report = json.loads((bundle / "outputs" / "red_house" / "check.report.json").read_text())
+    assert report["settings"]["vae"] == str(Path("models", "deeper", weights["vae"].name))
+    assert "all good" in (bundle / "logs" / "red_house.log").read_text()
+    assert not (bundle / "outputs" / "red_house" / "run.lock").exists()

@@ -1,0 +1,200 @@
+"""A folder of media with captions becomes items, or the list of everything that is wrong with it."""
+
+import os
+from fractions import Fraction
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+from helpers import clip_bytes, image_bytes, make_clip, make_image, write_tree
+
+from wangen.generator.dataset import MediaFacts, media_files, read_facts, scan
+from wangen.generator.errors import WangenError
+
+posix_names = pytest.mark.skipif(os.name == "nt", reason="Windows cannot hold these names")
+
+
+def problems_of(folder: Path, **options: object) -> list[str]:
+    return [str(problem) for problem in scan(folder, **options)[1]]  # type: ignore[arg-type]
+
+
+def test_images_and_clips_become_items_with_their_captions(tmp_path):
+    tree = {
+        "b.PNG": image_bytes(format="PNG"),
+        "b.txt": "a bee\n",
+        "A.JPG": image_bytes(),
+        "A.txt": "\ufeff  an ape  ",
+        "c.Mp4": clip_bytes(tmp_path),
+        "c.txt": "ein Übergang 日本 🦊",
+        "notes.md": "no caption",
+        ".hidden.jpg": "x",
+        "sub/deep.jpg": "x",
+    }
+    items, problems = scan(write_tree(tmp_path / "set", tree))
+    assert problems == []
+    assert [(item.path.name, item.media, item.caption) for item in items] == [
+        ("A.JPG", "image", "an ape"),
+        ("b.PNG", "image", "a bee"),
+        ("c.Mp4", "video", "ein Übergang 日本 🦊"),
+    ]
+    assert all(item.caption_path.read_text(encoding="utf-8-sig").strip() == item.caption for item in items)
+
+
+def test_one_kind_of_media_and_another_caption_ending(tmp_path):
+    tree = {"a.jpg": image_bytes(), "a.caption": "one", "b.mp4": clip_bytes(tmp_path), "b.caption": "two"}
+    folder = write_tree(tmp_path / "set", tree)
+    images, problems = scan(folder, media="image", caption_extension=".caption")
+    clips, _ = scan(folder, media="video", caption_extension=".caption")
+    assert (problems, [i.caption for i in images], [c.caption for c in clips]) == ([], ["one"], ["two"])
+
+
+def test_a_caption_whose_name_differs_in_case_is_found(tmp_path):
+    items, problems = scan(write_tree(tmp_path, {"DSC1.JPG": image_bytes(), "DSC1.TXT": "from a camera"}))
+    assert (problems, items[0].caption) == ([], "from a camera")
+
+
+@pytest.mark.parametrize(("orientation", "size"), [(1, (64, 48)), (3, (64, 48)), (6, (48, 64)), (8, (48, 64))])
+def test_size_is_that_of_the_upright_picture(tmp_path, orientation, size):
+    facts = read_facts(make_image(tmp_path / "a.jpg", (64, 48), orientation=orientation))
+    assert facts == MediaFacts(*size, 1, 0.0)
+
+
+@pytest.mark.parametrize("name", ["a.mp4", "a.mkv"])
+def test_facts_of_a_clip(tmp_path, name):
+    facts = read_facts(make_clip(tmp_path / name, num_frames=20, fps=8, size=(96, 64)))
+    assert (facts.width, facts.height, facts.num_frames) == (96, 64, 20)
+    assert facts.duration_s == pytest.approx(2.5, abs=0.01)
+
+
+def test_a_clip_without_presentation_times_has_a_length(tmp_path):
+    path = tmp_path / "a.avi"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=Fraction(10))
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "yuv420p"
+        for number in range(10):
+            frame = av.VideoFrame.from_ndarray(np.full((48, 64, 3), number * 20, np.uint8), format="rgb24")
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    facts = read_facts(path)
+    assert (facts.num_frames, facts.duration_s) == (10, pytest.approx(1.0))
+
+
+def test_everything_that_is_wrong_is_listed_at_once(tmp_path):
+    jpeg = image_bytes((200, 200))
+    tree = {
+        "fine.jpg": jpeg,
+        "fine.txt": "fine",
+        "uncaptioned.jpg": jpeg,
+        "empty.jpg": jpeg,
+        "empty.txt": " \n",
+        "latin.jpg": jpeg,
+        "latin.txt": "Stra\xdfe".encode("latin-1"),
+        "utf16.jpg": jpeg,
+        "utf16.txt": "from Notepad".encode("utf-16"),
+        "truncated.jpg": jpeg[: len(jpeg) // 2],
+        "truncated.txt": "its header is fine",
+        "zero.png": b"",
+        "zero.txt": "nothing",
+        "broken.mp4": clip_bytes(tmp_path)[:200],
+        "broken.txt": "cut short",
+        "text.mp4": "this is a text\n" * 50,
+        "text.txt": "not a clip",
+        "odd.png": b"\x89PNG\r\n\x1a\n" + b"\0" * 100,
+        "odd.txt": "broken inside",
+    }
+    items, problems = scan(write_tree(tmp_path / "set", tree))
+    assert [item.path.name for item in items] == ["fine.jpg"]
+    found = {problem.path.name: problem.found for problem in problems}
+    assert found.keys() == {
+        "uncaptioned.jpg", "empty.txt", "latin.txt", "utf16.txt", "truncated.jpg", "zero.png", "broken.mp4",
+        "text.mp4", "odd.png",
+    }  # fmt: skip
+    assert found["uncaptioned.jpg"] == "has no caption"
+    assert found["empty.txt"] == "is empty"
+    assert found["latin.txt"] == found["utf16.txt"] == "is not UTF-8"
+    assert "truncated" in found["truncated.jpg"]
+    assert found["zero.png"] == "is empty (0 bytes)"
+    assert found["text.mp4"].startswith("cannot be read as a video")
+    assert all(problem.cure for problem in problems)
+    assert not any(str(tmp_path) in str(problem) for problem in problems)
+
+
+@posix_names
+def test_names_that_windows_cannot_hold(tmp_path):
+    names = ["a:b.jpg", "nul.png", "what?.jpg", "dot.jpg.", "blank.jpg ", "con .jpeg"]
+    tree = {name: image_bytes(format="PNG" if name == "nul.png" else "JPEG") for name in names}
+    tree |= {f"{Path(name).stem}.txt": "x" for name in names[:3]} | {"con .txt": "x"}
+    problems = scan(write_tree(tmp_path, tree))[1]
+    assert {problem.path.name for problem in problems} == set(names)
+    assert all(problem.found.startswith("Windows cannot hold this name") for problem in problems)
+
+
+@posix_names
+@pytest.mark.parametrize(
+    ("names", "collide"),
+    [
+        (("Cat.jpg", "cat.jpg"), True),
+        (("cat.jpg", "cat.JPG"), True),
+        (("Cat.jpg", "cat.png"), True),  # one caption on Windows
+        (("\u00e9.jpg", "e\u0301.jpg"), True),
+        (("cat.jpg", "cat.png"), False),  # they share cat.txt on every system
+        (("cat.jpg", "cats.jpg"), False),
+    ],
+)
+def test_names_that_some_system_takes_for_one(tmp_path, names, collide):
+    tree = {name: image_bytes(format="PNG" if name.endswith("png") else "JPEG") for name in names}
+    write_tree(tmp_path, tree | {f"{Path(name).stem}.txt": "x" for name in names})
+    if len(media_files(tmp_path)) < 2:
+        pytest.skip("this file system does not tell them apart either")
+    problems = problems_of(tmp_path)
+    assert len(problems) == collide
+    assert all(Path(name).stem in problem for name in names for problem in problems)
+
+
+@posix_names
+def test_a_name_that_is_not_utf8(tmp_path):
+    name = os.fsdecode(b"caf\xe9.jpg")
+    try:
+        write_tree(tmp_path, {name: image_bytes(), os.fsdecode(b"caf\xe9.txt"): "x"})
+    except OSError:
+        pytest.skip("this file system holds UTF-8 names only")
+    assert [problem.found for problem in scan(tmp_path)[1]] == ["the name is not UTF-8"]
+
+
+@posix_names
+def test_links(tmp_path):
+    write_tree(tmp_path / "elsewhere", {"a.jpg": image_bytes()})
+    folder = write_tree(tmp_path / "set", {"good.txt": "x", "lost.txt": "x"})
+    (folder / "good.jpg").symlink_to("../elsewhere/a.jpg")
+    (folder / "lost.jpg").symlink_to("../elsewhere/gone.jpg")
+    items, problems = scan(folder)
+    assert [item.path.name for item in items] == ["good.jpg"]
+    assert [str(problem) for problem in problems] == [
+        "lost.jpg: is a link to a file that is not there; replace it or take it out"
+    ]
+
+
+def test_a_caption_that_is_a_folder(tmp_path):
+    write_tree(tmp_path, {"a.jpg": image_bytes(), "a.txt/x": "x"})
+    assert len(problems_of(tmp_path)) == 1
+
+
+def test_an_empty_folder_is_a_problem(tmp_path):
+    (tmp_path / ".DS_Store").write_bytes(b"x")
+    items, problems = scan(tmp_path)
+    assert (items, [problem.found for problem in problems]) == ([], ["holds no image or video files"])
+    assert "holds no video files" in problems_of(tmp_path, media="video")[0]
+
+
+@pytest.mark.parametrize("place", ["missing", "file.txt"])
+def test_a_folder_that_is_none(tmp_path, place):
+    write_tree(tmp_path, {"file.txt": "x"})
+    with pytest.raises(WangenError, match="cannot list the folder") as caught:
+        scan(tmp_path / place)
+    assert caught.value.where == str(tmp_path / place)
+
+
+def test_shallow_scan_opens_no_media(tmp_path):
+    items, problems = scan(write_tree(tmp_path, {"a.jpg": "no picture", "a.txt": "x"}), deep=False)
+    assert (len(items), problems) == (1, [])

@@ -1,0 +1,95 @@
+"""`wangen demo`: the main job end to end, in its real shell, and what happens when it is run again or moved."""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import av
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(os.name == "nt", reason="drives bash; on Windows the demo uses cmd")]
+
+
+def demo(folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "wangen.runtime", "demo", "--dir", str(folder)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={key: value for key, value in os.environ.items() if not key.startswith("WANGEN")},
+    )
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("demo") / "wangen demo é"
+    result = demo(folder)
+    assert result.returncode == 0, result.stderr
+    (root,) = (folder / "published").iterdir()
+    return root
+
+
+def reports(root: Path) -> dict:
+    return {
+        path.name.removesuffix(".report.json"): json.loads(path.read_text(encoding="utf-8"))
+        for path in (root / "outputs/example").glob("*.report.json")
+    }
+
+
+def test_the_demo_makes_a_lora_and_a_clip(finished):
+    made = reports(finished)
+    assert made.keys() == {"check", "cache_latents", "cache_text", "check_cache", "train", "generate"}
+    assert all(report["ok"] for report in made.values())
+    assert made["cache_latents"]["counts"]["computed"] == 10
+    assert made["cache_text"]["counts"]["computed"] == 10
+    assert made["train"]["counts"]["steps"] == 30
+    assert made["train"]["counts"]["from_cache"] == 20
+    assert made["train"]["versions"]["torch"]
+    with av.open(str(finished / "outputs/example/demo.mp4")) as container:
+        assert sum(1 for _ in container.decode(video=0)) == 17
+    log = (finished / "logs/example.log").read_text(encoding="utf-8")
+    for step in made:
+        assert f"INFO {step}\n" in log
+
+
+def test_running_it_again_resumes_and_says_what_it_skipped(finished):
+    lora = finished / "outputs/example/example.safetensors"
+    before = hashlib.sha256(lora.read_bytes()).hexdigest()
+    result = demo(finished.parent.parent)
+    assert result.returncode == 0, result.stderr
+    assert "0 latents encoded, 10 already valid" in result.stderr
+    assert "already trained, 30 steps" in result.stderr
+    assert "skipped: making the tiny weights, generation" in " ".join(result.stdout.split())
+    assert hashlib.sha256(lora.read_bytes()).hexdigest() == before
+
+
+def test_a_moved_bundle_still_runs_and_encodes_nothing_again(finished, tmp_path):
+    moved = tmp_path / "elsewhere (2)"
+    shutil.copytree(finished, moved)
+    (moved / "outputs/example/example.safetensors").unlink()
+    result = subprocess.run(
+        ["bash", str(moved / "train_example.sh")],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd="/",
+        env=os.environ | {"WANGEN_PYTHON": sys.executable},
+    )
+    assert result.returncode == 0, result.stderr
+    made = reports(moved)
+    assert made["cache_latents"]["counts"]["computed"] == 0
+    assert made["cache_text"]["counts"]["computed"] == 0
+    original, again = (root / "outputs/example/example.safetensors" for root in (finished, moved))
+    assert original.read_bytes() == again.read_bytes()
+
+
+def test_a_folder_that_holds_something_else_is_left_alone(tmp_path):
+    (tmp_path / "letter.txt").write_text("mine")
+    result = demo(tmp_path)
+    assert result.returncode == 1
+    assert "this folder holds something else" in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["letter.txt"]

@@ -1,0 +1,247 @@
+"""One run at a time, between real processes."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from wangen.generator import lock
+from wangen.generator.errors import WangenError
+from wangen.generator.lock import GAP_S, LEASE_S, Owner, hold
+
+HOLD = """
+import sys
+from pathlib import Path
+from wangen.generator.errors import WangenError
+from wangen.generator.lock import hold
+try:
+    with hold(Path(sys.argv[1])):
+        print("held", flush=True)
+        sys.stdin.readline()
+except WangenError as error:
+    print("refused", flush=True)
+    sys.exit(error.exit_code)
+"""
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "outputs" / "run.lock"
+
+
+@pytest.fixture
+def holder(path):
+    """Start a process that holds the lock until it is told to end; gives the function that starts one."""
+    running = []
+
+    def start(*before: str, **env: str) -> "subprocess.Popen[str]":
+        process = subprocess.Popen(
+            [*before, sys.executable, "-c", HOLD, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env=os.environ | env,
+        )  # fmt: skip
+        running.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        return process
+
+    yield start
+    for process in running:
+        process.kill()
+        process.communicate()
+
+
+def write(path: Path, text: str, age_s: float = 0.0) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    then = time.time() - age_s
+    os.utime(path, (then, then))
+
+
+def here(pid: int, started: float | None = None) -> lock.Process:
+    return pid, psutil.Process(pid).create_time() if started is None else started
+
+
+def owner(run: lock.Process, step: lock.Process | None = None, host: str | None = None) -> str:
+    return Owner(host or lock.socket.gethostname(), run, step or run).text()
+
+
+@pytest.fixture
+def dead():
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    identity = here(process.pid)
+    process.wait()
+    return identity
+
+
+def test_held_while_the_block_runs_and_released_at_its_end(path):
+    with hold(path):
+        assert json.loads(path.read_text())["step"][0] == os.getpid()
+    assert not path.exists()
+    assert list(path.parent.iterdir()) == []
+
+
+def test_released_when_the_block_fails(path):
+    with pytest.raises(KeyboardInterrupt), hold(path):
+        raise KeyboardInterrupt
+    assert not path.exists()
+
+
+def test_no_lock_asked_for_locks_nothing(tmp_path):
+    with hold(None):
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_a_second_live_run_is_refused_and_the_first_named(path, holder):
+    first = holder()
+    with pytest.raises(WangenError) as caught, hold(path):
+        pass
+    assert f"process {first.pid} on {lock.socket.gethostname()}" in str(caught.value)
+    assert str(path) in caught.value.where
+    assert caught.value.cure == "wait for it to end or stop it"
+    first.communicate("\n")
+    assert first.returncode == 0
+    with hold(path):
+        pass
+
+
+def test_the_lock_of_a_killed_run_is_taken_over_at_once(path, holder):
+    first = holder()
+    first.kill()
+    first.wait()
+    assert path.exists()
+    with hold(path):
+        assert Owner.parse(path.read_text()).step[0] == os.getpid()
+    assert list(path.parent.iterdir()) == []
+
+
+def test_a_process_id_that_is_used_again_is_another_process(path):
+    write(path, owner(here(os.getppid(), started=1.0)))
+    with hold(path):
+        pass
+
+
+def test_of_many_that_want_it_exactly_one_gets_it(path, dead):
+    write(path, owner(dead))
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-c", HOLD, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(6)
+    ]
+    first_words = [process.stdout.readline().strip() for process in processes]
+    for process in processes:
+        process.communicate("\n")
+    assert sorted(first_words) == ["held"] + ["refused"] * 5
+    assert sorted(process.returncode for process in processes) == [0, 1, 1, 1, 1, 1]
+    assert list(path.parent.iterdir()) == []
+
+
+@pytest.mark.parametrize(("age_s", "free"), [(LEASE_S - 60, False), (LEASE_S + 60, True)])
+def test_another_machine_counts_as_gone_when_it_has_not_beaten_for_long(path, age_s, free):
+    write(path, owner((1, 1.0), host="elsewhere"), age_s)
+    if free:
+        with hold(path):
+            pass
+    else:
+        with pytest.raises(WangenError, match="on elsewhere, last sign of life"), hold(path):
+            pass
+    assert path.exists() != free
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", '{"host": "x", "run": [1', "[]", "null", '{"host": "h"}', '{"host": "h", "run": [], "step": 1}', "\x00"],
+)
+def test_a_half_written_file_is_waited_for_a_moment_then_replaced(path, text):
+    write(path, text)
+    with pytest.raises(WangenError, match="just starting"), hold(path):
+        pass
+    write(path, text, age_s=60)
+    with hold(path):
+        pass
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("pid", [0, -1, 2**40, 2**70])
+def test_no_process_has_such_an_id(path, pid):
+    write(path, owner((pid, 1.0)))
+    with hold(path):
+        pass
+
+
+def test_the_lock_beats(path, monkeypatch):
+    monkeypatch.setattr(lock, "HEARTBEAT_S", 0.02)
+    with hold(path):
+        os.utime(path, (1, 1))
+        until = time.time() + 5
+        while path.stat().st_mtime < 2 and time.time() < until:
+            time.sleep(0.01)
+        assert time.time() - path.stat().st_mtime < 5
+
+
+def test_another_runs_lock_is_not_removed_at_the_end(path, dead):
+    with hold(path):
+        write(path, owner(dead))
+    assert path.exists()
+
+
+def test_a_folder_that_cannot_be_made(path):
+    write(path.parent.parent / "file", "x")
+    with (
+        pytest.raises(WangenError, match="cannot write the lock file") as caught,
+        hold(path.parent.parent / "file" / "l"),
+    ):
+        pass
+    assert caught.value.cure
+
+
+# ---- in a script -------------------------------------------------------------------------------------------------
+
+needs_sh = pytest.mark.skipif(os.name == "nt", reason="runs a POSIX shell")
+
+
+@needs_sh
+def test_a_script_keeps_the_lock_between_its_steps_and_no_longer(path):
+    step = f"'{sys.executable}' -c '{HOLD}' '{path}'"
+    script = subprocess.Popen(
+        ["sh", "-c", f"{step} && echo between && read pause && {step} && echo end"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, env=os.environ | {"WANGEN_SCRIPT": "1"},
+    )  # fmt: skip
+    assert script.stdin is not None
+    assert script.stdout is not None
+    try:
+        for word in ("held", "between", "held"):
+            assert script.stdout.readline() == f"{word}\n"
+            assert Owner.parse(path.read_text()).run == here(script.pid)
+            with pytest.raises(WangenError, match=f"process {script.pid} "), hold(path):
+                pass
+            script.stdin.write("\n")
+        assert script.stdout.readline() == "end\n"
+    finally:
+        script.kill()
+        script.communicate()
+    with hold(path):
+        pass
+
+
+def test_a_script_run_inside_a_terminal_that_lives_on_frees_the_lock_after_a_while(path, dead):
+    terminal = here(os.getppid())
+    write(path, owner(terminal, step=dead), age_s=GAP_S - 30)
+    with pytest.raises(WangenError, match=f"process {terminal[0]} "), hold(path):
+        pass
+    write(path, owner(terminal, step=dead), age_s=GAP_S + 30)
+    with hold(path):
+        pass
+
+
+def test_a_step_that_lives_holds_the_lock_however_old_its_heartbeat(path):
+    """A computer that slept."""
+    terminal = here(os.getppid())
+    write(path, owner(terminal), age_s=10_000)
+    with pytest.raises(WangenError, match="10000 s ago"), hold(path):
+        pass
