@@ -48,8 +48,8 @@ def run(options: Check) -> Report:
         log.error("  - %s", finding)
     images = sum(survey.num_items for survey in surveys if survey.entry.media == "image")
     clips = sum(survey.num_items for survey in surveys if survey.entry.media == "video")
-    summary = f"{images} images and {clips} clips with captions"
-    verdict = f"{len(findings)} problem{'s' if len(findings) != 1 else ''}" if findings else "all good"
+    summary = f"{_many(images, 'image')} and {_many(clips, 'clip')} with captions"
+    verdict = _many(len(findings), "problem") if findings else "all good"
     return Report(
         folder=options.output_dir or options.dataset_config.parent,
         summary=f"{verdict}: {summary}",
@@ -58,6 +58,10 @@ def run(options: Check) -> Report:
         result={"problems": [str(finding) for finding in findings]},
         ok=not findings,
     )
+
+
+def _many(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 @dataclass

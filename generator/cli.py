@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from wangen.generator.commands import StepCommand
+from wangen.generator.commands import StepCommand, parse
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.steps import STEPS, Check, find_step
 
@@ -115,19 +115,22 @@ def execute(step: Any) -> int:
 
 
 def _check_slug(slug: str, folder: Path | None) -> int:
-    """`wangen check SLUG`: the check step of the published bundle of this host, run where the bundle lives."""
-    from wangen.generator import bundle, workspace
+    """`wangen check SLUG`: the check line of this host's published script, run where the bundle lives."""
+    from wangen.generator import scripts, workspace
     from wangen.generator.paths import slugify
 
     place = workspace.read(folder or workspace.find(Path()))
     target = place.target(workspace.host_platform_name())
-    name = slugify(slug)
-    toml = target.folder / "files" / "tomls" / bundle.toml_name(name, target)
-    if not toml.is_file():
-        raise WangenError(f"{slug!r} is not published for {target.platform.name}", where=str(toml),
+    shell = target.platform.shells[0]
+    script = target.folder / f"train_{slugify(slug)}.{shell}"
+    if not script.is_file():
+        raise WangenError(f"{slug!r} is not published for {target.platform.name}", where=str(script),
                           cure=f"wangen publish {slug}")  # fmt: skip
+    lines = [words for words in scripts.read_steps(script.read_bytes(), shell) if words[0] == Check.command]
+    if not lines:
+        raise WangenError("this script has no check step", where=str(script), cure=f"wangen publish {slug}")
     os.chdir(target.folder)
-    return execute(bundle.bundle_steps(place, target, place.profile(), name)[0])
+    return execute(parse(Check, lines[0][1:]))
 
 
 class CheckCommand(StepCommand):

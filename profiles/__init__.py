@@ -91,6 +91,10 @@ class Model:
     defaults: Mapping[str, Mapping[str, Any]]
     source: str
 
+    def kind_of(self, flag: str) -> str:
+        """What `headers.identify` must call the file that a weight flag takes. Raises KeyError for no such flag."""
+        return {weights.flag: weights.kind for weights in self.weights}[flag]
+
 
 def platform_names() -> list[str]:
     """Names of the platforms that ship with wangen."""

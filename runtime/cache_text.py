@@ -1,7 +1,6 @@
 """`cache_text`: captions -> umT5 embeddings in the cache, each distinct caption once, trimmed to its own length."""
 
 import logging
-from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,26 +54,24 @@ def _fill(options: CacheText, encoder: Encoder, missing: list[Need], valid: list
     from wangen.runtime.cache_writer import Writer
 
     elsewhere = {need.recipe.content_key: need.verdict.entry for need in valid}
-    texts: dict[str, Recipe] = {}
-    writers: dict[str, list[Writer]] = {}
+    wanted: dict[str, list[tuple[Recipe, Writer]]] = {}
     with ExitStack() as stack:
         paths = dict.fromkeys(need.folder.path for need in missing)
-        by_path: dict[Path, Writer] = {path: stack.enter_context(Writer(path)) for path in paths}
+        writers: dict[Path, Writer] = {path: stack.enter_context(Writer(path)) for path in paths}
         for need in missing:
-            key, writer = need.recipe.content_key, by_path[need.folder.path]
-            if entry := elsewhere.get(key):
+            writer = writers[need.folder.path]
+            if entry := elsewhere.get(need.recipe.content_key):
                 writer.put(need.recipe, encoder, load(entry))
                 writer.commit_if_due()
             else:
-                texts.setdefault(key, need.recipe)
-                writers.setdefault(key, []).append(writer)
-        if texts:
-            _encode(options, encoder, list(texts.values()), writers)
-    return len(texts)
+                wanted.setdefault(need.recipe.content_key, []).append((need.recipe, writer))
+        if wanted:
+            _encode(options, encoder, list(wanted.values()))
+    return len(wanted)
 
 
-def _encode(options: CacheText, encoder: Encoder, texts: list[Recipe], writers: Mapping[str, "list[Writer]"]) -> None:
-    """Encode captions in batches of similar length."""
+def _encode(options: CacheText, encoder: Encoder, wanted: "list[list[tuple[Recipe, Writer]]]") -> None:
+    """Encode captions in batches of similar length; each element of `wanted` is one caption and where it is written."""
     import torch
 
     from wangen.runtime.devices import DTYPES, choose_device
@@ -84,27 +81,31 @@ def _encode(options: CacheText, encoder: Encoder, texts: list[Recipe], writers: 
     tokenizer = kind.load_tokenizer(options.tokenizer or options.t5)
     text_encoder = kind.load_text_encoder(options.t5, dtype=DTYPES[encoder.dtype], device=device)
     log.info("  text encoder in %s on %s", encoder.dtype, device)
-    texts = sorted(texts, key=lambda recipe: (len(recipe.content["caption"]), recipe.content["caption"]))
+    captions = {_caption(places): places for places in wanted}
+    texts = sorted(captions, key=lambda text: (len(text), text))
     size = max(1, options.batch_size)
     with progress("captions", len(texts)) as advance:
         for first in range(0, len(texts), size):
             batch = texts[first : first + size]
             try:
-                embeddings = kind.encode_prompts(
-                    text_encoder, tokenizer, [recipe.content["caption"] for recipe in batch]
-                )
+                embeddings = kind.encode_prompts(text_encoder, tokenizer, batch)
             except torch.OutOfMemoryError:
                 raise WangenError(
                     f"out of memory encoding {len(batch)} captions",
                     cure="use --batch_size 1 or --device cpu; what was encoded stays",
                 ) from None
-            for recipe, embedding in zip(batch, embeddings, strict=True):
-                tensors = _entry(embedding)
-                for writer in writers[recipe.content_key]:
-                    writer.put(recipe, encoder, tensors)
-            for writer in {id(w): w for recipe in batch for w in writers[recipe.content_key]}.values():
+            used = {}
+            for text, embedding in zip(batch, embeddings, strict=True):
+                for recipe, writer in captions[text]:
+                    writer.put(recipe, encoder, _entry(embedding))
+                    used[writer.folder] = writer
+            for writer in used.values():
                 writer.commit_if_due()
             advance(len(batch), "")
+
+
+def _caption(places: "list[tuple[Recipe, Writer]]") -> str:
+    return str(places[0][0].content["caption"])
 
 
 def _entry(embedding: Any) -> dict[str, Any]:

@@ -92,7 +92,7 @@ def read(path: Path) -> TrainingState:
     Raises:
         WangenError: it is no complete state.
     """
-    from safetensors.torch import load_file
+    from safetensors.torch import load
 
     manifest = _manifest(path)
     if manifest is None:
@@ -101,8 +101,9 @@ def read(path: Path) -> TrainingState:
         )
     return TrainingState(
         step=manifest["step"],
-        adapter=load_file(path / "adapter.safetensors"),
-        optimizer=load_file(path / "optimizer.safetensors"),
+        # Read as bytes: a memory-mapped file could not be removed on Windows when the next state replaces it.
+        adapter=load((path / "adapter.safetensors").read_bytes()),
+        optimizer=load((path / "optimizer.safetensors").read_bytes()),
         numbers=manifest["numbers"],
         fingerprint=manifest["fingerprint"],
         facts=manifest["facts"],
@@ -141,8 +142,21 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch
     return tensors, numbers
 
 
-def restore_optimizer(optimizer: torch.optim.Optimizer, state: TrainingState) -> None:
-    """Put a saved state into a fresh optimizer over the same parameters."""
+def restore(
+    parameters: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer, state: TrainingState, where: Path
+) -> None:
+    """Put a saved state into fresh parameters and a fresh optimizer over them.
+
+    Raises:
+        WangenError: the state is of an adapter of other modules or another rank.
+    """
+    shapes = {name: parameter.shape for name, parameter in parameters.items()}
+    if shapes != {name: tensor.shape for name, tensor in state.adapter.items()}:
+        raise WangenError("the training state is of an adapter with other modules or another rank", where=str(where),
+                          cure="give the rank it was trained with, or --fresh")  # fmt: skip
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(state.adapter[name])
     values: dict[int, dict[str, Any]] = {}
     for name, value in {**state.optimizer, **state.numbers}.items():
         index, key = name.split(".", 1)

@@ -120,10 +120,11 @@ def write_media(path: Path, video: torch.Tensor, fps: int, metadata: Mapping[str
             _write_mp4(temporary, frames, fps, metadata)
         temporary.replace(path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise WangenError(
             f"cannot write: {error.strerror}", where=str(path), cure="free space or fix the rights"
         ) from None
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _write_png(path: Path, frame: Any, metadata: Mapping[str, str]) -> None:
@@ -139,8 +140,8 @@ def _write_png(path: Path, frame: Any, metadata: Mapping[str, str]) -> None:
 def _write_mp4(path: Path, frames: Any, fps: int, metadata: Mapping[str, str]) -> None:
     """h264, 4:2:0, in bytes that depend on nothing but the frames.
 
-    x264's fast paths read beyond the picture's edge, so that the same frames of 80x64 gave different bytes in a tenth of
-    runs; `cpu-independent` switches them off, and one thread keeps the order.
+    x264's fast paths read beyond the picture's edge, so that the same frames of 80x64 gave other bytes in a tenth of
+    the runs; `cpu-independent` switches them off, and one thread keeps the order.
     """
     import av
 

@@ -50,8 +50,8 @@ def run(options: Train) -> Report:
     """
     _refuse(options)
     require_writable(options.output_dir)
-    headers.expect(options.dit, "wan-transformer-t2v", "dit")
     model = profiles.model(options.task)
+    headers.expect(options.dit, model.kind_of("dit"), "--dit")
     samples = find_entries(read_samples(options.dataset_config, model), options.dataset_config)
     num_steps = _num_steps(options, samples)
     device = choose_device(options.device)
@@ -125,15 +125,18 @@ def _find_state(options: Train) -> TrainingState | None:
 
 def _compare(options: Train, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
     """Refuse to go on with other settings, unless told to."""
+    digests = {"dataset": "other samples or captions", "dit": "another file", "network_weights": "another file"}
     changed = [
-        f"{name}: {old.get(name)} -> {new.get(name)}" for name in sorted({*old, *new}) if old.get(name) != new.get(name)
+        f"{name}: {digests.get(name) or f'{old.get(name)} -> {new.get(name)}'}"
+        for name in sorted({*old, *new})
+        if old.get(name) != new.get(name)
     ]
     if changed and not options.resume_changed:
         listed = "\n".join(f"  - {line}" for line in changed)
         raise WangenError(
             f"an earlier run used other settings\n{listed}",
             where=str(state_folder(options)),
-            cure="--fresh starts again from step 0; --resume_changed goes on with the new settings",
+            cure="--fresh (or removing that folder) starts again from step 0; --resume_changed goes on with the new",
         )
     for line in changed:
         log.warning("  resuming with changed %s", line)
@@ -160,10 +163,7 @@ def _prepare(
     optimizer = make_optimizer(options, list(parameters.values()))
     training = Run(options, kind, transformer, parameters, optimizer, samples, device, num_steps, 0, fingerprint)
     if state:
-        with torch.no_grad():
-            for name, parameter in parameters.items():
-                parameter.copy_(state.adapter[name])
-        checkpoint.restore_optimizer(optimizer, state)
+        checkpoint.restore(parameters, optimizer, state, state_folder(options))
         training = replace(training, step=state.step, facts=dict(state.facts))
     trainable = sum(parameter.numel() for parameter in parameters.values())
     total = sum(parameter.numel() for parameter in transformer.parameters())

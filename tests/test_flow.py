@@ -51,7 +51,7 @@ def test_cutting_keeps_the_shape_and_squeezing_does_not():
 
 
 def test_an_empty_range_is_an_error_in_words():
-    with pytest.raises(WangenError, match="never falls between 999.99 and 1000"):
+    with pytest.raises(WangenError, match=r"never falls between 999\.99 and 1000"):
         TimestepDistribution(sampling="sigmoid", low=0.99999, high=1.0, cut=True).draw(generator_for("x"))
 
 

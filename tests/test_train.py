@@ -198,6 +198,8 @@ def test_changed_settings_stop_with_the_difference_and_two_ways_on(tiny_run, tmp
     assert "--fresh" in str(error.value)
     assert "--resume_changed" in str(error.value)
     assert train.run(replace(changed, resume_changed=True)).result["steps_this_run"] == 1
+    with pytest.raises(WangenError, match="another rank"):
+        train.run(replace(changed, resume_changed=True, network_dim=8, max_train_steps=9))
     assert train.run(replace(changed, fresh=True)).result["steps_this_run"] == 3
 
 
