@@ -152,7 +152,8 @@ def _weights(options: Check) -> Iterator[Finding]:
         except WangenError as error:
             cure = error.cure
             if not path.exists():
-                cure = cure or f"put it there (known names: {', '.join(weights.files[:3])}; from {weights.source})"
+                names = ", ".join(weights.files[:3])
+                cure = f"put it there from {weights.source}, or publish again to find it elsewhere in models ({names})"
             yield Finding(error.where or str(path), f"--{weights.flag}: {error.found}", cure)
     if options.tokenizer and not options.tokenizer.exists():
         yield Finding(

@@ -1,5 +1,6 @@
 """The caching steps from the command line: what they encode, skip, keep, refuse, and leave behind."""
 
+import io
 import json
 import os
 import shutil
@@ -22,6 +23,7 @@ from wangen.runtime import weights
 from wangen.runtime.cache import Entry, Folder, load
 from wangen.runtime.media import load_clip
 from wangen.runtime.models import wan
+from wangen.runtime.progress import progress
 from wangen.runtime.safetensors_file import write
 from wangen.runtime.tiny import write_tiny_wan
 
@@ -607,6 +609,20 @@ def test_progress_lines_are_sparse_and_end_complete(unbroken: Bundle, tmp_path: 
     assert 1 <= len(lines) <= 4
     assert "70/70" in lines[-1]
     assert "left" not in lines[-1]
+
+
+def test_the_bar_of_a_terminal_shows_any_file_name(monkeypatch: pytest.MonkeyPatch):
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "200")
+    with progress("latents", 1) as advance:
+        advance(1, "a[/b] [red].jpg")
+    assert "1/1" in sys.stderr.getvalue()  # type: ignore[attr-defined]
+    assert "a[/b] [red].jpg" in sys.stderr.getvalue()  # type: ignore[attr-defined]
 
 
 def test_the_report_counts_what_came_from_the_cache(bundle: Bundle):

@@ -252,6 +252,23 @@ def test_too_few_frames_are_said_and_never_filled_up(tmp_path: Path):
     assert raised.value.where == str(path)
 
 
+def test_frames_that_an_edit_list_hides_are_not_used(tmp_path: Path):
+    """A telephone's or editor's cut without encoding again: the packets before the cut are there and not shown."""
+    source = numbered_clip(tmp_path / "whole.mp4", 33, 16)
+    path = tmp_path / "cut.mp4"
+    with av.open(str(path), "w") as cut, av.open(str(source)) as whole:
+        stream = whole.streams.video[0]
+        copied = cut.add_stream_from_template(stream)
+        tick = int(1 / 16 / stream.time_base)
+        for packet in whole.demux(stream):
+            if packet.dts is not None:
+                packet.pts, packet.dts, packet.stream = packet.pts - 10 * tick, packet.dts - 10 * tick, copied
+                cut.mux(packet)
+    assert numbers(load_clip(path, SIZE, 0, 23, 16)) == list(range(10, 33))
+    with pytest.raises(WangenError, match="ends before frame 23"):
+        load_clip(path, SIZE, 0, 25, 16)
+
+
 def test_a_damaged_clip_is_one_message(tmp_path: Path):
     path = numbered_clip(tmp_path / "a.mkv", 33, 16, format="matroska")
     whole = path.read_bytes()
