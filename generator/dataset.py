@@ -278,9 +278,12 @@ def _video_facts(path: Path) -> MediaFacts:
             width, height = (frame.height, frame.width) if frame.rotation % 180 else (frame.width, frame.height)
         with av.open(str(path)) as container:
             stream = container.streams.video[0]
-            # AVI and raw streams have decoding times only; the last packet is the flush and holds no data.
+            # AVI and raw streams have decoding times only; the last packet is the flush and holds no data; packets
+            # to be discarded lie before an edit list's start, as in clips that were cut without encoding again.
             times = [
-                (p.pts if p.pts is not None else p.dts, p.duration or 0) for p in container.demux(stream) if p.size
+                (p.pts if p.pts is not None else p.dts, p.duration or 0)
+                for p in container.demux(stream)
+                if p.size and not p.is_discard
             ]
             time_base = float(stream.time_base or 0)
             rate = float(stream.average_rate or 0)

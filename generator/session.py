@@ -237,12 +237,13 @@ def _logging(file: Path | None) -> Iterator[None]:
                               cure="fix its rights or give another --log_file") from None  # fmt: skip
         handlers[1].setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     log.setLevel(logging.INFO)
-    log.propagate = False
+    propagate, log.propagate = log.propagate, False
     for handler in handlers:
         log.addHandler(handler)
     try:
         yield
     finally:
+        log.propagate = propagate
         for handler in handlers:
             log.removeHandler(handler)
             if handler is not handlers[0]:

@@ -76,7 +76,7 @@ def sigmoid(x: float) -> float:
     >>> sigmoid(0.0), sigmoid(-1000.0)
     (0.5, 0.0)
     """
-    return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(max(x, -745.0)) / (1 + math.exp(max(x, -745.0)))
+    return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
 
 
 def shifted(sigma: float, shift: float) -> float:

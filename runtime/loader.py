@@ -1,7 +1,7 @@
 """Cached entries -> batches: which samples, in which order, and their tensors read ahead in threads."""
 
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,9 +9,13 @@ from pathlib import Path
 import torch
 
 from wangen.generator.errors import WangenError
-from wangen.runtime.cache import Encoder, Entry, Folder, Kind, Recipe, Verdict, load
+from wangen.runtime.cache import Entry, Folder, Kind, load
+from wangen.runtime.needs import Need, expected_encoder, judge, recipe_of
 from wangen.runtime.randomness import generator_for
 from wangen.runtime.samples import Sample, by_cache_folder
+
+KINDS: tuple[Kind, ...] = ("latent", "text_encoder_output")
+"""What a text-to-video sample needs."""
 
 
 @dataclass(frozen=True)
@@ -54,44 +58,33 @@ def find_entries(samples: Sequence[Sample], dataset_config: Path) -> list[Cached
     Raises:
         WangenError: entries are missing or stale; the message lists them with the commands to run.
     """
-    recipes: dict[Kind, list[tuple[Folder, Recipe]]] = {"latent": [], "text_encoder_output": []}
-    for folder_path, members in by_cache_folder(samples).items():
-        folder = Folder(folder_path)
-        for sample in members:
-            recipes["latent"].append((folder, Recipe("latent", sample.latent_recipe(), sample.name)))
-            recipes["text_encoder_output"].append(
-                (folder, Recipe("text_encoder_output", sample.text_recipe(), sample.item.path.name))
-            )
-    found = {kind: _judge(needed) for kind, needed in recipes.items()}
-    problems = [
-        f"{recipe.name}: {kind} is {verdict.state}, {verdict.reason}"
-        for kind, needed in recipes.items()
-        for (_, recipe), verdict in zip(needed, found[kind], strict=True)
-        if verdict.entry is None or verdict.state != "valid"
-    ]
-    if problems:
-        listed = "\n".join(f"  - {problem}" for problem in problems[:20])
-        more = f"\n  … and {len(problems) - 20} more" if len(problems) > 20 else ""
+    folders = [Folder(path) for path in by_cache_folder(samples)]
+    needs = {kind: _judge(folders, samples, kind) for kind in KINDS}
+    bad = [need for kind in KINDS for need in needs[kind] if need.verdict.state != "valid"]
+    if bad:
+        lines = [f"  - {n.recipe.name}: {n.recipe.kind} is {n.verdict.state}, {n.verdict.reason}" for n in bad[:20]]
+        more = [f"  … and {len(bad) - 20} more"] if len(bad) > 20 else []
         raise WangenError(
-            f"the cache lacks {len(problems)} entries\n{listed}{more}",
+            "\n".join([f"the cache lacks {len(bad)} entries", *lines, *more]),
             where=str(dataset_config),
             cure=f"run cache_latents and cache_text with --dataset_config {dataset_config}",
         )
-    ordered = [sample for members in by_cache_folder(samples).values() for sample in members]
-    pairs = zip(ordered, found["latent"], found["text_encoder_output"], strict=True)
-    return [CachedSample(s, latent.entry, text.entry) for s, latent, text in pairs if latent.entry and text.entry]
+    entries = {
+        (need.folder.path, need.recipe.content_key): need.verdict.entry for kind in KINDS for need in needs[kind]
+    }
+    return [_cached(sample, entries) for sample in samples]
 
 
-def _judge(needed: Sequence[tuple[Folder, Recipe]]) -> list[Verdict]:
-    """Verdicts by one encoder: the one that made most of what is needed, the newest of equals."""
-    counts: dict[Encoder, tuple[int, int]] = {}
-    wanted = {recipe.content_key for _, recipe in needed}
-    for entry in {id(e): e for folder, _ in needed for e in folder.entries.values()}.values():
-        if entry.content_key in wanted:
-            number, newest_ns = counts.get(entry.encoder, (0, 0))
-            counts[entry.encoder] = (number + 1, max(newest_ns, entry.path.stat().st_mtime_ns))
-    encoder = max(counts, key=lambda e: (counts[e], e.identity, e.dtype)) if counts else None
-    return [folder.judge(recipe, encoder) for folder, recipe in needed]
+def _judge(folders: Sequence[Folder], samples: Sequence[Sample], kind: Kind) -> list[Need]:
+    encoder = expected_encoder(folders, samples, kind, identity=None, dtype=None)
+    return judge(folders, samples, kind, encoder)
+
+
+def _cached(sample: Sample, entries: Mapping[tuple[Path, str], Entry | None]) -> CachedSample:
+    latent, text = (entries[sample.entry.cache_directory, recipe_of(sample, kind).content_key] for kind in KINDS)
+    assert latent is not None, sample.name  # every verdict was valid
+    assert text is not None, sample.name
+    return CachedSample(sample, latent, text)
 
 
 def epoch_batches(samples: Sequence[CachedSample], seed: int, epoch: int) -> list[list[Draw]]:
