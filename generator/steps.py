@@ -30,7 +30,7 @@ class Flag:
     Attributes:
         help: one sentence for `--help` and the docs.
         pinned: scripts spell the flag out even at its default, because it changes the result.
-        knob: scripts offer the value in the block at their top; the value is made of `[A-Za-z0-9.,+-]`.
+        knob: scripts spell the flag out and offer its value, made of `[A-Za-z0-9.,+_-]`, in the block at their top.
         names: other spellings of the flag that take the same value.
         constants: other flags that take no value and stand for one value of this flag (`--sdpa`).
         values: other spellings of a value.
@@ -110,7 +110,8 @@ class Option:
 
     def words(self, value: Any) -> list[str]:
         """The part of a command line that sets this flag to `value`; empty when nothing has to be said."""
-        if value is None or (value == self.default and not self.flag.pinned):
+        spelled_out = self.flag.pinned or self.flag.knob
+        if value is None or (value == self.default and not spelled_out):
             return []
         if self.kind is bool:
             if value:

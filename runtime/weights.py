@@ -68,6 +68,9 @@ def load_transformer(
     model.rope = WanRotaryPosEmbed(HEAD_DIM, patch, model.config.rope_max_seq_len)
     kept = tuple(WanTransformer3DModel._keep_in_fp32_modules)
     _fill(model, path, header, convert_wan_transformer_to_diffusers, dtype, device, keep_float32=kept)
+    # Training runs under autocast, which would round the time embedding; the official code keeps it in float32 too.
+    embed = model.condition_embedder.time_embedder
+    embed.forward = torch.autocast(torch.device(device).type, enabled=False)(embed.forward)
     return model
 
 

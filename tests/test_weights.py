@@ -66,6 +66,16 @@ def test_the_transformer_in_bfloat16_is_close(path: Path, case: int):
     assert model.condition_embedder.time_embedder.linear_1.weight.dtype == torch.float32
 
 
+@pytest.mark.parametrize(("path", "case"), CASES[:3])
+def test_under_autocast_as_in_training_it_is_close_and_the_time_embedding_stays_float32(path: Path, case: int):
+    model = weights.load_transformer(path, dtype=torch.bfloat16)
+    dtypes = set()
+    model.condition_embedder.time_embedder.linear_1.register_forward_hook(lambda *call: dtypes.add(call[2].dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert rel_rms(*run_transformer(model, path, case)) < 0.015
+    assert dtypes == {torch.float32}
+
+
 def test_without_a_dtype_the_stored_one_is_kept():
     model = weights.load_transformer(DIT)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
