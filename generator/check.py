@@ -11,7 +11,7 @@ from wangen import profiles
 from wangen.generator import headers
 from wangen.generator.dataset import read_facts, scan
 from wangen.generator.errors import WangenError
-from wangen.generator.geometry import resampled_frames, windows
+from wangen.generator.geometry import resampled_frames, too_short, windows
 from wangen.generator.session import Report
 from wangen.generator.steps import Check
 from wangen.generator.tokenizer_file import find_tokenizer
@@ -87,11 +87,10 @@ def _survey(entry: DatasetEntry, fps: int) -> _Survey:
     for item in items:
         clips = [(0, 1)]
         if item.media == "video":
-            frames = resampled_frames(read_facts(item.path), fps, entry.source_fps)
-            clips = windows(entry, frames)
-            if not clips:
-                found = f"has {frames} frames at {fps} fps, {min(entry.target_frames)} are needed"
-                survey.findings.append(Finding(str(item.path), found, "shorten target_frames or take it out"))
+            facts = read_facts(item.path)
+            clips = windows(entry, resampled_frames(facts, fps, entry.source_fps))
+            short = too_short(facts, entry, fps)
+            survey.findings += [Finding(str(item.path), *short)] if short else []
         survey.num_latent_frames += sum((count - 1) // 4 + 1 for _, count in clips)
     return survey
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from wangen.generator.commands import StepCommand, parse
+from wangen.generator.commands import StepCommand, given, parse
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.steps import STEPS, Check, find_step
 
@@ -66,9 +66,10 @@ def init(folder: Path) -> int:
     """Make a workspace: wangen.toml and datasets/."""
     from wangen.generator import workspace
 
+    known = (folder / workspace.FILE).is_file()
     path = workspace.init(folder)
-    click.echo(f"workspace: {path.parent.absolute()}")
-    click.echo("next: put images and clips with .txt captions into datasets/NAME/, then: wangen publish NAME")
+    click.echo(f"workspace: {path.parent.absolute()}" + ("  (wangen.toml was there and stays)" if known else ""))
+    click.echo("next: make datasets/NAME/, put images and clips with .txt captions there, then: wangen publish NAME")
     return 0
 
 
@@ -96,6 +97,9 @@ def publish(name: str, folder: Path | None, source: Path | None, platforms: tupl
         click.echo(f"  {target.platform.name:8} {target.folder}  ({counts} files; {', '.join(done.scripts)})")
         for script in done.kept:
             click.echo(f"           {script} was edited by hand and stays; the new text is {script}.new")
+    weights = ", ".join(f"{weight.flag}: {weight.files[0]}" for weight in profile.weights)
+    click.echo(f"next: put the weights into the folder models/ beside the scripts ({weights}),")
+    click.echo(f"      see what is missing with: wangen check {slug}    and run train_{slug} there")
     return 0
 
 
@@ -146,6 +150,10 @@ class CheckCommand(StepCommand):
     def invoke(self, ctx: click.Context) -> Any:
         """With a SLUG the flags are filled in from the workspace."""
         if ctx.params["slug"]:
+            extra = sorted(given(self.step, ctx.params))
+            if extra:
+                raise UsageError(f"check NAME takes its flags from the published script, not --{extra[0]}",
+                                 cure="leave the flags out, or leave the name out and give all flags")  # fmt: skip
             return _check_slug(ctx.params["slug"], ctx.params["workspace"])
         return super().invoke(ctx)
 

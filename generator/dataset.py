@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from wangen.generator.errors import WangenError
+from wangen.generator.install import install_line
 from wangen.generator.paths import windows_name_problem
 
 IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".avif"})
@@ -262,7 +263,7 @@ def _require_av() -> Any:
         raise WangenError(
             "clips need the library av, which is not installed",
             where=sys.executable,
-            cure=f'"{sys.executable}" -m pip install "wangen[runtime]"',
+            cure=install_line(sys.executable),
         ) from None
     return av
 

@@ -92,3 +92,26 @@ def windows(entry: DatasetEntry, num_frames: int) -> list[tuple[int, int]]:
                 starts = sorted({last * number // gaps for number in range(entry.frame_sample)})
         found += [(start, count) for start in starts]
     return found
+
+
+def too_short(facts: MediaFacts, target: DatasetEntry | int, fps: int) -> tuple[str, str] | None:
+    """What is wrong with a video of which no clip can be cut, and the cure; None when one can.
+
+    Args:
+        facts: of the video.
+        target: the block it belongs to, or the clip length in frames that it will be published for.
+        fps: the model's frame rate.
+
+    >>> too_short(MediaFacts(64, 48, 24, 1.5), 33, fps=16)
+    ('has 24 frames at 16 fps, 33 are needed', 'set num_frames = 21 in wangen.toml or take it out')
+    """
+    if isinstance(target, int):
+        frames, needed, setting = resampled_frames(facts, fps), target, "num_frames = {} in wangen.toml"
+        fits = frames >= needed
+    else:
+        frames, needed = resampled_frames(facts, fps, target.source_fps), min(target.target_frames)
+        setting, fits = "target_frames = [{}] in the dataset's TOML", bool(windows(target, frames))
+    if fits:
+        return None
+    fitting = setting.format((frames - 1) // 4 * 4 + 1)
+    return f"has {frames} frames at {fps} fps, {needed} are needed", f"set {fitting} or take it out"

@@ -144,7 +144,7 @@ def slugify(name: str) -> str:
     plain = unicodedata.normalize("NFKD", re.sub(r"['’‘`´]", "", name)).casefold()
     plain = "".join(character for character in plain if not unicodedata.combining(character))
     slug = re.sub(r"[^a-z0-9]+", "_", plain).strip("_")[:_SLUG_LENGTH].rstrip("_")
-    cure = "give a name with Latin letters or digits, such as --name red_house"
+    cure = "give a name with Latin letters or digits, and the media with --source FOLDER"
     if not slug:
         raise WangenError("no letter a-z and no digit is left of this name", where=repr(name), cure=cure)
     problem = windows_name_problem(slug)

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -18,11 +19,11 @@ from wangen.generator import scripts
 from wangen.generator.bundle import CACHE, bundle_steps, toml_name
 from wangen.generator.dataset import Item, Problem, media_of, read_facts, scan
 from wangen.generator.errors import WangenError
-from wangen.generator.geometry import resampled_frames
+from wangen.generator.files import remove, replace, write_text
+from wangen.generator.geometry import too_short
 from wangen.generator.paths import toml_path
-from wangen.generator.session import write_text
 from wangen.generator.steps import Step
-from wangen.generator.tomls import write_dataset
+from wangen.generator.tomls import same_text, signed, unedited, write_dataset
 from wangen.generator.workspace import Target, Workspace, require_writable
 from wangen.profiles import Model
 
@@ -49,7 +50,8 @@ class Published:
         target: where.
         scripts: script names.
         counts: `new`, `same`, `removed` media and captions.
-        kept: scripts that the user had edited; the new text lies beside them as `.new`.
+        kept: scripts and TOML files that the user had edited, relative to the target's folder; the new text lies
+            beside them as `.new`.
     """
 
     target: Target
@@ -77,16 +79,9 @@ def read_source(folder: Path, model: Model) -> list[Item]:
 
 def short_clips(items: Iterable[Item], model: Model) -> list[Problem]:
     """Clips with fewer frames than the model profile's clip length."""
-    found = []
-    for item in items:
-        frames = resampled_frames(read_facts(item.path), model.fps) if item.media == "video" else model.num_frames
-        if frames < model.num_frames:
-            fitting = (frames - 1) // 4 * 4 + 1
-            cure = f"set num_frames = {fitting} in wangen.toml or take it out"
-            found.append(
-                Problem(item.path, f"has {frames} frames at {model.fps} fps, {model.num_frames} are needed", cure)
-            )
-    return found
+    clips = [item.path for item in items if item.media == "video"]
+    short = ((path, too_short(read_facts(path), model.num_frames, model.fps)) for path in clips)
+    return [Problem(path, *words) for path, words in short if words]
 
 
 def publish(workspace: Workspace, target: Target, model: Model, slug: str, items: list[Item]) -> Published:
@@ -111,9 +106,7 @@ def publish(workspace: Workspace, target: Target, model: Model, slug: str, items
     ):
         require_writable(folder)
     _deploy(items, media, result.counts)
-    _write_changed(
-        target.folder / "files" / "tomls" / toml_name(slug, target), dataset_toml(target, model, slug, items)
-    )
+    _write_toml(f"files/tomls/{toml_name(slug, target)}", dataset_toml(target, model, slug, items), result)
     _write_scripts(made, result)
     return result
 
@@ -143,7 +136,21 @@ def dataset_toml(target: Target, model: Model, slug: str, items: Iterable[Item])
     comment = f"{slug} for {model.title}, written by wangen publish; paths are relative to the folder of the scripts"
     if target.root:
         comment = f"{slug} for {model.title}, written by wangen publish"
-    return write_dataset(tuple(blocks), general, comment)
+    return signed(write_dataset(tuple(blocks), general, comment))
+
+
+def _write_toml(name: str, text: str, result: Published) -> None:
+    """Write the dataset's TOML; one that the user edited stays, and the new text goes beside it as `.new`."""
+    path = result.target.folder / name
+    try:
+        old = path.read_bytes() if path.exists() else b""
+    except OSError as error:
+        raise WangenError(f"cannot be read: {error.strerror}", where=str(path), cure="fix its rights") from None
+    if not old or unedited(old) or same_text(old, text):
+        _write_changed(path, text)
+        return
+    _write_changed(path.with_name(f"{path.name}.new"), text)
+    result.kept.append(name)
 
 
 def _reach(target: Target, text: str) -> Path:
@@ -228,7 +235,7 @@ def _write_changed(path: Path, text: str) -> None:
 
 def _remove(path: Path) -> None:
     try:
-        path.unlink(missing_ok=True)
+        remove(path)
     except OSError as error:
         raise WangenError(
             f"cannot remove what the dataset no longer has: {error.strerror}", where=str(path), cure="remove it by hand"
@@ -243,21 +250,29 @@ def _same_bytes(one: Path, two: Path) -> bool:
 
 
 def _place(source: _Source, destination: Path) -> None:
-    """Link or copy one file, whole or not at all."""
+    """Link or copy one file, whole or not at all; the manifest that follows makes its name durable."""
     origin = source.path.resolve()
     if destination.exists() and not destination.is_symlink() and origin == destination.resolve():
         return  # the bundle itself is the source
     temporary = destination.with_name(f".wangen-{os.getpid()}.tmp")  # short, because names may be as long as allowed
     try:
-        temporary.unlink(missing_ok=True)
+        remove(temporary)
         if not source.link or not _linked(origin, temporary):
-            shutil.copyfile(origin, temporary)
-        temporary.replace(destination)
-        temporary.unlink(missing_ok=True)  # renaming a link onto its own file leaves both
+            _copy(origin, temporary)
+        replace(temporary, destination)
+        remove(temporary)  # renaming a link onto its own file leaves both
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise WangenError(f"cannot publish {source.path.name}: {error.strerror}", where=str(destination.parent),
                           cure="free space or fix the rights, then publish again") from None  # fmt: skip
+
+
+def _copy(origin: Path, copy: Path) -> None:
+    """Copy a file's bytes so that they survive a power cut."""
+    shutil.copyfile(origin, copy)
+    with copy.open("rb+") as file:
+        os.fsync(file.fileno())
 
 
 def _linked(origin: Path, link: Path) -> bool:

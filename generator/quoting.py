@@ -160,7 +160,8 @@ def _unreadable(text: str, position: int) -> WangenError:
 def _read_sh(text: str, position: int, knobs: Mapping[str, str]) -> tuple[list[str], int]:
     words: list[str] = []
     open_word = False
-    while not text.startswith("||", position):
+    # The user's further words, and what happens on failure, are no part of the step's own line.
+    while not text.startswith(("||", '"$@"'), position):
         gap = re.compile(r"[ \t]+|\\\n").match(text, position)
         piece = None if gap else _SH_PIECE.match(text, position)
         if gap:

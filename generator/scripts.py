@@ -5,17 +5,16 @@ is seen by a digest in the script's head, and then the script stays and the new 
 """
 
 import hashlib
-import os
 import re
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from wangen.generator import quoting
+from wangen.generator import install, quoting
 from wangen.generator.errors import WangenError
+from wangen.generator.files import write_whole
 from wangen.generator.quoting import Word
 from wangen.generator.steps import Option, Step, options, text_of
 from wangen.profiles import Platform
@@ -98,6 +97,8 @@ def render(bundle: Bundle, shell: str, name: str, knobs: Mapping[str, str] | Non
         "version": bundle.version,
         "platform": bundle.platform.name,
         "torch_index": bundle.platform.torch_index,
+        "package_place": install.PLACE,
+        "package": install.PACKAGE,
         "digest": "0" * 32,
         "knobs": [knob._replace(value=values[knob.name]) for knob in published],
         "names": list(dict.fromkeys(step.command for step in bundle.steps)),
@@ -165,7 +166,7 @@ def write(path: Path, data: bytes, *, beside: bool = False) -> str:
             return "unchanged"
         if beside or not untouched(old):
             target = path.with_name(f"{path.name}.new")
-    _replace(target, data, 0o755 if path.suffix == ".sh" else 0o644)
+    write_whole(target, [data], mode=0o755 if path.suffix == ".sh" else 0o644)
     return "written" if target == path else "kept"
 
 
@@ -203,7 +204,7 @@ def _knobs(steps: tuple[Step, ...]) -> tuple[list[_Knob], dict[tuple[str, str], 
     knobs: dict[str, _Knob] = {}
     variables = {}
     for field, entries in uses.items():
-        shared = len({value for _, _, value in entries}) == 1
+        shared = len({value for _, _, value in entries}) == 1 and _means_all([s for s, _, _ in entries], field, steps)
         for step, option, value in entries:
             variable = field.upper() if shared else f"{field}_{step.command}".upper()
             who = ", ".join(s.command for s, _, _ in entries) if shared else step.command
@@ -211,6 +212,15 @@ def _knobs(steps: tuple[Step, ...]) -> tuple[list[_Knob], dict[tuple[str, str], 
                 raise WangenError(f"two steps {step.command} want different values of {field}", where=variable)
             variables[step.command, field] = variable
     return list(knobs.values()), variables
+
+
+def _means_all(users: Iterable[Step], field: str, steps: tuple[Step, ...]) -> bool:
+    """Whether a variable named after the field alone tells the truth.
+
+    Not when it belongs to one step while others have that field too: BATCH_SIZE would be taken for every step's.
+    """
+    owners = {step.command for step in steps if any(option.name == field for option in options(type(step)))}
+    return len({step.command for step in users}) > 1 or len(owners) == 1
 
 
 def _note(who: str, option: Option, value: str) -> str:
@@ -341,15 +351,3 @@ def _digest(text: str, shell: str) -> str:
 
     plain = _DIGEST.sub(r"\1", _BLOCK.sub(blank, text, count=1), count=1)
     return hashlib.sha256(plain.encode()).hexdigest()[:32]
-
-
-def _replace(path: Path, data: bytes, mode: int) -> None:
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    temporary = Path(name)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        temporary.chmod(mode)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from wangen.generator.errors import WangenError
+from wangen.generator.files import write_text
+from wangen.generator.install import install_line
 from wangen.generator.steps import Step, options
 
 log = logging.getLogger("wangen")
@@ -139,7 +141,7 @@ def _missing(error: ModuleNotFoundError) -> Exception:
     return WangenError(
         f"the library {error.name} is not installed",
         where=sys.executable,
-        cure=f'"{sys.executable}" -m pip install "wangen[runtime]"',
+        cure=install_line(sys.executable),
     )
 
 
@@ -177,26 +179,6 @@ def write_report(step: Step, report: Report, seconds: float) -> Path:
     path = (step.report_dir or report.folder) / f"{step.command}.report.json"
     write_text(path, json.dumps(content, indent=2, ensure_ascii=False, default=_plain) + "\n")
     return path
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a text file whole or not at all: a temporary file in the same folder, then a rename.
-
-    Raises:
-        WangenError: the folder cannot be made or written.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # A file name of another encoding becomes an escape, which is good JSON.
-        temporary.write_bytes(text.encode("utf-8", "backslashreplace"))
-        temporary.replace(path)
-    except OSError as error:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise WangenError(
-            f"cannot write: {error.strerror}", where=str(path), cure="free space or fix the rights"
-        ) from None
 
 
 def _plain(value: Any) -> Any:

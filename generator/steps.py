@@ -116,7 +116,7 @@ class Option:
         if self.kind is bool:
             if value:
                 return [f"--{self.name}"]
-            return [f"--no_{self.name}"] if self.default is True else []
+            return [f"--no_{self.name}"] if self.default is True or spelled_out else []
         if self.length is None:
             return joined(self.name, text_of(value))
         if self.length:
@@ -362,7 +362,7 @@ class Train(Step):
     min_timestep: int = flag("lowest timestep, 0 is clean", 0, pinned=True)
     max_timestep: int = flag("highest timestep, 1000 is pure noise", 1000, pinned=True)
     preserve_distribution_shape: bool = flag(
-        "cut the distribution to [min, max] instead of squeezing it into it", False
+        "cut the distribution to [min, max] instead of squeezing it into it", False, pinned=True
     )
     weighting_scheme: Literal["none", "sigma_sqrt", "cosmap"] = flag("loss weight by timestep", "none", pinned=True)
     seed: int = flag("seed of order, noise, timesteps, dropout and initial weights", 42, pinned=True, knob=True)
@@ -379,7 +379,7 @@ class Train(Step):
     )
     save_precision: Dtype = flag("precision of the LoRA file", "float32", pinned=True, values=DTYPE_VALUES)
     lora_layout: tuple[Literal["comfyui", "kohya", "diffusers"], ...] = flag(
-        "layouts to save the LoRA in; every further one gets its name as a suffix", ("comfyui",)
+        "layouts to save the LoRA in; every further one gets its name as a suffix", ("comfyui",), pinned=True
     )
     logging_dir: Path | None = flag("TensorBoard folder (default: logs inside the output folder)", None)
     log_with: Literal["tensorboard", "none"] = flag("experiment log", "tensorboard")

@@ -3,6 +3,7 @@
 The dataset schema is musubi-tuner's, so that existing files work. Unknown keys are refused with the nearest known one.
 """
 
+import hashlib
 import logging
 import re
 import tomllib
@@ -78,6 +79,7 @@ class DatasetEntry:
 _VIDEO = {"target_frames", "frame_extraction", "frame_stride", "frame_sample", "max_frames", "source_fps"}
 _SHARED = {f.name for f in fields(DatasetEntry)} - {"directory", "media", "cache_directory"}
 _OWN = {"image_directory", "video_directory", "cache_directory"}
+_DIGEST = re.compile(r"^# wangen-digest: ([0-9a-f]{32})\n", re.MULTILINE)
 _PATH_LINE = re.compile(r"""^\s*([\w.-]+)\s*=\s*"([^"]*\\[^"]*)"[^"]*$""")
 
 
@@ -292,3 +294,37 @@ def write_dataset(entries: tuple[Mapping[str, Any], ...], general: Mapping[str, 
         blocks.append(table)
     document.add("datasets", blocks)
     return tomlkit.dumps(document)
+
+
+def signed(text: str) -> str:
+    """A TOML text with a line in its leading comment by which an edit by hand is seen later.
+
+    >>> print(signed("# cats\\na = 1\\n"))
+    # cats
+    # wangen-digest: de8afd98252a6eca2ad473ead7ad84c5
+    a = 1
+    <BLANKLINE>
+    """
+    head = re.match(r"(#.*\n)*", text)
+    place = head.end() if head else 0
+    return f"{text[:place]}# wangen-digest: {_digest(text)}\n{text[place:]}"
+
+
+def unedited(data: bytes) -> bool:
+    """Whether a TOML file on disk is what `signed` made; line ends that an editor changed are no edit."""
+    text = _plain(data)
+    found = _DIGEST.search(text)
+    return found is not None and found[1] == _digest(_DIGEST.sub("", text, count=1))
+
+
+def same_text(data: bytes, text: str) -> bool:
+    """Whether a TOML file on disk says what `text` says, the line with the digest aside."""
+    return _DIGEST.sub("", _plain(data), count=1) == _DIGEST.sub("", text, count=1)
+
+
+def _plain(data: bytes) -> str:
+    return data.removeprefix(b"\xef\xbb\xbf").decode("utf-8", "replace").replace("\r\n", "\n")
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -16,8 +16,8 @@ from wangen import profiles
 from wangen.generator import tomls
 from wangen.generator.commands import convert
 from wangen.generator.errors import UsageError, WangenError
+from wangen.generator.files import write_text
 from wangen.generator.paths import Machine, PathError, automount_root, translate
-from wangen.generator.session import write_text
 from wangen.generator.steps import STEPS, find_step, options
 
 FILE = "wangen.toml"

@@ -61,12 +61,13 @@ def add_lora(transformer: WanTransformer3DModel, options: Train, targets: str) -
     return parameters
 
 
-def current_lora(transformer: WanTransformer3DModel, alpha: float) -> Lora:
-    """The adapter's present weights, by module."""
-    layers = {name: module for name, module in transformer.named_modules() if hasattr(module, "lora_A")}
+def as_lora(parameters: Mapping[str, torch.Tensor], alpha: float) -> Lora:
+    """The adapter's parameters, of a model in memory or of a training state, by module."""
+    down, up = f".lora_A.{NAME}.weight", f".lora_B.{NAME}.weight"
+    modules = sorted(name.removesuffix(down) for name in parameters if name.endswith(down))
     return {
-        name: LoraWeight(layer.lora_A[NAME].weight.detach().cpu(), layer.lora_B[NAME].weight.detach().cpu(), alpha)
-        for name, layer in sorted(layers.items())
+        name: LoraWeight(parameters[name + down].detach().cpu(), parameters[name + up].detach().cpu(), alpha)
+        for name in modules
     }
 
 
@@ -78,7 +79,7 @@ def save_lora(path: Path, lora: Lora, options: Train, metadata: Mapping[str, str
     """
     dtype: torch.dtype = getattr(torch, options.save_precision)
     written = []
-    for number, layout in enumerate(options.lora_layout or ("comfyui",)):
+    for number, layout in enumerate(options.lora_layout):
         target = path if number == 0 else path.with_name(f"{path.stem}-{layout}{path.suffix}")
         tensors = {name: tensor.to(dtype) for name, tensor in to_layout(lora, layout).items()}
         write(target, tensors, metadata)

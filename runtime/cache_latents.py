@@ -2,7 +2,8 @@
 
 import logging
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,10 +12,11 @@ from wangen.generator import headers
 from wangen.generator.errors import WangenError
 from wangen.generator.session import Report
 from wangen.generator.steps import CacheLatents
+from wangen.runtime.ahead import ahead
 from wangen.runtime.cache import Encoder
 from wangen.runtime.media import load_clip, load_image
 from wangen.runtime.models import Family, family, model_of_vae
-from wangen.runtime.needs import Need, fill
+from wangen.runtime.needs import Need, fill, vae_dtype
 from wangen.runtime.progress import Advance, progress
 from wangen.runtime.samples import Sample, read_samples
 
@@ -40,11 +42,14 @@ def run(options: CacheLatents) -> Report:
 
 def _encoder(options: CacheLatents) -> Encoder:
     """The VAE's identity and precision. Torch is asked only when the precision depends on the device."""
-    dtype: str | None = options.vae_dtype
-    if dtype != "float32":  # float32 is right on every device; anything else depends on it
+    dtype = vae_dtype(options.vae_dtype)
+    if dtype != options.vae_dtype:
+        log.warning("ROCm: the VAE runs in %s; %s gives zero or non-finite latents on some builds",
+                    dtype, options.vae_dtype)  # fmt: skip
+    if dtype is None:
         from wangen.runtime.devices import choose_device, choose_vae_dtype
 
-        dtype = choose_vae_dtype(dtype, choose_device(options.device))
+        dtype = choose_vae_dtype(None, choose_device(options.device))
     return Encoder(headers.identity(options.vae), dtype)
 
 
@@ -79,20 +84,26 @@ def _encode_folder(
     import torch
 
     batches = list(_batches(needs, options.batch_size))
-    for batch, frames in _decoded(batches, max(1, options.num_workers)):
-        video = torch.from_numpy(np.stack(frames)).to(vae.device)  # (B, 3, T, H, W) uint8
-        try:
-            latents = kind.encode_video(vae, video.to(torch.float32) / 127.5 - 1)
-        except torch.OutOfMemoryError:
-            first = batch[0].sample
-            raise WangenError(
-                f"out of memory encoding {first.name} ({first.count} frames of {first.size[0]}x{first.size[1]})",
-                cure="use --batch_size 1, a smaller resolution or fewer target_frames; what was encoded stays",
-            ) from None
-        for need, latent in zip(batch, latents.to(getattr(torch, encoder.dtype)).cpu(), strict=True):
-            writer.put(need.recipe, encoder, {"latent": latent.contiguous()})
-            advance(1, need.sample.name)
-        writer.commit_if_due()
+    jobs = (partial(_frames, need.sample) for batch in batches for need in batch)
+    with closing(ahead(jobs, options.num_workers)) as decoded:
+        for batch in batches:
+            frames = [next(decoded) for _ in batch]
+            video = torch.from_numpy(np.stack(frames)).to(vae.device)  # (B, 3, T, H, W) uint8
+            try:
+                latents = kind.encode_video(vae, video.to(torch.float32) / 127.5 - 1)
+            except torch.OutOfMemoryError:
+                raise _out_of_memory(batch[0].sample) from None
+            for need, latent in zip(batch, latents.to(getattr(torch, encoder.dtype)).cpu(), strict=True):
+                writer.put(need.recipe, encoder, {"latent": latent.contiguous()})
+                advance(1, need.sample.name)
+            writer.commit_if_due()
+
+
+def _out_of_memory(first: Sample) -> WangenError:
+    return WangenError(
+        f"out of memory encoding {first.name} ({first.count} frames of {first.size[0]}x{first.size[1]})",
+        cure="use --batch_size 1, a smaller resolution or fewer target_frames; what was encoded stays",
+    )
 
 
 def _batches(needs: Sequence[Need], limit: int | None) -> Iterator[list[Need]]:
@@ -105,23 +116,6 @@ def _batches(needs: Sequence[Need], limit: int | None) -> Iterator[list[Need]]:
         rest = iter(members)
         while batch := list(islice(rest, size)):
             yield batch
-
-
-def _decoded(batches: Sequence[list[Need]], num_workers: int) -> Iterator[tuple[list[Need], list[Any]]]:
-    """Batches with their frames, decoded in threads, at most `num_workers` batches ahead."""
-    waiting: list[tuple[list[Need], list[Future[Any]]]] = []
-    rest = iter(batches)
-    pool = ThreadPoolExecutor(num_workers)
-    try:
-        for batch in rest:
-            waiting.append((batch, [pool.submit(_frames, need.sample) for need in batch]))
-            if len(waiting) > num_workers:
-                first, futures = waiting.pop(0)
-                yield first, [future.result() for future in futures]
-        for batch, futures in waiting:
-            yield batch, [future.result() for future in futures]
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 def _frames(sample: Sample) -> Any:

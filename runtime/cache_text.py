@@ -12,7 +12,7 @@ from wangen.generator.session import Report
 from wangen.generator.steps import CacheText
 from wangen.runtime.cache import Encoder, Recipe, load
 from wangen.runtime.models import family, text_encoder_identity
-from wangen.runtime.needs import Need, fill
+from wangen.runtime.needs import ANY_MODEL, Need, fill
 from wangen.runtime.progress import progress
 from wangen.runtime.samples import read_samples
 
@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from wangen.runtime.cache_writer import Writer
 
 log = logging.getLogger("wangen")
-
-_MODEL = "t2v-14B"
-"""Every Wan model has the same text encoder; captions do not depend on which one it is."""
 
 
 def run(options: CacheText) -> Report:
@@ -34,7 +31,7 @@ def run(options: CacheText) -> Report:
         WangenError: a caption is missing, the file is no umT5, values are not finite, the disk is full.
     """
     headers.expect(options.t5, "umt5-encoder", "--t5")
-    samples = read_samples(options.dataset_config, profiles.model(_MODEL), make_folders=True)
+    samples = read_samples(options.dataset_config, profiles.model(ANY_MODEL), make_folders=True)
     encoder = Encoder(text_encoder_identity(options.t5, options.tokenizer), _dtype(options))
     return fill(
         options, samples, "text_encoder_output", encoder, lambda missing, valid: _fill(options, encoder, missing, valid)
@@ -76,7 +73,7 @@ def _encode(options: CacheText, encoder: Encoder, wanted: "list[list[tuple[Recip
 
     from wangen.runtime.devices import DTYPES, choose_device
 
-    kind = family(profiles.model(_MODEL))
+    kind = family(profiles.model(ANY_MODEL))
     device = choose_device(options.device)
     tokenizer = kind.load_tokenizer(options.tokenizer or options.t5)
     text_encoder = kind.load_text_encoder(options.t5, dtype=DTYPES[encoder.dtype], device=device)

@@ -17,8 +17,9 @@ from pathlib import Path
 import torch
 
 from wangen.generator.errors import WangenError
+from wangen.generator.files import replace, sync_folder
 from wangen.runtime.cache import FORMAT, RECIPE_VERSIONS, Encoder, Recipe
-from wangen.runtime.safetensors_file import replace, serialize, sync_folder
+from wangen.runtime.safetensors_file import serialize
 from wangen.runtime.samples import make_folder
 
 ABANDONED_S = 3600.0

@@ -1,6 +1,7 @@
 """`check_cache`: which entries are valid, stale, missing or corrupt. Needs no torch."""
 
 import logging
+from collections.abc import Sequence
 
 from wangen import profiles
 from wangen.generator import headers
@@ -8,27 +9,41 @@ from wangen.generator.session import Report
 from wangen.generator.steps import CheckCache
 from wangen.runtime.cache import Encoder, Folder, Kind
 from wangen.runtime.models import model_of_vae, text_encoder_identity
-from wangen.runtime.needs import Need, count_states, expected_encoder, judge
+from wangen.runtime.needs import (
+    ANY_MODEL,
+    KINDS,
+    count_states,
+    expected_encoder,
+    judge,
+    listing,
+    problem,
+    vae_dtype,
+)
 from wangen.runtime.samples import Sample, by_cache_folder, read_samples
 
 log = logging.getLogger("wangen")
-
-KINDS: tuple[Kind, ...] = ("latent", "text_encoder_output")
 
 
 def run(options: CheckCache) -> Report:
     """Judge every entry that training would need; fails unless all are valid.
 
+    Without --vae the samples are cut as any profile says. That is right because of a profile only the frame rate and
+    the bucket step count here; both go with the VAE's strides, which profiles that share a VAE share, and in this
+    version all share one.
+
     Raises:
-        WangenError: the dataset or a weight file cannot be read.
+        WangenError: the dataset or a weight file cannot be read; it is open which encoder's entries training takes.
     """
-    model = model_of_vae(options.vae) if options.vae else profiles.model("t2v-14B")
+    model = model_of_vae(options.vae) if options.vae else profiles.model(ANY_MODEL)
     samples = read_samples(options.dataset_config, model, trust_memo=not options.deep)
     folders = [Folder(path, deep=options.deep) for path in by_cache_folder(samples)]
-    needs = {kind: judge(folders, samples, kind, _encoder(options, folders, samples, kind)) for kind in KINDS}
+    encoders = {kind: _encoder(options, folders, samples, kind) for kind in KINDS}
+    needs = {kind: judge(folders, samples, kind, encoders[kind]) for kind in KINDS}
     counts = {kind: count_states(need.verdict for need in found) for kind, found in needs.items()}
     valid = [need.verdict.entry for found in needs.values() for need in found if need.verdict.state == "valid"]
-    problems = [_problem(need) for found in needs.values() for need in found if need.verdict.state != "valid"]
+    problems = [problem(need) for found in needs.values() for need in found if need.verdict.state != "valid"]
+    if not problems:
+        problems = [line for kind in KINDS for line in _others(options, folders, samples, kind, encoders[kind])]
     num_bytes = sum(entry.num_bytes for entry in valid if entry)
     _print(counts, problems)
     ending = "run cache_latents and cache_text again" if problems else "training finds all it needs"
@@ -43,23 +58,32 @@ def run(options: CheckCache) -> Report:
 
 
 def _encoder(options: CheckCache, folders: list[Folder], samples: list[Sample], kind: Kind) -> Encoder | None:
-    """The encoder to judge against: what the flags name, and for the rest what most entries were made with."""
+    """The encoder to judge against: what the flags name, and for the rest what training would take."""
     if kind == "latent":
         identity = headers.identity(options.vae) if options.vae else None
-        return expected_encoder(folders, samples, kind, identity, options.vae_dtype)
-    identity = text_encoder_identity(options.t5, options.tokenizer) if options.t5 else None
-    return expected_encoder(folders, samples, kind, identity, options.t5_dtype)
+        dtype = vae_dtype(options.vae_dtype)
+    else:
+        identity = text_encoder_identity(options.t5, options.tokenizer) if options.t5 else None
+        dtype = options.t5_dtype
+    return expected_encoder(folders, samples, kind, options.dataset_config, identity=identity, dtype=dtype)
 
 
-def _problem(need: Need) -> str:
-    return f"{need.recipe.name}: {need.recipe.kind} is {need.verdict.state}, {need.verdict.reason}"
+def _others(
+    options: CheckCache, folders: list[Folder], samples: list[Sample], kind: Kind, judged: Encoder | None
+) -> list[str]:
+    """One line when training would take entries of another encoder than was judged against."""
+    taken = expected_encoder(folders, samples, kind, options.dataset_config)
+    if taken == judged or taken is None or judged is None:
+        return []
+    return [
+        f"every {kind} of {judged.identity[:8]} in {judged.dtype} is there, but training takes those of the last "
+        f"caching run, {taken.identity[:8]} in {taken.dtype}"
+    ]
 
 
-def _print(counts: dict[Kind, dict[str, int]], problems: list[str]) -> None:
+def _print(counts: dict[Kind, dict[str, int]], problems: Sequence[str]) -> None:
     log.info("  %-22s %6s %6s %8s %8s", "kind", "valid", "stale", "missing", "corrupt")
     for kind, tally in counts.items():
         log.info("  %-22s %6d %6d %8d %8d", kind, *(tally[s] for s in ("valid", "stale", "missing", "corrupt")))
-    for problem in problems[:20]:
-        log.error("  - %s", problem)
-    if len(problems) > 20:
-        log.error("  … and %d more, all in the report", len(problems) - 20)
+    for line in listing(problems):
+        log.error("%s", line)

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from wangen.generator.errors import WangenError
-from wangen.generator.session import write_text
-from wangen.runtime.safetensors_file import sync_folder, write
+from wangen.generator.files import sync_folder, write_text
+from wangen.runtime.safetensors_file import write
 
 MANIFEST = "state.json"
 FORMAT = "wangen-state-1"
@@ -30,7 +30,7 @@ class TrainingState:
         step: optimizer steps done.
         adapter: trainable weights by parameter name.
         optimizer: the optimizer's tensors: `<parameter number>.<name>`.
-        numbers: the optimizer's plain numbers, by the same names.
+        numbers: the optimizer's plain numbers, by the same names, and those of its group as `group.<name>`.
         fingerprint: every setting and digest that decides the result.
         facts: small things to carry on: the first loss.
     """
@@ -43,8 +43,8 @@ class TrainingState:
     facts: Mapping[str, Any]
 
 
-def save(folder: Path, state: TrainingState) -> Path:
-    """Write `<folder>/step-<number>` whole or not at all, and return it.
+def save(folder: Path, state: TrainingState, *, keep: bool = False) -> Path:
+    """Write `<folder>/step-<number>` whole or not at all, and return it; `remove_others` spares one to keep.
 
     Raises:
         WangenError: the disk refused; earlier states are untouched.
@@ -63,12 +63,17 @@ def save(folder: Path, state: TrainingState) -> Path:
             "numbers": state.numbers,
             "fingerprint": state.fingerprint,
             "facts": state.facts,
+            "keep": keep,
         }
         write_text(staging / MANIFEST, json.dumps(manifest, indent=1, sort_keys=True))
+        sync_folder(staging)
+        aside = folder / f"{final.name}-old"  # still a state that `newest` finds, should the next lines be cut short
         if final.exists():
-            shutil.rmtree(final)
+            shutil.rmtree(aside, ignore_errors=True)
+            final.replace(aside)
         staging.replace(final)
         sync_folder(folder)
+        shutil.rmtree(aside, ignore_errors=True)
     except OSError as error:
         raise WangenError(
             f"cannot save the training state: {error.strerror}",
@@ -82,8 +87,9 @@ def save(folder: Path, state: TrainingState) -> Path:
 
 def newest(folder: Path) -> Path | None:
     """The complete state with the most steps, or None."""
-    complete = [path for path in folder.glob("step-*") if _manifest(path) is not None] if folder.is_dir() else []
-    return max(complete, default=None)
+    paths = folder.glob("step-*") if folder.is_dir() else []
+    steps = {path: manifest["step"] for path in paths if (manifest := _manifest(path)) is not None}
+    return max(steps, key=lambda path: (steps[path], -len(path.name)), default=None)
 
 
 def read(path: Path) -> TrainingState:
@@ -111,9 +117,11 @@ def read(path: Path) -> TrainingState:
 
 
 def remove_others(folder: Path, keep: set[Path]) -> None:
-    """Remove the states of a folder except those to keep."""
+    """Remove the states of a folder except these and those that were saved to be kept."""
+    spared = {path.resolve() for path in keep}
     for path in folder.glob("step-*"):
-        if path not in keep:
+        manifest = _manifest(path)
+        if path.resolve() not in spared and not (manifest and manifest.get("keep")):
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -139,6 +147,10 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch
             else:
                 raise WangenError(f"{type(optimizer).__name__} keeps a {type(value).__name__}, which cannot be resumed",
                                   cure="choose another --optimizer_type")  # fmt: skip
+    # Some optimizers count in their group (Prodigy's d, schedule-free's k); the learning rate follows the step.
+    for name, value in optimizer.param_groups[0].items():
+        if name != "lr" and isinstance(value, int | float | bool):
+            numbers[f"group.{name}"] = value
     return tensors, numbers
 
 
@@ -158,17 +170,18 @@ def restore(
         for name, parameter in parameters.items():
             parameter.copy_(state.adapter[name])
     values: dict[int, dict[str, Any]] = {}
+    group: dict[str, Any] = {}
     for name, value in {**state.optimizer, **state.numbers}.items():
         index, key = name.split(".", 1)
-        values.setdefault(int(index), {})[key] = value
-    whole = optimizer.state_dict()
-    optimizer.load_state_dict({"state": values, "param_groups": whole["param_groups"]})
+        (group if index == "group" else values.setdefault(int(index), {}))[key] = value
+    groups = [{**old, **group} for old in optimizer.state_dict()["param_groups"]]
+    optimizer.load_state_dict({"state": values, "param_groups": groups})
 
 
 def _manifest(path: Path) -> dict[str, Any] | None:
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         whole = all((path / name).stat().st_size == size for name, size in manifest["files"].items())
-        if manifest.get("format") == FORMAT and whole:
+        if manifest["format"] == FORMAT and whole and isinstance(manifest["step"], int):
             return dict(manifest)
     return None

@@ -18,7 +18,7 @@ from wangen.generator import workspace
 from wangen.generator.bundle import find_weights
 from wangen.generator.dataset import media_of
 from wangen.generator.errors import WangenError
-from wangen.generator.session import write_text
+from wangen.generator.files import write_text
 from wangen.generator.steps import Generate
 from wangen.generator.workspace import FILE, Target, Workspace
 from wangen.profiles import Model
@@ -63,10 +63,11 @@ def run(folder: Path) -> int:
     code = _run_script(target)
     if code:
         return code
-    video = target.folder / "outputs" / SLUG / "demo.mp4"
-    lora = target.folder / "outputs" / SLUG / f"{SLUG}.safetensors"
+    outputs = target.folder / "outputs" / SLUG
+    video, lora = outputs / "demo.mp4", outputs / f"{SLUG}.safetensors"
+    skipped += _skipped_steps(outputs)
     if video.is_file() and video.stat().st_mtime >= lora.stat().st_mtime:
-        skipped.append("generation (the clip is newer than the LoRA)")
+        skipped.append("generate")
     else:
         code = _generate(target, model, lora, video)
         if code:
@@ -75,18 +76,25 @@ def run(folder: Path) -> int:
     return 0
 
 
+def _skipped_steps(outputs: Path) -> list[str]:
+    """Which steps of the script found their work done."""
+    reports = {step: _report(outputs / f"{step}.report.json") for step in ("cache_latents", "cache_text", "train")}
+    skipped = [step for step in ("cache_latents", "cache_text") if not reports[step]["counts"]["computed"]]
+    return [*skipped, *(["train"] if reports["train"]["result"]["done_before"] else [])]
+
+
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)  # noqa: T201 - the demo's own words, beside the steps' log
 
 
 def _workspace(folder: Path) -> Workspace:
     """Make the workspace with a copy of the example, or open the one of an earlier run."""
-    if folder.exists() and any(folder.iterdir()) and not (folder / FILE).is_file():
-        raise WangenError("this folder holds something else", where=str(folder), cure="give --dir another folder")
-    workspace.init(folder)
-    marker = folder / FILE
     wanted = _TOML.format(platform=workspace.host_platform_name())
-    if not marker.read_text(encoding="utf-8").startswith(wanted.splitlines()[0]):
+    marker = folder / FILE
+    if folder.exists() and not (marker.is_file() and _is_demo(marker)) and (folder.is_file() or any(folder.iterdir())):
+        raise WangenError("this is not a folder of an earlier demo", where=str(folder), cure="give --dir a new folder")
+    if not marker.is_file():
+        workspace.init(folder)
         write_text(marker, wanted)
     dataset = folder / "datasets" / SLUG
     dataset.mkdir(parents=True, exist_ok=True)
@@ -96,6 +104,10 @@ def _workspace(folder: Path) -> Workspace:
             if (media_of(path) or path.suffix == ".txt") and not copy.exists():
                 copy.write_bytes(path.read_bytes())
     return workspace.read(folder)
+
+
+def _is_demo(file: Path) -> bool:
+    return file.read_text(encoding="utf-8", errors="replace").startswith(_TOML.splitlines()[0])
 
 
 def _make_weights(target: Target, model: Model, place: Workspace) -> list[str]:
@@ -149,7 +161,8 @@ def _table(target: Target, lora: Path, video: Path, skipped: list[str], seconds:
         table.add_column(column, overflow="fold", justify="right" if column == "seconds" else "left")
     for step in ("check", "cache_latents", "cache_text", "check_cache", "train", "generate"):
         report = _report(outputs / f"{step}.report.json")
-        table.add_row(step, report["summary"], f"{report['timings']['total_s']:.1f}")
+        seconds_of_step = "skipped" if step in skipped else f"{report['timings']['total_s']:.1f}"
+        table.add_row(step, report["summary"], seconds_of_step)
     result = _report(outputs / "train.report.json")["result"]
     console = Console()
     console.print(table)

@@ -52,13 +52,14 @@ def choose_dtype(name: str | None, device: torch.device) -> str:
     return name or ("float32" if device.type == "cpu" else "bfloat16")
 
 
-def set_attention(transformer: Any, name: str, device: torch.device, *, backward: bool) -> str:
+def set_attention(transformer: Any, name: str, device: torch.device, dtype: torch.dtype, *, backward: bool) -> str:
     """Set the attention kernel of a diffusers transformer and return its name.
 
     Args:
         transformer: the module.
         name: a value of `--attention`; `auto` takes the first of flash3, flash, sdpa that runs here.
         device: where it will run.
+        dtype: of queries, keys and values; most kernels know no float32.
         backward: the kernel must also have a backward pass.
 
     Raises:
@@ -68,7 +69,7 @@ def set_attention(transformer: Any, name: str, device: torch.device, *, backward
     logging.getLogger("diffusers.models.modeling_utils").setLevel(logging.ERROR)
     wanted = ("flash3", "flash", "sdpa") if name == "auto" else (name,)
     for kernel in wanted:
-        reason = _try_kernel(kernel, device, backward=backward)
+        reason = _try_kernel(kernel, device, dtype, backward=backward)
         if reason is None:
             transformer.set_attention_backend(_BACKENDS[kernel])
             return kernel
@@ -78,7 +79,7 @@ def set_attention(transformer: Any, name: str, device: torch.device, *, backward
     )
 
 
-def _try_kernel(kernel: str, device: torch.device, *, backward: bool) -> str | None:
+def _try_kernel(kernel: str, device: torch.device, dtype: torch.dtype, *, backward: bool) -> str | None:
     """Run a kernel once on small tensors; None when it works, else why not."""
     from diffusers.models.attention_dispatch import dispatch_attention_fn
 
@@ -86,7 +87,7 @@ def _try_kernel(kernel: str, device: torch.device, *, backward: bool) -> str | N
         return None if kernel == "sdpa" else "there is no GPU"
     try:
         query, key, value = (
-            torch.randn(1, 128, 2, 128, device=device, dtype=torch.bfloat16, requires_grad=backward) for _ in range(3)
+            torch.randn(1, 128, 2, 128, device=device, dtype=dtype, requires_grad=backward) for _ in range(3)
         )
         output = dispatch_attention_fn(query, key, value, backend=_BACKENDS[kernel])
         if backward:

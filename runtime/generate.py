@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from wangen import profiles
+from wangen.generator.dataset import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.session import Report
 from wangen.generator.steps import Generate
@@ -21,6 +22,7 @@ from wangen.runtime.progress import progress
 
 log = logging.getLogger("wangen")
 
+OTHER_MEDIA = (IMAGE_SUFFIXES | VIDEO_SUFFIXES | {".gif", ".apng"}) - {".mp4", ".png"}
 X264 = {"crf": "18", "threads": "1", "x264-params": "cpu-independent=1"}
 
 
@@ -36,13 +38,19 @@ def run(options: Generate) -> Report:
     texts = _texts(kind, options, device)
     dtype = DTYPES[choose_dtype(options.dtype, device)]
     transformer = kind.load_transformer(options.dit, dtype=dtype, device=device)
-    kernel = set_attention(transformer, options.attention, device, backward=False)
+    kernel = set_attention(transformer, options.attention, device, dtype, backward=False)
     _apply_loras(transformer, options)
     vae_dtype = choose_vae_dtype(options.vae_dtype, device)
     vae = kind.load_vae(options.vae, dtype=DTYPES[vae_dtype], device=device)
-    with progress("sampling", options.infer_steps) as advance:
-        latents = kind.sample_latents(transformer, vae, options, texts, lambda _number: advance(1, ""))
-    video = kind.decode_latents(vae, latents)[0]  # (3, T, H, W) in [-1, 1]
+    try:
+        with progress("sampling", options.infer_steps) as advance:
+            latents = kind.sample_latents(transformer, vae, options, texts, lambda _number: advance(1, ""))
+        video = kind.decode_latents(vae, latents)[0]  # (3, T, H, W) in [-1, 1]
+    except torch.OutOfMemoryError:
+        raise WangenError(
+            f"out of memory sampling {options.video_length} frames of {options.video_size[1]}x{options.video_size[0]}",
+            cure="use a smaller --video_size, fewer frames (--video_length) or --guidance_scale 1",
+        ) from None
     path = _file(options)
     write_media(path, video, options.fps, {"wangen": json.dumps(asdict(options), default=str, sort_keys=True)})
     frames, (height, width) = options.video_length, options.video_size
@@ -69,16 +77,20 @@ def _refuse(options: Generate) -> None:
         raise UsageError(numbers, cure="give one multiplier per LoRA, or none")
     if options.infer_steps < 1 or options.fps < 1:
         raise UsageError("--infer_steps and --fps must be at least 1")
+    if options.save_path.suffix.lower() in OTHER_MEDIA:
+        raise UsageError(f"this version writes .mp4 and .png, not {options.save_path.suffix}",
+                         cure="end --save_path in .mp4, or .png for one frame, or name a folder")  # fmt: skip
     if options.save_path.suffix.lower() == ".png" and options.video_length != 1:
         raise UsageError("a .png holds one frame", cure="give --video_length 1 or save to .mp4")
 
 
 def _file(options: Generate) -> Path:
-    """The file to write; in a folder it is named by the seed."""
+    """The file to write; in a folder it is named by the seed, with a number when that name is taken."""
     if options.save_path.suffix.lower() in (".mp4", ".png"):
         return options.save_path
     ending = "png" if options.video_length == 1 else "mp4"
-    return options.save_path / f"seed-{options.seed}.{ending}"
+    names = (f"seed-{options.seed}{number}.{ending}" for number in ("", *(f"-{n}" for n in range(2, 10**6))))
+    return next(path for name in names if not (path := options.save_path / name).exists())
 
 
 def _texts(kind: Family, options: Generate, device: torch.device) -> list[torch.Tensor]:

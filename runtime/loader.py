@@ -1,21 +1,18 @@
 """Cached entries -> batches: which samples, in which order, and their tensors read ahead in threads."""
 
-from collections import deque
 from collections.abc import Generator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from wangen.generator.errors import WangenError
-from wangen.runtime.cache import Entry, Folder, Kind, load
-from wangen.runtime.needs import Need, expected_encoder, judge, recipe_of
+from wangen.runtime.ahead import ahead
+from wangen.runtime.cache import Entry, Folder, load
+from wangen.runtime.needs import KINDS, expected_encoder, judge, listing, problem, recipe_of
 from wangen.runtime.randomness import generator_for
 from wangen.runtime.samples import Sample, by_cache_folder
-
-KINDS: tuple[Kind, ...] = ("latent", "text_encoder_output")
-"""What a text-to-video sample needs."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +39,15 @@ class Batch:
     Attributes:
         latents: (B, C, F, h, w) clean latents in float32.
         texts: B embeddings (L, dim).
-        names: B sample names.
+        names: B sample names, for messages: two files may have the same.
+        keys: B content keys of the latents, which identify the samples wherever their files lie.
         repeats: B repeat numbers.
     """
 
     latents: torch.Tensor
     texts: list[torch.Tensor]
     names: list[str]
+    keys: list[str]
     repeats: list[int]
 
 
@@ -56,16 +55,16 @@ def find_entries(samples: Sequence[Sample], dataset_config: Path) -> list[Cached
     """The cache entries of every sample, all latents from one VAE and all texts from one encoder.
 
     Raises:
-        WangenError: entries are missing or stale; the message lists them with the commands to run.
+        WangenError: entries are missing or stale, the message lists them with the commands to run; or it is open
+            which of two encoders' entries to take.
     """
     folders = [Folder(path) for path in by_cache_folder(samples)]
-    needs = {kind: _judge(folders, samples, kind) for kind in KINDS}
+    encoders = {kind: expected_encoder(folders, samples, kind, dataset_config) for kind in KINDS}
+    needs = {kind: judge(folders, samples, kind, encoders[kind]) for kind in KINDS}
     bad = [need for kind in KINDS for need in needs[kind] if need.verdict.state != "valid"]
     if bad:
-        lines = [f"  - {n.recipe.name}: {n.recipe.kind} is {n.verdict.state}, {n.verdict.reason}" for n in bad[:20]]
-        more = [f"  … and {len(bad) - 20} more"] if len(bad) > 20 else []
         raise WangenError(
-            "\n".join([f"the cache lacks {len(bad)} entries", *lines, *more]),
+            "\n".join([f"the cache lacks {len(bad)} entries", *listing([problem(need) for need in bad])]),
             where=str(dataset_config),
             cure=f"run cache_latents and cache_text with --dataset_config {dataset_config}",
         )
@@ -75,9 +74,9 @@ def find_entries(samples: Sequence[Sample], dataset_config: Path) -> list[Cached
     return [_cached(sample, entries) for sample in samples]
 
 
-def _judge(folders: Sequence[Folder], samples: Sequence[Sample], kind: Kind) -> list[Need]:
-    encoder = expected_encoder(folders, samples, kind, identity=None, dtype=None)
-    return judge(folders, samples, kind, encoder)
+def num_entries(samples: Sequence[CachedSample]) -> int:
+    """How many cache entries the samples have together; equal content and equal captions share theirs."""
+    return len({entry.path for cached in samples for entry in (cached.latent, cached.text)})
 
 
 def _cached(sample: Sample, entries: Mapping[tuple[Path, str], Entry | None]) -> CachedSample:
@@ -114,6 +113,7 @@ def read_batch(samples: Sequence[CachedSample], draws: Sequence[Draw]) -> Batch:
         latents=torch.stack([load(cached.latent)["latent"].float() for cached in chosen]),
         texts=[load(cached.text)["embedding"] for cached in chosen],
         names=[cached.sample.name for cached in chosen],
+        keys=[cached.latent.content_key for cached in chosen],
         repeats=[draw.repeat for draw in draws],
     )
 
@@ -122,18 +122,4 @@ def read_ahead(
     samples: Sequence[CachedSample], batches: Sequence[list[Draw]], num_workers: int
 ) -> Generator[Batch, None, None]:
     """The batches in order, read in threads and at most `num_workers` ahead; 0 reads in the caller's thread."""
-    if num_workers <= 0:
-        for draws in batches:
-            yield read_batch(samples, draws)
-        return
-    waiting: deque[Future[Batch]] = deque()
-    pool = ThreadPoolExecutor(num_workers)
-    try:
-        for draws in batches:
-            waiting.append(pool.submit(read_batch, samples, draws))
-            if len(waiting) > num_workers:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-    finally:
-        pool.shutdown(cancel_futures=True)
+    return ahead((partial(read_batch, samples, draws) for draws in batches), num_workers)

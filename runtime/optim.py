@@ -57,6 +57,12 @@ def make_schedule(options: Train, num_steps: int) -> Callable[[int], float]:
     return factor
 
 
+def depends_on_length(options: Train) -> bool:
+    """Whether the learning rate of a step depends on how long the run is."""
+    share = options.lr_warmup_steps.endswith("%") or "." in options.lr_warmup_steps
+    return share or not options.lr_scheduler.startswith("constant")
+
+
 def warmup_steps(text: str, num_steps: int) -> int:
     """Steps of warm-up: `100` is steps, `0.05` or `5%` a share of the run.
 

@@ -4,13 +4,8 @@ The library writes its metadata in an order that changes from process to process
 are compared by their bytes, so all of them are written here.
 """
 
-import contextlib
-import errno
 import json
-import os
-import secrets
 import struct
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +13,7 @@ from typing import Any
 import torch
 
 from wangen.generator.errors import WangenError
+from wangen.generator.files import write_whole
 
 DTYPE_NAMES = {
     torch.float64: "F64",
@@ -33,9 +29,6 @@ DTYPE_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-
-# Windows refuses to replace a file that a virus scanner or an indexer has open for a moment.
-RETRY_PAUSES_S = (0.05, 0.1, 0.2, 0.4, 0.8)
 
 
 def write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
@@ -91,29 +84,14 @@ def write_chunks(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
     Raises:
         WangenError: the disk refused; the temporary file is gone and the old file, if any, is untouched.
     """
-    path = Path(path)
-    temporary: Path | None = None
     try:
-        unique = path.with_name(f".{path.name[:40]}-{secrets.token_hex(8)}.tmp")
-        with unique.open("xb") as file:
-            temporary = unique
-            for chunk in chunks:
-                file.write(chunk)
-            file.flush()
-            os.fsync(file.fileno())
-        replace(unique, path)
-        temporary = None
-        sync_folder(path.parent)
+        write_whole(Path(path), chunks)
     except OSError as error:
         raise WangenError(
             f"cannot write: {error.strerror or error}",
             where=str(path),
             cure="check the free space and the right to write in this folder",
         ) from error
-    finally:
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
 
 
 def _chunks(header: Mapping[str, Any], tensors: Iterable[torch.Tensor]) -> Iterator[bytes | memoryview]:
@@ -123,33 +101,3 @@ def _chunks(header: Mapping[str, Any], tensors: Iterable[torch.Tensor]) -> Itera
     for tensor in tensors:
         flat = tensor.detach().to("cpu").contiguous().reshape(-1)
         yield flat.view(torch.uint8).numpy().data
-
-
-def replace(source: Path, target: Path) -> None:
-    """Move a file into place over another one, patiently.
-
-    Raises:
-        OSError: still refused after 1.5 seconds, or at once for another reason than rights.
-    """
-    for pause_s in RETRY_PAUSES_S:
-        try:
-            source.replace(target)
-        except PermissionError:
-            time.sleep(pause_s)
-        else:
-            return
-    source.replace(target)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the new name durable; Windows and some network drives have no such call for folders."""
-    if os.name != "posix":
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-    finally:
-        os.close(descriptor)

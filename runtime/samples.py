@@ -3,6 +3,7 @@
 The caching steps, `check_cache` and `train` all build their samples here, so that they cannot disagree.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,10 +11,12 @@ from typing import Any
 
 from wangen.generator.dataset import Item, scan
 from wangen.generator.errors import WangenError
-from wangen.generator.geometry import bucket_of, resampled_frames, windows
+from wangen.generator.geometry import bucket_of, resampled_frames, too_short, windows
 from wangen.generator.tomls import DatasetEntry, read_dataset
 from wangen.profiles import Model
 from wangen.runtime.sources import Source, read_sources
+
+log = logging.getLogger("wangen")
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class Sample:
 
     @property
     def name(self) -> str:
-        """`cat.jpg`, or `walk.mp4:0+17` for frames 0 to 16 of a clip; it seeds the sample's noise."""
+        """`cat.jpg`, or `walk.mp4:0+17` for frames 0 to 16 of a clip; two folders may hold the same."""
         suffix = f":{self.start}+{self.count}" if self.item.media == "video" else ""
         return self.item.path.name + suffix
 
@@ -84,6 +87,7 @@ def read_samples(
     """
     samples: list[Sample] = []
     problems: list[str] = []
+    skipped: dict[int, set[str]] = {}
     for entry in read_dataset(dataset_config):
         if make_folders:
             make_folder(entry.cache_directory)
@@ -92,19 +96,22 @@ def read_samples(
         problems += [str(problem) for problem in found]
         problems += [f"{Path(error.where).name}: {error.found}; replace it or take it out" for error in unreadable]
         for item in items:
-            if item.path not in sources:
+            source = sources.get(item.path)
+            if source is None:
                 continue
-            made = _samples(item, entry, sources[item.path], model)
-            if not made:
-                frames = resampled_frames(sources[item.path].facts, model.fps, entry.source_fps)
-                problems.append(
-                    f"{item.path.name}: has {frames} frames at {model.fps} fps, the shortest target_frames is "
-                    f"{min(entry.target_frames)}; shorten target_frames in {dataset_config.name} or take it out"
-                )
-            samples += made
+            if item.media == "video" and (short := too_short(source.facts, entry, model.fps)):
+                problems.append(f"{item.path.name}: {'; '.join(short)}")
+                continue
+            samples += _samples(item, entry, source, model)
+            for count in _lengths_skipped(item, entry, source, model):
+                skipped.setdefault(count, set()).add(source.digest)
     if problems:
         listed = "\n".join(f"  - {problem}" for problem in problems)
         raise WangenError(f"the dataset has problems:\n{listed}", where=str(dataset_config))
+    if skipped:
+        each = ", ".join(f"{len(digests)} for {count} frames" for count, digests in sorted(skipped.items()))
+        num_clips = len(set().union(*skipped.values()))
+        log.warning("  clips too short for some of the target_frames, used without these: %d (%s)", num_clips, each)
     return samples
 
 
@@ -129,6 +136,14 @@ def _samples(item: Item, entry: DatasetEntry, source: Source, model: Model) -> l
     frames = resampled_frames(source.facts, model.fps, entry.source_fps) if item.media == "video" else 1
     clips: Sequence[tuple[int, int]] = windows(entry, frames) if item.media == "video" else [(0, 1)]
     return [Sample(item, entry, source, start, count, size, model.fps) for start, count in clips]
+
+
+def _lengths_skipped(item: Item, entry: DatasetEntry, source: Source, model: Model) -> list[int]:
+    """The target_frames that a clip is too short for."""
+    if item.media == "image" or entry.frame_extraction == "full":
+        return []
+    frames = resampled_frames(source.facts, model.fps, entry.source_fps)
+    return [count for count in entry.target_frames if count > frames]
 
 
 def by_cache_folder(samples: Sequence[Sample]) -> Mapping[Path, list[Sample]]:

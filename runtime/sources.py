@@ -18,7 +18,7 @@ from typing import Any
 
 from wangen.generator.dataset import MediaFacts, read_facts
 from wangen.generator.errors import WangenError
-from wangen.generator.session import write_text
+from wangen.generator.files import write_text
 
 MEMO = ".wangen-sources.json"
 YOUNG_NS = 2_000_000_000

@@ -1,13 +1,16 @@
-"""A training run in memory, and what it leaves on disk on its way: LoRAs and training states."""
+"""A training run: what is known before a model loads, what is in memory, and what it leaves on disk on its way."""
 
 import logging
 import math
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from wangen import profiles
 from wangen.generator.steps import Train
 from wangen.runtime import adapter, checkpoint
 from wangen.runtime.checkpoint import TrainingState
@@ -17,115 +20,126 @@ from wangen.runtime.models import Family
 log = logging.getLogger("wangen")
 
 
-@dataclass
-class Run:
-    """A training run in memory.
+@dataclass(frozen=True)
+class Plan:
+    """A run as it is known before a model loads.
 
     Attributes:
         options: the flags.
-        kind: the architecture's module.
-        transformer: the base with the adapter.
-        parameters: the trainable parameters by name.
-        optimizer: over them, in that order.
+        model: the model profile.
         samples: what is trained on.
-        device: where.
+        steps_per_epoch: optimizer steps in an epoch.
         num_steps: optimizer steps in all.
-        step: optimizer steps done.
         fingerprint: settings and digests that decide the result.
-        facts: small results that survive a restart.
     """
 
     options: Train
-    kind: Family
-    transformer: Any
-    parameters: dict[str, torch.nn.Parameter]
-    optimizer: torch.optim.Optimizer
+    model: profiles.Model
     samples: list[CachedSample]
-    device: torch.device
+    steps_per_epoch: int
     num_steps: int
-    step: int
-    fingerprint: dict[str, Any]
-    facts: dict[str, Any] = field(default_factory=dict)
+    fingerprint: Mapping[str, Any]
 
     @property
     def states(self) -> Path:
         """The folder of training states."""
-        return state_folder(self.options)
+        return self.options.output_dir / f"{self.options.output_name}-state"
 
-    @property
-    def steps_per_epoch(self) -> int:
-        """Optimizer steps in one epoch."""
-        return steps_per_epoch(self.samples, self.options)
+    def lora_path(self, suffix: str = "") -> Path:
+        """The finished LoRA, or with a suffix one of those saved on the way."""
+        return self.options.output_dir / f"{self.options.output_name}{suffix}.safetensors"
 
 
-def steps_per_epoch(samples: list[CachedSample], options: Train) -> int:
+@dataclass
+class Run:
+    """A run in memory.
+
+    Attributes:
+        plan: what was known before.
+        kind: the architecture's module.
+        transformer: the base with the adapter.
+        parameters: the trainable parameters by name.
+        optimizer: over them, in that order.
+        device: where.
+        step: optimizer steps done.
+        saved_step: the step of the newest training state on disk, -1 for none.
+        facts: small results that survive a restart.
+    """
+
+    plan: Plan
+    kind: Family
+    transformer: Any
+    parameters: dict[str, torch.nn.Parameter]
+    optimizer: torch.optim.Optimizer
+    device: torch.device
+    step: int = 0
+    saved_step: int = -1
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+def count_steps_per_epoch(samples: list[CachedSample], options: Train) -> int:
     """Optimizer steps in an epoch; the last of an epoch may accumulate fewer batches."""
     return math.ceil(len(epoch_batches(samples, options.seed, 0)) / options.gradient_accumulation_steps)
 
 
-def state_folder(options: Train) -> Path:
-    """Where the run's training states live."""
-    return options.output_dir / f"{options.output_name}-state"
-
-
-def save_due(training: Run, *, state_due: bool) -> bool:
+def save_due(run: Run, *, state_due: bool) -> bool:
     """Save what is due after a step; returns whether the training state was saved."""
-    options, step = training.options, training.step
-    epochs_done, rest = divmod(step, training.steps_per_epoch)
-    saved = None
-    if options.save_every_n_steps and step % options.save_every_n_steps == 0 and step < training.num_steps:
-        saved = f"step{step:08d}"
-    elif options.save_every_n_epochs and rest == 0 and epochs_done % options.save_every_n_epochs == 0:
-        saved = f"{epochs_done:06d}" if step < training.num_steps else None
+    options, step = run.plan.options, run.step
+    epochs_done, rest = divmod(step, run.plan.steps_per_epoch)
+    suffixes = []
+    if step < run.plan.num_steps:  # the finished LoRA has a name of its own
+        if options.save_every_n_steps and step % options.save_every_n_steps == 0:
+            suffixes.append(f"-step{step:08d}")
+        if options.save_every_n_epochs and rest == 0 and epochs_done % options.save_every_n_epochs == 0:
+            suffixes.append(f"-{epochs_done:06d}")
+    for suffix in suffixes:
+        save_lora(run.plan, run.parameters, step, suffix)
+    if suffixes:
+        _drop_old_loras(run.plan, step, epochs_done)
     every = options.save_state_every_n_steps
-    if saved:
-        _save_lora(training, options.output_dir / f"{options.output_name}-{saved}.safetensors")
-        _drop_old_loras(training, epochs_done)
-    if saved or state_due or (every and step % every == 0):
-        state = save_state(training)
-        if saved and options.save_state:
-            (state / "keep").touch()
+    if suffixes or state_due or (every and step % every == 0):
+        save_state(run, keep=bool(suffixes) and options.save_state)
         return True
     return False
 
 
-def save_state(training: Run) -> Path:
-    """Write the training state and drop the older ones, except those that `--save_state` keeps."""
-    tensors, numbers = checkpoint.optimizer_tensors(training.optimizer)
+def save_state(run: Run, *, keep: bool = False) -> None:
+    """Write the training state and drop the older ones, except kept ones and the one that `--resume` names."""
+    tensors, numbers = checkpoint.optimizer_tensors(run.optimizer)
     state = TrainingState(
-        step=training.step,
-        adapter={name: parameter.detach() for name, parameter in training.parameters.items()},
+        step=run.step,
+        adapter={name: parameter.detach() for name, parameter in run.parameters.items()},
         optimizer=tensors,
         numbers=numbers,
-        fingerprint=training.fingerprint,
-        facts=training.facts,
+        fingerprint=run.plan.fingerprint,
+        facts=run.facts,
     )
-    path = checkpoint.save(training.states, state)
-    checkpoint.remove_others(training.states, {path, *(keep.parent for keep in training.states.glob("step-*/keep"))})
-    return path
+    path = checkpoint.save(run.plan.states, state, keep=keep)
+    resumed_from = run.plan.options.resume
+    checkpoint.remove_others(run.plan.states, {path, *([resumed_from.resolve()] if resumed_from else [])})
+    run.saved_step = run.step
 
 
-def _save_lora(training: Run, path: Path) -> list[Path]:
-    lora = adapter.current_lora(training.transformer, training.options.network_alpha)
-    header = adapter.metadata(training.options, step=training.step, fingerprint=training.fingerprint)
-    return adapter.save_lora(path, lora, training.options, header)
+def save_lora(plan: Plan, parameters: Mapping[str, torch.Tensor], step: int, suffix: str = "") -> list[Path]:
+    """Write the LoRA that these adapter parameters are, in every layout asked for."""
+    options = plan.options
+    lora = adapter.as_lora(parameters, options.network_alpha)
+    header = adapter.metadata(options, step=step, fingerprint=plan.fingerprint)
+    return adapter.save_lora(plan.lora_path(suffix), lora, options, header)
 
 
-def save_final(training: Run, path: Path) -> None:
-    """Write the finished LoRA."""
-    for written in _save_lora(training, path):
-        log.info("  saved %s", written)
-
-
-def _drop_old_loras(training: Run, epochs_done: int) -> None:
-    """Remove numbered LoRAs that fall out of `--save_last_n_epochs` or `--save_last_n_steps`."""
-    options = training.options
+def _drop_old_loras(plan: Plan, step: int, epochs_done: int) -> None:
+    """Remove the numbered LoRAs that fall out of `--save_last_n_epochs` or `--save_last_n_steps`; no other file."""
+    options = plan.options
     limits = {
-        "[0-9]" * 6: epochs_done - options.save_last_n_epochs if options.save_last_n_epochs else -1,
-        "step" + "[0-9]" * 8: training.step - options.save_last_n_steps if options.save_last_n_steps else -1,
+        "step": step - options.save_last_n_steps if options.save_last_n_steps else -1,
+        "": epochs_done - options.save_last_n_epochs if options.save_last_n_epochs else -1,
     }
-    for pattern, limit in limits.items():
-        for path in options.output_dir.glob(f"{options.output_name}-{pattern}*.safetensors"):
-            number = int(path.stem.removeprefix(f"{options.output_name}-").removeprefix("step").split("-")[0])
-            if number <= limit:
+    name = re.compile(
+        re.escape(options.output_name) + r"-(?:(step)(\d{8})|()(\d{6}))(?:-(?:comfyui|kohya|diffusers))?\.safetensors"
+    )
+    for path in options.output_dir.iterdir():
+        if match := name.fullmatch(path.name):
+            number = int(match[2] or match[4])
+            if number <= limits[match[1] or ""]:
                 path.unlink(missing_ok=True)

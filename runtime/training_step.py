@@ -19,17 +19,24 @@ from wangen.runtime.training_run import Run
 
 
 def optimizer_step(training: Run, epoch: int, group: list[Batch], interrupt: Interrupt) -> dict[str, float] | None:
-    """One optimizer step over a group of batches; None when an interrupt came first, with nothing changed."""
+    """One optimizer step over a group of batches; None when an interrupt came first, with nothing changed.
+
+    Raises:
+        WangenError: loss or gradient is not finite, or the memory is full; the samples are named.
+    """
     training.optimizer.zero_grad(set_to_none=True)
     total = 0.0
     for batch in group:
         if interrupt.requested:
             return None
-        loss = batch_loss(training, epoch, batch)
-        (loss / len(group)).backward()  # type: ignore[no-untyped-call]
+        try:
+            loss = batch_loss(training, epoch, batch)
+            (loss / len(group)).backward()  # type: ignore[no-untyped-call]
+        except torch.OutOfMemoryError:
+            raise _out_of_memory(training, batch) from None
         total += loss.item() / len(group)
     parameters = list(training.parameters.values())
-    limit = training.options.max_grad_norm or math.inf
+    limit = training.plan.options.max_grad_norm or math.inf
     norm = torch.nn.utils.clip_grad_norm_(parameters, limit).item()
     if not math.isfinite(norm):
         raise _not_finite(training, "gradient", [name for batch in group for name in batch.names])
@@ -43,8 +50,8 @@ def batch_loss(training: Run, epoch: int, batch: Batch) -> torch.Tensor:
     Raises:
         WangenError: it is not finite; the samples are named.
     """
-    options = training.options
-    keys = [(options.seed, epoch, name, repeat) for name, repeat in zip(batch.names, batch.repeats, strict=True)]
+    options = training.plan.options
+    keys = [(options.seed, epoch, key, repeat) for key, repeat in zip(batch.keys, batch.repeats, strict=True)]
     distribution = distribution_of(options)
     sigmas = torch.tensor([distribution.draw(generator_for("sigma", *key)) for key in keys])
     shape = batch.latents.shape[1:]
@@ -78,11 +85,20 @@ def distribution_of(options: Train) -> TimestepDistribution:
 
 
 def _not_finite(training: Run, what: str, names: list[str]) -> WangenError:
-    newest = checkpoint.newest(training.states)
+    newest = checkpoint.newest(training.plan.states)
     last = f"the last good state is {newest}" if newest else "no state was saved yet"
     return WangenError(
         f"the {what} is not finite at step {training.step + 1}, on {', '.join(names)}; {last}",
         cure="look at these items; lower --learning_rate or use --mixed_precision no",
+    )
+
+
+def _out_of_memory(training: Run, batch: Batch) -> WangenError:
+    size = "x".join(map(str, batch.latents.shape[2:]))
+    return WangenError(
+        f"out of memory at step {training.step + 1}, on {', '.join(batch.names)} (latents of {size})",
+        cure="use --gradient_checkpointing, batch_size 1, a smaller resolution or fewer target_frames; "
+        "the last saved state stays",
     )
 
 

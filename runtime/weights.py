@@ -68,10 +68,21 @@ def load_transformer(
     model.rope = WanRotaryPosEmbed(HEAD_DIM, patch, model.config.rope_max_seq_len)
     kept = tuple(WanTransformer3DModel._keep_in_fp32_modules)
     _fill(model, path, header, convert_wan_transformer_to_diffusers, dtype, device, keep_float32=kept)
-    # Training runs under autocast, which would round the time embedding; the official code keeps it in float32 too.
-    embed = model.condition_embedder.time_embedder
-    embed.forward = torch.autocast(torch.device(device).type, enabled=False)(embed.forward)
+    shield_from_autocast(model, torch.device(device))
     return model
+
+
+def shield_from_autocast(model: WanTransformer3DModel, device: torch.device) -> None:
+    """Let autocast, under which training runs, leave some modules alone.
+
+    It would round the time embedding, which the official code keeps in float32 (its projection too; diffusers rounds
+    that one). And on CUDA it would turn queries and keys into float32 at their norms, which flash attention and
+    xformers refuse; the CPU's autocast does not.
+    """
+    off = torch.autocast(device.type, enabled=False)
+    norms = [module for module in model.modules() if isinstance(module, torch.nn.RMSNorm)]
+    for module in (model.condition_embedder.time_embedder, *norms):
+        module.forward = off(module.forward)
 
 
 def load_vae(path: Path, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> AutoencoderKLWan:

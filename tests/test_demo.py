@@ -63,7 +63,8 @@ def test_running_it_again_resumes_and_says_what_it_skipped(finished):
     assert result.returncode == 0, result.stderr
     assert "0 latents encoded, 10 already valid" in result.stderr
     assert "already trained, 30 steps" in result.stderr
-    assert "skipped: making the tiny weights, generation" in " ".join(result.stdout.split())
+    shown = " ".join(result.stdout.split())
+    assert "skipped: making the tiny weights, cache_latents, cache_text, train, generate" in shown
     assert hashlib.sha256(lora.read_bytes()).hexdigest() == before
 
 
@@ -91,5 +92,15 @@ def test_a_folder_that_holds_something_else_is_left_alone(tmp_path):
     (tmp_path / "letter.txt").write_text("mine")
     result = demo(tmp_path)
     assert result.returncode == 1
-    assert "this folder holds something else" in result.stderr
+    assert "this is not a folder of an earlier demo" in result.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["letter.txt"]
+
+
+def test_a_workspace_of_the_users_own_and_a_file_are_left_alone(tmp_path):
+    (tmp_path / "wangen.toml").write_text("# mine\n")
+    for folder in (tmp_path, tmp_path / "wangen.toml"):
+        result = demo(folder)
+        assert result.returncode == 1
+        assert "give --dir a new folder" in result.stderr
+        assert "Traceback" not in result.stderr
+    assert (tmp_path / "wangen.toml").read_text() == "# mine\n"

@@ -33,7 +33,7 @@ class Transformer:
 
 def test_auto_attention_takes_what_runs_and_others_are_refused_with_their_package():
     transformer = Transformer()
-    assert set_attention(transformer, "auto", torch.device("cpu"), backward=True) == "sdpa"
+    assert set_attention(transformer, "auto", torch.device("cpu"), torch.float32, backward=True) == "sdpa"
     assert transformer.backend == "native"
     with pytest.raises(WangenError, match="pip install flash-attn"):
-        set_attention(transformer, "flash", torch.device("cpu"), backward=True)
+        set_attention(transformer, "flash", torch.device("cpu"), torch.float32, backward=True)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wangen.generator.dataset import MediaFacts
-from wangen.generator.geometry import bucket_of, buckets, resampled_frames, windows
+from wangen.generator.geometry import bucket_of, buckets, resampled_frames, too_short, windows
 from wangen.generator.tomls import DatasetEntry
 
 RESOLUTIONS = [(256, 256), (512, 512), (832, 480), (480, 832), (960, 544), (1280, 704)]
@@ -111,3 +111,22 @@ def test_resampling_keeps_the_duration_to_half_a_frame(num_frames: int, rate: fl
     assert abs(found - num_frames * 16 / rate) <= 0.5 + 1e-6 or found == 1
     assert resampled_frames(facts, 16, rate) == found
     assert resampled_frames(facts, 16, 16.0) == num_frames
+
+
+@given(st.integers(1, 200), st.sampled_from([(17,), (5, 33), (81,)]), st.sampled_from(["head", "slide", "full"]))
+def test_a_video_is_too_short_when_no_window_fits(num_frames: int, target_frames: tuple[int, ...], extraction: str):
+    facts = MediaFacts(64, 48, num_frames, num_frames / 16)
+    block = entry(target_frames=target_frames, frame_extraction=extraction)
+    words = too_short(facts, block, fps=16)
+    assert (words is None) == bool(windows(block, num_frames))
+    if extraction == "head":
+        alone = too_short(facts, min(target_frames), fps=16)
+        assert (alone is None) == (words is None)
+        assert not words or not alone or words[0] == alone[0]
+
+
+def test_the_length_that_fits_is_named():
+    facts = MediaFacts(64, 48, 24, 99.0)
+    assert too_short(facts, entry(target_frames=(33, 81), source_fps=16.0), fps=16) == (
+        "has 24 frames at 16 fps, 33 are needed", "set target_frames = [21] in the dataset's TOML or take it out",
+    )  # fmt: skip

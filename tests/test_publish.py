@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from wangen import profiles
+from wangen.generator import files, scripts, workspace
 from wangen.generator import publish as publishing
-from wangen.generator import scripts, workspace
 from wangen.generator.bundle import CACHE, bundle_steps, toml_name
 from wangen.generator.cli import main
 from wangen.generator.commands import parse
@@ -288,6 +288,75 @@ def test_another_edit_stays_and_is_announced(place, capsys):
         f"train_{SLUG}.sh was edited by hand and stays; the new text is train_{SLUG}.sh.new" in capsys.readouterr().out
     )
     assert script.with_name(script.name + ".new").is_file()
+
+
+def toml_of(place: Path) -> Path:
+    return place / "published" / "linux" / "files" / "tomls" / f"{SLUG}_linux.toml"
+
+
+def test_an_edited_toml_stays_and_is_announced(place, capsys):
+    publish(place, "--platform", "linux")
+    toml = toml_of(place)
+    made = toml.read_text()
+    mine = made.replace("num_repeats = 1", "num_repeats = 10")
+    assert mine != made
+    toml.write_text(mine)
+    capsys.readouterr()
+    for _ in range(2):
+        assert publish(place, "--platform", "linux") == 0
+        assert toml.read_text() == mine
+        assert toml.with_name(toml.name + ".new").read_text() == made
+        assert f"files/tomls/{toml.name} was edited by hand and stays; the new text is" in capsys.readouterr().out
+    assert {entry.num_repeats for entry in read_dataset(toml)} == {10}
+
+
+def test_an_untouched_toml_is_renewed(place, capsys):
+    publish(place, "--platform", "linux")
+    toml = toml_of(place)
+    toml.write_bytes(toml.read_bytes().replace(b"\n", b"\r\n"))  # line ends are the editor's
+    (place / "wangen.toml").write_text(SMALL.replace("17", "13"))
+    publish(place, "--platform", "linux")
+    assert {entry.target_frames for entry in read_dataset(toml) if entry.media == "video"} == {(13,)}
+    assert not toml.with_name(toml.name + ".new").exists()
+    assert "edited by hand" not in capsys.readouterr().out
+
+
+def test_a_toml_without_a_digest_counts_as_edited_unless_it_says_the_same(place, capsys):
+    publish(place, "--platform", "linux")
+    toml = toml_of(place)
+    made = toml.read_text()
+    old = "".join(line for line in made.splitlines(keepends=True) if "digest" not in line)
+    assert old != made
+    toml.write_text(old)
+    publish(place, "--platform", "linux")
+    assert toml.read_text() == made
+    toml.write_text(old.replace("num_repeats = 1", "num_repeats = 2"))
+    capsys.readouterr()
+    publish(place, "--platform", "linux")
+    assert "num_repeats = 2" in toml.read_text()
+    assert toml.with_name(toml.name + ".new").read_text() == made
+    assert "was edited by hand and stays" in capsys.readouterr().out
+
+
+def test_files_that_a_scanner_holds_for_a_moment_are_published(place, monkeypatch):
+    publish(place, "--platform", "linux")
+    (dataset(place) / "walk.txt").write_text("renewed")
+    (dataset(place) / "Front.JPG").unlink()
+    (dataset(place) / "Front.txt").unlink()
+    for name in ("replace", "unlink"):
+        real, seen = getattr(Path, name), set[str]()
+
+        def refusing(self: Path, *words: object, real=real, seen=seen, **named: object) -> object:
+            if self.name not in seen:
+                seen.add(self.name)
+                raise PermissionError(13, "The process cannot access the file")
+            return real(self, *words, **named)
+
+        monkeypatch.setattr(Path, name, refusing)
+    monkeypatch.setattr(files, "RETRY_PAUSES_S", (0.0, 0.0))
+    assert publish(place, "--platform", "linux") == 0
+    assert (media(place) / "walk.txt").read_text() == "renewed"
+    assert "Front.JPG" not in read_tree(media(place))
 
 
 # ---- refusals ----------------------------------------------------------------------------------------------------

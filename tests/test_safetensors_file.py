@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from wangen.generator import files
 from wangen.generator.errors import WangenError
 from wangen.generator.headers import read_header
 from wangen.runtime import safetensors_file
@@ -84,7 +85,7 @@ def test_a_file_that_is_open_elsewhere_for_a_moment_is_replaced(tmp_path: Path, 
         return replace(self, target)
 
     monkeypatch.setattr(Path, "replace", refusing)
-    monkeypatch.setattr(safetensors_file, "RETRY_PAUSES_S", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(files, "RETRY_PAUSES_S", (0.0, 0.0, 0.0))
     safetensors_file.write(tmp_path / "a.safetensors", {"a": torch.ones(2)}, {})
     assert [entry.name for entry in tmp_path.iterdir()] == ["a.safetensors"]
 

@@ -4,6 +4,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,16 @@ def test_one_flag_with_two_values_gets_a_variable_per_step(shell):
     knobs = read_knobs(render(bundle(shell, chosen), shell, "train"))
     assert (knobs["NUM_WORKERS_CACHE_LATENTS"], knobs["NUM_WORKERS_CACHE_TEXT"]) == ("4", "2")
     assert "NUM_WORKERS" not in knobs
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_a_knob_of_one_step_says_so_when_another_step_has_that_field(shell):
+    knobs = read_knobs(render(bundle(shell), shell, "train"))
+    assert knobs["BATCH_SIZE_CACHE_TEXT"] == "16"
+    assert "BATCH_SIZE" not in knobs
+    assert {"NUM_WORKERS", "LEARNING_RATE"} <= knobs.keys()
+    alone = read_knobs(render(bundle(shell, [steps()[2]]), shell, "train"))
+    assert alone["BATCH_SIZE"] == "16"
 
 
 @pytest.mark.parametrize("shell", SHELLS)
@@ -173,6 +184,22 @@ def test_powershell_grammar_accepts_the_script(root):
         (node.start_point, node.text) for node in powershell_tree(data) if node.type == "ERROR" or node.is_missing
     ]
     assert faults == []
+
+
+def test_powershell_does_not_stop_at_a_line_of_the_log():
+    # Windows PowerShell 5.1 makes exceptions of redirected error lines (`.\\train_x.ps1 2>&1`) under Stop.
+    text = render(bundle("ps1"), "ps1", "train").decode("utf-8-sig")
+    before, _, after = text.partition("& $WgPython")
+    assert re.findall(r"^\$ErrorActionPreference = '(\w+)'", before, re.MULTILINE) == ["Stop", "Continue"]
+    assert "ErrorActionPreference =" not in after
+    calls = re.findall(r"^ *& \$WgPython -m .*\n(.*)$", after, re.MULTILINE)
+    assert [line.strip() for line in calls] == ["$WgCode = $LASTEXITCODE"] * len(steps())
+
+
+def test_powershell_hands_further_words_to_the_step():
+    text = render(bundle("ps1"), "ps1", "train").decode("utf-8-sig").replace("\r\n", "\n")
+    assert "$WgMore = @($args[1..($args.Count - 1)])" in text
+    assert text.count("-m wangen.runtime @WgArgv @WgMore\n") == len(steps())
 
 
 def test_powershell_literals_by_another_parser():
@@ -275,7 +302,14 @@ def test_a_step_name_runs_that_step_only(site):
 
 
 @needs_bash
-@pytest.mark.parametrize("words", [("bake",), ("train", "--fresh"), ("*",)])
+def test_further_words_are_handed_to_that_step(site):
+    for words in (["--fresh"], ["--seed=7", "two words", "", "*", "$x", "||"]):
+        assert site.run("train", *words).returncode == 0
+        assert [call["argv"] for call in site.calls] == [[*steps()[-1].argv(), *words]]
+
+
+@needs_bash
+@pytest.mark.parametrize("words", [("bake",), ("bake", "--fresh"), ("--fresh",), ("", "--fresh"), ("*",)])
 def test_unknown_words_are_a_usage_error(site, words):
     done = site.run(*words)
     assert done.returncode == 2
@@ -288,7 +322,8 @@ def test_missing_environment_says_what_to_do(site):
     shutil.rmtree(site.folder / "venv")
     done = site.run()
     assert done.returncode == 1
-    assert f'"{site.folder}/venv/bin/python" -m pip install "wangen[runtime]"' in done.stderr
+    assert "in the folder of a wangen clone:" in done.stderr
+    assert done.stderr.splitlines()[-1] == f'  "{site.folder}/venv/bin/python" -m pip install ".[runtime]"'
     assert "WANGEN_PYTHON" in done.stderr
 
 
@@ -296,7 +331,20 @@ def test_missing_environment_says_what_to_do(site):
 def test_environment_without_wangen_gets_the_pip_line(site):
     done = site.run(RECORDER_EMPTY="1")
     assert done.returncode == 1
-    assert f'"{site.folder}/venv/bin/python" -m pip install "wangen[runtime]"' in done.stderr
+    assert "in the folder of a wangen clone:" in done.stderr
+    assert done.stderr.splitlines()[-1] == f'  "{site.folder}/venv/bin/python" -m pip install ".[runtime]"'
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+@pytest.mark.parametrize("index", ["", "https://example.org/whl"])
+def test_without_python_or_package_the_same_lines_are_shown(shell, index):
+    made = bundle(shell)
+    made = replace(made, platform=replace(made.platform, torch_index=index))
+    text = render(made, shell, "train").decode()
+    assert text.count("in the folder of a wangen clone:") == 2
+    assert text.count('".[runtime]"') == 2
+    assert text.count("pip install torch --index-url https://example.org/whl") == (2 if index else 0)
+    assert "wangen[" not in text
 
 
 @needs_bash

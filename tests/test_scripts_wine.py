@@ -133,7 +133,13 @@ def test_a_step_name_runs_that_step_only(site):
     assert [call["argv"][0] for call in site.calls] == ["check_cache"]
 
 
-@pytest.mark.parametrize("words", [("bake",), ("train", "check")])
+@pytest.mark.parametrize("words", [["--fresh"], ["--resume", "C:\\a b & (c)", "--x", "100%"]])
+def test_further_words_are_handed_to_that_step(site, words):
+    assert site.run("train", *words).returncode == 0
+    assert [call["argv"] for call in site.calls] == [[*steps()[-1].argv(), *words]]
+
+
+@pytest.mark.parametrize("words", [("bake",), ("bake", "--fresh"), ("--fresh",), ("train", *"abcde")])
 def test_unknown_words_are_a_usage_error(site, words):
     done = site.run(*words)
     assert (done.returncode, site.calls) == (2, [])
@@ -143,13 +149,15 @@ def test_unknown_words_are_a_usage_error(site, words):
 def test_missing_environment_says_what_to_do(wine, tmp_path):
     done = Site(wine, tmp_path / FOLDER, steps()).run()
     assert done.returncode == 1
-    assert f'"{windows(tmp_path / FOLDER)}\\venv\\Scripts\\python.exe" -m pip install "wangen[runtime]"' in done.stdout
+    assert "in the folder of a wangen clone:" in done.stdout
+    assert f'"{windows(tmp_path / FOLDER)}\\venv\\Scripts\\python.exe" -m pip install ".[runtime]"' in done.stdout
 
 
 def test_environment_without_wangen_gets_the_pip_line(site):
     done = site.run(PYTHONPATH="")
     assert done.returncode == 1
-    assert f'"{windows(site.folder)}\\venv\\Scripts\\python.exe" -m pip install "wangen[runtime]"' in done.stdout
+    assert "in the folder of a wangen clone:" in done.stdout
+    assert f'"{windows(site.folder)}\\venv\\Scripts\\python.exe" -m pip install ".[runtime]"' in done.stdout
 
 
 def test_where_python_is_looked_for(wine, tmp_path):

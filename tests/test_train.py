@@ -21,7 +21,8 @@ from tiny import TinyRun, fill_caches
 from wangen import profiles
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.steps import Train
-from wangen.runtime import train
+from wangen.generator.steps import options as flags_of
+from wangen.runtime import checkpoint, train
 from wangen.runtime.flow import flow_loss, noised, velocity
 from wangen.runtime.loader import Draw, epoch_batches, find_entries, read_batch
 from wangen.runtime.lora import apply_lora, read_lora
@@ -29,9 +30,14 @@ from wangen.runtime.models import family
 from wangen.runtime.optim import make_schedule
 from wangen.runtime.randomness import generator_for
 from wangen.runtime.samples import read_samples
-from wangen.runtime.training_run import state_folder
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "dataset"
+
+
+def state_folder(options: Train) -> Path:
+    return options.output_dir / f"{options.output_name}-state"
+
+
 MODEL = profiles.model("t2v-1.3B")
 WAN = family(MODEL)
 
@@ -233,12 +239,121 @@ def test_a_non_finite_loss_stops_with_the_item_named(tiny_run, tmp_path):
         ({"optimizer_args": ("speed=3",)}, "speed"),
         ({"attention": "flash"}, "the attention kernel flash does not run here"),
         ({"device": "cuda:9"}, "--device cuda:9"),
+        ({"max_train_steps": 0}, "--max_train_steps must be above 0"),
+        ({"max_train_epochs": -1}, "--max_train_epochs must be above 0"),
+        ({"discrete_flow_shift": 0.0}, "--discrete_flow_shift must be above 0"),
+        ({"max_grad_norm": float("nan")}, "--max_grad_norm must be 0 or above"),
+        ({"lora_layout": ()}, "--lora_layout is empty"),
+        ({"fresh": True, "resume": Path("x")}, "contradict each other"),
     ],
 )
 def test_what_cannot_work_is_refused(tiny_run, tmp_path, changes, part):
     with pytest.raises(WangenError) as error:
         train.run(tiny_run.options(tmp_path, **changes))
     assert part in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"optimizer_type": "NoSuch"}, {"lr_warmup_steps": "soon"}, {"optimizer_args": ("x",)}]
+)
+def test_typing_errors_are_found_before_the_transformer_is_read(tiny_run, tmp_path, changes, monkeypatch):
+    monkeypatch.setattr(WAN, "load_transformer", lambda *_words, **_names: pytest.fail("the model was loaded"))
+    with pytest.raises(UsageError):
+        train.run(tiny_run.options(tmp_path, **changes))
+
+
+def test_every_training_flag_is_pinned_or_known_to_be_harmless():
+    """A flag that changes the result and is not pinned would let a resume mix two runs."""
+    harmless = (
+        "dataset_config dit output_dir output_name network_module max_train_epochs max_train_steps "
+        "gradient_checkpointing_cpu_offload max_data_loader_n_workers persistent_data_loader_workers save_every_n_epochs "
+        "save_every_n_steps save_last_n_epochs save_last_n_steps save_state save_state_on_train_end "
+        "save_state_every_n_steps logging_dir log_with training_comment resume fresh resume_changed device "
+        "network_weights config_file log_file report_dir lock"
+    ).split()  # data and weights count by their digests
+    loose = [option.name for option in flags_of(Train) if not option.flag.pinned]
+    assert sorted(loose) == sorted(harmless)
+
+
+def test_saving_flags_take_effect_on_a_finished_run(tiny_run, tmp_path):
+    options = tiny_run.options(tmp_path, max_train_steps=2)
+    train.run(options)
+    report = train.run(replace(options, save_precision="bfloat16", lora_layout=("comfyui", "kohya")))
+    assert report.result["done_before"]
+    with safe_open(tmp_path / "lora.safetensors", "pt") as file:
+        assert file.get_tensor("diffusion_model.blocks.0.self_attn.q.lora_A.weight").dtype == torch.bfloat16
+    assert (tmp_path / "lora-kohya.safetensors").is_file()
+
+
+def test_limits_on_saved_loras_touch_no_other_file(tiny_run, tmp_path):
+    mine = ["lora-step00000001-best.safetensors", "lora-000001 best.safetensors", "other-step00000001.safetensors"]
+    for name in mine:
+        (tmp_path / name).write_bytes(b"mine")
+    train.run(tiny_run.options(tmp_path, max_train_steps=5, save_every_n_steps=1, save_last_n_steps=1))
+    assert all((tmp_path / name).read_bytes() == b"mine" for name in mine)
+    assert not (tmp_path / "lora-step00000002.safetensors").exists()
+
+
+def test_epochs_and_steps_are_both_saved_when_both_are_asked_for(tiny_run, tmp_path):
+    train.run(tiny_run.options(tmp_path, max_train_steps=7, save_every_n_steps=3, save_every_n_epochs=1))
+    names = {path.name for path in tmp_path.glob("lora-*.safetensors")}
+    assert names == {f"lora-{name}.safetensors" for name in ("step00000003", "step00000006", "000001", "000002")}
+
+
+def test_a_schedule_that_depends_on_the_length_refuses_another_length(tiny_run, tmp_path):
+    options = tiny_run.options(tmp_path, max_train_steps=2, lr_scheduler="cosine")
+    train.run(options)
+    with pytest.raises(WangenError, match="length of the schedule: 2 -> 4"):
+        train.run(replace(options, max_train_steps=4))
+
+
+def test_the_state_that_resume_names_is_never_removed(tiny_run, tmp_path):
+    options = tiny_run.options(tmp_path, max_train_steps=3)
+    train.run(options)
+    given = replace(options, max_train_steps=5, resume=state_folder(options) / "step-00000003")
+    for _ in range(2):
+        assert train.run(given).counts["steps"] == 5
+    assert (state_folder(options) / "step-00000003/state.json").is_file()
+
+
+def test_a_state_cut_short_while_it_is_replaced_leaves_its_predecessor(tiny_run, tmp_path, monkeypatch):
+    options = tiny_run.options(tmp_path, max_train_steps=3)
+    train.run(options)
+    folder = state_folder(options)
+    state = checkpoint.read(checkpoint.newest(folder))
+    monkeypatch.setattr(checkpoint, "sync_folder", lambda _folder: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.save(folder, state)
+    assert checkpoint.read(checkpoint.newest(folder)).step == 3
+    (folder / "step-00000009").mkdir()
+    for text in ("{}", "[]", '{"files": 3}', "nonsense"):
+        (folder / "step-00000009/state.json").write_text(text)
+        assert checkpoint.newest(folder).name == "step-00000003"
+
+
+def test_numbers_of_an_optimizers_group_are_resumed():
+    """Prodigy and schedule-free optimizers count in their group; here a number stands for theirs."""
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([{"params": [parameter], "d": 0.5, "k": 7}], lr=1e-3)
+    parameter.sum().backward()
+    optimizer.step()
+    tensors, numbers = checkpoint.optimizer_tensors(optimizer)
+    state = checkpoint.TrainingState(1, {"p": parameter.detach()}, tensors, numbers, {}, {})
+    fresh_parameter = torch.nn.Parameter(torch.zeros(2))
+    fresh = torch.optim.AdamW([{"params": [fresh_parameter], "d": 1.0, "k": 0}], lr=2e-3)
+    checkpoint.restore({"p": fresh_parameter}, fresh, state, Path("x"))
+    assert (fresh.param_groups[0]["d"], fresh.param_groups[0]["k"], fresh.param_groups[0]["lr"]) == (0.5, 7, 2e-3)
+    assert torch.equal(fresh.state[fresh_parameter]["exp_avg"], optimizer.state[parameter]["exp_avg"])
+
+
+def test_out_of_memory_is_one_message_with_the_batch_and_the_cure(tiny_run, tmp_path, monkeypatch):
+    def full(*_words, **_names):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(WAN, "predict_velocity", full)  # no GPU here to fill for real
+    with pytest.raises(WangenError, match=r"out of memory at step 1, on (red|blue|clip).* \(latents of \d") as error:
+        train.run(tiny_run.options(tmp_path))
+    assert "--gradient_checkpointing" in str(error.value)
 
 
 def test_a_missing_cache_stops_with_the_command_to_run(tiny_run, tmp_path):

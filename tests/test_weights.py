@@ -76,6 +76,37 @@ def test_under_autocast_as_in_training_it_is_close_and_the_time_embedding_stays_
     assert dtypes == {torch.float32}
 
 
+@pytest.mark.parametrize(("shielded", "dtypes"), [(False, {torch.float32, torch.bfloat16}), (True, {torch.bfloat16})])
+def test_under_cudas_autocast_queries_keys_and_values_share_a_dtype(monkeypatch, shielded, dtypes):
+    """Flash attention refuses a mixture, which CUDA's autocast makes at the norms. Fake tensors need no GPU."""
+    from diffusers.models.transformers import transformer_wan
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    seen = []
+    monkeypatch.setattr(
+        transformer_wan, "dispatch_attention_fn", lambda q, k, v, **_: seen.append({q.dtype, k.dtype, v.dtype}) or v
+    )
+    model = weights.load_transformer(DIT, dtype=torch.bfloat16)
+    attention = model.blocks[0].attn1
+    for norm in (attention.norm_q, attention.norm_k):
+        del norm.forward  # the shield for the CPU, where the model was loaded to
+    if shielded:
+        weights.shield_from_autocast(model, torch.device("cuda"))
+    with FakeTensorMode():
+        for module in attention.modules():
+            for name, value in list(module.named_parameters(recurse=False)):
+                fake = torch.empty(value.shape, dtype=value.dtype, device="cuda")
+                setattr(module, name, torch.nn.Parameter(fake, requires_grad=False))
+        hidden = torch.empty(1, 4, 256, dtype=torch.bfloat16, device="cuda")
+        torch.set_autocast_enabled("cuda", True)
+        torch.set_autocast_dtype("cuda", torch.bfloat16)
+        try:
+            attention(hidden)
+        finally:
+            torch.set_autocast_enabled("cuda", False)
+    assert seen == [dtypes]
+
+
 def test_without_a_dtype_the_stored_one_is_kept():
     model = weights.load_transformer(DIT)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}

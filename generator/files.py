@@ -1,0 +1,124 @@
+"""Files that are whole or absent, and patience with Windows around replace and delete."""
+
+import errno
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from wangen.generator.errors import WangenError
+
+# Windows refuses to replace or remove a file that a virus scanner or an indexer has open for a moment.
+RETRY_PAUSES_S = (0.05, 0.1, 0.2, 0.4, 0.8)
+
+
+def write_whole(path: Path, chunks: Iterable[bytes | memoryview], *, mode: int | None = None) -> None:
+    """Write a file so that a crash leaves the old one or the new one, never half of one, nor an empty one.
+
+    Args:
+        path: the file to make or replace; its folder must exist.
+        chunks: its bytes.
+        mode: permission bits; None: those of any new file.
+
+    Raises:
+        OSError: the disk refused; the temporary file is gone and the old file, if any, is untouched.
+    """
+    # Process numbers repeat from machine to machine on a shared drive; random names do not.
+    unique = path.with_name(f".{path.name[:40]}-{secrets.token_hex(8)}.tmp")
+    temporary: Path | None = None
+    try:
+        with unique.open("xb") as file:
+            temporary = unique
+            for chunk in chunks:
+                file.write(chunk)
+            file.flush()
+            os.fsync(file.fileno())
+        if mode is not None:
+            unique.chmod(mode)
+        replace(unique, path)
+        temporary = None
+        sync_folder(path.parent)
+    finally:
+        if temporary is not None:
+            with suppress(OSError):
+                temporary.unlink()
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file whole or not at all, and make its folder first.
+
+    Raises:
+        WangenError: the folder cannot be made or written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # A file name of another encoding becomes an escape, which is good JSON.
+        write_whole(path, [text.encode("utf-8", "backslashreplace")])
+    except OSError as error:
+        raise WangenError(
+            f"cannot write: {error.strerror}", where=str(path), cure="free space or fix the rights"
+        ) from None
+
+
+def replace(source: Path, target: Path) -> None:
+    """Move a file into place over another one, patiently.
+
+    Raises:
+        OSError: still refused after 1.5 seconds, or at once for another reason than rights.
+    """
+    _patiently(lambda: source.replace(target))
+
+
+def remove(path: Path) -> None:
+    """Remove a file if it is there, patiently.
+
+    Raises:
+        OSError: still refused after 1.5 seconds, or at once for another reason than rights.
+    """
+    _patiently(lambda: path.unlink(missing_ok=True))
+
+
+def remove_tree(folder: Path) -> None:
+    """Remove a folder with all that is in it if it is there, patiently.
+
+    Raises:
+        OSError: still refused after 1.5 seconds, or at once for another reason than rights; what was removed is gone.
+    """
+
+    def remove_rest() -> None:
+        with suppress(FileNotFoundError):
+            shutil.rmtree(folder)
+
+    _patiently(remove_rest)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the new names in a folder durable; Windows and some network drives have no such call for folders.
+
+    Raises:
+        OSError: the folder cannot be opened, or the disk refused.
+    """
+    if os.name != "posix":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _patiently(action: Callable[[], object]) -> None:
+    for pause_s in RETRY_PAUSES_S:
+        try:
+            action()
+        except PermissionError:
+            time.sleep(pause_s)
+        else:
+            return
+    action()

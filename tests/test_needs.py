@@ -1,0 +1,63 @@
+"""Who needs which entry: claims on a cache folder, and the encoder whose entries count."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from cache_entries import CONTENT, ENCODER, LATENT, TEXT, put, states, tensors
+
+from wangen.runtime.cache import Folder
+from wangen.runtime.needs import Claim
+
+
+def claim(folder: Path, name: str = "a.toml") -> Claim:
+    return Claim(Folder(folder), folder / name, "latent")
+
+
+def test_only_what_this_dataset_needed_before_is_removed(tmp_path: Path):
+    from wangen.runtime import safetensors_file
+
+    old, kept, text = replace(LATENT, content=CONTENT | {"width": 1}), LATENT, TEXT
+    old_path, kept_path, text_path = put(tmp_path, old, kept, text)
+    lora = tmp_path / "my_character.safetensors"
+    safetensors_file.write(lora, tensors(), {"format": "pt"})
+    named = tmp_path / f"mine-{'0' * 20}.latent.safetensors"
+    safetensors_file.write(named, tensors(), {})
+    (tmp_path / ".other.tmp").write_bytes(b"")
+    before = {path: path.read_bytes() for path in (lora, named)}
+
+    claim(tmp_path).extend({old.key(ENCODER), kept.key(ENCODER)}, ENCODER)
+    assert claim(tmp_path).reduce({kept.key(ENCODER)}, ENCODER) == 1
+    assert not old_path.exists()
+    assert kept_path.exists()
+    assert text_path.exists()
+    assert {path: path.read_bytes() for path in (lora, named)} == before
+    assert len(Folder(tmp_path).all_entries) == 2
+
+
+def test_a_dataset_that_shares_the_folder_keeps_its_entries(tmp_path: Path):
+    mine, shared, theirs = (replace(LATENT, content=CONTENT | {"width": width}) for width in (1, 2, 3))
+    paths = put(tmp_path, mine, shared, theirs)
+    keys = [recipe.key(ENCODER) for recipe in (mine, shared, theirs)]
+    claim(tmp_path, "a.toml").extend({keys[0], keys[1]}, ENCODER)
+    claim(tmp_path, "b.toml").extend({keys[1], keys[2]}, ENCODER)
+    assert claim(tmp_path, "a.toml").reduce(set(), ENCODER) == 1
+    assert [path.exists() for path in paths] == [False, True, True]
+    assert claim(tmp_path, "b.toml").reduce(set(), ENCODER) == 2
+
+
+def test_what_nobody_claims_stays(tmp_path: Path):
+    (path,) = put(tmp_path, LATENT)
+    assert claim(tmp_path).reduce(set(), ENCODER) == 0
+    for broken in (b"", b"{}", b"[1, 2", b"\xff"):
+        claim(tmp_path).extend({LATENT.key(ENCODER)}, ENCODER)
+        for file in tmp_path.glob(".wangen-needs-*"):
+            file.write_bytes(broken)
+        assert claim(tmp_path).reduce(set(), ENCODER) == 0
+    assert path.exists()
+
+
+def test_a_second_file_of_one_key_is_removed(tmp_path: Path):
+    put(tmp_path, LATENT, replace(LATENT, name="renamed.png"))
+    assert len(Folder(tmp_path).all_entries) == 2
+    assert claim(tmp_path).reduce({LATENT.key(ENCODER)}, ENCODER) == 1
+    assert states(tmp_path, LATENT) == "valid"
