@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from wangen.generator.commands import StepCommand, given, parse
+from wangen.generator.entry import STOPPED
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.steps import STEPS, Check, find_step
 
@@ -175,5 +176,5 @@ def main(words: Sequence[str] | None = None) -> int:
         click.echo(f"wangen: {error.format_message()}", err=True)
         return 2
     except (KeyboardInterrupt, click.Abort):
-        click.echo("wangen: stopped; run the same line again to go on", err=True)
+        click.echo(f"wangen: {STOPPED}", err=True)
         return 1

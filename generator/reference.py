@@ -33,8 +33,8 @@ DIFFERENCES = (
     "An image's EXIF orientation is applied, transparency goes over white, and a bucket is chosen by the ratio of "
     "aspect ratios, in caching and in training alike.",
     "Relative paths in a TOML are looked for in the working folder, then beside the TOML.",
-    "jsonl manifests and control images are not in this version; a video block needs `target_frames`, and lengths must be "
-    "4n+1 (musubi-tuner rounds down); `check` wants a `cache_directory` that is not the media folder.",
+    "jsonl manifests and control images are not in this version; a video block needs `target_frames`, and lengths must "
+    "be 4n+1 (musubi-tuner rounds down); `check` wants a `cache_directory` that is not the media folder.",
     "A schedule that depends on the run's length (all but `constant`) refuses to resume with another length.",
     "The tokenizer is found beside the T5 file or given with `--tokenizer`; nothing is downloaded.",
 )
@@ -86,8 +86,8 @@ def from_musubi_page() -> str:
         "",
         "Printed by `python -m wangen.generator.reference` from the table of steps.",
         "",
-        "Your dataset TOML works when it names folders of images or videos (see below for what is refused). Flags keep their",
-        "names; dashes are accepted too. The old script names are spellings of the steps:",
+        "Your dataset TOML works when it names folders of images or videos (see below for what is refused). Flags keep",
+        "their names; dashes are accepted too. The old script names are spellings of the steps:",
         "",
         "| script | step |",
         "|---|---|",

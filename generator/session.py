@@ -6,7 +6,6 @@ The way of a step: options -> `execute` -> the step's `run(options)` -> `Report`
 import errno
 import json
 import logging
-import os
 import platform
 import signal
 import sys

@@ -8,6 +8,21 @@ PLACES = ("google/umt5-xxl/tokenizer.json", "tokenizer.json", "google/umt5-xxl/s
 """Looked at in this order, relative to the folder of the T5 weights."""
 
 
+def tokenizer_of(t5: Path, tokenizer: Path | None) -> Path:
+    """The tokenizer file: what `--tokenizer` names, else what lies beside the T5 weights.
+
+    Raises:
+        WangenError: there is none, or `--tokenizer` names something else.
+    """
+    if tokenizer is None:
+        return find_tokenizer(t5)
+    if tokenizer.is_dir() or (tokenizer.is_file() and tokenizer.suffix in (".json", ".model")):
+        return find_tokenizer(tokenizer)
+    found = "this is no tokenizer" if tokenizer.exists() else "no such file or folder"
+    raise WangenError(f"--tokenizer: {found}", where=str(tokenizer),
+                      cure="name the google/umt5-xxl folder, its tokenizer.json or its spiece.model")  # fmt: skip
+
+
 def find_tokenizer(path: Path) -> Path:
     """The tokenizer file for a T5 weight file, a folder, or a tokenizer file itself.
 

@@ -297,9 +297,9 @@ def write_dataset(entries: tuple[Mapping[str, Any], ...], general: Mapping[str, 
 
 
 def signed(text: str) -> str:
-    """A TOML text with a line in its leading comment by which an edit by hand is seen later.
+    r"""A TOML text with a line in its leading comment by which an edit by hand is seen later.
 
-    >>> print(signed("# cats\\na = 1\\n"))
+    >>> print(signed("# cats\na = 1\n"))
     # cats
     # wangen-digest: de8afd98252a6eca2ad473ead7ad84c5
     a = 1

@@ -98,6 +98,7 @@ def read(path: Path) -> TrainingState:
     Raises:
         WangenError: it is no complete state.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import load
 
     manifest = _manifest(path)
@@ -105,11 +106,18 @@ def read(path: Path) -> TrainingState:
         raise WangenError(
             "this is no complete training state", where=str(path), cure="leave --resume out or give another"
         )
+    try:  # read as bytes: a memory-mapped file could not be removed on Windows when the next state replaces it
+        adapter, optimizer = (load((path / f"{name}.safetensors").read_bytes()) for name in ("adapter", "optimizer"))
+    except (OSError, SafetensorError) as error:
+        raise WangenError(
+            f"the training state is damaged ({error})",
+            where=str(path),
+            cure="remove this folder: the run then goes on from an earlier state, or from step 0",
+        ) from None
     return TrainingState(
         step=manifest["step"],
-        # Read as bytes: a memory-mapped file could not be removed on Windows when the next state replaces it.
-        adapter=load((path / "adapter.safetensors").read_bytes()),
-        optimizer=load((path / "optimizer.safetensors").read_bytes()),
+        adapter=adapter,
+        optimizer=optimizer,
         numbers=manifest["numbers"],
         fingerprint=manifest["fingerprint"],
         facts=manifest["facts"],

@@ -128,8 +128,18 @@ def _run_script(target: Target) -> int:
     script = target.folder / f"train_{SLUG}.{'bat' if os.name == 'nt' else 'sh'}"
     command = ["cmd", "/c", script.name] if os.name == "nt" else ["bash", script.name]
     _say(f"running {' '.join(command)} in {target.folder}")
+    return _call(command, target.folder)
+
+
+def _call(command: list[str], folder: Path) -> int:
+    """Run a command to its end and return its exit code; Ctrl-C reaches it too, and it answers for both."""
     environment = os.environ | {"WANGEN_PYTHON": sys.executable, "WANGEN_NO_PAUSE": "1"}
-    return subprocess.run(command, cwd=target.folder, env=environment, check=False).returncode
+    with subprocess.Popen(command, cwd=folder, env=environment) as process:
+        while True:
+            try:
+                return process.wait()
+            except KeyboardInterrupt:
+                continue
 
 
 def _generate(target: Target, model: Model, lora: Path, video: Path) -> int:
@@ -147,7 +157,7 @@ def _generate(target: Target, model: Model, lora: Path, video: Path) -> int:
         log_file=target.folder / "logs" / f"{SLUG}.log",
     )
     command = [sys.executable, "-m", "wangen.runtime", *options.argv()]
-    return subprocess.run(command, cwd=target.folder, check=False).returncode
+    return _call(command, target.folder)
 
 
 def _table(target: Target, lora: Path, video: Path, skipped: list[str], seconds: float) -> None:

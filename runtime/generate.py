@@ -3,7 +3,7 @@
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import asdict
+from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,14 @@ from typing import Any
 import torch
 
 from wangen import profiles
+from wangen.generator import headers
 from wangen.generator.dataset import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.session import Report
 from wangen.generator.steps import Generate
+from wangen.generator.steps import options as flags_of
+from wangen.generator.tokenizer_file import tokenizer_of
+from wangen.generator.workspace import require_writable
 from wangen.runtime.devices import DTYPES, choose_device, choose_dtype, choose_vae_dtype, set_attention
 from wangen.runtime.lora import apply_lora, read_lora
 from wangen.runtime.models import Family, family
@@ -33,6 +37,8 @@ def run(options: Generate) -> Report:
         WangenError: a weight file is of another kind, a LoRA does not fit, the file cannot be written.
     """
     _refuse(options)
+    path = _file(options)
+    require_writable(path.parent)
     kind = family(profiles.model(options.task))
     device = choose_device(options.device)
     texts = _texts(kind, options, device)
@@ -45,14 +51,17 @@ def run(options: Generate) -> Report:
     try:
         with progress("sampling", options.infer_steps) as advance:
             latents = kind.sample_latents(transformer, vae, options, texts, lambda _number: advance(1, ""))
+        if not latents.isfinite().all():
+            raise WangenError(
+                "the sampled latents are not finite", cure="look at --dit and --lora_weight; try --dtype float32"
+            )
         video = kind.decode_latents(vae, latents)[0]  # (3, T, H, W) in [-1, 1]
     except torch.OutOfMemoryError:
         raise WangenError(
             f"out of memory sampling {options.video_length} frames of {options.video_size[1]}x{options.video_size[0]}",
             cure="use a smaller --video_size, fewer frames (--video_length) or --guidance_scale 1",
         ) from None
-    path = _file(options)
-    write_media(path, video, options.fps, {"wangen": json.dumps(asdict(options), default=str, sort_keys=True)})
+    write_media(path, video, options.fps, {"wangen": json.dumps(_settings(options), sort_keys=True)})
     frames, (height, width) = options.video_length, options.video_size
     return Report(
         folder=path.parent,
@@ -93,9 +102,21 @@ def _file(options: Generate) -> Path:
     return next(path for name in names if not (path := options.save_path / name).exists())
 
 
+def _settings(options: Generate) -> dict[str, Any]:
+    """What decides the pixels: settings by name, and the weights by their identity, not by their paths."""
+    settings = {option.name: getattr(options, option.name) for option in flags_of(Generate) if option.flag.pinned}
+    return {
+        **settings,
+        "prompt": options.prompt,
+        "lora_multiplier": options.lora_multiplier,
+        "weights": {name: headers.identity(getattr(options, name)) for name in ("dit", "vae", "t5")},
+        "loras": [headers.identity(path) for path in options.lora_weight],
+    }
+
+
 def _texts(kind: Family, options: Generate, device: torch.device) -> list[torch.Tensor]:
     """Embeddings of the prompt and, with guidance, of the negative prompt; the encoder is released again."""
-    tokenizer = kind.load_tokenizer(options.tokenizer or options.t5)
+    tokenizer = kind.load_tokenizer(tokenizer_of(options.t5, options.tokenizer))
     encoder = kind.load_text_encoder(options.t5, dtype=DTYPES[choose_dtype(None, device)], device=device)
     prompts = [options.prompt, options.negative_prompt] if options.guidance_scale > 1 else [options.prompt]
     return [kind.encode_prompts(encoder, tokenizer, [prompt])[0] for prompt in prompts]
@@ -136,7 +157,8 @@ def write_media(path: Path, video: torch.Tensor, fps: int, metadata: Mapping[str
             f"cannot write: {error.strerror}", where=str(path), cure="free space or fix the rights"
         ) from None
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
 
 
 def _write_png(path: Path, frame: Any, metadata: Mapping[str, str]) -> None:

@@ -87,7 +87,7 @@ def _refuse(options: Train) -> None:
         raise UsageError(f"--network_dropout must be at least 0 and below 1, got {options.network_dropout}")
     if not 0 <= options.min_timestep < options.max_timestep <= 1000:
         raise UsageError(f"timesteps {options.min_timestep} to {options.max_timestep} are no range within 0 to 1000")
-    if Path(options.output_name).name != options.output_name:
+    if not options.output_name or Path(options.output_name).name != options.output_name:
         raise UsageError(f"--output_name is a file name without folders, got {options.output_name!r}")
     if not options.lora_layout:
         raise UsageError("--lora_layout is empty", cure="leave it out for comfyui")

@@ -24,7 +24,7 @@ from wangen.runtime.progress import progress
 from wangen.runtime.safetensors_file import write
 from wangen.runtime.tiny import write_tiny_wan
 
-pytest_plugins = ("cached_bundle",)
+pytest_plugins = ("bundle_fixtures",)
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -173,6 +173,15 @@ def test_recache_and_keep_cache(bundle: Bundle):
     assert bundle.files() == before
     assert bundle.latents()["removed"] == 1
     assert len(bundle.files()) == 3
+
+
+def test_no_skip_existing_encodes_again(bundle: Bundle):
+    bundle.latents()
+    bundle.text()
+    counts = bundle.latents("--no_skip_existing")
+    assert (counts["computed"], counts["from_cache"]) == (4, 0)
+    assert bundle.text("--no_skip_existing")["computed"] == 3
+    assert bundle.latents("--skip_existing")["computed"] == 0
 
 
 def test_a_lora_in_the_cache_folder_is_never_touched(bundle: Bundle):

@@ -16,7 +16,7 @@ from cached_bundle import CLIP, Bundle, entry_files, uncached
 from wangen.generator.cli import main
 from wangen.runtime.cache import Folder
 
-pytest_plugins = ("cached_bundle",)
+pytest_plugins = ("bundle_fixtures",)
 pytestmark = pytest.mark.usefixtures("one_thread")
 LINUX_ROOT = sys.platform == "linux" and os.geteuid() == 0
 
@@ -36,22 +36,6 @@ def killing(self):
 Writer.commit = killing
 sys.exit(main(sys.argv[2:]))
 """
-
-
-@pytest.fixture(scope="module")
-def unbroken(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path]) -> Bundle:
-    """Seventy pictures, cached without a break; tests must not change it."""
-    bundle = make_many(tmp_path_factory.mktemp("unbroken") / "bundle", models, 70)
-    bundle.latents()
-    bundle.text()
-    return bundle
-
-
-def uncached(unbroken: Bundle, folder: Path) -> Bundle:
-    shutil.copytree(unbroken.photos, folder / "photos")
-    bundle = Bundle(folder, unbroken.models)
-    write_toml(bundle, 32, clips=False)
-    return bundle
 
 
 @pytest.mark.skipif(os.name != "posix", reason="SIGKILL")

@@ -1,8 +1,10 @@
 """The command line as a person meets it."""
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -75,3 +77,19 @@ def test_the_runtime_module_and_the_command_are_the_same(tmp_path):
     through_command = subprocess.run([command, "train", "--help"], capture_output=True, text=True, check=True).stdout
     assert through_module == through_command
     assert "--network_dim" in through_module
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name == "nt", reason="signals are POSIX's")
+def test_ctrl_c_while_libraries_are_imported_is_one_message_and_exit_1(tiny_run, tmp_path):
+    """An import that is broken off would end in a traceback of diffusers or numpy, or swallow the interrupt."""
+    words = ["generate", "--prompt", "a", "--save_path", str(tmp_path / "a.mp4"), "--infer_steps", "500"]
+    words += [word for flag, path in tiny_run.weights.items() for word in (f"--{flag}", str(path))]
+    for delay_s in (0.2, 0.4, 0.7, 1.0, 1.5, 2.2, 3.0):
+        process = subprocess.Popen([sys.executable, "-m", "wangen.runtime", *words], stderr=subprocess.PIPE, text=True)
+        time.sleep(delay_s)
+        process.send_signal(signal.SIGINT)
+        _, shown = process.communicate(timeout=60)
+        assert process.returncode == 1, (delay_s, shown)
+        assert "Traceback" not in shown, (delay_s, shown)
+        assert shown.count("run the same line again") == 1, (delay_s, shown)

@@ -2,6 +2,7 @@
 
 import os
 from fractions import Fraction
+import sys
 from pathlib import Path
 
 import av
@@ -198,3 +199,11 @@ def test_a_folder_that_is_none(tmp_path, place):
 def test_shallow_scan_opens_no_media(tmp_path):
     items, problems = scan(write_tree(tmp_path, {"a.jpg": "no picture", "a.txt": "x"}), deep=False)
     assert (len(items), problems) == (1, [])
+
+
+def test_without_the_library_for_clips_the_install_line_is_given(tmp_path, monkeypatch):
+    write_tree(tmp_path, {"walk.mp4": "x", "walk.txt": "a walk"})
+    monkeypatch.setitem(sys.modules, "av", None)
+    with pytest.raises(WangenError, match="clips need the library av") as caught:
+        scan(tmp_path)
+    assert caught.value.cure == f'in the folder of a wangen clone: "{sys.executable}" -m pip install ".[runtime]"'

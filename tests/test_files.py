@@ -44,13 +44,13 @@ def test_a_text_is_written_whole_or_not_at_all(tmp_path):
 
 def test_what_is_open_for_a_moment_is_replaced_and_removed(tmp_path, busy):
     write_tree(tmp_path, {"a.txt": "old", "b.txt": "x", "c/d.txt": "x"})
-    left = busy(Path, "replace", 3)
+    left = [busy(Path, "replace", 3)]
     files.write_text(tmp_path / "a.txt", "new")
-    left += busy(Path, "unlink", 3)
+    left += [busy(Path, "unlink", 3)]
     files.remove(tmp_path / "b.txt")
-    left += busy(shutil, "rmtree", 3)
+    left += [busy(shutil, "rmtree", 3)]
     files.remove_tree(tmp_path / "c")
-    assert left == [0, 0, 0]
+    assert left == [[0], [0], [0]]
     assert read_tree(tmp_path) == {"a.txt": b"new"}
     assert not (tmp_path / "c").exists()
 

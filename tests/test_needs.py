@@ -48,7 +48,7 @@ def test_a_dataset_that_shares_the_folder_keeps_its_entries(tmp_path: Path):
 def test_what_nobody_claims_stays(tmp_path: Path):
     (path,) = put(tmp_path, LATENT)
     assert claim(tmp_path).reduce(set(), ENCODER) == 0
-    for broken in (b"", b"{}", b"[1, 2", b"\xff"):
+    for broken in (b"", b"{}", b"[1, 2", b"\xff", b'{"encoder": 1, "keys": []}'):
         claim(tmp_path).extend({LATENT.key(ENCODER)}, ENCODER)
         for file in tmp_path.glob(".wangen-needs-*"):
             file.write_bytes(broken)
@@ -61,3 +61,17 @@ def test_a_second_file_of_one_key_is_removed(tmp_path: Path):
     assert len(Folder(tmp_path).all_entries) == 2
     assert claim(tmp_path).reduce({LATENT.key(ENCODER)}, ENCODER) == 1
     assert states(tmp_path, LATENT) == "valid"
+
+
+def test_a_claim_knows_the_encoder_of_the_last_run(tmp_path: Path):
+    other = replace(ENCODER, dtype="bfloat16")
+    put(tmp_path, LATENT)
+    put(tmp_path, LATENT, encoder=other)
+    assert claim(tmp_path).encoder is None
+    for encoder in (ENCODER, other, ENCODER):  # as with --keep_cache: nothing is forgotten, nothing removed
+        claim(tmp_path).extend({LATENT.key(encoder)}, encoder)
+        assert claim(tmp_path).encoder == encoder
+    assert len(Folder(tmp_path).all_entries) == 2
+    assert claim(tmp_path).reduce({LATENT.key(other)}, other) == 1
+    assert claim(tmp_path).encoder == other
+    assert states(tmp_path, LATENT, other) == "valid"

@@ -133,7 +133,7 @@ def test_a_step_name_runs_that_step_only(site):
     assert [call["argv"][0] for call in site.calls] == ["check_cache"]
 
 
-@pytest.mark.parametrize("words", [["--fresh"], ["--resume", "C:\\a b & (c)", "--x", "100%"]])
+@pytest.mark.parametrize("words", [["--fresh"], ["--resume", "C:\\a b & (c)", "--x", "é !x! ^y"]])
 def test_further_words_are_handed_to_that_step(site, words):
     assert site.run("train", *words).returncode == 0
     assert [call["argv"] for call in site.calls] == [[*steps()[-1].argv(), *words]]

@@ -266,9 +266,9 @@ def test_every_training_flag_is_pinned_or_known_to_be_harmless():
     """A flag that changes the result and is not pinned would let a resume mix two runs."""
     harmless = (
         "dataset_config dit output_dir output_name network_module max_train_epochs max_train_steps "
-        "gradient_checkpointing_cpu_offload max_data_loader_n_workers persistent_data_loader_workers save_every_n_epochs "
-        "save_every_n_steps save_last_n_epochs save_last_n_steps save_state save_state_on_train_end "
-        "save_state_every_n_steps logging_dir log_with training_comment resume fresh resume_changed device "
+        "gradient_checkpointing_cpu_offload max_data_loader_n_workers persistent_data_loader_workers "
+        "save_every_n_epochs save_every_n_steps save_last_n_epochs save_last_n_steps save_state "
+        "save_state_on_train_end save_state_every_n_steps logging_dir log_with training_comment resume fresh resume_changed device "
         "network_weights config_file log_file report_dir lock"
     ).split()  # data and weights count by their digests
     loose = [option.name for option in flags_of(Train) if not option.flag.pinned]
@@ -329,6 +329,16 @@ def test_a_state_cut_short_while_it_is_replaced_leaves_its_predecessor(tiny_run,
     for text in ("{}", "[]", '{"files": 3}', "nonsense"):
         (folder / "step-00000009/state.json").write_text(text)
         assert checkpoint.newest(folder).name == "step-00000003"
+
+
+def test_a_damaged_state_is_named_with_the_way_on(tiny_run, tmp_path):
+    options = tiny_run.options(tmp_path, max_train_steps=2)
+    train.run(options)
+    damaged = state_folder(options) / "step-00000002/adapter.safetensors"
+    damaged.write_bytes(b"\xff" * 200 + damaged.read_bytes()[200:])
+    with pytest.raises(WangenError, match="the training state is damaged") as error:
+        train.run(replace(options, max_train_steps=3))
+    assert "remove this folder" in str(error.value)
 
 
 def test_numbers_of_an_optimizers_group_are_resumed():

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from wangen import profiles
 from wangen.generator import headers
 from wangen.generator.errors import WangenError
-from wangen.generator.tokenizer_file import find_tokenizer
+from wangen.generator.tokenizer_file import tokenizer_of
 
 if TYPE_CHECKING:
     import torch
@@ -86,4 +86,4 @@ def text_encoder_identity(t5: Path, tokenizer: Path | None) -> str:
     from wangen.runtime.cache import digest
     from wangen.runtime.sources import digest_file
 
-    return digest([headers.identity(t5), digest_file(find_tokenizer(tokenizer or t5))])
+    return digest([headers.identity(t5), digest_file(tokenizer_of(t5, tokenizer))])

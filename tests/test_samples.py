@@ -1,0 +1,94 @@
+"""Samples from a dataset's TOML, and batches of them from the cache."""
+
+import logging
+from pathlib import Path
+
+import pytest
+from cached_bundle import Bundle
+from helpers import make_clip, make_image
+
+from wangen import profiles
+from wangen.generator.errors import WangenError
+from wangen.runtime.loader import Draw, find_entries, num_entries, read_batch
+from wangen.runtime.samples import Sample, read_samples
+
+pytest_plugins = ("bundle_fixtures",)
+MODEL = profiles.model("t2v-1.3B")
+
+
+def clips(folder: Path, target_frames: str, **lengths: int) -> Path:
+    """A dataset of clips with these numbers of frames."""
+    for seed, (stem, num_frames) in enumerate(lengths.items(), 1):
+        make_clip(folder / "clips" / f"{stem}.mp4", num_frames, seed=seed)
+        (folder / "clips" / f"{stem}.txt").write_text("a clip")
+    toml = folder / "set.toml"
+    toml.write_text(
+        f"[general]\nresolution = [64, 64]\n[[datasets]]\nvideo_directory = '{(folder / 'clips').as_posix()}'\n"
+        f"cache_directory = '{(folder / 'cache').as_posix()}'\n{target_frames}\n"
+    )
+    return toml
+
+
+def names(samples: list[Sample]) -> list[str]:
+    return [sample.name for sample in samples]
+
+
+def test_lengths_that_clips_are_too_short_for_are_said_in_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    toml = clips(tmp_path, "target_frames = [5, 9, 17]", long=20, middle=12, short=6)
+    with caplog.at_level(logging.INFO, "wangen"):
+        samples = read_samples(toml, MODEL)
+    assert len(samples) == 6
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "2 (1 for 9 frames, 2 for 17 frames)" in record.getMessage()
+
+
+def test_nothing_is_said_when_all_lengths_fit(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    toml = clips(tmp_path, "target_frames = [5, 9]", long=20)
+    full = clips(tmp_path / "full", "target_frames = [5, 81]\nframe_extraction = 'full'", long=20)
+    with caplog.at_level(logging.INFO, "wangen"):
+        assert names(read_samples(toml, MODEL)) == ["long.mp4:0+5", "long.mp4:0+9"]
+        assert names(read_samples(full, MODEL)) == ["long.mp4:0+17"]
+    assert not caplog.records
+
+
+def test_a_clip_too_short_for_every_length_is_named_with_the_cure(tmp_path: Path):
+    toml = clips(tmp_path, "target_frames = [33, 17]", long=20, short=6)
+    with pytest.raises(WangenError) as raised:
+        read_samples(toml, MODEL)
+    assert "short.mp4: has 6 frames at 16 fps, 17 are needed; set target_frames = [5]" in raised.value.found
+    assert "long.mp4" not in raised.value.found
+
+
+@pytest.fixture
+def twins(tmp_path: Path, models: dict[str, Path]) -> Bundle:
+    """Two folders with a cat.png each, of other pictures, and a copy of one of them; all have one caption."""
+    bundle = Bundle(tmp_path, models)
+    blocks = ["[general]\nresolution = [32, 32]\n"]
+    for name, seed in (("256", 1), ("512", 2)):
+        make_image(tmp_path / name / "cat.png", (32, 32), seed=seed)
+        (tmp_path / name / "cat.txt").write_text("a cat")
+        folder, cache = (tmp_path / name).as_posix(), (tmp_path / "cache").as_posix()
+        blocks.append(f"[[datasets]]\nimage_directory = '{folder}'\ncache_directory = '{cache}'\n")
+    make_image(tmp_path / "256" / "copy.png", (32, 32), seed=1)
+    (tmp_path / "256" / "copy.txt").write_text("a cat")
+    bundle.toml.write_text("".join(blocks))
+    bundle.latents()
+    bundle.text()
+    return bundle
+
+
+def test_files_of_one_name_have_keys_of_their_own(twins: Bundle):
+    samples = find_entries(read_samples(twins.toml, MODEL), twins.toml)
+    batch = read_batch(samples, [Draw(index, 0) for index in range(3)])
+    assert batch.names == ["cat.png", "copy.png", "cat.png"]
+    assert batch.keys == [cached.latent.content_key for cached in samples]
+    assert batch.keys[0] != batch.keys[2]
+
+
+def test_entries_that_samples_share_are_counted_once(twins: Bundle):
+    samples = find_entries(read_samples(twins.toml, MODEL), twins.toml)
+    assert len(samples) == 3
+    assert num_entries(samples) == 3  # two pictures and a caption
+    assert num_entries(samples[:1]) == 2
+    assert num_entries([]) == 0
