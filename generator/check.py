@@ -151,8 +151,10 @@ def _weights(options: Check) -> Iterator[Finding]:
         except WangenError as error:
             cure = error.cure
             if not path.exists():
-                names = ", ".join(weights.files[:3])
-                cure = f"put it there from {weights.source}, or publish again to find it elsewhere in models ({names})"
+                cure = (
+                    f"put it there (from {weights.source}), or publish again to have it found elsewhere in models "
+                    f"under one of its names: {', '.join(weights.files)}"
+                )
             yield Finding(error.where or str(path), f"--{weights.flag}: {error.found}", cure)
     if options.tokenizer and not options.tokenizer.exists():
         yield Finding(

@@ -84,20 +84,27 @@ def publish(name: str, folder: Path | None, source: Path | None, platforms: tupl
     """Write the bundle of a dataset: media, caches, TOML files and run scripts for each platform."""
     from wangen.generator import publish as publishing
     from wangen.generator import workspace
+    from wangen.generator.dataset import left_out
     from wangen.generator.paths import slugify
 
     place = workspace.read(folder or workspace.find(Path()))
     slug = slugify(name)
     profile = place.profile(model)
-    items = publishing.read_source(source or _dataset_folder(place.folder, name, slug), profile)
+    origin = source or _dataset_folder(place.folder, name, slug)
+    items = publishing.read_source(origin, profile)
     targets = [place.target(platform) for platform in platforms] or list(place.targets)
     click.echo(f"{name!r} is published as {slug}: {len(items)} items for {profile.title}")
+    for line in left_out(origin):
+        click.echo(f"  not taken: {line}")
     for target in targets:
         done = publishing.publish(place, target, profile, slug, items)
         counts = ", ".join(f"{number} {what}" for what, number in done.counts.items())
         click.echo(f"  {target.platform.name:8} {target.folder}  ({counts} files; {', '.join(done.scripts)})")
         for script in done.kept:
             click.echo(f"           {script} was edited by hand and stays; the new text is {script}.new")
+        for script, knobs in done.knobs.items():
+            values = ", ".join(f"{knob}={mine} (published: {ours})" for knob, (mine, ours) in knobs.items())
+            click.echo(f"           {script} keeps your knobs: {values}")
     weights = ", ".join(f"{weight.flag}: {weight.files[0]}" for weight in profile.weights)
     click.echo(f"next: put the weights into the folder models/ beside the scripts ({weights}),")
     click.echo(f"      see what is missing with: wangen check {slug}    and run train_{slug} there")

@@ -132,6 +132,22 @@ def scan(
     return items, sorted(problems, key=lambda problem: problem.path.name)
 
 
+def left_out(folder: Path, caption_extension: str = ".txt") -> list[str]:
+    """What a dataset folder holds that is no item: other files, captions without media, sub-folders; a line each."""
+    entries = _entries(folder)
+    stems = {_folded(path.stem) for path in entries if media_of(path)}
+    lines = []
+    for path in entries:
+        if path.is_dir():
+            inside = sum(media_of(entry) is not None for entry in path.rglob("*"))
+            lines += [f"{path.name}/ ({inside} media files; sub-folders are not read)"] if inside else []
+        elif path.suffix.lower() == caption_extension:
+            lines += [] if _folded(path.stem) in stems else [f"{path.name} (a caption without its image or video)"]
+        elif media_of(path) is None:
+            lines.append(f"{path.name} (read are: {', '.join(sorted(IMAGE_SUFFIXES | VIDEO_SUFFIXES))})")
+    return lines
+
+
 def read_facts(path: Path) -> MediaFacts:
     """Size and length of a media file without decoding it.
 

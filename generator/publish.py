@@ -52,12 +52,14 @@ class Published:
         counts: `new`, `same`, `removed` media and captions.
         kept: scripts and TOML files that the user had edited, relative to the target's folder; the new text lies
             beside them as `.new`.
+        knobs: script -> knob -> (the user's value that stays, the published one).
     """
 
     target: Target
     scripts: list[str] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=lambda: {"new": 0, "same": 0, "removed": 0})
     kept: list[str] = field(default_factory=list)
+    knobs: dict[str, dict[str, tuple[str, str]]] = field(default_factory=dict)
 
 
 def read_source(folder: Path, model: Model) -> list[Item]:
@@ -310,3 +312,5 @@ def _write_scripts(made: Iterable[tuple[Path, scripts.Bundle, str]], result: Pub
         result.scripts.append(path.name)
         if outcome == "kept":
             result.kept.append(path.name)
+        elif changed := scripts.changed_knobs(path.read_bytes()):
+            result.knobs[path.name] = changed

@@ -136,6 +136,13 @@ def untouched(data: bytes) -> bool:
     return found is not None and None not in _knob_lines(text, shell) and found[2] == _digest(text, shell)
 
 
+def changed_knobs(data: bytes) -> dict[str, tuple[str, str]]:
+    """The knobs of a script that the user changed: name -> (the user's value, the published one)."""
+    published = _published(data)
+    values = read_knobs(data)
+    return {knob: (value, published[knob]) for knob, value in values.items() if published.get(knob, value) != value}
+
+
 def merge(old: bytes, bundle: Bundle, shell: str, name: str) -> tuple[bytes, bool]:
     """The script made anew with the values that the user changed in `old`, and whether `old` has to stay.
 
@@ -145,8 +152,7 @@ def merge(old: bytes, bundle: Bundle, shell: str, name: str) -> tuple[bytes, boo
     """
     known = {knob.name for knob in _knobs(bundle.steps)[0]}
     try:
-        published = _published(old)
-        changed = {knob: value for knob, value in read_knobs(old).items() if published.get(knob, value) != value}
+        changed = {knob: value for knob, (value, _) in changed_knobs(old).items()}
     except WangenError:
         changed = {}
     kept = {knob: value for knob, value in changed.items() if knob in known}

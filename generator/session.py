@@ -17,8 +17,9 @@ from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any
 
+from wangen.generator.entry import STOPPED, stop
 from wangen.generator.errors import WangenError
 from wangen.generator.files import write_text
 from wangen.generator.install import install_line
@@ -104,18 +105,27 @@ def _guarded(step: Step) -> int:
         return _run(step)
     except WangenError as error:
         log.error("%s: %s", step.command, error)
+        _note_failure(step, error.found)
         return error.exit_code
     except OSError as error:
-        if error.errno not in _DISK:
+        if error.errno not in _DISK and error.filename is None:  # not about a file of the user's: our bug
             raise
-        log.error("%s: %s", step.command, WangenError(
-            error.strerror or str(error), where=str(error.filename or ""),
-            cure="free space or fix the rights, then run the same line again: nothing saved is lost",
-        ))  # fmt: skip
+        found = error.strerror or str(error)
+        disk = "free space or fix the rights, then run the same line again: nothing saved is lost"
+        cure = disk if error.errno in _DISK else "look at this path"
+        log.error("%s: %s", step.command, WangenError(found, where=str(error.filename or ""), cure=cure))
+        _note_failure(step, found)
         return 1
     except KeyboardInterrupt:
-        log.error("%s: stopped. Nothing saved is lost: run the same line again to go on.", step.command)
+        log.error("%s: %s", step.command, STOPPED)
         return 1
+
+
+def _note_failure(step: Step, found: str) -> None:
+    """Replace an earlier run's report, which would say that all is well; an error here must not hide the first."""
+    if step.report_dir and (step.report_dir / f"{step.command}.report.json").is_file():
+        with suppress(WangenError):
+            write_report(step, Report(folder=step.report_dir, summary=f"failed: {found}", ok=False), 0.0)
 
 
 def _run(step: Step) -> int:
@@ -150,7 +160,7 @@ def _terminable() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, _interrupt)
+    before = signal.signal(signal.SIGTERM, stop)
     try:
         yield
     finally:
@@ -198,10 +208,6 @@ def _versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
-
-
-def _interrupt(_signum: int, _frame: object) -> NoReturn:
-    raise KeyboardInterrupt
 
 
 @contextmanager

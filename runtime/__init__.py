@@ -1,1 +1,1 @@
-"""The half that needs torch: caching, training and generation. Install it with `pip install 'wangen[runtime]'`."""
+"""The half that needs torch: caching, training, generation. Installed from a clone with `pip install '.[runtime]'`."""

@@ -14,7 +14,7 @@ from wangen.generator.errors import WangenError
 from wangen.generator.steps import Train
 from wangen.runtime.lora import Lora, LoraWeight, read_lora, to_layout
 from wangen.runtime.randomness import generator_for
-from wangen.runtime.safetensors_file import write
+from wangen.runtime.safetensors_file import serialize, write_chunks
 
 NAME = "default"
 
@@ -82,7 +82,9 @@ def save_lora(path: Path, lora: Lora, options: Train, metadata: Mapping[str, str
     for number, layout in enumerate(options.lora_layout):
         target = path if number == 0 else path.with_name(f"{path.stem}-{layout}{path.suffix}")
         tensors = {name: tensor.to(dtype) for name, tensor in to_layout(lora, layout).items()}
-        write(target, tensors, metadata)
+        content = b"".join(serialize(tensors, metadata))
+        if not (target.is_file() and target.read_bytes() == content):  # the same LoRA keeps its time stamp
+            write_chunks(target, [content])
         written.append(target)
     return written
 

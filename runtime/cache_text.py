@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wangen import profiles
-from wangen.generator import headers
 from wangen.generator.errors import WangenError
 from wangen.generator.session import Report
 from wangen.generator.steps import CacheText
@@ -30,7 +29,6 @@ def run(options: CacheText) -> Report:
     Raises:
         WangenError: a caption is missing, the file is no umT5, values are not finite, the disk is full.
     """
-    headers.expect(options.t5, "umt5-encoder", "--t5")
     samples = read_samples(options.dataset_config, profiles.model(ANY_MODEL), make_folders=True)
     encoder = Encoder(text_encoder_identity(options.t5, options.tokenizer), _dtype(options))
     return fill(

@@ -5,7 +5,6 @@ and cleaned up, so that a kill at any moment leaves the previous state in force.
 """
 
 import json
-import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 
 from wangen.generator.errors import WangenError
-from wangen.generator.files import sync_folder, write_text
+from wangen.generator.files import remove_tree, replace, sync_folder, write_text
 from wangen.runtime.safetensors_file import write
 
 MANIFEST = "state.json"
@@ -52,7 +51,7 @@ def save(folder: Path, state: TrainingState, *, keep: bool = False) -> Path:
     final = folder / f"step-{state.step:08d}"
     staging = folder / f".staging-{state.step:08d}"
     try:
-        shutil.rmtree(staging, ignore_errors=True)
+        _remove(staging)
         staging.mkdir(parents=True)
         write(staging / "adapter.safetensors", state.adapter, {})
         write(staging / "optimizer.safetensors", state.optimizer, {})
@@ -69,11 +68,11 @@ def save(folder: Path, state: TrainingState, *, keep: bool = False) -> Path:
         sync_folder(staging)
         aside = folder / f"{final.name}-old"  # still a state that `newest` finds, should the next lines be cut short
         if final.exists():
-            shutil.rmtree(aside, ignore_errors=True)
-            final.replace(aside)
-        staging.replace(final)
+            _remove(aside)
+            replace(final, aside)
+        replace(staging, final)
         sync_folder(folder)
-        shutil.rmtree(aside, ignore_errors=True)
+        _remove(aside)
     except OSError as error:
         raise WangenError(
             f"cannot save the training state: {error.strerror}",
@@ -81,7 +80,7 @@ def save(folder: Path, state: TrainingState, *, keep: bool = False) -> Path:
             cure="free space, then run the same line again: it goes on from the last state",
         ) from None
     finally:
-        shutil.rmtree(staging, ignore_errors=True)
+        _remove(staging)
     return final
 
 
@@ -130,12 +129,12 @@ def remove_others(folder: Path, keep: set[Path]) -> None:
     for path in folder.glob("step-*"):
         manifest = _manifest(path)
         if path.resolve() not in spared and not (manifest and manifest.get("keep")):
-            shutil.rmtree(path, ignore_errors=True)
+            _remove(path)
 
 
 def forget(folder: Path) -> None:
     """Remove every state of a run that starts afresh."""
-    shutil.rmtree(folder, ignore_errors=True)
+    _remove(folder)
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -184,6 +183,12 @@ def restore(
         (group if index == "group" else values.setdefault(int(index), {}))[key] = value
     groups = [{**old, **group} for old in optimizer.state_dict()["param_groups"]]
     optimizer.load_state_dict({"state": values, "param_groups": groups})
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder that nobody needs; one that cannot be removed costs only its room."""
+    with suppress(OSError):
+        remove_tree(folder)
 
 
 def _manifest(path: Path) -> dict[str, Any] | None:

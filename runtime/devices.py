@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from wangen.generator.errors import UsageError, WangenError
+from wangen.runtime.needs import is_rocm
 
 log = logging.getLogger("wangen")
 
@@ -28,11 +29,6 @@ def choose_device(name: str | None) -> torch.device:
         reason = str(error).splitlines()[0]
         raise UsageError(f"--device {name}: {reason}", cure="leave --device out or give cpu") from None
     return device
-
-
-def is_rocm() -> bool:
-    """Whether this torch is a HIP build."""
-    return torch.version.hip is not None
 
 
 def choose_vae_dtype(name: str | None, device: torch.device) -> str:

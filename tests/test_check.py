@@ -104,7 +104,7 @@ def test_everything_wrong_at_once(good, tmp_path, capsys):
         ("cut.jpg", "cannot be read as an image"),
         ("text.mp4", "cannot be read as a video"),
         ("short.mp4", "has 9 frames at 16 fps, 17 are needed"),
-        ("none.safetensors", "no such weight file; put it there from https:"),
+        ("none.safetensors", "no such weight file; put it there (from https:"),
         (good.dit.name, "--vae: this is a Wan text-to-video transformer"),
         ("", "no umT5 tokenizer here"),
     ]
@@ -256,7 +256,7 @@ def test_check_by_name_reads_the_flags_from_the_published_script(tmp_path, clip,
     bundle = tmp_path / "ws" / "published" / host_platform_name()
     shutil.copytree(weights["vae"].parent, bundle / "models" / "deeper")
     assert main(ask) == 1  # the script still names another place, and check says what the script would meet
-    assert "publish again to find it elsewhere" in capsys.readouterr().err
+    assert "publish again to have it found elsewhere" in capsys.readouterr().err
     monkeypatch.chdir(tmp_path)
     assert main(["publish", "Red House", "--workspace", "ws"]) == 0
     assert main(ask) == 0

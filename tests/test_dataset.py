@@ -1,8 +1,8 @@
 """A folder of media with captions becomes items, or the list of everything that is wrong with it."""
 
 import os
-from fractions import Fraction
 import sys
+from fractions import Fraction
 from pathlib import Path
 
 import av

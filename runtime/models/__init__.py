@@ -82,8 +82,13 @@ def model_of_vae(path: Path) -> profiles.Model:
 
 
 def text_encoder_identity(t5: Path, tokenizer: Path | None) -> str:
-    """Digest that identifies a text encoder together with its tokenizer, read from headers alone."""
+    """Digest that identifies a text encoder together with its tokenizer, read from headers alone.
+
+    Raises:
+        WangenError: the file is no text encoder that a profile uses, or there is no tokenizer.
+    """
     from wangen.runtime.cache import digest
     from wangen.runtime.sources import digest_file
 
+    headers.expect(t5, profiles.model(profiles.model_names()[0]).kind_of("t5"), "--t5")
     return digest([headers.identity(t5), digest_file(tokenizer_of(t5, tokenizer))])
