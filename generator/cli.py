@@ -11,9 +11,9 @@ from typing import Any
 import click
 
 from wangen.generator.commands import StepCommand, given, parse
-from wangen.generator.entry import STOPPED
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.steps import STEPS, Check, find_step
+from wangen.generator.stopping import STOPPED
 
 
 class Wangen(click.Group):

@@ -19,11 +19,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any
 
-from wangen.generator.entry import STOPPED, stop
 from wangen.generator.errors import WangenError
 from wangen.generator.files import write_text
 from wangen.generator.install import install_line
 from wangen.generator.steps import Step, options
+from wangen.generator.stopping import STOPPED, stop
 
 log = logging.getLogger("wangen")
 

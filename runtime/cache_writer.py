@@ -78,16 +78,17 @@ class Writer:
         }
         # Process numbers repeat from machine to machine on a shared drive; random names do not.
         temporary = self.folder / f".{recipe.key(encoder)}-{secrets.token_hex(8)}.tmp"
+        whole = False
         try:
             with temporary.open("xb") as file:
                 for chunk in serialize(tensors, metadata):
                     self._bytes += file.write(chunk)
+            whole = True
         except OSError as error:
-            _forget(temporary)
             raise self._refused(error) from None
-        except BaseException:  # Ctrl-C: half a file helps nobody
-            _forget(temporary)
-            raise
+        finally:
+            if not whole:  # a full disk, or Ctrl-C: half a file helps nobody
+                _forget(temporary)
         self._pending.append((temporary, self.folder / recipe.file_name(encoder)))
 
     def commit_if_due(self) -> None:

@@ -1,0 +1,23 @@
+"""What Ctrl-C does, and what is said then."""
+
+import os
+from types import FrameType
+
+STOPPED = "stopped. Nothing saved is lost: run the same line again to go on."
+
+
+def stop(_signal_number: int, frame: FrameType | None) -> None:
+    """Ctrl-C, and SIGTERM in a step: a KeyboardInterrupt, except while libraries are imported.
+
+    An import that is broken off leaves a library half made; some swallow the interrupt, others end in a traceback about
+    something else. Nothing is open at such a moment, so the process just ends, with the message and exit code 1.
+
+    Raises:
+        KeyboardInterrupt: no import is under way.
+    """
+    while frame:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            os.write(2, f"wangen: {STOPPED}\n".encode())
+            os._exit(1)
+        frame = frame.f_back
+    raise KeyboardInterrupt
