@@ -83,16 +83,6 @@ def media_of(path: Path) -> Media | None:
     return "image" if suffix in IMAGE_SUFFIXES else "video" if suffix in VIDEO_SUFFIXES else None
 
 
-def media_files(folder: Path, media: Media | None = None) -> list[Path]:
-    """The media files of a folder (not of its sub-folders), sorted by name; hidden files are left out.
-
-    Raises:
-        WangenError: the folder is missing or cannot be listed.
-    """
-    kinds = {media} if media else {"image", "video"}
-    return [entry for entry in _entries(folder) if media_of(entry) in kinds and entry.is_file()]
-
-
 def scan(
     folder: Path, *, media: Media | None = None, caption_extension: str = ".txt", deep: bool = True
 ) -> tuple[list[Item], list[Problem]]:
