@@ -158,7 +158,9 @@ def _entries(folder: Path) -> list[Path]:
     try:
         return sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))
     except OSError as error:
-        raise WangenError(f"cannot list the folder: {error.strerror}", where=str(folder)) from None
+        raise WangenError(
+            f"cannot list the folder: {error.strerror}", where=str(folder), cure="check the path, or publish again"
+        ) from None
 
 
 def _item(path: Path, extension: str, entries: Mapping[str, Path]) -> Item:

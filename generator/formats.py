@@ -86,7 +86,8 @@ def read_safetensors(path: Path) -> Header:
         prefix = file.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
         if length < 2 or length > MAX_HEADER_BYTES:
-            raise WangenError(f"not a safetensors file: its header would be {length} bytes long", where=str(path))
+            found = f"its header would be {length} bytes long" if size_bytes else "it is empty"
+            raise WangenError(f"not a safetensors file: {found}", where=str(path), cure=DOWNLOAD_AGAIN)
         if 8 + length > size_bytes:
             raise _truncated(path, expected=f"more than {8 + length}", found=size_bytes)
         text = file.read(length)

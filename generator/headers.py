@@ -112,7 +112,7 @@ def shards(path: Path) -> list[Path]:
         if path.is_dir():
             raise WangenError("a folder, where a weight file belongs", where=str(path), cure="name the file inside")
         if not path.is_file():
-            raise WangenError("no such weight file", where=str(path))
+            raise WangenError("no such weight file", where=str(path), cure="check the path and the file's name")
         return [path]
     missing = [file.name for file in files if not file.is_file()]
     if missing:

@@ -94,7 +94,9 @@ def load(path: Path) -> dict[str, Any]:
         text = path.read_bytes().removeprefix(b"\xef\xbb\xbf").decode("utf-8")
         return tomllib.loads(text)
     except OSError as error:
-        raise WangenError(f"cannot read the TOML file: {error.strerror}", where=str(path)) from None
+        raise WangenError(
+            f"cannot read the TOML file: {error.strerror}", where=str(path), cure="check the path, or publish again"
+        ) from None
     except UnicodeDecodeError:
         raise UsageError("the TOML file is not UTF-8", where=str(path), cure="save it as UTF-8") from None
     except tomllib.TOMLDecodeError as error:

@@ -360,6 +360,8 @@ def require_writable(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise WangenError(f"cannot make the folder: {error.strerror}", where=str(folder)) from None
+        raise WangenError(
+            f"cannot make the folder: {error.strerror}", where=str(folder), cure="choose another or fix the rights"
+        ) from None
     if not os.access(folder, os.W_OK):
         raise WangenError("the folder cannot be written", where=str(folder), cure="fix its rights or choose another")

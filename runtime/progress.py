@@ -32,7 +32,7 @@ def _bar(label: str, total: int, done: int) -> Iterator[Advance]:
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
-        TextColumn("{task.fields[state]}", markup=False),  # it may be a file name with brackets
+        TextColumn("left  {task.fields[state]}", markup=False),  # it may be a file name with brackets
     )
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task(label, total=total, completed=done, state="")

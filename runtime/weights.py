@@ -26,6 +26,7 @@ from wangen.generator.tokenizer_file import find_tokenizer
 from wangen.runtime.prompts import clean_prompt
 
 HEAD_DIM = 128
+OTHER_FILE = "download the file again, or give one of the original Wan 2.1 text-to-video files"
 MAX_PROMPT_TOKENS = 512
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -250,7 +251,7 @@ def _compare(path: Path, model: torch.nn.Module, found: Shapes) -> None:
         if names
     ]
     if words:
-        raise WangenError("the tensors do not fit the model: " + "; ".join(words), where=str(path))
+        raise WangenError("the tensors do not fit the model: " + "; ".join(words), where=str(path), cure=OTHER_FILE)
 
 
 def read_tensors(path: Path, header: Header) -> Iterator[tuple[str, torch.Tensor]]:
@@ -277,14 +278,15 @@ def _shapes(header: Header) -> Shapes:
 def _size(path: Path, shapes: Shapes, name: str, axis: int) -> int:
     shape = shapes.get(name)
     if shape is None or axis >= len(shape):
-        raise WangenError(f"the tensors do not fit the model: {name} is {shape or 'missing'}", where=str(path))
+        raise WangenError(f"the tensors do not fit the model: {name} is {shape or 'missing'}", where=str(path),
+                          cure=OTHER_FILE)  # fmt: skip
     return shape[axis]
 
 
 def _num_blocks(path: Path, shapes: Shapes) -> int:
     numbers = {int(match[1]) for name in shapes if (match := re.match(r"blocks\.(\d{1,4})\.", name))}
     if numbers != set(range(len(numbers))):
-        raise WangenError("the tensors do not fit the model: blocks are missing", where=str(path))
+        raise WangenError("the tensors do not fit the model: blocks are missing", where=str(path), cure=OTHER_FILE)
     return len(numbers)
 
 
