@@ -79,7 +79,7 @@ def _survey(entry: DatasetEntry, fps: int) -> _Survey:
     try:
         items, problems = scan(entry.directory, media=entry.media, caption_extension=entry.caption_extension)
     except WangenError as error:
-        cure = "publish the dataset again or mend the TOML"
+        cure = error.cure or "publish the dataset again or mend the TOML"
         survey.findings.append(Finding(error.where or str(entry.directory), error.found, cure))
         return survey
     survey.num_items = len(items)

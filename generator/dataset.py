@@ -159,7 +159,9 @@ def _entries(folder: Path) -> list[Path]:
         return sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))
     except OSError as error:
         raise WangenError(
-            f"cannot list the folder: {error.strerror}", where=str(folder), cure="check the path, or publish again"
+            f"cannot list the folder: {error.strerror}",
+            where=str(folder),
+            cure="check the path, or publish the dataset again",
         ) from None
 
 
