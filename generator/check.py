@@ -14,7 +14,7 @@ from wangen.generator.errors import WangenError
 from wangen.generator.geometry import resampled_frames, too_short, windows
 from wangen.generator.session import Report
 from wangen.generator.steps import Check
-from wangen.generator.tokenizer_file import find_tokenizer
+from wangen.generator.tokenizer_file import tokenizer_of
 from wangen.generator.tomls import DatasetEntry, read_dataset
 
 log = logging.getLogger("wangen")
@@ -156,19 +156,11 @@ def _weights(options: Check) -> Iterator[Finding]:
                     f"under one of its names: {', '.join(weights.files)}"
                 )
             yield Finding(error.where or str(path), f"--{weights.flag}: {error.found}", cure)
-    if options.tokenizer and not options.tokenizer.exists():
-        yield Finding(
-            str(options.tokenizer), "--tokenizer: no such file or folder", "name the folder with spiece.model"
-        )
-    elif options.tokenizer or (options.t5 and options.t5.exists()):
-        yield from _tokenizer(options.tokenizer or options.t5)
-
-
-def _tokenizer(place: Path | None) -> Iterator[Finding]:
-    try:
-        find_tokenizer(place or Path())
-    except WangenError as error:
-        yield Finding(error.where, error.found, error.cure)
+    if options.tokenizer or (options.t5 and options.t5.exists()):
+        try:
+            tokenizer_of(options.t5 or Path(), options.tokenizer)
+        except WangenError as error:
+            yield Finding(error.where, error.found, error.cure)
 
 
 def _cache_bytes(survey: _Survey) -> int:

@@ -42,10 +42,7 @@ def run(options: CacheLatents) -> Report:
 
 def _encoder(options: CacheLatents) -> Encoder:
     """The VAE's identity and precision. Torch is asked only when the precision depends on the device."""
-    dtype = vae_dtype(options.vae_dtype)
-    if dtype != options.vae_dtype:
-        log.warning("ROCm: the VAE runs in %s; %s gives zero or non-finite latents on some builds",
-                    dtype, options.vae_dtype)  # fmt: skip
+    dtype = vae_dtype(options.vae_dtype, announce=True)
     if dtype is None:
         from wangen.runtime.devices import choose_device, choose_vae_dtype
 

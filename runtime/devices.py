@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from wangen.generator.errors import UsageError, WangenError
-from wangen.runtime.needs import is_rocm
+from wangen.runtime.needs import is_rocm, vae_dtype
 
 log = logging.getLogger("wangen")
 
@@ -32,15 +32,9 @@ def choose_device(name: str | None) -> torch.device:
 
 
 def choose_vae_dtype(name: str | None, device: torch.device) -> str:
-    """The VAE's precision: as asked, else bfloat16 on CUDA and float32 on a CPU and on ROCm.
-
-    A bfloat16 VAE gives all-zero or non-finite latents on some ROCm builds, so there it is refused with a warning.
-    """
-    if is_rocm():
-        if name not in (None, "float32"):
-            log.warning("ROCm: the VAE runs in float32; %s gives zero or non-finite latents on some builds", name)
-        return "float32"
-    return name or ("bfloat16" if device.type == "cuda" else "float32")
+    """The precision of the VAE: as asked (on ROCm always float32), else bfloat16 on CUDA and float32 elsewhere."""
+    default = "bfloat16" if device.type == "cuda" and not is_rocm() else "float32"
+    return vae_dtype(name, announce=True) or default
 
 
 def choose_dtype(name: str | None, device: torch.device) -> str:

@@ -14,6 +14,7 @@ from wangen import profiles
 from wangen.generator import headers
 from wangen.generator.dataset import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 from wangen.generator.errors import UsageError, WangenError
+from wangen.generator.files import replace
 from wangen.generator.session import Report
 from wangen.generator.steps import Generate
 from wangen.generator.steps import options as flags_of
@@ -151,7 +152,7 @@ def write_media(path: Path, video: torch.Tensor, fps: int, metadata: Mapping[str
             _write_png(temporary, frames[0], metadata)
         else:
             _write_mp4(temporary, frames, fps, metadata)
-        temporary.replace(path)
+        replace(temporary, path)
     except OSError as error:
         raise WangenError(
             f"cannot write: {error.strerror}", where=str(path), cure="free space or fix the rights"

@@ -6,6 +6,7 @@ The two caching steps, `check_cache` and the loader share this, so that they can
 import hashlib
 import importlib.metadata
 import json
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -19,6 +20,8 @@ from wangen.generator.steps import CacheStep
 from wangen.runtime.cache import Encoder, Entry, Folder, Kind, Recipe, Verdict
 from wangen.runtime.samples import Sample, by_cache_folder
 from wangen.runtime.sources import relative_name
+
+log = logging.getLogger("wangen")
 
 KINDS: tuple[Kind, ...] = ("latent", "text_encoder_output")
 """What a text-to-video sample needs."""
@@ -97,12 +100,19 @@ def is_rocm() -> bool:
         return False
 
 
-def vae_dtype(asked: str | None) -> str | None:
+def vae_dtype(asked: str | None, *, announce: bool = False) -> str | None:
     """The precision that a VAE runs in when this one is asked for; None leaves it to the device.
 
     On ROCm it is float32 whatever is asked: a bfloat16 VAE gives all-zero or non-finite latents on some builds.
+
+    Args:
+        asked: the flag's value.
+        announce: warn when it is not what was asked for.
     """
-    return "float32" if asked and is_rocm() else asked
+    dtype = "float32" if asked and is_rocm() else asked
+    if announce and dtype != asked:
+        log.warning("ROCm: the VAE runs in %s; %s gives zero or non-finite latents on some builds", dtype, asked)
+    return dtype
 
 
 def expected_encoder(

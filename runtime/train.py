@@ -173,6 +173,8 @@ def _prepare(plan: Plan, device: torch.device, state: TrainingState | None) -> R
     if state:
         checkpoint.restore(parameters, optimizer, state, plan.states)
         training.step, training.facts = state.step, dict(state.facts)
+        if not options.resume:  # else the state may lie elsewhere
+            training.saved_step = state.step
     elif options.fresh:
         checkpoint.forget(plan.states)
     trainable = sum(parameter.numel() for parameter in parameters.values())

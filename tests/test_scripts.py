@@ -1,4 +1,3 @@
-import json
 import os
 import shutil
 import subprocess
@@ -9,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shells.bundles import HOSTILE, POSIX_ONLY, bundle, prompts, steps
+from shells.bundles import HOSTILE, POSIX_ONLY, bundle, prompts, read_calls, steps
 
 from wangen.generator import scripts
 from wangen.generator.errors import WangenError
@@ -190,9 +189,7 @@ class Site:
 
     @property
     def calls(self):
-        if not self.record.exists():
-            return []
-        return [json.loads(line) for line in self.record.read_text(encoding="utf-8").splitlines()]
+        return read_calls(self.record)
 
 
 @pytest.fixture

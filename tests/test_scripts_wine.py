@@ -1,13 +1,12 @@
 """The .bat scripts run under wine with a real CPython for Windows; `tests/shells/setup_wine.sh` installs both."""
 
-import json
 import os
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
-from shells.bundles import HOSTILE, bundle, prompts, steps
+from shells.bundles import HOSTILE, bundle, prompts, read_calls, steps
 
 from wangen.generator.scripts import render, write
 
@@ -84,9 +83,7 @@ class Site:
 
     @property
     def calls(self):
-        if not self.record.exists():
-            return []
-        return [json.loads(line) for line in self.record.read_text(encoding="utf-8").splitlines()]
+        return read_calls(self.record)
 
 
 @pytest.fixture

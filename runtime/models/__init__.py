@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from wangen import profiles
 from wangen.generator import headers
-from wangen.generator.errors import WangenError
 from wangen.generator.tokenizer_file import tokenizer_of
 
 if TYPE_CHECKING:
@@ -73,12 +72,9 @@ def model_of_vae(path: Path) -> profiles.Model:
     """
     kind = headers.identify(path)
     models = [profiles.model(name) for name in profiles.model_names()]
-    wanted = [weights.kind for model in models for weights in model.weights if weights.flag == "vae"]
-    for model, vae_kind in zip(models, wanted, strict=True):
-        if vae_kind == kind:
-            return model
-    headers.expect(path, wanted[0], "--vae")
-    raise WangenError(f"no model profile uses {headers.describe(kind)}", where=str(path))
+    found = next((model for model in models if model.kind_of("vae") == kind), models[0])
+    headers.expect(path, found.kind_of("vae"), "--vae")
+    return found
 
 
 def text_encoder_identity(t5: Path, tokenizer: Path | None) -> str:

@@ -1,10 +1,20 @@
 """Bundles of hostile paths and texts for the tests of the scripts."""
 
-from pathlib import PurePosixPath
+import json
+from pathlib import Path, PurePosixPath
+from typing import Any
 
 from wangen.generator.scripts import Bundle
 from wangen.generator.steps import CacheLatents, CacheText, Check, CheckCache, Generate, Train
 from wangen.profiles import platform
+
+
+def read_calls(record: Path) -> list[dict[str, Any]]:
+    """What a recorder wrote, one entry per call; none when it was never called."""
+    if not record.exists():
+        return []
+    return [json.loads(line) for line in record.read_text(encoding="utf-8").splitlines()]
+
 
 PLATFORMS = {"sh": "linux", "bat": "windows", "ps1": "windows"}
 
