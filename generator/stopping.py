@@ -16,7 +16,8 @@ def stop(_signal_number: int, frame: FrameType | None) -> None:
         KeyboardInterrupt: no import is under way.
     """
     while frame:
-        if frame.f_code.co_filename.startswith("<frozen importlib"):
+        # It alone lies under every import; others of its module answer quick questions in the middle of work.
+        if frame.f_code.co_name == "_find_and_load" and frame.f_code.co_filename.startswith("<frozen importlib"):
             os.write(2, f"wangen: {STOPPED}\n".encode())
             os._exit(1)
         frame = frame.f_back
