@@ -5,13 +5,14 @@ profile, the accelerator's rule, `[steps.…]` of the workspace, and the paths o
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
 from wangen.generator.commands import build
 from wangen.generator.steps import DEFAULT_EPOCHS, CacheLatents, CacheText, Check, CheckCache, Step, Train, options
+from wangen.generator.tomls import resolution_name
 from wangen.generator.workspace import Target, Workspace
 from wangen.profiles import Model, Weights
 
@@ -28,7 +29,7 @@ _OWNERS: tuple[tuple[type[Step], tuple[str, ...]], ...] = (
 )
 """What one step is told and others have to know."""
 
-_DTYPES = {"cuda": "bfloat16", "rocm": "float32", "cpu": "float32"}
+_DTYPES = {"cuda": "bfloat16", "rocm": "bfloat16", "cpu": "float32"}
 
 
 def toml_name(slug: str, target: Target) -> str:
@@ -36,9 +37,20 @@ def toml_name(slug: str, target: Target) -> str:
     return f"{slug}_{target.platform.suffix}.toml"
 
 
-def bundle_steps(workspace: Workspace, target: Target, model: Model, slug: str) -> tuple[Step, ...]:
-    """Every step of the training script, its paths as the target writes them."""
-    paths = _paths(target, model, slug)
+def bundle_steps(
+    workspace: Workspace, target: Target, model: Model, slug: str, resolutions: Iterable[tuple[int, int]] = ()
+) -> tuple[Step, ...]:
+    """Every step of the training script, its paths as the target writes them.
+
+    Args:
+        workspace: has the user's defaults.
+        target: where the scripts run.
+        model: what is trained.
+        slug: the dataset.
+        resolutions: of the dataset's TOML, as (width, height) in pixels; the model profile's when there is none.
+    """
+    names = [resolution_name(size) for size in resolutions] or [resolution_name(model.resolution)]
+    paths = {**_paths(target, model, slug), "resolution": ",".join(names)}
     return tuple(_step(kind, workspace, target, model, paths) for kind in RUN)
 
 

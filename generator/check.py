@@ -39,7 +39,7 @@ def run(options: Check) -> Report:
     Raises:
         WangenError: the dataset TOML itself cannot be read.
     """
-    entries = read_dataset(options.dataset_config)
+    entries = read_dataset(options.dataset_config, options.resolution)
     surveys = [_survey(entry, profiles.model(options.task).fps) for entry in entries]
     findings = [finding for survey in surveys for finding in survey.findings]
     findings += [*_weights(options), *_folders(options, surveys)]

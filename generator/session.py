@@ -91,6 +91,7 @@ def execute(step: Step) -> int:
 
     Ctrl-C and SIGTERM end a step with one message; what it has saved stays.
     """
+    step = step.effective()
     try:
         with _logging(step.log_file), _terminable():
             log.info("%s", step.command)

@@ -21,6 +21,10 @@ TimestepSampling = Literal["uniform", "sigmoid", "shift", "logit_normal"]
 
 DTYPE_VALUES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16"}
 DEFAULT_EPOCHS = 35
+SMOKE_STEPS = 50
+SMOKE_ITEMS = 8
+SMOKE = "smoke"
+"""The folder, below the one that a step is told, which a try writes to."""
 
 
 @dataclass(frozen=True)
@@ -73,12 +77,25 @@ class Step:
         Values that are empty or begin with a dash are joined to their flag with `=`.
 
         >>> CheckCache(dataset_config=Path("a.toml"), deep=True).argv()
-        ['check_cache', '--dataset_config', 'a.toml', '--deep']
+        ['check_cache', '--dataset_config', 'a.toml', '--resolution', 'all', '--deep']
         """
         words = [self.command]
         for option in options(type(self)):
             words.extend(option.words(getattr(self, option.name)))
         return words
+
+    def effective(self) -> "Step":
+        """The step that runs: under `--smoke` a small one that leaves the results of the whole job alone.
+
+        >>> Train(dataset_config=Path("a.toml"), dit=Path("d"), output_dir=Path("outputs"), output_name="cats",
+        ...       smoke=True).effective().output_dir.as_posix()
+        'outputs/smoke'
+        """
+        return dataclasses.replace(self, **self._smoke_changes()) if getattr(self, "smoke", False) else self
+
+    def _smoke_changes(self) -> dict[str, Any]:
+        """The fields that are different under `--smoke`."""
+        return {"report_dir": self.report_dir / SMOKE} if self.report_dir else {}
 
 
 @dataclass(frozen=True)
@@ -174,17 +191,25 @@ def _option(f: "dataclasses.Field[Any]") -> Option:
 
 
 _LATER = "is not in this version of wangen; leave it out"
+_SMOKE = f"try the job: at most {SMOKE_ITEMS} items"
 _SAMPLES = "samples during training are not in this version: run `wangen generate` on the saved LoRA instead"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Check(Step):
+class DatasetStep(Step):
+    """What all steps that read a dataset share."""
+
+    dataset_config: Path = flag("the dataset's TOML file")
+    resolution: str = flag("which resolutions of the TOML to use: all, or for example 256,832x480", "all", knob=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check(DatasetStep):
     """Check files, captions, weights and disk before anything starts; needs no GPU and no torch."""
 
     command: ClassVar[str] = "check"
     module: ClassVar[str] = "wangen.generator.check"
 
-    dataset_config: Path = flag("the dataset's TOML file")
     task: str = flag("model profile that the weights must fit", "t2v-14B", pinned=True, model_choices=True)
     vae: Path | None = flag("VAE weights: Wan2.1_VAE.pth or its safetensors form", None)
     t5: Path | None = flag("umT5 text encoder weights: models_t5_umt5-xxl-enc-bf16.pth or safetensors", None)
@@ -194,15 +219,18 @@ class Check(Step):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CacheStep(Step):
+class CacheStep(DatasetStep):
     """What the two caching steps share."""
 
-    dataset_config: Path = flag("the dataset's TOML file")
+    smoke: bool = flag(f"{_SMOKE}; their entries stay for the whole job", False)
     device: str | None = flag("cuda, cuda:1, cpu … (default: cuda when there is one)", None)
     num_workers: int = flag("threads that read and decode media", 4, pinned=True, knob=True)
     skip_existing: bool = flag("keep entries that are valid (the default; --recache encodes again)", True)
     recache: bool = flag("encode every item again", False)
     keep_cache: bool = flag("do not remove entries that no item of the dataset needs", False)
+
+    def _smoke_changes(self) -> dict[str, Any]:
+        return {**super()._smoke_changes(), "keep_cache": True}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,13 +285,13 @@ class CacheText(CacheStep):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckCache(Step):
+class CheckCache(DatasetStep):
     """Say which cache entries are valid, stale, missing or corrupt; fails when training would not find all."""
 
     command: ClassVar[str] = "check_cache"
     module: ClassVar[str] = "wangen.runtime.check_cache"
 
-    dataset_config: Path = flag("the dataset's TOML file")
+    smoke: bool = flag(f"{_SMOKE}, those that training takes under --smoke", False)
     vae: Path | None = flag("judge latents against this VAE", None)
     t5: Path | None = flag("judge text embeddings against this text encoder", None)
     tokenizer: Path | None = flag("tokenizer folder or file (default: found beside the T5 weights)", None)
@@ -273,7 +301,7 @@ class CheckCache(Step):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Train(Step):
+class Train(DatasetStep):
     """Train a LoRA on the cached latents and text embeddings; run it again to resume."""
 
     command: ClassVar[str] = "train"
@@ -307,7 +335,7 @@ class Train(Step):
         "split_attn": f"split attention {_LATER}",
     }
 
-    dataset_config: Path = flag("the dataset's TOML file")
+    smoke: bool = flag(f"{_SMOKE}, {SMOKE_STEPS} steps from step 0, into the folder smoke of the output folder", False)
     dit: Path = flag("transformer weights (.safetensors; any shard of a sharded file)")
     task: str = flag("model profile", "t2v-14B", pinned=True, model_choices=True)
     output_dir: Path = flag("folder for the LoRA, checkpoints and the report")
@@ -388,6 +416,15 @@ class Train(Step):
     fresh: bool = flag("start again from step 0 and overwrite the earlier run", False)
     resume_changed: bool = flag("resume although settings that change the result differ", False)
     device: str | None = flag("cuda, cuda:1, cpu … (default: cuda when there is one)", None)
+
+    def _smoke_changes(self) -> dict[str, Any]:
+        return {
+            **super()._smoke_changes(),
+            "output_dir": self.output_dir / SMOKE,
+            "max_train_steps": SMOKE_STEPS,
+            "max_train_epochs": None,
+            "fresh": True,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -133,15 +133,68 @@ def refuse_unknown(found: Mapping[str, Any], known: set[str], where: str) -> Non
             raise UsageError(f"unknown key {key!r}", where=where, cure=_LATER.get(key, cure))
 
 
-def read_dataset(path: Path) -> tuple[DatasetEntry, ...]:
+def read_dataset(path: Path, resolution: str = "all") -> tuple[DatasetEntry, ...]:
     """The blocks of a dataset TOML, `[general]` merged in, relative paths resolved.
 
     A relative media folder is looked for in the working folder first, then in the TOML's own, and the log says where
     it was found; a relative cache folder follows it.
 
+    Args:
+        path: the TOML.
+        resolution: which blocks to take: `all`, or resolutions with commas between them (`256,832x480`).
+
     Raises:
-        WangenError: missing file, unknown key, wrong value, no block.
+        WangenError: missing file, unknown key, wrong value, no block, no block of a resolution that is asked for.
     """
+    return select(_read_blocks(path), resolution, str(path))
+
+
+def select(entries: tuple[DatasetEntry, ...], resolution: str, where: str) -> tuple[DatasetEntry, ...]:
+    """The blocks of these resolutions: `all`, or names with commas between them.
+
+    Raises:
+        UsageError: a name is none, or no block has that resolution.
+    """
+    if resolution == "all":
+        return entries
+    wanted = [parse_resolution(name) for name in resolution.split(",")]
+    known = dict.fromkeys(entry.resolution for entry in entries)
+    for size in wanted:
+        if size not in known:
+            raise UsageError(
+                f"no [[datasets]] block has the resolution {resolution_name(size)}",
+                where=where,
+                cure=f"it has {', '.join(map(resolution_name, known))}; publish with --resolution for another",
+            )
+    return tuple(entry for entry in entries if entry.resolution in wanted)
+
+
+def parse_resolution(text: str, where: str = "") -> tuple[int, int]:
+    """A resolution as people write it: `512` for a square, `832x480` for width and height in pixels.
+
+    Raises:
+        UsageError: it is neither.
+
+    >>> parse_resolution("512"), parse_resolution("832x480")
+    ((512, 512), (832, 480))
+    """
+    found = re.fullmatch(r"([1-9][0-9]{0,4})(?:[x*]([1-9][0-9]{0,4}))?", text.strip())
+    if not found:
+        raise UsageError(f"{text!r} is no resolution", where=where, cure="write 512, or 832x480 for width x height")
+    return int(found[1]), int(found[2] or found[1])
+
+
+def resolution_name(size: tuple[int, int]) -> str:
+    """The name of a resolution in folders, knobs and messages.
+
+    >>> resolution_name((512, 512)), resolution_name((832, 480))
+    ('512', '832x480')
+    """
+    width, height = size
+    return str(width) if width == height else f"{width}x{height}"
+
+
+def _read_blocks(path: Path) -> tuple[DatasetEntry, ...]:
     values = load(path)
     refuse_unknown(values, {"general", "datasets"}, str(path))
     general = values.get("general", {})

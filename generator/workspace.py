@@ -8,22 +8,23 @@ import os
 import platform as host_platform
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, Literal
 
 from wangen import profiles
-from wangen.generator import tomls
-from wangen.generator.commands import convert
+from wangen.generator import platforms, tomls
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.files import write_text
-from wangen.generator.paths import Machine, PathError, automount_root, translate
-from wangen.generator.steps import STEPS, find_step, options
+from wangen.generator.paths import Machine, PathError, automount_root, slugify, translate
 
 FILE = "wangen.toml"
 DEFAULT_MODEL = "t2v-1.3B"
+DEFAULT_PLATFORMS = ("linux", "windows", "wsl")
 ROOTS = {"models": "models", "datasets": "files/datasets", "outputs": "outputs", "logs": "logs"}
 """Folders below the root, and what they are called unless `wangen.toml` says otherwise."""
+
+_KEYS = {"model", "resolution", "num_frames", "platforms", "platform", "steps", "dataset"}
 
 _TEMPLATE = """\
 # The settings of this wangen workspace. Lines that begin with # are examples; take the # away to use one.
@@ -31,7 +32,8 @@ _TEMPLATE = """\
 model = "{model}"            # wangen publish --model NAME chooses another: {models}
 # resolution = [832, 480]    # bucket area as [width, height]; the default is the model profile's
 # num_frames = 81            # clip length in frames at the model's rate, 4n+1; the default is the model profile's
-platforms = [{platforms}]    # wangen publish --platform NAME chooses among: {all_platforms}
+platforms = [{platforms}]
+# All platforms: {all_platforms}; yours go into profiles/NAME.toml
 
 # Where each platform's files live, as that machine writes the path. Without a root the bundle goes to
 # published/<platform>/ here; it can be moved or copied to another machine as it is.
@@ -41,6 +43,13 @@ platforms = [{platforms}]    # wangen publish --platform NAME chooses among: {al
 # learning_rate = 1e-4
 # network_dim = 16
 # max_train_epochs = 35
+
+# How one dataset is published, by its slug; the options of wangen publish are remembered here.
+[dataset.cats]
+# trigger = "ohwx cat"       # put in front of every caption
+# resolutions = ["512", "832x480"]
+# resize = true              # publish smaller copies of the images
+# source = "photos/cats"     # also: model, batch_size, num_repeats
 """
 
 _SECTION = """
@@ -96,6 +105,29 @@ class Target:
         return PureWindowsPath if self.platform.kind == "windows" else PurePosixPath
 
 
+@dataclass(frozen=True, kw_only=True)
+class DatasetSettings:
+    """How one dataset is published: `[dataset.SLUG]`.
+
+    Attributes:
+        source: its folder or jsonl, absolute or relative to the workspace; None: `datasets/SLUG`.
+        model: name of its model profile; None for the workspace's.
+        resolutions: bucket areas as (width, height) in pixels; empty for the model profile's.
+        resize: publish smaller copies of the images.
+        trigger: word put in front of every caption; empty for none.
+        batch_size: items per batch.
+        num_repeats: how often an item stands in an epoch.
+    """
+
+    source: str | None = None
+    model: str | None = None
+    resolutions: tuple[tuple[int, int], ...] = ()
+    resize: bool = False
+    trigger: str = ""
+    batch_size: int = 1
+    num_repeats: int = 1
+
+
 @dataclass(frozen=True)
 class Workspace:
     """A workspace as its `wangen.toml` describes it.
@@ -106,8 +138,10 @@ class Workspace:
         resolution: bucket area as (width, height) in pixels, where it differs from the model profile's.
         num_frames: clip length in frames, where it differs from the model profile's.
         platforms: names of the platforms to publish for.
+        known_platforms: every platform profile by name, the user's among them.
         sections: platform -> what `wangen.toml` says of it, already checked.
         steps: step -> flag -> value: the user's defaults, already checked against the table.
+        datasets: slug -> how that dataset is published.
     """
 
     folder: Path
@@ -115,8 +149,14 @@ class Workspace:
     resolution: tuple[int, int] | None
     num_frames: int | None
     platforms: tuple[str, ...]
+    known_platforms: Mapping[str, profiles.Platform]
     sections: Mapping[str, Mapping[str, str]]
     steps: Mapping[str, Mapping[str, Any]]
+    datasets: Mapping[str, DatasetSettings]
+
+    def dataset(self, slug: str) -> DatasetSettings:
+        """How a dataset is published: its section `[dataset.SLUG]`, or the defaults."""
+        return self.datasets.get(slug, DatasetSettings())
 
     def profile(self, name: str | None = None) -> profiles.Model:
         """The model profile of that name (default: the workspace's), with the workspace's resolution and length.
@@ -143,10 +183,9 @@ class Workspace:
         Raises:
             UsageError: there is no such platform, or this host cannot see its root.
         """
-        if name not in profiles.platform_names():
-            known = ", ".join(profiles.platform_names())
-            raise UsageError(f"there is no platform {name!r}", cure=f"one of {known}")
-        platform, section = profiles.platform(name), self.sections.get(name, {})
+        if name not in self.known_platforms:
+            raise UsageError(f"there is no platform {name!r}", cure=f"one of {', '.join(self.known_platforms)}")
+        platform, section = self.known_platforms[name], self.sections.get(name, {})
         return Target(
             platform=platform,
             root=section.get("root"),
@@ -186,13 +225,12 @@ def init(folder: Path, model: str = DEFAULT_MODEL) -> Path:
     require_writable(folder / "datasets")
     path = folder / FILE
     if not path.exists():
-        names = profiles.platform_names()
         text = _TEMPLATE.format(
             model=model,
             models=", ".join(profiles.model_names()),
-            platforms=", ".join(f'"{name}"' for name in names),
-            all_platforms=", ".join(names),
-            sections="".join(_example(name) for name in names),
+            platforms=", ".join(f'"{name}"' for name in DEFAULT_PLATFORMS),
+            all_platforms=", ".join(profiles.platform_names()),
+            sections="".join(_example(name) for name in DEFAULT_PLATFORMS),
         )
         write_text(path, text)
     return path
@@ -221,16 +259,17 @@ def read(folder: Path) -> Workspace:
     if not path.is_file():
         raise UsageError(f"no {FILE} here", where=str(folder), cure=f"make a workspace with: wangen init {folder}")
     values = tomls.load(path)
-    tomls.refuse_unknown(values, {"model", "resolution", "num_frames", "platforms", "platform", "steps"}, str(path))
+    tomls.refuse_unknown(values, _KEYS, str(path))
+    known_platforms = platforms.load(folder)
     sections = _table(values, "platform", path)
-    tomls.refuse_unknown(sections, set(profiles.platform_names()), f"{path}, [platform.…]")
-    names = values.get("platforms", profiles.platform_names())
+    tomls.refuse_unknown(sections, set(known_platforms), f"{path}, [platform.…]")
+    names = values.get("platforms", list(DEFAULT_PLATFORMS))
     if not isinstance(names, list) or not names:
         raise UsageError(f"platforms must be a list of names, got {names!r}", where=str(path),
                          cure='for example platforms = ["linux"]')  # fmt: skip
     for what, known, given in (
         ("model", profiles.model_names(), [values.get("model", DEFAULT_MODEL)]),
-        ("platform", profiles.platform_names(), names),
+        ("platform", list(known_platforms), names),
     ):
         if unknown := [name for name in given if name not in known]:
             raise UsageError(f"there is no {what} {unknown[0]!r}", where=str(path), cure=f"one of {', '.join(known)}")
@@ -240,9 +279,58 @@ def read(folder: Path) -> Workspace:
         resolution=tomls.sizes("resolution", values["resolution"], str(path)) if "resolution" in values else None,
         num_frames=_num_frames(values["num_frames"], str(path)) if "num_frames" in values else None,
         platforms=tuple(dict.fromkeys(names)),
-        sections={name: _section(sections[name], name, path) for name in sections},
-        steps=_steps(_table(values, "steps", path), path),
+        known_platforms=known_platforms,
+        sections={name: _section(sections[name], known_platforms[name], path) for name in sections},
+        steps=platforms.step_values(_table(values, "steps", path), f"{path}, [steps."),
+        datasets={name: _dataset(table, name, path) for name, table in _table(values, "dataset", path).items()},
     )
+
+
+def remember(folder: Path, slug: str, choices: Mapping[str, Any]) -> None:
+    """Write choices of a publish into `[dataset.SLUG]` of `wangen.toml`, where the next publish finds them.
+
+    The rest of the file stays as the user wrote it.
+
+    Args:
+        folder: the workspace.
+        slug: the dataset.
+        choices: fields of `DatasetSettings`, as TOML holds them; resolutions as names.
+
+    Raises:
+        WangenError: the file cannot be read or written.
+    """
+    import tomlkit
+
+    path = folder / FILE
+    tomls.load(path)
+    document = tomlkit.parse(path.read_bytes().decode("utf-8-sig"))
+    datasets = document.setdefault("dataset", tomlkit.table(is_super_table=True))
+    datasets.setdefault(slug, tomlkit.table()).update(choices)
+    write_text(path, tomlkit.dumps(document))
+
+
+def _dataset(section: Any, name: str, file: Path) -> DatasetSettings:
+    """The checked values of `[dataset.SLUG]`."""
+    where = f"{file}, [dataset.{name}]"
+    if not isinstance(section, dict):
+        raise UsageError(f"dataset.{name} is no section", where=str(file), cure=f"write [dataset.{name}]")
+    if slugify(name) != name:
+        raise UsageError(f"{name!r} is no slug", where=str(file), cure=f"write [dataset.{slugify(name)}]")
+    tomls.refuse_unknown(section, {field.name for field in fields(DatasetSettings)}, where)
+    values = dict(section)
+    for key in ("source", "model", "trigger"):
+        if key in values and (not isinstance(values[key], str) or not values[key].isprintable()):
+            raise UsageError(f"{key} must be a text in quotes, got {values[key]!r}", where=where)
+    if "resize" in values and not isinstance(values["resize"], bool):
+        raise UsageError(f"resize must be true or false, got {values['resize']!r}", where=where)
+    for key in ("batch_size", "num_repeats"):
+        if key in values:
+            tomls.whole_number(key, values[key], where)
+    if "resolutions" in values:
+        raw = values["resolutions"]
+        names = raw if isinstance(raw, list) else [raw]
+        values["resolutions"] = tuple(dict.fromkeys(tomls.parse_resolution(str(size), where) for size in names))
+    return DatasetSettings(**values)
 
 
 def _num_frames(raw: Any, where: str) -> int:
@@ -314,13 +402,13 @@ def _literal(text: str) -> str:
     return f"'{text}'" if text.isprintable() and "'" not in text else string(text).as_string()
 
 
-def _section(section: Any, name: str, file: Path) -> dict[str, str]:
+def _section(section: Any, platform: profiles.Platform, file: Path) -> dict[str, str]:
     """The checked values of `[platform.NAME]`; roots are absolute paths that the platform can hold."""
+    name, kind = platform.name, platform.kind
     where = f"{file}, [platform.{name}]"
     if not isinstance(section, dict):
         raise UsageError(f"platform.{name} is no section", where=str(file), cure=f"write [platform.{name}]")
     tomls.refuse_unknown(section, {"root", "host_root", "venv", "vae", "t5", "dit", *ROOTS}, where)
-    kind = profiles.platform(name).kind
     checked = {}
     for key, value in section.items():
         if not isinstance(value, str) or not value:
@@ -335,20 +423,6 @@ def _section(section: Any, name: str, file: Path) -> dict[str, str]:
         raise UsageError(f"root must be an absolute path, got {section['root']!r}", where=where,
                          cure=f"for example root = '{example}'; without a root the bundle can be moved")  # fmt: skip
     return checked
-
-
-def _steps(sections: Mapping[str, Any], path: Path) -> dict[str, dict[str, Any]]:
-    result: dict[str, dict[str, Any]] = {}
-    for name, flags in sections.items():
-        step = find_step(name)
-        if step is None or not isinstance(flags, dict):
-            raise UsageError(f"there is no step {name!r}", where=f"{path}, [steps.{name}]",
-                             cure=f"one of {', '.join(step.command for step in STEPS)}")  # fmt: skip
-        known = {option.name: option for option in options(step)}
-        tomls.refuse_unknown(flags, set(known), f"{path}, [steps.{name}]")
-        made = {key: convert(known[key], raw, f"{path}, [steps.{name}] {key}") for key, raw in flags.items()}
-        result.setdefault(step.command, {}).update(made)
-    return result
 
 
 def require_writable(folder: Path) -> None:

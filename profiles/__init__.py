@@ -10,6 +10,22 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, Literal
 
+TORCH_INDEX = "https://download.pytorch.org/whl"
+"""PyTorch's own wheel index: one folder for each build."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchBuild:
+    """One build of PyTorch.
+
+    Attributes:
+        tag: its folder in PyTorch's wheel index, such as `cu128`, or the address of another index.
+        driver: least CUDA version that the driver must offer, such as `12.8`; empty where none is asked.
+    """
+
+    tag: str
+    driver: str = ""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Platform:
@@ -21,9 +37,10 @@ class Platform:
         shells: templates to emit: `sh`, `bat`, `ps1`.
         suffix: ending of the platform's TOML files: `<slug>_<suffix>.toml`.
         venv: folders searched for the virtual environment, relative to the bundle's root.
-        accelerator: decides which PyTorch build the setup script installs.
-        torch_index: PyTorch's wheel index for that accelerator; empty for the default index.
+        accelerator: the kind of card, which decides the precision of the encoders.
+        torch_builds: what the setup script chooses from, newest first.
         overrides: step name -> flag -> value, where this platform needs another default.
+        reasons: `step.flag` -> why it does; the scripts say it above the knob.
     """
 
     name: str
@@ -32,8 +49,15 @@ class Platform:
     suffix: str
     venv: tuple[str, ...] = ("venv", ".venv")
     accelerator: Literal["cuda", "rocm", "cpu"] = "cuda"
-    torch_index: str = ""
+    torch_builds: tuple[TorchBuild, ...] = (TorchBuild(tag="cpu"),)
     overrides: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    reasons: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def torch_index(self) -> str:
+        """The wheel index of the newest PyTorch build."""
+        tag = self.torch_builds[0].tag
+        return tag if "://" in tag else f"{TORCH_INDEX}/{tag}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +133,20 @@ def model_names() -> list[str]:
 @cache
 def platform(name: str) -> Platform:
     """The platform profile of that name. Raises KeyError when there is none."""
-    return Platform(name=name, **_tuples(_read("platforms", name)))
+    return make_platform(name, platform_values(name))
+
+
+def platform_values(name: str) -> dict[str, Any]:
+    """What the file of a platform profile says. Raises KeyError when there is none."""
+    return _read("platforms", name)
+
+
+def make_platform(name: str, values: Mapping[str, Any]) -> Platform:
+    """A platform profile from the values of a TOML file, whose keys and types are right."""
+    given = _tuples(values)
+    if "torch_builds" in given:
+        given["torch_builds"] = tuple(TorchBuild(**build) for build in given["torch_builds"])
+    return Platform(name=name, **given)
 
 
 @cache

@@ -33,7 +33,7 @@ def run(options: CacheLatents) -> Report:
         WangenError: a source cannot be read, the VAE is none, values are not finite, the disk is full.
     """
     model = model_of_vae(options.vae)
-    samples = read_samples(options.dataset_config, model, make_folders=True)
+    samples = read_samples(options, model, make_folders=True)
     encoder = _encoder(options)
     return fill(
         options, samples, "latent", encoder, lambda missing, _: _encode(options, family(model), encoder, missing)

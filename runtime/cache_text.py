@@ -29,7 +29,7 @@ def run(options: CacheText) -> Report:
     Raises:
         WangenError: a caption is missing, the file is no umT5, values are not finite, the disk is full.
     """
-    samples = read_samples(options.dataset_config, profiles.model(ANY_MODEL), make_folders=True)
+    samples = read_samples(options, profiles.model(ANY_MODEL), make_folders=True)
     encoder = Encoder(text_encoder_identity(options.t5, options.tokenizer), _dtype(options))
     return fill(
         options, samples, "text_encoder_output", encoder, lambda missing, valid: _fill(options, encoder, missing, valid)

@@ -35,7 +35,7 @@ def run(options: CheckCache) -> Report:
         WangenError: the dataset or a weight file cannot be read; it is open which encoder's entries training takes.
     """
     model = model_of_vae(options.vae) if options.vae else profiles.model(ANY_MODEL)
-    samples = read_samples(options.dataset_config, model, trust_memo=not options.deep)
+    samples = read_samples(options, model, trust_memo=not options.deep)
     folders = [Folder(path, deep=options.deep) for path in by_cache_folder(samples)]
     encoders = {kind: _encoder(options, folders, samples, kind) for kind in KINDS}
     needs = {kind: judge(folders, samples, kind, encoders[kind]) for kind in KINDS}

@@ -6,12 +6,14 @@ The caching steps, `check_cache` and `train` all build their samples here, so th
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any
 
-from wangen.generator.dataset import Item, scan
+from wangen.generator.dataset import Item, Problem, scan
 from wangen.generator.errors import WangenError
 from wangen.generator.geometry import bucket_of, resampled_frames, too_short, windows
+from wangen.generator.steps import SMOKE_ITEMS, CacheStep, CheckCache, Train
 from wangen.generator.tomls import DatasetEntry, read_dataset
 from wangen.profiles import Model
 from wangen.runtime.sources import Source, read_sources
@@ -71,12 +73,12 @@ class Sample:
 
 
 def read_samples(
-    dataset_config: Path, model: Model, *, trust_memo: bool = True, make_folders: bool = False
+    options: CacheStep | CheckCache | Train, model: Model, *, trust_memo: bool = True, make_folders: bool = False
 ) -> list[Sample]:
     """The samples of a dataset, in the order of the TOML and of the file names.
 
     Args:
-        dataset_config: the dataset's TOML.
+        options: name the dataset's TOML, the resolutions, and whether a few items will do (`--smoke`).
         model: its frame rate and bucket step count.
         trust_memo: False hashes every media file again.
         make_folders: make the cache folders first, so that they can hold what is found out here.
@@ -88,10 +90,9 @@ def read_samples(
     samples: list[Sample] = []
     problems: list[str] = []
     skipped: dict[int, set[str]] = {}
-    for entry in read_dataset(dataset_config):
+    for entry, items, found in _scans(options):
         if make_folders:
             make_folder(entry.cache_directory)
-        items, found = scan(entry.directory, media=entry.media, caption_extension=entry.caption_extension, deep=False)
         sources, unreadable = read_sources([item.path for item in items], entry.cache_directory, trust_memo=trust_memo)
         problems += [str(problem) for problem in found]
         problems += [f"{Path(error.where).name}: {error.found}; replace it or take it out" for error in unreadable]
@@ -107,12 +108,31 @@ def read_samples(
                 skipped.setdefault(count, set()).add(source.digest)
     if problems:
         listed = "\n".join(f"  - {problem}" for problem in problems)
-        raise WangenError(f"the dataset has problems:\n{listed}", where=str(dataset_config))
+        raise WangenError(f"the dataset has problems:\n{listed}", where=str(options.dataset_config))
     if skipped:
         each = ", ".join(f"{len(digests)} for {count} frames" for count, digests in sorted(skipped.items()))
         num_clips = len(set().union(*skipped.values()))
         log.warning("  clips too short for some of the target_frames, used without these: %d (%s)", num_clips, each)
     return samples
+
+
+def _scans(options: CacheStep | CheckCache | Train) -> list[tuple[DatasetEntry, list[Item], list[Problem]]]:
+    """The blocks that are used, each with its items and with what is wrong in its folder.
+
+    For a try the first items of every block in turn, so that clips are among them as well as every resolution.
+    """
+    scans = [
+        (entry, *scan(entry.directory, media=entry.media, caption_extension=entry.caption_extension, deep=False))
+        for entry in read_dataset(options.dataset_config, options.resolution)
+    ]
+    if not options.smoke:
+        return scans
+    turns = zip_longest(*([(number, item) for item in items] for number, (_, items, _) in enumerate(scans)))
+    chosen = list(islice(filter(None, chain.from_iterable(turns)), SMOKE_ITEMS))
+    return [
+        (entry, [item for block, item in chosen if block == number], found)
+        for number, (entry, _, found) in enumerate(scans)
+    ]
 
 
 def make_folder(folder: Path) -> None:

@@ -101,7 +101,7 @@ def _plan(options: Train) -> Plan:
     headers.expect(options.dit, model.kind_of("dit"), "--dit")
     if options.network_weights:
         headers.expect(options.network_weights, "lora", "--network_weights")
-    samples = find_entries(read_samples(options.dataset_config, model), options.dataset_config)
+    samples = find_entries(read_samples(options, model), options.dataset_config)
     per_epoch = count_steps_per_epoch(samples, options)
     num_steps = _num_steps(options, per_epoch)
     make_schedule(options, num_steps)

@@ -9,6 +9,7 @@ from cached_bundle import Bundle, entry_files, uncached
 from wangen import profiles
 from wangen.generator.cli import main
 from wangen.generator.errors import WangenError
+from wangen.generator.steps import CheckCache
 from wangen.runtime import cache_latents
 from wangen.runtime.cache import Folder
 from wangen.runtime.loader import find_entries
@@ -95,7 +96,7 @@ def both_precisions(bundle: Bundle) -> None:
 
 
 def trained_dtypes(bundle: Bundle) -> set[str]:
-    cached = find_entries(read_samples(bundle.toml, profiles.model("t2v-1.3B")), bundle.toml)
+    cached = find_entries(read_samples(CheckCache(dataset_config=bundle.toml), profiles.model("t2v-1.3B")), bundle.toml)
     return {sample.latent.encoder.dtype for sample in cached}
 
 

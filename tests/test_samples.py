@@ -9,6 +9,7 @@ from helpers import make_clip, make_image
 
 from wangen import profiles
 from wangen.generator.errors import WangenError
+from wangen.generator.steps import CheckCache
 from wangen.runtime.loader import Draw, find_entries, num_entries, read_batch
 from wangen.runtime.samples import Sample, read_samples
 
@@ -36,7 +37,7 @@ def names(samples: list[Sample]) -> list[str]:
 def test_lengths_that_clips_are_too_short_for_are_said_in_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     toml = clips(tmp_path, "target_frames = [5, 9, 17]", long=20, middle=12, short=6)
     with caplog.at_level(logging.INFO, "wangen"):
-        samples = read_samples(toml, MODEL)
+        samples = read_samples(CheckCache(dataset_config=toml), MODEL)
     assert len(samples) == 6
     (record,) = caplog.records
     assert record.levelname == "WARNING"
@@ -47,15 +48,15 @@ def test_nothing_is_said_when_all_lengths_fit(tmp_path: Path, caplog: pytest.Log
     toml = clips(tmp_path, "target_frames = [5, 9]", long=20)
     full = clips(tmp_path / "full", "target_frames = [5, 81]\nframe_extraction = 'full'", long=20)
     with caplog.at_level(logging.INFO, "wangen"):
-        assert names(read_samples(toml, MODEL)) == ["long.mp4:0+5", "long.mp4:0+9"]
-        assert names(read_samples(full, MODEL)) == ["long.mp4:0+17"]
+        assert names(read_samples(CheckCache(dataset_config=toml), MODEL)) == ["long.mp4:0+5", "long.mp4:0+9"]
+        assert names(read_samples(CheckCache(dataset_config=full), MODEL)) == ["long.mp4:0+17"]
     assert not caplog.records
 
 
 def test_a_clip_too_short_for_every_length_is_named_with_the_cure(tmp_path: Path):
     toml = clips(tmp_path, "target_frames = [33, 17]", long=20, short=6)
     with pytest.raises(WangenError) as raised:
-        read_samples(toml, MODEL)
+        read_samples(CheckCache(dataset_config=toml), MODEL)
     assert "short.mp4: has 6 frames at 16 fps, 17 are needed; set target_frames = [5]" in raised.value.found
     assert "long.mp4" not in raised.value.found
 
@@ -79,7 +80,7 @@ def twins(tmp_path: Path, models: dict[str, Path]) -> Bundle:
 
 
 def test_files_of_one_name_have_keys_of_their_own(twins: Bundle):
-    samples = find_entries(read_samples(twins.toml, MODEL), twins.toml)
+    samples = find_entries(read_samples(CheckCache(dataset_config=twins.toml), MODEL), twins.toml)
     batch = read_batch(samples, [Draw(index, 0) for index in range(3)])
     assert batch.names == ["cat.png", "copy.png", "cat.png"]
     assert batch.keys == [cached.latent.content_key for cached in samples]
@@ -87,7 +88,7 @@ def test_files_of_one_name_have_keys_of_their_own(twins: Bundle):
 
 
 def test_entries_that_samples_share_are_counted_once(twins: Bundle):
-    samples = find_entries(read_samples(twins.toml, MODEL), twins.toml)
+    samples = find_entries(read_samples(CheckCache(dataset_config=twins.toml), MODEL), twins.toml)
     assert len(samples) == 3
     assert num_entries(samples) == 3  # two pictures and a caption
     assert num_entries(samples[:1]) == 2

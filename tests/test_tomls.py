@@ -9,7 +9,7 @@ from helpers import write_tree
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wangen.generator.errors import WangenError
+from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.tomls import DatasetEntry, load, read_dataset, write_dataset
 
 BLOCK = '[[datasets]]\nimage_directory = "media"\ncache_directory = "cache"\n'
@@ -197,3 +197,20 @@ def test_what_is_written_is_read_back(tmp_path_factory, media, cache, resolution
     assert (entry.directory, entry.cache_directory) == (Path(f"/{media}"), Path(f"/{cache}"))
     assert (entry.resolution, entry.target_frames, entry.enable_bucket) == (resolution, (17,), True)
     assert text.startswith('# by "wangen"\n# for you\n')
+
+
+def test_blocks_are_chosen_by_resolution(tmp_path):
+    block = "[[datasets]]\nimage_directory = 'm'\ncache_directory = 'c'\nresolution = "
+    (tmp_path / "d.toml").write_text(f"{block}256\n{block}[832, 480]\n{block}[256, 256]\n", encoding="utf-8")
+
+    def sizes(resolution):
+        return [entry.resolution for entry in read_dataset(tmp_path / "d.toml", resolution)]
+
+    assert sizes("all") == [(256, 256), (832, 480), (256, 256)]
+    assert sizes("256") == [(256, 256), (256, 256)]
+    assert sizes("832x480") == [(832, 480)]
+    assert sizes("832x480,256") == sizes("all")
+    for wrong, words in (("512", "it has 256, 832x480"), ("256,", "no resolution"), ("0", "no resolution")):
+        with pytest.raises(UsageError) as caught:
+            sizes(wrong)
+        assert words in str(caught.value)

@@ -20,7 +20,7 @@ from tiny import TinyRun, fill_caches
 
 from wangen import profiles
 from wangen.generator.errors import UsageError, WangenError
-from wangen.generator.steps import Train
+from wangen.generator.steps import CheckCache, Train
 from wangen.generator.steps import options as flags_of
 from wangen.runtime import checkpoint, train
 from wangen.runtime.flow import flow_loss, noised, velocity
@@ -47,7 +47,8 @@ def digest(path: Path) -> str:
 
 
 def samples_of(tiny_run: TinyRun):
-    return find_entries(read_samples(tiny_run.dataset_config, MODEL), tiny_run.dataset_config)
+    samples = read_samples(CheckCache(dataset_config=tiny_run.dataset_config), MODEL)
+    return find_entries(samples, tiny_run.dataset_config)
 
 
 def fixed_losses(tiny_run: TinyRun, lora: Path | None) -> dict[str, list[float]]:

@@ -66,7 +66,7 @@ def test_every_example_line_is_accepted_without_its_hash(tmp_path):
     examples = EXAMPLE.findall(text)
     assert {line.split(" = ")[0] for line in examples} == {
         "resolution", "num_frames", "root", "host_root", "models", "vae", "venv",
-        "learning_rate", "network_dim", "max_train_epochs",
+        "learning_rate", "network_dim", "max_train_epochs", "trigger", "resolutions", "resize", "source",
     }  # fmt: skip
     for number in range(len(examples)):
         count = iter(range(len(examples)))
@@ -74,6 +74,9 @@ def test_every_example_line_is_accepted_without_its_hash(tmp_path):
     everything = place(tmp_path / "all", EXAMPLE.sub(r"\1", text.replace("venv = ", "# venv = ", 1)))
     assert everything.sections["windows"]["root"] == r"C:\AI"
     assert everything.steps["train"] == {"learning_rate": 1e-4, "network_dim": 16, "max_train_epochs": 35}
+    assert everything.dataset("cats") == workspace.DatasetSettings(
+        source="photos/cats", trigger="ohwx cat", resolutions=((512, 512), (832, 480)), resize=True
+    )
 
 
 def test_the_hosts_environment_is_recorded_where_it_is_one(tmp_path):
@@ -128,7 +131,7 @@ def test_the_workspace_is_found_from_below(tmp_path, monkeypatch):
         ("steps = 3", "write [steps.NAME]"),
         ("[steps]\ntrain = 3", "there is no step 'train'"),
         ("[steps.bake]\nx = 1", "one of check, cache_latents"),
-        ("[steps.train]\nlearning_rat = 1", "did you mean learning_rate?"),
+        ("[steps.train]\nlearning_rat = 1", "did you mean --learning_rate?"),
         ("[steps.train]\nnetwork_dim = 'x'", "takes a whole number"),
         ("[steps.train]\nattention = 'sage'", "no backward pass"),
     ],
@@ -236,8 +239,9 @@ def test_posix_scripts_made_on_windows_have_forward_slashes():
         output_dir=PureWindowsPath("/data/out"), output_name="x",
     )  # fmt: skip
     words = posix_paths(step).argv()
-    assert words[1:7] == [
-        "--dataset_config", "files/tomls/x.toml", "--dit", "C:/AI/dit.safetensors", "--task", "t2v-14B",
+    assert words[1:9] == [
+        "--dataset_config", "files/tomls/x.toml", "--resolution", "all", "--dit", "C:/AI/dit.safetensors",
+        "--task", "t2v-14B",
     ]  # fmt: skip
     assert "/data/out" in words
 
@@ -306,3 +310,47 @@ def test_an_unwritable_folder(tmp_path, capsys):
     assert "the folder cannot be written" in capsys.readouterr().err
     assert main(["init", str(tmp_path / "x" / "y")]) == 1
     assert "cannot make the folder: Permission denied" in capsys.readouterr().err
+
+
+# ---- datasets ----------------------------------------------------------------------------------------------------
+
+
+def test_how_a_dataset_is_published(tmp_path):
+    made = place(tmp_path, '[dataset.cats]\ntrigger = "ohwx"\nresolutions = [256, "832x480", "256"]\nnum_repeats = 4\n')
+    settings = made.dataset("cats")
+    assert (settings.trigger, settings.resolutions, settings.num_repeats) == ("ohwx", ((256, 256), (832, 480)), 4)
+    assert made.dataset("dogs") == workspace.DatasetSettings()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[dataset.cats]\ntriger = 'x'", "did you mean trigger?"),
+        ("[dataset.cats]\nresolutions = ['big']", "write 512, or 832x480"),
+        ("[dataset.cats]\nresize = 1", "resize must be true or false"),
+        ("[dataset.cats]\nbatch_size = 0", "above 0"),
+        ("[dataset.cats]\ntrigger = 3", "a text in quotes"),
+        ("[dataset.'My Cats']\nresize = true", "write [dataset.my_cats]"),
+    ],
+)
+def test_mistakes_in_a_datasets_section(tmp_path, text, words):
+    assert words in str(refusal(tmp_path, text))
+
+
+def test_choices_are_remembered_and_the_rest_of_the_file_stays(tmp_path):
+    text = workspace.init(tmp_path).read_text(encoding="utf-8")
+    workspace.remember(tmp_path, "cats", {"trigger": "ohwx"})
+    workspace.remember(tmp_path, "dogs", {"resolutions": ["256", "832x480"], "resize": True})
+    workspace.remember(tmp_path, "dogs", {"resize": False})
+    made = workspace.read(tmp_path)
+    assert made.dataset("cats").trigger == "ohwx"
+    assert made.dataset("dogs") == workspace.DatasetSettings(resolutions=((256, 256), (832, 480)))
+    lines = (tmp_path / "wangen.toml").read_text(encoding="utf-8").splitlines()
+    assert [line for line in text.splitlines() if line not in lines] == []
+
+
+def test_choices_are_not_written_into_a_broken_file(tmp_path):
+    write_tree(tmp_path, {"wangen.toml": "model = "})
+    with pytest.raises(UsageError):
+        workspace.remember(tmp_path, "cats", {"trigger": "ohwx"})
+    assert (tmp_path / "wangen.toml").read_text(encoding="utf-8") == "model = "
