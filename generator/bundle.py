@@ -7,13 +7,16 @@ profile, the accelerator's rule, `[steps.…]` of the workspace, and the paths o
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
 from wangen.generator.commands import build
+from wangen.generator.scripts import Bundle
 from wangen.generator.steps import DEFAULT_EPOCHS, CacheLatents, CacheText, Check, CheckCache, Step, Train, options
+from wangen.generator.target import Target
 from wangen.generator.tomls import resolution_name
-from wangen.generator.workspace import Target, Workspace
+from wangen.generator.workspace import Workspace
 from wangen.profiles import Model, Weights
 
 RUN: tuple[type[Step], ...] = (Check, CacheLatents, CacheText, CheckCache, Train)
@@ -52,6 +55,21 @@ def bundle_steps(
     names = [resolution_name(size) for size in resolutions] or [resolution_name(model.resolution)]
     paths = {**_paths(target, model, slug), "resolution": ",".join(names)}
     return tuple(_step(kind, workspace, target, model, paths) for kind in RUN)
+
+
+def script_bundles(target: Target, slug: str, steps: tuple[Step, ...]) -> dict[str, Bundle]:
+    """What the scripts of a dataset run, by the first word of their names: `train` and `cache`."""
+    return {
+        name: Bundle(
+            platform=target.platform,
+            slug=slug,
+            root=target.root,
+            venv=target.venv,
+            steps=chosen,
+            version=version("wangen"),
+        )
+        for name, chosen in (("train", steps), ("cache", steps[: len(CACHE)]))
+    }
 
 
 def find_weights(target: Target, weights: Weights) -> str:

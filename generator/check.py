@@ -3,7 +3,7 @@
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -39,28 +39,49 @@ def run(options: Check) -> Report:
     Raises:
         WangenError: the dataset TOML itself cannot be read.
     """
-    entries = read_dataset(options.dataset_config, options.resolution)
-    surveys = [_survey(entry, profiles.model(options.task).fps) for entry in entries]
-    findings = [finding for survey in surveys for finding in survey.findings]
-    findings += [*_weights(options), *_folders(options, surveys)]
-    findings = list(dict.fromkeys(findings))  # blocks that share a folder find the same
-    for finding in findings:
+    seen = examine(options, read_dataset(options.dataset_config, options.resolution))
+    for finding in seen.findings:
         log.error("  - %s", finding)
-    images = sum(survey.num_items for survey in surveys if survey.entry.media == "image")
-    clips = sum(survey.num_items for survey in surveys if survey.entry.media == "video")
-    summary = f"{_many(images, 'image')} and {_many(clips, 'clip')} with captions"
-    verdict = _many(len(findings), "problem") if findings else "all good"
+    verdict = many(len(seen.findings), "problem") if seen.findings else "all good"
     return Report(
         folder=options.output_dir or options.dataset_config.parent,
-        summary=f"{verdict}: {summary}",
+        summary=f"{verdict}: {seen}",
         inputs={"dataset_config": options.dataset_config},
-        counts={"images": images, "clips": clips, "problems": len(findings)},
-        result={"problems": [str(finding) for finding in findings]},
-        ok=not findings,
+        counts={"images": seen.num_images, "clips": seen.num_clips, "problems": len(seen.findings)},
+        result={"problems": [str(finding) for finding in seen.findings]},
+        ok=not seen.findings,
     )
 
 
-def _many(number: int, what: str) -> str:
+@dataclass(frozen=True)
+class Examined:
+    """What a dataset's blocks hold, and all that is wrong with them, the weights and the folders."""
+
+    num_images: int
+    num_clips: int
+    findings: tuple[Finding, ...]
+
+    def __str__(self) -> str:
+        """The items in words."""
+        return f"{many(self.num_images, 'image')} and {many(self.num_clips, 'clip')} with captions"
+
+
+def examine(options: Check, entries: Sequence[DatasetEntry]) -> Examined:
+    """Look at the blocks of a dataset and at the files and folders that the options name, as this host sees them."""
+    surveys = [_survey(entry, profiles.model(options.task).fps) for entry in entries]
+    findings = [finding for survey in surveys for finding in survey.findings]
+    findings += [*_weights(options), *_folders(options, surveys)]
+    counts = {media: sum(s.num_items for s in surveys if s.entry.media == media) for media in ("image", "video")}
+    # Blocks that share a folder find the same.
+    return Examined(counts["image"], counts["video"], tuple(dict.fromkeys(findings)))
+
+
+def many(number: int, what: str) -> str:
+    """A number of things in words.
+
+    >>> many(1, "image"), many(2, "clip")
+    ('1 image', '2 clips')
+    """
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from wangen.generator.commands import StepCommand, given, parse
+from wangen.generator.commands import StepCommand, given
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.steps import STEPS, Check, find_step
 from wangen.generator.stopping import STOPPED
@@ -126,23 +126,34 @@ def execute(step: Any) -> int:
     return run(step)
 
 
-def _check_slug(slug: str, folder: Path | None) -> int:
-    """`wangen check SLUG`: the check line of this host's published script, run where the bundle lives."""
-    from wangen.generator import scripts, workspace
+def _check_slug(name: str, folder: Path | None, platforms: Sequence[str]) -> int:
+    """`wangen check NAME`: every published target, and the check step itself for bundles of this machine's platform."""
+    from wangen.generator import preflight, workspace
     from wangen.generator.paths import slugify
 
     place = workspace.read(folder or workspace.find(Path()))
-    target = place.target(workspace.host_platform_name())
-    shell = target.platform.shells[0]
-    script = target.folder / f"train_{slugify(slug)}.{shell}"
-    if not script.is_file():
-        raise WangenError(f"{slug!r} is not published for {target.platform.name}", where=str(script),
+    slug = slugify(name)
+    targets = [place.target(platform) for platform in platforms] or list(place.targets)
+    published = [target for target in targets if preflight.is_published(target, slug)]
+    if not published:
+        raise WangenError(f"{name!r} is not published", where=", ".join(str(target.folder) for target in targets),
                           cure=f"wangen publish {slug}")  # fmt: skip
-    lines = [words for words in scripts.read_steps(script.read_bytes(), shell) if words[0] == Check.command]
-    if not lines:
-        raise WangenError("this script has no check step", where=str(script), cure=f"wangen publish {slug}")
-    os.chdir(target.folder)
-    return execute(parse(Check, lines[0][1:]))
+    codes = []
+    for target in published:
+        click.echo(f"{slug} on {target.platform.name}: {target.folder}")
+        lines = list(preflight.look(place, target, slug))
+        for line in lines:
+            click.echo(line)
+        codes.append(int(any(line.level == "problem" for line in lines)))
+        os.chdir(target.folder)
+        options = preflight.check_step(target, slug)
+        if target.is_native:
+            codes.append(execute(options))
+            continue
+        for line in preflight.look_from_here(target, options):
+            click.echo(line)
+            codes.append(int(line.level == "problem"))
+    return max(codes)
 
 
 class CheckCommand(StepCommand):
@@ -153,6 +164,7 @@ class CheckCommand(StepCommand):
         self.params += [
             click.Argument(["slug"], required=False),
             click.Option(["--workspace"], type=click.Path(path_type=Path), help="with SLUG: the workspace"),
+            click.Option(["--platform", "platforms"], multiple=True, help="with SLUG: this platform only"),
         ]
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -162,7 +174,7 @@ class CheckCommand(StepCommand):
             if extra:
                 raise UsageError(f"check NAME takes its flags from the published script, not --{extra[0]}",
                                  cure="leave the flags out, or leave the name out and give all flags")  # fmt: skip
-            return _check_slug(ctx.params["slug"], ctx.params["workspace"])
+            return _check_slug(*(ctx.params[name] for name in ("slug", "workspace", "platforms")))
         return super().invoke(ctx)
 
 

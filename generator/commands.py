@@ -7,12 +7,14 @@ and TOML meet in `build`, so both know the same flags, the same spellings and th
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
 from wangen.generator.errors import UsageError
 from wangen.generator.steps import STEPS, Option, Step, options, spellings
+
+S = TypeVar("S", bound=Step)
 
 SCRIPT_VERSION = "WANGEN_SCRIPT_VERSION"
 """Emitted scripts set this environment variable to the version that made them."""
@@ -49,7 +51,7 @@ class StepCommand(click.Command):
         return self.execute(build(self.step, given(self.step, ctx.params)))
 
 
-def parse(step: type[Step], words: Sequence[str]) -> Step:
+def parse(step: type[S], words: Sequence[str]) -> S:
     """The step that these words (without the step's name) describe.
 
     Raises:
@@ -59,7 +61,7 @@ def parse(step: type[Step], words: Sequence[str]) -> Step:
     >>> parse(CheckCache, ["--dataset-config", "a.toml"]).dataset_config
     PosixPath('a.toml')
     """
-    made: list[Step] = []
+    made: list[S] = []
     command = StepCommand(step, lambda options: made.append(options) or 0)  # type: ignore[func-returns-value]
     with command.make_context(step.command, list(words)) as ctx:
         command.invoke(ctx)

@@ -5,18 +5,18 @@ Until a root is set, a platform is published to `published/<platform>/` as a bun
 """
 
 import os
-import platform as host_platform
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any, Literal
+from typing import Any
 
 from wangen import profiles
 from wangen.generator import platforms, tomls
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.files import write_text
-from wangen.generator.paths import Machine, PathError, automount_root, slugify, translate
+from wangen.generator.paths import PathError, slugify, translate
+from wangen.generator.target import Target, from_here, is_native, machine_of
 
 FILE = "wangen.toml"
 DEFAULT_MODEL = "t2v-1.3B"
@@ -60,49 +60,6 @@ _SECTION = """
 # vae = 'Wan2.1_VAE.pth'    # a file in the models folder, where the usual names do not fit; also: t5, dit
 {venv}
 """
-
-
-@dataclass(frozen=True)
-class Target:
-    """One platform of a workspace.
-
-    Attributes:
-        platform: its profile.
-        root: the configured root as the target writes it; None for a bundle that can be moved.
-        folder: the root as this host reaches it.
-        roots: `models datasets outputs logs` as the target writes them, relative to the root or absolute.
-        venv: folders of virtual environments, best first, as the target writes them.
-        weights: weight role (`vae t5 dit`) -> file, where `wangen.toml` names one.
-    """
-
-    platform: profiles.Platform
-    root: str | None
-    folder: Path
-    roots: Mapping[str, str]
-    venv: tuple[str, ...]
-    weights: Mapping[str, str]
-
-    def path(self, *parts: str) -> str:
-        r"""Parts joined as the target writes paths: `outputs\cats` on Windows. Absolute when a root is set."""
-        return str(self._pure(self.root or "", *parts))
-
-    def reach(self, text: str) -> Path | None:
-        """A path of the target as this host sees it, or None when it does not."""
-        path = self._pure(text)
-        if not path.is_absolute():
-            return self.folder.joinpath(*path.parts)
-        if self.root and path.is_relative_to(self._pure(self.root)):
-            return self.folder.joinpath(*path.relative_to(self._pure(self.root)).parts)
-        return _from_here(text, self.platform.kind)
-
-    @property
-    def machine(self) -> Machine:
-        """The rules of its paths."""
-        return _machine(self.platform.kind)
-
-    @property
-    def _pure(self) -> type[PurePosixPath] | type[PureWindowsPath]:
-        return PureWindowsPath if self.platform.kind == "windows" else PurePosixPath
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,6 +150,7 @@ class Workspace:
             roots={key: section.get(key, default) for key, default in ROOTS.items()},
             venv=(*([section["venv"]] if "venv" in section else []), *platform.venv),
             weights={role: section[role] for role in ("vae", "t5", "dit") if role in section},
+            machine=machine_of(platform.kind, section),
         )
 
     def _host_root(self, platform: profiles.Platform, section: Mapping[str, str]) -> Path:
@@ -205,7 +163,7 @@ class Workspace:
             return path
         if "root" not in section:
             return self.folder / "published" / platform.name
-        seen = _from_here(section["root"], platform.kind)
+        seen = from_here(section["root"], machine_of(platform.kind, section), platform.kind)
         if seen is None:
             raise UsageError(f"this host cannot see {section['root']}", where=where,
                              cure="set host_root to how it is reached from here")  # fmt: skip
@@ -344,47 +302,12 @@ def _table(values: Mapping[str, Any], key: str, path: Path) -> Mapping[str, Any]
     return table
 
 
-def host_platform_name() -> str:
-    """The platform profile of the machine this runs on.
-
-    >>> host_platform_name() in ("linux", "wsl", "windows")
-    True
-    """
-    if sys.platform == "win32":
-        return "windows"
-    return "wsl" if "microsoft" in host_platform.release().lower() else "linux"
-
-
-def _native(kind: str) -> bool:
-    return kind == host_platform_name() or (kind == "slurm" and host_platform_name() == "linux")
-
-
-def _from_here(text: str, kind: str) -> Path | None:
-    """An absolute path of a platform as this host sees it: the same machine, or Windows and its WSL."""
-    if _native(kind):
-        return Path(text)
-    host = host_platform_name()
-    if {kind, host} != {"windows", "wsl"}:
-        return None
-    try:
-        return Path(translate(text, _machine(kind), _machine(host)))
-    except PathError:
-        return None
-
-
-def _machine(kind: str) -> Machine:
-    rules: Literal["windows", "wsl", "linux"] = "windows" if kind == "windows" else "wsl" if kind == "wsl" else "linux"
-    conf = Path("/etc/wsl.conf")
-    here = kind == "wsl" and host_platform_name() == "wsl" and conf.is_file()
-    return Machine(kind=rules, automount=automount_root(conf.read_text(encoding="utf-8")) if here else "/mnt/")
-
-
 def _example(name: str) -> str:
     kind = profiles.platform(name).kind
     root = r"C:\AI" if kind == "windows" else "/mnt/c/AI" if kind == "wsl" else "/data/ai"
     host_root = {"linux": "/mnt/share/ai", "wsl": r"\\wsl.localhost\Ubuntu\mnt\c\AI"}.get(kind, "/mnt/c/AI")
     models = rf"{root}\models" if kind == "windows" else f"{root}/models"
-    in_venv = _native(kind) and sys.prefix != sys.base_prefix
+    in_venv = is_native(kind) and sys.prefix != sys.base_prefix
     venv = "# venv = 'venv'"
     if in_venv:
         venv = f"venv = {_literal(sys.prefix)}    # where wangen was installed when this file was made"
@@ -408,13 +331,15 @@ def _section(section: Any, platform: profiles.Platform, file: Path) -> dict[str,
     where = f"{file}, [platform.{name}]"
     if not isinstance(section, dict):
         raise UsageError(f"platform.{name} is no section", where=str(file), cure=f"write [platform.{name}]")
-    tomls.refuse_unknown(section, {"root", "host_root", "venv", "vae", "t5", "dit", *ROOTS}, where)
+    own = {"distro", "automount"} if kind == "wsl" else set()
+    tomls.refuse_unknown(section, {"root", "host_root", "venv", "vae", "t5", "dit", *ROOTS, *own}, where)
+    machine = machine_of(kind)
     checked = {}
     for key, value in section.items():
         if not isinstance(value, str) or not value:
             raise UsageError(f"{key} must be a path in quotes, got {value!r}", where=where)
         try:
-            checked[key] = value if key in ("host_root", "venv") else translate(value, _machine(kind), _machine(kind))
+            checked[key] = value if key in ("host_root", "venv", "distro") else translate(value, machine, machine)
         except PathError as error:
             raise UsageError(f"{key}: {error.found}", where=f"{where}: {value}", cure=error.cure) from None
     pure = PureWindowsPath if kind == "windows" else PurePosixPath

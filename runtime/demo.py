@@ -20,7 +20,8 @@ from wangen.generator.dataset import media_of
 from wangen.generator.errors import WangenError
 from wangen.generator.files import write_text
 from wangen.generator.steps import Generate
-from wangen.generator.workspace import FILE, Target, Workspace
+from wangen.generator.target import Target, host_platform_name
+from wangen.generator.workspace import FILE, Workspace
 from wangen.profiles import Model
 
 SLUG = "example"
@@ -89,7 +90,7 @@ def _say(text: str) -> None:
 
 def _workspace(folder: Path) -> Workspace:
     """Make the workspace with a copy of the example, or open the one of an earlier run."""
-    wanted = _TOML.format(platform=workspace.host_platform_name())
+    wanted = _TOML.format(platform=host_platform_name())
     marker = folder / FILE
     if folder.exists() and not (marker.is_file() and _is_demo(marker)) and (folder.is_file() or any(folder.iterdir())):
         raise WangenError("this is not a folder of an earlier demo", where=str(folder), cure="give --dir a new folder")

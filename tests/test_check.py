@@ -14,7 +14,6 @@ from helpers import clip_bytes, image_bytes, require_rights, write_tree
 from wangen.generator.check import run
 from wangen.generator.cli import main
 from wangen.generator.steps import Check
-from wangen.generator.workspace import host_platform_name
 from wangen.runtime.tiny import write_tiny_wan
 
 
@@ -232,35 +231,3 @@ def test_torch_is_not_imported(good):
     done = subprocess.run([sys.executable, "-c", code, *good.argv()], capture_output=True, text=True, check=True)
     assert done.stdout == "0 []\n"
     assert "all good" in done.stderr
-
-
-def test_check_by_name_reads_the_flags_from_the_published_script(tmp_path, clip, weights, capsys, monkeypatch):
-    tree = {
-        "ws/wangen.toml": "resolution = [64, 64]\nnum_frames = 17\n",
-        "ws/datasets/Red House/a.jpg": image_bytes(),
-        "ws/datasets/Red House/a.txt": "an ape",
-        "ws/datasets/Red House/b.mp4": clip,
-        "ws/datasets/Red House/b.txt": "a bee",
-    }
-    write_tree(tmp_path, tree)
-    monkeypatch.chdir(tmp_path)
-    ask = ["check", "Red House", "--workspace", "ws"]
-    assert main(ask) == 1
-    assert "is not published" in capsys.readouterr().err
-    assert main(["publish", "Red House", "--workspace", "ws"]) == 0
-    monkeypatch.chdir(tmp_path)
-    assert main(ask) == 1
-    shown = capsys.readouterr().err
-    assert all(f"--{flag}: no such weight file" in shown for flag in ("vae", "t5", "dit"))
-    monkeypatch.chdir(tmp_path)
-    bundle = tmp_path / "ws" / "published" / host_platform_name()
-    shutil.copytree(weights["vae"].parent, bundle / "models" / "deeper")
-    assert main(ask) == 1  # the script still names another place, and check says what the script would meet
-    assert "publish again to have it found elsewhere" in capsys.readouterr().err
-    monkeypatch.chdir(tmp_path)
-    assert main(["publish", "Red House", "--workspace", "ws"]) == 0
-    assert main(ask) == 0
-    report = json.loads((bundle / "outputs" / "red_house" / "check.report.json").read_text())
-    assert report["settings"]["vae"] == str(Path("models", "deeper", weights["vae"].name))
-    assert "all good" in (bundle / "logs" / "red_house.log").read_text()
-    assert not (bundle / "outputs" / "red_house" / "run.lock").exists()

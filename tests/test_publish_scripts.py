@@ -17,6 +17,7 @@ from wangen.generator.cli import main
 from wangen.generator.commands import parse
 from wangen.generator.errors import WangenError
 from wangen.generator.steps import find_step
+from wangen.generator.target import Target
 
 SMALL = 'resolution = [64, 64]\nnum_frames = 17\nplatforms = ["linux", "wsl", "windows"]\n'
 SHELLS = {"linux": ["sh"], "wsl": ["sh"], "windows": ["bat", "ps1"]}
@@ -32,7 +33,7 @@ def spoken(script: Path) -> list[object]:
     return made
 
 
-def assert_scripts_say_what_was_meant(made: workspace.Workspace, target: workspace.Target, slug: str) -> None:
+def assert_scripts_say_what_was_meant(made: workspace.Workspace, target: Target, slug: str) -> None:
     meant = list(bundle_steps(made, target, made.profile(), slug))
     shells = target.platform.shells
     assert shells
@@ -60,7 +61,7 @@ HOSTILE = [
 ]  # fmt: skip
 
 
-def hostile(tmp_path: Path, platform: str, part: str, rooted: bool) -> tuple[workspace.Workspace, workspace.Target]:
+def hostile(tmp_path: Path, platform: str, part: str, rooted: bool) -> tuple[workspace.Workspace, Target]:
     """A workspace whose root, model folder, weights and environment all carry `part` in their names."""
     windows = platform == "windows"
     prefix = "C:\\" if windows else "/"

@@ -15,10 +15,11 @@ from wangen.generator.dataset import Item
 from wangen.generator.errors import UsageError
 from wangen.generator.publish import dataset_toml
 from wangen.generator.steps import Train
+from wangen.generator.target import Target, host_platform_name
 
 EXAMPLE = re.compile(r"^# (\w+ = .*)$", re.MULTILINE)
 IMAGE = Item(Path("a.jpg"), "image", "x", Path("a.txt"))
-linux_host = pytest.mark.skipif(workspace.host_platform_name() != "linux", reason="what a Linux host sees")
+linux_host = pytest.mark.skipif(host_platform_name() != "linux", reason="what a Linux host sees")
 
 
 def place(folder: Path, text: str) -> workspace.Workspace:
@@ -81,7 +82,7 @@ def test_every_example_line_is_accepted_without_its_hash(tmp_path):
 
 def test_the_hosts_environment_is_recorded_where_it_is_one(tmp_path):
     workspace.init(tmp_path)
-    venv = workspace.read(tmp_path).target(workspace.host_platform_name()).venv
+    venv = workspace.read(tmp_path).target(host_platform_name()).venv
     assert (venv[0] == sys.prefix) == (sys.prefix != sys.base_prefix)
     assert venv[-2:] == ("venv", ".venv")
 
@@ -89,7 +90,7 @@ def test_the_hosts_environment_is_recorded_where_it_is_one(tmp_path):
 def test_an_environment_with_a_quote_in_its_path(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "prefix", '/home/o\'neill "x"\\é')
     workspace.init(tmp_path)
-    assert workspace.read(tmp_path).target(workspace.host_platform_name()).venv[0] == sys.prefix
+    assert workspace.read(tmp_path).target(host_platform_name()).venv[0] == sys.prefix
 
 
 def test_the_workspace_is_found_from_below(tmp_path, monkeypatch):
@@ -185,7 +186,7 @@ def test_defaults_of_the_file_reach_the_profile(tmp_path):
 # ---- paths -------------------------------------------------------------------------------------------------------
 
 
-def rooted(tmp_path: Path, platform: str, root: str, extra: str = "") -> workspace.Target:
+def rooted(tmp_path: Path, platform: str, root: str, extra: str = "") -> Target:
     text = f"[platform.{platform}]\nroot = '{root}'\nhost_root = '{tmp_path / 'seen'}'\n{extra}"
     return place(tmp_path / "ws", text).target(platform)
 

@@ -1,0 +1,281 @@
+"""`wangen check SLUG`: all that can be known of a published dataset before a GPU starts, for each of its targets.
+
+The check step judges files with explicit paths; here its flags are taken from the published scripts, and what only
+the workspace knows is looked at too: whether the scripts are those that publishing would write now, whether their
+lines agree with each other and with the table, which paths are another machine's, and the Python environment.
+"""
+
+import json
+import os
+import re
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from importlib.metadata import requires, version
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from wangen.generator import scripts
+from wangen.generator.bundle import bundle_steps, script_bundles
+from wangen.generator.check import Examined, examine
+from wangen.generator.commands import parse
+from wangen.generator.errors import WangenError
+from wangen.generator.steps import Check, Step, find_step, options
+from wangen.generator.target import Target
+from wangen.generator.tomls import DatasetEntry, read_dataset
+from wangen.generator.workspace import Workspace
+
+Level = Literal["ok", "note", "problem"]
+
+_AGREED = ("dataset_config", "vae", "t5", "tokenizer", "vae_dtype", "t5_dtype", "dit", "resolution")
+"""Flags that no two lines of one bundle may set to different values."""
+
+_ASK_VERSIONS = """
+import importlib.metadata, json, sys
+found = {}
+for name in sys.argv[1:]:
+    try:
+        found[name] = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        found[name] = None
+print(json.dumps(found))
+"""
+
+
+_MADE_BY = re.compile(rb"made by wangen ([A-Za-z0-9.+-]+)")
+
+
+@dataclass(frozen=True)
+class Line:
+    """One thing that was looked at.
+
+    Attributes:
+        level: `problem` makes the check fail; a `note` is worth knowing.
+        text: what was found, where, and what to do.
+    """
+
+    level: Level
+    text: str
+
+    def __str__(self) -> str:
+        """The level in a column of its own, and the text."""
+        return f"  {self.level:8} {self.text}"
+
+
+class _Script(NamedTuple):
+    """A published script as it is on disk, with its steps as their real parser reads them."""
+
+    path: Path
+    data: bytes
+    steps: list[Step]
+
+
+def is_published(target: Target, slug: str) -> bool:
+    """Whether the target has a script of this dataset."""
+    return any((target.folder / f"train_{slug}.{shell}").is_file() for shell in target.platform.shells)
+
+
+def look(workspace: Workspace, target: Target, slug: str) -> Iterator[Line]:
+    """Everything about one target's bundle but what the check step itself finds on this machine.
+
+    Raises:
+        WangenError: the workspace's settings are wrong, or a published file cannot be read.
+    """
+    settings = workspace.dataset(slug)
+    model = workspace.profile(settings.model)
+    steps = bundle_steps(workspace, target, model, slug, settings.resolutions)
+    found: list[_Script] = []
+    for name, bundle in script_bundles(target, slug, steps).items():
+        for shell in target.platform.shells:
+            path = target.folder / f"{name}_{slug}.{shell}"
+            if not path.is_file():
+                yield Line("problem", f"{path.name} is not there; publish: wangen publish {slug}")
+                continue
+            script = _Script(path, path.read_bytes(), [])
+            yield from _currency(script, scripts.merge(script.data, bundle, shell, name), slug)
+            yield from _flags(script, shell)
+            found.append(script)
+    yield from _agreement(found)
+    yield from _setup(target)
+    yield from environment(target)
+
+
+def check_step(target: Target, slug: str) -> Check:
+    """The check step of the training script of a target.
+
+    Raises:
+        WangenError: there is no script, or it cannot be read.
+    """
+    shell = target.platform.shells[0]
+    path = target.folder / f"train_{slug}.{shell}"
+    if not path.is_file():
+        raise WangenError(f"{slug!r} is not published for {target.platform.name}", where=str(path),
+                          cure=f"wangen publish {slug}")  # fmt: skip
+    for words in scripts.read_steps(path.read_bytes(), shell):
+        if words[0] == Check.command:
+            return parse(Check, words[1:])
+    raise WangenError("this script has no check step", where=str(path), cure=f"wangen publish {slug}")
+
+
+def look_from_here(target: Target, options: Check) -> Iterator[Line]:
+    """What the check step would find on another platform's bundle, as far as this host sees its files.
+
+    The working folder must be the bundle's. A path on another machine is named and left alone.
+
+    Raises:
+        WangenError: the dataset's TOML cannot be read.
+    """
+    elsewhere: list[str] = []
+    mapped = _seen(target, options, elsewhere)
+    entries = [
+        entry
+        for block in read_dataset(mapped.dataset_config, options.resolution)
+        if (entry := _seen_entry(target, block, elsewhere))
+    ]
+    for path in dict.fromkeys(elsewhere):
+        yield Line("note", f"{path}: another machine's, not seen from here")
+    found: Examined = examine(mapped, entries)
+    for finding in found.findings:
+        yield Line("problem", str(finding))
+    if not found.findings:
+        yield Line("ok", f"{found}")
+
+
+def _currency(script: _Script, merged: tuple[bytes, bool], slug: str) -> Iterator[Line]:
+    """Whether the script is the one that publishing would write now."""
+    data, edited = merged
+    name = script.path.name
+    knobs = scripts.changed_knobs(script.data)
+    if bad := scripts.invalid_knobs(script.data):
+        yield Line("problem", f"{name}: a knob holds letters, digits and . _ , + - only: {bad[0]}")
+    elif edited:
+        yield Line("note", f"{name} was edited by hand and stays as it is; publishing puts its text beside it as .new")
+    elif script.data == data:
+        mine = "".join(f", {knob}={value[0]} (published: {value[1]})" for knob, value in knobs.items())
+        yield Line("ok", f"{name} is up to date{mine}")
+    else:
+        made = found[1].decode() if (found := _MADE_BY.search(script.data)) else "another program"
+        why = f"made by wangen {made}, this is {version('wangen')}" if made != version("wangen") else (
+            "the workspace has changed since it was published"
+        )  # fmt: skip
+        yield Line("problem", f"{name}: {why}; publish again: wangen publish {slug}")
+
+
+def _flags(script: _Script, shell: str) -> Iterator[Line]:
+    """Read every line with the step's own parser; the steps are added to the script."""
+    try:
+        lines = scripts.read_steps(script.data, shell)
+    except WangenError as error:
+        yield Line("problem", f"{script.path.name}: {error}")
+        return
+    for words in lines:
+        step = find_step(words[0])
+        if step is None:
+            yield Line("problem", f"{script.path.name}: there is no step {words[0]!r}; publish again")
+            continue
+        try:
+            script.steps.append(parse(step, words[1:]))
+        except WangenError as error:
+            yield Line("problem", f"{script.path.name}, {words[0]}: {error}")
+
+
+def _agreement(found: Iterable[_Script]) -> Iterator[Line]:
+    """Lines that name different files or settings where all have to mean the same."""
+    values: dict[str, dict[str, list[str]]] = {}
+    for script in found:
+        for step in script.steps:
+            for name in _AGREED:
+                value = getattr(step, name, None)
+                if value is not None:
+                    values.setdefault(name, {}).setdefault(str(value), []).append(f"{script.path.name} {step.command}")
+    different = {name: given for name, given in values.items() if len(given) > 1}
+    for name, given in different.items():
+        said = "; ".join(f"{value} in {places[0]}" for value, places in given.items())
+        yield Line("problem", f"the steps do not agree on --{name}: {said}")
+    if values and not different:
+        yield Line("ok", "all steps agree on the TOML, the VAE, the text encoder and the transformer")
+
+
+def _setup(target: Target) -> Iterator[Line]:
+    missing = [
+        f"setup_wangen.{s}" for s in target.platform.shells if not (target.folder / f"setup_wangen.{s}").is_file()
+    ]
+    if missing:
+        yield Line("note", f"{', '.join(missing)} is not there; publish again to have it")
+
+
+def environment(target: Target) -> Iterator[Line]:
+    """The Python that the scripts of a target would take, and what is installed in it."""
+    inside = ("Scripts", "python.exe") if target.platform.kind == "windows" else ("bin", "python")
+    folders = [path for text in target.venv if (path := target.reach(target.path(text)))]
+    native = target.is_native
+    given = os.environ.get("WANGEN_PYTHON") if native else None
+    active = [Path(os.environ["VIRTUAL_ENV"])] if native and "VIRTUAL_ENV" in os.environ else []
+    candidates = [Path(given)] if given else [folder.joinpath(*inside) for folder in (*folders, *active)]
+    python = next((path for path in candidates if path.is_file()), None)
+    if python is None:
+        looked = ", ".join(map(str, candidates)) or ", ".join(target.venv)
+        setup = f"setup_wangen.{target.platform.shells[0]}"
+        yield Line("problem" if native else "note", f"no Python environment; looked for {looked}; run {setup}")
+    elif not native:
+        yield Line("ok", f"Python {python}: another platform's, so that what is in it is not looked at")
+    else:
+        yield from _packages(python, target.platform.accelerator)
+
+
+def _packages(python: Path, accelerator: str) -> Iterator[Line]:
+    """What an interpreter has of the libraries that the runtime needs."""
+    from packaging.requirements import Requirement
+
+    wanted = [Requirement(line) for line in requires("wangen") or ()]
+    wanted = [need for need in wanted if need.marker is None or need.marker.evaluate({"extra": "runtime"})]
+    try:
+        done = subprocess.run(
+            [python, "-c", _ASK_VERSIONS, "wangen", *(need.name for need in wanted)],
+            capture_output=True, encoding="utf-8", timeout=120, check=True,
+        )  # fmt: skip
+        found: dict[str, str | None] = json.loads(done.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        yield Line("problem", f"{python} does not run: {error}; run the setup script again")
+        return
+    lines = [*_faults(wanted, found), *_versions(found, accelerator)]
+    yield from lines
+    if not any(line.level == "problem" for line in lines):
+        yield Line(
+            "ok", f"Python {python} has wangen {found['wangen']}, torch {found['torch']} and the other libraries"
+        )
+
+
+def _faults(wanted: Iterable[Any], found: Mapping[str, str | None]) -> Iterator[Line]:
+    for need in wanted:
+        have = found[need.name]
+        if have is None:
+            yield Line("problem", f"the library {need.name} is not installed; run the setup script")
+        elif not need.specifier.contains(have, prereleases=True):
+            yield Line("problem", f"{need.name} {have} is installed, {need.specifier} is needed; run the setup script")
+
+
+def _versions(found: Mapping[str, str | None], accelerator: str) -> Iterator[Line]:
+    here = version("wangen")
+    if found["wangen"] != here:
+        yield Line("problem", f"the environment has wangen {found['wangen']}, this is {here}; run the setup script")
+    if accelerator != "cpu" and (found["torch"] or "").endswith("+cpu"):
+        yield Line("note", f"torch {found['torch']} computes on the CPU only; the setup script installs another build")
+
+
+def _seen(target: Target, step: Check, elsewhere: list[str]) -> Check:
+    """The step with its paths as this host sees them; those that it does not see are left out and listed."""
+    changes: dict[str, Any] = {}
+    for option in options(Check):
+        value = getattr(step, option.name)
+        if isinstance(value, Path):
+            changes[option.name] = target.reach(str(value))
+            if changes[option.name] is None:
+                elsewhere.append(str(value))
+    return replace(step, **changes)
+
+
+def _seen_entry(target: Target, entry: DatasetEntry, elsewhere: list[str]) -> DatasetEntry | None:
+    media, cache = target.reach(str(entry.directory)), target.reach(str(entry.cache_directory))
+    elsewhere += [str(path) for path, seen in ((entry.directory, media), (entry.cache_directory, cache)) if not seen]
+    return replace(entry, directory=media, cache_directory=cache) if media and cache else None

@@ -1,0 +1,211 @@
+"""`wangen check SLUG`: the published scripts, what they name, and the environment, on every target."""
+
+import json
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import clip_bytes, image_bytes, write_tree
+
+from wangen.generator import target as targets
+from wangen.generator.cli import main
+from wangen.generator.target import host_platform_name
+from wangen.runtime.tiny import write_tiny_wan
+
+HERE = host_platform_name()
+pytestmark = pytest.mark.skipif(os.name == "nt", reason="the workspaces of these tests are those of a Linux host")
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    return write_tiny_wan(tmp_path_factory.mktemp("models"), ["a cat"])
+
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory):
+    return clip_bytes(tmp_path_factory.mktemp("clip"), num_frames=24)
+
+
+@pytest.fixture
+def site(tmp_path, clip, weights, monkeypatch, capsys):
+    """A published dataset whose weights are there, and an environment: the one that runs the tests."""
+    write_tree(tmp_path, {
+        "ws/wangen.toml": f'resolution = [64, 64]\nnum_frames = 17\nplatforms = ["{HERE}", "windows"]\n',
+        "ws/datasets/Red House/a.jpg": image_bytes(),
+        "ws/datasets/Red House/a.txt": "an ape",
+        "ws/datasets/Red House/b.mp4": clip,
+        "ws/datasets/Red House/b.txt": "a bee",
+    })  # fmt: skip
+    for platform in (HERE, "windows"):
+        shutil.copytree(weights["vae"].parent, tmp_path / "ws" / "published" / platform / "models" / "deeper")
+    monkeypatch.setenv("WANGEN_PYTHON", sys.executable)
+    monkeypatch.chdir(tmp_path)  # `check` changes the working folder, this puts it back
+    publish()
+    capsys.readouterr()
+    return tmp_path / "ws"
+
+
+def publish():
+    assert main(["publish", "Red House", "--workspace", "ws"]) == 0
+
+
+def check(capsys, code, *more):
+    """The lines that are shown for this exit code, those of the step's log at the end."""
+    folder = Path.cwd()
+    assert main(["check", "Red House", "--workspace", str(folder / "ws"), *more]) == code
+    os.chdir(folder)
+    shown = capsys.readouterr()
+    return shown.out + shown.err
+
+
+def script(site, platform=HERE, shell="sh"):
+    return site / "published" / platform / f"train_red_house.{shell}"
+
+
+def change(path, old, new):
+    data = path.read_bytes()
+    assert old in data
+    path.write_bytes(data.replace(old, new))
+
+
+def test_all_is_well(site, capsys):
+    shown = check(capsys, 0)
+    assert "problem" not in shown.replace("0 problems", "")
+    assert "train_red_house.sh is up to date" in shown
+    assert "train_red_house.bat is up to date" in shown
+    assert "all steps agree" in shown
+    assert f"Python {sys.executable} has wangen" in shown
+    assert shown.count("1 image and 1 clip with captions") == 2
+    report = json.loads((site / "published" / HERE / "outputs" / "red_house" / "check.report.json").read_text())
+    assert report["settings"]["vae"].startswith("models/deeper")
+    assert "all good" in (site / "published" / HERE / "logs" / "red_house.log").read_text()
+    assert not (site / "published" / HERE / "outputs" / "red_house" / "run.lock").exists()
+
+
+def test_one_platform_only(site, capsys):
+    assert "train_red_house.sh" not in check(capsys, 0, "--platform", "windows")
+
+
+def test_a_dataset_that_is_not_published(site, capsys):
+    assert main(["check", "Blue House", "--workspace", "ws"]) == 1
+    assert "is not published" in capsys.readouterr().err
+
+
+def test_weights_that_are_not_there_or_of_another_kind(site, capsys, weights):
+    models = site / "published" / "windows" / "models" / "deeper"
+    (models / weights["vae"].name).write_bytes(weights["t5"].read_bytes())
+    (models / weights["dit"].name).unlink()
+    shown = check(capsys, 1, "--platform", "windows")
+    assert "--vae: a umT5 text encoder" in shown or "--vae:" in shown
+    assert "--dit: no such weight file" in shown
+
+
+def test_scripts_older_than_the_workspace(site, capsys):
+    toml = site / "wangen.toml"
+    toml.write_text(toml.read_text() + "[steps.train]\nnetwork_dim = 64\n", encoding="utf-8")
+    shown = check(capsys, 1)
+    assert "train_red_house.sh: the workspace has changed since it was published" in shown
+    assert "cache_red_house.sh is up to date" in shown
+    publish()
+    check(capsys, 0)
+
+
+def test_scripts_of_another_version(site, capsys, monkeypatch):
+    for module in ("bundle", "preflight"):
+        monkeypatch.setattr(f"wangen.generator.{module}.version", lambda name: "9.9.9")
+    shown = check(capsys, 1, "--platform", "windows")
+    assert "made by wangen" in shown
+    assert "this is 9.9.9; publish again: wangen publish red_house" in shown
+
+
+def test_the_users_knobs_and_edits_are_no_problem(site, capsys):
+    change(script(site, "windows", "bat"), b"NETWORK_DIM=16", b"NETWORK_DIM=8")
+    change(script(site, "windows", "ps1"), b"Set-StrictMode", b"# mine\r\nSet-StrictMode")
+    shown = check(capsys, 0, "--platform", "windows")
+    assert "train_red_house.bat is up to date, NETWORK_DIM=8 (published: 16)" in shown
+    assert "train_red_house.ps1 was edited by hand" in shown
+
+
+def test_a_knob_that_no_shell_can_carry(site, capsys):
+    change(script(site, "windows", "bat"), b'"NETWORK_DIM=16"', b'"NETWORK_DIM=1 6"')
+    assert 'set "NETWORK_DIM=1 6"' in check(capsys, 1, "--platform", "windows")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        (b"--network_alpha", b"--network_alpa", "did you mean --network_alpha?"),
+        (b"NETWORK_DIM=16", b"NETWORK_DIM=big", "--network_dim takes a whole number"),
+    ],
+)
+def test_a_flag_that_the_step_refuses(site, capsys, old, new, words):
+    change(script(site, "windows", "bat"), old, new)
+    shown = check(capsys, 1, "--platform", "windows")
+    assert "train_red_house.bat, train: " in shown
+    assert words in shown
+
+
+def test_steps_that_name_different_files(site, capsys):
+    change(script(site), b"VAE_DTYPE='bfloat16'", b"VAE_DTYPE='float32'")
+    shown = check(capsys, 1, "--platform", HERE)
+    assert "the steps do not agree on --vae_dtype: float32 in train_red_house.sh" in shown
+    assert "bfloat16 in cache_red_house.sh" in shown
+
+
+def test_an_environment_that_is_not_there(site, capsys, monkeypatch):
+    monkeypatch.delenv("WANGEN_PYTHON")
+    monkeypatch.delenv("VIRTUAL_ENV", raising=False)
+    shown = check(capsys, 1, "--platform", HERE)
+    assert "no Python environment" in shown
+    assert "run setup_wangen.sh" in shown
+
+
+def test_an_environment_that_lacks_libraries(site, capsys, monkeypatch, tmp_path):
+    bare = tmp_path / "bare" / "bin" / "python"
+    bare.parent.mkdir(parents=True)
+    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
+    bare.chmod(0o755)
+    monkeypatch.setenv("WANGEN_PYTHON", str(bare))
+    shown = check(capsys, 1, "--platform", HERE)
+    assert "the library torch is not installed; run the setup script" in shown
+    bare.write_text("#!/bin/sh\nexit 3\n")
+    assert "does not run" in check(capsys, 1, "--platform", HERE)
+
+
+def test_what_another_machine_has_is_marked(site, capsys):
+    toml = site / "wangen.toml"
+    with toml.open("a", encoding="utf-8") as file:
+        file.write("[platform.windows]\nroot = 'C:\\AI'\nmodels = 'D:\\models'\nhost_root = '")
+        file.write(f"{site / 'share'}'\n")
+    publish()
+    shown = check(capsys, 0, "--platform", "windows")
+    assert r"D:\models\Wan2.1_VAE.pth: another machine's, not seen from here" in shown
+    assert "1 image and 1 clip with captions" in shown
+    (site / "share" / "files" / "datasets" / "red_house" / "64" / "a.txt").write_text("")
+    shown = check(capsys, 1, "--platform", "windows")
+    assert "a.txt: is empty" in shown
+
+
+def test_from_wsl_for_wsl_and_windows_at_once(site, capsys, monkeypatch, tmp_path):
+    drives = tmp_path / "windir"
+    conf = tmp_path / "wsl.conf"
+    conf.write_text(f"[automount]\nroot = {drives}\n")
+    monkeypatch.setattr(targets, "WSL_CONF", conf)
+    monkeypatch.setattr(targets, "host_platform_name", lambda: "wsl")
+    (site / "wangen.toml").write_text(
+        'resolution = [64, 64]\nnum_frames = 17\nplatforms = ["windows", "wsl"]\n'
+        f"[platform.windows]\nroot = 'C:\\AI'\n[platform.wsl]\nroot = '{drives}/c/AI'\n",
+        encoding="utf-8",
+    )
+    publish()
+    root = drives / "c" / "AI"
+    names = {path.name for path in root.iterdir() if path.name.startswith("train")}
+    assert names == {"train_red_house.bat", "train_red_house.ps1", "train_red_house.sh"}
+    tomls = {path.name: path.read_text(encoding="utf-8") for path in (root / "files" / "tomls").iterdir()}
+    assert 'image_directory = "C:/AI/files/datasets/red_house/64"' in tomls["red_house_win.toml"]
+    assert f'image_directory = "{root}/files/datasets/red_house/64"' in tomls["red_house_wsl.toml"]
+    shown = check(capsys, 1)
+    assert "train_red_house.bat is up to date" in shown
+    assert f"{root / 'models' / 'Wan2.1_VAE.pth'}: --vae: no such weight file" in shown
