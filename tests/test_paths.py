@@ -10,6 +10,7 @@ from wangen.generator.errors import WangenError
 from wangen.generator.paths import (
     Machine,
     PathError,
+    automount_root,
     collisions,
     slugify,
     toml_path,
@@ -67,6 +68,69 @@ def test_groups_of_the_vectors(group):
 )
 def test_unclear_paths_are_refused(path, source, code):
     assert outcome(path, source, WSL) == {"error": code}
+
+
+WINDIR = Machine(kind="wsl", distro="Ubuntu", automount="/windir/")
+NAMELESS = Machine(kind="wsl")
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "target", "expected"),
+    [
+        # Drives: the letter alone decides, in upper case on Windows and in lower case in WSL.
+        ("d:/ai\\models", WINDOWS, WSL, "/mnt/d/ai/models"),
+        ("/mnt/d/ai/models", WSL, WINDOWS, r"D:\ai\models"),
+        ("/mnt/d/", WSL, WINDOWS, "D:\\"),
+        ("/mnt/cx/AI", WSL, WINDOWS, r"\\wsl.localhost\Ubuntu\mnt\cx\AI"),
+        ("/mnt", WSL, WINDOWS, r"\\wsl.localhost\Ubuntu\mnt"),
+        ("/mnt/é/AI", WSL, WINDOWS, r"\\wsl.localhost\Ubuntu\mnt\é\AI"),
+        # The folder of the drives, from wsl.conf.
+        (r"C:\AI", WINDOWS, WINDIR, "/windir/c/AI"),
+        ("/windir/c/AI", WINDIR, WINDOWS, r"C:\AI"),
+        ("/mnt/c/AI", WINDIR, WINDOWS, r"\\wsl.localhost\Ubuntu\mnt\c\AI"),
+        # WSL's own files: both servers in any letter case; one distribution does not see another's.
+        (r"\\WSL.LOCALHOST\ubuntu\home\me", WINDOWS, WSL, "/home/me"),
+        (r"\\WSL$\UBUNTU\home\me", WINDOWS, WSL, "/home/me"),
+        ("//wsl$/Ubuntu/home/me", WINDOWS, WINDOWS, r"\\wsl.localhost\Ubuntu\home\me"),
+        (r"\\wsl.localhost\Ubuntu", WINDOWS, WSL, "/"),
+        ("/home/me", NAMELESS, WINDOWS, "unknown-distro"),
+        # Shares and extended paths.
+        (r"\\?\UNC\nas\share\x", WINDOWS, WSL, "unc-needs-mount"),
+        (r"\\?\d:\x\y", WINDOWS, WSL, "/mnt/d/x/y"),
+        ("//nas/share/x", WINDOWS, WINDOWS, r"\\nas\share\x"),
+        (r"\\nas\share", WINDOWS, LINUX, "not-visible"),
+        # Links may stand before `..`; `.` and doubled separators mean nothing.
+        (r"C:\a\..\b\.\\c", WINDOWS, WSL, "/mnt/c/a/../b/c"),
+        ("a//./b/", LINUX, WINDOWS, r"a\b"),
+        (".", LINUX, WINDOWS, "."),
+        # Names that only one side can hold.
+        ("/home/me/a?b", WSL, WINDOWS, "illegal-char"),
+        ("/home/me/a\\b", WSL, WINDOWS, "illegal-char"),
+        ("/home/me/COM¹.txt", WSL, WINDOWS, "reserved-name"),
+        ("data/nul .txt", LINUX, WINDOWS, "reserved-name"),
+        ("/home/me/a\\b", WSL, WSL, "/home/me/a\\b"),
+        ("D:", WINDOWS, WSL, "/mnt/d"),
+        ("1:\\x", WINDOWS, WINDOWS, "illegal-char"),
+        ("C:\\${HOME}\\x", WINDOWS, WSL, "unexpanded-variable"),
+        ("s3://bucket/x", LINUX, LINUX, "uri"),
+    ],
+)  # fmt: skip
+def test_further_rows(path, source, target, expected):
+    found = outcome(path, source, target)
+    assert found == ({"error": expected} if "-" in expected or expected == "uri" else {"path": expected})
+
+
+@pytest.mark.parametrize(
+    ("text", "root"),
+    [
+        ("[automount]\nroot=/windir\n", "/windir/"),
+        ("# x\n[ automount ]\n enabled = true\n Root = \"/\"\r\n", "/"),
+        ("[network]\nroot = /other\n", "/mnt/"),
+        ("[automount]\nenabled = false\n[user]\nroot = /x", "/mnt/"),
+    ],
+)
+def test_the_folder_of_the_drives_in_wsl_conf(text, root):
+    assert automount_root(text) == root
 
 
 @pytest.mark.parametrize("path", ["/data/100% of $5/x", "/data/0$0", "/data/cash$money", "/srv/$Recycle.Bin"])
