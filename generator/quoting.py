@@ -110,8 +110,13 @@ def ps1_word(word: Word) -> str:
         raise _refused(text, "ps1", "a double quote", "leave it out, or use a single quote")
     if not text or text == "--%":
         raise _refused(text, "ps1", "this word", "leave the option out")
-    if text.endswith("\\") and any(c.isspace() for c in text):
+    # U+180E was a blank when .NET Framework was made, on which Windows PowerShell runs.
+    blank = any(c.isspace() or c == "\u180e" for c in text)
+    if blank and text.endswith("\\"):
         raise _refused(text, "ps1", "a path with a blank that ends in a backslash", "leave the last backslash out")
+    if not blank and re.match(r"~(?:[/\\]|\Z)", text):
+        # PowerShell 7.5 and later do so with a word that comes from a variable and has no blank.
+        raise _refused(text, "ps1", "a word that PowerShell takes for the home folder", "write the folder's full path")
     return ps1_literal(text)
 
 

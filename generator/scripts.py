@@ -6,25 +6,31 @@ is seen by a digest in the script's head, and then the script stays and the new 
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from wangen.generator import install, quoting
 from wangen.generator.errors import WangenError
 from wangen.generator.files import write_whole
+from wangen.generator.knobs import VALUE, made_of
 from wangen.generator.quoting import Word
-from wangen.generator.steps import Option, Step, options, text_of
+from wangen.generator.steps import SMOKE, SMOKE_ITEMS, SMOKE_STEPS, Step, Train, options
 from wangen.profiles import Platform
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 # cmd cuts a line at 8191 characters and runs the rest as a command of its own.
 BAT_LINE_LENGTH = 8000
 _PATH_RESERVE = 260
-_KNOB_VALUE = re.compile(r"[A-Za-z0-9._,+-]+")
 _VERSION = re.compile(r"[A-Za-z0-9.+-]+")
 _SLUG = re.compile(r"[a-z0-9_]+")
+# The templates show the wheel index inside a message, where each shell has its own dangerous characters.
+_INDEX = re.compile(r"[A-Za-z0-9:/._~@=?,+-]+")
 _BLOCK = re.compile(r"^(?:#|rem) >>> knobs.*?^(?:#|rem) <<< knobs$", re.DOTALL | re.MULTILINE)
 _DIGEST = re.compile(r"^((?:#|rem) wangen-digest: )([0-9a-f]{32})$", re.MULTILINE)
 _PUBLISHED = re.compile(r"(?:#|rem) .* \(published: ([A-Za-z0-9._,+-]+)\)")
@@ -59,17 +65,12 @@ class Bundle:
     version: str
 
 
-class _Knob(NamedTuple):
-    name: str
-    value: str
-    note: str
-
-
 class _Line(NamedTuple):
-    """A step as the templates see it."""
+    """A step as the templates see it; `smokes`: the word `smoke` adds a flag to its command line."""
 
     name: str
     lines: list[str]
+    smokes: bool
 
 
 def render(bundle: Bundle, shell: str, name: str, knobs: Mapping[str, str] | None = None) -> bytes:
@@ -85,11 +86,12 @@ def render(bundle: Bundle, shell: str, name: str, knobs: Mapping[str, str] | Non
         WangenError: the shell cannot carry a path or text, or `knobs` names no knob of this script.
     """
     _check(bundle, shell)
-    published, variables = _knobs(bundle.steps)
+    published, variables = made_of(bundle.platform, bundle.steps)
     values = {knob.name: knob.value for knob in published} | dict(knobs or {})
     for knob, value in values.items():
-        if knob not in {known.name for known in published} or not _KNOB_VALUE.fullmatch(value):
+        if knob not in {known.name for known in published} or not VALUE.fullmatch(value):
             raise WangenError(f"{knob}={value} is no knob of this script, or no value for one", where=bundle.slug)
+    smoke = SMOKE if any(isinstance(step, Train) for step in bundle.steps) else ""
     context = _places(bundle, shell) | {
         "script": f"{name}_{bundle.slug}.{shell}",
         "stem": f"{name}_{bundle.slug}",
@@ -102,9 +104,14 @@ def render(bundle: Bundle, shell: str, name: str, knobs: Mapping[str, str] | Non
         "digest": "0" * 32,
         "knobs": [knob._replace(value=values[knob.name]) for knob in published],
         "names": list(dict.fromkeys(step.command for step in bundle.steps)),
-        "steps": [_Line(step.command, _lines(step, shell, variables)) for step in bundle.steps],
+        "steps": [
+            _Line(step.command, _lines(step, shell, variables), bool(smoke) and _smokes(step)) for step in bundle.steps
+        ],
+        "smoke": smoke,
+        "smoke_flag": f"--{SMOKE}",
+        "smoke_words": f"a try: {SMOKE_STEPS} steps on at most {SMOKE_ITEMS} items into outputs/{bundle.slug}/{SMOKE}",
     }
-    text = _template(shell, context)
+    text = _template(shell).render(context)
     if shell == "bat":
         _check_line_lengths(text, values)
     return _encode(_DIGEST.sub(lambda line: line[1] + _digest(text, shell), text, count=1), shell)
@@ -113,7 +120,7 @@ def render(bundle: Bundle, shell: str, name: str, knobs: Mapping[str, str] | Non
 def read_knobs(data: bytes) -> dict[str, str]:
     """The values in a script's block of knobs, by variable name; empty when there is no block."""
     text = _decode(data)
-    return {knob["name"].upper(): knob["value"] for knob in _knob_lines(text, _shell_of(text)) if knob}
+    return {knob["name"].upper(): knob["value"] for _, knob in _settings(text, _shell_of(text)) if knob}
 
 
 def read_steps(data: bytes, shell: str) -> list[list[str]]:
@@ -133,7 +140,20 @@ def untouched(data: bytes) -> bool:
         return False
     shell = _shell_of(text)
     found = _DIGEST.search(text)
-    return found is not None and None not in _knob_lines(text, shell) and found[2] == _digest(text, shell)
+    return found is not None and not invalid_knobs(data) and found[2] == _digest(text, shell)
+
+
+def invalid_knobs(data: bytes) -> list[str]:
+    """The lines in a script's block of knobs that set no knob: a value with other characters, a forgotten quote.
+
+    Such a line makes `untouched` false and its value is not read. Empty for a file that wangen cannot read at all.
+    """
+    try:
+        text = _decode(data)
+    except WangenError:
+        return []
+    pairs = _settings(text, _shell_of(text))
+    return [line.strip() for line, setting in pairs if setting is None]
 
 
 def changed_knobs(data: bytes) -> dict[str, tuple[str, str]]:
@@ -150,7 +170,7 @@ def merge(old: bytes, bundle: Bundle, shell: str, name: str) -> tuple[bytes, boo
     whose user did not touch that knob. `old` has to stay when it was edited elsewhere, or when a knob that the user
     changed does not exist any more.
     """
-    known = {knob.name for knob in _knobs(bundle.steps)[0]}
+    known = {knob.name for knob in made_of(bundle.platform, bundle.steps)[0]}
     try:
         changed = {knob: value for knob, (value, _) in changed_knobs(old).items()}
     except WangenError:
@@ -189,51 +209,18 @@ def _check(bundle: Bundle, shell: str) -> None:
         raise WangenError(f"no template for the shell {shell}", cure=f"known: {', '.join(quoting.QUOTES)}")
     if not _SLUG.fullmatch(bundle.slug) or not _VERSION.fullmatch(bundle.version) or not bundle.steps:
         raise WangenError("a script needs a slug of a-z, 0-9 and _, a version and steps", where=repr(bundle.slug))
+    if not _INDEX.fullmatch(bundle.platform.torch_index):
+        raise WangenError(
+            f"a script cannot show the wheel index {bundle.platform.torch_index!r}",
+            where=f"platform {bundle.platform.name}",
+            cure="write an address of letters, digits and : / . _ ~ @ = ? , + - only",
+        )
     for folder in (bundle.root or "", *bundle.venv):
         quoting.refuse_control(folder, shell)
 
 
-def _is_knob(option: Option, value: Any) -> bool:
-    # What the command line does not spell out needs no variable, and a free text is no value for one.
-    scalar = option.flag.knob and option.length is None and option.kind is not bool
-    return bool(scalar and option.words(value) and _KNOB_VALUE.fullmatch(text_of(value)))
-
-
-def _knobs(steps: tuple[Step, ...]) -> tuple[list[_Knob], dict[tuple[str, str], str]]:
-    """The knobs in the order of the steps, and the variable of each (command, flag)."""
-    uses: dict[str, list[tuple[Step, Option, str]]] = {}
-    for step in steps:
-        for option in options(type(step)):
-            value = getattr(step, option.name)
-            if _is_knob(option, value):
-                uses.setdefault(option.name, []).append((step, option, text_of(value)))
-    knobs: dict[str, _Knob] = {}
-    variables = {}
-    for field, entries in uses.items():
-        shared = len({value for _, _, value in entries}) == 1 and _means_all([s for s, _, _ in entries], field, steps)
-        for step, option, value in entries:
-            variable = field.upper() if shared else f"{field}_{step.command}".upper()
-            who = ", ".join(s.command for s, _, _ in entries) if shared else step.command
-            if knobs.setdefault(variable, _Knob(variable, value, _note(who, option, value))).value != value:
-                raise WangenError(f"two steps {step.command} want different values of {field}", where=variable)
-            variables[step.command, field] = variable
-    return list(knobs.values()), variables
-
-
-def _means_all(users: Iterable[Step], field: str, steps: tuple[Step, ...]) -> bool:
-    """Whether a variable named after the field alone tells the truth.
-
-    Not when it belongs to one step while others have that field too: BATCH_SIZE would be taken for every step's.
-    """
-    owners = {step.command for step in steps if any(option.name == field for option in options(type(step)))}
-    return len({step.command for step in users}) > 1 or len(owners) == 1
-
-
-def _note(who: str, option: Option, value: str) -> str:
-    # The note stands unquoted in a .bat file, where % & | < > ^ mean something.
-    choices = f"; one of {', '.join(option.choices)}" if option.choices else ""
-    text = re.sub(r"[^A-Za-z0-9 .,;:()/_+=-]", "", (option.flag.help + choices).replace("…", "..."))
-    return f"{who}: {text} (published: {value})"
+def _smokes(step: Step) -> bool:
+    return any(option.name == SMOKE for option in options(type(step)))
 
 
 def _words(step: Step, variables: Mapping[tuple[str, str], str]) -> Iterator[Word]:
@@ -281,14 +268,15 @@ def _absolute(windows_path: str) -> bool:
     return re.match(r"[A-Za-z]:[\\/]|[\\/]{2}", windows_path) is not None
 
 
-def _template(shell: str, context: Mapping[str, Any]) -> str:
+@cache
+def _template(shell: str) -> "Template":
     from jinja2 import Environment, StrictUndefined
 
     source = files("wangen.templates").joinpath(f"run.{shell}.j2").read_text(encoding="utf-8")
     environment = Environment(
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
     )
-    return environment.from_string(source).render(context)
+    return environment.from_string(source)
 
 
 def _check_line_lengths(text: str, knobs: Mapping[str, str]) -> None:
@@ -325,12 +313,12 @@ def _shell_of(text: str) -> str:
     return "sh" if text.startswith("#!") else "bat" if text.startswith("@echo") else "ps1"
 
 
-def _knob_lines(text: str, shell: str) -> list[re.Match[str] | None]:
-    """The settings in the block of knobs; None for a line that is neither a setting, a remark nor empty."""
+def _settings(text: str, shell: str) -> list[tuple[str, re.Match[str] | None]]:
+    """The lines in the block of knobs that are no remark and not empty; None beside one that is no setting."""
     block = _BLOCK.search(text)
     lines = block[0].split("\n") if block else []
     remarks = re.compile(r"\s*(#.*|rem( .*)?)?", re.IGNORECASE)
-    return [_KNOB_LINES[shell].fullmatch(line) for line in lines if not remarks.fullmatch(line)]
+    return [(line, _KNOB_LINES[shell].fullmatch(line)) for line in lines if not remarks.fullmatch(line)]
 
 
 def _published(data: bytes) -> dict[str, str]:

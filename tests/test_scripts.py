@@ -6,18 +6,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from shells.bundles import HOSTILE, POSIX_ONLY, bundle, prompts, read_calls, steps
+from shells.bash import Site, needs_bash
+from shells.bundles import HOSTILE, POSIX_ONLY, bundle, prompts, steps
 
 from wangen.generator import scripts
 from wangen.generator.errors import WangenError
 from wangen.generator.quoting import Word, ps1_word
-from wangen.generator.scripts import read_knobs, read_steps, render, untouched, write
+from wangen.generator.scripts import changed_knobs, read_knobs, read_steps, render, untouched
+from wangen.profiles import TorchBuild, platform
 
 SHELLS = ("sh", "bat", "ps1")
-RECORDER = Path(__file__).parent / "shells" / "recorder.py"
-needs_bash = pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
 
 
 # ---- what is read back -------------------------------------------------------------------------------------------
@@ -27,23 +25,6 @@ needs_bash = pytest.mark.skipif(shutil.which("bash") is None, reason="bash is no
 @pytest.mark.parametrize("text", HOSTILE, ids=ascii)
 def test_every_line_reads_back_to_the_steps_own_words(shell, text):
     chosen = steps(text)
-    assert read_steps(render(bundle(shell, chosen), shell, "train"), shell) == [step.argv() for step in chosen]
-
-
-def carried(shell):
-    categories = ("Cs",) if shell == "sh" else ("Cs", "Cc")
-    without = "\0" if shell == "sh" else '"'
-    return st.text(st.characters(exclude_categories=categories, exclude_characters=without), max_size=60)
-
-
-@pytest.mark.parametrize("shell", SHELLS)
-@settings(max_examples=40, deadline=None)
-@given(data=st.data())
-def test_drawn_texts_read_back(shell, data):
-    texts = data.draw(st.lists(carried(shell), min_size=1, max_size=3))
-    if shell == "ps1":
-        texts = [text.rstrip("\\") for text in texts if text != "--%"] or ["x"]
-    chosen = (*steps(texts[0] or "x", seed=data.draw(st.integers(-5, 5))), *prompts(*texts))
     assert read_steps(render(bundle(shell, chosen), shell, "train"), shell) == [step.argv() for step in chosen]
 
 
@@ -65,6 +46,31 @@ def test_knobs_are_the_steps_values(shell):
     assert knobs["VAE_DTYPE"] == "float32"
     assert knobs["NUM_WORKERS"] == "4"
     assert "SAVE_EVERY_N_EPOCHS" not in knobs
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_a_platform_says_why_it_wants_a_value(shell):
+    made = replace(bundle(shell), platform=platform("windows-rocm"))
+    note = "float32 because on ROCm a bfloat16 VAE gives all-zero"
+    assert render(made, shell, "train").decode().count(note) == 1
+    other = replace(made, steps=(replace(steps()[1], vae_dtype="bfloat16"),))
+    assert "because on ROCm" not in render(other, shell, "train").decode()
+
+
+def test_a_reason_stays_readable_in_a_remark_of_cmd():
+    reasons = {"train.seed": "Jane’s & 5% of 3<4 ^|…\nunglücklich (published: 9)"}
+    made = replace(bundle("bat"), platform=replace(platform("windows"), reasons=reasons))
+    data = render(made, "bat", "train")
+    assert "42 because Jane's and 5 percent of 34 ... unglücklich (published: 9) (published: 42)".encode() in data
+    assert changed_knobs(data) == {}
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_an_index_that_a_message_cannot_show_is_refused(shell):
+    made = bundle(shell)
+    builds = (TorchBuild(tag="https://example.org/a%20b'&calc"),)
+    with pytest.raises(WangenError, match="wheel index"):
+        render(replace(made, platform=replace(made.platform, torch_builds=builds)), shell, "train")
 
 
 @pytest.mark.parametrize("shell", SHELLS)
@@ -113,7 +119,7 @@ def test_what_a_shell_cannot_carry_is_refused(shell, text):
         render(bundle(shell, prompts(text)), shell, "train")
 
 
-@pytest.mark.parametrize("text", ["", "--%"])
+@pytest.mark.parametrize("text", ["", "--%", "~", "~\\models", "~/models", "a\u180eb\\"])
 def test_powershell_gets_no_word_that_it_would_drop(text):
     with pytest.raises(WangenError):
         ps1_word(Word(text))
@@ -149,6 +155,17 @@ def test_a_bat_is_ascii_until_it_has_chosen_utf8():
     assert max(map(len, data.decode().replace("^\r\n", "").split("\r\n"))) <= 8000
 
 
+def test_a_bat_hands_texts_on_as_literals():
+    # A variable, `call` or delayed expansion would expand a percent sign or an exclamation mark a second time.
+    text = render(bundle("bat", steps("m%rk!x!")), "bat", "train").decode()
+    marked = [line for line in text.split("\r\n") if "m%%rk!x!" in line]
+    assert marked
+    assert all(line.startswith('  "--') for line in marked)
+    assert "call " not in text
+    assert "EnableDelayedExpansion" not in text
+    assert "^ \r\n" not in text
+
+
 @pytest.mark.parametrize("root", [None, "/data/it's & (x86)"])
 def test_shellcheck_has_nothing_to_warn_of(root, tmp_path):
     # The package installs its program beside the interpreter, which need not be on PATH.
@@ -167,31 +184,6 @@ def test_shellcheck_has_nothing_to_warn_of(root, tmp_path):
 # ---- bash, for real ----------------------------------------------------------------------------------------------
 
 
-class Site:
-    """A published bundle with a recording Python."""
-
-    def __init__(self, folder, chosen, *, root=None, venv=("venv", ".venv")):
-        self.folder, self.record = folder, folder / "record.jsonl"
-        self.script = folder / "train_red_house.sh"
-        write(self.script, render(bundle("sh", chosen, root=root, venv=venv), "sh", "train"))
-
-    def python(self, place):
-        program = self.folder / place
-        program.parent.mkdir(parents=True)
-        program.write_text(f"#!{sys.executable} -IS\n" + RECORDER.read_text(encoding="utf-8"), encoding="utf-8")
-        program.chmod(0o755)
-        return program
-
-    def run(self, *words, cwd="/", **env):
-        env = {"PATH": os.environ["PATH"], "RECORDER_OUT": str(self.record)} | env
-        self.record.unlink(missing_ok=True)
-        return subprocess.run(["bash", self.script, *words], capture_output=True, text=True, env=env, cwd=cwd)
-
-    @property
-    def calls(self):
-        return read_calls(self.record)
-
-
 @pytest.fixture
 def site(tmp_path):
     folder = tmp_path / "bundle (x86) & 100% é日本 !x! 'q'"
@@ -208,17 +200,6 @@ def test_bash_hands_hostile_words_on_exactly(tmp_path):
     site.python("venv/bin/python")
     done = site.run()
     assert (done.returncode, done.stderr) == (0, "")
-    assert [call["argv"] for call in site.calls] == [step.argv() for step in chosen]
-
-
-@needs_bash
-@settings(max_examples=15, deadline=None)
-@given(texts=st.lists(carried("sh"), min_size=1, max_size=3))
-def test_bash_hands_drawn_prompts_on_exactly(tmp_path_factory, texts):
-    chosen = prompts(*texts)
-    site = Site(tmp_path_factory.mktemp("site"), chosen)
-    site.python("venv/bin/python")
-    assert site.run().returncode == 0
     assert [call["argv"] for call in site.calls] == [step.argv() for step in chosen]
 
 
@@ -256,12 +237,32 @@ def test_further_words_are_handed_to_that_step(site):
 
 
 @needs_bash
-@pytest.mark.parametrize("words", [("bake",), ("bake", "--fresh"), ("--fresh",), ("", "--fresh"), ("*",)])
+@pytest.mark.parametrize(
+    "words", [("bake",), ("bake", "--fresh"), ("--fresh",), ("", "--fresh"), ("*",), ("smoke", "--x"), ("Smoke",)]
+)
 def test_unknown_words_are_a_usage_error(site, words):
     done = site.run(*words)
     assert done.returncode == 2
     assert site.calls == []
     assert done.stderr.startswith("wangen: ")
+
+
+@needs_bash
+def test_smoke_marks_every_step_that_knows_it(site):
+    done = site.run("smoke", WG_SMOKE="--fresh")
+    check, *others = (step.argv() for step in steps())
+    assert [call["argv"] for call in site.calls] == [check, *([*words, "--smoke"] for words in others)]
+    assert done.stdout.splitlines()[-1] == "wangen: train_red_house (smoke) finished."
+    assert site.run(RECORDER_FAIL="cache_text", RECORDER_CODE="3").returncode == 3
+    assert not [call for call in site.calls if "--smoke" in call["argv"]]
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_smoke_is_offered_where_something_is_trained(shell):
+    train, cache = render(bundle(shell), shell, "train"), render(bundle(shell, steps()[:4]), shell, "cache")
+    assert b"50 steps on at most 8 items into outputs/red_house/smoke" in train
+    assert b"smoke" not in cache.lower()
+    assert read_steps(train, shell) == [step.argv() for step in steps()]
 
 
 @needs_bash
@@ -283,14 +284,13 @@ def test_environment_without_wangen_gets_the_pip_line(site):
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-@pytest.mark.parametrize("index", ["", "https://example.org/whl"])
-def test_without_python_or_package_the_same_lines_are_shown(shell, index):
+def test_without_python_or_package_the_same_lines_are_shown(shell):
     made = bundle(shell)
-    made = replace(made, platform=replace(made.platform, torch_index=index))
+    made = replace(made, platform=replace(made.platform, torch_builds=(TorchBuild(tag="https://example.org/whl"),)))
     text = render(made, shell, "train").decode()
     assert text.count("in the folder of a wangen clone:") == 2
     assert text.count('".[runtime]"') == 2
-    assert text.count("pip install torch --index-url https://example.org/whl") == (2 if index else 0)
+    assert text.count("pip install torch --index-url https://example.org/whl") == 2
     assert "wangen[" not in text
 
 

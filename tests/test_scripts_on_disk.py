@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from shells.bundles import bundle, steps
 
-from wangen.generator.scripts import merge, publish, read_knobs, render, untouched, write
+from wangen.generator.scripts import invalid_knobs, merge, publish, read_knobs, render, untouched, write
 
 SHELLS = ("sh", "bat", "ps1")
 EDITS = {"sh": ("SEED='42'", "SEED=7  # mine"), "bat": ('set "SEED=42"', "set SEED=7"), "ps1": ("'42'", "7")}
@@ -70,6 +70,27 @@ def test_other_lines_among_the_knobs_are_an_edit(line, tmp_path):
     publish(path, bundle("sh"), "sh", "train")
     edit(path, "SEED='42'", line)
     assert publish(path, bundle("sh"), "sh", "train") == "kept"
+
+
+WRONG = {"sh": "SEED='4 2'", "bat": 'set "SEED=4&2"', "ps1": "$SEED = '4"}
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_a_line_that_sets_no_knob_is_named(shell, tmp_path):
+    path = tmp_path / f"train_red_house.{shell}"
+    publish(path, bundle(shell), shell, "train")
+    assert invalid_knobs(path.read_bytes()) == []
+    line = next(line for line in path.read_text(encoding="utf-8-sig").splitlines() if "SEED" in line and "42" in line)
+    edit(path, line, f"  {WRONG[shell]} ")
+    mine = path.read_bytes()
+    assert invalid_knobs(mine) == [WRONG[shell]]
+    assert publish(path, bundle(shell), shell, "train") == "kept"
+    assert path.read_bytes() == mine
+
+
+@pytest.mark.parametrize("data", [b"", b"\xff\xfe", b"echo mine\n"])
+def test_a_file_without_knobs_has_no_wrong_ones(data):
+    assert invalid_knobs(data) == []
 
 
 @pytest.mark.parametrize("data", [b"", b"echo mine\n", b"\xff\xfe", b"#!/bin/bash\n# wangen-digest: 0\n"])

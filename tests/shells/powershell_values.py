@@ -1,0 +1,56 @@
+"""PowerShell's truth, text and comparisons, as far as the .ps1 scripts use them."""
+
+import operator
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+class OutsideError(Exception):
+    """The script uses something that the model does not know."""
+
+
+class Dashed(str):
+    """A word of the script's command line that begins with a dash: PowerShell remembers that it was a parameter."""
+
+
+def truth(value: Any) -> bool:
+    """What a condition makes of a value."""
+    if isinstance(value, list):
+        return truth(value[0]) if len(value) == 1 else bool(value)
+    return bool(value)
+
+
+def text(value: Any) -> str:
+    """A value as a string holds it; a list with blanks between its items."""
+    if isinstance(value, list):
+        return " ".join(map(text, value))
+    return "" if value is None else str(value)
+
+
+def _scalars(same: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
+    def compare(left: Any, right: Any) -> bool:
+        if type(left) not in (int, str, Dashed) or type(right) not in (int, str, Dashed):
+            raise OutsideError(f"a comparison of {left!r} with {right!r}")
+        # The right side becomes what the left one is.
+        return same(left, int(right) if isinstance(left, int) else str(right))
+
+    return compare
+
+
+def _no_case(left: Any, right: Any) -> bool:
+    return left.casefold() == right.casefold() if isinstance(left, str) else left == right
+
+
+def _not_match(left: Any, pattern: Any) -> bool:
+    return re.search(text(pattern).replace(r"\z", r"\Z"), text(left), re.IGNORECASE) is None
+
+
+COMPARE: Mapping[str, Callable[[Any, Any], bool]] = {
+    "-eq": _scalars(_no_case),
+    "-ne": _scalars(lambda left, right: not _no_case(left, right)),
+    "-ceq": _scalars(operator.eq),
+    "-gt": _scalars(operator.gt),
+    "-notmatch": _not_match,
+    "-cnotcontains": lambda left, right: all(item != right for item in left),
+}
