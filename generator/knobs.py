@@ -28,7 +28,7 @@ class Knob(NamedTuple):
 
 
 def made_of(platform: Platform, steps: tuple[Step, ...]) -> tuple[list[Knob], dict[tuple[str, str], str]]:
-    """The knobs in the order of the steps, and the variable of each `(command, flag)`.
+    """The knobs, and the variable of each `(command, flag)`; those of the last step first: people turn them most.
 
     Raises:
         WangenError: two steps of one kind want different values.
@@ -39,9 +39,10 @@ def made_of(platform: Platform, steps: tuple[Step, ...]) -> tuple[list[Knob], di
             value = getattr(step, option.name)
             if _is_knob(option, value):
                 uses.setdefault(option.name, []).append((step, option, text_of(value)))
+    order = dict.fromkeys(option.name for step in reversed(steps) for option in options(type(step)))
     knobs: dict[str, Knob] = {}
     variables = {}
-    for field, entries in uses.items():
+    for field, entries in ((field, uses[field]) for field in order if field in uses):
         users = [step for step, _, _ in entries]
         shared = len({value for _, _, value in entries}) == 1 and _means_all(users, field, steps)
         for step, option, value in entries:
@@ -80,7 +81,8 @@ def _reason(platform: Platform, commands: Iterable[str], field: str, value: str)
 
 
 def _note(commands: Iterable[str], option: Option, value: str, why: str) -> str:
-    choices = f"; one of {', '.join(option.choices)}" if option.choices else ""
+    usable = [choice for choice in option.choices if choice not in option.flag.refused]
+    choices = f"; one of {', '.join(usable)}" if usable else ""
     text = option.flag.help + choices + (f". {value} because {why}" if why else "")
     for sign, spelled in _SPELLED.items():
         text = text.replace(sign, spelled)
