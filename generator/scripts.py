@@ -4,44 +4,27 @@ The block of knobs belongs to the user: a value changed there is kept when the s
 is seen by a digest in the script's head, and then the script stays and the new text goes beside it as `.new`.
 """
 
-import hashlib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
-from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
-from wangen.generator import install, quoting
+from wangen.generator import quoting
 from wangen.generator.errors import WangenError
 from wangen.generator.files import write_whole
 from wangen.generator.knobs import VALUE, made_of
 from wangen.generator.quoting import Word
+from wangen.generator.script_text import decode, is_sealed, places, published_knobs, seal, settings, shell_of, template
 from wangen.generator.steps import SMOKE, SMOKE_ITEMS, SMOKE_STEPS, Step, Train, options
+from wangen.generator.wheel import wheel_name
 from wangen.profiles import Platform
-
-if TYPE_CHECKING:
-    from jinja2 import Template
 
 # cmd cuts a line at 8191 characters and runs the rest as a command of its own.
 BAT_LINE_LENGTH = 8000
 _PATH_RESERVE = 260
 _VERSION = re.compile(r"[A-Za-z0-9.+-]+")
 _SLUG = re.compile(r"[a-z0-9_]+")
-# The templates show the wheel index inside a message, where each shell has its own dangerous characters.
-_INDEX = re.compile(r"[A-Za-z0-9:/._~@=?,+-]+")
-_BLOCK = re.compile(r"^(?:#|rem) >>> knobs.*?^(?:#|rem) <<< knobs$", re.DOTALL | re.MULTILINE)
-_DIGEST = re.compile(r"^((?:#|rem) wangen-digest: )([0-9a-f]{32})$", re.MULTILINE)
-_PUBLISHED = re.compile(r"(?:#|rem) .* \(published: ([A-Za-z0-9._,+-]+)\)")
-_NAME = r"(?P<name>[A-Z][A-Z0-9_]*)"
-_QUOTED = r"""(?P<quote>["']?)(?P<value>[A-Za-z0-9._,+-]+)(?P=quote)"""
-_KNOB_LINES = {
-    "sh": re.compile(rf"{_NAME}={_QUOTED}[ \t]*(?:[ \t]#.*)?"),
-    "bat": re.compile(rf'set +(?P<quote>"?){_NAME}=(?P<value>[A-Za-z0-9._,+-]+)(?P=quote)[ \t]*', re.IGNORECASE),
-    "ps1": re.compile(rf"\${_NAME}[ \t]*=[ \t]*{_QUOTED}[ \t]*(?:#.*)?"),
-}
-_BOM = b"\xef\xbb\xbf"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,15 +75,13 @@ def render(bundle: Bundle, shell: str, name: str, knobs: Mapping[str, str] | Non
         if knob not in {known.name for known in published} or not VALUE.fullmatch(value):
             raise WangenError(f"{knob}={value} is no knob of this script, or no value for one", where=bundle.slug)
     smoke = SMOKE if any(isinstance(step, Train) for step in bundle.steps) else ""
-    context = _places(bundle, shell) | {
+    context = places(bundle.root, bundle.venv, shell) | {
         "script": f"{name}_{bundle.slug}.{shell}",
         "stem": f"{name}_{bundle.slug}",
         "slug": bundle.slug,
         "version": bundle.version,
         "platform": bundle.platform.name,
-        "torch_index": bundle.platform.torch_index,
-        "package_place": install.PLACE,
-        "package": install.PACKAGE,
+        "wheel": wheel_name(bundle.version),
         "digest": "0" * 32,
         "knobs": [knob._replace(value=values[knob.name]) for knob in published],
         "names": list(dict.fromkeys(step.command for step in bundle.steps)),
@@ -111,16 +92,16 @@ def render(bundle: Bundle, shell: str, name: str, knobs: Mapping[str, str] | Non
         "smoke_flag": f"--{SMOKE}",
         "smoke_words": f"a try: {SMOKE_STEPS} steps on at most {SMOKE_ITEMS} items into outputs/{bundle.slug}/{SMOKE}",
     }
-    text = _template(shell).render(context)
+    text = template("run", shell).render(context)
     if shell == "bat":
         _check_line_lengths(text, values)
-    return _encode(_DIGEST.sub(lambda line: line[1] + _digest(text, shell), text, count=1), shell)
+    return seal(text, shell)
 
 
 def read_knobs(data: bytes) -> dict[str, str]:
     """The values in a script's block of knobs, by variable name; empty when there is no block."""
-    text = _decode(data)
-    return {knob["name"].upper(): knob["value"] for _, knob in _settings(text, _shell_of(text)) if knob}
+    text = decode(data)
+    return {knob["name"].upper(): knob["value"] for _, knob in settings(text, shell_of(text)) if knob}
 
 
 def read_steps(data: bytes, shell: str) -> list[list[str]]:
@@ -129,18 +110,17 @@ def read_steps(data: bytes, shell: str) -> list[list[str]]:
     Raises:
         WangenError: a line cannot be read.
     """
-    return quoting.commands(_decode(data), shell, read_knobs(data))
+    return quoting.commands(decode(data), shell, read_knobs(data))
 
 
 def untouched(data: bytes) -> bool:
     """Whether nothing but values in the block of knobs differs from what wangen wrote."""
     try:
-        text = _decode(data)
+        text = decode(data)
     except WangenError:
         return False
-    shell = _shell_of(text)
-    found = _DIGEST.search(text)
-    return found is not None and not invalid_knobs(data) and found[2] == _digest(text, shell)
+    shell = shell_of(text)
+    return is_sealed(text, shell) and not invalid_knobs(data)
 
 
 def invalid_knobs(data: bytes) -> list[str]:
@@ -149,16 +129,16 @@ def invalid_knobs(data: bytes) -> list[str]:
     Such a line makes `untouched` false and its value is not read. Empty for a file that wangen cannot read at all.
     """
     try:
-        text = _decode(data)
+        text = decode(data)
     except WangenError:
         return []
-    pairs = _settings(text, _shell_of(text))
+    pairs = settings(text, shell_of(text))
     return [line.strip() for line, setting in pairs if setting is None]
 
 
 def changed_knobs(data: bytes) -> dict[str, tuple[str, str]]:
     """The knobs of a script that the user changed: name -> (the user's value, the published one)."""
-    published = _published(data)
+    published = published_knobs(data)
     values = read_knobs(data)
     return {knob: (value, published[knob]) for knob, value in values.items() if published.get(knob, value) != value}
 
@@ -209,14 +189,6 @@ def _check(bundle: Bundle, shell: str) -> None:
         raise WangenError(f"no template for the shell {shell}", cure=f"known: {', '.join(quoting.QUOTES)}")
     if not _SLUG.fullmatch(bundle.slug) or not _VERSION.fullmatch(bundle.version) or not bundle.steps:
         raise WangenError("a script needs a slug of a-z, 0-9 and _, a version and steps", where=repr(bundle.slug))
-    if not _INDEX.fullmatch(bundle.platform.torch_index):
-        raise WangenError(
-            f"a script cannot show the wheel index {bundle.platform.torch_index!r}",
-            where=f"platform {bundle.platform.name}",
-            cure="write an address of letters, digits and : / . _ ~ @ = ? , + - only",
-        )
-    for folder in (bundle.root or "", *bundle.venv):
-        quoting.refuse_control(folder, shell)
 
 
 def _smokes(step: Step) -> bool:
@@ -242,43 +214,6 @@ def _lines(step: Step, shell: str, variables: Mapping[tuple[str, str], str]) -> 
     return [between.join(map(quote, group)) for group in quoting.groups(list(_words(step, variables)))]
 
 
-def _places(bundle: Bundle, shell: str) -> dict[str, Any]:
-    r"""Where the root and the environments are, as the template writes them.
-
-    For a .bat these are texts to stand between double quotes, and `base` is the root with its last backslash:
-    `%~dp0` when the bundle may be moved.
-    """
-    if shell == "bat":
-        base = quoting.bat_inside(bundle.root.rstrip("\\") + "\\") if bundle.root else "%~dp0"
-        venvs = [("" if _absolute(v) else base) + quoting.bat_inside(v.replace("/", "\\")) for v in bundle.venv]
-        return {"base": base, "root": quoting.bat_inside(bundle.root) if bundle.root else "%~dp0.", "venvs": venvs}
-    if shell == "ps1":
-        literal = quoting.ps1_literal
-        venvs = [
-            literal(v) if _absolute(v) else f"[System.IO.Path]::Combine($WgRoot, {literal(v)})" for v in bundle.venv
-        ]
-        return {"root": literal(bundle.root) if bundle.root else "", "venvs": venvs}
-    folders = [
-        quoting.sh_word(Word(v)) if v.startswith("/") else f'"$WG_ROOT"/{quoting.sh_word(Word(v))}' for v in bundle.venv
-    ]
-    return {"root": quoting.sh_word(Word(bundle.root)) if bundle.root else "", "venvs": folders}
-
-
-def _absolute(windows_path: str) -> bool:
-    return re.match(r"[A-Za-z]:[\\/]|[\\/]{2}", windows_path) is not None
-
-
-@cache
-def _template(shell: str) -> "Template":
-    from jinja2 import Environment, StrictUndefined
-
-    source = files("wangen.templates").joinpath(f"run.{shell}.j2").read_text(encoding="utf-8")
-    environment = Environment(
-        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
-    )
-    return environment.from_string(source)
-
-
 def _check_line_lengths(text: str, knobs: Mapping[str, str]) -> None:
     # The interpreter's path is not known here; 260 characters are the most that Windows usually allows.
     for line in re.sub(r"\^\n", "", text).split("\n"):
@@ -290,58 +225,3 @@ def _check_line_lengths(text: str, knobs: Mapping[str, str]) -> None:
                 where=line[:80],
                 cure="shorten the prompt or the paths, or use the .ps1 script",
             )
-
-
-def _encode(text: str, shell: str) -> bytes:
-    if shell == "sh":
-        return text.encode()
-    return (_BOM if shell == "ps1" else b"") + text.replace("\n", "\r\n").encode()
-
-
-def _decode(data: bytes) -> str:
-    try:
-        text = data.removeprefix(_BOM).decode()
-    except UnicodeDecodeError as error:
-        raise WangenError(f"the script is not UTF-8: {error.reason}", cure="publish it again") from error
-    # A bash script may hold a carriage return in a quoted text, where it means itself; one whose first line ends in
-    # it was converted as a whole by an editor.
-    converted = not text.startswith("#!") or text.partition("\n")[0].endswith("\r")
-    return text.replace("\r\n", "\n") if converted else text
-
-
-def _shell_of(text: str) -> str:
-    return "sh" if text.startswith("#!") else "bat" if text.startswith("@echo") else "ps1"
-
-
-def _settings(text: str, shell: str) -> list[tuple[str, re.Match[str] | None]]:
-    """The lines in the block of knobs that are no remark and not empty; None beside one that is no setting."""
-    block = _BLOCK.search(text)
-    lines = block[0].split("\n") if block else []
-    remarks = re.compile(r"\s*(#.*|rem( .*)?)?", re.IGNORECASE)
-    return [(line, _KNOB_LINES[shell].fullmatch(line)) for line in lines if not remarks.fullmatch(line)]
-
-
-def _published(data: bytes) -> dict[str, str]:
-    """The values that the block of knobs had when it was written: each stands at the end of the remark above."""
-    text = _decode(data)
-    block = _BLOCK.search(text)
-    found: dict[str, str] = {}
-    value = ""
-    for line in block[0].split("\n") if block else []:
-        remark = _PUBLISHED.fullmatch(line)
-        setting = _KNOB_LINES[_shell_of(text)].fullmatch(line)
-        value = remark[1] if remark else value
-        if setting:
-            found[setting["name"].upper()] = value
-    return found
-
-
-def _digest(text: str, shell: str) -> str:
-    """Digest over a script with its knobs' values and the digest itself blanked."""
-
-    def blank(block: re.Match[str]) -> str:
-        settings = ((_KNOB_LINES[shell].fullmatch(line), line) for line in block[0].split("\n"))
-        return "\n".join(f"{knob['name'].upper()}=" if knob else line for knob, line in settings)
-
-    plain = _DIGEST.sub(r"\1", _BLOCK.sub(blank, text, count=1), count=1)
-    return hashlib.sha256(plain.encode()).hexdigest()[:32]

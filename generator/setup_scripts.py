@@ -3,16 +3,11 @@
 A script on disk is treated like a run script without knobs: `scripts.write` keeps one that its user edited.
 """
 
-from functools import cache
-from importlib.resources import files
-from typing import TYPE_CHECKING
-
-from wangen.generator import quoting, scripts
+from wangen.generator import quoting
 from wangen.generator.quoting import Word
+from wangen.generator.script_text import places, seal, template
+from wangen.generator.wheel import wheel_name
 from wangen.profiles import Platform
-
-if TYPE_CHECKING:
-    from jinja2 import Template
 
 # What a Python has to be, and how the rest runs from the wheel. Neither holds a quote of any shell, % or !.
 _FITS = "import sys; sys.exit(sys.version_info < (3, 11))"
@@ -27,16 +22,13 @@ def script_name(shell: str) -> str:
     return f"setup_wangen.{shell}"
 
 
-def render(
-    platform: Platform, root: str | None, venv: tuple[str, ...], wheel_name: str, version: str, shell: str
-) -> bytes:
+def render(platform: Platform, root: str | None, venv: tuple[str, ...], version: str, shell: str) -> bytes:
     """The bytes of `setup_wangen.<shell>`.
 
     Args:
         platform: where it runs; says which builds of PyTorch there are to choose from.
         root: folder of the bundle as the target writes it; None: the folder that holds the script.
         venv: folders of the environment, best first, relative to the root or absolute, as the target writes them.
-        wheel_name: file name of wangen's wheel in the bundle's folder `files`.
         version: the version of wangen that makes the script.
         shell: `sh`, `bat` or `ps1`.
 
@@ -44,34 +36,17 @@ def render(
         WangenError: the shell cannot carry a path.
     """
     folders = venv if shell == "sh" else tuple(folder.rstrip("\\/") for folder in venv)
-    for folder in (root or "", *folders):
-        quoting.refuse_control(folder, shell)
-    bundle = scripts.Bundle(platform=platform, slug="wangen", root=root, venv=folders, steps=(), version=version)
-    context = scripts._places(bundle, shell) | {
+    context = places(root, folders, shell) | {
         "script": script_name(shell),
         "version": version,
         "platform": platform.name,
         "digest": "0" * 32,
         "fits": _FITS,
         "code": _CODE,
-        "wheel": quoting.sh_word(Word(wheel_name)) if shell == "sh" else wheel_name,
+        "wheel": wheel_name(version),
         "lines": _lines(platform, shell),
     }
-    text = _template(shell).render(context)
-    return scripts._encode(
-        scripts._DIGEST.sub(lambda line: line[1] + scripts._digest(text, shell), text, count=1), shell
-    )
-
-
-@cache
-def _template(shell: str) -> "Template":
-    from jinja2 import Environment, StrictUndefined
-
-    source = files("wangen.templates").joinpath(f"setup.{shell}.j2").read_text(encoding="utf-8")
-    environment = Environment(
-        undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True
-    )
-    return environment.from_string(source)
+    return seal(template("setup", shell).render(context), shell)
 
 
 def _lines(platform: Platform, shell: str) -> list[str]:

@@ -21,6 +21,8 @@ from wangen.generator.files import write_whole
 PACKAGES = ("examples", "generator", "profiles", "runtime", "templates")
 _METADATA = ("METADATA", "entry_points.txt", "top_level.txt", "licenses/LICENSE")
 _REQUIRED = ("METADATA", "entry_points.txt")
+# What stands in a clone to be read, and is part of no installation.
+_GOLDEN = ("examples", "published")
 # The earliest moment that a zip file can hold.
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 
@@ -32,7 +34,7 @@ def write_wheel(folder: Path) -> Path:
         WangenError: this wangen is not installed as a package with metadata.
         OSError: the folder cannot be written; an older wheel is untouched.
     """
-    path = folder / wheel_name()
+    path = folder / wheel_name(_installed().version)
     data = wheel_bytes()
     if not path.is_file() or path.read_bytes() != data:
         folder.mkdir(parents=True, exist_ok=True)
@@ -40,13 +42,13 @@ def write_wheel(folder: Path) -> Path:
     return path
 
 
-def wheel_name() -> str:
-    """The file name of the wheel: name and version as wheels write them.
+def wheel_name(version: str) -> str:
+    """The file name of the wheel of a version.
 
-    Raises:
-        WangenError: this wangen is not installed as a package with metadata.
+    >>> wheel_name("0.1.0")
+    'wangen-0.1.0-py3-none-any.whl'
     """
-    return f"{_stem(_installed())}-py3-none-any.whl"
+    return f"{_stem(version)}-py3-none-any.whl"
 
 
 def wheel_bytes() -> bytes:
@@ -56,7 +58,7 @@ def wheel_bytes() -> bytes:
         WangenError: this wangen is not installed as a package with metadata.
     """
     found = _installed()
-    info = f"{_stem(found)}.dist-info"
+    info = f"{_stem(found.version)}.dist-info"
     tag = f"Wheel-Version: 1.0\nGenerator: wangen {found.version}\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
     metadata = {name: text.encode() for name in _METADATA if (text := found.read_text(name))}
     content = dict(_package_files()) | {f"{info}/{name}": data for name, data in metadata.items()}
@@ -73,8 +75,8 @@ def wheel_bytes() -> bytes:
     return stream.getvalue()
 
 
-def _stem(found: Distribution) -> str:
-    return f"wangen-{re.sub('[^A-Za-z0-9.+!]+', '_', found.version)}"
+def _stem(version: str) -> str:
+    return f"wangen-{re.sub('[^A-Za-z0-9.+!]+', '_', version)}"
 
 
 def _installed() -> Distribution:
@@ -99,7 +101,8 @@ def _package_files() -> Iterator[tuple[str, bytes]]:
         root = Path(next(iter(spec.submodule_search_locations)))
         for path in root.rglob("*"):
             parts = path.relative_to(root).parts
-            if path.is_file() and not any(part == "__pycache__" or part.startswith(".") for part in parts):
+            unshipped = (package, parts[0]) == _GOLDEN or any(p == "__pycache__" or p.startswith(".") for p in parts)
+            if path.is_file() and not unshipped:
                 yield "/".join(("wangen", package, *parts)), path.read_bytes()
 
 

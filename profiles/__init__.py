@@ -53,12 +53,6 @@ class Platform:
     overrides: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     reasons: Mapping[str, str] = field(default_factory=dict)
 
-    @property
-    def torch_index(self) -> str:
-        """The wheel index of the newest PyTorch build."""
-        tag = self.torch_builds[0].tag
-        return tag if "://" in tag else f"{TORCH_INDEX}/{tag}"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:

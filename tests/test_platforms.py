@@ -76,7 +76,6 @@ def test_a_shipped_profile_overridden_in_part(tmp_path):
     text = '[[torch_builds]]\ntag = "https://wheels.example/simple"\n'
     loaded = platforms.load(write_tree(tmp_path, {"profiles/windows.toml": text}))["windows"]
     assert loaded.torch_builds == (TorchBuild(tag="https://wheels.example/simple"),)
-    assert loaded.torch_index == "https://wheels.example/simple"
     assert (loaded.kind, loaded.shells, loaded.suffix) == ("windows", ("bat", "ps1"), "win")
     assert profiles.platform("windows").torch_builds[0].tag != "https://wheels.example/simple"
 

@@ -174,14 +174,15 @@ def test_missing_environment_says_what_to_do(tmp_path):
     run = Site(tmp_path).run()
     assert (run.code, run.calls) == (1, [])
     assert f"  {windows(tmp_path)}\\venv" in run.lines
-    assert run.lines[-1] == f'  & "{windows(tmp_path)}\\venv\\Scripts\\python.exe" -m pip install ".[runtime]"'
+    assert run.lines[-1].startswith("  do:    run setup_wangen.ps1 beside this script, or set WANGEN_PYTHON")
 
 
 def test_environment_without_wangen_gets_the_pip_line(site):
     site.codes["import"] = 1
     run = site.run()
     assert (run.code, started(run), run.env) == (1, [], {})
-    assert run.lines[-1] == f'  & "{windows(site.folder)}\\venv\\Scripts\\python.exe" -m pip install ".[runtime]"'
+    wheel = windows(site.folder) + "\\files\\wangen-0.1.0-py3-none-any.whl[runtime]"
+    assert run.lines[-1] == f'  & "{windows(site.folder)}\\venv\\Scripts\\python.exe" -m pip install "{wheel}"'
 
 
 def test_where_python_is_looked_for(tmp_path):

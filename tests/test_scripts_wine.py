@@ -112,15 +112,15 @@ def test_a_cache_script_has_no_try(site):
 def test_missing_environment_says_what_to_do(tmp_path):
     done = Site(tmp_path / FOLDER).run()
     assert done.returncode == 1
-    assert "in the folder of a wangen clone:" in done.stdout
-    assert f'"{windows(tmp_path / FOLDER)}\\venv\\Scripts\\python.exe" -m pip install ".[runtime]"' in done.stdout
+    assert f'"{windows(tmp_path / FOLDER)}\\venv\\Scripts\\python.exe"' in done.stdout
+    assert "run setup_wangen.bat beside this script" in done.stdout
 
 
 def test_environment_without_wangen_gets_the_pip_line(site):
     done = site.run(PYTHONPATH="")
     assert done.returncode == 1
-    assert "in the folder of a wangen clone:" in done.stdout
-    assert f'"{windows(site.folder)}\\venv\\Scripts\\python.exe" -m pip install ".[runtime]"' in done.stdout
+    wheel = windows(site.folder) + "\\files\\wangen-0.1.0-py3-none-any.whl[runtime]"
+    assert f'"{windows(site.folder)}\\venv\\Scripts\\python.exe" -m pip install "{wheel}"' in done.stdout
 
 
 def test_where_python_is_looked_for(tmp_path):

@@ -10,8 +10,8 @@ from wangen.profiles import platform
 
 def publish(folder: Path, shell: str, **details: Any) -> Path:
     """Write the setup script for a shell, and the wheel; returns the script."""
-    wheel = write_wheel(folder / "files")
+    write_wheel(folder / "files")
     given = {"platform": platform("linux" if shell == "sh" else "windows"), "root": None, "venv": ("venv", ".venv")}
-    data = setup_scripts.render(**given | details, wheel_name=wheel.name, version="0.1.0", shell=shell)
+    data = setup_scripts.render(**given | details, version="0.1.0", shell=shell)
     scripts.write(folder / setup_scripts.script_name(shell), data)
     return folder / setup_scripts.script_name(shell)
