@@ -1,0 +1,209 @@
+"""`wangen lint`: what is wrong with an existing run script, line by line, and what to write instead.
+
+A script is read by its shell's rules, every call in it by its own trainer's rules; nothing is run. The rules are
+functions from the script to findings, listed in the modules `lint_*`.
+"""
+
+import json
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from wangen.generator import (
+    lint_bat,
+    lint_experts,
+    lint_flags,
+    lint_order,
+    lint_ps1,
+    lint_sh,
+    lint_shell,
+    lint_text,
+    lint_toml,
+    lint_tools,
+)
+from wangen.generator.errors import UsageError, WangenError
+from wangen.generator.lint_kinds import Finding
+from wangen.generator.lint_script import HERE, MORE, UNKNOWN, Call, Script, Shell, find_calls
+from wangen.generator.tomls import load
+
+if TYPE_CHECKING:
+    from wangen.generator.lint_fix import Fixed
+
+Rule = Callable[[Script], Iterator[Finding]]
+
+RULES: tuple[Rule, ...] = (
+    *lint_text.RULES,
+    *lint_shell.RULES,
+    *lint_order.RULES,
+    *lint_flags.RULES,
+    *lint_experts.RULES,
+    *lint_toml.RULES,
+)
+_READERS = {"bat": lint_bat.read, "ps1": lint_ps1.read, "sh": lint_sh.read}
+_SHELLS: dict[str, Shell] = {".bat": "bat", ".cmd": "bat", ".ps1": "ps1", ".sh": "sh", ".bash": "sh", ".sbatch": "sh"}
+_WIDTH = 100
+
+
+def read(path: Path) -> Script:
+    """A script taken apart: its commands, and its calls with their flags.
+
+    Raises:
+        UsageError: there is no such file, or it is no .bat, .ps1 or .sh.
+    """
+    shell = _SHELLS.get(path.suffix.lower())
+    if shell is None:
+        raise UsageError("this is no script that lint reads", where=str(path), cure="give a .bat, .ps1 or .sh file")
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"cannot read the script: {error.strerror}", where=str(path), cure="check the path") from None
+    return parse(path, shell, data)
+
+
+def parse(path: Path, shell: Shell, data: bytes) -> Script:
+    """As `read`, for bytes at hand; `path` says where relative paths start."""
+    content = _decoded(data)
+    if shell != "sh" or not content.startswith("#!") or content.partition("\n")[0].endswith("\r"):
+        content = content.replace("\r\n", "\n")
+    script = Script(path, shell, data, content.split("\n"))
+    script.commands, script.functions = _READERS[shell](content)
+    find_calls(script)
+    for call in script.calls:
+        lint_tools.read_flags(call)
+        _read_config(script, call)
+    return script
+
+
+def _decoded(data: bytes) -> str:
+    if data.startswith((b"\xff\xfe", b"\xfe\xff")):
+        return data.decode("utf-16", "replace").removeprefix("\ufeff")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        return data.decode("cp1252", "replace")
+
+
+def _read_config(script: Script, call: Call) -> None:
+    """Take in a `--config_file`; when it cannot be seen from here, the call has more flags than are known."""
+    if call.given("config_file") is None:
+        return
+    path = lint_toml.locate(script, call, call.value("config_file") or "")
+    try:
+        values = load(path) if path else None
+    except WangenError:
+        values = None
+    if values is None:
+        call.more = True
+    else:
+        lint_tools.add_config(call, values)
+
+
+def lint(script: Script) -> list[Finding]:
+    """Everything that is wrong with a script, by file and line.
+
+    Raises:
+        UsageError: the script calls neither musubi-tuner's Wan scripts nor wangen's steps.
+    """
+    if not script.calls:
+        seen = (
+            f"; {script.foreign[0][1]}.py in line {script.foreign[0][0]} works for HunyuanVideo"
+            if script.foreign
+            else ""
+        )
+        raise UsageError(f"nothing in this script calls musubi-tuner's Wan scripts or a step of wangen{seen}",
+                         where=str(script.path), cure="give the script that caches or trains")  # fmt: skip
+    found = [_readable(finding) for rule in RULES for finding in rule(script)]
+    return sorted(dict.fromkeys(found), key=lambda finding: (finding.file, finding.line))
+
+
+def _readable(finding: Finding) -> Finding:
+    """A finding without the signs that stand for unknown texts, and without control characters."""
+
+    def plain(text: str) -> str:
+        text = text.replace(HERE, ".").replace(UNKNOWN, "…").replace(MORE, "…")
+        return "".join(c if c.isprintable() or c == "\u00a0" else ascii(c)[1:-1] for c in text)
+
+    return replace(finding, found=plain(finding.found), cure=plain(finding.cure))
+
+
+def failed(findings: list[Finding]) -> bool:
+    """Whether there is an error among the findings."""
+    return any(finding.severity == "error" for finding in findings)
+
+
+def text(script: Script, findings: list[Finding]) -> str:
+    """The findings for people: at most 100 columns, one line with the counts at the end."""
+    lines = []
+    for finding in findings:
+        place = f"{finding.file or script.path.name}:{finding.line}"
+        lines.append(f"{place}: {finding.severity}: {finding.kind}")
+        for words in (finding.found, f"-> {finding.cure}"):
+            lines += _wrapped(words, "    ", "    ")
+    for call in script.calls:
+        name = call.value("dataset_config") or ""
+        if name and lint_toml.locate(script, call, name) is None:
+            lines.append(
+                f"note: the TOML of line {call.line_of('dataset_config')} cannot be seen from here and was not read"
+            )
+            break
+    errors = sum(finding.severity == "error" for finding in findings)
+    counts = f"{_many(errors, 'error')}, {_many(len(findings) - errors, 'warning')}"
+    return "\n".join([*lines, f"{counts} in {_many(len(script.calls), 'call')}"])
+
+
+def json_text(script: Script, findings: list[Finding], more: Mapping[str, Any] | None = None) -> str:
+    """The findings for programs."""
+    found = [finding.as_dict() | {"file": finding.file or script.path.name} for finding in findings]
+    return json.dumps({"script": str(script.path), "findings": found, **(more or {})}, indent=2, ensure_ascii=False)
+
+
+def run(path: Path, *, fix: bool = False, as_json: bool = False) -> int:
+    """The command: print the findings, write the bundle when asked to; returns the exit code.
+
+    Raises:
+        WangenError: the script cannot be read or calls no step; the bundle cannot be made.
+    """
+    import click
+
+    script = read(path)
+    findings = lint(script)
+    code = int(failed(findings))
+    if not fix:
+        click.echo(json_text(script, findings) if as_json else text(script, findings))
+        return code
+    from wangen.generator.lint_fix import fix as write_bundle
+
+    done = write_bundle(read(path))
+    left = [finding for made in done.scripts for finding in lint(_made(made))]
+    if as_json:
+        names = ("written", "kept", "changed", "left_out")
+        click.echo(json_text(script, findings, {name: getattr(done, name) for name in names}))
+    else:
+        click.echo("\n".join([text(script, findings), *_done(done, left)]))
+    return int(failed(left))
+
+
+def _done(done: "Fixed", left: list[Finding]) -> Iterator[str]:
+    """What `--fix` did, in lines of at most 100 columns."""
+    lines = [f"written: {name}" for name in done.written]
+    lines += [f"kept: {name} is the user's own; the new text is {name}.new" for name in done.kept]
+    lines += [f"changed: {line}" for line in done.changed]
+    lines += [f"left out: {line}" for line in done.left_out]
+    lines += [f"look at {found.file or 'the new script'}:{found.line}: {found.found}; {found.cure}" for found in left]
+    for line in lines:
+        yield from _wrapped(line, "", "    ")
+
+
+def _wrapped(words: str, first: str, rest: str) -> list[str]:
+    return textwrap.wrap(words, _WIDTH, initial_indent=first, subsequent_indent=rest, break_long_words=False,
+                         break_on_hyphens=False)  # fmt: skip
+
+
+def _made(path: Path) -> Script:
+    return parse(path, _SHELLS[Path(path.name.removesuffix(".new")).suffix], path.read_bytes())
+
+
+def _many(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -1,0 +1,280 @@
+"""`wangen lint --fix`: the bundle of wangen that does the job of an existing script, written beside it.
+
+The values come from the script's own flags and go through the table of steps, so that they are checked; what this
+version of wangen has no place for is listed and left out. The script itself, and the TOML it names, stay as they are.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from wangen import profiles
+from wangen.generator import commands, lint_toml_fix, scripts
+from wangen.generator.bundle import posix_paths
+from wangen.generator.errors import WangenError
+from wangen.generator.lint_script import HERE, UNKNOWN, Call, Given, Script
+from wangen.generator.lint_toml import locate
+from wangen.generator.lint_tools import musubi
+from wangen.generator.paths import slugify
+from wangen.generator.steps import (
+    CacheLatents,
+    CacheText,
+    Check,
+    CheckCache,
+    Generate,
+    Option,
+    Step,
+    Train,
+    options,
+    spellings,
+)
+
+_ORDER: tuple[type[Step], ...] = (Check, CacheLatents, CacheText, CheckCache, Train, Generate)
+_SHARED = ("dataset_config", "vae", "vae_dtype", "t5", "t5_dtype", "tokenizer", "dit", "task", "output_dir")
+"""What one step of the script is told and others of the bundle need as well."""
+
+
+@dataclass
+class Fixed:
+    """What `fix` did.
+
+    Attributes:
+        written: files that were written, by name.
+        kept: scripts of that name that the user wrote or changed; the new text lies beside them as `.new`.
+        changed: what a corrected TOML says instead.
+        left_out: what the bundle does not do, in words.
+        scripts: the scripts that were made.
+    """
+
+    written: list[str] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
+    changed: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    scripts: list[Path] = field(default_factory=list)
+
+
+def fix(script: Script) -> Fixed:
+    """Write a bundle for each training of a script, or for its caching when it does not train.
+
+    Raises:
+        WangenError: a path is set only when the script runs, the task or the TOML is not in this version, or a file
+            cannot be written.
+    """
+    result = Fixed()
+    trainings: list[Call | None] = [*script.steps("train")] or [None]
+    made = [_bundle(script, training, result) for training in trainings]
+    slugs: set[str] = set()
+    for name, slug, steps in made:
+        while slug in slugs or (script.path.parent / f"{name}_{slug}.{script.shell}") == script.path:
+            slug += "_wangen"
+        slugs.add(slug)
+        _write(script, name, slug, steps, result)
+    result.left_out = list(dict.fromkeys(result.left_out))
+    return result
+
+
+def _write(script: Script, name: str, slug: str, steps: tuple[Step, ...], result: Fixed) -> None:
+    platform = profiles.platform(_platform(script, steps))
+    bundle = scripts.Bundle(platform=platform, slug=slug, root=None, venv=_venv(script, platform.venv), steps=steps,
+                            version=version("wangen"))  # fmt: skip
+    path = script.path.parent / f"{name}_{slug}.{script.shell}"
+    try:
+        outcome = scripts.publish(path, bundle, script.shell, name)
+    except OSError as error:
+        raise WangenError(
+            f"cannot write the script: {error.strerror}", where=str(path), cure="fix the rights"
+        ) from None
+    result.scripts.append(path if outcome != "kept" else path.with_name(f"{path.name}.new"))
+    (result.kept if outcome == "kept" else result.written).append(path.name)
+
+
+def _platform(script: Script, steps: Iterable[Step]) -> str:
+    if script.shell != "sh":
+        return "windows"
+    words = [word for step in steps for word in step.argv()]
+    return "wsl" if any(re.match(r"/mnt/[a-z]/", word) for word in words) else "linux"
+
+
+def _venv(script: Script, usual: tuple[str, ...]) -> tuple[str, ...]:
+    """Where the bundle looks for Python: the script's environment when wangen runs in it already."""
+    own = next((call for call in script.calls if call.tool == "wangen" and call.venv), None)
+    if own is None or UNKNOWN in own.venv or own.venv.startswith("conda:"):
+        return usual
+    return tuple(dict.fromkeys((_from_folder(own, own.venv), *usual)))
+
+
+def _bundle(script: Script, training: Call | None, result: Fixed) -> tuple[str, str, tuple[Step, ...]]:
+    """The name, the slug and the steps of one bundle."""
+    toml = training.value("dataset_config") if training else None
+    calls: dict[type[Step], Call] = {}
+    for kind in _ORDER:
+        found = [call for call in script.steps(kind.command) if call.name != "train" or call is training]
+        same = [call for call in found if call.value("dataset_config") == toml]
+        if found:
+            calls[kind] = (same or found)[0]
+    values = {kind: _values(script, call, result) for kind, call in calls.items()}
+    shared = _shared(calls, values)
+    whole = {kind for kind, call in calls.items() if call.tool == "wangen"}
+    mended = _dataset(script, [*([training] if training else []), *calls.values()], result)
+    for kind in values:
+        values[kind] |= mended
+    shared |= mended
+    slug = _slug(script, values.get(Train, {}).get("output_name"))
+    name = "train" if training else "cache"
+    steps = []
+    for kind in _ORDER:
+        step = _step(kind, values, {} if kind in whole else shared, slug, result)
+        if step is not None and not (kind is Train and training is None):
+            steps.append(step)
+    return name, slug, tuple(steps)
+
+
+def _values(script: Script, call: Call, result: Fixed) -> dict[str, Any]:
+    """The raw values of a call in the terms of wangen's table."""
+    known = {name: (option, constant) for name, option, constant in spellings(call.step)}
+    found: dict[str, Any] = _defaults(call)
+    for fault in call.faults:
+        if fault.unknown:
+            answer = commands.unknown_flag(call.step, fault.unknown)
+            result.left_out.append(f"line {fault.line}: {fault.unknown}: {answer.cure or answer.found}")
+    for flag in call.flags:
+        entry = known.get(flag.name)
+        if entry is None:
+            answer = commands.unknown_flag(call.step, flag.name)
+            result.left_out.append(f"line {flag.line}: {flag.spelled}: {answer.cure or answer.found}")
+            continue
+        option, constant = entry
+        raw = constant if constant is not None else _raw(call, option, flag)
+        try:
+            commands.convert(option, raw)
+        except WangenError as error:
+            if option.flag.model_choices:
+                raise WangenError(f"this version of wangen does not train {raw}: {error.found}",
+                                  where=f"{script.path.name}:{flag.line}", cure=error.cure) from None  # fmt: skip
+            result.left_out.append(f"line {flag.line}: {error.found}{'; ' + error.cure if error.cure else ''}")
+            found.pop(option.name, None)
+            continue
+        again = call.tool == "wangen" and option.length == 0  # wangen collects, musubi-tuner takes the last
+        found[option.name] = [*found.get(option.name, []), *raw] if again else raw
+    return found
+
+
+def _defaults(call: Call) -> dict[str, Any]:
+    """What musubi-tuner does without being told, where that changes the result."""
+    if call.tool == "wangen" or call.name != "train":
+        return {}
+    found = dict(musubi()["defaults"][call.program])
+    if call.given("max_train_epochs"):
+        found.pop("max_train_steps", None)
+    mode = call.value("timestep_sampling") or "sigma"
+    if mode == "sigma":  # its draw is uniform, or a logit-normal one, turned round
+        normal = call.value("weighting_scheme") == "logit_normal"
+        found["timestep_sampling"] = "logit_normal" if normal else "uniform"
+        call.flags = [
+            flag for flag in call.flags if flag.name not in ("timestep_sampling", *["weighting_scheme"] * normal)
+        ]
+    return found
+
+
+def _raw(call: Call, option: Option, flag: Given) -> Any:
+    """The value of one flag as `commands.convert` takes it; paths start at the script's folder."""
+    if option.kind is bool:
+        return not (flag.values and flag.values[0].text == "no")
+    if any(UNKNOWN in word.text or word.undefined for word in flag.values):
+        raise WangenError(f"the value of {flag.spelled} is known only when the script runs", where=f"line {flag.line}",
+                          cure="write it in full in the script, then run lint --fix again")  # fmt: skip
+    texts = [word.text for word in flag.values]
+    if option.kind is Path:
+        texts = [_from_folder(call, text) for text in texts]
+    elif call.tool == "musubi-tuner" and texts and texts[0].lower() in option.flag.values:
+        texts[0] = texts[0].lower()
+    return texts if option.length is not None else texts[0] if texts else ""
+
+
+def _from_folder(call: Call, text: str) -> str:
+    r"""A path of a call as it is written from the script's folder: `HERE\x` is `x`; `x` below a `cd` moves along."""
+    if text.startswith("~"):
+        raise WangenError("~ means another folder for every user", where=text, cure="write the path in full")
+    absolute = re.match(r"[A-Za-z]:|[\\/]", text) is not None
+    if not absolute and not text.startswith(HERE) and call.cwd:
+        if UNKNOWN in call.cwd or call.cwd.startswith("~"):
+            raise WangenError("the folder of this relative path is known only when the script runs", where=text,
+                              cure="write the path in full in the script")  # fmt: skip
+        text = f"{call.cwd.rstrip('/' + chr(92))}/{text}"
+        text = text if "\\" not in text else text.replace("/", "\\")
+    text = re.sub(rf"^(?:{HERE}[\\/]*(?:\.(?=$|[\\/]))?[\\/]*)+", "", text)
+    bare = text.rstrip("\\/")
+    return bare + "\\" if re.fullmatch("[A-Za-z]:", bare) else bare or ("/" if text else ".")
+
+
+def _shared(calls: Mapping[type[Step], Call], values: Mapping[type[Step], Mapping[str, Any]]) -> dict[str, Any]:
+    """What other steps are told, for the steps that are not told it: caching first, then training."""
+    found: dict[str, Any] = {}
+    kinds: tuple[type[Step], ...] = (CacheLatents, CacheText, Train, Check, CheckCache, Generate)
+    for kind in kinds:
+        for name in _SHARED:
+            if name in values.get(kind, {}):
+                found.setdefault(name, values[kind][name])
+    training = calls.get(Train)
+    for name in ("vae", "t5") if training else ():  # musubi-tuner's trainer takes them for samples
+        text = training.value(name) if training else None
+        if training and text:
+            found.setdefault(name, _from_folder(training, text))
+    return found
+
+
+def _dataset(script: Script, calls: Iterable[Call], result: Fixed) -> dict[str, Any]:
+    """The dataset TOML: the script's own, or a mended copy beside it."""
+    for call in calls:
+        flag = call.given("dataset_config")
+        if flag is None or not flag.values:
+            continue
+        text = flag.values[0].text
+        path = locate(script, call, text)
+        if path is None:
+            result.left_out.append(f"line {flag.line}: the TOML cannot be seen from here, and was not looked at")
+            return {}
+        copy = lint_toml_fix.mend(script, call, path)
+        if copy is None:
+            return {}
+        (result.kept if copy.kept else result.written).append(copy.path.name)
+        result.changed += copy.changes
+        name = re.sub(r"[^\\/]*$", "", _from_folder(call, text)) + copy.path.name
+        return {"dataset_config": name}
+    return {}
+
+
+def _slug(script: Script, name: object) -> str:
+    for text in (name, script.path.stem):
+        try:
+            return slugify(str(text)) if text else slugify(script.path.stem)
+        except WangenError:
+            continue
+    return "lora"
+
+
+def _step(kind: type[Step], values: Mapping[type[Step], Mapping[str, Any]], shared: Mapping[str, Any], slug: str,
+          result: Fixed) -> Step | None:  # fmt: skip
+    """One step of the bundle; None when the script says too little for it."""
+    known = {option.name for option in options(kind)}
+    wanted = {name: value for name, value in shared.items() if name in known}
+    wanted |= {name: value for name, value in values.get(kind, {}).items() if name in known}
+    if kind is Train:
+        wanted.setdefault("output_name", slug)
+        wanted.setdefault("output_dir", f"outputs/{slug}")
+        wanted.setdefault("lock", _inside(str(wanted["output_dir"]), "run.lock"))
+    missing = [option.name for option in options(kind) if option.required and option.name not in wanted]
+    if kind is Generate and kind not in values:
+        return None
+    if missing:
+        if kind in values or kind in (CacheLatents, CacheText):
+            result.left_out.append(f"{kind.command} is left out: the script names no {' and no '.join(missing)}")
+        return None
+    return posix_paths(commands.build(kind, wanted))
+
+
+def _inside(folder: str, name: str) -> str:
+    return f"{folder}\\{name}" if "\\" in folder else f"{folder}/{name}"

@@ -1,0 +1,336 @@
+"""Reads a bash script into commands, as far as a linter needs it: quotes, variables, arrays, operators, here-documents.
+
+Nothing is run. Functions and branches are read in the order of the text, so that the last value of a variable counts.
+"""
+
+import re
+from dataclasses import replace
+
+from wangen.generator.lint_script import HERE, MORE, UNKNOWN, Command, Lines, Scope, Value, Word
+
+KNOWN = re.findall(
+    r"\S+",
+    "HOME PATH USER LOGNAME PWD OLDPWD SHELL TMPDIR TEMP TMP HOSTNAME LANG LC_ALL UID EUID RANDOM SECONDS TERM "
+    "DISPLAY VIRTUAL_ENV CONDA_PREFIX CONDA_DEFAULT_ENV LD_LIBRARY_PATH CUDA_HOME CUDA_VISIBLE_DEVICES HF_HOME "
+    "HF_TOKEN BASH_VERSION PYTHONPATH OSTYPE LINENO PPID IFS SLURM_JOB_ID SLURM_NODEID SLURM_PROCID "
+    "SLURM_ARRAY_TASK_ID SLURM_SUBMIT_DIR SLURM_NNODES SLURM_TMPDIR WANGEN_PYTHON BASH_SOURCE FUNCNAME "
+    "PIPESTATUS",
+)
+KEYWORDS = {"if", "then", "elif", "else", "while", "until", "do", "!", "{", "}", "time", "exec", "nohup", "sudo", "env"}
+TEMPLATE = re.compile(r"\{\{[^{}\n]*\}\}|<[A-Za-z][\w .:/\\-]*>")
+_OPERATOR = re.compile(r"&&|\|\||;;|;|\|&?|&(?!>)|[()]")
+_REDIRECT = re.compile(r"\d*(?:>>|>\||>&|>|<<<|<<-?|<&|<>|<)|&>>?")
+_ASSIGN = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(?:\[[^\]\n]*\])?(\+?)=")
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|[0-9@*#?$!-]")
+_LIST = re.compile(r'"?\$(?:@|\{@\}|\{(?P<name>[A-Za-z_]\w*)\[@\](?:[-+][^}"]*|:-)?\})"?(?=[\s;|&)<>]|$)')
+_OPTIONAL = re.compile(r'\$\{([A-Za-z_]\w*):?\+"\$\{?\1\}?"\}')
+_BRACED = re.compile(r"([A-Za-z_]\w*|[0-9@*])(\[[@*]\])?(?:(:?[-=+])(.*))?", re.DOTALL)
+_DECLARE = {"export", "declare", "local", "readonly", "typeset"}
+_OPEN = {"if", "for", "while", "until", "case", "select", "{"}
+_CLOSE = {"fi", "done", "esac", "}"}
+
+
+def read(text: str) -> tuple[list[Command], set[str]]:
+    """The commands of a bash script and the names of the functions it defines."""
+    reader = _Reader(text)
+    while reader.position < len(text):
+        reader.command()
+    return reader.commands, reader.functions
+
+
+class _Reader:
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.position = 0
+        self.lines = Lines(text)
+        self.scope = Scope(fold=False, known=KNOWN)
+        self.commands: list[Command] = []
+        self.functions: set[str] = set()
+        self.depth = 0
+        self.before = ""
+        self.here_documents: list[str] = []
+        self.undefined: list[str] = []
+        self.lost = False
+        self.assigned = False
+
+    def command(self) -> None:
+        """Read up to the operator or line end that ends one command."""
+        words: list[Word] = []
+        operator = ""
+        self.assigned = False
+        self._blanks()
+        start = self.position
+        while self.position < len(self.text):
+            self._blanks()
+            match = None if self._template() else _OPERATOR.match(self.text, self.position)
+            if self.text.startswith("\n", self.position):
+                self.position += 1
+                self._skip_here_documents()
+                break
+            if match:
+                operator = match[0]
+                self.position = match.end()
+                break
+            if not self._redirect() and not self._assignment(words):
+                words += self.word()
+        last = self.lines.at(max(start, self.position - 1))
+        self._finish(words, self.lines.at(start), last, operator)
+
+    def _blanks(self) -> None:
+        """Skip blanks, continuations and a remark."""
+        match = re.compile(r"(?:[ \t]|\\\n)*(?:#[^\n]*)?").match(self.text, self.position)
+        self.position = match.end() if match else self.position
+
+    def _template(self) -> re.Match[str] | None:
+        return TEMPLATE.match(self.text, self.position)
+
+    def _redirect(self) -> bool:
+        match = None if self._template() else _REDIRECT.match(self.text, self.position)
+        if not match:
+            return False
+        self.position = match.end()
+        self._blanks()
+        before = self.position
+        target = self.word()
+        if match[0].lstrip("0123456789") in ("<<", "<<-") and target:
+            self.here_documents.append(target[0].text)
+        return self.position > before or bool(match[0])
+
+    def _skip_here_documents(self) -> None:
+        for end in self.here_documents:
+            match = re.compile(rf"^\t*{re.escape(end)}$", re.MULTILINE).search(self.text, self.position)
+            self.position = min(match.end() + 1, len(self.text)) if match else len(self.text)
+        self.here_documents = []
+
+    def _assignment(self, words: list[Word]) -> bool:
+        """Read `NAME=value` or `NAME=(words)` where one can stand."""
+        if words and words[0].text not in _DECLARE | KEYWORDS:
+            return False
+        match = _ASSIGN.match(self.text, self.position)
+        if not match:
+            return False
+        name, plus = match.groups()
+        self.position = match.end()
+        value: Value
+        if self.text.startswith("(", self.position):
+            self.position += 1
+            value = self._array()
+        else:
+            parts = self.word(split=False)
+            value = parts[0].text if parts else ""
+        if plus:
+            value = self._longer(name, value)
+        self.scope.set(name, value, branch=self.depth > 0)
+        self.assigned = True
+        return True
+
+    def _longer(self, name: str, more: Value) -> Value:
+        """The value after `+=`; words added in a branch may be there or not."""
+        old = self.scope.get(name) or ""
+        if isinstance(old, str) and isinstance(more, str):
+            return old + more
+        old_words = old if isinstance(old, tuple) else (Word(old, 0),) * bool(old)
+        more_words = more if isinstance(more, tuple) else (Word(more, self.lines.at(self.position - 1)),)
+        return old_words + ((Word(MORE, more_words[0].line),) if self.depth and more_words else more_words)
+
+    def _array(self) -> tuple[Word, ...]:
+        words: list[Word] = []
+        while self.position < len(self.text) and self.text[self.position] != ")":
+            self._blanks()
+            if self.text.startswith("\n", self.position):
+                self.position += 1
+            elif not self.text.startswith(")", self.position):
+                before = self.position
+                words += self.word()
+                self.position = max(self.position, before + 1)
+        self.position += 1
+        return tuple(words)
+
+    def word(self, *, split: bool = True) -> list[Word]:
+        """The words that one piece of text without outer blanks becomes; `split`: variables part at their blanks."""
+        start = self.position
+        self.undefined = []
+        self.lost = False
+        if split and (whole := _LIST.match(self.text, start)):
+            return self._list(whole)
+        fields = [""]
+        exists = False
+        while self.position < len(self.text):
+            character = self.text[self.position]
+            template = self._template()
+            if template:
+                fields[-1] += template[0]
+                self.position = template.end()
+            elif character in " \t\n;&|()<>":
+                break
+            elif character in "'\"\\":
+                exists = True
+                self._quoted(character, fields)
+            elif character in "$`":
+                exists |= self._expand(fields, split)
+            else:
+                fields[-1] += character
+                self.position += 1
+        if self.position == start and self.position < len(self.text):
+            self.position += 1  # nothing that a word can begin with: never stand still
+            return []
+        found = fields if exists or fields[0] else fields[1:]
+        raw, line = self.text[start : self.position], self.lines.at(start)
+        lost = ("a backslash",) * self.lost
+        return [Word(text, line, raw, tuple(self.undefined), lost) for text in found] or self._nothing(raw, line)
+
+    def _list(self, whole: re.Match[str]) -> list[Word]:
+        """The words of `"${NAME[@]}"`; without the quotes each is parted at its blanks."""
+        self.position = whole.end()
+        value = self._lookup(whole["name"] or "@")
+        line, undefined = self.lines.at(whole.start()), tuple(self.undefined)
+        if isinstance(value, str):
+            return [Word(MORE if undefined else value, line, "", undefined)]
+        if whole[0].startswith('"'):
+            return list(value)
+        return [replace(word, text=part) for word in value for part in word.text.split()]
+
+    def _expand(self, fields: list[str], split: bool) -> bool:
+        """Append what begins with `$` or a back quote outside quotes; True when it is a word even if it is empty."""
+        if optional := _OPTIONAL.match(self.text, self.position):
+            value = self.scope.get(optional[1]) or ""  # `${X:+"$X"}`: quoted, or nothing at all
+            fields[-1] += value if isinstance(value, str) else MORE
+            self.position = optional.end()
+            return bool(value)
+        if self.text.startswith(("$'", '$"'), self.position):
+            self.position += 1
+            return False
+        value = self._dollar()
+        parts = [word.text for word in value] if isinstance(value, tuple) else [value]
+        _join(fields, [piece for part in parts for piece in part.split()] if split else [" ".join(parts)])
+        return False
+
+    def _nothing(self, raw: str, line: int) -> list[Word]:
+        # An undefined variable that is not quoted leaves no word; the finding about it needs one.
+        return [Word(UNKNOWN, line, raw, tuple(self.undefined))] if self.undefined else []
+
+    def _quoted(self, character: str, fields: list[str]) -> None:
+        self.position += 1
+        if character == "\\":
+            following = self.text[self.position : self.position + 1]
+            self.lost |= following.isalnum()
+            fields[-1] += "" if following == "\n" else following
+            self.position += 1
+        elif character == "'":
+            end = self.text.find("'", self.position)
+            end = len(self.text) if end < 0 else end
+            fields[-1] += self.text[self.position : end]
+            self.position = end + 1
+        else:
+            self._double(fields)
+
+    def _double(self, fields: list[str]) -> None:
+        while self.position < len(self.text) and self.text[self.position] != '"':
+            character = self.text[self.position]
+            if character == "\\" and self.text[self.position + 1 : self.position + 2] in ("$", "`", '"', "\\", "\n"):
+                following = self.text[self.position + 1]
+                fields[-1] += "" if following == "\n" else following
+                self.position += 2
+            elif character in "$`":
+                value = self._dollar()
+                _join(fields, [value] if isinstance(value, str) else [word.text for word in value])
+            else:
+                fields[-1] += character
+                self.position += 1
+        self.position += 1
+
+    def _dollar(self) -> Value:
+        """The value of what begins with `$` or a back quote here."""
+        text, start = self.text, self.position
+        if text[start] == "`":
+            end = text.find("`", start + 1)
+            self.position = len(text) if end < 0 else end + 1
+            return _substituted(text[start : self.position])
+        following = text[start + 1 : start + 2]
+        if following in ("(", "{"):
+            self.position = _closing(text, start + 1)
+            inside = text[start + 2 : self.position - 1]
+            return _substituted(inside) if following == "(" else self._braced(inside)
+        name = _NAME.match(text, start + 1)
+        self.position = name.end() if name else start + 1
+        return self._lookup(name[0]) if name else "$"
+
+    def _braced(self, inside: str) -> Value:
+        match = _BRACED.fullmatch(inside)
+        if not match:
+            return UNKNOWN
+        name, _, operator, default = match.groups()
+        if operator in ("+", ":+"):
+            value = self.scope.get(name)
+            return "" if not value else value if default.strip('"') in (f"${name}", f"${{{name}}}") else MORE
+        if operator and (name.isdigit() or self.scope.get(name) is None):
+            return default.strip("\"'") if "$" not in default else UNKNOWN
+        return self._lookup(name)
+
+    def _lookup(self, name: str) -> Value:
+        if name in ("@", "*"):
+            return ()
+        if not name[0].isalpha() and name[0] != "_":
+            return HERE + "/script" if name == "0" else UNKNOWN
+        value = self.scope.get(name)
+        if value is None:
+            self.undefined.append(name)
+            return ""
+        return value
+
+    def _finish(self, words: list[Word], line: int, last: int, operator: str) -> None:
+        condition = False
+        while words and words[0].text in KEYWORDS | _OPEN | _CLOSE | {"function"} and words[0].raw == words[0].text:
+            keyword = words[0].text
+            self.depth = max(0, self.depth + (keyword in _OPEN) - (keyword in _CLOSE))
+            condition = condition or keyword in ("if", "elif", "while", "until", "!")
+            if keyword in ("for", "select") and len(words) > 1:
+                self.scope.set(words[1].text, UNKNOWN)
+            if keyword in ("for", "case", "select", "function"):
+                self.functions |= {words[1].text} if keyword == "function" and len(words) > 1 else set()
+                words = []
+                break
+            words = words[1:]
+        if words and words[0].text in ("read", "mapfile", "readarray"):
+            for word in words[1:]:
+                self.scope.set(word.text, UNKNOWN)
+        if operator == "(" and len(words) == 1:
+            self.functions.add(words[0].text)
+            words = []
+        if words or self.assigned:
+            self.commands.append(Command(words, line, last, self.before, operator, self.depth, condition))
+        self.before = operator
+
+
+def _join(fields: list[str], parts: list[str]) -> None:
+    """Append the words of a variable: the first and the last one grow together with their neighbours."""
+    if parts:
+        fields[-1] += parts[0]
+        fields += parts[1:]
+
+
+def _substituted(inside: str) -> str:
+    """What a command's output is taken for: the script's own folder, or unknown."""
+    return HERE if re.search(r"dirname|BASH_SOURCE|\$0", inside) else UNKNOWN
+
+
+def _closing(text: str, start: int) -> int:
+    """The position behind the bracket that closes the one at `start`."""
+    pairs = {"(": ")", "{": "}"}
+    opening, depth, position, quote = text[start], 0, start, ""
+    while position < len(text):
+        character = text[position]
+        if character == "\\":
+            position += 1
+        elif quote:
+            quote = "" if character == quote else quote
+        elif character in "'\"":
+            quote = character
+        elif character == opening:
+            depth += 1
+        elif character == pairs[opening]:
+            depth -= 1
+            if not depth:
+                return position + 1
+        position += 1
+    return len(text)

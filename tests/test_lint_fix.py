@@ -1,0 +1,218 @@
+"""`wangen lint --fix`: the bundle that does the same job, and what becomes of the files around it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from lint_samples import OUT, SHELLS, call, encode, script
+from shells import bundles
+from shells.bash import RECORDER, needs_bash
+
+from wangen.generator import lint, scripts
+from wangen.generator.cli import main
+from wangen.generator.commands import parse
+from wangen.generator.errors import WangenError
+from wangen.generator.lint_fix import fix
+from wangen.generator.steps import CacheLatents, CacheText, Check, CheckCache, Train, find_step
+
+TOML = """# my cats
+[general]
+resolution = [832, 480]
+caption_extension = "txt"   # text files
+batch_size = 1
+
+[[datasets]]
+video_directory = "C:\\\\temp\\\\clips"
+target_frames = [1, 80]
+"""
+
+
+def put(folder: Path, shell: str, text: str) -> Path:
+    """Write a script as its shell needs it."""
+    path = folder / f"my_run.{shell}"
+    path.write_bytes(encode(shell, text))
+    return path
+
+
+def steps_of(path: Path):
+    """The steps of a script that was written, as the table's dataclasses."""
+    lines = scripts.read_steps(path.read_bytes(), path.suffix[1:])
+    return [parse(find_step(words[0]), words[1:]) for words in lines]
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_the_bundle_does_the_same_job_and_lints_clean(shell, tmp_path, capsys):
+    wrong = {"cache_latents": None, "network_alpha": "8", "sdpa": None, "fp8_base": None, "t5": "@t5.pth"}
+    path = put(tmp_path, shell, script(shell, latents={"skip_existing": None}, text={"batch_size": "4"}, train=wrong))
+    before = path.read_bytes()
+    assert main(["lint", "--fix", str(path)]) == 0
+    out = capsys.readouterr().out
+    made = tmp_path / f"train_cats.{shell}"
+    assert f"written: train_cats.{shell}" in out
+    assert "--fp8_base: a quantised base" in out
+    assert "run the cache_latents step first" in out
+    assert max(map(len, out.split("\n"))) <= 100
+    assert path.read_bytes() == before
+    assert lint.lint(lint.read(made)) == []
+    steps = steps_of(made)
+    assert [type(step) for step in steps] == [Check, CacheLatents, CacheText, CheckCache, Train]
+    separator = "/" if shell == "sh" else "\\"
+    root = "/ai" if shell == "sh" else "C:\\AI"
+    check, latents, text, cache, train = steps
+    assert {str(step.dataset_config) for step in steps} == {f"{root}{separator}cats.toml"}
+    assert {str(step.vae) for step in (check, latents, cache)} == {f"{root}{separator}Wan2.1_VAE.pth"}
+    assert str(text.t5).endswith("models_t5_umt5-xxl-enc-bf16.pth")
+    assert text.batch_size == 4
+    assert (train.network_dim, train.network_alpha, train.max_train_epochs) == (16, 8.0, 16)
+    assert (train.attention, train.optimizer_type) == ("sdpa", "bitsandbytes.optim.AdamW8bit")
+    assert str(train.output_dir) == f"{root}{separator}out"
+    assert train.output_name == "cats"
+
+
+def test_what_musubi_tuner_does_without_being_told_is_told(tmp_path):
+    change = dict.fromkeys(("network_dim", "timestep_sampling", "discrete_flow_shift", "max_train_epochs"), OUT)
+    fix(lint.read(put(tmp_path, "sh", script("sh", train=change))))
+    train = steps_of(tmp_path / "train_cats.sh")[-1]
+    assert (train.network_dim, train.network_alpha, train.max_train_steps) == (4, 1.0, 1600)
+    assert (train.timestep_sampling, train.max_train_epochs) == ("uniform", None)
+
+
+def test_refused_values_are_listed(tmp_path):
+    done = fix(
+        lint.read(put(tmp_path, "sh", script("sh", train={"sdpa": OUT, "sage_attn": None, "mixed_precision": "fp16"})))
+    )
+    assert any("no backward pass" in line for line in done.left_out)
+    assert any("use bf16" in line for line in done.left_out)
+    assert steps_of(tmp_path / "train_cats.sh")[-1].attention == "auto"
+
+
+@needs_bash
+def test_the_new_sh_hands_over_what_was_meant(tmp_path):
+    place = '/ai/it\'s a "$HOME" 100% {x}'
+    quoted = "'" + place.replace("'", "'\\''") + "'"
+    text = script("sh", train={"output_dir": quoted, "output_name": "'red house'"}).replace(
+        "/ai/cats.toml", "sets/cats.toml"
+    )
+    (tmp_path / "sets").mkdir()
+    (tmp_path / "sets" / "cats.toml").write_text(TOML.replace("C:\\\\temp", "/ai"))
+    fix(lint.read(put(tmp_path, "sh", text)))
+    python = tmp_path / "venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f"#!{sys.executable} -IS\n" + RECORDER.read_text(encoding="utf-8"), encoding="utf-8")
+    python.chmod(0o755)
+    record = tmp_path / "record.jsonl"
+    made = tmp_path / "train_red_house.sh"
+    done = subprocess.run(["bash", made], capture_output=True, text=True, cwd="/",
+                          env={"PATH": "/usr/bin:/bin", "RECORDER_OUT": str(record)})  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    calls = bundles.read_calls(record)
+    assert [made["argv"][0] for made in calls] == ["check", "cache_latents", "cache_text", "check_cache", "train"]
+    train = parse(Train, calls[-1]["argv"][1:])
+    assert (str(train.output_dir), train.output_name, str(train.dit)) == (
+        place,
+        "red house",
+        "/ai/wan2.1_t2v_14B_bf16.safetensors",
+    )
+    assert train.dataset_config == Path("sets/cats_wangen.toml")
+    assert calls[-1]["cwd"] == str(tmp_path)
+    assert train == steps_of(made)[-1]
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_the_toml_gets_a_mended_copy(shell, tmp_path):
+    toml = tmp_path / "cats.toml"
+    toml.write_text(TOML.replace("\\\\", "\\"))
+    config = {"dataset_config": "cats.toml"}
+    path = put(tmp_path, shell, script(shell, latents=config, text=config, train=config))
+    done = fix(lint.read(path))
+    copy = (tmp_path / "cats_wangen.toml").read_text()
+    root = "/mnt/c" if shell == "sh" else "C:"
+    assert f'video_directory = "{root}/temp/clips"' in copy
+    assert f'cache_directory = "{root}/temp/clips_cache"' in copy
+    assert "target_frames = [1, 77]" in copy
+    assert 'caption_extension = ".txt"   # text files' in copy
+    assert toml.read_text() == TOML.replace("\\\\", "\\")
+    assert "cats.toml: target_frames is [1, 77]" in done.changed
+    made = tmp_path / f"train_cats.{shell}"
+    assert {str(step.dataset_config) for step in steps_of(made)} == {"cats_wangen.toml"}
+    assert lint.lint(lint.read(made)) == []
+
+
+def test_files_of_the_user_stay(tmp_path, capsys):
+    (tmp_path / "cats.toml").write_text(TOML.replace("C:\\\\temp", "/ai"))
+    config = {"dataset_config": "cats.toml"}
+    path = put(tmp_path, "sh", script("sh", latents=config, text=config, train=config))
+    (tmp_path / "train_cats.sh").write_text("echo mine\n")
+    mine = (
+        TOML.replace("C:\\\\temp\\\\", "/ai/")
+        .replace('"txt"', '".txt"')
+        .replace("1, 80]", '81]\ncache_directory = "/c"')
+    )
+    (tmp_path / "cats_wangen.toml").write_text(mine)
+    assert main(["lint", "--fix", str(path)]) == 0
+    assert "is the user's own" in capsys.readouterr().out
+    assert (tmp_path / "train_cats.sh").read_text() == "echo mine\n"
+    assert (tmp_path / "cats_wangen.toml").read_text() == mine
+    assert (tmp_path / "train_cats.sh.new").exists()
+    assert (tmp_path / "cats_wangen.toml.new").exists()
+
+
+def test_the_script_itself_is_never_its_own_target(tmp_path):
+    path = put(tmp_path, "sh", script("sh")).rename(tmp_path / "train_cats.sh")
+    before = path.read_bytes()
+    fix(lint.read(path))
+    assert path.read_bytes() == before
+    assert (tmp_path / "train_cats_wangen.sh").exists()
+
+
+def test_each_training_gets_a_bundle(tmp_path):
+    text = script("sh") + call("sh", "train", {"output_name": "dogs", "seed": "7"})
+    done = fix(lint.read(put(tmp_path, "sh", text)))
+    assert done.written == ["train_cats.sh", "train_dogs.sh"]
+    assert [steps_of(tmp_path / name)[-1].seed for name in done.written] == [42, 7]
+
+
+def test_a_script_that_only_caches_gets_a_caching_bundle(tmp_path):
+    done = fix(lint.read(put(tmp_path, "bat", script("bat", train=OUT))))
+    assert done.written == ["cache_my_run.bat"]
+    kinds = [type(step) for step in steps_of(tmp_path / "cache_my_run.bat")]
+    assert kinds == [Check, CacheLatents, CacheText, CheckCache]
+
+
+def test_our_own_script_becomes_an_equal_one(tmp_path):
+    steps = bundles.steps("m.safetensors")
+    (tmp_path / "train_red_house.sh").write_bytes(scripts.render(bundles.bundle("sh", steps), "sh", "train"))
+    fix(lint.read(tmp_path / "train_red_house.sh"))
+    made = steps_of(tmp_path / "train_m_safetensors.sh")
+    assert [step.argv() for step in made[1:4]] == [step.argv() for step in steps[1:4]]
+    assert made[4].argv()[:-2] == steps[4].argv()  # the lock is new
+
+
+def test_paths_below_a_folder_move_along(tmp_path):
+    text = script("sh", train={"dit": "models/dit.safetensors"}).replace(
+        '"$(dirname "$0")"', '"$(dirname "$0")/musubi"'
+    )
+    fix(lint.read(put(tmp_path, "sh", text)))
+    assert str(steps_of(tmp_path / "train_cats.sh")[-1].dit) == "musubi/models/dit.safetensors"
+
+
+@pytest.mark.parametrize(("change", "found"), [
+    ({"train": {"task": "i2v-14B"}}, "does not train i2v-14B"),
+    ({"train": {"dit": '"$HOME/x.safetensors"'}}, "known only when the script runs"),
+    ({"latents": {"vae": "~/vae.pth"}}, "another folder for every user"),
+])  # fmt: skip
+def test_what_cannot_be_done_is_said_and_nothing_is_written(change, found, tmp_path):
+    path = put(tmp_path, "sh", script("sh", **change))
+    with pytest.raises(WangenError, match=found):
+        fix(lint.read(path))
+    assert [file.name for file in tmp_path.iterdir()] == ["my_run.sh"]
+
+
+def test_a_toml_that_needs_its_owner_is_refused(tmp_path):
+    (tmp_path / "cats.toml").write_text('[[datasets]]\nimage_jsonl_file = "/ai/x.jsonl"\ncache_directory = "/ai/c"\n')
+    config = {"dataset_config": "cats.toml"}
+    path = put(tmp_path, "sh", script("sh", latents=config, text=config, train=config))
+    with pytest.raises(WangenError, match="cannot be mended"):
+        fix(lint.read(path))
+    assert not (tmp_path / "train_cats.sh").exists()
