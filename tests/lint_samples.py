@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from wangen.generator import lint
-from wangen.generator.lint_kinds import Finding
+from wangen.generator.lint.kinds import Finding
 
 SHELLS = ("sh", "bat", "ps1")
 ROOT = {"sh": "/ai", "bat": "C:\\AI", "ps1": "C:\\AI"}

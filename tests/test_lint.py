@@ -7,10 +7,11 @@ import pytest
 from lint_samples import A14B, OUT, SHELLS, call, expect, findings, line_of, script
 from shells import bundles
 
-from wangen.generator import lint, lint_tools, scripts
+from wangen.generator import lint, scripts
 from wangen.generator.cli import main
 from wangen.generator.errors import UsageError
-from wangen.generator.lint_kinds import KINDS
+from wangen.generator.lint import tools
+from wangen.generator.lint.kinds import KINDS
 
 SAMPLES = Path(__file__).with_name("lint_scripts")
 LATENTS, TEXT, TRAIN = "wan_cache_latents.py", "wan_cache_text_encoder_outputs.py", "wan_train_network.py"
@@ -254,13 +255,13 @@ def test_the_docs_show_what_the_command_says(tmp_path, capsys):
 
 
 def test_the_file_on_musubi_tuner_agrees_with_itself():
-    tool = lint_tools.musubi()
-    counts = {program: len(lint_tools.musubi_specs(program)) for program in tool["steps"]}
+    tool = tools.musubi()
+    counts = {program: len(tools.musubi_specs(program)) for program in tool["steps"]}
     assert counts == {"wan_cache_latents": 17, "wan_cache_text_encoder_outputs": 8, "wan_train_network": 130,
                       "wan_generate_video": 70}  # fmt: skip
-    kinds = {spec.kind for program in counts for spec in lint_tools.musubi_specs(program).values()}
+    kinds = {spec.kind for program in counts for spec in tools.musubi_specs(program).values()}
     assert kinds == {"str", "int", "float", "path"}
-    for program, specs in ((program, lint_tools.musubi_specs(program)) for program in counts):
+    for program, specs in ((program, tools.musubi_specs(program)) for program in counts):
         assert set(tool["required"][program]) <= specs.keys()
         assert set(tool["defaults"].get(program, {})) <= specs.keys()
         assert not set(tool["answers"].get(program, {})) & specs.keys()

@@ -13,7 +13,7 @@ from wangen.generator import lint, scripts
 from wangen.generator.cli import main
 from wangen.generator.commands import parse
 from wangen.generator.errors import WangenError
-from wangen.generator.lint_fix import fix
+from wangen.generator.lint.fix import fix
 from wangen.generator.steps import CacheLatents, CacheText, Check, CheckCache, Train, find_step
 
 TOML = """# my cats

@@ -12,8 +12,9 @@ from shells import bundles, wine
 from shells.bash import needs_bash
 from shells.drawn import VALUES, carried, drawn_steps, refuses
 
-from wangen.generator import lint, lint_bat, lint_sh, scripts
-from wangen.generator.lint_script import HERE, UNKNOWN
+from wangen.generator import lint, scripts
+from wangen.generator.lint import bat, sh
+from wangen.generator.lint.script import HERE, UNKNOWN
 
 drawn = settings(max_examples=12, deadline=None, derandomize=True, database=None,
                  suppress_health_check=list(HealthCheck))  # fmt: skip
@@ -112,7 +113,7 @@ def test_bash_itself_reads_the_same_words(tmp_path):
     for line in BASH_LINES:
         code = f'exec 3>&1\nnote() {{ printf "%s\\0" "$@" END >&3; }}\n{head}note {line}\n'
         done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, cwd=tmp_path, check=True)
-        commands, _ = lint_sh.read(f"{head}note {line}\n")
+        commands, _ = sh.read(f"{head}note {line}\n")
         (note,) = [command for command in commands if command.words and command.words[0].text == "note"]
         assert [word.text for word in note.words[1:]] == done.stdout.split("\0")[:-2], line
 
@@ -134,5 +135,5 @@ def test_cmd_and_a_windows_program_read_the_same_words(tmp_path):
     (tmp_path / "run.bat").write_bytes(encode("bat", text))
     wine.run(["cmd", "/c", "run.bat"], tmp_path, {"PYTHONUTF8": "1"})
     real = [json.loads(line) for line in (tmp_path / "out").read_text(encoding="utf-8").splitlines()]
-    commands, _ = lint_bat.read(text)
+    commands, _ = bat.read(text)
     assert [[word.text for word in command.words[2:]] for command in commands if len(command.words) > 2] == real

@@ -1,7 +1,7 @@
 """`wangen lint`: what is wrong with an existing run script, line by line, and what to write instead.
 
 A script is read by its shell's rules, every call in it by its own trainer's rules; nothing is run. The rules are
-functions from the script to findings, listed in the modules `lint_*`.
+functions from the script to findings, listed in this package's modules.
 """
 
 import json
@@ -11,37 +11,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wangen.generator import (
-    lint_bat,
-    lint_experts,
-    lint_flags,
-    lint_order,
-    lint_ps1,
-    lint_sh,
-    lint_shell,
-    lint_text,
-    lint_toml,
-    lint_tools,
-)
 from wangen.generator.errors import UsageError, WangenError
-from wangen.generator.lint_kinds import Finding
-from wangen.generator.lint_script import HERE, MORE, UNKNOWN, Call, Script, Shell, find_calls
+from wangen.generator.lint import bat, experts, flags, order, ps1, sh, shell, toml, tools, writing
+from wangen.generator.lint.kinds import Finding
+from wangen.generator.lint.script import HERE, MORE, UNKNOWN, Call, Script, Shell, find_calls
 from wangen.generator.tomls import load
 
 if TYPE_CHECKING:
-    from wangen.generator.lint_fix import Fixed
+    from wangen.generator.lint.fix import Fixed
 
 Rule = Callable[[Script], Iterator[Finding]]
 
 RULES: tuple[Rule, ...] = (
-    *lint_text.RULES,
-    *lint_shell.RULES,
-    *lint_order.RULES,
-    *lint_flags.RULES,
-    *lint_experts.RULES,
-    *lint_toml.RULES,
+    *writing.RULES,
+    *shell.RULES,
+    *order.RULES,
+    *flags.RULES,
+    *experts.RULES,
+    *toml.RULES,
 )
-_READERS = {"bat": lint_bat.read, "ps1": lint_ps1.read, "sh": lint_sh.read}
+_READERS = {"bat": bat.read, "ps1": ps1.read, "sh": sh.read}
 _SHELLS: dict[str, Shell] = {".bat": "bat", ".cmd": "bat", ".ps1": "ps1", ".sh": "sh", ".bash": "sh", ".sbatch": "sh"}
 _WIDTH = 100
 
@@ -71,7 +60,7 @@ def parse(path: Path, shell: Shell, data: bytes) -> Script:
     script.commands, script.functions = _READERS[shell](content)
     find_calls(script)
     for call in script.calls:
-        lint_tools.read_flags(call)
+        tools.read_flags(call)
         _read_config(script, call)
     return script
 
@@ -89,7 +78,7 @@ def _read_config(script: Script, call: Call) -> None:
     """Take in a `--config_file`; when it cannot be seen from here, the call has more flags than are known."""
     if call.given("config_file") is None:
         return
-    path = lint_toml.locate(script, call, call.value("config_file") or "")
+    path = toml.locate(script, call, call.value("config_file") or "")
     try:
         values = load(path) if path else None
     except WangenError:
@@ -97,7 +86,7 @@ def _read_config(script: Script, call: Call) -> None:
     if values is None:
         call.more = True
     else:
-        lint_tools.add_config(call, values)
+        tools.add_config(call, values)
 
 
 def lint(script: Script) -> list[Finding]:
@@ -143,7 +132,7 @@ def text(script: Script, findings: list[Finding]) -> str:
             lines += _wrapped(words, "    ", "    ")
     for call in script.calls:
         name = call.value("dataset_config") or ""
-        if name and lint_toml.locate(script, call, name) is None:
+        if name and toml.locate(script, call, name) is None:
             lines.append(
                 f"note: the TOML of line {call.line_of('dataset_config')} cannot be seen from here and was not read"
             )
@@ -173,7 +162,7 @@ def run(path: Path, *, fix: bool = False, as_json: bool = False) -> int:
     if not fix:
         click.echo(json_text(script, findings) if as_json else text(script, findings))
         return code
-    from wangen.generator.lint_fix import fix as write_bundle
+    from wangen.generator.lint.fix import fix as write_bundle
 
     done = write_bundle(read(path))
     left = [finding for made in done.scripts for finding in lint(_made(made))]

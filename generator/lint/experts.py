@@ -4,8 +4,8 @@ import math
 import re
 from collections.abc import Iterator
 
-from wangen.generator.lint_kinds import Finding
-from wangen.generator.lint_script import Call, Script
+from wangen.generator.lint.kinds import Finding
+from wangen.generator.lint.script import Call, Script
 
 _BOUNDARY = {"t2v-A14B": 875, "i2v-A14B": 900}
 _STARVED = 0.05

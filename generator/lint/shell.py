@@ -3,9 +3,9 @@
 import re
 from collections.abc import Iterator
 
-from wangen.generator.lint_kinds import Finding
-from wangen.generator.lint_script import HERE, UNKNOWN, Call, Command, Script, base_name
-from wangen.generator.lint_tools import find
+from wangen.generator.lint.kinds import Finding
+from wangen.generator.lint.script import HERE, UNKNOWN, Call, Command, Script, base_name
+from wangen.generator.lint.tools import find
 
 _APPLICATIONS = {
     "comfyui": "ComfyUI", "python_embeded": "ComfyUI", "stable-diffusion-webui": "the WebUI", "sd-webui": "the WebUI",

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from wangen.generator.lint_kinds import Finding
-from wangen.generator.lint_script import FOREIGN, UNKNOWN, Call, Given, Script
+from wangen.generator.lint.kinds import Finding
+from wangen.generator.lint.script import FOREIGN, UNKNOWN, Call, Given, Script
 
 _CACHING = {"cache_latents": ("latents", "wan_cache_latents.py"),
             "cache_text": ("text embeddings", "wan_cache_text_encoder_outputs.py")}  # fmt: skip

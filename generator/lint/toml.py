@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from wangen.generator.errors import WangenError
-from wangen.generator.lint_kinds import Finding
-from wangen.generator.lint_script import HERE, UNKNOWN, Call, Script
+from wangen.generator.lint.kinds import Finding
+from wangen.generator.lint.script import HERE, UNKNOWN, Call, Script
 from wangen.generator.paths import Machine, PathError, translate
 from wangen.generator.tomls import EXTRACTIONS, DatasetEntry, frames, read_dataset, refuse_unknown
 

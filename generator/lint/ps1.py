@@ -6,7 +6,7 @@ the order of the text.
 
 import re
 
-from wangen.generator.lint_script import HERE, MORE, UNKNOWN, Command, Lines, Scope, Value, Word
+from wangen.generator.lint.script import HERE, MORE, UNKNOWN, Command, Lines, Scope, Value, Word
 
 KNOWN = re.findall(
     r"\S+",

@@ -6,7 +6,7 @@ Nothing is run. Functions and branches are read in the order of the text, so tha
 import re
 from dataclasses import replace
 
-from wangen.generator.lint_script import HERE, MORE, UNKNOWN, Command, Lines, Scope, Value, Word
+from wangen.generator.lint.script import HERE, MORE, UNKNOWN, Command, Lines, Scope, Value, Word
 
 KNOWN = re.findall(
     r"\S+",

@@ -1,6 +1,6 @@
 """What the linter knows of a script: its words with their lines, its commands, its calls of a trainer.
 
-The three readers (`lint_sh`, `lint_bat`, `lint_ps1`) make `Command`s; this module holds what they share and decides
+The three readers (`sh`, `bat`, `ps1`) make `Command`s; this module holds what they share and decides
 which commands are calls of musubi-tuner or wangen.
 """
 
@@ -112,10 +112,10 @@ class Call:
         args: the words after the step; the readers of orphaned lines append to them.
         venv: the environment that was activated before, as the script writes it; empty for none.
         cwd: the folder that the script changed to before, `HERE` for its own; empty for none.
-        flags: the flags that were understood; filled by `lint_tools.read_flags`.
+        flags: the flags that were understood; filled by `tools.read_flags`.
         more: the call takes words that cannot be read from the script.
-        faults: what is wrong with single flags; filled by `lint_tools.read_flags`.
-        stray: words that belong to no flag; filled by `lint_tools.read_flags`.
+        faults: what is wrong with single flags; filled by `tools.read_flags`.
+        stray: words that belong to no flag; filled by `tools.read_flags`.
     """
 
     command: Command

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from wangen import profiles
-from wangen.generator import commands, lint_toml_fix, scripts
+from wangen.generator import commands, scripts
 from wangen.generator.bundle import posix_paths
 from wangen.generator.errors import WangenError
-from wangen.generator.lint_script import HERE, UNKNOWN, Call, Given, Script
-from wangen.generator.lint_toml import locate
-from wangen.generator.lint_tools import musubi
+from wangen.generator.lint import toml_fix
+from wangen.generator.lint.script import HERE, UNKNOWN, Call, Given, Script
+from wangen.generator.lint.toml import locate
+from wangen.generator.lint.tools import musubi
 from wangen.generator.paths import slugify
 from wangen.generator.steps import (
     CacheLatents,
@@ -237,7 +238,7 @@ def _dataset(script: Script, calls: Iterable[Call], result: Fixed) -> dict[str, 
         if path is None:
             result.left_out.append(f"line {flag.line}: the TOML cannot be seen from here, and was not looked at")
             return {}
-        copy = lint_toml_fix.mend(script, call, path)
+        copy = toml_fix.mend(script, call, path)
         if copy is None:
             return {}
         (result.kept if copy.kept else result.written).append(copy.path.name)

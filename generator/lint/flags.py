@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from wangen.generator.lint_kinds import Finding
-from wangen.generator.lint_script import UNKNOWN, Call, Script, Word
-from wangen.generator.lint_tools import required
+from wangen.generator.lint.kinds import Finding
+from wangen.generator.lint.script import UNKNOWN, Call, Script, Word
+from wangen.generator.lint.tools import required
 
 KERNELS = ("sdpa", "flash_attn", "flash3", "sage_attn", "xformers")
 _COMMANDS = {"pause", "echo", "exit", "python", "accelerate", "if", "goto", "rem", "call", "cd", "fi", "done", "set"}

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
-from wangen.generator.lint_script import HERE, UNKNOWN, Command, Scope, Word
+from wangen.generator.lint.script import HERE, UNKNOWN, Command, Scope, Word
 
 KNOWN = re.findall(
     r"\S+",

@@ -3,9 +3,9 @@
 import re
 from collections.abc import Iterator
 
-from wangen.generator.lint_kinds import Finding
-from wangen.generator.lint_script import HERE, UNKNOWN, Script, Word
-from wangen.generator.lint_tools import find
+from wangen.generator.lint.kinds import Finding
+from wangen.generator.lint.script import HERE, UNKNOWN, Script, Word
+from wangen.generator.lint.tools import find
 
 MARK = {"bat": "^", "ps1": "`", "sh": "\\"}
 _BOM = b"\xef\xbb\xbf"

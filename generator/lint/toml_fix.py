@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from wangen.generator.errors import WangenError
 from wangen.generator.files import write_text
-from wangen.generator.lint_script import Call, Script
-from wangen.generator.lint_toml import PATH_KEYS, Toml, forward, judge, judge_file, parse, read
+from wangen.generator.lint.script import Call, Script
+from wangen.generator.lint.toml import PATH_KEYS, Toml, forward, judge, judge_file, parse, read
 from wangen.generator.paths import Machine, PathError, translate
 from wangen.generator.tomls import same_text, signed, unedited
 
