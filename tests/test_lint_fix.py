@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from wangen.generator.commands import parse
 from wangen.generator.errors import WangenError
 from wangen.generator.lint.fix import fix
 from wangen.generator.steps import CacheLatents, CacheText, Check, CheckCache, Train, find_step
+from wangen.generator.wheel import wheel_name
 
 TOML = """# my cats
 [general]
@@ -26,6 +28,8 @@ batch_size = 1
 video_directory = "C:\\\\temp\\\\clips"
 target_frames = [1, 80]
 """
+
+WHEEL = f"files/{wheel_name(version('wangen'))}"
 
 
 def put(folder: Path, shell: str, text: str) -> Path:
@@ -169,13 +173,13 @@ def test_the_script_itself_is_never_its_own_target(tmp_path):
 def test_each_training_gets_a_bundle(tmp_path):
     text = script("sh") + call("sh", "train", {"output_name": "dogs", "seed": "7"})
     done = fix(lint.read(put(tmp_path, "sh", text)))
-    assert done.written == ["train_cats.sh", "train_dogs.sh"]
-    assert [steps_of(tmp_path / name)[-1].seed for name in done.written] == [42, 7]
+    assert done.written == ["train_cats.sh", "setup_wangen.sh", WHEEL, "train_dogs.sh"]
+    assert [steps_of(path)[-1].seed for path in done.scripts] == [42, 7]
 
 
 def test_a_script_that_only_caches_gets_a_caching_bundle(tmp_path):
     done = fix(lint.read(put(tmp_path, "bat", script("bat", train=OUT))))
-    assert done.written == ["cache_my_run.bat"]
+    assert done.written == ["cache_my_run.bat", "setup_wangen.bat", WHEEL]
     kinds = [type(step) for step in steps_of(tmp_path / "cache_my_run.bat")]
     assert kinds == [Check, CacheLatents, CacheText, CheckCache]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from wangen import profiles
-from wangen.generator import commands, scripts
+from wangen.generator import commands, scripts, setup_scripts
 from wangen.generator.bundle import posix_paths
 from wangen.generator.errors import WangenError
 from wangen.generator.lint import toml_fix
@@ -32,6 +32,7 @@ from wangen.generator.steps import (
     options,
     spellings,
 )
+from wangen.generator.wheel import write_wheel
 
 _ORDER: tuple[type[Step], ...] = (Check, CacheLatents, CacheText, CheckCache, Train, Generate)
 _SHARED = ("dataset_config", "vae", "vae_dtype", "t5", "t5_dtype", "tokenizer", "dit", "task", "output_dir")
@@ -78,18 +79,26 @@ def fix(script: Script) -> Fixed:
 
 
 def _write(script: Script, name: str, slug: str, steps: tuple[Step, ...], result: Fixed) -> None:
+    """Write the run script, and what it names when the machine has no wangen: the setup script and wangen's wheel."""
     platform = profiles.platform(_platform(script, steps))
     bundle = scripts.Bundle(platform=platform, slug=slug, root=None, venv=_venv(script, platform.venv), steps=steps,
                             version=version("wangen"))  # fmt: skip
-    path = script.path.parent / f"{name}_{slug}.{script.shell}"
+    folder = script.path.parent
+    path = folder / f"{name}_{slug}.{script.shell}"
+    setup = folder / setup_scripts.script_name(script.shell)
+    data = setup_scripts.render(platform, None, bundle.venv, bundle.version, script.shell)
     try:
         outcome = scripts.publish(path, bundle, script.shell, name)
+        outcomes = {path.name: outcome, setup.name: scripts.write(setup, data)}
+        wheel = write_wheel(folder / "files").relative_to(folder).as_posix()
     except OSError as error:
         raise WangenError(
             f"cannot write the script: {error.strerror}", where=str(path), cure="fix the rights"
         ) from None
     result.scripts.append(path if outcome != "kept" else path.with_name(f"{path.name}.new"))
-    (result.kept if outcome == "kept" else result.written).append(path.name)
+    result.kept += [made for made, said in outcomes.items() if said == "kept" and made not in result.kept]
+    written = [*(made for made, said in outcomes.items() if said != "kept"), wheel]
+    result.written += [made for made in written if made not in result.written]
 
 
 def _platform(script: Script, steps: Iterable[Step]) -> str:
