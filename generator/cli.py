@@ -74,49 +74,65 @@ def init(folder: Path) -> int:
     return 0
 
 
-@wangen.command()
+_WORDS = {"token_normalize_func": lambda word: word.replace("-", "_"), "max_content_width": 110}
+_IN_WORKSPACE = click.option(
+    "--workspace", "folder", type=click.Path(path_type=Path), help="the workspace (default: found from here)"
+)
+
+
+@wangen.command(context_settings=_WORDS)
 @click.argument("name")
-@click.option("--workspace", "folder", type=click.Path(path_type=Path), help="the workspace (default: found from here)")
-@click.option("--source", type=click.Path(path_type=Path), help="the dataset's folder (default: datasets/NAME)")
+@_IN_WORKSPACE
+@click.option("--source", type=click.Path(path_type=Path), help="its folder or jsonl (default: datasets/NAME)")
 @click.option("--platform", "platforms", multiple=True, help="publish for this platform only; can be repeated")
 @click.option("--model", help="model profile (default: the workspace's)")
-def publish(name: str, folder: Path | None, source: Path | None, platforms: tuple[str, ...], model: str | None) -> int:
-    """Write the bundle of a dataset: media, caches, TOML files and run scripts for each platform."""
-    from wangen.generator import publish as publishing
-    from wangen.generator import workspace
-    from wangen.generator.dataset import left_out
-    from wangen.generator.paths import slugify
+@click.option("--resolution", "resolutions", multiple=True, help="512 or 832x480, can be repeated (default: model's)")
+@click.option("--resize/--no_resize", default=None, help="publish smaller copies of images, as large as training needs")
+@click.option("--trigger", help="word put in front of every published caption; '' for none")
+@click.option("--dry_run", is_flag=True, help="say what would be done and write nothing")
+@click.option("--only_scripts", is_flag=True, help="make the scripts again and touch nothing else")
+@click.option("--long_paths", is_flag=True, help="Windows can open paths of 260 characters and more there")
+def publish(**words: Any) -> int:
+    """Write the bundle of a dataset: media, caches, TOML files and run scripts for each platform.
 
-    place = workspace.read(folder or workspace.find(Path()))
-    slug = slugify(name)
-    profile = place.profile(model)
-    origin = source or _dataset_folder(place.folder, name, slug)
-    items = publishing.read_source(origin, profile)
-    targets = [place.target(platform) for platform in platforms] or list(place.targets)
-    click.echo(f"{name!r} is published as {slug}: {len(items)} items for {profile.title}")
-    for line in left_out(origin):
-        click.echo(f"  not taken: {line}")
-    for target in targets:
-        done = publishing.publish(place, target, profile, slug, items)
-        counts = ", ".join(f"{number} {what}" for what, number in done.counts.items())
-        click.echo(f"  {target.platform.name:8} {target.folder}  ({counts} files; {', '.join(done.scripts)})")
-        for script in done.kept:
-            click.echo(f"           {script} was edited by hand and stays; the new text is {script}.new")
-        for script, knobs in done.knobs.items():
-            values = ", ".join(f"{knob}={mine} (published: {ours})" for knob, (mine, ours) in knobs.items())
-            click.echo(f"           {script} keeps your knobs: {values}")
-    weights = ", ".join(f"{weight.flag}: {weight.files[0]}" for weight in profile.weights)
-    click.echo(f"next: put the weights into the folder models/ beside the scripts ({weights}),")
-    click.echo(f"      see what is missing with: wangen check {slug}    and run train_{slug} there")
-    return 0
+    --source, --model, --resolution, --resize and --trigger are remembered in wangen.toml.
+    """
+    from wangen.generator.publish_command import Request, run
+
+    return run(Request(**words))
 
 
-def _dataset_folder(workspace: Path, name: str, slug: str) -> Path:
-    for folder in (workspace / "datasets" / slug, workspace / "datasets" / name):
-        if folder.is_dir():
-            return folder
-    raise WangenError("there is no such dataset", where=str(workspace / "datasets" / slug),
-                      cure="put the media there, or give --source FOLDER")  # fmt: skip
+@wangen.command(context_settings=_WORDS)
+@click.argument("name")
+@_IN_WORKSPACE
+@click.option("--platform", "platforms", multiple=True, help="look at this platform only; can be repeated")
+@click.option("--resolution", "resolutions", multiple=True, help="only its media and caches; can be repeated")
+@click.option("--bundle", is_flag=True, help="remove scripts, TOML files, published media and captions")
+@click.option("--caches", is_flag=True, help="remove encoded latents and texts")
+@click.option("--checkpoints", is_flag=True, help="remove training states and LoRAs saved on the way")
+@click.option("--outputs", is_flag=True, help="remove finished LoRAs, reports and logs")
+def clean(
+    name: str, folder: Path | None, platforms: tuple[str, ...], resolutions: tuple[str, ...], **parts: bool
+) -> int:
+    """Show what wangen wrote for a dataset, or remove the parts that are named.
+
+    Originals, and scripts and TOML files that you changed, always stay.
+    """
+    from wangen.generator.clean import PARTS
+    from wangen.generator.clean_command import run
+
+    return run(name, folder, platforms, resolutions, [part for part in PARTS if parts[part]])
+
+
+@wangen.command()
+@click.argument("script", type=click.Path(path_type=Path))
+@click.option("--fix", is_flag=True, help="write the bundle of wangen that does the same job, beside the script")
+@click.option("--json", "as_json", is_flag=True, help="print the findings as JSON")
+def lint(script: Path, fix: bool, as_json: bool) -> int:
+    """Say what is wrong with a .bat, .ps1 or .sh that calls musubi-tuner or wangen, and what to write instead."""
+    from wangen.generator.lint import run
+
+    return run(script, fix=fix, as_json=as_json)
 
 
 def execute(step: Any) -> int:

@@ -4,7 +4,7 @@ import struct
 import sys
 import unicodedata
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -97,7 +97,7 @@ def scan(
     Raises:
         WangenError: the folder cannot be listed, or the library that reads clips is not installed.
     """
-    entries = _entries(folder)
+    entries = list_folder(folder)
     problems = _name_problems(entries, media, caption_extension)
     kinds = {media} if media else {"image", "video"}
     paths = [entry for entry in entries if media_of(entry) in kinds and entry.is_file()]
@@ -106,36 +106,20 @@ def scan(
     unreadable: dict[Path, Problem] = {}
     if deep:
         if any(media_of(path) == "video" for path in paths):
-            _require_av()
+            require_av()
         with ThreadPoolExecutor() as pool:
-            unreadable = {problem.path: problem for problem in pool.map(_unreadable, paths) if problem}
-    captions = {_folded(entry.name): entry for entry in reversed(entries)}
+            unreadable = {bad.path: bad for bad in pool.map(inspect, paths) if isinstance(bad, Problem)}
+    captions = {folded(entry.name): entry for entry in reversed(entries)}
     items = []
     for path in paths:
         try:
             item = _item(path, caption_extension, captions)
-        except _BadItemError as bad:
+        except BadItemError as bad:
             problems.append(bad.problem)
         else:
             items += [item] if path not in unreadable else []
     problems += unreadable.values()
     return items, sorted(problems, key=lambda problem: problem.path.name)
-
-
-def left_out(folder: Path, caption_extension: str = ".txt") -> list[str]:
-    """What a dataset folder holds that is no item: other files, captions without media, sub-folders; a line each."""
-    entries = _entries(folder)
-    stems = {_folded(path.stem) for path in entries if media_of(path)}
-    lines = []
-    for path in entries:
-        if path.is_dir():
-            inside = sum(media_of(entry) is not None for entry in path.rglob("*"))
-            lines += [f"{path.name}/ ({inside} media files; sub-folders are not read)"] if inside else []
-        elif path.suffix.lower() == caption_extension:
-            lines += [] if _folded(path.stem) in stems else [f"{path.name} (a caption without its image or video)"]
-        elif media_of(path) is None:
-            lines.append(f"{path.name} (read are: {', '.join(sorted(IMAGE_SUFFIXES | VIDEO_SUFFIXES))})")
-    return lines
 
 
 def read_facts(path: Path) -> MediaFacts:
@@ -147,14 +131,19 @@ def read_facts(path: Path) -> MediaFacts:
     return _image_facts(path) if media_of(path) == "image" else _video_facts(path)
 
 
-class _BadItemError(Exception):
+class BadItemError(Exception):
     """A problem on its way out of a helper."""
 
     def __init__(self, path: Path, found: str, cure: str) -> None:
         self.problem = Problem(path, found, cure)
 
 
-def _entries(folder: Path) -> list[Path]:
+def list_folder(folder: Path) -> list[Path]:
+    """What a folder holds, in the order of the names; hidden files are left out.
+
+    Raises:
+        WangenError: the folder cannot be listed.
+    """
     try:
         return sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))
     except OSError as error:
@@ -165,43 +154,71 @@ def _entries(folder: Path) -> list[Path]:
         ) from None
 
 
+def read_caption(path: Path) -> str:
+    """The text of a caption file, stripped.
+
+    Raises:
+        FileNotFoundError: there is none.
+        BadItemError: it is not UTF-8, cannot be read, or is empty.
+    """
+    try:
+        caption = path.read_bytes().decode("utf-8-sig").strip()
+    except FileNotFoundError:
+        raise
+    except UnicodeDecodeError:
+        raise BadItemError(path, "is not UTF-8", "save it as UTF-8") from None
+    except OSError as error:
+        raise BadItemError(path, f"cannot be read: {error.strerror}", "fix its rights") from None
+    if not caption:
+        raise BadItemError(path, "is empty", "describe the picture in a sentence")
+    return caption
+
+
 def _item(path: Path, extension: str, entries: Mapping[str, Path]) -> Item:
     """The media file with its caption, whose name may differ in letter case (`A.JPG` and `A.TXT`)."""
     caption_path = path.with_suffix(extension)
     if not caption_path.is_file():
-        caption_path = entries.get(_folded(caption_path.name), caption_path)
+        caption_path = entries.get(folded(caption_path.name), caption_path)
     try:
-        caption = caption_path.read_text(encoding="utf-8-sig").strip()
+        return Item(path, media_of(path) or "image", read_caption(caption_path), caption_path)
     except FileNotFoundError:
-        raise _BadItemError(path, "has no caption", f"write {caption_path.name} beside it") from None
-    except UnicodeDecodeError:
-        raise _BadItemError(caption_path, "is not UTF-8", "save it as UTF-8") from None
-    except OSError as error:
-        raise _BadItemError(caption_path, f"cannot be read: {error.strerror}", "fix its rights") from None
-    if not caption:
-        raise _BadItemError(caption_path, "is empty", "describe the picture in a sentence")
-    return Item(path, media_of(path) or "image", caption, caption_path)
+        raise BadItemError(path, "has no caption", f"write {caption_path.name} beside it") from None
 
 
 def _name_problems(entries: Sequence[Path], media: Media | None, extension: str) -> list[Problem]:
     """Names that some system cannot hold, or takes for the name of another file; and links that lead nowhere."""
-    problems, seen = [], dict[str, str]()
+    problems, paths = [], []
     for path in entries:
         # `cat.jpg.` is no image by its ending; Windows and whoever wrote it think that it is.
         kind = media_of(path) or media_of(Path(path.name.rstrip(". ") or "-"))
         if kind is None or (media and kind != media) or path.is_dir():
             continue
-        reason = windows_name_problem(path.name)
-        if reason:
-            problems.append(Problem(path, f"Windows cannot hold this name ({reason})", "rename it"))
-        elif not _is_unicode(path.name):
-            problems.append(Problem(path, "the name is not UTF-8", "rename it"))
-        elif not path.exists():
-            problems.append(Problem(path, "is a link to a file that is not there", "replace it or take it out"))
-        caption = path.with_suffix(extension)
-        # Two media of one stem may share a caption (`a.jpg`, `a.mp4`); `A.jpg` and `a.png` would share it on Windows.
-        for name in (path.name, caption.name):
-            other = seen.setdefault(_folded(name), name)
+        paths.append(path)
+        problems += name_problem(path)
+    return problems + same_names(paths, extension)
+
+
+def name_problem(path: Path) -> list[Problem]:
+    """What is wrong with the name of one file, if anything: no system must fail on it; or it is a link to nothing."""
+    reason = windows_name_problem(path.name)
+    if reason:
+        return [Problem(path, f"Windows cannot hold this name ({reason})", "rename it")]
+    if not _is_unicode(path.name):
+        return [Problem(path, "the name is not UTF-8", "rename it")]
+    if not path.exists():
+        return [Problem(path, "is a link to a file that is not there", "replace it or take it out")]
+    return []
+
+
+def same_names(paths: Iterable[Path], extension: str = ".txt") -> list[Problem]:
+    """Media that some system takes for one file when they lie in one folder, or whose captions it does.
+
+    Two media of one stem may share a caption (`a.jpg`, `a.mp4`); `A.jpg` and `a.png` would share it on Windows.
+    """
+    problems, seen = [], dict[str, str]()
+    for path in paths:
+        for name in (path.name, path.with_suffix(extension).name):
+            other = seen.setdefault(folded(name), name)
             if other != name:
                 found = f"{other} and {name} differ in letter case or Unicode form only: one file on Windows or macOS"
                 problems.append(Problem(path, found, "rename one of them"))
@@ -209,7 +226,8 @@ def _name_problems(entries: Sequence[Path], media: Media | None, extension: str)
     return problems
 
 
-def _folded(name: str) -> str:
+def folded(name: str) -> str:
+    """A name as systems that ignore letter case and Unicode form compare it."""
     return unicodedata.normalize("NFC", name).casefold()
 
 
@@ -221,14 +239,15 @@ def _is_unicode(name: str) -> bool:
     return True
 
 
-def _unreadable(path: Path) -> Problem | None:
+def inspect(path: Path) -> "MediaFacts | Problem":
+    """The facts of a media file that can be read to its end, or what is wrong with it."""
     try:
-        read_facts(path)
+        facts = read_facts(path)
         if media_of(path) == "image":
             _decode_image(path)
     except WangenError as error:
         return Problem(path, error.found, "replace it or take it out")
-    return None
+    return facts
 
 
 @cache
@@ -266,7 +285,12 @@ def _decode_image(path: Path) -> None:
         raise WangenError(f"cannot be read as an image ({_short(error)})", where=str(path)) from None
 
 
-def _require_av() -> Any:
+def require_av() -> Any:
+    """The library that reads clips.
+
+    Raises:
+        WangenError: it is not installed.
+    """
     try:
         import av
     except ModuleNotFoundError:
@@ -279,7 +303,7 @@ def _require_av() -> Any:
 
 
 def _video_facts(path: Path) -> MediaFacts:
-    av = _require_av()
+    av = require_av()
     try:
         with av.open(str(path)) as container:
             if not container.streams.video:

@@ -88,6 +88,16 @@ def hold(path: Path | None) -> Iterator[None]:
             _release(path, mine)
 
 
+def busy(path: Path) -> WangenError | None:
+    """What to say while a live run holds a lock; None when it is free. The lock is neither taken nor cleared."""
+    found = _read(path)
+    if found is None:
+        return None
+    text, age_s = found
+    owner = Owner.parse(text)
+    return None if _is_free(owner, age_s) else _busy(path, owner, age_s)
+
+
 def _take(path: Path, mine: Owner) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

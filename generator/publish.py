@@ -1,316 +1,263 @@
 """Items -> the published layout: media, captions, caches, TOML files and scripts, for each target.
 
-Publishing again brings the bundle up to date and touches nothing else: a manifest beside the media remembers what was
-written, and only that is ever replaced or removed. Media are hard-linked within one file system and copied otherwise;
-captions are always copied. Originals stay as they are.
+Everything is planned first: what is wrong is listed at once, before anything is written. Then media with new names are
+added, all that replaces something is staged beside its place and renamed in one go, and what is needed no longer is
+removed, so that an interrupted publish leaves the old state or the new one. Originals stay as they are.
 """
 
-import json
-import os
-import shutil
-from collections.abc import Iterable
-from contextlib import suppress
-from dataclasses import dataclass, field
-from importlib.metadata import version
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
-from wangen.generator import scripts
-from wangen.generator.bundle import CACHE, bundle_steps, toml_name
-from wangen.generator.dataset import Item, Problem, media_of, read_facts, scan
-from wangen.generator.errors import WangenError
-from wangen.generator.files import remove, replace, write_text
-from wangen.generator.geometry import too_short
-from wangen.generator.paths import toml_path
-from wangen.generator.steps import Step
-from wangen.generator.tomls import same_text, signed, unedited, write_dataset
-from wangen.generator.workspace import Target, Workspace, require_writable
+from wangen.generator import deploy, layout
+from wangen.generator.dataset import Problem
+from wangen.generator.deploy import FolderPlan
+from wangen.generator.errors import UsageError, WangenError
+from wangen.generator.lock import busy, hold
+from wangen.generator.source import Advance, Source
+from wangen.generator.target import Target
+from wangen.generator.texts import (
+    Text,
+    resolutions_of,
+    script_texts,
+    setup_texts,
+    toml_file,
+    toml_text,
+    wheel_text,
+)
+from wangen.generator.tomls import resolution_name
+from wangen.generator.wheel import wheel_bytes
+from wangen.generator.workspace import DatasetSettings, Workspace, require_writable
 from wangen.profiles import Model
 
-MANIFEST = ".wangen-published.json"
-CAPTION = ".txt"
-
-State = list[int]
-"""Size and modification time (ns) of a source when it was published; zeros while its file is being written."""
-
-
-class _Source(NamedTuple):
-    """A file to publish."""
-
-    path: Path
-    link: bool
-    state: State
+STATE = ".wangen"
+"""The folder of a workspace where publishing keeps what it remembers."""
 
 
 @dataclass
-class Published:
-    """What publishing to one target did.
+class BundlePlan:
+    """What publishing does for one target.
 
     Attributes:
         target: where.
-        scripts: script names.
-        counts: `new`, `same`, `removed` media and captions.
-        kept: scripts and TOML files that the user had edited, relative to the target's folder; the new text lies
-            beside them as `.new`.
-        knobs: script -> knob -> (the user's value that stays, the published one).
+        texts: its scripts and TOML files.
+        folders: its media folders, one per resolution; targets at one root share them.
+        empty: folders that it needs.
+        left: names of resolutions that were published earlier and are not asked for any more.
+        long_paths: paths that are, or may become, too long for Windows, a line each.
     """
 
     target: Target
-    scripts: list[str] = field(default_factory=list)
-    counts: dict[str, int] = field(default_factory=lambda: {"new": 0, "same": 0, "removed": 0})
-    kept: list[str] = field(default_factory=list)
-    knobs: dict[str, dict[str, tuple[str, str]]] = field(default_factory=dict)
+    texts: list[Text]
+    folders: list[FolderPlan]
+    empty: list[Path]
+    left: list[str]
+    long_paths: list[str]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many media and captions are `new`, `changed`, `same` and `removed`."""
+        return {
+            "new": sum(len(folder.new) for folder in self.folders),
+            "changed": sum(len(folder.changed) for folder in self.folders),
+            "same": sum(folder.num_same for folder in self.folders),
+            "removed": sum(len(folder.gone) for folder in self.folders),
+        }
 
 
-def read_source(folder: Path, model: Model) -> list[Item]:
-    """The items of a dataset folder, each fit for the model.
+@dataclass(frozen=True)
+class Plan:
+    """A publish that can be carried out.
+
+    Attributes:
+        workspace: where from.
+        slug: the dataset.
+        bundles: one for each target.
+        wheels: what the setup scripts install; targets at one root share it.
+    """
+
+    workspace: Workspace
+    slug: str
+    bundles: list[BundlePlan]
+    wheels: list[Text]
+
+    @property
+    def folders(self) -> list[FolderPlan]:
+        """The media folders of all targets, each once."""
+        return list({folder.folder: folder for bundle in self.bundles for folder in bundle.folders}.values())
+
+    @property
+    def texts(self) -> list[Text]:
+        """The scripts and TOML files of all targets, and the wheels."""
+        return [*(text for bundle in self.bundles for text in bundle.texts), *self.wheels]
+
+
+def memo_path(workspace: Workspace, slug: str) -> Path:
+    """Where the facts of a dataset's media are remembered."""
+    return workspace.folder / STATE / f"{slug}.media.json"
+
+
+def make_plan(
+    workspace: Workspace,
+    targets: Sequence[Target],
+    slug: str,
+    model: Model,
+    source: Source | None,
+    settings: DatasetSettings | None = None,
+    *,
+    long_paths: bool = False,
+) -> Plan:
+    """Compare every target with what it shall hold; nothing is written.
+
+    Args:
+        workspace: has the defaults of a run.
+        targets: where to publish.
+        slug: the dataset.
+        model: what is trained.
+        source: what is published; None: only the scripts are made again.
+        settings: resolutions, trigger word and the like; None for the defaults.
+        long_paths: Windows can open long paths there.
 
     Raises:
-        WangenError: anything is wrong with it; the message lists everything at once.
+        WangenError: a name, path or file forbids publishing; the message lists everything at once.
     """
-    items, problems = scan(folder)
-    problems += short_clips(items, model)
-    if problems:
-        raise WangenError(
-            f"the dataset has {len(problems)} problem{'s' if len(problems) > 1 else ''}; nothing was published\n"
-            + "\n".join(f"  - {problem}" for problem in problems),
-            where=str(folder),
-        )
-    return items
-
-
-def short_clips(items: Iterable[Item], model: Model) -> list[Problem]:
-    """Clips with fewer frames than the model profile's clip length."""
-    clips = [item.path for item in items if item.media == "video"]
-    short = ((path, too_short(read_facts(path), model.num_frames, model.fps)) for path in clips)
-    return [Problem(path, *words) for path, words in short if words]
-
-
-def publish(workspace: Workspace, target: Target, model: Model, slug: str, items: list[Item]) -> Published:
-    """Bring one target's bundle of a dataset up to date.
-
-    Raises:
-        WangenError: the target cannot be written, a name does not fit it, or a file of the user is in the way.
-    """
-    result = Published(target)
-    made = _scripts(target, slug, bundle_steps(workspace, target, model, slug))
-    for path, bundle, name in made:  # what a shell cannot carry is refused before anything is written
-        scripts.render(bundle, path.suffix[1:], name)
-    datasets = target.roots["datasets"]
-    size = resolution_name(model)
-    media = _reach(target, target.path(datasets, slug, size))
-    for folder in (
-        target.folder,
-        media,
-        _reach(target, target.path(datasets, slug, f"{size}_cache")),
-        _reach(target, target.path(target.roots["outputs"], slug)),
-        _reach(target, target.path(target.roots["logs"])),
-    ):
-        require_writable(folder)
-    _deploy(items, media, result.counts)
-    _write_toml(f"files/tomls/{toml_name(slug, target)}", dataset_toml(target, model, slug, items), result)
-    _write_scripts(made, result)
-    return result
-
-
-def resolution_name(model: Model) -> str:
-    """The name of a resolution's folder: `832x480`, or `512` for a square."""
-    width, height = model.resolution
-    return str(width) if width == height else f"{width}x{height}"
-
-
-def dataset_toml(target: Target, model: Model, slug: str, items: Iterable[Item]) -> str:
-    """The dataset's TOML for a target: one block for its images, one for its clips, both on one cache."""
-    kinds = {item.media for item in items}
-    datasets, size = target.roots["datasets"], resolution_name(model)
-    media = toml_path(target.path(datasets, slug, size), target.machine)
-    general = {
-        "resolution": list(model.resolution),
-        "caption_extension": CAPTION,
-        "batch_size": 1,
-        "enable_bucket": True,
-    }
-    blocks = []
-    for kind in ("image", "video"):
-        if kind in kinds:
-            clip = {"target_frames": [model.num_frames], "frame_extraction": "head"} if kind == "video" else {}
-            blocks.append({f"{kind}_directory": media, "cache_directory": f"{media}_cache", "num_repeats": 1, **clip})
-    comment = f"{slug} for {model.title}, written by wangen publish; paths are relative to the folder of the scripts"
-    if target.root:
-        comment = f"{slug} for {model.title}, written by wangen publish"
-    return signed(write_dataset(tuple(blocks), general, comment))
-
-
-def _write_toml(name: str, text: str, result: Published) -> None:
-    """Write the dataset's TOML; one that the user edited stays, and the new text goes beside it as `.new`."""
-    path = result.target.folder / name
-    try:
-        old = path.read_bytes() if path.exists() else b""
-    except OSError as error:
-        raise WangenError(f"cannot be read: {error.strerror}", where=str(path), cure="fix its rights") from None
-    if not old or unedited(old) or same_text(old, text):
-        _write_changed(path, text)
-        return
-    _write_changed(path.with_name(f"{path.name}.new"), text)
-    result.kept.append(name)
-
-
-def _reach(target: Target, text: str) -> Path:
-    path = target.reach(text)
-    if path is None:
-        raise WangenError(f"this host cannot see {text}", cure="publish on a machine that does, or leave that root out")
-    return path
-
-
-def _deploy(items: Iterable[Item], folder: Path, counts: dict[str, int]) -> None:
-    """Put media and captions into `folder`; remove what an earlier publish wrote and the source no longer has.
-
-    The manifest names every file before it is written, so that an interrupted publish leaves nothing unknown.
-    """
-    manifest = folder / MANIFEST
-    before = _read_manifest(manifest)
-    sources = _sources(items)
-    todo = [
-        name for name, source in sources.items() if before.get(name) != source.state or not (folder / name).exists()
+    settings = settings or DatasetSettings()
+    shared: dict[Path, FolderPlan] = {}
+    bundles = []
+    for target in targets:
+        texts = [*script_texts(workspace, target, model, slug, settings), *setup_texts(target)]
+        bundle = BundlePlan(target, texts, [], [], [], [])
+        if source:
+            texts.append(toml_text(target, model, slug, source.items, settings))
+            _plan_folders(bundle, slug, model, source, settings, shared)
+        elif not toml_file(target, slug).is_file():
+            raise WangenError(f"{slug} is not published for {target.platform.name} yet", where=str(target.folder),
+                              cure=f"wangen publish {slug}")  # fmt: skip
+        bundles.append(bundle)
+    _refuse_doubles(bundles)
+    content = wheel_bytes()
+    wheels = {text.path: text for text in (wheel_text(target, content) for target in targets)}
+    plan = Plan(workspace, slug, bundles, list(wheels.values()))
+    problems = [
+        *(source.problems if source else ()),
+        *(problem for folder in plan.folders for problem in folder.problems),
     ]
-    for name in todo:
-        destination = folder / name
-        if name not in before and destination.exists() and not _same_bytes(sources[name].path, destination):
-            raise WangenError(
-                "a file that wangen did not write is in the way", where=str(destination), cure="move it away"
-            )
-    gone = before.keys() - sources.keys()
-    counts |= {"new": len(todo), "same": len(sources) - len(todo), "removed": len(gone)}
-    if todo or gone:
-        _write_manifest(manifest, before | {name: [0, 0] for name in todo})
-    for name in gone:  # first, because `Cat.jpg` and `cat.jpg` are one file on Windows and macOS
-        _remove(folder / name)
-    for name in todo:
-        _place(sources[name], folder / name)
-    _write_manifest(manifest, {name: source.state for name, source in sources.items()})
+    for bundle in bundles:
+        problems += _problems(bundle, slug, long_paths)
+    if problems:
+        raise _refusal(problems, str(source.origin if source else workspace.folder))
+    return plan
 
 
-def _sources(items: Iterable[Item]) -> dict[str, _Source]:
-    """What is published, by its name in the bundle; a caption gets the ending that the TOML names."""
-    found = {}
-    for item in items:
-        caption = item.path.with_suffix(CAPTION).name
-        for name, path, link in ((item.path.name, item.path, True), (caption, item.caption_path, False)):
-            try:
-                stat = path.stat()
-            except OSError as error:
-                raise WangenError(f"cannot be read: {error.strerror}", where=str(path)) from None
-            found[name] = _Source(path, link, [stat.st_size, stat.st_mtime_ns])
-    return found
+def _refusal(problems: Iterable[Problem], where: str) -> WangenError:
+    """One error that lists everything that forbids publishing."""
+    lines = list(dict.fromkeys(map(str, problems)))
+    count = f"{len(lines)} problem{'s' if len(lines) > 1 else ''}"
+    return WangenError("\n".join([f"{count}; nothing was published", *(f"  - {line}" for line in lines)]), where=where)
 
 
-def _read_manifest(path: Path) -> dict[str, State]:
-    """What an earlier publish wrote; entries that it cannot have written are not believed."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
-        return {}
-    except OSError as error:
-        raise WangenError(f"cannot be read: {error.strerror}", where=str(path)) from None
-    if not isinstance(content, dict):
-        return {}
-    return {
-        name: state
-        for name, state in content.items()
-        if Path(name).name == name and (media_of(Path(name)) or name.endswith(CAPTION)) and isinstance(state, list)
-    }
+def _plan_folders(
+    bundle: BundlePlan,
+    slug: str,
+    model: Model,
+    source: Source,
+    settings: DatasetSettings,
+    shared: dict[Path, FolderPlan],
+) -> None:
+    """Add the folders of a dataset to a bundle's plan; `shared` holds those of the targets before."""
+    target, sizes = bundle.target, resolutions_of(model, settings)
+    for size in sizes:
+        folder = layout.media_folder(target, slug, size)
+        key = folder.resolve()
+        if key not in shared:
+            shared[key] = deploy.make_plan(folder, source, model, settings, size)
+        bundle.folders.append(shared[key])
+        bundle.empty.append(layout.cache_folder(target, slug, size))
+        bundle.long_paths += layout.long_paths(target, slug, size, shared[key].wanted)
+    bundle.empty += [layout.output_folder(target, slug), layout.reach(target, target.roots["logs"])]
+    asked = {resolution_name(size) for size in sizes}
+    bundle.left = [name for name in layout.published_resolutions(target, slug) if name not in asked]
 
 
-def _write_manifest(path: Path, states: dict[str, State]) -> None:
-    _write_changed(path, json.dumps(states, indent=0, sort_keys=True))
+def _refuse_doubles(bundles: Iterable[BundlePlan]) -> None:
+    """Two targets at one place may share media, but not a script or a TOML file."""
+    owners: dict[Path, str] = {}
+    for bundle in bundles:
+        for text in bundle.texts:
+            name = bundle.target.platform.name
+            other = owners.setdefault(text.path.resolve(), name)
+            if other != name:
+                raise UsageError(
+                    f"{other} and {name} would both write {text.path.name}",
+                    where=str(text.path.parent),
+                    cure="give them different roots in wangen.toml, or publish one with --platform",
+                )
 
 
-def _write_changed(path: Path, text: str) -> None:
-    """Write a text file unless it holds that text already."""
-    try:
-        if path.read_bytes() == text.encode("utf-8"):
-            return
-    except OSError:
-        pass  # missing or unreadable: writing says what is wrong
-    write_text(path, text)
+def _problems(bundle: BundlePlan, slug: str, long_paths: bool) -> list[Problem]:
+    """What forbids publishing to this target."""
+    target = bundle.target
+    problems = layout.name_problems(target, {name for folder in bundle.folders for name in folder.wanted})
+    folders = [target.folder, *(folder.folder for folder in bundle.folders), *bundle.empty]
+    reasons = dict.fromkeys(filter(None, map(layout.unwritable, folders)))
+    problems += [Problem(target.folder, reason, "choose another or fix the rights") for reason in reasons]
+    if layout.is_fixed(target) and not long_paths:
+        cure = "take a shorter root, rename it, or set LongPathsEnabled on that machine and give --long_paths"
+        where = Path(target.platform.name)
+        problems += [Problem(where, f"too long for Windows, {line}", cure) for line in bundle.long_paths]
+    if any(text.state == "changed" for text in bundle.texts):
+        running = busy(layout.output_folder(target, slug) / "run.lock")
+        if running:
+            found = f"{running.found}, and its scripts would change under it"
+            problems.append(Problem(Path(running.where), found, running.cure))
+    return problems
 
 
-def _remove(path: Path) -> None:
-    try:
-        remove(path)
-    except OSError as error:
-        raise WangenError(
-            f"cannot remove what the dataset no longer has: {error.strerror}", where=str(path), cure="remove it by hand"
-        ) from None
+def carry_out(plan: Plan, advance: Advance = lambda _: None) -> None:
+    """Publish.
 
+    Args:
+        plan: from `make_plan`.
+        advance: told of each media file and caption that is written.
 
-def _same_bytes(one: Path, two: Path) -> bool:
-    try:
-        return one.samefile(two) or (one.stat().st_size == two.stat().st_size and one.read_bytes() == two.read_bytes())
-    except OSError:
-        return False
-
-
-def _place(source: _Source, destination: Path) -> None:
-    """Link or copy one file, whole or not at all; the manifest that follows makes its name durable."""
-    origin = source.path.resolve()
-    if destination.exists() and not destination.is_symlink() and origin == destination.resolve():
-        return  # the bundle itself is the source
-    temporary = destination.with_name(f".wangen-{os.getpid()}.tmp")  # short, because names may be as long as allowed
-    try:
-        remove(temporary)
-        if not source.link or not _linked(origin, temporary):
-            _copy(origin, temporary)
-        replace(temporary, destination)
-        remove(temporary)  # renaming a link onto its own file leaves both
-    except OSError as error:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        raise WangenError(f"cannot publish {source.path.name}: {error.strerror}", where=str(destination.parent),
-                          cure="free space or fix the rights, then publish again") from None  # fmt: skip
-
-
-def _copy(origin: Path, copy: Path) -> None:
-    """Copy a file's bytes so that they survive a power cut."""
-    shutil.copyfile(origin, copy)
-    with copy.open("rb+") as file:
-        os.fsync(file.fileno())
-
-
-def _linked(origin: Path, link: Path) -> bool:
-    """Make a hard link; False on another file system, or on one without links."""
-    try:
-        os.link(origin, link)
-    except OSError:
-        return False
-    return True
-
-
-def _scripts(target: Target, slug: str, steps: tuple[Step, ...]) -> list[tuple[Path, scripts.Bundle, str]]:
-    """Each script's path, what it runs, and the first word of its name."""
-    found = []
-    for name, chosen in (("train", steps), ("cache", steps[: len(CACHE)])):
-        bundle = scripts.Bundle(
-            platform=target.platform,
-            slug=slug,
-            root=target.root,
-            venv=target.venv,
-            steps=chosen,
-            version=version("wangen"),
-        )
-        found += [(target.folder / f"{name}_{slug}.{shell}", bundle, name) for shell in target.platform.shells]
-    return found
-
-
-def _write_scripts(made: Iterable[tuple[Path, scripts.Bundle, str]], result: Published) -> None:
-    for path, bundle, name in made:
+    Raises:
+        WangenError: the disk refused, or another publish of this dataset is under way.
+    """
+    with hold(plan.workspace.folder / STATE / f"{plan.slug}.lock"):
+        folders = _folders(plan)
+        for folder in folders:
+            require_writable(folder)
+            deploy.remove_litter(folder)
         try:
-            outcome = scripts.publish(path, bundle, path.suffix[1:], name)
+            _write(plan, advance)
         except OSError as error:
-            raise WangenError(f"cannot write the script: {error.strerror}", where=str(path),
+            raise WangenError(f"cannot publish: {error.strerror or error}", where=str(error.filename or ""),
                               cure="free space or fix the rights, then publish again") from None  # fmt: skip
-        result.scripts.append(path.name)
-        if outcome == "kept":
-            result.kept.append(path.name)
-        elif changed := scripts.changed_knobs(path.read_bytes()):
-            result.knobs[path.name] = changed
+        finally:
+            for folder in folders:
+                deploy.remove_litter(folder)
+
+
+def _folders(plan: Plan) -> list[Path]:
+    """Every folder that publishing writes into, or makes and leaves empty."""
+    found = [bundle.target.folder for bundle in plan.bundles]
+    found += [folder.folder for folder in plan.folders]
+    found += [folder for bundle in plan.bundles for folder in bundle.empty]
+    return list(dict.fromkeys([*found, *(text.path.parent for text in plan.texts)]))
+
+
+def _write(plan: Plan, advance: Advance) -> None:
+    """Every file in the order that an interruption harms least: see the head of this module."""
+    staged = []
+    beginnings = []
+    for folder in plan.folders:
+        changed = deploy.stage_changed(folder, advance)
+        staged += changed
+        beginnings.append(deploy.announce(folder, changed))
+    deploy.commit([beginning for beginning in beginnings if beginning])
+    for folder in plan.folders:
+        deploy.place_new(folder, advance)
+    staged += [deploy.stage(text.target, [text.data], text.mode) for text in plan.texts if text.data]
+    deploy.commit(staged)
+    ends = [deploy.finish(folder) for folder in plan.folders]
+    deploy.commit([end for end in ends if end])

@@ -19,6 +19,7 @@ from wangen.generator.bundle import find_weights
 from wangen.generator.dataset import media_of
 from wangen.generator.errors import WangenError
 from wangen.generator.files import write_text
+from wangen.generator.source import read_source
 from wangen.generator.steps import Generate
 from wangen.generator.target import Target, host_platform_name
 from wangen.generator.workspace import FILE, Workspace
@@ -58,9 +59,11 @@ def run(folder: Path) -> int:
     place = _workspace(folder.absolute())
     target, model = place.targets[0], place.profile()
     skipped = _make_weights(target, model, place)
-    items = publishing.read_source(place.folder / "datasets" / SLUG, model)
-    published = publishing.publish(place, target, model, SLUG, items)
-    _say(f"published {len(items)} items: " + ", ".join(f"{n} files {what}" for what, n in published.counts.items()))
+    source = read_source(place.folder / "datasets" / SLUG, model)
+    plan = publishing.make_plan(place, [target], SLUG, model, source)
+    publishing.carry_out(plan)
+    counts = ", ".join(f"{number} files {what}" for what, number in plan.bundles[0].counts.items())
+    _say(f"published {len(source.items)} items: {counts}")
     code = _run_script(target)
     if code:
         return code

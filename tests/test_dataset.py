@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from helpers import clip_bytes, image_bytes, make_clip, make_image, write_tree
 
-from wangen.generator.dataset import MediaFacts, left_out, read_facts, scan
+from wangen.generator.dataset import MediaFacts, read_facts, scan
 from wangen.generator.errors import WangenError
 
 posix_names = pytest.mark.skipif(os.name == "nt", reason="Windows cannot hold these names")
@@ -207,18 +207,3 @@ def test_without_the_library_for_clips_the_install_line_is_given(tmp_path, monke
     with pytest.raises(WangenError, match="clips need the library av") as caught:
         scan(tmp_path)
     assert caught.value.cure == f'in the folder of a wangen clone: "{sys.executable}" -m pip install ".[runtime]"'
-
-
-def test_what_is_no_item_is_named(tmp_path):
-    tree = {
-        "a.jpg": image_bytes(),
-        "a.txt": "an ape",
-        "b.HEIC": b"x",
-        "orphan.txt": "nobody",
-        "sub/c.jpg": image_bytes(),
-        "empty/x.txt": "x",
-        ".hidden": "x",
-    }
-    lines = left_out(write_tree(tmp_path, tree))
-    assert [line.split(" (")[0] for line in lines] == ["b.HEIC", "orphan.txt", "sub/"]
-    assert "1 media files; sub-folders are not read" in lines[2]

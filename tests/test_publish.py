@@ -3,15 +3,16 @@
 import json
 import os
 import shutil
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 from helpers import clip_bytes, image_bytes, read_tree, write_tree
 
-from wangen.generator import files, scripts
-from wangen.generator import publish as publishing
+from wangen.generator import files, manifest, scripts
 from wangen.generator.cli import main
 from wangen.generator.tomls import read_dataset
+from wangen.generator.wheel import wheel_name
 
 SMALL = 'resolution = [64, 64]\nnum_frames = 17\nplatforms = ["linux", "wsl", "windows"]\n'
 SHELLS = {"linux": ["sh"], "wsl": ["sh"], "windows": ["bat", "ps1"]}
@@ -68,8 +69,9 @@ def test_the_layout_for_three_platforms_at_once(place, capsys):
     for platform, shells in SHELLS.items():
         root = place / "published" / platform
         expected = {f"{kind}_{SLUG}.{shell}" for kind in ("train", "cache") for shell in shells}
+        expected |= {f"setup_wangen.{shell}" for shell in shells} | {f"files/{wheel_name(version('wangen'))}"}
         expected |= {f"files/tomls/{SLUG}_{SUFFIX[platform]}.toml"}
-        expected |= {f"files/datasets/{SLUG}/64/{name}" for name in (*originals, publishing.MANIFEST)}
+        expected |= {f"files/datasets/{SLUG}/64/{name}" for name in (*originals, manifest.NAME)}
         found = read_tree(root)
         assert found.keys() == expected
         assert {name: found[f"files/datasets/{SLUG}/64/{name}"] for name in originals} == originals
@@ -159,7 +161,7 @@ def test_publishing_again_writes_nothing(place, capsys):
     capsys.readouterr()
     assert publish(place) == 0
     assert stamps(place / "published") == before
-    assert "0 new, 6 same, 0 removed" in capsys.readouterr().out
+    assert "0 new, 0 changed, 6 same, 0 removed" in capsys.readouterr().out
 
 
 def test_an_edited_caption_renews_one_file(place):
@@ -169,7 +171,7 @@ def test_an_edited_caption_renews_one_file(place):
     publish(place, "--platform", "linux")
     after = stamps(place / "published")
     changed = {Path(name).name for name in after if after[name] != before[name]}
-    assert changed == {"walk.txt", publishing.MANIFEST}
+    assert changed == {"walk.txt", manifest.NAME}
     assert (media(place) / "walk.txt").read_text() == "a long walk around it"
 
 
@@ -193,7 +195,7 @@ def test_what_the_source_lost_is_removed_and_what_others_wrote_stays(place):
         (dataset(place) / name).unlink()
     publish(place, "--platform", "linux")
     assert read_tree(media(place)).keys() == {
-        "a b & c.png", "a b & c.txt", "walk.mp4", "walk.txt", "mine.jpg", "notes.txt", publishing.MANIFEST,
+        "a b & c.png", "a b & c.txt", "walk.mp4", "walk.txt", "mine.jpg", "notes.txt", manifest.NAME,
     }  # fmt: skip
 
 
@@ -210,12 +212,12 @@ def test_the_users_own_file_of_the_same_name_is_not_overwritten(place, capsys):
 
 def test_an_interrupted_publish_is_finished_by_the_next(place):
     publish(place, "--platform", "linux")
-    states = json.loads((media(place) / publishing.MANIFEST).read_text())
-    (media(place) / publishing.MANIFEST).write_text(json.dumps(states | {"walk.txt": [0, 0]}))
+    states = json.loads((media(place) / manifest.NAME).read_text())
+    (media(place) / manifest.NAME).write_text(json.dumps(states | {"walk.txt": [0, 0]}))
     (media(place) / "walk.txt").unlink()
     (media(place) / "walk.mp4").unlink()
     publish(place, "--platform", "linux")
-    assert json.loads((media(place) / publishing.MANIFEST).read_text()) == states
+    assert json.loads((media(place) / manifest.NAME).read_text()) == states
     assert (media(place) / "walk.mp4").is_file()
     assert (media(place) / "walk.txt").is_file()
 
@@ -223,18 +225,18 @@ def test_an_interrupted_publish_is_finished_by_the_next(place):
 @pytest.mark.parametrize("text", ["", "[1]", "{", '{"../../x.txt": [1, 2]}', '{"..": [1, 2]}', '{"keep.sh": [1, 2]}'])
 def test_a_foreign_manifest_removes_nothing_outside(place, text):
     publish(place, "--platform", "linux")
-    write_tree(media(place), {"../../x.txt": "x", "keep.sh": "x", publishing.MANIFEST: text})
+    write_tree(media(place), {"../../x.txt": "x", "keep.sh": "x", manifest.NAME: text})
     assert publish(place, "--platform", "linux") == 0
     assert (media(place) / ".." / ".." / "x.txt").is_file()
     assert (media(place) / "keep.sh").is_file()
-    assert "walk.mp4" in (media(place) / publishing.MANIFEST).read_text()
+    assert "walk.mp4" in (media(place) / manifest.NAME).read_text()
 
 
 def test_publishing_a_bundle_onto_itself_changes_nothing(place):
     publish(place, "--platform", "linux")
     before = stamps(media(place))
     assert publish(place, "--platform", "linux", "--source", str(media(place))) == 0
-    assert {name for name, stamp in stamps(media(place)).items() if stamp != before[name]} <= {publishing.MANIFEST}
+    assert {name for name, stamp in stamps(media(place)).items() if stamp != before[name]} <= {manifest.NAME}
     assert stamps(dataset(place)).keys() == {
         "Front.JPG",
         "Front.txt",

@@ -16,6 +16,7 @@ from wangen.generator.bundle import CACHE, bundle_steps, toml_name
 from wangen.generator.cli import main
 from wangen.generator.commands import parse
 from wangen.generator.errors import WangenError
+from wangen.generator.source import Source
 from wangen.generator.steps import find_step
 from wangen.generator.target import Target
 
@@ -31,6 +32,13 @@ def spoken(script: Path) -> list[object]:
         assert step is not None
         made.append(parse(step, words))
     return made
+
+
+def publish(made: workspace.Workspace, target: Target) -> publishing.Plan:
+    """Publish a dataset of nothing."""
+    plan = publishing.make_plan(made, [target], "x", made.profile(), Source(Path("x"), [], {}, {}))
+    publishing.carry_out(plan)
+    return plan
 
 
 def assert_scripts_say_what_was_meant(made: workspace.Workspace, target: Target, slug: str) -> None:
@@ -82,12 +90,12 @@ def hostile(tmp_path: Path, platform: str, part: str, rooted: bool) -> tuple[wor
 @pytest.mark.parametrize("part", HOSTILE, ids=ascii)
 def test_hostile_names_in_roots_and_weights(tmp_path, platform, part, rooted):
     made, target = hostile(tmp_path, platform, part, rooted)
-    result = publishing.publish(made, target, made.profile(), "x", [])
+    plan = publish(made, target)
     pure = PureWindowsPath if platform == "windows" else PurePosixPath
     meant = bundle_steps(made, target, made.profile(), "x")
     assert pure(str(meant[0].vae)).name == f"{part}.pth"
     assert meant[-1].training_comment == part
-    assert len(result.scripts) == 2 * len(SHELLS[platform])
+    assert len(plan.texts) == 3 * len(SHELLS[platform]) + 2  # train, cache, setup; the TOML and the wheel
     assert_scripts_say_what_was_meant(made, target, "x")
     assert (target.folder / "files" / "tomls" / toml_name("x", target)).is_file()
 
@@ -106,7 +114,7 @@ def test_drawn_names_in_roots_and_weights(tmp_path_factory, platform, part, root
         made, target = hostile(folder, platform, part, rooted)
     except WangenError:  # a name that Windows reserves
         assume(False)
-    publishing.publish(made, target, made.profile(), "x", [])
+    publish(made, target)
     assert_scripts_say_what_was_meant(made, target, "x")
 
 
@@ -114,7 +122,7 @@ def test_what_a_shell_cannot_carry_is_refused_before_anything_is_written(tmp_pat
     made, target = hostile(tmp_path, "windows", "plain", rooted=False)
     steps = {"train": {"training_comment": 'a "quoted" word'}}
     with pytest.raises(WangenError):
-        publishing.publish(replace(made, steps=steps), target, made.profile(), "x", [])
+        publish(replace(made, steps=steps), target)
     assert not target.folder.exists()
 
 
@@ -122,5 +130,5 @@ def test_every_model_profile_can_be_published(tmp_path):
     for name in profiles.model_names():
         made = workspace.read(write_tree(tmp_path / name, {"wangen.toml": f'model = "{name}"\n'}))
         for target in made.targets:
-            publishing.publish(made, target, made.profile(), "x", [])
+            publish(made, target)
             assert_scripts_say_what_was_meant(made, target, "x")

@@ -14,8 +14,8 @@ from wangen.generator.cli import main
 from wangen.generator.dataset import Item
 from wangen.generator.errors import UsageError
 from wangen.generator.steps import Train
-from wangen.generator.texts import dataset_toml
 from wangen.generator.target import Target, host_platform_name
+from wangen.generator.texts import dataset_toml
 
 EXAMPLE = re.compile(r"^# (\w+ = .*)$", re.MULTILINE)
 IMAGE = Item(Path("a.jpg"), "image", "x", Path("a.txt"))

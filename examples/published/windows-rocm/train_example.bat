@@ -1,0 +1,263 @@
+@echo off
+setlocal EnableExtensions DisableDelayedExpansion
+rem train_example.bat: made by wangen 0.1.0 for example on windows-rocm.
+rem
+rem   double click, or train_example.bat     every step in order: check, cache_latents, cache_text, check_cache, train
+rem   train_example.bat smoke                a try: 50 steps on at most 8 items into outputs/example/smoke
+rem   train_example.bat STEP                 one step only
+rem   train_example.bat STEP WORDS           one step, up to four words added to its command line; a flag given again
+rem                                     wins. cmd parts words at blanks and , ; = unless they stand in double quotes
+rem
+rem A step that failed stops the script with its exit code, and a double-clicked window stays open (never when
+rem WANGEN_NO_PAUSE is set). Run it again to go on: what is done is kept.
+rem Python is taken from WANGEN_PYTHON (full path of python.exe), the virtual environment, or VIRTUAL_ENV.
+rem You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
+rem leave this file as it is and write the new text beside it as train_example.bat.new.
+rem
+rem wangen-digest: 1e3e81b3be43aed5f7026f3300b22bdd
+chcp 65001 >nul 2>&1
+
+rem >>> knobs: letters, digits and . _ , + - only
+rem check, cache_latents, cache_text, check_cache, train: which resolutions of the TOML to use: all, or for example 256,832x480 (published: 832x480)
+set "RESOLUTION=832x480"
+rem cache_latents, cache_text: threads that read and decode media (published: 4)
+set "NUM_WORKERS=4"
+rem cache_latents, check_cache: precision of the VAE and of the cached latents (default: bfloat16 on CUDA, float32 on CPU and ROCm); one of float32, bfloat16, float16. float32 because on ROCm a bfloat16 VAE gives all-zero or non-finite latents on some builds (published: float32)
+set "VAE_DTYPE=float32"
+rem cache_text, check_cache: precision of the text encoder and of the cached embeddings (default: bfloat16 on a GPU, float32 on a CPU); one of float32, bfloat16, float16 (published: bfloat16)
+set "T5_DTYPE=bfloat16"
+rem cache_text: captions per encode (published: 16)
+set "BATCH_SIZE_CACHE_TEXT=16"
+rem train: attention kernel; auto takes the first of flash3, flash, sdpa that runs forward and backward here; one of auto, sdpa, flash, flash3, xformers, sage (published: auto)
+set "ATTENTION=auto"
+rem train: LoRA rank (published: 16)
+set "NETWORK_DIM=16"
+rem train: LoRA alpha; the adapter is scaled by alpha / rank (published: 16.0)
+set "NETWORK_ALPHA=16.0"
+rem train: learning rate (published: 0.0001)
+set "LEARNING_RATE=0.0001"
+rem train: learning-rate schedule; one of constant, constant_with_warmup, linear, cosine, cosine_with_restarts, polynomial (published: constant)
+set "LR_SCHEDULER=constant"
+rem train: epochs; wins over --max_train_steps (35 when neither is given) (published: 35)
+set "MAX_TRAIN_EPOCHS=35"
+rem train: batches per optimizer step (published: 1)
+set "GRADIENT_ACCUMULATION_STEPS=1"
+rem train: bf16, or no for float32; one of bf16, no (published: bf16)
+set "MIXED_PRECISION=bf16"
+rem train: how timesteps are drawn; one of uniform, sigmoid, shift, logit_normal (published: shift)
+set "TIMESTEP_SAMPLING=shift"
+rem train: shift of timestep_sampling shift (published: 5.0)
+set "DISCRETE_FLOW_SHIFT=5.0"
+rem train: seed of order, noise, timesteps, dropout and initial weights (published: 42)
+set "SEED=42"
+rem train: threads that read cache entries (published: 4)
+set "MAX_DATA_LOADER_N_WORKERS=4"
+rem <<< knobs
+
+set "WG_RC=0"
+set "WG_HOLD="
+if defined WANGEN_NO_PAUSE goto wg_start
+if not defined CMDCMDLINE goto wg_start
+set "WG_CCL=%CMDCMDLINE:"=%"
+if not "%WG_CCL: /c =%"=="%WG_CCL%" set "WG_HOLD=1"
+:wg_start
+set "WG_SMOKE="
+set "WG_ONLY=%~1"
+if not "%~6"=="" goto wg_usage
+if not defined WG_ONLY if not "%~2"=="" goto wg_usage
+if not defined WG_ONLY goto wg_known
+if "%WG_ONLY%"=="smoke" if "%~2"=="" goto wg_smoke
+if "%WG_ONLY%"=="check" goto wg_known
+if "%WG_ONLY%"=="cache_latents" goto wg_known
+if "%WG_ONLY%"=="cache_text" goto wg_known
+if "%WG_ONLY%"=="check_cache" goto wg_known
+if "%WG_ONLY%"=="train" goto wg_known
+:wg_usage
+echo wangen: this script takes nothing, or smoke, or the name of one step and up to four words for it. Its steps: check, cache_latents, cache_text, check_cache, train
+set "WG_RC=2"
+goto wg_end
+
+:wg_smoke
+set "WG_SMOKE=--smoke"
+set "WG_ONLY="
+
+:wg_known
+if not exist "%~dp0" goto wg_noroot
+pushd "%~dp0."
+
+set "WG_PY="
+if not defined WANGEN_PYTHON goto wg_search
+set "WG_PY=%WANGEN_PYTHON:"=%"
+if exist "%WG_PY%" goto wg_found
+echo wangen: WANGEN_PYTHON names no program: "%WG_PY%"
+set "WG_RC=1"
+goto wg_end
+:wg_search
+if not defined WG_PY if exist "%~dp0venv\Scripts\python.exe" set "WG_PY=%~dp0venv\Scripts\python.exe"
+if not defined WG_PY if exist "%~dp0.venv\Scripts\python.exe" set "WG_PY=%~dp0.venv\Scripts\python.exe"
+if not defined WG_PY if defined VIRTUAL_ENV if exist "%VIRTUAL_ENV%\Scripts\python.exe" set "WG_PY=%VIRTUAL_ENV%\Scripts\python.exe"
+if defined WG_PY goto wg_found
+echo wangen: no Python was found. Looked for:
+echo   "%~dp0venv\Scripts\python.exe"
+echo   "%~dp0.venv\Scripts\python.exe"
+echo   do:    run setup_wangen.bat beside this script, or set WANGEN_PYTHON to a python.exe,
+echo          or type this in the folder of a wangen clone:
+echo   py -m venv "%~dp0venv"
+echo   "%~dp0venv\Scripts\python.exe" -m pip install torch --index-url https://stable.repo.amd.com/rocm/whl-next/
+echo   "%~dp0venv\Scripts\python.exe" -m pip install ".[runtime]"
+set "WG_RC=1"
+goto wg_end
+
+:wg_found
+set "PYTHONUTF8=1"
+set "PYTHONSAFEPATH=1"
+set "WANGEN_SCRIPT=1"
+set "WANGEN_SCRIPT_VERSION=0.1.0"
+"%WG_PY%" -c "import wangen.runtime" >nul 2>&1
+set "WG_RC=%ERRORLEVEL%"
+if "%WG_RC%"=="0" goto wg_step1
+echo wangen: this Python has no wangen: "%WG_PY%"
+echo   do:    run setup_wangen.bat beside this script, or type this in the folder of a wangen clone:
+echo   "%WG_PY%" -m pip install torch --index-url https://stable.repo.amd.com/rocm/whl-next/
+echo   "%WG_PY%" -m pip install ".[runtime]"
+set "WG_RC=1"
+goto wg_end
+
+:wg_step1
+if defined WG_ONLY if not "%WG_ONLY%"=="check" goto wg_step2
+set "WG_STEP=check"
+echo wangen: step 1 of 5: check
+"%WG_PY%" -m wangen.runtime ^
+  "check" ^
+  "--dataset_config" "files\tomls\example_win.toml" ^
+  "--resolution" "%RESOLUTION%" ^
+  "--task" "t2v-1.3B" ^
+  "--vae" "models\Wan2.1_VAE.pth" ^
+  "--t5" "models\models_t5_umt5-xxl-enc-bf16.pth" ^
+  "--dit" "models\wan2.1_t2v_1.3B_bf16.safetensors" ^
+  "--output_dir" "outputs\example" ^
+  "--log_file" "logs\example.log" ^
+  "--report_dir" "outputs\example" ^
+  "--lock" "outputs\example\run.lock" %2 %3 %4 %5
+set "WG_RC=%ERRORLEVEL%"
+if not "%WG_RC%"=="0" goto wg_failed
+
+:wg_step2
+if defined WG_ONLY if not "%WG_ONLY%"=="cache_latents" goto wg_step3
+set "WG_STEP=cache_latents"
+echo wangen: step 2 of 5: cache_latents
+"%WG_PY%" -m wangen.runtime ^
+  "cache_latents" ^
+  "--dataset_config" "files\tomls\example_win.toml" ^
+  "--resolution" "%RESOLUTION%" ^
+  "--num_workers" "%NUM_WORKERS%" ^
+  "--vae" "models\Wan2.1_VAE.pth" ^
+  "--vae_dtype" "%VAE_DTYPE%" ^
+  "--log_file" "logs\example.log" ^
+  "--report_dir" "outputs\example" ^
+  "--lock" "outputs\example\run.lock" %2 %3 %4 %5 %WG_SMOKE%
+set "WG_RC=%ERRORLEVEL%"
+if not "%WG_RC%"=="0" goto wg_failed
+
+:wg_step3
+if defined WG_ONLY if not "%WG_ONLY%"=="cache_text" goto wg_step4
+set "WG_STEP=cache_text"
+echo wangen: step 3 of 5: cache_text
+"%WG_PY%" -m wangen.runtime ^
+  "cache_text" ^
+  "--dataset_config" "files\tomls\example_win.toml" ^
+  "--resolution" "%RESOLUTION%" ^
+  "--num_workers" "%NUM_WORKERS%" ^
+  "--t5" "models\models_t5_umt5-xxl-enc-bf16.pth" ^
+  "--t5_dtype" "%T5_DTYPE%" ^
+  "--batch_size" "%BATCH_SIZE_CACHE_TEXT%" ^
+  "--log_file" "logs\example.log" ^
+  "--report_dir" "outputs\example" ^
+  "--lock" "outputs\example\run.lock" %2 %3 %4 %5 %WG_SMOKE%
+set "WG_RC=%ERRORLEVEL%"
+if not "%WG_RC%"=="0" goto wg_failed
+
+:wg_step4
+if defined WG_ONLY if not "%WG_ONLY%"=="check_cache" goto wg_step5
+set "WG_STEP=check_cache"
+echo wangen: step 4 of 5: check_cache
+"%WG_PY%" -m wangen.runtime ^
+  "check_cache" ^
+  "--dataset_config" "files\tomls\example_win.toml" ^
+  "--resolution" "%RESOLUTION%" ^
+  "--vae" "models\Wan2.1_VAE.pth" ^
+  "--t5" "models\models_t5_umt5-xxl-enc-bf16.pth" ^
+  "--vae_dtype" "%VAE_DTYPE%" ^
+  "--t5_dtype" "%T5_DTYPE%" ^
+  "--log_file" "logs\example.log" ^
+  "--report_dir" "outputs\example" ^
+  "--lock" "outputs\example\run.lock" %2 %3 %4 %5 %WG_SMOKE%
+set "WG_RC=%ERRORLEVEL%"
+if not "%WG_RC%"=="0" goto wg_failed
+
+:wg_step5
+if defined WG_ONLY if not "%WG_ONLY%"=="train" goto wg_step6
+set "WG_STEP=train"
+echo wangen: step 5 of 5: train
+"%WG_PY%" -m wangen.runtime ^
+  "train" ^
+  "--dataset_config" "files\tomls\example_win.toml" ^
+  "--resolution" "%RESOLUTION%" ^
+  "--dit" "models\wan2.1_t2v_1.3B_bf16.safetensors" ^
+  "--task" "t2v-1.3B" ^
+  "--output_dir" "outputs\example" ^
+  "--output_name" "example" ^
+  "--attention" "%ATTENTION%" ^
+  "--network_dim" "%NETWORK_DIM%" ^
+  "--network_alpha" "%NETWORK_ALPHA%" ^
+  "--network_dropout" "0.0" ^
+  "--learning_rate" "%LEARNING_RATE%" ^
+  "--lr_scheduler" "%LR_SCHEDULER%" ^
+  "--lr_warmup_steps" "0" ^
+  "--lr_scheduler_num_cycles" "1" ^
+  "--lr_scheduler_power" "1.0" ^
+  "--optimizer_type" "AdamW" ^
+  "--max_grad_norm" "1.0" ^
+  "--max_train_epochs" "%MAX_TRAIN_EPOCHS%" ^
+  "--gradient_accumulation_steps" "%GRADIENT_ACCUMULATION_STEPS%" ^
+  "--gradient_checkpointing" ^
+  "--mixed_precision" "%MIXED_PRECISION%" ^
+  "--timestep_sampling" "%TIMESTEP_SAMPLING%" ^
+  "--discrete_flow_shift" "%DISCRETE_FLOW_SHIFT%" ^
+  "--sigmoid_scale" "1.0" ^
+  "--logit_mean" "0.0" ^
+  "--logit_std" "1.0" ^
+  "--min_timestep" "0" ^
+  "--max_timestep" "1000" ^
+  "--no_preserve_distribution_shape" ^
+  "--weighting_scheme" "none" ^
+  "--seed" "%SEED%" ^
+  "--max_data_loader_n_workers" "%MAX_DATA_LOADER_N_WORKERS%" ^
+  "--save_precision" "float32" ^
+  "--lora_layout" "comfyui" ^
+  "--log_file" "logs\example.log" ^
+  "--report_dir" "outputs\example" ^
+  "--lock" "outputs\example\run.lock" %2 %3 %4 %5 %WG_SMOKE%
+set "WG_RC=%ERRORLEVEL%"
+if not "%WG_RC%"=="0" goto wg_failed
+
+:wg_step6
+if defined WG_SMOKE echo wangen: train_example smoke finished.
+if defined WG_SMOKE goto wg_end
+if not defined WG_ONLY echo wangen: train_example finished.
+if defined WG_ONLY echo wangen: train_example step %WG_ONLY% finished.
+goto wg_end
+
+:wg_failed
+echo wangen: step %WG_STEP% failed, exit code %WG_RC%; its message stands above. Mend it and run this script again.
+goto wg_end
+
+:wg_noroot
+echo wangen: this folder is not there: "%~dp0."
+echo   do:    connect or create it, or publish again with the right root
+set "WG_RC=1"
+
+:wg_end
+popd
+if defined WG_HOLD if not "%WG_RC%"=="0" pause
+exit /b %WG_RC%

@@ -1,0 +1,334 @@
+"""What wangen wrote for a dataset on a target, and removing it: never a file that it did not write.
+
+A file is known by its manifest, its header or its digest, not by its name alone. Scripts and TOML files that the user
+changed, and media whose original is gone, are shown and stay.
+"""
+
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from wangen.generator import layout, manifest, scripts
+from wangen.generator.deploy import TEMPORARY
+from wangen.generator.errors import WangenError
+from wangen.generator.files import remove
+from wangen.generator.formats import read_safetensors
+from wangen.generator.manifest import Record
+from wangen.generator.setup_scripts import script_name
+from wangen.generator.steps import SMOKE, STEPS
+from wangen.generator.target import Target
+from wangen.generator.texts import beside, toml_file
+from wangen.generator.tomls import unedited
+
+Part = Literal["bundle", "caches", "checkpoints", "outputs"]
+PARTS: dict[Part, str] = {
+    "bundle": "scripts, TOML files, published media and captions",
+    "caches": "encoded latents and texts",
+    "checkpoints": "training states and LoRAs saved on the way",
+    "outputs": "finished LoRAs, reports, experiment logs and the log file",
+}
+
+_ENTRY = re.compile(r".*-[0-9a-f]{20}\.[a-z_]+\.safetensors")
+_CACHE_NOTES = re.compile(
+    r"\.wangen-[a-z]+(-[0-9a-f]{20}\.[a-z_]+)?\.json|\.[0-9a-f]{20}-[0-9a-f]{16}\.tmp|\.\.wangen-.*-[0-9a-f]{16}\.tmp"
+)
+_STATE = re.compile(r"step-\d{8}(-old)?|\.staging-\d{8}")
+_STATE_FILES = {"state.json", "adapter.safetensors", "optimizer.safetensors"}
+_LAYOUT = r"(-(comfyui|kohya|diffusers))?\.safetensors"
+_ON_THE_WAY = re.compile(r"-(step\d{8}|\d{6})" + _LAYOUT)
+_FINISHED = re.compile(_LAYOUT)
+
+
+@dataclass
+class Inventory:
+    """What wangen wrote for one dataset on one target.
+
+    Attributes:
+        target: where.
+        slug: the dataset.
+        files: part -> the files that may be removed with it.
+        kept: files that stay, and why.
+        folders: part -> folders of ours that are removed when they are empty, the inner ones first.
+        own: the folders that hold nothing but this dataset.
+    """
+
+    target: Target
+    slug: str
+    files: dict[Part, list[Path]] = field(default_factory=lambda: {part: [] for part in PARTS})
+    kept: list[tuple[Path, str]] = field(default_factory=list)
+    folders: dict[Part, list[Path]] = field(default_factory=lambda: {part: [] for part in PARTS})
+    own: tuple[Path, ...] = ()
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing of the dataset."""
+        return not (any(self.files.values()) or self.kept or any(folder.is_dir() for folder in self.own))
+
+
+@dataclass
+class _Seen:
+    """What was looked at on the way from target to target: several may share a root, or links to one file.
+
+    Attributes:
+        folders: those that count for an earlier target.
+        links: (device, inode) -> how many of its names would be removed.
+        scripts: where the dataset's run scripts are.
+    """
+
+    scripts: set[Path]
+    folders: set[Path] = field(default_factory=set)
+    links: Counter[tuple[int, int]] = field(default_factory=Counter)
+
+    def first(self, folder: Path) -> bool:
+        """Whether a folder was not looked at before."""
+        key = folder.resolve()
+        new = key not in self.folders
+        self.folders.add(key)
+        return new
+
+
+def survey(targets: Iterable[Target], slug: str, resolutions: Iterable[str] = ()) -> list[Inventory]:
+    """Look for everything that wangen wrote for a dataset, target by target; what they share counts for the first.
+
+    Args:
+        targets: where.
+        slug: the dataset.
+        resolutions: names of resolutions; only their media and caches are looked for then. Empty: everything.
+
+    Raises:
+        WangenError: this host cannot see a folder of a target, or cannot read a file of ours.
+    """
+    targets = list(targets)
+    seen, wanted = _Seen(scripts={path for target in targets for path in _run_scripts(target, slug)}), set(resolutions)
+    return [_survey(target, slug, wanted, seen) for target in targets]
+
+
+def _survey(target: Target, slug: str, wanted: set[str], seen: _Seen) -> Inventory:
+    dataset, output = layout.reach(target, target.roots["datasets"], slug), layout.output_folder(target, slug)
+    found = Inventory(target, slug, own=(dataset, output))
+    if seen.first(dataset):
+        for folder in (path for path in _entries(dataset) if path.is_dir()):
+            if wanted and folder.name.removesuffix("_cache") not in wanted:
+                continue
+            if folder.name.endswith("_cache"):
+                _look_at_cache(found, folder)
+            else:
+                _look_at_media(found, folder, seen.links)
+    found.folders["bundle"].append(dataset)
+    found.folders["caches"].append(dataset)
+    if not wanted:
+        _look_at_texts(found, seen)
+        if seen.first(output):
+            _look_at_outputs(found, output / SMOKE)
+            _look_at_outputs(found, output)
+        log = layout.reach(target, target.roots["logs"]) / f"{slug}.log"
+        if seen.first(log.parent):
+            found.files["outputs"] += [log] if log.is_file() else []
+            found.folders["outputs"].append(log.parent)
+    return found
+
+
+def clean(inventory: Inventory, parts: Iterable[Part]) -> int:
+    """Remove these parts and the folders that are empty then; returns how many files were removed.
+
+    Raises:
+        WangenError: a file cannot be removed; what was removed before is gone.
+    """
+    number = 0
+    for part in parts:
+        for path in inventory.files[part]:
+            try:
+                remove(path)
+            except OSError as error:
+                cure = "close what uses it or fix the rights, then run the same line again"
+                raise WangenError(f"cannot be removed: {error.strerror}", where=str(path), cure=cure) from None
+            number += 1
+        for folder in inventory.folders[part]:
+            _remove_empty(folder, inventory.target)
+    return number
+
+
+def known_slugs(target: Target) -> set[str]:
+    """The datasets of which a target holds anything."""
+    places = [layout.reach(target, target.roots[name]) for name in ("datasets", "outputs")]
+    found = {path.name for place in places for path in _entries(place) if path.is_dir()}
+    return found | {path.stem.removeprefix("train_") for path in target.folder.glob("train_*.*")}
+
+
+def _remove_empty(folder: Path, target: Target) -> None:
+    """Remove a folder and those above it as long as they are empty, up to the root of the target."""
+    top = target.folder.parent if target.root is None else target.folder
+    while folder != top and top in folder.parents:
+        try:
+            folder.rmdir()
+        except FileNotFoundError:
+            pass
+        except OSError:  # not empty, or in use: it costs nothing
+            return
+        folder = folder.parent
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return sorted(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise WangenError(
+            f"cannot list the folder: {error.strerror}", where=str(folder), cure="fix its rights"
+        ) from None
+
+
+def _run_scripts(target: Target, slug: str) -> list[Path]:
+    return [target.folder / f"{name}_{slug}.{shell}" for name in ("train", "cache") for shell in target.platform.shells]
+
+
+def _look_at_texts(found: Inventory, seen: _Seen) -> None:
+    target, slug = found.target, found.slug
+    for path in _run_scripts(target, slug):
+        for file in (path, beside(path)):
+            _judge_text(found, file, _script_edit)
+    path = toml_file(target, slug)
+    for file in (path, beside(path)):
+        _judge_text(found, file, lambda data: "" if unedited(data) else "edited by hand")
+    if not set(target.folder.glob("train_*.*")) - seen.scripts - set(map(beside, seen.scripts)):
+        _look_at_setup(found, seen)  # the last dataset takes what all share
+    found.files["bundle"] += target.folder.glob(f"{TEMPORARY}*")
+    found.folders["bundle"].append(path.parent)
+
+
+def _look_at_setup(found: Inventory, seen: _Seen) -> None:
+    folder = found.target.folder
+    for path in (folder / script_name(shell) for shell in found.target.platform.shells):
+        for file in (path, beside(path)):
+            _judge_text(found, file, _script_edit)
+    if seen.first(folder / "files"):
+        found.files["bundle"] += (folder / "files").glob("wangen-*-py3-none-any.whl")
+
+
+def _judge_text(found: Inventory, path: Path, edit: Callable[[bytes], str]) -> None:
+    try:
+        reason = edit(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as error:
+        reason = f"cannot be read: {error.strerror}"
+    if reason:
+        found.kept.append((path, reason))
+    else:
+        found.files["bundle"].append(path)
+
+
+def _script_edit(data: bytes) -> str:
+    """How a script differs from what wangen wrote, in words; empty when it does not."""
+    if not scripts.untouched(data):
+        return "edited by hand"
+    changed = scripts.changed_knobs(data)
+    return "you set " + ", ".join(f"{knob}={mine}" for knob, (mine, _) in changed.items()) if changed else ""
+
+
+def _look_at_media(found: Inventory, folder: Path, links: Counter[tuple[int, int]]) -> None:
+    """Files that the manifest names; of media whose original is gone, one copy stays."""
+    known = manifest.read(folder)
+    num_kept = len(found.kept)
+    for path in (folder / name for name in sorted(known.names())):
+        with suppress(FileNotFoundError):
+            record = known.match(path)
+            if record is None:
+                found.kept.append((path, "changed in the bundle"))
+            elif _spare(path, record, links):
+                found.files["bundle"].append(path)
+            else:
+                found.kept.append((path, f"the only copy: {record.origin} is gone"))
+    notes = [path for path in _entries(folder) if path.name.startswith(TEMPORARY)]
+    if len(found.kept) == num_kept:  # else it is needed to know the others again
+        notes += [path for path in (folder / manifest.NAME,) if path.is_file()]
+    found.files["bundle"] += notes
+    found.folders["bundle"].append(folder)
+
+
+def _spare(path: Path, record: Record, links: Counter[tuple[int, int]]) -> bool:
+    """Whether the content of a published file will be somewhere else, too."""
+    origin = Path(record.origin)
+    if record.origin and origin != path and origin.is_file():
+        return True
+    stat = path.stat()
+    if links[stat.st_dev, stat.st_ino] + 1 >= stat.st_nlink:
+        return False
+    links[stat.st_dev, stat.st_ino] += 1
+    return True
+
+
+def _look_at_cache(found: Inventory, folder: Path) -> None:
+    for path in _entries(folder):
+        if _CACHE_NOTES.fullmatch(path.name):
+            found.files["caches"].append(path)
+        elif _ENTRY.fullmatch(path.name):
+            if _header(path).get("format", "").startswith("wangen-cache-"):
+                found.files["caches"].append(path)
+            else:
+                found.kept.append((path, "no cache entry of ours by its header"))
+    found.folders["caches"].append(folder)
+
+
+def _header(path: Path) -> dict[str, str]:
+    """The free text fields of a safetensors file; empty for anything else."""
+    try:
+        return read_safetensors(path).metadata
+    except (WangenError, OSError):
+        return {}
+
+
+def _look_at_outputs(found: Inventory, folder: Path) -> None:
+    states = folder / f"{found.slug}-state"
+    for state in (path for path in _entries(states) if _STATE.fullmatch(path.name)):
+        inside = _entries(state)
+        found.files["checkpoints"] += [path for path in inside if path.name in _STATE_FILES or path.suffix == ".tmp"]
+        found.folders["checkpoints"].append(state)
+    for path in _entries(folder):
+        rest = path.name.removeprefix(found.slug)
+        if rest != path.name and path.is_file():
+            part: Part | None = "checkpoints" if _ON_THE_WAY.fullmatch(rest) else None
+            part = part or ("outputs" if _FINISHED.fullmatch(rest) else None)
+            if part and "wangen.fingerprint" in _header(path):
+                found.files[part].append(path)
+            elif part:
+                found.kept.append((path, "no LoRA of ours by its header"))
+    found.files["outputs"] += [*_reports(folder), *_experiment_logs(found, folder)]
+    found.folders["checkpoints"] += [states, folder]
+    found.folders["outputs"].append(folder)
+
+
+def _reports(folder: Path) -> Iterator[Path]:
+    for step in STEPS:
+        path = folder / f"{step.command}.report.json"
+        with suppress(OSError, ValueError, RecursionError, AttributeError):
+            if json.loads(path.read_text(encoding="utf-8")).get("step") == step.command:
+                yield path
+    lock = folder / "run.lock"
+    if lock.is_file():
+        yield lock
+
+
+def _experiment_logs(found: Inventory, folder: Path) -> list[Path]:
+    """TensorBoard's files of the training step."""
+    place = folder / "logs"
+    files = sorted(place.rglob("events.out.tfevents.*")) if place.is_dir() else []
+    inner = {parent for path in files for parent in path.parents if parent == place or place in parent.parents}
+    found.folders["outputs"] += sorted(inner, key=lambda path: -len(path.parts))
+    return files
+
+
+def total_bytes(paths: Iterable[Path]) -> int:
+    """What files take; those that are gone take nothing."""
+    total = 0
+    for path in paths:
+        with suppress(OSError):
+            total += os.lstat(path).st_size
+    return total

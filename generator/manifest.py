@@ -1,0 +1,119 @@
+"""What publishing wrote into a media folder: a manifest beside the media, by which it is known again.
+
+Only files that the manifest names are ever replaced or removed, and only while they are what it says: a file that
+somebody changed in the bundle stays.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from wangen.generator.dataset import media_of
+from wangen.generator.errors import WangenError
+
+NAME = ".wangen-published.json"
+CAPTION = ".txt"
+FORMAT = 2
+
+UNKNOWN = -1
+"""The size of a smaller copy that is not made yet."""
+
+_TEXT = "text "
+
+
+class Record(NamedTuple):
+    """One published file.
+
+    Attributes:
+        made_of: what it was made from: size and time of the source and the recipe, or the digest of a caption;
+            empty when nobody knows, as in a manifest of the first version.
+        size: of the published file in bytes.
+        origin: the source's absolute path on the host that published it.
+    """
+
+    made_of: str = ""
+    size: int = UNKNOWN
+    origin: str = ""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The files of a media folder.
+
+    Attributes:
+        files: file name -> what it is, or will be as soon as a publish that is under way ends.
+        before: file name -> what it was before that publish; empty when none is under way.
+    """
+
+    files: Mapping[str, Record] = field(default_factory=dict)
+    before: Mapping[str, Record] = field(default_factory=dict)
+
+    def names(self) -> set[str]:
+        """Every file that may be ours."""
+        return {*self.files, *self.before}
+
+    def match(self, path: Path) -> Record | None:
+        """The record of a file that is what was published; None when it is another's or somebody changed it."""
+        records = [names[path.name] for names in (self.files, self.before) if path.name in names]
+        return next((record for record in records if _is(path, record)), None)
+
+    def text(self) -> str:
+        """What stands in the file."""
+        content: dict[str, Any] = {"format": FORMAT, "files": self.files}
+        return json.dumps(content | ({"before": self.before} if self.before else {}), indent=0, sort_keys=True)
+
+
+def caption_record(text: bytes) -> str:
+    """The `made_of` of a caption."""
+    return _TEXT + hashlib.sha256(text).hexdigest()[:20]
+
+
+def read(folder: Path) -> Manifest:
+    """What earlier publishes wrote; entries that they cannot have written are not believed.
+
+    Raises:
+        WangenError: the file cannot be read.
+    """
+    path = folder / NAME
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
+        return Manifest()
+    except OSError as error:
+        raise WangenError(f"cannot be read: {error.strerror}", where=str(path), cure="fix its rights") from None
+    if not isinstance(content, dict):
+        return Manifest()
+    if content.get("format") != FORMAT:  # the first version held the files alone
+        content = {"files": content}
+    return Manifest(_records(content.get("files")), _records(content.get("before")))
+
+
+def _records(content: Any) -> dict[str, Record]:
+    if not isinstance(content, dict):
+        return {}
+    return {name: _record(raw) for name, raw in content.items() if is_published_name(name) and isinstance(raw, list)}
+
+
+def is_published_name(name: str) -> bool:
+    """Whether publishing writes files of such a name into a media folder: media and captions, no folders."""
+    return Path(name).name == name and (media_of(Path(name)) is not None or name.endswith(CAPTION))
+
+
+def _record(raw: list[Any]) -> Record:
+    """A record, or one that knows nothing when it is of another version."""
+    kinds = (str, int, str)
+    fits = len(raw) == len(kinds) and all(type(value) is kind for value, kind in zip(raw, kinds, strict=True))
+    return Record(*raw) if fits else Record()
+
+
+def _is(path: Path, record: Record) -> bool:
+    try:
+        if record.made_of.startswith(_TEXT):
+            return caption_record(path.read_bytes()) == record.made_of
+        # Times say nothing, for a bundle may be copied; somebody who changes a picture changes its size.
+        return record.size in (UNKNOWN, path.stat().st_size)
+    except OSError:
+        return False

@@ -1,0 +1,228 @@
+"""`wangen publish` as its user sees it: what was asked, what is remembered, and what is said."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import click
+
+from wangen.generator import publish as publishing
+from wangen.generator import workspace
+from wangen.generator.deploy import FolderPlan
+from wangen.generator.errors import UsageError, WangenError
+from wangen.generator.paths import slugify
+from wangen.generator.progress import bar
+from wangen.generator.publish import BundlePlan, Plan
+from wangen.generator.source import read_source
+from wangen.generator.texts import resolutions_of
+from wangen.generator.tomls import parse_resolution, resolution_name
+from wangen.generator.workspace import Workspace
+from wangen.profiles import Model
+
+_NUM_NAMES = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """The words of a `wangen publish` command line.
+
+    Attributes:
+        name: the dataset.
+        folder: the workspace; None: found from here.
+        source: folder or jsonl of the dataset; None: as remembered, or `datasets/NAME`.
+        platforms: where to; empty for those of the workspace.
+        model: model profile; None: as remembered, or the workspace's.
+        resolutions: as people write them; empty: as remembered, or the model profile's.
+        resize: publish smaller copies; None: as remembered.
+        trigger: word for every caption; None: as remembered.
+        dry_run: say what would be done and write nothing.
+        only_scripts: make the scripts again and touch nothing else.
+        long_paths: Windows can open long paths there.
+    """
+
+    name: str
+    folder: Path | None = None
+    source: Path | None = None
+    platforms: tuple[str, ...] = ()
+    model: str | None = None
+    resolutions: tuple[str, ...] = ()
+    resize: bool | None = None
+    trigger: str | None = None
+    dry_run: bool = False
+    only_scripts: bool = False
+    long_paths: bool = False
+
+
+def run(request: Request) -> int:
+    """Publish a dataset and say what was done.
+
+    Raises:
+        WangenError: anything forbids it; nothing was written then.
+    """
+    place = workspace.read(request.folder or workspace.find(Path()))
+    slug = slugify(request.name)
+    choices = _choices(request, place, slug)
+    settings = replace(place.dataset(slug), **choices)
+    model = place.profile(settings.model)
+    source = None
+    if not request.only_scripts:
+        given = place.folder / settings.source if settings.source else None
+        origin = given or _dataset_folder(place.folder, request.name, slug)
+        memo = publishing.memo_path(place, slug)
+        with bar("reading", None) as advance:
+            source = read_source(origin, model, memo=memo, keep_memo=not request.dry_run, advance=advance)
+    targets = [place.target(name) for name in dict.fromkeys(request.platforms)] or place.targets
+    plan = publishing.make_plan(place, targets, slug, model, source, settings, long_paths=request.long_paths)
+    sizes = " and ".join(map(resolution_name, resolutions_of(model, settings)))
+    what = f"{len(source.items)} items" if source else "scripts alone"
+    verb = "would be published" if request.dry_run else "is published"
+    click.echo(f"{request.name!r} {verb} as {slug}: {what} for {model.title} in {sizes}")
+    for line in source.left_out if source else ():
+        click.echo(f"  not taken: {line}")
+    if source and settings.resize and any(item.media == "video" for item in source.items):
+        click.echo("  clips are taken as they are: --resize makes smaller copies of images only")
+    if request.dry_run:
+        _say_plan(plan)
+        return 0
+    _remember(place, slug, choices)
+    with bar("publishing", sum(len(folder.new) + len(folder.changed) for folder in plan.folders)) as advance:
+        publishing.carry_out(plan, advance)
+    for bundle in plan.bundles:
+        _say_bundle(bundle, slug)
+    _say_next(model, slug)
+    return 0
+
+
+def _choices(request: Request, place: Workspace, slug: str) -> dict[str, Any]:
+    """What the command line says otherwise than `wangen.toml`, as fields of `DatasetSettings`."""
+    given: dict[str, Any] = {"model": request.model, "resize": request.resize, "trigger": request.trigger}
+    trigger = request.trigger or ""
+    if not trigger.isprintable() or trigger != trigger.strip():
+        raise UsageError(f"{trigger!r} is no trigger word", where="--trigger", cure="give a word, or '' for none")
+    if request.resolutions:
+        sizes = [parse_resolution(text, "--resolution") for text in request.resolutions]
+        given["resolutions"] = tuple(dict.fromkeys(sizes))
+    if request.source:
+        origin = request.source.absolute()
+        inside = origin.is_relative_to(place.folder)
+        given["source"] = origin.relative_to(place.folder).as_posix() if inside else str(origin)
+    known = place.dataset(slug)
+    return {key: value for key, value in given.items() if value is not None and value != getattr(known, key)}
+
+
+def _remember(place: Workspace, slug: str, choices: Mapping[str, Any]) -> None:
+    """Keep the choices for the next publish, and say so."""
+    if not choices:
+        return
+    plain = dict(choices)
+    if "resolutions" in plain:
+        plain["resolutions"] = [resolution_name(size) for size in plain["resolutions"]]
+    workspace.remember(place.folder, slug, plain)
+    words = ", ".join(f"{key} = {value}" for key, value in plain.items())
+    click.echo(f"  remembered in {workspace.FILE}, [dataset.{slug}]: {words}")
+
+
+def _dataset_folder(place: Path, name: str, slug: str) -> Path:
+    folder = place / "datasets"
+    for path in (folder / slug, folder / name):
+        if path.is_dir():
+            return path
+    others = {_slug(path.name): path for path in sorted(folder.glob("*/"))}
+    if slug in others:
+        return others[slug]
+    near = [others[other].name for other in get_close_matches(slug, others, n=3)]
+    near_words = f"did you mean {' or '.join(near)}? Else " if near else ""
+    raise WangenError("there is no such dataset", where=str(folder / slug),
+                      cure=f"{near_words}put the media there, or give --source FOLDER")  # fmt: skip
+
+
+def _slug(name: str) -> str:
+    try:
+        return slugify(name)
+    except WangenError:
+        return ""
+
+
+def _say_bundle(bundle: BundlePlan, slug: str) -> None:
+    """What publishing did for one target."""
+    counts = ", ".join(f"{number} {what}" for what, number in bundle.counts.items())
+    scripts = ", ".join(text.path.name for text in bundle.texts if text.path.parent == bundle.target.folder)
+    click.echo(f"  {bundle.target.platform.name:8} {bundle.target.folder}  ({counts} files; {scripts})")
+    _say_kept(bundle, slug)
+
+
+def _say_kept(bundle: BundlePlan, slug: str) -> None:
+    """What the user has to know of one target beside the counts."""
+    for text in bundle.texts:
+        name = text.path.relative_to(bundle.target.folder).as_posix()
+        if text.state == "kept":
+            for line in text.broken:
+                _hint(f"{name}: this line sets no knob (letters, digits and . _ , + - only): {line}")
+            _hint(f"{name} was edited by hand and stays; the new text is {text.target.name}")
+        elif text.knobs:
+            values = ", ".join(f"{knob}={mine} (published: {ours})" for knob, (mine, ours) in text.knobs.items())
+            _hint(f"{name} keeps your knobs: {values}")
+    for folder in bundle.folders:
+        for name in folder.kept:
+            _hint(f"{folder.folder / name} was changed in the bundle and stays; remove it to have it published again")
+    for name in bundle.left:
+        command = f"wangen clean {slug} --bundle --caches --resolution {name}"
+        _hint(f"{name}/ of an earlier publish stays; remove it with: {command}")
+    for line in bundle.long_paths[:_NUM_NAMES]:
+        _hint(f"may be too long for Windows, {line}")
+    if len(bundle.long_paths) > _NUM_NAMES:
+        _hint(f"and {len(bundle.long_paths) - _NUM_NAMES} more such paths: keep the folder it is copied to short")
+
+
+def _hint(text: str) -> None:
+    click.echo(f"           {text}")
+
+
+def _say_plan(plan: Plan) -> None:
+    """What a publish would do, with sizes."""
+    for bundle in plan.bundles:
+        click.echo(f"  {bundle.target.platform.name:8} {bundle.target.folder}")
+        for state in ("new", "changed", "same", "kept"):
+            texts = [text for text in bundle.texts if text.state == state]
+            sizes = [len(text.data) for text in texts]
+            _say_names(f"scripts and TOML {state}", [text.path.name for text in texts], sizes)
+        for folder in bundle.folders:
+            _say_folder(folder)
+        _say_kept(bundle, plan.slug)
+    click.echo("nothing was written: this was a dry run")
+
+
+def _say_folder(folder: FolderPlan) -> None:
+    name = folder.folder.name
+    for what, names in (("new", folder.new), ("changed", folder.changed)):
+        _say_names(f"{name}/ {what}", names, [folder.wanted[name].num_bytes for name in names])
+    sizes = [(folder.folder / name).lstat().st_size for name in folder.gone]
+    _say_names(f"{name}/ removed", folder.gone, sizes)
+    _say_names(f"{name}/ kept as changed by hand", folder.kept, [0] * len(folder.kept))
+    _hint(f"{name}/ same: {folder.num_same} files")
+
+
+def _say_names(what: str, names: Sequence[str], sizes: Iterable[int]) -> None:
+    if names:
+        more = ", …" if len(names) > _NUM_NAMES else ""
+        _hint(f"{what}: {len(names)} ({bytes_text(sum(sizes))}): {', '.join(sorted(names)[:_NUM_NAMES])}{more}")
+
+
+def bytes_text(number: int) -> str:
+    """A size for people.
+
+    >>> bytes_text(999), bytes_text(12_345), bytes_text(3_000_000_000)
+    ('999 bytes', '12.3 kB', '3.0 GB')
+    """
+    for factor, unit in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if number >= factor:
+            return f"{number / factor:.1f} {unit}"
+    return f"{number} bytes"
+
+
+def _say_next(model: Model, slug: str) -> None:
+    weights = ", ".join(f"{weight.flag}: {weight.files[0]}" for weight in model.weights)
+    click.echo(f"next: put the weights into the folder models/ beside the scripts ({weights}),")
+    click.echo(f"      see what is missing with: wangen check {slug}    and run train_{slug} there")

@@ -1,0 +1,251 @@
+"""The source of a dataset as it is published: a folder or a jsonl -> items fit for the model, and all that is wrong.
+
+What is found out about a media file is kept in a memo, so that an unchanged file is not opened again.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import astuple, dataclass
+from pathlib import Path
+
+from wangen.generator.captions import CAPTION_SUFFIXES, MANIFEST_SUFFIX, Caption, CaptionFiles, choose, read_manifest
+from wangen.generator.dataset import (
+    IMAGE_SUFFIXES,
+    VIDEO_SUFFIXES,
+    BadItemError,
+    Item,
+    MediaFacts,
+    Problem,
+    inspect,
+    list_folder,
+    media_of,
+    name_problem,
+    require_av,
+    same_names,
+)
+from wangen.generator.errors import WangenError
+from wangen.generator.files import write_text
+from wangen.generator.geometry import too_short
+from wangen.profiles import Model
+
+YOUNG_NS = 2_000_000_000
+"""Time stamps of FAT and of network drives are this coarse: a younger file may still change without showing it."""
+
+Advance = Callable[[str], None]
+"""Called with the name of what was done."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A dataset to publish.
+
+    Attributes:
+        origin: its folder or jsonl.
+        items: media with captions, in the order of their paths.
+        facts: of each item's media, by path.
+        states: size in bytes and modification time in ns of each item's media, by path.
+        left_out: what lies there and is no item, a line each.
+        problems: what forbids publishing it.
+    """
+
+    origin: Path
+    items: Sequence[Item]
+    facts: Mapping[Path, MediaFacts]
+    states: Mapping[Path, tuple[int, int]]
+    left_out: Sequence[str] = ()
+    problems: Sequence[Problem] = ()
+
+
+def read_source(
+    origin: Path, model: Model, *, memo: Path | None = None, keep_memo: bool = True, advance: Advance = lambda _: None
+) -> Source:
+    """The items of a dataset, and everything that is wrong with it.
+
+    Args:
+        origin: a folder with media and captions, or a jsonl.
+        model: its clip length and frame rate.
+        memo: file that remembers what was found out about the media; None remembers nothing.
+        keep_memo: write what was found out now into it.
+        advance: told of each media file that had to be opened.
+
+    Raises:
+        WangenError: the folder cannot be listed, or the library that reads clips is not installed.
+    """
+    origin = origin.absolute()
+    items, problems, left_out = _from_manifest(origin) if _is_manifest(origin) else _from_folder(origin)
+    known = _Memo(memo)
+    facts, unreadable = _read_facts([item.path for item in items], known, advance)
+    if keep_memo:
+        known.write()
+    items = [item for item in items if item.path in facts]
+    problems += [*unreadable, *_clashes(items), *short_clips(items, facts, model)]
+    if not items and not problems:
+        problems.append(Problem(origin, "holds no image or video files", "put them here"))
+    return Source(origin, items, facts, known.states, left_out, sorted(problems, key=str))
+
+
+def short_clips(items: Iterable[Item], facts: Mapping[Path, MediaFacts], model: Model) -> list[Problem]:
+    """Clips with fewer frames than the model profile's clip length."""
+    clips = [item.path for item in items if item.media == "video"]
+    short = ((path, too_short(facts[path], model.num_frames, model.fps)) for path in clips)
+    return [Problem(path, *words) for path, words in short if words]
+
+
+def _is_manifest(path: Path) -> bool:
+    return path.suffix.lower() == MANIFEST_SUFFIX and not path.is_dir()
+
+
+def _from_folder(folder: Path) -> tuple[list[Item], list[Problem], list[str]]:
+    entries = list_folder(folder)
+    # `cat.jpg.` is no image by its ending; Windows and whoever wrote it think that it is.
+    named = [path for path in entries if media_of(path) or media_of(Path(path.name.rstrip(". ") or "-"))]
+    problems = [problem for path in named for problem in name_problem(path)]
+    captions: dict[Path, list[Caption]] = {path: [] for path in named if media_of(path) and path.is_file()}
+    for manifest in (path for path in entries if _is_manifest(path)):
+        lines, wrong = read_manifest(manifest)
+        problems += wrong
+        for path, found in lines.items():
+            captions.setdefault(folder / path.name if path.parent == _normal(folder) else path, []).extend(found)
+    files = CaptionFiles(entries)
+    items = []
+    for path, found in captions.items():
+        try:
+            beside = files.of(path) if path.parent == folder else []
+            items.append(choose(path, [*beside, *found]))
+        except BadItemError as bad:
+            problems.append(bad.problem)
+    return sorted(items, key=lambda item: item.path), problems, _left_out(entries, files, captions)
+
+
+def _from_manifest(path: Path) -> tuple[list[Item], list[Problem], list[str]]:
+    lines, problems = read_manifest(path)
+    items = []
+    for media, found in lines.items():
+        problems += name_problem(media)
+        try:
+            items.append(choose(media, found))
+        except BadItemError as bad:
+            problems.append(bad.problem)
+    beside = [entry for entry in list_folder(path.parent) if media_of(entry) and _normal(entry) not in lines]
+    left_out = [f"{entry.name} (no line of {path.name} names it)" for entry in beside]
+    return sorted(items, key=lambda item: item.path), problems, left_out
+
+
+def _normal(path: Path) -> Path:
+    return Path(os.path.normpath(path))
+
+
+def _left_out(entries: Iterable[Path], files: CaptionFiles, items: Iterable[Path]) -> list[str]:
+    """What a dataset folder holds that is no item: other files, captions without media, sub-folders; a line each."""
+    taken = {_normal(path) for path in items}
+    orphans = set(files.orphans(items))
+    lines = []
+    for path in entries:
+        if path.is_dir():
+            inside = sum(media_of(entry) is not None and _normal(entry) not in taken for entry in path.rglob("*"))
+            lines += [f"{path.name}/ ({inside} media files; sub-folders are not read)"] if inside else []
+        elif path in orphans:
+            lines.append(f"{path.name} (a caption without its image or video)")
+        elif media_of(path) is None and not _is_manifest(path) and path.suffix.lower() not in CAPTION_SUFFIXES:
+            lines.append(f"{path.name} (read are: {', '.join(sorted(IMAGE_SUFFIXES | VIDEO_SUFFIXES))})")
+    return lines
+
+
+def _clashes(items: Sequence[Item]) -> list[Problem]:
+    """Items whose files would become one in the bundle, where all lie in one folder."""
+    problems = same_names(item.path for item in items)
+    names: dict[str, Item] = {}
+    texts: dict[str, Item] = {}
+    for item in items:
+        other = names.setdefault(item.path.name, item)
+        if other is not item:
+            found = f"{other.path.parent.name}/ and {item.path.parent.name}/ hold a file of this name"
+            problems.append(Problem(item.path, found, "rename one of them: the bundle has one folder"))
+        other = texts.setdefault(item.path.stem, item)
+        if other.caption != item.caption:
+            found = f"shares the caption file {item.path.stem}.txt with {other.path.name}, and their captions differ"
+            problems.append(Problem(item.path, found, "rename one of them"))
+    return problems
+
+
+def _read_facts(paths: Sequence[Path], memo: "_Memo", advance: Advance) -> tuple[dict[Path, MediaFacts], list[Problem]]:
+    facts: dict[Path, MediaFacts] = {}
+    unknown = []
+    for path in paths:
+        recalled = memo.recall(path)
+        if recalled:
+            facts[path] = recalled
+        else:
+            unknown.append(path)
+    if any(media_of(path) == "video" for path in unknown):
+        require_av()
+
+    def look(path: Path) -> MediaFacts | Problem:
+        found = inspect(path)
+        advance(path.name)
+        return found
+
+    problems = []
+    with ThreadPoolExecutor() as pool:
+        for path, found in zip(unknown, pool.map(look, unknown), strict=True):
+            if isinstance(found, Problem):
+                problems.append(found)
+            else:
+                facts[path] = found
+                memo.keep(path, found)
+    return facts, problems
+
+
+class _Memo:
+    """Facts of media files that were read to their end, by path, size and modification time.
+
+    It only saves time: it may be deleted at any moment.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self._before = _read_memo(path) if path else {}
+        self._now: dict[str, list[int | float]] = {}
+        self.states: dict[Path, tuple[int, int]] = {}
+
+    def recall(self, path: Path) -> MediaFacts | None:
+        """The facts of a file that did not change since they were kept."""
+        record = self._before.get(str(path))
+        with suppress(OSError):
+            stat = path.stat()
+            self.states[path] = stat.st_size, stat.st_mtime_ns
+        if record is None or tuple(record[:2]) != self.states.get(path):
+            return None
+        self._now[str(path)] = record
+        return MediaFacts(int(record[2]), int(record[3]), int(record[4]), float(record[5]))
+
+    def keep(self, path: Path, facts: MediaFacts) -> None:
+        """Remember what was found, unless the file was touched just now."""
+        state = self.states.get(path)
+        if state and time.time_ns() - state[1] > YOUNG_NS:
+            self._now[str(path)] = [*state, *astuple(facts)]
+
+    def write(self) -> None:
+        """Write what belongs to this dataset; a disk that refuses costs time later, no more."""
+        if self.path and self._now != self._before:
+            with suppress(WangenError):
+                write_text(self.path, json.dumps(self._now, ensure_ascii=False))
+
+
+def _read_memo(path: Path) -> dict[str, list[int | float]]:
+    """What is remembered; records that this module cannot have written are not believed."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    if not isinstance(content, dict):
+        return {}
+    return {
+        key: record
+        for key, record in content.items()
+        if isinstance(record, list) and len(record) == 6 and all(type(value) in (int, float) for value in record)
+    }

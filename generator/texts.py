@@ -1,0 +1,184 @@
+"""The texts of a bundle, scripts and TOML files: what publishing makes of them, and what it leaves to the user.
+
+A text that the user edited stays, and the new one goes beside it as `.new`; values in a script's block of knobs are
+carried over into the new script.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Literal
+
+from wangen.generator import scripts, setup_scripts, wheel
+from wangen.generator.bundle import bundle_steps, script_bundles, toml_name
+from wangen.generator.dataset import Item
+from wangen.generator.errors import WangenError
+from wangen.generator.manifest import CAPTION
+from wangen.generator.paths import toml_path
+from wangen.generator.target import Target
+from wangen.generator.tomls import resolution_name, same_text, signed, unedited, write_dataset
+from wangen.generator.workspace import DatasetSettings, Workspace
+from wangen.profiles import Model
+
+
+@dataclass(frozen=True)
+class Text:
+    """A script or TOML file of a bundle.
+
+    Attributes:
+        path: where it belongs.
+        data: what has to be written; empty when nothing has to.
+        mode: permission bits.
+        state: `kept` means that the user edited the file there, so that `data` goes beside it.
+        knobs: knob -> (the user's value that stays, the published one).
+        broken: lines in the block of knobs that set none, so that the script counts as edited.
+    """
+
+    path: Path
+    data: bytes
+    mode: int
+    state: Literal["new", "changed", "same", "kept"]
+    knobs: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    broken: tuple[str, ...] = ()
+
+    @property
+    def target(self) -> Path:
+        """The file that is written."""
+        return beside(self.path) if self.state == "kept" else self.path
+
+
+def beside(path: Path) -> Path:
+    """Where the new text goes when the user edited the old one."""
+    return path.with_name(f"{path.name}.new")
+
+
+def resolutions_of(model: Model, settings: DatasetSettings) -> tuple[tuple[int, int], ...]:
+    """The resolutions that a dataset is published in, as (width, height) in pixels."""
+    return settings.resolutions or (model.resolution,)
+
+
+def script_texts(
+    workspace: Workspace, target: Target, model: Model, slug: str, settings: DatasetSettings
+) -> list[Text]:
+    """Every run script of a bundle on one target.
+
+    Raises:
+        WangenError: a shell cannot carry a path or text, or a script there cannot be read.
+    """
+    steps = bundle_steps(workspace, target, model, slug, resolutions_of(model, settings))
+    return [
+        _script(target.folder / f"{name}_{slug}.{shell}", bundle, name)
+        for name, bundle in script_bundles(target, slug, steps).items()
+        for shell in target.platform.shells
+    ]
+
+
+def setup_texts(target: Target) -> list[Text]:
+    """The scripts that make a target's environment; all its datasets share them.
+
+    Raises:
+        WangenError: a shell cannot carry a path, a script there cannot be read, or wangen is no installed package.
+    """
+    found = []
+    for shell in target.platform.shells:
+        path = target.folder / setup_scripts.script_name(shell)
+        data = setup_scripts.render(target.platform, target.root, target.venv, version("wangen"), shell)
+        old = _read(path)
+        if old is not None and old != data and not scripts.untouched(old):
+            found.append(_kept(path, data, _mode(shell)))
+        else:
+            found.append(_plain(path, old, data, _mode(shell)))
+    return found
+
+
+def wheel_text(target: Target, data: bytes) -> Text:
+    """The wheel of wangen that a target's setup script installs; `data` is its content.
+
+    Raises:
+        WangenError: the one there cannot be read.
+    """
+    path = target.folder / "files" / wheel.wheel_name(version("wangen"))
+    return _plain(path, _read(path), data, 0o644)
+
+
+def _mode(shell: str) -> int:
+    return 0o755 if shell == "sh" else 0o644
+
+
+def _plain(path: Path, old: bytes | None, data: bytes, mode: int) -> Text:
+    """A file that is always replaced."""
+    if old == data:
+        return Text(path, b"", mode, "same")
+    return Text(path, data, mode, "new" if old is None else "changed")
+
+
+def toml_file(target: Target, slug: str) -> Path:
+    """Where the dataset's TOML of a bundle lies, as this host sees it."""
+    return target.folder / "files" / "tomls" / toml_name(slug, target)
+
+
+def toml_text(target: Target, model: Model, slug: str, items: Iterable[Item], settings: DatasetSettings) -> Text:
+    """The dataset's TOML of a bundle on one target.
+
+    Raises:
+        WangenError: the one there cannot be read.
+    """
+    path = toml_file(target, slug)
+    text = dataset_toml(target, model, slug, items, settings)
+    old = _read(path)
+    if old and not unedited(old) and not same_text(old, text):
+        return _kept(path, text.encode(), 0o644)
+    return _plain(path, old, text.encode(), 0o644)
+
+
+def dataset_toml(
+    target: Target, model: Model, slug: str, items: Iterable[Item], settings: DatasetSettings | None = None
+) -> str:
+    """The dataset's TOML for a target: for each resolution a block for its images and one for its clips."""
+    settings = settings or DatasetSettings()
+    kinds = {item.media for item in items}
+    general = {"caption_extension": CAPTION, "batch_size": settings.batch_size, "enable_bucket": True}
+    blocks = []
+    for size in resolutions_of(model, settings):
+        media = toml_path(target.path(target.roots["datasets"], slug, resolution_name(size)), target.machine)
+        for kind in ("image", "video"):
+            clip = {"target_frames": [model.num_frames], "frame_extraction": "head"} if kind == "video" else {}
+            block = {
+                f"{kind}_directory": media,
+                "cache_directory": f"{media}_cache",
+                "resolution": list(size),
+                "num_repeats": settings.num_repeats,
+                **clip,
+            }
+            blocks += [block] if kind in kinds else []
+    comment = f"{slug} for {model.title}, written by wangen publish"
+    if not target.root:
+        comment += "; paths are relative to the folder of the scripts"
+    return signed(write_dataset(tuple(blocks), general, comment))
+
+
+def _script(path: Path, bundle: scripts.Bundle, name: str) -> Text:
+    shell = path.suffix[1:]
+    old = _read(path)
+    if old is None:
+        return _plain(path, None, scripts.render(bundle, shell, name), _mode(shell))
+    data, stays = scripts.merge(old, bundle, shell, name)
+    if stays and data != old:
+        return replace(_kept(path, data, _mode(shell)), broken=tuple(scripts.invalid_knobs(old)))
+    return replace(_plain(path, old, data, _mode(shell)), knobs=scripts.changed_knobs(data))
+
+
+def _kept(path: Path, data: bytes, mode: int) -> Text:
+    return Text(path, b"" if _read(beside(path)) == data else data, mode, "kept")
+
+
+def _read(path: Path) -> bytes | None:
+    """The bytes of a file; None when there is none."""
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise WangenError(f"cannot be read: {error.strerror}", where=str(path),
+                          cure="fix its rights, or move away what is in its place") from None  # fmt: skip
