@@ -97,7 +97,7 @@ def publish(**words: Any) -> int:
 
     --source, --model, --resolution, --resize and --trigger are remembered in wangen.toml.
     """
-    from wangen.generator.publish_command import Request, run
+    from wangen.generator.publish.command import Request, run
 
     return run(Request(**words))
 
@@ -118,8 +118,8 @@ def clean(
 
     Originals, and scripts and TOML files that you changed, always stay.
     """
-    from wangen.generator.clean import PARTS
-    from wangen.generator.clean_command import run
+    from wangen.generator.publish.clean import PARTS
+    from wangen.generator.publish.clean_command import run
 
     return run(name, folder, platforms, resolutions, [part for part in PARTS if parts[part]])
 

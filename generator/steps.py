@@ -159,16 +159,21 @@ def text_of(value: object) -> str:
     return repr(value) if isinstance(value, float) else str(value)
 
 
+_OPTIONS: dict[type[Step], tuple[Option, ...]] = {}
+
+
 def options(step: type[Step]) -> tuple[Option, ...]:
     """The flags of a step in the table's order, the shared ones last.
 
     Raises:
         TypeError: a field has a type that the table does not know.
     """
-    fields = [f for f in dataclasses.fields(step) if "flag" in f.metadata]
-    shared = {f.name for f in dataclasses.fields(Step)}
-    fields.sort(key=lambda f: f.name in shared)
-    return tuple(_option(f) for f in fields)
+    if step not in _OPTIONS:
+        fields = [f for f in dataclasses.fields(step) if "flag" in f.metadata]
+        shared = {f.name for f in dataclasses.fields(Step)}
+        fields.sort(key=lambda f: f.name in shared)
+        _OPTIONS[step] = tuple(_option(f) for f in fields)
+    return _OPTIONS[step]
 
 
 def _option(f: "dataclasses.Field[Any]") -> Option:

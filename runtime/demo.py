@@ -13,13 +13,13 @@ from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any
 
-from wangen.generator import publish as publishing
 from wangen.generator import workspace
 from wangen.generator.bundle import find_weights
 from wangen.generator.dataset import media_of
 from wangen.generator.errors import WangenError
 from wangen.generator.files import write_text
-from wangen.generator.source import read_source
+from wangen.generator.publish import plan as publishing
+from wangen.generator.publish.source import read_source
 from wangen.generator.steps import Generate
 from wangen.generator.target import Target, host_platform_name
 from wangen.generator.workspace import FILE, Workspace

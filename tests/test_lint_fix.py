@@ -15,8 +15,8 @@ from wangen.generator.cli import main
 from wangen.generator.commands import parse
 from wangen.generator.errors import WangenError
 from wangen.generator.lint.fix import fix
+from wangen.generator.setup.wheel import wheel_name
 from wangen.generator.steps import CacheLatents, CacheText, Check, CheckCache, Train, find_step
-from wangen.generator.wheel import wheel_name
 
 TOML = """# my cats
 [general]

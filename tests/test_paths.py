@@ -124,7 +124,7 @@ def test_further_rows(path, source, target, expected):
     ("text", "root"),
     [
         ("[automount]\nroot=/windir\n", "/windir/"),
-        ("# x\n[ automount ]\n enabled = true\n Root = \"/\"\r\n", "/"),
+        ('# x\n[ automount ]\n enabled = true\n Root = "/"\r\n', "/"),
         ("[network]\nroot = /other\n", "/mnt/"),
         ("[automount]\nenabled = false\n[user]\nroot = /x", "/mnt/"),
     ],

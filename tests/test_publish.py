@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 from helpers import clip_bytes, image_bytes, read_tree, write_tree
 
-from wangen.generator import files, manifest, scripts
+from wangen.generator import files, scripts
 from wangen.generator.cli import main
+from wangen.generator.publish import manifest
+from wangen.generator.setup.wheel import wheel_name
 from wangen.generator.tomls import read_dataset
-from wangen.generator.wheel import wheel_name
 
 SMALL = 'resolution = [64, 64]\nnum_frames = 17\nplatforms = ["linux", "wsl", "windows"]\n'
 SHELLS = {"linux": ["sh"], "wsl": ["sh"], "windows": ["bat", "ps1"]}

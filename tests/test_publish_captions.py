@@ -7,9 +7,9 @@ import pytest
 from helpers import clip_bytes, image_bytes, read_tree, write_tree
 
 from wangen import profiles
-from wangen.generator.captions import with_trigger
 from wangen.generator.cli import main
-from wangen.generator.source import read_source
+from wangen.generator.publish.captions import with_trigger
+from wangen.generator.publish.source import read_source
 
 TOML = 'resolution = [64, 64]\nnum_frames = 17\nplatforms = ["linux"]\n'
 MODEL = profiles.model("t2v-1.3B")
@@ -136,7 +136,7 @@ def test_what_is_no_item_is_named(tmp_path):
 
 
 def opened(monkeypatch) -> list[str]:
-    from wangen.generator import source
+    from wangen.generator.publish import source
 
     names: list[str] = []
     real = source.inspect

@@ -16,8 +16,8 @@ import pytest
 from helpers import image_bytes, read_tree, write_tree
 
 from wangen.generator import lock
-from wangen.generator import publish as publishing
 from wangen.generator.cli import main
+from wangen.generator.publish import plan as publishing
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="trials are forked")
 

@@ -10,8 +10,9 @@ import psutil
 import pytest
 from helpers import image_bytes, read_tree, write_tree
 
-from wangen.generator import layout, manifest, workspace
+from wangen.generator import workspace
 from wangen.generator.cli import main
+from wangen.generator.publish import layout, manifest
 
 TOML = 'resolution = [64, 64]\nnum_frames = 17\nplatforms = ["linux"]\n'
 WINDOWS = TOML.replace("linux", "windows")

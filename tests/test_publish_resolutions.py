@@ -12,7 +12,7 @@ from wangen import profiles
 from wangen.generator.cli import main
 from wangen.generator.dataset import MediaFacts, read_facts
 from wangen.generator.geometry import bucket_of
-from wangen.generator.resize import bake, smaller_size
+from wangen.generator.publish.resize import bake, smaller_size
 from wangen.generator.tomls import DatasetEntry, read_dataset
 from wangen.runtime.media import load_image
 

@@ -10,13 +10,13 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from wangen import profiles
-from wangen.generator import publish as publishing
 from wangen.generator import scripts, workspace
 from wangen.generator.bundle import CACHE, bundle_steps, toml_name
 from wangen.generator.cli import main
 from wangen.generator.commands import parse
 from wangen.generator.errors import WangenError
-from wangen.generator.source import Source
+from wangen.generator.publish import plan as publishing
+from wangen.generator.publish.source import Source
 from wangen.generator.steps import find_step
 from wangen.generator.target import Target
 

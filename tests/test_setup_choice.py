@@ -5,9 +5,9 @@ import os
 import pytest
 
 from wangen.generator.errors import WangenError
-from wangen.generator.hardware import Hardware, look
-from wangen.generator.installing import explain
-from wangen.generator.torch_choice import Build, Installed, Wanted, choose
+from wangen.generator.setup.hardware import Hardware, look
+from wangen.generator.setup.installing import explain
+from wangen.generator.setup.torch_choice import Build, Installed, Wanted, choose
 from wangen.profiles import platform, platform_names
 
 BUILDS = [Build.parse(text) for text in ("cu130=13.0", "cu128=12.8", "cu126=12.0")]

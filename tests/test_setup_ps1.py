@@ -4,7 +4,7 @@ import pytest
 from shells.setup_bundles import publish
 from shells.wine import windows
 
-from wangen.generator import setup_scripts
+from wangen.generator.setup import scripts as setup_scripts
 
 pytest.importorskip("tree_sitter_pwsh", reason="tree-sitter-pwsh is not installed")
 

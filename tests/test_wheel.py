@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from wangen.generator import wheel
 from wangen.generator.errors import WangenError
-from wangen.generator.wheel import write_wheel
+from wangen.generator.setup import wheel
+from wangen.generator.setup.wheel import write_wheel
 
 ROOT = Path(__file__).parent.parent
 SETUPTOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
@@ -34,7 +34,9 @@ def test_it_holds_what_is_shipped_and_nothing_else(tmp_path):
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
         (info,) = {name.partition("/")[0] for name in archive.namelist() if ".dist-info/" in name}
         assert names == shipped() | {"wangen/"}
-        assert archive.read("wangen/generator/wheel.py") == (ROOT / "generator" / "wheel.py").read_bytes()
+        assert (
+            archive.read("wangen/generator/setup/wheel.py") == (ROOT / "generator" / "setup" / "wheel.py").read_bytes()
+        )
         assert f"{path.name.removesuffix('-py3-none-any.whl')}.dist-info" == info
         record = archive.read(f"{info}/RECORD").decode().splitlines()
     assert {line.partition(",")[0] for line in record} == {
@@ -72,7 +74,9 @@ def test_pip_installs_it_and_wangen_runs(tmp_path):
 
 
 def test_a_python_runs_it_uninstalled(tmp_path):
-    code = "import sys; sys.path.insert(0, sys.argv[1]); import wangen.generator.environment as e; print(e.__file__)"
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import wangen.generator.setup.environment as e; print(e.__file__)"
+    )
     command = [sys.executable, "-I", "-S", "-c", code, write_wheel(tmp_path)]
     shown = subprocess.run(command, check=True, capture_output=True, text=True, cwd=tmp_path).stdout
     assert shown.startswith(str(tmp_path))

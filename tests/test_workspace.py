@@ -13,9 +13,9 @@ from wangen.generator.bundle import bundle_steps, find_weights, posix_paths
 from wangen.generator.cli import main
 from wangen.generator.dataset import Item
 from wangen.generator.errors import UsageError
+from wangen.generator.publish.texts import dataset_toml
 from wangen.generator.steps import Train
 from wangen.generator.target import Target, host_platform_name
-from wangen.generator.texts import dataset_toml
 
 EXAMPLE = re.compile(r"^# (\w+ = .*)$", re.MULTILINE)
 IMAGE = Item(Path("a.jpg"), "image", "x", Path("a.txt"))

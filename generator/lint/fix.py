@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from wangen import profiles
-from wangen.generator import commands, scripts, setup_scripts
+from wangen.generator import commands, scripts
 from wangen.generator.bundle import posix_paths
 from wangen.generator.errors import WangenError
 from wangen.generator.lint import toml_fix
@@ -20,6 +20,8 @@ from wangen.generator.lint.script import HERE, UNKNOWN, Call, Given, Script
 from wangen.generator.lint.toml import locate
 from wangen.generator.lint.tools import musubi
 from wangen.generator.paths import slugify
+from wangen.generator.setup import scripts as setup_scripts
+from wangen.generator.setup.wheel import write_wheel
 from wangen.generator.steps import (
     CacheLatents,
     CacheText,
@@ -32,7 +34,6 @@ from wangen.generator.steps import (
     options,
     spellings,
 )
-from wangen.generator.wheel import write_wheel
 
 _ORDER: tuple[type[Step], ...] = (Check, CacheLatents, CacheText, CheckCache, Train, Generate)
 _SHARED = ("dataset_config", "vae", "vae_dtype", "t5", "t5_dtype", "tokenizer", "dit", "task", "output_dir")

@@ -3,8 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from wangen.generator import scripts, setup_scripts
-from wangen.generator.wheel import write_wheel
+from wangen.generator import scripts
+from wangen.generator.setup import scripts as setup_scripts
+from wangen.generator.setup.wheel import write_wheel
 from wangen.profiles import platform
 
 

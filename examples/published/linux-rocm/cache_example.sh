@@ -10,7 +10,7 @@
 # You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 # leave this file as it is and write the new text beside it as cache_example.sh.new.
 #
-# wangen-digest: e75bb224c84d2f6eaa79547ae9512ac8
+# wangen-digest: 177065817857573ee947ef099b5c8e26
 # Typographic quotes in a path or prompt are no typing errors.
 # shellcheck disable=SC1112
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@"
@@ -19,12 +19,12 @@ set -euo pipefail
 # >>> knobs: letters, digits and . _ , + - only
 # check, cache_latents, cache_text, check_cache: which resolutions of the TOML to use: all, or for example 256,832x480 (published: 832x480)
 RESOLUTION='832x480'
-# cache_latents, cache_text: threads that read and decode media (published: 4)
-NUM_WORKERS='4'
 # cache_latents, check_cache: precision of the VAE and of the cached latents (default: bfloat16 on CUDA, float32 on CPU and ROCm); one of float32, bfloat16, float16. float32 because on ROCm a bfloat16 VAE gives all-zero or non-finite latents on some builds (published: float32)
 VAE_DTYPE='float32'
 # cache_text, check_cache: precision of the text encoder and of the cached embeddings (default: bfloat16 on a GPU, float32 on a CPU); one of float32, bfloat16, float16 (published: bfloat16)
 T5_DTYPE='bfloat16'
+# cache_latents, cache_text: threads that read and decode media (published: 4)
+NUM_WORKERS='4'
 # cache_text: captions per encode (published: 16)
 BATCH_SIZE_CACHE_TEXT='16'
 # <<< knobs
@@ -49,7 +49,7 @@ wg_failed() {
   wg_stop "$2" "wangen: step $1 failed (exit code $2); its message stands above. Mend it and run this script again."
 }
 
-for wg_knob in RESOLUTION NUM_WORKERS VAE_DTYPE T5_DTYPE BATCH_SIZE_CACHE_TEXT; do
+for wg_knob in RESOLUTION VAE_DTYPE T5_DTYPE NUM_WORKERS BATCH_SIZE_CACHE_TEXT; do
   case ${!wg_knob} in
     '' | *[!A-Za-z0-9._,+-]*) wg_stop 2 "wangen: the knob $wg_knob may hold letters, digits and . _ , + - only" ;;
   esac
@@ -83,19 +83,14 @@ fi
 if [ -z "$WG_PY" ]; then
   printf 'wangen: no Python was found. Looked for:\n' >&2
   printf '  %s/bin/python\n' "$WG_ROOT"/venv "$WG_ROOT"/'.venv' >&2
-  wg_stop 1 '  do:    run setup_wangen.sh beside this script, or set WANGEN_PYTHON to an interpreter,' \
-    '         or type this in the folder of a wangen clone:' \
-    "  python3 -m venv \"$WG_ROOT/venv\"" \
-    "  \"$WG_ROOT/venv/bin/python\" -m pip install torch --index-url https://download.pytorch.org/whl/rocm7.2" \
-    "  \"$WG_ROOT/venv/bin/python\" -m pip install "'".[runtime]"'
+  wg_stop 1 '  do:    run setup_wangen.sh beside this script, or set WANGEN_PYTHON to an interpreter'
 fi
 
 export PYTHONUTF8=1 PYTHONSAFEPATH=1 WANGEN_SCRIPT=1 WANGEN_SCRIPT_VERSION=0.1.0
 if ! "$WG_PY" -c 'import wangen.runtime' >/dev/null 2>&1; then
   wg_stop 1 "wangen: this Python has no wangen: $WG_PY" \
-    '  do:    run setup_wangen.sh beside this script, or type this in the folder of a wangen clone:' \
-    "  \"$WG_PY\" -m pip install torch --index-url https://download.pytorch.org/whl/rocm7.2" \
-    "  \"$WG_PY\" -m pip install "'".[runtime]"'
+    '  do:    run setup_wangen.sh beside this script, or type:' \
+    "  \"$WG_PY\" -m pip install \"$WG_ROOT/files/wangen-0.1.0-py3-none-any.whl[runtime]\""
 fi
 
 if [ -z "$wg_only" ] || [ "$wg_only" = check ]; then

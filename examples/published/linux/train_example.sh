@@ -11,7 +11,7 @@
 # You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 # leave this file as it is and write the new text beside it as train_example.sh.new.
 #
-# wangen-digest: 714a827daed475c24da64e0fb9eb55a4
+# wangen-digest: ce93510f9622c8a426bacc46109d3d41
 # Typographic quotes in a path or prompt are no typing errors.
 # shellcheck disable=SC1112
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@"
@@ -20,15 +20,7 @@ set -euo pipefail
 # >>> knobs: letters, digits and . _ , + - only
 # check, cache_latents, cache_text, check_cache, train: which resolutions of the TOML to use: all, or for example 256,832x480 (published: 832x480)
 RESOLUTION='832x480'
-# cache_latents, cache_text: threads that read and decode media (published: 4)
-NUM_WORKERS='4'
-# cache_latents, check_cache: precision of the VAE and of the cached latents (default: bfloat16 on CUDA, float32 on CPU and ROCm); one of float32, bfloat16, float16 (published: bfloat16)
-VAE_DTYPE='bfloat16'
-# cache_text, check_cache: precision of the text encoder and of the cached embeddings (default: bfloat16 on a GPU, float32 on a CPU); one of float32, bfloat16, float16 (published: bfloat16)
-T5_DTYPE='bfloat16'
-# cache_text: captions per encode (published: 16)
-BATCH_SIZE_CACHE_TEXT='16'
-# train: attention kernel; auto takes the first of flash3, flash, sdpa that runs forward and backward here; one of auto, sdpa, flash, flash3, xformers, sage (published: auto)
+# train: attention kernel; auto takes the first of flash3, flash, sdpa that runs forward and backward here; one of auto, sdpa, flash, flash3, xformers (published: auto)
 ATTENTION='auto'
 # train: LoRA rank (published: 16)
 NETWORK_DIM='16'
@@ -52,6 +44,14 @@ DISCRETE_FLOW_SHIFT='5.0'
 SEED='42'
 # train: threads that read cache entries (published: 4)
 MAX_DATA_LOADER_N_WORKERS='4'
+# cache_latents, check_cache: precision of the VAE and of the cached latents (default: bfloat16 on CUDA, float32 on CPU and ROCm); one of float32, bfloat16, float16 (published: bfloat16)
+VAE_DTYPE='bfloat16'
+# cache_text, check_cache: precision of the text encoder and of the cached embeddings (default: bfloat16 on a GPU, float32 on a CPU); one of float32, bfloat16, float16 (published: bfloat16)
+T5_DTYPE='bfloat16'
+# cache_latents, cache_text: threads that read and decode media (published: 4)
+NUM_WORKERS='4'
+# cache_text: captions per encode (published: 16)
+BATCH_SIZE_CACHE_TEXT='16'
 # <<< knobs
 
 wg_stop() {
@@ -74,7 +74,7 @@ wg_failed() {
   wg_stop "$2" "wangen: step $1 failed (exit code $2); its message stands above. Mend it and run this script again."
 }
 
-for wg_knob in RESOLUTION NUM_WORKERS VAE_DTYPE T5_DTYPE BATCH_SIZE_CACHE_TEXT ATTENTION NETWORK_DIM NETWORK_ALPHA LEARNING_RATE LR_SCHEDULER MAX_TRAIN_EPOCHS GRADIENT_ACCUMULATION_STEPS MIXED_PRECISION TIMESTEP_SAMPLING DISCRETE_FLOW_SHIFT SEED MAX_DATA_LOADER_N_WORKERS; do
+for wg_knob in RESOLUTION ATTENTION NETWORK_DIM NETWORK_ALPHA LEARNING_RATE LR_SCHEDULER MAX_TRAIN_EPOCHS GRADIENT_ACCUMULATION_STEPS MIXED_PRECISION TIMESTEP_SAMPLING DISCRETE_FLOW_SHIFT SEED MAX_DATA_LOADER_N_WORKERS VAE_DTYPE T5_DTYPE NUM_WORKERS BATCH_SIZE_CACHE_TEXT; do
   case ${!wg_knob} in
     '' | *[!A-Za-z0-9._,+-]*) wg_stop 2 "wangen: the knob $wg_knob may hold letters, digits and . _ , + - only" ;;
   esac
@@ -110,19 +110,14 @@ fi
 if [ -z "$WG_PY" ]; then
   printf 'wangen: no Python was found. Looked for:\n' >&2
   printf '  %s/bin/python\n' "$WG_ROOT"/venv "$WG_ROOT"/'.venv' >&2
-  wg_stop 1 '  do:    run setup_wangen.sh beside this script, or set WANGEN_PYTHON to an interpreter,' \
-    '         or type this in the folder of a wangen clone:' \
-    "  python3 -m venv \"$WG_ROOT/venv\"" \
-    "  \"$WG_ROOT/venv/bin/python\" -m pip install torch --index-url https://download.pytorch.org/whl/cu130" \
-    "  \"$WG_ROOT/venv/bin/python\" -m pip install "'".[runtime]"'
+  wg_stop 1 '  do:    run setup_wangen.sh beside this script, or set WANGEN_PYTHON to an interpreter'
 fi
 
 export PYTHONUTF8=1 PYTHONSAFEPATH=1 WANGEN_SCRIPT=1 WANGEN_SCRIPT_VERSION=0.1.0
 if ! "$WG_PY" -c 'import wangen.runtime' >/dev/null 2>&1; then
   wg_stop 1 "wangen: this Python has no wangen: $WG_PY" \
-    '  do:    run setup_wangen.sh beside this script, or type this in the folder of a wangen clone:' \
-    "  \"$WG_PY\" -m pip install torch --index-url https://download.pytorch.org/whl/cu130" \
-    "  \"$WG_PY\" -m pip install "'".[runtime]"'
+    '  do:    run setup_wangen.sh beside this script, or type:' \
+    "  \"$WG_PY\" -m pip install \"$WG_ROOT/files/wangen-0.1.0-py3-none-any.whl[runtime]\""
 fi
 
 if [ -z "$wg_only" ] || [ "$wg_only" = check ]; then

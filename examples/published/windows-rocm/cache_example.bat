@@ -13,18 +13,18 @@ rem Python is taken from WANGEN_PYTHON (full path of python.exe), the virtual en
 rem You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 rem leave this file as it is and write the new text beside it as cache_example.bat.new.
 rem
-rem wangen-digest: 4617579a0a26c6d9d09439ff446e6fcc
+rem wangen-digest: 2c35101b09c1a051e67c1ced4d953cd3
 chcp 65001 >nul 2>&1
 
 rem >>> knobs: letters, digits and . _ , + - only
 rem check, cache_latents, cache_text, check_cache: which resolutions of the TOML to use: all, or for example 256,832x480 (published: 832x480)
 set "RESOLUTION=832x480"
-rem cache_latents, cache_text: threads that read and decode media (published: 4)
-set "NUM_WORKERS=4"
 rem cache_latents, check_cache: precision of the VAE and of the cached latents (default: bfloat16 on CUDA, float32 on CPU and ROCm); one of float32, bfloat16, float16. float32 because on ROCm a bfloat16 VAE gives all-zero or non-finite latents on some builds (published: float32)
 set "VAE_DTYPE=float32"
 rem cache_text, check_cache: precision of the text encoder and of the cached embeddings (default: bfloat16 on a GPU, float32 on a CPU); one of float32, bfloat16, float16 (published: bfloat16)
 set "T5_DTYPE=bfloat16"
+rem cache_latents, cache_text: threads that read and decode media (published: 4)
+set "NUM_WORKERS=4"
 rem cache_text: captions per encode (published: 16)
 set "BATCH_SIZE_CACHE_TEXT=16"
 rem <<< knobs
@@ -68,11 +68,7 @@ if defined WG_PY goto wg_found
 echo wangen: no Python was found. Looked for:
 echo   "%~dp0venv\Scripts\python.exe"
 echo   "%~dp0.venv\Scripts\python.exe"
-echo   do:    run setup_wangen.bat beside this script, or set WANGEN_PYTHON to a python.exe,
-echo          or type this in the folder of a wangen clone:
-echo   py -m venv "%~dp0venv"
-echo   "%~dp0venv\Scripts\python.exe" -m pip install torch --index-url https://stable.repo.amd.com/rocm/whl-next/
-echo   "%~dp0venv\Scripts\python.exe" -m pip install ".[runtime]"
+echo   do:    run setup_wangen.bat beside this script, or set WANGEN_PYTHON to a python.exe
 set "WG_RC=1"
 goto wg_end
 
@@ -85,9 +81,8 @@ set "WANGEN_SCRIPT_VERSION=0.1.0"
 set "WG_RC=%ERRORLEVEL%"
 if "%WG_RC%"=="0" goto wg_step1
 echo wangen: this Python has no wangen: "%WG_PY%"
-echo   do:    run setup_wangen.bat beside this script, or type this in the folder of a wangen clone:
-echo   "%WG_PY%" -m pip install torch --index-url https://stable.repo.amd.com/rocm/whl-next/
-echo   "%WG_PY%" -m pip install ".[runtime]"
+echo   do:    run setup_wangen.bat beside this script, or type:
+echo   "%WG_PY%" -m pip install "%~dp0files\wangen-0.1.0-py3-none-any.whl[runtime]"
 set "WG_RC=1"
 goto wg_end
 

@@ -11,7 +11,7 @@
 # You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 # leave this file as it is and write the new text beside it as train_example.ps1.new.
 #
-# wangen-digest: 77c1a074ea50b66dc8080662ebaecdc2
+# wangen-digest: 229ee03550b654c8199f5469df60eea7
 Set-StrictMode -Version 2.0
 $ErrorActionPreference = 'Stop'
 $PSNativeCommandUseErrorActionPreference = $false
@@ -19,15 +19,7 @@ $PSNativeCommandUseErrorActionPreference = $false
 # >>> knobs: letters, digits and . _ , + - only
 # check, cache_latents, cache_text, check_cache, train: which resolutions of the TOML to use: all, or for example 256,832x480 (published: 832x480)
 $RESOLUTION = '832x480'
-# cache_latents, cache_text: threads that read and decode media (published: 4)
-$NUM_WORKERS = '4'
-# cache_latents, check_cache: precision of the VAE and of the cached latents (default: bfloat16 on CUDA, float32 on CPU and ROCm); one of float32, bfloat16, float16. float32 because on ROCm a bfloat16 VAE gives all-zero or non-finite latents on some builds (published: float32)
-$VAE_DTYPE = 'float32'
-# cache_text, check_cache: precision of the text encoder and of the cached embeddings (default: bfloat16 on a GPU, float32 on a CPU); one of float32, bfloat16, float16 (published: bfloat16)
-$T5_DTYPE = 'bfloat16'
-# cache_text: captions per encode (published: 16)
-$BATCH_SIZE_CACHE_TEXT = '16'
-# train: attention kernel; auto takes the first of flash3, flash, sdpa that runs forward and backward here; one of auto, sdpa, flash, flash3, xformers, sage (published: auto)
+# train: attention kernel; auto takes the first of flash3, flash, sdpa that runs forward and backward here; one of auto, sdpa, flash, flash3, xformers (published: auto)
 $ATTENTION = 'auto'
 # train: LoRA rank (published: 16)
 $NETWORK_DIM = '16'
@@ -51,9 +43,17 @@ $DISCRETE_FLOW_SHIFT = '5.0'
 $SEED = '42'
 # train: threads that read cache entries (published: 4)
 $MAX_DATA_LOADER_N_WORKERS = '4'
+# cache_latents, check_cache: precision of the VAE and of the cached latents (default: bfloat16 on CUDA, float32 on CPU and ROCm); one of float32, bfloat16, float16. float32 because on ROCm a bfloat16 VAE gives all-zero or non-finite latents on some builds (published: float32)
+$VAE_DTYPE = 'float32'
+# cache_text, check_cache: precision of the text encoder and of the cached embeddings (default: bfloat16 on a GPU, float32 on a CPU); one of float32, bfloat16, float16 (published: bfloat16)
+$T5_DTYPE = 'bfloat16'
+# cache_latents, cache_text: threads that read and decode media (published: 4)
+$NUM_WORKERS = '4'
+# cache_text: captions per encode (published: 16)
+$BATCH_SIZE_CACHE_TEXT = '16'
 # <<< knobs
 
-foreach ($WgKnob in @('RESOLUTION', 'NUM_WORKERS', 'VAE_DTYPE', 'T5_DTYPE', 'BATCH_SIZE_CACHE_TEXT', 'ATTENTION', 'NETWORK_DIM', 'NETWORK_ALPHA', 'LEARNING_RATE', 'LR_SCHEDULER', 'MAX_TRAIN_EPOCHS', 'GRADIENT_ACCUMULATION_STEPS', 'MIXED_PRECISION', 'TIMESTEP_SAMPLING', 'DISCRETE_FLOW_SHIFT', 'SEED', 'MAX_DATA_LOADER_N_WORKERS')) {
+foreach ($WgKnob in @('RESOLUTION', 'ATTENTION', 'NETWORK_DIM', 'NETWORK_ALPHA', 'LEARNING_RATE', 'LR_SCHEDULER', 'MAX_TRAIN_EPOCHS', 'GRADIENT_ACCUMULATION_STEPS', 'MIXED_PRECISION', 'TIMESTEP_SAMPLING', 'DISCRETE_FLOW_SHIFT', 'SEED', 'MAX_DATA_LOADER_N_WORKERS', 'VAE_DTYPE', 'T5_DTYPE', 'NUM_WORKERS', 'BATCH_SIZE_CACHE_TEXT')) {
   if ([string](Get-Variable -Name $WgKnob -ValueOnly) -notmatch '\A[A-Za-z0-9._,+-]+\z') {
     Write-Host "wangen: the knob $WgKnob may hold letters, digits and . _ , + - only"
     exit 2
@@ -103,14 +103,9 @@ if ($env:WANGEN_PYTHON) {
   }
 }
 if ($WgPython -eq '') {
-  $WgNew = [System.IO.Path]::Combine($WgRoot, 'venv')
   Write-Host 'wangen: no Python was found. Looked in:'
   foreach ($WgFolder in $WgVenvs) { Write-Host "  $WgFolder" }
-  Write-Host '  do:    run setup_wangen.ps1 beside this script, or set WANGEN_PYTHON to a python.exe,'
-  Write-Host '         or type this in the folder of a wangen clone:'
-  Write-Host ('  py -m venv "' + $WgNew + '"')
-  Write-Host ('  & "' + $WgNew + '\Scripts\python.exe" -m pip install torch --index-url https://stable.repo.amd.com/rocm/whl-next/')
-  Write-Host ('  & "' + $WgNew + '\Scripts\python.exe" -m pip install ".[runtime]"')
+  Write-Host '  do:    run setup_wangen.ps1 beside this script, or set WANGEN_PYTHON to a python.exe'
   exit 1
 }
 
@@ -129,9 +124,9 @@ try {
   $WgCode = $LASTEXITCODE
   if ($WgCode -ne 0) {
     Write-Host "wangen: this Python has no wangen: $WgPython"
-    Write-Host '  do:    run setup_wangen.ps1 beside this script, or type this in the folder of a wangen clone:'
-    Write-Host ('  & "' + $WgPython + '" -m pip install torch --index-url https://stable.repo.amd.com/rocm/whl-next/')
-    Write-Host ('  & "' + $WgPython + '" -m pip install ".[runtime]"')
+    Write-Host '  do:    run setup_wangen.ps1 beside this script, or type:'
+    $WgWheel = [System.IO.Path]::Combine($WgRoot, 'files\wangen-0.1.0-py3-none-any.whl')
+    Write-Host ('  & "' + $WgPython + '" -m pip install "' + $WgWheel + '[runtime]"')
     exit 1
   }
   if (($WgCode -eq 0) -and (($WgOnly -eq '') -or ($WgOnly -ceq 'check'))) {

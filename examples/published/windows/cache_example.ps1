@@ -10,7 +10,7 @@
 # You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 # leave this file as it is and write the new text beside it as cache_example.ps1.new.
 #
-# wangen-digest: 61d389d9bbd53079501b06bdc0513bbe
+# wangen-digest: 99a3102918f244ea3c813dc3fe0e3c01
 Set-StrictMode -Version 2.0
 $ErrorActionPreference = 'Stop'
 $PSNativeCommandUseErrorActionPreference = $false
@@ -18,17 +18,17 @@ $PSNativeCommandUseErrorActionPreference = $false
 # >>> knobs: letters, digits and . _ , + - only
 # check, cache_latents, cache_text, check_cache: which resolutions of the TOML to use: all, or for example 256,832x480 (published: 832x480)
 $RESOLUTION = '832x480'
-# cache_latents, cache_text: threads that read and decode media (published: 4)
-$NUM_WORKERS = '4'
 # cache_latents, check_cache: precision of the VAE and of the cached latents (default: bfloat16 on CUDA, float32 on CPU and ROCm); one of float32, bfloat16, float16 (published: bfloat16)
 $VAE_DTYPE = 'bfloat16'
 # cache_text, check_cache: precision of the text encoder and of the cached embeddings (default: bfloat16 on a GPU, float32 on a CPU); one of float32, bfloat16, float16 (published: bfloat16)
 $T5_DTYPE = 'bfloat16'
+# cache_latents, cache_text: threads that read and decode media (published: 4)
+$NUM_WORKERS = '4'
 # cache_text: captions per encode (published: 16)
 $BATCH_SIZE_CACHE_TEXT = '16'
 # <<< knobs
 
-foreach ($WgKnob in @('RESOLUTION', 'NUM_WORKERS', 'VAE_DTYPE', 'T5_DTYPE', 'BATCH_SIZE_CACHE_TEXT')) {
+foreach ($WgKnob in @('RESOLUTION', 'VAE_DTYPE', 'T5_DTYPE', 'NUM_WORKERS', 'BATCH_SIZE_CACHE_TEXT')) {
   if ([string](Get-Variable -Name $WgKnob -ValueOnly) -notmatch '\A[A-Za-z0-9._,+-]+\z') {
     Write-Host "wangen: the knob $WgKnob may hold letters, digits and . _ , + - only"
     exit 2
@@ -73,14 +73,9 @@ if ($env:WANGEN_PYTHON) {
   }
 }
 if ($WgPython -eq '') {
-  $WgNew = [System.IO.Path]::Combine($WgRoot, 'venv')
   Write-Host 'wangen: no Python was found. Looked in:'
   foreach ($WgFolder in $WgVenvs) { Write-Host "  $WgFolder" }
-  Write-Host '  do:    run setup_wangen.ps1 beside this script, or set WANGEN_PYTHON to a python.exe,'
-  Write-Host '         or type this in the folder of a wangen clone:'
-  Write-Host ('  py -m venv "' + $WgNew + '"')
-  Write-Host ('  & "' + $WgNew + '\Scripts\python.exe" -m pip install torch --index-url https://download.pytorch.org/whl/cu130')
-  Write-Host ('  & "' + $WgNew + '\Scripts\python.exe" -m pip install ".[runtime]"')
+  Write-Host '  do:    run setup_wangen.ps1 beside this script, or set WANGEN_PYTHON to a python.exe'
   exit 1
 }
 
@@ -99,9 +94,9 @@ try {
   $WgCode = $LASTEXITCODE
   if ($WgCode -ne 0) {
     Write-Host "wangen: this Python has no wangen: $WgPython"
-    Write-Host '  do:    run setup_wangen.ps1 beside this script, or type this in the folder of a wangen clone:'
-    Write-Host ('  & "' + $WgPython + '" -m pip install torch --index-url https://download.pytorch.org/whl/cu130')
-    Write-Host ('  & "' + $WgPython + '" -m pip install ".[runtime]"')
+    Write-Host '  do:    run setup_wangen.ps1 beside this script, or type:'
+    $WgWheel = [System.IO.Path]::Combine($WgRoot, 'files\wangen-0.1.0-py3-none-any.whl')
+    Write-Host ('  & "' + $WgPython + '" -m pip install "' + $WgWheel + '[runtime]"')
     exit 1
   }
   if (($WgCode -eq 0) -and (($WgOnly -eq '') -or ($WgOnly -ceq 'check'))) {

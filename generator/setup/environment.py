@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from wangen.generator.errors import WangenError
-from wangen.generator.hardware import Hardware, Version, look
-from wangen.generator.installing import explain, run, say
-from wangen.generator.torch_choice import Build, Installed, Wanted, choose
+from wangen.generator.setup.hardware import Hardware, Version, look
+from wangen.generator.setup.installing import explain, run, say
+from wangen.generator.setup.torch_choice import Build, Installed, Wanted, choose
 
 _MORE = {"sh": "bash {}", "bat": "double-click {}", "ps1": "powershell -NoProfile -ExecutionPolicy Bypass -File {}"}
 

@@ -12,7 +12,6 @@ from contextlib import suppress
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
-from wangen.generator.captions import CAPTION_SUFFIXES, MANIFEST_SUFFIX, Caption, CaptionFiles, choose, read_manifest
 from wangen.generator.dataset import (
     IMAGE_SUFFIXES,
     VIDEO_SUFFIXES,
@@ -30,6 +29,14 @@ from wangen.generator.dataset import (
 from wangen.generator.errors import WangenError
 from wangen.generator.files import write_text
 from wangen.generator.geometry import too_short
+from wangen.generator.publish.captions import (
+    CAPTION_SUFFIXES,
+    MANIFEST_SUFFIX,
+    Caption,
+    CaptionFiles,
+    choose,
+    read_manifest,
+)
 from wangen.profiles import Model
 
 YOUNG_NS = 2_000_000_000

@@ -9,14 +9,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from wangen.generator import deploy, layout
 from wangen.generator.dataset import Problem
-from wangen.generator.deploy import FolderPlan
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.lock import busy, hold
-from wangen.generator.source import Advance, Source
-from wangen.generator.target import Target
-from wangen.generator.texts import (
+from wangen.generator.publish import deploy, layout
+from wangen.generator.publish.deploy import FolderPlan
+from wangen.generator.publish.source import Advance, Source
+from wangen.generator.publish.texts import (
     Text,
     resolutions_of,
     script_texts,
@@ -25,8 +24,9 @@ from wangen.generator.texts import (
     toml_text,
     wheel_text,
 )
+from wangen.generator.setup.wheel import wheel_bytes
+from wangen.generator.target import Target
 from wangen.generator.tomls import resolution_name
-from wangen.generator.wheel import wheel_bytes
 from wangen.generator.workspace import DatasetSettings, Workspace, require_writable
 from wangen.profiles import Model
 

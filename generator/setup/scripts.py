@@ -1,4 +1,4 @@
-"""The setup scripts of a bundle: they find a Python and hand over to `wangen.generator.environment` in its wheel.
+"""The setup scripts of a bundle: they find a Python and hand over to `wangen.generator.setup.environment` in its wheel.
 
 A script on disk is treated like a run script without knobs: `scripts.write` keeps one that its user edited.
 """
@@ -6,13 +6,13 @@ A script on disk is treated like a run script without knobs: `scripts.write` kee
 from wangen.generator import quoting
 from wangen.generator.quoting import Word
 from wangen.generator.script_text import places, seal, template
-from wangen.generator.wheel import wheel_name
+from wangen.generator.setup.wheel import wheel_name
 from wangen.profiles import Platform
 
 # What a Python has to be, and how the rest runs from the wheel. Neither holds a quote of any shell, % or !.
 _FITS = "import sys; sys.exit(sys.version_info < (3, 11))"
 _CODE = (
-    "import sys; sys.path.insert(0, sys.argv[1]); from wangen.generator.environment import main;"
+    "import sys; sys.path.insert(0, sys.argv[1]); from wangen.generator.setup.environment import main;"
     " sys.exit(main(sys.argv[1:]))"
 )
 

@@ -6,14 +6,15 @@ from pathlib import Path
 
 import click
 
-from wangen.generator import clean, layout, workspace
-from wangen.generator.clean import PARTS, Inventory, Part
+from wangen.generator import workspace
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.files import remove
 from wangen.generator.lock import busy, hold
 from wangen.generator.paths import slugify
-from wangen.generator.publish import STATE, memo_path
-from wangen.generator.publish_command import bytes_text
+from wangen.generator.publish import clean, layout
+from wangen.generator.publish.clean import PARTS, Inventory, Part
+from wangen.generator.publish.command import bytes_text
+from wangen.generator.publish.plan import STATE, memo_path
 from wangen.generator.target import Target
 from wangen.generator.tomls import parse_resolution, resolution_name
 from wangen.generator.workspace import Workspace

@@ -14,16 +14,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from wangen.generator import layout, manifest, scripts
-from wangen.generator.deploy import TEMPORARY
+from wangen.generator import scripts
 from wangen.generator.errors import WangenError
 from wangen.generator.files import remove
 from wangen.generator.formats import read_safetensors
-from wangen.generator.manifest import Record
-from wangen.generator.setup_scripts import script_name
+from wangen.generator.publish import layout, manifest
+from wangen.generator.publish.deploy import TEMPORARY
+from wangen.generator.publish.manifest import Record
+from wangen.generator.publish.texts import beside, toml_file
+from wangen.generator.setup.scripts import script_name
 from wangen.generator.steps import SMOKE, STEPS
 from wangen.generator.target import Target
-from wangen.generator.texts import beside, toml_file
 from wangen.generator.tomls import unedited
 
 Part = Literal["bundle", "caches", "checkpoints", "outputs"]

@@ -4,9 +4,9 @@ import os
 from collections.abc import Iterable
 from pathlib import Path, PureWindowsPath
 
-from wangen.generator import manifest
 from wangen.generator.dataset import Problem
 from wangen.generator.errors import WangenError
+from wangen.generator.publish import manifest
 from wangen.generator.target import Target
 from wangen.generator.tomls import resolution_name
 

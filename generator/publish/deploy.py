@@ -17,14 +17,14 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from wangen.generator import manifest
-from wangen.generator.captions import with_trigger
 from wangen.generator.dataset import Problem, folded
 from wangen.generator.errors import WangenError
 from wangen.generator.files import remove, replace, sync_folder
-from wangen.generator.manifest import CAPTION, UNKNOWN, Manifest, Record
-from wangen.generator.resize import RECIPE, bake, smaller_size
-from wangen.generator.source import Advance, Source
+from wangen.generator.publish import manifest
+from wangen.generator.publish.captions import with_trigger
+from wangen.generator.publish.manifest import CAPTION, UNKNOWN, Manifest, Record
+from wangen.generator.publish.resize import RECIPE, bake, smaller_size
+from wangen.generator.publish.source import Advance, Source
 from wangen.generator.workspace import DatasetSettings
 from wangen.profiles import Model
 

@@ -10,12 +10,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
 
-from wangen.generator import scripts, setup_scripts, wheel
+from wangen.generator import scripts
 from wangen.generator.bundle import bundle_steps, script_bundles, toml_name
 from wangen.generator.dataset import Item
 from wangen.generator.errors import WangenError
-from wangen.generator.manifest import CAPTION
 from wangen.generator.paths import toml_path
+from wangen.generator.publish.manifest import CAPTION
+from wangen.generator.setup import scripts as setup_scripts
+from wangen.generator.setup import wheel
 from wangen.generator.target import Target
 from wangen.generator.tomls import resolution_name, same_text, signed, unedited, write_dataset
 from wangen.generator.workspace import DatasetSettings, Workspace

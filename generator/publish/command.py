@@ -8,15 +8,15 @@ from typing import Any
 
 import click
 
-from wangen.generator import publish as publishing
 from wangen.generator import workspace
-from wangen.generator.deploy import FolderPlan
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.paths import slugify
 from wangen.generator.progress import bar
-from wangen.generator.publish import BundlePlan, Plan
-from wangen.generator.source import read_source
-from wangen.generator.texts import resolutions_of
+from wangen.generator.publish import plan as publishing
+from wangen.generator.publish.deploy import FolderPlan
+from wangen.generator.publish.plan import BundlePlan, Plan
+from wangen.generator.publish.source import read_source
+from wangen.generator.publish.texts import resolutions_of
 from wangen.generator.tomls import parse_resolution, resolution_name
 from wangen.generator.workspace import Workspace
 from wangen.profiles import Model

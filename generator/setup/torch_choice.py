@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from wangen.generator.errors import WangenError
-from wangen.generator.hardware import Hardware, Version
+from wangen.generator.setup.hardware import Hardware, Version
 from wangen.profiles import TORCH_INDEX
 
 _TAG = re.compile(r"(cu|rocm|cpu)([0-9.]*)")
