@@ -1,10 +1,10 @@
 """Wine with a real CPython for Windows, which `setup_wine.sh` installs, and bundles published for it."""
 
-import functools
 import json
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,9 +36,16 @@ def linux(path: str) -> Path | None:
     return Path(path[2:].replace("\\", "/")) if path[:3].upper() in ("Z:\\", "Z:/") else None
 
 
-@functools.cache
+_IDLE_S = 60
+_last_use = float("-inf")
+
+
 def environment() -> Mapping[str, str]:
-    """The environment of wine, its server kept alive: else its services inherit the pipes of the first program."""
+    """The environment of wine, with its server running: else its services inherit the pipes of the first program.
+
+    A server that was started here ends a minute after its last use, so that none is left behind.
+    """
+    global _last_use
     env = {name: value for name, value in os.environ.items() if name not in ("DISPLAY", "VIRTUAL_ENV", "PYTHONPATH")}
     env |= {
         "WINEPREFIX": str(HOME / "prefix"),
@@ -46,11 +53,12 @@ def environment() -> Mapping[str, str]:
         "WINEDLLOVERRIDES": "mscoree,mshtml=",
         "LC_ALL": "hi_IN.UTF-8",
     }
-    detached: dict[str, Any] = {"env": env, "stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
-    detached["stderr"] = subprocess.DEVNULL
-    # The prefix belongs to the caller: a server that runs already stays, one that starts here ends when idle.
-    subprocess.run(["wineserver", "-p60"], check=False, **detached)
-    subprocess.run(["wine", "cmd", "/c", "exit"], check=True, **detached)
+    if time.monotonic() - _last_use > _IDLE_S / 2:
+        detached: dict[str, Any] = {"env": env, "stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
+        detached["stderr"] = subprocess.DEVNULL
+        subprocess.run(["wineserver", f"-p{_IDLE_S}"], check=False, **detached)
+        subprocess.run(["wine", "cmd", "/c", "exit"], check=True, **detached)
+    _last_use = time.monotonic()
     return env
 
 
