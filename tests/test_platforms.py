@@ -1,5 +1,7 @@
 """Platform profiles: what the shipped ones say, and the user's own in the workspace."""
 
+from pathlib import Path
+
 import pytest
 from helpers import write_tree
 
@@ -70,6 +72,14 @@ def test_a_profile_of_the_users_own(tmp_path):
     assert (target.platform.name, target.platform.kind, target.venv) == ("pod", "linux", ("/opt/venv",))
     assert target.folder == tmp_path / "published" / "pod"
     assert bundle_steps(made, target, made.profile(), "cats")[-1].network_dim == 64
+
+
+def test_the_profile_of_the_docs(tmp_path):
+    page = (Path(__file__).parent.parent / "docs" / "platforms.md").read_text(encoding="utf-8")
+    text = page.partition("```toml\n")[2].partition("```")[0]
+    pod = platforms.load(write_tree(tmp_path, {"profiles/pod.toml": text}))["pod"]
+    assert (pod.venv, pod.overrides["train"]) == (("/opt/venv",), {"attention": "flash"})
+    assert pod.reasons == {"train.attention": "flash-attn is built into the image"}
 
 
 def test_a_shipped_profile_overridden_in_part(tmp_path):
