@@ -16,14 +16,18 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from wangen.generator import scripts
-from wangen.generator.bundle import bundle_steps, script_bundles
 from wangen.generator.check import Examined, examine
 from wangen.generator.commands import parse
 from wangen.generator.errors import WangenError
+from wangen.generator.publish.command import dataset_folder
+from wangen.generator.publish.plan import BundlePlan, Plan, make_plan, memo_path
+from wangen.generator.publish.source import Source, read_source
+from wangen.generator.publish.texts import Text
+from wangen.generator.quoting import QUOTES
 from wangen.generator.steps import Check, Step, find_step, options
 from wangen.generator.target import Target
 from wangen.generator.tomls import DatasetEntry, read_dataset
-from wangen.generator.workspace import Workspace
+from wangen.generator.workspace import DatasetSettings, Workspace
 
 Level = Literal["ok", "note", "problem"]
 
@@ -63,10 +67,9 @@ class Line:
 
 
 class _Script(NamedTuple):
-    """A published script as it is on disk, with its steps as their real parser reads them."""
+    """A published script, with its steps as their real parser reads them."""
 
-    path: Path
-    data: bytes
+    name: str
     steps: list[Step]
 
 
@@ -82,22 +85,49 @@ def look(workspace: Workspace, target: Target, slug: str) -> Iterator[Line]:
         WangenError: the workspace's settings are wrong, or a published file cannot be read.
     """
     settings = workspace.dataset(slug)
-    model = workspace.profile(settings.model)
-    steps = bundle_steps(workspace, target, model, slug, settings.resolutions)
-    found: list[_Script] = []
-    for name, bundle in script_bundles(target, slug, steps).items():
-        for shell in target.platform.shells:
-            path = target.folder / f"{name}_{slug}.{shell}"
-            if not path.is_file():
-                yield Line("problem", f"{path.name} is not there; publish: wangen publish {slug}")
-                continue
-            script = _Script(path, path.read_bytes(), [])
-            yield from _currency(script, scripts.merge(script.data, bundle, shell, name), slug)
-            yield from _flags(script, shell)
-            found.append(script)
+    source = _source(workspace, slug, settings)
+    lines, plan = _plan(workspace, target, slug, source)
+    yield from lines
+    (bundle,) = plan.bundles
+    texts = [*bundle.texts, *plan.wheels]
+    for text in texts:
+        yield from _currency(text, target, slug)
+    same = [text.path.name for text in texts if text.state == "same" and not text.knobs]
+    if same:
+        yield Line("ok", f"up to date: {', '.join(same)}")
+    yield from _media(bundle, source, slug)
+    found = []
+    for text in bundle.texts:
+        shell = text.path.suffix[1:]
+        if shell in QUOTES and not text.path.name.startswith("setup") and text.path.is_file():
+            found.append(script := _Script(text.path.name, []))
+            yield from _flags(script, text.path.read_bytes(), shell)
     yield from _agreement(found)
-    yield from _setup(target)
     yield from environment(target)
+
+
+def _source(workspace: Workspace, slug: str, settings: DatasetSettings) -> Source | None:
+    """What would be published now; None when the dataset is not on this machine."""
+    given = workspace.folder / settings.source if settings.source else None
+    try:
+        origin = given or dataset_folder(workspace.folder, slug, slug)
+        return read_source(origin, workspace.profile(settings.model), memo=memo_path(workspace, slug), keep_memo=False)
+    except WangenError:
+        return None
+
+
+def _plan(workspace: Workspace, target: Target, slug: str, source: Source | None) -> tuple[list[Line], Plan]:
+    """What publishing would do, and what forbids it; then what it would do with the scripts alone."""
+    settings = workspace.dataset(slug)
+    model = workspace.profile(settings.model)
+    try:
+        return [], make_plan(workspace, [target], slug, model, source, settings, long_paths=True)
+    except WangenError as error:
+        if source is None:
+            raise
+        return [Line("note", f"it could not be published again: {error}")], make_plan(
+            workspace, [target], slug, model, None, settings
+        )
 
 
 def check_step(target: Target, slug: str) -> Check:
@@ -141,42 +171,56 @@ def look_from_here(target: Target, options: Check) -> Iterator[Line]:
         yield Line("ok", f"{found}")
 
 
-def _currency(script: _Script, merged: tuple[bytes, bool], slug: str) -> Iterator[Line]:
-    """Whether the script is the one that publishing would write now."""
-    data, edited = merged
-    name = script.path.name
-    knobs = scripts.changed_knobs(script.data)
-    if bad := scripts.invalid_knobs(script.data):
-        yield Line("problem", f"{name}: a knob holds letters, digits and . _ , + - only: {bad[0]}")
-    elif edited:
+def _currency(text: Text, target: Target, slug: str) -> Iterator[Line]:
+    """Whether a script, TOML file or wheel is the one that publishing would write now."""
+    name = text.path.relative_to(target.folder).as_posix()
+    again = f"publish again: wangen publish {slug}"
+    if text.broken:
+        yield Line("problem", f"{name}: a knob holds letters, digits and . _ , + - only: {text.broken[0]}")
+    elif text.state == "kept":
         yield Line("note", f"{name} was edited by hand and stays as it is; publishing puts its text beside it as .new")
-    elif script.data == data:
-        mine = "".join(f", {knob}={value[0]} (published: {value[1]})" for knob, value in knobs.items())
-        yield Line("ok", f"{name} is up to date{mine}")
-    else:
-        made = found[1].decode() if (found := _MADE_BY.search(script.data)) else "another program"
-        why = f"made by wangen {made}, this is {version('wangen')}" if made != version("wangen") else (
-            "the workspace has changed since it was published"
-        )  # fmt: skip
-        yield Line("problem", f"{name}: {why}; publish again: wangen publish {slug}")
+    elif text.state == "new":
+        yield Line("problem", f"{name} is not there; {again}")
+    elif text.state == "changed":
+        made = found[1].decode() if (found := _MADE_BY.search(text.path.read_bytes())) else version("wangen")
+        old = f"made by wangen {made}, this is {version('wangen')}"
+        yield Line(
+            "problem", f"{name}: {old if made != version('wangen') else 'not what publishing writes now'}; {again}"
+        )
+    elif text.knobs:
+        mine = ", ".join(f"{knob}={value} (published: {ours})" for knob, (value, ours) in text.knobs.items())
+        yield Line("ok", f"{name} is up to date, with your {mine}")
 
 
-def _flags(script: _Script, shell: str) -> Iterator[Line]:
+def _media(bundle: BundlePlan, source: Source | None, slug: str) -> Iterator[Line]:
+    """Whether the published media are those of the dataset."""
+    if source is None:
+        yield Line("note", "the dataset is not on this machine, so that what is published is not compared with it")
+        return
+    counts = {what: number for what, number in bundle.counts.items() if what != "same" and number}
+    if counts:
+        said = ", ".join(f"{number} {what}" for what, number in counts.items())
+        yield Line("note", f"the dataset has changed since ({said}); publish again: wangen publish {slug}")
+    for name in bundle.left:
+        yield Line("note", f"{name}/ of an earlier publish is still there, and no step uses it")
+
+
+def _flags(script: _Script, data: bytes, shell: str) -> Iterator[Line]:
     """Read every line with the step's own parser; the steps are added to the script."""
     try:
-        lines = scripts.read_steps(script.data, shell)
+        lines = scripts.read_steps(data, shell)
     except WangenError as error:
-        yield Line("problem", f"{script.path.name}: {error}")
+        yield Line("problem", f"{script.name}: {error}")
         return
     for words in lines:
         step = find_step(words[0])
         if step is None:
-            yield Line("problem", f"{script.path.name}: there is no step {words[0]!r}; publish again")
+            yield Line("problem", f"{script.name}: there is no step {words[0]!r}; publish again")
             continue
         try:
             script.steps.append(parse(step, words[1:]))
         except WangenError as error:
-            yield Line("problem", f"{script.path.name}, {words[0]}: {error}")
+            yield Line("problem", f"{script.name}, {words[0]}: {error}")
 
 
 def _agreement(found: Iterable[_Script]) -> Iterator[Line]:
@@ -187,21 +231,13 @@ def _agreement(found: Iterable[_Script]) -> Iterator[Line]:
             for name in _AGREED:
                 value = getattr(step, name, None)
                 if value is not None:
-                    values.setdefault(name, {}).setdefault(str(value), []).append(f"{script.path.name} {step.command}")
+                    values.setdefault(name, {}).setdefault(str(value), []).append(f"{script.name} {step.command}")
     different = {name: given for name, given in values.items() if len(given) > 1}
     for name, given in different.items():
         said = "; ".join(f"{value} in {places[0]}" for value, places in given.items())
         yield Line("problem", f"the steps do not agree on --{name}: {said}")
     if values and not different:
         yield Line("ok", "all steps agree on the TOML, the VAE, the text encoder and the transformer")
-
-
-def _setup(target: Target) -> Iterator[Line]:
-    missing = [
-        f"setup_wangen.{s}" for s in target.platform.shells if not (target.folder / f"setup_wangen.{s}").is_file()
-    ]
-    if missing:
-        yield Line("note", f"{', '.join(missing)} is not there; publish again to have it")
 
 
 def environment(target: Target) -> Iterator[Line]:

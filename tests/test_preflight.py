@@ -73,8 +73,8 @@ def change(path, old, new):
 def test_all_is_well(site, capsys):
     shown = check(capsys, 0)
     assert "problem" not in shown.replace("0 problems", "")
-    assert "train_red_house.sh is up to date" in shown
-    assert "train_red_house.bat is up to date" in shown
+    assert "up to date: train_red_house.sh, cache_red_house.sh, setup_wangen.sh, red_house_" in shown
+    assert "up to date: train_red_house.bat, train_red_house.ps1, cache_red_house.bat" in shown
     assert "all steps agree" in shown
     assert f"Python {sys.executable} has wangen" in shown
     assert shown.count("1 image and 1 clip with captions") == 2
@@ -106,14 +106,14 @@ def test_scripts_older_than_the_workspace(site, capsys):
     toml = site / "wangen.toml"
     toml.write_text(toml.read_text() + "[steps.train]\nnetwork_dim = 64\n", encoding="utf-8")
     shown = check(capsys, 1)
-    assert "train_red_house.sh: the workspace has changed since it was published" in shown
-    assert "cache_red_house.sh is up to date" in shown
+    assert "train_red_house.sh: not what publishing writes now; publish again: wangen publish red_house" in shown
+    assert "up to date: cache_red_house.sh" in shown
     publish()
     check(capsys, 0)
 
 
 def test_scripts_of_another_version(site, capsys, monkeypatch):
-    for module in ("bundle", "preflight"):
+    for module in ("bundle", "preflight", "publish.texts"):
         monkeypatch.setattr(f"wangen.generator.{module}.version", lambda name: "9.9.9")
     shown = check(capsys, 1, "--platform", "windows")
     assert "made by wangen" in shown
@@ -124,7 +124,7 @@ def test_the_users_knobs_and_edits_are_no_problem(site, capsys):
     change(script(site, "windows", "bat"), b"NETWORK_DIM=16", b"NETWORK_DIM=8")
     change(script(site, "windows", "ps1"), b"Set-StrictMode", b"# mine\r\nSet-StrictMode")
     shown = check(capsys, 0, "--platform", "windows")
-    assert "train_red_house.bat is up to date, NETWORK_DIM=8 (published: 16)" in shown
+    assert "train_red_house.bat is up to date, with your NETWORK_DIM=8 (published: 16)" in shown
     assert "train_red_house.ps1 was edited by hand" in shown
 
 
@@ -207,5 +207,27 @@ def test_from_wsl_for_wsl_and_windows_at_once(site, capsys, monkeypatch, tmp_pat
     assert 'image_directory = "C:/AI/files/datasets/red_house/64"' in tomls["red_house_win.toml"]
     assert f'image_directory = "{root}/files/datasets/red_house/64"' in tomls["red_house_wsl.toml"]
     shown = check(capsys, 1)
-    assert "train_red_house.bat is up to date" in shown
+    assert "up to date: train_red_house.bat" in shown
     assert f"{root / 'models' / 'Wan2.1_VAE.pth'}: --vae: no such weight file" in shown
+
+
+def test_what_the_dataset_has_and_the_bundle_has_not(site, capsys):
+    media = site / "datasets" / "Red House"
+    write_tree(media, {"c.jpg": image_bytes(seed=3), "c.txt": "a cow", "a.txt": "another ape"})
+    shown = check(capsys, 0, "--platform", "windows")
+    assert "the dataset has changed since (2 new, 1 changed); publish again: wangen publish red_house" in shown
+    (media / "c.txt").unlink()
+    shown = check(capsys, 0, "--platform", "windows")
+    assert "it could not be published again" in shown
+    assert "c.jpg: has no caption" in shown
+    shutil.rmtree(media)
+    assert "the dataset is not on this machine" in check(capsys, 0, "--platform", "windows")
+
+
+def test_files_of_the_bundle_that_are_gone_or_edited(site, capsys):
+    bundle = site / "published" / "windows"
+    (bundle / "setup_wangen.ps1").unlink()
+    change(bundle / "files" / "tomls" / "red_house_win.toml", b"num_repeats = 1", b"num_repeats = 5")
+    shown = check(capsys, 1, "--platform", "windows")
+    assert "setup_wangen.ps1 is not there; publish again: wangen publish red_house" in shown
+    assert "files/tomls/red_house_win.toml was edited by hand and stays as it is" in shown
