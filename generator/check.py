@@ -59,11 +59,13 @@ class Examined:
 
     num_images: int
     num_clips: int
+    num_resolutions: int
     findings: tuple[Finding, ...]
 
     def __str__(self) -> str:
         """The items in words."""
-        return f"{many(self.num_images, 'image')} and {many(self.num_clips, 'clip')} with captions"
+        each = f", those of {self.num_resolutions} resolutions together" if self.num_resolutions > 1 else ""
+        return f"{many(self.num_images, 'image')} and {many(self.num_clips, 'clip')} with captions{each}"
 
 
 def examine(options: Check, entries: Sequence[DatasetEntry]) -> Examined:
@@ -73,7 +75,8 @@ def examine(options: Check, entries: Sequence[DatasetEntry]) -> Examined:
     findings += [*_weights(options), *_folders(options, surveys)]
     counts = {media: sum(s.num_items for s in surveys if s.entry.media == media) for media in ("image", "video")}
     # Blocks that share a folder find the same.
-    return Examined(counts["image"], counts["video"], tuple(dict.fromkeys(findings)))
+    num_resolutions = len({entry.resolution for entry in entries})
+    return Examined(counts["image"], counts["video"], num_resolutions, tuple(dict.fromkeys(findings)))
 
 
 def many(number: int, what: str) -> str:
