@@ -57,8 +57,13 @@ def demo(folder: Path) -> int:
     """Make tiny weights, publish the example, train a LoRA on it and generate a clip: all for real, in a minute."""
     from importlib import import_module
 
-    # By name: the generator imports nothing of the runtime, and this command is the runtime's.
-    return int(import_module("wangen.runtime.demo").run(folder))
+    from wangen.generator.session import missing_library
+
+    try:  # By name: the generator imports nothing of the runtime, and this command is the runtime's.
+        demo = import_module("wangen.runtime.demo")
+    except ModuleNotFoundError as error:
+        raise missing_library(error) from None
+    return int(demo.run(folder))
 
 
 @wangen.command()
@@ -143,7 +148,7 @@ def execute(step: Any) -> int:
 
 
 def _check_slug(name: str, folder: Path | None, platforms: Sequence[str]) -> int:
-    """`wangen check NAME`: every published target, and the check step itself for bundles of this machine's platform."""
+    """`wangen check NAME`: every published target, as far as this machine sees it."""
     from wangen.generator import preflight, workspace
     from wangen.generator.paths import slugify
 
@@ -154,22 +159,14 @@ def _check_slug(name: str, folder: Path | None, platforms: Sequence[str]) -> int
     if not published:
         raise WangenError(f"{name!r} is not published", where=", ".join(str(target.folder) for target in targets),
                           cure=f"wangen publish {slug}")  # fmt: skip
-    codes = []
+    failed = False
     for target in published:
         click.echo(f"{slug} on {target.platform.name}: {target.folder}")
-        lines = list(preflight.look(place, target, slug))
-        for line in lines:
-            click.echo(line)
-        codes.append(int(any(line.level == "problem" for line in lines)))
         os.chdir(target.folder)
-        options = preflight.check_step(target, slug)
-        if target.is_native:
-            codes.append(execute(options))
-            continue
-        for line in preflight.look_from_here(target, options):
+        for line in preflight.look(place, target, slug):
             click.echo(line)
-            codes.append(int(line.level == "problem"))
-    return max(codes)
+            failed |= line.level == "problem"
+    return int(failed)
 
 
 class CheckCommand(StepCommand):
@@ -178,9 +175,11 @@ class CheckCommand(StepCommand):
     def __init__(self) -> None:
         super().__init__(Check, execute)
         self.params += [
-            click.Argument(["slug"], required=False),
-            click.Option(["--workspace"], type=click.Path(path_type=Path), help="with SLUG: the workspace"),
-            click.Option(["--platform", "platforms"], multiple=True, help="with SLUG: this platform only"),
+            click.Argument(["slug"], metavar="[NAME]", required=False),
+            click.Option(["--workspace"], type=click.Path(path_type=Path), help="with NAME: the workspace"),
+            click.Option(
+                ["--platform", "platforms"], multiple=True, help="with NAME: this platform only; can be repeated"
+            ),
         ]
 
     def invoke(self, ctx: click.Context) -> Any:

@@ -105,7 +105,7 @@ def _text(raw: Any, key: str, where: str) -> str:
 
 def _list(raw: Any, key: str, where: str) -> list[str]:
     if not isinstance(raw, list) or not raw:
-        raise UsageError(f"{key} must be a list of texts, got {raw!r}", where=where)
+        raise UsageError(f"{key} must be a list of texts, got {raw!r}", where=where, cure=f'write {key} = ["…"]')
     return [_text(item, key, where) for item in raw]
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from wangen.generator import scripts
-from wangen.generator.check import Examined, examine
+from wangen.generator.check import examine
 from wangen.generator.commands import parse
 from wangen.generator.errors import WangenError
 from wangen.generator.publish.command import dataset_folder
@@ -31,7 +31,7 @@ from wangen.generator.workspace import DatasetSettings, Workspace
 
 Level = Literal["ok", "note", "problem"]
 
-_AGREED = ("dataset_config", "vae", "t5", "tokenizer", "vae_dtype", "t5_dtype", "dit", "resolution")
+_AGREED = ("dataset_config", "vae", "t5", "tokenizer", "vae_dtype", "t5_dtype", "dit")
 """Flags that no two lines of one bundle may set to different values."""
 
 _ASK_VERSIONS = """
@@ -79,7 +79,7 @@ def is_published(target: Target, slug: str) -> bool:
 
 
 def look(workspace: Workspace, target: Target, slug: str) -> Iterator[Line]:
-    """Everything about one target's bundle but what the check step itself finds on this machine.
+    """Everything about one target's bundle that can be known from here; the working folder must be the bundle's.
 
     Raises:
         WangenError: the workspace's settings are wrong, or a published file cannot be read.
@@ -104,6 +104,9 @@ def look(workspace: Workspace, target: Target, slug: str) -> Iterator[Line]:
             yield from _flags(script, text.path.read_bytes(), shell)
     yield from _agreement(found)
     yield from environment(target)
+    checks = [step for script in found for step in script.steps if isinstance(step, Check)]
+    if checks:
+        yield from _files(target, checks[0])
 
 
 def _source(workspace: Workspace, slug: str, settings: DatasetSettings) -> Source | None:
@@ -130,41 +133,29 @@ def _plan(workspace: Workspace, target: Target, slug: str, source: Source | None
         )
 
 
-def check_step(target: Target, slug: str) -> Check:
-    """The check step of the training script of a target.
+def _files(target: Target, options: Check) -> Iterator[Line]:
+    """What the check step would find, as far as this host sees the files.
 
-    Raises:
-        WangenError: there is no script, or it cannot be read.
-    """
-    shell = target.platform.shells[0]
-    path = target.folder / f"train_{slug}.{shell}"
-    if not path.is_file():
-        raise WangenError(f"{slug!r} is not published for {target.platform.name}", where=str(path),
-                          cure=f"wangen publish {slug}")  # fmt: skip
-    for words in scripts.read_steps(path.read_bytes(), shell):
-        if words[0] == Check.command:
-            return parse(Check, words[1:])
-    raise WangenError("this script has no check step", where=str(path), cure=f"wangen publish {slug}")
-
-
-def look_from_here(target: Target, options: Check) -> Iterator[Line]:
-    """What the check step would find on another platform's bundle, as far as this host sees its files.
-
-    The working folder must be the bundle's. A path on another machine is named and left alone.
-
-    Raises:
-        WangenError: the dataset's TOML cannot be read.
+    A path on another machine is named and left alone; so are weights that a bundle for another machine lacks here.
     """
     elsewhere: list[str] = []
-    mapped = _seen(target, options, elsewhere)
-    entries = [
-        entry
-        for block in read_dataset(mapped.dataset_config, options.resolution)
-        if (entry := _seen_entry(target, block, elsewhere))
-    ]
+    seen = _seen(target, options, elsewhere)
+    try:
+        blocks = read_dataset(seen.dataset_config, options.resolution)
+    except WangenError as error:
+        yield Line("problem", str(error))
+        return
+    entries = [entry for block in blocks if (entry := _seen_entry(target, block, elsewhere))]
     for path in dict.fromkeys(elsewhere):
         yield Line("note", f"{path}: another machine's, not seen from here")
-    found: Examined = examine(mapped, entries)
+    left_out: dict[str, Any] = {}
+    if not target.is_native and not target.root:
+        for flag in ("vae", "t5", "dit"):
+            path = getattr(seen, flag)
+            if path and not path.exists():
+                yield Line("note", f"--{flag}: {path.relative_to(target.folder)} has to lie there on that machine")
+                left_out[flag] = None
+    found = examine(replace(seen, **left_out), entries)
     for finding in found.findings:
         yield Line("problem", str(finding))
     if not found.findings:

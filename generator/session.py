@@ -6,6 +6,7 @@ The way of a step: options -> `execute` -> the step's `run(options)` -> `Report`
 import errno
 import json
 import logging
+import os
 import platform
 import signal
 import sys
@@ -22,6 +23,7 @@ from typing import IO, Any
 from wangen.generator.errors import WangenError
 from wangen.generator.files import write_text
 from wangen.generator.install import install_line
+from wangen.generator.lock import IN_SCRIPT
 from wangen.generator.steps import Step, options
 from wangen.generator.stopping import STOPPED, stop
 
@@ -118,7 +120,9 @@ def _guarded(step: Step) -> int:
         _note_failure(step, found)
         return 1
     except KeyboardInterrupt:
-        log.error("%s: %s", step.command, STOPPED)
+        # The same line again would start from step 0 once more; a try always does.
+        fresh = " (without --fresh)" if getattr(step, "fresh", False) and not getattr(step, "smoke", False) else ""
+        log.error("%s: %s%s", step.command, STOPPED, fresh)
         return 1
 
 
@@ -137,22 +141,19 @@ def _run(step: Step) -> int:
         try:
             report: Report = import_module(step.module).run(step)
         except ModuleNotFoundError as error:
-            raise _missing(error) from None
+            raise missing_library(error) from None
         seconds = round(time.monotonic() - started, 3)
         log.info("%s: %s (%.1f s)", step.command, report.summary, seconds)
         write_report(step, report, seconds)
     return 0 if report.ok else 1
 
 
-def _missing(error: ModuleNotFoundError) -> Exception:
+def missing_library(error: ModuleNotFoundError) -> Exception:
     """A library that is not installed in words; a module of our own that is missing is our bug."""
     if not error.name or error.name.split(".")[0] == "wangen":
         return error
-    return WangenError(
-        f"the library {error.name} is not installed",
-        where=sys.executable,
-        cure=install_line(sys.executable),
-    )
+    setup = "run the script setup_wangen beside this one" if IN_SCRIPT in os.environ else install_line(sys.executable)
+    return WangenError(f"the library {error.name} is not installed", where=sys.executable, cure=setup)
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """`wangen check SLUG`: the published scripts, what they name, and the environment, on every target."""
 
-import json
 import os
 import shutil
 import sys
@@ -78,10 +77,7 @@ def test_all_is_well(site, capsys):
     assert "all steps agree" in shown
     assert f"Python {sys.executable} has wangen" in shown
     assert shown.count("1 image and 1 clip with captions") == 2
-    report = json.loads((site / "published" / HERE / "outputs" / "red_house" / "check.report.json").read_text())
-    assert report["settings"]["vae"].startswith("models/deeper")
-    assert "all good" in (site / "published" / HERE / "logs" / "red_house.log").read_text()
-    assert not (site / "published" / HERE / "outputs" / "red_house" / "run.lock").exists()
+    assert list((site / "published" / HERE / "outputs" / "red_house").iterdir()) == []
 
 
 def test_one_platform_only(site, capsys):
@@ -99,7 +95,9 @@ def test_weights_that_are_not_there_or_of_another_kind(site, capsys, weights):
     (models / weights["dit"].name).unlink()
     shown = check(capsys, 1, "--platform", "windows")
     assert "--vae: a umT5 text encoder" in shown or "--vae:" in shown
-    assert "--dit: no such weight file" in shown
+    assert "--dit: models/deeper/" in shown  # the bundle may be on its way to the machine that has it
+    (site / "published" / HERE / "models" / "deeper" / weights["dit"].name).unlink()
+    assert "--dit: no such weight file" in check(capsys, 1, "--platform", HERE)
 
 
 def test_scripts_older_than_the_workspace(site, capsys):
@@ -172,6 +170,11 @@ def test_an_environment_that_lacks_libraries(site, capsys, monkeypatch, tmp_path
     assert "the library torch is not installed; run the setup script" in shown
     bare.write_text("#!/bin/sh\nexit 3\n")
     assert "does not run" in check(capsys, 1, "--platform", HERE)
+
+
+def test_a_resolution_of_its_own_for_training_is_no_problem(site, capsys):
+    change(script(site), b"RESOLUTION='64'", b"RESOLUTION='all'")
+    check(capsys, 0, "--platform", HERE)
 
 
 def test_what_another_machine_has_is_marked(site, capsys):
