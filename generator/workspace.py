@@ -5,7 +5,8 @@ Until a root is set, a platform is published to `published/<platform>/` as a bun
 """
 
 import os
-import sys
+import stat
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -14,9 +15,9 @@ from typing import Any
 from wangen import profiles
 from wangen.generator import platforms, tomls
 from wangen.generator.errors import UsageError, WangenError
-from wangen.generator.files import write_text
+from wangen.generator.files import write_text, write_whole
 from wangen.generator.paths import PathError, slugify, translate
-from wangen.generator.target import Target, from_here, is_native, machine_of
+from wangen.generator.target import Target, from_here, machine_of
 
 FILE = "wangen.toml"
 DEFAULT_MODEL = "t2v-1.3B"
@@ -58,7 +59,7 @@ _SECTION = """
 # host_root = '{host_root}'    # how this computer reaches that root
 # models = '{models}'    # also: datasets, outputs, logs
 # vae = 'Wan2.1_VAE.pth'    # a file in the models folder, where the usual names do not fit; also: t5, dit
-{venv}
+# venv = 'venv'    # the Python environment: a folder beside the scripts, or an absolute path of that machine
 """
 
 
@@ -190,7 +191,7 @@ def init(folder: Path, model: str = DEFAULT_MODEL) -> Path:
             all_platforms=", ".join(profiles.platform_names()),
             sections="".join(_example(name) for name in DEFAULT_PLATFORMS),
         )
-        write_text(path, text)
+        write_text(path.resolve(), text)
     return path
 
 
@@ -247,7 +248,7 @@ def read(folder: Path) -> Workspace:
 def remember(folder: Path, slug: str, choices: Mapping[str, Any]) -> None:
     """Write choices of a publish into `[dataset.SLUG]` of `wangen.toml`, where the next publish finds them.
 
-    The rest of the file stays as the user wrote it.
+    The rest of the file stays as the user wrote it: a new section goes to its end.
 
     Args:
         folder: the workspace.
@@ -255,16 +256,40 @@ def remember(folder: Path, slug: str, choices: Mapping[str, Any]) -> None:
         choices: fields of `DatasetSettings`, as TOML holds them; resolutions as names.
 
     Raises:
-        WangenError: the file cannot be read or written.
+        WangenError: the file cannot be read or written, or has no place for a section.
     """
     import tomlkit
 
-    path = folder / FILE
-    tomls.load(path)
-    document = tomlkit.parse(path.read_bytes().decode("utf-8-sig"))
-    datasets = document.setdefault("dataset", tomlkit.table(is_super_table=True))
-    datasets.setdefault(slug, tomlkit.table()).update(choices)
-    write_text(path, tomlkit.dumps(document))
+    path = (folder / FILE).resolve()  # it may be a link into the user's own collection
+    wanted = tomls.load(path)
+    known = wanted.setdefault("dataset", {})
+    text, lines = path.read_bytes().decode(), tomlkit.dumps(choices)
+    if slug in known:
+        mark = "\ufeff" if text.startswith("\ufeff") else ""
+        document: Any = tomlkit.parse(text.removeprefix(mark))
+        document["dataset"][slug].update(choices)
+        text = mark + tomlkit.dumps(document)
+    else:
+        text += "\n" if text.endswith("\n") else "\n\n"
+        text += f"[dataset.{slug}]\n{lines}"
+    known[slug] = known.get(slug, {}) | dict(choices)
+    cure = f"write there, for {slug}: {', '.join(lines.splitlines())}"
+    if not _says(text, wanted):
+        raise UsageError(f"there is no place for [dataset.{slug}] in it", where=str(path), cure=cure)
+    if not os.access(path, os.W_OK):
+        raise WangenError("the file is read-only", where=str(path), cure=cure)
+    try:
+        write_whole(path, [text.encode()], mode=stat.S_IMODE(path.stat().st_mode))
+    except OSError as error:
+        raise WangenError(f"cannot write: {error.strerror}", where=str(path), cure=cure) from None
+
+
+def _says(text: str, values: Mapping[str, Any]) -> bool:
+    """Whether a TOML text holds these values: what tomlkit makes of dotted keys is not always right."""
+    try:
+        return tomllib.loads(text.removeprefix("\ufeff")) == values
+    except tomllib.TOMLDecodeError:
+        return False
 
 
 def _dataset(section: Any, name: str, file: Path) -> DatasetSettings:
@@ -307,22 +332,7 @@ def _example(name: str) -> str:
     root = r"C:\AI" if kind == "windows" else "/mnt/c/AI" if kind == "wsl" else "/data/ai"
     host_root = {"linux": "/mnt/share/ai", "wsl": r"\\wsl.localhost\Ubuntu\mnt\c\AI"}.get(kind, "/mnt/c/AI")
     models = rf"{root}\models" if kind == "windows" else f"{root}/models"
-    in_venv = is_native(kind) and sys.prefix != sys.base_prefix
-    venv = "# venv = 'venv'"
-    if in_venv:
-        venv = f"venv = {_literal(sys.prefix)}    # where wangen was installed when this file was made"
-    return _SECTION.format(name=name, root=root, host_root=host_root, models=models, venv=venv)
-
-
-def _literal(text: str) -> str:
-    r"""A TOML string: in single quotes where that is possible, because it is easier to edit.
-
-    >>> print(_literal(r"C:\AI"), _literal("it's"))
-    'C:\AI' "it's"
-    """
-    from tomlkit import string
-
-    return f"'{text}'" if text.isprintable() and "'" not in text else string(text).as_string()
+    return _SECTION.format(name=name, root=root, host_root=host_root, models=models)
 
 
 def _section(section: Any, platform: profiles.Platform, file: Path) -> dict[str, str]:
