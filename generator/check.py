@@ -12,6 +12,7 @@ from wangen.generator import headers
 from wangen.generator.dataset import read_facts, scan
 from wangen.generator.errors import WangenError
 from wangen.generator.geometry import resampled_frames, too_short, windows
+from wangen.generator.publish import manifest
 from wangen.generator.session import Report
 from wangen.generator.steps import Check
 from wangen.generator.tokenizer_file import tokenizer_of
@@ -42,6 +43,8 @@ def run(options: Check) -> Report:
     seen = examine(options, read_dataset(options.dataset_config, options.resolution))
     for finding in seen.findings:
         log.error("  - %s", finding)
+    for warning in seen.warnings:
+        log.warning("  %s", warning)
     verdict = many(len(seen.findings), "problem") if seen.findings else "all good"
     return Report(
         folder=options.output_dir or options.dataset_config.parent,
@@ -61,6 +64,7 @@ class Examined:
     num_clips: int
     num_resolutions: int
     findings: tuple[Finding, ...]
+    warnings: tuple[str, ...]
 
     def __str__(self) -> str:
         """The items in words."""
@@ -76,7 +80,19 @@ def examine(options: Check, entries: Sequence[DatasetEntry]) -> Examined:
     counts = {media: sum(s.num_items for s in surveys if s.entry.media == media) for media in ("image", "video")}
     # Blocks that share a folder find the same.
     num_resolutions = len({entry.resolution for entry in entries})
-    return Examined(counts["image"], counts["video"], num_resolutions, tuple(dict.fromkeys(findings)))
+    warnings = dict.fromkeys(filter(None, (_incomplete(entry.directory) for entry in entries)))
+    return Examined(
+        counts["image"], counts["video"], num_resolutions, tuple(dict.fromkeys(findings)), tuple(warnings)
+    )
+
+
+def _incomplete(folder: Path) -> str:
+    """What publishing wrote into a media folder and is there no more, as after a copy that was broken off."""
+    missing = sorted(name for name in manifest.read(folder).files if not (folder / name).exists())
+    if not missing:
+        return ""
+    named = ", ".join(missing[:3]) + (", …" if len(missing) > 3 else "")
+    return f"{folder}: {many(len(missing), 'published file')} not there ({named}); was the copying broken off?"
 
 
 def many(number: int, what: str) -> str:

@@ -156,6 +156,8 @@ def _files(target: Target, options: Check) -> Iterator[Line]:
                 yield Line("note", f"--{flag}: {path.relative_to(target.folder)} has to lie there on that machine")
                 left_out[flag] = None
     found = examine(replace(seen, **left_out), entries)
+    for warning in found.warnings:
+        yield Line("note", warning)
     for finding in found.findings:
         yield Line("problem", str(finding))
     if not found.findings:

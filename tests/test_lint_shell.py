@@ -16,6 +16,7 @@ EDITS = [
     # exit codes
     ("sh", "set -euo pipefail\n", "", "unchecked", LATENTS, ["set -euo pipefail"]),
     ("sh", "set -euo pipefail\n", "set +e\n", "unchecked", LATENTS, ["runs all the same"]),
+    ("sh", "#!/usr/bin/env bash\nset -euo pipefail\n", "#!/bin/sh\n", "unchecked", LATENTS, ["write || exit 1"]),
     ("bat", CHECK_BAT, "", "unchecked", LATENTS, ["ERRORLEVEL", "exit /b"]),
     ("ps1", CHECK_PS1, "", "unchecked", LATENTS, ["LASTEXITCODE"]),
     ("ps1", CHECK_PS1, "$ErrorActionPreference = 'Stop'\n", "unchecked", LATENTS, ["LASTEXITCODE"]),

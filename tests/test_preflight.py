@@ -234,3 +234,11 @@ def test_files_of_the_bundle_that_are_gone_or_edited(site, capsys):
     shown = check(capsys, 1, "--platform", "windows")
     assert "setup_wangen.ps1 is not there; publish again: wangen publish red_house" in shown
     assert "files/tomls/red_house_win.toml was edited by hand and stays as it is" in shown
+
+
+def test_a_bundle_whose_copy_was_broken_off(site, capsys):
+    media = site / "published" / HERE / "files" / "datasets" / "red_house" / "64"
+    (media / "a.jpg").unlink()
+    (media / "a.txt").unlink()
+    shown = check(capsys, 1, "--platform", HERE)
+    assert "2 published files not there (a.jpg, a.txt); was the copying broken off?" in shown

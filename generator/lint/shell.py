@@ -26,7 +26,8 @@ def exit_codes(script: Script) -> Iterator[Finding]:
         between = script.commands[start + 1 : _position(script, following.command)]
         if _piped(script, call, between):
             yield Finding("pipe", call.command.last, "the pipe's exit code is that of its last program, so that a "
-                          "failed step is not seen", "write set -o pipefail above"
+                          "failed step is not seen", ("write #!/bin/bash in line 1 and set -o pipefail "
+                          "above" if _plain_sh(script) else "write set -o pipefail above")
                           if script.shell == "sh" else "let the step write its log itself")  # fmt: skip
         elif not stops[0] < call.line < stops[1] and not _looked_at(script, call, between):
             yield Finding("unchecked", call.line, f"when {call.program} fails, {following.program} (line "
@@ -89,8 +90,15 @@ def _cure(script: Script) -> str:
     return {
         "bat": 'write behind it: if not "%ERRORLEVEL%"=="0" exit /b %ERRORLEVEL%',
         "ps1": "write behind it: if ($LASTEXITCODE -ne 0) { exit $LASTEXITCODE }",
-        "sh": "write set -euo pipefail at the top, or || exit 1 behind it",
+        "sh": "write || exit 1 behind it"
+        if _plain_sh(script)
+        else "write set -euo pipefail at the top, or || exit 1 behind it",
     }[script.shell]
+
+
+def _plain_sh(script: Script) -> bool:
+    """Whether a script asks for `sh`, which on Debian and Ubuntu is dash and knows no pipefail."""
+    return re.match(r"#!\s*(/usr)?/bin/(env\s+)?(da)?sh\b", script.lines[0]) is not None
 
 
 def activation(script: Script) -> Iterator[Finding]:

@@ -167,6 +167,10 @@ def _environment(folders: Sequence[Path], dry_run: bool) -> Path:
 
 
 def _make(folder: Path, dry_run: bool) -> None:
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not os.access(existing, os.W_OK):
+        raise WangenError("the environment cannot be made here: the folder cannot be written", where=str(existing),
+                          cure="fix its rights, or name another venv for this platform in wangen.toml")  # fmt: skip
     clear = []
     if folder.is_dir() and any(folder.iterdir()):
         if not (folder / "pyvenv.cfg").is_file():
