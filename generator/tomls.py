@@ -360,6 +360,7 @@ def signed(text: str) -> str:
     a = 1
     <BLANKLINE>
     """
+    text = _DIGEST.sub("", text)
     head = re.match(r"(#.*\n)*", text)
     place = head.end() if head else 0
     return f"{text[:place]}# wangen-digest: {_digest(text)}\n{text[place:]}"

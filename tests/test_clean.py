@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 import struct
 from importlib.metadata import version
@@ -134,6 +135,13 @@ def test_the_bundle_goes_and_the_originals_stay(place):
     assert list((place / ".wangen").glob("*.json")) == []
 
 
+def test_outputs_alone_are_removed_with_their_folders(place):
+    assert clean(place, "--bundle", "--caches") == 0
+    write_tree(root(place), OURS["outputs"])
+    assert clean(place, "--outputs") == 0
+    assert not root(place).exists()
+
+
 def test_nothing_is_left_of_a_dataset_that_is_cleaned_whole(place):
     for files in OURS.values():
         write_tree(root(place), files)
@@ -186,6 +194,46 @@ def test_of_several_links_to_a_picture_whose_original_is_gone_one_stays(place):
     left = list(root(place).rglob("a.jpg"))
     assert len(left) == 1
     assert left[0].read_bytes() == image_bytes(seed=ord("a"))
+
+
+@pytest.mark.skipif(os.name == "nt", reason="links need rights on Windows")
+def test_a_source_that_became_a_link_into_the_bundle_is_no_other_copy(place):
+    media = root(place) / "files/datasets/cats/64"
+    shutil.rmtree(place / "datasets/cats")
+    (place / "datasets/cats").symlink_to(media)
+    assert clean(place, "--bundle") == 0
+    assert (media / "a.jpg").read_bytes() == image_bytes(seed=ord("a"))
+
+
+@pytest.mark.parametrize("linked", [True, False])
+def test_of_a_bundle_that_was_published_from_another_bundle_one_copy_stays(place, monkeypatch, linked):
+    (place / "wangen.toml").write_text(TOML.replace('"linux"', '"linux", "wsl"'))
+    shutil.rmtree(place / "datasets/cats")
+    if not linked:
+        monkeypatch.delattr(os, "link")
+        monkeypatch.setattr(os, "link", no_links, raising=False)
+    source = str(root(place) / "files/datasets/cats/64")
+    assert main(["publish", "cats", "--workspace", str(place), "--platform", "wsl", "--source", source]) == 0
+    assert clean(place, "--bundle") == 0
+    left = list((place / "published").rglob("a.jpg"))
+    assert left
+    assert {path.read_bytes() for path in left} == {image_bytes(seed=ord("a"))}
+
+
+def no_links(*_words: object, **_named: object) -> None:
+    raise OSError(18, "another file system")
+
+
+@pytest.mark.parametrize("section", ["host_root = '{0}/datasets/cats'", "host_root = '{0}'\ndatasets = 'datasets'"])
+def test_a_bundle_that_lies_in_its_source_goes_and_the_originals_stay(place, section):
+    assert clean(place, "--bundle") == 0
+    before = read_tree(place / "datasets")
+    (place / "wangen.toml").write_text(TOML + "[platform.linux]\n" + section.format(place))
+    for words in ([], ["--resize"], ["--resolution", "96"]):
+        assert main(["publish", "cats", "--workspace", str(place), *words]) == 0
+    assert read_tree(place / "datasets") != before
+    assert clean(place, "--bundle") == 0
+    assert read_tree(place / "datasets") == before
 
 
 def test_one_resolution_alone(place):

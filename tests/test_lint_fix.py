@@ -17,6 +17,7 @@ from wangen.generator.errors import WangenError
 from wangen.generator.lint.fix import fix
 from wangen.generator.setup.wheel import wheel_name
 from wangen.generator.steps import CacheLatents, CacheText, Check, CheckCache, Train, find_step
+from wangen.generator.tomls import signed, unedited
 
 TOML = """# my cats
 [general]
@@ -160,6 +161,33 @@ def test_files_of_the_user_stay(tmp_path, capsys):
     assert (tmp_path / "cats_wangen.toml").read_text() == mine
     assert (tmp_path / "train_cats.sh.new").exists()
     assert (tmp_path / "cats_wangen.toml.new").exists()
+
+
+def test_a_new_text_that_the_user_edited_stays(tmp_path, capsys):
+    (tmp_path / "cats.toml").write_text(TOML.replace("C:\\\\temp", "/ai"))
+    config = {"dataset_config": "cats.toml"}
+    path = put(tmp_path, "sh", script("sh", latents=config, text=config, train=config))
+    names = ("cats_wangen.toml", "train_cats.sh", "setup_wangen.sh")
+    for ending in ("", ".new"):
+        assert main(["lint", "--fix", str(path)]) == 0
+        for name in names:
+            made = tmp_path / f"{name}{ending}"
+            made.write_text(made.read_text() + "\n# mine\n")
+    for number, name in enumerate(names):
+        assert main(["lint", "--fix", str(path)]) == 1
+        assert f"{name} and {name}.new were edited by hand" in capsys.readouterr().err
+        edited = [*names, *(f"{other}.new" for other in names[number:])]
+        assert all((tmp_path / other).read_text().endswith("# mine\n") for other in edited)
+        (tmp_path / f"{name}.new").unlink()
+    assert main(["lint", "--fix", str(path)]) == 0
+
+
+def test_the_mended_copy_can_be_mended_again(tmp_path):
+    (tmp_path / "cats_wangen.toml").write_text(signed(TOML.replace("C:\\\\temp", "/ai")))
+    config = {"dataset_config": "cats_wangen.toml"}
+    fix(lint.read(put(tmp_path, "sh", script("sh", latents=config, text=config, train=config))))
+    assert 'caption_extension = ".txt"' in (tmp_path / "cats_wangen.toml").read_text()
+    assert unedited((tmp_path / "cats_wangen.toml").read_bytes())
 
 
 def test_the_script_itself_is_never_its_own_target(tmp_path):

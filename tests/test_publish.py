@@ -214,7 +214,8 @@ def test_the_users_own_file_of_the_same_name_is_not_overwritten(place, capsys):
 def test_an_interrupted_publish_is_finished_by_the_next(place):
     publish(place, "--platform", "linux")
     states = json.loads((media(place) / manifest.NAME).read_text())
-    (media(place) / manifest.NAME).write_text(json.dumps(states | {"walk.txt": [0, 0]}))
+    unfinished = states["files"] | {"walk.txt": ["", -1, -1, ""]}
+    (media(place) / manifest.NAME).write_text(json.dumps(states | {"files": unfinished}))
     (media(place) / "walk.txt").unlink()
     (media(place) / "walk.mp4").unlink()
     publish(place, "--platform", "linux")

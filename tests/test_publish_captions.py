@@ -141,7 +141,7 @@ def opened(monkeypatch) -> list[str]:
     names: list[str] = []
     real = source.inspect
     monkeypatch.setattr(source, "inspect", lambda path: (names.append(path.name), real(path))[1])
-    monkeypatch.setattr(source, "YOUNG_NS", -1)
+    monkeypatch.setattr(source, "COARSE_NS", -1)
     return names
 
 

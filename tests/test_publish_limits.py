@@ -12,7 +12,7 @@ from helpers import image_bytes, read_tree, write_tree
 
 from wangen.generator import workspace
 from wangen.generator.cli import main
-from wangen.generator.publish import layout, manifest
+from wangen.generator.publish import deploy, layout, manifest
 
 TOML = 'resolution = [64, 64]\nnum_frames = 17\nplatforms = ["linux"]\n'
 WINDOWS = TOML.replace("linux", "windows")
@@ -158,7 +158,7 @@ def test_a_caption_that_was_changed_in_the_bundle_is_not_renamed_with_its_source
     assert found == {"a.txt": b"my cat", "A.txt": b"a cat"}
 
 
-def test_a_bundle_of_the_first_version_is_taken_over(place):
+def test_a_bundle_of_another_version_is_taken_over(place):
     publish(place)
     before = read_tree(media(place))
     (media(place) / manifest.NAME).write_text(json.dumps({name: [3, 4] for name in ("a.jpg", "a.txt")}))
@@ -189,11 +189,14 @@ def test_a_line_that_sets_no_knob_is_named(place, capsys):
 
 def test_litter_of_a_killed_publish_is_removed(place):
     publish(place)
-    for folder in (root(place), media(place), root(place) / "files" / "tomls"):
-        (folder / ".wangen-publish-0123456789abcdef").write_text("half")
+    ours, others = f"{deploy.prefix('cats')}0123456789abcdef", f"{deploy.prefix('dogs')}0123456789abcdef"
+    for folder in (root(place), root(place) / "files" / "tomls"):
+        write_tree(folder, {ours: "half", others: "being written"})
+    (media(place) / ".wangen-publish-0123456789abcdef").write_text("half")
     before = read_tree(root(place))
     publish(place)
-    assert read_tree(root(place)).keys() == {name for name in before if "-publish-" not in name}
+    gone = {ours, f"files/tomls/{ours}", "files/datasets/cats/64/.wangen-publish-0123456789abcdef"}
+    assert before.keys() - read_tree(root(place)).keys() == gone
 
 
 # ---- a run under way ---------------------------------------------------------------------------------------------

@@ -15,12 +15,13 @@ from wangen import profiles
 from wangen.generator import commands, scripts
 from wangen.generator.bundle import posix_paths
 from wangen.generator.errors import WangenError
+from wangen.generator.files import write_whole
 from wangen.generator.lint import toml_fix
 from wangen.generator.lint.script import HERE, UNKNOWN, Call, Given, Script
 from wangen.generator.lint.toml import locate
 from wangen.generator.lint.tools import musubi
 from wangen.generator.paths import slugify
-from wangen.generator.setup import scripts as setup_scripts
+from wangen.generator.publish.texts import script_text, setup_text
 from wangen.generator.setup.wheel import write_wheel
 from wangen.generator.steps import (
     CacheLatents,
@@ -85,20 +86,25 @@ def _write(script: Script, name: str, slug: str, steps: tuple[Step, ...], result
     bundle = scripts.Bundle(platform=platform, slug=slug, root=None, venv=_venv(script, platform.venv), steps=steps,
                             version=version("wangen"))  # fmt: skip
     folder = script.path.parent
-    path = folder / f"{name}_{slug}.{script.shell}"
-    setup = folder / setup_scripts.script_name(script.shell)
-    data = setup_scripts.render(platform, None, bundle.venv, bundle.version, script.shell)
+    run = script_text(folder / f"{name}_{slug}.{script.shell}", bundle, name)
+    texts = [run, setup_text(folder, platform, None, bundle.venv, script.shell)]
+    for text in texts:
+        if text.stuck:
+            raise WangenError(f"{text.path.name} and {text.target.name} were edited by hand", where=str(folder),
+                              cure=f"move {text.target.name} away, then run lint --fix again")  # fmt: skip
     try:
-        outcome = scripts.publish(path, bundle, script.shell, name)
-        outcomes = {path.name: outcome, setup.name: scripts.write(setup, data)}
+        for text in texts:
+            if text.data:
+                write_whole(text.target, [text.data], mode=text.mode)
         wheel = write_wheel(folder / "files").relative_to(folder).as_posix()
     except OSError as error:
         raise WangenError(
-            f"cannot write the script: {error.strerror}", where=str(path), cure="fix the rights"
+            f"cannot write the script: {error.strerror}", where=str(run.path), cure="fix the rights"
         ) from None
-    result.scripts.append(path if outcome != "kept" else path.with_name(f"{path.name}.new"))
-    result.kept += [made for made, said in outcomes.items() if said == "kept" and made not in result.kept]
-    written = [*(made for made, said in outcomes.items() if said != "kept"), wheel]
+    result.scripts.append(run.target)
+    kept = [text.path.name for text in texts if text.state == "kept"]
+    result.kept += [made for made in kept if made not in result.kept]
+    written = [*(text.path.name for text in texts if text.state != "kept"), wheel]
     result.written += [made for made in written if made not in result.written]
 
 

@@ -35,7 +35,7 @@ def mend(script: Script, call: Call, path: Path) -> Copy | None:
     """Write a corrected copy of a TOML that wangen would refuse; None when it is right as it is.
 
     Raises:
-        WangenError: it has faults that cannot be mended without its owner.
+        WangenError: it has faults that cannot be mended without its owner, who may also have edited every copy.
     """
     own = replace(call, tool="wangen")
     try:
@@ -55,6 +55,9 @@ def mend(script: Script, call: Call, path: Path) -> Copy | None:
         data = copy.read_bytes()
         if not unedited(data) and not same_text(data, text):
             target, kept = copy.with_name(f"{copy.name}.new"), True
+            if target.exists() and not unedited(target.read_bytes()):
+                raise WangenError(f"{copy.name} and {target.name} were edited by hand", where=str(copy.parent),
+                                  cure=f"move {target.name} away, then run lint --fix again")  # fmt: skip
     write_text(target, signed(text))
     return Copy(copy, tuple(f"{path.name}: {change}" for change in changes), kept)
 

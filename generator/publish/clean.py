@@ -19,7 +19,7 @@ from wangen.generator.errors import WangenError
 from wangen.generator.files import remove
 from wangen.generator.formats import read_safetensors
 from wangen.generator.publish import layout, manifest
-from wangen.generator.publish.deploy import TEMPORARY
+from wangen.generator.publish.deploy import TEMPORARY, prefix
 from wangen.generator.publish.manifest import Record
 from wangen.generator.publish.texts import beside, toml_file
 from wangen.generator.setup.scripts import script_name
@@ -77,12 +77,14 @@ class _Seen:
     """What was looked at on the way from target to target: several may share a root, or links to one file.
 
     Attributes:
+        scripts: where the dataset's run scripts are.
+        datasets: the folders of its media folders: an original in one of those need not stay.
         folders: those that count for an earlier target.
         links: (device, inode) -> how many of its names would be removed.
-        scripts: where the dataset's run scripts are.
     """
 
     scripts: set[Path]
+    datasets: set[Path]
     folders: set[Path] = field(default_factory=set)
     links: Counter[tuple[int, int]] = field(default_factory=Counter)
 
@@ -106,12 +108,14 @@ def survey(targets: Iterable[Target], slug: str, resolutions: Iterable[str] = ()
         WangenError: this host cannot see a folder of a target, or cannot read a file of ours.
     """
     targets = list(targets)
-    seen, wanted = _Seen(scripts={path for target in targets for path in _run_scripts(target, slug)}), set(resolutions)
-    return [_survey(target, slug, wanted, seen) for target in targets]
+    run_scripts = {path for target in targets for path in _run_scripts(target, slug)}
+    datasets = {layout.published_folder(target, slug).resolve() for target in targets}
+    seen = _Seen(run_scripts, datasets)
+    return [_survey(target, slug, set(resolutions), seen) for target in targets]
 
 
 def _survey(target: Target, slug: str, wanted: set[str], seen: _Seen) -> Inventory:
-    dataset, output = layout.reach(target, target.roots["datasets"], slug), layout.output_folder(target, slug)
+    dataset, output = layout.published_folder(target, slug), layout.output_folder(target, slug)
     found = Inventory(target, slug, own=(dataset, output))
     if seen.first(dataset):
         for folder in (path for path in _entries(dataset) if path.is_dir()):
@@ -120,7 +124,7 @@ def _survey(target: Target, slug: str, wanted: set[str], seen: _Seen) -> Invento
             if folder.name.endswith("_cache"):
                 _look_at_cache(found, folder)
             else:
-                _look_at_media(found, folder, seen.links)
+                _look_at_media(found, folder, seen)
     found.folders["bundle"].append(dataset)
     found.folders["caches"].append(dataset)
     if not wanted:
@@ -135,24 +139,26 @@ def _survey(target: Target, slug: str, wanted: set[str], seen: _Seen) -> Invento
     return found
 
 
-def clean(inventory: Inventory, parts: Iterable[Part]) -> int:
-    """Remove these parts and the folders that are empty then; returns how many files were removed.
+def clean(inventory: Inventory, part: Part) -> int:
+    """Remove the files of a part; returns how many they were.
 
     Raises:
         WangenError: a file cannot be removed; what was removed before is gone.
     """
-    number = 0
-    for part in parts:
-        for path in inventory.files[part]:
-            try:
-                remove(path)
-            except OSError as error:
-                cure = "close what uses it or fix the rights, then run the same line again"
-                raise WangenError(f"cannot be removed: {error.strerror}", where=str(path), cure=cure) from None
-            number += 1
-        for folder in inventory.folders[part]:
-            _remove_empty(folder, inventory.target)
-    return number
+    for path in inventory.files[part]:
+        try:
+            remove(path)
+        except OSError as error:
+            cure = "close what uses it or fix the rights, then run the same line again"
+            raise WangenError(f"cannot be removed: {error.strerror}", where=str(path), cure=cure) from None
+    return len(inventory.files[part])
+
+
+def remove_empty_folders(inventory: Inventory, parts: Iterable[Part]) -> None:
+    """Remove the folders of parts that are empty, and the dataset's, which the lock of a clean may have made."""
+    folders = [folder for part in parts for folder in inventory.folders[part]]
+    for folder in (*folders, inventory.own[0]):
+        _remove_empty(folder, inventory.target)
 
 
 def known_slugs(target: Target) -> set[str]:
@@ -200,7 +206,8 @@ def _look_at_texts(found: Inventory, seen: _Seen) -> None:
         _judge_text(found, file, lambda data: "" if unedited(data) else "edited by hand")
     if not set(target.folder.glob("train_*.*")) - seen.scripts - set(map(beside, seen.scripts)):
         _look_at_setup(found, seen)  # the last dataset takes what all share
-    found.files["bundle"] += target.folder.glob(f"{TEMPORARY}*")
+    for folder in (target.folder, path.parent):
+        found.files["bundle"] += folder.glob(f"{prefix(slug)}*")
     found.folders["bundle"].append(path.parent)
 
 
@@ -234,7 +241,7 @@ def _script_edit(data: bytes) -> str:
     return "you set " + ", ".join(f"{knob}={mine}" for knob, (mine, _) in changed.items()) if changed else ""
 
 
-def _look_at_media(found: Inventory, folder: Path, links: Counter[tuple[int, int]]) -> None:
+def _look_at_media(found: Inventory, folder: Path, seen: _Seen) -> None:
     """Files that the manifest names; of media whose original is gone, one copy stays."""
     known = manifest.read(folder)
     num_kept = len(found.kept)
@@ -243,7 +250,7 @@ def _look_at_media(found: Inventory, folder: Path, links: Counter[tuple[int, int
             record = known.match(path)
             if record is None:
                 found.kept.append((path, "changed in the bundle"))
-            elif _spare(path, record, links):
+            elif _spare(path, record, seen):
                 found.files["bundle"].append(path)
             else:
                 found.kept.append((path, f"the only copy: {record.origin} is gone"))
@@ -254,15 +261,14 @@ def _look_at_media(found: Inventory, folder: Path, links: Counter[tuple[int, int
     found.folders["bundle"].append(folder)
 
 
-def _spare(path: Path, record: Record, links: Counter[tuple[int, int]]) -> bool:
+def _spare(path: Path, record: Record, seen: _Seen) -> bool:
     """Whether the content of a published file will be somewhere else, too."""
-    origin = Path(record.origin)
-    if record.origin and origin != path and origin.is_file():
-        return True
+    origin = Path(os.path.realpath(record.origin))  # the source may have become a link into the bundle
     stat = path.stat()
-    if links[stat.st_dev, stat.st_ino] + 1 >= stat.st_nlink:
+    stays = bool(record.origin) and origin.is_file() and origin.parent.parent not in seen.datasets
+    if not stays and seen.links[stat.st_dev, stat.st_ino] + 1 >= stat.st_nlink:
         return False
-    links[stat.st_dev, stat.st_ino] += 1
+    seen.links[stat.st_dev, stat.st_ino] += 1
     return True
 
 

@@ -50,15 +50,18 @@ def run(
         flags = " ".join(f"--{part}" for part in PARTS)
         click.echo(f"nothing was removed; remove what you name with: wangen clean {slug} {flags}")
         return 0
-    with hold(place.folder / STATE / f"{slug}.lock"):
+    with hold(place.folder / STATE / f"{slug}.lock"), layout.held(targets, slug):
         for target in targets:
             running = busy(layout.output_folder(target, slug) / "run.lock")
             if running:
                 raise running
+        found = clean.survey(targets, slug, sizes)  # a publish may just have ended
         for inventory in found:
             _remove(inventory, parts)
         if "bundle" in parts and not platforms and not sizes:
             remove(memo_path(place, slug))
+    for inventory in found:
+        clean.remove_empty_folders(inventory, parts)
     return 0
 
 
@@ -102,6 +105,6 @@ def _remove(inventory: Inventory, parts: Sequence[Part]) -> None:
     sizes = {part: bytes_text(clean.total_bytes(inventory.files[part])) for part in parts}
     click.echo(f"  {inventory.target.platform.name:8} {inventory.target.folder}")
     for part in parts:
-        number = clean.clean(inventory, [part])
+        number = clean.clean(inventory, part)
         click.echo(f"           {part:12} {number:6} files removed  {sizes[part]:>10}")
     _say_kept(inventory)

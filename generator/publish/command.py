@@ -1,6 +1,8 @@
 """`wangen publish` as its user sees it: what was asked, what is remembered, and what is said."""
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -10,10 +12,11 @@ import click
 
 from wangen.generator import workspace
 from wangen.generator.errors import UsageError, WangenError
+from wangen.generator.lock import hold
 from wangen.generator.paths import slugify
 from wangen.generator.progress import bar
 from wangen.generator.publish import plan as publishing
-from wangen.generator.publish.deploy import FolderPlan
+from wangen.generator.publish.folder import FolderPlan
 from wangen.generator.publish.plan import BundlePlan, Plan
 from wangen.generator.publish.source import read_source
 from wangen.generator.publish.texts import resolutions_of
@@ -22,6 +25,7 @@ from wangen.generator.workspace import Workspace
 from wangen.profiles import Model
 
 _NUM_NAMES = 5
+_NUM_WAITS, _WAIT_S = 30, 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,13 +67,20 @@ def run(request: Request) -> int:
     """
     place = workspace.read(request.folder or workspace.find(Path()))
     slug = slugify(request.name)
+    lock = place.folder / publishing.STATE / f"{slug}.lock"
+    with hold(None if request.dry_run else lock):  # what is planned must still be so when it is done
+        _run(request, place, slug)
+    return 0
+
+
+def _run(request: Request, place: Workspace, slug: str) -> None:
     choices = _choices(request, place, slug)
     settings = replace(place.dataset(slug), **choices)
     model = place.profile(settings.model)
     source = None
     if not request.only_scripts:
         given = place.folder / settings.source if settings.source else None
-        origin = given or _dataset_folder(place.folder, request.name, slug)
+        origin = given or dataset_folder(place.folder, request.name, slug)
         memo = publishing.memo_path(place, slug)
         with bar("reading", None) as advance:
             source = read_source(origin, model, memo=memo, keep_memo=not request.dry_run, advance=advance)
@@ -85,14 +96,14 @@ def run(request: Request) -> int:
         click.echo("  clips are taken as they are: --resize makes smaller copies of images only")
     if request.dry_run:
         _say_plan(plan)
-        return 0
+        return
     _remember(place, slug, choices)
     with bar("publishing", sum(len(folder.new) + len(folder.changed) for folder in plan.folders)) as advance:
         publishing.carry_out(plan, advance)
     for bundle in plan.bundles:
         _say_bundle(bundle, slug)
+    _say_links(plan.folders)
     _say_next(model, slug)
-    return 0
 
 
 def _choices(request: Request, place: Workspace, slug: str) -> dict[str, Any]:
@@ -119,20 +130,38 @@ def _remember(place: Workspace, slug: str, choices: Mapping[str, Any]) -> None:
     plain = dict(choices)
     if "resolutions" in plain:
         plain["resolutions"] = [resolution_name(size) for size in plain["resolutions"]]
-    workspace.remember(place.folder, slug, plain)
+    lock = place.folder / publishing.STATE / f"{workspace.FILE}.lock"
+    with ExitStack() as stack:
+        for left in reversed(range(_NUM_WAITS)):  # the publish of another dataset may write it just now
+            try:
+                stack.enter_context(hold(lock))
+                break
+            except WangenError:
+                if not left:
+                    raise
+                time.sleep(_WAIT_S)
+        workspace.remember(place.folder, slug, plain)
     words = ", ".join(f"{key} = {value}" for key, value in plain.items())
     click.echo(f"  remembered in {workspace.FILE}, [dataset.{slug}]: {words}")
 
 
-def _dataset_folder(place: Path, name: str, slug: str) -> Path:
+def dataset_folder(place: Path, name: str, slug: str) -> Path:
+    """The folder of a dataset in the workspace, whatever the spelling of its name.
+
+    Raises:
+        WangenError: there is none, or several would be published under one slug.
+    """
     folder = place / "datasets"
-    for path in (folder / slug, folder / name):
-        if path.is_dir():
-            return path
-    others = {_slug(path.name): path for path in sorted(folder.glob("*/"))}
-    if slug in others:
-        return others[slug]
-    near = [others[other].name for other in get_close_matches(slug, others, n=3)]
+    others: dict[str, list[Path]] = {}
+    for path in sorted(folder.glob("*/")):
+        others.setdefault(_slug(path.name), []).append(path)
+    found = others.get(slug, [])
+    if len(found) > 1:
+        raise WangenError(f"{' and '.join(path.name for path in found)} would both be published as {slug}",
+                          where=str(folder), cure="rename one, or give --source FOLDER")  # fmt: skip
+    if found:
+        return found[0]
+    near = [others[other][0].name for other in get_close_matches(slug, others, n=3)]
     near_words = f"did you mean {' or '.join(near)}? Else " if near else ""
     raise WangenError("there is no such dataset", where=str(folder / slug),
                       cure=f"{near_words}put the media there, or give --source FOLDER")  # fmt: skip
@@ -160,7 +189,11 @@ def _say_kept(bundle: BundlePlan, slug: str) -> None:
         if text.state == "kept":
             for line in text.broken:
                 _hint(f"{name}: this line sets no knob (letters, digits and . _ , + - only): {line}")
-            _hint(f"{name} was edited by hand and stays; the new text is {text.target.name}")
+            if text.stuck:
+                cure = f"move {text.target.name} away to see the new text"
+                _hint(f"{name} and {text.target.name} were edited by hand and stay; {cure}")
+            else:
+                _hint(f"{name} was edited by hand and stays; the new text is {text.target.name}")
         elif text.knobs:
             values = ", ".join(f"{knob}={mine} (published: {ours})" for knob, (mine, ours) in text.knobs.items())
             _hint(f"{name} keeps your knobs: {values}")
@@ -220,6 +253,16 @@ def bytes_text(number: int) -> str:
         if number >= factor:
             return f"{number / factor:.1f} {unit}"
     return f"{number} bytes"
+
+
+def _say_links(folders: Iterable[FolderPlan]) -> None:
+    """Who draws into a published image may draw into the original: say it when the first links are made."""
+    if any(
+        folder.wanted[name].text is None and folder.wanted[name].origin.samefile(folder.folder / name)
+        for folder in folders
+        for name in folder.new
+    ):
+        click.echo("  media are links to the originals: edit the originals, then publish again")
 
 
 def _say_next(model: Model, slug: str) -> None:

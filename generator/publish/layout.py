@@ -1,11 +1,13 @@
-"""Where the parts of a bundle lie, and whether the file systems of its target can hold them."""
+"""Where the parts of a bundle lie, whether the file systems of its target can hold them, and who may write there."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path, PureWindowsPath
 
 from wangen.generator.dataset import Problem
 from wangen.generator.errors import WangenError
+from wangen.generator.lock import hold
 from wangen.generator.publish import manifest
 from wangen.generator.target import Target
 from wangen.generator.tomls import resolution_name
@@ -15,6 +17,8 @@ WINDOWS_PATH = 260
 BELOW_ROOT = 200
 """A bundle without a root goes who knows where: so many characters leave it little room."""
 NAME_BYTES = 255
+
+LOCK = "publish.lock"
 
 _CACHE_ENTRY = "x" * 40 + "-" + "0" * 20 + ".text_encoder_output.safetensors"
 
@@ -32,6 +36,11 @@ def reach(target: Target, *parts: str) -> Path:
     return path
 
 
+def published_folder(target: Target, slug: str) -> Path:
+    """The folder with all media and caches of a dataset, as this host sees it."""
+    return reach(target, target.roots["datasets"], slug)
+
+
 def media_folder(target: Target, slug: str, size: tuple[int, int]) -> Path:
     """The media folder of one resolution, as this host sees it."""
     return reach(target, target.roots["datasets"], slug, resolution_name(size))
@@ -47,9 +56,23 @@ def output_folder(target: Target, slug: str) -> Path:
     return reach(target, target.roots["outputs"], slug)
 
 
+@contextmanager
+def held(targets: Iterable[Target], slug: str) -> Iterator[None]:
+    """While the block runs, nobody else publishes or cleans this dataset there, from whatever workspace.
+
+    Raises:
+        WangenError: somebody does already, or a lock file cannot be written.
+    """
+    folders = (published_folder(target, slug) for target in targets)
+    with ExitStack() as stack:
+        for folder in dict.fromkeys(folder.resolve() for folder in folders):
+            stack.enter_context(hold(folder / LOCK))
+        yield
+
+
 def published_resolutions(target: Target, slug: str) -> list[str]:
     """Names of the resolutions that were published for a dataset, asked for today or not."""
-    folder = reach(target, target.roots["datasets"], slug)
+    folder = published_folder(target, slug)
     return sorted(path.parent.name for path in folder.glob(f"*/{manifest.NAME}"))
 
 
@@ -57,7 +80,7 @@ def name_problems(target: Target, names: Iterable[str]) -> list[Problem]:
     """Published names that the target's file system cannot hold."""
     if target.platform.kind == "windows":
         return []  # names that Windows cannot hold are refused on every target
-    lengths = ((name, len(name.encode())) for name in names)
+    lengths = ((name, len(os.fsencode(name))) for name in names)
     return [
         Problem(Path(name), f"the name has {length} bytes, Linux allows {NAME_BYTES}", "shorten it")
         for name, length in lengths

@@ -16,10 +16,12 @@ from wangen.generator.errors import WangenError
 
 NAME = ".wangen-published.json"
 CAPTION = ".txt"
-FORMAT = 2
+FORMAT = 3
 
 UNKNOWN = -1
 """The size of a smaller copy that is not made yet."""
+COARSE_NS = 2_000_000_000
+"""Time stamps of FAT and of network drives are this coarse."""
 
 _TEXT = "text "
 
@@ -29,13 +31,15 @@ class Record(NamedTuple):
 
     Attributes:
         made_of: what it was made from: size and time of the source and the recipe, or the digest of a caption;
-            empty when nobody knows, as in a manifest of the first version.
+            empty when nobody knows: such a record fits no file.
         size: of the published file in bytes.
+        mtime_ns: modification time of published media, which is that of the source; captions have a digest.
         origin: the source's absolute path on the host that published it.
     """
 
     made_of: str = ""
     size: int = UNKNOWN
+    mtime_ns: int = UNKNOWN
     origin: str = ""
 
 
@@ -84,10 +88,8 @@ def read(folder: Path) -> Manifest:
         return Manifest()
     except OSError as error:
         raise WangenError(f"cannot be read: {error.strerror}", where=str(path), cure="fix its rights") from None
-    if not isinstance(content, dict):
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
         return Manifest()
-    if content.get("format") != FORMAT:  # the first version held the files alone
-        content = {"files": content}
     return Manifest(_records(content.get("files")), _records(content.get("before")))
 
 
@@ -103,8 +105,8 @@ def is_published_name(name: str) -> bool:
 
 
 def _record(raw: list[Any]) -> Record:
-    """A record, or one that knows nothing when it is of another version."""
-    kinds = (str, int, str)
+    """A record, or one that knows nothing when it is malformed."""
+    kinds = (str, int, int, str)
     fits = len(raw) == len(kinds) and all(type(value) is kind for value, kind in zip(raw, kinds, strict=True))
     return Record(*raw) if fits else Record()
 
@@ -113,7 +115,7 @@ def _is(path: Path, record: Record) -> bool:
     try:
         if record.made_of.startswith(_TEXT):
             return caption_record(path.read_bytes()) == record.made_of
-        # Times say nothing, for a bundle may be copied; somebody who changes a picture changes its size.
-        return record.size in (UNKNOWN, path.stat().st_size)
+        stat = path.stat()
+        return record.size in (UNKNOWN, stat.st_size) and abs(record.mtime_ns - stat.st_mtime_ns) <= COARSE_NS
     except OSError:
         return False

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from wangen.generator.dataset import Problem
 from wangen.generator.errors import UsageError, WangenError
-from wangen.generator.lock import busy, hold
+from wangen.generator.lock import busy
 from wangen.generator.publish import deploy, layout
-from wangen.generator.publish.deploy import FolderPlan
+from wangen.generator.publish.folder import FolderPlan, make_folder_plan
 from wangen.generator.publish.source import Advance, Source
 from wangen.generator.publish.texts import (
     Text,
@@ -170,7 +170,7 @@ def _plan_folders(
         folder = layout.media_folder(target, slug, size)
         key = folder.resolve()
         if key not in shared:
-            shared[key] = deploy.make_plan(folder, source, model, settings, size)
+            shared[key] = make_folder_plan(folder, source, model, settings, size)
         bundle.folders.append(shared[key])
         bundle.empty.append(layout.cache_folder(target, slug, size))
         bundle.long_paths += layout.long_paths(target, slug, size, shared[key].wanted)
@@ -223,19 +223,17 @@ def carry_out(plan: Plan, advance: Advance = lambda _: None) -> None:
     Raises:
         WangenError: the disk refused, or another publish of this dataset is under way.
     """
-    with hold(plan.workspace.folder / STATE / f"{plan.slug}.lock"):
-        folders = _folders(plan)
-        for folder in folders:
-            require_writable(folder)
-            deploy.remove_litter(folder)
+    for folder in _folders(plan):
+        require_writable(folder)
+    with layout.held((bundle.target for bundle in plan.bundles), plan.slug):
+        _remove_litter(plan)
         try:
             _write(plan, advance)
         except OSError as error:
             raise WangenError(f"cannot publish: {error.strerror or error}", where=str(error.filename or ""),
                               cure="free space or fix the rights, then publish again") from None  # fmt: skip
         finally:
-            for folder in folders:
-                deploy.remove_litter(folder)
+            _remove_litter(plan)
 
 
 def _folders(plan: Plan) -> list[Path]:
@@ -244,6 +242,14 @@ def _folders(plan: Plan) -> list[Path]:
     found += [folder.folder for folder in plan.folders]
     found += [folder for bundle in plan.bundles for folder in bundle.empty]
     return list(dict.fromkeys([*found, *(text.path.parent for text in plan.texts)]))
+
+
+def _remove_litter(plan: Plan) -> None:
+    """Remove temporary files, but not those of another dataset that is published just now."""
+    for media in plan.folders:
+        deploy.remove_litter(media.folder)
+    for folder in dict.fromkeys(text.path.parent for text in plan.texts):
+        deploy.remove_litter(folder, deploy.prefix(plan.slug))
 
 
 def _write(plan: Plan, advance: Advance) -> None:
@@ -255,9 +261,17 @@ def _write(plan: Plan, advance: Advance) -> None:
         staged += changed
         beginnings.append(deploy.announce(folder, changed))
     deploy.commit([beginning for beginning in beginnings if beginning])
-    for folder in plan.folders:
-        deploy.place_new(folder, advance)
-    staged += [deploy.stage(text.target, [text.data], text.mode) for text in plan.texts if text.data]
+    begin = deploy.prefix(plan.slug)
+    ready = False
+    try:
+        for folder in plan.folders:
+            deploy.place_new(folder, advance)
+        staged += [deploy.stage(text.target, [text.data], text.mode, begin) for text in plan.texts if text.data]
+        ready = True
+    finally:
+        if not ready:
+            for folder in plan.folders:
+                deploy.take_back(folder)
     deploy.commit(staged)
     ends = [deploy.finish(folder) for folder in plan.folders]
     deploy.commit([end for end in ends if end])

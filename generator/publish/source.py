@@ -37,10 +37,8 @@ from wangen.generator.publish.captions import (
     choose,
     read_manifest,
 )
+from wangen.generator.publish.manifest import COARSE_NS
 from wangen.profiles import Model
-
-YOUNG_NS = 2_000_000_000
-"""Time stamps of FAT and of network drives are this coarse: a younger file may still change without showing it."""
 
 Advance = Callable[[str], None]
 """Called with the name of what was done."""
@@ -231,9 +229,9 @@ class _Memo:
         return MediaFacts(int(record[2]), int(record[3]), int(record[4]), float(record[5]))
 
     def keep(self, path: Path, facts: MediaFacts) -> None:
-        """Remember what was found, unless the file was touched just now."""
+        """Remember what was found, unless the file is so young that it may still change without showing it."""
         state = self.states.get(path)
-        if state and time.time_ns() - state[1] > YOUNG_NS:
+        if state and time.time_ns() - state[1] > COARSE_NS:
             self._now[str(path)] = [*state, *astuple(facts)]
 
     def write(self) -> None:

@@ -4,7 +4,7 @@ A text that the user edited stays, and the new one goes beside it as `.new`; val
 carried over into the new script.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -21,7 +21,7 @@ from wangen.generator.setup import wheel
 from wangen.generator.target import Target
 from wangen.generator.tomls import resolution_name, same_text, signed, unedited, write_dataset
 from wangen.generator.workspace import DatasetSettings, Workspace
-from wangen.profiles import Model
+from wangen.profiles import Model, Platform
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ class Text:
         state: `kept` means that the user edited the file there, so that `data` goes beside it.
         knobs: knob -> (the user's value that stays, the published one).
         broken: lines in the block of knobs that set none, so that the script counts as edited.
+        stuck: the user edited the file beside it, too, so that nothing is written.
     """
 
     path: Path
@@ -43,6 +44,7 @@ class Text:
     state: Literal["new", "changed", "same", "kept"]
     knobs: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     broken: tuple[str, ...] = ()
+    stuck: bool = False
 
     @property
     def target(self) -> Path:
@@ -70,7 +72,7 @@ def script_texts(
     """
     steps = bundle_steps(workspace, target, model, slug, resolutions_of(model, settings))
     return [
-        _script(target.folder / f"{name}_{slug}.{shell}", bundle, name)
+        script_text(target.folder / f"{name}_{slug}.{shell}", bundle, name)
         for name, bundle in script_bundles(target, slug, steps).items()
         for shell in target.platform.shells
     ]
@@ -82,16 +84,23 @@ def setup_texts(target: Target) -> list[Text]:
     Raises:
         WangenError: a shell cannot carry a path, a script there cannot be read, or wangen is no installed package.
     """
-    found = []
-    for shell in target.platform.shells:
-        path = target.folder / setup_scripts.script_name(shell)
-        data = setup_scripts.render(target.platform, target.root, target.venv, version("wangen"), shell)
-        old = _read(path)
-        if old is not None and old != data and not scripts.untouched(old):
-            found.append(_kept(path, data, _mode(shell)))
-        else:
-            found.append(_plain(path, old, data, _mode(shell)))
-    return found
+    return [
+        setup_text(target.folder, target.platform, target.root, target.venv, shell) for shell in target.platform.shells
+    ]
+
+
+def setup_text(folder: Path, platform: Platform, root: str | None, venv: tuple[str, ...], shell: str) -> Text:
+    """The setup script of a folder for one shell; the arguments are those of `setup.scripts.render`.
+
+    Raises:
+        WangenError: as `setup_texts`.
+    """
+    path = folder / setup_scripts.script_name(shell)
+    data = setup_scripts.render(platform, root, venv, version("wangen"), shell)
+    old = _read(path)
+    if old is not None and old != data and not scripts.untouched(old):
+        return _kept(path, data, _mode(shell), _script_edited)
+    return _plain(path, old, data, _mode(shell))
 
 
 def wheel_text(target: Target, data: bytes) -> Text:
@@ -130,7 +139,7 @@ def toml_text(target: Target, model: Model, slug: str, items: Iterable[Item], se
     text = dataset_toml(target, model, slug, items, settings)
     old = _read(path)
     if old and not unedited(old) and not same_text(old, text):
-        return _kept(path, text.encode(), 0o644)
+        return _kept(path, text.encode(), 0o644, lambda there: not unedited(there))
     return _plain(path, old, text.encode(), 0o644)
 
 
@@ -160,19 +169,31 @@ def dataset_toml(
     return signed(write_dataset(tuple(blocks), general, comment))
 
 
-def _script(path: Path, bundle: scripts.Bundle, name: str) -> Text:
+def script_text(path: Path, bundle: scripts.Bundle, name: str) -> Text:
+    """A run script; `name` is `train` or `cache`.
+
+    Raises:
+        WangenError: the shell cannot carry a path or text, or the script there cannot be read.
+    """
     shell = path.suffix[1:]
     old = _read(path)
     if old is None:
         return _plain(path, None, scripts.render(bundle, shell, name), _mode(shell))
     data, stays = scripts.merge(old, bundle, shell, name)
     if stays and data != old:
-        return replace(_kept(path, data, _mode(shell)), broken=tuple(scripts.invalid_knobs(old)))
+        return replace(_kept(path, data, _mode(shell), _script_edited), broken=tuple(scripts.invalid_knobs(old)))
     return replace(_plain(path, old, data, _mode(shell)), knobs=scripts.changed_knobs(data))
 
 
-def _kept(path: Path, data: bytes, mode: int) -> Text:
-    return Text(path, b"" if _read(beside(path)) == data else data, mode, "kept")
+def _kept(path: Path, data: bytes, mode: int, edited: Callable[[bytes], bool]) -> Text:
+    """A file that stays, with the new text beside it, unless the user `edited` an earlier one there."""
+    there = _read(beside(path))
+    stuck = there is not None and there != data and edited(there)
+    return Text(path, b"" if stuck or there == data else data, mode, "kept", stuck=stuck)
+
+
+def _script_edited(data: bytes) -> bool:
+    return not scripts.untouched(data) or bool(scripts.changed_knobs(data))
 
 
 def _read(path: Path) -> bytes | None:
