@@ -193,6 +193,7 @@ def test_what_another_machine_has_is_marked(site, capsys):
 
 def test_from_wsl_for_wsl_and_windows_at_once(site, capsys, monkeypatch, tmp_path):
     drives = tmp_path / "windir"
+    (drives / "c").mkdir(parents=True)
     conf = tmp_path / "wsl.conf"
     conf.write_text(f"[automount]\nroot = {drives}\n")
     monkeypatch.setattr(targets, "WSL_CONF", conf)

@@ -162,7 +162,7 @@ def test_publishing_again_writes_nothing(place, capsys):
     capsys.readouterr()
     assert publish(place) == 0
     assert stamps(place / "published") == before
-    assert "0 new, 0 changed, 6 same, 0 removed" in capsys.readouterr().out
+    assert "(6 same files; " in capsys.readouterr().out
 
 
 def test_an_edited_caption_renews_one_file(place):
@@ -422,3 +422,35 @@ def test_a_folder_where_a_file_belongs(place, capsys, name):
     write_tree(place / "published" / "linux", {f"{name}/x": "x"})
     assert publish(place, "--platform", "linux") == 1
     assert Path(name).name in capsys.readouterr().err
+
+
+def test_a_root_whose_drive_is_not_there(place, capsys):
+    gone = place.parent / "usb" / "ai"
+    (place / "wangen.toml").write_text(f"{SMALL}\n[platform.linux]\nroot = '{gone}'\n", encoding="utf-8")
+    assert publish(place, "--platform", "linux") == 1
+    assert "the root of linux is not there, nor the folder above; connect its drive" in capsys.readouterr().err
+    assert not gone.parent.exists()
+
+
+def test_scripts_alone_cannot_have_other_resolutions(place, capsys):
+    assert publish(place) == 0
+    assert publish(place, "--only_scripts", "--resolution", "128") == 2
+    assert "--only_scripts leaves media and TOML as they are, which resolutions would change" in capsys.readouterr().err
+    assert "128" not in (place / "wangen.toml").read_text(encoding="utf-8")
+
+
+def test_the_name_that_the_shell_completes(place, monkeypatch, capsys):
+    monkeypatch.chdir(place)
+    assert main(["publish", f"datasets/{NAME}/", "--platform", "linux"]) == 0
+    assert "is published as janes_red_house" in capsys.readouterr().out
+
+
+def test_what_is_still_to_be_done(place, capsys):
+    assert publish(place, "--platform", "linux") == 0
+    shown = capsys.readouterr().out
+    assert "next: put the weights to models/Wan2.1_VAE.pth in the bundle (linux)" in shown
+    models = place / "published" / "linux" / "models"
+    models.mkdir()
+    (models / "Wan2.1_VAE.pth").touch()
+    assert publish(place, "--platform", "linux") == 0
+    assert "Wan2.1_VAE.pth" not in capsys.readouterr().out

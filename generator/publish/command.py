@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from wangen.generator import workspace
+from wangen.generator.bundle import find_weights
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.lock import hold
 from wangen.generator.paths import slugify
@@ -20,6 +21,7 @@ from wangen.generator.publish.folder import FolderPlan
 from wangen.generator.publish.plan import BundlePlan, Plan
 from wangen.generator.publish.source import read_source
 from wangen.generator.publish.texts import resolutions_of
+from wangen.generator.target import Target
 from wangen.generator.tomls import parse_resolution, resolution_name
 from wangen.generator.workspace import Workspace
 from wangen.profiles import Model
@@ -66,6 +68,9 @@ def run(request: Request) -> int:
         WangenError: anything forbids it; nothing was written then.
     """
     place = workspace.read(request.folder or workspace.find(Path()))
+    # The shell completes `cats` to the folder that it finds.
+    named = Path(request.name)
+    request = replace(request, name=named.name) if len(named.parts) > 1 and named.is_dir() else request
     slug = slugify(request.name)
     lock = place.folder / publishing.STATE / f"{slug}.lock"
     with hold(None if request.dry_run else lock):  # what is planned must still be so when it is done
@@ -75,6 +80,9 @@ def run(request: Request) -> int:
 
 def _run(request: Request, place: Workspace, slug: str) -> None:
     choices = _choices(request, place, slug)
+    if request.only_scripts and choices:
+        raise UsageError(f"--only_scripts leaves media and TOML as they are, which {', '.join(choices)} would change",
+                         cure="leave one of them out")  # fmt: skip
     settings = replace(place.dataset(slug), **choices)
     model = place.profile(settings.model)
     source = None
@@ -103,7 +111,7 @@ def _run(request: Request, place: Workspace, slug: str) -> None:
     for bundle in plan.bundles:
         _say_bundle(bundle, slug)
     _say_links(plan.folders)
-    _say_next(model, slug)
+    _say_next(targets, model, slug)
 
 
 def _choices(request: Request, place: Workspace, slug: str) -> dict[str, Any]:
@@ -176,7 +184,7 @@ def _slug(name: str) -> str:
 
 def _say_bundle(bundle: BundlePlan, slug: str) -> None:
     """What publishing did for one target."""
-    counts = ", ".join(f"{number} {what}" for what, number in bundle.counts.items())
+    counts = ", ".join(f"{number} {what}" for what, number in bundle.counts.items() if number) or "no"
     scripts = ", ".join(text.path.name for text in bundle.texts if text.path.parent == bundle.target.folder)
     click.echo(f"  {bundle.target.platform.name:8} {bundle.target.folder}  ({counts} files; {scripts})")
     _say_kept(bundle, slug)
@@ -265,7 +273,15 @@ def _say_links(folders: Iterable[FolderPlan]) -> None:
         click.echo("  media are links to the originals: edit the originals, then publish again")
 
 
-def _say_next(model: Model, slug: str) -> None:
-    weights = ", ".join(f"{weight.flag}: {weight.files[0]}" for weight in model.weights)
-    click.echo(f"next: put the weights into the folder models/ beside the scripts ({weights}),")
-    click.echo(f"      see what is missing with: wangen check {slug}    and run train_{slug} there")
+def _say_next(targets: Iterable[Target], model: Model, slug: str) -> None:
+    """What is still to be done: the weights that are not there, and the script to run."""
+    missing: dict[str, list[str]] = {}
+    for target in targets:
+        for weights in model.weights:
+            path = find_weights(target, weights)
+            seen = target.reach(path)
+            if seen is None or not seen.exists():
+                missing.setdefault(path.replace("\\", "/"), []).append(target.platform.name)
+    for path, names in missing.items():
+        click.echo(f"next: put the weights to {path} in the bundle ({', '.join(names)})")
+    click.echo(f"next: see what is missing with: wangen check {slug}    and run train_{slug} in the bundle")

@@ -197,6 +197,9 @@ def _refuse_doubles(bundles: Iterable[BundlePlan]) -> None:
 def _problems(bundle: BundlePlan, slug: str, long_paths: bool) -> list[Problem]:
     """What forbids publishing to this target."""
     target = bundle.target
+    if target.root and not target.folder.exists() and not target.folder.parent.exists():
+        cure = f"connect its drive, or make the folder: {target.folder}"
+        return [Problem(target.folder, f"the root of {target.platform.name} is not there, nor the folder above", cure)]
     problems = layout.name_problems(target, {name for folder in bundle.folders for name in folder.wanted})
     folders = [target.folder, *(folder.folder for folder in bundle.folders), *bundle.empty]
     reasons = dict.fromkeys(filter(None, map(layout.unwritable, folders)))
