@@ -13,8 +13,12 @@ def entry() -> None:
         with open(OVERVIEW, encoding="utf-8") as file:  # noqa: PTH123 - pathlib alone takes a bare interpreter's start
             sys.stdout.write(file.read())
         return
+    import io
     import signal
 
+    for stream in (sys.stdout, sys.stderr):  # a name that the terminal's encoding lacks is shown, not an error
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     from wangen.generator.stopping import stop
 
     signal.signal(signal.SIGINT, stop)

@@ -93,3 +93,14 @@ def test_ctrl_c_while_libraries_are_imported_is_one_message_and_exit_1(tiny_run,
         assert process.returncode == 1, (delay_s, shown)
         assert "Traceback" not in shown, (delay_s, shown)
         assert shown.count("run the same line again") == 1, (delay_s, shown)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="such names are a matter of Linux")
+def test_a_name_that_the_terminal_cannot_show_is_no_error(tmp_path):
+    command = Path(sys.executable).with_name("wangen")
+    if not command.exists():
+        pytest.skip("the console script is not installed in this environment")
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    done = subprocess.run([command, "init", folder], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert r"caf\udce9" in done.stdout
