@@ -45,8 +45,8 @@ def template(name: str, shell: str) -> "Template":
 def places(root: str | None, venv: tuple[str, ...], shell: str) -> dict[str, Any]:
     r"""Where the root and the environments are, as the template writes them.
 
-    For a .bat these are texts to stand between double quotes, and `base` is the root with its last backslash:
-    `%~dp0` when the bundle may be moved.
+    `root` is empty when the bundle may be moved. For a .bat these are texts to stand between double quotes, and `base`
+    is the root with its last backslash: a variable of the script when the bundle may be moved.
 
     Raises:
         WangenError: the shell cannot carry a folder.
@@ -54,12 +54,14 @@ def places(root: str | None, venv: tuple[str, ...], shell: str) -> dict[str, Any
     for folder in (root or "", *venv):
         quoting.refuse_control(folder, shell)
     if shell == "bat":
-        base = quoting.bat_inside(root.rstrip("\\") + "\\") if root else "%~dp0"
+        base = quoting.bat_inside(root.rstrip("\\") + "\\") if root else "%WG_BASE%"
         venvs = [("" if _absolute(v) else base) + quoting.bat_inside(v.replace("/", "\\")) for v in venv]
-        return {"base": base, "root": quoting.bat_inside(root) if root else "%~dp0.", "venvs": venvs}
+        return {"base": base, "root": quoting.bat_inside(root or ""), "venvs": venvs}
     if shell == "ps1":
         literal = quoting.ps1_literal
-        venvs = [literal(v) if _absolute(v) else f"[System.IO.Path]::Combine($WgRoot, {literal(v)})" for v in venv]
+        venvs = [
+            literal(v) if _absolute(v) else "($WgRoot + {})".format(literal("\\" + v.replace("/", "\\"))) for v in venv
+        ]
         return {"root": literal(root) if root else "", "venvs": venvs}
     folders = [
         quoting.sh_word(Word(v)) if v.startswith("/") else f'"$WG_ROOT"/{quoting.sh_word(Word(v))}' for v in venv

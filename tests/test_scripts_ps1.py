@@ -26,7 +26,7 @@ class Site:
     def __init__(self, folder: Path, chosen=None, **details):
         folder.mkdir(exist_ok=True)
         self.folder, self.script = folder, folder / "train_red_house.ps1"
-        self.codes: dict[str, int] = {}
+        self.codes: dict[str, int | None] = {}
         write(self.script, render(bundle("ps1", chosen, **details), "ps1", "train"))
 
     def python(self, place="venv"):
@@ -35,11 +35,14 @@ class Site:
         program.touch()
         return program
 
-    def run(self, *words, **env):
+    def run(self, *words, line="powershell -File x.ps1", **env):
         def start(call):
-            return self.codes.get("import" if call.words == IMPORT else call.words[2], 0)
+            code = self.codes.get("import" if call.words == IMPORT else call.words[2], 0)
+            if code is None:
+                raise OSError("the file name or extension is too long")
+            return code
 
-        return execute(self.script, words, start=start, env=env)
+        return execute(self.script, words, start=start, env=env, line=line)
 
     def change(self, old, new):
         text = self.script.read_text(encoding="utf-8-sig")
@@ -86,11 +89,13 @@ def test_all_steps_run_in_order_with_exactly_their_words(tmp_path):
 
 
 def test_the_environment_of_the_steps_ends_with_the_script(site):
-    run = site.run(PYTHONUTF8="0", VIRTUAL_ENV="C:\\elsewhere")
+    given = {"PYTHONUTF8": "0", "VIRTUAL_ENV": "C:\\elsewhere", "PYTHONHOME": "C:\\elsewhere"}
+    run = site.run(**given)
     for call in run.calls:
+        assert "PYTHONHOME" not in call.env
         wanted = {"PYTHONUTF8": "1", "PYTHONSAFEPATH": "1", "WANGEN_SCRIPT": "1", "WANGEN_SCRIPT_VERSION": "0.1.0"}
         assert wanted.items() <= call.env.items()
-    assert run.env == {"PYTHONUTF8": "0", "VIRTUAL_ENV": "C:\\elsewhere"}
+    assert run.env == given
 
 
 @pytest.mark.parametrize("code", [7, -1073741819])
@@ -101,6 +106,33 @@ def test_the_first_failing_step_ends_the_script_with_its_code(site, code):
     assert names(run) == ["check", "cache_latents", "cache_text"]
     assert f"step cache_text failed (exit code {code})" in run.lines[-1]
     assert run.env == {}
+
+
+@pytest.mark.parametrize("step", ["import", "cache_text"])
+def test_a_program_that_windows_does_not_start_is_a_failure(site, step):
+    # A line that is too long, a folder with brackets in Windows PowerShell: the code of the program before stays.
+    site.codes[step] = None
+    run = site.run()
+    assert run.code == 1
+    assert "the file name or extension is too long" in run.lines
+    assert names(run) == ([] if step == "import" else ["check", "cache_latents"])
+
+
+def test_a_window_that_explorer_opened_stays_open_on_failure(site):
+    # The lines of Windows and of PowerShell 7; with one more PowerShell in between, every way to fail is covered.
+    for shell in ('"C:\\powershell.exe" "-Command" "if', '"C:\\pwsh.exe" -Command "$host.UI = 1; if'):
+        line = (
+            f"{shell}((Get-ExecutionPolicy ) -ne 'AllSigned') {{ Set-ExecutionPolicy -Scope Process Bypass }}; & 'x'\""
+        )
+        for code in (0, 7):
+            site.codes["Bypass"] = code
+            run = site.run(line=line)
+            assert run.code == code
+            assert [call.words for call in run.calls] == [
+                ("-NoProfile", "-ExecutionPolicy", "Bypass", "-File", windows(site.script))
+            ]
+            assert run.lines == (["Press Enter to close this window"] if code else [])
+        assert len(started(site.run(line=line, WANGEN_NO_PAUSE="1"))) == 5
 
 
 def test_run_again_after_a_failure_runs_all_steps(site):
@@ -192,6 +224,7 @@ def test_where_python_is_looked_for(tmp_path):
     own = active.with_name("own.exe")
     own.touch()
     assert site.run(WANGEN_PYTHON=windows(own)).calls[-1].program == windows(own)
+    assert site.run(WANGEN_PYTHON=f'"{windows(own)}"').calls[-1].program == windows(own)
     bad = site.run(WANGEN_PYTHON=windows(tmp_path))
     assert (bad.code, bad.lines) == (1, [f"wangen: WANGEN_PYTHON names no program: {windows(tmp_path)}"])
     dotted = site.python(".venv")
@@ -244,6 +277,13 @@ def test_powershell_does_not_stop_at_a_line_of_the_log():
     assert "ErrorActionPreference =" not in after
     calls = re.findall(r"^ *& \$WgPython -m .*\n(.*)$", after, re.MULTILINE)
     assert [line.strip() for line in calls] == ["$WgCode = $LASTEXITCODE"] * len(steps())
+
+
+@pytest.mark.parametrize("root", [None, "D:\\"])
+def test_a_locked_down_powershell_allows_every_call(root):
+    # Its constrained language has no methods but those of PowerShell's own types.
+    text = render(bundle("ps1", root=root), "ps1", "train").decode()
+    assert re.findall(r"\]::\w+\(|\.\w+\(", text) == []
 
 
 def test_powershell_literals_by_another_parser():

@@ -14,7 +14,9 @@ from wangen.generator.steps import CacheLatents, CacheText, Check, CheckCache, T
 
 pytestmark = needs_wine
 COMMAND = "C:\\windows\\system32\\cmd.exe"
-ENVIRONMENT = {"PYTHONUTF8": "1", "PYTHONSAFEPATH": "1", "WANGEN_SCRIPT": "1", "WANGEN_SCRIPT_VERSION": "0.1.0"}
+ENVIRONMENT = {
+    "PYTHONUTF8": "1", "PYTHONSAFEPATH": "1", "PYTHONHOME": None, "WANGEN_SCRIPT": "1", "WANGEN_SCRIPT_VERSION": "0.1.0"
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -40,7 +42,7 @@ def hostile_steps():
             dataset_config=config, dit=":: \\\\", output_dir=unc, output_name="%PATH%", seed=-1, training_comment="",
             optimizer_args=(*HOSTILE, "^&", "a\\\\", "()", "%1", "%~dp0", "%*", "&&", ">nul", "2>&1", "@echo"),
         ),
-        *prompts("", "x" * 7000, *HOSTILE),
+        *prompts("", "x" * 7000, *HOSTILE[3:8]),
     )  # fmt: skip
 
 
@@ -64,6 +66,35 @@ def test_the_first_failing_step_ends_the_script_with_its_code(site, code, seen):
     assert "finished" not in done.stdout
     # Linux sees the lowest eight bits of a Windows exit code.
     assert done.returncode == seen
+
+
+def test_variables_of_the_user_hide_no_failure_and_break_no_python(site):
+    # A variable ERRORLEVEL stands before the real one; with PYTHONHOME Python searches its library elsewhere.
+    done = site.run(ERRORLEVEL="0", RECORDER_FAIL="check", RECORDER_CODE="7")
+    assert (done.returncode, names(site)) == (7, ["check"])
+    assert site.run(ERRORLEVEL="1", PYTHONHOME="C:\\elsewhere").returncode == 0
+
+
+@pytest.mark.parametrize(("word", "code"), [("bake", 2), ("check", 0)])
+def test_the_callers_folders_are_left_as_they_were(site, word, code):
+    (site.folder / "one" / "two").mkdir(parents=True)
+    lines = ["@echo off", "pushd one", "pushd two", f"call ..\\..\\{site.script.name} {word}"]
+    lines += ["echo code %ERRORLEVEL%", 'echo "%CD%"', "popd", 'echo "%CD%"']
+    site.script = site.folder / "caller.bat"
+    site.script.write_text("\r\n".join(lines), newline="")
+    folder = windows(site.folder)
+    # wine 8 gives 1 for every code of a called file.
+    assert site.run().stdout.splitlines()[-3:] == [
+        f"code {min(code, 1)}", f'"{folder}\\one\\two"', f'"{folder}\\one"'
+    ]  # fmt: skip
+
+
+def test_a_knob_with_hostile_characters_stays_one_word(site):
+    text = site.script.read_bytes()
+    site.script.write_bytes(text.replace(b'"SEED=42"', b'"SEED=4 & (2) ^ |x >y; !z!"'))
+    assert site.run("train").returncode == 0
+    (words,) = (call["argv"] for call in site.calls)
+    assert words[words.index("--seed") + 1] == "4 & (2) ^ |x >y; !z!"
 
 
 def test_run_again_after_a_failure_runs_all_steps(site):
@@ -129,8 +160,9 @@ def test_where_python_is_looked_for(tmp_path):
     environment = windows(site.folder / "active & (x86)")
     assert site.run(VIRTUAL_ENV=environment).returncode == 0
     assert site.run(WANGEN_PYTHON=environment + "\\Scripts\\python.exe").returncode == 0
-    done = site.run(WANGEN_PYTHON="C:\\no & where.exe")
-    assert (done.returncode, "WANGEN_PYTHON names no program" in done.stdout) == (1, True)
+    for wrong in ("C:\\no & where.exe", environment, '""'):
+        done = site.run(WANGEN_PYTHON=wrong)
+        assert (done.returncode, "WANGEN_PYTHON names no program" in done.stdout) == (1, True)
 
 
 def test_a_configured_root(tmp_path):

@@ -219,15 +219,23 @@ def test_no_python(indexes, tmp_path):
     assert (done.returncode, "WANGEN_PYTHON names no Python from 3.11 on: /no/python" in done.stderr) == (1, True)
 
 
-def test_an_environment_whose_python_is_gone_is_made_anew(place):
+def test_an_environment_whose_python_is_gone_is_made_anew_without_a_network(place, tmp_path):
     for name in ("python", "python3"):
         (place.root / "venv" / "bin" / name).unlink(missing_ok=True)
     left = place.root / "venv" / "left.txt"
     left.touch()
-    done = place.run()
+    folder = tmp_path / "wheels & 1"
+    folder.mkdir()
+    write_requirements(tmp_path / "made")
+    write_torch(tmp_path / "made", "2.12.0+cpu")
+    for wheel in (tmp_path / "made").glob("*/*.whl"):
+        shutil.copy(wheel, folder)
+    offline = {"WANGEN_TORCH_INDEX": str(folder), "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": folder.as_uri()}
+    done = place.run(**offline)
     assert done.returncode == 0, done.stderr
     assert "does not start: it is made anew" in done.stdout
-    assert (place.installed("torch"), left.exists()) == ("2.12.0+cpu", False)
+    assert "ready: PyTorch 2.12.0+cpu" in done.stdout
+    assert (place.installed("torch"), left.exists(), place.indexes.asked) == ("2.12.0+cpu", False, [])
 
 
 def test_a_folder_that_is_no_environment_is_left_alone(indexes, tmp_path):
@@ -274,20 +282,6 @@ def test_an_index_without_pytorch_for_this_python(place):
     place.driver("570.86", "12.8")
     done = place.run(torch="empty")
     assert (done.returncode, "there is no PyTorch for this Python and system" in done.stderr) == (1, True)
-
-
-def test_without_a_network_from_a_folder_of_wheels(indexes, tmp_path):
-    place = Place(tmp_path, indexes)
-    folder = tmp_path / "wheels & 1"
-    folder.mkdir()
-    write_requirements(tmp_path / "made")
-    write_torch(tmp_path / "made", "2.12.0+cpu")
-    for wheel in (tmp_path / "made").glob("*/*.whl"):
-        shutil.copy(wheel, folder)
-    offline = {"WANGEN_TORCH_INDEX": str(folder), "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": folder.as_uri()}
-    done = place.run(**offline)
-    assert done.returncode == 0, done.stderr
-    assert "ready: PyTorch 2.12.0+cpu" in done.stdout
 
 
 def test_the_wheel_or_the_root_is_missing(indexes, tmp_path):

@@ -22,6 +22,7 @@ class PowerShell:
         self.tools = folder / "tools"
         self.tools.mkdir()
         self.known, self.code = set(), 0
+        self.line = "powershell -File x.ps1"
         self.script = publish(self.folder, "ps1", **details)
 
         def get_command(machine, option, name, *rest):
@@ -42,9 +43,11 @@ class PowerShell:
         def start(call):
             if call.words[-1].startswith("import sys; sys.exit("):
                 return 0 if (call.program, call.words[0]) in self.known else 103
+            if self.code is None:
+                raise OSError("this program cannot run")
             return self.code
 
-        return powershell.execute(self.script, words, start=start, env=env)
+        return powershell.execute(self.script, words, start=start, env=env, line=self.line)
 
 
 @pytest.fixture
@@ -53,7 +56,7 @@ def ps1(tmp_path, monkeypatch):
 
 
 def test_ps1_hands_over_to_the_wheel(ps1):
-    python = ps1.program(ps1.tools / "python")
+    python = ps1.program(ps1.tools / "python.exe")
     done = ps1.run("--dry_run", PYTHONUTF8="0")
     assert (done.code, done.error) == (0, "")
     call = done.calls[-1]
@@ -70,17 +73,34 @@ def test_ps1_hands_over_to_the_wheel(ps1):
 
 
 def test_ps1_ends_with_the_code_of_the_installation(ps1):
-    ps1.program(ps1.tools / "python")
+    ps1.program(ps1.tools / "python.exe")
     ps1.code = 7
     done = ps1.run()
     assert (done.code, done.lines) == (7, ["wangen: the environment is not ready (exit code 7)."])
 
 
+def test_ps1_knows_an_installation_that_was_never_started(ps1):
+    # The code of the program before, which was 0, stays.
+    ps1.program(ps1.tools / "python.exe")
+    ps1.code = None
+    done = ps1.run()
+    assert (done.code, done.lines[0]) == (1, "this program cannot run")
+
+
+@pytest.mark.parametrize("code", [0, 7])
+def test_ps1_keeps_a_window_that_explorer_opened(ps1, code):
+    ps1.line = "powershell -Command if(1) { Set-ExecutionPolicy -Scope Process Bypass }; & 'x'"
+    ps1.code = code
+    done = ps1.run()
+    assert (done.code, done.lines) == (code, ["Press Enter to close this window"])
+    assert [call.words[-2:] for call in done.calls] == [("-File", windows(ps1.script))]
+
+
 def test_ps1_searches_a_python(ps1):
     assert ps1.run().lines[0] == "wangen: no Python from 3.11 on was found."
-    (ps1.tools / "python").touch()  # the link to the Microsoft Store
+    (ps1.tools / "python.exe").touch()  # the link to the Microsoft Store
     assert ps1.run().code == 1
-    launcher = ps1.program(ps1.tools / "py", "-3.11", "-3")
+    launcher = ps1.program(ps1.tools / "py.exe", "-3.11", "-3")
     call = ps1.run().calls[-1]
     assert (call.program, call.words[0]) == (launcher, "-3.11")
     own = ps1.program(ps1.folder / ".venv" / "Scripts" / "python.exe")

@@ -19,6 +19,7 @@ from shells.wine import linux, windows
 from tree_sitter import Node
 
 LANGUAGE = tree_sitter.Language(tree_sitter_pwsh.language())
+SHELL = "C:\\powershell.exe"
 _QUOTES = "'‘’‚‛"
 
 
@@ -65,9 +66,16 @@ def faults(node: Node) -> list[Node]:
 
 
 def execute(
-    script: Path, words: Sequence[str] = (), *, start: Callable[[Call], int], env: Mapping[str, str] | None = None
+    script: Path,
+    words: Sequence[str] = (),
+    *,
+    start: Callable[[Call], int],
+    env: Mapping[str, str] | None = None,
+    line: str = "powershell -File x.ps1",
 ) -> Run:
     """Run a script as `powershell -File SCRIPT WORDS` does; `start` stands for the programs and gives their codes.
+
+    It raises an OSError where Windows cannot start a program. `line` is the command line of this PowerShell.
 
     Raises:
         OutsideError: the script uses something that the model does not know, or the grammar does not accept it.
@@ -75,7 +83,7 @@ def execute(
     root = tree(script.read_bytes())
     if bad := faults(root):
         raise OutsideError(f"the grammar does not accept line {bad[0].start_point[0] + 1}")
-    machine = _Machine(script, words, start, dict(env or {}))
+    machine = _Machine(script, words, start, dict(env or {}), line)
     try:
         machine.block(root)
     except _ExitError as end:
@@ -93,15 +101,19 @@ def execute(
 class _Machine:
     """The state of one run; a method `_<type>` evaluates the nodes of that type."""
 
-    def __init__(self, script: Path, words: Sequence[str], start: Callable[[Call], int], env: dict[str, str]):
+    def __init__(
+        self, script: Path, words: Sequence[str], start: Callable[[Call], int], env: dict[str, str], line: str
+    ):
         self.run = Run(env=env)
-        self.start = start
+        self.start, self.line = start, line
         self.strict = False
         self.folder = "C:\\"
         self.folders: list[str] = []
         self.variables: dict[str, Any] = {
             "args": [Dashed(word) if word.startswith("-") else word for word in words],
             "psscriptroot": windows(script.parent),
+            "pscommandpath": windows(script),
+            "pid": 1,
             "null": None,
             "true": True,
             "false": False,
@@ -135,11 +147,13 @@ class _Machine:
     def _assignment_expression(self, node: Node) -> None:
         left, sign, right = node.named_children
         name = _bytes(left)
-        if sign.text != b"=" or not re.fullmatch(r"\$(env:)?\w+", name):
+        # Elsewhere than in the outermost scope it would hide what programs set.
+        known = re.fullmatch(r"\$(env:)?(?!LASTEXITCODE)\w+|\$global:LASTEXITCODE", name, re.IGNORECASE)
+        if sign.text != b"=" or not known:
             raise OutsideError(f"an assignment: {node.text!r}")
         value = self.value(right)
         if not name.startswith("$env:"):
-            self.variables[name[1:].lower()] = value
+            self.variables[name[1:].lower().removeprefix("global:")] = value
         elif value is None:
             self.run.env.pop(name[5:], None)
         else:
@@ -246,19 +260,16 @@ class _Machine:
             raise OutsideError(f"{node.text!r} outside of the list")
         return [items[place] for place in wanted] if isinstance(index, list) else items[index]
 
-    def _member_access(self, node: Node) -> int:
+    def _member_access(self, node: Node) -> Any:
+        if node.text == b"[System.Environment]::CommandLine":
+            return self.line
         items = self.value(node.named_children[0])
-        if _bytes(node.named_children[1]) != "Count" or not isinstance(items, list):
-            raise OutsideError(f"{node.text!r}")
-        return len(items)
-
-    def _invocation_expression(self, node: Node) -> str:
-        kind, name, arguments = node.named_children
-        if (_bytes(kind), _bytes(name)) != ("[System.IO.Path]", "Combine"):
-            raise OutsideError(f"{node.text!r}")
-        folder, part = (self.value(child) for child in arguments.named_children[0].named_children)
-        rooted = part[:1] in ("\\", "/") or part[1:2] == ":"
-        return str(part) if rooted or not folder else folder + ("" if folder[-1] in "\\/:" else "\\") + part
+        name = _bytes(node.named_children[1])
+        if name == "Count" and isinstance(items, list):
+            return len(items)
+        if name == "Path" and items == SHELL:
+            return items
+        raise OutsideError(f"{node.text!r}")
 
     def _expression_with_unary_operator(self, node: Node) -> Any:
         if node.children[0].type == "cast_expression":
@@ -273,7 +284,7 @@ class _Machine:
             raise OutsideError(f"{node.text!r}")
         return str(text(self.value(value)))
 
-    def _comparison_expression(self, node: Node) -> bool:
+    def _comparison_expression(self, node: Node) -> Any:
         left, sign, right = node.named_children
         compare = COMPARE.get(_bytes(sign))
         if compare is None or "comparison_expression" in (left.type, right.type):
@@ -294,7 +305,8 @@ class _Machine:
         value, *sinks = node.named_children
         if any(sink.type != "command" or sink.text != b"Out-Null" for sink in sinks):
             raise OutsideError(f"a pipeline: {node.text!r}")
-        return self.value(value)
+        found = self.value(value)
+        return None if sinks else found
 
     def _command(self, node: Node) -> Any:
         if node.named_children[0].type == "command_invocation_operator":
@@ -324,16 +336,33 @@ class _Machine:
         program = self.value(name.named_children[0].named_children[0])
         if sign.text != b"&" or name.named_children[0].type != "path_command_name":
             raise OutsideError(f"{node.text!r}")
-        file = linux(program)
-        if file is None or not file.is_file():
-            raise StoppedError(f"the term {program} is not recognized")
         words = tuple(word if isinstance(word, str) else text(word) for word in self._elements(node))
         call = Call(program, words, self.folder, dict(self.run.env))
+        file = linux(program)
+        try:
+            if program != SHELL and (file is None or not file.is_file()):
+                raise FileNotFoundError(f"the term {program} is not recognized")
+            code = self.start(call)
+        except OSError as error:
+            # The code of the program before stays, and under Continue the script goes on.
+            if self.variables["erroractionpreference"] == "Stop":
+                raise StoppedError(str(error)) from error
+            self.run.lines.append(str(error))
+            return
         self.run.calls.append(call)
-        self.variables["lastexitcode"] = self.start(call)
+        self.variables["lastexitcode"] = code
 
     def _do_write_host(self, text: str) -> None:
         self.run.lines.append(text)
+
+    def _do_read_host(self, prompt: str) -> str:
+        self.run.lines.append(prompt)
+        return ""
+
+    def _do_get_process(self, option: str, number: int) -> str:
+        if (option, number) != ("-Id", self.variables["pid"]):
+            raise OutsideError("another Get-Process")
+        return SHELL
 
     def _do_set_strictmode(self, option: str, version: float) -> None:
         if (option, version) != ("-Version", 2.0):

@@ -42,15 +42,18 @@ def _no_case(left: Any, right: Any) -> bool:
     return left.casefold() == right.casefold() if isinstance(left, str) else left == right
 
 
-def _not_match(left: Any, pattern: Any) -> bool:
-    return re.search(text(pattern).replace(r"\z", r"\Z"), text(left), re.IGNORECASE) is None
+def _match(left: Any, pattern: Any) -> bool:
+    return re.search(text(pattern).replace(r"\z", r"\Z"), text(left), re.IGNORECASE) is not None
 
 
-COMPARE: Mapping[str, Callable[[Any, Any], bool]] = {
+COMPARE: Mapping[str, Callable[[Any, Any], Any]] = {
     "-eq": _scalars(_no_case),
     "-ne": _scalars(lambda left, right: not _no_case(left, right)),
     "-ceq": _scalars(operator.eq),
     "-gt": _scalars(operator.gt),
-    "-notmatch": _not_match,
+    "-match": _match,
+    "-notmatch": lambda left, pattern: not _match(left, pattern),
+    # As far as the pattern means itself.
+    "-replace": lambda left, change: text(left).replace(*change),
     "-cnotcontains": lambda left, right: all(item != right for item in left),
 }

@@ -130,8 +130,14 @@ class Site:
 
     def run(self, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
         """Run the script in its folder with further words and variables."""
-        self.library.record.unlink(missing_ok=True)
-        return run(["cmd", "/c", self.script.name, *words], self.folder, self.library.env | env)
+        for _ in range(2):
+            self.library.record.unlink(missing_ok=True)
+            done = run(["cmd", "/c", self.script.name, *words], self.folder, self.library.env | env)
+            # Rarely (once in some thousand starts) wine 8's cmd says this of a program that is there. What a script of
+            # ours lets cmd take for a program by mistake is that every time, and so the second time too.
+            if "Can't recognize '" not in done.stderr:
+                break
+        return done
 
     @property
     def calls(self) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@
 # WANGEN_TORCH_INDEX names another wheel index for PyTorch, or a folder of wheels.
 # If you edit this file, publishing again leaves it as it is and writes the new text beside it as setup_wangen.sh.new.
 #
-# wangen-digest: aec20b5526b050ea873840bb0a161d28
+# wangen-digest: 7a58e3bd399b606697dc204c533076b7
 # Typographic quotes in a path are no typing errors.
 # shellcheck disable=SC1112
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@"
@@ -21,14 +21,18 @@ wg_stop() {
   exit 1
 }
 
-# The bundle may be moved: its root is the folder that holds this script.
-WG_ROOT=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
+# The bundle may be moved: its root is the folder that holds this script, or the one that a link to it names.
+WG_SELF=${BASH_SOURCE[0]}
+[ ! -L "$WG_SELF" ] || WG_SELF=$(readlink -f -- "$WG_SELF")
+WG_ROOT=$(CDPATH='' cd -- "$(dirname -- "$WG_SELF")" && pwd)
 cd -- "$WG_ROOT"
 
 WG_WHEEL="$WG_ROOT"/files/wangen-0.1.0-py3-none-any.whl
 [ -f "$WG_WHEEL" ] || wg_stop "wangen: this file is not there: $WG_WHEEL" \
   '  do:    copy the whole folder that was published, or publish again'
 
+unset PYTHONHOME
+export PYTHONUTF8=1 PYTHONSAFEPATH=1
 wg_fits() {
   "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1
 }
@@ -50,7 +54,6 @@ fi
   '  do:    install one (Debian, Ubuntu: sudo apt install python3 python3-venv; Fedora: sudo dnf install python3.13),' \
   '         or set WANGEN_PYTHON to the full path of one'
 
-export PYTHONUTF8=1 PYTHONSAFEPATH=1
 exec "$WG_PY" -c 'import sys; sys.path.insert(0, sys.argv[1]); from wangen.generator.setup.environment import main; sys.exit(main(sys.argv[1:]))' \
   "$WG_WHEEL" \
   --kind linux \

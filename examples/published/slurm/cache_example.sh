@@ -10,7 +10,7 @@
 # You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 # leave this file as it is and write the new text beside it as cache_example.sh.new.
 #
-# wangen-digest: 77e69d91109fdadf8cfa1c4993586761
+# wangen-digest: e2b7824e4f384753eb7c0bead171fb0b
 # Typographic quotes in a path or prompt are no typing errors.
 # shellcheck disable=SC1112
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@"
@@ -64,8 +64,10 @@ esac
 # What is left in "$@" are further words for that one step; without a step's name there are none.
 [ $# -eq 0 ] || shift
 
-# The bundle may be moved: its root is the folder that holds this script.
-WG_ROOT=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
+# The bundle may be moved: its root is the folder that holds this script, or the one that a link to it names.
+WG_SELF=${BASH_SOURCE[0]}
+[ ! -L "$WG_SELF" ] || WG_SELF=$(readlink -f -- "$WG_SELF")
+WG_ROOT=$(CDPATH='' cd -- "$(dirname -- "$WG_SELF")" && pwd)
 cd -- "$WG_ROOT"
 
 # A Windows environment (Scripts, no bin) cannot run here and is never taken.
@@ -86,6 +88,7 @@ if [ -z "$WG_PY" ]; then
   wg_stop 1 '  do:    run setup_wangen.sh beside this script, or set WANGEN_PYTHON to an interpreter'
 fi
 
+unset PYTHONHOME
 export PYTHONUTF8=1 PYTHONSAFEPATH=1 WANGEN_SCRIPT=1 WANGEN_SCRIPT_VERSION=0.1.0
 if ! "$WG_PY" -c 'import wangen.runtime' >/dev/null 2>&1; then
   wg_stop 1 "wangen: this Python has no wangen: $WG_PY" \

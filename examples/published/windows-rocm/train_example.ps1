@@ -6,15 +6,27 @@
 #   powershell -NoProfile -ExecutionPolicy Bypass -File train_example.ps1 STEP WORDS   one step, the words added to its
 #                                                command line (a flag given again wins)
 #
-# A step that failed stops the script with its exit code. Run it again to go on: what is done is kept.
+# A step that failed stops the script with its exit code, and a window that Explorer's "Run with PowerShell" opened
+# stays open. Run it again to go on: what is done is kept.
 # Python is taken from $env:WANGEN_PYTHON (full path of python.exe), the virtual environment, or $env:VIRTUAL_ENV.
 # You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 # leave this file as it is and write the new text beside it as train_example.ps1.new.
 #
-# wangen-digest: 229ee03550b654c8199f5469df60eea7
+# wangen-digest: 4a156a65384c2a29bace168f5b5c07f9
 Set-StrictMode -Version 2.0
 $ErrorActionPreference = 'Stop'
 $PSNativeCommandUseErrorActionPreference = $false
+
+# "Run with PowerShell" closes its window at the end. So another PowerShell runs the script there, and the window stays
+# open when that fails (never when WANGEN_NO_PAUSE is set).
+if (([System.Environment]::CommandLine -match '-Command.+Set-ExecutionPolicy -Scope Process Bypass') -and (-not $env:WANGEN_NO_PAUSE)) {
+  $WgShell = (Get-Process -Id $PID).Path
+  $global:LASTEXITCODE = 1
+  & $WgShell -NoProfile -ExecutionPolicy Bypass -File $PSCommandPath
+  $WgCode = $LASTEXITCODE
+  if ($WgCode -ne 0) { Read-Host 'Press Enter to close this window' | Out-Null }
+  exit $WgCode
+}
 
 # >>> knobs: letters, digits and . _ , + - only
 # check, cache_latents, cache_text, check_cache, train: which resolutions of the TOML to use: all, or for example 256,832x480 (published: 832x480)
@@ -86,46 +98,49 @@ if (-not (Test-Path -LiteralPath $WgRoot -PathType Container)) {
   exit 1
 }
 
-$WgVenvs = @([System.IO.Path]::Combine($WgRoot, 'venv'), [System.IO.Path]::Combine($WgRoot, '.venv'))
-$WgPython = ''
-if ($env:WANGEN_PYTHON) {
-  $WgPython = $env:WANGEN_PYTHON
-  if (-not (Test-Path -LiteralPath $WgPython -PathType Leaf)) {
-    Write-Host "wangen: WANGEN_PYTHON names no program: $WgPython"
-    exit 1
-  }
-} else {
-  $WgFolders = $WgVenvs
-  if ($env:VIRTUAL_ENV) { $WgFolders = $WgVenvs + @($env:VIRTUAL_ENV) }
-  foreach ($WgFolder in $WgFolders) {
-    $WgCandidate = [System.IO.Path]::Combine($WgFolder, 'Scripts\python.exe')
-    if (($WgPython -eq '') -and (Test-Path -LiteralPath $WgCandidate -PathType Leaf)) { $WgPython = $WgCandidate }
-  }
-}
-if ($WgPython -eq '') {
-  Write-Host 'wangen: no Python was found. Looked in:'
-  foreach ($WgFolder in $WgVenvs) { Write-Host "  $WgFolder" }
-  Write-Host '  do:    run setup_wangen.ps1 beside this script, or set WANGEN_PYTHON to a python.exe'
-  exit 1
-}
-
 # A script shares its environment with the window that it runs in: what stood there comes back at the end.
-$WgWas = @($env:PYTHONUTF8, $env:PYTHONSAFEPATH, $env:WANGEN_SCRIPT, $env:WANGEN_SCRIPT_VERSION)
+$WgWas = @($env:PYTHONUTF8, $env:PYTHONSAFEPATH, $env:PYTHONHOME, $env:WANGEN_SCRIPT, $env:WANGEN_SCRIPT_VERSION)
 Push-Location -LiteralPath $WgRoot -ErrorAction Stop
 try {
+  $WgVenvs = @(($WgRoot + '\venv'), ($WgRoot + '\.venv'))
+  $WgPython = ''
+  if ($env:WANGEN_PYTHON) {
+    $WgPython = $env:WANGEN_PYTHON -replace '"', ''
+    if (-not (Test-Path -LiteralPath $WgPython -PathType Leaf)) {
+      Write-Host "wangen: WANGEN_PYTHON names no program: $WgPython"
+      exit 1
+    }
+  } else {
+    $WgFolders = $WgVenvs
+    if ($env:VIRTUAL_ENV) { $WgFolders = $WgVenvs + @($env:VIRTUAL_ENV) }
+    foreach ($WgFolder in $WgFolders) {
+      $WgCandidate = $WgFolder + '\Scripts\python.exe'
+      if (($WgPython -eq '') -and (Test-Path -LiteralPath $WgCandidate -PathType Leaf)) { $WgPython = $WgCandidate }
+    }
+  }
+  if ($WgPython -eq '') {
+    Write-Host 'wangen: no Python was found. Looked in:'
+    foreach ($WgFolder in $WgVenvs) { Write-Host "  $WgFolder" }
+    Write-Host '  do:    run setup_wangen.ps1 beside this script, or set WANGEN_PYTHON to a python.exe'
+    exit 1
+  }
+
   $env:PYTHONUTF8 = '1'
   $env:PYTHONSAFEPATH = '1'
+  $env:PYTHONHOME = $null
   $env:WANGEN_SCRIPT = '1'
   $env:WANGEN_SCRIPT_VERSION = '0.1.0'
   # Windows PowerShell turns a redirected error line into an exception under Stop: here, and in every step when this
-  # script's own output is redirected (2>&1), because steps log to stderr. What counts are their exit codes.
+  # script's own output is redirected (2>&1), because steps log to stderr. What counts are their exit codes, and 1 when
+  # a program cannot be started, which leaves the code of the one before.
   $ErrorActionPreference = 'Continue'
+  $global:LASTEXITCODE = 1
   & $WgPython -c 'import wangen.runtime' 2>$null | Out-Null
   $WgCode = $LASTEXITCODE
   if ($WgCode -ne 0) {
     Write-Host "wangen: this Python has no wangen: $WgPython"
     Write-Host '  do:    run setup_wangen.ps1 beside this script, or type:'
-    $WgWheel = [System.IO.Path]::Combine($WgRoot, 'files\wangen-0.1.0-py3-none-any.whl')
+    $WgWheel = $WgRoot + '\files\wangen-0.1.0-py3-none-any.whl'
     Write-Host ('  & "' + $WgPython + '" -m pip install "' + $WgWheel + '[runtime]"')
     exit 1
   }
@@ -145,6 +160,7 @@ try {
       '--report_dir', 'outputs\example',
       '--lock', 'outputs\example\run.lock'
     )
+    $global:LASTEXITCODE = 1
     & $WgPython -m wangen.runtime @WgArgv @WgMore
     $WgCode = $LASTEXITCODE
   }
@@ -162,6 +178,7 @@ try {
       '--report_dir', 'outputs\example',
       '--lock', 'outputs\example\run.lock'
     )
+    $global:LASTEXITCODE = 1
     & $WgPython -m wangen.runtime @WgArgv @WgMore @WgSmoke
     $WgCode = $LASTEXITCODE
   }
@@ -180,6 +197,7 @@ try {
       '--report_dir', 'outputs\example',
       '--lock', 'outputs\example\run.lock'
     )
+    $global:LASTEXITCODE = 1
     & $WgPython -m wangen.runtime @WgArgv @WgMore @WgSmoke
     $WgCode = $LASTEXITCODE
   }
@@ -198,6 +216,7 @@ try {
       '--report_dir', 'outputs\example',
       '--lock', 'outputs\example\run.lock'
     )
+    $global:LASTEXITCODE = 1
     & $WgPython -m wangen.runtime @WgArgv @WgMore @WgSmoke
     $WgCode = $LASTEXITCODE
   }
@@ -244,6 +263,7 @@ try {
       '--report_dir', 'outputs\example',
       '--lock', 'outputs\example\run.lock'
     )
+    $global:LASTEXITCODE = 1
     & $WgPython -m wangen.runtime @WgArgv @WgMore @WgSmoke
     $WgCode = $LASTEXITCODE
   }
@@ -251,8 +271,9 @@ try {
   Pop-Location
   $env:PYTHONUTF8 = $WgWas[0]
   $env:PYTHONSAFEPATH = $WgWas[1]
-  $env:WANGEN_SCRIPT = $WgWas[2]
-  $env:WANGEN_SCRIPT_VERSION = $WgWas[3]
+  $env:PYTHONHOME = $WgWas[2]
+  $env:WANGEN_SCRIPT = $WgWas[3]
+  $env:WANGEN_SCRIPT_VERSION = $WgWas[4]
 }
 if ($WgCode -ne 0) {
   Write-Host "wangen: step $WgStep failed (exit code $WgCode); its message stands above. Mend it and run this script again."

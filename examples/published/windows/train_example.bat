@@ -14,7 +14,7 @@ rem Python is taken from WANGEN_PYTHON (full path of python.exe), the virtual en
 rem You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 rem leave this file as it is and write the new text beside it as train_example.bat.new.
 rem
-rem wangen-digest: 610337e70939a9c3fdf51f5ea3d8b608
+rem wangen-digest: 4390d0cc2961c77daefbefcbe16b8ca1
 chcp 65001 >nul 2>&1
 
 rem >>> knobs: letters, digits and . _ , + - only
@@ -54,8 +54,13 @@ rem cache_text: captions per encode (published: 16)
 set "BATCH_SIZE_CACHE_TEXT=16"
 rem <<< knobs
 
+rem A variable of this name, which some set by mistake, would hide every exit code.
+set "ERRORLEVEL="
 set "WG_RC=0"
 set "WG_HOLD="
+set "WG_INSIDE="
+rem The bundle may be moved: its root is the folder that holds this script. This has to be asked before pushd.
+set "WG_BASE=%~dp0"
 if defined WANGEN_NO_PAUSE goto wg_start
 if not defined CMDCMDLINE goto wg_start
 set "WG_CCL=%CMDCMDLINE:"=%"
@@ -82,24 +87,27 @@ set "WG_SMOKE=--smoke"
 set "WG_ONLY="
 
 :wg_known
-if not exist "%~dp0" goto wg_noroot
-pushd "%~dp0."
+if not exist "%WG_BASE%" goto wg_noroot
+ver >nul
+pushd "%WG_BASE%."
+if errorlevel 1 goto wg_noroot
+set "WG_INSIDE=1"
 
 set "WG_PY="
 if not defined WANGEN_PYTHON goto wg_search
 set "WG_PY=%WANGEN_PYTHON:"=%"
-if exist "%WG_PY%" goto wg_found
+if exist "%WG_PY%" if not exist "%WG_PY%\*" goto wg_found
 echo wangen: WANGEN_PYTHON names no program: "%WG_PY%"
 set "WG_RC=1"
 goto wg_end
 :wg_search
-if not defined WG_PY if exist "%~dp0venv\Scripts\python.exe" set "WG_PY=%~dp0venv\Scripts\python.exe"
-if not defined WG_PY if exist "%~dp0.venv\Scripts\python.exe" set "WG_PY=%~dp0.venv\Scripts\python.exe"
+if not defined WG_PY if exist "%WG_BASE%venv\Scripts\python.exe" set "WG_PY=%WG_BASE%venv\Scripts\python.exe"
+if not defined WG_PY if exist "%WG_BASE%.venv\Scripts\python.exe" set "WG_PY=%WG_BASE%.venv\Scripts\python.exe"
 if not defined WG_PY if defined VIRTUAL_ENV if exist "%VIRTUAL_ENV%\Scripts\python.exe" set "WG_PY=%VIRTUAL_ENV%\Scripts\python.exe"
 if defined WG_PY goto wg_found
 echo wangen: no Python was found. Looked for:
-echo   "%~dp0venv\Scripts\python.exe"
-echo   "%~dp0.venv\Scripts\python.exe"
+echo   "%WG_BASE%venv\Scripts\python.exe"
+echo   "%WG_BASE%.venv\Scripts\python.exe"
 echo   do:    run setup_wangen.bat beside this script, or set WANGEN_PYTHON to a python.exe
 set "WG_RC=1"
 goto wg_end
@@ -107,6 +115,7 @@ goto wg_end
 :wg_found
 set "PYTHONUTF8=1"
 set "PYTHONSAFEPATH=1"
+set "PYTHONHOME="
 set "WANGEN_SCRIPT=1"
 set "WANGEN_SCRIPT_VERSION=0.1.0"
 "%WG_PY%" -c "import wangen.runtime" >nul 2>&1
@@ -114,7 +123,7 @@ set "WG_RC=%ERRORLEVEL%"
 if "%WG_RC%"=="0" goto wg_step1
 echo wangen: this Python has no wangen: "%WG_PY%"
 echo   do:    run setup_wangen.bat beside this script, or type:
-echo   "%WG_PY%" -m pip install "%~dp0files\wangen-0.1.0-py3-none-any.whl[runtime]"
+echo   "%WG_PY%" -m pip install "%WG_BASE%files\wangen-0.1.0-py3-none-any.whl[runtime]"
 set "WG_RC=1"
 goto wg_end
 
@@ -248,11 +257,11 @@ echo wangen: step %WG_STEP% failed, exit code %WG_RC%; its message stands above.
 goto wg_end
 
 :wg_noroot
-echo wangen: this folder is not there: "%~dp0."
+echo wangen: this folder is not there: "%WG_BASE%"
 echo   do:    connect or create it, or publish again with the right root
 set "WG_RC=1"
 
 :wg_end
-popd
+if defined WG_INSIDE popd
 if defined WG_HOLD if not "%WG_RC%"=="0" pause
 exit /b %WG_RC%

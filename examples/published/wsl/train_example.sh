@@ -11,7 +11,7 @@
 # You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 # leave this file as it is and write the new text beside it as train_example.sh.new.
 #
-# wangen-digest: bcb743e0f5ddd84d8d4024dae23fe6d6
+# wangen-digest: 8b6e66a446c63bee54d1816616b62204
 # Typographic quotes in a path or prompt are no typing errors.
 # shellcheck disable=SC1112
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@"
@@ -91,8 +91,10 @@ esac
 # What is left in "$@" are further words for that one step; without a step's name there are none.
 [ $# -eq 0 ] || shift
 
-# The bundle may be moved: its root is the folder that holds this script.
-WG_ROOT=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
+# The bundle may be moved: its root is the folder that holds this script, or the one that a link to it names.
+WG_SELF=${BASH_SOURCE[0]}
+[ ! -L "$WG_SELF" ] || WG_SELF=$(readlink -f -- "$WG_SELF")
+WG_ROOT=$(CDPATH='' cd -- "$(dirname -- "$WG_SELF")" && pwd)
 cd -- "$WG_ROOT"
 
 # A Windows environment (Scripts, no bin) cannot run here and is never taken.
@@ -113,6 +115,7 @@ if [ -z "$WG_PY" ]; then
   wg_stop 1 '  do:    run setup_wangen.sh beside this script, or set WANGEN_PYTHON to an interpreter'
 fi
 
+unset PYTHONHOME
 export PYTHONUTF8=1 PYTHONSAFEPATH=1 WANGEN_SCRIPT=1 WANGEN_SCRIPT_VERSION=0.1.0
 if ! "$WG_PY" -c 'import wangen.runtime' >/dev/null 2>&1; then
   wg_stop 1 "wangen: this Python has no wangen: $WG_PY" \

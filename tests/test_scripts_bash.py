@@ -1,0 +1,179 @@
+"""The .sh scripts, run by bash with a recording Python."""
+
+import os
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from shells.bash import Site, needs_bash
+from shells.bundles import HOSTILE, POSIX_ONLY, prompts, steps
+
+pytestmark = needs_bash
+
+
+@pytest.fixture
+def site(tmp_path):
+    folder = tmp_path / "bundle (x86) & 100% é日本 !x! 'q'"
+    folder.mkdir()
+    site = Site(folder, steps())
+    site.python("venv/bin/python")
+    return site
+
+
+def test_bash_hands_hostile_words_on_exactly(tmp_path):
+    *others, train = steps("é (x86) & 100% 'q' \\")
+    all_words = replace(train, optimizer_args=(*HOSTILE, *POSIX_ONLY))
+    chosen = (*others, all_words, *prompts(*HOSTILE[3:8], *POSIX_ONLY))
+    site = Site(tmp_path, chosen)
+    site.python("venv/bin/python")
+    done = site.run()
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [call["argv"] for call in site.calls] == [step.argv() for step in chosen]
+
+
+def test_steps_run_in_the_root_with_their_environment(site):
+    done = site.run(VIRTUAL_ENV="/elsewhere", PYTHONHOME="/elsewhere")
+    assert done.stdout.splitlines()[-1] == "wangen: train_red_house finished."
+    for call in site.calls:
+        assert call["cwd"] == str(site.folder)
+        assert call["env"] == {
+            "PYTHONUTF8": "1", "PYTHONSAFEPATH": "1", "PYTHONHOME": None,
+            "WANGEN_SCRIPT": "1", "WANGEN_SCRIPT_VERSION": "0.1.0",
+        }  # fmt: skip
+
+
+def test_the_first_failing_step_ends_the_script_with_its_code(site):
+    done = site.run(RECORDER_FAIL="cache_text", RECORDER_CODE="7")
+    assert done.returncode == 7
+    assert [call["argv"][0] for call in site.calls] == ["check", "cache_latents", "cache_text"]
+    assert "step cache_text failed (exit code 7)" in done.stderr
+    assert "finished" not in done.stdout
+
+
+def test_a_step_name_runs_that_step_only(site):
+    assert site.run("check_cache").returncode == 0
+    assert [call["argv"][0] for call in site.calls] == ["check_cache"]
+
+
+def test_further_words_are_handed_to_that_step(site):
+    for words in (["--fresh"], ["--seed=7", "two words", "", "*", "$x", "||"]):
+        assert site.run("train", *words).returncode == 0
+        assert [call["argv"] for call in site.calls] == [[*steps()[-1].argv(), *words]]
+
+
+@pytest.mark.parametrize(
+    "words", [("bake",), ("bake", "--fresh"), ("--fresh",), ("", "--fresh"), ("*",), ("smoke", "--x"), ("Smoke",)]
+)
+def test_unknown_words_are_a_usage_error(site, words):
+    done = site.run(*words)
+    assert done.returncode == 2
+    assert site.calls == []
+    assert done.stderr.startswith("wangen: ")
+
+
+def test_smoke_marks_every_step_that_knows_it(site):
+    done = site.run("smoke", WG_SMOKE="--fresh")
+    check, *others = (step.argv() for step in steps())
+    assert [call["argv"] for call in site.calls] == [check, *([*words, "--smoke"] for words in others)]
+    assert done.stdout.splitlines()[-1] == "wangen: train_red_house (smoke) finished."
+    assert site.run(RECORDER_FAIL="cache_text", RECORDER_CODE="3").returncode == 3
+    assert not [call for call in site.calls if "--smoke" in call["argv"]]
+
+
+def test_missing_environment_says_what_to_do(site):
+    shutil.rmtree(site.folder / "venv")
+    done = site.run()
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == (
+        "  do:    run setup_wangen.sh beside this script, or set WANGEN_PYTHON to an interpreter"
+    )
+
+
+def test_environment_without_wangen_gets_the_line_to_type(site):
+    done = site.run(RECORDER_EMPTY="1")
+    assert done.returncode == 1
+    wheel = f"{site.folder}/files/wangen-0.1.0-py3-none-any.whl[runtime]"
+    assert done.stderr.splitlines()[-1] == f'  "{site.folder}/venv/bin/python" -m pip install "{wheel}"'
+
+
+def test_where_python_is_looked_for(tmp_path):
+    site = Site(tmp_path, steps())
+    windows = site.python("venv/Scripts/python.exe")
+    assert site.run().returncode == 1, f"{windows} is of no use here"
+    active = site.python("active env/bin/python")
+    assert site.run(VIRTUAL_ENV=str(active.parent.parent)).returncode == 0
+    own = site.python("own/py thon")
+    assert site.run(WANGEN_PYTHON=str(own)).returncode == 0
+    assert site.run(WANGEN_PYTHON=str(tmp_path)).returncode == 1
+    site.python(".venv/bin/python")
+    assert site.run().returncode == 0
+
+
+def test_a_moved_bundle_runs_where_it_is(site, tmp_path):
+    there = tmp_path / "moved to ünther's"
+    site.folder.rename(there)
+    site.folder, site.script, site.record = there, there / site.script.name, there / site.record.name
+    assert site.run().returncode == 0
+    assert {call["cwd"] for call in site.calls} == {str(there)}
+
+
+def test_a_link_to_the_script_runs_the_bundle_that_it_names(site, tmp_path):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "train").symlink_to(os.path.relpath(site.script, tmp_path / "bin"))
+    site.script = tmp_path / "bin" / "train"
+    assert site.run().returncode == 0
+    assert {call["cwd"] for call in site.calls} == {str(site.folder)}
+
+
+HOSTILE_ENVIRONMENTS = (
+    {"SHELLOPTS": "nounset:noglob:noclobber:allexport:posix", "POSIXLY_CORRECT": "1"},
+    {"CDPATH": "/:/tmp:/usr", "IFS": "/ae", "LANG": "C", "LC_ALL": "C", "OLDPWD": "/nowhere"},
+    {
+        "wg_only": "bake",
+        "WG_PY": "/no",
+        "WG_ROOT": "/no",
+        "WG_SMOKE": "--x",
+        "WG_STOPPED": "1",
+        "SEED": "9",
+        "code": "9",
+    },
+)
+
+
+@pytest.mark.parametrize("env", HOSTILE_ENVIRONMENTS, ids=["options", "folders", "names"])
+def test_the_users_variables_change_nothing(site, env):
+    # Started by a relative path, which CDPATH would take elsewhere.
+    site.script, cwd = Path(site.folder.name) / site.script.name, str(site.folder.parent)
+    done = site.run(cwd=cwd, **env)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [call["argv"] for call in site.calls] == [step.argv() for step in steps()]
+    assert {call["cwd"] for call in site.calls} == {str(site.folder)}
+    assert site.run(cwd=cwd, RECORDER_FAIL="check", RECORDER_CODE="255", **env).returncode == 255
+
+
+@pytest.mark.parametrize("shell", ["sh", "dash", "zsh"])
+def test_another_shell_hands_over_to_bash(site, shell):
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    env = {"PATH": os.environ["PATH"], "RECORDER_OUT": str(site.record)}
+    assert subprocess.run([shell, site.script, "train"], env=env, capture_output=True).returncode == 0
+    assert len(site.calls) == 1
+
+
+def test_a_configured_root_and_environment(tmp_path):
+    root = tmp_path / "root's $x"
+    site = Site(tmp_path, steps(), root=str(root), venv=("env", str(tmp_path / "abs env")))
+    done = site.run()
+    assert (done.returncode, str(root) in done.stderr) == (1, True)
+    root.mkdir()
+    site.python("abs env/bin/python")
+    assert site.run().returncode == 0
+    assert {call["cwd"] for call in site.calls} == {str(root)}
+
+
+def test_a_knob_that_the_user_broke_is_named(site):
+    site.script.write_text(site.script.read_text().replace("SEED='42'", "SEED='4 2'"))
+    done = site.run()
+    assert (done.returncode, "the knob SEED" in done.stderr, site.calls) == (2, True, [])
