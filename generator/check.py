@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from wangen import profiles
-from wangen.generator import headers
+from wangen.generator import headers, scripts
 from wangen.generator.dataset import read_facts, scan
 from wangen.generator.errors import WangenError
 from wangen.generator.geometry import resampled_frames, too_short, windows
+from wangen.generator.lock import IN_SCRIPT
 from wangen.generator.publish import manifest
+from wangen.generator.quoting import QUOTES
 from wangen.generator.session import Report
 from wangen.generator.steps import Check
 from wangen.generator.tokenizer_file import tokenizer_of
@@ -41,19 +43,37 @@ def run(options: Check) -> Report:
         WangenError: the dataset TOML itself cannot be read.
     """
     seen = examine(options, read_dataset(options.dataset_config, options.resolution))
-    for finding in seen.findings:
+    findings = [*_own_script(), *seen.findings]
+    for finding in findings:
         log.error("  - %s", finding)
     for warning in seen.warnings:
         log.warning("  %s", warning)
-    verdict = many(len(seen.findings), "problem") if seen.findings else "all good"
+    verdict = many(len(findings), "problem") if findings else "all good"
     return Report(
         folder=options.output_dir or options.dataset_config.parent,
         summary=f"{verdict}: {seen}",
         inputs={"dataset_config": options.dataset_config},
-        counts={"images": seen.num_images, "clips": seen.num_clips, "problems": len(seen.findings)},
-        result={"problems": [str(finding) for finding in seen.findings]},
-        ok=not seen.findings,
+        counts={"images": seen.num_images, "clips": seen.num_clips, "problems": len(findings)},
+        result={"problems": [str(finding) for finding in findings]},
+        ok=not findings,
     )
+
+
+def _own_script() -> Iterator[Finding]:
+    """What the steps after this one would refuse in the script that runs it: said now, not hours later."""
+    path = Path(os.environ.get(IN_SCRIPT, ""))
+    shell = path.suffix[1:]
+    if shell not in QUOTES or not path.is_file():
+        return
+    try:
+        data = path.read_bytes()
+        for line in scripts.invalid_knobs(data):
+            yield Finding(path.name, f"no knob is set by {line!r}", "write letters, digits and . _ , + - as its value")
+        for command, step in scripts.parsed_steps(data, shell):
+            if isinstance(step, WangenError):
+                yield Finding(f"{path.name}, {command}", step.found, step.cure)
+    except (OSError, WangenError):
+        return  # a script that was edited may say things that only its shell can read
 
 
 @dataclass(frozen=True)
@@ -81,9 +101,7 @@ def examine(options: Check, entries: Sequence[DatasetEntry]) -> Examined:
     # Blocks that share a folder find the same.
     num_resolutions = len({entry.resolution for entry in entries})
     warnings = dict.fromkeys(filter(None, (_incomplete(entry.directory) for entry in entries)))
-    return Examined(
-        counts["image"], counts["video"], num_resolutions, tuple(dict.fromkeys(findings)), tuple(warnings)
-    )
+    return Examined(counts["image"], counts["video"], num_resolutions, tuple(dict.fromkeys(findings)), tuple(warnings))
 
 
 def _incomplete(folder: Path) -> str:

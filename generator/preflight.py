@@ -17,14 +17,13 @@ from typing import Any, Literal, NamedTuple
 
 from wangen.generator import scripts
 from wangen.generator.check import examine
-from wangen.generator.commands import parse
 from wangen.generator.errors import WangenError
 from wangen.generator.publish.command import dataset_folder
 from wangen.generator.publish.plan import BundlePlan, Plan, make_plan, memo_path
 from wangen.generator.publish.source import Source, read_source
 from wangen.generator.publish.texts import Text
 from wangen.generator.quoting import QUOTES
-from wangen.generator.steps import Check, Step, find_step, options
+from wangen.generator.steps import Check, Step, options
 from wangen.generator.target import Target
 from wangen.generator.tomls import DatasetEntry, read_dataset
 from wangen.generator.workspace import DatasetSettings, Workspace
@@ -201,19 +200,13 @@ def _media(bundle: BundlePlan, source: Source | None, slug: str) -> Iterator[Lin
 def _flags(script: _Script, data: bytes, shell: str) -> Iterator[Line]:
     """Read every line with the step's own parser; the steps are added to the script."""
     try:
-        lines = scripts.read_steps(data, shell)
+        for command, step in scripts.parsed_steps(data, shell):
+            if isinstance(step, WangenError):
+                yield Line("problem", f"{script.name}, {command}: {step}")
+            else:
+                script.steps.append(step)
     except WangenError as error:
         yield Line("problem", f"{script.name}: {error}")
-        return
-    for words in lines:
-        step = find_step(words[0])
-        if step is None:
-            yield Line("problem", f"{script.name}: there is no step {words[0]!r}; publish again")
-            continue
-        try:
-            script.steps.append(parse(step, words[1:]))
-        except WangenError as error:
-            yield Line("problem", f"{script.name}, {words[0]}: {error}")
 
 
 def _agreement(found: Iterable[_Script]) -> Iterator[Line]:

@@ -7,17 +7,16 @@ is seen by a digest in the script's head, and then the script stays and the new 
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 from wangen.generator import quoting
-from wangen.generator.errors import WangenError
-from wangen.generator.files import write_whole
+from wangen.generator.commands import parse
+from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.knobs import VALUE, made_of
 from wangen.generator.quoting import Word
 from wangen.generator.script_text import decode, is_sealed, places, published_knobs, seal, settings, shell_of, template
 from wangen.generator.setup.wheel import wheel_name
-from wangen.generator.steps import SMOKE, SMOKE_ITEMS, SMOKE_STEPS, Step, Train, options
+from wangen.generator.steps import SMOKE, SMOKE_ITEMS, SMOKE_STEPS, Step, Train, find_step, options
 from wangen.profiles import Platform
 
 # cmd cuts a line at 8191 characters and runs the rest as a command of its own.
@@ -113,6 +112,22 @@ def read_steps(data: bytes, shell: str) -> list[list[str]]:
     return quoting.commands(decode(data), shell, read_knobs(data))
 
 
+def parsed_steps(data: bytes, shell: str) -> Iterator[tuple[str, Step | WangenError]]:
+    """Every line of a script as its step's own parser reads it: the step's name, and the step or what is wrong.
+
+    Raises:
+        WangenError: the script cannot be read.
+    """
+    for command, *words in read_steps(data, shell):
+        kind = find_step(command)
+        try:
+            if kind is None:
+                raise UsageError(f"there is no step {command!r}", cure="publish it again")
+            yield command, parse(kind, words)
+        except WangenError as error:
+            yield command, error
+
+
 def untouched(data: bytes) -> bool:
     """Whether nothing but values in the block of knobs differs from what wangen wrote."""
     try:
@@ -157,31 +172,6 @@ def merge(old: bytes, bundle: Bundle, shell: str, name: str) -> tuple[bytes, boo
         changed = {}
     kept = {knob: value for knob, value in changed.items() if knob in known}
     return render(bundle, shell, name, kept), not untouched(old) or kept != changed
-
-
-def write(path: Path, data: bytes, *, beside: bool = False) -> str:
-    """Write a script in one step, mode 0755 for a .sh; returns `unchanged`, `written` or `kept`.
-
-    `kept`: the script there was edited outside its knobs (or `beside` is set), so it stays and `data` is in
-    `<name>.new`. Values of knobs are the business of `merge`, which makes `data` hold them already.
-    """
-    target = path
-    if path.exists():
-        old = path.read_bytes()
-        if old == data:
-            return "unchanged"
-        if beside or not untouched(old):
-            target = path.with_name(f"{path.name}.new")
-    write_whole(target, [data], mode=0o755 if path.suffix == ".sh" else 0o644)
-    return "written" if target == path else "kept"
-
-
-def publish(path: Path, bundle: Bundle, shell: str, name: str) -> str:
-    """Make the script at `path` or renew it, keeping the user's knobs and edits; returns what `write` returns."""
-    if not path.exists():
-        return write(path, render(bundle, shell, name))
-    data, beside = merge(path.read_bytes(), bundle, shell, name)
-    return write(path, data, beside=beside)
 
 
 def _check(bundle: Bundle, shell: str) -> None:

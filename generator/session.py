@@ -148,6 +148,20 @@ def _run(step: Step) -> int:
     return 0 if report.ok else 1
 
 
+def with_flag(step: str, flag: str) -> str:
+    """What to type to run a step with one more flag: the line of the script that runs it, or the flag alone.
+
+    >>> os.environ["WANGEN_SCRIPT"] = "/data/train_cats.sh"
+    >>> with_flag("train", "--fresh")
+    'train_cats.sh train --fresh'
+    >>> del os.environ["WANGEN_SCRIPT"]
+    >>> with_flag("train", "--fresh")
+    '--fresh'
+    """
+    script = os.environ.get(IN_SCRIPT)
+    return f"{Path(script).name} {step} {flag}" if script else flag
+
+
 def missing_library(error: ModuleNotFoundError) -> Exception:
     """A library that is not installed in words; a module of our own that is missing is our bug."""
     if not error.name or error.name.split(".")[0] == "wangen":

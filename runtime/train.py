@@ -17,7 +17,7 @@ import torch
 from wangen import profiles
 from wangen.generator import headers
 from wangen.generator.errors import UsageError, WangenError
-from wangen.generator.session import Report
+from wangen.generator.session import Report, with_flag
 from wangen.generator.steps import DEFAULT_EPOCHS, Train
 from wangen.generator.steps import options as flags_of
 from wangen.generator.workspace import require_writable
@@ -152,7 +152,8 @@ def _compare(plan: Plan, state: TrainingState) -> None:
         raise WangenError(
             f"an earlier run used other settings\n{listed}",
             where=str(plan.states),
-            cure="--fresh (or removing that folder) starts again from step 0; --resume_changed goes on with the new",
+            cure=f"{with_flag('train', '--fresh')} (or removing that folder) starts again from step 0; "
+            f"{with_flag('train', '--resume_changed')} goes on with the new",
         )
     for line in changed:
         log.warning("  resuming with changed %s", line)

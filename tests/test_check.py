@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 from helpers import clip_bytes, image_bytes, require_rights, write_tree
+from shells.bundles import bundle
 
+from wangen.generator import scripts
 from wangen.generator.check import run
 from wangen.generator.cli import main
 from wangen.generator.steps import Check
@@ -223,6 +225,34 @@ def test_a_toml_that_cannot_be_read(good, capsys, text, code, words):
         good.dataset_config.write_text(text)
     assert main(good.argv()) == code
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        (b"'auto'", b"'sage'", "train: --attention sage: sage attention has no backward pass"),
+        (b"'0.0001'", b"'0,0001'", "train: --learning_rate takes a number, got '0,0001'"),
+        (b"'42'", b"'4 2'", "no knob is set by \"SEED='4 2'\""),
+        (b"--dit", b"--did", "train: train has no flag --did; did you mean --dit?"),
+    ],
+)
+def test_what_a_later_step_of_the_script_would_refuse(good, tmp_path, monkeypatch, old, new, words):
+    data = scripts.render(bundle("sh"), "sh", "train")
+    script = tmp_path / "train_red_house.sh"
+    script.write_bytes(data)
+    monkeypatch.setenv("WANGEN_SCRIPT", str(script))
+    assert problems(good) == []
+    script.write_bytes(data.replace(old, new))
+    (problem,) = problems(good)
+    assert f"train_red_house.sh{'' if 'knob' in words else ', '}" in problem
+    assert words in problem
+
+
+def test_a_script_that_only_its_shell_can_read(good, tmp_path, monkeypatch):
+    script = tmp_path / "train.sh"
+    script.write_bytes(scripts.render(bundle("sh"), "sh", "train").replace(b"--dit", b'--dit "$(pwd)"/x #'))
+    monkeypatch.setenv("WANGEN_SCRIPT", str(script))
+    assert problems(good) == []
 
 
 def test_torch_is_not_imported(good):

@@ -19,7 +19,7 @@ from wangen.generator import lock
 from wangen.generator.cli import main
 from wangen.generator.publish import plan as publishing
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="trials are forked")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not hasattr(os, "fork"), reason="trials are forked")]
 
 NUM_TRIALS = 200
 CALLS = {

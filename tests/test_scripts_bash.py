@@ -40,7 +40,7 @@ def test_steps_run_in_the_root_with_their_environment(site):
         assert call["cwd"] == str(site.folder)
         assert call["env"] == {
             "PYTHONUTF8": "1", "PYTHONSAFEPATH": "1", "PYTHONHOME": None,
-            "WANGEN_SCRIPT": "1", "WANGEN_SCRIPT_VERSION": "0.1.0",
+            "WANGEN_SCRIPT": str(site.script), "WANGEN_SCRIPT_VERSION": "0.1.0",
         }  # fmt: skip
 
 
@@ -177,3 +177,18 @@ def test_a_knob_that_the_user_broke_is_named(site):
     site.script.write_text(site.script.read_text().replace("SEED='42'", "SEED='4 2'"))
     done = site.run()
     assert (done.returncode, "the knob SEED" in done.stderr, site.calls) == (2, True, [])
+
+
+def test_line_ends_of_windows_are_named(site):
+    site.script.write_bytes(site.script.read_bytes().replace(b"\n", b"\r\n"))
+    done = site.run()
+    assert (done.returncode, site.calls) == (2, [])
+    assert "has the line ends of Windows: publish again, or remove them (sed -i 's/\\r//')" in done.stderr
+    subprocess.run(["sed", "-i", "s/\\r//", site.script], check=True)
+    assert site.run().returncode == 0
+
+
+def test_a_step_that_the_system_killed(site):
+    done = site.run(RECORDER_FAIL="train", RECORDER_CODE="137")
+    assert done.returncode == 137
+    assert "step train was killed (exit code 137), as Linux does when memory runs out" in done.stderr

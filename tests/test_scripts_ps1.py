@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from shells.bundles import HOSTILE, bundle, prompts, steps
+from shells.bundles import HOSTILE, bundle, prompts, put, steps
 
 pytest.importorskip("tree_sitter_pwsh", reason="tree-sitter-pwsh is not installed")
 
@@ -13,7 +13,7 @@ from shells.powershell_native import USER, command_line
 from shells.powershell_values import Dashed
 from shells.wine import windows
 
-from wangen.generator.scripts import render, write
+from wangen.generator.scripts import render
 
 # PowerShell 5.1 swallows the word behind one that has a blank and ends in a backslash; render refuses such words.
 CARRIED = [text for text in HOSTILE if not text.endswith("\\")]
@@ -27,7 +27,7 @@ class Site:
         folder.mkdir(exist_ok=True)
         self.folder, self.script = folder, folder / "train_red_house.ps1"
         self.codes: dict[str, int | None] = {}
-        write(self.script, render(bundle("ps1", chosen, **details), "ps1", "train"))
+        put(self.script, render(bundle("ps1", chosen, **details), "ps1", "train"))
 
     def python(self, place="venv"):
         program = self.folder / place / "Scripts" / "python.exe"
@@ -93,7 +93,8 @@ def test_the_environment_of_the_steps_ends_with_the_script(site):
     run = site.run(**given)
     for call in run.calls:
         assert "PYTHONHOME" not in call.env
-        wanted = {"PYTHONUTF8": "1", "PYTHONSAFEPATH": "1", "WANGEN_SCRIPT": "1", "WANGEN_SCRIPT_VERSION": "0.1.0"}
+        wanted = {"PYTHONUTF8": "1", "PYTHONSAFEPATH": "1", "WANGEN_SCRIPT_VERSION": "0.1.0"}
+        wanted["WANGEN_SCRIPT"] = windows(site.folder) + "\\train_red_house.ps1"
         assert wanted.items() <= call.env.items()
     assert run.env == given
 

@@ -5,7 +5,7 @@ The model of PowerShell runs the script, the rules of each version make the comm
 
 import pytest
 from hypothesis import given
-from shells.bundles import HOSTILE, bundle, steps
+from shells.bundles import HOSTILE, bundle, put, steps
 from shells.drawn import VALUES, carried, drawn_steps, executed
 from shells.wine import HOME, Library, needs_wine, windows
 
@@ -14,7 +14,7 @@ pytest.importorskip("tree_sitter_pwsh", reason="tree-sitter-pwsh is not installe
 from shells.powershell import execute
 from shells.powershell_native import VERSIONS, command_line
 
-from wangen.generator.scripts import render, write
+from wangen.generator.scripts import render
 
 pytestmark = needs_wine
 CARRIED = [text for text in HOSTILE if not text.endswith("\\")]
@@ -25,7 +25,7 @@ def hand_on(folder, chosen, words=()):
     script = folder / "bundle (x86) & é !x! ^y 'q'" / "train_red_house.ps1"
     (script.parent / "venv").mkdir(parents=True)
     (script.parent / "venv" / "Scripts").symlink_to(HOME / "python", target_is_directory=True)
-    write(script, render(bundle("ps1", chosen), "ps1", "train"))
+    put(script, render(bundle("ps1", chosen), "ps1", "train"))
     run = execute(script, words, start=lambda call: 0)
     assert run.code == 0
     calls = [call for call in run.calls if call.words[0] == "-m"]

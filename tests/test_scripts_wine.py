@@ -6,17 +6,15 @@ with a percent sign goes through a variable (wine expands it twice), the length 
 """
 
 import pytest
-from shells.bundles import HOSTILE, bundle, prompts, steps
+from shells.bundles import HOSTILE, bundle, prompts, put, steps
 from shells.wine import FOLDER, Site, needs_wine, windows
 
-from wangen.generator.scripts import render, write
+from wangen.generator.scripts import render
 from wangen.generator.steps import CacheLatents, CacheText, Check, CheckCache, Train
 
 pytestmark = needs_wine
 COMMAND = "C:\\windows\\system32\\cmd.exe"
-ENVIRONMENT = {
-    "PYTHONUTF8": "1", "PYTHONSAFEPATH": "1", "PYTHONHOME": None, "WANGEN_SCRIPT": "1", "WANGEN_SCRIPT_VERSION": "0.1.0"
-}  # fmt: skip
+ENVIRONMENT = {"PYTHONUTF8": "1", "PYTHONSAFEPATH": "1", "PYTHONHOME": None, "WANGEN_SCRIPT_VERSION": "0.1.0"}
 
 
 @pytest.fixture
@@ -55,7 +53,7 @@ def test_hostile_words_reach_python_exactly(tmp_path):
     assert done.returncode == 0
     assert "wangen: train_red_house finished." in done.stdout
     assert {call["cwd"] for call in site.calls} == {windows(site.folder)}
-    assert site.calls[0]["env"] == ENVIRONMENT
+    assert site.calls[0]["env"] == ENVIRONMENT | {"WANGEN_SCRIPT": windows(site.script)}
 
 
 @pytest.mark.parametrize(("code", "seen"), [("7", 7), ("-1073741819", 5)])
@@ -133,7 +131,7 @@ def test_unknown_words_are_a_usage_error(site, words):
 
 def test_a_cache_script_has_no_try(site):
     script = site.folder / "cache_red_house.bat"
-    write(script, render(bundle("bat", steps()[:4]), "bat", "cache"))
+    put(script, render(bundle("bat", steps()[:4]), "bat", "cache"))
     site.script = script
     assert (site.run("smoke").returncode, site.calls) == (2, [])
     assert site.run().returncode == 0

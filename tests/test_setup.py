@@ -13,7 +13,10 @@ from shells.setup_bundles import publish
 from wangen.generator import errors
 from wangen.profiles import Platform, platform
 
-pytestmark = pytest.mark.skipif(os.name == "nt", reason="the bash script; tests/test_setup_wine.py has the other")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(os.name == "nt", reason="the bash script; tests/test_setup_wine.py has the other"),
+]
 
 HOSTILE = "Jane's & 100% é日本 (x) #1;[y]"
 OLD = "NVIDIA-SMI 570.86   Driver Version: {0}   CUDA Version: {1}"

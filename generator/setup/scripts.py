@@ -1,6 +1,6 @@
 """The setup scripts of a bundle: they find a Python and hand over to `wangen.generator.setup.environment` in its wheel.
 
-A script on disk is treated like a run script without knobs: `scripts.write` keeps one that its user edited.
+A script on disk is treated like a run script without knobs: publishing keeps one that its user edited.
 """
 
 from wangen.generator import quoting

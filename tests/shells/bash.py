@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shells.bundles import bundle, read_calls
+from shells.bundles import bundle, put, read_calls
 
-from wangen.generator.scripts import render, write
+from wangen.generator.scripts import render
 
 RECORDER = Path(__file__).parent / "recorder.py"
 needs_bash = pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
@@ -23,7 +23,7 @@ class Site:
     def __init__(self, folder: Path, chosen: Iterable[Any], **details: Any):
         self.folder, self.record = folder, folder / "record.jsonl"
         self.script = folder / "train_red_house.sh"
-        write(self.script, render(bundle("sh", chosen, **details), "sh", "train"))
+        put(self.script, render(bundle("sh", chosen, **details), "sh", "train"))
 
     def python(self, place: str) -> Path:
         """Make a recording Python at that place in the bundle's folder."""

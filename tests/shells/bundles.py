@@ -16,6 +16,12 @@ def read_calls(record: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in record.read_text(encoding="utf-8").splitlines()]
 
 
+def put(path: Path, data: bytes) -> None:
+    """Write a script as publishing does: a .sh can be executed."""
+    path.write_bytes(data)
+    path.chmod(0o755 if path.suffix == ".sh" else 0o644)
+
+
 PLATFORMS = {"sh": "linux", "bat": "windows", "ps1": "windows"}
 
 # Every character that some shell gives a meaning to, and what quoting usually trips over.

@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from wangen.generator import scripts
+from shells.bundles import put
+
 from wangen.generator.setup import scripts as setup_scripts
 from wangen.generator.setup.wheel import write_wheel
 from wangen.profiles import platform
@@ -14,5 +15,5 @@ def publish(folder: Path, shell: str, **details: Any) -> Path:
     write_wheel(folder / "files")
     given = {"platform": platform("linux" if shell == "sh" else "windows"), "root": None, "venv": ("venv", ".venv")}
     data = setup_scripts.render(**given | details, version="0.1.0", shell=shell)
-    scripts.write(folder / setup_scripts.script_name(shell), data)
+    put(folder / setup_scripts.script_name(shell), data)
     return folder / setup_scripts.script_name(shell)

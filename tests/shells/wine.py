@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shells.bundles import bundle, read_calls
+from shells.bundles import bundle, put, read_calls
 
-from wangen.generator.scripts import render, write
+from wangen.generator.scripts import render
 
 HERE = Path(__file__).resolve().parent
 HOME = Path(os.environ.get("WANGEN_WINE", HERE.parents[1] / ".wine"))
@@ -121,7 +121,7 @@ class Site:
         self.folder = folder
         self.library = Library(folder.parent)
         self.script = folder / "train_red_house.bat"
-        write(self.script, render(bundle("bat", chosen, **details), "bat", "train"))
+        put(self.script, render(bundle("bat", chosen, **details), "bat", "train"))
 
     def python(self, place: str = "venv") -> None:
         """Make a virtual environment, as far as the script sees one."""

@@ -13,7 +13,7 @@ rem Python is taken from WANGEN_PYTHON (full path of python.exe), the virtual en
 rem You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 rem leave this file as it is and write the new text beside it as cache_example.bat.new.
 rem
-rem wangen-digest: 6e905a7d26c28a0b1dafe1efdfaabb0e
+rem wangen-digest: 65f1ba1d779a374d1b6e6f64301d0040
 chcp 65001 >nul 2>&1
 
 rem >>> knobs: letters, digits and . _ , + - only
@@ -34,7 +34,9 @@ set "ERRORLEVEL="
 set "WG_RC=0"
 set "WG_HOLD="
 set "WG_INSIDE="
-rem The bundle may be moved: its root is the folder that holds this script. This has to be asked before pushd.
+rem What %0 means depends on the folder, so that it is asked before pushd.
+set "WG_SELF=%~f0"
+rem The bundle may be moved: its root is the folder that holds this script.
 set "WG_BASE=%~dp0"
 if defined WANGEN_NO_PAUSE goto wg_start
 if not defined CMDCMDLINE goto wg_start
@@ -84,7 +86,7 @@ goto wg_end
 set "PYTHONUTF8=1"
 set "PYTHONSAFEPATH=1"
 set "PYTHONHOME="
-set "WANGEN_SCRIPT=1"
+set "WANGEN_SCRIPT=%WG_SELF%"
 set "WANGEN_SCRIPT_VERSION=0.1.0"
 "%WG_PY%" -c "import wangen.runtime" >nul 2>&1
 set "WG_RC=%ERRORLEVEL%"

@@ -14,7 +14,7 @@ rem Python is taken from WANGEN_PYTHON (full path of python.exe), the virtual en
 rem You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 rem leave this file as it is and write the new text beside it as train_example.bat.new.
 rem
-rem wangen-digest: 75ba71392f35185cdb489a901ca1e3aa
+rem wangen-digest: 601750b35f0c4bd84b0c2ce80868920e
 chcp 65001 >nul 2>&1
 
 rem >>> knobs: letters, digits and . _ , + - only
@@ -59,7 +59,9 @@ set "ERRORLEVEL="
 set "WG_RC=0"
 set "WG_HOLD="
 set "WG_INSIDE="
-rem The bundle may be moved: its root is the folder that holds this script. This has to be asked before pushd.
+rem What %0 means depends on the folder, so that it is asked before pushd.
+set "WG_SELF=%~f0"
+rem The bundle may be moved: its root is the folder that holds this script.
 set "WG_BASE=%~dp0"
 if defined WANGEN_NO_PAUSE goto wg_start
 if not defined CMDCMDLINE goto wg_start
@@ -116,7 +118,7 @@ goto wg_end
 set "PYTHONUTF8=1"
 set "PYTHONSAFEPATH=1"
 set "PYTHONHOME="
-set "WANGEN_SCRIPT=1"
+set "WANGEN_SCRIPT=%WG_SELF%"
 set "WANGEN_SCRIPT_VERSION=0.1.0"
 "%WG_PY%" -c "import wangen.runtime" >nul 2>&1
 set "WG_RC=%ERRORLEVEL%"

@@ -12,7 +12,7 @@
 # You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 # leave this file as it is and write the new text beside it as train_example.ps1.new.
 #
-# wangen-digest: 4a156a65384c2a29bace168f5b5c07f9
+# wangen-digest: 1d8039ba710c62e99630fc664a394016
 Set-StrictMode -Version 2.0
 $ErrorActionPreference = 'Stop'
 $PSNativeCommandUseErrorActionPreference = $false
@@ -128,7 +128,7 @@ try {
   $env:PYTHONUTF8 = '1'
   $env:PYTHONSAFEPATH = '1'
   $env:PYTHONHOME = $null
-  $env:WANGEN_SCRIPT = '1'
+  $env:WANGEN_SCRIPT = $PSCommandPath
   $env:WANGEN_SCRIPT_VERSION = '0.1.0'
   # Windows PowerShell turns a redirected error line into an exception under Stop: here, and in every step when this
   # script's own output is redirected (2>&1), because steps log to stderr. What counts are their exit codes, and 1 when

@@ -11,7 +11,7 @@
 # You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 # leave this file as it is and write the new text beside it as cache_example.ps1.new.
 #
-# wangen-digest: 636c7be0d5b0d49b12d9f6944f013ecd
+# wangen-digest: 140f55a84b2be1fa9f7edebe47a7fa7c
 Set-StrictMode -Version 2.0
 $ErrorActionPreference = 'Stop'
 $PSNativeCommandUseErrorActionPreference = $false
@@ -98,7 +98,7 @@ try {
   $env:PYTHONUTF8 = '1'
   $env:PYTHONSAFEPATH = '1'
   $env:PYTHONHOME = $null
-  $env:WANGEN_SCRIPT = '1'
+  $env:WANGEN_SCRIPT = $PSCommandPath
   $env:WANGEN_SCRIPT_VERSION = '0.1.0'
   # Windows PowerShell turns a redirected error line into an exception under Stop: here, and in every step when this
   # script's own output is redirected (2>&1), because steps log to stderr. What counts are their exit codes, and 1 when

@@ -12,7 +12,7 @@
 # You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 # leave this file as it is and write the new text beside it as train_example.ps1.new.
 #
-# wangen-digest: e81db107b892ab4fd9f2e998881726ec
+# wangen-digest: 79c33b6185891c3ad13e1b9044951429
 Set-StrictMode -Version 2.0
 $ErrorActionPreference = 'Stop'
 $PSNativeCommandUseErrorActionPreference = $false
@@ -128,7 +128,7 @@ try {
   $env:PYTHONUTF8 = '1'
   $env:PYTHONSAFEPATH = '1'
   $env:PYTHONHOME = $null
-  $env:WANGEN_SCRIPT = '1'
+  $env:WANGEN_SCRIPT = $PSCommandPath
   $env:WANGEN_SCRIPT_VERSION = '0.1.0'
   # Windows PowerShell turns a redirected error line into an exception under Stop: here, and in every step when this
   # script's own output is redirected (2>&1), because steps log to stderr. What counts are their exit codes, and 1 when

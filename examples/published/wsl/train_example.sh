@@ -11,9 +11,13 @@
 # You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 # leave this file as it is and write the new text beside it as train_example.sh.new.
 #
-# wangen-digest: 8b6e66a446c63bee54d1816616b62204
+# wangen-digest: bb528756e04e71b907917a151a238b6d
 # Typographic quotes in a path or prompt are no typing errors.
 # shellcheck disable=SC1112
+# An editor for Windows may have put a carriage return behind every line: behind the first of these two, and hidden
+# by the # behind the second.
+wg_end=''
+[ -z "$wg_end" ] || { echo "wangen: $0 has the line ends of Windows: publish again, or remove them (sed -i 's/\r//')" >&2; exit 2; } #
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@"
 set -euo pipefail
 
@@ -71,6 +75,8 @@ trap 'WG_STOPPED=1; [ -n "$WG_RUNNING" ] || wg_ended' INT
 
 wg_failed() {
   [ -z "$WG_STOPPED" ] || exit "$2"
+  [ "$2" != 137 ] || wg_stop 137 "wangen: step $1 was killed (exit code 137), as Linux does when memory runs out." \
+    '  do:    free memory, or change what the step needs, and run this script again: nothing saved is lost'
   wg_stop "$2" "wangen: step $1 failed (exit code $2); its message stands above. Mend it and run this script again."
 }
 
@@ -91,10 +97,11 @@ esac
 # What is left in "$@" are further words for that one step; without a step's name there are none.
 [ $# -eq 0 ] || shift
 
-# The bundle may be moved: its root is the folder that holds this script, or the one that a link to it names.
 WG_SELF=${BASH_SOURCE[0]}
 [ ! -L "$WG_SELF" ] || WG_SELF=$(readlink -f -- "$WG_SELF")
-WG_ROOT=$(CDPATH='' cd -- "$(dirname -- "$WG_SELF")" && pwd)
+WG_HERE=$(CDPATH='' cd -- "$(dirname -- "$WG_SELF")" && pwd)
+# The bundle may be moved: its root is the folder that holds this script.
+WG_ROOT=$WG_HERE
 cd -- "$WG_ROOT"
 
 # A Windows environment (Scripts, no bin) cannot run here and is never taken.
@@ -116,7 +123,7 @@ if [ -z "$WG_PY" ]; then
 fi
 
 unset PYTHONHOME
-export PYTHONUTF8=1 PYTHONSAFEPATH=1 WANGEN_SCRIPT=1 WANGEN_SCRIPT_VERSION=0.1.0
+export PYTHONUTF8=1 PYTHONSAFEPATH=1 WANGEN_SCRIPT="$WG_HERE/${WG_SELF##*/}" WANGEN_SCRIPT_VERSION=0.1.0
 if ! "$WG_PY" -c 'import wangen.runtime' >/dev/null 2>&1; then
   wg_stop 1 "wangen: this Python has no wangen: $WG_PY" \
     '  do:    run setup_wangen.sh beside this script, or type:' \
