@@ -13,7 +13,8 @@ from typing import Any
 
 from wangen.generator.commands import build
 from wangen.generator.scripts import Bundle
-from wangen.generator.steps import DEFAULT_EPOCHS, CacheLatents, CacheText, Check, CheckCache, Step, Train, options
+from wangen.generator.steps import DEFAULT_EPOCHS, CacheLatents, CacheText, Check, CheckCache, Train
+from wangen.generator.table import Step, options
 from wangen.generator.target import Target
 from wangen.generator.tomls import resolution_name
 from wangen.generator.workspace import Workspace

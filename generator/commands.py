@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 import click
 
 from wangen.generator.errors import UsageError
-from wangen.generator.steps import STEPS, Option, Step, options, spellings
+from wangen.generator.steps import STEPS
+from wangen.generator.table import Option, Step, options, spellings
 
 S = TypeVar("S", bound=Step)
 

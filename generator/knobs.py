@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from wangen.generator.errors import WangenError
-from wangen.generator.steps import Option, Step, options, text_of
+from wangen.generator.table import Option, Step, options, text_of
 from wangen.profiles import Platform
 
 VALUE = re.compile(r"[A-Za-z0-9._,+-]+")

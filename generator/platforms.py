@@ -15,7 +15,8 @@ from wangen.generator import tomls
 from wangen.generator.commands import convert, unknown_flag
 from wangen.generator.errors import UsageError
 from wangen.generator.quoting import QUOTES
-from wangen.generator.steps import STEPS, find_step, options
+from wangen.generator.steps import STEPS, find_step
+from wangen.generator.table import options
 from wangen.profiles import Platform, TorchBuild
 
 FOLDER = "profiles"

@@ -23,7 +23,8 @@ from wangen.generator.publish.plan import BundlePlan, Plan, make_plan, memo_path
 from wangen.generator.publish.source import Source, read_source
 from wangen.generator.publish.texts import Text
 from wangen.generator.quoting import QUOTES
-from wangen.generator.steps import Check, Step, options
+from wangen.generator.steps import Check
+from wangen.generator.table import Step, options
 from wangen.generator.target import Target
 from wangen.generator.tomls import DatasetEntry, read_dataset
 from wangen.generator.workspace import DatasetSettings, Workspace

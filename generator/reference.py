@@ -10,7 +10,8 @@ import click
 
 from wangen.generator.cli import wangen
 from wangen.generator.entry import OVERVIEW
-from wangen.generator.steps import STEPS, Option, Step, options, text_of
+from wangen.generator.steps import STEPS
+from wangen.generator.table import Option, Step, options, text_of
 
 DOCS = Path(__file__).parent.parent / "docs"
 FLAGS_PAGE = DOCS / "flags.md"

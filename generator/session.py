@@ -24,8 +24,8 @@ from wangen.generator.errors import WangenError
 from wangen.generator.files import write_text
 from wangen.generator.install import install_line
 from wangen.generator.lock import IN_SCRIPT
-from wangen.generator.steps import Step, options
 from wangen.generator.stopping import STOPPED, stop
+from wangen.generator.table import Step, options
 
 log = logging.getLogger("wangen")
 

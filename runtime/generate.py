@@ -17,7 +17,7 @@ from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.files import replace
 from wangen.generator.session import Report
 from wangen.generator.steps import Generate
-from wangen.generator.steps import options as flags_of
+from wangen.generator.table import options as flags_of
 from wangen.generator.tokenizer_file import tokenizer_of
 from wangen.generator.workspace import require_writable
 from wangen.runtime.devices import DTYPES, choose_device, choose_dtype, choose_vae_dtype, set_attention

@@ -19,7 +19,7 @@ from wangen.generator import headers
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.session import Report, with_flag
 from wangen.generator.steps import DEFAULT_EPOCHS, Train
-from wangen.generator.steps import options as flags_of
+from wangen.generator.table import options as flags_of
 from wangen.generator.workspace import require_writable
 from wangen.runtime import adapter, checkpoint
 from wangen.runtime.cache import digest

@@ -12,7 +12,8 @@ from wangen.generator import scripts
 from wangen.generator.errors import WangenError
 from wangen.generator.quoting import Word, ps1_word
 from wangen.generator.scripts import changed_knobs, read_knobs, read_steps, render, untouched
-from wangen.generator.steps import STEPS, options
+from wangen.generator.steps import STEPS
+from wangen.generator.table import options
 from wangen.profiles import platform
 
 SHELLS = ("sh", "bat", "ps1")

@@ -18,7 +18,8 @@ from helpers import image_bytes, write_tree
 
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.session import Report, execute, write_report
-from wangen.generator.steps import Check, Step
+from wangen.generator.steps import Check
+from wangen.generator.table import Step
 
 DATASET = '[[datasets]]\nimage_directory = "media"\ncache_directory = "cache"\n'
 posix = pytest.mark.skipif(os.name == "nt", reason="POSIX limits and signals")

@@ -14,18 +14,8 @@ from wangen.generator import reference
 from wangen.generator.commands import parse
 from wangen.generator.entry import OVERVIEW
 from wangen.generator.errors import UsageError
-from wangen.generator.steps import (
-    STEPS,
-    CacheLatents,
-    CacheText,
-    Generate,
-    Option,
-    Step,
-    Train,
-    find_step,
-    options,
-    spellings,
-)
+from wangen.generator.steps import STEPS, CacheLatents, CacheText, Generate, Train, find_step
+from wangen.generator.table import Option, Step, options, spellings
 
 TRAIN = ["--dataset_config", "d.toml", "--dit", "m.safetensors", "--output_dir", "out", "--output_name", "cats"]
 

@@ -21,7 +21,7 @@ from tiny import TinyRun, fill_caches
 from wangen import profiles
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.steps import CheckCache, Train
-from wangen.generator.steps import options as flags_of
+from wangen.generator.table import options as flags_of
 from wangen.runtime import checkpoint, train
 from wangen.runtime.flow import flow_loss, noised, velocity
 from wangen.runtime.loader import Draw, epoch_batches, find_entries, read_batch

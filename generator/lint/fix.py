@@ -23,18 +23,8 @@ from wangen.generator.lint.tools import musubi
 from wangen.generator.paths import slugify
 from wangen.generator.publish.texts import script_text, setup_text
 from wangen.generator.setup.wheel import write_wheel
-from wangen.generator.steps import (
-    CacheLatents,
-    CacheText,
-    Check,
-    CheckCache,
-    Generate,
-    Option,
-    Step,
-    Train,
-    options,
-    spellings,
-)
+from wangen.generator.steps import CacheLatents, CacheText, Check, CheckCache, Generate, Train
+from wangen.generator.table import Option, Step, options, spellings
 
 _ORDER: tuple[type[Step], ...] = (Check, CacheLatents, CacheText, CheckCache, Train, Generate)
 _SHARED = ("dataset_config", "vae", "vae_dtype", "t5", "t5_dtype", "tokenizer", "dit", "task", "output_dir")

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from wangen.generator.steps import Step, find_step
+from wangen.generator.steps import find_step
+from wangen.generator.table import Step
 
 HERE = "\ufdd0"
 """Stands in a word for the script's own folder."""

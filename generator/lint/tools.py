@@ -15,7 +15,7 @@ from typing import Any
 from wangen.generator import commands
 from wangen.generator.errors import WangenError
 from wangen.generator.lint.script import MORE, UNKNOWN, Call, Fault, Given, Word, is_flag
-from wangen.generator.steps import Option, options, spellings
+from wangen.generator.table import Option, options, spellings
 
 MANY = -1
 

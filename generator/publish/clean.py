@@ -23,7 +23,8 @@ from wangen.generator.publish.deploy import TEMPORARY, prefix
 from wangen.generator.publish.manifest import Record
 from wangen.generator.publish.texts import beside, toml_file
 from wangen.generator.setup.scripts import script_name
-from wangen.generator.steps import SMOKE, STEPS
+from wangen.generator.steps import STEPS
+from wangen.generator.table import SMOKE
 from wangen.generator.target import Target
 from wangen.generator.tomls import unedited
 

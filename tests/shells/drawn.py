@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from shells.bundles import prompts, steps
 
-from wangen.generator.steps import Step
+from wangen.generator.table import Step
 
 executed = settings(
     max_examples=3,
