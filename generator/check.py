@@ -13,10 +13,12 @@ from wangen.generator.dataset import read_facts, scan
 from wangen.generator.errors import WangenError
 from wangen.generator.geometry import resampled_frames, too_short, windows
 from wangen.generator.lock import IN_SCRIPT
+from wangen.generator.paths import is_foreign
 from wangen.generator.publish import manifest
 from wangen.generator.quoting import QUOTES
 from wangen.generator.session import Report
 from wangen.generator.steps import Check
+from wangen.generator.target import host_platform_name, machine_of
 from wangen.generator.tokenizer_file import tokenizer_of
 from wangen.generator.tomls import DatasetEntry, read_dataset
 
@@ -134,6 +136,11 @@ class _Survey:
 
 def _survey(entry: DatasetEntry, fps: int) -> _Survey:
     survey = _Survey(entry)
+    for path in (entry.directory, entry.cache_directory):
+        if is_foreign(path.as_posix(), machine_of(host_platform_name())):
+            cure = "write the path as this machine sees it, or publish for this platform"
+            survey.findings.append(Finding(str(path), "the TOML holds a path of another system", cure))
+            return survey
     try:
         items, problems = scan(entry.directory, media=entry.media, caption_extension=entry.caption_extension)
     except WangenError as error:

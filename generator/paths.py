@@ -84,6 +84,17 @@ def toml_path(path: str, target: Machine) -> str:
     return path.replace("\\", "/") if target.kind == "windows" else path
 
 
+def is_foreign(path: str, machine: Machine) -> bool:
+    r"""Whether a path is written as another system writes absolute ones: `C:\AI` or a share, `/data` on Windows.
+
+    >>> is_foreign("C:/AI", Machine(kind="linux")), is_foreign("/data", Machine(kind="windows"))
+    (True, True)
+    """
+    if machine.kind == "windows":
+        return path.startswith("/") and not path.startswith("//")
+    return re.match(r"[A-Za-z]:[\\/]|\\\\", path) is not None
+
+
 def automount_root(wsl_conf: str) -> str:
     r"""Where WSL shows the Windows drives, from the text of `/etc/wsl.conf`.
 

@@ -18,10 +18,11 @@ from typing import Any, Literal, NamedTuple
 from wangen.generator import scripts
 from wangen.generator.check import examine
 from wangen.generator.errors import WangenError
+from wangen.generator.paths import is_foreign
 from wangen.generator.publish.command import dataset_folder
 from wangen.generator.publish.plan import BundlePlan, Plan, make_plan, memo_path
 from wangen.generator.publish.source import Source, read_source
-from wangen.generator.publish.texts import Text
+from wangen.generator.publish.texts import Text, toml_file
 from wangen.generator.quoting import QUOTES
 from wangen.generator.steps import Check
 from wangen.generator.table import Step, options
@@ -74,8 +75,9 @@ class _Script(NamedTuple):
 
 
 def is_published(target: Target, slug: str) -> bool:
-    """Whether the target has a script of this dataset."""
-    return any((target.folder / f"train_{slug}.{shell}").is_file() for shell in target.platform.shells)
+    """Whether the target has a script or the TOML of this dataset."""
+    names = [f"{name}_{slug}.{shell}" for name in ("train", "cache") for shell in target.platform.shells]
+    return any(path.is_file() for path in (toml_file(target, slug), *(target.folder / name for name in names)))
 
 
 def look(workspace: Workspace, target: Target, slug: str) -> Iterator[Line]:
@@ -102,6 +104,7 @@ def look(workspace: Workspace, target: Target, slug: str) -> Iterator[Line]:
         if shell in QUOTES and not text.path.name.startswith("setup") and text.path.is_file():
             found.append(script := _Script(text.path.name, []))
             yield from _flags(script, text.path.read_bytes(), shell)
+            yield from _behind(script, text, shell)
     yield from _agreement(found)
     yield from environment(target)
     checks = [step for script in found for step in script.steps if isinstance(step, Check)]
@@ -156,12 +159,9 @@ def _files(target: Target, options: Check) -> Iterator[Line]:
                 yield Line("note", f"--{flag}: {path.relative_to(target.folder)} has to lie there on that machine")
                 left_out[flag] = None
     found = examine(replace(seen, **left_out), entries)
-    for warning in found.warnings:
-        yield Line("note", warning)
-    for finding in found.findings:
-        yield Line("problem", str(finding))
-    if not found.findings:
-        yield Line("ok", f"{found}")
+    for problem in (*found.warnings, *found.findings):
+        yield Line("problem", str(problem))
+    yield Line("note" if found.findings or found.warnings else "ok", f"{found}")
 
 
 def _currency(text: Text, target: Target, slug: str) -> Iterator[Line]:
@@ -171,7 +171,10 @@ def _currency(text: Text, target: Target, slug: str) -> Iterator[Line]:
     if text.broken:
         yield Line("problem", f"{name}: a knob holds letters, digits and . _ , + - only: {text.broken[0]}")
     elif text.state == "kept":
-        yield Line("note", f"{name} was edited by hand and stays as it is; publishing puts its text beside it as .new")
+        beside = (
+            f"the new text is {text.target.name}" if text.target.is_file() else "publishing puts its text beside it"
+        )
+        yield Line("note", f"{name} was edited by hand and stays as it is; {beside}")
     elif text.state == "new":
         yield Line("problem", f"{name} is not there; {again}")
     elif text.state == "changed":
@@ -190,7 +193,9 @@ def _media(bundle: BundlePlan, source: Source | None, slug: str) -> Iterator[Lin
     if source is None:
         yield Line("note", "the dataset is not on this machine, so that what is published is not compared with it")
         return
-    counts = {what: number for what, number in bundle.counts.items() if what != "same" and number}
+    lost = sum(name in folder.known.files for folder in bundle.folders for name in folder.new)
+    counts = bundle.counts | {"new": bundle.counts["new"] - lost, "same": 0}
+    counts = {what: number for what, number in counts.items() if number}
     if counts:
         said = ", ".join(f"{number} {what}" for what, number in counts.items())
         yield Line("note", f"the dataset has changed since ({said}); publish again: wangen publish {slug}")
@@ -208,6 +213,23 @@ def _flags(script: _Script, data: bytes, shell: str) -> Iterator[Line]:
                 script.steps.append(step)
     except WangenError as error:
         yield Line("problem", f"{script.name}: {error}")
+
+
+def _behind(script: _Script, text: Text, shell: str) -> Iterator[Line]:
+    """What an edited script says otherwise than the one that publishing would write now, which may be its user's wish."""
+    if text.state != "kept":
+        return
+    new = text.data or (text.target.read_bytes() if text.target.is_file() else b"")
+    made = _MADE_BY.search(text.path.read_bytes())
+    if made and made[1].decode() != version("wangen"):
+        yield Line("note", f"{script.name}: made by wangen {made[1].decode()}, this is {version('wangen')}")
+    fresh = {command: step for command, step in scripts.parsed_steps(new, shell) if isinstance(step, Step)}
+    for step in script.steps:
+        now = fresh.get(step.command, step)
+        for option in options(type(step)):
+            mine, ours = getattr(step, option.name), getattr(now, option.name)
+            if mine != ours:
+                yield Line("note", f"{script.name}, {step.command}: --{option.name} {mine}; published now: {ours}")
 
 
 def _agreement(found: Iterable[_Script]) -> Iterator[Line]:
@@ -299,6 +321,8 @@ def _seen(target: Target, step: Check, elsewhere: list[str]) -> Check:
 
 
 def _seen_entry(target: Target, entry: DatasetEntry, elsewhere: list[str]) -> DatasetEntry | None:
+    if any(is_foreign(str(path), target.machine) for path in (entry.directory, entry.cache_directory)):
+        return entry  # the check says what is wrong with it
     media, cache = target.reach(str(entry.directory)), target.reach(str(entry.cache_directory))
     elsewhere += [str(path) for path, seen in ((entry.directory, media), (entry.cache_directory, cache)) if not seen]
     return replace(entry, directory=media, cache_directory=cache) if media and cache else None

@@ -159,8 +159,6 @@ class Train(DatasetStep):
         "clip": f"image-to-video training {_LATER}",
         "compile": f"torch.compile {_LATER}",
         "network_args": "use --network_dropout for dropout; patterns and LoRA+ are not in this version",
-        "cache_latents": "run the cache_latents step first; encoding while training is not in this version",
-        "cache_latents_to_disk": "run the cache_latents step first; encoding while training is not in this version",
         "wandb_api_key": "keys do not belong on a command line; this version logs to TensorBoard",
         "lr_scheduler_type": "use --lr_scheduler",
         "split_attn": f"split attention {_LATER}",
@@ -226,6 +224,8 @@ class Train(DatasetStep):
     weighting_scheme: Literal["none", "sigma_sqrt", "cosmap"] = flag("loss weight by timestep", "none", pinned=True)
     seed: int = flag("seed of order, noise, timesteps, dropout and initial weights", 42, pinned=True, knob=True)
     max_data_loader_n_workers: int = flag("threads that read cache entries", 4, knob=True)
+    cache_latents: bool = flag("accepted; training always reads cached latents", False)
+    cache_latents_to_disk: bool = flag("accepted; latents are always cached on disk", False)
     persistent_data_loader_workers: bool = flag("accepted; the reading threads always live through the run", False)
     save_every_n_epochs: int | None = flag("save the LoRA every N epochs", None, knob=True)
     save_every_n_steps: int | None = flag("save the LoRA every N steps", None, knob=True)

@@ -124,6 +124,12 @@ def test_the_users_knobs_and_edits_are_no_problem(site, capsys):
     shown = check(capsys, 0, "--platform", "windows")
     assert "train_red_house.bat is up to date, with your NETWORK_DIM=8 (published: 16)" in shown
     assert "train_red_house.ps1 was edited by hand" in shown
+    toml = site / "wangen.toml"
+    toml.write_text(toml.read_text() + "[steps.train]\nlearning_rate = 0.5\n", encoding="utf-8")
+    change(script(site, "windows", "ps1"), b"made by wangen 0.1.0", b"made by wangen 0.0.9")
+    shown = check(capsys, 1, "--platform", "windows")
+    assert "train_red_house.ps1: made by wangen 0.0.9, this is 0.1.0" in shown
+    assert "train_red_house.ps1, train: --learning_rate 0.0001; published now: 0.5" in shown
 
 
 def test_a_knob_that_no_shell_can_carry(site, capsys):
@@ -243,3 +249,22 @@ def test_a_bundle_whose_copy_was_broken_off(site, capsys):
     (media / "a.txt").unlink()
     shown = check(capsys, 1, "--platform", HERE)
     assert "2 published files not there (a.jpg, a.txt); was the copying broken off?" in shown
+
+
+def test_a_picture_that_the_bundle_lost(site, capsys):
+    (site / "published" / "windows" / "files" / "datasets" / "red_house" / "64" / "a.jpg").unlink()
+    shown = check(capsys, 1, "--platform", "windows")
+    assert "1 published file not there (a.jpg)" in shown
+    assert "the dataset has changed" not in shown
+
+
+def test_a_toml_with_paths_of_another_system(site, capsys):
+    change(site / "published" / HERE / "files" / "tomls" / f"red_house_{HERE}.toml",
+           b'image_directory = "files', b'image_directory = "C:/files')  # fmt: skip
+    shown = check(capsys, 1, "--platform", HERE)
+    assert "C:/files/datasets/red_house/64: the TOML holds a path of another system" in shown
+
+
+def test_a_script_that_is_gone(site, capsys):
+    script(site).unlink()
+    assert "train_red_house.sh is not there; publish again" in check(capsys, 1, "--platform", HERE)

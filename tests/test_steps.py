@@ -35,7 +35,7 @@ MUSUBI_TRAIN = (
     "network_module network_dim network_alpha network_args output_dir output_name resume "
     "save_every_n_epochs save_every_n_steps save_last_n_epochs save_last_n_steps save_state "
     "save_state_on_train_end dit vae vae_dtype task fp8_scaled t5 fp8_t5 clip vae_cache_cpu "
-    "dit_high_noise timestep_boundary offload_inactive_dit cache_latents cache_latents_to_disk"
+    "dit_high_noise timestep_boundary offload_inactive_dit"
 ).split()
 MUSUBI_GENERATE = (
     "task sample_solver dit dit_high_noise offload_inactive_dit vae vae_dtype vae_cache_cpu t5 clip "

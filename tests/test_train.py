@@ -270,7 +270,8 @@ def test_every_training_flag_is_pinned_or_known_to_be_harmless():
         "gradient_checkpointing_cpu_offload max_data_loader_n_workers persistent_data_loader_workers "
         "save_every_n_epochs save_every_n_steps save_last_n_epochs save_last_n_steps save_state "
         "save_state_on_train_end save_state_every_n_steps logging_dir log_with training_comment resume fresh "
-        "resume_changed device network_weights config_file log_file report_dir lock resolution smoke"
+        "resume_changed device network_weights config_file log_file report_dir lock resolution smoke "
+        "cache_latents cache_latents_to_disk"
     ).split()  # data and weights count by their digests, and a try is never resumed
     loose = [option.name for option in flags_of(Train) if not option.flag.pinned]
     assert sorted(loose) == sorted(harmless)

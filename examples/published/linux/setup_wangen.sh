@@ -10,13 +10,13 @@
 # WANGEN_TORCH_INDEX names another wheel index for PyTorch, or a folder of wheels.
 # If you edit this file, publishing again leaves it as it is and writes the new text beside it as setup_wangen.sh.new.
 #
-# wangen-digest: c63b719093a831db6cb04c8cfcea12d2
+# wangen-digest: 63203a199e9d18fbd229bc64984c3bbf
 # Typographic quotes in a path are no typing errors.
 # shellcheck disable=SC1112
 # An editor for Windows may have put a carriage return behind every line: behind the first of these two, and hidden
 # by the # behind the second.
 wg_end=''
-[ -z "$wg_end" ] || { echo "wangen: $0 has the line ends of Windows: publish again, or remove them (sed -i 's/\r//')" >&2; exit 2; } #
+[ -z "$wg_end" ] || { printf '%s\n' "wangen: $0 has the line ends of Windows: publish again, or remove them (sed -i 's/\r//')" >&2; exit 2; } #
 [ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@"
 set -euo pipefail
 
