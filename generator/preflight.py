@@ -216,7 +216,7 @@ def _flags(script: _Script, data: bytes, shell: str) -> Iterator[Line]:
 
 
 def _behind(script: _Script, text: Text, shell: str) -> Iterator[Line]:
-    """What an edited script says otherwise than the one that publishing would write now, which may be its user's wish."""
+    """What an edited script says otherwise than publishing would write now, which may be its user's wish."""
     if text.state != "kept":
         return
     new = text.data or (text.target.read_bytes() if text.target.is_file() else b"")
