@@ -148,7 +148,7 @@ def test_a_build_for_the_cpu_is_replaced_where_there_is_a_card(place, index):
     done = place.run(torch=index, FAKE_CARD="NVIDIA Test Card")
     assert done.returncode == 0, done.stderr
     assert "NVIDIA driver 570.86 for CUDA up to 12.8: NVIDIA Test Card" in done.stdout
-    assert "PyTorch 2.12.0+cpu is replaced: it is built for cpu, and this machine needs cuda" in done.stdout
+    assert "PyTorch 2.12.0+cpu is replaced: it is built for cpu, and cuda is wanted here" in done.stdout
     assert "ready: PyTorch 2.11.0+cu128 on NVIDIA Test Card" in done.stdout
     assert place.installed("torch") == ("2.11.0" if index == "mixed" else "2.11.0+cu128")
     again = place.run(torch=index, FAKE_CARD="NVIDIA Test Card")

@@ -101,7 +101,7 @@ class Wanted:
         if not version or (int(version[1]), int(version[2])) < minimum:
             return "wangen needs {}.{} or newer".format(*minimum)
         if self.kind and found.kind != self.kind:
-            return f"it is built for {found.kind}, and this machine needs {self.kind}"
+            return f"it is built for {found.kind}, and {self.kind} is wanted here"
         if found.cuda and self.hardware.cuda and found.cuda[0] > self.hardware.cuda[0]:
             return "it needs a driver for CUDA {}.{}".format(*found.cuda)
         if found.cuda and not _serves(found.cuda, self.hardware.capability):
