@@ -138,7 +138,7 @@ def test_a_flag_of_our_own_steps_is_judged_by_the_table(shell):
     words = "check_cache --dataset_config x.toml"
     expect(shell, f"wangen {words} --sdpa\n", "unknown-flag", 1, "check_cache has no flag --sdpa")
     train = "wangen train --dataset_config x.toml --dit d --output_dir o --output_name n"
-    expect(shell, f"{train} --cache_latents\n", "unknown-flag", 1, "run the cache_latents step first")
+    expect(shell, f"{train} --compile\n", "unknown-flag", 1, "torch.compile")
     expect(shell, f"{train} --sage-attn\n", "sage", 1)
     expect(shell, f"{train} --sdpa --flash_attn\n", "attention", 1, "contradict")
     expect(shell, f"{train} --timestep-sampling sigma\n", "value", 1, "inverts")
@@ -230,6 +230,7 @@ def test_what_is_no_script_is_refused(tmp_path, capsys):
 
 CIRCULATED = [
     (3, "cwd"), (4, "call"), (8, "unchecked"), (8, "unknown-flag"), (8, "i2v"), (9, "undefined"), (9, "unquoted"),
+    (9, "unchecked"),
     (10, "errorlevel"), (12, "missing-flag"), (12, "precision"), (12, "saving"), (15, "continuation"), (15, "value"),
     (15, "shift"), (15, "starved"), (16, "dashes"), (16, "unknown-flag"), (16, "sage"), (16, "memory"),
     (19, "placeholder"), (19, "quoting"), (6, "toml-caption"), (6, "toml-cache"), (7, "toml-slashes"),

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -56,7 +57,6 @@ def test_the_bundle_does_the_same_job_and_lints_clean(shell, tmp_path, capsys):
     made = tmp_path / f"train_cats.{shell}"
     assert f"written: train_cats.{shell}" in out
     assert "--fp8_base: a quantised base" in out
-    assert "run the cache_latents step first" in out
     assert max(map(len, out.split("\n"))) <= 100
     assert path.read_bytes() == before
     assert lint.lint(lint.read(made)) == []
@@ -73,6 +73,58 @@ def test_the_bundle_does_the_same_job_and_lints_clean(shell, tmp_path, capsys):
     assert (train.attention, train.optimizer_type) == ("sdpa", "bitsandbytes.optim.AdamW8bit")
     assert str(train.output_dir) == f"{root}{separator}out"
     assert train.output_name == "cats"
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_every_step_gets_the_log_the_lock_and_the_precision(shell, tmp_path):
+    fix(lint.read(put(tmp_path, shell, script(shell, text={"t5": "@t5.pth"}))))
+    separator, out = ("/", "/ai/out") if shell == "sh" else ("\\", "C:\\AI\\out")
+    made = steps_of(tmp_path / f"train_cats.{shell}")
+    assert {str(step.log_file) for step in made} == {f"logs{separator}cats.log"}
+    assert {str(step.lock) for step in made} == {f"{out}{separator}run.lock"}
+    assert {str(step.report_dir) for step in made} == {out}
+    assert (made[1].vae_dtype, made[2].t5_dtype) == ("bfloat16", "bfloat16")
+    assert (made[3].vae_dtype, made[3].t5_dtype) == ("bfloat16", "bfloat16")
+    fix(lint.read(put(tmp_path, shell, script(shell, latents={"vae_dtype": "float32"}))))
+    assert [step.vae_dtype for step in steps_of(tmp_path / f"train_cats.{shell}")[1:4:2]] == ["float32", "float32"]
+
+
+@pytest.mark.parametrize(("shell", "head", "value", "whole"), [
+    ("bat", "", "C:\\my own models\\Wan2.1_VAE.pth", "C:\\my own models\\Wan2.1_VAE.pth"),
+    ("ps1", "", "C:\\my models\\Wan2.1_VAE.pth", "C:\\my models\\Wan2.1_VAE.pth"),
+    ("sh", 'M="/my models"\n', "$M/Wan2.1_VAE.pth", "/my models/Wan2.1_VAE.pth"),
+    ("sh", "", "/my models/Wan2.1_VAE.pth", "/my models/Wan2.1_VAE.pth"),
+])  # fmt: skip
+def test_a_torn_path_is_taken_as_the_whole_that_lint_suggests(shell, head, value, whole, tmp_path, capsys):
+    text = script(shell, latents={"vae": value})
+    first = text.index("python src")
+    path = put(tmp_path, shell, text[:first] + head + text[first:])
+    assert main(["lint", "--fix", str(path)]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert f'quote the whole: "{whole}"' in out
+    assert f'--vae is the whole "{whole}"' in out
+    assert {str(step.vae) for step in steps_of(tmp_path / f"train_cats.{shell}")[1:4:2]} == {whole}
+
+
+def test_a_torn_path_behind_an_equals_sign_is_taken_as_a_whole(tmp_path):
+    text = script("bat").replace('--vae "C:\\AI\\Wan2.1_VAE.pth"', "--vae=C:\\my models\\vae.pth")
+    done = fix(lint.read(put(tmp_path, "bat", text)))
+    assert 'is the whole "C:\\my models\\vae.pth"' in done.changed[0]
+    assert str(steps_of(tmp_path / "train_cats.bat")[1].vae) == "C:\\my models\\vae.pth"
+
+
+def test_words_that_belong_to_nothing_are_named(tmp_path):
+    done = fix(lint.read(put(tmp_path, "sh", script("sh").replace(
+        "--gradient_checkpointing ", "--gradient_checkpointing much "))))  # fmt: skip
+    assert any("'much' belongs to no flag" in line for line in done.left_out)
+
+
+def test_what_is_wrong_is_said_although_no_bundle_comes_of_it(tmp_path, capsys):
+    path = put(tmp_path, "sh", script("sh", latents={"sdpa": None}, train={"task": "i2v-14B"}))
+    assert main(["lint", "--fix", str(path)]) == 1
+    shown = capsys.readouterr()
+    assert "my_run.sh:8: error: unknown-flag" in shown.out
+    assert "does not train i2v-14B" in shown.err
 
 
 def test_what_musubi_tuner_does_without_being_told_is_told(tmp_path):
@@ -217,8 +269,9 @@ def test_our_own_script_becomes_an_equal_one(tmp_path):
     (tmp_path / "train_red_house.sh").write_bytes(scripts.render(bundles.bundle("sh", steps), "sh", "train"))
     fix(lint.read(tmp_path / "train_red_house.sh"))
     made = steps_of(tmp_path / "train_m_safetensors.sh")
-    assert [step.argv() for step in made[1:4]] == [step.argv() for step in steps[1:4]]
-    assert made[4].argv()[:-2] == steps[4].argv()  # the lock is new
+    run = {"report_dir": Path("m.safetensors"), "log_file": Path("logs/m_safetensors.log"),
+           "lock": Path("m.safetensors/run.lock")}  # fmt: skip
+    assert [step.argv() for step in made[1:]] == [replace(step, **run).argv() for step in steps[1:]]
 
 
 def test_paths_below_a_folder_move_along(tmp_path):
@@ -233,6 +286,8 @@ def test_paths_below_a_folder_move_along(tmp_path):
     ({"train": {"task": "i2v-14B"}}, "does not train i2v-14B"),
     ({"train": {"dit": '"$HOME/x.safetensors"'}}, "known only when the script runs"),
     ({"latents": {"vae": "~/vae.pth"}}, "another folder for every user"),
+    ({"latents": {"vae": "models\\vae.pth"}}, "takes a backslash out"),
+    ({"latents": {"vae": "/my $NONE/vae.pth"}}, "known only when the script runs"),
 ])  # fmt: skip
 def test_what_cannot_be_done_is_said_and_nothing_is_written(change, found, tmp_path):
     path = put(tmp_path, "sh", script("sh", **change))

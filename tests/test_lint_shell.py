@@ -23,6 +23,24 @@ EDITS = [
     ("bat", CHECK_BAT, "if errorlevel 1 exit /b 1\n", "errorlevel", "if errorlevel", ["negative"]),
     ("sh", '"/ai/Wan2.1_VAE.pth"\n', '"/ai/Wan2.1_VAE.pth" | tee log.txt\n', "", "", []),
     ("bat", 'Wan2.1_VAE.pth"\n', 'Wan2.1_VAE.pth" | tee log.txt\n', "pipe", "tee", ["exit code"]),
+    ("sh", 'Wan2.1_VAE.pth"\n', 'Wan2.1_VAE.pth" || true\n', "unchecked", LATENTS, ["write || exit 1"]),
+    ("sh", 'Wan2.1_VAE.pth"\n', 'Wan2.1_VAE.pth" || { echo bad; }\n', "unchecked", LATENTS, ["write || exit 1"]),
+    ("sh", 'Wan2.1_VAE.pth"\n', 'Wan2.1_VAE.pth" || { echo bad; exit 1; }\n', "", "", []),
+    ("sh", 'Wan2.1_VAE.pth"\n', 'Wan2.1_VAE.pth" || (echo bad; exit 1)\n', "", "", []),
+    ("sh", 'Wan2.1_VAE.pth"\n', 'Wan2.1_VAE.pth" || exit\n', "", "", []),
+    ("sh", 'Wan2.1_VAE.pth"\n', 'Wan2.1_VAE.pth" &\n', "unchecked", LATENTS, ["take the & off"]),
+    ("sh", 'Wan2.1_VAE.pth"\n', 'Wan2.1_VAE.pth" &\nwait $!\n', "", "", []),
+    ("bat", CHECK_BAT, "if %ERRORLEVEL% neq 0 echo failed\n", "unchecked", LATENTS, ["exit /b 1 in the branch"]),
+    ("bat", CHECK_BAT, "if %ERRORLEVEL% neq 0 pause\n", "unchecked", LATENTS, ["exit /b 1 in the branch"]),
+    ("bat", CHECK_BAT, "if %ERRORLEVEL% neq 0 (\n  echo failed\n  pause\n)\n", "unchecked", LATENTS, ["in the branch"]),
+    ("bat", CHECK_BAT, "if %ERRORLEVEL% neq 0 (\n  echo failed\n  pause\n  exit /b 1\n)\n", "", "", []),
+    ("bat", CHECK_BAT, "if %ERRORLEVEL% equ 0 (echo fine) else (exit /b 1)\n", "", "", []),
+    ("bat", CHECK_BAT, "echo the code is %ERRORLEVEL%\n", "unchecked", LATENTS, ["exit /b"]),
+    ("bat", CHECK_BAT, "if %ERRORLEVEL% neq 0 echo failed & exit /b 1\n", "", "", []),
+    ("bat", CHECK_BAT, "if not %ERRORLEVEL%==0 goto end\n", "", "", []),
+    ("ps1", CHECK_PS1, 'if ($LASTEXITCODE -ne 0) { Write-Host "bad" }\n', "unchecked", LATENTS, ["write exit 1"]),
+    ("ps1", CHECK_PS1, "if ($LASTEXITCODE -ne 0) { [Environment]::Exit(1) }\n", "", "", []),
+    ("ps1", CHECK_PS1, "if (-not $?) { throw 'bad' }\n", "", "", []),
     # lines that go on
     ("sh", "bf16 \\\n  --optimizer", "bf16 \\ \n  --optimizer", "continuation", "n bf16 \\ ", ["blank"]),
     ("bat", "bf16 ^\n  --optimizer", "bf16 ^ \n  --optimizer", "continuation", "bf16 ^ ", ["blank"]),
@@ -42,6 +60,7 @@ EDITS = [
      ["'/ai/my'", "'models/wan.safetensors'"]),
     ("bat", '"C:\\AI\\wan2.1_t2v_14B_bf16.safetensors"', "C:\\my models\\wan.safetensors", "unquoted", "my models",
      ["'models\\wan.safetensors'", "quote the whole"]),
+    ("sh", "--output_name cats", "--output_name my cats --output_dir /my out", "unquoted", "my cats", ['"/my out"']),
     ("ps1", '"C:\\AI\\wan2.1_t2v_14B_bf16.safetensors"', "C:\\my models\\wan.safetensors", "unquoted", "my models",
      ["'C:\\my'"]),
     ("bat", '"C:\\AI\\out"', '"C:\\AI\\out\\"', "quoting", "--output_dir", ["backslash"]),
@@ -51,9 +70,18 @@ EDITS = [
     ("bat", "--output_name cats", '--output_name "cats 100%"', "percent", "100%", ["write %%"]),
     ("bat", "--output_name cats", '--output_name "5% of 7% cats"', "percent", "5% of", ["% of 7%"]),
     ("bat", "setlocal\n", "setlocal EnableDelayedExpansion\n", "", "", []),
+    ("bat", '"C:\\AI\\out"', "%%OUT%%", "placeholder", "--output_dir", ["%OUT%", "set it above"]),
+    ("sh", '"/ai/out"', "%OUT_DIR%/x", "placeholder", "--output_dir", ["%OUT_DIR%", "$OUT_DIR"]),
+    ("ps1", '"C:\\AI\\out"', "%OUT_DIR%\\x", "placeholder", "--output_dir", ["%OUT_DIR%", "$env:OUT_DIR"]),
+    ("bat", '"C:\\AI\\out"', "${OUT}\\x", "placeholder", "--output_dir", ["${OUT}", "%OUT%"]),
+    ("bat", '"C:\\AI\\out"', "$OUT\\x", "placeholder", "--output_dir", ["$OUT", "%OUT%"]),
     # tokens
     *[(shell, "--output_name cats", f"--output_name {token}", "placeholder", "--output_name", [token.strip('"')])
       for shell in SHELLS for token in ('"<NAME>"', "__LORA_NAME__", "YOUR_LORA", '"{{ slug }}"', "your_lora_name")],
+    *[(shell, root, token, "placeholder", "--output_dir", [token.strip('"')[:8]])
+      for shell, root in (("sh", '"/ai/out"'), ("bat", '"C:\\AI\\out"'), ("ps1", '"C:\\AI\\out"'))
+      for token in ('"{models}/out"', '"@MODELS@/out"', '"[MODELS]/out"')],
+    ("sh", '"/ai/out"', "/ai/{a,b}/[HD720p]/x@y/$((1))", "", "", []),
     ("sh", '"/ai/out"', "/path/to/output", "placeholder", "--output_dir", ["/path/to/output"]),
     ("sh", '"/ai/out"', "<OUTPUT>", "placeholder", "--output_dir", ["<OUTPUT>"]),
     ("bat", '"C:\\AI\\out"', "C:\\path\\to\\out", "placeholder", "--output_dir", ["path\\to"]),
@@ -64,6 +92,9 @@ EDITS = [
     ("bat", "--output_name cats", "--output_name %", "percent", "--output_name %", ["single %"]),
     # paths of another system
     ("sh", '"/ai/out"', '"C:\\AI\\out"', "foreign-path", "--output_dir", ["/mnt/c/AI/out"]),
+    ("sh", '"/ai/out"', "C:\\\\AI\\\\'my out'", "foreign-path", "--output_dir", ['"/mnt/c/AI/my out"']),
+    ("sh", '"/ai/out"', "'C:\\AI'/'out'", "foreign-path", "--output_dir", ["write /mnt/c/AI/out"]),
+    ("sh", "venv/bin/activate", "venv/Scripts/activate", "foreign-path", "venv/Scripts", ["venv/bin/activate"]),
     ("sh", '"/ai/out"', "C:/AI/out", "foreign-path", "--output_dir", ["/mnt/c/AI/out"]),
     ("sh", '"/ai/out"', "models\\out", "foreign-path", "--output_dir", ["modelsout"]),
     ("bat", '"C:\\AI\\out"', "/mnt/c/AI/out", "foreign-path", "--output_dir", ["C:\\AI\\out"]),
@@ -82,6 +113,11 @@ EDITS = [
     ("sh", "source venv/bin/activate\n", "", "no-venv", LATENTS, ["source venv/bin/activate"]),
     ("bat", "call venv\\Scripts\\activate.bat\n", "", "no-venv", LATENTS, ["call venv"]),
     ("ps1", "& .\\venv\\Scripts\\Activate.ps1\n", "", "no-venv", LATENTS, ["Activate.ps1"]),
+    ("sh", "venv/bin/activate\n", "venv/bin/activate\ndeactivate\n", "no-venv", LATENTS, ["no environment"]),
+    ("bat", "activate.bat\n", "activate.bat\ncall deactivate\n", "no-venv", LATENTS, ["no environment"]),
+    ("ps1", "Activate.ps1\n", "Activate.ps1\ndeactivate\n", "no-venv", LATENTS, ["no environment"]),
+    ("sh", "source venv/bin/activate", "conda activate base", "no-venv", LATENTS, ["conda activate NAME"]),
+    ("sh", "source venv/bin/activate", "conda activate wan", "", "", []),
     ("bat", "call venv", "venv", "call", "activate.bat", ["write call"]),
     ("bat", "call venv\\Scripts\\activate.bat", "conda activate wan", "call", "conda activate", ["write call"]),
     ("ps1", "& .\\venv\\Scripts\\Activate.ps1", ".\\venv\\Scripts\\activate.bat", "call", "activate.bat", ["nothing"]),
@@ -132,6 +168,36 @@ def test_delayed_expansion_eats_exclamation_marks():
     assert findings("bat", good) == []
 
 
+@pytest.mark.parametrize("extra", [
+    'setlocal EnableDelayedExpansion\nset "OUT=C:\\wow!\\out"\n',
+    'set "OUT=C:\\wow!\\out"\nsetlocal EnableDelayedExpansion\n',
+    'setlocal EnableDelayedExpansion\nset "M=C:\\wow!"\nset "OUT=%M%\\out"\n',
+    'if not defined AGAIN set AGAIN=1& cmd /v:on /c "%~f0"& exit /b\nset "OUT=C:\\wow!\\out"\n',
+])  # fmt: skip
+def test_delayed_expansion_eats_exclamation_marks_of_variables(extra):
+    text = script("bat").replace("setlocal\n", extra).replace('"C:\\AI\\out"', '"%OUT%"')
+    expect("bat", text, "delayed", "--output_dir", "! in line", "C:\\wow")
+    assert "delayed" not in {f.kind for f in findings("bat", text.replace("wow!", "wow"))}
+
+
+def test_delayed_expansion_of_a_cmd_of_its_own():
+    text = script("bat", train={"output_dir": "C:\\wow!"}).replace("accelerate", "cmd /v:on /c accelerate")
+    expect("bat", text, "delayed", "--output_dir", "cmd /v:on")
+
+
+def test_a_value_for_one_program_is_none_for_the_next():
+    text = script("sh").replace("python src", "N=cats python src", 1).replace("name cats", "name $N")
+    expect("sh", text, "undefined", "name $N", "never set")
+
+
+@pytest.mark.parametrize("start", ["", "export "])
+def test_a_blank_ends_the_value_of_a_variable(start):
+    text = script("sh").replace("source venv", f"{start}M=/my models\nsource venv").replace('"/ai/out"', "$M/out")
+    expect("sh", text, "unquoted", "M=/my models", "'models'", 'M="/my models"')
+    good = text.replace("/my models", '"/my models"').replace("$M/out", '"$M/out"')
+    assert findings("sh", good) == []
+
+
 def test_a_blank_before_the_equals_sign_belongs_to_the_name():
     text = script("bat").replace("setlocal\n", "setlocal\nset NAME = cats\n").replace("name cats", "name %NAME%")
     assert expect("bat", text, "undefined", "%NAME%", "no blanks around = in line 3").severity == "error"
@@ -178,6 +244,22 @@ def test_looked_at_exit_codes_in_bash(code):
         + text[text.index("python src", first + 9) :]
     )
     assert line_of(text, words) not in {f.line for f in findings("sh", text) if f.kind == "unchecked"}
+
+
+@pytest.mark.parametrize(("code", "seen"), [
+    ("if ! CALL; then echo bad; fi\n", False), ("if CALL; then echo fine; else echo bad; fi\n", False),
+    ("if ! CALL; then echo bad; exit 1; fi\n", True), ("if CALL; then echo fine; else exit 1; fi\n", True),
+    ("until CALL; do sleep 5; done\n", True), ("if ! CALL; then BAD=1; fi\n", True),
+    ("if ! CALL; then\n  if [ -t 1 ]; then\n    exit 1\n  fi\nfi\n", True), ("CALL || RC=$?\n", True),
+])  # fmt: skip
+def test_a_condition_takes_the_stop_away_from_set_e(code, seen):
+    right = script("sh")
+    first, end = right.index("python src"), right.index('VAE.pth"\n') + len('VAE.pth"\n')
+    text = right[:first] + code.replace("CALL", right[first:end].strip()) + right[end:]
+    if seen:
+        assert findings("sh", text) == []
+    else:
+        expect("sh", text, "unchecked", LATENTS, "in the branch")
 
 
 def test_an_ignored_failure_is_not_looked_at():

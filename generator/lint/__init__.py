@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wangen.generator.errors import UsageError, WangenError
-from wangen.generator.lint import bat, experts, flags, order, ps1, sh, shell, toml, tools, writing
+from wangen.generator.lint import bat, exits, experts, flags, order, ps1, sh, shell, toml, tools, writing
 from wangen.generator.lint.kinds import Finding
 from wangen.generator.lint.script import HERE, MORE, UNKNOWN, Call, Script, Shell, find_calls
 from wangen.generator.tomls import load
@@ -24,6 +24,7 @@ Rule = Callable[[Script], Iterator[Finding]]
 
 RULES: tuple[Rule, ...] = (
     *writing.RULES,
+    *exits.RULES,
     *shell.RULES,
     *order.RULES,
     *flags.RULES,
@@ -159,18 +160,23 @@ def run(path: Path, *, fix: bool = False, as_json: bool = False) -> int:
     script = read(path)
     findings = lint(script)
     code = int(failed(findings))
+    shown = json_text(script, findings) if as_json else text(script, findings)
     if not fix:
-        click.echo(json_text(script, findings) if as_json else text(script, findings))
+        click.echo(shown)
         return code
     from wangen.generator.lint.fix import fix as write_bundle
 
-    done = write_bundle(read(path))
+    try:
+        done = write_bundle(read(path))
+    except WangenError:
+        click.echo(shown)  # what is wrong with the script is worth as much when no bundle comes of it
+        raise
     left = [finding for made in done.scripts for finding in lint(_made(made))]
     if as_json:
         names = ("written", "kept", "changed", "left_out")
         click.echo(json_text(script, findings, {name: getattr(done, name) for name in names}))
     else:
-        click.echo("\n".join([text(script, findings), *_done(done, left)]))
+        click.echo("\n".join([shown, *_done(done, left)]))
     return int(failed(left))
 
 

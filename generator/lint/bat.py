@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
-from wangen.generator.lint.script import HERE, UNKNOWN, Command, Scope, Word
+from wangen.generator.lint.script import HERE, UNKNOWN, Command, Scope, Word, base_name
 
 KNOWN = re.findall(
     r"\S+",
@@ -55,6 +55,8 @@ class _Reader:
         self.labels: set[str] = set()
         self.depth = 0
         self.delayed = False
+        self.lost: dict[str, list[str]] = {}
+        """What cmd took out of the value of a variable when it was set, by its name in small letters."""
         self.chars: list[_Char] = []
         self.position = 0
 
@@ -106,14 +108,15 @@ class _Reader:
         if spelled == "%%":
             return [_Char("%", number)]
         if spelled == "%":
-            return [_Char("", number, lost="a single %")]
+            return [_Char("", number, lost=f"a single % in line {number}")]
         if name is None:
             text = HERE + "\\" if re.fullmatch(r"(?i)%~dp0", spelled) else UNKNOWN if "0" in spelled else ""
             return [_Char(c, number) for c in text] or [_Char("", number)]
         value = self.scope.get(name)
         if value is None:
             return [_Char("", number, undefined=name)]
-        return [_Char(c, number) for c in (UNKNOWN if match[2] else str(value))]
+        lost = [_Char("", number, lost=lost) for lost in self.lost.get(name.lower(), ())]
+        return lost + [_Char(c, number) for c in (UNKNOWN if match[2] else str(value))]
 
     def _command(self, before: str) -> str:
         """Read one command from the current place; returns the operator behind it."""
@@ -214,16 +217,20 @@ class _Reader:
         return self.chars[max(0, min(position, len(self.chars) - 1))].line
 
     def _finish(self, segment: list[_Char], line: int, last: int, before: str, operator: str, called: bool) -> None:
-        if self.delayed:
+        start = [word.text.lower() for word in _words(segment)]
+        own_cmd = start[:1] and base_name(start[0]) == "cmd" and {"/v", "/v:on"} & set(start)
+        if self.delayed or own_cmd:
             segment = self._late(segment)
         words = _words(segment)
         if not words:
             return
         name = words[0].text.lower()
+        if own_cmd and any(UNKNOWN in word for word in start):
+            self.delayed = True  # `cmd /v:on /c "%~f0"` runs this very file
         if name in ("cd", "chdir", "pushd"):
             words = _words(segment, builtin=True)
         elif name == "set":
-            self._set("".join(char.text for char in segment).strip()[3:])
+            self._set("".join(char.text for char in segment).strip()[3:], [char.lost for char in segment if char.lost])
         elif name == "setlocal":
             for word in words[1:]:
                 wish = word.text.lower()
@@ -243,13 +250,13 @@ class _Reader:
             found += segment[end : match.start()]
             value = self.scope.get(match[1]) if match[1] else None
             if value is None:
-                found.append(_Char("", line, lost=f"{match[0]} (delayed expansion is on)"))
+                found.append(_Char("", line, lost=f"{match[0]} in line {line} (delayed expansion is on)"))
             else:
                 found += [_Char(c, line) for c in str(value)]
             end = match.end()
         return found + segment[end:]
 
-    def _set(self, text: str) -> None:
+    def _set(self, text: str, lost: list[str]) -> None:
         if re.match(r"\s*/[ap]\b", text, re.IGNORECASE):
             name = re.match(r'\s*/[ap]\s+"?([^=\s"]+)', text, re.IGNORECASE)
             if name:
@@ -257,7 +264,9 @@ class _Reader:
             return
         match = _SET.fullmatch(text)
         if match:
-            self.scope.set(match[1] or match[3], match[2] if match[1] else match[4], branch=True)
+            variable = match[1] or match[3]
+            self.scope.set(variable, match[2] if match[1] else match[4], branch=True)
+            self.lost[variable.lower()] = lost
 
 
 class _Arguments:

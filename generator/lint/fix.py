@@ -6,7 +6,7 @@ version of wangen has no place for is listed and left out. The script itself, an
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,9 @@ from wangen.generator.bundle import posix_paths
 from wangen.generator.errors import WangenError
 from wangen.generator.files import write_whole
 from wangen.generator.lint import toml_fix
-from wangen.generator.lint.script import HERE, UNKNOWN, Call, Given, Script
+from wangen.generator.lint.script import HERE, UNKNOWN, Call, Given, Script, quoted
 from wangen.generator.lint.toml import locate
-from wangen.generator.lint.tools import musubi
+from wangen.generator.lint.tools import musubi, torn_values
 from wangen.generator.paths import slugify
 from wangen.generator.publish.texts import script_text, setup_text
 from wangen.generator.setup.wheel import write_wheel
@@ -29,6 +29,7 @@ from wangen.generator.table import Option, Step, options, spellings
 _ORDER: tuple[type[Step], ...] = (Check, CacheLatents, CacheText, CheckCache, Train, Generate)
 _SHARED = ("dataset_config", "vae", "vae_dtype", "t5", "t5_dtype", "tokenizer", "dit", "task", "output_dir")
 """What one step of the script is told and others of the bundle need as well."""
+_RUN_FILES = ("output_name", "output_dir", "report_dir", "log_file", "lock")
 
 
 @dataclass
@@ -38,7 +39,7 @@ class Fixed:
     Attributes:
         written: files that were written, by name.
         kept: scripts of that name that the user wrote or changed; the new text lies beside them as `.new`.
-        changed: what a corrected TOML says instead.
+        changed: what a corrected TOML says instead, and values that were taken as wholes.
         left_out: what the bundle does not do, in words.
         scripts: the scripts that were made.
     """
@@ -130,10 +131,11 @@ def _bundle(script: Script, training: Call | None, result: Fixed) -> tuple[str, 
         values[kind] |= mended
     shared |= mended
     slug = _slug(script, values.get(Train, {}).get("output_name"))
+    shared = {**_usual(script, slug, shared), **shared}
     name = "train" if training else "cache"
     steps = []
     for kind in _ORDER:
-        step = _step(kind, values, {} if kind in whole else shared, slug, result)
+        step = _step(kind, values, _run_files(shared) if kind in whole else shared, result)
         if step is not None and not (kind is Train and training is None):
             steps.append(step)
     return name, slug, tuple(steps)
@@ -142,6 +144,7 @@ def _bundle(script: Script, training: Call | None, result: Fixed) -> tuple[str, 
 def _values(script: Script, call: Call, result: Fixed) -> dict[str, Any]:
     """The raw values of a call in the terms of wangen's table."""
     known = {name: (option, constant) for name, option, constant in spellings(call.step)}
+    _mend_torn(call, result)
     found: dict[str, Any] = _defaults(call)
     for fault in call.faults:
         if fault.unknown:
@@ -169,6 +172,26 @@ def _values(script: Script, call: Call, result: Fixed) -> dict[str, Any]:
     return found
 
 
+def _mend_torn(call: Call, result: Fixed) -> None:
+    """Take values that the shell parted at their blanks as wholes, and name the words that are left over."""
+    for torn in torn_values(call):
+        for place, flag in enumerate(call.flags):
+            last = flag.values[-1] if flag.values else None
+            joined = last is not None and torn.first.text == f"{flag.spelled}={last.text}"
+            if last is None or flag.line != torn.first.line or not (last is torn.first or joined):
+                continue
+            whole = torn.whole()
+            whole = replace(whole, text=whole.text.removeprefix(f"{flag.spelled}=")) if joined else whole
+            call.flags[place] = replace(flag, values=(*flag.values[:-1], whole))
+            call.stray = [word for word in call.stray if not any(word is part for part in torn.rest)]
+            result.changed.append(f"line {flag.line}: {flag.spelled} is the whole {quoted(whole.text)}, which stood "
+                                  "there without quotes")  # fmt: skip
+            break
+    for word in call.stray:
+        if UNKNOWN not in word.text:
+            result.left_out.append(f"line {word.line}: '{word.text}' belongs to no flag")
+
+
 def _defaults(call: Call) -> dict[str, Any]:
     """What musubi-tuner does without being told, where that changes the result."""
     if call.tool == "wangen" or call.name != "train":
@@ -193,6 +216,10 @@ def _raw(call: Call, option: Option, flag: Given) -> Any:
     if any(UNKNOWN in word.text or word.undefined for word in flag.values):
         raise WangenError(f"the value of {flag.spelled} is known only when the script runs", where=f"line {flag.line}",
                           cure="write it in full in the script, then run lint --fix again")  # fmt: skip
+    lost = next((lost for word in flag.values for lost in word.lost if lost != "continued"), "")
+    if lost:
+        raise WangenError(f"the shell takes {lost} out of the value of {flag.spelled}", where=f"line {flag.line}",
+                          cure="mend the script as lint says, then run lint --fix again")  # fmt: skip
     texts = [word.text for word in flag.values]
     if option.kind is Path:
         texts = [_from_folder(call, text) for text in texts]
@@ -233,6 +260,25 @@ def _shared(calls: Mapping[type[Step], Call], values: Mapping[type[Step], Mappin
     return found
 
 
+def _usual(script: Script, slug: str, shared: Mapping[str, Any]) -> dict[str, Any]:
+    """What `wangen publish` tells every step: the folder of the run, its log, its lock, the precision on CUDA."""
+    separator = "/" if script.shell == "sh" else "\\"
+    folder = str(shared.get("output_dir", separator.join(("outputs", slug))))
+    return {
+        "output_name": slug,
+        "output_dir": folder,
+        "report_dir": folder,
+        "log_file": separator.join(("logs", f"{slug}.log")),
+        "lock": _inside(folder, "run.lock"),
+        "vae_dtype": "bfloat16",
+        "t5_dtype": "bfloat16",
+    }
+
+
+def _run_files(shared: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: shared[name] for name in _RUN_FILES}
+
+
 def _dataset(script: Script, calls: Iterable[Call], result: Fixed) -> dict[str, Any]:
     """The dataset TOML: the script's own, or a mended copy beside it."""
     for call in calls:
@@ -263,16 +309,13 @@ def _slug(script: Script, name: object) -> str:
     return "lora"
 
 
-def _step(kind: type[Step], values: Mapping[type[Step], Mapping[str, Any]], shared: Mapping[str, Any], slug: str,
-          result: Fixed) -> Step | None:  # fmt: skip
+def _step(
+    kind: type[Step], values: Mapping[type[Step], Mapping[str, Any]], shared: Mapping[str, Any], result: Fixed
+) -> Step | None:
     """One step of the bundle; None when the script says too little for it."""
     known = {option.name for option in options(kind)}
     wanted = {name: value for name, value in shared.items() if name in known}
     wanted |= {name: value for name, value in values.get(kind, {}).items() if name in known}
-    if kind is Train:
-        wanted.setdefault("output_name", slug)
-        wanted.setdefault("output_dir", f"outputs/{slug}")
-        wanted.setdefault("lock", _inside(str(wanted["output_dir"]), "run.lock"))
     missing = [option.name for option in options(kind) if option.required and option.name not in wanted]
     if kind is Generate and kind not in values:
         return None

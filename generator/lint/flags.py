@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
+from wangen.generator.lint import tools
 from wangen.generator.lint.kinds import Finding
 from wangen.generator.lint.script import UNKNOWN, Call, Script, Word
-from wangen.generator.lint.tools import required
 
 KERNELS = ("sdpa", "flash_attn", "flash3", "sage_attn", "xformers")
 _COMMANDS = {"pause", "echo", "exit", "python", "accelerate", "if", "goto", "rem", "call", "cd", "fi", "done", "set"}
@@ -34,7 +34,7 @@ def flags(script: Script) -> Iterator[Finding]:
 def missing(script: Script) -> Iterator[Finding]:
     """Flags without which the call fails."""
     for call in script.calls:
-        for name in required(call):
+        for name in tools.required(call):
             if not call.more and call.given(name) is None:
                 value = "PATH" if name != "output_name" else "NAME"
                 cure = _DEFAULTS.get(name) if call.tool == "musubi-tuner" else ""
@@ -57,10 +57,11 @@ def twice(script: Script) -> Iterator[Finding]:
 def stray(script: Script) -> Iterator[Finding]:
     """Words that belong to no flag: mostly the rest of a path with a blank in it."""
     for call in script.calls:
-        for number, word in enumerate(call.stray):
+        later = [word for torn in tools.torn_values(call) for word in torn.rest[1:]]
+        for word in call.stray:
             if word.text.strip() in ("", "^", "\\", "`") or UNKNOWN in word.text:
                 continue  # a continuation mark, judged by the rule on continuations, or a text not known here
-            if number and word.line == call.stray[number - 1].line and word.text[:1] not in "–—":
+            if any(word is part for part in later):
                 continue  # one finding for a torn path
             yield _stray(script, call, word)
 
@@ -75,18 +76,11 @@ def _stray(script: Script, call: Call, word: Word) -> Finding:
         mark = {"bat": "^", "ps1": "`", "sh": "\\"}[script.shell]
         return Finding("continuation", word.line - 1, f"this line ends in {mark}, so that '{word.text}' below belongs "
                        f"to {call.program}", f"take the {mark} off the last line of the call")  # fmt: skip
-    before = _before(call, word)
-    if before is not None and before.line == word.line:
-        whole = f"{before.text} {word.text}"
-        return Finding("unquoted", word.line, f"{call.program} receives '{before.text}' and, apart from it, "
-                       f"'{word.text}'", f'quote the whole: "{whole}"')  # fmt: skip
+    torn = next((torn for torn in tools.torn_values(call) if torn.rest[0] is word), None)
+    if torn:
+        return Finding("unquoted", word.line, f"{call.program} receives '{torn.first.text}' and, apart from it, "
+                       f"'{word.text}'", f'quote the whole: "{torn.whole().text}"')  # fmt: skip
     return Finding("stray-word", word.line, f"'{word.text}' belongs to no flag of {call.program}", "take it off")
-
-
-def _before(call: Call, word: Word) -> Word | None:
-    place = next(number for number, other in enumerate(call.args) if other is word)
-    before = call.args[place - 1] if place else None
-    return before if before is not None and not before.text.startswith("--") else None
 
 
 def attention(script: Script) -> Iterator[Finding]:

@@ -48,7 +48,7 @@ KINDS: dict[str, Kind] = {
     "differs": Kind("error", "another TOML, VAE or text encoder than in the other steps"),
     "same-output": Kind("error", "two trainings write the same files"),
     # the shell
-    "unchecked": Kind("warning", "the next step runs although this one failed"),
+    "unchecked": Kind("warning", "the next step runs although this one failed: nothing asks, or the branch only tells"),
     "errorlevel": Kind(
         "warning", "`if errorlevel 1` misses crashes, whose codes are negative; `%ERRORLEVEL%` in a block"
     ),
@@ -57,8 +57,10 @@ KINDS: dict[str, Kind] = {
     "unquoted": Kind("error", "a path with a blank that is not quoted"),
     "quoting": Kind("error", "quotes that the shell reads in another way than they look"),
     "percent": Kind("error", "a single `%` in a .bat file, which cmd takes out"),
-    "delayed": Kind("error", "`!` in a value while delayed expansion is on"),
-    "placeholder": Kind("error", "a token that was never replaced: `<PATH>`, `{{ name }}`, `YOUR_PATH`, `/path/to/`"),
+    "delayed": Kind("error", "`!` in a value, or in a variable's, while delayed expansion is on (`cmd /v:on` too)"),
+    "placeholder": Kind(
+        "error", "a token that was never replaced: `<PATH>`, `{{ name }}`, `YOUR_PATH`, `{models}`, `%%X%%`"
+    ),
     "undefined": Kind("warning", "a variable that the script never sets"),
     "foreign-path": Kind("error", "a path of another system than the script's"),
     "home": Kind("error", "`~` where nothing replaces it"),
@@ -69,7 +71,7 @@ KINDS: dict[str, Kind] = {
     "long-line": Kind("error", "a line longer than cmd reads (8191 characters)"),
     "call": Kind("error", "an environment activated in a way that ends the script or changes nothing"),
     "powershell-7": Kind("error", "`&&` or `||`, which Windows PowerShell 5.1 does not know"),
-    "no-venv": Kind("warning", "plain `python` without an environment"),
+    "no-venv": Kind("warning", "plain `python` without an environment, or in conda's `base`"),
     "foreign-venv": Kind("warning", "the environment of another application"),
     "cwd": Kind(
         "warning", "relative paths although the script never changes to its folder; `cd` to a drive without `/d`"

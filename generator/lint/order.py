@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from wangen.generator.lint.kinds import Finding
-from wangen.generator.lint.script import FOREIGN, UNKNOWN, Call, Given, Script
+from wangen.generator.lint.script import FOREIGN, UNKNOWN, Call, Given, Script, quoted
 
 _CACHING = {"cache_latents": ("latents", "wan_cache_latents.py"),
             "cache_text": ("text embeddings", "wan_cache_text_encoder_outputs.py")}  # fmt: skip
@@ -67,8 +67,8 @@ def _caches_differ(script: Script, name: str, what: str) -> Iterator[Finding]:
 
 def _differs(call: Call, flag: Given, what: str, other: Given) -> Finding:
     mine, theirs = (given.values[0].text for given in (flag, other))
-    return Finding("differs", flag.line, f"{call.program} takes another {what} ({mine}) than caching in line "
-                   f"{other.line} ({theirs})", f"name one file in both places: --{flag.name} {theirs}")  # fmt: skip
+    found = f"{call.program} takes another {what} ({mine}) than caching in line {other.line} ({theirs})"
+    return Finding("differs", flag.line, found, f"name one file in both places: --{flag.name} {quoted(theirs)}")
 
 
 def _plain(flag: Given) -> str:

@@ -57,6 +57,7 @@ class Command:
         depth: number of blocks around it.
         condition: it is what an `if` or `while` asks for.
         called: a .bat file starts it with `call`.
+        assigned: what stands in front of it, `NAME=value program`, and is set for it alone: (name, value).
     """
 
     words: list[Word]
@@ -67,6 +68,7 @@ class Command:
     depth: int = 0
     condition: bool = False
     called: bool = False
+    assigned: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -240,6 +242,16 @@ class Scope:
             return
         self._values[self._key(name)] = value
 
+    def put_back(self, name: str, value: Value | None) -> None:
+        """Give a variable the value it had before; None for one that was not set."""
+        self._values.pop(self._key(name), None)
+        if value is not None:
+            self._values[self._key(name)] = value
+
+    def own(self, name: str) -> Value | None:
+        """The value that the script itself set; None when it set none."""
+        return self._values.get(self._key(name))
+
     def get(self, name: str) -> Value | None:
         """The value; `UNKNOWN` for a variable of the machine, None for one that nobody sets."""
         key = self._key(name)
@@ -256,6 +268,15 @@ def is_flag(word: Word) -> bool:
     (True, False)
     """
     return re.match(r"--.|-[A-Za-z]", word.text) is not None
+
+
+def quoted(text: str) -> str:
+    """A text as a cure shows it: in quotes when it has a blank.
+
+    >>> quoted("/my models"), quoted("/models")
+    ('"/my models"', '/models')
+    """
+    return f'"{text}"' if any(c.isspace() for c in text) else text
 
 
 MUSUBI = re.compile(r"(?:.*[/\\.])?(wan_(?:cache_latents|cache_text_encoder_outputs|train_network|generate_video))")
@@ -303,7 +324,7 @@ def find_calls(script: Script) -> None:
             continue
         if name := _foreign(command):
             script.foreign.append((command.line, name))
-        venv = activated(command.words, script.shell) or venv
+        venv = "" if _deactivates(command.words) else activated(command.words, script.shell) or venv
         cwd = _folder(command.words) or cwd
 
 
@@ -334,7 +355,7 @@ def activated(words: list[Word], shell: str) -> str:
     '/opt/venv'
     """
     texts = [word.text for word in words]
-    if texts[:1] and base_name(texts[0]).lower() in ("conda", "mamba", "micromamba") and "activate" in texts[1:2]:
+    if _conda(texts) and "activate" in texts[1:2]:
         return "conda:" + " ".join(texts[2:])
     if shell == "sh" and texts[:1] and texts[0] not in ("source", "."):
         return ""
@@ -343,6 +364,16 @@ def activated(words: list[Word], shell: str) -> str:
         if match:
             return match[1] or "."
     return ""
+
+
+def _conda(texts: list[str]) -> bool:
+    return bool(texts) and base_name(texts[0]).lower() in ("conda", "mamba", "micromamba")
+
+
+def _deactivates(words: list[Word]) -> bool:
+    texts = [word.text for word in words]
+    alone = bool(texts) and base_name(texts[0]).lower().removesuffix(".bat") == "deactivate"
+    return alone or (_conda(texts) and "deactivate" in texts[1:2])
 
 
 def _folder(words: list[Word]) -> str:

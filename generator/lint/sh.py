@@ -51,13 +51,15 @@ class _Reader:
         self.here_documents: list[str] = []
         self.undefined: list[str] = []
         self.lost = False
-        self.assigned = False
+        self.assigned: dict[str, Value | None] = {}
+        """The variables that the command sets, with their values before."""
+        self.followed = False
 
     def command(self) -> None:
         """Read up to the operator or line end that ends one command."""
         words: list[Word] = []
         operator = ""
-        self.assigned = False
+        self.assigned, self.followed = {}, False
         self._blanks()
         start = self.position
         while self.position < len(self.text):
@@ -73,6 +75,7 @@ class _Reader:
                 break
             if not self._redirect() and not self._assignment(words):
                 words += self.word()
+                self.followed |= bool(self.assigned)
         last = self.lines.at(max(start, self.position - 1))
         self._finish(words, self.lines.at(start), last, operator)
 
@@ -120,8 +123,8 @@ class _Reader:
             value = parts[0].text if parts else ""
         if plus:
             value = self._longer(name, value)
+        self.assigned.setdefault(name, self.scope.own(name))
         self.scope.set(name, value, branch=self.depth > 0)
-        self.assigned = True
         return True
 
     def _longer(self, name: str, more: Value) -> Value:
@@ -298,8 +301,23 @@ class _Reader:
             self.functions.add(words[0].text)
             words = []
         if words or self.assigned:
-            self.commands.append(Command(words, line, last, self.before, operator, self.depth, condition))
+            alone = self._set_for(words)
+            self.commands.append(Command(words, line, last, self.before, operator, self.depth, condition, False, alone))
         self.before = operator
+
+    def _set_for(self, words: list[Word]) -> tuple[tuple[str, str], ...]:
+        """Take back what `NAME=value program` sets for the program alone; returns it.
+
+        In `export NAME=/my models` the value ends too early as well, and nobody knows what was meant.
+        """
+        declares = bool(words) and words[0].text in _DECLARE
+        path = any("/" in str(self.scope.own(name)) for name in self.assigned)
+        if not words or (declares and not (self.followed and path)):
+            return ()
+        alone = tuple((name, str(self.scope.own(name) or "")) for name in self.assigned)
+        for name, before in self.assigned.items():
+            self.scope.put_back(name, before)
+        return alone
 
 
 def _join(fields: list[str], parts: list[str]) -> None:

@@ -1,10 +1,10 @@
-"""Rules about how a script runs its steps: exit codes, environments, folders."""
+"""Rules about where a script runs its steps: environments, folders."""
 
 import re
 from collections.abc import Iterator
 
 from wangen.generator.lint.kinds import Finding
-from wangen.generator.lint.script import HERE, UNKNOWN, Call, Command, Script, base_name
+from wangen.generator.lint.script import HERE, UNKNOWN, Call, Command, Script, activated, base_name
 from wangen.generator.lint.tools import find
 
 _APPLICATIONS = {
@@ -15,90 +15,6 @@ _APPLICATIONS = {
 }  # fmt: skip
 _RUNNERS = {"uv", "uvx", "poetry", "conda", "mamba", "micromamba", "pixi", "pipenv", "hatch", "rye", "docker", "podman"}
 _PYTHON = {"python", "python3", "py", "accelerate", "torchrun", "wangen"}
-
-
-def exit_codes(script: Script) -> Iterator[Finding]:
-    """A step whose failure the next step does not see."""
-    stops = _stops_by_itself(script)
-    for number, call in enumerate(script.calls[:-1]):
-        following = script.calls[number + 1]
-        start = _position(script, call.command)
-        between = script.commands[start + 1 : _position(script, following.command)]
-        if _piped(script, call, between):
-            yield Finding("pipe", call.command.last, "the pipe's exit code is that of its last program, so that a "
-                          "failed step is not seen", ("write #!/bin/bash in line 1 and set -o pipefail "
-                          "above" if _plain_sh(script) else "write set -o pipefail above")
-                          if script.shell == "sh" else "let the step write its log itself")  # fmt: skip
-        elif not stops[0] < call.line < stops[1] and not _looked_at(script, call, between):
-            yield Finding("unchecked", call.line, f"when {call.program} fails, {following.program} (line "
-                          f"{following.line}) runs all the same", _cure(script))  # fmt: skip
-        if script.shell == "bat":
-            yield from _errorlevel(script, call, between)
-
-
-def _position(script: Script, command: Command) -> int:
-    return next(number for number, other in enumerate(script.commands) if other is command)
-
-
-def _stops_by_itself(script: Script) -> tuple[int, float]:
-    """The lines between which the shell itself stops at a failure."""
-    pattern = {
-        "sh": r"(?:^|[;&\s])set\s+(?:-\w*e\w*\b|-o\s+errexit|.*\s-e\b)|^#!.*\s-\w*e",
-        "ps1": r"(?i)\$PSNativeCommandUseErrorActionPreference\s*=\s*\$true",
-        "bat": r"(?!)",
-    }[script.shell]
-    begin = next((n for n, line in enumerate(script.lines, 1) if re.search(pattern, line)), 0)
-    end = next((n for n, line in enumerate(script.lines, 1) if re.match(r"\s*set\s+\+e", line)), float("inf"))
-    return (begin, end) if begin else (10**9, end)
-
-
-def _looked_at(script: Script, call: Call, between: list[Command]) -> bool:
-    if call.command.condition or call.command.after == "&&":
-        return True
-    if call.command.words[0].text in script.functions:
-        return True  # a function of the script runs it and may look at its code
-    if call.command.after == "||":
-        first = between[0].words[0].text if between and between[0].words else ""
-        leaves = any(re.search(r"\b(exit|return|goto|break)\b", script.source(command)) for command in between)
-        return leaves or first not in ("true", ":", "echo", "ver", "")
-    if script.shell == "sh":
-        return bool(between) and "$?" in script.source(between[0])
-    word = r"errorlevel" if script.shell == "bat" else r"\$LASTEXITCODE|\$\?"
-    return any(re.search(word, script.source(command), re.IGNORECASE) for command in between)
-
-
-def _piped(script: Script, call: Call, between: list[Command]) -> bool:
-    if call.command.after not in ("|", "|&") or script.shell == "ps1":
-        return False
-    lines = script.lines[: call.line]
-    careful = any("pipefail" in line for line in lines) or any("PIPESTATUS" in script.source(c) for c in between)
-    return not careful
-
-
-def _errorlevel(script: Script, call: Call, between: list[Command]) -> Iterator[Finding]:
-    for command in between:
-        text = script.source(command)
-        if re.search(r"(?i)\bif\s+errorlevel\s+1\b", text) and command.condition:
-            yield Finding("errorlevel", command.line, "if errorlevel 1 is false for negative exit codes, which crashes "
-                          "have", 'write if not "%ERRORLEVEL%"=="0"')  # fmt: skip
-        if call.command.depth and command.depth >= call.command.depth and re.search(r"(?i)%errorlevel%", text):
-            yield Finding("errorlevel", command.line, "inside ( ) cmd puts in %ERRORLEVEL% before the step runs",
-                          "take the step out of the block, or write || behind it", "error")  # fmt: skip
-
-
-def _cure(script: Script) -> str:
-    return {
-        "bat": 'write behind it: if not "%ERRORLEVEL%"=="0" exit /b %ERRORLEVEL%',
-        "ps1": "write behind it: if ($LASTEXITCODE -ne 0) { exit $LASTEXITCODE }",
-        "sh": "write || exit 1 behind it"
-        if _plain_sh(script)
-        else "write set -euo pipefail at the top, or || exit 1 behind it",
-    }[script.shell]
-
-
-def _plain_sh(script: Script) -> bool:
-    """Whether a script asks for `sh`, which on Debian and Ubuntu is dash and knows no pipefail."""
-    return re.match(r"#!\s*(/usr)?/bin/(env\s+)?(da)?sh\b", script.lines[0]) is not None
 
 
 def activation(script: Script) -> Iterator[Finding]:
@@ -122,6 +38,20 @@ def activation(script: Script) -> Iterator[Finding]:
 
 def _activates(command: Command) -> bool:
     return len(command.words) == 2 and command.words[1].text.endswith("bin/activate")
+
+
+def windows_venv(script: Script) -> Iterator[Finding]:
+    """The environment of a Windows Python in a script of another system."""
+    paths = [path for call in script.calls for path in _paths(call)]
+    git_bash = any(re.match(r"[A-Za-z]:|/[A-Za-z]/", path) for path in paths)
+    if script.shell != "sh" or git_bash or not any(path.startswith("/") for path in paths):
+        return
+    for command in script.commands:
+        words = [word.text for word in command.words]
+        if re.search(r"(?i)[/\\]scripts[/\\]activate$", " ".join(words[:2])) and activated(command.words, "sh"):
+            yield Finding("foreign-path", command.line, f"{words[1]} belongs to an environment of Windows, but the "
+                          "paths are those of Linux", "make an environment here, and write source venv/bin/activate",
+                          )  # fmt: skip
 
 
 def powershell_7(script: Script) -> Iterator[Finding]:
@@ -148,11 +78,15 @@ def environments(script: Script) -> Iterator[Finding]:
             told.add(application)
             yield Finding("foreign-venv", call.line, f"this Python belongs to {application} ({place}) and has "
                           "other versions of the libraries", f"make an environment for {call.tool}")  # fmt: skip
-        plain = base_name(program).lower() in _PYTHON and not own and not call.venv
+        base = call.venv in ("conda:", "conda:base")
+        plain = base_name(program).lower() in _PYTHON and not own and (base or not call.venv)
         if plain and "plain" not in told and not {base_name(word).lower() for word in words[:2]} & _RUNNERS:
             told.add("plain")
-            yield Finding("no-venv", call.line, f"{program} is whatever Python comes first on this machine: no "
-                          "environment is activated", _activate(script))  # fmt: skip
+            found, cure = f"{program} is whatever Python comes first on this machine: no environment is activated", ""
+            if base:
+                found = f"{program} is that of conda's base, which all of conda shares"
+                cure = "make an environment of its own, and write conda activate NAME"
+            yield Finding("no-venv", call.line, found, cure or _activate(script))
 
 
 def _application(path: str) -> str:
@@ -193,11 +127,13 @@ def folders(script: Script) -> Iterator[Finding]:
 
 
 def _relative(call: Call) -> Iterator[str]:
+    return (path for path in _paths(call) if path and not re.match(rf"[A-Za-z]:|[/\\~<{HERE}{UNKNOWN}]", path))
+
+
+def _paths(call: Call) -> Iterator[str]:
     for flag in call.flags:
         spec = find(call, flag.spelled.partition("=")[0])
-        for word in flag.values if spec and spec.kind == "path" else ():
-            if word.text and not re.match(rf"[A-Za-z]:|[/\\~<{HERE}{UNKNOWN}]", word.text):
-                yield word.text
+        yield from (word.text for word in flag.values if spec and spec.kind == "path")
 
 
-RULES = (exit_codes, activation, powershell_7, environments, folders)
+RULES = (activation, windows_venv, powershell_7, environments, folders)

@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from wangen.generator import commands
 from wangen.generator.errors import WangenError
@@ -109,6 +109,38 @@ def read_flags(call: Call) -> None:
             call.stray.append(word)
         else:
             position = _flag(call, word, position)
+
+
+class Torn(NamedTuple):
+    """A value with blanks that stands without quotes: its first word, and those that the shell made of the rest."""
+
+    first: Word
+    rest: tuple[Word, ...]
+
+    def whole(self) -> Word:
+        """The value as it was meant."""
+        words = (self.first, *self.rest)
+        undefined = tuple(name for word in words for name in word.undefined)
+        lost = tuple(sign for word in words for sign in word.lost)
+        return Word(" ".join(word.text for word in words), self.first.line, "", undefined, lost)
+
+
+def torn_values(call: Call) -> list[Torn]:
+    """The values of a call that the shell parted at their blanks."""
+    found: list[Torn] = []
+    before: Word | None = None
+    for word in call.args:
+        if not any(word is other for other in call.stray) or word.text[:1] in "–—^`":
+            before = word
+        elif found and before is found[-1].rest[-1] and before.line == word.line:
+            found[-1] = Torn(found[-1].first, (*found[-1].rest, word))
+            before = word
+        elif before and before.line == word.line and ("=" in before.text or not before.text.startswith("--")):
+            found.append(Torn(before, (word,)))
+            before = word
+        else:
+            before = None
+    return found
 
 
 def add_config(call: Call, values: Mapping[str, Any]) -> None:

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 
 from wangen.generator.lint.kinds import Finding
-from wangen.generator.lint.script import HERE, UNKNOWN, Script, Word
+from wangen.generator.lint.script import HERE, UNKNOWN, Script, Word, quoted
 from wangen.generator.lint.tools import find
 
 MARK = {"bat": "^", "ps1": "`", "sh": "\\"}
@@ -17,6 +17,11 @@ _PLACEHOLDER = re.compile(
     r"|[/\\]?path[/\\]to[/\\][^\s\"']*|(?<![A-Za-z])(?:CHANGE|REPLACE)[_-]?(?:ME|THIS)|(?<![A-Za-z])PATH_TO_[A-Z_]+"
     r"|\A(?:\.\.\.|…)\Z|(?<![A-Za-z])[Xx]{4,}(?![A-Za-z])"
 )
+_TOKEN = re.compile(
+    r"\$\{\w+\}|\A\$[A-Za-z_]\w*(?=[/\\])|(?<![$\w])\{[A-Za-z_]\w+\}|@[A-Za-z_]\w*@|%[A-Za-z_]\w*%"
+    r"|(?:(?<=[/\\])|\A)\[[A-Z][A-Z0-9_]{2,}\](?=[/\\]|\Z)"
+)
+"""What other programs and shells replace; in a path or a name it was forgotten."""
 _WINDOWS = re.compile(r"[A-Za-z]:[\\/]|\\\\[\w.$-]+\\")
 _POSIX = re.compile(r"/(?:mnt|home|root|workspace|media|opt|usr|var|tmp|data|content|Users)/")
 _SMART = re.compile("[“”„‘’‚‛«»]")
@@ -112,7 +117,9 @@ def _word(script: Script, word: Word) -> Iterator[Finding]:
     for lost in word.lost:
         if lost in ("continued", "a backslash"):
             continue
-        kind, cure = ("percent", "write %%") if "%" in lost else ("delayed", "write DisableDelayedExpansion")
+        kind, cure = ("delayed", "write DisableDelayedExpansion, and no cmd /v:on")
+        if "(delayed" not in lost:
+            kind, cure = "percent", "write %%"
         yield Finding(kind, line, f"cmd takes {lost} out of '{text}'", cure)
     placeholder = _PLACEHOLDER.search(text)
     if placeholder:
@@ -139,6 +146,12 @@ def _undefined(script: Script, line: int, name: str) -> Finding:
         return Finding("percent", line, f"cmd takes %{name}% for a variable", "write %% for each percent sign")
     spaced = re.compile(rf"(?i)^\s*(?:set\s+)?\$?{re.escape(name)}\s+=\s")
     place = next((n for n, text in enumerate(script.lines, 1) if script.shell != "ps1" and spaced.match(text)), 0)
+    for command in script.commands:
+        start = dict(command.assigned).get(name)
+        if start is not None and not any(call.command is command for call in script.calls):
+            rest = [word.text for word in command.words if word.text not in ("export", "declare", "local", "readonly")]
+            found = f"the value of {name} ends in front of '{' '.join(rest)}', and line {line} gets none"
+            return Finding("unquoted", command.line, found, f'quote the whole: {name}="{" ".join((start, *rest))}"')
     spelled = f"%{name}%" if script.shell == "bat" else f"${name}"
     if place:
         return Finding("undefined", line, f"{spelled} is never set: the blank before = in line {place} belongs to the "
@@ -155,18 +168,30 @@ def paths(script: Script) -> Iterator[Finding]:
             spec = find(call, flag.spelled.partition("=")[0])
             for word in flag.values if spec and spec.kind == "path" else ():
                 yield from _path(script, word, git_bash, bool(unix_powershell))
+            for word in flag.values if spec and (spec.kind == "path" or spec.name == "output_name") else ():
+                token = None if _PLACEHOLDER.search(word.text) else _TOKEN.search(word.text)
+                if token:
+                    yield Finding("placeholder", word.line, f"{token[0]} was never replaced: a .{script.shell} file "
+                                  "does not read it", _replacement(script, token[0]))  # fmt: skip
+
+
+def _replacement(script: Script, token: str) -> str:
+    """What to write for a token: a variable of another shell in this one's spelling, else the value."""
+    if token[0] in "%$":
+        spelled = {"bat": "%{}%", "ps1": "$env:{}", "sh": "${}"}[script.shell].format(token.strip("%${}"))
+        return f"write {spelled}, and set it above"
+    return "write your own value in its place"
 
 
 def _path(script: Script, word: Word, git_bash: bool, unix_powershell: bool) -> Iterator[Finding]:
     text = word.text
     if script.shell == "sh":
-        raw = word.raw.strip("\"'")
+        raw = re.sub("[\"']", "", word.raw)
         drive = _WINDOWS.match(raw) or _WINDOWS.match(text)
         if drive and not (git_bash and "\\" not in raw):
-            lower = (raw if _WINDOWS.match(raw) else text).replace("\\", "/")
-            cure = (
-                f"in WSL write /mnt/{lower[0].lower()}{lower[2:]}" if lower[1:2] == ":" else "write the mounted folder"
-            )
+            spelled = re.sub(r"\\(?=\s)", "", raw if _WINDOWS.match(raw) else text)
+            mounted_path = quoted(f"/mnt/{spelled[0].lower()}" + re.sub(r"[\\/]+", "/", spelled[2:]))
+            cure = f"in WSL write {mounted_path}" if spelled[1:2] == ":" else "write the mounted folder"
             yield Finding("foreign-path", word.line, f"{raw} is a Windows path in a .sh file", cure)
         elif word.lost:
             yield Finding("foreign-path", word.line, f"bash takes the backslashes out: the step receives {text}",
