@@ -33,7 +33,8 @@ _OWNERS: tuple[tuple[type[Step], tuple[str, ...]], ...] = (
 )
 """What one step is told and others have to know."""
 
-_DTYPES = {"cuda": "bfloat16", "rocm": "bfloat16", "cpu": "float32"}
+DTYPES = {"cuda": "bfloat16", "rocm": "bfloat16", "cpu": "float32"}
+"""The precision of both encoders by accelerator, where no profile says otherwise."""
 
 
 def toml_name(slug: str, target: Target) -> str:
@@ -106,7 +107,7 @@ def _paths(target: Target, model: Model, slug: str) -> dict[str, str]:
 
 
 def _step(kind: type[Step], workspace: Workspace, target: Target, model: Model, paths: Mapping[str, str]) -> Step:
-    dtype = _DTYPES[target.platform.accelerator]
+    dtype = DTYPES[target.platform.accelerator]
     layers = (model.defaults, target.platform.overrides, workspace.steps)
     values: dict[str, Any] = {"vae_dtype": dtype, "t5_dtype": dtype, **paths}
     for layer in layers:  # check and check_cache must judge what the other steps use

@@ -165,14 +165,43 @@ def test_what_the_user_changed_stays_and_is_shown(place, capsys):
     for words in (
         "train_cats.sh (you set SEED=7)",
         "cache_cats.sh (edited by hand)",
-        "cats_linux.toml (edited by hand)",
-        "a.txt (changed in the bundle)",
+        "files/tomls/cats_linux.toml (edited by hand)",
+        "files/datasets/cats/64/a.txt (changed in the bundle)",
     ):
         assert f"stays: {words}" in shown
     assert names(place) == {
         "train_cats.sh", "cache_cats.sh", "files/tomls/cats_linux.toml", "files/datasets/cats/64/a.txt",
         "files/datasets/cats/64/.wangen-published.json",
     }  # fmt: skip
+
+
+def test_what_is_removed_already_is_not_listed(place, capsys):
+    media = root(place) / "files/datasets/cats/64"
+    write_tree(root(place), THEIRS)
+    (media / "a.txt").write_text("my cat")
+    assert clean(place, "--bundle") == 0
+    capsys.readouterr()
+    assert clean(place) == 0
+    mine = "stays: files/datasets/cats/64/a.txt (changed in the bundle)"
+    assert [line.strip() for line in capsys.readouterr().out.splitlines() if "/64/" in line] == [mine]
+    assert clean(place, "--caches") == 0
+    shown = capsys.readouterr().out
+    assert mine not in shown
+    assert f"stays: files/datasets/cats/64_cache/mine-{KEY}.latent.safetensors (no cache entry of ours" in shown
+    assert clean(place, "--bundle") == 0
+    shown = capsys.readouterr().out
+    assert mine in shown
+    assert "64_cache" not in shown
+    (media / "a.txt").unlink()
+    assert clean(place, "--bundle") == 0
+    assert not (media / ".wangen-published.json").exists()
+
+
+def test_empty_cache_folders_go_with_the_caches(place):
+    assert clean(place, "--bundle") == 0
+    assert (root(place) / "files/datasets/cats/64_cache").is_dir()
+    assert clean(place, "--caches") == 0
+    assert not (root(place) / "files").exists()
 
 
 def test_the_only_copy_of_a_picture_stays(place, capsys):
@@ -247,6 +276,21 @@ def test_one_resolution_alone(place):
     assert not names(place) & OURS["caches"].keys()
 
 
+def test_a_resolution_that_the_scripts_still_name_is_to_be_published_again(place, capsys):
+    words = ["--resolution", "64", "--resolution", "128"]
+    assert main(["publish", "cats", "--workspace", str(place), *words]) == 0
+    capsys.readouterr()
+    assert clean(place, "--caches", "--resolution", "128") == 0
+    assert "publish again" not in capsys.readouterr().out
+    assert clean(place, "--bundle", "--resolution", "128") == 0
+    again = "the scripts still name 128; publish again: wangen publish cats --resolution 64\n"
+    assert again in capsys.readouterr().out
+    assert main(["publish", "cats", "--workspace", str(place), "--resolution", "64"]) == 0
+    capsys.readouterr()
+    assert clean(place, "--bundle", "--resolution", "128") == 0
+    assert "publish again" not in capsys.readouterr().out
+
+
 def test_it_waits_for_a_run(place, capsys):
     me = psutil.Process()
     owner = [me.pid, me.create_time()]
@@ -282,8 +326,9 @@ def test_platforms_and_shared_roots(place, capsys, tmp_path):
 def test_a_dataset_that_is_not_there_gets_near_names(place, capsys):
     assert main(["clean", "cat", "--workspace", str(place)]) == 1
     assert "did you mean cats?" in capsys.readouterr().err
+    write_tree(root(place), {"train_cats.sh.new": "", "train_dogs.sh.new": "", "train_of_thought.txt": ""})
     assert main(["clean", "zebra", "--workspace", str(place), "--bundle"]) == 1
-    assert "known are: cats" in capsys.readouterr().err
+    assert "known are: cats, dogs\n" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(os.name == "nt", reason="a root that this host cannot see")

@@ -454,3 +454,11 @@ def test_what_is_still_to_be_done(place, capsys):
     (models / "Wan2.1_VAE.pth").touch()
     assert publish(place, "--platform", "linux") == 0
     assert "Wan2.1_VAE.pth" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("models", ["D:\\models\\x", "\\\\nas\\x"])
+def test_weights_in_a_folder_of_their_own_are_not_put_into_the_bundle(place, capsys, models):
+    (place / "wangen.toml").write_text(SMALL + f"[platform.windows]\nmodels = '{models}'\n")
+    assert publish(place, "--platform", "windows") == 0
+    folder = models.replace("\\", "/")
+    assert f"next: put the weights to {folder}/Wan2.1_VAE.pth (windows)\n" in capsys.readouterr().out

@@ -67,7 +67,7 @@ def test_every_wrong_line_of_a_jsonl_is_named_at_once(tmp_path):
     text = "".join(part if part.endswith("\n") else part + "\n" for part in lines)
     write_tree(tmp_path, {"a.jpg": JPEG, "bare.jpg": JPEG, "notes.txt": "x", "set.jsonl": text})
     found = problems(tmp_path)
-    assert [text.split(";")[0] for text in found] == [
+    assert [text.split(";")[0] for text in found if "notes.txt;" not in text] == [
         "bare.jpg: has no caption",
         "set.jsonl: line 10: has image_path and file_name, one is needed",
         "set.jsonl: line 11: is not JSON",
@@ -87,6 +87,29 @@ def test_every_wrong_line_of_a_jsonl_is_named_at_once(tmp_path):
 @pytest.mark.parametrize(("content", "words"), [("é".encode("latin-1"), "is not UTF-8"), (b"", "holds no image")])
 def test_a_jsonl_that_holds_nothing(tmp_path, content, words):
     assert words in problems(write_tree(tmp_path, {"set.jsonl": content}) / "set.jsonl")[0]
+
+
+def test_the_captions_of_renamed_media_are_named_with_the_media(tmp_path):
+    write_tree(tmp_path, {"eye.jpg": JPEG, "retina.txt": "an eye", "a.jpg": JPEG, "a.txt": "an ape"})
+    assert problems(tmp_path) == [
+        "eye.jpg: has no caption; write eye.txt beside it",
+        f"{tmp_path.name}: holds captions without their image or video: retina.txt; rename the caption with its image",
+    ]
+    (tmp_path / "eye.txt").write_text("an eye")
+    assert problems(tmp_path) == []
+
+
+def test_media_that_share_a_caption_are_said(tmp_path, capsys):
+    dataset = {"cat.jpg": JPEG, "cat.png": JPEG, "cat.txt": "a cat", "dog.jpg": JPEG, "dog.txt": "a dog"}
+    place = write_tree(tmp_path, {"wangen.toml": TOML})
+    write_tree(place / "datasets" / "x", dataset)
+    for words in (["--dry-run"], []):
+        assert main(["publish", "x", "--workspace", str(place), *words]) == 0
+        assert "  cat.jpg and cat.png share the caption cat.txt\n" in capsys.readouterr().out
+    (place / "datasets/x/Cat.PNG").write_bytes(JPEG)
+    if len(list((place / "datasets/x").iterdir())) > len(dataset):  # a disk that tells the names apart
+        assert main(["publish", "x", "--workspace", str(place)]) == 1
+        assert "differ in letter case" in capsys.readouterr().err
 
 
 def test_a_jsonl_may_list_media_anywhere(tmp_path):

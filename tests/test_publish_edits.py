@@ -109,6 +109,76 @@ def test_copies_that_nobody_edited_are_renewed(place, monkeypatch):
     assert not (media(place) / "b.bmp").exists()
 
 
+@pytest.mark.parametrize("resize", [False, True])
+def test_a_bundle_that_was_copied_is_still_ours(place, capsys, resize):
+    (place / "wangen.toml").write_text(TOML.replace("[64, 64]", "[128, 128]"))
+    for name in "ab":
+        save(dataset(place) / f"{name}.bmp", bmp(ord(name), (900, 600)))
+    publish(place, *(["--resize"] if resize else []))
+    folder = media(place).with_name("128")
+    copy_with_new_times(folder)
+    save(folder / "b.bmp", (folder / "b.bmp").read_bytes()[:-1] + b"x")
+    os.utime(folder / "b.bmp", ns=(LONG_AGO_NS, LONG_AGO_NS))  # else its time is that of the source
+    before = {path: path.stat().st_ino for path in folder.iterdir() if path.name != manifest.NAME}
+    capsys.readouterr()
+    for again in (False, True):
+        assert publish(place) == 0
+        shown = capsys.readouterr().out
+        assert "(3 same files" in shown
+        assert shown.count("changed in the bundle") == 1
+        assert {path: path.stat().st_ino for path in before} == before
+        if not again:
+            record = manifest.read(folder).files["a.bmp"]
+            assert record.mtime_ns == (folder / "a.bmp").stat().st_mtime_ns  # next time it is not read again
+    copy_with_new_times(folder)
+    assert clean(place, "--bundle") == 0
+    assert {path.name for path in folder.iterdir()} == {"b.bmp", manifest.NAME}
+
+
+def copy_with_new_times(folder: Path) -> None:
+    """As `cp -r` does; links become files of their own."""
+    shutil.copytree(folder, folder.with_name("copy"))
+    shutil.rmtree(folder)
+    folder.with_name("copy").rename(folder)
+    for path in folder.iterdir():
+        changed_ns = path.stat().st_mtime_ns - 10**10
+        os.utime(path, ns=(changed_ns, changed_ns))
+
+
+@pytest.mark.skipif(os.name == "nt", reason="links need rights on Windows")
+def test_a_picture_whose_source_became_a_link_to_it_is_not_judged_by_itself(place):
+    publish(place)
+    save(media(place) / "a.bmp", bmp(99))
+    shutil.copytree(dataset(place), place / "datasets" / "fewer", ignore=shutil.ignore_patterns("a.*"))
+    shutil.rmtree(dataset(place))
+    dataset(place).symlink_to(media(place))
+    assert publish(place, "--source", str(place / "datasets" / "fewer")) == 0
+    assert (media(place) / "a.bmp").read_bytes() == bmp(99)
+
+
+def test_of_a_copied_bundle_without_its_originals_nothing_is_called_changed(place, capsys):
+    publish(place)
+    copy_with_new_times(media(place))
+    shutil.rmtree(dataset(place))
+    capsys.readouterr()
+    assert clean(place, "--bundle") == 0
+    shown = capsys.readouterr().out
+    assert f"stays: files/datasets/cats/64/a.bmp (the only copy: {dataset(place) / 'a.bmp'} is gone)" in shown
+    assert "changed in the bundle" not in shown
+    assert (media(place) / "a.bmp").read_bytes() == bmp(0)
+
+
+def test_an_original_that_was_edited_through_its_link_is_no_edit_of_the_bundle(place, capsys):
+    publish(place)
+    with (media(place) / "a.bmp").open("ab") as file:
+        file.write(b"more")
+    if not (media(place) / "a.bmp").samefile(dataset(place) / "a.bmp"):
+        pytest.skip("no links here")
+    assert clean(place, "--bundle") == 0
+    assert not root(place).joinpath("files/datasets/cats/64").exists()
+    assert (dataset(place) / "a.bmp").read_bytes().endswith(b"more")
+
+
 def test_links_are_announced_once(place, capsys):
     words = "media are links to the originals"
     publish(place)

@@ -119,10 +119,17 @@ def test_all_files_in_the_way_are_said_at_once_and_nothing_is_written(place, cap
 
 def test_a_caption_that_was_changed_in_the_bundle_stays(place, capsys):
     publish(place)
-    (media(place) / "a.txt").write_text("my cat")
+    (media(place) / "a.txt").write_text("I cat")
+    assert (media(place) / "a.txt").stat().st_size == (place / "datasets/cats/a.txt").stat().st_size
     capsys.readouterr()
     assert publish(place) == 0
-    assert "was changed in the bundle" not in capsys.readouterr().out  # the source says nothing new
+    assert "a.txt was changed in the bundle and stays" in capsys.readouterr().out  # the source says nothing new
+    write_tree(place / "datasets/cats", {"b.jpg": image_bytes(seed=2), "b.txt": "x"})
+    for _ in range(2):
+        assert publish(place) == 0
+        assert "a.txt was changed in the bundle and stays" in capsys.readouterr().out
+        os.utime(media(place) / "a.txt", ns=(10**18, 10**18))  # the manifest was written again, long after the edit
+    (media(place) / "a.txt").write_text("my cat")
     (place / "datasets/cats/a.txt").write_text("a tabby")
     for _ in range(2):
         assert publish(place) == 0

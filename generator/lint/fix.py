@@ -13,7 +13,7 @@ from typing import Any
 
 from wangen import profiles
 from wangen.generator import commands, scripts
-from wangen.generator.bundle import posix_paths
+from wangen.generator.bundle import DTYPES, posix_paths
 from wangen.generator.errors import WangenError
 from wangen.generator.files import write_whole
 from wangen.generator.lint import toml_fix
@@ -270,8 +270,8 @@ def _usual(script: Script, slug: str, shared: Mapping[str, Any]) -> dict[str, An
         "report_dir": folder,
         "log_file": separator.join(("logs", f"{slug}.log")),
         "lock": _inside(folder, "run.lock"),
-        "vae_dtype": "bfloat16",
-        "t5_dtype": "bfloat16",
+        "vae_dtype": DTYPES["cuda"],
+        "t5_dtype": DTYPES["cuda"],
     }
 
 

@@ -55,7 +55,7 @@ class Inventory:
         target: where.
         slug: the dataset.
         files: part -> the files that may be removed with it.
-        kept: files that stay, and why.
+        kept: part -> files that stay when it is removed, and why.
         folders: part -> folders of ours that are removed when they are empty, the inner ones first.
         own: the folders that hold nothing but this dataset.
     """
@@ -63,14 +63,15 @@ class Inventory:
     target: Target
     slug: str
     files: dict[Part, list[Path]] = field(default_factory=lambda: {part: [] for part in PARTS})
-    kept: list[tuple[Path, str]] = field(default_factory=list)
+    kept: dict[Part, list[tuple[Path, str]]] = field(default_factory=lambda: {part: [] for part in PARTS})
     folders: dict[Part, list[Path]] = field(default_factory=lambda: {part: [] for part in PARTS})
     own: tuple[Path, ...] = ()
 
     @property
     def empty(self) -> bool:
         """Whether there is nothing of the dataset."""
-        return not (any(self.files.values()) or self.kept or any(folder.is_dir() for folder in self.own))
+        ours = any(self.files.values()) or any(self.kept.values())
+        return not (ours or any(folder.is_dir() for folder in self.own))
 
 
 @dataclass
@@ -166,7 +167,9 @@ def known_slugs(target: Target) -> set[str]:
     """The datasets of which a target holds anything."""
     places = [layout.reach(target, target.roots[name]) for name in ("datasets", "outputs")]
     found = {path.name for place in places for path in _entries(place) if path.is_dir()}
-    return found | {path.stem.removeprefix("train_") for path in target.folder.glob("train_*.*")}
+    names = (path.name.removesuffix(".new") for path in target.folder.glob("train_*.*"))
+    shells = target.platform.shells
+    return found | {Path(name).stem.removeprefix("train_") for name in names if Path(name).suffix[1:] in shells}
 
 
 def _remove_empty(folder: Path, target: Target) -> None:
@@ -229,7 +232,7 @@ def _judge_text(found: Inventory, path: Path, edit: Callable[[bytes], str]) -> N
     except OSError as error:
         reason = f"cannot be read: {error.strerror}"
     if reason:
-        found.kept.append((path, reason))
+        found.kept["bundle"].append((path, reason))
     else:
         found.files["bundle"].append(path)
 
@@ -244,19 +247,22 @@ def _script_edit(data: bytes) -> str:
 
 def _look_at_media(found: Inventory, folder: Path, seen: _Seen) -> None:
     """Files that the manifest names; of media whose original is gone, one copy stays."""
-    known = manifest.read(folder)
-    num_kept = len(found.kept)
-    for path in (folder / name for name in sorted(known.names())):
+    known, entries = manifest.read(folder), _entries(folder)
+    names, kept = known.names(), found.kept["bundle"]
+    num_kept = len(kept)
+    for path in (path for path in entries if path.name in names):
         with suppress(FileNotFoundError):
             record = known.match(path)
-            if record is None:
-                found.kept.append((path, "changed in the bundle"))
-            elif _spare(path, record, seen):
+            last = record or known.files.get(path.name, Record())
+            lost = last.origin and not last.is_caption and not Path(last.origin).is_file()
+            if record and _spare(path, record, seen):
                 found.files["bundle"].append(path)
+            elif record or lost:
+                kept.append((path, f"the only copy: {last.origin} is gone"))
             else:
-                found.kept.append((path, f"the only copy: {record.origin} is gone"))
-    notes = [path for path in _entries(folder) if path.name.startswith(TEMPORARY)]
-    if len(found.kept) == num_kept:  # else it is needed to know the others again
+                kept.append((path, "changed in the bundle"))
+    notes = [path for path in entries if path.name.startswith(TEMPORARY)]
+    if len(kept) == num_kept:  # else it is needed to know the others again
         notes += [path for path in (folder / manifest.NAME,) if path.is_file()]
     found.files["bundle"] += notes
     found.folders["bundle"].append(folder)
@@ -281,7 +287,7 @@ def _look_at_cache(found: Inventory, folder: Path) -> None:
             if _header(path).get("format", "").startswith("wangen-cache-"):
                 found.files["caches"].append(path)
             else:
-                found.kept.append((path, "no cache entry of ours by its header"))
+                found.kept["caches"].append((path, "no cache entry of ours by its header"))
     found.folders["caches"].append(folder)
 
 
@@ -307,7 +313,7 @@ def _look_at_outputs(found: Inventory, folder: Path) -> None:
             if part and "wangen.fingerprint" in _header(path):
                 found.files[part].append(path)
             elif part:
-                found.kept.append((path, "no LoRA of ours by its header"))
+                found.kept[part].append((path, "no LoRA of ours by its header"))
     found.files["outputs"] += [*_reports(folder), *_experiment_logs(found, folder)]
     found.folders["checkpoints"] += [states, folder]
     found.folders["outputs"].append(folder)

@@ -1,6 +1,6 @@
 """`wangen clean` as its user sees it: what is there, and what was removed."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from wangen.generator.publish import clean, layout
 from wangen.generator.publish.clean import PARTS, Inventory, Part
 from wangen.generator.publish.command import bytes_text
 from wangen.generator.publish.plan import STATE, memo_path
+from wangen.generator.publish.texts import toml_file
 from wangen.generator.target import Target
 from wangen.generator.tomls import parse_resolution, resolution_name
 from wangen.generator.workspace import Workspace
@@ -62,6 +63,8 @@ def run(
             remove(memo_path(place, slug))
     for inventory in found:
         clean.remove_empty_folders(inventory, parts)
+    if "bundle" in parts:
+        _say_publish(targets, slug, platforms, sizes)
     return 0
 
 
@@ -91,14 +94,17 @@ def _show(inventory: Inventory) -> None:
         files = inventory.files[part]
         size = bytes_text(clean.total_bytes(files))
         click.echo(f"           {part:12} {len(files):6} files  {size:>10}  {words}")
-    _say_kept(inventory)
+    _say_kept(inventory, list(PARTS))
 
 
-def _say_kept(inventory: Inventory) -> None:
-    for path, why in inventory.kept[:_NUM_KEPT]:
-        click.echo(f"           stays: {path.name} ({why})")
-    if len(inventory.kept) > _NUM_KEPT:
-        click.echo(f"           stay: {len(inventory.kept) - _NUM_KEPT} more files")
+def _say_kept(inventory: Inventory, parts: Sequence[Part]) -> None:
+    kept = [entry for part in parts for entry in inventory.kept[part]]
+    top = inventory.target.folder
+    for path, why in kept[:_NUM_KEPT]:
+        name = path.relative_to(top) if path.is_relative_to(top) else path
+        click.echo(f"           stays: {name.as_posix()} ({why})")
+    if len(kept) > _NUM_KEPT:
+        click.echo(f"           stay: {len(kept) - _NUM_KEPT} more files")
 
 
 def _remove(inventory: Inventory, parts: Sequence[Part]) -> None:
@@ -107,4 +113,18 @@ def _remove(inventory: Inventory, parts: Sequence[Part]) -> None:
     for part in parts:
         number = clean.clean(inventory, part)
         click.echo(f"           {part:12} {number:6} files removed  {sizes[part]:>10}")
-    _say_kept(inventory)
+    _say_kept(inventory, parts)
+
+
+def _say_publish(targets: Iterable[Target], slug: str, platforms: Sequence[str], removed: Sequence[str]) -> None:
+    """TOML files and scripts may name a resolution whose media were just removed: the next run would fail."""
+    named, left = set(), set()
+    for target in targets:
+        path = toml_file(target, slug)
+        text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+        named |= {name for name in removed if f'/{name}"' in text}
+        left |= {name for name in layout.published_resolutions(target, slug) if f'/{name}"' in text} - {*removed}
+    if named:
+        words = [f"--resolution {name}" for name in sorted(left)] + [f"--platform {name}" for name in platforms]
+        click.echo(f"the scripts still name {' and '.join(sorted(named))}; publish again: "
+                   + " ".join(["wangen publish", slug, *words]))  # fmt: skip

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import click
@@ -27,6 +27,7 @@ from wangen.generator.workspace import Workspace
 from wangen.profiles import Model
 
 _NUM_NAMES = 5
+_NUM_KEPT = 20
 _NUM_WAITS, _WAIT_S = 30, 0.1
 
 
@@ -100,6 +101,11 @@ def _run(request: Request, place: Workspace, slug: str) -> None:
     click.echo(f"{request.name!r} {verb} as {slug}: {what} for {model.title} in {sizes}")
     for line in source.left_out if source else ():
         click.echo(f"  not taken: {line}")
+    shared = source.shared if source else ()
+    for line in shared[:_NUM_NAMES]:
+        click.echo(f"  {line}")
+    if len(shared) > _NUM_NAMES:
+        click.echo(f"  and {len(shared) - _NUM_NAMES} more share one")
     if source and settings.resize and any(item.media == "video" for item in source.items):
         click.echo("  clips are taken as they are: --resize makes smaller copies of images only")
     if request.dry_run:
@@ -205,9 +211,11 @@ def _say_kept(bundle: BundlePlan, slug: str) -> None:
         elif text.knobs:
             values = ", ".join(f"{knob}={mine} (published: {ours})" for knob, (mine, ours) in text.knobs.items())
             _hint(f"{name} keeps your knobs: {values}")
-    for folder in bundle.folders:
-        for name in folder.kept:
-            _hint(f"{folder.folder / name} was changed in the bundle and stays; remove it to have it published again")
+    kept = [folder.folder / name for folder in bundle.folders for name in folder.kept]
+    for path in kept[:_NUM_KEPT]:
+        _hint(f"{path} was changed in the bundle and stays; remove it to have it published again")
+    if len(kept) > _NUM_KEPT:
+        _hint(f"and {len(kept) - _NUM_KEPT} more files that were changed in the bundle")
     for name in bundle.left:
         command = f"wangen clean {slug} --bundle --caches --resolution {name}"
         _hint(f"{name}/ of an earlier publish stays; remove it with: {command}")
@@ -283,5 +291,6 @@ def _say_next(targets: Iterable[Target], model: Model, slug: str) -> None:
             if seen is None or not seen.exists():
                 missing.setdefault(path.replace("\\", "/"), []).append(target.platform.name)
     for path, names in missing.items():
-        click.echo(f"next: put the weights to {path} in the bundle ({', '.join(names)})")
+        absolute = PurePosixPath(path).is_absolute() or PureWindowsPath(path).is_absolute()
+        click.echo(f"next: put the weights to {path}{'' if absolute else ' in the bundle'} ({', '.join(names)})")
     click.echo(f"next: see what is missing with: wangen check {slug}    and run train_{slug} in the bundle")

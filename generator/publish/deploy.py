@@ -105,12 +105,17 @@ def finish(plan: FolderPlan) -> Staged | None:
         except OSError as error:
             raise WangenError(f"cannot remove what the dataset no longer has: {error.strerror}", where=str(path),
                               cure="remove it by hand") from None  # fmt: skip
-    done = {*plan.new, *plan.changed}
-    files = {name: record for name, record in plan.known.files.items() if name in plan.wanted or name in plan.kept}
+    done = {*plan.new, *plan.changed, *plan.copied}
+    kept = {*plan.kept}
+    files = {name: record for name, record in plan.known.files.items() if name in plan.wanted or name in kept}
+    for name in kept & files.keys():
+        if files[name].is_caption:  # from now on it is older than the manifest, and shall be looked at all the same
+            files[name] = files[name]._replace(size=UNKNOWN)
     for name in done:
         wanted, stat = plan.wanted[name], (plan.folder / name).stat()
+        digest = manifest.digest_of((plan.folder / name).read_bytes()) if wanted.size else ""
         mtime_ns = stat.st_mtime_ns if wanted.text is None else UNKNOWN
-        files[name] = Record(wanted.made_of, stat.st_size, mtime_ns, str(wanted.origin))
+        files[name] = Record(wanted.made_of, stat.st_size, mtime_ns, str(wanted.origin), digest)
     return stage(plan.folder / manifest.NAME, [Manifest(files).text().encode()])
 
 

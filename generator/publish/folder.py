@@ -13,7 +13,7 @@ from wangen.generator.dataset import Problem, folded
 from wangen.generator.errors import WangenError
 from wangen.generator.publish import manifest
 from wangen.generator.publish.captions import with_trigger
-from wangen.generator.publish.manifest import CAPTION, UNKNOWN, Manifest
+from wangen.generator.publish.manifest import CAPTION, COARSE_NS, UNKNOWN, Manifest, Record
 from wangen.generator.publish.resize import RECIPE, bake, smaller_size
 from wangen.generator.publish.source import Source
 from wangen.generator.workspace import DatasetSettings
@@ -51,6 +51,7 @@ class FolderPlan:
         new: names that are not there.
         changed: names whose content is another one.
         kept: names whose content somebody changed in the bundle, so that it stays.
+        copied: media whose content is right and whose time is not the manifest's, as after a copy of the bundle.
         gone: names that the dataset has no longer.
         renamed: (old, new) names that differ in letter case or Unicode form only.
         problems: what forbids it.
@@ -63,6 +64,7 @@ class FolderPlan:
     new: list[str] = field(default_factory=list)
     changed: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
+    copied: list[str] = field(default_factory=list)
     gone: list[str] = field(default_factory=list)
     renamed: list[tuple[str, str]] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
@@ -71,7 +73,7 @@ class FolderPlan:
     @property
     def idle(self) -> bool:
         """Whether there is nothing to do."""
-        return not (self.new or self.changed or self.gone or self.renamed or self.known.before)
+        return not (self.new or self.changed or self.copied or self.gone or self.renamed or self.known.before)
 
     @property
     def num_same(self) -> int:
@@ -107,9 +109,10 @@ def make_folder_plan(
             continue  # the original itself
         if name in listing:
             done = record and record.made_of == wanted.made_of and record.size != UNKNOWN
-            if done and name not in known.before:
-                continue
-            _judge(plan, name, path, wanted)
+            if record and done and name not in known.before:
+                _look_again(plan, name, path, wanted, record)
+            else:
+                _judge(plan, name, path, wanted)
         elif folded(name) in by_fold:
             plan.renamed.append((by_fold[folded(name)], name))
             plan.changed.append(name)
@@ -132,6 +135,22 @@ def _own_folders(folder: Path, source: Source) -> set[Path]:
     """The folders of the source that are the media folder itself."""
     parents = {item.path.parent for item in source.items} | {item.caption_path.parent for item in source.items}
     return {parent for parent in parents if folder.is_dir() and parent.samefile(folder)}
+
+
+def _look_again(plan: FolderPlan, name: str, path: Path, wanted: Wanted, record: Record) -> None:
+    """The manifest says that a file is the wanted one: it is opened only where its size or time says otherwise."""
+    with suppress(OSError):
+        stat = path.stat()
+        if wanted.text is None:
+            untouched = abs(stat.st_mtime_ns - record.mtime_ns) <= COARSE_NS
+        else:
+            untouched = stat.st_mtime_ns + COARSE_NS < plan.known.written_ns
+        if untouched and stat.st_size == record.size:
+            return
+    if not (plan.known.match(path) or _same_content(wanted, path)):
+        plan.kept.append(name)
+    elif wanted.text is None:
+        plan.copied.append(name)
 
 
 def _judge(plan: FolderPlan, name: str, path: Path, wanted: Wanted) -> None:

@@ -1,11 +1,12 @@
 """What publishing wrote into a media folder: a manifest beside the media, by which it is known again.
 
 Only files that the manifest names are ever replaced or removed, and only while they are what it says: a file that
-somebody changed in the bundle stays.
+somebody changed in the bundle stays. Where the time is another one, as after a copy of the bundle, the content decides.
 """
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,12 +36,19 @@ class Record(NamedTuple):
         size: of the published file in bytes.
         mtime_ns: modification time of published media, which is that of the source; captions have a digest.
         origin: the source's absolute path on the host that published it.
+        digest: of a smaller copy, which no source holds.
     """
 
     made_of: str = ""
     size: int = UNKNOWN
     mtime_ns: int = UNKNOWN
     origin: str = ""
+    digest: str = ""
+
+    @property
+    def is_caption(self) -> bool:
+        """Whether the file is a caption, known by its content."""
+        return self.made_of.startswith(_TEXT)
 
 
 @dataclass(frozen=True)
@@ -50,10 +58,12 @@ class Manifest:
     Attributes:
         files: file name -> what it is, or will be as soon as a publish that is under way ends.
         before: file name -> what it was before that publish; empty when none is under way.
+        written_ns: when the manifest was written, by its file system.
     """
 
     files: Mapping[str, Record] = field(default_factory=dict)
     before: Mapping[str, Record] = field(default_factory=dict)
+    written_ns: int = UNKNOWN
 
     def names(self) -> set[str]:
         """Every file that may be ours."""
@@ -72,7 +82,12 @@ class Manifest:
 
 def caption_record(text: bytes) -> str:
     """The `made_of` of a caption."""
-    return _TEXT + hashlib.sha256(text).hexdigest()[:20]
+    return _TEXT + digest_of(text)
+
+
+def digest_of(content: bytes) -> str:
+    """By what a content is known again."""
+    return hashlib.sha256(content).hexdigest()[:20]
 
 
 def read(folder: Path) -> Manifest:
@@ -84,13 +99,14 @@ def read(folder: Path) -> Manifest:
     path = folder / NAME
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
+        written_ns = path.stat().st_mtime_ns
     except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
         return Manifest()
     except OSError as error:
         raise WangenError(f"cannot be read: {error.strerror}", where=str(path), cure="fix its rights") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         return Manifest()
-    return Manifest(_records(content.get("files")), _records(content.get("before")))
+    return Manifest(_records(content.get("files")), _records(content.get("before")), written_ns)
 
 
 def _records(content: Any) -> dict[str, Record]:
@@ -106,16 +122,33 @@ def is_published_name(name: str) -> bool:
 
 def _record(raw: list[Any]) -> Record:
     """A record, or one that knows nothing when it is malformed."""
-    kinds = (str, int, int, str)
-    fits = len(raw) == len(kinds) and all(type(value) is kind for value, kind in zip(raw, kinds, strict=True))
+    kinds = (str, int, int, str, str)
+    fits = len(raw) in (4, 5) and all(type(value) is kind for value, kind in zip(raw, kinds, strict=False))
     return Record(*raw) if fits else Record()
 
 
 def _is(path: Path, record: Record) -> bool:
     try:
-        if record.made_of.startswith(_TEXT):
+        if record.is_caption:
             return caption_record(path.read_bytes()) == record.made_of
         stat = path.stat()
-        return record.size in (UNKNOWN, stat.st_size) and abs(record.mtime_ns - stat.st_mtime_ns) <= COARSE_NS
+        if abs(record.mtime_ns - stat.st_mtime_ns) <= COARSE_NS and record.size in (UNKNOWN, stat.st_size):
+            return True
+        return _same_content(path, record, stat.st_size)
     except OSError:
         return False
+
+
+def _same_content(path: Path, record: Record, num_bytes: int) -> bool:
+    """Whether a media file of `num_bytes` holds what it held, or what its source holds: no edit is lost with either."""
+    if record.digest:
+        return num_bytes == record.size and digest_of(path.read_bytes()) == record.digest
+    origin = Path(record.origin)
+    if not record.origin or os.path.realpath(origin) == os.path.realpath(path):
+        return False
+    if path.samefile(origin):
+        return True
+    if num_bytes != origin.stat().st_size:
+        return False
+    with path.open("rb") as ours, origin.open("rb") as theirs:
+        return hashlib.file_digest(ours, "sha256").digest() == hashlib.file_digest(theirs, "sha256").digest()

@@ -37,11 +37,13 @@ from wangen.generator.publish.captions import (
     choose,
     read_manifest,
 )
-from wangen.generator.publish.manifest import COARSE_NS
+from wangen.generator.publish.manifest import CAPTION, COARSE_NS
 from wangen.profiles import Model
 
 Advance = Callable[[str], None]
 """Called with the name of what was done."""
+
+_NUM_NAMES = 5
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class Source:
         facts: of each item's media, by path.
         states: size in bytes and modification time in ns of each item's media, by path.
         left_out: what lies there and is no item, a line each.
+        shared: media that share one caption file in the bundle, a line each.
         problems: what forbids publishing it.
     """
 
@@ -62,6 +65,7 @@ class Source:
     facts: Mapping[Path, MediaFacts]
     states: Mapping[Path, tuple[int, int]]
     left_out: Sequence[str] = ()
+    shared: Sequence[str] = ()
     problems: Sequence[Problem] = ()
 
 
@@ -90,7 +94,7 @@ def read_source(
     problems += [*unreadable, *_clashes(items), *short_clips(items, facts, model)]
     if not items and not problems:
         problems.append(Problem(origin, "holds no image or video files", "put them here"))
-    return Source(origin, items, facts, known.states, left_out, sorted(problems, key=str))
+    return Source(origin, items, facts, known.states, left_out, _shared(items), sorted(problems, key=str))
 
 
 def short_clips(items: Iterable[Item], facts: Mapping[Path, MediaFacts], model: Model) -> list[Problem]:
@@ -117,13 +121,26 @@ def _from_folder(folder: Path) -> tuple[list[Item], list[Problem], list[str]]:
             captions.setdefault(folder / path.name if path.parent == _normal(folder) else path, []).extend(found)
     files = CaptionFiles(entries)
     items = []
+    bare = False
     for path, found in captions.items():
         try:
             beside = files.of(path) if path.parent == folder else []
+            bare = bare or not (beside or found)
             items.append(choose(path, [*beside, *found]))
         except BadItemError as bad:
             problems.append(bad.problem)
+    if bare:
+        problems += _lost_captions(folder, files.orphans(captions))
     return sorted(items, key=lambda item: item.path), problems, _left_out(entries, files, captions)
+
+
+def _lost_captions(folder: Path, orphans: Sequence[Path]) -> list[Problem]:
+    """Where an image has no caption, one without image may be its: the image was renamed."""
+    if not orphans:
+        return []
+    names = ", ".join(path.name for path in orphans[:_NUM_NAMES]) + (", …" if len(orphans) > _NUM_NAMES else "")
+    found = f"holds captions without their image or video: {names}"
+    return [Problem(folder, found, "rename the caption with its image")]
 
 
 def _from_manifest(path: Path) -> tuple[list[Item], list[Problem], list[str]]:
@@ -175,6 +192,14 @@ def _clashes(items: Sequence[Item]) -> list[Problem]:
             found = f"shares the caption file {item.path.stem}.txt with {other.path.name}, and their captions differ"
             problems.append(Problem(item.path, found, "rename one of them"))
     return problems
+
+
+def _shared(items: Iterable[Item]) -> list[str]:
+    """Who edits the one caption of two media edits both: they are said, as it may not be meant."""
+    stems: dict[str, list[str]] = {}
+    for item in items:
+        stems.setdefault(item.path.stem, []).append(item.path.name)
+    return [f"{' and '.join(names)} share the caption {stem}{CAPTION}" for stem, names in stems.items() if names[1:]]
 
 
 def _read_facts(paths: Sequence[Path], memo: "_Memo", advance: Advance) -> tuple[dict[Path, MediaFacts], list[Problem]]:
