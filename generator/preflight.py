@@ -199,6 +199,10 @@ def _media(bundle: BundlePlan, source: Source | None, slug: str) -> Iterator[Lin
     if counts:
         said = ", ".join(f"{number} {what}" for what, number in counts.items())
         yield Line("note", f"the dataset has changed since ({said}); publish again: wangen publish {slug}")
+    kept = [name for folder in bundle.folders for name in folder.kept]
+    if kept:
+        yield Line("note", f"changed in the bundle, so that publishing leaves them: {', '.join(kept[:5])}"
+                   + (f" and {len(kept) - 5} more" if len(kept) > 5 else ""))  # fmt: skip
     for name in bundle.left:
         yield Line("note", f"{name}/ of an earlier publish is still there, and no step uses it")
 

@@ -268,3 +268,9 @@ def test_a_toml_with_paths_of_another_system(site, capsys):
 def test_a_script_that_is_gone(site, capsys):
     script(site).unlink()
     assert "train_red_house.sh is not there; publish again" in check(capsys, 1, "--platform", HERE)
+
+
+def test_a_caption_that_was_edited_in_the_bundle(site, capsys):
+    media = site / "published" / "windows" / "files" / "datasets" / "red_house" / "64"
+    (media / "a.txt").write_text("mine", encoding="utf-8")
+    assert "changed in the bundle, so that publishing leaves them: a.txt" in check(capsys, 0, "--platform", "windows")

@@ -209,7 +209,10 @@ def assert_whole(found: dict[str, bytes], old: dict[str, bytes], new: dict[str, 
     """Every file is the old one or the new one; what was not there before and after is a temporary file of ours."""
     for name, data in found.items():
         base = Path(name).name
-        if base.startswith(".wangen-publish-") or base in (".wangen-published.json", "publish.lock"):
+        if base.startswith((".wangen-publish-", ".publish.lock.")) or base in (
+            ".wangen-published.json",
+            "publish.lock",
+        ):
             continue
         assert data in (old.get(name), new.get(name)), f"{where}: {name} is neither old nor new"
     for name in old.keys() & new.keys():
