@@ -105,7 +105,7 @@ def make_folder_plan(
     by_fold = {folded(name): name for name in gone if known.match(folder / name)}
     for name, wanted in plan.wanted.items():
         record, path = known.files.get(name), folder / name
-        if wanted.origin.parent in own and wanted.origin.name == name:
+        if own and wanted.origin.parent in own and wanted.origin.name == name:
             continue  # the original itself
         if name in listing:
             done = record and record.made_of == wanted.made_of and record.size != UNKNOWN
