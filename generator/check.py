@@ -10,7 +10,7 @@ from pathlib import Path
 from wangen import profiles
 from wangen.generator import headers, scripts
 from wangen.generator.dataset import read_facts, scan
-from wangen.generator.errors import WangenError
+from wangen.generator.errors import WangenError, many
 from wangen.generator.geometry import resampled_frames, too_short, windows
 from wangen.generator.lock import IN_SCRIPT
 from wangen.generator.paths import is_foreign
@@ -113,15 +113,6 @@ def _incomplete(folder: Path) -> str:
         return ""
     named = ", ".join(missing[:3]) + (", …" if len(missing) > 3 else "")
     return f"{folder}: {many(len(missing), 'published file')} not there ({named}); was the copying broken off?"
-
-
-def many(number: int, what: str) -> str:
-    """A number of things in words.
-
-    >>> many(1, "image"), many(2, "clip")
-    ('1 image', '2 clips')
-    """
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 @dataclass

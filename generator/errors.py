@@ -42,3 +42,12 @@ class UsageError(WangenError):
 
     def __init__(self, found: str, *, where: str = "", cure: str = "") -> None:
         super().__init__(found, where=where, cure=cure, exit_code=2)
+
+
+def many(number: int, what: str) -> str:
+    """A number of things in words.
+
+    >>> many(1, "image"), many(2, "clip")
+    ('1 image', '2 clips')
+    """
+    return f"{number} {what}{'' if number == 1 else 's'}"

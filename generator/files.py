@@ -28,23 +28,39 @@ def write_whole(path: Path, chunks: Iterable[bytes | memoryview], *, mode: int |
     """
     # Process numbers repeat from machine to machine on a shared drive; random names do not.
     unique = path.with_name(f".{path.name[:40]}-{secrets.token_hex(8)}.tmp")
-    temporary: Path | None = None
+    write_new(unique, chunks, mode)
+    placed = False
     try:
-        with unique.open("xb") as file:
-            temporary = unique
+        replace(unique, path)
+        placed = True
+    finally:
+        if not placed:
+            with suppress(OSError):
+                unique.unlink()
+    sync_folder(path.parent)
+
+
+def write_new(path: Path, chunks: Iterable[bytes | memoryview], mode: int | None = None) -> None:
+    """Write a file that must not exist yet, durable and with its rights; when that fails, it is gone again.
+
+    Raises:
+        OSError: there is such a file, which stays, or the disk refused.
+    """
+    file = path.open("xb")
+    whole = False
+    try:
+        with file:
             for chunk in chunks:
                 file.write(chunk)
             file.flush()
             os.fsync(file.fileno())
         if mode is not None:
-            unique.chmod(mode)
-        replace(unique, path)
-        temporary = None
-        sync_folder(path.parent)
+            path.chmod(mode)
+        whole = True
     finally:
-        if temporary is not None:
+        if not whole:
             with suppress(OSError):
-                temporary.unlink()
+                path.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:

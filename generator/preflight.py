@@ -178,14 +178,16 @@ def _currency(text: Text, target: Target, slug: str) -> Iterator[Line]:
     elif text.state == "new":
         yield Line("problem", f"{name} is not there; {again}")
     elif text.state == "changed":
-        made = found[1].decode() if (found := _MADE_BY.search(text.path.read_bytes())) else version("wangen")
-        old = f"made by wangen {made}, this is {version('wangen')}"
-        yield Line(
-            "problem", f"{name}: {old if made != version('wangen') else 'not what publishing writes now'}; {again}"
-        )
+        yield Line("problem", f"{name}: {_other_version(text) or 'not what publishing writes now'}; {again}")
     elif text.knobs:
         mine = ", ".join(f"{knob}={value} (published: {ours})" for knob, (value, ours) in text.knobs.items())
         yield Line("ok", f"{name} is up to date, with your {mine}")
+
+
+def _other_version(text: Text) -> str:
+    """Which other version of wangen made the script on disk, in words; empty when it was this one, or nobody knows."""
+    made, here = _MADE_BY.search(text.path.read_bytes()), version("wangen")
+    return f"made by wangen {made[1].decode()}, this is {here}" if made and made[1].decode() != here else ""
 
 
 def _media(bundle: BundlePlan, source: Source | None, slug: str) -> Iterator[Line]:
@@ -224,9 +226,8 @@ def _behind(script: _Script, text: Text, shell: str) -> Iterator[Line]:
     if text.state != "kept":
         return
     new = text.data or (text.target.read_bytes() if text.target.is_file() else b"")
-    made = _MADE_BY.search(text.path.read_bytes())
-    if made and made[1].decode() != version("wangen"):
-        yield Line("note", f"{script.name}: made by wangen {made[1].decode()}, this is {version('wangen')}")
+    if words := _other_version(text):
+        yield Line("note", f"{script.name}: {words}")
     fresh = {command: step for command, step in scripts.parsed_steps(new, shell) if isinstance(step, Step)}
     for step in script.steps:
         now = fresh.get(step.command, step)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wangen.generator.errors import UsageError, WangenError
+from wangen.generator.errors import UsageError, WangenError, many
 from wangen.generator.lint import bat, exits, experts, flags, order, ps1, sh, shell, toml, tools, writing
 from wangen.generator.lint.kinds import Finding
 from wangen.generator.lint.script import HERE, MORE, UNKNOWN, Call, Script, Shell, find_calls
@@ -139,8 +139,8 @@ def text(script: Script, findings: list[Finding]) -> str:
             )
             break
     errors = sum(finding.severity == "error" for finding in findings)
-    counts = f"{_many(errors, 'error')}, {_many(len(findings) - errors, 'warning')}"
-    return "\n".join([*lines, f"{counts} in {_many(len(script.calls), 'call')}"])
+    counts = f"{many(errors, 'error')}, {many(len(findings) - errors, 'warning')}"
+    return "\n".join([*lines, f"{counts} in {many(len(script.calls), 'call')}"])
 
 
 def json_text(script: Script, findings: list[Finding], more: Mapping[str, Any] | None = None) -> str:
@@ -198,7 +198,3 @@ def _wrapped(words: str, first: str, rest: str) -> list[str]:
 
 def _made(path: Path) -> Script:
     return parse(path, _SHELLS[Path(path.name.removesuffix(".new")).suffix], path.read_bytes())
-
-
-def _many(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from wangen.generator.errors import WangenError
-from wangen.generator.files import remove, replace, sync_folder
+from wangen.generator.files import remove, replace, sync_folder, write_new
 from wangen.generator.publish import manifest
 from wangen.generator.publish.folder import FolderPlan, Wanted
 from wangen.generator.publish.manifest import UNKNOWN, Manifest, Record
@@ -141,20 +141,7 @@ def stage(final: Path, chunks: Iterable[bytes], mode: int | None = None, begin: 
         OSError: the disk refused; the temporary file is gone.
     """
     staged = Staged(_temporary(final, begin), final)
-    whole = False
-    try:
-        with staged.temporary.open("xb") as file:
-            for chunk in chunks:
-                file.write(chunk)
-            file.flush()
-            os.fsync(file.fileno())
-        if mode is not None:
-            staged.temporary.chmod(mode)
-        whole = True
-    finally:
-        if not whole:
-            with suppress(OSError):
-                staged.temporary.unlink(missing_ok=True)
+    write_new(staged.temporary, chunks, mode)
     return staged
 
 

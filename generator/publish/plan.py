@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from wangen.generator.dataset import Problem
-from wangen.generator.errors import UsageError, WangenError
+from wangen.generator.errors import UsageError, WangenError, many
 from wangen.generator.lock import busy
 from wangen.generator.publish import deploy, layout
 from wangen.generator.publish.folder import FolderPlan, make_folder_plan
@@ -152,8 +152,10 @@ def make_plan(
 def _refusal(problems: Iterable[Problem], where: str) -> WangenError:
     """One error that lists everything that forbids publishing."""
     lines = list(dict.fromkeys(map(str, problems)))
-    count = f"{len(lines)} problem{'s' if len(lines) > 1 else ''}"
-    return WangenError("\n".join([f"{count}; nothing was published", *(f"  - {line}" for line in lines)]), where=where)
+    return WangenError(
+        "\n".join([f"{many(len(lines), 'problem')}; nothing was published", *(f"  - {line}" for line in lines)]),
+        where=where,
+    )
 
 
 def _plan_folders(
