@@ -28,15 +28,15 @@ def write_whole(path: Path, chunks: Iterable[bytes | memoryview], *, mode: int |
     """
     # Process numbers repeat from machine to machine on a shared drive; random names do not.
     unique = path.with_name(f".{path.name[:40]}-{secrets.token_hex(8)}.tmp")
-    write_new(unique, chunks, mode)
     placed = False
     try:
+        write_new(unique, chunks, mode)
         replace(unique, path)
         placed = True
     finally:
-        if not placed:
+        if not placed:  # also when Ctrl-C came between the two
             with suppress(OSError):
-                unique.unlink()
+                unique.unlink(missing_ok=True)
     sync_folder(path.parent)
 
 
