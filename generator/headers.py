@@ -11,8 +11,11 @@ import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
+from wangen.generator.companions import strip_prefix
 from wangen.generator.errors import WangenError
-from wangen.generator.formats import DOWNLOAD_AGAIN, Header, TensorInfo, read_pth, read_safetensors
+from wangen.generator.formats import DOWNLOAD_AGAIN, Header, TensorInfo
+from wangen.generator.formats.pth import read_pth
+from wangen.generator.formats.safetensors import read_safetensors
 
 __all__ = [
     "Header",
@@ -24,12 +27,10 @@ __all__ = [
     "kind_of",
     "read_header",
     "shards",
-    "strip_prefix",
 ]
 
 MIB = 2**20
 NUM_SPREAD_MIB = 64  # how many mebibytes of a safetensors file `identity` reads
-PREFIXES = ("model.diffusion_model.", "diffusion_model.")
 SHARD = re.compile(r"(?P<stem>.+)-(?P<index>\d{5})-of-(?P<count>\d{5})\.safetensors")
 INDEX_SUFFIX = ".safetensors.index.json"
 
@@ -211,18 +212,6 @@ def identity(path: Path) -> str:
         except OSError as error:
             raise _unreadable(file, error) from error
     return digest.hexdigest()
-
-
-def strip_prefix(name: str) -> str:
-    """A tensor's name without the prefix that ComfyUI puts before a transformer.
-
-    >>> strip_prefix("model.diffusion_model.head.head.bias")
-    'head.head.bias'
-    """
-    for prefix in PREFIXES:
-        if name.startswith(prefix):
-            return name.removeprefix(prefix)
-    return name
 
 
 def _transformer_kind(shapes: Mapping[str, tuple[int, ...]]) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from wangen.generator.errors import WangenError
-from wangen.generator.formats import read_safetensors
+from wangen.generator.formats.safetensors import read_safetensors
 
 if TYPE_CHECKING:
     import torch

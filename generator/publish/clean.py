@@ -17,7 +17,7 @@ from typing import Literal
 from wangen.generator import scripts
 from wangen.generator.errors import WangenError
 from wangen.generator.files import remove
-from wangen.generator.formats import read_safetensors
+from wangen.generator.formats.safetensors import read_safetensors
 from wangen.generator.publish import layout, manifest
 from wangen.generator.publish.deploy import TEMPORARY, prefix
 from wangen.generator.publish.manifest import Record

@@ -20,8 +20,9 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 from transformers import UMT5Config, UMT5EncoderModel
 
+from wangen.generator.companions import strip_prefix
 from wangen.generator.errors import WangenError
-from wangen.generator.headers import Header, expect, shards, strip_prefix
+from wangen.generator.headers import Header, expect, shards
 from wangen.generator.tokenizer_file import find_tokenizer
 from wangen.runtime.prompts import clean_prompt
 

@@ -1,0 +1,84 @@
+"""The tensors of a checkpoint that are no weights: scales of 8-bit weights, markers, a tokenizer carried along.
+
+    ComfyUI, Kijai     X.weight (fp8)  X.scale_weight  [X.scale_input]          and one scaled_fp8 for the whole file
+    ComfyUI, later     X.weight (fp8)  X.weight_scale  [X.input_scale]  X.comfy_quant (its format, as JSON)
+    musubi-tuner       X.weight (fp8)  X.scale_weight of one number, one per row, or one per block of a row
+
+The weight itself is `scale * stored`. Scales of the activations belong to matrix products in 8 bits, which are not
+used here.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from wangen.generator.formats import Header, TensorInfo
+
+PREFIXES = (
+    "model.diffusion_model.",
+    "diffusion_model.",
+    "first_stage_model.",
+    "vae.",
+    "text_encoders.umt5xxl.transformer.",
+    "cond_stage_model.",
+)
+"""What repacked files put before every name."""
+
+# The end of a companion's name -> its role; `X.` stands for `X.weight`.
+ROLES = {
+    "scale_weight": "scale",
+    "weight_scale": "scale",
+    "scale_input": "input_scale",
+    "input_scale": "input_scale",
+    "comfy_quant": "format",
+    "weight_scale_2": "second_scale",
+}
+MARKERS = ("scaled_fp8",)
+CARRIED_TOKENIZER = "spiece_model"
+
+
+@dataclass(frozen=True)
+class Contents:
+    """The tensors of a checkpoint by what they are.
+
+    Attributes:
+        weights: by the name without prefix.
+        companions: weight name -> role -> tensor.
+        tokenizer: a SentencePiece model that the file carries as bytes, or None.
+        names: weight name -> the file's own name.
+    """
+
+    weights: Mapping[str, TensorInfo]
+    companions: Mapping[str, Mapping[str, TensorInfo]]
+    tokenizer: TensorInfo | None
+    names: Mapping[str, str]
+
+
+def sort_out(header: Header) -> Contents:
+    """Tell weights from what accompanies them."""
+    weights: dict[str, TensorInfo] = {}
+    companions: dict[str, dict[str, TensorInfo]] = {}
+    names: dict[str, str] = {}
+    tokenizer = None
+    for name, info in header.tensors.items():
+        bare = strip_prefix(name)
+        stem, _, end = bare.rpartition(".")
+        if end in ROLES and stem:
+            companions.setdefault(f"{stem}.weight", {})[ROLES[end]] = info
+        elif bare == CARRIED_TOKENIZER and info.dtype == "U8":
+            tokenizer = info
+        elif bare not in MARKERS:
+            weights[bare] = info
+            names[bare] = name
+    return Contents(weights, companions, tokenizer, names)
+
+
+def strip_prefix(name: str) -> str:
+    """A tensor's name without the prefix of a repacked file.
+
+    >>> strip_prefix("model.diffusion_model.head.head.bias")
+    'head.head.bias'
+    """
+    for prefix in PREFIXES:
+        if name.startswith(prefix):
+            return name.removeprefix(prefix)
+    return name
