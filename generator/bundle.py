@@ -5,12 +5,14 @@ profile, the accelerator's rule, `[steps.…]` of the workspace, and the paths o
 """
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
+from wangen import profiles
 from wangen.generator.commands import build
 from wangen.generator.scripts import Bundle
 from wangen.generator.steps import DEFAULT_EPOCHS, CacheLatents, CacheText, Check, CheckCache, Train
@@ -18,7 +20,7 @@ from wangen.generator.table import Step, options
 from wangen.generator.target import Target
 from wangen.generator.tomls import resolution_name
 from wangen.generator.workspace import Workspace
-from wangen.profiles import Model, Weights
+from wangen.profiles import Download, Model, Weights
 
 RUN: tuple[type[Step], ...] = (Check, CacheLatents, CacheText, CheckCache, Train)
 """The steps of a training script, in order."""
@@ -27,8 +29,8 @@ CACHE: tuple[type[Step], ...] = (Check, CacheLatents, CacheText, CheckCache)
 """The steps of a caching script, in order."""
 
 _OWNERS: tuple[tuple[type[Step], tuple[str, ...]], ...] = (
-    (CacheLatents, ("vae", "vae_dtype")),
-    (CacheText, ("t5", "t5_dtype", "tokenizer")),
+    (CacheLatents, ("vae", "vae_dtype", "vae_tile")),
+    (CacheText, ("t5", "t5_dtype", "fp8_t5", "tokenizer")),
     (Train, ("dit", "task", "output_dir")),
 )
 """What one step is told and others have to know."""
@@ -75,20 +77,59 @@ def script_bundles(target: Target, slug: str, steps: tuple[Step, ...]) -> dict[s
 
 
 def find_weights(target: Target, weights: Weights) -> str:
-    """A weight file as the target writes it: the configured one, the first that is found, or the usual name."""
+    """A weight file as the target writes it: the configured one, the first that is found, or where a download puts it.
+
+    A file is found by the end of its path. Where a longer name of another weight file fits too, it is that one:
+    `low_noise_model/diffusion_pytorch_model-00001-of-00006.safetensors` is an expert of Wan 2.2, in whatever folder,
+    and not the transformer of Wan 2.1 whose shards are called the same.
+    """
     models = target.roots["models"]
     if weights.flag in target.weights:
         return target.path(models, target.weights[weights.flag])
     folder = target.reach(target.path(models))
-    found: dict[str, Path] = {}
-    for place, folders, files in os.walk(folder) if folder else ():
-        folders.sort()
-        for name in files:
-            found.setdefault(name, Path(place, name))
+    found = list(files_below(folder)) if folder else []
     for name in weights.files:
-        if name in found and folder:
-            return target.path(models, *found[name].relative_to(folder).parts)
-    return target.path(models, weights.files[0])
+        longer = {other for other in _known_files() if other.endswith(f"/{name}")} - {*weights.files}
+        for path in found:
+            if _ends(path, name) and not any(_ends(path, other) for other in longer):
+                return target.path(models, *path.parts)
+    return target.path(models, *place_of(weights.downloads[0]).parts)
+
+
+def place_of(download: Download) -> PurePosixPath:
+    """Where a downloaded file belongs, below the models folder: where `find_weights` finds it.
+
+    That is directly there, as `publish` says it; but files that are called the same in many repositories stay in the
+    folders that they have there, below one with the repository's name.
+    """
+    path = PurePosixPath(download.path)
+    common = path.name.startswith(("diffusion_pytorch_model", "model.", "model-"))
+    return PurePosixPath(PurePosixPath(download.repo).name, path) if common else PurePosixPath(path.name)
+
+
+def files_below(folder: Path) -> Iterator[PurePosixPath]:
+    """Every file below a folder, relative to it, in the order of names; folders that are links are followed once."""
+    seen = set()
+    for place, folders, files in os.walk(folder, followlinks=True):
+        status = Path(place).stat()
+        if (status.st_dev, status.st_ino) in seen:
+            folders.clear()
+            continue
+        seen.add((status.st_dev, status.st_ino))
+        folders.sort()
+        for name in sorted(files):
+            yield PurePosixPath(Path(place, name).relative_to(folder).as_posix())
+
+
+def _ends(path: PurePosixPath, name: str) -> bool:
+    return f"/{path}".endswith(f"/{name}")
+
+
+@cache
+def _known_files() -> frozenset[str]:
+    """The names of the weight files of all models."""
+    models = map(profiles.model, profiles.model_names())
+    return frozenset(name for model in models for weights in model.weights for name in weights.files)
 
 
 def _paths(target: Target, model: Model, slug: str) -> dict[str, str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from wangen import profiles
-from wangen.generator import headers, scripts
+from wangen.generator import experts, kinds, scripts
 from wangen.generator.dataset import read_facts, scan
 from wangen.generator.errors import WangenError, many
 from wangen.generator.geometry import resampled_frames, too_short, windows
@@ -21,6 +21,7 @@ from wangen.generator.steps import Check
 from wangen.generator.target import host_platform_name, machine_of
 from wangen.generator.tokenizer_file import tokenizer_of
 from wangen.generator.tomls import DatasetEntry, read_dataset
+from wangen.profiles import Weights
 
 log = logging.getLogger("wangen")
 
@@ -102,7 +103,7 @@ def examine(options: Check, entries: Sequence[DatasetEntry]) -> Examined:
     counts = {media: sum(s.num_items for s in surveys if s.entry.media == media) for media in ("image", "video")}
     # Blocks that share a folder find the same.
     num_resolutions = len({entry.resolution for entry in entries})
-    warnings = dict.fromkeys(filter(None, (_incomplete(entry.directory) for entry in entries)))
+    warnings = dict.fromkeys(filter(None, (*(_incomplete(entry.directory) for entry in entries), _swapped(options))))
     return Examined(counts["image"], counts["video"], num_resolutions, tuple(dict.fromkeys(findings)), tuple(warnings))
 
 
@@ -113,6 +114,14 @@ def _incomplete(folder: Path) -> str:
         return ""
     named = ", ".join(missing[:3]) + (", …" if len(missing) > 3 else "")
     return f"{folder}: {many(len(missing), 'published file')} not there ({named}); was the copying broken off?"
+
+
+def _swapped(options: Check) -> str:
+    """What the names of two experts say, when it is the contrary of what they are given as."""
+    low, high = options.dit, options.dit_high_noise
+    if not (low and high and experts.seem_swapped(low, high)):
+        return ""
+    return f"--dit is named {low.name} and --dit_high_noise {high.name}: are they swapped? {experts.ORDER}"
 
 
 @dataclass
@@ -197,26 +206,38 @@ def _room(cache: Path, num_bytes: int) -> Iterator[Finding]:
 
 
 def _weights(options: Check) -> Iterator[Finding]:
-    given = {"vae": options.vae, "t5": options.t5, "dit": options.dit}
-    for weights in profiles.model(options.task).weights:
-        path = given.get(weights.flag)
+    roles = {weights.flag: weights for weights in profiles.model(options.task).weights}
+    sound = set()
+    for flag in ("vae", "t5", "clip", "dit", "dit_high_noise"):
+        path: Path | None = getattr(options, flag)
         if path is None:
             continue
+        if flag not in roles:
+            yield Finding(str(path), f"--{flag}: {options.task} has no such weights", f"leave --{flag} out")
+            continue
         try:
-            headers.expect(path, weights.kind, f"--{weights.flag}")
+            kinds.expect(path, roles[flag].kind, f"--{flag}", options.task)
+            sound.add(flag)
         except WangenError as error:
-            cure = error.cure
-            if not path.exists():
-                cure = (
-                    f"put it there (from {weights.source}), or publish again to have it found elsewhere in models "
-                    f"under one of its names: {', '.join(weights.files)}"
-                )
-            yield Finding(error.where or str(path), f"--{weights.flag}: {error.found}", cure)
+            cure = error.cure if path.exists() else _how_to_get(roles[flag])
+            yield Finding(error.where or str(path), f"--{flag}: {error.found}", cure)
+    if sound >= {"dit", "dit_high_noise"} and options.dit and options.dit_high_noise:
+        try:
+            experts.expect_two_experts(options.dit, options.dit_high_noise)
+        except WangenError as error:
+            yield Finding(error.where, f"--dit_high_noise: {error.found}", error.cure)
     if options.tokenizer or (options.t5 and options.t5.exists()):
         try:
             tokenizer_of(options.t5 or Path(), options.tokenizer)
         except WangenError as error:
             yield Finding(error.where, error.found, error.cure)
+
+
+def _how_to_get(weights: Weights) -> str:
+    return (
+        f"put it there (from {weights.source}), or publish again to have it found elsewhere in models under one of its "
+        f"names: {', '.join(weights.files)}"
+    )
 
 
 def _cache_bytes(survey: _Survey) -> int:

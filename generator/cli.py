@@ -140,6 +140,66 @@ def lint(script: Path, fix: bool, as_json: bool) -> int:
     return run(script, fix=fix, as_json=as_json)
 
 
+@wangen.group(cls=Wangen, invoke_without_command=True, context_settings={"max_content_width": 110})
+@click.pass_context
+def models(ctx: click.Context) -> int:
+    """Show which weight files are known and found, say what a file is, and fetch what is missing."""
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
+    return 0
+
+
+_MODELS_DIR = click.option("--dir", "folder", type=click.Path(path_type=Path),
+                           help="the models folder (default: the workspace's, else models here)")  # fmt: skip
+
+
+@models.command("list", context_settings=_WORDS)
+@click.option("--task", help="only what this task needs")
+@_MODELS_DIR
+@click.option("--json", "as_json", is_flag=True, help="print it as JSON")
+def models_list(task: str | None, folder: Path | None, as_json: bool) -> int:
+    """Show what every task needs, which files are here, and what is missing."""
+    from wangen.generator.models.listing import run_list
+
+    return run_list(task, folder, as_json)
+
+
+@models.command("where", context_settings=_WORDS)
+@click.argument("what", metavar="TASK|FILE")
+@_MODELS_DIR
+def models_where(what: str, folder: Path | None) -> int:
+    """Show which file each role of a task resolves to, or where a file is; fails when something is missing."""
+    from wangen.generator.models.listing import run_where
+
+    return run_where(what, folder)
+
+
+@models.command("identify", context_settings=_WORDS)
+@click.argument("files", nargs=-1, required=True, metavar="FILE...", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="print it as JSON")
+def models_identify(files: tuple[Path, ...], as_json: bool) -> int:
+    """Say what a weight file, a LoRA or a folder is, from its header alone; its name plays no part."""
+    from wangen.generator.models.identify import run
+
+    return run(files, as_json)
+
+
+@models.command("download", context_settings=_WORDS)
+@click.argument("words", nargs=-1, metavar="[TASK|ROLE|FILE|tokenizer]...")
+@click.option("--task", help="the task of a ROLE (default: the workspace's model)")
+@_MODELS_DIR
+@click.option("--dry_run", is_flag=True, help="say what would be fetched, and fetch nothing")
+def models_download(words: tuple[str, ...], task: str | None, folder: Path | None, dry_run: bool) -> int:
+    """Fetch what a task needs and is missing from the Hugging Face hub; run it again to go on.
+
+    What arrives is compared with the hub's checksum before it gets its name. HF_ENDPOINT names another hub, HF_TOKEN an
+    account.
+    """
+    from wangen.generator.models.download import run
+
+    return run(words, task, folder, dry_run)
+
+
 def execute(step: Any) -> int:
     """Run a step; imported late, so that help stays quick."""
     from wangen.generator.session import execute as run

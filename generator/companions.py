@@ -11,6 +11,7 @@ used here.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from wangen.generator.errors import WangenError
 from wangen.generator.formats import Header, TensorInfo
 
 PREFIXES = (
@@ -54,7 +55,11 @@ class Contents:
 
 
 def sort_out(header: Header) -> Contents:
-    """Tell weights from what accompanies them."""
+    """Tell weights from what accompanies them.
+
+    Raises:
+        WangenError: two tensors differ in their prefix alone.
+    """
     weights: dict[str, TensorInfo] = {}
     companions: dict[str, dict[str, TensorInfo]] = {}
     names: dict[str, str] = {}
@@ -67,6 +72,8 @@ def sort_out(header: Header) -> Contents:
         elif bare == CARRIED_TOKENIZER and info.dtype == "U8":
             tokenizer = info
         elif bare not in MARKERS:
+            if bare in weights:
+                raise WangenError(f"two tensors of this file mean the same weight ({names[bare]} and {name})")
             weights[bare] = info
             names[bare] = name
     return Contents(weights, companions, tokenizer, names)

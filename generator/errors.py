@@ -51,3 +51,15 @@ def many(number: int, what: str) -> str:
     ('1 image', '2 clips')
     """
     return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def bytes_text(number: int) -> str:
+    """A size for people.
+
+    >>> bytes_text(999), bytes_text(12_345), bytes_text(3_000_000_000)
+    ('999 bytes', '12.3 kB', '3.0 GB')
+    """
+    for factor, unit in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if number >= factor:
+            return f"{number / factor:.1f} {unit}"
+    return f"{number} bytes"

@@ -27,6 +27,7 @@ from wangen.generator.quoting import QUOTES
 from wangen.generator.steps import Check
 from wangen.generator.table import Step, options
 from wangen.generator.target import Target
+from wangen.generator.tasks import require_supported
 from wangen.generator.tomls import DatasetEntry, read_dataset
 from wangen.generator.workspace import DatasetSettings, Workspace
 
@@ -126,6 +127,7 @@ def _plan(workspace: Workspace, target: Target, slug: str, source: Source | None
     """What publishing would do, and what forbids it; then what it would do with the scripts alone."""
     settings = workspace.dataset(slug)
     model = workspace.profile(settings.model)
+    require_supported(model, "publishing for")
     try:
         return [], make_plan(workspace, [target], slug, model, source, settings, long_paths=True)
     except WangenError as error:

@@ -40,7 +40,7 @@ class Report:
     """What a step leaves behind.
 
     Attributes:
-        folder: where `<step>.report.json` goes unless `--report_dir` says otherwise.
+        folder: where `<step>.report.json` goes unless `--report_dir` says otherwise; None: nowhere.
         summary: one line for people.
         inputs: what was read, with digests where they are known.
         counts: how many things were made, reused or left out, and why.
@@ -48,7 +48,7 @@ class Report:
         ok: False makes the step fail after the report is written.
     """
 
-    folder: Path
+    folder: Path | None
     summary: str
     inputs: dict[str, Any] = field(default_factory=dict)
     counts: dict[str, Any] = field(default_factory=dict)
@@ -144,7 +144,8 @@ def _run(step: Step) -> int:
             raise missing_library(error) from None
         seconds = round(time.monotonic() - started, 3)
         log.info("%s: %s (%.1f s)", step.command, report.summary, seconds)
-        write_report(step, report, seconds)
+        if step.report_dir or report.folder:
+            write_report(step, report, seconds)
     return 0 if report.ok else 1
 
 
@@ -184,7 +185,7 @@ def _terminable() -> Iterator[None]:
 
 
 def write_report(step: Step, report: Report, seconds: float) -> Path:
-    """Write `<step>.report.json` and return its path.
+    """Write `<step>.report.json` into `--report_dir` or else the report's folder, and return its path.
 
     Raises:
         WangenError: the folder cannot be written.
@@ -201,7 +202,9 @@ def write_report(step: Step, report: Report, seconds: float) -> Path:
         "versions": _versions(),
         "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
-    path = (step.report_dir or report.folder) / f"{step.command}.report.json"
+    folder = step.report_dir or report.folder
+    assert folder is not None, "the caller has asked for a folder"
+    path = folder / f"{step.command}.report.json"
     write_text(path, json.dumps(content, indent=2, ensure_ascii=False, default=_plain) + "\n")
     return path
 

@@ -14,6 +14,7 @@ from wangen.generator.table import SMOKE, Step, flag
 
 Attention = Literal["auto", "sdpa", "flash", "flash3", "xformers", "sage"]
 Dtype = Literal["float32", "bfloat16", "float16"]
+ExportDtype = Literal["float32", "bfloat16", "float16", "float8_e4m3fn", "fp8_scaled"]
 TimestepSampling = Literal["uniform", "sigmoid", "shift", "logit_normal"]
 
 DTYPE_VALUES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -23,7 +24,21 @@ SMOKE_ITEMS = 8
 
 _LATER = "is not in this version of wangen; leave it out"
 _SMOKE = f"try the job: at most {SMOKE_ITEMS} items"
+_DIT = "transformer weights: .safetensors (any shard, fp8 too), .pth, .gguf or a diffusers folder"
+_VAE = "VAE weights: Wan2.1_VAE.pth, Wan2.2_VAE.pth, .safetensors or a diffusers folder"
+_T5 = "umT5 text encoder weights: .pth, .safetensors (ComfyUI fp8 too), .gguf or a folder"
+_TOKENIZER = "tokenizer folder or file (default: found beside or inside the T5 weights)"
+_VAE_CACHE = "keep what the VAE remembers of earlier frames in host memory: slower, the same latents"
+_FP8_T5 = "hold the text encoder in 8 bits: half the memory of bfloat16, and embeddings that differ a little"
 _SAMPLES = "samples during training are not in this version: run `wangen generate` on the saved LoRA instead"
+
+
+def _vae_tile() -> Any:
+    return flag(
+        "let the VAE work in overlapping squares of this many pixels, a multiple of 64: less memory, not quite the "
+        "same latents; 0 takes the picture whole",
+        0, pinned=True, names=("vae_spatial_tile_sample_min_size",), constants={"vae_tiling": "256"},
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,10 +57,12 @@ class Check(DatasetStep):
     module: ClassVar[str] = "wangen.generator.check"
 
     task: str = flag("model profile that the weights must fit", "t2v-14B", pinned=True, model_choices=True)
-    vae: Path | None = flag("VAE weights: Wan2.1_VAE.pth or its safetensors form", None)
-    t5: Path | None = flag("umT5 text encoder weights: models_t5_umt5-xxl-enc-bf16.pth or safetensors", None)
-    tokenizer: Path | None = flag("tokenizer folder or file (default: found beside the T5 weights)", None)
-    dit: Path | None = flag("transformer weights (.safetensors; any shard of a sharded file)", None)
+    vae: Path | None = flag(_VAE, None)
+    t5: Path | None = flag(_T5, None)
+    tokenizer: Path | None = flag(_TOKENIZER, None)
+    clip: Path | None = flag("CLIP image encoder weights (Wan 2.1 I2V): .pth, .safetensors or a folder", None)
+    dit: Path | None = flag(_DIT, None)
+    dit_high_noise: Path | None = flag("weights of the high-noise expert (Wan 2.2 A14B); --dit is the other", None)
     output_dir: Path | None = flag("folder for LoRAs and reports, checked for write access and free space", None)
 
 
@@ -75,18 +92,19 @@ class CacheLatents(CacheStep):
         "i2v": f"image-to-video conditioning {_LATER} (this version trains text-to-video)",
         "clip": f"the CLIP branch {_LATER} (this version trains text-to-video)",
         "one_frame": f"one-frame caching {_LATER}",
-        "vae_cache_cpu": f"keeping the VAE's frame cache on the CPU {_LATER}",
         "debug_mode": f"the contact sheet {_LATER}",
         "disable_cudnn_backend": "not needed: on ROCm the VAE runs in float32 by itself",
         "t5": "T5 weights belong to cache_text: leave --t5 out here",
         "dit": "transformer weights belong to train and generate: leave --dit out here",
     }
 
-    vae: Path = flag("VAE weights: Wan2.1_VAE.pth or its safetensors form")
+    vae: Path = flag(_VAE)
     vae_dtype: Dtype | None = flag(
         "precision of the VAE and of the cached latents (default: bfloat16 on CUDA, float32 on CPU and ROCm)",
         None, knob=True, values=DTYPE_VALUES,
     )  # fmt: skip
+    vae_cache_cpu: bool = flag(_VAE_CACHE, False)
+    vae_tile: int = _vae_tile()
     batch_size: int | None = flag("largest number of items in one encode (default: the dataset's batch_size)", None)
 
 
@@ -101,17 +119,17 @@ class CacheText(CacheStep):
         "wan_cache_text_encoder_outputs.py",
     )
     elsewhere: ClassVar[Mapping[str, str]] = {
-        "fp8_t5": f"an fp8 text encoder {_LATER}; --device cpu works with 16 GB of memory",
         "vae": "VAE weights belong to cache_latents: leave --vae out here",
         "dit": "transformer weights belong to train and generate: leave --dit out here",
     }
 
-    t5: Path = flag("umT5 text encoder weights: models_t5_umt5-xxl-enc-bf16.pth or safetensors")
-    tokenizer: Path | None = flag("tokenizer folder or file (default: found beside the T5 weights)", None)
+    t5: Path = flag(_T5)
+    tokenizer: Path | None = flag(_TOKENIZER, None)
     t5_dtype: Dtype | None = flag(
         "precision of the text encoder and of the cached embeddings (default: bfloat16 on a GPU, float32 on a CPU)",
         None, knob=True, values=DTYPE_VALUES,
     )  # fmt: skip
+    fp8_t5: bool = flag(_FP8_T5, False, pinned=True)
     batch_size: int = flag("captions per encode", 16, pinned=True, knob=True)
 
 
@@ -125,9 +143,11 @@ class CheckCache(DatasetStep):
     smoke: bool = flag(f"{_SMOKE}, those that training takes under --smoke", False)
     vae: Path | None = flag("judge latents against this VAE", None)
     t5: Path | None = flag("judge text embeddings against this text encoder", None)
-    tokenizer: Path | None = flag("tokenizer folder or file (default: found beside the T5 weights)", None)
+    tokenizer: Path | None = flag(_TOKENIZER, None)
     vae_dtype: Dtype | None = flag("judge latents against this precision", None, knob=True, values=DTYPE_VALUES)
     t5_dtype: Dtype | None = flag("judge embeddings against this precision", None, knob=True, values=DTYPE_VALUES)
+    vae_tile: int = _vae_tile()
+    fp8_t5: bool = flag("judge embeddings of a text encoder in 8 bits", False, pinned=True)
     deep: bool = flag("read every payload and every source again, not the headers alone", False)
 
 
@@ -165,7 +185,7 @@ class Train(DatasetStep):
     }
 
     smoke: bool = flag(f"{_SMOKE}, {SMOKE_STEPS} steps from step 0, into the folder smoke of the output folder", False)
-    dit: Path = flag("transformer weights (.safetensors; any shard of a sharded file)")
+    dit: Path = flag(_DIT)
     task: str = flag("model profile", "t2v-14B", pinned=True, model_choices=True)
     output_dir: Path = flag("folder for the LoRA, checkpoints and the report")
     output_name: str = flag("file name of the LoRA without its ending")
@@ -276,17 +296,15 @@ class Generate(Step):
         "clip": f"image-to-video sampling {_LATER}",
         "fp8": f"quantised weights {_LATER}",
         "fp8_scaled": f"quantised weights {_LATER}",
-        "fp8_t5": f"quantised weights {_LATER}",
         "blocks_to_swap": f"block swap {_LATER}",
-        "vae_cache_cpu": f"keeping the VAE's frame cache on the CPU {_LATER}",
         "compile": f"torch.compile {_LATER}",
         "output_type": "the ending of --save_path decides: .mp4 for a video, .png for one frame",
     }
 
-    dit: Path = flag("transformer weights (.safetensors; any shard of a sharded file)")
-    vae: Path = flag("VAE weights: Wan2.1_VAE.pth or its safetensors form")
-    t5: Path = flag("umT5 text encoder weights: models_t5_umt5-xxl-enc-bf16.pth or safetensors")
-    tokenizer: Path | None = flag("tokenizer folder or file (default: found beside the T5 weights)", None)
+    dit: Path = flag(_DIT)
+    vae: Path = flag(_VAE)
+    t5: Path = flag(_T5)
+    tokenizer: Path | None = flag(_TOKENIZER, None)
     task: str = flag("model profile", "t2v-14B", pinned=True, model_choices=True)
     prompt: str = flag("what to show")
     negative_prompt: str = flag("what to avoid; used when --guidance_scale is above 1", "", pinned=True)
@@ -314,10 +332,46 @@ class Generate(Step):
     vae_dtype: Dtype | None = flag(
         "precision of the VAE (default: bfloat16 on CUDA, float32 on CPU and ROCm)", None, values=DTYPE_VALUES
     )
+    vae_cache_cpu: bool = flag(_VAE_CACHE, False)
+    vae_tile: int = _vae_tile()
+    fp8_t5: bool = flag(_FP8_T5, False, pinned=True)
     device: str | None = flag("cuda, cuda:1, cpu … (default: cuda when there is one)", None)
 
 
-STEPS: tuple[type[Step], ...] = (Check, CacheLatents, CacheText, CheckCache, Train, Generate)
+@dataclass(frozen=True, kw_only=True)
+class Export(Step):
+    """Convert a LoRA to other layouts and dtypes, merge LoRAs into a checkpoint, or print what a header says."""
+
+    command: ClassVar[str] = "export"
+    module: ClassVar[str] = "wangen.runtime.export"
+    spellings: ClassVar[tuple[str, ...]] = ("convert_lora", "convert_lora.py")
+    elsewhere: ClassVar[Mapping[str, str]] = {
+        "diffusers_prefix": "every known prefix is read; --layout says which one is written",
+        "save_merged_model": "give the file to write as --save_path",
+        "device": "export computes on the CPU: leave --device out",
+    }
+
+    lora_weight: tuple[Path, ...] = flag(
+        "LoRA to convert (any layout; a file, or a folder of peft or diffusers), or LoRAs to merge", (),
+        names=("input",),
+    )  # fmt: skip
+    lora_multiplier: tuple[float, ...] = flag("strength of each merged LoRA (default: 1)", ())
+    dit: Path | None = flag("merge into this transformer: any format, any shard, or a diffusers folder", None)
+    save_path: Path | None = flag(
+        "the .safetensors to write; with --layout peft also a folder, with --metadata a .json", None, names=("output",)
+    )
+    layout: tuple[Literal["comfyui", "kohya", "diffusers", "peft"], ...] = flag(
+        "layouts to convert to; every further one gets its name as a suffix", ("comfyui",), names=("target",),
+        values={"default": "kohya", "other": "comfyui"},
+    )  # fmt: skip
+    dtype: ExportDtype | None = flag(
+        "precision of the file; fp8_scaled for a merged checkpoint only (default: as in the file read, bfloat16 for "
+        "GGUF)", None, names=("save_precision",), values={**DTYPE_VALUES, "fp8": "float8_e4m3fn"},
+    )  # fmt: skip
+    metadata: bool = flag("print what the header of the LoRA or of --dit says, as JSON; no weight is read", False)
+
+
+STEPS: tuple[type[Step], ...] = (Check, CacheLatents, CacheText, CheckCache, Train, Generate, Export)
 
 
 def find_step(name: str) -> type[Step] | None:

@@ -1,42 +1,110 @@
-"""Where the umT5 tokenizer is: given, or beside the text encoder's weights."""
+"""Where the umT5 tokenizer is: given, near the text encoder's weights, or inside them."""
 
+import hashlib
+from collections.abc import Iterator
 from pathlib import Path
 
+from wangen.generator.companions import sort_out
 from wangen.generator.errors import WangenError
+from wangen.generator.headers import read_header
 
-PLACES = ("google/umt5-xxl/tokenizer.json", "tokenizer.json", "google/umt5-xxl/spiece.model", "spiece.model")
+FOLDER = "google/umt5-xxl"
+"""What Wan's repositories call the tokenizer's folder."""
+
+PLACES = (f"{FOLDER}/tokenizer.json", "tokenizer.json", f"{FOLDER}/spiece.model", "spiece.model")
 """Looked at in this order, relative to the folder of the T5 weights."""
+
+NUM_PARENTS = 2
+"""How many folders above that of the T5 weights are searched for `google/umt5-xxl`."""
 
 
 def tokenizer_of(t5: Path, tokenizer: Path | None) -> Path:
-    """The tokenizer file: what `--tokenizer` names, else what lies beside the T5 weights.
+    """The tokenizer file: what `--tokenizer` names, else what lies near or inside the T5 weights.
 
     Raises:
         WangenError: there is none, or `--tokenizer` names something else.
     """
     if tokenizer is None:
         return find_tokenizer(t5)
-    if tokenizer.is_dir() or (tokenizer.is_file() and tokenizer.suffix in (".json", ".model")):
-        return find_tokenizer(tokenizer)
+    if _is_tokenizer(tokenizer):
+        return tokenizer
+    for place in PLACES:
+        if (tokenizer / place).is_file():
+            return tokenizer / place
     found = "this is no tokenizer" if tokenizer.exists() else "no such file or folder"
     raise WangenError(f"--tokenizer: {found}", where=str(tokenizer),
                       cure="name the google/umt5-xxl folder, its tokenizer.json or its spiece.model")  # fmt: skip
 
 
 def find_tokenizer(path: Path) -> Path:
-    """The tokenizer file for a T5 weight file, a folder, or a tokenizer file itself.
+    """The tokenizer file for T5 weights (a file or a folder), for a tokenizer's folder, or a tokenizer file itself.
+
+    Beside the weights and in their folder's `google/umt5-xxl`, then in that of the two folders above: where models
+    are sorted into `text_encoders/`, `vae/` and so on, one tokenizer serves all. A diffusers pipeline has it in
+    `tokenizer/`. Last, inside the weights: then the weights themselves are the answer.
 
     Raises:
         WangenError: there is none, with the places looked at.
     """
-    if path.is_file() and path.suffix in (".json", ".model"):
+    if _is_tokenizer(path):
         return path
     folder = path if path.is_dir() else path.parent
-    for place in PLACES:
-        if (folder / place).is_file():
-            return folder / place
+    for place in _places(folder):
+        if place.is_file():
+            return place
+    if path.exists() and carried_tokenizer(path) is not None:
+        return path
+    above = f", and in {FOLDER} of the {NUM_PARENTS} folders above"
     raise WangenError(
-        f"no umT5 tokenizer here; looked for {', '.join(PLACES)}",
+        f"no umT5 tokenizer here; looked for {', '.join(PLACES)}{above}",
         where=str(folder),
-        cure="copy the google/umt5-xxl folder beside the T5 file, or name it with --tokenizer",
+        cure="fetch it once with: wangen models download tokenizer; or name a google/umt5-xxl folder with --tokenizer",
     )
+
+
+def carried_tokenizer(path: Path) -> bytes | None:
+    """The SentencePiece model that ComfyUI stores inside a text encoder's checkpoint, None where there is none.
+
+    Raises:
+        WangenError: this is no weight file, or it cannot be read.
+    """
+    info = sort_out(read_header(path, "--t5")).tokenizer
+    if info is None or info.place is None:
+        return None
+    try:
+        with info.place.file.open("rb") as file:
+            file.seek(info.place.offset)
+            return file.read(info.place.num_bytes)
+    except OSError as error:
+        raise WangenError(f"cannot be read: {error.strerror or error}", where=str(info.place.file)) from error
+
+
+def tokenizer_digest(path: Path) -> str:
+    """The SHA-256 of a tokenizer that `tokenizer_of` found; the same for one carried inside the weights.
+
+    Raises:
+        WangenError: it cannot be read.
+    """
+    try:
+        data = path.read_bytes() if _is_tokenizer(path) else carried_tokenizer(path)
+    except OSError as error:
+        raise WangenError(f"cannot be read: {error.strerror or error}", where=str(path)) from error
+    return hashlib.sha256(data or b"").hexdigest()
+
+
+def _is_tokenizer(path: Path) -> bool:
+    """Whether a file is called as tokenizers are; the index of a sharded text encoder is none."""
+    return path.is_file() and path.suffix in (".json", ".model") and ".safetensors.index." not in path.name
+
+
+def _places(folder: Path) -> Iterator[Path]:
+    for place in PLACES:
+        yield folder / place
+    folder = folder.absolute()
+    for pipeline in (folder, folder.parent):
+        if (pipeline / "model_index.json").is_file():
+            yield pipeline / "tokenizer" / "tokenizer.json"
+            yield pipeline / "tokenizer" / "spiece.model"
+    for parent in folder.parents[:NUM_PARENTS]:
+        yield parent / FOLDER / "tokenizer.json"
+        yield parent / FOLDER / "spiece.model"

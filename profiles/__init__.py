@@ -55,20 +55,90 @@ class Platform:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Download:
+    """A file on the Hugging Face hub.
+
+    Attributes:
+        repo: `owner/name` of a model repository that asks for no account.
+        path: of the file in it; a `.safetensors.index.json` stands for the shards it names, too.
+    """
+
+    repo: str
+    path: str
+
+    @property
+    def address(self) -> str:
+        """Of the repository, for people."""
+        return f"https://huggingface.co/{self.repo}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Weights:
     """One weight file that a model needs.
 
     Attributes:
-        flag: the step flag that takes it (`vae`, `t5`, `dit`).
-        kind: what `headers.identify` must call it.
-        files: file names in circulation, best first.
-        source: where it can be downloaded, for people to read.
+        flag: the step flag that takes it: `vae`, `t5`, `clip`, `dit`, or `dit_high_noise` for the second expert.
+        kind: what `kinds.examine` must call it.
+        files: names in circulation, best first, each the end of a path: a name alone, or with the folder that tells
+            it apart (`low_noise_model/diffusion_pytorch_model-00001-of-00006.safetensors`).
+        downloads: where to get it, best first: any one of them will do. The names of all stand in `files`.
     """
 
     flag: str
     kind: str
     files: tuple[str, ...]
-    source: str
+    downloads: tuple[Download, ...]
+
+    @property
+    def source(self) -> str:
+        """The address of the first download's repository, for people."""
+        return self.downloads[0].address
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerSizes:
+    """Sizes of a transformer (of each expert, where there are two); every head is 128 wide.
+
+    Attributes:
+        dim: width of the tokens.
+        ffn_dim: width inside the feed-forward layers.
+        num_layers: blocks.
+        num_heads: attention heads.
+        in_channels: latent channels and those of the condition.
+        out_channels: latent channels.
+    """
+
+    dim: int
+    ffn_dim: int
+    num_layers: int
+    num_heads: int
+    in_channels: int
+    out_channels: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """The two transformers of a Wan 2.2 A14B model: one for the noisy part of sampling, one for the rest.
+
+    Attributes:
+        boundary: timestep / 1000 from which on, upwards, the high-noise expert works.
+        guidance_high_noise: classifier-free guidance while it does; `defaults.generate.guidance_scale` is the other's.
+    """
+
+    boundary: float
+    guidance_high_noise: float
+
+
+Condition = Literal["text", "image", "first_and_last", "text_or_image"]
+"""What a video is made from: a text alone, also its first frame, also both ends, or its first frame if there is one."""
+
+
+_MISSING = {
+    "text": "",
+    "image": "a first frame as condition",
+    "first_and_last": "the first and the last frame as condition",
+    "text_or_image": "a timestep for each token",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +149,7 @@ class Model:
         name: the file's name, e.g. `t2v-1.3B`.
         architecture: the module of `wangen.runtime.models` that knows it.
         title: its name for people.
+        condition: what a video is made from.
         latent_channels: channels of a latent.
         spatial_stride: pixels per latent cell, in each direction.
         temporal_stride: frames per latent frame after the first.
@@ -88,7 +159,10 @@ class Model:
         num_frames: default clip length in frames, 4n+1.
         bucket_step: buckets are multiples of this, in pixels.
         lora_targets: regular expression over diffusers' module names.
+        transformer: sizes of the transformer, or of each expert.
+        experts: where the model has two transformers, how they share the work; `dit` is then the low-noise one.
         weights: the files it needs.
+        tokenizer: the text encoder's tokenizer: all these files, at these paths beside the text encoder's.
         defaults: step name -> flag -> value: good settings.
         source: where those settings come from.
     """
@@ -96,6 +170,7 @@ class Model:
     name: str
     architecture: str
     title: str
+    condition: Condition
     latent_channels: int
     spatial_stride: int
     temporal_stride: int
@@ -105,13 +180,23 @@ class Model:
     num_frames: int
     bucket_step: int
     lora_targets: str
+    transformer: TransformerSizes
+    experts: Experts | None = None
     weights: tuple[Weights, ...]
+    tokenizer: tuple[Download, ...]
     defaults: Mapping[str, Mapping[str, Any]]
     source: str
 
     def kind_of(self, flag: str) -> str:
-        """What `headers.identify` must call the file that a weight flag takes. Raises KeyError for no such flag."""
+        """What `kinds.examine` must call the file that a weight flag takes. Raises KeyError for no such flag."""
         return {weights.flag: weights.kind for weights in self.weights}[flag]
+
+    @property
+    def missing_feature(self) -> str:
+        """What training and sampling would need that this version lacks, in words; empty where it lacks nothing."""
+        if self.experts:
+            return "two experts"
+        return _MISSING[self.condition]
 
 
 def platform_names() -> list[str]:
@@ -146,9 +231,34 @@ def make_platform(name: str, values: Mapping[str, Any]) -> Platform:
 @cache
 def model(name: str) -> Model:
     """The model profile of that name. Raises KeyError when there is none."""
-    values = _tuples(_read("models", name))
-    values["weights"] = tuple(Weights(flag=role, **_tuples(rest)) for role, rest in values["weights"].items())
-    return Model(name=name, **values)
+    return make_model(name, model_values(name))
+
+
+def model_values(name: str) -> dict[str, Any]:
+    """What the file of a model profile says, on top of the one that it is based on. Raises KeyError for no such one.
+
+    A `based_on` gives every key that is not said again; of the weights every role, of the defaults every step.
+    """
+    values = _read("models", name)
+    below = model_values(values.pop("based_on")) if "based_on" in values else {}
+    merged = {key: {**below.get(key, {}), **values.get(key, {})} for key in ("weights", "defaults")}
+    return {**below, **values, **merged}
+
+
+def make_model(name: str, values: Mapping[str, Any]) -> Model:
+    """A model profile from the values of a TOML file. Raises TypeError for a key that is unknown or missing."""
+    given = _tuples(values)
+    given["weights"] = tuple(_weights(role, rest) for role, rest in given["weights"].items())
+    given["tokenizer"] = tuple(Download(**download) for download in given["tokenizer"])
+    given["transformer"] = TransformerSizes(**given["transformer"])
+    given["experts"] = Experts(**given["experts"]) if "experts" in given else None
+    return Model(name=name, **given)
+
+
+def _weights(role: str, values: Mapping[str, Any]) -> Weights:
+    given = _tuples(values)
+    given["downloads"] = tuple(Download(**download) for download in given["downloads"])
+    return Weights(flag=role, **given)
 
 
 def _names(folder: str) -> list[str]:

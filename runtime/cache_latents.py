@@ -8,14 +8,13 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wangen.generator import headers
 from wangen.generator.errors import WangenError
 from wangen.generator.session import Report
 from wangen.generator.steps import CacheLatents
 from wangen.runtime.ahead import ahead
 from wangen.runtime.cache import Encoder
 from wangen.runtime.media import load_clip, load_image
-from wangen.runtime.models import Family, family, model_of_vae
+from wangen.runtime.models import Family, family, model_of_vae, vae_identity
 from wangen.runtime.needs import Need, fill, vae_dtype
 from wangen.runtime.progress import Advance, progress
 from wangen.runtime.samples import Sample, read_samples
@@ -47,7 +46,7 @@ def _encoder(options: CacheLatents) -> Encoder:
         from wangen.runtime.devices import choose_device, choose_vae_dtype
 
         dtype = choose_vae_dtype(None, choose_device(options.device))
-    return Encoder(headers.identity(options.vae), dtype)
+    return Encoder(vae_identity(options.vae, options.vae_tile), dtype)
 
 
 def _encode(options: CacheLatents, kind: Family, encoder: Encoder, missing: list[Need]) -> int:
@@ -85,9 +84,11 @@ def _encode_folder(
     with closing(ahead(jobs, options.num_workers)) as decoded:
         for batch in batches:
             frames = [next(decoded) for _ in batch]
-            video = torch.from_numpy(np.stack(frames)).to(vae.device)  # (B, 3, T, H, W) uint8
+            video = torch.from_numpy(np.stack(frames))  # (B, 3, T, H, W) uint8
             try:
-                latents = kind.encode_video(vae, video.to(torch.float32) / 127.5 - 1)
+                latents = kind.encode_video(
+                    vae, video, cache_cpu=options.vae_cache_cpu, tile_px=options.vae_tile or None
+                )
             except torch.OutOfMemoryError:
                 raise _out_of_memory(batch[0].sample) from None
             for need, latent in zip(batch, latents.to(getattr(torch, encoder.dtype)).cpu(), strict=True):
@@ -99,7 +100,7 @@ def _encode_folder(
 def _out_of_memory(first: Sample) -> WangenError:
     return WangenError(
         f"out of memory encoding {first.name} ({first.count} frames of {first.size[0]}x{first.size[1]})",
-        cure="use --batch_size 1, a smaller resolution or fewer target_frames; what was encoded stays",
+        cure="use --batch_size 1, --vae_tile 256, a smaller resolution or fewer target_frames; what was encoded stays",
     )
 
 

@@ -30,7 +30,7 @@ def run(options: CacheText) -> Report:
         WangenError: a caption is missing, the file is no umT5, values are not finite, the disk is full.
     """
     samples = read_samples(options, profiles.model(ANY_MODEL), make_folders=True)
-    encoder = Encoder(text_encoder_identity(options.t5, options.tokenizer), _dtype(options))
+    encoder = Encoder(text_encoder_identity(options.t5, options.tokenizer, fp8=options.fp8_t5), _dtype(options))
     return fill(
         options, samples, "text_encoder_output", encoder, lambda missing, valid: _fill(options, encoder, missing, valid)
     )
@@ -74,7 +74,7 @@ def _encode(options: CacheText, encoder: Encoder, wanted: "list[list[tuple[Recip
     kind = family(profiles.model(ANY_MODEL))
     device = choose_device(options.device)
     tokenizer = kind.load_tokenizer(options.tokenizer or options.t5)
-    text_encoder = kind.load_text_encoder(options.t5, dtype=DTYPES[encoder.dtype], device=device)
+    text_encoder = kind.load_text_encoder(options.t5, dtype=DTYPES[encoder.dtype], device=device, fp8=options.fp8_t5)
     log.info("  text encoder in %s on %s", encoder.dtype, device)
     captions = {_caption(places): places for places in wanted}
     texts = sorted(captions, key=lambda text: (len(text), text))

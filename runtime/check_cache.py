@@ -4,11 +4,10 @@ import logging
 from collections.abc import Sequence
 
 from wangen import profiles
-from wangen.generator import headers
 from wangen.generator.session import Report
 from wangen.generator.steps import CheckCache
 from wangen.runtime.cache import Encoder, Folder, Kind
-from wangen.runtime.models import model_of_vae, text_encoder_identity
+from wangen.runtime.models import model_of_vae, text_encoder_identity, vae_identity
 from wangen.runtime.needs import (
     ANY_MODEL,
     KINDS,
@@ -28,8 +27,8 @@ def run(options: CheckCache) -> Report:
     """Judge every entry that training would need; fails unless all are valid.
 
     Without --vae the samples are cut as any profile says. That is right because of a profile only the frame rate and
-    the bucket step count here; both go with the VAE's strides, which profiles that share a VAE share, and in this
-    version all share one.
+    the bucket step count here; both go with the VAE's strides, which profiles that share a VAE share, and all
+    that are trained in this version share one.
 
     Raises:
         WangenError: the dataset or a weight file cannot be read; it is open which encoder's entries training takes.
@@ -60,10 +59,10 @@ def run(options: CheckCache) -> Report:
 def _encoder(options: CheckCache, folders: list[Folder], samples: list[Sample], kind: Kind) -> Encoder | None:
     """The encoder to judge against: what the flags name, and for the rest what training would take."""
     if kind == "latent":
-        identity = headers.identity(options.vae) if options.vae else None
+        identity = vae_identity(options.vae, options.vae_tile) if options.vae else None
         dtype = vae_dtype(options.vae_dtype)
     else:
-        identity = text_encoder_identity(options.t5, options.tokenizer) if options.t5 else None
+        identity = text_encoder_identity(options.t5, options.tokenizer, fp8=options.fp8_t5) if options.t5 else None
         dtype = options.t5_dtype
     return expected_encoder(folders, samples, kind, options.dataset_config, identity=identity, dtype=dtype)
 

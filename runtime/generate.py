@@ -18,6 +18,7 @@ from wangen.generator.files import replace
 from wangen.generator.session import Report
 from wangen.generator.steps import Generate
 from wangen.generator.table import options as flags_of
+from wangen.generator.tasks import require_supported
 from wangen.generator.tokenizer_file import tokenizer_of
 from wangen.generator.workspace import require_writable
 from wangen.runtime.devices import DTYPES, choose_device, choose_dtype, choose_vae_dtype, set_attention
@@ -38,9 +39,11 @@ def run(options: Generate) -> Report:
         WangenError: a weight file is of another kind, a LoRA does not fit, the file cannot be written.
     """
     _refuse(options)
+    model = profiles.model(options.task)
+    require_supported(model, "sampling")
     path = _file(options)
     require_writable(path.parent)
-    kind = family(profiles.model(options.task))
+    kind = family(model)
     device = choose_device(options.device)
     texts = _texts(kind, options, device)
     dtype = DTYPES[choose_dtype(options.dtype, device)]
@@ -56,7 +59,8 @@ def run(options: Generate) -> Report:
             raise WangenError(
                 "the sampled latents are not finite", cure="look at --dit and --lora_weight; try --dtype float32"
             )
-        video = kind.decode_latents(vae, latents)[0]  # (3, T, H, W) in [-1, 1]
+        tile_px = options.vae_tile or None
+        (video,) = kind.decode_latents(vae, latents, cache_cpu=options.vae_cache_cpu, tile_px=tile_px)  # (3, T, H, W)
     except torch.OutOfMemoryError:
         raise WangenError(
             f"out of memory sampling {options.video_length} frames of {options.video_size[1]}x{options.video_size[0]}",
@@ -110,7 +114,7 @@ def _settings(options: Generate) -> dict[str, Any]:
         **settings,
         "prompt": options.prompt,
         "lora_multiplier": options.lora_multiplier,
-        "weights": {name: headers.identity(getattr(options, name)) for name in ("dit", "vae", "t5")},
+        "weights": {name: headers.identity(getattr(options, name), f"--{name}") for name in ("dit", "vae", "t5")},
         "loras": [headers.identity(path) for path in options.lora_weight],
     }
 
@@ -118,7 +122,9 @@ def _settings(options: Generate) -> dict[str, Any]:
 def _texts(kind: Family, options: Generate, device: torch.device) -> list[torch.Tensor]:
     """Embeddings of the prompt and, with guidance, of the negative prompt; the encoder is released again."""
     tokenizer = kind.load_tokenizer(tokenizer_of(options.t5, options.tokenizer))
-    encoder = kind.load_text_encoder(options.t5, dtype=DTYPES[choose_dtype(None, device)], device=device)
+    encoder = kind.load_text_encoder(
+        options.t5, dtype=DTYPES[choose_dtype(None, device)], device=device, fp8=options.fp8_t5
+    )
     prompts = [options.prompt, options.negative_prompt] if options.guidance_scale > 1 else [options.prompt]
     return [kind.encode_prompts(encoder, tokenizer, [prompt])[0] for prompt in prompts]
 

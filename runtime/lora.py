@@ -1,15 +1,12 @@
-"""LoRAs of Wan transformers: files of every layout in and out, applied as peft adapters or merged.
+"""LoRAs of Wan transformers: files of every layout in and out, applied as peft adapters.
 
 In between stands one neutral form, a dictionary from the module's name in diffusers to its `LoraWeight`. The change
-that a LoRA makes to a weight is `multiplier * alpha / rank * up @ down`.
+that a LoRA makes to a weight is `multiplier * alpha / rank * up @ down`. `merge.py` adds it to a checkpoint for good.
 """
 
-import json
 import math
-import re
 import warnings
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,19 +16,23 @@ from diffusers import WanTransformer3DModel
 from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
 
-from wangen.generator.errors import WangenError
-from wangen.generator.headers import expect
-from wangen.runtime.lora_keys import Layout, module_names, parse_key
-from wangen.runtime.weights import read_tensors
+from wangen.generator.errors import WangenError, many
+from wangen.generator.kinds import expect
+from wangen.runtime.lora_config import Alphas, config_fields, lora_file, read_alphas
+from wangen.runtime.lora_keys import Layout, foreign, module_names, parse_key
+from wangen.runtime.weights.reading import read_tensor
+
+FLOAT8 = torch.float8_e4m3fn
+FLOAT8_MAX = 448.0
 
 
 @dataclass(frozen=True)
 class LoraWeight:
-    """The low-rank change of one linear layer.
+    """The low-rank change of one linear layer, or of the patch embedding, which is a convolution.
 
     Attributes:
-        down: (rank, in_features).
-        up: (out_features, rank).
+        down: (rank, in_features), of a convolution (rank, in_channels, *kernel).
+        up: (out_features, rank), of a convolution (out_channels, rank, 1, 1, 1).
         alpha: the numerator of the scale `alpha / rank`.
     """
 
@@ -49,6 +50,11 @@ class LoraWeight:
         """What `up @ down` is multiplied with."""
         return self.alpha / self.rank
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the weight that it changes."""
+        return (self.up.shape[0], *self.down.shape[1:])
+
 
 Lora = dict[str, LoraWeight]
 
@@ -57,66 +63,119 @@ def read_lora(path: Path, flag: str = "--lora_weight") -> Lora:
     """A LoRA file of the ComfyUI, kohya/musubi, diffusers or peft layout, told apart key by key.
 
     Args:
-        path: the file.
+        path: the file, or a folder that peft or diffusers wrote.
         flag: the flag it was given to, for messages.
 
     Returns:
         Module name in diffusers (`blocks.0.attn1.to_q`) -> its weights, on the CPU in the file's dtype. Where no
-        alpha is stored, it is what the diffusers metadata say, or the rank.
+        alpha is stored, it is what peft's configuration or the diffusers metadata say, or the rank.
 
     Raises:
         WangenError: not a LoRA, or one that holds keys that are not understood (LoHa, LoKr, DoRA, whole-weight
             differences, another model): half a LoRA is worse than none.
     """
-    header = expect(path, "lora", flag)
+    file = lora_file(path)
+    header = expect(file, "lora", flag)
+    refuse_foreign(file, header.tensors)
     parts: dict[str, dict[str, torch.Tensor]] = {}
-    strange: list[str] = []
-    for key, tensor in read_tensors(path, header):
+    for key, info in header.tensors.items():
         if parsed := parse_key(key):
-            # A copy: a mapped file could not be replaced on Windows while the LoRA is in use.
-            parts.setdefault(parsed.module, {})[parsed.part] = tensor.clone()
-        else:
-            strange.append(key)
-    if strange:
-        raise WangenError(
-            f"{len(strange)} of {len(header.tensors)} keys of this LoRA are not understood, "
-            f"such as {', '.join(sorted(strange)[:3])}",
-            where=str(path),
-            cure="give a plain LoRA (down and up matrices) of a Wan transformer",
-        )
-    alphas = _diffusers_alphas(header.metadata)
-    return {module: _weight(path, module, parts[module], alphas) for module in sorted(parts)}
+            found = parts.setdefault(parsed.module, {})
+            if parsed.part in found:
+                raise WangenError(f"two keys of this LoRA are the {parsed.part} of {parsed.module}, such as {key}",
+                                  where=str(file))  # fmt: skip
+            found[parsed.part] = read_tensor(info)
+    alphas = read_alphas(file, header.metadata)
+    return {module: _weight(file, module, parts[module], alphas) for module in sorted(parts)}
 
 
-def to_layout(lora: Mapping[str, LoraWeight], layout: Layout) -> dict[str, torch.Tensor]:
+def refuse_foreign(file: Path, keys: Mapping[str, object]) -> None:
+    """Stop when a LoRA holds keys that belong to no plain LoRA of a Wan transformer.
+
+    Raises:
+        WangenError: there are some; the message says what they are, where that is known.
+    """
+    strange = sorted(key for key in keys if parse_key(key) is None)
+    if not strange:
+        return
+    words = next(filter(None, map(foreign, strange)), "")
+    known = f"this is {words}; " if words else ""
+    raise WangenError(
+        f"{known}{len(strange)} of {many(len(keys), 'key')} {'is' if len(strange) == 1 else 'are'} not understood, "
+        f"such as {', '.join(strange[:3])}",
+        where=str(file),
+        cure="give a plain LoRA (down and up matrices) of a Wan transformer",
+    )
+
+
+def to_layout(
+    lora: Mapping[str, LoraWeight], layout: Layout, dtype: torch.dtype | None = None
+) -> dict[str, torch.Tensor]:
     """The tensors of a LoRA file, ready for `safetensors_file.write`.
-
-    Kohya files carry alpha. In the two others the scale is multiplied into `up`: then every reader, those that know
-    `.alpha` beside `lora_A` and those that do not, finds the same change of the weights. Scales that are powers of
-    two (alpha 16, rank 32) lose nothing by it.
 
     Args:
         lora: the neutral form.
         layout: whose keys to write.
+        dtype: of the matrices; None keeps each one's own. Alphas are float32.
+
+    Raises:
+        WangenError: a module that the Wan transformer does not have, or a number that the dtype cannot hold.
+    """
+    return name_tensors(as_stored(lora, layout, dtype), layout)
+
+
+def as_stored(lora: Mapping[str, LoraWeight], layout: Layout, dtype: torch.dtype | None = None) -> Lora:
+    """A LoRA with the numbers that its file will hold.
+
+    Kohya files carry alpha. In the other layouts the scale is multiplied into `up`, so that every reader, those that
+    know `.alpha` beside `lora_A` and those that do not, finds the same change of the weights. Scales that are powers
+    of two (alpha 16, rank 32) lose nothing by it. Only float8 has too small a range for that: see `_fill_float8`.
+
+    Raises:
+        WangenError: a number that the dtype cannot hold.
+    """
+    eight = dtype == FLOAT8 or (dtype is None and any(weight.up.dtype == FLOAT8 for weight in lora.values()))
+    exact = _fill_float8(lora) if eight else lora if layout == "kohya" else _folded(lora)
+    return {
+        name: LoraWeight(
+            cast(exact[name].down, dtype or weight.down.dtype, name),
+            cast(exact[name].up, dtype or weight.up.dtype, name),
+            exact[name].alpha,
+        )
+        for name, weight in lora.items()
+    }
+
+
+def name_tensors(stored: Mapping[str, LoraWeight], layout: Layout) -> dict[str, torch.Tensor]:
+    """The tensors of a file from what `as_stored` gave; alpha is written where the layout has it and it says something.
 
     Raises:
         WangenError: a module that the Wan transformer does not have.
     """
     tensors: dict[str, torch.Tensor] = {}
-    for module, weight in lora.items():
+    for module, weight in stored.items():
         try:
             down, up, alpha = module_names(layout, module)
         except KeyError as error:
             raise WangenError(f"{module} is no module of a Wan transformer") from error
-        tensors[down] = weight.down
-        if layout == "kohya":
-            tensors[up] = weight.up
+        tensors[down], tensors[up] = weight.down, weight.up
+        if layout == "kohya" or (layout == "comfyui" and weight.alpha != weight.rank):
             tensors[alpha] = torch.tensor(weight.alpha, dtype=torch.float32)
-        elif weight.scale == 1.0:
-            tensors[up] = weight.up
-        else:
-            tensors[up] = (weight.up.float() * weight.scale).to(weight.up.dtype)
     return tensors
+
+
+def cast(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
+    """A tensor in another dtype, each number rounded once.
+
+    Raises:
+        WangenError: a number is too large for it, or was not finite before.
+    """
+    plain = tensor.float() if tensor.dtype.itemsize == 1 else tensor
+    # A comparison with NaN is false; float8 has no infinity and would take its largest number instead.
+    if plain.numel() and not max(map(abs, map(float, plain.aminmax()))) <= torch.finfo(dtype).max:
+        raise WangenError(f"{name} holds numbers that {str(dtype).removeprefix('torch.')} cannot hold",
+                          cure="choose bfloat16 or float32")  # fmt: skip
+    return tensor.to(dtype)
 
 
 def apply_lora(
@@ -139,18 +198,8 @@ def apply_lora(
     if name in getattr(transformer, "peft_config", {}):
         raise WangenError(f"two LoRAs called {name}", cure="give each LoRA once")
     fitting, left_out = _match(transformer, lora)
-    ranks = {module: lora[module].rank for module in fitting}
-    alphas = {module: lora[module].alpha for module in fitting}
-    rank, alpha = (Counter(values.values()).most_common(1)[0][0] for values in (ranks, alphas))
-    config = LoraConfig(
-        r=rank,
-        lora_alpha=alpha,
-        target_modules=list(fitting),
-        rank_pattern={re.escape(module): value for module, value in ranks.items() if value != rank},
-        alpha_pattern={re.escape(module): value for module, value in alphas.items() if value != alpha},
-        init_lora_weights=False,
-        inference_mode=True,
-    )
+    fields = lora_fields({module: lora[module] for module in fitting})
+    config = LoraConfig(**fields, init_lora_weights=False, inference_mode=True)
     with warnings.catch_warnings():
         # A second adapter on one model is meant here.
         warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")
@@ -174,94 +223,95 @@ def set_multiplier(transformer: WanTransformer3DModel, name: str, multiplier: fl
         layer.set_scale(name, multiplier)
 
 
-@torch.no_grad()
-def merge_lora(
-    transformer: WanTransformer3DModel, lora: Mapping[str, LoraWeight], multiplier: float = 1.0
-) -> list[str]:
-    """Add a LoRA's change to the weights themselves, computed in float32 and rounded once to their dtype.
+def lora_fields(lora: Mapping[str, LoraWeight]) -> dict[str, Any]:
+    """The fields of the `LoraConfig` of a LoRA that is not empty."""
+    return config_fields(
+        {module: weight.rank for module, weight in lora.items()},
+        {module: weight.alpha for module, weight in lora.items()},
+    )
 
-    Args:
-        transformer: the model that is changed; applied adapters stay applied.
-        lora: the neutral form.
-        multiplier: strength; 1 is as trained.
 
-    Returns:
-        The modules of the LoRA that this model does not have.
+def require_size(name: str, weight: LoraWeight, shape: Sequence[int]) -> None:
+    """See that a LoRA's factors make a change of a weight's shape.
 
     Raises:
-        WangenError: nothing matches, or the sizes are those of another model.
+        WangenError: they do not.
     """
-    fitting, left_out = _match(transformer, lora)
-    for module, linear in fitting.items():
-        base, weight = linear.weight, lora[module]
-        change = weight.up.to(base.device, torch.float32) @ weight.down.to(base.device, torch.float32)
-        # A new tensor rather than an addition in place: the old one may be a mapping of the file.
-        base.data = (base.float() + multiplier * weight.scale * change).to(base.dtype)
-    return left_out
+    if weight.shape != tuple(shape):
+        found, wanted = ("x".join(map(str, sizes)) for sizes in (weight.shape, shape))
+        raise WangenError(
+            f"this LoRA is for a model of another size: {name} is {found} in it and {wanted} in the transformer",
+            cure="use it with the model it was trained on",
+        )
 
 
-def _match(
-    transformer: WanTransformer3DModel, lora: Mapping[str, LoraWeight]
-) -> tuple[dict[str, torch.nn.Linear], list[str]]:
-    """The linear layers that a LoRA changes, and the names that the model lacks."""
+def _match(transformer: WanTransformer3DModel, lora: Mapping[str, LoraWeight]) -> tuple[list[str], list[str]]:
+    """The names of a LoRA that the model has, their sizes compared, and those that it lacks."""
     modules = dict(transformer.named_modules())
-    fitting: dict[str, torch.nn.Linear] = {}
-    for name, weight in lora.items():
-        module = modules.get(name)
-        if module is None:
-            continue
-        linear = module.get_base_layer() if isinstance(module, LoraLayer) else module
-        wanted = (linear.out_features, linear.in_features)
-        found = (weight.up.shape[0], weight.down.shape[1])
-        if found != wanted:
-            raise WangenError(
-                f"this LoRA is for a model of another size: {name} is {found[0]}x{found[1]} in it and "
-                f"{wanted[0]}x{wanted[1]} in the transformer",
-                cure="use it with the model it was trained on",
-            )
-        fitting[name] = linear
+    fitting = [name for name in lora if name in modules]
+    for name in fitting:
+        module = modules[name]
+        layer = module.get_base_layer() if isinstance(module, LoraLayer) else module
+        # A quantised layer has no weight of its own shape.
+        linear = isinstance(layer, torch.nn.Linear)
+        require_size(name, lora[name], (layer.out_features, layer.in_features) if linear else layer.weight.shape)
     if not fitting:
-        raise WangenError(f"nothing in this LoRA matches the model; it changes {', '.join(list(lora)[:3])} …")
-    return fitting, [name for name in lora if name not in fitting]
+        raise nothing_matches(lora)
+    return fitting, [name for name in lora if name not in modules]
+
+
+def nothing_matches(lora: Mapping[str, LoraWeight]) -> WangenError:
+    """The error of a LoRA for quite another model."""
+    return WangenError(f"nothing in this LoRA matches the model; it changes {', '.join(list(lora)[:3])} …")
 
 
 def _lora_layers(transformer: WanTransformer3DModel) -> list[LoraLayer]:
     return [module for module in transformer.modules() if isinstance(module, LoraLayer)]
 
 
-def _weight(path: Path, module: str, parts: Mapping[str, torch.Tensor], alphas: Mapping[str, float]) -> LoraWeight:
+def _weight(path: Path, module: str, parts: Mapping[str, torch.Tensor], alphas: Alphas) -> LoraWeight:
     if "down" not in parts or "up" not in parts:
         raise WangenError(f"{module} has only {' and '.join(sorted(parts))} in this LoRA", where=str(path))
     down, up = parts["down"], parts["up"]
-    if down.ndim != 2 or up.ndim != 2 or down.shape[0] != up.shape[1] or not down.shape[0]:
+    matrices = down.ndim == up.ndim == 2 or (down.ndim == up.ndim == 5 and up.shape[2:].numel() == 1)
+    if not matrices or down.shape[0] != up.shape[1] or not down.shape[0]:
         raise WangenError(
             f"the matrices of {module} do not fit each other: {tuple(down.shape)} and {tuple(up.shape)}",
             where=str(path),
         )
     if "alpha" not in parts:
-        return LoraWeight(down, up, _pattern(alphas, module, down.shape[0]))
-    alpha = float(parts["alpha"].float().sum()) if parts["alpha"].numel() == 1 else math.nan
+        alpha = alphas.of(module, down.shape[0])
+    else:
+        alpha = float(parts["alpha"].float().sum()) if parts["alpha"].numel() == 1 else math.nan
     if not math.isfinite(alpha):
         raise WangenError(f"the alpha of {module} is not a number", where=str(path))
     return LoraWeight(down, up, alpha)
 
 
-def _diffusers_alphas(metadata: Mapping[str, str]) -> dict[str, float]:
-    """Alpha by module name or end of name from the metadata that diffusers writes; under "" for all others."""
-    try:
-        fields: Any = json.loads(metadata.get("lora_adapter_metadata", "{}"))
-        alphas = {str(key): float(value) for key, value in fields.get("transformer.alpha_pattern", {}).items()}
-        if "transformer.lora_alpha" in fields:
-            alphas[""] = float(fields["transformer.lora_alpha"])
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise WangenError(f"the adapter metadata of this LoRA are malformed ({error})") from error
-    if fields.get("transformer.use_rslora") or fields.get("transformer.use_dora"):
-        raise WangenError("this LoRA was made with rsLoRA or DoRA, which are not supported")
-    return alphas
+def _folded(lora: Mapping[str, LoraWeight]) -> Lora:
+    """The same change with alpha = rank; where the scale was not 1, `up` is float64."""
+    return {
+        name: weight
+        if weight.scale == 1.0
+        else LoraWeight(weight.down, weight.up.double() * weight.scale, float(weight.rank))
+        for name, weight in lora.items()
+    }
 
 
-def _pattern(alphas: Mapping[str, float], module: str, rank: int) -> float:
-    for end, alpha in alphas.items():
-        if end and (module == end or module.endswith(f".{end}")):
-            return alpha
-    return alphas.get("", float(rank))
+def _fill_float8(lora: Mapping[str, LoraWeight]) -> Lora:
+    """The same change with factors that use the range of float8, whose smallest number is 0.002.
+
+    A trained LoRA's numbers lie below 0.02, where float8 has next to no digits. Both factors are multiplied by powers
+    of two, which is exact, and alpha is divided by them.
+    """
+
+    def exponent(tensors: Iterable[torch.Tensor]) -> int:
+        largest = max(float(tensor.float().abs().max()) for tensor in tensors)
+        return math.floor(math.log2(FLOAT8_MAX / largest)) if 0 < largest < math.inf else 0
+
+    down_by = 2.0 ** exponent(weight.down for weight in lora.values())
+    up_by = 2.0 ** exponent(weight.up for weight in lora.values())
+    return {
+        name: LoraWeight(weight.down.float() * down_by, weight.up.float() * up_by, weight.alpha / down_by / up_by)
+        for name, weight in lora.items()
+    }

@@ -10,13 +10,37 @@ is read by itself, so mixtures that other trainers write are understood as well.
 """
 
 import re
+from collections import Counter
+from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
-Layout = Literal["comfyui", "kohya", "diffusers"]
+Layout = Literal["comfyui", "kohya", "diffusers", "peft"]
 Part = Literal["down", "up", "alpha"]
 
 KOHYA_PREFIX = "lora_unet_"
-DOTTED_PREFIXES = ("model.diffusion_model.", "base_model.model.", "diffusion_model.", "transformer.")
+DOTTED_PREFIXES: dict[str, Layout] = {
+    "model.diffusion_model.": "comfyui",
+    "base_model.model.": "peft",
+    "diffusion_model.": "comfyui",
+    "transformer.": "diffusers",
+}
+
+# The end of a key -> what it makes of the file. A key that no layout knows is told by the first that fits.
+FOREIGN_ENDS = {
+    r"\.dora_scale|\.lora_magnitude_vector(\..+)?": "a DoRA: its magnitudes depend on the base weights",
+    r"\.hada_[wt][12](_[ab])?": "a LoHa, not a LoRA",
+    r"\.lokr_[wt][12](_[ab])?": "a LoKr, not a LoRA",
+    r"\.oft_(blocks|diag|r)\b.*": "an OFT adapter, not a LoRA",
+    r"\.lora_mid\.weight": "a LoRA in three factors (CP or Tucker form)",
+    r"\.diff(_[bm])?|\.set_weight": "a LoRA with differences of whole weights or biases beside it",
+    r"\.lora_(B|up)(\.default)?\.bias": "a LoRA with biases",
+}
+FOREIGN_BEGINNINGS = {
+    r"lora_te\d?_|text_encoders?\.|lora_prior_|conditioner\.|cond_stage_model\.": "a LoRA that changes a text encoder",
+    r"lora_unet_(double|single)_blocks_|(diffusion_model|transformer)\.(double_blocks|single_blocks|single_transformer_blocks"
+    r"|transformer_blocks|joint_blocks|input_blocks|output_blocks|layers)\.": "a LoRA of another model than Wan",
+    r"lora_unet_(down|mid|up|input|output|transformer)_|unet\.": "a LoRA of another model than Wan",
+}
 
 # original name within a block -> diffusers name within a block
 BLOCK_MODULES = {
@@ -38,6 +62,7 @@ OUTER_MODULES = {
     "img_emb.proj.1": "condition_embedder.image_embedder.ff.net.0.proj",
     "img_emb.proj.3": "condition_embedder.image_embedder.ff.net.2",
     "head.head": "proj_out",
+    "patch_embedding": "patch_embedding",
 }
 
 
@@ -67,10 +92,56 @@ def parse_key(key: str) -> LoraKey | None:
     if match is None:
         return None
     stem = match["stem"]
-    module = _module_of_kohya(stem) if stem.startswith(KOHYA_PREFIX) else _module_of_dotted(stem)
+    module = _module_of_kohya(stem) if stem.startswith(KOHYA_PREFIX) else module_name(_without_prefix(stem))
     if module is None:
         return None
     return LoraKey(module, "alpha" if match["alpha"] else SIDES[match["side"]])
+
+
+def foreign(key: str) -> str:
+    """What a key that `parse_key` does not know makes of its file, in words; empty when that is not known either.
+
+    >>> foreign("lora_unet_blocks_0_self_attn_q.hada_w1_a")
+    'a LoHa, not a LoRA'
+    >>> foreign("diffusion_model.blocks.0.norm3.diff_b")
+    'a LoRA with differences of whole weights or biases beside it'
+    """
+    for end, words in FOREIGN_ENDS.items():
+        if re.fullmatch(f".+({end})", key):
+            return words
+    for beginning, words in FOREIGN_BEGINNINGS.items():
+        if re.match(beginning, key):
+            return words
+    return ""
+
+
+def layout_of(keys: Iterable[str]) -> str:
+    """The layout of a LoRA's keys; `mixed` when they are of several, `bare` when they have no prefix.
+
+    >>> layout_of(["lora_unet_blocks_0_ffn_0.alpha"]), layout_of(["blocks.0.attn1.to_q.lora_A.weight"])
+    ('kohya', 'bare')
+    """
+    found = Counter(_layout_of(key) for key in keys)
+    return next(iter(found)) if len(found) == 1 else "mixed"
+
+
+def _layout_of(key: str) -> str:
+    if key.startswith(KOHYA_PREFIX):
+        return "kohya"
+    return next((layout for prefix, layout in DOTTED_PREFIXES.items() if key.startswith(prefix)), "bare")
+
+
+def module_name(name: str) -> str | None:
+    """The diffusers name of a module with an original or a diffusers name; None for one that no LoRA can change.
+
+    >>> module_name("blocks.0.self_attn.q"), module_name("blocks.0.attn1.to_q"), module_name("blocks.0.norm3")
+    ('blocks.0.attn1.to_q', 'blocks.0.attn1.to_q', None)
+    """
+    if match := BLOCK.fullmatch(name):
+        rest = BLOCK_MODULES.get(match["rest"], match["rest"])
+        return f"blocks.{match['number']}.{rest}" if rest in ORIGINAL_BLOCK_MODULES else None
+    module = OUTER_MODULES.get(name, name)
+    return module if module in ORIGINAL_OUTER_MODULES else None
 
 
 def original_name(module: str) -> str:
@@ -96,27 +167,23 @@ def module_names(layout: Layout, module: str) -> tuple[str, str, str]:
     Raises:
         KeyError: no such module in a Wan transformer.
     """
+    original = original_name(module)
     if layout == "kohya":
-        stem = KOHYA_PREFIX + original_name(module).replace(".", "_")
+        stem = KOHYA_PREFIX + original.replace(".", "_")
         return f"{stem}.lora_down.weight", f"{stem}.lora_up.weight", f"{stem}.alpha"
-    stem = f"diffusion_model.{original_name(module)}" if layout == "comfyui" else f"transformer.{module}"
+    stems = {"comfyui": f"diffusion_model.{original}", "diffusers": f"transformer.{module}"}
+    stem = stems.get(layout, f"base_model.model.{module}")
     return f"{stem}.lora_A.weight", f"{stem}.lora_B.weight", f"{stem}.alpha"
 
 
-def _module_of_dotted(stem: str) -> str | None:
+def _without_prefix(stem: str) -> str:
     for prefix in DOTTED_PREFIXES:
-        if stem.startswith(prefix):
-            stem = stem.removeprefix(prefix)
-            break
-    if match := BLOCK.fullmatch(stem):
-        rest = BLOCK_MODULES.get(match["rest"], match["rest"])
-        return f"blocks.{match['number']}.{rest}" if rest in ORIGINAL_BLOCK_MODULES else None
-    module = OUTER_MODULES.get(stem, stem)
-    return module if module in ORIGINAL_OUTER_MODULES else None
+        stem = stem.removeprefix(prefix)
+    return stem
 
 
 def _module_of_kohya(stem: str) -> str | None:
-    stem = stem.removeprefix(KOHYA_PREFIX)
+    stem = stem.removeprefix(KOHYA_PREFIX).removeprefix("_")  # two underscores in files of Wan Fun's trainer
     if match := re.fullmatch(r"blocks_(?P<number>\d{1,4})_(?P<rest>.+)", stem):
         rest = UNDERSCORED_BLOCK_MODULES.get(match["rest"])
         return None if rest is None else f"blocks.{match['number']}.{rest}"

@@ -27,7 +27,7 @@ KINDS: tuple[Kind, ...] = ("latent", "text_encoder_output")
 """What a text-to-video sample needs."""
 
 ANY_MODEL = "t2v-14B"
-"""Stands for every model profile where a step does not depend on which: all share the text encoder and the VAE."""
+"""Stands for every model that is trained, where a step does not depend on which: all share text encoder and VAE."""
 
 _LISTED = 20
 

@@ -5,8 +5,10 @@ are compared by their bytes, so all of them are written here.
 """
 
 import json
+import math
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +33,35 @@ DTYPE_NAMES = {
 }
 
 
-def write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+@dataclass(frozen=True)
+class Later:
+    """A tensor that is made when its turn to be written comes, so that a file may be larger than the memory.
+
+    Attributes:
+        dtype: of what `make` returns.
+        shape: of what `make` returns.
+        make: called once for each writing.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    make: Callable[[], torch.Tensor]
+
+    @property
+    def num_bytes(self) -> int:
+        """What it takes in the file."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+Tensors = Mapping[str, torch.Tensor] | Mapping[str, Later] | Mapping[str, torch.Tensor | Later]
+
+
+def write(path: Path, tensors: Tensors, metadata: Mapping[str, str]) -> None:
     """Write a safetensors file so that a crash leaves the old file or the new one, never half of one.
 
     Args:
         path: the file to make or replace; its folder must exist.
-        tensors: what to store, on any device and with any strides.
+        tensors: what to store, on any device and with any strides, or how to make it.
         metadata: free text fields.
 
     Raises:
@@ -46,8 +71,8 @@ def write(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str
     write_chunks(path, chunks)
 
 
-def serialize(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
-    """The bytes of a safetensors file: the header first, then one chunk per tensor, as they are asked for.
+def serialize(tensors: Tensors, metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
+    """The bytes of a safetensors file: the header first, then the tensors, made and handed out one by one.
 
     Larger elements come first, then the order of names, so that every tensor is aligned to its own element; within
     one dtype that is the order of names.
@@ -55,7 +80,7 @@ def serialize(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) 
     Raises:
         WangenError: a dtype that the format lacks, or a name or metadata value that is no text.
     """
-    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
     header: dict[str, Any] = {}
     position = 0
     for name in names:
@@ -64,7 +89,7 @@ def serialize(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) 
             raise WangenError(f"{name} is {tensor.dtype}, which safetensors files cannot hold here")
         if name == "__metadata__":
             raise WangenError("a tensor cannot be called __metadata__")
-        end = position + tensor.numel() * tensor.element_size()
+        end = position + math.prod(tensor.shape) * tensor.dtype.itemsize
         header[name] = {
             "dtype": DTYPE_NAMES[tensor.dtype],
             "shape": list(tensor.shape),
@@ -94,10 +119,19 @@ def write_chunks(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
         ) from error
 
 
-def _chunks(header: Mapping[str, Any], tensors: Iterable[torch.Tensor]) -> Iterator[bytes | memoryview]:
+def _chunks(header: Mapping[str, Any], tensors: Iterable[torch.Tensor | Later]) -> Iterator[bytes | memoryview]:
     text = json.dumps(header, sort_keys=True, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the format wants its data to begin at a multiple of eight
     yield struct.pack("<Q", len(text)) + text
     for tensor in tensors:
-        flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-        yield flat.view(torch.uint8).numpy().data
+        yield _bytes_of(tensor)
+        if isinstance(tensor, Later):
+            yield b""  # the caller lets go of this tensor before the next one is made
+
+
+def _bytes_of(tensor: torch.Tensor | Later) -> memoryview:
+    made = tensor.make() if isinstance(tensor, Later) else tensor
+    assert (made.dtype, made.shape) == (tensor.dtype, tensor.shape), "made otherwise than announced"
+    flat = made.detach().to("cpu").contiguous().reshape(-1)
+    content: memoryview = flat.view(torch.uint8).numpy().data
+    return content

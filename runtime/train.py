@@ -17,9 +17,11 @@ import torch
 from wangen import profiles
 from wangen.generator import headers
 from wangen.generator.errors import UsageError, WangenError
+from wangen.generator.kinds import expect
 from wangen.generator.session import Report, with_flag
 from wangen.generator.steps import DEFAULT_EPOCHS, Train
 from wangen.generator.table import options as flags_of
+from wangen.generator.tasks import require_supported
 from wangen.generator.workspace import require_writable
 from wangen.runtime import adapter, checkpoint
 from wangen.runtime.cache import digest
@@ -98,9 +100,10 @@ def _refuse(options: Train) -> None:
 def _plan(options: Train) -> Plan:
     """All that is known before a model loads, with everything refused that can be refused by then."""
     model = profiles.model(options.task)
-    headers.expect(options.dit, model.kind_of("dit"), "--dit")
+    require_supported(model, "training")
+    expect(options.dit, model.kind_of("dit"), "--dit", options.task)
     if options.network_weights:
-        headers.expect(options.network_weights, "lora", "--network_weights")
+        expect(options.network_weights, "lora", "--network_weights")
     samples = find_entries(read_samples(options, model), options.dataset_config)
     per_epoch = count_steps_per_epoch(samples, options)
     num_steps = _num_steps(options, per_epoch)
@@ -128,7 +131,7 @@ def _fingerprint(options: Train, samples: list[CachedSample], num_steps: int) ->
         **{name: str(getattr(options, name)) for name in pinned},
         "length of the schedule": num_steps if depends_on_length(options) else "any",
         "network_weights": headers.identity(weights) if weights else "",
-        "dit": headers.identity(options.dit),
+        "dit": headers.identity(options.dit, "--dit"),
         "dataset": digest(data),
     }
 

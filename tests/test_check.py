@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import published
 import pytest
 from helpers import clip_bytes, image_bytes, require_rights, write_tree
 from shells.bundles import bundle
@@ -17,6 +18,9 @@ from wangen.generator.check import run
 from wangen.generator.cli import main
 from wangen.generator.steps import Check
 from wangen.runtime.tiny import write_tiny_wan
+
+
+VECTORS = Path(__file__).parent / "vectors"
 
 
 @pytest.fixture(scope="session")
@@ -125,6 +129,39 @@ def test_weights_of_the_wrong_kind_name_the_flag_they_belong_to(good):
     assert "this file belongs to --dit" in found
     found = problems(changed(good, vae=good.t5, t5=good.vae, dit=good.vae))
     assert [problem.count("this file belongs to --") for problem in found] == [1, 1, 1]
+
+
+def test_weights_of_another_task_name_it(good, tmp_path):
+    paths = {
+        "dit": VECTORS / "dit_i2v21" / "model.safetensors",
+        "vae": VECTORS / "vae22" / "Wan2.2_VAE.pth",
+        "clip": VECTORS / "clip" / "models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth",
+    }
+    vae, clip, dit = problems(changed(good, **paths))
+    assert "--vae takes a Wan 2.1 VAE; give a Wan 2.1 VAE; this file is for --task ti2v-5B" in vae
+    assert "--clip: t2v-1.3B has no such weights; leave --clip out" in clip
+    assert "this is a Wan 2.1 image-to-video transformer" in dit
+    assert "this file is for --task flf2v-14B, i2v-14B" not in dit
+    assert "this file is for --task i2v-14B" in dit
+    assert problems(changed(good, task="i2v-14B", **(paths | {"vae": good.vae}))) == []
+    real = published.write_sparse(tmp_path / "a.safetensors", published.TRANSFORMERS["t2v-1.3B"])
+    (size,) = problems(changed(good, task="t2v-14B", dit=real))
+    assert "this file is for --task t2v-1.3B" in size
+
+
+def test_two_experts(good, tmp_path, caplog):
+    both = changed(good, task="t2v-A14B", dit_high_noise=Path(shutil.copy(good.dit, tmp_path / "copy.safetensors")))
+    (found,) = problems(both)
+    assert f"--dit_high_noise: the same weights as {good.dit}, given to both experts" in found
+    other = write_tiny_wan(tmp_path / "other", ["a cat"], seed=1)["dit"]
+    assert problems(changed(both, dit_high_noise=other)) == []
+    swapped = {
+        "dit": Path(shutil.copy(other, tmp_path / "high_noise.safetensors")),
+        "dit_high_noise": Path(shutil.copy(good.dit, tmp_path / "low_noise.safetensors")),
+    }
+    with caplog.at_level("WARNING", logger="wangen"):
+        assert problems(changed(both, **swapped)) == []
+    assert "are they swapped?" in caplog.text
 
 
 @pytest.mark.parametrize("content", [b"", b"garbage" * 100, b"<!DOCTYPE html>"])

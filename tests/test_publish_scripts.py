@@ -9,7 +9,6 @@ from helpers import image_bytes, write_tree
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from wangen import profiles
 from wangen.generator import scripts, workspace
 from wangen.generator.bundle import CACHE, bundle_steps, toml_name
 from wangen.generator.cli import main
@@ -19,6 +18,7 @@ from wangen.generator.publish import plan as publishing
 from wangen.generator.publish.source import Source
 from wangen.generator.steps import find_step
 from wangen.generator.target import Target
+from wangen.generator.tasks import supported
 
 SMALL = 'resolution = [64, 64]\nnum_frames = 17\nplatforms = ["linux", "wsl", "windows"]\n'
 SHELLS = {"linux": ["sh"], "wsl": ["sh"], "windows": ["bat", "ps1"]}
@@ -126,8 +126,8 @@ def test_what_a_shell_cannot_carry_is_refused_before_anything_is_written(tmp_pat
     assert not target.folder.exists()
 
 
-def test_every_model_profile_can_be_published(tmp_path):
-    for name in profiles.model_names():
+def test_every_model_that_is_trained_can_be_published(tmp_path):
+    for name in supported():
         made = workspace.read(write_tree(tmp_path / name, {"wangen.toml": f'model = "{name}"\n'}))
         for target in made.targets:
             publish(made, target)

@@ -12,6 +12,9 @@ from typing import Literal
 from wangen.generator.errors import WangenError
 
 DOWNLOAD_AGAIN = "download or copy the file again"
+MAX_DIMS = 64  # what PyTorch can index
+MAX_SIZE = 2**63 - 1
+MAX_NAME_CHARACTERS = 1000
 
 # Bits per element, under the names that safetensors uses.
 DTYPE_BITS = {
@@ -70,6 +73,42 @@ class Header:
     tensors: dict[str, TensorInfo]
     metadata: dict[str, str]
     format: Literal["safetensors", "pth", "gguf"]
+
+
+def rows(info: TensorInfo, begin: int, end: int) -> TensorInfo:
+    """Some rows of a tensor, as if they were a tensor of their own.
+
+    >>> place = Place(Path("a.safetensors"), 100, 24)
+    >>> rows(TensorInfo("F32", (3, 2), place), 1, 3)
+    TensorInfo(dtype='F32', shape=(2, 2))
+    """
+    shape = (end - begin, *info.shape[1:])
+    if info.place is None:
+        return TensorInfo(info.dtype, shape)
+    if info.place.strides is not None:
+        raise WangenError("a tensor that is not stored row by row cannot be taken apart", where=str(info.place.file))
+    row_bytes = info.place.num_bytes // max(1, info.shape[0])
+    place = Place(info.place.file, info.place.offset + begin * row_bytes, (end - begin) * row_bytes)
+    return TensorInfo(info.dtype, shape, place)
+
+
+def check_name(path: Path, name: str) -> None:
+    """Refuse a name that no program gives: one that could not be shown in a message.
+
+    Raises:
+        WangenError: control characters, halves of characters, or more than `MAX_NAME_CHARACTERS`.
+    """
+    if not name.isprintable() or len(name) > MAX_NAME_CHARACTERS:
+        raise WangenError(f"{quoted(name)} is not a name that programs give", where=str(path), cure=DOWNLOAD_AGAIN)
+
+
+def quoted(text: str) -> str:
+    r"""Text from a file as a message may show it: on one line, and short.
+
+    >>> print(quoted("head\x1b"), quoted("a" * 100)[-5:])
+    'head\x1b' aaa …
+    """
+    return repr(text) if len(text) <= 80 else repr(text[:80])[:-1] + " …"
 
 
 def truncated(path: Path, *, expected: str, found: int) -> WangenError:

@@ -1,13 +1,24 @@
 """Safetensors files."""
 
-import json
 import math
 import struct
 from pathlib import Path
 from typing import Any
 
 from wangen.generator.errors import WangenError
-from wangen.generator.formats import DOWNLOAD_AGAIN, DTYPE_BITS, Header, Place, TensorInfo, truncated
+from wangen.generator.formats import (
+    DOWNLOAD_AGAIN,
+    DTYPE_BITS,
+    MAX_DIMS,
+    MAX_SIZE,
+    Header,
+    Place,
+    TensorInfo,
+    check_name,
+    quoted,
+    truncated,
+)
+from wangen.generator.formats.strict_json import parse_json
 
 MAX_HEADER_BYTES = 100_000_000  # the safetensors library refuses longer headers
 
@@ -28,15 +39,10 @@ def read_safetensors(path: Path) -> Header:
         if 8 + length > size_bytes:
             raise truncated(path, expected=f"more than {8 + length}", found=size_bytes)
         text = file.read(length)
-    try:
-        fields = json.loads(text, object_pairs_hook=_unique_keys)
-    except (ValueError, RecursionError) as error:
-        raise WangenError(f"not a safetensors file: its header is no JSON ({error})", where=str(path)) from error
-    if not isinstance(fields, dict):
-        raise WangenError("not a safetensors file: its header is no JSON object", where=str(path))
+    fields = _json(path, text)
     metadata = fields.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise WangenError("the metadata of this safetensors file is not text", where=str(path))
+        raise WangenError("the metadata of this safetensors file is not text", where=str(path), cure=DOWNLOAD_AGAIN)
     spans = {name: _span(path, name, value) for name, value in fields.items()}
     payload_bytes = _payload_bytes(path, {name: (begin, end) for name, (_, begin, end) in spans.items()})
     if 8 + length + payload_bytes > size_bytes:
@@ -51,28 +57,38 @@ def read_safetensors(path: Path) -> Header:
     return Header(tensors, metadata, "safetensors")
 
 
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    fields = dict(pairs)
-    if len(fields) != len(pairs):
-        raise ValueError("a name occurs twice")
+def _json(path: Path, text: bytes) -> dict[str, Any]:
+    """The header's JSON object."""
+    try:
+        fields = parse_json(text)
+    except ValueError as error:
+        raise WangenError(f"not a safetensors file: its header is no JSON ({error})", where=str(path),
+                          cure=DOWNLOAD_AGAIN) from error  # fmt: skip
+    if not isinstance(fields, dict):
+        raise WangenError("not a safetensors file: its header is no JSON object", where=str(path), cure=DOWNLOAD_AGAIN)
     return fields
 
 
 def _span(path: Path, name: str, value: Any) -> tuple[TensorInfo, int, int]:
+    check_name(path, name)
+    malformed = WangenError(f"the header entry of {quoted(name)} is malformed", where=str(path), cure=DOWNLOAD_AGAIN)
     try:
         dtype, shape, (begin, end) = value["dtype"], tuple(value["shape"]), value["data_offsets"]
-        numbers = (*shape, begin, end)
     except (KeyError, TypeError, ValueError) as error:
-        raise WangenError(f"the header entry of {name!r} is malformed", where=str(path)) from error
-    if not all(isinstance(number, int) and not isinstance(number, bool) and number >= 0 for number in numbers):
-        raise WangenError(f"the header entry of {name!r} is malformed", where=str(path))
+        raise malformed from error
+    if len(shape) > MAX_DIMS or not all(
+        isinstance(number, int) and not isinstance(number, bool) and 0 <= number <= MAX_SIZE
+        for number in (*shape, begin, end)
+    ):
+        raise malformed
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
-        raise WangenError(f"{name!r} has the unknown dtype {dtype!r}", where=str(path))
+        raise WangenError(f"{quoted(name)} has the unknown dtype {quoted(str(dtype))}", where=str(path))
     num_bits = math.prod(shape) * DTYPE_BITS[dtype]
     if num_bits != (end - begin) * 8:
         raise WangenError(
-            f"{name!r} of {list(shape)} {dtype} needs {num_bits // 8} bytes, its header gives it {end - begin}",
+            f"{quoted(name)} of {list(shape)} {dtype} needs {num_bits // 8} bytes, its header gives it {end - begin}",
             where=str(path),
+            cure=DOWNLOAD_AGAIN,
         )
     return TensorInfo(dtype, shape), begin, end
 
@@ -82,6 +98,7 @@ def _payload_bytes(path: Path, spans: dict[str, tuple[int, int]]) -> int:
     position = 0
     for name, (begin, end) in sorted(spans.items(), key=lambda item: item[1]):
         if begin != position:
-            raise WangenError(f"{name!r} begins at {begin}, where {position} was due", where=str(path))
+            raise WangenError(f"{quoted(name)} begins at {begin}, where {position} was due", where=str(path),
+                              cure=DOWNLOAD_AGAIN)  # fmt: skip
         position = end
     return position

@@ -7,13 +7,12 @@ from pathlib import Path
 import click
 
 from wangen.generator import workspace
-from wangen.generator.errors import UsageError, WangenError
+from wangen.generator.errors import UsageError, WangenError, bytes_text
 from wangen.generator.files import remove
 from wangen.generator.lock import busy, hold
 from wangen.generator.paths import slugify
 from wangen.generator.publish import clean, layout
 from wangen.generator.publish.clean import PARTS, Inventory, Part
-from wangen.generator.publish.command import bytes_text
 from wangen.generator.publish.plan import STATE, memo_path
 from wangen.generator.publish.texts import toml_file
 from wangen.generator.target import Target

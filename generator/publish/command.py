@@ -12,7 +12,7 @@ import click
 
 from wangen.generator import workspace
 from wangen.generator.bundle import find_weights
-from wangen.generator.errors import UsageError, WangenError
+from wangen.generator.errors import UsageError, WangenError, bytes_text
 from wangen.generator.lock import hold
 from wangen.generator.paths import slugify
 from wangen.generator.progress import bar
@@ -22,6 +22,7 @@ from wangen.generator.publish.plan import BundlePlan, Plan
 from wangen.generator.publish.source import read_source
 from wangen.generator.publish.texts import resolutions_of
 from wangen.generator.target import Target
+from wangen.generator.tasks import require_supported
 from wangen.generator.tomls import parse_resolution, resolution_name
 from wangen.generator.workspace import Workspace
 from wangen.profiles import Model
@@ -86,6 +87,7 @@ def _run(request: Request, place: Workspace, slug: str) -> None:
                          cure="leave one of them out")  # fmt: skip
     settings = replace(place.dataset(slug), **choices)
     model = place.profile(settings.model)
+    require_supported(model, "publishing for")
     source = None
     if not request.only_scripts:
         given = place.folder / settings.source if settings.source else None
@@ -257,18 +259,6 @@ def _say_names(what: str, names: Sequence[str], sizes: Iterable[int]) -> None:
     if names:
         more = ", …" if len(names) > _NUM_NAMES else ""
         _hint(f"{what}: {len(names)} ({bytes_text(sum(sizes))}): {', '.join(sorted(names)[:_NUM_NAMES])}{more}")
-
-
-def bytes_text(number: int) -> str:
-    """A size for people.
-
-    >>> bytes_text(999), bytes_text(12_345), bytes_text(3_000_000_000)
-    ('999 bytes', '12.3 kB', '3.0 GB')
-    """
-    for factor, unit in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
-        if number >= factor:
-            return f"{number / factor:.1f} {unit}"
-    return f"{number} bytes"
 
 
 def _say_links(folders: Iterable[FolderPlan]) -> None:

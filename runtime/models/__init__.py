@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from wangen import profiles
-from wangen.generator import headers
-from wangen.generator.tokenizer_file import tokenizer_of
+from wangen.generator import headers, kinds
+from wangen.generator.tasks import supported
+from wangen.generator.tokenizer_file import tokenizer_digest, tokenizer_of
 
 if TYPE_CHECKING:
     import torch
@@ -25,14 +26,20 @@ class Family(Protocol):
     def load_vae(self, path: Path, *, dtype: "torch.dtype | None" = None, device: Any = "cpu") -> Any:
         """The VAE, frozen."""
 
-    def encode_video(self, vae: Any, video: "torch.Tensor") -> "torch.Tensor":
-        """(B, 3, T, H, W) in [-1, 1] -> normalised latents (B, C, F, h, w) in float32."""
+    def encode_video(
+        self, vae: Any, video: "torch.Tensor", *, cache_cpu: bool = False, tile_px: int | None = None
+    ) -> "torch.Tensor":
+        """(B, 3, T, H, W) in [-1, 1] or uint8, on any device -> normalised latents (B, C, F, h, w) in float32."""
 
-    def decode_latents(self, vae: Any, latents: "torch.Tensor") -> "torch.Tensor":
-        """The inverse of `encode_video`, clamped to [-1, 1]."""
+    def decode_latents(
+        self, vae: Any, latents: "torch.Tensor", *, cache_cpu: bool = False, tile_px: int | None = None
+    ) -> "torch.Tensor":
+        """The inverse of `encode_video`, on the CPU and clamped to [-1, 1]."""
 
-    def load_text_encoder(self, path: Path, *, dtype: "torch.dtype | None" = None, device: Any = "cpu") -> Any:
-        """The text encoder, frozen."""
+    def load_text_encoder(
+        self, path: Path, *, dtype: "torch.dtype | None" = None, device: Any = "cpu", fp8: bool = False
+    ) -> Any:
+        """The text encoder, frozen; with `fp8` its linear layers are held in 8 bits."""
 
     def load_tokenizer(self, path: Path) -> Any:
         """Its tokenizer, found beside the weights or given."""
@@ -65,26 +72,44 @@ def family(model: profiles.Model) -> Family:
 
 
 def model_of_vae(path: Path) -> profiles.Model:
-    """A model profile that uses this VAE; profiles that share a VAE share strides, frame rate and bucket step.
+    """A supported model profile that uses this VAE; those that share one share strides, frame rate and bucket step.
 
     Raises:
-        WangenError: the file is no VAE that any profile uses; the message says what it is.
+        WangenError: the file is no VAE that such a profile uses; the message says what it is.
     """
-    kind = headers.identify(path)
-    models = [profiles.model(name) for name in profiles.model_names()]
-    found = next((model for model in models if model.kind_of("vae") == kind), models[0])
-    headers.expect(path, found.kind_of("vae"), "--vae")
-    return found
+    by_kind = {model.kind_of("vae"): model for model in map(profiles.model, supported())}
+    return by_kind[kinds.kind_of(kinds.expect(path, tuple(by_kind), "--vae"))]
 
 
-def text_encoder_identity(t5: Path, tokenizer: Path | None) -> str:
+def vae_identity(vae: Path, tile: int = 0) -> str:
+    """Digest that identifies a VAE and the way it works, read from headers alone.
+
+    Args:
+        vae: the weights.
+        tile: side of the squares it works in, which change the latents; 0 for none.
+
+    Raises:
+        WangenError: the file cannot be read.
+    """
+    from wangen.runtime.cache import digest
+
+    identity = headers.identity(vae, "--vae")
+    return digest([identity, f"tiles of {tile}"]) if tile else identity
+
+
+def text_encoder_identity(t5: Path, tokenizer: Path | None, *, fp8: bool = False) -> str:
     """Digest that identifies a text encoder together with its tokenizer, read from headers alone.
+
+    Args:
+        t5: the weights.
+        tokenizer: None looks for it near and inside the weights.
+        fp8: the weights are rounded to 8 bits when they are loaded.
 
     Raises:
         WangenError: the file is no text encoder that a profile uses, or there is no tokenizer.
     """
     from wangen.runtime.cache import digest
-    from wangen.runtime.sources import digest_file
 
-    headers.expect(t5, profiles.model(profiles.model_names()[0]).kind_of("t5"), "--t5")
-    return digest([headers.identity(t5), digest_file(tokenizer_of(t5, tokenizer))])
+    kinds.expect(t5, profiles.model(supported()[0]).kind_of("t5"), "--t5")
+    parts = [headers.identity(t5, "--t5"), tokenizer_digest(tokenizer_of(t5, tokenizer))]
+    return digest([*parts, "fp8"] if fp8 else parts)

@@ -1,4 +1,4 @@
-"""Wan 2.1 text-to-video: what is particular to this family.
+"""Wan 2.1 and 2.2: what is particular to this family.
 
 Letters in shapes: B batch, C channels, T frames of video, H and W pixels, F frames of latents, h and w latents.
 """
@@ -14,11 +14,13 @@ from diffusers import (
     WanTransformer3DModel,
 )
 
-from wangen.generator.errors import WangenError
 from wangen.generator.steps import Generate
+from wangen.runtime.models.wan_vae import decode_latents, encode_video
 from wangen.runtime.randomness import generator_for
 from wangen.runtime.weights import (
+    encode_images,
     encode_prompts,
+    load_image_encoder,
     load_text_encoder,
     load_tokenizer,
     load_transformer,
@@ -27,68 +29,21 @@ from wangen.runtime.weights import (
 
 __all__ = [
     "decode_latents",
+    "encode_images",
     "encode_prompts",
     "encode_video",
+    "load_image_encoder",
     "load_text_encoder",
     "load_tokenizer",
     "load_transformer",
     "load_vae",
     "predict_velocity",
     "sample_latents",
+    "timesteps_per_token",
 ]
 
-SPATIAL_STRIDE = 8
-TEMPORAL_STRIDE = 4
 TEXT_LENGTH = 512
-
-
-@torch.no_grad()
-def encode_video(vae: AutoencoderKLWan, video: torch.Tensor) -> torch.Tensor:
-    """The normalised latents of a video, as the official wrapper computes them: (mode - mean) / std.
-
-    Args:
-        vae: a Wan 2.1 VAE.
-        video: (B, 3, T, H, W) in [-1, 1]; T = 4k + 1, H and W multiples of 8. An image is T = 1.
-
-    Returns:
-        (B, 16, F, h, w) in float32 on the VAE's device, where F = (T + 3) / 4, h = H / 8, w = W / 8.
-
-    Raises:
-        WangenError: the shape is another; the VAE itself would drop trailing frames or pixels without a word.
-    """
-    if video.ndim != 5 or video.shape[1] != 3:
-        raise WangenError(f"a video of shape {tuple(video.shape)}, where (batch, 3, frames, height, width) belongs")
-    num_frames, height_px, width_px = video.shape[2:]
-    if num_frames % TEMPORAL_STRIDE != 1:
-        raise WangenError(f"a video of {num_frames} frames; the Wan VAE takes 4k + 1 (1, 5, 9, …, 81)")
-    if not height_px or height_px % SPATIAL_STRIDE or not width_px or width_px % SPATIAL_STRIDE:
-        raise WangenError(f"a video of {width_px}x{height_px} pixels; both sides must be multiples of {SPATIAL_STRIDE}")
-    mode = vae.encode(video.to(vae.device, vae.dtype)).latent_dist.mode()
-    mean, std = _statistics(vae)
-    latents: torch.Tensor = (mode.float() - mean) / std
-    return latents
-
-
-@torch.no_grad()
-def decode_latents(vae: AutoencoderKLWan, latents: torch.Tensor) -> torch.Tensor:
-    """The video of normalised latents, the inverse of `encode_video`.
-
-    Args:
-        vae: a Wan 2.1 VAE.
-        latents: (B, 16, F, h, w), normalised.
-
-    Returns:
-        (B, 3, 4F - 3, 8h, 8w) in float32, clamped to [-1, 1].
-
-    Raises:
-        WangenError: the shape is another.
-    """
-    if latents.ndim != 5 or latents.shape[1] != vae.config.z_dim or 0 in latents.shape:
-        raise WangenError(f"latents of shape {tuple(latents.shape)}, where (batch, 16, frames, height, width) belongs")
-    mean, std = _statistics(vae)
-    scaled = latents.to(vae.device, torch.float32) * std + mean
-    video: torch.Tensor = vae.decode(scaled.to(vae.dtype)).sample
-    return video.float().clamp(-1.0, 1.0)
+PATCH = 2  # latent cells per token, in each direction
 
 
 def predict_velocity(
@@ -96,25 +51,49 @@ def predict_velocity(
     latents: torch.Tensor,
     timesteps: torch.Tensor,
     texts: Sequence[torch.Tensor],
+    *,
+    condition: torch.Tensor | None = None,
+    image_tokens: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The velocity noise - clean that the model predicts.
 
     Args:
         transformer: from `load_transformer`, with or without adapters.
-        latents: (B, 16, F, h, w), noisy.
-        timesteps: (B,) in [0, 1000].
+        latents: (B, C, F, h, w), noisy; C is 16, or 48 for the 5B.
+        timesteps: (B,) in [0, 1000], or (B, tokens) where frames differ: the 5B needs 0 for the tokens of a clean
+            first frame (`timesteps_per_token`).
         texts: B embeddings (L, text_dim), padded here with zeros to 512 rows as the official code does.
+        condition: of image-to-video, (B, 20, F, h, w): 4 channels of mask and 16 of the encoded image.
+        image_tokens: of Wan 2.1 image-to-video, (B, 257, 1280) from `encode_images`. For first and last frame
+            (2B, 257, 1280): both images of one item, then both of the next.
 
     Returns:
-        (B, 16, F, h, w) in the transformer's dtype.
+        (B, C, F, h, w) in the transformer's dtype.
     """
+    if image_tokens is not None:
+        image_tokens = image_tokens.to(latents.device, transformer.dtype)
+    inputs = latents if condition is None else torch.cat([latents, condition.to(latents)], dim=1)
     velocity: torch.Tensor = transformer(
-        hidden_states=latents.to(transformer.dtype),
+        hidden_states=inputs.to(transformer.dtype),
         timestep=timesteps.to(latents.device),
         encoder_hidden_states=pad_texts(texts).to(latents.device, transformer.dtype),
+        encoder_hidden_states_image=image_tokens,
         return_dict=False,
     )[0]
     return velocity
+
+
+def timesteps_per_token(timesteps: torch.Tensor, latents: torch.Tensor, *, clean_frames: int = 1) -> torch.Tensor:
+    """Timesteps (B,) -> (B, tokens), with 0 for the tokens of the first `clean_frames` latent frames.
+
+    >>> timesteps_per_token(torch.tensor([500.0]), torch.zeros(1, 48, 2, 4, 2))
+    tensor([[  0.,   0., 500., 500.]])
+    """
+    frames, height, width = latents.shape[2:]
+    tokens = (height // PATCH) * (width // PATCH)
+    values = timesteps[:, None].repeat(1, frames * tokens)
+    values[:, : clean_frames * tokens] = 0
+    return values
 
 
 def pad_texts(texts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -150,8 +129,9 @@ def sample_latents(
         (1, 16, F, h, w) in float32, normalised.
     """
     height_px, width_px = options.video_size
-    frames = (options.video_length - 1) // TEMPORAL_STRIDE + 1
-    shape = (1, vae.config.z_dim, frames, height_px // SPATIAL_STRIDE, width_px // SPATIAL_STRIDE)
+    frames = (options.video_length - 1) // vae.config.scale_factor_temporal + 1
+    stride = vae.config.scale_factor_spatial
+    shape = (1, vae.config.z_dim, frames, height_px // stride, width_px // stride)
     noise = torch.randn(shape, generator=generator_for("sample", options.seed))
     pipeline = WanPipeline(
         tokenizer=None, text_encoder=None, vae=vae, scheduler=_scheduler(options), transformer=transformer
@@ -187,10 +167,3 @@ def _scheduler(options: Generate) -> FlowMatchEulerDiscreteScheduler | UniPCMult
     return UniPCMultistepScheduler(
         prediction_type="flow_prediction", use_flow_sigmas=True, num_train_timesteps=1000, flow_shift=options.flow_shift
     )
-
-
-def _statistics(vae: AutoencoderKLWan) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and standard deviation of the latents by channel, each (1, 16, 1, 1, 1)."""
-    values = torch.tensor([vae.config.latents_mean, vae.config.latents_std], dtype=torch.float32, device=vae.device)
-    mean, std = values.reshape(2, 1, -1, 1, 1, 1)
-    return mean, std

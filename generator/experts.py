@@ -1,0 +1,98 @@
+"""The two experts of a Wan 2.2 A14B model: the same shapes, so only their numbers tell them apart."""
+
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+
+from wangen.generator.companions import strip_prefix
+from wangen.generator.errors import WangenError
+from wangen.generator.formats import Header, TensorInfo
+from wangen.generator.headers import identity, read_header
+from wangen.generator.kinds import noise_of
+
+# Small tensors that are stored unquantised, in the original names and in those of diffusers.
+SMALL = (
+    ("head.modulation", "scale_shift_table"),
+    ("patch_embedding.bias", "patch_embedding.bias"),
+    ("blocks.0.modulation", "blocks.0.scale_shift_table"),
+    ("head.head.bias", "proj_out.bias"),
+)
+ORDER = "--dit takes the low-noise expert and --dit_high_noise the high-noise expert"
+
+_CODES = {"F32": "f", "F16": "e", "BF16": "H"}
+_EQUAL_SHARE = 0.8
+"""Rounding twice on the way moves a few values by one step; other training moves most of them, by many steps."""
+
+
+def same_weights(first: Path, second: Path) -> bool:
+    """Whether two transformer files hold the same weights, in whatever precision, layout or format each is.
+
+    Files of other bytes are compared by one small tensor that both hold unquantised, as rounded to bfloat16.
+
+    Raises:
+        WangenError: as `headers.read_header`.
+    """
+    if identity(first, "--dit") == identity(second, "--dit_high_noise"):
+        return True
+    headers = read_header(first, "--dit"), read_header(second, "--dit_high_noise")
+    for names in SMALL:
+        infos = [_find(header, names) for header in headers]
+        if infos[0] and infos[1] and infos[0].shape == infos[1].shape:
+            return _equal(_rounded(infos[0]), _rounded(infos[1]))
+    return False
+
+
+def expect_two_experts(low: Path, high: Path) -> None:
+    """Refuse one expert given twice.
+
+    Args:
+        low: the file given to `--dit`.
+        high: the file given to `--dit_high_noise`.
+
+    Raises:
+        WangenError: both hold the same weights, or one cannot be read.
+    """
+    if same_weights(low, high):
+        named = f"the file's name says {noise_of(high)} noise; " if noise_of(high) else ""
+        raise WangenError(f"the same weights as {low}, given to both experts", where=str(high), cure=named + ORDER)
+
+
+def seem_swapped(low: Path, high: Path) -> bool:
+    """Whether the names of both files say the other expert; names are a hint, no more."""
+    return (noise_of(low), noise_of(high)) == ("high", "low")
+
+
+def _find(header: Header, names: Sequence[str]) -> TensorInfo | None:
+    infos = (info for name, info in header.tensors.items() if strip_prefix(name) in names)
+    return next((info for info in infos if info.dtype in _CODES and info.place and not info.place.strides), None)
+
+
+def _rounded(info: TensorInfo) -> list[int]:
+    """A tensor's values as bfloat16, each as its 16 bits in an order that follows the value."""
+    assert info.place is not None
+    with info.place.file.open("rb") as file:
+        file.seek(info.place.offset)
+        data = file.read(info.place.num_bytes)
+    code = _CODES[info.dtype]
+    numbers = struct.unpack(f"<{len(data) // struct.calcsize(code)}{code}", data)
+    return [_ordered(number if info.dtype == "BF16" else _to_bfloat16(number)) for number in numbers]
+
+
+def _to_bfloat16(number: float) -> int:
+    """The bits of the nearest bfloat16, ties to even; infinity and NaN stay what they are.
+
+    >>> hex(_to_bfloat16(1.0)), hex(_to_bfloat16(-3.14159))
+    ('0x3f80', '0xc049')
+    """
+    bits: int = struct.unpack("<I", struct.pack("<f", number))[0]
+    return min((bits + 0x7FFF + (bits >> 16 & 1)) >> 16, 0xFFFF)
+
+
+def _ordered(bits: int) -> int:
+    return -(bits & 0x7FFF) if bits & 0x8000 else bits
+
+
+def _equal(first: Sequence[int], second: Sequence[int]) -> bool:
+    """Whether all values are at most one step of bfloat16 apart, and most are equal."""
+    steps = [abs(a - b) for a, b in zip(first, second, strict=True)]
+    return bool(steps) and max(steps) <= 1 and steps.count(0) >= _EQUAL_SHARE * len(steps)

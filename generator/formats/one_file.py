@@ -1,0 +1,84 @@
+"""One weight file, whatever its format: told by its first bytes, never by its name."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from wangen.generator.errors import WangenError
+from wangen.generator.formats import Header
+from wangen.generator.formats.foreign import START_BYTES, foreign, preallocated, unfinished
+from wangen.generator.formats.gguf import MAGIC as GGUF_MAGIC
+from wangen.generator.formats.gguf import read_gguf
+from wangen.generator.formats.pth import directory_lines, read_pth
+from wangen.generator.formats.safetensors import read_safetensors
+from wangen.generator.formats.zip_records import MAGIC as ZIP_MAGIC
+
+MIB = 2**20
+NUM_SPREAD_MIB = 64  # how many mebibytes of a file `fingerprint` reads
+
+
+def read_file(path: Path) -> Header:
+    """The header of one file (a shard stands for itself).
+
+    Raises:
+        WangenError: unreadable, still being downloaded, cut short, malformed, no weights, or a pickle that holds more
+            than tensors.
+    """
+    try:
+        return _read(path)
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except WangenError as error:
+        if companion := unfinished(path):
+            raise WangenError(
+                f"{error.found}; {companion.name} beside it says that its download has not ended",
+                where=error.where,
+                cure=f"let the download finish, or delete {companion.name} if it is an older one's",
+            ) from error
+        raise
+
+
+def fingerprint(path: Path, header: Header) -> Iterator[bytes]:
+    """The bytes that tell one file from another of its length: all that is not weights, and 64 MiB spread evenly.
+
+    A `.pth` has checksums of all its records in its zip directory; they serve instead.
+
+    Raises:
+        WangenError: the file can no longer be read.
+    """
+    try:
+        yield from directory_lines(path) if header.format == "pth" else _spread(path, header)
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def unreadable(path: Path, error: OSError) -> WangenError:
+    """The error of a file that is there and cannot be read."""
+    return WangenError(f"cannot be read: {error.strerror or error}", where=str(path))
+
+
+def _read(path: Path) -> Header:
+    with path.open("rb") as file:
+        start = file.read(START_BYTES)
+    if error := foreign(path, start):
+        raise error
+    if preallocated(path):
+        raise WangenError("this file has its full length and not yet its content", where=str(path))
+    if start.startswith(ZIP_MAGIC):
+        return read_pth(path)
+    return read_gguf(path) if start.startswith(GGUF_MAGIC) else read_safetensors(path)
+
+
+def _spread(path: Path, header: Header) -> Iterator[bytes]:
+    """The header and 64 mebibytes at even distances; the whole file when it is no longer than that."""
+    size_bytes = path.stat().st_size
+    header_bytes = min((info.place.offset for info in header.tensors.values() if info.place), default=size_bytes)
+    payload_bytes = size_bytes - header_bytes
+    with path.open("rb") as file:
+        yield file.read(header_bytes)
+        if payload_bytes <= NUM_SPREAD_MIB * MIB:
+            while piece := file.read(MIB):
+                yield piece
+            return
+        for number in range(NUM_SPREAD_MIB):
+            file.seek(header_bytes + (payload_bytes - MIB) * number // (NUM_SPREAD_MIB - 1))
+            yield file.read(MIB)

@@ -1,0 +1,313 @@
+"""What a weight file is, from its header alone: which model, in which layout, how big, how quantised.
+
+A file is judged by the names and shapes of its tensors, never by its own name. Some models cannot be told apart that
+way, for their tensors are the same: the Wan 2.1 T2V 14B, the two experts of T2V-A14B, and what was trained from them
+(Phantom, CausVid, FusionX …); I2V-14B and Fun-InP 14B; the experts of I2V-A14B; the VAEs of Wan 2.1 and of
+Qwen-Image. `Facts` then names every profile that fits, and what the file's name says is given as a hint, no more.
+"""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from wangen import profiles
+from wangen.generator import relatives
+from wangen.generator.companions import sort_out, strip_prefix
+from wangen.generator.errors import WangenError
+from wangen.generator.formats import Header
+from wangen.generator.headers import read_header, shards
+from wangen.generator.layouts import Layout, Shapes, layout_of, sizes_of
+
+# kind -> (plain words, the flag that takes it)
+KINDS = {
+    "wan-vae-2.1": ("a Wan 2.1 VAE", "--vae"),
+    "wan-vae-2.2": ("a Wan 2.2 VAE", "--vae"),
+    "umt5-encoder": ("a umT5 text encoder", "--t5"),
+    "open-clip": ("a CLIP image encoder", "--clip"),
+    "wan-transformer-t2v": ("a Wan text-to-video transformer", "--dit"),
+    "wan-transformer-i2v": ("a Wan 2.1 image-to-video transformer", "--dit"),
+    "wan-transformer-flf2v": ("a Wan 2.1 first-and-last-frame transformer", "--dit"),
+    "wan-transformer-i2v-2.2": ("a Wan 2.2 image-to-video transformer", "--dit"),
+    "wan-transformer-ti2v": ("a Wan 2.2 text-and-image-to-video transformer", "--dit"),
+    "wan-transformer-other": ("a relative of the Wan transformers", ""),
+    "lora": ("a LoRA for Wan", "--network_weights or --lora_weight"),
+    "lora-other": ("an adapter that is no plain LoRA for Wan", ""),
+    "pipeline": ("a checkpoint with several models in one file", ""),
+    "quantized-other": ("weights quantised in a form that is not read here", ""),
+    "training-state": ("a part of a training state", ""),
+    "other": ("another model", ""),
+    "unknown": ("a weight file of no known kind", ""),
+}
+
+# Per-block position biases are what umT5 has and T5 has not: the tensor that only umT5 has, by layout.
+_SECOND_BIAS = {
+    "original": "blocks.1.pos_embedding.embedding.weight",
+    "huggingface": "block.1.layer.0.SelfAttention.relative_attention_bias.weight",
+    "gguf": "enc.blk.1.attn_rel_b.weight",
+}
+_OTHER_VISION = {1024: "ViT-L", 1408: "ViT-g", 1664: "ViT-bigG"}
+_DIT_FLAGS = ("--dit", "--dit_high_noise")
+_NOISE = re.compile(r"(?:^|[^a-z])(high|low)(?:[_ -]?noise)?(?:[^a-z]|$)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of a weight file.
+
+    Attributes:
+        kind: a key of `KINDS`.
+        words: the kind with the size, or the name of another model: "a Wan text-to-video transformer (14B, dim 5120)".
+        layout: whose names the tensors have: `original`, `diffusers`, `huggingface`, `gguf`; empty when unknown.
+        format: `safetensors`, `pth` or `gguf`.
+        sizes: what the shapes say: dim, ffn_dim, num_layers, num_heads, in_channels, out_channels …
+        num_parameters: elements of all weights, in their logical shapes.
+        dtypes: bytes of the weights by dtype, most first.
+        quantisation: `fp8_e4m3`, `fp8_scaled`, `Q4_K GGUF` …; empty for 16 and 32 bits.
+        profiles: every model profile that a file of these shapes fits.
+        hint: what the file's name says beyond its tensors, as a sentence; often empty.
+        metadata: the text fields of the file.
+        files: all files, where it is sharded.
+        num_bytes: their sizes together.
+    """
+
+    kind: str
+    words: str
+    layout: str
+    format: str
+    sizes: Mapping[str, int]
+    num_parameters: int
+    dtypes: Mapping[str, int]
+    quantisation: str
+    profiles: tuple[str, ...]
+    hint: str
+    metadata: Mapping[str, str] = field(repr=False)
+    files: tuple[Path, ...]
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class _Judged:
+    """What names and shapes say."""
+
+    kind: str
+    words: str = ""
+    layout: str = ""
+    sizes: Mapping[str, int] = field(default_factory=dict)
+
+
+def examine(path: Path, flag: str = "") -> Facts:
+    """What a weight file is.
+
+    Args:
+        path: a file, any of its shards, their index, or a folder as `headers.read_header` takes it.
+        flag: the option that it was given to, which says what is meant in a folder of several models.
+
+    Raises:
+        WangenError: as `headers.read_header`.
+    """
+    header, files = read_header(path, flag), shards(path, flag)
+    judged = _judge(header)
+    weights = header.tensors if judged.kind == "pipeline" else sort_out(header).weights
+    dtypes: dict[str, int] = {}
+    for info in weights.values():
+        dtypes[info.dtype] = dtypes.get(info.dtype, 0) + (info.place.num_bytes if info.place else 0)
+    fitting = _fitting(judged.kind, judged.sizes)
+    return Facts(
+        kind=judged.kind,
+        words=_words(judged, fitting),
+        layout=judged.layout,
+        format=header.format,
+        sizes=judged.sizes,
+        num_parameters=sum(math.prod(info.shape) for info in weights.values()),
+        dtypes=dict(sorted(dtypes.items(), key=lambda item: -item[1])),
+        quantisation=_quantisation(header, dtypes),
+        profiles=fitting,
+        hint=_hint(judged.kind, files[0]),
+        metadata=header.metadata,
+        files=tuple(files),
+        num_bytes=sum(file.stat().st_size for file in files),
+    )
+
+
+def kind_of(header: Header) -> str:
+    """The kind that a header shows: a key of `KINDS`."""
+    return _judge(header).kind
+
+
+def describe(kind: str) -> str:
+    """A kind in plain words.
+
+    >>> describe("wan-transformer-t2v")
+    'a Wan text-to-video transformer'
+    """
+    return KINDS[kind][0]
+
+
+def expect(path: Path, kinds: str | Sequence[str], flag: str, task: str | None = None) -> Header:
+    """The header of a file that must be of one kind, or of one of several.
+
+    Args:
+        path: the file given to `flag`, or a folder.
+        kinds: what `flag` takes.
+        flag: the flag as the user writes it (`--vae`).
+        task: the model profile that the file must fit. A transformer whose sizes are those of another profile is
+            refused; one whose sizes are no profile's passes.
+
+    Raises:
+        WangenError: the file is something else; the message says what, what was expected, and what takes this file.
+    """
+    wanted = (kinds,) if isinstance(kinds, str) else tuple(kinds)
+    header = read_header(path, flag)
+    judged = _judge(header)
+    fitting = _fitting(judged.kind, judged.sizes)
+    if judged.kind not in wanted:
+        taker, takes = flag, _family(wanted)
+    elif task and fitting and task not in fitting:
+        taker, takes = f"--task {task}", _words(_of_task(task, judged.kind), (task,))
+    else:
+        return header
+    words = _words(judged, fitting)
+    if judged.kind == "unknown":
+        words += f" (its tensors: {', '.join(sorted(header.tensors)[:3])} …)"
+    cure = f"give {takes}{_belongs(judged.kind, flag, fitting)}"
+    raise WangenError(f"this is {words}; {taker} takes {takes}", where=str(path), cure=cure)
+
+
+def _judge(header: Header) -> _Judged:
+    """Identify the model by names and shapes, from what is told most surely to what is not."""
+    names = header.tensors
+    if words := relatives.adapter(names):
+        plain = words == "a LoRA" and relatives.is_for_wan(names)
+        about = "" if plain else words + ("" if relatives.is_for_wan(names) else " for another model than Wan")
+        return _Judged("lora" if plain else "lora-other", about)
+    if parts := relatives.parts_of(names):
+        return _Judged("pipeline", f"a checkpoint that holds {', '.join(parts[:-1])} and {parts[-1]} in one file")
+    if packing := relatives.packing(names):
+        return _Judged("quantized-other", f"weights quantised by {packing}")
+    if names and relatives.is_optimizer(names):
+        return _Judged("training-state", "the optimizer of a training state")
+    shapes = {strip_prefix(name): info.shape for name, info in names.items()}
+    found = layout_of(shapes)
+    if found:
+        return _of_layout(*found)
+    if (relative := relatives.relative(shapes)) and any(name.startswith("blocks.0.") for name in shapes):
+        return _Judged("wan-transformer-other", f"the {relative} part of a transformer")
+    if words := relatives.other_model(shapes):
+        return _Judged("other", words)
+    return _Judged("unknown")
+
+
+def _of_layout(layout: Layout, shapes: Shapes) -> _Judged:
+    sizes = sizes_of(layout, shapes)
+    if layout.family == "transformer":
+        kind, relative = _transformer_kind(shapes, sizes)
+        return _Judged(kind, f"a {relative} transformer" if relative else "", layout.name, sizes)
+    if layout.family == "t5":
+        if "decoder.block.0.layer.0.SelfAttention.q.weight" in shapes or "dec.blk.0.attn_q.weight" in shapes:
+            return _Judged("other", "a whole T5 with its decoder, where Wan takes umT5's encoder")
+        if sizes["num_layers"] > 1 and _SECOND_BIAS[layout.name] not in shapes:
+            return _Judged("other", "a T5 text encoder, not umT5 (its layers share one position bias)")
+    if layout.family == "clip" and sizes.get("dim") in _OTHER_VISION:
+        return _Judged("other", f"a CLIP {_OTHER_VISION[sizes['dim']]} image encoder, where Wan takes ViT-H")
+    kinds = {"vae": "wan-vae-2.1", "vae-2.2": "wan-vae-2.2", "t5": "umt5-encoder", "clip": "open-clip"}
+    return _Judged(kinds[layout.family], "", layout.name, sizes)
+
+
+def _transformer_kind(shapes: Shapes, sizes: Mapping[str, int]) -> tuple[str, str]:
+    """The kind of a transformer, and the name of the relative that it is, if it is one."""
+    if relative := relatives.relative(shapes):
+        return "wan-transformer-other", relative
+    has_image = any(name.startswith(("img_emb.", "condition_embedder.image_embedder.")) for name in shapes)
+    two_images = any(name in shapes for name in ("img_emb.emb_pos", "condition_embedder.image_embedder.pos_embed"))
+    channels = sizes.get("in_channels", 0), sizes.get("out_channels", 0), has_image
+    if channels == (36, 16, True) and sizes.get("dim") == relatives.FUN_INP_DIM:
+        return "wan-transformer-other", "Wan 2.1 Fun-InP 1.3B"
+    kinds = {
+        (16, 16, False): "wan-transformer-t2v",
+        (36, 16, True): "wan-transformer-flf2v" if two_images else "wan-transformer-i2v",
+        (36, 16, False): "wan-transformer-i2v-2.2",
+        (48, 48, False): "wan-transformer-ti2v",
+    }
+    if channels in kinds:
+        return kinds[channels], ""
+    number = f"Wan-like ({channels[0]} input and {channels[1]} output channels)"
+    return "wan-transformer-other", relatives.CHANNELS.get(channels, number)
+
+
+def _fitting(kind: str, sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """The profiles that take a file of this kind, and of these sizes where it is a transformer."""
+    models = [profiles.model(name) for name in _tasks(kind)]
+    if not kind.startswith("wan-transformer-"):
+        return tuple(model.name for model in models)
+    return tuple(model.name for model in models if vars(model.transformer).items() <= sizes.items())
+
+
+def _tasks(kind: str) -> list[str]:
+    """The profiles that take a file of this kind, whatever its sizes."""
+    names = profiles.model_names()
+    return [name for name in names if any(weights.kind == kind for weights in profiles.model(name).weights)]
+
+
+def _of_task(task: str, kind: str) -> _Judged:
+    return _Judged(kind, sizes=vars(profiles.model(task).transformer))
+
+
+def _words(judged: _Judged, fitting: Sequence[str]) -> str:
+    """What a file is, with its size: that of people (14B) where it is a known one, and the width."""
+    words = judged.words or describe(judged.kind)
+    if not judged.kind.startswith("wan-transformer-") or "dim" not in judged.sizes:
+        return words
+    known = {name.rpartition("-")[2].removeprefix("A") for name in fitting}
+    size = ", ".join([*sorted(known), f"dim {judged.sizes['dim']}"])
+    return f"{words} ({size})"
+
+
+def _family(kinds: Sequence[str]) -> str:
+    """Several kinds in words: what they have in common."""
+    for start, words in (("wan-transformer-", "a Wan transformer"), ("wan-vae-", "a Wan VAE")):
+        if len(kinds) > 1 and all(kind.startswith(start) for kind in kinds):
+            return words
+    return " or ".join(describe(kind) for kind in kinds)
+
+
+def _belongs(kind: str, flag: str, fitting: Sequence[str]) -> str:
+    """What takes a file, as the end of a cure; empty when nothing does."""
+    belongs = KINDS[kind][1]
+    if belongs and belongs != flag and not (belongs == "--dit" and flag in _DIT_FLAGS):
+        return f"; this file belongs to {belongs}"
+    tasks = list(fitting) or _tasks(kind)
+    named = [*tasks[:3], *(["…"] if len(tasks) > 3 else [])]
+    return f"; this file is for --task {', '.join(named)}" if tasks else ""
+
+
+def _quantisation(header: Header, dtypes: Mapping[str, int]) -> str:
+    """How most of the weights are coded, where that is not a plain number of 16 bits or more."""
+    most = max(dtypes, key=lambda dtype: dtypes[dtype], default="")
+    if header.format == "gguf":
+        return "" if most in ("F32", "F16", "BF16") else f"{most} GGUF"
+    if most in ("F8_E4M3", "F8_E5M2"):
+        scaled = any("scale" in roles for roles in sort_out(header).companions.values())
+        name = "fp8" if scaled and most == "F8_E4M3" else most.lower().replace("f8", "fp8")
+        return f"{name}_scaled" if scaled else name
+    return {"I8": "int8", "U8": "packed in bytes"}.get(most, "")
+
+
+def _hint(kind: str, path: Path) -> str:
+    """What the name of a file says that its tensors cannot."""
+    if kind == "wan-vae-2.1" and "qwen" in path.name.lower():
+        return "its name says Qwen-Image, whose VAE has the same tensors"
+    if kind in ("wan-transformer-t2v", "wan-transformer-i2v-2.2") and (noise := noise_of(path)):
+        return f"its name says {noise}-noise expert"
+    return ""
+
+
+def noise_of(path: Path) -> str:
+    """Which expert of Wan 2.2 a file is by its name or its folder's: `high`, `low`, or nothing.
+
+    >>> noise_of(Path("Wan2_2-T2V-A14B_HIGH_fp8_e4m3fn.safetensors")), noise_of(Path("low_noise_model/a.safetensors"))
+    ('high', 'low')
+    """
+    found = [match[1].lower() for name in (path.name, path.parent.name) for match in _NOISE.finditer(name)]
+    return found[0] if found else ""

@@ -1,0 +1,288 @@
+"""`wangen models download`: fetch what a task needs and this machine lacks, and nothing else."""
+
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from pathlib import Path, PurePosixPath
+
+import click
+
+from wangen import profiles
+from wangen.generator.bundle import place_of
+from wangen.generator.errors import UsageError, WangenError, bytes_text, many
+from wangen.generator.headers import index_names
+from wangen.generator.lock import busy, hold
+from wangen.generator.models import hub
+from wangen.generator.models.hub import Remote
+from wangen.generator.models.places import (
+    TOKENIZER,
+    Held,
+    here,
+    known_model,
+    look_at,
+    look_for_tokenizer,
+    models_folder,
+    models_folders,
+    on_this_machine,
+)
+from wangen.generator.progress import byte_bar
+from wangen.generator.target import Target
+from wangen.profiles import Download, Model, Weights
+
+INDEX = ".safetensors.index.json"
+LOCK = ".wangen-download.lock"
+
+
+@dataclass(frozen=True)
+class Wish:
+    """One thing that was asked for and is not there, or may not be.
+
+    Attributes:
+        name: a role with its task, or a file's name, as it is said.
+        downloads: what it consists of.
+        look: says afterwards whether it is found where it is needed; None for a file that was named by itself.
+    """
+
+    name: str
+    downloads: tuple[Download, ...]
+    look: Callable[[], Held] | None = None
+
+
+def run(words: Sequence[str], task: str | None, folder: Path | None, dry_run: bool) -> int:
+    """Fetch what the words ask for and what is not there.
+
+    Args:
+        words: tasks, roles, `tokenizer` or names of files; none: everything the workspace's model needs.
+        task: the task of the roles; None: the workspace's model.
+        folder: the models folder; None: that of the workspace for this machine, or `models` here.
+        dry_run: say what would be fetched.
+
+    Raises:
+        WangenError: something cannot be fetched, or a file that is there is in its way. What was fetched stays, and
+            what was begun is gone on with by the next run.
+    """
+    place = here()
+    target = on_this_machine(models_folders(folder, place))[0]
+    where = models_folder(target)
+    if where is None:
+        raise UsageError("this host cannot see the models folder", where=target.path(target.roots["models"]),
+                         cure="set host_root in wangen.toml, or give --dir")  # fmt: skip
+    wishes = list(_wishes(words, task or (place.model if place else None), target))
+    if not wishes:
+        click.echo("everything is there")
+        return 0
+    with ExitStack() as stack:
+        if not dry_run:
+            _hold(stack, where)
+        missing = [pair for wish in wishes for pair in _missing(wish, where)]
+        _say_plan(missing, where)
+        if dry_run or not missing:
+            click.echo("nothing was fetched: this was a dry run" if dry_run else "everything is there")
+            return 0
+        for number, (remote, path) in enumerate(missing, 1):
+            _fetch(remote, path, f"{number}/{len(missing)}")
+    for wish in wishes:
+        _require_found(wish)
+    click.echo("everything is there now")
+    return 0
+
+
+def _wishes(words: Sequence[str], task: str | None, target: Target) -> Iterator[Wish]:
+    """What the words mean, without what is there already."""
+    if not words and task is None:
+        raise UsageError("what is to be fetched?", cure=f"name a task ({', '.join(profiles.model_names())}), a role "
+                         "with --task, a file that `wangen models list` shows, or tokenizer")  # fmt: skip
+    seen: set[tuple[Download, ...]] = set()
+    for word in words or [task or ""]:
+        for wish in _wish(word, task, target):
+            if wish.downloads not in seen:
+                seen.add(wish.downloads)
+                yield wish
+
+
+def _wish(word: str, task: str | None, target: Target) -> Iterator[Wish]:
+    role = word.replace("-", "_")
+    if word in profiles.model_names():
+        model = profiles.model(word)
+        for weights in model.weights:
+            yield from _role(target, model, weights)
+        yield from _tokenizer(target, model)
+    elif role == TOKENIZER:  # without a task the first one's: it is the same for all models of today
+        yield from _tokenizer(target, known_model(task or profiles.model_names()[0]), whole=True)
+    elif role in _roles():
+        if task is None:
+            raise UsageError(f"{role} of which task?", cure=f"give --task, one of {', '.join(_roles()[role])}")
+        model = known_model(task)
+        chosen = [weights for weights in model.weights if weights.flag == role]
+        if not chosen:
+            raise UsageError(f"{task} takes no {role}", cure=f"it takes {', '.join(w.flag for w in model.weights)}")
+        yield from _role(target, model, chosen[0])
+    else:
+        yield Wish(word, (_named(word),))
+
+
+def _role(target: Target, model: Model, weights: Weights) -> Iterator[Wish]:
+    """A role of a model, unless its file is there and whole."""
+    held = look_at(target, model, weights)
+    name = f"{weights.flag} of {model.name}"
+    if held.state == "there":
+        click.echo(f"there: {name}: {held.path} ({bytes_text(held.num_bytes)})")
+        return
+    begun = _begun(weights, held)
+    if held.state == "wrong" or (held.state == "broken" and begun is None):
+        raise WangenError(f"in the place of {name}: {held.words}", where=str(held.path),
+                          cure="move it away, then run the same line again")  # fmt: skip
+    if weights.flag in target.weights:
+        raise WangenError(f"wangen.toml names a file for {weights.flag} that is not there", where=str(held.path),
+                          cure="put it there, or take that line out of wangen.toml")  # fmt: skip
+    yield Wish(name, (begun or weights.downloads[0],), lambda: look_at(target, model, weights))
+
+
+def _begun(weights: Weights, held: Held) -> Download | None:
+    """The download that a file is from, or is one shard of."""
+    if held.path is None:
+        return None
+    for download in weights.downloads:
+        place = place_of(download)
+        path = held.path.with_name(place.name) if place.name.endswith(INDEX) else held.path
+        if f"/{path.as_posix()}".endswith(f"/{place}"):
+            return download
+    return None
+
+
+def _tokenizer(target: Target, model: Model, *, whole: bool = False) -> Iterator[Wish]:
+    """The tokenizer, unless it is found; asked for by name, unless all its files are in the models folder."""
+
+    def look_again() -> Held:
+        (t5,) = (look_at(target, model, weights) for weights in model.weights if weights.flag == "t5")
+        return look_for_tokenizer(target, t5)
+
+    folder = models_folder(target)
+    if whole and folder:
+        there = all((folder / download.path).is_file() for download in model.tokenizer)
+        path: Path | None = folder / Path(model.tokenizer[0].path).parent
+    else:
+        held = look_again()
+        there, path = held.state == "there", held.path
+    if there:
+        click.echo(f"there: {TOKENIZER}: {path}")
+    else:
+        yield Wish(TOKENIZER, model.tokenizer, look_again)
+
+
+def _named(word: str) -> Download:
+    """The download of a file that is named by itself."""
+    known = {
+        PurePosixPath(path).name if short else path: download
+        for short in (True, False)
+        for model in map(profiles.model, profiles.model_names())
+        for weights in model.weights
+        for download in weights.downloads
+        for path in (download.path, f"{download.repo}/{download.path}")
+    }
+    if word in known:
+        return known[word]
+    names = [*profiles.model_names(), *_roles(), TOKENIZER, *known]
+    near = get_close_matches(word, names, n=1)
+    cure = f"did you mean {near[0]}?" if near else "`wangen models list --json` has every download"
+    raise UsageError(f"{word!r} is no task, role or file that can be fetched", cure=cure)
+
+
+def _roles() -> dict[str, list[str]]:
+    """Every role with the tasks that have it."""
+    found: dict[str, list[str]] = {}
+    for model in map(profiles.model, profiles.model_names()):
+        for weights in model.weights:
+            found.setdefault(weights.flag, []).append(model.name)
+    return found
+
+
+def _missing(wish: Wish, folder: Path) -> Iterator[tuple[Remote, Path]]:
+    """The files of a wish that are not there, as the hub describes them, with their final paths.
+
+    Raises:
+        WangenError: the hub does not give one, or another file is in its place.
+    """
+    for remote, path in _files(wish, folder):
+        if not path.exists():
+            yield remote, path
+            continue
+        with byte_bar(path.name, remote.num_bytes) as advance:
+            found = hub.differs(path, remote, advance)
+        if found:
+            raise WangenError(f"this is not the hub's {remote.download.path}: {found}", where=str(path),
+                              cure="move it away, then run the same line again")  # fmt: skip
+        click.echo(f"there: {path} ({bytes_text(remote.num_bytes)}, compared with the hub's checksum)")
+
+
+def _files(wish: Wish, folder: Path) -> Iterator[tuple[Remote, Path]]:
+    """The files of a wish; an index comes after the shards that it names, so that it is there when they are."""
+    for download in wish.downloads:
+        remote = hub.look_up(download)
+        path = folder / (download.path if download in _tokenizer_files() else place_of(download))
+        if path.name.endswith(INDEX):
+            for name in _shards(remote):
+                shard = replace(download, path=str(PurePosixPath(download.path).with_name(name)))
+                yield hub.look_up(shard), path.with_name(name)
+        yield remote, path
+
+
+def _shards(index: Remote) -> list[str]:
+    """The names of the shards that an index on the hub names."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, index.name)
+        hub.fetch(index, path, lambda _doing, _done: None, click.echo)
+        return index_names(path)
+
+
+def _tokenizer_files() -> set[Download]:
+    return {download for name in profiles.model_names() for download in profiles.model(name).tokenizer}
+
+
+def _say_plan(missing: Sequence[tuple[Remote, Path]], folder: Path) -> None:
+    """What is to be fetched from where, and whether there is room for it.
+
+    Raises:
+        WangenError: there is not.
+    """
+    if not missing:
+        return
+    begun = 0
+    for remote, path in missing:
+        part = remote.partial(path)
+        done = part.stat().st_size if part.is_file() else 0
+        begun += done
+        words = f", {bytes_text(done)} of it are here" if done else ""
+        click.echo(f"to fetch: {remote.download.repo}/{remote.download.path} ({bytes_text(remote.num_bytes)}{words})")
+        click.echo(f"      to: {path}")
+    needed, free = sum(remote.num_bytes for remote, _ in missing) - begun, hub.free_bytes(folder)
+    click.echo(f"{many(len(missing), 'file')}, {bytes_text(needed)} to fetch, {bytes_text(free)} free")
+    if needed > free:
+        raise WangenError(f"{bytes_text(needed)} are to be fetched, {bytes_text(free)} are free", where=str(folder),
+                          cure="free space, or give another --dir")  # fmt: skip
+
+
+def _hold(stack: ExitStack, folder: Path) -> None:
+    """Only one download into a folder at a time."""
+    path = folder / LOCK
+    if other := busy(path):
+        raise WangenError("another download into this folder is under way", where=other.where, cure=other.cure)
+    stack.enter_context(hold(path))
+
+
+def _fetch(remote: Remote, path: Path, number: str) -> None:
+    click.echo(f"{number} {remote.name} ({bytes_text(remote.num_bytes)}) …")
+    with byte_bar(f"{number} {remote.name}", remote.num_bytes) as advance:
+        hub.fetch(remote, path, advance, click.echo)
+    compared = "size and checksum are" if remote.checksum else "size is"
+    click.echo(f"{number} there: {path} ({compared} the hub's)")
+
+
+def _require_found(wish: Wish) -> None:
+    """What was fetched must be what the steps find now."""
+    held = wish.look() if wish.look else None
+    if held and held.state != "there":
+        raise WangenError(f"{wish.name} was fetched, but another file is found before it: {held.words or held.state}",
+                          where=str(held.path), cure="move that one away")  # fmt: skip

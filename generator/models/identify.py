@@ -1,0 +1,146 @@
+"""`wangen models identify`: what a file or folder is, from its header alone."""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from wangen.generator.errors import WangenError, bytes_text, many
+from wangen.generator.headers import PIPELINE, read_header
+from wangen.generator.kinds import KINDS, Facts, examine
+from wangen.generator.models.adapters import Adapter, adapter_of
+
+PIPELINE_FOLDERS = ("transformer", "transformer_2", "vae", "text_encoder", "image_encoder")
+"""The models of a diffusers pipeline, each a folder."""
+
+TOLD = ("modelspec.", "general.", "ss_base_model_version", "ss_network_", "ss_steps", "ss_training_comment")
+"""The beginnings of metadata keys that are shown; `--json` has all."""
+
+_NUM_TOLD, _NUM_NAMES, _MAX_TEXT = 16, 3, 100
+
+
+def run(paths: Sequence[Path], as_json: bool) -> int:
+    """Say what each file is.
+
+    Args:
+        paths: weight files, shards, indexes or folders.
+        as_json: print one list for programs.
+
+    Returns:
+        1 when one of them cannot be read or is broken; the others are shown all the same.
+    """
+    found = [(path, _look(path)) for path in _spread(paths)]
+    if as_json:
+        click.echo(json.dumps([_plain(path, answer) for path, answer in found], indent=2))
+    else:
+        for path, answer in found:
+            click.echo(str(path))
+            for line in _lines(answer):
+                click.echo(f"  {line}")
+    return int(any(isinstance(answer, WangenError) for _, answer in found))
+
+
+def parameters_text(number: int) -> str:
+    """A number of parameters for people.
+
+    >>> parameters_text(14_288_491_584), parameters_text(126_892_531), parameters_text(960)
+    ('14.29 B', '126.9 M', '960')
+    """
+    for factor, unit, digits in ((10**9, "B", 2), (10**6, "M", 1), (10**3, "k", 1)):
+        if number >= factor:
+            return f"{number / factor:.{digits}f} {unit}"
+    return str(number)
+
+
+def _spread(paths: Sequence[Path]) -> Iterator[Path]:
+    """The paths, with every model of a pipeline for its folder."""
+    for path in paths:
+        parts = [path / name for name in PIPELINE_FOLDERS if (path / name).is_dir()]
+        yield from parts if (path / PIPELINE).is_file() and parts else [path]
+
+
+def _look(path: Path) -> tuple[Facts, Adapter | None] | WangenError:
+    try:
+        facts = examine(path)
+        return facts, adapter_of(read_header(path)) if facts.kind == "lora" else None
+    except WangenError as error:
+        return error
+
+
+def _lines(answer: tuple[Facts, Adapter | None] | WangenError) -> Iterator[str]:
+    if isinstance(answer, WangenError):
+        yield from str(answer).splitlines()
+        return
+    facts, adapter = answer
+    yield facts.words
+    if facts.hint:
+        yield f"({facts.hint})"
+    layout = adapter.layout if adapter else facts.layout
+    names = f", {layout} names" if layout else ""
+    yield _row("format", f"{facts.format}{names}")
+    yield _row("parameters", f"{parameters_text(facts.num_parameters)} ({facts.num_parameters})")
+    dtypes = ", ".join(f"{dtype} {bytes_text(size)}" for dtype, size in facts.dtypes.items())
+    yield _row("dtypes", dtypes + (f"; quantised: {facts.quantisation}" if facts.quantisation else ""))
+    yield _row("size", f"{bytes_text(facts.num_bytes)} in {many(len(facts.files), 'file')}")
+    if facts.kind == "unknown":
+        yield _row(
+            "tensors", ", ".join(map(_printable, sorted(read_header(facts.files[0]).tensors)[:_NUM_NAMES])) + " …"
+        )
+    if adapter:
+        for line in adapter.lines():
+            yield _row("LoRA", line)
+    if facts.sizes:
+        yield _row("sizes", ", ".join(f"{name} {value}" for name, value in facts.sizes.items()))
+    flag = KINDS[facts.kind][1]
+    if flag:
+        yield _row("fits", " of ".join(filter(None, (flag, ", ".join(facts.profiles)))))
+    told = [(key, text) for key, text in sorted(facts.metadata.items()) if key.startswith(TOLD) and text]
+    for key, text in told[:_NUM_TOLD]:
+        yield _row("metadata", f"{_printable(key)}: {_printable(text)}")
+
+
+def _row(name: str, text: str) -> str:
+    return f"{name:<10}  {text}"
+
+
+def _printable(text: str) -> str:
+    """Metadata are anybody's text: one short line without control characters."""
+    shown = "".join(letter if letter.isprintable() else " " for letter in text[: _MAX_TEXT + 1])
+    return shown if len(text) <= _MAX_TEXT else f"{shown[:_MAX_TEXT]}…"
+
+
+def _plain(path: Path, answer: tuple[Facts, Adapter | None] | WangenError) -> dict[str, Any]:
+    """What a program reads."""
+    if isinstance(answer, WangenError):
+        error = {"found": answer.found, "where": answer.where, "do": answer.cure}
+        return {"path": str(path), "error": error}
+    facts, adapter = answer
+    fields = {
+        "kind": facts.kind,
+        "words": facts.words,
+        "hint": facts.hint,
+        "flag": KINDS[facts.kind][1],
+        "profiles": facts.profiles,
+        "format": facts.format,
+        "layout": adapter.layout if adapter else facts.layout,
+        "num_parameters": facts.num_parameters,
+        "dtypes": dict(facts.dtypes),
+        "quantisation": facts.quantisation,
+        "num_bytes": facts.num_bytes,
+        "files": [str(file) for file in facts.files],
+        "sizes": dict(facts.sizes),
+        "metadata": dict(facts.metadata),
+    }
+    if adapter:
+        fields["lora"] = {
+            "num_modules": adapter.num_modules,
+            "ranks": adapter.ranks,
+            "alphas": adapter.alphas,
+            "num_blocks": adapter.num_blocks,
+            "dim": adapter.dim,
+            "image_branch": adapter.has_image_branch,
+            "fits": adapter.fits,
+        }
+    return {"path": str(path), **fields}

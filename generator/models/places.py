@@ -1,0 +1,144 @@
+"""Where the weight files of a model are on this machine, and whether they are what their names say."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from wangen import profiles
+from wangen.generator import workspace
+from wangen.generator.bundle import find_weights
+from wangen.generator.errors import UsageError, WangenError
+from wangen.generator.kinds import examine, expect
+from wangen.generator.target import Target, host_platform_name, machine_of
+from wangen.generator.tokenizer_file import FOLDER, find_tokenizer
+from wangen.generator.workspace import Workspace
+from wangen.profiles import Model, Weights
+
+State = Literal["there", "missing", "broken", "wrong", "unseen"]
+
+TOKENIZER = "tokenizer"
+"""The role that is no weight file: the umT5 tokenizer of the text encoder."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """What stands where a file of a model belongs.
+
+    Attributes:
+        role: the flag that takes it, or `tokenizer`.
+        path: as this host sees it; where it would belong when it is missing; None when this host cannot see it.
+        state: `broken` is a file that cannot be read or is not whole, `wrong` one that is something else.
+        words: what is wrong, for people; empty when it is there or missing.
+        num_bytes: its size on disk, with all its shards.
+    """
+
+    role: str
+    path: Path | None
+    state: State
+    words: str = ""
+    num_bytes: int = 0
+
+
+def here() -> Workspace | None:
+    """The workspace at or above the working folder, or None.
+
+    Raises:
+        WangenError: its `wangen.toml` is wrong.
+    """
+    try:
+        folder = workspace.find(Path())
+    except UsageError:
+        return None
+    return workspace.read(folder)
+
+
+def models_folders(given: Path | None, place: Workspace | None) -> list[Target]:
+    """Whose models folders are meant: the given one, else those of the workspace, else `models` here.
+
+    Args:
+        given: what `--dir` names.
+        place: the workspace.
+
+    Raises:
+        UsageError: the workspace has no folder that this host can see.
+    """
+    if given or place is None:
+        return [_plain((given or Path("models")).absolute())]
+    targets: dict[Path | str, Target] = {}
+    errors = []
+    for name in place.platforms:
+        try:
+            target = place.target(name)
+        except UsageError as error:
+            errors.append(error)
+        else:
+            targets.setdefault(models_folder(target) or name, target)
+    if not targets:
+        raise errors[0]
+    return list(targets.values())
+
+
+def on_this_machine(targets: Sequence[Target]) -> list[Target]:
+    """Those whose scripts can run here, or all when there is none."""
+    return [target for target in targets if target.is_native] or [*targets]
+
+
+def models_folder(target: Target) -> Path | None:
+    """The models folder of a target as this host sees it, or None when it does not."""
+    return target.reach(target.path(target.roots["models"]))
+
+
+def look(target: Target, model: Model) -> list[Held]:
+    """What is there of everything that a model needs, and what is missing."""
+    found = [look_at(target, model, weights) for weights in model.weights]
+    return [*found, *(look_for_tokenizer(target, held) for held in found if held.role == "t5")]
+
+
+def look_at(target: Target, model: Model, weights: Weights) -> Held:
+    """What one role of a model resolves to, as publishing resolves it."""
+    path = target.reach(find_weights(target, weights))
+    if path is None:
+        return Held(weights.flag, None, "unseen", "another machine's, not seen from here")
+    if not path.exists():
+        return Held(weights.flag, path, "missing")
+    flag = f"--{weights.flag}"
+    try:
+        facts = examine(path, flag)
+    except WangenError as error:
+        return Held(weights.flag, path, "broken", error.found, path.stat().st_size)
+    try:
+        expect(path, weights.kind, flag, model.name)
+    except WangenError as error:
+        return Held(weights.flag, path, "wrong", error.found, facts.num_bytes)
+    return Held(weights.flag, path, "there", "", facts.num_bytes)
+
+
+def look_for_tokenizer(target: Target, t5: Held) -> Held:
+    """What the tokenizer of a text encoder resolves to, as the steps find it."""
+    if t5.path is None:
+        return Held(TOKENIZER, None, "unseen", t5.words)
+    folder = models_folder(target) or t5.path.parent
+    try:
+        path = find_tokenizer(t5.path if t5.path.exists() else folder)
+    except WangenError:
+        return Held(TOKENIZER, folder / FOLDER, "missing")
+    return Held(TOKENIZER, path, "there", "", path.stat().st_size)
+
+
+def known_model(name: str) -> Model:
+    """The model profile of that name.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if name not in profiles.model_names():
+        raise UsageError(f"there is no task {name!r}", cure=f"one of {', '.join(profiles.model_names())}")
+    return profiles.model(name)
+
+
+def _plain(folder: Path) -> Target:
+    """A models folder that belongs to no workspace, as the target that it would be the models folder of."""
+    platform = profiles.platform(host_platform_name())
+    roots = dict.fromkeys(workspace.ROOTS, ".")
+    return Target(platform, None, folder, roots, platform.venv, {}, machine_of(platform.kind))

@@ -1,0 +1,148 @@
+"""Alphas that stand beside a LoRA's tensors: in peft's `adapter_config.json`, in the metadata of diffusers.
+
+Both hold the fields of a `LoraConfig`: `r` and `lora_alpha` for most modules, `rank_pattern` and `alpha_pattern` for
+the others.
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from wangen.generator.errors import WangenError
+
+ADAPTER_FILE = "adapter_model.safetensors"
+CONFIG_FILE = "adapter_config.json"
+DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
+DIFFUSERS_METADATA = "lora_adapter_metadata"
+DIFFUSERS_PREFIX = "transformer."
+MAX_CONFIG_BYTES = 16 * 2**20
+
+UNSUPPORTED = {
+    "use_dora": "DoRA, whose magnitudes depend on the base weights",
+    "lora_bias": "biases of its own",
+    "fan_in_fan_out": "transposed weights",
+    "modules_to_save": "whole modules",
+    "trainable_token_indices": "token embeddings",
+    "target_parameters": "parameters that are no layers",
+}
+# A pattern is a regular expression; those in circulation are plain names, and only they are taken.
+PLAIN_PATTERN = re.compile(r"\^?(?:[\w-]|\\?\.)+\$?")
+
+
+@dataclass(frozen=True)
+class Alphas:
+    """What is known of the alphas of modules whose tensors do not tell.
+
+    Attributes:
+        default: the alpha of all modules that no pattern names; None: the rank.
+        patterns: a module's name, or its end -> alpha.
+        rank_stabilized: the scale is `alpha / sqrt(rank)`.
+    """
+
+    default: float | None = None
+    patterns: Mapping[str, float] = field(default_factory=dict)
+    rank_stabilized: bool = False
+
+    def of(self, module: str, rank: int) -> float:
+        """The alpha for which `alpha / rank` is the module's scale."""
+        ends = (alpha for end, alpha in self.patterns.items() if module == end or module.endswith(f".{end}"))
+        alpha = next(ends, self.default)
+        if alpha is None:
+            return float(rank)
+        return alpha * rank**0.5 if self.rank_stabilized else alpha
+
+
+def lora_file(path: Path) -> Path:
+    """The file that holds a LoRA's tensors: itself, or the one in a folder that peft or diffusers wrote.
+
+    Raises:
+        WangenError: a folder without such a file.
+    """
+    if not path.is_dir():
+        return path
+    for name in (ADAPTER_FILE, DIFFUSERS_FILE):
+        if (path / name).is_file():
+            return path / name
+    raise WangenError(f"this folder holds neither {ADAPTER_FILE} nor {DIFFUSERS_FILE}", where=str(path),
+                      cure="name the LoRA's file")  # fmt: skip
+
+
+def read_alphas(file: Path, metadata: Mapping[str, str]) -> Alphas:
+    """The alphas beside a LoRA's tensors: of the `adapter_config.json` there, else of the file's metadata.
+
+    Raises:
+        WangenError: what stands there is malformed, or of an adapter that is more than a LoRA.
+    """
+    config = file.with_name(CONFIG_FILE)
+    if file.name == ADAPTER_FILE and config.is_file():
+        return _alphas(_load(config), str(config))
+    try:
+        fields = json.loads(metadata.get(DIFFUSERS_METADATA, "{}"))
+    except (ValueError, RecursionError) as error:
+        raise WangenError(f"the adapter metadata of this LoRA are no JSON ({error})", where=str(file)) from error
+    if not isinstance(fields, dict):
+        raise WangenError("the adapter metadata of this LoRA are no JSON object", where=str(file))
+    own = {key.removeprefix(DIFFUSERS_PREFIX): value for key, value in fields.items()
+           if key.startswith(DIFFUSERS_PREFIX)}  # fmt: skip
+    return _alphas(own, str(file))
+
+
+def config_fields(ranks: Mapping[str, int], alphas: Mapping[str, float]) -> dict[str, Any]:
+    """The fields of a `LoraConfig` that describe modules with these ranks and alphas (both by module, not empty).
+
+    >>> config_fields({"a": 4, "b": 4, "c": 8}, {"a": 4.0, "b": 4.0, "c": 8.0})["rank_pattern"]
+    {'c': 8}
+    """
+    rank, alpha = (Counter(values.values()).most_common(1)[0][0] for values in (ranks, alphas))
+    return {
+        "r": int(rank),
+        "lora_alpha": alpha,
+        "rank_pattern": {module: value for module, value in ranks.items() if value != rank},
+        "alpha_pattern": {module: value for module, value in alphas.items() if value != alpha},
+        "target_modules": sorted(ranks),
+    }
+
+
+def config_text(fields: Mapping[str, Any]) -> str:
+    """An `adapter_config.json` that peft reads."""
+    head = {"peft_type": "LORA", "task_type": None, "base_model_name_or_path": None, "inference_mode": True}
+    return json.dumps({**head, **fields}, indent=2, sort_keys=True) + "\n"
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > MAX_CONFIG_BYTES:
+            raise WangenError("this is too long for an adapter's configuration", where=str(path))
+        fields = json.loads(path.read_bytes())
+    except OSError as error:
+        raise WangenError(f"cannot be read: {error.strerror or error}", where=str(path)) from error
+    except (ValueError, RecursionError) as error:
+        raise WangenError(f"no JSON ({error})", where=str(path)) from error
+    if not isinstance(fields, dict):
+        raise WangenError("no JSON object", where=str(path))
+    return fields
+
+
+def _alphas(fields: Mapping[str, Any], where: str) -> Alphas:
+    kind = fields.get("peft_type", "LORA")
+    if kind != "LORA":
+        raise WangenError(f"this adapter is a {kind}, not a LoRA", where=where)
+    for name, words in UNSUPPORTED.items():
+        if fields.get(name):
+            raise WangenError(f"this LoRA has {words} ({name}), which is not supported", where=where)
+    patterns = fields.get("alpha_pattern") or {}
+    default = fields.get("lora_alpha")
+    try:
+        numbers = {str(key): float(value) for key, value in patterns.items()}
+        default = None if default is None else float(default)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise WangenError(f"the alphas of this LoRA are malformed ({error})", where=where) from error
+    if odd := [key for key in numbers if not PLAIN_PATTERN.fullmatch(key)]:
+        raise WangenError(f"the alpha_pattern {odd[0]!r} is more than a module's name", where=where,
+                          cure="write one alpha per module")  # fmt: skip
+    plain = {key.removeprefix("^").removesuffix("$").replace("\\", ""): alpha for key, alpha in numbers.items()}
+    return Alphas(default, plain, bool(fields.get("use_rslora")))

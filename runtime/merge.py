@@ -1,0 +1,269 @@
+"""LoRAs added to the weights of a whole checkpoint, tensor by tensor: neither the old model nor the new is in memory.
+
+A weight is read, dequantised where it has to be, changed in float32 and rounded once to what the new file stores.
+The new file has the names of the old one, prefixes included.
+"""
+
+import json
+import re
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from wangen.generator.companions import Contents, sort_out
+from wangen.generator.errors import UsageError, WangenError
+from wangen.generator.formats import Header, TensorInfo
+from wangen.generator.kinds import KINDS, expect
+from wangen.runtime.lora import FLOAT8, FLOAT8_MAX, Lora, LoraWeight, cast, nothing_matches, require_size
+from wangen.runtime.lora_keys import module_name
+from wangen.runtime.progress import progress
+from wangen.runtime.safetensors_file import Later, write
+from wangen.runtime.weights.quantized import is_quantized, read_weight
+from wangen.runtime.weights.reading import TORCH_DTYPES, read_tensor
+
+SCALED = "fp8_scaled"
+MERGED = "wangen.merged"
+STALE = ("modelspec.hash_sha256", "sshs_model_hash", "sshs_legacy_hash")
+"""Metadata that are digests of other tensors than those in the new file."""
+
+TRANSFORMERS = tuple(kind for kind in KINDS if kind.startswith("wan-transformer-"))
+BLOCK_MATRIX = re.compile(r"blocks\.\d+\..+\.weight")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A LoRA to merge.
+
+    Attributes:
+        path: where it came from, for messages.
+        digest: its identity, for the new file's metadata.
+        lora: its weights.
+        multiplier: its strength; 1 is as trained.
+    """
+
+    path: Path
+    digest: str
+    lora: Lora
+    multiplier: float
+
+
+@dataclass(frozen=True)
+class Merged:
+    """What merging did.
+
+    Attributes:
+        num_tensors: in the new file.
+        num_changed: weights that a LoRA changed.
+        left_out: for each LoRA the modules that the checkpoint lacks.
+        num_bytes: of the new file's tensors.
+    """
+
+    num_tensors: int
+    num_changed: int
+    left_out: tuple[list[str], ...]
+    num_bytes: int
+
+
+Change = tuple[LoraWeight, float]
+"""A module's factors and what their product is multiplied with."""
+
+
+def merge(dit: Path, sources: Sequence[Source], save_path: Path, dtype: str | None) -> Merged:
+    """Write a checkpoint in which LoRAs are part of the weights.
+
+    Args:
+        dit: a Wan transformer in any format and layout, whole, sharded or a diffusers folder.
+        sources: the LoRAs, at least one.
+        save_path: the safetensors file to write.
+        dtype: `float32`, `bfloat16`, `float16`; `float8_e4m3fn` or `fp8_scaled` for the matrices of the blocks; None
+            stores each tensor as it was (GGUF: bfloat16).
+
+    Raises:
+        WangenError: no Wan transformer, a LoRA that does not fit, no room on the disk, the file is one of those read.
+    """
+    header = expect(dit, TRANSFORMERS, "--dit")
+    contents = sort_out(header)
+    changes = _changes(contents, sources)
+    if header.format == "gguf" and dtype is None:
+        dtype = "bfloat16"
+    tensors = _in_dtype(contents, changes, dtype) if dtype else _as_before(dit, header, contents, changes)
+    _refuse_overwriting(save_path, header)
+    num_bytes = sum(tensor.num_bytes for tensor in tensors.values())
+    require_space(save_path, num_bytes)
+    metadata = dict(header.metadata) if header.format == "safetensors" else {}
+    with progress("merging", len(tensors)) as advance:
+
+        def counted(tensor: Later) -> Later:
+            def make() -> torch.Tensor:
+                made = tensor.make()
+                advance(1, "")
+                return made
+
+            return replace(tensor, make=make)
+
+        told = {name: counted(tensor) for name, tensor in tensors.items()}
+        write(save_path, told, _metadata(metadata, sources))
+    found = {module for name in contents.weights if (module := _module(name))}
+    left_out = tuple([module for module in source.lora if module not in found] for source in sources)
+    return Merged(len(tensors), len(changes), left_out, num_bytes)
+
+
+def require_space(path: Path, num_bytes: int) -> None:
+    """See that a file of this size fits on the disk beside what is there.
+
+    Raises:
+        WangenError: it does not.
+    """
+    free = shutil.disk_usage(path.parent).free
+    if free < num_bytes:
+        raise WangenError(
+            f"the new file takes {num_bytes / 2**30:.1f} GiB and {free / 2**30:.1f} GiB are free",
+            where=str(path.parent),
+            cure="free space or give another --save_path",
+        )
+
+
+def _module(name: str) -> str | None:
+    """The module in diffusers' words that a weight without prefix belongs to, if a LoRA can change it."""
+    return module_name(name.removesuffix(".weight")) if name.endswith(".weight") else None
+
+
+def _changes(contents: Contents, sources: Sequence[Source]) -> dict[str, list[Change]]:
+    """Weight name -> what is added to it, in the order of the LoRAs."""
+    changes: dict[str, list[Change]] = {}
+    for source in sources:
+        fits = False
+        for name, info in contents.weights.items():
+            weight = source.lora.get(_module(name) or "")
+            if weight is None:
+                continue
+            require_size(name, weight, info.shape)
+            changes.setdefault(name, []).append((weight, source.multiplier * weight.scale))
+            fits = True
+        if not fits:
+            raise nothing_matches(source.lora)
+    return changes
+
+
+def _as_before(
+    dit: Path, header: Header, contents: Contents, changes: Mapping[str, Sequence[Change]]
+) -> dict[str, Later]:
+    """Every tensor as the old file stores it, unchanged ones byte for byte; a changed fp8 weight gets a new scale."""
+    tensors = {name: _copied(info) for name, info in header.tensors.items()}
+    for weight, change in changes.items():
+        info, name = contents.weights[weight], contents.names[weight]
+        scale = contents.companions.get(weight, {}).get("scale")
+        if scale is None:
+            tensors[name] = _cast_later(info, None, change, _dtype(info), name)
+            continue
+        if info.dtype != "F8_E4M3" or torch.Size(scale.shape).numel() != 1:
+            raise UsageError("this checkpoint's 8-bit weights have more than one scale each", where=str(dit),
+                             cure="give --dtype bfloat16 or fp8_scaled")  # fmt: skip
+        scale_name = next(other for other, found in header.tensors.items() if found is scale)
+        tensors[name], tensors[scale_name] = _scaled_later(info, scale, change, _dtype(scale), scale.shape)
+    return tensors
+
+
+def _in_dtype(contents: Contents, changes: Mapping[str, Sequence[Change]], asked: str) -> dict[str, Later]:
+    """Every weight in the dtype asked for; scales and markers of the old file are gone with its 8-bit weights."""
+    tensors: dict[str, Later] = {}
+    prefix = ""
+    for weight, info in contents.weights.items():
+        name = contents.names[weight]
+        scale = contents.companions.get(weight, {}).get("scale")
+        change = changes.get(weight, ())
+        eight = asked in (SCALED, "float8_e4m3fn")
+        matrix = BLOCK_MATRIX.fullmatch(weight) is not None and len(info.shape) == 2 and bool(_module(weight))
+        if not is_quantized(info) and not _dtype(info).is_floating_point:
+            tensors[name] = _copied(info)
+        elif asked == SCALED and matrix:
+            prefix = name.removesuffix(weight)
+            scale_name = f"{name.removesuffix('.weight')}.scale_weight"
+            tensors[name], tensors[scale_name] = _scaled_later(info, scale, change, torch.float32, ())
+        else:
+            own = torch.bfloat16 if is_quantized(info) else _dtype(info)
+            dtype = own if eight and not matrix else getattr(torch, asked)
+            tensors[name] = _cast_later(info, scale, change, dtype, name)
+    if asked == SCALED:
+        # Two elements tell ComfyUI to dequantise before it multiplies; one would ask for products in 8 bits.
+        tensors[f"{prefix}scaled_fp8"] = Later(FLOAT8, (2,), partial(torch.zeros, 2, dtype=FLOAT8))
+    return tensors
+
+
+def _dtype(info: TensorInfo) -> torch.dtype:
+    if info.dtype not in TORCH_DTYPES:
+        raise WangenError(f"tensors stored as {info.dtype} cannot be written as they are",
+                          where=str(info.place.file) if info.place else "", cure="give --dtype bfloat16")  # fmt: skip
+    return TORCH_DTYPES[info.dtype]
+
+
+def _copied(info: TensorInfo) -> Later:
+    return Later(_dtype(info), info.shape, partial(read_tensor, info))
+
+
+def _cast_later(
+    info: TensorInfo, scale: TensorInfo | None, change: Sequence[Change], dtype: torch.dtype, name: str
+) -> Later:
+    if not change and scale is None and TORCH_DTYPES.get(info.dtype) == dtype:
+        return _copied(info)
+    return Later(dtype, info.shape, lambda: cast(_merged(info, scale, change), dtype, name))
+
+
+def _scaled_later(
+    info: TensorInfo, scale: TensorInfo | None, change: Sequence[Change], dtype: torch.dtype, shape: tuple[int, ...]
+) -> tuple[Later, Later]:
+    """A weight in float8 and its scale, one number. The scale stands elsewhere in the file: each is made anew."""
+
+    def scale_of(weight: torch.Tensor) -> torch.Tensor:
+        largest = weight.abs().max() if weight.numel() else weight.new_zeros(())
+        return torch.where(largest > 0, largest / FLOAT8_MAX, 1.0).to(dtype)
+
+    def make_weight() -> torch.Tensor:
+        weight = _merged(info, scale, change)
+        return weight.div_(scale_of(weight)).clamp_(-FLOAT8_MAX, FLOAT8_MAX).to(FLOAT8)
+
+    def make_scale() -> torch.Tensor:
+        return cast(scale_of(_merged(info, scale, change)), dtype, "a scale").reshape(shape)
+
+    return Later(FLOAT8, info.shape, make_weight), Later(dtype, shape, make_scale)
+
+
+@torch.no_grad()
+def _merged(info: TensorInfo, scale: TensorInfo | None, change: Sequence[Change]) -> torch.Tensor:
+    """A weight in float32 with the changes added; no tensor of its size is made beside it."""
+    weight = read_weight(info, scale, torch.float32)
+    matrix = weight.view(weight.shape[0], -1) if change else weight
+    for part, factor in change:
+        matrix.addmm_(part.up.flatten(1).float(), part.down.flatten(1).float(), alpha=factor)
+    return weight
+
+
+def _refuse_overwriting(path: Path, header: Header) -> None:
+    files = {info.place.file for info in header.tensors.values() if info.place}
+    refuse_overwriting(path, files)
+
+
+def refuse_overwriting(path: Path, read: Iterable[Path]) -> None:
+    """Stop when a file to write is one of those that are read.
+
+    Raises:
+        UsageError: it is.
+    """
+    if path.exists() and any(path.samefile(file) for file in read):
+        raise UsageError("--save_path is the file that is read", where=str(path), cure="give another --save_path")
+
+
+def _metadata(metadata: Mapping[str, str], sources: Sequence[Source]) -> dict[str, str]:
+    """The old file's metadata without the digests that no longer hold, and which LoRAs were added."""
+    try:
+        before = json.loads(metadata.get(MERGED, "[]"))
+    except (ValueError, RecursionError):
+        before = []
+    added = [{"lora": source.digest, "multiplier": source.multiplier} for source in sources]
+    merged = (before if isinstance(before, list) else []) + added
+    kept = {key: value for key, value in metadata.items() if key not in STALE}
+    return {"format": "pt", **kept, MERGED: json.dumps(merged, sort_keys=True)}

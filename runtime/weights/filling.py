@@ -1,0 +1,168 @@
+"""A module without memory, filled with the tensors of a checkpoint one by one."""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from wangen.generator.companions import Contents, sort_out
+from wangen.generator.errors import WangenError
+from wangen.generator.formats import Header
+from wangen.runtime.weights.quantized import (
+    Coding,
+    is_quantized,
+    quantized_layer,
+    read_coded,
+    read_scale,
+    read_weight,
+    to_fp8,
+)
+
+OTHER_FILE = "download the file again, or give the original, ComfyUI, GGUF or diffusers form of the model"
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A weight file whose tensors have got the names of a module.
+
+    Attributes:
+        path: for messages.
+        contents: the tensors by the file's own names.
+        names: the module's name -> the file's name.
+    """
+
+    path: Path
+    contents: Contents
+    names: Mapping[str, str]
+
+    @property
+    def shapes(self) -> Shapes:
+        """By the module's names."""
+        return {name: self.contents.weights[old].shape for name, old in self.names.items()}
+
+    def size(self, name: str, axis: int) -> int:
+        """One size of one tensor, from which a configuration is derived.
+
+        Raises:
+            WangenError: there is no such tensor, or it has fewer axes.
+        """
+        old = self.names.get(name)
+        shape = self.contents.weights[old].shape if old else None
+        if shape is None or axis >= len(shape):
+            raise WangenError(f"the tensors do not fit the model: {name} is {shape or 'missing'}",
+                              where=str(self.path), cure=OTHER_FILE)  # fmt: skip
+        return shape[axis]
+
+    def num_blocks(self, prefix: str) -> int:
+        """How many blocks there are whose names begin with `prefix` and a number.
+
+        Raises:
+            WangenError: the numbers have holes.
+        """
+        pattern = re.compile(re.escape(prefix) + r"(\d{1,4})\.")
+        numbers = {int(match[1]) for name in self.names if (match := pattern.match(name))}
+        if numbers != set(range(len(numbers))):
+            raise WangenError("the tensors do not fit the model: blocks are missing", where=str(self.path),
+                              cure=OTHER_FILE)  # fmt: skip
+        return len(numbers)
+
+
+def open_checkpoint(path: Path, header: Header, rename: Callable[[Iterable[str]], Mapping[str, str]]) -> Checkpoint:
+    """Give the tensors of a file the names of a module.
+
+    Args:
+        path: for messages.
+        header: of the file.
+        rename: file names without prefix -> module names; what it leaves out is not needed.
+
+    Raises:
+        WangenError: two tensors mean the same weight.
+    """
+    contents = sort_out(header)
+    names: dict[str, str] = {}
+    for old, new in rename(contents.weights).items():
+        if new in names:
+            raise WangenError(f"two tensors of this file mean the same weight ({names[new]}, {old})", where=str(path))
+        names[new] = old
+    return Checkpoint(path, contents, names)
+
+
+def fill(
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    dtype: torch.dtype | None,
+    device: torch.device | str,
+    *,
+    keep_float32: Iterable[str] = (),
+    make_fp8: Iterable[str] = (),
+) -> None:
+    """Put a checkpoint's tensors into a model on the meta device, and freeze it.
+
+    Weights of linear layers and embeddings that are stored in 8 bits or in GGUF's blocks stay in that form.
+
+    Args:
+        model: built on the meta device.
+        checkpoint: whose names are those of the model.
+        dtype: None keeps what the file stores.
+        device: where the tensors go; on `meta` only names and shapes are compared.
+        keep_float32: parts of names whose tensors become float32 when a dtype is asked for.
+        make_fp8: linear layers whose weights are stored as 8-bit floats with a scale per row, by names.
+
+    Raises:
+        WangenError: missing, surplus or misshapen tensors, or the file cannot be read.
+    """
+    _compare(checkpoint, model)
+    kept, small = set(keep_float32), set(make_fp8)
+    state: dict[str, torch.Tensor] = {}
+    for name, old in checkpoint.names.items():
+        info = checkpoint.contents.weights[old]
+        scale = checkpoint.contents.companions.get(old, {}).get("scale")
+        wanted = torch.float32 if dtype is not None and kept & set(name.split(".")) else dtype
+        layer = model.get_submodule(name.rpartition(".")[0]) if name.endswith(".weight") else model
+        if not isinstance(layer, nn.Linear | nn.Embedding):
+            state[name] = read_weight(info, scale, wanted, device)
+        elif is_quantized(info):
+            stored, coding = read_coded(info, device)
+            _replace(model, layer, quantized_layer(layer, stored, coding, read_scale(info, scale, device), wanted))
+        elif name.removesuffix(".weight") in small:
+            fp8, row_scale = to_fp8(read_weight(info, scale, None, device))
+            coding = Coding("F8_E4M3", info.shape)
+            _replace(model, layer, quantized_layer(layer, fp8.view(torch.int8), coding, row_scale, wanted))
+        else:
+            state[name] = read_weight(info, scale, wanted, device)
+    model.load_state_dict(state, strict=False, assign=True)
+    model.to(device)
+    model.eval().requires_grad_(False)
+    unset = [name for name, value in [*model.named_parameters(), *model.named_buffers()] if value.is_meta]
+    assert torch.device(device).type == "meta" or not unset, f"left on the meta device: {unset[:3]}"
+
+
+def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
+    """Put one module where another is, wherever that is: a tied embedding stands in two places."""
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        if module is old:
+            model.set_submodule(name, new)
+
+
+def _compare(checkpoint: Checkpoint, model: nn.Module) -> None:
+    found = checkpoint.shapes
+    # Parameters by object: a tied weight is listed once, as the file stores it once.
+    wanted = {name: tuple(value.shape) for name, value in model.named_parameters()}
+    problems = {
+        "missing": sorted(wanted.keys() - found.keys()),
+        "unexpected": sorted(found.keys() - wanted.keys()),
+        "of another shape": sorted(name for name in wanted.keys() & found.keys() if wanted[name] != found[name]),
+    }
+    words = [
+        f"{len(names)} {problem} ({', '.join(names[:3])}{' …' if len(names) > 3 else ''})"
+        for problem, names in problems.items()
+        if names
+    ]
+    if words:
+        raise WangenError("the tensors do not fit the model: " + "; ".join(words), where=str(checkpoint.path),
+                          cure=OTHER_FILE)  # fmt: skip

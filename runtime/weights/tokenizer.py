@@ -1,0 +1,72 @@
+"""The umT5 tokenizer: from the files that come with the weights, or from the weights themselves."""
+
+import tempfile
+import types
+import warnings
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from wangen.generator.errors import WangenError
+from wangen.generator.tokenizer_file import carried_tokenizer, find_tokenizer
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """The umT5 tokenizer, without truncation or padding; it ends every text with `</s>`.
+
+    `AutoTokenizer` is avoided: its present form gives umT5 the unknown token of another model.
+
+    Args:
+        path: the T5 weights (the tokenizer is looked for beside and inside them), a folder, `tokenizer.json` or
+            `spiece.model`.
+
+    Raises:
+        WangenError: none found, with the places looked at, or the file is no tokenizer.
+    """
+    file = find_tokenizer(Path(path))
+    readers = {".json": _tokenizer_from_json, ".model": _tokenizer_from_spiece}
+    tokenizer = readers.get(file.suffix, _tokenizer_from_weights)(file)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    if tokenizer.token_to_id("</s>") is None or tokenizer.encode("a").tokens[-1:] != ["</s>"]:
+        raise WangenError("this tokenizer does not end a text with </s>: not umT5's", where=str(file))
+    return tokenizer
+
+
+def _tokenizer_from_json(file: Path) -> Tokenizer:
+    # The library raises a bare Exception for a file it cannot parse, so what it must hold is checked before.
+    text = file.read_text("utf-8", errors="replace")
+    if '"model"' not in text or '"vocab"' not in text:
+        raise WangenError("not a tokenizer.json: it has no model with a vocabulary", where=str(file))
+    return Tokenizer.from_str(text)
+
+
+def _tokenizer_from_spiece(file: Path) -> Tokenizer:
+    """A fast tokenizer from a SentencePiece model alone, through the converter of transformers."""
+    import sentencepiece
+    from transformers.convert_slow_tokenizer import T5Converter
+
+    try:
+        pieces = sentencepiece.SentencePieceProcessor(model_file=str(file))
+    except (RuntimeError, OSError) as error:
+        raise WangenError(f"not a SentencePiece model ({error})", where=str(file)) from error
+    # The converter asks its tokenizer for these three things only.
+    source = types.SimpleNamespace(vocab_file=str(file), _extra_ids=0, convert_tokens_to_ids=pieces.piece_to_id)
+    with warnings.catch_warnings():
+        # umT5 was trained with bytes as fallback, but its official fast tokenizer does without them too.
+        warnings.filterwarnings("ignore", message="The sentencepiece tokenizer that you are converting")
+        tokenizer: Tokenizer = T5Converter(source).converted()
+    tokenizer.add_special_tokens([pieces.id_to_piece(pieces.unk_id())])  # as in the official tokenizer.json
+    return tokenizer
+
+
+def _tokenizer_from_weights(file: Path) -> Tokenizer:
+    """From the SentencePiece model that ComfyUI stores inside a text encoder's checkpoint."""
+    with tempfile.TemporaryDirectory() as folder:  # the converter reads a file
+        spiece = Path(folder, "spiece.model")
+        spiece.write_bytes(carried_tokenizer(file) or b"")
+        try:
+            return _tokenizer_from_spiece(spiece)
+        except WangenError as error:
+            raise WangenError(f"the tokenizer inside these weights: {error.found}", where=str(file),
+                              cure="name another with --tokenizer") from error  # fmt: skip

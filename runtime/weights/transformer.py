@@ -1,0 +1,159 @@
+"""Wan transformers in every layout -> diffusers' `WanTransformer3DModel`."""
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import WanTransformer3DModel
+from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
+
+from wangen.generator.errors import WangenError
+from wangen.generator.kinds import expect
+from wangen.runtime.lora_keys import BLOCK_MODULES, OUTER_MODULES
+from wangen.runtime.weights.filling import Checkpoint, fill, open_checkpoint
+
+HEAD_DIM = 128
+
+BLOCK = re.compile(r"(?P<start>blocks\.\d+\.)(?P<rest>.+)")
+BLOCK_TENSORS = {"modulation": "scale_shift_table"}
+BLOCK_NAMES = {
+    **BLOCK_MODULES,
+    "self_attn.norm_q": "attn1.norm_q",
+    "self_attn.norm_k": "attn1.norm_k",
+    "cross_attn.norm_q": "attn2.norm_q",
+    "cross_attn.norm_k": "attn2.norm_k",
+    "cross_attn.norm_k_img": "attn2.norm_added_k",
+    "norm3": "norm2",
+}
+OUTER_TENSORS = {
+    "head.modulation": "scale_shift_table",
+    "img_emb.emb_pos": "condition_embedder.image_embedder.pos_embed",
+}
+OUTER_NAMES = {
+    **OUTER_MODULES,
+    "img_emb.proj.0": "condition_embedder.image_embedder.norm1",
+    "img_emb.proj.4": "condition_embedder.image_embedder.norm2",
+}
+
+TRANSFORMERS = (
+    "wan-transformer-t2v",
+    "wan-transformer-i2v",
+    "wan-transformer-flf2v",
+    "wan-transformer-i2v-2.2",
+    "wan-transformer-ti2v",
+)
+"""The kinds that are read here, in the words of `kinds.kind_of`."""
+
+
+def load_transformer(
+    path: Path, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+) -> WanTransformer3DModel:
+    """A Wan 2.1 or 2.2 transformer, frozen and in eval mode; which one is read from its tensors.
+
+    Args:
+        path: `.safetensors` (whole, any shard or the index), `.pth`, `.gguf`, or a diffusers folder; in the original
+            names, with ComfyUI's prefixes or without, or in those of diffusers.
+        dtype: None keeps what the file stores. Another dtype casts all weights except those that diffusers keeps in
+            float32 (time embedder, modulation tables, the affine norm): their products steer every block, and
+            rounding them costs more than they weigh. The forward pass then computes in `dtype`. Linear weights that
+            the file stores in 8 bits or in GGUF's blocks stay so in memory and become `dtype` when they are used.
+        device: where the weights go, tensor by tensor; `meta` compares names and shapes only.
+
+    Raises:
+        WangenError: another kind of file, missing, surplus or misshapen tensors.
+    """
+    header = expect(path, TRANSFORMERS, "--dit")
+    checkpoint = open_checkpoint(path, header, transformer_names)
+    with torch.device("meta"):
+        model = WanTransformer3DModel(**_config(checkpoint))
+    # The rotary frequencies are computed, not stored: on the meta device they would have no values.
+    model.rope = WanRotaryPosEmbed(HEAD_DIM, model.config.patch_size, model.config.rope_max_seq_len)
+    model.condition_embedder.timesteps_proj = Timesteps(model.config.freq_dim)
+    fill(model, checkpoint, dtype, device, keep_float32=tuple(WanTransformer3DModel._keep_in_fp32_modules))
+    if torch.device(device).type != "meta":
+        shield_from_autocast(model, torch.device(device))
+    return model
+
+
+class Timesteps(torch.nn.Module):
+    """The sinusoids of a timestep, computed in float64 as `sinusoidal_embedding_1d` of the official code does.
+
+    In float32, as in diffusers, they alone move the output by 2e-5.
+    """
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+
+    def forward(self, timesteps: torch.Tensor) -> torch.Tensor:
+        """(N,) in [0, 1000] -> (N, dim) in float32: cosines, then sines."""
+        half = self.dim // 2
+        exponents = torch.arange(half, dtype=torch.float64, device=timesteps.device) / -half
+        angles = timesteps.to(torch.float64)[:, None] * torch.pow(10000.0, exponents)
+        return torch.cat([angles.cos(), angles.sin()], dim=1).float()
+
+
+def transformer_names(names: Iterable[str]) -> Mapping[str, str]:
+    """File name -> diffusers name, for the original names and for those of diffusers itself.
+
+    diffusers has a converter too; it leaves out the position embedding of first-and-last-frame models.
+
+    >>> transformer_names(["blocks.3.self_attn.o.bias", "head.modulation"])
+    {'blocks.3.self_attn.o.bias': 'blocks.3.attn1.to_out.0.bias', 'head.modulation': 'scale_shift_table'}
+    """
+    return {name: _diffusers_name(name) for name in names}
+
+
+def _diffusers_name(name: str) -> str:
+    block = BLOCK.fullmatch(name)
+    start, rest = (block["start"], block["rest"]) if block else ("", name)
+    tensors, modules = (BLOCK_TENSORS, BLOCK_NAMES) if block else (OUTER_TENSORS, OUTER_NAMES)
+    module, _, kind = rest.rpartition(".")
+    if rest in tensors:
+        return start + tensors[rest]
+    return start + (f"{modules[module]}.{kind}" if module in modules else rest)
+
+
+def _config(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The sizes of a transformer, read from its tensors.
+
+    Raises:
+        WangenError: a tensor that tells a size is missing, or the width is no multiple of the head's.
+    """
+    patch = tuple(checkpoint.size("patch_embedding.weight", axis) for axis in (2, 3, 4))
+    dim = checkpoint.size("patch_embedding.weight", 0)
+    if not dim or dim % HEAD_DIM:
+        raise WangenError(f"a transformer {dim} wide: not a multiple of the head size {HEAD_DIM}",
+                          where=str(checkpoint.path))  # fmt: skip
+    config = {
+        "patch_size": patch,
+        "num_attention_heads": dim // HEAD_DIM,
+        "attention_head_dim": HEAD_DIM,
+        "in_channels": checkpoint.size("patch_embedding.weight", 1),
+        "out_channels": checkpoint.size("proj_out.weight", 0) // max(1, torch.Size(patch).numel()),
+        "text_dim": checkpoint.size("condition_embedder.text_embedder.linear_1.weight", 1),
+        "freq_dim": checkpoint.size("condition_embedder.time_embedder.linear_1.weight", 1),
+        "ffn_dim": checkpoint.size("blocks.0.ffn.net.0.proj.weight", 0),
+        "num_layers": checkpoint.num_blocks("blocks."),
+    }
+    if "blocks.0.attn2.add_k_proj.weight" in checkpoint.names:
+        image_embedder = "condition_embedder.image_embedder"
+        config |= {"image_dim": checkpoint.size(f"{image_embedder}.norm1.weight", 0), "added_kv_proj_dim": dim}
+        if f"{image_embedder}.pos_embed" in checkpoint.names:
+            config["pos_embed_seq_len"] = checkpoint.size(f"{image_embedder}.pos_embed", 1)
+    return config
+
+
+def shield_from_autocast(model: WanTransformer3DModel, device: torch.device) -> None:
+    """Let autocast, under which training runs, leave some modules alone.
+
+    It would round the time embedding, which the official code keeps in float32 (its projection too; diffusers rounds
+    that one). And on CUDA it would turn queries and keys into float32 at their norms, which flash attention and
+    xformers refuse; the CPU's autocast does not.
+    """
+    off = torch.autocast(device.type, enabled=False)
+    norms = [module for module in model.modules() if isinstance(module, torch.nn.RMSNorm)]
+    for module in (model.condition_embedder.time_embedder, *norms):
+        module.forward = off(module.forward)

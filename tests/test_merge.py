@@ -1,0 +1,439 @@
+"""LoRAs merged into checkpoints of every form that people have."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+from loras import LORAS, every_module, max_abs, model_of, output, wanted
+from parity import DITS, VECTORS
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from wangen.generator.errors import UsageError, WangenError
+from wangen.generator.headers import read_header
+from wangen.runtime import merge as merging
+from wangen.runtime import safetensors_file
+from wangen.runtime.lora import Lora, LoraWeight, apply_lora, read_lora, to_layout
+from wangen.runtime.merge import Source, merge
+from wangen.runtime.safetensors_file import Later
+from wangen.runtime.weights import load_transformer
+
+T2V, I2V = DITS["dit_t2v21"], DITS["dit_i2v21"]
+
+
+def source(lora: Lora, multiplier: float = 1.0) -> Source:
+    return Source(Path("a.safetensors"), "0" * 64, lora, multiplier)
+
+
+def merged(dit: Path, out: Path, lora: Lora, multiplier: float = 1.0, dtype: str | None = None) -> dict:
+    merge(dit, [source(lora, multiplier)], out, dtype)
+    return load_file(out)
+
+
+def exact(weight: torch.Tensor, part: LoraWeight, multiplier: float = 1.0) -> torch.Tensor:
+    """The official sum in float64."""
+    change = part.up.double().flatten(1) @ part.down.double().flatten(1)
+    return weight.double() + multiplier * part.scale * change.reshape(weight.shape)
+
+
+@pytest.mark.parametrize(("name", "case"), [("t2v21", 0), ("t2v21", 1), ("i2v21", 0)])
+@pytest.mark.parametrize("multiplier", [1.0, 0.6])
+def test_a_merged_checkpoint_gives_the_official_output(tmp_path: Path, name: str, case: int, multiplier: float):
+    dit, lora = DITS[f"dit_{name}"], read_lora(LORAS[name])
+    done = merge(dit, [source(lora, multiplier)], tmp_path / "merged.safetensors", "float32")
+    assert (done.num_changed, done.left_out) == (len(lora), ([],))
+    model = model_of(name, tmp_path / "merged.safetensors")
+    found = output(model, name, case)
+    assert max_abs(found, wanted(name, case, multiplier)) < 2e-4
+    applied = model_of(name)
+    apply_lora(applied, lora, multiplier, name="same")
+    assert max_abs(found, output(applied, name, case)) < 2e-5
+    assert max_abs(output(model_of(name), name, case), wanted(name, case, 0)) < 2e-4, "the old file is as it was"
+
+
+@pytest.mark.parametrize("name", LORAS)
+def test_modules_outside_the_blocks_and_the_patch_embedding_are_merged_as_they_are_applied(tmp_path: Path, name: str):
+    lora = every_module(name, scales=(1.0, 0.5))
+    done = merge(DITS[f"dit_{name}"], [source(lora, 0.5)], tmp_path / "merged.safetensors", "float32")
+    assert done.num_changed == len(lora)
+    applied = model_of(name)
+    apply_lora(applied, lora, 0.5, name="same")
+    found = output(model_of(name, tmp_path / "merged.safetensors"), name, 0)
+    assert max_abs(found, output(applied, name, 0)) < 2e-5
+    assert max_abs(found, wanted(name, 0, 0)) > 1e-2
+
+
+def test_the_sum_is_made_in_float32_and_rounded_once(tmp_path: Path):
+    lora = read_lora(LORAS["t2v21"])
+    out = merged(T2V, tmp_path / "merged.safetensors", lora, 0.6)
+    old = load_file(T2V)
+    assert out.keys() == old.keys()
+    assert {value.dtype for value in out.values()} == {torch.bfloat16}
+    for name, weight in (("self_attn.q", "attn1.to_q"), ("ffn.2", "ffn.net.2")):
+        sum_ = exact(old[f"blocks.1.{name}.weight"], lora[f"blocks.1.{weight}"], 0.6)
+        half_step = torch.maximum(sum_.abs() * 2**-8, torch.tensor(1e-30))
+        assert bool(((out[f"blocks.1.{name}.weight"].double() - sum_).abs() <= half_step * 1.001).all())
+    untouched = [key for key in old if not re.search(r"(_attn\.[qkvo]|ffn\.[02])\.weight", key)]
+    assert len(untouched) > 20
+    assert all(torch.equal(out[key], old[key]) for key in untouched)
+
+
+def test_several_loras_are_added_before_the_one_rounding(tmp_path: Path):
+    lora = read_lora(LORAS["t2v21"])
+    merge(T2V, [source(lora, 0.35), source(lora, 0.25)], tmp_path / "two.safetensors", None)
+    merge(T2V, [source(lora, 0.6)], tmp_path / "one.safetensors", None)
+    one, two = load_file(tmp_path / "one.safetensors"), load_file(tmp_path / "two.safetensors")
+    steps = [max_abs(one[name], two[name]) / float(one[name].float().abs().max()) for name in one]
+    assert max(steps) <= 2**-8  # bfloat16's own step, where float32's last digit tipped the rounding
+    assert sum(step > 0 for step in steps) < len(steps) / 2
+
+
+FORMS: dict[str, Callable[[Path], tuple[Path, str]]] = {}
+"""Form of a checkpoint -> what writes the fixture in it; returns the path to give and the prefix of its names."""
+
+
+def form(write: Callable[[Path], tuple[Path, str]]) -> Callable[[Path], tuple[Path, str]]:
+    FORMS[write.__name__] = write
+    return write
+
+
+@form
+def with_comfyui_prefix(folder: Path) -> tuple[Path, str]:
+    tensors = {f"model.diffusion_model.{name}": value for name, value in load_file(T2V).items()}
+    save_file(tensors, folder / "dit.safetensors", {"format": "pt", "modelspec.title": "Wan"})
+    return folder / "dit.safetensors", "model.diffusion_model."
+
+
+@form
+def as_pth(folder: Path) -> tuple[Path, str]:
+    torch.save(load_file(T2V), folder / "dit.pth")
+    return folder / "dit.pth", ""
+
+
+@form
+def as_pth_of_transposed_tensors(folder: Path) -> tuple[Path, str]:
+    tensors = {name: value.t().contiguous().t() if value.ndim == 2 else value for name, value in load_file(T2V).items()}
+    torch.save(tensors, folder / "dit.pth")
+    return folder / "dit.pth", ""
+
+
+@form
+def in_shards(folder: Path) -> tuple[Path, str]:
+    tensors = load_file(T2V)
+    names = sorted(tensors)
+    for number in (1, 2):
+        part = {name: tensors[name] for name in names[number - 1 :: 2]}
+        save_file(part, folder / f"dit-0000{number}-of-00002.safetensors", {"format": "pt"})
+    return folder / "dit-00002-of-00002.safetensors", ""
+
+
+@form
+def in_float32(folder: Path) -> tuple[Path, str]:
+    save_file({name: value.float() for name, value in load_file(T2V).items()}, folder / "dit.safetensors")
+    return folder / "dit.safetensors", ""
+
+
+@form
+def as_gguf_of_plain_numbers(folder: Path) -> tuple[Path, str]:
+    writer = gguf.GGUFWriter(folder / "dit.gguf", "wan")
+    for name, value in load_file(T2V).items():
+        shape = tuple(value.shape)
+        if len(shape) > 4:  # as city96's converter does
+            writer.add_array(f"comfy.gguf.orig_shape.{name}", list(shape))
+            value = value.reshape(shape[0], -1)
+        writer.add_tensor(name, value.float().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return folder / "dit.gguf", ""
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_checkpoint_of_any_form_is_merged_under_its_own_names(tmp_path: Path, name: str):
+    dit, prefix = FORMS[name](tmp_path)
+    lora, out = read_lora(LORAS["t2v21"]), tmp_path / "merged.safetensors"
+    tensors = merged(dit, out, lora)
+    plain = merged(T2V, tmp_path / "plain.safetensors", lora)
+    assert set(tensors) == {prefix + key for key in plain}
+    for key, value in plain.items():
+        assert value.shape == tensors[prefix + key].shape
+        if name == "in_float32":
+            assert tensors[key].dtype == torch.float32
+            assert max_abs(tensors[key].bfloat16(), value) <= 2**-8 * float(value.float().abs().max())
+        else:
+            assert torch.equal(tensors[prefix + key], value), key
+    assert max_abs(output(model_of("t2v21", out), "t2v21", 0), wanted("t2v21", 0, 1.0)) < 0.1
+    with safe_open(out, "pt") as opened:
+        kept = {"modelspec.title": "Wan"} if prefix else {}
+        note = {"wangen.merged": json.dumps([{"lora": "0" * 64, "multiplier": 1.0}])}
+        assert opened.metadata() == {"format": "pt", **kept, **note}
+
+
+def test_a_diffusers_folder_becomes_one_file_in_diffusers_names(tmp_path: Path):
+    model = load_transformer(I2V, dtype=torch.float32)
+    model.save_pretrained(tmp_path / "folder", max_shard_size="2MB")
+    assert len(list((tmp_path / "folder").glob("*.safetensors"))) > 1
+    lora = read_lora(LORAS["i2v21"])
+    tensors = merged(tmp_path / "folder", tmp_path / "merged.safetensors", lora)
+    assert tensors.keys() == model.state_dict().keys()
+    loaded = model_of("i2v21", tmp_path / "merged.safetensors")
+    assert max_abs(output(loaded, "i2v21", 0), wanted("i2v21", 0, 1.0)) < 2e-4
+
+
+def fp8_file(folder: Path, style: str) -> tuple[Path, dict[str, torch.Tensor]]:
+    """The fixture with the matrices of its blocks in 8 bits, and the weights that it stands for."""
+    tensors, meant = {}, {}
+    for name, value in load_file(T2V).items():
+        stem = name.removesuffix(".weight")
+        tensors[name] = meant[name] = value
+        if not name.startswith("blocks.") or value.ndim != 2:
+            continue
+        if style == "plain":
+            tensors[name] = value.to(torch.float8_e4m3fn)
+            meant[name] = tensors[name].float()
+            continue
+        rows = style == "rows"
+        scale = (value.float().abs().amax(1, keepdim=True) if rows else value.float().abs().amax()) / 448
+        tensors[name] = (value.float() / scale).to(torch.float8_e4m3fn)
+        meant[name] = tensors[name].float() * scale
+        if style == "comfy_quant":
+            tensors[f"{stem}.weight_scale"] = scale
+            words = b'{"format": "float8_e4m3fn"}'
+            tensors[f"{stem}.comfy_quant"] = torch.frombuffer(bytearray(words), dtype=torch.uint8)
+        else:
+            tensors[f"{stem}.scale_weight"] = scale if rows else scale.reshape(1)
+            tensors[f"{stem}.scale_input"] = torch.full((1,), 0.5)
+    if style in ("scaled", "rows"):
+        tensors["scaled_fp8"] = torch.zeros(2, dtype=torch.float8_e4m3fn)
+    safetensors_file.write(folder / f"{style}.safetensors", tensors, {})
+    return folder / f"{style}.safetensors", meant
+
+
+@pytest.mark.parametrize("style", ["scaled", "comfy_quant"])
+def test_an_fp8_scaled_file_stays_one_with_new_scales(tmp_path: Path, style: str):
+    dit, meant = fp8_file(tmp_path, style)
+    lora = {name: part for name, part in read_lora(LORAS["t2v21"]).items() if ".attn1." in name}
+    old, new = load_file(dit), merged(dit, tmp_path / "merged.safetensors", lora)
+    assert {name: (value.dtype, value.shape) for name, value in new.items()} == {
+        name: (value.dtype, value.shape) for name, value in old.items()
+    }
+    end = "scale_weight" if style == "scaled" else "weight_scale"
+    for name, part in (("self_attn.o", "attn1.to_out.0"), ("self_attn.q", "attn1.to_q")):
+        weight, scale = new[f"blocks.0.{name}.weight"].float(), new[f"blocks.0.{name}.{end}"]
+        sum_ = exact(meant[f"blocks.0.{name}.weight"], lora[f"blocks.0.{part}"])
+        assert float(weight.abs().max()) == 448
+        assert not torch.equal(scale, old[f"blocks.0.{name}.{end}"])
+        assert bool(((weight * scale - sum_).abs() <= torch.maximum(sum_.abs() * 2**-4, scale * 2**-10) * 1.01).all())
+    touched = re.compile(rf"blocks\.\d\.self_attn\.[qkvo]\.(weight|{end})")
+    assert all(torch.equal(new[name].float(), old[name].float()) for name in old if not touched.fullmatch(name))
+
+
+@pytest.mark.parametrize("style", ["plain", "scaled", "comfy_quant", "rows"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float8_e4m3fn", "fp8_scaled"])
+def test_an_8_bit_file_is_dequantised_first(tmp_path: Path, style: str, dtype: str):
+    dit, meant = fp8_file(tmp_path, style)
+    safetensors_file.write(tmp_path / "meant.safetensors", {k: v.float() for k, v in meant.items()}, {})
+    lora = read_lora(LORAS["t2v21"])
+    out = merged(dit, tmp_path / "merged.safetensors", lora, dtype=dtype)
+    want = merged(tmp_path / "meant.safetensors", tmp_path / "same.safetensors", lora, dtype=dtype)
+    assert out.keys() == want.keys()
+    for name, value in want.items():
+        matrix = name.startswith("blocks.") and value.ndim == 2
+        if matrix or dtype in ("float32", "bfloat16", "float16"):
+            assert value.dtype == out[name].dtype
+            assert torch.equal(out[name].float(), value.float()), name
+    assert (dtype == "fp8_scaled") == ("scaled_fp8" in out)
+    load_transformer(tmp_path / "merged.safetensors", dtype=torch.float32)
+
+
+def test_an_fp8_file_without_scales_stays_one(tmp_path: Path):
+    dit, _ = fp8_file(tmp_path, "plain")
+    new, old = merged(dit, tmp_path / "merged.safetensors", read_lora(LORAS["t2v21"])), load_file(dit)
+    assert {name: value.dtype for name, value in new.items()} == {name: value.dtype for name, value in old.items()}
+
+
+def test_a_file_with_a_scale_per_row_asks_for_a_dtype(tmp_path: Path):
+    dit, _ = fp8_file(tmp_path, "rows")
+    with pytest.raises(UsageError, match="more than one scale") as error:
+        merged(dit, tmp_path / "merged.safetensors", read_lora(LORAS["t2v21"]))
+    assert "--dtype bfloat16" in error.value.cure
+
+
+def test_fp8_scaled_is_comfyuis_form_and_close(tmp_path: Path):
+    lora, out = read_lora(LORAS["t2v21"]), tmp_path / "merged.safetensors"
+    dit, prefix = with_comfyui_prefix(tmp_path)
+    tensors = merged(dit, out, lora, dtype="fp8_scaled")
+    marker = tensors[f"{prefix}scaled_fp8"]
+    assert (marker.dtype, tuple(marker.shape)) == (torch.float8_e4m3fn, (2,))
+    matrices = [name for name, value in tensors.items() if value.dtype == torch.float8_e4m3fn and value.ndim == 2]
+    assert len(matrices) == 20
+    scales = {name for name in tensors if name.endswith(".scale_weight")}
+    assert scales == {name.removesuffix(".weight") + ".scale_weight" for name in matrices}
+    assert {(tensors[name].dtype, tensors[name].shape) for name in scales} == {(torch.float32, ())}
+    assert {value.dtype for name, value in tensors.items() if name not in matrices and name not in scales} == {
+        torch.bfloat16, torch.float8_e4m3fn}  # fmt: skip
+    plain = merged(dit, tmp_path / "plain.safetensors", lora, dtype="float8_e4m3fn")
+    truth = wanted("t2v21", 0, 1.0)
+    errors = [
+        float((output(model_of("t2v21", path), "t2v21", 0) - truth).pow(2).mean().sqrt() / truth.pow(2).mean().sqrt())
+        for path in (out, tmp_path / "plain.safetensors")
+    ]
+    assert plain.keys() == tensors.keys() - scales - {f"{prefix}scaled_fp8"}
+    assert errors[0] < 0.1
+    assert errors[0] <= errors[1] * 1.5
+
+
+def test_gguf_blocks_are_dequantised(tmp_path: Path):
+    writer = gguf.GGUFWriter(tmp_path / "dit.gguf", "wan")
+    meant = {}
+    for name, value in load_file(T2V).items():
+        shape, numbers = tuple(value.shape), value.float().numpy()
+        if len(shape) > 4:
+            writer.add_array(f"comfy.gguf.orig_shape.{name}", list(shape))
+            numbers = numbers.reshape(shape[0], -1)
+        meant[name] = value.float()
+        if name.startswith("blocks.") and len(shape) == 2:
+            stored = gguf.quants.quantize(numbers, gguf.GGMLQuantizationType.Q8_0)
+            meant[name] = torch.from_numpy(gguf.quants.dequantize(stored, gguf.GGMLQuantizationType.Q8_0))
+            writer.add_tensor(name, stored, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+        else:
+            writer.add_tensor(name, numbers)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    save_file(meant, tmp_path / "meant.safetensors")
+    lora = read_lora(LORAS["t2v21"])
+    for dtype, same in ((None, "bfloat16"), ("float32", "float32"), ("fp8_scaled", "fp8_scaled")):
+        out = merged(tmp_path / "dit.gguf", tmp_path / "out.safetensors", lora, dtype=dtype)
+        want = merged(tmp_path / "meant.safetensors", tmp_path / "want.safetensors", lora, dtype=same)
+        assert out.keys() == want.keys()
+        assert all(torch.equal(out[name].float(), want[name].float()) for name in want)
+
+
+def test_modules_that_the_checkpoint_lacks_are_named(tmp_path: Path):
+    lora = {**read_lora(LORAS["t2v21"]), "blocks.0.attn2.add_k_proj": LoraWeight(torch.ones(2, 256), torch.ones(256, 2), 2)}
+    done = merge(T2V, [source(lora)], tmp_path / "merged.safetensors", None)
+    assert done.left_out == (["blocks.0.attn2.add_k_proj"],)
+    assert done.num_changed == 20
+
+
+@pytest.mark.parametrize("case", ["nothing", "one of two", "size", "dit", "disk", "itself", "range"])
+def test_what_cannot_be_merged_is_said_before_anything_is_written(tmp_path: Path, monkeypatch, case: str):
+    lora = read_lora(LORAS["t2v21"])
+    dit, sources, dtype, words = T2V, [source(lora)], None, ""
+    out = tmp_path / "merged.safetensors"
+    if case in ("nothing", "one of two"):
+        other = source({"blocks.99.attn1.to_q": LoraWeight(torch.ones(2, 256), torch.ones(256, 2), 2.0)})
+        sources, words = [*(sources if case == "one of two" else []), other], r"nothing in this LoRA matches.*blocks\.99"
+    elif case == "size":
+        sources, words = [source(read_lora(LORAS["i2v21"]))], "for a model of another size: .*128x128.*256x256"
+    elif case == "dit":
+        dit, words = VECTORS / "vae21" / "Wan2.1_VAE.pth", "this is a Wan 2.1 VAE; --dit takes a Wan transformer"
+    elif case == "disk":
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 9, 1000))
+        words = "the new file takes 0.0 GiB"
+    elif case == "itself":
+        dit = out = Path(shutil.copy(T2V, tmp_path))
+        words = "--save_path is the file that is read"
+    else:
+        wide = {"blocks.0.attn1.to_q": LoraWeight(torch.full((1, 256), 300.0), torch.full((256, 1), 300.0), 1.0)}
+        sources, dtype, words = [source(wide)], "float16", "numbers that float16 cannot hold"
+    before = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    with pytest.raises(WangenError, match=words):
+        merge(dit, sources, out, dtype)
+    assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
+
+
+def test_no_more_than_one_tensor_is_made_at_a_time(tmp_path: Path, monkeypatch):
+    """Every tensor of the file is let go before the next one is read."""
+    import weakref
+
+    alive: list[weakref.ref[torch.Tensor]] = []
+    most = 0
+    real = merging.read_weight
+
+    def counting(*words: object) -> torch.Tensor:
+        nonlocal most
+        alive[:] = [ref for ref in alive if ref() is not None]
+        most = max(most, len(alive))
+        made = real(*words)
+        alive.append(weakref.ref(made))
+        return made
+
+    monkeypatch.setattr(merging, "read_weight", counting)
+    merged(T2V, tmp_path / "merged.safetensors", read_lora(LORAS["t2v21"]), dtype="float32")
+    assert len(alive) == 1, "the counting works"
+    assert most <= 1
+
+
+def write_large(path: Path, num_bytes: int) -> None:
+    """A checkpoint in the original names with random bfloat16 weights, written without holding it."""
+    dim, ffn = 2048, 8192
+    shapes = {"patch_embedding.weight": (dim, 16, 1, 2, 2), "head.head.weight": (64, dim), "head.modulation": (1, 2, dim),
+              "text_embedding.0.weight": (dim, 4096), "time_embedding.0.weight": (dim, 256)}  # fmt: skip
+    block = {f"{part}.{one}.weight": (dim, dim) for part in ("self_attn", "cross_attn") for one in "qkvo"}
+    block |= {"ffn.0.weight": (ffn, dim), "ffn.2.weight": (dim, ffn)}
+    per_block = 2 * sum(a * b for a, b in block.values())
+    for number in range(max(1, num_bytes // per_block)):
+        shapes |= {f"blocks.{number}.{name}": shape for name, shape in block.items()}
+    tensors = {
+        name: Later(torch.bfloat16, shape, lambda shape=shape: torch.randn(shape, dtype=torch.bfloat16) * 0.02)
+        for name, shape in shapes.items()
+    }
+    safetensors_file.write(path, tensors, {"format": "pt"})
+
+
+MEASURE = """
+import sys
+from pathlib import Path
+import torch, wangen.runtime.export
+from wangen.generator.cli import main
+torch.randn(64, 64) @ torch.randn(64, 64)
+
+def status(field):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024
+
+Path("/proc/self/clear_refs").write_text("5")  # the peak so far, which importing made, is forgotten
+before = status("VmRSS")
+code = main(sys.argv[1:])
+print("GREW", status("VmHWM") - before)
+sys.exit(code)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
+@pytest.mark.parametrize("dtype", [None, "float8_e4m3fn", "fp8_scaled"])
+def test_merging_a_gigabyte_takes_the_memory_of_a_few_tensors(tmp_path: Path, dtype: str | None):
+    write_large(tmp_path / "dit.safetensors", 10**9)
+    size = (tmp_path / "dit.safetensors").stat().st_size
+    assert size > 0.9e9
+    lora = {}
+    for name, info in read_header(tmp_path / "dit.safetensors").tensors.items():
+        if name.startswith("blocks."):
+            out, into = info.shape
+            lora[name.removesuffix(".weight")] = (torch.randn(out, 16), torch.randn(16, into))
+    tensors = {f"diffusion_model.{name}.lora_A.weight": down for name, (_, down) in lora.items()}
+    tensors |= {f"diffusion_model.{name}.lora_B.weight": up for name, (up, _) in lora.items()}
+    save_file(tensors, tmp_path / "lora.safetensors")
+    words = ["export", "--dit", tmp_path / "dit.safetensors", "--lora_weight", tmp_path / "lora.safetensors",
+             "--save_path", tmp_path / "merged.safetensors", *(["--dtype", dtype] if dtype else [])]  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", MEASURE, *map(str, words)], capture_output=True, text=True, check=True,
+                          env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
+    grew = int(re.search(r"GREW (\d+)", done.stdout)[1])
+    largest = 2048 * 8192 * 4
+    print(f"{dtype}: file {size / 2**20:.0f} MiB, peak grew by {grew / 2**20:.0f} MiB, "  # noqa: T201
+          f"largest tensor in float32 {largest / 2**20:.0f} MiB")  # fmt: skip
+    lora_bytes = (tmp_path / "lora.safetensors").stat().st_size
+    assert grew < 4 * largest + 2 * lora_bytes

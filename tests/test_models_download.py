@@ -1,0 +1,411 @@
+"""`wangen models download`, in a process of its own, against a real HTTP server on this machine."""
+
+import hashlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import local_hub
+import pytest
+from helpers import read_tree
+from local_hub import Hub, download, running, start
+
+from wangen import profiles
+
+VECTORS = Path(__file__).parent / "vectors"
+MIB = 2**20
+NUM_CHUNK_BYTES = 10 * MIB
+"""huggingface_hub hands on what has arrived in pieces of this size."""
+
+T5_FP8 = "Comfy-Org/Wan_2.1_ComfyUI_repackaged/split_files/text_encoders/umt5_xxl_fp8_e4m3fn_scaled.safetensors"
+FP8_NAME = T5_FP8.rpartition("/")[2]
+LARGE = random.Random(1).randbytes(25 * MIB)
+
+MODEL = profiles.model("t2v-1.3B")
+CONTENTS = {
+    "vae": VECTORS / "vae21/Wan2.1_VAE.pth",
+    "t5": VECTORS / "t5/models_t5_umt5-xxl-enc-bf16.pth",
+    "dit": VECTORS / "dit_t2v21/model.safetensors",
+}
+FILES = {
+    **{
+        f"{weights.downloads[0].repo}/{weights.downloads[0].path}": CONTENTS[weights.flag].read_bytes()
+        for weights in MODEL.weights
+    },
+    **{f"{file.repo}/{file.path}": (VECTORS / "t5" / file.path).read_bytes() for file in MODEL.tokenizer},
+}
+DIT = next(name for name in FILES if "t2v_1.3B" in name)
+
+
+@pytest.fixture
+def large():
+    with running({T5_FP8: LARGE}) as hub:
+        yield hub
+
+
+def ranges(hub: Hub) -> list[str | None]:
+    return [asked.range for asked in hub.bodies()]
+
+
+def left(folder: Path) -> list[str]:
+    """What a run left in the models folder, without its lock."""
+    return sorted(name for name in read_tree(folder) if not name.endswith(".lock"))
+
+
+def test_a_task_is_fetched_whole_and_then_never_again(tmp_path):
+    with running(FILES) as hub:
+        done = download(hub.endpoint, tmp_path, "t2v-1.3B", more={"HF_TOKEN": "hf_secret"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    expected = {name.rpartition("/")[2]: content for name, content in FILES.items() if "/google/" not in name}
+    expected |= {f"google/umt5-xxl/{name.rpartition('/')[2]}": FILES[name] for name in FILES if "/google/" in name}
+    assert read_tree(tmp_path / "models") == expected
+    assert {asked.token for asked in hub.asked if "/resolve/" in asked.path} == {"Bearer hf_secret"}
+    assert {asked.token for asked in hub.asked if "/cdn/" in asked.path} == {None}, "the token went to another host"
+
+    again = download(hub.endpoint, tmp_path, "t2v-1.3B", "tokenizer")  # the server is gone
+    assert again.returncode == 0, again.stderr
+    assert "everything is there" in again.stdout
+
+
+def test_what_is_there_under_another_known_name_is_not_fetched(tmp_path):
+    (tmp_path / "models/deep").mkdir(parents=True)
+    (tmp_path / "models/deep/wan_2.1_vae.safetensors").write_bytes(CONTENTS["vae"].read_bytes())
+    with running(FILES) as hub:
+        done = download(hub.endpoint, tmp_path, "vae", "--task", "t2v-14B")
+        assert (done.returncode, hub.asked) == (0, []), done.stderr
+    assert "there: vae of t2v-14B" in done.stdout
+
+
+def test_a_file_named_by_itself_is_compared_with_the_hub_and_not_fetched_again(tmp_path, large):
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / FP8_NAME).write_bytes(LARGE)
+    done = download(large.endpoint, tmp_path, FP8_NAME)
+    assert done.returncode == 0, done.stderr
+    assert "compared with the hub's checksum" in done.stdout
+    assert large.bodies() == []
+
+
+@pytest.mark.parametrize("content", [LARGE[:-1] + b"x", LARGE[:1000]], ids=["other bytes", "cut short"])
+def test_another_file_in_its_place_is_refused_and_stays(tmp_path, large, content):
+    path = tmp_path / "models" / FP8_NAME
+    path.parent.mkdir()
+    path.write_bytes(content)
+    done = download(large.endpoint, tmp_path, FP8_NAME)
+    assert done.returncode == 1
+    assert "this is not the hub's" in done.stderr
+    assert "move it away" in done.stderr
+    assert path.read_bytes() == content
+    assert large.bodies() == []
+
+
+def test_a_connection_that_drops_is_made_anew_and_goes_on(tmp_path, large):
+    large.cut_at[T5_FP8] = [12 * MIB, 24 * MIB]
+    done = download(large.endpoint, tmp_path, FP8_NAME)
+    assert done.returncode == 0, done.stderr
+    assert ranges(large) == [None, f"bytes={NUM_CHUNK_BYTES}-", f"bytes={2 * NUM_CHUNK_BYTES}-"]
+    assert read_tree(tmp_path / "models") == {FP8_NAME: LARGE}
+
+
+def test_a_download_that_gave_up_is_gone_on_with_by_the_next_run(tmp_path, large):
+    large.cut_at[T5_FP8] = [12 * MIB] + [0] * 50
+    process = start(large.endpoint, tmp_path, FP8_NAME)
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 1, out
+    assert "the connection to" in err
+    assert "run the same line again" in err
+    (part,) = left(tmp_path / "models")
+    assert part.startswith(f".{FP8_NAME}.")
+    assert (tmp_path / "models" / part).read_bytes() == LARGE[:NUM_CHUNK_BYTES]
+
+    large.cut_at.clear()
+    large.asked.clear()
+    done = download(large.endpoint, tmp_path, FP8_NAME)
+    assert done.returncode == 0, done.stderr
+    assert "10.5 MB of it are here" in done.stdout
+    assert ranges(large) == [f"bytes={NUM_CHUNK_BYTES}-"]
+    assert read_tree(tmp_path / "models") == {FP8_NAME: LARGE}
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param("SIGKILL", marks=pytest.mark.skipif(os.name == "nt", reason="signals are POSIX's")),
+        pytest.param("SIGINT", marks=pytest.mark.skipif(os.name == "nt", reason="signals are POSIX's")),
+    ],
+)
+def test_a_process_that_is_ended_in_the_middle_goes_on_when_run_again(tmp_path, large, number):
+    large.stall_at[T5_FP8] = 21 * MIB
+    process = start(large.endpoint, tmp_path, FP8_NAME)
+    assert large.stalled.wait(60)
+    part = wait_for_part(tmp_path / "models", 2 * NUM_CHUNK_BYTES)
+    process.send_signal(getattr(signal, number))
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == (1 if number == "SIGINT" else -signal.SIGKILL)
+    assert ("run the same line again" in err) == (number == "SIGINT"), err
+    assert "Traceback" not in err
+    assert part.read_bytes() == LARGE[: 2 * NUM_CHUNK_BYTES]
+    assert not (tmp_path / "models" / FP8_NAME).exists()
+
+    large.stall_at.clear()
+    large.released.set()
+    large.asked.clear()
+    done = download(large.endpoint, tmp_path, FP8_NAME)
+    assert done.returncode == 0, done.stderr
+    assert ranges(large) == [f"bytes={2 * NUM_CHUNK_BYTES}-"]
+    assert read_tree(tmp_path / "models") == {FP8_NAME: LARGE}
+
+
+def wait_for_part(folder: Path, num_bytes: int) -> Path:
+    """The partial file, once it has this size."""
+    for _ in range(600):
+        for part in folder.glob(".*.part"):
+            if part.stat().st_size >= num_bytes:
+                return part
+        time.sleep(0.05)
+    raise AssertionError(f"no partial file of {num_bytes} bytes: {left(folder)}")
+
+
+def test_wrong_bytes_are_refused_and_leave_nothing(tmp_path, large):
+    large.sent[T5_FP8] = LARGE[:-1] + b"x"
+    done = download(large.endpoint, tmp_path, FP8_NAME)
+    assert done.returncode == 1
+    assert "arrived wrong" in done.stderr
+    assert hashlib.sha256(LARGE).hexdigest() in done.stderr
+    assert left(tmp_path / "models") == []
+
+
+@pytest.mark.parametrize("extra", [-1, 7])
+def test_another_length_than_announced_is_refused(tmp_path, large, extra):
+    large.sent[T5_FP8] = LARGE[:-1] if extra < 0 else LARGE + b"x" * extra
+    done = download(large.endpoint, tmp_path, FP8_NAME)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "models" / FP8_NAME).exists()
+
+
+def test_a_small_file_is_verified_too(tmp_path):
+    name = next(name for name in FILES if name.endswith("special_tokens_map.json"))
+    with running(FILES) as hub:
+        hub.sent[name] = FILES[name].replace(b"pad", b"bad")
+        done = download(hub.endpoint, tmp_path, "tokenizer")
+    assert done.returncode == 1
+    assert "arrived wrong" in done.stderr
+    assert not (tmp_path / "models/google/umt5-xxl/special_tokens_map.json").exists()
+
+
+def test_a_wrong_beginning_of_an_earlier_run_is_fetched_again(tmp_path, large):
+    part = tmp_path / "models" / f".{FP8_NAME}.{hashlib.sha256(LARGE).hexdigest()[:16]}.part"
+    part.parent.mkdir()
+    part.write_bytes(b"\0" * NUM_CHUNK_BYTES)
+    done = download(large.endpoint, tmp_path, FP8_NAME)
+    assert done.returncode == 0, done.stderr
+    assert "fetching all of it again" in done.stdout
+    assert ranges(large) == [f"bytes={NUM_CHUNK_BYTES}-", None]
+    assert read_tree(tmp_path / "models") == {FP8_NAME: LARGE}
+
+
+def test_a_server_that_cannot_go_on_in_the_middle(tmp_path, large):
+    large.ignores_ranges = True
+    part = tmp_path / "models" / f".{FP8_NAME}.{hashlib.sha256(LARGE).hexdigest()[:16]}.part"
+    part.parent.mkdir()
+    part.write_bytes(LARGE[:NUM_CHUNK_BYTES])
+    done = download(large.endpoint, tmp_path, FP8_NAME)
+    assert done.returncode == 0, done.stderr
+    assert read_tree(tmp_path / "models") == {FP8_NAME: LARGE}
+
+
+def test_the_parts_of_an_older_version_are_removed(tmp_path, large):
+    old = tmp_path / "models" / f".{FP8_NAME}.0123456789abcdef.part"
+    old.parent.mkdir()
+    old.write_bytes(b"old")
+    other = old.with_name(".another.safetensors.0123456789abcdef.part")
+    other.write_bytes(b"other")
+    assert download(large.endpoint, tmp_path, FP8_NAME).returncode == 0
+    assert left(tmp_path / "models") == [other.name, FP8_NAME]
+
+
+@pytest.mark.parametrize(
+    ("status", "found", "cure"),
+    [
+        (401, "does not give this file to everybody", "HF_TOKEN"),
+        (403, "does not give this file to everybody", "HF_TOKEN"),
+        (404, "the hub has no such file", "look for it at https://huggingface.co/"),
+        (503, "fails with answer 503", "run the same line again"),
+    ],
+)
+def test_an_answer_of_the_hub_in_words(tmp_path, status, found, cure):
+    with running(FILES) as hub:
+        hub.status[DIT] = status
+        done = download(hub.endpoint, tmp_path, "dit", "--task", "t2v-1.3B")
+    assert done.returncode == 1
+    assert found in done.stderr
+    assert cure in done.stderr
+    assert "Traceback" not in done.stderr
+    assert left(tmp_path / "models") == []
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"HF_ENDPOINT": "http://127.0.0.1:9"}, "the connection to http://127.0.0.1:9 failed"),
+        ({"HF_ENDPOINT": "nowhere"}, "HF_ENDPOINT is no address: 'nowhere'"),
+        ({"HF_ENDPOINT": "http://127.0.0.1:port"}, "HF_ENDPOINT is no address"),
+        ({"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set"),
+    ],
+)
+def test_no_hub_in_words(tmp_path, more, words):
+    done = download("http://127.0.0.1:9", tmp_path, "t2v-1.3B", more=more)
+    assert done.returncode == 1
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_dry_run_fetches_nothing(tmp_path):
+    with running(FILES) as hub:
+        done = download(hub.endpoint, tmp_path, "t2v-1.3B", "--dry_run")
+        assert (done.returncode, hub.bodies()) == (0, []), done.stderr
+    assert f"to fetch: {DIT} (6.3 MB)" in done.stdout
+    assert "this was a dry run" in done.stdout
+    assert not (tmp_path / "models").exists()
+
+
+def test_shards_come_with_their_index_and_are_gone_on_with(tmp_path):
+    folder, repo = VECTORS / "dit_t2v21_e2e/sharded", "Wan-AI/Wan2.1-T2V-14B"
+    files = {f"{repo}/{name}": content for name, content in read_tree(folder).items()}
+    index = "diffusion_pytorch_model.safetensors.index.json"
+    with running(files) as hub:
+        hub.status[f"{repo}/diffusion_pytorch_model-00002-of-00002.safetensors"] = 503
+        failed = download(hub.endpoint, tmp_path, f"{repo}/{index}")
+        assert failed.returncode == 1
+        hub.status.clear()
+        done = download(hub.endpoint, tmp_path, f"{repo}/{index}")
+        assert done.returncode == 0, done.stderr
+    assert read_tree(tmp_path / "models") == {
+        f"Wan2.1-T2V-14B/{name}": read_tree(folder)[name] for name in read_tree(folder)
+    }
+
+    found = subprocess.run(
+        [sys.executable, "-m", "wangen.runtime", "models", "where", "t2v-14B"],
+        capture_output=True, text=True, check=False, cwd=tmp_path,
+    )  # fmt: skip
+    assert str(Path("models/Wan2.1-T2V-14B", index)) in found.stdout
+
+
+def test_an_index_that_names_a_file_elsewhere_is_refused(tmp_path):
+    repo, index = "Wan-AI/Wan2.1-T2V-14B", "diffusion_pytorch_model.safetensors.index.json"
+    with running({f"{repo}/{index}": b'{"weight_map": {"a": "../../evil.safetensors"}}'}) as hub:
+        done = download(hub.endpoint, tmp_path, f"{repo}/{index}")
+    assert done.returncode == 1
+    assert "not a file beside it" in done.stderr
+    assert left(tmp_path / "models") == []
+
+
+def test_a_file_of_another_kind_under_the_name_is_not_touched(tmp_path):
+    path = tmp_path / "models/Wan2.1_VAE.pth"
+    path.parent.mkdir()
+    path.write_bytes((VECTORS / "vae22/Wan2.2_VAE.pth").read_bytes())
+    with running(FILES) as hub:
+        done = download(hub.endpoint, tmp_path, "t2v-1.3B")
+        assert (done.returncode, hub.asked) == (1, [])
+    assert "a Wan 2.2 VAE" in done.stderr
+    assert path.read_bytes() == (VECTORS / "vae22/Wan2.2_VAE.pth").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (["t2v-13B"], "did you mean t2v-1.3B?"),
+        (["dit"], "dit of which task?"),
+        (["clip", "--task", "t2v-14B"], "t2v-14B takes no clip"),
+        ([], "what is to be fetched?"),
+        (["vae", "--task", "t3v"], "there is no task 't3v'"),
+    ],
+)
+def test_words_that_mean_nothing(tmp_path, words, found):
+    done = download("http://127.0.0.1:9", tmp_path, *words)
+    assert done.returncode == 2, done.stderr
+    assert found in done.stderr
+
+
+def test_only_one_download_into_a_folder_at_a_time(tmp_path, large):
+    large.stall_at[T5_FP8] = 11 * MIB
+    first = start(large.endpoint, tmp_path, FP8_NAME)
+    try:
+        assert large.stalled.wait(60)
+        second = download(large.endpoint, tmp_path, FP8_NAME)
+    finally:
+        first.kill()
+        first.communicate(timeout=60)
+    assert second.returncode == 1
+    assert "another download into this folder is under way" in second.stderr
+
+
+def test_in_a_workspace_files_go_where_its_scripts_look(tmp_path):
+    workspace = tmp_path / "work"
+    (workspace / "datasets").mkdir(parents=True)
+    (workspace / "wangen.toml").write_text('model = "t2v-1.3B"\nplatforms = ["windows", "linux"]\n')
+    with running(FILES) as hub:
+        done = download(hub.endpoint, workspace, "vae")
+    assert done.returncode == 0, done.stderr
+    platform = "windows" if os.name == "nt" else "linux"
+    assert read_tree(workspace / f"published/{platform}/models") == {"Wan2.1_VAE.pth": CONTENTS["vae"].read_bytes()}
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 30 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=30m", "tmpfs", str(folder)]
+    if os.name == "nt" or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("no small file system can be mounted here")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_too_little_space_is_said_before_anything_is_fetched(tmp_path, large, small_disk):
+    (small_disk / "filler").write_bytes(b"x" * 10 * MIB)
+    done = download(large.endpoint, tmp_path, FP8_NAME, "--dir", str(small_disk))
+    assert done.returncode == 1
+    assert "26.2 MB are to be fetched, 21.0 MB are free" in done.stderr
+    assert large.bodies() == []
+
+
+def test_a_disk_that_fills_up_on_the_way_is_said_and_gone_on_with(tmp_path, large, small_disk):
+    large.stall_at[T5_FP8] = 11 * MIB
+    process = start(large.endpoint, tmp_path, FP8_NAME, "--dir", str(small_disk))
+    assert large.stalled.wait(60)
+    part = wait_for_part(small_disk, NUM_CHUNK_BYTES)
+    filler = small_disk / "filler"
+    filler.write_bytes(b"x" * 12 * MIB)
+    large.stall_at.clear()
+    large.released.set()  # the connection breaks, and the next one brings more than there is room for
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 1, out
+    assert f"no space is left for {FP8_NAME}" in err
+    assert "run the same line again" in err
+    assert part.read_bytes() == LARGE[: part.stat().st_size]
+
+    filler.unlink()
+    done = download(large.endpoint, tmp_path, FP8_NAME, "--dir", str(small_disk))
+    assert done.returncode == 0, done.stderr
+    assert (small_disk / FP8_NAME).read_bytes() == LARGE
+
+
+def test_the_local_hub_answers_as_huggingface_hub_expects(tmp_path):
+    """The library's own download accepts this server, so that the server is no invention of these tests."""
+    code = (
+        "from huggingface_hub import hf_hub_download; print(hf_hub_download('Wan-AI/Wan2.1-T2V-14B', 'Wan2.1_VAE.pth'))"
+    )
+    with running(FILES) as hub:
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=False,
+            env=local_hub.environment(hub.endpoint, tmp_path),
+        )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.strip()).read_bytes() == CONTENTS["vae"].read_bytes()

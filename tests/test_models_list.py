@@ -1,0 +1,190 @@
+"""`wangen models list` and `where`: what is known, what was found, and what is missing."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from helpers import write_tree
+from published import TRANSFORMERS, write_sparse, write_sparse_shards
+
+from wangen import profiles
+from wangen.generator.bundle import find_weights, place_of
+from wangen.generator.cli import main
+from wangen.generator.models.places import models_folders
+
+VECTORS = Path(__file__).parent / "vectors"
+MODELS = [profiles.model(name) for name in profiles.model_names()]
+ROLES = [(model, weights) for model in MODELS for weights in model.weights]
+
+
+@pytest.fixture
+def models(tmp_path, monkeypatch):
+    """A models folder with a VAE and a text encoder, as ComfyUI sorts them, in the working folder."""
+    monkeypatch.chdir(tmp_path)
+    folder = write_tree(tmp_path / "models", {"vae/Wan2.1_VAE.pth": (VECTORS / "vae21/Wan2.1_VAE.pth").read_bytes()})
+    (folder / "text_encoders").mkdir()
+    shutil.copy(VECTORS / "t5/models_t5_umt5-xxl-enc-bf16.pth", folder / "text_encoders")
+    shutil.copytree(VECTORS / "t5/google", folder / "google")
+    return folder
+
+
+def test_list_shows_every_task_with_what_is_found_and_missing(models, capsys):
+    assert main(["models", "list"]) == 0
+    shown = capsys.readouterr().out
+    rows = [line.split() for line in shown.split("\n\n")[0].splitlines()]
+    assert rows[0] == ["task", "role", "file", "size"]
+    assert ["t2v-1.3B", "vae", "vae/Wan2.1_VAE.pth", "3.8", "MB"] in rows
+    assert ["t2v-1.3B", "dit", "missing"] in rows
+    assert ["t2v-1.3B", "tokenizer", "google/umt5-xxl/tokenizer.json", "37.1", "kB"] in rows or [
+        row for row in rows if row[:3] == ["t2v-1.3B", "tokenizer", "google/umt5-xxl/tokenizer.json"]
+    ]
+    assert ["ti2v-5B", "vae", "missing"] in rows
+    assert {tuple(row[:2]) for row in rows[1:]} == {
+        *((model.name, weights.flag) for model, weights in ROLES),
+        *((model.name, "tokenizer") for model in MODELS),
+    }
+    assert f"searched: {models}" in shown
+
+
+def test_a_table_in_a_pipe_tears_no_name_and_leaves_none_out(models, capsys):
+    assert main(["models", "list"]) == 0
+    words = capsys.readouterr().out.replace(",", " ").split()
+    assert {name for _, weights in ROLES for name in weights.files} <= {*words}
+
+
+def test_list_of_one_task_as_json(models, capsys):
+    assert main(["models", "list", "--task", "t2v-1.3B", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    (task,) = shown["tasks"]
+    roles = {role["role"]: role for role in task["roles"]}
+    assert shown["folders"] == [str(models)]
+    assert roles["vae"]["found"] == [
+        {"folder": str(models), "path": str(models / "vae/Wan2.1_VAE.pth"), "state": "there", "words": "",
+         "num_bytes": (models / "vae/Wan2.1_VAE.pth").stat().st_size}
+    ]  # fmt: skip
+    assert roles["dit"]["found"][0]["state"] == "missing"
+    assert "wan2.1_t2v_1.3B_fp16.safetensors" in roles["dit"]["names"]
+    assert "Wan-AI/Wan2.1-T2V-14B/Wan2.1_VAE.pth" in roles["vae"]["downloads"]
+
+
+def test_a_broken_file_and_one_of_another_kind_are_said_to_be_so(models, capsys):
+    whole = (VECTORS / "dit_t2v21/model.safetensors").read_bytes()
+    (models / "wan2.1_t2v_1.3B_bf16.safetensors").write_bytes(whole[:1000])
+    shutil.copy(VECTORS / "vae21/Wan2.1_VAE.pth", models / "Wan2.2_VAE.pth")
+    assert main(["models", "list"]) == 0
+    shown = capsys.readouterr().out
+    assert "wan2.1_t2v_1.3B_bf16.safetensors  (broken: the file is cut short" in shown
+    assert "Wan2.2_VAE.pth  (wrong: this is a Wan 2.1 VAE" in shown
+    assert main(["models", "where", "ti2v-5B"]) == 1
+    assert "(wrong: this is a Wan 2.1 VAE" in capsys.readouterr().out
+
+
+def test_where_fails_while_something_is_missing(models, capsys):
+    assert main(["models", "where", "t2v-1.3B"]) == 1
+    shown = capsys.readouterr().out
+    assert f"missing: {models / 'wan2.1_t2v_1.3B_bf16.safetensors'}" in shown
+    assert "wangen models download dit --task t2v-1.3B" in shown
+    assert f"searched: {models} and every folder below" in shown
+    shutil.copy(VECTORS / "dit_t2v21/model.safetensors", models / "wan2.1_t2v_1.3B_fp16.safetensors")
+    assert main(["models", "where", "t2v-1.3B"]) == 0
+    shown = capsys.readouterr().out
+    for name in (
+        "vae/Wan2.1_VAE.pth", "text_encoders/models_t5_umt5-xxl-enc-bf16.pth",
+        "google/umt5-xxl/tokenizer.json", "wan2.1_t2v_1.3B_fp16.safetensors",
+    ):  # fmt: skip
+        assert str(models / name) in shown
+
+
+def test_where_is_a_file(models, capsys):
+    assert main(["models", "where", "Wan2.1_VAE.pth"]) == 0
+    shown = capsys.readouterr().out
+    assert str(models / "vae/Wan2.1_VAE.pth") in shown
+    assert "--vae of t2v-1.3B" in shown
+    assert main(["models", "where", "wan_2.1_vae.safetensors"]) == 1
+    assert "wan_2.1_vae.safetensors: missing" in capsys.readouterr().out
+    assert main(["models", "where", "nothing.bin"]) == 2
+    assert "is no task" in capsys.readouterr().err
+
+
+def test_a_folder_that_is_given(models, tmp_path, monkeypatch, capsys):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    assert main(["models", "where", "t2v-1.3B", "--dir", "../models"]) == 1
+    assert str(models / "vae/Wan2.1_VAE.pth").replace("/models", "/elsewhere/../models") in capsys.readouterr().out
+    assert main(["models", "list"]) == 0
+    assert "0 files found" in capsys.readouterr().out
+
+
+def test_the_folders_of_a_workspace(tmp_path, monkeypatch, capsys):
+    text = 'platforms = ["linux", "windows"]\n[platform.windows]\nroot = \'C:\\AI\'\nhost_root = "{host}"\n'
+    write_tree(tmp_path, {"wangen.toml": text.format(host=(tmp_path / "ai").as_posix()), "datasets/.keep": ""})
+    write_tree(tmp_path, {"ai/models/Wan2.1_VAE.pth": (VECTORS / "vae21/Wan2.1_VAE.pth").read_bytes()})
+    monkeypatch.chdir(tmp_path / "datasets")
+    assert main(["models", "list", "--task", "t2v-1.3B"]) == 0
+    shown = capsys.readouterr().out
+    assert "linux: missing; windows: Wan2.1_VAE.pth" in shown
+    assert f"searched: {tmp_path / 'published/linux/models'}" in shown
+    assert f"searched: {tmp_path / 'ai/models'}" in shown
+
+
+def test_a_link_to_a_folder_is_followed_once(models, tmp_path, capsys):
+    try:
+        (models / "again").symlink_to(models, target_is_directory=True)
+        (models / "disk").symlink_to(tmp_path / "disk", target_is_directory=True)
+    except OSError:
+        pytest.skip("no links can be made here")
+    write_tree(
+        tmp_path / "disk", {"wan2.1_t2v_1.3B_bf16.safetensors": (VECTORS / "dit_t2v21/model.safetensors").read_bytes()}
+    )
+    assert main(["models", "where", "t2v-1.3B"]) == 0
+    assert str(models / "disk/wan2.1_t2v_1.3B_bf16.safetensors") in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("model", "weights"), ROLES, ids=lambda each: getattr(each, "name", getattr(each, "flag", "")))
+def test_what_a_download_puts_in_place_is_what_its_role_finds(tmp_path, model, weights):
+    """Also where the downloads of every other role lie there: shards of many models are called the same."""
+    (target,) = models_folders(tmp_path, None)
+    others = [download for _, role in ROLES for download in role.downloads if role.files != weights.files]
+    write_tree(tmp_path, {str(place_of(download)): "" for download in others})
+    assert not (tmp_path / find_weights(target, weights)).exists()
+    assert find_weights(target, weights) == target.path(*place_of(weights.downloads[0]).parts)
+    for download in weights.downloads:
+        path = tmp_path / place_of(download)
+        write_tree(tmp_path, {str(place_of(download)): ""})
+        assert tmp_path / find_weights(target, weights) == path
+        path.unlink()
+
+
+def test_a_low_noise_expert_is_not_taken_for_wan_2_1(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for expert in ("low", "high"):
+        write_sparse_shards(tmp_path / f"models/Wan2.2-T2V-A14B/{expert}_noise_model", TRANSFORMERS["t2v-A14B"], 6)
+    assert main(["models", "where", "diffusion_pytorch_model-00001-of-00006.safetensors"]) == 0
+    capsys.readouterr()
+    main(["models", "list"])
+    rows = [line.split()[:3] for line in capsys.readouterr().out.splitlines()]
+    index = "diffusion_pytorch_model.safetensors.index.json"
+    assert ["t2v-14B", "dit", "missing"] in rows
+    assert ["t2v-A14B", "dit", f"Wan2.2-T2V-A14B/low_noise_model/{index}"] in rows
+    assert ["t2v-A14B", "dit_high_noise", f"Wan2.2-T2V-A14B/high_noise_model/{index}"] in rows
+
+
+def test_the_size_of_another_model_is_wrong(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_sparse(tmp_path / "models/wan2.1_t2v_1.3B_bf16.safetensors", TRANSFORMERS["t2v-14B"])
+    assert main(["models", "where", "t2v-1.3B"]) == 1
+    shown = capsys.readouterr().out
+    assert "wrong" in shown
+    assert "14B" in shown
+
+
+def test_unknown_words(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["models", "list", "--task", "t9v"]) == 2
+    assert "there is no task 't9v'" in capsys.readouterr().err
+    assert main(["models", "lsit"]) == 2
+    assert "did you mean list?" in capsys.readouterr().err
+    assert main(["models"]) == 0
+    assert "identify" in capsys.readouterr().out
