@@ -81,15 +81,17 @@ def find_weights(target: Target, weights: Weights) -> str:
 
     A file is found by the end of its path. Where a longer name of another weight file fits too, it is that one:
     `low_noise_model/diffusion_pytorch_model-00001-of-00006.safetensors` is an expert of Wan 2.2, in whatever folder,
-    and not the transformer of Wan 2.1 whose shards are called the same.
+    and not the transformer of Wan 2.1 whose shards are called the same; in a folder `Wan2.2-I2V-A14B` it is that
+    model's expert.
     """
     models = target.roots["models"]
     if weights.flag in target.weights:
         return target.path(models, target.weights[weights.flag])
     folder = target.reach(target.path(models))
     found = list(files_below(folder)) if folder else []
+    elsewhere = _all_names() - _names(weights)
     for name in weights.files:
-        longer = {other for other in _known_files() if other.endswith(f"/{name}")} - {*weights.files}
+        longer = {other for other in elsewhere if other.endswith(f"/{name}")}
         for path in found:
             if _ends(path, name) and not any(_ends(path, other) for other in longer):
                 return target.path(models, *path.parts)
@@ -125,11 +127,22 @@ def _ends(path: PurePosixPath, name: str) -> bool:
     return f"/{path}".endswith(f"/{name}")
 
 
+def _names(weights: Weights) -> frozenset[str]:
+    """The names of a weight file, also with the folder of each repository that has files in such a place."""
+    repos = {
+        f"{PurePosixPath(download.repo).name}/{name}"
+        for download in weights.downloads
+        for name in weights.files
+        if PurePosixPath(name).parent == PurePosixPath(download.path).parent
+    }
+    return frozenset(repos.union(weights.files))
+
+
 @cache
-def _known_files() -> frozenset[str]:
+def _all_names() -> frozenset[str]:
     """The names of the weight files of all models."""
     models = map(profiles.model, profiles.model_names())
-    return frozenset(name for model in models for weights in model.weights for name in weights.files)
+    return frozenset(name for model in models for weights in model.weights for name in _names(weights))
 
 
 def _paths(target: Target, model: Model, slug: str) -> dict[str, str]:

@@ -162,13 +162,14 @@ def _survey(entry: DatasetEntry, fps: int) -> _Survey:
 
 def _folders(options: Check, surveys: list[_Survey]) -> Iterator[Finding]:
     """Caches and outputs: apart from the media, writable, with room."""
+    model = profiles.model(options.task)
     need: dict[Path, int] = {}
     for survey in surveys:
         cache, media = survey.entry.cache_directory, survey.entry.directory
         if cache.resolve() == media.resolve():
             yield Finding(str(cache), "cache and media share one folder", "set cache_directory to another")
         yield from _writable(cache, "the cache folder")
-        need[cache.resolve()] = need.get(cache.resolve(), 0) + _cache_bytes(survey)
+        need[cache.resolve()] = need.get(cache.resolve(), 0) + _cache_bytes(survey, model)
     if options.output_dir:
         yield from _writable(options.output_dir, "the output folder")
     for cache, num_bytes in need.items():
@@ -208,7 +209,7 @@ def _room(cache: Path, num_bytes: int) -> Iterator[Finding]:
 def _weights(options: Check) -> Iterator[Finding]:
     roles = {weights.flag: weights for weights in profiles.model(options.task).weights}
     sound = set()
-    for flag in ("vae", "t5", "clip", "dit", "dit_high_noise"):
+    for flag in profiles.WEIGHT_ROLES:
         path: Path | None = getattr(options, flag)
         if path is None:
             continue
@@ -219,7 +220,7 @@ def _weights(options: Check) -> Iterator[Finding]:
             kinds.expect(path, roles[flag].kind, f"--{flag}", options.task)
             sound.add(flag)
         except WangenError as error:
-            cure = error.cure if path.exists() else _how_to_get(roles[flag])
+            cure = error.cure if path.exists() else _how_to_get(roles[flag], options.task)
             yield Finding(error.where or str(path), f"--{flag}: {error.found}", cure)
     if sound >= {"dit", "dit_high_noise"} and options.dit and options.dit_high_noise:
         try:
@@ -233,15 +234,15 @@ def _weights(options: Check) -> Iterator[Finding]:
             yield Finding(error.where, error.found, error.cure)
 
 
-def _how_to_get(weights: Weights) -> str:
+def _how_to_get(weights: Weights, task: str) -> str:
     return (
-        f"put it there (from {weights.source}), or publish again to have it found elsewhere in models under one of its "
-        f"names: {', '.join(weights.files)}"
+        f"put it there (from {weights.source}, or with: wangen models download {task}), or publish again to have it "
+        f"found elsewhere in models under one of its names: {', '.join(weights.files)}"
     )
 
 
-def _cache_bytes(survey: _Survey) -> int:
-    """About what the cache entries of a block take: 16 channels in float32, and 512 rows of text for each item."""
-    width, height = survey.entry.resolution
-    latents = survey.num_latent_frames * 16 * 4 * (width // 8) * (height // 8)
+def _cache_bytes(survey: _Survey, model: profiles.Model) -> int:
+    """About what the cache entries of a block take: latents in float32, and 512 rows of text for each item."""
+    width, height = (side // model.spatial_stride for side in survey.entry.resolution)
+    latents = survey.num_latent_frames * model.latent_channels * 4 * width * height
     return latents + survey.num_items * 512 * 4096 * 2

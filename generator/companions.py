@@ -33,7 +33,8 @@ ROLES = {
     "comfy_quant": "format",
     "weight_scale_2": "second_scale",
 }
-MARKERS = ("scaled_fp8",)
+MARKERS = ("scaled_fp8", "model_type.")
+"""The beginnings of names whose tensors only mark a file: as 8-bit, or (Kijai) as the one of several models."""
 CARRIED_TOKENIZER = "spiece_model"
 
 
@@ -71,7 +72,7 @@ def sort_out(header: Header) -> Contents:
             companions.setdefault(f"{stem}.weight", {})[ROLES[end]] = info
         elif bare == CARRIED_TOKENIZER and info.dtype == "U8":
             tokenizer = info
-        elif bare not in MARKERS:
+        elif not bare.startswith(MARKERS):
             if bare in weights:
                 raise WangenError(f"two tensors of this file mean the same weight ({names[bare]} and {name})")
             weights[bare] = info

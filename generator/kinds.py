@@ -47,6 +47,8 @@ _SECOND_BIAS = {
     "huggingface": "block.1.layer.0.SelfAttention.relative_attention_bias.weight",
     "gguf": "enc.blk.1.attn_rel_b.weight",
 }
+# What only first-and-last-frame transformers have: positions of two images' features, or Kijai's marker.
+_TWO_IMAGES = ("img_emb.emb_pos", "condition_embedder.image_embedder.pos_embed", "model_type.Wan2_1-FLF2V")
 _OTHER_VISION = {1024: "ViT-L", 1408: "ViT-g", 1664: "ViT-bigG"}
 _DIT_FLAGS = ("--dit", "--dit_high_noise")
 _NOISE = re.compile(r"(?:^|[^a-z])(high|low)(?:[_ -]?noise)?(?:[^a-z]|$)", re.IGNORECASE)
@@ -204,11 +206,8 @@ def _of_layout(layout: Layout, shapes: Shapes) -> _Judged:
     if layout.family == "transformer":
         kind, relative = _transformer_kind(shapes, sizes)
         return _Judged(kind, f"a {relative} transformer" if relative else "", layout.name, sizes)
-    if layout.family == "t5":
-        if "decoder.block.0.layer.0.SelfAttention.q.weight" in shapes or "dec.blk.0.attn_q.weight" in shapes:
-            return _Judged("other", "a whole T5 with its decoder, where Wan takes umT5's encoder")
-        if sizes["num_layers"] > 1 and _SECOND_BIAS[layout.name] not in shapes:
-            return _Judged("other", "a T5 text encoder, not umT5 (its layers share one position bias)")
+    if layout.family == "t5" and sizes["num_layers"] > 1 and _SECOND_BIAS[layout.name] not in shapes:
+        return _Judged("other", "a T5 text encoder, not umT5 (its layers share one position bias)")
     if layout.family == "clip" and sizes.get("dim") in _OTHER_VISION:
         return _Judged("other", f"a CLIP {_OTHER_VISION[sizes['dim']]} image encoder, where Wan takes ViT-H")
     kinds = {"vae": "wan-vae-2.1", "vae-2.2": "wan-vae-2.2", "t5": "umt5-encoder", "clip": "open-clip"}
@@ -220,7 +219,7 @@ def _transformer_kind(shapes: Shapes, sizes: Mapping[str, int]) -> tuple[str, st
     if relative := relatives.relative(shapes):
         return "wan-transformer-other", relative
     has_image = any(name.startswith(("img_emb.", "condition_embedder.image_embedder.")) for name in shapes)
-    two_images = any(name in shapes for name in ("img_emb.emb_pos", "condition_embedder.image_embedder.pos_embed"))
+    two_images = any(name.startswith(_TWO_IMAGES) for name in shapes)
     channels = sizes.get("in_channels", 0), sizes.get("out_channels", 0), has_image
     if channels == (36, 16, True) and sizes.get("dim") == relatives.FUN_INP_DIM:
         return "wan-transformer-other", "Wan 2.1 Fun-InP 1.3B"

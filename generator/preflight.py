@@ -15,6 +15,7 @@ from importlib.metadata import requires, version
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from wangen import profiles
 from wangen.generator import scripts
 from wangen.generator.check import examine
 from wangen.generator.errors import WangenError
@@ -33,7 +34,7 @@ from wangen.generator.workspace import DatasetSettings, Workspace
 
 Level = Literal["ok", "note", "problem"]
 
-_AGREED = ("dataset_config", "vae", "t5", "tokenizer", "vae_dtype", "t5_dtype", "dit")
+_AGREED = ("dataset_config", "vae", "t5", "tokenizer", "vae_dtype", "vae_tile", "t5_dtype", "fp8_t5", "dit")
 """Flags that no two lines of one bundle may set to different values."""
 
 _ASK_VERSIONS = """
@@ -155,7 +156,7 @@ def _files(target: Target, options: Check) -> Iterator[Line]:
         yield Line("note", f"{path}: another machine's, not seen from here")
     left_out: dict[str, Any] = {}
     if not target.is_native and not target.root:
-        for flag in ("vae", "t5", "dit"):
+        for flag in profiles.WEIGHT_ROLES:
             path = getattr(seen, flag)
             if path and not path.exists():
                 yield Line("note", f"--{flag}: {path.relative_to(target.folder)} has to lie there on that machine")

@@ -43,10 +43,7 @@ RELATIVES = {
 # (input channels, output channels, whether an image branch is there) -> the relative with such a transformer.
 CHANNELS = {
     (48, 16, True): "Wan 2.1 Fun-Control",
-    (32, 16, False): "Wan 2.1 Fun-Camera or Fun-Control",
     (52, 16, False): "Wan 2.2 Fun-Control",
-    (100, 48, False): "Wan 2.2 Fun 5B",
-    (148, 48, False): "Wan 2.2 Fun-Control 5B",
 }
 FUN_INP_DIM = 1536
 """The only image-to-video transformer of Wan's form this wide is Fun-InP 1.3B."""

@@ -150,7 +150,7 @@ class Workspace:
             folder=self._host_root(platform, section),
             roots={key: section.get(key, default) for key, default in ROOTS.items()},
             venv=(*([section["venv"]] if "venv" in section else []), *platform.venv),
-            weights={role: section[role] for role in ("vae", "t5", "dit") if role in section},
+            weights={role: section[role] for role in profiles.WEIGHT_ROLES if role in section},
             machine=machine_of(platform.kind, section),
         )
 
@@ -342,7 +342,7 @@ def _section(section: Any, platform: profiles.Platform, file: Path) -> dict[str,
     if not isinstance(section, dict):
         raise UsageError(f"platform.{name} is no section", where=str(file), cure=f"write [platform.{name}]")
     own = {"distro", "automount"} if kind == "wsl" else set()
-    tomls.refuse_unknown(section, {"root", "host_root", "venv", "vae", "t5", "dit", *ROOTS, *own}, where)
+    tomls.refuse_unknown(section, {"root", "host_root", "venv", *profiles.WEIGHT_ROLES, *ROOTS, *own}, where)
     machine = machine_of(kind)
     checked = {}
     for key, value in section.items():

@@ -10,6 +10,9 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, Literal
 
+WEIGHT_ROLES = ("vae", "t5", "clip", "dit", "dit_high_noise")
+"""The flags that take weights; a model profile has those that its model needs."""
+
 TORCH_INDEX = "https://download.pytorch.org/whl"
 """PyTorch's own wheel index: one folder for each build."""
 

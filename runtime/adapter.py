@@ -81,8 +81,7 @@ def save_lora(path: Path, lora: Lora, options: Train, metadata: Mapping[str, str
     written = []
     for number, layout in enumerate(options.lora_layout):
         target = path if number == 0 else path.with_name(f"{path.stem}-{layout}{path.suffix}")
-        tensors = {name: tensor.to(dtype) for name, tensor in to_layout(lora, layout).items()}
-        content = b"".join(serialize(tensors, metadata))
+        content = b"".join(serialize(to_layout(lora, layout, dtype), metadata))
         if not (target.is_file() and target.read_bytes() == content):  # the same LoRA keeps its time stamp
             write_chunks(target, [content])
         written.append(target)

@@ -1,38 +1,24 @@
-"""`export`: a LoRA in other layouts and dtypes, LoRAs merged into a checkpoint, and what a header says."""
+"""`export`: a LoRA in other layouts and dtypes, LoRAs merged into a checkpoint, and what a header says.
+
+Torch is imported inside the functions that need it: what a header says is told without it, in a moment.
+"""
 
 import json
 import logging
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-
-import torch
 
 from wangen.generator import headers
 from wangen.generator.errors import UsageError, many
 from wangen.generator.files import write_text
-from wangen.generator.formats import Header
 from wangen.generator.session import Report
 from wangen.generator.steps import Export
 from wangen.generator.workspace import require_writable
-from wangen.runtime import safetensors_file
-from wangen.runtime.lora import Lora, as_stored, lora_fields, name_tensors, read_lora
-from wangen.runtime.lora_config import (
-    ADAPTER_FILE,
-    CONFIG_FILE,
-    DIFFUSERS_METADATA,
-    DIFFUSERS_PREFIX,
-    config_text,
-    lora_file,
-)
-from wangen.runtime.lora_keys import Layout, layout_of
+from wangen.runtime.lora_config import is_safetensors, lora_file
 from wangen.runtime.lora_metadata import describe_file
-from wangen.runtime.merge import SCALED, STALE, Source, merge, refuse_overwriting, require_space
 
 log = logging.getLogger("wangen")
 
-ENDING = ".safetensors"
-CONVERTED = "wangen.converted"
 MAX_NAMES = 8
 
 
@@ -70,15 +56,15 @@ def _refuse(options: Export) -> None:
         raise UsageError("one LoRA is converted at a time", cure="give one --lora_weight, or --dit to merge several")
     elif options.lora_multiplier:
         raise UsageError("--lora_multiplier belongs to merging", cure="give --dit, or leave it out")
-    elif options.dtype == SCALED:
+    elif options.dtype == "fp8_scaled":
         raise UsageError("fp8_scaled is for whole checkpoints", cure="give --dtype float8_e4m3fn for a LoRA")
     elif not options.layout:
         raise UsageError("--layout is empty", cure="leave it out for comfyui")
     elif options.layout == ("peft",):
-        if options.dtype == "float8_e4m3fn" and _is_file(options.save_path):
+        if options.dtype == "float8_e4m3fn" and is_safetensors(options.save_path):
             raise UsageError("a peft file cannot tell the alpha that float8 needs",
                              cure="name a folder, which gets an adapter_config.json")  # fmt: skip
-    elif not _is_file(options.save_path):
+    elif not is_safetensors(options.save_path):
         raise UsageError("--save_path must end in .safetensors", cure="only --layout peft writes a folder")
     elif "peft" in options.layout and options.dtype == "float8_e4m3fn":
         raise UsageError("a peft file cannot tell the alpha that float8 needs", cure="write a peft folder by itself")
@@ -91,15 +77,8 @@ def _refuse_merging(options: Export) -> None:
                          cure="give one multiplier per LoRA, or none")  # fmt: skip
     if options.layout != ("comfyui",):
         raise UsageError("a merged checkpoint keeps the names of --dit", cure="leave --layout out")
-    if options.save_path and not _is_file(options.save_path):
+    if options.save_path and not is_safetensors(options.save_path):
         raise UsageError("--save_path must end in .safetensors")
-
-
-def _is_file(path: Path) -> bool:
-    return path.suffix.lower() == ENDING
-
-
-# --- metadata
 
 
 def _tell_metadata(options: Export) -> Report:
@@ -117,75 +96,29 @@ def _tell_metadata(options: Export) -> Report:
     return Report(None, f"the metadata of {path}")
 
 
-# --- conversion
-
-
-@dataclass(frozen=True)
-class _Original:
-    """The LoRA that is converted."""
-
-    lora: Lora
-    header: Header
-    layout: str
-
-
 def _convert(options: Export, path: Path, save_path: Path) -> Report:
+    from wangen.runtime.convert import convert
+
     file = lora_file(path)
-    original = _Original(read_lora(path), header := headers.read_header(file), layout_of(header.tensors))
-    dtype: torch.dtype | None = getattr(torch, options.dtype) if options.dtype else None
-    written = []
-    for number, layout in enumerate(dict.fromkeys(options.layout)):
-        target = save_path if number == 0 else save_path.with_name(f"{save_path.stem}-{layout}{save_path.suffix}")
-        written.append(_write(original, layout, dtype, target, file))
-        log.info("  %s: %s", layout, written[-1])
-    ranks = sorted({weight.rank for weight in original.lora.values()})
+    converted = convert(path, tuple(dict.fromkeys(options.layout)), options.dtype, save_path)
+    for layout, written in converted.files.items():
+        log.info("  %s: %s", layout, written)
+    ranks = ", ".join(map(str, converted.ranks))
     return Report(
-        folder=written[0].parent,
-        summary=f"{many(len(original.lora), 'module')} of rank {', '.join(map(str, ranks))}: "
-        f"{original.layout} to {', '.join(dict.fromkeys(options.layout))}",
-        inputs={"lora_weight": file, "identity": headers.identity(file), "layout": original.layout},
-        counts={"modules": len(original.lora), "ranks": ranks},
-        result={"files": written},
+        folder=save_path.parent,
+        summary=f"{many(converted.num_modules, 'module')} of rank {ranks}: {converted.layout} to "
+        f"{', '.join(converted.files)}",
+        inputs={"lora_weight": file, "identity": headers.identity(file), "layout": converted.layout},
+        counts={"modules": converted.num_modules, "ranks": converted.ranks},
+        result={"files": list(converted.files.values())},
     )
 
 
-def _write(original: _Original, layout: Layout, dtype: torch.dtype | None, target: Path, read: Path) -> Path:
-    """Write one layout and return the path of its tensors."""
-    stored = as_stored(original.lora, layout, dtype)
-    fields = lora_fields(stored)
-    folder = layout == "peft" and not _is_file(target)
-    file = target / ADAPTER_FILE if folder else target
-    require_writable(file.parent)
-    refuse_overwriting(file, [read])
-    tensors = name_tensors(stored, layout)
-    require_space(file, sum(tensor.numel() * tensor.itemsize for tensor in tensors.values()))
-    metadata = _metadata(original, layout, stored)
-    if layout == "diffusers":
-        own = {DIFFUSERS_PREFIX + key: value for key, value in fields.items()}
-        metadata[DIFFUSERS_METADATA] = json.dumps(own, sort_keys=True)
-    safetensors_file.write(file, tensors, metadata)
-    if folder:
-        write_text(target / CONFIG_FILE, config_text(fields))
-    return file
-
-
-def _metadata(original: _Original, layout: Layout, stored: Lora) -> dict[str, str]:
-    """The old file's metadata, without what is true of its tensors only, and what was changed."""
-    kept = {key: value for key, value in original.header.metadata.items() if key not in (*STALE, DIFFUSERS_METADATA)}
-    folded = any(weight.alpha != original.lora[name].alpha for name, weight in stored.items())
-    note = {
-        "from": original.layout,
-        "to": layout,
-        "from_dtype": sorted({info.dtype for info in original.header.tensors.values() if len(info.shape) > 1}),
-        "alpha": "changed with the matrices, the scale of their product is the same" if folded else "kept",
-    }
-    return {"format": "pt", **kept, CONVERTED: json.dumps(note, sort_keys=True)}
-
-
-# --- merging
-
-
 def _merge(options: Export, dit: Path, save_path: Path) -> Report:
+    from wangen.runtime.lora import read_lora
+    from wangen.runtime.merge import Source, merge
+    from wangen.runtime.safetensors_file import refuse_overwriting
+
     multipliers = options.lora_multiplier or (1.0,) * len(options.lora_weight)
     sources = [
         Source(file := lora_file(path), headers.identity(file), read_lora(path), multiplier)
@@ -207,5 +140,5 @@ def _merge(options: Export, dit: Path, save_path: Path) -> Report:
                 "lora_identity": [source.digest for source in sources], "lora_multiplier": list(multipliers)},
         counts={"changed": merged.num_changed, "tensors": merged.num_tensors, "bytes": merged.num_bytes,
                 "left_out": [len(names) for names in merged.left_out]},
-        result={"file": save_path, "left_out": list(merged.left_out)},
+        result={"file": save_path, "dtype": merged.dtype or "as before", "left_out": list(merged.left_out)},
     )  # fmt: skip

@@ -19,6 +19,9 @@ CONFIG_FILE = "adapter_config.json"
 DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
 DIFFUSERS_METADATA = "lora_adapter_metadata"
 DIFFUSERS_PREFIX = "transformer."
+STALE = ("modelspec.hash_sha256", "sshs_model_hash", "sshs_legacy_hash")
+"""Metadata that are digests of a file's tensors, and untrue of any other's."""
+
 MAX_CONFIG_BYTES = 16 * 2**20
 
 UNSUPPORTED = {
@@ -69,6 +72,11 @@ def lora_file(path: Path) -> Path:
             return path / name
     raise WangenError(f"this folder holds neither {ADAPTER_FILE} nor {DIFFUSERS_FILE}", where=str(path),
                       cure="name the LoRA's file")  # fmt: skip
+
+
+def is_safetensors(path: Path) -> bool:
+    """Whether a path to write names a file, and no folder."""
+    return path.suffix.lower() == ".safetensors"
 
 
 def read_alphas(file: Path, metadata: Mapping[str, str]) -> Alphas:

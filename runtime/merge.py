@@ -6,8 +6,7 @@ The new file has the names of the old one, prefixes included.
 
 import json
 import re
-import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,17 +18,15 @@ from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.formats import Header, TensorInfo
 from wangen.generator.kinds import KINDS, expect
 from wangen.runtime.lora import FLOAT8, FLOAT8_MAX, Lora, LoraWeight, cast, nothing_matches, require_size
+from wangen.runtime.lora_config import STALE
 from wangen.runtime.lora_keys import module_name
 from wangen.runtime.progress import progress
-from wangen.runtime.safetensors_file import Later, write
+from wangen.runtime.safetensors_file import Later, refuse_overwriting, require_space, write
 from wangen.runtime.weights.quantized import is_quantized, read_weight
 from wangen.runtime.weights.reading import TORCH_DTYPES, read_tensor
 
 SCALED = "fp8_scaled"
 MERGED = "wangen.merged"
-STALE = ("modelspec.hash_sha256", "sshs_model_hash", "sshs_legacy_hash")
-"""Metadata that are digests of other tensors than those in the new file."""
-
 TRANSFORMERS = tuple(kind for kind in KINDS if kind.startswith("wan-transformer-"))
 BLOCK_MATRIX = re.compile(r"blocks\.\d+\..+\.weight")
 
@@ -60,12 +57,14 @@ class Merged:
         num_changed: weights that a LoRA changed.
         left_out: for each LoRA the modules that the checkpoint lacks.
         num_bytes: of the new file's tensors.
+        dtype: what was asked for, or bfloat16 for GGUF; None: each tensor as it was.
     """
 
     num_tensors: int
     num_changed: int
     left_out: tuple[list[str], ...]
     num_bytes: int
+    dtype: str | None
 
 
 Change = tuple[LoraWeight, float]
@@ -91,7 +90,7 @@ def merge(dit: Path, sources: Sequence[Source], save_path: Path, dtype: str | No
     if header.format == "gguf" and dtype is None:
         dtype = "bfloat16"
     tensors = _in_dtype(contents, changes, dtype) if dtype else _as_before(dit, header, contents, changes)
-    _refuse_overwriting(save_path, header)
+    refuse_overwriting(save_path, {info.place.file for info in header.tensors.values() if info.place})
     num_bytes = sum(tensor.num_bytes for tensor in tensors.values())
     require_space(save_path, num_bytes)
     metadata = dict(header.metadata) if header.format == "safetensors" else {}
@@ -109,22 +108,7 @@ def merge(dit: Path, sources: Sequence[Source], save_path: Path, dtype: str | No
         write(save_path, told, _metadata(metadata, sources))
     found = {module for name in contents.weights if (module := _module(name))}
     left_out = tuple([module for module in source.lora if module not in found] for source in sources)
-    return Merged(len(tensors), len(changes), left_out, num_bytes)
-
-
-def require_space(path: Path, num_bytes: int) -> None:
-    """See that a file of this size fits on the disk beside what is there.
-
-    Raises:
-        WangenError: it does not.
-    """
-    free = shutil.disk_usage(path.parent).free
-    if free < num_bytes:
-        raise WangenError(
-            f"the new file takes {num_bytes / 2**30:.1f} GiB and {free / 2**30:.1f} GiB are free",
-            where=str(path.parent),
-            cure="free space or give another --save_path",
-        )
+    return Merged(len(tensors), len(changes), left_out, num_bytes, dtype)
 
 
 def _module(name: str) -> str | None:
@@ -240,21 +224,6 @@ def _merged(info: TensorInfo, scale: TensorInfo | None, change: Sequence[Change]
     for part, factor in change:
         matrix.addmm_(part.up.flatten(1).float(), part.down.flatten(1).float(), alpha=factor)
     return weight
-
-
-def _refuse_overwriting(path: Path, header: Header) -> None:
-    files = {info.place.file for info in header.tensors.values() if info.place}
-    refuse_overwriting(path, files)
-
-
-def refuse_overwriting(path: Path, read: Iterable[Path]) -> None:
-    """Stop when a file to write is one of those that are read.
-
-    Raises:
-        UsageError: it is.
-    """
-    if path.exists() and any(path.samefile(file) for file in read):
-        raise UsageError("--save_path is the file that is read", where=str(path), cure="give another --save_path")
 
 
 def _metadata(metadata: Mapping[str, str], sources: Sequence[Source]) -> dict[str, str]:

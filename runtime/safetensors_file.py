@@ -6,6 +6,7 @@ are compared by their bytes, so all of them are written here.
 
 import json
 import math
+import shutil
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-from wangen.generator.errors import WangenError
+from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.files import write_whole
 
 DTYPE_NAMES = {
@@ -117,6 +118,31 @@ def write_chunks(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
             where=str(path),
             cure="check the free space and the right to write in this folder",
         ) from error
+
+
+def require_space(path: Path, num_bytes: int) -> None:
+    """See that a file of this size fits on the disk beside what is there.
+
+    Raises:
+        WangenError: it does not.
+    """
+    free = shutil.disk_usage(path.parent).free
+    if free < num_bytes:
+        raise WangenError(
+            f"the new file takes {num_bytes / 2**30:.1f} GiB and {free / 2**30:.1f} GiB are free",
+            where=str(path.parent),
+            cure="free space or give another --save_path",
+        )
+
+
+def refuse_overwriting(path: Path, read: Iterable[Path]) -> None:
+    """Stop when a file to write is one of those that are read.
+
+    Raises:
+        UsageError: it is.
+    """
+    if path.exists() and any(path.samefile(file) for file in read):
+        raise UsageError("--save_path is the file that is read", where=str(path), cure="give another --save_path")
 
 
 def _chunks(header: Mapping[str, Any], tensors: Iterable[torch.Tensor | Later]) -> Iterator[bytes | memoryview]:

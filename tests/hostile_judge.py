@@ -1,32 +1,44 @@
 """Reads hostile weight files in a process of its own, whose memory is bounded, and reports what happened as JSON.
 
-    python hostile_judge.py FOLDER hand|mutated COUNT SEED headers|loaders
+    python hostile_judge.py FOLDER hand|mutated|models COUNT SEED
 
-Each file must end in an answer or in a WangenError. A MemoryError is a reader that took too much, a signal or a crash
-ends the process, and either is a failure. FOLDER/seeds holds the good files to mutate.
+Each file must end in an answer or in a WangenError. A MemoryError is a reader that took too much, a hang or a crash
+ends the process, and either is a failure. FOLDER/seeds holds the good files to mutate; models are judged by the
+loaders too.
 """
 
 import faulthandler
 import json
 import sys
+import traceback
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 from hostile import Case, by_hand, mutated
+from hostile_models import Table, variations
 
 from wangen.generator import headers, kinds
 from wangen.generator.errors import WangenError
 
 MEMORY_BYTES = 768 * 2**20  # beyond what the process has when it begins
 HANG_SECONDS = 60
+MAX_LOADED_BYTES = 32 * 2**20  # longer files are read for their headers alone
 
 
 def main() -> None:
     """Judge all files of the command line and print the report."""
-    folder, source, count, seed, what = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
-    seeds = {path.name: path.read_bytes() for path in sorted((folder / "seeds").iterdir())}
-    calls = loaders() if what == "loaders" else readers()
-    cases: Iterable[Case] = by_hand(folder / "canary") if source == "hand" else mutated(seeds, count, seed)
+    folder, source, count, seed = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    files = sorted((folder / "seeds").iterdir())
+    calls: list[Callable[[Path], object]] = [kinds.examine, headers.identity]
+    cases: Iterable[Case]
+    if source == "hand":
+        cases = by_hand(folder / "canary")
+    elif source == "mutated":
+        cases = mutated({path.name: path.read_bytes() for path in files}, count, seed)
+    else:
+        cases = variations({path.name: table(path) for path in files}, count, seed)
+        calls = loaders()
     bound_memory()
     report: dict[str, list[str]] = {"accepted": [], "refused": [], "failures": []}
     for number, case in enumerate(cases):
@@ -35,15 +47,22 @@ def main() -> None:
     print(json.dumps(report))  # noqa: T201
 
 
-def readers() -> list[Callable[[Path], object]]:
-    return [kinds.examine, headers.identity]
+def table(path: Path) -> Table:
+    return {name: (info.dtype, list(info.shape)) for name, info in headers.read_header(path).tensors.items()}
 
 
 def loaders() -> list[Callable[[Path], object]]:
+    import torch
+
     from wangen.runtime import weights
 
-    calls = (weights.load_transformer, weights.load_vae, weights.load_text_encoder, weights.load_image_encoder)
-    return [lambda path, call=call: call(path, device="meta") for call in calls]  # type: ignore[misc]
+    def load(loader: Callable[..., object], path: Path) -> None:
+        loader(path, device="meta")
+        if path.stat().st_size < MAX_LOADED_BYTES:
+            loader(path, dtype=torch.bfloat16)
+
+    names = ("load_transformer", "load_vae", "load_text_encoder", "load_image_encoder")
+    return [partial(load, getattr(weights, name)) for name in names]
 
 
 def judge(folder: Path, case: Case, calls: list[Callable[[Path], object]], report: dict[str, list[str]]) -> None:
@@ -51,10 +70,11 @@ def judge(folder: Path, case: Case, calls: list[Callable[[Path], object]], repor
     for name, target in case.links.items():
         (folder / name).symlink_to(target)
     for name, data in case.files.items():
-        (folder / name).write_bytes(data)
+        with (folder / name).open("wb") as file:
+            file.write(data)
+            file.truncate(case.lengths.get(name, len(data)))
     path = folder / next(iter([*case.files, *case.links]))
     outcomes = set()
-    import time; t0=time.process_time()
     for call in calls:
         faulthandler.dump_traceback_later(HANG_SECONDS, exit=True)
         try:
@@ -67,15 +87,19 @@ def judge(folder: Path, case: Case, calls: list[Callable[[Path], object]], repor
             if len(error.found) > 1000:
                 report["failures"].append(f"{case.name}: a message of {len(error.found)} characters")
         except BaseException as error:  # noqa: BLE001  # that none other occurs is what is tested
-            report["failures"].append(f"{case.name}: {type(error).__name__}: {str(error)[:300]}")
+            report["failures"].append(f"{case.name}: {type(error).__name__}: {str(error)[:300]} {where(error)}")
         finally:
             faulthandler.cancel_dump_traceback_later()
     report["accepted" if "accepted" in outcomes else "refused"].append(case.name)
-    t0=time.process_time()-t0
-    if t0>0.4: print(f"{t0:.2f} {case.name}", file=sys.stderr)
-    for file in folder.iterdir():
-        file.unlink()
+    for entry in folder.iterdir():
+        entry.unlink()
     folder.rmdir()
+
+
+def where(error: BaseException) -> str:
+    return " ".join(
+        f"{Path(frame.filename).name}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)
+    )
 
 
 def bound_memory() -> None:

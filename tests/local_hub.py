@@ -140,6 +140,7 @@ def running(files: Mapping[str, bytes]) -> Iterator[Hub]:
     hub = Hub(dict(files))
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
     server.daemon_threads = True
+    server.handle_error = lambda *_request: None  # type: ignore[method-assign]  # a client that was killed
     hub.endpoint = f"http://127.0.0.1:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
     thread.start()

@@ -1,15 +1,26 @@
 """The LoRA vectors of the official code, and LoRAs made up over every module of a model."""
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
 import torch
-from parity import DITS, VECTORS, golden, max_abs, velocity
+from parity import DITS, VECTORS, golden, velocity
 
-from wangen.runtime.lora import Lora, LoraWeight
+from wangen.generator.cli import main
+from wangen.runtime import safetensors_file
+from wangen.runtime.lora import Lora, LoraWeight, read_lora, to_layout
+from wangen.runtime.lora_keys import Layout
 from wangen.runtime.weights import load_transformer
 
-__all__ = ["LAYOUTS", "LORAS", "every_module", "max_abs", "model_of", "output", "same_change", "wanted"]
+KOHYA = {
+    "ss_network_dim": "4",
+    "ss_network_alpha": "2.0",
+    "ss_datasets": '[{"caption": "ü"}]',
+    "modelspec.title": "cats",
+    "sshs_model_hash": "00",
+    "sshs_legacy_hash": "11",
+}
 
 LAYOUTS = ("comfyui", "kohya", "diffusers", "peft")
 LORAS = {
@@ -34,17 +45,24 @@ def wanted(name: str, case: int, multiplier: float) -> torch.Tensor:
     return golden(f"lora_{name}")[f"case{case}.output_mult{multiplier}"]
 
 
+@cache
+def shapes(name: str) -> dict[str, tuple[int, ...]]:
+    """The weights of a model that a LoRA can change, by module."""
+    model = load_transformer(DITS[f"dit_{name}"], device="meta")
+    kinds = torch.nn.Linear | torch.nn.Conv3d
+    return {
+        module_name: module.weight.shape for module_name, module in model.named_modules() if isinstance(module, kinds)
+    }
+
+
 def every_module(
     name: str, *, scales: Sequence[float], ranks: Sequence[int] = (2, 4, 8), dtype: torch.dtype = torch.float32
 ) -> Lora:
     """A random LoRA of every linear layer of a model and of its patch embedding; ranks and scales take turns."""
     generator = torch.Generator().manual_seed(7)
     lora: Lora = {}
-    for module_name, module in model_of(name).named_modules():
-        if not isinstance(module, torch.nn.Linear | torch.nn.Conv3d):
-            continue
+    for module_name, (out, *rest) in shapes(name).items():
         rank, scale = ranks[len(lora) % len(ranks)], scales[len(lora) // 2 % len(scales)]
-        out, *rest = module.weight.shape
         down = torch.randn(rank, *rest, generator=generator) * 0.02
         up = torch.randn(out, rank, *[1] * (len(rest) - 1), generator=generator) * 0.02
         lora[module_name] = LoraWeight(down.to(dtype), up.to(dtype), scale * rank)
@@ -63,3 +81,15 @@ def same_change(found: Mapping[str, LoraWeight], meant: Mapping[str, LoraWeight]
         exact = change_of(weight)
         difference = (change_of(found[name]) - exact).abs().max()
         assert float(difference) <= tolerance * float(exact.abs().max()), name
+
+
+def write(path: Path, lora: Lora, layout: Layout, metadata: Mapping[str, str] | None = None) -> Path:
+    """Write a LoRA's file and return its path."""
+    safetensors_file.write(path, to_layout(lora, layout), metadata or {})
+    return path
+
+
+def convert(source: Path, target: Path, *words: str) -> Lora:
+    """Run `wangen export`, which must not fail, and read what it wrote."""
+    assert main(["export", "--lora_weight", str(source), "--save_path", str(target), *words]) == 0
+    return read_lora(target)

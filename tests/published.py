@@ -7,9 +7,12 @@ against the files that the official code wrote (tests/vectors).
 
 import json
 import math
+import os
 import struct
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+
+import pytest
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -188,6 +191,8 @@ def write_sparse_mixed(path: Path, tensors: Mapping[str, tuple[str, tuple[int, .
         end = position + math.prod(shape) * ELEMENT_BYTES[dtype]
         fields[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, end]}
         position = end
+    if os.name == "nt" and position > 2**30:
+        pytest.skip("a file of many gigabytes takes no room only where files have holes")
     text = json.dumps(fields).encode()
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file:

@@ -19,7 +19,6 @@ from wangen.generator.cli import main
 from wangen.generator.steps import Check
 from wangen.runtime.tiny import write_tiny_wan
 
-
 VECTORS = Path(__file__).parent / "vectors"
 
 

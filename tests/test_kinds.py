@@ -14,6 +14,7 @@ from wangen.generator.experts import expect_two_experts, same_weights, seem_swap
 from wangen.generator.formats import Header, TensorInfo
 from wangen.generator.headers import read_header
 from wangen.generator.kinds import KINDS, describe, examine, expect, kind_of
+from wangen.generator.layouts import LAYOUTS, Layout
 
 VECTORS = Path(__file__).parent / "vectors"
 T2V = VECTORS / "dit_t2v21" / "model.safetensors"
@@ -315,10 +316,29 @@ def test_loras_of_every_trainer_are_loras(name: str):
     assert kind_of(header_of({name: (4, 4)})) == "lora"
 
 
+def test_the_optimizer_of_another_trainer_is_named(tmp_path: Path):
+    import torch
+
+    layer = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    layer(torch.zeros(1, 2)).sum().backward()
+    optimizer.step()
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.bin")
+    assert "the optimizer of a training state" in refusal(tmp_path / "optimizer.bin", "lora", "--network_weights")
+
+
 def test_an_unknown_file_is_told_by_its_tensors(tmp_path: Path):
     path = published.write_sparse(tmp_path / "a.safetensors", {"strange": (2,)})
     assert examine(path).kind == "unknown"
     assert "strange" in refusal(path, "wan-vae-2.1", "--vae")
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (0, 0, 0, 0, 0), (2**20, 2**20, 2**20)])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.family} {layout.name}")
+def test_absurd_shapes_are_judged_without_a_crash(layout: Layout, shape: tuple[int, ...]):
+    named = dict.fromkeys([*layout.marks, *(name for name, _ in layout.sizes.values())], shape)
+    assert kind_of(header_of(named)) in KINDS
+    assert kind_of(header_of(dict.fromkeys(layout.marks, shape))) in KINDS
 
 
 def test_every_kind_has_words():
@@ -343,6 +363,37 @@ def test_quantisation_is_that_of_most_weights(
     facts = examine(published.write_sparse_mixed(tmp_path / "a.safetensors", tensors))
     assert facts.quantisation == expected
     assert facts.num_parameters == (16 if len(facts.dtypes) == 1 else 80)
+
+
+def test_quantisation_of_gguf(tmp_path: Path):
+    import gguf
+    import numpy
+
+    types = gguf.GGMLQuantizationType
+    for kind, expected in ((types.Q8_0, "Q8_0 GGUF"), (types.F16, "")):
+        writer = gguf.GGUFWriter(tmp_path / "a.gguf", "wan")
+        for name, shape in T2V_SMALL.items():
+            if len(shape) == 2 and kind == types.Q8_0:
+                writer.add_tensor(name, gguf.quantize(numpy.zeros(shape, numpy.float32), kind), raw_dtype=kind)
+            elif len(shape) == 5:  # as ComfyUI-GGUF writes what has more axes than the format knows
+                writer.add_array(f"comfy.gguf.orig_shape.{name}", list(shape))
+                writer.add_tensor(name, numpy.zeros((shape[0], 64), numpy.float16))
+            else:
+                writer.add_tensor(name, numpy.zeros(shape, numpy.float16))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        facts = examine(tmp_path / "a.gguf")
+        assert (facts.kind, facts.format, facts.layout) == ("wan-transformer-t2v", "gguf", "original")
+        assert (facts.quantisation, facts.num_parameters) == (expected, published.num_elements(T2V_SMALL))
+
+
+def test_a_marker_is_no_weight(tmp_path: Path):
+    shapes = published.transformer(dim=256, ffn_dim=512, num_layers=1, in_channels=36, image_branch=True, num_images=2)
+    facts = examine(published.write_sparse(tmp_path / "a.safetensors", shapes | {"model_type.Wan2_1-FLF2V-14B": (1,)}))
+    assert facts.kind == "wan-transformer-flf2v"
+    assert facts.num_parameters == published.num_elements(shapes)
 
 
 # ---- what is said of a wrong file --------------------------------------------------------------------------------

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline
-from loras import LAYOUTS, LORAS, every_module, max_abs, model_of, output, same_change, wanted
+from loras import LAYOUTS, LORAS, every_module, model_of, output, same_change, wanted
+from parity import max_abs
 from safetensors.torch import load_file
 
 from wangen.generator.errors import WangenError
@@ -201,7 +202,7 @@ def test_a_lora_of_another_size_is_refused():
 
 def test_a_model_given_as_a_lora_is_named():
     dit = T2V.parent.parent / "dit_t2v21" / "model.safetensors"
-    with pytest.raises(WangenError, match="this is a Wan text-to-video transformer.*; --lora_weight takes a LoRA"):
+    with pytest.raises(WangenError, match=r"this is a Wan text-to-video transformer.*; --lora_weight takes a LoRA"):
         read_lora(dit)
 
 

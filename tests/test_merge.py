@@ -1,29 +1,23 @@
 """LoRAs merged into checkpoints of every form that people have."""
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import gguf
 import pytest
 import torch
-from loras import LORAS, every_module, max_abs, model_of, output, wanted
-from parity import DITS, VECTORS
+from loras import LORAS, every_module, model_of, output, wanted
+from parity import DITS, VECTORS, max_abs
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from wangen.generator.errors import UsageError, WangenError
-from wangen.generator.headers import read_header
-from wangen.runtime import merge as merging
 from wangen.runtime import safetensors_file
-from wangen.runtime.lora import Lora, LoraWeight, apply_lora, read_lora, to_layout
+from wangen.runtime.lora import Lora, LoraWeight, apply_lora, read_lora
 from wangen.runtime.merge import Source, merge
-from wangen.runtime.safetensors_file import Later
 from wangen.runtime.weights import load_transformer
 
 T2V, I2V = DITS["dit_t2v21"], DITS["dit_i2v21"]
@@ -255,6 +249,19 @@ def test_an_8_bit_file_is_dequantised_first(tmp_path: Path, style: str, dtype: s
     load_transformer(tmp_path / "merged.safetensors", dtype=torch.float32)
 
 
+@pytest.mark.parametrize("style", ["plain", "scaled", "rows"])
+def test_a_lora_applied_to_an_8_bit_model_is_the_merged_one(tmp_path: Path, style: str):
+    dit, _ = fp8_file(tmp_path, style)
+    lora = read_lora(LORAS["t2v21"])
+    merged(dit, tmp_path / "merged.safetensors", lora, 0.6, "float32")
+    model = model_of("t2v21", dit)
+    apply_lora(model, lora, 0.6, name="same")
+    assert (
+        max_abs(output(model, "t2v21", 0), output(model_of("t2v21", tmp_path / "merged.safetensors"), "t2v21", 0))
+        < 2e-5
+    )
+
+
 def test_an_fp8_file_without_scales_stays_one(tmp_path: Path):
     dit, _ = fp8_file(tmp_path, "plain")
     new, old = merged(dit, tmp_path / "merged.safetensors", read_lora(LORAS["t2v21"])), load_file(dit)
@@ -320,8 +327,23 @@ def test_gguf_blocks_are_dequantised(tmp_path: Path):
         assert all(torch.equal(out[name].float(), want[name].float()) for name in want)
 
 
+def test_relatives_of_the_transformers_keep_their_own_tensors(tmp_path: Path):
+    extra = {
+        "vace_patch_embedding.weight": torch.ones(256, 96, 1, 2, 2),
+        "vace_blocks.0.before_proj.bias": torch.ones(3),
+    }
+    save_file({**load_file(T2V), **extra}, tmp_path / "vace.safetensors")
+    tensors = merged(tmp_path / "vace.safetensors", tmp_path / "merged.safetensors", read_lora(LORAS["t2v21"]))
+    plain = merged(T2V, tmp_path / "plain.safetensors", read_lora(LORAS["t2v21"]))
+    assert tensors.keys() == plain.keys() | extra.keys()
+    assert all(torch.equal(tensors[name], value) for name, value in (plain | extra).items())
+
+
 def test_modules_that_the_checkpoint_lacks_are_named(tmp_path: Path):
-    lora = {**read_lora(LORAS["t2v21"]), "blocks.0.attn2.add_k_proj": LoraWeight(torch.ones(2, 256), torch.ones(256, 2), 2)}
+    lora = {
+        **read_lora(LORAS["t2v21"]),
+        "blocks.0.attn2.add_k_proj": LoraWeight(torch.ones(2, 256), torch.ones(256, 2), 2),
+    }
     done = merge(T2V, [source(lora)], tmp_path / "merged.safetensors", None)
     assert done.left_out == (["blocks.0.attn2.add_k_proj"],)
     assert done.num_changed == 20
@@ -334,7 +356,10 @@ def test_what_cannot_be_merged_is_said_before_anything_is_written(tmp_path: Path
     out = tmp_path / "merged.safetensors"
     if case in ("nothing", "one of two"):
         other = source({"blocks.99.attn1.to_q": LoraWeight(torch.ones(2, 256), torch.ones(256, 2), 2.0)})
-        sources, words = [*(sources if case == "one of two" else []), other], r"nothing in this LoRA matches.*blocks\.99"
+        sources, words = (
+            [*(sources if case == "one of two" else []), other],
+            r"nothing in this LoRA matches.*blocks\.99",
+        )
     elif case == "size":
         sources, words = [source(read_lora(LORAS["i2v21"]))], "for a model of another size: .*128x128.*256x256"
     elif case == "dit":
@@ -352,88 +377,3 @@ def test_what_cannot_be_merged_is_said_before_anything_is_written(tmp_path: Path
     with pytest.raises(WangenError, match=words):
         merge(dit, sources, out, dtype)
     assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
-
-
-def test_no_more_than_one_tensor_is_made_at_a_time(tmp_path: Path, monkeypatch):
-    """Every tensor of the file is let go before the next one is read."""
-    import weakref
-
-    alive: list[weakref.ref[torch.Tensor]] = []
-    most = 0
-    real = merging.read_weight
-
-    def counting(*words: object) -> torch.Tensor:
-        nonlocal most
-        alive[:] = [ref for ref in alive if ref() is not None]
-        most = max(most, len(alive))
-        made = real(*words)
-        alive.append(weakref.ref(made))
-        return made
-
-    monkeypatch.setattr(merging, "read_weight", counting)
-    merged(T2V, tmp_path / "merged.safetensors", read_lora(LORAS["t2v21"]), dtype="float32")
-    assert len(alive) == 1, "the counting works"
-    assert most <= 1
-
-
-def write_large(path: Path, num_bytes: int) -> None:
-    """A checkpoint in the original names with random bfloat16 weights, written without holding it."""
-    dim, ffn = 2048, 8192
-    shapes = {"patch_embedding.weight": (dim, 16, 1, 2, 2), "head.head.weight": (64, dim), "head.modulation": (1, 2, dim),
-              "text_embedding.0.weight": (dim, 4096), "time_embedding.0.weight": (dim, 256)}  # fmt: skip
-    block = {f"{part}.{one}.weight": (dim, dim) for part in ("self_attn", "cross_attn") for one in "qkvo"}
-    block |= {"ffn.0.weight": (ffn, dim), "ffn.2.weight": (dim, ffn)}
-    per_block = 2 * sum(a * b for a, b in block.values())
-    for number in range(max(1, num_bytes // per_block)):
-        shapes |= {f"blocks.{number}.{name}": shape for name, shape in block.items()}
-    tensors = {
-        name: Later(torch.bfloat16, shape, lambda shape=shape: torch.randn(shape, dtype=torch.bfloat16) * 0.02)
-        for name, shape in shapes.items()
-    }
-    safetensors_file.write(path, tensors, {"format": "pt"})
-
-
-MEASURE = """
-import sys
-from pathlib import Path
-import torch, wangen.runtime.export
-from wangen.generator.cli import main
-torch.randn(64, 64) @ torch.randn(64, 64)
-
-def status(field):
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024
-
-Path("/proc/self/clear_refs").write_text("5")  # the peak so far, which importing made, is forgotten
-before = status("VmRSS")
-code = main(sys.argv[1:])
-print("GREW", status("VmHWM") - before)
-sys.exit(code)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
-@pytest.mark.parametrize("dtype", [None, "float8_e4m3fn", "fp8_scaled"])
-def test_merging_a_gigabyte_takes_the_memory_of_a_few_tensors(tmp_path: Path, dtype: str | None):
-    write_large(tmp_path / "dit.safetensors", 10**9)
-    size = (tmp_path / "dit.safetensors").stat().st_size
-    assert size > 0.9e9
-    lora = {}
-    for name, info in read_header(tmp_path / "dit.safetensors").tensors.items():
-        if name.startswith("blocks."):
-            out, into = info.shape
-            lora[name.removesuffix(".weight")] = (torch.randn(out, 16), torch.randn(16, into))
-    tensors = {f"diffusion_model.{name}.lora_A.weight": down for name, (_, down) in lora.items()}
-    tensors |= {f"diffusion_model.{name}.lora_B.weight": up for name, (up, _) in lora.items()}
-    save_file(tensors, tmp_path / "lora.safetensors")
-    words = ["export", "--dit", tmp_path / "dit.safetensors", "--lora_weight", tmp_path / "lora.safetensors",
-             "--save_path", tmp_path / "merged.safetensors", *(["--dtype", dtype] if dtype else [])]  # fmt: skip
-    done = subprocess.run([sys.executable, "-c", MEASURE, *map(str, words)], capture_output=True, text=True, check=True,
-                          env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
-    grew = int(re.search(r"GREW (\d+)", done.stdout)[1])
-    largest = 2048 * 8192 * 4
-    print(f"{dtype}: file {size / 2**20:.0f} MiB, peak grew by {grew / 2**20:.0f} MiB, "  # noqa: T201
-          f"largest tensor in float32 {largest / 2**20:.0f} MiB")  # fmt: skip
-    lora_bytes = (tmp_path / "lora.safetensors").stat().st_size
-    assert grew < 4 * largest + 2 * lora_bytes

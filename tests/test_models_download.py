@@ -11,10 +11,11 @@ from pathlib import Path
 
 import local_hub
 import pytest
-from helpers import read_tree
+from helpers import read_tree, write_tree
 from local_hub import Hub, download, running, start
 
 from wangen import profiles
+from wangen.generator.cli import main
 
 VECTORS = Path(__file__).parent / "vectors"
 MIB = 2**20
@@ -111,6 +112,7 @@ def test_a_connection_that_drops_is_made_anew_and_goes_on(tmp_path, large):
     assert read_tree(tmp_path / "models") == {FP8_NAME: LARGE}
 
 
+@pytest.mark.slow
 def test_a_download_that_gave_up_is_gone_on_with_by_the_next_run(tmp_path, large):
     large.cut_at[T5_FP8] = [12 * MIB] + [0] * 50
     process = start(large.endpoint, tmp_path, FP8_NAME)
@@ -131,11 +133,12 @@ def test_a_download_that_gave_up_is_gone_on_with_by_the_next_run(tmp_path, large
     assert read_tree(tmp_path / "models") == {FP8_NAME: LARGE}
 
 
+@pytest.mark.skipif(os.name == "nt", reason="signals are POSIX's")
 @pytest.mark.parametrize(
     "number",
     [
-        pytest.param("SIGKILL", marks=pytest.mark.skipif(os.name == "nt", reason="signals are POSIX's")),
-        pytest.param("SIGINT", marks=pytest.mark.skipif(os.name == "nt", reason="signals are POSIX's")),
+        "SIGKILL",
+        pytest.param("SIGINT", marks=pytest.mark.slow),
     ],
 )
 def test_a_process_that_is_ended_in_the_middle_goes_on_when_run_again(tmp_path, large, number):
@@ -179,6 +182,7 @@ def test_wrong_bytes_are_refused_and_leave_nothing(tmp_path, large):
     assert left(tmp_path / "models") == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("extra", [-1, 7])
 def test_another_length_than_announced_is_refused(tmp_path, large, extra):
     large.sent[T5_FP8] = LARGE[:-1] if extra < 0 else LARGE + b"x" * extra
@@ -209,6 +213,7 @@ def test_a_wrong_beginning_of_an_earlier_run_is_fetched_again(tmp_path, large):
     assert read_tree(tmp_path / "models") == {FP8_NAME: LARGE}
 
 
+@pytest.mark.slow
 def test_a_server_that_cannot_go_on_in_the_middle(tmp_path, large):
     large.ignores_ranges = True
     part = tmp_path / "models" / f".{FP8_NAME}.{hashlib.sha256(LARGE).hexdigest()[:16]}.part"
@@ -326,10 +331,40 @@ def test_a_file_of_another_kind_under_the_name_is_not_touched(tmp_path):
         (["vae", "--task", "t3v"], "there is no task 't3v'"),
     ],
 )
-def test_words_that_mean_nothing(tmp_path, words, found):
-    done = download("http://127.0.0.1:9", tmp_path, *words)
-    assert done.returncode == 2, done.stderr
-    assert found in done.stderr
+def test_words_that_mean_nothing(tmp_path, monkeypatch, capsys, words, found):
+    monkeypatch.chdir(tmp_path)
+    assert main(["models", "download", *words]) == 2
+    assert found in capsys.readouterr().err
+
+
+def test_without_huggingface_hub_it_is_said_how_to_get_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    assert main(["models", "download", "tokenizer"]) == 1
+    said = capsys.readouterr().err
+    assert "the library huggingface_hub is not installed" in said
+    assert 'pip install ".[runtime]"' in said
+
+
+def test_a_broken_file_that_is_no_download_is_named_and_stays(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_tree(tmp_path, {"models/Wan2.1_VAE.safetensors": b"half a file"})
+    assert main(["models", "download", "vae", "--task", "t2v-1.3B"]) == 1
+    said = capsys.readouterr().err
+    assert "in the place of vae of t2v-1.3B" in said
+    assert "move it away" in said
+    assert (tmp_path / "models/Wan2.1_VAE.safetensors").read_bytes() == b"half a file"
+
+
+def test_a_file_that_the_workspace_names_is_not_looked_for_on_the_hub(tmp_path, monkeypatch, capsys):
+    platform = "windows" if os.name == "nt" else "linux"
+    text = f'platforms = ["{platform}"]\n[platform.{platform}]\nvae = "my vae.pth"\n'
+    write_tree(tmp_path, {"wangen.toml": text, "datasets/.keep": ""})
+    monkeypatch.chdir(tmp_path)
+    assert main(["models", "download", "vae"]) == 1
+    said = capsys.readouterr().err
+    assert "wangen.toml names a file for vae that is not there" in said
+    assert "my vae.pth" in said
 
 
 def test_only_one_download_into_a_folder_at_a_time(tmp_path, large):
@@ -376,6 +411,7 @@ def test_too_little_space_is_said_before_anything_is_fetched(tmp_path, large, sm
     assert large.bodies() == []
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_on_the_way_is_said_and_gone_on_with(tmp_path, large, small_disk):
     large.stall_at[T5_FP8] = 11 * MIB
     process = start(large.endpoint, tmp_path, FP8_NAME, "--dir", str(small_disk))

@@ -62,8 +62,7 @@ def test_weights_have_kinds_flags_and_places(model):
             assert download.path.endswith((".safetensors", ".pth", ".gguf", ".safetensors.index.json"))
             name = download.path.rpartition("/")[2]
             repo = download.repo.rpartition("/")[2]
-            known = {name, download.path, f"{repo}/{download.path}"} & {*weights.files}
-            assert known or "index.json" in name and any(file.startswith("diffusion_pytorch") for file in weights.files)
+            assert {name, download.path, f"{repo}/{download.path}"} & {*weights.files}
     assert {download.path.rpartition("/")[0] for download in model.tokenizer} == {"google/umt5-xxl"}
 
 

@@ -3,7 +3,7 @@
 import io
 import sys
 
-from wangen.generator.progress import bar
+from wangen.generator.progress import bar, byte_bar
 
 
 class Terminal(io.StringIO):
@@ -28,3 +28,15 @@ def test_a_bar_on_a_terminal(monkeypatch):
 def test_nothing_in_a_log_or_without_work(monkeypatch):
     assert shown(monkeypatch, io.StringIO(), 2) == ""
     assert shown(monkeypatch, Terminal(), 0) == ""
+
+
+def test_the_bytes_of_a_file_on_a_terminal_only(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    for stream in (Terminal(), io.StringIO()):
+        monkeypatch.setattr(sys, "stderr", stream)
+        with byte_bar("a [bold]file", 4_000_000) as tell:
+            tell("fetching", 1_000_000)
+            tell("fetching", 4_000_000)
+            tell("verifying", 2_000_000)
+        said = stream.getvalue()
+        assert ("fetching a [bold]file" in said and "verifying" in said and "4.0/4.0 MB" in said) == stream.isatty()

@@ -11,6 +11,7 @@ from wangen.generator import files
 from wangen.generator.errors import WangenError
 from wangen.generator.headers import read_header
 from wangen.runtime import safetensors_file
+from wangen.runtime.safetensors_file import Later
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -48,6 +49,24 @@ def test_the_bytes_depend_on_the_content_alone(tmp_path: Path):
     assert b"".join(safetensors_file.serialize(backwards, dict(reversed(metadata.items())))) == first
     assert int.from_bytes(first[:8], "little") % 8 == 0
     assert first[:200].index(b'"a":"1"') < first[:200].index(b'"b":"2"') < first[:200].index(b'"c":"3"')
+
+
+def test_tensors_may_be_made_when_their_turn_comes(tmp_path: Path):
+    made: list[str] = []
+
+    def later(name: str, tensor: torch.Tensor) -> Later:
+        return Later(tensor.dtype, tuple(tensor.shape), lambda: made.append(name) or tensor)  # type: ignore[func-returns-value]
+
+    lazily = {name: later(name, tensor) for name, tensor in tensors().items()}
+    chunks = safetensors_file.serialize(lazily, {"a": "1"})
+    next(chunks)
+    assert made == [], "the header needs no tensor"
+    next(chunks)
+    assert len(made) == 1
+    safetensors_file.write(tmp_path / "later", lazily, {"a": "1"})
+    safetensors_file.write(tmp_path / "now", tensors(), {"a": "1"})
+    assert (tmp_path / "later").read_bytes() == (tmp_path / "now").read_bytes()
+    assert lazily["brain"].num_bytes == 14
 
 
 def test_names_are_in_order_within_a_dtype():

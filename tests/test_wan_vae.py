@@ -10,9 +10,10 @@ from fake_gpu import GPU, fake_gpu
 from PIL import Image
 from safetensors.torch import load_file
 
-from wangen.generator.companions import strip_prefix
 from wangen.generator.errors import WangenError
+from wangen.runtime import safetensors_file
 from wangen.runtime.models.wan_vae import decode_latents, encode_video
+from wangen.runtime.weights import load_vae
 from wangen.runtime.weights.vae_names import vae_config, vae_names
 
 VECTORS = Path(__file__).parent / "vectors"
@@ -23,22 +24,8 @@ both = pytest.mark.parametrize("version", FILES)
 
 
 @cache
-def state(version: str) -> dict[str, torch.Tensor]:
-    return torch.load(FILES[version], weights_only=True)
-
-
-def build(tensors: dict[str, torch.Tensor]) -> AutoencoderKLWan:
-    names = vae_names(tensors)
-    renamed = {names[name]: tensor for name, tensor in tensors.items()}
-    with torch.device("meta"):
-        model = AutoencoderKLWan(**vae_config({name: tuple(tensor.shape) for name, tensor in renamed.items()}))
-    model.load_state_dict(renamed, strict=True, assign=True)
-    return model.eval().requires_grad_(False)
-
-
-@cache
 def load(version: str) -> AutoencoderKLWan:
-    return build(state(version))
+    return load_vae(FILES[version])
 
 
 @cache
@@ -87,15 +74,24 @@ def test_mean_and_deviation_of_the_latents_are_the_official_ones(version: str):
 
 
 @both
-def test_the_names_of_diffusers_and_of_comfyui_mean_the_same(version: str):
-    model = load(version)
-    diffusers = model.state_dict()
-    assert vae_names(diffusers) == {name: name for name in diffusers}
-    comfyui = {f"first_stage_model.{name}": tensor for name, tensor in state(version).items()}
-    for tensors in (diffusers, {strip_prefix(name): tensor for name, tensor in comfyui.items()}):
-        other = build(tensors)
-        assert other.config == model.config
-        assert all(torch.equal(tensor, other.state_dict()[name]) for name, tensor in diffusers.items())
+def test_every_tensor_of_the_file_has_its_place(version: str):
+    names = vae_names(torch.load(FILES[version], weights_only=True))
+    assert len(set(names.values())) == len(names)
+    assert set(names.values()) == set(load(version).state_dict())
+
+
+@both
+@pytest.mark.parametrize("layout", ["original", "ComfyUI", "diffusers"])
+def test_every_layout_gives_the_same_model(tmp_path: Path, version: str, layout: str):
+    wanted = load(version).state_dict()
+    original = torch.load(FILES[version], weights_only=True)
+    prefixed = {f"first_stage_model.{name}": tensor for name, tensor in original.items()}
+    tensors = {"original": original, "ComfyUI": prefixed, "diffusers": wanted}[layout]
+    safetensors_file.write(tmp_path / "vae.safetensors", tensors, {})
+    model = load_vae(tmp_path / "vae.safetensors")
+    assert model.config == load(version).config
+    assert model.state_dict().keys() == wanted.keys()
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in model.state_dict().items())
 
 
 @pytest.mark.parametrize(
@@ -165,7 +161,7 @@ def test_later_frames_do_not_change_earlier_ones(version: str, tile_px: int | No
 
 @both
 def test_a_half_precision_vae_gives_float32_close_to_the_exact(version: str):
-    vae = build(state(version)).to(torch.bfloat16)
+    vae = load_vae(FILES[version], dtype=torch.bfloat16)
     video, latents, to_decode, decoded = case(version, 0)
     found = encode_video(vae, video)
     assert found.dtype == torch.float32
@@ -199,7 +195,7 @@ def watch_cache(half: torch.nn.Module) -> list[set[str]]:
 
 def device_bytes(version: str, num_frames: int, work: str, **options: object) -> int:
     """The most that a GPU holds, weights aside, while a video of 176x144 in host memory is encoded or decoded."""
-    vae = build(state(version))
+    vae = load_vae(FILES[version])
     caches = watch_cache(vae.encoder if work == "encode" else vae.decoder)
     with fake_gpu(vae) as memory:
         if work == "encode":
@@ -224,9 +220,9 @@ def test_the_device_holds_one_chunk_however_long_the_video(version: str, work: s
 @both
 @pytest.mark.parametrize("work", ["encode", "decode"])
 def test_the_cache_in_host_memory_and_tiles_spare_the_device(version: str, work: str):
-    plain = device_bytes(version, 9, work)
-    assert device_bytes(version, 9, work, cache_cpu=True) < 0.85 * plain
-    assert device_bytes(version, 9, work, tile_px=128) < 0.75 * plain
+    plain = device_bytes(version, 5, work)
+    assert device_bytes(version, 5, work, cache_cpu=True) < 0.85 * plain
+    assert device_bytes(version, 5, work, tile_px=128) < 0.75 * plain
 
 
 @both
@@ -240,7 +236,7 @@ def test_a_picture_no_larger_than_a_tile_is_taken_whole(version: str):
 @both
 def test_tiles_equal_those_of_diffusers(version: str):
     """Side by side, up to the thin rest at the end, of which diffusers makes a tile of its own."""
-    vae, video = build(state(version)), photo(224, 48, 5)
+    vae, video = load_vae(FILES[version]), photo(224, 48, 5)
     patch = vae.config.patch_size or 1
     mean, std = (torch.tensor(vae.config[key]).view(1, -1, 1, 1, 1) for key in ("latents_mean", "latents_std"))
     # What diffusers takes for pixels when it encodes are patches.
@@ -259,13 +255,13 @@ def test_tiles_equal_those_of_diffusers(version: str):
 
 @both
 def test_tiles_come_close_to_the_whole_picture(version: str):
-    video = photo(320, 288)
+    video = photo(256, 192)
     latents = encode_video(load(version), video)
     decoded = decode_latents(load(version), latents)
-    tiled = encode_video(load(version), video, tile_px=256)
+    tiled = encode_video(load(version), video, tile_px=192)
     assert 0 < (tiled - latents).pow(2).mean().sqrt() < 0.1 * latents.std()
-    tiled = decode_latents(load(version), latents, tile_px=256)
-    assert 0 < (tiled - decoded).pow(2).mean().sqrt() < 0.12 * decoded.std()
+    tiled = decode_latents(load(version), latents, tile_px=192)
+    assert 0 < (tiled - decoded).pow(2).mean().sqrt() < 0.1 * decoded.std()
 
 
 @both

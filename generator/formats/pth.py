@@ -229,6 +229,9 @@ def _state_dict(path: Path, content: Any) -> dict[str, _StoredTensor]:
             content = next((content[key] for key in WRAPPERS if isinstance(content.get(key), dict)), content)
     if not isinstance(content, dict) or not content:
         raise WangenError("the pickle inside is no state dict", where=str(path), cure="give a weight file")
+    if {"state", "param_groups"} <= content.keys():
+        raise WangenError("this is the optimizer of a training state, not weights", where=str(path),
+                          cure="give a weight file")  # fmt: skip
     for name, tensor in content.items():
         if not isinstance(name, str) or not isinstance(tensor, _StoredTensor):
             raise WangenError(f"the pickle inside is no state dict: {quoted(str(name))} is no tensor",

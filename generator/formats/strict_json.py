@@ -1,4 +1,4 @@
-"""JSON from files that may wish to do harm: UTF-8, no name twice, and no more memory than in proportion to its length."""
+"""JSON from files that may wish to do harm: UTF-8, no name twice, and memory in proportion to its length."""
 
 import json
 from typing import Any
@@ -11,12 +11,16 @@ def parse_json(text: bytes) -> Any:
     """The value of a JSON text.
 
     Raises:
-        ValueError: no JSON, nested too deeply, with too many values, or with a name twice in one object.
+        ValueError: no JSON, nested too deeply, with too many values, halves of characters, or a name twice in one
+            object.
     """
     if text.count(b",") + text.count(b"[") + text.count(b"{") > MAX_PARTS:
         raise ValueError(f"more than {MAX_PARTS} parts")
     try:
-        return json.loads(text.decode(), object_pairs_hook=_unique)
+        value = json.loads(text.decode(), object_pairs_hook=_unique)
+        if b"\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode()  # fails on halves of characters, which cannot be shown
+        return value
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
 

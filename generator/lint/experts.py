@@ -23,11 +23,11 @@ def weights(script: Script) -> Iterator[Finding]:
 
 
 def _weight(call: Call, flag: str, name: str) -> tuple[str, str]:
-    if name.endswith(".gguf"):
+    if name.endswith(".gguf") and call.tool == "musubi-tuner":
         return "GGUF files are not read", "give the .safetensors weights"
     if flag == "vae" and re.search(r"wan_?2[._]?2.*vae", name):
         return "the VAE of Wan 2.2 belongs to the 5B model alone", "give Wan2.1_VAE.pth; the A14B models use it too"
-    if flag == "t5" and re.search(r"umt5[-_]xxl[-_]fp(8|16)", name):
+    if flag == "t5" and call.tool == "musubi-tuner" and re.search(r"umt5[-_]xxl[-_]fp(8|16)", name):
         return "this text encoder has ComfyUI's key names", "give models_t5_umt5-xxl-enc-bf16.pth"
     if flag.startswith("dit") and call.tool == "musubi-tuner":
         if name.endswith((".pth", ".pt", ".bin")):

@@ -27,7 +27,10 @@ from wangen.generator.steps import CacheLatents, CacheText, Check, CheckCache, G
 from wangen.generator.table import Option, Step, options, spellings
 
 _ORDER: tuple[type[Step], ...] = (Check, CacheLatents, CacheText, CheckCache, Train, Generate)
-_SHARED = ("dataset_config", "vae", "vae_dtype", "t5", "t5_dtype", "tokenizer", "dit", "task", "output_dir")
+_SHARED = (
+    *("dataset_config", "vae", "vae_dtype", "vae_tile", "t5", "t5_dtype", "fp8_t5", "tokenizer", "dit", "task"),
+    "output_dir",
+)
 """What one step of the script is told and others of the bundle need as well."""
 _RUN_FILES = ("output_name", "output_dir", "report_dir", "log_file", "lock")
 

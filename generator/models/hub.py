@@ -9,6 +9,7 @@ import errno
 import glob
 import hashlib
 import io
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -107,6 +108,8 @@ def fetch(remote: Remote, place: Path, advance: Advance, say: Callable[[str], No
         for other in place.parent.glob(f".{glob.escape(place.name)}.*.part"):  # of an earlier version of the file
             if other != part:
                 remove(other)
+        with part.open("ab") as file:
+            os.fsync(file.fileno())
         replace(part, place)
         sync_folder(place.parent)
     except OSError as error:

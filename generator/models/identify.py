@@ -80,7 +80,7 @@ def _lines(answer: tuple[Facts, Adapter | None] | WangenError) -> Iterator[str]:
     layout = adapter.layout if adapter else facts.layout
     names = f", {layout} names" if layout else ""
     yield _row("format", f"{facts.format}{names}")
-    yield _row("parameters", f"{parameters_text(facts.num_parameters)} ({facts.num_parameters})")
+    yield _row("parameters", f"{parameters_text(facts.num_parameters)} ({facts.num_parameters:,})")
     dtypes = ", ".join(f"{dtype} {bytes_text(size)}" for dtype, size in facts.dtypes.items())
     yield _row("dtypes", dtypes + (f"; quantised: {facts.quantisation}" if facts.quantisation else ""))
     yield _row("size", f"{bytes_text(facts.num_bytes)} in {many(len(facts.files), 'file')}")

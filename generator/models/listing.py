@@ -161,7 +161,7 @@ def _filled(names: Sequence[str], width: int) -> str:
 
 
 def _state_text(held: Held, below: Path | None = None) -> str:
-    """A role's file and what is wrong with it: relative in a table with a column for sizes, else whole and with size."""
+    """A role's file and what is wrong with it: below a folder for a table with a column for sizes, else in full."""
     if held.path is None:
         return held.words
     if held.state == "missing":

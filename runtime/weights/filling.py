@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -21,9 +22,13 @@ from wangen.runtime.weights.quantized import (
     to_fp8,
 )
 
+WHOLE = ("I8", "I16", "I32", "I64", "U8", "BOOL")
+"""Dtypes that no weight is stored in: a quantisation that is not known here uses them."""
+
 OTHER_FILE = "download the file again, or give the original, ComfyUI, GGUF or diffusers form of the model"
 
 Shapes = Mapping[str, tuple[int, ...]]
+Model = TypeVar("Model", bound=nn.Module)
 
 
 @dataclass(frozen=True)
@@ -49,11 +54,11 @@ class Checkpoint:
         """One size of one tensor, from which a configuration is derived.
 
         Raises:
-            WangenError: there is no such tensor, or it has fewer axes.
+            WangenError: there is no such tensor, it has fewer axes, or is empty.
         """
         old = self.names.get(name)
         shape = self.contents.weights[old].shape if old else None
-        if shape is None or axis >= len(shape):
+        if shape is None or axis >= len(shape) or not shape[axis]:
             raise WangenError(f"the tensors do not fit the model: {name} is {shape or 'missing'}",
                               where=str(self.path), cure=OTHER_FILE)  # fmt: skip
         return shape[axis]
@@ -90,6 +95,24 @@ def open_checkpoint(path: Path, header: Header, rename: Callable[[Iterable[str]]
             raise WangenError(f"two tensors of this file mean the same weight ({names[new]}, {old})", where=str(path))
         names[new] = old
     return Checkpoint(path, contents, names)
+
+
+def build(path: Path, make: Callable[[], Model]) -> Model:
+    """A module on the meta device.
+
+    Args:
+        path: for messages.
+        make: its constructor with a configuration derived from the tensors, which may be of any size.
+
+    Raises:
+        WangenError: there is no such model: a width that its heads do not divide, or the like.
+    """
+    try:
+        with torch.device("meta"):
+            return make()
+    except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise WangenError(f"the tensors do not fit the model: {str(error)[:300]}", where=str(path),
+                          cure=OTHER_FILE) from error  # fmt: skip
 
 
 def fill(
@@ -150,13 +173,14 @@ def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
 
 
 def _compare(checkpoint: Checkpoint, model: nn.Module) -> None:
-    found = checkpoint.shapes
+    found, stored = checkpoint.shapes, checkpoint.contents.weights
     # Parameters by object: a tied weight is listed once, as the file stores it once.
     wanted = {name: tuple(value.shape) for name, value in model.named_parameters()}
     problems = {
         "missing": sorted(wanted.keys() - found.keys()),
         "unexpected": sorted(found.keys() - wanted.keys()),
         "of another shape": sorted(name for name in wanted.keys() & found.keys() if wanted[name] != found[name]),
+        "of whole numbers": sorted(name for name, old in checkpoint.names.items() if stored[old].dtype in WHOLE),
     }
     words = [
         f"{len(names)} {problem} ({', '.join(names[:3])}{' …' if len(names) > 3 else ''})"

@@ -12,15 +12,18 @@ from pathlib import Path
 import torch
 from transformers import CLIPVisionConfig, CLIPVisionModel
 
+from wangen.generator.errors import WangenError
 from wangen.generator.formats import Header, TensorInfo, rows
 from wangen.generator.kinds import expect
-from wangen.runtime.weights.filling import fill, open_checkpoint
+from wangen.runtime.weights.filling import OTHER_FILE, build, fill, open_checkpoint
 
 # Mean and standard deviation of CLIP's training pictures by channel, in [0, 1], as in openai/CLIP.
 PIXEL_MEAN = (0.48145466, 0.4578275, 0.40821073)
 PIXEL_STD = (0.26862954, 0.26130258, 0.27577711)
 NUM_HEADS = 16
 """Of ViT-H/14. The number of heads leaves no trace in the tensors."""
+MAX_PATCHES = 10_000
+"""ViT-H/14 has 256."""
 
 OFFICIAL_NAMES = {
     "visual.cls_embedding": "embeddings.class_embedding",
@@ -60,8 +63,12 @@ def load_image_encoder(
     checkpoint = open_checkpoint(path, split_attention(header), clip_names)
     patch = checkpoint.size("embeddings.patch_embedding.weight", 2)
     num_patches = checkpoint.size("embeddings.position_embedding.weight", 0) - 1
+    hidden_size = checkpoint.size("embeddings.patch_embedding.weight", 0)
+    if hidden_size % num_heads or num_patches > MAX_PATCHES:
+        raise WangenError(f"a CLIP encoder {hidden_size} wide for {num_patches} patches, which is none of Wan's",
+                          where=str(path), cure=OTHER_FILE)  # fmt: skip
     config = CLIPVisionConfig(
-        hidden_size=checkpoint.size("embeddings.patch_embedding.weight", 0),
+        hidden_size=hidden_size,
         intermediate_size=checkpoint.size("encoder.layers.0.mlp.fc1.weight", 0),
         num_hidden_layers=checkpoint.num_blocks("encoder.layers."),
         num_attention_heads=num_heads,
@@ -69,8 +76,7 @@ def load_image_encoder(
         patch_size=patch,
         hidden_act="gelu",
     )
-    with torch.device("meta"):
-        model = CLIPVisionModel(config)
+    model = build(path, lambda: CLIPVisionModel(config))
     # Counted, not stored: on the meta device they would have no values.
     model.embeddings.position_ids = torch.arange(num_patches + 1)[None]
     fill(model, checkpoint, dtype, device)
@@ -137,7 +143,7 @@ def split_attention(header: Header) -> Header:
     """
     tensors: dict[str, TensorInfo] = {}
     for name, info in header.tensors.items():
-        if ".attn.to_qkv." in name:
+        if ".attn.to_qkv." in name and info.shape:
             num_rows = info.shape[0] // 3
             for number, part in enumerate("qkv"):
                 new = name.replace("attn.to_qkv", f"self_attn.{part}_proj")

@@ -5,6 +5,7 @@ What is computed is `x @ dequantise(W).T`, never a product in 8 bits: the number
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,6 +13,8 @@ from torch import nn
 from wangen.generator.errors import WangenError
 from wangen.generator.formats import TensorInfo
 from wangen.runtime.weights.reading import TORCH_DTYPES, read_bytes, read_tensor
+
+OTHER_TYPE = "get the file in another quantisation, or in fp16"
 
 FP8_MAX = 448.0
 """Largest number of float8_e4m3fn."""
@@ -63,8 +66,11 @@ def read_coded(info: TensorInfo, device: torch.device | str = "cpu") -> tuple[to
     """
     if info.dtype not in FLOAT8:
         _gguf_type(info.dtype)
-    rows = info.shape[0] if info.shape else 1
-    return read_bytes(info, device).view(torch.int8).reshape(rows, -1), Coding(info.dtype, info.shape)
+    rows = info.shape[0] if len(info.shape) > 1 else 1
+    stored = read_bytes(info, device).view(torch.int8)
+    if not rows or stored.numel() % rows:
+        raise WangenError(f"a weight of {info.shape} whose rows are no whole blocks of {info.dtype}", cure=OTHER_TYPE)
+    return stored.reshape(rows, -1), Coding(info.dtype, info.shape)
 
 
 def read_weight(
@@ -125,8 +131,8 @@ def to_fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (weight.float() / scale).to(torch.float8_e4m3fn), scale
 
 
-class QuantizedWeight(nn.Module):
-    """The stored form of one weight.
+class QuantizedLinear(nn.Linear):
+    """A linear layer whose weight is dequantised when it is used.
 
     The bytes are kept as int8: transformers and diffusers cast activations to the dtype of some weights, and int8 is
     the one that they leave alone.
@@ -134,19 +140,12 @@ class QuantizedWeight(nn.Module):
 
     scale: torch.Tensor | None
 
-    def __init__(self, stored: torch.Tensor, coding: Coding, scale: torch.Tensor | None) -> None:
-        super().__init__()
+    def __init__(self, base: nn.Linear, stored: torch.Tensor, coding: Coding, scale: torch.Tensor | None) -> None:
+        nn.Module.__init__(self)  # Linear's own would make a weight of the full size
+        self.in_features, self.out_features = base.in_features, base.out_features
         self.coding = coding
         self.weight = nn.Parameter(stored, requires_grad=False)
         self.register_buffer("scale", scale)
-
-
-class QuantizedLinear(nn.Linear, QuantizedWeight):
-    """A linear layer whose weight is dequantised when it is used."""
-
-    def __init__(self, base: nn.Linear, stored: torch.Tensor, coding: Coding, scale: torch.Tensor | None) -> None:
-        QuantizedWeight.__init__(self, stored, coding, scale)
-        self.in_features, self.out_features = base.in_features, base.out_features
         self.bias = base.bias
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -156,11 +155,16 @@ class QuantizedLinear(nn.Linear, QuantizedWeight):
         return nn.functional.linear(input, weight, bias)
 
 
-class QuantizedEmbedding(QuantizedWeight):
+class QuantizedEmbedding(nn.Module):
     """An embedding of which only the rows that are asked for are dequantised."""
 
+    scale: torch.Tensor | None
+
     def __init__(self, stored: torch.Tensor, coding: Coding, scale: torch.Tensor | None, dtype: torch.dtype) -> None:
-        super().__init__(stored, coding, scale)
+        super().__init__()
+        self.coding = coding
+        self.weight = nn.Parameter(stored, requires_grad=False)
+        self.register_buffer("scale", scale)
         self.dtype = dtype
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -184,24 +188,23 @@ def quantized_layer(
     return QuantizedLinear(layer, stored, coding, scale)
 
 
-def _gguf_type(dtype: str) -> int:
-    """GGUF's number for a type that can be decoded. The library is imported here, since few files need it."""
+def _gguf_type(dtype: str) -> Any:
+    """GGUF's own name of a type that can be decoded. The library is imported here, since few files need it."""
     from diffusers.quantizers.gguf.utils import dequantize_functions
-    from gguf import GGMLQuantizationType
 
-    number = getattr(GGMLQuantizationType, dtype, None)
-    if number not in dequantize_functions:
-        known = ", ".join(sorted(kind.name for kind in dequantize_functions))
-        raise WangenError(f"weights of the GGUF type {dtype} cannot be decoded here", cure=f"get one of {known}")
-    return int(number)
+    for kind in dequantize_functions:
+        if kind.name == dtype:
+            return kind
+    known = ", ".join(sorted(kind.name for kind in dequantize_functions))
+    raise WangenError(f"weights of the GGUF type {dtype} cannot be decoded here", cure=f"get one of {known}")
 
 
 def _decode_gguf(dtype: str, stored: torch.Tensor) -> torch.Tensor:
     """(rows, bytes per row) int8 -> float32, flat."""
     from diffusers.quantizers.gguf.utils import dequantize_functions
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+    from gguf import GGML_QUANT_SIZES
 
-    kind = GGMLQuantizationType(_gguf_type(dtype))
+    kind = _gguf_type(dtype)
     block_size, block_bytes = GGML_QUANT_SIZES[kind]
     blocks = stored.view(torch.uint8).reshape(-1, block_bytes)
     numbers: torch.Tensor = dequantize_functions[kind](blocks, block_size, block_bytes, torch.float32)

@@ -97,7 +97,7 @@ def _read_into(place: Place, stored: torch.dtype, flat: torch.Tensor) -> None:
 
 def _fill(path: Path, file: BinaryIO, flat: torch.Tensor) -> None:
     """Read as many bytes as a flat tensor on the CPU has."""
-    rest = memoryview(flat.view(torch.uint8).numpy())
+    rest = flat.view(torch.uint8).numpy().data
     while len(rest):
         count = file.readinto(rest[: 2**30])  # type: ignore[attr-defined]  # a raw file has it
         if not count:

@@ -13,7 +13,7 @@ from transformers import UMT5Config, UMT5EncoderModel
 
 from wangen.generator.kinds import expect
 from wangen.runtime.prompts import clean_prompt
-from wangen.runtime.weights.filling import fill, open_checkpoint
+from wangen.runtime.weights.filling import build, fill, open_checkpoint
 
 MAX_PROMPT_TOKENS = 512
 
@@ -86,8 +86,7 @@ def load_text_encoder(
         feed_forward_proj="gated-gelu",
         dropout_rate=0.0,
     )
-    with torch.device("meta"):
-        model = UMT5EncoderModel(config)
+    model = build(path, lambda: UMT5EncoderModel(config))
     model.encoder.embed_tokens = model.shared  # one embedding, in whatever form it is stored
     linears = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
     fill(model, checkpoint, dtype, device, make_fp8=linears if fp8 else ())

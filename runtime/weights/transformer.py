@@ -12,7 +12,7 @@ from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 from wangen.generator.errors import WangenError
 from wangen.generator.kinds import expect
 from wangen.runtime.lora_keys import BLOCK_MODULES, OUTER_MODULES
-from wangen.runtime.weights.filling import Checkpoint, fill, open_checkpoint
+from wangen.runtime.weights.filling import Checkpoint, build, fill, open_checkpoint
 
 HEAD_DIM = 128
 
@@ -66,8 +66,8 @@ def load_transformer(
     """
     header = expect(path, TRANSFORMERS, "--dit")
     checkpoint = open_checkpoint(path, header, transformer_names)
-    with torch.device("meta"):
-        model = WanTransformer3DModel(**_config(checkpoint))
+    config = _config(checkpoint)
+    model = build(path, lambda: WanTransformer3DModel(**config))
     # The rotary frequencies are computed, not stored: on the meta device they would have no values.
     model.rope = WanRotaryPosEmbed(HEAD_DIM, model.config.patch_size, model.config.rope_max_seq_len)
     model.condition_embedder.timesteps_proj = Timesteps(model.config.freq_dim)

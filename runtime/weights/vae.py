@@ -6,7 +6,7 @@ import torch
 from diffusers import AutoencoderKLWan
 
 from wangen.generator.kinds import expect
-from wangen.runtime.weights.filling import fill, open_checkpoint
+from wangen.runtime.weights.filling import build, fill, open_checkpoint
 from wangen.runtime.weights.vae_names import vae_config, vae_names
 
 VAES = ("wan-vae-2.1", "wan-vae-2.2")
@@ -26,7 +26,7 @@ def load_vae(path: Path, *, dtype: torch.dtype | None = None, device: torch.devi
     """
     header = expect(path, VAES, "--vae")
     checkpoint = open_checkpoint(path, header, vae_names)
-    with torch.device("meta"):
-        model = AutoencoderKLWan(**vae_config(checkpoint.shapes))
+    config = vae_config(checkpoint.shapes, where=str(path))
+    model = build(path, lambda: AutoencoderKLWan(**config))
     fill(model, checkpoint, dtype, device)
     return model

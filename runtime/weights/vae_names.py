@@ -12,6 +12,8 @@ from typing import Any
 
 from wangen.generator.errors import WangenError
 
+OTHER_FILE = "give Wan2.1_VAE.pth, Wan2.2_VAE.pth, or their ComfyUI or diffusers form"
+
 # Official `wan/modules/vae2_2.py` (class Wan2_2_VAE); those of 2.1 are the defaults of `AutoencoderKLWan`.
 # fmt: off
 MEAN_22 = (
@@ -92,7 +94,8 @@ def vae_config(shapes: Mapping[str, tuple[int, ...]], *, where: str = "") -> dic
     def size(name: str, axis: int) -> int:
         shape = shapes.get(name, ())
         if axis >= len(shape):
-            raise WangenError(f"the tensors do not fit a Wan VAE: {name} is {shape or 'missing'}", where=where)
+            raise WangenError(f"the tensors do not fit a Wan VAE: {name} is {shape or 'missing'}",
+                              where=where, cure=OTHER_FILE)  # fmt: skip
         return shape[axis]
 
     z_dim, in_channels = size("post_quant_conv.weight", 0), size("encoder.conv_in.weight", 1)
@@ -102,6 +105,7 @@ def vae_config(shapes: Mapping[str, tuple[int, ...]], *, where: str = "") -> dic
             f"a VAE of {z_dim} latent channels from {in_channels} channels of picture; Wan 2.1 has 16 from 3, "
             "Wan 2.2 48 from 12",
             where=where,
+            cure=OTHER_FILE,
         )
     return {
         "base_dim": size("encoder.conv_in.weight", 0),

@@ -10,7 +10,7 @@
 # You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 # leave this file as it is and write the new text beside it as cache_example.sh.new.
 #
-# wangen-digest: 9843f494cef39aec8447530cd7be9bac
+# wangen-digest: 0ef1e41ca5b48c2b604b10e10b5e0067
 # Typographic quotes in a path or prompt are no typing errors.
 # shellcheck disable=SC1112
 # An editor for Windows may have put a carriage return behind every line: behind the first of these two, and hidden
@@ -132,6 +132,7 @@ if [ -z "$wg_only" ] || [ "$wg_only" = cache_latents ]; then
     --num_workers "$NUM_WORKERS" \
     --vae 'models/Wan2.1_VAE.pth' \
     --vae_dtype "$VAE_DTYPE" \
+    --vae_tile 0 \
     --log_file 'logs/example.log' \
     --report_dir 'outputs/example' \
     --lock 'outputs/example/run.lock' \
@@ -149,6 +150,7 @@ if [ -z "$wg_only" ] || [ "$wg_only" = cache_text ]; then
     --num_workers "$NUM_WORKERS" \
     --t5 'models/models_t5_umt5-xxl-enc-bf16.pth' \
     --t5_dtype "$T5_DTYPE" \
+    --no_fp8_t5 \
     --batch_size "$BATCH_SIZE_CACHE_TEXT" \
     --log_file 'logs/example.log' \
     --report_dir 'outputs/example' \
@@ -168,6 +170,8 @@ if [ -z "$wg_only" ] || [ "$wg_only" = check_cache ]; then
     --t5 'models/models_t5_umt5-xxl-enc-bf16.pth' \
     --vae_dtype "$VAE_DTYPE" \
     --t5_dtype "$T5_DTYPE" \
+    --vae_tile 0 \
+    --no_fp8_t5 \
     --log_file 'logs/example.log' \
     --report_dir 'outputs/example' \
     --lock 'outputs/example/run.lock' \

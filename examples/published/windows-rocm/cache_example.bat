@@ -13,7 +13,7 @@ rem Python is taken from WANGEN_PYTHON (full path of python.exe), the virtual en
 rem You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 rem leave this file as it is and write the new text beside it as cache_example.bat.new.
 rem
-rem wangen-digest: 65f1ba1d779a374d1b6e6f64301d0040
+rem wangen-digest: 47f86c698aaf194e0ebb3e0cbc6f3fb5
 chcp 65001 >nul 2>&1
 
 rem >>> knobs: letters, digits and . _ , + - only
@@ -127,6 +127,7 @@ echo wangen: step 2 of 4: cache_latents
   "--num_workers" "%NUM_WORKERS%" ^
   "--vae" "models\Wan2.1_VAE.pth" ^
   "--vae_dtype" "%VAE_DTYPE%" ^
+  "--vae_tile" "0" ^
   "--log_file" "logs\example.log" ^
   "--report_dir" "outputs\example" ^
   "--lock" "outputs\example\run.lock" %2 %3 %4 %5
@@ -144,6 +145,7 @@ echo wangen: step 3 of 4: cache_text
   "--num_workers" "%NUM_WORKERS%" ^
   "--t5" "models\models_t5_umt5-xxl-enc-bf16.pth" ^
   "--t5_dtype" "%T5_DTYPE%" ^
+  "--no_fp8_t5" ^
   "--batch_size" "%BATCH_SIZE_CACHE_TEXT%" ^
   "--log_file" "logs\example.log" ^
   "--report_dir" "outputs\example" ^
@@ -163,6 +165,8 @@ echo wangen: step 4 of 4: check_cache
   "--t5" "models\models_t5_umt5-xxl-enc-bf16.pth" ^
   "--vae_dtype" "%VAE_DTYPE%" ^
   "--t5_dtype" "%T5_DTYPE%" ^
+  "--vae_tile" "0" ^
+  "--no_fp8_t5" ^
   "--log_file" "logs\example.log" ^
   "--report_dir" "outputs\example" ^
   "--lock" "outputs\example\run.lock" %2 %3 %4 %5

@@ -11,7 +11,7 @@
 # You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 # leave this file as it is and write the new text beside it as cache_example.ps1.new.
 #
-# wangen-digest: 140f55a84b2be1fa9f7edebe47a7fa7c
+# wangen-digest: c8f53bb19dec6336fa2f1e02f2824aef
 Set-StrictMode -Version 2.0
 $ErrorActionPreference = 'Stop'
 $PSNativeCommandUseErrorActionPreference = $false
@@ -144,6 +144,7 @@ try {
       '--num_workers', $NUM_WORKERS,
       '--vae', 'models\Wan2.1_VAE.pth',
       '--vae_dtype', $VAE_DTYPE,
+      '--vae_tile', '0',
       '--log_file', 'logs\example.log',
       '--report_dir', 'outputs\example',
       '--lock', 'outputs\example\run.lock'
@@ -162,6 +163,7 @@ try {
       '--num_workers', $NUM_WORKERS,
       '--t5', 'models\models_t5_umt5-xxl-enc-bf16.pth',
       '--t5_dtype', $T5_DTYPE,
+      '--no_fp8_t5',
       '--batch_size', $BATCH_SIZE_CACHE_TEXT,
       '--log_file', 'logs\example.log',
       '--report_dir', 'outputs\example',
@@ -182,6 +184,8 @@ try {
       '--t5', 'models\models_t5_umt5-xxl-enc-bf16.pth',
       '--vae_dtype', $VAE_DTYPE,
       '--t5_dtype', $T5_DTYPE,
+      '--vae_tile', '0',
+      '--no_fp8_t5',
       '--log_file', 'logs\example.log',
       '--report_dir', 'outputs\example',
       '--lock', 'outputs\example\run.lock'

@@ -14,7 +14,7 @@ rem Python is taken from WANGEN_PYTHON (full path of python.exe), the virtual en
 rem You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 rem leave this file as it is and write the new text beside it as train_example.bat.new.
 rem
-rem wangen-digest: bafb79b93ccde9ea182701a5c1d4be6e
+rem wangen-digest: 46584edbd1a973170cce0338e982be54
 chcp 65001 >nul 2>&1
 
 rem >>> knobs: letters, digits and . _ , + - only
@@ -159,6 +159,7 @@ echo wangen: step 2 of 5: cache_latents
   "--num_workers" "%NUM_WORKERS%" ^
   "--vae" "models\Wan2.1_VAE.pth" ^
   "--vae_dtype" "%VAE_DTYPE%" ^
+  "--vae_tile" "0" ^
   "--log_file" "logs\example.log" ^
   "--report_dir" "outputs\example" ^
   "--lock" "outputs\example\run.lock" %2 %3 %4 %5 %WG_SMOKE%
@@ -176,6 +177,7 @@ echo wangen: step 3 of 5: cache_text
   "--num_workers" "%NUM_WORKERS%" ^
   "--t5" "models\models_t5_umt5-xxl-enc-bf16.pth" ^
   "--t5_dtype" "%T5_DTYPE%" ^
+  "--no_fp8_t5" ^
   "--batch_size" "%BATCH_SIZE_CACHE_TEXT%" ^
   "--log_file" "logs\example.log" ^
   "--report_dir" "outputs\example" ^
@@ -195,6 +197,8 @@ echo wangen: step 4 of 5: check_cache
   "--t5" "models\models_t5_umt5-xxl-enc-bf16.pth" ^
   "--vae_dtype" "%VAE_DTYPE%" ^
   "--t5_dtype" "%T5_DTYPE%" ^
+  "--vae_tile" "0" ^
+  "--no_fp8_t5" ^
   "--log_file" "logs\example.log" ^
   "--report_dir" "outputs\example" ^
   "--lock" "outputs\example\run.lock" %2 %3 %4 %5 %WG_SMOKE%

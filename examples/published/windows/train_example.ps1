@@ -12,7 +12,7 @@
 # You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 # leave this file as it is and write the new text beside it as train_example.ps1.new.
 #
-# wangen-digest: 79c33b6185891c3ad13e1b9044951429
+# wangen-digest: bf60602508511e275fd6dce1063e9234
 Set-StrictMode -Version 2.0
 $ErrorActionPreference = 'Stop'
 $PSNativeCommandUseErrorActionPreference = $false
@@ -174,6 +174,7 @@ try {
       '--num_workers', $NUM_WORKERS,
       '--vae', 'models\Wan2.1_VAE.pth',
       '--vae_dtype', $VAE_DTYPE,
+      '--vae_tile', '0',
       '--log_file', 'logs\example.log',
       '--report_dir', 'outputs\example',
       '--lock', 'outputs\example\run.lock'
@@ -192,6 +193,7 @@ try {
       '--num_workers', $NUM_WORKERS,
       '--t5', 'models\models_t5_umt5-xxl-enc-bf16.pth',
       '--t5_dtype', $T5_DTYPE,
+      '--no_fp8_t5',
       '--batch_size', $BATCH_SIZE_CACHE_TEXT,
       '--log_file', 'logs\example.log',
       '--report_dir', 'outputs\example',
@@ -212,6 +214,8 @@ try {
       '--t5', 'models\models_t5_umt5-xxl-enc-bf16.pth',
       '--vae_dtype', $VAE_DTYPE,
       '--t5_dtype', $T5_DTYPE,
+      '--vae_tile', '0',
+      '--no_fp8_t5',
       '--log_file', 'logs\example.log',
       '--report_dir', 'outputs\example',
       '--lock', 'outputs\example\run.lock'
