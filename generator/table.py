@@ -68,9 +68,9 @@ class Step:
 
         Values that are empty or begin with a dash are joined to their flag with `=`.
 
-        >>> from wangen.generator.steps import CheckCache
-        >>> CheckCache(dataset_config=Path("a.toml"), deep=True).argv()
-        ['check_cache', '--dataset_config', 'a.toml', '--resolution', 'all', '--deep']
+        >>> from wangen.generator.steps import Check
+        >>> Check(dataset_config=Path("a.toml"), task="t2v-1.3B").argv()
+        ['check', '--dataset_config', 'a.toml', '--resolution', 'all', '--task', 't2v-1.3B']
         """
         words = [self.command]
         for option in options(type(self)):

@@ -42,7 +42,7 @@ def main() -> None:
     bound_memory()
     report: dict[str, list[str]] = {"accepted": [], "refused": [], "failures": []}
     for number, case in enumerate(cases):
-        (folder / "last").write_text(case.name)  # what was judged when the process died
+        print(case.name, file=sys.stderr)  # noqa: T201  # the last one is what the process died of
         judge(folder / str(number), case, calls, report)
     print(json.dumps(report))  # noqa: T201
 
@@ -67,7 +67,8 @@ def loaders() -> list[Callable[[Path], object]]:
 
 def judge(folder: Path, case: Case, calls: list[Callable[[Path], object]], report: dict[str, list[str]]) -> None:
     folder.mkdir()
-    for name, target in case.links.items():
+    links = case.links if sys.platform != "win32" else {}  # where they need a right of their own
+    for name, target in links.items():
         (folder / name).symlink_to(target)
     for name, data in case.files.items():
         with (folder / name).open("wb") as file:
@@ -82,7 +83,7 @@ def judge(folder: Path, case: Case, calls: list[Callable[[Path], object]], repor
             outcomes.add("accepted")
         except WangenError as error:
             outcomes.add("refused")
-            if not str(error).isascii() and not str(error).replace("\n", "").isprintable():
+            if not str(error).replace("\n", "").isprintable():
                 report["failures"].append(f"{case.name}: a message that cannot be printed")
             if len(error.found) > 1000:
                 report["failures"].append(f"{case.name}: a message of {len(error.found)} characters")

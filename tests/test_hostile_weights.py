@@ -17,7 +17,7 @@ from hostile import entry, safetensors
 TESTS = Path(__file__).parent
 VECTORS = TESTS / "vectors"
 FAST, THOROUGH = 2000, 50_000  # mutations of small files
-FAST_MODELS, THOROUGH_MODELS = 120, 4000
+FAST_MODELS, THOROUGH_MODELS = 80, 4000
 MODELS = (
     "dit_t2v21/model.safetensors",
     "dit_i2v21/model.safetensors",
@@ -27,6 +27,8 @@ MODELS = (
     "t5/models_t5_umt5-xxl-enc-bf16.pth",
     "clip/models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth",
 )
+
+HOLES = pytest.mark.skipif(sys.platform == "win32", reason="a file of terabytes would fill the disk there")
 
 
 @pytest.fixture
@@ -76,7 +78,7 @@ def judge(folder: Path, source: str, count: int = 0, seed: int = 0) -> dict[str,
     command = [sys.executable, str(TESTS / "hostile_judge.py"), str(folder), source, str(count), str(seed)]
     environment = {**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, (folder / "last").read_text() + ended.stderr
+    assert ended.returncode == 0, ended.stderr[-3000:]
     assert not (folder / "canary").exists()
     report: dict[str, list[str]] = json.loads(ended.stdout)
     assert report["failures"] == []
@@ -103,12 +105,14 @@ def test_many_good_files_with_errors(folder: Path, seed: int):
     assert len(report["accepted"]) + len(report["refused"]) == THOROUGH
 
 
+@HOLES
 def test_models_with_other_names_shapes_and_dtypes(models: Path):
     report = judge(models, "models", FAST_MODELS)
     assert len(report["accepted"]) > FAST_MODELS // 20
     assert len(report["accepted"]) + len(report["refused"]) == FAST_MODELS
 
 
+@HOLES
 @pytest.mark.slow
 def test_many_models_with_other_names_shapes_and_dtypes(models: Path):
     report = judge(models, "models", THOROUGH_MODELS, 1)

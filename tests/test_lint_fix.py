@@ -124,7 +124,7 @@ def test_what_is_wrong_is_said_although_no_bundle_comes_of_it(tmp_path, capsys):
     assert main(["lint", "--fix", str(path)]) == 1
     shown = capsys.readouterr()
     assert "my_run.sh:8: error: unknown-flag" in shown.out
-    assert "does not train i2v-14B" in shown.err
+    assert "training i2v-14B is not in this version" in shown.err
 
 
 def test_what_musubi_tuner_does_without_being_told_is_told(tmp_path):
@@ -283,7 +283,7 @@ def test_paths_below_a_folder_move_along(tmp_path):
 
 
 @pytest.mark.parametrize(("change", "found"), [
-    ({"train": {"task": "i2v-14B"}}, "does not train i2v-14B"),
+    ({"train": {"task": "i2v-14B"}}, "training i2v-14B is not in this version"),
     ({"train": {"dit": '"$HOME/x.safetensors"'}}, "known only when the script runs"),
     ({"latents": {"vae": "~/vae.pth"}}, "another folder for every user"),
     ({"latents": {"vae": "models\\vae.pth"}}, "takes a backslash out"),

@@ -59,8 +59,12 @@ def read_pickle(data: bytes, globals_: Mapping[str, Any], load: Callable[[Any], 
             if opcode.name == "STOP":
                 return machine.stack[-1], (position or 0) + 1
             machine.step(opcode.name, argument)
-    except (ValueError, LookupError, TypeError) as error:
+    except ValueError as error:
         raise MalformedError(str(error)[:200]) from error
+    except LookupError as error:
+        raise MalformedError("it refers to what is not there") from error
+    except TypeError as error:
+        raise MalformedError("it calls a constructor with other arguments") from error
     raise AssertionError("genops ends with STOP or an error")
 
 

@@ -25,6 +25,7 @@ from wangen.generator.publish.texts import script_text, setup_text
 from wangen.generator.setup.wheel import write_wheel
 from wangen.generator.steps import CacheLatents, CacheText, Check, CheckCache, Generate, Train
 from wangen.generator.table import Option, Step, options, spellings
+from wangen.generator.tasks import require_supported
 
 _ORDER: tuple[type[Step], ...] = (Check, CacheLatents, CacheText, CheckCache, Train, Generate)
 _SHARED = (
@@ -162,11 +163,13 @@ def _values(script: Script, call: Call, result: Fixed) -> dict[str, Any]:
         option, constant = entry
         raw = constant if constant is not None else _raw(call, option, flag)
         try:
-            commands.convert(option, raw)
+            value = commands.convert(option, raw)
+            if option.flag.model_choices:
+                require_supported(profiles.model(value), "training")
         except WangenError as error:
             if option.flag.model_choices:
-                raise WangenError(f"this version of wangen does not train {raw}: {error.found}",
-                                  where=f"{script.path.name}:{flag.line}", cure=error.cure) from None  # fmt: skip
+                where = f"{script.path.name}:{flag.line}"
+                raise WangenError(error.found, where=where, cure=error.cure) from None
             result.left_out.append(f"line {flag.line}: {error.found}{'; ' + error.cure if error.cure else ''}")
             found.pop(option.name, None)
             continue

@@ -50,10 +50,23 @@ class Family(Protocol):
     def load_transformer(self, path: Path, *, dtype: "torch.dtype | None" = None, device: Any = "cpu") -> Any:
         """The transformer, frozen."""
 
+    def load_image_encoder(self, path: Path, *, dtype: "torch.dtype | None" = None, device: Any = "cpu") -> Any:
+        """The image encoder, frozen; for models that are conditioned on what an image shows."""
+
+    def encode_images(self, image_encoder: Any, images: "torch.Tensor") -> "torch.Tensor":
+        """(B, 3, H, W) in [-1, 1] -> tokens (B, N, dim)."""
+
     def predict_velocity(
-        self, transformer: Any, latents: "torch.Tensor", timesteps: "torch.Tensor", texts: "Sequence[torch.Tensor]"
+        self,
+        transformer: Any,
+        latents: "torch.Tensor",
+        timesteps: "torch.Tensor",
+        texts: "Sequence[torch.Tensor]",
+        *,
+        condition: "torch.Tensor | None" = None,
+        image_tokens: "torch.Tensor | None" = None,
     ) -> "torch.Tensor":
-        """Velocity (B, C, F, h, w) for noisy latents, timesteps (B,) in [0, 1000] and B embeddings (L, dim)."""
+        """Velocity (B, C, F, h, w) for noisy latents, timesteps (B,) or (B, tokens), and B embeddings (L, dim)."""
 
     def sample_latents(
         self,
