@@ -27,7 +27,8 @@ _EQUAL_SHARE = 0.8
 def same_weights(first: Path, second: Path) -> bool:
     """Whether two transformer files hold the same weights, in whatever precision, layout or format each is.
 
-    Files of other bytes are compared by one small tensor that both hold unquantised, as rounded to bfloat16.
+    Files of other bytes are compared by the small tensors that both hold unquantised, as rounded to bfloat16. All of
+    them must agree: to refuse two different experts would be worse than to overlook one given twice.
 
     Raises:
         WangenError: as `headers.read_header`.
@@ -35,11 +36,9 @@ def same_weights(first: Path, second: Path) -> bool:
     if identity(first, "--dit") == identity(second, "--dit_high_noise"):
         return True
     headers = read_header(first, "--dit"), read_header(second, "--dit_high_noise")
-    for names in SMALL:
-        infos = [_find(header, names) for header in headers]
-        if infos[0] and infos[1] and infos[0].shape == infos[1].shape:
-            return _equal(_rounded(infos[0]), _rounded(infos[1]))
-    return False
+    pairs = [tuple(_find(header, names) for header in headers) for names in SMALL]
+    both = [(one, other) for one, other in pairs if one and other and one.shape == other.shape]
+    return bool(both) and all(_equal(_rounded(one), _rounded(other)) for one, other in both)
 
 
 def expect_two_experts(low: Path, high: Path) -> None:

@@ -86,9 +86,7 @@ def _encode_folder(
             frames = [next(decoded) for _ in batch]
             video = torch.from_numpy(np.stack(frames))  # (B, 3, T, H, W) uint8
             try:
-                latents = kind.encode_video(
-                    vae, video, cache_cpu=options.vae_cache_cpu, tile_px=options.vae_tile or None
-                )
+                latents = kind.encode_video(vae, video, cache_cpu=options.vae_cache_cpu, tile_px=options.vae_tile)
             except torch.OutOfMemoryError:
                 raise _out_of_memory(batch[0].sample) from None
             for need, latent in zip(batch, latents.to(getattr(torch, encoder.dtype)).cpu(), strict=True):

@@ -23,7 +23,7 @@ from wangen.generator.tokenizer_file import tokenizer_of
 from wangen.generator.workspace import require_writable
 from wangen.runtime.devices import DTYPES, choose_device, choose_dtype, choose_vae_dtype, set_attention
 from wangen.runtime.lora import apply_lora, read_lora
-from wangen.runtime.models import Family, family
+from wangen.runtime.models import Family, family, require_tile
 from wangen.runtime.progress import progress
 
 log = logging.getLogger("wangen")
@@ -59,8 +59,8 @@ def run(options: Generate) -> Report:
             raise WangenError(
                 "the sampled latents are not finite", cure="look at --dit and --lora_weight; try --dtype float32"
             )
-        tile_px = options.vae_tile or None
-        (video,) = kind.decode_latents(vae, latents, cache_cpu=options.vae_cache_cpu, tile_px=tile_px)  # (3, T, H, W)
+        # (3, T, H, W) in [-1, 1]
+        (video,) = kind.decode_latents(vae, latents, cache_cpu=options.vae_cache_cpu, tile_px=options.vae_tile)
     except torch.OutOfMemoryError:
         raise WangenError(
             f"out of memory sampling {options.video_length} frames of {options.video_size[1]}x{options.video_size[0]}",
@@ -79,6 +79,7 @@ def run(options: Generate) -> Report:
 
 def _refuse(options: Generate) -> None:
     """Everything that can be refused before a model loads."""
+    require_tile(options.vae_tile)
     if any(side <= 0 or side % 16 for side in options.video_size):
         height, width = options.video_size
         raise UsageError(f"--video_size {height} {width}: both must be multiples of 16",

@@ -149,8 +149,8 @@ def test_bytes_are_the_same_as_floats(version: str):
 
 
 @both
-@pytest.mark.parametrize(("tile_px", "width"), [(None, 48), (128, 144)])
-def test_later_frames_do_not_change_earlier_ones(version: str, tile_px: int | None, width: int):
+@pytest.mark.parametrize(("tile_px", "width"), [(0, 48), (128, 144)])
+def test_later_frames_do_not_change_earlier_ones(version: str, tile_px: int, width: int):
     video = photo(width, 32, 9)
     long = encode_video(load(version), video, tile_px=tile_px)
     assert torch.equal(encode_video(load(version), video[:, :, :5], tile_px=tile_px), long[:, :, :2])
@@ -172,8 +172,8 @@ def test_a_half_precision_vae_gives_float32_close_to_the_exact(version: str):
 
 
 @both
-@pytest.mark.parametrize(("tile_px", "width"), [(None, 48), (128, 144)])
-def test_the_cache_in_host_memory_changes_no_bit(version: str, tile_px: int | None, width: int):
+@pytest.mark.parametrize(("tile_px", "width"), [(0, 48), (128, 144)])
+def test_the_cache_in_host_memory_changes_no_bit(version: str, tile_px: int, width: int):
     video = photo(width, 32, 9)
     latents = encode_video(load(version), video, tile_px=tile_px)
     assert torch.equal(encode_video(load(version), video, tile_px=tile_px, cache_cpu=True), latents)
@@ -265,11 +265,11 @@ def test_tiles_come_close_to_the_whole_picture(version: str):
 
 
 @both
-@pytest.mark.parametrize("tile_px", [0, -64, 64, 200])
+@pytest.mark.parametrize("tile_px", [-64, 64, 200])
 def test_sizes_of_tiles_that_do_not_fit_are_refused(version: str, tile_px: int):
-    with pytest.raises(WangenError, match=f"tiles of {tile_px} pixels; .* multiples of 64 from 128"):
+    with pytest.raises(WangenError, match=f"vae_tile {tile_px}: .* multiples of 64 from 128"):
         encode_video(load(version), torch.zeros(1, 3, 1, 16, 16), tile_px=tile_px)
-    with pytest.raises(WangenError, match=f"tiles of {tile_px} pixels"):
+    with pytest.raises(WangenError, match=f"vae_tile {tile_px}"):
         decode_latents(load(version), torch.zeros(1, load(version).config.z_dim, 1, 1, 1), tile_px=tile_px)
 
 

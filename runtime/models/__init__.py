@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from wangen import profiles
 from wangen.generator import headers, kinds
+from wangen.generator.errors import UsageError
 from wangen.generator.tasks import supported
 from wangen.generator.tokenizer_file import tokenizer_digest, tokenizer_of
 
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
     from wangen.generator.steps import Generate
 
 
+TILE_STEP_PX = 64
+MIN_TILE_PX = 128
+
+
 class Family(Protocol):
     """What a family's module offers."""
 
@@ -27,12 +32,12 @@ class Family(Protocol):
         """The VAE, frozen."""
 
     def encode_video(
-        self, vae: Any, video: "torch.Tensor", *, cache_cpu: bool = False, tile_px: int | None = None
+        self, vae: Any, video: "torch.Tensor", *, cache_cpu: bool = False, tile_px: int = 0
     ) -> "torch.Tensor":
         """(B, 3, T, H, W) in [-1, 1] or uint8, on any device -> normalised latents (B, C, F, h, w) in float32."""
 
     def decode_latents(
-        self, vae: Any, latents: "torch.Tensor", *, cache_cpu: bool = False, tile_px: int | None = None
+        self, vae: Any, latents: "torch.Tensor", *, cache_cpu: bool = False, tile_px: int = 0
     ) -> "torch.Tensor":
         """The inverse of `encode_video`, on the CPU and clamped to [-1, 1]."""
 
@@ -94,6 +99,19 @@ def model_of_vae(path: Path) -> profiles.Model:
     return by_kind[kinds.kind_of(kinds.expect(path, tuple(by_kind), "--vae"))]
 
 
+def require_tile(tile: int) -> None:
+    """Refuse a side of tiles that a VAE cannot work in; 0, the whole picture, passes.
+
+    Raises:
+        UsageError: it is no multiple of 64, or below 128 pixels.
+    """
+    if tile and (tile < MIN_TILE_PX or tile % TILE_STEP_PX):
+        raise UsageError(
+            f"--vae_tile {tile}: the VAE's tiles are multiples of {TILE_STEP_PX} from {MIN_TILE_PX} pixels",
+            cure="256 is a good size: larger ones are more exact, smaller ones need less memory; 0 takes no tiles",
+        )
+
+
 def vae_identity(vae: Path, tile: int = 0) -> str:
     """Digest that identifies a VAE and the way it works, read from headers alone.
 
@@ -102,8 +120,10 @@ def vae_identity(vae: Path, tile: int = 0) -> str:
         tile: side of the squares it works in, which change the latents; 0 for none.
 
     Raises:
+        UsageError: tiles of such a size cannot be.
         WangenError: the file cannot be read.
     """
+    require_tile(tile)
     from wangen.runtime.cache import digest
 
     identity = headers.identity(vae, "--vae")

@@ -15,14 +15,12 @@ from diffusers import AutoencoderKLWan
 from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, patchify, unpatchify
 
 from wangen.generator.errors import WangenError
-
-TILE_STEP_PX = 64
-MIN_TILE_PX = 128
+from wangen.runtime.models import require_tile
 
 
 @torch.no_grad()
 def encode_video(
-    vae: AutoencoderKLWan, video: torch.Tensor, *, cache_cpu: bool = False, tile_px: int | None = None
+    vae: AutoencoderKLWan, video: torch.Tensor, *, cache_cpu: bool = False, tile_px: int = 0
 ) -> torch.Tensor:
     """The normalised latents of a video, as the official wrapper computes them: (mode - mean) / std.
 
@@ -32,7 +30,7 @@ def encode_video(
             chunk. T = 4k + 1, H and W multiples of 8 (2.2: of 16). An image is T = 1.
         cache_cpu: keep the feature cache in host memory: the same numbers in less device memory, but slower.
         tile_px: encode squares of this size, which overlap by a quarter and are blended linearly; a multiple of 64.
-            None takes the picture whole. The VAE's middle looks at all that it is given, so tiles are not exact.
+            0 takes the picture whole. The VAE's middle looks at all that it is given, so tiles are not exact.
 
     Returns:
         (B, 16, F, h, w) in float32 on the VAE's device, where F = (T + 3) / 4, h = H / 8, w = W / 8 (2.2: 48
@@ -43,11 +41,12 @@ def encode_video(
             `tile_px` is no size of tiles.
     """
     _check_video(vae, video)
+    require_tile(tile_px)
     stride, patch, z_dim = vae.config.scale_factor_spatial, vae.config.patch_size or 1, vae.config.z_dim
     batch, _, num_frames, height_px, width_px = video.shape
     shape = (batch, z_dim, (num_frames + 3) // 4, height_px // stride, width_px // stride)
     mode = torch.zeros(shape, dtype=torch.float32, device=vae.device)
-    for area, weight in _tiles(shape[3], shape[4], _tile(tile_px, stride)):
+    for area, weight in _tiles(shape[3], shape[4], tile_px // stride):
         area_px = [slice(side.start * stride, side.stop * stride) for side in area]
         weight = weight.to(vae.device)
         cache = _feature_cache(vae.encoder, vae.device, cache_cpu)
@@ -62,7 +61,7 @@ def encode_video(
 
 @torch.no_grad()
 def decode_latents(
-    vae: AutoencoderKLWan, latents: torch.Tensor, *, cache_cpu: bool = False, tile_px: int | None = None
+    vae: AutoencoderKLWan, latents: torch.Tensor, *, cache_cpu: bool = False, tile_px: int = 0
 ) -> torch.Tensor:
     """The video of normalised latents, the inverse of `encode_video`.
 
@@ -83,11 +82,12 @@ def decode_latents(
         raise WangenError(
             f"latents of shape {tuple(latents.shape)}, where (batch, {z_dim}, frames, height, width) belongs"
         )
+    require_tile(tile_px)
     batch, _, num_frames, height, width = latents.shape
     shape = (batch, vae.config.out_channels // patch**2, 4 * num_frames - 3, height * stride, width * stride)
     video = torch.zeros(shape, dtype=torch.float32)
     mean, std = _statistics(vae)
-    for area_px, weight in _tiles(shape[3], shape[4], _tile(tile_px, 1)):
+    for area_px, weight in _tiles(shape[3], shape[4], tile_px):
         area = [slice(side.start // stride, side.stop // stride) for side in area_px]
         weight = weight.to(vae.device)
         cache = _feature_cache(vae.decoder, vae.device, cache_cpu)
@@ -160,19 +160,7 @@ def _feature_cache(half: torch.nn.Module, device: torch.device, cache_cpu: bool)
     return _HostCache(length, device) if cache_cpu else [None] * length
 
 
-def _tile(tile_px: int | None, unit_px: int) -> int | None:
-    """The side of a tile in units of `unit_px`, checked."""
-    if tile_px is None:
-        return None
-    if tile_px < MIN_TILE_PX or tile_px % TILE_STEP_PX:
-        raise WangenError(
-            f"tiles of {tile_px} pixels; the VAE's tiles are multiples of {TILE_STEP_PX} from {MIN_TILE_PX} pixels",
-            cure="256 is a good size: larger ones are more exact, smaller ones need less memory",
-        )
-    return tile_px // unit_px
-
-
-def _tiles(height: int, width: int, tile: int | None) -> Iterator[tuple[tuple[slice, slice], torch.Tensor]]:
+def _tiles(height: int, width: int, tile: int) -> Iterator[tuple[tuple[slice, slice], torch.Tensor]]:
     """The tiles of a picture, each with how much its values count there (rows, columns).
 
     >>> total = torch.zeros(40, 30)

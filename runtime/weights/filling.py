@@ -50,6 +50,11 @@ class Checkpoint:
         """By the module's names."""
         return {name: self.contents.weights[old].shape for name, old in self.names.items()}
 
+    def position(self, item: tuple[str, str]) -> tuple[Path, int]:
+        """Where a tensor lies, given its two names: in this order a disk is read from front to back."""
+        place = self.contents.weights[item[1]].place
+        return (place.file, place.offset) if place else (self.path, 0)
+
     def size(self, name: str, axis: int) -> int:
         """One size of one tensor, from which a configuration is derived.
 
@@ -142,7 +147,7 @@ def fill(
     _compare(checkpoint, model)
     kept, small = set(keep_float32), set(make_fp8)
     state: dict[str, torch.Tensor] = {}
-    for name, old in checkpoint.names.items():
+    for name, old in sorted(checkpoint.names.items(), key=checkpoint.position):
         info = checkpoint.contents.weights[old]
         scale = checkpoint.contents.companions.get(old, {}).get("scale")
         wanted = torch.float32 if dtype is not None and kept & set(name.split(".")) else dtype
