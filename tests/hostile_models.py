@@ -110,7 +110,7 @@ def reshape(choice: random.Random, table: Table) -> Table:
 
 def resize(choice: random.Random, table: Table) -> Table:
     """One size changed wherever it occurs, as in a consistent model of another size."""
-    sizes = sorted({size for _, shape in table.values() for size in shape})
+    sizes = sorted({size for _, shape in table.values() for size in shape}) or [1]
     old, new = choice.choice(sizes), choice.choice(SIZES)
     return {name: (dtype, [new if size == old else size for size in shape]) for name, (dtype, shape) in table.items()}
 

@@ -98,6 +98,14 @@ def test_a_tensor_larger_than_its_storage_is_refused(tmp_path: Path):
         read_pth(path)
 
 
+def test_a_small_file_that_stands_for_endless_weights_is_refused(tmp_path: Path):
+    block = torch.zeros(1000, 1000)
+    path = save(tmp_path / "bomb.pth", {f"blocks.{number}.weight": block for number in range(100)})
+    assert path.stat().st_size < 5e6
+    with pytest.raises(WangenError, match="share their numbers"):
+        read_pth(path)
+
+
 def test_parameters_and_state_dicts_with_versions_are_read(tmp_path: Path):
     layer = torch.nn.Linear(2, 3)
     header = read_pth(save(tmp_path / "a.pth", layer.state_dict()))

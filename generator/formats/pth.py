@@ -25,6 +25,7 @@ from wangen.generator.formats import (
 from wangen.generator.formats.pickled import Constructor, MalformedError, RefusedError, read_pickle
 from wangen.generator.formats.zip_records import LOCAL, NoDirectoryError, Record, content_begin, read_records
 
+MAX_SHARING = 8  # how often every byte may be used: tied weights use a few twice
 MAX_PICKLE_BYTES = 16 * 2**20  # the pickle of a 14B transformer is below 1 MiB
 DATA = "data.pkl"
 WRAPPERS = ("state_dict", "model_state_dict", "module", "model")
@@ -82,7 +83,11 @@ def read_pth(path: Path) -> Header:
                                   where=str(path), cure="save them again on a usual one")  # fmt: skip
     for name, tensor in tensors.items():
         _check(path, name, tensor, records.get(f"{root}data/{tensor.storage.record}"))
-    return Header({name: _placed(path, tensor, begins) for name, tensor in tensors.items()}, {}, "pth")
+    found = {name: _placed(path, tensor, begins) for name, tensor in tensors.items()}
+    if sum(info.place.num_bytes for info in found.values() if info.place) > MAX_SHARING * path.stat().st_size:
+        raise WangenError("its tensors share their numbers so often that they would fill the memory", where=str(path),
+                          cure="get the weights from their official source")  # fmt: skip
+    return Header(found, {}, "pth")
 
 
 def directory_lines(path: Path) -> Iterator[bytes]:

@@ -113,7 +113,8 @@ def read_scale(weight: TensorInfo, scale: TensorInfo | None, device: torch.devic
         return value.reshape(())
     if value.numel() == rows:
         return value.reshape(rows, *[1] * (len(weight.shape) - 1))
-    if value.ndim == 3 and value.shape[0] == rows and value.shape[2] == 1 and weight.shape[1] % value.shape[1] == 0:
+    per_block = value.ndim == 3 and len(weight.shape) == 2 and value.shape[::2] == (rows, 1)
+    if per_block and value.shape[1] and weight.shape[1] % value.shape[1] == 0:
         return value
     raise WangenError(f"a scale of shape {tuple(value.shape)} fits no weight of shape {weight.shape}",
                       where=str(scale.place.file) if scale.place else "")  # fmt: skip
