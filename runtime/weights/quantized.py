@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from wangen.generator.errors import WangenError
-from wangen.generator.formats import TensorInfo
-from wangen.runtime.weights.reading import TORCH_DTYPES, read_bytes, read_tensor
+from wangen.generator.formats import DTYPE_BITS, TensorInfo
+from wangen.runtime.weights.reading import read_bytes, read_tensor
 
 OTHER_TYPE = "get the file in another quantisation, or in fp16"
 
@@ -38,13 +38,13 @@ class Coding:
         """The weight in `dtype`, computed in float32 and rounded once.
 
         Args:
-            stored: bytes as int8, (rows, bytes per row).
+            stored: bytes as int8, of the whole weight or of some rows.
             scale: of 8-bit floats: one number, one per row (rows, 1), or one per block of a row (rows, blocks, 1).
             dtype: of the result.
         """
         if self.dtype not in FLOAT8:
-            return _decode_gguf(self.dtype, stored).reshape(-1, *self.shape[1:]).to(dtype)
-        weight = stored.view(FLOAT8[self.dtype]).reshape(-1, *self.shape[1:])
+            return self._shaped(_decode_gguf(self.dtype, stored)).to(dtype)
+        weight = self._shaped(stored.view(FLOAT8[self.dtype]))
         if scale is None:
             return weight.to(dtype)
         if scale.ndim == 3:
@@ -52,25 +52,29 @@ class Coding:
             return (weight.float().reshape(rows, blocks, -1) * scale).reshape(weight.shape).to(dtype)
         return (weight.float() * scale).to(dtype)
 
+    def _shaped(self, numbers: torch.Tensor) -> torch.Tensor:
+        """As many rows as there are numbers for: a part of the weight is decoded like the whole."""
+        return numbers.reshape(-1, *self.shape[1:]) if self.shape else numbers.reshape(())
+
 
 def is_quantized(info: TensorInfo) -> bool:
-    """Whether a tensor is stored in a form that nothing can be computed with as it is."""
-    return info.dtype not in TORCH_DTYPES or info.dtype in FLOAT8
+    """Whether a tensor is stored in 8-bit floats or in one of GGUF's types of blocks."""
+    return info.dtype in FLOAT8 or info.dtype not in DTYPE_BITS
 
 
 def read_coded(info: TensorInfo, device: torch.device | str = "cpu") -> tuple[torch.Tensor, Coding]:
-    """The stored bytes of a quantised tensor as int8, (rows, bytes per row), and how to decode them.
+    """The stored bytes of a quantised matrix as int8, (rows, bytes per row), and how to decode them.
 
     Raises:
-        WangenError: a type that cannot be decoded, or the file cannot be read.
+        WangenError: a type that cannot be decoded, rows that are no whole blocks, or the file cannot be read.
     """
+    rows, columns = info.shape
     if info.dtype not in FLOAT8:
-        _gguf_type(info.dtype)
-    rows = info.shape[0] if len(info.shape) > 1 else 1
-    stored = read_bytes(info, device).view(torch.int8)
-    if not rows or stored.numel() % rows:
-        raise WangenError(f"a weight of {info.shape} whose rows are no whole blocks of {info.dtype}", cure=OTHER_TYPE)
-    return stored.reshape(rows, -1), Coding(info.dtype, info.shape)
+        block_size, _ = _block(info.dtype)
+        if columns % block_size:
+            raise WangenError(f"a weight of {info.shape} whose rows are no whole blocks of {info.dtype}",
+                              where=str(info.place.file) if info.place else "", cure=OTHER_TYPE)  # fmt: skip
+    return read_bytes(info, device).view(torch.int8).reshape(rows, -1), Coding(info.dtype, info.shape)
 
 
 def read_weight(
@@ -95,8 +99,10 @@ def read_weight(
     dtype = dtype or torch.bfloat16
     if torch.device(device).type == "meta":
         return torch.empty(info.shape, dtype=dtype, device=device)
-    stored, coding = read_coded(info, device)
-    return coding.decode(stored, read_scale(info, scale, device), dtype)
+    if info.dtype not in FLOAT8:
+        _block(info.dtype)
+    stored = read_bytes(info, device).view(torch.int8)
+    return Coding(info.dtype, info.shape).decode(stored, read_scale(info, scale, device), dtype)
 
 
 def read_scale(weight: TensorInfo, scale: TensorInfo | None, device: torch.device | str) -> torch.Tensor | None:
@@ -133,10 +139,10 @@ def to_fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class QuantizedLinear(nn.Linear):
-    """A linear layer whose weight is dequantised when it is used.
+    """A linear layer whose weight is dequantised when it is used, in the backward pass once more.
 
     The bytes are kept as int8: transformers and diffusers cast activations to the dtype of some weights, and int8 is
-    the one that they leave alone.
+    the one that they leave alone. The scale is kept as int32, so that no cast of the model rounds it.
     """
 
     scale: torch.Tensor | None
@@ -146,14 +152,36 @@ class QuantizedLinear(nn.Linear):
         self.in_features, self.out_features = base.in_features, base.out_features
         self.coding = coding
         self.weight = nn.Parameter(stored, requires_grad=False)
-        self.register_buffer("scale", scale)
+        self.register_buffer("scale", None if scale is None else scale.view(torch.int32))
         self.bias = base.bias
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """(…, in_features) -> (…, out_features) in the input's dtype."""
-        weight = self.coding.decode(self.weight, self.scale, input.dtype)
-        bias = None if self.bias is None else self.bias.to(input.dtype)
-        return nn.functional.linear(input, weight, bias)
+        """(…, in_features) -> (…, out_features) in the input's dtype, or in autocast's."""
+        device = input.device.type
+        if torch.is_autocast_enabled(device):
+            input = input.to(torch.get_autocast_dtype(device))
+        output: torch.Tensor = _Product.apply(input, self.weight, self.scale, self.coding)
+        return output if self.bias is None else output + self.bias.to(output.dtype)
+
+
+class _Product(torch.autograd.Function):
+    """`input @ weight.T` that keeps the stored weight for the backward pass, not the dequantised one."""
+
+    @staticmethod
+    def forward(ctx: Any, input: torch.Tensor, stored: torch.Tensor, scale: torch.Tensor | None, coding: Coding) -> Any:
+        ctx.save_for_backward(stored, scale)
+        ctx.coding = coding
+        return nn.functional.linear(input, coding.decode(stored, _as_float(scale), input.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (gradient,) = gradients
+        stored, scale = ctx.saved_tensors
+        return gradient @ ctx.coding.decode(stored, _as_float(scale), gradient.dtype), None, None, None
+
+
+def _as_float(scale: torch.Tensor | None) -> torch.Tensor | None:
+    return None if scale is None else scale.view(torch.float32)
 
 
 class QuantizedEmbedding(nn.Module):
@@ -165,14 +193,14 @@ class QuantizedEmbedding(nn.Module):
         super().__init__()
         self.coding = coding
         self.weight = nn.Parameter(stored, requires_grad=False)
-        self.register_buffer("scale", scale)
+        self.register_buffer("scale", None if scale is None else scale.view(torch.int32))
         self.dtype = dtype
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(…) ids -> (…, embedding_dim)."""
         ids = input.reshape(-1)
         scale = self.scale if self.scale is None or not self.scale.ndim else self.scale[ids]
-        rows = self.coding.decode(self.weight[ids], scale, self.dtype)
+        rows = self.coding.decode(self.weight[ids], _as_float(scale), self.dtype)
         return rows.reshape(*input.shape, -1)
 
 
@@ -200,13 +228,19 @@ def _gguf_type(dtype: str) -> Any:
     raise WangenError(f"weights of the GGUF type {dtype} cannot be decoded here", cure=f"get one of {known}")
 
 
-def _decode_gguf(dtype: str, stored: torch.Tensor) -> torch.Tensor:
-    """(rows, bytes per row) int8 -> float32, flat."""
-    from diffusers.quantizers.gguf.utils import dequantize_functions
+def _block(dtype: str) -> tuple[int, int]:
+    """How many numbers and how many bytes a block of a GGUF type has."""
     from gguf import GGML_QUANT_SIZES
 
-    kind = _gguf_type(dtype)
-    block_size, block_bytes = GGML_QUANT_SIZES[kind]
+    sizes: tuple[int, int] = GGML_QUANT_SIZES[_gguf_type(dtype)]
+    return sizes
+
+
+def _decode_gguf(dtype: str, stored: torch.Tensor) -> torch.Tensor:
+    """Bytes as int8 -> float32, flat."""
+    from diffusers.quantizers.gguf.utils import dequantize_functions
+
+    block_size, block_bytes = _block(dtype)
     blocks = stored.view(torch.uint8).reshape(-1, block_bytes)
-    numbers: torch.Tensor = dequantize_functions[kind](blocks, block_size, block_bytes, torch.float32)
+    numbers: torch.Tensor = dequantize_functions[_gguf_type(dtype)](blocks, block_size, block_bytes, torch.float32)
     return numbers.reshape(-1)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from diffusers import WanTransformer3DModel
+from diffusers.models.embeddings import TimestepEmbedding
 from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 
 from wangen.generator.errors import WangenError
@@ -72,8 +73,7 @@ def load_transformer(
     model.rope = WanRotaryPosEmbed(HEAD_DIM, model.config.patch_size, model.config.rope_max_seq_len)
     model.condition_embedder.timesteps_proj = Timesteps(model.config.freq_dim)
     fill(model, checkpoint, dtype, device, keep_float32=tuple(WanTransformer3DModel._keep_in_fp32_modules))
-    if torch.device(device).type != "meta":
-        shield_from_autocast(model, torch.device(device))
+    shield_from_autocast(model)
     return model
 
 
@@ -146,14 +146,26 @@ def _config(checkpoint: Checkpoint) -> dict[str, Any]:
     return config
 
 
-def shield_from_autocast(model: WanTransformer3DModel, device: torch.device) -> None:
+def shield_from_autocast(model: WanTransformer3DModel) -> None:
     """Let autocast, under which training runs, leave some modules alone.
 
     It would round the time embedding, which the official code keeps in float32 (its projection too; diffusers rounds
     that one). And on CUDA it would turn queries and keys into float32 at their norms, which flash attention and
     xformers refuse; the CPU's autocast does not.
     """
-    off = torch.autocast(device.type, enabled=False)
-    norms = [module for module in model.modules() if isinstance(module, torch.nn.RMSNorm)]
-    for module in (model.condition_embedder.time_embedder, *norms):
-        module.forward = off(module.forward)
+    model.condition_embedder.time_embedder.__class__ = _ShieldedTimeEmbedding
+    for module in model.modules():
+        if isinstance(module, torch.nn.RMSNorm):
+            module.__class__ = _ShieldedNorm
+
+
+class _ShieldedTimeEmbedding(TimestepEmbedding):
+    def forward(self, sample: torch.Tensor, condition: torch.Tensor | None = None) -> Any:
+        with torch.autocast(sample.device.type, enabled=False):
+            return super().forward(sample, condition)
+
+
+class _ShieldedNorm(torch.nn.RMSNorm):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            return super().forward(x)
