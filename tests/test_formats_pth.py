@@ -94,7 +94,7 @@ def test_views_of_one_storage_have_places_of_their_own(tmp_path: Path):
 
 def test_a_tensor_larger_than_its_storage_is_refused(tmp_path: Path):
     path = save(tmp_path / "a.pth", {"bomb": torch.ones(1).expand(2**40)})
-    with pytest.raises(WangenError, match="'bomb' reaches beyond its storage"):
+    with pytest.raises(WangenError, match="'bomb' repeats its numbers"):
         read_pth(path)
 
 
@@ -104,6 +104,15 @@ def test_a_small_file_that_stands_for_endless_weights_is_refused(tmp_path: Path)
     assert path.stat().st_size < 5e6
     with pytest.raises(WangenError, match="share their numbers"):
         read_pth(path)
+
+
+def test_tensors_that_are_not_what_is_stored_are_refused(tmp_path: Path):
+    negative = torch.ones(4, dtype=torch.complex64).conj().imag
+    assert negative.is_neg()
+    with pytest.raises(WangenError, match="negative or conjugate"):
+        read_pth(save(tmp_path / "negative.pth", {"a": negative}))
+    with pytest.raises(WangenError, match="repeats its numbers"):
+        read_pth(save(tmp_path / "wide.pth", {"a": torch.ones(3, 1).expand(3, 5)}))
 
 
 def test_parameters_and_state_dicts_with_versions_are_read(tmp_path: Path):

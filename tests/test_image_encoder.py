@@ -62,6 +62,25 @@ def test_a_folder_written_by_transformers_is_read(tmp_path: Path, place: str):
     assert max_abs(weights.encode_images(again, image(0)), golden("clip")["case0.clip_fea"]) < 1e-4
 
 
+@pytest.mark.parametrize("per_row", [False, True])
+def test_8_bit_weights_keep_their_scales_when_queries_keys_and_values_are_taken_apart(tmp_path: Path, per_row: bool):
+    state = torch.load(CLIP, weights_only=True)
+    meant = dict(state)
+    for name in [name for name in state if name.endswith(("to_qkv.weight", "mlp.0.weight"))]:
+        weight = state[name].float()
+        scale = weight.abs().amax(1, keepdim=True) / 448 if per_row else weight.abs().max() / 448
+        state[name] = (weight / scale).to(torch.float8_e4m3fn)
+        state[name.removesuffix("weight") + "scale_weight"] = scale
+        meant[name] = state[name].float() * scale
+    save_file({name: value.contiguous() for name, value in state.items()}, tmp_path / "clip_fp8.safetensors")
+    torch.save(meant, tmp_path / "plain.pth")
+    found, plain = (
+        weights.encode_images(load_image_encoder(tmp_path / file, dtype=torch.float32, num_heads=CLIP_HEADS), image(0))
+        for file in ("clip_fp8.safetensors", "plain.pth")
+    )
+    assert max_abs(found, plain) < 1e-5
+
+
 def test_missing_blocks_are_named(tmp_path: Path):
     state = torch.load(CLIP, weights_only=True)
     state = {name: value for name, value in state.items() if not name.startswith("visual.transformer.1.")}

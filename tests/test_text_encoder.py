@@ -1,3 +1,4 @@
+import json
 import shutil
 from pathlib import Path
 
@@ -66,10 +67,24 @@ def test_the_tokenizer_is_found_beside_the_weights(tmp_path: Path):
     assert weights.load_tokenizer(tmp_path / "t5.pth").encode("").ids == [1]
 
 
+def test_the_tokenizer_of_t5_and_one_cut_short_are_refused(tmp_path: Path):
+    text = (TOKENIZER / "tokenizer.json").read_text("utf-8")
+    fields = json.loads(text)
+    pieces = fields["model"]["vocab"]
+    del pieces[2]  # T5 has no <s>, so that its <unk> comes one earlier
+    fields["model"]["unk_id"] = 2
+    fields["added_tokens"] = [token | {"id": min(token["id"], 2)} for token in fields["added_tokens"][:2]]
+    t5 = json.dumps(fields)
+    for broken in (text[: len(text) * 95 // 100], t5, text.replace('"Unigram"', '"BPE"'), '{"model": {"vocab": 3}}'):
+        (tmp_path / "tokenizer.json").write_text(broken, encoding="utf-8")
+        with pytest.raises(WangenError, match="not umT5's tokenizer"):
+            weights.load_tokenizer(tmp_path)
+
+
 @pytest.mark.parametrize("name", ["tokenizer.json", "spiece.model"])
 def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path, name: str):
     (tmp_path / name).write_text("{}")
-    with pytest.raises(WangenError, match="not a"):
+    with pytest.raises(WangenError, match="not (umT5's|a SentencePiece)"):
         weights.load_tokenizer(tmp_path)
 
 

@@ -1,3 +1,4 @@
+import copy
 import json
 from pathlib import Path
 
@@ -271,6 +272,82 @@ def test_a_quantised_model_trains_adapters(tmp_path: Path):
     assert len(gradients[0]) == 16
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradient, gradients[1][name], rtol=1e-4, atol=1e-8)
+
+
+def test_a_quantised_model_keeps_no_dequantised_weight_for_the_backward_pass(tmp_path: Path):
+    write_like_comfyui(tmp_path / "fp8.safetensors", style="scaled")
+    model = weights.load_transformer(tmp_path / "fp8.safetensors", dtype=torch.float32)
+    layer = model.blocks[0].ffn.net[2]
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        layer(torch.randn(1, 3, layer.in_features, requires_grad=True)).sum().backward()
+    assert {tensor.dtype for tensor in kept} == {torch.int8, torch.int32}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_under_autocast_a_quantised_layer_does_what_a_plain_one_does(tmp_path: Path, dtype: torch.dtype):
+    meant = write_like_comfyui(tmp_path / "fp8.safetensors", style="rows")
+    model = weights.load_transformer(tmp_path / "fp8.safetensors", dtype=dtype)
+    plain = dequantized(tmp_path / "plain.safetensors", meant).blocks[0].ffn.net[2].to(dtype)
+    layer, hidden = model.blocks[0].ffn.net[2], torch.randn(2, 3, plain.in_features)
+    gradients = []
+    for module in (layer, plain):
+        leaf = hidden.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            output = module(leaf)
+        assert output.dtype == torch.bfloat16
+        output.float().square().sum().backward()
+        gradients.append(leaf.grad)
+    assert gradients[0].dtype == torch.float32
+    assert rel_rms(gradients[0], gradients[1]) < 0.01
+
+
+def test_casting_the_model_does_not_round_its_scales(tmp_path: Path):
+    meant = write_like_comfyui(tmp_path / "fp8.safetensors", style="rows")
+    model = weights.load_transformer(tmp_path / "fp8.safetensors", dtype=torch.float32).to(torch.float16).float()
+    plain = dequantized(tmp_path / "plain.safetensors", meant)
+    hidden = torch.randn(2, plain.blocks[0].attn1.to_q.in_features)
+    bias = plain.blocks[0].attn1.to_q.bias
+    found = model.blocks[0].attn1.to_q(hidden) - model.blocks[0].attn1.to_q.bias
+    assert max_abs(found, plain.blocks[0].attn1.to_q(hidden) - bias) < 1e-5
+
+
+def test_shields_go_with_the_model_when_it_is_copied_or_moved():
+    model = weights.load_transformer(DIT, dtype=torch.bfloat16)
+    copied = copy.deepcopy(model)
+    for parameter in copied.condition_embedder.time_embedder.parameters():
+        parameter.data.zero_()
+    assert max_abs(velocity(model, "dit_t2v21", 1), velocity(copied, "dit_t2v21", 1)) > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"format": "nvfp4"}, "nvfp4"),
+        ({"format": "float8_e4m3fn", "convrot": True}, "convrot"),
+        (["float8_e4m3fn"], "which is not read"),
+    ],
+)
+def test_other_forms_of_comfyuis_quantisation_are_named(tmp_path: Path, change: object, words: str):
+    write_like_comfyui(tmp_path / "fp8.safetensors", style="rows")
+    state = load_file(tmp_path / "fp8.safetensors")
+    name = "model.diffusion_model.blocks.0.ffn.0.comfy_quant"
+    assert name in state
+    text = json.dumps(change).encode()
+    save_file(state | {name: torch.frombuffer(bytearray(text), dtype=torch.uint8)}, tmp_path / "other.safetensors")
+    with pytest.raises(WangenError, match=words):
+        weights.load_transformer(tmp_path / "other.safetensors")
+    layers = {"_quantization_metadata": json.dumps({"layers": {"blocks.0.ffn.0": change}})}
+    save_file(load_file(DIT), tmp_path / "said.safetensors", layers)
+    with pytest.raises(WangenError, match=words):
+        weights.load_transformer(tmp_path / "said.safetensors")
+
+
+def test_scales_without_8_bit_weights_are_named(tmp_path: Path):
+    state = load_file(DIT) | {"blocks.0.ffn.0.scale_weight": torch.ones(1)}
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(WangenError, match="stored as BF16"):
+        weights.load_transformer(tmp_path / "model.safetensors")
 
 
 def test_first_and_last_frame_sees_two_images(tmp_path: Path):

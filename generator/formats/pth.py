@@ -150,7 +150,9 @@ def _load_storage(reference: Any) -> _Storage:
     return _Storage(kind.dtype, record, _natural(size) * (DTYPE_BITS[kind.dtype] // 8 if kind.dtype else 1))
 
 
-def _tensor_v2(storage: Any, offset: Any, shape: Any, strides: Any, *_unused: Any) -> _StoredTensor:
+def _tensor_v2(storage: Any, offset: Any, shape: Any, strides: Any, *unused: Any) -> _StoredTensor:
+    if len(unused) > 2 and unused[2]:  # behind requires_grad and hooks: what is done to the numbers when they are read
+        raise MalformedError("a tensor stored as the negative or conjugate of its numbers")
     if not isinstance(storage, _Storage) or storage.dtype is None:
         raise MalformedError("a tensor without storage")
     if not isinstance(shape, tuple) or not isinstance(strides, tuple) or not len(shape) == len(strides) <= MAX_DIMS:
@@ -252,8 +254,11 @@ def _check(path: Path, name: str, tensor: _StoredTensor, record: Record | None) 
             f"the weights of {quoted(name)} are missing or cut short", where=str(path), cure=DOWNLOAD_AGAIN
         )
     num_elements = record.num_bytes // (DTYPE_BITS[tensor.dtype] // 8)
-    if tensor.extent > num_elements or math.prod(tensor.shape) > num_elements:
+    if tensor.extent > num_elements:
         raise WangenError(f"{quoted(name)} reaches beyond its storage", where=str(path), cure=DOWNLOAD_AGAIN)
+    if math.prod(tensor.shape) > num_elements:
+        raise WangenError(f"{quoted(name)} repeats its numbers, which is not read", where=str(path),
+                          cure="save it again as tensor.contiguous()")  # fmt: skip
 
 
 def _placed(path: Path, tensor: _StoredTensor, begins: Mapping[str, int]) -> TensorInfo:

@@ -19,6 +19,7 @@ from wangen.runtime.weights.quantized import (
     read_coded,
     read_scale,
     read_weight,
+    refuse_other_forms,
     to_fp8,
 )
 
@@ -91,9 +92,10 @@ def open_checkpoint(path: Path, header: Header, rename: Callable[[Iterable[str]]
         rename: file names without prefix -> module names; what it leaves out is not needed.
 
     Raises:
-        WangenError: two tensors mean the same weight.
+        WangenError: two tensors mean the same weight, or weights are quantised in a form that is not read.
     """
     contents = sort_out(header)
+    refuse_other_forms(path, header, contents)
     names: dict[str, str] = {}
     for old, new in rename(contents.weights).items():
         if new in names:

@@ -143,11 +143,13 @@ def split_attention(header: Header) -> Header:
     """
     tensors: dict[str, TensorInfo] = {}
     for name, info in header.tensors.items():
-        if ".attn.to_qkv." in name and info.shape:
-            num_rows = info.shape[0] // 3
+        if ".attn.to_qkv." in name:
+            num_rows = info.shape[0] // 3 if info.shape else 0
+            # A scale may be one number for all rows, and a format is a text.
+            shared = num_rows == 0 or (info.dtype == "U8" and not name.endswith((".weight", ".bias")))
             for number, part in enumerate("qkv"):
                 new = name.replace("attn.to_qkv", f"self_attn.{part}_proj")
-                tensors[new] = rows(info, number * num_rows, (number + 1) * num_rows)
+                tensors[new] = info if shared else rows(info, number * num_rows, (number + 1) * num_rows)
         elif name.endswith(("visual.cls_embedding", "visual.pos_embedding")):
             shape = info.shape[-1:] if name.endswith("cls_embedding") else info.shape[-2:]
             tensors[name] = replace(info, shape=shape)

@@ -4,14 +4,17 @@ A quantised layer holds the stored bytes and makes its weight anew in each forwa
 What is computed is `x @ dequantise(W).T`, never a product in 8 bits: the numbers are those of the dequantised model.
 """
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from wangen.generator.companions import Contents
 from wangen.generator.errors import WangenError
-from wangen.generator.formats import DTYPE_BITS, TensorInfo
+from wangen.generator.formats import DTYPE_BITS, Header, TensorInfo
 from wangen.runtime.weights.reading import read_bytes, read_tensor
 
 OTHER_TYPE = "get the file in another quantisation, or in fp16"
@@ -20,6 +23,11 @@ FP8_MAX = 448.0
 """Largest number of float8_e4m3fn."""
 
 FLOAT8 = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
+
+
+COMFY_FORMATS = ("float8_e4m3fn", "float8_e5m2")
+COMFY_KEYS = {"format", "full_precision_matrix_mult"}
+"""What ComfyUI says of a layer, where that is 8-bit floats with a scale and nothing else."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +134,42 @@ def read_scale(weight: TensorInfo, scale: TensorInfo | None, device: torch.devic
                       where=str(scale.place.file) if scale.place else "")  # fmt: skip
 
 
+def refuse_other_forms(path: Path, header: Header, contents: Contents) -> None:
+    """Refuse a file whose 8-bit weights mean something else than `scale * stored`, or whose scales have no weight.
+
+    Raises:
+        WangenError: which form it is.
+    """
+    for weight, companions in contents.companions.items():
+        info = contents.weights.get(weight)
+        if "scale" in companions and (info is None or info.dtype not in FLOAT8):
+            found = f"a scale for {weight}, which " + ("is not there" if info is None else f"is stored as {info.dtype}")
+            raise WangenError(found, where=str(path), cure=OTHER_TYPE)
+        if "second_scale" in companions:
+            raise WangenError(f"{weight} has two scales, which is not read", where=str(path), cure=OTHER_TYPE)
+        if "format" in companions:
+            _require_float8(path, read_bytes(companions["format"]).numpy().tobytes())
+    try:
+        layers = json.loads(header.metadata.get("_quantization_metadata", "{}")).get("layers", {})
+        forms = list(layers.values())
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise WangenError("the metadata say that it is quantised, but not how", where=str(path),
+                          cure=OTHER_TYPE) from error  # fmt: skip
+    for form in forms:
+        _require_float8(path, json.dumps(form).encode())
+
+
+def _require_float8(path: Path, text: bytes) -> None:
+    """Refuse a description of ComfyUI's that says more than 8-bit floats with a scale."""
+    try:
+        form = json.loads(text)
+        known = form["format"] in COMFY_FORMATS and not any(form[key] for key in form.keys() - COMFY_KEYS)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        form, known = text[:80], False
+    if not known:
+        raise WangenError(f"weights quantised as {form}, which is not read here", where=str(path), cure=OTHER_TYPE)
+
+
 def to_fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """A matrix as 8-bit floats with one scale per row: (rows, columns) float8_e4m3fn and (rows, 1) float32.
 
@@ -160,7 +204,9 @@ class QuantizedLinear(nn.Linear):
         device = input.device.type
         if torch.is_autocast_enabled(device):
             input = input.to(torch.get_autocast_dtype(device))
-        output: torch.Tensor = _Product.apply(input, self.weight, self.scale, self.coding)
+        output: torch.Tensor = _Product.apply(  # type: ignore[no-untyped-call]
+            input, self.weight, self.scale, self.coding
+        )
         return output if self.bias is None else output + self.bias.to(output.dtype)
 
 

@@ -1,5 +1,6 @@
 """The umT5 tokenizer: from the files that come with the weights, or from the weights themselves."""
 
+import json
 import tempfile
 import types
 import warnings
@@ -9,6 +10,10 @@ from tokenizers import Tokenizer
 
 from wangen.generator.errors import WangenError
 from wangen.generator.tokenizer_file import carried_tokenizer, find_tokenizer
+
+ANOTHER = "fetch umT5's with: wangen models download tokenizer; or name it with --tokenizer"
+UNKNOWN = 3
+"""The id of `<unk>` in umT5; in T5, whose tokenizer looks the same, it is 2."""
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
@@ -28,16 +33,23 @@ def load_tokenizer(path: Path) -> Tokenizer:
     tokenizer = readers.get(file.suffix, _tokenizer_from_weights)(file)
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    if tokenizer.token_to_id("</s>") is None or tokenizer.encode("a").tokens[-1:] != ["</s>"]:
-        raise WangenError("this tokenizer does not end a text with </s>: not umT5's", where=str(file))
+    if tokenizer.encode("a").tokens[-1:] != ["</s>"] or tokenizer.token_to_id("<unk>") != UNKNOWN:
+        raise WangenError(f"not umT5's tokenizer: that ends a text with </s>, and its <unk> is {UNKNOWN}",
+                          where=str(file), cure=ANOTHER)  # fmt: skip
     return tokenizer
 
 
 def _tokenizer_from_json(file: Path) -> Tokenizer:
     # The library raises a bare Exception for a file it cannot parse, so what it must hold is checked before.
     text = file.read_text("utf-8", errors="replace")
-    if '"model"' not in text or '"vocab"' not in text:
-        raise WangenError("not a tokenizer.json: it has no model with a vocabulary", where=str(file))
+    try:
+        model = json.loads(text)["model"]
+        sound = model["type"] == "Unigram" and all(isinstance(piece, str) for piece, _ in model["vocab"])
+    except (ValueError, TypeError, KeyError, RecursionError):
+        sound = False
+    if not sound:
+        raise WangenError("not umT5's tokenizer.json: no Unigram model with a vocabulary, or cut short",
+                          where=str(file), cure=ANOTHER)  # fmt: skip
     return Tokenizer.from_str(text)
 
 

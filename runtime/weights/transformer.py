@@ -159,7 +159,7 @@ def shield_from_autocast(model: WanTransformer3DModel) -> None:
             module.__class__ = _ShieldedNorm
 
 
-class _ShieldedTimeEmbedding(TimestepEmbedding):
+class _ShieldedTimeEmbedding(TimestepEmbedding):  # type: ignore[misc]  # diffusers is untyped
     def forward(self, sample: torch.Tensor, condition: torch.Tensor | None = None) -> Any:
         with torch.autocast(sample.device.type, enabled=False):
             return super().forward(sample, condition)
