@@ -227,7 +227,7 @@ def _weights(options: Check) -> Iterator[Finding]:
             experts.expect_two_experts(options.dit, options.dit_high_noise)
         except WangenError as error:
             yield Finding(error.where, f"--dit_high_noise: {error.found}", error.cure)
-    if options.tokenizer or (options.t5 and options.t5.exists()):
+    if options.tokenizer or "t5" in sound:
         try:
             tokenizer_of(options.t5 or Path(), options.tokenizer)
         except WangenError as error:

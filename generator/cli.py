@@ -3,6 +3,7 @@
 Help must be quick, so that modules which only one command needs are imported inside it.
 """
 
+import errno
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -269,6 +270,12 @@ def main(words: Sequence[str] | None = None) -> int:
     except click.ClickException as error:
         click.echo(f"wangen: {error.format_message()}", err=True)
         return 2
+    except OSError as error:
+        if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EPIPE):
+            raise  # not about what was printed: our bug
+        if error.errno == errno.ENOSPC:
+            click.echo("wangen: the output could not be written: the disk is full", err=True)
+        return 1
     except (KeyboardInterrupt, click.Abort):
         click.echo(f"wangen: {STOPPED}", err=True)
         return 1

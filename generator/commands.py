@@ -4,6 +4,7 @@ The way of a value: words or a `--config_file` TOML -> raw values -> `convert` -
 and TOML meet in `build`, so both know the same flags, the same spellings and the same messages.
 """
 
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -237,7 +238,10 @@ def _scalar(option: Option, raw: Any, where: str) -> Any:
             f"--{option.name} has no value {raw!r}", where=where, cure=f"{hint}one of {', '.join(choices)}"
         )
     try:
-        return option.kind(text)
+        value = option.kind(text)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError
+        return value
     except ValueError:
         word = {int: "a whole number", float: "a number"}[option.kind]
         raise UsageError(f"--{option.name} takes {word}, got {raw!r}", where=where) from None

@@ -14,6 +14,7 @@ def entry() -> None:
             sys.stdout.write(file.read())
         return
     import io
+    import os
     import signal
 
     for stream in (sys.stdout, sys.stderr):  # a name that the terminal's encoding lacks is shown, not an error
@@ -25,5 +26,10 @@ def entry() -> None:
     from wangen.generator.cli import main
 
     code = main()
+    try:
+        sys.stdout.flush()
+    except OSError:  # a full disk or a closed pipe, which `main` has told; the interpreter would tell it again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = code or 1
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the work is done: only the interpreter is left to end
     sys.exit(code)

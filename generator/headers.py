@@ -6,6 +6,7 @@ Standard library only, milliseconds per file, nothing executed. What the file is
 import hashlib
 import re
 from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
 
 from wangen.generator.errors import WangenError
 from wangen.generator.formats import DOWNLOAD_AGAIN, Header, TensorInfo, quoted
@@ -122,13 +123,7 @@ def identity(path: Path, flag: str = "") -> str:
 
 def _in_folder(folder: Path, flag: str) -> Path:
     """The weight file, one of the shards or their index that a folder holds for an option."""
-    if (folder / PIPELINE).is_file() and flag not in FOLDERS:
-        raise WangenError("a folder of several models", where=str(folder), cure="name the one that is meant, inside")
-    inside = next((folder / name for name in FOLDERS.get(flag, ()) if (folder / name).is_dir()), None)
-    if inside is None and (folder / PIPELINE).is_file():
-        there = ", ".join(sorted(entry.name for entry in folder.glob("*/")))
-        raise WangenError(f"this pipeline has no {FOLDERS[flag][0]} folder, only {there}", where=str(folder))
-    folder = inside or folder
+    folder = _model_folder(folder, flag)
     named = _weights_in(folder, NAMES[flag]) if flag in NAMES else []
     found = named or _weights_in(folder, "*")
     if not found:
@@ -142,6 +137,28 @@ def _in_folder(folder: Path, flag: str) -> Path:
         raise WangenError("weights in several .bin files, which are not read together", where=str(folder),
                           cure="get them as .safetensors")  # fmt: skip
     return chosen[0]
+
+
+def _model_folder(folder: Path, flag: str) -> Path:
+    """The folder inside that an option means; the folder itself where it holds one model, or all side by side.
+
+    Raises:
+        WangenError: the option names no model of a pipeline, or one whose folder is missing. An expert never stands in
+            for the other.
+    """
+    names = FOLDERS.get(flag, ())
+    if not (folder / PIPELINE).is_file():
+        return next((folder / name for name in names if (folder / name).is_dir()), folder)
+    if not names:
+        raise WangenError("a folder of several models", where=str(folder), cure="name the one that is meant, inside")
+    entries = _read_json(folder / PIPELINE, "this is no list of a pipeline's models")
+    models = {name for name, entry in entries.items() if isinstance(entry, list) and any(entry)}
+    meant = next((name for name in names if name in models or (folder / name).is_dir()), names[0])
+    if not (folder / meant).is_dir():
+        there = ", ".join(sorted(entry.name for entry in folder.glob("*/")))
+        raise WangenError(f"this pipeline has no {meant} folder, only {there}", where=str(folder),
+                          cure=f"download {meant} into it, too")  # fmt: skip
+    return folder / meant
 
 
 def _weights_in(folder: Path, pattern: str) -> list[Path]:
@@ -171,14 +188,11 @@ def _stem(path: Path) -> str:
 
 def index_names(index: Path) -> list[str]:
     """The shard names of an index, each a plain name within the index's own folder."""
+    words = "this is no index of shards (no weight_map)"
     try:
-        if index.stat().st_size > MAX_INDEX_BYTES:
-            raise WangenError("this index of shards is too long to be one", where=str(index), cure=DOWNLOAD_AGAIN)
-        names = sorted(set(parse_json(index.read_bytes())["weight_map"].values()))
-    except OSError as error:
-        raise unreadable(index, error) from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise WangenError("this is no index of shards (no weight_map)", where=str(index)) from error
+        names = sorted(set(_read_json(index, words)["weight_map"].values()))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise WangenError(words, where=str(index), cure=DOWNLOAD_AGAIN) from error
     if not names:
         raise WangenError("this index names no shard", where=str(index))
     for name in names:
@@ -186,6 +200,21 @@ def index_names(index: Path) -> list[str]:
             found = f"the index names {quoted(str(name))}, which is not a file beside it"
             raise WangenError(found, where=str(index), cure=DOWNLOAD_AGAIN)
     return names
+
+
+def _read_json(path: Path, words: str) -> dict[str, Any]:
+    """The object that a small JSON file is; `words` say what is wrong when it is none."""
+    try:
+        if path.stat().st_size > MAX_INDEX_BYTES:
+            raise WangenError(f"{words}: it is too long", where=str(path), cure=DOWNLOAD_AGAIN)
+        content = parse_json(path.read_bytes())
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except ValueError as error:
+        raise WangenError(words, where=str(path), cure=DOWNLOAD_AGAIN) from error
+    if not isinstance(content, dict):
+        raise WangenError(words, where=str(path), cure=DOWNLOAD_AGAIN)
+    return content
 
 
 def _is_plain(name: str) -> bool:

@@ -9,7 +9,7 @@ Qwen-Image. `Facts` then names every profile that fits, and what the file's name
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from wangen import profiles
@@ -51,52 +51,53 @@ _SECOND_BIAS = {
 _TWO_IMAGES = ("img_emb.emb_pos", "condition_embedder.image_embedder.pos_embed", "model_type.Wan2_1-FLF2V")
 _OTHER_VISION = {1024: "ViT-L", 1408: "ViT-g", 1664: "ViT-bigG"}
 _DIT_FLAGS = ("--dit", "--dit_high_noise")
-_NOISE = re.compile(r"(?:^|[^a-z])(high|low)(?:[_ -]?noise)?(?:[^a-z]|$)", re.IGNORECASE)
+_NOISE = re.compile(r"(?<![a-z])(high|low)(?:(?P<noise>[_ -]?noise)|(?![_ -]?vram))(?![a-z])", re.IGNORECASE)
+_WAN_22 = re.compile(r"A14B|(?<!\d)2[._]2(?!\d)", re.IGNORECASE)
+_NUM_NAMES, _NAME_CHARACTERS = 3, 60
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What is known of a weight file.
+class Judged:
+    """What the names and shapes of a file's tensors say.
 
     Attributes:
         kind: a key of `KINDS`.
         words: the kind with the size, or the name of another model: "a Wan text-to-video transformer (14B, dim 5120)".
         layout: whose names the tensors have: `original`, `diffusers`, `huggingface`, `gguf`; empty when unknown.
-        format: `safetensors`, `pth` or `gguf`.
         sizes: what the shapes say: dim, ffn_dim, num_layers, num_heads, in_channels, out_channels …
+        profiles: every model profile that a file of these shapes fits.
+    """
+
+    kind: str
+    words: str = ""
+    layout: str = ""
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    profiles: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts(Judged):
+    """What is known of a weight file.
+
+    Attributes:
+        format: `safetensors`, `pth` or `gguf`.
         num_parameters: elements of all weights, in their logical shapes.
         dtypes: bytes of the weights by dtype, most first.
         quantisation: `fp8_e4m3`, `fp8_scaled`, `Q4_K GGUF` …; empty for 16 and 32 bits.
-        profiles: every model profile that a file of these shapes fits.
         hint: what the file's name says beyond its tensors, as a sentence; often empty.
         metadata: the text fields of the file.
         files: all files, where it is sharded.
         num_bytes: their sizes together.
     """
 
-    kind: str
-    words: str
-    layout: str
     format: str
-    sizes: Mapping[str, int]
     num_parameters: int
     dtypes: Mapping[str, int]
     quantisation: str
-    profiles: tuple[str, ...]
     hint: str
     metadata: Mapping[str, str] = field(repr=False)
     files: tuple[Path, ...]
     num_bytes: int
-
-
-@dataclass(frozen=True)
-class _Judged:
-    """What names and shapes say."""
-
-    kind: str
-    words: str = ""
-    layout: str = ""
-    sizes: Mapping[str, int] = field(default_factory=dict)
 
 
 def examine(path: Path, flag: str = "") -> Facts:
@@ -110,27 +111,29 @@ def examine(path: Path, flag: str = "") -> Facts:
         WangenError: as `headers.read_header`.
     """
     header, files = read_header(path, flag), shards(path, flag)
-    judged = _judge(header)
+    judged = judge(header)
     weights = header.tensors if judged.kind == "pipeline" else sort_out(header).weights
     dtypes: dict[str, int] = {}
     for info in weights.values():
         dtypes[info.dtype] = dtypes.get(info.dtype, 0) + (info.place.num_bytes if info.place else 0)
-    fitting = _fitting(judged.kind, judged.sizes)
     return Facts(
-        kind=judged.kind,
-        words=_words(judged, fitting),
-        layout=judged.layout,
+        **vars(judged),
         format=header.format,
-        sizes=judged.sizes,
         num_parameters=sum(math.prod(info.shape) for info in weights.values()),
         dtypes=dict(sorted(dtypes.items(), key=lambda item: -item[1])),
         quantisation=_quantisation(header, dtypes),
-        profiles=fitting,
         hint=_hint(judged.kind, files[0]),
         metadata=header.metadata,
         files=tuple(files),
         num_bytes=sum(file.stat().st_size for file in files),
     )
+
+
+def judge(header: Header) -> Judged:
+    """What the tensors of a header are."""
+    judged = _judge(header)
+    fitting = _fitting(judged.kind, judged.sizes)
+    return replace(judged, words=_words(judged, fitting), profiles=fitting)
 
 
 def kind_of(header: Header) -> str:
@@ -152,6 +155,22 @@ def expect(path: Path, kinds: str | Sequence[str], flag: str, task: str | None =
 
     Args:
         path: the file given to `flag`, or a folder.
+        kinds: as `require` takes them, with `flag` and `task`.
+
+    Raises:
+        WangenError: as `headers.read_header` and `require`.
+    """
+    header = read_header(path, flag)
+    require(path, judge(header), kinds, flag, task)
+    return header
+
+
+def require(path: Path, judged: Judged, kinds: str | Sequence[str], flag: str, task: str | None = None) -> None:
+    """Refuse a file of another kind, or of another task.
+
+    Args:
+        path: the file, for the message.
+        judged: what it is.
         kinds: what `flag` takes.
         flag: the flag as the user writes it (`--vae`).
         task: the model profile that the file must fit. A transformer whose sizes are those of another profile is
@@ -161,57 +180,52 @@ def expect(path: Path, kinds: str | Sequence[str], flag: str, task: str | None =
         WangenError: the file is something else; the message says what, what was expected, and what takes this file.
     """
     wanted = (kinds,) if isinstance(kinds, str) else tuple(kinds)
-    header = read_header(path, flag)
-    judged = _judge(header)
-    fitting = _fitting(judged.kind, judged.sizes)
     if judged.kind not in wanted:
         taker, takes = flag, _family(wanted)
-    elif task and fitting and task not in fitting:
+    elif task and judged.profiles and task not in judged.profiles:
         taker, takes = f"--task {task}", _words(_of_task(task, judged.kind), (task,))
     else:
-        return header
-    words = _words(judged, fitting)
-    if judged.kind == "unknown":
-        words += f" (its tensors: {', '.join(sorted(header.tensors)[:3])} …)"
-    cure = f"give {takes}{_belongs(judged.kind, flag, fitting)}"
-    raise WangenError(f"this is {words}; {taker} takes {takes}", where=str(path), cure=cure)
+        return
+    cure = f"give {takes}{_belongs(judged.kind, flag, judged.profiles)}"
+    raise WangenError(f"this is {judged.words}; {taker} takes {takes}", where=str(path), cure=cure)
 
 
-def _judge(header: Header) -> _Judged:
+def _judge(header: Header) -> Judged:
     """Identify the model by names and shapes, from what is told most surely to what is not."""
     names = header.tensors
     if words := relatives.adapter(names):
         plain = words == "a LoRA" and relatives.is_for_wan(names)
         about = "" if plain else words + ("" if relatives.is_for_wan(names) else " for another model than Wan")
-        return _Judged("lora" if plain else "lora-other", about)
+        return Judged("lora" if plain else "lora-other", about)
     if parts := relatives.parts_of(names):
-        return _Judged("pipeline", f"a checkpoint that holds {', '.join(parts[:-1])} and {parts[-1]} in one file")
+        return Judged("pipeline", f"a checkpoint that holds {', '.join(parts[:-1])} and {parts[-1]} in one file")
     if packing := relatives.packing(names):
-        return _Judged("quantized-other", f"weights quantised by {packing}")
+        return Judged("quantized-other", f"weights quantised by {packing}")
     if names and relatives.is_optimizer(names):
-        return _Judged("training-state", "the optimizer of a training state")
+        return Judged("training-state", "the optimizer of a training state")
     shapes = {strip_prefix(name): info.shape for name, info in names.items()}
     found = layout_of(shapes)
     if found:
         return _of_layout(*found)
     if (relative := relatives.relative(shapes)) and any(name.startswith("blocks.0.") for name in shapes):
-        return _Judged("wan-transformer-other", f"the {relative} part of a transformer")
+        return Judged("wan-transformer-other", f"the {relative} part of a transformer")
     if words := relatives.other_model(shapes):
-        return _Judged("other", words)
-    return _Judged("unknown")
+        return Judged("other", words)
+    some = ", ".join(name[:_NAME_CHARACTERS] for name in sorted(names)[:_NUM_NAMES])
+    return Judged("unknown", f"{describe('unknown')} (its tensors: {some} …)")
 
 
-def _of_layout(layout: Layout, shapes: Shapes) -> _Judged:
+def _of_layout(layout: Layout, shapes: Shapes) -> Judged:
     sizes = sizes_of(layout, shapes)
     if layout.family == "transformer":
         kind, relative = _transformer_kind(shapes, sizes)
-        return _Judged(kind, f"a {relative} transformer" if relative else "", layout.name, sizes)
+        return Judged(kind, f"a {relative} transformer" if relative else "", layout.name, sizes)
     if layout.family == "t5" and sizes["num_layers"] > 1 and _SECOND_BIAS[layout.name] not in shapes:
-        return _Judged("other", "a T5 text encoder, not umT5 (its layers share one position bias)")
+        return Judged("other", "a T5 text encoder, not umT5 (its layers share one position bias)")
     if layout.family == "clip" and sizes.get("dim") in _OTHER_VISION:
-        return _Judged("other", f"a CLIP {_OTHER_VISION[sizes['dim']]} image encoder, where Wan takes ViT-H")
+        return Judged("other", f"a CLIP {_OTHER_VISION[sizes['dim']]} image encoder, where Wan takes ViT-H")
     kinds = {"vae": "wan-vae-2.1", "vae-2.2": "wan-vae-2.2", "t5": "umt5-encoder", "clip": "open-clip"}
-    return _Judged(kinds[layout.family], "", layout.name, sizes)
+    return Judged(kinds[layout.family], "", layout.name, sizes)
 
 
 def _transformer_kind(shapes: Shapes, sizes: Mapping[str, int]) -> tuple[str, str]:
@@ -249,11 +263,11 @@ def _tasks(kind: str) -> list[str]:
     return [name for name in names if any(weights.kind == kind for weights in profiles.model(name).weights)]
 
 
-def _of_task(task: str, kind: str) -> _Judged:
-    return _Judged(kind, sizes=vars(profiles.model(task).transformer))
+def _of_task(task: str, kind: str) -> Judged:
+    return Judged(kind, sizes=vars(profiles.model(task).transformer))
 
 
-def _words(judged: _Judged, fitting: Sequence[str]) -> str:
+def _words(judged: Judged, fitting: Sequence[str]) -> str:
     """What a file is, with its size: that of people (14B) where it is a known one, and the width."""
     words = judged.words or describe(judged.kind)
     if not judged.kind.startswith("wan-transformer-") or "dim" not in judged.sizes:
@@ -305,8 +319,13 @@ def _hint(kind: str, path: Path) -> str:
 def noise_of(path: Path) -> str:
     """Which expert of Wan 2.2 a file is by its name or its folder's: `high`, `low`, or nothing.
 
+    The words say it with "noise", or in a name that says Wan 2.2: low_vram and high_quality are everywhere.
+
     >>> noise_of(Path("Wan2_2-T2V-A14B_HIGH_fp8_e4m3fn.safetensors")), noise_of(Path("low_noise_model/a.safetensors"))
     ('high', 'low')
     """
-    found = [match[1].lower() for name in (path.name, path.parent.name) for match in _NOISE.finditer(name)]
-    return found[0] if found else ""
+    for name in (path.name, path.parent.name):
+        for match in _NOISE.finditer(name):
+            if match["noise"] or _WAN_22.search(name):
+                return match[1].lower()
+    return ""

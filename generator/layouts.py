@@ -18,6 +18,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 Family = Literal["transformer", "vae", "vae-2.2", "t5", "clip"]
 
 HEAD_DIM = 128
+"""Width of an attention head of every Wan transformer."""
 
 
 @dataclass(frozen=True)

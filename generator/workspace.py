@@ -18,6 +18,7 @@ from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.files import write_text, write_whole
 from wangen.generator.paths import PathError, slugify, translate
 from wangen.generator.target import Target, from_here, machine_of
+from wangen.generator.tasks import supported
 
 FILE = "wangen.toml"
 DEFAULT_MODEL = "t2v-1.3B"
@@ -186,7 +187,7 @@ def init(folder: Path, model: str = DEFAULT_MODEL) -> Path:
     if not path.exists():
         text = _TEMPLATE.format(
             model=model,
-            models=", ".join(profiles.model_names()),
+            models=", ".join(supported()),
             platforms=", ".join(f'"{name}"' for name in DEFAULT_PLATFORMS),
             all_platforms=", ".join(profiles.platform_names()),
             sections="".join(_example(name) for name in DEFAULT_PLATFORMS),

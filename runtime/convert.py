@@ -10,9 +10,7 @@ import torch
 from wangen.generator.files import write_text
 from wangen.generator.formats import Header
 from wangen.generator.headers import read_header
-from wangen.generator.workspace import require_writable
-from wangen.runtime.lora import Lora, as_stored, lora_fields, name_tensors, read_lora
-from wangen.runtime.lora_config import (
+from wangen.generator.lora_config import (
     ADAPTER_FILE,
     CONFIG_FILE,
     DIFFUSERS_METADATA,
@@ -22,7 +20,9 @@ from wangen.runtime.lora_config import (
     is_safetensors,
     lora_file,
 )
-from wangen.runtime.lora_keys import Layout, layout_of
+from wangen.generator.lora_keys import Layout, layout_of
+from wangen.generator.workspace import require_writable
+from wangen.runtime.lora import Lora, as_stored, lora_fields, name_tensors, read_lora
 from wangen.runtime.safetensors_file import refuse_overwriting, require_space, write
 
 CONVERTED = "wangen.converted"

@@ -11,10 +11,10 @@ from pathlib import Path
 from wangen.generator import headers
 from wangen.generator.errors import UsageError, many
 from wangen.generator.files import write_text
+from wangen.generator.lora_config import is_safetensors, lora_file
 from wangen.generator.session import Report
 from wangen.generator.steps import Export
 from wangen.generator.workspace import require_writable
-from wangen.runtime.lora_config import is_safetensors, lora_file
 from wangen.runtime.lora_metadata import describe_file
 
 log = logging.getLogger("wangen")

@@ -18,8 +18,8 @@ from peft.tuners.lora import LoraLayer
 
 from wangen.generator.errors import WangenError, many
 from wangen.generator.kinds import expect
-from wangen.runtime.lora_config import Alphas, config_fields, lora_file, read_alphas
-from wangen.runtime.lora_keys import Layout, foreign, module_names, parse_key
+from wangen.generator.lora_config import Alphas, config_fields, lora_file, read_alphas
+from wangen.generator.lora_keys import Layout, foreign, module_names, parse_key
 from wangen.runtime.weights.reading import read_tensor
 
 FLOAT8 = torch.float8_e4m3fn

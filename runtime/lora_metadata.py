@@ -15,8 +15,8 @@ from wangen.generator.errors import WangenError
 from wangen.generator.formats import Header, TensorInfo
 from wangen.generator.headers import read_header
 from wangen.generator.kinds import examine
-from wangen.runtime.lora_config import read_alphas
-from wangen.runtime.lora_keys import foreign, layout_of, parse_key
+from wangen.generator.lora_config import read_alphas
+from wangen.generator.lora_keys import foreign, layout_of, parse_key
 
 NUMBERS = {"F64": "<d", "F32": "<f", "F16": "<e"}
 MAX_DEPTH = 8  # of JSON within JSON

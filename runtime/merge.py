@@ -17,9 +17,9 @@ from wangen.generator.companions import Contents, sort_out
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.formats import Header, TensorInfo
 from wangen.generator.kinds import KINDS, expect
+from wangen.generator.lora_config import STALE
+from wangen.generator.lora_keys import module_name
 from wangen.runtime.lora import FLOAT8, FLOAT8_MAX, Lora, LoraWeight, cast, nothing_matches, require_size
-from wangen.runtime.lora_config import STALE
-from wangen.runtime.lora_keys import module_name
 from wangen.runtime.progress import progress
 from wangen.runtime.safetensors_file import Later, refuse_overwriting, require_space, write
 from wangen.runtime.weights.quantized import is_quantized, read_weight

@@ -8,9 +8,9 @@ import torch
 from parity import DITS, VECTORS, golden, velocity
 
 from wangen.generator.cli import main
+from wangen.generator.lora_keys import Layout
 from wangen.runtime import safetensors_file
 from wangen.runtime.lora import Lora, LoraWeight, read_lora, to_layout
-from wangen.runtime.lora_keys import Layout
 from wangen.runtime.weights import load_transformer
 
 KOHYA = {

@@ -84,7 +84,7 @@ def test_the_tokenizer_of_t5_and_one_cut_short_are_refused(tmp_path: Path):
 @pytest.mark.parametrize("name", ["tokenizer.json", "spiece.model"])
 def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path, name: str):
     (tmp_path / name).write_text("{}")
-    with pytest.raises(WangenError, match="not (umT5's|a SentencePiece)"):
+    with pytest.raises(WangenError, match=r"not (umT5's|a SentencePiece)"):
         weights.load_tokenizer(tmp_path)
 
 

@@ -279,8 +279,15 @@ def _say_next(targets: Iterable[Target], model: Model, slug: str) -> None:
             path = find_weights(target, weights)
             seen = target.reach(path)
             if seen is None or not seen.exists():
-                missing.setdefault(path.replace("\\", "/"), []).append(target.platform.name)
+                name = target.platform.name if seen else f"{target.platform.name}, not seen from here"
+                missing.setdefault(path.replace("\\", "/"), []).append(name)
     for path, names in missing.items():
         absolute = PurePosixPath(path).is_absolute() or PureWindowsPath(path).is_absolute()
         click.echo(f"next: put the weights to {path}{'' if absolute else ' in the bundle'} ({', '.join(names)})")
+    if missing:
+        click.echo(f"      or fetch them with: wangen models download {model.name}")
+        click.echo(
+            "      or say in wangen.toml where they are: models = 'C:/ComfyUI/models' below [platform.NAME]; they are"
+        )
+        click.echo("      found by their usual names in any folder there (wangen models list), then publish again")
     click.echo(f"next: see what is missing with: wangen check {slug}    and run train_{slug} in the bundle")

@@ -12,10 +12,9 @@ from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 
 from wangen.generator.errors import WangenError
 from wangen.generator.kinds import expect
-from wangen.runtime.lora_keys import BLOCK_MODULES, OUTER_MODULES
+from wangen.generator.layouts import HEAD_DIM
+from wangen.generator.lora_keys import BLOCK_MODULES, OUTER_MODULES
 from wangen.runtime.weights.filling import Checkpoint, build, fill, open_checkpoint
-
-HEAD_DIM = 128
 
 BLOCK = re.compile(r"(?P<start>blocks\.\d+\.)(?P<rest>.+)")
 BLOCK_TENSORS = {"modulation": "scale_shift_table"}

@@ -1,0 +1,70 @@
+"""The bytes of small tensors, read without torch: a tokenizer, the numbers of a bias, an alpha."""
+
+import math
+import struct
+
+from wangen.generator.errors import WangenError
+from wangen.generator.formats import TensorInfo, truncated
+from wangen.generator.formats.one_file import unreadable
+
+# dtype -> zero bytes to put before its own, and struct's code for the whole: some are the upper part of a longer one.
+_NUMBERS = {
+    "F64": (0, "<d"),
+    "F32": (0, "<f"),
+    "F16": (0, "<e"),
+    "BF16": (2, "<f"),
+    "F8_E5M2": (1, "<e"),
+    "I64": (0, "<q"),
+    "I32": (0, "<i"),
+    "I16": (0, "<h"),
+    "I8": (0, "<b"),
+    "U8": (0, "<B"),
+}
+
+
+def read_raw(info: TensorInfo) -> bytes:
+    """The stored bytes of a tensor.
+
+    Raises:
+        WangenError: the file can no longer be read, or is shorter than its header said.
+    """
+    place = info.place
+    assert place is not None, "a header that was made up has nothing to read"
+    try:
+        with place.file.open("rb") as file:
+            file.seek(place.offset)
+            content = file.read(place.num_bytes)
+    except OSError as error:
+        raise unreadable(place.file, error) from error
+    if len(content) < place.num_bytes:
+        raise truncated(place.file, expected=str(place.offset + place.num_bytes), found=place.offset + len(content))
+    return content
+
+
+def read_scalar(info: TensorInfo) -> float:
+    """The value of a tensor of one number.
+
+    Raises:
+        WangenError: it holds no single number, is stored in a form that has none, or cannot be read.
+    """
+    content = read_raw(info)
+    if info.dtype == "F8_E4M3" and len(content) == 1:
+        return _float8(content[0])
+    num_zeros, code = _NUMBERS.get(info.dtype, (0, ""))
+    if not code or len(content) + num_zeros != struct.calcsize(code):
+        raise WangenError(f"a tensor of {info.dtype} and shape {list(info.shape)} where one number is due",
+                          where=str(info.place.file) if info.place else "")  # fmt: skip
+    return float(struct.unpack(code, b"\0" * num_zeros + content)[0])
+
+
+def _float8(bits: int) -> float:
+    """A number of float8_e4m3fn, which has no infinity.
+
+    >>> [_float8(bits) for bits in (0x38, 0xC0, 0x01, 0x7E)]
+    [1.0, -2.0, 0.001953125, 448.0]
+    """
+    exponent, mantissa = bits >> 3 & 15, bits & 7
+    if bits & 0x7F == 0x7F:
+        return math.nan
+    value = math.ldexp(8 + mantissa, exponent - 10) if exponent else math.ldexp(mantissa, -9)
+    return -value if bits & 0x80 else value

@@ -1,0 +1,129 @@
+"""What stands beside a LoRA's tensors: alphas by patterns as peft means them, and what makes one LoRA another."""
+
+import json
+import math
+import shutil
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from loras import LORAS, convert
+from peft import LoraConfig, get_peft_model
+
+from wangen.generator.cli import main
+from wangen.generator.errors import WangenError
+from wangen.generator.headers import identity
+from wangen.generator.lora_config import lora_identity
+from wangen.runtime.lora import read_lora
+
+T2V = LORAS["t2v21"]
+
+
+class Official(torch.nn.Module):
+    """Some layers of two blocks, with the names that the official model gives them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(
+            torch.nn.ModuleDict(
+                {
+                    "self_attn": torch.nn.ModuleDict({name: torch.nn.Linear(8, 8) for name in "qkvo"}),
+                    "cross_attn": torch.nn.ModuleDict({name: torch.nn.Linear(8, 8) for name in "qkvo"}),
+                    "ffn": torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 8)),
+                }
+            )
+            for _ in range(2)
+        )
+
+
+def peft_folder(folder: Path, model: torch.nn.Module, **changes) -> torch.nn.Module:
+    """Save an adapter with peft's own functions; returns the adapted model."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        targets = ["self_attn.q", "self_attn.o", "cross_attn.q", "ffn.0"]
+        config = LoraConfig(r=4, lora_alpha=4, target_modules=targets, init_lora_weights=False, **changes)
+        adapted = get_peft_model(model, config)
+        adapted.save_pretrained(folder)
+    return adapted
+
+
+@pytest.mark.parametrize(
+    "patterns",
+    [
+        {"self_attn.q": 16},
+        {"blocks.0.self_attn.q": 16, "ffn.0": 2},
+        {"^blocks.1.ffn.0": 16, "ffn.0": 8, r"blocks\.0\.cross_attn\.q": 1},
+        {"q": 32, "o$": 8},
+    ],
+)
+@pytest.mark.parametrize("stabilized", [False, True])
+def test_patterns_in_the_official_names_mean_what_peft_makes_of_them(tmp_path: Path, patterns: dict, stabilized: bool):
+    adapted = peft_folder(tmp_path, Official(), alpha_pattern=patterns, use_rslora=stabilized)
+    lora = read_lora(tmp_path)
+    new = {"self_attn.q": "attn1.to_q", "self_attn.o": "attn1.to_out.0", "cross_attn.q": "attn2.to_q",
+           "ffn.0": "ffn.net.0.proj"}  # fmt: skip
+    assert len(lora) == 2 * len(new)
+    for number in range(2):
+        for old, name in new.items():
+            scale = adapted.get_submodule(f"base_model.model.blocks.{number}.{old}").scaling["default"]
+            assert math.isclose(lora[f"blocks.{number}.{name}"].scale, scale), (number, old)
+
+
+@pytest.mark.parametrize("pattern", ["self_attn.x", "^to_q", "blocks.7.attn1.to_q", "diffusion_model.blocks.7.ffn.0"])
+def test_a_pattern_that_no_module_has_is_refused(tmp_path: Path, capsys, pattern: str):
+    convert(T2V, tmp_path / "adapter", "--layout", "peft")
+    change_config(tmp_path / "adapter", alpha_pattern={"attn1.to_q": 2, pattern: 16})
+    with pytest.raises(WangenError, match="no module of this LoRA") as error:
+        read_lora(tmp_path / "adapter")
+    assert pattern in error.value.found
+    assert main(["export", "--metadata", "--lora_weight", str(tmp_path / "adapter")]) == 1
+    assert pattern in capsys.readouterr().err
+
+
+def test_patterns_with_the_prefix_of_a_repacked_model_are_understood(tmp_path: Path):
+    convert(T2V, tmp_path / "adapter", "--layout", "peft")
+    change_config(tmp_path / "adapter", alpha_pattern={r"^diffusion_model\.blocks\.0\.self_attn\.q$": 16})
+    lora = read_lora(tmp_path / "adapter")
+    assert {name for name, weight in lora.items() if weight.alpha == 16} == {"blocks.0.attn1.to_q"}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("use_qalora", True), ("use_bdlora", {"target_modules_bd_a": ["q"]}), ("alora_invocation_tokens", [1]),
+     ("arrow_config", {"router_temperature": 1.0}), ("layer_replication", [[0, 2]])],
+)  # fmt: skip
+def test_variants_that_are_more_than_two_factors_are_refused(tmp_path: Path, field: str, value: object):
+    convert(T2V, tmp_path / "adapter", "--layout", "peft")
+    change_config(tmp_path / "adapter", **{field: value})
+    with pytest.raises(WangenError, match=field):
+        read_lora(tmp_path / "adapter")
+
+
+def test_the_identity_of_a_peft_folder_changes_with_its_configuration(tmp_path: Path):
+    convert(T2V, tmp_path / "adapter", "--layout", "peft")
+    shutil.copytree(tmp_path / "adapter", tmp_path / "copy")
+    before = lora_identity(tmp_path / "adapter")
+    assert lora_identity(tmp_path / "copy") == lora_identity(tmp_path / "copy/adapter_model.safetensors") == before
+    change_config(tmp_path / "adapter", lora_alpha=40)
+    assert lora_identity(tmp_path / "adapter") != before
+
+
+def test_a_plain_file_keeps_its_identity_whatever_lies_beside_it(tmp_path: Path):
+    file = Path(shutil.copy(T2V, tmp_path / "cats.safetensors"))
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert lora_identity(file) == identity(file)
+
+
+def test_a_folder_with_files_of_peft_and_diffusers_is_read_and_identified_as_the_one_of_peft(tmp_path: Path):
+    convert(T2V, tmp_path / "adapter", "--layout", "peft")
+    before = lora_identity(tmp_path / "adapter")
+    convert(T2V, tmp_path / "adapter/pytorch_lora_weights.safetensors", "--layout", "diffusers")
+    assert lora_identity(tmp_path / "adapter") == before
+    assert len(read_lora(tmp_path / "adapter")) == 20
+
+
+def change_config(folder: Path, **fields) -> None:
+    """Change some fields of an adapter's configuration."""
+    file = folder / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text(encoding="utf-8")), **fields}), encoding="utf-8")
