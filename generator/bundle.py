@@ -5,7 +5,8 @@ profile, the accelerator's rule, `[steps.…]` of the workspace, and the paths o
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from importlib.metadata import version
@@ -76,10 +77,22 @@ def script_bundles(target: Target, slug: str, steps: tuple[Step, ...]) -> dict[s
     }
 
 
-def find_weights(target: Target, weights: Weights) -> str:
+def models_folder(target: Target) -> Path | None:
+    """The models folder of a target as this host sees it, or None when it does not."""
+    return target.reach(target.path(target.roots["models"]))
+
+
+def models_below(target: Target) -> list[PurePosixPath]:
+    """Every file below the models folder of a target, as `find_weights` takes them; none where it is not seen."""
+    folder = models_folder(target)
+    return list(files_below(folder)) if folder else []
+
+
+def find_weights(target: Target, weights: Weights, found: Sequence[PurePosixPath] | None = None) -> str:
     """A weight file as the target writes it: the configured one, the first that is found, or where a download puts it.
 
-    A file is found by the end of its path. Where a longer name of another weight file fits too, it is that one:
+    A file is found by the end of its path; of several that are called so, it is the largest, which has lost least to
+    quantising. Where a longer name of another weight file fits too, it is that one:
     `low_noise_model/diffusion_pytorch_model-00001-of-00006.safetensors` is an expert of Wan 2.2, in whatever folder,
     and not the transformer of Wan 2.1 whose shards are called the same; in a folder `Wan2.2-I2V-A14B` it is that
     model's expert.
@@ -87,14 +100,15 @@ def find_weights(target: Target, weights: Weights) -> str:
     models = target.roots["models"]
     if weights.flag in target.weights:
         return target.path(models, target.weights[weights.flag])
-    folder = target.reach(target.path(models))
-    found = list(files_below(folder)) if folder else []
+    found = models_below(target) if found is None else found
+    folder = models_folder(target) or Path()
     elsewhere = _all_names() - _names(weights)
     for name in weights.files:
         longer = {other for other in elsewhere if other.endswith(f"/{name}")}
-        for path in found:
-            if _ends(path, name) and not any(_ends(path, other) for other in longer):
-                return target.path(models, *path.parts)
+        called = [path for path in found if is_called(path, name)]
+        ours = [path for path in called if not any(is_called(path, other) for other in longer)]
+        if ours:
+            return target.path(models, *max(ours, key=lambda path: _num_bytes(folder / path)).parts)
     return target.path(models, *place_of(weights.downloads[0]).parts)
 
 
@@ -123,8 +137,22 @@ def files_below(folder: Path) -> Iterator[PurePosixPath]:
             yield PurePosixPath(Path(place, name).relative_to(folder).as_posix())
 
 
-def _ends(path: PurePosixPath, name: str) -> bool:
-    return f"/{path}".endswith(f"/{name}")
+def is_called(path: PurePosixPath, name: str) -> bool:
+    """Whether a path ends in a name, in which `*` stands for any part of a file's or folder's name.
+
+    >>> is_called(PurePosixPath("a/b/wan-Q8_0.gguf"), "b/wan-*.gguf"), is_called(PurePosixPath("x-wan.pth"), "wan.pth")
+    (True, False)
+    """
+    return _end(name).search(str(path)) is not None
+
+
+@cache
+def _end(name: str) -> re.Pattern[str]:
+    return re.compile("(?:^|/)" + re.escape(name).replace(r"\*", "[^/]*") + "$")
+
+
+def _num_bytes(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else 0
 
 
 def _names(weights: Weights) -> frozenset[str]:
@@ -147,7 +175,7 @@ def _all_names() -> frozenset[str]:
 
 def _paths(target: Target, model: Model, slug: str) -> dict[str, str]:
     """Values of the flags that are paths; a step takes those it has."""
-    outputs = target.roots["outputs"]
+    outputs, found = target.roots["outputs"], models_below(target)
     return {
         "dataset_config": target.path("files", "tomls", toml_name(slug, target)),
         "output_dir": target.path(outputs, slug),
@@ -156,7 +184,7 @@ def _paths(target: Target, model: Model, slug: str) -> dict[str, str]:
         "log_file": target.path(target.roots["logs"], f"{slug}.log"),
         "lock": target.path(outputs, slug, "run.lock"),
         "task": model.name,
-        **{weights.flag: find_weights(target, weights) for weights in model.weights},
+        **{weights.flag: find_weights(target, weights, found) for weights in model.weights},
     }
 
 

@@ -47,12 +47,14 @@ class Contents:
         companions: weight name -> role -> tensor.
         tokenizer: a SentencePiece model that the file carries as bytes, or None.
         names: weight name -> the file's own name.
+        scale_names: weight name -> the file's own name of its scale.
     """
 
     weights: Mapping[str, TensorInfo]
     companions: Mapping[str, Mapping[str, TensorInfo]]
     tokenizer: TensorInfo | None
     names: Mapping[str, str]
+    scale_names: Mapping[str, str]
 
 
 def sort_out(header: Header) -> Contents:
@@ -64,12 +66,15 @@ def sort_out(header: Header) -> Contents:
     weights: dict[str, TensorInfo] = {}
     companions: dict[str, dict[str, TensorInfo]] = {}
     names: dict[str, str] = {}
+    scale_names: dict[str, str] = {}
     tokenizer = None
     for name, info in header.tensors.items():
         bare = strip_prefix(name)
         stem, _, end = bare.rpartition(".")
         if end in ROLES and stem:
             companions.setdefault(f"{stem}.weight", {})[ROLES[end]] = info
+            if ROLES[end] == "scale":
+                scale_names[f"{stem}.weight"] = name
         elif bare == CARRIED_TOKENIZER and info.dtype == "U8":
             tokenizer = info
         elif not bare.startswith(MARKERS):
@@ -77,7 +82,7 @@ def sort_out(header: Header) -> Contents:
                 raise WangenError(f"two tensors of this file mean the same weight ({names[bare]} and {name})")
             weights[bare] = info
             names[bare] = name
-    return Contents(weights, companions, tokenizer, names)
+    return Contents(weights, companions, tokenizer, names, scale_names)
 
 
 def strip_prefix(name: str) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 from wangen.generator.companions import strip_prefix
 from wangen.generator.errors import WangenError
 from wangen.generator.formats import Header, TensorInfo
+from wangen.generator.formats.raw import read_raw
 from wangen.generator.headers import identity, read_header
 from wangen.generator.kinds import noise_of
 
@@ -68,10 +69,7 @@ def _find(header: Header, names: Sequence[str]) -> TensorInfo | None:
 
 def _rounded(info: TensorInfo) -> list[int]:
     """A tensor's values as bfloat16, each as its 16 bits in an order that follows the value."""
-    assert info.place is not None
-    with info.place.file.open("rb") as file:
-        file.seek(info.place.offset)
-        data = file.read(info.place.num_bytes)
+    data = read_raw(info)
     code = _CODES[info.dtype]
     numbers = struct.unpack(f"<{len(data) // struct.calcsize(code)}{code}", data)
     return [_ordered(number if info.dtype == "BF16" else _to_bfloat16(number)) for number in numbers]

@@ -155,7 +155,9 @@ def expect(path: Path, kinds: str | Sequence[str], flag: str, task: str | None =
 
     Args:
         path: the file given to `flag`, or a folder.
-        kinds: as `require` takes them, with `flag` and `task`.
+        kinds: what `flag` takes.
+        flag: the flag as the user writes it (`--vae`).
+        task: the model profile that the file must fit.
 
     Raises:
         WangenError: as `headers.read_header` and `require`.

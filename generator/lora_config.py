@@ -4,15 +4,18 @@ Both hold the fields of a `LoraConfig`: `r` and `lora_alpha` for most modules, `
 the others.
 """
 
+import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from wangen.generator.errors import WangenError
+from wangen.generator.headers import identity
+from wangen.generator.lora_keys import original_name, without_prefix
 
 ADAPTER_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
@@ -31,9 +34,15 @@ UNSUPPORTED = {
     "modules_to_save": "whole modules",
     "trainable_token_indices": "token embeddings",
     "target_parameters": "parameters that are no layers",
+    "layer_replication": "blocks of a model that were repeated",
+    "use_qalora": "averages of the inputs before its matrices (QALoRA)",
+    "use_bdlora": "matrices of separate blocks (BD-LoRA)",
+    "alora_invocation_tokens": "an effect from certain tokens on (aLoRA)",
+    "arrow_config": "a choice between adapters (Arrow)",
 }
-# A pattern is a regular expression; those in circulation are plain names, and only they are taken.
-PLAIN_PATTERN = re.compile(r"\^?(?:[\w-]|\\?\.)+\$?")
+# A pattern is a regular expression; those in circulation are plain names, and only they are taken. A number alone
+# would be one layer in the official names and another in those of diffusers.
+PLAIN_PATTERN = re.compile(r"(?=.*[A-Za-z])(?P<anchor>\^?)(?P<name>(?:[\w-]|\\?\.)+)\$?")
 
 
 @dataclass(frozen=True)
@@ -42,7 +51,8 @@ class Alphas:
 
     Attributes:
         default: the alpha of all modules that no pattern names; None: the rank.
-        patterns: a module's name, or its end -> alpha.
+        patterns: the end of a module's name, or `^` and the whole of it, as diffusers or the official code call it ->
+            alpha. The first that fits counts.
         rank_stabilized: the scale is `alpha / sqrt(rank)`.
     """
 
@@ -52,8 +62,7 @@ class Alphas:
 
     def of(self, module: str, rank: int) -> float:
         """The alpha for which `alpha / rank` is the module's scale."""
-        ends = (alpha for end, alpha in self.patterns.items() if module == end or module.endswith(f".{end}"))
-        alpha = next(ends, self.default)
+        alpha = next((alpha for pattern, alpha in self.patterns.items() if _fits(pattern, module)), self.default)
         if alpha is None:
             return float(rank)
         return alpha * rank**0.5 if self.rank_stabilized else alpha
@@ -74,20 +83,55 @@ def lora_file(path: Path) -> Path:
                       cure="name the LoRA's file")  # fmt: skip
 
 
+def lora_identity(path: Path) -> str:
+    """A digest of a LoRA, given as a file or as a folder: of its file, and of the configuration that is read with it.
+
+    Raises:
+        WangenError: as `lora_file` and `headers.identity`.
+    """
+    file = lora_file(path)
+    found = identity(file)
+    config = _config_of(file)
+    return hashlib.sha256(found.encode() + _content(config)).hexdigest() if config else found
+
+
 def is_safetensors(path: Path) -> bool:
     """Whether a path to write names a file, and no folder."""
     return path.suffix.lower() == ".safetensors"
 
 
-def read_alphas(file: Path, metadata: Mapping[str, str]) -> Alphas:
+def read_alphas(file: Path, metadata: Mapping[str, str], modules: Collection[str]) -> Alphas:
     """The alphas beside a LoRA's tensors: of the `adapter_config.json` there, else of the file's metadata.
 
+    Args:
+        file: the LoRA's file.
+        metadata: of its header.
+        modules: all that it changes, by their names in diffusers.
+
     Raises:
-        WangenError: what stands there is malformed, or of an adapter that is more than a LoRA.
+        WangenError: what stands there is malformed, of an adapter that is more than a LoRA, or of another one.
     """
+    config = _config_of(file)
+    alphas = _alphas(_load(config), str(config)) if config else _of_metadata(file, metadata)
+    for pattern in alphas.patterns:
+        if not any(_fits(pattern, module) for module in modules):
+            raise WangenError(f"the alpha_pattern {pattern!r} names no module of this LoRA", where=str(config or file),
+                              cure="take it out, or write the module's name as the LoRA's file does")  # fmt: skip
+    return alphas
+
+
+def _fits(pattern: str, module: str) -> bool:
+    """Whether a pattern of `Alphas` means a module, in either of its names."""
+    return any(pattern == f"^{name}" or f".{name}".endswith(f".{pattern}") for name in (module, original_name(module)))
+
+
+def _config_of(file: Path) -> Path | None:
+    """The configuration that peft wrote beside a LoRA's file, if that is so."""
     config = file.with_name(CONFIG_FILE)
-    if file.name == ADAPTER_FILE and config.is_file():
-        return _alphas(_load(config), str(config))
+    return config if file.name == ADAPTER_FILE and config.is_file() else None
+
+
+def _of_metadata(file: Path, metadata: Mapping[str, str]) -> Alphas:
     try:
         fields = json.loads(metadata.get(DIFFUSERS_METADATA, "{}"))
     except (ValueError, RecursionError) as error:
@@ -121,13 +165,18 @@ def config_text(fields: Mapping[str, Any]) -> str:
     return json.dumps({**head, **fields}, indent=2, sort_keys=True) + "\n"
 
 
-def _load(path: Path) -> dict[str, Any]:
+def _content(path: Path) -> bytes:
     try:
         if path.stat().st_size > MAX_CONFIG_BYTES:
             raise WangenError("this is too long for an adapter's configuration", where=str(path))
-        fields = json.loads(path.read_bytes())
+        return path.read_bytes()
     except OSError as error:
         raise WangenError(f"cannot be read: {error.strerror or error}", where=str(path)) from error
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        fields = json.loads(_content(path))
     except (ValueError, RecursionError) as error:
         raise WangenError(f"no JSON ({error})", where=str(path)) from error
     if not isinstance(fields, dict):
@@ -149,8 +198,11 @@ def _alphas(fields: Mapping[str, Any], where: str) -> Alphas:
         default = None if default is None else float(default)
     except (ValueError, TypeError, AttributeError) as error:
         raise WangenError(f"the alphas of this LoRA are malformed ({error})", where=where) from error
-    if odd := [key for key in numbers if not PLAIN_PATTERN.fullmatch(key)]:
-        raise WangenError(f"the alpha_pattern {odd[0]!r} is more than a module's name", where=where,
-                          cure="write one alpha per module")  # fmt: skip
-    plain = {key.removeprefix("^").removesuffix("$").replace("\\", ""): alpha for key, alpha in numbers.items()}
+    plain: dict[str, float] = {}
+    for key, alpha in numbers.items():
+        match = PLAIN_PATTERN.fullmatch(key)
+        if match is None:
+            raise WangenError(f"the alpha_pattern {key!r} is not the plain name of a module", where=where,
+                              cure="write one alpha per module")  # fmt: skip
+        plain.setdefault(match["anchor"] + without_prefix(match["name"].replace("\\", "")), alpha)
     return Alphas(default, plain, bool(fields.get("use_rslora")))

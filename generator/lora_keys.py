@@ -25,12 +25,16 @@ DOTTED_PREFIXES: dict[str, Layout] = {
     "transformer.": "diffusers",
 }
 
+# The end of a key -> the adapter that has such keys; a plain LoRA has none of them.
+OTHER_ADAPTERS = {
+    r"\.dora_scale|\.lora_magnitude_vector(\..+)?": "a DoRA",
+    r"\.hada_[wt][12](_[ab])?": "a LoHa",
+    r"\.lokr_[wt][12](_[ab])?": "a LoKr",
+    r"\.oft_(blocks|diag|r)\b.*": "an OFT adapter",
+}
 # The end of a key -> what it makes of the file. A key that no layout knows is told by the first that fits.
 FOREIGN_ENDS = {
-    r"\.dora_scale|\.lora_magnitude_vector(\..+)?": "a DoRA: its magnitudes depend on the base weights",
-    r"\.hada_[wt][12](_[ab])?": "a LoHa, not a LoRA",
-    r"\.lokr_[wt][12](_[ab])?": "a LoKr, not a LoRA",
-    r"\.oft_(blocks|diag|r)\b.*": "an OFT adapter, not a LoRA",
+    **OTHER_ADAPTERS,
     r"\.lora_mid\.weight": "a LoRA in three factors (CP or Tucker form)",
     r"\.diff(_[bm])?|\.set_weight": "a LoRA with differences of whole weights or biases beside it",
     r"\.lora_(B|up)(\.default)?\.bias": "a LoRA with biases",
@@ -92,7 +96,7 @@ def parse_key(key: str) -> LoraKey | None:
     if match is None:
         return None
     stem = match["stem"]
-    module = _module_of_kohya(stem) if stem.startswith(KOHYA_PREFIX) else module_name(_without_prefix(stem))
+    module = _module_of_kohya(stem) if stem.startswith(KOHYA_PREFIX) else module_name(without_prefix(stem))
     if module is None:
         return None
     return LoraKey(module, "alpha" if match["alpha"] else SIDES[match["side"]])
@@ -102,7 +106,7 @@ def foreign(key: str) -> str:
     """What a key that `parse_key` does not know makes of its file, in words; empty when that is not known either.
 
     >>> foreign("lora_unet_blocks_0_self_attn_q.hada_w1_a")
-    'a LoHa, not a LoRA'
+    'a LoHa'
     >>> foreign("diffusion_model.blocks.0.norm3.diff_b")
     'a LoRA with differences of whole weights or biases beside it'
     """
@@ -176,7 +180,12 @@ def module_names(layout: Layout, module: str) -> tuple[str, str, str]:
     return f"{stem}.lora_A.weight", f"{stem}.lora_B.weight", f"{stem}.alpha"
 
 
-def _without_prefix(stem: str) -> str:
+def without_prefix(stem: str) -> str:
+    """A module's name without what layouts put before it.
+
+    >>> without_prefix("base_model.model.diffusion_model.blocks.0.ffn.0")
+    'blocks.0.ffn.0'
+    """
     for prefix in DOTTED_PREFIXES:
         stem = stem.removeprefix(prefix)
     return stem

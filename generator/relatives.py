@@ -7,6 +7,8 @@ which one it was given.
 import re
 from collections.abc import Iterable, Mapping
 
+from wangen.generator.lora_keys import OTHER_ADAPTERS
+
 Shapes = Mapping[str, tuple[int, ...]]
 
 # The beginning of a tensor's name, without prefix -> the relative that has it.
@@ -86,13 +88,6 @@ PACKED = {
     r"\.(weight_scale_2|weight_global_scale)": "NVFP4",
 }
 
-# Which adapter a LoRA-like file holds, by the end of a name; a plain LoRA has none of these.
-ADAPTERS = {
-    r"\.hada_[wt][12](_[ab])?": "a LoHa",
-    r"\.lokr_[wt][12](_[ab])?": "a LoKr",
-    r"\.dora_scale|\.lora_magnitude_vector(\..+)?": "a DoRA",
-    r"\.oft_(blocks|diag|r)\b.*": "an OFT adapter",
-}
 _LORA = re.compile(r"[._]lora_(A|B|down|up)\b")
 
 _WAN_MODULE = re.compile(
@@ -137,7 +132,7 @@ def adapter(names: Iterable[str]) -> str:
     'a LoRA'
     """
     listed = list(names)
-    return _first(ADAPTERS, listed) or ("a LoRA" if any(map(_LORA.search, listed)) else "")
+    return _first(OTHER_ADAPTERS, listed) or ("a LoRA" if any(map(_LORA.search, listed)) else "")
 
 
 def is_for_wan(names: Iterable[str]) -> bool:

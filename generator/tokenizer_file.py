@@ -6,6 +6,7 @@ from pathlib import Path
 
 from wangen.generator.companions import sort_out
 from wangen.generator.errors import WangenError
+from wangen.generator.formats.raw import read_raw
 from wangen.generator.headers import read_header
 
 FOLDER = "google/umt5-xxl"
@@ -69,14 +70,7 @@ def carried_tokenizer(path: Path) -> bytes | None:
         WangenError: this is no weight file, or it cannot be read.
     """
     info = sort_out(read_header(path, "--t5")).tokenizer
-    if info is None or info.place is None:
-        return None
-    try:
-        with info.place.file.open("rb") as file:
-            file.seek(info.place.offset)
-            return file.read(info.place.num_bytes)
-    except OSError as error:
-        raise WangenError(f"cannot be read: {error.strerror or error}", where=str(info.place.file)) from error
+    return None if info is None else read_raw(info)
 
 
 def tokenizer_digest(path: Path) -> str:

@@ -83,8 +83,9 @@ class Weights:
         flag: the step flag that takes it: `vae`, `t5`, `clip`, `dit`, or `dit_high_noise` for the second expert.
         kind: what `kinds.examine` must call it.
         files: names in circulation, best first, each the end of a path: a name alone, or with the folder that tells
-            it apart (`low_noise_model/diffusion_pytorch_model-00001-of-00006.safetensors`).
-        downloads: where to get it, best first: any one of them will do. The names of all stand in `files`.
+            it apart (`low_noise_model/diffusion_pytorch_model-00001-of-00006.safetensors`). A `*` stands for any part
+            of a name; of several files that fit, the largest is the best.
+        downloads: where to get it, best first: any one of them will do. The names of all fit one in `files`.
     """
 
     flag: str

@@ -8,10 +8,9 @@ import logging
 import sys
 from pathlib import Path
 
-from wangen.generator import headers
 from wangen.generator.errors import UsageError, many
 from wangen.generator.files import write_text
-from wangen.generator.lora_config import is_safetensors, lora_file
+from wangen.generator.lora_config import is_safetensors, lora_file, lora_identity
 from wangen.generator.session import Report
 from wangen.generator.steps import Export
 from wangen.generator.workspace import require_writable
@@ -108,7 +107,7 @@ def _convert(options: Export, path: Path, save_path: Path) -> Report:
         folder=save_path.parent,
         summary=f"{many(converted.num_modules, 'module')} of rank {ranks}: {converted.layout} to "
         f"{', '.join(converted.files)}",
-        inputs={"lora_weight": file, "identity": headers.identity(file), "layout": converted.layout},
+        inputs={"lora_weight": file, "identity": lora_identity(path), "layout": converted.layout},
         counts={"modules": converted.num_modules, "ranks": converted.ranks},
         result={"files": list(converted.files.values())},
     )
@@ -121,7 +120,7 @@ def _merge(options: Export, dit: Path, save_path: Path) -> Report:
 
     multipliers = options.lora_multiplier or (1.0,) * len(options.lora_weight)
     sources = [
-        Source(file := lora_file(path), headers.identity(file), read_lora(path), multiplier)
+        Source(lora_file(path), lora_identity(path), read_lora(path), multiplier)
         for path, multiplier in zip(options.lora_weight, multipliers, strict=True)
     ]
     require_writable(save_path.parent)

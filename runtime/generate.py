@@ -15,6 +15,7 @@ from wangen.generator import headers
 from wangen.generator.dataset import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.files import replace
+from wangen.generator.lora_config import lora_identity
 from wangen.generator.session import Report
 from wangen.generator.steps import Generate
 from wangen.generator.table import options as flags_of
@@ -43,6 +44,7 @@ def run(options: Generate) -> Report:
     require_supported(model, "sampling")
     path = _file(options)
     require_writable(path.parent)
+    settings = json.dumps(_settings(options), sort_keys=True)  # a file that cannot be read is named before sampling
     kind = family(model)
     device = choose_device(options.device)
     texts = _texts(kind, options, device)
@@ -66,7 +68,7 @@ def run(options: Generate) -> Report:
             f"out of memory sampling {options.video_length} frames of {options.video_size[1]}x{options.video_size[0]}",
             cure="use a smaller --video_size, fewer frames (--video_length) or --guidance_scale 1",
         ) from None
-    write_media(path, video, options.fps, {"wangen": json.dumps(_settings(options), sort_keys=True)})
+    write_media(path, video, options.fps, {"wangen": settings})
     frames, (height, width) = options.video_length, options.video_size
     return Report(
         folder=path.parent,
@@ -116,7 +118,7 @@ def _settings(options: Generate) -> dict[str, Any]:
         "prompt": options.prompt,
         "lora_multiplier": options.lora_multiplier,
         "weights": {name: headers.identity(getattr(options, name), f"--{name}") for name in ("dit", "vae", "t5")},
-        "loras": [headers.identity(path) for path in options.lora_weight],
+        "loras": [lora_identity(path) for path in options.lora_weight],
     }
 
 

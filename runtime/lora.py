@@ -22,9 +22,6 @@ from wangen.generator.lora_config import Alphas, config_fields, lora_file, read_
 from wangen.generator.lora_keys import Layout, foreign, module_names, parse_key
 from wangen.runtime.weights.reading import read_tensor
 
-FLOAT8 = torch.float8_e4m3fn
-FLOAT8_MAX = 448.0
-
 
 @dataclass(frozen=True)
 class LoraWeight:
@@ -85,7 +82,7 @@ def read_lora(path: Path, flag: str = "--lora_weight") -> Lora:
                 raise WangenError(f"two keys of this LoRA are the {parsed.part} of {parsed.module}, such as {key}",
                                   where=str(file))  # fmt: skip
             found[parsed.part] = read_tensor(info)
-    alphas = read_alphas(file, header.metadata)
+    alphas = read_alphas(file, header.metadata, parts)
     return {module: _weight(file, module, parts[module], alphas) for module in sorted(parts)}
 
 
@@ -134,7 +131,8 @@ def as_stored(lora: Mapping[str, LoraWeight], layout: Layout, dtype: torch.dtype
     Raises:
         WangenError: a number that the dtype cannot hold.
     """
-    eight = dtype == FLOAT8 or (dtype is None and any(weight.up.dtype == FLOAT8 for weight in lora.values()))
+    float8 = torch.float8_e4m3fn
+    eight = dtype == float8 or (dtype is None and any(weight.up.dtype == float8 for weight in lora.values()))
     exact = _fill_float8(lora) if eight else lora if layout == "kohya" else _folded(lora)
     return {
         name: LoraWeight(
@@ -307,7 +305,7 @@ def _fill_float8(lora: Mapping[str, LoraWeight]) -> Lora:
 
     def exponent(tensors: Iterable[torch.Tensor]) -> int:
         largest = max(float(tensor.float().abs().max()) for tensor in tensors)
-        return math.floor(math.log2(FLOAT8_MAX / largest)) if 0 < largest < math.inf else 0
+        return math.floor(math.log2(torch.finfo(torch.float8_e4m3fn).max / largest)) if 0 < largest < math.inf else 0
 
     down_by = 2.0 ** exponent(weight.down for weight in lora.values())
     up_by = 2.0 ** exponent(weight.up for weight in lora.values())

@@ -5,6 +5,7 @@ The new file has the names of the old one, prefixes included.
 """
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,11 +20,12 @@ from wangen.generator.formats import Header, TensorInfo
 from wangen.generator.kinds import KINDS, expect
 from wangen.generator.lora_config import STALE
 from wangen.generator.lora_keys import module_name
-from wangen.runtime.lora import FLOAT8, FLOAT8_MAX, Lora, LoraWeight, cast, nothing_matches, require_size
+from wangen.runtime.dtypes import FLOAT8, TORCH_DTYPES
+from wangen.runtime.lora import Lora, LoraWeight, cast, nothing_matches, require_size
 from wangen.runtime.progress import progress
 from wangen.runtime.safetensors_file import Later, refuse_overwriting, require_space, write
-from wangen.runtime.weights.quantized import is_quantized, read_weight
-from wangen.runtime.weights.reading import TORCH_DTYPES, read_tensor
+from wangen.runtime.weights.quantized import is_quantized, read_weight, refuse_other_forms
+from wangen.runtime.weights.reading import read_tensor
 
 SCALED = "fp8_scaled"
 MERGED = "wangen.merged"
@@ -86,6 +88,7 @@ def merge(dit: Path, sources: Sequence[Source], save_path: Path, dtype: str | No
     """
     header = expect(dit, TRANSFORMERS, "--dit")
     contents = sort_out(header)
+    refuse_other_forms(dit, header, contents)
     changes = _changes(contents, sources)
     if header.format == "gguf" and dtype is None:
         dtype = "bfloat16"
@@ -144,11 +147,11 @@ def _as_before(
         if scale is None:
             tensors[name] = _cast_later(info, None, change, _dtype(info), name)
             continue
-        if info.dtype != "F8_E4M3" or torch.Size(scale.shape).numel() != 1:
+        if math.prod(scale.shape) != 1:
             raise UsageError("this checkpoint's 8-bit weights have more than one scale each", where=str(dit),
                              cure="give --dtype bfloat16 or fp8_scaled")  # fmt: skip
-        scale_name = next(other for other, found in header.tensors.items() if found is scale)
-        tensors[name], tensors[scale_name] = _scaled_later(info, scale, change, _dtype(scale), scale.shape)
+        new = _scaled_later(info, scale, change, FLOAT8[info.dtype], _dtype(scale), scale.shape)
+        tensors[name], tensors[contents.scale_names[weight]] = new
     return tensors
 
 
@@ -167,14 +170,15 @@ def _in_dtype(contents: Contents, changes: Mapping[str, Sequence[Change]], asked
         elif asked == SCALED and matrix:
             prefix = name.removesuffix(weight)
             scale_name = f"{name.removesuffix('.weight')}.scale_weight"
-            tensors[name], tensors[scale_name] = _scaled_later(info, scale, change, torch.float32, ())
+            tensors[name], tensors[scale_name] = _scaled_later(info, scale, change)
         else:
             own = torch.bfloat16 if is_quantized(info) else _dtype(info)
             dtype = own if eight and not matrix else getattr(torch, asked)
             tensors[name] = _cast_later(info, scale, change, dtype, name)
     if asked == SCALED:
         # Two elements tell ComfyUI to dequantise before it multiplies; one would ask for products in 8 bits.
-        tensors[f"{prefix}scaled_fp8"] = Later(FLOAT8, (2,), partial(torch.zeros, 2, dtype=FLOAT8))
+        marker = partial(torch.zeros, 2, dtype=torch.float8_e4m3fn)
+        tensors[f"{prefix}scaled_fp8"] = Later(torch.float8_e4m3fn, (2,), marker)
     return tensors
 
 
@@ -198,22 +202,37 @@ def _cast_later(
 
 
 def _scaled_later(
-    info: TensorInfo, scale: TensorInfo | None, change: Sequence[Change], dtype: torch.dtype, shape: tuple[int, ...]
+    info: TensorInfo,
+    scale: TensorInfo | None,
+    change: Sequence[Change],
+    float8: torch.dtype = torch.float8_e4m3fn,
+    dtype: torch.dtype = torch.float32,
+    shape: tuple[int, ...] = (),
 ) -> tuple[Later, Later]:
-    """A weight in float8 and its scale, one number. The scale stands elsewhere in the file: each is made anew."""
+    """A weight in `float8` and its scale, one number. The scale stands elsewhere in the file: each is made anew.
+
+    Args:
+        info: the old weight.
+        scale: its old scale.
+        change: what is added.
+        float8: which of the 8-bit types.
+        dtype: of the new scale.
+        shape: of the new scale.
+    """
+    max_float8 = torch.finfo(float8).max
 
     def scale_of(weight: torch.Tensor) -> torch.Tensor:
         largest = weight.abs().max() if weight.numel() else weight.new_zeros(())
-        return torch.where(largest > 0, largest / FLOAT8_MAX, 1.0).to(dtype)
+        return torch.where(largest > 0, largest / max_float8, 1.0).to(dtype)
 
     def make_weight() -> torch.Tensor:
         weight = _merged(info, scale, change)
-        return weight.div_(scale_of(weight)).clamp_(-FLOAT8_MAX, FLOAT8_MAX).to(FLOAT8)
+        return weight.div_(scale_of(weight)).clamp_(-max_float8, max_float8).to(float8)
 
     def make_scale() -> torch.Tensor:
         return cast(scale_of(_merged(info, scale, change)), dtype, "a scale").reshape(shape)
 
-    return Later(FLOAT8, info.shape, make_weight), Later(dtype, shape, make_scale)
+    return Later(float8, info.shape, make_weight), Later(dtype, shape, make_scale)
 
 
 @torch.no_grad()

@@ -17,21 +17,7 @@ import torch
 
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.files import write_whole
-
-DTYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+from wangen.runtime.dtypes import DTYPE_NAMES
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from wangen import profiles
 from wangen.generator import headers
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.kinds import expect
+from wangen.generator.lora_config import lora_file, lora_identity
 from wangen.generator.session import Report, with_flag
 from wangen.generator.steps import DEFAULT_EPOCHS, Train
 from wangen.generator.table import options as flags_of
@@ -103,7 +104,7 @@ def _plan(options: Train) -> Plan:
     require_supported(model, "training")
     expect(options.dit, model.kind_of("dit"), "--dit", options.task)
     if options.network_weights:
-        expect(options.network_weights, "lora", "--network_weights")
+        expect(lora_file(options.network_weights), "lora", "--network_weights")
     samples = find_entries(read_samples(options, model), options.dataset_config)
     per_epoch = count_steps_per_epoch(samples, options)
     num_steps = _num_steps(options, per_epoch)
@@ -130,7 +131,7 @@ def _fingerprint(options: Train, samples: list[CachedSample], num_steps: int) ->
     return {
         **{name: str(getattr(options, name)) for name in pinned},
         "length of the schedule": num_steps if depends_on_length(options) else "any",
-        "network_weights": headers.identity(weights) if weights else "",
+        "network_weights": lora_identity(weights) if weights else "",
         "dit": headers.identity(options.dit, "--dit"),
         "dataset": digest(data),
     }

@@ -69,7 +69,7 @@ def test_metadata_are_printed_with_what_is_nested_in_them(tmp_path: Path, capsys
     found = told(capsys, "--lora_weight", str(file))
     assert found["metadata"]["ss_datasets"] == [{"caption": "ü"}]
     assert (found["metadata"]["broken"], found["metadata"]["ss_network_dim"]) == ("{", "4")
-    assert (found["lora"]["layout"], found["lora"]["modules"]) == ("kohya", len(lora))
+    assert (found["lora"]["layout"], found["lora"]["num_modules"]) == ("kohya", len(lora))
     adapters = {(group["rank"], group["alpha"]): group["modules"] for group in found["lora"]["adapters"]}
     assert adapters.keys() == {(2, 1.0), (8, 4.0)}
     assert sum(sum(names.values()) for names in adapters.values()) == len(lora)
@@ -100,22 +100,19 @@ def test_metadata_of_a_peft_folder_and_of_a_model_go_to_a_file(tmp_path: Path, c
     assert found["tensors"] == len(read_header(DITS["dit_i2v21"]).tensors)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64])
 def test_alphas_are_read_in_every_precision(tmp_path: Path, capsys, dtype: torch.dtype):
     tensors = to_layout(read_lora(LORAS["t2v21"]), "kohya")
     save_file({name: value.to(dtype) if not value.ndim else value for name, value in tensors.items()},
               tmp_path / "a.safetensors")  # fmt: skip
     (group,) = told(capsys, "--lora_weight", str(tmp_path / "a.safetensors"))["lora"]["adapters"]
-    assert group["alpha"] == (2.0 if dtype.is_floating_point else None)
+    assert group["alpha"] == 2.0
 
 
 def test_metadata_are_told_without_torch(tmp_path: Path):
     file = write(tmp_path / "a.safetensors", read_lora(LORAS["t2v21"]), "kohya")
     code = (
         "import sys\n"
-        "from pathlib import Path\n"
-        "reads = []\n"
-        "sys.addaudithook(lambda event, words: reads.append(words[0]) if event == 'open' else None)\n"
         "from wangen.generator.cli import main\n"
         "assert main(['export', '--metadata', '--lora_weight', sys.argv[1]]) == 0\n"
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules\n"
@@ -130,7 +127,8 @@ def test_metadata_are_told_without_torch(tmp_path: Path):
         ({"use_dora": True}, "DoRA"),
         ({"lora_bias": True}, "biases of its own"),
         ({"modules_to_save": ["head"]}, "whole modules"),
-        ({"alpha_pattern": {"(a+)+$": 2}}, "more than a module's name"),
+        ({"alpha_pattern": {"(a+)+$": 2}}, "not the plain name of a module"),
+        ({"alpha_pattern": {"0": 2}}, "not the plain name of a module"),
         ({"alpha_pattern": {"a": "b"}}, "malformed"),
         ({"alpha_pattern": [1]}, "malformed"),
         ({"lora_alpha": "x"}, "malformed"),

@@ -172,6 +172,38 @@ def test_the_real_image_encoder_loads_strictly_and_leaves_the_text_half_out(tmp_
     assert num_parameters(model) == published.num_elements(visual) - math.prod(visual["visual.head"])
 
 
+def without(prefix: str, shapes: published.Shapes) -> published.Shapes:
+    return {name.removeprefix(prefix): shape for name, shape in shapes.items()}
+
+
+def test_encoders_are_identified_and_loaded_with_and_without_their_prefix(tmp_path: Path):
+    import torch
+    from transformers import CLIPVisionConfig, CLIPVisionModel, UMT5Config, UMT5EncoderModel
+
+    from wangen.runtime.weights import load_image_encoder, load_text_encoder
+
+    sizes = {"hidden_size": 80, "intermediate_size": 320, "image_size": 56, "patch_size": 14}
+    heads = {"num_layers": 2, "num_heads": 4, "d_kv": 8}
+    with torch.device("meta"):
+        t5 = UMT5EncoderModel(UMT5Config(**heads, vocab_size=64, d_model=32, d_ff=64, feed_forward_proj="gated-gelu"))
+        clip = CLIPVisionModel(CLIPVisionConfig(num_hidden_layers=2, num_attention_heads=4, **sizes))
+    names = {name: tuple(value.shape) for name, value in t5.named_parameters()}
+    vision = without("vision_model.", {name: tuple(value.shape) for name, value in clip.named_parameters()})
+    visual = published.clip_visual(dim=80, num_layers=2, out_dim=48, image_px=56)
+    stack = without("encoder.", names)
+    alone = {name.replace("shared", "embed_tokens"): shape for name, shape in stack.items()}
+    for shapes in (names, stack, alone):
+        path = published.write_sparse(tmp_path / "a.safetensors", shapes)
+        assert examine(path).kind == "umt5-encoder"
+        assert num_parameters(load_text_encoder(path, device="meta")) == num_parameters(t5)
+    prefixed = {f"vision_model.{name}": shape for name, shape in vision.items()}
+    for shapes in (visual, without("visual.", visual), vision, prefixed):
+        path = published.write_sparse(tmp_path / "a.safetensors", shapes)
+        assert examine(path).kind == "open-clip"
+        model = load_image_encoder(path, device="meta", num_heads=4)
+        assert num_parameters(model) == published.num_elements(visual) - 80 * 48
+
+
 def test_shards_fp8_and_a_diffusers_folder_load_strictly(tmp_path: Path):
     import torch
     from diffusers import WanTransformer3DModel

@@ -324,6 +324,33 @@ def test_the_option_says_which_model_of_a_pipeline_is_meant(tmp_path: Path):
     assert headers.shards(tmp_path, "--dit") == [inside["--dit_high_noise"]]
 
 
+def test_an_expert_never_stands_in_for_the_other(tmp_path: Path):
+    high = put(tmp_path / "transformer" / "diffusion_pytorch_model.safetensors")
+    (tmp_path / "vae").mkdir()
+    index: dict[str, object] = {
+        "_class_name": "WanPipeline", "boundary_ratio": 0.875, "transformer": ["diffusers", "WanTransformer3DModel"],
+        "transformer_2": ["diffusers", "WanTransformer3DModel"],
+    }  # fmt: skip
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    assert headers.shards(tmp_path, "--dit_high_noise") == [high]
+    with pytest.raises(WangenError, match=r"this pipeline has no transformer_2 folder, only transformer, vae"):
+        headers.shards(tmp_path, "--dit")
+    index["transformer_2"] = [None, None]  # the 5B, which is one model
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    assert headers.shards(tmp_path, "--dit") == [high]
+    shutil.rmtree(tmp_path / "transformer")
+    with pytest.raises(WangenError, match=r"this pipeline has no transformer folder, only vae"):
+        headers.shards(tmp_path, "--dit")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "[" * 5000, '{"transformer": 1, "transformer": 2}'])
+def test_a_malformed_list_of_a_pipelines_models_is_told(tmp_path: Path, text: str):
+    put(tmp_path / "transformer" / "diffusion_pytorch_model.safetensors")
+    (tmp_path / "model_index.json").write_text(text)
+    with pytest.raises(WangenError, match="no list of a pipeline's models"):
+        headers.shards(tmp_path, "--dit")
+
+
 def test_a_repository_of_the_original_files(tmp_path: Path):
     low = put(tmp_path / "low_noise_model" / "diffusion_pytorch_model.safetensors")
     high = put(tmp_path / "high_noise_model" / "diffusion_pytorch_model.safetensors")

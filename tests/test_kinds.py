@@ -146,6 +146,26 @@ def test_prefixes_of_repacked_transformers(tmp_path: Path, shapes: published.Sha
     assert (facts.kind, facts.sizes, facts.num_parameters) == (plain.kind, plain.sizes, plain.num_parameters)
 
 
+@pytest.mark.parametrize(
+    ("shapes", "prefix", "kind"),
+    [
+        (published.vae21(8), "vae.", "wan-vae-2.1"),
+        (published.vae21(8), "first_stage_model.", "wan-vae-2.1"),
+        (published.vae22(6, 8), "vae.", "wan-vae-2.2"),
+        (published.vae22(6, 8), "first_stage_model.", "wan-vae-2.2"),
+        (UMT5_SMALL, "text_encoders.umt5xxl.transformer.", "umt5-encoder"),
+        (UMT5_SMALL, "cond_stage_model.", "umt5-encoder"),
+    ],
+)
+def test_prefixes_of_repacked_vaes_and_text_encoders(tmp_path: Path, shapes: published.Shapes, prefix: str, kind: str):
+    file = published.write_sparse(tmp_path / "a.safetensors", {prefix + name: shape for name, shape in shapes.items()})
+    plain = examine(published.write_sparse(tmp_path / "b.safetensors", shapes))
+    facts = examine(file)
+    assert facts.kind == plain.kind == kind
+    assert (facts.layout, facts.sizes, facts.num_parameters) == ("original", plain.sizes, plain.num_parameters)
+    assert facts.profiles == plain.profiles != ()
+
+
 HF_NAMES = {
     "token_embedding.weight": "shared.weight",
     "norm.weight": "encoder.final_layer_norm.weight",
@@ -440,10 +460,19 @@ def test_names_are_hints(tmp_path: Path):
     hints = {
         "Wan2.2-T2V-A14B-HighNoise-Q4_K_M.safetensors": "its name says high-noise expert",
         "wan2.2_t2v_low_noise_14B_fp16.safetensors": "its name says low-noise expert",
+        "Wan2_2-T2V-A14B-LOW_bf16.safetensors": "its name says low-noise expert",
+        "wan2.2_t2v_HIGH.safetensors": "its name says high-noise expert",
+        "HighNoise/model.safetensors": "its name says high-noise expert",
+        "Wan2.2-T2V-A14B-high/model.safetensors": "its name says high-noise expert",
         "lowvram_highlights.safetensors": "",
+        "low_vram/wan2.1_t2v_14B.safetensors": "",
+        "high/wan2.1_t2v_14B.safetensors": "",
+        "wan2.1_t2v_14B_low_step.safetensors": "",
+        "wan2.2_low_vram.safetensors": "",
+        "wan2.2_lowvram_high_noise.safetensors": "its name says high-noise expert",
     }
     for name, hint in hints.items():
-        assert examine(published.write_sparse(tmp_path / name, T2V_SMALL)).hint == hint
+        assert examine(published.write_sparse(tmp_path / name, T2V_SMALL)).hint == hint, name
     assert "Qwen-Image" in examine(Path(shutil.copy(VAE21, tmp_path / "qwen_image_vae.pth"))).hint
 
 

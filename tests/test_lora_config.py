@@ -10,11 +10,14 @@ import pytest
 import torch
 from loras import LORAS, convert
 from peft import LoraConfig, get_peft_model
+from PIL import Image
 
 from wangen.generator.cli import main
 from wangen.generator.errors import WangenError
 from wangen.generator.headers import identity
 from wangen.generator.lora_config import lora_identity
+from wangen.generator.steps import Generate
+from wangen.runtime import generate, train
 from wangen.runtime.lora import read_lora
 
 T2V = LORAS["t2v21"]
@@ -76,9 +79,9 @@ def test_a_pattern_that_no_module_has_is_refused(tmp_path: Path, capsys, pattern
     change_config(tmp_path / "adapter", alpha_pattern={"attn1.to_q": 2, pattern: 16})
     with pytest.raises(WangenError, match="no module of this LoRA") as error:
         read_lora(tmp_path / "adapter")
-    assert pattern in error.value.found
+    assert repr(pattern.removeprefix("diffusion_model.")) in error.value.found
     assert main(["export", "--metadata", "--lora_weight", str(tmp_path / "adapter")]) == 1
-    assert pattern in capsys.readouterr().err
+    assert pattern.removeprefix("diffusion_model.") in capsys.readouterr().err
 
 
 def test_patterns_with_the_prefix_of_a_repacked_model_are_understood(tmp_path: Path):
@@ -121,6 +124,44 @@ def test_a_folder_with_files_of_peft_and_diffusers_is_read_and_identified_as_the
     convert(T2V, tmp_path / "adapter/pytorch_lora_weights.safetensors", "--layout", "diffusers")
     assert lora_identity(tmp_path / "adapter") == before
     assert len(read_lora(tmp_path / "adapter")) == 20
+
+
+def test_a_training_that_starts_from_a_changed_configuration_is_another_one(tiny_run, tmp_path: Path):
+    train.run(tiny_run.options(tmp_path / "first", max_train_steps=2))
+    convert(tmp_path / "first/lora.safetensors", tmp_path / "adapter", "--layout", "peft")
+    convert(tmp_path / "adapter", tmp_path / "adapter/pytorch_lora_weights.safetensors", "--layout", "diffusers")
+    options = tiny_run.options(tmp_path / "second", network_weights=tmp_path / "adapter", max_train_steps=2)
+    train.run(options)
+    assert train.run(options).result["done_before"]
+    change_config(tmp_path / "adapter", lora_alpha=40)
+    with pytest.raises(WangenError, match="network_weights: another file"):
+        train.run(options)
+
+
+def test_a_picture_tells_which_configuration_its_lora_had(tiny_run, tmp_path: Path):
+    train.run(tiny_run.options(tmp_path, max_train_steps=2))
+    folder = tmp_path / "adapter"
+    convert(tmp_path / "lora.safetensors", folder, "--layout", "peft")
+    convert(folder, folder / "pytorch_lora_weights.safetensors", "--layout", "diffusers")
+    told = []
+    for alpha in (4, 400):
+        change_config(folder, lora_alpha=alpha)
+        options = Generate(**tiny_run.weights, task="t2v-1.3B", prompt="a", video_size=(64, 64), video_length=1,
+                           infer_steps=1, guidance_scale=1.0, save_path=tmp_path / f"{alpha}.png", device="cpu",
+                           lora_weight=(folder,))  # fmt: skip
+        generate.run(options)
+        with Image.open(options.save_path) as image:
+            told.append(json.loads(image.text["wangen"])["loras"])
+        assert told[-1] == [lora_identity(folder)]
+    assert told[0] != told[1]
+
+
+def test_a_lora_that_is_not_there_ends_sampling_before_a_model_loads(tiny_run, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(generate, "_texts", lambda *_: pytest.fail("the text encoder was loaded"))
+    options = Generate(**tiny_run.weights, task="t2v-1.3B", prompt="a", video_size=(64, 64), video_length=1,
+                       save_path=tmp_path / "a.png", device="cpu", lora_weight=(tmp_path / "none",))  # fmt: skip
+    with pytest.raises(WangenError, match="no such weight file"):
+        generate.run(options)
 
 
 def change_config(folder: Path, **fields) -> None:

@@ -195,9 +195,10 @@ def fp8_file(folder: Path, style: str) -> tuple[Path, dict[str, torch.Tensor]]:
             tensors[name] = value.to(torch.float8_e4m3fn)
             meant[name] = tensors[name].float()
             continue
-        rows = style == "rows"
-        scale = (value.float().abs().amax(1, keepdim=True) if rows else value.float().abs().amax()) / 448
-        tensors[name] = (value.float() / scale).to(torch.float8_e4m3fn)
+        rows, dtype = style == "rows", torch.float8_e5m2 if style == "e5m2" else torch.float8_e4m3fn
+        largest = value.float().abs().amax(1, keepdim=True) if rows else value.float().abs().amax()
+        scale = largest / torch.finfo(dtype).max
+        tensors[name] = (value.float() / scale).to(dtype)
         meant[name] = tensors[name].float() * scale
         if style == "comfy_quant":
             tensors[f"{stem}.weight_scale"] = scale
@@ -206,13 +207,13 @@ def fp8_file(folder: Path, style: str) -> tuple[Path, dict[str, torch.Tensor]]:
         else:
             tensors[f"{stem}.scale_weight"] = scale if rows else scale.reshape(1)
             tensors[f"{stem}.scale_input"] = torch.full((1,), 0.5)
-    if style in ("scaled", "rows"):
-        tensors["scaled_fp8"] = torch.zeros(2, dtype=torch.float8_e4m3fn)
+    if style in ("scaled", "e5m2", "rows"):
+        tensors["scaled_fp8"] = torch.zeros(2, dtype=torch.float8_e5m2 if style == "e5m2" else torch.float8_e4m3fn)
     safetensors_file.write(folder / f"{style}.safetensors", tensors, {})
     return folder / f"{style}.safetensors", meant
 
 
-@pytest.mark.parametrize("style", ["scaled", "comfy_quant"])
+@pytest.mark.parametrize("style", ["scaled", "e5m2", "comfy_quant"])
 def test_an_fp8_scaled_file_stays_one_with_new_scales(tmp_path: Path, style: str):
     dit, meant = fp8_file(tmp_path, style)
     lora = {name: part for name, part in read_lora(LORAS["t2v21"]).items() if ".attn1." in name}
@@ -220,18 +221,20 @@ def test_an_fp8_scaled_file_stays_one_with_new_scales(tmp_path: Path, style: str
     assert {name: (value.dtype, value.shape) for name, value in new.items()} == {
         name: (value.dtype, value.shape) for name, value in old.items()
     }
-    end = "scale_weight" if style == "scaled" else "weight_scale"
+    end = "weight_scale" if style == "comfy_quant" else "scale_weight"
+    largest, half_step = (57344, 2**-3) if style == "e5m2" else (448, 2**-4)
     for name, part in (("self_attn.o", "attn1.to_out.0"), ("self_attn.q", "attn1.to_q")):
         weight, scale = new[f"blocks.0.{name}.weight"].float(), new[f"blocks.0.{name}.{end}"]
         sum_ = exact(meant[f"blocks.0.{name}.weight"], lora[f"blocks.0.{part}"])
-        assert float(weight.abs().max()) == 448
+        assert float(weight.abs().max()) == largest
         assert not torch.equal(scale, old[f"blocks.0.{name}.{end}"])
-        assert bool(((weight * scale - sum_).abs() <= torch.maximum(sum_.abs() * 2**-4, scale * 2**-10) * 1.01).all())
+        allowed = torch.maximum(sum_.abs() * half_step, scale * 2**-10) * 1.01
+        assert bool(((weight * scale - sum_).abs() <= allowed).all())
     touched = re.compile(rf"blocks\.\d\.self_attn\.[qkvo]\.(weight|{end})")
     assert all(torch.equal(new[name].float(), old[name].float()) for name in old if not touched.fullmatch(name))
 
 
-@pytest.mark.parametrize("style", ["plain", "scaled", "comfy_quant", "rows"])
+@pytest.mark.parametrize("style", ["plain", "scaled", "e5m2", "comfy_quant", "rows"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float8_e4m3fn", "fp8_scaled"])
 def test_an_8_bit_file_is_dequantised_first(tmp_path: Path, style: str, dtype: str):
     dit, meant = fp8_file(tmp_path, style)
@@ -273,6 +276,23 @@ def test_a_file_with_a_scale_per_row_asks_for_a_dtype(tmp_path: Path):
     with pytest.raises(UsageError, match="more than one scale") as error:
         merged(dit, tmp_path / "merged.safetensors", read_lora(LORAS["t2v21"]))
     assert "--dtype bfloat16" in error.value.cure
+
+
+@pytest.mark.parametrize("case", ["whole numbers", "two scales"])
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_8_bit_weights_of_other_forms_are_refused_as_loading_does(tmp_path: Path, case: str, dtype: str | None):
+    dit, _ = fp8_file(tmp_path, "scaled")
+    tensors = load_file(dit)
+    if case == "two scales":
+        tensors["blocks.0.ffn.0.weight_scale_2"] = torch.ones(1)
+    else:
+        tensors["blocks.0.ffn.0.weight"] = torch.ones_like(tensors["blocks.0.ffn.0.weight"], dtype=torch.int8)
+    save_file(tensors, dit)
+    with pytest.raises(WangenError):
+        load_transformer(dit)
+    with pytest.raises(WangenError, match=r"blocks\.0\.ffn\.0|NVFP4"):
+        merged(dit, tmp_path / "merged.safetensors", read_lora(LORAS["t2v21"]), dtype=dtype)
+    assert not (tmp_path / "merged.safetensors").exists()
 
 
 def test_fp8_scaled_is_comfyuis_form_and_close(tmp_path: Path):

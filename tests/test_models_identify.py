@@ -97,10 +97,11 @@ def test_neither_torch_nor_numpy_is_needed(tmp_path):
 def test_a_lora(capsys):
     (found,) = identify(capsys, LORA)
     assert found["kind"] == "lora"
-    assert found["layout"] == "kohya (musubi-tuner)"
+    assert found["layout"] == "kohya"
+    (group,) = found["lora"].pop("adapters")
+    assert (group["rank"], group["alpha"], sum(group["modules"].values())) == (4, 2.0, 20)
     assert found["lora"] == {
-        "num_modules": 20, "ranks": {"4": 20}, "alphas": [2.0], "num_blocks": 2, "dim": 256, "image_branch": False,
-        "fits": [],
+        "layout": "kohya", "num_modules": 20, "num_blocks": 2, "dim": 256, "image_branch": False, "fits": [],
     }  # fmt: skip
     text = shown(capsys, LORA, VECTORS / "lora_i2v21/lora_musubi.safetensors")
     assert "rank 4, alpha 2" in text
@@ -112,7 +113,7 @@ def test_a_lora(capsys):
 @pytest.mark.parametrize(
     ("start", "query", "layout"),
     [
-        ("diffusion_model.", "self_attn.q", "ComfyUI"),
+        ("diffusion_model.", "self_attn.q", "comfyui"),
         ("transformer.", "attn1.to_q", "diffusers"),
         ("base_model.model.", "attn1.to_q", "peft"),
     ],
@@ -125,7 +126,7 @@ def test_the_base_of_a_lora_is_known_by_its_width_and_blocks(tmp_path, capsys, s
     }
     (found,) = identify(capsys, write_sparse_mixed(tmp_path / "a.safetensors", tensors))
     assert found["layout"] == layout
-    assert found["lora"]["ranks"] == {"32": 40}
+    assert found["lora"]["adapters"] == [{"rank": 32, "alpha": None, "modules": {"blocks.*.attn1.to_q": 40}}]
     assert {"t2v-14B", "t2v-A14B", "i2v-14B", "i2v-A14B"} <= {*found["lora"]["fits"]}
     assert {"t2v-1.3B", "ti2v-5B"}.isdisjoint(found["lora"]["fits"])
 
@@ -144,7 +145,24 @@ def test_the_alpha_of_a_lora_in_every_dtype(tmp_path, capsys, dtype, data):
     path = tmp_path / "a.safetensors"
     path.write_bytes(struct.pack("<Q", len(text)) + text + data + b"\0" * 32)
     (found,) = identify(capsys, path)
-    assert found["lora"]["alphas"] == [8.0]
+    assert [group["alpha"] for group in found["lora"]["adapters"]] == [8.0]
+
+
+def test_both_commands_say_the_same_of_a_lora(tmp_path, capsys):
+    """Of a file with a key that makes it more than a LoRA, too."""
+    tensors = {
+        "diffusion_model.blocks.0.self_attn.q.lora_A.weight": ("F32", (4, 5120)),
+        "diffusion_model.blocks.0.self_attn.q.lora_B.weight": ("F32", (5120, 4)),
+        "diffusion_model.blocks.0.norm3.diff_b": ("F32", (5120,)),
+    }
+    path = write_sparse_mixed(tmp_path / "a.safetensors", tensors)
+    for file in (LORA, path):
+        (found,) = identify(capsys, file)
+        assert main(["export", "--metadata", "--lora_weight", str(file)]) == 0
+        assert json.loads(capsys.readouterr().out)["lora"] == found["lora"]
+        assert found["lora"]["layout"] == found["layout"]
+    assert found["lora"]["not_understood"]["such_as"] == ["diffusion_model.blocks.0.norm3.diff_b"]
+    assert "1 key not understood: a LoRA with differences of whole weights or biases beside it" in shown(capsys, path)
 
 
 def test_a_bad_file_is_said_and_the_others_are_shown(tmp_path, capsys):

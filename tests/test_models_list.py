@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,9 +38,7 @@ def test_list_shows_every_task_with_what_is_found_and_missing(models, capsys):
     assert rows[0] == ["task", "role", "file", "size"]
     assert ["t2v-1.3B", "vae", "vae/Wan2.1_VAE.pth", "3.8", "MB"] in rows
     assert ["t2v-1.3B", "dit", "missing"] in rows
-    assert ["t2v-1.3B", "tokenizer", "google/umt5-xxl/tokenizer.json", "37.1", "kB"] in rows or [
-        row for row in rows if row[:3] == ["t2v-1.3B", "tokenizer", "google/umt5-xxl/tokenizer.json"]
-    ]
+    assert ["t2v-1.3B", "tokenizer", "google/umt5-xxl/tokenizer.json", "344.0", "kB"] in rows
     assert ["ti2v-5B", "vae", "missing"] in rows
     assert {tuple(row[:2]) for row in rows[1:]} == {
         *((model.name, weights.flag) for model, weights in ROLES),
@@ -96,6 +96,36 @@ def test_where_fails_while_something_is_missing(models, capsys):
         assert str(models / name) in shown
 
 
+def test_of_several_files_under_one_name_the_largest_is_taken(tmp_path):
+    (target,) = models_folders(tmp_path, None)
+    dit = profiles.model("t2v-14B").weights[-1]
+    assert dit.flag == "dit"
+    write_tree(tmp_path, {"a/wan2.1-t2v-14b-Q4_K_M.gguf": "4" * 40, "b/wan2.1-t2v-14b-Q8_0.gguf": "8" * 80})
+    write_tree(tmp_path, {"b/wan2.1-t2v-14b-Q8_0.gguf.part": "8" * 99, "wan2.1-t2v-14b-x/y.gguf": "9" * 99})
+    assert tmp_path / find_weights(target, dit) == tmp_path / "b/wan2.1-t2v-14b-Q8_0.gguf"
+    write_tree(tmp_path, {"c/wan2.1_t2v_14B_fp8_scaled.safetensors": "8" * 10})
+    assert tmp_path / find_weights(target, dit) == tmp_path / "c/wan2.1_t2v_14B_fp8_scaled.safetensors"
+
+
+def test_list_reads_each_file_and_folder_once_and_not_for_every_task(models):
+    code = (
+        "import sys\n"
+        "seen = []\n"
+        "sys.addaudithook(lambda event, args: seen.append((event, str(args[0]))) if args else None)\n"
+        "from wangen.generator.cli import main\n"
+        "main(['models', 'list'])\n"
+        "opened = [path for event, path in seen if event == 'open']\n"
+        "walked = [path for event, path in seen if event == 'os.scandir']\n"
+        "count = lambda paths, end: sum(path.endswith(end) for path in paths)\n"
+        "print(count(opened, 'enc-bf16.pth'), count(opened, 'Wan2.1_VAE.pth'), count(walked, 'text_encoders'))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=models.parent)
+    t5, vae, folder = map(int, done.stdout.splitlines()[-1].split())
+    assert folder == 1
+    assert 0 < t5 <= 4
+    assert 0 < vae <= 4
+
+
 def test_where_is_a_file(models, capsys):
     assert main(["models", "where", "Wan2.1_VAE.pth"]) == 0
     shown = capsys.readouterr().out
@@ -103,6 +133,8 @@ def test_where_is_a_file(models, capsys):
     assert "--vae of t2v-1.3B" in shown
     assert main(["models", "where", "wan_2.1_vae.safetensors"]) == 1
     assert "wan_2.1_vae.safetensors: missing" in capsys.readouterr().out
+    assert main(["models", "where", "wan2.1-t2v-14b-Q3_K_S.gguf"]) == 1
+    assert "taken by: --dit of t2v-14B\n" in capsys.readouterr().out
     assert main(["models", "where", "nothing.bin"]) == 2
     assert "is no task" in capsys.readouterr().err
 

@@ -1,12 +1,15 @@
 """Model profiles: what the shipped ones say, what is refused in them, and what this version trains."""
 
 import re
+from pathlib import PurePosixPath
 
 import pytest
 from helpers import write_tree
+from published import TRANSFORMERS
 
 from wangen import profiles
 from wangen.generator import workspace
+from wangen.generator.bundle import is_called
 from wangen.generator.cli import main
 from wangen.generator.errors import UsageError
 from wangen.generator.kinds import KINDS
@@ -41,7 +44,6 @@ def test_a_profile_agrees_with_itself_and_with_the_table(model):
     assert model.bucket_step == model.spatial_stride * model.patch[1]
     assert model.num_frames % model.temporal_stride == 1
     assert model.latent_channels == (48 if model.kind_of("vae") == "wan-vae-2.2" else 16)
-    re.compile(model.lora_targets)
     for step, values in model.defaults.items():
         kind = find_step(step)
         assert kind in STEPS
@@ -60,9 +62,8 @@ def test_weights_have_kinds_flags_and_places(model):
         for download in weights.downloads:
             assert re.fullmatch(r"[\w.-]+/[\w.-]+", download.repo)
             assert download.path.endswith((".safetensors", ".pth", ".gguf", ".safetensors.index.json"))
-            name = download.path.rpartition("/")[2]
-            repo = download.repo.rpartition("/")[2]
-            assert {name, download.path, f"{repo}/{download.path}"} & {*weights.files}
+            place = PurePosixPath(download.repo.rpartition("/")[2], download.path)
+            assert any(is_called(place, name) for name in weights.files)
     assert {download.path.rpartition("/")[0] for download in model.tokenizer} == {"google/umt5-xxl"}
 
 
@@ -75,6 +76,53 @@ def test_no_file_name_means_two_different_models():
                 owners.setdefault(file, set()).add((weights.kind, f"{weights.flag} {sizes}"))
     twice = {file for file, found in owners.items() if len(found) > 1}
     assert {file for file in twice if "diffusion_pytorch_model" not in file} == set()
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+def test_a_lora_adapts_as_many_layers_as_those_of_other_trainers(model):
+    from wangen.runtime.weights.transformer import transformer_names
+
+    matrices = [name for name, shape in TRANSFORMERS[model.name].items() if len(shape) == 2 and "weight" in name]
+    layers = [name.removesuffix(".weight") for name in transformer_names(matrices).values()]
+    adapted = [layer for layer in layers if re.fullmatch(model.lora_targets, layer)]
+    expected = {"t2v-1.3B": 300, "ti2v-5B": 300, "i2v-14B": 480, "flf2v-14B": 480}
+    assert len(adapted) == expected.get(model.name, 400)
+    assert all(layer.startswith("blocks.") for layer in adapted)
+
+
+@pytest.mark.parametrize(
+    ("name", "users"),
+    [
+        ("wan_2.1_vae.safetensors", "vae: flf2v-14B i2v-14B i2v-A14B t2v-1.3B t2v-14B t2v-A14B"),
+        ("Wan2.1_VAE.pth", "vae: flf2v-14B i2v-14B i2v-A14B t2v-1.3B t2v-14B t2v-A14B"),
+        ("Wan2.2_VAE.pth", "vae: ti2v-5B"),
+        ("umt5-xxl-enc-bf16.safetensors", "t5: flf2v-14B i2v-14B i2v-A14B t2v-1.3B t2v-14B t2v-A14B ti2v-5B"),
+        ("models_t5_umt5-xxl-enc-bf16.pth", "t5: flf2v-14B i2v-14B i2v-A14B t2v-1.3B t2v-14B t2v-A14B ti2v-5B"),
+        ("umt5-xxl-encoder-Q3_K_S.gguf", "t5: flf2v-14B i2v-14B i2v-A14B t2v-1.3B t2v-14B t2v-A14B ti2v-5B"),
+        ("clip_model.safetensors", "clip: flf2v-14B i2v-14B"),
+        ("Wan-2.2-T2V-Low-Noise-BF16.safetensors", "dit: t2v-A14B"),
+        ("wan2.2_t2v_high_noise_14B_fp16.safetensors", "dit_high_noise: t2v-A14B"),
+        ("Wan2_1-T2V-14B_fp8_e4m3fn_scaled_KJ.safetensors", "dit: t2v-14B"),
+        ("Wan2_1-T2V-14B_fp8_e5m2_scaled_KJ.safetensors", "dit: t2v-14B"),
+        ("Wan2_1-I2V-14B-480p_fp8_e5m2_scaled_KJ.safetensors", "dit: i2v-14B"),
+        ("Wan2_1-I2V-14B-720p_fp8_e4m3fn_scaled_KJ.safetensors", "dit: i2v-14B"),
+        ("Wan2_1-FLF2V-14B-720P_fp8_e4m3fn.safetensors", "dit: flf2v-14B"),
+        ("Wan2_2-I2V-A14B-LOW_fp8_e5m2_scaled_KJ.safetensors", "dit: i2v-A14B"),
+        ("Wan2_2-T2V-A14B_HIGH_fp8_e4m3fn_scaled_KJ.safetensors", "dit_high_noise: t2v-A14B"),
+        ("Wan2_2-T2V-A14B-HIGH_fp8_e5m2_scaled_KJ.safetensors", "dit_high_noise: t2v-A14B"),
+        ("Wan2_2-TI2V-5B_fp8_e5m2_scaled_KJ.safetensors", "dit: ti2v-5B"),
+        ("Wan2.2-I2V-A14B-HighNoise-Q2_K.gguf", "dit_high_noise: i2v-A14B"),
+        ("Wan2_1-T2V-14B-Phantom_fp8_e5m2_scaled_KJ.safetensors", ""),
+        ("Wan2_2-Animate-14B_fp8_e4m3fn_scaled_KJ.safetensors", ""),
+    ],
+)
+def test_the_names_in_circulation_are_known(name, users):
+    found: dict[str, list[str]] = {}
+    for model in MODELS:
+        for weights in model.weights:
+            if any(is_called(PurePosixPath(name), known) for known in weights.files):
+                found.setdefault(weights.flag, []).append(model.name)
+    assert ", ".join(f"{flag}: {' '.join(tasks)}" for flag, tasks in found.items()) == users
 
 
 @pytest.mark.parametrize(

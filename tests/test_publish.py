@@ -461,4 +461,5 @@ def test_weights_in_a_folder_of_their_own_are_not_put_into_the_bundle(place, cap
     (place / "wangen.toml").write_text(SMALL + f"[platform.windows]\nmodels = '{models}'\n")
     assert publish(place, "--platform", "windows") == 0
     folder = models.replace("\\", "/")
-    assert f"next: put the weights to {folder}/Wan2.1_VAE.pth (windows, not seen from here)\n" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f"next: put the weights to {folder}/Wan2.1_VAE.pth (windows, not seen from here)\n" in shown

@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 import click
 
 from wangen import profiles
-from wangen.generator.bundle import place_of
+from wangen.generator.bundle import is_called, models_folder, place_of
 from wangen.generator.errors import UsageError, WangenError, bytes_text, many
 from wangen.generator.headers import index_names
 from wangen.generator.lock import busy, hold
@@ -19,16 +19,13 @@ from wangen.generator.models.hub import Remote
 from wangen.generator.models.places import (
     TOKENIZER,
     Held,
+    Shelf,
     here,
     known_model,
-    look_at,
-    look_for_tokenizer,
-    models_folder,
     models_folders,
     on_this_machine,
 )
 from wangen.generator.progress import byte_bar
-from wangen.generator.target import Target
 from wangen.profiles import Download, Model, Weights
 
 INDEX = ".safetensors.index.json"
@@ -47,7 +44,7 @@ class Wish:
 
     name: str
     downloads: tuple[Download, ...]
-    look: Callable[[], Held] | None = None
+    look: Callable[[Shelf], Held] | None = None
 
 
 def run(words: Sequence[str], task: str | None, folder: Path | None, dry_run: bool) -> int:
@@ -69,7 +66,7 @@ def run(words: Sequence[str], task: str | None, folder: Path | None, dry_run: bo
     if where is None:
         raise UsageError("this host cannot see the models folder", where=target.path(target.roots["models"]),
                          cure="set host_root in wangen.toml, or give --dir")  # fmt: skip
-    wishes = list(_wishes(words, task or (place.model if place else None), target))
+    wishes = list(_wishes(words, task or (place.model if place else None), Shelf(target)))
     if not wishes:
         click.echo("everything is there")
         return 0
@@ -83,34 +80,35 @@ def run(words: Sequence[str], task: str | None, folder: Path | None, dry_run: bo
             return 0
         for number, (remote, path) in enumerate(missing, 1):
             _fetch(remote, path, f"{number}/{len(missing)}")
+    filled = Shelf(target)
     for wish in wishes:
-        _require_found(wish)
+        _require_found(wish, filled)
     click.echo("everything is there now")
     return 0
 
 
-def _wishes(words: Sequence[str], task: str | None, target: Target) -> Iterator[Wish]:
+def _wishes(words: Sequence[str], task: str | None, shelf: Shelf) -> Iterator[Wish]:
     """What the words mean, without what is there already."""
     if not words and task is None:
         raise UsageError("what is to be fetched?", cure=f"name a task ({', '.join(profiles.model_names())}), a role "
                          "with --task, a file that `wangen models list` shows, or tokenizer")  # fmt: skip
     seen: set[tuple[Download, ...]] = set()
     for word in words or [task or ""]:
-        for wish in _wish(word, task, target):
+        for wish in _wish(word, task, shelf):
             if wish.downloads not in seen:
                 seen.add(wish.downloads)
                 yield wish
 
 
-def _wish(word: str, task: str | None, target: Target) -> Iterator[Wish]:
+def _wish(word: str, task: str | None, shelf: Shelf) -> Iterator[Wish]:
     role = word.replace("-", "_")
     if word in profiles.model_names():
         model = profiles.model(word)
         for weights in model.weights:
-            yield from _role(target, model, weights)
-        yield from _tokenizer(target, model)
+            yield from _role(shelf, model, weights)
+        yield from _tokenizer(shelf, model)
     elif role == TOKENIZER:  # without a task the first one's: it is the same for all models of today
-        yield from _tokenizer(target, known_model(task or profiles.model_names()[0]), whole=True)
+        yield from _tokenizer(shelf, known_model(task or profiles.model_names()[0]), whole=True)
     elif role in _roles():
         if task is None:
             raise UsageError(f"{role} of which task?", cure=f"give --task, one of {', '.join(_roles()[role])}")
@@ -118,14 +116,14 @@ def _wish(word: str, task: str | None, target: Target) -> Iterator[Wish]:
         chosen = [weights for weights in model.weights if weights.flag == role]
         if not chosen:
             raise UsageError(f"{task} takes no {role}", cure=f"it takes {', '.join(w.flag for w in model.weights)}")
-        yield from _role(target, model, chosen[0])
+        yield from _role(shelf, model, chosen[0])
     else:
         yield Wish(word, (_named(word),))
 
 
-def _role(target: Target, model: Model, weights: Weights) -> Iterator[Wish]:
+def _role(shelf: Shelf, model: Model, weights: Weights) -> Iterator[Wish]:
     """A role of a model, unless its file is there and whole."""
-    held = look_at(target, model, weights)
+    held = shelf.look_at(model, weights)
     name = f"{weights.flag} of {model.name}"
     if held.state == "there":
         click.echo(f"there: {name}: {held.path} ({bytes_text(held.num_bytes)})")
@@ -134,10 +132,10 @@ def _role(target: Target, model: Model, weights: Weights) -> Iterator[Wish]:
     if held.state == "wrong" or (held.state == "broken" and begun is None):
         raise WangenError(f"in the place of {name}: {held.words}", where=str(held.path),
                           cure="move it away, then run the same line again")  # fmt: skip
-    if weights.flag in target.weights:
+    if weights.flag in shelf.target.weights:
         raise WangenError(f"wangen.toml names a file for {weights.flag} that is not there", where=str(held.path),
                           cure="put it there, or take that line out of wangen.toml")  # fmt: skip
-    yield Wish(name, (begun or weights.downloads[0],), lambda: look_at(target, model, weights))
+    yield Wish(name, (begun or weights.downloads[0],), lambda filled: filled.look_at(model, weights))
 
 
 def _begun(weights: Weights, held: Held) -> Download | None:
@@ -147,29 +145,29 @@ def _begun(weights: Weights, held: Held) -> Download | None:
     for download in weights.downloads:
         place = place_of(download)
         path = held.path.with_name(place.name) if place.name.endswith(INDEX) else held.path
-        if f"/{path.as_posix()}".endswith(f"/{place}"):
+        if is_called(PurePosixPath(path.as_posix()), str(place)):
             return download
     return None
 
 
-def _tokenizer(target: Target, model: Model, *, whole: bool = False) -> Iterator[Wish]:
+def _tokenizer(shelf: Shelf, model: Model, *, whole: bool = False) -> Iterator[Wish]:
     """The tokenizer, unless it is found; asked for by name, unless all its files are in the models folder."""
 
-    def look_again() -> Held:
-        (t5,) = (look_at(target, model, weights) for weights in model.weights if weights.flag == "t5")
-        return look_for_tokenizer(target, t5)
+    def look(shelf: Shelf) -> Held:
+        (t5,) = (shelf.look_at(model, weights) for weights in model.weights if weights.flag == "t5")
+        return shelf.look_for_tokenizer(t5)
 
-    folder = models_folder(target)
+    folder = models_folder(shelf.target)
     if whole and folder:
         there = all((folder / download.path).is_file() for download in model.tokenizer)
         path: Path | None = folder / Path(model.tokenizer[0].path).parent
     else:
-        held = look_again()
+        held = look(shelf)
         there, path = held.state == "there", held.path
     if there:
         click.echo(f"there: {TOKENIZER}: {path}")
     else:
-        yield Wish(TOKENIZER, model.tokenizer, look_again)
+        yield Wish(TOKENIZER, model.tokenizer, look)
 
 
 def _named(word: str) -> Download:
@@ -280,9 +278,9 @@ def _fetch(remote: Remote, path: Path, number: str) -> None:
     click.echo(f"{number} there: {path} ({compared} the hub's)")
 
 
-def _require_found(wish: Wish) -> None:
+def _require_found(wish: Wish, filled: Shelf) -> None:
     """What was fetched must be what the steps find now."""
-    held = wish.look() if wish.look else None
+    held = wish.look(filled) if wish.look else None
     if held and held.state != "there":
         raise WangenError(f"{wish.name} was fetched, but another file is found before it: {held.words or held.state}",
                           where=str(held.path), cure="move that one away")  # fmt: skip

@@ -10,7 +10,7 @@ import click
 from wangen.generator.errors import WangenError, bytes_text, many
 from wangen.generator.headers import PIPELINE, read_header
 from wangen.generator.kinds import KINDS, Facts, examine
-from wangen.generator.models.adapters import Adapter, adapter_of
+from wangen.generator.models.adapters import Adapter, describe_lora
 
 PIPELINE_FOLDERS = ("transformer", "transformer_2", "vae", "text_encoder", "image_encoder")
 """The models of a diffusers pipeline, each a folder."""
@@ -18,7 +18,7 @@ PIPELINE_FOLDERS = ("transformer", "transformer_2", "vae", "text_encoder", "imag
 TOLD = ("modelspec.", "general.", "ss_base_model_version", "ss_network_", "ss_steps", "ss_training_comment")
 """The beginnings of metadata keys that are shown; `--json` has all."""
 
-_NUM_TOLD, _NUM_NAMES, _MAX_TEXT = 16, 3, 100
+_NUM_TOLD, _MAX_TEXT = 16, 100
 
 
 def run(paths: Sequence[Path], as_json: bool) -> int:
@@ -64,7 +64,7 @@ def _spread(paths: Sequence[Path]) -> Iterator[Path]:
 def _look(path: Path) -> tuple[Facts, Adapter | None] | WangenError:
     try:
         facts = examine(path)
-        return facts, adapter_of(read_header(path)) if facts.kind == "lora" else None
+        return facts, describe_lora(facts.files[0], read_header(path)) if facts.kind == "lora" else None
     except WangenError as error:
         return error
 
@@ -84,10 +84,6 @@ def _lines(answer: tuple[Facts, Adapter | None] | WangenError) -> Iterator[str]:
     dtypes = ", ".join(f"{dtype} {bytes_text(size)}" for dtype, size in facts.dtypes.items())
     yield _row("dtypes", dtypes + (f"; quantised: {facts.quantisation}" if facts.quantisation else ""))
     yield _row("size", f"{bytes_text(facts.num_bytes)} in {many(len(facts.files), 'file')}")
-    if facts.kind == "unknown":
-        yield _row(
-            "tensors", ", ".join(map(_printable, sorted(read_header(facts.files[0]).tensors)[:_NUM_NAMES])) + " …"
-        )
     if adapter:
         for line in adapter.lines():
             yield _row("LoRA", line)
@@ -134,13 +130,5 @@ def _plain(path: Path, answer: tuple[Facts, Adapter | None] | WangenError) -> di
         "metadata": dict(facts.metadata),
     }
     if adapter:
-        fields["lora"] = {
-            "num_modules": adapter.num_modules,
-            "ranks": adapter.ranks,
-            "alphas": adapter.alphas,
-            "num_blocks": adapter.num_blocks,
-            "dim": adapter.dim,
-            "image_branch": adapter.has_image_branch,
-            "fits": adapter.fits,
-        }
+        fields["lora"] = adapter.fields()
     return {"path": str(path), **fields}

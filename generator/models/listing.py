@@ -4,21 +4,20 @@ import json
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import click
 
 from wangen import profiles
-from wangen.generator.bundle import files_below
+from wangen.generator.bundle import is_called, models_below, models_folder
 from wangen.generator.errors import UsageError, bytes_text, many
 from wangen.generator.models.places import (
     TOKENIZER,
     Held,
+    Shelf,
     here,
     known_model,
-    look,
-    models_folder,
     models_folders,
     on_this_machine,
 )
@@ -42,7 +41,8 @@ def run_list(task: str | None, folder: Path | None, as_json: bool) -> int:
     """
     targets = models_folders(folder, here())
     models = [known_model(task)] if task else [profiles.model(name) for name in profiles.model_names()]
-    found = {model.name: [look(target, model) for target in targets] for model in models}
+    shelves = [Shelf(target) for target in targets]
+    found = {model.name: [shelf.look(model) for shelf in shelves] for model in models}
     if as_json:
         click.echo(json.dumps(_plain(targets, models, found), indent=2))
         return 0
@@ -81,7 +81,7 @@ def run_where(what: str, folder: Path | None) -> int:
     good = True
     for target in targets:
         click.echo(f"{model.name} ({model.title}) in {_folder_text(target)}")
-        for held in look(target, model):
+        for held in Shelf(target).look(model):
             good &= held.state == "there"
             click.echo(f"  {held.role:<14}  {_state_text(held)}")
             for line in _help(model, held):
@@ -96,13 +96,15 @@ def _where_file(name: str, targets: Sequence[Target]) -> int:
         f"--{weights.flag} of {model.name}"
         for model in map(profiles.model, profiles.model_names())
         for weights in model.weights
-        if any(known == name or known.endswith(f"/{name}") for known in weights.files)
+        if any(
+            is_called(PurePosixPath(known), name) or is_called(PurePosixPath(name), known) for known in weights.files
+        )
     ]
     found = [
-        folder.joinpath(path)
-        for folder in filter(None, map(models_folder, targets))
-        for path in files_below(folder)
-        if f"/{path}".endswith(f"/{name}")
+        (models_folder(target) or Path()) / path
+        for target in targets
+        for path in models_below(target)
+        if is_called(path, name)
     ]
     if not users and not found:
         raise UsageError(f"{name!r} is no task, and no file of that name is known or found",

@@ -7,9 +7,9 @@ from typing import Literal
 
 from wangen import profiles
 from wangen.generator import workspace
-from wangen.generator.bundle import find_weights
+from wangen.generator.bundle import find_weights, models_below, models_folder
 from wangen.generator.errors import UsageError, WangenError
-from wangen.generator.kinds import examine, expect
+from wangen.generator.kinds import Facts, examine, require
 from wangen.generator.target import Target, host_platform_name, machine_of
 from wangen.generator.tokenizer_file import FOLDER, find_tokenizer
 from wangen.generator.workspace import Workspace
@@ -84,43 +84,61 @@ def on_this_machine(targets: Sequence[Target]) -> list[Target]:
     return [target for target in targets if target.is_native] or [*targets]
 
 
-def models_folder(target: Target) -> Path | None:
-    """The models folder of a target as this host sees it, or None when it does not."""
-    return target.reach(target.path(target.roots["models"]))
+class Shelf:
+    """The models folder of a target, walked once. What was read of a file is remembered: roles share files.
+
+    Attributes:
+        target: whose folder it is.
+    """
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self._found = models_below(target)
+        self._facts: dict[tuple[Path, str], Facts | WangenError] = {}
+        self._tokenizers: dict[Path, Held] = {}
+
+    def look(self, model: Model) -> list[Held]:
+        """What is there of everything that a model needs, and what is missing."""
+        found = [self.look_at(model, weights) for weights in model.weights]
+        return [*found, *(self.look_for_tokenizer(held) for held in found if held.role == "t5")]
+
+    def look_at(self, model: Model, weights: Weights) -> Held:
+        """What one role of a model resolves to, as publishing resolves it."""
+        path = self.target.reach(find_weights(self.target, weights, self._found))
+        if path is None:
+            return Held(weights.flag, None, "unseen", "another machine's, not seen from here")
+        if not path.exists():
+            return Held(weights.flag, path, "missing")
+        flag = f"--{weights.flag}"
+        facts = self._examine(path, flag)
+        if isinstance(facts, WangenError):
+            return Held(weights.flag, path, "broken", facts.found, path.stat().st_size)
+        try:
+            require(path, facts, weights.kind, flag, model.name)
+        except WangenError as error:
+            return Held(weights.flag, path, "wrong", error.found, facts.num_bytes)
+        return Held(weights.flag, path, "there", "", facts.num_bytes)
+
+    def look_for_tokenizer(self, t5: Held) -> Held:
+        """What the tokenizer of a text encoder resolves to, as the steps find it."""
+        if t5.path is None:
+            return Held(TOKENIZER, None, "unseen", t5.words)
+        if t5.path not in self._tokenizers:
+            self._tokenizers[t5.path] = _tokenizer_near(t5.path, models_folder(self.target) or t5.path.parent)
+        return self._tokenizers[t5.path]
+
+    def _examine(self, path: Path, flag: str) -> Facts | WangenError:
+        if (path, flag) not in self._facts:
+            try:
+                self._facts[path, flag] = examine(path, flag)
+            except WangenError as error:
+                self._facts[path, flag] = error
+        return self._facts[path, flag]
 
 
-def look(target: Target, model: Model) -> list[Held]:
-    """What is there of everything that a model needs, and what is missing."""
-    found = [look_at(target, model, weights) for weights in model.weights]
-    return [*found, *(look_for_tokenizer(target, held) for held in found if held.role == "t5")]
-
-
-def look_at(target: Target, model: Model, weights: Weights) -> Held:
-    """What one role of a model resolves to, as publishing resolves it."""
-    path = target.reach(find_weights(target, weights))
-    if path is None:
-        return Held(weights.flag, None, "unseen", "another machine's, not seen from here")
-    if not path.exists():
-        return Held(weights.flag, path, "missing")
-    flag = f"--{weights.flag}"
+def _tokenizer_near(t5: Path, folder: Path) -> Held:
     try:
-        facts = examine(path, flag)
-    except WangenError as error:
-        return Held(weights.flag, path, "broken", error.found, path.stat().st_size)
-    try:
-        expect(path, weights.kind, flag, model.name)
-    except WangenError as error:
-        return Held(weights.flag, path, "wrong", error.found, facts.num_bytes)
-    return Held(weights.flag, path, "there", "", facts.num_bytes)
-
-
-def look_for_tokenizer(target: Target, t5: Held) -> Held:
-    """What the tokenizer of a text encoder resolves to, as the steps find it."""
-    if t5.path is None:
-        return Held(TOKENIZER, None, "unseen", t5.words)
-    folder = models_folder(target) or t5.path.parent
-    try:
-        path = find_tokenizer(t5.path if t5.path.exists() else folder)
+        path = find_tokenizer(t5 if t5.exists() else folder)
     except WangenError:
         return Held(TOKENIZER, folder / FOLDER, "missing")
     return Held(TOKENIZER, path, "there", "", path.stat().st_size)

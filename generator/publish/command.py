@@ -286,8 +286,6 @@ def _say_next(targets: Iterable[Target], model: Model, slug: str) -> None:
         click.echo(f"next: put the weights to {path}{'' if absolute else ' in the bundle'} ({', '.join(names)})")
     if missing:
         click.echo(f"      or fetch them with: wangen models download {model.name}")
-        click.echo(
-            "      or say in wangen.toml where they are: models = 'C:/ComfyUI/models' below [platform.NAME]; they are"
-        )
-        click.echo("      found by their usual names in any folder there (wangen models list), then publish again")
+        click.echo("      or say in wangen.toml, below [platform.NAME], where they are: models = 'C:/ComfyUI/models'")
+        click.echo("      (found by their usual names in any folder there: wangen models list), then publish again")
     click.echo(f"next: see what is missing with: wangen check {slug}    and run train_{slug} in the bundle")

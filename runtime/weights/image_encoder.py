@@ -25,12 +25,13 @@ NUM_HEADS = 16
 MAX_PATCHES = 10_000
 """ViT-H/14 has 256."""
 
+# Names after the prefix that the official files and those of Hugging Face may have.
 OFFICIAL_NAMES = {
-    "visual.cls_embedding": "embeddings.class_embedding",
-    "visual.pos_embedding": "embeddings.position_embedding.weight",
-    "visual.patch_embedding.weight": "embeddings.patch_embedding.weight",
-    "visual.pre_norm": "pre_layrnorm",
-    "visual.post_norm": "post_layernorm",
+    "cls_embedding": "embeddings.class_embedding",
+    "pos_embedding": "embeddings.position_embedding.weight",
+    "patch_embedding": "embeddings.patch_embedding",
+    "pre_norm": "pre_layrnorm",
+    "post_norm": "post_layernorm",
 }
 BLOCK_NAMES = {
     "norm1": "layer_norm1",
@@ -39,9 +40,8 @@ BLOCK_NAMES = {
     "mlp.0": "mlp.fc1",
     "mlp.2": "mlp.fc2",
 }
-BLOCK = re.compile(r"visual\.transformer\.(?P<number>\d+)\.(?P<rest>.+)\.(?P<kind>weight|bias)")
-NOT_NEEDED = ("textual.", "log_scale", "visual.head", "visual_projection.", "text_model.", "text_projection.",
-              "logit_scale")  # fmt: skip
+BLOCK = re.compile(r"transformer\.(?P<number>\d+)\.(?P<rest>.+)\.(?P<kind>weight|bias)")
+NOT_NEEDED = ("textual.", "log_scale", "head", "visual_projection.", "text_model.", "text_projection.", "logit_scale")
 
 
 def load_image_encoder(
@@ -121,18 +121,19 @@ def clip_names(names: Iterable[str]) -> Mapping[str, str]:
     """File name -> transformers name, for the official names (after `split_attention`) and those of transformers."""
     renamed = {}
     for name in names:
-        if name.startswith(NOT_NEEDED) or name.endswith("position_ids"):
+        bare = name.removeprefix("visual.").removeprefix("vision_model.")
+        if bare.startswith(NOT_NEEDED) or bare.endswith("position_ids"):
             continue
-        stem, _, kind = name.rpartition(".")
-        if name in OFFICIAL_NAMES:
-            renamed[name] = OFFICIAL_NAMES[name]
+        stem, _, kind = bare.rpartition(".")
+        if bare in OFFICIAL_NAMES:
+            renamed[name] = OFFICIAL_NAMES[bare]
         elif stem in OFFICIAL_NAMES:
             renamed[name] = f"{OFFICIAL_NAMES[stem]}.{kind}"
-        elif match := BLOCK.fullmatch(name):
+        elif match := BLOCK.fullmatch(bare):
             rest = BLOCK_NAMES.get(match["rest"], match["rest"])
             renamed[name] = f"encoder.layers.{match['number']}.{rest}.{match['kind']}"
         else:
-            renamed[name] = name.removeprefix("vision_model.")
+            renamed[name] = bare
     return renamed
 
 
@@ -150,7 +151,7 @@ def split_attention(header: Header) -> Header:
             for number, part in enumerate("qkv"):
                 new = name.replace("attn.to_qkv", f"self_attn.{part}_proj")
                 tensors[new] = info if shared else rows(info, number * num_rows, (number + 1) * num_rows)
-        elif name.endswith(("visual.cls_embedding", "visual.pos_embedding")):
+        elif name.endswith(("cls_embedding", "pos_embedding")):
             shape = info.shape[-1:] if name.endswith("cls_embedding") else info.shape[-2:]
             tensors[name] = replace(info, shape=shape)
         else:

@@ -15,14 +15,10 @@ from torch import nn
 from wangen.generator.companions import Contents
 from wangen.generator.errors import WangenError
 from wangen.generator.formats import DTYPE_BITS, Header, TensorInfo
+from wangen.runtime.dtypes import FLOAT8
 from wangen.runtime.weights.reading import read_bytes, read_tensor
 
 OTHER_TYPE = "get the file in another quantisation, or in fp16"
-
-FP8_MAX = 448.0
-"""Largest number of float8_e4m3fn."""
-
-FLOAT8 = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
 
 
 COMFY_FORMATS = ("float8_e4m3fn", "float8_e5m2")
@@ -178,7 +174,7 @@ def to_fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     ([[1.0], [1.0]], [[448.0, 1.0], [0.0, 0.0]])
     """
     largest = weight.abs().amax(dim=1, keepdim=True).float()
-    scale = torch.where(largest > 0, largest / FP8_MAX, 1.0)
+    scale = torch.where(largest > 0, largest / torch.finfo(torch.float8_e4m3fn).max, 1.0)
     return (weight.float() / scale).to(torch.float8_e4m3fn), scale
 
 

@@ -11,24 +11,9 @@ import torch
 
 from wangen.generator.errors import WangenError
 from wangen.generator.formats import DOWNLOAD_AGAIN, Place, TensorInfo
+from wangen.runtime.dtypes import TORCH_DTYPES
 
 BUFFER_BYTES = 16 * 2**20
-
-TORCH_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-"""By the names that headers use; what is missing here is no number that a model could compute with."""
 
 
 def read_tensor(info: TensorInfo, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> torch.Tensor:

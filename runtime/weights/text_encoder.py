@@ -45,11 +45,15 @@ GGUF_NAMES = {
 OUTER_NAMES = {
     "token_embedding.weight": "shared.weight",
     "token_embd.weight": "shared.weight",
+    "encoder.embed_tokens.weight": "shared.weight",
+    "embed_tokens.weight": "shared.weight",
     "norm.weight": "encoder.final_layer_norm.weight",
     "enc.output_norm.weight": "encoder.final_layer_norm.weight",
 }
 BLOCK = re.compile(r"(?P<official>blocks|enc\.blk)\.(?P<number>\d+)\.(?P<rest>.+)\.weight")
-TIED = "encoder.embed_tokens.weight"
+TIED = ("encoder.embed_tokens.weight", "embed_tokens.weight")
+STACK = ("block.", "final_layer_norm.")
+"""The beginnings of Hugging Face's names in a file of the encoder alone, without `encoder.`"""
 NOT_NEEDED = ("decoder.", "lm_head.", "dec.", "output.")
 """The other half of a whole umT5."""
 
@@ -98,12 +102,12 @@ def umt5_names(names: Iterable[str]) -> Mapping[str, str]:
     found = set(names)
     renamed = {}
     for name in found:
-        if name.startswith(NOT_NEEDED) or (name == TIED and "shared.weight" in found):
+        if name.startswith(NOT_NEEDED) or (name in TIED and "shared.weight" in found):
             continue
         renamed[name] = OUTER_NAMES.get(name, name)
-        if name == TIED:
-            renamed[name] = "shared.weight"
-        elif match := BLOCK.fullmatch(name):
+        if name.startswith(STACK):
+            renamed[name] = f"encoder.{name}"
+        if match := BLOCK.fullmatch(name):
             table = OFFICIAL_NAMES if match["official"] == "blocks" else GGUF_NAMES
             if match["rest"] in table:
                 renamed[name] = f"encoder.block.{match['number']}.{table[match['rest']]}.weight"

@@ -11,8 +11,7 @@ from math import isqrt
 from typing import Any
 
 from wangen.generator.errors import WangenError
-
-OTHER_FILE = "give Wan2.1_VAE.pth, Wan2.2_VAE.pth, or their ComfyUI or diffusers form"
+from wangen.runtime.weights.filling import OTHER_FILE
 
 # Official `wan/modules/vae2_2.py` (class Wan2_2_VAE); those of 2.1 are the defaults of `AutoencoderKLWan`.
 # fmt: off
