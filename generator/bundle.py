@@ -91,6 +91,7 @@ def models_below(target: Target) -> list[PurePosixPath]:
 def find_weights(target: Target, weights: Weights, found: Sequence[PurePosixPath] | None = None) -> str:
     """A weight file as the target writes it: the configured one, the first that is found, or where a download puts it.
 
+    One that is configured without a folder may lie in any folder below that for models.
     A file is found by the end of its path; of several that are called so, it is the largest, which has lost least to
     quantising. Where a longer name of another weight file fits too, it is that one:
     `low_noise_model/diffusion_pytorch_model-00001-of-00006.safetensors` is an expert of Wan 2.2, in whatever folder,
@@ -98,17 +99,22 @@ def find_weights(target: Target, weights: Weights, found: Sequence[PurePosixPath
     model's expert.
     """
     models = target.roots["models"]
-    if weights.flag in target.weights:
-        return target.path(models, target.weights[weights.flag])
     found = models_below(target) if found is None else found
     folder = models_folder(target) or Path()
+
+    def best(paths: Iterable[PurePosixPath]) -> str:
+        return target.path(models, *max(paths, key=lambda path: _num_bytes(folder / path)).parts)
+
+    if named := target.weights.get(weights.flag):
+        below = [path for path in found if path.name == named]
+        return best(below) if below and PurePosixPath(named) not in below else target.path(models, named)
     elsewhere = _all_names() - _names(weights)
     for name in weights.files:
         longer = {other for other in elsewhere if other.endswith(f"/{name}")}
         called = [path for path in found if is_called(path, name)]
         ours = [path for path in called if not any(is_called(path, other) for other in longer)]
         if ours:
-            return target.path(models, *max(ours, key=lambda path: _num_bytes(folder / path)).parts)
+            return best(ours)
     return target.path(models, *place_of(weights.downloads[0]).parts)
 
 
@@ -124,7 +130,10 @@ def place_of(download: Download) -> PurePosixPath:
 
 
 def files_below(folder: Path) -> Iterator[PurePosixPath]:
-    """Every file below a folder, relative to it, in the order of names; folders that are links are followed once."""
+    """Every file below a folder, relative to it, in the order of names; folders that are links are followed once.
+
+    Links that lead to no file are left out.
+    """
     seen = set()
     for place, folders, files in os.walk(folder, followlinks=True):
         status = Path(place).stat()
@@ -133,8 +142,9 @@ def files_below(folder: Path) -> Iterator[PurePosixPath]:
             continue
         seen.add((status.st_dev, status.st_ino))
         folders.sort()
-        for name in sorted(files):
-            yield PurePosixPath(Path(place, name).relative_to(folder).as_posix())
+        for path in sorted(Path(place, name) for name in files):
+            if path.is_file():
+                yield PurePosixPath(path.relative_to(folder).as_posix())
 
 
 def is_called(path: PurePosixPath, name: str) -> bool:

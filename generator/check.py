@@ -5,10 +5,11 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from wangen import profiles
 from wangen.generator import experts, kinds, scripts
+from wangen.generator.bundle import is_called
 from wangen.generator.dataset import read_facts, scan
 from wangen.generator.errors import WangenError, many
 from wangen.generator.geometry import resampled_frames, too_short, windows
@@ -220,7 +221,7 @@ def _weights(options: Check) -> Iterator[Finding]:
             kinds.expect(path, roles[flag].kind, f"--{flag}", options.task)
             sound.add(flag)
         except WangenError as error:
-            cure = error.cure if path.exists() else _how_to_get(roles[flag], options.task)
+            cure = error.cure if path.exists() else _how_to_get(path, roles[flag], options.task)
             yield Finding(error.where or str(path), f"--{flag}: {error.found}", cure)
     if sound >= {"dit", "dit_high_noise"} and options.dit and options.dit_high_noise:
         try:
@@ -234,10 +235,14 @@ def _weights(options: Check) -> Iterator[Finding]:
             yield Finding(error.where, error.found, error.cure)
 
 
-def _how_to_get(weights: Weights, task: str) -> str:
+def _how_to_get(path: Path, weights: Weights, task: str) -> str:
+    """What to do about a file that is not there; one with a name of nobody's was named by the user."""
+    if not any(is_called(PurePosixPath(path.as_posix()), name) for name in weights.files):
+        return f"put it there (from {weights.source}), or mend its name in wangen.toml and publish again"
     return (
         f"put it there (from {weights.source}, or with: wangen models download {task}), or publish again to have it "
-        f"found elsewhere in models under one of its names: {', '.join(weights.files)}"
+        f"found elsewhere in models under one of its names: {', '.join(weights.files)} (where wangen.toml names the "
+        "file, under that name alone)"
     )
 
 

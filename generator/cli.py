@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from wangen import profiles
 from wangen.generator.commands import StepCommand, given
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.steps import STEPS, Check, find_step
@@ -144,7 +145,11 @@ def lint(script: Path, fix: bool, as_json: bool) -> int:
 @wangen.group(cls=Wangen, invoke_without_command=True, context_settings={"max_content_width": 110})
 @click.pass_context
 def models(ctx: click.Context) -> int:
-    """Show which weight files are known and found, say what a file is, and fetch what is missing."""
+    """Show which weight files are known and found, say what a file is, and fetch what is missing.
+
+    A TASK is what is trained (t2v-1.3B, i2v-A14B …; `wangen models list` has all), a ROLE is one of the files that it
+    needs, called as the flag that takes it: vae, t5, clip, dit, dit_high_noise; and the tokenizer.
+    """
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
     return 0
@@ -154,8 +159,16 @@ _MODELS_DIR = click.option("--dir", "folder", type=click.Path(path_type=Path),
                            help="the models folder (default: the workspace's, else models here)")  # fmt: skip
 
 
-@models.command("list", context_settings=_WORDS)
-@click.option("--task", help="only what this task needs")
+_TASKS = ", ".join(profiles.model_names())
+_WANTED = f"""\b
+TASK  all that it needs: {_TASKS}
+ROLE  one file of --task: {", ".join(profiles.WEIGHT_ROLES)}
+FILE  one that has a + in `wangen models list`, or owner/repository/path
+"""
+
+
+@models.command("list", short_help="what every task needs, what is here, what is missing", context_settings=_WORDS)
+@click.option("--task", metavar="TASK", help=f"only what this task needs: {_TASKS}")
 @_MODELS_DIR
 @click.option("--json", "as_json", is_flag=True, help="print it as JSON")
 def models_list(task: str | None, folder: Path | None, as_json: bool) -> int:
@@ -165,7 +178,7 @@ def models_list(task: str | None, folder: Path | None, as_json: bool) -> int:
     return run_list(task, folder, as_json)
 
 
-@models.command("where", context_settings=_WORDS)
+@models.command("where", short_help="the file of each role of a task; where a file is", context_settings=_WORDS)
 @click.argument("what", metavar="TASK|FILE")
 @_MODELS_DIR
 def models_where(what: str, folder: Path | None) -> int:
@@ -175,7 +188,7 @@ def models_where(what: str, folder: Path | None) -> int:
     return run_where(what, folder)
 
 
-@models.command("identify", context_settings=_WORDS)
+@models.command("identify", short_help="what a weight file, a LoRA or a folder is", context_settings=_WORDS)
 @click.argument("files", nargs=-1, required=True, metavar="FILE...", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="print it as JSON")
 def models_identify(files: tuple[Path, ...], as_json: bool) -> int:
@@ -185,16 +198,17 @@ def models_identify(files: tuple[Path, ...], as_json: bool) -> int:
     return run(files, as_json)
 
 
-@models.command("download", context_settings=_WORDS)
+@models.command("download", short_help="fetch what a task needs and is missing", epilog=_WANTED,
+                context_settings=_WORDS)  # fmt: skip
 @click.argument("words", nargs=-1, metavar="[TASK|ROLE|FILE|tokenizer]...")
-@click.option("--task", help="the task of a ROLE (default: the workspace's model)")
+@click.option("--task", metavar="TASK", help="the task of a ROLE (default: the workspace's model)")
 @_MODELS_DIR
 @click.option("--dry_run", is_flag=True, help="say what would be fetched, and fetch nothing")
 def models_download(words: tuple[str, ...], task: str | None, folder: Path | None, dry_run: bool) -> int:
     """Fetch what a task needs and is missing from the Hugging Face hub; run it again to go on.
 
     What arrives is compared with the hub's checksum before it gets its name. HF_ENDPOINT names another hub, HF_TOKEN an
-    account.
+    account. Without words, all that the workspace's model needs is meant.
     """
     from wangen.generator.models.download import run
 
@@ -269,6 +283,8 @@ def main(words: Sequence[str] | None = None) -> int:
         return error.exit_code
     except click.ClickException as error:
         click.echo(f"wangen: {error.format_message()}", err=True)
+        if isinstance(error, click.NoSuchOption) and not error.option_name.startswith("--"):
+            click.echo("  do:    put -- before the names of files that begin with -", err=True)
         return 2
     except OSError as error:
         if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EPIPE):

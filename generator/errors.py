@@ -31,7 +31,7 @@ class WangenError(Exception):
         """
         lines = [self.found]
         if self.where:
-            lines.append(f"  where: {self.where}")
+            lines.append(f"  where: {printable(self.where)}")
         if self.cure:
             lines.append(f"  do:    {self.cure}")
         return "\n".join(lines)
@@ -42,6 +42,15 @@ class UsageError(WangenError):
 
     def __init__(self, found: str, *, where: str = "", cure: str = "") -> None:
         super().__init__(found, where=where, cure=cure, exit_code=2)
+
+
+def printable(text: str) -> str:
+    r"""Text of anybody's, such as a file's name, on one line and without what would steer a terminal.
+
+    >>> print(printable("a\x1b[31m\nb"))
+    a\x1b[31m\nb
+    """
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
 
 def many(number: int, what: str) -> str:

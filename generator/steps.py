@@ -344,10 +344,9 @@ class Export(Step):
 
     command: ClassVar[str] = "export"
     module: ClassVar[str] = "wangen.runtime.export"
-    spellings: ClassVar[tuple[str, ...]] = ("convert_lora", "convert_lora.py")
+    spellings: ClassVar[tuple[str, ...]] = ("convert_lora", "convert_lora.py", "merge_lora", "merge_lora.py")
     elsewhere: ClassVar[Mapping[str, str]] = {
         "diffusers_prefix": "every known prefix is read; --layout says which one is written",
-        "save_merged_model": "give the file to write as --save_path",
         "device": "export computes on the CPU: leave --device out",
     }
 
@@ -355,13 +354,17 @@ class Export(Step):
         "LoRA to convert (any layout; a file, or a folder of peft or diffusers), or LoRAs to merge", (),
         names=("input",),
     )  # fmt: skip
-    lora_multiplier: tuple[float, ...] = flag("strength of each merged LoRA (default: 1)", ())
+    lora_multiplier: tuple[float, ...] = flag("strength of each merged LoRA, one number per LoRA (default: 1)", ())
     dit: Path | None = flag("merge into this transformer: any format, any shard, or a diffusers folder", None)
     save_path: Path | None = flag(
-        "the .safetensors to write; with --layout peft also a folder, with --metadata a .json", None, names=("output",)
-    )
+        "the .safetensors to write; with --layout peft also a folder, with --metadata a .json; a LoRA that is there is "
+        "replaced, by merging a merged file; export.report.json appears beside it",
+        None, names=("output", "save_merged_model"),
+    )  # fmt: skip
+    overwrite: bool = flag("replace whatever else is at --save_path", False)
     layout: tuple[Literal["comfyui", "kohya", "diffusers", "peft"], ...] = flag(
-        "layouts to convert to; every further one gets its name as a suffix", ("comfyui",), names=("target",),
+        "layouts to convert to (comfyui: read by ComfyUI, diffusers and most trainers; kohya: musubi-tuner and "
+        "ComfyUI; diffusers; peft); every further one gets its name as a suffix", ("comfyui",), names=("target",),
         values={"default": "kohya", "other": "comfyui"},
     )  # fmt: skip
     dtype: ExportDtype | None = flag(

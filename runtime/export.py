@@ -48,7 +48,9 @@ def _refuse(options: Export) -> None:
             raise UsageError("--metadata writes JSON", cure="end --save_path in .json, or leave it out to print")
         return
     if not options.lora_weight or not options.save_path:
-        raise UsageError("export needs --lora_weight and --save_path", cure="wangen export --help")
+        needed = {"--lora_weight": options.lora_weight, "--save_path": options.save_path}
+        missing = " and ".join(flag for flag, value in needed.items() if not value)
+        raise UsageError(f"export needs {missing}", cure="wangen export --help")
     if options.dit:
         _refuse_merging(options)
     elif len(options.lora_weight) > 1:
@@ -84,6 +86,10 @@ def _tell_metadata(options: Export) -> Report:
     path, flag = (options.dit, "--dit") if options.dit else (lora_file(options.lora_weight[0]), "--lora_weight")
     text = json.dumps(describe_file(path, flag), indent=2, ensure_ascii=False)
     if options.save_path:
+        if options.save_path.exists() and not options.overwrite and not _is_told(options.save_path):
+            raise UsageError("a file that does not hold what --metadata tells is there and would be replaced",
+                             where=str(options.save_path),
+                             cure="give another --save_path, or --overwrite as well")  # fmt: skip
         write_text(options.save_path, text + "\n")
         return Report(options.save_path.parent, f"the metadata of {path} are in {options.save_path}",
                       result={"file": options.save_path})  # fmt: skip
@@ -95,11 +101,21 @@ def _tell_metadata(options: Export) -> Report:
     return Report(None, f"the metadata of {path}")
 
 
+def _is_told(path: Path) -> bool:
+    """Whether a file is what `--metadata` made."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(found, dict) and {"kind", "tensors", "metadata"} <= found.keys()
+
+
 def _convert(options: Export, path: Path, save_path: Path) -> Report:
     from wangen.runtime.convert import convert
 
     file = lora_file(path)
-    converted = convert(path, tuple(dict.fromkeys(options.layout)), options.dtype, save_path)
+    converted = convert(path, tuple(dict.fromkeys(options.layout)), options.dtype, save_path,
+                        overwrite=options.overwrite)  # fmt: skip
     for layout, written in converted.files.items():
         log.info("  %s: %s", layout, written)
     ranks = ", ".join(map(str, converted.ranks))
@@ -116,7 +132,6 @@ def _convert(options: Export, path: Path, save_path: Path) -> Report:
 def _merge(options: Export, dit: Path, save_path: Path) -> Report:
     from wangen.runtime.lora import read_lora
     from wangen.runtime.merge import Source, merge
-    from wangen.runtime.safetensors_file import refuse_overwriting
 
     multipliers = options.lora_multiplier or (1.0,) * len(options.lora_weight)
     sources = [
@@ -124,8 +139,7 @@ def _merge(options: Export, dit: Path, save_path: Path) -> Report:
         for path, multiplier in zip(options.lora_weight, multipliers, strict=True)
     ]
     require_writable(save_path.parent)
-    refuse_overwriting(save_path, [source.path for source in sources])
-    merged = merge(dit, sources, save_path, options.dtype)
+    merged = merge(dit, sources, save_path, options.dtype, overwrite=options.overwrite)
     for source, left_out in zip(sources, merged.left_out, strict=True):
         log.info("  LoRA %s at %g", source.path.name, source.multiplier)
         if left_out:

@@ -16,10 +16,12 @@ from diffusers import WanTransformer3DModel
 from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
 
-from wangen.generator.errors import WangenError, many
+from wangen.generator.errors import WangenError
+from wangen.generator.formats import DOWNLOAD_AGAIN, TensorInfo
 from wangen.generator.kinds import expect
 from wangen.generator.lora_config import Alphas, config_fields, lora_file, read_alphas
-from wangen.generator.lora_keys import Layout, foreign, module_names, parse_key
+from wangen.generator.lora_keys import Layout, Part, module_names
+from wangen.generator.models.adapters import PLAIN, modules_of, unfit
 from wangen.runtime.weights.reading import read_tensor
 
 
@@ -69,40 +71,15 @@ def read_lora(path: Path, flag: str = "--lora_weight") -> Lora:
 
     Raises:
         WangenError: not a LoRA, or one that holds keys that are not understood (LoHa, LoKr, DoRA, whole-weight
-            differences, another model): half a LoRA is worse than none.
+            differences, another model), or a damaged one: half a LoRA is worse than none.
     """
     file = lora_file(path)
     header = expect(file, "lora", flag)
-    refuse_foreign(file, header.tensors)
-    parts: dict[str, dict[str, torch.Tensor]] = {}
-    for key, info in header.tensors.items():
-        if parsed := parse_key(key):
-            found = parts.setdefault(parsed.module, {})
-            if parsed.part in found:
-                raise WangenError(f"two keys of this LoRA are the {parsed.part} of {parsed.module}, such as {key}",
-                                  where=str(file))  # fmt: skip
-            found[parsed.part] = read_tensor(info)
-    alphas = read_alphas(file, header.metadata, parts)
-    return {module: _weight(file, module, parts[module], alphas) for module in sorted(parts)}
-
-
-def refuse_foreign(file: Path, keys: Mapping[str, object]) -> None:
-    """Stop when a LoRA holds keys that belong to no plain LoRA of a Wan transformer.
-
-    Raises:
-        WangenError: there are some; the message says what they are, where that is known.
-    """
-    strange = sorted(key for key in keys if parse_key(key) is None)
-    if not strange:
-        return
-    words = next(filter(None, map(foreign, strange)), "")
-    known = f"this is {words}; " if words else ""
-    raise WangenError(
-        f"{known}{len(strange)} of {many(len(keys), 'key')} {'is' if len(strange) == 1 else 'are'} not understood, "
-        f"such as {', '.join(strange[:3])}",
-        where=str(file),
-        cure="give a plain LoRA (down and up matrices) of a Wan transformer",
-    )
+    if problem := unfit(header.tensors):
+        raise WangenError(problem, where=str(file), cure=f"give {PLAIN}")
+    modules = modules_of(header.tensors)
+    alphas = read_alphas(file, header.metadata, modules)
+    return {module: _weight(file, module, modules[module], alphas) for module in sorted(modules)}
 
 
 def to_layout(
@@ -162,18 +139,31 @@ def name_tensors(stored: Mapping[str, LoraWeight], layout: Layout) -> dict[str, 
     return tensors
 
 
-def cast(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
+def cast(tensor: torch.Tensor, dtype: torch.dtype, name: str, where: str = "") -> torch.Tensor:
     """A tensor in another dtype, each number rounded once.
+
+    Args:
+        tensor: what to round.
+        dtype: the dtype to round to.
+        name: of the tensor, for the message.
+        where: the file it came from, for the message.
 
     Raises:
         WangenError: a number is too large for it, or was not finite before.
     """
-    plain = tensor.float() if tensor.dtype.itemsize == 1 else tensor
-    # A comparison with NaN is false; float8 has no infinity and would take its largest number instead.
-    if plain.numel() and not max(map(abs, map(float, plain.aminmax()))) <= torch.finfo(dtype).max:
-        raise WangenError(f"{name} holds numbers that {str(dtype).removeprefix('torch.')} cannot hold",
+    largest = _largest(tensor)
+    if not math.isfinite(largest):
+        raise WangenError(f"{name} holds NaN or infinity; the file is damaged", where=where, cure=DOWNLOAD_AGAIN)
+    if largest > torch.finfo(dtype).max:  # float8 has no infinity and would take its largest number instead
+        raise WangenError(f"{name} holds numbers that {str(dtype).removeprefix('torch.')} cannot hold", where=where,
                           cure="choose bfloat16 or float32")  # fmt: skip
     return tensor.to(dtype)
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    """The largest absolute value; NaN when one is among the numbers."""
+    plain = tensor.float() if tensor.dtype.itemsize == 1 else tensor
+    return max(map(abs, map(float, plain.aminmax()))) if plain.numel() else 0.0
 
 
 def apply_lora(
@@ -267,20 +257,16 @@ def _lora_layers(transformer: WanTransformer3DModel) -> list[LoraLayer]:
     return [module for module in transformer.modules() if isinstance(module, LoraLayer)]
 
 
-def _weight(path: Path, module: str, parts: Mapping[str, torch.Tensor], alphas: Alphas) -> LoraWeight:
-    if "down" not in parts or "up" not in parts:
-        raise WangenError(f"{module} has only {' and '.join(sorted(parts))} in this LoRA", where=str(path))
-    down, up = parts["down"], parts["up"]
-    matrices = down.ndim == up.ndim == 2 or (down.ndim == up.ndim == 5 and up.shape[2:].numel() == 1)
-    if not matrices or down.shape[0] != up.shape[1] or not down.shape[0]:
-        raise WangenError(
-            f"the matrices of {module} do not fit each other: {tuple(down.shape)} and {tuple(up.shape)}",
-            where=str(path),
-        )
-    if "alpha" not in parts:
+def _weight(path: Path, module: str, parts: Mapping[Part, TensorInfo], alphas: Alphas) -> LoraWeight:
+    read = {part: read_tensor(info) for part, info in parts.items()}
+    down, up = read["down"], read["up"]
+    if not all(math.isfinite(_largest(factor)) for factor in (down, up)):
+        raise WangenError(f"this LoRA holds NaN or infinity in {module}; it is damaged", where=str(path),
+                          cure="take an earlier one of the same training, or download it again")  # fmt: skip
+    if "alpha" not in read:
         alpha = alphas.of(module, down.shape[0])
     else:
-        alpha = float(parts["alpha"].float().sum()) if parts["alpha"].numel() == 1 else math.nan
+        alpha = float(read["alpha"].float().sum()) if read["alpha"].numel() == 1 else math.nan
     if not math.isfinite(alpha):
         raise WangenError(f"the alpha of {module} is not a number", where=str(path))
     return LoraWeight(down, up, alpha)

@@ -23,7 +23,7 @@ from wangen.generator.lora_keys import module_name
 from wangen.runtime.dtypes import FLOAT8, TORCH_DTYPES
 from wangen.runtime.lora import Lora, LoraWeight, cast, nothing_matches, require_size
 from wangen.runtime.progress import progress
-from wangen.runtime.safetensors_file import Later, refuse_overwriting, require_space, write
+from wangen.runtime.safetensors_file import Later, require_free, require_space, write
 from wangen.runtime.weights.quantized import is_quantized, read_weight, refuse_other_forms
 from wangen.runtime.weights.reading import read_tensor
 
@@ -73,7 +73,9 @@ Change = tuple[LoraWeight, float]
 """A module's factors and what their product is multiplied with."""
 
 
-def merge(dit: Path, sources: Sequence[Source], save_path: Path, dtype: str | None) -> Merged:
+def merge(
+    dit: Path, sources: Sequence[Source], save_path: Path, dtype: str | None, *, overwrite: bool = False
+) -> Merged:
     """Write a checkpoint in which LoRAs are part of the weights.
 
     Args:
@@ -82,18 +84,20 @@ def merge(dit: Path, sources: Sequence[Source], save_path: Path, dtype: str | No
         save_path: the safetensors file to write.
         dtype: `float32`, `bfloat16`, `float16`; `float8_e4m3fn` or `fp8_scaled` for the matrices of the blocks; None
             stores each tensor as it was (GGUF: bfloat16).
+        overwrite: replace any file at `save_path`; without it only a merged checkpoint is.
 
     Raises:
-        WangenError: no Wan transformer, a LoRA that does not fit, no room on the disk, the file is one of those read.
+        WangenError: no Wan transformer, a LoRA that does not fit, no room on the disk, a file is in the way.
     """
     header = expect(dit, TRANSFORMERS, "--dit")
+    read = {info.place.file for info in header.tensors.values() if info.place} | {source.path for source in sources}
+    require_free(save_path, read, lambda there: MERGED in there.metadata, overwrite)
     contents = sort_out(header)
     refuse_other_forms(dit, header, contents)
     changes = _changes(contents, sources)
     if header.format == "gguf" and dtype is None:
         dtype = "bfloat16"
     tensors = _in_dtype(contents, changes, dtype) if dtype else _as_before(dit, header, contents, changes)
-    refuse_overwriting(save_path, {info.place.file for info in header.tensors.values() if info.place})
     num_bytes = sum(tensor.num_bytes for tensor in tensors.values())
     require_space(save_path, num_bytes)
     metadata = dict(header.metadata) if header.format == "safetensors" else {}
@@ -129,8 +133,9 @@ def _changes(contents: Contents, sources: Sequence[Source]) -> dict[str, list[Ch
             if weight is None:
                 continue
             require_size(name, weight, info.shape)
-            changes.setdefault(name, []).append((weight, source.multiplier * weight.scale))
             fits = True
+            if factor := source.multiplier * weight.scale:
+                changes.setdefault(name, []).append((weight, factor))
         if not fits:
             raise nothing_matches(source.lora)
     return changes
@@ -198,7 +203,8 @@ def _cast_later(
 ) -> Later:
     if not change and scale is None and TORCH_DTYPES.get(info.dtype) == dtype:
         return _copied(info)
-    return Later(dtype, info.shape, lambda: cast(_merged(info, scale, change), dtype, name))
+    file = str(info.place.file) if info.place else ""
+    return Later(dtype, info.shape, lambda: cast(_merged(info, scale, change), dtype, name, file))
 
 
 def _scaled_later(

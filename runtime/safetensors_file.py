@@ -17,6 +17,7 @@ import torch
 
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.files import write_whole
+from wangen.generator.kinds import Facts, examine
 from wangen.runtime.dtypes import DTYPE_NAMES
 
 
@@ -121,14 +122,36 @@ def require_space(path: Path, num_bytes: int) -> None:
         )
 
 
-def refuse_overwriting(path: Path, read: Iterable[Path]) -> None:
-    """Stop when a file to write is one of those that are read.
+def require_free(path: Path, read: Iterable[Path], ours: Callable[[Facts], bool], overwrite: bool) -> None:
+    """See that a file may be written: nothing is there, or what the same command makes.
+
+    Args:
+        path: the file.
+        read: files that must stay whatever is said.
+        ours: whether a weight file that is there is of the kind that is made.
+        overwrite: any other file may be replaced, too.
 
     Raises:
-        UsageError: it is.
+        UsageError: it may not.
     """
-    if path.exists() and any(path.samefile(file) for file in read):
+    if not path.exists():
+        return
+    if any(file.exists() and path.samefile(file) for file in read):
         raise UsageError("--save_path is the file that is read", where=str(path), cure="give another --save_path")
+    if path.is_dir():
+        raise UsageError("a folder has the name of the file to write", where=str(path), cure="give another --save_path")
+    if overwrite:
+        return
+    try:
+        facts = examine(path)
+    except WangenError:
+        words = "a file of another kind"
+    else:
+        if ours(facts):
+            return
+        words = facts.words
+    raise UsageError(f"{words} is there and would be replaced", where=str(path),
+                     cure="give another --save_path, or --overwrite as well")  # fmt: skip
 
 
 def _chunks(header: Mapping[str, Any], tensors: Iterable[torch.Tensor | Later]) -> Iterator[bytes | memoryview]:

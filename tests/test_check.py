@@ -148,6 +148,16 @@ def test_weights_of_another_task_name_it(good, tmp_path):
     assert "this file is for --task t2v-1.3B" in size
 
 
+def test_how_to_get_a_file_depends_on_whose_name_it_is(good, tmp_path):
+    (known,) = problems(changed(good, vae=tmp_path / "vae/wan_2.1_vae.safetensors"))
+    assert "with: wangen models download t2v-1.3B" in known
+    assert "where wangen.toml names the file, under that name alone" in known
+    (own,) = problems(changed(good, vae=tmp_path / "my vae.pth"))
+    assert "put it there" in own
+    assert "mend its name in wangen.toml and publish again" in own
+    assert "wangen models download" not in own
+
+
 def test_two_experts(good, tmp_path, caplog):
     both = changed(good, task="t2v-A14B", dit_high_noise=Path(shutil.copy(good.dit, tmp_path / "copy.safetensors")))
     (found,) = problems(both)

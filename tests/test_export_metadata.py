@@ -22,7 +22,8 @@ from wangen.runtime.lora import read_lora, to_layout
     ("words", "message"),
     [
         ([], "needs --lora_weight and --save_path"),
-        (["--lora_weight", "a"], "needs --lora_weight and --save_path"),
+        (["--lora_weight", "a"], "export needs --save_path"),
+        (["--save_path", "a.safetensors"], "export needs --lora_weight\n"),
         (["--lora_weight", "a", "b", "--save_path", "c.safetensors"], "one LoRA is converted at a time"),
         (["--lora_weight", "a", "--save_path", "c"], "only --layout peft writes a folder"),
         (["--lora_weight", "a", "--save_path", "c.pt"], "must end in .safetensors"),
@@ -84,8 +85,8 @@ def test_metadata_say_when_no_alpha_is_stored_and_what_is_not_understood(tmp_pat
     assert (group["rank"], group["alpha"]) == (4, None)
     assert group["modules"]["blocks.*.attn1.to_q"] == 2
     save_file({**plain, "diffusion_model.blocks.0.norm3.diff": torch.ones(2)}, tmp_path / "b.safetensors")
-    strange = told(capsys, "--lora_weight", str(tmp_path / "b.safetensors"))["lora"]["not_understood"]
-    assert (strange["keys"], strange["what"]) == (1, "a LoRA with differences of whole weights or biases beside it")
+    unfit = told(capsys, "--lora_weight", str(tmp_path / "b.safetensors"))["lora"]["unfit"]
+    assert "a LoRA with differences of whole weights or biases beside it; 1 of 41 keys is not understood" in unfit
 
 
 def test_metadata_of_a_peft_folder_and_of_a_model_go_to_a_file(tmp_path: Path, capsys):
@@ -154,11 +155,14 @@ def test_a_folder_without_a_lora_is_refused(tmp_path: Path, capsys):
     assert "neither adapter_model.safetensors nor pytorch_lora_weights.safetensors" in capsys.readouterr().err
 
 
-def test_a_lora_with_broken_numbers_is_not_passed_on(tmp_path: Path, capsys):
+@pytest.mark.parametrize("number", ["nan", "-inf"])
+def test_a_lora_with_broken_numbers_is_not_passed_on(tmp_path: Path, capsys, number: str):
     tensors = load_file(LORAS["t2v21"])
-    tensors["lora_unet_blocks_0_ffn_0.lora_up.weight"][3, 1] = float("nan")
+    tensors["lora_unet_blocks_0_ffn_0.lora_up.weight"][3, 1] = float(number)
     save_file(tensors, tmp_path / "a.safetensors")
     words = ["--lora_weight", str(tmp_path / "a.safetensors"), "--save_path", str(tmp_path / "b.safetensors")]
     assert main(["export", *words]) == 1
-    assert "blocks.0.ffn.net.0.proj holds numbers that float32 cannot hold" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "this LoRA holds NaN or infinity in blocks.0.ffn.net.0.proj; it is damaged" in said
+    assert f"where: {tmp_path / 'a.safetensors'}" in said
     assert not (tmp_path / "b.safetensors").exists()

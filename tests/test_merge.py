@@ -80,6 +80,31 @@ def test_the_sum_is_made_in_float32_and_rounded_once(tmp_path: Path):
     assert all(torch.equal(out[key], old[key]) for key in untouched)
 
 
+@pytest.mark.parametrize("style", ["", "scaled"])
+def test_a_lora_at_strength_zero_changes_no_byte_and_is_not_counted(tmp_path: Path, style: str):
+    dit = fp8_file(tmp_path, style)[0] if style else T2V
+    lora = read_lora(LORAS["t2v21"])
+    one = {"blocks.0.attn1.to_q": lora["blocks.0.attn1.to_q"]}
+    done = merge(dit, [source(lora, 0.0), source(one)], tmp_path / "merged.safetensors", None)
+    old, new = load_file(dit), load_file(tmp_path / "merged.safetensors")
+    changed = {
+        name
+        for name, value in old.items()
+        if not torch.equal(value.view(torch.uint8).flatten(), new[name].view(torch.uint8).flatten())
+    }
+    assert done.num_changed == 1
+    assert {name.rsplit(".", 1)[0] for name in changed} == {"blocks.0.self_attn.q"}
+
+
+def test_a_checkpoint_that_is_damaged_is_said_with_its_file(tmp_path: Path):
+    tensors = load_file(T2V)
+    tensors["blocks.0.self_attn.q.weight"][0, 0] = float("nan")
+    save_file(tensors, tmp_path / "dit.safetensors")
+    with pytest.raises(WangenError, match=r"blocks\.0\.self_attn\.q\.weight holds NaN or infinity") as error:
+        merged(tmp_path / "dit.safetensors", tmp_path / "merged.safetensors", read_lora(LORAS["t2v21"]))
+    assert error.value.where == str(tmp_path / "dit.safetensors")
+
+
 def test_several_loras_are_added_before_the_one_rounding(tmp_path: Path):
     lora = read_lora(LORAS["t2v21"])
     merge(T2V, [source(lora, 0.35), source(lora, 0.25)], tmp_path / "two.safetensors", None)

@@ -91,6 +91,27 @@ def test_a_file_named_by_itself_is_compared_with_the_hub_and_not_fetched_again(t
     assert large.bodies() == []
 
 
+def test_a_file_named_by_itself_is_looked_for_in_all_folders(tmp_path, large):
+    write_tree(tmp_path, {f"models/text_encoders/{FP8_NAME}": LARGE})
+    done = download(large.endpoint, tmp_path, FP8_NAME, "--dry_run")
+    assert done.returncode == 0, done.stderr
+    assert f"there: {Path('models/text_encoders', FP8_NAME)}" in done.stdout.replace(f"{tmp_path}{os.sep}", "")
+    assert "to fetch" not in done.stdout
+
+
+def test_a_link_in_its_place_stays(tmp_path, large):
+    link = tmp_path / "models" / FP8_NAME
+    link.parent.mkdir()
+    try:
+        link.symlink_to(tmp_path / "gone")
+    except OSError:
+        pytest.skip("no links can be made here")
+    done = download(large.endpoint, tmp_path, FP8_NAME)
+    assert done.returncode == 1
+    assert "mend its rights or the link" in done.stderr
+    assert link.is_symlink()
+
+
 @pytest.mark.parametrize("content", [LARGE[:-1] + b"x", LARGE[:1000]], ids=["other bytes", "cut short"])
 def test_another_file_in_its_place_is_refused_and_stays(tmp_path, large, content):
     path = tmp_path / "models" / FP8_NAME
@@ -321,6 +342,18 @@ def test_a_file_of_another_kind_under_the_name_is_not_touched(tmp_path):
     assert path.read_bytes() == (VECTORS / "vae22/Wan2.2_VAE.pth").read_bytes()
 
 
+def test_without_a_connection_it_is_said_what_is_wanted_and_nothing_is_made(tmp_path):
+    for words in (["--dry_run"], []):
+        done = download("http://127.0.0.1:9", tmp_path, "t2v-1.3B", *words)
+        assert done.returncode == 1
+        for name in FILES:
+            assert name in done.stdout
+        assert "wanted: vae of t2v-1.3B: " in done.stdout
+        assert "run the same line again" in done.stderr
+        assert "where it stopped" not in done.stderr
+        assert not (tmp_path / "models").exists()
+
+
 @pytest.mark.parametrize(
     ("words", "found"),
     [
@@ -329,6 +362,8 @@ def test_a_file_of_another_kind_under_the_name_is_not_touched(tmp_path):
         (["clip", "--task", "t2v-14B"], "t2v-14B takes no clip"),
         ([], "what is to be fetched?"),
         (["vae", "--task", "t3v"], "there is no task 't3v'"),
+        (["Wan2.1_VAE.safetensors"], "did you mean"),
+        (["diffusion_pytorch_model.safetensors.index.json"], "Wan-AI/Wan2.1-T2V-14B/diffusion_pytorch_model"),
     ],
 )
 def test_words_that_mean_nothing(tmp_path, monkeypatch, capsys, words, found):
@@ -365,6 +400,27 @@ def test_a_file_that_the_workspace_names_is_not_looked_for_on_the_hub(tmp_path, 
     said = capsys.readouterr().err
     assert "wangen.toml names a file for vae that is not there" in said
     assert "my vae.pth" in said
+
+
+def test_a_file_that_the_workspace_names_as_a_download_is_called_is_fetched(tmp_path):
+    platform = "windows" if os.name == "nt" else "linux"
+    text = f"platforms = ['{platform}']\n[platform.{platform}]\nvae = 'Wan2.1_VAE.pth'\n"
+    write_tree(tmp_path, {"wangen.toml": text, "datasets/.keep": ""})
+    with running(FILES) as hub:
+        done = download(hub.endpoint, tmp_path, "vae")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / f"published/{platform}/models/Wan2.1_VAE.pth").read_bytes() == CONTENTS["vae"].read_bytes()
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_tokenizer_that_the_workspace_names_is_not_fetched(tmp_path, there):
+    write_tree(tmp_path, {"wangen.toml": f"[steps.cache_text]\ntokenizer = '{(tmp_path / 'mine').as_posix()}'\n"})
+    write_tree(tmp_path, {"datasets/.keep": "", **({"mine/tokenizer.json": "{}"} if there else {})})
+    with running(FILES) as hub:
+        done = download(hub.endpoint, tmp_path, "t2v-1.3B")
+    assert done.returncode == (0 if there else 1), done.stderr
+    assert ("wangen.toml names a tokenizer that is not there" in done.stderr) == (not there)
+    assert not any("umt5-xxl/tokenizer" in asked.path for asked in hub.asked)
 
 
 def test_only_one_download_into_a_folder_at_a_time(tmp_path, large):

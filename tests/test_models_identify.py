@@ -161,8 +161,8 @@ def test_both_commands_say_the_same_of_a_lora(tmp_path, capsys):
         assert main(["export", "--metadata", "--lora_weight", str(file)]) == 0
         assert json.loads(capsys.readouterr().out)["lora"] == found["lora"]
         assert found["lora"]["layout"] == found["layout"]
-    assert found["lora"]["not_understood"]["such_as"] == ["diffusion_model.blocks.0.norm3.diff_b"]
-    assert "1 key not understood: a LoRA with differences of whole weights or biases beside it" in shown(capsys, path)
+    assert found["lora"]["unfit"].endswith("such as diffusion_model.blocks.0.norm3.diff_b")
+    assert "this is a LoRA with differences of whole weights or biases beside it" in shown(capsys, path)
 
 
 def test_a_bad_file_is_said_and_the_others_are_shown(tmp_path, capsys):
@@ -222,3 +222,42 @@ def test_a_name_that_is_no_text(tmp_path):
             capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="such names are a matter of Linux")
+def test_a_name_is_printed_on_one_line_and_steers_no_terminal(tmp_path, capsys):
+    path = tmp_path / "a\x1b[31m\nb.safetensors"
+    shutil.copy(LORA, path)
+    assert r"a\x1b[31m\nb.safetensors" in shown(capsys, path)
+    assert main(["models", "identify", f"{path}x"]) == 1
+    out = capsys.readouterr().out
+    assert r"where: " in out
+    assert "\x1b" not in out
+
+
+def test_of_a_folder_of_many_models_each_is_shown_once(tmp_path, capsys):
+    write_sparse_shards(tmp_path / "models/dit", TRANSFORMERS["ti2v-5B"], 3)
+    for source, place in ((LORA, "loras/a/b.safetensors"), (VECTORS / "vae21/Wan2.1_VAE.pth", "vae/vae.pth")):
+        (tmp_path / "models" / place).parent.mkdir(parents=True)
+        shutil.copy(source, tmp_path / "models" / place)
+    (tmp_path / "models/vae/put_vae_here").touch()
+    found = identify(capsys, tmp_path / "models")
+    assert [each["kind"] for each in found] == ["wan-transformer-ti2v", "lora", "wan-vae-2.1"]
+    assert len(identify(capsys, *sorted((tmp_path / "models/dit").iterdir()))) == 1
+    (tmp_path / "empty").mkdir()
+    assert "a folder without weights" in shown(capsys, tmp_path / "empty", code=1)
+
+
+def test_a_file_that_is_called_as_an_option_is(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(LORA, tmp_path / "-i2v.safetensors")
+    assert main(["models", "identify", "-i2v.safetensors"]) == 2
+    assert "put -- before" in capsys.readouterr().err
+    assert main(["models", "identify", "--", "-i2v.safetensors"]) == 0
+
+
+def test_what_takes_a_file_is_never_left_open(tmp_path, capsys):
+    tiny = shown(capsys, VECTORS / "dit_t2v21/model.safetensors")
+    assert "fits        --dit; no known task has these sizes\n" in tiny
+    other = write_sparse(tmp_path / "a.safetensors", {"some.layer.weight": (3, 4)})
+    assert "fits        nothing in wangen takes it\n" in shown(capsys, other)

@@ -1,6 +1,7 @@
 """`wangen models list` and `where`: what is known, what was found, and what is missing."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from published import TRANSFORMERS, umt5, vae21, write_sparse, write_sparse_shar
 from wangen import profiles
 from wangen.generator.bundle import find_weights, place_of
 from wangen.generator.cli import main
-from wangen.generator.models.places import models_folders
+from wangen.generator.models.places import downloads_called, models_folders
 
 VECTORS = Path(__file__).parent / "vectors"
 MODELS = [profiles.model(name) for name in profiles.model_names()]
@@ -35,10 +36,10 @@ def test_list_shows_every_task_with_what_is_found_and_missing(models, capsys):
     assert main(["models", "list"]) == 0
     shown = capsys.readouterr().out
     rows = [line.split() for line in shown.split("\n\n")[0].splitlines()]
-    assert rows[0] == ["task", "role", "file", "size"]
-    assert ["t2v-1.3B", "vae", "vae/Wan2.1_VAE.pth", "3.8", "MB"] in rows
+    assert rows[0] == ["task", "role", "size", "file"]
+    assert ["t2v-1.3B", "vae", "3.8", "MB", "vae/Wan2.1_VAE.pth"] in rows
     assert ["t2v-1.3B", "dit", "missing"] in rows
-    assert ["t2v-1.3B", "tokenizer", "google/umt5-xxl/tokenizer.json", "344.0", "kB"] in rows
+    assert ["t2v-1.3B", "tokenizer", "344.0", "kB", "google/umt5-xxl/tokenizer.json"] in rows
     assert ["ti2v-5B", "vae", "missing"] in rows
     assert {tuple(row[:2]) for row in rows[1:]} == {
         *((model.name, weights.flag) for model, weights in ROLES),
@@ -196,7 +197,8 @@ def test_a_low_noise_expert_is_not_taken_for_wan_2_1(tmp_path, monkeypatch, caps
     assert main(["models", "where", "diffusion_pytorch_model-00001-of-00006.safetensors"]) == 0
     capsys.readouterr()
     main(["models", "list"])
-    rows = [line.split()[:3] for line in capsys.readouterr().out.splitlines()]
+    words = map(str.split, capsys.readouterr().out.splitlines())
+    rows = [[*row[:2], row[-1]] for row in words if row]
     index = "diffusion_pytorch_model.safetensors.index.json"
     assert ["t2v-14B", "dit", "missing"] in rows
     assert ["t2v-A14B", "dit", f"Wan2.2-T2V-A14B/low_noise_model/{index}"] in rows
@@ -210,6 +212,127 @@ def test_the_size_of_another_model_is_wrong(tmp_path, monkeypatch, capsys):
     shown = capsys.readouterr().out
     assert "wrong" in shown
     assert "14B" in shown
+
+
+def named(folder: Path, text: str) -> None:
+    """Make a workspace here whose models folder is this one, with these lines for its one platform."""
+    platform = "windows" if os.name == "nt" else "linux"
+    lines = f"platforms = ['{platform}']\n[platform.{platform}]\nmodels = '{folder.as_posix()}'\n{text}\n"
+    write_tree(folder.parent, {"wangen.toml": lines, "datasets/.keep": ""})
+
+
+def test_a_name_in_the_workspace_without_a_folder_is_searched_for(models, capsys):
+    (models / "vae/Wan2.1_VAE.pth").rename(models / "vae/my.pth")
+    named(models, "vae = 'my.pth'")
+    main(["models", "where", "t2v-1.3B"])
+    assert f"vae             {models / 'vae/my.pth'}" in capsys.readouterr().out
+    shutil.copy(models / "vae/my.pth", models)
+    main(["models", "where", "t2v-1.3B"])
+    assert f"vae             {models / 'my.pth'}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "fetched"), [("my.pth", False), ("Wan2.1_VAE.pth", True), ("x/Wan2.1_VAE.pth", False)]
+)
+def test_a_file_that_the_workspace_names_and_that_is_missing(models, capsys, name, fetched):
+    (models / "vae/Wan2.1_VAE.pth").unlink()
+    (models / "wan_2.1_vae.safetensors").write_bytes(b"not looked at")
+    named(models, f"vae = '{name}'")
+    assert main(["models", "where", "t2v-1.3B"]) == 1
+    shown = capsys.readouterr().out.partition("t5 ")[0]
+    assert f"missing: {models / name}" in shown
+    assert "wangen.toml names this" in shown
+    assert "any of these names" not in shown
+    assert ("wangen models download vae" in shown) == fetched
+
+
+def test_a_link_that_leads_to_nothing_hides_no_file(models, capsys):
+    good = (models / "vae/Wan2.1_VAE.pth").rename(models / "wan_2.1_vae.safetensors")
+    try:
+        (models / "vae/Wan2.1_VAE.pth").symlink_to(models / "gone.pth")
+    except OSError:
+        pytest.skip("no links can be made here")
+    main(["models", "where", "t2v-1.3B"])
+    assert f"vae             {good}" in capsys.readouterr().out
+
+
+def test_of_a_broken_file_it_is_said_what_to_do_and_which_comes_next(models, capsys):
+    good = models / "vae/wan_2.1_vae.safetensors"
+    shutil.copy(models / "vae/Wan2.1_VAE.pth", good)
+    (models / "vae/Wan2.1_VAE.pth").write_bytes(b"junk")
+    assert main(["models", "where", "t2v-1.3B"]) == 1
+    assert f"if it is moved away, this is taken: {good}" in capsys.readouterr().out
+    good.unlink()
+    assert main(["models", "where", "t2v-1.3B"]) == 1
+    assert "or move it away and fetch it with: wangen models download vae --task t2v-1.3B" in capsys.readouterr().out
+
+
+def test_the_tokenizer_that_the_workspace_names(models, tmp_path, capsys):
+    shutil.move(models / "google/umt5-xxl", tmp_path / "mine")
+    steps = f"[steps.cache_text]\ntokenizer = '{(tmp_path / 'mine').as_posix()}'"
+    named(models, steps)
+    main(["models", "where", "t2v-1.3B"])
+    assert f"tokenizer       {tmp_path / 'mine/tokenizer.json'}" in capsys.readouterr().out
+    named(models, steps.replace("mine", "gone"))
+    main(["models", "where", "t2v-1.3B"])
+    shown = capsys.readouterr().out
+    assert f"missing: {tmp_path / 'gone'}\n" in shown
+    assert "wangen.toml names this" in shown
+
+
+def test_a_path_to_a_file_that_is_there_belongs_to_identify(models, capsys):
+    write_tree(models.parent, {"mine/a.safetensors": "x"})
+    assert main(["models", "where", "./mine/a.safetensors"]) == 2
+    assert "wangen models identify ./mine/a.safetensors" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows sees its own drives")
+def test_a_folder_of_another_machine_was_not_searched(tmp_path, monkeypatch, capsys):
+    text = "platforms = ['windows']\n[platform.windows]\nmodels = 'D:/models'\n"
+    write_tree(tmp_path, {"wangen.toml": text, "datasets/.keep": ""})
+    monkeypatch.chdir(tmp_path)
+    assert main(["models", "where", "t2v-1.3B"]) == 1
+    shown = capsys.readouterr().out
+    assert "not seen from here" in shown
+    assert "searched" not in shown
+
+
+def test_a_folder_that_is_given_must_be_there(models, capsys):
+    for words, found in (("typo", "there is no such folder"), ("models/vae/Wan2.1_VAE.pth", "this is a file")):
+        for command in (["list"], ["where", "t2v-1.3B"]):
+            assert main(["models", *command, "--dir", words]) == 1
+            assert found in capsys.readouterr().err
+    assert main(["models", "download", "vae", "--task", "t2v-1.3B", "--dir", words]) == 1
+    assert found in capsys.readouterr().err
+
+
+def test_on_a_narrow_terminal_no_name_is_torn(models, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert main(["models", "list"]) == 0
+    shown = capsys.readouterr().out.replace(",", " ")
+    assert {name for _, weights in ROLES for name in weights.files} <= {*shown.split()}
+    assert max(map(len, shown.split("best first")[1].split("searched")[0].splitlines())) < 80
+
+
+def test_a_name_with_a_plus_can_be_fetched_by_it(models, capsys):
+    assert main(["models", "list"]) == 0
+    shown = capsys.readouterr().out
+    assert "Wan2.1_VAE.pth +," in shown
+    assert "Wan2.1_VAE.safetensors," in shown
+    names = [words.strip(" +") for words in shown.replace("\n", ",").split(",") if words.endswith(" +")]
+    assert len(names) > 20
+    assert {len(downloads_called(name)) for name in names} == {1}
+
+
+def test_help_fits_a_narrow_terminal_and_says_what_the_words_mean(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    main(["models"])
+    assert "...\n" not in capsys.readouterr().out.partition("Commands:")[2]
+    assert main(["models", "download", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert ", ".join(profiles.WEIGHT_ROLES) in shown
+    assert ", ".join(profiles.model_names()) in shown
 
 
 def test_unknown_words(tmp_path, monkeypatch, capsys):

@@ -3,6 +3,7 @@
 No weight is read, only alphas, which are tensors of one number.
 """
 
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -15,7 +16,12 @@ from wangen.generator.errors import many
 from wangen.generator.formats import Header, TensorInfo
 from wangen.generator.formats.raw import read_scalar
 from wangen.generator.lora_config import Alphas, read_alphas
-from wangen.generator.lora_keys import Part, foreign, layout_of, parse_key
+from wangen.generator.lora_keys import LoraKey, Part, foreign, layout_of, parse_key
+
+Modules = dict[str, dict[Part, TensorInfo]]
+"""The tensors of a LoRA by module, as diffusers calls it, and part."""
+
+PLAIN = "a plain LoRA (down and up matrices) of a Wan transformer"
 
 _BLOCK = re.compile(r"blocks\.(?P<number>\d+)\.")
 _QUERY = re.compile(r"blocks\.\d+\.attn[12]\.to_q")
@@ -47,8 +53,8 @@ class Adapter:
         num_blocks: transformer blocks that it changes.
         dim: width of the transformer it belongs to; 0 when the query layers are not among its modules.
         has_image_branch: it changes the layers for the CLIP features, which only Wan 2.1 I2V and FLF2V have.
-        fits: the model profiles whose transformer has these sizes.
-        strange: the keys that no plain LoRA of a Wan transformer has.
+        fits: the model profiles whose transformer has these sizes; none of a file that is refused.
+        unfit: why the file is refused, as `unfit` says it; empty for a LoRA that can be used.
     """
 
     layout: str
@@ -57,17 +63,12 @@ class Adapter:
     dim: int
     has_image_branch: bool
     fits: tuple[str, ...]
-    strange: tuple[str, ...]
+    unfit: str
 
     @property
     def num_modules(self) -> int:
         """How many layers it changes."""
         return sum(sum(group.modules.values()) for group in self.groups)
-
-    @property
-    def about_strange(self) -> str:
-        """What the keys that are not understood make of the file."""
-        return next(filter(None, map(foreign, self.strange)), "keys of an unknown kind")
 
     def lines(self) -> list[str]:
         """The facts for people, one a line."""
@@ -79,13 +80,13 @@ class Adapter:
         return [
             f"rank {ranks}, {alpha}",
             f"changes {many(self.num_modules, 'module')} of {of}",
-            f"base: {', '.join(self.fits) or 'no model that is known'}",
-            *([f"{many(len(self.strange), 'key')} not understood: {self.about_strange}"] if self.strange else []),
+            f"cannot be used: {self.unfit}"
+            if self.unfit
+            else f"base: {', '.join(self.fits) or 'no model that is known'}",
         ]
 
     def fields(self) -> dict[str, Any]:
         """The facts for programs."""
-        strange = {"what": self.about_strange, "keys": len(self.strange), "such_as": self.strange[:3]}
         return {
             "layout": self.layout,
             "num_modules": self.num_modules,
@@ -94,8 +95,43 @@ class Adapter:
             "image_branch": self.has_image_branch,
             "fits": self.fits,
             "adapters": [vars(group) for group in self.groups],
-            **({"not_understood": strange} if self.strange else {}),
+            **({"unfit": self.unfit} if self.unfit else {}),
         }
+
+
+def modules_of(tensors: Mapping[str, TensorInfo]) -> Modules:
+    """The tensors of a LoRA, of any layout, by module and part; keys of something else are left out."""
+    modules: Modules = {}
+    for key, info in tensors.items():
+        if parsed := parse_key(key):
+            modules.setdefault(parsed.module, {})[parsed.part] = info
+    return modules
+
+
+def unfit(tensors: Mapping[str, TensorInfo]) -> str:
+    """Why a file is no plain LoRA of a Wan transformer, in words; empty when it is one.
+
+    Half a LoRA is worse than none: one key that is not understood is enough.
+    """
+    if strange := sorted(key for key in tensors if parse_key(key) is None):
+        words = next(filter(None, map(foreign, strange)), "")
+        return (
+            (f"this is {words}; " if words else "")
+            + f"{len(strange)} of {many(len(tensors), 'key')} {'is' if len(strange) == 1 else 'are'} not understood, "
+            + f"such as {', '.join(strange[:3])}"
+        )
+    keys: dict[LoraKey | None, str] = {}
+    for key in tensors:
+        if (first := keys.setdefault(parsed := parse_key(key), key)) != key and parsed:
+            return f"two keys of this LoRA are the {parsed.part} of {parsed.module}: {first} and {key}"
+    for module, parts in modules_of(tensors).items():
+        if not {"down", "up"} <= parts.keys():
+            return f"{module} has only {' and '.join(sorted(parts))} in this LoRA"
+        down, up = parts["down"].shape, parts["up"].shape
+        matrices = len(down) == len(up) == 2 or (len(down) == len(up) == 5 and math.prod(up[2:]) == 1)
+        if not matrices or down[0] != up[1] or not down[0]:
+            return f"the matrices of {module} do not fit each other: {down} and {up}"
+    return ""
 
 
 def describe_lora(file: Path, header: Header) -> Adapter:
@@ -108,15 +144,9 @@ def describe_lora(file: Path, header: Header) -> Adapter:
     Raises:
         WangenError: an alpha or the configuration cannot be read, or the latter is of more than a LoRA.
     """
-    modules: dict[str, dict[Part, TensorInfo]] = {}
-    strange: list[str] = []
-    for key, info in header.tensors.items():
-        if parsed := parse_key(key):
-            modules.setdefault(parsed.module, {})[parsed.part] = info
-        else:
-            strange.append(key)
+    modules, problem = modules_of(header.tensors), unfit(header.tensors)
     # What a configuration says of another adapter than a LoRA is not needed to describe the file.
-    alphas = Alphas() if strange else read_alphas(file, header.metadata, modules)
+    alphas = Alphas() if problem else read_alphas(file, header.metadata, modules)
     shapes = {name: parts["down"].shape for name, parts in modules.items() if "down" in parts}
     widths = {shape[1] for name, shape in shapes.items() if _QUERY.fullmatch(name) and len(shape) > 1}
     dim = widths.pop() if len(widths) == 1 else 0
@@ -128,8 +158,8 @@ def describe_lora(file: Path, header: Header) -> Adapter:
         num_blocks=len(blocks),
         dim=dim,
         has_image_branch=image,
-        fits=_fits(dim, max(blocks, default=-1) + 1, image),
-        strange=tuple(sorted(strange)),
+        fits=() if problem else _fits(dim, max(blocks, default=-1) + 1, image),
+        unfit=problem,
     )
 
 

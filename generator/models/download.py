@@ -2,7 +2,6 @@
 
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path, PurePosixPath
@@ -10,16 +9,19 @@ from pathlib import Path, PurePosixPath
 import click
 
 from wangen import profiles
-from wangen.generator.bundle import is_called, models_folder, place_of
+from wangen.generator.bundle import files_below, is_called, models_folder, place_of
 from wangen.generator.errors import UsageError, WangenError, bytes_text, many
 from wangen.generator.headers import index_names
 from wangen.generator.lock import busy, hold
 from wangen.generator.models import hub
 from wangen.generator.models.hub import Remote
 from wangen.generator.models.places import (
+    INDEX,
     TOKENIZER,
     Held,
     Shelf,
+    downloads_called,
+    from_hub,
     here,
     known_model,
     models_folders,
@@ -28,7 +30,6 @@ from wangen.generator.models.places import (
 from wangen.generator.progress import byte_bar
 from wangen.profiles import Download, Model, Weights
 
-INDEX = ".safetensors.index.json"
 LOCK = ".wangen-download.lock"
 
 
@@ -37,7 +38,7 @@ class Wish:
     """One thing that was asked for and is not there, or may not be.
 
     Attributes:
-        name: a role with its task, or a file's name, as it is said.
+        name: a role with its task, `tokenizer` or `file`, as it is said.
         downloads: what it consists of.
         look: says afterwards whether it is found where it is needed; None for a file that was named by itself.
     """
@@ -66,21 +67,28 @@ def run(words: Sequence[str], task: str | None, folder: Path | None, dry_run: bo
     if where is None:
         raise UsageError("this host cannot see the models folder", where=target.path(target.roots["models"]),
                          cure="set host_root in wangen.toml, or give --dir")  # fmt: skip
-    wishes = list(_wishes(words, task or (place.model if place else None), Shelf(target)))
+    if where.exists() and not where.is_dir():
+        raise WangenError("this is a file, not a models folder", where=str(where), cure="give another --dir")
+    shelved = None if folder else place
+    wishes = list(_wishes(words, task or (place.model if place else None), Shelf(target, shelved)))
     if not wishes:
         click.echo("everything is there")
         return 0
-    with ExitStack() as stack:
-        if not dry_run:
-            _hold(stack, where)
-        missing = [pair for wish in wishes for pair in _missing(wish, where)]
-        _say_plan(missing, where)
-        if dry_run or not missing:
-            click.echo("nothing was fetched: this was a dry run" if dry_run else "everything is there")
-            return 0
+    for wish in wishes:
+        for download in wish.downloads:
+            shards = " and its shards" if download.path.endswith(INDEX) else ""
+            click.echo(f"wanted: {wish.name}: {download.repo}/{download.path}{shards}")
+    _refuse_second(where)
+    missing = [pair for wish in wishes for pair in _missing(wish, where)]
+    _say_plan(missing, where)
+    if dry_run or not missing:
+        click.echo("nothing was fetched: this was a dry run" if dry_run else "everything is there")
+        return 0
+    with hold(where / LOCK):
+        missing = [(remote, path) for remote, path in missing if not path.exists()]  # another run may have ended now
         for number, (remote, path) in enumerate(missing, 1):
             _fetch(remote, path, f"{number}/{len(missing)}")
-    filled = Shelf(target)
+    filled = Shelf(target, shelved)
     for wish in wishes:
         _require_found(wish, filled)
     click.echo("everything is there now")
@@ -91,7 +99,7 @@ def _wishes(words: Sequence[str], task: str | None, shelf: Shelf) -> Iterator[Wi
     """What the words mean, without what is there already."""
     if not words and task is None:
         raise UsageError("what is to be fetched?", cure=f"name a task ({', '.join(profiles.model_names())}), a role "
-                         "with --task, a file that `wangen models list` shows, or tokenizer")  # fmt: skip
+                         "with --task, a file that has a + in `wangen models list`, or tokenizer")  # fmt: skip
     seen: set[tuple[Download, ...]] = set()
     for word in words or [task or ""]:
         for wish in _wish(word, task, shelf):
@@ -118,7 +126,7 @@ def _wish(word: str, task: str | None, shelf: Shelf) -> Iterator[Wish]:
             raise UsageError(f"{task} takes no {role}", cure=f"it takes {', '.join(w.flag for w in model.weights)}")
         yield from _role(shelf, model, chosen[0])
     else:
-        yield Wish(word, (_named(word),))
+        yield Wish("file", (_named(word),))
 
 
 def _role(shelf: Shelf, model: Model, weights: Weights) -> Iterator[Wish]:
@@ -128,26 +136,14 @@ def _role(shelf: Shelf, model: Model, weights: Weights) -> Iterator[Wish]:
     if held.state == "there":
         click.echo(f"there: {name}: {held.path} ({bytes_text(held.num_bytes)})")
         return
-    begun = _begun(weights, held)
-    if held.state == "wrong" or (held.state == "broken" and begun is None):
+    if held.state == "wrong" or (held.state == "broken" and from_hub(weights, held) is None):
         raise WangenError(f"in the place of {name}: {held.words}", where=str(held.path),
                           cure="move it away, then run the same line again")  # fmt: skip
-    if weights.flag in shelf.target.weights:
+    download = shelf.to_fetch(weights, held)
+    if download is None:
         raise WangenError(f"wangen.toml names a file for {weights.flag} that is not there", where=str(held.path),
-                          cure="put it there, or take that line out of wangen.toml")  # fmt: skip
-    yield Wish(name, (begun or weights.downloads[0],), lambda filled: filled.look_at(model, weights))
-
-
-def _begun(weights: Weights, held: Held) -> Download | None:
-    """The download that a file is from, or is one shard of."""
-    if held.path is None:
-        return None
-    for download in weights.downloads:
-        place = place_of(download)
-        path = held.path.with_name(place.name) if place.name.endswith(INDEX) else held.path
-        if is_called(PurePosixPath(path.as_posix()), str(place)):
-            return download
-    return None
+                          cure="put it there, or mend that line")  # fmt: skip
+    yield Wish(name, (download,), lambda filled: filled.look_at(model, weights))
 
 
 def _tokenizer(shelf: Shelf, model: Model, *, whole: bool = False) -> Iterator[Wish]:
@@ -166,25 +162,27 @@ def _tokenizer(shelf: Shelf, model: Model, *, whole: bool = False) -> Iterator[W
         there, path = held.state == "there", held.path
     if there:
         click.echo(f"there: {TOKENIZER}: {path}")
+    elif not whole and shelf.is_named(TOKENIZER):
+        raise WangenError("wangen.toml names a tokenizer that is not there", where=str(path),
+                          cure="put it there, or mend that line; it can be fetched with: wangen models download "
+                          "tokenizer")  # fmt: skip
     else:
-        yield Wish(TOKENIZER, model.tokenizer, look)
+        yield Wish(TOKENIZER, model.tokenizer, None if shelf.is_named(TOKENIZER) else look)
 
 
 def _named(word: str) -> Download:
     """The download of a file that is named by itself."""
-    known = {
-        PurePosixPath(path).name if short else path: download
-        for short in (True, False)
-        for model in map(profiles.model, profiles.model_names())
-        for weights in model.weights
-        for download in weights.downloads
-        for path in (download.path, f"{download.repo}/{download.path}")
-    }
-    if word in known:
-        return known[word]
-    names = [*profiles.model_names(), *_roles(), TOKENIZER, *known]
+    called = downloads_called(word)
+    if len(called) == 1:
+        return called[0]
+    if called:
+        cure = f"name one of {', '.join(f'{download.repo}/{download.path}' for download in called)}"
+        raise UsageError(f"{word!r} is the name of {len(called)} different files", cure=cure)
+    models = map(profiles.model, profiles.model_names())
+    files = [download.path for model in models for weights in model.weights for download in weights.downloads]
+    names = [*profiles.model_names(), *_roles(), TOKENIZER, *(PurePosixPath(path).name for path in files)]
     near = get_close_matches(word, names, n=1)
-    cure = f"did you mean {near[0]}?" if near else "`wangen models list --json` has every download"
+    cure = f"did you mean {near[0]}?" if near else "name one that has a + in `wangen models list`"
     raise UsageError(f"{word!r} is no task, role or file that can be fetched", cure=cure)
 
 
@@ -204,7 +202,7 @@ def _missing(wish: Wish, folder: Path) -> Iterator[tuple[Remote, Path]]:
         WangenError: the hub does not give one, or another file is in its place.
     """
     for remote, path in _files(wish, folder):
-        if not path.exists():
+        if not path.exists() and not path.is_symlink():  # a link to a disk that is not there stays as it is
             yield remote, path
             continue
         with byte_bar(path.name, remote.num_bytes) as advance:
@@ -218,8 +216,8 @@ def _missing(wish: Wish, folder: Path) -> Iterator[tuple[Remote, Path]]:
 def _files(wish: Wish, folder: Path) -> Iterator[tuple[Remote, Path]]:
     """The files of a wish; an index comes after the shards that it names, so that it is there when they are."""
     for download in wish.downloads:
+        path = folder / (download.path if wish.name == TOKENIZER else _place(download, folder))
         remote = hub.look_up(download)
-        path = folder / (download.path if download in _tokenizer_files() else place_of(download))
         if path.name.endswith(INDEX):
             for name in _shards(remote):
                 shard = replace(download, path=str(PurePosixPath(download.path).with_name(name)))
@@ -235,8 +233,14 @@ def _shards(index: Remote) -> list[str]:
         return index_names(path)
 
 
-def _tokenizer_files() -> set[Download]:
-    return {download for name in profiles.model_names() for download in profiles.model(name).tokenizer}
+def _place(download: Download, folder: Path) -> PurePosixPath:
+    """Where a file belongs below the models folder: where it, or one of its shards, is already, in whatever folder."""
+    place = place_of(download)
+    for name in (str(place), str(place).replace(INDEX, "-*-of-*.safetensors")):
+        called = [path for path in files_below(folder) if is_called(path, name)]
+        if called and not (folder / place).exists():
+            return called[0].with_name(place.name)
+    return place
 
 
 def _say_plan(missing: Sequence[tuple[Remote, Path]], folder: Path) -> None:
@@ -262,12 +266,10 @@ def _say_plan(missing: Sequence[tuple[Remote, Path]], folder: Path) -> None:
                           cure="free space, or give another --dir")  # fmt: skip
 
 
-def _hold(stack: ExitStack, folder: Path) -> None:
+def _refuse_second(folder: Path) -> None:
     """Only one download into a folder at a time."""
-    path = folder / LOCK
-    if other := busy(path):
+    if other := busy(folder / LOCK):
         raise WangenError("another download into this folder is under way", where=other.where, cure=other.cure)
-    stack.enter_context(hold(path))
 
 
 def _fetch(remote: Remote, path: Path, number: str) -> None:

@@ -24,8 +24,9 @@ from wangen.generator.files import remove, replace, sync_folder
 from wangen.generator.session import missing_library
 from wangen.profiles import Download
 
-AGAIN = "run the same line again: it goes on where it stopped"
-MIRROR = "run the same line again; if it repeats, look at HF_ENDPOINT and proxies: something changes files on their way"
+AGAIN = "run the same line again"
+GOES_ON = f"{AGAIN}: it goes on where it stopped"
+MIRROR = f"{AGAIN}; if it repeats, look at HF_ENDPOINT and proxies: something changes files on their way"
 CHUNK_BYTES = 2**22
 
 _FULL = {errno.ENOSPC, errno.EFBIG, getattr(errno, "EDQUOT", errno.ENOSPC)}
@@ -67,7 +68,7 @@ def look_up(download: Download) -> Remote:
         WangenError: no connection, no such file, an account is needed, or this is no hub.
     """
     hub = _hub()
-    with _in_words(download):
+    with _in_words(download, AGAIN):
         url = hub.hf_hub_url(download.repo, download.path)
         found = hub.get_hf_file_metadata(url)
         if found.commit_hash:  # what is fetched is what was looked up, even if the repository changes meanwhile
@@ -125,7 +126,8 @@ def differs(path: Path, remote: Remote, advance: Advance) -> str:
     try:
         return _mismatch(path, remote, advance)
     except OSError as error:
-        raise WangenError(f"cannot be read: {error.strerror}", where=str(path)) from error
+        raise WangenError(f"cannot be read: {error.strerror}", where=str(path),
+                          cure=f"mend its rights or the link, or move it away, then {AGAIN}") from error  # fmt: skip
 
 
 def free_bytes(folder: Path) -> int:
@@ -160,7 +162,7 @@ def _stream(remote: Remote, part: Path, advance: Advance) -> None:
         if have == remote.num_bytes and part.exists():
             return
         try:
-            with _in_words(remote.download), _Part(part, advance) as file:
+            with _in_words(remote.download, GOES_ON), _Part(part, advance) as file:
                 headers = hub.utils.build_hf_headers() | {"Accept-Encoding": "identity"}
                 http_get(remote.url, file, resume_size=have, headers=headers, expected_size=remote.num_bytes)
         except _NetworkError:
@@ -215,8 +217,8 @@ def _is_address(text: str) -> bool:
 
 
 @contextmanager
-def _in_words(download: Download) -> Iterator[None]:
-    """Turn every way in which the network can fail into what the user can do."""
+def _in_words(download: Download, again: str) -> Iterator[None]:
+    """Turn every way in which the network can fail into what the user can do, `again` being the end of it."""
     from huggingface_hub import constants
     from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
@@ -228,17 +230,17 @@ def _in_words(download: Download) -> Iterator[None]:
         raise WangenError("HF_HUB_OFFLINE is set, so that nothing is fetched", where=where,
                           cure="unset it for this one line, or copy the file here by hand") from None  # fmt: skip
     except HfHubHTTPError as error:
-        raise _refused(error, download) from error
+        raise _refused(error, download, again) from error
     except (transport_error, OSError) as error:
         of_disk = isinstance(error, OSError) and error.errno and not isinstance(error, ConnectionError | TimeoutError)
         if of_disk and not isinstance(error, transport_error):
             raise
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise _NetworkError(f"the connection to {constants.ENDPOINT} failed: {reason}", where=where,
-                              cure=f"look at the network (and HF_ENDPOINT), then {AGAIN}") from error  # fmt: skip
+                              cure=f"look at the network (and HF_ENDPOINT), then {again}") from error  # fmt: skip
 
 
-def _refused(error: Any, download: Download) -> WangenError:
+def _refused(error: Any, download: Download, again: str) -> WangenError:
     """What an HTTP status means. The hub answers 401 for what does not exist, too, unless a token is sent."""
     status = error.response.status_code if error.response is not None else 0
     where = f"{download.repo}/{download.path}"
@@ -250,13 +252,13 @@ def _refused(error: Any, download: Download) -> WangenError:
                            cure=f"look for it at {download.address}, or name another file to download")  # fmt: skip
     if status == 429:
         return WangenError("the hub has had too many requests from here (answer 429)", where=where,
-                           cure=f"wait some minutes, then {AGAIN}")  # fmt: skip
-    return WangenError(f"the hub fails with answer {status}", where=where, cure=f"wait, then {AGAIN}")
+                           cure=f"wait some minutes, then {again}")  # fmt: skip
+    return WangenError(f"the hub fails with answer {status}", where=where, cure=f"wait, then {again}")
 
 
 def _disk(error: OSError, place: Path) -> WangenError:
     if error.errno in _FULL:
         return WangenError(f"no space is left for {place.name}", where=str(place.parent),
-                           cure=f"free space or give another --dir, then {AGAIN}")  # fmt: skip
+                           cure=f"free space or give another --dir, then {GOES_ON}")  # fmt: skip
     return WangenError(f"cannot write: {error.strerror or error}", where=str(error.filename or place),
                        cure="fix the rights or give another --dir")  # fmt: skip

@@ -7,8 +7,9 @@ from typing import Any
 
 import click
 
-from wangen.generator.errors import WangenError, bytes_text, many
-from wangen.generator.headers import PIPELINE, read_header
+from wangen.generator.bundle import files_below
+from wangen.generator.errors import WangenError, bytes_text, many, printable
+from wangen.generator.headers import INDEX, PIPELINE, read_header, shards
 from wangen.generator.kinds import KINDS, Facts, examine
 from wangen.generator.models.adapters import Adapter, describe_lora
 
@@ -18,25 +19,36 @@ PIPELINE_FOLDERS = ("transformer", "transformer_2", "vae", "text_encoder", "imag
 TOLD = ("modelspec.", "general.", "ss_base_model_version", "ss_network_", "ss_steps", "ss_training_comment")
 """The beginnings of metadata keys that are shown; `--json` has all."""
 
+ENDINGS = (".safetensors", ".gguf", ".pth", ".bin", ".pt")
+"""How the names of weight files end: what is looked at in a folder that is not one model's."""
+
 _NUM_TOLD, _MAX_TEXT = 16, 100
+
+Answer = tuple[Facts, Adapter | None] | WangenError
+"""What a file is, with the facts of a LoRA, or why nobody can say."""
 
 
 def run(paths: Sequence[Path], as_json: bool) -> int:
     """Say what each file is.
 
     Args:
-        paths: weight files, shards, indexes or folders.
+        paths: weight files, shards, indexes or folders; the shards of one model are shown once.
         as_json: print one list for programs.
 
     Returns:
         1 when one of them cannot be read or is broken; the others are shown all the same.
     """
-    found = [(path, _look(path)) for path in _spread(paths)]
+    answers: dict[tuple[Any, ...], tuple[Path, Answer]] = {}
+    for path in _spread(paths):
+        answer = _look(path)
+        same = (answer.found, answer.where) if isinstance(answer, WangenError) else answer[0].files
+        answers.setdefault(same, (path, answer))
+    found = [*answers.values()]
     if as_json:
         click.echo(json.dumps([_plain(path, answer) for path, answer in found], indent=2))
     else:
         for path, answer in found:
-            click.echo(str(path))
+            click.echo(printable(str(path)))
             for line in _lines(answer):
                 click.echo(f"  {line}")
     return int(any(isinstance(answer, WangenError) for _, answer in found))
@@ -55,13 +67,26 @@ def parameters_text(number: int) -> str:
 
 
 def _spread(paths: Sequence[Path]) -> Iterator[Path]:
-    """The paths, with every model of a pipeline for its folder."""
+    """The paths, with every model of a pipeline for its folder, and every weight file below a folder of many."""
     for path in paths:
         parts = [path / name for name in PIPELINE_FOLDERS if (path / name).is_dir()]
-        yield from parts if (path / PIPELINE).is_file() and parts else [path]
+        if (path / PIPELINE).is_file() and parts:
+            yield from parts
+        elif path.is_dir() and not _is_model(path):
+            inside = [path / name for name in files_below(path) if name.suffix in ENDINGS or INDEX.fullmatch(name.name)]
+            yield from inside or [path]
+        else:
+            yield path
 
 
-def _look(path: Path) -> tuple[Facts, Adapter | None] | WangenError:
+def _is_model(folder: Path) -> bool:
+    try:
+        return bool(shards(folder))
+    except WangenError:
+        return False
+
+
+def _look(path: Path) -> Answer:
     try:
         facts = examine(path)
         return facts, describe_lora(facts.files[0], read_header(path)) if facts.kind == "lora" else None
@@ -69,7 +94,7 @@ def _look(path: Path) -> tuple[Facts, Adapter | None] | WangenError:
         return error
 
 
-def _lines(answer: tuple[Facts, Adapter | None] | WangenError) -> Iterator[str]:
+def _lines(answer: Answer) -> Iterator[str]:
     if isinstance(answer, WangenError):
         yield from str(answer).splitlines()
         return
@@ -89,25 +114,36 @@ def _lines(answer: tuple[Facts, Adapter | None] | WangenError) -> Iterator[str]:
             yield _row("LoRA", line)
     if facts.sizes:
         yield _row("sizes", ", ".join(f"{name} {value}" for name, value in facts.sizes.items()))
-    flag = KINDS[facts.kind][1]
-    if flag:
-        yield _row("fits", " of ".join(filter(None, (flag, ", ".join(facts.profiles)))))
+    yield _row("fits", _fits(_flag(facts, adapter), facts))
     told = [(key, text) for key, text in sorted(facts.metadata.items()) if key.startswith(TOLD) and text]
     for key, text in told[:_NUM_TOLD]:
-        yield _row("metadata", f"{_printable(key)}: {_printable(text)}")
+        yield _row("metadata", f"{_short(key)}: {_short(text)}")
+
+
+def _flag(facts: Facts, adapter: Adapter | None) -> str:
+    """What takes such a file; empty for one that is refused."""
+    return "" if adapter and adapter.unfit else KINDS[facts.kind][1]
+
+
+def _fits(flag: str, facts: Facts) -> str:
+    """What takes a file: the flag, and the tasks whose sizes it has; those of a LoRA are told with it."""
+    if not flag:
+        return "nothing in wangen takes it"
+    if facts.kind == "lora":
+        return flag
+    return f"{flag} of {', '.join(facts.profiles)}" if facts.profiles else f"{flag}; no known task has these sizes"
 
 
 def _row(name: str, text: str) -> str:
     return f"{name:<10}  {text}"
 
 
-def _printable(text: str) -> str:
-    """Metadata are anybody's text: one short line without control characters."""
-    shown = "".join(letter if letter.isprintable() else " " for letter in text[: _MAX_TEXT + 1])
-    return shown if len(text) <= _MAX_TEXT else f"{shown[:_MAX_TEXT]}…"
+def _short(text: str) -> str:
+    """Metadata are anybody's text: one short line."""
+    return printable(text) if len(text) <= _MAX_TEXT else f"{printable(text[:_MAX_TEXT])}…"
 
 
-def _plain(path: Path, answer: tuple[Facts, Adapter | None] | WangenError) -> dict[str, Any]:
+def _plain(path: Path, answer: Answer) -> dict[str, Any]:
     """What a program reads."""
     if isinstance(answer, WangenError):
         error = {"found": answer.found, "where": answer.where, "do": answer.cure}
@@ -117,7 +153,7 @@ def _plain(path: Path, answer: tuple[Facts, Adapter | None] | WangenError) -> di
         "kind": facts.kind,
         "words": facts.words,
         "hint": facts.hint,
-        "flag": KINDS[facts.kind][1],
+        "flag": _flag(facts, adapter),
         "profiles": facts.profiles,
         "format": facts.format,
         "layout": adapter.layout if adapter else facts.layout,

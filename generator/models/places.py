@@ -2,20 +2,24 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Literal
 
 from wangen import profiles
 from wangen.generator import workspace
-from wangen.generator.bundle import find_weights, models_below, models_folder
+from wangen.generator.bundle import find_weights, is_called, models_below, models_folder, place_of
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.kinds import Facts, examine, require
+from wangen.generator.steps import CacheText
 from wangen.generator.target import Target, host_platform_name, machine_of
-from wangen.generator.tokenizer_file import FOLDER, find_tokenizer
+from wangen.generator.tokenizer_file import FOLDER, tokenizer_of
 from wangen.generator.workspace import Workspace
-from wangen.profiles import Model, Weights
+from wangen.profiles import Download, Model, Weights
 
 State = Literal["there", "missing", "broken", "wrong", "unseen"]
+
+INDEX = ".safetensors.index.json"
+"""How the names of indexes end; one stands for its shards."""
 
 TOKENIZER = "tokenizer"
 """The role that is no weight file: the umT5 tokenizer of the text encoder."""
@@ -31,6 +35,7 @@ class Held:
         state: `broken` is a file that cannot be read or is not whole, `wrong` one that is something else.
         words: what is wrong, for people; empty when it is there or missing.
         num_bytes: its size on disk, with all its shards.
+        cure: what to do about a file that is broken or wrong.
     """
 
     role: str
@@ -38,6 +43,7 @@ class Held:
     state: State
     words: str = ""
     num_bytes: int = 0
+    cure: str = ""
 
 
 def here() -> Workspace | None:
@@ -89,22 +95,38 @@ class Shelf:
 
     Attributes:
         target: whose folder it is.
+        tokenizer: what the workspace gives as `--tokenizer`, as the target writes it.
     """
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Target, place: Workspace | None = None) -> None:
         self.target = target
+        self.tokenizer = _named_tokenizer(target, place)
         self._found = models_below(target)
         self._facts: dict[tuple[Path, str], Facts | WangenError] = {}
         self._tokenizers: dict[Path, Held] = {}
+
+    def is_named(self, role: str) -> bool:
+        """Whether the workspace names the file of a role, so that no other is looked for."""
+        return bool(self.tokenizer) if role == TOKENIZER else role in self.target.weights
+
+    def to_fetch(self, weights: Weights, held: Held) -> Download | None:
+        """What to fetch for a role; None where the workspace names a place to which no download goes."""
+        begun = from_hub(weights, held)
+        if held.state != "missing" or not self.is_named(weights.flag):
+            return begun or weights.downloads[0]
+        folder = models_folder(self.target)
+        return begun if begun and folder and held.path == folder / place_of(begun) else None
 
     def look(self, model: Model) -> list[Held]:
         """What is there of everything that a model needs, and what is missing."""
         found = [self.look_at(model, weights) for weights in model.weights]
         return [*found, *(self.look_for_tokenizer(held) for held in found if held.role == "t5")]
 
-    def look_at(self, model: Model, weights: Weights) -> Held:
-        """What one role of a model resolves to, as publishing resolves it."""
-        path = self.target.reach(find_weights(self.target, weights, self._found))
+    def look_at(self, model: Model, weights: Weights, without: Path | None = None) -> Held:
+        """What one role of a model resolves to, as publishing resolves it, or would without one file."""
+        folder = models_folder(self.target) or Path()
+        found = [path for path in self._found if folder / path != without] if without else self._found
+        path = self.target.reach(find_weights(self.target, weights, found))
         if path is None:
             return Held(weights.flag, None, "unseen", "another machine's, not seen from here")
         if not path.exists():
@@ -112,11 +134,11 @@ class Shelf:
         flag = f"--{weights.flag}"
         facts = self._examine(path, flag)
         if isinstance(facts, WangenError):
-            return Held(weights.flag, path, "broken", facts.found, path.stat().st_size)
+            return Held(weights.flag, path, "broken", facts.found, path.stat().st_size, facts.cure)
         try:
             require(path, facts, weights.kind, flag, model.name)
         except WangenError as error:
-            return Held(weights.flag, path, "wrong", error.found, facts.num_bytes)
+            return Held(weights.flag, path, "wrong", error.found, facts.num_bytes, error.cure)
         return Held(weights.flag, path, "there", "", facts.num_bytes)
 
     def look_for_tokenizer(self, t5: Held) -> Held:
@@ -124,8 +146,18 @@ class Shelf:
         if t5.path is None:
             return Held(TOKENIZER, None, "unseen", t5.words)
         if t5.path not in self._tokenizers:
-            self._tokenizers[t5.path] = _tokenizer_near(t5.path, models_folder(self.target) or t5.path.parent)
+            self._tokenizers[t5.path] = self._tokenizer_of(t5.path, models_folder(self.target) or t5.path.parent)
         return self._tokenizers[t5.path]
+
+    def _tokenizer_of(self, t5: Path, folder: Path) -> Held:
+        named = self.target.reach(self.tokenizer) if self.tokenizer else None
+        if self.tokenizer and named is None:
+            return Held(TOKENIZER, None, "unseen", "another machine's, not seen from here")
+        try:
+            path = tokenizer_of(t5 if t5.exists() else folder, named)
+        except WangenError:
+            return Held(TOKENIZER, named or folder / FOLDER, "missing")
+        return Held(TOKENIZER, path, "there", "", path.stat().st_size)
 
     def _examine(self, path: Path, flag: str) -> Facts | WangenError:
         if (path, flag) not in self._facts:
@@ -136,12 +168,33 @@ class Shelf:
         return self._facts[path, flag]
 
 
-def _tokenizer_near(t5: Path, folder: Path) -> Held:
-    try:
-        path = find_tokenizer(t5 if t5.exists() else folder)
-    except WangenError:
-        return Held(TOKENIZER, folder / FOLDER, "missing")
-    return Held(TOKENIZER, path, "there", "", path.stat().st_size)
+def _named_tokenizer(target: Target, place: Workspace | None) -> str:
+    layers = [target.platform.overrides, place.steps if place else {}]
+    given = [layer.get(CacheText.command, {}).get("tokenizer") for layer in layers]
+    return str(given[1] or given[0] or "")
+
+
+def from_hub(weights: Weights, held: Held) -> Download | None:
+    """The download that a role's file is from, or is one shard of; None where it is from elsewhere."""
+    if held.path is None:
+        return None
+    for download in weights.downloads:
+        place = place_of(download)
+        path = held.path.with_name(place.name) if place.name.endswith(INDEX) else held.path
+        if is_called(PurePosixPath(path.as_posix()), str(place)):
+            return download
+    return None
+
+
+def downloads_called(name: str) -> list[Download]:
+    """What can be fetched by a name, which is the end of `owner/name/path`: the best for each place that it goes to."""
+    found: dict[PurePosixPath, Download] = {}
+    for model in map(profiles.model, profiles.model_names()):
+        for weights in model.weights:
+            for download in weights.downloads:
+                if is_called(PurePosixPath(download.repo, download.path), name):
+                    found.setdefault(place_of(download), download)
+    return [*found.values()]
 
 
 def known_model(name: str) -> Model:
