@@ -40,10 +40,9 @@ class StepCommand(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse words; an unknown flag is answered in the table's words."""
         cure = f"wangen {self.step.command} --help lists the flags"
-        if args and not args[0].startswith("-"):
+        if args and not args[0].startswith("-"):  # perhaps a path that lacks its flag
             first = next(option.name for option in options(self.step) if option.kind is Path)
-            example = "" if " " in args[0] else f"for example --{first} {args[0]}; "  # with spaces it is no path
-            raise UsageError(f"{args[0]!r} has no flag before it", cure=example + cure)
+            cure = f"for example --{first} {args[0]}; {cure}"
         try:
             return super().parse_args(ctx, _repeat_lists(self.step, args))
         except click.NoSuchOption as error:

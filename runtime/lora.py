@@ -79,7 +79,12 @@ def read_lora(path: Path, flag: str = "--lora_weight") -> Lora:
         raise WangenError(problem, where=str(file), cure=f"give {PLAIN}")
     modules = modules_of(header.tensors)
     alphas = read_alphas(file, header.metadata, modules)
-    return {module: _weight(file, module, modules[module], alphas) for module in sorted(modules)}
+    lora = {module: _weight(file, module, modules[module], alphas) for module in sorted(modules)}
+    for module, weight in lora.items():  # after all are read: in between, it would scatter them over the memory
+        if not all(math.isfinite(_largest(factor)) for factor in (weight.down, weight.up)):
+            raise WangenError(f"this LoRA holds NaN or infinity in {module}; it is damaged", where=str(file),
+                              cure="take an earlier one of the same training, or download it again")  # fmt: skip
+    return lora
 
 
 def to_layout(
@@ -260,9 +265,6 @@ def _lora_layers(transformer: WanTransformer3DModel) -> list[LoraLayer]:
 def _weight(path: Path, module: str, parts: Mapping[Part, TensorInfo], alphas: Alphas) -> LoraWeight:
     read = {part: read_tensor(info) for part, info in parts.items()}
     down, up = read["down"], read["up"]
-    if not all(math.isfinite(_largest(factor)) for factor in (down, up)):
-        raise WangenError(f"this LoRA holds NaN or infinity in {module}; it is damaged", where=str(path),
-                          cure="take an earlier one of the same training, or download it again")  # fmt: skip
     if "alpha" not in read:
         alpha = alphas.of(module, down.shape[0])
     else:
