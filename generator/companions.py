@@ -20,6 +20,7 @@ PREFIXES = (
     "first_stage_model.",
     "vae.",
     "text_encoders.umt5xxl.transformer.",
+    "text_encoders.umt5xxl.",
     "cond_stage_model.",
 )
 """What repacked files put before every name."""

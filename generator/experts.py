@@ -1,5 +1,7 @@
 """The two experts of a Wan 2.2 A14B model: the same shapes, so only their numbers tell them apart."""
 
+import bisect
+import math
 import struct
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,7 +9,7 @@ from pathlib import Path
 from wangen.generator.companions import strip_prefix
 from wangen.generator.errors import WangenError
 from wangen.generator.formats import Header, TensorInfo
-from wangen.generator.formats.raw import read_raw
+from wangen.generator.formats.raw import float8, read_raw
 from wangen.generator.headers import identity, read_header
 from wangen.generator.kinds import noise_of
 
@@ -28,7 +30,8 @@ _EQUAL_SHARE = 0.8
 def same_weights(first: Path, second: Path) -> bool:
     """Whether two transformer files hold the same weights, in whatever precision, layout or format each is.
 
-    Files of other bytes are compared by the small tensors that both hold unquantised, as rounded to bfloat16. All of
+    Files of other bytes are compared by the small tensors that both hold unquantised, as rounded to bfloat16 (or to
+    8 bits where one is stored so). All of
     them must agree: to refuse two different experts would be worse than to overlook one given twice.
 
     Raises:
@@ -39,7 +42,7 @@ def same_weights(first: Path, second: Path) -> bool:
     headers = read_header(first, "--dit"), read_header(second, "--dit_high_noise")
     pairs = [tuple(_find(header, names) for header in headers) for names in SMALL]
     both = [(one, other) for one, other in pairs if one and other and one.shape == other.shape]
-    return bool(both) and all(_equal(_rounded(one), _rounded(other)) for one, other in both)
+    return bool(both) and all(_same(one, other) for one, other in both)
 
 
 def expect_two_experts(low: Path, high: Path) -> None:
@@ -64,15 +67,39 @@ def seem_swapped(low: Path, high: Path) -> bool:
 
 def _find(header: Header, names: Sequence[str]) -> TensorInfo | None:
     infos = (info for name, info in header.tensors.items() if strip_prefix(name) in names)
-    return next((info for info in infos if info.dtype in _CODES and info.place and not info.place.strides), None)
+    known = (*_CODES, "F8_E4M3")
+    return next((info for info in infos if info.dtype in known and info.place and not info.place.strides), None)
 
 
-def _rounded(info: TensorInfo) -> list[int]:
-    """A tensor's values as bfloat16, each as its 16 bits in an order that follows the value."""
+def _same(one: TensorInfo, other: TensorInfo) -> bool:
+    """Whether two tensors agree as rounded to bfloat16, or to 8 bits where one of them is stored so."""
+    first, second = _numbers(one), _numbers(other)
+    if "F8_E4M3" in (one.dtype, other.dtype):
+        grid = sorted({number for bits in range(256) if not math.isnan(number := float8(bits))})
+        return _equal([_nearest(grid, number) for number in first], [_nearest(grid, number) for number in second])
+    return _equal([_ordered(_to_bfloat16(number)) for number in first],
+                  [_ordered(_to_bfloat16(number)) for number in second])  # fmt: skip
+
+
+def _numbers(info: TensorInfo) -> list[float]:
     data = read_raw(info)
+    if info.dtype == "F8_E4M3":
+        return [float8(bits) for bits in data]
     code = _CODES[info.dtype]
     numbers = struct.unpack(f"<{len(data) // struct.calcsize(code)}{code}", data)
-    return [_ordered(number if info.dtype == "BF16" else _to_bfloat16(number)) for number in numbers]
+    if info.dtype != "BF16":
+        return list(numbers)
+    return list(struct.unpack(f"<{len(numbers)}f", b"".join(struct.pack("<I", bits << 16) for bits in numbers)))
+
+
+def _nearest(grid: Sequence[float], number: float) -> int:
+    """The place in a sorted grid of the value nearest to a number.
+
+    >>> [_nearest([0.0, 1.0, 2.0], number) for number in (-5.0, 0.4, 1.6, 9.0)]
+    [0, 0, 2, 2]
+    """
+    after = min(bisect.bisect_left(grid, number), len(grid) - 1)
+    return after - 1 if after and number - grid[after - 1] < grid[after] - number else after
 
 
 def _to_bfloat16(number: float) -> int:

@@ -19,6 +19,7 @@ from wangen.generator.errors import WangenError
 from wangen.generator.formats import Header
 from wangen.generator.headers import read_header, shards
 from wangen.generator.layouts import Layout, Shapes, layout_of, sizes_of
+from wangen.generator.tasks import supported
 
 # kind -> (plain words, the flag that takes it)
 KINDS = {
@@ -183,7 +184,7 @@ def require(path: Path, judged: Judged, kinds: str | Sequence[str], flag: str, t
     """
     wanted = (kinds,) if isinstance(kinds, str) else tuple(kinds)
     if judged.kind not in wanted:
-        taker, takes = flag, _family(wanted)
+        taker, takes = f"{flag} of {task}" if task else flag, _family(wanted)
     elif task and judged.profiles and task not in judged.profiles:
         taker, takes = f"--task {task}", _words(_of_task(task, judged.kind), (task,))
     else:
@@ -292,7 +293,7 @@ def _belongs(kind: str, flag: str, fitting: Sequence[str]) -> str:
     belongs = KINDS[kind][1]
     if belongs and belongs != flag and not (belongs == "--dit" and flag in _DIT_FLAGS):
         return f"; this file belongs to {belongs}"
-    tasks = list(fitting) or _tasks(kind)
+    tasks = sorted(fitting or _tasks(kind), key=lambda task: task not in supported())
     named = [*tasks[:3], *(["…"] if len(tasks) > 3 else [])]
     return f"; this file is for --task {', '.join(named)}" if tasks else ""
 

@@ -117,10 +117,11 @@ def _start_from(
     for name, weight in fitting.items():
         down, up = (parameters[f"{name}.lora_{side}.{NAME}.weight"] for side in "AB")
         if down.shape != weight.down.shape or up.shape != weight.up.shape:
+            other_rank = weight.rank != options.network_dim
             raise WangenError(
                 f"{name}: this LoRA is {tuple(weight.down.shape)}, the adapter is {tuple(down.shape)}",
                 where=where,
-                cure=f"give --network_dim {weight.rank}",
+                cure=f"give --network_dim {weight.rank}" if other_rank else "give a LoRA of this model, not of another",
             )
         with torch.no_grad():
             down.copy_(weight.down)

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from wangen import profiles
-from wangen.generator import headers
+from wangen.generator import headers, kinds
 from wangen.generator.dataset import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.files import replace
-from wangen.generator.lora_config import lora_identity
+from wangen.generator.lora_config import lora_file, lora_identity
 from wangen.generator.session import Report
 from wangen.generator.steps import Generate
 from wangen.generator.table import options as flags_of
@@ -44,6 +44,10 @@ def run(options: Generate) -> Report:
     require_supported(model, "sampling")
     path = _file(options)
     require_writable(path.parent)
+    for flag in ("dit", "vae", "t5"):
+        kinds.expect(getattr(options, flag), model.kind_of(flag), f"--{flag}", options.task)
+    for weight in options.lora_weight:
+        kinds.expect(lora_file(weight), "lora", "--lora_weight")
     settings = json.dumps(_settings(options), sort_keys=True)  # a file that cannot be read is named before sampling
     kind = family(model)
     device = choose_device(options.device)

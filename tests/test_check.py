@@ -124,7 +124,7 @@ def test_everything_wrong_at_once(good, tmp_path, capsys):
 
 def test_weights_of_the_wrong_kind_name_the_flag_they_belong_to(good):
     (found,) = problems(changed(good, vae=good.dit))
-    assert "--vae takes a Wan 2.1 VAE" in found
+    assert "--vae of t2v-1.3B takes a Wan 2.1 VAE" in found
     assert "this file belongs to --dit" in found
     found = problems(changed(good, vae=good.t5, t5=good.vae, dit=good.vae))
     assert [problem.count("this file belongs to --") for problem in found] == [1, 1, 1]
@@ -137,7 +137,7 @@ def test_weights_of_another_task_name_it(good, tmp_path):
         "clip": VECTORS / "clip" / "models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth",
     }
     vae, clip, dit = problems(changed(good, **paths))
-    assert "--vae takes a Wan 2.1 VAE; give a Wan 2.1 VAE; this file is for --task ti2v-5B" in vae
+    assert "--vae of t2v-1.3B takes a Wan 2.1 VAE; give a Wan 2.1 VAE; this file is for --task ti2v-5B" in vae
     assert "--clip: t2v-1.3B has no such weights; leave --clip out" in clip
     assert "this is a Wan 2.1 image-to-video transformer" in dit
     assert "this file is for --task flf2v-14B, i2v-14B" not in dit

@@ -57,7 +57,7 @@ FILES = {
     "a tar archive": tar_bytes(),
     "an image": b"\x89PNG\r\n\x1a\n" + bytes(100),
     "begins with zeros": bytes(100_000),
-    "it is empty": b"",
+    "the file is empty": b"",
     "not a safetensors file": bytes(range(200, 256)),
 }
 

@@ -1,12 +1,14 @@
 """Generation: exact by seed, with LoRAs, and in files that players read."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import av
 import numpy as np
 import pytest
+from parity import CLIP, DIT, DITS, VAE22
 from PIL import Image
 from tiny import TinyRun
 
@@ -117,3 +119,21 @@ def test_weights_in_the_wrong_place_are_named(tiny_run, tmp_path):
     with pytest.raises(WangenError):
         generate.run(options_for(tiny_run, tmp_path / "a.mp4", dit=tiny_run.weights["vae"]))
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"vae": VAE22}, "this is a Wan 2.2 VAE; --vae of t2v-1.3B takes a Wan 2.1 VAE"),
+        ({"dit": DITS["dit_i2v21"]}, "image-to-video transformer .* --task i2v-14B"),
+        ({"dit": DITS["dit_ti2v5b"]}, "--task ti2v-5B"),
+        ({"t5": CLIP}, "a CLIP image encoder.* belongs to --clip"),
+        ({"lora_weight": (DIT,)}, "transformer .*; --lora_weight takes a LoRA"),
+        ({"dit": DITS["dit_t2v21"]}, "text embeddings 64 wide, where this transformer takes 4096"),
+    ],
+)
+def test_files_of_another_model_are_named(tiny_run, tmp_path, change, words):
+    options = options_for(tiny_run, tmp_path / "a.png", video_length=1, **change)
+    with pytest.raises(WangenError) as caught:
+        generate.run(options)
+    assert re.search(words, str(caught.value).replace("\n", " "))

@@ -429,14 +429,14 @@ def test_the_message_says_what_it_is_what_was_expected_and_what_takes_it():
 
 def test_another_vae_names_its_task():
     message = refusal(VAE22, "wan-vae-2.1", "--vae", "t2v-14B")
-    assert "this is a Wan 2.2 VAE; --vae takes a Wan 2.1 VAE" in message
+    assert "this is a Wan 2.2 VAE; --vae of t2v-14B takes a Wan 2.1 VAE" in message
     assert "this file is for --task ti2v-5B" in message
 
 
 def test_weights_of_another_task_name_it(tmp_path: Path):
     image = published.write_sparse(tmp_path / "i2v.safetensors", published.TRANSFORMERS["i2v-14B"])
     message = refusal(image, "wan-transformer-t2v", "--dit", "t2v-14B")
-    assert "this is a Wan 2.1 image-to-video transformer (14B, dim 5120); --dit takes a Wan text-to-video" in message
+    assert "this is a Wan 2.1 image-to-video transformer (14B, dim 5120); --dit of t2v-14B takes a Wan text" in message
     assert "this file is for --task i2v-14B" in message
     small = published.write_sparse(tmp_path / "t2v.safetensors", published.TRANSFORMERS["t2v-1.3B"])
     message = refusal(small, "wan-transformer-t2v", "--dit", "t2v-14B")
@@ -483,8 +483,10 @@ def write_transformer(path: Path, dtype: str, *, shift: float = 0.0, modulation:
     """A transformer whose body is zeros but for its head's modulation, rounded as PyTorch rounds."""
     import torch
 
+    from wangen.runtime.dtypes import TORCH_DTYPES
+
     numbers = torch.tensor([(number % 97 - 48) / 16 * (1 + number / 1000) + shift for number in range(512)])
-    rounded = numbers.to({"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[dtype])
+    rounded = numbers.to(TORCH_DTYPES[dtype])
     named = {"head.modulation": modulation}
     published.write_sparse(path, {named.get(name, name): shape for name, shape in T2V_SMALL.items()}, dtype)
     place = read_header(path).tensors[modulation].place
@@ -501,6 +503,10 @@ def test_one_expert_given_twice_is_seen_whatever_its_form(tmp_path: Path):
     assert same_weights(first, write_transformer(tmp_path / "b.safetensors", "BF16"))
     assert same_weights(first, write_transformer(tmp_path / "c.safetensors", "F16"))
     assert same_weights(first, write_transformer(tmp_path / "d.safetensors", "F16", modulation="scale_shift_table"))
+    small = write_transformer(tmp_path / "g.safetensors", "F8_E4M3")
+    assert same_weights(first, small)
+    assert same_weights(small, write_transformer(tmp_path / "h.safetensors", "F16"))
+    assert not same_weights(small, write_transformer(tmp_path / "i.safetensors", "F16", shift=0.5))
     assert not same_weights(first, write_transformer(tmp_path / "e.safetensors", "F32", shift=0.05))
     assert not same_weights(first, write_transformer(tmp_path / "f.safetensors", "BF16", shift=0.05))
 

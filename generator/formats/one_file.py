@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from wangen.generator.errors import WangenError
-from wangen.generator.formats import Header
+from wangen.generator.formats import DOWNLOAD_AGAIN, Header
 from wangen.generator.formats.foreign import START_BYTES, foreign, preallocated, unfinished
 from wangen.generator.formats.gguf import MAGIC as GGUF_MAGIC
 from wangen.generator.formats.gguf import read_gguf
@@ -12,6 +12,7 @@ from wangen.generator.formats.pth import directory_lines, read_pth
 from wangen.generator.formats.safetensors import read_safetensors
 from wangen.generator.formats.zip_records import MAGIC as ZIP_MAGIC
 
+MIN_BYTES = 8  # before them, no format has begun
 MIB = 2**20
 NUM_SPREAD_MIB = 64  # how many mebibytes of a file `fingerprint` reads
 
@@ -59,6 +60,9 @@ def unreadable(path: Path, error: OSError) -> WangenError:
 def _read(path: Path) -> Header:
     with path.open("rb") as file:
         start = file.read(START_BYTES)
+    if len(start) < MIN_BYTES:
+        found = f"it is cut short: {len(start)} bytes are no header" if start else "the file is empty"
+        raise WangenError(found, where=str(path), cure=DOWNLOAD_AGAIN)
     if error := foreign(path, start):
         raise error
     if preallocated(path):

@@ -49,7 +49,7 @@ def read_scalar(info: TensorInfo) -> float:
     """
     content = read_raw(info)
     if info.dtype == "F8_E4M3" and len(content) == 1:
-        return _float8(content[0])
+        return float8(content[0])
     num_zeros, code = _NUMBERS.get(info.dtype, (0, ""))
     if not code or len(content) + num_zeros != struct.calcsize(code):
         raise WangenError(f"a tensor of {info.dtype} and shape {list(info.shape)} where one number is due",
@@ -57,10 +57,10 @@ def read_scalar(info: TensorInfo) -> float:
     return float(struct.unpack(code, b"\0" * num_zeros + content)[0])
 
 
-def _float8(bits: int) -> float:
+def float8(bits: int) -> float:
     """A number of float8_e4m3fn, which has no infinity.
 
-    >>> [_float8(bits) for bits in (0x38, 0xC0, 0x01, 0x7E)]
+    >>> [float8(bits) for bits in (0x38, 0xC0, 0x01, 0x7E)]
     [1.0, -2.0, 0.001953125, 448.0]
     """
     exponent, mantissa = bits >> 3 & 15, bits & 7

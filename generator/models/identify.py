@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from wangen import profiles
 from wangen.generator.bundle import files_below
 from wangen.generator.errors import WangenError, bytes_text, many, printable
 from wangen.generator.headers import INDEX, PIPELINE, read_header, shards
@@ -131,7 +132,10 @@ def _fits(flag: str, facts: Facts) -> str:
         return "nothing in wangen takes it"
     if facts.kind == "lora":
         return flag
-    return f"{flag} of {', '.join(facts.profiles)}" if facts.profiles else f"{flag}; no known task has these sizes"
+    tasks = facts.profiles
+    if "high-noise" in facts.hint:
+        flag, tasks = "--dit_high_noise", tuple(task for task in tasks if profiles.model(task).experts)
+    return f"{flag} of {', '.join(tasks)}" if tasks else f"{flag}; no known task has these sizes"
 
 
 def _row(name: str, text: str) -> str:

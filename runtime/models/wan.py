@@ -14,6 +14,7 @@ from diffusers import (
     WanTransformer3DModel,
 )
 
+from wangen.generator.errors import WangenError
 from wangen.generator.steps import Generate
 from wangen.runtime.models.wan_vae import decode_latents, encode_video
 from wangen.runtime.randomness import generator_for
@@ -72,6 +73,7 @@ def predict_velocity(
     """
     if image_tokens is not None:
         image_tokens = image_tokens.to(latents.device, transformer.dtype)
+    _require_width(transformer, texts)
     inputs = latents if condition is None else torch.cat([latents, condition.to(latents)], dim=1)
     velocity: torch.Tensor = transformer(
         hidden_states=inputs.to(transformer.dtype),
@@ -94,6 +96,14 @@ def timesteps_per_token(timesteps: torch.Tensor, latents: torch.Tensor, *, clean
     values = timesteps[:, None].repeat(1, frames * tokens)
     values[:, : clean_frames * tokens] = 0
     return values
+
+
+def _require_width(transformer: WanTransformer3DModel, texts: Sequence[torch.Tensor]) -> None:
+    """Refuse embeddings of another text encoder than the transformer was made for."""
+    found, wanted = texts[0].shape[1], transformer.config.text_dim
+    if found != wanted:
+        raise WangenError(f"text embeddings {found} wide, where this transformer takes {wanted}",
+                          cure="use the umT5-xxl encoder for caching and sampling")  # fmt: skip
 
 
 def pad_texts(texts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -128,6 +138,7 @@ def sample_latents(
     Returns:
         (1, 16, F, h, w) in float32, normalised.
     """
+    _require_width(transformer, texts)
     height_px, width_px = options.video_size
     frames = (options.video_length - 1) // vae.config.scale_factor_temporal + 1
     stride = vae.config.scale_factor_spatial

@@ -4,6 +4,7 @@ A header says where the bytes of a tensor lie. They are read straight into the t
 device change, through a buffer of a few mebibytes. Nothing is left mapped, nothing is unpickled.
 """
 
+import threading
 from pathlib import Path
 from typing import BinaryIO
 
@@ -14,6 +15,7 @@ from wangen.generator.formats import DOWNLOAD_AGAIN, Place, TensorInfo
 from wangen.runtime.dtypes import TORCH_DTYPES
 
 BUFFER_BYTES = 16 * 2**20
+_OF_THREAD = threading.local()
 
 
 def read_tensor(info: TensorInfo, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -70,14 +72,21 @@ def _read_into(place: Place, stored: torch.dtype, flat: torch.Tensor) -> None:
             if flat.dtype == stored and flat.device.type == "cpu":
                 _fill(place.file, file, flat)
                 return
-            num_elements = min(flat.numel(), BUFFER_BYTES // stored.itemsize)
-            buffer = torch.empty(num_elements, dtype=stored)
-            for begin in range(0, flat.numel(), max(1, num_elements)):
+            buffer = _buffer().view(stored)
+            for begin in range(0, flat.numel(), len(buffer)):
                 part = buffer[: flat.numel() - begin]
                 _fill(place.file, file, part)
                 flat[begin : begin + part.numel()].copy_(part)
     except OSError as error:
         raise WangenError(f"cannot be read: {error.strerror or error}", where=str(place.file)) from error
+
+
+def _buffer() -> torch.Tensor:
+    """The buffer of this thread, (BUFFER_BYTES,) uint8. It is kept: one per tensor would leave holes in the heap."""
+    if len(getattr(_OF_THREAD, "buffer", ())) != BUFFER_BYTES:
+        _OF_THREAD.buffer = torch.empty(BUFFER_BYTES, dtype=torch.uint8)
+    buffer: torch.Tensor = _OF_THREAD.buffer
+    return buffer
 
 
 def _fill(path: Path, file: BinaryIO, flat: torch.Tensor) -> None:

@@ -55,9 +55,10 @@ def load_transformer(
     Args:
         path: `.safetensors` (whole, any shard or the index), `.pth`, `.gguf`, or a diffusers folder; in the original
             names, with ComfyUI's prefixes or without, or in those of diffusers.
-        dtype: None keeps what the file stores. Another dtype casts all weights except those that diffusers keeps in
-            float32 (time embedder, modulation tables, the affine norm): their products steer every block, and
-            rounding them costs more than they weigh. The forward pass then computes in `dtype`. Linear weights that
+        dtype: None keeps what the file stores, and a file that mixes precisions needs another to compute with.
+            Another dtype casts all weights except those that diffusers keeps in float32 (time embedder, modulation
+            tables, the affine norm): their products steer every block, and rounding them costs more than they weigh.
+            The forward pass then computes in `dtype`. Linear weights that
             the file stores in 8 bits or in GGUF's blocks stay so in memory and become `dtype` when they are used.
         device: where the weights go, tensor by tensor; `meta` compares names and shapes only.
 
