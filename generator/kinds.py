@@ -14,7 +14,7 @@ from pathlib import Path
 
 from wangen import profiles
 from wangen.generator import relatives
-from wangen.generator.companions import sort_out, strip_prefix
+from wangen.generator.companions import PREFIXES, sort_out, strip_prefix
 from wangen.generator.errors import WangenError
 from wangen.generator.formats import Header
 from wangen.generator.headers import read_header, shards
@@ -50,6 +50,9 @@ _SECOND_BIAS = {
 }
 # What only first-and-last-frame transformers have: positions of two images' features, or Kijai's marker.
 _TWO_IMAGES = ("img_emb.emb_pos", "condition_embedder.image_embedder.pos_embed", "model_type.Wan2_1-FLF2V")
+WIDTHS = {"umt5-encoder": 4096, "open-clip": 1280, "wan-vae-2.1": 96, "wan-vae-2.2": 160}
+"""The size `dim` of the models that all profiles share."""
+
 _OTHER_VISION = {1024: "ViT-L", 1408: "ViT-g", 1664: "ViT-bigG"}
 _DIT_FLAGS = ("--dit", "--dit_high_noise")
 _NOISE = re.compile(r"(?<![a-z])(high|low)(?:(?P<noise>[_ -]?noise)|(?![_ -]?vram))(?![a-z])", re.IGNORECASE)
@@ -201,7 +204,10 @@ def _judge(header: Header) -> Judged:
         about = "" if plain else words + ("" if relatives.is_for_wan(names) else " for another model than Wan")
         return Judged("lora" if plain else "lora-other", about)
     if parts := relatives.parts_of(names):
-        return Judged("pipeline", f"a checkpoint that holds {', '.join(parts[:-1])} and {parts[-1]} in one file")
+        inner = {strip_prefix(name): info.shape for name, info in names.items() if name.startswith(PREFIXES[0])}
+        words = relatives.other_model(inner)
+        about = f" ({words})" if words else ""
+        return Judged("pipeline", f"a checkpoint that holds {', '.join(parts[:-1])} and {parts[-1]} in one file{about}")
     if packing := relatives.packing(names):
         return Judged("quantized-other", f"weights quantised by {packing}")
     if names and relatives.is_optimizer(names):
@@ -253,10 +259,10 @@ def _transformer_kind(shapes: Shapes, sizes: Mapping[str, int]) -> tuple[str, st
 
 
 def _fitting(kind: str, sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """The profiles that take a file of this kind, and of these sizes where it is a transformer."""
+    """The profiles that take a file of this kind and of these sizes."""
     models = [profiles.model(name) for name in _tasks(kind)]
     if not kind.startswith("wan-transformer-"):
-        return tuple(model.name for model in models)
+        return tuple(model.name for model in models if sizes.get("dim") == WIDTHS.get(kind))
     return tuple(model.name for model in models if vars(model.transformer).items() <= sizes.items())
 
 
