@@ -163,7 +163,7 @@ def test_damaged_and_wrong_weights_are_one_message(bundle: Bundle, tmp_path: Pat
     whole = good["vae"].read_bytes()
     cases = [
         (whole[: len(whole) // 2], "incomplete or damaged"),
-        (b"", "not a"),
+        (b"", "the file is empty"),
         (b"PK\x03\x04 nothing more", "incomplete or damaged"),
     ]
     for content, words in cases:
