@@ -13,6 +13,8 @@ from typing import Any
 _TORCH = """\
 from os import environ
 from torch.version import __version__, cuda as _cuda
+
+from packaging.utils import canonicalize_name
 class cuda:
     is_available = staticmethod(lambda: bool(_cuda and environ.get("FAKE_CARD")))
     get_device_name = staticmethod(lambda index: environ["FAKE_CARD"])
@@ -33,7 +35,7 @@ def write_package(index: Path, name: str, version: str, files: Mapping[str, str]
         f"{stem}.dist-info/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
     }
     content[f"{stem}.dist-info/RECORD"] = "".join(f"{path},,\n" for path in content)
-    folder = index / name
+    folder = index / canonicalize_name(name)
     folder.mkdir(parents=True, exist_ok=True)
     with zipfile.ZipFile(folder / f"{stem}-py3-none-any.whl", "w") as wheel:
         for path, text in content.items():
