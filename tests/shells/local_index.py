@@ -10,11 +10,11 @@ from importlib.metadata import requires
 from pathlib import Path
 from typing import Any
 
+from packaging.utils import canonicalize_name
+
 _TORCH = """\
 from os import environ
 from torch.version import __version__, cuda as _cuda
-
-from packaging.utils import canonicalize_name
 class cuda:
     is_available = staticmethod(lambda: bool(_cuda and environ.get("FAKE_CARD")))
     get_device_name = staticmethod(lambda index: environ["FAKE_CARD"])
