@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from wangen.generator.errors import WangenError
 from wangen.generator.formats import Header, TensorInfo
 
+TRANSFORMER_PREFIX = "model.diffusion_model."
 PREFIXES = (
-    "model.diffusion_model.",
+    TRANSFORMER_PREFIX,
     "diffusion_model.",
     "first_stage_model.",
     "vae.",

@@ -9,7 +9,7 @@ from pathlib import Path
 from wangen.generator.companions import strip_prefix
 from wangen.generator.errors import WangenError
 from wangen.generator.formats import Header, TensorInfo
-from wangen.generator.formats.raw import float8, read_raw
+from wangen.generator.formats.raw import float8, read_numbers
 from wangen.generator.headers import identity, read_header
 from wangen.generator.kinds import noise_of
 
@@ -22,7 +22,7 @@ SMALL = (
 )
 ORDER = "--dit takes the low-noise expert and --dit_high_noise the high-noise expert"
 
-_CODES = {"F32": "f", "F16": "e", "BF16": "H"}
+_COMPARED = ("F32", "F16", "BF16", "F8_E4M3")
 _EQUAL_SHARE = 0.8
 """Rounding twice on the way moves a few values by one step; other training moves most of them, by many steps."""
 
@@ -30,9 +30,9 @@ _EQUAL_SHARE = 0.8
 def same_weights(first: Path, second: Path) -> bool:
     """Whether two transformer files hold the same weights, in whatever precision, layout or format each is.
 
-    Files of other bytes are compared by the small tensors that both hold unquantised, as rounded to bfloat16 (or to
-    8 bits where one is stored so). All of
-    them must agree: to refuse two different experts would be worse than to overlook one given twice.
+    Files of other bytes are compared by the small tensors that both hold unquantised, as rounded to bfloat16, or to
+    8 bits where one is stored so. All of them must agree: to refuse two different experts would be worse than to
+    overlook one given twice.
 
     Raises:
         WangenError: as `headers.read_header`.
@@ -67,29 +67,17 @@ def seem_swapped(low: Path, high: Path) -> bool:
 
 def _find(header: Header, names: Sequence[str]) -> TensorInfo | None:
     infos = (info for name, info in header.tensors.items() if strip_prefix(name) in names)
-    known = (*_CODES, "F8_E4M3")
-    return next((info for info in infos if info.dtype in known and info.place and not info.place.strides), None)
+    return next((info for info in infos if info.dtype in _COMPARED and info.place and not info.place.strides), None)
 
 
 def _same(one: TensorInfo, other: TensorInfo) -> bool:
     """Whether two tensors agree as rounded to bfloat16, or to 8 bits where one of them is stored so."""
-    first, second = _numbers(one), _numbers(other)
+    first, second = read_numbers(one), read_numbers(other)
     if "F8_E4M3" in (one.dtype, other.dtype):
         grid = sorted({number for bits in range(256) if not math.isnan(number := float8(bits))})
         return _equal([_nearest(grid, number) for number in first], [_nearest(grid, number) for number in second])
     return _equal([_ordered(_to_bfloat16(number)) for number in first],
                   [_ordered(_to_bfloat16(number)) for number in second])  # fmt: skip
-
-
-def _numbers(info: TensorInfo) -> list[float]:
-    data = read_raw(info)
-    if info.dtype == "F8_E4M3":
-        return [float8(bits) for bits in data]
-    code = _CODES[info.dtype]
-    numbers = struct.unpack(f"<{len(data) // struct.calcsize(code)}{code}", data)
-    if info.dtype != "BF16":
-        return list(numbers)
-    return list(struct.unpack(f"<{len(numbers)}f", b"".join(struct.pack("<I", bits << 16) for bits in numbers)))
 
 
 def _nearest(grid: Sequence[float], number: float) -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from wangen import profiles
 from wangen.generator import relatives
-from wangen.generator.companions import PREFIXES, sort_out, strip_prefix
+from wangen.generator.companions import TRANSFORMER_PREFIX, sort_out, strip_prefix
 from wangen.generator.errors import WangenError
 from wangen.generator.formats import Header
 from wangen.generator.headers import read_header, shards
@@ -204,7 +204,7 @@ def _judge(header: Header) -> Judged:
         about = "" if plain else words + ("" if relatives.is_for_wan(names) else " for another model than Wan")
         return Judged("lora" if plain else "lora-other", about)
     if parts := relatives.parts_of(names):
-        inner = {strip_prefix(name): info.shape for name, info in names.items() if name.startswith(PREFIXES[0])}
+        inner = {strip_prefix(name): info.shape for name, info in names.items() if name.startswith(TRANSFORMER_PREFIX)}
         words = relatives.other_model(inner)
         about = f" ({words})" if words else ""
         return Judged("pipeline", f"a checkpoint that holds {', '.join(parts[:-1])} and {parts[-1]} in one file{about}")

@@ -7,7 +7,7 @@ from pathlib import Path
 from wangen.generator.companions import sort_out
 from wangen.generator.errors import WangenError
 from wangen.generator.formats.raw import read_raw
-from wangen.generator.headers import read_header
+from wangen.generator.headers import PIPELINE, read_header
 
 FOLDER = "google/umt5-xxl"
 """What Wan's repositories call the tokenizer's folder."""
@@ -96,7 +96,7 @@ def _places(folder: Path) -> Iterator[Path]:
         yield folder / place
     folder = folder.absolute()
     for pipeline in (folder, folder.parent):
-        if (pipeline / "model_index.json").is_file():
+        if (pipeline / PIPELINE).is_file():
             yield pipeline / "tokenizer" / "tokenizer.json"
             yield pipeline / "tokenizer" / "spiece.model"
     for parent in folder.parents[:NUM_PARENTS]:

@@ -24,7 +24,7 @@ from wangen.generator.tokenizer_file import tokenizer_of
 from wangen.generator.workspace import require_writable
 from wangen.runtime.devices import DTYPES, choose_device, choose_dtype, choose_vae_dtype, set_attention
 from wangen.runtime.lora import apply_lora, read_lora
-from wangen.runtime.models import Family, family, require_tile, text_encoder_identity
+from wangen.runtime.models import Family, family, require_tile
 from wangen.runtime.progress import progress
 
 log = logging.getLogger("wangen")
@@ -128,7 +128,6 @@ def _settings(options: Generate) -> dict[str, Any]:
 
 def _texts(kind: Family, options: Generate, device: torch.device) -> list[torch.Tensor]:
     """Embeddings of the prompt and, with guidance, of the negative prompt; the encoder is released again."""
-    text_encoder_identity(options.t5, options.tokenizer)  # names what is wrong with either before one is loaded
     tokenizer = kind.load_tokenizer(tokenizer_of(options.t5, options.tokenizer))
     encoder = kind.load_text_encoder(
         options.t5, dtype=DTYPES[choose_dtype(None, device)], device=device, fp8=options.fp8_t5

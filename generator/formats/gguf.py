@@ -68,6 +68,8 @@ TYPES = {
     40: ("NVFP4", 64, 36),
     41: ("Q1_0", 128, 18),
 }
+BLOCKS = {name: (num_elements, num_bytes) for name, num_elements, num_bytes in TYPES.values()}
+"""The same by name: elements and bytes of a block."""
 
 
 def read_gguf(path: Path) -> Header:

@@ -20,6 +20,8 @@ _NUMBERS = {
     "I8": (0, "<b"),
     "U8": (0, "<B"),
 }
+READABLE = (*_NUMBERS, "F8_E4M3")
+"""The dtypes whose numbers are read here."""
 
 
 def read_raw(info: TensorInfo) -> bytes:
@@ -41,20 +43,33 @@ def read_raw(info: TensorInfo) -> bytes:
     return content
 
 
+def read_numbers(info: TensorInfo) -> list[float]:
+    """The values of a small tensor of a dtype in `READABLE`, as they are stored.
+
+    Raises:
+        WangenError: as `read_raw`.
+    """
+    content = read_raw(info)
+    if info.dtype == "F8_E4M3":
+        return [float8(bits) for bits in content]
+    num_zeros, code = _NUMBERS[info.dtype]
+    size = struct.calcsize(code) - num_zeros
+    if num_zeros:
+        content = b"".join(b"\0" * num_zeros + content[at : at + size] for at in range(0, len(content), size))
+    return [float(number) for (number,) in struct.iter_unpack(code, content)]
+
+
 def read_scalar(info: TensorInfo) -> float:
     """The value of a tensor of one number.
 
     Raises:
         WangenError: it holds no single number, is stored in a form that has none, or cannot be read.
     """
-    content = read_raw(info)
-    if info.dtype == "F8_E4M3" and len(content) == 1:
-        return float8(content[0])
-    num_zeros, code = _NUMBERS.get(info.dtype, (0, ""))
-    if not code or len(content) + num_zeros != struct.calcsize(code):
+    numbers = read_numbers(info) if info.dtype in READABLE else []
+    if len(numbers) != 1:
         raise WangenError(f"a tensor of {info.dtype} and shape {list(info.shape)} where one number is due",
                           where=str(info.place.file) if info.place else "")  # fmt: skip
-    return float(struct.unpack(code, b"\0" * num_zeros + content)[0])
+    return numbers[0]
 
 
 def float8(bits: int) -> float:

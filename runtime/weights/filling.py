@@ -13,14 +13,11 @@ from wangen.generator.companions import Contents, sort_out
 from wangen.generator.errors import WangenError
 from wangen.generator.formats import Header
 from wangen.runtime.weights.quantized import (
-    Coding,
+    fp8_layer,
     is_quantized,
-    quantized_layer,
-    read_coded,
-    read_scale,
     read_weight,
     refuse_other_forms,
-    to_fp8,
+    stored_layer,
 )
 
 WHOLE = ("I8", "I16", "I32", "I64", "U8", "BOOL")
@@ -154,15 +151,10 @@ def fill(
         scale = checkpoint.contents.companions.get(old, {}).get("scale")
         wanted = torch.float32 if dtype is not None and kept & set(name.split(".")) else dtype
         layer = model.get_submodule(name.rpartition(".")[0]) if name.endswith(".weight") else model
-        if not isinstance(layer, nn.Linear | nn.Embedding):
-            state[name] = read_weight(info, scale, wanted, device)
-        elif is_quantized(info):
-            stored, coding = read_coded(info, device)
-            _replace(model, layer, quantized_layer(layer, stored, coding, read_scale(info, scale, device), wanted))
-        elif name.removesuffix(".weight") in small:
-            fp8, row_scale = to_fp8(read_weight(info, scale, None, device))
-            coding = Coding("F8_E4M3", info.shape)
-            _replace(model, layer, quantized_layer(layer, fp8.view(torch.int8), coding, row_scale, wanted))
+        if isinstance(layer, nn.Linear | nn.Embedding) and is_quantized(info):
+            _replace(model, layer, stored_layer(layer, info, scale, wanted, device))
+        elif isinstance(layer, nn.Linear) and name.removesuffix(".weight") in small:
+            _replace(model, layer, fp8_layer(layer, info, device))
         else:
             state[name] = read_weight(info, scale, wanted, device)
     model.load_state_dict(state, strict=False, assign=True)

@@ -4,7 +4,6 @@ A quantised layer holds the stored bytes and makes its weight anew in each forwa
 What is computed is `x @ dequantise(W).T`, never a product in 8 bits: the numbers are those of the dequantised model.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,11 +14,13 @@ from torch import nn
 from wangen.generator.companions import Contents
 from wangen.generator.errors import WangenError
 from wangen.generator.formats import DTYPE_BITS, Header, TensorInfo
+from wangen.generator.formats.gguf import BLOCKS
+from wangen.generator.formats.raw import read_raw
+from wangen.generator.formats.strict_json import parse_json
 from wangen.runtime.dtypes import FLOAT8
 from wangen.runtime.weights.reading import read_bytes, read_tensor
 
 OTHER_TYPE = "get the file in another quantisation, or in fp16"
-
 
 COMFY_FORMATS = ("float8_e4m3fn", "float8_e5m2")
 COMFY_KEYS = {"format", "full_precision_matrix_mult"}
@@ -144,25 +145,29 @@ def refuse_other_forms(path: Path, header: Header, contents: Contents) -> None:
         if "second_scale" in companions:
             raise WangenError(f"{weight} has two scales, which is not read", where=str(path), cure=OTHER_TYPE)
         if "format" in companions:
-            _require_float8(path, read_bytes(companions["format"]).numpy().tobytes())
+            _require_float8(path, _parsed(read_raw(companions["format"])))
     try:
-        layers = json.loads(header.metadata.get("_quantization_metadata", "{}")).get("layers", {})
+        layers = parse_json(header.metadata.get("_quantization_metadata", "{}").encode()).get("layers", {})
         forms = list(layers.values())
-    except (ValueError, AttributeError, RecursionError) as error:
+    except (ValueError, AttributeError) as error:
         raise WangenError("the metadata say that it is quantised, but not how", where=str(path),
                           cure=OTHER_TYPE) from error  # fmt: skip
     for form in forms:
-        _require_float8(path, json.dumps(form).encode())
+        _require_float8(path, form)
 
 
-def _require_float8(path: Path, text: bytes) -> None:
-    """Refuse a description of ComfyUI's that says more than 8-bit floats with a scale."""
+def _parsed(text: bytes) -> Any:
+    """What a JSON text says, or the beginning of a text that is none."""
     try:
-        form = json.loads(text)
-        known = form["format"] in COMFY_FORMATS and not any(form[key] for key in form.keys() - COMFY_KEYS)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        form, known = text[:80], False
-    if not known:
+        return parse_json(text)
+    except ValueError:
+        return text[:80]
+
+
+def _require_float8(path: Path, form: Any) -> None:
+    """Refuse a description of ComfyUI's that says more than 8-bit floats with a scale."""
+    described = isinstance(form, dict) and form.get("format") in COMFY_FORMATS
+    if not described or any(form[key] for key in form.keys() - COMFY_KEYS):
         raise WangenError(f"weights quantised as {form}, which is not read here", where=str(path), cure=OTHER_TYPE)
 
 
@@ -246,17 +251,40 @@ class QuantizedEmbedding(nn.Module):
         return rows.reshape(*input.shape, -1)
 
 
-def quantized_layer(
+def stored_layer(
     layer: nn.Linear | nn.Embedding,
-    stored: torch.Tensor,
-    coding: Coding,
-    scale: torch.Tensor | None,
+    info: TensorInfo,
+    scale: TensorInfo | None,
     dtype: torch.dtype | None,
+    device: torch.device | str,
 ) -> QuantizedLinear | QuantizedEmbedding:
-    """The quantised counterpart of a layer; `dtype` is what an embedding returns (None: bfloat16)."""
+    """The counterpart of a layer whose weight is stored quantised, and stays so.
+
+    Args:
+        layer: of the model that is filled.
+        info: its weight in the file, for which `is_quantized` holds.
+        scale: what accompanies it.
+        dtype: what an embedding returns (None: bfloat16).
+        device: where the bytes go.
+
+    Raises:
+        WangenError: as `read_coded` and `read_scale`.
+    """
+    stored, coding = read_coded(info, device)
+    factor = read_scale(info, scale, device)
     if isinstance(layer, nn.Embedding):
-        return QuantizedEmbedding(stored, coding, scale, dtype or torch.bfloat16)
-    return QuantizedLinear(layer, stored, coding, scale)
+        return QuantizedEmbedding(stored, coding, factor, dtype or torch.bfloat16)
+    return QuantizedLinear(layer, stored, coding, factor)
+
+
+def fp8_layer(layer: nn.Linear, info: TensorInfo, device: torch.device | str) -> QuantizedLinear:
+    """The counterpart of a linear layer whose weight becomes 8-bit floats with a scale per row while it is read.
+
+    Raises:
+        WangenError: it cannot be read.
+    """
+    stored, scale = to_fp8(read_tensor(info, None, device))
+    return QuantizedLinear(layer, stored.view(torch.int8), Coding("F8_E4M3", info.shape), scale)
 
 
 def _gguf_type(dtype: str) -> Any:
@@ -271,11 +299,12 @@ def _gguf_type(dtype: str) -> Any:
 
 
 def _block(dtype: str) -> tuple[int, int]:
-    """How many numbers and how many bytes a block of a GGUF type has."""
-    from gguf import GGML_QUANT_SIZES
+    """How many numbers and how many bytes a block of a GGUF type has.
 
-    sizes: tuple[int, int] = GGML_QUANT_SIZES[_gguf_type(dtype)]
-    return sizes
+    Raises:
+        WangenError: a type that cannot be decoded.
+    """
+    return BLOCKS[_gguf_type(dtype).name]
 
 
 def _decode_gguf(dtype: str, stored: torch.Tensor) -> torch.Tensor:
