@@ -26,7 +26,7 @@ state = {name: value.to(DTYPE) if DTYPE else value.clone() for name, value in st
 """
 OURS = """
 from pathlib import Path
-from wangen.runtime.weights import load_transformer
+from wangen.runtime.weights.transformer import load_transformer
 model = load_transformer(Path(PATH), dtype=DTYPE)
 """
 DIFFUSERS = """
@@ -94,7 +94,7 @@ def _weights() -> dict[str, torch.Tensor]:
 
 
 def _as_diffusers(path: Path, folder: Path) -> None:
-    from wangen.runtime.weights import load_transformer
+    from wangen.runtime.weights.transformer import load_transformer
 
     load_transformer(path).save_pretrained(folder)
 

@@ -30,14 +30,20 @@ CACHE: tuple[type[Step], ...] = (Check, CacheLatents, CacheText, CheckCache)
 """The steps of a caching script, in order."""
 
 _OWNERS: tuple[tuple[type[Step], tuple[str, ...]], ...] = (
-    (CacheLatents, ("vae", "vae_dtype", "vae_tile")),
+    (CacheLatents, ("vae", "vae_dtype", "vae_tile", "clip", "clip_dtype")),
     (CacheText, ("t5", "t5_dtype", "fp8_t5", "tokenizer")),
     (Train, ("dit", "task", "output_dir")),
 )
 """What one step is told and others have to know."""
 
-DTYPES = {"cuda": "bfloat16", "rocm": "bfloat16", "cpu": "float32"}
-"""The precision of both encoders by accelerator, where no profile says otherwise."""
+_ENCODING = {"vae", "vae_dtype", "vae_cache_cpu", "clip", "t5", "t5_dtype", "fp8_t5", "tokenizer"}
+
+DTYPES: Mapping[str, Mapping[str, Any]] = {
+    "cuda": {"vae_dtype": "float16", "t5_dtype": "bfloat16", "clip_dtype": "float16", "num_workers": 4},
+    "rocm": {"vae_dtype": "float32", "t5_dtype": "bfloat16", "clip_dtype": "float16", "num_workers": 1},
+    "cpu": {"vae_dtype": "float32", "t5_dtype": "float32", "clip_dtype": "float32", "num_workers": 4},
+}
+"""By accelerator how the encoders work, where no profile says otherwise; as `devices` chooses for itself."""
 
 
 def toml_name(slug: str, target: Target) -> str:
@@ -199,12 +205,15 @@ def _paths(target: Target, model: Model, slug: str) -> dict[str, str]:
 
 
 def _step(kind: type[Step], workspace: Workspace, target: Target, model: Model, paths: Mapping[str, str]) -> Step:
-    dtype = DTYPES[target.platform.accelerator]
     layers = (model.defaults, target.platform.overrides, workspace.steps)
-    values: dict[str, Any] = {"vae_dtype": dtype, "t5_dtype": dtype, **paths}
+    values: dict[str, Any] = {**DTYPES[target.platform.accelerator], **paths}
+    if "clip" not in paths:
+        del values["clip_dtype"]
     for layer in layers:  # check and check_cache must judge what the other steps use
         for owner, names in _OWNERS:
             values |= {name: value for name, value in _layer(layer, owner).items() if name in names}
+    if kind is Train:  # it encodes only on request, and the steps before it have done so
+        values = {name: value for name, value in values.items() if name not in _ENCODING}
     for layer in layers:
         values |= _layer(layer, kind)
     if kind is Train and not values.keys() & {"max_train_epochs", "max_train_steps"}:

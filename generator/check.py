@@ -10,9 +10,10 @@ from pathlib import Path, PurePosixPath
 from wangen import profiles
 from wangen.generator import experts, kinds, scripts
 from wangen.generator.bundle import is_called
-from wangen.generator.dataset import read_facts, scan
+from wangen.generator.dataset import Item, media_of, read_facts
 from wangen.generator.errors import WangenError, many
-from wangen.generator.geometry import resampled_frames, too_short, windows
+from wangen.generator.geometry import misfit, resampled_frames, too_short, windows
+from wangen.generator.items import read_items
 from wangen.generator.lock import IN_SCRIPT
 from wangen.generator.paths import is_foreign
 from wangen.generator.publish import manifest
@@ -137,13 +138,13 @@ class _Survey:
 
 def _survey(entry: DatasetEntry, fps: int) -> _Survey:
     survey = _Survey(entry)
-    for path in (entry.directory, entry.cache_directory):
+    for path in entry.folders:
         if is_foreign(path.as_posix(), machine_of(host_platform_name())):
             cure = "write the path as this machine sees it, or publish for this platform"
             survey.findings.append(Finding(str(path), "the TOML holds a path of another system", cure))
             return survey
     try:
-        items, problems = scan(entry.directory, media=entry.media, caption_extension=entry.caption_extension)
+        items, problems = read_items(entry)
     except WangenError as error:
         cure = error.cure or "publish the dataset again or mend the TOML"
         survey.findings.append(Finding(error.where or str(entry.directory), error.found, cure))
@@ -157,8 +158,20 @@ def _survey(entry: DatasetEntry, fps: int) -> _Survey:
             clips = windows(entry, resampled_frames(facts, fps, entry.source_fps))
             short = too_short(facts, entry, fps)
             survey.findings += [Finding(str(item.path), *short)] if short else []
-        survey.num_latent_frames += sum((count - 1) // 4 + 1 for _, count in clips)
+        survey.findings += _misfits(item, entry, fps)
+        survey.num_latent_frames += (1 + len(item.controls)) * sum((count - 1) // 4 + 1 for _, count in clips)
     return survey
+
+
+def _misfits(item: Item, entry: DatasetEntry, fps: int) -> Iterator[Finding]:
+    """Control media that are too short for their clip, and masks of another shape than their picture."""
+    if not item.companions:
+        return
+    facts = read_facts(item.path)
+    for path in item.companions:
+        still = media_of(path) == "image"
+        if wrong := misfit(facts, read_facts(path), entry, fps, still=still, mask=path == item.mask):
+            yield Finding(str(path), *wrong)
 
 
 def _folders(options: Check, surveys: list[_Survey]) -> Iterator[Finding]:
@@ -167,7 +180,7 @@ def _folders(options: Check, surveys: list[_Survey]) -> Iterator[Finding]:
     need: dict[Path, int] = {}
     for survey in surveys:
         cache, media = survey.entry.cache_directory, survey.entry.directory
-        if cache.resolve() == media.resolve():
+        if cache.resolve() == media.resolve() and not survey.entry.manifest:
             yield Finding(str(cache), "cache and media share one folder", "set cache_directory to another")
         yield from _writable(cache, "the cache folder")
         need[cache.resolve()] = need.get(cache.resolve(), 0) + _cache_bytes(survey, model)

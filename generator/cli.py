@@ -57,15 +57,19 @@ def wangen() -> None:
               help="where the demo lives; run it again to resume")  # fmt: skip
 def demo(folder: Path) -> int:
     """Make tiny weights, publish the example, train a LoRA on it and generate a clip: all for real, in a minute."""
+    return int(_of_runtime("demo").run(folder))
+
+
+def _of_runtime(module: str) -> Any:
+    """A module of the runtime, by name: the generator imports nothing of it, and some commands are the runtime's."""
     from importlib import import_module
 
     from wangen.generator.session import missing_library
 
-    try:  # By name: the generator imports nothing of the runtime, and this command is the runtime's.
-        demo = import_module("wangen.runtime.demo")
+    try:
+        return import_module(f"wangen.runtime.{module}")
     except ModuleNotFoundError as error:
         raise missing_library(error) from None
-    return int(demo.run(folder))
 
 
 @wangen.command()
@@ -213,6 +217,47 @@ def models_download(words: tuple[str, ...], task: str | None, folder: Path | Non
     from wangen.generator.models.download import run
 
     return run(words, task, folder, dry_run)
+
+
+@wangen.group(cls=Wangen, invoke_without_command=True, context_settings={"max_content_width": 110})
+@click.pass_context
+def cache(ctx: click.Context) -> int:
+    """Show what is in a cache of latents and texts, and remove entries.
+
+    Only wangen's own entries are ever removed: any other file in a cache folder stays.
+    """
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
+    return 0
+
+
+_CACHE = click.argument("place", metavar="TOML|FOLDER", type=click.Path(path_type=Path))
+_KIND = click.option("--kind", metavar="KIND", help="only entries of this kind: latent, clip, text_encoder_output …")
+_YES = click.option("--yes", is_flag=True, help="do not ask")
+
+
+@cache.command("stats", short_help="counts and bytes by kind and encoder", context_settings=_WORDS)
+@_CACHE
+def cache_stats(place: Path) -> int:
+    """Show how many entries of each kind and encoder a dataset's cache folders, or one folder, hold."""
+    return int(_of_runtime("cache_tools").stats(place))
+
+
+@cache.command("clear", short_help="remove all entries, or those of one kind", context_settings=_WORDS)
+@_CACHE
+@_KIND
+@_YES
+def cache_clear(place: Path, kind: str | None, yes: bool) -> int:
+    """Show which entries there are, ask, and remove them."""
+    return int(_of_runtime("cache_tools").clear(place, kind, yes=yes))
+
+
+@cache.command("prune", short_help="remove entries that no item needs any more", context_settings=_WORDS)
+@click.argument("dataset_config", metavar="TOML", type=click.Path(path_type=Path))
+@_YES
+def cache_prune(dataset_config: Path, yes: bool) -> int:
+    """Remove what no item of this dataset needs, under any model, nor of another one that uses the same folders."""
+    return int(_of_runtime("cache_tools").prune(dataset_config, yes=yes))
 
 
 def execute(step: Any) -> int:

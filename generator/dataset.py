@@ -1,10 +1,11 @@
 """A folder of media with caption files -> items, or the list of everything that is wrong with it."""
 
+import os
 import struct
 import sys
 import unicodedata
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
@@ -22,7 +23,13 @@ VIDEO_SUFFIXES = frozenset(
 
 Media = Literal["image", "video"]
 
-_DECODING = (OSError, SyntaxError, ValueError, EOFError, LookupError, TypeError, struct.error, zlib.error, MemoryError)
+NO_CAPTION = "has no caption"
+
+_Entries = list[os.DirEntry[str]]
+
+DECODING_ERRORS = (
+    OSError, SyntaxError, ValueError, EOFError, LookupError, TypeError, struct.error, zlib.error, MemoryError
+)  # fmt: skip
 """What Pillow's decoders raise for malformed files."""
 
 
@@ -43,21 +50,35 @@ class MediaFacts:
     duration_s: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Item:
-    """One image or video with its caption.
+    """One image or video with its captions, and what belongs to it.
 
     Attributes:
         path: the media file.
         media: image or video.
-        caption: its text, stripped.
-        caption_path: where the text stands.
+        captions: one or more texts, stripped, none of them empty.
+        caption_path: where they stand: a caption file, or a manifest.
+        controls: its control images or videos, in their order.
+        mask: a grey picture or clip, white where the item counts.
     """
 
     path: Path
     media: Media
-    caption: str
+    captions: tuple[str, ...]
     caption_path: Path
+    controls: tuple[Path, ...] = ()
+    mask: Path | None = None
+
+    @property
+    def caption(self) -> str:
+        """The first of the captions."""
+        return self.captions[0]
+
+    @property
+    def companions(self) -> tuple[Path, ...]:
+        """The files beside the media file that it needs: its control media and its mask."""
+        return (*self.controls, self.mask) if self.mask else self.controls
 
 
 @dataclass(frozen=True)
@@ -73,53 +94,69 @@ class Problem:
         return f"{self.path.name}: {self.found}; {self.cure}"
 
 
-def media_of(path: Path) -> Media | None:
+def media_of(path: Path | str) -> Media | None:
     """Whether a file name is that of an image, a video or neither; letter case does not matter.
 
     >>> media_of(Path("A.JPG")), media_of(Path("b.mp4")), media_of(Path("b.txt"))
     ('image', 'video', None)
     """
-    suffix = path.suffix.lower()
+    name = path if isinstance(path, str) else path.name
+    suffix = name[max(name.rfind("."), 1) :].lower()
     return "image" if suffix in IMAGE_SUFFIXES else "video" if suffix in VIDEO_SUFFIXES else None
 
 
 def scan(
-    folder: Path, *, media: Media | None = None, caption_extension: str = ".txt", deep: bool = True
-) -> tuple[list[Item], list[Problem]]:
+    folder: Path, *, media: Media | None = None, caption_extension: str = ".txt", multiple_captions: bool = False,
+    deep: bool = True,
+) -> tuple[list[Item], list[Problem]]:  # fmt: skip
     """The items of a folder and everything that is wrong with it, all at once.
 
     Args:
         folder: the media folder.
         media: only images or only videos; None for both.
         caption_extension: ending of the caption files.
+        multiple_captions: every line of a caption file is a caption of its own.
         deep: open every file to see that it can be read; those that cannot are no items.
 
     Raises:
         WangenError: the folder cannot be listed, or the library that reads clips is not installed.
     """
-    entries = list_folder(folder)
-    problems = _name_problems(entries, media, caption_extension)
+    entries = _listing(folder)
+    problems = _name_problems(folder, entries, media, caption_extension)
     kinds = {media} if media else {"image", "video"}
-    paths = [entry for entry in entries if media_of(entry) in kinds and entry.is_file()]
-    if not paths:
+    found = [(e.name, kind) for e in entries if (kind := media_of(e.name)) in kinds and e.is_file()]
+    if not found:
         problems.append(Problem(folder, f"holds no {media or 'image or video'} files", "put them here"))
-    unreadable: dict[Path, Problem] = {}
-    if deep:
-        if any(media_of(path) == "video" for path in paths):
-            require_av()
-        with ThreadPoolExecutor() as pool:
-            unreadable = {bad.path: bad for bad in pool.map(inspect, paths) if isinstance(bad, Problem)}
-    captions = {folded(entry.name): entry for entry in reversed(entries)}
+    find = _CaptionNames(entries, caption_extension)
     items = []
-    for path in paths:
+    for name, kind in found:
+        path, caption_path = folder / name, folder / find(name)
         try:
-            item = _item(path, caption_extension, captions)
+            captions = split_captions(read_caption(caption_path), multiple=multiple_captions)
+        except FileNotFoundError:
+            problems.append(Problem(path, NO_CAPTION, f"write {caption_path.name} beside it"))
         except BadItemError as bad:
             problems.append(bad.problem)
         else:
-            items += [item] if path not in unreadable else []
-    problems += unreadable.values()
+            items.append(Item(path, kind or "image", captions, caption_path))
+    if deep:
+        bad_files = unreadable([folder / name for name, _ in found])
+        items = [item for item in items if item.path not in bad_files]
+        problems += bad_files.values()
     return items, sorted(problems, key=lambda problem: problem.path.name)
+
+
+def unreadable(paths: Iterable[Path]) -> dict[Path, Problem]:
+    """Those of the media files that cannot be read to their end, with what is wrong; each file is opened once.
+
+    Raises:
+        WangenError: the library that reads clips is not installed.
+    """
+    unique = list(dict.fromkeys(paths))
+    if any(media_of(path) == "video" for path in unique):
+        require_av()
+    with ThreadPoolExecutor() as pool:
+        return {bad.path: bad for bad in pool.map(inspect, unique) if isinstance(bad, Problem)}
 
 
 def read_facts(path: Path) -> MediaFacts:
@@ -144,8 +181,14 @@ def list_folder(folder: Path) -> list[Path]:
     Raises:
         WangenError: the folder cannot be listed.
     """
+    return [folder / entry.name for entry in _listing(folder)]
+
+
+def _listing(folder: Path) -> _Entries:
+    """As `list_folder`: what the system says of each entry with its name need not be asked for again."""
     try:
-        return sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))
+        with os.scandir(folder) as entries:
+            return sorted((e for e in entries if not e.name.startswith(".")), key=lambda entry: entry.name)
     except OSError as error:
         raise WangenError(
             f"cannot list the folder: {error.strerror}",
@@ -174,37 +217,50 @@ def read_caption(path: Path) -> str:
     return caption
 
 
-def _item(path: Path, extension: str, entries: Mapping[str, Path]) -> Item:
-    """The media file with its caption, whose name may differ in letter case (`A.JPG` and `A.TXT`)."""
-    caption_path = path.with_suffix(extension)
-    if not caption_path.is_file():
-        caption_path = entries.get(folded(caption_path.name), caption_path)
-    try:
-        return Item(path, media_of(path) or "image", read_caption(caption_path), caption_path)
-    except FileNotFoundError:
-        raise BadItemError(path, "has no caption", f"write {caption_path.name} beside it") from None
+def split_captions(text: str, *, multiple: bool) -> tuple[str, ...]:
+    r"""The captions that a text holds, which is not empty: itself, or each of its lines.
+
+    >>> split_captions("a cat\r\n\n a red cat", multiple=True)
+    ('a cat', 'a red cat')
+    """
+    return tuple(line.strip() for line in text.split("\n") if line.strip()) if multiple else (text,)
 
 
-def _name_problems(entries: Sequence[Path], media: Media | None, extension: str) -> list[Problem]:
+class _CaptionNames:
+    """The name of each media file's caption file, which may differ in letter case (`A.JPG` and `A.TXT`)."""
+
+    def __init__(self, entries: _Entries, extension: str) -> None:
+        self._names = {entry.name for entry in entries}
+        self._extension = extension
+        self._folded: dict[str, str] = {}
+
+    def __call__(self, name: str) -> str:
+        wanted = name[: name.rindex(".")] + self._extension
+        if wanted in self._names:
+            return wanted
+        self._folded = self._folded or {folded(found): found for found in sorted(self._names, reverse=True)}
+        return self._folded.get(folded(wanted), wanted)
+
+
+def _name_problems(folder: Path, entries: _Entries, media: Media | None, extension: str) -> list[Problem]:
     """Names that some system cannot hold, or takes for the name of another file; and links that lead nowhere."""
-    problems, paths = [], []
-    for path in entries:
+    problems, names = [], []
+    for entry in entries:
+        name = entry.name
         # `cat.jpg.` is no image by its ending; Windows and whoever wrote it think that it is.
-        kind = media_of(path) or media_of(Path(path.name.rstrip(". ") or "-"))
-        if kind is None or (media and kind != media) or path.is_dir():
+        kind = media_of(name) or (media_of(name.rstrip(". ")) if name[-1] in ". " else None)
+        if kind is None or (media and kind != media) or entry.is_dir():
             continue
-        paths.append(path)
-        problems += name_problem(path)
-    return problems + same_names(paths, extension)
+        names.append(name)
+        if entry.is_symlink() or name_fault(name):
+            problems += name_problem(folder / name)
+    return problems + [Problem(folder / name, *words) for name, words in _collisions(names, extension)]
 
 
 def name_problem(path: Path) -> list[Problem]:
     """What is wrong with the name of one file, if anything: no system must fail on it; or it is a link to nothing."""
-    reason = windows_name_problem(path.name)
-    if reason:
-        return [Problem(path, f"Windows cannot hold this name ({reason})", "rename it")]
-    if not _is_unicode(path.name):
-        return [Problem(path, "the name is not UTF-8", "rename it")]
+    if fault := name_fault(path.name):
+        return [Problem(path, fault, "rename it")]
     if not path.exists():
         return [Problem(path, "is a link to a file that is not there", "replace it or take it out")]
     return []
@@ -215,15 +271,20 @@ def same_names(paths: Iterable[Path], extension: str = ".txt") -> list[Problem]:
 
     Two media of one stem may share a caption (`a.jpg`, `a.mp4`); `A.jpg` and `a.png` would share it on Windows.
     """
-    problems, seen = [], dict[str, str]()
-    for path in paths:
-        for name in (path.name, path.with_suffix(extension).name):
-            other = seen.setdefault(folded(name), name)
-            if other != name:
-                found = f"{other} and {name} differ in letter case or Unicode form only: one file on Windows or macOS"
-                problems.append(Problem(path, found, "rename one of them"))
+    by_name = {path.name: path for path in paths}
+    return [Problem(by_name[name], *words) for name, words in _collisions(by_name, extension)]
+
+
+def _collisions(names: Iterable[str], extension: str) -> Iterator[tuple[str, tuple[str, str]]]:
+    """Those of the file names that collide with an earlier one, with the fact and the cure."""
+    seen = dict[str, str]()
+    for name in names:
+        for own in (name, name[: name.rindex(".")] + extension):
+            other = seen.setdefault(folded(own), own)
+            if other != own:
+                found = f"{other} and {own} differ in letter case or Unicode form only: one file on Windows or macOS"
+                yield name, (found, "rename one of them")
                 break
-    return problems
 
 
 def folded(name: str) -> str:
@@ -231,12 +292,15 @@ def folded(name: str) -> str:
     return unicodedata.normalize("NFC", name).casefold()
 
 
-def _is_unicode(name: str) -> bool:
+def name_fault(name: str) -> str:
+    """Why some system cannot hold a name, in words; empty where all can."""
+    if reason := windows_name_problem(name):
+        return f"Windows cannot hold this name ({reason})"
     try:
         name.encode("utf-8")
     except UnicodeEncodeError:
-        return False
-    return True
+        return "the name is not UTF-8"
+    return ""
 
 
 def inspect(path: Path) -> "MediaFacts | Problem":
@@ -269,7 +333,7 @@ def _image_facts(path: Path) -> MediaFacts:
     except UnidentifiedImageError:
         found = "cannot be read as an image" if path.stat().st_size else "is empty (0 bytes)"
         raise WangenError(found, where=str(path)) from None
-    except (*_DECODING, Image.DecompressionBombError) as error:
+    except (*DECODING_ERRORS, Image.DecompressionBombError) as error:
         raise WangenError(f"cannot be read as an image ({_short(error)})", where=str(path)) from None
     return MediaFacts(height, width, 1, 0.0) if turned else MediaFacts(width, height, 1, 0.0)
 
@@ -281,7 +345,7 @@ def _decode_image(path: Path) -> None:
     try:
         with Image.open(path) as image:
             image.load()
-    except _DECODING as error:
+    except DECODING_ERRORS as error:
         raise WangenError(f"cannot be read as an image ({_short(error)})", where=str(path)) from None
 
 

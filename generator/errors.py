@@ -53,13 +53,13 @@ def printable(text: str) -> str:
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
 
-def many(number: int, what: str) -> str:
+def many(number: int, what: str, plural: str = "") -> str:
     """A number of things in words.
 
-    >>> many(1, "image"), many(2, "clip")
-    ('1 image', '2 clips')
+    >>> many(1, "image"), many(2, "clip"), many(0, "entry", "entries")
+    ('1 image', '2 clips', '0 entries')
     """
-    return f"{number} {what}{'' if number == 1 else 's'}"
+    return f"{number} {what if number == 1 else plural or what + 's'}"
 
 
 def bytes_text(number: int) -> str:

@@ -94,6 +94,10 @@ def windows(entry: DatasetEntry, num_frames: int) -> list[tuple[int, int]]:
     return found
 
 
+TOO_SHORT = " are needed"
+"""Ends what is said of a clip that is too short."""
+
+
 def too_short(facts: MediaFacts, target: DatasetEntry | int, fps: int) -> tuple[str, str] | None:
     """What is wrong with a video of which no clip can be cut, and the cure; None when one can.
 
@@ -114,4 +118,39 @@ def too_short(facts: MediaFacts, target: DatasetEntry | int, fps: int) -> tuple[
     if fits:
         return None
     fitting = setting.format((frames - 1) // 4 * 4 + 1)
-    return f"has {frames} frames at {fps} fps, {needed} are needed", f"set {fitting} or take it out"
+    return f"has {frames} frames at {fps} fps, {needed}{TOO_SHORT}", f"set {fitting} or take it out"
+
+
+SAME_SHAPE = 0.02
+"""Aspect ratios that differ by less are those of one picture saved in two sizes."""
+
+
+def misfit(
+    facts: MediaFacts, companion: MediaFacts, entry: DatasetEntry, fps: int, *, still: bool, mask: bool
+) -> tuple[str, str] | None:
+    """What is wrong with a control or mask for its item, and the cure; None when it fits.
+
+    Args:
+        facts: of the item.
+        companion: of the control or mask.
+        entry: the block of both.
+        fps: the model's frame rate.
+        still: the companion is an image, which stands for every frame.
+        mask: it is a mask: of another shape than its picture it would cover other parts.
+
+    >>> from pathlib import Path
+    >>> entry = DatasetEntry(directory=Path(), media="image", cache_directory=Path())
+    >>> misfit(MediaFacts(64, 48, 1, 0), MediaFacts(64, 64, 1, 0), entry, 16, still=True, mask=True)
+    ('is 64x64, its picture 64x48: not the same shape', 'draw it over the picture itself')
+    """
+    across, down = facts.width * companion.height, facts.height * companion.width
+    if mask and abs(across - down) > SAME_SHAPE * down:
+        sizes = f"is {companion.width}x{companion.height}, its picture {facts.width}x{facts.height}"
+        return f"{sizes}: not the same shape", "draw it over the picture itself"
+    if still or entry.media == "image":
+        return None
+    clips = windows(entry, resampled_frames(facts, fps, entry.source_fps))
+    frames, needed = resampled_frames(companion, fps, entry.source_fps), max(map(sum, clips), default=0)
+    if frames >= needed:
+        return None
+    return f"has {frames} frames at {fps} fps, its clip uses {needed}", "replace it or shorten target_frames"

@@ -90,29 +90,29 @@ def hold(path: Path | None) -> Iterator[None]:
 
 def busy(path: Path) -> WangenError | None:
     """What to say while a live run holds a lock; None when it is free. The lock is neither taken nor cleared."""
-    found = _read(path)
+    found = read(path)
     if found is None:
         return None
     text, age_s = found
     owner = Owner.parse(text)
-    return None if _is_free(owner, age_s) else _busy(path, owner, age_s)
+    return None if is_free(owner, age_s) else _busy(path, owner, age_s)
 
 
 def _take(path: Path, mine: Owner) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         for _ in range(3):
-            if _create(path, mine):
+            if create(path, mine.text()):
                 return
-            found = _read(path)
+            found = read(path)
             if found is None:
                 continue
             text, age_s = found
             other = Owner.parse(text)
-            if other and (other.host, other.run) == (mine.host, mine.run) and not _alive(other.step):
+            if other and (other.host, other.run) == (mine.host, mine.run) and not alive(other.step):
                 _renew(path, mine)
                 return
-            if not _is_free(other, age_s):
+            if not is_free(other, age_s):
                 raise _busy(path, other, age_s)
             _clear(path, text)
     except OSError as error:
@@ -121,15 +121,19 @@ def _take(path: Path, mine: Owner) -> None:
     raise WangenError("another run took the lock at the same moment", where=str(path), cure="wait for it to end")
 
 
-def _create(path: Path, mine: Owner) -> bool:
-    """Make the lock file, whole or not at all; False when there is one."""
+def create(path: Path, text: str) -> bool:
+    """Make a lock file, whole or not at all; False when there is one.
+
+    Raises:
+        OSError: the disk is full or the folder cannot be written.
+    """
     try:
         descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
     except FileExistsError:
         return False
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(mine.text())
+            file.write(text)
     except OSError:
         path.unlink(missing_ok=True)
         raise
@@ -160,8 +164,12 @@ def _beside(path: Path) -> Path:
     return path.with_name(f".{path.name}.{os.getpid()}")
 
 
-def _read(path: Path) -> tuple[str, float] | None:
-    """Content and seconds since the last heartbeat; None when the file is gone."""
+def read(path: Path) -> tuple[str, float] | None:
+    """Content of a lock file and seconds since its last heartbeat; None when it is gone.
+
+    Raises:
+        OSError: it cannot be read.
+    """
     try:
         age_s = max(0.0, time.time() - path.stat().st_mtime)
         return path.read_text(encoding="utf-8", errors="replace"), age_s
@@ -169,12 +177,18 @@ def _read(path: Path) -> tuple[str, float] | None:
         return None
 
 
-def _is_free(owner: Owner | None, age_s: float) -> bool:
+def is_free(owner: Owner | None, age_s: float) -> bool:
+    """Whether nobody holds a lock file any more.
+
+    Args:
+        owner: what it says; None when that is nothing sensible.
+        age_s: seconds since its last heartbeat.
+    """
     if owner is None:
         return age_s > START_S
     if owner.host != socket.gethostname():
         return age_s > LEASE_S
-    return not _alive(owner.run) or (not _alive(owner.step) and age_s > GAP_S)
+    return not alive(owner.run) or (not alive(owner.step) and age_s > GAP_S)
 
 
 def _busy(path: Path, owner: Owner | None, age_s: float) -> WangenError:
@@ -186,7 +200,8 @@ def _busy(path: Path, owner: Owner | None, age_s: float) -> WangenError:
     )
 
 
-def _alive(process: Process) -> bool:
+def alive(process: Process) -> bool:
+    """Whether a process of this machine runs; another one that got its number later does not count."""
     import psutil
 
     pid, started = process
@@ -197,6 +212,14 @@ def _alive(process: Process) -> bool:
         return True
     except (psutil.NoSuchProcess, ValueError, OverflowError):
         return False
+
+
+def this_process() -> Owner:
+    """The owner of what only this process works on, whatever script it belongs to."""
+    import psutil
+
+    me = _identity(psutil.Process())
+    return Owner(socket.gethostname(), me, me)
 
 
 def _owner() -> Owner:

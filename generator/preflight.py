@@ -329,8 +329,10 @@ def _seen(target: Target, step: Check, elsewhere: list[str]) -> Check:
 
 
 def _seen_entry(target: Target, entry: DatasetEntry, elsewhere: list[str]) -> DatasetEntry | None:
-    if any(is_foreign(str(path), target.machine) for path in (entry.directory, entry.cache_directory)):
+    names = ("directory", "cache_directory", "manifest", "control_directory", "mask_directory")
+    paths = {name: path for name in names if (path := getattr(entry, name))}
+    if any(is_foreign(str(path), target.machine) for path in paths.values()):
         return entry  # the check says what is wrong with it
-    media, cache = target.reach(str(entry.directory)), target.reach(str(entry.cache_directory))
-    elsewhere += [str(path) for path, seen in ((entry.directory, media), (entry.cache_directory, cache)) if not seen]
-    return replace(entry, directory=media, cache_directory=cache) if media and cache else None
+    seen: dict[str, Any] = {name: target.reach(str(path)) for name, path in paths.items()}
+    elsewhere += [str(path) for name, path in paths.items() if not seen[name]]
+    return replace(entry, **seen) if all(seen.values()) else None

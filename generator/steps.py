@@ -28,8 +28,11 @@ _DIT = "transformer weights: .safetensors (any shard, fp8 too), .pth, .gguf or a
 _VAE = "VAE weights: Wan2.1_VAE.pth, Wan2.2_VAE.pth, .safetensors or a diffusers folder"
 _T5 = "umT5 text encoder weights: .pth, .safetensors (ComfyUI fp8 too), .gguf or a folder"
 _TOKENIZER = "tokenizer folder or file (default: found beside or inside the T5 weights)"
+_CLIP = "CLIP image encoder weights (Wan 2.1 I2V): .pth, .safetensors or a folder"
+_CACHE_TASK = "model profile that the cache is for (default: text-to-video with this VAE)"
 _VAE_CACHE = "keep what the VAE remembers of earlier frames in host memory: slower, the same latents"
 _FP8_T5 = "hold the text encoder in 8 bits: half the memory of bfloat16, and embeddings that differ a little"
+_ON_THE_FLY = "only read with --cache_latents or --cache_latents_to_disk"
 _SAMPLES = "samples during training are not in this version: run `wangen generate` on the saved LoRA instead"
 
 
@@ -37,7 +40,7 @@ def _vae_tile() -> Any:
     return flag(
         "let the VAE work in overlapping squares of this many pixels, a multiple of 64: less memory, not quite the "
         "same latents; 0 takes the picture whole",
-        0, pinned=True, names=("vae_spatial_tile_sample_min_size",), constants={"vae_tiling": "256"},
+        0, pinned=True, names=("tile", "vae_spatial_tile_sample_min_size"), constants={"vae_tiling": "256"},
     )  # fmt: skip
 
 
@@ -60,7 +63,7 @@ class Check(DatasetStep):
     vae: Path | None = flag(_VAE, None)
     t5: Path | None = flag(_T5, None)
     tokenizer: Path | None = flag(_TOKENIZER, None)
-    clip: Path | None = flag("CLIP image encoder weights (Wan 2.1 I2V): .pth, .safetensors or a folder", None)
+    clip: Path | None = flag(_CLIP, None)
     dit: Path | None = flag(_DIT, None)
     dit_high_noise: Path | None = flag("weights of the high-noise expert (Wan 2.2 A14B); --dit is the other", None)
     output_dir: Path | None = flag("folder for LoRAs and reports, checked for write access and free space", None)
@@ -71,10 +74,16 @@ class CacheStep(DatasetStep):
     """What the two caching steps share."""
 
     smoke: bool = flag(f"{_SMOKE}; their entries stay for the whole job", False)
+    task: str | None = flag(_CACHE_TASK, None, pinned=True, model_choices=True)
     device: str | None = flag("cuda, cuda:1, cpu … (default: cuda when there is one)", None)
-    num_workers: int = flag("threads that read and decode media", 4, pinned=True, knob=True)
+    num_workers: int | None = flag("threads that read and decode media (default: 4, on ROCm 1)", None, knob=True)
     skip_existing: bool = flag("keep entries that are valid (the default; --recache encodes again)", True)
     recache: bool = flag("encode every item again", False)
+    shard: str | None = flag(
+        "encode part i of n (0/4 … 3/4), one process per card or node; auto takes i and n from Slurm's array or from "
+        "RANK and WORLD_SIZE; nothing is removed", None,
+    )  # fmt: skip
+    plain: bool = flag("encode with the libraries' own modules: the same numbers to rounding, slower", False)
     keep_cache: bool = flag("do not remove entries that no item of the dataset needs", False)
 
     def _smoke_changes(self) -> dict[str, Any]:
@@ -89,20 +98,27 @@ class CacheLatents(CacheStep):
     module: ClassVar[str] = "wangen.runtime.cache_latents"
     spellings: ClassVar[tuple[str, ...]] = ("wan_cache_latents", "wan_cache_latents.py")
     elsewhere: ClassVar[Mapping[str, str]] = {
-        "i2v": f"image-to-video conditioning {_LATER} (this version trains text-to-video)",
-        "clip": f"the CLIP branch {_LATER} (this version trains text-to-video)",
         "one_frame": f"one-frame caching {_LATER}",
-        "debug_mode": f"the contact sheet {_LATER}",
+        "console_width": "--debug_mode writes an HTML page: leave the console's flags out",
+        "console_back": "--debug_mode writes an HTML page: leave the console's flags out",
+        "console_num_images": "--debug_mode writes an HTML page: leave the console's flags out",
         "disable_cudnn_backend": "not needed: on ROCm the VAE runs in float32 by itself",
         "t5": "T5 weights belong to cache_text: leave --t5 out here",
         "dit": "transformer weights belong to train and generate: leave --dit out here",
     }
 
     vae: Path = flag(_VAE)
+    i2v: bool = flag("image-to-video: also encode the first frame as condition (an I2V --task says the same)", False)
+    clip: Path | None = flag(f"{_CLIP}; adds its view of the first frame", None)
     vae_dtype: Dtype | None = flag(
-        "precision of the VAE and of the cached latents (default: bfloat16 on CUDA, float32 on CPU and ROCm)",
+        "precision of the VAE and of the cached latents (default: float16 on CUDA, float32 on CPU and ROCm)",
         None, knob=True, values=DTYPE_VALUES,
     )  # fmt: skip
+    clip_dtype: Dtype | None = flag("precision of CLIP (default: float16 on a GPU, float32 on a CPU)", None,
+                                    values=DTYPE_VALUES)  # fmt: skip
+    debug_mode: Literal["image", "video"] | None = flag(
+        "encode nothing: write a contact sheet (HTML) of exactly what would be encoded, as images or as clips", None
+    )
     vae_cache_cpu: bool = flag(_VAE_CACHE, False)
     vae_tile: int = _vae_tile()
     batch_size: int | None = flag("largest number of items in one encode (default: the dataset's batch_size)", None)
@@ -130,7 +146,9 @@ class CacheText(CacheStep):
         None, knob=True, values=DTYPE_VALUES,
     )  # fmt: skip
     fp8_t5: bool = flag(_FP8_T5, False, pinned=True)
-    batch_size: int = flag("captions per encode", 16, pinned=True, knob=True)
+    stream_t5: bool = flag("read the text encoder block by block, 1.5 GB at a time (the default; --plain loads it "
+                           "whole)", True)  # fmt: skip
+    batch_size: int = flag("captions per encode with --plain (else each goes at its own length)", 16)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +159,10 @@ class CheckCache(DatasetStep):
     module: ClassVar[str] = "wangen.runtime.check_cache"
 
     smoke: bool = flag(f"{_SMOKE}, those that training takes under --smoke", False)
+    task: str | None = flag(_CACHE_TASK, None, pinned=True, model_choices=True)
     vae: Path | None = flag("judge latents against this VAE", None)
+    clip: Path | None = flag("judge CLIP's tokens against this image encoder", None)
+    clip_dtype: Dtype | None = flag("judge CLIP's tokens against this precision", None, values=DTYPE_VALUES)
     t5: Path | None = flag("judge text embeddings against this text encoder", None)
     tokenizer: Path | None = flag(_TOKENIZER, None)
     vae_dtype: Dtype | None = flag("judge latents against this precision", None, knob=True, values=DTYPE_VALUES)
@@ -149,6 +170,7 @@ class CheckCache(DatasetStep):
     vae_tile: int = _vae_tile()
     fp8_t5: bool = flag("judge embeddings of a text encoder in 8 bits", False, pinned=True)
     deep: bool = flag("read every payload and every source again, not the headers alone", False)
+    repair: bool = flag("remove corrupt entries and what killed writers left, so that caching makes them anew", False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,12 +193,6 @@ class Train(DatasetStep):
         "sample_every_n_steps": _SAMPLES,
         "sample_every_n_epochs": _SAMPLES,
         "sample_at_first": _SAMPLES,
-        "vae": "training reads cached latents and needs no VAE: leave --vae out",
-        "vae_dtype": "training reads cached latents and needs no VAE: leave --vae_dtype out",
-        "vae_cache_cpu": "training reads cached latents and needs no VAE: leave --vae_cache_cpu out",
-        "t5": "training reads cached embeddings and needs no text encoder: leave --t5 out",
-        "fp8_t5": "training reads cached embeddings and needs no text encoder: leave --fp8_t5 out",
-        "clip": f"image-to-video training {_LATER}",
         "compile": f"torch.compile {_LATER}",
         "network_args": "use --network_dropout for dropout; patterns and LoRA+ are not in this version",
         "wandb_api_key": "keys do not belong on a command line; this version logs to TensorBoard",
@@ -244,8 +260,17 @@ class Train(DatasetStep):
     weighting_scheme: Literal["none", "sigma_sqrt", "cosmap"] = flag("loss weight by timestep", "none", pinned=True)
     seed: int = flag("seed of order, noise, timesteps, dropout and initial weights", 42, pinned=True, knob=True)
     max_data_loader_n_workers: int = flag("threads that read cache entries", 4, knob=True)
-    cache_latents: bool = flag("accepted; training always reads cached latents", False)
-    cache_latents_to_disk: bool = flag("accepted; latents are always cached on disk", False)
+    cache_latents: bool = flag("encode what the cache lacks before training and keep it in memory", False)
+    cache_latents_to_disk: bool = flag("encode what the cache lacks before training and keep it in the cache", False)
+    vae: Path | None = flag(f"{_VAE}; {_ON_THE_FLY}", None)
+    vae_dtype: Dtype | None = flag(f"precision of the VAE; {_ON_THE_FLY}", None, values=DTYPE_VALUES)
+    vae_cache_cpu: bool = flag(f"{_VAE_CACHE}; {_ON_THE_FLY}", False)
+    clip: Path | None = flag(f"{_CLIP}; {_ON_THE_FLY}", None)
+    t5: Path | None = flag(f"{_T5}; {_ON_THE_FLY}", None)
+    tokenizer: Path | None = flag(f"{_TOKENIZER}; {_ON_THE_FLY}", None)
+    t5_dtype: Dtype | None = flag(f"precision of the text encoder; {_ON_THE_FLY}", None, values=DTYPE_VALUES)
+    fp8_t5: bool = flag(f"{_FP8_T5}; {_ON_THE_FLY}", False)
+    caption_dropout: float = flag("share of the draws that see the empty prompt, 0 to 1", 0.0, pinned=True)
     persistent_data_loader_workers: bool = flag("accepted; the reading threads always live through the run", False)
     save_every_n_epochs: int | None = flag("save the LoRA every N epochs", None, knob=True)
     save_every_n_steps: int | None = flag("save the LoRA every N steps", None, knob=True)

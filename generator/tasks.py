@@ -1,30 +1,50 @@
-"""Which model profiles this version trains, samples and publishes for; the weights of the others load all the same."""
+"""What this version can do with which model profile; the weights of all of them load, whatever can be done."""
+
+from typing import Literal
 
 from wangen import profiles
 from wangen.generator.errors import UsageError
 
+Activity = Literal["caching for", "training", "sampling", "publishing for"]
 
-def require_supported(model: profiles.Model, doing: str) -> None:
-    """Refuse a model whose training needs what this version lacks.
+_LAST_FRAME = "the first and the last frame as condition"
+_FIRST_FRAME = "a first frame as condition"
+
+
+def missing_feature(model: profiles.Model, doing: Activity) -> str:
+    """What an activity with this model would need that this version lacks, in words; empty where it lacks nothing."""
+    if model.condition == "first_and_last":
+        return _LAST_FRAME
+    if doing == "caching for":
+        return ""
+    if model.experts:
+        return "two experts"
+    if model.condition == "text_or_image":
+        return "a timestep for each token"
+    return _FIRST_FRAME if model.condition == "image" and doing == "sampling" else ""
+
+
+def require_supported(model: profiles.Model, doing: Activity) -> None:
+    """Refuse a model that needs what this version lacks.
 
     Args:
         model: what `--task` names.
-        doing: the verb of the step: `training`, `sampling`, `publishing for`.
+        doing: what a step is about to do.
 
     Raises:
         UsageError: what is lacking, and the tasks that are supported.
     """
-    if model.missing_feature:
+    if missing := missing_feature(model, doing):
         raise UsageError(
-            f"{doing} {model.name} is not in this version of wangen: it needs {model.missing_feature}",
-            cure=f"use one of {', '.join(supported())}; its weights can be checked, identified and converted",
+            f"{doing} {model.name} is not in this version of wangen: it needs {missing}",
+            cure=f"use one of {', '.join(supported(doing))}; its weights can be checked, identified and converted",
         )
 
 
-def supported() -> list[str]:
-    """The names of the profiles that this version trains, samples and publishes for.
+def supported(doing: Activity = "training") -> list[str]:
+    """The names of the profiles that this version does something with.
 
-    >>> supported()
-    ['t2v-1.3B', 't2v-14B']
+    >>> supported(), supported("sampling")
+    (['i2v-14B', 't2v-1.3B', 't2v-14B'], ['t2v-1.3B', 't2v-14B'])
     """
-    return [name for name in profiles.model_names() if not profiles.model(name).missing_feature]
+    return [name for name in profiles.model_names() if not missing_feature(profiles.model(name), doing)]

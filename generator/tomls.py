@@ -3,7 +3,6 @@
 The dataset schema is musubi-tuner's, so that existing files work. Unknown keys are refused with the nearest known one.
 """
 
-import hashlib
 import logging
 import re
 import tomllib
@@ -18,35 +17,35 @@ from wangen.generator.errors import UsageError, WangenError
 log = logging.getLogger("wangen")
 
 FrameExtraction = Literal["head", "chunk", "slide", "uniform", "full"]
+WHITE = "#ffffff"
 EXTRACTIONS = ("head", "chunk", "slide", "uniform", "full")
 
+_SAME_CUT = "control media are cut to the size of their target in this version: leave it out"
 _LATER = {
-    "image_jsonl_file": "manifests are not in this version: use image_directory with .txt captions",
-    "video_jsonl_file": "manifests are not in this version: use video_directory with .txt captions",
-    "control_directory": "control images are not in this version",
     "multiple_target": "several targets per item are not in this version",
-    "no_resize_control": "control images are not in this version",
-    "control_resolution": "control images are not in this version",
     "fp_latent_window_size": "this key belongs to FramePack, not to Wan",
-    "fp_1f_clean_indices": "one-frame training is not in this version",
-    "fp_1f_target_index": "one-frame training is not in this version",
-    "fp_1f_no_post": "one-frame training is not in this version",
-    "flux_kontext_no_resize_control": "control images are not in this version",
-    "qwen_image_edit_no_resize_control": "control images are not in this version",
-    "qwen_image_edit_control_resolution": "control images are not in this version",
-}
+    **dict.fromkeys(("fp_1f_clean_indices", "fp_1f_target_index", "fp_1f_no_post"),
+                    "one-frame training is not in this version"),
+    **dict.fromkeys(("no_resize_control", "control_resolution", "flux_kontext_no_resize_control",
+                     "qwen_image_edit_no_resize_control", "qwen_image_edit_control_resolution"), _SAME_CUT),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetEntry:
-    """One `[[datasets]]` block: a folder of images or of videos, and the folder of its cache.
+    """One `[[datasets]]` block: images or videos of a folder or a manifest, and the folder of its cache.
 
     Attributes:
-        directory: the media folder.
+        directory: the media folder; with a manifest the folder that the manifest lies in.
         media: what is read from it.
         cache_directory: where its cache entries live.
+        manifest: the jsonl file that names the media and their captions, instead of a folder of them.
+        control_directory: control images or videos, by the stems of the media; a manifest names its own.
+        mask_directory: masks, by the stems of the media; a manifest names its own.
         resolution: bucket area as (width, height) in pixels.
         caption_extension: ending of caption files, with its dot.
+        multiple_captions: every line of a caption that is not empty is a caption of its own.
+        background_color: what lies behind transparent pictures, as `#rrggbb`.
         batch_size: items per batch.
         num_repeats: how often an item stands in an epoch.
         enable_bucket: keep each item's aspect ratio; off: everything is cropped to `resolution`.
@@ -62,8 +61,13 @@ class DatasetEntry:
     directory: Path
     media: Literal["image", "video"]
     cache_directory: Path
+    manifest: Path | None = None
+    control_directory: Path | None = None
+    mask_directory: Path | None = None
     resolution: tuple[int, int] = (960, 544)
     caption_extension: str = ".txt"
+    multiple_captions: bool = False
+    background_color: str = WHITE
     batch_size: int = 1
     num_repeats: int = 1
     enable_bucket: bool = False
@@ -75,11 +79,20 @@ class DatasetEntry:
     max_frames: int = 129
     source_fps: float | None = None
 
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """The folders that the block names: of the media, of its cache, of control media and masks."""
+        return tuple(filter(None, (self.directory, self.cache_directory, self.control_directory, self.mask_directory)))
+
 
 _VIDEO = {"target_frames", "frame_extraction", "frame_stride", "frame_sample", "max_frames", "source_fps"}
-_SHARED = {f.name for f in fields(DatasetEntry)} - {"directory", "media", "cache_directory"}
-_OWN = {"image_directory", "video_directory", "cache_directory"}
-_DIGEST = re.compile(r"^# wangen-digest: ([0-9a-f]{32})\n", re.MULTILINE)
+MEDIA_KEYS = ("image_directory", "video_directory", "image_jsonl_file", "video_jsonl_file")
+"""What a block is made of: it has one of them."""
+_BESIDE = ("control_directory", "mask_directory")
+_OWN = {*MEDIA_KEYS, "cache_directory", *_BESIDE}
+_SHARED = {f.name for f in fields(DatasetEntry)} - {"directory", "media", "manifest"} - _OWN
+KEYS = _SHARED | _OWN
+"""Every key of a block; `[general]` may hold all but the paths."""
 _PATH_LINE = re.compile(r"""^\s*([\w.-]+)\s*=\s*"([^"]*\\[^"]*)"[^"]*$""")
 
 
@@ -136,8 +149,8 @@ def refuse_unknown(found: Mapping[str, Any], known: set[str], where: str) -> Non
 def read_dataset(path: Path, resolution: str = "all") -> tuple[DatasetEntry, ...]:
     """The blocks of a dataset TOML, `[general]` merged in, relative paths resolved.
 
-    A relative media folder is looked for in the working folder first, then in the TOML's own, and the log says where
-    it was found; a relative cache folder follows it.
+    A relative media folder or manifest is looked for in the working folder first, then in the TOML's own, and the log
+    says where it was found; relative folders of the cache, of control media and of masks follow it.
 
     Args:
         path: the TOML.
@@ -216,13 +229,14 @@ def _read_blocks(path: Path) -> tuple[DatasetEntry, ...]:
 
 
 def _start(entry: DatasetEntry, toml: Path, block: Mapping[str, Any]) -> str:
-    """Where a block's relative media folder was found, in words; empty for an absolute one."""
-    text = str(block[f"{entry.media}_directory"])
+    """Where a block's relative media folder or manifest was found, in words; empty for an absolute one."""
+    text = str(next(block[key] for key in MEDIA_KEYS if key in block))
+    found = entry.manifest or entry.directory
     if Path(text).is_absolute():
         return ""
-    if not entry.directory.is_dir():
+    if not found.exists():
         return f"{text}: not in the working folder {Path.cwd()}, and not in the TOML's own {toml.absolute().parent}"
-    if entry.directory == Path(text):
+    if found == Path(text):
         return f"relative paths of {toml.name} start at the working folder {Path.cwd()}"
     return f"relative paths of {toml.name} start at its own folder {toml.absolute().parent}"
 
@@ -230,30 +244,54 @@ def _start(entry: DatasetEntry, toml: Path, block: Mapping[str, Any]) -> str:
 def _entry(path: Path, number: int, general: Mapping[str, Any], own: Mapping[str, Any]) -> DatasetEntry:
     where = f"{path}, [[datasets]] number {number}"
     block = {**general, **own}
-    refuse_unknown(block, _SHARED | _OWN, where)
-    media = [name for name in ("image", "video") if f"{name}_directory" in block]
-    if len(media) != 1:
-        raise UsageError("a block needs either image_directory or video_directory", where=where)
-    if media[0] == "image" and _VIDEO & own.keys():
-        raise UsageError(f"{min(_VIDEO & own.keys())} belongs to video blocks, this one has image_directory",
-                         where=where, cure="take it out, or use video_directory")  # fmt: skip
-    directory = Path(_path(block, f"{media[0]}_directory", where))
-    cache = Path(_path(block, "cache_directory", where)) if "cache_directory" in block else directory
-    base = _base(cache if directory.is_absolute() else directory, path)
-    values = {key: _value(key, block[key], where) for key in _SHARED if key in block}
-    if media[0] == "video" and "target_frames" not in values and values.get("frame_extraction") != "full":
+    refuse_unknown(block, KEYS, where)
+    named = [key for key in MEDIA_KEYS if key in block]
+    if len(named) != 1:
+        found = f"a block names {' and '.join(named)}" if named else "a block names no media"
+        raise UsageError(found, where=where, cure=f"write one of {', '.join(MEDIA_KEYS)} into each block")
+    _refuse_misplaced(own, named[0], where)
+    is_video, is_manifest = named[0].startswith("video"), named[0].endswith("jsonl_file")
+    media = Path(_path(block, named[0], where))
+    if is_manifest and "cache_directory" not in own:
+        raise UsageError(f"{named[0]} needs cache_directory", where=where, cure='for example cache_directory = "cache"')
+    cache = Path(_path(block, "cache_directory", where)) if "cache_directory" in block else media
+    beside = {key: Path(_path(block, key, where)) for key in _BESIDE if key in block}
+    if media in beside.values():
+        raise UsageError(f"control media and masks share the media folder {media}", where=where,
+                         cure="keep them in folders of their own")  # fmt: skip
+    values: dict[str, Any] = {key: _value(key, block[key], where) for key in _SHARED if key in block}
+    if is_video and "target_frames" not in values and values.get("frame_extraction") != "full":
         raise UsageError("a video block needs target_frames", where=where, cure="for example target_frames = [81]")
+    base = _base(cache if media.is_absolute() else media, path)
+    for key, folder in beside.items():
+        values[key] = (_base(folder, path) if media.is_absolute() else base) / folder
     return DatasetEntry(
-        directory=base / directory,
-        media="image" if media[0] == "image" else "video",
+        directory=(base / media).parent if is_manifest else base / media,
+        media="video" if is_video else "image",
         cache_directory=base / cache,
+        manifest=base / media if is_manifest else None,
         **values,
     )
 
 
-def _base(directory: Path, toml: Path) -> Path:
-    """The folder that relative paths hang from: the working folder unless only the TOML's own has `directory`."""
-    if directory.is_absolute() or directory.is_dir() or not (toml.parent / directory).is_dir():
+def _refuse_misplaced(own: Mapping[str, Any], source: str, where: str) -> None:
+    """Refuse what a block of this source has no use for.
+
+    Raises:
+        UsageError: settings of videos for images, or folders of control media or masks beside a manifest.
+    """
+    if source.startswith("image") and _VIDEO & own.keys():
+        raise UsageError(f"{min(_VIDEO & own.keys())} belongs to video blocks, this one has {source}",
+                         where=where, cure=f"take it out, or use {source.replace('image', 'video')}")  # fmt: skip
+    if source.endswith("jsonl_file") and (beside := sorted(own.keys() & set(_BESIDE))):
+        line_key = beside[0].replace("directory", "path")
+        raise UsageError(f"{beside[0]} belongs to folders of media, this block has {source}", where=where,
+                         cure=f"write {line_key} into the lines of the manifest")  # fmt: skip
+
+
+def _base(named: Path, toml: Path) -> Path:
+    """The folder that relative paths hang from: the working folder unless only the TOML's own has `named`."""
+    if named.is_absolute() or named.exists() or not (toml.parent / named).exists():
         return Path()
     return toml.parent
 
@@ -286,11 +324,22 @@ def _value(key: str, raw: Any, where: str) -> Any:
         raise UsageError(
             f"caption_extension must be a dot and letters, got {raw!r}", where=where, cure='for example ".txt"'
         )
+    if key == "background_color":
+        return _color(raw, where)
     if isinstance(default, bool) and not isinstance(raw, bool):
         raise UsageError(f"{key} must be true or false, got {raw!r}", where=where)
     if isinstance(default, int) and not isinstance(default, bool):
         return whole_number(key, raw, where)
     return raw
+
+
+def _color(raw: Any, where: str) -> str:
+    """A colour as `#rrggbb` in small letters; `#rgb` is short for it."""
+    if not isinstance(raw, str) or not re.fullmatch(r"#([0-9a-fA-F]{3}){1,2}", raw):
+        raise UsageError(f"background_color must be a colour like {WHITE}, got {raw!r}", where=where,
+                         cure=f'for example background_color = "{WHITE}"')  # fmt: skip
+    digits = raw[1:].lower()
+    return "#" + ("".join(digit * 2 for digit in digits) if len(digits) == 3 else digits)
 
 
 def whole_number(key: str, raw: Any, where: str) -> int:
@@ -349,38 +398,3 @@ def write_dataset(entries: tuple[Mapping[str, Any], ...], general: Mapping[str, 
         blocks.append(table)
     document.add("datasets", blocks)
     return tomlkit.dumps(document)
-
-
-def signed(text: str) -> str:
-    r"""A TOML text with a line in its leading comment by which an edit by hand is seen later.
-
-    >>> print(signed("# cats\na = 1\n"))
-    # cats
-    # wangen-digest: de8afd98252a6eca2ad473ead7ad84c5
-    a = 1
-    <BLANKLINE>
-    """
-    text = _DIGEST.sub("", text)
-    head = re.match(r"(#.*\n)*", text)
-    place = head.end() if head else 0
-    return f"{text[:place]}# wangen-digest: {_digest(text)}\n{text[place:]}"
-
-
-def unedited(data: bytes) -> bool:
-    """Whether a TOML file on disk is what `signed` made; line ends that an editor changed are no edit."""
-    text = _plain(data)
-    found = _DIGEST.search(text)
-    return found is not None and found[1] == _digest(_DIGEST.sub("", text, count=1))
-
-
-def same_text(data: bytes, text: str) -> bool:
-    """Whether a TOML file on disk says what `text` says, the line with the digest aside."""
-    return _DIGEST.sub("", _plain(data), count=1) == _DIGEST.sub("", text, count=1)
-
-
-def _plain(data: bytes) -> str:
-    return data.removeprefix(b"\xef\xbb\xbf").decode("utf-8", "replace").replace("\r\n", "\n")
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -137,14 +137,6 @@ Condition = Literal["text", "image", "first_and_last", "text_or_image"]
 """What a video is made from: a text alone, also its first frame, also both ends, or its first frame if there is one."""
 
 
-_MISSING = {
-    "text": "",
-    "image": "a first frame as condition",
-    "first_and_last": "the first and the last frame as condition",
-    "text_or_image": "a timestep for each token",
-}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Model:
     """A model variant: what `--task` names.
@@ -194,13 +186,6 @@ class Model:
     def kind_of(self, flag: str) -> str:
         """What `kinds.examine` must call the file that a weight flag takes. Raises KeyError for no such flag."""
         return {weights.flag: weights.kind for weights in self.weights}[flag]
-
-    @property
-    def missing_feature(self) -> str:
-        """What training and sampling would need that this version lacks, in words; empty where it lacks nothing."""
-        if self.experts:
-            return "two experts"
-        return _MISSING[self.condition]
 
 
 def platform_names() -> list[str]:

@@ -1,26 +1,21 @@
-"""`cache_latents`: images and clips -> VAE latents in the cache. Decides what to encode before anything is decoded."""
+"""`cache_latents`: images and clips -> latents, conditions and views in the cache.
+
+What to encode is decided before anything is decoded, and torch is imported only when there is something to do.
+"""
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import closing
-from functools import partial
-from itertools import islice
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from wangen.generator.errors import WangenError
+from wangen.generator import headers, kinds
 from wangen.generator.session import Report
 from wangen.generator.steps import CacheLatents
-from wangen.runtime.ahead import ahead
-from wangen.runtime.cache import Encoder
-from wangen.runtime.media import load_clip, load_image
-from wangen.runtime.models import Family, family, model_of_vae, vae_identity
-from wangen.runtime.needs import Need, fill, vae_dtype
-from wangen.runtime.progress import Advance, progress
+from wangen.profiles import Model
+from wangen.runtime.cache import NO_ENCODER, Encoder, Kind
+from wangen.runtime.models import model_of_cache, vae_identity
+from wangen.runtime.needs import fill, has_clip, latent_kinds
+from wangen.runtime.rocm import vae_dtype
 from wangen.runtime.samples import Sample, read_samples
-
-if TYPE_CHECKING:
-    from wangen.runtime.cache_writer import Writer
 
 log = logging.getLogger("wangen")
 
@@ -29,95 +24,82 @@ def run(options: CacheLatents) -> Report:
     """Encode what is not in the cache, then remove entries that no item needs.
 
     Raises:
-        WangenError: a source cannot be read, the VAE is none, values are not finite, the disk is full.
+        WangenError: a source cannot be read, weights are of another kind, values are not finite, the disk is full.
     """
-    model = model_of_vae(options.vae)
-    samples = read_samples(options, model, make_folders=True)
-    encoder = _encoder(options)
-    return fill(
-        options, samples, "latent", encoder, lambda missing, _: _encode(options, family(model), encoder, missing)
-    )
+    model = model_of_cache(options.task, vae=options.vae, i2v=options.i2v or _implies_i2v(options))
+    samples = read_samples(options, model, make_folders=not options.debug_mode)
+    if options.debug_mode:
+        return _contact_sheet(options, samples)
+    clip = _clip(options, model, samples)
+    encoders = latent_encoders(options, model, clip)
+
+    from wangen.runtime import encoding  # it imports torch where it encodes, not here
+
+    return fill(options, samples, encoders, lambda work: encoding.encode(options, model, clip, work))
 
 
-def _encoder(options: CacheLatents) -> Encoder:
-    """The VAE's identity and precision. Torch is asked only when the precision depends on the device."""
+def _implies_i2v(options: CacheLatents) -> bool:
+    """In scripts of other tools `--clip` alone means image-to-video."""
+    return options.task is None and options.clip is not None
+
+
+def _clip(options: CacheLatents, model: Model, samples: list[Sample]) -> Path | None:
+    """The image encoder to use, with a word on one that is not used or not there."""
+    if options.clip and not has_clip(model):
+        log.warning("  --clip: %s does not look at images through CLIP, so the file is not used", model.name)
+        return None
+    if options.clip:
+        kinds.expect(options.clip, model.kind_of("clip"), "--clip", model.name)
+    elif has_clip(model):
+        log.warning("  no --clip: %s is cached without CLIP's view of the first frame, and will train without its "
+                    "image branch; give --clip later and only that is added", model.name)  # fmt: skip
+    if model.condition == "image" and any(sample.count == 1 for sample in samples):
+        log.warning("  single images with %s: the condition is the very image that is to be made, so nothing is "
+                    "learned from them; use clips", model.name)  # fmt: skip
+    return options.clip
+
+
+def latent_encoders(options: CacheLatents, model: Model, clip: Path | None) -> Mapping[Kind, Encoder]:
+    """What makes each kind, and in which precision. Torch is asked only when that depends on the device.
+
+    Raises:
+        WangenError: a weight file cannot be read.
+    """
+    vae = Encoder(vae_identity(options.vae, options.vae_tile), _vae_dtype(options))
+    made_by: dict[Kind, Encoder] = dict.fromkeys(latent_kinds(model, clip=clip is not None), vae)
+    made_by["mask"] = NO_ENCODER
+    if clip:
+        made_by["clip"] = Encoder(headers.identity(clip, "--clip"), _clip_dtype(options))
+    return made_by
+
+
+def _vae_dtype(options: CacheLatents) -> str:
     dtype = vae_dtype(options.vae_dtype, announce=True)
     if dtype is None:
         from wangen.runtime.devices import choose_device, choose_vae_dtype
 
         dtype = choose_vae_dtype(None, choose_device(options.device))
-    return Encoder(vae_identity(options.vae, options.vae_tile), dtype)
+    return dtype
 
 
-def _encode(options: CacheLatents, kind: Family, encoder: Encoder, missing: list[Need]) -> int:
-    """Encode everything that is missing; returns how many entries were written."""
-    from wangen.runtime.cache_writer import Writer
-    from wangen.runtime.devices import DTYPES, choose_device
+def _clip_dtype(options: CacheLatents) -> str:
+    if options.clip_dtype:
+        return options.clip_dtype
+    from wangen.runtime.devices import choose_clip_dtype, choose_device
 
-    device = choose_device(options.device)
-    vae = kind.load_vae(options.vae, dtype=DTYPES[encoder.dtype], device=device)
-    log.info("  VAE in %s on %s", encoder.dtype, device)
-    folders: dict[Path, list[Need]] = {}
-    for need in missing:
-        folders.setdefault(need.folder.path, []).append(need)
-    with progress("latents", len(missing)) as advance:
-        for folder, needs in folders.items():
-            with Writer(folder) as writer:
-                _encode_folder(options, kind, vae, encoder, needs, writer, advance)
-    return len(missing)
+    return choose_clip_dtype(None, choose_device(options.device))
 
 
-def _encode_folder(
-    options: CacheLatents,
-    kind: Family,
-    vae: Any,
-    encoder: Encoder,
-    needs: list[Need],
-    writer: "Writer",
-    advance: Advance,
-) -> None:
-    import numpy as np
-    import torch
+def _contact_sheet(options: CacheLatents, samples: list[Sample]) -> Report:
+    """What `--debug_mode` asks for, in place of encoding."""
+    from wangen.runtime.contact_sheet import write_sheet
 
-    batches = list(_batches(needs, options.batch_size))
-    jobs = (partial(_frames, need.sample) for batch in batches for need in batch)
-    with closing(ahead(jobs, options.num_workers)) as decoded:
-        for batch in batches:
-            frames = [next(decoded) for _ in batch]
-            video = torch.from_numpy(np.stack(frames))  # (B, 3, T, H, W) uint8
-            try:
-                latents = kind.encode_video(vae, video, cache_cpu=options.vae_cache_cpu, tile_px=options.vae_tile)
-            except torch.OutOfMemoryError:
-                raise _out_of_memory(batch[0].sample) from None
-            for need, latent in zip(batch, latents.to(getattr(torch, encoder.dtype)).cpu(), strict=True):
-                writer.put(need.recipe, encoder, {"latent": latent.contiguous()})
-                advance(1, need.sample.name)
-            writer.commit_if_due()
-
-
-def _out_of_memory(first: Sample) -> WangenError:
-    return WangenError(
-        f"out of memory encoding {first.name} ({first.count} frames of {first.size[0]}x{first.size[1]})",
-        cure="use --batch_size 1, --vae_tile 256, a smaller resolution or fewer target_frames; what was encoded stays",
+    assert options.debug_mode
+    folder = options.report_dir or options.dataset_config.parent
+    path = write_sheet(samples, options.debug_mode, folder / f"{options.dataset_config.stem}_sheet" / "index.html")
+    return Report(
+        folder=folder,
+        summary=f"nothing encoded; open {path}",
+        inputs={"dataset_config": options.dataset_config, "samples": len(samples)},
+        result={"sheet": path},
     )
-
-
-def _batches(needs: Sequence[Need], limit: int | None) -> Iterator[list[Need]]:
-    """Samples of one shape together, at most `limit` (default: the dataset's batch_size) at a time."""
-    shapes: dict[tuple[int, ...], list[Need]] = {}
-    for need in needs:
-        sample = need.sample
-        shapes.setdefault((*sample.size, sample.count, limit or sample.entry.batch_size), []).append(need)
-    for (*_, size), members in shapes.items():
-        rest = iter(members)
-        while batch := list(islice(rest, size)):
-            yield batch
-
-
-def _frames(sample: Sample) -> Any:
-    """(3, T, H, W) uint8."""
-    if sample.item.media == "image":
-        return load_image(sample.item.path, sample.size)
-    return load_clip(
-        sample.item.path, sample.size, sample.start, sample.count, sample.fps, sample.entry.source_fps
-    )  # fmt: skip

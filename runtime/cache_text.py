@@ -1,39 +1,52 @@
-"""`cache_text`: captions -> umT5 embeddings in the cache, each distinct caption once, trimmed to its own length."""
+"""`cache_text`: captions -> text embeddings in the cache, each distinct caption once, trimmed to its own length."""
 
 import logging
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wangen import profiles
-from wangen.generator.errors import WangenError
 from wangen.generator.session import Report
 from wangen.generator.steps import CacheText
-from wangen.runtime.cache import Encoder, Recipe, load
-from wangen.runtime.models import family, text_encoder_identity
-from wangen.runtime.needs import ANY_MODEL, Need, fill
-from wangen.runtime.progress import progress
+from wangen.runtime.cache import Encoder, load
+from wangen.runtime.models import PromptEncoder, family, model_of_cache, text_encoder_identity
+from wangen.runtime.needs import TEXT_KINDS, EntryWriter, Need, Work, fill
+from wangen.runtime.progress import Advance, progress
 from wangen.runtime.samples import read_samples
 
 if TYPE_CHECKING:
-    from wangen.runtime.cache_writer import Writer
+    import torch
 
 log = logging.getLogger("wangen")
+
+POLL_S = 1.0
+CPU_GROUP, GPU_GROUP = 64, 2048
+MEMORY_CURE = "use --device cpu, or --batch_size 1 with --plain; what was encoded stays"
 
 
 def run(options: CacheText) -> Report:
     """Encode the captions that are not in the cache, then remove entries that no item needs.
 
-    A caption that several cache folders need is encoded once and written to each.
+    A caption that several cache folders need is encoded once and written to each; each folder gets the empty prompt.
 
     Raises:
         WangenError: a caption is missing, the file is no umT5, values are not finite, the disk is full.
     """
-    samples = read_samples(options, profiles.model(ANY_MODEL), make_folders=True)
-    encoder = Encoder(text_encoder_identity(options.t5, options.tokenizer, fp8=options.fp8_t5), _dtype(options))
-    return fill(
-        options, samples, "text_encoder_output", encoder, lambda missing, valid: _fill(options, encoder, missing, valid)
-    )
+    samples = read_samples(options, model_of_cache(options.task), make_folders=True)
+    encoder = text_encoder(options)
+    return fill(options, samples, dict.fromkeys(TEXT_KINDS, encoder), lambda work: encode(options, encoder, work))
+
+
+def text_encoder(options: CacheText) -> Encoder:
+    """Which weights encode, and in which precision. Torch is asked only when that depends on the device.
+
+    Raises:
+        WangenError: the file is no umT5, or there is no tokenizer.
+    """
+    return Encoder(text_encoder_identity(options.t5, options.tokenizer, fp8=options.fp8_t5), _dtype(options))
 
 
 def _dtype(options: CacheText) -> str:
@@ -44,66 +57,118 @@ def _dtype(options: CacheText) -> str:
     return choose_dtype(None, choose_device(options.device))
 
 
-def _fill(options: CacheText, encoder: Encoder, missing: list[Need], valid: list[Need]) -> int:
-    """Write every missing entry, copying from another folder where it is valid there; returns how many were encoded."""
-    from wangen.runtime.cache_writer import Writer
+def encode(options: CacheText, encoder: Encoder, work: Work) -> int:
+    """Write every missing entry, copying from another folder where it is valid there; returns how many were encoded.
 
-    elsewhere = {need.recipe.content_key: need.verdict.entry for need in valid}
-    wanted: dict[str, list[tuple[Recipe, Writer]]] = {}
-    with ExitStack() as stack:
-        paths = dict.fromkeys(need.folder.path for need in missing)
-        writers: dict[Path, Writer] = {path: stack.enter_context(Writer(path)) for path in paths}
-        for need in missing:
-            writer = writers[need.folder.path]
+    Args:
+        options: of the step.
+        encoder: which weights encode.
+        work: what is missing.
+
+    Raises:
+        WangenError: values are not finite, memory or disk is full.
+    """
+    elsewhere = {need.recipe.content_key: need.verdict.entry for need in work.valid}
+    with ExitStack() as stack, progress("captions", len(work.missing)) as advance:
+        paths = dict.fromkeys(need.folder.path for need in work.missing)
+        writers: dict[Path, EntryWriter] = {path: stack.enter_context(work.open_writer(path)) for path in paths}
+        left: list[Need] = []
+        for need in work.missing:
             if entry := elsewhere.get(need.recipe.content_key):
-                writer.put(need.recipe, encoder, load(entry))
-                writer.commit_if_due()
+                writers[need.folder.path].put(need.recipe, encoder, load(entry))
+                writers[need.folder.path].commit_if_due()
+                advance(1, "")
             else:
-                wanted.setdefault(need.recipe.content_key, []).append((need.recipe, writer))
-        if wanted:
-            _encode(options, encoder, list(wanted.values()))
-    return len(wanted)
+                left.append(need)
+        texts = _Texts(options, encoder, writers, advance)
+        while left:
+            left = texts.encode(left)
+            if left:
+                time.sleep(POLL_S)
+    return texts.num_encoded
 
 
-def _encode(options: CacheText, encoder: Encoder, wanted: "list[list[tuple[Recipe, Writer]]]") -> None:
-    """Encode captions in batches of similar length; each element of `wanted` is one caption and where it is written."""
-    import torch
+class _Texts:
+    """The encoding loop: captions are claimed in groups, encoded together, and written where they are missing."""
 
-    from wangen.runtime.devices import DTYPES, choose_device
+    def __init__(
+        self, options: CacheText, encoder: Encoder, writers: Mapping[Path, EntryWriter], advance: Advance
+    ) -> None:
+        self.options = options
+        self.encoder = encoder
+        self.num_encoded = 0
+        self._writers = writers
+        self._advance = advance
 
-    kind = family(profiles.model(ANY_MODEL))
-    device = choose_device(options.device)
-    tokenizer = kind.load_tokenizer(options.tokenizer or options.t5)
-    text_encoder = kind.load_text_encoder(options.t5, dtype=DTYPES[encoder.dtype], device=device, fp8=options.fp8_t5)
-    log.info("  text encoder in %s on %s", encoder.dtype, device)
-    captions = {_caption(places): places for places in wanted}
-    texts = sorted(captions, key=lambda text: (len(text), text))
-    size = max(1, options.batch_size)
-    with progress("captions", len(texts)) as advance:
-        for first in range(0, len(texts), size):
-            batch = texts[first : first + size]
-            try:
-                embeddings = kind.encode_prompts(text_encoder, tokenizer, batch)
-            except torch.OutOfMemoryError:
-                raise WangenError(
-                    f"out of memory encoding {len(batch)} captions",
-                    cure="use --batch_size 1 or --device cpu; what was encoded stays",
-                ) from None
-            used = {}
-            for text, embedding in zip(batch, embeddings, strict=True):
-                for recipe, writer in captions[text]:
-                    writer.put(recipe, encoder, _entry(embedding))
-                    used[writer.folder] = writer
-            for writer in used.values():
-                writer.commit_if_due()
-            advance(len(batch), "")
+    def encode(self, needs: Sequence[Need]) -> list[Need]:
+        """Encode what no other process works on; returns what another one does."""
+        theirs: list[Need] = []
+        by_caption: dict[str, list[Need]] = {}
+        for need in needs:
+            by_caption.setdefault(str(need.recipe.content["caption"]), []).append(need)
+        mine = self._claimed((by_caption[text] for text in sorted(by_caption, key=lambda t: (len(t), t))), theirs)
+        while group := list(islice(mine, self._group_size)):
+            self._encode_group(group)
+        return theirs
+
+    def _claimed(self, captions: Iterable[list[Need]], theirs: list[Need]) -> Iterator[list[Need]]:
+        """For each caption the needs that are now this process's; what others have claimed is put into `theirs`."""
+        for needs in captions:
+            mine = []
+            for need in needs:
+                word = self._writers[need.folder.path].claim(need.recipe, self.encoder)
+                if word == "mine":
+                    mine.append(need)
+                elif word == "theirs":
+                    theirs.append(need)
+                else:
+                    self._advance(1, "")
+            if mine:
+                yield mine
+
+    def _encode_group(self, group: list[list[Need]]) -> None:
+        from wangen.runtime.devices import enough_memory, exact
+
+        captions = [str(needs[0].recipe.content["caption"]) for needs in group]
+        with enough_memory(f"encoding {len(captions)} captions", MEMORY_CURE), exact(self.encoder.dtype):
+            embeddings = self._prompt_encoder.encode(captions)
+        for needs, embedding in zip(group, embeddings, strict=True):
+            for need in needs:
+                self._writers[need.folder.path].put(need.recipe, self.encoder, _entry(embedding))
+            self._advance(len(needs), "")
+        self.num_encoded += len(group)
+        for writer in self._writers.values():
+            writer.commit()
+
+    @property
+    def _group_size(self) -> int:
+        """Captions that go through the encoder's blocks together, which are read anew for each group.
+
+        A group is what a kill loses: on a CPU a caption takes seconds.
+        """
+        if self.options.plain:
+            return max(1, self.options.batch_size)
+        return GPU_GROUP if self._device.type != "cpu" else CPU_GROUP
+
+    @cached_property
+    def _device(self) -> "torch.device":
+        from wangen.runtime.devices import choose_device
+
+        return choose_device(self.options.device)
+
+    @cached_property
+    def _prompt_encoder(self) -> PromptEncoder:
+        from wangen.runtime.devices import DTYPES
+
+        log.info("  text encoder in %s on %s", self.encoder.dtype, self._device)
+        kind = family(model_of_cache(self.options.task))
+        return kind.load_prompt_encoder(
+            self.options.t5, self.options.tokenizer, dtype=DTYPES[self.encoder.dtype], device=self._device,
+            fp8=self.options.fp8_t5, plain=self.options.plain,
+        )  # fmt: skip
 
 
-def _caption(places: "list[tuple[Recipe, Writer]]") -> str:
-    return str(places[0][0].content["caption"])
-
-
-def _entry(embedding: Any) -> dict[str, Any]:
+def _entry(embedding: "torch.Tensor") -> dict[str, Any]:
     """The tensors of a text entry: `embedding` (length, dim) and `mask` (length,), all true since it is trimmed."""
     import torch
 

@@ -1,88 +1,192 @@
 """`check_cache`: which entries are valid, stale, missing or corrupt. Needs no torch."""
 
 import logging
-from collections.abc import Sequence
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from wangen import profiles
+from wangen.generator import headers
+from wangen.generator.errors import bytes_text, many
 from wangen.generator.session import Report
 from wangen.generator.steps import CheckCache
-from wangen.runtime.cache import Encoder, Folder, Kind
-from wangen.runtime.models import model_of_vae, text_encoder_identity, vae_identity
+from wangen.profiles import Model
+from wangen.runtime.cache import NO_ENCODER, TEXT_KINDS, Encoder, Folder, Kind
+from wangen.runtime.cache.leftovers import repair
+from wangen.runtime.models import model_of_cache, text_encoder_identity, vae_identity
 from wangen.runtime.needs import (
-    ANY_MODEL,
-    KINDS,
+    WORDS,
+    Need,
     count_states,
     expected_encoder,
     judge,
+    latent_kinds,
     listing,
     problem,
-    vae_dtype,
 )
+from wangen.runtime.rocm import vae_dtype
 from wangen.runtime.samples import Sample, by_cache_folder, read_samples
 
 log = logging.getLogger("wangen")
 
+Encoders = Mapping[Kind, Encoder | None]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table: what one block of the TOML needs of one kind."""
+
+    dataset: str
+    kind: Kind
+    needs: Sequence[Need]
+
+    @property
+    def states(self) -> dict[str, int]:
+        """How many entries are in each state."""
+        return count_states(need.verdict for need in self.needs)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the valid entries."""
+        entries = (need.verdict.entry for need in self.needs if need.verdict.state == "valid")
+        return sum(entry.num_bytes for entry in entries if entry)
+
+    def facts(self) -> dict[str, Any]:
+        """The line for the report; coverage is in percent."""
+        coverage = 100 * self.states["valid"] / len(self.needs)
+        return {"dataset": self.dataset, "kind": self.kind, **self.states, "coverage": round(coverage, 1),
+                "bytes": self.num_bytes}  # fmt: skip
+
 
 def run(options: CheckCache) -> Report:
-    """Judge every entry that training would need; fails unless all are valid.
-
-    Without --vae the samples are cut as any profile says. That is right because of a profile only the frame rate and
-    the bucket step count here; both go with the VAE's strides, which profiles that share a VAE share, and all
-    that are trained in this version share one.
+    """Judge every entry that the caching steps would make for the task; fails unless all are valid.
 
     Raises:
         WangenError: the dataset or a weight file cannot be read; it is open which encoder's entries training takes.
     """
-    model = model_of_vae(options.vae) if options.vae else profiles.model(ANY_MODEL)
+    model = model_of_cache(options.task, vae=options.vae)
     samples = read_samples(options, model, trust_memo=not options.deep)
     folders = [Folder(path, deep=options.deep) for path in by_cache_folder(samples)]
-    encoders = {kind: _encoder(options, folders, samples, kind) for kind in KINDS}
-    needs = {kind: judge(folders, samples, kind, encoders[kind]) for kind in KINDS}
-    counts = {kind: count_states(need.verdict for need in found) for kind, found in needs.items()}
-    valid = [need.verdict.entry for found in needs.values() for need in found if need.verdict.state == "valid"]
-    problems = [problem(need) for found in needs.values() for need in found if need.verdict.state != "valid"]
-    if not problems:
-        problems = [line for kind in KINDS for line in _others(options, folders, samples, kind, encoders[kind])]
-    num_bytes = sum(entry.num_bytes for entry in valid if entry)
-    _print(counts, problems)
-    ending = "run cache_latents and cache_text again" if problems else "training finds all it needs"
+    if options.repair:
+        _repair(folders)
+    encoders = _encoders(options, model, folders, samples)
+    rows = _rows(folders, samples, encoders)
+    needs = _unique(need for row in rows for need in row.needs)
+    bad = [need for need in needs if need.verdict.state != "valid"]
+    problems = [problem(need) for need in bad] or _others(options, folders, samples, encoders)
+    _print(rows, bad, problems)
+    _say_how_deep(options.deep)
+    whole = Row("", "latent", needs)
     return Report(
         folder=options.dataset_config.parent,
-        summary=f"{len(valid)} entries valid ({num_bytes / 1e6:.1f} MB), {len(problems)} not: {ending}",
+        summary=f"{whole.states['valid']} entries valid ({bytes_text(whole.num_bytes)}), {len(problems)} not: "
+        + (_to_run(bad) if problems else "training finds all it needs"),
         inputs={"dataset_config": options.dataset_config, "samples": len(samples)},
-        counts={str(kind): tally for kind, tally in counts.items()},
-        result={"problems": problems, "bytes": num_bytes},
+        counts={kind: count_states(need.verdict for need in needs if need.recipe.kind == kind) for kind in encoders},
+        result={"problems": problems, "bytes": whole.num_bytes, "datasets": [row.facts() for row in rows],
+                "why": dict(_reasons(bad))},
         ok=not problems,
-    )
+    )  # fmt: skip
+
+
+def _encoders(options: CheckCache, model: Model, folders: list[Folder], samples: list[Sample]) -> Encoders:
+    """Every kind that is needed, with the encoder to judge against; CLIP's views only when they were asked for."""
+    encoders = {kind: _encoder(options, folders, samples, kind) for kind in latent_kinds(model, clip=True) + TEXT_KINDS}
+    if "clip" in encoders and not options.clip and encoders["clip"] is None:
+        del encoders["clip"]
+        log.warning("  no CLIP views: %s trains without its image branch", model.name)
+    return encoders
 
 
 def _encoder(options: CheckCache, folders: list[Folder], samples: list[Sample], kind: Kind) -> Encoder | None:
-    """The encoder to judge against: what the flags name, and for the rest what training would take."""
-    if kind == "latent":
-        identity = vae_identity(options.vae, options.vae_tile) if options.vae else None
-        dtype = vae_dtype(options.vae_dtype)
-    else:
+    """The encoder to judge a kind against: what the flags name, and for the rest what training would take."""
+    if kind == "mask":
+        return NO_ENCODER
+    dtype: str | None
+    if kind == "clip":
+        identity = headers.identity(options.clip, "--clip") if options.clip else None
+        dtype = options.clip_dtype
+    elif kind in TEXT_KINDS:
         identity = text_encoder_identity(options.t5, options.tokenizer, fp8=options.fp8_t5) if options.t5 else None
         dtype = options.t5_dtype
+    else:
+        identity = vae_identity(options.vae, options.vae_tile) if options.vae else None
+        dtype = vae_dtype(options.vae_dtype)
     return expected_encoder(folders, samples, kind, options.dataset_config, identity=identity, dtype=dtype)
 
 
-def _others(
-    options: CheckCache, folders: list[Folder], samples: list[Sample], kind: Kind, judged: Encoder | None
-) -> list[str]:
-    """One line when training would take entries of another encoder than was judged against."""
-    taken = expected_encoder(folders, samples, kind, options.dataset_config)
-    if taken == judged or taken is None or judged is None:
-        return []
-    return [
-        f"every {kind} of {judged.identity[:8]} in {judged.dtype} is there, but training takes those of the last "
-        f"caching run, {taken.identity[:8]} in {taken.dtype}"
+def _rows(folders: list[Folder], samples: list[Sample], encoders: Encoders) -> list[Row]:
+    """One for each block of the TOML and each kind of which it needs something."""
+    blocks: dict[int, list[Sample]] = {}
+    for sample in samples:
+        blocks.setdefault(id(sample.entry), []).append(sample)
+    rows = [
+        Row(_name(members[0]), kind, judge(folders, members, kind, encoder))
+        for members in blocks.values()
+        for kind, encoder in encoders.items()
     ]
+    return [row for row in rows if row.needs]
 
 
-def _print(counts: dict[Kind, dict[str, int]], problems: Sequence[str]) -> None:
-    log.info("  %-22s %6s %6s %8s %8s", "kind", "valid", "stale", "missing", "corrupt")
-    for kind, tally in counts.items():
-        log.info("  %-22s %6d %6d %8d %8d", kind, *(tally[s] for s in ("valid", "stale", "missing", "corrupt")))
+def _name(sample: Sample) -> str:
+    width, height = sample.entry.resolution
+    return f"{(sample.entry.manifest or sample.entry.directory).name} {width}x{height}"
+
+
+def _unique(needs: Iterable[Need]) -> list[Need]:
+    """Each entry once: blocks that share a folder share entries."""
+    return list({(need.folder.path, need.recipe.content_key): need for need in needs}.values())
+
+
+def _others(options: CheckCache, folders: list[Folder], samples: list[Sample], encoders: Encoders) -> list[str]:
+    """One line for each kind of which training would take entries of another encoder than was judged against."""
+    lines = []
+    for kind, judged in encoders.items():
+        taken = expected_encoder(folders, samples, kind, options.dataset_config) if kind != "mask" else judged
+        if taken and judged and taken != judged:
+            lines.append(
+                f"every {kind} of {judged.identity[:8]} in {judged.dtype} is there, but training takes those of the "
+                f"last caching run, {taken.identity[:8]} in {taken.dtype}"
+            )
+    return lines
+
+
+def _repair(folders: Iterable[Folder]) -> None:
+    for folder in folders:
+        corrupt, left = repair(folder)
+        entries, files = many(corrupt, "corrupt entry", "corrupt entries"), many(left, "file")
+        log.info("  %s: removed %s and %s of killed writers", folder.path.name, entries, files)
+
+
+def _print(rows: Sequence[Row], bad: Sequence[Need], problems: Sequence[str]) -> None:
+    width = max([len(row.dataset) for row in rows] + [len("dataset")])
+    log.info("  %-*s  %-25s %7s %7s %7s %7s %9s %11s", width, "dataset", "kind", "valid", "stale", "missing", "corrupt",
+             "coverage", "size")  # fmt: skip
+    for row in rows:
+        facts = row.facts()
+        log.info("  %-*s  %-25s %7d %7d %7d %7d %7.1f %% %11s", width, row.dataset, row.kind, facts["valid"],
+                 facts["stale"], facts["missing"], facts["corrupt"], facts["coverage"],
+                 bytes_text(facts["bytes"]))  # fmt: skip
+    for reason, count in _reasons(bad).most_common():
+        log.info("  %d %s", count, reason)
     for line in listing(problems):
         log.error("%s", line)
+
+
+def _reasons(bad: Iterable[Need]) -> Counter[str]:
+    """How often each state and its cause occur, in words."""
+    return Counter(f"{WORDS[need.recipe.kind]} {need.verdict.state}: {need.verdict.reason}" for need in bad)
+
+
+def _say_how_deep(deep: bool) -> None:
+    if os.name == "nt" and not deep:
+        log.info("  sizes and times were compared: on Windows an edit that keeps both is seen only with --deep")
+    elif deep:
+        log.info("  every payload and every source was read: on Windows the only way to see an edit that keeps size "
+                 "and time")  # fmt: skip
+
+
+def _to_run(bad: Iterable[Need]) -> str:
+    steps = sorted({"cache_text" if need.recipe.kind in TEXT_KINDS else "cache_latents" for need in bad})
+    return f"run {' and '.join(steps) or 'cache_latents and cache_text'} again"

@@ -1,35 +1,73 @@
 """Cached entries -> batches: which samples, in which order, and their tensors read ahead in threads."""
 
-from collections.abc import Generator, Mapping, Sequence
+import logging
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 
 from wangen.generator.errors import WangenError
+from wangen.generator.steps import Train
+from wangen.profiles import Model
 from wangen.runtime.ahead import ahead
-from wangen.runtime.cache import Entry, Folder, load
-from wangen.runtime.needs import KINDS, expected_encoder, judge, listing, problem, recipe_of
+from wangen.runtime.cache import NO_ENCODER, Entry, Folder, Kind, load
+from wangen.runtime.needs import (
+    TEXT_KINDS,
+    Need,
+    expected_encoder,
+    has_clip,
+    judge,
+    listing,
+    problem,
+    recipes_of,
+)
+from wangen.runtime.on_the_fly import Held, Place, command_line, encode_missing
 from wangen.runtime.randomness import generator_for
 from wangen.runtime.samples import Sample, by_cache_folder
+
+log = logging.getLogger("wangen")
+
+MASK_CHANNELS = 4
+"""Channels of the condition that say which latent frames are given."""
 
 
 @dataclass(frozen=True)
 class CachedSample:
-    """A sample with its two entries."""
+    """A sample with its entries; those that the model or the dataset does not ask for are None.
+
+    Attributes:
+        sample: what was encoded.
+        latent: its latent.
+        texts: the embeddings of its captions, one or more.
+        empty: the empty prompt.
+        image_latent: the condition on its first frame.
+        clip: CLIP's view of it.
+        mask: which latent cells count in the loss.
+    """
 
     sample: Sample
-    latent: Entry
-    text: Entry
+    latent: Entry | Held
+    texts: tuple[Entry | Held, ...]
+    empty: Entry | Held | None = None
+    image_latent: Entry | Held | None = None
+    clip: Entry | Held | None = None
+    mask: Entry | Held | None = None
+
+    @property
+    def entries(self) -> list[Entry | Held]:
+        """All that there are."""
+        found = (self.latent, *self.texts, self.empty, self.image_latent, self.clip, self.mask)
+        return [entry for entry in found if entry is not None]
 
 
 @dataclass(frozen=True)
 class Draw:
-    """One use of a sample in an epoch: which sample, and which of its repeats."""
+    """One use of a sample in an epoch: which sample, which of its repeats, and which caption (-1: the empty one)."""
 
     index: int
     repeat: int
+    caption: int = 0
 
 
 @dataclass(frozen=True)
@@ -42,6 +80,9 @@ class Batch:
         names: B sample names, for messages: two files may have the same.
         keys: B content keys of the latents, which identify the samples wherever their files lie.
         repeats: B repeat numbers.
+        condition: (B, 4 + C, F, h, w) of image-to-video: which latent frames are given, and the encoded first frame.
+        image_tokens: (B, N, dim) CLIP's view of the first frame.
+        loss_mask: (B, 1, F, h, w) in [0, 1]: how much each latent cell counts.
     """
 
     latents: torch.Tensor
@@ -49,57 +90,136 @@ class Batch:
     names: list[str]
     keys: list[str]
     repeats: list[int]
+    condition: torch.Tensor | None = None
+    image_tokens: torch.Tensor | None = None
+    loss_mask: torch.Tensor | None = None
 
 
-def find_entries(samples: Sequence[Sample], dataset_config: Path) -> list[CachedSample]:
-    """The cache entries of every sample, all latents from one VAE and all texts from one encoder.
+def find_entries(options: Train, model: Model, samples: Sequence[Sample]) -> list[CachedSample]:
+    """The cache entries of every sample, each kind from one encoder.
+
+    With `--cache_latents` or `--cache_latents_to_disk` what the cache lacks is encoded first.
 
     Raises:
         WangenError: entries are missing or stale, the message lists them with the commands to run; or it is open
             which of two encoders' entries to take.
     """
-    folders = [Folder(path) for path in by_cache_folder(samples)]
-    encoders = {kind: expected_encoder(folders, samples, kind, dataset_config) for kind in KINDS}
-    needs = {kind: judge(folders, samples, kind, encoders[kind]) for kind in KINDS}
-    bad = [need for kind in KINDS for need in needs[kind] if need.verdict.state != "valid"]
+    kinds = _kinds(options, model, samples)
+    needs = _judged(options, samples, kinds)
+    held: dict[Place, Held] = {}
+    if _bad(needs) and (options.cache_latents or options.cache_latents_to_disk):
+        held = encode_missing(options, model, samples, dict.fromkeys(need.recipe.kind for need in _bad(needs)))
+        if options.cache_latents_to_disk:
+            needs = _judged(options, samples, kinds)
+    bad = [need for need in _bad(needs) if _place(need) not in held]
     if bad:
-        raise WangenError(
-            "\n".join([f"the cache lacks {len(bad)} entries", *listing([problem(need) for need in bad])]),
-            where=str(dataset_config),
-            cure=f"run cache_latents and cache_text with --dataset_config {dataset_config}",
-        )
-    entries = {
-        (need.folder.path, need.recipe.content_key): need.verdict.entry for kind in KINDS for need in needs[kind]
-    }
-    return [_cached(sample, entries) for sample in samples]
+        raise _lacking(options, bad)
+    entries = {_place(need): held.get(_place(need)) or need.verdict.entry for need in needs}
+    return [_cached(sample, kinds, entries) for sample in samples]
+
+
+def _kinds(options: Train, model: Model, samples: Sequence[Sample]) -> list[Kind]:
+    """What this training run reads."""
+    kinds: list[Kind] = ["latent", "text_encoder_output"]
+    if options.caption_dropout:
+        kinds.append("empty_text_encoder_output")
+    if model.condition == "image":
+        kinds.append("image_latent")
+    if has_clip(model):
+        folders = [Folder(path) for path in by_cache_folder(samples)]
+        if options.clip or expected_encoder(folders, samples, "clip", options.dataset_config):
+            kinds.append("clip")
+        else:
+            log.warning("  the cache holds no CLIP views: %s trains without its image branch", model.name)
+    if any(sample.mask for sample in samples):
+        kinds.append("mask")
+    if any(sample.controls for sample in samples):
+        log.warning("  %s takes no control media: those of the dataset are not used", model.name)
+    return kinds
+
+
+def _judged(options: Train, samples: Sequence[Sample], kinds: Iterable[Kind]) -> list[Need]:
+    folders = [Folder(path) for path in by_cache_folder(samples)]
+    found: list[Need] = []
+    for kind in kinds:
+        encoder = NO_ENCODER if kind == "mask" else expected_encoder(folders, samples, kind, options.dataset_config)
+        found += judge(folders, samples, kind, encoder)
+    return found
+
+
+def _bad(needs: Iterable[Need]) -> list[Need]:
+    return [need for need in needs if need.verdict.state != "valid"]
+
+
+def _place(need: Need) -> Place:
+    return need.folder.path, need.recipe.content_key
+
+
+def _lacking(options: Train, bad: Sequence[Need]) -> WangenError:
+    steps = dict.fromkeys("cache_text" if need.recipe.kind in TEXT_KINDS else "cache_latents" for need in bad)
+    lines = [command_line(step, options) for step in steps]
+    return WangenError(
+        "\n".join([f"the cache lacks {len(bad)} entries", *listing([problem(need) for need in bad])]),
+        where=str(options.dataset_config),
+        cure=f"run {' and '.join(lines)}; or train with --cache_latents_to_disk --vae … --t5 …",
+    )
 
 
 def num_entries(samples: Sequence[CachedSample]) -> int:
     """How many cache entries the samples have together; equal content and equal captions share theirs."""
-    return len({entry.path for cached in samples for entry in (cached.latent, cached.text)})
+    return len({entry.path for cached in samples for entry in cached.entries})
 
 
-def _cached(sample: Sample, entries: Mapping[tuple[Path, str], Entry | None]) -> CachedSample:
-    latent, text = (entries[sample.entry.cache_directory, recipe_of(sample, kind).content_key] for kind in KINDS)
-    assert latent is not None, sample.name  # every verdict was valid
-    assert text is not None, sample.name
-    return CachedSample(sample, latent, text)
+def _cached(sample: Sample, kinds: Sequence[Kind], entries: Mapping[Place, Entry | Held | None]) -> CachedSample:
+    found: dict[str, list[Entry | Held]] = {}
+    for kind in kinds:
+        for recipe in recipes_of(sample, kind):
+            entry = entries[sample.entry.cache_directory, recipe.content_key]
+            assert entry is not None, sample.name  # every verdict was valid
+            found.setdefault(kind, []).append(entry)
+    (latent,), texts = found["latent"], found["text_encoder_output"]
+    single = {
+        name: found[kind][0]
+        for name, kind in (("empty", TEXT_KINDS[1]), ("image_latent",) * 2, ("clip",) * 2, ("mask",) * 2)
+        if kind in found
+    }
+    return CachedSample(sample, latent, tuple(texts), **single)
 
 
-def epoch_batches(samples: Sequence[CachedSample], seed: int, epoch: int) -> list[list[Draw]]:
-    """The batches of an epoch: samples of one shape together, both samples and batches in seeded order."""
+def epoch_batches(
+    samples: Sequence[CachedSample], seed: int, epoch: int, caption_dropout: float = 0.0
+) -> list[list[Draw]]:
+    """The batches of an epoch: samples of one shape together, both samples and batches in seeded order.
+
+    Args:
+        samples: of the dataset.
+        seed: of the run.
+        epoch: its number.
+        caption_dropout: share of the draws that see the empty prompt.
+    """
     shapes: dict[tuple[int, ...], list[Draw]] = {}
     for index, cached in enumerate(samples):
         entry = cached.sample.entry
         shape: tuple[int, ...] = (*cached.sample.size, cached.sample.count, entry.batch_size)
-        shapes.setdefault(shape, []).extend(Draw(index, repeat) for repeat in range(entry.num_repeats))
+        draws = (_draw(cached, index, repeat, seed, epoch, caption_dropout) for repeat in range(entry.num_repeats))
+        shapes.setdefault(shape, []).extend(draws)
     batches = []
-    for shape, draws in sorted(shapes.items()):
-        order = torch.randperm(len(draws), generator=generator_for(seed, "samples", epoch, *shape)).tolist()
-        shuffled = [draws[position] for position in order]
+    for shape, members in sorted(shapes.items()):
+        order = torch.randperm(len(members), generator=generator_for(seed, "samples", epoch, *shape)).tolist()
+        shuffled = [members[position] for position in order]
         batches += [shuffled[first : first + shape[-1]] for first in range(0, len(shuffled), shape[-1])]
     order = torch.randperm(len(batches), generator=generator_for(seed, "batches", epoch)).tolist()
     return [batches[position] for position in order]
+
+
+def _draw(cached: CachedSample, index: int, repeat: int, seed: int, epoch: int, caption_dropout: float) -> Draw:
+    """Which caption this use of a sample sees; drawn only where there is a choice."""
+    if not caption_dropout and len(cached.texts) == 1:
+        return Draw(index, repeat)
+    generator = generator_for(seed, "caption", epoch, cached.latent.content_key, repeat)
+    if torch.rand((), generator=generator).item() < caption_dropout:
+        return Draw(index, repeat, -1)
+    return Draw(index, repeat, int(torch.randint(len(cached.texts), (), generator=generator)))
 
 
 def read_batch(samples: Sequence[CachedSample], draws: Sequence[Draw]) -> Batch:
@@ -109,13 +229,54 @@ def read_batch(samples: Sequence[CachedSample], draws: Sequence[Draw]) -> Batch:
         CorruptEntryError: an entry was damaged since it was judged.
     """
     chosen = [samples[draw.index] for draw in draws]
+    latents = torch.stack([_tensors(cached.latent)["latent"].float() for cached in chosen])
     return Batch(
-        latents=torch.stack([load(cached.latent)["latent"].float() for cached in chosen]),
-        texts=[load(cached.text)["embedding"] for cached in chosen],
+        latents=latents,
+        texts=[_text(cached, draw) for cached, draw in zip(chosen, draws, strict=True)],
         names=[cached.sample.name for cached in chosen],
         keys=[cached.latent.content_key for cached in chosen],
         repeats=[draw.repeat for draw in draws],
+        condition=_condition(chosen),
+        image_tokens=_stacked([cached.clip for cached in chosen], "clip"),
+        loss_mask=_loss_mask(chosen, latents),
     )
+
+
+def _text(cached: CachedSample, draw: Draw) -> torch.Tensor:
+    entry = cached.empty if draw.caption < 0 else cached.texts[draw.caption]
+    assert entry is not None, "the empty prompt is read whenever it can be drawn"
+    return _tensors(entry)["embedding"]
+
+
+def _tensors(entry: Entry | Held) -> Mapping[str, torch.Tensor]:
+    return entry.tensors if isinstance(entry, Held) else load(entry)
+
+
+def _stacked(entries: Sequence[Entry | Held | None], name: str) -> torch.Tensor | None:
+    """One tensor of every entry as a batch in float32; None when there are no entries."""
+    found = [_tensors(entry)[name].float() for entry in entries if entry is not None]
+    return torch.stack(found) if len(found) == len(entries) and found else None
+
+
+def _condition(chosen: Sequence[CachedSample]) -> torch.Tensor | None:
+    """What image-to-video is given, as in the official code: 1 for the first latent frame, then the encoded image."""
+    images = _stacked([cached.image_latent for cached in chosen], "latent")
+    if images is None:
+        return None
+    given = torch.zeros(len(images), MASK_CHANNELS, *images.shape[2:])
+    given[:, :, 0] = 1
+    return torch.cat([given, images], dim=1)
+
+
+def _loss_mask(chosen: Sequence[CachedSample], latents: torch.Tensor) -> torch.Tensor | None:
+    """How much each latent cell counts; all of it where an item has no mask."""
+    if not any(cached.mask for cached in chosen):
+        return None
+    masks = torch.ones(len(latents), 1, *latents.shape[2:])
+    for row, cached in zip(masks, chosen, strict=True):
+        if cached.mask is not None:
+            row.copy_(_tensors(cached.mask)["mask"])
+    return masks
 
 
 def read_ahead(

@@ -1,19 +1,22 @@
 """Files -> frames: decoding, resizing, and resampling clips to the model's frame rate.
 
-Shapes: C channels (3), T frames, H height, W width, in pixels; values are uint8 until a step scales them to [-1, 1].
+Shapes: C channels (3, or 1 of a mask), T frames, H height, W width, in pixels; values are uint8 until a step scales
+them. Everything here may be called from several threads at once.
 """
 
-import struct
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from wangen.generator.dataset import DECODING_ERRORS, media_of
 from wangen.generator.errors import WangenError
+from wangen.generator.tomls import WHITE
 
 if TYPE_CHECKING:
     import numpy as np
     from PIL import Image
+
+    from wangen.runtime.samples import Sample
 
     Frames = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -23,8 +26,56 @@ COARSE_S = 0.002
 """A longer tick is the duration of a frame, and stamps in it are exact; a shorter one is a clock that rounds them."""
 
 
-def load_image(path: Path, size: tuple[int, int]) -> "Frames":
-    """An image as (3, 1, H, W) uint8, upright, transparency over white, covering `size` and cropped at the centre.
+def target_frames(sample: "Sample", *, first_only: bool = False) -> "Frames":
+    """What is encoded of a sample: (3, T, H, W) uint8, T = 1 of an image; `first_only` gives the first frame alone.
+
+    Raises:
+        WangenError: the file cannot be decoded or has fewer frames.
+    """
+    return _cut(sample.item.path, sample, 1 if first_only else sample.count)
+
+
+def control_frames(sample: "Sample", number: int) -> "Frames":
+    """What is encoded of control media `number`, counted from 0: (3, T, H, W) uint8, cut as the target is.
+
+    A still picture stands for every frame.
+
+    Raises:
+        WangenError: the file cannot be decoded or has fewer frames.
+    """
+    return _cut(sample.item.controls[number], sample, sample.count)
+
+
+def mask_frames(sample: "Sample") -> "Frames":
+    """The mask of a sample: (1, T, H, W) uint8, 255 where the item counts, cut as the target is.
+
+    Resized bilinearly, and what is transparent counts as black. A still picture stands for every frame.
+
+    Raises:
+        ValueError: the sample has no mask.
+        WangenError: the file cannot be decoded or has fewer frames.
+    """
+    if sample.item.mask is None:
+        raise ValueError(f"{sample.name} has no mask")
+    return _cut(sample.item.mask, sample, sample.count, grey=True)
+
+
+def _cut(path: Path, sample: "Sample", count: int, *, grey: bool = False) -> "Frames":
+    """Frames of a file of the sample: (3, T, H, W) uint8, or (1, T, H, W) in grey."""
+    if media_of(path) == "image":
+        frame = load_image(path, sample.size, sample.entry.background_color, grey=grey)
+        return frame.repeat(count, axis=1)
+    return load_clip(path, sample.size, sample.start, count, sample.fps, sample.entry.source_fps, grey=grey)
+
+
+def load_image(path: Path, size: tuple[int, int], background: str = WHITE, *, grey: bool = False) -> "Frames":
+    """An image as (3, 1, H, W) uint8, upright, covering `size`, cropped at the centre; the first of an animation.
+
+    Args:
+        path: the image.
+        size: (width, height) in pixels that it covers and is cropped to.
+        background: the colour behind what is transparent, as `#rrggbb`.
+        grey: as a mask: (1, 1, H, W), transparency over black, resized bilinearly.
 
     Raises:
         WangenError: the file cannot be decoded.
@@ -35,22 +86,22 @@ def load_image(path: Path, size: tuple[int, int]) -> "Frames":
     Image.init()  # before any thread opens a file: Pillow's own lazy registration is not safe between threads
     try:
         with Image.open(path) as image:
-            frame = fit(_rgb(ImageOps.exif_transpose(image)), size)
-    except (
-        OSError,
-        SyntaxError,
-        ValueError,
-        EOFError,
-        struct.error,
-        zlib.error,
-        Image.DecompressionBombError,
-    ) as error:
+            upright = _rgb(ImageOps.exif_transpose(image), "#000000" if grey else background)
+    except (*DECODING_ERRORS, Image.DecompressionBombError) as error:
         raise _undecodable(path, error) from None
-    return np.asarray(frame).transpose(2, 0, 1)[:, None]
+    frame = np.asarray(fit(upright, size, grey=grey))
+    return frame[None, None] if grey else frame.transpose(2, 0, 1)[:, None]
 
 
 def load_clip(
-    path: Path, size: tuple[int, int], start: int, count: int, fps: int, source_fps: float | None = None
+    path: Path,
+    size: tuple[int, int],
+    start: int,
+    count: int,
+    fps: int,
+    source_fps: float | None = None,
+    *,
+    grey: bool = False,
 ) -> "Frames":
     """Frames `start … start+count-1` at `fps` frames per second as (3, T, H, W) uint8.
 
@@ -63,13 +114,14 @@ def load_clip(
         count: number of frames.
         fps: the model's frame rate.
         source_fps: the video's frame rate, when its own time stamps are wrong.
+        grey: as a mask: (1, T, H, W), resized bilinearly.
 
     Raises:
         WangenError: the file cannot be decoded or has fewer frames.
     """
     import numpy as np
 
-    frames = [np.asarray(fit(frame, size)) for frame in _resampled(path, start, count, fps, source_fps)]
+    frames = [np.asarray(fit(frame, size, grey=grey)) for frame in _resampled(path, start, count, fps, source_fps)]
     if len(frames) != count:
         raise WangenError(
             f"too short: frames {start} to {start + count - 1} at {fps} fps are needed, it ends before frame "
@@ -77,11 +129,12 @@ def load_clip(
             where=str(path),
             cure="shorten target_frames, replace the file or take it out",
         )
-    return np.stack(frames).transpose(3, 0, 1, 2)
+    stacked = np.stack(frames)
+    return stacked[None] if grey else stacked.transpose(3, 0, 1, 2)
 
 
-def fit(image: "Image.Image", size: tuple[int, int]) -> "Image.Image":
-    """Resize with Lanczos to cover (width, height), then crop the centre.
+def fit(image: "Image.Image", size: tuple[int, int], *, grey: bool = False) -> "Image.Image":
+    """Resize with Lanczos to cover (width, height), then crop the centre; a mask in grey is resized bilinearly.
 
     >>> from PIL import Image
     >>> fit(Image.new("RGB", (300, 100)), (64, 48)).size
@@ -89,17 +142,18 @@ def fit(image: "Image.Image", size: tuple[int, int]) -> "Image.Image":
     """
     from PIL import Image
 
+    image = image.convert("L") if grey else image
     if image.size == size:
         return image
     scale = max(size[0] / image.width, size[1] / image.height)
     width, height = max(size[0], round(image.width * scale)), max(size[1], round(image.height * scale))
-    image = image.resize((width, height), Image.Resampling.LANCZOS)
+    image = image.resize((width, height), Image.Resampling.BILINEAR if grey else Image.Resampling.LANCZOS)
     left, top = (width - size[0]) // 2, (height - size[1]) // 2
     return image.crop((left, top, left + size[0], top + size[1]))
 
 
-def _rgb(image: "Image.Image") -> "Image.Image":
-    """Any mode of Pillow's in RGB, 8 bits: transparency over white, 16 bits scaled (Pillow by itself would clip)."""
+def _rgb(image: "Image.Image", background: str) -> "Image.Image":
+    """Any mode of Pillow's in RGB, 8 bits: nothing transparent, 16 bits scaled (Pillow by itself would clip)."""
     import numpy as np
     from PIL import Image
 
@@ -109,7 +163,7 @@ def _rgb(image: "Image.Image") -> "Image.Image":
     if not image.has_transparency_data:
         return image.convert("RGB")
     rgba = image.convert("RGBA")
-    return Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba).convert("RGB")
+    return Image.alpha_composite(Image.new("RGBA", rgba.size, background), rgba).convert("RGB")
 
 
 def _resampled(path: Path, start: int, count: int, fps: int, source_fps: float | None) -> Iterator["Image.Image"]:

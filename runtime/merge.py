@@ -228,7 +228,8 @@ def _scaled_later(
     max_float8 = torch.finfo(float8).max
 
     def scale_of(weight: torch.Tensor) -> torch.Tensor:
-        largest = weight.abs().max() if weight.numel() else weight.new_zeros(())
+        # `abs` would make a second tensor of this size.
+        largest = torch.stack(weight.aminmax()).abs().max() if weight.numel() else weight.new_zeros(())
         return torch.where(largest > 0, largest / max_float8, 1.0).to(dtype)
 
     def make_weight() -> torch.Tensor:

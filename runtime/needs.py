@@ -4,32 +4,61 @@ The two caching steps, `check_cache` and the loader share this, so that they can
 """
 
 import hashlib
-import importlib.metadata
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol, Self
 
 from wangen.generator.errors import WangenError
 from wangen.generator.files import write_text
 from wangen.generator.session import Report
 from wangen.generator.steps import CacheStep
+from wangen.profiles import Model
 from wangen.runtime.cache import Encoder, Entry, Folder, Kind, Recipe, Verdict
 from wangen.runtime.samples import Sample, by_cache_folder
+from wangen.runtime.shards import Shard
 from wangen.runtime.sources import relative_name
+
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger("wangen")
 
-KINDS: tuple[Kind, ...] = ("latent", "text_encoder_output")
-"""What a text-to-video sample needs."""
+TEXT_KINDS: tuple[Kind, ...] = ("text_encoder_output", "empty_text_encoder_output")
 
-ANY_MODEL = "t2v-14B"
-"""Stands for every model that is trained, where a step does not depend on which: all share text encoder and VAE."""
+WORDS: Mapping[Kind, str] = {
+    "latent": "latents",
+    "control_latent": "control latents",
+    "image_latent": "first-frame conditions",
+    "clip": "CLIP views",
+    "mask": "masks",
+    "text_encoder_output": "text embeddings",
+    "empty_text_encoder_output": "empty prompts",
+}
 
 _LISTED = 20
+
+
+def latent_kinds(model: Model, *, clip: bool) -> tuple[Kind, ...]:
+    """What `cache_latents` makes for a model; control and masks only where the dataset has them.
+
+    Args:
+        model: the profile.
+        clip: an image encoder is given.
+    """
+    condition: tuple[Kind, ...] = ("image_latent",) if model.condition == "image" else ()
+    views: tuple[Kind, ...] = ("clip",) if clip and has_clip(model) else ()
+    return ("latent", *condition, *views, "control_latent", "mask")
+
+
+def has_clip(model: Model) -> bool:
+    """Whether a model looks at its first frame through CLIP too."""
+    return any(weights.flag == "clip" for weights in model.weights)
 
 
 @dataclass(frozen=True)
@@ -49,11 +78,24 @@ class Need:
     verdict: Verdict
 
 
-def recipe_of(sample: Sample, kind: Kind) -> Recipe:
-    """The recipe of a sample's entry of one kind; a caption's is named after the media file."""
-    if kind == "latent":
-        return Recipe(kind, sample.latent_recipe(), sample.name)
-    return Recipe(kind, sample.text_recipe(), sample.item.path.name)
+def recipes_of(sample: Sample, kind: Kind) -> list[Recipe]:
+    """The recipes of a sample's entries of one kind: several captions or control media give several."""
+    match kind:
+        case "latent":
+            contents = [sample.latent_recipe()]
+        case "control_latent":
+            contents = [sample.control_recipe(number) for number in range(len(sample.controls))]
+        case "image_latent":
+            contents = [sample.image_recipe()]
+        case "clip":
+            contents = [sample.clip_recipe()]
+        case "mask":
+            contents = [sample.mask_recipe()] if sample.mask else []
+        case "text_encoder_output":
+            return [Recipe(kind, content, sample.item.path.name) for content in sample.text_recipes()]
+        case "empty_text_encoder_output":
+            return [Recipe(kind, {"caption": ""}, "the empty prompt")]
+    return [Recipe(kind, content, sample.name) for content in contents]
 
 
 def judge(folders: Iterable[Folder], samples: Sequence[Sample], kind: Kind, encoder: Encoder | None) -> list[Need]:
@@ -70,8 +112,8 @@ def judge(folders: Iterable[Folder], samples: Sequence[Sample], kind: Kind, enco
     for path, members in by_cache_folder(samples).items():
         unique: dict[str, tuple[Sample, Recipe]] = {}
         for sample in members:
-            recipe = recipe_of(sample, kind)
-            unique.setdefault(recipe.content_key, (sample, recipe))
+            for recipe in recipes_of(sample, kind):
+                unique.setdefault(recipe.content_key, (sample, recipe))
         folder = by_path[path]
         needs += [Need(sample, recipe, folder, folder.judge(recipe, encoder)) for sample, recipe in unique.values()]
     return needs
@@ -90,29 +132,6 @@ def listing(problems: Sequence[str]) -> list[str]:
     """
     lines = [f"  - {problem}" for problem in problems[:_LISTED]]
     return [*lines, f"  … and {len(problems) - _LISTED} more"] if len(problems) > _LISTED else lines
-
-
-def is_rocm() -> bool:
-    """Whether the torch that is installed is a ROCm build, told without importing it; False when there is none."""
-    try:
-        return "rocm" in importlib.metadata.version("torch")
-    except importlib.metadata.PackageNotFoundError:
-        return False
-
-
-def vae_dtype(asked: str | None, *, announce: bool = False) -> str | None:
-    """The precision that a VAE runs in when this one is asked for; None leaves it to the device.
-
-    On ROCm it is float32 whatever is asked: a bfloat16 VAE gives all-zero or non-finite latents on some builds.
-
-    Args:
-        asked: the flag's value.
-        announce: warn when it is not what was asked for.
-    """
-    dtype = "float32" if asked and is_rocm() else asked
-    if announce and dtype != asked:
-        log.warning("ROCm: the VAE runs in %s; %s gives zero or non-finite latents on some builds", dtype, asked)
-    return dtype
 
 
 def expected_encoder(
@@ -149,10 +168,9 @@ def expected_encoder(
     found = {claim.encoder for claim in claims if claim.encoder} or _makers(folders, samples, kind)
     possible = {Encoder(identity or encoder.identity, dtype or encoder.dtype) for encoder in found}
     if len(possible) > 1:
-        what = "latents" if kind == "latent" else "text embeddings"
         makers = sorted(f"{encoder.identity[:8]} in {encoder.dtype}" for encoder in possible)
         raise WangenError(
-            f"the {what} of this dataset come from {len(makers)} encoders, and it is open which to take: "
+            f"the {WORDS[kind]} of this dataset come from {len(makers)} encoders, and it is open which to take: "
             + ", ".join(makers),
             where=str(dataset_config),
             cure="run the caching step again without --keep_cache",
@@ -162,50 +180,114 @@ def expected_encoder(
 
 def _makers(folders: Iterable[Folder], samples: Sequence[Sample], kind: Kind) -> set[Encoder]:
     """The encoders of all entries that the samples could use."""
-    wanted = {recipe_of(sample, kind).content_key for sample in samples}
+    wanted = {recipe.content_key for sample in samples for recipe in recipes_of(sample, kind)}
     return {entry.encoder for folder in folders for entry in folder.all_entries if entry.content_key in wanted}
+
+
+class EntryWriter(Protocol):
+    """Where the encoding loops put entries: a cache folder's writer, or memory."""
+
+    num_bytes: int
+
+    def __enter__(self) -> "Self": ...
+
+    def __exit__(self, *_exception: object) -> None: ...
+
+    def claim(self, recipe: Recipe, encoder: Encoder) -> Literal["mine", "theirs", "done"]:
+        """Whether this process shall make the entry, another one does, or it is there."""
+
+    def put(self, recipe: Recipe, encoder: Encoder, tensors: "Mapping[str, torch.Tensor]") -> None:
+        """Judge an entry's values and take it."""
+
+    def commit(self) -> None:
+        """Make everything that was put visible for good."""
+
+    def commit_if_due(self) -> None:
+        """`commit`, when enough was put or some time has passed."""
+
+
+OpenWriter = Callable[[Path], EntryWriter]
+
+
+def writer_of(folder: Path, *, again: bool = False) -> EntryWriter:
+    """The writer of a cache folder; it imports torch.
+
+    Args:
+        folder: the cache folder.
+        again: what is there is written anew.
+    """
+    from wangen.runtime.cache.writer import Writer
+
+    return Writer(folder, again=again)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a caching step has to do.
+
+    Attributes:
+        encoders: of every kind that the step makes.
+        missing: the needs to fill.
+        valid: the needs that are filled.
+        open_writer: where entries go.
+    """
+
+    encoders: Mapping[Kind, Encoder]
+    missing: Sequence[Need]
+    valid: Sequence[Need]
+    open_writer: OpenWriter
 
 
 def fill(
     options: CacheStep,
     samples: Sequence[Sample],
-    kind: Kind,
-    encoder: Encoder,
-    encode: Callable[[list[Need], list[Need]], int],
+    encoders: Mapping[Kind, Encoder],
+    encode: Callable[[Work], int],
 ) -> Report:
     """Judge what the samples need, encode what is not valid, remove what they need no longer, and report.
 
     Args:
         options: of the caching step.
         samples: of the whole dataset.
-        kind: the kind that the step makes.
-        encoder: the encoder that the step uses.
-        encode: gets the needs to fill and those that are valid; returns how many it computed.
+        encoders: of every kind that the step makes.
+        encode: fills what is missing; returns how many entries it computed.
 
     Raises:
+        UsageError: `--shard` is none.
         WangenError: whatever `encode` raises; the cache folder cannot be written.
     """
+    shard = Shard.parse(options.shard)
     folders = [Folder(path) for path in by_cache_folder(samples)]
-    needs = judge(folders, samples, kind, encoder)
+    needs = [need for kind, encoder in encoders.items() for need in judge(folders, samples, kind, encoder)]
     again = options.recache or not options.skip_existing
-    missing = [need for need in needs if again or need.verdict.state != "valid"]
+    missing = [need for need in needs if (again or need.verdict.state != "valid") and shard.has(need.recipe)]
     valid = [] if again else [need for need in needs if need.verdict.state == "valid"]
-    keys = {folder.path: {need.recipe.key(encoder) for need in needs if need.folder is folder} for folder in folders}
-    claims = {folder.path: Claim(folder, options.dataset_config, kind) for folder in folders}
-    for path, claim in claims.items():
-        claim.extend(keys[path], encoder)
-    computed = encode(missing, valid) if missing else 0
-    removed = 0 if options.keep_cache else sum(claim.reduce(keys[path], encoder) for path, claim in claims.items())
-    what = "latents" if kind == "latent" else "captions"
-    why = Counter(need.verdict.reason or "--recache" for need in missing)
+    claims = [(Claim(folder, options.dataset_config, kind), encoder, _keys(needs, folder, kind, encoder))
+              for folder in folders for kind, encoder in encoders.items()]  # fmt: skip
+    for claim, encoder, keys in claims:
+        claim.extend(keys, encoder)
+    computed = encode(Work(encoders, missing, valid, partial(writer_of, again=again))) if missing else 0
+    keep = options.keep_cache or shard.count > 1
+    removed = 0 if keep else sum(claim.reduce(keys, encoder) for claim, encoder, keys in claims)
+    why = Counter(f"{need.recipe.kind}: {need.verdict.reason or '--recache'}" for need in missing)
+    for reason, count in why.most_common():
+        log.info("  %d to encode, %s", count, reason)
     return Report(
         folder=options.dataset_config.parent,
-        summary=f"{computed} {what} encoded, {len(valid)} already valid, {removed} unneeded removed",
-        inputs={"dataset_config": options.dataset_config, "encoder": encoder.identity},
+        summary=f"{computed} entries encoded, {len(valid)} already valid, {removed} unneeded removed",
+        inputs={"dataset_config": options.dataset_config, "encoders": _describe(encoders)},
         counts={"computed": computed, "from_cache": len(valid), "removed": removed,
                 "found": count_states(need.verdict for need in needs), "why": dict(why)},
-        result={"dtype": encoder.dtype, "folders": [str(folder.path) for folder in folders]},
+        result={"folders": [str(folder.path) for folder in folders]},
     )  # fmt: skip
+
+
+def _keys(needs: Iterable[Need], folder: Folder, kind: Kind, encoder: Encoder) -> set[str]:
+    return {need.recipe.key(encoder) for need in needs if need.folder is folder and need.recipe.kind == kind}
+
+
+def _describe(encoders: Mapping[Kind, Encoder]) -> dict[str, str]:
+    return {kind: f"{encoder.identity[:16]} in {encoder.dtype}" for kind, encoder in encoders.items()}
 
 
 def count_states(verdicts: Iterable[Verdict]) -> dict[str, int]:
@@ -279,6 +361,18 @@ def _read_claim(path: Path) -> _Claimed:
         encoder = Encoder(str(claim["encoder"]["identity"]), str(claim["encoder"]["dtype"]))
         return _Claimed({str(key) for key in claim["keys"]}, encoder)
     return _Claimed()
+
+
+def claimed_keys(folder: Path, kind: Kind, *, but: Path | None = None) -> set[str]:
+    """The keys of one kind that datasets claim in a cache folder.
+
+    Args:
+        folder: the cache folder.
+        kind: which kind of entry.
+        but: the claim file of a dataset that is left out.
+    """
+    paths = (path for path in folder.glob(f".wangen-needs-*.{kind}.json") if path != but)
+    return set().union(*(_read_claim(path).keys for path in paths))
 
 
 def _remove(entry: Entry) -> int:

@@ -4,35 +4,44 @@ The caching steps, `check_cache` and `train` all build their samples here, so th
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any
 
-from wangen.generator.dataset import Item, Problem, scan
-from wangen.generator.errors import WangenError
-from wangen.generator.geometry import bucket_of, resampled_frames, too_short, windows
+from wangen.generator.dataset import NO_CAPTION, Item, Problem, media_of
+from wangen.generator.errors import WangenError, many
+from wangen.generator.geometry import TOO_SHORT, bucket_of, misfit, resampled_frames, too_short, windows
+from wangen.generator.items import read_items
 from wangen.generator.steps import SMOKE_ITEMS, CacheStep, CheckCache, Train
-from wangen.generator.tomls import DatasetEntry, read_dataset
+from wangen.generator.tomls import WHITE, DatasetEntry, read_dataset
 from wangen.profiles import Model
 from wangen.runtime.sources import Source, read_sources
 
 log = logging.getLogger("wangen")
 
+LANCZOS = "lanczos, cover, centre"
+BILINEAR = "bilinear, cover, centre"
+"""Of masks: Lanczos would draw lines of light and dark along their edges."""
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, slots=True)
 class Sample:
     """One thing to encode and train on.
 
     Attributes:
-        item: the media file and its caption.
+        item: the media file with its captions and what belongs to it.
         entry: the block of the TOML it comes from.
         source: digest and facts of the file.
         start: first frame, counted at `fps`.
         count: number of frames, 4n+1.
         size: bucket as (width, height) in pixels.
         fps: frames per second of the model.
+        controls: digests and facts of the item's control media.
+        mask: digest and facts of its mask.
+        stride_frames: frames per latent frame after the first.
+        stride_px: pixels per latent cell.
     """
 
     item: Item
@@ -42,6 +51,10 @@ class Sample:
     count: int
     size: tuple[int, int]
     fps: int
+    controls: tuple[Source, ...] = ()
+    mask: Source | None = None
+    stride_frames: int = 4
+    stride_px: int = 8
 
     @property
     def name(self) -> str:
@@ -51,69 +64,124 @@ class Sample:
 
     def latent_recipe(self) -> dict[str, Any]:
         """Everything but the encoder that decides the latent's bytes."""
-        clip = {
-            "start": self.start,
-            "frames": self.count,
-            "fps": self.fps,
-            "source_fps": self.entry.source_fps,
-        }  # fmt: skip
-        return {
-            "source": self.source.digest,
-            "width": self.size[0],
-            "height": self.size[1],
-            "resize": "lanczos, cover, centre",
-            **(clip if self.item.media == "video" else {"frames": 1}),
-        }
+        return self._cut(self.item.path, self.source, LANCZOS)
 
-    def text_recipe(self) -> dict[str, Any]:
-        """Everything but the encoder that decides the embedding's bytes."""
+    def control_recipe(self, number: int) -> dict[str, Any]:
+        """Everything but the encoder that decides the latent of control media `number`, counted from 0."""
+        return self._cut(self.item.controls[number], self.controls[number], LANCZOS)
+
+    def image_recipe(self) -> dict[str, Any]:
+        """Everything but the encoder that decides the latent of the image-to-video condition."""
+        return {**self.latent_recipe(), "condition": "first frame, then grey"}
+
+    def clip_recipe(self) -> dict[str, Any]:
+        """Everything but the encoder that decides CLIP's tokens of the first frame, whatever the clip's length.
+
+        At the start of a video the first frame is the same at every frame rate.
+        """
+        recipe = self._cut(self.item.path, self.source, LANCZOS)
+        del recipe["frames"]
+        if recipe.get("start") == 0:
+            del recipe["fps"]
+        return recipe
+
+    def mask_recipe(self) -> dict[str, Any]:
+        """Everything that decides the mask's bytes. Raises ValueError when the item has none."""
+        if self.item.mask is None or self.mask is None:
+            raise ValueError(f"{self.name} has no mask")
+        stride = {"stride_frames": self.stride_frames, "stride_px": self.stride_px}
+        recipe = self._cut(self.item.mask, self.mask, BILINEAR) | stride
+        recipe.pop("background", None)  # what is transparent in a mask does not count
+        return recipe
+
+    def text_recipes(self) -> list[dict[str, Any]]:
+        """For each caption everything but the encoder that decides the embedding's bytes."""
         from wangen.runtime.prompts import clean_prompt
 
-        return {"caption": clean_prompt(self.item.caption)}
+        return [{"caption": clean_prompt(caption)} for caption in self.item.captions]
+
+    def _cut(self, path: Path, source: Source, resize: str) -> dict[str, Any]:
+        """Which pixels of a file are used. A still picture stands for each frame of the clip that it belongs to."""
+        still = media_of(path) == "image"
+        recipe: dict[str, Any] = {
+            "source": source.digest, "width": self.size[0], "height": self.size[1], "resize": resize,
+        }  # fmt: skip
+        if not still:
+            recipe |= {"start": self.start, "frames": self.count, "fps": self.fps, "source_fps": self.entry.source_fps}
+            return recipe
+        recipe["frames"] = self.count
+        if self.entry.background_color != WHITE:
+            recipe["background"] = self.entry.background_color
+        return recipe
 
 
 def read_samples(
     options: CacheStep | CheckCache | Train, model: Model, *, trust_memo: bool = True, make_folders: bool = False
 ) -> list[Sample]:
-    """The samples of a dataset, in the order of the TOML and of the file names.
+    """The samples of a dataset, in the order of the TOML and of the file names or the manifest's lines.
 
     Args:
         options: name the dataset's TOML, the resolutions, and whether a few items will do (`--smoke`).
-        model: its frame rate and bucket step count.
+        model: its frame rate, bucket step and latent strides count.
         trust_memo: False hashes every media file again.
         make_folders: make the cache folders first, so that they can hold what is found out here.
 
     Raises:
-        WangenError: captions are missing or media cannot be read (all of them are named), nothing is left, or a
-            cache folder cannot be made.
+        WangenError: captions are missing or media cannot be read (all of them are named and counted), nothing is left,
+            or a cache folder cannot be made.
     """
     samples: list[Sample] = []
-    problems: list[str] = []
+    problems: list[Problem] = []
     skipped: dict[int, set[str]] = {}
     for entry, items, found in _scans(options):
         if make_folders:
             make_folder(entry.cache_directory)
-        sources, unreadable = read_sources([item.path for item in items], entry.cache_directory, trust_memo=trust_memo)
-        problems += [str(problem) for problem in found]
-        problems += [f"{Path(error.where).name}: {error.found}; replace it or take it out" for error in unreadable]
+        problems += found
+        files = list(dict.fromkeys(path for item in items for path in (item.path, *item.companions)))
+        sources, unreadable = read_sources(files, entry.cache_directory, trust_memo=trust_memo)
+        problems += [Problem(Path(error.where), error.found, "replace it or take it out") for error in unreadable]
         for item in items:
-            source = sources.get(item.path)
-            if source is None:
+            if not all(path in sources for path in (item.path, *item.companions)):
                 continue
-            if item.media == "video" and (short := too_short(source.facts, entry, model.fps)):
-                problems.append(f"{item.path.name}: {'; '.join(short)}")
+            wrong = list(_misfits(item, entry, sources, model.fps))
+            problems += wrong
+            if wrong:
                 continue
-            samples += _samples(item, entry, source, model)
-            for count in _lengths_skipped(item, entry, source, model):
-                skipped.setdefault(count, set()).add(source.digest)
+            samples += _samples(item, entry, sources, model)
+            for count in _lengths_skipped(item, entry, sources[item.path], model):
+                skipped.setdefault(count, set()).add(sources[item.path].digest)
     if problems:
-        listed = "\n".join(f"  - {problem}" for problem in problems)
-        raise WangenError(f"the dataset has problems:\n{listed}", where=str(options.dataset_config))
+        raise _refused(problems, options.dataset_config)
     if skipped:
         each = ", ".join(f"{len(digests)} for {count} frames" for count, digests in sorted(skipped.items()))
         num_clips = len(set().union(*skipped.values()))
         log.warning("  clips too short for some of the target_frames, used without these: %d (%s)", num_clips, each)
     return samples
+
+
+def _misfits(item: Item, entry: DatasetEntry, sources: Mapping[Path, Source], fps: int) -> Iterator[Problem]:
+    """A clip too short for every window, control media and masks that do not fit their item."""
+    facts = sources[item.path].facts
+    if item.media == "video" and (short := too_short(facts, entry, fps)):
+        yield Problem(item.path, *short)
+        return
+    for path in item.companions:
+        still = media_of(path) == "image"
+        if wrong := misfit(facts, sources[path].facts, entry, fps, still=still, mask=path == item.mask):
+            yield Problem(path, *wrong)
+
+
+def _refused(problems: Sequence[Problem], dataset_config: Path) -> WangenError:
+    """Everything that is wrong, each thing once, counted and named; blocks that share a folder find the same."""
+    unique = list(dict.fromkeys(problems))
+    tally = {
+        "without a caption": sum(problem.found == NO_CAPTION for problem in unique),
+        "too short": sum(problem.found.endswith(TOO_SHORT) for problem in unique),
+    }
+    kinds = ", ".join(f"{number} {what}" for what, number in tally.items() if number)
+    listed = "\n".join(f"  - {problem}" for problem in unique)
+    counted = many(len(unique), "problem") + (f" ({kinds})" if kinds else "")
+    return WangenError(f"the dataset has {counted}:\n{listed}", where=str(dataset_config))
 
 
 def _scans(options: CacheStep | CheckCache | Train) -> list[tuple[DatasetEntry, list[Item], list[Problem]]]:
@@ -122,8 +190,7 @@ def _scans(options: CacheStep | CheckCache | Train) -> list[tuple[DatasetEntry, 
     For a try the first items of every block in turn, so that clips are among them as well as every resolution.
     """
     scans = [
-        (entry, *scan(entry.directory, media=entry.media, caption_extension=entry.caption_extension, deep=False))
-        for entry in read_dataset(options.dataset_config, options.resolution)
+        (entry, *read_items(entry, deep=False)) for entry in read_dataset(options.dataset_config, options.resolution)
     ]
     if not options.smoke:
         return scans
@@ -151,11 +218,16 @@ def make_folder(folder: Path) -> None:
         ) from None
 
 
-def _samples(item: Item, entry: DatasetEntry, source: Source, model: Model) -> list[Sample]:
+def _samples(item: Item, entry: DatasetEntry, sources: Mapping[Path, Source], model: Model) -> list[Sample]:
+    source = sources[item.path]
     size = bucket_of(source.facts, entry, model.bucket_step)
     frames = resampled_frames(source.facts, model.fps, entry.source_fps) if item.media == "video" else 1
     clips: Sequence[tuple[int, int]] = windows(entry, frames) if item.media == "video" else [(0, 1)]
-    return [Sample(item, entry, source, start, count, size, model.fps) for start, count in clips]
+    controls, mask = tuple(sources[path] for path in item.controls), sources[item.mask] if item.mask else None
+    strides = (model.temporal_stride, model.spatial_stride)
+    return [
+        Sample(item, entry, source, start, count, size, model.fps, controls, mask, *strides) for start, count in clips
+    ]
 
 
 def _lengths_skipped(item: Item, entry: DatasetEntry, source: Source, model: Model) -> list[int]:

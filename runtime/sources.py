@@ -1,31 +1,35 @@
 """What a source file holds: its digest and its facts, memoised so that unchanged files are not read again.
 
-The memo is one JSON file per cache folder. It only saves time: it may be deleted at any moment, and a file is hashed
-again as soon as its size, times or inode differ, or when it is too young for its time stamp to be trusted.
+The memo is one file per cache folder. It only saves time: it may be deleted at any moment, and a file is hashed again
+as soon as its size, times or inode differ, or when it is too young for its time stamp to be trusted.
 """
 
 import hashlib
-import json
 import os
-import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from wangen.generator.dataset import MediaFacts, read_facts
 from wangen.generator.errors import WangenError
-from wangen.generator.files import write_text
+from wangen.runtime.rows import read_rows, write_rows
 
-MEMO = ".wangen-sources.json"
+MEMO = ".wangen-sources.jsonl"
+_FACTS = tuple(field.name for field in fields(MediaFacts))
+TITLE = f"wangen-sources-2 {' '.join(_FACTS)}"
 YOUNG_NS = 2_000_000_000
 """Time stamps of FAT and of network drives are this coarse."""
 
+FileState = tuple[int, int, int, int]
+"""Size in bytes and time of the last change to the content in ns; on POSIX also the change time in ns and the inode,
+which no program can set back (elsewhere 0)."""
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, slots=True)
 class Source:
     """A media file: the SHA-256 of its bytes, and what its header says."""
 
@@ -43,34 +47,43 @@ def read_sources(
         cache_folder: where the memo lives; it is not written when the folder does not exist yet.
         trust_memo: False reads every file again.
     """
-    memo_path = cache_folder / MEMO
-    memo = _read_memo(memo_path) if trust_memo else {}
-    states = {path: _state(path) for path in paths}
-    found: dict[Path, Source | WangenError | None] = {
-        path: _recall(memo.get(relative_name(path, cache_folder)), states[path]) for path in paths
-    }
-    changed = [path for path, source in found.items() if source is None]
-    with ThreadPoolExecutor() as pool:
-        found.update(zip(changed, pool.map(_read, changed), strict=True))
-    sources = {path: source for path, source in found.items() if isinstance(source, Source)}
     now_ns = time.time_ns()
-    kept = {
-        relative_name(path, cache_folder): {"state": states[path], "digest": source.digest, **asdict(source.facts)}
-        for path, source in sources.items()
-        if _is_settled(states[path], now_ns)
-    }
-    if kept != {name: memo.get(name) for name in kept} and cache_folder.is_dir():
-        with suppress(WangenError):  # a full disk or a read-only folder costs the time of hashing again, no more
-            write_text(memo_path, json.dumps({**memo, **kept}, ensure_ascii=False))
+    memo = _read_memo(cache_folder / MEMO)
+    name_of = relative_names(cache_folder)
+    states = {path: state_of(path) for path in paths}
+    known = {path: _recall(memo, name_of(path), state) for path, state in states.items()} if trust_memo else {}
+    changed = [path for path in states if known.get(path) is None]
+    with ThreadPoolExecutor() as pool:
+        read = dict(zip(changed, pool.map(_read, changed), strict=True))
+    found = {path: known.get(path) or read[path] for path in states}
+    sources = {path: source for path, source in found.items() if isinstance(source, Source)}
+    news = {name_of(path): (state, sources[path]) for path in changed
+            if path in sources and (state := states[path]) and is_settled(state, now_ns)}  # fmt: skip
+    if any(memo.get(name) != value for name, value in news.items()) and cache_folder.is_dir():
+        with suppress(OSError):  # a full disk or a read-only folder costs the time of hashing again, no more
+            write_rows(cache_folder / MEMO, TITLE, _rows(memo | news))
     return sources, [error for error in found.values() if isinstance(error, WangenError)]
 
 
 def relative_name(path: Path, folder: Path) -> str:
     """A path as seen from a folder, with forward slashes: it stays the same when both move together."""
-    try:
-        return Path(os.path.relpath(path, folder)).as_posix()
-    except ValueError:  # another drive of Windows
-        return path.absolute().as_posix()
+    return relative_names(folder)(path)
+
+
+def relative_names(folder: Path) -> Callable[[Path], str]:
+    """`relative_name` for many paths; what their folders have in common is found out once."""
+    known: dict[str, str] = {}
+
+    def name_of(path: Path) -> str:
+        parent, name = os.path.split(path)
+        if parent not in known:
+            try:
+                known[parent] = Path(os.path.relpath(parent or ".", folder)).as_posix()
+            except ValueError:  # another drive of Windows
+                known[parent] = Path(parent).absolute().as_posix()
+        return name if known[parent] == "." else f"{known[parent].rstrip('/')}/{name}"
+
+    return name_of
 
 
 def digest_file(path: Path) -> str:
@@ -88,6 +101,26 @@ def digest_file(path: Path) -> str:
         ) from None
 
 
+def state_of(file: "Path | os.DirEntry[str]") -> FileState | None:
+    """What shows that a file changed; None when there is no file."""
+    try:
+        stat = file.stat()
+    except OSError:  # reading it will say what is wrong
+        return None
+    posix = (stat.st_ctime_ns, stat.st_ino) if os.name == "posix" else (0, 0)
+    return (stat.st_size, stat.st_mtime_ns, *posix)
+
+
+def is_settled(state: FileState, now_ns: int) -> bool:
+    """Whether any later change would show in the state: the file was not touched just before.
+
+    Args:
+        state: of the file.
+        now_ns: when the state was read, or before.
+    """
+    return now_ns - max(state[1], state[2]) > YOUNG_NS
+
+
 def _read(path: Path) -> Source | WangenError:
     try:
         return Source(digest_file(path), read_facts(path))
@@ -95,37 +128,21 @@ def _read(path: Path) -> Source | WangenError:
         return error
 
 
-def _state(path: Path) -> list[int]:
-    """Size and times; on POSIX also the change time and the inode, which no program can set back. Empty: no file."""
-    try:
-        stat = path.stat()
-    except OSError:  # reading it will say what is wrong
-        return []
-    posix = [stat.st_ctime_ns, stat.st_ino] if os.name == "posix" else []
-    return [stat.st_size, stat.st_mtime_ns, *posix]
+Memo = dict[str, tuple[FileState, Source]]
 
 
-def _is_settled(state: list[int], now_ns: int) -> bool:
-    """Whether a later change would show in the state: the file was not touched just now."""
-    return all(now_ns - time_ns > YOUNG_NS for time_ns in state[1:3])
+def _recall(memo: Memo, name: str, state: FileState | None) -> Source | None:
+    found = memo.get(name)
+    return found[1] if found and found[0] == state else None
 
 
-def _recall(record: Any, state: list[int]) -> Source | None:
-    if not isinstance(record, dict) or record.get("state") != state:
-        return None
-    digest, width, height, num_frames, duration_s = (
-        record.get(name) for name in ("digest", "width", "height", "num_frames", "duration_s")
-    )
-    if not isinstance(digest, str) or not re.fullmatch(r"[0-9a-f]{64}", digest):
-        return None
-    if not (isinstance(width, int) and isinstance(height, int) and isinstance(num_frames, int)):
-        return None
-    return Source(digest, MediaFacts(width, height, num_frames, duration_s)) if isinstance(duration_s, float) else None
+def _read_memo(path: Path) -> Memo:
+    return {
+        name: (tuple(state), Source(digest, MediaFacts(*facts)))
+        for name, state, digest, *facts in read_rows(path, TITLE)
+    }
 
 
-def _read_memo(path: Path) -> dict[str, Any]:
-    try:
-        memo = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return memo if isinstance(memo, dict) else {}
+def _rows(memo: Memo) -> Iterator[list[Any]]:
+    for name, (state, source) in memo.items():
+        yield [name, state, source.digest, *(getattr(source.facts, name) for name in _FACTS)]

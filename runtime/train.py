@@ -88,6 +88,8 @@ def _refuse(options: Train) -> None:
         raise UsageError(f"--max_grad_norm must be 0 or above, got {options.max_grad_norm}")
     if not 0 <= options.network_dropout < 1:
         raise UsageError(f"--network_dropout must be at least 0 and below 1, got {options.network_dropout}")
+    if not 0 <= options.caption_dropout <= 1:
+        raise UsageError(f"--caption_dropout must be 0 to 1, got {options.caption_dropout}")
     if not 0 <= options.min_timestep < options.max_timestep <= 1000:
         raise UsageError(f"timesteps {options.min_timestep} to {options.max_timestep} are no range within 0 to 1000")
     if not options.output_name or Path(options.output_name).name != options.output_name:
@@ -105,7 +107,7 @@ def _plan(options: Train) -> Plan:
     expect(options.dit, model.kind_of("dit"), "--dit", options.task)
     if options.network_weights:
         expect(lora_file(options.network_weights), "lora", "--network_weights")
-    samples = find_entries(read_samples(options, model), options.dataset_config)
+    samples = find_entries(options, model, read_samples(options, model))
     per_epoch = count_steps_per_epoch(samples, options)
     num_steps = _num_steps(options, per_epoch)
     make_schedule(options, num_steps)
@@ -124,7 +126,7 @@ def _fingerprint(options: Train, samples: list[CachedSample], num_steps: int) ->
     """Settings by flag name, and digests of data and weights. The length counts where the schedule depends on it."""
     pinned = [option.name for option in flags_of(Train) if option.flag.pinned and option.name not in SAME_BYTES]
     data = [
-        [s.sample.name, s.latent.key, s.text.key, s.sample.entry.num_repeats, s.sample.entry.batch_size]
+        [s.sample.name, *(entry.key for entry in s.entries), s.sample.entry.num_repeats, s.sample.entry.batch_size]
         for s in samples
     ]
     weights = options.network_weights
@@ -222,7 +224,7 @@ def _groups(plan: Plan, step: int) -> Iterator[tuple[int, list[Batch]]]:
     size = plan.options.gradient_accumulation_steps
     while step < plan.num_steps:
         epoch, offset = divmod(step, plan.steps_per_epoch)
-        batches = epoch_batches(plan.samples, plan.options.seed, epoch)[offset * size :]
+        batches = epoch_batches(plan.samples, plan.options.seed, epoch, plan.options.caption_dropout)[offset * size :]
         groups = [batches[first : first + size] for first in range(0, len(batches), size)][: plan.num_steps - step]
         reader = read_ahead(
             plan.samples, [batch for group in groups for batch in group], plan.options.max_data_loader_n_workers

@@ -60,14 +60,21 @@ def batch_loss(training: Run, epoch: int, batch: Batch) -> torch.Tensor:
     texts = [text.to(training.device) for text in batch.texts]
     with _dropout_seed(options, keys), _offload(options, training.device), _autocast(options, training.device):
         predicted = training.kind.predict_velocity(
-            training.transformer, noised(clean, noise, sigmas.to(training.device)), 1000 * sigmas, texts
-        )
-    losses = flow_loss(predicted, velocity(clean, noise), sigmas, options.weighting_scheme)
+            training.transformer, noised(clean, noise, sigmas.to(training.device)), 1000 * sigmas, texts,
+            condition=_on(batch.condition, training.device), image_tokens=_on(batch.image_tokens, training.device),
+        )  # fmt: skip
+    losses = flow_loss(
+        predicted, velocity(clean, noise), sigmas, options.weighting_scheme, _on(batch.loss_mask, training.device)
+    )
     if not losses.isfinite().all():
         raise _not_finite(
             training, "loss", [n for n, loss in zip(batch.names, losses, strict=True) if not loss.isfinite()]
         )
     return losses.mean()
+
+
+def _on(tensor: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
+    return None if tensor is None else tensor.to(device)
 
 
 def distribution_of(options: Train) -> TimestepDistribution:

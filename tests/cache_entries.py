@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from wangen.runtime.cache import Encoder, Folder, Recipe
-from wangen.runtime.cache_writer import Writer
+from wangen.runtime.cache.writer import Writer
 
 ENCODER = Encoder("ab" * 32, "float32")
 CONTENT = {"source": "cd" * 32, "width": 64, "height": 48, "resize": "lanczos, cover, centre", "frames": 1}

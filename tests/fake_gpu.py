@@ -31,17 +31,18 @@ def fake_gpu(model: torch.nn.Module) -> Iterator["Memory"]:
 
 
 class Memory(TorchDispatchMode):
-    """The bytes of the tensors that live on the fake GPU, weights aside."""
+    """The bytes of the tensors that operations make on a device, the fake GPU if no other, and that still live."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = GPU) -> None:
         super().__init__()
         self.peak_bytes = 0
+        self.device = device
         self._live: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and tensor.device.type == GPU:
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == self.device:
                 storage = tensor.untyped_storage()
                 if storage._cdata not in self._live:
                     self._live[storage._cdata] = storage.nbytes()

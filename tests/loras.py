@@ -11,7 +11,7 @@ from wangen.generator.cli import main
 from wangen.generator.lora_keys import Layout
 from wangen.runtime import safetensors_file
 from wangen.runtime.lora import Lora, LoraWeight, read_lora, to_layout
-from wangen.runtime.weights import load_transformer
+from wangen.runtime.weights.transformer import load_transformer
 
 KOHYA = {
     "ss_network_dim": "4",

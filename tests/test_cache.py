@@ -13,9 +13,23 @@ import pytest
 import torch
 from cache_entries import CONTENT, ENCODER, LATENT, TEXT, put, states, tensors
 
-from wangen.runtime import cache
-from wangen.runtime.cache import CorruptEntryError, Folder, Recipe, digest, load, read_entry
-from wangen.runtime.cache_writer import Writer
+from wangen.generator.formats.safetensors import read_safetensors
+from wangen.runtime.cache import (
+    FORMAT,
+    KINDS,
+    NO_ENCODER,
+    TEXT_KINDS,
+    CorruptEntryError,
+    Encoder,
+    Folder,
+    Kind,
+    Recipe,
+    digest,
+    load,
+    read_entry,
+    recipes,
+)
+from wangen.runtime.cache.writer import Writer
 
 # Keys
 
@@ -36,7 +50,7 @@ def test_the_key_changes_with_every_part(monkeypatch: pytest.MonkeyPatch):
     keys.add(LATENT.key(replace(ENCODER, identity="00")))
     keys.add(LATENT.key(replace(ENCODER, dtype="bfloat16")))
     keys.add(replace(LATENT, kind="text_encoder_output").key(ENCODER))
-    monkeypatch.setattr(cache, "RECIPE_VERSIONS", {"latent": 2, "text_encoder_output": 1})
+    monkeypatch.setattr(recipes, "RECIPE_VERSIONS", dict.fromkeys(KINDS, 2))
     keys.add(Recipe("latent", CONTENT, "a").key(ENCODER))
     assert len(keys) == len(CONTENT) + 6
 
@@ -52,10 +66,11 @@ def test_file_names_hold_at_most_40_harmless_characters():
 # Bytes
 
 GOLDEN = {
-    "latent": "2df6775cb60805cd791ab92fbea3dcb4f34554b405f31e7f4c13ebc883d2fb65",
-    "text": "5da37975707d3caaec67ffd130e5bb4d694ae27dcbbe302afae12a9b8c535ce2",
+    "latent": "5ccc7b324436e62c2cd83135483f7f9f59bab12effc9b09c1b1b676f620db54e",
+    "text": "a135b793e52e90645eeac946b962880b6d60441683c7f01620ed8bf37152e5ab",
 }
-"""Change these only together with `RECIPE_VERSIONS` or `FORMAT`: caches on disk would silently differ."""
+"""Change these only together with `RECIPE_VERSIONS` or `FORMAT`: caches on disk would silently differ. (Since the
+first version the header also names the source, which follows from the recipe; the payloads are as they were.)"""
 
 
 def golden_files(folder: Path) -> dict[str, str]:
@@ -100,21 +115,69 @@ def test_missing_and_valid(tmp_path: Path):
     assert states(tmp_path, TEXT) == "missing"
 
 
+CLIP_CONTENT = CONTENT | {"start": 0, "frames": 17, "fps": 16, "source_fps": None}
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         ({"source": "ef" * 32}, "the file's content changed"),
-        ({"width": 128}, "width changed from 64 to 128"),
-        ({"frames": 17}, "frames changed from 1 to 17"),
+        ({"width": 128}, "the size changed from 64x48 to 128x48"),
+        ({"width": 48, "height": 64}, "the size changed from 64x48 to 48x64"),
+        ({"frames": 33}, "the number of frames changed from 17 to 33"),
         ({"resize": "box"}, "the resizing recipe changed"),
-        ({"start": 4}, "the clip's first frame changed"),
-        ({"source_fps": 30.0}, "source_fps changed from None to 30.0"),
+        ({"start": 4}, "the clip's first frame changed from 0 to 4"),
+        ({"fps": 24}, "the model's frame rate changed from 16 to 24 fps"),
+        ({"source_fps": 30.0}, "source_fps changed from the file's own to 30.0"),
+        ({"background": "#808080"}, "the background behind transparent pixels changed from white to #808080"),
+        ({"condition": "first frame, then grey"}, "the way the condition is made changed"),
+        ({"crop": "left"}, "crop changed from unset to left"),
+        ({"source": "ef" * 32, "frames": 5}, "the file's content changed; the number of frames changed from 17 to 5"),
     ],
 )
 def test_stale_says_what_changed(tmp_path: Path, change: dict[str, Any], words: str):
-    put(tmp_path, LATENT)
-    verdict = Folder(tmp_path).judge(replace(LATENT, content=CONTENT | change), ENCODER)
+    recipe = Recipe("latent", CLIP_CONTENT, "walk.mp4:0+17")
+    put(tmp_path, recipe)
+    verdict = Folder(tmp_path).judge(replace(recipe, content=CLIP_CONTENT | change), ENCODER)
     assert (verdict.state, verdict.reason) == ("stale", words)
+
+
+def test_the_nearest_of_several_older_entries_is_compared_with(tmp_path: Path):
+    """Another VAE's entry differs least, but one of the same VAE says what the user did."""
+    other = replace(ENCODER, identity="ff")
+    far = replace(LATENT, content=CONTENT | {"width": 16, "resize": "box", "frames": 5})
+    put(tmp_path, far, replace(LATENT, content=CONTENT | {"width": 32, "source": "ef" * 32}))
+    put(tmp_path, replace(LATENT, content=CONTENT | {"width": 80}), encoder=other)
+    verdict = Folder(tmp_path).judge(LATENT, ENCODER)
+    assert verdict.reason == "the size changed from 32x48 to 64x48; the file's content changed"
+    put(tmp_path, LATENT, encoder=other)
+    put(tmp_path, LATENT, encoder=replace(ENCODER, dtype="bfloat16"))
+    assert Folder(tmp_path).judge(LATENT, ENCODER).reason == "encoded in bfloat16, wanted in float32"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_has_its_entry_and_its_words(tmp_path: Path, kind: Kind):
+    recipe = Recipe(kind, {"caption": ""} if kind in TEXT_KINDS else CONTENT, "cat.jpg")
+    maker = NO_ENCODER if kind == "mask" else ENCODER
+    (path,) = put(tmp_path, recipe, encoder=maker)
+    assert path.name.startswith("text-" if kind in TEXT_KINDS else "cat_jpg-")
+    assert path.name.endswith(f".{kind}.safetensors")
+    verdict = Folder(tmp_path).judge(recipe, maker)
+    assert verdict.state == "valid"
+    assert verdict.entry
+    assert (verdict.entry.kind, verdict.entry.encoder, verdict.entry.source) == (kind, maker, recipe.source)
+    words = {"clip": "another CLIP", **dict.fromkeys(TEXT_KINDS, "another text encoder or tokenizer")}
+    reason = Folder(tmp_path).judge(recipe, Encoder("00", maker.dtype)).reason
+    assert reason == f"encoded with {words.get(kind, 'another VAE')}"
+    assert [states(tmp_path, replace(recipe, kind=other), maker) for other in KINDS if other != kind] == ["missing"] * 6
+
+
+def test_the_header_names_the_source(tmp_path: Path):
+    latent, text = put(tmp_path, LATENT, TEXT)
+    for path, source in ((latent, CONTENT["source"]), (text, hashlib.sha256(b"a cat").hexdigest())):
+        entry = read_entry(path)
+        assert entry
+        assert entry.source == source == read_safetensors(path).metadata["source"]
 
 
 def test_stale_by_caption_encoder_precision_and_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -132,7 +195,7 @@ def test_stale_by_caption_encoder_precision_and_version(tmp_path: Path, monkeypa
         "encoded with another text encoder or tokenizer",
         "encoded in float32, wanted in bfloat16",
     ]
-    monkeypatch.setattr(cache, "RECIPE_VERSIONS", {"latent": 2, "text_encoder_output": 1})
+    monkeypatch.setattr(recipes, "RECIPE_VERSIONS", dict.fromkeys(KINDS, 2))
     verdict = Folder(tmp_path).judge(Recipe("latent", CONTENT, LATENT.name), ENCODER)
     assert (verdict.state, verdict.reason) == ("stale", "made by an older version of the encoding code")
 
@@ -179,7 +242,7 @@ def test_a_damaged_header_is_corrupt(tmp_path: Path):
     (path,) = put(tmp_path, LATENT)
     entry = read_entry(path)
     assert entry
-    good = {"format": cache.FORMAT, "recipe_version": "1", "name": "a", "content": json.dumps(CONTENT),
+    good = {"format": FORMAT, "recipe_version": "1", "name": "a", "content": json.dumps(CONTENT),
             "encoder": ENCODER.identity, "encoder_dtype": ENCODER.dtype, "payload": entry.payload}  # fmt: skip
     for name, value in (("content", "{"), ("content", "3"), ("recipe_version", "x"), ("encoder", "other")):
         safetensors_file.write(path, tensors(), good | {name: value})

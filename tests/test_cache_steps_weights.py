@@ -10,8 +10,8 @@ from parity import TOKENIZER
 from safetensors.torch import save_file
 
 from wangen.generator.cli import main
-from wangen.runtime import weights
 from wangen.runtime.cache import load
+from wangen.runtime.weights.text_encoder import load_text_encoder
 
 pytest_plugins = ("bundle_fixtures",)
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -43,7 +43,7 @@ def test_tiles_that_cannot_be_are_refused_before_anything_loads(bundle: Bundle, 
 def test_a_text_encoder_in_8_bits_has_entries_of_its_own(bundle: Bundle):
     bundle.text()
     exact = {name: load(entry)["embedding"] for name, entry in bundle.entries().items()}
-    assert bundle.text("--fp8_t5")["computed"] == 3
+    assert bundle.text("--fp8_t5")["computed"] == 4
     rounded = {name: load(entry)["embedding"] for name, entry in bundle.entries().items()}
     assert rounded.keys() == exact.keys()
     for name, embedding in rounded.items():
@@ -59,7 +59,7 @@ def test_a_text_encoder_of_comfyui_needs_no_tokenizer_beside_it(bundle: Bundle, 
     path = as_comfyui(bundle.models["t5"], tmp_path / "text_encoders" / "umt5_xxl_fp16.safetensors")
     line = ["cache_text", "--dataset_config", str(bundle.toml), "--t5", str(path), "--device", "cpu"]
     assert main(line) == 0
-    assert bundle.counts("cache_text")["computed"] == 3
+    assert bundle.counts("cache_text")["computed"] == 4
     # The same tokenizer beside it changes nothing.
     (path.parent / "spiece.model").write_bytes((TOKENIZER / "spiece.model").read_bytes())
     assert main(line) == 0
@@ -78,7 +78,7 @@ def test_a_carried_tokenizer_that_is_none_is_named(bundle: Bundle, tmp_path: Pat
 
 def as_comfyui(t5: Path, path: Path, spiece: bytes | None = None) -> Path:
     """A text encoder as ComfyUI repacks it: Hugging Face names, float16, the tokenizer inside."""
-    state = weights.load_text_encoder(t5, dtype=torch.float16).state_dict()
+    state = load_text_encoder(t5, dtype=torch.float16).state_dict()
     state = {name: value.contiguous() for name, value in state.items() if name != "encoder.embed_tokens.weight"}
     data = (TOKENIZER / "spiece.model").read_bytes() if spiece is None else spiece
     # The ids of this tokenizer go beyond the tiny vocabulary of the demo's encoder.

@@ -14,9 +14,9 @@ import torch
 from cache_entries import ENCODER, LATENT, TEXT, put, recipes, states, tensors
 
 from wangen.generator.errors import WangenError
-from wangen.runtime import cache_writer
 from wangen.runtime.cache import Folder
-from wangen.runtime.cache_writer import Writer, judge_values
+from wangen.runtime.cache import writer as cache_writer
+from wangen.runtime.cache.writer import Writer, judge_values
 
 # Values
 

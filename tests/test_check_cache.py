@@ -1,19 +1,25 @@
 """`check_cache`: its verdicts, and that it judges what training takes."""
 
-import importlib.metadata
+import json
+import logging
+import os
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
-from cached_bundle import Bundle, entry_files, uncached
+import torch
+from cached_bundle import Bundle, entry_files, uncached, write_toml
 
 from wangen import profiles
 from wangen.generator.cli import main
 from wangen.generator.errors import WangenError
-from wangen.generator.steps import CheckCache
-from wangen.runtime import cache_latents
+from wangen.generator.steps import Train
+from wangen.runtime import encoding
 from wangen.runtime.cache import Folder
+from wangen.runtime.cache.index import INDEX
+from wangen.runtime.check_cache import _say_how_deep
 from wangen.runtime.loader import find_entries
-from wangen.runtime.needs import vae_dtype
 from wangen.runtime.samples import read_samples
 from wangen.runtime.tiny import write_tiny_wan
 
@@ -21,20 +27,34 @@ pytest_plugins = ("bundle_fixtures",)
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+MODEL = profiles.model("t2v-1.3B")
+WHOLE = {"latent": [4, 0, 0, 0], "text_encoder_output": [4, 0, 0, 0], "empty_text_encoder_output": [2, 0, 0, 0]}
+
+
 def table(message: str) -> dict[str, list[int]]:
-    """Kind -> numbers of valid, stale, missing and corrupt entries, from the printed table."""
-    rows = [line.split() for line in message.splitlines() if line.startswith(("  latent ", "  text_encoder"))]
-    return {row[0]: [int(number) for number in row[1:]] for row in rows}
+    """Kind -> numbers of valid, stale, missing and corrupt entries, from the printed table, all datasets together."""
+    found: dict[str, Counter[int]] = {}
+    for line in message.splitlines():
+        words = line.split()
+        if line.endswith(("bytes", "kB")) and "%" in words:
+            numbers = words[3 : words.index("%") - 1]
+            found.setdefault(words[2], Counter()).update(dict(enumerate(map(int, numbers))))
+    return {kind: [counter[place] for place in range(4)] for kind, counter in found.items()}
+
+
+def report(bundle: Bundle) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((bundle.folder / "check_cache.report.json").read_text(encoding="utf-8"))
+    return content
 
 
 def test_check_cache_prints_what_is_missing_stale_and_corrupt(bundle: Bundle, capsys: pytest.CaptureFixture[str]):
     assert bundle.check() == 1
-    assert table(capsys.readouterr().err) == {"latent": [0, 0, 4, 0], "text_encoder_output": [0, 0, 4, 0]}
+    assert table(capsys.readouterr().err) == {kind: [0, 0, sum(row), 0] for kind, row in WHOLE.items()}
     bundle.latents()
     bundle.text()
     capsys.readouterr()
     assert bundle.check("--deep") == 0
-    assert table(capsys.readouterr().err) == {"latent": [4, 0, 0, 0], "text_encoder_output": [4, 0, 0, 0]}
+    assert table(capsys.readouterr().err) == WHOLE
 
     (bundle.photos / "coffee.txt").write_text("a cup", encoding="utf-8")
     latents = [path for path in entry_files(bundle.folder) if ".latent." in path.name]
@@ -45,7 +65,7 @@ def test_check_cache_prints_what_is_missing_stale_and_corrupt(bundle: Bundle, ca
     latents[2].write_bytes(flipped)
     assert bundle.check() == 1
     message = capsys.readouterr().err
-    assert table(message) == {"latent": [2, 0, 1, 1], "text_encoder_output": [3, 1, 0, 0]}
+    assert table(message) == WHOLE | {"latent": [2, 0, 1, 1], "text_encoder_output": [3, 1, 0, 0]}
     assert "coffee.jpg: text_encoder_output is stale, the caption changed" in message
     assert bundle.check("--deep") == 1
     assert table(capsys.readouterr().err)["latent"] == [1, 0, 1, 2]
@@ -54,6 +74,102 @@ def test_check_cache_prints_what_is_missing_stale_and_corrupt(bundle: Bundle, ca
     assert bundle.check("--deep") == 1  # the step itself judges headers alone and kept the flipped payload
     bundle.latents("--recache")
     assert bundle.check("--deep") == 0
+
+
+def test_each_dataset_has_its_lines_and_every_cause_its_count(bundle: Bundle, capsys: pytest.CaptureFixture[str]):
+    bundle.latents()
+    bundle.text()
+    capsys.readouterr()
+    write_toml(bundle, 96)
+    (bundle.photos / "coffee.txt").write_text("a cup", encoding="utf-8")
+    entry_files(bundle.folder / "clips_cache")[0].unlink()
+    assert bundle.check() == 1
+    message = capsys.readouterr().err
+    rows = {(row["dataset"], row["kind"]): row for row in report(bundle)["result"]["datasets"]}
+    assert len(rows) == 6
+    photos = rows["photos 96x96", "text_encoder_output"]
+    assert (photos["valid"], photos["stale"], photos["coverage"]) == (2, 1, 66.7)
+    assert photos["bytes"] > 0
+    assert rows["photos 96x96", "latent"]["coverage"] == rows["photos 96x96", "latent"]["bytes"] == 0
+    assert any(line.split()[:2] == ["photos", "96x96"] and "66.7 %" in line for line in message.splitlines())
+    assert "  1 text embeddings stale: the caption changed" in message
+    assert "latents stale: the size changed from" in message
+    assert report(bundle)["result"]["why"]["text embeddings stale: the caption changed"] == 1
+    assert "run cache_latents and cache_text again" in message
+    bundle.latents()
+    capsys.readouterr()
+    assert bundle.check() == 1
+    assert "run cache_text again" in capsys.readouterr().err
+
+
+def test_what_two_blocks_share_counts_once_in_the_whole(bundle: Bundle, capsys: pytest.CaptureFixture[str]):
+    write_toml(bundle, clips=False)
+    bundle.toml.write_text(
+        bundle.toml.read_text() + bundle.toml.read_text().split("[[datasets]]")[1].join(["[[datasets]]", ""])
+    )
+    bundle.latents()
+    bundle.text()
+    capsys.readouterr()
+    assert bundle.check() == 0
+    assert table(capsys.readouterr().err)["latent"] == [6, 0, 0, 0]
+    assert report(bundle)["counts"]["latent"]["valid"] == 3
+
+
+# Repair
+
+
+def test_repair_removes_what_is_damaged_or_left_and_nothing_else(bundle: Bundle, capsys: pytest.CaptureFixture[str]):
+    bundle.latents()
+    bundle.text()
+    cache = bundle.folder / "photos_cache"
+    good = bundle.files()
+    torn, flipped = sorted(cache.glob("*.latent.safetensors"))[:2]
+    torn.write_bytes(torn.read_bytes()[:-5])
+    content = bytearray(flipped.read_bytes())
+    content[-2] ^= 4
+    flipped.write_bytes(content)
+    key = "ab" * 10
+    left = [f".claim-{key}", f".{key}-{'0' * 16}.tmp"]
+    theirs = ["my_wan.safetensors", f"mine-{key}.other.safetensors", "notes.txt"]
+    for name in (*left, *theirs):
+        (cache / name).write_bytes(b"x")
+        os.utime(cache / name, (1e9, 1e9))
+    (cache / INDEX).write_bytes(b"nonsense")
+    capsys.readouterr()
+    assert bundle.check("--repair") == 1
+    assert "photos_cache: removed 1 corrupt entry and 2 files of killed writers" in capsys.readouterr().err
+    assert not torn.exists()
+    assert not [name for name in left if (cache / name).exists()]
+    assert (cache / INDEX).read_bytes() != b"nonsense"
+    assert bundle.check("--repair", "--deep") == 1
+    assert table(capsys.readouterr().err)["latent"] == [2, 0, 2, 0]
+    assert not flipped.exists()
+    assert [(cache / name).read_bytes() for name in theirs] == [b"x"] * 3
+    bundle.latents()
+    assert bundle.check("--deep") == 0
+    assert {name: content for name, content in bundle.files().items() if Path(name).name not in theirs} == good
+
+
+@pytest.mark.parametrize(
+    ("system", "deep", "words"),
+    [
+        ("nt", False, "an edit that keeps both is seen only with --deep"),
+        ("nt", True, "the only way to see an edit that keeps size and time"),
+        ("posix", True, "on Windows the only way"),
+        ("posix", False, ""),
+    ],
+)
+def test_windows_users_are_told_what_only_deep_sees(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, system: str, deep: bool, words: str
+):
+    monkeypatch.setattr("wangen.runtime.check_cache.os", type("os", (), {"name": system}))
+    with caplog.at_level(logging.INFO):
+        _say_how_deep(deep)
+    assert words in caplog.text
+    assert bool(words) == bool(caplog.text)
+
+
+# Which encoder
 
 
 def test_check_cache_judges_by_the_weights_it_is_given(
@@ -96,8 +212,10 @@ def both_precisions(bundle: Bundle) -> None:
 
 
 def trained_dtypes(bundle: Bundle) -> set[str]:
-    cached = find_entries(read_samples(CheckCache(dataset_config=bundle.toml), profiles.model("t2v-1.3B")), bundle.toml)
-    return {sample.latent.encoder.dtype for sample in cached}
+    options = Train(dataset_config=bundle.toml, dit=bundle.folder / "dit", output_dir=bundle.folder, output_name="x")
+    cached = find_entries(options, MODEL, read_samples(options, MODEL))
+    entries = Folder(bundle.folder / "photos_cache").entries | Folder(bundle.folder / "clips_cache").entries
+    return {entries[sample.latent.key].encoder.dtype for sample in cached}
 
 
 def test_training_takes_what_the_last_caching_run_made(bundle: Bundle):
@@ -141,7 +259,7 @@ def test_a_run_that_was_killed_before_it_wrote_counts_as_the_last(bundle: Bundle
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cache_latents, "_encode", stop)
+    monkeypatch.setattr(encoding, "encode", stop)
     assert main(bundle.latents_line("--vae_dtype", "bfloat16")) == 1
     with pytest.raises(WangenError, match="encoded in float32, wanted in bfloat16"):
         trained_dtypes(bundle)
@@ -151,8 +269,8 @@ def test_a_long_list_of_problems_is_cut(unbroken: Bundle, tmp_path: Path, capsys
     bundle = uncached(unbroken, tmp_path / "bundle")
     assert bundle.check() == 1
     message = capsys.readouterr().err
-    assert message.count("not encoded yet") == 20
-    assert "… and 120 more" in message
+    assert message.count("is missing, not encoded yet") == 20
+    assert "… and 121 more" in message
     with pytest.raises(WangenError, match="… and 120 more"):
         trained_dtypes(bundle)
 
@@ -164,7 +282,7 @@ def test_on_rocm_both_steps_mean_float32(
     bundle: Bundle, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     """Scripts pass `--vae_dtype bfloat16` to both steps on every platform."""
-    pretend_torch(monkeypatch, "2.9.1+rocm6.4")
+    monkeypatch.setattr(torch.version, "hip", "6.4.43482")
     bundle.text()
     bundle.latents("--vae_dtype", "bfloat16")
     assert "ROCm: the VAE runs in float32; bfloat16 gives" in capsys.readouterr().err
@@ -172,31 +290,3 @@ def test_on_rocm_both_steps_mean_float32(
     assert trained_dtypes(bundle) == {"float32"}
     bundle.latents()
     assert "ROCm" not in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("version", "asked", "dtype"),
-    [
-        ("2.9.1+rocm6.4", "bfloat16", "float32"),
-        ("2.9.1+rocm6.4", None, None),
-        ("2.9.1+cu128", "bfloat16", "bfloat16"),
-        ("2.9.1", "float16", "float16"),
-        (None, "bfloat16", "bfloat16"),
-    ],
-)
-def test_the_precision_of_the_vae_needs_no_torch(
-    monkeypatch: pytest.MonkeyPatch, version: str | None, asked: str | None, dtype: str | None
-):
-    pretend_torch(monkeypatch, version)
-    assert vae_dtype(asked) == dtype
-
-
-def pretend_torch(monkeypatch: pytest.MonkeyPatch, installed: str | None) -> None:
-    version = importlib.metadata.version
-
-    def pretended(name: str) -> str:
-        if name == "torch" and installed is None:
-            raise importlib.metadata.PackageNotFoundError(name)
-        return installed if name == "torch" and installed else version(name)
-
-    monkeypatch.setattr(importlib.metadata, "version", pretended)

@@ -32,9 +32,13 @@ OURS = {
     "caches": {
         f"files/datasets/cats/64_cache/a_jpg-{KEY}.latent.safetensors": ENTRY,
         f"files/datasets/cats/64_cache/text-{KEY}.text_encoder_output.safetensors": ENTRY,
-        "files/datasets/cats/64_cache/.wangen-sources.json": b"{}",
+        "files/datasets/cats/64_cache/.wangen-sources.jsonl": b"",
+        "files/datasets/cats/64_cache/.wangen-index.jsonl": b"",
+        f"files/datasets/cats/64_cache/.claim-{KEY}": b"{}",
+        f"files/datasets/cats/64_cache/.claim-{KEY}-0123456789abcdef": b"{}",
         f"files/datasets/cats/64_cache/.wangen-needs-{KEY}.latent.json": b"{}",
         f"files/datasets/cats/64_cache/.{KEY}-0123456789abcdef.tmp": b"half",
+        f"files/datasets/cats/64_cache/.{KEY}-0123456789abcdef01234567.tmp": b"half",
     },
     "checkpoints": {
         "outputs/cats/cats-state/step-00000010/state.json": b"{}",
@@ -108,7 +112,7 @@ def test_without_a_part_it_shows_and_removes_nothing(place, capsys):
     assert read_tree(place) == before
     rows = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines() if " files " in line}
     assert {part: int(row[1]) for part, row in rows.items()} == {
-        "bundle": 10, "caches": 5, "checkpoints": 7, "outputs": 7,
+        "bundle": 10, "caches": 9, "checkpoints": 7, "outputs": 7,
     }  # fmt: skip
     assert rows["outputs"][3:5] == [str(sum(map(len, OURS["outputs"].values()))), "bytes"]
 

@@ -1,25 +1,43 @@
-"""Rules of devices and precision. ROCm is simulated by its version string: no such build can be installed here."""
-
-import importlib.metadata
+"""Rules of devices and precision."""
 
 import pytest
 import torch
 
 from wangen.generator.errors import UsageError, WangenError
-from wangen.runtime.devices import choose_device, choose_dtype, choose_vae_dtype, set_attention
+from wangen.runtime.devices import choose_device, choose_vae_dtype, enough_memory, exact, set_attention
 
 
-def test_the_vae_is_bfloat16_on_cuda_and_float32_on_a_cpu():
-    assert choose_vae_dtype(None, torch.device("cuda")) == "bfloat16"
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A card of compute capability 8.9, as torch would describe it."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device=None: (8, 9))
+
+
+def test_the_vae_runs_in_the_most_accurate_precision_that_costs_nothing(card, monkeypatch):
+    assert choose_vae_dtype(None, torch.device("cuda")) == "float16"
     assert choose_vae_dtype(None, torch.device("cpu")) == "float32"
-    assert choose_vae_dtype("float16", torch.device("cuda")) == "float16"
-
-
-def test_on_rocm_the_vae_is_always_float32(monkeypatch):
-    monkeypatch.setattr(importlib.metadata, "version", lambda _name: "2.13.0+rocm6.4")
+    assert choose_vae_dtype("bfloat16", torch.device("cuda")) == "bfloat16"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device=None: (6, 1))  # computes float16 slowly
     assert choose_vae_dtype(None, torch.device("cuda")) == "float32"
-    assert choose_vae_dtype("bfloat16", torch.device("cuda")) == "float32"
-    assert choose_dtype(None, torch.device("cuda")) == "bfloat16"
+
+
+def test_float32_means_float32_while_encoding():
+    before = torch.backends.cudnn.allow_tf32
+    with torch.autocast("cpu", torch.bfloat16), exact("float32"):
+        assert not torch.backends.cudnn.allow_tf32
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
+    with exact("float16"):
+        assert torch.backends.cudnn.allow_tf32 == before
+    assert torch.backends.cudnn.allow_tf32 == before
+
+
+def test_a_full_memory_is_one_message_and_other_errors_stay():
+    for error in (torch.OutOfMemoryError("CUDA out of memory"), MemoryError(),
+                  RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried")):  # fmt: skip
+        with pytest.raises(WangenError, match="out of memory encoding cat.jpg"), enough_memory("encoding cat.jpg", "x"):
+            raise error
+    with pytest.raises(RuntimeError, match="shapes"), enough_memory("encoding", "x"):
+        raise RuntimeError("shapes do not fit")
 
 
 def test_a_device_that_is_not_there_is_named():

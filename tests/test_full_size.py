@@ -124,7 +124,7 @@ def num_parameters(module: object) -> int:
 
 @pytest.mark.parametrize("task", TRANSFORMERS)
 def test_a_real_transformer_loads_strictly(tmp_path: Path, task: str):
-    from wangen.runtime.weights import load_transformer
+    from wangen.runtime.weights.transformer import load_transformer
 
     shapes = published.TRANSFORMERS[task]
     model = load_transformer(published.write_sparse(tmp_path / "a.safetensors", shapes), device="meta")
@@ -136,7 +136,7 @@ def test_a_real_transformer_loads_strictly(tmp_path: Path, task: str):
 
 def test_a_tensor_too_few_or_too_many_is_seen(tmp_path: Path):
     from wangen.generator.errors import WangenError
-    from wangen.runtime.weights import load_transformer
+    from wangen.runtime.weights.transformer import load_transformer
 
     shapes = published.TRANSFORMERS["ti2v-5B"]
     less = {name: shape for name, shape in shapes.items() if name != "blocks.29.ffn.2.bias"}
@@ -149,14 +149,14 @@ def test_a_tensor_too_few_or_too_many_is_seen(tmp_path: Path):
 
 @pytest.mark.parametrize("shapes", [published.vae21(), published.vae22()])
 def test_the_real_vaes_load_strictly(tmp_path: Path, shapes: published.Shapes):
-    from wangen.runtime.weights import load_vae
+    from wangen.runtime.weights.vae import load_vae
 
     model = load_vae(published.write_sparse(tmp_path / "a.safetensors", shapes, "F32"), device="meta")
     assert num_parameters(model) == published.num_elements(shapes)
 
 
 def test_the_real_text_encoder_loads_strictly(tmp_path: Path):
-    from wangen.runtime.weights import load_text_encoder
+    from wangen.runtime.weights.text_encoder import load_text_encoder
 
     shapes = published.umt5()
     model = load_text_encoder(published.write_sparse(tmp_path / "a.safetensors", shapes), device="meta")
@@ -164,7 +164,7 @@ def test_the_real_text_encoder_loads_strictly(tmp_path: Path):
 
 
 def test_the_real_image_encoder_loads_strictly_and_leaves_the_text_half_out(tmp_path: Path):
-    from wangen.runtime.weights import load_image_encoder
+    from wangen.runtime.weights.image_encoder import load_image_encoder
 
     visual = published.clip_visual()
     path = published.write_sparse(tmp_path / "a.safetensors", visual | published.clip_textual(), "F16")
@@ -180,7 +180,8 @@ def test_encoders_are_identified_and_loaded_with_and_without_their_prefix(tmp_pa
     import torch
     from transformers import CLIPVisionConfig, CLIPVisionModel, UMT5Config, UMT5EncoderModel
 
-    from wangen.runtime.weights import load_image_encoder, load_text_encoder
+    from wangen.runtime.weights.image_encoder import load_image_encoder
+    from wangen.runtime.weights.text_encoder import load_text_encoder
 
     sizes = {"hidden_size": 80, "intermediate_size": 320, "image_size": 56, "patch_size": 14}
     heads = {"num_layers": 2, "num_heads": 4, "d_kv": 8}
@@ -208,7 +209,7 @@ def test_shards_fp8_and_a_diffusers_folder_load_strictly(tmp_path: Path):
     import torch
     from diffusers import WanTransformer3DModel
 
-    from wangen.runtime.weights import load_transformer
+    from wangen.runtime.weights.transformer import load_transformer
 
     shapes = published.TRANSFORMERS["ti2v-5B"]
     paths = [

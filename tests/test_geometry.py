@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wangen.generator.dataset import MediaFacts
-from wangen.generator.geometry import bucket_of, buckets, resampled_frames, too_short, windows
+from wangen.generator.geometry import bucket_of, buckets, misfit, resampled_frames, too_short, windows
 from wangen.generator.tomls import DatasetEntry
 
 RESOLUTIONS = [(256, 256), (512, 512), (832, 480), (480, 832), (960, 544), (1280, 704)]
@@ -130,3 +130,20 @@ def test_the_length_that_fits_is_named():
     assert too_short(facts, entry(target_frames=(33, 81), source_fps=16.0), fps=16) == (
         "has 24 frames at 16 fps, 33 are needed", "set target_frames = [21] in the dataset's TOML or take it out",
     )  # fmt: skip
+
+
+@given(st.integers(1, 60), st.integers(1, 60), st.sampled_from(["head", "chunk", "slide", "uniform", "full"]))
+def test_a_control_clip_reaches_to_the_last_frame_that_is_used(num_frames: int, num_control: int, extraction: str):
+    block = entry(target_frames=(5, 9), frame_extraction=extraction, frame_sample=3)
+    facts, control = (MediaFacts(64, 48, number, number / 16) for number in (num_frames, num_control))
+    last = max((start + count for start, count in windows(block, num_frames)), default=0)
+    assert (misfit(facts, control, block, 16, still=False, mask=False) is None) == (num_control >= last)
+    assert misfit(facts, image(64, 48), block, 16, still=True, mask=False) is None
+
+
+@pytest.mark.parametrize(
+    ("mask", "fits"), [((64, 48), True), ((1280, 960), True), ((63, 48), True), ((48, 64), False), ((64, 46), False)]
+)
+def test_a_mask_has_the_shape_of_its_picture(mask: tuple[int, int], fits: bool):
+    assert (misfit(image(64, 48), image(*mask), entry(), 16, still=True, mask=True) is None) == fits
+    assert misfit(image(64, 48), image(*mask), entry(), 16, still=True, mask=False) is None

@@ -17,8 +17,8 @@ from wangen.generator.commands import parse
 from wangen.generator.errors import WangenError
 from wangen.generator.lint.fix import fix
 from wangen.generator.setup.wheel import wheel_name
+from wangen.generator.signing import signed, unedited
 from wangen.generator.steps import CacheLatents, CacheText, Check, CheckCache, Train, find_step
-from wangen.generator.tomls import signed, unedited
 
 TOML = """# my cats
 [general]
@@ -297,7 +297,8 @@ def test_what_cannot_be_done_is_said_and_nothing_is_written(change, found, tmp_p
 
 
 def test_a_toml_that_needs_its_owner_is_refused(tmp_path):
-    (tmp_path / "cats.toml").write_text('[[datasets]]\nimage_jsonl_file = "/ai/x.jsonl"\ncache_directory = "/ai/c"\n')
+    block = '[[datasets]]\nimage_directory = "/ai/x"\ncache_directory = "/ai/c"\nmultiple_target = true\n'
+    (tmp_path / "cats.toml").write_text(block)
     config = {"dataset_config": "cats.toml"}
     path = put(tmp_path, "sh", script("sh", latents=config, text=config, train=config))
     with pytest.raises(WangenError, match="cannot be mended"):

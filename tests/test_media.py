@@ -231,18 +231,21 @@ def test_source_fps_replaces_the_stamps(tmp_path: Path):
     assert numbers(load_clip(path, SIZE, 0, 17, 16, 32.0)) == list(range(0, 33, 2))
 
 
-def test_a_turned_clip_stands_upright(tmp_path: Path):
+@pytest.mark.parametrize(("quarters", "matrix"), [(1, (0, 1, -1, 0)), (2, (-1, 0, 0, -1)), (3, (0, -1, 1, 0))])
+def test_a_turned_clip_stands_upright(tmp_path: Path, quarters: int, matrix: tuple[int, int, int, int]):
     plain = make_clip(tmp_path / "plain.mp4", num_frames=3, size=SIZE)
     before = load_clip(plain, SIZE, 0, 1, 16)[:, 0]
     content = bytearray(plain.read_bytes())
-    # PyAV writes no display matrix; this is the one a telephone writes for "turn clockwise by 90 degrees".
-    matrix = content.index(b"tkhd") + 4 + 4 + 36
-    content[matrix : matrix + 36] = struct.pack(">9i", 0, 1 << 16, 0, -(1 << 16), 0, 0, 0, 0, 1 << 30)
+    # PyAV writes no display matrix; these are those a telephone writes for "turn clockwise by so many quarters".
+    a, b, c, d = (value << 16 for value in matrix)
+    place = content.index(b"tkhd") + 4 + 4 + 36
+    content[place : place + 36] = struct.pack(">9i", a, b, 0, c, d, 0, 0, 0, 1 << 30)
     turned = tmp_path / "turned.mp4"
     turned.write_bytes(content)
     facts = read_facts(turned)
-    assert (facts.width, facts.height) == (48, 64)
-    assert (load_clip(turned, (48, 64), 0, 1, 16)[:, 0] == np.rot90(before, -1, axes=(1, 2))).all()
+    size = SIZE if quarters == 2 else SIZE[::-1]
+    assert (facts.width, facts.height) == size
+    assert (load_clip(turned, size, 0, 1, 16)[:, 0] == np.rot90(before, -quarters, axes=(1, 2))).all()
 
 
 def test_too_few_frames_are_said_and_never_filled_up(tmp_path: Path):

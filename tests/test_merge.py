@@ -18,7 +18,7 @@ from wangen.generator.errors import UsageError, WangenError
 from wangen.runtime import safetensors_file
 from wangen.runtime.lora import Lora, LoraWeight, apply_lora, read_lora
 from wangen.runtime.merge import Source, merge
-from wangen.runtime.weights import load_transformer
+from wangen.runtime.weights.transformer import load_transformer
 
 T2V, I2V = DITS["dit_t2v21"], DITS["dit_i2v21"]
 

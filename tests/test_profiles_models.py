@@ -15,7 +15,7 @@ from wangen.generator.errors import UsageError
 from wangen.generator.kinds import KINDS
 from wangen.generator.steps import STEPS, Check, find_step
 from wangen.generator.table import options
-from wangen.generator.tasks import require_supported, supported
+from wangen.generator.tasks import Activity, missing_feature, require_supported, supported
 
 MODELS = [profiles.model(name) for name in profiles.model_names()]
 
@@ -156,26 +156,34 @@ def test_a_profile_takes_from_the_one_it_is_based_on_what_it_does_not_say():
 # ---- what is trained ---------------------------------------------------------------------------------------------
 
 
-def test_only_text_to_video_with_one_expert_is_trained():
-    assert supported() == ["t2v-1.3B", "t2v-14B"]
+@pytest.mark.parametrize(
+    ("doing", "names"),
+    [
+        ("training", ["i2v-14B", "t2v-1.3B", "t2v-14B"]),
+        ("sampling", ["t2v-1.3B", "t2v-14B"]),
+        ("caching for", ["i2v-14B", "i2v-A14B", "t2v-1.3B", "t2v-14B", "t2v-A14B", "ti2v-5B"]),
+    ],
+)
+def test_what_cannot_be_done_with_a_model_is_said_with_what_it_lacks(doing: Activity, names: list[str]):
+    assert supported(doing) == names
     for model in MODELS:
-        if model.name in supported():
-            require_supported(model, "training")
+        if model.name in names:
+            require_supported(model, doing)
             continue
         with pytest.raises(UsageError) as caught:
-            require_supported(model, "training")
-        assert f"training {model.name} is not in this version of wangen: it needs {model.missing_feature}" in str(
-            caught.value
-        )
-        assert "use one of t2v-1.3B, t2v-14B" in str(caught.value)
+            require_supported(model, doing)
+        missing = missing_feature(model, doing)
+        assert missing
+        assert f"{doing} {model.name} is not in this version of wangen: it needs {missing}" in str(caught.value)
+        assert f"use one of {', '.join(names)}" in str(caught.value)
 
 
 def test_the_steps_refuse_the_other_tasks_before_they_read_anything(tmp_path, capsys):
-    common = ["--dit", "none", "--task", "i2v-14B"]
+    common = ["--dit", "none", "--task", "i2v-A14B"]
     lines = {
-        "training i2v-14B is": ["train", *common, "--dataset_config", str(tmp_path / "none.toml"), "--output_dir",
+        "training i2v-A14B is": ["train", *common, "--dataset_config", str(tmp_path / "none.toml"), "--output_dir",
                                 str(tmp_path / "out"), "--output_name", "x"],
-        "sampling i2v-14B is": ["generate", *common, "--vae", "none", "--t5", "none", "--prompt", "a cat",
+        "sampling i2v-A14B is": ["generate", *common, "--vae", "none", "--t5", "none", "--prompt", "a cat",
                                 "--save_path", str(tmp_path / "a.mp4")],
     }  # fmt: skip
     for words, line in lines.items():

@@ -80,7 +80,7 @@ def test_a_form_without_numbers_is_refused():
 MEASURE = """
 import sys, torch
 from pathlib import Path
-from wangen.runtime.weights import load_transformer
+from wangen.runtime.weights.transformer import load_transformer
 def kilobytes(key):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key))
 Path("/proc/self/clear_refs").write_text("5")  # forget the peak of the imports

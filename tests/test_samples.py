@@ -9,8 +9,8 @@ from helpers import make_clip, make_image
 
 from wangen import profiles
 from wangen.generator.errors import WangenError
-from wangen.generator.steps import CheckCache
-from wangen.runtime.loader import Draw, find_entries, num_entries, read_batch
+from wangen.generator.steps import CheckCache, Train
+from wangen.runtime.loader import CachedSample, Draw, find_entries, num_entries, read_batch
 from wangen.runtime.samples import Sample, read_samples
 
 pytest_plugins = ("bundle_fixtures",)
@@ -79,8 +79,13 @@ def twins(tmp_path: Path, models: dict[str, Path]) -> Bundle:
     return bundle
 
 
+def cached(bundle: Bundle) -> list[CachedSample]:
+    options = Train(dataset_config=bundle.toml, dit=bundle.folder / "dit", output_dir=bundle.folder, output_name="x")
+    return find_entries(options, MODEL, read_samples(options, MODEL))
+
+
 def test_files_of_one_name_have_keys_of_their_own(twins: Bundle):
-    samples = find_entries(read_samples(CheckCache(dataset_config=twins.toml), MODEL), twins.toml)
+    samples = cached(twins)
     batch = read_batch(samples, [Draw(index, 0) for index in range(3)])
     assert batch.names == ["cat.png", "copy.png", "cat.png"]
     assert batch.keys == [cached.latent.content_key for cached in samples]
@@ -88,7 +93,7 @@ def test_files_of_one_name_have_keys_of_their_own(twins: Bundle):
 
 
 def test_entries_that_samples_share_are_counted_once(twins: Bundle):
-    samples = find_entries(read_samples(CheckCache(dataset_config=twins.toml), MODEL), twins.toml)
+    samples = cached(twins)
     assert len(samples) == 3
     assert num_entries(samples) == 3  # two pictures and a caption
     assert num_entries(samples[:1]) == 2

@@ -13,6 +13,7 @@ from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.tomls import DatasetEntry, load, read_dataset, write_dataset
 
 BLOCK = '[[datasets]]\nimage_directory = "media"\ncache_directory = "cache"\n'
+MANIFEST = '[[datasets]]\nimage_jsonl_file = "set.jsonl"\ncache_directory = "cache"\n'
 CLIPS = '[[datasets]]\nvideo_directory = "media"\ncache_directory = "cache"\n'
 
 
@@ -79,15 +80,26 @@ def test_the_cache_is_the_media_folder_unless_named(tmp_path):
         ("[genral]\nresolution = 1\n" + BLOCK, "did you mean general?"),
         (BLOCK + "batchsize = 1", "did you mean batch_size?"),
         ("[general]\nresolutoin = 1\n" + BLOCK, "did you mean resolution?"),
-        (BLOCK + "zzz = 1", "known keys: batch_size"),
+        (BLOCK + "zzz = 1", "known keys: background_color, batch_size"),
         ('[general]\ncache_directory = "x"\n' + BLOCK, "into each [[datasets]]"),
-        (BLOCK + 'control_directory = "x"', "control images are not in this version"),
-        (BLOCK + "qwen_image_edit_no_resize_control = true", "control images are not in this version"),
+        ('[general]\ncontrol_directory = "x"\n' + BLOCK, "into each [[datasets]]"),
+        (BLOCK + 'control_directory = "media"', "share the media folder"),
+        (BLOCK + 'mask_directory = "media"', "share the media folder"),
+        (BLOCK + 'control_dir = "x"', "did you mean control_directory?"),
+        (BLOCK + "qwen_image_edit_no_resize_control = true", "cut to the size of their target"),
+        (BLOCK + "multiple_target = true", "not in this version"),
+        (BLOCK + 'multiple_captions = "yes"', "true or false"),
+        (BLOCK + 'background_color = "white"', "a colour like #ffffff"),
+        (BLOCK + "background_color = 0", "a colour like #ffffff"),
         (BLOCK + "fp_latent_window_size = 9", "belongs to FramePack"),
-        ('[[datasets]]\nimage_jsonl_file = "x.jsonl"', "use image_directory"),
+        ('[[datasets]]\nimage_jsonl_file = "x.jsonl"', "image_jsonl_file needs cache_directory"),
+        (MANIFEST + 'control_directory = "x"', "write control_path into the lines"),
+        (MANIFEST + 'mask_directory = "x"', "write mask_path into the lines"),
+        (MANIFEST + "target_frames = [1]", "use video_jsonl_file"),
+        (MANIFEST + 'image_directory = "x"', "names image_directory and image_jsonl_file"),
         (BLOCK + "target_frames = [1]", "use video_directory"),
-        (BLOCK + 'video_directory = "x"', "either image_directory or video_directory"),
-        ('[[datasets]]\ncache_directory = "x"', "either image_directory or video_directory"),
+        (BLOCK + 'video_directory = "x"', "names image_directory and video_directory"),
+        ('[[datasets]]\ncache_directory = "x"', "a block names no media"),
         (BLOCK + 'resolution = "512"', "one whole number or [width, height]"),
         (BLOCK + "resolution = [1, 2, 3]", "one whole number or [width, height]"),
         (BLOCK + "resolution = true", "whole number above 0, got True"),
@@ -116,6 +128,39 @@ def test_the_cache_is_the_media_folder_unless_named(tmp_path):
 )  # fmt: skip
 def test_mistakes_are_answered_with_what_to_do(tmp_path, text, words):
     assert words in str(refusal(tmp_path, text))
+
+
+def test_manifests_control_media_and_masks(tmp_path):
+    text = """
+[general]
+multiple_captions = true
+background_color = "#FA0"
+[[datasets]]
+image_directory = "/data/images"
+control_directory = "/data/lines"
+mask_directory = "/data/masks"
+background_color = "#00FF7f"
+[[datasets]]
+video_jsonl_file = "/data/clips/set.jsonl"
+cache_directory = "/data/cache"
+target_frames = [17]
+"""
+    images, clips = entries(tmp_path, text)
+    assert (images.control_directory, images.mask_directory) == (Path("/data/lines"), Path("/data/masks"))
+    assert (images.manifest, images.multiple_captions, images.background_color) == (None, True, "#00ff7f")
+    assert (clips.manifest, clips.directory) == (Path("/data/clips/set.jsonl"), Path("/data/clips"))
+    assert (clips.media, clips.multiple_captions, clips.background_color) == ("video", True, "#ffaa00")
+    assert images.folders == (Path("/data/images"), Path("/data/images"), Path("/data/lines"), Path("/data/masks"))
+
+
+def test_folders_beside_relative_media_follow_them(tmp_path, monkeypatch):
+    write_tree(tmp_path, {"toml/media/x": "", "toml/set.jsonl": "", "work/lines/x": ""})
+    monkeypatch.chdir(tmp_path / "work")
+    (images,) = entries(tmp_path / "toml", BLOCK + 'control_directory = "lines"\nmask_directory = "masks"')
+    assert images.control_directory == tmp_path / "toml" / "lines"
+    assert images.mask_directory == tmp_path / "toml" / "masks"
+    (listed,) = entries(tmp_path / "toml", MANIFEST)
+    assert (listed.manifest, listed.cache_directory) == (tmp_path / "toml" / "set.jsonl", tmp_path / "toml" / "cache")
 
 
 def test_full_needs_no_target_frames(tmp_path):

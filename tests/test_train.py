@@ -48,7 +48,7 @@ def digest(path: Path) -> str:
 
 def samples_of(tiny_run: TinyRun):
     samples = read_samples(CheckCache(dataset_config=tiny_run.dataset_config), MODEL)
-    return find_entries(samples, tiny_run.dataset_config)
+    return find_entries(tiny_run.options(tiny_run.dataset_config.parent), MODEL, samples)
 
 
 def fixed_losses(tiny_run: TinyRun, lora: Path | None) -> dict[str, list[float]]:
@@ -271,7 +271,7 @@ def test_every_training_flag_is_pinned_or_known_to_be_harmless():
         "save_every_n_epochs save_every_n_steps save_last_n_epochs save_last_n_steps save_state "
         "save_state_on_train_end save_state_every_n_steps logging_dir log_with training_comment resume fresh "
         "resume_changed device network_weights config_file log_file report_dir lock resolution smoke "
-        "cache_latents cache_latents_to_disk"
+        "cache_latents cache_latents_to_disk vae vae_dtype vae_cache_cpu clip t5 tokenizer t5_dtype fp8_t5"
     ).split()  # data and weights count by their digests, and a try is never resumed
     loose = [option.name for option in flags_of(Train) if not option.flag.pinned]
     assert sorted(loose) == sorted(harmless)
@@ -374,7 +374,8 @@ def test_a_missing_cache_stops_with_the_command_to_run(tiny_run, tmp_path):
     with pytest.raises(WangenError) as error:
         train.run(tiny_run.options(tmp_path, dataset_config=config))
     assert "the cache lacks 6 entries" in str(error.value)
-    assert f"run cache_latents and cache_text with --dataset_config {config}" in str(error.value)
+    line = f"run wangen cache_latents --dataset_config {config} --task t2v-1.3B --vae VAE_FILE and wangen cache_text"
+    assert line in str(error.value)
 
 
 def test_schedules_are_functions_of_the_step(tiny_run, tmp_path):

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from wangen.generator.errors import WangenError
 from wangen.runtime import safetensors_file
 from wangen.runtime.models.wan_vae import decode_latents, encode_video
-from wangen.runtime.weights import load_vae
+from wangen.runtime.weights.vae import load_vae
 from wangen.runtime.weights.vae_names import vae_config, vae_names
 
 VECTORS = Path(__file__).parent / "vectors"

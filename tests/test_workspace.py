@@ -18,7 +18,7 @@ from wangen.generator.steps import Train
 from wangen.generator.target import Target, host_platform_name
 
 EXAMPLE = re.compile(r"^# (\w+ = .*)$", re.MULTILINE)
-IMAGE = Item(Path("a.jpg"), "image", "x", Path("a.txt"))
+IMAGE = Item(Path("a.jpg"), "image", ("x",), Path("a.txt"))
 linux_host = pytest.mark.skipif(host_platform_name() != "linux", reason="what a Linux host sees")
 
 

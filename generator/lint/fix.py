@@ -276,8 +276,8 @@ def _usual(script: Script, slug: str, shared: Mapping[str, Any]) -> dict[str, An
         "report_dir": folder,
         "log_file": separator.join(("logs", f"{slug}.log")),
         "lock": _inside(folder, "run.lock"),
-        "vae_dtype": DTYPES["cuda"],
-        "t5_dtype": DTYPES["cuda"],
+        "vae_dtype": DTYPES["cuda"]["vae_dtype"],
+        "t5_dtype": DTYPES["cuda"]["t5_dtype"],
     }
 
 

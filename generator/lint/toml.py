@@ -3,7 +3,7 @@
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -12,17 +12,16 @@ from wangen.generator.errors import WangenError
 from wangen.generator.lint.kinds import Finding
 from wangen.generator.lint.script import HERE, UNKNOWN, Call, Script
 from wangen.generator.paths import Machine, PathError, translate
-from wangen.generator.tomls import EXTRACTIONS, DatasetEntry, frames, read_dataset, refuse_unknown
+from wangen.generator.tomls import EXTRACTIONS, MEDIA_KEYS, frames, read_dataset, refuse_unknown
+from wangen.generator.tomls import KEYS as OWN_KEYS
 
 _BOTH = {"resolution", "caption_extension", "batch_size", "num_repeats", "enable_bucket", "bucket_no_upscale"}
-_MEDIA = ("image_directory", "video_directory", "image_jsonl_file", "video_jsonl_file")
 _VIDEO = {"target_frames", "frame_extraction", "frame_stride", "frame_sample", "max_frames", "source_fps"}
 _IMAGE = {"multiple_target", "no_resize_control", "control_resolution", "fp_latent_window_size", "fp_1f_clean_indices",
           "fp_1f_target_index", "fp_1f_no_post", "flux_kontext_no_resize_control", "qwen_image_edit_no_resize_control",
           "qwen_image_edit_control_resolution"}  # fmt: skip
-MUSUBI_KEYS = _BOTH | {*_MEDIA, "cache_directory", "control_directory"} | _VIDEO | _IMAGE
-OWN_KEYS = {f.name for f in fields(DatasetEntry)} - {"directory", "media"} | {"image_directory", "video_directory"}
-PATH_KEYS = (*_MEDIA, "cache_directory", "control_directory")
+MUSUBI_KEYS = _BOTH | {*MEDIA_KEYS, "cache_directory", "control_directory"} | _VIDEO | _IMAGE
+PATH_KEYS = (*MEDIA_KEYS, "cache_directory", "control_directory", "mask_directory")
 _QUOTED_PATH = re.compile(r'^\s*([\w.-]+)\s*=\s*"([^"\n]*\\[^"\n]*)"')
 _BACKSLASHES = re.compile(r'(?m)^(\s*[\w.-]+\s*=\s*")([^"\n]*\\[^"\n]*)(")')
 _ENTRY = re.compile(r"\s*([\w-]+|\"[^\"]*\")\s*=")
@@ -207,8 +206,7 @@ def _keys(call: Call, toml: Toml) -> Iterator[Finding]:
             yield Finding("toml-key", line, f"{key!r} stands outside [general] and [[datasets]]",
                           "write it into one of them")  # fmt: skip
     for key in toml.general:
-        inside = [*_MEDIA, "cache_directory", "control_directory"]
-        if key in inside or (call.tool == "musubi-tuner" and key in _VIDEO | _IMAGE):
+        if key in PATH_KEYS or (call.tool == "musubi-tuner" and key in _VIDEO | _IMAGE):
             yield Finding("toml-key", toml.line("general", key), f"{key} is refused in [general]",
                           "write it into each [[datasets]]")  # fmt: skip
         elif key not in known:
@@ -231,7 +229,7 @@ def _unknown(call: Call, line: int, key: str, known: set[str]) -> Finding:
 
 
 def _media(toml: Toml, number: int, block: Mapping[str, Any], merged: Mapping[str, Any]) -> Iterator[Finding]:
-    found = [key for key in _MEDIA if key in block]
+    found = [key for key in MEDIA_KEYS if key in block]
     if len(found) != 1:
         what = "both " + " and ".join(found) if found else "no folder of images or videos"
         yield Finding("toml-key", toml.line(number, found[1] if found else ""), f"this block names {what}",

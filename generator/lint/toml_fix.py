@@ -10,7 +10,7 @@ from wangen.generator.files import write_text
 from wangen.generator.lint.script import Call, Script
 from wangen.generator.lint.toml import PATH_KEYS, Toml, forward, judge, judge_file, parse, read
 from wangen.generator.paths import Machine, PathError, translate
-from wangen.generator.tomls import same_text, signed, unedited
+from wangen.generator.signing import same_text, signed, unedited
 
 if TYPE_CHECKING:
     from tomlkit import TOMLDocument

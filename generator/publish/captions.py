@@ -97,7 +97,7 @@ def choose(media: Path, captions: list[Caption]) -> Item:
     if len({caption.text for caption in captions}) > 1:
         places = ", ".join(caption.place for caption in captions)
         raise BadItemError(media, f"has captions that differ: {places}", "keep one of them")
-    return Item(media, media_of(media) or "image", captions[0].text, captions[0].path)
+    return Item(media, media_of(media) or "image", (captions[0].text,), captions[0].path)
 
 
 def with_trigger(caption: str, trigger: str) -> str:

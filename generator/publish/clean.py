@@ -23,10 +23,10 @@ from wangen.generator.publish.deploy import TEMPORARY, prefix
 from wangen.generator.publish.manifest import Record
 from wangen.generator.publish.texts import beside, toml_file
 from wangen.generator.setup.scripts import script_name
+from wangen.generator.signing import unedited
 from wangen.generator.steps import STEPS
 from wangen.generator.table import SMOKE
 from wangen.generator.target import Target
-from wangen.generator.tomls import unedited
 
 Part = Literal["bundle", "caches", "checkpoints", "outputs"]
 PARTS: dict[Part, str] = {
@@ -38,7 +38,8 @@ PARTS: dict[Part, str] = {
 
 _ENTRY = re.compile(r".*-[0-9a-f]{20}\.[a-z_]+\.safetensors")
 _CACHE_NOTES = re.compile(
-    r"\.wangen-[a-z]+(-[0-9a-f]{20}\.[a-z_]+)?\.json|\.[0-9a-f]{20}-[0-9a-f]{16}\.tmp|\.\.wangen-.*-[0-9a-f]{16}\.tmp"
+    r"\.wangen-[a-z]+(-[0-9a-f]{20}\.[a-z_]+)?\.jsonl?|\.claim-[0-9a-f]{20}(-[0-9a-f]{16})?"
+    r"|\.[0-9a-f]{20}-[0-9a-f]{16}([0-9a-f]{8})?\.tmp|\.\.wangen-.*-[0-9a-f]{16}\.tmp"
 )
 _STATE = re.compile(r"step-\d{8}(-old)?|\.staging-\d{8}")
 _STATE_FILES = {"state.json", "adapter.safetensors", "optimizer.safetensors"}

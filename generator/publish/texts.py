@@ -18,8 +18,9 @@ from wangen.generator.paths import toml_path
 from wangen.generator.publish.manifest import CAPTION
 from wangen.generator.setup import scripts as setup_scripts
 from wangen.generator.setup import wheel
+from wangen.generator.signing import same_text, signed, unedited
 from wangen.generator.target import Target
-from wangen.generator.tomls import resolution_name, same_text, signed, unedited, write_dataset
+from wangen.generator.tomls import resolution_name, write_dataset
 from wangen.generator.workspace import DatasetSettings, Workspace
 from wangen.profiles import Model, Platform
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from wangen import profiles
 from wangen.generator import headers, kinds
 from wangen.generator.errors import UsageError
-from wangen.generator.tasks import supported
+from wangen.generator.tasks import require_supported
 from wangen.generator.tokenizer_file import tokenizer_digest, tokenizer_of
 
 if TYPE_CHECKING:
@@ -21,12 +21,43 @@ if TYPE_CHECKING:
     from wangen.generator.steps import Generate
 
 
+TEXT_TASKS = ("t2v-14B", "ti2v-5B")
+"""For each VAE the model that a cache is for when nothing else is said: those that share a VAE share its entries."""
+I2V_OF = {"t2v-14B": "i2v-14B", "ti2v-5B": "ti2v-5B"}
+
 TILE_STEP_PX = 64
 MIN_TILE_PX = 128
 
 
+class LatentEncoder(Protocol):
+    """The encoding half of a VAE."""
+
+    def encode(self, video: "torch.Tensor", *, cache_cpu: bool = False, tile_px: int = 0) -> "torch.Tensor":
+        """(B, 3, T, H, W) in [-1, 1] or uint8, on any device -> normalised latents (B, C, F, h, w) in float32."""
+
+    def encode_condition(
+        self, images: "torch.Tensor", num_frames: int, *, cache_cpu: bool = False, tile_px: int = 0
+    ) -> "torch.Tensor":
+        """(B, 3, 1, H, W) -> (B, C, F, h, w): what encoding the image with mid grey after it for T frames gives."""
+
+
+class PromptEncoder(Protocol):
+    """A text encoder with its tokenizer."""
+
+    def encode(self, prompts: Sequence[str]) -> "list[torch.Tensor]":
+        """For each prompt its embedding (L, dim) on the CPU, trimmed to its own length."""
+
+
 class Family(Protocol):
     """What a family's module offers."""
+
+    def load_latent_encoder(self, path: Path, *, dtype: "torch.dtype", device: Any, plain: bool) -> LatentEncoder:
+        """What the caching step encodes with; `plain` takes the library's module."""
+
+    def load_prompt_encoder(
+        self, path: Path, tokenizer: Path | None, *, dtype: "torch.dtype", device: Any, fp8: bool, plain: bool
+    ) -> PromptEncoder:
+        """What the caching step encodes captions with; `plain` takes the library's module."""
 
     def load_vae(self, path: Path, *, dtype: "torch.dtype | None" = None, device: Any = "cpu") -> Any:
         """The VAE, frozen."""
@@ -89,14 +120,35 @@ def family(model: profiles.Model) -> Family:
     return cast(Family, import_module(f"{__name__}.{model.architecture}"))
 
 
-def model_of_vae(path: Path) -> profiles.Model:
-    """A supported model profile that uses this VAE; those that share one share strides, frame rate and bucket step.
+def model_of_cache(task: str | None, *, vae: Path | None = None, i2v: bool = False) -> profiles.Model:
+    """The model profile that a cache is made for.
+
+    Args:
+        task: a profile's name; None takes the one of text-to-video (with `i2v` of image-to-video) with this VAE.
+        vae: must be of the kind that the profile uses; None leaves it open.
+        i2v: the first frame is a condition.
 
     Raises:
-        WangenError: the file is no VAE that such a profile uses; the message says what it is.
+        UsageError: the two contradict each other, or caching for the model is not in this version.
+        WangenError: the file is no such VAE; the message says what it is.
     """
-    by_kind = {model.kind_of("vae"): model for model in map(profiles.model, supported())}
-    return by_kind[kinds.kind_of(kinds.expect(path, tuple(by_kind), "--vae"))]
+    if task is None:
+        task = I2V_OF[_task_of_vae(vae)] if i2v else _task_of_vae(vae)
+    model = profiles.model(task)
+    if i2v and model.condition == "text":
+        raise UsageError(f"--i2v: {task} has no first frame as condition", cure="give --task i2v-14B or i2v-A14B")
+    require_supported(model, "caching for")
+    if vae:
+        kinds.expect(vae, model.kind_of("vae"), "--vae", task)
+    return model
+
+
+def _task_of_vae(vae: Path | None) -> str:
+    """The first of the profiles for texts that has this VAE."""
+    if vae is None:
+        return TEXT_TASKS[0]
+    by_kind = {profiles.model(task).kind_of("vae"): task for task in TEXT_TASKS}
+    return by_kind[kinds.kind_of(kinds.expect(vae, tuple(by_kind), "--vae"))]
 
 
 def require_tile(tile: int) -> None:
@@ -143,6 +195,6 @@ def text_encoder_identity(t5: Path, tokenizer: Path | None, *, fp8: bool = False
     """
     from wangen.runtime.cache import digest
 
-    kinds.expect(t5, profiles.model(supported()[0]).kind_of("t5"), "--t5")
+    kinds.expect(t5, profiles.model(TEXT_TASKS[0]).kind_of("t5"), "--t5")
     parts = [headers.identity(t5, "--t5"), tokenizer_digest(tokenizer_of(t5, tokenizer))]
     return digest([*parts, "fp8"] if fp8 else parts)

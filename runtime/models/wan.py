@@ -4,51 +4,84 @@ Letters in shapes: B batch, C channels, T frames of video, H and W pixels, F fra
 """
 
 from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
-from diffusers import (
-    AutoencoderKLWan,
-    FlowMatchEulerDiscreteScheduler,
-    UniPCMultistepScheduler,
-    WanPipeline,
-    WanTransformer3DModel,
-)
 
 from wangen.generator.errors import WangenError
 from wangen.generator.steps import Generate
-from wangen.runtime.models.wan_vae import decode_latents, encode_video
 from wangen.runtime.randomness import generator_for
-from wangen.runtime.weights import (
-    encode_images,
-    encode_prompts,
-    load_image_encoder,
-    load_text_encoder,
-    load_tokenizer,
-    load_transformer,
-    load_vae,
-)
 
-__all__ = [
-    "decode_latents",
-    "encode_images",
-    "encode_prompts",
-    "encode_video",
-    "load_image_encoder",
-    "load_text_encoder",
-    "load_tokenizer",
-    "load_transformer",
-    "load_vae",
-    "predict_velocity",
-    "sample_latents",
-    "timesteps_per_token",
-]
+if TYPE_CHECKING:
+    from diffusers import (
+        AutoencoderKLWan,
+        FlowMatchEulerDiscreteScheduler,
+        UniPCMultistepScheduler,
+        WanTransformer3DModel,
+    )
+
+    from wangen.runtime.models import LatentEncoder, PromptEncoder
+
+_HOMES = {
+    "decode_latents": "models.wan_vae",
+    "encode_images": "weights.image_encoder",
+    "encode_prompts": "weights.text_encoder",
+    "encode_video": "models.wan_vae",
+    "load_image_encoder": "weights.image_encoder",
+    "load_text_encoder": "weights.text_encoder",
+    "load_tokenizer": "weights.tokenizer",
+    "load_transformer": "weights.transformer",
+    "load_vae": "weights.vae",
+}
+"""What the contract asks for and other modules have. They import diffusers or transformers, which takes seconds: a
+caching step that needs neither must not wait for them, so each is imported when it is asked for."""
 
 TEXT_LENGTH = 512
 PATCH = 2  # latent cells per token, in each direction
 
 
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(name)
+    return getattr(import_module(f"wangen.runtime.{_HOMES[name]}"), name)
+
+
+def load_latent_encoder(path: Path, *, dtype: torch.dtype, device: Any, plain: bool) -> "LatentEncoder":
+    """What `cache_latents` encodes with: the fast paths of `wangen.runtime.fast`, or diffusers' module.
+
+    Raises:
+        WangenError: the file is no Wan VAE.
+    """
+    if plain:
+        from wangen.runtime.models.wan_vae import load_plain_vae_encoder
+
+        return load_plain_vae_encoder(path, dtype=dtype, device=device)
+    from wangen.runtime.fast.vae import load_vae_encoder
+
+    return load_vae_encoder(path, dtype=dtype, device=device)
+
+
+def load_prompt_encoder(
+    path: Path, tokenizer: Path | None, *, dtype: torch.dtype, device: Any, fp8: bool, plain: bool
+) -> "PromptEncoder":
+    """What `cache_text` encodes with: umT5 streamed block by block, or transformers' module as a whole.
+
+    Raises:
+        WangenError: the file is no umT5 encoder, or there is no tokenizer.
+    """
+    if plain:
+        from wangen.runtime.weights.text_encoder import load_plain_prompt_encoder
+
+        return load_plain_prompt_encoder(path, tokenizer, dtype=dtype, device=device, fp8=fp8)
+    from wangen.runtime.fast.umt5 import load_prompt_encoder as load_streamed
+
+    return load_streamed(path, tokenizer, dtype=dtype, device=device, fp8=fp8)
+
+
 def predict_velocity(
-    transformer: WanTransformer3DModel,
+    transformer: "WanTransformer3DModel",
     latents: torch.Tensor,
     timesteps: torch.Tensor,
     texts: Sequence[torch.Tensor],
@@ -98,7 +131,7 @@ def timesteps_per_token(timesteps: torch.Tensor, latents: torch.Tensor, *, clean
     return values
 
 
-def _require_width(transformer: WanTransformer3DModel, texts: Sequence[torch.Tensor]) -> None:
+def _require_width(transformer: "WanTransformer3DModel", texts: Sequence[torch.Tensor]) -> None:
     """Refuse embeddings of another text encoder than the transformer was made for."""
     found, wanted = texts[0].shape[1], transformer.config.text_dim
     if found != wanted:
@@ -120,8 +153,8 @@ def pad_texts(texts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 @torch.no_grad()
 def sample_latents(
-    transformer: WanTransformer3DModel,
-    vae: AutoencoderKLWan,
+    transformer: "WanTransformer3DModel",
+    vae: "AutoencoderKLWan",
     options: Generate,
     texts: Sequence[torch.Tensor],
     on_step: Callable[[int], None] = lambda _number: None,
@@ -138,6 +171,8 @@ def sample_latents(
     Returns:
         (1, 16, F, h, w) in float32, normalised.
     """
+    from diffusers import WanPipeline
+
     _require_width(transformer, texts)
     height_px, width_px = options.video_size
     frames = (options.video_length - 1) // vae.config.scale_factor_temporal + 1
@@ -171,8 +206,10 @@ def sample_latents(
     return latents
 
 
-def _scheduler(options: Generate) -> FlowMatchEulerDiscreteScheduler | UniPCMultistepScheduler:
+def _scheduler(options: Generate) -> "FlowMatchEulerDiscreteScheduler | UniPCMultistepScheduler":
     """The sampler with Wan's flow settings, as in the published pipelines."""
+    from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
+
     if options.sample_solver == "euler":
         return FlowMatchEulerDiscreteScheduler(shift=options.flow_shift)
     return UniPCMultistepScheduler(

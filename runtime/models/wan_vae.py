@@ -7,7 +7,7 @@ long the video is. Tiles bound the memory in space too, but unlike streaming the
 Letters in shapes: B batch, C channels, T frames of video, H and W pixels, F frames of latents, h and w latents.
 """
 
-from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +16,50 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, pa
 
 from wangen.generator.errors import WangenError
 from wangen.runtime.models import require_tile
+from wangen.runtime.models.vae_video import check_image, check_video, latent_statistics, tiles, to_floats
+from wangen.runtime.weights.vae import load_vae
+
+
+class PlainVaeEncoder:
+    """The encoder of a Wan VAE through diffusers: slower than `wangen.runtime.fast.vae`, the same numbers."""
+
+    def __init__(self, vae: AutoencoderKLWan) -> None:
+        self.vae = vae
+
+    def encode(self, video: torch.Tensor, *, cache_cpu: bool = False, tile_px: int = 0) -> torch.Tensor:
+        """The normalised latents of a video: see `encode_video`."""
+        return encode_video(self.vae, video, cache_cpu=cache_cpu, tile_px=tile_px)
+
+    def encode_condition(
+        self, images: torch.Tensor, num_frames: int, *, cache_cpu: bool = False, tile_px: int = 0
+    ) -> torch.Tensor:
+        """What image-to-video models are conditioned on: the latents of the image, then mid grey.
+
+        Args:
+            images: (B, 3, 1, H, W), as for `encode`.
+            num_frames: of the clip, 4k + 1.
+            cache_cpu: as for `encode`.
+            tile_px: as for `encode`.
+
+        Returns:
+            (B, 16, F, h, w) in float32.
+
+        Raises:
+            WangenError: as `encode`.
+        """
+        check_image(images, num_frames)
+        image = to_floats(images, images.device, torch.float32)
+        grey = image.new_zeros(()).expand(*images.shape[:2], num_frames - 1, *images.shape[3:])
+        return self.encode(torch.cat([image, grey], dim=2), cache_cpu=cache_cpu, tile_px=tile_px)
+
+
+def load_plain_vae_encoder(path: Path, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> PlainVaeEncoder:
+    """The encoder of a Wan VAE through diffusers.
+
+    Raises:
+        WangenError: as `load_vae`.
+    """
+    return PlainVaeEncoder(load_vae(path, dtype=dtype, device=device))
 
 
 @torch.no_grad()
@@ -40,18 +84,18 @@ def encode_video(
         WangenError: the shape is another (the VAE itself would drop trailing frames or pixels without a word), or
             `tile_px` is no size of tiles.
     """
-    _check_video(vae, video)
+    check_video(video, vae.config.scale_factor_spatial)
     require_tile(tile_px)
     stride, patch, z_dim = vae.config.scale_factor_spatial, vae.config.patch_size or 1, vae.config.z_dim
     batch, _, num_frames, height_px, width_px = video.shape
     shape = (batch, z_dim, (num_frames + 3) // 4, height_px // stride, width_px // stride)
     mode = torch.zeros(shape, dtype=torch.float32, device=vae.device)
-    for area, weight in _tiles(shape[3], shape[4], tile_px // stride):
+    for area, weight in tiles(shape[3], shape[4], tile_px // stride):
         area_px = [slice(side.start * stride, side.stop * stride) for side in area]
         weight = weight.to(vae.device)
         cache = _feature_cache(vae.encoder, vae.device, cache_cpu)
         for index in range(shape[2]):
-            chunk = _to_vae(vae, video[:, :, _frames(index), *area_px])
+            chunk = to_floats(video[:, :, _frames(index), *area_px], vae.device, vae.dtype).contiguous()
             hidden = vae.encoder(patchify(chunk, patch), feat_cache=cache, feat_idx=[0])
             moments = vae.quant_conv(hidden)  # (B, 2 * z_dim, 1, h, w): means, then log variances
             mode[:, :, index : index + 1, *area] += moments[:, :z_dim].float() * weight
@@ -87,7 +131,7 @@ def decode_latents(
     shape = (batch, vae.config.out_channels // patch**2, 4 * num_frames - 3, height * stride, width * stride)
     video = torch.zeros(shape, dtype=torch.float32)
     mean, std = _statistics(vae)
-    for area_px, weight in _tiles(shape[3], shape[4], tile_px):
+    for area_px, weight in tiles(shape[3], shape[4], tile_px):
         area = [slice(side.start // stride, side.stop // stride) for side in area_px]
         weight = weight.to(vae.device)
         cache = _feature_cache(vae.decoder, vae.device, cache_cpu)
@@ -100,40 +144,13 @@ def decode_latents(
     return video.clamp_(-1.0, 1.0)
 
 
-def _check_video(vae: AutoencoderKLWan, video: torch.Tensor) -> None:
-    channels = vae.config.in_channels // (vae.config.patch_size or 1) ** 2
-    if video.ndim != 5 or video.shape[1] != channels or not len(video):
-        raise WangenError(
-            f"a video of shape {tuple(video.shape)}, where (batch, {channels}, frames, height, width) belongs"
-        )
-    num_frames, height_px, width_px = video.shape[2:]
-    if num_frames % 4 != 1:
-        raise WangenError(f"a video of {num_frames} frames; the Wan VAE takes 4k + 1 (1, 5, 9, …, 81)")
-    stride = vae.config.scale_factor_spatial
-    if not height_px or height_px % stride or not width_px or width_px % stride:
-        raise WangenError(f"a video of {width_px}x{height_px} pixels; both sides must be multiples of {stride}")
-    if not video.is_floating_point() and video.dtype != torch.uint8:
-        raise WangenError(f"a video in {video.dtype}, where floating point in [-1, 1] or uint8 belongs")
-
-
 def _frames(index: int) -> slice:
     """The frames of video that belong to one latent frame."""
     return slice(max(0, 4 * index - 3), 4 * index + 1)
 
 
-def _to_vae(vae: AutoencoderKLWan, chunk: torch.Tensor) -> torch.Tensor:
-    """A chunk of video on the VAE's device in its dtype; bytes travel as bytes."""
-    chunk = chunk.to(vae.device)
-    if not chunk.is_floating_point():
-        chunk = chunk.to(torch.float32) / 127.5 - 1
-    return chunk.to(vae.dtype).contiguous()
-
-
-def _statistics(vae: AutoencoderKLWan) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean and standard deviation of the latents by channel, each (1, z_dim, 1, 1, 1)."""
-    values = torch.tensor([vae.config.latents_mean, vae.config.latents_std], dtype=torch.float32, device=vae.device)
-    mean, std = values.reshape(2, 1, -1, 1, 1, 1)
-    return mean, std
+def _statistics(vae: AutoencoderKLWan) -> tuple[torch.Tensor, ...]:
+    return latent_statistics(vae.config.latents_mean, vae.config.latents_std, vae.device)
 
 
 class _HostCache(list[Any]):
@@ -158,39 +175,3 @@ def _feature_cache(half: torch.nn.Module, device: torch.device, cache_cpu: bool)
     """An empty feature cache for the encoder or the decoder: one entry for each causal convolution."""
     length = sum(isinstance(module, WanCausalConv3d) for module in half.modules())
     return _HostCache(length, device) if cache_cpu else [None] * length
-
-
-def _tiles(height: int, width: int, tile: int) -> Iterator[tuple[tuple[slice, slice], torch.Tensor]]:
-    """The tiles of a picture, each with how much its values count there (rows, columns).
-
-    >>> total = torch.zeros(40, 30)
-    >>> for area, weight in _tiles(40, 30, 16):
-    ...     total[area] += weight
-    >>> torch.allclose(total, torch.ones(40, 30))
-    True
-    """
-    for rows, row_weights in _spans(height, tile or height):
-        for columns, column_weights in _spans(width, tile or width):
-            yield (rows, columns), row_weights[:, None] * column_weights
-
-
-def _spans(size: int, tile: int) -> list[tuple[slice, torch.Tensor]]:
-    """An axis cut into overlapping spans of one length, each with its weights (length,).
-
-    Within the first quarter of a span the weight goes linearly from the spans before over to it, as in diffusers. The
-    last span is moved back to end with the axis: the thin one that would be left over has next to no context.
-
-    >>> [(span.start, span.stop) for span, _ in _spans(30, 16)], _spans(28, 16)[1][1].tolist()[:6]
-    ([(0, 16), (12, 28), (14, 30)], [0.0, 0.25, 0.5, 0.75, 1.0, 1.0])
-    """
-    if size <= tile:
-        return [(slice(0, size), torch.ones(size))]
-    overlap = tile // 4
-    starts = [*range(0, size - tile, tile - overlap), size - tile]
-    weights = torch.zeros(len(starts), size)
-    weights[0, :tile] = 1.0
-    for number, start in enumerate(starts[1:], 1):
-        ramp = ((torch.arange(size) - start) / overlap).clamp(0.0, 1.0)
-        weights[:number] *= 1 - ramp
-        weights[number, start : start + tile] = ramp[start : start + tile]
-    return [(slice(start, start + tile), row[start : start + tile]) for start, row in zip(starts, weights, strict=True)]

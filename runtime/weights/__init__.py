@@ -9,20 +9,3 @@ before a tensor is read, so a wrong file is named in milliseconds.
     filling        a checkpoint's tensors into a module
     transformer, vae, text_encoder, image_encoder, tokenizer
 """
-
-from wangen.runtime.weights.image_encoder import encode_images, load_image_encoder
-from wangen.runtime.weights.text_encoder import encode_prompts, load_text_encoder
-from wangen.runtime.weights.tokenizer import load_tokenizer
-from wangen.runtime.weights.transformer import load_transformer, shield_from_autocast
-from wangen.runtime.weights.vae import load_vae
-
-__all__ = [
-    "encode_images",
-    "encode_prompts",
-    "load_image_encoder",
-    "load_text_encoder",
-    "load_tokenizer",
-    "load_transformer",
-    "load_vae",
-    "shield_from_autocast",
-]

@@ -143,7 +143,8 @@ def fill(
     Raises:
         WangenError: missing, surplus or misshapen tensors, or the file cannot be read.
     """
-    _compare(checkpoint, model)
+    # Parameters by object: a tied weight is listed once, as the file stores it once.
+    compare(checkpoint, {name: tuple(value.shape) for name, value in model.named_parameters()})
     kept, small = set(keep_float32), set(make_fp8)
     state: dict[str, torch.Tensor] = {}
     for name, old in sorted(checkpoint.names.items(), key=checkpoint.position):
@@ -171,10 +172,17 @@ def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
             model.set_submodule(name, new)
 
 
-def _compare(checkpoint: Checkpoint, model: nn.Module) -> None:
+def compare(checkpoint: Checkpoint, wanted: Shapes) -> None:
+    """Refuse a checkpoint that is not exactly what a model has.
+
+    Args:
+        checkpoint: whose names are those of the model.
+        wanted: the model's shapes.
+
+    Raises:
+        WangenError: missing, surplus or misshapen tensors, or whole numbers.
+    """
     found, stored = checkpoint.shapes, checkpoint.contents.weights
-    # Parameters by object: a tied weight is listed once, as the file stores it once.
-    wanted = {name: tuple(value.shape) for name, value in model.named_parameters()}
     problems = {
         "missing": sorted(wanted.keys() - found.keys()),
         "unexpected": sorted(found.keys() - wanted.keys()),

@@ -3,8 +3,7 @@
 Letters in shapes: B batch, L tokens.
 """
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -12,50 +11,9 @@ from tokenizers import Tokenizer
 from transformers import UMT5Config, UMT5EncoderModel
 
 from wangen.generator.kinds import expect
-from wangen.runtime.prompts import clean_prompt
 from wangen.runtime.weights.filling import build, fill, open_checkpoint
-
-MAX_PROMPT_TOKENS = 512
-
-# What stands behind `blocks.N.` in the official files, and `enc.blk.N.` in GGUF -> behind `encoder.block.N.`
-OFFICIAL_NAMES = {
-    "norm1": "layer.0.layer_norm",
-    "attn.q": "layer.0.SelfAttention.q",
-    "attn.k": "layer.0.SelfAttention.k",
-    "attn.v": "layer.0.SelfAttention.v",
-    "attn.o": "layer.0.SelfAttention.o",
-    "pos_embedding.embedding": "layer.0.SelfAttention.relative_attention_bias",
-    "norm2": "layer.1.layer_norm",
-    "ffn.gate.0": "layer.1.DenseReluDense.wi_0",
-    "ffn.fc1": "layer.1.DenseReluDense.wi_1",
-    "ffn.fc2": "layer.1.DenseReluDense.wo",
-}
-GGUF_NAMES = {
-    "attn_norm": "layer.0.layer_norm",
-    "attn_q": "layer.0.SelfAttention.q",
-    "attn_k": "layer.0.SelfAttention.k",
-    "attn_v": "layer.0.SelfAttention.v",
-    "attn_o": "layer.0.SelfAttention.o",
-    "attn_rel_b": "layer.0.SelfAttention.relative_attention_bias",
-    "ffn_norm": "layer.1.layer_norm",
-    "ffn_gate": "layer.1.DenseReluDense.wi_0",
-    "ffn_up": "layer.1.DenseReluDense.wi_1",
-    "ffn_down": "layer.1.DenseReluDense.wo",
-}
-OUTER_NAMES = {
-    "token_embedding.weight": "shared.weight",
-    "token_embd.weight": "shared.weight",
-    "encoder.embed_tokens.weight": "shared.weight",
-    "embed_tokens.weight": "shared.weight",
-    "norm.weight": "encoder.final_layer_norm.weight",
-    "enc.output_norm.weight": "encoder.final_layer_norm.weight",
-}
-BLOCK = re.compile(r"(?P<official>blocks|enc\.blk)\.(?P<number>\d+)\.(?P<rest>.+)\.weight")
-TIED = ("encoder.embed_tokens.weight", "embed_tokens.weight")
-STACK = ("block.", "final_layer_norm.")
-"""The beginnings of Hugging Face's names in a file of the encoder alone, without `encoder.`"""
-NOT_NEEDED = ("decoder.", "lm_head.", "dec.", "output.")
-"""The other half of a whole umT5."""
+from wangen.runtime.weights.tokenizer import load_tokenizer, token_ids
+from wangen.runtime.weights.umt5_names import umt5_names, umt5_sizes
 
 
 def load_text_encoder(
@@ -78,16 +36,15 @@ def load_text_encoder(
         WangenError: another kind of file, missing, surplus or misshapen tensors.
     """
     checkpoint = open_checkpoint(path, expect(path, "umt5-encoder", "--t5"), umt5_names)
-    attention = "encoder.block.0.layer.0.SelfAttention"
-    num_heads = checkpoint.size(f"{attention}.relative_attention_bias.weight", 1)
+    sizes = umt5_sizes(checkpoint)
     config = UMT5Config(
-        vocab_size=checkpoint.size("shared.weight", 0),
-        d_model=checkpoint.size("shared.weight", 1),
-        d_kv=checkpoint.size(f"{attention}.q.weight", 0) // max(1, num_heads),
-        d_ff=checkpoint.size("encoder.block.0.layer.1.DenseReluDense.wi_0.weight", 0),
-        num_layers=checkpoint.num_blocks("encoder.block."),
-        num_heads=num_heads,
-        relative_attention_num_buckets=checkpoint.size(f"{attention}.relative_attention_bias.weight", 0),
+        vocab_size=sizes.vocabulary,
+        d_model=sizes.dim,
+        d_kv=sizes.head_dim,
+        d_ff=sizes.ffn_dim,
+        num_layers=sizes.num_layers,
+        num_heads=sizes.num_heads,
+        relative_attention_num_buckets=sizes.num_buckets,
         feed_forward_proj="gated-gelu",
         dropout_rate=0.0,
     )
@@ -96,23 +53,6 @@ def load_text_encoder(
     linears = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
     fill(model, checkpoint, dtype, device, make_fp8=linears if fp8 else ())
     return model
-
-
-def umt5_names(names: Iterable[str]) -> Mapping[str, str]:
-    """File name -> transformers name, for the official names, GGUF's, and those of Hugging Face and ComfyUI."""
-    found = set(names)
-    renamed = {}
-    for name in found:
-        if name.startswith(NOT_NEEDED) or (name in TIED and "shared.weight" in found):
-            continue
-        renamed[name] = OUTER_NAMES.get(name, name)
-        if name.startswith(STACK):
-            renamed[name] = f"encoder.{name}"
-        if match := BLOCK.fullmatch(name):
-            table = OFFICIAL_NAMES if match["official"] == "blocks" else GGUF_NAMES
-            if match["rest"] in table:
-                renamed[name] = f"encoder.block.{match['number']}.{table[match['rest']]}.weight"
-    return renamed
 
 
 @torch.no_grad()
@@ -130,11 +70,40 @@ def encode_prompts(text_encoder: UMT5EncoderModel, tokenizer: Tokenizer, prompts
     """
     if not prompts:
         return []
-    end = tokenizer.token_to_id("</s>")
-    texts = [encoding.ids[:-1] for encoding in tokenizer.encode_batch([clean_prompt(prompt) for prompt in prompts])]
-    rows = [[*ids[: MAX_PROMPT_TOKENS - 1], end] for ids in texts]
+    rows = token_ids(tokenizer, prompts)
     longest = max(map(len, rows))
     ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=text_encoder.device)
     mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows], device=text_encoder.device)
     hidden = text_encoder(input_ids=ids, attention_mask=mask).last_hidden_state  # (B, longest, text_dim)
     return [hidden[i, : len(row)].clone() for i, row in enumerate(rows)]
+
+
+class PlainPromptEncoder:
+    """Prompts -> embeddings by transformers' module, all given at once as one padded batch."""
+
+    def __init__(self, text_encoder: UMT5EncoderModel, tokenizer: Tokenizer) -> None:
+        self._text_encoder = text_encoder
+        self._tokenizer = tokenizer
+
+    def encode(self, prompts: Sequence[str]) -> list[torch.Tensor]:
+        """For each prompt its embedding (L, dim) on the CPU, as `encode_prompts` makes it."""
+        return [embedding.cpu() for embedding in encode_prompts(self._text_encoder, self._tokenizer, prompts)]
+
+
+def load_plain_prompt_encoder(
+    t5: Path, tokenizer: Path | None, *, dtype: torch.dtype, device: torch.device | str = "cpu", fp8: bool = False
+) -> PlainPromptEncoder:
+    """The same as `fast.umt5.load_prompt_encoder`, with the whole encoder in memory.
+
+    Args:
+        t5: as for `load_text_encoder`.
+        tokenizer: None looks for it near and inside the weights.
+        dtype: as for `load_text_encoder`.
+        device: as for `load_text_encoder`.
+        fp8: as for `load_text_encoder`.
+
+    Raises:
+        WangenError: as `load_text_encoder`, or there is no tokenizer.
+    """
+    text_encoder = load_text_encoder(t5, dtype=dtype, device=device, fp8=fp8)
+    return PlainPromptEncoder(text_encoder, load_tokenizer(tokenizer or t5))

@@ -4,14 +4,17 @@ import json
 import tempfile
 import types
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
 from wangen.generator.errors import WangenError
 from wangen.generator.tokenizer_file import carried_tokenizer, find_tokenizer
+from wangen.runtime.prompts import clean_prompt
 
 ANOTHER = "fetch umT5's with: wangen models download tokenizer; or name it with --tokenizer"
+MAX_PROMPT_TOKENS = 512
 UNKNOWN = 3
 """The id of `<unk>` in umT5; in T5, whose tokenizer looks the same, it is 2."""
 
@@ -37,6 +40,17 @@ def load_tokenizer(path: Path) -> Tokenizer:
         raise WangenError(f"not umT5's tokenizer: that ends a text with </s>, and its <unk> is {UNKNOWN}",
                           where=str(file), cure=ANOTHER)  # fmt: skip
     return tokenizer
+
+
+def token_ids(tokenizer: Tokenizer, prompts: Sequence[str]) -> list[list[int]]:
+    """The ids that the encoder gets for each prompt: cleaned, cut at 512, always with `</s>` at the end.
+
+    Args:
+        tokenizer: from `load_tokenizer`.
+        prompts: raw texts; the empty text is `</s>` alone.
+    """
+    texts = [encoding.ids for encoding in tokenizer.encode_batch([clean_prompt(prompt) for prompt in prompts])]
+    return [[*ids[:-1][: MAX_PROMPT_TOKENS - 1], ids[-1]] for ids in texts]
 
 
 def _tokenizer_from_json(file: Path) -> Tokenizer:

@@ -7,9 +7,7 @@ from diffusers import AutoencoderKLWan
 
 from wangen.generator.kinds import expect
 from wangen.runtime.weights.filling import build, fill, open_checkpoint
-from wangen.runtime.weights.vae_names import vae_config, vae_names
-
-VAES = ("wan-vae-2.1", "wan-vae-2.2")
+from wangen.runtime.weights.vae_names import VAES, vae_config, vae_names
 
 
 def load_vae(path: Path, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> AutoencoderKLWan:

@@ -13,8 +13,19 @@ from typing import Any
 from wangen.generator.errors import WangenError
 from wangen.runtime.weights.filling import OTHER_FILE
 
-# Official `wan/modules/vae2_2.py` (class Wan2_2_VAE); those of 2.1 are the defaults of `AutoencoderKLWan`.
+VAES = ("wan-vae-2.1", "wan-vae-2.2")
+"""The kinds of files that are read here."""
+
+# Official `wan/modules/vae.py` (class WanVAE) and `vae2_2.py` (class Wan2_2_VAE).
 # fmt: off
+MEAN_21 = (
+    -0.7571, -0.7089, -0.9113, 0.1075, -0.1745, 0.9653, -0.1517, 1.5508,
+    0.4134, -0.0715, 0.5517, -0.3632, -0.1922, -0.9497, 0.2503, -0.2921,
+)
+STD_21 = (
+    2.8184, 1.4541, 2.3275, 2.6558, 1.2196, 1.7708, 2.6052, 2.0743,
+    3.2687, 2.1526, 2.8652, 1.5579, 1.6382, 1.1253, 2.8251, 1.9160,
+)
 MEAN_22 = (
     -0.2289, -0.0052, -0.1323, -0.2339, -0.2799, 0.0174, 0.1838, 0.1557, -0.1382, 0.0542, 0.2813, 0.0891,
     0.1570, -0.0098, 0.0375, -0.1825, -0.2246, -0.1207, -0.0698, 0.5109, 0.2665, -0.2108, -0.2158, 0.2502,
@@ -29,10 +40,10 @@ STD_22 = (
 )
 # fmt: on
 STATISTICS: Mapping[int, Mapping[str, tuple[float, ...]]] = {
-    16: {},
+    16: {"latents_mean": MEAN_21, "latents_std": STD_21},
     48: {"latents_mean": MEAN_22, "latents_std": STD_22},
 }
-"""By the number of latent channels, what the configuration must say about their mean and standard deviation."""
+"""Mean and standard deviation of the latents, by the number of their channels."""
 
 
 def _flat_upsample(match: re.Match[str]) -> str:

@@ -10,7 +10,7 @@
 # You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 # leave this file as it is and write the new text beside it as cache_example.sh.new.
 #
-# wangen-digest: 189ee3af9fb961367ac01828ce2be990
+# wangen-digest: 6df20e95574e96733d8e83ec5f29c003
 # Typographic quotes in a path or prompt are no typing errors.
 # shellcheck disable=SC1112
 # An editor for Windows may have put a carriage return behind every line: behind the first of these two, and hidden
@@ -23,12 +23,12 @@ set -euo pipefail
 # >>> knobs: letters, digits and . _ , + - only
 # check, cache_latents, cache_text, check_cache: which resolutions of the TOML to use: all, or for example 256,832x480 (published: 832x480)
 RESOLUTION='832x480'
-# cache_latents, check_cache: precision of the VAE and of the cached latents (default: bfloat16 on CUDA, float32 on CPU and ROCm); one of float32, bfloat16, float16. float32 because on ROCm a bfloat16 VAE gives all-zero or non-finite latents on some builds (published: float32)
+# cache_latents, check_cache: precision of the VAE and of the cached latents (default: float16 on CUDA, float32 on CPU and ROCm); one of float32, bfloat16, float16. float32 because on ROCm a bfloat16 VAE gives all-zero or non-finite latents on some builds (published: float32)
 VAE_DTYPE='float32'
 # cache_text, check_cache: precision of the text encoder and of the cached embeddings (default: bfloat16 on a GPU, float32 on a CPU); one of float32, bfloat16, float16 (published: bfloat16)
 T5_DTYPE='bfloat16'
-# cache_latents, cache_text: threads that read and decode media (published: 4)
-NUM_WORKERS='4'
+# cache_latents, cache_text: threads that read and decode media (default: 4, on ROCm 1) (published: 1)
+NUM_WORKERS='1'
 # cache_text: captions per encode (published: 16)
 BATCH_SIZE_CACHE_TEXT='16'
 # <<< knobs
@@ -129,6 +129,7 @@ if [ -z "$wg_only" ] || [ "$wg_only" = cache_latents ]; then
     cache_latents \
     --dataset_config 'files/tomls/example_linux.toml' \
     --resolution "$RESOLUTION" \
+    --task t2v-1.3B \
     --num_workers "$NUM_WORKERS" \
     --vae 'models/Wan2.1_VAE.pth' \
     --vae_dtype "$VAE_DTYPE" \
@@ -147,6 +148,7 @@ if [ -z "$wg_only" ] || [ "$wg_only" = cache_text ]; then
     cache_text \
     --dataset_config 'files/tomls/example_linux.toml' \
     --resolution "$RESOLUTION" \
+    --task t2v-1.3B \
     --num_workers "$NUM_WORKERS" \
     --t5 'models/models_t5_umt5-xxl-enc-bf16.pth' \
     --t5_dtype "$T5_DTYPE" \
@@ -166,6 +168,7 @@ if [ -z "$wg_only" ] || [ "$wg_only" = check_cache ]; then
     check_cache \
     --dataset_config 'files/tomls/example_linux.toml' \
     --resolution "$RESOLUTION" \
+    --task t2v-1.3B \
     --vae 'models/Wan2.1_VAE.pth' \
     --t5 'models/models_t5_umt5-xxl-enc-bf16.pth' \
     --vae_dtype "$VAE_DTYPE" \

@@ -11,7 +11,7 @@
 # You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 # leave this file as it is and write the new text beside it as cache_example.ps1.new.
 #
-# wangen-digest: efa6cacded4a071600e81995b158e5ec
+# wangen-digest: 0b56fad9ba6efc4e1dedfa292bfe049e
 Set-StrictMode -Version 2.0
 $ErrorActionPreference = 'Stop'
 $PSNativeCommandUseErrorActionPreference = $false
@@ -30,12 +30,12 @@ if (([System.Environment]::CommandLine -match '-Command.+Set-ExecutionPolicy -Sc
 # >>> knobs: letters, digits and . _ , + - only
 # check, cache_latents, cache_text, check_cache: which resolutions of the TOML to use: all, or for example 256,832x480 (published: 832x480)
 $RESOLUTION = '832x480'
-# cache_latents, check_cache: precision of the VAE and of the cached latents (default: bfloat16 on CUDA, float32 on CPU and ROCm); one of float32, bfloat16, float16. float32 because on ROCm a bfloat16 VAE gives all-zero or non-finite latents on some builds (published: float32)
+# cache_latents, check_cache: precision of the VAE and of the cached latents (default: float16 on CUDA, float32 on CPU and ROCm); one of float32, bfloat16, float16. float32 because on ROCm a bfloat16 VAE gives all-zero or non-finite latents on some builds (published: float32)
 $VAE_DTYPE = 'float32'
 # cache_text, check_cache: precision of the text encoder and of the cached embeddings (default: bfloat16 on a GPU, float32 on a CPU); one of float32, bfloat16, float16 (published: bfloat16)
 $T5_DTYPE = 'bfloat16'
-# cache_latents, cache_text: threads that read and decode media (published: 4)
-$NUM_WORKERS = '4'
+# cache_latents, cache_text: threads that read and decode media (default: 4, on ROCm 1) (published: 1)
+$NUM_WORKERS = '1'
 # cache_text: captions per encode (published: 16)
 $BATCH_SIZE_CACHE_TEXT = '16'
 # <<< knobs
@@ -141,6 +141,7 @@ try {
       'cache_latents',
       '--dataset_config', 'files\tomls\example_win.toml',
       '--resolution', $RESOLUTION,
+      '--task', 't2v-1.3B',
       '--num_workers', $NUM_WORKERS,
       '--vae', 'models\Wan2.1_VAE.pth',
       '--vae_dtype', $VAE_DTYPE,
@@ -160,6 +161,7 @@ try {
       'cache_text',
       '--dataset_config', 'files\tomls\example_win.toml',
       '--resolution', $RESOLUTION,
+      '--task', 't2v-1.3B',
       '--num_workers', $NUM_WORKERS,
       '--t5', 'models\models_t5_umt5-xxl-enc-bf16.pth',
       '--t5_dtype', $T5_DTYPE,
@@ -180,6 +182,7 @@ try {
       'check_cache',
       '--dataset_config', 'files\tomls\example_win.toml',
       '--resolution', $RESOLUTION,
+      '--task', 't2v-1.3B',
       '--vae', 'models\Wan2.1_VAE.pth',
       '--t5', 'models\models_t5_umt5-xxl-enc-bf16.pth',
       '--vae_dtype', $VAE_DTYPE,

@@ -12,7 +12,7 @@
 # You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 # leave this file as it is and write the new text beside it as train_example.ps1.new.
 #
-# wangen-digest: 25601827be66819dbd131ca4b9b0f370
+# wangen-digest: 91f1285472866a534c60428e1f69d633
 Set-StrictMode -Version 2.0
 $ErrorActionPreference = 'Stop'
 $PSNativeCommandUseErrorActionPreference = $false
@@ -55,12 +55,12 @@ $DISCRETE_FLOW_SHIFT = '5.0'
 $SEED = '42'
 # train: threads that read cache entries (published: 4)
 $MAX_DATA_LOADER_N_WORKERS = '4'
-# cache_latents, check_cache: precision of the VAE and of the cached latents (default: bfloat16 on CUDA, float32 on CPU and ROCm); one of float32, bfloat16, float16. float32 because on ROCm a bfloat16 VAE gives all-zero or non-finite latents on some builds (published: float32)
+# cache_latents, check_cache: precision of the VAE and of the cached latents (default: float16 on CUDA, float32 on CPU and ROCm); one of float32, bfloat16, float16. float32 because on ROCm a bfloat16 VAE gives all-zero or non-finite latents on some builds (published: float32)
 $VAE_DTYPE = 'float32'
 # cache_text, check_cache: precision of the text encoder and of the cached embeddings (default: bfloat16 on a GPU, float32 on a CPU); one of float32, bfloat16, float16 (published: bfloat16)
 $T5_DTYPE = 'bfloat16'
-# cache_latents, cache_text: threads that read and decode media (published: 4)
-$NUM_WORKERS = '4'
+# cache_latents, cache_text: threads that read and decode media (default: 4, on ROCm 1) (published: 1)
+$NUM_WORKERS = '1'
 # cache_text: captions per encode (published: 16)
 $BATCH_SIZE_CACHE_TEXT = '16'
 # <<< knobs
@@ -171,6 +171,7 @@ try {
       'cache_latents',
       '--dataset_config', 'files\tomls\example_win.toml',
       '--resolution', $RESOLUTION,
+      '--task', 't2v-1.3B',
       '--num_workers', $NUM_WORKERS,
       '--vae', 'models\Wan2.1_VAE.pth',
       '--vae_dtype', $VAE_DTYPE,
@@ -190,6 +191,7 @@ try {
       'cache_text',
       '--dataset_config', 'files\tomls\example_win.toml',
       '--resolution', $RESOLUTION,
+      '--task', 't2v-1.3B',
       '--num_workers', $NUM_WORKERS,
       '--t5', 'models\models_t5_umt5-xxl-enc-bf16.pth',
       '--t5_dtype', $T5_DTYPE,
@@ -210,6 +212,7 @@ try {
       'check_cache',
       '--dataset_config', 'files\tomls\example_win.toml',
       '--resolution', $RESOLUTION,
+      '--task', 't2v-1.3B',
       '--vae', 'models\Wan2.1_VAE.pth',
       '--t5', 'models\models_t5_umt5-xxl-enc-bf16.pth',
       '--vae_dtype', $VAE_DTYPE,
@@ -261,6 +264,7 @@ try {
       '--weighting_scheme', 'none',
       '--seed', $SEED,
       '--max_data_loader_n_workers', $MAX_DATA_LOADER_N_WORKERS,
+      '--caption_dropout', '0.0',
       '--save_precision', 'float32',
       '--lora_layout', 'comfyui',
       '--log_file', 'logs\example.log',

@@ -13,17 +13,17 @@ rem Python is taken from WANGEN_PYTHON (full path of python.exe), the virtual en
 rem You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 rem leave this file as it is and write the new text beside it as cache_example.bat.new.
 rem
-rem wangen-digest: a57d7bb79e5130c7fd39914ff408f46f
+rem wangen-digest: d6d5cb02c83ea76d8f29d0d828c74125
 chcp 65001 >nul 2>&1
 
 rem >>> knobs: letters, digits and . _ , + - only
 rem check, cache_latents, cache_text, check_cache: which resolutions of the TOML to use: all, or for example 256,832x480 (published: 832x480)
 set "RESOLUTION=832x480"
-rem cache_latents, check_cache: precision of the VAE and of the cached latents (default: bfloat16 on CUDA, float32 on CPU and ROCm); one of float32, bfloat16, float16 (published: bfloat16)
-set "VAE_DTYPE=bfloat16"
+rem cache_latents, check_cache: precision of the VAE and of the cached latents (default: float16 on CUDA, float32 on CPU and ROCm); one of float32, bfloat16, float16 (published: float16)
+set "VAE_DTYPE=float16"
 rem cache_text, check_cache: precision of the text encoder and of the cached embeddings (default: bfloat16 on a GPU, float32 on a CPU); one of float32, bfloat16, float16 (published: bfloat16)
 set "T5_DTYPE=bfloat16"
-rem cache_latents, cache_text: threads that read and decode media (published: 4)
+rem cache_latents, cache_text: threads that read and decode media (default: 4, on ROCm 1) (published: 4)
 set "NUM_WORKERS=4"
 rem cache_text: captions per encode (published: 16)
 set "BATCH_SIZE_CACHE_TEXT=16"
@@ -124,6 +124,7 @@ echo wangen: step 2 of 4: cache_latents
   "cache_latents" ^
   "--dataset_config" "files\tomls\example_win.toml" ^
   "--resolution" "%RESOLUTION%" ^
+  "--task" "t2v-1.3B" ^
   "--num_workers" "%NUM_WORKERS%" ^
   "--vae" "models\Wan2.1_VAE.pth" ^
   "--vae_dtype" "%VAE_DTYPE%" ^
@@ -142,6 +143,7 @@ echo wangen: step 3 of 4: cache_text
   "cache_text" ^
   "--dataset_config" "files\tomls\example_win.toml" ^
   "--resolution" "%RESOLUTION%" ^
+  "--task" "t2v-1.3B" ^
   "--num_workers" "%NUM_WORKERS%" ^
   "--t5" "models\models_t5_umt5-xxl-enc-bf16.pth" ^
   "--t5_dtype" "%T5_DTYPE%" ^
@@ -161,6 +163,7 @@ echo wangen: step 4 of 4: check_cache
   "check_cache" ^
   "--dataset_config" "files\tomls\example_win.toml" ^
   "--resolution" "%RESOLUTION%" ^
+  "--task" "t2v-1.3B" ^
   "--vae" "models\Wan2.1_VAE.pth" ^
   "--t5" "models\models_t5_umt5-xxl-enc-bf16.pth" ^
   "--vae_dtype" "%VAE_DTYPE%" ^

@@ -14,7 +14,7 @@ rem Python is taken from WANGEN_PYTHON (full path of python.exe), the virtual en
 rem You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 rem leave this file as it is and write the new text beside it as train_example.bat.new.
 rem
-rem wangen-digest: 46584edbd1a973170cce0338e982be54
+rem wangen-digest: 409190e8c082021d7965055af0e485f8
 chcp 65001 >nul 2>&1
 
 rem >>> knobs: letters, digits and . _ , + - only
@@ -44,11 +44,11 @@ rem train: seed of order, noise, timesteps, dropout and initial weights (publish
 set "SEED=42"
 rem train: threads that read cache entries (published: 4)
 set "MAX_DATA_LOADER_N_WORKERS=4"
-rem cache_latents, check_cache: precision of the VAE and of the cached latents (default: bfloat16 on CUDA, float32 on CPU and ROCm); one of float32, bfloat16, float16 (published: bfloat16)
-set "VAE_DTYPE=bfloat16"
+rem cache_latents, check_cache: precision of the VAE and of the cached latents (default: float16 on CUDA, float32 on CPU and ROCm); one of float32, bfloat16, float16 (published: float16)
+set "VAE_DTYPE=float16"
 rem cache_text, check_cache: precision of the text encoder and of the cached embeddings (default: bfloat16 on a GPU, float32 on a CPU); one of float32, bfloat16, float16 (published: bfloat16)
 set "T5_DTYPE=bfloat16"
-rem cache_latents, cache_text: threads that read and decode media (published: 4)
+rem cache_latents, cache_text: threads that read and decode media (default: 4, on ROCm 1) (published: 4)
 set "NUM_WORKERS=4"
 rem cache_text: captions per encode (published: 16)
 set "BATCH_SIZE_CACHE_TEXT=16"
@@ -156,6 +156,7 @@ echo wangen: step 2 of 5: cache_latents
   "cache_latents" ^
   "--dataset_config" "files\tomls\example_win.toml" ^
   "--resolution" "%RESOLUTION%" ^
+  "--task" "t2v-1.3B" ^
   "--num_workers" "%NUM_WORKERS%" ^
   "--vae" "models\Wan2.1_VAE.pth" ^
   "--vae_dtype" "%VAE_DTYPE%" ^
@@ -174,6 +175,7 @@ echo wangen: step 3 of 5: cache_text
   "cache_text" ^
   "--dataset_config" "files\tomls\example_win.toml" ^
   "--resolution" "%RESOLUTION%" ^
+  "--task" "t2v-1.3B" ^
   "--num_workers" "%NUM_WORKERS%" ^
   "--t5" "models\models_t5_umt5-xxl-enc-bf16.pth" ^
   "--t5_dtype" "%T5_DTYPE%" ^
@@ -193,6 +195,7 @@ echo wangen: step 4 of 5: check_cache
   "check_cache" ^
   "--dataset_config" "files\tomls\example_win.toml" ^
   "--resolution" "%RESOLUTION%" ^
+  "--task" "t2v-1.3B" ^
   "--vae" "models\Wan2.1_VAE.pth" ^
   "--t5" "models\models_t5_umt5-xxl-enc-bf16.pth" ^
   "--vae_dtype" "%VAE_DTYPE%" ^
@@ -243,6 +246,7 @@ echo wangen: step 5 of 5: train
   "--weighting_scheme" "none" ^
   "--seed" "%SEED%" ^
   "--max_data_loader_n_workers" "%MAX_DATA_LOADER_N_WORKERS%" ^
+  "--caption_dropout" "0.0" ^
   "--save_precision" "float32" ^
   "--lora_layout" "comfyui" ^
   "--log_file" "logs\example.log" ^

@@ -1,0 +1,105 @@
+"""A block of a dataset TOML -> its items with their control media and masks, or what is wrong with them."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from wangen.generator.dataset import (
+    BadItemError,
+    Item,
+    Media,
+    Problem,
+    folded,
+    list_folder,
+    media_of,
+    scan,
+    unreadable,
+)
+from wangen.generator.manifests import read_manifest
+from wangen.generator.tomls import DatasetEntry
+
+_NUMBERED = re.compile(r"(.+)_([0-9]{1,4})")
+
+
+def read_items(entry: DatasetEntry, *, deep: bool = True) -> tuple[list[Item], list[Problem]]:
+    """The items of a block, in the order of the file names or of the manifest's lines, and all that is wrong.
+
+    Control media are found in `control_directory` by the media's stems: for an image `<stem>.*`, then `<stem>_0.*`,
+    `<stem>_1.*` and so on (a file whose whole stem is another image's is that image's alone); for a clip one video or
+    one still picture `<stem>.*`. A mask is one file `<stem>.*` of `mask_directory`. Letter case does not matter.
+
+    Args:
+        entry: the block.
+        deep: open every file to see that it can be read; items with one that cannot be are left out.
+
+    Raises:
+        WangenError: a folder cannot be listed or the manifest not be read, or the library for clips is not installed.
+    """
+    if entry.manifest:
+        items, problems = read_manifest(entry.manifest, entry.media, multiple_captions=entry.multiple_captions)
+        to_open = [path for item in items for path in (item.path, *item.companions)]
+    else:
+        items, problems = scan(
+            entry.directory, media=entry.media, caption_extension=entry.caption_extension,
+            multiple_captions=entry.multiple_captions, deep=deep,
+        )  # fmt: skip
+        items, missing = _with_companions(items, entry)
+        problems += missing
+        to_open = [path for item in items for path in item.companions]
+    bad_files = unreadable(to_open) if deep and to_open else {}
+    items = [item for item in items if bad_files.keys().isdisjoint((item.path, *item.companions))]
+    return items, [*problems, *bad_files.values()]
+
+
+def _with_companions(items: list[Item], entry: DatasetEntry) -> tuple[list[Item], list[Problem]]:
+    """The items with what the folders beside them hold, and those that lack something as problems."""
+    controls = entry.control_directory and _Companions(entry.control_directory, items, entry, numbered=True)
+    masks = entry.mask_directory and _Companions(entry.mask_directory, items, entry, numbered=False)
+    if not controls and not masks:
+        return items, []
+    found, problems = [], []
+    for item in items:
+        try:
+            own_controls = controls.of(item, "control") if controls else ()
+            own_masks = masks.of(item, "mask") if masks else ()
+            found.append(replace(item, controls=own_controls, mask=own_masks[0] if own_masks else None))
+        except BadItemError as bad:
+            problems.append(bad.problem)
+    return found, problems
+
+
+class _Companions:
+    """The files of a folder by the items that they belong to."""
+
+    def __init__(self, folder: Path, items: Iterable[Item], entry: DatasetEntry, *, numbered: bool) -> None:
+        kinds: set[Media] = {"image"} if entry.media == "image" else {"image", "video"}
+        self._folder = folder
+        self._wanted = " or ".join(sorted(kinds))
+        self._files: dict[str, dict[int, list[Path]]] = {}
+        stems = {folded(item.path.stem) for item in items}
+        for path in list_folder(folder):
+            if media_of(path) not in kinds:
+                continue
+            stem, number = folded(path.stem), -1
+            match = _NUMBERED.fullmatch(stem) if numbered and entry.media == "image" and stem not in stems else None
+            if match:
+                stem, number = match[1], int(match[2])
+            self._files.setdefault(stem, {}).setdefault(number, []).append(path)
+
+    def of(self, item: Item, role: str) -> tuple[Path, ...]:
+        """The files of an item, in their order.
+
+        Raises:
+            BadItemError: there is none, or two stand for one.
+        """
+        numbers = self._files.get(folded(item.path.stem))
+        if not numbers:
+            raise BadItemError(
+                item.path, f"has no {role} in {self._folder}", f"put {item.path.stem}.* there: an {self._wanted}"
+            )
+        for paths in numbers.values():
+            if len(paths) > 1:
+                names = " and ".join(path.name for path in paths)
+                raise BadItemError(item.path, f"has two files for one {role}: {names}", "keep one of them")
+        return tuple(paths[0] for _, paths in sorted(numbers.items()))

@@ -1,0 +1,48 @@
+"""The embedding cache: one safetensors file per entry, identified by a key over everything that changes its bytes.
+
+The name of an entry is `<stem>-<key>.<kind>.safetensors`; the key alone identifies, the stem is for people. The header
+holds the recipe in words, the encoder, and a digest of the payload, so that an entry can be judged by itself. Torch is
+imported only where tensors are read: judging works without it. `cache.writer` writes what is read here, `cache.claims`
+keeps two processes from encoding the same thing, and `EmbeddingCache` is for notebooks.
+"""
+
+from wangen.runtime.cache.api import EmbeddingCache, EmbeddingCacheManager
+from wangen.runtime.cache.entries import CorruptEntryError, Entry, load, payload_digest, read_entry
+from wangen.runtime.cache.folder import Folder, State, Verdict
+from wangen.runtime.cache.recipes import (
+    FORMAT,
+    KINDS,
+    NO_ENCODER,
+    RECIPE_VERSIONS,
+    TEXT_KINDS,
+    Encoder,
+    Kind,
+    Recipe,
+    digest,
+    prompt_digest,
+)
+from wangen.runtime.cache.words import difference
+
+__all__ = [
+    "FORMAT",
+    "KINDS",
+    "NO_ENCODER",
+    "RECIPE_VERSIONS",
+    "TEXT_KINDS",
+    "CorruptEntryError",
+    "EmbeddingCache",
+    "EmbeddingCacheManager",
+    "Encoder",
+    "Entry",
+    "Folder",
+    "Kind",
+    "Recipe",
+    "State",
+    "Verdict",
+    "difference",
+    "digest",
+    "load",
+    "payload_digest",
+    "prompt_digest",
+    "read_entry",
+]

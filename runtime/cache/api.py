@@ -1,0 +1,189 @@
+"""The cache for notebooks: `from wangen.runtime.cache import EmbeddingCache`."""
+
+import time
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from wangen.generator.errors import UsageError, WangenError
+from wangen.generator.files import remove
+from wangen.runtime.cache.entries import CorruptEntryError, Entry, load, read_entry
+from wangen.runtime.cache.folder import Folder
+from wangen.runtime.cache.recipes import KINDS, NO_ENCODER, TEXT_KINDS, Encoder, Kind, Recipe, prompt_digest
+from wangen.runtime.sources import YOUNG_NS, digest_file
+
+if TYPE_CHECKING:
+    import torch
+
+
+class EmbeddingCache:
+    """A cache folder by the digests of its sources: what the caching steps made, and what is saved here.
+
+    Entries that `save_cache` makes are found here again. Training does not take them, because it does not know how
+    they were made.
+    """
+
+    def __init__(self, folder: Path | str) -> None:
+        """Nothing is read or made before it is needed.
+
+        Args:
+            folder: a cache folder; it may not exist yet.
+        """
+        self.folder = Path(folder)
+        self._looked: tuple[int, dict[tuple[Kind, str], list[Entry]]] | None = None
+
+    def save_cache(
+        self,
+        kind: Kind,
+        digest: str,
+        tensors: "Mapping[str, torch.Tensor]",
+        *,
+        encoder: Encoder = NO_ENCODER,
+        name: str = "",
+    ) -> Path:
+        """Write an entry, whole or not at all; one of the same source and encoder is replaced. Returns its path.
+
+        Args:
+            kind: one of `KINDS`.
+            digest: of the source, from `get_file_hash_for_image` or `get_file_hash_for_prompt`.
+            tensors: `latent`, `clip`, or `embedding` with `mask`, as the caching steps name them, or any other.
+            encoder: what made it, when several are to be told apart.
+            name: begins the file's name.
+
+        Raises:
+            WangenError: a value is not finite, or all are zero; the disk is full or the folder cannot be written.
+        """
+        from wangen.runtime.cache.writer import Writer
+
+        recipe = Recipe(known_kind(kind), {"source": digest}, name or digest[:12])
+        with Writer(self.folder) as writer:
+            writer.put(recipe, encoder, tensors)
+        self._looked = None
+        return self.folder / recipe.file_name(encoder)
+
+    def load_cache(self, kind: Kind, digest: str) -> "dict[str, torch.Tensor] | None":
+        """The tensors of the newest valid entry of a source; None when there is none. The payload is verified.
+
+        Args:
+            kind: one of `KINDS`.
+            digest: of the source.
+        """
+        for entry in sorted(self._entries().get((known_kind(kind), digest), []), key=_time_ns, reverse=True):
+            with suppress(CorruptEntryError):
+                if read_entry(entry.path, deep=True):
+                    return load(entry)
+        return None
+
+    def cache_exists(self, kind: Kind, digest: str) -> bool:
+        """Whether there is an entry of a source; headers are read, payloads are not."""
+        return (known_kind(kind), digest) in self._entries()
+
+    def get_cache_stats(self) -> dict[Kind, int]:
+        """How many entries there are of each kind; all kinds are named."""
+        counts = Counter(entry.kind for entries in self._entries().values() for entry in entries)
+        return {kind: counts[kind] for kind in KINDS}
+
+    def clear_cache(self, kind: Kind | None = None) -> int:
+        """Remove all entries, or those of one kind; returns how many. Files that are no entries stay.
+
+        Raises:
+            WangenError: an entry cannot be removed.
+        """
+        wanted = known_kind(kind) if kind else None
+        chosen = [entry for entries in self._entries().values() for entry in entries if wanted in (None, entry.kind)]
+        self._looked = None
+        for entry in chosen:
+            remove_entry(entry)
+        return len(chosen)
+
+    def get_file_hash_for_image(self, path: Path | str) -> str:
+        """The source digest of an image or clip: the SHA-256 of the file.
+
+        Raises:
+            WangenError: it cannot be read.
+        """
+        return digest_file(Path(path))
+
+    def get_file_hash_for_prompt(self, path: Path | str | None, prompt: str) -> str:
+        """The source digest of a caption.
+
+        Args:
+            path: the control image of models that edit one; None for all others.
+            prompt: the caption; it is cleaned as the text encoder gets it.
+
+        Raises:
+            WangenError: the control image cannot be read.
+        """
+        from wangen.runtime.prompts import clean_prompt
+
+        return prompt_digest(clean_prompt(prompt), [digest_file(Path(path))] if path else [])
+
+    def check_cache_exists(self, path: Path | str) -> tuple[Kind, ...]:
+        """The kinds that there are of an image or clip and, when a .txt lies beside it, of its caption.
+
+        Raises:
+            WangenError: a file cannot be read.
+        """
+        digests = dict.fromkeys(KINDS, self.get_file_hash_for_image(path))
+        caption = Path(path).with_suffix(".txt")
+        if caption.is_file():
+            text = caption.read_text(encoding="utf-8-sig")
+            digests |= dict.fromkeys(TEXT_KINDS, self.get_file_hash_for_prompt(None, text))
+        return tuple(kind for kind, digest in digests.items() if self.cache_exists(kind, digest))
+
+    def _entries(self) -> Mapping[tuple[Kind, str], list[Entry]]:
+        """The entries by kind and source, looked at again when the folder changed."""
+        changed_ns = _changed_ns(self.folder)
+        if self._looked is None or self._looked[0] != changed_ns or time.time_ns() - changed_ns < YOUNG_NS:
+            found: dict[tuple[Kind, str], list[Entry]] = {}
+            for entry in Folder(self.folder).all_entries:
+                found.setdefault((entry.kind, entry.source), []).append(entry)
+            self._looked = changed_ns, found
+        return self._looked[1]
+
+
+EmbeddingCacheManager = EmbeddingCache
+
+
+def remove_entry(entry: Entry) -> None:
+    """Remove the file of an entry if it is there.
+
+    Raises:
+        WangenError: it cannot be removed.
+    """
+    try:
+        remove(entry.path)
+    except OSError as error:
+        raise WangenError(
+            f"cannot remove the cache entry: {error.strerror}",
+            where=str(entry.path),
+            cure="close the program that has it open, or fix the folder's rights",
+        ) from None
+
+
+def known_kind(name: str) -> Kind:
+    """The kind of that name.
+
+    Raises:
+        UsageError: there is none.
+    """
+    for kind in KINDS:
+        if kind == name:
+            return kind
+    raise UsageError(f"there is no kind {name!r}", cure=f"one of {', '.join(KINDS)}")
+
+
+def _changed_ns(folder: Path) -> int:
+    try:
+        return folder.stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
+def _time_ns(entry: Entry) -> int:
+    try:
+        return entry.path.stat().st_mtime_ns
+    except OSError:
+        return 0

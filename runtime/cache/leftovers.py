@@ -1,0 +1,97 @@
+"""What killed writers and bad disks leave in a cache folder: temporary files, claims, and entries that are damaged."""
+
+import os
+import re
+import secrets
+import socket
+import time
+from contextlib import suppress
+from hashlib import sha256
+from pathlib import Path
+
+from wangen.generator.files import remove
+from wangen.runtime.cache.claims import sweep_claims
+from wangen.runtime.cache.entries import CorruptEntryError, UnreadableEntryError, read_entry
+from wangen.runtime.cache.folder import Folder
+from wangen.runtime.cache.index import INDEX, look
+
+ABANDONED_S = 3600.0
+"""A temporary file of another machine that nobody has written to for so long was left by a writer that was killed."""
+
+_TEMPORARY = re.compile(r"\.[0-9a-f]{20}-(?P<host>[0-9a-f]{8})(?P<pid>[0-9a-f]{8})(?P<random>[0-9a-f]{8})?\.tmp")
+_NOTES = re.compile(r"\.\.wangen-[^/]*-[0-9a-f]{16}\.tmp")
+
+
+def temporary_name(key: str) -> str:
+    """A new name for the temporary file of an entry, which says whose it is."""
+    # Process numbers repeat from machine to machine on a shared drive; random names do not.
+    return f".{key}-{_host()}{os.getpid():08x}{secrets.token_hex(4)}.tmp"
+
+
+def sweep(folder: Path) -> int:
+    """Remove what writers that are dead by now have left in a folder; returns how many files.
+
+    A writer of this machine is dead when there is no such process, or when it has not written for an hour.
+    """
+    try:
+        with os.scandir(folder) as files:
+            names = [file.name for file in files if file.name.startswith(".")]
+    except OSError:
+        return 0
+    removed = 0
+    for name in names:
+        with suppress(OSError):  # open elsewhere on Windows, or a read-only folder: the next run tries again
+            if _is_left(folder / name):
+                (folder / name).unlink()
+                removed += 1
+    return removed + sweep_claims(folder, names)
+
+
+def repair(folder: Folder) -> tuple[int, int]:
+    """Remove damaged entries and what dead writers left, and make the index anew.
+
+    A file that the system does not let us read may be good and stays.
+
+    Args:
+        folder: judged as deeply as entries are to be looked at; afterwards it knows what is left.
+
+    Returns:
+        How many entries were removed, and how many other files.
+
+    Raises:
+        WangenError: the folder cannot be listed.
+    """
+    removed = 0
+    for name in list(folder.damaged):
+        try:
+            read_entry(folder.path / name, deep=folder.deep)  # another process may have written it again meanwhile
+        except UnreadableEntryError:
+            continue
+        except CorruptEntryError:
+            with suppress(OSError):
+                remove(folder.path / name)
+                removed += 1
+    left = sweep(folder.path)
+    with suppress(OSError):
+        remove(folder.path / INDEX)
+    look(folder.path)
+    folder.forget_removed()
+    return removed, left
+
+
+def _is_left(path: Path) -> bool:
+    match = _TEMPORARY.fullmatch(path.name)
+    if match and match["random"] and match["host"] == _host() and not _exists(int(match["pid"], 16)):
+        return True
+    is_ours = match or _NOTES.fullmatch(path.name)
+    return bool(is_ours) and time.time() - path.stat().st_mtime > ABANDONED_S
+
+
+def _exists(pid: int) -> bool:
+    import psutil
+
+    return psutil.pid_exists(pid)
+
+
+def _host() -> str:
+    return sha256(socket.gethostname().encode()).hexdigest()[:8]

@@ -1,0 +1,124 @@
+"""What a cache entry is made of, and the key that follows from it."""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, get_args
+
+Kind = Literal[
+    "latent",
+    "control_latent",
+    "image_latent",
+    "clip",
+    "mask",
+    "text_encoder_output",
+    "empty_text_encoder_output",
+]
+"""Latents of the item, of its control media and of its first frame as a condition, each (C, F, h, w); CLIP's view of
+the first frame, (257, 1280); the mask, (1, F, h, w); embeddings of its caption and of the empty prompt, (L, dim)."""
+
+KINDS: tuple[Kind, ...] = get_args(Kind)
+TEXT_KINDS: tuple[Kind, ...] = ("text_encoder_output", "empty_text_encoder_output")
+
+RECIPE_VERSIONS: Mapping[Kind, int] = dict.fromkeys(KINDS, 1)
+"""Raised when the code that makes a kind's bytes changes them; a golden test guards it."""
+
+FORMAT = "wangen-cache-1"
+SUFFIX = ".safetensors"
+ENTRY_NAME = re.compile(rf"(?P<stem>.*)-(?P<key>[0-9a-f]{{20}})\.(?P<kind>{'|'.join(KINDS)})\.safetensors", re.DOTALL)
+"""The name of every entry; a file of this name is one only if its header says so too."""
+
+_to_json = json.JSONEncoder(sort_keys=True, ensure_ascii=False, separators=(",", ":")).encode
+
+
+def digest(value: object) -> str:
+    """20 hex digits over a JSON value, whatever the order of its keys.
+
+    >>> digest({"a": 1, "b": 2}) == digest({"b": 2, "a": 1})
+    True
+    """
+    return hashlib.sha256(_to_json(value).encode()).hexdigest()[:20]
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Which weights, in which precision, made an entry.
+
+    Attributes:
+        identity: digest of the weight file (and of the tokenizer), from `headers.identity`.
+        dtype: precision it ran in: `float32`, `bfloat16`, `float16`.
+    """
+
+    identity: str
+    dtype: str
+
+
+NO_ENCODER = Encoder("none", "float32")
+"""Of what is computed without weights, such as masks."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What an entry is made of.
+
+    Attributes:
+        kind: which kind of entry.
+        content: everything but the encoder that decides the bytes.
+        name: the item in words; it is shown and begins the file name, but does not count.
+    """
+
+    kind: Kind
+    content: Mapping[str, Any]
+    name: str
+
+    @cached_property
+    def content_key(self) -> str:
+        """Digest of the kind, its version and the content, without the encoder."""
+        return digest([self.kind, RECIPE_VERSIONS[self.kind], self.content])
+
+    @property
+    def source(self) -> str:
+        """Digest of what is encoded, as `source_of` says."""
+        return source_of(self.content)
+
+    def key(self, encoder: Encoder) -> str:
+        """The key of the entry that this encoder makes."""
+        return key_of(self.content_key, encoder)
+
+    def file_name(self, encoder: Encoder) -> str:
+        """The entry's file name; captions are shared between items, so their entries begin with `text`."""
+        stem = "text" if self.kind in TEXT_KINDS else _ascii(self.name)
+        return f"{stem}-{self.key(encoder)}.{self.kind}{SUFFIX}"
+
+
+def key_of(content_key: str, encoder: Encoder) -> str:
+    """The key of an entry: digest of what is encoded and of the encoder."""
+    return digest([content_key, encoder.identity, encoder.dtype])
+
+
+def source_of(content: Mapping[str, Any]) -> str:
+    """SHA-256, in hex, of what an entry encodes: its media file, or its caption with its control images.
+
+    >>> source_of({"source": "ab", "width": 64}), source_of({"caption": "a cat"})[:8]
+    ('ab', '51e46741')
+    """
+    if "source" in content:
+        return str(content["source"])
+    return prompt_digest(str(content.get("caption", "")), content.get("controls", ()))
+
+
+def prompt_digest(caption: str, controls: Sequence[str] = ()) -> str:
+    """SHA-256, in hex, of a caption as it goes into the text encoder, and of the digests of its control images."""
+    return hashlib.sha256("\n".join([caption, *controls]).encode()).hexdigest()
+
+
+def _ascii(name: str) -> str:
+    """At most 40 characters that every file system holds.
+
+    >>> _ascii("Älter Hund:0+17.mp4")
+    '_lter_Hund_0_17_mp4'
+    """
+    return re.sub(r"[^A-Za-z0-9_-]", "_", name, flags=re.ASCII)[:40]

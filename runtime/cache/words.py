@@ -1,0 +1,78 @@
+"""Why an entry is not what is needed, in words."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from wangen.runtime.cache.entries import Entry
+from wangen.runtime.cache.recipes import TEXT_KINDS, Encoder, Kind, Recipe
+
+_FIXED = {
+    "source": "the file's content changed",
+    "caption": "the caption changed",
+    "controls": "the control image changed",
+    "control": "the control image changed",
+    "mask": "the mask changed",
+    "resize": "the resizing recipe changed",
+    "condition": "the way the condition is made changed",
+}
+_NAMED = {
+    "start": "the clip's first frame changed from {old} to {new}",
+    "frames": "the number of frames changed from {old} to {new}",
+    "fps": "the model's frame rate changed from {old} to {new} fps",
+    "source_fps": "source_fps changed from {old} to {new}",
+    "background": "the background behind transparent pixels changed from {old} to {new}",
+}
+_UNSET = {"source_fps": "the file's own", "background": "white"}
+
+
+def difference(entry: Entry, recipe: Recipe, encoder: Encoder | None) -> str:
+    """Why an entry is stale, in words: all that differs.
+
+    Raises:
+        CorruptEntryError: the entry changed since it was judged.
+    """
+    return "; ".join(differences(entry, recipe, encoder))
+
+
+def differences(entry: Entry, recipe: Recipe, encoder: Encoder | None) -> tuple[str, ...]:
+    """What differs between an entry and what is needed, one phrase for each thing.
+
+    Args:
+        entry: what is there; its header is read for what it is made of.
+        recipe: what is needed.
+        encoder: which must have made it; None accepts any.
+
+    Raises:
+        CorruptEntryError: the entry changed since it was judged.
+    """
+    old, new, made_by = entry.content, recipe.content, entry.encoder
+    phrases = []
+    if (old.get("width"), old.get("height")) != (new.get("width"), new.get("height")):
+        phrases.append(f"the size changed from {_size(old)} to {_size(new)}")
+    for name in dict.fromkeys([*new, *old]):
+        if name not in ("width", "height") and old.get(name) != new.get(name):
+            words = _FIXED.get(name) or _NAMED.get(name, f"{name} changed from {{old}} to {{new}}")
+            phrases.append(words.format(old=_value(name, old), new=_value(name, new)))
+    if encoder and made_by.identity != encoder.identity:
+        phrases.append(f"encoded with another {encoder_words(entry.kind)}")
+    elif encoder and made_by.dtype != encoder.dtype:
+        phrases.append(f"encoded in {made_by.dtype}, wanted in {encoder.dtype}")
+    return tuple(phrases) or ("made by an older version of the encoding code",)
+
+
+def encoder_words(kind: Kind) -> str:
+    """What encodes a kind.
+
+    >>> encoder_words("latent"), encoder_words("text_encoder_output")
+    ('VAE', 'text encoder or tokenizer')
+    """
+    return "CLIP" if kind == "clip" else "text encoder or tokenizer" if kind in TEXT_KINDS else "VAE"
+
+
+def _size(content: Mapping[str, Any]) -> str:
+    return f"{content.get('width', '?')}x{content.get('height', '?')}"
+
+
+def _value(name: str, content: Mapping[str, Any]) -> str:
+    value = content.get(name)
+    return _UNSET.get(name, "unset") if value is None else str(value)

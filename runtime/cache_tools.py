@@ -1,0 +1,169 @@
+"""`wangen cache`: what is in a cache folder, and removing it. Needs no torch."""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import click
+
+from wangen import profiles
+from wangen.generator.errors import UsageError, WangenError, bytes_text, many
+from wangen.generator.files import remove
+from wangen.generator.steps import CheckCache
+from wangen.generator.tasks import supported
+from wangen.generator.tomls import read_dataset
+from wangen.profiles import Model
+from wangen.runtime.cache import KINDS, Entry, Folder, Kind
+from wangen.runtime.cache.api import known_kind, remove_entry
+from wangen.runtime.cache.index import INDEX
+from wangen.runtime.needs import Claim, claimed_keys, recipes_of
+from wangen.runtime.samples import Sample, by_cache_folder, read_samples
+
+
+def stats(place: Path) -> int:
+    """Print counts and bytes by kind and encoder, and the ages of the oldest and the newest entry.
+
+    Args:
+        place: a cache folder, or a dataset's TOML for all of its folders.
+
+    Raises:
+        WangenError: there is no such folder, or the TOML cannot be read.
+    """
+    for folder in _folders(place):
+        click.echo(f"{folder.path}:")
+        _show(folder.all_entries)
+        for name, error in folder.damaged.items():
+            click.echo(f"  corrupt: {name}: {error.found}")
+        times = [time_s for entry in folder.all_entries if (time_s := _time_s(entry))]
+        if times:
+            click.echo(f"  oldest {_date(min(times))}, newest {_date(max(times))}")
+    return 0
+
+
+def clear(place: Path, kind: str | None, *, yes: bool) -> int:
+    """Show all entries, or those of one kind, and remove them when the user agrees.
+
+    Args:
+        place: a cache folder, or a dataset's TOML for all of its folders.
+        kind: only these.
+        yes: do not ask.
+
+    Raises:
+        UsageError: there is no such kind.
+        WangenError: there is no such folder, or an entry cannot be removed.
+    """
+    wanted = known_kind(kind) if kind else None
+    return _remove(_folders(place), lambda entry: wanted in (None, entry.kind), yes=yes)
+
+
+def prune(dataset_config: Path, *, yes: bool) -> int:
+    """Show the entries that no item needs any more, and remove them when the user agrees.
+
+    Kept is what the dataset's items need for any model (of the encoder that its last caching run used), and what any
+    other dataset claims that uses the same folders.
+
+    Args:
+        dataset_config: the TOML.
+        yes: do not ask.
+
+    Raises:
+        WangenError: the dataset cannot be read, or an entry cannot be removed.
+    """
+    folders = _folders(dataset_config)
+    samples = _all_samples(dataset_config)
+    needed = {
+        (folder.path, kind): _Needed(folder, dataset_config, kind, samples) for folder in folders for kind in KINDS
+    }
+    return _remove(folders, lambda entry: entry not in needed[entry.folder, entry.kind], yes=yes)
+
+
+class _Needed:
+    """What one folder must keep of one kind."""
+
+    def __init__(self, folder: Folder, dataset_config: Path, kind: Kind, samples: Iterable[Sample]) -> None:
+        claim = Claim(folder, dataset_config, kind)
+        members = by_cache_folder(list(samples)).get(folder.path, [])
+        self._encoder = claim.encoder
+        self._others = claimed_keys(folder.path, kind, but=claim.path)
+        self._content_keys = {recipe.content_key for sample in members for recipe in recipes_of(sample, kind)}
+
+    def __contains__(self, entry: Entry) -> bool:
+        if entry.key in self._others:
+            return True
+        return entry.content_key in self._content_keys and self._encoder in (None, entry.encoder)
+
+
+def _all_samples(dataset_config: Path) -> list[Sample]:
+    """The samples as every model cuts them: buckets, frame rates and strides differ.
+
+    Raises:
+        WangenError: the dataset suits no model at all.
+    """
+    models: dict[tuple[int, ...], Model] = {}
+    for model in map(profiles.model, supported("caching for")):
+        models.setdefault((model.fps, model.bucket_step, model.spatial_stride, model.temporal_stride), model)
+    samples: list[Sample] = []
+    refused: list[WangenError] = []
+    for model in models.values():
+        try:
+            samples += read_samples(CheckCache(dataset_config=dataset_config), model)
+        except WangenError as error:
+            refused.append(error)
+    if len(refused) == len(models):
+        raise refused[0]
+    return samples
+
+
+def _remove(folders: Sequence[Folder], chosen: Callable[[Entry], bool], *, yes: bool) -> int:
+    found = [entry for folder in folders for entry in folder.all_entries if chosen(entry)]
+    if not found:
+        click.echo("there is nothing to remove")
+        return 0
+    for folder in folders:
+        entries = [entry for entry in found if entry.folder == folder.path]
+        if entries:
+            click.echo(f"{folder.path}:")
+            _show(entries)
+    if not yes and not click.confirm(f"remove {many(len(found), 'entry', 'entries')}?"):
+        click.echo("nothing was removed")
+        return 1
+    for entry in found:
+        remove_entry(entry)
+    for folder in folders:
+        with suppress(OSError):  # most of it is gone; it comes back by itself
+            remove(folder.path / INDEX)
+    click.echo(f"removed {many(len(found), 'entry', 'entries')}, {bytes_text(sum(entry.num_bytes for entry in found))}")
+    return 0
+
+
+def _folders(place: Path) -> list[Folder]:
+    if place.is_dir():
+        return [Folder(place)]
+    if place.suffix.lower() != ".toml":
+        raise UsageError("no folder and no dataset's TOML", where=str(place),
+                         cure="name a cache folder, such as datasets/cats/512_cache, or the TOML")  # fmt: skip
+    return [Folder(path) for path in dict.fromkeys(entry.cache_directory for entry in read_dataset(place))]
+
+
+def _show(entries: Iterable[Entry]) -> None:
+    """One line for each kind and encoder."""
+    groups: dict[tuple[str, str, str], list[int]] = {}
+    for entry in entries:
+        encoder = entry.encoder
+        groups.setdefault((entry.kind, encoder.identity[:8], encoder.dtype), []).append(entry.num_bytes)
+    for (kind, identity, dtype), sizes in sorted(groups.items(), key=lambda group: KINDS.index(group[0][0])):
+        click.echo(f"  {kind:<26}{len(sizes):>8} {bytes_text(sum(sizes)):>12}   by {identity} in {dtype}")
+    if not groups:
+        click.echo("  no entries")
+
+
+def _time_s(entry: Entry) -> float:
+    """When it was written, in seconds since 1970; 0 when it is gone."""
+    with suppress(OSError):
+        return entry.path.stat().st_mtime
+    return 0.0
+
+
+def _date(time_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(time_s))

@@ -1,0 +1,172 @@
+"""Encoding inside `train`: what the cache lacks is made before the first step, in memory or in the cache."""
+
+import json
+import logging
+import os
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from wangen.generator.errors import UsageError
+from wangen.generator.lock import IN_SCRIPT
+from wangen.generator.steps import CacheLatents, CacheText, Train
+from wangen.profiles import Model
+from wangen.runtime import cache_latents, cache_text, encoding
+from wangen.runtime.cache import Encoder, Folder, Kind, Recipe
+from wangen.runtime.models import text_encoder_identity, vae_identity
+from wangen.runtime.needs import TEXT_KINDS, Work, expected_encoder, judge
+from wangen.runtime.samples import Sample, by_cache_folder
+
+if TYPE_CHECKING:
+    import torch
+
+log = logging.getLogger("wangen")
+
+Place = tuple[Path, str]
+"""The folder that an entry belongs to, and its content key."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """An entry that is kept in memory."""
+
+    key: str
+    content_key: str
+    path: Path
+    tensors: "Mapping[str, torch.Tensor]"
+
+
+@dataclass
+class MemoryWriter:
+    """Stands where a cache writer does and keeps the entries in memory; values are judged all the same."""
+
+    folder: Path
+    held: dict[Place, Held]
+    num_bytes: int = 0
+
+    def __enter__(self) -> "MemoryWriter":
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        """Nothing has to be closed."""
+
+    def claim(self, _recipe: Recipe, _encoder: Encoder) -> Literal["mine"]:
+        """Memory is this process's own."""
+        return "mine"
+
+    def put(self, recipe: Recipe, encoder: Encoder, tensors: "Mapping[str, torch.Tensor]") -> None:
+        """Keep an entry.
+
+        Raises:
+            WangenError: a value is not finite, or all are zero.
+        """
+        from wangen.runtime.cache.writer import judge_values
+
+        judge_values(recipe, encoder, tensors)
+        path = self.folder / recipe.file_name(encoder)
+        self.held[self.folder, recipe.content_key] = Held(recipe.key(encoder), recipe.content_key, path, tensors)
+        self.num_bytes += sum(tensor.nbytes for tensor in tensors.values())
+
+    def commit(self) -> None:
+        """Nothing is pending."""
+
+    def commit_if_due(self) -> None:
+        """Nothing is pending."""
+
+
+def encode_missing(options: Train, model: Model, samples: Sequence[Sample], kinds: Iterable[Kind]) -> dict[Place, Held]:
+    """Make the entries of these kinds that the cache lacks: on disk, or in memory, which are returned.
+
+    Raises:
+        UsageError: no weights are given to make them with.
+        WangenError: encoding fails.
+    """
+    held: dict[Place, Held] = {}
+    latents, texts = set(kinds) - set(TEXT_KINDS), set(kinds) & set(TEXT_KINDS)
+    if latents:
+        step = _latents_step(options, samples)
+        if options.cache_latents_to_disk:
+            log.info("  %s", cache_latents.run(step).summary)
+        else:
+            encoders = cache_latents.latent_encoders(step, model, step.clip)
+            wanted = {kind: encoder for kind, encoder in encoders.items() if kind in latents}
+            encoding.encode(step, model, step.clip, _work(samples, wanted, held))
+    if texts:
+        text_step = _text_step(options, samples)
+        if options.cache_latents_to_disk:
+            log.info("  %s", cache_text.run(text_step).summary)
+        else:
+            encoder = cache_text.text_encoder(text_step)
+            cache_text.encode(text_step, encoder, _work(samples, dict.fromkeys(texts, encoder), held))
+    return held
+
+
+def _work(samples: Sequence[Sample], encoders: Mapping[Kind, Encoder], held: dict[Place, Held]) -> Work:
+    folders = [Folder(path) for path in by_cache_folder(samples)]
+    needs = [need for kind, encoder in encoders.items() for need in judge(folders, samples, kind, encoder)]
+    missing = [need for need in needs if need.verdict.state != "valid"]
+    valid = [need for need in needs if need.verdict.state == "valid"]
+    return Work(encoders, missing, valid, lambda folder: MemoryWriter(folder, held))
+
+
+def _latents_step(options: Train, samples: Sequence[Sample]) -> CacheLatents:
+    """The caching step with what the training step says of it."""
+    if options.vae is None:
+        raise UsageError("--cache_latents needs --vae to encode what the cache lacks", cure="give --vae")
+    dtype = options.vae_dtype or _dtype_before(options, samples, "latent", vae_identity(options.vae))
+    return CacheLatents(
+        dataset_config=options.dataset_config, resolution=options.resolution, smoke=options.smoke, task=options.task,
+        vae=options.vae, vae_dtype=dtype, vae_cache_cpu=options.vae_cache_cpu, clip=options.clip,  # type: ignore[arg-type]
+        device=options.device, keep_cache=True,
+    )  # fmt: skip
+
+
+def _text_step(options: Train, samples: Sequence[Sample]) -> CacheText:
+    if options.t5 is None:
+        raise UsageError("--cache_latents needs --t5 to encode the captions that the cache lacks", cure="give --t5")
+    identity = text_encoder_identity(options.t5, options.tokenizer, fp8=options.fp8_t5)
+    dtype = options.t5_dtype or _dtype_before(options, samples, "text_encoder_output", identity)
+    return CacheText(
+        dataset_config=options.dataset_config, resolution=options.resolution, smoke=options.smoke, task=options.task,
+        t5=options.t5, tokenizer=options.tokenizer, t5_dtype=dtype, fp8_t5=options.fp8_t5,  # type: ignore[arg-type]
+        device=options.device, keep_cache=True,
+    )  # fmt: skip
+
+
+def _dtype_before(options: Train, samples: Sequence[Sample], kind: Kind, identity: str) -> str | None:
+    """The precision of the entries that are there already, so that what is added fits them."""
+    folders = [Folder(path) for path in by_cache_folder(samples)]
+    encoder = expected_encoder(folders, samples, kind, options.dataset_config, identity=identity)
+    return encoder.dtype if encoder else None
+
+
+def command_line(step: str, options: Train) -> str:
+    """What to type to run a caching step: the script's line, the line that ran it before, or one to fill in.
+
+    Args:
+        step: `cache_latents` or `cache_text`.
+        options: of training.
+    """
+    if script := os.environ.get(IN_SCRIPT):
+        return f"{Path(script).name} {step}"
+    line = f"wangen {step} --dataset_config {shlex.quote(str(options.dataset_config))} --task {options.task}"
+    weights = {"cache_latents": ("vae", "clip"), "cache_text": ("t5",)}[step]
+    before = _settings_before(step, options)
+    for flag in weights:
+        path = getattr(options, flag) or before.get(flag)
+        if path or flag != "clip":
+            line += f" --{flag} " + (shlex.quote(str(path)) if path else f"{flag.upper()}_FILE")
+    dtype = "vae_dtype" if step == "cache_latents" else "t5_dtype"
+    return line + (f" --{dtype} {before[dtype]}" if before.get(dtype) else "")
+
+
+def _settings_before(step: str, options: Train) -> dict[str, Any]:
+    """The settings in the report that the step left beside the dataset; none when there is no report."""
+    folder = options.report_dir or options.dataset_config.parent
+    with suppress(OSError, ValueError, RecursionError):
+        settings = json.loads((folder / f"{step}.report.json").read_text(encoding="utf-8"))["settings"]
+        return settings if isinstance(settings, dict) else {}
+    return {}
