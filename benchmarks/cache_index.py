@@ -25,13 +25,15 @@ from wangen.runtime.sources import MEMO
 from wangen.runtime.tiny import write_tiny_wan
 
 MEASURE = """
-import resource, sys, time
+import sys, time
 from pathlib import Path
 toml, vae, t5 = map(Path, sys.argv[1:4])
 started = time.perf_counter()
 {body}
 seconds = time.perf_counter() - started
-print(f"{{seconds:7.2f}} s {{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3:6.0f}} MB")
+with open("/proc/self/status") as status:
+    peak = next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
+print(f"{{seconds:7.2f}} s {{peak / 1e3:6.0f}} MB")
 """
 CHECK = """
 from wangen.generator.cli import main

@@ -33,7 +33,7 @@ from parity import rel_rms
 from wangen.generator.formats.strict_json import parse_json
 from wangen.runtime.tiny import write_tokenizer
 
-NUM_BLOCKS = 4
+NUM_BLOCKS = 2
 VOCABULARY = 256384
 ROUNDS = 3
 LENGTHS = (9, 14, 22, 30, 38, 45, 52, 60, 68, 77, 88, 100, 118, 144, 200, 200)

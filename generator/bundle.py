@@ -36,7 +36,8 @@ _OWNERS: tuple[tuple[type[Step], tuple[str, ...]], ...] = (
 )
 """What one step is told and others have to know."""
 
-_ENCODING = {"vae", "vae_dtype", "vae_cache_cpu", "clip", "t5", "t5_dtype", "fp8_t5", "tokenizer"}
+ENCODING = frozenset({"vae", "vae_dtype", "vae_cache_cpu", "clip", "t5", "t5_dtype", "fp8_t5", "tokenizer"})
+"""Flags with which training encodes what the cache lacks; a script's line has none, for the steps before it do that."""
 
 DTYPES: Mapping[str, Mapping[str, Any]] = {
     "cuda": {"vae_dtype": "float16", "t5_dtype": "bfloat16", "clip_dtype": "float16", "num_workers": 4},
@@ -213,7 +214,7 @@ def _step(kind: type[Step], workspace: Workspace, target: Target, model: Model, 
         for owner, names in _OWNERS:
             values |= {name: value for name, value in _layer(layer, owner).items() if name in names}
     if kind is Train:  # it encodes only on request, and the steps before it have done so
-        values = {name: value for name, value in values.items() if name not in _ENCODING}
+        values = {name: value for name, value in values.items() if name not in ENCODING}
     for layer in layers:
         values |= _layer(layer, kind)
     if kind is Train and not values.keys() & {"max_train_epochs", "max_train_steps"}:

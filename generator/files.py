@@ -4,6 +4,7 @@ import errno
 import os
 import secrets
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -26,8 +27,7 @@ def write_whole(path: Path, chunks: Iterable[bytes | memoryview], *, mode: int |
     Raises:
         OSError: the disk refused; the temporary file is gone and the old file, if any, is untouched.
     """
-    # Process numbers repeat from machine to machine on a shared drive; random names do not.
-    unique = path.with_name(f".{path.name[:40]}-{secrets.token_hex(8)}.tmp")
+    unique = path.with_name(f".{path.name[:40]}-{whose()}.tmp")
     placed = False
     try:
         write_new(unique, chunks, mode)
@@ -38,6 +38,25 @@ def write_whole(path: Path, chunks: Iterable[bytes | memoryview], *, mode: int |
             with suppress(OSError):
                 unique.unlink(missing_ok=True)
     sync_folder(path.parent)
+
+
+def whose() -> str:
+    """24 hex digits for the name of a temporary file: machine, process, and a random part.
+
+    So what a killed process left can be told from what a live one is writing, on a shared drive too.
+    """
+    return f"{machine()}{os.getpid():08x}{secrets.token_hex(4)}"
+
+
+def machine() -> str:
+    """8 hex digits of where a process number counts: Windows and its WSL, or a machine's containers, share a name."""
+    import socket
+    from hashlib import sha256
+
+    name = f"{socket.gethostname()} {sys.platform}"
+    with suppress(OSError):
+        name += os.readlink("/proc/self/ns/pid")  # noqa: PTH115 - Path.readlink would read it as a path
+    return sha256(name.encode()).hexdigest()[:8]
 
 
 def write_new(path: Path, chunks: Iterable[bytes | memoryview], mode: int | None = None) -> None:

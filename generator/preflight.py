@@ -34,7 +34,10 @@ from wangen.generator.workspace import DatasetSettings, Workspace
 
 Level = Literal["ok", "note", "problem"]
 
-_AGREED = ("dataset_config", "vae", "t5", "tokenizer", "vae_dtype", "vae_tile", "t5_dtype", "fp8_t5", "dit")
+_AGREED = (
+    "dataset_config", "task", "vae", "t5", "tokenizer", "clip", "vae_dtype", "vae_tile", "t5_dtype", "fp8_t5",
+    "clip_dtype", "dit",
+)  # fmt: skip
 """Flags that no two lines of one bundle may set to different values."""
 
 _ASK_VERSIONS = """

@@ -17,7 +17,8 @@ from wangen.profiles import Model
 from wangen.runtime.cache import KINDS, Entry, Folder, Kind
 from wangen.runtime.cache.api import known_kind, remove_entry
 from wangen.runtime.cache.index import INDEX
-from wangen.runtime.needs import Claim, claimed_keys, recipes_of
+from wangen.runtime.cache.needed import Claim, claimed_keys
+from wangen.runtime.needs import recipes_of
 from wangen.runtime.samples import Sample, by_cache_folder, read_samples
 
 

@@ -3,26 +3,23 @@
 The two caching steps, `check_cache` and the loader share this, so that they cannot disagree. Needs no torch.
 """
 
-import hashlib
-import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, Self
 
 from wangen.generator.errors import WangenError
-from wangen.generator.files import write_text
 from wangen.generator.session import Report
 from wangen.generator.steps import CacheStep
 from wangen.profiles import Model
-from wangen.runtime.cache import Encoder, Entry, Folder, Kind, Recipe, Verdict
+from wangen.runtime.cache import Encoder, Folder, Kind, Recipe, Verdict
+from wangen.runtime.cache.leftovers import sweep
+from wangen.runtime.cache.needed import Claim
 from wangen.runtime.samples import Sample, by_cache_folder
 from wangen.runtime.shards import Shard
-from wangen.runtime.sources import relative_name
 
 if TYPE_CHECKING:
     import torch
@@ -107,16 +104,21 @@ def judge(folders: Iterable[Folder], samples: Sequence[Sample], kind: Kind, enco
         kind: which kind of entry.
         encoder: which encoder must have made the entries; None accepts any.
     """
+    wants = wanted(folders, samples, kind)
+    return [Need(sample, recipe, folder, folder.judge(recipe, encoder)) for sample, recipe, folder in wants]
+
+
+def wanted(folders: Iterable[Folder], samples: Sequence[Sample], kind: Kind) -> list[tuple[Sample, Recipe, Folder]]:
+    """What `judge` judges; the folders are not looked at."""
     by_path = {folder.path: folder for folder in folders}
-    needs: list[Need] = []
+    wants: list[tuple[Sample, Recipe, Folder]] = []
     for path, members in by_cache_folder(samples).items():
         unique: dict[str, tuple[Sample, Recipe]] = {}
         for sample in members:
             for recipe in recipes_of(sample, kind):
                 unique.setdefault(recipe.content_key, (sample, recipe))
-        folder = by_path[path]
-        needs += [Need(sample, recipe, folder, folder.judge(recipe, encoder)) for sample, recipe in unique.values()]
-    return needs
+        wants += [(sample, recipe, by_path[path]) for sample, recipe in unique.values()]
+    return wants
 
 
 def problem(need: Need) -> str:
@@ -258,17 +260,21 @@ def fill(
     """
     shard = Shard.parse(options.shard)
     folders = [Folder(path) for path in by_cache_folder(samples)]
-    needs = [need for kind, encoder in encoders.items() for need in judge(folders, samples, kind, encoder)]
+    wants = {kind: wanted(folders, samples, kind) for kind in encoders}
+    claims = [(Claim(folder, options.dataset_config, kind), encoder, _keys(wants[kind], folder, encoder))
+              for folder in folders for kind, encoder in encoders.items()]  # fmt: skip
+    for claim, encoder, keys in claims:  # before the folders are looked at: what is found there then stays there
+        claim.extend(keys, encoder)
+    needs = [Need(sample, recipe, folder, folder.judge(recipe, encoders[kind]))
+             for kind in encoders for sample, recipe, folder in wants[kind]]  # fmt: skip
     again = options.recache or not options.skip_existing
     missing = [need for need in needs if (again or need.verdict.state != "valid") and shard.has(need.recipe)]
     valid = [] if again else [need for need in needs if need.verdict.state == "valid"]
-    claims = [(Claim(folder, options.dataset_config, kind), encoder, _keys(needs, folder, kind, encoder))
-              for folder in folders for kind, encoder in encoders.items()]  # fmt: skip
-    for claim, encoder, keys in claims:
-        claim.extend(keys, encoder)
     computed = encode(Work(encoders, missing, valid, partial(writer_of, again=again))) if missing else 0
     keep = options.keep_cache or shard.count > 1
     removed = 0 if keep else sum(claim.reduce(keys, encoder) for claim, encoder, keys in claims)
+    for place in (*(folder.path for folder in folders), options.report_dir or options.dataset_config.parent):
+        sweep(place)
     why = Counter(f"{need.recipe.kind}: {need.verdict.reason or '--recache'}" for need in missing)
     for reason, count in why.most_common():
         log.info("  %d to encode, %s", count, reason)
@@ -282,8 +288,8 @@ def fill(
     )  # fmt: skip
 
 
-def _keys(needs: Iterable[Need], folder: Folder, kind: Kind, encoder: Encoder) -> set[str]:
-    return {need.recipe.key(encoder) for need in needs if need.folder is folder and need.recipe.kind == kind}
+def _keys(wants: Iterable[tuple[Sample, Recipe, Folder]], folder: Folder, encoder: Encoder) -> set[str]:
+    return {recipe.key(encoder) for _, recipe, of in wants if of is folder}
 
 
 def _describe(encoders: Mapping[Kind, Encoder]) -> dict[str, str]:
@@ -294,90 +300,3 @@ def count_states(verdicts: Iterable[Verdict]) -> dict[str, int]:
     """How many verdicts there are of each state, all four named."""
     found = Counter(verdict.state for verdict in verdicts)
     return {"valid": found["valid"], "stale": found["stale"], "missing": found["missing"], "corrupt": found["corrupt"]}
-
-
-class Claim:
-    """Which entries of a folder one dataset needs, and which encoder its last caching run used, kept beside them.
-
-    An entry is removed only when the dataset that asks needed it before, needs it no longer, and no other dataset that
-    uses the folder needs it. What nobody claims is never removed; a lost claim costs disk space, not entries. With
-    --keep_cache the keys of several runs stay claimed: the encoder tells which of them are the last run's.
-    """
-
-    def __init__(self, folder: Folder, dataset_config: Path, kind: Kind) -> None:
-        dataset = hashlib.sha256(relative_name(dataset_config, folder.path).encode()).hexdigest()[:20]
-        self.folder = folder
-        self.kind = kind
-        self.path = folder.path / f".wangen-needs-{dataset}.{kind}.json"
-
-    @property
-    def encoder(self) -> Encoder | None:
-        """The encoder of the last run, whether or not it came to its end; None when there is no claim."""
-        return _read_claim(self.path).encoder
-
-    def extend(self, keys: set[str], encoder: Encoder) -> None:
-        """Claim these keys too: before anything is encoded, so that a killed run's entries are not forgotten.
-
-        Raises:
-            WangenError: the folder cannot be written.
-        """
-        self._write(_read_claim(self.path).keys | keys, encoder)
-
-    def reduce(self, keys: set[str], encoder: Encoder) -> int:
-        """Claim these keys alone and remove what nobody needs any more; returns how many entries were removed.
-
-        Raises:
-            WangenError: the folder cannot be written.
-        """
-        before = _read_claim(self.path).keys
-        self._write(keys, encoder)
-        pattern = f".wangen-needs-*.{self.kind}.json"
-        claimed: set[str] = set().union(*(_read_claim(path).keys for path in self.folder.path.glob(pattern)))
-        unneeded = [e for e in self.folder.all_entries if e.kind == self.kind and e.key in before - claimed]
-        return sum(_remove(entry) for entry in [*unneeded, *self._twins(keys)])
-
-    def _twins(self, keys: set[str]) -> list[Entry]:
-        """Second files of one key, left when a renamed item was encoded again."""
-        entries = self.folder.entries
-        return [entry for entry in self.folder.all_entries if entry.key in keys and entries[entry.key] is not entry]
-
-    def _write(self, keys: set[str], encoder: Encoder) -> None:
-        if _read_claim(self.path) != _Claimed(keys, encoder):
-            write_text(self.path, json.dumps({"encoder": asdict(encoder), "keys": sorted(keys)}))
-
-
-@dataclass(frozen=True)
-class _Claimed:
-    """What a claim file holds."""
-
-    keys: set[str] = field(default_factory=set)
-    encoder: Encoder | None = None
-
-
-def _read_claim(path: Path) -> _Claimed:
-    """What is claimed; nothing when the file is missing or broken, for its keys only ever allow removing."""
-    with suppress(OSError, ValueError, RecursionError, TypeError, KeyError):
-        claim = json.loads(path.read_text(encoding="utf-8"))
-        encoder = Encoder(str(claim["encoder"]["identity"]), str(claim["encoder"]["dtype"]))
-        return _Claimed({str(key) for key in claim["keys"]}, encoder)
-    return _Claimed()
-
-
-def claimed_keys(folder: Path, kind: Kind, *, but: Path | None = None) -> set[str]:
-    """The keys of one kind that datasets claim in a cache folder.
-
-    Args:
-        folder: the cache folder.
-        kind: which kind of entry.
-        but: the claim file of a dataset that is left out.
-    """
-    paths = (path for path in folder.glob(f".wangen-needs-*.{kind}.json") if path != but)
-    return set().union(*(_read_claim(path).keys for path in paths))
-
-
-def _remove(entry: Entry) -> int:
-    try:
-        entry.path.unlink()
-    except OSError:  # gone already, or open in another program on Windows: the next run tries again
-        return 0
-    return 1

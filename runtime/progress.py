@@ -31,27 +31,45 @@ def _bar(label: str, total: int, done: int) -> Iterator[Advance]:
         TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
+        TextColumn("{task.fields[rate]}"),
         TimeRemainingColumn(),
         TextColumn("left  {task.fields[state]}", markup=False),  # it may be a file name with brackets
     )
+    rate = _Rate(done)
     with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(label, total=total, completed=done, state="")
-        yield lambda more, state: bar.update(task, advance=more, state=state)
+        task = bar.add_task(label, total=total, completed=done, state="", rate="")
+        yield lambda more, state: bar.update(task, advance=more, state=state, rate=rate.words(more))
 
 
 @contextmanager
 def _lines(label: str, total: int, done: int) -> Iterator[Advance]:
-    started = last = time.monotonic()
-    before = done
+    rate = _Rate(done)
+    last = time.monotonic()
 
     def advance(more: int, state: str) -> None:
-        nonlocal done, last
-        done += more
+        nonlocal last
+        words = rate.words(more)
         now = time.monotonic()
-        if done >= total or now - last >= LINE_EVERY_S:
+        if rate.done >= total or now - last >= LINE_EVERY_S:
             last = now
-            left_s = (now - started) / max(1, done - before) * (total - done)
-            words = (f"{label} {done}/{total}", state, f"{left_s:.0f} s left" if done < total else "")
-            log.info("  %s", "  ".join(filter(None, words)))
+            left_s = (total - rate.done) / rate.per_s if rate.per_s else 0.0
+            parts = (f"{label} {rate.done}/{total}", words, state, f"{left_s:.0f} s left" if rate.done < total else "")
+            log.info("  %s", "  ".join(filter(None, parts)))
 
     yield advance
+
+
+class _Rate:
+    """How many are done, and how many of them in a second."""
+
+    def __init__(self, done: int) -> None:
+        self.done = self._before = done
+        self.per_s = 0.0
+        self._started = time.monotonic()
+
+    def words(self, more: int) -> str:
+        """Count `more`, and say the rate."""
+        self.done += more
+        seconds = time.monotonic() - self._started
+        self.per_s = (self.done - self._before) / seconds if seconds > 0 else 0.0
+        return f"{self.per_s:.3g}/s" if self.per_s else ""

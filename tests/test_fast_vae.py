@@ -8,7 +8,7 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, WanImageToVideoPipeline
 from fake_gpu import Memory
-from parity import VAE21, VAE22, cases, golden, max_abs, rel_rms
+from parity import VAE21, VAE22, golden, max_abs, rel_rms
 
 from wangen.generator.errors import UsageError, WangenError
 from wangen.runtime import safetensors_file
@@ -31,7 +31,7 @@ def plain(version: str) -> PlainVaeEncoder:
     return load_plain_vae_encoder(FILES[version], dtype=torch.float32)
 
 
-def clip(num_frames: int, height: int = 48, width: int = 32, batch: int = 1) -> torch.Tensor:
+def clip(num_frames: int, height: int = 32, width: int = 16, batch: int = 1) -> torch.Tensor:
     """Noise on colours that move, in [-1, 1]; other clips where any size differs."""
     generator = torch.Generator().manual_seed(num_frames * 1000 + height + batch)
     noise = torch.rand(batch, 3, num_frames, height, width, generator=generator) - 0.5
@@ -46,9 +46,8 @@ def with_grey(images: torch.Tensor, num_frames: int) -> torch.Tensor:
 
 @both
 def test_latents_equal_the_official_ones(version: str):
-    folder = FILES[version].parent.name
-    tensors = golden(folder)
-    for case in cases(folder):
+    tensors = golden(FILES[version].parent.name)
+    for case in range(3):
         latents = fast(version).encode(tensors[f"case{case}.video_uint8"][None])
         assert max_abs(latents, tensors[f"case{case}.latents_normalized"][None]) < 1e-5
 
@@ -66,9 +65,9 @@ def test_latents_equal_those_of_diffusers(version: str, num_frames: int):
 
 @both
 def test_chunks_for_large_pictures_and_for_gpus_give_the_same(version: str, monkeypatch: pytest.MonkeyPatch):
-    video = clip(33, 32, 48, batch=2)
+    video = clip(21)
     wanted = plain(version).encode(video)
-    for sizes in [(2, 8), (4, 8), (8, 16), (16, 16), (2, 16)]:
+    for sizes in [(2, 8), (8, 16), (4, 4)]:
         monkeypatch.setattr(VaeEncoder, "_chunk_sizes", lambda _self, _pixels, sizes=sizes: sizes)
         assert max_abs(fast(version).encode(video), wanted) < 1e-5
 
@@ -132,7 +131,7 @@ def test_what_is_remembered_in_host_memory_changes_no_bit(version: str):
 
 @both
 def test_tiles_equal_those_of_the_plain_path(version: str):
-    video = clip(5, 144, 240)
+    video = clip(5, 16, 144)
     latents = fast(version).encode(video, tile_px=128)
     assert max_abs(latents, plain(version).encode(video, tile_px=128)) < 1e-5
     assert max_abs(latents, fast(version).encode(video)) > 1e-3
@@ -140,7 +139,7 @@ def test_tiles_equal_those_of_the_plain_path(version: str):
 
 @pytest.mark.parametrize("num_frames", [1, 5, 17, 49, 81, 161])
 def test_a_condition_equals_the_latents_of_image_and_grey(num_frames: int):
-    images = clip(1, 32, 24 if num_frames > 100 else 48, batch=2 if num_frames < 49 else 1)
+    images = clip(1, 16, 24, batch=2 if num_frames < 49 else 1)
     condition = fast("2.1").encode_condition(images, num_frames)
     wanted = plain("2.1").encode(with_grey(images, num_frames))
     assert condition.shape == wanted.shape
@@ -150,12 +149,12 @@ def test_a_condition_equals_the_latents_of_image_and_grey(num_frames: int):
 
 
 def test_conditions_in_other_chunks_in_tiles_and_in_host_memory(monkeypatch: pytest.MonkeyPatch):
-    images = clip(1, 16, 24, batch=2)
+    images = clip(1, 16, 24)
     wanted = plain("2.1").encode(with_grey(images, 41))
     for sizes in [(2, 8), (8, 16), (16, 16), (4, 4), (2, 4)]:
         monkeypatch.setattr(VaeEncoder, "_chunk_sizes", lambda _self, _pixels, sizes=sizes: sizes)
         assert max_abs(fast("2.1").encode_condition(images, 41), wanted) < 1e-5
-    images = clip(1, 64, 192)
+    images = clip(1, 16, 144)
     tiled = fast("2.1").encode_condition(images, 9, tile_px=128, cache_cpu=True)
     assert max_abs(tiled, plain("2.1").encode_condition(images, 9, tile_px=128)) < 1e-5
 
@@ -171,21 +170,20 @@ def test_conditions_of_several_sizes_do_not_mix():
 
 @pytest.mark.parametrize("num_frames", [5, 33])
 def test_a_condition_equals_what_the_pipeline_of_diffusers_builds(num_frames: int):
-    vae, images = plain("2.1").vae, clip(1, 32, 48, batch=2)
+    vae, images = plain("2.1").vae, clip(1, 32, 48)
     pipeline = WanImageToVideoPipeline(
         tokenizer=None, text_encoder=None, vae=vae, scheduler=FlowMatchEulerDiscreteScheduler()
     )
     with torch.no_grad():
         _, condition = pipeline.prepare_latents(
-            images[:, :, 0], 2, height=32, width=48, num_frames=num_frames, dtype=torch.float32, device="cpu",
+            images[:, :, 0], 1, height=32, width=48, num_frames=num_frames, dtype=torch.float32, device="cpu",
             generator=None, latents=torch.zeros(1),
         )  # fmt: skip
-    # With a batch of images diffusers repeats the batch: its first two are ours.
-    assert max_abs(fast("2.1").encode_condition(images, num_frames), condition[:2, 4:]) < 1e-5
+    assert max_abs(fast("2.1").encode_condition(images, num_frames), condition[:, 4:]) < 1e-5
 
 
 def peak_bytes(version: str, num_frames: int, *, condition: bool = False) -> int:
-    """The most that lives while a clip or a condition is encoded, weights and the clip aside."""
+    """The most that lives while a clip or a condition is encoded, the clip included and weights aside."""
     encoder, video = fast(version), clip(1 if condition else num_frames)
     encode = (lambda: encoder.encode_condition(video, num_frames)) if condition else (lambda: encoder.encode(video))
     encode()  # reads the weights
@@ -196,11 +194,14 @@ def peak_bytes(version: str, num_frames: int, *, condition: bool = False) -> int
 
 @both
 def test_memory_is_bounded_however_long_the_clip(version: str):
-    cells = 16 * (48 // 8) * (32 // 8) if version == "2.1" else 48 * 3 * 2
-    assert peak_bytes(version, 81) - peak_bytes(version, 49) == 8 * cells * 4
+    longer = 32 * clip(1)[0].nbytes
+    latents = 8 * fast(version).encode(clip(1)).nbytes
+    assert peak_bytes(version, 81) - peak_bytes(version, 49) == longer + latents
     assert 3 * peak_bytes(version, 1) < peak_bytes(version, 17)
     if version == "2.1":
-        assert peak_bytes(version, 81, condition=True) <= peak_bytes(version, 81)
+        condition = peak_bytes(version, 81, condition=True)
+        assert condition - peak_bytes(version, 49, condition=True) == latents
+        assert condition < peak_bytes(version, 81)
 
 
 @both
@@ -234,7 +235,7 @@ def test_what_else_cannot_be_encoded_is_refused():
         fast("2.2").encode_condition(torch.zeros(1, 3, 1, 16, 16), 5)
     with pytest.raises(UsageError, match="vae_tile 100"):
         fast("2.1").encode(torch.zeros(1, 3, 1, 16, 16), tile_px=100)
-    with pytest.raises(WangenError, match="torch.int64"):
+    with pytest.raises(WangenError, match=r"torch\.int64"):
         fast("2.1").encode(torch.zeros(1, 3, 1, 16, 16, dtype=torch.int64))
 
 

@@ -83,8 +83,8 @@ def test_every_step_gets_the_log_the_lock_and_the_precision(shell, tmp_path):
     assert {str(step.log_file) for step in made} == {f"logs{separator}cats.log"}
     assert {str(step.lock) for step in made} == {f"{out}{separator}run.lock"}
     assert {str(step.report_dir) for step in made} == {out}
-    assert (made[1].vae_dtype, made[2].t5_dtype) == ("bfloat16", "bfloat16")
-    assert (made[3].vae_dtype, made[3].t5_dtype) == ("bfloat16", "bfloat16")
+    assert (made[1].vae_dtype, made[2].t5_dtype) == ("float16", "bfloat16")
+    assert (made[3].vae_dtype, made[3].t5_dtype) == ("float16", "bfloat16")
     fix(lint.read(put(tmp_path, shell, script(shell, latents={"vae_dtype": "float32"}))))
     assert [step.vae_dtype for step in steps_of(tmp_path / f"train_cats.{shell}")[1:4:2]] == ["float32", "float32"]
 
@@ -120,11 +120,11 @@ def test_words_that_belong_to_nothing_are_named(tmp_path):
 
 
 def test_what_is_wrong_is_said_although_no_bundle_comes_of_it(tmp_path, capsys):
-    path = put(tmp_path, "sh", script("sh", latents={"sdpa": None}, train={"task": "i2v-14B"}))
+    path = put(tmp_path, "sh", script("sh", latents={"sdpa": None}, train={"task": "i2v-A14B"}))
     assert main(["lint", "--fix", str(path)]) == 1
     shown = capsys.readouterr()
     assert "my_run.sh:8: error: unknown-flag" in shown.out
-    assert "training i2v-14B is not in this version" in shown.err
+    assert "training i2v-A14B is not in this version" in shown.err
 
 
 def test_what_musubi_tuner_does_without_being_told_is_told(tmp_path):
@@ -283,7 +283,7 @@ def test_paths_below_a_folder_move_along(tmp_path):
 
 
 @pytest.mark.parametrize(("change", "found"), [
-    ({"train": {"task": "i2v-14B"}}, "training i2v-14B is not in this version"),
+    ({"train": {"task": "i2v-A14B"}}, "training i2v-A14B is not in this version"),
     ({"train": {"dit": '"$HOME/x.safetensors"'}}, "known only when the script runs"),
     ({"latents": {"vae": "~/vae.pth"}}, "another folder for every user"),
     ({"latents": {"vae": "models\\vae.pth"}}, "takes a backslash out"),

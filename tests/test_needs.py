@@ -6,7 +6,7 @@ from pathlib import Path
 from cache_entries import CONTENT, ENCODER, LATENT, TEXT, put, states, tensors
 
 from wangen.runtime.cache import Folder
-from wangen.runtime.needs import Claim
+from wangen.runtime.cache.needed import Claim
 
 
 def claim(folder: Path, name: str = "a.toml") -> Claim:

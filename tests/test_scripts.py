@@ -96,12 +96,12 @@ def test_one_flag_with_two_values_gets_a_variable_per_step(shell):
 
 @pytest.mark.parametrize("shell", SHELLS)
 def test_a_knob_of_one_step_says_so_when_another_step_has_that_field(shell):
-    knobs = read_knobs(render(bundle(shell), shell, "train"))
-    assert knobs["BATCH_SIZE_CACHE_TEXT"] == "16"
-    assert "BATCH_SIZE" not in knobs
+    knobs = read_knobs(render(bundle(shell, [*steps(), *prompts("a cat")]), shell, "train"))
+    assert knobs["SEED_TRAIN"] == "42"
+    assert "SEED" not in knobs
     assert {"NUM_WORKERS", "LEARNING_RATE"} <= knobs.keys()
-    alone = read_knobs(render(bundle(shell, [steps()[2]]), shell, "train"))
-    assert alone["BATCH_SIZE"] == "16"
+    alone = read_knobs(render(bundle(shell), shell, "train"))
+    assert alone["SEED"] == "42"
 
 
 @pytest.mark.parametrize("shell", SHELLS)
@@ -126,7 +126,7 @@ def test_no_knob_is_a_variable_that_means_something_to_a_shell(shell):
         if option.flag.knob
         for name in (option.name.upper(), f"{option.name}_{step.command}".upper())
     }
-    assert {"SEED", "BATCH_SIZE_CACHE_TEXT"} <= knobs
+    assert {"SEED", "NUM_WORKERS_CACHE_TEXT"} <= knobs
     assert not {name for name in knobs if name.startswith(("WG", "PYTHON", "WANGEN", "PS", "BASH", "LC_"))}
     assert not knobs & {*MEANING[shell].split()}
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from wangen import profiles
 from wangen.generator import commands, scripts
-from wangen.generator.bundle import DTYPES, posix_paths
+from wangen.generator.bundle import DTYPES, ENCODING, posix_paths
 from wangen.generator.errors import WangenError
 from wangen.generator.files import write_whole
 from wangen.generator.lint import toml_fix
@@ -159,6 +159,10 @@ def _values(script: Script, call: Call, result: Fixed) -> dict[str, Any]:
         if entry is None:
             answer = commands.unknown_flag(call.step, flag.name)
             result.left_out.append(f"line {flag.line}: {flag.spelled}: {answer.cure or answer.found}")
+            continue
+        if call.tool != "wangen" and call.step is Train and flag.name in ENCODING:
+            result.left_out.append(f"line {flag.line}: {flag.spelled}: for samples during training, which are not in "
+                                   "this version of wangen")  # fmt: skip
             continue
         option, constant = entry
         raw = constant if constant is not None else _raw(call, option, flag)

@@ -39,7 +39,7 @@ PARTS: dict[Part, str] = {
 _ENTRY = re.compile(r".*-[0-9a-f]{20}\.[a-z_]+\.safetensors")
 _CACHE_NOTES = re.compile(
     r"\.wangen-[a-z]+(-[0-9a-f]{20}\.[a-z_]+)?\.jsonl?|\.claim-[0-9a-f]{20}(-[0-9a-f]{16})?"
-    r"|\.[0-9a-f]{20}-[0-9a-f]{16}([0-9a-f]{8})?\.tmp|\.\.wangen-.*-[0-9a-f]{16}\.tmp"
+    r"|\.[0-9a-f]{20}-[0-9a-f]{16}([0-9a-f]{8})?\.tmp|\.\.wangen-.*-[0-9a-f]{16}([0-9a-f]{8})?\.tmp"
 )
 _STATE = re.compile(r"step-\d{8}(-old)?|\.staging-\d{8}")
 _STATE_FILES = {"state.json", "adapter.safetensors", "optimizer.safetensors"}

@@ -16,8 +16,9 @@ import os
 import re
 import secrets
 import threading
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import cache
 from hashlib import sha256
@@ -28,6 +29,11 @@ from wangen.generator.files import remove
 from wangen.generator.lock import HEARTBEAT_S, Owner
 
 CLAIM_NAME = re.compile(r"\.claim-(?P<key>[0-9a-f]{20})(-[0-9a-f]{16})?")
+
+_REMOVAL = "0" * 20
+"""Claimed in place of an entry's key by who decides what may be removed."""
+
+_POLL_S = 0.02
 
 _HELD: set[str] = set()
 """Ids of the claims that this process holds: what else bears its name was left by a writer that was broken off."""
@@ -108,6 +114,24 @@ class Claims:
             for path in paths:
                 with suppress(OSError):  # a network folder may be away for a moment; the work goes on
                     os.utime(path)
+
+
+@contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Let one process at a time say what it needs of a folder, or remove what nobody needs.
+
+    So whoever says that it needs an entry and then finds it there will keep it.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    claims = Claims(folder)
+    while not claims.take(_REMOVAL):
+        time.sleep(_POLL_S)
+    try:
+        yield
+    finally:
+        claims.close()
 
 
 def sweep_claims(folder: Path, names: Iterable[str]) -> int:

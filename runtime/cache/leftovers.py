@@ -2,14 +2,11 @@
 
 import os
 import re
-import secrets
-import socket
 import time
 from contextlib import suppress
-from hashlib import sha256
 from pathlib import Path
 
-from wangen.generator.files import remove
+from wangen.generator.files import machine, remove, whose
 from wangen.runtime.cache.claims import sweep_claims
 from wangen.runtime.cache.entries import CorruptEntryError, UnreadableEntryError, read_entry
 from wangen.runtime.cache.folder import Folder
@@ -18,20 +15,25 @@ from wangen.runtime.cache.index import INDEX, look
 ABANDONED_S = 3600.0
 """A temporary file of another machine that nobody has written to for so long was left by a writer that was killed."""
 
-_TEMPORARY = re.compile(r"\.[0-9a-f]{20}-(?P<host>[0-9a-f]{8})(?P<pid>[0-9a-f]{8})(?P<random>[0-9a-f]{8})?\.tmp")
-_NOTES = re.compile(r"\.\.wangen-[^/]*-[0-9a-f]{16}\.tmp")
+_TEMPORARY = re.compile(
+    r"\.([0-9a-f]{20}|\.wangen-[^/]*|cache_(latents|text)\.report\.json)"
+    r"-(?P<machine>[0-9a-f]{8})(?P<pid>[0-9a-f]{8})(?P<random>[0-9a-f]{8})?\.tmp"
+)
+"""Of entries, of notes beside them and of reports; in an older version's names the last part was absent."""
 
 
 def temporary_name(key: str) -> str:
     """A new name for the temporary file of an entry, which says whose it is."""
-    # Process numbers repeat from machine to machine on a shared drive; random names do not.
-    return f".{key}-{_host()}{os.getpid():08x}{secrets.token_hex(4)}.tmp"
+    return f".{key}-{whose()}.tmp"
 
 
 def sweep(folder: Path) -> int:
-    """Remove what writers that are dead by now have left in a folder; returns how many files.
+    """Remove what writers that are dead by now have left in a folder: halves of entries, notes, reports, and claims.
 
     A writer of this machine is dead when there is no such process, or when it has not written for an hour.
+
+    Returns:
+        How many files were removed.
     """
     try:
         with os.scandir(folder) as files:
@@ -81,17 +83,14 @@ def repair(folder: Folder) -> tuple[int, int]:
 
 def _is_left(path: Path) -> bool:
     match = _TEMPORARY.fullmatch(path.name)
-    if match and match["random"] and match["host"] == _host() and not _exists(int(match["pid"], 16)):
+    if not match:
+        return False
+    if match["random"] and match["machine"] == machine() and not _exists(int(match["pid"], 16)):
         return True
-    is_ours = match or _NOTES.fullmatch(path.name)
-    return bool(is_ours) and time.time() - path.stat().st_mtime > ABANDONED_S
+    return time.time() - path.stat().st_mtime > ABANDONED_S
 
 
 def _exists(pid: int) -> bool:
     import psutil
 
     return psutil.pid_exists(pid)
-
-
-def _host() -> str:
-    return sha256(socket.gethostname().encode()).hexdigest()[:8]

@@ -1,11 +1,12 @@
-"""umT5's embeddings at the captions' true lengths, the encoder streamed from the disk one half block at a time.
+"""umT5's embeddings at the captions' true lengths, the encoder streamed from the disk one matrix at a time.
 
 A caption alone needs no mask, and what padding adds is exactly nothing, so that this equals transformers to rounding.
-All captions of a group go through one half block while a thread reads the next; of the embedding only the rows that
-occur are read. The whole encoder never is in memory.
+All captions of a group go through one matrix while a thread reads the next; of the embedding only the rows that occur
+are read. The encoder never is in memory.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -14,23 +15,16 @@ import torch
 from tokenizers import Tokenizer
 
 from wangen.runtime.ahead import ahead
-from wangen.runtime.fast.umt5_blocks import (
-    ATTENTION,
-    FEED_FORWARD,
-    add_attention,
-    add_feed_forward,
-    make_packs,
-    rms_norm,
-)
+from wangen.runtime.fast.umt5_blocks import PARTS, Weights, make_packs, normalize, run_block
 from wangen.runtime.fast.umt5_weights import Umt5Weights, open_umt5
 from wangen.runtime.weights.tokenizer import load_tokenizer, token_ids
 
-CPU_GROUP_TOKENS = 4096
-"""About 50 captions: computing them takes longer than reading the weights again, and their states stay below 70 MB."""
-GPU_GROUP_TOKENS = 160_000
-"""About 2000 captions: 1.3 GB of states in 16 bits."""
+CPU_GROUP_BYTES = 64 * 2**20
+"""Of hidden states: in float32 4096 tokens, about 50 captions. Computing them takes longer than reading all weights."""
+GPU_GROUP_BYTES = 512 * 2**20
+"""In 16 bits 65,536 tokens, about 800 captions; 2.8 GB with all that lies between two matrices."""
 GPU_PACK_TOKENS = 4096
-"""Rows of one matrix product on a GPU; what lies between the feed forward's two takes 84 MB in 16 bits."""
+"""Rows of one matrix product on a GPU."""
 
 Ids = tuple[int, ...]
 
@@ -61,7 +55,9 @@ class PromptEncoder:
         self._weights = weights
         self._tokenizer = tokenizer
         on_cpu = weights.device.type == "cpu"
-        self.group_tokens = CPU_GROUP_TOKENS if on_cpu else GPU_GROUP_TOKENS
+        self.group_tokens = (CPU_GROUP_BYTES if on_cpu else GPU_GROUP_BYTES) // (
+            weights.sizes.dim * weights.dtype.itemsize
+        )
         # A caption that is computed by itself has the same bits whichever others there are.
         self.pack_tokens = 0 if on_cpu else GPU_PACK_TOKENS
         self._copies: torch.cuda.Stream | None = None
@@ -76,7 +72,7 @@ class PromptEncoder:
         Args:
             prompts: raw texts; they are cleaned here. The empty text is the `</s>` token alone.
             on_block: called after each block with how many are done and how many there will be: a block goes over
-                thousands of tokens, and for more than `group_tokens` all blocks are read again.
+                thousands of tokens, and for each `group_tokens` all blocks are read again.
 
         Returns:
             For each prompt (L, dim) on the CPU, where L counts the `</s>` and is at most 512; a longer prompt is cut
@@ -108,23 +104,15 @@ class PromptEncoder:
     @torch.no_grad()
     def _encode_group(self, texts: Sequence[Ids], on_block: Callable[[], None]) -> list[torch.Tensor]:
         """(L, dim) on the CPU for each text."""
-        weights, sizes = self._weights, self._weights.sizes
+        sizes = self._weights.sizes
         packs = make_packs([len(ids) for ids in texts], self.pack_tokens)
         hidden = self._embed(texts)  # (N, D)
-        jobs = (partial(self._read, i, half) for i in range(sizes.num_layers) for half in (ATTENTION, FEED_FORWARD))
-        for i, part in enumerate(ahead(jobs, 1)):
-            if i % 2 == 0:
-                add_attention(hidden, packs, part, sizes.num_heads)
-            else:
-                add_feed_forward(hidden, packs, part)
+        with closing(self._parts()) as parts:
+            for _ in range(sizes.num_layers):
+                run_block(hidden, packs, sizes.num_heads, parts)
                 on_block()
-            if self._copies:
-                # The thread takes over this part's memory, and must not write it while it is still being read.
-                torch.cuda.current_stream(weights.device).synchronize()
-        scale = weights.final_norm()
-        normed = (rms_norm(hidden[pack.begin : pack.end], scale).cpu() for pack in packs)
-        pieces = zip(packs, normed, strict=True)
-        return [row for pack, rows in pieces for row in _split(rows, pack.runs)]
+        normed = normalize(hidden, packs, self._weights.final_norm()).cpu()
+        return [rows.clone() for rows in torch.split(normed, [len(ids) for ids in texts])]
 
     def _embed(self, texts: Sequence[Ids]) -> torch.Tensor:
         occurring = sorted({i for ids in texts for i in ids})
@@ -132,18 +120,22 @@ class PromptEncoder:
         rows = torch.tensor([row_of[i] for ids in texts for i in ids], device=self._weights.device)
         return self._weights.embedding_rows(occurring)[rows]
 
-    def _read(self, number: int, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """One half of a block, in a stream of its own on a GPU: copying need not wait for what is computed."""
+    def _parts(self) -> Generator[Weights, None, None]:
+        """The parts of all blocks in their order, the next one always being read."""
+        jobs = (
+            partial(self._read, number, names) for number in range(self._weights.sizes.num_layers) for names in PARTS
+        )
+        for part in ahead(jobs, 1):
+            yield part
+            if self._copies:
+                # The thread takes over this part's memory, and must not write it while it is still being used.
+                torch.cuda.current_stream(self._weights.device).synchronize()
+
+    def _read(self, number: int, names: Sequence[str]) -> Weights:
+        """Some weights of a block, in a stream of its own on a GPU: copying need not wait for what is computed."""
         if self._copies is None:
             return self._weights.block(number, names)
         with torch.cuda.stream(self._copies):
             part = self._weights.block(number, names)
         self._copies.synchronize()
         return part
-
-
-def _split(rows: torch.Tensor, runs: Sequence[tuple[int, int]]) -> Iterator[torch.Tensor]:
-    """(N, D) of a pack -> (L, D) of each caption, each with memory of its own."""
-    for length in (length for num_texts, length in runs for _ in range(num_texts)):
-        yield rows[:length].clone()
-        rows = rows[length:]

@@ -1,19 +1,29 @@
-"""The two halves of a umT5 block as functions of their weights, for captions of any lengths without padding.
+"""A umT5 block as a function of its weights, for captions of any lengths without padding.
 
-Each half adds to the hidden states in place. Letters in shapes: N tokens of all captions one behind the other, D width,
-H heads, d width of a head, L tokens of one caption, K captions of one length.
+Its matrices come one after another, and each goes over all captions before the next is asked for: two of them are in
+memory at a time, the one that is used and the one that is read.
+
+Letters in shapes: N tokens of all captions one behind the other, D width, I width inside a half, H heads, d width of a
+head, L tokens of one caption, K captions of one length.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
 
-ATTENTION = ("norm1", "attn.q", "attn.k", "attn.v", "attn.o", "pos_embedding.embedding")
-FEED_FORWARD = ("norm2", "ffn.gate.0", "ffn.fc1", "ffn.fc2")
-"""The weights of each half by their official names."""
+PARTS = (
+    ("norm1", "attn.q"),
+    ("attn.k",),
+    ("attn.v",),
+    ("pos_embedding.embedding", "attn.o"),
+    ("norm2", "ffn.gate.0"),
+    ("ffn.fc1",),
+    ("ffn.fc2",),
+)
+"""The weights of a block by their official names, in the order in which `run_block` takes them."""
 
 EPSILON = 1e-6
 MAX_DISTANCE = 128
@@ -57,36 +67,70 @@ def make_packs(lengths: Sequence[int], max_tokens: int) -> list[Pack]:
     return packs
 
 
-def rms_norm(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def run_block(hidden: torch.Tensor, packs: Sequence[Pack], num_heads: int, parts: Iterator[Weights]) -> None:
+    """Put the captions through one block, in place.
+
+    Args:
+        hidden: (N, D).
+        packs: which rows go through one matrix product.
+        num_heads: H.
+        parts: the next seven weights are this block's, as in `PARTS`.
+    """
+    part = next(parts)
+    normed = normalize(hidden, packs, part["norm1"])
+    query = _project(normed, packs, part["attn.q"])  # (N, I)
+    key = _project(normed, packs, next(parts)["attn.k"])
+    value = _project(normed, packs, next(parts)["attn.v"])
+    part = next(parts)
+    for pack in packs:
+        rows = slice(pack.begin, pack.end)
+        mixed = _attend(query[rows], key[rows], value[rows], pack, part["pos_embedding.embedding"], num_heads)
+        _add(hidden[rows], functional.linear(mixed, part["attn.o"]))
+    del query, key, value
+    part = next(parts)
+    normed = normalize(hidden, packs, part["norm2"])
+    inner = _project(normed, packs, part["ffn.gate.0"])  # (N, I)
+    part = next(parts)
+    for pack in packs:
+        rows = slice(pack.begin, pack.end)
+        gate = functional.gelu(inner[rows], approximate="tanh")
+        inner[rows] = gate.mul_(functional.linear(normed[rows], part["ffn.fc1"]))
+    del normed
+    part = next(parts)
+    for pack in packs:
+        rows = slice(pack.begin, pack.end)
+        _add(hidden[rows], functional.linear(inner[rows], part["ffn.fc2"]))
+
+
+def normalize(hidden: torch.Tensor, packs: Sequence[Pack], weight: torch.Tensor) -> torch.Tensor:
     """(N, D) -> (N, D), each row divided by its root mean square in float32 and rounded before it is scaled."""
-    inverse = torch.rsqrt(hidden.float().pow(2).mean(-1, keepdim=True) + EPSILON)
-    return weight * (hidden * inverse).to(weight.dtype)
-
-
-def add_attention(hidden: torch.Tensor, packs: Iterable[Pack], weights: Weights, num_heads: int) -> None:
-    """Add each caption's attention to its own tokens, (N, D) in place; scores are not divided by sqrt(d)."""
-    table = weights["pos_embedding.embedding"]
+    normed = torch.empty_like(hidden)
     for pack in packs:
         rows = hidden[pack.begin : pack.end]
-        normed = rms_norm(rows, weights["norm1"])
-        query, key, value = (functional.linear(normed, weights[f"attn.{part}"]) for part in "qkv")
-        mixed = torch.empty_like(query)
-        for part, count, length in _parts(pack):
-            q, k, v = (x[part].view(count, length, num_heads, -1).transpose(1, 2) for x in (query, key, value))
-            bias = position_bias(table, length).expand(count, -1, -1, -1)
-            output = functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=1.0)  # (K, H, L, d)
-            mixed[part] = output.transpose(1, 2).reshape(count * length, -1)
-        _add(rows, functional.linear(mixed, weights["attn.o"]))
+        inverse = torch.rsqrt(rows.float().pow(2).mean(-1, keepdim=True) + EPSILON)
+        normed[pack.begin : pack.end] = weight * (rows * inverse).to(weight.dtype)
+    return normed
 
 
-def add_feed_forward(hidden: torch.Tensor, packs: Iterable[Pack], weights: Weights) -> None:
-    """Add the gated feed forward half to every token, (N, D) in place."""
+def _project(normed: torch.Tensor, packs: Sequence[Pack], weight: torch.Tensor) -> torch.Tensor:
+    """(N, D) times the transpose of a matrix (I, D) -> (N, I)."""
+    result = normed.new_empty(len(normed), len(weight))
     for pack in packs:
-        rows = hidden[pack.begin : pack.end]
-        normed = rms_norm(rows, weights["norm2"])
-        gate = functional.gelu(functional.linear(normed, weights["ffn.gate.0"]), approximate="tanh")
-        inner = gate.mul_(functional.linear(normed, weights["ffn.fc1"]))
-        _add(rows, functional.linear(inner, weights["ffn.fc2"]))
+        result[pack.begin : pack.end] = functional.linear(normed[pack.begin : pack.end], weight)
+    return result
+
+
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pack: Pack, table: torch.Tensor, num_heads: int
+) -> torch.Tensor:
+    """Attention of each caption of a pack to itself, (rows, I); the scores are not divided by sqrt(d)."""
+    mixed = torch.empty_like(query)
+    for rows, count, length in _parts(pack):
+        q, k, v = (x[rows].view(count, length, num_heads, -1).transpose(1, 2) for x in (query, key, value))
+        bias = position_bias(table, length).expand(count, -1, -1, -1)
+        output = functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=1.0)  # (K, H, L, d)
+        mixed[rows] = output.transpose(1, 2).reshape(count * length, -1)
+    return mixed
 
 
 def _parts(pack: Pack) -> Iterator[tuple[slice, int, int]]:

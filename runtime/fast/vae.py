@@ -183,6 +183,7 @@ class VaeEncoder:
         """A part of a video as the first convolution takes it: (B, 3 patch², T, H / patch, W / patch)."""
         chunk, patch = to_floats(chunk, self.device, self.dtype), self._weights.layout.patch
         if patch > 1:
-            chunk = chunk.unflatten(4, (-1, patch)).unflatten(3, (-1, patch))  # (B, 3, T, H, patch, W, patch)
+            height, width = chunk.shape[3] // patch, chunk.shape[4] // patch
+            chunk = chunk.reshape(*chunk.shape[:3], height, patch, width, patch)
             chunk = chunk.permute(0, 1, 6, 4, 2, 3, 5).flatten(1, 3)
         return chunk.contiguous(memory_format=CHANNELS_LAST)

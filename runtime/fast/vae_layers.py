@@ -95,24 +95,27 @@ class Layers:
         qkv = functional.conv2d(inputs, *self.weights.frame(f"{name}.to_qkv"))
         query, key, value = qkv.flatten(2).transpose(1, 2).unsqueeze(1).chunk(3, dim=-1)  # (N, 1, H * W, C)
         seen = functional.scaled_dot_product_attention(query, key, value)
-        seen = seen.squeeze(1).transpose(1, 2).unflatten(2, x.shape[2:])
+        seen = torch.unflatten(seen.squeeze(1).transpose(1, 2), 2, x.shape[2:])
         return x + functional.conv2d(seen, *self.weights.frame(f"{name}.proj"))
 
 
 def each_frame(x: torch.Tensor, operation: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """Apply to all frames at once, as (B * k, C, H, W), what does not look beyond a frame."""
     frames = operation(x.transpose(1, 2).flatten(0, 1))
-    return frames.unflatten(0, (x.shape[0], x.shape[2])).transpose(1, 2)
+    return torch.unflatten(frames, 0, (x.shape[0], x.shape[2])).transpose(1, 2)
 
 
 def normalise(x: torch.Tensor, gamma: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """The numbers x divided by their length over the channels (axis 1), times gamma (C,) that holds sqrt(C); written to `out`.
+    """Write to `out` x divided by its length over the channels (axis 1), times gamma (C,) that holds sqrt(C).
 
-    The lengths are computed in float32. That is `normalize` with its eps of 1e-12, not a root mean square with an eps
+    The length is computed in float32. That is `normalize` with its eps of 1e-12, not a root mean square with an eps
     inside the root.
     """
     length = torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=torch.float32).clamp_min_(1e-12)
-    torch.mul(x, length.reciprocal_(), out=out)
+    factor = length.reciprocal_()
+    if x.device.type == "cpu" and x.dtype == torch.bfloat16:
+        factor = factor.to(x.dtype)  # a CPU multiplies two dtypes seven times slower; float16 could not hold it
+    torch.mul(x, factor, out=out)
     return out.mul_(gamma.view(-1, *[1] * (x.ndim - 2)))
 
 

@@ -5,6 +5,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from wangen.generator.errors import WangenError
+
 if TYPE_CHECKING:
     from wangen.runtime.weights.filling import Checkpoint, Shapes
 
@@ -47,6 +49,9 @@ STACK = ("block.", "final_layer_norm.")
 """The beginnings of Hugging Face's names in a file of the encoder alone, without `encoder.`"""
 NOT_NEEDED = ("decoder.", "lm_head.", "dec.", "output.")
 """The other half of a whole umT5."""
+
+MIN_BUCKETS, MAX_BUCKETS = 4, 508
+"""Of relative positions: half are for later keys, and half of a half for single distances, at least 1 of 128."""
 
 EMBEDDING = "shared.weight"
 FINAL_NORM = "encoder.final_layer_norm.weight"
@@ -92,10 +97,15 @@ def umt5_sizes(checkpoint: "Checkpoint") -> Umt5Sizes:
     """The sizes that the tensors of a checkpoint imply; whether all of them agree is another question.
 
     Raises:
-        WangenError: a tensor that tells a size is missing, or blocks are.
+        WangenError: a tensor that tells a size is missing, blocks are, or there are more or fewer buckets of relative
+            positions than its formula has a meaning for.
     """
     first = block_names(0)
     num_heads = checkpoint.size(first["pos_embedding.embedding"], 1)
+    num_buckets = checkpoint.size(first["pos_embedding.embedding"], 0)
+    if not MIN_BUCKETS <= num_buckets <= MAX_BUCKETS:
+        raise WangenError(f"the tensors do not fit the model: {num_buckets} buckets of relative positions, umT5 has 32",
+                          where=str(checkpoint.path))  # fmt: skip
     return Umt5Sizes(
         vocabulary=checkpoint.size(EMBEDDING, 0),
         dim=checkpoint.size(EMBEDDING, 1),
@@ -103,7 +113,7 @@ def umt5_sizes(checkpoint: "Checkpoint") -> Umt5Sizes:
         ffn_dim=checkpoint.size(first["ffn.gate.0"], 0),
         num_layers=checkpoint.num_blocks("encoder.block."),
         num_heads=num_heads,
-        num_buckets=checkpoint.size(first["pos_embedding.embedding"], 0),
+        num_buckets=num_buckets,
     )
 
 

@@ -66,8 +66,8 @@ def steps(text="plain", **train):
     config = PurePosixPath("files/tomls/x.toml")
     return (
         Check(dataset_config=config, vae=path, t5=path),
-        CacheLatents(dataset_config=config, vae=path, vae_dtype="float32"),
-        CacheText(dataset_config=config, t5=path, device=text),
+        CacheLatents(dataset_config=config, vae=path, vae_dtype="float32", num_workers=4),
+        CacheText(dataset_config=config, t5=path, device=text, num_workers=4),
         CheckCache(dataset_config=config, vae=path, vae_dtype="float32"),
         Train(dataset_config=config, dit=path, output_dir=path, output_name=text, training_comment=text,
               optimizer_args=("weight_decay=0.01", text), max_train_epochs=35, **train),

@@ -11,7 +11,7 @@
 # You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 # leave this file as it is and write the new text beside it as train_example.sh.new.
 #
-# wangen-digest: ae59a6f7377708450750f2dd7b31745a
+# wangen-digest: ee0a4b9d4975513690d813d60f54747c
 # Typographic quotes in a path or prompt are no typing errors.
 # shellcheck disable=SC1112
 # An editor for Windows may have put a carriage return behind every line: behind the first of these two, and hidden
@@ -54,8 +54,6 @@ VAE_DTYPE='float16'
 T5_DTYPE='bfloat16'
 # cache_latents, cache_text: threads that read and decode media (default: 4, on ROCm 1) (published: 4)
 NUM_WORKERS='4'
-# cache_text: captions per encode (published: 16)
-BATCH_SIZE_CACHE_TEXT='16'
 # <<< knobs
 
 wg_stop() {
@@ -80,7 +78,7 @@ wg_failed() {
   wg_stop "$2" "wangen: step $1 failed (exit code $2); its message stands above. Mend it and run this script again."
 }
 
-for wg_knob in RESOLUTION ATTENTION NETWORK_DIM NETWORK_ALPHA LEARNING_RATE LR_SCHEDULER MAX_TRAIN_EPOCHS GRADIENT_ACCUMULATION_STEPS MIXED_PRECISION TIMESTEP_SAMPLING DISCRETE_FLOW_SHIFT SEED MAX_DATA_LOADER_N_WORKERS VAE_DTYPE T5_DTYPE NUM_WORKERS BATCH_SIZE_CACHE_TEXT; do
+for wg_knob in RESOLUTION ATTENTION NETWORK_DIM NETWORK_ALPHA LEARNING_RATE LR_SCHEDULER MAX_TRAIN_EPOCHS GRADIENT_ACCUMULATION_STEPS MIXED_PRECISION TIMESTEP_SAMPLING DISCRETE_FLOW_SHIFT SEED MAX_DATA_LOADER_N_WORKERS VAE_DTYPE T5_DTYPE NUM_WORKERS; do
   case ${!wg_knob} in
     '' | *[!A-Za-z0-9._,+-]*) wg_stop 2 "wangen: the knob $wg_knob may hold letters, digits and . _ , + - only" ;;
   esac
@@ -180,7 +178,6 @@ if [ -z "$wg_only" ] || [ "$wg_only" = cache_text ]; then
     --t5 'models/models_t5_umt5-xxl-enc-bf16.pth' \
     --t5_dtype "$T5_DTYPE" \
     --no_fp8_t5 \
-    --batch_size "$BATCH_SIZE_CACHE_TEXT" \
     --log_file 'logs/example.log' \
     --report_dir 'outputs/example' \
     --lock 'outputs/example/run.lock' \

@@ -13,7 +13,7 @@ rem Python is taken from WANGEN_PYTHON (full path of python.exe), the virtual en
 rem You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 rem leave this file as it is and write the new text beside it as cache_example.bat.new.
 rem
-rem wangen-digest: becaf5d8a007daf40d23e9077ce8195c
+rem wangen-digest: b66b422c21a0aa241bc128e7ef02e1ad
 chcp 65001 >nul 2>&1
 
 rem >>> knobs: letters, digits and . _ , + - only
@@ -25,8 +25,6 @@ rem cache_text, check_cache: precision of the text encoder and of the cached emb
 set "T5_DTYPE=bfloat16"
 rem cache_latents, cache_text: threads that read and decode media (default: 4, on ROCm 1) (published: 1)
 set "NUM_WORKERS=1"
-rem cache_text: captions per encode (published: 16)
-set "BATCH_SIZE_CACHE_TEXT=16"
 rem <<< knobs
 
 rem A variable of this name, which some set by mistake, would hide every exit code.
@@ -148,7 +146,6 @@ echo wangen: step 3 of 4: cache_text
   "--t5" "models\models_t5_umt5-xxl-enc-bf16.pth" ^
   "--t5_dtype" "%T5_DTYPE%" ^
   "--no_fp8_t5" ^
-  "--batch_size" "%BATCH_SIZE_CACHE_TEXT%" ^
   "--log_file" "logs\example.log" ^
   "--report_dir" "outputs\example" ^
   "--lock" "outputs\example\run.lock" %2 %3 %4 %5

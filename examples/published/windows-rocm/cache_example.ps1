@@ -11,7 +11,7 @@
 # You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 # leave this file as it is and write the new text beside it as cache_example.ps1.new.
 #
-# wangen-digest: 0b56fad9ba6efc4e1dedfa292bfe049e
+# wangen-digest: cb4bfcd700574e2e94b0e64ad2ac7f3e
 Set-StrictMode -Version 2.0
 $ErrorActionPreference = 'Stop'
 $PSNativeCommandUseErrorActionPreference = $false
@@ -36,11 +36,9 @@ $VAE_DTYPE = 'float32'
 $T5_DTYPE = 'bfloat16'
 # cache_latents, cache_text: threads that read and decode media (default: 4, on ROCm 1) (published: 1)
 $NUM_WORKERS = '1'
-# cache_text: captions per encode (published: 16)
-$BATCH_SIZE_CACHE_TEXT = '16'
 # <<< knobs
 
-foreach ($WgKnob in @('RESOLUTION', 'VAE_DTYPE', 'T5_DTYPE', 'NUM_WORKERS', 'BATCH_SIZE_CACHE_TEXT')) {
+foreach ($WgKnob in @('RESOLUTION', 'VAE_DTYPE', 'T5_DTYPE', 'NUM_WORKERS')) {
   if ([string](Get-Variable -Name $WgKnob -ValueOnly) -notmatch '\A[A-Za-z0-9._,+-]+\z') {
     Write-Host "wangen: the knob $WgKnob may hold letters, digits and . _ , + - only"
     exit 2
@@ -166,7 +164,6 @@ try {
       '--t5', 'models\models_t5_umt5-xxl-enc-bf16.pth',
       '--t5_dtype', $T5_DTYPE,
       '--no_fp8_t5',
-      '--batch_size', $BATCH_SIZE_CACHE_TEXT,
       '--log_file', 'logs\example.log',
       '--report_dir', 'outputs\example',
       '--lock', 'outputs\example\run.lock'

@@ -14,7 +14,7 @@ rem Python is taken from WANGEN_PYTHON (full path of python.exe), the virtual en
 rem You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 rem leave this file as it is and write the new text beside it as train_example.bat.new.
 rem
-rem wangen-digest: 003e8df052a17db0bd94d04b0d235198
+rem wangen-digest: 8b250d44ebf1655b72ead6dcdd93aaa3
 chcp 65001 >nul 2>&1
 
 rem >>> knobs: letters, digits and . _ , + - only
@@ -50,8 +50,6 @@ rem cache_text, check_cache: precision of the text encoder and of the cached emb
 set "T5_DTYPE=bfloat16"
 rem cache_latents, cache_text: threads that read and decode media (default: 4, on ROCm 1) (published: 1)
 set "NUM_WORKERS=1"
-rem cache_text: captions per encode (published: 16)
-set "BATCH_SIZE_CACHE_TEXT=16"
 rem <<< knobs
 
 rem A variable of this name, which some set by mistake, would hide every exit code.
@@ -180,7 +178,6 @@ echo wangen: step 3 of 5: cache_text
   "--t5" "models\models_t5_umt5-xxl-enc-bf16.pth" ^
   "--t5_dtype" "%T5_DTYPE%" ^
   "--no_fp8_t5" ^
-  "--batch_size" "%BATCH_SIZE_CACHE_TEXT%" ^
   "--log_file" "logs\example.log" ^
   "--report_dir" "outputs\example" ^
   "--lock" "outputs\example\run.lock" %2 %3 %4 %5 %WG_SMOKE%

@@ -12,7 +12,7 @@
 # You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 # leave this file as it is and write the new text beside it as train_example.ps1.new.
 #
-# wangen-digest: 91f1285472866a534c60428e1f69d633
+# wangen-digest: 0656ddc2743c9496ef60ce13e9b1fcf0
 Set-StrictMode -Version 2.0
 $ErrorActionPreference = 'Stop'
 $PSNativeCommandUseErrorActionPreference = $false
@@ -61,11 +61,9 @@ $VAE_DTYPE = 'float32'
 $T5_DTYPE = 'bfloat16'
 # cache_latents, cache_text: threads that read and decode media (default: 4, on ROCm 1) (published: 1)
 $NUM_WORKERS = '1'
-# cache_text: captions per encode (published: 16)
-$BATCH_SIZE_CACHE_TEXT = '16'
 # <<< knobs
 
-foreach ($WgKnob in @('RESOLUTION', 'ATTENTION', 'NETWORK_DIM', 'NETWORK_ALPHA', 'LEARNING_RATE', 'LR_SCHEDULER', 'MAX_TRAIN_EPOCHS', 'GRADIENT_ACCUMULATION_STEPS', 'MIXED_PRECISION', 'TIMESTEP_SAMPLING', 'DISCRETE_FLOW_SHIFT', 'SEED', 'MAX_DATA_LOADER_N_WORKERS', 'VAE_DTYPE', 'T5_DTYPE', 'NUM_WORKERS', 'BATCH_SIZE_CACHE_TEXT')) {
+foreach ($WgKnob in @('RESOLUTION', 'ATTENTION', 'NETWORK_DIM', 'NETWORK_ALPHA', 'LEARNING_RATE', 'LR_SCHEDULER', 'MAX_TRAIN_EPOCHS', 'GRADIENT_ACCUMULATION_STEPS', 'MIXED_PRECISION', 'TIMESTEP_SAMPLING', 'DISCRETE_FLOW_SHIFT', 'SEED', 'MAX_DATA_LOADER_N_WORKERS', 'VAE_DTYPE', 'T5_DTYPE', 'NUM_WORKERS')) {
   if ([string](Get-Variable -Name $WgKnob -ValueOnly) -notmatch '\A[A-Za-z0-9._,+-]+\z') {
     Write-Host "wangen: the knob $WgKnob may hold letters, digits and . _ , + - only"
     exit 2
@@ -196,7 +194,6 @@ try {
       '--t5', 'models\models_t5_umt5-xxl-enc-bf16.pth',
       '--t5_dtype', $T5_DTYPE,
       '--no_fp8_t5',
-      '--batch_size', $BATCH_SIZE_CACHE_TEXT,
       '--log_file', 'logs\example.log',
       '--report_dir', 'outputs\example',
       '--lock', 'outputs\example\run.lock'

@@ -10,7 +10,7 @@
 # You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 # leave this file as it is and write the new text beside it as cache_example.sh.new.
 #
-# wangen-digest: ccfd2a0af2555c78752e9d510ac4818a
+# wangen-digest: a5e090737408ff1f3a516c828c5022b1
 # Typographic quotes in a path or prompt are no typing errors.
 # shellcheck disable=SC1112
 # An editor for Windows may have put a carriage return behind every line: behind the first of these two, and hidden
@@ -29,8 +29,6 @@ VAE_DTYPE='float16'
 T5_DTYPE='bfloat16'
 # cache_latents, cache_text: threads that read and decode media (default: 4, on ROCm 1) (published: 4)
 NUM_WORKERS='4'
-# cache_text: captions per encode (published: 16)
-BATCH_SIZE_CACHE_TEXT='16'
 # <<< knobs
 
 wg_stop() {
@@ -55,7 +53,7 @@ wg_failed() {
   wg_stop "$2" "wangen: step $1 failed (exit code $2); its message stands above. Mend it and run this script again."
 }
 
-for wg_knob in RESOLUTION VAE_DTYPE T5_DTYPE NUM_WORKERS BATCH_SIZE_CACHE_TEXT; do
+for wg_knob in RESOLUTION VAE_DTYPE T5_DTYPE NUM_WORKERS; do
   case ${!wg_knob} in
     '' | *[!A-Za-z0-9._,+-]*) wg_stop 2 "wangen: the knob $wg_knob may hold letters, digits and . _ , + - only" ;;
   esac
@@ -153,7 +151,6 @@ if [ -z "$wg_only" ] || [ "$wg_only" = cache_text ]; then
     --t5 'models/models_t5_umt5-xxl-enc-bf16.pth' \
     --t5_dtype "$T5_DTYPE" \
     --no_fp8_t5 \
-    --batch_size "$BATCH_SIZE_CACHE_TEXT" \
     --log_file 'logs/example.log' \
     --report_dir 'outputs/example' \
     --lock 'outputs/example/run.lock' \

@@ -1,0 +1,142 @@
+"""Which dataset needs which entries of a cache folder, and the removal of those that none needs any more."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from wangen.generator.errors import WangenError
+from wangen.generator.files import write_text
+from wangen.runtime.cache.claims import alone
+from wangen.runtime.cache.entries import CorruptEntryError, Entry, read_entry
+from wangen.runtime.cache.folder import Folder
+from wangen.runtime.cache.recipes import ENTRY_NAME, Encoder, Kind
+from wangen.runtime.sources import relative_name
+
+
+class Claim:
+    """Which entries of a folder one dataset needs, and which encoder its last caching run used, kept beside them.
+
+    An entry is removed only when the dataset that asks needed it before, needs it no longer, and no other dataset that
+    uses the folder needs it. What nobody claims is never removed; a lost claim costs disk space, not entries. With
+    --keep_cache the keys of several runs stay claimed: the encoder tells which of them are the last run's.
+    """
+
+    def __init__(self, folder: Folder, dataset_config: Path, kind: Kind) -> None:
+        dataset = hashlib.sha256(relative_name(dataset_config, folder.path).encode()).hexdigest()[:20]
+        self.folder = folder
+        self.kind = kind
+        self.path = folder.path / f".wangen-needs-{dataset}.{kind}.json"
+        self._before: set[str] | None = None
+
+    @property
+    def encoder(self) -> Encoder | None:
+        """The encoder of the last run, whether or not it came to its end; None when there is no claim."""
+        return _read_claim(self.path).encoder
+
+    def extend(self, keys: set[str], encoder: Encoder) -> None:
+        """Claim these keys too: before anything is encoded, so that a killed run's entries are not forgotten.
+
+        What is found in the folder after this, and is among the keys, no other dataset's run will remove.
+
+        Raises:
+            WangenError: the folder cannot be written.
+        """
+        claimed = _read_claim(self.path)
+        self._before = claimed.keys
+        if claimed != _Claimed(claimed.keys | keys, encoder):
+            with self._alone():
+                self._write(_read_claim(self.path).keys | keys, encoder)
+
+    def reduce(self, keys: set[str], encoder: Encoder) -> int:
+        """Claim these keys alone and remove what nobody needs any more; returns how many entries were removed.
+
+        What another run of the same dataset has claimed since `extend` stays claimed.
+
+        Raises:
+            WangenError: the folder cannot be written.
+        """
+        twins = self._twins(keys)
+        if not twins and _read_claim(self.path) == _Claimed(keys, encoder):
+            return 0
+        with self._alone():
+            claimed = _read_claim(self.path).keys
+            dropped = (claimed if self._before is None else self._before) - keys
+            unneeded = self._entries(dropped - claimed_keys(self.folder.path, self.kind, but=self.path))
+            stuck = [entry for entry in [*unneeded, *twins] if not _remove(entry)]
+            # Only now: a run that is killed on the way must not forget what was still to be removed.
+            self._write(claimed - dropped | {entry.key for entry in stuck} | keys, encoder)
+        return len(unneeded) + len(twins) - len(stuck)
+
+    def _entries(self, keys: set[str]) -> list[Entry]:
+        """The good entries of these keys that are there now, whoever made them."""
+        if not keys:
+            return []
+        found: list[Entry] = []
+        for path in sorted(self.folder.path.iterdir()):
+            match = ENTRY_NAME.fullmatch(path.name)
+            if match and match["kind"] == self.kind and match["key"] in keys:
+                with suppress(CorruptEntryError):
+                    entry = read_entry(path)
+                    found += [entry] if entry else []
+        return found
+
+    def _twins(self, keys: set[str]) -> list[Entry]:
+        """Second files of one key, left when a renamed item was encoded again."""
+        entries = self.folder.entries
+        return [entry for entry in self.folder.all_entries if entry.key in keys and entries[entry.key] is not entry]
+
+    def _write(self, keys: set[str], encoder: Encoder) -> None:
+        if _read_claim(self.path) != _Claimed(keys, encoder):
+            write_text(self.path, json.dumps({"encoder": asdict(encoder), "keys": sorted(keys)}))
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        try:
+            self.folder.path.mkdir(parents=True, exist_ok=True)
+            with alone(self.folder.path):
+                yield
+        except OSError as error:
+            raise WangenError(
+                f"cannot write: {error.strerror}", where=str(self.folder.path), cure="free space or fix the rights"
+            ) from None
+
+
+@dataclass(frozen=True)
+class _Claimed:
+    """What a claim file holds."""
+
+    keys: set[str] = field(default_factory=set)
+    encoder: Encoder | None = None
+
+
+def _read_claim(path: Path) -> _Claimed:
+    """What is claimed; nothing when the file is missing or broken, for its keys only ever allow removing."""
+    with suppress(OSError, ValueError, RecursionError, TypeError, KeyError):
+        claim = json.loads(path.read_text(encoding="utf-8"))
+        encoder = Encoder(str(claim["encoder"]["identity"]), str(claim["encoder"]["dtype"]))
+        return _Claimed({str(key) for key in claim["keys"]}, encoder)
+    return _Claimed()
+
+
+def claimed_keys(folder: Path, kind: Kind, *, but: Path | None = None) -> set[str]:
+    """The keys of one kind that datasets claim in a cache folder.
+
+    Args:
+        folder: the cache folder.
+        kind: which kind of entry.
+        but: the claim file of a dataset that is left out.
+    """
+    paths = (path for path in folder.glob(f".wangen-needs-*.{kind}.json") if path != but)
+    return set().union(*(_read_claim(path).keys for path in paths))
+
+
+def _remove(entry: Entry) -> bool:
+    """Whether the entry is gone now; False when it is open in another program on Windows: the next run tries again."""
+    try:
+        entry.path.unlink(missing_ok=True)
+    except OSError:
+        return False
+    return True
