@@ -2,8 +2,8 @@
 
 python benchmarks/cache_index.py [NUM_ITEMS] [FOLDER]
 
-The entries are written directly, with the names and headers that the caching steps would give them. Every measurement is
-a process of its own. `first` is without the memo of digests, `headers` with it and without the index.
+The entries are written directly, with the names and headers that the caching steps would give them. Each measurement
+is a process of its own. `first` is without the memo of digests, `headers` with it and without the index.
 """
 
 import json
@@ -91,7 +91,7 @@ def main() -> None:
             for name in without:
                 (cache / name).unlink(missing_ok=True)
             command = [sys.executable, "-c", MEASURE.format(body=body), toml, models["vae"], models["t5"]]
-            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            done = subprocess.run(command, capture_output=True, text=True)
             print(f"{what:30} {done.stdout.strip() or done.stderr[-2000:]}", flush=True)
 
 

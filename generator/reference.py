@@ -34,8 +34,12 @@ DIFFERENCES = (
     "An image's EXIF orientation is applied, transparency goes over white, and a bucket is chosen by the ratio of "
     "aspect ratios, in caching and in training alike.",
     "Relative paths in a TOML are looked for in the working folder, then beside the TOML.",
-    "jsonl manifests and control images are not in this version; a video block needs `target_frames`, and lengths must "
-    "be 4n+1 (musubi-tuner rounds down); `check` wants a `cache_directory` that is not the media folder.",
+    "Paths in a jsonl manifest start at the manifest; blank lines are fine; `caption` may be a list.",
+    "A folder of frames is not read as a video; a video block needs `target_frames`, and lengths must be 4n+1 "
+    "(musubi-tuner rounds down); `check` wants a `cache_directory` that is not the media folder.",
+    "The VAE encodes in float16 on CUDA (musubi-tuner: bfloat16), and in float32 what leaves its range.",
+    "`--vae`, `--t5` and `--clip` of training serve `--cache_latents` and `--cache_latents_to_disk`; samples during "
+    "training are not in this version.",
     "A schedule that depends on the run's length (all but `constant`) refuses to resume with another length.",
     "The tokenizer is found beside the T5 file or given with `--tokenizer`; nothing is downloaded.",
 )

@@ -34,12 +34,17 @@ def choose_device(name: str | None) -> torch.device:
 
 
 def choose_vae_dtype(name: str | None, device: torch.device) -> str:
-    """The precision of the VAE: as asked (on ROCm always float32), else the most accurate one that costs nothing.
+    """The precision that a VAE encodes in: as asked (on ROCm always float32), else the best one that costs nothing.
 
     That is float16 on a card whose units compute it at full speed (compute capability 7 and above): bfloat16 is no
-    faster and loses three more bits, in numbers that need no wider range. Elsewhere it is float32.
+    faster and loses three more bits. What leaves its range is encoded in float32. Elsewhere it is float32.
     """
     return vae_dtype(name, announce=True) or ("float16" if _fast_float16(device) else "float32")
+
+
+def choose_decoder_dtype(name: str | None, device: torch.device) -> str:
+    """The precision that a VAE decodes in: as asked (on ROCm always float32), else bfloat16 on CUDA, as it was made."""
+    return vae_dtype(name, announce=True) or ("bfloat16" if device.type == "cuda" else "float32")
 
 
 def choose_clip_dtype(name: str | None, device: torch.device) -> str:

@@ -22,7 +22,7 @@ from wangen.generator.table import options as flags_of
 from wangen.generator.tasks import require_supported
 from wangen.generator.tokenizer_file import tokenizer_of
 from wangen.generator.workspace import require_writable
-from wangen.runtime.devices import DTYPES, choose_device, choose_dtype, choose_vae_dtype, set_attention
+from wangen.runtime.devices import DTYPES, choose_decoder_dtype, choose_device, choose_dtype, set_attention
 from wangen.runtime.lora import apply_lora, read_lora
 from wangen.runtime.models import Family, family, require_tile
 from wangen.runtime.progress import progress
@@ -56,7 +56,7 @@ def run(options: Generate) -> Report:
     transformer = kind.load_transformer(options.dit, dtype=dtype, device=device)
     kernel = set_attention(transformer, options.attention, device, dtype, backward=False)
     _apply_loras(transformer, options)
-    vae_dtype = choose_vae_dtype(options.vae_dtype, device)
+    vae_dtype = choose_decoder_dtype(options.vae_dtype, device)
     vae = kind.load_vae(options.vae, dtype=DTYPES[vae_dtype], device=device)
     try:
         with progress("sampling", options.infer_steps) as advance:

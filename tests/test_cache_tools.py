@@ -56,9 +56,8 @@ def test_clear_asks_and_removes_only_entries(folder: Path, capsys: pytest.Captur
     assert main(["cache", "clear", str(folder), "--kind", "latent", "--yes"]) == 0
     assert "removed 2 entries" in capsys.readouterr().out
     assert names(folder) == {"my_wan.safetensors", TEXT.file_name(ENCODER)}
-    assert (
-        CliRunner().invoke(wangen, ["cache", "clear", str(folder)], input="y\n").output.count("removed 1 entries") == 1
-    )
+    agreed = CliRunner().invoke(wangen, ["cache", "clear", str(folder)], input="y\n")
+    assert "removed 1 entry" in agreed.output
     assert names(folder) == {"my_wan.safetensors"}
     assert main(["cache", "clear", str(folder), "--yes"]) == 0
     assert "nothing to remove" in capsys.readouterr().out

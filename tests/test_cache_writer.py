@@ -1,5 +1,6 @@
 """The writer: what it refuses, and that entries are whole or absent whatever happens."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -159,6 +160,33 @@ def test_a_folder_that_vanishes_is_one_message(tmp_path: Path):
 
     with pytest.raises(WangenError, match="cannot write the cache entry"):
         write()
+
+
+def test_a_full_disk_says_how_much_is_to_be_written_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with Writer(tmp_path) as writer:
+        assert writer.claim(LATENT, ENCODER) == "mine"
+        writer.put(LATENT, ENCODER, tensors())
+        monkeypatch.setattr(os, "fsync", full)
+        with pytest.raises(
+            WangenError, match=r"No space left on device; \d+ bytes are to be written, .* are free"
+        ) as raised:
+            writer.commit()
+        monkeypatch.undo()
+        assert raised.value.where == str(tmp_path)
+        assert list(tmp_path.iterdir()) == []
+        assert writer.claim(LATENT, ENCODER) == "mine"
+
+
+def test_a_temporary_file_that_somebody_removed_is_no_entry_written(tmp_path: Path):
+    with Writer(tmp_path) as writer:
+        writer.put(LATENT, ENCODER, tensors())
+        next(tmp_path.glob(".*.tmp")).unlink()
+        with pytest.raises(WangenError, match="somebody removed its temporary file"):
+            writer.commit()
+    assert writer.num_written == 0
 
 
 WRITE_ALL = """

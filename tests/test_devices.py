@@ -4,7 +4,14 @@ import pytest
 import torch
 
 from wangen.generator.errors import UsageError, WangenError
-from wangen.runtime.devices import choose_device, choose_vae_dtype, enough_memory, exact, set_attention
+from wangen.runtime.devices import (
+    choose_decoder_dtype,
+    choose_device,
+    choose_vae_dtype,
+    enough_memory,
+    exact,
+    set_attention,
+)
 
 
 @pytest.fixture
@@ -17,6 +24,8 @@ def test_the_vae_runs_in_the_most_accurate_precision_that_costs_nothing(card, mo
     assert choose_vae_dtype(None, torch.device("cuda")) == "float16"
     assert choose_vae_dtype(None, torch.device("cpu")) == "float32"
     assert choose_vae_dtype("bfloat16", torch.device("cuda")) == "bfloat16"
+    assert choose_decoder_dtype(None, torch.device("cuda")) == "bfloat16"
+    assert choose_decoder_dtype(None, torch.device("cpu")) == "float32"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device=None: (6, 1))  # computes float16 slowly
     assert choose_vae_dtype(None, torch.device("cuda")) == "float32"
 
@@ -34,7 +43,10 @@ def test_float32_means_float32_while_encoding():
 def test_a_full_memory_is_one_message_and_other_errors_stay():
     for error in (torch.OutOfMemoryError("CUDA out of memory"), MemoryError(),
                   RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried")):  # fmt: skip
-        with pytest.raises(WangenError, match="out of memory encoding cat.jpg"), enough_memory("encoding cat.jpg", "x"):
+        with (
+            pytest.raises(WangenError, match=r"out of memory encoding cat\.jpg"),
+            enough_memory("encoding cat.jpg", "x"),
+        ):
             raise error
     with pytest.raises(RuntimeError, match="shapes"), enough_memory("encoding", "x"):
         raise RuntimeError("shapes do not fit")
