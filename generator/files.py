@@ -55,7 +55,7 @@ def machine() -> str:
 
     name = f"{socket.gethostname()} {sys.platform}"
     with suppress(OSError):
-        name += os.readlink("/proc/self/ns/pid")  # noqa: PTH115 - Path.readlink would read it as a path
+        name += str(Path("/proc/self/ns/pid").readlink())
     return sha256(name.encode()).hexdigest()[:8]
 
 

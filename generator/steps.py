@@ -146,8 +146,10 @@ class CacheText(CacheStep):
         None, knob=True, values=DTYPE_VALUES,
     )  # fmt: skip
     fp8_t5: bool = flag(_FP8_T5, False, pinned=True)
-    stream_t5: bool = flag("read the text encoder block by block, 1.5 GB at a time (the default; --plain loads it "
-                           "whole)", True)  # fmt: skip
+    stream_t5: bool = flag(
+        "read the text encoder block by block, so that 1.5 GB of memory do (the default; --no_stream_t5 loads it whole)",
+        True,
+    )
     batch_size: int = flag("captions per encode with --plain (else each goes at its own length)", 16)
 
 

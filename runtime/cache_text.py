@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("wangen")
 
 POLL_S = 1.0
-CPU_GROUP, GPU_GROUP = 64, 2048
+CPU_GROUP, GPU_GROUP = 48, 2048
 MEMORY_CURE = "use --device cpu, or --batch_size 1 with --plain; what was encoded stays"
 
 
@@ -131,7 +131,9 @@ class _Texts:
 
         captions = [str(needs[0].recipe.content["caption"]) for needs in group]
         with enough_memory(f"encoding {len(captions)} captions", MEMORY_CURE), exact(self.encoder.dtype):
-            embeddings = self._prompt_encoder.encode(captions)
+            embeddings = self._prompt_encoder.encode(
+                captions, lambda done, total: self._advance(0, f"block {done} of {total}")
+            )
         for needs, embedding in zip(group, embeddings, strict=True):
             for need in needs:
                 self._writers[need.folder.path].put(need.recipe, self.encoder, _entry(embedding))
@@ -146,9 +148,13 @@ class _Texts:
 
         A group is what a kill loses: on a CPU a caption takes seconds.
         """
-        if self.options.plain:
+        if self._plain:
             return max(1, self.options.batch_size)
         return GPU_GROUP if self._device.type != "cpu" else CPU_GROUP
+
+    @property
+    def _plain(self) -> bool:
+        return self.options.plain or not self.options.stream_t5
 
     @cached_property
     def _device(self) -> "torch.device":
@@ -164,7 +170,7 @@ class _Texts:
         kind = family(model_of_cache(self.options.task))
         return kind.load_prompt_encoder(
             self.options.t5, self.options.tokenizer, dtype=DTYPES[self.encoder.dtype], device=self._device,
-            fp8=self.options.fp8_t5, plain=self.options.plain,
+            fp8=self.options.fp8_t5, plain=self._plain,
         )  # fmt: skip
 
 

@@ -81,7 +81,7 @@ def run(options: CheckCache) -> Report:
     return Report(
         folder=options.dataset_config.parent,
         summary=f"{whole.states['valid']} entries valid ({bytes_text(whole.num_bytes)}), {len(problems)} not: "
-        + (_to_run(bad) if problems else "training finds all it needs"),
+        + (_to_run(options, bad) if problems else "training finds all it needs"),
         inputs={"dataset_config": options.dataset_config, "samples": len(samples)},
         counts={kind: count_states(need.verdict for need in needs if need.recipe.kind == kind) for kind in encoders},
         result={"problems": problems, "bytes": whole.num_bytes, "datasets": [row.facts() for row in rows],
@@ -187,6 +187,10 @@ def _say_how_deep(deep: bool) -> None:
                  "and time")  # fmt: skip
 
 
-def _to_run(bad: Iterable[Need]) -> str:
+def _to_run(options: CheckCache, bad: Iterable[Need]) -> str:
+    bad = list(bad)
     steps = sorted({"cache_text" if need.recipe.kind in TEXT_KINDS else "cache_latents" for need in bad})
-    return f"run {' and '.join(steps) or 'cache_latents and cache_text'} again"
+    again = f"run {' and '.join(steps) or 'cache_latents and cache_text'} again"
+    # The steps judge headers alone: a payload that only --deep sees would stay.
+    damaged = options.deep and any(need.verdict.state == "corrupt" for need in bad)
+    return f"run check_cache again with --deep --repair, then {again}" if damaged else again

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from wangen.generator.errors import WangenError
+from wangen.generator.errors import WangenError, many
 from wangen.generator.steps import Train
 from wangen.profiles import Model
 from wangen.runtime.ahead import ahead
@@ -104,13 +104,14 @@ def find_entries(options: Train, model: Model, samples: Sequence[Sample]) -> lis
         WangenError: entries are missing or stale, the message lists them with the commands to run; or it is open
             which of two encoders' entries to take.
     """
-    kinds = _kinds(options, model, samples)
-    needs = _judged(options, samples, kinds)
+    folders = [Folder(path) for path in by_cache_folder(samples)]
+    kinds = _kinds(options, model, samples, folders)
+    needs = _judged(options, samples, kinds, folders)
     held: dict[Place, Held] = {}
     if _bad(needs) and (options.cache_latents or options.cache_latents_to_disk):
-        held = encode_missing(options, model, samples, dict.fromkeys(need.recipe.kind for need in _bad(needs)))
+        held = encode_missing(options, model, samples, kinds, {need.recipe.kind for need in _bad(needs)})
         if options.cache_latents_to_disk:
-            needs = _judged(options, samples, kinds)
+            needs = _judged(options, samples, kinds, [Folder(folder.path) for folder in folders])
     bad = [need for need in _bad(needs) if _place(need) not in held]
     if bad:
         raise _lacking(options, bad)
@@ -118,7 +119,7 @@ def find_entries(options: Train, model: Model, samples: Sequence[Sample]) -> lis
     return [_cached(sample, kinds, entries) for sample in samples]
 
 
-def _kinds(options: Train, model: Model, samples: Sequence[Sample]) -> list[Kind]:
+def _kinds(options: Train, model: Model, samples: Sequence[Sample], folders: Sequence[Folder]) -> list[Kind]:
     """What this training run reads."""
     kinds: list[Kind] = ["latent", "text_encoder_output"]
     if options.caption_dropout:
@@ -126,7 +127,6 @@ def _kinds(options: Train, model: Model, samples: Sequence[Sample]) -> list[Kind
     if model.condition == "image":
         kinds.append("image_latent")
     if has_clip(model):
-        folders = [Folder(path) for path in by_cache_folder(samples)]
         if options.clip or expected_encoder(folders, samples, "clip", options.dataset_config):
             kinds.append("clip")
         else:
@@ -138,8 +138,7 @@ def _kinds(options: Train, model: Model, samples: Sequence[Sample]) -> list[Kind
     return kinds
 
 
-def _judged(options: Train, samples: Sequence[Sample], kinds: Iterable[Kind]) -> list[Need]:
-    folders = [Folder(path) for path in by_cache_folder(samples)]
+def _judged(options: Train, samples: Sequence[Sample], kinds: Iterable[Kind], folders: Sequence[Folder]) -> list[Need]:
     found: list[Need] = []
     for kind in kinds:
         encoder = NO_ENCODER if kind == "mask" else expected_encoder(folders, samples, kind, options.dataset_config)
@@ -159,7 +158,7 @@ def _lacking(options: Train, bad: Sequence[Need]) -> WangenError:
     steps = dict.fromkeys("cache_text" if need.recipe.kind in TEXT_KINDS else "cache_latents" for need in bad)
     lines = [command_line(step, options) for step in steps]
     return WangenError(
-        "\n".join([f"the cache lacks {len(bad)} entries", *listing([problem(need) for need in bad])]),
+        "\n".join([f"the cache lacks {many(len(bad), 'entry', 'entries')}", *listing([problem(need) for need in bad])]),
         where=str(options.dataset_config),
         cure=f"run {' and '.join(lines)}; or train with --cache_latents_to_disk --vae … --t5 …",
     )

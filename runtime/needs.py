@@ -166,6 +166,9 @@ def expected_encoder(
     if identity and dtype:
         return Encoder(identity, dtype)
     folders = list(folders)
+    if not identity and kind in ("image_latent", "control_latent"):  # one VAE makes all that a batch holds
+        latents = expected_encoder(folders, samples, "latent", dataset_config)
+        identity = latents.identity if latents else None
     claims = (Claim(folder, dataset_config, kind) for folder in folders)
     found = {claim.encoder for claim in claims if claim.encoder} or _makers(folders, samples, kind)
     possible = {Encoder(identity or encoder.identity, dtype or encoder.dtype) for encoder in found}
@@ -270,14 +273,14 @@ def fill(
     again = options.recache or not options.skip_existing
     missing = [need for need in needs if (again or need.verdict.state != "valid") and shard.has(need.recipe)]
     valid = [] if again else [need for need in needs if need.verdict.state == "valid"]
+    why = Counter(f"{need.recipe.kind}: {need.verdict.reason or '--recache'}" for need in missing)
+    for reason, count in why.most_common():
+        log.info("  %d to encode, %s", count, reason)
     computed = encode(Work(encoders, missing, valid, partial(writer_of, again=again))) if missing else 0
     keep = options.keep_cache or shard.count > 1
     removed = 0 if keep else sum(claim.reduce(keys, encoder) for claim, encoder, keys in claims)
     for place in (*(folder.path for folder in folders), options.report_dir or options.dataset_config.parent):
         sweep(place)
-    why = Counter(f"{need.recipe.kind}: {need.verdict.reason or '--recache'}" for need in missing)
-    for reason, count in why.most_common():
-        log.info("  %d to encode, %s", count, reason)
     return Report(
         folder=options.dataset_config.parent,
         summary=f"{computed} entries encoded, {len(valid)} already valid, {removed} unneeded removed",

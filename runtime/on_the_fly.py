@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import shlex
+import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from wangen.generator.errors import UsageError
 from wangen.generator.lock import IN_SCRIPT
 from wangen.generator.steps import CacheLatents, CacheText, Train
+from wangen.generator.table import joined
 from wangen.profiles import Model
 from wangen.runtime import cache_latents, cache_text, encoding
 from wangen.runtime.cache import Encoder, Folder, Kind, Recipe
@@ -77,16 +79,27 @@ class MemoryWriter:
         """Nothing is pending."""
 
 
-def encode_missing(options: Train, model: Model, samples: Sequence[Sample], kinds: Iterable[Kind]) -> dict[Place, Held]:
-    """Make the entries of these kinds that the cache lacks: on disk, or in memory, which are returned.
+def encode_missing(
+    options: Train, model: Model, samples: Sequence[Sample], kinds: Iterable[Kind], lacking: Iterable[Kind]
+) -> dict[Place, Held]:
+    """Make the entries that the cache lacks: on disk, or in memory, which are returned.
+
+    Args:
+        options: of training.
+        model: what is trained.
+        samples: of the whole dataset.
+        kinds: all that training reads; weights other than those of the cache make them all anew, so that none of
+            another encoder remains beside them.
+        lacking: of which kinds something is not valid.
 
     Raises:
         UsageError: no weights are given to make them with.
         WangenError: encoding fails.
     """
     held: dict[Place, Held] = {}
+    lacks_text = [kind in TEXT_KINDS for kind in lacking]
     latents, texts = set(kinds) - set(TEXT_KINDS), set(kinds) & set(TEXT_KINDS)
-    if latents:
+    if False in lacks_text:
         step = _latents_step(options, samples)
         if options.cache_latents_to_disk:
             log.info("  %s", cache_latents.run(step).summary)
@@ -94,7 +107,7 @@ def encode_missing(options: Train, model: Model, samples: Sequence[Sample], kind
             encoders = cache_latents.latent_encoders(step, model, step.clip)
             wanted = {kind: encoder for kind, encoder in encoders.items() if kind in latents}
             encoding.encode(step, model, step.clip, _work(samples, wanted, held))
-    if texts:
+    if True in lacks_text:
         text_step = _text_step(options, samples)
         if options.cache_latents_to_disk:
             log.info("  %s", cache_text.run(text_step).summary)
@@ -143,6 +156,15 @@ def _dtype_before(options: Train, samples: Sequence[Sample], kind: Kind, identit
     return encoder.dtype if encoder else None
 
 
+_SAID: Mapping[str, tuple[str, ...]] = {
+    "cache_latents": ("vae", "vae_dtype", "vae_tile", "clip", "clip_dtype"),
+    "cache_text": ("t5", "tokenizer", "t5_dtype", "fp8_t5"),
+}
+"""The flags of a caching step that decide its entries' encoder."""
+
+_WEIGHTS = ("vae", "clip", "t5", "tokenizer")
+
+
 def command_line(step: str, options: Train) -> str:
     """What to type to run a caching step: the script's line, the line that ran it before, or one to fill in.
 
@@ -152,21 +174,25 @@ def command_line(step: str, options: Train) -> str:
     """
     if script := os.environ.get(IN_SCRIPT):
         return f"{Path(script).name} {step}"
-    line = f"wangen {step} --dataset_config {shlex.quote(str(options.dataset_config))} --task {options.task}"
-    weights = {"cache_latents": ("vae", "clip"), "cache_text": ("t5",)}[step]
+    words = ["wangen", step, "--dataset_config", str(options.dataset_config), "--task", options.task]
+    if options.resolution != "all":
+        words += ["--resolution", options.resolution]
+    words += ["--smoke"] if options.smoke else []
     before = _settings_before(step, options)
-    for flag in weights:
-        path = getattr(options, flag) or before.get(flag)
-        if path or flag != "clip":
-            line += f" --{flag} " + (shlex.quote(str(path)) if path else f"{flag.upper()}_FILE")
-    dtype = "vae_dtype" if step == "cache_latents" else "t5_dtype"
-    return line + (f" --{dtype} {before[dtype]}" if before.get(dtype) else "")
+    for flag in _SAID[step]:
+        value = getattr(options, flag, None) or before.get(flag)
+        if value:
+            words += [f"--{flag}"] if value is True else joined(flag, str(value))
+        elif flag in ("vae", "t5"):
+            words += [f"--{flag}", f"{flag.upper()}_FILE"]
+    return subprocess.list2cmdline(words) if os.name == "nt" else shlex.join(words)
 
 
 def _settings_before(step: str, options: Train) -> dict[str, Any]:
-    """The settings in the report that the step left beside the dataset; none when there is no report."""
+    """The settings in the report that the step left beside the dataset, without files that are not there now."""
     folder = options.report_dir or options.dataset_config.parent
-    with suppress(OSError, ValueError, RecursionError):
-        settings = json.loads((folder / f"{step}.report.json").read_text(encoding="utf-8"))["settings"]
-        return settings if isinstance(settings, dict) else {}
+    with suppress(OSError, ValueError, RecursionError, KeyError, TypeError):
+        settings = dict(json.loads((folder / f"{step}.report.json").read_text(encoding="utf-8"))["settings"])
+        gone = [flag for flag in _WEIGHTS if settings.get(flag) and not Path(settings[flag]).exists()]
+        return {flag: value for flag, value in settings.items() if flag not in gone}
     return {}

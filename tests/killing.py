@@ -6,7 +6,8 @@ import re
 import signal
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ class Killer:
     A call that only reads is not counted: to die there is to die before the next one that is.
     """
 
-    def __init__(self, at: int, say: Callable[[str], None]) -> None:
+    def __init__(self, at: int, say: Callable[[str], object]) -> None:
         self.count = 0
         self.at = at
         self.say = say
@@ -99,7 +100,7 @@ def _what(place: object) -> str:
 
 def _path_of(descriptor: int) -> str:
     try:
-        return os.readlink(f"/proc/self/fd/{descriptor}")
+        return str(Path(f"/proc/self/fd/{descriptor}").readlink())
     except OSError:
         return ""
 
@@ -111,24 +112,50 @@ def forked(work: Callable[[], int], at: int) -> tuple[int, list[str]]:
         Its exit code (`KILLED`), and the calls it met, the last one of which killed it.
     """
     reader, writer = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of forking a process with threads: none is in use
-        child = os.fork()
-    if child == 0:
-        _work(work, at, writer)
+    say = os.write
+
+    def watched() -> int:
+        Killer(at, lambda line: say(writer, line.encode())).install()
+        return work()
+
+    child = fork(watched)
     os.close(writer)
     with os.fdopen(reader) as pipe:
         calls = pipe.read().splitlines()
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), calls
+    return end_of(child), calls
 
 
-def _work(work: Callable[[], int], at: int, writer: int) -> None:
+def beside(works: Sequence[Callable[[], int]]) -> list[int]:
+    """Begin with all works at one moment, each in a forked process of its own; returns their exit codes."""
+    gate, latch = os.pipe()
+
+    def at_once(work: Callable[[], int]) -> int:
+        os.close(latch)
+        os.read(gate, 1)
+        return work()
+
+    children = [fork(partial(at_once, work)) for work in works]
+    os.close(latch)
+    os.close(gate)
+    return [end_of(child) for child in children]
+
+
+def fork(work: Callable[[], int]) -> int:
+    """Begin some work in a process of its own, which says nothing; returns its number."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forking a process with threads: none is in use
+        child = os.fork()
+    if child:
+        return child
     code = 99
     try:
         with Path(os.devnull).open("w") as silence:
             sys.stdout = sys.stderr = silence
-            say = os.write
-            Killer(at, lambda line: [say(writer, line.encode())]).install()
             code = work()
     finally:
         os._exit(code)
+
+
+def end_of(child: int) -> int:
+    """Wait for a forked process; returns its exit code."""
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

@@ -1,116 +1,50 @@
 """The caching steps killed at any moment: no torn entry, nothing lost, and run again the same bytes as unbroken."""
 
+import itertools
 import os
 import random
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from cached_bundle import Bundle, entry_files
-from helpers import make_clip, make_image, read_tree
+from cached_bundle import Bundle, uncached
+from helpers import make_image
 from killing import KILLED, forked
+from tiny_set import CACHES, copy, kept, leftovers, lines_of, make_set, picture, run_all, write_tiny_toml
 
-from wangen.generator import lock
-from wangen.generator.cli import main
-from wangen.runtime import cache_text, encoding
-from wangen.runtime.cache import Folder, writer
-from wangen.runtime.tiny import TinySizes, write_tiny_wan
+from wangen.runtime.cache import Folder
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="trials are forked"),
-    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.usefixtures("one_thread", "quick"),
 ]
-pytest_plugins = ("bundle_fixtures",)
-
-CACHES = ("photos_cache", "clips_cache")
+pytest_plugins = ("bundle_fixtures", "tiny_set_fixtures")
 
 
 @dataclass(frozen=True)
 class Scene:
-    """A dataset in which much is to be done, what is cached before, and what an unbroken run makes of it."""
+    """A dataset in which much is to be done.
+
+    Attributes:
+        before: what is cached.
+        after: what an unbroken run makes of it.
+        last: what it makes of it when the dataset changes once more before.
+        calls: what an unbroken run changes in the file system.
+    """
 
     bundle: Bundle
+    flags: Sequence[str]
     before: dict[str, bytes]
     after: dict[str, bytes]
-    flags: Sequence[str]
+    last: dict[str, bytes]
     calls: Sequence[str]
-
-    @property
-    def lines(self) -> list[list[str]]:
-        return lines_of(self.bundle, self.flags)
-
-
-def lines_of(bundle: Bundle, flags: Sequence[str]) -> list[list[str]]:
-    return [bundle.latents_line("--num_workers", "1", *flags), bundle.text_line()]
-
-
-def run_all(lines: Sequence[list[str]]) -> Callable[[], int]:
-    return lambda: max(main(line) for line in lines)
-
-
-@pytest.fixture(scope="module")
-def room(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder for the trials; in memory, where there is such a place, because it is quicker."""
-    memory = Path("/dev/shm")
-    if not (memory.is_dir() and os.access(memory, os.W_OK)):
-        yield tmp_path_factory.mktemp("kills")
-        return
-    with tempfile.TemporaryDirectory(dir=memory, prefix="wangen-test-") as folder:
-        yield Path(folder)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick() -> Iterator[None]:
-    """Small groups, so that a run has many; and nothing waits for a clock."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lock, "START_S", 0.0)  # a claim that was being made counts as held for so long
-        patch.setattr("wangen.runtime.sources.YOUNG_NS", 0)  # else neither memo nor index would be written
-        patch.setattr(writer, "_GROUP_FILES", 2)
-        patch.setattr(cache_text, "CPU_GROUP", 3)
-        for module in (encoding, cache_text):
-            patch.setattr(module, "POLL_S", 0.01)
-        patch.setattr(os, "fsync", lambda _: None)  # a killed process loses nothing that it gave to the system
-        yield
-
-
-@pytest.fixture(scope="module")
-def weights(room: Path) -> dict[str, Path]:
-    return write_tiny_wan(room / "models", ["picture of many", "clip"], sizes=TinySizes(vae_dim=2))
-
-
-def make_set(folder: Path, weights: dict[str, Path]) -> Bundle:
-    """Four pictures and a clip; each has a control, one a mask, and batches are of three."""
-    bundle = Bundle(folder, weights)
-    for number in range(4):
-        picture(bundle, number)
-    make_clip(folder / "clips" / "walk.mp4", num_frames=5, fps=16, size=(32, 32), seed=9)
-    make_clip(folder / "clip_controls" / "walk.mp4", num_frames=5, fps=16, size=(32, 32), seed=8)
-    (folder / "clips" / "walk.txt").write_text("picture 1", encoding="utf-8")
-    return write_toml(bundle)
-
-
-def picture(bundle: Bundle, number: int, caption: str = "") -> None:
-    make_image(bundle.photos / f"{number}.png", (32, 32), seed=number + 1)
-    (bundle.photos / f"{number}.txt").write_text(caption or f"picture {number}", encoding="utf-8")
-
-
-def write_toml(bundle: Bundle, *, controls: bool = False, batch_size: int = 3) -> Bundle:
-    folder = bundle.folder.as_posix()
-    text = f"[general]\nresolution = [32, 32]\nbatch_size = {batch_size}\n"
-    text += f"[[datasets]]\nimage_directory = '{folder}/photos'\ncache_directory = '{folder}/photos_cache'\n"
-    text += f"[[datasets]]\nvideo_directory = '{folder}/clips'\ncache_directory = '{folder}/clips_cache'\n"
-    text += "target_frames = [1, 5]\n"
-    text += f"control_directory = '{folder}/clip_controls'\n" if controls else ""
-    bundle.toml.write_text(text, encoding="utf-8")
-    return bundle
 
 
 def changed(bundle: Bundle) -> None:
@@ -124,11 +58,19 @@ def changed(bundle: Bundle) -> None:
         picture(bundle, number)
 
 
+def changed_again(bundle: Bundle) -> None:
+    """What the user changes after an interruption: some of what was being made is not needed any more."""
+    picture(bundle, 0, caption="picture of a third kind")
+    make_image(bundle.photos / "1.png", (32, 32), seed=51)
+    for path in (*bundle.photos.glob("[35].*"), *bundle.photos.glob("three.*")):
+        path.unlink()
+
+
 SCENES = {
     "nothing is cached": (False, (), lambda bundle: None),
     "the dataset changed": (True, (), changed),
     "it becomes image-to-video with controls": (
-        True, ("--task", "i2v-A14B"), lambda bundle: [changed(bundle), write_toml(bundle, controls=True)],
+        True, ("--task", "i2v-A14B"), lambda bundle: [changed(bundle), write_tiny_toml(bundle, controls=True)],
     ),
 }  # fmt: skip
 
@@ -157,30 +99,10 @@ def make_scene(
     whole = copy(bundle, folder / "whole")
     code, calls = forked(run_all(lines_of(whole, flags)), 0)
     assert code == 0
-    return Scene(bundle, before, kept(whole), flags, calls)
-
-
-def copy(bundle: Bundle, to: Path) -> Bundle:
-    shutil.copytree(bundle.folder, to)
-    made = Bundle(to, bundle.models)
-    text = bundle.toml.read_text(encoding="utf-8").replace(bundle.folder.as_posix(), to.as_posix())
-    made.toml.write_text(text, encoding="utf-8")
-    return made
-
-
-def kept(bundle: Bundle) -> dict[str, bytes]:
-    """All that is in the cache folders, but the index and the memo, which hold times."""
-    found = {
-        f"{cache}/{name}": data
-        for cache in CACHES
-        for name, data in (read_tree(bundle.folder / cache) if (bundle.folder / cache).is_dir() else {}).items()
-    }
-    return {name: data for name, data in found.items() if not name.endswith(("index.jsonl", "sources.jsonl"))}
-
-
-def leftovers(bundle: Bundle) -> list[str]:
-    names = [path.name for path in bundle.folder.rglob(".*")]
-    return [name for name in names if name.endswith(".tmp") or name.startswith(".claim")]
+    last = copy(bundle, folder / "last")
+    changed_again(last)
+    assert run_all(lines_of(last, flags))() == 0
+    return Scene(bundle, flags, before, kept(whole), kept(last), calls)
 
 
 def assert_whole(bundle: Bundle, scene: Scene) -> None:
@@ -193,28 +115,29 @@ def assert_whole(bundle: Bundle, scene: Scene) -> None:
     assert scene.before.keys() & scene.after.keys() <= found.keys()
 
 
-def assert_complete(bundle: Bundle, scene: Scene) -> None:
-    assert kept(bundle) == scene.after
+def assert_complete(bundle: Bundle, scene: Scene, wanted: dict[str, bytes]) -> None:
+    assert kept(bundle) == wanted
     assert leftovers(bundle) == []
     assert bundle.check("--deep", *scene.flags) == 0
 
 
 def trial(scene: Scene, place: Path, at: int, draw: random.Random) -> str:
-    """Kill a run at a call, sometimes the next one too, then let one end; returns what the first kill hit."""
+    """Kill a run at a call, sometimes the next run too, then let one end; returns what the first kill hit."""
     bundle = copy(scene.bundle, place)
-    moved = Scene(bundle, scene.before, scene.after, scene.flags, ())
-    lines = moved.lines if at <= len(scene.calls) else moved.lines[::-1]
-    code, calls = forked(run_all(lines), (at - 1) % len(scene.calls) + 1)
+    lines = lines_of(bundle, scene.flags)
+    code, calls = forked(run_all(lines if at <= len(scene.calls) else lines[::-1]), (at - 1) % len(scene.calls) + 1)
     assert code in (KILLED, 0)  # in the other order there are a few calls less
-    assert_whole(bundle, moved)
-    hit = calls[-1] if code == KILLED else ""
+    assert_whole(bundle, scene)
     if draw.random() < 0.25:
-        forked(run_all(moved.lines), draw.randint(1, len(scene.calls) // 2))
-        assert_whole(bundle, moved)
-    assert run_all(draw.sample(moved.lines, 2))() == 0
-    assert_complete(bundle, moved)
+        forked(run_all(lines), draw.randint(1, len(scene.calls) // 2))
+        assert_whole(bundle, scene)
+    again = draw.random() < 0.3
+    if again:
+        changed_again(bundle)
+    assert run_all(draw.sample(lines, 2))() == 0
+    assert_complete(bundle, scene, scene.last if again else scene.after)
     shutil.rmtree(place)
-    return hit
+    return calls[-1] if code == KILLED else ""
 
 
 def points(scene: Scene, number: int, draw: random.Random) -> list[int]:
@@ -244,8 +167,40 @@ def test_a_few_kills(scenes: Callable[[str], Scene], room: Path):
 def test_many_kills(scenes: Callable[[str], Scene], room: Path, name: str):
     scene = scenes(name)
     hits = kill_often(scene, room / "many", 80, seed=2)
-    print(len(scene.calls), hits)
     assert hits.total() - hits[""] >= 67
     wanted = {"write half entry", "replace half entry", "io.open claim", "write claim", "unlink claim", "write needs",
               "replace needs", "write index", "replace index", "write memo", "write report"}  # fmt: skip
     assert hits.keys() >= wanted | ({"unlink entry"} if scene.before else set())
+
+
+def start(line: Sequence[str]) -> "subprocess.Popen[bytes]":
+    command = [sys.executable, "-m", "wangen.runtime", *line]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+@pytest.mark.slow
+def test_processes_that_are_killed_from_outside(unbroken: Bundle, tmp_path: Path):
+    bundle = uncached(unbroken, tmp_path / "bundle")
+    cache = bundle.folder / "photos_cache"
+    draw = random.Random(3)
+    wanted, killed = unbroken.files(), 0
+    for line in itertools.cycle((bundle.latents_line(), bundle.text_line())):
+        with start(line) as process:
+            while process.poll() is None and not list(cache.glob(".claim-*")):
+                time.sleep(0.001)
+            time.sleep(draw.uniform(0, 0.1))
+            process.send_signal(signal.SIGKILL)
+        killed += process.returncode == KILLED
+        assert not Folder(cache, deep=True).damaged
+        found = bundle.files()
+        assert all(found[name] == wanted[name] for name in found)
+        if killed == 5:
+            break
+        if found.keys() == wanted.keys():
+            shutil.rmtree(cache)
+    bundle.latents()
+    bundle.text()
+    assert kept(bundle).keys() == kept(unbroken).keys()
+    assert bundle.files() == wanted
+    assert leftovers(bundle) == []
+    assert bundle.check("--deep") == 0

@@ -73,6 +73,16 @@ def test_chunks_for_large_pictures_and_for_gpus_give_the_same(version: str, monk
 
 
 @both
+def test_convolutions_over_time_as_gpus_compute_them_give_the_same(version: str):
+    encoder = load_vae_encoder(FILES[version], dtype=torch.float64)
+    for num_frames in (1, 5, 21):
+        assert max_abs(encoder.encode(clip(num_frames)), plain(version).encode(clip(num_frames))) < 1e-5
+    if version == "2.1":
+        wanted = plain(version).encode_condition(clip(1), 49)
+        assert max_abs(encoder.encode_condition(clip(1), 49), wanted) < 1e-5
+
+
+@both
 @pytest.mark.parametrize("layout", ["ComfyUI", "diffusers"])
 def test_every_layout_gives_the_same_bits(tmp_path: Path, version: str, layout: str):
     original = torch.load(FILES[version], weights_only=True)

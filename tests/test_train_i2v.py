@@ -24,7 +24,7 @@ WAN = family(MODEL)
 class Prompts:
     """Embeddings as wide as the tiny transformer takes them: the tiny umT5 is narrower."""
 
-    def encode(self, prompts: list[str]) -> list[torch.Tensor]:
+    def encode(self, prompts: list[str], _on_block: object) -> list[torch.Tensor]:
         return [torch.randn(3 + len(text) % 5, 4096, generator=torch.Generator().manual_seed(1)) for text in prompts]
 
 

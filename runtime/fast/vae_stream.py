@@ -10,10 +10,12 @@ reaches is known: two frames more per convolution. So only the frames that still
 steady frame stands for all behind them. Tensors hold the explicit frames of a chunk only: k of `length`, even none.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch.nn import functional
 
-from wangen.runtime.fast.vae_layers import normalise
+from wangen.runtime.fast.vae_layers import each_frame, normalise
 from wangen.runtime.fast.vae_weights import EncoderWeights
 
 CHANNELS_LAST = torch.channels_last_3d
@@ -41,6 +43,8 @@ class Stream:
         self.length, self.first, self.last = 1, True, False
         self._weights, self._steady = weights, steady or {}
         self._parking = torch.device("cpu") if cache_cpu else weights.device
+        # A CPU's time goes into multiplications; half precision would lose by the subtractions.
+        self._in_pairs = weights.device.type == "cpu" and weights.dtype == torch.float32
         self._remembered: dict[str, torch.Tensor] = {}
         self._num_settled: dict[str, int] = {}
 
@@ -52,12 +56,14 @@ class Stream:
             self._remember(name, inputs)
             del x
             return functional.conv2d(inputs.squeeze(2), weight, bias, padding=1).unsqueeze(2)
-        weight, bias = self._weights.clip(name)
         wanted = min(self.length, x.shape[2] + 2 - self._num_settled.get(name, 0))
         if not wanted:
-            return x.new_empty(x.shape[0], len(bias), 0, *x.shape[3:])
+            return x.new_empty(x.shape[0], self._weights.num_outputs(name), 0, *x.shape[3:])
         inputs = self._behind(name, norm, x, length=self.length, past=2, wanted=wanted)
         del x  # the caller holds it no longer either: its memory is free for the result
+        if self._in_pairs:
+            return convolve_pairs(inputs, *self._weights.pairs(name))
+        weight, bias = self._weights.clip(name)
         return functional.conv3d(inputs, weight, bias, padding=(0, 1, 1))
 
     def halve(self, name: str, x: torch.Tensor) -> torch.Tensor:
@@ -143,6 +149,37 @@ class Settling:
 
     def _convolve(self, name: str, x: torch.Tensor, padding: int) -> torch.Tensor:
         self.noted[name] = x.to(self._parking)
-        weight, bias = self._weights.clip(name)
-        taps = weight.float().sum(2).to(weight.dtype)
-        return functional.conv2d(x.squeeze(2), taps, bias, padding=padding).unsqueeze(2)
+        weight, bias = self._weights.total(name)
+        return functional.conv2d(x.squeeze(2), weight, bias, padding=padding).unsqueeze(2)
+
+
+def convolve_pairs(inputs: torch.Tensor, weights: Sequence[torch.Tensor], bias: torch.Tensor) -> torch.Tensor:
+    """A 3x3x3 convolution, padded with zeros in space alone, with four 2-D ones for each two frames instead of six.
+
+    That is Winograd's F(2, 3) along time: Lavin and Gray, "Fast Algorithms for Convolutional Neural Networks", 2015.
+
+    Args:
+        inputs: (B, C, T + 2, H, W).
+        weights: four of (C', C, 3, 3), from `EncoderWeights.pairs`.
+        bias: (C',).
+
+    Returns:
+        (B, C', T, H, W), which differs from the plain sum by rounding.
+    """
+    num_frames = inputs.shape[2] - 2
+    if num_frames % 2:
+        inputs = torch.cat([inputs, inputs[:, :, -1:]], dim=2)  # makes a frame that is not returned
+    first, second, third, fourth = (inputs[:, :, start : inputs.shape[2] - 3 + start : 2] for start in range(4))
+
+    def convolve(frames: torch.Tensor, number: int, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return each_frame(frames, lambda x: functional.conv2d(x, weights[number], bias, padding=1))
+
+    total, difference = convolve(second + third, 1, bias), convolve(third - second, 2)
+    shape = (*total.shape[:2], inputs.shape[2] - 2, *total.shape[3:])
+    outputs = torch.empty(shape, dtype=total.dtype, device=total.device, memory_format=CHANNELS_LAST)
+    torch.add(total, difference, out=outputs[:, :, ::2])
+    torch.sub(total, difference, out=outputs[:, :, 1::2])
+    del total, difference
+    outputs[:, :, ::2].add_(convolve(first - third, 0))
+    outputs[:, :, 1::2].sub_(convolve(second - fourth, 3))
+    return outputs[:, :, :num_frames]

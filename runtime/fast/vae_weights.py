@@ -22,6 +22,8 @@ Shapes = dict[str, tuple[int, ...]]
 Convolution = tuple[torch.Tensor, torch.Tensor]
 """Weight and bias."""
 
+Form = Literal["", "frame", "clip", "first", "sum", "difference", "total"]
+
 MIDDLE = ("mid_block.resnets.0", "mid_block.attentions.0", "mid_block.resnets.1")
 
 
@@ -142,6 +144,20 @@ class EncoderWeights:
         """A convolution over time, (out, in, 3, 3, 3), or (out, in, 3, 1, 1)."""
         return self._tensor(layer, "weight", "clip"), self._tensor(layer, "bias")
 
+    def pairs(self, layer: str) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+        """A convolution over time as four over space, (out, in, 3, 3) each, for `convolve_pairs`; and its bias."""
+        numbers: tuple[Form, ...] = ("first", "sum", "difference")
+        weights = tuple(self._tensor(layer, "weight", number) for number in numbers)
+        return (*weights, self._tensor(layer, "weight", "frame")), self._tensor(layer, "bias")
+
+    def total(self, layer: str) -> Convolution:
+        """A convolution over time as it acts on frames that are all alike: the sum of its taps, which is not kept."""
+        return self._formed(self._read(f"encoder.{layer}.weight"), "weight", "total"), self._tensor(layer, "bias")
+
+    def num_outputs(self, layer: str) -> int:
+        """The channels that leave a convolution."""
+        return self._checkpoint.size(f"encoder.{layer}.bias", 0)
+
     def gamma(self, layer: str) -> torch.Tensor:
         """A norm's factors by channel, (channels,), times the square root of their number."""
         return self._tensor(layer, "gamma")
@@ -152,21 +168,22 @@ class EncoderWeights:
         z_dim = self.layout.config["z_dim"]
         return weight[:z_dim], bias[:z_dim]
 
-    def _tensor(self, layer: str, end: str, form: Literal["", "frame", "clip"] = "") -> torch.Tensor:
+    def _tensor(self, layer: str, end: str, form: Form = "") -> torch.Tensor:
         name = f"{layer}.{end}" if layer == "quant_conv" else f"encoder.{layer}.{end}"
         if (name, form) not in self._ready:
             self._ready[name, form] = self._formed(self._read(name), end, form)
         return self._ready[name, form]
 
-    def _formed(self, tensor: torch.Tensor, end: str, form: str) -> torch.Tensor:
+    def _formed(self, tensor: torch.Tensor, end: str, form: Form) -> torch.Tensor:
         if end == "gamma":
             tensor = tensor.flatten() * math.sqrt(tensor.numel())
-        elif form == "frame":
-            tensor = tensor[:, :, -1] if tensor.ndim == 5 else tensor
-            return tensor.to(self.device, self.dtype).contiguous(memory_format=torch.channels_last)
-        elif form == "clip":
+        if end != "weight":
+            return tensor.to(self.device, self.dtype)
+        if form == "clip":
             return tensor.to(self.device, self.dtype).contiguous(memory_format=torch.channels_last_3d)
-        return tensor.to(self.device, self.dtype)
+        if tensor.ndim == 5:
+            tensor = _flattened(tensor, form)
+        return tensor.to(self.device, self.dtype).contiguous(memory_format=torch.channels_last)
 
     def _read(self, name: str) -> torch.Tensor:
         """A tensor in float32 on the CPU.
@@ -180,6 +197,18 @@ class EncoderWeights:
             raise WangenError("this file changed while it was in use", where=str(file), cure="run the step again")
         scale = self._checkpoint.contents.companions.get(old, {}).get("scale")
         return read_weight(self._checkpoint.contents.weights[old], scale, torch.float32)
+
+
+def _flattened(weight: torch.Tensor, form: Form) -> torch.Tensor:
+    """A kernel over time (out, in, taps, height, width) -> one over space, computed in float32."""
+    if form == "frame":
+        return weight[:, :, -1]
+    if form == "first":
+        return weight[:, :, 0]
+    total = weight.sum(2)
+    if form == "total":
+        return total
+    return total / 2 if form == "sum" else total / 2 - weight[:, :, 1]
 
 
 def _version(file: Path) -> tuple[int, int]:

@@ -44,8 +44,11 @@ class LatentEncoder(Protocol):
 class PromptEncoder(Protocol):
     """A text encoder with its tokenizer."""
 
-    def encode(self, prompts: Sequence[str]) -> "list[torch.Tensor]":
-        """For each prompt its embedding (L, dim) on the CPU, trimmed to its own length."""
+    def encode(self, prompts: Sequence[str], on_block: Callable[[int, int], None] = ...) -> "list[torch.Tensor]":
+        """For each prompt its embedding (L, dim) on the CPU, trimmed to its own length.
+
+        `on_block` is told how many blocks are done, and of how many.
+        """
 
 
 class Family(Protocol):

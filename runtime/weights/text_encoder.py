@@ -3,7 +3,7 @@
 Letters in shapes: B batch, L tokens.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -85,8 +85,10 @@ class PlainPromptEncoder:
         self._text_encoder = text_encoder
         self._tokenizer = tokenizer
 
-    def encode(self, prompts: Sequence[str]) -> list[torch.Tensor]:
-        """For each prompt its embedding (L, dim) on the CPU, as `encode_prompts` makes it."""
+    def encode(
+        self, prompts: Sequence[str], on_block: Callable[[int, int], None] = lambda done, total: None
+    ) -> list[torch.Tensor]:
+        """For each prompt its embedding (L, dim) on the CPU, as `encode_prompts` makes it; `on_block` is not called."""
         return [embedding.cpu() for embedding in encode_prompts(self._text_encoder, self._tokenizer, prompts)]
 
 
