@@ -1,7 +1,9 @@
 """A block of a dataset TOML -> its items with their control media and masks, or what is wrong with them."""
 
+import logging
+import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,8 +18,18 @@ from wangen.generator.dataset import (
     scan,
     unreadable,
 )
+from wangen.generator.errors import printable
 from wangen.generator.manifests import read_manifest
 from wangen.generator.tomls import DatasetEntry
+
+log = logging.getLogger("wangen")
+
+_FOREIGN: Mapping[Media, tuple[str, ...]] = {
+    "image": (".gif", ".heic", ".heif", ".jfif", ".jp2", ".jxl", ".tga", ".tif", ".tiff"),
+    "video": (".3gp", ".gif", ".m2ts", ".mts", ".ogv", ".ts", ".vob"),
+}
+"""Endings of media that are not read: people take them for a part of the dataset."""
+_SHOWN = 20
 
 _NUMBERED = re.compile(r"(.+)_([0-9]{1,4})")
 
@@ -44,12 +56,23 @@ def read_items(entry: DatasetEntry, *, deep: bool = True) -> tuple[list[Item], l
             entry.directory, media=entry.media, caption_extension=entry.caption_extension,
             multiple_captions=entry.multiple_captions, deep=deep,
         )  # fmt: skip
+        _say_foreign(entry)
         items, missing = _with_companions(items, entry)
         problems += missing
         to_open = [path for item in items for path in item.companions]
     bad_files = unreadable(to_open) if deep and to_open else {}
     items = [item for item in items if bad_files.keys().isdisjoint((item.path, *item.companions))]
     return items, [*problems, *bad_files.values()]
+
+
+def _say_foreign(entry: DatasetEntry) -> None:
+    """Name and count the files of a folder that look like media and are not read."""
+    with os.scandir(entry.directory) as files:
+        names = sorted(file.name for file in files if file.name.lower().endswith(_FOREIGN[entry.media]))
+    if names:
+        rest = f" … and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        log.warning("  left out of %s, their format is not read: %d (%s%s); save images as png or jpg, clips as mp4",
+                    entry.directory.name, len(names), ", ".join(map(printable, names[:_SHOWN])), rest)  # fmt: skip
 
 
 def _with_companions(items: list[Item], entry: DatasetEntry) -> tuple[list[Item], list[Problem]]:

@@ -125,7 +125,9 @@ def _file(values: Mapping[str, Any], key: str, kinds: set[Media], manifest: Path
                 if media_of(path) not in kinds:
                     raise _LineError(f"{text} is no {' or '.join(sorted(kinds))} by its ending")
                 return path
-    raise _LineError(f"{text} is not there", "mend the path or take the line out")
+    raise _LineError(
+        f"{text if len(text) < 400 else text[:400] + '…'} is not there", "mend the path or take the line out"
+    )
 
 
 def _uneven(items: list[Item], numbers: list[int], manifest: Path) -> list[Problem]:

@@ -18,6 +18,8 @@ log = logging.getLogger("wangen")
 
 FrameExtraction = Literal["head", "chunk", "slide", "uniform", "full"]
 WHITE = "#ffffff"
+MAX_SIDE = 16384
+"""Of a resolution, in pixels: no model comes near it, and a slip of the finger would fill the memory."""
 EXTRACTIONS = ("head", "chunk", "slide", "uniform", "full")
 
 _SAME_CUT = "control media are cut to the size of their target in this version: leave it out"
@@ -146,7 +148,7 @@ def refuse_unknown(found: Mapping[str, Any], known: set[str], where: str) -> Non
             raise UsageError(f"unknown key {key!r}", where=where, cure=_LATER.get(key, cure))
 
 
-def read_dataset(path: Path, resolution: str = "all") -> tuple[DatasetEntry, ...]:
+def read_dataset(path: Path, resolution: str = "all", *, tell: bool = True) -> tuple[DatasetEntry, ...]:
     """The blocks of a dataset TOML, `[general]` merged in, relative paths resolved.
 
     A relative media folder or manifest is looked for in the working folder first, then in the TOML's own, and the log
@@ -155,11 +157,12 @@ def read_dataset(path: Path, resolution: str = "all") -> tuple[DatasetEntry, ...
     Args:
         path: the TOML.
         resolution: which blocks to take: `all`, or resolutions with commas between them (`256,832x480`).
+        tell: log where relative paths start.
 
     Raises:
         WangenError: missing file, unknown key, wrong value, no block, no block of a resolution that is asked for.
     """
-    return select(_read_blocks(path), resolution, str(path))
+    return select(_read_blocks(path, tell=tell), resolution, str(path))
 
 
 def select(entries: tuple[DatasetEntry, ...], resolution: str, where: str) -> tuple[DatasetEntry, ...]:
@@ -207,7 +210,7 @@ def resolution_name(size: tuple[int, int]) -> str:
     return str(width) if width == height else f"{width}x{height}"
 
 
-def _read_blocks(path: Path) -> tuple[DatasetEntry, ...]:
+def _read_blocks(path: Path, *, tell: bool) -> tuple[DatasetEntry, ...]:
     values = load(path)
     refuse_unknown(values, {"general", "datasets"}, str(path))
     general = values.get("general", {})
@@ -223,7 +226,7 @@ def _read_blocks(path: Path) -> tuple[DatasetEntry, ...]:
     refuse_unknown(general, _SHARED, f"{path}, [general]")
     entries = tuple(_entry(path, number, general, block) for number, block in enumerate(blocks, 1))
     for start in dict.fromkeys(_start(entry, path, block) for entry, block in zip(entries, blocks, strict=True)):
-        if start:
+        if start and tell:
             log.info("  %s", start)
     return entries
 
@@ -315,15 +318,14 @@ def _value(key: str, raw: Any, where: str) -> Any:
     if key == "target_frames":
         return frames(key, raw, where)
     if key == "source_fps":
-        if isinstance(raw, int | float) and not isinstance(raw, bool) and raw > 0:
+        if isinstance(raw, int | float) and not isinstance(raw, bool) and 0.01 <= raw <= 1000:
             return float(raw)
-        raise UsageError(f"source_fps must be a number above 0, got {raw!r}", where=where)
+        raise UsageError(f"source_fps must be a number from 0.01 to 1000, got {raw!r}", where=where)
     if key == "frame_extraction" and raw not in EXTRACTIONS:
         raise UsageError(f"frame_extraction has no value {raw!r}", where=where, cure=f"one of {', '.join(EXTRACTIONS)}")
     if key == "caption_extension" and not (isinstance(raw, str) and re.fullmatch(r"\.[^/\\]*[^/\\. ]", raw)):
-        raise UsageError(
-            f"caption_extension must be a dot and letters, got {raw!r}", where=where, cure='for example ".txt"'
-        )
+        raise UsageError(f"caption_extension must be a dot and letters, got {raw!r}", where=where,
+                         cure='for example ".txt"')  # fmt: skip
     if key == "background_color":
         return _color(raw, where)
     if isinstance(default, bool) and not isinstance(raw, bool):
@@ -357,13 +359,16 @@ def sizes(key: str, raw: Any, where: str) -> tuple[int, int]:
     """A resolution: one number for a square, or [width, height].
 
     Raises:
-        UsageError: it is neither.
+        UsageError: it is neither, or larger than any picture.
     """
-    if isinstance(raw, int):
-        return whole_number(key, raw, where), raw
-    if not isinstance(raw, list) or len(raw) != 2:
+    sides = raw if isinstance(raw, list) and len(raw) == 2 else [raw, raw]
+    if not all(isinstance(side, int) for side in sides):
         raise UsageError(f"{key} must be one whole number or [width, height], got {raw!r}", where=where)
-    return whole_number(key, raw[0], where), whole_number(key, raw[1], where)
+    width, height = (whole_number(key, side, where) for side in sides)
+    if max(width, height) > MAX_SIDE:
+        raise UsageError(f"{key} must be at most {MAX_SIDE} pixels a side, got {raw!r}", where=where,
+                         cure="write 512, or [832, 480]")  # fmt: skip
+    return width, height
 
 
 def frames(key: str, raw: Any, where: str) -> tuple[int, ...]:

@@ -4,18 +4,19 @@ What to encode is decided before anything is decoded, and torch is imported only
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from wangen.generator import headers, kinds
 from wangen.generator.session import Report
 from wangen.generator.steps import CacheLatents
 from wangen.profiles import Model
-from wangen.runtime.cache import NO_ENCODER, Encoder, Kind
+from wangen.runtime.cache import NO_ENCODER, Encoder, Folder, Kind
+from wangen.runtime.cache.needed import Claim
 from wangen.runtime.models import model_of_cache, vae_identity
 from wangen.runtime.needs import fill, has_clip, latent_kinds
-from wangen.runtime.rocm import vae_dtype
-from wangen.runtime.samples import Sample, read_samples
+from wangen.runtime.rocm import on_cpu, vae_dtype
+from wangen.runtime.samples import Sample, by_cache_folder, read_samples
 
 log = logging.getLogger("wangen")
 
@@ -30,7 +31,7 @@ def run(options: CacheLatents) -> Report:
     samples = read_samples(options, model, make_folders=not options.debug_mode)
     if options.debug_mode:
         return _contact_sheet(options, samples)
-    clip = _clip(options, model, samples)
+    clip = chosen_clip(options, model, samples)
     encoders = latent_encoders(options, model, clip)
 
     from wangen.runtime import encoding  # it imports torch where it encodes, not here
@@ -43,13 +44,20 @@ def _implies_i2v(options: CacheLatents) -> bool:
     return options.task is None and options.clip is not None
 
 
-def _clip(options: CacheLatents, model: Model, samples: list[Sample]) -> Path | None:
-    """The image encoder to use, with a word on one that is not used or not there."""
+def chosen_clip(options: CacheLatents, model: Model, samples: Sequence[Sample]) -> Path | None:
+    """The image encoder to use, with a word on one that is not used or not there.
+
+    Raises:
+        WangenError: the file is no such image encoder.
+    """
     if options.clip and not has_clip(model):
         log.warning("  --clip: %s does not look at images through CLIP, so the file is not used", model.name)
         return None
     if options.clip:
         kinds.expect(options.clip, model.kind_of("clip"), "--clip", model.name)
+    elif has_clip(model) and _has_views(options, samples):
+        log.warning("  no --clip: the cache holds CLIP's views of this dataset, and training will want one of every "
+                    "clip; give --clip again where some are missing or stale, as check_cache says")  # fmt: skip
     elif has_clip(model):
         log.warning("  no --clip: %s is cached without CLIP's view of the first frame, and will train without its "
                     "image branch; give --clip later and only that is added", model.name)  # fmt: skip
@@ -57,6 +65,12 @@ def _clip(options: CacheLatents, model: Model, samples: list[Sample]) -> Path | 
         log.warning("  single images with %s: the condition is the very image that is to be made, so nothing is "
                     "learned from them; use clips", model.name)  # fmt: skip
     return options.clip
+
+
+def _has_views(options: CacheLatents, samples: Sequence[Sample]) -> bool:
+    """Whether an earlier run had `--clip`, so that training takes the image branch."""
+    folders = map(Folder, by_cache_folder(samples))
+    return any(Claim(folder, options.dataset_config, "clip").encoder for folder in folders)
 
 
 def latent_encoders(options: CacheLatents, model: Model, clip: Path | None) -> Mapping[Kind, Encoder]:
@@ -74,7 +88,7 @@ def latent_encoders(options: CacheLatents, model: Model, clip: Path | None) -> M
 
 
 def _vae_dtype(options: CacheLatents) -> str:
-    dtype = vae_dtype(options.vae_dtype, announce=True)
+    dtype = vae_dtype(options.vae_dtype, announce=True) or ("float32" if on_cpu(options.device) else None)
     if dtype is None:
         from wangen.runtime.devices import choose_device, choose_vae_dtype
 
@@ -83,8 +97,8 @@ def _vae_dtype(options: CacheLatents) -> str:
 
 
 def _clip_dtype(options: CacheLatents) -> str:
-    if options.clip_dtype:
-        return options.clip_dtype
+    if options.clip_dtype or on_cpu(options.device):
+        return options.clip_dtype or "float32"
     from wangen.runtime.devices import choose_clip_dtype, choose_device
 
     return choose_clip_dtype(None, choose_device(options.device))

@@ -13,8 +13,9 @@ from wangen.generator.session import Report
 from wangen.generator.steps import CacheText
 from wangen.runtime.cache import Encoder, load
 from wangen.runtime.models import PromptEncoder, family, model_of_cache, text_encoder_identity
-from wangen.runtime.needs import TEXT_KINDS, EntryWriter, Need, Work, fill
+from wangen.runtime.needs import TEXT_KINDS, EntryWriter, Need, Waiting, Work, fill
 from wangen.runtime.progress import Advance, progress
+from wangen.runtime.rocm import on_cpu
 from wangen.runtime.samples import read_samples
 
 if TYPE_CHECKING:
@@ -50,8 +51,8 @@ def text_encoder(options: CacheText) -> Encoder:
 
 
 def _dtype(options: CacheText) -> str:
-    if options.t5_dtype:
-        return options.t5_dtype
+    if options.t5_dtype or on_cpu(options.device):
+        return options.t5_dtype or "float32"
     from wangen.runtime.devices import choose_device, choose_dtype
 
     return choose_dtype(None, choose_device(options.device))
@@ -81,9 +82,11 @@ def encode(options: CacheText, encoder: Encoder, work: Work) -> int:
             else:
                 left.append(need)
         texts = _Texts(options, encoder, writers, advance)
+        waiting = Waiting()
         while left:
             left = texts.encode(left)
             if left:
+                waiting.say(left)
                 time.sleep(POLL_S)
     return texts.num_encoded
 

@@ -1,5 +1,6 @@
 """`wangen cache`: what is in a cache folder, and removing it. Needs no torch."""
 
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -17,7 +18,7 @@ from wangen.profiles import Model
 from wangen.runtime.cache import KINDS, Entry, Folder, Kind
 from wangen.runtime.cache.api import known_kind, remove_entry
 from wangen.runtime.cache.index import INDEX
-from wangen.runtime.cache.needed import Claim, claimed_keys
+from wangen.runtime.cache.needed import Claim, claimed_keys, orphans
 from wangen.runtime.needs import recipes_of
 from wangen.runtime.samples import Sample, by_cache_folder, read_samples
 
@@ -62,7 +63,7 @@ def prune(dataset_config: Path, *, yes: bool) -> int:
     """Show the entries that no item needs any more, and remove them when the user agrees.
 
     Kept is what the dataset's items need for any model (of the encoder that its last caching run used), and what any
-    other dataset claims that uses the same folders.
+    other dataset claims that uses the same folders, as long as its TOML is there.
 
     Args:
         dataset_config: the TOML.
@@ -73,20 +74,26 @@ def prune(dataset_config: Path, *, yes: bool) -> int:
     """
     folders = _folders(dataset_config)
     samples = _all_samples(dataset_config)
+    gone = {path: dataset for folder in folders for path, dataset in orphans(folder.path).items()}
+    for dataset in dict.fromkeys(gone.values()):
+        click.echo(f"its TOML is gone, so it needs nothing any more: {dataset}")
     needed = {
-        (folder.path, kind): _Needed(folder, dataset_config, kind, samples) for folder in folders for kind in KINDS
-    }
+        (folder.path, kind): _Needed(folder, dataset_config, kind, samples, gone)
+        for folder in folders for kind in KINDS
+    }  # fmt: skip
     return _remove(folders, lambda entry: entry not in needed[entry.folder, entry.kind], yes=yes)
 
 
 class _Needed:
     """What one folder must keep of one kind."""
 
-    def __init__(self, folder: Folder, dataset_config: Path, kind: Kind, samples: Iterable[Sample]) -> None:
+    def __init__(
+        self, folder: Folder, dataset_config: Path, kind: Kind, samples: Iterable[Sample], gone: Iterable[Path]
+    ) -> None:
         claim = Claim(folder, dataset_config, kind)
         members = by_cache_folder(list(samples)).get(folder.path, [])
         self._encoder = claim.encoder
-        self._others = claimed_keys(folder.path, kind, but=claim.path)
+        self._others = claimed_keys(folder.path, kind, but=[claim.path, *gone])
         self._content_keys = {recipe.content_key for sample in members for recipe in recipes_of(sample, kind)}
 
     def __contains__(self, entry: Entry) -> bool:
@@ -126,7 +133,7 @@ def _remove(folders: Sequence[Folder], chosen: Callable[[Entry], bool], *, yes: 
         if entries:
             click.echo(f"{folder.path}:")
             _show(entries)
-    if not yes and not click.confirm(f"remove {many(len(found), 'entry', 'entries')}?"):
+    if not yes and not _agreed(f"remove {many(len(found), 'entry', 'entries')}?"):
         click.echo("nothing was removed")
         return 1
     for entry in found:
@@ -136,6 +143,21 @@ def _remove(folders: Sequence[Folder], chosen: Callable[[Entry], bool], *, yes: 
             remove(folder.path / INDEX)
     click.echo(f"removed {many(len(found), 'entry', 'entries')}, {bytes_text(sum(entry.num_bytes for entry in found))}")
     return 0
+
+
+def _agreed(question: str) -> bool:
+    """The user's answer.
+
+    Raises:
+        UsageError: there is nobody to ask.
+    """
+    try:
+        return click.confirm(question)
+    except click.Abort:
+        if sys.stdin.isatty():  # Ctrl-C
+            raise
+        click.echo()
+        raise UsageError("there is nobody to ask", cure="give --yes to remove without a question") from None
 
 
 def _folders(place: Path) -> list[Folder]:

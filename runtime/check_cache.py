@@ -11,6 +11,7 @@ from wangen.generator import headers
 from wangen.generator.errors import bytes_text, many
 from wangen.generator.session import Report
 from wangen.generator.steps import CheckCache
+from wangen.generator.tomls import DatasetEntry
 from wangen.profiles import Model
 from wangen.runtime.cache import NO_ENCODER, TEXT_KINDS, Encoder, Folder, Kind
 from wangen.runtime.cache.leftovers import repair
@@ -121,17 +122,26 @@ def _rows(folders: list[Folder], samples: list[Sample], encoders: Encoders) -> l
     blocks: dict[int, list[Sample]] = {}
     for sample in samples:
         blocks.setdefault(id(sample.entry), []).append(sample)
+    names = _names([members[0].entry for members in blocks.values()])
     rows = [
-        Row(_name(members[0]), kind, judge(folders, members, kind, encoder))
-        for members in blocks.values()
+        Row(name, kind, judge(folders, members, kind, encoder))
+        for name, members in zip(names, blocks.values(), strict=True)
         for kind, encoder in encoders.items()
     ]
     return [row for row in rows if row.needs]
 
 
-def _name(sample: Sample) -> str:
-    width, height = sample.entry.resolution
-    return f"{(sample.entry.manifest or sample.entry.directory).name} {width}x{height}"
+def _names(entries: Sequence[DatasetEntry]) -> list[str]:
+    """What each block is called: by its folder, and where two have one name also by the folder above and the media."""
+    places = [entry.manifest or entry.directory for entry in entries]
+    sizes = ["{}x{}".format(*entry.resolution) for entry in entries]
+    counts = Counter((place.name, size) for place, size in zip(places, sizes, strict=True))
+    return [
+        f"{place.parent.name}/{place.name}/{entry.media}s {size}"
+        if counts[place.name, size] > 1
+        else f"{place.name} {size}"
+        for place, size, entry in zip(places, sizes, entries, strict=True)
+    ]
 
 
 def _unique(needs: Iterable[Need]) -> list[Need]:
@@ -191,6 +201,7 @@ def _to_run(options: CheckCache, bad: Iterable[Need]) -> str:
     bad = list(bad)
     steps = sorted({"cache_text" if need.recipe.kind in TEXT_KINDS else "cache_latents" for need in bad})
     again = f"run {' and '.join(steps) or 'cache_latents and cache_text'} again"
+    again += " with --clip" if any(need.recipe.kind == "clip" for need in bad) else ""
     # The steps judge headers alone: a payload that only --deep sees would stay.
     damaged = options.deep and any(need.verdict.state == "corrupt" for need in bad)
     return f"run check_cache again with --deep --repair, then {again}" if damaged else again

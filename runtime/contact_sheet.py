@@ -76,7 +76,7 @@ def write_sheet(samples: Sequence[Sample], mode: Mode, path: Path) -> Path:
         WangenError: the page or its folder cannot be written.
     """
     folder = path.with_name(f"{path.stem}_files")
-    make_folder(folder)
+    make_folder(folder, "folder of the page", "give another --report_dir")
     for old in folder.iterdir():
         if _PICTURE.fullmatch(old.name):
             old.unlink()

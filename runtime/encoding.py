@@ -20,7 +20,7 @@ from wangen.runtime.ahead import ahead
 from wangen.runtime.cache import Encoder, Kind, Recipe, load
 from wangen.runtime.media import control_frames, mask_frames, target_frames
 from wangen.runtime.models import LatentEncoder, family
-from wangen.runtime.needs import EntryWriter, Need, Work
+from wangen.runtime.needs import EntryWriter, Need, Waiting, Work
 from wangen.runtime.progress import Advance, progress
 from wangen.runtime.rocm import narrowed, num_workers
 from wangen.runtime.samples import Sample
@@ -80,10 +80,13 @@ def encode(options: CacheLatents, model: Model, clip: Path | None, work: Work) -
             with work.open_writer(folder) as writer:
                 left = _copy_single_frames(work, needs, writer, advance)
                 computed += len(needs) - len(left)
+                waiting = Waiting()
                 while left:
                     left, done = _encode_needs(options, models, left, writer, advance)
                     computed += done
                     if left:
+                        writer.commit()  # another process may be waiting for what is still pending here
+                        waiting.say(left)
                         time.sleep(POLL_S)
     return computed
 
@@ -171,6 +174,11 @@ def _decoded(batch: list[Job]) -> tuple[list[Job], list[Frames]]:
 
 
 def _frames(job: Job) -> Frames:
+    """Everything of a job that is decoded.
+
+    Raises:
+        WangenError: a file cannot be decoded, or is no longer the one whose digest the entries would hold.
+    """
     sample, frames = job.sample, Frames()
     if job.kinds & {"latent", "image_latent", "clip"}:
         frames["target"] = target_frames(sample, first_only="latent" not in job.kinds)
@@ -178,6 +186,8 @@ def _frames(job: Job) -> Frames:
         frames |= {f"control{number}": control_frames(sample, number) for number in range(len(sample.controls))}
     if "mask" in job.kinds:
         frames["mask"] = mask_frames(sample)
+    for path, source in sample.files():
+        source.require_unchanged(path)
     return frames
 
 

@@ -156,7 +156,8 @@ def _place(need: Need) -> Place:
 
 def _lacking(options: Train, bad: Sequence[Need]) -> WangenError:
     steps = dict.fromkeys("cache_text" if need.recipe.kind in TEXT_KINDS else "cache_latents" for need in bad)
-    lines = [command_line(step, options) for step in steps]
+    needed = ["clip"] if any(need.recipe.kind == "clip" for need in bad) else []
+    lines = [command_line(step, options, needed=needed) for step in steps]
     return WangenError(
         "\n".join([f"the cache lacks {many(len(bad), 'entry', 'entries')}", *listing([problem(need) for need in bad])]),
         where=str(options.dataset_config),

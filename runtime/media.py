@@ -5,11 +5,12 @@ them. Everything here may be called from several threads at once.
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wangen.generator.dataset import DECODING_ERRORS, media_of
-from wangen.generator.errors import WangenError
+from wangen.generator.errors import WangenError, many
 from wangen.generator.tomls import WHITE
 
 if TYPE_CHECKING:
@@ -62,10 +63,28 @@ def mask_frames(sample: "Sample") -> "Frames":
 
 def _cut(path: Path, sample: "Sample", count: int, *, grey: bool = False) -> "Frames":
     """Frames of a file of the sample: (3, T, H, W) uint8, or (1, T, H, W) in grey."""
-    if media_of(path) == "image":
-        frame = load_image(path, sample.size, sample.entry.background_color, grey=grey)
-        return frame.repeat(count, axis=1)
-    return load_clip(path, sample.size, sample.start, count, sample.fps, sample.entry.source_fps, grey=grey)
+    with _enough_memory(path, sample.size, count):
+        if media_of(path) == "image":
+            frame = load_image(path, sample.size, sample.entry.background_color, grey=grey)
+            return frame.repeat(count, axis=1)
+        return load_clip(path, sample.size, sample.start, count, sample.fps, sample.entry.source_fps, grey=grey)
+
+
+@contextmanager
+def _enough_memory(path: Path, size: tuple[int, int], count: int) -> Iterator[None]:
+    """Say what was being decoded when the memory is full.
+
+    Raises:
+        WangenError: in place of Python's own error.
+    """
+    try:
+        yield
+    except MemoryError:
+        raise WangenError(
+            f"out of memory decoding {many(count, 'frame')} of {size[0]}x{size[1]}",
+            where=str(path),
+            cure="use --num_workers 0 and --batch_size 1, or a lower resolution or fewer target_frames",
+        ) from None
 
 
 def load_image(path: Path, size: tuple[int, int], background: str = WHITE, *, grey: bool = False) -> "Frames":

@@ -11,14 +11,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, Self
 
-from wangen.generator.errors import WangenError
+from wangen.generator.errors import UsageError, WangenError, many
 from wangen.generator.session import Report
 from wangen.generator.steps import CacheStep
 from wangen.profiles import Model
 from wangen.runtime.cache import Encoder, Folder, Kind, Recipe, Verdict
 from wangen.runtime.cache.leftovers import sweep
 from wangen.runtime.cache.needed import Claim
-from wangen.runtime.samples import Sample, by_cache_folder
+from wangen.runtime.samples import Sample, by_cache_folder, folders_left_out
 from wangen.runtime.shards import Shard
 
 if TYPE_CHECKING:
@@ -226,6 +226,20 @@ def writer_of(folder: Path, *, again: bool = False) -> EntryWriter:
     return Writer(folder, again=again)
 
 
+class Waiting:
+    """Says once that another process works on what is left."""
+
+    def __init__(self) -> None:
+        self._said = False
+
+    def say(self, left: Sequence[Need]) -> None:
+        """Log it the first time."""
+        if not self._said:
+            what = f"{many(len(left), 'entry', 'entries')}, {left[0].recipe.name} first"
+            log.info("  waiting for another process that works on %s; if it hangs, end it, and this one goes on", what)
+        self._said = True
+
+
 @dataclass(frozen=True)
 class Work:
     """What a caching step has to do.
@@ -258,9 +272,10 @@ def fill(
         encode: fills what is missing; returns how many entries it computed.
 
     Raises:
-        UsageError: `--shard` is none.
+        UsageError: `--shard` is none, or a number is out of range.
         WangenError: whatever `encode` raises; the cache folder cannot be written.
     """
+    _refuse(options)
     shard = Shard.parse(options.shard)
     folders = [Folder(path) for path in by_cache_folder(samples)]
     wants = {kind: wanted(folders, samples, kind) for kind in encoders}
@@ -278,7 +293,9 @@ def fill(
         log.info("  %d to encode, %s", count, reason)
     computed = encode(Work(encoders, missing, valid, partial(writer_of, again=again))) if missing else 0
     keep = options.keep_cache or shard.count > 1
-    removed = 0 if keep else sum(claim.reduce(keys, encoder) for claim, encoder, keys in claims)
+    shared = folders_left_out(options)  # other blocks need entries there that were not looked at
+    done = [] if keep else [claim for claim in claims if claim[0].folder.path not in shared]
+    removed = sum(claim.reduce(keys, encoder) for claim, encoder, keys in done)
     for place in (*(folder.path for folder in folders), options.report_dir or options.dataset_config.parent):
         sweep(place)
     return Report(
@@ -289,6 +306,14 @@ def fill(
                 "found": count_states(need.verdict for need in needs), "why": dict(why)},
         result={"folders": [str(folder.path) for folder in folders]},
     )  # fmt: skip
+
+
+def _refuse(options: CacheStep) -> None:
+    """Numbers that no run can have."""
+    for name, least in (("batch_size", 1), ("num_workers", 0)):
+        value = getattr(options, name)
+        if value is not None and value < least:
+            raise UsageError(f"--{name} must be {least} or more, got {value}", cure=f"leave --{name} out")
 
 
 def _keys(wants: Iterable[tuple[Sample, Recipe, Folder]], folder: Folder, encoder: Encoder) -> set[str]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from wangen.generator import kinds
 from wangen.generator.errors import UsageError
 from wangen.generator.lock import IN_SCRIPT
 from wangen.generator.steps import CacheLatents, CacheText, Train
@@ -80,7 +81,7 @@ class MemoryWriter:
 
 
 def encode_missing(
-    options: Train, model: Model, samples: Sequence[Sample], kinds: Iterable[Kind], lacking: Iterable[Kind]
+    options: Train, model: Model, samples: Sequence[Sample], read: Iterable[Kind], lacking: Iterable[Kind]
 ) -> dict[Place, Held]:
     """Make the entries that the cache lacks: on disk, or in memory, which are returned.
 
@@ -88,7 +89,7 @@ def encode_missing(
         options: of training.
         model: what is trained.
         samples: of the whole dataset.
-        kinds: all that training reads; weights other than those of the cache make them all anew, so that none of
+        read: all kinds that training reads; weights other than those of the cache make them all anew, so that none of
             another encoder remains beside them.
         lacking: of which kinds something is not valid.
 
@@ -98,17 +99,18 @@ def encode_missing(
     """
     held: dict[Place, Held] = {}
     lacks_text = [kind in TEXT_KINDS for kind in lacking]
-    latents, texts = set(kinds) - set(TEXT_KINDS), set(kinds) & set(TEXT_KINDS)
-    if False in lacks_text:
-        step = _latents_step(options, samples)
+    latents, texts = set(read) - set(TEXT_KINDS), set(read) & set(TEXT_KINDS)
+    step = _latents_step(options, model, samples) if False in lacks_text else None
+    text_step = _text_step(options, samples) if True in lacks_text else None  # what is wrong shows before any encoding
+    if step:
         if options.cache_latents_to_disk:
             log.info("  %s", cache_latents.run(step).summary)
         else:
-            encoders = cache_latents.latent_encoders(step, model, step.clip)
+            clip = cache_latents.chosen_clip(step, model, samples)
+            encoders = cache_latents.latent_encoders(step, model, clip)
             wanted = {kind: encoder for kind, encoder in encoders.items() if kind in latents}
-            encoding.encode(step, model, step.clip, _work(samples, wanted, held))
-    if True in lacks_text:
-        text_step = _text_step(options, samples)
+            encoding.encode(step, model, clip, _work(samples, wanted, held))
+    if text_step:
         if options.cache_latents_to_disk:
             log.info("  %s", cache_text.run(text_step).summary)
         else:
@@ -125,10 +127,11 @@ def _work(samples: Sequence[Sample], encoders: Mapping[Kind, Encoder], held: dic
     return Work(encoders, missing, valid, lambda folder: MemoryWriter(folder, held))
 
 
-def _latents_step(options: Train, samples: Sequence[Sample]) -> CacheLatents:
+def _latents_step(options: Train, model: Model, samples: Sequence[Sample]) -> CacheLatents:
     """The caching step with what the training step says of it."""
     if options.vae is None:
         raise UsageError("--cache_latents needs --vae to encode what the cache lacks", cure="give --vae")
+    kinds.expect(options.vae, model.kind_of("vae"), "--vae", model.name)
     dtype = options.vae_dtype or _dtype_before(options, samples, "latent", vae_identity(options.vae))
     return CacheLatents(
         dataset_config=options.dataset_config, resolution=options.resolution, smoke=options.smoke, task=options.task,
@@ -165,12 +168,13 @@ _SAID: Mapping[str, tuple[str, ...]] = {
 _WEIGHTS = ("vae", "clip", "t5", "tokenizer")
 
 
-def command_line(step: str, options: Train) -> str:
+def command_line(step: str, options: Train, *, needed: Iterable[str] = ()) -> str:
     """What to type to run a caching step: the script's line, the line that ran it before, or one to fill in.
 
     Args:
         step: `cache_latents` or `cache_text`.
         options: of training.
+        needed: flags that must be there whatever ran before, beside the weights of the step itself.
     """
     if script := os.environ.get(IN_SCRIPT):
         return f"{Path(script).name} {step}"
@@ -183,7 +187,7 @@ def command_line(step: str, options: Train) -> str:
         value = getattr(options, flag, None) or before.get(flag)
         if value:
             words += [f"--{flag}"] if value is True else joined(flag, str(value))
-        elif flag in ("vae", "t5"):
+        elif flag in ("vae", "t5", *needed):
             words += [f"--{flag}", f"{flag.upper()}_FILE"]
     return subprocess.list2cmdline(words) if os.name == "nt" else shlex.join(words)
 

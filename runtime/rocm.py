@@ -26,12 +26,21 @@ def is_rocm() -> bool:
     """Whether the torch that is installed is a ROCm (HIP) build; False when there is none."""
     if "torch" in sys.modules:
         return bool(sys.modules["torch"].version.hip)
-    return _built_with_hip()
+    return _built_with("hip")
+
+
+def on_cpu(device: str | None) -> bool:
+    """Whether a step with this `--device` computes on the CPU, told without importing torch; False when it is open."""
+    if device:
+        return device == "cpu"
+    if "torch" in sys.modules:
+        return not sys.modules["torch"].cuda.is_available()
+    return not _built_with("hip") and not _built_with("cuda")
 
 
 @cache
-def _built_with_hip() -> bool:
-    """What `torch.version.hip` will be, read from the file that says it: importing torch takes a second."""
+def _built_with(name: str) -> bool:
+    """Whether `torch.version.hip` (or `cuda`) will be set, read from its file: importing torch takes a second."""
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.origin:
         return False
@@ -39,7 +48,7 @@ def _built_with_hip() -> bool:
         text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
     except OSError:
         return False
-    return re.search(r"^hip\b[^=\n]*=\s*['\"]", text, re.MULTILINE) is not None
+    return re.search(rf"^{name}\b[^=\n]*=\s*['\"]", text, re.MULTILINE) is not None
 
 
 def vae_dtype(asked: str | None, *, announce: bool = False) -> str | None:

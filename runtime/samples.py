@@ -11,15 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from wangen.generator.dataset import NO_CAPTION, Item, Problem, media_of
-from wangen.generator.errors import WangenError, many
+from wangen.generator.errors import WangenError, many, printable
 from wangen.generator.geometry import TOO_SHORT, bucket_of, misfit, resampled_frames, too_short, windows
 from wangen.generator.items import read_items
 from wangen.generator.steps import SMOKE_ITEMS, CacheStep, CheckCache, Train
-from wangen.generator.tomls import WHITE, DatasetEntry, read_dataset
+from wangen.generator.tomls import WHITE, DatasetEntry, read_dataset, select
 from wangen.profiles import Model
 from wangen.runtime.sources import Source, read_sources
 
 log = logging.getLogger("wangen")
+
+_NAMED = 20
+"""Clips that a warning names; more are counted."""
 
 LANCZOS = "lanczos, cover, centre"
 BILINEAR = "bilinear, cover, centre"
@@ -61,6 +64,13 @@ class Sample:
         """`cat.jpg`, or `walk.mp4:0+17` for frames 0 to 16 of a clip; two folders may hold the same."""
         suffix = f":{self.start}+{self.count}" if self.item.media == "video" else ""
         return self.item.path.name + suffix
+
+    def files(self) -> Iterator[tuple[Path, Source]]:
+        """The media file, its controls and its mask, each with its digest and facts."""
+        yield self.item.path, self.source
+        yield from zip(self.item.controls, self.controls, strict=True)
+        if self.item.mask and self.mask:
+            yield self.item.mask, self.mask
 
     def latent_recipe(self) -> dict[str, Any]:
         """Everything but the encoder that decides the latent's bytes."""
@@ -132,7 +142,7 @@ def read_samples(
     """
     samples: list[Sample] = []
     problems: list[Problem] = []
-    skipped: dict[int, set[str]] = {}
+    skipped: dict[int, dict[str, str]] = {}
     for entry, items, found in _scans(options):
         if make_folders:
             make_folder(entry.cache_directory)
@@ -149,14 +159,23 @@ def read_samples(
                 continue
             samples += _samples(item, entry, sources, model)
             for count in _lengths_skipped(item, entry, sources[item.path], model):
-                skipped.setdefault(count, set()).add(sources[item.path].digest)
+                skipped.setdefault(count, {}).setdefault(sources[item.path].digest, item.path.name)
     if problems:
         raise _refused(problems, options.dataset_config)
     if skipped:
-        each = ", ".join(f"{len(digests)} for {count} frames" for count, digests in sorted(skipped.items()))
-        num_clips = len(set().union(*skipped.values()))
-        log.warning("  clips too short for some of the target_frames, used without these: %d (%s)", num_clips, each)
+        _say_skipped(skipped)
     return samples
+
+
+def _say_skipped(skipped: Mapping[int, Mapping[str, str]]) -> None:
+    """Which clips are too short for some of the target_frames: the names of each length's, by their digests."""
+    each = ", ".join(f"{len(clips)} for {count} frames" for count, clips in sorted(skipped.items()))
+    num_clips = len(set().union(*skipped.values()))
+    log.warning("  clips too short for some of the target_frames, used without these: %d (%s)", num_clips, each)
+    for count, clips in sorted(skipped.items()):
+        rest = f" … and {len(clips) - _NAMED} more" if len(clips) > _NAMED else ""
+        names = ", ".join(map(printable, islice(clips.values(), _NAMED)))
+        log.warning("    fewer than %d frames: %s%s", count, names, rest)
 
 
 def _misfits(item: Item, entry: DatasetEntry, sources: Mapping[Path, Source], fps: int) -> Iterator[Problem]:
@@ -202,8 +221,17 @@ def _scans(options: CacheStep | CheckCache | Train) -> list[tuple[DatasetEntry, 
     ]
 
 
-def make_folder(folder: Path) -> None:
-    """Make a cache folder and the folders above it.
+def folders_left_out(options: CacheStep) -> set[Path]:
+    """The cache folders of the blocks that `--resolution` leaves out; blocks that are used may share them."""
+    entries = read_dataset(options.dataset_config, tell=False)
+    used = select(entries, options.resolution, str(options.dataset_config))
+    return {entry.cache_directory for entry in entries if entry not in used}
+
+
+def make_folder(
+    folder: Path, what: str = "cache folder", cure: str = "choose another cache_directory in the dataset's TOML"
+) -> None:
+    """Make a folder, of the cache or another, and the folders above it.
 
     Raises:
         WangenError: there is a file in its place, or no right to make it.
@@ -212,9 +240,7 @@ def make_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise WangenError(
-            f"cannot make the cache folder: {error.strerror}",
-            where=str(folder),
-            cure="fix the rights above it or choose another cache_directory in the dataset's TOML",
+            f"cannot make the {what}: {error.strerror}", where=str(folder), cure=f"fix the rights above it or {cure}"
         ) from None
 
 

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from wangen.generator.errors import UsageError
 from wangen.runtime.cache import Recipe
 
-_FROM = (("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_COUNT", "SLURM_ARRAY_TASK_MIN"), ("RANK", "WORLD_SIZE", ""))
-"""Environment variables that hold a process's number, how many there are, and the first number (0 where none)."""
+_SLURM = "SLURM_ARRAY_TASK_"
+_FROM = ((f"{_SLURM}ID", f"{_SLURM}COUNT", f"{_SLURM}MIN", f"{_SLURM}STEP"), ("RANK", "WORLD_SIZE", "", ""))
+"""Environment variables that hold a process's number, how many there are, the first number (0 where none) and the
+distance from number to number (1 where none)."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +49,14 @@ class Shard:
 
 
 def _from_environment(environment: Mapping[str, str]) -> str:
-    for number, count, first in _FROM:
+    for number, count, first, distance in _FROM:
         if number in environment and count in environment:
-            return f"{int(environment[number]) - int(environment.get(first, 0))}/{environment[count]}"
+            try:
+                start, step = int(environment.get(first, 0)), max(1, int(environment.get(distance, 1)))
+                return f"{(int(environment[number]) - start) // step}/{environment[count]}"
+            except ValueError:
+                told = ", ".join(f"{name}={environment[name]}" for name in (number, count))
+                raise UsageError(f"--shard auto: {told} are no numbers", cure="write the part yourself: 0/4") from None
     raise UsageError(
         "--shard auto: there is no SLURM_ARRAY_TASK_ID with SLURM_ARRAY_TASK_COUNT, and no RANK with WORLD_SIZE",
         cure="start it from a Slurm array or with torchrun, or write the part yourself: 0/4",

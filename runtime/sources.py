@@ -10,16 +10,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from wangen.generator.dataset import MediaFacts, read_facts
 from wangen.generator.errors import WangenError
 from wangen.runtime.rows import read_rows, write_rows
 
 MEMO = ".wangen-sources.jsonl"
-_FACTS = tuple(field.name for field in fields(MediaFacts))
+_FACTS = tuple(fact.name for fact in fields(MediaFacts))
 TITLE = f"wangen-sources-2 {' '.join(_FACTS)}"
 YOUNG_NS = 2_000_000_000
 """Time stamps of FAT and of network drives are this coarse."""
@@ -31,10 +31,27 @@ which no program can set back (elsewhere 0)."""
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A media file: the SHA-256 of its bytes, and what its header says."""
+    """A media file: the SHA-256 of its bytes, what its header says, and the state of the file before it was read."""
 
     digest: str
     facts: MediaFacts
+    state: "FileState | None" = field(default=None, compare=False)
+
+    def require_unchanged(self, path: Path) -> None:
+        """Refuse a file whose content is no longer the one that the digest stands for.
+
+        Args:
+            path: the file, read to its end just before.
+
+        Raises:
+            WangenError: it changed, or it is gone.
+        """
+        if state_of(path) != self.state and digest_file(path) != self.digest:
+            raise WangenError(
+                "the file changed while it was being encoded",
+                where=str(path),
+                cure="run the same line again when nothing writes to it any more: what was encoded stays",
+            )
 
 
 def read_sources(
@@ -54,7 +71,7 @@ def read_sources(
     known = {path: _recall(memo, name_of(path), state) for path, state in states.items()} if trust_memo else {}
     changed = [path for path in states if known.get(path) is None]
     with ThreadPoolExecutor() as pool:
-        read = dict(zip(changed, pool.map(_read, changed), strict=True))
+        read = dict(zip(changed, pool.map(_read, changed, map(states.get, changed)), strict=True))
     found = {path: known.get(path) or read[path] for path in states}
     sources = {path: source for path, source in found.items() if isinstance(source, Source)}
     news = {name_of(path): (state, sources[path]) for path in changed
@@ -121,9 +138,9 @@ def is_settled(state: FileState, now_ns: int) -> bool:
     return now_ns - max(state[1], state[2]) > YOUNG_NS
 
 
-def _read(path: Path) -> Source | WangenError:
+def _read(path: Path, state: FileState | None) -> Source | WangenError:
     try:
-        return Source(digest_file(path), read_facts(path))
+        return Source(digest_file(path), read_facts(path), state)
     except WangenError as error:
         return error
 
@@ -138,8 +155,9 @@ def _recall(memo: Memo, name: str, state: FileState | None) -> Source | None:
 
 def _read_memo(path: Path) -> Memo:
     return {
-        name: (tuple(state), Source(digest, MediaFacts(*facts)))
+        name: (known, Source(digest, MediaFacts(*facts), known))
         for name, state, digest, *facts in read_rows(path, TITLE)
+        if (known := cast(FileState, tuple(state)))
     }
 
 

@@ -54,7 +54,7 @@ def table(path: Path) -> Table:
 def loaders() -> list[Callable[[Path], object]]:
     import torch
 
-    from wangen.runtime import weights
+    from wangen.runtime.models import wan
 
     def load(loader: Callable[..., object], path: Path) -> None:
         loader(path, device="meta")
@@ -62,7 +62,7 @@ def loaders() -> list[Callable[[Path], object]]:
             loader(path, dtype=torch.bfloat16)
 
     names = ("load_transformer", "load_vae", "load_text_encoder", "load_image_encoder")
-    return [partial(load, getattr(weights, name)) for name in names]
+    return [partial(load, getattr(wan, name)) for name in names]
 
 
 def judge(folder: Path, case: Case, calls: list[Callable[[Path], object]], report: dict[str, list[str]]) -> None:

@@ -113,6 +113,16 @@ def test_counts_and_clearing(cache: EmbeddingCache):
     assert [path.name for path in cache.folder.glob("*.safetensors")] == [lora.name]
 
 
+def test_an_entry_without_tensors_replaces_nothing(cache: EmbeddingCache):
+    cache.save_cache("latent", "ab" * 32, {"latent": torch.ones(2)})
+    with pytest.raises(WangenError, match="has no tensors"):
+        cache.save_cache("latent", "ab" * 32, {})
+    for wrong in ({"latent": [1.0]}, torch.ones(2)):
+        with pytest.raises(UsageError, match="names with tensors"):
+            cache.save_cache("latent", "ab" * 32, wrong)  # type: ignore[arg-type]
+    assert cache.load_cache("latent", "ab" * 32) is not None
+
+
 def test_what_is_wrong_is_said(cache: EmbeddingCache):
     with pytest.raises(UsageError, match="there is no kind 'latents'"):
         cache.cache_exists("latents", SOURCE)  # type: ignore[arg-type]

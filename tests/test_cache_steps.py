@@ -116,7 +116,11 @@ def test_a_new_caption_encodes_one_text_and_no_latent(bundle: Bundle):
     (bundle.photos / "coffee.txt").write_text("a cup", encoding="utf-8")
     assert bundle.latents()["computed"] == 0
     counts = bundle.text()
-    assert (counts["computed"], counts["removed"], counts["why"]) == (1, 1, {"text_encoder_output: the caption changed": 1})
+    assert (counts["computed"], counts["removed"], counts["why"]) == (
+        1,
+        1,
+        {"text_encoder_output: the caption changed": 1},
+    )
     (bundle.photos / "coffee.txt").write_text("  a \t cup \n\n", encoding="utf-8")  # the encoder sees the same
     assert bundle.text()["computed"] == 0
 
@@ -207,6 +211,25 @@ def test_two_datasets_in_one_cache_folder_leave_each_other_alone(bundle: Bundle)
     large.latents()
     assert small.latents()["computed"] == large.latents()["computed"] == 0
     assert len(bundle.files()) == 8
+
+
+def test_resolutions_that_are_left_out_keep_their_entries_in_a_shared_folder(tmp_path: Path, models: dict[str, Path]):
+    make_image(tmp_path / "photos" / "a.png", (64, 64))
+    (tmp_path / "photos" / "a.txt").write_text("a")
+    bundle = Bundle(tmp_path, models)
+    place = f"image_directory = '{tmp_path.as_posix()}/photos'\ncache_directory = '{tmp_path.as_posix()}/cache'\n"
+    bundle.toml.write_text("".join(f"[[datasets]]\n{place}resolution = {side}\n" for side in (64, 96)))
+    assert bundle.latents()["computed"] == 2
+    assert bundle.latents("--resolution", "64")["removed"] == 0
+    assert bundle.latents()["computed"] == 0
+    bundle.toml.write_text(f"[[datasets]]\n{place}resolution = 64\n")
+    assert bundle.latents("--resolution", "64")["removed"] == 1
+
+
+@pytest.mark.parametrize("words", [("--batch_size", "0"), ("--batch_size", "-1"), ("--num_workers", "-1")])
+def test_numbers_that_no_run_can_have_are_refused(bundle: Bundle, capsys: pytest.CaptureFixture[str], words: Any):
+    assert main(bundle.latents_line(*words)) == 2
+    assert f"{words[0]} must be" in capsys.readouterr().err
 
 
 # What they say

@@ -10,11 +10,13 @@ import torch
 from cached_bundle import Bundle, entry_files
 from helpers import make_clip, make_image
 
+from wangen import profiles
 from wangen.generator.cli import main
 from wangen.generator.errors import UsageError, WangenError
-from wangen.generator.steps import CacheLatents
+from wangen.generator.steps import CacheLatents, Train
 from wangen.runtime import cache_latents
 from wangen.runtime.cache import Entry, Folder, load
+from wangen.runtime.loader import find_entries
 from wangen.runtime.models import model_of_cache, wan
 from wangen.runtime.samples import read_samples
 
@@ -223,3 +225,18 @@ def test_a_shard_that_is_none_is_refused(bundle: Bundle, capsys: pytest.CaptureF
         assert "is no part of a whole" in capsys.readouterr().err
     assert main(bundle.latents_line("--shard", "auto")) == 2
     assert "SLURM_ARRAY_TASK_ID" in capsys.readouterr().err
+
+
+def test_conditions_of_another_vae_than_the_latents_are_stale(
+    folder: Path, models: dict[str, Path], capsys: pytest.CaptureFixture[str]
+):
+    cache_latents.run(step(folder, models, control=False, task="i2v-A14B"))
+    given = step(folder, models, control=False, task="t2v-14B", vae=VECTORS / "vae21" / "Wan2.1_VAE.pth")
+    cache_latents.run(given)
+    assert main(["check_cache", "--dataset_config", str(given.dataset_config), "--task", "i2v-A14B"]) == 1
+    assert "2 first-frame conditions stale: encoded with another VAE" in capsys.readouterr().err
+    with pytest.raises(WangenError, match="image_latent is stale, encoded with another VAE"):
+        find_entries(
+            Train(dataset_config=given.dataset_config, dit=folder, task="i2v-A14B", output_dir=folder, output_name="a"),
+            profiles.model("i2v-A14B"), read_samples(given, profiles.model("i2v-A14B")),
+        )  # fmt: skip

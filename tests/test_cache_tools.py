@@ -1,5 +1,6 @@
 """`wangen cache`: what it shows, and that it removes nothing but entries that are not needed."""
 
+import io
 import os
 import subprocess
 import sys
@@ -47,11 +48,16 @@ def test_stats_count_by_kind_and_encoder(folder: Path, capsys: pytest.CaptureFix
     assert lines[4].startswith("  oldest 2023-11-1")
 
 
-def test_clear_asks_and_removes_only_entries(folder: Path, capsys: pytest.CaptureFixture[str]):
+def test_clear_asks_and_removes_only_entries(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
     before = names(folder)
     refused = CliRunner().invoke(wangen, ["cache", "clear", str(folder)], input="n\n")
     assert "remove 3 entries?" in refused.output
     assert "nothing was removed" in refused.output
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    assert main(["cache", "clear", str(folder)]) == 2
+    assert "give --yes" in capsys.readouterr().err
     assert names(folder) == before
     assert main(["cache", "clear", str(folder), "--kind", "latent", "--yes"]) == 0
     assert "removed 2 entries" in capsys.readouterr().out
@@ -114,6 +120,20 @@ def test_prune_keeps_what_any_dataset_needs(bundle: Bundle, capsys: pytest.Captu
     assert bundle.files().keys() == (kept.keys() - gone) | {"photos_cache/my_wan.safetensors"}
     assert lora.read_bytes() == b"theirs"
     assert bundle.check("--task", "i2v-14B") == other.check("--task", "i2v-14B") == 0
+
+
+def test_a_dataset_whose_toml_was_renamed_keeps_nothing_alive(bundle: Bundle, capsys: pytest.CaptureFixture[str]):
+    write_toml(bundle, clips=False)
+    bundle.text()
+    bundle.toml = bundle.toml.rename(bundle.folder / "renamed.toml")
+    bundle.text()
+    (bundle.photos / "coffee.txt").write_text("a cup", encoding="utf-8")
+    assert bundle.text()["removed"] == 0, "for the step alone another dataset claims it"
+    assert len(entry_files(bundle.folder)) == 5
+    assert main(["cache", "prune", str(bundle.toml), "--yes"]) == 0
+    assert "its TOML is gone, so it needs nothing any more: ../set.toml" in capsys.readouterr().out
+    assert len(entry_files(bundle.folder)) == 4
+    assert bundle.text()["from_cache"] == 4
 
 
 def test_clear_of_a_dataset_clears_its_folders(bundle: Bundle):

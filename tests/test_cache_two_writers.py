@@ -18,10 +18,12 @@ from cached_bundle import Bundle
 from killing import beside, end_of, fork, forked
 from tiny_set import copy, kept, leftovers, lines_of, make_set, picture, run_all
 
+from wangen.generator import lock
 from wangen.generator.cli import main
-from wangen.generator.lock import LEASE_S
+from wangen.generator.lock import LEASE_S, START_S
 from wangen.runtime import cache_text, encoding
 from wangen.runtime.cache import Entry, Folder, needed, writer
+from wangen.runtime.cache.claims import Claims
 from wangen.runtime.cache.needed import Claim
 
 pytestmark = [
@@ -30,8 +32,8 @@ pytestmark = [
 ]
 pytest_plugins = ("bundle_fixtures", "tiny_set_fixtures")
 
-NUM_LATENTS, NUM_CAPTIONS, NUM_TEXTS = 14, 14, 15
-"""Entries and, of captions, encodings: both folders have the empty prompt."""
+NUM_LATENTS, NUM_CAPTIONS = 14, 14
+"""The empty prompt is among the captions; both folders have it, which is encoded once."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -45,6 +47,7 @@ def slower(quick: None) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(writer, "judge_values", slow)
+        patch.setattr(lock, "START_S", START_S)  # here a claim without content is one that is just being made
         yield
 
 
@@ -87,7 +90,7 @@ def assert_same(bundle: Bundle, whole: Bundle) -> None:
     assert bundle.check("--deep") == 0
 
 
-@pytest.mark.parametrize("number", [2, 3])
+@pytest.mark.parametrize("number", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_processes_share_the_work(bundle: Bundle, whole: Bundle, number: int):
     for line, count in ((bundle.latents_line(), NUM_LATENTS), (bundle.text_line(), NUM_CAPTIONS)):
         assert beside(works(bundle, *[line] * number)) == [0] * number
@@ -105,13 +108,32 @@ def test_both_steps_at_once_each_twice(bundle: Bundle, whole: Bundle):
     assert_same(bundle, whole)
 
 
-@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("at_once", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_shards_are_disjoint_and_together_whole(bundle: Bundle, whole: Bundle, at_once: bool):
     lines = [[*line, "--shard", f"{i}/2"] for line in lines_of(bundle, ()) for i in range(2)]
     run = beside if at_once else lambda works: [end_of(fork(work)) for work in works]
     assert run(works(bundle, *lines)) == [0] * 4
     assert sum(computed(bundle)) == NUM_LATENTS + NUM_CAPTIONS
     assert max(computed(bundle)) < NUM_LATENTS
+    assert_same(bundle, whole)
+
+
+def test_who_waits_for_another_keeps_nothing_back(bundle: Bundle, whole: Bundle, monkeypatch: pytest.MonkeyPatch):
+    """Else two processes could wait for what the other one has encoded and not yet shown."""
+    names = [name for name in whole.files() if ".latent." in name]
+    assert len(names) % 2 == 0  # in groups of two one stays alone
+    other = Claims(bundle.folder / "photos_cache")
+    assert other.take(names[-1].split(".")[-3][-20:])
+    seen = []
+
+    def wait(_seconds: float) -> None:
+        seen.append(len(bundle.files()))
+        other.close()
+
+    monkeypatch.setattr(encoding, "time", SimpleNamespace(sleep=wait))
+    bundle.latents("--batch_size", "1")
+    assert seen == [11]
+    bundle.text()
     assert_same(bundle, whole)
 
 
@@ -125,18 +147,18 @@ def killed_on_the_way(bundle: Bundle, line: list[str], prepare: Callable[[], obj
         prepare()
         return main(line)
 
-    _, calls = forked(work, calls_until_half(bundle, line))
+    _, calls = forked(work, call_of_the_third_entry(bundle, line))
     claims = [path.name for path in bundle.folder.glob("*_cache/.claim-*")]
     assert claims
     assert calls
     return claims
 
 
-def calls_until_half(bundle: Bundle, line: list[str]) -> int:
-    """The call that writes the fifth entry's second half."""
+def call_of_the_third_entry(bundle: Bundle, line: list[str]) -> int:
+    """The call that moves the third entry into place."""
     probe = copy(bundle, bundle.folder.parent / "probe")
     _, calls = forked(partial(main, [word.replace(str(bundle.folder), str(probe.folder)) for word in line]), 0)
-    return [at for at, call in enumerate(calls, 1) if call == "write half entry"][9]
+    return [at for at, call in enumerate(calls, 1) if call == "replace half entry"][2]
 
 
 def no_waiting(_seconds: float) -> None:
@@ -150,10 +172,11 @@ def test_what_a_killed_process_held_is_taken_over_without_waiting(
     lines = lines_of(bundle, ())
     killed_on_the_way(bundle, lines[step])
     there = len(bundle.files())
+    assert there == 2
     for module in (encoding, cache_text):
         monkeypatch.setattr(module, "time", SimpleNamespace(sleep=no_waiting))
     assert main(lines[step]) == 0
-    assert bundle.counts(lines[step][0])["computed"] == (NUM_LATENTS, NUM_TEXTS)[step] - there
+    assert bundle.counts(lines[step][0])["computed"] == (NUM_LATENTS, NUM_CAPTIONS)[step] - there
     assert main(lines[1 - step]) == 0
     assert_same(bundle, whole)
 

@@ -72,7 +72,10 @@ def test_check_cache_prints_what_is_missing_stale_and_corrupt(bundle: Bundle, ca
     bundle.latents()
     bundle.text()
     assert bundle.check("--deep") == 1  # the step itself judges headers alone and kept the flipped payload
-    bundle.latents("--recache")
+    assert "run check_cache again with --deep --repair, then run cache_latents again" in capsys.readouterr().err
+    assert bundle.check("--deep", "--repair") == 1
+    assert "not: run cache_latents again" in capsys.readouterr().err
+    bundle.latents()
     assert bundle.check("--deep") == 0
 
 
@@ -113,6 +116,15 @@ def test_what_two_blocks_share_counts_once_in_the_whole(bundle: Bundle, capsys: 
     assert bundle.check() == 0
     assert table(capsys.readouterr().err)["latent"] == [6, 0, 0, 0]
     assert report(bundle)["counts"]["latent"]["valid"] == 3
+
+
+def test_images_and_clips_of_one_folder_are_told_apart(bundle: Bundle):
+    for path in (bundle.folder / "clips").iterdir():
+        path.rename(bundle.photos / path.name)
+    bundle.toml.write_text(bundle.toml.read_text().replace("/clips'", "/photos'"))
+    assert bundle.check() == 1
+    names = {row["dataset"] for row in report(bundle)["result"]["datasets"]}
+    assert names == {"bundle/photos/images 64x64", "bundle/photos/videos 64x64"}
 
 
 # Repair

@@ -11,6 +11,7 @@ from helpers import make_clip, make_image
 from PIL import Image
 
 from wangen import profiles
+from wangen.generator.errors import WangenError
 from wangen.generator.steps import CheckCache
 from wangen.runtime import contact_sheet
 from wangen.runtime.contact_sheet import Mode, write_sheet
@@ -174,6 +175,13 @@ def test_a_file_that_cannot_be_decoded_has_its_message(samples: list[Sample], tm
     page = Page(write_sheet(samples, "image", tmp_path / "sheet.html"))
     assert len(page.images) == 7
     assert any("cat & 'mouse'.png: cannot be decoded" in text for text in page.text("p"))
+
+
+def test_a_file_in_the_place_of_its_folder_is_named(samples: list[Sample], tmp_path: Path):
+    (tmp_path / "sheet").write_text("mine")
+    with pytest.raises(WangenError, match="cannot make the folder of the page") as raised:
+        write_sheet(samples, "image", tmp_path / "sheet" / "index.html")
+    assert "--report_dir" in raised.value.cure
 
 
 def test_a_page_of_nothing(tmp_path: Path):

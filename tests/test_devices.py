@@ -54,8 +54,9 @@ def test_a_full_memory_is_one_message_and_other_errors_stay():
 
 def test_a_device_that_is_not_there_is_named():
     assert choose_device("cpu").type == "cpu"
-    with pytest.raises(UsageError, match="--device warp"):
-        choose_device("warp")
+    for name in ("warp", "meta"):
+        with pytest.raises(UsageError, match=f"--device {name}"):
+            choose_device(name)
 
 
 class Transformer:

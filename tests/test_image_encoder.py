@@ -6,8 +6,7 @@ from parity import CLIP, CLIP_HEADS, golden, max_abs, rel_rms
 from safetensors.torch import save_file
 
 from wangen.generator.errors import WangenError
-from wangen.runtime import weights
-from wangen.runtime.weights.image_encoder import clip_pixels, load_image_encoder
+from wangen.runtime.weights.image_encoder import clip_pixels, encode_images, load_image_encoder
 
 
 def image(case: int) -> torch.Tensor:
@@ -23,14 +22,14 @@ def test_the_pixels_are_those_of_the_official_preprocessing(case: int):
 @pytest.mark.parametrize("case", [0, 1])
 def test_the_tokens_equal_the_official_ones(case: int):
     encoder = load_image_encoder(CLIP, dtype=torch.float32, num_heads=CLIP_HEADS)
-    assert max_abs(weights.encode_images(encoder, image(case)), golden("clip")[f"case{case}.clip_fea"]) < 1e-4
+    assert max_abs(encode_images(encoder, image(case)), golden("clip")[f"case{case}.clip_fea"]) < 1e-4
 
 
 def test_a_batch_equals_its_images_one_by_one():
     encoder = load_image_encoder(CLIP, dtype=torch.float32, num_heads=CLIP_HEADS)
     images = torch.cat([image(0), -image(0)])
-    together = weights.encode_images(encoder, images)
-    alone = torch.cat([weights.encode_images(encoder, one[None]) for one in images])
+    together = encode_images(encoder, images)
+    alone = torch.cat([encode_images(encoder, one[None]) for one in images])
     assert max_abs(together, alone) < 1e-5
 
 
@@ -38,7 +37,7 @@ def test_the_stored_precision_is_kept_and_close():
     encoder = load_image_encoder(CLIP, num_heads=CLIP_HEADS)
     assert encoder.dtype == torch.float16
     encoder = load_image_encoder(CLIP, num_heads=CLIP_HEADS, dtype=torch.bfloat16)
-    assert rel_rms(weights.encode_images(encoder, image(0)), golden("clip")["case0.clip_fea"]) < 0.02
+    assert rel_rms(encode_images(encoder, image(0)), golden("clip")["case0.clip_fea"]) < 0.02
 
 
 @pytest.mark.parametrize("prefix", ["", "vision_model."])
@@ -50,7 +49,7 @@ def test_the_names_of_transformers_and_comfyui_are_read(tmp_path: Path, prefix: 
         state["vision_model.embeddings.position_ids"] = torch.arange(17)[None]
     save_file(state, tmp_path / "clip_vision_h.safetensors")
     again = load_image_encoder(tmp_path / "clip_vision_h.safetensors", num_heads=CLIP_HEADS)
-    assert max_abs(weights.encode_images(again, image(1)), golden("clip")["case1.clip_fea"]) < 1e-4
+    assert max_abs(encode_images(again, image(1)), golden("clip")["case1.clip_fea"]) < 1e-4
 
 
 @pytest.mark.parametrize("place", ["image_encoder", "."])
@@ -59,7 +58,7 @@ def test_a_folder_written_by_transformers_is_read(tmp_path: Path, place: str):
     encoder.save_pretrained(tmp_path / "image_encoder")
     (tmp_path / "model_index.json").write_text("{}")
     again = load_image_encoder(tmp_path / place, num_heads=CLIP_HEADS)
-    assert max_abs(weights.encode_images(again, image(0)), golden("clip")["case0.clip_fea"]) < 1e-4
+    assert max_abs(encode_images(again, image(0)), golden("clip")["case0.clip_fea"]) < 1e-4
 
 
 @pytest.mark.parametrize("per_row", [False, True])
@@ -75,7 +74,7 @@ def test_8_bit_weights_keep_their_scales_when_queries_keys_and_values_are_taken_
     save_file({name: value.contiguous() for name, value in state.items()}, tmp_path / "clip_fp8.safetensors")
     torch.save(meant, tmp_path / "plain.pth")
     found, plain = (
-        weights.encode_images(load_image_encoder(tmp_path / file, dtype=torch.float32, num_heads=CLIP_HEADS), image(0))
+        encode_images(load_image_encoder(tmp_path / file, dtype=torch.float32, num_heads=CLIP_HEADS), image(0))
         for file in ("clip_fp8.safetensors", "plain.pth")
     )
     assert max_abs(found, plain) < 1e-5

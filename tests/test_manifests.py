@@ -186,6 +186,17 @@ def folders(tmp_path: Path, files: dict[str, bytes], control: dict[str, bytes], 
     return block(tmp_path, **{"control_directory": tmp_path / "control"} | changes)
 
 
+def test_media_of_other_formats_are_named_and_counted(tmp_path, caplog):
+    entry = folders(
+        tmp_path, dict.fromkeys(("a.png", "b.GIF", "c.jxl", "c.txt.bak"), IMAGE), {}, control_directory=None
+    )
+    read_items(entry, deep=False)
+    (message,) = caplog.messages
+    assert "2 (b.GIF, c.jxl)" in message
+    read_items(replace(entry, media="video"), deep=False)
+    assert "1 (b.GIF)" in caplog.messages[1]
+
+
 def test_control_images_by_stem_and_number(tmp_path):
     control = dict.fromkeys(("cat.webp", "cat_2.png", "cat_10.png", "dog_0.png", "cat_1.JPG", "other.png"), IMAGE)
     entry = folders(tmp_path, {"Cat.jpg": IMAGE, "cat_1.jpg": IMAGE, "dog.png": IMAGE}, control)

@@ -1,12 +1,17 @@
 """Who needs which entry: claims on a cache folder, and the encoder whose entries count."""
 
+import logging
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
+import pytest
 from cache_entries import CONTENT, ENCODER, LATENT, TEXT, put, states, tensors
 
-from wangen.runtime.cache import Folder
+from wangen.runtime.cache import Folder, Verdict
 from wangen.runtime.cache.needed import Claim
+from wangen.runtime.needs import Need, Waiting
+from wangen.runtime.samples import Sample
 
 
 def claim(folder: Path, name: str = "a.toml") -> Claim:
@@ -54,6 +59,16 @@ def test_what_nobody_claims_stays(tmp_path: Path):
             file.write_bytes(broken)
         assert claim(tmp_path).reduce(set(), ENCODER) == 0
     assert path.exists()
+
+
+def test_waiting_for_another_process_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    need = Need(cast(Sample, None), LATENT, Folder(tmp_path), Verdict("missing"))
+    waiting = Waiting()
+    with caplog.at_level(logging.INFO, "wangen"):
+        waiting.say([need, need])
+        waiting.say([need])
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message.startswith(f"  waiting for another process that works on 2 entries, {LATENT.name} first; ")
 
 
 def test_a_second_file_of_one_key_is_removed(tmp_path: Path):

@@ -1,21 +1,26 @@
 """Training that encodes what the cache lacks, in memory or to disk; captions that are drawn; masks that count."""
 
+import shlex
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
-from tiny import TinyRun, make_tiny_run
+from tiny import CAPTIONS, TinyRun, make_tiny_run
 
 from wangen import profiles
+from wangen.generator.cli import main
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.steps import CacheLatents, CacheText, CheckCache, Train
 from wangen.runtime import cache_latents, cache_text, train
 from wangen.runtime.cache import Folder
 from wangen.runtime.loader import CachedSample, epoch_batches, find_entries, read_batch
 from wangen.runtime.models import family
+from wangen.runtime.on_the_fly import command_line
 from wangen.runtime.samples import read_samples
+from wangen.runtime.tiny import write_tiny_wan
 
 MODEL = profiles.model("t2v-1.3B")
 WAN = family(MODEL)
@@ -72,15 +77,68 @@ def test_only_what_is_missing_is_encoded(run: TinyRun, tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("flag", ["vae", "t5"])
-def test_without_the_weights_to_encode_with_it_says_which_flag(run: TinyRun, tmp_path: Path, flag: str):
+def test_without_the_weights_to_encode_with_it_says_which_flag_before_it_encodes(
+    run: TinyRun, tmp_path: Path, flag: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(WAN, "load_latent_encoder", lambda *_words, **_names: pytest.fail("the VAE was loaded"))
     given = options(run, tmp_path, dataset_config=without_cache(run, tmp_path), cache_latents=True, **{flag: None})
     with pytest.raises(UsageError, match=f"--cache_latents needs --{flag}"):
         train.run(given)
 
 
-def test_a_stale_entry_is_never_trained_on(run: TinyRun, tmp_path: Path):
-    import shutil
+def test_a_vae_of_another_model_is_refused_and_a_clip_is_not_needed(run: TinyRun, tmp_path: Path):
+    config = without_cache(run, tmp_path)
+    vae22 = Path(__file__).parent / "vectors" / "vae22" / "Wan2.2_VAE.pth"
+    with pytest.raises(WangenError, match=r"--vae") as error:
+        train.run(options(run, tmp_path, dataset_config=config, cache_latents=True, vae=vae22))
+    assert "Wan2.2_VAE.pth" in str(error.value)
+    assert len(found(run, options(run, tmp_path, dataset_config=config, cache_latents=True, clip=tmp_path / "no"))) == 3
 
+
+def test_other_weights_make_everything_anew_and_nothing_of_two_encoders_is_mixed(run: TinyRun, tmp_path: Path):
+    others = write_tiny_wan(tmp_path / "others", CAPTIONS.values(), seed=1)
+    config = without_cache(run, tmp_path)
+    cache_latents.run(CacheLatents(dataset_config=config, vae=run.weights["vae"], vae_dtype="float32", device="cpu"))
+    cache_text.run(CacheText(dataset_config=config, t5=run.weights["t5"], t5_dtype="float32", device="cpu"))
+    min((tmp_path / "cache").glob("*.text_encoder_output.safetensors")).unlink()
+    given = options(
+        run,
+        tmp_path,
+        dataset_config=config,
+        cache_latents=True,
+        vae=others["vae"],
+        t5=others["t5"],
+        caption_dropout=0.5,
+    )
+    made = [[type(entry).__name__ for entry in cached.entries] for cached in found(run, given)]
+    assert made == [["Entry", "Held", "Held"]] * 3, "latents stay; the empty prompt is valid but of the other encoder"
+
+
+def test_the_command_to_run_makes_entries_as_the_last_run_did(run: TinyRun, tmp_path: Path):
+    shutil.copytree(run.folder / "models", tmp_path / "my models")
+    config = without_cache(run, tmp_path)
+    vae, t5 = (tmp_path / "my models" / run.weights[role].name for role in ("vae", "t5"))
+    tokenizer = (tmp_path / "my models" / "google").rename(tmp_path / "tokens") / "umt5-xxl"
+    latents = ["--vae", str(vae), "--vae_dtype", "bfloat16", "--tile", "128"]
+    texts = ["--t5", str(t5), "--tokenizer", str(tokenizer), "--t5_dtype", "float32", "--fp8_t5"]
+    for step, words in (("cache_latents", latents), ("cache_text", texts)):
+        assert main([step, "--dataset_config", str(config), *words]) == 0
+    made = {path.name: path.read_bytes() for path in (tmp_path / "cache").glob("*.safetensors")}
+    for path in (tmp_path / "cache").glob("*.safetensors"):
+        path.unlink()
+    given = run.options(tmp_path / "out", dataset_config=config)
+    with pytest.raises(WangenError, match="the cache lacks 6 entries"):
+        train.run(given)
+    for step in ("cache_latents", "cache_text"):
+        line = shlex.split(command_line(step, given))
+        assert line[:2] == ["wangen", step]
+        assert main(line[1:]) == 0
+    assert {path.name: path.read_bytes() for path in (tmp_path / "cache").glob("*.safetensors")} == made
+    vae.unlink()
+    assert " --vae VAE_FILE" in command_line("cache_latents", given)
+
+
+def test_a_stale_entry_is_never_trained_on(run: TinyRun, tmp_path: Path):
     shutil.copytree(run.folder / "media", tmp_path / "media")
     shutil.copytree(run.folder / "cache", tmp_path / "cache")
     config = tmp_path / "moved.toml"

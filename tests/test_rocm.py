@@ -36,15 +36,23 @@ def test_elsewhere_nothing_changes():
 
 
 @pytest.mark.parametrize(
-    ("line", "expected"), [("hip: Optional[str] = '7.2.1'", True), ("hip: Optional[str] = None", False)]
+    ("lines", "expected"),
+    [
+        ("cuda = None\nhip: Optional[str] = '7.2.1'", "True False"),
+        ("cuda: Optional[str] = '12.8'\nhip: Optional[str] = None", "False False"),
+        ("cuda = None\nhip: Optional[str] = None", "False True"),
+    ],
 )
-def test_the_build_is_told_without_importing_torch(tmp_path: Path, line: str, expected: bool):
+def test_the_build_is_told_without_importing_torch(tmp_path: Path, lines: str, expected: str):
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise SystemExit('imported')")
-    (tmp_path / "torch" / "version.py").write_text(f"cuda = None\n{line}\n")
-    code = "import sys; sys.path.insert(0, sys.argv[1]); from wangen.runtime.rocm import is_rocm; print(is_rocm())"
+    (tmp_path / "torch" / "version.py").write_text(f"{lines}\n")
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); from wangen.runtime.rocm import is_rocm, on_cpu; "
+        "assert on_cpu('cpu') and not on_cpu('cuda:1'); print(is_rocm(), on_cpu(None))"
+    )
     found = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == str(expected)
+    assert found.stdout.strip() == expected
 
 
 def test_values_are_clamped_before_they_are_converted():
@@ -69,3 +77,8 @@ def test_a_latent_that_is_all_zero_or_not_finite_names_the_item_and_the_remedy(
     assert "astronaut.jpg" in message
     assert "--vae_dtype float32" in message
     assert not list(bundle.folder.rglob("*.safetensors"))
+    monkeypatch.setattr(torch.version, "hip", "6.4.43482")
+    assert main(bundle.latents_line("--vae_dtype", "bfloat16")) == 1
+    message = capsys.readouterr().err
+    assert words in message
+    assert "encode with --device cpu" in message  # in float32 it was already

@@ -11,6 +11,7 @@ from wangen import profiles
 from wangen.generator.errors import WangenError
 from wangen.generator.steps import CheckCache, Train
 from wangen.runtime.loader import CachedSample, Draw, find_entries, num_entries, read_batch
+from wangen.runtime.media import target_frames
 from wangen.runtime.samples import Sample, read_samples
 
 pytest_plugins = ("bundle_fixtures",)
@@ -34,14 +35,16 @@ def names(samples: list[Sample]) -> list[str]:
     return [sample.name for sample in samples]
 
 
-def test_lengths_that_clips_are_too_short_for_are_said_in_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_lengths_that_clips_are_too_short_for_are_said_with_the_clips(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     toml = clips(tmp_path, "target_frames = [5, 9, 17]", long=20, middle=12, short=6)
     with caplog.at_level(logging.INFO, "wangen"):
         samples = read_samples(CheckCache(dataset_config=toml), MODEL)
     assert len(samples) == 6
-    (record,) = caplog.records
-    assert record.levelname == "WARNING"
-    assert "2 (1 for 9 frames, 2 for 17 frames)" in record.getMessage()
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 3
+    total, nine, seventeen = (message.strip() for message in caplog.messages)
+    assert "2 (1 for 9 frames, 2 for 17 frames)" in total
+    assert nine == "fewer than 9 frames: short.mp4"
+    assert seventeen == "fewer than 17 frames: middle.mp4, short.mp4"
 
 
 def test_nothing_is_said_when_all_lengths_fit(tmp_path: Path, caplog: pytest.LogCaptureFixture):
@@ -59,6 +62,19 @@ def test_a_clip_too_short_for_every_length_is_named_with_the_cure(tmp_path: Path
         read_samples(CheckCache(dataset_config=toml), MODEL)
     assert "short.mp4: has 6 frames at 16 fps, 17 are needed; set target_frames = [5]" in raised.value.found
     assert "long.mp4" not in raised.value.found
+
+
+def test_full_memory_is_one_message_with_the_file_and_the_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (sample,) = read_samples(CheckCache(dataset_config=clips(tmp_path, "target_frames = [5]", long=20)), MODEL)
+
+    def full(*_words: object, **_names: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("wangen.runtime.media.fit", full)
+    with pytest.raises(WangenError, match="out of memory decoding 5 frames of 64x64") as raised:
+        target_frames(sample)
+    assert raised.value.where.endswith("long.mp4")
+    assert "--num_workers 0" in raised.value.cure
 
 
 @pytest.fixture

@@ -37,10 +37,13 @@ def test_the_batch_does_not_change_an_embedding():
     assert encode_prompts(encoder, tokenizer, []) == []
 
 
-def test_a_long_prompt_is_cut_and_keeps_its_end():
+def test_a_long_prompt_is_cut_and_keeps_its_end_and_that_is_said(caplog: pytest.LogCaptureFixture):
     encoder, tokenizer = load_text_encoder(T5, dtype=torch.float32), load_tokenizer(T5)
     long = " ".join(["fox"] * 2000)
-    assert encode_prompts(encoder, tokenizer, [long])[0].shape[0] == 512
+    assert encode_prompts(encoder, tokenizer, ["a fox", long])[1].shape[0] == 512
+    (message,) = caplog.messages
+    assert "1 text longer than umT5's 512 tokens" in message
+    assert "fox fox" in message
 
 
 @pytest.mark.parametrize("place", [T5, TOKENIZER, TOKENIZER / "tokenizer.json", TOKENIZER / "spiece.model"])

@@ -8,8 +8,9 @@ import torch
 from helpers import make_clip
 
 from wangen import profiles
+from wangen.generator.errors import WangenError
 from wangen.generator.steps import CacheLatents, CacheText, CheckCache, Train
-from wangen.runtime import cache_latents, cache_text, train
+from wangen.runtime import cache_latents, cache_text, check_cache, train
 from wangen.runtime.cache import load
 from wangen.runtime.loader import epoch_batches, find_entries, read_batch
 from wangen.runtime.models import family
@@ -117,6 +118,24 @@ def test_clip_given_later_adds_only_its_views(config: Path, monkeypatch: pytest.
     added = {path.name for path in (config.parent / "cache").glob("*.safetensors")} - before
     assert len(added) == 1
     assert ".clip." in added.pop()
+
+
+def test_a_clip_whose_view_is_missing_is_said_with_the_flag_that_makes_it(
+    config: Path, caplog: pytest.LogCaptureFixture
+):
+    cache(config, clip=CLIP, clip_dtype="float32")
+    caplog.clear()
+    cache(config)
+    assert [line for line in caplog.messages if "the cache holds CLIP's views" in line]
+    for path in (config.parent / "cache").glob("*.clip.safetensors"):
+        path.unlink()
+    with pytest.raises(WangenError) as raised:
+        train.run(options(config))
+    assert "clip is missing" in raised.value.found
+    assert "--clip CLIP_FILE" in raised.value.cure
+    report = check_cache.run(CheckCache(dataset_config=config, task="i2v-14B"))
+    assert not report.ok
+    assert report.summary.endswith("run cache_latents again with --clip")
 
 
 def test_clip_for_a_model_without_it_is_answered_and_ignored(config: Path, caplog: pytest.LogCaptureFixture):

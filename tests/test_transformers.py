@@ -10,9 +10,10 @@ from parity import DIT, DITS, cases, golden, max_abs, rel_rms, velocity
 from safetensors.torch import load_file, save_file
 
 from wangen.generator.errors import WangenError
-from wangen.runtime import safetensors_file, weights
+from wangen.runtime import safetensors_file
 from wangen.runtime.models.wan import predict_velocity
 from wangen.runtime.weights.quantized import QuantizedLinear, to_fp8
+from wangen.runtime.weights.transformer import load_transformer
 
 ALL_CASES = [(name, case) for name in DITS for case in cases(name)]
 
@@ -27,7 +28,7 @@ def test_under_cudas_autocast_queries_keys_and_values_share_a_dtype(monkeypatch,
     monkeypatch.setattr(
         transformer_wan, "dispatch_attention_fn", lambda q, k, v, **_: seen.append({q.dtype, k.dtype, v.dtype}) or v
     )
-    model = weights.load_transformer(DIT, dtype=torch.bfloat16)
+    model = load_transformer(DIT, dtype=torch.bfloat16)
     attention = model.blocks[0].attn1
     if not shielded:
         attention.norm_q.__class__ = attention.norm_k.__class__ = torch.nn.RMSNorm
@@ -111,12 +112,12 @@ def write_gguf(path: Path, kind: gguf.GGMLQuantizationType) -> dict[str, torch.T
 def dequantized(path: Path, meant: dict[str, torch.Tensor]) -> torch.nn.Module:
     """The model of plain weights that a quantised file stands for."""
     safetensors_file.write(path, {name: value.float() for name, value in meant.items()}, {})
-    return weights.load_transformer(path, dtype=torch.float32)
+    return load_transformer(path, dtype=torch.float32)
 
 
 @pytest.mark.parametrize(("name", "case"), ALL_CASES)
 def test_every_transformer_equals_the_official_one(name: str, case: int):
-    model = weights.load_transformer(DITS[name], dtype=torch.float32)
+    model = load_transformer(DITS[name], dtype=torch.float32)
     # The stated tolerance is 2e-4, and 1e-5 with a time embedding in float64, which ours has.
     assert max_abs(velocity(model, name, case), golden(name)[f"case{case}.output"]) < 1e-5
 
@@ -124,7 +125,7 @@ def test_every_transformer_equals_the_official_one(name: str, case: int):
 @pytest.mark.parametrize(("name", "case"), ALL_CASES)
 @pytest.mark.parametrize("autocast", [False, True])
 def test_every_transformer_in_bfloat16_is_close_and_keeps_its_time_embedding(name: str, case: int, autocast: bool):
-    model = weights.load_transformer(DITS[name], dtype=torch.bfloat16)
+    model = load_transformer(DITS[name], dtype=torch.bfloat16)
     assert model.blocks[0].attn1.to_q.weight.dtype == torch.bfloat16
     assert model.blocks[0].scale_shift_table.dtype == torch.float32
     dtypes = set()
@@ -139,7 +140,7 @@ def test_every_transformer_in_bfloat16_is_close_and_keeps_its_time_embedding(nam
 def test_shards_are_read_from_any_of_them_and_from_the_index(shard: str):
     folder = DITS["dit_t2v21_e2e"].parent / "sharded"
     (path,) = [path for path in folder.iterdir() if shard in path.name]
-    model = weights.load_transformer(path, dtype=torch.float32)
+    model = load_transformer(path, dtype=torch.float32)
     assert max_abs(velocity(model, "dit_t2v21_e2e", 0), golden("dit_t2v21_e2e")["case0.output"]) < 1e-5
 
 
@@ -147,11 +148,11 @@ def test_shards_are_read_from_any_of_them_and_from_the_index(shard: str):
 def test_prefixes_are_understood(tmp_path: Path, prefix: str):
     path = tmp_path / "model.safetensors"
     safetensors_file.write(path, {prefix + name: value for name, value in load_file(DIT).items()}, {})
-    assert_same_weights(weights.load_transformer(path), weights.load_transformer(DIT))
+    assert_same_weights(load_transformer(path), load_transformer(DIT))
 
 
 def test_without_a_dtype_the_stored_one_is_kept():
-    model = weights.load_transformer(DIT)
+    model = load_transformer(DIT)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
 
 
@@ -161,33 +162,33 @@ def test_files_of_every_precision_are_read_into_every_precision(tmp_path: Path, 
     state = {name: value.to(dtype) for name, value in load_file(DIT).items()}
     safetensors_file.write(path, state, {})
     for wanted in (torch.float32, torch.bfloat16, None):
-        loaded = weights.load_transformer(path, dtype=wanted).state_dict()
+        loaded = load_transformer(path, dtype=wanted).state_dict()
         stored = state["blocks.1.ffn.0.weight"].to(wanted or dtype)
         assert torch.equal(loaded["blocks.1.ffn.net.0.proj.weight"], stored)
 
 
 def test_a_pth_is_read(tmp_path: Path):
     torch.save({"state_dict": load_file(DIT)}, tmp_path / "model.pth")
-    assert_same_weights(weights.load_transformer(tmp_path / "model.pth"), weights.load_transformer(DIT))
+    assert_same_weights(load_transformer(tmp_path / "model.pth"), load_transformer(DIT))
 
 
 @pytest.mark.parametrize("name", DITS)
 @pytest.mark.parametrize("place", ["transformer", "file", "pipeline", "sharded"])
 def test_diffusers_own_folders_are_read(tmp_path: Path, name: str, place: str):
     """Written by diffusers itself; nothing in them but the tensors is read."""
-    model = weights.load_transformer(DITS[name], dtype=torch.float32)
+    model = load_transformer(DITS[name], dtype=torch.float32)
     folder = tmp_path / "transformer"
     model.save_pretrained(folder, max_shard_size="1MB" if place == "sharded" else "1GB")
     (folder / "config.json").unlink()
     (tmp_path / "model_index.json").write_text("{}")
     paths = {"pipeline": tmp_path, "file": folder / "diffusion_pytorch_model.safetensors"}
-    assert_same_weights(weights.load_transformer(paths.get(place, folder)), model)
+    assert_same_weights(load_transformer(paths.get(place, folder)), model)
 
 
 @pytest.mark.parametrize("style", ["plain", "scaled", "rows", "blocks"])
 def test_8_bit_weights_stay_small_and_compute_as_what_they_stand_for(tmp_path: Path, style: str):
     meant = write_like_comfyui(tmp_path / "fp8.safetensors", style=style)
-    model = weights.load_transformer(tmp_path / "fp8.safetensors", dtype=torch.float32)
+    model = load_transformer(tmp_path / "fp8.safetensors", dtype=torch.float32)
     plain = dequantized(tmp_path / "plain.safetensors", meant)
     assert max_abs(velocity(model, "dit_t2v21", 0), velocity(plain, "dit_t2v21", 0)) < 1e-6
     layer = model.blocks[1].ffn.net[2]
@@ -201,7 +202,7 @@ def test_8_bit_weights_stay_small_and_compute_as_what_they_stand_for(tmp_path: P
 @pytest.mark.parametrize("kind", ["Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0", "BF16", "F16"])
 def test_gguf_stays_small_and_computes_as_what_it_stands_for(tmp_path: Path, kind: str):
     meant = write_gguf(tmp_path / "model.gguf", gguf.GGMLQuantizationType[kind])
-    model = weights.load_transformer(tmp_path / "model.gguf", dtype=torch.float32)
+    model = load_transformer(tmp_path / "model.gguf", dtype=torch.float32)
     plain = dequantized(tmp_path / "plain.safetensors", meant)
     assert max_abs(velocity(model, "dit_t2v21", 0), velocity(plain, "dit_t2v21", 0)) < 1e-6
     quantized = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
@@ -242,7 +243,7 @@ def test_a_gguf_type_that_nobody_can_decode_is_named(tmp_path: Path):
     writer.write_tensors_to_file()
     writer.close()
     with pytest.raises(WangenError, match="IQ2_XXS") as caught:
-        weights.load_transformer(tmp_path / "model.gguf")
+        load_transformer(tmp_path / "model.gguf")
     assert "Q4_K" in str(caught.value)
 
 
@@ -252,7 +253,7 @@ def test_a_quantised_model_trains_adapters(tmp_path: Path):
 
     meant = write_like_comfyui(tmp_path / "fp8.safetensors", style="scaled")
     models = [
-        weights.load_transformer(tmp_path / "fp8.safetensors", dtype=torch.float32),
+        load_transformer(tmp_path / "fp8.safetensors", dtype=torch.float32),
         dequantized(tmp_path / "plain.safetensors", meant),
     ]
     gradients = []
@@ -276,7 +277,7 @@ def test_a_quantised_model_trains_adapters(tmp_path: Path):
 
 def test_a_quantised_model_keeps_no_dequantised_weight_for_the_backward_pass(tmp_path: Path):
     write_like_comfyui(tmp_path / "fp8.safetensors", style="scaled")
-    model = weights.load_transformer(tmp_path / "fp8.safetensors", dtype=torch.float32)
+    model = load_transformer(tmp_path / "fp8.safetensors", dtype=torch.float32)
     layer = model.blocks[0].ffn.net[2]
     kept: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
@@ -287,7 +288,7 @@ def test_a_quantised_model_keeps_no_dequantised_weight_for_the_backward_pass(tmp
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_under_autocast_a_quantised_layer_does_what_a_plain_one_does(tmp_path: Path, dtype: torch.dtype):
     meant = write_like_comfyui(tmp_path / "fp8.safetensors", style="rows")
-    model = weights.load_transformer(tmp_path / "fp8.safetensors", dtype=dtype)
+    model = load_transformer(tmp_path / "fp8.safetensors", dtype=dtype)
     plain = dequantized(tmp_path / "plain.safetensors", meant).blocks[0].ffn.net[2].to(dtype)
     layer, hidden = model.blocks[0].ffn.net[2], torch.randn(2, 3, plain.in_features)
     gradients = []
@@ -304,7 +305,7 @@ def test_under_autocast_a_quantised_layer_does_what_a_plain_one_does(tmp_path: P
 
 def test_casting_the_model_does_not_round_its_scales(tmp_path: Path):
     meant = write_like_comfyui(tmp_path / "fp8.safetensors", style="rows")
-    model = weights.load_transformer(tmp_path / "fp8.safetensors", dtype=torch.float32).to(torch.float16).float()
+    model = load_transformer(tmp_path / "fp8.safetensors", dtype=torch.float32).to(torch.float16).float()
     plain = dequantized(tmp_path / "plain.safetensors", meant)
     hidden = torch.randn(2, plain.blocks[0].attn1.to_q.in_features)
     bias = plain.blocks[0].attn1.to_q.bias
@@ -313,7 +314,7 @@ def test_casting_the_model_does_not_round_its_scales(tmp_path: Path):
 
 
 def test_shields_go_with_the_model_when_it_is_copied_or_moved():
-    model = weights.load_transformer(DIT, dtype=torch.bfloat16)
+    model = load_transformer(DIT, dtype=torch.bfloat16)
     copied = copy.deepcopy(model)
     for parameter in copied.condition_embedder.time_embedder.parameters():
         parameter.data.zero_()
@@ -336,18 +337,18 @@ def test_other_forms_of_comfyuis_quantisation_are_named(tmp_path: Path, change: 
     text = json.dumps(change).encode()
     save_file(state | {name: torch.frombuffer(bytearray(text), dtype=torch.uint8)}, tmp_path / "other.safetensors")
     with pytest.raises(WangenError, match=words):
-        weights.load_transformer(tmp_path / "other.safetensors")
+        load_transformer(tmp_path / "other.safetensors")
     layers = {"_quantization_metadata": json.dumps({"layers": {"blocks.0.ffn.0": change}})}
     save_file(load_file(DIT), tmp_path / "said.safetensors", layers)
     with pytest.raises(WangenError, match=words):
-        weights.load_transformer(tmp_path / "said.safetensors")
+        load_transformer(tmp_path / "said.safetensors")
 
 
 def test_scales_without_8_bit_weights_are_named(tmp_path: Path):
     state = load_file(DIT) | {"blocks.0.ffn.0.scale_weight": torch.ones(1)}
     save_file(state, tmp_path / "model.safetensors")
     with pytest.raises(WangenError, match="stored as BF16"):
-        weights.load_transformer(tmp_path / "model.safetensors")
+        load_transformer(tmp_path / "model.safetensors")
 
 
 def test_first_and_last_frame_sees_two_images(tmp_path: Path):
@@ -355,7 +356,7 @@ def test_first_and_last_frame_sees_two_images(tmp_path: Path):
     state = load_file(DITS["dit_i2v21"])
     state["img_emb.emb_pos"] = torch.zeros(1, 514, 1280).bfloat16()
     save_file(state, tmp_path / "flf2v.safetensors")
-    model = weights.load_transformer(tmp_path / "flf2v.safetensors", dtype=torch.float32)
+    model = load_transformer(tmp_path / "flf2v.safetensors", dtype=torch.float32)
     tensors = golden("dit_i2v21")
     images = tensors["case0.clip_fea"].float()
 
@@ -370,7 +371,7 @@ def test_first_and_last_frame_sees_two_images(tmp_path: Path):
 
 
 def test_on_the_meta_device_nothing_is_read():
-    model = weights.load_transformer(DIT, device="meta")
+    model = load_transformer(DIT, device="meta")
     assert all(parameter.is_meta for parameter in model.parameters())
 
 

@@ -10,7 +10,11 @@ from parity import CLIP, CLIP_HEADS, DIT, T5, VAE21, VAE22, VECTORS
 from safetensors.torch import load_file
 
 from wangen.generator.errors import WangenError
-from wangen.runtime import safetensors_file, weights
+from wangen.runtime import safetensors_file
+from wangen.runtime.weights.image_encoder import load_image_encoder
+from wangen.runtime.weights.text_encoder import load_text_encoder
+from wangen.runtime.weights.transformer import load_transformer
+from wangen.runtime.weights.vae import load_vae
 
 LORA = VECTORS / "lora_t2v21" / "lora_musubi.safetensors"
 
@@ -18,11 +22,11 @@ LORA = VECTORS / "lora_t2v21" / "lora_musubi.safetensors"
 @pytest.mark.parametrize(
     ("load", "path"),
     [
-        (weights.load_transformer, DIT),
-        (weights.load_vae, VAE21),
-        (weights.load_vae, VAE22),
-        (weights.load_text_encoder, T5),
-        (partial(weights.load_image_encoder, num_heads=CLIP_HEADS), CLIP),
+        (load_transformer, DIT),
+        (load_vae, VAE21),
+        (load_vae, VAE22),
+        (load_text_encoder, T5),
+        (partial(load_image_encoder, num_heads=CLIP_HEADS), CLIP),
     ],
 )
 def test_models_are_frozen_whole_and_in_eval_mode(load, path: Path):
@@ -35,12 +39,12 @@ def test_models_are_frozen_whole_and_in_eval_mode(load, path: Path):
 @pytest.mark.parametrize(
     ("load", "path", "words"),
     [
-        (weights.load_vae, DIT, "--dit"),
-        (weights.load_text_encoder, VAE21, "--vae"),
-        (weights.load_transformer, T5, "--t5"),
-        (weights.load_transformer, LORA, "this is a LoRA"),
-        (weights.load_vae, VECTORS, "a folder"),
-        (weights.load_vae, VECTORS / "none.pth", "no such weight file"),
+        (load_vae, DIT, "--dit"),
+        (load_text_encoder, VAE21, "--vae"),
+        (load_transformer, T5, "--t5"),
+        (load_transformer, LORA, "this is a LoRA"),
+        (load_vae, VECTORS, "a folder"),
+        (load_vae, VECTORS / "none.pth", "no such weight file"),
     ],
 )
 def test_a_wrong_file_is_named_with_its_own_flag(load, path: Path, words: str):
@@ -63,7 +67,7 @@ def test_tensors_that_do_not_fit_are_named(tmp_path: Path):
     for words, tensors in changes.items():
         safetensors_file.write(path, {name: value for name, value in tensors.items() if value is not None}, {})
         with pytest.raises(WangenError, match=words):
-            weights.load_transformer(path)
+            load_transformer(path)
 
 
 class Bomb:
@@ -78,7 +82,7 @@ def test_a_pickle_with_code_is_refused_and_not_executed(tmp_path: Path):
     made = tmp_path / "made-by-the-pickle"
     with zipfile.ZipFile(tmp_path / "vae.pth", "w") as archive:
         archive.writestr("archive/data.pkl", pickle.dumps({"encoder.conv1.weight": Bomb(made)}, 2))
-    for load in (weights.load_vae, weights.load_text_encoder, weights.load_transformer):
+    for load in (load_vae, load_text_encoder, load_transformer):
         with pytest.raises(WangenError, match="refused, not executed"):
             load(tmp_path / "vae.pth")
     assert not made.exists()
@@ -88,6 +92,6 @@ def test_a_pickle_with_code_is_refused_and_not_executed(tmp_path: Path):
 def test_a_file_cut_short_is_refused(tmp_path: Path, path: Path):
     cut = tmp_path / path.name
     cut.write_bytes(path.read_bytes()[:-1000])
-    load = weights.load_vae if path == VAE21 else weights.load_transformer
+    load = load_vae if path == VAE21 else load_transformer
     with pytest.raises(WangenError, match=str(cut.stat().st_size)):
         load(cut)

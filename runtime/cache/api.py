@@ -53,10 +53,15 @@ class EmbeddingCache:
             name: begins the file's name.
 
         Raises:
+            UsageError: these are no tensors.
             WangenError: a value is not finite, or all are zero; the disk is full or the folder cannot be written.
         """
+        import torch
+
         from wangen.runtime.cache.writer import Writer
 
+        if not isinstance(tensors, Mapping) or not all(isinstance(each, torch.Tensor) for each in tensors.values()):
+            raise UsageError("save_cache takes names with tensors", cure='give a dictionary such as {"latent": tensor}')
         recipe = Recipe(known_kind(kind), {"source": digest}, name or digest[:12])
         with Writer(self.folder) as writer:
             writer.put(recipe, encoder, tensors)

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,7 +25,8 @@ class Claim:
     """
 
     def __init__(self, folder: Folder, dataset_config: Path, kind: Kind) -> None:
-        dataset = hashlib.sha256(relative_name(dataset_config, folder.path).encode()).hexdigest()[:20]
+        self._dataset = relative_name(dataset_config, folder.path)
+        dataset = hashlib.sha256(self._dataset.encode()).hexdigest()[:20]
         self.folder = folder
         self.kind = kind
         self.path = folder.path / f".wangen-needs-{dataset}.{kind}.json"
@@ -64,7 +65,7 @@ class Claim:
         with self._alone():
             claimed = _read_claim(self.path).keys
             dropped = (claimed if self._before is None else self._before) - keys
-            unneeded = self._entries(dropped - claimed_keys(self.folder.path, self.kind, but=self.path))
+            unneeded = self._entries(dropped - claimed_keys(self.folder.path, self.kind, but=[self.path]))
             stuck = [entry for entry in [*unneeded, *twins] if not _remove(entry)]
             # Only now: a run that is killed on the way must not forget what was still to be removed.
             self._write(claimed - dropped | {entry.key for entry in stuck} | keys, encoder)
@@ -90,7 +91,8 @@ class Claim:
 
     def _write(self, keys: set[str], encoder: Encoder) -> None:
         if _read_claim(self.path) != _Claimed(keys, encoder):
-            write_text(self.path, json.dumps({"encoder": asdict(encoder), "keys": sorted(keys)}))
+            claim = {"dataset": self._dataset, "encoder": asdict(encoder), "keys": sorted(keys)}
+            write_text(self.path, json.dumps(claim))
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -121,15 +123,27 @@ def _read_claim(path: Path) -> _Claimed:
     return _Claimed()
 
 
-def claimed_keys(folder: Path, kind: Kind, *, but: Path | None = None) -> set[str]:
+def orphans(folder: Path) -> dict[Path, str]:
+    """Claim file -> the TOML that made it, as seen from the folder, of datasets whose TOML is not there any more."""
+    found: dict[Path, str] = {}
+    for path in sorted(folder.glob(".wangen-needs-*.json")):
+        with suppress(OSError, ValueError, RecursionError, TypeError, KeyError):  # an older version's has no name
+            dataset = str(json.loads(path.read_text(encoding="utf-8"))["dataset"])
+            if not (folder / dataset).exists():
+                found[path] = dataset
+    return found
+
+
+def claimed_keys(folder: Path, kind: Kind, *, but: Iterable[Path] = ()) -> set[str]:
     """The keys of one kind that datasets claim in a cache folder.
 
     Args:
         folder: the cache folder.
         kind: which kind of entry.
-        but: the claim file of a dataset that is left out.
+        but: claim files that do not count.
     """
-    paths = (path for path in folder.glob(f".wangen-needs-*.{kind}.json") if path != but)
+    left_out = set(but)
+    paths = (path for path in folder.glob(f".wangen-needs-*.{kind}.json") if path not in left_out)
     return set().union(*(_read_claim(path).keys for path in paths))
 
 

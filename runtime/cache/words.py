@@ -19,6 +19,8 @@ _NAMED = {
     "start": "the clip's first frame changed from {old} to {new}",
     "frames": "the number of frames changed from {old} to {new}",
     "fps": "the model's frame rate changed from {old} to {new} fps",
+    "stride_frames": "the VAE's frames per latent frame changed from {old} to {new}",
+    "stride_px": "the VAE's pixels per latent cell changed from {old} to {new}",
     "source_fps": "source_fps changed from {old} to {new}",
     "background": "the background behind transparent pixels changed from {old} to {new}",
 }

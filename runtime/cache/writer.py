@@ -26,6 +26,7 @@ from wangen.runtime.cache.entries import CorruptEntryError, read_entry
 from wangen.runtime.cache.index import look
 from wangen.runtime.cache.leftovers import sweep, temporary_name
 from wangen.runtime.cache.recipes import FORMAT, TEXT_KINDS, Encoder, Recipe
+from wangen.runtime.rocm import is_rocm
 from wangen.runtime.safetensors_file import serialize
 from wangen.runtime.samples import make_folder
 
@@ -213,9 +214,13 @@ def judge_values(recipe: Recipe, encoder: Encoder, tensors: Mapping[str, torch.T
         WangenError: not finite, or all zero; the item is named with the remedy.
     """
     flag = "--clip_dtype" if recipe.kind == "clip" else "--t5_dtype" if recipe.kind in TEXT_KINDS else "--vae_dtype"
+    if not tensors:
+        raise WangenError(f"{recipe.name} has no tensors", cure="give at least one")
     cure = f"encode with {flag} float32"
     if encoder.dtype == "float32":
         cure = "the weights are probably damaged: download them again"
+        if is_rocm():
+            cure = f"encode with --device cpu: if that works this build of ROCm computes wrongly, otherwise {cure}"
     for name, tensor in tensors.items():
         if not tensor.is_floating_point():  # a mask may well be all false
             continue

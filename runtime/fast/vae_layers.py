@@ -108,8 +108,8 @@ def each_frame(x: torch.Tensor, operation: Callable[[torch.Tensor], torch.Tensor
 def normalise(x: torch.Tensor, gamma: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """Write to `out` x divided by its length over the channels (axis 1), times gamma (C,) that holds sqrt(C).
 
-    The length is computed in float32 at least. That is `normalize` with its eps of 1e-12, not a root mean square with an eps
-    inside the root.
+    The length is computed in float32 at least. That is `normalize` with its eps of 1e-12, not a root mean square with
+    an eps inside the root.
     """
     precise = torch.promote_types(x.dtype, torch.float32)
     length = torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=precise).clamp_min_(1e-12)

@@ -1,6 +1,7 @@
 """The umT5 tokenizer: from the files that come with the weights, or from the weights themselves."""
 
 import json
+import logging
 import tempfile
 import types
 import warnings
@@ -9,9 +10,11 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from wangen.generator.errors import WangenError
+from wangen.generator.errors import WangenError, many
 from wangen.generator.tokenizer_file import carried_tokenizer, find_tokenizer
 from wangen.runtime.prompts import clean_prompt
+
+log = logging.getLogger("wangen")
 
 ANOTHER = "fetch umT5's with: wangen models download tokenizer; or name it with --tokenizer"
 MAX_PROMPT_TOKENS = 512
@@ -50,6 +53,10 @@ def token_ids(tokenizer: Tokenizer, prompts: Sequence[str]) -> list[list[int]]:
         prompts: raw texts; the empty text is `</s>` alone.
     """
     texts = [encoding.ids for encoding in tokenizer.encode_batch([clean_prompt(prompt) for prompt in prompts])]
+    cut = [f"{prompt[:40]!r}…" for prompt, ids in zip(prompts, texts, strict=True) if len(ids) > MAX_PROMPT_TOKENS]
+    if cut:
+        log.warning("  %s longer than umT5's %d tokens, what follows is not seen: %s", many(len(cut), "text"),
+                    MAX_PROMPT_TOKENS, ", ".join(cut[:5]) + (" and more" if len(cut) > 5 else ""))  # fmt: skip
     return [[*ids[:-1][: MAX_PROMPT_TOKENS - 1], ids[-1]] for ids in texts]
 
 
