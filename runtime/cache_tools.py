@@ -56,7 +56,12 @@ def clear(place: Path, kind: str | None, *, yes: bool) -> int:
         WangenError: there is no such folder, or an entry cannot be removed.
     """
     wanted = known_kind(kind) if kind else None
-    return _remove(_folders(place), lambda entry: wanted in (None, entry.kind), yes=yes)
+    folders = _folders(place)
+    code = _remove(folders, lambda entry: wanted in (None, entry.kind), yes=yes)
+    if code == 0 and wanted in (None, "clip"):
+        for claim in (path for folder in folders for path in folder.path.glob(".wangen-needs-*.clip.json")):
+            claim.unlink(missing_ok=True)  # or training would go on asking for a view of every clip
+    return code
 
 
 def prune(dataset_config: Path, *, yes: bool) -> int:

@@ -12,7 +12,15 @@ import torch
 from cache_entries import CONTENT, ENCODER, put, tensors
 
 from wangen.generator.errors import UsageError, WangenError
-from wangen.runtime.cache import KINDS, EmbeddingCache, EmbeddingCacheManager, Folder, Recipe, read_entry
+from wangen.runtime.cache import (
+    KINDS,
+    RECIPE_VERSIONS,
+    EmbeddingCache,
+    EmbeddingCacheManager,
+    Folder,
+    Recipe,
+    read_entry,
+)
 
 PICTURE = b"not really a picture"
 SOURCE = hashlib.sha256(PICTURE).hexdigest()
@@ -111,6 +119,13 @@ def test_counts_and_clearing(cache: EmbeddingCache):
     assert cache.clear_cache() == 1
     assert cache.clear_cache() == 0
     assert [path.name for path in cache.folder.glob("*.safetensors")] == [lora.name]
+
+
+def test_an_entry_of_an_earlier_recipe_version_is_not_valid(cache: EmbeddingCache, monkeypatch: pytest.MonkeyPatch):
+    cache.save_cache("latent", "ab" * 32, {"latent": torch.ones(2)})
+    monkeypatch.setitem(RECIPE_VERSIONS, "latent", RECIPE_VERSIONS["latent"] + 1)  # type: ignore[index]
+    assert not cache.cache_exists("latent", "ab" * 32)
+    assert cache.load_cache("latent", "ab" * 32) is None
 
 
 def test_an_entry_without_tensors_replaces_nothing(cache: EmbeddingCache):

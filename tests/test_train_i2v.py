@@ -8,6 +8,7 @@ import torch
 from helpers import make_clip
 
 from wangen import profiles
+from wangen.generator.cli import main
 from wangen.generator.errors import WangenError
 from wangen.generator.steps import CacheLatents, CacheText, CheckCache, Train
 from wangen.runtime import cache_latents, cache_text, check_cache, train
@@ -136,6 +137,8 @@ def test_a_clip_whose_view_is_missing_is_said_with_the_flag_that_makes_it(
     report = check_cache.run(CheckCache(dataset_config=config, task="i2v-14B"))
     assert not report.ok
     assert report.summary.endswith("run cache_latents again with --clip")
+    assert main(["cache", "clear", str(config.parent / "cache"), "--kind", "clip", "--yes"]) == 0
+    assert check_cache.run(CheckCache(dataset_config=config, task="i2v-14B")).ok, "now it trains without"
 
 
 def test_clip_for_a_model_without_it_is_answered_and_ignored(config: Path, caplog: pytest.LogCaptureFixture):

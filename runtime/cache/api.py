@@ -75,7 +75,7 @@ class EmbeddingCache:
             kind: one of `KINDS`.
             digest: of the source.
         """
-        for entry in sorted(self._entries().get((known_kind(kind), digest), []), key=_time_ns, reverse=True):
+        for entry in sorted(self._of(kind, digest), key=_time_ns, reverse=True):
             with suppress(CorruptEntryError):
                 if read_entry(entry.path, deep=True):
                     return load(entry)
@@ -83,7 +83,7 @@ class EmbeddingCache:
 
     def cache_exists(self, kind: Kind, digest: str) -> bool:
         """Whether there is an entry of a source; headers are read, payloads are not."""
-        return (known_kind(kind), digest) in self._entries()
+        return bool(self._of(kind, digest))
 
     def get_cache_stats(self) -> dict[Kind, int]:
         """How many entries there are of each kind; all kinds are named."""
@@ -138,6 +138,10 @@ class EmbeddingCache:
             digests |= dict.fromkeys(TEXT_KINDS, self.get_file_hash_for_prompt(None, text))
         return tuple(kind for kind, digest in digests.items() if self.cache_exists(kind, digest))
 
+    def _of(self, kind: Kind, digest: str) -> list[Entry]:
+        """The entries of a source, without those of an earlier recipe version, which are stale whatever they hold."""
+        return [entry for entry in self._entries().get((known_kind(kind), digest), []) if _is_current(entry)]
+
     def _entries(self) -> Mapping[tuple[Kind, str], list[Entry]]:
         """The entries by kind and source, looked at again when the folder changed."""
         changed_ns = _changed_ns(self.folder)
@@ -178,6 +182,12 @@ def known_kind(name: str) -> Kind:
         if kind == name:
             return kind
     raise UsageError(f"there is no kind {name!r}", cure=f"one of {', '.join(KINDS)}")
+
+
+def _is_current(entry: Entry) -> bool:
+    with suppress(CorruptEntryError):
+        return Recipe(entry.kind, entry.content, entry.name).content_key == entry.content_key
+    return False
 
 
 def _changed_ns(folder: Path) -> int:
