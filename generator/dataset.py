@@ -42,12 +42,14 @@ class MediaFacts:
         height: pixels after rotation.
         num_frames: 1 for an image.
         duration_s: 0 for an image; else last frame's end minus first frame's start, in seconds.
+        transparent: an image that may be transparent somewhere.
     """
 
     width: int
     height: int
     num_frames: int
     duration_s: float
+    transparent: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,12 +332,13 @@ def _image_facts(path: Path) -> MediaFacts:
         with Image.open(path) as image:
             width, height = image.size
             turned = image.getexif().get(0x0112, 1) in (5, 6, 7, 8)
+            transparent = image.has_transparency_data
     except UnidentifiedImageError:
         found = "cannot be read as an image" if path.stat().st_size else "is empty (0 bytes)"
         raise WangenError(found, where=str(path)) from None
     except (*DECODING_ERRORS, Image.DecompressionBombError) as error:
         raise WangenError(f"cannot be read as an image ({_short(error)})", where=str(path)) from None
-    return MediaFacts(height, width, 1, 0.0) if turned else MediaFacts(width, height, 1, 0.0)
+    return MediaFacts(*((height, width) if turned else (width, height)), 1, 0.0, transparent)
 
 
 def _decode_image(path: Path) -> None:

@@ -147,9 +147,9 @@ class CacheText(CacheStep):
     )  # fmt: skip
     fp8_t5: bool = flag(_FP8_T5, False, pinned=True)
     stream_t5: bool = flag(
-        "read the text encoder block by block, so that 1.5 GB of memory do (the default; --no_stream_t5 loads it whole)",
-        True,
-    )
+        "read the text encoder block by block: 1.5 GB of memory are enough (the default; --no_stream_t5 loads it "
+        "whole)", True,
+    )  # fmt: skip
     batch_size: int = flag("captions per encode with --plain (else each goes at its own length)", 16)
 
 

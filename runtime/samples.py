@@ -120,7 +120,7 @@ class Sample:
             recipe |= {"start": self.start, "frames": self.count, "fps": self.fps, "source_fps": self.entry.source_fps}
             return recipe
         recipe["frames"] = self.count
-        if self.entry.background_color != WHITE:
+        if self.entry.background_color != WHITE and source.facts.transparent:
             recipe["background"] = self.entry.background_color
         return recipe
 

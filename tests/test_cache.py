@@ -228,6 +228,17 @@ def test_damage_is_corrupt(tmp_path: Path):
     assert (verdict.state, verdict.reason) == ("corrupt", "the payload is not what was written")
 
 
+def test_a_payload_that_rotted_since_it_was_judged_is_never_loaded(tmp_path: Path):
+    (path,) = put(tmp_path, LATENT)
+    entry = Folder(tmp_path).entries[LATENT.key(ENCODER)]
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(CorruptEntryError, match="the payload is not what was written") as caught:
+        load(entry)
+    assert "check_cache --deep --repair" in str(caught.value)
+
+
 def test_an_entry_under_the_name_of_another_is_corrupt(tmp_path: Path):
     (path,) = put(tmp_path, LATENT)
     other = replace(LATENT, content=CONTENT | {"width": 128})

@@ -292,7 +292,8 @@ def backslashes(dataset: Dataset) -> None:
 def other_machine(dataset: Dataset) -> None:
     """The folder without what only saves time there, and with new inodes."""
     folder = dataset.bundle.folder
-    shutil.copytree(folder, folder.with_name("copy"), ignore=shutil.ignore_patterns(".wangen-sources*", ".wangen-index*"))
+    quick = shutil.ignore_patterns(".wangen-sources*", ".wangen-index*")
+    shutil.copytree(folder, folder.with_name("copy"), ignore=quick)
     dataset.bundle = Bundle(folder.with_name("copy"), dataset.bundle.models)
 
 

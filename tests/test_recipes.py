@@ -133,6 +133,16 @@ def test_the_background_colour_lies_behind_what_is_transparent(tmp_path: Path):
     assert "background" not in plain.latent_recipe()  # entries of before keep their keys
 
 
+def test_the_background_colour_changes_nothing_behind_an_opaque_picture(tmp_path: Path):
+    (tmp_path / "media").mkdir()
+    make_image(tmp_path / "media/a.png", (64, 64), seed=1)
+    (tmp_path / "media/a.txt").write_text("x")
+    (plain,) = samples_of(write_toml(tmp_path, "image_directory = '@/media'"))
+    (green,) = samples_of(write_toml(tmp_path, "image_directory = '@/media'\nbackground_color = '#00ff7f'"))
+    assert plain.latent_recipe() == green.latent_recipe()
+    assert np.array_equal(target_frames(plain), target_frames(green))
+
+
 @pytest.mark.parametrize("suffix", [".webp", ".png", ".avif"])
 def test_of_an_animation_the_first_frame_is_used(tmp_path: Path, suffix: str):
     frames = [Image.new("RGB", (64, 48), colour) for colour in ((200, 30, 30), (30, 200, 30), (30, 30, 200))]

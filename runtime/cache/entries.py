@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
 
 CURE = "run the cache step again"
+REPAIR = "run check_cache --deep --repair, then the caching step again"
 
 
 class CorruptEntryError(WangenError):
@@ -142,13 +143,18 @@ def load(entry: Entry) -> "dict[str, torch.Tensor]":
     """The tensors of an entry: `latent` (C, F, h, w), `clip` (257, 1280), or `embedding` (L, dim) with `mask` (L,).
 
     Raises:
-        CorruptEntryError: the file changed since it was judged.
+        CorruptEntryError: the file changed since it was judged, or its payload is not what was written.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load as from_bytes
 
     try:  # read as bytes: nothing stays memory-mapped, which on Windows would forbid replacing the file
-        tensors: dict[str, torch.Tensor] = from_bytes(entry.path.read_bytes())
+        data = entry.path.read_bytes()
+        tensors: dict[str, torch.Tensor] = from_bytes(data)
     except (OSError, SafetensorError) as error:
         raise CorruptEntryError(f"the cache entry cannot be read ({error})", where=str(entry.path), cure=CURE) from None
+    begin = 8 + int.from_bytes(data[:8], "little")
+    written = json.loads(data[8:begin]).get("__metadata__", {}).get("payload")  # the library has parsed it already
+    if hashlib.sha256(memoryview(data)[begin:]).hexdigest() != written:
+        raise CorruptEntryError("the payload is not what was written", where=str(entry.path), cure=REPAIR)
     return tensors
