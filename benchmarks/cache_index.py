@@ -18,8 +18,9 @@ from wangen import profiles
 from wangen.generator.steps import CheckCache
 from wangen.runtime.cache import FORMAT, RECIPE_VERSIONS, Encoder, Folder, Kind, Recipe
 from wangen.runtime.cache.index import INDEX
+from wangen.runtime.cache.needed import DatasetNeeds
 from wangen.runtime.models import text_encoder_identity, vae_identity
-from wangen.runtime.needs import TEXT_KINDS, Claim, recipes_of
+from wangen.runtime.needs import TEXT_KINDS, recipes_of
 from wangen.runtime.samples import read_samples
 from wangen.runtime.sources import MEMO
 from wangen.runtime.tiny import write_tiny_wan
@@ -131,7 +132,7 @@ def _make_entries(toml: Path, models: dict[str, Path]) -> None:
         recipes = {recipe.key(encoder): recipe for sample in samples for recipe in recipes_of(sample, kind)}
         for recipe in recipes.values():
             (folder.path / recipe.file_name(encoder)).write_bytes(_entry(recipe, encoder))
-        Claim(folder, toml, kind).extend(set(recipes), encoder)
+        DatasetNeeds(folder, toml, kind).extend(set(recipes), encoder)
 
 
 def _entry(recipe: Recipe, encoder: Encoder) -> bytes:

@@ -12,7 +12,7 @@ from wangen.generator.session import Report
 from wangen.generator.steps import CacheLatents
 from wangen.profiles import Model
 from wangen.runtime.cache import NO_ENCODER, Encoder, Folder, Kind
-from wangen.runtime.cache.needed import Claim
+from wangen.runtime.cache.needed import DatasetNeeds
 from wangen.runtime.models import model_of_cache, vae_identity
 from wangen.runtime.needs import fill, has_clip, latent_kinds
 from wangen.runtime.rocm import on_cpu, vae_dtype
@@ -70,7 +70,7 @@ def chosen_clip(options: CacheLatents, model: Model, samples: Sequence[Sample]) 
 def _has_views(options: CacheLatents, samples: Sequence[Sample]) -> bool:
     """Whether an earlier run had `--clip`, so that training takes the image branch."""
     folders = map(Folder, by_cache_folder(samples))
-    return any(Claim(folder, options.dataset_config, "clip").encoder for folder in folders)
+    return any(DatasetNeeds(folder, options.dataset_config, "clip").encoder for folder in folders)
 
 
 def latent_encoders(options: CacheLatents, model: Model, clip: Path | None) -> Mapping[Kind, Encoder]:

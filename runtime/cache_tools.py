@@ -18,7 +18,7 @@ from wangen.profiles import Model
 from wangen.runtime.cache import KINDS, Entry, Folder, Kind
 from wangen.runtime.cache.api import known_kind, remove_entry
 from wangen.runtime.cache.index import INDEX
-from wangen.runtime.cache.needed import Claim, claimed_keys, orphans
+from wangen.runtime.cache.needed import DatasetNeeds, needed_keys, orphans
 from wangen.runtime.needs import recipes_of
 from wangen.runtime.samples import Sample, by_cache_folder, read_samples
 
@@ -95,10 +95,10 @@ class _Needed:
     def __init__(
         self, folder: Folder, dataset_config: Path, kind: Kind, samples: Iterable[Sample], gone: Iterable[Path]
     ) -> None:
-        claim = Claim(folder, dataset_config, kind)
+        claim = DatasetNeeds(folder, dataset_config, kind)
         members = by_cache_folder(list(samples)).get(folder.path, [])
         self._encoder = claim.encoder
-        self._others = claimed_keys(folder.path, kind, but=[claim.path, *gone])
+        self._others = needed_keys(folder.path, kind, but=[claim.path, *gone])
         self._content_keys = {recipe.content_key for sample in members for recipe in recipes_of(sample, kind)}
 
     def __contains__(self, entry: Entry) -> bool:

@@ -150,9 +150,13 @@ def _batches(needs: Iterable[Need], limit: int | None) -> Iterator[list[Job]]:
 def _claimed(
     batches: Iterable[list[Job]], models: "Models", writer: EntryWriter, theirs: list[Need], advance: Advance
 ) -> Iterator[list[Job]]:
-    """The part of each batch that is now this process's; what others have claimed is put into `theirs`."""
+    """The part of each batch that is now this process's; what others have claimed is put into `theirs`.
+
+    Another process may get some kinds of an item: what is left of a batch is parted then, for one encode makes the
+    same kinds of all its items.
+    """
     for batch in batches:
-        mine = []
+        mine: dict[frozenset[Kind], list[Job]] = {}
         for job in batch:
             needs = []
             for need in job.needs:
@@ -164,9 +168,9 @@ def _claimed(
                 else:
                     advance(1, f"{need.sample.name} came from another process")
             if needs:
-                mine.append(Job(job.sample, tuple(needs)))
-        if mine:
-            yield mine
+                part = Job(job.sample, tuple(needs))
+                mine.setdefault(part.kinds, []).append(part)
+        yield from mine.values()
 
 
 def _decoded(batch: list[Job]) -> tuple[list[Job], list[Frames]]:

@@ -17,7 +17,7 @@ from wangen.generator.steps import CacheStep
 from wangen.profiles import Model
 from wangen.runtime.cache import Encoder, Folder, Kind, Recipe, Verdict
 from wangen.runtime.cache.leftovers import sweep
-from wangen.runtime.cache.needed import Claim
+from wangen.runtime.cache.needed import DatasetNeeds
 from wangen.runtime.samples import Sample, by_cache_folder, folders_left_out
 from wangen.runtime.shards import Shard
 
@@ -147,7 +147,7 @@ def expected_encoder(
 ) -> Encoder | None:
     """The one encoder that must have made all entries: that of the dataset's last caching run, as far as it is open.
 
-    Where no run has left its claim, it is the one that made all entries which the samples need.
+    Where no run is on record, it is the one that made all entries which the samples need.
 
     Args:
         folders: the cache folders of the samples.
@@ -169,8 +169,8 @@ def expected_encoder(
     if not identity and kind in ("image_latent", "control_latent"):  # one VAE makes all that a batch holds
         latents = expected_encoder(folders, samples, "latent", dataset_config)
         identity = latents.identity if latents else None
-    claims = (Claim(folder, dataset_config, kind) for folder in folders)
-    found = {claim.encoder for claim in claims if claim.encoder} or _makers(folders, samples, kind)
+    records = (DatasetNeeds(folder, dataset_config, kind) for folder in folders)
+    found = {record.encoder for record in records if record.encoder} or _makers(folders, samples, kind)
     possible = {Encoder(identity or encoder.identity, dtype or encoder.dtype) for encoder in found}
     if len(possible) > 1:
         makers = sorted(f"{encoder.identity[:8]} in {encoder.dtype}" for encoder in possible)
@@ -279,10 +279,10 @@ def fill(
     shard = Shard.parse(options.shard)
     folders = [Folder(path) for path in by_cache_folder(samples)]
     wants = {kind: wanted(folders, samples, kind) for kind in encoders}
-    claims = [(Claim(folder, options.dataset_config, kind), encoder, _keys(wants[kind], folder, encoder))
+    records = [(DatasetNeeds(folder, options.dataset_config, kind), encoder, _keys(wants[kind], folder, encoder))
               for folder in folders for kind, encoder in encoders.items()]  # fmt: skip
-    for claim, encoder, keys in claims:  # before the folders are looked at: what is found there then stays there
-        claim.extend(keys, encoder)
+    for record, encoder, keys in records:  # before the folders are looked at: what is found there then stays there
+        record.extend(keys, encoder)
     needs = [Need(sample, recipe, folder, folder.judge(recipe, encoders[kind]))
              for kind in encoders for sample, recipe, folder in wants[kind]]  # fmt: skip
     again = options.recache or not options.skip_existing
@@ -294,8 +294,8 @@ def fill(
     computed = encode(Work(encoders, missing, valid, partial(writer_of, again=again))) if missing else 0
     keep = options.keep_cache or shard.count > 1
     shared = folders_left_out(options)  # other blocks need entries there that were not looked at
-    done = [] if keep else [claim for claim in claims if claim[0].folder.path not in shared]
-    removed = sum(claim.reduce(keys, encoder) for claim, encoder, keys in done)
+    done = [] if keep else [record for record in records if record[0].folder.path not in shared]
+    removed = sum(record.reduce(keys, encoder) for record, encoder, keys in done)
     for place in (*(folder.path for folder in folders), options.report_dir or options.dataset_config.parent):
         sweep(place)
     return Report(

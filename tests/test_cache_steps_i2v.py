@@ -1,6 +1,7 @@
 """The caching step for other tasks: control media, the 5B's VAE, conditions of single images, and what it says."""
 
 import math
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.steps import CacheLatents, Train
 from wangen.runtime import cache_latents
 from wangen.runtime.cache import Entry, Folder, load
+from wangen.runtime.cache.claims import Claims
 from wangen.runtime.loader import find_entries
 from wangen.runtime.models import model_of_cache, wan
 from wangen.runtime.samples import read_samples
@@ -191,6 +193,26 @@ def test_debug_mode_writes_a_contact_sheet_and_encodes_nothing(
     text = page.read_text(encoding="utf-8")
     assert all(name in text for name in ("astronaut.jpg", "cat.jpg", "coffee.jpg", "big-buck-bunny.mp4"))
     assert not entry_files(bundle.folder)
+
+
+def test_a_batch_of_which_another_process_makes_some_kinds_is_parted(folder: Path, models: dict[str, Path]):
+    for number in range(3):
+        make_clip(folder / "clips" / f"c{number}.mp4", num_frames=9, fps=16, size=(64, 64))
+        (folder / "clips" / f"c{number}.txt").write_text(f"clip {number}", encoding="utf-8")
+    for path in (folder / "clips").glob("c*.mp4"):  # equal frames in files that differ
+        path.write_bytes(path.read_bytes() + path.stem.encode())
+    given = step(folder, models, control=False, task="i2v-A14B", batch_size=4)
+    cache_latents.run(given)
+    whole = {path.name: path.read_bytes() for path in (folder / "clips_cache").glob("*.safetensors")}
+    for path in (folder / "clips_cache").glob("c1*.image_latent.*"):
+        key = path.name.rsplit(".", 2)[0][-20:]
+    for path in (folder / "clips_cache").glob("*.safetensors"):
+        path.unlink()
+    other = Claims(folder / "clips_cache")
+    assert other.take(key)
+    threading.Timer(1.5, other.close).start()
+    assert cache_latents.run(given).counts["computed"] == 8
+    assert {path.name: path.read_bytes() for path in (folder / "clips_cache").glob("*.safetensors")} == whole
 
 
 def test_the_library_gives_the_same_entries_to_rounding(folder: Path, models: dict[str, Path]):

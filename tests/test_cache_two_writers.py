@@ -24,7 +24,7 @@ from wangen.generator.lock import LEASE_S, START_S
 from wangen.runtime import cache_text, encoding
 from wangen.runtime.cache import Entry, Folder, needed, writer
 from wangen.runtime.cache.claims import Claims
-from wangen.runtime.cache.needed import Claim
+from wangen.runtime.cache.needed import DatasetNeeds
 
 pytestmark = [
     pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked"),
@@ -238,7 +238,7 @@ def test_entries_that_another_running_dataset_needs_stay(bundle: Bundle, whole: 
     assert run_all(lines_of(bundle, ()))() == 0
     picture(other, 20)
     without_two(bundle)
-    needs = Claim(Folder(bundle.folder / "photos_cache"), other.toml, "latent").path
+    needs = DatasetNeeds(Folder(bundle.folder / "photos_cache"), other.toml, "latent").path
     running = [fork(work) for work in works(other, *lines_of(other, ()))]
     assert wait_for(needs)
     assert run_all(lines_of(bundle, ()))() == 0
@@ -253,7 +253,7 @@ def test_a_dataset_that_comes_while_another_removes_gets_what_it_needs(bundle: B
     other = second_dataset(bundle)
     assert run_all(lines_of(bundle, ()))() == 0
     without_two(bundle)
-    needs = Claim(Folder(bundle.folder / "photos_cache"), other.toml, "latent").path
+    needs = DatasetNeeds(Folder(bundle.folder / "photos_cache"), other.toml, "latent").path
     removing = bundle.folder / "removing"
     remove = needed._remove
 
@@ -283,14 +283,14 @@ def test_what_a_later_run_of_the_same_dataset_needs_stays(tmp_path: Path):
     """A run that began before the dataset grew may end last."""
     old, new = (replace(LATENT, content=CONTENT | {"width": width}) for width in (1, 2))
     keys = old.key(ENCODER), new.key(ENCODER)
-    first, later = (Claim(Folder(tmp_path), tmp_path / "a.toml", "latent") for _ in range(2))
+    first, later = (DatasetNeeds(Folder(tmp_path), tmp_path / "a.toml", "latent") for _ in range(2))
     first.extend({keys[0]}, ENCODER)
     later.extend({*keys}, ENCODER)
     paths = put(tmp_path, old, new)
     assert later.reduce({*keys}, ENCODER) == 0
     assert first.reduce({keys[0]}, ENCODER) == 0
     assert all(path.exists() for path in paths)
-    last = Claim(Folder(tmp_path), tmp_path / "a.toml", "latent")
+    last = DatasetNeeds(Folder(tmp_path), tmp_path / "a.toml", "latent")
     last.extend({keys[1]}, ENCODER)
     assert last.reduce({keys[1]}, ENCODER) == 1
     assert [path.exists() for path in paths] == [False, True]
@@ -307,11 +307,11 @@ def test_what_cannot_be_removed_now_is_removed_by_the_next_run(tmp_path: Path, m
         unlink(self, missing_ok)
 
     def run() -> int:
-        claim = Claim(Folder(tmp_path), tmp_path / "a.toml", "latent")
+        claim = DatasetNeeds(Folder(tmp_path), tmp_path / "a.toml", "latent")
         claim.extend(set(), ENCODER)
         return claim.reduce(set(), ENCODER)
 
-    Claim(Folder(tmp_path), tmp_path / "a.toml", "latent").extend({LATENT.key(ENCODER)}, ENCODER)
+    DatasetNeeds(Folder(tmp_path), tmp_path / "a.toml", "latent").extend({LATENT.key(ENCODER)}, ENCODER)
     with monkeypatch.context() as patch:
         patch.setattr(Path, "unlink", refused)
         assert run() == 0

@@ -9,13 +9,13 @@ import pytest
 from cache_entries import CONTENT, ENCODER, LATENT, TEXT, put, states, tensors
 
 from wangen.runtime.cache import Folder, Verdict
-from wangen.runtime.cache.needed import Claim
+from wangen.runtime.cache.needed import DatasetNeeds
 from wangen.runtime.needs import Need, Waiting
 from wangen.runtime.samples import Sample
 
 
-def claim(folder: Path, name: str = "a.toml") -> Claim:
-    return Claim(Folder(folder), folder / name, "latent")
+def claim(folder: Path, name: str = "a.toml") -> DatasetNeeds:
+    return DatasetNeeds(Folder(folder), folder / name, "latent")
 
 
 def test_only_what_this_dataset_needed_before_is_removed(tmp_path: Path):

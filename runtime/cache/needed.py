@@ -16,12 +16,12 @@ from wangen.runtime.cache.recipes import ENTRY_NAME, Encoder, Kind
 from wangen.runtime.sources import relative_name
 
 
-class Claim:
+class DatasetNeeds:
     """Which entries of a folder one dataset needs, and which encoder its last caching run used, kept beside them.
 
     An entry is removed only when the dataset that asks needed it before, needs it no longer, and no other dataset that
-    uses the folder needs it. What nobody claims is never removed; a lost claim costs disk space, not entries. With
-    --keep_cache the keys of several runs stay claimed: the encoder tells which of them are the last run's.
+    uses the folder needs it. What nobody needs by name is never removed; a lost file of needs costs disk space, not
+    entries. With --keep_cache the keys of several runs stay: the encoder tells which of them are the last run's.
     """
 
     def __init__(self, folder: Folder, dataset_config: Path, kind: Kind) -> None:
@@ -34,41 +34,41 @@ class Claim:
 
     @property
     def encoder(self) -> Encoder | None:
-        """The encoder of the last run, whether or not it came to its end; None when there is no claim."""
-        return _read_claim(self.path).encoder
+        """The encoder of the last run, whether or not it came to its end; None when there is no file."""
+        return _read_needs(self.path).encoder
 
     def extend(self, keys: set[str], encoder: Encoder) -> None:
-        """Claim these keys too: before anything is encoded, so that a killed run's entries are not forgotten.
+        """Need these keys too: before anything is encoded, so that a killed run's entries are not forgotten.
 
         What is found in the folder after this, and is among the keys, no other dataset's run will remove.
 
         Raises:
             WangenError: the folder cannot be written.
         """
-        claimed = _read_claim(self.path)
-        self._before = claimed.keys
-        if claimed != _Claimed(claimed.keys | keys, encoder):
+        recorded = _read_needs(self.path)
+        self._before = recorded.keys
+        if recorded != _Needed(recorded.keys | keys, encoder):
             with self._alone():
-                self._write(_read_claim(self.path).keys | keys, encoder)
+                self._write(_read_needs(self.path).keys | keys, encoder)
 
     def reduce(self, keys: set[str], encoder: Encoder) -> int:
-        """Claim these keys alone and remove what nobody needs any more; returns how many entries were removed.
+        """Need these keys alone and remove what nobody needs any more; returns how many entries were removed.
 
-        What another run of the same dataset has claimed since `extend` stays claimed.
+        What another run of the same dataset has come to need since `extend` stays.
 
         Raises:
             WangenError: the folder cannot be written.
         """
         twins = self._twins(keys)
-        if not twins and _read_claim(self.path) == _Claimed(keys, encoder):
+        if not twins and _read_needs(self.path) == _Needed(keys, encoder):
             return 0
         with self._alone():
-            claimed = _read_claim(self.path).keys
-            dropped = (claimed if self._before is None else self._before) - keys
-            unneeded = self._entries(dropped - claimed_keys(self.folder.path, self.kind, but=[self.path]))
+            recorded = _read_needs(self.path).keys
+            dropped = (recorded if self._before is None else self._before) - keys
+            unneeded = self._entries(dropped - needed_keys(self.folder.path, self.kind, but=[self.path]))
             stuck = [entry for entry in [*unneeded, *twins] if not _remove(entry)]
             # Only now: a run that is killed on the way must not forget what was still to be removed.
-            self._write(claimed - dropped | {entry.key for entry in stuck} | keys, encoder)
+            self._write(recorded - dropped | {entry.key for entry in stuck} | keys, encoder)
         return len(unneeded) + len(twins) - len(stuck)
 
     def _entries(self, keys: set[str]) -> list[Entry]:
@@ -90,9 +90,9 @@ class Claim:
         return [entry for entry in self.folder.all_entries if entry.key in keys and entries[entry.key] is not entry]
 
     def _write(self, keys: set[str], encoder: Encoder) -> None:
-        if _read_claim(self.path) != _Claimed(keys, encoder):
-            claim = {"dataset": self._dataset, "encoder": asdict(encoder), "keys": sorted(keys)}
-            write_text(self.path, json.dumps(claim))
+        if _read_needs(self.path) != _Needed(keys, encoder):
+            values = {"dataset": self._dataset, "encoder": asdict(encoder), "keys": sorted(keys)}
+            write_text(self.path, json.dumps(values))
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -107,24 +107,24 @@ class Claim:
 
 
 @dataclass(frozen=True)
-class _Claimed:
-    """What a claim file holds."""
+class _Needed:
+    """What a file of needs holds."""
 
     keys: set[str] = field(default_factory=set)
     encoder: Encoder | None = None
 
 
-def _read_claim(path: Path) -> _Claimed:
-    """What is claimed; nothing when the file is missing or broken, for its keys only ever allow removing."""
+def _read_needs(path: Path) -> _Needed:
+    """What is needed; nothing when the file is missing or broken, for its keys only ever allow removing."""
     with suppress(OSError, ValueError, RecursionError, TypeError, KeyError):
-        claim = json.loads(path.read_text(encoding="utf-8"))
-        encoder = Encoder(str(claim["encoder"]["identity"]), str(claim["encoder"]["dtype"]))
-        return _Claimed({str(key) for key in claim["keys"]}, encoder)
-    return _Claimed()
+        values = json.loads(path.read_text(encoding="utf-8"))
+        encoder = Encoder(str(values["encoder"]["identity"]), str(values["encoder"]["dtype"]))
+        return _Needed({str(key) for key in values["keys"]}, encoder)
+    return _Needed()
 
 
 def orphans(folder: Path) -> dict[Path, str]:
-    """Claim file -> the TOML that made it, as seen from the folder, of datasets whose TOML is not there any more."""
+    """Needs file -> the TOML that made it, as seen from the folder, of datasets whose TOML is not there any more."""
     found: dict[Path, str] = {}
     for path in sorted(folder.glob(".wangen-needs-*.json")):
         with suppress(OSError, ValueError, RecursionError, TypeError, KeyError):  # an older version's has no name
@@ -134,17 +134,17 @@ def orphans(folder: Path) -> dict[Path, str]:
     return found
 
 
-def claimed_keys(folder: Path, kind: Kind, *, but: Iterable[Path] = ()) -> set[str]:
-    """The keys of one kind that datasets claim in a cache folder.
+def needed_keys(folder: Path, kind: Kind, *, but: Iterable[Path] = ()) -> set[str]:
+    """The keys of one kind that datasets need in a cache folder.
 
     Args:
         folder: the cache folder.
         kind: which kind of entry.
-        but: claim files that do not count.
+        but: files of needs that do not count.
     """
     left_out = set(but)
     paths = (path for path in folder.glob(f".wangen-needs-*.{kind}.json") if path not in left_out)
-    return set().union(*(_read_claim(path).keys for path in paths))
+    return set().union(*(_read_needs(path).keys for path in paths))
 
 
 def _remove(entry: Entry) -> bool:
