@@ -40,7 +40,8 @@ def bucket_of(facts: MediaFacts, entry: DatasetEntry, step: int) -> tuple[int, i
         across, down = size[0] * facts.height, size[1] * facts.width
         return max(across, down) / min(across, down)
 
-    return min(buckets(entry.resolution, step), key=lambda size: (stretch(size), -size[0] * size[1], size))
+    # The last two settle ties: the shorter side first, so that a turned item gets the turned bucket.
+    return min(buckets(entry.resolution, step), key=lambda size: (stretch(size), -size[0] * size[1], min(size), size))
 
 
 def _floor(size: tuple[int, int], step: int) -> tuple[int, int]:

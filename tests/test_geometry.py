@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from wangen.generator.dataset import MediaFacts
@@ -44,6 +44,7 @@ def test_buckets_are_symmetric_multiples_of_the_step_and_near_the_area(resolutio
 
 
 @given(st.integers(1, 6000), st.integers(1, 6000), st.sampled_from(RESOLUTIONS))
+@example(51, 204, (960, 544))  # between two buckets of one area
 def test_a_turned_item_gets_the_turned_bucket(width: int, height: int, resolution: tuple[int, int]):
     block = entry(resolution=resolution, enable_bucket=True)
     chosen = bucket_of(image(width, height), block, 16)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from wangen.generator.dataset import (
@@ -257,7 +257,7 @@ class _Memo:
         """Remember what was found, unless the file is so young that it may still change without showing it."""
         state = self.states.get(path)
         if state and time.time_ns() - state[1] > COARSE_NS:
-            self._now[str(path)] = [*state, *astuple(facts)]
+            self._now[str(path)] = [*state, facts.width, facts.height, facts.num_frames, facts.duration_s]
 
     def write(self) -> None:
         """Write what belongs to this dataset; a disk that refuses costs time later, no more."""
