@@ -45,7 +45,7 @@ def test_the_demo_makes_a_lora_and_a_clip(finished):
     assert made.keys() == {"check", "cache_latents", "cache_text", "check_cache", "train", "generate"}
     assert all(report["ok"] for report in made.values())
     assert made["cache_latents"]["counts"]["computed"] == 10
-    assert made["cache_text"]["counts"]["computed"] == 10
+    assert made["cache_text"]["counts"]["computed"] == 11  # with the empty prompt
     assert made["train"]["counts"]["steps"] == 30
     assert made["train"]["counts"]["from_cache"] == 20
     assert made["train"]["versions"]["torch"]
@@ -61,7 +61,7 @@ def test_running_it_again_resumes_and_says_what_it_skipped(finished):
     before = hashlib.sha256(lora.read_bytes()).hexdigest()
     result = demo(finished.parent.parent)
     assert result.returncode == 0, result.stderr
-    assert "0 latents encoded, 10 already valid" in result.stderr
+    assert "0 entries encoded, 10 already valid" in result.stderr
     assert "already trained, 30 steps" in result.stderr
     shown = " ".join(result.stdout.split())
     assert "skipped: making the tiny weights, cache_latents, cache_text, train, generate" in shown
