@@ -13,6 +13,7 @@ from wangen.generator.session import Report
 from wangen.generator.steps import CheckCache
 from wangen.generator.tomls import DatasetEntry
 from wangen.profiles import Model
+from wangen.runtime.bulk import bulk
 from wangen.runtime.cache import NO_ENCODER, TEXT_KINDS, Encoder, Folder, Kind
 from wangen.runtime.cache.leftovers import repair
 from wangen.runtime.models import model_of_cache, text_encoder_identity, vae_identity
@@ -60,6 +61,7 @@ class Row:
                 "bytes": self.num_bytes}  # fmt: skip
 
 
+@bulk()
 def run(options: CheckCache) -> Report:
     """Judge every entry that the caching steps would make for the task; fails unless all are valid.
 

@@ -11,6 +11,7 @@ from wangen.generator.errors import WangenError, many
 from wangen.generator.steps import Train
 from wangen.profiles import Model
 from wangen.runtime.ahead import ahead
+from wangen.runtime.bulk import bulk
 from wangen.runtime.cache import NO_ENCODER, Entry, Folder, Kind, load
 from wangen.runtime.needs import (
     TEXT_KINDS,
@@ -116,7 +117,8 @@ def find_entries(options: Train, model: Model, samples: Sequence[Sample]) -> lis
     if bad:
         raise _lacking(options, bad)
     entries = {_place(need): held.get(_place(need)) or need.verdict.entry for need in needs}
-    return [_cached(sample, kinds, entries) for sample in samples]
+    with bulk():
+        return [_cached(sample, kinds, entries) for sample in samples]
 
 
 def _kinds(options: Train, model: Model, samples: Sequence[Sample], folders: Sequence[Folder]) -> list[Kind]:
@@ -138,6 +140,7 @@ def _kinds(options: Train, model: Model, samples: Sequence[Sample], folders: Seq
     return kinds
 
 
+@bulk()
 def _judged(options: Train, samples: Sequence[Sample], kinds: Iterable[Kind], folders: Sequence[Folder]) -> list[Need]:
     found: list[Need] = []
     for kind in kinds:

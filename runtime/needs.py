@@ -15,6 +15,7 @@ from wangen.generator.errors import UsageError, WangenError, many
 from wangen.generator.session import Report
 from wangen.generator.steps import CacheStep
 from wangen.profiles import Model
+from wangen.runtime.bulk import bulk
 from wangen.runtime.cache import Encoder, Folder, Kind, Recipe, Verdict
 from wangen.runtime.cache.leftovers import sweep
 from wangen.runtime.cache.needed import DatasetNeeds
@@ -95,6 +96,7 @@ def recipes_of(sample: Sample, kind: Kind) -> list[Recipe]:
     return [Recipe(kind, content, sample.name) for content in contents]
 
 
+@bulk()
 def judge(folders: Iterable[Folder], samples: Sequence[Sample], kind: Kind, encoder: Encoder | None) -> list[Need]:
     """Everything the samples need of one kind, each entry once per folder, with the verdict on it.
 
@@ -108,6 +110,7 @@ def judge(folders: Iterable[Folder], samples: Sequence[Sample], kind: Kind, enco
     return [Need(sample, recipe, folder, folder.judge(recipe, encoder)) for sample, recipe, folder in wants]
 
 
+@bulk()
 def wanted(folders: Iterable[Folder], samples: Sequence[Sample], kind: Kind) -> list[tuple[Sample, Recipe, Folder]]:
     """What `judge` judges; the folders are not looked at."""
     by_path = {folder.path: folder for folder in folders}
@@ -283,8 +286,9 @@ def fill(
               for folder in folders for kind, encoder in encoders.items()]  # fmt: skip
     for record, encoder, keys in records:  # before the folders are looked at: what is found there then stays there
         record.extend(keys, encoder)
-    needs = [Need(sample, recipe, folder, folder.judge(recipe, encoders[kind]))
-             for kind in encoders for sample, recipe, folder in wants[kind]]  # fmt: skip
+    with bulk():
+        needs = [Need(sample, recipe, folder, folder.judge(recipe, encoders[kind]))
+                 for kind in encoders for sample, recipe, folder in wants[kind]]  # fmt: skip
     again = options.recache or not options.skip_existing
     missing = [need for need in needs if (again or need.verdict.state != "valid") and shard.has(need.recipe)]
     valid = [] if again else [need for need in needs if need.verdict.state == "valid"]

@@ -17,6 +17,7 @@ from wangen.generator.items import read_items
 from wangen.generator.steps import SMOKE_ITEMS, CacheStep, CheckCache, Train
 from wangen.generator.tomls import WHITE, DatasetEntry, read_dataset, select
 from wangen.profiles import Model
+from wangen.runtime.bulk import bulk
 from wangen.runtime.sources import Source, read_sources
 
 log = logging.getLogger("wangen")
@@ -125,6 +126,7 @@ class Sample:
         return recipe
 
 
+@bulk()
 def read_samples(
     options: CacheStep | CheckCache | Train, model: Model, *, trust_memo: bool = True, make_folders: bool = False
 ) -> list[Sample]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from wangen.generator.errors import WangenError
+from wangen.runtime.bulk import bulk
 from wangen.runtime.cache.entries import CorruptEntryError, Entry, read_entry
 from wangen.runtime.cache.recipes import ENTRY_NAME, KINDS, SUFFIX, Encoder
 from wangen.runtime.rows import read_rows, write_rows
@@ -41,6 +42,7 @@ class Found:
     corrupt: dict[str, CorruptEntryError] = field(default_factory=dict)
 
 
+@bulk()
 def look(folder: Path, *, deep: bool = False) -> Found:
     """Every entry of a folder, from the index where it still fits and from the headers where not.
 
