@@ -1,7 +1,6 @@
 """`cache_text`: captions -> text embeddings in the cache, each distinct caption once, trimmed to its own length."""
 
 import logging
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
@@ -11,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from wangen.generator.session import Report
 from wangen.generator.steps import CacheText
-from wangen.runtime.cache import Encoder, load
+from wangen.runtime.cache import Encoder, Kind, load
 from wangen.runtime.models import PromptEncoder, family, model_of_cache, text_encoder_identity
-from wangen.runtime.needs import TEXT_KINDS, EntryWriter, Need, Waiting, Work, fill
+from wangen.runtime.needs import TEXT_KINDS, EntryWriter, Need, Waiting, Work, claimed, fill
 from wangen.runtime.progress import Advance, progress
 from wangen.runtime.rocm import on_cpu
 from wangen.runtime.samples import read_samples
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("wangen")
 
-POLL_S = 1.0
 CPU_GROUP, GPU_GROUP = 48, 2048
 MEMORY_CURE = "use --device cpu, or --batch_size 1 with --plain; what was encoded stays"
 
@@ -86,8 +84,7 @@ def encode(options: CacheText, encoder: Encoder, work: Work) -> int:
         while left:
             left = texts.encode(left)
             if left:
-                waiting.say(left)
-                time.sleep(POLL_S)
+                waiting.wait(left)
     return texts.num_encoded
 
 
@@ -100,6 +97,7 @@ class _Texts:
         self.options = options
         self.encoder = encoder
         self.num_encoded = 0
+        self._encoders: Mapping[Kind, Encoder] = dict.fromkeys(TEXT_KINDS, encoder)
         self._writers = writers
         self._advance = advance
 
@@ -117,17 +115,12 @@ class _Texts:
     def _claimed(self, captions: Iterable[list[Need]], theirs: list[Need]) -> Iterator[list[Need]]:
         """For each caption the needs that are now this process's; what others have claimed is put into `theirs`."""
         for needs in captions:
-            mine = []
-            for need in needs:
-                word = self._writers[need.folder.path].claim(need.recipe, self.encoder)
-                if word == "mine":
-                    mine.append(need)
-                elif word == "theirs":
-                    theirs.append(need)
-                else:
-                    self._advance(1, "")
+            mine = claimed(needs, self._writer_for, self._encoders, theirs, self._advance)
             if mine:
                 yield mine
+
+    def _writer_for(self, need: Need) -> EntryWriter:
+        return self._writers[need.folder.path]
 
     def _encode_group(self, group: list[list[Need]]) -> None:
         from wangen.runtime.devices import enough_memory, exact
@@ -139,7 +132,7 @@ class _Texts:
             )
         for needs, embedding in zip(group, embeddings, strict=True):
             for need in needs:
-                self._writers[need.folder.path].put(need.recipe, self.encoder, _entry(embedding))
+                self._writer_for(need).put(need.recipe, self.encoder, _entry(embedding))
             self._advance(len(needs), "")
         self.num_encoded += len(group)
         for writer in self._writers.values():

@@ -5,7 +5,6 @@ for all kinds -> the encoders -> the writer, which judges the values.
 """
 
 import logging
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from wangen.runtime.ahead import ahead
 from wangen.runtime.cache import Encoder, Kind, Recipe, load
 from wangen.runtime.media import control_frames, mask_frames, target_frames
 from wangen.runtime.models import LatentEncoder, family
-from wangen.runtime.needs import EntryWriter, Need, Waiting, Work
+from wangen.runtime.needs import EntryWriter, Need, Waiting, Work, claimed
 from wangen.runtime.progress import Advance, progress
 from wangen.runtime.rocm import narrowed, num_workers
 from wangen.runtime.samples import Sample
@@ -32,9 +31,6 @@ log = logging.getLogger("wangen")
 
 TENSOR_NAMES: Mapping[Kind, str] = {"clip": "clip", "mask": "mask"}
 """What the tensor of an entry is called; `latent` in those of the other kinds."""
-
-POLL_S = 1.0
-"""How often to look whether another process has finished what it claimed."""
 
 MEMORY_CURE = (
     "use --batch_size 1; if that is not enough --vae_cache_cpu; then --tile 256, which changes the latents a little; "
@@ -86,8 +82,7 @@ def encode(options: CacheLatents, model: Model, clip: Path | None, work: Work) -
                     computed += done
                     if left:
                         writer.commit()  # another process may be waiting for what is still pending here
-                        waiting.say(left)
-                        time.sleep(POLL_S)
+                        waiting.wait(left)
     return computed
 
 
@@ -158,15 +153,7 @@ def _claimed(
     for batch in batches:
         mine: dict[frozenset[Kind], list[Job]] = {}
         for job in batch:
-            needs = []
-            for need in job.needs:
-                word = writer.claim(need.recipe, models.encoders[need.recipe.kind])
-                if word == "mine":
-                    needs.append(need)
-                elif word == "theirs":
-                    theirs.append(need)
-                else:
-                    advance(1, f"{need.sample.name} came from another process")
+            needs = claimed(job.needs, lambda _: writer, models.encoders, theirs, advance)
             if needs:
                 part = Job(job.sample, tuple(needs))
                 mine.setdefault(part.kinds, []).append(part)

@@ -4,6 +4,7 @@ The two caching steps, `check_cache` and the loader share this, so that they can
 """
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,6 +41,9 @@ WORDS: Mapping[Kind, str] = {
 }
 
 _LISTED = 20
+
+POLL_S = 1.0
+"""How often to look whether another process has finished what it claimed."""
 
 
 def latent_kinds(model: Model, *, clip: bool) -> tuple[Kind, ...]:
@@ -230,7 +234,7 @@ def writer_of(folder: Path, *, again: bool = False) -> EntryWriter:
 
 
 class Waiting:
-    """Says once that another process works on what is left."""
+    """Waits for another process, and says once that it does."""
 
     def __init__(self) -> None:
         self._said = False
@@ -241,6 +245,39 @@ class Waiting:
             what = f"{many(len(left), 'entry', 'entries')}, {left[0].recipe.name} first"
             log.info("  waiting for another process that works on %s; if it hangs, end it, and this one goes on", what)
         self._said = True
+
+    def wait(self, left: Sequence[Need]) -> None:
+        """Let a moment pass before what is left is asked for again."""
+        self.say(left)
+        time.sleep(POLL_S)
+
+
+def claimed(
+    needs: Iterable[Need],
+    writer_for: Callable[[Need], EntryWriter],
+    encoders: Mapping[Kind, Encoder],
+    theirs: list[Need],
+    advance: Callable[[int, str], None],
+) -> list[Need]:
+    """The needs that are now this process's to fill; those that another one works on are put into `theirs`.
+
+    Args:
+        needs: what is missing.
+        writer_for: the writer of a need's folder.
+        encoders: of every kind.
+        theirs: grows.
+        advance: the progress, told of entries that are there meanwhile.
+    """
+    mine = []
+    for need in needs:
+        word = writer_for(need).claim(need.recipe, encoders[need.recipe.kind])
+        if word == "mine":
+            mine.append(need)
+        elif word == "theirs":
+            theirs.append(need)
+        else:
+            advance(1, f"{need.recipe.name} came from another process")
+    return mine
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from tiny_set import copy, kept, leftovers, lines_of, make_set, picture, run_all
 from wangen.generator import lock
 from wangen.generator.cli import main
 from wangen.generator.lock import LEASE_S, START_S
-from wangen.runtime import cache_text, encoding
+from wangen.runtime import needs as needs_module
 from wangen.runtime.cache import Entry, Folder, needed, writer
 from wangen.runtime.cache.claims import Claims
 from wangen.runtime.cache.needed import DatasetNeeds
@@ -130,7 +130,7 @@ def test_who_waits_for_another_keeps_nothing_back(bundle: Bundle, whole: Bundle,
         seen.append(len(bundle.files()))
         other.close()
 
-    monkeypatch.setattr(encoding, "time", SimpleNamespace(sleep=wait))
+    monkeypatch.setattr(needs_module, "time", SimpleNamespace(sleep=wait))
     bundle.latents("--batch_size", "1")
     assert seen == [11]
     bundle.text()
@@ -173,8 +173,7 @@ def test_what_a_killed_process_held_is_taken_over_without_waiting(
     killed_on_the_way(bundle, lines[step])
     there = len(bundle.files())
     assert there == 2
-    for module in (encoding, cache_text):
-        monkeypatch.setattr(module, "time", SimpleNamespace(sleep=no_waiting))
+    monkeypatch.setattr(needs_module, "time", SimpleNamespace(sleep=no_waiting))
     assert main(lines[step]) == 0
     assert bundle.counts(lines[step][0])["computed"] == (NUM_LATENTS, NUM_CAPTIONS)[step] - there
     assert main(lines[1 - step]) == 0
@@ -195,8 +194,7 @@ def test_what_a_killed_process_of_another_machine_held_is_taken_over_after_its_l
         for path in bundle.folder.glob("*_cache/.*"):
             os.utime(path, (time.time() - 10 * LEASE_S,) * 2)
 
-    for module in (encoding, cache_text):
-        monkeypatch.setattr(module, "time", SimpleNamespace(sleep=wait))
+    monkeypatch.setattr(needs_module, "time", SimpleNamespace(sleep=wait))
     assert main(lines[step]) == 0
     assert waited == [set(claims)]
     assert main(lines[1 - step]) == 0

@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import warnings
 from pathlib import Path
@@ -161,17 +160,6 @@ def forked(place: Path, at: int) -> tuple[int, int]:
     with os.fdopen(reader) as pipe:
         count = pipe.read()
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), int(count or 0)
-
-
-@pytest.fixture(scope="module")
-def room(tmp_path_factory):
-    """A folder for two hundred workspaces; in memory, where there is such a place, because it is quicker."""
-    memory = Path("/dev/shm")
-    if not (memory.is_dir() and os.access(memory, os.W_OK)):
-        yield tmp_path_factory.mktemp("kills")
-        return
-    with tempfile.TemporaryDirectory(dir=memory, prefix="wangen-test-") as folder:
-        yield Path(folder)
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """Fixtures around a tiny set; a test file asks for them with `pytest_plugins` and imports nothing from here."""
 
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,21 +8,10 @@ import pytest
 import torch
 
 from wangen.generator import lock, session
-from wangen.runtime import cache_text, encoding
+from wangen.runtime import cache_text, needs
 from wangen.runtime.cache import writer
 from wangen.runtime.safetensors_file import write
 from wangen.runtime.tiny import TinySizes, random_weights, text_encoder_shapes, vae_shapes, write_tokenizer
-
-
-@pytest.fixture(scope="module")
-def room(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder for the trials; in memory, where there is such a place, because it is quicker."""
-    memory = Path("/dev/shm")
-    if not (memory.is_dir() and os.access(memory, os.W_OK)):
-        yield tmp_path_factory.mktemp("kills")
-        return
-    with tempfile.TemporaryDirectory(dir=memory, prefix="wangen-test-") as folder:
-        yield Path(folder)
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +23,7 @@ def quick() -> Iterator[None]:
         patch.setattr(session, "_versions", dict)  # of the libraries, for the report: reading them takes long
         patch.setattr(writer, "_GROUP_FILES", 2)
         patch.setattr(cache_text, "CPU_GROUP", 3)
-        for module in (encoding, cache_text):
-            patch.setattr(module, "POLL_S", 0.01)
+        patch.setattr(needs, "POLL_S", 0.01)
         patch.setattr(os, "fsync", lambda _: None)  # a killed process loses nothing that it gave to the system
         yield
 
