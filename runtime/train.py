@@ -24,18 +24,19 @@ from wangen.generator.steps import DEFAULT_EPOCHS, Train
 from wangen.generator.table import options as flags_of
 from wangen.generator.tasks import require_supported
 from wangen.generator.workspace import require_writable
-from wangen.runtime import adapter, checkpoint
 from wangen.runtime.cache import digest
-from wangen.runtime.checkpoint import TrainingState
 from wangen.runtime.devices import choose_device, set_attention
 from wangen.runtime.interrupt import Interrupt
 from wangen.runtime.loader import Batch, CachedSample, epoch_batches, find_entries, num_entries, read_ahead
 from wangen.runtime.models import family
-from wangen.runtime.optim import depends_on_length, make_optimizer, make_schedule
 from wangen.runtime.progress import progress
 from wangen.runtime.samples import read_samples
-from wangen.runtime.training_run import Plan, Run, count_steps_per_epoch, save_due, save_lora, save_state
-from wangen.runtime.training_step import optimizer_step
+from wangen.runtime.training import adapter
+from wangen.runtime.training import checkpoint
+from wangen.runtime.training.optim import depends_on_length, make_optimizer, make_schedule
+from wangen.runtime.training.run import Plan, Run, count_steps_per_epoch, save_due, save_lora, save_state
+from wangen.runtime.training.checkpoint import TrainingState
+from wangen.runtime.training.step import optimizer_step
 
 log = logging.getLogger("wangen")
 

@@ -10,8 +10,8 @@ from helpers import make_clip
 from wangen import profiles
 from wangen.generator.cli import main
 from wangen.generator.steps import CheckCache, Train
-from wangen.runtime import checkpoint
 from wangen.runtime.samples import read_samples
+from wangen.runtime.training import checkpoint
 
 pytest_plugins = ("bundle_fixtures",)
 MODEL = profiles.model("t2v-1.3B")

@@ -22,14 +22,15 @@ from wangen import profiles
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.steps import CheckCache, Train
 from wangen.generator.table import options as flags_of
-from wangen.runtime import checkpoint, train
+from wangen.runtime import train
 from wangen.runtime.flow import flow_loss, noised, velocity
 from wangen.runtime.loader import Draw, epoch_batches, find_entries, read_batch
 from wangen.runtime.lora import apply_lora, read_lora
 from wangen.runtime.models import family
-from wangen.runtime.optim import make_schedule
 from wangen.runtime.randomness import generator_for
 from wangen.runtime.samples import read_samples
+from wangen.runtime.training import checkpoint
+from wangen.runtime.training.optim import make_schedule
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "dataset"
 

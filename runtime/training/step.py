@@ -10,12 +10,12 @@ import torch
 
 from wangen.generator.errors import WangenError
 from wangen.generator.steps import Train
-from wangen.runtime import checkpoint
 from wangen.runtime.flow import TimestepDistribution, flow_loss, noised, velocity
 from wangen.runtime.interrupt import Interrupt
 from wangen.runtime.loader import Batch
 from wangen.runtime.randomness import generator_for, seed_for
-from wangen.runtime.training_run import Run
+from wangen.runtime.training import checkpoint
+from wangen.runtime.training.run import Run
 
 
 def optimizer_step(training: Run, epoch: int, group: list[Batch], interrupt: Interrupt) -> dict[str, float] | None:

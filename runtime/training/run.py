@@ -12,10 +12,11 @@ import torch
 
 from wangen import profiles
 from wangen.generator.steps import Train
-from wangen.runtime import adapter, checkpoint
-from wangen.runtime.checkpoint import TrainingState
 from wangen.runtime.loader import CachedSample, epoch_batches
 from wangen.runtime.models import Family
+from wangen.runtime.training import adapter
+from wangen.runtime.training import checkpoint
+from wangen.runtime.training.checkpoint import TrainingState
 
 log = logging.getLogger("wangen")
 
