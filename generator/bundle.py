@@ -16,7 +16,8 @@ from typing import Any
 from wangen import profiles
 from wangen.generator.commands import build
 from wangen.generator.scripts import Bundle
-from wangen.generator.steps import DEFAULT_EPOCHS, CacheLatents, CacheText, Check, CheckCache, Train
+from wangen.generator.step_parts import DEFAULT_EPOCHS
+from wangen.generator.steps import CacheLatents, CacheText, Check, CheckCache, Train
 from wangen.generator.table import Step, options
 from wangen.generator.target import Target
 from wangen.generator.tomls import resolution_name

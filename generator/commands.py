@@ -215,8 +215,12 @@ def _read_config(step: type[Step], path: Path) -> dict[str, Any]:
         option, constant = known[name]
         if constant is None:
             values[option.name] = convert(option, raw, f"{path}, key {key}")
+        elif not isinstance(raw, bool):
+            raise UsageError(f"--{name} is true or false, got {raw!r}", where=f"{path}, key {key}")
         elif raw:
             values[option.name] = convert(option, constant)
+        elif opposite := option.flag.constants.get(f"no_{name}"):
+            values[option.name] = convert(option, opposite)
     return values
 
 

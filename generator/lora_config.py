@@ -15,7 +15,7 @@ from typing import Any
 
 from wangen.generator.errors import WangenError
 from wangen.generator.headers import identity
-from wangen.generator.lora_keys import original_name, without_prefix
+from wangen.generator.lora_keys import AdapterKind, original_name, without_prefix
 
 ADAPTER_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
@@ -54,11 +54,13 @@ class Alphas:
         patterns: the end of a module's name, or `^` and the whole of it, as diffusers or the official code call it ->
             alpha. The first that fits counts.
         rank_stabilized: the scale is `alpha / sqrt(rank)`.
+        rank: the configured rank of most modules, which the tensors of a LoKr do not always tell; None: not known.
     """
 
     default: float | None = None
     patterns: Mapping[str, float] = field(default_factory=dict)
     rank_stabilized: bool = False
+    rank: int | None = None
 
     def of(self, module: str, rank: int) -> float:
         """The alpha for which `alpha / rank` is the module's scale."""
@@ -100,19 +102,24 @@ def is_safetensors(path: Path) -> bool:
     return path.suffix.lower() == ".safetensors"
 
 
-def read_alphas(file: Path, metadata: Mapping[str, str], modules: Collection[str]) -> Alphas:
-    """The alphas beside a LoRA's tensors: of the `adapter_config.json` there, else of the file's metadata.
+def read_alphas(
+    file: Path, metadata: Mapping[str, str], modules: Collection[str], *, kind: AdapterKind = "lora", dora: bool = False
+) -> Alphas:
+    """The alphas beside an adapter's tensors: of the `adapter_config.json` there, else of the file's metadata.
 
     Args:
-        file: the LoRA's file.
+        file: the adapter's file.
         metadata: of its header.
         modules: all that it changes, by their names in diffusers.
+        kind: what its tensors are.
+        dora: they hold a DoRA's magnitudes.
 
     Raises:
         WangenError: what stands there is malformed, of an adapter that is more than a LoRA, or of another one.
     """
     config = _config_of(file)
-    alphas = _alphas(_load(config), str(config)) if config else _of_metadata(file, metadata)
+    fields = _load(config) if config else _of_metadata(file, metadata)
+    alphas = _alphas(fields, str(config or file), kind, dora)
     for pattern in alphas.patterns:
         if not any(_fits(pattern, module) for module in modules):
             raise WangenError(f"the alpha_pattern {pattern!r} names no module of this LoRA", where=str(config or file),
@@ -131,16 +138,16 @@ def _config_of(file: Path) -> Path | None:
     return config if file.name == ADAPTER_FILE and config.is_file() else None
 
 
-def _of_metadata(file: Path, metadata: Mapping[str, str]) -> Alphas:
+def _of_metadata(file: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
+    """The fields of a `LoraConfig` that diffusers writes into a file's header."""
     try:
         fields = json.loads(metadata.get(DIFFUSERS_METADATA, "{}"))
     except (ValueError, RecursionError) as error:
         raise WangenError(f"the adapter metadata of this LoRA are no JSON ({error})", where=str(file)) from error
     if not isinstance(fields, dict):
         raise WangenError("the adapter metadata of this LoRA are no JSON object", where=str(file))
-    own = {key.removeprefix(DIFFUSERS_PREFIX): value for key, value in fields.items()
-           if key.startswith(DIFFUSERS_PREFIX)}  # fmt: skip
-    return _alphas(own, str(file))
+    return {key.removeprefix(DIFFUSERS_PREFIX): value for key, value in fields.items()
+            if key.startswith(DIFFUSERS_PREFIX)}  # fmt: skip
 
 
 def config_fields(ranks: Mapping[str, int], alphas: Mapping[str, float]) -> dict[str, Any]:
@@ -184,18 +191,19 @@ def _load(path: Path) -> dict[str, Any]:
     return fields
 
 
-def _alphas(fields: Mapping[str, Any], where: str) -> Alphas:
-    kind = fields.get("peft_type", "LORA")
-    if kind != "LORA":
-        raise WangenError(f"this adapter is a {kind}, not a LoRA", where=where)
+def _alphas(fields: Mapping[str, Any], where: str, kind: AdapterKind, dora: bool) -> Alphas:
+    configured = fields.get("peft_type", kind.upper())
+    if configured != kind.upper():
+        wanted = {"lora": "LoRA", "loha": "LoHa", "lokr": "LoKr"}[kind]
+        raise WangenError(f"this adapter is a {configured}, not a {wanted}", where=where)
     for name, words in UNSUPPORTED.items():
-        if fields.get(name):
+        if fields.get(name) and not (dora and name == "use_dora"):
             raise WangenError(f"this LoRA has {words} ({name}), which is not supported", where=where)
     patterns = fields.get("alpha_pattern") or {}
-    default = fields.get("lora_alpha")
+    default, rank = fields.get("lora_alpha" if kind == "lora" else "alpha"), fields.get("r")
     try:
         numbers = {str(key): float(value) for key, value in patterns.items()}
-        default = None if default is None else float(default)
+        default, rank = None if default is None else float(default), None if rank is None else int(rank)
     except (ValueError, TypeError, AttributeError) as error:
         raise WangenError(f"the alphas of this LoRA are malformed ({error})", where=where) from error
     plain: dict[str, float] = {}
@@ -205,4 +213,4 @@ def _alphas(fields: Mapping[str, Any], where: str) -> Alphas:
             raise WangenError(f"the alpha_pattern {key!r} is not the plain name of a module", where=where,
                               cure="write one alpha per module")  # fmt: skip
         plain.setdefault(match["anchor"] + without_prefix(match["name"].replace("\\", "")), alpha)
-    return Alphas(default, plain, bool(fields.get("use_rslora")))
+    return Alphas(default, plain, bool(fields.get("use_rslora")), rank)

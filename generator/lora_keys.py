@@ -6,7 +6,8 @@
     peft         base_model.model.blocks.0.attn1.to_q.lora_A.weight
 
 They differ in three independent parts: a prefix, the module's name (original or diffusers) and a suffix. Each part
-is read by itself, so mixtures that other trainers write are understood as well.
+is read by itself, so mixtures that other trainers write are understood as well. The factors of LoHa and LoKr have the
+same suffixes everywhere (`.hada_w1_a`, `.lokr_w1`), which are LyCORIS' own.
 """
 
 import re
@@ -16,6 +17,7 @@ from typing import Literal, NamedTuple
 
 Layout = Literal["comfyui", "kohya", "diffusers", "peft"]
 Part = Literal["down", "up", "alpha"]
+AdapterKind = Literal["lora", "loha", "lokr"]
 
 KOHYA_PREFIX = "lora_unet_"
 DOTTED_PREFIXES: dict[str, Layout] = {
@@ -95,11 +97,56 @@ def parse_key(key: str) -> LoraKey | None:
     match = KEY.fullmatch(key)
     if match is None:
         return None
-    stem = match["stem"]
-    module = _module_of_kohya(stem) if stem.startswith(KOHYA_PREFIX) else module_name(without_prefix(stem))
+    module = _module_of_stem(match["stem"])
     if module is None:
         return None
     return LoraKey(module, "alpha" if match["alpha"] else SIDES[match["side"]])
+
+
+class AdapterKey(NamedTuple):
+    """What one key of an adapter's file stands for, of any kind that is trained here.
+
+    Attributes:
+        module: the module's name in diffusers (`blocks.0.attn1.to_q`).
+        part: `down`, `up` or `alpha`; a factor's own suffix (`hada_w1_a`, `lokr_w2`); `dora_scale` for a DoRA's
+            magnitudes as ComfyUI calls them, `magnitude` for those as peft does.
+    """
+
+    module: str
+    part: str
+
+
+def parse_adapter_key(key: str) -> AdapterKey | None:
+    """The module and part that a key of a LoRA, DoRA, LoHa or LoKr names; None for a key of something else.
+
+    >>> parse_adapter_key("lora_unet_blocks_0_self_attn_q.lokr_w2_a")
+    AdapterKey(module='blocks.0.attn1.to_q', part='lokr_w2_a')
+    >>> parse_adapter_key("base_model.model.blocks.0.attn1.to_q.lora_magnitude_vector.weight").part
+    'magnitude'
+    """
+    if plain := parse_key(key):
+        return AdapterKey(plain.module, plain.part)
+    match = ADAPTER_KEY.fullmatch(key)
+    module = _module_of_stem(match["stem"]) if match else None
+    if match is None or module is None:
+        return None
+    return AdapterKey(module, "magnitude" if match["magnitude"] else match["part"])
+
+
+def adapter_key(layout: Layout, module: str, part: str) -> str:
+    """The key of one part of a module in a layout; a part is named as `parse_adapter_key` names it.
+
+    >>> adapter_key("comfyui", "blocks.0.attn1.to_q", "lokr_w1")
+    'diffusion_model.blocks.0.self_attn.q.lokr_w1'
+    >>> adapter_key("diffusers", "blocks.0.attn1.to_q", "magnitude")
+    'transformer.blocks.0.attn1.to_q.lora_magnitude_vector.weight'
+
+    Raises:
+        KeyError: no such module in a Wan transformer.
+    """
+    down, up, alpha = module_names(layout, module)
+    plain = {"down": down, "up": up, "alpha": alpha}
+    return plain.get(part) or alpha.removesuffix("alpha") + PART_ENDS.get(part, part)
 
 
 def foreign(key: str) -> str:
@@ -191,6 +238,10 @@ def without_prefix(stem: str) -> str:
     return stem
 
 
+def _module_of_stem(stem: str) -> str | None:
+    return _module_of_kohya(stem) if stem.startswith(KOHYA_PREFIX) else module_name(without_prefix(stem))
+
+
 def _module_of_kohya(stem: str) -> str | None:
     stem = stem.removeprefix(KOHYA_PREFIX).removeprefix("_")  # two underscores in files of Wan Fun's trainer
     if match := re.fullmatch(r"blocks_(?P<number>\d{1,4})_(?P<rest>.+)", stem):
@@ -205,6 +256,11 @@ def _underscored(modules: dict[str, str]) -> dict[str, str]:
 
 
 KEY = re.compile(r"(?P<stem>.+)\.(?:(?P<alpha>alpha)|lora_(?P<side>A|B|down|up)(?:\.default)?(?:\.weight)?)")
+ADAPTER_KEY = re.compile(
+    r"(?P<stem>.+)\.(?:(?P<part>hada_w[12]_[ab]|lokr_w[12](?:_[ab])?|dora_scale)(?:\.default)?"
+    r"|(?P<magnitude>lora_magnitude_vector)(?:\.default)?(?:\.weight)?)"
+)
+PART_ENDS = {"magnitude": "lora_magnitude_vector.weight"}
 BLOCK = re.compile(r"blocks\.(?P<number>\d{1,4})\.(?P<rest>.+)")
 SIDES: dict[str, Part] = {"A": "down", "down": "down", "B": "up", "up": "up"}
 ORIGINAL_BLOCK_MODULES = {new: original for original, new in BLOCK_MODULES.items()}

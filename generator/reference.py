@@ -10,6 +10,7 @@ import click
 
 from wangen.generator.cli import wangen
 from wangen.generator.entry import OVERVIEW
+from wangen.generator.musubi import verdicts
 from wangen.generator.steps import STEPS
 from wangen.generator.table import Option, Step, options, text_of
 
@@ -21,8 +22,19 @@ DIFFERENCES = (
     "`--skip_existing` is the default, and it looks at content: an entry is kept when nothing that made it has "
     "changed. `--recache` encodes again.",
     "Caching removes only entries of its own kind and dataset that no item needs; never another file.",
-    "`--min_timestep` and `--max_timestep` mean what they say in every sampling mode; the model is fed 1000 sigma, "
-    "not 1000 sigma + 1. The mode `sigma`, which inverts them, is refused.",
+    "`--min_timestep` and `--max_timestep` mean what they say in every sampling mode, `sigma` (which inverts them "
+    "there) included; the model is fed 1000 sigma, not 1000 sigma + 1.",
+    "Two experts give two LoRAs, `NAME_high_noise` and `NAME_low_noise`, each with an optimizer of its own; "
+    "`--timestep_boundary` takes 0.875 and 875.",
+    "`--attention sage` trains: its forward pass with the exact gradient of SDPA. A kernel that is missing is "
+    "replaced with one warning.",
+    "`--fp8_base` and `--fp8_scaled` are one thing, `--quantize fp8`: scaled blocks of the frozen linear layers; "
+    "norms, modulation, embeddings and the head stay as they are. `int8` and `nf4` are there too.",
+    "`--blocks_to_swap` copies frozen weights to the device only, and never back; `--vram 8|12|16|24` chooses for a "
+    "card.",
+    "`--include_patterns` and `--exclude_patterns` (also inside `--network_args`) really restrict, and one that "
+    "matches nothing is refused.",
+    "Samples of a model with two experts use both; their settings are in the files.",
     "Training resumes by itself where it stopped, with step, order, noise and schedule; `--fresh` starts again.",
     "The training state is always kept (the newest); `--save_state` keeps that of every saved LoRA.",
     "LoRAs are saved in the ComfyUI layout; `--lora_layout kohya` writes musubi-tuner's.",
@@ -38,8 +50,8 @@ DIFFERENCES = (
     "A folder of frames is not read as a video; a video block needs `target_frames`, and lengths must be 4n+1 "
     "(musubi-tuner rounds down); `check` wants a `cache_directory` that is not the media folder.",
     "The VAE encodes in float16 on CUDA (musubi-tuner: bfloat16), and in float32 what leaves its range.",
-    "`--vae`, `--t5` and `--clip` of training serve `--cache_latents` and `--cache_latents_to_disk`; samples during "
-    "training are not in this version.",
+    "`--vae`, `--t5` and `--clip` of training serve `--cache_latents`, `--cache_latents_to_disk` and "
+    "`--sample_prompts`.",
     "A schedule that depends on the run's length (all but `constant`) refuses to resume with another length.",
     "The tokenizer is found beside the T5 file or given with `--tokenizer`; nothing is downloaded.",
 )
@@ -53,7 +65,7 @@ MUSUBI_DEFAULTS = {
     ("train", "timestep_sampling"): "sigma",
     ("train", "discrete_flow_shift"): "1.0",
     ("train", "seed"): "random",
-    ("train", "gradient_checkpointing"): "off",
+    ("train", "checkpointing"): "none",
     ("train", "optimizer_type"): "none (an error)",
     ("train", "max_data_loader_n_workers"): "8",
     ("cache_text", "batch_size"): "the dataset's",
@@ -105,6 +117,8 @@ def from_musubi_page() -> str:
             theirs = MUSUBI_DEFAULTS.get((step.command, option.name))
             if theirs:
                 lines.append(f"| {step.command} | `--{option.name}` | {theirs} | {_default(option) or 'see --help'} |")
+    lines += ["", "## Every flag of a training script", "", "| musubi-tuner | here |", "|---|---|"]
+    lines += [f"| `--{name}` | {_cell(verdict)} |" for name, verdict in verdicts()]
     lines += ["", "## Flags that are answered", "", "| step | flag | answer |", "|---|---|---|"]
     for step in STEPS:
         answers = sorted(step.elsewhere.items())

@@ -16,7 +16,8 @@ from wangen.generator.knobs import VALUE, made_of
 from wangen.generator.quoting import Word
 from wangen.generator.script_text import decode, is_sealed, places, published_knobs, seal, settings, shell_of, template
 from wangen.generator.setup.wheel import wheel_name
-from wangen.generator.steps import SMOKE_ITEMS, SMOKE_STEPS, Train, find_step
+from wangen.generator.step_parts import SMOKE_ITEMS, SMOKE_STEPS
+from wangen.generator.steps import Train, find_step
 from wangen.generator.table import SMOKE, Step, options
 from wangen.profiles import Platform
 

@@ -15,13 +15,13 @@ def missing_feature(model: profiles.Model, doing: Activity) -> str:
     """What an activity with this model would need that this version lacks, in words; empty where it lacks nothing."""
     if model.condition == "first_and_last":
         return _LAST_FRAME
-    if doing == "caching for":
+    if doing != "sampling":
         return ""
     if model.experts:
         return "two experts"
     if model.condition == "text_or_image":
         return "a timestep for each token"
-    return _FIRST_FRAME if model.condition == "image" and doing == "sampling" else ""
+    return _FIRST_FRAME if model.condition == "image" else ""
 
 
 def require_supported(model: profiles.Model, doing: Activity) -> None:
@@ -45,6 +45,6 @@ def supported(doing: Activity = "training") -> list[str]:
     """The names of the profiles that this version does something with.
 
     >>> supported(), supported("sampling")
-    (['i2v-14B', 't2v-1.3B', 't2v-14B'], ['t2v-1.3B', 't2v-14B'])
+    (['i2v-14B', 'i2v-A14B', 't2v-1.3B', 't2v-14B', 't2v-A14B', 'ti2v-5B'], ['t2v-1.3B', 't2v-14B'])
     """
     return [name for name in profiles.model_names() if not missing_feature(profiles.model(name), doing)]

@@ -50,6 +50,7 @@ class DatasetEntry:
         background_color: what lies behind transparent pictures, as `#rrggbb`.
         batch_size: items per batch.
         num_repeats: how often an item stands in an epoch.
+        is_reg: a regularisation set: its loss counts `--prior_loss_weight`.
         enable_bucket: keep each item's aspect ratio; off: everything is cropped to `resolution`.
         bucket_no_upscale: never enlarge an item.
         target_frames: clip lengths in frames, 4n+1.
@@ -72,6 +73,7 @@ class DatasetEntry:
     background_color: str = WHITE
     batch_size: int = 1
     num_repeats: int = 1
+    is_reg: bool = False
     enable_bucket: bool = False
     bucket_no_upscale: bool = False
     target_frames: tuple[int, ...] = (1,)

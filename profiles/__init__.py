@@ -133,6 +133,31 @@ class Experts:
     guidance_high_noise: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class Preset:
+    """How to train a model on a card of a given size: what `--vram` stands for.
+
+    Attributes:
+        quantize: form of the frozen blocks: `none`, `fp8`, `int8` or `nf4`.
+        blocks_to_swap: blocks that wait in host memory.
+        checkpointing: `none`, `full` or `selective`.
+        checkpointing_free_blocks: so many of the last blocks are not recomputed.
+        gradient_checkpointing_cpu_offload: what checkpointing keeps waits in host memory.
+        resolution: of the largest bucket that the budget is made for, as [width, height] in pixels.
+        num_frames: of that bucket.
+        network_dim: the largest rank that it is made for.
+    """
+
+    quantize: Literal["none", "fp8", "int8", "nf4"] = "none"
+    blocks_to_swap: int = 0
+    checkpointing: Literal["none", "full", "selective"] = "full"
+    checkpointing_free_blocks: int = 0
+    gradient_checkpointing_cpu_offload: bool = False
+    resolution: tuple[int, int]
+    num_frames: int
+    network_dim: int = 32
+
+
 Condition = Literal["text", "image", "first_and_last", "text_or_image"]
 """What a video is made from: a text alone, also its first frame, also both ends, or its first frame if there is one."""
 
@@ -160,6 +185,7 @@ class Model:
         weights: the files it needs.
         tokenizer: the text encoder's tokenizer: all these files, at these paths beside the text encoder's.
         defaults: step name -> flag -> value: good settings.
+        presets: gigabytes of a card -> how to train on it.
         source: where those settings come from.
     """
 
@@ -181,6 +207,7 @@ class Model:
     weights: tuple[Weights, ...]
     tokenizer: tuple[Download, ...]
     defaults: Mapping[str, Mapping[str, Any]]
+    presets: Mapping[int, Preset] = field(default_factory=dict)
     source: str
 
     def kind_of(self, flag: str) -> str:
@@ -226,11 +253,12 @@ def model(name: str) -> Model:
 def model_values(name: str) -> dict[str, Any]:
     """What the file of a model profile says, on top of the one that it is based on. Raises KeyError for no such one.
 
-    A `based_on` gives every key that is not said again; of the weights every role, of the defaults every step.
+    A `based_on` gives every key that is not said again; of the weights every role, of the defaults every step, of the
+    presets every card.
     """
     values = _read("models", name)
     below = model_values(values.pop("based_on")) if "based_on" in values else {}
-    merged = {key: {**below.get(key, {}), **values.get(key, {})} for key in ("weights", "defaults")}
+    merged = {key: {**below.get(key, {}), **values.get(key, {})} for key in ("weights", "defaults", "presets")}
     return {**below, **values, **merged}
 
 
@@ -241,6 +269,7 @@ def make_model(name: str, values: Mapping[str, Any]) -> Model:
     given["tokenizer"] = tuple(Download(**download) for download in given["tokenizer"])
     given["transformer"] = TransformerSizes(**given["transformer"])
     given["experts"] = Experts(**given["experts"]) if "experts" in given else None
+    given["presets"] = {int(gib): Preset(**_tuples(preset)) for gib, preset in given.get("presets", {}).items()}
     return Model(name=name, **given)
 
 

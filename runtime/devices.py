@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from wangen.generator.errors import UsageError, WangenError
+from wangen.runtime.fast.attention import PACKAGES
 from wangen.runtime.rocm import vae_dtype
 
 log = logging.getLogger("wangen")
@@ -15,7 +16,6 @@ log = logging.getLogger("wangen")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 _BACKENDS = {"sdpa": "native", "flash": "flash", "flash3": "_flash_3", "xformers": "xformers", "sage": "sage"}
-_PACKAGES = {"flash": "flash-attn", "flash3": "flash-attn-3", "xformers": "xformers", "sage": "sageattention"}
 
 
 def choose_device(name: str | None) -> torch.device:
@@ -116,7 +116,7 @@ def set_attention(transformer: Any, name: str, device: torch.device, dtype: torc
             return kernel
     raise WangenError(
         f"the attention kernel {name} does not run here ({reason})",
-        cure=f"pip install {_PACKAGES.get(name, name)}, or use --attention auto",
+        cure=f"pip install {PACKAGES.get(name, name)}, or use --attention auto",
     )
 
 

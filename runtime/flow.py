@@ -1,4 +1,4 @@
-"""Flow matching: timesteps, noising, target and loss, as pure functions.
+"""Flow matching: noising, target and loss, as pure functions.
 
 sigma is the noise level in [0, 1]: 0 is the clean latent, 1 is noise; the model's timestep is 1000 sigma.
 Conventions of Wan 2.1 (https://github.com/Wan-Video/Wan2.1): x_sigma = (1 - sigma) x0 + sigma eps, and the model
@@ -6,68 +6,8 @@ predicts the velocity eps - x0.
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
-
-from wangen.generator.errors import WangenError
-
-MAX_DRAWS = 1000
-
-
-@dataclass(frozen=True)
-class TimestepDistribution:
-    """How sigma is drawn; the fields are the flags of the same names.
-
-    Attributes:
-        sampling: `uniform`, `sigmoid`, `shift` or `logit_normal`.
-        shift: S of `shift`.
-        sigmoid_scale: k of `sigmoid` and `shift`.
-        logit_mean: mean of `logit_normal`.
-        logit_std: standard deviation of `logit_normal`.
-        low: lowest sigma.
-        high: highest sigma.
-        cut: True redraws until sigma falls into [low, high]; False squeezes the distribution into it.
-    """
-
-    sampling: str = "uniform"
-    shift: float = 1.0
-    sigmoid_scale: float = 1.0
-    logit_mean: float = 0.0
-    logit_std: float = 1.0
-    low: float = 0.0
-    high: float = 1.0
-    cut: bool = False
-
-    def draw(self, generator: torch.Generator) -> float:
-        """One sigma in [low, high].
-
-        Raises:
-            WangenError: `cut` found no value in the range after 1,000 draws.
-
-        >>> d = TimestepDistribution(low=0.875, high=1.0)
-        >>> all(0.875 <= d.draw(torch.Generator().manual_seed(n)) <= 1 for n in range(100))
-        True
-        """
-        if not self.cut:
-            return self.low + (self.high - self.low) * self._unit(generator)
-        for _ in range(MAX_DRAWS):
-            sigma = self._unit(generator)
-            if self.low <= sigma <= self.high:
-                return sigma
-        raise WangenError(
-            f"timestep_sampling {self.sampling} never falls between {self.low * 1000:g} and {self.high * 1000:g}",
-            cure="leave --preserve_distribution_shape out or choose another --timestep_sampling",
-        )
-
-    def _unit(self, generator: torch.Generator) -> float:
-        if self.sampling == "uniform":
-            return float(torch.rand((), generator=generator, dtype=torch.float64))
-        normal = float(torch.randn((), generator=generator, dtype=torch.float64))
-        if self.sampling == "logit_normal":
-            return sigmoid(self.logit_mean + self.logit_std * normal)
-        sigma = sigmoid(self.sigmoid_scale * normal)
-        return shifted(sigma, self.shift) if self.sampling == "shift" else sigma
 
 
 def sigmoid(x: float) -> float:
@@ -108,9 +48,11 @@ def velocity(clean: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
 
 
 def loss_weight(scheme: str, sigmas: torch.Tensor) -> torch.Tensor:
-    """Weight of each sample's loss, (B,): `none` 1, `sigma_sqrt` sigma^-2, `cosmap` 2 / (pi (1 - 2 sigma + 2 sigma^2)).
+    """Weight of each sample's loss, (B,): `sigma_sqrt` sigma^-2, `cosmap` 2 / (pi (1 - 2 sigma + 2 sigma^2)), else 1.
 
-    Source: diffusers, `compute_loss_weighting_for_sd3`. sigma_sqrt is bounded at sigma = 0.001, one step of a thousand.
+    `logit_normal` and `mode` are no weights: they say how sigma is drawn. Source: diffusers,
+    `compute_loss_weighting_for_sd3` (https://arxiv.org/abs/2403.03206), which knows a thousand levels of noise: below
+    the lowest of them, sigma = 0.001, sigma_sqrt stays at its largest weight, a million.
 
     >>> loss_weight("none", torch.tensor([0.5])).item(), loss_weight("sigma_sqrt", torch.tensor([0.5])).item()
     (1.0, 4.0)

@@ -1,16 +1,15 @@
-"""Cached entries -> batches: which samples, in which order, and their tensors read ahead in threads."""
+"""Cached entries -> batches: which samples, in which order, and their tensors."""
 
 import logging
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from itertools import count
 
 import torch
 
 from wangen.generator.errors import WangenError, many
 from wangen.generator.steps import Train
 from wangen.profiles import Model
-from wangen.runtime.ahead import ahead
 from wangen.runtime.bulk import bulk
 from wangen.runtime.cache import NO_ENCODER, Entry, Folder, Kind, load
 from wangen.runtime.needs import (
@@ -64,11 +63,15 @@ class CachedSample:
 
 @dataclass(frozen=True)
 class Draw:
-    """One use of a sample in an epoch: which sample, which of its repeats, and which caption (-1: the empty one)."""
+    """One use of a sample in an epoch: which sample, which of its repeats, and which caption (-1: the empty one).
+
+    `position` counts the uses in the order of the epoch.
+    """
 
     index: int
     repeat: int
     caption: int = 0
+    position: int = 0
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,7 @@ class Batch:
         texts: B embeddings (L, dim).
         names: B sample names, for messages: two files may have the same.
         keys: B content keys of the latents, which identify the samples wherever their files lie.
-        repeats: B repeat numbers.
+        weights: (B,) how much each item's loss counts: less, or more, for those of regularisation sets.
         condition: (B, 4 + C, F, h, w) of image-to-video: which latent frames are given, and the encoded first frame.
         image_tokens: (B, N, dim) CLIP's view of the first frame.
         loss_mask: (B, 1, F, h, w) in [0, 1]: how much each latent cell counts.
@@ -90,7 +93,7 @@ class Batch:
     texts: list[torch.Tensor]
     names: list[str]
     keys: list[str]
-    repeats: list[int]
+    weights: torch.Tensor
     condition: torch.Tensor | None = None
     image_tokens: torch.Tensor | None = None
     loss_mask: torch.Tensor | None = None
@@ -200,33 +203,39 @@ def epoch_batches(
         epoch: its number.
         caption_dropout: share of the draws that see the empty prompt.
     """
-    shapes: dict[tuple[int, ...], list[Draw]] = {}
+    shapes: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     for index, cached in enumerate(samples):
         entry = cached.sample.entry
         shape: tuple[int, ...] = (*cached.sample.size, cached.sample.count, entry.batch_size)
-        draws = (_draw(cached, index, repeat, seed, epoch, caption_dropout) for repeat in range(entry.num_repeats))
-        shapes.setdefault(shape, []).extend(draws)
+        shapes.setdefault(shape, []).extend((index, repeat) for repeat in range(entry.num_repeats))
     batches = []
     for shape, members in sorted(shapes.items()):
         order = torch.randperm(len(members), generator=generator_for(seed, "samples", epoch, *shape)).tolist()
         shuffled = [members[position] for position in order]
         batches += [shuffled[first : first + shape[-1]] for first in range(0, len(shuffled), shape[-1])]
     order = torch.randperm(len(batches), generator=generator_for(seed, "batches", epoch)).tolist()
-    return [batches[position] for position in order]
+    number = count()
+    return [
+        [
+            Draw(index, repeat, _caption(samples[index], repeat, seed, epoch, caption_dropout), next(number))
+            for index, repeat in batches[position]
+        ]
+        for position in order
+    ]
 
 
-def _draw(cached: CachedSample, index: int, repeat: int, seed: int, epoch: int, caption_dropout: float) -> Draw:
-    """Which caption this use of a sample sees; drawn only where there is a choice."""
+def _caption(cached: CachedSample, repeat: int, seed: int, epoch: int, caption_dropout: float) -> int:
+    """Which caption this use of a sample sees, -1 for the empty one; drawn only where there is a choice."""
     if not caption_dropout and len(cached.texts) == 1:
-        return Draw(index, repeat)
+        return 0
     generator = generator_for(seed, "caption", epoch, cached.latent.content_key, repeat)
     if torch.rand((), generator=generator).item() < caption_dropout:
-        return Draw(index, repeat, -1)
-    return Draw(index, repeat, int(torch.randint(len(cached.texts), (), generator=generator)))
+        return -1
+    return int(torch.randint(len(cached.texts), (), generator=generator))
 
 
-def read_batch(samples: Sequence[CachedSample], draws: Sequence[Draw]) -> Batch:
-    """The tensors of one batch, from the cache.
+def read_batch(samples: Sequence[CachedSample], draws: Sequence[Draw], prior_loss_weight: float = 1.0) -> Batch:
+    """The tensors of one batch, from the cache; the losses of regularisation sets count `prior_loss_weight`.
 
     Raises:
         CorruptEntryError: an entry was damaged since it was judged.
@@ -238,7 +247,7 @@ def read_batch(samples: Sequence[CachedSample], draws: Sequence[Draw]) -> Batch:
         texts=[_text(cached, draw) for cached, draw in zip(chosen, draws, strict=True)],
         names=[cached.sample.name for cached in chosen],
         keys=[cached.latent.content_key for cached in chosen],
-        repeats=[draw.repeat for draw in draws],
+        weights=torch.tensor([prior_loss_weight if cached.sample.entry.is_reg else 1.0 for cached in chosen]),
         condition=_condition(chosen),
         image_tokens=_stacked([cached.clip for cached in chosen], "clip"),
         loss_mask=_loss_mask(chosen, latents),
@@ -280,10 +289,3 @@ def _loss_mask(chosen: Sequence[CachedSample], latents: torch.Tensor) -> torch.T
         if cached.mask is not None:
             row.copy_(_tensors(cached.mask)["mask"])
     return masks
-
-
-def read_ahead(
-    samples: Sequence[CachedSample], batches: Sequence[list[Draw]], num_workers: int
-) -> Generator[Batch, None, None]:
-    """The batches in order, read in threads and at most `num_workers` ahead; 0 reads in the caller's thread."""
-    return ahead((partial(read_batch, samples, draws) for draws in batches), num_workers)

@@ -9,12 +9,12 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from diffusers import WanTransformer3DModel
 from peft import LoraConfig
-from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
 
 from wangen.generator.errors import WangenError
 from wangen.generator.formats import DOWNLOAD_AGAIN, TensorInfo
@@ -190,7 +190,7 @@ def apply_lora(
     """
     if name in getattr(transformer, "peft_config", {}):
         raise WangenError(f"two LoRAs called {name}", cure="give each LoRA once")
-    fitting, left_out = _match(transformer, lora)
+    fitting, left_out = match_modules(transformer, lora)
     fields = lora_fields({module: lora[module] for module in fitting})
     config = LoraConfig(**fields, init_lora_weights=False, inference_mode=True)
     with warnings.catch_warnings():
@@ -204,7 +204,7 @@ def apply_lora(
             layer.lora_B[name].weight.copy_(lora[module].up)
     set_multiplier(transformer, name, multiplier)
     # diffusers activates the newest adapter alone; here all of them add up.
-    for layer in _lora_layers(transformer):
+    for layer in _adapter_layers(transformer):
         layer.set_adapter(list(transformer.peft_config))
     transformer.requires_grad_(False)
     return left_out
@@ -212,7 +212,7 @@ def apply_lora(
 
 def set_multiplier(transformer: WanTransformer3DModel, name: str, multiplier: float) -> None:
     """Set the strength of one applied LoRA; 1 is as trained, 0 switches it off."""
-    for layer in _lora_layers(transformer):
+    for layer in _adapter_layers(transformer):
         layer.set_scale(name, multiplier)
 
 
@@ -224,8 +224,16 @@ def lora_fields(lora: Mapping[str, LoraWeight]) -> dict[str, Any]:
     )
 
 
-def require_size(name: str, weight: LoraWeight, shape: Sequence[int]) -> None:
-    """See that a LoRA's factors make a change of a weight's shape.
+class Sized(Protocol):
+    """What changes a weight of a certain shape."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the weight that it changes."""
+
+
+def require_size(name: str, weight: Sized, shape: Sequence[int]) -> None:
+    """See that an adapter's factors make a change of a weight's shape.
 
     Raises:
         WangenError: they do not.
@@ -238,13 +246,17 @@ def require_size(name: str, weight: LoraWeight, shape: Sequence[int]) -> None:
         )
 
 
-def _match(transformer: WanTransformer3DModel, lora: Mapping[str, LoraWeight]) -> tuple[list[str], list[str]]:
-    """The names of a LoRA that the model has, their sizes compared, and those that it lacks."""
+def match_modules(transformer: torch.nn.Module, lora: Mapping[str, Sized]) -> tuple[list[str], list[str]]:
+    """The names of an adapter that the model has, their sizes compared, and those that it lacks.
+
+    Raises:
+        WangenError: nothing matches, or the sizes are those of another model.
+    """
     modules = dict(transformer.named_modules())
     fitting = [name for name in lora if name in modules]
     for name in fitting:
         module = modules[name]
-        layer = module.get_base_layer() if isinstance(module, LoraLayer) else module
+        layer = module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
         # A quantised layer has no weight of its own shape.
         linear = isinstance(layer, torch.nn.Linear)
         require_size(name, lora[name], (layer.out_features, layer.in_features) if linear else layer.weight.shape)
@@ -253,25 +265,38 @@ def _match(transformer: WanTransformer3DModel, lora: Mapping[str, LoraWeight]) -
     return fitting, [name for name in lora if name not in modules]
 
 
-def nothing_matches(lora: Mapping[str, LoraWeight]) -> WangenError:
+def nothing_matches(lora: Mapping[str, Sized]) -> WangenError:
     """The error of a LoRA for quite another model."""
     return WangenError(f"nothing in this LoRA matches the model; it changes {', '.join(list(lora)[:3])} …")
 
 
-def _lora_layers(transformer: WanTransformer3DModel) -> list[LoraLayer]:
-    return [module for module in transformer.modules() if isinstance(module, LoraLayer)]
+def _adapter_layers(transformer: WanTransformer3DModel) -> list[BaseTunerLayer]:
+    """Those of LoRAs, and of other kinds of adapters that are on the model as well."""
+    return [module for module in transformer.modules() if isinstance(module, BaseTunerLayer)]
 
 
 def _weight(path: Path, module: str, parts: Mapping[Part, TensorInfo], alphas: Alphas) -> LoraWeight:
     read = {part: read_tensor(info) for part, info in parts.items()}
     down, up = read["down"], read["up"]
-    if "alpha" not in read:
-        alpha = alphas.of(module, down.shape[0])
-    else:
-        alpha = float(read["alpha"].float().sum()) if read["alpha"].numel() == 1 else math.nan
-    if not math.isfinite(alpha):
-        raise WangenError(f"the alpha of {module} is not a number", where=str(path))
-    return LoraWeight(down, up, alpha)
+    alpha = read["alpha"] if "alpha" in read else torch.tensor(alphas.of(module, down.shape[0]), dtype=torch.float64)
+    return LoraWeight(down, up, as_number(alpha, f"the alpha of {module}", path))
+
+
+def as_number(tensor: torch.Tensor, name: str, path: Path) -> float:
+    """The one number that a tensor of a file holds.
+
+    Args:
+        tensor: of any shape with one element.
+        name: what it is, for the message.
+        path: the file, for the message.
+
+    Raises:
+        WangenError: it holds more, none, or one that is not finite.
+    """
+    number = float(tensor.double().sum()) if tensor.numel() == 1 else math.nan
+    if not math.isfinite(number):
+        raise WangenError(f"{name} is not a number", where=str(path))
+    return number
 
 
 def _folded(lora: Mapping[str, LoraWeight]) -> Lora:

@@ -14,7 +14,8 @@ from wangen.generator.dataset import NO_CAPTION, Item, Problem, media_of
 from wangen.generator.errors import WangenError, many, printable
 from wangen.generator.geometry import TOO_SHORT, bucket_of, misfit, resampled_frames, too_short, windows
 from wangen.generator.items import read_items
-from wangen.generator.steps import SMOKE_ITEMS, CacheStep, CheckCache, Train
+from wangen.generator.step_parts import SMOKE_ITEMS
+from wangen.generator.steps import CacheStep, CheckCache, Train
 from wangen.generator.tomls import WHITE, DatasetEntry, read_dataset, select
 from wangen.profiles import Model
 from wangen.runtime.bulk import bulk

@@ -274,7 +274,7 @@ def test_a_toml_that_cannot_be_read(good, capsys, text, code, words):
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        (b"'auto'", b"'sage'", "train: --attention sage: sage attention has no backward pass"),
+        (b"'bf16'", b"'fp16'", "train: --mixed_precision fp16: use bf16"),
         (b"'0.0001'", b"'0,0001'", "train: --learning_rate takes a number, got '0,0001'"),
         (b"'42'", b"'4 2'", "no knob is set by \"SEED='4 2'\""),
         (b"--dit", b"--did", "train: train has no flag --did; did you mean --dit?"),

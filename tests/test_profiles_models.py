@@ -159,7 +159,7 @@ def test_a_profile_takes_from_the_one_it_is_based_on_what_it_does_not_say():
 @pytest.mark.parametrize(
     ("doing", "names"),
     [
-        ("training", ["i2v-14B", "t2v-1.3B", "t2v-14B"]),
+        ("training", ["i2v-14B", "i2v-A14B", "t2v-1.3B", "t2v-14B", "t2v-A14B", "ti2v-5B"]),
         ("sampling", ["t2v-1.3B", "t2v-14B"]),
         ("caching for", ["i2v-14B", "i2v-A14B", "t2v-1.3B", "t2v-14B", "t2v-A14B", "ti2v-5B"]),
     ],
@@ -179,11 +179,11 @@ def test_what_cannot_be_done_with_a_model_is_said_with_what_it_lacks(doing: Acti
 
 
 def test_the_steps_refuse_the_other_tasks_before_they_read_anything(tmp_path, capsys):
-    common = ["--dit", "none", "--task", "i2v-A14B"]
+    common = ["--dit", "none", "--task", "flf2v-14B"]
     lines = {
-        "training i2v-A14B is": ["train", *common, "--dataset_config", str(tmp_path / "none.toml"), "--output_dir",
+        "training flf2v-14B is": ["train", *common, "--dataset_config", str(tmp_path / "none.toml"), "--output_dir",
                                 str(tmp_path / "out"), "--output_name", "x"],
-        "sampling i2v-A14B is": ["generate", *common, "--vae", "none", "--t5", "none", "--prompt", "a cat",
+        "sampling flf2v-14B is": ["generate", *common, "--vae", "none", "--t5", "none", "--prompt", "a cat",
                                 "--save_path", str(tmp_path / "a.mp4")],
     }  # fmt: skip
     for words, line in lines.items():
@@ -192,9 +192,9 @@ def test_the_steps_refuse_the_other_tasks_before_they_read_anything(tmp_path, ca
 
 
 def test_publishing_refuses_the_other_tasks(tmp_path, capsys, monkeypatch):
-    write_tree(tmp_path, {"wangen.toml": 'model = "t2v-A14B"\n'})
+    write_tree(tmp_path, {"wangen.toml": 'model = "flf2v-14B"\n'})
     monkeypatch.chdir(tmp_path)
-    assert workspace.read(tmp_path).profile().name == "t2v-A14B"
+    assert workspace.read(tmp_path).profile().name == "flf2v-14B"
     assert main(["publish", "cats"]) == 2
-    assert "publishing for t2v-A14B is not in this version of wangen: it needs two experts" in capsys.readouterr().err
+    assert "publishing for flf2v-14B is not in this version of wangen: it needs the first and the last frame" in capsys.readouterr().err
     assert not (tmp_path / "published").exists()

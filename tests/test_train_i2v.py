@@ -64,7 +64,7 @@ def options(config: Path) -> Train:
     return Train(
         dataset_config=config, dit=VECTORS / "dit_i2v21" / "model.safetensors", task="i2v-14B",
         output_dir=config.parent / "out", output_name="lora", network_dim=2, network_alpha=2.0, learning_rate=1e-3,
-        mixed_precision="no", max_train_steps=3, log_with="none", device="cpu",
+        mixed_precision="no", max_train_steps=3, log_with=("none",), device="cpu",
     )  # fmt: skip
 
 

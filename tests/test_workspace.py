@@ -128,7 +128,7 @@ def test_the_workspace_is_found_from_below(tmp_path, monkeypatch):
         ("[steps.bake]\nx = 1", "one of check, cache_latents"),
         ("[steps.train]\nlearning_rat = 1", "did you mean --learning_rate?"),
         ("[steps.train]\nnetwork_dim = 'x'", "takes a whole number"),
-        ("[steps.train]\nattention = 'sage'", "no backward pass"),
+        ("[steps.train]\nmixed_precision = 'fp16'", "use bf16"),
     ],
 )
 def test_mistakes_in_the_file(tmp_path, text, words):

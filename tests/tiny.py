@@ -36,7 +36,7 @@ class TinyRun:
             learning_rate=1e-3,
             mixed_precision="no",
             max_train_steps=6,
-            log_with="none",
+            log_with=("none",),
             device="cpu",
         )
         return replace(options, **changes)

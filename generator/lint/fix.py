@@ -24,7 +24,7 @@ from wangen.generator.paths import slugify
 from wangen.generator.publish.texts import script_text, setup_text
 from wangen.generator.setup.wheel import write_wheel
 from wangen.generator.steps import CacheLatents, CacheText, Check, CheckCache, Generate, Train
-from wangen.generator.table import Option, Step, options, spellings
+from wangen.generator.table import Option, Step, options, spellings, text_of
 from wangen.generator.tasks import require_supported
 
 _ORDER: tuple[type[Step], ...] = (Check, CacheLatents, CacheText, CheckCache, Train, Generate)
@@ -216,6 +216,10 @@ def _defaults(call: Call) -> dict[str, Any]:
         call.flags = [
             flag for flag in call.flags if flag.name not in ("timestep_sampling", *["weighting_scheme"] * normal)
         ]
+        mean = call.value("logit_mean")
+        if normal and mean and re.fullmatch(r"-?[0-9.]+", mean):
+            found["logit_mean"] = text_of(-float(mean))
+            call.flags = [flag for flag in call.flags if flag.name != "logit_mean"]
     return found
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from wangen.generator.steps import Generate
+    from wangen.runtime.models.compute import Compute
 
 
 TEXT_TASKS = ("t2v-14B", "ti2v-5B")
@@ -49,6 +50,28 @@ class PromptEncoder(Protocol):
 
         `on_block` is told how many blocks are done, and of how many.
         """
+
+
+class VelocityModel(Protocol):
+    """A transformer with its adapter, as training calls it."""
+
+    @property
+    def attention(self) -> str:
+        """The name of the attention kernel that runs."""
+
+    def __call__(
+        self,
+        latents: "torch.Tensor",
+        timesteps: "torch.Tensor",
+        texts: "Sequence[torch.Tensor]",
+        *,
+        condition: "torch.Tensor | None" = None,
+        image_tokens: "torch.Tensor | None" = None,
+    ) -> "torch.Tensor":
+        """Velocity (B, C, F, h, w), as `Family.predict_velocity`."""
+
+    def move(self, device: "torch.device") -> None:
+        """Move the frozen weights to a device; what is trained stays."""
 
 
 class Family(Protocol):
@@ -86,8 +109,10 @@ class Family(Protocol):
     def encode_prompts(self, text_encoder: Any, tokenizer: Any, prompts: Sequence[str]) -> "list[torch.Tensor]":
         """For each prompt its embedding (L, dim), trimmed to its own length."""
 
-    def load_transformer(self, path: Path, *, dtype: "torch.dtype | None" = None, device: Any = "cpu") -> Any:
-        """The transformer, frozen."""
+    def load_transformer(
+        self, path: Path, *, dtype: "torch.dtype | None" = None, device: Any = "cpu", quantize: Any = None
+    ) -> Any:
+        """The transformer, frozen; `quantize` is the form that its blocks' linear layers get while they are read."""
 
     def load_image_encoder(self, path: Path, *, dtype: "torch.dtype | None" = None, device: Any = "cpu") -> Any:
         """The image encoder, frozen; for models that are conditioned on what an image shows."""
@@ -106,6 +131,16 @@ class Family(Protocol):
         image_tokens: "torch.Tensor | None" = None,
     ) -> "torch.Tensor":
         """Velocity (B, C, F, h, w) for noisy latents, timesteps (B,) or (B, tokens), and B embeddings (L, dim)."""
+
+    def velocity_model(
+        self, transformer: Any, compute: "Compute", *, device: "torch.device", dtype: "torch.dtype", swap: Any = None
+    ) -> VelocityModel:
+        """What training predicts velocities with: the fast path, or with `compute.plain` the library's own forward."""
+
+    def timesteps_per_token(
+        self, timesteps: "torch.Tensor", latents: "torch.Tensor", clean_frames: Sequence[int]
+    ) -> "torch.Tensor":
+        """Timesteps (B,) -> (B, tokens), with 0 for the tokens of each item's first latent frames."""
 
     def sample_latents(
         self,

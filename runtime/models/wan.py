@@ -4,6 +4,7 @@ Letters in shapes: B batch, C channels, T frames of video, H and W pixels, F fra
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,17 +13,16 @@ import torch
 
 from wangen.generator.errors import WangenError
 from wangen.generator.steps import Generate
-from wangen.runtime.randomness import generator_for
+from wangen.runtime.denoising import Stage, denoise, flow_scheduler, initial_noise
+from wangen.runtime.devices import set_attention
+from wangen.runtime.models.plain import PlainModel
 
 if TYPE_CHECKING:
-    from diffusers import (
-        AutoencoderKLWan,
-        FlowMatchEulerDiscreteScheduler,
-        UniPCMultistepScheduler,
-        WanTransformer3DModel,
-    )
+    from diffusers import AutoencoderKLWan, WanTransformer3DModel
 
-    from wangen.runtime.models import LatentEncoder, PromptEncoder
+    from wangen.runtime.memory.swap import BlockSwap
+    from wangen.runtime.models import LatentEncoder, PromptEncoder, VelocityModel
+    from wangen.runtime.models.compute import Compute
 
 _HOMES = {
     "decode_latents": "models.wan_vae",
@@ -118,17 +118,40 @@ def predict_velocity(
     return velocity
 
 
-def timesteps_per_token(timesteps: torch.Tensor, latents: torch.Tensor, *, clean_frames: int = 1) -> torch.Tensor:
-    """Timesteps (B,) -> (B, tokens), with 0 for the tokens of the first `clean_frames` latent frames.
+def timesteps_per_token(timesteps: torch.Tensor, latents: torch.Tensor, clean_frames: Sequence[int]) -> torch.Tensor:
+    """Timesteps (B,) -> (B, tokens), with 0 for the tokens of each item's first `clean_frames` latent frames.
 
-    >>> timesteps_per_token(torch.tensor([500.0]), torch.zeros(1, 48, 2, 4, 2))
+    >>> timesteps_per_token(torch.tensor([500.0]), torch.zeros(1, 48, 2, 4, 2), [1])
     tensor([[  0.,   0., 500., 500.]])
     """
     frames, height, width = latents.shape[2:]
     tokens = (height // PATCH) * (width // PATCH)
     values = timesteps[:, None].repeat(1, frames * tokens)
-    values[:, : clean_frames * tokens] = 0
+    for row, number in zip(values, clean_frames, strict=True):
+        row[: number * tokens] = 0
     return values
+
+
+def velocity_model(
+    transformer: "WanTransformer3DModel",
+    compute: "Compute",
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    swap: "BlockSwap | None" = None,
+) -> "VelocityModel":
+    """What training predicts velocities with: `FastWan`, or the library's forward with `compute.plain`.
+
+    Raises:
+        WangenError: the attention kernel does not run here, and none can stand in for it.
+    """
+    if compute.plain:
+        name = set_attention(transformer, compute.attention, device, dtype, backward=True)
+        return PlainModel(transformer, predict_velocity, compute, dtype, name)
+    from wangen.runtime.fast.attention import choose_kernel
+    from wangen.runtime.fast.dit import FastWan
+
+    return FastWan(transformer, compute, choose_kernel(compute.attention, device, dtype), swap)
 
 
 def _require_width(transformer: "WanTransformer3DModel", texts: Sequence[torch.Tensor]) -> None:
@@ -151,7 +174,6 @@ def pad_texts(texts: Sequence[torch.Tensor]) -> torch.Tensor:
     return padded
 
 
-@torch.no_grad()
 def sample_latents(
     transformer: "WanTransformer3DModel",
     vae: "AutoencoderKLWan",
@@ -159,7 +181,7 @@ def sample_latents(
     texts: Sequence[torch.Tensor],
     on_step: Callable[[int], None] = lambda _number: None,
 ) -> torch.Tensor:
-    """Denoise seeded noise with diffusers' own `WanPipeline`.
+    """Denoise seeded noise with diffusers' schedulers.
 
     Args:
         transformer: with the LoRAs applied.
@@ -169,49 +191,18 @@ def sample_latents(
         on_step: called after each step with how many are done.
 
     Returns:
-        (1, 16, F, h, w) in float32, normalised.
+        (1, C, F, h, w) in float32, normalised; C is 16, or 48 of the 5B.
     """
-    from diffusers import WanPipeline
-
     _require_width(transformer, texts)
     height_px, width_px = options.video_size
     frames = (options.video_length - 1) // vae.config.scale_factor_temporal + 1
     stride = vae.config.scale_factor_spatial
     shape = (1, vae.config.z_dim, frames, height_px // stride, width_px // stride)
-    noise = torch.randn(shape, generator=generator_for("sample", options.seed))
-    pipeline = WanPipeline(
-        tokenizer=None, text_encoder=None, vae=vae, scheduler=_scheduler(options), transformer=transformer
-    )
-    pipeline.set_progress_bar_config(disable=True)
-
-    def after(
-        _pipeline: WanPipeline, number: int, _timestep: float, values: dict[str, torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
-        on_step(number + 1)
-        return values
-
-    result = pipeline(
-        prompt_embeds=pad_texts(texts[:1]).to(transformer.device, transformer.dtype),
-        negative_prompt_embeds=pad_texts(texts[1:]).to(transformer.device, transformer.dtype) if texts[1:] else None,
-        height=height_px,
-        width=width_px,
-        num_frames=options.video_length,
-        num_inference_steps=options.infer_steps,
-        guidance_scale=options.guidance_scale,
-        latents=noise.to(transformer.device),
-        output_type="latent",
-        callback_on_step_end=after,
-    )
-    latents: torch.Tensor = result.frames.float()
-    return latents
-
-
-def _scheduler(options: Generate) -> "FlowMatchEulerDiscreteScheduler | UniPCMultistepScheduler":
-    """The sampler with Wan's flow settings, as in the published pipelines."""
-    from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
-
-    if options.sample_solver == "euler":
-        return FlowMatchEulerDiscreteScheduler(shift=options.flow_shift)
-    return UniPCMultistepScheduler(
-        prediction_type="flow_prediction", use_flow_sigmas=True, num_train_timesteps=1000, flow_shift=options.flow_shift
+    return denoise(
+        [Stage(partial(predict_velocity, transformer), options.guidance_scale)],
+        initial_noise(shape, options.seed).to(transformer.device),
+        flow_scheduler(options.sample_solver, options.flow_shift),
+        options.infer_steps,
+        [text.to(transformer.device) for text in texts],
+        on_step=on_step,
     )

@@ -1,128 +1,235 @@
-"""The LoRA that is being trained: added with peft, initialised from the seed, saved in the layouts that people load."""
+"""The adapter that is being trained: put on with peft, begun from the seed or from a file, switched off and on."""
 
-import json
+import contextlib
+import logging
 import math
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import torch
 from diffusers import WanTransformer3DModel
-from peft import LoraConfig
+from peft import LoHaConfig, LoKrConfig, LoraConfig, PeftConfig
+from peft.tuners.tuners_utils import BaseTunerLayer
 
-from wangen.generator.errors import WangenError
+from wangen import profiles
+from wangen.generator.errors import UsageError, WangenError, many
+from wangen.generator.lora_keys import module_name
 from wangen.generator.steps import Train
-from wangen.runtime.lora import Lora, LoraWeight, read_lora, to_layout
+from wangen.runtime.adapter_layers import (
+    adapter_layers,
+    add,
+    fill,
+    merge_adapter,
+    parameter_name,
+    parts_of,
+    require_linear,
+)
+from wangen.runtime.adapters import WORDS, Adapter, AdapterWeight, read_adapter
 from wangen.runtime.randomness import generator_for
-from wangen.runtime.safetensors_file import serialize, write_chunks
+from wangen.runtime.training.adapter_config import Settings, select_modules, settings
+
+log = logging.getLogger("wangen")
 
 NAME = "default"
+FIRST_FACTORS = {"lora": ("up",), "loha": ("hada_w1_a",), "lokr": ("lokr_w1", "lokr_w1_a")}
+"""What takes up the difference of two scales: one factor of each kind, whole or its first half."""
+ZEROS = {"lora": ("up",), "loha": ("hada_w2_b",), "lokr": ("lokr_w1", "lokr_w1_a")}
+"""The factor that peft begins at zero, so that training starts at the base model."""
+MAX_NAMES = 5
 
 
-def add_lora(transformer: WanTransformer3DModel, options: Train, targets: str) -> dict[str, torch.nn.Parameter]:
-    """Add a trainable LoRA in float32 to a frozen transformer.
+def add_adapter(
+    transformer: WanTransformer3DModel, options: Train, model: profiles.Model, expert: str = ""
+) -> dict[str, torch.nn.Parameter]:
+    """Put a trainable adapter in float32 on a frozen transformer, which computes the same as before.
 
-    `lora_A` is drawn as peft does (Kaiming uniform, a = sqrt 5), each module from its own seeded generator; `lora_B` is
-    zero, so that training starts at the base model.
+    Every factor is drawn as peft does (Kaiming uniform, a = sqrt 5) from a seeded generator of its own, but for the one
+    that is zero. With `--network_weights` the transformer computes what it does with that adapter.
 
     Args:
-        transformer: the frozen model.
-        options: rank, alpha, dropout, seed and, if given, the weights to start from.
-        targets: regular expression over module names, from the model profile.
+        transformer: the frozen model, quantised or not, without adapters.
+        options: kind, rank, targets, seed and, if given, the weights to start from.
+        model: whose layers usually get an adapter.
+        expert: `high_noise`, `low_noise`, or empty where there is only one.
 
     Returns:
         The trainable parameters by name, sorted.
 
     Raises:
-        WangenError: no module matches, or the LoRA to start from does not fit.
+        WangenError: no layer is left by the targets, the adapter to start from does not fit, or a layer holds its
+            weight in a form that this kind cannot work with.
+        UsageError: flags that contradict each other.
     """
-    config = LoraConfig(
-        r=options.network_dim,
-        lora_alpha=options.network_alpha,
-        lora_dropout=options.network_dropout,
-        target_modules=targets,
-        init_lora_weights=False,
-    )
-    transformer.add_adapter(config, adapter_name=NAME)
-    parameters = {name: p for name, p in sorted(transformer.named_parameters()) if p.requires_grad}
-    if not parameters:
-        raise WangenError("no module of this transformer matches the LoRA targets", cure="give the right --task")
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.data = parameter.data.float()
-            if ".lora_A." in name:
-                bound = 1 / math.sqrt(parameter.shape[1])  # Kaiming uniform with a = sqrt 5
-                start = torch.rand(parameter.shape, generator=generator_for(options.seed, "lora", name))
-                parameter.copy_((2 * start - 1) * bound)
-            else:
-                parameter.zero_()
-    if options.network_weights:
-        _start_from(transformer, parameters, read_lora(options.network_weights, "--network_weights"), options)
-    return parameters
+    chosen = settings(options, expert)
+    linear = (name for name, layer in transformer.named_modules() if isinstance(layer, torch.nn.Linear))
+    modules = select_modules(sorted(name for name in linear if module_name(name)), options, model, expert)
+    require_linear(transformer, modules, chosen.kind, chosen.dora)
+    add(transformer, _config(chosen, modules), NAME)
+    layers = adapter_layers(transformer)
+    start = read_adapter(chosen.start) if chosen.start else {}
+    if chosen.start:
+        start = _fitting(start, layers, chosen)
+    seed: tuple[str | int, ...] = (options.seed, "adapter", *([expert] if expert == "high_noise" else []))
+    for module, layer in layers.items():
+        _initialise(layer, module, chosen, seed)
+        if module in start:
+            _start_from(layer, module, start[module], chosen)
+    return {name: parameter for name, parameter in sorted(transformer.named_parameters()) if parameter.requires_grad}
 
 
-def as_lora(parameters: Mapping[str, torch.Tensor], alpha: float) -> Lora:
-    """The adapter's parameters, of a model in memory or of a training state, by module."""
-    down, up = f".lora_A.{NAME}.weight", f".lora_B.{NAME}.weight"
-    modules = sorted(name.removesuffix(down) for name in parameters if name.endswith(down))
-    return {
-        name: LoraWeight(parameters[name + down].detach().cpu(), parameters[name + up].detach().cpu(), alpha)
-        for name in modules
-    }
-
-
-def save_lora(path: Path, lora: Lora, options: Train, metadata: Mapping[str, str]) -> list[Path]:
-    """Write the LoRA in every layout asked for: the first under `path`, the others with the layout as a suffix.
+def merge_base_weights(transformer: WanTransformer3DModel, options: Train) -> None:
+    """Add the adapters of `--base_weights` to the frozen base for good, before the trained one is put on.
 
     Raises:
-        WangenError: the disk refused; an earlier file of that name is untouched.
+        UsageError: the multipliers are not one for each.
+        WangenError: as `adapter_layers.merge_adapter`.
     """
-    dtype: torch.dtype = getattr(torch, options.save_precision)
-    written = []
-    for number, layout in enumerate(options.lora_layout):
-        target = path if number == 0 else path.with_name(f"{path.stem}-{layout}{path.suffix}")
-        content = b"".join(serialize(to_layout(lora, layout, dtype), metadata))
-        if not (target.is_file() and target.read_bytes() == content):  # the same LoRA keeps its time stamp
-            write_chunks(target, [content])
-        written.append(target)
-    return written
+    multipliers = options.base_weights_multiplier or (1.0,) * len(options.base_weights)
+    if len(multipliers) != len(options.base_weights):
+        raise UsageError(
+            f"{many(len(options.base_weights), '--base_weights')} and {len(multipliers)} --base_weights_multiplier",
+            cure="give one multiplier for each, or none",
+        )
+    for path, multiplier in zip(options.base_weights, multipliers, strict=True):
+        left_out = merge_adapter(transformer, read_adapter(path, "--base_weights"), multiplier)
+        if left_out:
+            log.warning("  %s: %s not in this model and left out: %s", path.name, many(len(left_out), "layer"),
+                        _some(left_out))  # fmt: skip
 
 
-def metadata(options: Train, *, step: int, fingerprint: Mapping[str, Any]) -> dict[str, str]:
-    """A LoRA's header: what was trained on which data with which settings; no time, host or path."""
-    comment = {"ss_training_comment": options.training_comment} if options.training_comment else {}
-    return {
-        "format": "pt",
-        "wangen.fingerprint": json.dumps(fingerprint, sort_keys=True),
-        "ss_base_model_version": "wan",
-        "ss_network_module": "networks.lora_wan",
-        "ss_network_dim": str(options.network_dim),
-        "ss_network_alpha": str(options.network_alpha),
-        "ss_learning_rate": str(options.learning_rate),
-        "ss_steps": str(step),
-        "ss_seed": str(options.seed),
-        **comment,
-    }
+@contextlib.contextmanager
+def disabled(transformer: WanTransformer3DModel) -> Iterator[None]:
+    """Let the transformer compute as the base, without its adapter; afterwards all is as before."""
+    layers = adapter_layers(transformer).values()
+    trained = [parameter for parameter in transformer.parameters() if parameter.requires_grad]
+    try:
+        for layer in layers:
+            layer.enable_adapters(enabled=False)
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(enabled=True)
+        for parameter in trained:
+            parameter.requires_grad_(True)
 
 
-def _start_from(
-    transformer: WanTransformer3DModel, parameters: Mapping[str, torch.nn.Parameter], lora: Lora, options: Train
-) -> None:
-    """Copy a LoRA into the adapter, scaled so that it begins with the same change of the weights."""
-    where = str(options.network_weights)
-    fitting = {name: weight for name, weight in lora.items() if f"{name}.lora_A.{NAME}.weight" in parameters}
-    if not fitting:
-        raise WangenError("nothing in this LoRA fits the model", where=where, cure="give a LoRA of this model")
-    ours = options.network_alpha / options.network_dim
-    for name, weight in fitting.items():
-        down, up = (parameters[f"{name}.lora_{side}.{NAME}.weight"] for side in "AB")
-        if down.shape != weight.down.shape or up.shape != weight.up.shape:
-            other_rank = weight.rank != options.network_dim
-            raise WangenError(
-                f"{name}: this LoRA is {tuple(weight.down.shape)}, the adapter is {tuple(down.shape)}",
-                where=where,
-                cure=f"give --network_dim {weight.rank}" if other_rank else "give a LoRA of this model, not of another",
-            )
+@contextlib.contextmanager
+def replaced(parameters: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Let the parameters have other values (their averages, say); afterwards they have their own bytes again.
+
+    The values are copied into the same storage, which flat buffers and compiled graphs keep seeing.
+
+    Args:
+        parameters: those of the model, by name.
+        other: values for some of them, of any device and dtype.
+    """
+    own = {name: parameters[name].detach().clone() for name in other}
+    try:
         with torch.no_grad():
-            down.copy_(weight.down)
-            up.copy_(weight.up.float() * (weight.scale / ours))
+            for name, value in other.items():
+                parameters[name].copy_(value)
+        yield
+    finally:
+        with torch.no_grad():
+            for name, value in own.items():
+                parameters[name].copy_(value)
+
+
+def _config(chosen: Settings, modules: list[str]) -> PeftConfig:
+    common = {"r": chosen.rank, "rank_pattern": dict(chosen.ranks), "alpha_pattern": dict(chosen.alphas),
+              "target_modules": modules}  # fmt: skip
+    if chosen.kind == "lora":
+        return LoraConfig(**common, lora_alpha=chosen.alpha, lora_dropout=chosen.dropout, use_rslora=chosen.rslora,
+                          use_dora=chosen.dora)  # fmt: skip
+    common |= {"alpha": chosen.alpha, "rank_dropout": chosen.rank_dropout, "module_dropout": chosen.module_dropout}
+    if chosen.kind == "loha":
+        return LoHaConfig(**common)
+    return LoKrConfig(**common, decompose_factor=chosen.factor, decompose_both=chosen.decompose_both)
+
+
+def _initialise(layer: BaseTunerLayer, module: str, chosen: Settings, seed: tuple[str | int, ...]) -> None:
+    """Draw the factors of one layer, in float32 and on its device."""
+    for part, parameter in parts_of(dict(layer.named_parameters(prefix=module)))[module].items():
+        value = torch.zeros(parameter.shape)
+        if part not in ZEROS[chosen.kind] and part != "magnitude":
+            generator = generator_for(*seed, parameter_name(module, part, NAME))
+            torch.nn.init.kaiming_uniform_(value, a=math.sqrt(5), generator=generator)
+        parameter.data = value.to(parameter.device)
+    _set_magnitude(layer, chosen)
+
+
+def _set_magnitude(layer: BaseTunerLayer, chosen: Settings) -> None:
+    """Let a DoRA's magnitudes be the norms of the rows as they are, so that they change nothing yet."""
+    if chosen.dora:
+        layer.lora_magnitude_vector[NAME].update_layer(
+            base_layer=layer.get_base_layer(),
+            lora_A=layer.lora_A[NAME].weight.data,
+            lora_B=layer.lora_B[NAME].weight.data,
+            scaling=layer.scaling[NAME],
+        )
+
+
+def _fitting(adapter: Adapter, layers: Mapping[str, BaseTunerLayer], chosen: Settings) -> Adapter:
+    """What of an adapter to start from is trained here; the rest is said.
+
+    Raises:
+        WangenError: it is of another kind, or nothing of it fits.
+    """
+    where = str(chosen.start)
+    kinds = {weight.kind for weight in adapter.values()}
+    if kinds != {chosen.kind}:
+        (kind,) = kinds
+        raise WangenError(f"this is a {WORDS[kind]}, and a {WORDS[chosen.kind]} is to be trained", where=where,
+                          cure=f"give --network_module {kind}, or another file")  # fmt: skip
+    if any(weight.magnitude is not None for weight in adapter.values()) and not chosen.dora:
+        raise WangenError("this is a DoRA, and a LoRA is to be trained", where=where, cure="give --dora as well")
+    fitting = {module: weight for module, weight in adapter.items() if module in layers}
+    if not fitting:
+        raise WangenError(
+            f"nothing in this adapter fits what is trained: it changes {_some(list(adapter))}, and "
+            f"{_some(list(layers))} are trained", where=where, cure="give an adapter of this model, or other targets",
+        )  # fmt: skip
+    log.info("  %s of %s start from %s", many(len(fitting), "layer"), len(layers), where)
+    if left_out := [module for module in adapter if module not in layers]:
+        log.warning("  %s of it not trained here and left out: %s", many(len(left_out), "layer"), _some(left_out))
+    return fitting
+
+
+def _start_from(layer: BaseTunerLayer, module: str, weight: AdapterWeight, chosen: Settings) -> None:
+    """Copy one layer's adapter, scaled so that it begins with the same change of the weights.
+
+    Raises:
+        WangenError: it has other sizes.
+    """
+    own = parts_of(dict(layer.named_parameters(prefix=module)))[module]
+    ours = {part: tuple(parameter.shape) for part, parameter in own.items() if part != "magnitude"}
+    theirs = {part: tuple(factor.shape) for part, factor in weight.factors.items()}
+    if ours != theirs:
+        raise WangenError(f"{module}: this adapter is {theirs}, the one that is trained is {ours}",
+                          where=str(chosen.start), cure=_cure(layer, weight, chosen))  # fmt: skip
+    ratio = weight.scale / layer.scaling[NAME]
+    scaled = {
+        part: factor.double() * ratio if part in FIRST_FACTORS[chosen.kind] else factor
+        for part, factor in weight.factors.items()
+    }
+    if chosen.kind == "lora":
+        # A DoRA's magnitudes may be over norms that depend on the scale, which is now the layer's.
+        fill(layer, replace(weight, factors=scaled, scale=layer.scaling[NAME]), NAME)
+        if weight.magnitude is None:
+            _set_magnitude(layer, chosen)
+        return
+    for part, factor in scaled.items():
+        own[part].data = factor.to(own[part].device, torch.float32)
+
+
+def _cure(layer: BaseTunerLayer, weight: AdapterWeight, chosen: Settings) -> str:
+    base = layer.get_base_layer()
+    if weight.shape != (base.out_features, base.in_features):
+        return "give an adapter of this model, not of another"
+    if weight.rank and weight.rank != chosen.rank:
+        return f"give --network_dim {weight.rank}, or --dim_from_weights"
+    return "give the --network_dim and --lokr_factor that it was trained with"
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:MAX_NAMES]) + (" …" if len(names) > MAX_NAMES else "")

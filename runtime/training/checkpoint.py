@@ -18,7 +18,29 @@ from wangen.generator.files import remove_tree, replace, sync_folder, write_text
 from wangen.runtime.safetensors_file import write
 
 MANIFEST = "state.json"
-FORMAT = "wangen-state-1"
+FORMAT = "wangen-state-2"
+_PARTS = ("adapter", "optimizer", "ema")
+
+
+@dataclass(frozen=True)
+class ExpertState:
+    """Where one transformer of a run stands.
+
+    Attributes:
+        step: optimizer steps it has done.
+        adapter: trainable weights by parameter name.
+        optimizer: the optimizer's tensors.
+        numbers: its plain numbers.
+        ema: the averages by parameter name; empty when none are kept.
+        ema_updates: how often they were updated.
+    """
+
+    step: int
+    adapter: Mapping[str, torch.Tensor]
+    optimizer: Mapping[str, torch.Tensor]
+    numbers: Mapping[str, Any]
+    ema: Mapping[str, torch.Tensor]
+    ema_updates: int = 0
 
 
 @dataclass(frozen=True)
@@ -26,20 +48,19 @@ class TrainingState:
     """Where a run stands.
 
     Attributes:
-        step: optimizer steps done.
-        adapter: trainable weights by parameter name.
-        optimizer: the optimizer's tensors: `<parameter number>.<name>`.
-        numbers: the optimizer's plain numbers, by the same names, and those of its group as `group.<name>`.
+        experts: by the expert's name, which is empty where there is one transformer.
         fingerprint: every setting and digest that decides the result.
-        facts: small things to carry on: the first loss.
+        facts: small things to carry on: the first loss, the best validation.
     """
 
-    step: int
-    adapter: Mapping[str, torch.Tensor]
-    optimizer: Mapping[str, torch.Tensor]
-    numbers: Mapping[str, Any]
+    experts: Mapping[str, ExpertState]
     fingerprint: Mapping[str, Any]
     facts: Mapping[str, Any]
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done, of all experts together."""
+        return sum(expert.step for expert in self.experts.values())
 
 
 def save(folder: Path, state: TrainingState, *, keep: bool = False) -> Path:
@@ -53,13 +74,17 @@ def save(folder: Path, state: TrainingState, *, keep: bool = False) -> Path:
     try:
         _remove(staging)
         staging.mkdir(parents=True)
-        write(staging / "adapter.safetensors", state.adapter, {})
-        write(staging / "optimizer.safetensors", state.optimizer, {})
+        for name, expert in state.experts.items():
+            for part in _PARTS:
+                write(staging / _file(part, name), getattr(expert, part), {})
         manifest = {
             "format": FORMAT,
             "step": state.step,
+            "experts": {
+                name: {"step": expert.step, "numbers": expert.numbers, "ema_updates": expert.ema_updates}
+                for name, expert in state.experts.items()
+            },
             "files": {path.name: path.stat().st_size for path in sorted(staging.iterdir())},
-            "numbers": state.numbers,
             "fingerprint": state.fingerprint,
             "facts": state.facts,
             "keep": keep,
@@ -97,92 +122,51 @@ def read(path: Path) -> TrainingState:
     Raises:
         WangenError: it is no complete state.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import load
-
     manifest = _manifest(path)
     if manifest is None:
         raise WangenError(
             "this is no complete training state", where=str(path), cure="leave --resume out or give another"
         )
-    try:  # read as bytes: a memory-mapped file could not be removed on Windows when the next state replaces it
-        adapter, optimizer = (load((path / f"{name}.safetensors").read_bytes()) for name in ("adapter", "optimizer"))
+    experts = {}
+    for name, numbers in manifest["experts"].items():
+        adapter, optimizer, ema = (_load(path / _file(part, name)) for part in _PARTS)
+        experts[name] = ExpertState(adapter=adapter, optimizer=optimizer, ema=ema, **numbers)
+    return TrainingState(experts, manifest["fingerprint"], manifest["facts"])
+
+
+def _file(part: str, expert: str) -> str:
+    return f"{part}_{expert}.safetensors" if expert else f"{part}.safetensors"
+
+
+def _load(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a file, read as bytes: a mapped file could not be removed on Windows when the next replaces it."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    try:
+        tensors: dict[str, torch.Tensor] = load(path.read_bytes())
+        return tensors
     except (OSError, SafetensorError) as error:
         raise WangenError(
             f"the training state is damaged ({error})",
-            where=str(path),
+            where=str(path.parent),
             cure="remove this folder: the run then goes on from an earlier state, or from step 0",
         ) from None
-    return TrainingState(
-        step=manifest["step"],
-        adapter=adapter,
-        optimizer=optimizer,
-        numbers=manifest["numbers"],
-        fingerprint=manifest["fingerprint"],
-        facts=manifest["facts"],
-    )
 
 
-def remove_others(folder: Path, keep: set[Path]) -> None:
-    """Remove the states of a folder except these and those that were saved to be kept."""
+def remove_others(folder: Path, keep: set[Path], oldest_kept: int = 0) -> None:
+    """Remove the states of a folder except these and those that were saved to be kept, from step `oldest_kept` on."""
     spared = {path.resolve() for path in keep}
     for path in folder.glob("step-*"):
         manifest = _manifest(path)
-        if path.resolve() not in spared and not (manifest and manifest.get("keep")):
+        kept = manifest and manifest.get("keep") and manifest["step"] >= oldest_kept
+        if path.resolve() not in spared and not kept:
             _remove(path)
 
 
 def forget(folder: Path) -> None:
     """Remove every state of a run that starts afresh."""
     _remove(folder)
-
-
-def optimizer_tensors(optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """An optimizer's state as tensors and plain numbers, both named `<parameter number>.<name>`.
-
-    Raises:
-        WangenError: it keeps something else, so that it could not be resumed.
-    """
-    tensors: dict[str, torch.Tensor] = {}
-    numbers: dict[str, Any] = {}
-    for index, values in optimizer.state_dict()["state"].items():
-        for name, value in values.items():
-            if isinstance(value, torch.Tensor):
-                tensors[f"{index}.{name}"] = value
-            elif isinstance(value, int | float | bool | None):
-                numbers[f"{index}.{name}"] = value
-            else:
-                raise WangenError(f"{type(optimizer).__name__} keeps a {type(value).__name__}, which cannot be resumed",
-                                  cure="choose another --optimizer_type")  # fmt: skip
-    # Some optimizers count in their group (Prodigy's d, schedule-free's k); the learning rate follows the step.
-    for name, value in optimizer.param_groups[0].items():
-        if name != "lr" and isinstance(value, int | float | bool):
-            numbers[f"group.{name}"] = value
-    return tensors, numbers
-
-
-def restore(
-    parameters: Mapping[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer, state: TrainingState, where: Path
-) -> None:
-    """Put a saved state into fresh parameters and a fresh optimizer over them.
-
-    Raises:
-        WangenError: the state is of an adapter of other modules or another rank.
-    """
-    shapes = {name: parameter.shape for name, parameter in parameters.items()}
-    if shapes != {name: tensor.shape for name, tensor in state.adapter.items()}:
-        raise WangenError("the training state is of an adapter with other modules or another rank", where=str(where),
-                          cure="give the rank it was trained with, or --fresh")  # fmt: skip
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(state.adapter[name])
-    values: dict[int, dict[str, Any]] = {}
-    group: dict[str, Any] = {}
-    for name, value in {**state.optimizer, **state.numbers}.items():
-        index, key = name.split(".", 1)
-        (group if index == "group" else values.setdefault(int(index), {}))[key] = value
-    groups = [{**old, **group} for old in optimizer.state_dict()["param_groups"]]
-    optimizer.load_state_dict({"state": values, "param_groups": groups})
 
 
 def _remove(folder: Path) -> None:

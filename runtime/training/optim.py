@@ -1,93 +1,260 @@
-"""Optimizer and learning-rate schedule, from the flags."""
+"""The optimizer of a run, from the flags: one interface, whichever class does the arithmetic."""
 
-import ast
-from collections.abc import Callable, Sequence
-from importlib import import_module
-from typing import Any
+import contextlib
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Protocol, runtime_checkable
 
 import torch
 
-from wangen.generator.errors import UsageError
+from wangen.generator.errors import UsageError, WangenError
+from wangen.generator.session import with_flag
 from wangen.generator.steps import Train
+from wangen.runtime.training.flat import FlatParameters
+from wangen.runtime.training.optimizer_class import OptimizerClass, optimizer_class
+from wangen.runtime.training.optimizer_state import Leaf, Number, collect, move, restore, snapshot
+
+log = logging.getLogger("wangen")
+
+CLASS = "class"
+ZERO_AT_START = re.compile(r"\.(?:lora_B|hada_w2_b|lokr_w1|lokr_w1_a)\.")
+"""The factor that peft starts at zero: of LoRA, LoHa and LoKr."""
+
+_FAILURES = (TypeError, ValueError, RuntimeError, AttributeError, AssertionError, LookupError)
 
 
-def make_optimizer(options: Train, parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer of `--optimizer_type` with `--optimizer_args`.
+@runtime_checkable
+class _ScheduleFree(Protocol):
+    """A schedule-free optimizer: it trains other weights than those to evaluate, and must be told which to show."""
 
-    Raises:
-        UsageError: no such class, its package is missing, or an argument does not fit.
+    def train(self) -> None: ...
+
+    def eval(self) -> None: ...
+
+
+class Optimization:
+    """An optimizer over the trainable parameters of one model.
+
+    A step is `zero_grad`, any number of backward passes, `clip`, `step`. The parameters become views of flat buffers
+    (see `FlatParameters`), for every optimizer. AdamW, Adam and the 8-bit AdamW, which treat each element alike, also
+    see those buffers as one tensor: one fused kernel instead of hundreds. Others see each parameter.
+
+    Nothing here waits for the device, but what an optimizer does by itself (Prodigy reads sums, Adafactor with
+    scale_parameter reads norms).
+
+    Attributes:
+        flat: the parameters and gradients.
+        optimizer: the optimizer itself.
+        name: of its class, with the package that it is from.
     """
-    module, _, name = options.optimizer_type.rpartition(".")
-    try:
-        cls = getattr(import_module(module or "torch.optim"), name)
-    except (ImportError, AttributeError):
-        cure = f"pip install {module.split('.')[0]}" if module else "give AdamW or a dotted path"
-        raise UsageError(f"there is no optimizer {options.optimizer_type}", cure=cure) from None
-    try:
-        optimizer = cls(parameters, lr=options.learning_rate, **_arguments(options.optimizer_args))
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"{options.optimizer_type}: {error}", where="--optimizer_args") from None
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UsageError(f"{options.optimizer_type} is no torch optimizer")
-    return optimizer
 
+    def __init__(self, options: Train, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        """Make the optimizer of `--optimizer_type` over parameters by name, trainable and in float32 on one device.
 
-def make_schedule(options: Train, num_steps: int) -> Callable[[int], float]:
-    """The factor on the learning rate at each step, a pure function of the step; diffusers' own schedules.
-
-    `constant` with a warm-up is `constant_with_warmup`.
-
-    Raises:
-        UsageError: the warm-up is no number, share or percentage.
-    """
-    from diffusers.optimization import get_scheduler
-
-    warmup = warmup_steps(options.lr_warmup_steps, num_steps)
-    name = "constant_with_warmup" if options.lr_scheduler == "constant" and warmup else options.lr_scheduler
-    probe = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=options.learning_rate)
-    schedule = get_scheduler(
-        name,
-        probe,
-        num_warmup_steps=warmup,
-        num_training_steps=num_steps,
-        num_cycles=options.lr_scheduler_num_cycles,
-        power=options.lr_scheduler_power,
-    )
-    factor: Callable[[int], float] = schedule.lr_lambdas[0]
-    return factor
-
-
-def depends_on_length(options: Train) -> bool:
-    """Whether the learning rate of a step depends on how long the run is."""
-    share = options.lr_warmup_steps.endswith("%") or "." in options.lr_warmup_steps
-    return share or not options.lr_scheduler.startswith("constant")
-
-
-def warmup_steps(text: str, num_steps: int) -> int:
-    """Steps of warm-up: `100` is steps, `0.05` or `5%` a share of the run.
-
-    >>> warmup_steps("100", 400), warmup_steps("0.05", 400), warmup_steps("5%", 400)
-    (100, 20, 20)
-    """
-    try:
-        value = float(text.removesuffix("%"))
-    except ValueError:
-        raise UsageError(f"--lr_warmup_steps takes steps, a share or a percentage, got {text!r}") from None
-    share = value / 100 if text.endswith("%") else value if 0 < value < 1 else None
-    if value < 0 or (share is not None and share > 1):
-        raise UsageError(f"--lr_warmup_steps {text} is outside the run")
-    return int(value) if share is None else round(share * num_steps)
-
-
-def _arguments(words: Sequence[str]) -> dict[str, Any]:
-    """`weight_decay=0.01 betas=0.9,0.99` -> keyword arguments; values are Python literals or plain words."""
-    values: dict[str, Any] = {}
-    for word in words:
-        name, equals, text = word.partition("=")
-        if not equals or not name.isidentifier():
-            raise UsageError(f"--optimizer_args takes key=value, got {word!r}")
+        Raises:
+            UsageError: there is no such optimizer, its package is missing, an argument does not fit, or `LoRA+` finds
+                nothing that starts at zero.
+        """
+        found = optimizer_class(options)
+        self._options = options
+        groups = _groups(parameters, options.loraplus_lr_ratio, found)
+        self._rates = [rate if found.takes_rate else None for rate in _rates(options, len(groups))]
+        self.flat = FlatParameters(parameters, groups)
+        self._leaves = _leaves(self.flat, found)
+        arguments = dict(found.arguments)
+        if found.has_fused and self.flat.device.type in ("cpu", "cuda"):
+            arguments["fused"] = True
+        listed = [
+            {"params": [leaf.parameter for leaf in self._leaves if leaf.group == number], "lr": rate}
+            for number, rate in enumerate(self._rates)
+        ]
+        make: Callable[..., torch.optim.Optimizer] = found.cls
         try:
-            values[name] = ast.literal_eval(text)
-        except (ValueError, SyntaxError):
-            values[name] = text
-    return values
+            self.optimizer = make(listed, lr=self._rates[0], **arguments)
+        except _FAILURES as error:
+            raise UsageError(f"{options.optimizer_type}: {error}", where="--optimizer_args") from None
+        self.name = found.name
+        if isinstance(self.optimizer, _ScheduleFree):
+            self.optimizer.train()
+        self._initial = snapshot(self.optimizer)
+
+    def zero_grad(self) -> None:
+        """Zero every gradient in place."""
+        for gradient in self.flat.gradients:
+            gradient.zero_()
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        """Scale the gradient down to a norm, as `torch.nn.utils.clip_grad_norm_` does; 0 leaves it as it is.
+
+        Returns:
+            () the norm before, on the device.
+        """
+        norms = torch.stack([torch.linalg.vector_norm(gradient) for gradient in self.flat.gradients])
+        norm: torch.Tensor = torch.linalg.vector_norm(norms)
+        if max_norm:
+            factor = (max_norm / (norm + 1e-6)).clamp_(max=1)
+            for gradient in self.flat.gradients:
+                gradient.mul_(factor)
+        return norm
+
+    def step(self, factor: float) -> None:
+        """One step at the learning rate times a factor, which a schedule gives."""
+        assert self.flat.is_attached(), "parameters or gradients have been replaced; call `to` after moving a model"
+        for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
+            if rate is None:
+                continue
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate * factor)
+            else:
+                group["lr"] = rate * factor
+        self.optimizer.step()
+
+    def rates(self) -> dict[str, float]:
+        """What to log: the learning rates of the last step, and how far Prodigy and its like have raised them."""
+        logged = {}
+        for group, suffix in zip(self.optimizer.param_groups, ("", "_loraplus"), strict=False):
+            if group["lr"] is not None:
+                logged[f"lr{suffix}"] = float(group["lr"])
+                if isinstance(group.get("d"), float):
+                    logged[f"d*lr{suffix}"] = group["d"] * float(group["lr"])
+        return logged
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Within, the parameters are what is to be saved and sampled with; afterwards they are again as they were.
+
+        Only schedule-free optimizers tell the two apart. Their own way back rounds, so the bytes are kept.
+        """
+        if not isinstance(self.optimizer, _ScheduleFree):
+            yield
+            return
+        kept = [buffer.clone() for buffer in self.flat.weights]
+        self.optimizer.eval()
+        try:
+            yield
+        finally:
+            self.optimizer.train()
+            for buffer, before in zip(self.flat.weights, kept, strict=True):
+                buffer.copy_(before)
+
+    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Number]]:
+        """Everything the optimizer knows, as tensors (views of it, by `<parameter>/<what>`) and numbers.
+
+        Raises:
+            WangenError: it keeps something that is neither, so that it could not be resumed.
+        """
+        tensors, numbers = collect(self.optimizer, self._leaves, self._initial)
+        return tensors, {**numbers, CLASS: self.name}
+
+    def load(self, tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, Number], where: str) -> None:
+        """Go on from a saved state; the weights themselves are the caller's to restore, in place.
+
+        Raises:
+            WangenError: it is another optimizer's (with `--resume_changed` the new one starts afresh), or of other
+                parameters.
+        """
+        saved = numbers.get(CLASS)
+        if saved == self.name:
+            restore(self.optimizer, self._leaves, tensors, {k: v for k, v in numbers.items() if k != CLASS}, where)
+        elif self._options.resume_changed:
+            log.warning("  the optimizer was %s and is %s: its averages start anew", saved, self.name)
+        else:
+            raise WangenError(
+                f"the training state was made with the optimizer {saved}, here it is {self.name}",
+                where=where,
+                cure=f"install that package, or {with_flag('train', '--resume_changed')} to go on without its averages",
+            )
+
+    def to(self, device: torch.device) -> None:
+        """Move parameters, gradients and the optimizer's state; needed also after a module was moved by other means."""
+        self.flat.to(device)
+        for leaf in self._leaves:
+            if leaf.places is not None:
+                _point(leaf, self.flat)
+        move(self.optimizer, self._leaves)
+
+
+def try_out(options: Train, device: torch.device) -> None:
+    """Train two tiny matrices, with and without an interruption, so that what cannot work is refused early.
+
+    The 8-bit optimizers are only looked for: torchao would compile for a minute.
+
+    Raises:
+        UsageError: the optimizer cannot be made, cannot step, replaces the storage of its parameters, or does not go on
+            from its saved state to the same bytes.
+        WangenError: it keeps what cannot be saved.
+    """
+    if optimizer_class(options).is_eight_bit:
+        return
+    whole = _tiny(options, device)
+    _trial(whole, range(4))
+    first = _tiny(options, device)
+    _trial(first, range(2))
+    second = _tiny(options, device)
+    second.flat.load(first.flat.views(first.flat.weights), "")
+    second.load(*first.state(), "")
+    _trial(second, range(2, 4))
+    if not all(map(torch.equal, whole.flat.parameters.values(), second.flat.parameters.values())):
+        raise UsageError(f"{options.optimizer_type} cannot be resumed exactly: it keeps more than its state says")
+
+
+def _tiny(options: Train, device: torch.device) -> Optimization:
+    sides = {side: torch.full((2, 2), 0.5, device=device) for side in "AB"}
+    return Optimization(options, {f"tiny.lora_{side}.weight": torch.nn.Parameter(v) for side, v in sides.items()})
+
+
+def _trial(optimization: Optimization, steps: range) -> None:
+    """Steps with gradients that differ from step to step."""
+    name = optimization.name
+    for step in steps:
+        for gradient in optimization.flat.views(optimization.flat.gradients).values():
+            gradient.fill_(1 / (step + 1))
+        try:
+            optimization.step(1.0)
+        except _FAILURES as error:
+            raise UsageError(f"{name} cannot take a step: {error}", where="--optimizer_type") from None
+        if not optimization.flat.is_attached():
+            raise UsageError(f"{name} replaces its parameters, which this trainer cannot follow")
+
+
+def _groups(
+    parameters: Mapping[str, torch.nn.Parameter], ratio: float | None, found: OptimizerClass
+) -> list[list[str]]:
+    """Names by group; with LoRA+ what starts at zero is a second one. What is joined comes first in its group."""
+    names = sorted(parameters, key=lambda name: (not found.joins(parameters[name].numel()), name))
+    if ratio is None:
+        return [names]
+    second = [name for name in names if ZERO_AT_START.search(name)]
+    first = [name for name in names if not ZERO_AT_START.search(name)]
+    if not (first and second):
+        raise UsageError("--loraplus_lr_ratio is for adapters: nothing here starts at zero", cure="leave it out")
+    return [first, second]
+
+
+def _rates(options: Train, num_groups: int) -> list[float]:
+    """Learning rates by group; LoRA+ (Hayou, Ghosh, Yu 2024, arXiv:2402.12354) multiplies the second."""
+    return [options.learning_rate, options.learning_rate * (options.loraplus_lr_ratio or 1)][:num_groups]
+
+
+def _leaves(flat: FlatParameters, found: OptimizerClass) -> list[Leaf]:
+    """The tensors that the optimizer is to see: in each group one flat tensor of all that is joined, and the others."""
+    leaves = []
+    for number in range(len(flat.weights)):
+        names = [name for name, place in flat.places.items() if place.group == number]
+        joined = tuple(name for name in names if found.joins(flat.parameters[name].numel()))
+        if joined:
+            leaf = Leaf(torch.nn.Parameter(torch.empty(0)), joined, tuple(flat.places[name] for name in joined), number)
+            _point(leaf, flat)
+            leaves.append(leaf)
+        leaves += [Leaf(flat.parameters[name], (name,), None, number) for name in names[len(joined) :]]
+    return leaves
+
+
+def _point(leaf: Leaf, flat: FlatParameters) -> None:
+    """Make a joined leaf the beginning of its group's buffers."""
+    assert leaf.places is not None
+    end = leaf.places[-1].end
+    leaf.parameter.grad = None
+    leaf.parameter.data = flat.weights[leaf.group][:end]
+    leaf.parameter.grad = flat.gradients[leaf.group][:end]

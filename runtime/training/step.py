@@ -1,128 +1,150 @@
-"""One optimizer step: noise and sigma from their own seeds, the family's velocity, the loss, the clipped gradient."""
+"""One optimizer step: the family's velocity, the loss, the clipped gradient. Nothing here waits for a GPU."""
 
 import contextlib
-import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
-from wangen.generator.errors import WangenError
 from wangen.generator.steps import Train
-from wangen.runtime.flow import TimestepDistribution, flow_loss, noised, velocity
+from wangen.runtime.flow import flow_loss, loss_weight, noised, velocity
 from wangen.runtime.interrupt import Interrupt
 from wangen.runtime.loader import Batch
-from wangen.runtime.randomness import generator_for, seed_for
-from wangen.runtime.training import checkpoint
-from wangen.runtime.training.run import Run
+from wangen.runtime.models import Family, VelocityModel
+from wangen.runtime.randomness import seed_for
+from wangen.runtime.training.prepared import DrawKey, Group, Prepared
+from wangen.runtime.training.run import Run, Trainee
+from wangen.runtime.training.weight_norms import scale_weight_norms
 
 
-def optimizer_step(training: Run, epoch: int, group: list[Batch], interrupt: Interrupt) -> dict[str, float] | None:
+@dataclass(frozen=True)
+class StepResult:
+    """What a step leaves to be read later: reading a tensor of a GPU waits for it.
+
+    Attributes:
+        step: of the run, counted from 1.
+        epoch: of the expert's data.
+        expert: its name.
+        losses: (items,) of the items, weighted, on the device.
+        errors: (items,) their plain mean squared errors, on the device.
+        sigmas: (items,) on the CPU.
+        names: of the items.
+        grad_norm: before clipping, on the device.
+        learning_rate: of this step.
+        tokens: latent tokens that went through the transformer.
+        text_tokens: rows of text that did.
+    """
+
+    step: int
+    epoch: int
+    expert: str
+    losses: torch.Tensor
+    errors: torch.Tensor
+    sigmas: torch.Tensor
+    names: list[str]
+    grad_norm: torch.Tensor
+    learning_rate: float
+    tokens: int
+    text_tokens: int
+
+
+def optimizer_step(run: Run, trainee: Trainee, group: Group, factor: float, interrupt: Interrupt) -> StepResult | None:
     """One optimizer step over a group of batches; None when an interrupt came first, with nothing changed.
 
+    Every item counts the same, however the group is cut into batches.
+
+    Args:
+        run: of the whole.
+        trainee: the expert that is trained.
+        group: its batches.
+        factor: on the learning rate.
+        interrupt: asked before every batch.
+
     Raises:
-        WangenError: loss or gradient is not finite, or the memory is full; the samples are named.
+        torch.OutOfMemoryError: nothing of the step is done.
     """
-    training.optimizer.zero_grad(set_to_none=True)
-    total = 0.0
-    for batch in group:
+    options = run.plan.options
+    trainee.optimization.zero_grad()
+    num_items = sum(len(prepared.keys) for prepared in group.batches)
+    losses, errors = [], []
+    for prepared in group.batches:
         if interrupt.requested:
             return None
-        try:
-            loss = batch_loss(training, epoch, batch)
-            (loss / len(group)).backward()  # type: ignore[no-untyped-call]
-        except torch.OutOfMemoryError:
-            raise _out_of_memory(training, batch) from None
-        total += loss.item() / len(group)
-    parameters = list(training.parameters.values())
-    limit = training.plan.options.max_grad_norm or math.inf
-    norm = torch.nn.utils.clip_grad_norm_(parameters, limit).item()
-    if not math.isfinite(norm):
-        raise _not_finite(training, "gradient", [name for batch in group for name in batch.names])
-    training.optimizer.step()
-    return {"loss": total, "grad_norm": norm}
+        with dropout_seed(options, prepared.keys):
+            loss, error = item_losses(run.kind, trainee.model, prepared, options, run.device)
+            (loss.sum() / num_items).backward()  # type: ignore[no-untyped-call]
+        losses.append(loss.detach())
+        errors.append(error.detach())
+    norm = trainee.optimization.clip(options.max_grad_norm)
+    trainee.optimization.step(factor)
+    if options.scale_weight_norms:
+        scale_weight_norms(trainee.pairs, options.scale_weight_norms)
+    trainee.step += 1
+    if trainee.ema:
+        trainee.ema.update()
+    return StepResult(
+        step=run.step,
+        epoch=group.epoch,
+        expert=trainee.plan.name,
+        losses=torch.cat(losses),
+        errors=torch.cat(errors),
+        sigmas=torch.cat([prepared.sigmas for prepared in group.batches]),
+        names=[name for prepared in group.batches for name in prepared.batch.names],
+        grad_norm=norm,
+        learning_rate=options.learning_rate * factor,
+        tokens=sum(num_tokens(prepared.batch, run.plan.model.patch) for prepared in group.batches),
+        text_tokens=sum(len(text) for prepared in group.batches for text in prepared.batch.texts),
+    )
 
 
-def batch_loss(training: Run, epoch: int, batch: Batch) -> torch.Tensor:
-    """The mean loss of a batch, its noise and sigmas drawn for (seed, epoch, sample, repeat).
+def item_losses(
+    kind: Family, model: VelocityModel, prepared: Prepared, options: Train, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss of each item as it is trained on, and its plain mean squared error, both (B,).
 
-    Raises:
-        WangenError: it is not finite; the samples are named.
+    Frames that are given stay clean, have timestep 0 and no part in the loss.
     """
-    options = training.plan.options
-    keys = [(options.seed, epoch, key, repeat) for key, repeat in zip(batch.keys, batch.repeats, strict=True)]
-    distribution = distribution_of(options)
-    sigmas = torch.tensor([distribution.draw(generator_for("sigma", *key)) for key in keys])
-    shape = batch.latents.shape[1:]
-    noise = torch.stack([torch.randn(shape, generator=generator_for("noise", *key)) for key in keys])
-    clean, noise = batch.latents.to(training.device), noise.to(training.device)
-    texts = [text.to(training.device) for text in batch.texts]
-    with _dropout_seed(options, keys), _offload(options, training.device), _autocast(options, training.device):
-        predicted = training.kind.predict_velocity(
-            training.transformer, noised(clean, noise, sigmas.to(training.device)), 1000 * sigmas, texts,
-            condition=_on(batch.condition, training.device), image_tokens=_on(batch.image_tokens, training.device),
-        )  # fmt: skip
-    losses = flow_loss(
-        predicted, velocity(clean, noise), sigmas, options.weighting_scheme, _on(batch.loss_mask, training.device)
+    batch = prepared.batch
+    clean, noise = _on(batch.latents, device), _on(prepared.noise, device)
+    sigmas = _on(prepared.sigmas, device)
+    inputs, timesteps, mask = noised(clean, noise, sigmas), 1000 * prepared.sigmas, batch.loss_mask
+    if any(prepared.clean_frames):
+        for row, (latent, number) in enumerate(zip(clean, prepared.clean_frames, strict=True)):
+            inputs[row, :, :number] = latent[:, :number]
+        timesteps = kind.timesteps_per_token(timesteps, inputs, prepared.clean_frames)
+        mask = _without(prepared.clean_frames, clean, mask)
+    predicted = model(
+        inputs,
+        timesteps,
+        [_on(text, device) for text in batch.texts],
+        condition=None if batch.condition is None else _on(batch.condition, device),
+        image_tokens=None if batch.image_tokens is None else _on(batch.image_tokens, device),
     )
-    if not losses.isfinite().all():
-        raise _not_finite(
-            training, "loss", [n for n, loss in zip(batch.names, losses, strict=True) if not loss.isfinite()]
-        )
-    return losses.mean()
+    errors = flow_loss(predicted, velocity(clean, noise), sigmas, mask=None if mask is None else _on(mask, device))
+    weights = loss_weight(options.weighting_scheme, sigmas) * _on(batch.weights, device)
+    return errors * weights, errors
 
 
-def _on(tensor: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
-    return None if tensor is None else tensor.to(device)
+def _without(clean_frames: list[int], clean: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """The mask of the loss (B, 1, F, h, w) with nothing on the frames that are given."""
+    result = torch.ones(len(clean), 1, *clean.shape[2:]) if mask is None else mask.clone()
+    for row, number in zip(result, clean_frames, strict=True):
+        row[:, :number] = 0
+    return result
 
 
-def distribution_of(options: Train) -> TimestepDistribution:
-    """The distribution that the timestep flags describe."""
-    return TimestepDistribution(
-        sampling=options.timestep_sampling,
-        shift=options.discrete_flow_shift,
-        sigmoid_scale=options.sigmoid_scale,
-        logit_mean=options.logit_mean,
-        logit_std=options.logit_std,
-        low=options.min_timestep / 1000,
-        high=options.max_timestep / 1000,
-        cut=options.preserve_distribution_shape,
-    )
+def num_tokens(batch: Batch, patch: tuple[int, int, int]) -> int:
+    """Latent tokens of a batch."""
+    frames, height, width = batch.latents.shape[2:]
+    return len(batch.latents) * (frames // patch[0]) * (height // patch[1]) * (width // patch[2])
 
 
-def _not_finite(training: Run, what: str, names: list[str]) -> WangenError:
-    newest = checkpoint.newest(training.plan.states)
-    last = f"the last good state is {newest}" if newest else "no state was saved yet"
-    return WangenError(
-        f"the {what} is not finite at step {training.step + 1}, on {', '.join(names)}; {last}",
-        cure="look at these items; lower --learning_rate or use --mixed_precision no",
-    )
-
-
-def _out_of_memory(training: Run, batch: Batch) -> WangenError:
-    size = "x".join(map(str, batch.latents.shape[2:]))
-    return WangenError(
-        f"out of memory at step {training.step + 1}, on {', '.join(batch.names)} (latents of {size})",
-        cure="use --gradient_checkpointing, batch_size 1, a smaller resolution or fewer target_frames; "
-        "the last saved state stays",
-    )
-
-
-def _autocast(options: Train, device: torch.device) -> AbstractContextManager[Any]:
-    if options.mixed_precision == "bf16":
-        return torch.autocast(device.type, torch.bfloat16)
-    return contextlib.nullcontext()
-
-
-def _offload(options: Train, device: torch.device) -> AbstractContextManager[Any]:
-    if options.gradient_checkpointing_cpu_offload:
-        return torch.autograd.graph.save_on_cpu(pin_memory=device.type == "cuda")
-    return contextlib.nullcontext()
+def _on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return tensor.to(device, non_blocking=True)
 
 
 @contextlib.contextmanager
-def _dropout_seed(options: Train, keys: list[tuple[int, int, str, int]]) -> Iterator[None]:
+def dropout_seed(options: Train, keys: list[DrawKey]) -> Iterator[None]:
     """Make dropout a function of the batch: torch offers no generator for it, so the global one is lent a seed."""
     if not options.network_dropout:
         yield

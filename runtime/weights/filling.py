@@ -127,6 +127,7 @@ def fill(
     *,
     keep_float32: Iterable[str] = (),
     make_fp8: Iterable[str] = (),
+    convert: Callable[[str, nn.Linear], nn.Linear] | None = None,
 ) -> None:
     """Put a checkpoint's tensors into a model on the meta device, and freeze it.
 
@@ -139,6 +140,8 @@ def fill(
         device: where the tensors go; on `meta` only names and shapes are compared.
         keep_float32: parts of names whose tensors become float32 when a dtype is asked for.
         make_fp8: linear layers whose weights are stored as 8-bit floats with a scale per row, by names.
+        convert: given the name of each linear layer and the layer as soon as its weight is read, returns the one to
+            put in its place, or the same; its bias may not have been read yet.
 
     Raises:
         WangenError: missing, surplus or misshapen tensors, or the file cannot be read.
@@ -152,12 +155,19 @@ def fill(
         scale = checkpoint.contents.companions.get(old, {}).get("scale")
         wanted = torch.float32 if dtype is not None and kept & set(name.split(".")) else dtype
         layer = model.get_submodule(name.rpartition(".")[0]) if name.endswith(".weight") else model
+        made: nn.Module = layer
         if isinstance(layer, nn.Linear | nn.Embedding) and is_quantized(info):
-            _replace(model, layer, stored_layer(layer, info, scale, wanted, device))
+            made = stored_layer(layer, info, scale, wanted, device)
         elif isinstance(layer, nn.Linear) and name.removesuffix(".weight") in small:
-            _replace(model, layer, fp8_layer(layer, info, device))
+            made = fp8_layer(layer, info, device)
+        elif isinstance(layer, nn.Linear) and convert:
+            layer.weight = nn.Parameter(read_weight(info, scale, wanted, device))
         else:
             state[name] = read_weight(info, scale, wanted, device)
+        if convert and isinstance(made, nn.Linear):
+            made = convert(name.removesuffix(".weight"), made)
+        if made is not layer:
+            _replace(model, layer, made)
     model.load_state_dict(state, strict=False, assign=True)
     model.to(device)
     model.eval().requires_grad_(False)

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from diffusers import WanTransformer3DModel
@@ -14,6 +14,7 @@ from wangen.generator.errors import WangenError
 from wangen.generator.kinds import expect
 from wangen.generator.layouts import HEAD_DIM
 from wangen.generator.lora_keys import BLOCK_MODULES, OUTER_MODULES
+from wangen.runtime.memory.quantize import Mode, in_blocks
 from wangen.runtime.weights.filling import Checkpoint, build, fill, open_checkpoint
 
 BLOCK = re.compile(r"(?P<start>blocks\.\d+\.)(?P<rest>.+)")
@@ -48,7 +49,12 @@ TRANSFORMERS = (
 
 
 def load_transformer(
-    path: Path, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
+    path: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+    quantize: Mode | Literal["none"] | None = None,
+    pack_on: torch.device | None = None,
 ) -> WanTransformer3DModel:
     """A Wan 2.1 or 2.2 transformer, frozen and in eval mode; which one is read from its tensors.
 
@@ -61,6 +67,9 @@ def load_transformer(
             The forward pass then computes in `dtype`. Linear weights that
             the file stores in 8 bits or in GGUF's blocks stay so in memory and become `dtype` when they are used.
         device: where the weights go, tensor by tensor; `meta` compares names and shapes only.
+        quantize: the form that the linear layers of the blocks get, each as soon as it is read (`memory.quantize`);
+            `none` puts only what the file stores in few bits into layers of that kind, which training needs.
+        pack_on: the device that quantises, where the weights stay on a slower one.
 
     Raises:
         WangenError: another kind of file, missing, surplus or misshapen tensors.
@@ -72,7 +81,9 @@ def load_transformer(
     # The rotary frequencies are computed, not stored: on the meta device they would have no values.
     model.rope = WanRotaryPosEmbed(HEAD_DIM, model.config.patch_size, model.config.rope_max_seq_len)
     model.condition_embedder.timesteps_proj = Timesteps(model.config.freq_dim)
-    fill(model, checkpoint, dtype, device, keep_float32=tuple(WanTransformer3DModel._keep_in_fp32_modules))
+    kept = tuple(WanTransformer3DModel._keep_in_fp32_modules)
+    convert = in_blocks(quantize, pack_on) if quantize else None
+    fill(model, checkpoint, dtype, device, keep_float32=kept, convert=convert)
     shield_from_autocast(model)
     return model
 

@@ -11,7 +11,7 @@
 # You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 # leave this file as it is and write the new text beside it as train_example.sh.new.
 #
-# wangen-digest: 80ef89f5ab5070ef0bb93eabb66f6eef
+# wangen-digest: e43abaeda625b307a611c3745889fd7d
 # Typographic quotes in a path or prompt are no typing errors.
 # shellcheck disable=SC1112
 # An editor for Windows may have put a carriage return behind every line: behind the first of these two, and hidden
@@ -24,34 +24,40 @@ set -euo pipefail
 # >>> knobs: letters, digits and . _ , + - only
 # check, cache_latents, cache_text, check_cache, train: which resolutions of the TOML to use: all, or for example 256,832x480 (published: 832x480)
 RESOLUTION='832x480'
-# train: attention kernel; auto takes the first of flash3, flash, sdpa that runs forward and backward here; one of auto, sdpa, flash, flash3, xformers (published: auto)
-ATTENTION='auto'
-# train: LoRA rank (published: 16)
+# train: which of two experts to train; one of both, high, low (published: both)
+EXPERTS='both'
+# train: rank of the adapter (published: 16)
 NETWORK_DIM='16'
-# train: LoRA alpha; the adapter is scaled by alpha / rank (published: 16.0)
+# train: alpha; the adapter is scaled by alpha / rank (published: 16.0)
 NETWORK_ALPHA='16.0'
 # train: learning rate (published: 0.0001)
 LEARNING_RATE='0.0001'
-# train: learning-rate schedule; one of constant, constant_with_warmup, linear, cosine, cosine_with_restarts, polynomial (published: constant)
+# train: learning-rate schedule; one of constant, constant_with_warmup, linear, cosine, cosine_with_restarts, polynomial, inverse_sqrt, cosine_with_min_lr, warmup_stable_decay, rex (published: constant)
 LR_SCHEDULER='constant'
+# train: AdamW, AdamW8bit (bitsandbytes or torchao), Adafactor, another class of torch.optim, or a dotted path (published: AdamW)
+OPTIMIZER_TYPE='AdamW'
 # train: epochs; wins over --max_train_steps (35 when neither is given) (published: 35)
 MAX_TRAIN_EPOCHS='35'
 # train: batches per optimizer step (published: 1)
 GRADIENT_ACCUMULATION_STEPS='1'
 # train: bf16, or no for float32; one of bf16, no (published: bf16)
 MIXED_PRECISION='bf16'
-# train: how timesteps are drawn; one of uniform, sigmoid, shift, logit_normal (published: shift)
+# train: how timesteps are drawn; one of uniform, sigmoid, shift, logit_normal, logsnr, flux_shift, qwen_shift, qinglong_flux, qinglong_qwen, sigma (published: shift)
 TIMESTEP_SAMPLING='shift'
 # train: shift of timestep_sampling shift (published: 5.0)
 DISCRETE_FLOW_SHIFT='5.0'
 # train: seed of order, noise, timesteps, dropout and initial weights (published: 42)
 SEED='42'
-# train: threads that read cache entries (published: 4)
+# train: attention kernel; auto takes the first of flash3, flash, sdpa that runs forward and backward here; sage runs forward only, with the exact gradient of sdpa; one of auto, sdpa, flash, flash3, xformers, sage (published: auto)
+ATTENTION='auto'
+# train: threads that read cache entries; 0 reads in the training thread (published: 4)
 MAX_DATA_LOADER_N_WORKERS='4'
 # cache_latents, check_cache: precision of the VAE and of the cached latents (default: float16 on CUDA, float32 on CPU and ROCm); one of float32, bfloat16, float16 (published: float16)
 VAE_DTYPE='float16'
 # cache_text, check_cache: precision of the text encoder and of the cached embeddings (default: bfloat16 on a GPU, float32 on a CPU); one of float32, bfloat16, float16 (published: bfloat16)
 T5_DTYPE='bfloat16'
+# train: so many items of the dataset are held out for validation (published: 0)
+VALIDATION_ITEMS='0'
 # cache_latents, cache_text: threads that read and decode media (default: 4, on ROCm 1) (published: 4)
 NUM_WORKERS='4'
 # <<< knobs
@@ -78,7 +84,7 @@ wg_failed() {
   wg_stop "$2" "wangen: step $1 failed (exit code $2); its message stands above. Mend it and run this script again."
 }
 
-for wg_knob in RESOLUTION ATTENTION NETWORK_DIM NETWORK_ALPHA LEARNING_RATE LR_SCHEDULER MAX_TRAIN_EPOCHS GRADIENT_ACCUMULATION_STEPS MIXED_PRECISION TIMESTEP_SAMPLING DISCRETE_FLOW_SHIFT SEED MAX_DATA_LOADER_N_WORKERS VAE_DTYPE T5_DTYPE NUM_WORKERS; do
+for wg_knob in RESOLUTION EXPERTS NETWORK_DIM NETWORK_ALPHA LEARNING_RATE LR_SCHEDULER OPTIMIZER_TYPE MAX_TRAIN_EPOCHS GRADIENT_ACCUMULATION_STEPS MIXED_PRECISION TIMESTEP_SAMPLING DISCRETE_FLOW_SHIFT SEED ATTENTION MAX_DATA_LOADER_N_WORKERS VAE_DTYPE T5_DTYPE VALIDATION_ITEMS NUM_WORKERS; do
   case ${!wg_knob} in
     '' | *[!A-Za-z0-9._,+-]*) wg_stop 2 "wangen: the knob $wg_knob may hold letters, digits and . _ , + - only" ;;
   esac
@@ -215,35 +221,49 @@ if [ -z "$wg_only" ] || [ "$wg_only" = train ]; then
     --resolution "$RESOLUTION" \
     --dit 'models/wan2.1_t2v_1.3B_bf16.safetensors' \
     --task t2v-1.3B \
+    --experts "$EXPERTS" \
+    --condition_dropout 0.0 \
     --output_dir 'outputs/example' \
     --output_name example \
-    --attention "$ATTENTION" \
+    --train_mode lora \
+    --network_module lora \
     --network_dim "$NETWORK_DIM" \
     --network_alpha "$NETWORK_ALPHA" \
     --network_dropout 0.0 \
+    --no_rslora \
+    --no_dora \
+    '--lokr_factor=-1' \
+    --lora_targets all \
+    --no_dim_from_weights \
     --learning_rate "$LEARNING_RATE" \
     --lr_scheduler "$LR_SCHEDULER" \
     --lr_warmup_steps 0 \
+    --lr_decay_steps 0 \
     --lr_scheduler_num_cycles 1 \
     --lr_scheduler_power 1.0 \
-    --optimizer_type AdamW \
+    --lr_scheduler_min_lr_ratio 0.0 \
+    --optimizer_type "$OPTIMIZER_TYPE" \
     --max_grad_norm 1.0 \
     --max_train_epochs "$MAX_TRAIN_EPOCHS" \
     --gradient_accumulation_steps "$GRADIENT_ACCUMULATION_STEPS" \
-    --gradient_checkpointing \
     --mixed_precision "$MIXED_PRECISION" \
     --timestep_sampling "$TIMESTEP_SAMPLING" \
     --discrete_flow_shift "$DISCRETE_FLOW_SHIFT" \
     --sigmoid_scale 1.0 \
     --logit_mean 0.0 \
     --logit_std 1.0 \
+    --mode_scale 1.29 \
     --min_timestep 0 \
     --max_timestep 1000 \
     --no_preserve_distribution_shape \
     --weighting_scheme none \
-    --seed "$SEED" \
-    --max_data_loader_n_workers "$MAX_DATA_LOADER_N_WORKERS" \
+    --noise_offset 0.0 \
     --caption_dropout 0.0 \
+    --prior_loss_weight 1.0 \
+    --seed "$SEED" \
+    --attention "$ATTENTION" \
+    --max_data_loader_n_workers "$MAX_DATA_LOADER_N_WORKERS" \
+    --validation_items "$VALIDATION_ITEMS" \
     --save_precision float32 \
     --lora_layout comfyui \
     --log_file 'logs/example.log' \

@@ -14,40 +14,46 @@ rem Python is taken from WANGEN_PYTHON (full path of python.exe), the virtual en
 rem You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 rem leave this file as it is and write the new text beside it as train_example.bat.new.
 rem
-rem wangen-digest: 8b250d44ebf1655b72ead6dcdd93aaa3
+rem wangen-digest: f6298633787ed55d17bc3690f3397fc7
 chcp 65001 >nul 2>&1
 
 rem >>> knobs: letters, digits and . _ , + - only
 rem check, cache_latents, cache_text, check_cache, train: which resolutions of the TOML to use: all, or for example 256,832x480 (published: 832x480)
 set "RESOLUTION=832x480"
-rem train: attention kernel; auto takes the first of flash3, flash, sdpa that runs forward and backward here; one of auto, sdpa, flash, flash3, xformers (published: auto)
-set "ATTENTION=auto"
-rem train: LoRA rank (published: 16)
+rem train: which of two experts to train; one of both, high, low (published: both)
+set "EXPERTS=both"
+rem train: rank of the adapter (published: 16)
 set "NETWORK_DIM=16"
-rem train: LoRA alpha; the adapter is scaled by alpha / rank (published: 16.0)
+rem train: alpha; the adapter is scaled by alpha / rank (published: 16.0)
 set "NETWORK_ALPHA=16.0"
 rem train: learning rate (published: 0.0001)
 set "LEARNING_RATE=0.0001"
-rem train: learning-rate schedule; one of constant, constant_with_warmup, linear, cosine, cosine_with_restarts, polynomial (published: constant)
+rem train: learning-rate schedule; one of constant, constant_with_warmup, linear, cosine, cosine_with_restarts, polynomial, inverse_sqrt, cosine_with_min_lr, warmup_stable_decay, rex (published: constant)
 set "LR_SCHEDULER=constant"
+rem train: AdamW, AdamW8bit (bitsandbytes or torchao), Adafactor, another class of torch.optim, or a dotted path (published: AdamW)
+set "OPTIMIZER_TYPE=AdamW"
 rem train: epochs; wins over --max_train_steps (35 when neither is given) (published: 35)
 set "MAX_TRAIN_EPOCHS=35"
 rem train: batches per optimizer step (published: 1)
 set "GRADIENT_ACCUMULATION_STEPS=1"
 rem train: bf16, or no for float32; one of bf16, no (published: bf16)
 set "MIXED_PRECISION=bf16"
-rem train: how timesteps are drawn; one of uniform, sigmoid, shift, logit_normal (published: shift)
+rem train: how timesteps are drawn; one of uniform, sigmoid, shift, logit_normal, logsnr, flux_shift, qwen_shift, qinglong_flux, qinglong_qwen, sigma (published: shift)
 set "TIMESTEP_SAMPLING=shift"
 rem train: shift of timestep_sampling shift (published: 5.0)
 set "DISCRETE_FLOW_SHIFT=5.0"
 rem train: seed of order, noise, timesteps, dropout and initial weights (published: 42)
 set "SEED=42"
-rem train: threads that read cache entries (published: 4)
+rem train: attention kernel; auto takes the first of flash3, flash, sdpa that runs forward and backward here; sage runs forward only, with the exact gradient of sdpa; one of auto, sdpa, flash, flash3, xformers, sage (published: auto)
+set "ATTENTION=auto"
+rem train: threads that read cache entries; 0 reads in the training thread (published: 4)
 set "MAX_DATA_LOADER_N_WORKERS=4"
 rem cache_latents, check_cache: precision of the VAE and of the cached latents (default: float16 on CUDA, float32 on CPU and ROCm); one of float32, bfloat16, float16. float32 because on ROCm a bfloat16 VAE gives all-zero or non-finite latents on some builds (published: float32)
 set "VAE_DTYPE=float32"
 rem cache_text, check_cache: precision of the text encoder and of the cached embeddings (default: bfloat16 on a GPU, float32 on a CPU); one of float32, bfloat16, float16 (published: bfloat16)
 set "T5_DTYPE=bfloat16"
+rem train: so many items of the dataset are held out for validation (published: 0)
+set "VALIDATION_ITEMS=0"
 rem cache_latents, cache_text: threads that read and decode media (default: 4, on ROCm 1) (published: 1)
 set "NUM_WORKERS=1"
 rem <<< knobs
@@ -215,35 +221,49 @@ echo wangen: step 5 of 5: train
   "--resolution" "%RESOLUTION%" ^
   "--dit" "models\wan2.1_t2v_1.3B_bf16.safetensors" ^
   "--task" "t2v-1.3B" ^
+  "--experts" "%EXPERTS%" ^
+  "--condition_dropout" "0.0" ^
   "--output_dir" "outputs\example" ^
   "--output_name" "example" ^
-  "--attention" "%ATTENTION%" ^
+  "--train_mode" "lora" ^
+  "--network_module" "lora" ^
   "--network_dim" "%NETWORK_DIM%" ^
   "--network_alpha" "%NETWORK_ALPHA%" ^
   "--network_dropout" "0.0" ^
+  "--no_rslora" ^
+  "--no_dora" ^
+  "--lokr_factor=-1" ^
+  "--lora_targets" "all" ^
+  "--no_dim_from_weights" ^
   "--learning_rate" "%LEARNING_RATE%" ^
   "--lr_scheduler" "%LR_SCHEDULER%" ^
   "--lr_warmup_steps" "0" ^
+  "--lr_decay_steps" "0" ^
   "--lr_scheduler_num_cycles" "1" ^
   "--lr_scheduler_power" "1.0" ^
-  "--optimizer_type" "AdamW" ^
+  "--lr_scheduler_min_lr_ratio" "0.0" ^
+  "--optimizer_type" "%OPTIMIZER_TYPE%" ^
   "--max_grad_norm" "1.0" ^
   "--max_train_epochs" "%MAX_TRAIN_EPOCHS%" ^
   "--gradient_accumulation_steps" "%GRADIENT_ACCUMULATION_STEPS%" ^
-  "--gradient_checkpointing" ^
   "--mixed_precision" "%MIXED_PRECISION%" ^
   "--timestep_sampling" "%TIMESTEP_SAMPLING%" ^
   "--discrete_flow_shift" "%DISCRETE_FLOW_SHIFT%" ^
   "--sigmoid_scale" "1.0" ^
   "--logit_mean" "0.0" ^
   "--logit_std" "1.0" ^
+  "--mode_scale" "1.29" ^
   "--min_timestep" "0" ^
   "--max_timestep" "1000" ^
   "--no_preserve_distribution_shape" ^
   "--weighting_scheme" "none" ^
-  "--seed" "%SEED%" ^
-  "--max_data_loader_n_workers" "%MAX_DATA_LOADER_N_WORKERS%" ^
+  "--noise_offset" "0.0" ^
   "--caption_dropout" "0.0" ^
+  "--prior_loss_weight" "1.0" ^
+  "--seed" "%SEED%" ^
+  "--attention" "%ATTENTION%" ^
+  "--max_data_loader_n_workers" "%MAX_DATA_LOADER_N_WORKERS%" ^
+  "--validation_items" "%VALIDATION_ITEMS%" ^
   "--save_precision" "float32" ^
   "--lora_layout" "comfyui" ^
   "--log_file" "logs\example.log" ^

@@ -1,0 +1,235 @@
+"""Trains the VAE of `examples/tiny-wan` from nothing: Wan 2.1's layout with few channels, on drawn shapes.
+
+Called by `pretrain_tiny_wan.py`. This loop is its own: the product trains transformers, no VAEs. The network is
+diffusers' `AutoencoderKLWan`; names, statistics and the drawing are the product's.
+
+Three stages, each cheap where the next would be dear: single frames of 32 px; the same weights widened to clips, in which
+every frame of a group of four starts as a copy of the last; clips of 48 px. The loss is |x - y| + (x - y)^2 + beta KL.
+
+Letters in shapes: B batch, T frames of video, H and W pixels, F frames of latents, h and w latents.
+"""
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from diffusers import AutoencoderKLWan
+from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d
+
+from wangen.runtime import moving_shapes
+from wangen.runtime.randomness import generator_for
+from wangen.runtime.tiny import vae_shapes
+from wangen.runtime.weights.vae_names import MEAN_21, STD_21, vae_names
+
+
+@dataclass(frozen=True)
+class Stage:
+    """So many steps on clips of these lengths and this size; the last number is the weight of the KL term."""
+
+    steps: int
+    batch: int
+    num_frames: tuple[int, ...]
+    size_px: int
+    learning_rate: float
+    beta: float
+
+
+STAGES = (
+    Stage(1600, 16, (1,), 32, 1.5e-3, 5e-4),
+    Stage(600, 8, (5, 5, 5, 9), 32, 1.5e-3, 1.5e-3),
+    Stage(200, 4, (5, 9), 48, 5e-4, 1.5e-3),
+)
+
+
+def train_vae(folder: Path, dim: int, seed: int) -> AutoencoderKLWan:
+    """Train through all stages; each leaves a file in `folder`, from which a later call goes on.
+
+    Args:
+        folder: for the files and the log.
+        dim: channels of the widest pictures.
+        seed: of weights and clips.
+    """
+    vae = AutoencoderKLWan(base_dim=dim)
+    _initialise(vae, seed)
+    for number, stage in enumerate(STAGES):
+        done = folder / f"vae-stage{number}.pt"
+        if number == 1:
+            widen_to_clips(vae)
+        if done.is_file():
+            vae.load_state_dict(torch.load(done, weights_only=True))
+            continue
+        _train(vae, stage, generator_for("tiny-vae", seed, number), folder / "vae.log")
+        torch.save(vae.state_dict(), done)
+    return vae
+
+
+@torch.no_grad()
+def _initialise(vae: AutoencoderKLWan, seed: int) -> None:
+    """Convolutions that keep a single frame's scale, quiet residual branches, and a posterior of little noise.
+
+    Only the last of a causal kernel's three time slices sees a single frame. The library's own start stays at the mean
+    colour for hundreds of steps.
+    """
+    for name, layer in vae.named_modules():
+        if not isinstance(layer, torch.nn.Conv2d | torch.nn.Conv3d):
+            continue
+        weight = layer.weight
+        taps = weight[:, :, -1] if weight.ndim == 5 else weight
+        weight.zero_()
+        draw = torch.randn(taps.shape, generator=generator_for("tiny-vae", seed, name))
+        branch = 0.3 if "resnets" in name and name.endswith("conv2") else 0.1 if name.endswith("proj") else 1.0
+        taps.copy_(branch * draw / math.sqrt(taps[0].numel()))
+        if layer.bias is not None:
+            layer.bias.zero_()
+    vae.quant_conv.bias[16:] = -6.0
+    vae.quant_conv.weight[16:] *= 0.1
+
+
+@torch.no_grad()
+def widen_to_clips(vae: AutoencoderKLWan) -> None:
+    """Make a VAE of single frames one of clips that copies the last frame of each group of four.
+
+    The kernels' earlier time slices become zero, and the layers that halve and double time the identity.
+    """
+    for name, layer in vae.named_modules():
+        if not isinstance(layer, WanCausalConv3d) or layer.weight.shape[2] != 3:
+            continue
+        layer.weight[:, :, :-1] = 0
+        if name.endswith("time_conv"):
+            outputs, inputs = layer.weight.shape[:2]
+            layer.weight[:, :, -1, 0, 0] = torch.eye(inputs).repeat(outputs // inputs, 1)
+            layer.bias.zero_()
+
+
+def _train(vae: AutoencoderKLWan, stage: Stage, generator: torch.Generator, log: Path) -> None:
+    optimizer = torch.optim.AdamW(vae.parameters(), lr=stage.learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
+    started, errors = time.monotonic(), []
+    for step in range(1, stage.steps + 1):
+        share = step / stage.steps
+        rate = stage.learning_rate * min(1.0, step / 50) * (0.03 + 0.97 * (1 + math.cos(math.pi * share)) / 2)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        num_frames = stage.num_frames[step % len(stage.num_frames)]
+        clips, coverage = random_clips(stage.batch, num_frames, stage.size_px, generator)
+        posterior = vae.encode(clips).latent_dist
+        error = decoded(vae, posterior.sample(generator)) - clips
+        divergence = 0.5 * (posterior.mean**2 + posterior.var - 1 - posterior.logvar).mean()
+        distance = (error.abs() * (1 + coverage)).mean() + error.square().mean()
+        loss = distance + stage.beta * min(1.0, 1.6 * share) * divergence
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
+        optimizer.step()
+        errors.append(error.square().mean().item())
+        if step % 25 == 0:
+            decibel = 10 * math.log10(4 / (sum(errors) / len(errors)))
+            errors.clear()
+            with log.open("a") as file:
+                print(f"{stage.num_frames} step {step} psnr {decibel:.2f} dB, KL {divergence.item():.3f}, "
+                      f"{time.monotonic() - started:.0f} s", file=file)  # fmt: skip
+
+
+def decoded(vae: AutoencoderKLWan, latents: torch.Tensor) -> torch.Tensor:
+    """The library's decoding without its clamp to [-1, 1], which would stop gradients.
+
+    Args:
+        vae: of Wan 2.1's layout.
+        latents: (B, 16, F, h, w), not normalised.
+
+    Returns:
+        (B, 3, 4F - 3, 8h, 8w).
+    """
+    vae.clear_cache()
+    hidden = vae.post_quant_conv(latents)
+    chunks = []
+    for index in range(hidden.shape[2]):
+        vae._conv_idx = [0]
+        frame = hidden[:, :, index : index + 1]
+        chunks.append(vae.decoder(frame, feat_cache=vae._feat_map, feat_idx=vae._conv_idx, first_chunk=index == 0))
+    vae.clear_cache()
+    return torch.cat(chunks, dim=2)
+
+
+def random_clips(
+    batch: int, num_frames: int, size_px: int, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Clips of shapes of any colour before any colour, some of them partly outside: more than the captions can say.
+
+    Args:
+        batch: B.
+        num_frames: T.
+        size_px: H and W.
+        generator: of the scenes.
+
+    Returns:
+        (B, 3, T, H, W) in [-1, 1], and the share of each pixel that the shape covers, (B, 1, T, H, W).
+    """
+    scenes = list(_random_scenes(batch, num_frames, size_px, generator))
+    videos, coverage = moving_shapes.draw(scenes, num_frames, (size_px, size_px))
+    return videos.float().div_(127.5).sub_(1), coverage
+
+
+def _random_scenes(
+    batch: int, num_frames: int, size_px: int, generator: torch.Generator
+) -> Iterator[moving_shapes.Scene]:
+    directions = list(moving_shapes.MOTIONS.values())
+    for _ in range(batch):
+        x, y, radius, speed, vivid, plain, grey = torch.rand(7, generator=generator).tolist()
+        colour, background = torch.rand(2, 3, generator=generator)
+        if vivid < 0.5:  # away from the middle: near the corners of the cube of colours
+            colour = 0.5 + (colour - 0.5).sign() * (0.25 + (colour - 0.5).abs() / 2)
+        if plain < 0.6:
+            background = torch.full((3,), grey)
+        direction = directions[int(torch.randint(len(directions), (1,), generator=generator))]
+        pixels = (0.8 + 2.7 * speed) * (num_frames - 1)
+        yield moving_shapes.Scene(
+            shape=moving_shapes.SHAPES[int(torch.randint(3, (1,), generator=generator))],
+            colour=_colour(colour),
+            background=_colour(background),
+            centre=(1.1 * x - 0.05, 1.1 * y - 0.05),
+            radius=(7 + 9 * radius) / size_px,
+            travel=(direction[0] * pixels / size_px, direction[1] * pixels / size_px),
+        )
+
+
+def _colour(values: torch.Tensor) -> moving_shapes.Colour:
+    red, green, blue = values.mul(255).round().int().tolist()
+    return red, green, blue
+
+
+@torch.no_grad()
+def match_statistics(vae: AutoencoderKLWan, clips: torch.Tensor, *, most: float) -> None:
+    """Turn the outermost 1x1x1 convolutions so that latents get the mean and deviation that every loader divides by.
+
+    What is decoded does not change. The original format stores no statistics: they are constants of Wan's VAE.
+
+    Args:
+        vae: trained.
+        clips: (B, 3, T, H, W) in [-1, 1], of what the transformer will see.
+        most: a channel is made at most so much stronger; one that says nothing stays quiet.
+    """
+    mode = vae.encode(clips).latent_dist.mode()
+    mean, std = mode.mean(dim=(0, 2, 3, 4)), mode.std(dim=(0, 2, 3, 4))
+    gain = torch.tensor(STD_21) * (1 / std).clamp(max=most)
+    shift = torch.tensor(MEAN_21) - gain * mean  # new = gain * old + shift
+    quant, post = vae.quant_conv, vae.post_quant_conv
+    quant.weight[:16] *= gain.view(-1, 1, 1, 1, 1)
+    quant.bias[:16] = gain * quant.bias[:16] + shift
+    quant.bias[16:] += 2 * gain.log()
+    post.weight /= gain.view(1, -1, 1, 1, 1)
+    post.bias -= (post.weight[:, :, 0, 0, 0] * shift).sum(dim=1)
+
+
+def original_weights(vae: AutoencoderKLWan, dim: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The weights under the names of Wan 2.1's own file, in its order.
+
+    Args:
+        vae: trained.
+        dim: its channels.
+        dtype: of the file.
+    """
+    weights = vae.state_dict()
+    return {name: weights[new].to(dtype).clone() for name, new in vae_names(vae_shapes(dim)).items()}

@@ -1,0 +1,232 @@
+"""What a training run needs of the card's memory, by part: computed from the model's sizes alone.
+
+Letters: L blocks, N tokens of a step, d width, f width inside the feed-forward layers, r rank. Numbers of weights are
+exact (a test counts them on a model without memory); what a block keeps and what it needs at most while its gradient is
+computed are estimates from the list of its tensors.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from wangen.generator.errors import UsageError
+from wangen.profiles import Model, Preset
+
+GIB = 1 << 30
+TEXT_DIM = 4096  # of umT5-xxl
+FREQUENCIES = 256  # sinusoids of a timestep
+IMAGE_DIM = 1280  # of CLIP ViT-H
+BOTH_IMAGES = 514  # tokens of first and last frame, each with a position
+LATENTS_PER_TOKEN = 4  # 1x2x2 latent cells
+
+BITS = {"none": 16.0, "fp8": 8.25, "int8": 8.25, "nf4": 4.25}
+"""Per weight of a linear layer of a block, with its share of the scales; without quantising in bfloat16."""
+
+RESERVE = 3 * GIB // 2
+"""The device's context, the libraries' workspaces, the head's and the loss's tensors, and what fragments."""
+
+CARD_SHARE = 15 / 16
+"""Of the card's nominal memory: the rest belongs to the driver and the desktop."""
+
+KEPT_TENSORS = 15
+"""Tensors of N x d, beside two of N x f, that a block keeps for its backward pass where it is not recomputed."""
+
+WAITING = 3
+"""Tensors on the device for all those that wait in host memory: one in use, one on its way each way."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemorySettings:
+    """The choices that decide the memory of a training run: `--vram` and its flags, rank and optimizer.
+
+    Attributes:
+        quantize: none, fp8, int8 or nf4.
+        blocks_to_swap: frozen blocks in host memory.
+        checkpointing: none, full or selective.
+        free_blocks: so many of the last blocks are not recomputed.
+        offload: what checkpointing keeps waits in host memory.
+        rank: of the adapter on every linear layer of the blocks; 0 for none.
+        moment_bytes: what the optimizer keeps per trained weight: 8 for AdamW, 2 for 8-bit AdamW.
+        ring: device buffers of block swap.
+        float32: `--mixed_precision no`.
+    """
+
+    quantize: str = "none"
+    blocks_to_swap: int = 0
+    checkpointing: str = "full"
+    free_blocks: int = 0
+    offload: bool = False
+    rank: int = 32
+    moment_bytes: int = 8
+    ring: int = 2
+    float32: bool = False
+
+
+@dataclass(frozen=True)
+class MemoryBudget:
+    """Bytes by part.
+
+    Attributes:
+        parts: on the device, by a name for people.
+        host: in host memory: blocks that are swapped, and what waits there.
+    """
+
+    parts: Mapping[str, int]
+    host: int
+
+    @property
+    def device(self) -> int:
+        """All parts together."""
+        return sum(self.parts.values())
+
+
+def memory_plan(model: Model, settings: MemorySettings, *, tokens: int) -> MemoryBudget:
+    """What training takes at its worst moment, the backward pass of a block.
+
+    The sum is: weights that stay + ring + adapter and optimizer + what the forward pass keeps + the live set of one
+    block + 1.5 GiB. A block that is not recomputed keeps 15 N d + 2 N f numbers; while its gradient is computed there
+    are 2 N f more; a recomputed one keeps its input, N d, and with selective checkpointing the output of
+    self-attention, N d and one number per token and head.
+
+    Args:
+        model: the model profile.
+        settings: the choices.
+        tokens: of a step: those of the largest bucket, times its batch size.
+    """
+    sizes, wide = model.transformer, 4 if settings.float32 else 2
+    block = block_bytes(model, settings.quantize, wide)
+    swapped = settings.blocks_to_swap
+    trained = adapter_weights(model, settings.rank)
+    row = tokens * sizes.dim * wide
+    kept_by_block = KEPT_TENSORS * row + 2 * tokens * sizes.ffn_dim * wide
+    free = sizes.num_layers if settings.checkpointing == "none" else settings.free_blocks
+    recomputed = sizes.num_layers - free
+    attention = row + 4 * tokens * sizes.num_heads if settings.checkpointing == "selective" else 0
+    waiting = (row + attention) * recomputed
+    on_device = min(waiting, WAITING * (row + attention)) if settings.offload else waiting
+    parts = {
+        "weights that stay": outer_bytes(model, wide) + (sizes.num_layers - swapped) * block,
+        "swapped blocks on their way": min(settings.ring, swapped) * block,
+        "adapter, gradient and optimizer": trained * (4 + 4 + settings.moment_bytes + (0 if settings.float32 else 2)),
+        "kept for the backward pass": on_device + max(0, free - 1) * kept_by_block,
+        "one block's backward pass": kept_by_block + 2 * tokens * sizes.ffn_dim * wide,
+        "dequantised weights": 0 if settings.quantize == "none" else _largest_product(model) * wide,
+        "reserve": RESERVE,
+    }
+    return MemoryBudget(parts, swapped * block + (waiting if settings.offload else 0))
+
+
+def block_bytes(model: Model, quantize: str = "none", wide: int = 2) -> int:
+    """Of one block's weights in memory; `wide` is 2 for bfloat16 and 4 for float32."""
+    dim, linear = model.transformer.dim, block_linear_weights(model)
+    biases = 9 * dim + model.transformer.ffn_dim
+    norms = 4 * dim
+    if _has_image_branch(model):
+        biases, norms = biases + 2 * dim, norms + dim
+    weights = linear * wide if quantize == "none" else round(linear * BITS[quantize] / 8)
+    in_float32 = 8 * dim  # the affine norm and the modulation table
+    return weights + (biases + norms) * wide + in_float32 * 4
+
+
+def block_linear_weights(model: Model) -> int:
+    """Weights of the linear layers of one block: those that are quantised."""
+    dim, products = model.transformer.dim, 10 if _has_image_branch(model) else 8
+    return products * dim * dim + 2 * dim * model.transformer.ffn_dim
+
+
+def outer_bytes(model: Model, wide: int = 2) -> int:
+    """Of the weights outside the blocks: embeddings, time layers and head, which always stay on the device."""
+    sizes = model.transformer
+    dim = sizes.dim
+    plain = dim * (sizes.in_channels * LATENTS_PER_TOKEN + 1) + (dim + 1) * sizes.out_channels * LATENTS_PER_TOKEN
+    plain += dim * (TEXT_DIM + 1) + dim * (dim + 1)  # text
+    plain += 6 * dim * (dim + 1)  # projection of the time embedding
+    in_float32 = dim * (FREQUENCIES + 1) + dim * (dim + 1) + 2 * dim  # time embedding, the head's modulation
+    if _has_image_branch(model):
+        plain += IMAGE_DIM * (IMAGE_DIM + 1) + dim * (IMAGE_DIM + 1)
+        in_float32 += 2 * IMAGE_DIM + 2 * dim
+    if model.condition == "first_and_last":
+        plain += BOTH_IMAGES * IMAGE_DIM
+    return plain * wide + in_float32 * 4
+
+
+def adapter_weights(model: Model, rank: int) -> int:
+    """Weights of a LoRA of that rank on every linear layer of the blocks."""
+    sizes, square = model.transformer, 10 if _has_image_branch(model) else 8
+    return sizes.num_layers * rank * (square * 2 * sizes.dim + 2 * (sizes.dim + sizes.ffn_dim))
+
+
+def tokens_of(model: Model, resolution: tuple[int, int], num_frames: int) -> int:
+    """Tokens of a clip.
+
+    Args:
+        model: the model profile.
+        resolution: width and height in pixels.
+        num_frames: 4n+1; 1 for an image.
+
+    >>> from wangen import profiles
+    >>> tokens_of(profiles.model("t2v-14B"), (832, 480), 81)
+    32760
+    """
+    frames, height, width = model.patch
+    latent_frames = (num_frames - 1) // model.temporal_stride + 1
+    step = model.spatial_stride
+    return (latent_frames // frames) * (resolution[1] // step // height) * (resolution[0] // step // width)
+
+
+def usable_bytes(vram_gib: int) -> int:
+    """What a training run may take of a card with so many gigabytes."""
+    return int(vram_gib * GIB * CARD_SHARE)
+
+
+def preset_of(model: Model, vram: str) -> Preset:
+    """The preset for a value of `--vram` that is a number.
+
+    Raises:
+        UsageError: the model has none.
+    """
+    preset = model.presets.get(int(vram)) if vram.isdigit() else None
+    if preset is None:
+        known = ", ".join(map(str, sorted(model.presets))) or "none"
+        raise UsageError(f"--vram {vram}: {model.name} has no preset for it", cure=f"there are: {known}")
+    return preset
+
+
+def preset_flags(model: Model, vram: str | None) -> dict[str, Any]:
+    """The flags of the training step that `--vram` stands for; none for `auto`, which is decided where it trains.
+
+    Raises:
+        UsageError: the model has no such preset.
+    """
+    if vram in (None, "auto"):
+        return {}
+    preset = preset_of(model, str(vram))
+    return {
+        "quantize": preset.quantize,
+        "blocks_to_swap": preset.blocks_to_swap,
+        "checkpointing": preset.checkpointing,
+        "checkpointing_free_blocks": preset.checkpointing_free_blocks,
+        "gradient_checkpointing_cpu_offload": preset.gradient_checkpointing_cpu_offload,
+    }
+
+
+def preset_plan(model: Model, preset: Preset) -> MemoryBudget:
+    """The memory of a preset at the bucket and the rank that it is made for."""
+    settings = MemorySettings(
+        quantize=preset.quantize,
+        blocks_to_swap=preset.blocks_to_swap,
+        checkpointing=preset.checkpointing,
+        free_blocks=preset.checkpointing_free_blocks,
+        offload=preset.gradient_checkpointing_cpu_offload,
+        rank=preset.network_dim,
+    )
+    return memory_plan(model, settings, tokens=tokens_of(model, preset.resolution, preset.num_frames))
+
+
+def _has_image_branch(model: Model) -> bool:
+    return any(weights.flag == "clip" for weights in model.weights)
+
+
+def _largest_product(model: Model) -> int:
+    """Weights that are dequantised at once."""
+    return max(3 * model.transformer.dim**2, model.transformer.dim * model.transformer.ffn_dim)

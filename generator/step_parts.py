@@ -1,0 +1,44 @@
+"""What several steps of the table share: value types, sentences of their help, and the flags of the dataset."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from wangen.generator.table import Step, flag
+
+Attention = Literal["auto", "sdpa", "flash", "flash3", "xformers", "sage"]
+Dtype = Literal["float32", "bfloat16", "float16"]
+ExportDtype = Literal["float32", "bfloat16", "float16", "float8_e4m3fn", "fp8_scaled"]
+
+DTYPE_VALUES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16"}
+DEFAULT_EPOCHS = 35
+SMOKE_STEPS = 50
+SMOKE_ITEMS = 8
+
+LATER = "is not in this version of wangen; leave it out"
+TRY = f"try the job: at most {SMOKE_ITEMS} items"
+DIT = "transformer weights: .safetensors (any shard, fp8 too), .pth, .gguf or a diffusers folder"
+VAE = "VAE weights: Wan2.1_VAE.pth, Wan2.2_VAE.pth, .safetensors or a diffusers folder"
+T5 = "umT5 text encoder weights: .pth, .safetensors (ComfyUI fp8 too), .gguf or a folder"
+TOKENIZER = "tokenizer folder or file (default: found beside or inside the T5 weights)"
+CLIP = "CLIP image encoder weights (Wan 2.1 I2V): .pth, .safetensors or a folder"
+CACHE_TASK = "model profile that the cache is for (default: text-to-video with this VAE)"
+VAE_CACHE = "keep what the VAE remembers of earlier frames in host memory: slower, the same latents"
+FP8_T5 = "hold the text encoder in 8 bits: half the memory of bfloat16, and embeddings that differ a little"
+
+
+def vae_tile() -> Any:
+    """The flag of the VAE's tiles, the same for every step that has one."""
+    return flag(
+        "let the VAE work in overlapping squares of this many pixels, a multiple of 64: less memory, not quite the "
+        "same latents; 0 takes the picture whole",
+        0, pinned=True, names=("tile", "vae_spatial_tile_sample_min_size"), constants={"vae_tiling": "256"},
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetStep(Step):
+    """What all steps that read a dataset share."""
+
+    dataset_config: Path = flag("the dataset's TOML file")
+    resolution: str = flag("which resolutions of the TOML to use: all, or for example 256,832x480", "all", knob=True)

@@ -1,0 +1,303 @@
+"""The training step of the table: what is trained, on what, how, and what it leaves behind."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from wangen.generator.step_parts import (
+    CLIP,
+    DEFAULT_EPOCHS,
+    DIT,
+    DTYPE_VALUES,
+    FP8_T5,
+    SMOKE_STEPS,
+    T5,
+    TOKENIZER,
+    TRY,
+    VAE,
+    VAE_CACHE,
+    Attention,
+    DatasetStep,
+    Dtype,
+)
+from wangen.generator.table import SMOKE, flag
+
+TimestepSampling = Literal[
+    "uniform", "sigmoid", "shift", "logit_normal", "logsnr", "flux_shift", "qwen_shift", "qinglong_flux",
+    "qinglong_qwen", "sigma",
+]  # fmt: skip
+LrScheduler = Literal[
+    "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt",
+    "cosine_with_min_lr", "warmup_stable_decay", "rex",
+]  # fmt: skip
+Quantize = Literal["none", "fp8", "int8", "nf4"]
+
+_ENCODES = "read by --cache_latents, --cache_latents_to_disk and --sample_prompts"
+_MEMORY = "default: as --vram says, else"
+_OTHER_MODEL = "it is made for another model: use shift, or flux_shift for a shift that grows with the picture"
+_BLOCK_SWAP = "accepted: frozen blocks are always only copied to the device, from pinned memory"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train(DatasetStep):
+    """Train a LoRA on the cached latents and text embeddings; run it again to resume."""
+
+    command: ClassVar[str] = "train"
+    module: ClassVar[str] = "wangen.runtime.train"
+    spellings: ClassVar[tuple[str, ...]] = ("wan_train_network", "wan_train_network.py")
+    elsewhere: ClassVar[Mapping[str, str]] = {
+        "wandb_api_key": "keys do not belong on a command line: set WANDB_API_KEY or run `wandb login`",
+        "huggingface_token": "wangen uploads nothing: run `hf upload` on the finished file",
+        "huggingface_repo_id": "wangen uploads nothing: run `hf upload` on the finished file",
+        "lr_scheduler_type": "use --lr_scheduler",
+        "lr_scheduler_args": "use --lr_scheduler_num_cycles, --lr_scheduler_power and --lr_scheduler_min_lr_ratio",
+        "guidance_scale": "it is HunyuanVideo's: leave it out for Wan",
+        "img_in_txt_in_offloading": "it is HunyuanVideo's: leave it out for Wan",
+        "one_frame": "one-frame training is not in this version of wangen; leave it out",
+        "compile_backend": "use --compile alone: every block is compiled by inductor",
+        "compile_mode": "use --compile alone: every block is compiled by inductor",
+        "compile_dynamic": "use --compile alone: every bucket gets a graph of its own",
+        "dynamo_backend": "use --compile",
+        "ddp_timeout": "this version trains in one process",
+    }
+
+    smoke: bool = flag(f"{TRY}, {SMOKE_STEPS} steps from step 0, into the folder smoke of the output folder", False)
+
+    # What is trained.
+    dit: Path | None = flag(f"{DIT}; of two experts the one for low noise", None)
+    dit_high_noise: Path | None = flag("weights of the high-noise expert (Wan 2.2 A14B)", None)
+    task: str = flag("model profile", "t2v-14B", pinned=True, model_choices=True)
+    experts: Literal["both", "high", "low"] = flag("which of two experts to train", "both", knob=True)
+    timestep_boundary: float | None = flag(
+        "timestep from which on the high-noise expert works, 0.875 or 875 (default: the model's)", None, pinned=True
+    )
+    high_noise_share: float | None = flag(
+        "share of the steps that train the high-noise expert (default: its share of the drawn timesteps)", None,
+        pinned=True,
+    )  # fmt: skip
+    expert_turn_steps: int = flag("with two experts: steps before the other one's turn", 10)
+    offload_inactive_dit: bool = flag(
+        "the idle expert waits in host memory (the default; --no_offload_inactive_dit keeps both on the device)", True
+    )
+    condition_frames: int | None = flag(
+        "TI2V-5B: so many first frames of a clip are given, 4n+1, and 0 for text alone (default: 1)", None, pinned=True
+    )
+    condition_dropout: float = flag("share of the draws that are not given these frames, 0 to 1", 0.0, pinned=True)
+    force_v2_1_time_embedding: bool = flag("accepted; a timestep that all tokens share is always embedded once", False)
+    output_dir: Path = flag("folder for the LoRA, checkpoints and the report")
+    output_name: str = flag("file name of the LoRA without its ending")
+
+    # The adapter.
+    train_mode: Literal["lora", "full"] = flag("an adapter, or every weight of the transformer", "lora", pinned=True)
+    network_module: Literal["lora", "loha", "lokr"] = flag(
+        "kind of adapter", "lora", pinned=True,
+        values={"networks.lora_wan": "lora", "networks.lora": "lora", "networks.loha": "loha", "networks.lokr": "lokr"},
+        refused={"lycoris.kohya": "use lora, loha or lokr"},
+    )  # fmt: skip
+    network_dim: int = flag("rank of the adapter", 16, pinned=True, knob=True)
+    network_alpha: float = flag("alpha; the adapter is scaled by alpha / rank", 16.0, pinned=True, knob=True)
+    network_dropout: float = flag("dropout on the adapter's input, 0 to 1", 0.0, pinned=True)
+    rslora: bool = flag("rank-stabilised LoRA: scaled by alpha / sqrt(rank)", False, pinned=True)
+    dora: bool = flag("weight-decomposed LoRA (DoRA)", False, pinned=True)
+    lokr_factor: int = flag("factor of LoKr's first matrix; -1 takes the most square one", -1, pinned=True)
+    lora_targets: Literal["all", "attention", "self_attention", "cross_attention", "ffn"] = flag(
+        "which layers of the blocks get an adapter", "all", pinned=True
+    )
+    include_patterns: tuple[str, ...] = flag("only layers whose name one of these regular expressions finds", (),
+                                             pinned=True)  # fmt: skip
+    exclude_patterns: tuple[str, ...] = flag("no layer whose name one of these regular expressions finds", (),
+                                             pinned=True)  # fmt: skip
+    network_args: tuple[str, ...] = flag(
+        "musubi-tuner's key=value: include_patterns, exclude_patterns, loraplus_lr_ratio", (), pinned=True
+    )
+    network_weights: Path | None = flag("start from this adapter (ComfyUI, kohya, diffusers or peft layout)", None)
+    network_weights_high_noise: Path | None = flag("the high-noise expert starts from this adapter", None)
+    dim_from_weights: bool = flag("take rank and alpha from --network_weights", False, pinned=True)
+    base_weights: tuple[Path, ...] = flag("LoRAs that are merged into the frozen base before training", ())
+    base_weights_multiplier: tuple[float, ...] = flag("strength of each of them (default: 1)", (), pinned=True)
+    scale_weight_norms: float | None = flag("largest norm of an adapter's change of a weight, kept after every step",
+                                            None, pinned=True)  # fmt: skip
+
+    # Optimizer and schedule.
+    learning_rate: float = flag("learning rate", 1e-4, pinned=True, knob=True)
+    loraplus_lr_ratio: float | None = flag(
+        "LoRA+: learning rate of B over that of A, for example 16", None, pinned=True
+    )
+    lr_scheduler: LrScheduler = flag("learning-rate schedule", "constant", pinned=True, knob=True)
+    lr_warmup_steps: str = flag(
+        "warm-up: steps (100), a share of the run (0.05) or a percentage (5%)", "0", pinned=True
+    )
+    lr_decay_steps: str = flag("decay of warmup_stable_decay: steps, a share or a percentage", "0", pinned=True)
+    lr_scheduler_num_cycles: int = flag("restarts of cosine_with_restarts", 1, pinned=True)
+    lr_scheduler_power: float = flag("power of polynomial", 1.0, pinned=True)
+    lr_scheduler_min_lr_ratio: float = flag(
+        "lowest learning rate over the highest, of cosine_with_min_lr, warmup_stable_decay and rex", 0.0, pinned=True
+    )
+    lr_scheduler_timescale: int | None = flag("time scale of inverse_sqrt (default: the warm-up)", None, pinned=True)
+    optimizer_type: str = flag(
+        "AdamW, AdamW8bit (bitsandbytes or torchao), Adafactor, another class of torch.optim, or a dotted path",
+        "AdamW", pinned=True, knob=True,
+        values={"adamw": "AdamW", "": "AdamW", "adamw8bit": "AdamW8bit", "adafactor": "Adafactor"},
+    )  # fmt: skip
+    optimizer_args: tuple[str, ...] = flag("key=value for the optimizer, e.g. weight_decay=0.01", (), pinned=True)
+    max_grad_norm: float = flag("clip the gradient's norm; 0 switches clipping off", 1.0, pinned=True)
+    ema_decay: float | None = flag("keep an average of the adapter too, with this decay (0.99), saved as -ema", None,
+                                   pinned=True)  # fmt: skip
+    max_train_epochs: int | None = flag(
+        f"epochs; wins over --max_train_steps ({DEFAULT_EPOCHS} when neither is given)", None, knob=True
+    )
+    max_train_steps: int | None = flag("optimizer steps", None, knob=True)
+    gradient_accumulation_steps: int = flag("batches per optimizer step", 1, pinned=True, knob=True)
+    mixed_precision: Literal["bf16", "no"] = flag(
+        "bf16, or no for float32", "bf16", pinned=True, knob=True, values={"fp32": "no"},
+        refused={"fp16": "use bf16 (weights of any precision are converted on loading) or no"},
+    )  # fmt: skip
+
+    # Timesteps and loss.
+    timestep_sampling: TimestepSampling = flag(
+        "how timesteps are drawn", "shift", pinned=True, knob=True, values={"logit-normal": "logit_normal"},
+        refused={"flux2_shift": _OTHER_MODEL, "krea2_shift": _OTHER_MODEL, "ideogram4_shift": _OTHER_MODEL},
+    )  # fmt: skip
+    discrete_flow_shift: float = flag("shift of timestep_sampling shift", 5.0, pinned=True, knob=True)
+    sigmoid_scale: float = flag("scale of the normal draw in sigmoid and the shifts", 1.0, pinned=True)
+    logit_mean: float = flag("mean of logit_normal and logsnr", 0.0, pinned=True)
+    logit_std: float = flag("standard deviation of logit_normal and logsnr", 1.0, pinned=True)
+    mode_scale: float = flag("scale of weighting_scheme mode", 1.29, pinned=True)
+    min_timestep: int = flag("lowest timestep, 0 is clean", 0, pinned=True)
+    max_timestep: int = flag("highest timestep, 1000 is pure noise", 1000, pinned=True)
+    preserve_distribution_shape: bool = flag(
+        "cut the distribution to [min, max] instead of squeezing it into it", False, pinned=True
+    )
+    num_timestep_buckets: int | None = flag(
+        "stratified: of so many draws in a row every one falls into another part of the distribution", None, pinned=True
+    )
+    show_timesteps: Literal["console", "image"] | None = flag(
+        "draw the distribution, of each expert, and train nothing", None
+    )
+    weighting_scheme: Literal["none", "sigma_sqrt", "cosmap", "logit_normal", "mode"] = flag(
+        "loss weight by timestep; logit_normal and mode are densities of timestep_sampling sigma", "none", pinned=True
+    )
+    noise_offset: float = flag("constant noise per channel, in parts of the noise, for example 0.05", 0.0, pinned=True)
+    caption_dropout: float = flag("share of the draws that see the empty prompt, 0 to 1", 0.0, pinned=True)
+    prior_loss_weight: float = flag("weight of the loss on regularisation sets (is_reg = true in the TOML)", 1.0,
+                                    pinned=True)  # fmt: skip
+    seed: int = flag("seed of order, noise, timesteps, dropout and initial weights", 42, pinned=True, knob=True)
+
+    # Memory.
+    vram: Literal["8", "12", "16", "24", "auto"] | None = flag(
+        "gigabytes of the card: take the model's preset for it; flags that are given win", None
+    )
+    quantize: Quantize | None = flag(
+        f"hold the frozen blocks in 8 or 4 bits ({_MEMORY} none)", None, pinned=True,
+        constants={"fp8_base": "fp8", "fp8_scaled": "fp8"},
+    )  # fmt: skip
+    blocks_to_swap: int | None = flag(
+        f"so many blocks wait in host memory and come when they are needed ({_MEMORY} 0)", None, knob=True
+    )
+    block_swap_ring_size: int = flag("device buffers that swapped blocks come into", 2)
+    use_pinned_memory_for_block_swap: bool = flag(_BLOCK_SWAP, False)
+    block_swap_h2d_only: bool = flag(_BLOCK_SWAP, False)
+    checkpointing: Literal["none", "full", "selective"] | None = flag(
+        f"recompute in the backward pass: nothing, every block, or all but attention ({_MEMORY} full)", None,
+        pinned=True, names=(), constants={"gradient_checkpointing": "full", "no_gradient_checkpointing": "none"},
+    )  # fmt: skip
+    checkpointing_free_blocks: int | None = flag(f"so many of the last blocks are not recomputed ({_MEMORY} 0)", None)
+    gradient_checkpointing_cpu_offload: bool | None = flag(
+        f"park what checkpointing keeps in host memory ({_MEMORY} no)", None, pinned=True
+    )
+    split_attn: bool = flag("attention for one item of the batch at a time", False, pinned=True)
+
+    # Speed.
+    attention: Attention = flag(
+        "attention kernel; auto takes the first of flash3, flash, sdpa that runs forward and backward here; sage runs "
+        "forward only, with the exact gradient of sdpa",
+        "auto", pinned=True, knob=True, names=("attn_mode",),
+        constants={"sdpa": "sdpa", "flash_attn": "flash", "flash3": "flash3", "xformers": "xformers",
+                   "sage_attn": "sage"},
+        values={"torch": "sdpa", "flash2": "flash", "sageattn": "sage"},
+    )  # fmt: skip
+    compile: bool = flag("torch.compile for each block; worth it for long runs", False, pinned=True)
+    plain: bool = flag("train through the library's own modules: the same numbers to rounding, slower", False,
+                       pinned=True)  # fmt: skip
+    cuda_allow_tf32: bool = flag("let float32 products round their operands to TF32", False, pinned=True)
+    max_data_loader_n_workers: int = flag(
+        "threads that read cache entries; 0 reads in the training thread", 4, knob=True
+    )
+    persistent_data_loader_workers: bool = flag("accepted; the reading threads always live through the run", False)
+    disable_numpy_memmap: bool = flag("accepted; weights are read without numpy", False)
+    profile: bool = flag("write one torch trace of a few steps into the output folder", False)
+    deterministic: bool = flag("on a GPU: a run that was resumed ends with the same bytes; slower", False)
+    peak_tflops: float | None = flag("the device's speed in TFLOP/s, for the log's MFU (default: known cards')", None)
+    device: str | None = flag("cuda, cuda:1, cpu … (default: cuda when there is one)", None)
+
+    # Encoding what the cache lacks, and samples.
+    cache_latents: bool = flag("encode what the cache lacks before training and keep it in memory", False)
+    cache_latents_to_disk: bool = flag("encode what the cache lacks before training and keep it in the cache", False)
+    vae: Path | None = flag(f"{VAE}; {_ENCODES}", None)
+    vae_dtype: Dtype | None = flag(f"precision of the VAE; {_ENCODES}", None, values=DTYPE_VALUES)
+    vae_cache_cpu: bool = flag(f"{VAE_CACHE}; {_ENCODES}", False)
+    clip: Path | None = flag(f"{CLIP}; {_ENCODES}", None)
+    t5: Path | None = flag(f"{T5}; {_ENCODES}", None)
+    tokenizer: Path | None = flag(f"{TOKENIZER}; {_ENCODES}", None)
+    t5_dtype: Dtype | None = flag(f"precision of the text encoder; {_ENCODES}", None, values=DTYPE_VALUES)
+    fp8_t5: bool = flag(f"{FP8_T5}; {_ENCODES}", False)
+
+    # The truth while it runs.
+    validation_items: int = flag("so many items of the dataset are held out for validation", 0, pinned=True, knob=True)
+    validation_config: Path | None = flag("a dataset TOML that is held out for validation instead", None)
+    validation_timesteps: int = flag("timesteps at which every held-out item is judged", 8)
+    validate_every_n_steps: int | None = flag("steps between two validations (default: once an epoch)", None, knob=True)
+    keep_best: bool = flag("keep the LoRA with the lowest validation loss as -best", False)
+    sample_prompts: Path | None = flag(
+        "samples on the way: a prompt file, .txt (a prompt per line, then --w --h --f --d --s …), .toml or .json",
+        None,
+    )
+    sample_every_n_steps: int | None = flag("steps between two samples", None, knob=True)
+    sample_every_n_epochs: int | None = flag("epochs between two samples", None, knob=True)
+    sample_at_first: bool = flag("also sample before the first step", False)
+    logging_dir: Path | None = flag("folder of the experiment log (default: logs inside the output folder)", None)
+    log_with: tuple[Literal["tensorboard", "wandb", "mlflow", "none"], ...] = flag(
+        "experiment logs, one or more; metrics.jsonl is always written", ("tensorboard",),
+        refused={"all": "name them: --log_with tensorboard wandb"},
+    )  # fmt: skip
+    log_tracker_name: str | None = flag("project in wandb, experiment in mlflow (default: wangen)", None)
+    wandb_run_name: str | None = flag("name of the run in wandb (default: --output_name)", None)
+
+    # Saving and resuming.
+    save_every_n_epochs: int | None = flag("save the LoRA every N epochs", None, knob=True)
+    save_every_n_steps: int | None = flag("save the LoRA every N steps", None, knob=True)
+    save_last_n_epochs: int | None = flag("keep LoRAs of the last N epochs only", None)
+    save_last_n_steps: int | None = flag("keep LoRAs of the last N steps only", None)
+    keep_last: int | None = flag("of the LoRAs saved on the way keep the last N only", None)
+    save_state: bool = flag("keep the training state of every saved LoRA, not the newest alone", False)
+    save_last_n_epochs_state: int | None = flag("with --save_state: keep states of the last N epochs only", None)
+    save_last_n_steps_state: int | None = flag("with --save_state: keep states of the last N steps only", None)
+    save_state_on_train_end: bool = flag("accepted; the newest training state is always kept", False)
+    save_state_every_n_steps: int | None = flag("write the training state every N steps", None)
+    save_state_every_n_minutes: float = flag(
+        "write the training state every N minutes (and at every epoch and every saved LoRA)", 10.0
+    )
+    save_precision: Dtype = flag("precision of the saved file", "float32", pinned=True, values=DTYPE_VALUES)
+    lora_layout: tuple[Literal["comfyui", "kohya", "diffusers"], ...] = flag(
+        "layouts to save the LoRA in; every further one gets its name as a suffix", ("comfyui",), pinned=True
+    )
+    no_metadata: bool = flag("store only the least in the LoRA's header", False)
+    training_comment: str | None = flag("comment stored in the LoRA's header", None)
+    metadata_title: str | None = flag("title stored in the LoRA's header (modelspec.title)", None)
+    metadata_author: str | None = flag("author stored in the LoRA's header (modelspec.author)", None)
+    metadata_description: str | None = flag("description stored in the LoRA's header (modelspec.description)", None)
+    metadata_license: str | None = flag("licence stored in the LoRA's header (modelspec.license)", None)
+    metadata_tags: str | None = flag("tags stored in the LoRA's header (modelspec.tags)", None)
+    resume: Path | None = flag("start from this training state instead of the newest", None)
+    fresh: bool = flag("start again from step 0 and overwrite the earlier run", False)
+    resume_changed: bool = flag("resume although settings that change the result differ", False)
+
+    def _smoke_changes(self) -> dict[str, Any]:
+        return {
+            **super()._smoke_changes(),
+            "output_dir": self.output_dir / SMOKE,
+            "max_train_steps": SMOKE_STEPS,
+            "max_train_epochs": None,
+            "fresh": True,
+        }

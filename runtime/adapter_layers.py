@@ -1,0 +1,233 @@
+"""Adapters of every kind as peft's layers on a transformer: named, filled from files, applied, merged into the base."""
+
+import re
+import warnings
+from collections.abc import Mapping
+
+import torch
+from diffusers import WanTransformer3DModel
+from peft import LoHaConfig, LoKrConfig, LoraConfig, PeftConfig
+from peft.tuners.tuners_utils import BaseTunerLayer
+
+from wangen.generator.errors import UsageError, WangenError
+from wangen.generator.lora_config import config_fields
+from wangen.generator.lora_keys import AdapterKind
+from wangen.runtime.adapters import KRONECKER, WORDS, Adapter, AdapterWeight, plain_lora
+from wangen.runtime.lora import apply_lora, match_modules
+from wangen.runtime.memory.quantize import QuantLinear
+
+LORA_PARTS = {"down": "lora_A", "up": "lora_B", "magnitude": "lora_magnitude_vector"}
+_PARAMETER = re.compile(
+    r"(?P<module>.+)\.(?:(?P<lora>lora_A|lora_B|lora_magnitude_vector)\.(?P<name>[^.]+)\.weight"
+    r"|(?P<factor>(?:hada|lokr)_w[12](?:_[ab])?)\.(?P<other>[^.]+))"
+)
+
+
+def parameter_name(module: str, part: str, name: str) -> str:
+    """What peft calls a part of a module's adapter.
+
+    >>> parameter_name("blocks.0.attn1.to_q", "down", "default")
+    'blocks.0.attn1.to_q.lora_A.default.weight'
+    >>> parameter_name("blocks.0.attn1.to_q", "lokr_w1", "default")
+    'blocks.0.attn1.to_q.lokr_w1.default'
+    """
+    if part in LORA_PARTS:
+        return f"{module}.{LORA_PARTS[part]}.{name}.weight"
+    return f"{module}.{part}.{name}"
+
+
+def parts_of(parameters: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
+    """An adapter's parameters by module and part, in the order of names; other parameters are left out.
+
+    >>> list(parts_of({"a.lora_A.default.weight": torch.ones(1), "a.bias": torch.ones(1)})["a"])
+    ['down']
+    """
+    short = {long: part for part, long in LORA_PARTS.items()}
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for name in sorted(parameters):
+        if match := _PARAMETER.fullmatch(name):
+            part = short[match["lora"]] if match["lora"] else match["factor"]
+            found.setdefault(match["module"], {})[part] = parameters[name]
+    return found
+
+
+def adapter_layers(transformer: torch.nn.Module) -> dict[str, BaseTunerLayer]:
+    """The layers that carry adapters, by module name."""
+    return {name: layer for name, layer in transformer.named_modules() if isinstance(layer, BaseTunerLayer)}
+
+
+def base_weight(transformer: torch.nn.Module, module: str) -> torch.Tensor:
+    """The weight under a module's adapters, (out_features, in_features) in float32, dequantised where it has to be.
+
+    Where it is in float32 already it is the weight itself, and not to be written into.
+    """
+    layer = transformer.get_submodule(module)
+    layer = layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else layer
+    if isinstance(layer, QuantLinear):
+        return layer.dequantized(torch.float32)
+    assert isinstance(layer.weight, torch.Tensor)
+    return layer.weight.detach().float()
+
+
+def require_linear(transformer: torch.nn.Module, modules: list[str], kind: AdapterKind, dora: bool) -> None:
+    """See that peft can put an adapter of a kind on these layers: it asks LoHa's, LoKr's and DoRA's for their weight.
+
+    Raises:
+        WangenError: a layer is no linear one, or holds its weight in a form of its own.
+    """
+    if kind == "lora" and not dora:
+        return
+    for module in modules:
+        layer = transformer.get_submodule(module)
+        layer = layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else layer
+        shape = (layer.out_features, layer.in_features) if isinstance(layer, torch.nn.Linear) else ()
+        if not isinstance(layer.weight, torch.Tensor) or tuple(layer.weight.shape) != shape:
+            what = "held as the bytes of its file" if shape else "no linear layer"
+            raise WangenError(f"{module} is {what}, and a {'DoRA' if dora else WORDS[kind]} needs its weight",
+                              cure="give weights that are not quantised, or a plain LoRA")  # fmt: skip
+
+
+def add(transformer: WanTransformer3DModel, config: PeftConfig, name: str) -> None:
+    """Put peft's layers on a transformer, active beside those already there, and leave global randomness as it was."""
+    devices = [transformer.device] if transformer.device.type == "cuda" else []
+    with warnings.catch_warnings(), torch.random.fork_rng(devices):
+        # A second adapter on one model is meant here.
+        warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")
+        transformer.add_adapter(config, adapter_name=name)
+
+
+def apply_adapter(
+    transformer: WanTransformer3DModel, adapter: Adapter, multiplier: float = 1.0, *, name: str
+) -> list[str]:
+    """Add an adapter of any kind to a transformer, frozen and active beside those already there.
+
+    Args:
+        transformer: the model; its own weights stay as they are.
+        adapter: the neutral form.
+        multiplier: strength; 1 is as trained.
+        name: the adapter's name, unique within the model, without dots.
+
+    Returns:
+        The modules of the adapter that this model does not have, for the caller to tell.
+
+    Raises:
+        WangenError: nothing matches, the sizes are those of another model, or the name is taken.
+        UsageError: a DoRA at another strength than 1, which has no meaning there.
+    """
+    if (lora := plain_lora(adapter)) is not None:
+        return apply_lora(transformer, lora, multiplier, name=name)
+    if name in getattr(transformer, "peft_config", {}):
+        raise WangenError(f"two adapters called {name}", cure="give each once")
+    names = [*getattr(transformer, "peft_config", {}), name]
+    left_out = _install(transformer, adapter, multiplier, name, None)
+    for layer in adapter_layers(transformer).values():
+        layer.set_adapter(names)
+    transformer.requires_grad_(False)
+    return left_out
+
+
+def merge_adapter(transformer: WanTransformer3DModel, adapter: Adapter, multiplier: float = 1.0) -> list[str]:
+    """Add an adapter to the weights of a transformer for good; the sum is made in float32 and rounded once.
+
+    Args:
+        transformer: without adapters; its layers may be `QuantLinear`.
+        adapter: the neutral form.
+        multiplier: strength; 1 is as trained.
+
+    Returns:
+        The modules of the adapter that this model does not have, for the caller to tell.
+
+    Raises:
+        WangenError: as `apply_adapter`, or a layer is held in the bytes of its file.
+    """
+    assert not adapter_layers(transformer), "merging is for a transformer without adapters"
+    left_out = _install(transformer, adapter, multiplier, "merged", torch.float32)
+    for module, layer in adapter_layers(transformer).items():
+        base = layer.get_base_layer()
+        if not isinstance(base, QuantLinear):
+            if tuple(base.weight.shape) != adapter[module].shape or not base.weight.is_floating_point():
+                raise WangenError(f"{module} is held as the bytes of its file, to which nothing can be added",
+                                  cure="merge with `wangen export --dit … --lora_weight …` first")  # fmt: skip
+            layer.merge(adapter_names=["merged"])
+        elif adapter[module].magnitude is None:
+            base.add_(layer.get_delta_weight("merged"))
+        else:
+            raise WangenError(f"a DoRA cannot be added to {module}, which is quantised",
+                              cure="merge it with weights that are not, or give a plain LoRA")  # fmt: skip
+    transformer.unload_lora()
+    return left_out
+
+
+def _install(
+    transformer: WanTransformer3DModel, adapter: Adapter, multiplier: float, name: str, dtype: torch.dtype | None
+) -> list[str]:
+    """Put an adapter's layers on a transformer and fill them; returns the modules that the model lacks.
+
+    `dtype` is that of the factors; None takes the base's, as peft does.
+    """
+    fitting, left_out = match_modules(transformer, adapter)
+    wanted = {module: adapter[module] for module in fitting}
+    first = next(iter(wanted.values()))
+    dora = first.magnitude is not None
+    if dora and multiplier != 1:
+        raise UsageError(f"a DoRA at strength {multiplier:g}", cure="give it the strength 1: it scales whole weights")
+    require_linear(transformer, fitting, first.kind, dora)
+    add(transformer, _config(wanted), name)
+    for module, weight in wanted.items():
+        layer = transformer.get_submodule(module)
+        fill(layer, weight, name, dtype)
+        layer.set_scale(name, multiplier)
+    return left_out
+
+
+def fill(layer: BaseTunerLayer, weight: AdapterWeight, name: str, dtype: torch.dtype | None = None) -> None:
+    """Put the tensors of a module's adapter into peft's layer of the same kind.
+
+    Args:
+        layer: with an adapter of that name. The matrices of a LoKr may be others than it has.
+        weight: what to put there; its scale is set for LoKr only, whose rank does not say it.
+        name: of the adapter.
+        dtype: of the factors; None keeps the layer's.
+    """
+    for part in KRONECKER if weight.kind == "lokr" else ():
+        held: torch.nn.ParameterDict = getattr(layer, part)
+        like = next((old.pop(name) for old in [held] if name in old), None)
+        if part in weight.factors:
+            there = layer.get_base_layer().bias if like is None else like
+            tensor = weight.factors[part].to(there.device, dtype or there.dtype)
+            held[name] = torch.nn.Parameter(tensor)
+    if weight.kind == "lokr":
+        layer.alpha[name], layer.r[name] = weight.scale, 1
+        layer.set_scale(name, 1.0)
+        return
+    for part, factor in weight.factors.items():
+        parameter = layer.get_parameter(parameter_name("", part, name)[1:])
+        parameter.data = factor.to(parameter.device, dtype or parameter.dtype, copy=True)
+    if weight.magnitude is not None:
+        vector = layer.lora_magnitude_vector[name]
+        magnitude = weight.magnitude.float().to(vector.weight.device)
+        if weight.over_base:
+            magnitude = magnitude * _norms_ratio(layer, weight, name)
+        vector.weight.data = magnitude.to(dtype or vector.weight.dtype)
+
+
+def _norms_ratio(layer: BaseTunerLayer, weight: AdapterWeight, name: str) -> torch.Tensor:
+    """For each row the norm of the changed weight over that of the base, (out_features,) in float32."""
+    base = base_weight(layer, "")
+    down, up = (weight.factors[part].to(base.device, torch.float32) for part in ("down", "up"))
+    norms = layer.lora_magnitude_vector[name].get_weight_norm
+    ratio: torch.Tensor = norms(base, up @ down, weight.scale) / norms(base, up @ down, 0.0)
+    return ratio
+
+
+def _config(adapter: Mapping[str, AdapterWeight]) -> PeftConfig:
+    """The configuration of peft's layers for an adapter that is not empty."""
+    first = next(iter(adapter.values()))
+    if first.kind == "lokr":  # as small as can be: `fill` puts the file's own matrices there
+        return LoKrConfig(r=1, alpha=1, decompose_factor=1, target_modules=sorted(adapter))
+    ranks = {name: weight.rank for name, weight in adapter.items()}
+    fields = config_fields(ranks, {name: weight.scale * weight.rank for name, weight in adapter.items()})
+    if first.kind == "loha":
+        fields["alpha"] = fields.pop("lora_alpha")
+        return LoHaConfig(**fields)
+    return LoraConfig(**fields, use_dora=first.magnitude is not None)

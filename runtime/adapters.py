@@ -1,0 +1,237 @@
+"""Adapters of every kind that is trained here, read from files of every layout: LoRA, DoRA, LoHa and LoKr.
+
+In between stands one neutral form, a dictionary from the module's name in diffusers to its `AdapterWeight`. Plain
+LoRAs have a narrower one of their own, `lora.Lora`, which is all that converting and merging files take.
+"""
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from wangen.generator.errors import WangenError, many
+from wangen.generator.formats import Header, TensorInfo
+from wangen.generator.kinds import expect
+from wangen.generator.lora_config import Alphas, lora_file, read_alphas
+from wangen.generator.lora_keys import AdapterKind, foreign, parse_adapter_key
+from wangen.runtime.lora import Lora, LoraWeight, as_number
+from wangen.runtime.weights.reading import read_tensor
+
+DORA_NORM = "wangen.dora_norm"
+"""Metadata: `base` where the file's `dora_scale` is over the norms of the base's rows, as ComfyUI takes it."""
+
+WORDS: dict[AdapterKind, str] = {"lora": "LoRA", "loha": "LoHa", "lokr": "LoKr"}
+HADAMARD = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")
+KRONECKER = ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b")
+FACTORS: dict[AdapterKind, tuple[str, ...]] = {"lora": ("down", "up"), "loha": HADAMARD, "lokr": KRONECKER}
+"""The parts of each kind; of a LoKr's two matrices each is there whole or as `_a` and `_b`."""
+MAGNITUDES = ("magnitude", "dora_scale")
+
+_Parts = Mapping[str, TensorInfo]
+
+
+@dataclass(frozen=True)
+class AdapterWeight:
+    """The change of one linear layer.
+
+    Attributes:
+        kind: which product of the factors it is.
+        factors: by the names in `FACTORS`, each a matrix.
+        scale: what the product is multiplied with.
+        magnitude: of a DoRA, (out_features,): what the rows of the changed weight are scaled to. None: they are not.
+        over_base: the magnitude is divided by the norms of the base's rows instead of the changed weight's, which is
+            what ComfyUI does.
+    """
+
+    kind: AdapterKind
+    factors: Mapping[str, torch.Tensor]
+    scale: float
+    magnitude: torch.Tensor | None = None
+    over_base: bool = False
+
+    @property
+    def rank(self) -> int:
+        """The inner size of the factors; 0 for a LoKr of two whole matrices."""
+        inner = {"lora": ("down",), "loha": ("hada_w1_b",), "lokr": ("lokr_w2_b", "lokr_w1_b")}[self.kind]
+        return next((self.factors[name].shape[0] for name in inner if name in self.factors), 0)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the weight that it changes."""
+        if self.kind == "lora":
+            return (self.factors["up"].shape[0], *self.factors["down"].shape[1:])
+        if self.kind == "loha":
+            return self.factors["hada_w1_a"].shape[0], self.factors["hada_w1_b"].shape[1]
+        (left, top), (right, bottom) = (_whole_shape(self.factors, f"lokr_w{number}") for number in (1, 2))
+        return left * right, top * bottom
+
+
+Adapter = dict[str, AdapterWeight]
+
+
+def read_adapter(path: Path, flag: str = "--network_weights") -> Adapter:
+    """A LoRA, DoRA, LoHa or LoKr of the ComfyUI, kohya/musubi, diffusers or peft layout, told apart key by key.
+
+    Args:
+        path: the file, or a folder that peft or diffusers wrote.
+        flag: the flag it was given to, for messages.
+
+    Returns:
+        Module name in diffusers -> its weights, on the CPU in the file's dtype. All are of one kind.
+
+    Raises:
+        WangenError: another kind of file, keys that are not understood, factors that do not fit each other, numbers
+            that are not finite.
+    """
+    file = lora_file(path)
+    header = expect(file, ("lora", "lora-other"), flag)
+    modules = adapter_modules(header, file)
+    kind = kind_of_parts(next(iter(modules.values())))
+    dora = any(set(MAGNITUDES) & parts.keys() for parts in modules.values())
+    alphas = read_alphas(file, header.metadata, modules, kind=kind, dora=dora)
+    over_base = header.metadata.get(DORA_NORM) == "base"
+    adapter = {name: _weight(file, name, modules[name], alphas, over_base) for name in sorted(modules)}
+    for name, weight in adapter.items():
+        tensors = [*weight.factors.values(), *([] if weight.magnitude is None else [weight.magnitude])]
+        if not all(bool(tensor.float().isfinite().all()) for tensor in tensors):
+            raise WangenError(f"this adapter holds NaN or infinity in {name}; it is damaged", where=str(file),
+                              cure="take an earlier one of the same training, or download it again")  # fmt: skip
+    return adapter
+
+
+def read_scales(path: Path, flag: str = "--network_weights") -> dict[str, tuple[int, float]]:
+    """Module name in diffusers -> rank and scale of an adapter, of which only the alphas are read.
+
+    Raises:
+        WangenError: as `read_adapter`.
+    """
+    file = lora_file(path)
+    header = expect(file, ("lora", "lora-other"), flag)
+    modules = adapter_modules(header, file)
+    kind = kind_of_parts(next(iter(modules.values())))
+    dora = any(set(MAGNITUDES) & parts.keys() for parts in modules.values())
+    alphas = read_alphas(file, header.metadata, modules, kind=kind, dora=dora)
+    inner = {"lora": ("down",), "loha": ("hada_w1_b",), "lokr": ("lokr_w2_b", "lokr_w1_b")}[kind]
+    found: dict[str, tuple[int, float]] = {}
+    for module, parts in sorted(modules.items()):
+        rank = next((parts[name].shape[0] for name in inner if name in parts), 0)
+        found[module] = rank, _scale(file, module, parts, rank, alphas)
+    return found
+
+
+def adapter_modules(header: Header, file: Path) -> dict[str, dict[str, TensorInfo]]:
+    """The tensors of an adapter by module and part, from its header alone.
+
+    Args:
+        header: of the file.
+        file: for messages.
+
+    Raises:
+        WangenError: a key that is not understood, two keys for one part, kinds mixed, a factor missing.
+    """
+    if strange := sorted(key for key in header.tensors if parse_adapter_key(key) is None):
+        words = next(filter(None, map(foreign, strange)), "")
+        raise WangenError(
+            (f"this is {words}; " if words else "")
+            + f"{len(strange)} of {many(len(header.tensors), 'key')} {'is' if len(strange) == 1 else 'are'} not "
+            + f"understood, such as {', '.join(strange[:3])}",
+            where=str(file), cure="give a LoRA, DoRA, LoHa or LoKr of a Wan transformer",
+        )  # fmt: skip
+    modules: dict[str, dict[str, TensorInfo]] = {}
+    for key, info in header.tensors.items():
+        parsed = parse_adapter_key(key)
+        assert parsed is not None
+        if parsed.part in modules.setdefault(parsed.module, {}):
+            raise WangenError(f"two keys of this adapter are the {parsed.part} of {parsed.module}", where=str(file))
+        modules[parsed.module][parsed.part] = info
+    for module, parts in modules.items():
+        if problem := _unfit(parts):
+            raise WangenError(f"{module}: {problem}", where=str(file), cure="download it again, or give another")
+    forms = {(kind_of_parts(parts), bool(set(MAGNITUDES) & parts.keys())) for parts in modules.values()}
+    if len(forms) > 1:
+        raise WangenError("this adapter is of another kind from layer to layer", where=str(file),
+                          cure="give one that is a LoRA, a DoRA, a LoHa or a LoKr throughout")  # fmt: skip
+    return modules
+
+
+def kind_of_parts(parts: Collection[str]) -> AdapterKind:
+    """Of which kind a module with these parts is.
+
+    >>> kind_of_parts(["alpha", "lokr_w1", "lokr_w2"])
+    'lokr'
+    """
+    if any(name in HADAMARD for name in parts):
+        return "loha"
+    return "lokr" if any(name in KRONECKER for name in parts) else "lora"
+
+
+def plain_lora(adapter: Mapping[str, AdapterWeight]) -> Lora | None:
+    """The narrower form of a plain LoRA; None of another kind, and of a DoRA."""
+    if any(weight.kind != "lora" or weight.magnitude is not None for weight in adapter.values()):
+        return None
+    return {
+        name: LoraWeight(weight.factors["down"], weight.factors["up"], weight.scale * weight.rank)
+        for name, weight in adapter.items()
+    }
+
+
+def _unfit(parts: _Parts) -> str:
+    """Why a module's tensors are no adapter, in words; empty when they are one."""
+    kind = kind_of_parts(parts)
+    there = set(parts) - {"alpha", *MAGNITUDES}
+    complete = there == set(FACTORS[kind])
+    if kind == "lokr":
+        matrices = [{part for part in there if part.startswith(name)} for name in ("lokr_w1", "lokr_w2")]
+        complete = all(matrix in ({name}, {f"{name}_a", f"{name}_b"})
+                       for name, matrix in zip(("lokr_w1", "lokr_w2"), matrices, strict=True))  # fmt: skip
+    if there - set(FACTORS[kind]) or not complete:
+        return f"only {' and '.join(sorted(there)) or 'an alpha'} of a {WORDS[kind]} is there"
+    shapes = {name: parts[name].shape for name in there}
+    if kind != "lora" and set(MAGNITUDES) & parts.keys():
+        return f"a {WORDS[kind]} with the magnitudes of a DoRA, which is not read"
+    if kind == "lora":
+        down, up = shapes["down"], shapes["up"]
+        linear = len(down) == len(up) == 2 or (len(down) == len(up) == 5 and math.prod(up[2:]) == 1)
+        return "" if linear and down[0] and down[0] == up[1] else f"the matrices do not fit each other: {down} and {up}"
+    if any(len(shape) != 2 for shape in shapes.values()):
+        return "a factor is no matrix (of a convolution, which is not read)"
+    inner = [name.removesuffix("_a") for name in there if name.endswith("_a")]
+    if any(shapes[f"{name}_a"][1] != shapes[f"{name}_b"][0] for name in inner):
+        return f"the factors do not fit each other: {shapes}"
+    sizes = {(shapes[f"{name}_a"][0], shapes[f"{name}_b"][1]) for name in inner}
+    return f"the two products differ in size: {sizes}" if kind == "loha" and len(sizes) > 1 else ""
+
+
+def _weight(file: Path, module: str, parts: _Parts, alphas: Alphas, over_base: bool) -> AdapterWeight:
+    kind = kind_of_parts(parts)
+    read = {part: read_tensor(info) for part, info in parts.items()}
+    weight = AdapterWeight(kind, {name: read[name] for name in FACTORS[kind] if name in read}, 1.0)
+    scale = _scale(file, module, parts, weight.rank, alphas)
+    magnitude = next((read[name] for name in MAGNITUDES if name in read), None)
+    if magnitude is not None:
+        if magnitude.numel() != weight.shape[0] or (magnitude.ndim > 1 and magnitude.shape[0] == 1):
+            raise WangenError(f"the DoRA magnitudes of {module} are {tuple(magnitude.shape)}, not one per output",
+                              where=str(file), cure="DoRAs over the inputs are not read")  # fmt: skip
+        magnitude = magnitude.reshape(-1)
+    return AdapterWeight(kind, weight.factors, scale, magnitude, over_base and "dora_scale" in parts)
+
+
+def _scale(file: Path, module: str, parts: _Parts, rank: int, alphas: Alphas) -> float:
+    """What a module's product is multiplied with; of a LoKr of whole matrices an alpha in the file says nothing."""
+    if not rank:
+        configured = alphas.rank if alphas.default is not None else None
+        return alphas.of(module, configured) / configured if configured else 1.0
+    stored = (
+        read_tensor(parts["alpha"]) if "alpha" in parts else torch.tensor(alphas.of(module, rank), dtype=torch.float64)
+    )
+    return as_number(stored, f"the alpha of {module}", file) / rank
+
+
+def _whole_shape(factors: Mapping[str, torch.Tensor], name: str) -> tuple[int, int]:
+    """The size of a LoKr's matrix, whether it is whole or in two factors."""
+    if name in factors:
+        rows, columns = factors[name].shape
+        return rows, columns
+    return factors[f"{name}_a"].shape[0], factors[f"{name}_b"].shape[1]

@@ -1,0 +1,179 @@
+"""Sampling: noise -> latents along diffusers' schedulers, with one transformer or two experts.
+
+The loop is that of diffusers' Wan pipelines, but it asks a velocity model instead of a module of the library: so it
+runs whatever holds the weights (the fast path, a quantised base, swapped blocks), and needs no VAE beside it. The tests
+compare it with `WanPipeline` and `WanImageToVideoPipeline`.
+Letters in shapes: C channels, F h w the latent's frames, height and width, L tokens of text.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, cast
+
+import torch
+
+
+class Scheduler(Protocol):
+    """What a sampler of diffusers offers.
+
+    Attributes:
+        timesteps: (steps,) in [0, 1000], falling.
+        sigmas: (steps + 1,) noise levels; the last is 0.
+    """
+
+    timesteps: torch.Tensor
+    sigmas: torch.Tensor
+
+    def set_timesteps(self, num_inference_steps: int, device: torch.device | None = None) -> None:
+        """Make the schedule."""
+
+    def set_begin_index(self, begin_index: int) -> None:
+        """Begin at this step, without a search for it."""
+
+    def step(
+        self, model_output: torch.Tensor, timestep: torch.Tensor, sample: torch.Tensor, *, return_dict: bool
+    ) -> tuple[torch.Tensor, ...]:
+        """From one noise level to the next."""
+
+
+class Velocity(Protocol):
+    """Predicts velocities; `VelocityModel` of the families' contract does."""
+
+    def __call__(
+        self,
+        latents: torch.Tensor,
+        timesteps: torch.Tensor,
+        texts: Sequence[torch.Tensor],
+        *,
+        condition: torch.Tensor | None = None,
+        image_tokens: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """(B, C, F, h, w) for noisy latents, timesteps (B,) or (B, tokens), and B embeddings (L, dim)."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The part of the way that one transformer goes.
+
+    Attributes:
+        velocity: the transformer.
+        guidance: classifier-free guidance; at 1 or below the negative prompt is not asked.
+        lowest_timestep: it works at this timestep, in [0, 1000], and above.
+        enter: called before its first step, for example to bring it onto the device.
+    """
+
+    velocity: Velocity
+    guidance: float
+    lowest_timestep: float = 0.0
+    enter: Callable[[], object] = lambda: None
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a video is made from beside its text.
+
+    Attributes:
+        condition: (1, 4 + C, F, h, w) of image-to-video, from the cache's loader or `sampling`.
+        image_tokens: (1, N, dim) CLIP's view of the first frame.
+        clean: (1, C, k, h, w) the first k latent frames, which stay as they are and have timestep 0 (TI2V).
+    """
+
+    condition: torch.Tensor | None = None
+    image_tokens: torch.Tensor | None = None
+    clean: torch.Tensor | None = None
+
+    def to(self, device: torch.device) -> "Given":
+        """The same on a device."""
+        parts = (self.condition, self.image_tokens, self.clean)
+        return Given(*(None if part is None else part.to(device) for part in parts))
+
+
+def flow_scheduler(solver: Literal["unipc", "euler"], shift: float) -> Scheduler:
+    """A sampler with Wan's flow settings, as in the published pipelines.
+
+    Args:
+        solver: UniPC, or Euler.
+        shift: of the schedule, above 0.
+    """
+    from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
+
+    if solver == "euler":
+        return cast(Scheduler, FlowMatchEulerDiscreteScheduler(shift=shift))
+    unipc = UniPCMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, num_train_timesteps=1000, flow_shift=shift
+    )
+    return cast(Scheduler, unipc)
+
+
+def initial_noise(shape: Sequence[int], seed: int) -> torch.Tensor:
+    """The noise of a seed, (1, C, F, h, w) in float32: torch's own of that seed on the CPU, as ComfyUI draws it.
+
+    >>> initial_noise((1, 1, 1, 1, 2), 7).shape
+    torch.Size([1, 1, 1, 1, 2])
+    """
+    return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def denoise(
+    stages: Sequence[Stage],
+    noise: torch.Tensor,
+    scheduler: Scheduler,
+    num_steps: int,
+    texts: Sequence[torch.Tensor],
+    *,
+    given: Given = Given(),
+    per_token: Callable[[torch.Tensor, torch.Tensor, Sequence[int]], torch.Tensor] | None = None,
+    on_step: Callable[[int], None] = lambda _number: None,
+) -> torch.Tensor:
+    """Denoise with classifier-free guidance; of several stages the first that reaches down to the timestep works.
+
+    Args:
+        stages: the transformers, that of the highest noise first; the last must reach down to 0.
+        noise: (1, C, F, h, w), on the device to compute on.
+        scheduler: from `flow_scheduler`, fresh.
+        num_steps: sampling steps.
+        texts: the prompt's embedding (L, dim), and the negative prompt's if a stage has guidance above 1.
+        given: what the video is made from beside the text, on the same device.
+        per_token: `Family.timesteps_per_token`, needed where first frames are given clean.
+        on_step: called after each step with how many are done.
+
+    Returns:
+        (1, C, F, h, w) in float32, normalised.
+    """
+    scheduler.set_timesteps(num_steps, device=noise.device)
+    scheduler.set_begin_index(0)
+    latents, current = noise.float(), None
+    for number, timestep in enumerate(scheduler.timesteps.tolist()):
+        stage = next(stage for stage in stages if timestep >= stage.lowest_timestep)
+        if stage is not current:
+            stage.enter()
+            current = stage
+        inputs = _with_clean(latents, given.clean)
+        timesteps = torch.tensor([float(timestep)], device=noise.device)
+        if given.clean is not None:
+            assert per_token is not None, "clean frames have a timestep of their own"
+            timesteps = per_token(timesteps, inputs, [given.clean.shape[2]])
+        velocity = _guided(stage, inputs, timesteps, texts, given)
+        latents = scheduler.step(velocity, scheduler.timesteps[number], latents, return_dict=False)[0]
+        on_step(number + 1)
+    return _with_clean(latents, given.clean)
+
+
+def _guided(
+    stage: Stage, latents: torch.Tensor, timesteps: torch.Tensor, texts: Sequence[torch.Tensor], given: Given
+) -> torch.Tensor:
+    """The velocity v_negative + guidance (v_prompt - v_negative), in float32 (https://arxiv.org/abs/2207.12598)."""
+    parts: dict[str, Any] = {"condition": given.condition, "image_tokens": given.image_tokens}
+    prompted = stage.velocity(latents, timesteps, texts[:1], **parts).float()
+    if stage.guidance <= 1:
+        return prompted
+    negative = stage.velocity(latents, timesteps, texts[1:2], **parts).float()
+    return negative + stage.guidance * (prompted - negative)
+
+
+def _with_clean(latents: torch.Tensor, clean: torch.Tensor | None) -> torch.Tensor:
+    """Latents whose first frames are the given ones."""
+    if clean is None:
+        return latents
+    return torch.cat([clean.to(latents), latents[:, :, clean.shape[2] :]], dim=2)

@@ -1,0 +1,293 @@
+"""Attention kernels of training: one choice by name, a gradient under each, outputs that checkpointing can keep.
+
+Shapes: B items, H heads, N queries, L keys, D channels of a head.
+"""
+
+import contextlib
+import functools
+import importlib
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from wangen.runtime.fast.attention_operators import CpuFlash, ForwardOnly, Function, attend, operator_for
+from wangen.runtime.fast.attention_stash import Stash
+
+__all__ = ["PACKAGES", "Kernel", "Stash", "choose_kernel", "pad_biases"]
+
+log = logging.getLogger("wangen")
+
+PACKAGES = {"flash": "flash-attn", "flash3": "flash-attn-3", "xformers": "xformers", "sage": "sageattention"}
+"""The pip package of each kernel that PyTorch does not bring."""
+
+_AUTO = ("flash3", "flash")
+"""What `auto` tries before SDPA; never sage, whose output is an approximation."""
+
+_CUDNN_FIRST = [
+    SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH,
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """An attention kernel, differentiable in query, key and value.
+
+    Attributes:
+        name: sdpa, flash, flash3, xformers or sage.
+        function: the package's own; None for sdpa.
+        has_gradient: `function` is differentiable by itself.
+        cudnn_first: SDPA prefers cuDNN to FlashAttention.
+        pad_copies: keys that stand for the collapsed padding of a text, an argument of `pad_biases`: 1 where a bias is
+            taken in float32, 3 where it is rounded to 16 bits.
+        split: one item of the batch after the other.
+    """
+
+    name: str
+    function: Function | None = None
+    has_gradient: bool = True
+    cudnn_first: bool = False
+    pad_copies: int = 1
+    split: bool = False
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
+        """softmax(q k^T / sqrt(D) + bias) v.
+
+        Args:
+            query: (B, H, N, D)
+            key: (B, H, L, D)
+            value: (B, H, L, D)
+            bias: (B, 1, 1, L), added to the scores, without a gradient. It goes through SDPA whatever the kernel is:
+                most kernels take none.
+
+        Returns:
+            (B, H, N, D) in the query's dtype, as a rule a view of (B, N, H, D).
+        """
+        if self.split and len(query) > 1:
+            return _join(
+                [self(query[n], key[n], value[n], None if bias is None else bias[n]) for n in _each_item(query)]
+            )
+        if bias is not None or self.function is None:
+            return self._sdpa(query, key, value, bias)
+        if self.has_gradient:
+            return self.function(query, key, value)
+        return attend(query, key, value, ForwardOnly(self.function, self._sdpa))
+
+    @_disable_dynamo  # a stash is no part of a compiled graph; unlike the public name this imports no compiler here
+    def kept(self, query: Tensor, key: Tensor, value: Tensor, stash: Stash) -> Tensor:
+        """The same, inside a checkpointed region: its recomputation finds the output in the stash.
+
+        The packages' kernels do not all hand out what their backward pass needs, so in place of flash, flash3 and
+        xformers it is SDPA that computes. Where SDPA would use plain matrix products (odd head sizes on CUDA), nothing
+        is kept, and everything is computed again. A compiled block breaks its graph here.
+
+        Args:
+            query: (B, H, N, D)
+            key: (B, H, N, D)
+            value: (B, H, N, D)
+            stash: of this region and this step.
+
+        Returns:
+            (B, H, N, D); equal, byte by byte, with the kernel's own call under sdpa and sage.
+        """
+        if self.split and len(query) > 1:
+            return _join([self.kept(query[n], key[n], value[n], stash) for n in _each_item(query)])
+        if self.function is not None and not self.has_gradient:
+            return attend(query, key, value, ForwardOnly(self.function, self._sdpa), stash)
+        with _priority(self.cudnn_first):
+            operator = operator_for(query, key, value)
+        return self(query, key, value) if operator is None else attend(query, key, value, operator, stash)
+
+    def by_item(self) -> "Kernel":
+        """The same kernel, one item of the batch after the other: `--split_attn`."""
+        return replace(self, split=True)
+
+    def _sdpa(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
+        if query.device.type == "cpu" and query.element_size() == 2:
+            return attend(query, key, value, CpuFlash(bias))
+        if bias is not None:  # with a bias the memory-efficient kernel is the one for training, and it wants its dtype
+            mask = bias.to(query.dtype)
+            return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        with _priority(self.cudnn_first):
+            return functional.scaled_dot_product_attention(query, key, value)
+
+
+def choose_kernel(name: str, device: torch.device, dtype: torch.dtype, *, backward: bool = True) -> Kernel:
+    """The kernel for a value of `--attention`, after a trial on small tensors.
+
+    Args:
+        name: auto, sdpa, flash, flash3, xformers or sage. auto is the first of flash3, flash and sdpa that runs here.
+            For any other that does not run, auto's choice takes its place, and one warning says what to install.
+        device: where it will run.
+        dtype: of queries, keys and values; the packages' kernels know no float32.
+        backward: the trial asks for gradients of query, key and value as well.
+    """
+    return _choose(name, device, dtype, backward)
+
+
+def pad_biases(num_rows: int, num_copies: int) -> tuple[float, ...]:
+    """The biases of the keys that stand together for many equal ones: their exponentials add up to `num_rows`.
+
+    n equal keys with equal values act as one whose score has log n added. Rounded to bfloat16, log n may be off by
+    1.6 % of n. So where biases are rounded, several keys share the sum, each with a bias that is a bfloat16 number: the
+    largest that leaves the rest positive. Up to 512, two are then off by at most 0.05 %, three by 0.0007 %.
+
+    Args:
+        num_rows: the equal keys, n. For 0 each bias is -inf.
+        num_copies: the keys that stand for them. For 1 the bias is log n itself.
+
+    >>> [round(bias, 4) for bias in pad_biases(466, 1)]
+    [6.1442]
+    >>> pad_biases(466, 3)
+    (6.125, 2.171875, -2.53125)
+    """
+    if num_copies == 1:
+        return (_log(num_rows),)
+    rest, biases = float(num_rows), []
+    for _ in range(num_copies):
+        biases.append(_bfloat16_below(_log(rest)))
+        rest -= math.exp(biases[-1])
+    return tuple(biases)
+
+
+def _log(number: float) -> float:
+    return math.log(number) if number > 0 else -math.inf
+
+
+def _bfloat16_below(number: float) -> float:
+    """The largest bfloat16 number that is not above; it has 8 binary digits."""
+    if math.isinf(number):
+        return number
+    digits, exponent = math.frexp(number)
+    return math.ldexp(math.floor(digits * 256), exponent - 8)
+
+
+@functools.cache  # one trial and one warning in a process, however many transformers ask
+def _choose(name: str, device: torch.device, dtype: torch.dtype, backward: bool) -> Kernel:
+    wanted = _AUTO if name == "auto" else () if name == "sdpa" else (name,)
+    reason = ""
+    for candidate in wanted:
+        try:
+            kernel = _make(candidate, device, dtype)
+            _try(kernel, device, dtype, backward=backward)
+        # A package built for another PyTorch fails with any of these, some kernels with a bare assert.
+        except (ImportError, OSError, RuntimeError, ValueError, TypeError, AttributeError, AssertionError) as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        else:
+            return kernel
+    if name in ("auto", "sdpa"):
+        return _make("sdpa", device, dtype)
+    chosen = _choose("auto", device, dtype, backward)
+    log.warning("attention kernel %s does not run here (%s): %s takes its place; %s needs a GPU and "
+                "`pip install %s`", name, reason, chosen.name, name, PACKAGES[name])  # fmt: skip
+    return chosen
+
+
+def _make(name: str, device: torch.device, dtype: torch.dtype) -> Kernel:
+    """The kernel of that name, untried.
+
+    Raises:
+        ImportError, OSError: its package is missing or cannot be loaded.
+    """
+    rounded = device.type != "cpu" and dtype not in (torch.float32, torch.float64)
+    # Measured by others on Hopper only: elsewhere cuDNN is no faster than FlashAttention, or slower.
+    hopper = device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
+    kernel = Kernel(name, cudnn_first=hopper, pad_copies=3 if rounded else 1)
+    if name == "sdpa":
+        return kernel
+    return replace(kernel, function=_FUNCTIONS[name](), has_gradient=name != "sage")
+
+
+def _try(kernel: Kernel, device: torch.device, dtype: torch.dtype, *, backward: bool) -> None:
+    """Run a kernel once and compare it with SDPA.
+
+    Raises:
+        ValueError: its output or a gradient is not attention's, or there is no gradient.
+        RuntimeError, TypeError ...: of its own.
+    """
+    generator = torch.Generator().manual_seed(0)
+    inputs = [
+        torch.randn(1, 128, 2, 128, generator=generator).to(device, dtype).transpose(1, 2).requires_grad_(backward)
+        for _ in range(3)
+    ]
+    found, exact = kernel(*inputs), Kernel("sdpa")(*inputs)
+    if _far(found, exact):
+        raise ValueError("its output is wrong")
+    if not backward:
+        return
+    if not found.requires_grad:
+        raise ValueError("it gives no gradient")
+    slopes = [
+        torch.autograd.grad(output.float().square().sum(), inputs, allow_unused=True) for output in (found, exact)
+    ]
+    for slope, right in zip(*slopes, strict=True):
+        if slope is None or not slope.any():
+            raise ValueError("it gives no gradient")
+        if _far(slope, right):
+            raise ValueError("its gradient is wrong")
+
+
+def _far(found: Tensor, exact: Tensor) -> bool:
+    """Whether two results are not the same attention. Sage's 8 bits are off by some percent; NaN is far."""
+    return not (found - exact).detach().float().norm() < 0.2 * exact.detach().float().norm()
+
+
+def _priority(cudnn_first: bool) -> contextlib.AbstractContextManager[None]:
+    """Among SDPA's kernels cuDNN comes first, or all stays as it is. A preference: what cannot run is passed over."""
+    return sdpa_kernel(_CUDNN_FIRST, set_priority=True) if cudnn_first else contextlib.nullcontext()
+
+
+def _each_item(tensor: Tensor) -> list[slice]:
+    return [slice(number, number + 1) for number in range(len(tensor))]
+
+
+def _join(outputs: list[Tensor]) -> Tensor:
+    """Items (1, H, N, D) as (B, H, N, D), again a view of (B, N, H, D)."""
+    return torch.cat([output.transpose(1, 2) for output in outputs]).transpose(1, 2)
+
+
+def _flash() -> Function:
+    """FlashAttention 2, on (B, N, H, D)."""
+    return _transposed(importlib.import_module("flash_attn").flash_attn_func)
+
+
+def _flash3() -> Function:
+    """FlashAttention 3, for Hopper. Its first versions return the logsumexp as well."""
+    function = importlib.import_module("flash_attn_interface").flash_attn_func
+
+    def output(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        result: Tensor | tuple[Tensor, ...] = function(query, key, value)
+        return result[0] if isinstance(result, tuple) else result
+
+    return _transposed(output)
+
+
+def _xformers() -> Function:
+    return _transposed(importlib.import_module("xformers.ops").memory_efficient_attention)
+
+
+def _sage() -> Function:
+    """SageAttention, on (B, H, N, D); no gradient passes through it."""
+    function = importlib.import_module("sageattention").sageattn
+
+    def output(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        result: Tensor = function(query, key, value, tensor_layout="HND", is_causal=False)
+        return result
+
+    return output
+
+
+def _transposed(function: Callable[..., Tensor]) -> Function:
+    def output(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return function(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)).transpose(1, 2)
+
+    return output
+
+
+_FUNCTIONS = {"flash": _flash, "flash3": _flash3, "xformers": _xformers, "sage": _sage}

@@ -1,0 +1,263 @@
+"""Wan's transformer as a training step runs it: diffusers' module and weights, peft's adapters, and shorter ways.
+
+The numbers are those of `WanTransformer3DModel.forward` but for rounding. What is shorter: padding of texts is one key,
+nothing before the blocks takes part in the backward pass, layers that share an input are one product together with their
+adapters, norms and gates are one pass each, and a recomputation ends where nothing is needed any more.
+
+In bfloat16 no autocast is used: frozen products, the residual stream and attention are bfloat16; the norms' weights,
+modulation, time embedding, rotations and the adapters' masters are float32, and each function rounds its output once.
+
+Letters in shapes: B items, C channels, F h w of latents, N tokens of one item, T of all items, D width of the model.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from diffusers import WanTransformer3DModel
+from torch import Tensor, nn
+from torch.nn import functional
+
+from wangen.runtime.fast.attention import Kernel, Stash
+from wangen.runtime.fast.dit_blocks import Block, Tokens, lay_groups_side_by_side, linear_layers, modulated_norm
+from wangen.runtime.fast.dit_checkpoint import Announced, BlockSwap, HostMemory, recomputed
+from wangen.runtime.fast.dit_linear import Layers
+from wangen.runtime.fast.dit_text import require_width, text_rows
+from wangen.runtime.models.compute import Compute
+
+Sizes = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Times:
+    """The timesteps of a step.
+
+    Attributes:
+        values: one per run of tokens that share it, float32 on the device.
+        runs: tokens of each run.
+    """
+
+    values: Tensor
+    runs: tuple[int, ...]
+
+
+class FastWan:
+    """A velocity model on the weights of a diffusers transformer with peft adapters injected.
+
+    Args:
+        transformer: frozen but for its adapters; any Wan 2.1 or 2.2. What else in it is trained gets its gradients too,
+            by the modules' own forward.
+        compute: how. `attention`, `plain` and `compile` are not looked at: see `kernel`.
+        kernel: of attention.
+        swap: brings the weights of the blocks in `swap.swapped`; those blocks are always recomputed.
+    """
+
+    def __init__(
+        self, transformer: WanTransformer3DModel, compute: Compute, kernel: Kernel, swap: BlockSwap | None = None
+    ) -> None:
+        self._transformer = transformer
+        self._compute = compute
+        self._kernel = kernel.by_item() if compute.split_attention else kernel
+        self._swap = swap
+        self._swapped = frozenset(swap.swapped) if swap is not None else frozenset()
+        self._rotations: dict[tuple[Sizes, torch.device], Tensor] = {}
+
+    def __call__(
+        self,
+        latents: Tensor,
+        timesteps: Tensor,
+        texts: Sequence[Tensor],
+        *,
+        condition: Tensor | None = None,
+        image_tokens: Tensor | None = None,
+    ) -> Tensor:
+        """The velocity noise - clean that the model predicts.
+
+        Args:
+            latents: (B, C, F, h, w), noisy.
+            timesteps: (B,) in [0, 1000], or (B, N) where tokens differ: those are looked at and so belong in host memory.
+            texts: B embeddings (L, text_dim) without padding.
+            condition: of image-to-video, (B, 20, F, h, w).
+            image_tokens: of Wan 2.1 image-to-video, (B, 257, 1280).
+
+        Returns:
+            (B, C, F, h, w) in the dtype of the transformer's products.
+
+        Raises:
+            WangenError: embeddings of another text encoder.
+        """
+        inputs = latents if condition is None else torch.cat([latents, condition.to(latents)], dim=1)
+        with torch.autocast(latents.device.type, enabled=False):
+            return torch.cat(self._run(list(inputs.split(1)), timesteps, texts, image_tokens))
+
+    def _run(
+        self, latents: Sequence[Tensor], timesteps: Tensor, texts: Sequence[Tensor], image_tokens: Tensor | None
+    ) -> list[Tensor]:
+        """For each item (1, C, F, h, w) its velocity; items may differ in size where timesteps are (B,)."""
+        require_width(texts, self._transformer.config.text_dim)
+        sizes = [self._sizes(item) for item in latents]
+        num_tokens = tuple(frames * height * width for frames, height, width in sizes)
+        device, dtype = latents[0].device, self._transformer.patch_embedding.weight.dtype
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self._prefix_has_gradient()):
+            hidden = torch.cat([self._patches(item.to(dtype)) for item in latents])
+            times = _times(timesteps, num_tokens, device)
+            embedded, conditions = self._embed_times(times.values)
+            tokens = self._tokens(sizes, num_tokens, times, texts, image_tokens)
+        if not self._compute.tricks.no_input_gradient and torch.is_grad_enabled():
+            hidden = hidden if hidden.requires_grad else hidden.requires_grad_()
+        hidden = self._blocks(hidden, conditions, tokens)
+        return self._head(hidden, embedded, tokens, sizes)
+
+    def _sizes(self, latents: Tensor) -> Sizes:
+        """Tokens in each direction."""
+        frames, height, width = (
+            size // step for size, step in zip(latents.shape[2:], self._transformer.config.patch_size, strict=True)
+        )
+        return frames, height, width
+
+    def _prefix_has_gradient(self) -> bool:
+        """Whether what comes before the blocks is trained, or is to be treated so."""
+        outer = (self._transformer.patch_embedding, self._transformer.condition_embedder)
+        return any(parameter.requires_grad for module in outer for parameter in module.parameters())
+
+    def _patches(self, latents: Tensor) -> Tensor:
+        """(1, C, F, h, w) -> (N, D). A convolution whose steps are as long as its kernel is a product."""
+        embedding = self._transformer.patch_embedding
+        if type(embedding) is not nn.Conv3d:
+            return embedding(latents).flatten(2)[0].t().contiguous()
+        pieces = latents[0]
+        for axis, step in enumerate(embedding.kernel_size):
+            pieces = pieces.unflatten(1 + 2 * axis, (-1, step))
+        pieces = pieces.permute(1, 3, 5, 0, 2, 4, 6).flatten(3).flatten(0, 2)
+        return functional.linear(pieces, embedding.weight.flatten(1), embedding.bias)
+
+    def _embed_times(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Timesteps (runs,) -> their embedding (runs, D) and its projection (runs, 6, D), both in float32."""
+        embedder = self._transformer.condition_embedder
+        waves = embedder.timesteps_proj(values)
+        dtype = next(embedder.time_embedder.parameters()).dtype
+        embedded = embedder.time_embedder(waves.to(dtype)).float()
+        active, projection = embedder.act_fn(embedded), embedder.time_proj
+        if type(projection) is not nn.Linear:
+            return embedded, projection(active).float().unflatten(1, (6, -1))
+        # Part by part: of a large model the whole in float32 would be more memory than a block.
+        parts = zip(projection.weight.chunk(6), projection.bias.chunk(6), strict=True)
+        projected = [functional.linear(active, weight.float(), bias.float()) for weight, bias in parts]
+        return embedded, torch.stack(projected, dim=1)
+
+    def _tokens(
+        self,
+        sizes: Sequence[Sizes],
+        num_tokens: tuple[int, ...],
+        times: Times,
+        texts: Sequence[Tensor],
+        image_tokens: Tensor | None,
+    ) -> Tokens:
+        embedder = self._transformer.condition_embedder
+        device, dtype = times.values.device, self._transformer.patch_embedding.weight.dtype
+        rows = text_rows(texts, device, dtype, collapse=self._compute.tricks.collapse_text)
+        images = None
+        if image_tokens is not None:
+            images = embedder.image_embedder(image_tokens.to(device, dtype))
+        alike = len(set(num_tokens)) == 1 and len(set(sizes)) == 1
+        tables = [self._rotation(size, device) for size in (sizes[:1] if alike else sizes)]
+        return Tokens(
+            items=num_tokens,
+            runs=times.runs,
+            rotations=tables[0] if len(tables) == 1 else torch.cat(tables),
+            text=embedder.text_embedder(rows.rows),
+            text_bias=rows.bias,
+            images=images,
+        )
+
+    def _rotation(self, sizes: Sizes, device: torch.device) -> Tensor:
+        """The positions' complex numbers (N, channels of a head / 2), as diffusers' tables have them."""
+        key = (sizes, device)
+        if key not in self._rotations:
+            shape = [size * step for size, step in zip(sizes, self._transformer.config.patch_size, strict=True)]
+            cosines, sines = self._transformer.rope(torch.empty(1, 1, *shape, device=device))
+            table = torch.complex(cosines[0, :, 0, 0::2].float(), sines[0, :, 0, 1::2].float())
+            self._rotations[key] = table.to(device)
+        return self._rotations[key]
+
+    def _blocks(self, hidden: Tensor, conditions: Tensor, tokens: Tokens) -> Tensor:
+        compute, modules = self._compute, self._transformer.blocks
+        layers = Layers((layer for block in modules for layer in linear_layers(block)), hidden.dtype)
+        host = HostMemory(hidden.device) if compute.offload and torch.is_grad_enabled() else None
+        stashes: list[Stash | None] = []
+        for index, module in enumerate(modules):
+            again = torch.is_grad_enabled() and self._is_recomputed(index)
+            if again and not hidden.requires_grad:
+                again = any(parameter.requires_grad for parameter in module.parameters())
+            keeps = again and compute.checkpointing == "selective"
+            stash = Stash(offload=compute.offload) if keeps else None
+            stashes.append(stash)
+            if compute.tricks.grouped and index not in self._swapped:
+                lay_groups_side_by_side(module)
+            block = self._announced(
+                Block(module, layers, conditions, tokens, self._kernel, compute.tricks, stash), index
+            )
+            if not again:
+                hidden = block(hidden)
+                continue
+            earlier = stashes[index - 1] if index else None
+            hidden = recomputed(
+                block,
+                hidden,
+                stash=stash,
+                host=host,
+                keep_random_state=_draws(module),
+                before=earlier.fetch if earlier is not None else _nothing,
+            )
+        return hidden
+
+    def _announced(self, block: Block, index: int) -> Block | Announced:
+        if self._swap is None or index not in self._swapped:
+            return block
+        return Announced(block, index, self._swap)
+
+    def _is_recomputed(self, index: int) -> bool:
+        if index in self._swapped:
+            return True
+        last = len(self._transformer.blocks) - self._compute.free_blocks
+        return self._compute.checkpointing != "none" and index < last
+
+    def _head(self, hidden: Tensor, embedded: Tensor, tokens: Tokens, sizes: Sequence[Sizes]) -> list[Tensor]:
+        """(T, D) -> for each item (1, C, F, h, w)."""
+        transformer = self._transformer
+        shift, scale = (transformer.scale_shift_table + embedded[:, None]).unbind(1)
+        fused = self._compute.tricks.fused_norms
+        normed = modulated_norm(hidden, scale + 1, shift, transformer.norm_out.eps, tokens.runs, fused)
+        pieces = transformer.proj_out(normed).split(tokens.items)
+        patch = transformer.config.patch_size
+        outputs = []
+        for piece, (frames, height, width) in zip(pieces, sizes, strict=True):
+            parts = piece.view(1, frames, height, width, *patch, -1).permute(0, 7, 1, 4, 2, 5, 3, 6)
+            outputs.append(parts.flatten(6, 7).flatten(4, 5).flatten(2, 3))
+        return outputs
+
+
+def _nothing() -> None:
+    """What is done before a recomputation that has nothing to fetch."""
+
+
+def _draws(module: nn.Module) -> bool:
+    """Whether dropout is active in a block."""
+    return any(isinstance(part, nn.Dropout) and part.training and part.p > 0 for part in module.modules())
+
+
+def _times(timesteps: Tensor, num_tokens: Sequence[int], device: torch.device) -> Times:
+    """Timesteps (B,) or (B, N) -> those of the runs of tokens that share one.
+
+    >>> times = _times(torch.tensor([[0.0, 0.0, 5.0, 5.0], [7.0, 7.0, 7.0, 7.0]]), (4, 4), torch.device("cpu"))
+    >>> times.values.tolist(), times.runs
+    ([0.0, 5.0, 7.0], (2, 2, 4))
+    """
+    if timesteps.ndim == 1:
+        return Times(timesteps.to(device, torch.float32, non_blocking=True), tuple(num_tokens))
+    values, runs = [], []
+    for row in timesteps.cpu():
+        numbers, counts = torch.unique_consecutive(row, return_counts=True)
+        values.append(numbers)
+        runs += counts.tolist()
+    return Times(torch.cat(values).to(device, torch.float32, non_blocking=True), tuple(runs))

@@ -1,0 +1,239 @@
+"""One block of Wan's transformer on the weights of diffusers' module: self attention, cross attention, feed forward.
+
+Tokens of all items lie in one row after the other, (T, D): linear layers see one long input, norms and gates the runs of
+tokens that share a timestep, attention the items. So items of different sizes may be packed into one pass.
+
+Letters in shapes: B items, T tokens of all of them, N tokens of one, D width of the model, H heads, L rows of text.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from diffusers.models.transformers.transformer_wan import WanAttention, WanTransformerBlock
+from torch import Tensor, nn
+from torch.nn import functional
+
+from wangen.runtime.fast.attention import Kernel, Stash
+from wangen.runtime.fast.dit_functions import Gate, MixedLayerNorm, RmsRotary
+from wangen.runtime.fast.dit_linear import Layers, lay_side_by_side, together
+from wangen.runtime.models.compute import Tricks
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """How the tokens of a step divide.
+
+    Attributes:
+        items: tokens of each item.
+        runs: tokens of each run that shares a timestep, in order; no run goes over two items.
+        rotations: (N, channels of a head / 2) complex numbers of the positions where all items are alike, else (T, ...).
+        text: (B, L, D) projected rows of text.
+        text_bias: (B, 1, 1, L) or None.
+        images: (B, tokens, D) projected image tokens of Wan 2.1 image-to-video, or None.
+    """
+
+    items: tuple[int, ...]
+    runs: tuple[int, ...]
+    rotations: Tensor
+    text: Tensor
+    text_bias: Tensor | None
+    images: Tensor | None
+
+    @property
+    def alike(self) -> bool:
+        """Whether all items have the same number of tokens."""
+        return len(set(self.items)) == 1
+
+
+@dataclass(frozen=True)
+class Modulation:
+    """What the timesteps make of norms and gates in one block: (runs, D) in float32 each."""
+
+    shift: Tensor
+    scale: Tensor
+    gate: Tensor
+    forward_shift: Tensor
+    forward_scale: Tensor
+    forward_gate: Tensor
+
+
+def linear_layers(block: WanTransformerBlock) -> list[nn.Module]:
+    """All linear layers of a block."""
+    layers = [layer for attention in (block.attn1, block.attn2) for group in _groups(attention) for layer in group]
+    outputs = [block.attn1.to_out[0], block.attn2.to_out[0]]
+    return [*layers, block.attn2.to_q, *outputs, block.ffn.net[0].proj, block.ffn.net[2]]
+
+
+def _groups(attention: WanAttention) -> list[list[nn.Module]]:
+    """Layers that share an input."""
+    if attention.cross_attention_dim_head is None:
+        return [[attention.to_q, attention.to_k, attention.to_v]]
+    groups = [[attention.to_k, attention.to_v]]
+    return groups if attention.add_k_proj is None else [*groups, [attention.add_k_proj, attention.add_v_proj]]
+
+
+def lay_groups_side_by_side(block: WanTransformerBlock) -> None:
+    """Let the weights of layers that share an input be parts of one storage, so that they are one product."""
+    for attention in (block.attn1, block.attn2):
+        for group in _groups(attention):
+            lay_side_by_side([getattr(layer, "base_layer", layer) for layer in group])
+
+
+def modulation(block: WanTransformerBlock, conditions: Tensor) -> Modulation:
+    """A block's own table plus the timesteps' projection (runs, 6, D) in float32."""
+    shift, scale, gate, forward_shift, forward_scale, forward_gate = (block.scale_shift_table + conditions).unbind(1)
+    return Modulation(shift, scale + 1, gate, forward_shift, forward_scale + 1, forward_gate)
+
+
+def modulated_norm(
+    tokens: Tensor, scale: Tensor, shift: Tensor, eps: float, runs: Sequence[int], fused: bool
+) -> Tensor:
+    """Adaptive layer norm, (T, D) -> (T, D): norm(x) * scale + shift, both (runs, D) and scale with its 1 added."""
+    if not fused:
+        normed = functional.layer_norm(tokens.float(), tokens.shape[-1:], eps=eps)
+        lengths = torch.tensor(runs, device=tokens.device)
+        scales, shifts = (part.repeat_interleave(lengths, dim=0, output_size=len(tokens)) for part in (scale, shift))
+        return (normed * scales + shifts).to(tokens.dtype)
+    pieces = tokens.split(tuple(runs)) if len(runs) > 1 else [tokens]
+    parts = [layer_norm(piece, scale[run], shift[run], eps) for run, piece in enumerate(pieces)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def layer_norm(tokens: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Layer norm with weight and bias in float32, (T, D) -> (T, D) in the dtype of the tokens."""
+    if tokens.device.type == "cpu" or tokens.dtype == weight.dtype:
+        return functional.layer_norm(tokens, tokens.shape[-1:], weight, bias, eps)
+    if weight.requires_grad:
+        return functional.layer_norm(tokens.float(), tokens.shape[-1:], weight, bias, eps).to(tokens.dtype)
+    output: Tensor = MixedLayerNorm.apply(tokens, weight, bias, eps)
+    return output
+
+
+class Block:
+    """One block for one step.
+
+    Args:
+        block: diffusers' module.
+        layers: its linear layers as they are in this step.
+        conditions: the timesteps' projection (runs, 6, D) in float32.
+        tokens: how the tokens divide.
+        kernel: of attention.
+        tricks: which short cuts are taken.
+        stash: where the output of self attention is kept for the recomputation; None keeps nothing.
+    """
+
+    def __init__(
+        self,
+        block: WanTransformerBlock,
+        layers: Layers,
+        conditions: Tensor,
+        tokens: Tokens,
+        kernel: Kernel,
+        tricks: Tricks,
+        stash: Stash | None = None,
+    ) -> None:
+        self._block = block
+        self._layers = layers
+        self._conditions = conditions
+        self._tokens = tokens
+        self._kernel = kernel
+        self._tricks = tricks
+        self._stash = stash
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """(T, D) -> (T, D). All of the module's tensors are read here, since they may be elsewhere at other times."""
+        numbers = modulation(self._block, self._conditions)
+        normed = self._norm(hidden, numbers.scale, numbers.shift, self._block.norm1.eps)
+        hidden = self._add(hidden, self._self_attention(normed), numbers.gate)
+        hidden = hidden + self._cross_attention(hidden)
+        normed = self._norm(hidden, numbers.forward_scale, numbers.forward_shift, self._block.norm3.eps)
+        return self._add(hidden, self._feed_forward(normed), numbers.forward_gate)
+
+    def _self_attention(self, normed: Tensor) -> Tensor:
+        attention = self._block.attn1
+        query, key, value = self._project([attention.to_q, attention.to_k, attention.to_v], normed)
+        rotations = self._tokens.rotations
+        query = self._rms(attention.norm_q, query, rotations)
+        key = self._rms(attention.norm_k, key, rotations)
+        attended = self._attend(query, key, value, attention.heads)
+        return self._layers.of(attention.to_out[0])(attended)
+
+    def _cross_attention(self, hidden: Tensor) -> Tensor:
+        attention, norm = self._block.attn2, self._block.norm2
+        normed = hidden if isinstance(norm, nn.Identity) else layer_norm(hidden, norm.weight, norm.bias, norm.eps)
+        query = self._rms(attention.norm_q, self._layers.of(attention.to_q)(normed), None)
+        tokens = self._tokens
+        attended = self._look(query, tokens.text, [attention.to_k, attention.to_v], attention.norm_k, tokens.text_bias)
+        if tokens.images is not None:
+            pair = [attention.add_k_proj, attention.add_v_proj]
+            attended = attended + self._look(query, tokens.images, pair, attention.norm_added_k, None)
+        return self._layers.of(attention.to_out[0])(attended)
+
+    def _feed_forward(self, normed: Tensor) -> Tensor:
+        up, down = self._block.ffn.net[0].proj, self._layers.of(self._block.ffn.net[2])
+        widened = functional.gelu(self._layers.of(up)(normed), approximate="tanh")
+        return down.adapter_first(widened) if self._tricks.adapter_first else down(widened)
+
+    def _look(
+        self, query: Tensor, others: Tensor, pair: list[nn.Module], norm: nn.Module, bias: Tensor | None
+    ) -> Tensor:
+        """Attention of the tokens (T, D) to other tokens (B, L, D) of the same item."""
+        key, value = self._project(pair, others.flatten(0, 1))
+        key = self._rms(norm, key, None).view(others.shape)
+        return self._attend(query, key, value.unflatten(0, others.shape[:2]), self._block.attn2.heads, bias)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, heads: int, bias: Tensor | None = None) -> Tensor:
+        """Attention of each item by itself: (T, D), with keys and values (T, D) or (B, L, D) -> (T, D)."""
+        own = key.ndim == 2
+        items = self._tokens.items
+        if self._tokens.alike:
+            shape = (len(items), items[0])
+            keys, values = ((part.unflatten(0, shape) if own else part) for part in (key, value))
+            return self._kernel_on(query.unflatten(0, shape), keys, values, heads, bias, own).flatten(0, 1)
+        keys, values = ((part.split(items) if own else part.unbind(0)) for part in (key, value))
+        biases = [None] * len(items) if bias is None else bias.split(1)
+        rows = zip(query.split(items), keys, values, biases, strict=True)
+        return torch.cat([self._kernel_on(q[None], k[None], v[None], heads, b, own)[0] for q, k, v, b in rows])
+
+    def _kernel_on(
+        self, query: Tensor, key: Tensor, value: Tensor, heads: int, bias: Tensor | None, own: bool
+    ) -> Tensor:
+        """(B, N, D) and keys and values (B, L, D) -> (B, N, D)."""
+        query, key, value = (part.unflatten(2, (heads, -1)).transpose(1, 2) for part in (query, key, value))
+        if own and self._stash is not None:
+            return self._kernel.kept(query, key, value, self._stash).transpose(1, 2).flatten(2)
+        return self._kernel(query, key, value, bias).transpose(1, 2).flatten(2)
+
+    def _project(self, modules: list[nn.Module], inputs: Tensor) -> list[Tensor]:
+        layers = [self._layers.of(module) for module in modules]
+        return together(layers, inputs) if self._tricks.grouped else [layer(inputs) for layer in layers]
+
+    def _norm(self, hidden: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
+        return modulated_norm(hidden, scale, shift, eps, self._tokens.runs, self._tricks.fused_norms)
+
+    def _rms(self, norm: nn.Module, inputs: Tensor, rotations: Tensor | None) -> Tensor:
+        """RMS norm over all heads and, with a table, the rotation of each head's pairs by position."""
+        assert isinstance(norm, nn.RMSNorm)
+        if self._tricks.fused_norms and not norm.weight.requires_grad:
+            output: Tensor = RmsRotary.apply(inputs, norm.weight, rotations, norm.eps)
+            return output
+        normed = norm(inputs)
+        if rotations is None:
+            return normed
+        pairs = normed.float().view(
+            -1, len(rotations), normed.shape[1] // rotations.shape[1] // 2, rotations.shape[1], 2
+        )
+        real, imaginary = pairs.unbind(-1)
+        cosine, sine = rotations.real[:, None], rotations.imag[:, None]
+        turned = torch.stack([real * cosine - imaginary * sine, real * sine + imaginary * cosine], dim=-1)
+        return turned.view(normed.shape).to(inputs.dtype)
+
+    def _add(self, hidden: Tensor, branch: Tensor, gate: Tensor) -> Tensor:
+        """The residual plus the gated branch, rounded once."""
+        if self._tricks.fused_norms and not gate.requires_grad:
+            output: Tensor = Gate.apply(hidden, branch, gate, self._tokens.runs)
+            return output
+        lengths = torch.tensor(self._tokens.runs, device=hidden.device)
+        gates = gate.repeat_interleave(lengths, dim=0, output_size=len(hidden))
+        return (hidden + branch * gates).to(hidden.dtype)

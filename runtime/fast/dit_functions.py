@@ -1,0 +1,267 @@
+"""The transformer's hand-written gradients: frozen products with low-rank adapters, norms, gates.
+
+Each function is exact and keeps less, or passes over its tensors less often, than the operations it stands for; the
+library's own modules are the oracle in the tests. No frozen weight is ever saved for the backward pass: a weight that is
+quantised or lives in host memory between its uses is asked for again.
+
+Letters in shapes: T tokens of all items in one row after the other, I inputs and O outputs of a linear layer, R the sum
+of the ranks of the adapters that share an input, D width of the model, H heads, N tokens of one item.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class FrozenProduct(Protocol):
+    """One frozen linear layer, or several that share their input."""
+
+    def outputs(self, inputs: Tensor) -> list[Tensor]:
+        """(T, I) -> for each layer (T, O), with its bias."""
+
+    def add_to(self, outputs: Tensor, inputs: Tensor) -> None:
+        """Add inputs (T, I) times the weight of the one layer, without its bias, to (T, O)."""
+
+    def input_gradient(self, gradients: Sequence[Tensor]) -> Tensor:
+        """For each layer (T, O) -> (T, I), the sum of the products with the weights."""
+
+    def bias(self, dtype: torch.dtype) -> Tensor | None:
+        """The bias (O,) of the one layer."""
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """One layer's adapter: its weight changes by `scale * up @ down`.
+
+    Attributes:
+        down: (R, I), trained.
+        up: (O, R), trained.
+        scale: alpha / rank, or alpha / sqrt(rank) of rank-stabilised adapters.
+        down_cast: `down` in the dtype of the computation.
+        up_cast: `up` likewise.
+    """
+
+    down: Tensor
+    up: Tensor
+    scale: float
+    down_cast: Tensor
+    up_cast: Tensor
+
+
+class AdaptedLinears(torch.autograd.Function):
+    """Frozen linear layers that share an input, each with a low-rank adapter or none.
+
+    The first halves of the adapters are one product, and so is their gradient; what goes back to the input is gathered
+    in one tensor. Kept for the backward pass: the input and its low-rank images.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, inputs: Tensor, frozen: FrozenProduct, adapters: Sequence[LowRank | None], *_trained: Tensor
+    ) -> tuple[Tensor, ...]:
+        """(T, I) -> for each layer (T, O). `_trained`: `down` and `up` of each adapter, for autograd to see."""
+        outputs = frozen.outputs(inputs)
+        present = [(output, adapter) for output, adapter in zip(outputs, adapters, strict=True) if adapter]
+        images = inputs @ _stacked([adapter for _, adapter in present]).t()
+        parts = images.split([adapter.down.shape[0] for _, adapter in present], dim=1)
+        for (output, adapter), part in zip(present, parts, strict=True):
+            output.addmm_(part, adapter.up_cast.t(), alpha=adapter.scale)
+        ctx.save_for_backward(inputs, images)
+        ctx.frozen, ctx.adapters = frozen, adapters
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """For each layer (T, O) -> the gradients of the input and of the adapters."""
+        inputs, images = ctx.saved_tensors
+        given = [(gradient, adapter) for gradient, adapter in zip(gradients, ctx.adapters, strict=True) if adapter]
+        to_inputs, to_trained = _low_rank_gradients(inputs, images, given)
+        to_input = None
+        if ctx.needs_input_grad[0]:
+            to_input = ctx.frozen.input_gradient(gradients)
+            to_input.addmm_(to_inputs, _stacked([adapter for _, adapter in given]))
+        return to_input, None, None, *to_trained
+
+
+class AdapterBefore(torch.autograd.Function):
+    """The adapter and the bias of a linear layer whose frozen product `ProductAfter` adds.
+
+    Nothing is kept for the backward pass after this: a recomputation ends here and never does the frozen product. The
+    gradient of the input is that of both.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, inputs: Tensor, frozen: FrozenProduct, adapter: LowRank, _down: Tensor, _up: Tensor
+    ) -> Tensor:
+        """(T, I) -> (T, O): bias + scale * inputs @ down.T @ up.T."""
+        images = inputs @ adapter.down_cast.t()
+        bias = frozen.bias(inputs.dtype)
+        if bias is None:
+            bias = inputs.new_zeros(())
+        ctx.save_for_backward(inputs, images)
+        ctx.frozen, ctx.adapter = frozen, adapter
+        return torch.addmm(bias, images, adapter.up_cast.t(), alpha=adapter.scale)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """(T, O) -> the gradients of the input, `down` and `up`."""
+        inputs, images = ctx.saved_tensors
+        to_images, to_trained = _low_rank_gradients(inputs, images, [(gradients[0], ctx.adapter)])
+        to_input = None
+        if ctx.needs_input_grad[0]:
+            to_input = ctx.frozen.input_gradient(gradients)
+            to_input.addmm_(to_images, ctx.adapter.down_cast)
+        return to_input, None, None, *to_trained
+
+
+class ProductAfter(torch.autograd.Function):
+    """Add the frozen product to what `AdapterBefore` gave, in its place; keeps nothing, and passes the gradient on."""
+
+    @staticmethod
+    def forward(ctx: Any, adapted: Tensor, inputs: Tensor, frozen: FrozenProduct) -> Tensor:
+        """(T, O), (T, I) -> (T, O)."""
+        frozen.add_to(adapted, inputs)
+        ctx.mark_dirty(adapted)
+        return adapted
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """The input's own gradient is `AdapterBefore`'s."""
+        return gradients[0], None, None
+
+
+class FrozenLinears(torch.autograd.Function):
+    """Frozen linear layers without adapters; keeps nothing for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, frozen: FrozenProduct) -> tuple[Tensor, ...]:
+        """(T, I) -> for each layer (T, O)."""
+        ctx.frozen = frozen
+        return tuple(frozen.outputs(inputs))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """For each layer (T, O) -> (T, I)."""
+        return ctx.frozen.input_gradient(gradients) if ctx.needs_input_grad[0] else None, None
+
+
+def _stacked(adapters: Sequence[LowRank]) -> Tensor:
+    """The first halves of adapters, (R, I)."""
+    return adapters[0].down_cast if len(adapters) == 1 else torch.cat([adapter.down_cast for adapter in adapters])
+
+
+def _low_rank_gradients(
+    inputs: Tensor, images: Tensor, given: Sequence[tuple[Tensor, LowRank]]
+) -> tuple[Tensor, list[Tensor]]:
+    """What goes back to the low-rank images (T, R), and the gradients of each `down` and `up`."""
+    parts = [torch.mm(gradient, adapter.up_cast).mul_(adapter.scale) for gradient, adapter in given]
+    to_images = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+    ranks = [adapter.down.shape[0] for _, adapter in given]
+    to_down = (to_images.t() @ inputs).split(ranks)
+    to_trained = []
+    for (gradient, adapter), down, image in zip(given, to_down, images.split(ranks, dim=1), strict=True):
+        up = torch.mm(gradient.t(), image).mul_(adapter.scale)
+        to_trained += [down.to(adapter.down.dtype), up.to(adapter.up.dtype)]
+    return to_images, to_trained
+
+
+class MixedLayerNorm(torch.autograd.Function):
+    """Layer norm of a half-precision input with a frozen weight and bias in float32, which CUDA's kernel refuses.
+
+    What is kept is the input as it came, not its copy in float32.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        """(T, D) -> (T, D) in the input's dtype."""
+        wide = inputs.float()
+        output, mean, reciprocal = torch.native_layer_norm(wide, wide.shape[-1:], weight, bias, eps)
+        ctx.save_for_backward(inputs, mean, reciprocal)
+        ctx.weight = weight
+        return output.to(inputs.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """(T, D) -> the gradient of the input."""
+        inputs, mean, reciprocal = ctx.saved_tensors
+        to_inputs = torch.ops.aten.native_layer_norm_backward(
+            gradients[0].float(), inputs.float(), inputs.shape[-1:], mean, reciprocal, ctx.weight, None,
+            [True, False, False],
+        )[0]  # fmt: skip
+        return to_inputs.to(inputs.dtype), None, None, None
+
+
+class RmsRotary(torch.autograd.Function):
+    """RMS norm over all heads, and rotary position embedding, in float32 with one rounding at the end.
+
+    RMS norm: Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467, y = x / sqrt(mean(x^2) + eps) * weight.
+    Rotary embedding: Su et al. 2021, https://arxiv.org/abs/2104.09864, with pairs of neighbouring channels as complex
+    numbers.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, table: Tensor | None, eps: float) -> Tensor:
+        """(T, D) -> (T, D).
+
+        Args:
+            ctx: autograd's.
+            inputs: queries or keys; rows may be apart.
+            weight: (D,), frozen.
+            table: (N, channels of a head / 2), complex; N divides T. None leaves the positions out.
+            eps: keeps the root from zero.
+        """
+        wide = inputs.float()
+        width = inputs.shape[1]
+        mean_square = torch.linalg.vector_norm(wide, dim=1, keepdim=True).square_().div_(width)
+        reciprocal = mean_square.add_(eps).rsqrt_()
+        normed = (wide * reciprocal).mul_(weight)
+        ctx.save_for_backward(inputs, reciprocal)
+        ctx.weight, ctx.table = weight, table
+        return _rotated(normed, table).to(inputs.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """(T, D) -> the gradient of the input."""
+        inputs, reciprocal = ctx.saved_tensors
+        table = None if ctx.table is None else ctx.table.conj()
+        turned = _rotated(gradients[0].float().contiguous(), table) * ctx.weight
+        wide = inputs.float()
+        along = (turned * wide).sum(dim=1, keepdim=True).mul_(reciprocal.pow(3)).div_(inputs.shape[1])
+        to_inputs = turned.mul_(reciprocal).addcmul_(wide, along, value=-1)
+        return to_inputs.to(inputs.dtype), None, None, None
+
+
+def _rotated(channels: Tensor, table: Tensor | None) -> Tensor:
+    """(T, D) in float32, times the table's complex numbers."""
+    if table is None:
+        return channels
+    tokens, pairs = table.shape
+    numbers = torch.view_as_complex(channels.view(-1, tokens, channels.shape[1] // pairs // 2, pairs, 2))
+    return torch.view_as_real(numbers * table[:, None]).view(channels.shape)
+
+
+class Gate(torch.autograd.Function):
+    """residual + gate * branch, in one pass and with one rounding; the gates are frozen and nothing is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, residual: Tensor, branch: Tensor, gates: Tensor, runs: tuple[int, ...]) -> Tensor:
+        """(T, D), (T, D), gates (runs, D) in float32, tokens of each run -> (T, D)."""
+        ctx.gates, ctx.runs = gates, runs
+        output = torch.empty_like(residual)
+        pieces = (part.split(runs) for part in (residual, branch, output))
+        for before, added, piece, gate in zip(*pieces, gates, strict=True):
+            torch.addcmul(before, added, gate, out=piece)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """(T, D) -> the same for the residual, and its product with the gates for the branch."""
+        (gradient,) = gradients
+        to_branch = torch.empty_like(gradient)
+        for part, piece, gate in zip(gradient.split(ctx.runs), to_branch.split(ctx.runs), ctx.gates, strict=True):
+            torch.mul(part, gate, out=piece)
+        return gradient, to_branch, None, None

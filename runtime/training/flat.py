@@ -1,0 +1,134 @@
+"""The trainable parameters as one buffer per group, so that clipping, zeroing and AdamW are one operation each."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from wangen.generator.errors import WangenError
+
+OTHER_ADAPTER = "give the rank and targets it was trained with, or --fresh"
+
+ALIGNMENT = 256
+"""Elements. Every parameter starts at a multiple of it: 1 KiB in float32, which suits every kernel, and the block in
+which 8-bit optimizers quantise, so that no block holds values of two parameters."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a parameter lies.
+
+    Attributes:
+        group: number of its buffer.
+        start: its first element there.
+        shape: its own.
+    """
+
+    group: int
+    start: int
+    shape: torch.Size
+
+    @property
+    def stop(self) -> int:
+        """Behind its last element."""
+        return self.start + math.prod(self.shape)
+
+    @property
+    def end(self) -> int:
+        """Behind its padding: where the next one may start."""
+        return self.stop + -self.stop % ALIGNMENT
+
+
+class FlatParameters:
+    """Parameters that live side by side: each is a view into its group's buffer, its gradient into another.
+
+    A gradient is there from the start and autograd adds to it in place, so it must be zeroed, never set to None.
+    What pads the buffers stays zero in weights and gradients.
+
+    Attributes:
+        parameters: by name; leaves of autograd as before, only their storage moved.
+        places: where each lies, by name, in the order of the buffers.
+        weights: a buffer (elements,) in float32 per group.
+        gradients: of the same sizes.
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], groups: Sequence[Sequence[str]]) -> None:
+        """Move the parameters, keeping their values.
+
+        Args:
+            parameters: trainable, in float32, all on one device.
+            groups: their names, each in one group; buffers keep this order.
+        """
+        assert sorted(parameters) == sorted(name for group in groups for name in group)
+        assert {(p.dtype, p.device) for p in parameters.values()} == {(torch.float32, self._device(parameters))}
+        self.parameters = {name: parameters[name] for group in groups for name in group}
+        self.places: dict[str, Place] = {}
+        sizes = []
+        for number, names in enumerate(groups):
+            end = 0
+            for name in names:
+                self.places[name] = Place(number, end, parameters[name].shape)
+                end = self.places[name].end
+            sizes.append(end)
+        self.weights = [torch.zeros(size, device=self._device(parameters)) for size in sizes]
+        self.gradients = [torch.zeros_like(buffer) for buffer in self.weights]
+        with torch.no_grad():
+            for name, view in self.views(self.weights).items():
+                view.copy_(self.parameters[name])
+        self.attach()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the buffers are."""
+        return self.weights[0].device
+
+    def views(self, buffers: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Buffers of the groups' sizes, of any type, cut into tensors of the parameters' shapes, by name."""
+        return {
+            name: buffers[place.group][place.start : place.stop].view(place.shape)
+            for name, place in self.places.items()
+        }
+
+    @torch.no_grad()
+    def load(self, weights: Mapping[str, torch.Tensor], where: str) -> None:
+        """Take over saved values by name.
+
+        Raises:
+            WangenError: they are of an adapter with other modules or another rank.
+        """
+        if {name: tensor.shape for name, tensor in weights.items()} != {n: p.shape for n, p in self.places.items()}:
+            raise WangenError("the training state is of an adapter with other modules or another rank", where=where,
+                              cure=OTHER_ADAPTER)  # fmt: skip
+        for name, view in self.views(self.weights).items():
+            view.copy_(weights[name])
+
+    def attach(self) -> None:
+        """Make the parameters and their gradients views of the buffers, whatever they were; the buffers' values win."""
+        gradients = self.views(self.gradients)
+        for name, view in self.views(self.weights).items():
+            parameter = self.parameters[name]
+            parameter.grad = None  # a gradient of another device would stand in the way
+            parameter.data = view
+            parameter.grad = gradients[name]
+
+    def is_attached(self) -> bool:
+        """Whether every parameter and gradient still is a view of the buffers: moving a module replaces them."""
+        weights = [buffer.data_ptr() for buffer in self.weights]
+        gradients = [buffer.data_ptr() for buffer in self.gradients]
+        return all(
+            parameter.grad is not None
+            and parameter.data_ptr() == weights[place.group] + 4 * place.start
+            and parameter.grad.data_ptr() == gradients[place.group] + 4 * place.start
+            for parameter, place in zip(self.parameters.values(), self.places.values(), strict=True)
+        )
+
+    def to(self, device: torch.device) -> None:
+        """Move the buffers, and the parameters with them."""
+        self.weights = [buffer.to(device) for buffer in self.weights]
+        self.gradients = [buffer.to(device) for buffer in self.gradients]
+        self.attach()
+
+    @staticmethod
+    def _device(parameters: Mapping[str, torch.nn.Parameter]) -> torch.device:
+        return next(iter(parameters.values())).device

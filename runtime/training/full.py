@@ -1,0 +1,89 @@
+"""Full fine-tuning: every weight of the transformer is trained, in float32, and saved under the official names."""
+
+from collections.abc import Iterable, Mapping
+from functools import partial
+from pathlib import Path
+
+import torch
+from diffusers import WanTransformer3DModel
+
+from wangen.generator.errors import WangenError
+from wangen.generator.steps import Train
+from wangen.runtime.lora import cast
+from wangen.runtime.memory.quantize import QuantLinear
+from wangen.runtime.safetensors_file import Later, serialize, write_chunks
+from wangen.runtime.weights.quantized import QuantizedEmbedding, QuantizedLinear
+from wangen.runtime.weights.transformer import BLOCK, BLOCK_NAMES, BLOCK_TENSORS, OUTER_NAMES, OUTER_TENSORS
+
+
+def trainable_parameters(transformer: WanTransformer3DModel) -> dict[str, torch.nn.Parameter]:
+    """Turn every weight of a transformer into a trainable float32 master.
+
+    Args:
+        transformer: without adapters; 4 bytes a weight are needed, and as much again for the gradient.
+
+    Returns:
+        The parameters by name, sorted.
+
+    Raises:
+        WangenError: its weights are quantised.
+    """
+    for name, layer in transformer.named_modules():
+        if isinstance(layer, QuantLinear | QuantizedLinear | QuantizedEmbedding):
+            raise WangenError(f"{name} is quantised, and whole weights cannot be trained in 8 or 4 bits",
+                              cure="leave --quantize out and give --dit in 16 or 32 bits, or train a LoRA")  # fmt: skip
+    for parameter in transformer.parameters():
+        parameter.data = parameter.data.float()
+        parameter.requires_grad_(True)
+    return dict(sorted(transformer.named_parameters()))
+
+
+def save(path: Path, parameters: Mapping[str, torch.Tensor], options: Train, metadata: Mapping[str, str]) -> list[Path]:
+    """Write a whole transformer in the official names, tensor by tensor.
+
+    Args:
+        path: the file; one that holds the same bytes is left alone.
+        parameters: all of the transformer, by their names in diffusers.
+        options: `--save_precision` is the dtype of every tensor.
+        metadata: the header's text fields.
+
+    Raises:
+        WangenError: the disk refused, or a number that the precision cannot hold.
+    """
+    dtype: torch.dtype = getattr(torch, options.save_precision)
+    tensors = {
+        original_tensor_name(name): Later(dtype, tuple(value.shape), partial(_stored, value, dtype, name))
+        for name, value in parameters.items()
+    }
+    if not _holds(path, serialize(tensors, metadata)):
+        write_chunks(path, serialize(tensors, metadata))
+    return [path]
+
+
+def original_tensor_name(name: str) -> str:
+    """The official name of a transformer's tensor.
+
+    >>> original_tensor_name("blocks.3.attn1.to_out.0.bias"), original_tensor_name("scale_shift_table")
+    ('blocks.3.self_attn.o.bias', 'head.modulation')
+    """
+    block = BLOCK.fullmatch(name)
+    start, rest = (block["start"], block["rest"]) if block else ("", name)
+    tensors, modules = (BLOCK_TENSORS, BLOCK_NAMES) if block else (OUTER_TENSORS, OUTER_NAMES)
+    whole = {new: original for original, new in tensors.items()}
+    if rest in whole:
+        return start + whole[rest]
+    module, _, kind = rest.rpartition(".")
+    originals = {new: original for original, new in modules.items()}
+    return start + (f"{originals[module]}.{kind}" if module in originals else rest)
+
+
+def _stored(value: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
+    return cast(value.detach().cpu(), dtype, name)
+
+
+def _holds(path: Path, chunks: Iterable[bytes | memoryview]) -> bool:
+    """Whether a file holds just these bytes; it is read piece by piece and only as far as it does."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return all(file.read(len(chunk)) == bytes(chunk) for chunk in chunks) and not file.read(1)

@@ -1,0 +1,131 @@
+"""From a plan to what is in memory: the transformer, quantised or streamed where asked, its adapter and optimizer."""
+
+import shutil
+from collections.abc import Mapping
+
+import torch
+
+from wangen.generator import headers
+from wangen.generator.errors import WangenError
+from wangen.generator.steps import Train
+from wangen.runtime.memory.quantize import quantize_blocks
+from wangen.runtime.memory.swap import BlockSwap
+from wangen.runtime.models import Family
+from wangen.runtime.models.compute import Compute
+from wangen.runtime.training.adapter import NAME, add_adapter, merge_base_weights
+from wangen.runtime.training.adapter_config import settings
+from wangen.runtime.training.checkpoint import ExpertState
+from wangen.runtime.training.ema import Ema
+from wangen.runtime.training.full import trainable_parameters
+from wangen.runtime.training.optim import Optimization
+from wangen.runtime.training.plan import ExpertPlan, Plan
+from wangen.runtime.training.run import Trainee
+
+
+def compute_of(options: Train) -> Compute:
+    """How the flags, with the presets filled in, want a step to run."""
+    assert options.checkpointing is not None
+    return Compute(
+        attention=options.attention,
+        checkpointing=options.checkpointing,
+        free_blocks=options.checkpointing_free_blocks or 0,
+        offload=bool(options.gradient_checkpointing_cpu_offload),
+        split_attention=options.split_attn,
+        compile=options.compile,
+        plain=options.plain or options.train_mode == "full",
+    )
+
+
+def load_trainee(
+    plan: Plan, expert: ExpertPlan, kind: Family, device: torch.device, state: ExpertState | None
+) -> Trainee:
+    """Load one transformer, make it trainable, and put a saved state in.
+
+    What is quantised, streamed, or one of two experts is loaded into host memory first.
+
+    Raises:
+        WangenError: the weights, the adapter to start from or the state do not fit.
+    """
+    options = plan.options
+    dtype = torch.bfloat16 if options.mixed_precision == "bf16" else torch.float32
+    swapped, quantize = options.blocks_to_swap or 0, options.quantize or "none"
+    waits = swapped or quantize != "none" or len(plan.experts) > 1
+    file = headers.shards(expert.dit, expert.flag)[0]
+    # What LoRAs are merged into is quantised after that, and what is trained as a whole is not.
+    while_loading = None if options.base_weights or options.train_mode == "full" else quantize
+    transformer = kind.load_transformer(file, dtype=dtype, device="cpu" if waits else device, quantize=while_loading)
+    if options.base_weights:
+        merge_base_weights(transformer, options)
+        quantize_blocks(transformer, quantize)
+    if options.train_mode == "full":
+        parameters = trainable_parameters(transformer)
+    else:
+        parameters = add_adapter(transformer, options, plan.model, expert.name)
+    for parameter in parameters.values():
+        parameter.data = parameter.data.to(device)
+    transformer.train()  # an adapter's dropout is on in this mode only
+    swap = BlockSwap(transformer.blocks, swapped, device, ring=options.block_swap_ring_size) if swapped else None
+    model = kind.velocity_model(transformer, compute_of(options), device=device, dtype=dtype, swap=swap)
+    optimization = Optimization(options, parameters)
+    ema = Ema(optimization.flat, options.ema_decay) if options.ema_decay else None
+    trainee = Trainee(expert, transformer, model, parameters, optimization, ema, _pairs(options, expert, parameters))
+    if state:
+        _restore(trainee, state, str(plan.states))
+    return trainee
+
+
+def _pairs(
+    options: Train, expert: ExpertPlan, parameters: Mapping[str, torch.Tensor]
+) -> list[tuple[torch.Tensor, torch.Tensor, float]]:
+    """For `--scale_weight_norms` each module's two factors and what their product is scaled by."""
+    if not options.scale_weight_norms:
+        return []
+    chosen = settings(options, expert.name)
+    down, up = f".lora_A.{NAME}.weight", f".lora_B.{NAME}.weight"
+    modules = [name.removesuffix(down) for name in parameters if name.endswith(down)]
+    return [(parameters[name + down], parameters[name + up], chosen.scale(name)) for name in modules]
+
+
+def _restore(trainee: Trainee, state: ExpertState, where: str) -> None:
+    """Put a saved state into a fresh trainee."""
+    shapes = {name: parameter.shape for name, parameter in trainee.parameters.items()}
+    if shapes != {name: tensor.shape for name, tensor in state.adapter.items()}:
+        raise WangenError("the training state is of an adapter with other modules or another rank", where=where,
+                          cure="give the rank and the targets it was trained with, or --fresh")  # fmt: skip
+    with torch.no_grad():
+        for name, parameter in trainee.parameters.items():
+            parameter.copy_(state.adapter[name])
+    trainee.optimization.load(state.optimizer, state.numbers, where)
+    if trainee.ema:
+        trainee.ema.load(state.ema, state.ema_updates)
+    trainee.step = state.step
+
+
+def require_room(plan: Plan) -> None:
+    """Refuse a disk that cannot hold what the run will save.
+
+    Two training states lie side by side while one replaces the other.
+
+    Raises:
+        WangenError: the need and what is free.
+    """
+    options = plan.options
+    needed = sum(_state_bytes(options, expert) for expert in plan.experts) * 2
+    free = shutil.disk_usage(options.output_dir).free
+    if free < needed:
+        raise WangenError(
+            f"the checkpoints need up to {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free",
+            where=str(options.output_dir),
+            cure="free space, lower --network_dim, or give another --output_dir",
+        )
+
+
+def _state_bytes(options: Train, expert: ExpertPlan) -> int:
+    """At most what an expert's training state and its LoRA take: weights, two moments and averages in float32."""
+    tensors = headers.read_header(expert.dit, expert.flag).tensors
+    shapes = [info.shape for name, info in tensors.items() if ".blocks." in f".{name}" and len(info.shape) == 2]
+    if options.train_mode == "full":
+        count = sum(rows * columns for rows, columns in shapes)
+    else:
+        count = sum(options.network_dim * (rows + columns) for rows, columns in shapes)
+    return 4 * count * (4 if options.ema_decay is None else 6)

@@ -1,0 +1,93 @@
+"""The header of a trained file: what was trained, on which data, with which settings; no time, host, path or id.
+
+Fields called `ss_…` are musubi-tuner's and kohya's, which other programs show; `modelspec.…` are those of the Stability
+AI model metadata standard (https://github.com/Stability-AI/ModelSpec); `wangen.…` are ours.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from wangen.generator.steps import Train
+from wangen.runtime.training.adapter_config import settings
+
+MODULES = {"lora": "networks.lora_wan", "loha": "networks.loha", "lokr": "networks.lokr"}
+"""`ss_network_module`, as musubi-tuner calls them."""
+
+SETTINGS = (
+    "learning_rate", "gradient_accumulation_steps", "lr_warmup_steps", "lr_scheduler", "mixed_precision", "seed",
+    "max_grad_norm", "timestep_sampling", "discrete_flow_shift", "sigmoid_scale", "logit_mean", "logit_std",
+    "weighting_scheme", "min_timestep", "max_timestep", "noise_offset", "caption_dropout", "network_dropout",
+)  # fmt: skip
+"""Flags that are stored as `ss_` and their name."""
+
+TEXTS = ("title", "author", "description", "license", "tags")
+
+
+def metadata(
+    options: Train,
+    *,
+    step: int,
+    fingerprint: Mapping[str, Any],
+    expert: str = "",
+    num_items: int = 0,
+    steps_per_epoch: int = 0,
+) -> dict[str, str]:
+    """A file's header.
+
+    Args:
+        options: the flags it was trained with.
+        step: optimizer steps done.
+        fingerprint: settings and digests that decide the result.
+        expert: `high_noise`, `low_noise`, or empty where there is only one.
+        num_items: what was trained on; 0 leaves it out.
+        steps_per_epoch: optimizer steps in an epoch; 0 leaves it and the epochs out.
+
+    Returns:
+        Text fields. With `--no_metadata` only what programs need to use the file.
+    """
+    found = {"format": "pt", "ss_base_model_version": "wan", "wangen.task": options.task, **_network(options, expert)}
+    if expert:
+        found["wangen.expert"] = expert
+    if options.no_metadata:
+        return found
+    found["wangen.fingerprint"] = json.dumps(fingerprint, sort_keys=True)
+    found |= {f"ss_{name}": str(getattr(options, name)) for name in SETTINGS}
+    found |= {"ss_steps": str(step), "ss_optimizer": _optimizer(options)}
+    found["ss_gradient_checkpointing"] = str(options.checkpointing not in (None, "none"))
+    if num_items:
+        found["ss_num_train_items"] = str(num_items)
+    if steps_per_epoch:
+        found["ss_num_batches_per_epoch"] = str(steps_per_epoch)
+        found["ss_epoch"] = str(-(-step // steps_per_epoch))
+    if options.training_comment:
+        found["ss_training_comment"] = options.training_comment
+    return found | _described(options)
+
+
+def _network(options: Train, expert: str) -> dict[str, str]:
+    """What is trained."""
+    if options.train_mode == "full":
+        return {"wangen.train_mode": "full"}
+    chosen = settings(options, expert)
+    arguments = {"use_rslora": chosen.rslora, "use_dora": chosen.dora, "factor": chosen.factor}
+    given = {name: str(value) for name, value in arguments.items() if value not in (False, -1)}
+    return {
+        "ss_network_module": MODULES[chosen.kind],
+        "ss_network_dim": str(chosen.rank),
+        "ss_network_alpha": str(chosen.alpha),
+        **({"ss_network_args": json.dumps(given, sort_keys=True)} if given else {}),
+    }
+
+
+def _optimizer(options: Train) -> str:
+    """The optimizer with its arguments, as musubi-tuner writes it."""
+    arguments = ",".join(options.optimizer_args)
+    return f"{options.optimizer_type}({arguments})" if arguments else options.optimizer_type
+
+
+def _described(options: Train) -> dict[str, str]:
+    """What the user says of the file."""
+    texts = {f"modelspec.{name}": getattr(options, f"metadata_{name}") for name in TEXTS}
+    given = {key: str(text) for key, text in texts.items() if text}
+    return {"modelspec.sai_model_spec": "1.0.0", **given} if given else {}

@@ -1,0 +1,178 @@
+"""What a run measures on its way: `metrics.jsonl`, the loss by timestep, and reading a GPU's numbers late.
+
+Letters: B items of a step.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+import torch
+
+from wangen.generator.errors import WangenError
+from wangen.generator.files import write_whole
+
+FILE = "metrics.jsonl"
+NUM_BINS = 10
+READ_EVERY = 10
+"""Steps between two readings of a GPU: each reading waits for it."""
+
+Record = dict[str, Any]
+
+
+class Metrics:
+    """`metrics.jsonl`: a line of JSON for every step and every validation.
+
+    A run that resumes has the lines up to the step it resumes from, and writes the later ones anew.
+    """
+
+    def __init__(self, path: Path, step: int) -> None:
+        """Open the file, without the lines of later steps and without a last line that was cut short.
+
+        Args:
+            path: the file; its folder is made.
+            step: of the run, where it begins; 0 starts a new file.
+
+        Raises:
+            WangenError: it cannot be written.
+        """
+        self._path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            kept = _lines_until(path, step) if step else []
+            write_whole(path, [b"".join(kept)])
+            self._file: TextIO = path.open("a", encoding="utf-8", newline="\n")
+        except OSError as error:
+            raise self._unwritable(error) from None
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """Add a line; it is in the file when this returns. Numbers that are not finite become null.
+
+        Raises:
+            WangenError: the disk refused.
+        """
+        try:
+            self._file.write(json.dumps(_plain(record), allow_nan=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise self._unwritable(error) from None
+
+    def close(self) -> None:
+        """Close the file."""
+        with suppress(OSError):
+            self._file.close()
+
+    def __enter__(self) -> "Metrics":
+        return self
+
+    def __exit__(
+        self, _kind: type[BaseException] | None, _error: BaseException | None, _trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _unwritable(self, error: OSError) -> WangenError:
+        return WangenError(
+            f"cannot write: {error.strerror}", where=str(self._path), cure="free space or fix the rights"
+        )
+
+
+def _lines_until(path: Path, step: int) -> list[bytes]:
+    """The whole lines of a file up to a step."""
+    if not path.is_file():
+        return []
+    kept = []
+    for line in path.read_bytes().splitlines(keepends=True):
+        with suppress(ValueError, KeyError, TypeError):  # a line that is none
+            if line.endswith(b"\n") and json.loads(line)["step"] <= step:
+                kept.append(line)
+    return kept
+
+
+def _plain(value: Any) -> Any:
+    """JSON's own types."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+class TimestepBins:
+    """The mean loss in ten equal parts of [0, 1000], each item counted where its timestep falls."""
+
+    def __init__(self) -> None:
+        self._sums = [0.0] * NUM_BINS
+        self._counts = [0] * NUM_BINS
+
+    def add(self, sigmas: Sequence[float], losses: Sequence[float]) -> None:
+        """Count items: (B,) noise levels in [0, 1] and (B,) losses; what is not finite is left out."""
+        for sigma, loss in zip(sigmas, losses, strict=True):
+            if math.isfinite(loss):
+                number = min(int(sigma * NUM_BINS), NUM_BINS - 1)
+                self._sums[number] += loss
+                self._counts[number] += 1
+
+    def means(self) -> dict[str, float]:
+        """By the bin's range, those that have items.
+
+        >>> bins = TimestepBins()
+        >>> bins.add([0.01, 0.95, 1.0], [4.0, 1.0, 2.0])
+        >>> bins.means()
+        {'0-100': 4.0, '900-1000': 1.5}
+        """
+        width = 1000 // NUM_BINS
+        return {
+            f"{number * width}-{(number + 1) * width}": self._sums[number] / count
+            for number, count in enumerate(self._counts)
+            if count
+        }
+
+    def clear(self) -> None:
+        """Begin again, for example at an epoch's end."""
+        self._sums, self._counts = [0.0] * NUM_BINS, [0] * NUM_BINS
+
+
+class Pending:
+    """Records whose numbers are still on the device: read together, so that no step waits for a GPU.
+
+    Tensors of a record have no more than one dimension; `()` becomes a number, `(B,)` a list of them.
+    """
+
+    def __init__(self, device: torch.device, every: int | None = None) -> None:
+        """Read `every` so many records; the default is each one on a CPU and ten together on a GPU."""
+        self._every = every or (1 if device.type == "cpu" else READ_EVERY)
+        self._waiting: list[Mapping[str, Any]] = []
+
+    def add(self, record: Mapping[str, Any]) -> list[Record]:
+        """Keep a record; returns all that wait, read, when it is their turn, else nothing."""
+        self._waiting.append(record)
+        return self.read() if len(self._waiting) >= self._every else []
+
+    def read(self) -> list[Record]:
+        """All that wait, in their order, with numbers for tensors: in one transfer from each device."""
+        waiting, self._waiting = self._waiting, []
+        tensors = [value.detach() for record in waiting for value in record.values() if isinstance(value, torch.Tensor)]
+        numbers = iter(_read_together(tensors))
+        return [
+            {name: next(numbers) if isinstance(value, torch.Tensor) else value for name, value in record.items()}
+            for record in waiting
+        ]
+
+
+def _read_together(tensors: Sequence[torch.Tensor]) -> list[Any]:
+    """The values of small tensors: those of one device travel as one."""
+    values: list[Any] = [None] * len(tensors)
+    for device in {tensor.device for tensor in tensors}:
+        numbers = [number for number, tensor in enumerate(tensors) if tensor.device == device]
+        flat = torch.cat([tensors[number].reshape(-1).double() for number in numbers]).tolist()
+        for number in numbers:
+            count = tensors[number].numel()
+            part, flat = flat[:count], flat[count:]
+            values[number] = part if tensors[number].ndim else part[0]
+    return values

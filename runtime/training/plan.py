@@ -1,0 +1,225 @@
+"""A training run as it is known before a model loads: what is trained, on what, for how many steps."""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from wangen import profiles
+from wangen.generator import headers
+from wangen.generator.errors import UsageError
+from wangen.generator.lora_config import lora_identity
+from wangen.generator.step_parts import DEFAULT_EPOCHS
+from wangen.generator.steps import Train
+from wangen.generator.table import options as flags_of
+from wangen.runtime.cache import digest
+from wangen.runtime.loader import CachedSample, epoch_batches
+from wangen.runtime.training.schedules import depends_on_length, make_schedule
+from wangen.runtime.training.timesteps import HIGH, LOW, Sampler, expert_shares
+
+RECIPE = 2
+"""Of what a step computes from its seeds; a state of another recipe would go on with other noise and timesteps."""
+
+SAME_BYTES = {"save_precision", "lora_layout", "checkpointing", "gradient_checkpointing_cpu_offload"}
+"""Pinned flags that do not change what is learned."""
+
+
+@dataclass(frozen=True)
+class ExpertPlan:
+    """One transformer of a run; the models with two experts have two.
+
+    Attributes:
+        name: `high_noise`, `low_noise`, or empty where there is only one.
+        dit: its weights.
+        start: the adapter it starts from.
+        low: lowest sigma that it is trained at.
+        high: highest.
+        share: of the drawn timesteps fall into that range.
+        num_steps: optimizer steps in all.
+    """
+
+    name: str
+    dit: Path
+    start: Path | None
+    low: float
+    high: float
+    share: float
+    num_steps: int
+
+    @property
+    def flag(self) -> str:
+        """The flag that its weights are given to."""
+        return "--dit_high_noise" if self.name == HIGH else "--dit"
+
+    @property
+    def suffix(self) -> str:
+        """What names it in a file's name."""
+        return f"_{self.name}" if self.name else ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run as it is known before a model loads.
+
+    Attributes:
+        options: the flags, with every default of the model filled in.
+        model: the model profile.
+        samples: what is trained on.
+        held_out: what is only looked at in validation.
+        steps_per_epoch: optimizer steps in an epoch.
+        experts: what is trained; the high-noise expert first.
+        fingerprint: settings and digests that decide the result.
+    """
+
+    options: Train
+    model: profiles.Model
+    samples: Sequence[CachedSample]
+    held_out: Sequence[CachedSample]
+    steps_per_epoch: int
+    experts: tuple[ExpertPlan, ...]
+    fingerprint: Mapping[str, Any]
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps of all experts together."""
+        return sum(expert.num_steps for expert in self.experts)
+
+    @property
+    def states(self) -> Path:
+        """The folder of training states."""
+        return self.options.output_dir / f"{self.options.output_name}-state"
+
+    def file(self, expert: ExpertPlan, suffix: str = "") -> Path:
+        """An expert's finished LoRA, or with a suffix another of its files."""
+        return self.options.output_dir / f"{self.options.output_name}{expert.suffix}{suffix}.safetensors"
+
+    def turns(self, done: Sequence[int]) -> list[int]:
+        """For every step that is left the number of the expert that it trains.
+
+        The experts take turns of `--expert_turn_steps`; next comes the one that is farthest behind its own end, so that
+        all end together. A run that goes on where the same plan left off continues in the middle of a turn.
+
+        Args:
+            done: the steps that each expert has done.
+        """
+        whole = self._turns([0] * len(self.experts))
+        past = whole[: sum(done)]
+        if [past.count(number) for number in range(len(done))] == list(done):
+            return whole[sum(done) :]
+        return self._turns(list(done))  # the run got another length since
+
+    def _turns(self, done: list[int]) -> list[int]:
+        order: list[int] = []
+        ends = [expert.num_steps for expert in self.experts]
+        turn = self.options.expert_turn_steps if len(ends) > 1 else sum(ends)
+        while any(n < end for n, end in zip(done, ends, strict=True)):
+            progress = [n / end for n, end in zip(done, ends, strict=True)]
+            number = progress.index(min(progress))
+            steps = min(turn, ends[number] - done[number])
+            order += [number] * steps
+            done[number] += steps
+        return order
+
+
+def make_plan(
+    options: Train, model: profiles.Model, samples: Sequence[CachedSample], held_out: Sequence[CachedSample]
+) -> Plan:
+    """The plan of a run whose flags have been judged and whose cache is complete.
+
+    Raises:
+        UsageError: an expert would get no step, or the schedule's flags make none.
+    """
+    per_epoch = count_steps_per_epoch(samples, options)
+    experts = plan_experts(options, model, num_steps_of(options, per_epoch), _tokens_per_frame(samples, model))
+    for expert in experts:  # what cannot be drawn or scheduled is refused here
+        Sampler(options, expert.low, expert.high, expert.name)
+        make_schedule(options, expert.num_steps)
+    return Plan(options, model, samples, held_out, per_epoch, experts, _fingerprint(options, samples, experts))
+
+
+def count_steps_per_epoch(samples: Sequence[CachedSample], options: Train) -> int:
+    """Optimizer steps in an epoch; the last of an epoch may accumulate fewer batches."""
+    return math.ceil(len(epoch_batches(samples, options.seed, 0)) / options.gradient_accumulation_steps)
+
+
+def num_steps_of(options: Train, steps_per_epoch: int) -> int:
+    """Optimizer steps in all, from the flags."""
+    epochs = options.max_train_epochs
+    if epochs is None and options.max_train_steps is not None:
+        return options.max_train_steps
+    return (DEFAULT_EPOCHS if epochs is None else epochs) * steps_per_epoch
+
+
+def _tokens_per_frame(samples: Sequence[CachedSample], model: profiles.Model) -> Mapping[int, int]:
+    """How many samples have so many tokens in a frame: some ways of drawing timesteps depend on it."""
+    cell = model.spatial_stride * model.patch[1], model.spatial_stride * model.patch[2]
+    sizes = Counter(cached.sample.size for cached in samples)
+    counts: Counter[int] = Counter()
+    for (width, height), number in sizes.items():
+        counts[(height // cell[0]) * (width // cell[1])] += number
+    return counts
+
+
+def plan_experts(
+    options: Train, model: profiles.Model, num_steps: int, tokens_per_frame: Mapping[int, int] | None = None
+) -> tuple[ExpertPlan, ...]:
+    """What is trained, with the steps that each expert gets.
+
+    Of two experts each gets its share of the drawn timesteps, or `--high_noise_share`; one alone gets all the steps.
+
+    Args:
+        options: the flags, resolved.
+        model: the model profile.
+        num_steps: optimizer steps of all experts together.
+        tokens_per_frame: how many samples have so many tokens in a frame.
+
+    Raises:
+        UsageError: an expert of two would get no step.
+    """
+    if model.experts is None:
+        assert options.dit is not None
+        return (ExpertPlan("", options.dit, options.network_weights, 0.0, 1.0, 1.0, num_steps),)
+    boundary = options.timestep_boundary
+    assert boundary is not None
+    natural = dict(zip((HIGH, LOW), expert_shares(options, boundary, tokens_per_frame), strict=True))
+    share_high = natural[HIGH] if options.high_noise_share is None else options.high_noise_share
+    steps_high = round(share_high * num_steps)
+    both = options.experts == "both"
+    steps = {HIGH: steps_high if both else num_steps, LOW: num_steps - steps_high if both else num_steps}
+    if both and not all(steps.values()):
+        starved = HIGH if steps[LOW] else LOW
+        raise UsageError(
+            f"of {num_steps} steps the {starved.replace('_', '-')} expert would get none "
+            f"({natural[starved]:.2%} of the timesteps are its own)",
+            cure="give --high_noise_share, for example 0.5, another --timestep_sampling, or train one with --experts",
+        )
+    files = {HIGH: options.dit_high_noise, LOW: options.dit}
+    starts = {HIGH: options.network_weights_high_noise, LOW: options.network_weights}
+    ranges = {HIGH: (boundary, 1.0), LOW: (0.0, boundary)}
+    wanted = [name for name in (HIGH, LOW) if both or name.startswith(options.experts)]
+    experts = []
+    for name in wanted:
+        dit = files[name]
+        assert dit is not None, name
+        experts.append(ExpertPlan(name, dit, starts[name], *ranges[name], natural[name], steps[name]))
+    return tuple(experts)
+
+
+def _fingerprint(options: Train, samples: Sequence[CachedSample], experts: Sequence[ExpertPlan]) -> dict[str, Any]:
+    """Settings by flag name, and digests of data and weights. The length counts where the schedule depends on it."""
+    pinned = [option.name for option in flags_of(Train) if option.flag.pinned and option.name not in SAME_BYTES]
+    data = [
+        [s.sample.name, *(entry.key for entry in s.entries), s.sample.entry.num_repeats, s.sample.entry.batch_size,
+         s.sample.entry.is_reg]
+        for s in samples
+    ]  # fmt: skip
+    found: dict[str, Any] = {name: str(getattr(options, name)) for name in pinned}
+    length = sum(expert.num_steps for expert in experts) if depends_on_length(options) else "any"
+    found |= {"recipe": RECIPE, "length of the schedule": length, "dataset": digest(data)}
+    found["base_weights"] = [lora_identity(path) for path in options.base_weights]
+    for expert in experts:
+        found[f"dit{expert.suffix}"] = headers.identity(expert.dit, expert.flag)
+        found[f"network_weights{expert.suffix}"] = lora_identity(expert.start) if expert.start else ""
+    return found

@@ -1,0 +1,129 @@
+"""Batches made ready for a forward pass: noise and timesteps drawn from seeds of their own, in the reading threads."""
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from wangen.generator.steps import Train
+from wangen.runtime.ahead import ahead
+from wangen.runtime.loader import Batch, Draw, epoch_batches, read_batch
+from wangen.runtime.randomness import generator_for
+from wangen.runtime.training.plan import ExpertPlan, Plan
+from wangen.runtime.training.timesteps import Sampler
+
+DrawKey = tuple[int, int, str, int]
+"""(seed, epoch, content key of the sample, repeat): what everything random about one use of a sample is drawn from."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """One forward pass, on the CPU (pinned, where a GPU waits).
+
+    Letters: B items, C channels, F h w latent frames, height and width.
+
+    Attributes:
+        batch: latents, texts and what belongs to them.
+        keys: B keys of the draws.
+        sigmas: (B,) noise levels.
+        noise: (B, C, F, h, w).
+        clean_frames: for each item how many first latent frames are given and not noised.
+    """
+
+    batch: Batch
+    keys: list[DrawKey]
+    sigmas: torch.Tensor
+    noise: torch.Tensor
+    clean_frames: list[int]
+
+
+class Group(NamedTuple):
+    """The batches of one optimizer step, and the epoch that they belong to."""
+
+    epoch: int
+    batches: list[Prepared]
+
+
+def groups(plan: Plan, expert: ExpertPlan, step: int, *, pin: bool = False) -> Generator[Group, None, None]:
+    """What an expert is trained on from a step of its own to its end, read ahead in threads.
+
+    Args:
+        plan: of the run.
+        expert: whose timesteps are drawn.
+        step: how many steps it has done.
+        pin: put the tensors into pinned memory, from where a GPU takes them while it computes.
+    """
+    options = plan.options
+    size = options.gradient_accumulation_steps
+    sampler = Sampler(options, expert.low, expert.high, expert.name)
+    while step < expert.num_steps:
+        epoch, offset = divmod(step, plan.steps_per_epoch)
+        batches = epoch_batches(plan.samples, options.seed, epoch, options.caption_dropout)[offset * size :]
+        chosen = [batches[first : first + size] for first in range(0, len(batches), size)][: expert.num_steps - step]
+        jobs = (partial(_read, plan, sampler, epoch, draws, pin) for group in chosen for draws in group)
+        reader = ahead(jobs, options.max_data_loader_n_workers)
+        try:
+            for group in chosen:
+                yield Group(epoch, [next(reader) for _ in group])
+        finally:
+            reader.close()
+        step += len(chosen)
+
+
+def _read(plan: Plan, sampler: Sampler, epoch: int, draws: Sequence[Draw], pin: bool) -> Prepared:
+    prepared = prepare(plan, read_batch(plan.samples, draws, plan.options.prior_loss_weight), draws, epoch, sampler)
+    return pinned(prepared) if pin else prepared
+
+
+def prepare(plan: Plan, batch: Batch, draws: Sequence[Draw], epoch: int, sampler: Sampler) -> Prepared:
+    """Draw noise, timestep and condition of every item, each from (seed, epoch, sample, repeat)."""
+    options = plan.options
+    keys = [(options.seed, epoch, key, draw.repeat) for key, draw in zip(batch.keys, draws, strict=True)]
+    height, width = batch.latents.shape[3:]
+    tokens = (height // plan.model.patch[1]) * (width // plan.model.patch[2])
+    sigmas = [sampler.sigma(key, draw.position, tokens) for key, draw in zip(keys, draws, strict=True)]
+    shape = batch.latents.shape[1:]
+    noise = torch.stack([_noise(shape, key, options.noise_offset) for key in keys])
+    frames = [_clean_frames(options, key, shape[1]) for key in keys]
+    return Prepared(batch, keys, torch.tensor(sigmas), noise, frames)
+
+
+def _noise(shape: Sequence[int], key: DrawKey, offset: float) -> torch.Tensor:
+    """Standard normal noise; with an offset every channel is shifted as a whole.
+
+    Source of the offset: https://www.crosslabs.org/blog/diffusion-with-offset-noise.
+    """
+    noise = torch.randn(*shape, generator=generator_for("noise", *key))
+    if offset:
+        noise += offset * torch.randn(shape[0], 1, 1, 1, generator=generator_for("noise offset", *key))
+    return noise
+
+
+def _clean_frames(options: Train, key: DrawKey, num_frames: int) -> int:
+    """How many first latent frames are given; none of a still image, which would leave nothing to learn."""
+    if not options.condition_frames or num_frames == 1:
+        return 0
+    if options.condition_dropout:
+        drawn = torch.rand((), generator=generator_for("condition", *key)).item()
+        if drawn < options.condition_dropout:
+            return 0
+    return min(1 + (options.condition_frames - 1) // 4, num_frames - 1)
+
+
+def pinned(prepared: Prepared) -> Prepared:
+    """The same in pinned memory."""
+    batch = prepared.batch
+    held: dict[str, Any] = {
+        name: None if value is None else value.pin_memory()
+        for name in ("latents", "condition", "image_tokens", "loss_mask")
+        for value in [getattr(batch, name)]
+    }
+    texts = [text.pin_memory() for text in batch.texts]
+    return replace(
+        prepared,
+        batch=replace(batch, texts=texts, **held),
+        sigmas=prepared.sigmas.pin_memory(),
+        noise=prepared.noise.pin_memory(),
+    )

@@ -1,0 +1,186 @@
+"""Everything about a training run's flags that can be judged before a file is read or a model loads."""
+
+import math
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from wangen.runtime.memory.presets import resolve_vram
+
+from wangen import profiles
+from wangen.generator.errors import UsageError
+from wangen.generator.experts import expect_two_experts
+from wangen.generator.kinds import expect
+from wangen.generator.lora_config import lora_file
+from wangen.generator.steps import Train
+from wangen.generator.tasks import require_supported
+from wangen.runtime.training.adapter_config import loraplus_ratio, require_adapter
+from wangen.runtime.training.optim import try_out
+from wangen.runtime.training.timesteps import require_timesteps
+from wangen.runtime.training.trackers import require_trackers
+
+ABOVE_ZERO = (
+    "network_dim", "network_alpha", "learning_rate", "gradient_accumulation_steps", "discrete_flow_shift",
+    "max_train_steps", "max_train_epochs", "save_every_n_steps", "save_every_n_epochs", "save_state_every_n_steps",
+    "save_state_every_n_minutes", "save_last_n_epochs", "save_last_n_steps", "keep_last", "expert_turn_steps",
+    "loraplus_lr_ratio", "scale_weight_norms", "num_timestep_buckets", "validation_timesteps",
+    "validate_every_n_steps", "sample_every_n_steps", "sample_every_n_epochs", "block_swap_ring_size", "peak_tflops",
+    "save_last_n_epochs_state", "save_last_n_steps_state",
+)  # fmt: skip
+SHARES = ("caption_dropout", "condition_dropout")
+NOT_NEGATIVE = ("max_grad_norm", "noise_offset", "prior_loss_weight", "validation_items", "max_data_loader_n_workers")
+
+
+def resolved(options: Train, model: profiles.Model, device: torch.device) -> Train:
+    """The flags with what the model and the card decide filled in.
+
+    Raises:
+        UsageError: `--timestep_boundary` or `--condition_frames` is for other models, or is no such number.
+    """
+    options = resolve_vram(options, model, device)
+    boundary = options.timestep_boundary
+    if boundary is not None and model.experts is None:
+        raise UsageError(f"--timestep_boundary: {model.name} has one transformer", cure="leave it out")
+    if model.experts:
+        boundary = model.experts.boundary if boundary is None else boundary
+        boundary = boundary / 1000 if boundary > 1 else boundary
+        if not 0 < boundary < 1:
+            raise UsageError(f"--timestep_boundary {options.timestep_boundary:g} leaves one expert without timesteps",
+                             cure=f"{model.name} is made for {model.experts.boundary:g}")  # fmt: skip
+    frames = options.condition_frames
+    if model.condition != "text_or_image":
+        if frames:
+            raise UsageError(f"--condition_frames: {model.name} does not take given frames this way",
+                             cure="leave it out; an I2V model has its first frame from the cache")  # fmt: skip
+        frames = 0
+    frames = 1 if frames is None else frames
+    if frames < 0 or (frames and frames % 4 != 1):
+        raise UsageError(f"--condition_frames {frames}: must be 4n+1, or 0 for none", cure="1 gives the first frame")
+    return replace(
+        options, timestep_boundary=boundary, condition_frames=frames, loraplus_lr_ratio=loraplus_ratio(options)
+    )
+
+
+def refuse(options: Train, model: profiles.Model, device: torch.device) -> None:
+    """Refuse flags that no run can have, and files that are not what they are given for.
+
+    Raises:
+        UsageError: numbers out of range, or flags that contradict each other.
+        WangenError: a file is of another kind.
+    """
+    require_supported(model, "training")
+    _refuse_numbers(options)
+    if not options.output_name or Path(options.output_name).name != options.output_name:
+        raise UsageError(f"--output_name is a file name without folders, got {options.output_name!r}")
+    if not options.lora_layout:
+        raise UsageError("--lora_layout is empty", cure="leave it out for comfyui")
+    if options.fresh and options.resume:
+        raise UsageError("--fresh and --resume contradict each other", cure="give one of them")
+    if options.keep_best and not (options.validation_items or options.validation_config):
+        raise UsageError("--keep_best needs a validation", cure="give --validation_items, for example 8")
+    if options.validation_items and options.validation_config:
+        raise UsageError("--validation_items and --validation_config contradict each other", cure="give one of them")
+    _refuse_memory(options)
+    _refuse_experts(options, model)
+    _refuse_samples(options)
+    require_timesteps(options)
+    try_out(options, device)
+    require_adapter(options, model)
+    require_trackers(options)
+    _expect_files(options, model)
+
+
+def _refuse_numbers(options: Train) -> None:
+    for name in ABOVE_ZERO:
+        value = getattr(options, name)
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            raise UsageError(f"--{name} must be above 0, got {value}")
+    for name in NOT_NEGATIVE:
+        value = getattr(options, name)
+        if not (value >= 0 and math.isfinite(value)):
+            raise UsageError(f"--{name} must be 0 or above, got {value}")
+    for name in SHARES:
+        if not 0 <= getattr(options, name) <= 1:
+            raise UsageError(f"--{name} must be 0 to 1, got {getattr(options, name)}")
+    if not 0 <= options.network_dropout < 1:
+        raise UsageError(f"--network_dropout must be at least 0 and below 1, got {options.network_dropout}")
+    if options.ema_decay is not None and not 0 < options.ema_decay < 1:
+        raise UsageError(f"--ema_decay must be between 0 and 1, got {options.ema_decay}", cure="0.99 is usual")
+    if options.high_noise_share is not None and not 0 < options.high_noise_share < 1:
+        raise UsageError(f"--high_noise_share must be between 0 and 1, got {options.high_noise_share}",
+                         cure="to train one expert alone give --experts high or --experts low")  # fmt: skip
+
+
+def _refuse_memory(options: Train) -> None:
+    """Ways to save memory that cannot go together."""
+    swap = options.blocks_to_swap or 0
+    if swap < 0 or (options.checkpointing_free_blocks or 0) < 0:
+        raise UsageError("--blocks_to_swap and --checkpointing_free_blocks are 0 or above")
+    if swap and options.checkpointing == "none":
+        raise UsageError("--blocks_to_swap needs checkpointing: without it every block's weights stay for the backward",
+                         cure="give --checkpointing full or selective")  # fmt: skip
+    if options.checkpointing == "none" and options.gradient_checkpointing_cpu_offload:
+        raise UsageError("--gradient_checkpointing_cpu_offload parks what checkpointing keeps, and it is switched off",
+                         cure="give --checkpointing full or selective")  # fmt: skip
+    if options.plain and (swap or options.checkpointing == "selective" or options.checkpointing_free_blocks):
+        raise UsageError("--plain knows no block swap, selective checkpointing or free blocks", cure="leave it out")
+    if options.compile and not options.plain and find_spec("triton") is None and torch.cuda.is_available():
+        raise UsageError("--compile needs triton on a GPU", cure="pip install triton (Windows: triton-windows)")
+    if options.scale_weight_norms and (options.network_module != "lora" or options.train_mode == "full"):
+        raise UsageError("--scale_weight_norms is for LoRA alone", cure="leave it out, or give --network_module lora")
+    if options.train_mode == "full":
+        if options.quantize not in (None, "none") or swap:
+            raise UsageError("--train_mode full trains every weight: none can be quantised or swapped",
+                             cure="give --quantize none --blocks_to_swap 0, or --train_mode lora")  # fmt: skip
+        if options.network_weights or options.network_weights_high_noise:
+            raise UsageError("--train_mode full starts from --dit: it takes no --network_weights",
+                             cure="merge the LoRA first: wangen export --dit … --lora_weight …")  # fmt: skip
+
+
+def _refuse_experts(options: Train, model: profiles.Model) -> None:
+    """An expert without its weights, and flags of experts for a model that has none."""
+    if model.experts is None:
+        if options.dit is None:
+            raise UsageError("train needs --dit", cure="the transformer's weights")
+        for name in ("dit_high_noise", "network_weights_high_noise", "high_noise_share"):
+            if getattr(options, name) is not None:
+                raise UsageError(f"--{name}: {model.name} has one transformer", cure="leave it out, or give its --task")
+        if options.experts != "both":
+            raise UsageError(f"--experts: {model.name} has one transformer", cure="leave it out")
+        return
+    if options.experts in ("both", "low") and options.dit is None:
+        raise UsageError(f"the low-noise expert of {model.name} has no weights",
+                         cure="give --dit, or train the other one alone with --experts high")  # fmt: skip
+    if options.experts in ("both", "high") and options.dit_high_noise is None:
+        raise UsageError(f"the high-noise expert of {model.name} has no weights",
+                         cure="give --dit_high_noise, or train the other one alone with --experts low")  # fmt: skip
+
+
+def _refuse_samples(options: Train) -> None:
+    if options.sample_prompts is None:
+        if options.sample_every_n_steps or options.sample_every_n_epochs or options.sample_at_first:
+            raise UsageError("samples are asked for and there are no prompts", cure="give --sample_prompts FILE.txt")
+        return
+    missing = [f"--{name}" for name in ("vae", "t5") if getattr(options, name) is None]
+    if missing:
+        raise UsageError(f"samples need {' and '.join(missing)}", cure="they encode the prompts and decode the samples")
+
+
+def _expect_files(options: Train, model: profiles.Model) -> None:
+    """The weights are what their flags say, read from the headers."""
+    high = "dit_high_noise" if model.experts else ""
+    for name in filter(None, ("dit", high)):
+        path = getattr(options, name)
+        if path is not None:
+            expect(path, model.kind_of(name), f"--{name}", options.task)
+    if options.dit and options.dit_high_noise:
+        expect_two_experts(options.dit, options.dit_high_noise)
+    for name in ("network_weights", "network_weights_high_noise"):
+        path = getattr(options, name)
+        if path is not None:
+            expect(lora_file(path), "lora", f"--{name}")
+    for path in options.base_weights:
+        expect(lora_file(path), "lora", "--base_weights")
+    if options.base_weights_multiplier and len(options.base_weights_multiplier) != len(options.base_weights):
+        raise UsageError("--base_weights and --base_weights_multiplier are not of one number", cure="one for each LoRA")

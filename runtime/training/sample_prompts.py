@@ -1,0 +1,307 @@
+"""The prompt file of the samples on the way: what musubi-tuner reads, with everything refused that would be ignored.
+
+A `.txt` has a prompt per line with options behind it (`A cat. --w 832 --h 480 --f 81`), `#` before a comment. A `.json`
+is a list of such lines or of tables, a `.toml` a `[prompt]` table of common settings with `[[prompt.subset]]` tables.
+"""
+
+import json
+import logging
+import math
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, dataclass, fields
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal
+
+from wangen.generator.errors import UsageError, printable
+from wangen.generator.steps import Generate
+from wangen.profiles import Model
+
+log = logging.getLogger("wangen")
+
+OPTIONS: Mapping[str, str] = {
+    "w": "width", "h": "height", "f": "frame_count", "d": "seed", "s": "sample_steps", "g": "guidance_scale",
+    "fs": "discrete_flow_shift", "l": "cfg_scale", "lh": "cfg_scale_high_noise", "n": "negative_prompt",
+    "i": "image_path", "ei": "end_image_path", "ss": "sample_sampler",
+}  # fmt: skip
+"""Options of a line -> the keys of the tables. `lh` and `ss` are ours: guidance of the high-noise expert, sampler."""
+
+_CONTROL_VIDEO = "control videos belong to Fun-Control models"
+_CONTROL_IMAGE = "control images belong to other models"
+_ONE_FRAME = "one-frame sampling is not in this version of wangen"
+ELSEWHERE: Mapping[str, str] = {
+    "cn": _CONTROL_VIDEO, "control_video_path": _CONTROL_VIDEO, "ci": _CONTROL_IMAGE,
+    "control_image_path": _CONTROL_IMAGE, "of": _ONE_FRAME, "one_frame": _ONE_FRAME,
+}  # fmt: skip
+"""What musubi-tuner's prompt files may hold beside, and why it is refused here."""
+
+SAMPLERS = ("unipc", "euler")
+MAX_STEPS = 1000
+MAX_SEED = 2**63 - 1
+_OPTION = re.compile(r"\s--(?=[A-Za-z])")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplePrompt:
+    """One video or image to make on the way.
+
+    Attributes:
+        prompt: what to show.
+        negative_prompt: what to avoid, where guidance is above 1.
+        width: in pixels.
+        height: in pixels.
+        frames: 4n+1; one makes an image.
+        fps: frames per second of the file.
+        seed: of the initial noise.
+        steps: of the sampler.
+        shift: of its schedule.
+        guidance: classifier-free guidance; of two experts that of the low-noise one.
+        guidance_high_noise: of the high-noise expert.
+        sampler: `unipc` or `euler`.
+        image: the first frame, of image-to-video.
+    """
+
+    prompt: str
+    negative_prompt: str
+    width: int
+    height: int
+    frames: int
+    fps: int
+    seed: int
+    steps: int
+    shift: float
+    guidance: float
+    guidance_high_noise: float
+    sampler: Literal["unipc", "euler"]
+    image: Path | None = None
+
+    @property
+    def guided(self) -> bool:
+        """Whether the negative prompt is asked."""
+        return max(self.guidance, self.guidance_high_noise) > 1
+
+
+def read_prompts(path: Path, model: Model, seed: int) -> list[SamplePrompt]:
+    """The prompts of a file, with the model's own settings where the file says nothing.
+
+    Args:
+        path: `.txt`, `.toml` or `.json`, in UTF-8.
+        model: its sizes decide which widths, heights and lengths can be, its defaults stand for what is not said.
+        seed: where a prompt has none.
+
+    Raises:
+        UsageError: the file cannot be read or is empty, an option is unknown, a value cannot be, an image is missing;
+            the message names the line or the entry.
+    """
+    prompts = []
+    for where, values in _entries(path):
+        prompts.append(_prompt(path, where, values, model, seed))
+    if not prompts:
+        raise UsageError("there is no prompt in this file", where=str(path), cure="write one prompt per line")
+    return prompts
+
+
+def _entries(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Where each prompt stands, and its values by key."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise UsageError(
+            f"--sample_prompts cannot be read: {reason}", where=str(path), cure="give another file"
+        ) from None
+    ending = path.suffix.lower()
+    try:
+        if ending == ".txt":
+            yield from _lines(path, text)
+        elif ending == ".json":
+            yield from _json_entries(path, json.loads(text))
+        elif ending == ".toml":
+            yield from _toml_entries(path, tomllib.loads(text))
+        else:
+            raise UsageError(f"--sample_prompts takes .txt, .toml or .json, not {ending or 'a file without an ending'}",
+                             where=str(path), cure="rename it")  # fmt: skip
+    except (json.JSONDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UsageError(f"this is no {ending[1:].upper()}: {error}", where=str(path), cure="mend it there") from None
+
+
+def _lines(path: Path, text: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.strip() and not line.lstrip().startswith("#"):
+            where = f"{path}, line {number}"
+            yield where, parse_line(line, where)
+
+
+def parse_line(line: str, where: str = "") -> dict[str, Any]:
+    """A prompt with its options, by the keys that the tables have.
+
+    Raises:
+        UsageError: an option is unknown, is given twice, or has no value.
+
+    >>> parse_line("A cat, --ears up. --w 832 --n blurry, dark")
+    Traceback (most recent call last):
+        ...
+    wangen.generator.errors.UsageError: --ears is no option of a prompt
+      do:    one of --w --h --f --d --s --g --fs --l --lh --n --i --ei --ss
+    >>> parse_line("A cat. --w 832 --n blurry, dark")
+    {'prompt': 'A cat.', 'width': '832', 'negative_prompt': 'blurry, dark'}
+    """
+    prompt, *parts = _OPTION.split(f" {line.strip()}")
+    values: dict[str, Any] = {"prompt": prompt.strip()}
+    for part in parts:
+        name, _, value = part.partition(" ")
+        key = OPTIONS.get(name.lower())
+        if name.lower() in ELSEWHERE:
+            raise UsageError(f"--{name}: {ELSEWHERE[name.lower()]}", where=where, cure="leave it out")
+        if key is None:
+            raise UsageError(f"--{printable(name)} is no option of a prompt", where=where,
+                             cure=f"one of {' '.join(f'--{option}' for option in OPTIONS)}")  # fmt: skip
+        if key in values:
+            raise UsageError(f"--{name} is given twice", where=where, cure="give it once")
+        if not value.strip():
+            raise UsageError(f"--{name} has no value", where=where, cure="write one behind it or leave it out")
+        values[key] = value.strip()
+    return values
+
+
+def _json_entries(path: Path, content: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    if not isinstance(content, list):
+        raise UsageError("a .json of prompts is a list", where=str(path), cure='write ["A cat. --w 832 --h 480"]')
+    for number, entry in enumerate(content, start=1):
+        where = f"{path}, entry {number}"
+        if isinstance(entry, str):
+            yield where, parse_line(entry, where)
+        else:
+            yield where, _table(entry, where)
+
+
+def _toml_entries(path: Path, content: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    common = content.get("prompt")
+    if not isinstance(common, Mapping) or set(content) != {"prompt"}:
+        raise UsageError("a .toml of prompts has a [prompt] table and nothing else beside it", where=str(path),
+                         cure="write [prompt] with what all share, then a [[prompt.subset]] for each")  # fmt: skip
+    subsets = common.get("subset", [{}])
+    if not isinstance(subsets, list):
+        raise UsageError("prompt.subset is no list of tables", where=str(path), cure="write [[prompt.subset]]")
+    shared = {key: value for key, value in common.items() if key != "subset"}
+    for number, subset in enumerate(subsets, start=1):
+        where = f"{path}, prompt.subset {number}"
+        yield where, {**_table(shared, f"{path}, [prompt]"), **_table(subset, where)}
+
+
+def _table(entry: Any, where: str) -> Mapping[str, Any]:
+    """A table whose keys are known."""
+    if not isinstance(entry, Mapping):
+        raise UsageError("this is neither a line nor a table", where=where, cure='write {"prompt": "A cat."}')
+    known = ("prompt", *OPTIONS.values())
+    for key in entry:
+        if key in ELSEWHERE:
+            raise UsageError(f"{key}: {ELSEWHERE[key]}", where=where, cure="leave it out")
+        if key not in known:
+            near = get_close_matches(key, known, n=1)
+            raise UsageError(f"{printable(key)} is no key of a prompt", where=where,
+                             cure=f"did you mean {near[0]}?" if near else f"one of {', '.join(known)}")  # fmt: skip
+    return entry
+
+
+def _prompt(path: Path, where: str, values: Mapping[str, Any], model: Model, seed: int) -> SamplePrompt:
+    defaults = _defaults(model)
+    text = values.get("prompt", "")
+    if not isinstance(text, str) or not text.strip():
+        raise UsageError("there is no prompt before the options", where=where, cure="write what to show")
+    if "guidance_scale" in values:
+        log.warning("  %s: --g is HunyuanVideo's embedded guidance, which Wan has not: use --l", where)
+    step_px = model.spatial_stride * model.patch[1]
+    height, width = defaults["video_size"]
+    guidance = _number(values, "cfg_scale", defaults["guidance_scale"], where)
+    own_high = model.experts.guidance_high_noise if model.experts and "cfg_scale" not in values else guidance
+    return SamplePrompt(
+        prompt=text.strip(),
+        negative_prompt=str(values.get("negative_prompt", defaults["negative_prompt"])),
+        width=_side(values, "width", width, step_px, where),
+        height=_side(values, "height", height, step_px, where),
+        frames=_frames(values, defaults["video_length"], model.temporal_stride, where),
+        fps=model.fps,
+        seed=_integer(values, "seed", seed, where, 0, MAX_SEED),
+        steps=_integer(values, "sample_steps", defaults["infer_steps"], where, 1, MAX_STEPS),
+        shift=_number(values, "discrete_flow_shift", defaults["flow_shift"], where),
+        guidance=guidance,
+        guidance_high_noise=_number(values, "cfg_scale_high_noise", own_high, where),
+        sampler=_sampler(values, defaults["sample_solver"], where),
+        image=_image(path, values, model, where),
+    )
+
+
+def _defaults(model: Model) -> dict[str, Any]:
+    """What `generate` would take of this model: the flags' defaults, and on top of them the profile's."""
+    own = {field.name: field.default for field in fields(Generate) if field.default is not MISSING}
+    return {**own, **model.defaults.get("generate", {})}
+
+
+def _integer(values: Mapping[str, Any], key: str, default: int, where: str, least: int, most: int) -> int:
+    found = values.get(key, default)
+    try:
+        number = int(found)
+        if isinstance(found, bool) or number != float(found) or not least <= number <= most:
+            raise ValueError
+    except (TypeError, ValueError, OverflowError):
+        raise UsageError(f"{key} {found!r} is no whole number from {least} to {most}", where=where,
+                         cure=f"use for example {default}") from None  # fmt: skip
+    return number
+
+
+def _number(values: Mapping[str, Any], key: str, default: float, where: str) -> float:
+    found = values.get(key, default)
+    try:
+        number = float(found)
+        if isinstance(found, bool) or not (math.isfinite(number) and number > 0):
+            raise ValueError
+    except (TypeError, ValueError):
+        raise UsageError(
+            f"{key} {found!r} is no number above 0", where=where, cure=f"use for example {default:g}"
+        ) from None
+    return number
+
+
+def _side(values: Mapping[str, Any], key: str, default: int, step_px: int, where: str) -> int:
+    side = _integer(values, key, default, where, 1, 1 << 14)
+    if side % step_px:
+        nearest = max(step_px, round(side / step_px) * step_px)
+        raise UsageError(f"{key} {side} is no multiple of {step_px}", where=where, cure=f"use {nearest}")
+    return side
+
+
+def _frames(values: Mapping[str, Any], default: int, stride: int, where: str) -> int:
+    frames = _integer(values, "frame_count", default, where, 1, 1 << 14)
+    if frames % stride != 1:
+        nearest = max(1, round((frames - 1) / stride) * stride + 1)
+        raise UsageError(f"frame_count {frames} is not {stride}n+1", where=where, cure=f"use {nearest}")
+    return frames
+
+
+def _sampler(values: Mapping[str, Any], default: str, where: str) -> Literal["unipc", "euler"]:
+    found = {"vanilla": "euler"}.get(str(values.get("sample_sampler", default)), values.get("sample_sampler", default))
+    if found not in SAMPLERS:
+        raise UsageError(f"there is no sampler {found!r}", where=where, cure=f"use {' or '.join(SAMPLERS)}")
+    return "euler" if found == "euler" else "unipc"
+
+
+def _image(path: Path, values: Mapping[str, Any], model: Model, where: str) -> Path | None:
+    """The first frame: where the model needs one it must be there, where it takes none it must not."""
+    if "end_image_path" in values:
+        raise UsageError(f"{model.name} takes no last frame (--ei)", where=where, cure="leave it out")
+    given = values.get("image_path")
+    if given is None:
+        if model.condition == "image":
+            raise UsageError(f"{model.name} needs a first frame", where=where, cure="add --i with a picture")
+        return None
+    if model.condition == "text":
+        raise UsageError(f"{model.name} takes no first frame (--i)", where=where, cure="leave it out")
+    places = [Path(str(given)), path.parent / str(given)]
+    found = next((place for place in places if place.is_file()), None)
+    if found is None:
+        raise UsageError(f"there is no picture {printable(str(given))}", where=where,
+                         cure=f"paths begin at the working folder or at {path.parent}")  # fmt: skip
+    return found

@@ -1,0 +1,29 @@
+"""The items of a run from the cache: those it trains on, and those it is only judged by."""
+
+from dataclasses import replace
+
+from wangen import profiles
+from wangen.generator.errors import UsageError
+from wangen.generator.steps import Train
+from wangen.runtime.loader import CachedSample, find_entries
+from wangen.runtime.samples import read_samples
+from wangen.runtime.training.validation import held_out
+
+
+def read_training_samples(options: Train, model: profiles.Model) -> tuple[list[CachedSample], list[CachedSample]]:
+    """What is trained on and what is held out; the cache has entries of all of it.
+
+    Raises:
+        WangenError: entries are missing or stale.
+        UsageError: nothing would be left to train on.
+    """
+    samples = find_entries(options, model, read_samples(options, model))
+    if options.validation_config:
+        other = replace(options, dataset_config=options.validation_config, resolution="all")
+        return samples, find_entries(other, model, read_samples(other, model))
+    if not options.validation_items:
+        return samples, []
+    training, validation = held_out(samples, options.validation_items, options.seed)
+    if not training:
+        raise UsageError(f"--validation_items {options.validation_items} leaves nothing of {len(samples)} to train on")
+    return training, validation

@@ -1,0 +1,163 @@
+"""What a run leaves on disk on its way: LoRAs, training states, and which older ones go."""
+
+import logging
+import re
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from wangen.runtime.training import adapter_files, checkpoint, full
+from wangen.runtime.training.checkpoint import ExpertState, TrainingState
+from wangen.runtime.training.metadata import metadata
+from wangen.runtime.training.plan import ExpertPlan, Plan
+from wangen.runtime.training.run import Run
+
+log = logging.getLogger("wangen")
+
+BEST, AVERAGE = "-best", "-ema"
+
+
+class Saving:
+    """Saves what is due after a step.
+
+    LoRAs are saved every `--save_every_n_steps` and `--save_every_n_epochs`; the training state with each of them, at
+    every epoch's end, every `--save_state_every_n_steps` and every `--save_state_every_n_minutes`.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._saved_at = time.monotonic()
+
+    def due(self) -> list[str]:
+        """The suffixes of the LoRAs that are due at this step."""
+        plan, step = self._run.plan, self._run.step
+        options = plan.options
+        if step >= plan.num_steps:  # the finished LoRA has a name of its own
+            return []
+        suffixes = []
+        epochs_done, rest = divmod(step, plan.steps_per_epoch)
+        if options.save_every_n_steps and step % options.save_every_n_steps == 0:
+            suffixes.append(f"-step{step:08d}")
+        if options.save_every_n_epochs and rest == 0 and epochs_done % options.save_every_n_epochs == 0:
+            suffixes.append(f"-{epochs_done:06d}")
+        return suffixes
+
+    def state_due(self) -> bool:
+        """Whether the training state is due at this step."""
+        options, step = self._run.plan.options, self._run.step
+        every = options.save_state_every_n_steps
+        late = time.monotonic() - self._saved_at > 60 * options.save_state_every_n_minutes
+        return late or step % self._run.plan.steps_per_epoch == 0 or bool(every and step % every == 0)
+
+    def save(self) -> bool:
+        """Save what is due; returns whether a training state was written."""
+        suffixes = self.due()
+        for suffix in suffixes:
+            save_loras(self._run, suffix)
+        if suffixes:
+            drop_old_loras(self._run.plan, self._run.step)
+        if not suffixes and not self.state_due():
+            return False
+        save_state(self._run, keep=bool(suffixes) and self._run.plan.options.save_state)
+        self._saved_at = time.monotonic()
+        return True
+
+
+def save_state(run: Run, *, keep: bool = False) -> None:
+    """Write the training state and drop the older ones, except kept ones and the one that `--resume` names."""
+    options = run.plan.options
+    path = checkpoint.save(run.plan.states, state_of(run), keep=keep)
+    spared = {path, *([options.resume.resolve()] if options.resume else [])}
+    checkpoint.remove_others(run.plan.states, spared, _oldest_kept(run.plan, run.step))
+    run.saved_step = run.step
+
+
+def state_of(run: Run) -> TrainingState:
+    """The training state of a run as it stands."""
+    experts = {}
+    for trainee in run.trainees:
+        tensors, numbers = trainee.optimization.state()
+        experts[trainee.plan.name] = ExpertState(
+            step=trainee.step,
+            adapter={name: parameter.detach() for name, parameter in trainee.parameters.items()},
+            optimizer=tensors,
+            numbers=numbers,
+            ema=trainee.ema.weights() if trainee.ema else {},
+            ema_updates=trainee.ema.num_updates if trainee.ema else 0,
+        )
+    return TrainingState(experts, run.plan.fingerprint, run.facts)
+
+
+def _oldest_kept(plan: Plan, step: int) -> int:
+    """The step below which kept states go: `--save_last_n_epochs_state`, `--save_last_n_steps_state`."""
+    options = plan.options
+    limits = [0]
+    if options.save_last_n_steps_state:
+        limits.append(step - options.save_last_n_steps_state + 1)
+    if options.save_last_n_epochs_state:
+        epochs = step // plan.steps_per_epoch
+        limits.append((epochs - options.save_last_n_epochs_state) * plan.steps_per_epoch + 1)
+    return max(limits)
+
+
+def save_loras(run: Run, suffix: str = "") -> list[Path]:
+    """Write the LoRA of every expert, in every layout asked for, and the averages where they are kept."""
+    written = []
+    for trainee in run.trainees:
+        with trainee.optimization.evaluating():
+            written += save_lora(run.plan, trainee.plan, trainee.parameters, trainee.step, suffix)
+        if trainee.ema:
+            written += save_lora(run.plan, trainee.plan, trainee.ema.weights(), trainee.step, suffix + AVERAGE)
+    return written
+
+
+def save_state_as_loras(plan: Plan, state: TrainingState) -> list[Path]:
+    """Write the finished LoRAs of a run that was done before: what they are saved as may have changed."""
+    written = []
+    for expert in plan.experts:
+        saved = state.experts[expert.name]
+        written += save_lora(plan, expert, saved.adapter, saved.step)
+        if saved.ema:
+            written += save_lora(plan, expert, saved.ema, saved.step, AVERAGE)
+    return written
+
+
+def save_lora(
+    plan: Plan, expert: ExpertPlan, parameters: Mapping[str, torch.Tensor], step: int, suffix: str = ""
+) -> list[Path]:
+    """Write what these parameters of an expert are, in every layout asked for."""
+    header = metadata(
+        plan.options, expert=expert.name, step=step, fingerprint=plan.fingerprint, num_items=len(plan.samples),
+        steps_per_epoch=plan.steps_per_epoch,
+    )  # fmt: skip
+    if plan.options.train_mode == "full":
+        return full.save(plan.file(expert, suffix), parameters, plan.options, header)
+    return adapter_files.save(plan.file(expert, suffix), parameters, plan.options, header, expert=expert.name)
+
+
+def drop_old_loras(plan: Plan, step: int) -> None:
+    """Remove the numbered LoRAs that fall out of `--keep_last`, `--save_last_n_epochs` or `--save_last_n_steps`."""
+    options = plan.options
+    limits = {
+        "step": step - options.save_last_n_steps if options.save_last_n_steps else -1,
+        "": step // plan.steps_per_epoch - options.save_last_n_epochs if options.save_last_n_epochs else -1,
+    }
+    layouts = "comfyui|kohya|diffusers"
+    for expert in plan.experts:
+        name = re.compile(
+            re.escape(options.output_name + expert.suffix)
+            + rf"-(?:(step)(\d{{8}})|()(\d{{6}}))(?:{AVERAGE})?(?:-(?:{layouts}))?\.safetensors"
+        )
+        by_step: dict[int, list[Path]] = {}
+        for path in options.output_dir.iterdir():
+            if match := name.fullmatch(path.name):
+                number = int(match[2] or match[4])
+                if number <= limits[match[1] or ""]:
+                    path.unlink(missing_ok=True)
+                else:
+                    by_step.setdefault(number if match[1] else number * plan.steps_per_epoch, []).append(path)
+        for old in sorted(by_step)[: -options.keep_last] if options.keep_last else ():
+            for path in by_step[old]:
+                path.unlink(missing_ok=True)

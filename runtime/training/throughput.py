@@ -1,0 +1,264 @@
+"""How fast a run is: the work of a step in FLOPs, what the card could do, rates over a window, and one trace.
+
+Letters: N video tokens of a forward pass, S text tokens, d the model's width, f that of its feed-forward layers.
+"""
+
+import contextlib
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from wangen.generator.files import replace
+from wangen.profiles import TransformerSizes
+from wangen.runtime.models.compute import Checkpointing
+
+log = logging.getLogger("wangen")
+
+FLASH_BACKWARD = 2.5
+"""Work of flash attention's backward pass over its forward pass: it computes the scores again
+(https://arxiv.org/abs/2307.08691, section 4.1)."""
+
+PEAK_TFLOPS: Mapping[str, float] = {
+    "B200": 2250.0, "GB200": 2500.0, "GH200": 990.0, "H200 NVL": 835.0, "H200": 989.0, "H100 NVL": 835.0,
+    "H100 PCIe": 756.0, "H100": 989.0, "H800": 989.0, "H20": 148.0, "A100": 312.0, "A800": 312.0, "A40": 149.7,
+    "A30": 165.0, "A10": 125.0, "L40S": 362.0, "L40": 181.0, "L4": 121.0, "RTX 6000 Ada": 364.0, "RTX A6000": 154.8,
+    "RTX 5090": 209.5, "RTX 5080": 112.6, "RTX 4090": 165.2, "RTX 4080 SUPER": 104.4, "RTX 4080": 97.5,
+    "RTX 3090 Ti": 80.0, "RTX 3090": 71.0, "RTX 3080": 59.5, "MI325X": 1307.4, "MI300X": 1307.4, "MI250X": 383.0,
+}  # fmt: skip
+"""Dense bfloat16 with float32 sums, in TFLOP/s, by a part of the card's name: the makers' data sheets and architecture
+white papers (NVIDIA Blackwell, Hopper, Ada, Ampere GA102 and GA100; AMD CDNA 2 and 3), half of the sparse figure where
+only that is printed. A card never reaches it: an H100 that multiplies large matrices was measured at 790."""
+
+PROFILED_STEPS = (3, 5)
+
+
+@dataclass(frozen=True)
+class StepFlops:
+    """The work of one training step of one forward pass.
+
+    Attributes:
+        model: what the mathematics needs: forward and backward.
+        done: what is computed, with what checkpointing computes again.
+    """
+
+    model: float
+    done: float
+
+    def __add__(self, other: "StepFlops") -> "StepFlops":
+        return StepFlops(self.model + other.model, self.done + other.done)
+
+
+def forward_flops(
+    sizes: TransformerSizes, tokens: int, *, text_tokens: int = 512, image_tokens: int = 0
+) -> tuple[float, float, float]:
+    """The work of a forward pass of one item, apart by what its backward pass needs.
+
+    Per layer: 2N(6d² + 2df) for the video's linear layers, 4d²S for the text's keys and values, 4N²d + 4NSd for
+    attention. `torch.utils.flop_counter` agrees on a whole Wan to four digits.
+
+    Args:
+        sizes: of the transformer.
+        tokens: N.
+        text_tokens: S, 512 when texts are padded.
+        image_tokens: of CLIP, in Wan 2.1 image-to-video: 257.
+
+    Returns:
+        FLOPs of the video's linear layers, of the keys and values of text and image, and of attention.
+    """
+    d, layers, keys = sizes.dim, sizes.num_layers, text_tokens + image_tokens
+    linear = 2.0 * tokens * (6 * d * d + 2 * d * sizes.ffn_dim) * layers
+    return linear, 4.0 * keys * d * d * layers, 4.0 * tokens * (tokens + keys) * d * layers
+
+
+def step_flops(
+    sizes: TransformerSizes,
+    tokens: int,
+    *,
+    text_tokens: int = 512,
+    image_tokens: int = 0,
+    adapter_weights: int = 0,
+    checkpointing: Checkpointing = "full",
+    free_blocks: int = 0,
+    train_base: bool = False,
+) -> StepFlops:
+    """The work of training on one item.
+
+    With a frozen base linear layers cost their forward pass and the gradient of their input; the text's none. What
+    trains costs the gradient of its weights too. Checkpointing adds a forward pass of the blocks that it covers,
+    without attention when its outputs are kept.
+
+    Args:
+        sizes: of the transformer.
+        tokens: N.
+        text_tokens: S.
+        image_tokens: of CLIP.
+        adapter_weights: trainable weights of the adapter, all counted as if they saw the video's tokens.
+        checkpointing: what is computed again.
+        free_blocks: so many blocks compute nothing again.
+        train_base: the base itself trains.
+    """
+    linear, texts, attention = forward_flops(sizes, tokens, text_tokens=text_tokens, image_tokens=image_tokens)
+    adapter = 2.0 * tokens * adapter_weights
+    model = 3 * adapter + (1 + FLASH_BACKWARD) * attention
+    model += 3 * (linear + texts) if train_base else 2 * linear + texts
+    again = {"none": 0.0, "full": linear + texts + adapter + attention, "selective": linear + texts + adapter}
+    covered = max(0, sizes.num_layers - free_blocks) / sizes.num_layers
+    return StepFlops(model, model + covered * again[checkpointing])
+
+
+def sizes_of(config: Any) -> TransformerSizes:
+    """The sizes in a diffusers transformer's config."""
+    width = config.num_attention_heads * config.attention_head_dim
+    return TransformerSizes(
+        dim=width, ffn_dim=config.ffn_dim, num_layers=config.num_layers, num_heads=config.num_attention_heads,
+        in_channels=config.in_channels, out_channels=config.out_channels,
+    )  # fmt: skip
+
+
+def peak_tflops(device: torch.device, told: float | None = None) -> float | None:
+    """What the device could do at best in bfloat16, in TFLOP/s: as told, else by a known card's name, else None.
+
+    Args:
+        device: where the run computes.
+        told: `--peak_tflops`.
+    """
+    if told is not None or device.type != "cuda":
+        return told
+    return peak_of_card(torch.cuda.get_device_name(device))
+
+
+def peak_of_card(name: str) -> float | None:
+    """The peak of the card with this name; None of one that is not known. Laptops' chips share names but not speeds.
+
+    >>> peak_of_card("NVIDIA H100 80GB HBM3"), peak_of_card("NVIDIA GeForce RTX 4090 Laptop GPU")
+    (989.0, None)
+    """
+    words = f" {name} ".replace("-", " ").lower()
+    known = [card for card in PEAK_TFLOPS if f" {card.lower()} " in words]
+    if not known or "laptop" in words or "max q" in words:
+        return None
+    return PEAK_TFLOPS[max(known, key=len)]
+
+
+class Throughput:
+    """Rates since the last reading: seconds, samples and tokens per step, MFU, and the share of waiting for data.
+
+    On a GPU read them right after its numbers were read: only then has it done what was asked of it.
+    """
+
+    def __init__(
+        self, device: torch.device, peak: float | None = None, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        """Begin to count.
+
+        Args:
+            device: whose memory is watched.
+            peak: TFLOP/s from `peak_tflops`; None gives no MFU.
+            clock: seconds.
+        """
+        self._device, self._peak, self._clock = device, peak, clock
+        self._clear()
+
+    def _clear(self) -> None:
+        self._started, self._waited_s, self._paused_s = self._clock(), 0.0, 0.0
+        self._steps = self._samples = self._tokens = 0
+        self._flops = StepFlops(0.0, 0.0)
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around reading the next batch."""
+        began = self._clock()
+        try:
+            yield
+        finally:
+            self._waited_s += self._clock() - began
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Around what is no training: saving, validating, sampling."""
+        began = self._clock()
+        try:
+            yield
+        finally:
+            self._paused_s += self._clock() - began
+
+    def count(self, samples: int, tokens: int, flops: StepFlops | None = None) -> None:
+        """One step is done."""
+        self._steps += 1
+        self._samples += samples
+        self._tokens += tokens
+        self._flops += flops or StepFlops(0.0, 0.0)
+
+    def rates(self) -> dict[str, float]:
+        """The rates since the last call, by the names that `metrics.jsonl` has; empty when there was no step.
+
+        `mfu` counts the work that the model needs, `hfu` all that was done, both over the card's peak.
+        """
+        seconds = self._clock() - self._started - self._paused_s
+        steps, rates = self._steps, {}
+        if steps and seconds > 0:
+            rates = {
+                "s_per_step": seconds / steps,
+                "samples_per_s": self._samples / seconds,
+                "tokens_per_s": self._tokens / seconds,
+                "data_wait_share": self._waited_s / seconds,
+            }
+            if self._peak and self._flops.model:
+                rates["mfu"] = self._flops.model / seconds / (self._peak * 1e12)
+                rates["hfu"] = self._flops.done / seconds / (self._peak * 1e12)
+            memory = peak_memory_bytes(self._device)
+            if memory is not None:
+                rates["peak_memory_bytes"] = memory
+        self._clear()
+        return rates
+
+
+def peak_memory_bytes(device: torch.device) -> int | None:
+    """The most memory held so far: on a GPU what torch allocated there, else this process's own; None if unknown."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if sys.platform == "win32":
+        import psutil
+
+        return int(psutil.Process().memory_info().peak_wset)
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+@contextlib.contextmanager
+def profiled(folder: Path | None) -> Iterator[Callable[[], None]]:
+    """Write one torch trace of steps 3 to 5; the caller calls what this yields after every step.
+
+    Args:
+        folder: `trace/steps-3-5.json.gz` is written into it, for chrome://tracing or https://ui.perfetto.dev; None
+            profiles nothing.
+    """
+    if folder is None:
+        yield lambda: None
+        return
+    first, last = PROFILED_STEPS
+    path = folder / "trace" / f"steps-{first}-{last}.json.gz"
+
+    def write(profiler: Any) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.tmp.json.gz")
+        profiler.export_chrome_trace(str(temporary))
+        replace(temporary, path)
+        log.info("  trace of steps %d to %d: %s", first, last, path)
+
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    schedule = torch.profiler.schedule(wait=first - 2, warmup=1, active=last - first + 1, repeat=1)
+    with torch.profiler.profile(activities=activities, schedule=schedule, on_trace_ready=write) as profiler:
+        yield profiler.step
+    if not path.is_file():
+        log.warning("  --profile: the run ended before step %d, so there is no trace", first)

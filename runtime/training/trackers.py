@@ -1,0 +1,199 @@
+"""Experiment logs through accelerate's trackers: TensorBoard, and wandb or mlflow when asked. They never stop a run."""
+
+import logging
+import math
+import netrc
+import os
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlparse
+
+from wangen.generator.errors import UsageError
+from wangen.generator.files import write_whole
+from wangen.generator.steps import Train
+
+log = logging.getLogger("wangen")
+
+PROJECT = "wangen"
+_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
+_WANDB_HOST = "https://api.wandb.ai"
+
+
+def require_trackers(options: Train) -> None:
+    """Refuse logs that cannot be kept, before a model loads.
+
+    Raises:
+        UsageError: `none` beside others, a package that is missing, or wandb without a key where it would ask for one.
+    """
+    if "none" in options.log_with and len(set(options.log_with)) > 1:
+        raise UsageError("--log_with none stands alone", cure="leave none or the others out")
+    for name in options.log_with:
+        if name != "none" and find_spec(_PACKAGES[name]) is None:
+            raise UsageError(f"--log_with {name} needs a package that is not installed",
+                             cure=f"pip install {_PACKAGES[name]}")  # fmt: skip
+    if "wandb" in options.log_with and not _wandb_has_key():
+        raise UsageError("wandb has no key on this machine",
+                         cure="set WANDB_API_KEY, run `wandb login`, or set WANDB_MODE=offline")  # fmt: skip
+
+
+def _wandb_has_key() -> bool:
+    """Whether wandb runs without asking: a key in the environment or in netrc, or a mode that needs none."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE", "online") != "online":
+        return True
+    host = urlparse(os.environ.get("WANDB_BASE_URL", _WANDB_HOST)).hostname or ""
+    named = os.environ.get("NETRC")
+    for path in [Path(named)] if named else [Path.home() / ".netrc", Path.home() / "_netrc"]:
+        with suppress(OSError, netrc.NetrcParseError):
+            if netrc.netrc(str(path)).authenticators(host):
+                return True
+    return False
+
+
+class Trackers:
+    """The experiment logs of a run; one that fails is dropped with a warning."""
+
+    def __init__(self, trackers: Mapping[str, Any]) -> None:
+        """Take started trackers of accelerate's by name."""
+        self._trackers = dict(trackers)
+
+    def log(self, step: int, values: Mapping[str, Any], group: str = "train") -> None:
+        """Log numbers of a step, as `<group>/<name>`; tables of numbers one level deeper, what is no number not at all.
+
+        Args:
+            step: of the run: every curve has this axis.
+            values: by name.
+            group: `train`, `validation`, with the expert's name behind it where there are two.
+        """
+        numbers = dict(_flat(f"{group}/", values))
+        for name, tracker in list(self._trackers.items()):
+            _carefully(name, partial(tracker.log, numbers, step=step), self._drop)
+
+    def finish(self) -> None:
+        """Close the logs."""
+        for name, tracker in list(self._trackers.items()):
+            _carefully(name, tracker.finish, self._drop)
+
+    def _drop(self, name: str) -> None:
+        del self._trackers[name]
+
+
+@contextmanager
+def open_trackers(options: Train, step: int) -> Iterator[Trackers]:
+    """The logs that `--log_with` asks for, open while the block runs.
+
+    A run that resumes goes on in the same log; what TensorBoard has of later steps is hidden.
+
+    Args:
+        options: `--log_with`, `--logging_dir`, `--log_tracker_name`, `--wandb_run_name`.
+        step: of the run, where it begins.
+    """
+    trackers: dict[str, Any] = {}
+    names = [name for name in dict.fromkeys(options.log_with) if name != "none"]
+    if names:
+        from accelerate import PartialState
+
+        PartialState()
+    for name in names:
+        started = _carefully(name, partial(_START[name], options, step), lambda _name: None)
+        if started is not None:
+            trackers[name] = started
+    logs = Trackers(trackers)
+    try:
+        yield logs
+    finally:
+        logs.finish()
+
+
+def _folder(options: Train) -> Path:
+    folder = options.logging_dir or options.output_dir / "logs"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _tensorboard(options: Train, step: int) -> Any:
+    from accelerate.tracking import TensorBoardTracker
+
+    tracker = TensorBoardTracker(options.output_name, logging_dir=str(_folder(options)), purge_step=step + 1)
+    tracker.start()
+    return tracker
+
+
+def _wandb(options: Train, step: int) -> Any:
+    from accelerate.tracking import WandBTracker
+
+    run_id = _remembered(options, "wandb", step) or secrets.token_hex(4)
+    tracker = WandBTracker(
+        options.log_tracker_name or PROJECT, name=options.wandb_run_name or options.output_name,
+        dir=str(_folder(options)), id=run_id, resume="allow",
+    )  # fmt: skip
+    tracker.start()
+    _remember(options, "wandb", run_id)
+    return tracker
+
+
+def _mlflow(options: Train, step: int) -> Any:
+    from accelerate.tracking import MLflowTracker
+
+    run_id = _remembered(options, "mlflow", step)
+    tracker = MLflowTracker(options.log_tracker_name or PROJECT, run_id=run_id, run_name=options.output_name)
+    tracker.start()
+    _remember(options, "mlflow", tracker.active_run.info.run_id)
+    return tracker
+
+
+_START: Mapping[str, Callable[[Train, int], Any]] = {
+    "tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow,
+}  # fmt: skip
+
+
+def _memo(options: Train, name: str) -> Path:
+    return _folder(options) / f"{options.output_name}.{name}-run"
+
+
+def _remembered(options: Train, name: str, step: int) -> str | None:
+    """The log's run of this run so far; None for one that starts from the beginning."""
+    with suppress(OSError, UnicodeDecodeError):
+        if step:
+            return _memo(options, name).read_text(encoding="utf-8").strip() or None
+    return None
+
+
+def _remember(options: Train, name: str, run_id: str) -> None:
+    write_whole(_memo(options, name), [run_id.encode()])
+
+
+def _flat(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(f"{prefix}{name}/", value)
+        elif isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            yield f"{prefix}{name}", value
+
+
+def _carefully(name: str, action: Callable[[], Any], drop: Callable[[str], None]) -> Any:
+    """Do it; when the log refuses, say so once and go on without that log."""
+    refusals: tuple[type[Exception], ...] = (*_errors_of(name), OSError, RuntimeError, ValueError)
+    try:
+        return action()
+    except refusals as error:
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        log.warning("  %s stopped logging: %s; metrics.jsonl goes on", name, reason)
+        drop(name)
+        return None
+
+
+def _errors_of(name: str) -> tuple[type[Exception], ...]:
+    """The errors of a log's own package."""
+    homes = {"wandb": ("wandb.errors", "Error"), "mlflow": ("mlflow.exceptions", "MlflowException")}
+    if name not in homes:
+        return ()
+    module, error = homes[name]
+    with suppress(ImportError, AttributeError):
+        return (getattr(import_module(module), error),)
+    return ()

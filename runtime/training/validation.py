@@ -1,0 +1,230 @@
+"""Held-out loss: the velocity's mean squared error at fixed items, timesteps and noise, for base and adapter.
+
+A training loss says little, for its timesteps are drawn anew each time and their spread hides what is learned. Here
+every point (item, timestep, noise) is the same at every validation, on every machine and for base and adapter, so that
+differences are the adapter's. The loss differs much more between timesteps than between adapters: read the rows.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean, stdev
+from typing import Any
+
+import torch
+
+from wangen.generator.errors import UsageError, many
+from wangen.runtime.loader import CachedSample, Draw, read_batch
+from wangen.runtime.randomness import generator_for, seed_for
+from wangen.runtime.training.prepared import Prepared
+
+Judge = Callable[[Prepared], torch.Tensor]
+"""The plain mean squared error of each item, (B,), for latents that are made ready as in training."""
+
+
+@dataclass(frozen=True)
+class Losses:
+    """The losses of one model at every point.
+
+    Attributes:
+        keys: the items' content keys.
+        sigmas: the noise levels.
+        seed: of the noise.
+        values: for each item its loss at each noise level.
+    """
+
+    keys: tuple[str, ...]
+    sigmas: tuple[float, ...]
+    seed: int
+    values: tuple[tuple[float, ...], ...]
+
+    def as_facts(self) -> dict[str, Any]:
+        """As plain JSON."""
+        return asdict(self)
+
+    @staticmethod
+    def from_facts(facts: Mapping[str, Any]) -> "Losses":
+        """What `as_facts` gave, also after it went through JSON."""
+        values = tuple(tuple(row) for row in facts["values"])
+        return Losses(tuple(facts["keys"]), tuple(facts["sigmas"]), facts["seed"], values)
+
+    def same_points(self, other: "Losses") -> bool:
+        """Whether both were measured at the same points, so that they can be compared."""
+        return (self.keys, self.sigmas, self.seed) == (other.keys, other.sigmas, other.seed)
+
+
+@dataclass(frozen=True)
+class ValidationRow:
+    """The mean loss over all items at one timestep, in [0, 1000]."""
+
+    timestep: float
+    base: float
+    adapter: float
+    ema: float | None = None
+
+
+@dataclass(frozen=True)
+class Validation:
+    """What an adapter has learned of items that it never saw.
+
+    Attributes:
+        rows: by timestep.
+        mean_base: over all points.
+        mean_adapter: over all points.
+        mean_ema: of the averaged weights, where they are kept.
+        num_items: held-out items.
+        delta: mean_adapter - mean_base; below 0 the adapter is better.
+        standard_error: of delta, over the items (each compared with itself); None of one item.
+        num_better: items at which the adapter is better.
+    """
+
+    rows: tuple[ValidationRow, ...]
+    mean_base: float
+    mean_adapter: float
+    mean_ema: float | None
+    num_items: int
+    delta: float
+    standard_error: float | None
+    num_better: int
+
+    def as_record(self) -> dict[str, Any]:
+        """As a line of `metrics.jsonl`."""
+        return {"validation": asdict(self)}
+
+    def numbers(self) -> dict[str, float]:
+        """As single numbers for an experiment log, by name."""
+        means = {"base": self.mean_base, "adapter": self.mean_adapter, "delta": self.delta}
+        found = means | ({} if self.mean_ema is None else {"ema": self.mean_ema})
+        return found | {f"timestep_{row.timestep:04.0f}": row.adapter for row in self.rows}
+
+    def lines(self) -> list[str]:
+        """For the log: the means, then a row per timestep."""
+        spread = "" if self.standard_error is None else f" ± {self.standard_error:.5f}"
+        head = (
+            f"held-out loss {self.mean_adapter:.5f}, base {self.mean_base:.5f}, difference {self.delta:+.5f}{spread}, "
+            f"better at {self.num_better} of {many(self.num_items, 'item')}"
+        )
+        return [head, *(f"  t {row.timestep:5.1f}  {row.base:.5f} -> {row.adapter:.5f}" for row in self.rows)]
+
+
+def held_out(samples: Sequence[CachedSample], count: int, seed: int) -> tuple[list[CachedSample], list[CachedSample]]:
+    """What is trained on, and what is only judged by: the samples of `count` media files, chosen by their content.
+
+    All clips, resolutions and copies of a file are on one side. The files with the lowest digests of (seed, content)
+    are held out, so renaming changes nothing and a new file moves at most one. Regularisation sets stay in training.
+
+    Raises:
+        UsageError: nothing would be left to train on.
+    """
+    own = [sample for sample in samples if not sample.sample.entry.is_reg]
+    sources = {sample.sample.source.digest for sample in own}
+    if count >= len(sources):
+        raise UsageError(
+            f"--validation_items {count} leaves nothing of {many(len(sources), 'item')} to train on",
+            cure=f"give {max(1, len(sources) // 10)} or so, or a dataset of its own with --validation_config",
+        )
+    chosen = set(sorted(sources, key=lambda digest: seed_for(seed, "held out", digest))[:count])
+    validation = [sample for sample in own if sample.sample.source.digest in chosen]
+    taken = {id(sample) for sample in validation}
+    rest = [sample for sample in samples if id(sample) not in taken]
+    # A file that is held out may also be part of a regularisation set: it must not be seen there either.
+    return [sample for sample in rest if sample.sample.source.digest not in chosen], validation
+
+
+def stratified_sigmas(low: float, high: float, number: int) -> tuple[float, ...]:
+    """The midpoints of so many equal parts of [low, high]: even over the range, and never at its ends.
+
+    >>> stratified_sigmas(0.0, 1.0, 4)
+    (0.125, 0.375, 0.625, 0.875)
+    """
+    return tuple(low + (high - low) * (part + 0.5) / number for part in range(number))
+
+
+def measure(
+    judge: Judge,
+    samples: Sequence[CachedSample],
+    sigmas: Sequence[float],
+    seed: int,
+    *,
+    condition_frames: int = 0,
+    on_item: Callable[[str], None] = lambda _name: None,
+) -> Losses:
+    """The loss of each sample at each noise level, with noise drawn for (seed, item, noise level).
+
+    Call it inside `evaluating`. No gradient is kept and no global random state is touched.
+
+    Args:
+        judge: the model, as `step.item_losses` gives the plain errors.
+        samples: held-out items from the cache; their first caption counts.
+        sigmas: noise levels from `stratified_sigmas`.
+        seed: of the noise.
+        condition_frames: first frames of a clip that are given clean (TI2V), 4n+1 or 0.
+        on_item: told each item's name when it is done.
+    """
+    rows = []
+    for index, cached in enumerate(samples):
+        batch = read_batch(samples, [Draw(index, 0)])
+        (key,), values = batch.keys, []
+        given = min(1 + (condition_frames - 1) // 4, batch.latents.shape[2] - 1) if condition_frames else 0
+        for number, sigma in enumerate(sigmas):
+            noise = torch.randn(batch.latents.shape, generator=generator_for(seed, "validation", key, number))
+            prepared = Prepared(batch, [(seed, 0, key, 0)], torch.tensor([sigma]), noise, [given])
+            with torch.no_grad():
+                values.append(judge(prepared).double().cpu())
+        rows.append(tuple(torch.cat(values).tolist()))
+        on_item(cached.sample.name)
+    keys = tuple(cached.latent.content_key for cached in samples)
+    return Losses(keys, tuple(sigmas), seed, tuple(rows))
+
+
+def compare(base: Losses, adapter: Losses, ema: Losses | None = None) -> Validation:
+    """The rows and means of losses that were measured at the same points.
+
+    Raises:
+        ValueError: the points differ, or there are none.
+    """
+    if not all(base.same_points(other) for other in (adapter, *([ema] if ema else []))) or not base.values:
+        raise ValueError("losses at different points, or at none, cannot be compared")
+    rows = tuple(
+        ValidationRow(1000 * sigma, _at(base, number), _at(adapter, number), _at(ema, number) if ema else None)
+        for number, sigma in enumerate(base.sigmas)
+    )
+    differences = [fmean(ours) - fmean(theirs) for ours, theirs in zip(adapter.values, base.values, strict=True)]
+    return Validation(
+        rows=rows,
+        mean_base=fmean(row.base for row in rows),
+        mean_adapter=fmean(row.adapter for row in rows),
+        mean_ema=fmean(_at(ema, number) for number in range(len(rows))) if ema else None,
+        num_items=len(differences),
+        delta=fmean(differences),
+        standard_error=stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else None,
+        num_better=sum(difference < 0 for difference in differences),
+    )
+
+
+def _at(losses: Losses, number: int) -> float:
+    """The mean over the items at one noise level."""
+    return fmean(row[number] for row in losses.values)
+
+
+def is_better(validation: Validation, best: float | None) -> bool:
+    """Whether `--keep_best` keeps this adapter; of equal ones the earlier stays, and what is not finite never is best.
+
+    Args:
+        validation: of the adapter as it is now.
+        best: the mean loss of the best one so far, None before the first.
+    """
+    return math.isfinite(validation.mean_adapter) and (best is None or validation.mean_adapter < best)
+
+
+@contextlib.contextmanager
+def evaluating(module: torch.nn.Module) -> Iterator[None]:
+    """While the block runs nothing drops out; then every module's mode is what it was."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode

@@ -1,0 +1,284 @@
+"""The truth while a run goes on: its numbers, held-out loss, samples, and what stops it.
+
+A step's numbers are read later, several together, because reading waits for a GPU; always before anything is saved.
+"""
+
+import contextlib
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from wangen.generator.errors import WangenError
+from wangen.runtime.models import family
+from wangen.runtime.training import checkpoint
+from wangen.runtime.training.adapter import disabled, replaced
+from wangen.runtime.training.metrics import FILE, Metrics, Pending, Record, TimestepBins
+from wangen.runtime.training.plan import Plan
+from wangen.runtime.training.prepared import Group, Prepared
+from wangen.runtime.training.run import Run, Trainee
+from wangen.runtime.training.sample_prompts import read_prompts
+from wangen.runtime.training.sampling import make_samples, make_scenes, samples_due
+from wangen.runtime.training.saving import BEST, save_lora
+from wangen.runtime.training.step import StepResult, item_losses
+from wangen.runtime.training.throughput import (
+    StepFlops,
+    Throughput,
+    peak_tflops,
+    profiled,
+    sizes_of,
+    step_flops,
+)
+from wangen.runtime.training.trackers import open_trackers
+from wangen.runtime.training.validation import (
+    Losses,
+    Validation,
+    compare,
+    evaluating,
+    is_better,
+    measure,
+    stratified_sigmas,
+)
+
+log = logging.getLogger("wangen")
+
+
+class Watching:
+    """What is looked at, logged and judged while a run goes on; a context manager around all of it."""
+
+    def __init__(self, plan: Plan, device: torch.device, step: int) -> None:
+        """Encode the prompts of the samples, before the transformer loads.
+
+        Args:
+            plan: of the run.
+            device: where it will train.
+            step: where it begins.
+
+        Raises:
+            WangenError: the prompt file has mistakes, or its weights are of another kind.
+        """
+        self._plan, self._options, self._device, self._step = plan, plan.options, device, step
+        file = self._options.sample_prompts
+        prompts = read_prompts(file, plan.model, self._options.seed) if file else []
+        self._scenes = make_scenes(family(plan.model), plan.model, prompts, self._options, device) if prompts else []
+        self._pending, self._bins = Pending(device), TimestepBins()
+        self._rates = Throughput(device, peak_tflops(device, self._options.peak_tflops))
+        self._stack = contextlib.ExitStack()
+        self._shown = ""
+
+    def __enter__(self) -> "Watching":
+        self._metrics = self._stack.enter_context(Metrics(self._options.output_dir / FILE, self._step))
+        self._trackers = self._stack.enter_context(open_trackers(self._options, self._step))
+        trace = self._options.output_dir if self._options.profile else None
+        self._profile = self._stack.enter_context(profiled(trace))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
+
+    def begin(self, run: Run) -> None:
+        """Look at the model before its first step."""
+        self._run = run
+        if run.step == 0:
+            self.look()
+        self._rates.rates()
+
+    def waiting(self) -> contextlib.AbstractContextManager[None]:
+        """Around reading a batch."""
+        return self._rates.waiting()
+
+    def after(self, result: StepResult) -> str:
+        """Take note of a step; returns what the progress bar shows.
+
+        Raises:
+            WangenError: a loss or a gradient was not finite.
+        """
+        run = self._run
+        self._rates.count(len(result.names), result.tokens, self._work(result))
+        self._profile()
+        self._take(self._pending.add(vars(result)))
+        if run.facts.get("first_loss") is None:
+            self.settle()
+        return self._shown
+
+    def settle(self) -> None:
+        """Read every number that is still on the device.
+
+        Raises:
+            WangenError: a loss or a gradient was not finite.
+        """
+        self._take(self._pending.read())
+
+    def _work(self, result: StepResult) -> StepFlops:
+        trainee = next(t for t in self._run.trainees if t.plan.name == result.expert)
+        assert self._options.checkpointing is not None
+        each = step_flops(
+            sizes_of(trainee.transformer.config), result.tokens // len(result.names),
+            text_tokens=512 if self._options.plain else result.text_tokens // len(result.names),
+            adapter_weights=sum(p.numel() for p in trainee.parameters.values()),
+            checkpointing=self._options.checkpointing, free_blocks=self._options.checkpointing_free_blocks or 0,
+            train_base=self._options.train_mode == "full",
+        )  # fmt: skip
+        return StepFlops(each.model * len(result.names), each.done * len(result.names))
+
+    def _take(self, records: list[Record]) -> None:
+        rates = self._rates.rates() if records else {}
+        for record in records:
+            self._refuse_not_finite(record)
+            loss = sum(record["losses"]) / len(record["losses"])
+            facts = self._run.facts
+            facts.setdefault("first_loss", loss)
+            facts["last_loss"] = loss
+            self._bins.add(record["sigmas"], record["errors"])
+            values = {"loss": loss, "grad_norm": record["grad_norm"], "lr": record["learning_rate"], **rates}
+            line = {name: record[name] for name in ("step", "epoch", "expert") if record[name] != ""}
+            self._metrics.log({**line, **values})
+            self._trackers.log(record["step"], values, f"train{_group(record['expert'])}")
+            self._shown = f"loss {loss:.4f}"
+
+    def _refuse_not_finite(self, record: Mapping[str, Any]) -> None:
+        """Stop at the first number that is none.
+
+        Raises:
+            WangenError: the items, their timesteps and the last good state.
+        """
+        bad = [
+            f"{name} at timestep {1000 * sigma:.0f}"
+            for name, sigma, loss in zip(record["names"], record["sigmas"], record["losses"], strict=True)
+            if not math.isfinite(loss)
+        ]
+        if not bad and math.isfinite(record["grad_norm"]):
+            return
+        what = "loss" if bad else "gradient"
+        named = ", ".join(bad or record["names"])
+        newest = checkpoint.newest(self._plan.states)
+        last = f"the last good state is {newest}" if newest else "no state was saved yet"
+        raise WangenError(
+            f"the {what} is not finite at step {record['step']}, on {named}; {last}",
+            cure="look at these items; lower --learning_rate or use --mixed_precision no",
+        )
+
+    def due(self) -> bool:
+        """Whether something is to be looked at after this step."""
+        return self._validation_due() or self._samples_due() or self._run.step % self._plan.steps_per_epoch == 0
+
+    def look(self) -> None:
+        """Validate and sample, where it is time, and log the loss by timestep at an epoch's end."""
+        run = self._run
+        with self._rates.paused():
+            if run.step and run.step % self._plan.steps_per_epoch == 0:
+                self._log_bins()
+            if self._validation_due():
+                for number in range(len(run.trainees)):
+                    self._validate(run.activate(number))
+            if self._samples_due():
+                make_samples(run, self._scenes, averages=_averages)
+
+    def _log_bins(self) -> None:
+        means = {"loss_by_timestep": self._bins.means()}
+        self._metrics.log({"step": self._run.step, **means})
+        self._trackers.log(self._run.step, means)
+        self._bins.clear()
+
+    def _samples_due(self) -> bool:
+        step, plan = self._run.step, self._plan
+        return bool(self._scenes) and samples_due(self._options, step, plan.steps_per_epoch, plan.num_steps)
+
+    def _validation_due(self) -> bool:
+        if not self._plan.held_out:
+            return False
+        every = self._options.validate_every_n_steps or self._plan.steps_per_epoch
+        return self._run.step % every == 0 or self._run.step >= self._plan.num_steps
+
+    def _validate(self, trainee: Trainee) -> None:
+        """Judge an expert by the held-out items, and keep it when it is the best so far."""
+        facts, name = self._run.facts, trainee.plan.name
+        bases = facts.setdefault("validation_base", {})
+        with evaluating(trainee.transformer):
+            known = Losses.from_facts(bases[name]) if name in bases else None
+            points = self._measure(trainee) if trainee.step else None
+            if known is None or (points and not known.same_points(points)):
+                with _base(trainee):
+                    known = self._measure(trainee)
+                bases[name] = known.as_facts()
+            averaged = None
+            if trainee.ema and trainee.step:
+                with replaced(trainee.parameters, trainee.ema.weights()):
+                    averaged = self._measure(trainee)
+        found = compare(known, points or known, averaged)
+        self._metrics.log({"step": self._run.step, **({"expert": name} if name else {}), **found.as_record()})
+        self._trackers.log(self._run.step, found.numbers(), f"validation{_group(name)}")
+        for line in found.lines()[: None if trainee.step >= trainee.plan.num_steps else 1]:
+            log.info("  %s%s", f"{name.replace('_', '-')}: " if name else "", line)
+        facts.setdefault("validation", {})[name] = found.as_record()["validation"]
+        self._keep_best(trainee, found)
+
+    def _measure(self, trainee: Trainee) -> Losses:
+        options, plan, device = self._options, self._plan, self._device
+
+        def judge(prepared: Prepared) -> torch.Tensor:
+            return item_losses(self._run.kind, trainee.model, prepared, options, device)[1]
+
+        sigmas = stratified_sigmas(trainee.plan.low, trainee.plan.high, options.validation_timesteps)
+        frames = options.condition_frames or 0
+        with trainee.optimization.evaluating():
+            return measure(judge, plan.held_out, sigmas, options.seed, condition_frames=frames)
+
+    def _keep_best(self, trainee: Trainee, found: Validation) -> None:
+        if not self._options.keep_best or not trainee.step:
+            return
+        best = self._run.facts.setdefault("best", {})
+        before = best.get(trainee.plan.name)
+        if is_better(found, before["loss"] if before else None):
+            with trainee.optimization.evaluating():
+                paths = save_lora(self._plan, trainee.plan, trainee.parameters, trainee.step, BEST)
+            best[trainee.plan.name] = {"loss": found.mean_adapter, "step": self._run.step, "file": paths[0].name}
+
+
+def _group(expert: str) -> str:
+    return f"_{expert}" if expert else ""
+
+
+@contextlib.contextmanager
+def _base(trainee: Trainee) -> Iterator[None]:
+    """The transformer as it is without what was trained; of full fine-tuning that is what it began with."""
+    with disabled(trainee.transformer):
+        yield
+
+
+def _averages(trainee: Trainee) -> contextlib.AbstractContextManager[Any]:
+    assert trainee.ema is not None
+    return replaced(trainee.parameters, trainee.ema.weights())
+
+
+@contextlib.contextmanager
+def enough_memory_for_steps(run: Run, group: Group) -> Iterator[None]:
+    """Say what was trained on when the memory is full, how much there is, and what would fit.
+
+    Raises:
+        WangenError: in place of torch's own error.
+    """
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError):
+        raise _out_of_memory(run, group) from None
+    except RuntimeError as error:
+        if "can't allocate memory" not in str(error):  # how torch says it of the host's
+            raise
+        raise _out_of_memory(run, group) from None
+
+
+def _out_of_memory(run: Run, group: Group) -> WangenError:
+    largest = max(group.batches, key=lambda prepared: prepared.noise.numel())
+    size = "x".join(map(str, largest.noise.shape[2:]))
+    names = ", ".join(name for prepared in group.batches for name in prepared.batch.names)
+    return WangenError(
+        f"out of memory at step {run.step + 1}, on {names} (latents of {size})",
+        cure="use --checkpointing full, batch_size 1, a smaller resolution or fewer target_frames; "
+        "the last saved state stays",
+    )

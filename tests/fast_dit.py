@@ -1,0 +1,117 @@
+"""Models with adapters whose second halves are not zero, and steps on the vectors by both ways of the transformer."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from diffusers import WanTransformer3DModel
+from parity import DITS, golden
+from peft import LoHaConfig, LoKrConfig, LoraConfig
+from torch import Tensor
+
+from wangen.runtime.fast.attention import choose_kernel
+from wangen.runtime.fast.dit import FastWan
+from wangen.runtime.models.compute import Compute
+from wangen.runtime.models.wan import predict_velocity
+from wangen.runtime.randomness import generator_for
+from wangen.runtime.weights.transformer import load_transformer
+
+LINEARS = r".*blocks\.\d+\.(attn[12]\.to_(q|k|v|out\.0)|attn2\.add_(k|v)_proj|ffn\.net\.(0\.proj|2))"
+CPU = torch.device("cpu")
+
+CONFIGS: dict[str, Any] = {
+    "lora": lambda targets: LoraConfig(r=4, lora_alpha=2, target_modules=targets),
+    "rslora": lambda targets: LoraConfig(r=4, lora_alpha=2, target_modules=targets, use_rslora=True),
+    "dora": lambda targets: LoraConfig(r=4, lora_alpha=2, target_modules=targets, use_dora=True),
+    "dropout": lambda targets: LoraConfig(r=4, lora_alpha=2, target_modules=targets, lora_dropout=0.5),
+    "bias": lambda targets: LoraConfig(r=4, lora_alpha=2, target_modules=targets, lora_bias=True),
+    "lokr": lambda targets: LoKrConfig(r=4, alpha=2, target_modules=targets),
+    "loha": lambda targets: LoHaConfig(r=4, alpha=2, target_modules=targets),
+}
+
+
+def adapted(
+    model: WanTransformer3DModel, kind: str = "lora", *, targets: str = LINEARS, seed: int = 0
+) -> WanTransformer3DModel:
+    """Add an adapter to a model, every part of it random: with a zero half, half of the gradients would vanish."""
+    model.add_adapter(CONFIGS[kind](targets))
+    for name, parameter in trained(model).items():
+        parameter.data = parameter.data.float()
+        if "magnitude" not in name:
+            parameter.data.copy_(torch.randn(parameter.shape, generator=generator_for(seed, name)) * 0.05)
+    return model
+
+
+def trained(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """The parameters that get gradients, by name."""
+    return {name: p for name, p in sorted(model.named_parameters()) if p.requires_grad}
+
+
+def vectors_model(name: str, dtype: torch.dtype = torch.float32) -> WanTransformer3DModel:
+    """The tiny model of a folder of vectors."""
+    return load_transformer(DITS[name], dtype=dtype)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a velocity model is called with."""
+
+    latents: Tensor
+    timesteps: Tensor
+    texts: Sequence[Tensor]
+    condition: Tensor | None = None
+    image_tokens: Tensor | None = None
+
+    def __call__(self, velocity: Any, **changes: Any) -> Tensor:
+        return velocity(
+            self.latents, self.timesteps, self.texts, condition=self.condition, image_tokens=self.image_tokens
+        )
+
+
+def inputs_of(name: str, case: int = 0, *, batch: int = 0) -> Inputs:
+    """A case of the vectors; with `batch`, so many items of it with texts of different lengths and times of their own."""
+    start = f"case{case}."
+    part = {key.removeprefix(start): value for key, value in golden(name).items() if key.startswith(start)}
+    texts = [part[key] for key in sorted(part) if key.startswith("context.")]
+    times, latents = part.get("timestep_per_token", part["timestep"]), part["latents"]
+    inputs = Inputs(latents, times, texts, part.get("y"), part.get("clip_fea"))
+    if not batch:
+        return inputs
+
+    def some(tensor: Tensor | None) -> Tensor | None:
+        if tensor is None:
+            return None
+        rows = tensor[:1].float().repeat(batch, *[1] * (tensor.ndim - 1))
+        return rows * torch.linspace(1, 0.5, batch).view(-1, *[1] * (tensor.ndim - 1))
+
+    shortened = [texts[0][: max(1, len(texts[0]) - 3 * number)] for number in range(batch)]
+    return Inputs(some(latents), some(times), shortened, some(inputs.condition), some(inputs.image_tokens))
+
+
+def fast(model: WanTransformer3DModel, swap: Any = None, **changes: Any) -> FastWan:
+    """The fast way, without checkpointing unless it is asked for."""
+    compute = Compute(**{"checkpointing": "none", **changes})
+    return FastWan(model, compute, choose_kernel("sdpa", CPU, model.patch_embedding.weight.dtype), swap)
+
+
+def plain(model: WanTransformer3DModel) -> Any:
+    """diffusers' own forward."""
+    return lambda *args, **kwargs: predict_velocity(model, *args, **kwargs)
+
+
+def step(model: WanTransformer3DModel, velocity: Any, inputs: Inputs, seed: int = 0) -> tuple[Tensor, dict[str, Tensor]]:
+    """The velocity, and the gradients of a loss against noise."""
+    for parameter in trained(model).values():
+        parameter.grad = None
+    output = inputs(velocity)
+    target = torch.randn(output.shape, generator=generator_for("target", seed))
+    (output.float() - target).square().mean().backward()
+    return output.detach(), {name: parameter.grad for name, parameter in trained(model).items()}
+
+
+def largest_error(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
+    """Of any tensor, relative to its largest number."""
+    assert found.keys() == wanted.keys()
+    assert all(wanted[name] is not None and bool(wanted[name].abs().max() > 0) for name in wanted)
+    return max(float((found[n].float() - wanted[n].float()).norm() / wanted[n].float().norm()) for n in wanted)

@@ -1,0 +1,90 @@
+"""metrics.jsonl survives kills and resumes, numbers are read late and together, and the loss has timesteps."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from wangen.generator.errors import WangenError
+from wangen.runtime.training.metrics import Metrics, Pending, TimestepBins
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
+def test_a_line_per_record_is_in_the_file_at_once(tmp_path):
+    path = tmp_path / "out" / "metrics.jsonl"
+    with Metrics(path, 0) as metrics:
+        metrics.log({"step": 1, "loss": 0.5, "loss_by_timestep": {"0-100": 1.0}})
+        assert lines(path) == [{"step": 1, "loss": 0.5, "loss_by_timestep": {"0-100": 1.0}}]
+        metrics.log({"step": 2, "loss": math.nan, "grad_norm": math.inf})
+    assert lines(path)[1] == {"step": 2, "loss": None, "grad_norm": None}
+
+
+def test_a_resumed_run_writes_later_lines_anew_and_drops_a_torn_one(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with Metrics(path, 0) as metrics:
+        for step in range(1, 8):
+            metrics.log({"step": step, "run": "first"})
+        metrics.log({"step": 3, "validation": {"mean_adapter": 1.0}})
+    with path.open("a") as file:
+        file.write('{"step": 3, "lo')
+    with Metrics(path, 3) as metrics:
+        metrics.log({"step": 4, "run": "second"})
+    assert [(line["step"], line.get("run", "validation")) for line in lines(path)] == [
+        (1, "first"), (2, "first"), (3, "first"), (3, "validation"), (4, "second"),
+    ]  # fmt: skip
+
+
+def test_a_run_from_the_beginning_starts_a_new_file(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n')
+    Metrics(path, 0).close()
+    assert path.read_text() == ""
+
+
+def test_a_place_that_cannot_be_written_is_said(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(WangenError, match="cannot write"):
+        Metrics(tmp_path / "file" / "metrics.jsonl", 0)
+
+
+def test_bins_hold_each_loss_at_its_timestep_and_nothing_that_is_not_finite():
+    bins = TimestepBins()
+    bins.add([0.0, 0.099, 0.1, 0.999, 1.0], [1.0, 3.0, 5.0, 7.0, 9.0])
+    bins.add([0.5], [math.nan])
+    assert bins.means() == {"0-100": 2.0, "100-200": 5.0, "900-1000": 8.0}
+    bins.clear()
+    assert bins.means() == {}
+
+
+def test_pending_records_are_read_together_in_their_order():
+    pending = Pending(torch.device("cpu"), every=3)
+    records = [
+        {"step": step, "loss": torch.tensor(step / 2), "losses": torch.arange(step).float(), "lr": 1e-4}
+        for step in (1, 2, 3)
+    ]
+    assert pending.add(records[0]) == []
+    assert pending.add(records[1]) == []
+    read = pending.add(records[2])
+    assert [(r["step"], r["loss"], r["losses"], r["lr"]) for r in read] == [
+        (1, 0.5, [0.0], 1e-4), (2, 1.0, [0.0, 1.0], 1e-4), (3, 1.5, [0.0, 1.0, 2.0], 1e-4),
+    ]  # fmt: skip
+    assert pending.read() == []
+
+
+def test_pending_waits_on_a_gpu_only_and_gives_all_that_waits_before_something_is_saved():
+    assert Pending(torch.device("cpu")).add({"loss": torch.tensor(1.0)}) == [{"loss": 1.0}]
+    late = Pending(torch.device("cuda"))
+    assert late.add({"loss": torch.tensor(1.0)}) == []
+    assert late.read() == [{"loss": 1.0}]
+
+
+def test_a_record_keeps_the_numbers_of_its_step_although_the_graph_goes_on():
+    pending = Pending(torch.device("cpu"), every=2)
+    weight = torch.ones((), requires_grad=True)
+    pending.add({"loss": weight * 2})
+    (first, second) = pending.add({"loss": (weight * 3).double()})
+    assert (first["loss"], second["loss"]) == (2.0, 3.0)

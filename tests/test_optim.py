@@ -1,0 +1,181 @@
+"""Optimizers: equal to torch's arithmetic, and refused early where they cannot work."""
+
+import math
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from optimizers import CPU, RESUMED, SHAPES, add_gradients, assert_equal, dotted, options, parameters, train, weights
+from transformers.optimization import Adafactor
+
+from wangen.generator.errors import UsageError, WangenError
+from wangen.runtime.training.flat import ALIGNMENT, FlatParameters
+from wangen.runtime.training.optim import Optimization, try_out
+
+__all__ = ["dotted"]
+
+
+@pytest.mark.parametrize("ratio", [None, 16.0])
+@pytest.mark.parametrize(("name", "cls"), [("AdamW", torch.optim.AdamW), ("Adam", torch.optim.Adam)])
+def test_flat_adamw_equals_torchs_own_on_every_tensor(name: str, cls: Any, ratio: float | None) -> None:
+    ours = Optimization(options(optimizer_type=name, optimizer_args=("weight_decay=0.1",), loraplus_lr_ratio=ratio),
+                        parameters())  # fmt: skip
+    plain = parameters()
+    reference = cls(
+        [{"params": [p], "lr": 1e-2 * (ratio or 1) if "lora_B" in n else 1e-2} for n, p in plain.items()],
+        weight_decay=0.1, foreach=False, fused=False,
+    )  # fmt: skip
+    rates = [group["lr"] for group in reference.param_groups]
+    for step in range(12):
+        ours.zero_grad()
+        reference.zero_grad(set_to_none=True)
+        add_gradients(ours.flat.parameters, step)
+        add_gradients(plain, step)
+        norm = ours.clip(1.0)
+        torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(plain.values(), 1.0), rtol=1e-6, atol=0)
+        for group, rate in zip(reference.param_groups, rates, strict=True):
+            group["lr"] = rate / (1 + step)
+        ours.step(1 / (1 + step))
+        reference.step()
+    for key, parameter in plain.items():
+        torch.testing.assert_close(ours.flat.parameters[key], parameter, rtol=2e-6, atol=2e-7)
+
+
+def test_the_flat_buffers_are_the_parameters() -> None:
+    optimization = Optimization(options(), parameters())
+    start = parameters()
+    assert_equal(weights(optimization.flat.parameters), weights(start))  # moving keeps the values
+    add_gradients(optimization.flat.parameters, 0)
+    add_gradients(optimization.flat.parameters, 2)  # accumulates
+    total = sum(float(gradient.square().sum()) for gradient in optimization.flat.gradients)
+    add_gradients(start, 0)
+    add_gradients(start, 2)
+    expected = sum(float(parameter.grad.square().sum()) for parameter in start.values() if parameter.grad is not None)
+    assert math.isclose(total, expected, rel_tol=1e-5)
+    assert all(place.start % ALIGNMENT == 0 for place in optimization.flat.places.values())
+    optimization.zero_grad()
+    assert all(p.grad is not None and not p.grad.any() for p in optimization.flat.parameters.values())
+
+
+def test_clipping_off_leaves_the_gradient_and_still_tells_its_norm() -> None:
+    optimization = Optimization(options(), parameters())
+    add_gradients(optimization.flat.parameters, 0)
+    before = [gradient.clone() for gradient in optimization.flat.gradients]
+    norm = optimization.clip(0)
+    assert norm > 10
+    assert all(map(torch.equal, before, optimization.flat.gradients))
+    assert optimization.clip(1.0) == norm
+    assert torch.isclose(optimization.clip(0), torch.tensor(1.0), rtol=1e-5)
+
+
+def test_a_moved_module_is_noticed_and_taken_back() -> None:
+    optimization = Optimization(options(), parameters())
+    train(optimization, 0, 2)
+    expected = weights(optimization.flat.parameters)
+    for parameter in optimization.flat.parameters.values():
+        parameter.data = parameter.data.clone()  # as torch.nn.Module.to does
+    with pytest.raises(AssertionError, match="replaced"):
+        optimization.step(1.0)
+    optimization.to(CPU)
+    assert_equal(weights(optimization.flat.parameters), expected)
+    other = Optimization(options(), parameters())
+    train(other, 0, 4)
+    train(optimization, 2, 4)
+    assert_equal(weights(optimization.flat.parameters), weights(other.flat.parameters))
+
+
+@pytest.mark.filterwarnings("default")
+def test_joined_8bit_adamw_equals_bitsandbytes_on_every_tensor() -> None:
+    library = pytest.importorskip("bitsandbytes")
+    ours, plain = Optimization(options(optimizer_type="AdamW8bit"), parameters()), parameters()
+    assert ours.name == "bitsandbytes.AdamW8bit"
+    reference = library.optim.AdamW8bit(list(plain.values()), lr=1e-2)
+    for step in range(6):
+        ours.zero_grad()
+        reference.zero_grad()
+        add_gradients(ours.flat.parameters, step)
+        add_gradients(plain, step)
+        ours.step(1.0)
+        reference.step()
+    assert_equal(weights(ours.flat.parameters), weights(plain))
+    state, _ = ours.state()
+    assert state["blocks.1.q.lora_A.default.weight/state1"].dtype == torch.uint8
+    assert state["blocks.0.q.lora_A.default.weight/state1"].dtype == torch.float32  # too small to be quantised
+
+
+def test_8bit_adamw_without_its_packages_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wangen.runtime.training.optimizer_class.find_spec", lambda name: None)
+    with pytest.raises(UsageError) as caught:
+        try_out(options(optimizer_type="AdamW8bit"), CPU)
+    assert "bitsandbytes or torchao" in caught.value.found
+    assert "pip install bitsandbytes" in caught.value.cure
+
+
+def test_lora_plus_raises_what_starts_at_zero() -> None:
+    names = ["a.lora_A.x.weight", "a.lora_B.x.weight", "b.hada_w2_b.x", "b.hada_w1_b.x", "c.lokr_w1.x", "c.lokr_w2_a.x"]
+    named = {name: torch.nn.Parameter(torch.zeros(2, 2)) for name in names}
+    optimization = Optimization(options(optimizer_type="SGD", loraplus_lr_ratio=16.0), named)
+    for parameter in named.values():
+        assert parameter.grad is not None
+        parameter.grad.fill_(1.0)
+    optimization.step(0.5)
+    moved = {name: -round(parameter[0, 0].item() / 1e-2, 3) for name, parameter in named.items()}
+    assert moved == dict(zip(names, [0.5, 8.0, 8.0, 0.5, 8.0, 0.5], strict=True))
+    assert optimization.rates() == {"lr": 0.005, "lr_loraplus": 0.08}
+    with pytest.raises(UsageError, match="nothing here starts at zero"):
+        Optimization(options(loraplus_lr_ratio=16.0), {"proj.weight": torch.nn.Parameter(torch.zeros(2))})
+
+
+def test_adafactor_takes_the_learning_rate_unless_told_otherwise() -> None:
+    ours = Optimization(options(optimizer_type="Adafactor"), parameters())
+    plain = parameters()
+    reference = Adafactor([plain[name] for name in sorted(plain)], lr=1e-2, scale_parameter=False, relative_step=False)
+    for step in range(3):
+        ours.zero_grad()
+        reference.zero_grad()
+        add_gradients(ours.flat.parameters, step)
+        add_gradients(plain, step)
+        ours.step(1.0)
+        reference.step()
+    assert_equal(weights(ours.flat.parameters), {name: p.detach() for name, p in sorted(plain.items())})
+    with pytest.raises(UsageError, match="sets the learning rate itself"):
+        Optimization(options(optimizer_type="Adafactor", optimizer_args=("relative_step=True",), lr_scheduler="cosine"),
+                     parameters())  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"optimizer_type": "NoSuch"}, "there is no optimizer NoSuch"),
+        ({"optimizer_type": "no_such_package.Optimizer"}, "pip install no_such_package"),
+        ({"optimizer_type": "torch.optim.no_such.Optimizer"}, "mend the path"),
+        ({"optimizer_type": ".others.Counting"}, "mend the path"),
+        ({"optimizer_type": "others.NoSuch"}, "there is no optimizer others.NoSuch"),
+        ({"optimizer_type": "torch.nn.Linear"}, "no torch optimizer"),
+        ({"optimizer_type": "lr_scheduler"}, "no torch optimizer"),
+        ({"optimizer_type": "LBFGS"}, "cannot take a step"),
+        ({"optimizer_type": "SparseAdam"}, "cannot take a step"),
+        ({"optimizer_type": "others.ByHeart"}, "cannot be resumed exactly"),
+        ({"optimizer_type": "others.Replaces"}, "replaces its parameters"),
+        ({"optimizer_type": "others.Hoards"}, "keeps a list"),
+        ({"optimizer_args": ("weight_decay",)}, "key=value"),
+        ({"optimizer_args": ("speed=3",)}, "speed"),
+        ({"optimizer_args": ("betas=2,3",)}, "beta"),
+        ({"lr_scheduler": "adafactor"}, "Adafactor's own"),
+    ],
+)
+def test_what_cannot_work_is_refused_early(changes: dict[str, Any], words: str, dotted: ModuleType) -> None:
+    with pytest.raises(WangenError) as caught:
+        try_out(options(**changes), CPU)
+    assert words in f"{caught.value.found} {caught.value.cure}"
+
+
+@pytest.mark.parametrize("changes", RESUMED, ids=lambda c: "-".join(map(str, c.values())))
+def test_what_works_is_not_refused(changes: dict[str, Any], dotted: ModuleType) -> None:
+    try_out(options(**changes), CPU)
+
+
+def test_flat_parameters_need_one_type() -> None:
+    with pytest.raises(AssertionError):
+        FlatParameters({"a": torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))}, [["a"]])

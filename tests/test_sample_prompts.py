@@ -1,0 +1,145 @@
+"""Prompt files: what musubi-tuner's mean, in three formats, and what is refused with its line."""
+
+import json
+
+import pytest
+
+from wangen import profiles
+from wangen.generator.errors import UsageError
+from wangen.runtime.training.sample_prompts import read_prompts
+
+T2V, A14B, TI2V, I2V = (profiles.model(name) for name in ("t2v-1.3B", "t2v-A14B", "ti2v-5B", "i2v-14B"))
+
+LINE = "A cat walks. --w 832 --h 480 --f 17 --d 7 --s 12 --fs 3.5 --l 4.5 --n blurry, dark --ss euler"
+TABLE = {
+    "prompt": "A cat walks.", "width": 832, "height": 480, "frame_count": 17, "seed": 7, "sample_steps": 12,
+    "discrete_flow_shift": 3.5, "cfg_scale": 4.5, "negative_prompt": "blurry, dark", "sample_sampler": "euler",
+}  # fmt: skip
+
+
+def write(folder, name, text):
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_a_line_and_a_table_in_json_and_toml_mean_the_same(tmp_path):
+    shared = {key: value for key, value in TABLE.items() if key != "prompt"}
+    toml = "[prompt]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in shared.items())
+    files = [
+        write(tmp_path, "a.txt", f"# a comment\n\n{LINE}\n"),
+        write(tmp_path, "a.json", json.dumps([TABLE])),
+        write(tmp_path, "b.json", json.dumps([LINE])),
+        write(tmp_path, "a.toml", f'{toml}[[prompt.subset]]\nprompt = "A cat walks."\n'),
+    ]
+    prompts = [read_prompts(path, T2V, 42) for path in files]
+    assert all(found == prompts[0] for found in prompts)
+    (prompt,) = prompts[0]
+    assert (prompt.width, prompt.height, prompt.frames, prompt.seed, prompt.steps) == (832, 480, 17, 7, 12)
+    assert (prompt.shift, prompt.guidance, prompt.negative_prompt) == (3.5, 4.5, "blurry, dark")
+    assert (prompt.sampler, prompt.fps) == ("euler", 16)
+
+
+def test_what_a_prompt_does_not_say_is_the_models_own(tmp_path):
+    path = write(tmp_path, "a.txt", "A cat\nA dog --l 2\nA cow --l 2 --lh 3\n")
+    cat, dog, cow = read_prompts(path, A14B, 42)
+    assert (cat.width, cat.height, cat.frames, cat.steps, cat.shift, cat.seed) == (832, 480, 81, 40, 12.0, 42)
+    assert (cat.guidance, cat.guidance_high_noise) == (3.0, 4.0)
+    assert (dog.guidance, dog.guidance_high_noise) == (2.0, 2.0)
+    assert (cow.guidance, cow.guidance_high_noise) == (2.0, 3.0)
+    (five,) = read_prompts(write(tmp_path, "b.txt", "A cat"), TI2V, 1)
+    assert (five.width, five.height, five.frames, five.fps) == (1280, 704, 121, 24)
+
+
+def test_a_subset_wins_over_what_all_share(tmp_path):
+    path = write(
+        tmp_path,
+        "a.toml",
+        """
+[prompt]
+width = 64
+height = 64
+sample_steps = 3
+[[prompt.subset]]
+prompt = "one"
+[[prompt.subset]]
+prompt = "two"
+sample_steps = 5
+""",
+    )
+    assert [(prompt.prompt, prompt.steps) for prompt in read_prompts(path, T2V, 1)] == [("one", 3), ("two", 5)]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("A cat --w 830", "width 830 is no multiple of 16.*line 2.*use 832"),
+        ("A cat --f 80", "frame_count 80 is not 4n[+]1.*use 81"),
+        ("A cat --x 3", "--x is no option of a prompt.*line 2.*--w --h"),
+        ("A cat --w", "--w has no value"),
+        ("A cat --w 64 --w 80", "--w is given twice"),
+        ("A cat --s 0", "sample_steps '0' is no whole number from 1 to 1000"),
+        ("A cat --d -1", "seed '-1' is no whole number"),
+        ("A cat --d 1.5", "seed '1.5' is no whole number"),
+        ("A cat --l nan", "cfg_scale 'nan' is no number above 0"),
+        ("A cat --fs 0", "discrete_flow_shift '0' is no number above 0"),
+        ("A cat --ss dpm", "there is no sampler 'dpm'.*unipc or euler"),
+        ("A cat --i cat.png", "t2v-1.3B takes no first frame"),
+        ("A cat --ei cat.png", "takes no last frame"),
+        ("A cat --cn walk.mp4", "--cn: control videos"),
+        ("--w 64", "no prompt before the options"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_its_line_and_the_cure(tmp_path, line, words):
+    path = write(tmp_path, "a.txt", f"A fine prompt\n{line}\n")
+    with pytest.raises(UsageError, match="(?s)" + words) as caught:
+        read_prompts(path, T2V, 42)
+    assert "line 2" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("a.txt", "# nothing\n", "no prompt in this file"),
+        ("a.csv", "A cat", "takes .txt, .toml or .json, not .csv"),
+        ("a.json", "{", "this is no JSON"),
+        ("a.json", "{}", "a .json of prompts is a list"),
+        ("a.json", "[3]", "neither a line nor a table.*entry 1"),
+        ("a.json", '[{"prompt": "A", "widht": 64}]', "widht is no key of a prompt.*did you mean width"),
+        ("a.json", '[{"prompt": "A", "seed": true}]', "seed True is no whole number"),
+        ("a.toml", "width = 3", "has a .prompt. table"),
+        ("a.toml", "[prompt]\nwidth = 64\n[[prompt.subset]]\n", "no prompt before the options.*prompt.subset 1"),
+    ],
+)
+def test_files_that_are_none_are_refused(tmp_path, name, text, words):
+    with pytest.raises(UsageError, match="(?s)" + words):
+        read_prompts(write(tmp_path, name, text), T2V, 42)
+
+
+def test_a_file_that_is_missing_or_not_utf8_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="cannot be read"):
+        read_prompts(tmp_path / "none.txt", T2V, 42)
+    (tmp_path / "a.txt").write_bytes(b"caf\xe9")
+    with pytest.raises(UsageError, match="not UTF-8"):
+        read_prompts(tmp_path / "a.txt", T2V, 42)
+
+
+def test_the_5b_has_sizes_of_32_and_may_have_a_first_frame(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path.parent)
+    (tmp_path / "cat.png").write_bytes(b"")
+    path = write(tmp_path, "a.txt", "A cat --w 64 --h 64 --i cat.png\n")
+    assert read_prompts(path, TI2V, 42)[0].image == tmp_path / "cat.png"  # beside the prompt file
+    with pytest.raises(UsageError, match="width 80 is no multiple of 32"):
+        read_prompts(write(tmp_path, "b.txt", "A cat --w 80"), TI2V, 42)
+
+
+def test_image_to_video_needs_its_first_frame(tmp_path):
+    with pytest.raises(UsageError, match="needs a first frame"):
+        read_prompts(write(tmp_path, "a.txt", "A cat"), I2V, 42)
+    with pytest.raises(UsageError, match=r"there is no picture cat\.png"):
+        read_prompts(write(tmp_path, "a.txt", "A cat --i cat.png"), I2V, 42)
+
+
+def test_embedded_guidance_is_answered_with_the_option_that_is_meant(tmp_path, caplog):
+    read_prompts(write(tmp_path, "a.txt", "A cat --g 6"), T2V, 42)
+    assert "use --l" in caplog.text

@@ -1,0 +1,163 @@
+"""The work of a step against torch's own counter and against the published table; rates; one trace."""
+
+import gzip
+import json
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from wangen import profiles
+from wangen.profiles import TransformerSizes
+from wangen.runtime.training.throughput import (
+    PEAK_TFLOPS,
+    StepFlops,
+    Throughput,
+    forward_flops,
+    peak_memory_bytes,
+    peak_of_card,
+    peak_tflops,
+    profiled,
+    sizes_of,
+    step_flops,
+)
+
+SIZES = TransformerSizes(dim=256, ffn_dim=1024, num_layers=3, num_heads=2, in_channels=16, out_channels=16)
+
+
+def test_a_forward_pass_is_what_torch_counts_on_a_real_transformer():
+    from diffusers import WanTransformer3DModel
+
+    with torch.device("meta"):
+        model = WanTransformer3DModel(
+            num_attention_heads=2, attention_head_dim=128, ffn_dim=1024, num_layers=3, text_dim=64, in_channels=16,
+            out_channels=16,
+        )  # fmt: skip
+        tokens = 2 * 24 * 24
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            model(
+                hidden_states=torch.randn(1, 16, 2, 48, 48), timestep=torch.ones(1),
+                encoder_hidden_states=torch.randn(1, 512, 64),
+            )  # fmt: skip
+    assert sizes_of(model.config) == SIZES
+    outside = sum(
+        2 * rows * a * b
+        for rows, a, b in [(tokens, 64, 256), (tokens, 256, 64), (512, 64, 256), (512, 256, 256), (1, 256, 7 * 256)]
+    )
+    counted = counter.get_total_flops()
+    assert sum(forward_flops(SIZES, tokens)) == pytest.approx(counted - outside, rel=2e-3)
+
+
+# The published table: PFLOP of a step with and without full checkpointing, rank 32 on q, k, v, o
+@pytest.mark.parametrize(
+    ("task", "tokens", "none", "full", "selective"),
+    [
+        ("t2v-1.3B", 32760, 0.871, 1.155, 0.954),
+        ("t2v-14B", 32760, 4.709, 6.393, 5.50),
+        ("ti2v-5B", 27280, 1.458, 1.977, 1.70),
+    ],
+)
+def test_a_step_is_the_published_table(task, tokens, none, full, selective):
+    sizes = profiles.model(task).transformer
+    adapter = sizes.num_layers * 8 * 32 * 2 * sizes.dim
+    for mode, expected in (("none", none), ("full", full), ("selective", selective)):
+        flops = step_flops(sizes, tokens, adapter_weights=adapter, checkpointing=mode)
+        assert flops.done / 1e15 == pytest.approx(expected, rel=0.02), mode
+        assert flops.model / 1e15 == pytest.approx(none, rel=0.02)
+
+
+def test_free_blocks_compute_nothing_again_and_a_trained_base_needs_its_own_gradients():
+    full, free = (step_flops(SIZES, 512, free_blocks=n) for n in (0, 3))
+    assert free.done == free.model == full.model < full.done
+    linear, texts, attention = forward_flops(SIZES, 512)
+    trained = step_flops(SIZES, 512, checkpointing="none", train_base=True)
+    assert trained.done == 3 * (linear + texts) + 3.5 * attention
+
+
+def test_cards_are_known_by_name_and_laptops_are_not_taken_for_desktops():
+    assert peak_of_card("NVIDIA H100 80GB HBM3") == 989
+    assert peak_of_card("NVIDIA H100 PCIe") == 756
+    assert peak_of_card("NVIDIA A100-SXM4-80GB") == 312
+    assert peak_of_card("NVIDIA GeForce RTX 3090 Ti") == 80
+    assert peak_of_card("NVIDIA L40S") == 362
+    assert peak_of_card("NVIDIA GeForce RTX 4090 Laptop GPU") is None
+    assert peak_of_card("NVIDIA GeForce GTX 1080") is None
+    assert all(peak_of_card(f"NVIDIA {card}") == peak for card, peak in PEAK_TFLOPS.items())
+
+
+def test_a_cpu_has_no_peak_unless_it_is_told():
+    assert peak_tflops(torch.device("cpu")) is None
+    assert peak_tflops(torch.device("cpu"), 2.5) == 2.5
+
+
+class Clock:
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_rates_are_of_the_window_without_pauses_and_with_the_share_of_waiting():
+    clock = Clock()
+    throughput = Throughput(torch.device("cpu"), peak=1e-3, clock=clock)
+    for _ in range(2):
+        with throughput.waiting():
+            clock.now += 0.5
+        clock.now += 1.5
+        throughput.count(samples=3, tokens=100, flops=StepFlops(1e9, 1.5e9))
+    with throughput.paused():
+        clock.now += 50
+    rates = throughput.rates()
+    assert rates.pop("peak_memory_bytes") > 1e6
+    assert rates == pytest.approx(
+        {
+            "s_per_step": 2.0,
+            "samples_per_s": 1.5,
+            "tokens_per_s": 50.0,
+            "data_wait_share": 0.25,
+            "mfu": 0.5,
+            "hfu": 0.75,
+        }
+    )
+    assert throughput.rates() == {}
+
+
+def test_without_a_known_peak_there_is_no_mfu():
+    clock = Clock()
+    throughput = Throughput(torch.device("cpu"), clock=clock)
+    clock.now += 1
+    throughput.count(1, 1, StepFlops(1.0, 1.0))
+    assert not {"mfu", "hfu"} & throughput.rates().keys()
+
+
+def test_the_peak_of_memory_is_that_of_this_process():
+    before = peak_memory_bytes(torch.device("cpu"))
+    held = torch.ones(40_000_000)
+    assert peak_memory_bytes(torch.device("cpu")) >= max(before, held.nbytes)
+
+
+def test_profiling_writes_one_trace_of_three_steps_and_changes_no_random_state(tmp_path):
+    state = torch.get_rng_state()
+    weight = torch.eye(8)
+    with profiled(tmp_path) as next_step:
+        for _ in range(8):
+            with torch.profiler.record_function("one step"):
+                weight = weight @ weight
+            next_step()
+    (path,) = (tmp_path / "trace").iterdir()
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    assert sum(event.get("name") == "one step" and event.get("cat") == "user_annotation" for event in events) == 3
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_run_that_is_too_short_says_that_there_is_no_trace(tmp_path, caplog):
+    with profiled(tmp_path) as next_step:
+        next_step()
+    assert not (tmp_path / "trace").exists()
+    assert "no trace" in caplog.text
+
+
+def test_without_a_folder_nothing_is_profiled():
+    with profiled(None) as next_step:
+        next_step()

@@ -1,0 +1,133 @@
+"""Experiment logs: refused early when they cannot be kept, and never a reason for a run to stop."""
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+from tiny import TinyRun
+
+from wangen.generator.errors import UsageError
+from wangen.runtime.training import trackers
+from wangen.runtime.training.trackers import open_trackers, require_trackers
+
+
+def scalars(folder):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return {tag: [(event.step, event.value) for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_tensorboard_has_every_number_by_its_step_and_a_resumed_run_replaces_later_ones(tiny_run: TinyRun, tmp_path):
+    options = tiny_run.options(tmp_path, log_with=("tensorboard",))
+    with open_trackers(options, 0) as logs:
+        for step in (1, 2, 3):
+            logs.log(step, {"loss": float(step), "loss_by_timestep": {"0-100": 0.5}, "expert": "low", "gone": None})
+        logs.log(3, {"adapter": 0.25}, "validation")
+    with open_trackers(options, 2) as logs:
+        logs.log(3, {"loss": 30.0})
+    found = scalars(tmp_path / "logs" / "lora")
+    assert found["train/loss"] == [(1, 1.0), (2, 2.0), (3, 30.0)]
+    assert found["train/loss_by_timestep/0-100"] == [(1, 0.5), (2, 0.5)]
+    assert "train/expert" not in found
+
+
+def test_the_folder_of_the_log_is_chosen(tiny_run: TinyRun, tmp_path):
+    with open_trackers(tiny_run.options(tmp_path, log_with=("tensorboard",), logging_dir=tmp_path / "x"), 0) as logs:
+        logs.log(1, {"loss": 1.0})
+    assert scalars(tmp_path / "x" / "lora")
+    assert not (tmp_path / "logs").exists()
+
+
+def test_without_a_log_nothing_is_written(tiny_run: TinyRun, tmp_path):
+    with open_trackers(tiny_run.options(tmp_path, log_with=("none",)), 0) as logs:
+        logs.log(1, {"loss": 1.0})
+    assert not list(tmp_path.iterdir())
+
+
+class Mlflow:
+    """As much of mlflow as accelerate's tracker uses; it fails from a step on."""
+
+    def __init__(self, fails_at=99):
+        self.fails_at = fails_at
+        self.started, self.logged = [], []
+        self.module = ModuleType("mlflow")
+        self.module.search_experiments = lambda filter_string: []
+        self.module.create_experiment = lambda **_names: "1"
+        self.module.start_run = self.start
+        self.module.log_metrics = self.log
+        self.module.end_run = lambda: None
+
+    def start(self, run_id=None, **names):
+        self.started.append((run_id, names["run_name"]))
+        return SimpleNamespace(info=SimpleNamespace(run_id=run_id or "new-run"))
+
+    def log(self, metrics, step):
+        if step >= self.fails_at:
+            raise ConnectionError("the server is gone\nand more")
+        self.logged.append((step, metrics))
+
+
+def test_a_log_that_fails_is_dropped_with_one_warning_and_the_others_go_on(tiny_run, tmp_path, monkeypatch, caplog):
+    mlflow = Mlflow(fails_at=2)
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow.module)
+    with open_trackers(tiny_run.options(tmp_path, log_with=("mlflow", "tensorboard")), 0) as logs:
+        for step in (1, 2, 3, 4):
+            logs.log(step, {"loss": float(step)})
+    assert mlflow.logged == [(1, {"train/loss": 1.0})]
+    assert [record.getMessage() for record in caplog.records if "stopped logging" in record.getMessage()] == [
+        "  mlflow stopped logging: the server is gone; metrics.jsonl goes on"
+    ]
+    assert len(scalars(tmp_path / "logs" / "lora")["train/loss"]) == 4
+
+
+def test_a_log_that_cannot_start_is_left_out(tiny_run, tmp_path, monkeypatch, caplog):
+    mlflow = Mlflow()
+    mlflow.module.start_run = lambda **_names: (_ for _ in ()).throw(ConnectionError("no route"))
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow.module)
+    with open_trackers(tiny_run.options(tmp_path, log_with=("mlflow",)), 0) as logs:
+        logs.log(1, {"loss": 1.0})
+    assert "no route" in caplog.text
+
+
+def test_a_resumed_run_goes_on_in_the_same_run_of_the_log_and_a_fresh_one_does_not(tiny_run, tmp_path, monkeypatch):
+    mlflow = Mlflow()
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow.module)
+    options = tiny_run.options(tmp_path, log_with=("mlflow",))
+    for step in (0, 5, 0):
+        with open_trackers(options, step) as logs:
+            logs.log(step + 1, {"loss": 1.0})
+    assert [run_id for run_id, _ in mlflow.started] == [None, "new-run", None]
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_a_missing_package_is_named_with_its_install_line(tiny_run: TinyRun, tmp_path, monkeypatch, name):
+    monkeypatch.setattr(trackers, "find_spec", lambda package: None if package == name else object())
+    with pytest.raises(UsageError, match=f"pip install {name}"):
+        require_trackers(tiny_run.options(tmp_path, log_with=("tensorboard", name)))
+
+
+def test_none_stands_alone(tiny_run: TinyRun, tmp_path):
+    require_trackers(tiny_run.options(tmp_path, log_with=("none",)))
+    with pytest.raises(UsageError, match="stands alone"):
+        require_trackers(tiny_run.options(tmp_path, log_with=("none", "tensorboard")))
+
+
+def test_wandb_must_not_have_to_ask_for_its_key(tiny_run: TinyRun, tmp_path, monkeypatch):
+    monkeypatch.setattr(trackers, "find_spec", lambda _package: object())
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    file = tmp_path / "netrc"
+    monkeypatch.setenv("NETRC", str(file))
+    options = tiny_run.options(tmp_path, log_with=("wandb",))
+    with pytest.raises(UsageError, match="WANDB_API_KEY, run `wandb login`"):
+        require_trackers(options)
+    file.write_text("machine api.wandb.ai\n  login user\n  password secret\n")
+    file.chmod(0o600)
+    require_trackers(options)
+    monkeypatch.setenv("WANDB_BASE_URL", "https://own.example/x")
+    with pytest.raises(UsageError, match="no key"):
+        require_trackers(options)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    require_trackers(options)

@@ -1,0 +1,120 @@
+"""Two experts in one run: two LoRAs, each exactly what it would be alone."""
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from tiny import TinyRun
+
+from wangen import profiles
+from wangen.generator.errors import UsageError, WangenError
+from wangen.generator.steps import Train
+from wangen.runtime import train
+from wangen.runtime.training.plan import plan_experts
+from wangen.runtime.training.refusals import resolved
+
+CPU = torch.device("cpu")
+A14B = profiles.model("t2v-A14B")
+
+
+@pytest.fixture(scope="module")
+def high(tiny_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Weights of a second expert: those of the first, turned a little."""
+    path = tmp_path_factory.mktemp("high") / "wan2.2_t2v_high_noise_14B.safetensors"
+    weights = load_file(tiny_run.weights["dit"])
+    save_file({name: (0.9 * value.float()).to(value.dtype) for name, value in weights.items()}, path)
+    return path
+
+
+def both(tiny_run: TinyRun, high: Path, folder: Path, **changes) -> Train:
+    options = tiny_run.options(folder, task="t2v-A14B", dit_high_noise=high, max_train_steps=6, high_noise_share=0.5)
+    return replace(options, expert_turn_steps=2, **changes)
+
+
+def test_two_experts_give_two_loras_each_as_if_it_had_been_trained_alone(tiny_run, high, tmp_path):
+    report = train.run(both(tiny_run, high, tmp_path / "both"))
+    files = [tmp_path / "both" / f"lora_{name}.safetensors" for name in ("high_noise", "low_noise")]
+    assert report.result["loras"] == files
+    assert all(file.is_file() for file in files)
+    assert not (tmp_path / "both/lora.safetensors").exists()
+    for name, turn in (("high", 1), ("low", 3)):
+        alone = both(tiny_run, high, tmp_path / name, experts=name)
+        train.run(replace(alone, max_train_steps=3, expert_turn_steps=turn, high_noise_share=None))
+        file = f"lora_{name}_noise.safetensors"
+        ours, theirs = load_file(tmp_path / "both" / file), load_file(tmp_path / name / file)
+        assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+    with safe_open(files[0], "pt") as header:
+        assert header.metadata()["wangen.expert"] == "high_noise"
+
+
+def test_the_experts_take_turns_and_draw_only_their_own_timesteps(tiny_run, high, tmp_path):
+    train.run(both(tiny_run, high, tmp_path))
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    order = [line["expert"] for line in lines if "loss" in line]
+    assert order == ["high_noise", "high_noise", "low_noise", "low_noise", "high_noise", "low_noise"]
+
+
+def test_a_run_of_two_experts_goes_on_in_the_middle_of_a_turn(tiny_run, high, tmp_path):
+    whole = both(tiny_run, high, tmp_path / "whole")
+    train.run(whole)
+    parted = replace(whole, output_dir=tmp_path / "parted")
+    for steps in (1, 3, 6):
+        train.run(replace(parted, max_train_steps=6) if steps == 6 else _stopped(parted, steps))
+    for name in ("lora_high_noise", "lora_low_noise"):
+        assert (tmp_path / f"whole/{name}.safetensors").read_bytes() == (tmp_path / f"parted/{name}.safetensors").read_bytes()
+
+
+def _stopped(options: Train, steps: int) -> Train:
+    """The same run, ended after so many steps in all: the length may change where the schedule does not depend on it."""
+    return replace(options, max_train_steps=steps * 2) if steps * 2 <= 6 else options
+
+
+@pytest.mark.parametrize(("given", "boundary"), [(None, 0.875), (875, 0.875), (0.9, 0.9), (900, 0.9)])
+def test_the_boundary_is_the_models_or_given_in_either_unit(tiny_run, high, tmp_path, given, boundary):
+    options = resolved(both(tiny_run, high, tmp_path, timestep_boundary=given), A14B, CPU)
+    first, second = plan_experts(options, A14B, 100)
+    assert (first.name, first.low, first.high) == ("high_noise", boundary, 1.0)
+    assert (second.name, second.low, second.high) == ("low_noise", 0.0, boundary)
+
+
+def test_each_expert_gets_the_steps_of_its_share_of_the_timesteps(tiny_run, high, tmp_path):
+    options = both(tiny_run, high, tmp_path, timestep_sampling="uniform")
+    natural = resolved(replace(options, high_noise_share=None), A14B, CPU)
+    assert [expert.num_steps for expert in plan_experts(natural, A14B, 1000)] == [125, 875]
+    wanted = resolved(replace(options, high_noise_share=0.3), A14B, CPU)
+    assert [expert.num_steps for expert in plan_experts(wanted, A14B, 1000)] == [300, 700]
+
+
+def test_the_plan_says_the_shares_and_warns_of_an_expert_that_starves(tiny_run, high, tmp_path, caplog):
+    caplog.set_level(logging.INFO, "wangen")
+    options = both(tiny_run, high, tmp_path, timestep_sampling="sigmoid", max_train_steps=60)
+    train.run(replace(options, high_noise_share=None, max_train_steps=40))
+    assert "high-noise expert, 0." in caplog.text
+    assert "timesteps 875 to 1000: 2.6 % of the drawn ones, 1 steps" in caplog.text
+    assert "the high-noise expert gets 2.5 % of the samples" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"dit_high_noise": None}, "the high-noise expert of t2v-A14B has no weights"),
+        ({"dit": None}, "the low-noise expert of t2v-A14B has no weights"),
+        ({"timestep_boundary": 0.0}, "leaves one expert without timesteps"),
+        ({"high_noise_share": 1.0}, "--high_noise_share must be between 0 and 1"),
+        ({"high_noise_share": None, "timestep_sampling": "logsnr"}, "the high-noise expert would get none"),
+        ({"task": "t2v-14B"}, "has one transformer"),
+    ],
+)
+def test_what_two_experts_cannot_do_is_refused_before_anything_is_read(tiny_run, high, tmp_path, changes, words):
+    with pytest.raises(UsageError, match=words):
+        train.run(both(tiny_run, high, tmp_path, **{"timestep_boundary": 0.875, **changes}))
+
+
+def test_one_expert_given_twice_is_refused(tiny_run, tmp_path):
+    with pytest.raises(WangenError, match="the same weights"):
+        train.run(both(tiny_run, tiny_run.weights["dit"], tmp_path))

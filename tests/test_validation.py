@@ -1,0 +1,205 @@
+"""Held-out loss: the same points every time, nothing of the run changed, and the truth about what was learned."""
+
+import json
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from runs import CPU, MODEL, make_run, options_of, samples_of
+
+from wangen.generator.errors import UsageError
+from wangen.runtime.flow import flow_loss, noised, velocity
+from wangen.runtime.loader import Draw, read_batch
+from wangen.runtime.models import family
+from wangen.runtime.randomness import generator_for
+from wangen.runtime.training.adapter import disabled
+from wangen.runtime.training.step import item_losses
+from wangen.runtime.training.validation import (
+    Losses,
+    Validation,
+    compare,
+    evaluating,
+    held_out,
+    is_better,
+    measure,
+    stratified_sigmas,
+)
+
+SIGMAS = stratified_sigmas(0.0, 1.0, 3)
+
+
+def cached(content, *, reg=False, size=(64, 64), name="a.png"):
+    """As much of a cached sample as the choice looks at."""
+    entry = SimpleNamespace(is_reg=reg)
+    return SimpleNamespace(
+        sample=SimpleNamespace(source=SimpleNamespace(digest=content), entry=entry, size=size, name=name)
+    )
+
+
+def digests(samples):
+    return {sample.sample.source.digest for sample in samples}
+
+
+def test_held_out_items_are_chosen_by_content_whatever_their_names_and_order():
+    samples = [cached(f"content {number}", name=f"{number}.png") for number in range(20)]
+    training, validation = held_out(samples, 5, 42)
+    assert len(validation) == 5
+    assert len(training) == 15
+    assert not digests(training) & digests(validation)
+    renamed = [cached(f"content {number}", name="x.png") for number in reversed(range(20))]
+    assert digests(held_out(renamed, 5, 42)[1]) == digests(validation)
+    assert digests(held_out(samples, 5, 43)[1]) != digests(validation)
+
+
+def test_a_new_item_moves_at_most_one():
+    samples = [cached(f"content {number}") for number in range(20)]
+    before = digests(held_out(samples, 5, 42)[1])
+    for number in range(100, 130):
+        after = digests(held_out([*samples, cached(f"content {number}")], 5, 42)[1])
+        assert len(before - after) <= 1
+
+
+def test_everything_of_one_file_is_on_one_side_and_regularisation_sets_are_never_judged():
+    samples = [cached(f"content {n}", size=size) for n in range(6) for size in ((64, 64), (128, 128))]
+    reg = [cached(f"reg {n}", reg=True) for n in range(6)] + [cached(f"content {n}", reg=True) for n in range(6)]
+    training, validation = held_out(samples + reg, 2, 42)
+    assert len(validation) == 4
+    assert len(digests(validation)) == 2
+    assert not any(sample.sample.entry.is_reg for sample in validation)
+    assert not digests(training) & digests(validation)
+    assert {f"reg {n}" for n in range(6)} <= digests(training)
+
+
+@pytest.mark.parametrize("count", [3, 4])
+def test_nothing_left_to_train_on_is_refused(count):
+    with pytest.raises(UsageError, match="leaves nothing of 3 items"):
+        held_out([cached(str(n)) for n in range(3)], count, 42)
+
+
+@pytest.fixture(scope="module")
+def run(tiny_run, tmp_path_factory):
+    return make_run(options_of(tiny_run, tmp_path_factory.mktemp("validation"), network_dropout=0.5))
+
+
+def judge_of(run):
+    trainee = run.trainees[0]
+    return lambda prepared: item_losses(run.kind, trainee.model, prepared, run.plan.options, CPU)[1]
+
+
+def measured(run, samples, **more):
+    with evaluating(run.trainees[0].transformer):
+        return measure(judge_of(run), samples, SIGMAS, 7, **more)
+
+
+def test_the_loss_is_the_mean_squared_error_of_the_velocity_at_noise_of_the_item_and_timestep(run, tiny_run):
+    samples = samples_of(tiny_run)
+    found = measured(run, samples)
+    wan, transformer = family(MODEL), run.trainees[0].transformer
+    for index, sample in enumerate(samples):
+        batch = read_batch(samples, [Draw(index, 0)])
+        for number, sigma in enumerate(SIGMAS):
+            key = sample.latent.content_key
+            noise = torch.randn(batch.latents.shape, generator=generator_for(7, "validation", key, number))
+            level = torch.tensor([sigma])
+            with torch.no_grad(), evaluating(transformer):
+                predicted = wan.predict_velocity(
+                    transformer, noised(batch.latents, noise, level), 1000 * level, batch.texts
+                )
+            expected = flow_loss(predicted, velocity(batch.latents, noise), level).item()
+            assert found.values[index][number] == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_measurement_is_the_same_again_alone_and_in_another_order_and_leaves_everything_as_it_was(run, tiny_run):
+    samples, trainee = samples_of(tiny_run), run.trainees[0]
+    trainee.transformer.train()
+    modes = [module.training for module in trainee.transformer.modules()]
+    parameters = {name: parameter.detach().clone() for name, parameter in trainee.parameters.items()}
+    state = torch.get_rng_state()
+    found = measured(run, samples)
+    assert measured(run, samples) == found
+    assert measured(run, samples[::-1]).values == found.values[::-1]
+    assert measured(run, samples[1:2]).values == found.values[1:2]
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [module.training for module in trainee.transformer.modules()] == modes
+    assert any(modes)
+    for name, parameter in trainee.parameters.items():
+        assert torch.equal(parameter, parameters[name])
+        assert parameter.requires_grad
+        assert parameter.grad is None or not parameter.grad.any()
+
+
+def test_base_and_adapter_are_compared_at_the_same_points_and_the_base_survives_json(run, tiny_run):
+    samples = samples_of(tiny_run)
+    adapter = measured(run, samples)
+    with disabled(run.trainees[0].transformer):
+        base = measured(run, samples)
+    again = Losses.from_facts(json.loads(json.dumps(base.as_facts())))
+    assert again == base
+    found = compare(again, adapter)
+    assert found.num_items == len(samples)
+    assert found.mean_base != found.mean_adapter
+    assert [row.timestep for row in found.rows] == pytest.approx([1000 * sigma for sigma in SIGMAS])
+    assert found.rows[0].base == pytest.approx(sum(row[0] for row in base.values) / len(samples))
+    assert found.delta == pytest.approx(found.mean_adapter - found.mean_base)
+    assert json.loads(json.dumps(found.as_record()))["validation"]["rows"][0]["adapter"] == found.rows[0].adapter
+
+
+def test_given_frames_have_no_part_in_the_loss(run, tiny_run):
+    samples = [sample for sample in samples_of(tiny_run) if sample.sample.count > 1]
+    seen = []
+
+    def judge(prepared):
+        seen.append(prepared.clean_frames)
+        return torch.ones(1)
+
+    measure(judge, samples, SIGMAS[:1], 7, condition_frames=1)
+    measure(judge, samples, SIGMAS[:1], 7, condition_frames=81)
+    assert seen == [[1], [1]]  # never all of the two latent frames
+
+
+def losses(*values):
+    return Losses(tuple(str(n) for n in range(len(values))), (0.25, 0.75), 1, tuple(values))
+
+
+def test_the_difference_has_a_standard_error_over_items_each_compared_with_itself():
+    base, adapter = losses((1.0, 3.0), (2.0, 4.0), (3.0, 5.0)), losses((0.5, 2.5), (2.0, 4.0), (3.5, 6.5))
+    found = compare(base, adapter, ema=base)
+    assert (found.mean_base, found.mean_adapter, found.mean_ema) == (3.0, pytest.approx(19 / 6), 3.0)
+    assert found.delta == pytest.approx((-0.5 + 0.0 + 1.0) / 3)
+    assert found.standard_error == pytest.approx(math.sqrt(7 / 12) / math.sqrt(3))
+    assert found.num_better == 1
+    assert [row.ema for row in found.rows] == [2.0, 4.0]
+    assert compare(losses((1.0, 2.0)), losses((1.0, 2.0))).standard_error is None
+    assert "better at 1 of 3 items" in found.lines()[0]
+    assert found.numbers()["timestep_0250"] == 2.0
+
+
+def test_losses_at_other_points_are_never_compared():
+    one = losses((1.0, 2.0))
+    for other in (replace(one, seed=2), replace(one, sigmas=(0.1, 0.2)), replace(one, keys=("9",))):
+        assert not one.same_points(other)
+        with pytest.raises(ValueError, match="different points"):
+            compare(one, other)
+    with pytest.raises(ValueError, match="at none"):
+        compare(losses(), losses())
+
+
+def test_timesteps_are_even_over_an_experts_range_and_never_at_its_ends():
+    sigmas = stratified_sigmas(0.875, 1.0, 4)
+    assert sigmas == pytest.approx((0.890625, 0.921875, 0.953125, 0.984375))
+    assert stratified_sigmas(0.0, 0.875, 1) == (0.4375,)
+
+
+def validation(loss) -> Validation:
+    return Validation((), 1.0, loss, None, 1, loss - 1, None, 0)
+
+
+def test_the_best_is_the_lowest_the_first_of_equals_and_never_what_is_not_finite():
+    best, kept = None, []
+    for step, loss in enumerate([math.nan, 0.9, 0.7, 0.7, math.inf, 0.8, 0.6]):
+        if is_better(validation(loss), best):
+            best = loss
+            kept.append(step)
+    assert kept == [1, 2, 6]
