@@ -3,8 +3,8 @@
 Called by `pretrain_tiny_wan.py`. This loop is its own: the product trains transformers, no VAEs. The network is
 diffusers' `AutoencoderKLWan`; names, statistics and the drawing are the product's.
 
-Three stages, each cheap where the next would be dear: single frames of 32 px; the same weights widened to clips, in which
-every frame of a group of four starts as a copy of the last; clips of 48 px. The loss is |x - y| + (x - y)^2 + beta KL.
+Three stages, each cheap where the next would be dear: single frames of 32 px; the same weights widened to clips, in
+which every frame of a group of four starts as a copy of the last; clips of 48 px. The loss is |x - y| + (x - y)^2 + beta KL.
 
 Letters in shapes: B batch, T frames of video, H and W pixels, F frames of latents, h and w latents.
 """

@@ -15,6 +15,7 @@ from typing import Any
 
 from wangen import profiles
 from wangen.generator.commands import build
+from wangen.generator.memory import preset_flags
 from wangen.generator.scripts import Bundle
 from wangen.generator.step_parts import DEFAULT_EPOCHS
 from wangen.generator.steps import CacheLatents, CacheText, Check, CheckCache, Train
@@ -39,6 +40,13 @@ _OWNERS: tuple[tuple[type[Step], tuple[str, ...]], ...] = (
 
 ENCODING = frozenset({"vae", "vae_dtype", "vae_cache_cpu", "clip", "t5", "t5_dtype", "fp8_t5", "tokenizer"})
 """Flags with which training encodes what the cache lacks; a script's line has none, for the steps before it do that."""
+
+AUTO = "auto"
+PLAIN_MEMORY: Mapping[str, Any] = {
+    "quantize": "none", "blocks_to_swap": 0, "checkpointing": "full", "checkpointing_free_blocks": 0,
+    "gradient_checkpointing_cpu_offload": False,
+}  # fmt: skip
+"""What training does where no card is named; scripts spell it out, so that a new default changes no old script."""
 
 DTYPES: Mapping[str, Mapping[str, Any]] = {
     "cuda": {"vae_dtype": "float16", "t5_dtype": "bfloat16", "clip_dtype": "float16", "num_workers": 4},
@@ -214,15 +222,26 @@ def _step(kind: type[Step], workspace: Workspace, target: Target, model: Model, 
     for layer in layers:  # check and check_cache must judge what the other steps use
         for owner, names in _OWNERS:
             values |= {name: value for name, value in _layer(layer, owner).items() if name in names}
-    if kind is Train:  # it encodes only on request, and the steps before it have done so
-        values = {name: value for name, value in values.items() if name not in ENCODING}
+    if kind is Train:
+        told = {name: value for layer in layers for name, value in _layer(layer, kind).items()}
+        if "sample_prompts" not in told:  # it encodes only on request, and the steps before it have done so
+            values = {name: value for name, value in values.items() if name not in ENCODING}
+        values |= _memory(model, told)
     for layer in layers:
         values |= _layer(layer, kind)
+    if values.get("vram") != AUTO:  # what it stands for is spelled out
+        values.pop("vram", None)
     if kind is Train and not values.keys() & {"max_train_epochs", "max_train_steps"}:
         values["max_train_epochs"] = DEFAULT_EPOCHS
     known = {option.name for option in options(kind)}
     step = build(kind, {name: value for name, value in values.items() if name in known})
     return posix_paths(step) if os.name == "nt" and target.platform.kind != "windows" else step
+
+
+def _memory(model: Model, told: Mapping[str, Any]) -> dict[str, Any]:
+    """The flags of training that decide its memory, as `--vram` chooses them; with `auto` they are left to the card."""
+    vram = told.get("vram")
+    return {} if vram == AUTO else {**PLAIN_MEMORY, **(preset_flags(model, str(vram)) if vram else {})}
 
 
 def posix_paths(step: Step) -> Step:

@@ -28,7 +28,7 @@ RESERVE = 3 * GIB // 2
 CARD_SHARE = 15 / 16
 """Of the card's nominal memory: the rest belongs to the driver and the desktop."""
 
-KEPT_TENSORS = 15
+KEPT_TENSORS = 16
 """Tensors of N x d, beside two of N x f, that a block keeps for its backward pass where it is not recomputed."""
 
 WAITING = 3
@@ -84,9 +84,11 @@ def memory_plan(model: Model, settings: MemorySettings, *, tokens: int) -> Memor
     """What training takes at its worst moment, the backward pass of a block.
 
     The sum is: weights that stay + ring + adapter and optimizer + what the forward pass keeps + the live set of one
-    block + 1.5 GiB. A block that is not recomputed keeps 15 N d + 2 N f numbers; while its gradient is computed there
+    block + 1.5 GiB. A block that is not recomputed keeps 16 N d + 2 N f numbers; while its gradient is computed there
     are 2 N f more; a recomputed one keeps its input, N d, and with selective checkpointing the output of
     self-attention, N d and one number per token and head.
+
+    Of two experts one is on the device, and the adapters of both.
 
     Args:
         model: the model profile.
@@ -96,7 +98,7 @@ def memory_plan(model: Model, settings: MemorySettings, *, tokens: int) -> Memor
     sizes, wide = model.transformer, 4 if settings.float32 else 2
     block = block_bytes(model, settings.quantize, wide)
     swapped = settings.blocks_to_swap
-    trained = adapter_weights(model, settings.rank)
+    trained = adapter_weights(model, settings.rank) * (2 if model.experts else 1)
     row = tokens * sizes.dim * wide
     kept_by_block = KEPT_TENSORS * row + 2 * tokens * sizes.ffn_dim * wide
     free = sizes.num_layers if settings.checkpointing == "none" else settings.free_blocks
@@ -107,7 +109,7 @@ def memory_plan(model: Model, settings: MemorySettings, *, tokens: int) -> Memor
     parts = {
         "weights that stay": outer_bytes(model, wide) + (sizes.num_layers - swapped) * block,
         "swapped blocks on their way": min(settings.ring, swapped) * block,
-        "adapter, gradient and optimizer": trained * (4 + 4 + settings.moment_bytes + (0 if settings.float32 else 2)),
+        "adapters, gradients, optimizer": trained * (4 + 4 + settings.moment_bytes + (0 if settings.float32 else 2)),
         "kept for the backward pass": on_device + max(0, free - 1) * kept_by_block,
         "one block's backward pass": kept_by_block + 2 * tokens * sizes.ffn_dim * wide,
         "dequantised weights": 0 if settings.quantize == "none" else _largest_product(model) * wide,

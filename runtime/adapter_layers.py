@@ -7,12 +7,14 @@ from collections.abc import Mapping
 import torch
 from diffusers import WanTransformer3DModel
 from peft import LoHaConfig, LoKrConfig, LoraConfig, PeftConfig
+from peft.tuners.loha.layer import make_weight
+from peft.tuners.lokr.layer import make_kron
 from peft.tuners.tuners_utils import BaseTunerLayer
 
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.lora_config import config_fields
 from wangen.generator.lora_keys import AdapterKind
-from wangen.runtime.adapters import KRONECKER, WORDS, Adapter, AdapterWeight, plain_lora
+from wangen.runtime.adapters import HADAMARD, KRONECKER, WORDS, Adapter, AdapterWeight, plain_lora
 from wangen.runtime.lora import apply_lora, match_modules
 from wangen.runtime.memory.quantize import QuantLinear
 
@@ -67,6 +69,22 @@ def base_weight(transformer: torch.nn.Module, module: str) -> torch.Tensor:
         return layer.dequantized(torch.float32)
     assert isinstance(layer.weight, torch.Tensor)
     return layer.weight.detach().float()
+
+
+def change_of(weight: AdapterWeight) -> torch.Tensor:
+    """What an adapter that is no DoRA adds to a linear layer's weight, (out_features, in_features) in float32."""
+    factors = {name: factor.float() for name, factor in weight.factors.items()}
+    if weight.kind == "lora":
+        return weight.scale * (factors["up"] @ factors["down"])
+    if weight.kind == "loha":
+        product: torch.Tensor = make_weight(*(factors[name] for name in HADAMARD), torch.tensor(weight.scale))
+        return product
+    first, second = (
+        factors[name] if name in factors else factors[f"{name}_a"] @ factors[f"{name}_b"]
+        for name in ("lokr_w1", "lokr_w2")
+    )
+    kronecker: torch.Tensor = make_kron(first, second, weight.scale)
+    return kronecker
 
 
 def require_linear(transformer: torch.nn.Module, modules: list[str], kind: AdapterKind, dora: bool) -> None:

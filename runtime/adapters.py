@@ -121,6 +121,17 @@ def read_scales(path: Path, flag: str = "--network_weights") -> dict[str, tuple[
     return found
 
 
+def is_dora(path: Path, flag: str = "--network_weights") -> bool:
+    """Whether an adapter is a DoRA, from its header.
+
+    Raises:
+        WangenError: as `read_adapter`.
+    """
+    file = lora_file(path)
+    modules = adapter_modules(expect(file, ("lora", "lora-other"), flag), file)
+    return any(set(MAGNITUDES) & parts.keys() for parts in modules.values())
+
+
 def adapter_modules(header: Header, file: Path) -> dict[str, dict[str, TensorInfo]]:
     """The tensors of an adapter by module and part, from its header alone.
 

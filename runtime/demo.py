@@ -1,11 +1,13 @@
-"""`wangen demo`: the main job from end to end on the embedded example, with tiny random weights.
+"""`wangen demo`: the main job from end to end with the tiny Wan of the examples, which learns a new colour.
 
-The way: tiny checkpoints in Wan's own file formats -> a workspace -> publish -> the emitted script in its real shell
--> generate with the new LoRA. Every part is the product's own; run again, each says what it skipped.
+The way: tiny checkpoints in Wan's own file formats -> a workspace with drawn clips of purple shapes -> publish -> the
+emitted script in its real shell -> generate without and with the new LoRA. The tiny Wan has never seen purple. Every
+part is the product's own; run again, each says what it skipped.
 """
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -15,7 +17,6 @@ from typing import Any
 
 from wangen.generator import workspace
 from wangen.generator.bundle import find_weights
-from wangen.generator.dataset import media_of
 from wangen.generator.errors import WangenError
 from wangen.generator.files import write_text
 from wangen.generator.publish import plan as publishing
@@ -26,14 +27,22 @@ from wangen.generator.workspace import FILE, Workspace
 from wangen.profiles import Model
 
 SLUG = "example"
-PROMPT = "A tabby cat looks into the camera"
+COLOUR = "purple"
+SRGB = (140, 45, 190)
+PROMPT = f"a {COLOUR} triangle moves to the right on a grey background"
+"""Of a shape that the dataset does not show in this colour."""
+
+SIDE_PX, NUM_FRAMES = 64, 17
 
 _TOML = """\
 # The workspace of `wangen demo`: small sizes, so that two CPU cores train it in seconds.
 model = "t2v-1.3B"
-resolution = [128, 128]
+resolution = [64, 64]
 num_frames = 17
 platforms = ["{platform}"]
+
+[dataset.example]
+batch_size = 4
 
 [steps.cache_latents]
 vae_dtype = "float32"
@@ -42,10 +51,10 @@ vae_dtype = "float32"
 t5_dtype = "float32"
 
 [steps.train]
-max_train_steps = 30
+max_train_steps = 120
 learning_rate = 2e-3
 mixed_precision = "no"
-save_every_n_steps = 10
+save_every_n_steps = 40
 """
 
 
@@ -58,7 +67,7 @@ def run(folder: Path) -> int:
     started = time.monotonic()
     place = _workspace(folder.absolute())
     target, model = place.targets[0], place.profile()
-    skipped = _make_weights(target, model, place)
+    skipped = _copy_weights(target, model)
     source = read_source(place.folder / "datasets" / SLUG, model)
     plan = publishing.make_plan(place, [target], SLUG, model, source)
     publishing.carry_out(plan)
@@ -68,15 +77,19 @@ def run(folder: Path) -> int:
     if code:
         return code
     outputs = target.folder / "outputs" / SLUG
-    video, lora = outputs / "demo.mp4", outputs / f"{SLUG}.safetensors"
+    lora = outputs / f"{SLUG}.safetensors"
     skipped += _skipped_steps(outputs)
-    if video.is_file() and video.stat().st_mtime >= lora.stat().st_mtime:
-        skipped.append("generate")
-    else:
-        code = _generate(target, model, lora, video)
-        if code:
+    videos = {outputs / "demo.mp4": (lora,), outputs / "without LoRA" / "demo.mp4": ()}
+    missing = {
+        video: loras
+        for video, loras in videos.items()
+        if not video.is_file() or (loras and video.stat().st_mtime < lora.stat().st_mtime)
+    }
+    skipped += [] if missing else ["generate"]
+    for video, loras in missing.items():
+        if code := _generate(target, model, loras, video):
             return code
-    _table(target, lora, video, skipped, time.monotonic() - started)
+    _table(target, lora, list(videos), skipped, time.monotonic() - started)
     return 0
 
 
@@ -100,30 +113,37 @@ def _workspace(folder: Path) -> Workspace:
     if not marker.is_file():
         workspace.init(folder)
         write_text(marker, wanted)
-    dataset = folder / "datasets" / SLUG
-    dataset.mkdir(parents=True, exist_ok=True)
-    with as_file(files("wangen.examples").joinpath("dataset")) as source:
-        for path in sorted(source.iterdir()):
-            copy = dataset / path.name
-            if (media_of(path) or path.suffix == ".txt") and not copy.exists():
-                copy.write_bytes(path.read_bytes())
+    _draw_dataset(folder / "datasets" / SLUG)
     return workspace.read(folder)
+
+
+def _draw_dataset(folder: Path) -> None:
+    """Circles and squares of the new colour, eight clips and four pictures; what is there already stays."""
+    from wangen.runtime.moving_shapes import BACKGROUNDS, MOTIONS, caption_of, random_scene, write_clips
+    from wangen.runtime.randomness import generator_for
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in range(12):
+        shape, background = ("circle", "square")[number % 2], list(BACKGROUNDS)[number % 3]
+        motion = list(MOTIONS)[number // 2 % 4] if number < 8 else "stands still"
+        scene = random_scene(shape, SRGB, BACKGROUNDS[background], motion, generator_for("demo", number))
+        caption = caption_of(shape, COLOUR, background, motion)
+        name = f"{shape} {number + 1}"
+        write_clips(folder, {name: (caption, scene)}, NUM_FRAMES if number < 8 else 1, 2 * SIDE_PX)
 
 
 def _is_demo(file: Path) -> bool:
     return file.read_text(encoding="utf-8", errors="replace").startswith(_TOML.splitlines()[0])
 
 
-def _make_weights(target: Target, model: Model, place: Workspace) -> list[str]:
-    """Write the tiny checkpoints; returns what was there already."""
+def _copy_weights(target: Target, model: Model) -> list[str]:
+    """Put the tiny Wan where the scripts look for weights; returns what was there already."""
     folder = target.folder / "models"
     if all((target.reach(find_weights(target, weights)) or folder / "-").is_file() for weights in model.weights):
-        return ["making the tiny weights"]
-    from wangen.runtime.tiny import write_tiny_wan
-
-    captions = [path.read_text(encoding="utf-8") for path in sorted((place.folder / "datasets" / SLUG).glob("*.txt"))]
-    write_tiny_wan(folder, captions)
-    _say(f"made tiny random weights in Wan's own file formats: {folder}")
+        return ["copying the tiny Wan"]
+    with as_file(files("wangen.examples").joinpath("tiny-wan")) as source:
+        shutil.copytree(source, folder, dirs_exist_ok=True)
+    _say(f"copied the tiny Wan, in Wan's own file formats: {folder}")
     return []
 
 
@@ -146,17 +166,18 @@ def _call(command: list[str], folder: Path) -> int:
                 continue
 
 
-def _generate(target: Target, model: Model, lora: Path, video: Path) -> int:
+def _generate(target: Target, model: Model, loras: tuple[Path, ...], video: Path) -> int:
     weights = {role.flag: target.reach(find_weights(target, role)) for role in model.weights}
     options = Generate(
         **weights,  # type: ignore[arg-type]
         task=model.name,
         prompt=PROMPT,
-        lora_weight=(lora,),
-        video_size=(128, 128),
-        video_length=17,
-        infer_steps=8,
-        guidance_scale=1.0,
+        lora_weight=loras,
+        video_size=(SIDE_PX, SIDE_PX),
+        video_length=NUM_FRAMES,
+        infer_steps=20,
+        guidance_scale=3.0,
+        seed=1,
         save_path=video,
         log_file=target.folder / "logs" / f"{SLUG}.log",
     )
@@ -164,8 +185,8 @@ def _generate(target: Target, model: Model, lora: Path, video: Path) -> int:
     return _call(command, target.folder)
 
 
-def _table(target: Target, lora: Path, video: Path, skipped: list[str], seconds: float) -> None:
-    """The result on one screen, from the steps' own reports."""
+def _table(target: Target, lora: Path, videos: list[Path], skipped: list[str], seconds: float) -> None:
+    """The result on one screen, from the steps' own reports and the clips."""
     from rich.console import Console
     from rich.table import Table
 
@@ -180,11 +201,21 @@ def _table(target: Target, lora: Path, video: Path, skipped: list[str], seconds:
     result = _report(outputs / "train.report.json")["result"]
     console = Console()
     console.print(table)
-    console.print(f"LoRA   {lora}", soft_wrap=True)
-    console.print(f"clip   {video}", soft_wrap=True)
-    console.print(f"loss   {result['first_loss']:.4f} at the first step, {result['last_loss']:.4f} at the last")
-    console.print(f"time   {seconds:.0f} s in all" + (f"; skipped: {', '.join(skipped)}" if skipped else ""))
-    console.print("The weights are tiny and random: the clip shows noise. Your own Wan weights show pictures.")
+    console.print(f"LoRA     {lora}", soft_wrap=True)
+    for label, video in zip(("clip", "without"), videos, strict=True):
+        console.print(f"{label:7}  {video}", soft_wrap=True)
+    console.print(f"loss     {result['first_loss']:.4f} at the first step, {result['last_loss']:.4f} at the last")
+    _tell_colours(console, videos)
+    console.print(f"time     {seconds:.0f} s in all" + (f"; skipped: {', '.join(skipped)}" if skipped else ""))
+
+
+def _tell_colours(console: Any, videos: list[Path]) -> None:
+    """What both clips show: the mean colour of the shape, as a patch of it and in numbers."""
+    from wangen.runtime.moving_shapes import look, read_clip
+
+    shown = [tuple(round(value) for value in look(read_clip(video)).colour) for video in videos]
+    patches = [f"[on rgb({red},{green},{blue})]    [/] ({red}, {green}, {blue})" for red, green, blue in (*shown, SRGB)]
+    console.print(f"colour   {patches[0]} of the shape; without the LoRA {patches[1]}; drawn for training {patches[2]}")
 
 
 def _report(path: Path) -> dict[str, Any]:

@@ -15,15 +15,16 @@ from wangen.generator import headers, kinds
 from wangen.generator.dataset import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.files import replace
-from wangen.generator.lora_config import lora_file, lora_identity
+from wangen.generator.lora_config import lora_identity
 from wangen.generator.session import Report
 from wangen.generator.steps import Generate
 from wangen.generator.table import options as flags_of
 from wangen.generator.tasks import require_supported
 from wangen.generator.tokenizer_file import tokenizer_of
 from wangen.generator.workspace import require_writable
+from wangen.runtime.adapter_layers import apply_adapter
+from wangen.runtime.adapters import read_adapter, read_scales
 from wangen.runtime.devices import DTYPES, choose_decoder_dtype, choose_device, choose_dtype, set_attention
-from wangen.runtime.lora import apply_lora, read_lora
 from wangen.runtime.models import Family, family, require_tile
 from wangen.runtime.progress import progress
 
@@ -47,7 +48,7 @@ def run(options: Generate) -> Report:
     for flag in ("dit", "vae", "t5"):
         kinds.expect(getattr(options, flag), model.kind_of(flag), f"--{flag}", options.task)
     for weight in options.lora_weight:
-        kinds.expect(lora_file(weight), "lora", "--lora_weight")
+        read_scales(weight, "--lora_weight")
     settings = json.dumps(_settings(options), sort_keys=True)  # a file that cannot be read is named before sampling
     kind = family(model)
     device = choose_device(options.device)
@@ -139,7 +140,7 @@ def _texts(kind: Family, options: Generate, device: torch.device) -> list[torch.
 def _apply_loras(transformer: Any, options: Generate) -> None:
     multipliers = options.lora_multiplier or (1.0,) * len(options.lora_weight)
     for number, (path, multiplier) in enumerate(zip(options.lora_weight, multipliers, strict=True)):
-        left_out = apply_lora(transformer, read_lora(path), multiplier, name=f"lora{number}")
+        left_out = apply_adapter(transformer, read_adapter(path, "--lora_weight"), multiplier, name=f"lora{number}")
         log.info("  LoRA %s at %g", path.name, multiplier)
         if left_out:
             log.warning("  %s: %d modules are not in this model and were left out", path.name, len(left_out))

@@ -7,10 +7,13 @@ Letters in shapes: B batch, T frames of video, H and W pixels.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+
+from wangen.runtime.generate import write_media
 
 Colour = tuple[int, int, int]
 
@@ -123,6 +126,36 @@ def _distance(shape: str, right: torch.Tensor, down: torch.Tensor, radius_px: fl
         inner = 0.6 * radius_px
         return torch.maximum(down, math.sqrt(0.75) * right.abs() - 0.5 * down) - inner
     raise ValueError(f"no shape {shape!r}")
+
+
+def write_clips(folder: Path, scenes: Mapping[str, tuple[str, Scene]], num_frames: int, size_px: int) -> None:
+    """Draw clips into a folder, each with its caption in a `.txt` beside it; what is there already stays.
+
+    Args:
+        folder: where; it exists.
+        scenes: by file name without ending: the caption and what is drawn.
+        num_frames: of each clip, at 16 frames per second; 1 makes a `.png`.
+        size_px: height and width.
+
+    Raises:
+        WangenError: the disk refused.
+    """
+    for name, (caption, scene) in scenes.items():
+        path = folder / f"{name}.{'mp4' if num_frames > 1 else 'png'}"
+        if path.exists():
+            continue
+        (video,), _ = draw([scene], num_frames, (size_px, size_px))
+        path.with_suffix(".txt").write_text(caption + "\n", encoding="utf-8")
+        write_media(path, video.float() / 127.5 - 1, 16, {})
+
+
+def read_clip(path: Path) -> torch.Tensor:
+    """The frames of an mp4, (3, T, H, W) in uint8."""
+    import av
+
+    with av.open(str(path)) as container:
+        frames = [torch.from_numpy(frame.to_ndarray(format="rgb24")) for frame in container.decode(video=0)]
+    return torch.stack(frames).permute(3, 0, 1, 2)
 
 
 @dataclass(frozen=True)

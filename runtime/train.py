@@ -25,6 +25,7 @@ from wangen.runtime.progress import progress
 from wangen.runtime.training import checkpoint
 from wangen.runtime.training.checkpoint import TrainingState
 from wangen.runtime.training.loading import load_trainee, require_room
+from wangen.runtime.training.out_of_memory import enough_memory_for_steps
 from wangen.runtime.training.plan import Plan, make_plan
 from wangen.runtime.training.prepared import groups
 from wangen.runtime.training.refusals import refuse, resolved
@@ -35,7 +36,7 @@ from wangen.runtime.training.schedules import make_schedule
 from wangen.runtime.training.show_timesteps import show
 from wangen.runtime.training.step import optimizer_step
 from wangen.runtime.training.timesteps import starving
-from wangen.runtime.training.watching import Watching, enough_memory_for_steps
+from wangen.runtime.training.watching import Watching
 
 log = logging.getLogger("wangen")
 

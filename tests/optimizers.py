@@ -1,18 +1,14 @@
 """Parameters, gradients and optimizers that several tests of the optimizers share."""
 
-import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-import pytest
 import torch
 
 from wangen.generator.steps import Train
 from wangen.runtime.randomness import generator_for
 from wangen.runtime.training.optim import Optimization
-
 
 CPU = torch.device("cpu")
 SHAPES = {
@@ -141,16 +137,6 @@ class Hoards(torch.optim.SGD):
             for p in group["params"]:
                 self.state[p]["losses"] = [1.0]
         super().step()
-
-
-@pytest.fixture
-def dotted(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A package with optimizers of others, to be named by a dotted path."""
-    module = ModuleType("others")
-    for cls in (Counting, ScheduleFree, ByHeart, Replaces, Hoards):
-        setattr(module, cls.__name__, cls)
-    monkeypatch.setitem(sys.modules, "others", module)
-    return module
 
 
 RESUMED = [

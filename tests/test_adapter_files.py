@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,16 @@ from loras import LORAS, output
 from parity import DIT, DITS, max_abs
 from safetensors import safe_open
 from safetensors.torch import load_file
-from trained import KINDS, base_model, options_of, predicted, trained
+from trained import KINDS, MODEL, base_model, options_of, predicted, trained
 
-from wangen.generator.errors import WangenError
+from wangen.generator.errors import UsageError, WangenError
 from wangen.runtime import safetensors_file
 from wangen.runtime.adapter_layers import adapter_layers, apply_adapter, base_weight
 from wangen.runtime.adapters import DORA_NORM, read_adapter
 from wangen.runtime.lora import read_lora
 from wangen.runtime.training import full
+from wangen.runtime.training.adapter import add_adapter, merge_base_weights
+from wangen.runtime.training.adapter_config import require_adapter
 from wangen.runtime.training.adapter_files import as_adapter, save
 from wangen.runtime.training.metadata import metadata
 from wangen.runtime.weights.transformer import load_transformer, transformer_names
@@ -348,9 +351,34 @@ def test_quantised_weights_cannot_be_trained_as_a_whole():
         full.trainable_parameters(transformer)
 
 
-def test_a_dora_needs_its_base_and_says_so_where_that_was_changed(tmp_path: Path):
+@pytest.mark.parametrize("other", ["lora", "loha", "lokr", "lokr of four"])
+def test_a_dora_on_a_merged_base_is_saved_alike_from_memory_and_from_files(tmp_path: Path, other: str):
+    before = options_of(tmp_path, **KINDS[other])
+    save(tmp_path / "base.safetensors", trained(before)[1], before, {})
+    options = options_of(
+        tmp_path, base_weights=(tmp_path / "base.safetensors",), base_weights_multiplier=(2.0,), **KINDS["dora"]
+    )
+    transformer = base_model()
+    merge_base_weights(transformer, options)
+    parameters = add_adapter(transformer, options, MODEL)
+    with torch.no_grad():
+        for parameter in parameters.values():
+            parameter += 0.02
+    save(tmp_path / "memory.safetensors", parameters, options, {}, base=partial(base_weight, transformer))
+    save(tmp_path / "files.safetensors", parameters, options, {})
+    memory, files = (load_file(tmp_path / f"{name}.safetensors") for name in ("memory", "files"))
+    plain = {name: p.detach() for name, p in parameters.items()}
+    assert memory.keys() == files.keys()
+    assert max(max_abs(memory[key], files[key]) for key in memory) < 1e-5
+    save(tmp_path / "unmerged.safetensors", plain, replace(options, base_weights=(), base_weights_multiplier=()), {})
+    unmerged = load_file(tmp_path / "unmerged.safetensors")
+    assert max(max_abs(memory[key], unmerged[key]) for key in memory) > 1e-4
+
+
+@pytest.mark.parametrize("changes", [KINDS["dora"], {"quantize": "int8"}])
+def test_a_merged_dora_allows_neither_another_on_top_nor_a_quantised_base(tmp_path: Path, changes: dict):
     options = options_of(tmp_path, **KINDS["dora"])
-    _, parameters = trained(options)
-    with pytest.raises(WangenError, match="--base_weights"):
-        save(tmp_path / "a.safetensors", parameters, replace(options, base_weights=(LORAS["t2v21"],)), {})
-    assert not (tmp_path / "a.safetensors").exists()
+    save(tmp_path / "a.safetensors", trained(options)[1], options, {})
+    require_adapter(options_of(tmp_path, base_weights=(tmp_path / "a.safetensors",)), MODEL)
+    with pytest.raises(UsageError, match="a DoRA scales whole weights"):
+        require_adapter(options_of(tmp_path, base_weights=(tmp_path / "a.safetensors",), **changes), MODEL)

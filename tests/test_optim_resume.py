@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from optimizers import CPU, RESUMED, SHAPES, assert_equal, dotted, options, parameters, train, weights
+from optimizers import CPU, RESUMED, SHAPES, assert_equal, options, parameters, train, weights
 
 from wangen.generator.errors import WangenError
 from wangen.generator.steps import Train
 from wangen.runtime.safetensors_file import write
 from wangen.runtime.training.optim import Optimization, try_out
 
-__all__ = ["dotted"]
+pytest_plugins = ("optimizer_fixtures",)
 
 
 def resumed(settings: Train, optimization: Optimization, folder: Path) -> Optimization:

@@ -8,7 +8,6 @@ from optimizers import options
 from wangen.generator.errors import UsageError
 from wangen.runtime.training.schedules import depends_on_length, make_schedule
 
-
 # Factors at steps of a run of 100 with 10 of warm-up, from the formulas in the libraries' documentation.
 CURVES = [
     ({"lr_scheduler": "constant"}, {0: 0.0, 5: 0.5, 10: 1.0, 99: 1.0}),

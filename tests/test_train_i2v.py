@@ -13,6 +13,7 @@ from wangen.generator.errors import WangenError
 from wangen.generator.steps import CacheLatents, CacheText, CheckCache, Train
 from wangen.runtime import cache_latents, cache_text, check_cache, train
 from wangen.runtime.cache import load
+from wangen.runtime.fast.dit import FastWan
 from wangen.runtime.loader import epoch_batches, find_entries, read_batch
 from wangen.runtime.models import family
 from wangen.runtime.samples import read_samples
@@ -88,13 +89,13 @@ def test_the_condition_is_the_mask_and_the_encoded_first_frame(config: Path):
 def test_training_sees_the_condition_and_the_view(config: Path, monkeypatch: pytest.MonkeyPatch):
     cache(config, clip=CLIP, clip_dtype="float32")
     seen = []
-    predict = WAN.predict_velocity
+    predict = FastWan.__call__
 
     def watched(*words: Any, **names: Any) -> torch.Tensor:
         seen.append({name: value.shape for name, value in names.items()})
         return predict(*words, **names)
 
-    monkeypatch.setattr(WAN, "predict_velocity", watched)
+    monkeypatch.setattr(FastWan, "__call__", watched)
     report = train.run(options(config))
     assert report.counts["steps"] == 3
     assert seen == [{"condition": (1, 20, 3, 6, 8), "image_tokens": (1, 257, 1280)}] * 3

@@ -254,16 +254,22 @@ def _join(outputs: list[Tensor]) -> Tensor:
 
 def _flash() -> Function:
     """FlashAttention 2, on (B, N, H, D)."""
-    return _transposed(importlib.import_module("flash_attn").flash_attn_func)
+    return _dao("flash_attn")
 
 
 def _flash3() -> Function:
-    """FlashAttention 3, for Hopper. Its first versions return the logsumexp as well."""
-    function = importlib.import_module("flash_attn_interface").flash_attn_func
+    """FlashAttention 3, for Hopper, on (B, N, H, D)."""
+    return _dao("flash_attn_interface")
+
+
+def _dao(module: str) -> Function:
+    """Both packages' function. Unless asked, its backward pass adds in whatever order the blocks finish."""
+    function = importlib.import_module(module).flash_attn_func
 
     def output(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        result: Tensor | tuple[Tensor, ...] = function(query, key, value)
-        return result[0] if isinstance(result, tuple) else result
+        order = {"deterministic": True} if torch.are_deterministic_algorithms_enabled() else {}
+        result: Tensor | tuple[Tensor, ...] = function(query, key, value, **order)
+        return result[0] if isinstance(result, tuple) else result  # the first versions of 3 add the logsumexp
 
     return _transposed(output)
 

@@ -1,16 +1,13 @@
 """Attention's outputs held from a checkpointed forward pass to its recomputation, if need be in host memory."""
 
 import contextlib
-import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import Tensor
 
-_SMALL_BYTES = 1 << 16
-"""What is smaller stays on the device: a copy costs more than the room."""
+from wangen.runtime.fast.host_copies import HostCopy, host_copies
 
 
 class Stash:
@@ -22,13 +19,12 @@ class Stash:
         checkpoint(block, x, use_reentrant=False, preserve_rng_state=False, context_fn=stash.contexts)
 
     Args:
-        offload: what is held waits in pinned host memory. It is copied on a stream of its own, both ways. On the CPU
-            this changes nothing.
+        offload: what is held waits in host memory (`host_copies`).
     """
 
     def __init__(self, *, offload: bool = False) -> None:
         self._offload = offload
-        self._held: list[tuple[_Resident | _Offloaded, ...]] = []
+        self._held: list[_Held] = []
         self._mode: Literal["", "record", "replay"] = ""
 
     @property
@@ -67,79 +63,51 @@ class Stash:
 
     def fetch(self) -> None:
         """Start to bring back what waits in host memory: a block ahead of its recomputation, or when that starts."""
-        for tensors in self._held:
-            for tensor in tensors:
-                tensor.fetch()
+        for held in self._held:
+            if held.copy is not None:
+                held.copy.fetch()
 
     def put(self, tensors: Sequence[Tensor | None]) -> None:
         """Hold the tensors of one call."""
-        self._held.append(tuple(self._holder(tensor) for tensor in tensors))
+        # Of the output itself the graph would be held too, and so the stash by itself.
+        held = _Held([None if tensor is None else tensor.detach() for tensor in tensors])
+        if self._offload:
+            held.offload()
+        self._held.append(held)
 
-    def take(self) -> tuple[Tensor | None, ...]:
+    def take(self) -> list[Tensor | None]:
         """The tensors of the next call, with the strides that they had; they are held no longer."""
         assert self._held, "a region is recomputed once, and calls attention as often as in its forward pass"
-        return tuple(tensor.take() for tensor in self._held.pop(0))
+        return self._held.pop(0).take()
 
     def held_bytes(self) -> int:
-        """What is held on the device, in bytes; shared storage counts as well."""
-        return sum(tensor.resident_bytes() for tensors in self._held for tensor in tensors)
-
-    def _holder(self, tensor: Tensor | None) -> "_Resident | _Offloaded":
-        if self._offload and tensor is not None and tensor.is_cuda and tensor.nbytes >= _SMALL_BYTES:
-            return _Offloaded(tensor)
-        # Of the output itself the graph would be held, and so the stash by itself.
-        return _Resident(None if tensor is None else tensor.detach())
+        """What is held on the device, in bytes; also where something else holds the same storage."""
+        return sum(held.resident_bytes() for held in self._held)
 
 
-@dataclass(frozen=True)
-class _Resident:
-    tensor: Tensor | None
+@dataclass
+class _Held:
+    """One call's tensors. Those that wait in the host's memory are None here; `copy` has them, `moved` their places."""
 
-    def fetch(self) -> None:
-        """It is there."""
+    tensors: list[Tensor | None]
+    moved: Sequence[int] = ()
+    copy: HostCopy | None = None
 
-    def take(self) -> Tensor | None:
-        return self.tensor
+    def offload(self) -> None:
+        large = {place: tensor for place, tensor in enumerate(self.tensors)
+                 if tensor is not None and tensor.is_floating_point()}  # fmt: skip  # the rest is dropout's state
+        self.moved = tuple(large)
+        (device,) = {tensor.device for tensor in large.values()}
+        self.copy = host_copies(device).send(list(large.values()))
+        for place in large:
+            self.tensors[place] = None
 
-    def resident_bytes(self) -> int:
-        return 0 if self.tensor is None else self.tensor.nbytes
-
-
-class _Offloaded:
-    """A CUDA tensor in pinned host memory. The allocator is told of every stream that touches its memory."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._device = tensor.device
-        self._host = torch.empty_like(tensor, device="cpu", pin_memory=True)  # keeps the strides
-        self._fetched: tuple[Tensor, torch.cuda.Event] | None = None
-        stream = _copy_stream(self._device)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            self._host.copy_(tensor, non_blocking=True)
-        tensor.record_stream(stream)
-
-    def fetch(self) -> None:
-        if self._fetched is not None:
-            return
-        stream = _copy_stream(self._device)
-        tensor = torch.empty_like(self._host, device=self._device)  # in the pool of the stream that will use it
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            tensor.copy_(self._host, non_blocking=True)
-            self._fetched = tensor, stream.record_event()
-        tensor.record_stream(stream)
-
-    def take(self) -> Tensor:
-        self.fetch()
-        assert self._fetched is not None
-        tensor, copied = self._fetched
-        torch.cuda.current_stream(self._device).wait_event(copied)
-        return tensor
+    def take(self) -> list[Tensor | None]:
+        if self.copy is not None:
+            for place, tensor in zip(self.moved, self.copy.take(), strict=True):
+                self.tensors[place] = tensor
+        return self.tensors
 
     def resident_bytes(self) -> int:
-        return self._fetched[0].nbytes if self._fetched is not None else 0
-
-
-@functools.cache
-def _copy_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        resident = sum(tensor.nbytes for tensor in self.tensors if tensor is not None)
+        return resident + (self.copy.resident_bytes() if self.copy is not None else 0)

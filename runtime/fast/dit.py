@@ -24,6 +24,7 @@ from wangen.runtime.fast.dit_checkpoint import Announced, BlockSwap, HostMemory,
 from wangen.runtime.fast.dit_linear import Layers
 from wangen.runtime.fast.dit_text import require_width, text_rows
 from wangen.runtime.models.compute import Compute
+from wangen.runtime.models.plain import move_frozen
 
 Sizes = tuple[int, int, int]
 
@@ -61,6 +62,15 @@ class FastWan:
         self._swap = swap
         self._swapped = frozenset(swap.swapped) if swap is not None else frozenset()
         self._rotations: dict[tuple[Sizes, torch.device], Tensor] = {}
+
+    @property
+    def attention(self) -> str:
+        """The name of the attention kernel."""
+        return self._kernel.name
+
+    def move(self, device: torch.device) -> None:
+        """Move the frozen weights but those of swapped blocks; what is trained stays where its optimizer is."""
+        move_frozen(self._transformer, device, self._swapped)
 
     def __call__(
         self,

@@ -128,11 +128,14 @@ def require_adapter(options: Train, model: profiles.Model) -> None:
         UsageError: flags that contradict each other, or patterns that find no layer.
         WangenError: a file is of another kind.
     """
-    from wangen.runtime.adapters import read_scales
+    from wangen.runtime.adapters import is_dora, read_scales
 
     loraplus_ratio(options)
     for path in options.base_weights:
         read_scales(path, "--base_weights")
+        if is_dora(path, "--base_weights") and (options.quantize not in (None, "none") or settings(options).dora):
+            raise UsageError("a DoRA scales whole weights, and neither goes under another nor into a quantised base",
+                             where=str(path), cure="give a plain LoRA to --base_weights")  # fmt: skip
     multipliers = len(options.base_weights_multiplier)
     if multipliers and multipliers != len(options.base_weights):
         raise UsageError(f"{len(options.base_weights)} --base_weights and {multipliers} --base_weights_multiplier",

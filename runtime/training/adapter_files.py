@@ -16,16 +16,17 @@ from pathlib import Path
 
 import torch
 
-from wangen.generator.errors import WangenError
+from wangen.generator.companions import sort_out
 from wangen.generator.headers import read_header
 from wangen.generator.lora_keys import Layout, adapter_key, module_name
 from wangen.generator.steps import Train
-from wangen.runtime.adapter_layers import parts_of
-from wangen.runtime.adapters import DORA_NORM, Adapter, AdapterWeight, plain_lora
+from wangen.runtime.adapter_layers import change_of, parts_of
+from wangen.runtime.adapters import DORA_NORM, Adapter, AdapterWeight, plain_lora, read_adapter
 from wangen.runtime.lora import cast, to_layout
 from wangen.runtime.safetensors_file import serialize, write_chunks
 from wangen.runtime.training.adapter import FIRST_FACTORS
 from wangen.runtime.training.adapter_config import settings
+from wangen.runtime.weights.quantized import read_weight
 
 BaseWeight = Callable[[str], torch.Tensor]
 """The frozen weight (out_features, in_features) under a module, in float32: `adapter_layers.base_weight`."""
@@ -151,25 +152,26 @@ def _over_base(adapter: Adapter, base: BaseWeight) -> Adapter:
 
 
 def _file_base(options: Train, expert: str) -> BaseWeight:
-    """The frozen weights as the model's file has them.
+    """The frozen weights as the model's file has them, with `--base_weights` added; each is read when it is asked for.
 
     Raises:
-        WangenError: they are not those of the training, to which other adapters were added.
+        WangenError: a file cannot be read.
     """
-    from wangen.generator.companions import sort_out
-    from wangen.runtime.weights.quantized import read_weight
-
     dit = options.dit_high_noise if expert == "high_noise" else options.dit
     assert dit is not None
-    if options.base_weights:
-        raise WangenError("this DoRA's file needs the base with its --base_weights, which is not in memory",
-                          where=str(dit), cure="leave the files that are there as they are")  # fmt: skip
     contents = sort_out(read_header(dit, "--dit"))
     names = {module_name(name.removesuffix(".weight")): name for name in contents.weights if name.endswith(".weight")}
+    multipliers = options.base_weights_multiplier or (1.0,) * len(options.base_weights)
+    added = [(read_adapter(path, "--base_weights"), multiplier)
+             for path, multiplier in zip(options.base_weights, multipliers, strict=True)]  # fmt: skip
 
     def read(module: str) -> torch.Tensor:
         name = names[module]
         scale = contents.companions.get(name, {}).get("scale")
-        return read_weight(contents.weights[name], scale, torch.float32)
+        weight = read_weight(contents.weights[name], scale, torch.float32)
+        for adapter, multiplier in added:
+            if module in adapter:
+                weight += multiplier * change_of(adapter[module])
+        return weight
 
     return read

@@ -57,7 +57,3 @@ class Ema:
         for name, view in own.items():
             view.copy_(weights[name])
         self.num_updates = num_updates
-
-    def to(self, device: torch.device) -> None:
-        """Move the averages, when the parameters have moved."""
-        self._averages = [average.to(device) for average in self._averages]

@@ -73,10 +73,13 @@ class FlatParameters:
             sizes.append(end)
         self.weights = [torch.zeros(size, device=self._device(parameters)) for size in sizes]
         self.gradients = [torch.zeros_like(buffer) for buffer in self.weights]
-        with torch.no_grad():
-            for name, view in self.views(self.weights).items():
-                view.copy_(self.parameters[name])
-        self.attach()
+        gradients = self.views(self.gradients)
+        for name, view in self.views(self.weights).items():
+            parameter = self.parameters[name]
+            with torch.no_grad():
+                view.copy_(parameter)
+            parameter.data = view
+            parameter.grad = gradients[name]
 
     @property
     def device(self) -> torch.device:
@@ -103,15 +106,6 @@ class FlatParameters:
         for name, view in self.views(self.weights).items():
             view.copy_(weights[name])
 
-    def attach(self) -> None:
-        """Make the parameters and their gradients views of the buffers, whatever they were; the buffers' values win."""
-        gradients = self.views(self.gradients)
-        for name, view in self.views(self.weights).items():
-            parameter = self.parameters[name]
-            parameter.grad = None  # a gradient of another device would stand in the way
-            parameter.data = view
-            parameter.grad = gradients[name]
-
     def is_attached(self) -> bool:
         """Whether every parameter and gradient still is a view of the buffers: moving a module replaces them."""
         weights = [buffer.data_ptr() for buffer in self.weights]
@@ -122,12 +116,6 @@ class FlatParameters:
             and parameter.grad.data_ptr() == gradients[place.group] + 4 * place.start
             for parameter, place in zip(self.parameters.values(), self.places.values(), strict=True)
         )
-
-    def to(self, device: torch.device) -> None:
-        """Move the buffers, and the parameters with them."""
-        self.weights = [buffer.to(device) for buffer in self.weights]
-        self.gradients = [buffer.to(device) for buffer in self.gradients]
-        self.attach()
 
     @staticmethod
     def _device(parameters: Mapping[str, torch.nn.Parameter]) -> torch.device:

@@ -63,8 +63,9 @@ def load_trainee(
         parameters = add_adapter(transformer, options, plan.model, expert.name)
     for parameter in parameters.values():
         parameter.data = parameter.data.to(device)
-    transformer.train()  # an adapter's dropout is on in this mode only
-    swap = BlockSwap(transformer.blocks, swapped, device, ring=options.block_swap_ring_size) if swapped else None
+    # What drops out does so in this mode only; peft's LoHa and LoKr draw from global state in it, asked or not.
+    transformer.train(options.train_mode == "lora" and settings(options, expert.name).draws)
+    swap = BlockSwap(transformer, swapped, device, ring=options.block_swap_ring_size) if swapped else None
     model = kind.velocity_model(transformer, compute_of(options), device=device, dtype=dtype, swap=swap)
     optimization = Optimization(options, parameters)
     ema = Ema(optimization.flat, options.ema_decay) if options.ema_decay else None

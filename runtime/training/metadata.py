@@ -54,7 +54,6 @@ def metadata(
     found["wangen.fingerprint"] = json.dumps(fingerprint, sort_keys=True)
     found |= {f"ss_{name}": str(getattr(options, name)) for name in SETTINGS}
     found |= {"ss_steps": str(step), "ss_optimizer": _optimizer(options)}
-    found["ss_gradient_checkpointing"] = str(options.checkpointing not in (None, "none"))
     if num_items:
         found["ss_num_train_items"] = str(num_items)
     if steps_per_epoch:

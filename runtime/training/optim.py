@@ -13,7 +13,7 @@ from wangen.generator.session import with_flag
 from wangen.generator.steps import Train
 from wangen.runtime.training.flat import FlatParameters
 from wangen.runtime.training.optimizer_class import OptimizerClass, optimizer_class
-from wangen.runtime.training.optimizer_state import Leaf, Number, collect, move, restore, snapshot
+from wangen.runtime.training.optimizer_state import Leaf, Number, collect, restore, snapshot
 
 log = logging.getLogger("wangen")
 
@@ -100,7 +100,7 @@ class Optimization:
 
     def step(self, factor: float) -> None:
         """One step at the learning rate times a factor, which a schedule gives."""
-        assert self.flat.is_attached(), "parameters or gradients have been replaced; call `to` after moving a model"
+        assert self.flat.is_attached(), "parameters or gradients were replaced, as moving a module does"
         for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
             if rate is None:
                 continue
@@ -165,14 +165,6 @@ class Optimization:
                 where=where,
                 cure=f"install that package, or {with_flag('train', '--resume_changed')} to go on without its averages",
             )
-
-    def to(self, device: torch.device) -> None:
-        """Move parameters, gradients and the optimizer's state; needed also after a module was moved by other means."""
-        self.flat.to(device)
-        for leaf in self._leaves:
-            if leaf.places is not None:
-                _point(leaf, self.flat)
-        move(self.optimizer, self._leaves)
 
 
 def try_out(options: Train, device: torch.device) -> None:
@@ -244,17 +236,9 @@ def _leaves(flat: FlatParameters, found: OptimizerClass) -> list[Leaf]:
         names = [name for name, place in flat.places.items() if place.group == number]
         joined = tuple(name for name in names if found.joins(flat.parameters[name].numel()))
         if joined:
-            leaf = Leaf(torch.nn.Parameter(torch.empty(0)), joined, tuple(flat.places[name] for name in joined), number)
-            _point(leaf, flat)
-            leaves.append(leaf)
+            places = tuple(flat.places[name] for name in joined)
+            tensor = torch.nn.Parameter(flat.weights[number][: places[-1].end])
+            tensor.grad = flat.gradients[number][: places[-1].end]
+            leaves.append(Leaf(tensor, joined, places, number))
         leaves += [Leaf(flat.parameters[name], (name,), None, number) for name in names[len(joined) :]]
     return leaves
-
-
-def _point(leaf: Leaf, flat: FlatParameters) -> None:
-    """Make a joined leaf the beginning of its group's buffers."""
-    assert leaf.places is not None
-    end = leaf.places[-1].end
-    leaf.parameter.grad = None
-    leaf.parameter.data = flat.weights[leaf.group][:end]
-    leaf.parameter.grad = flat.gradients[leaf.group][:end]

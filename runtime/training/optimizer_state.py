@@ -114,24 +114,18 @@ def restore(
             raise WangenError("the optimizer's state is of other parameters", where=where, cure=OTHER_ADAPTER)
         if keys:
             joined = {key: _joined(leaf, key, [part[key] for part in parts], where) for key in keys}
-            optimizer.state[leaf.parameter] = _closed(joined)
-    move(optimizer, leaves)
+            optimizer.state[leaf.parameter] = _placed(_closed(joined), leaf, optimizer.param_groups[leaf.group])
     for number, group in enumerate(optimizer.param_groups):
         group.update(known.get(f"group.{number}", {}))
 
 
-def move(optimizer: torch.optim.Optimizer, leaves: Sequence[Leaf]) -> None:
-    """Bring the state to the device of the parameters.
-
-    As torch does it: the count of steps stays on the CPU unless a kernel reads it.
-    """
-    for leaf in leaves:
-        state = optimizer.state.get(leaf.parameter, {})
-        group = optimizer.param_groups[leaf.group]
-        for key, value in state.items():
-            stays = key == "step" and not (group.get("fused") or group.get("capturable"))
-            if isinstance(value, torch.Tensor) and not stays:
-                state[key] = value.to(leaf.parameter.device)
+def _placed(state: Mapping[str, Any], leaf: Leaf, group: Mapping[str, Any]) -> Values:
+    """The state on the parameter's device; as torch has it, the count of steps stays unless a kernel reads it."""
+    stays = set() if group.get("fused") or group.get("capturable") else {"step"}
+    return {
+        key: value.to(leaf.parameter.device) if isinstance(value, torch.Tensor) and key not in stays else value
+        for key, value in state.items()
+    }
 
 
 def _same(value: Any, before: Any) -> bool:

@@ -12,7 +12,6 @@ from wangen import profiles
 from wangen.generator.errors import UsageError
 from wangen.generator.experts import expect_two_experts
 from wangen.generator.kinds import expect
-from wangen.generator.lora_config import lora_file
 from wangen.generator.steps import Train
 from wangen.generator.tasks import require_supported
 from wangen.runtime.training.adapter_config import loraplus_ratio, require_adapter
@@ -176,11 +175,3 @@ def _expect_files(options: Train, model: profiles.Model) -> None:
             expect(path, model.kind_of(name), f"--{name}", options.task)
     if options.dit and options.dit_high_noise:
         expect_two_experts(options.dit, options.dit_high_noise)
-    for name in ("network_weights", "network_weights_high_noise"):
-        path = getattr(options, name)
-        if path is not None:
-            expect(lora_file(path), "lora", f"--{name}")
-    for path in options.base_weights:
-        expect(lora_file(path), "lora", "--base_weights")
-    if options.base_weights_multiplier and len(options.base_weights_multiplier) != len(options.base_weights):
-        raise UsageError("--base_weights and --base_weights_multiplier are not of one number", cure="one for each LoRA")

@@ -70,7 +70,7 @@ def optimizer_step(run: Run, trainee: Trainee, group: Group, factor: float, inte
     for prepared in group.batches:
         if interrupt.requested:
             return None
-        with dropout_seed(options, prepared.keys):
+        with dropout_seed(prepared.keys) if trainee.transformer.training else contextlib.nullcontext():
             loss, error = item_losses(run.kind, trainee.model, prepared, options, run.device)
             (loss.sum() / num_items).backward()  # type: ignore[no-untyped-call]
         losses.append(loss.detach())
@@ -144,11 +144,8 @@ def _on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def dropout_seed(options: Train, keys: list[DrawKey]) -> Iterator[None]:
+def dropout_seed(keys: list[DrawKey]) -> Iterator[None]:
     """Make dropout a function of the batch: torch offers no generator for it, so the global one is lent a seed."""
-    if not options.network_dropout:
-        yield
-        return
     with torch.random.fork_rng():
         torch.manual_seed(seed_for("dropout", *(part for key in keys for part in key)))
         yield

@@ -18,7 +18,7 @@ from wangen.runtime.training import checkpoint
 from wangen.runtime.training.adapter import disabled, replaced
 from wangen.runtime.training.metrics import FILE, Metrics, Pending, Record, TimestepBins
 from wangen.runtime.training.plan import Plan
-from wangen.runtime.training.prepared import Group, Prepared
+from wangen.runtime.training.prepared import Prepared
 from wangen.runtime.training.run import Run, Trainee
 from wangen.runtime.training.sample_prompts import read_prompts
 from wangen.runtime.training.sampling import make_samples, make_scenes, samples_due
@@ -254,31 +254,3 @@ def _base(trainee: Trainee) -> Iterator[None]:
 def _averages(trainee: Trainee) -> contextlib.AbstractContextManager[Any]:
     assert trainee.ema is not None
     return replaced(trainee.parameters, trainee.ema.weights())
-
-
-@contextlib.contextmanager
-def enough_memory_for_steps(run: Run, group: Group) -> Iterator[None]:
-    """Say what was trained on when the memory is full, how much there is, and what would fit.
-
-    Raises:
-        WangenError: in place of torch's own error.
-    """
-    try:
-        yield
-    except (torch.OutOfMemoryError, MemoryError):
-        raise _out_of_memory(run, group) from None
-    except RuntimeError as error:
-        if "can't allocate memory" not in str(error):  # how torch says it of the host's
-            raise
-        raise _out_of_memory(run, group) from None
-
-
-def _out_of_memory(run: Run, group: Group) -> WangenError:
-    largest = max(group.batches, key=lambda prepared: prepared.noise.numel())
-    size = "x".join(map(str, largest.noise.shape[2:]))
-    names = ", ".join(name for prepared in group.batches for name in prepared.batch.names)
-    return WangenError(
-        f"out of memory at step {run.step + 1}, on {names} (latents of {size})",
-        cure="use --checkpointing full, batch_size 1, a smaller resolution or fewer target_frames; "
-        "the last saved state stays",
-    )

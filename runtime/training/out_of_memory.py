@@ -1,0 +1,113 @@
+"""What to say when the memory is full: what was being trained on, what it needs, and the cheapest changes that fit."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from wangen.generator.errors import WangenError
+from wangen.generator.memory import GIB, MemorySettings, memory_plan
+from wangen.generator.steps import Train
+from wangen.profiles import Model
+from wangen.runtime.training.prepared import Group
+from wangen.runtime.training.run import Run
+from wangen.runtime.training.step import num_tokens
+
+
+@contextlib.contextmanager
+def enough_memory_for_steps(run: Run, group: Group) -> Iterator[None]:
+    """Answer a full memory, of the device or of the host, with one message.
+
+    Raises:
+        WangenError: in place of torch's own error.
+    """
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError):
+        raise _out_of_memory(run, group) from None
+    except RuntimeError as error:
+        if "can't allocate memory" not in str(error):  # how torch says it of the host's
+            raise
+        raise _out_of_memory(run, group) from None
+
+
+def _out_of_memory(run: Run, group: Group) -> WangenError:
+    largest = max(group.batches, key=lambda prepared: prepared.noise.numel())
+    size = "x".join(map(str, largest.noise.shape[2:]))
+    found = f"out of memory at step {run.step + 1}, on {', '.join(largest.batch.names)} (latents of {size})"
+    tokens = num_tokens(largest.batch, run.plan.model.patch)
+    available = None
+    if run.device.type == "cuda":
+        used = torch.cuda.max_memory_allocated(run.device)
+        available = torch.cuda.get_device_properties(run.device).total_memory
+        found += f"; {used / GIB:.1f} GiB of {available / GIB:.1f} were in use"
+    return WangenError(found, cure=_cure(run.plan.model, run.plan.options, tokens, available))
+
+
+def _cure(model: Model, options: Train, tokens: int, available: int | None) -> str:
+    changes = cheapest_changes(model, options, tokens, available)
+    if changes:
+        told = " ".join(changes)
+    else:
+        told = "a smaller resolution, fewer target_frames or batch_size 1: no other change makes room enough"
+    return f"give {told}; the last saved state stays (wangen train --resume_changed goes on with other settings)"
+
+
+def settings_of(options: Train) -> MemorySettings:
+    """The flags, with the presets filled in, as the memory formula takes them."""
+    eight_bit = "8bit" in options.optimizer_type
+    return MemorySettings(
+        quantize=options.quantize or "none",
+        blocks_to_swap=options.blocks_to_swap or 0,
+        checkpointing=options.checkpointing or "full",
+        free_blocks=options.checkpointing_free_blocks or 0,
+        offload=bool(options.gradient_checkpointing_cpu_offload),
+        rank=options.network_dim,
+        moment_bytes=2 if eight_bit else 8,
+        ring=options.block_swap_ring_size,
+        float32=options.mixed_precision == "no",
+    )
+
+
+def cheapest_changes(model: Model, options: Train, tokens: int, available: int | None) -> list[str]:
+    """Flags that make the run fit, in the order of what they cost in time: each is added to those before it.
+
+    Args:
+        model: the model profile.
+        options: as the run has them.
+        tokens: of the largest batch.
+        available: bytes of the device; None, where they are not known, gives the first change alone.
+
+    Returns:
+        The changes up to the first that fits by `memory_plan`; none when nothing does.
+    """
+    settings = settings_of(options)
+    taken: list[str] = []
+    for flag, change in _ladder(model, settings):
+        settings = replace(settings, **change)
+        taken = [*(other for other in taken if other.split()[0] != flag.split()[0]), flag]
+        if available is None or memory_plan(model, settings, tokens=tokens).device <= available:
+            return taken
+    return []
+
+
+def _ladder(model: Model, settings: MemorySettings) -> Iterator[tuple[str, dict[str, object]]]:
+    """What can be changed, cheapest first."""
+    if settings.free_blocks:
+        yield "--checkpointing_free_blocks 0", {"free_blocks": 0}
+    if settings.checkpointing == "none" or settings.free_blocks:
+        yield "--checkpointing selective", {"checkpointing": "selective"}
+    if settings.checkpointing != "full":
+        yield "--checkpointing full", {"checkpointing": "full"}
+    if settings.quantize == "none":
+        yield "--quantize fp8", {"quantize": "fp8"}
+    if not settings.offload:
+        yield "--gradient_checkpointing_cpu_offload", {"offload": True}
+    layers = model.transformer.num_layers
+    for part in (4, 2, 1):
+        blocks = layers // part - (part == 1)
+        if blocks > settings.blocks_to_swap:
+            yield f"--blocks_to_swap {blocks}", {"blocks_to_swap": blocks}
+    if settings.quantize != "nf4":
+        yield "--quantize nf4", {"quantize": "nf4"}

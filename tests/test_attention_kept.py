@@ -1,0 +1,233 @@
+"""Attention in checkpointed blocks: outputs kept on the device or the host, not computed again, equal to the byte."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from attention_cases import CPU, STAND_INS, exact, gradients, inputs, installer, off, sage
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from wangen.runtime.fast import attention, attention_operators
+from wangen.runtime.fast.attention import Kernel, Stash, choose_kernel
+from wangen.runtime.fast.host_copies import HostCopies
+
+FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA's operators run on CUDA")
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Stand-ins for the packages; no choice is remembered from one test to the next."""
+    attention._choose.cache_clear()
+    yield installer(monkeypatch)
+    attention._choose.cache_clear()
+
+
+class Calls(TorchDispatchMode):
+    """Counts operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+        self.items: list[int] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names[function.__name__.split(".")[0]] += 1
+        if function.__name__.split(".")[0] == FORWARD:
+            self.items.append(len(args[0]))
+        return function(*args, **(kwargs or {}))
+
+
+def region(attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """What a block does around attention: something before, two calls in a row, something behind."""
+    first = attend(query.tanh(), key, value)
+    return attend(first, key.sin(), value).square()
+
+
+def checkpointed(kernel: Kernel, tensors: list[Tensor], *, keep: bool, offload: bool = False) -> list[Tensor]:
+    stash = Stash(offload=offload)
+
+    def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        attend = (lambda q, k, v: kernel.kept(q, k, v, stash)) if keep else kernel
+        return region(attend, query, key, value)
+
+    def whole(*tensors: Tensor) -> Tensor:
+        extra = {"context_fn": stash.contexts} if keep else {}
+        return checkpoint(run, *tensors, use_reentrant=False, preserve_rng_state=False, **extra)
+
+    found = gradients(whole, tensors)
+    assert stash.held_bytes() == 0
+    return found
+
+
+@pytest.mark.parametrize("name", ["sdpa", "sage"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_kept_attention_gives_the_same_bytes(install, name, dtype):
+    install("sageattention")
+    kernel = choose_kernel(name, CPU, dtype)
+    assert kernel.name == name
+    tensors = inputs(dtype)
+    for one in (kernel, kernel.by_item()):
+        plain = gradients(lambda q, k, v, one=one: region(one, q, k, v), tensors)
+        for keep, offload in ((False, False), (True, False), (True, True)):
+            found = checkpointed(one, tensors, keep=keep, offload=offload)
+            assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
+
+
+@pytest.mark.parametrize("name", ["flash", "flash3", "xformers"])
+def test_in_place_of_a_package_kernel_sdpa_is_kept(install, name):
+    install(*STAND_INS)
+    kernel, tensors = choose_kernel(name, CPU, torch.float32), inputs(torch.float32)
+    with Calls() as calls:
+        found = checkpointed(kernel, tensors, keep=True)
+    assert calls.names[FORWARD] == 2
+    sdpa = checkpointed(choose_kernel("sdpa", CPU, torch.float32), tensors, keep=True)
+    assert all(torch.equal(a, b) for a, b in zip(found, sdpa, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_kept_is_not_computed_again(install, dtype):
+    kernel, tensors = choose_kernel("sdpa", CPU, dtype), inputs(dtype)
+    counts = {}
+    for keep in (False, True):
+        with Calls() as calls:
+            checkpointed(kernel, tensors, keep=keep)
+        counts[keep] = calls.names[FORWARD], calls.names[f"{FORWARD}_backward"]
+    assert counts == {False: (4, 2), True: (2, 2)}  # of the two calls of the region
+
+    runs = []
+    install("sageattention", sageattn=lambda *tensors, **layout: runs.append(1) or sage(*tensors, **layout))
+    kernel = choose_kernel("sage", CPU, dtype)
+    runs.clear()
+    checkpointed(kernel, tensors, keep=True)
+    assert len(runs) == 2
+
+
+def test_a_stash_holds_output_and_logsumexp_between_the_passes_only():
+    kernel, stash = choose_kernel("sdpa", CPU, torch.float32), Stash()
+    tensors = inputs(torch.float32)
+    output = checkpoint(
+        lambda *tensors: kernel.kept(*tensors, stash).square(),
+        *tensors, use_reentrant=False, preserve_rng_state=False, context_fn=stash.contexts,
+    )  # fmt: skip
+    assert stash.held_bytes() == 4 * (2 * 3 * 40 * 32 + 2 * 3 * 40)
+    with pytest.raises(AssertionError, match="serves one forward pass"), stash.recording():
+        pass
+    output.sum().backward(retain_graph=True)
+    assert stash.held_bytes() == 0
+    with pytest.raises(AssertionError, match="recomputed once"), stash.replaying():
+        kernel.kept(*tensors, stash)
+
+
+def test_what_waits_in_host_memory_comes_back_with_its_strides_and_leaves_its_buffer_to_the_next():
+    copies, generator = HostCopies(CPU), torch.Generator().manual_seed(0)
+    buffers = set()
+    for rows in (40, 30, 50, 40):
+        tensors = [
+            torch.randn(2, rows, 3, 8, generator=generator).bfloat16().transpose(1, 2),
+            torch.randn(7, rows, generator=generator)[::2],  # with gaps
+            torch.randn((), generator=generator, dtype=torch.float64),
+        ]
+        expected = [tensor.clone() for tensor in tensors]
+        copy = copies.send(tensors)
+        for tensor in tensors:
+            tensor.zero_()
+        assert copy.resident_bytes() == 0
+        copy.fetch()
+        assert copy.resident_bytes() == sum(tensor.nbytes for tensor in expected)
+        found = copy.take()
+        assert [tensor.dtype for tensor in found] == [tensor.dtype for tensor in expected]
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+        assert found[0].stride() == tensors[0].stride()
+        (buffer,) = copies._free
+        buffers.add(buffer.data_ptr())
+        assert not any(tensor.untyped_storage().data_ptr() == buffer.data_ptr() for tensor in found)
+    assert len(buffers) <= 2  # a new one for 50 rows only
+
+
+def test_an_offloaded_stash_holds_nothing_on_the_device():
+    kernel, stash, tensors = choose_kernel("sdpa", CPU, torch.float32), Stash(offload=True), inputs(torch.float32)
+    with stash.recording():
+        output = kernel.kept(*tensors, stash)
+    assert stash.held_bytes() == 0
+    stash.fetch()
+    assert stash.held_bytes() == output.nbytes + 4 * 2 * 3 * 40
+    with stash.replaying():
+        assert torch.equal(kernel.kept(*tensors, stash), output)
+
+
+def test_outside_of_checkpointing_nothing_is_held():
+    kernel, stash, tensors = choose_kernel("sdpa", CPU, torch.float32), Stash(), inputs(torch.float32)
+    found = gradients(lambda q, k, v: kernel.kept(q, k, v, stash), tensors)
+    assert all(torch.equal(a, b) for a, b in zip(found, gradients(kernel, tensors), strict=True))
+    assert stash.held_bytes() == 0
+
+
+def test_by_item_attention_runs_for_one_item_at_a_time():
+    kernel, tensors = choose_kernel("sdpa", CPU, torch.float32).by_item(), inputs(torch.float32, items=3)
+    with torch.no_grad(), Calls() as calls:
+        output = kernel(*tensors)
+        kernel.kept(*tensors, Stash())
+        kernel(*tensors, torch.zeros(3, 1, 1, 40))
+    assert calls.items == [1] * 9
+    assert output.transpose(1, 2).is_contiguous()  # heads join without a copy
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler looks at what it should not, and is warned
+def test_a_compiled_block_takes_the_kernel_into_its_graph_and_a_kept_one_beside_it():
+    kernel, tensors = choose_kernel("sdpa", CPU, torch.bfloat16), inputs(torch.bfloat16)
+    bias = torch.zeros(2, 1, 1, 40)
+    compiled = torch.compile(lambda *rest: kernel(*rest).square(), fullgraph=True, backend="eager")
+    plain = gradients(lambda *rest: kernel(*rest).square(), tensors, bias)
+    assert all(torch.equal(a, b) for a, b in zip(gradients(compiled, tensors, bias), plain, strict=True))
+
+    stash = Stash()
+    kept = torch.compile(lambda q, k, v: region(lambda *rest: kernel.kept(*rest, stash), q, k, v), backend="eager")
+    found = gradients(
+        lambda *tensors: checkpoint(
+            kept, *tensors, use_reentrant=False, preserve_rng_state=False, context_fn=stash.contexts
+        ),
+        tensors,
+    )
+    plain = gradients(lambda *tensors: region(kernel, *tensors), tensors)
+    assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
+
+
+CUDA_OPERATORS = [
+    attention_operators.CudaFlash(), attention_operators.CudaCudnn(), attention_operators.CudaEfficient(),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("operator", CUDA_OPERATORS, ids=lambda operator: type(operator).__name__)
+def test_the_operators_of_cuda_are_called_as_their_schemas_say(operator):
+    """On tensors without numbers: the shapes of outputs and gradients, no more."""
+    tensors = [tensor.detach().to("meta") for tensor in inputs(torch.bfloat16)]
+    kept = operator.forward(*tensors)
+    found = operator.backward(torch.empty_like(kept[0]), *tensors, kept)
+    assert [tensor.shape for tensor in (kept[0], *found)] == [tensors[0].shape] * 4
+    assert {tensor.dtype for tensor in (kept[0], *found)} == {torch.bfloat16}
+
+
+@needs_cuda
+@pytest.mark.parametrize("backend", [
+    SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION,
+])  # fmt: skip
+@pytest.mark.parametrize("offload", [False, True])
+def test_on_cuda_kept_attention_gives_the_same_bytes(backend, offload):
+    cuda = torch.device("cuda")
+    kernel = Kernel("sdpa")  # the choice of SDPA's kernel is the test's
+    tensors = inputs(torch.bfloat16, device=cuda)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with sdpa_kernel(backend):
+            plain = gradients(lambda *tensors: region(kernel, *tensors), tensors)
+            found = checkpointed(kernel, tensors, keep=True, offload=offload)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
+    wide = [tensor.detach().cpu().double().requires_grad_() for tensor in tensors]
+    assert off([tensor.cpu() for tensor in found], gradients(lambda *tensors: region(exact, *tensors), wide)) < 0.02

@@ -1,0 +1,248 @@
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import WanTransformer3DModel
+
+from wangen import profiles
+from wangen.generator import memory
+from wangen.generator.errors import UsageError
+from wangen.generator.memory import (
+    GIB,
+    MemorySettings,
+    adapter_weights,
+    block_bytes,
+    memory_plan,
+    outer_bytes,
+    preset_flags,
+    preset_plan,
+    tokens_of,
+    usable_bytes,
+)
+from wangen.generator.steps import Train
+from wangen.generator.table import options as flags_of
+from wangen.runtime.memory.presets import PLAIN, resolve_vram
+from wangen.runtime.memory.quantize import FORMS, num_weights, quantize_blocks
+
+MODELS = [profiles.model(name) for name in profiles.model_names()]
+PRESETS = [(model, gib) for model in MODELS for gib in model.presets]
+CPU = torch.device("cpu")
+
+
+def short(name: str) -> profiles.Model:
+    """A model with two blocks of the real size."""
+    model = profiles.model(name)
+    return replace(model, transformer=replace(model.transformer, num_layers=2))
+
+
+def on_meta(model: profiles.Model, dtype: torch.dtype = torch.bfloat16) -> WanTransformer3DModel:
+    """The real model without memory, in the dtypes that the loader gives it."""
+    sizes, image = model.transformer, any(weights.flag == "clip" for weights in model.weights)
+    with torch.device("meta"):
+        transformer = WanTransformer3DModel(
+            num_attention_heads=sizes.num_heads,
+            attention_head_dim=128,
+            in_channels=sizes.in_channels,
+            out_channels=sizes.out_channels,
+            ffn_dim=sizes.ffn_dim,
+            num_layers=sizes.num_layers,
+            image_dim=1280 if image else None,
+            added_kv_proj_dim=sizes.dim if image else None,
+            pos_embed_seq_len=514 if model.condition == "first_and_last" else None,
+        )
+    kept = set(WanTransformer3DModel._keep_in_fp32_modules)
+    for name, parameter in transformer.named_parameters():
+        parameter.requires_grad = False
+        parameter.data = parameter.data.to(torch.float32 if kept & set(name.split(".")) else dtype)
+    return transformer
+
+
+def stored(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+
+
+# ---- the formula -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", [short(name) for name in profiles.model_names()], ids=lambda model: model.name)
+def test_weights_are_counted_exactly(model):
+    for dtype, wide in ((torch.bfloat16, 2), (torch.float32, 4)):
+        transformer = on_meta(model, dtype)
+        blocks = stored(transformer.blocks)
+        assert block_bytes(model, wide=wide) * model.transformer.num_layers == blocks
+        assert outer_bytes(model, wide) == stored(transformer) - blocks
+
+
+@pytest.mark.parametrize("mode", list(FORMS))
+def test_quantised_weights_are_counted_exactly(mode):
+    model = short("i2v-14B")
+    transformer = on_meta(model)
+    count = num_weights(transformer)
+    assert quantize_blocks(transformer, mode) == 12 * 2
+    assert block_bytes(model, mode) * 2 == stored(transformer.blocks)
+    assert num_weights(transformer) == count
+    assert memory.BITS[mode] == FORMS[mode].bits
+
+
+@pytest.mark.parametrize("model", [short(name) for name in profiles.model_names()], ids=lambda model: model.name)
+def test_adapters_are_counted_exactly(model):
+    from peft import LoraConfig
+
+    transformer = on_meta(model)
+    transformer.add_adapter(LoraConfig(r=8, target_modules=model.lora_targets))
+    trained = sum(parameter.numel() for parameter in transformer.parameters() if parameter.requires_grad)
+    assert adapter_weights(model, 8) == trained
+
+
+def test_the_parts_of_a_run_whose_numbers_are_known():
+    """Wan 2.1 14B, 81 frames of 832x480, as published tables have it: 28.6 GB of weights, 13.4 GB of block inputs."""
+    model = profiles.model("t2v-14B")
+    tokens = tokens_of(model, (832, 480), 81)
+    assert tokens == 32760
+    plan = memory_plan(model, MemorySettings(), tokens=tokens)
+    assert plan.parts["weights that stay"] == pytest.approx(28.6e9, rel=0.01)
+    assert plan.parts["kept for the backward pass"] == 40 * 32760 * 5120 * 2 == pytest.approx(13.4e9, rel=0.01)
+    assert plan.parts["adapters, gradients, optimizer"] == pytest.approx(2.45e9 + 0.3e9, rel=0.01)
+    assert 8 < plan.parts["one block's backward pass"] / GIB < 8.6
+    assert plan.host == 0
+    assert plan.device == sum(plan.parts.values())
+
+
+def test_each_setting_saves_what_it_says():
+    model = profiles.model("t2v-14B")
+    tokens, block = 7800, block_bytes(model)
+    start = MemorySettings()
+    plain = memory_plan(model, start, tokens=tokens)
+
+    def change(**values) -> int:
+        return memory_plan(model, replace(start, **values), tokens=tokens).device - plain.device
+
+    assert change(blocks_to_swap=10) == -8 * block
+    assert change(blocks_to_swap=1) == 0, "the ring takes as much"
+    assert change(quantize="int8") < change(quantize="none") == 0
+    assert change(quantize="nf4") < change(quantize="fp8") == change(quantize="int8")
+    assert change(offload=True) == -(40 - 3) * tokens * 5120 * 2
+    assert change(checkpointing="selective") == 40 * tokens * (5120 * 2 + 40 * 4)
+    assert change(free_blocks=1) == -tokens * 5120 * 2, "the last block's own live set is there anyway"
+    assert change(checkpointing="none") > 20 * change(checkpointing="selective") / 40 > 0
+    assert change(moment_bytes=2) == -6 * adapter_weights(model, 32)
+    offloaded = memory_plan(model, MemorySettings(blocks_to_swap=10, offload=True), tokens=tokens)
+    assert offloaded.host == 10 * block + 40 * tokens * 5120 * 2
+
+
+# ---- the presets -------------------------------------------------------------------------------------------------
+
+
+def test_every_model_has_a_preset_for_every_card_of_the_flag():
+    cards = {option.name: option.choices for option in flags_of(Train)}["vram"]
+    for model in MODELS:
+        assert {str(gib) for gib in model.presets} | {"auto"} == set(cards)
+
+
+@pytest.mark.parametrize(("model", "gib"), PRESETS, ids=lambda value: getattr(value, "name", value))
+def test_a_preset_fits_its_card_and_wastes_little_of_it(model, gib):
+    preset = model.presets[gib]
+    plan = preset_plan(model, preset)
+    assert plan.device <= usable_bytes(gib)
+    assert plan.host < 32 * GIB
+    if preset.blocks_to_swap > 2:
+        fewer = replace(preset, blocks_to_swap=preset.blocks_to_swap - 1)
+        assert preset_plan(model, fewer).device > usable_bytes(gib)
+    assert preset.blocks_to_swap + preset.checkpointing_free_blocks <= model.transformer.num_layers
+    assert preset.checkpointing != "none"
+    assert all(side % model.bucket_step == 0 for side in preset.resolution)
+    assert preset.num_frames % model.temporal_stride == 1
+    names = {option.name: option for option in flags_of(Train)}
+    flags = preset_flags(model, str(gib))
+    assert flags.keys() <= names.keys()
+    for name, value in flags.items():
+        assert not names[name].choices or value in names[name].choices
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+def test_a_larger_card_trains_at_least_as_much(model):
+    plans = [model.presets[gib] for gib in sorted(model.presets)]
+    sizes = [tokens_of(model, preset.resolution, preset.num_frames) for preset in plans]
+    assert sizes == sorted(sizes)
+    assert plans[-1].num_frames >= 49
+
+
+def test_an_unknown_preset_or_key_is_refused():
+    model = profiles.model("t2v-1.3B")
+    with pytest.raises(UsageError, match=r"--vram 10: t2v-1.3B has no preset") as caught:
+        preset_flags(model, "10")
+    assert "there are: 8, 12, 16, 24" in str(caught.value)
+    values = profiles.model_values("t2v-1.3B")
+    with pytest.raises(TypeError):
+        profiles.make_model("mine", values | {"presets": {"8": {"swap": 1}}})
+
+
+def test_a_profile_takes_the_presets_of_the_one_it_is_based_on_card_by_card():
+    values = profiles.model_values("t2v-1.3B")
+    assert set(values["presets"]) == {"8", "12", "16", "24"}
+    assert profiles.model("t2v-1.3B").presets[8] != profiles.model("t2v-14B").presets[8]
+    without = {key: value for key, value in values.items() if key != "presets"}
+    assert profiles.make_model("mine", without).presets == {}
+
+
+# ---- from the flag to the other flags ----------------------------------------------------------------------------
+
+
+def train(**changes) -> Train:
+    return replace(
+        Train(dataset_config=Path("a.toml"), dit=Path("d"), output_dir=Path("out"), output_name="x", task="t2v-14B"),
+        **changes,
+    )
+
+
+def memory_flags(options: Train) -> dict[str, object]:
+    return {name: getattr(options, name) for name in PLAIN}
+
+
+T2V = profiles.model("t2v-14B")
+
+
+def test_without_the_flag_nothing_is_quantised_or_swapped():
+    assert memory_flags(resolve_vram(train(), T2V, CPU)) == PLAIN
+    given = {"quantize": "fp8", "blocks_to_swap": 3, "checkpointing": "selective", "checkpointing_free_blocks": 2}
+    assert memory_flags(resolve_vram(train(**given), T2V, CPU)) == PLAIN | given
+
+
+@pytest.mark.parametrize("gib", ["8", "12", "16", "24"])
+def test_a_card_gives_the_flags_of_its_preset_and_given_ones_win(gib):
+    flags = preset_flags(T2V, gib)
+    assert memory_flags(resolve_vram(train(vram=gib), T2V, CPU)) == flags
+    given = {"quantize": "nf4", "gradient_checkpointing_cpu_offload": False}
+    assert memory_flags(resolve_vram(train(vram=gib, **given), T2V, CPU)) == flags | given
+    explicit = resolve_vram(train(**flags), T2V, CPU)
+    assert memory_flags(explicit) == flags, "a script that carries the flags is the same run"
+
+
+def test_what_other_flags_rule_out_is_left_away():
+    full = memory_flags(resolve_vram(train(vram="12", train_mode="full"), T2V, CPU))
+    assert full == PLAIN | {"gradient_checkpointing_cpu_offload": True}
+    plain = memory_flags(resolve_vram(train(vram="12", plain=True), T2V, CPU))
+    assert (plain["quantize"], plain["blocks_to_swap"], plain["checkpointing_free_blocks"]) == ("int8", 0, 0)
+    none = memory_flags(resolve_vram(train(vram="24", checkpointing="none"), T2V, CPU))
+    assert none == PLAIN | {"quantize": "int8", "checkpointing": "none"}
+    all_swapped = resolve_vram(train(vram="24", blocks_to_swap=40), T2V, CPU)
+    assert (all_swapped.blocks_to_swap, all_swapped.checkpointing_free_blocks) == (40, 0)
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "expected"),
+    [(7.2, "8"), (11.5, "12"), (15.2, "16"), (22.6, "24"), (31.0, "24"), (78.0, None)],
+)
+def test_auto_takes_the_largest_preset_that_is_free(monkeypatch, free_gib, expected):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(free_gib * GIB), 96 * GIB))
+    found = memory_flags(resolve_vram(train(vram="auto"), T2V, torch.device("cuda")))
+    roomy = PLAIN | {"checkpointing": "selective", "checkpointing_free_blocks": 1}
+    assert found == (preset_flags(T2V, expected) if expected else roomy)
+
+
+def test_auto_says_when_nothing_fits_and_takes_none_on_a_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5 * GIB, 8 * GIB))
+    with pytest.raises(UsageError, match=r"5\.5 GiB are free on cuda, and the smallest preset of t2v-14B needs 7\.3"):
+        resolve_vram(train(vram="auto"), T2V, torch.device("cuda"))
+    assert memory_flags(resolve_vram(train(vram="auto"), T2V, CPU)) == PLAIN

@@ -1,0 +1,170 @@
+"""What a training step computes: clean first frames, weights of items, noise offset, groups of batches."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import TinyRun
+
+from wangen import profiles
+from wangen.generator.errors import UsageError
+from wangen.generator.steps import Train
+from wangen.runtime.loader import Batch, Draw
+from wangen.runtime.models import family
+from wangen.runtime.models.compute import Compute
+from wangen.runtime.training.plan import ExpertPlan, Plan
+from wangen.runtime.training.prepared import Prepared, prepare
+from wangen.runtime.training.refusals import resolved
+from wangen.runtime.training.step import item_losses
+from wangen.runtime.training.timesteps import Sampler
+
+CPU = torch.device("cpu")
+TI2V = profiles.model("ti2v-5B")
+WAN = family(TI2V)
+WEIGHTS = Path(__file__).parent / "vectors" / "dit_ti2v5b" / "model.safetensors"
+
+
+def options_of(tmp_path: Path, task: str = "ti2v-5B", **changes) -> Train:
+    options = Train(dataset_config=tmp_path / "a.toml", dit=WEIGHTS, task=task, output_dir=tmp_path, output_name="a",
+                    mixed_precision="no", device="cpu")  # fmt: skip
+    return resolved(replace(options, **changes), profiles.model(task), CPU)
+
+
+def batch_of(*shape: int, items: int = 2, width: int = 64) -> Batch:
+    generator = torch.Generator().manual_seed(1)
+    return Batch(
+        latents=torch.randn(items, *shape, generator=generator),
+        texts=[torch.randn(3 + n, width, generator=generator) for n in range(items)],
+        names=[f"item {n}" for n in range(items)],
+        keys=[f"key {n}" for n in range(items)],
+        weights=torch.ones(items),
+    )
+
+
+def prepared_for(options: Train, batch: Batch, *, epoch: int = 0) -> Prepared:
+    model = profiles.model(options.task)
+    plan = Plan(options, model, [], [], 1, (ExpertPlan("", WEIGHTS, None, 0.0, 1.0, 1.0, 1),), {})
+    draws = [Draw(number, 0, position=number) for number in range(len(batch.keys))]
+    return prepare(plan, batch, draws, epoch, Sampler(options))
+
+
+@pytest.fixture(scope="module")
+def transformer():
+    return WAN.load_transformer(WEIGHTS, dtype=torch.float32)
+
+
+def model_of(transformer, *, plain: bool):
+    compute = Compute(attention="sdpa", checkpointing="none", plain=plain)
+    return WAN.velocity_model(transformer, compute, device=CPU, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_given_frames_stay_clean_have_timestep_0_and_no_part_in_the_loss(transformer, tmp_path, plain):
+    options = options_of(tmp_path)
+    width = transformer.config.text_dim
+    prepared = prepared_for(options, batch_of(48, 3, 4, 4, width=width))
+    assert prepared.clean_frames == [1, 1]
+    seen = {}
+    model = model_of(transformer, plain=plain)
+
+    def watching(latents, timesteps, texts, **more):
+        seen.update(latents=latents, timesteps=timesteps)
+        return model(latents, timesteps, texts, **more)
+
+    losses, errors = item_losses(WAN, watching, prepared, options, CPU)
+    assert torch.equal(seen["latents"][:, :, 0], prepared.batch.latents[:, :, 0])
+    assert not torch.equal(seen["latents"][:, :, 1], prepared.batch.latents[:, :, 1])
+    assert seen["timesteps"].shape == (2, 3 * 4)
+    assert not seen["timesteps"][:, :4].any()
+    assert torch.equal(seen["timesteps"][:, 4:], (1000 * prepared.sigmas)[:, None].expand(2, 8))
+    other = prepared.noise.clone()
+    other[:, :, 0] += 7  # noise of the frame that is given: nothing may depend on it
+    again, _ = item_losses(WAN, model, replace(prepared, noise=other), options, CPU)
+    assert torch.equal(losses, again)
+    assert torch.equal(losses, errors)
+
+
+def test_the_gradient_of_the_loss_is_zero_on_given_frames(tmp_path):
+    """With a model that returns a leaf, the loss's gradient says what it looks at."""
+    options = options_of(tmp_path, condition_frames=5)
+    prepared = prepared_for(options, batch_of(48, 4, 4, 4))
+    assert prepared.clean_frames == [2, 2]
+    predicted = torch.zeros_like(prepared.batch.latents).requires_grad_()
+    losses, _ = item_losses(WAN, lambda *_words, **_names: predicted, prepared, options, CPU)
+    losses.sum().backward()
+    assert not predicted.grad[:, :, :2].any()
+    assert predicted.grad[:, :, 2:].all()
+
+
+def test_still_images_and_dropped_conditions_are_text_to_video(tmp_path):
+    assert prepared_for(options_of(tmp_path), batch_of(48, 1, 4, 4)).clean_frames == [0, 0]
+    dropped = options_of(tmp_path, condition_dropout=0.5)
+    counts = [prepared_for(dropped, batch_of(48, 3, 4, 4), epoch=n).clean_frames for n in range(200)]
+    assert 0.4 < sum(map(sum, counts)) / 400 < 0.6
+    assert counts[7] == prepared_for(dropped, batch_of(48, 3, 4, 4), epoch=7).clean_frames
+
+
+@pytest.mark.parametrize(("frames", "words"), [(3, "must be 4n"), (-1, "must be 4n")])
+def test_given_frames_that_no_latent_holds_are_refused(tmp_path, frames, words):
+    with pytest.raises(UsageError, match=words):
+        options_of(tmp_path, condition_frames=frames)
+    with pytest.raises(UsageError, match="does not take given frames"):
+        options_of(tmp_path, task="t2v-1.3B", condition_frames=1)
+
+
+def test_a_mask_and_given_frames_count_together(tmp_path):
+    options = options_of(tmp_path)
+    batch = batch_of(48, 3, 4, 4, items=1)
+    mask = torch.zeros(1, 1, 3, 4, 4)
+    mask[:, :, :, :2] = 1
+    prepared = prepared_for(options, replace(batch, loss_mask=mask))
+    predicted = torch.zeros_like(batch.latents).requires_grad_()
+    losses, _ = item_losses(WAN, lambda *_words, **_names: predicted, prepared, options, CPU)
+    losses.sum().backward()
+    assert predicted.grad[:, :, 1:, :2].all()
+    assert not predicted.grad[:, :, 0].any()
+    assert not predicted.grad[:, :, :, 2:].any()
+
+
+def test_the_loss_of_an_item_counts_its_weight_and_the_weighting_scheme(tmp_path):
+    options = options_of(tmp_path, task="t2v-1.3B", weighting_scheme="cosmap")
+    batch = replace(batch_of(16, 1, 4, 4), weights=torch.tensor([1.0, 0.25]))
+    prepared = prepared_for(options, batch)
+    losses, errors = item_losses(WAN, lambda *_words, **_names: torch.zeros_like(batch.latents), prepared, options, CPU)
+    sigmas = prepared.sigmas
+    scheme = 2 / (torch.pi * (1 - 2 * sigmas + 2 * sigmas**2))
+    torch.testing.assert_close(losses, errors * scheme * batch.weights)
+    target = prepared.noise - batch.latents
+    torch.testing.assert_close(errors, target.square().mean(dim=(1, 2, 3, 4)))
+
+
+def test_noise_offset_shifts_each_channel_as_a_whole(tmp_path):
+    batch = batch_of(16, 2, 8, 8)
+    plain = prepared_for(options_of(tmp_path, task="t2v-1.3B"), batch).noise
+    offset = prepared_for(options_of(tmp_path, task="t2v-1.3B", noise_offset=0.1), batch).noise
+    shift = offset - plain
+    assert torch.allclose(shift, shift[:, :, :1, :1, :1].expand_as(shift), atol=1e-6)
+    assert 0.05 < shift[:, :, 0, 0, 0].std() < 0.2
+
+
+def test_a_draw_depends_on_seed_epoch_item_and_repeat_alone(tmp_path):
+    options, batch = options_of(tmp_path, task="t2v-1.3B"), batch_of(16, 1, 4, 4)
+    first, again = prepared_for(options, batch), prepared_for(options, batch)
+    assert torch.equal(first.noise, again.noise)
+    assert torch.equal(first.sigmas, again.sigmas)
+    later, other = prepared_for(options, batch, epoch=1), prepared_for(replace(options, seed=7), batch)
+    assert not torch.equal(first.noise, later.noise)
+    assert not torch.equal(first.sigmas, other.sigmas)
+
+
+def test_regularisation_sets_count_the_prior_loss_weight(tiny_run: TinyRun, tmp_path):
+    from test_train import samples_of
+
+    from wangen.runtime.loader import read_batch
+
+    samples = samples_of(tiny_run)
+    entry = replace(samples[0].sample.entry, is_reg=True)
+    first = replace(samples[0], sample=replace(samples[0].sample, entry=entry))
+    assert read_batch([first], [Draw(0, 0)], 0.3).weights.tolist() == [pytest.approx(0.3)]
+    assert read_batch(samples, [Draw(0, 0)], 0.3).weights.tolist() == [1.0]
