@@ -2,10 +2,10 @@
 
 python benchmarks/it_learns.py FOLDER [--steps 300] [--seeds 4]
 
-Two LoRAs are trained on the same drawn clips of purple, pink and brown shapes by the product's own steps: one with the right
-captions, one with captions shuffled so that each names another colour. Both are judged by the held-out loss at fixed
-clips, timesteps and noise, with right captions, and by generated clips: the distance of the shape's mean colour from
-the colour that the prompt names, in steps of sRGB, without a LoRA and with each. Prints a report in Markdown.
+Two LoRAs are trained on the same drawn clips of purple, pink and brown shapes by the product's own steps: one with the
+right captions, one with captions shuffled so that each names another colour. Both are judged by the held-out loss at
+fixed clips, timesteps and noise, with right captions, and by generated clips: the distance of the shape's mean colour
+from the colour that the prompt names, in steps of sRGB, without a LoRA and with each. Prints a report in Markdown.
 """
 
 import argparse

@@ -3,17 +3,19 @@
 Called by `pretrain_tiny_wan.py`. This loop is its own: the product trains transformers, no VAEs. The network is
 diffusers' `AutoencoderKLWan`; names, statistics and the drawing are the product's.
 
-Three stages, each cheap where the next would be dear: single frames of 32 px; the same weights widened to clips, in
-which every frame of a group of four starts as a copy of the last; clips of 48 px. The loss is |x - y| + (x - y)^2 + beta KL.
+Three stages, each cheap where the next would be dear: single frames; the same weights widened to clips, in which every
+frame of a group of four starts as a copy of the last; then the decoder alone, while the latents stay what they are. The
+loss is |x - y| + (x - y)^2 + beta KL.
 
 Letters in shapes: B batch, T frames of video, H and W pixels, F frames of latents, h and w latents.
 """
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 
 import torch
 from diffusers import AutoencoderKLWan
@@ -27,21 +29,31 @@ from wangen.runtime.weights.vae_names import MEAN_21, STD_21, vae_names
 
 @dataclass(frozen=True)
 class Stage:
-    """So many steps on clips of these lengths and this size; the last number is the weight of the KL term."""
+    """One part of the training.
+
+    Attributes:
+        steps: of the optimizer.
+        batch: clips per step.
+        num_frames: of the clips of one step after another, in turn.
+        learning_rate: the highest; it warms up and then follows a cosine.
+        beta: weight of the KL term at the end, to which it grows; None trains the decoder alone.
+        vivid_share: share of scenes of any colour; the others have the colours of the captions.
+    """
 
     steps: int
     batch: int
     num_frames: tuple[int, ...]
-    size_px: int
     learning_rate: float
-    beta: float
+    beta: float | None
+    vivid_share: float
 
 
 STAGES = (
-    Stage(1600, 16, (1,), 32, 1.5e-3, 5e-4),
-    Stage(600, 8, (5, 5, 5, 9), 32, 1.5e-3, 1.5e-3),
-    Stage(200, 4, (5, 9), 48, 5e-4, 1.5e-3),
+    Stage(1600, 16, (1,), 1.5e-3, 5e-4, 1.0),
+    Stage(100, 8, (5, 5, 5, 9), 3e-4, 1e-3, 1.0),
+    Stage(600, 8, (5, 5, 9), 5e-4, None, 0.5),
 )
+CROP_PX = 32
 
 
 def train_vae(folder: Path, dim: int, seed: int) -> AutoencoderKLWan:
@@ -105,31 +117,37 @@ def widen_to_clips(vae: AutoencoderKLWan) -> None:
 
 
 def _train(vae: AutoencoderKLWan, stage: Stage, generator: torch.Generator, log: Path) -> None:
-    optimizer = torch.optim.AdamW(vae.parameters(), lr=stage.learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
+    vae.requires_grad_(True)
+    if stage.beta is None:
+        vae.encoder.requires_grad_(False)
+        vae.quant_conv.requires_grad_(False)
+    parameters = [parameter for parameter in vae.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=stage.learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
     started, errors = time.monotonic(), []
     for step in range(1, stage.steps + 1):
         share = step / stage.steps
-        rate = stage.learning_rate * min(1.0, step / 50) * (0.03 + 0.97 * (1 + math.cos(math.pi * share)) / 2)
         for group in optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = (
+                stage.learning_rate * min(1.0, step / 50) * (0.03 + 0.97 * (1 + math.cos(math.pi * share)) / 2)
+            )
         num_frames = stage.num_frames[step % len(stage.num_frames)]
-        clips, coverage = random_clips(stage.batch, num_frames, stage.size_px, generator)
+        clips, coverage = random_clips(stage, num_frames, generator)
         posterior = vae.encode(clips).latent_dist
         error = decoded(vae, posterior.sample(generator)) - clips
-        divergence = 0.5 * (posterior.mean**2 + posterior.var - 1 - posterior.logvar).mean()
-        distance = (error.abs() * (1 + coverage)).mean() + error.square().mean()
-        loss = distance + stage.beta * min(1.0, 1.6 * share) * divergence
+        loss = (error.abs() * (1 + coverage)).mean() + error.square().mean()
+        if stage.beta is not None:
+            divergence = 0.5 * (posterior.mean**2 + posterior.var - 1 - posterior.logvar).mean()
+            loss = loss + stage.beta * min(1.0, 1.6 * share) * divergence
         optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         errors.append(error.square().mean().item())
-        if step % 25 == 0:
-            decibel = 10 * math.log10(4 / (sum(errors) / len(errors)))
+        if step % 20 == 0:
+            line = f"{stage.num_frames} step {step} psnr {10 * math.log10(4 / fmean(errors)):.2f} dB"
             errors.clear()
-            with log.open("a") as file:
-                print(f"{stage.num_frames} step {step} psnr {decibel:.2f} dB, KL {divergence.item():.3f}, "
-                      f"{time.monotonic() - started:.0f} s", file=file)  # fmt: skip
+            with log.open("a", encoding="utf-8") as file:
+                print(f"{line}, {time.monotonic() - started:.0f} s", file=file)
 
 
 def decoded(vae: AutoencoderKLWan, latents: torch.Tensor) -> torch.Tensor:
@@ -153,49 +171,53 @@ def decoded(vae: AutoencoderKLWan, latents: torch.Tensor) -> torch.Tensor:
     return torch.cat(chunks, dim=2)
 
 
-def random_clips(
-    batch: int, num_frames: int, size_px: int, generator: torch.Generator
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Clips of shapes of any colour before any colour, some of them partly outside: more than the captions can say.
+def random_clips(stage: Stage, num_frames: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Small clips of shapes, some of them partly outside, in more colours than the captions can say.
 
     Args:
-        batch: B.
+        stage: says how many and how colourful.
         num_frames: T.
-        size_px: H and W.
         generator: of the scenes.
 
     Returns:
         (B, 3, T, H, W) in [-1, 1], and the share of each pixel that the shape covers, (B, 1, T, H, W).
     """
-    scenes = list(_random_scenes(batch, num_frames, size_px, generator))
-    videos, coverage = moving_shapes.draw(scenes, num_frames, (size_px, size_px))
+    scenes = [_random_scene(stage.vivid_share, num_frames, generator) for _ in range(stage.batch)]
+    videos, coverage = moving_shapes.draw(scenes, num_frames, (CROP_PX, CROP_PX))
     return videos.float().div_(127.5).sub_(1), coverage
 
 
-def _random_scenes(
-    batch: int, num_frames: int, size_px: int, generator: torch.Generator
-) -> Iterator[moving_shapes.Scene]:
-    directions = list(moving_shapes.MOTIONS.values())
-    for _ in range(batch):
-        x, y, radius, speed, vivid, plain, grey = torch.rand(7, generator=generator).tolist()
-        colour, background = torch.rand(2, 3, generator=generator)
-        if vivid < 0.5:  # away from the middle: near the corners of the cube of colours
-            colour = 0.5 + (colour - 0.5).sign() * (0.25 + (colour - 0.5).abs() / 2)
-        if plain < 0.6:
-            background = torch.full((3,), grey)
-        direction = directions[int(torch.randint(len(directions), (1,), generator=generator))]
-        pixels = (0.8 + 2.7 * speed) * (num_frames - 1)
-        yield moving_shapes.Scene(
-            shape=moving_shapes.SHAPES[int(torch.randint(3, (1,), generator=generator))],
-            colour=_colour(colour),
-            background=_colour(background),
-            centre=(1.1 * x - 0.05, 1.1 * y - 0.05),
-            radius=(7 + 9 * radius) / size_px,
-            travel=(direction[0] * pixels / size_px, direction[1] * pixels / size_px),
-        )
+def _random_scene(vivid_share: float, num_frames: int, generator: torch.Generator) -> moving_shapes.Scene:
+    x, y, radius, speed, vivid, strong, plain, grey = torch.rand(8, generator=generator).tolist()
+    colour, background = torch.rand(2, 3, generator=generator)
+    if strong < 0.5:  # away from the middle: near the corners of the cube of colours
+        colour = 0.5 + (colour - 0.5).sign() * (0.25 + (colour - 0.5).abs() / 2)
+    if plain < 0.6:
+        background = torch.full((3,), grey)
+    if vivid >= vivid_share:
+        colour = _drawn(list(moving_shapes.COLOURS.values()), generator)
+        background = _drawn(list(moving_shapes.BACKGROUNDS.values()), generator)
+    direction = list(moving_shapes.MOTIONS.values())[_below(len(moving_shapes.MOTIONS), generator)]
+    pixels = (0.8 + 2.7 * speed) * (num_frames - 1)
+    return moving_shapes.Scene(
+        shape=moving_shapes.SHAPES[_below(3, generator)],
+        colour=_srgb(colour),
+        background=_srgb(background),
+        centre=(1.1 * x - 0.05, 1.1 * y - 0.05),
+        radius=(7 + 9 * radius) / CROP_PX,
+        travel=(direction[0] * pixels / CROP_PX, direction[1] * pixels / CROP_PX),
+    )
 
 
-def _colour(values: torch.Tensor) -> moving_shapes.Colour:
+def _below(count: int, generator: torch.Generator) -> int:
+    return int(torch.randint(count, (1,), generator=generator))
+
+
+def _drawn(colours: Sequence[moving_shapes.Colour], generator: torch.Generator) -> torch.Tensor:
+    return torch.tensor(colours[_below(len(colours), generator)]) / 255
+
+
+def _srgb(values: torch.Tensor) -> moving_shapes.Colour:
     red, green, blue = values.mul(255).round().int().tolist()
     return red, green, blue
 

@@ -95,7 +95,10 @@ _WAN_MODULE = re.compile(
     r"(?:self_attn[._][qkvo]|cross_attn[._](?:[qkvo]|[kv]_img)|ffn[._](?:0|2|net)"
     r"|attn[12][._](?:to_[qkv]|to_out|add_[kv]_proj))(?=\.|_\d|$)"
 )
-_OPTIMIZER = re.compile(r"\d+\.[a-z0-9_]+")
+_OPTIMIZER = re.compile(
+    r"\d+\.[a-z0-9_]+"
+    r"|(?:blocks|condition_embedder|patch_embedding|proj_out|scale_shift_table|group)\b[^/]*/[A-Za-z0-9_.]+"
+)
 
 # Prefixes of the parts of a checkpoint that holds a whole pipeline.
 _PARTS = {

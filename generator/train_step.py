@@ -29,7 +29,7 @@ TimestepSampling = Literal[
 ]  # fmt: skip
 LrScheduler = Literal[
     "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt",
-    "cosine_with_min_lr", "warmup_stable_decay", "rex",
+    "cosine_with_min_lr", "warmup_stable_decay", "rex", "adafactor",
 ]  # fmt: skip
 Quantize = Literal["none", "fp8", "int8", "nf4"]
 

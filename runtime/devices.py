@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,6 +32,20 @@ def choose_device(name: str | None) -> torch.device:
         reason = str(error).splitlines()[0]
         raise UsageError(f"--device {name}: {reason}", cure="leave --device out or give cpu") from None
     return device
+
+
+def set_precision(*, deterministic: bool, tf32: bool) -> None:
+    """Choose between speed and repeatable bytes on a GPU; a CPU always repeats them.
+
+    Args:
+        deterministic: only kernels that give the same bytes each time; what has none warns.
+        tf32: products of float32 may round their operands to TF32.
+    """
+    torch.backends.cuda.matmul.allow_tf32 = tf32
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before cuBLAS is first used
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.backends.cudnn.benchmark = False
 
 
 def choose_vae_dtype(name: str | None, device: torch.device) -> str:

@@ -17,7 +17,7 @@ from wangen.generator.errors import WangenError, many
 from wangen.generator.session import Report, with_flag
 from wangen.generator.steps import Train
 from wangen.generator.workspace import require_writable
-from wangen.runtime.devices import choose_device
+from wangen.runtime.devices import choose_device, set_precision
 from wangen.runtime.interrupt import Interrupt
 from wangen.runtime.loader import num_entries
 from wangen.runtime.models import family
@@ -50,6 +50,7 @@ def run(options: Train) -> Report:
     """
     model = profiles.model(options.task)
     device = choose_device(options.device)
+    set_precision(deterministic=options.deterministic, tf32=options.cuda_allow_tf32)
     options = resolved(options, model, device)
     refuse(options, model, device)
     if options.show_timesteps:

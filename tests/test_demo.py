@@ -2,14 +2,17 @@
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-import av
 import pytest
+
+from wangen.runtime.demo import SRGB
+from wangen.runtime.moving_shapes import BACKGROUNDS, look, nearest_colour, read_clip
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(os.name == "nt", reason="drives bash; on Windows the demo uses cmd")]
 
@@ -44,16 +47,23 @@ def test_the_demo_makes_a_lora_and_a_clip(finished):
     made = reports(finished)
     assert made.keys() == {"check", "cache_latents", "cache_text", "check_cache", "train", "generate"}
     assert all(report["ok"] for report in made.values())
-    assert made["cache_latents"]["counts"]["computed"] == 10
-    assert made["cache_text"]["counts"]["computed"] == 11  # with the empty prompt
-    assert made["train"]["counts"]["steps"] == 30
-    assert made["train"]["counts"]["from_cache"] == 20
+    assert made["cache_latents"]["counts"]["computed"] == 12
+    assert made["cache_text"]["counts"]["computed"] == 13  # with the empty prompt
+    assert made["train"]["counts"]["steps"] == 120
+    assert made["train"]["counts"]["from_cache"] == 24
     assert made["train"]["versions"]["torch"]
-    with av.open(str(finished / "outputs/example/demo.mp4")) as container:
-        assert sum(1 for _ in container.decode(video=0)) == 17
+    assert read_clip(finished / "outputs/example/demo.mp4").shape == (3, 17, 64, 64)
     log = (finished / "logs/example.log").read_text(encoding="utf-8")
     for step in made:
         assert f"INFO {step}\n" in log
+
+
+def test_the_lora_teaches_the_new_colour(finished):
+    outputs = finished / "outputs/example"
+    taught, untaught = (look(read_clip(outputs / name)) for name in ("demo.mp4", "without LoRA/demo.mp4"))
+    assert math.dist(taught.colour, SRGB) < 60
+    assert math.dist(untaught.colour, SRGB) > 2 * math.dist(taught.colour, SRGB)
+    assert nearest_colour(taught.background, BACKGROUNDS) == "grey"
 
 
 def test_running_it_again_resumes_and_says_what_it_skipped(finished):
@@ -61,10 +71,10 @@ def test_running_it_again_resumes_and_says_what_it_skipped(finished):
     before = hashlib.sha256(lora.read_bytes()).hexdigest()
     result = demo(finished.parent.parent)
     assert result.returncode == 0, result.stderr
-    assert "0 entries encoded, 10 already valid" in result.stderr
-    assert "already trained, 30 steps" in result.stderr
+    assert "0 entries encoded, 12 already valid" in result.stderr
+    assert "already trained, 120 steps" in result.stderr
     shown = " ".join(result.stdout.split())
-    assert "skipped: making the tiny weights, cache_latents, cache_text, train, generate" in shown
+    assert "skipped: copying the tiny Wan, cache_latents, cache_text, train, generate" in shown
     assert hashlib.sha256(lora.read_bytes()).hexdigest() == before
 
 

@@ -196,5 +196,6 @@ def test_publishing_refuses_the_other_tasks(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert workspace.read(tmp_path).profile().name == "flf2v-14B"
     assert main(["publish", "cats"]) == 2
-    assert "publishing for flf2v-14B is not in this version of wangen: it needs the first and the last frame" in capsys.readouterr().err
+    found = capsys.readouterr().err
+    assert "publishing for flf2v-14B is not in this version of wangen: it needs the first and the last frame" in found
     assert not (tmp_path / "published").exists()

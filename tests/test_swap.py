@@ -261,7 +261,9 @@ def test_every_copy_starts_a_block_ahead_of_its_use(monkeypatch):
 def test_two_experts_take_turns_on_the_device(num_swapped, mode):
     wanted = [step(make_transformer(seed, mode)) for seed in (0, 1)]
     models = [make_transformer(seed, mode) for seed in (0, 1)]
-    swaps = [BlockSwap(model, num_swapped, CPU) for model in models]
+    swaps = [BlockSwap(model, num_swapped, CPU, parked=number == 1) for number, model in enumerate(models)]
+    assert [swap.parked for swap in swaps] == [False, True]
+    assert swaps[1].resident_bytes() == 0
     for turn in (0, 1, 0, 1):
         swaps[1 - turn].park()
         swaps[1 - turn].park()

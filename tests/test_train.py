@@ -3,9 +3,9 @@
 import hashlib
 import itertools
 import json
-import re
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess

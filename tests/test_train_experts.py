@@ -66,12 +66,13 @@ def test_a_run_of_two_experts_goes_on_in_the_middle_of_a_turn(tiny_run, high, tm
     for steps in (1, 3, 6):
         train.run(replace(parted, max_train_steps=6) if steps == 6 else _stopped(parted, steps))
     for name in ("lora_high_noise", "lora_low_noise"):
-        assert (tmp_path / f"whole/{name}.safetensors").read_bytes() == (tmp_path / f"parted/{name}.safetensors").read_bytes()
+        one, other = (tmp_path / folder / f"{name}.safetensors" for folder in ("whole", "parted"))
+        assert one.read_bytes() == other.read_bytes()
 
 
 def _stopped(options: Train, steps: int) -> Train:
-    """The same run, ended after so many steps in all: the length may change where the schedule does not depend on it."""
-    return replace(options, max_train_steps=steps * 2) if steps * 2 <= 6 else options
+    """The same run, ended early: the length may change where the schedule does not depend on it."""
+    return replace(options, max_train_steps=min(steps * 2, 6))
 
 
 @pytest.mark.parametrize(("given", "boundary"), [(None, 0.875), (875, 0.875), (0.9, 0.9), (900, 0.9)])

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from wangen.runtime.fast.attention import Kernel, Stash
-from wangen.runtime.fast.dit_blocks import Block, Tokens, lay_groups_side_by_side, linear_layers, modulated_norm
+from wangen.runtime.fast.dit_blocks import Block, Tokens, lay_groups_side_by_side, modulated_norm
 from wangen.runtime.fast.dit_checkpoint import Announced, BlockSwap, HostMemory, recomputed
 from wangen.runtime.fast.dit_linear import Layers
 from wangen.runtime.fast.dit_text import require_width, text_rows
@@ -192,7 +192,7 @@ class FastWan:
 
     def _blocks(self, hidden: Tensor, conditions: Tensor, tokens: Tokens) -> Tensor:
         compute, modules = self._compute, self._transformer.blocks
-        layers = Layers((layer for block in modules for layer in linear_layers(block)), hidden.dtype)
+        layers = Layers(hidden.dtype)
         host = HostMemory(hidden.device) if compute.offload and torch.is_grad_enabled() else None
         stashes: list[Stash | None] = []
         for index, module in enumerate(modules):

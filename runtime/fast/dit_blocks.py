@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from wangen.runtime.fast.attention import Kernel, Stash
 from wangen.runtime.fast.dit_functions import Gate, MixedLayerNorm, RmsRotary
-from wangen.runtime.fast.dit_linear import Layers, lay_side_by_side, together
+from wangen.runtime.fast.dit_linear import Group, Layers, apply, lay_side_by_side
 from wangen.runtime.models.compute import Tricks
 
 
@@ -58,26 +58,35 @@ class Modulation:
     forward_gate: Tensor
 
 
-def linear_layers(block: WanTransformerBlock) -> list[nn.Module]:
-    """All linear layers of a block."""
-    layers = [layer for attention in (block.attn1, block.attn2) for group in _groups(attention) for layer in group]
-    outputs = [block.attn1.to_out[0], block.attn2.to_out[0]]
-    return [*layers, block.attn2.to_q, *outputs, block.ffn.net[0].proj, block.ffn.net[2]]
+def _sharing(block: WanTransformerBlock) -> dict[str, list[nn.Module]]:
+    """Linear layers that share an input, by what they are called here."""
+    own, other = block.attn1, block.attn2
+    shared = {"own": [own.to_q, own.to_k, own.to_v], "text": [other.to_k, other.to_v]}
+    return shared if other.add_k_proj is None else {**shared, "image": [other.add_k_proj, other.add_v_proj]}
 
 
-def _groups(attention: WanAttention) -> list[list[nn.Module]]:
-    """Layers that share an input."""
-    if attention.cross_attention_dim_head is None:
-        return [[attention.to_q, attention.to_k, attention.to_v]]
-    groups = [[attention.to_k, attention.to_v]]
-    return groups if attention.add_k_proj is None else [*groups, [attention.add_k_proj, attention.add_v_proj]]
+def _single(block: WanTransformerBlock) -> dict[str, nn.Module]:
+    """The other linear layers."""
+    return {
+        "own_out": block.attn1.to_out[0],
+        "query": block.attn2.to_q,
+        "other_out": block.attn2.to_out[0],
+        "up": block.ffn.net[0].proj,
+        "down": block.ffn.net[2],
+    }
 
 
 def lay_groups_side_by_side(block: WanTransformerBlock) -> None:
     """Let the weights of layers that share an input be parts of one storage, so that they are one product."""
-    for attention in (block.attn1, block.attn2):
-        for group in _groups(attention):
-            lay_side_by_side([getattr(layer, "base_layer", layer) for layer in group])
+    for modules in _sharing(block).values():
+        lay_side_by_side([_base(module) for module in modules])
+
+
+def _base(module: nn.Module) -> nn.Linear:
+    """The layer inside peft's."""
+    base = getattr(module, "base_layer", module)
+    assert isinstance(base, nn.Linear)
+    return base
 
 
 def modulation(block: WanTransformerBlock, conditions: Tensor) -> Modulation:
@@ -106,7 +115,7 @@ def layer_norm(tokens: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tens
         return functional.layer_norm(tokens, tokens.shape[-1:], weight, bias, eps)
     if weight.requires_grad:
         return functional.layer_norm(tokens.float(), tokens.shape[-1:], weight, bias, eps).to(tokens.dtype)
-    output: Tensor = MixedLayerNorm.apply(tokens, weight, bias, eps)
+    output: Tensor = apply(MixedLayerNorm, tokens, weight, bias, eps)
     return output
 
 
@@ -134,7 +143,11 @@ class Block:
         stash: Stash | None = None,
     ) -> None:
         self._block = block
-        self._layers = layers
+        self._single = {name: layers.group([module]) for name, module in _single(block).items()}
+        self._sharing: dict[str, list[Group]] = {}
+        for name, modules in _sharing(block).items():
+            parts = [modules] if tricks.grouped else [[module] for module in modules]
+            self._sharing[name] = [layers.group(part) for part in parts]
         self._conditions = conditions
         self._tokens = tokens
         self._kernel = kernel
@@ -152,32 +165,29 @@ class Block:
 
     def _self_attention(self, normed: Tensor) -> Tensor:
         attention = self._block.attn1
-        query, key, value = self._project([attention.to_q, attention.to_k, attention.to_v], normed)
+        query, key, value = self._project("own", normed)
         rotations = self._tokens.rotations
         query = self._rms(attention.norm_q, query, rotations)
         key = self._rms(attention.norm_k, key, rotations)
         attended = self._attend(query, key, value, attention.heads)
-        return self._layers.of(attention.to_out[0])(attended)
+        return self._single["own_out"](attended)[0]
 
     def _cross_attention(self, hidden: Tensor) -> Tensor:
         attention, norm = self._block.attn2, self._block.norm2
         normed = hidden if isinstance(norm, nn.Identity) else layer_norm(hidden, norm.weight, norm.bias, norm.eps)
-        query = self._rms(attention.norm_q, self._layers.of(attention.to_q)(normed), None)
+        query = self._rms(attention.norm_q, self._single["query"](normed)[0], None)
         tokens = self._tokens
-        attended = self._look(query, tokens.text, [attention.to_k, attention.to_v], attention.norm_k, tokens.text_bias)
+        attended = self._look(query, tokens.text, "text", attention.norm_k, tokens.text_bias)
         if tokens.images is not None:
-            pair = [attention.add_k_proj, attention.add_v_proj]
-            attended = attended + self._look(query, tokens.images, pair, attention.norm_added_k, None)
-        return self._layers.of(attention.to_out[0])(attended)
+            attended = attended + self._look(query, tokens.images, "image", attention.norm_added_k, None)
+        return self._single["other_out"](attended)[0]
 
     def _feed_forward(self, normed: Tensor) -> Tensor:
-        up, down = self._block.ffn.net[0].proj, self._layers.of(self._block.ffn.net[2])
-        widened = functional.gelu(self._layers.of(up)(normed), approximate="tanh")
-        return down.adapter_first(widened) if self._tricks.adapter_first else down(widened)
+        widened = functional.gelu(self._single["up"](normed)[0], approximate="tanh")
+        down = self._single["down"]
+        return down.adapter_first(widened) if self._tricks.adapter_first else down(widened)[0]
 
-    def _look(
-        self, query: Tensor, others: Tensor, pair: list[nn.Module], norm: nn.Module, bias: Tensor | None
-    ) -> Tensor:
+    def _look(self, query: Tensor, others: Tensor, pair: str, norm: nn.Module, bias: Tensor | None) -> Tensor:
         """Attention of the tokens (T, D) to other tokens (B, L, D) of the same item."""
         key, value = self._project(pair, others.flatten(0, 1))
         key = self._rms(norm, key, None).view(others.shape)
@@ -205,9 +215,8 @@ class Block:
             return self._kernel.kept(query, key, value, self._stash).transpose(1, 2).flatten(2)
         return self._kernel(query, key, value, bias).transpose(1, 2).flatten(2)
 
-    def _project(self, modules: list[nn.Module], inputs: Tensor) -> list[Tensor]:
-        layers = [self._layers.of(module) for module in modules]
-        return together(layers, inputs) if self._tricks.grouped else [layer(inputs) for layer in layers]
+    def _project(self, name: str, inputs: Tensor) -> list[Tensor]:
+        return [output for group in self._sharing[name] for output in group(inputs)]
 
     def _norm(self, hidden: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
         return modulated_norm(hidden, scale, shift, eps, self._tokens.runs, self._tricks.fused_norms)
@@ -216,7 +225,7 @@ class Block:
         """RMS norm over all heads and, with a table, the rotation of each head's pairs by position."""
         assert isinstance(norm, nn.RMSNorm)
         if self._tricks.fused_norms and not norm.weight.requires_grad:
-            output: Tensor = RmsRotary.apply(inputs, norm.weight, rotations, norm.eps)
+            output: Tensor = apply(RmsRotary, inputs, norm.weight, rotations, norm.eps)
             return output
         normed = norm(inputs)
         if rotations is None:
@@ -232,7 +241,7 @@ class Block:
     def _add(self, hidden: Tensor, branch: Tensor, gate: Tensor) -> Tensor:
         """The residual plus the gated branch, rounded once."""
         if self._tricks.fused_norms and not gate.requires_grad:
-            output: Tensor = Gate.apply(hidden, branch, gate, self._tokens.runs)
+            output: Tensor = apply(Gate, hidden, branch, gate, self._tokens.runs)
             return output
         lengths = torch.tensor(self._tokens.runs, device=hidden.device)
         gates = gate.repeat_interleave(lengths, dim=0, output_size=len(hidden))

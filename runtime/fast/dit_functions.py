@@ -51,6 +51,49 @@ class LowRank:
     up_cast: Tensor
 
 
+class Adapters:
+    """The adapters of layers that share an input.
+
+    Args:
+        each: for each layer its adapter or None.
+
+    Attributes:
+        present: numbers of the layers that have one, and the adapters.
+        ranks: theirs.
+        trained: `down` and `up` of each, one after the other.
+    """
+
+    def __init__(self, each: Sequence[LowRank | None]) -> None:
+        self.present = [(number, adapter) for number, adapter in enumerate(each) if adapter is not None]
+        self.ranks = [adapter.down.shape[0] for _, adapter in self.present]
+        self.trained = [tensor for _, adapter in self.present for tensor in (adapter.down, adapter.up)]
+
+    def down(self) -> Tensor:
+        """The first halves one below the other, (R, I)."""
+        halves = [adapter.down_cast for _, adapter in self.present]
+        return halves[0] if len(halves) == 1 else torch.cat(halves)
+
+    def gradients(self, inputs: Tensor, images: Tensor, gradients: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        """What goes back to the low-rank images (T, R), and the gradients of each `down` and `up`.
+
+        Args:
+            inputs: (T, I)
+            images: (T, R), inputs times the first halves.
+            gradients: (T, O) for each layer, also for those without an adapter.
+        """
+        parts = [torch.mm(gradients[number], adapter.up_cast).mul_(adapter.scale) for number, adapter in self.present]
+        to_images = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        downs = torch.split(to_images.t() @ inputs, self.ranks)
+        to_trained = []
+        for (number, adapter), down, image in zip(
+            self.present, downs, torch.split(images, self.ranks, dim=1), strict=True
+        ):
+            # This way round the product is up to twice as fast on the CPU.
+            up = torch.mm(image.t(), gradients[number]).mul_(adapter.scale).t()
+            to_trained += [down.to(adapter.down.dtype), up.to(adapter.up.dtype)]
+        return to_images, to_trained
+
+
 class AdaptedLinears(torch.autograd.Function):
     """Frozen linear layers that share an input, each with a low-rank adapter or none.
 
@@ -60,15 +103,14 @@ class AdaptedLinears(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, inputs: Tensor, frozen: FrozenProduct, adapters: Sequence[LowRank | None], *_trained: Tensor
+        ctx: Any, inputs: Tensor, frozen: FrozenProduct, adapters: Adapters, *_trained: Tensor
     ) -> tuple[Tensor, ...]:
-        """(T, I) -> for each layer (T, O). `_trained`: `down` and `up` of each adapter, for autograd to see."""
+        """(T, I) -> for each layer (T, O). `_trained`: `adapters.trained`, for autograd to see."""
         outputs = frozen.outputs(inputs)
-        present = [(output, adapter) for output, adapter in zip(outputs, adapters, strict=True) if adapter]
-        images = inputs @ _stacked([adapter for _, adapter in present]).t()
-        parts = images.split([adapter.down.shape[0] for _, adapter in present], dim=1)
-        for (output, adapter), part in zip(present, parts, strict=True):
-            output.addmm_(part, adapter.up_cast.t(), alpha=adapter.scale)
+        images = inputs @ adapters.down().t()
+        parts = torch.split(images, adapters.ranks, dim=1)
+        for (number, adapter), part in zip(adapters.present, parts, strict=True):
+            outputs[number].addmm_(part, adapter.up_cast.t(), alpha=adapter.scale)
         ctx.save_for_backward(inputs, images)
         ctx.frozen, ctx.adapters = frozen, adapters
         return tuple(outputs)
@@ -77,12 +119,10 @@ class AdaptedLinears(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         """For each layer (T, O) -> the gradients of the input and of the adapters."""
         inputs, images = ctx.saved_tensors
-        given = [(gradient, adapter) for gradient, adapter in zip(gradients, ctx.adapters, strict=True) if adapter]
-        to_inputs, to_trained = _low_rank_gradients(inputs, images, given)
+        to_images, to_trained = ctx.adapters.gradients(inputs, images, gradients)
         to_input = None
         if ctx.needs_input_grad[0]:
-            to_input = ctx.frozen.input_gradient(gradients)
-            to_input.addmm_(to_inputs, _stacked([adapter for _, adapter in given]))
+            to_input = ctx.frozen.input_gradient(gradients).addmm_(to_images, ctx.adapters.down())
         return to_input, None, None, *to_trained
 
 
@@ -94,28 +134,21 @@ class AdapterBefore(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, inputs: Tensor, frozen: FrozenProduct, adapter: LowRank, _down: Tensor, _up: Tensor
-    ) -> Tensor:
-        """(T, I) -> (T, O): bias + scale * inputs @ down.T @ up.T."""
+    def forward(ctx: Any, inputs: Tensor, frozen: FrozenProduct, adapters: Adapters, *_trained: Tensor) -> Tensor:
+        """(T, I) -> (T, O): bias + scale * inputs @ down.T @ up.T of the one layer."""
+        ((_, adapter),) = adapters.present
         images = inputs @ adapter.down_cast.t()
         bias = frozen.bias(inputs.dtype)
         if bias is None:
             bias = inputs.new_zeros(())
         ctx.save_for_backward(inputs, images)
-        ctx.frozen, ctx.adapter = frozen, adapter
+        ctx.frozen, ctx.adapters = frozen, adapters
         return torch.addmm(bias, images, adapter.up_cast.t(), alpha=adapter.scale)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         """(T, O) -> the gradients of the input, `down` and `up`."""
-        inputs, images = ctx.saved_tensors
-        to_images, to_trained = _low_rank_gradients(inputs, images, [(gradients[0], ctx.adapter)])
-        to_input = None
-        if ctx.needs_input_grad[0]:
-            to_input = ctx.frozen.input_gradient(gradients)
-            to_input.addmm_(to_images, ctx.adapter.down_cast)
-        return to_input, None, None, *to_trained
+        return AdaptedLinears.backward(ctx, *gradients)
 
 
 class ProductAfter(torch.autograd.Function):
@@ -147,26 +180,6 @@ class FrozenLinears(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         """For each layer (T, O) -> (T, I)."""
         return ctx.frozen.input_gradient(gradients) if ctx.needs_input_grad[0] else None, None
-
-
-def _stacked(adapters: Sequence[LowRank]) -> Tensor:
-    """The first halves of adapters, (R, I)."""
-    return adapters[0].down_cast if len(adapters) == 1 else torch.cat([adapter.down_cast for adapter in adapters])
-
-
-def _low_rank_gradients(
-    inputs: Tensor, images: Tensor, given: Sequence[tuple[Tensor, LowRank]]
-) -> tuple[Tensor, list[Tensor]]:
-    """What goes back to the low-rank images (T, R), and the gradients of each `down` and `up`."""
-    parts = [torch.mm(gradient, adapter.up_cast).mul_(adapter.scale) for gradient, adapter in given]
-    to_images = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-    ranks = [adapter.down.shape[0] for _, adapter in given]
-    to_down = (to_images.t() @ inputs).split(ranks)
-    to_trained = []
-    for (gradient, adapter), down, image in zip(given, to_down, images.split(ranks, dim=1), strict=True):
-        up = torch.mm(gradient.t(), image).mul_(adapter.scale)
-        to_trained += [down.to(adapter.down.dtype), up.to(adapter.up.dtype)]
-    return to_images, to_trained
 
 
 class MixedLayerNorm(torch.autograd.Function):
@@ -252,7 +265,7 @@ class Gate(torch.autograd.Function):
         """(T, D), (T, D), gates (runs, D) in float32, tokens of each run -> (T, D)."""
         ctx.gates, ctx.runs = gates, runs
         output = torch.empty_like(residual)
-        pieces = (part.split(runs) for part in (residual, branch, output))
+        pieces = (torch.split(part, runs) for part in (residual, branch, output))
         for before, added, piece, gate in zip(*pieces, gates, strict=True):
             torch.addcmul(before, added, gate, out=piece)
         return output
@@ -262,6 +275,8 @@ class Gate(torch.autograd.Function):
         """(T, D) -> the same for the residual, and its product with the gates for the branch."""
         (gradient,) = gradients
         to_branch = torch.empty_like(gradient)
-        for part, piece, gate in zip(gradient.split(ctx.runs), to_branch.split(ctx.runs), ctx.gates, strict=True):
+        for part, piece, gate in zip(
+            torch.split(gradient, ctx.runs), torch.split(to_branch, ctx.runs), ctx.gates, strict=True
+        ):
             torch.mul(part, gate, out=piece)
         return gradient, to_branch, None, None

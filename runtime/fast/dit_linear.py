@@ -3,15 +3,28 @@
 Letters in shapes: T tokens, I inputs and O outputs of a layer, R rank.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 from torch.nn import functional
 
-from wangen.runtime.fast.dit_functions import AdaptedLinears, AdapterBefore, FrozenLinears, LowRank, ProductAfter
+from wangen.runtime.fast.dit_functions import (
+    AdaptedLinears,
+    AdapterBefore,
+    Adapters,
+    FrozenLinears,
+    LowRank,
+    ProductAfter,
+)
+
+
+def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+    """An autograd function's result; PyTorch leaves `apply` untyped."""
+    return function.apply(*arguments)  # type: ignore[no-untyped-call]
 
 
 def weight_of(layer: nn.Linear, dtype: torch.dtype) -> Tensor:
@@ -31,6 +44,7 @@ class Frozen:
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         self.layers = tuple(layers)
+        self._found: tuple[Tensor, Tensor] | None = None
 
     def outputs(self, inputs: Tensor) -> list[Tensor]:
         """(T, I) -> for each layer (T, O), with its bias."""
@@ -62,11 +76,15 @@ class Frozen:
 
     def _joined(self, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
         """Weight and bias of all layers as one, without a copy; None where they do not lie side by side."""
+        if self._found is not None:
+            return self._found
         if len(self.layers) == 1 or any(hasattr(layer, "dequantized") for layer in self.layers):
             return None
         weight = _side_by_side([layer.weight for layer in self.layers])
         bias = _side_by_side([layer.bias for layer in self.layers])
-        return None if weight is None or bias is None or weight.dtype != dtype else (weight, bias.to(dtype))
+        if weight is not None and bias is not None and weight.dtype == dtype:
+            self._found = weight, bias.to(dtype)
+        return self._found
 
 
 def _cast(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -125,70 +143,74 @@ class Layer:
         module: the layer, or peft's layer around it.
         base: the frozen layer; None where only the module's own forward can compute it.
         adapter: the low-rank adapter that is active; None without one.
-        autocast: what the module's own forward computes in.
     """
 
     module: nn.Module
     base: nn.Linear | None
     adapter: LowRank | None
-    autocast: torch.dtype | None
 
-    def __call__(self, inputs: Tensor) -> Tensor:
-        """(T, I) -> (T, O)."""
-        return together([self], inputs)[0]
+
+class Group:
+    """Linear layers that share an input, for one step.
+
+    Args:
+        layers: one or more.
+        autocast: what the modules' own forward computes in, where that is needed; None for no autocast.
+    """
+
+    def __init__(self, layers: Sequence[Layer], autocast: torch.dtype | None) -> None:
+        self._layers = layers
+        self._autocast = autocast
+        bases = [layer.base for layer in layers if layer.base is not None]
+        self._frozen = Frozen(bases) if len(bases) == len(layers) else None
+        self._adapters = Adapters([layer.adapter for layer in layers])
+
+    def __call__(self, inputs: Tensor) -> list[Tensor]:
+        """(T, I) -> for each layer (T, O), in as few products as can be."""
+        if self._frozen is None:
+            return [self._own(layer, inputs) for layer in self._layers]
+        if not self._adapters.present:
+            return list(apply(FrozenLinears, inputs, self._frozen))
+        return list(apply(AdaptedLinears, inputs, self._frozen, self._adapters, *self._adapters.trained))
 
     def adapter_first(self, inputs: Tensor) -> Tensor:
-        """The same, with what the backward pass needs kept before the frozen product."""
-        if self.base is None or self.adapter is None:
-            return self(inputs)
-        frozen = Frozen([self.base])
-        adapted = AdapterBefore.apply(inputs, frozen, self.adapter, self.adapter.down, self.adapter.up)
-        output: Tensor = ProductAfter.apply(adapted, inputs.detach(), frozen)
+        """Of the one layer the same, with what the backward pass needs kept before the frozen product."""
+        if self._frozen is None or not self._adapters.present:
+            return self(inputs)[0]
+        adapted = apply(AdapterBefore, inputs, self._frozen, self._adapters, *self._adapters.trained)
+        output: Tensor = apply(ProductAfter, adapted, inputs.detach(), self._frozen)
         return output
 
-    def own(self, inputs: Tensor) -> Tensor:
-        """What the module itself makes of (T, I); one row of items, since adapters may look at shapes."""
-        enabled = self.autocast is not None
-        with torch.autocast(inputs.device.type, self.autocast, enabled=enabled):
-            output: Tensor = self.module(inputs)
+    def _own(self, layer: Layer, inputs: Tensor) -> Tensor:
+        """What the module itself makes of (T, I), unless it is a plain layer beside others that are not."""
+        if layer.base is not None:
+            return Group([layer], self._autocast)(inputs)[0]
+        with torch.autocast(inputs.device.type, self._autocast, enabled=self._autocast is not None):
+            output: Tensor = layer.module(inputs)
         return output.to(inputs.dtype)
 
 
-def together(layers: Sequence[Layer], inputs: Tensor) -> list[Tensor]:
-    """What layers make of the input that they share, (T, I) -> for each (T, O), in as few products as can be."""
-    bases = [layer.base for layer in layers if layer.base is not None]
-    if len(bases) < len(layers):
-        return [layer.own(inputs) if layer.base is None else layer(inputs) for layer in layers]
-    adapters = [layer.adapter for layer in layers]
-    if not any(adapters):
-        return list(FrozenLinears.apply(inputs, Frozen(bases)))
-    trained = [tensor for adapter in adapters if adapter for tensor in (adapter.down, adapter.up)]
-    return list(AdaptedLinears.apply(inputs, Frozen(bases), adapters, *trained))
-
-
 class Layers:
-    """Looks at a transformer's linear layers as they are now: adapters may have been switched off since the last step.
+    """A transformer's linear layers as they are now: adapters may have been switched off since the last step.
 
     Args:
-        modules: all linear layers that will be asked for.
         dtype: of the computation.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
         self._whole: dict[int, Tensor] = {}
-        self._found = {id(module): self._layer(module) for module in modules}
 
-    def of(self, module: nn.Module) -> Layer:
-        """One of the modules, as it is in this step."""
-        return self._found[id(module)]
+    def group(self, modules: Sequence[nn.Module]) -> Group:
+        """Layers that share an input."""
+        layers = [self._layer(module) for module in modules]
+        return Group(layers, None if self._dtype == torch.float32 else self._dtype)
 
     def _layer(self, module: nn.Module) -> Layer:
-        autocast = None if self._dtype == torch.float32 else self._dtype
         base, names = _base_and_adapters(module)
         if base is None or len(names) > 1:
-            return Layer(module, None, None, autocast)
-        return Layer(module, base, self._low_rank(module, names[0]) if names else None, autocast)
+            return Layer(module, None, None)
+        return Layer(module, base, self._low_rank(module, names[0]) if names else None)
 
     def _low_rank(self, module: nn.Module, name: str) -> LowRank:
         assert isinstance(module, LoraLinear)

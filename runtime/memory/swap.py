@@ -181,6 +181,7 @@ class BlockSwap:
         *,
         free_blocks: int = 0,
         ring: int = 2,
+        parked: bool = False,
         lane: Lane | None = None,
     ) -> None:
         """Move everything to where it belongs, a block at a time.
@@ -191,6 +192,7 @@ class BlockSwap:
             device: where to compute.
             free_blocks: so many of the last blocks are not recomputed and therefore not swapped.
             ring: device buffers; 2 are enough for one block to compute while the next one comes.
+            parked: leave what is frozen in host memory until `unpark`.
             lane: how to copy; None takes the one for the device.
 
         Raises:
@@ -207,8 +209,12 @@ class BlockSwap:
         self._masters = {index: Master(frozen_tensors(self.blocks[index]), device) for index in self._order}
         self._others: list[Master] = []  # of the rest of the transformer, from the first `park` on
         self._slots: list[Slot] = []
+        if parked:
+            self._take_over_others()
         transformer.to(device)  # the tensors of swapped blocks are empty by now
-        self._start()
+        self.parked = parked
+        if not parked:
+            self._start()
 
     def enter(self, index: int, *, backward: bool) -> None:
         """A block is about to compute: its weights are there, or the device will wait for them.
@@ -264,10 +270,7 @@ class BlockSwap:
         if self.parked:
             return
         if not self._others:
-            kept = [block for index, block in enumerate(self.blocks) if index not in self.swapped]
-            in_blocks = {id(tensor) for block in self.blocks for tensor in frozen_tensors(block)}
-            rest = [tensor for tensor in frozen_tensors(self.transformer) if id(tensor) not in in_blocks]
-            self._others = [Master(tensors, self.device) for tensors in (*map(frozen_tensors, kept), rest)]
+            self._take_over_others()
         for master in (*self._others, *self._masters.values()):
             master.empty()
         for slot in self._slots:
@@ -281,6 +284,13 @@ class BlockSwap:
             for master in self._others:
                 master.fill_from(master.buffer.to(self.device, copy=True))
             self._start()
+
+    def _take_over_others(self) -> None:
+        """Copy what is frozen and not swapped to host memory, and empty it."""
+        kept = [block for index, block in enumerate(self.blocks) if index not in self.swapped]
+        in_blocks = {id(tensor) for block in self.blocks for tensor in frozen_tensors(block)}
+        rest = [tensor for tensor in frozen_tensors(self.transformer) if id(tensor) not in in_blocks]
+        self._others = [Master(tensors, self.device) for tensors in (*map(frozen_tensors, kept), rest)]
 
     def _start(self) -> None:
         """Make the ring and call the first blocks."""

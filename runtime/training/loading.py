@@ -89,13 +89,7 @@ def _pairs(
 
 def _restore(trainee: Trainee, state: ExpertState, where: str) -> None:
     """Put a saved state into a fresh trainee."""
-    shapes = {name: parameter.shape for name, parameter in trainee.parameters.items()}
-    if shapes != {name: tensor.shape for name, tensor in state.adapter.items()}:
-        raise WangenError("the training state is of an adapter with other modules or another rank", where=where,
-                          cure="give the rank and the targets it was trained with, or --fresh")  # fmt: skip
-    with torch.no_grad():
-        for name, parameter in trainee.parameters.items():
-            parameter.copy_(state.adapter[name])
+    trainee.optimization.flat.load(state.adapter, where)
     trainee.optimization.load(state.optimizer, state.numbers, where)
     if trainee.ema:
         trainee.ema.load(state.ema, state.ema_updates)

@@ -79,6 +79,11 @@ class Optimization:
             self.optimizer.train()
         self._initial = snapshot(self.optimizer)
 
+    @property
+    def is_schedule_free(self) -> bool:
+        """Whether the weights that are trained are others than those to save, which `evaluating` gives."""
+        return isinstance(self.optimizer, _ScheduleFree)
+
     def zero_grad(self) -> None:
         """Zero every gradient in place."""
         for gradient in self.flat.gradients:

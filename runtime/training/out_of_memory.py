@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -92,7 +93,7 @@ def cheapest_changes(model: Model, options: Train, tokens: int, available: int |
     return []
 
 
-def _ladder(model: Model, settings: MemorySettings) -> Iterator[tuple[str, dict[str, object]]]:
+def _ladder(model: Model, settings: MemorySettings) -> Iterator[tuple[str, dict[str, Any]]]:
     """What can be changed, cheapest first."""
     if settings.free_blocks:
         yield "--checkpointing_free_blocks 0", {"free_blocks": 0}

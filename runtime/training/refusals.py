@@ -6,7 +6,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from wangen.runtime.memory.presets import resolve_vram
 
 from wangen import profiles
 from wangen.generator.errors import UsageError
@@ -14,6 +13,7 @@ from wangen.generator.experts import expect_two_experts
 from wangen.generator.kinds import expect
 from wangen.generator.steps import Train
 from wangen.generator.tasks import require_supported
+from wangen.runtime.memory.presets import resolve_vram
 from wangen.runtime.training.adapter_config import loraplus_ratio, require_adapter
 from wangen.runtime.training.optim import try_out
 from wangen.runtime.training.timesteps import require_timesteps

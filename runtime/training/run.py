@@ -47,6 +47,7 @@ class Run:
         trainees: in the order of `plan.experts`.
         saved_step: the step of the newest training state on disk, -1 for none.
         facts: small results that survive a restart.
+        active: the number of the trainee that is on the device; None before the first.
     """
 
     plan: Plan
@@ -55,6 +56,7 @@ class Run:
     trainees: list[Trainee]
     saved_step: int = -1
     facts: dict[str, Any] = field(default_factory=dict)
+    active: int | None = None
 
     @property
     def step(self) -> int:
@@ -63,9 +65,9 @@ class Run:
 
     def activate(self, number: int) -> Trainee:
         """The trainee of that number, on the device; with `--offload_inactive_dit` the others leave it first."""
-        if self.plan.options.offload_inactive_dit:
-            for other, trainee in enumerate(self.trainees):
-                if other != number:
-                    trainee.model.move(torch.device("cpu"))
-        self.trainees[number].model.move(self.device)
+        if number != self.active:
+            if self.active is not None and self.plan.options.offload_inactive_dit:
+                self.trainees[self.active].model.move(torch.device("cpu"))
+            self.trainees[number].model.move(self.device)
+            self.active = number
         return self.trainees[number]

@@ -77,6 +77,8 @@ def save_state(run: Run, *, keep: bool = False) -> None:
 def state_of(run: Run) -> TrainingState:
     """The training state of a run as it stands."""
     experts = {}
+    if any(trainee.optimization.is_schedule_free for trainee in run.trainees):
+        run.facts["schedule_free"] = True
     for trainee in run.trainees:
         tensors, numbers = trainee.optimization.state()
         experts[trainee.plan.name] = ExpertState(
@@ -114,8 +116,13 @@ def save_loras(run: Run, suffix: str = "") -> list[Path]:
 
 
 def save_state_as_loras(plan: Plan, state: TrainingState) -> list[Path]:
-    """Write the finished LoRAs of a run that was done before: what they are saved as may have changed."""
-    written = []
+    """Write the finished LoRAs of a run that was done before: what they are saved as may have changed.
+
+    A schedule-free optimizer trains other weights than those that are saved, so what it left stays as it is.
+    """
+    written: list[Path] = []
+    if state.facts.get("schedule_free"):
+        return written
     for expert in plan.experts:
         saved = state.experts[expert.name]
         written += save_lora(plan, expert, saved.adapter, saved.step)
