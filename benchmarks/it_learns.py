@@ -102,7 +102,7 @@ def training(config: Path, held_out: Path, output: Path, steps: int) -> Train:
         learning_rate=1e-3,
         max_train_steps=steps,
         mixed_precision="no",
-        log_with="none",
+        log_with=("none",),
         device="cpu",
     )
 

@@ -83,7 +83,7 @@ def main() -> None:
             caption_dropout=0.1,
             ema_decay=0.995,
             save_state_every_n_minutes=10,
-            log_with="none",
+            log_with=("none",),
             seed=options.seed,
             **common,
         )

@@ -68,7 +68,7 @@ class MemoryBudget:
 
     Attributes:
         parts: on the device, by a name for people.
-        host: in host memory: blocks that are swapped, and what waits there.
+        host: in host memory: blocks that are swapped, two experts' weights, and what waits there.
     """
 
     parts: Mapping[str, int]
@@ -88,7 +88,7 @@ def memory_plan(model: Model, settings: MemorySettings, *, tokens: int) -> Memor
     are 2 N f more; a recomputed one keeps its input, N d, and with selective checkpointing the output of
     self-attention, N d and one number per token and head.
 
-    Of two experts one is on the device, and the adapters of both.
+    Of two experts one is on the device, with the adapters of both; the host has all weights of both.
 
     Args:
         model: the model profile.
@@ -115,7 +115,10 @@ def memory_plan(model: Model, settings: MemorySettings, *, tokens: int) -> Memor
         "dequantised weights": 0 if settings.quantize == "none" else _largest_product(model) * wide,
         "reserve": RESERVE,
     }
-    return MemoryBudget(parts, swapped * block + (waiting if settings.offload else 0))
+    in_host = swapped * block
+    if model.experts:
+        in_host = 2 * (outer_bytes(model, wide) + sizes.num_layers * block)
+    return MemoryBudget(parts, in_host + (waiting if settings.offload else 0))
 
 
 def block_bytes(model: Model, quantize: str = "none", wide: int = 2) -> int:

@@ -24,7 +24,6 @@ from wangen.runtime.fast.dit_checkpoint import Announced, BlockSwap, HostMemory,
 from wangen.runtime.fast.dit_linear import Layers
 from wangen.runtime.fast.dit_text import require_width, text_rows
 from wangen.runtime.models.compute import Compute
-from wangen.runtime.models.plain import move_frozen
 
 Sizes = tuple[int, int, int]
 
@@ -67,10 +66,6 @@ class FastWan:
     def attention(self) -> str:
         """The name of the attention kernel."""
         return self._kernel.name
-
-    def move(self, device: torch.device) -> None:
-        """Move the frozen weights but those of swapped blocks; what is trained stays where its optimizer is."""
-        move_frozen(self._transformer, device, self._swapped)
 
     def __call__(
         self,

@@ -70,9 +70,6 @@ class VelocityModel(Protocol):
     ) -> "torch.Tensor":
         """Velocity (B, C, F, h, w), as `Family.predict_velocity`."""
 
-    def move(self, device: "torch.device") -> None:
-        """Move the frozen weights to a device; what is trained stays."""
-
 
 class Family(Protocol):
     """What a family's module offers."""
@@ -110,9 +107,18 @@ class Family(Protocol):
         """For each prompt its embedding (L, dim), trimmed to its own length."""
 
     def load_transformer(
-        self, path: Path, *, dtype: "torch.dtype | None" = None, device: Any = "cpu", quantize: Any = None
+        self,
+        path: Path,
+        *,
+        dtype: "torch.dtype | None" = None,
+        device: Any = "cpu",
+        quantize: Any = None,
+        pack_on: "torch.device | None" = None,
     ) -> Any:
-        """The transformer, frozen; `quantize` is the form that its blocks' linear layers get while they are read."""
+        """The transformer, frozen; `quantize` is the form that its blocks' linear layers get while they are read.
+
+        `pack_on` is the device that brings them into it.
+        """
 
     def load_image_encoder(self, path: Path, *, dtype: "torch.dtype | None" = None, device: Any = "cpu") -> Any:
         """The image encoder, frozen; for models that are conditioned on what an image shows."""

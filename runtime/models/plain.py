@@ -1,7 +1,7 @@
 """The library's own forward as a velocity model: what every fast path is compared with, and `--plain`."""
 
 import contextlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -49,10 +49,6 @@ class PlainModel:
                 self._transformer, latents, timesteps, texts, condition=condition, image_tokens=image_tokens
             )
 
-    def move(self, device: torch.device) -> None:
-        """Move the frozen weights; what is trained stays where its optimizer is."""
-        move_frozen(self._transformer, device)
-
     def _autocast(self, device: torch.device) -> AbstractContextManager[Any]:
         if self._dtype == torch.bfloat16:
             return torch.autocast(device.type, torch.bfloat16)
@@ -62,18 +58,3 @@ class PlainModel:
         if self._compute.offload:
             return torch.autograd.graph.save_on_cpu(pin_memory=device.type == "cuda")
         return contextlib.nullcontext()
-
-
-def move_frozen(transformer: Any, device: torch.device, swapped: Collection[int] = ()) -> None:
-    """Move a transformer's frozen weights, but not those of the blocks that block swap brings and takes."""
-    for name, module in transformer.named_children():
-        parts = enumerate(module) if name == "blocks" else [(-1, module)]
-        for number, part in parts:
-            if number in swapped:
-                continue
-            for tensor in (*part.parameters(), *part.buffers()):
-                if not tensor.requires_grad:
-                    tensor.data = tensor.data.to(device, non_blocking=True)
-    for tensor in (*transformer.parameters(recurse=False), *transformer.buffers(recurse=False)):
-        if not tensor.requires_grad:
-            tensor.data = tensor.data.to(device, non_blocking=True)

@@ -41,7 +41,7 @@ def load_trainee(
 ) -> Trainee:
     """Load one transformer, make it trainable, and put a saved state in.
 
-    What is quantised, streamed, or one of two experts is loaded into host memory first.
+    What is streamed, merged into, or one of two experts is loaded into host memory first.
 
     Raises:
         WangenError: the weights, the adapter to start from or the state do not fit.
@@ -49,27 +49,33 @@ def load_trainee(
     options = plan.options
     dtype = torch.bfloat16 if options.mixed_precision == "bf16" else torch.float32
     swapped, quantize = options.blocks_to_swap or 0, options.quantize or "none"
-    waits = swapped or quantize != "none" or len(plan.experts) > 1
+    goes_over = not swapped and not options.base_weights and len(plan.experts) == 1
     file = headers.shards(expert.dit, expert.flag)[0]
     # What LoRAs are merged into is quantised after that, and what is trained as a whole is not.
     while_loading = None if options.base_weights or options.train_mode == "full" else quantize
-    transformer = kind.load_transformer(file, dtype=dtype, device="cpu" if waits else device, quantize=while_loading)
+    transformer = kind.load_transformer(
+        file, dtype=dtype, device=device if goes_over else "cpu", quantize=while_loading, pack_on=device
+    )
     if options.base_weights:
         merge_base_weights(transformer, options)
-        quantize_blocks(transformer, quantize)
+        quantize_blocks(transformer, quantize, device)
     if options.train_mode == "full":
         parameters = trainable_parameters(transformer)
     else:
         parameters = add_adapter(transformer, options, plan.model, expert.name)
-    for parameter in parameters.values():
-        parameter.data = parameter.data.to(device)
     # What drops out does so in this mode only; peft's LoHa and LoKr draw from global state in it, asked or not.
     transformer.train(options.train_mode == "lora" and settings(options, expert.name).draws)
-    swap = BlockSwap(transformer, swapped, device, ring=options.block_swap_ring_size) if swapped else None
+    place = BlockSwap(
+        transformer, swapped, device, free_blocks=options.checkpointing_free_blocks or 0,
+        ring=options.block_swap_ring_size, parked=options.offload_inactive_dit and len(plan.experts) > 1,
+    )  # fmt: skip
+    swap = place if swapped else None
     model = kind.velocity_model(transformer, compute_of(options), device=device, dtype=dtype, swap=swap)
     optimization = Optimization(options, parameters)
     ema = Ema(optimization.flat, options.ema_decay) if options.ema_decay else None
-    trainee = Trainee(expert, transformer, model, parameters, optimization, ema, _pairs(options, expert, parameters))
+    trainee = Trainee(
+        expert, transformer, place, model, parameters, optimization, ema, _pairs(options, expert, parameters)
+    )
     if state:
         _restore(trainee, state, str(plan.states))
     return trainee

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from wangen.runtime.memory.swap import BlockSwap
 from wangen.runtime.models import Family, VelocityModel
 from wangen.runtime.training.ema import Ema
 from wangen.runtime.training.optim import Optimization
@@ -18,6 +19,7 @@ class Trainee:
     Attributes:
         plan: what was known before.
         transformer: the base with the adapter.
+        place: puts its frozen weights where they are needed.
         model: predicts velocities with it.
         parameters: the trainable parameters by name, sorted.
         optimization: the optimizer over them.
@@ -28,6 +30,7 @@ class Trainee:
 
     plan: ExpertPlan
     transformer: Any
+    place: BlockSwap
     model: VelocityModel
     parameters: dict[str, torch.nn.Parameter]
     optimization: Optimization
@@ -67,7 +70,7 @@ class Run:
         """The trainee of that number, on the device; with `--offload_inactive_dit` the others leave it first."""
         if number != self.active:
             if self.active is not None and self.plan.options.offload_inactive_dit:
-                self.trainees[self.active].model.move(torch.device("cpu"))
-            self.trainees[number].model.move(self.device)
+                self.trainees[self.active].place.park()
+            self.trainees[number].place.unpark()
             self.active = number
         return self.trainees[number]
