@@ -14,44 +14,31 @@ Prints a table in Markdown and writes the same as JSON.
 
 import argparse
 import json
-import math
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from random_run import CLIP_TOKENS, TEXT_ROWS, Clip, has_image_branch, make_run, random_batch
 
 from wangen import profiles
-from wangen.generator.layouts import HEAD_DIM
-from wangen.generator.memory import BOTH_IMAGES, FREQUENCIES, GIB, IMAGE_DIM, TEXT_DIM, tokens_of, usable_bytes
-from wangen.generator.steps import Train
-from wangen.profiles import Model, TransformerSizes
+from wangen.generator.memory import GIB, tokens_of, usable_bytes
+from wangen.profiles import Model
 from wangen.runtime.interrupt import Interrupt
-from wangen.runtime.loader import Batch
 from wangen.runtime.memory.presets import CONTEXT_BYTES
-from wangen.runtime.memory.quantize import in_blocks
-from wangen.runtime.memory.swap import BlockSwap
-from wangen.runtime.models import VelocityModel, family
-from wangen.runtime.training.adapter import add_adapter
-from wangen.runtime.training.loading import compute_of
-from wangen.runtime.training.optim import Optimization
-from wangen.runtime.training.plan import ExpertPlan, Plan
-from wangen.runtime.training.prepared import Group, Prepared, pinned
-from wangen.runtime.training.refusals import resolved
-from wangen.runtime.training.run import Run, Trainee
+from wangen.runtime.training.prepared import Group
+from wangen.runtime.training.run import Run
 from wangen.runtime.training.step import optimizer_step
 from wangen.runtime.training.throughput import peak_tflops, step_flops
 
 VIDEO = (832, 480, 81)
 TI2V_VIDEO = (1280, 704, 121)
-TEXT_ROWS = 64  # of a long caption; the rest of 512 is padding
-CLIP_TOKENS = 257
 REACHED = 0.8
 """Of a card's peak: an H100 that multiplies large matrices was measured at 790 of 989 TFLOP/s."""
 WARM_UP = 3
@@ -76,7 +63,7 @@ class Row:
 
     group: str
     task: str
-    clip: tuple[int, int, int]
+    clip: Clip
     flags: Mapping[str, Any] = field(default_factory=dict)
     batch: int = 1
     cudnn: bool | None = None
@@ -160,135 +147,6 @@ def shrunk(row: Row) -> tuple[Row, Model]:
     return replace(row, clip=(side, side, min(row.clip[2], 5)), flags={**flags, "network_dim": 4}), model
 
 
-def options_of(row: Row, model: Model, device: torch.device) -> Train:
-    """The flags of a run, with what presets and defaults say filled in."""
-    nowhere = Path("random")
-    given = {"network_dim": 32, **row.flags}
-    options = Train(
-        dataset_config=nowhere, dit=nowhere, dit_high_noise=nowhere if model.experts else None, output_dir=nowhere,
-        output_name="speed", task=model.name, network_alpha=float(given["network_dim"]), mixed_precision="bf16", **given,
-    )  # fmt: skip
-    return resolved(options, model, device)
-
-
-def random_transformer(model: Model, quantize: str, device: torch.device, home: torch.device) -> Any:
-    """A frozen transformer of a profile's sizes as the loader makes it, with random weights.
-
-    Args:
-        model: the profile.
-        quantize: form of the blocks' linear layers.
-        device: where each layer is drawn and quantised.
-        home: where it then stays.
-    """
-    from diffusers import WanTransformer3DModel
-    from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
-
-    from wangen.runtime.weights.transformer import Timesteps, shield_from_autocast
-
-    with torch.device("meta"):
-        transformer = WanTransformer3DModel(**config_of(model))
-    transformer.rope = WanRotaryPosEmbed(HEAD_DIM, transformer.config.patch_size, transformer.config.rope_max_seq_len)
-    transformer.condition_embedder.timesteps_proj = Timesteps(FREQUENCIES)
-    in_float32 = set(WanTransformer3DModel._keep_in_fp32_modules)
-    generator = torch.Generator(device).manual_seed(0)
-    convert = in_blocks(quantize)  # type: ignore[arg-type]
-    for name, module in list(transformer.named_modules()):
-        for key, parameter in list(module.named_parameters(recurse=False)):
-            wide = bool(in_float32 & {*name.split("."), key})
-            value = torch.empty(parameter.shape, dtype=torch.float32 if wide else torch.bfloat16, device=device)
-            module.register_parameter(key, nn.Parameter(_drawn(value, key, generator), requires_grad=False))
-        new = convert(name, module) if isinstance(module, nn.Linear) else module
-        for parameter in new.parameters(recurse=False):
-            parameter.data = parameter.data.to(home)
-        if new is not module:
-            transformer.set_submodule(name, new)
-    shield_from_autocast(transformer)
-    return transformer.eval()
-
-
-def config_of(model: Model) -> dict[str, Any]:
-    """What diffusers' transformer is made with."""
-    sizes, image = model.transformer, any(weights.flag == "clip" for weights in model.weights)
-    return {
-        "patch_size": model.patch,
-        "num_attention_heads": sizes.num_heads,
-        "attention_head_dim": HEAD_DIM,
-        "in_channels": sizes.in_channels,
-        "out_channels": sizes.out_channels,
-        "text_dim": TEXT_DIM,
-        "freq_dim": FREQUENCIES,
-        "ffn_dim": sizes.ffn_dim,
-        "num_layers": sizes.num_layers,
-        "image_dim": IMAGE_DIM if image else None,
-        "added_kv_proj_dim": sizes.dim if image else None,
-        "pos_embed_seq_len": BOTH_IMAGES if model.condition == "first_and_last" else None,
-    }
-
-
-def _drawn(value: torch.Tensor, key: str, generator: torch.Generator) -> torch.Tensor:
-    """Numbers under which activations keep their size: 1 for norms, 0 for biases, else normal over the fan in."""
-    if value.ndim == 1:
-        return value.fill_(1.0 if key == "weight" else 0.0)
-    fan_in = math.prod(value.shape[1:]) if key == "weight" else value.shape[-1]
-    return value.normal_(0.0, 1 / math.sqrt(fan_in), generator=generator)
-
-
-def random_batch(model: Model, row: Row, device: torch.device) -> Prepared:
-    """A batch as the reading threads hand it over."""
-    width, height, num_frames = row.clip
-    frames = (num_frames - 1) // model.temporal_stride + 1
-    step, draw = model.spatial_stride, torch.Generator().manual_seed(1)
-    shape = (row.batch, model.latent_channels, frames, height // step, width // step)
-    latents, noise = (torch.randn(shape, generator=draw) for _ in range(2))
-    given = model.transformer.in_channels - model.latent_channels
-    condition = torch.randn(row.batch, given, *shape[2:], generator=draw) if given else None
-    images = row.batch * (2 if model.condition == "first_and_last" else 1)
-    clip = any(weights.flag == "clip" for weights in model.weights)
-    batch = Batch(
-        latents=latents,
-        texts=[0.1 * torch.randn(TEXT_ROWS, TEXT_DIM, generator=draw) for _ in range(row.batch)],
-        names=[f"item {number}" for number in range(row.batch)],
-        keys=[str(number) for number in range(row.batch)],
-        weights=torch.ones(row.batch),
-        condition=condition,
-        image_tokens=torch.randn(images, CLIP_TOKENS, IMAGE_DIM, generator=draw) if clip else None,
-    )
-    clean = 1 if model.condition == "text_or_image" and frames > 1 else 0
-    keys = [(0, 0, key, 0) for key in batch.keys]
-    prepared = Prepared(batch, keys, torch.full((row.batch,), 0.5), noise, [clean] * row.batch)
-    return pinned(prepared) if device.type == "cuda" else prepared
-
-
-def make_run(row: Row, model: Model, device: torch.device) -> tuple[Run, Trainee]:
-    """The run that a step belongs to: what `load_trainee` makes of files, made of random weights."""
-    options = options_of(row, model, device)
-    swapped = options.blocks_to_swap or 0
-    home = torch.device("cpu") if swapped else device
-    transformer = random_transformer(model, options.quantize or "none", device, home)
-    parameters = add_adapter(transformer, options, model)
-    for parameter in parameters.values():
-        parameter.data = parameter.data.to(device)
-    swap = BlockSwap(transformer, swapped, device, ring=options.block_swap_ring_size) if swapped else None
-    compute, kind = compute_of(options), family(model)
-    if row.cudnn is None:
-        velocity = kind.velocity_model(transformer, compute, device=device, dtype=torch.bfloat16, swap=swap)
-    else:
-        velocity = _with_kernel(transformer, compute, device, row.cudnn)
-    expert = ExpertPlan("", Path("random"), None, 0.0, 1.0, 1.0, 1)
-    trainee = Trainee(expert, transformer, velocity, parameters, Optimization(options, parameters))
-    run = Run(Plan(options, model, [], [], 1, (expert,), {}), kind, device, [trainee])
-    return run, run.activate(0)
-
-
-def _with_kernel(transformer: Any, compute: Any, device: torch.device, cudnn: bool) -> VelocityModel:
-    """SDPA with or without its preference for cuDNN, whatever the card."""
-    from wangen.runtime.fast.attention import choose_kernel
-    from wangen.runtime.fast.dit import FastWan
-
-    kernel = choose_kernel("sdpa", device, torch.bfloat16)
-    return FastWan(transformer, compute, replace(kernel, cudnn_first=cudnn))
-
-
 def measure(row: Row, device: torch.device, *, tiny: bool = False, peak: float | None = None) -> dict[str, Any]:
     """Make the run of a row and time its steps.
 
@@ -301,8 +159,8 @@ def measure(row: Row, device: torch.device, *, tiny: bool = False, peak: float |
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
     began = time.perf_counter()
-    run, trainee = make_run(row, model, device)
-    group = Group(0, [random_batch(model, row, device)])
+    run, trainee = make_run(model, row.flags, device, cudnn=row.cudnn)
+    group = Group(0, [random_batch(model, row.clip, row.batch, device)])
     result = optimizer_step(run, trainee, group, 1.0, Interrupt())
     assert result is not None
     loss = float(result.losses.mean())
@@ -330,24 +188,23 @@ def _times(step: Callable[[], object], device: torch.device, tiny: bool) -> list
     number = MIN_STEPS if tiny else max(MIN_STEPS, min(MAX_STEPS, int(TIMED_S / each)))
     if device.type != "cuda":
         marks = [time.perf_counter(), *((step(), time.perf_counter())[1] for _ in range(number))]
-        return [end - start for start, end in zip(marks, marks[1:], strict=False)]
+        return [end - start for start, end in pairwise(marks)]
     events = [torch.cuda.Event(enable_timing=True) for _ in range(number + 1)]
     events[0].record()
     for event in events[1:]:
         step()
         event.record()
     torch.cuda.synchronize(device)
-    return [start.elapsed_time(end) / 1000 for start, end in zip(events, events[1:], strict=False)]
+    return [start.elapsed_time(end) / 1000 for start, end in pairwise(events)]
 
 
 def _work(row: Row, model: Model, run: Run, seconds: float, peak: float | None) -> dict[str, Any]:
     """Tokens and FLOPs of a step, and what they mean in the time it took."""
     options = run.plan.options
     tokens = tokens_of(model, row.clip[:2], row.clip[2])
-    clip = any(weights.flag == "clip" for weights in model.weights)
     flops = step_flops(
         model.transformer, tokens, text_tokens=512 if options.plain else TEXT_ROWS,
-        image_tokens=CLIP_TOKENS if clip else 0,
+        image_tokens=CLIP_TOKENS if has_image_branch(model) else 0,
         adapter_weights=sum(parameter.numel() for parameter in run.trainees[0].parameters.values()),
         checkpointing=options.checkpointing or "full", free_blocks=options.checkpointing_free_blocks or 0,
     )  # fmt: skip

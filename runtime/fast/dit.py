@@ -93,7 +93,7 @@ class FastWan:
         """
         inputs = latents if condition is None else torch.cat([latents, condition.to(latents)], dim=1)
         with torch.autocast(latents.device.type, enabled=False):
-            return torch.cat(self._run(list(inputs.split(1)), timesteps, texts, image_tokens))
+            return torch.cat(self._run(list(torch.split(inputs, 1)), timesteps, texts, image_tokens))
 
     def _run(
         self, latents: Sequence[Tensor], timesteps: Tensor, texts: Sequence[Tensor], image_tokens: Tensor | None
@@ -129,10 +129,12 @@ class FastWan:
         """(1, C, F, h, w) -> (N, D). A convolution whose steps are as long as its kernel is a product."""
         embedding = self._transformer.patch_embedding
         if type(embedding) is not nn.Conv3d:
-            return embedding(latents).flatten(2)[0].t().contiguous()
+            embedded: Tensor = embedding(latents)
+            return embedded.flatten(2)[0].t().contiguous()
         pieces = latents[0]
         for axis, step in enumerate(embedding.kernel_size):
-            pieces = pieces.unflatten(1 + 2 * axis, (-1, step))
+            place = 1 + 2 * axis
+            pieces = pieces.reshape(*pieces.shape[:place], -1, step, *pieces.shape[place + 1 :])
         pieces = pieces.permute(1, 3, 5, 0, 2, 4, 6).flatten(3).flatten(0, 2)
         return functional.linear(pieces, embedding.weight.flatten(1), embedding.bias)
 
@@ -144,7 +146,7 @@ class FastWan:
         embedded = embedder.time_embedder(waves.to(dtype)).float()
         active, projection = embedder.act_fn(embedded), embedder.time_proj
         if type(projection) is not nn.Linear:
-            return embedded, projection(active).float().unflatten(1, (6, -1))
+            return embedded, projection(active).float().view(len(values), 6, -1)
         # Part by part: of a large model the whole in float32 would be more memory than a block.
         parts = zip(projection.weight.chunk(6), projection.bias.chunk(6), strict=True)
         projected = [functional.linear(active, weight.float(), bias.float()) for weight, bias in parts]

@@ -1,7 +1,7 @@
 """One block of Wan's transformer on the weights of diffusers' module: self attention, cross attention, feed forward.
 
-Tokens of all items lie in one row after the other, (T, D): linear layers see one long input, norms and gates the runs of
-tokens that share a timestep, attention the items. So items of different sizes may be packed into one pass.
+Tokens of all items lie in one row after the other, (T, D): linear layers see one long input, norms and gates the runs
+of tokens that share a timestep, attention the items. So items of different sizes may be packed into one pass.
 
 Letters in shapes: B items, T tokens of all of them, N tokens of one, D width of the model, H heads, L rows of text.
 """
@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from wangen.runtime.fast.attention import Kernel, Stash
-from wangen.runtime.fast.dit_functions import Gate, MixedLayerNorm, RmsRotary
-from wangen.runtime.fast.dit_linear import Group, Layers, apply, lay_side_by_side
+from wangen.runtime.fast.dit_functions import Gate, MixedLayerNorm, RmsRotary, apply
+from wangen.runtime.fast.dit_linear import Group, Layers, lay_side_by_side
 from wangen.runtime.models.compute import Tricks
 
 
@@ -104,7 +104,7 @@ def modulated_norm(
         lengths = torch.tensor(runs, device=tokens.device)
         scales, shifts = (part.repeat_interleave(lengths, dim=0, output_size=len(tokens)) for part in (scale, shift))
         return (normed * scales + shifts).to(tokens.dtype)
-    pieces = tokens.split(tuple(runs)) if len(runs) > 1 else [tokens]
+    pieces = torch.split(tokens, list(runs)) if len(runs) > 1 else [tokens]
     parts = [layer_norm(piece, scale[run], shift[run], eps) for run, piece in enumerate(pieces)]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -191,26 +191,27 @@ class Block:
         """Attention of the tokens (T, D) to other tokens (B, L, D) of the same item."""
         key, value = self._project(pair, others.flatten(0, 1))
         key = self._rms(norm, key, None).view(others.shape)
-        return self._attend(query, key, value.unflatten(0, others.shape[:2]), self._block.attn2.heads, bias)
+        return self._attend(query, key, value.view(others.shape), self._block.attn2.heads, bias)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, heads: int, bias: Tensor | None = None) -> Tensor:
         """Attention of each item by itself: (T, D), with keys and values (T, D) or (B, L, D) -> (T, D)."""
         own = key.ndim == 2
         items = self._tokens.items
         if self._tokens.alike:
-            shape = (len(items), items[0])
-            keys, values = ((part.unflatten(0, shape) if own else part) for part in (key, value))
-            return self._kernel_on(query.unflatten(0, shape), keys, values, heads, bias, own).flatten(0, 1)
-        keys, values = ((part.split(items) if own else part.unbind(0)) for part in (key, value))
-        biases = [None] * len(items) if bias is None else bias.split(1)
-        rows = zip(query.split(items), keys, values, biases, strict=True)
+            shape = (len(items), items[0], -1)
+            keys, values = (part.reshape(shape) if own else part for part in (key, value))
+            return self._kernel_on(query.reshape(shape), keys, values, heads, bias, own).flatten(0, 1)
+        pieces = list(items)
+        keys, values = (torch.split(part, pieces) if own else part.unbind(0) for part in (key, value))
+        biases = [None] * len(items) if bias is None else torch.split(bias, 1)
+        rows = zip(torch.split(query, pieces), keys, values, biases, strict=True)
         return torch.cat([self._kernel_on(q[None], k[None], v[None], heads, b, own)[0] for q, k, v, b in rows])
 
     def _kernel_on(
         self, query: Tensor, key: Tensor, value: Tensor, heads: int, bias: Tensor | None, own: bool
     ) -> Tensor:
         """(B, N, D) and keys and values (B, L, D) -> (B, N, D)."""
-        query, key, value = (part.unflatten(2, (heads, -1)).transpose(1, 2) for part in (query, key, value))
+        query, key, value = (part.view(*part.shape[:2], heads, -1).transpose(1, 2) for part in (query, key, value))
         if own and self._stash is not None:
             return self._kernel.kept(query, key, value, self._stash).transpose(1, 2).flatten(2)
         return self._kernel(query, key, value, bias).transpose(1, 2).flatten(2)

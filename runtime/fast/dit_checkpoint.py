@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from wangen.runtime.fast.attention import Stash
+from wangen.runtime.fast.dit_functions import apply
 
 Step = Callable[[Tensor], Tensor]
 
@@ -40,7 +41,7 @@ class HostMemory:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = _stream(device)
         self._waiting: list[_Waiting] = []
 
     @contextlib.contextmanager
@@ -62,6 +63,10 @@ class HostMemory:
         if kept.number > 0:
             self._waiting[kept.number - 1].fetch()
         return kept.take()
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream | None:
+    return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
 
 def _same(one: Tensor, other: Tensor) -> bool:
@@ -178,7 +183,7 @@ def recomputed(
     """
     tells = hidden.requires_grad
     if isinstance(block, Announced) and tells:
-        hidden = LeaveAfterBackward.apply(hidden, block.done)
+        hidden = apply(LeaveAfterBackward, hidden, block.done)
 
     @contextlib.contextmanager
     def again(inner: AbstractContextManager[None]) -> Iterator[None]:

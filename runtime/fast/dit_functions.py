@@ -16,6 +16,11 @@ import torch
 from torch import Tensor
 
 
+def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+    """An autograd function's result; PyTorch leaves `apply` untyped."""
+    return function.apply(*arguments)  # type: ignore[no-untyped-call]
+
+
 class FrozenProduct(Protocol):
     """One frozen linear layer, or several that share their input."""
 
@@ -261,11 +266,11 @@ class Gate(torch.autograd.Function):
     """residual + gate * branch, in one pass and with one rounding; the gates are frozen and nothing is kept."""
 
     @staticmethod
-    def forward(ctx: Any, residual: Tensor, branch: Tensor, gates: Tensor, runs: tuple[int, ...]) -> Tensor:
+    def forward(ctx: Any, residual: Tensor, branch: Tensor, gates: Tensor, runs: Sequence[int]) -> Tensor:
         """(T, D), (T, D), gates (runs, D) in float32, tokens of each run -> (T, D)."""
-        ctx.gates, ctx.runs = gates, runs
+        ctx.gates, ctx.runs = gates, list(runs)
         output = torch.empty_like(residual)
-        pieces = (torch.split(part, runs) for part in (residual, branch, output))
+        pieces = (torch.split(part, ctx.runs) for part in (residual, branch, output))
         for before, added, piece, gate in zip(*pieces, gates, strict=True):
             torch.addcmul(before, added, gate, out=piece)
         return output

@@ -5,7 +5,6 @@ Letters in shapes: T tokens, I inputs and O outputs of a layer, R rank.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from peft.tuners.lora import Linear as LoraLinear
@@ -19,19 +18,15 @@ from wangen.runtime.fast.dit_functions import (
     FrozenLinears,
     LowRank,
     ProductAfter,
+    apply,
 )
-
-
-def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
-    """An autograd function's result; PyTorch leaves `apply` untyped."""
-    return function.apply(*arguments)  # type: ignore[no-untyped-call]
+from wangen.runtime.memory.quantize import QuantLinear
 
 
 def weight_of(layer: nn.Linear, dtype: torch.dtype) -> Tensor:
     """The weight (O, I) of a linear layer in `dtype`, dequantised if the layer holds it so."""
-    if hasattr(layer, "dequantized"):
-        weight: Tensor = layer.dequantized(dtype)
-        return weight
+    if isinstance(layer, QuantLinear):
+        return layer.dequantized(dtype)
     return layer.weight.detach().to(dtype)
 
 
@@ -55,7 +50,7 @@ class Frozen:
                 for layer in self.layers
             ]
         product = functional.linear(inputs, *joined)
-        return list(product.split([layer.out_features for layer in self.layers], dim=1))
+        return list(torch.split(product, [layer.out_features for layer in self.layers], dim=1))
 
     def add_to(self, outputs: Tensor, inputs: Tensor) -> None:
         """Add inputs (T, I) times the weight of the one layer, without its bias, to (T, O)."""
@@ -78,7 +73,7 @@ class Frozen:
         """Weight and bias of all layers as one, without a copy; None where they do not lie side by side."""
         if self._found is not None:
             return self._found
-        if len(self.layers) == 1 or any(hasattr(layer, "dequantized") for layer in self.layers):
+        if len(self.layers) == 1 or any(isinstance(layer, QuantLinear) for layer in self.layers):
             return None
         weight = _side_by_side([layer.weight for layer in self.layers])
         bias = _side_by_side([layer.bias for layer in self.layers])
@@ -119,7 +114,7 @@ def lay_side_by_side(layers: Sequence[nn.Linear]) -> None:
             return
         if _side_by_side(parameters) is None:
             joined = torch.cat([parameter.detach() for parameter in parameters])
-            for parameter, part in zip(parameters, joined.split([len(p) for p in parameters]), strict=True):
+            for parameter, part in zip(parameters, torch.split(joined, [len(p) for p in parameters]), strict=True):
                 parameter.data = part
 
 
@@ -232,9 +227,9 @@ class Layers:
 def _base_and_adapters(module: nn.Module) -> tuple[nn.Linear | None, list[str]]:
     """The frozen layer and the names of its active low-rank adapters; None where it is anything else than that."""
     if not isinstance(module, LoraLinear):
-        return (module if _is_frozen(module) else None), []
-    base = module.base_layer
-    if not _is_frozen(base):
+        return _frozen(module), []
+    base = _frozen(module.base_layer)
+    if base is None:
         return None, []
     if module.disable_adapters:
         return (None if module.merged else base), []
@@ -243,11 +238,11 @@ def _base_and_adapters(module: nn.Module) -> tuple[nn.Linear | None, list[str]]:
     return (base if plain else None), names
 
 
-def _is_frozen(layer: nn.Module) -> bool:
-    """Whether it is a linear layer whose weight can be had and is not trained."""
+def _frozen(layer: nn.Module) -> nn.Linear | None:
+    """The layer, if it is a linear one whose weight can be had and is not trained."""
     if not isinstance(layer, nn.Linear) or any(parameter.requires_grad for parameter in layer.parameters()):
-        return False
-    return type(layer) is nn.Linear or hasattr(layer, "dequantized")
+        return None
+    return layer if type(layer) is nn.Linear or isinstance(layer, QuantLinear) else None
 
 
 def _is_plain(module: LoraLinear, name: str) -> bool:
