@@ -78,6 +78,7 @@ def run(options: Train) -> Report:
 
 
 def _find_state(plan: Plan) -> TrainingState | None:
+    checkpoint.require_own_format(plan.states)
     path = plan.options.resume or checkpoint.newest(plan.states)
     return checkpoint.read(path) if path else None
 

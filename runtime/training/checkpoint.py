@@ -116,6 +116,25 @@ def newest(folder: Path) -> Path | None:
     return max(steps, key=lambda path: (steps[path], -len(path.name)), default=None)
 
 
+def require_own_format(folder: Path) -> None:
+    """Refuse a folder whose states are of another version of wangen; one that also has states of this one passes.
+
+    Raises:
+        WangenError: going on would begin at step 0 without a word.
+    """
+    if newest(folder):
+        return
+    for path in sorted(folder.glob(f"step-*/{MANIFEST}")):
+        with suppress(OSError, ValueError, LookupError, TypeError):
+            found = json.loads(path.read_text(encoding="utf-8"))["format"]
+            if found != FORMAT:
+                raise WangenError(
+                    f"these training states are of the format {found}, this version reads {FORMAT}",
+                    where=str(folder),
+                    cure="train with the version that made them, or begin again with --fresh",
+                )
+
+
 def read(path: Path) -> TrainingState:
     """The state in a folder.
 
