@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from random_run import CLIP_TOKENS, TEXT_ROWS, Clip, has_image_branch, make_run, random_batch
+from random_run import TEXT_ROWS, Clip, make_run, num_image_tokens, random_batch
 
 from wangen import profiles
 from wangen.generator.memory import GIB, tokens_of, usable_bytes
@@ -138,7 +138,11 @@ def shrunk(row: Row) -> tuple[Row, Model]:
     """The same row and its model in sizes for a CPU."""
     model = profiles.model(row.task)
     layers = TINY["num_layers"]
-    presets = {gib: replace(p, blocks_to_swap=min(p.blocks_to_swap, layers)) for gib, p in model.presets.items()}
+    presets = {
+        gib: replace(p, blocks_to_swap=min(p.blocks_to_swap, layers - min(1, p.checkpointing_free_blocks)),
+                     checkpointing_free_blocks=min(p.checkpointing_free_blocks, 1))
+        for gib, p in model.presets.items()
+    }  # fmt: skip
     model = replace(model, transformer=replace(model.transformer, **TINY), presets=presets)
     side = 4 * model.spatial_stride * model.patch[1]
     flags = dict(row.flags)
@@ -189,7 +193,7 @@ def _times(step: Callable[[], object], device: torch.device, tiny: bool) -> list
     if device.type != "cuda":
         marks = [time.perf_counter(), *((step(), time.perf_counter())[1] for _ in range(number))]
         return [end - start for start, end in pairwise(marks)]
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(number + 1)]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(number + 1)]  # type: ignore[no-untyped-call]
     events[0].record()
     for event in events[1:]:
         step()
@@ -204,7 +208,7 @@ def _work(row: Row, model: Model, run: Run, seconds: float, peak: float | None) 
     tokens = tokens_of(model, row.clip[:2], row.clip[2])
     flops = step_flops(
         model.transformer, tokens, text_tokens=512 if options.plain else TEXT_ROWS,
-        image_tokens=CLIP_TOKENS if has_image_branch(model) else 0,
+        image_tokens=num_image_tokens(model),
         adapter_weights=sum(parameter.numel() for parameter in run.trainees[0].parameters.values()),
         checkpointing=options.checkpointing or "full", free_blocks=options.checkpointing_free_blocks or 0,
     )  # fmt: skip
@@ -253,9 +257,15 @@ def table(results: Sequence[tuple[Row, Mapping[str, Any]]]) -> str:
             rates = [f"{found['s_per_step']:.3f}", f"{found['s_per_step_median']:.3f}", f"{found['tokens_per_s']:.0f}"]
             shares = [f"{100 * found['mfu']:.0f} %", f"{found['limit_s']:.3f}"] if "mfu" in found else ["", ""]
             memory = [f"{found[key] / GIB:.1f}" if key in found else "" for key in ("peak_bytes", "reserved_bytes")]
-            cells = [*start, found["attention"], *rates, *shares, *memory]
+            cells = [*start, _kernel(row, found["attention"]), *rates, *shares, *memory]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _kernel(row: Row, used: str) -> str:
+    """The attention kernel that ran, and whether another was asked for."""
+    wanted = row.flags.get("attention", "auto")
+    return used if wanted in ("auto", used) else f"{used}, for {wanted} does not run here"
 
 
 def chosen_rows(options: argparse.Namespace) -> list[Row]:

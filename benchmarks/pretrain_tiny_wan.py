@@ -37,7 +37,7 @@ from wangen.runtime.training.full import original_tensor_name
 VAE_DIM = 12
 SIZES = TinySizes(dim=256, ffn_dim=320, num_layers=3)
 SIDE_PX, NUM_FRAMES = 64, 17
-WORDS = "purple pink brown turquoise violet star small large shape"
+WORDS = "purple pink brown turquoise star shape small large"
 """Words that no caption of the training has, so that a LoRA finds them as one token each."""
 
 VAE_FILE = "Wan2.1_VAE.pth"

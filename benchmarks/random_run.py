@@ -1,10 +1,10 @@
-"""A training run on random weights of any size, on any device, without a file: what benchmarks of the step are made of."""
+"""A training run on random weights of any size and on any device, without a file: for benchmarks of the step."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -15,11 +15,9 @@ from wangen.generator.steps import Train
 from wangen.profiles import Model
 from wangen.runtime.loader import Batch
 from wangen.runtime.memory.quantize import in_blocks
-from wangen.runtime.memory.swap import BlockSwap
-from wangen.runtime.models import VelocityModel, family
-from wangen.runtime.training.adapter import add_adapter
-from wangen.runtime.training.loading import compute_of
-from wangen.runtime.training.optim import Optimization
+from wangen.runtime.models import Family, VelocityModel, family
+from wangen.runtime.models.compute import Compute
+from wangen.runtime.training.loading import load_trainee
 from wangen.runtime.training.plan import ExpertPlan, Plan
 from wangen.runtime.training.prepared import Prepared, pinned
 from wangen.runtime.training.refusals import resolved
@@ -33,30 +31,36 @@ TEXT_ROWS = 64
 
 CLIP_TOKENS = 257
 
+NO_WEIGHTS = Path(__file__)
+"""A file that is there, where the trainer wants to be told one; nothing reads it."""
 
-def has_image_branch(model: Model) -> bool:
-    """Whether the model attends to what CLIP sees."""
-    return any(weights.flag == "clip" for weights in model.weights)
+
+def num_image_tokens(model: Model) -> int:
+    """Tokens of CLIP that an item of this model brings along."""
+    sees_images = any(weights.flag == "clip" for weights in model.weights)
+    return sees_images * CLIP_TOKENS * (2 if model.condition == "first_and_last" else 1)
 
 
 def options_of(model: Model, flags: Mapping[str, Any], device: torch.device) -> Train:
     """The flags of a run, with what presets and defaults say filled in."""
-    nowhere = Path("random")
     given = {"network_dim": 32, **flags}
     options = Train(
-        dataset_config=nowhere, dit=nowhere, dit_high_noise=nowhere if model.experts else None, output_dir=nowhere,
-        output_name="speed", task=model.name, mixed_precision="bf16", network_alpha=float(given["network_dim"]),
-        **given,
+        dataset_config=NO_WEIGHTS, dit=NO_WEIGHTS, dit_high_noise=NO_WEIGHTS if model.experts else None,
+        output_dir=NO_WEIGHTS.parent, output_name="speed", task=model.name, mixed_precision="bf16",
+        network_alpha=float(given["network_dim"]), **given,
     )  # fmt: skip
     return resolved(options, model, device)
 
 
-def random_transformer(model: Model, quantize: str, device: torch.device, home: torch.device) -> Any:
+def random_transformer(
+    model: Model, dtype: torch.dtype, quantize: Any, device: torch.device, home: torch.device
+) -> Any:
     """A frozen transformer of a profile's sizes as the loader makes it, with random weights.
 
     Args:
         model: the profile.
-        quantize: form of the blocks' linear layers.
+        dtype: of what the loader does not keep in float32.
+        quantize: form of the blocks' linear layers; None or `none` for none.
         device: where each layer is drawn and quantised.
         home: where it then stays.
     """
@@ -71,11 +75,11 @@ def random_transformer(model: Model, quantize: str, device: torch.device, home: 
     transformer.condition_embedder.timesteps_proj = Timesteps(FREQUENCIES)
     in_float32 = set(WanTransformer3DModel._keep_in_fp32_modules)
     generator = torch.Generator(device).manual_seed(0)
-    convert = in_blocks(quantize)  # type: ignore[arg-type]
+    convert = in_blocks(quantize or "none")
     for name, module in list(transformer.named_modules()):
         for key, parameter in list(module.named_parameters(recurse=False)):
             wide = bool(in_float32 & {*name.split("."), key})
-            value = torch.empty(parameter.shape, dtype=torch.float32 if wide else torch.bfloat16, device=device)
+            value = torch.empty(parameter.shape, dtype=torch.float32 if wide else dtype, device=device)
             module.register_parameter(key, nn.Parameter(_drawn(value, key, generator), requires_grad=False))
         new = convert(name, module) if isinstance(module, nn.Linear) else module
         for parameter in new.parameters(recurse=False):
@@ -88,7 +92,7 @@ def random_transformer(model: Model, quantize: str, device: torch.device, home: 
 
 def config_of(model: Model) -> dict[str, Any]:
     """What diffusers' transformer is made with."""
-    sizes, image = model.transformer, has_image_branch(model)
+    sizes, image = model.transformer, num_image_tokens(model) > 0
     return {
         "patch_size": model.patch,
         "num_attention_heads": sizes.num_heads,
@@ -122,8 +126,7 @@ def random_batch(model: Model, clip: Clip, num_items: int, device: torch.device)
     latents, noise = (torch.randn(shape, generator=draw) for _ in range(2))
     given = model.transformer.in_channels - model.latent_channels
     condition = torch.randn(num_items, given, *shape[2:], generator=draw) if given else None
-    images = num_items * (2 if model.condition == "first_and_last" else 1)
-    sees_images = has_image_branch(model)
+    images = num_items * num_image_tokens(model) // CLIP_TOKENS
     batch = Batch(
         latents=latents,
         texts=[0.1 * torch.randn(TEXT_ROWS, TEXT_DIM, generator=draw) for _ in range(num_items)],
@@ -131,7 +134,7 @@ def random_batch(model: Model, clip: Clip, num_items: int, device: torch.device)
         keys=[str(number) for number in range(num_items)],
         weights=torch.ones(num_items),
         condition=condition,
-        image_tokens=torch.randn(images, CLIP_TOKENS, IMAGE_DIM, generator=draw) if sees_images else None,
+        image_tokens=torch.randn(images, CLIP_TOKENS, IMAGE_DIM, generator=draw) if images else None,
     )
     clean = 1 if model.condition == "text_or_image" and frames > 1 else 0
     keys = [(0, 0, key, 0) for key in batch.keys]
@@ -142,7 +145,7 @@ def random_batch(model: Model, clip: Clip, num_items: int, device: torch.device)
 def make_run(
     model: Model, flags: Mapping[str, Any], device: torch.device, *, cudnn: bool | None = None
 ) -> tuple[Run, Trainee]:
-    """The run that a step belongs to: what `load_trainee` makes of files, made of random weights.
+    """The run that a step belongs to, made by the trainer's own `load_trainee` of random weights.
 
     Args:
         model: the profile.
@@ -151,28 +154,42 @@ def make_run(
         cudnn: whether SDPA prefers cuDNN, told by hand; None leaves it to the trainer.
     """
     options = options_of(model, flags, device)
-    swapped = options.blocks_to_swap or 0
-    home = torch.device("cpu") if swapped else device
-    transformer = random_transformer(model, options.quantize or "none", device, home)
-    parameters = add_adapter(transformer, options, model)
-    for parameter in parameters.values():
-        parameter.data = parameter.data.to(device)
-    swap = BlockSwap(transformer, swapped, device, ring=options.block_swap_ring_size) if swapped else None
-    compute, kind = compute_of(options), family(model)
-    if cudnn is None:
-        velocity = kind.velocity_model(transformer, compute, device=device, dtype=torch.bfloat16, swap=swap)
-    else:
-        velocity = _with_kernel(transformer, compute, device, cudnn)
-    expert = ExpertPlan("", Path("random"), None, 0.0, 1.0, 1.0, 1)
-    trainee = Trainee(expert, transformer, velocity, parameters, Optimization(options, parameters))
-    run = Run(Plan(options, model, [], [], 1, (expert,), {}), kind, device, [trainee])
+    expert = ExpertPlan("", NO_WEIGHTS, None, 0.0, 1.0, 1.0, 1)
+    plan = Plan(options, model, [], [], 1, (expert,), {})
+    kind = cast(Family, RandomFamily(model, device, cudnn))
+    run = Run(plan, kind, device, [load_trainee(plan, expert, kind, device, None)])
     return run, run.activate(0)
 
 
-def _with_kernel(transformer: Any, compute: Any, device: torch.device, cudnn: bool) -> VelocityModel:
-    """SDPA with or without its preference for cuDNN, whatever the card."""
-    from wangen.runtime.fast.attention import choose_kernel
-    from wangen.runtime.fast.dit import FastWan
+class RandomFamily:
+    """A model's family, but for its weights, which are random.
 
-    kernel = choose_kernel("sdpa", device, torch.bfloat16)
-    return FastWan(transformer, compute, replace(kernel, cudnn_first=cudnn))
+    Args:
+        model: the profile.
+        drawn_on: the device that draws and quantises the weights.
+        cudnn: as of `make_run`.
+    """
+
+    def __init__(self, model: Model, drawn_on: torch.device, cudnn: bool | None) -> None:
+        self._model, self._drawn_on, self._cudnn, self._family = model, drawn_on, cudnn, family(model)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._family, name)
+
+    def load_transformer(
+        self, _path: Path, *, dtype: torch.dtype, device: Any, quantize: Any, pack_on: Any = None
+    ) -> Any:
+        """As `Family.load_transformer`."""
+        return random_transformer(self._model, dtype, quantize, self._drawn_on, torch.device(device))
+
+    def velocity_model(
+        self, transformer: Any, compute: Compute, *, device: torch.device, dtype: torch.dtype, swap: Any = None
+    ) -> VelocityModel:
+        """As `Family.velocity_model`."""
+        if self._cudnn is None:
+            return self._family.velocity_model(transformer, compute, device=device, dtype=dtype, swap=swap)
+        from wangen.runtime.fast.attention import choose_kernel
+        from wangen.runtime.fast.dit import FastWan
+
+        kernel = choose_kernel("sdpa", device, dtype)
+        return FastWan(transformer, compute, replace(kernel, cudnn_first=self._cudnn), swap)

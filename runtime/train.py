@@ -6,6 +6,7 @@ between steps is weights, optimizers, averages and the numbers of the steps.
 """
 
 import logging
+import math
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from wangen import profiles
+from wangen.generator import headers
 from wangen.generator.errors import WangenError, many
 from wangen.generator.session import Report, with_flag
 from wangen.generator.steps import Train
@@ -61,7 +63,10 @@ def run(options: Train) -> Report:
     if state:
         _compare(plan, state)
         if state.step >= plan.num_steps:  # saving flags may have changed; equal bytes are written again
-            save_state_as_loras(plan, state)
+            if state.facts.get("schedule_free"):  # its optimizer knows what to save
+                save_loras(_prepare(plan, device, state))
+            else:
+                save_state_as_loras(plan, state)
             return _report(plan, state.step, state.facts, done_before=True)
     require_room(plan)
     with Watching(plan, device, state.step if state else 0) as watching:  # prompts are encoded before the model loads
@@ -137,7 +142,9 @@ def _announce(training: Run) -> None:
     plan, options = training.plan, training.plan.options
     for trainee in training.trainees:
         trainable = sum(parameter.numel() for parameter in trainee.parameters.values())
-        total = sum(parameter.numel() for parameter in trainee.transformer.parameters())
+        base = headers.read_header(trainee.plan.dit, trainee.plan.flag)  # in memory it may be parked or quantised
+        total = sum(math.prod(info.shape) for info in base.tensors.values())
+        total += trainable if options.train_mode == "lora" else 0
         name = f"{trainee.plan.name.replace('_', '-')} expert, " if trainee.plan.name else ""
         log.info("  %s%.2f M of %.2f M parameters train, %s, attention %s, on %s", name, trainable / 1e6, total / 1e6,
                  {"bf16": "bfloat16", "no": "float32"}[options.mixed_precision], trainee.model.attention,

@@ -1,9 +1,11 @@
 """Models with adapters whose second halves are not zero, and steps on the vectors by both ways of the transformer."""
 
+import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
 import torch
 from diffusers import WanTransformer3DModel
 from parity import DITS, golden
@@ -40,7 +42,7 @@ def adapted(
         parameter.data = parameter.data.float()
         if "magnitude" not in name:
             parameter.data.copy_(torch.randn(parameter.shape, generator=generator_for(seed, name)) * 0.05)
-    return model
+    return model.train()
 
 
 def trained(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
@@ -63,14 +65,14 @@ class Inputs:
     condition: Tensor | None = None
     image_tokens: Tensor | None = None
 
-    def __call__(self, velocity: Any, **changes: Any) -> Tensor:
+    def __call__(self, velocity: Any) -> Tensor:
         return velocity(
             self.latents, self.timesteps, self.texts, condition=self.condition, image_tokens=self.image_tokens
         )
 
 
 def inputs_of(name: str, case: int = 0, *, batch: int = 0) -> Inputs:
-    """A case of the vectors; with `batch`, so many items of it with texts of different lengths and times of their own."""
+    """A case of the vectors; with `batch`, so many items of it, with texts and times of their own."""
     start = f"case{case}."
     part = {key.removeprefix(start): value for key, value in golden(name).items() if key.startswith(start)}
     texts = [part[key] for key in sorted(part) if key.startswith("context.")]
@@ -100,18 +102,38 @@ def plain(model: WanTransformer3DModel) -> Any:
     return lambda *args, **kwargs: predict_velocity(model, *args, **kwargs)
 
 
-def step(model: WanTransformer3DModel, velocity: Any, inputs: Inputs, seed: int = 0) -> tuple[Tensor, dict[str, Tensor]]:
+def exact(model: WanTransformer3DModel, inputs: Inputs) -> tuple[Tensor, dict[str, Tensor]]:
+    """`step` of diffusers' own forward in float64 throughout: what it rounds to float32 on its way stays float64."""
+
+    def wide(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.double()
+
+    model = copy.deepcopy(model).double()
+    texts = [text.double() for text in inputs.texts]
+    inputs = replace(inputs, latents=inputs.latents.double(), timesteps=inputs.timesteps.double(), texts=texts,
+                     condition=wide(inputs.condition), image_tokens=wide(inputs.image_tokens))  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "float", torch.Tensor.double)
+        output, gradients = step(model, plain(model), inputs)
+    assert output.dtype == torch.float64
+    return output, gradients
+
+
+def step(
+    model: WanTransformer3DModel, velocity: Any, inputs: Inputs, seed: int = 0
+) -> tuple[Tensor, dict[str, Tensor]]:
     """The velocity, and the gradients of a loss against noise."""
     for parameter in trained(model).values():
         parameter.grad = None
     output = inputs(velocity)
     target = torch.randn(output.shape, generator=generator_for("target", seed))
-    (output.float() - target).square().mean().backward()
+    (output.float() - target.to(output.device)).square().mean().backward()
     return output.detach(), {name: parameter.grad for name, parameter in trained(model).items()}
 
 
 def largest_error(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> float:
-    """Of any tensor, relative to its largest number."""
+    """The distance of two sets of tensors: that of the farthest pair, relative to the length of `wanted`'s."""
     assert found.keys() == wanted.keys()
-    assert all(wanted[name] is not None and bool(wanted[name].abs().max() > 0) for name in wanted)
-    return max(float((found[n].float() - wanted[n].float()).norm() / wanted[n].float().norm()) for n in wanted)
+    assert all(bool(tensor.abs().max() > 0) for tensor in wanted.values()), "a gradient of zero proves nothing"
+    distances = {name: (found[name].double() - wanted[name].double()).norm() for name in wanted}
+    return max(float(distance / wanted[name].double().norm()) for name, distance in distances.items())

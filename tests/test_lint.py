@@ -139,7 +139,6 @@ def test_a_flag_of_our_own_steps_is_judged_by_the_table(shell):
     expect(shell, f"wangen {words} --sdpa\n", "unknown-flag", 1, "check_cache has no flag --sdpa")
     train = "wangen train --dataset_config x.toml --dit d --output_dir o --output_name n"
     expect(shell, f"{train} --one_frame\n", "unknown-flag", 1, "one-frame")
-    expect(shell, f"{train} --sage-attn\n", "sage", 1)
     expect(shell, f"{train} --sdpa --flash_attn\n", "attention", 1, "contradict")
     expect(shell, f"{train} --timestep-sampling krea2_shift\n", "value", 1, "another model")
     expect(shell, f"python -m wangen.runtime {train[7:]} --network_dim x\n", "value", 1, "whole number")

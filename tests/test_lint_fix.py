@@ -137,7 +137,9 @@ def test_what_musubi_tuner_does_without_being_told_is_told(tmp_path):
 
 def test_refused_values_are_listed(tmp_path):
     done = fix(
-        lint.read(put(tmp_path, "sh", script("sh", train={"network_module": "lycoris.kohya", "mixed_precision": "fp16"})))
+        lint.read(
+            put(tmp_path, "sh", script("sh", train={"network_module": "lycoris.kohya", "mixed_precision": "fp16"}))
+        )
     )
     assert any("use lora, loha or lokr" in line for line in done.left_out)
     assert any("use bf16" in line for line in done.left_out)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wangen.generator.errors import UsageError, WangenError, many
-from wangen.generator.lint import bat, exits, experts, flags, order, ps1, sh, shell, toml, tools, writing
+from wangen.generator.lint import bat, exits, experts, flags, order, own, ps1, sh, shell, toml, tools, writing
 from wangen.generator.lint.kinds import Finding
 from wangen.generator.lint.script import HERE, MORE, UNKNOWN, Call, Script, Shell, find_calls
 from wangen.generator.tomls import load
@@ -29,6 +29,7 @@ RULES: tuple[Rule, ...] = (
     *order.RULES,
     *flags.RULES,
     *experts.RULES,
+    *own.RULES,
     *toml.RULES,
 )
 _READERS = {"bat": bat.read, "ps1": ps1.read, "sh": sh.read}

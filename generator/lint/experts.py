@@ -117,7 +117,7 @@ def _both(call: Call, task: str) -> Iterator[Finding]:
         yield Finding("experts", line, f"--dit_high_noise belongs to the A14B models, the task is {task}",
                       "write --task t2v-A14B or i2v-A14B")  # fmt: skip
         return
-    if _expert(call, "dit") == "high" or _expert(call, "dit_high_noise") == "low":
+    if expert_of(call, "dit") == "high" or expert_of(call, "dit_high_noise") == "low":
         yield Finding("experts", line, "--dit takes the low-noise transformer and --dit_high_noise the other one",
                       "exchange them")  # fmt: skip
     boundary = call.number("timestep_boundary", _BOUNDARY[task])
@@ -135,7 +135,7 @@ def _both(call: Call, task: str) -> Iterator[Finding]:
 
 def _one(call: Call, boundary: int) -> Iterator[Finding]:
     """One expert alone: `min_timestep` and `max_timestep` must keep it in its range."""
-    expert = _expert(call, "dit")
+    expert = expert_of(call, "dit")
     low, high = call.number("min_timestep", 0), call.number("max_timestep", 1000)
     line = call.line_of("min_timestep") if call.given("min_timestep") else call.line_of("max_timestep")
     wanted = {
@@ -153,7 +153,8 @@ def _one(call: Call, boundary: int) -> Iterator[Finding]:
                       f"timesteps {low:g} to {high:g}", f"write {wanted[expert]}")  # fmt: skip
 
 
-def _expert(call: Call, flag: str) -> str:
+def expert_of(call: Call, flag: str) -> str:
+    """Which expert a weight file is by its name: `high`, `low` or nothing."""
     name = re.split(r"[/\\]", call.value(flag) or "")[-1].lower()
     return "high" if "high" in name else "low" if "low" in name else ""
 

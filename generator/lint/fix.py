@@ -19,18 +19,19 @@ from wangen.generator.files import write_whole
 from wangen.generator.lint import toml_fix
 from wangen.generator.lint.script import HERE, UNKNOWN, Call, Given, Script, quoted
 from wangen.generator.lint.toml import locate
-from wangen.generator.lint.tools import musubi, torn_values
+from wangen.generator.lint.tools import torn_values
+from wangen.generator.lint.translate import training_values
 from wangen.generator.paths import slugify
 from wangen.generator.publish.texts import script_text, setup_text
 from wangen.generator.setup.wheel import write_wheel
 from wangen.generator.steps import CacheLatents, CacheText, Check, CheckCache, Generate, Train
-from wangen.generator.table import Option, Step, options, spellings, text_of
+from wangen.generator.table import Option, Step, options, spellings
 from wangen.generator.tasks import require_supported
 
 _ORDER: tuple[type[Step], ...] = (Check, CacheLatents, CacheText, CheckCache, Train, Generate)
 _SHARED = (
-    *("dataset_config", "vae", "vae_dtype", "vae_tile", "t5", "t5_dtype", "fp8_t5", "tokenizer", "dit", "task"),
-    "output_dir",
+    *("dataset_config", "vae", "vae_dtype", "vae_tile", "t5", "t5_dtype", "fp8_t5", "tokenizer", "clip", "dit"),
+    *("dit_high_noise", "task", "output_dir"),
 )
 """What one step of the script is told and others of the bundle need as well."""
 _RUN_FILES = ("output_name", "output_dir", "report_dir", "log_file", "lock")
@@ -128,7 +129,7 @@ def _bundle(script: Script, training: Call | None, result: Fixed) -> tuple[str, 
         if found:
             calls[kind] = (same or found)[0]
     values = {kind: _values(script, call, result) for kind, call in calls.items()}
-    shared = _shared(calls, values)
+    shared = _shared(values)
     whole = {kind for kind, call in calls.items() if call.tool == "wangen"}
     mended = _dataset(script, [*([training] if training else []), *calls.values()], result)
     for kind in values:
@@ -149,7 +150,9 @@ def _values(script: Script, call: Call, result: Fixed) -> dict[str, Any]:
     """The raw values of a call in the terms of wangen's table."""
     known = {name: (option, constant) for name, option, constant in spellings(call.step)}
     _mend_torn(call, result)
-    found: dict[str, Any] = _defaults(call)
+    found: dict[str, Any] = {}
+    if call.tool != "wangen" and call.step is Train:
+        found = training_values(call, result.changed.append, result.left_out.append)
     for fault in call.faults:
         if fault.unknown:
             answer = commands.unknown_flag(call.step, fault.unknown)
@@ -159,10 +162,6 @@ def _values(script: Script, call: Call, result: Fixed) -> dict[str, Any]:
         if entry is None:
             answer = commands.unknown_flag(call.step, flag.name)
             result.left_out.append(f"line {flag.line}: {flag.spelled}: {answer.cure or answer.found}")
-            continue
-        if call.tool != "wangen" and call.step is Train and flag.name in ENCODING:
-            result.left_out.append(f"line {flag.line}: {flag.spelled}: for samples during training, which are not in "
-                                   "this version of wangen")  # fmt: skip
             continue
         option, constant = entry
         raw = constant if constant is not None else _raw(call, option, flag)
@@ -202,27 +201,6 @@ def _mend_torn(call: Call, result: Fixed) -> None:
             result.left_out.append(f"line {word.line}: '{word.text}' belongs to no flag")
 
 
-def _defaults(call: Call) -> dict[str, Any]:
-    """What musubi-tuner does without being told, where that changes the result."""
-    if call.tool == "wangen" or call.name != "train":
-        return {}
-    found = dict(musubi()["defaults"][call.program])
-    if call.given("max_train_epochs"):
-        found.pop("max_train_steps", None)
-    mode = call.value("timestep_sampling") or "sigma"
-    if mode == "sigma":  # its draw is uniform, or a logit-normal one, turned round
-        normal = call.value("weighting_scheme") == "logit_normal"
-        found["timestep_sampling"] = "logit_normal" if normal else "uniform"
-        call.flags = [
-            flag for flag in call.flags if flag.name not in ("timestep_sampling", *["weighting_scheme"] * normal)
-        ]
-        mean = call.value("logit_mean")
-        if normal and mean and re.fullmatch(r"-?[0-9.]+", mean):
-            found["logit_mean"] = text_of(-float(mean))
-            call.flags = [flag for flag in call.flags if flag.name != "logit_mean"]
-    return found
-
-
 def _raw(call: Call, option: Option, flag: Given) -> Any:
     """The value of one flag as `commands.convert` takes it; paths start at the script's folder."""
     if option.kind is bool:
@@ -258,7 +236,7 @@ def _from_folder(call: Call, text: str) -> str:
     return bare + "\\" if re.fullmatch("[A-Za-z]:", bare) else bare or ("/" if text else ".")
 
 
-def _shared(calls: Mapping[type[Step], Call], values: Mapping[type[Step], Mapping[str, Any]]) -> dict[str, Any]:
+def _shared(values: Mapping[type[Step], Mapping[str, Any]]) -> dict[str, Any]:
     """What other steps are told, for the steps that are not told it: caching first, then training."""
     found: dict[str, Any] = {}
     kinds: tuple[type[Step], ...] = (CacheLatents, CacheText, Train, Check, CheckCache, Generate)
@@ -266,11 +244,9 @@ def _shared(calls: Mapping[type[Step], Call], values: Mapping[type[Step], Mappin
         for name in _SHARED:
             if name in values.get(kind, {}):
                 found.setdefault(name, values[kind][name])
-    training = calls.get(Train)
-    for name in ("vae", "t5") if training else ():  # musubi-tuner's trainer takes them for samples
-        text = training.value(name) if training else None
-        if training and text:
-            found.setdefault(name, _from_folder(training, text))
+    if "task" in found:
+        roles = {weights.flag for weights in profiles.model(found["task"]).weights}
+        found = {name: value for name, value in found.items() if name in roles or name not in profiles.WEIGHT_ROLES}
     return found
 
 
@@ -330,6 +306,8 @@ def _step(
     known = {option.name for option in options(kind)}
     wanted = {name: value for name, value in shared.items() if name in known}
     wanted |= {name: value for name, value in values.get(kind, {}).items() if name in known}
+    if kind is Train and "sample_prompts" not in wanted:  # the steps before it have encoded everything
+        wanted = {name: value for name, value in wanted.items() if name not in ENCODING}
     missing = [option.name for option in options(kind) if option.required and option.name not in wanted]
     if kind is Generate and kind not in values:
         return None

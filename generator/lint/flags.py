@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from wangen.generator.lint import tools
 from wangen.generator.lint.kinds import Finding
 from wangen.generator.lint.script import UNKNOWN, Call, Script, Word
+from wangen.generator.table import options
 
 KERNELS = ("sdpa", "flash_attn", "flash3", "sage_attn", "xformers")
 _COMMANDS = {"pause", "echo", "exit", "python", "accelerate", "if", "goto", "rem", "call", "cd", "fi", "done", "set"}
@@ -46,10 +47,10 @@ def twice(script: Script) -> Iterator[Finding]:
     """A flag that is given again with another value."""
     for call in script.calls:
         seen: dict[str, str] = {}
+        lists = {option.name for option in options(call.step) if call.tool == "wangen" and option.length == 0}
         for flag in call.flags:
             text = " ".join(word.text for word in flag.values)
-            many = call.tool == "wangen" and flag.name in ("optimizer_args", "lora_weight", "lora_multiplier")
-            if seen.get(flag.name, text) != text and flag.name != "attention" and not many:
+            if seen.get(flag.name, text) != text and flag.name != "attention" and flag.name not in lists:
                 yield Finding("twice", flag.line, f"{flag.spelled} is given twice; '{text}' wins", "take one off")
             seen[flag.name] = text
 
@@ -84,12 +85,12 @@ def _stray(script: Script, call: Call, word: Word) -> Finding:
 
 
 def attention(script: Script) -> Iterator[Finding]:
-    """Exactly one attention kernel, and never sage in training."""
+    """Exactly one attention kernel, and for musubi-tuner never sage in training; wangen has its gradient."""
     for call in script.steps("train"):
         kernels = [flag for flag in call.flags if flag.name in KERNELS or flag.name == "attention"]
         names = {(flag.values[0].text if flag.values else flag.name).replace("sageattn", "sage") for flag in kernels}
         for flag in kernels:
-            if flag.name == "sage_attn" or flag.spelled.lstrip("-") in ("sage_attn", "sage-attn"):
+            if flag.name == "sage_attn" and call.tool == "musubi-tuner":
                 yield Finding("sage", flag.line, "sage attention has no backward pass: nothing can be trained with it",
                               "write --sdpa")  # fmt: skip
         if len(names) > 1:

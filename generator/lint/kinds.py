@@ -27,7 +27,9 @@ KINDS: dict[str, Kind] = {
     "secret": Kind("warning", "a key on the command line, where every list of processes shows it"),
     # training
     "attention": Kind("error", "no attention kernel, or two at once"),
-    "sage": Kind("error", "sage attention has no backward pass: musubi-tuner stops, other tools train nothing"),
+    "sage": Kind(
+        "error", "sage attention has no backward pass: musubi-tuner stops, others train nothing; wangen has one"
+    ),
     "precision": Kind("error", "`--mixed_precision` is missing, or does not fit the weights or accelerate"),
     "memory": Kind("error", "memory features that exclude or need each other"),
     "saving": Kind("warning", "nothing saved before the end; `--resume` that starts again; steps and epochs at once"),

@@ -1,8 +1,8 @@
 """Wan's transformer as a training step runs it: diffusers' module and weights, peft's adapters, and shorter ways.
 
 The numbers are those of `WanTransformer3DModel.forward` but for rounding. What is shorter: padding of texts is one key,
-nothing before the blocks takes part in the backward pass, layers that share an input are one product together with their
-adapters, norms and gates are one pass each, and a recomputation ends where nothing is needed any more.
+nothing before the blocks takes part in the backward pass, layers that share an input are one product together with
+their adapters, norms and gates are one pass each, and a recomputation ends where nothing is needed any more.
 
 In bfloat16 no autocast is used: frozen products, the residual stream and attention are bfloat16; the norms' weights,
 modulation, time embedding, rotations and the adapters' masters are float32, and each function rounds its output once.
@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from wangen.runtime.fast.attention import Kernel, Stash
 from wangen.runtime.fast.dit_blocks import Block, Tokens, lay_groups_side_by_side, modulated_norm
-from wangen.runtime.fast.dit_checkpoint import Announced, BlockSwap, HostMemory, recomputed
+from wangen.runtime.fast.dit_checkpoint import Announced, BlockSwap, InHostMemory, recomputed
 from wangen.runtime.fast.dit_linear import Layers
 from wangen.runtime.fast.dit_text import require_width, text_rows
 from wangen.runtime.models.compute import Compute
@@ -80,7 +80,8 @@ class FastWan:
 
         Args:
             latents: (B, C, F, h, w), noisy.
-            timesteps: (B,) in [0, 1000], or (B, N) where tokens differ: those are looked at and so belong in host memory.
+            timesteps: (B,) in [0, 1000], or (B, N) where tokens differ: those are looked at, and so belong in host
+                memory.
             texts: B embeddings (L, text_dim) without padding.
             condition: of image-to-video, (B, 20, F, h, w).
             image_tokens: of Wan 2.1 image-to-video, (B, 257, 1280).
@@ -162,7 +163,7 @@ class FastWan:
     ) -> Tokens:
         embedder = self._transformer.condition_embedder
         device, dtype = times.values.device, self._transformer.patch_embedding.weight.dtype
-        rows = text_rows(texts, device, dtype, collapse=self._compute.tricks.collapse_text)
+        rows = text_rows(texts, device, dtype, self._kernel.pad_copies if self._compute.tricks.collapse_text else 0)
         images = None
         if image_tokens is not None:
             images = embedder.image_embedder(image_tokens.to(device, dtype))
@@ -190,7 +191,7 @@ class FastWan:
     def _blocks(self, hidden: Tensor, conditions: Tensor, tokens: Tokens) -> Tensor:
         compute, modules = self._compute, self._transformer.blocks
         layers = Layers(hidden.dtype)
-        host = HostMemory(hidden.device) if compute.offload and torch.is_grad_enabled() else None
+        host = InHostMemory(hidden.device) if compute.offload and torch.is_grad_enabled() else None
         stashes: list[Stash | None] = []
         for index, module in enumerate(modules):
             again = torch.is_grad_enabled() and self._is_recomputed(index)
@@ -201,9 +202,8 @@ class FastWan:
             stashes.append(stash)
             if compute.tricks.grouped and index not in self._swapped:
                 lay_groups_side_by_side(module)
-            block = self._announced(
-                Block(module, layers, conditions, tokens, self._kernel, compute.tricks, stash), index
-            )
+            body = Block(module, layers, conditions, tokens, self._kernel, compute.tricks, stash)
+            block = self._announced(body, index)
             if not again:
                 hidden = block(hidden)
                 continue
@@ -213,7 +213,7 @@ class FastWan:
                 hidden,
                 stash=stash,
                 host=host,
-                keep_random_state=_draws(module),
+                keep_random_state=module.training and not body.is_plain,
                 before=earlier.fetch if earlier is not None else _nothing,
             )
         return hidden
@@ -246,11 +246,6 @@ class FastWan:
 
 def _nothing() -> None:
     """What is done before a recomputation that has nothing to fetch."""
-
-
-def _draws(module: nn.Module) -> bool:
-    """Whether dropout is active in a block."""
-    return any(isinstance(part, nn.Dropout) and part.training and part.p > 0 for part in module.modules())
 
 
 def _times(timesteps: Tensor, num_tokens: Sequence[int], device: torch.device) -> Times:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from diffusers.models.transformers.transformer_wan import WanAttention, WanTransformerBlock
+from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -27,7 +27,7 @@ class Tokens:
     Attributes:
         items: tokens of each item.
         runs: tokens of each run that shares a timestep, in order; no run goes over two items.
-        rotations: (N, channels of a head / 2) complex numbers of the positions where all items are alike, else (T, ...).
+        rotations: (N, channels of a head / 2) complex numbers of the positions where items are alike, else (T, ...).
         text: (B, L, D) projected rows of text.
         text_bias: (B, 1, 1, L) or None.
         images: (B, tokens, D) projected image tokens of Wan 2.1 image-to-video, or None.
@@ -154,6 +154,12 @@ class Block:
         self._tricks = tricks
         self._stash = stash
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether all its adapters are low-rank ones without dropout: nothing in it draws random numbers."""
+        shared = [group for groups in self._sharing.values() for group in groups]
+        return all(group.is_plain for group in [*self._single.values(), *shared])
+
     def __call__(self, hidden: Tensor) -> Tensor:
         """(T, D) -> (T, D). All of the module's tensors are read here, since they may be elsewhere at other times."""
         numbers = modulation(self._block, self._conditions)
@@ -199,8 +205,9 @@ class Block:
         items = self._tokens.items
         if self._tokens.alike:
             shape = (len(items), items[0], -1)
-            keys, values = (part.reshape(shape) if own else part for part in (key, value))
-            return self._kernel_on(query.reshape(shape), keys, values, heads, bias, own).flatten(0, 1)
+            if own:
+                key, value = key.reshape(shape), value.reshape(shape)
+            return self._kernel_on(query.reshape(shape), key, value, heads, bias, own).flatten(0, 1)
         pieces = list(items)
         keys, values = (torch.split(part, pieces) if own else part.unbind(0) for part in (key, value))
         biases = [None] * len(items) if bias is None else torch.split(bias, 1)
@@ -228,7 +235,7 @@ class Block:
         if self._tricks.fused_norms and not norm.weight.requires_grad:
             output: Tensor = apply(RmsRotary, inputs, norm.weight, rotations, norm.eps)
             return output
-        normed = norm(inputs)
+        normed: Tensor = norm(inputs)
         if rotations is None:
             return normed
         pairs = normed.float().view(

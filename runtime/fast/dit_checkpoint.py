@@ -1,7 +1,7 @@
 """Blocks of which the backward pass recomputes what the forward pass did not keep, and whose weights come when needed.
 
-`torch.utils.checkpoint` does the work (not reentrant: it stops as soon as the last tensor that the backward pass needs is
-there again). Here are its surroundings: attention's outputs kept, what is kept waiting in host memory, and the
+`torch.utils.checkpoint` does the work (not reentrant: it stops as soon as the last tensor that the backward pass needs
+is there again). Here are its surroundings: attention's outputs kept, what is kept waiting in host memory, and the
 announcements to a block swap.
 """
 
@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from wangen.runtime.fast.attention import Stash
 from wangen.runtime.fast.dit_functions import apply
+from wangen.runtime.fast.host_copies import HostCopy, host_copies
 
 Step = Callable[[Tensor], Tensor]
 
@@ -34,86 +35,33 @@ class BlockSwap(Protocol):
         """They are not needed any more."""
 
 
-class HostMemory:
-    """Tensors that wait in host memory between the forward and the backward pass, fetched one ahead of their use.
-
-    On CUDA the host memory is pinned and the copies run on a stream of their own; on the CPU they are plain copies.
-    """
+class InHostMemory:
+    """The inputs of recomputed blocks wait in host memory; each is fetched a block ahead of its recomputation."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = _stream(device)
-        self._waiting: list[_Waiting] = []
+        self._copies = host_copies(device)
+        self._waiting: list[HostCopy] = []
 
     @contextlib.contextmanager
     def keeping(self, tensor: Tensor) -> Iterator[None]:
         """While it runs, autograd's hold on this tensor is a hold on its copy."""
-        with torch.autograd.graph.saved_tensors_hooks(
-            lambda saved: self._send(saved) if saved is tensor or _same(saved, tensor) else saved, self._get
-        ):
+        with torch.autograd.graph.saved_tensors_hooks(lambda saved: self._send(saved, tensor), self._get):
             yield
 
-    def _send(self, tensor: Tensor) -> "_Waiting":
-        waiting = _Waiting(tensor, self._stream, len(self._waiting))
-        self._waiting.append(waiting)
-        return waiting
+    def _send(self, saved: Tensor, tensor: Tensor) -> Tensor | int:
+        """The number of its copy, if it is the tensor; anything else as it is."""
+        if saved.data_ptr() != tensor.data_ptr() or saved.shape != tensor.shape:
+            return saved
+        self._waiting.append(self._copies.send([saved]))
+        return len(self._waiting) - 1
 
-    def _get(self, kept: "Tensor | _Waiting") -> Tensor:
+    def _get(self, kept: Tensor | int) -> Tensor:
         if isinstance(kept, Tensor):
             return kept
-        if kept.number > 0:
-            self._waiting[kept.number - 1].fetch()
-        return kept.take()
-
-
-def _stream(device: torch.device) -> torch.cuda.Stream | None:
-    return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    return one.data_ptr() == other.data_ptr() and one.shape == other.shape
-
-
-class _Waiting:
-    """One tensor in host memory."""
-
-    def __init__(self, tensor: Tensor, stream: torch.cuda.Stream | None, number: int) -> None:
-        self.number = number
-        self._device = tensor.device
-        self._stream = stream
-        self._back: Tensor | None = None
-        with _on(stream):
-            self._host = torch.empty_like(tensor, device="cpu", pin_memory=stream is not None)
-            self._host.copy_(tensor, non_blocking=stream is not None)
-        if stream is not None:
-            tensor.record_stream(stream)
-
-    def fetch(self) -> None:
-        """Begin to bring it back."""
-        if self._back is None:
-            with _on(self._stream):
-                self._back = self._host.to(self._device, non_blocking=True, copy=True)
-
-    def take(self) -> Tensor:
-        """The tensor on its device, in time for what is asked of the device next."""
-        self.fetch()
-        tensor, self._back = self._back, None
-        assert tensor is not None
-        if self._stream is not None:
-            current = torch.cuda.current_stream(self._device)
-            current.wait_stream(self._stream)
-            tensor.record_stream(current)
+        if kept > 0:
+            self._waiting[kept - 1].fetch()
+        (tensor,) = self._waiting[kept].take()
         return tensor
-
-
-@contextlib.contextmanager
-def _on(stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Work on a stream, after what the current one was asked for so far; nothing on the CPU."""
-    if stream is None:
-        yield
-        return
-    stream.wait_stream(torch.cuda.current_stream(stream.device))
-    with torch.cuda.stream(stream):
-        yield
 
 
 class LeaveAfterBackward(torch.autograd.Function):
@@ -167,7 +115,7 @@ def recomputed(
     hidden: Tensor,
     *,
     stash: Stash | None = None,
-    host: HostMemory | None = None,
+    host: InHostMemory | None = None,
     keep_random_state: bool = False,
     before: Callable[[], None] = lambda: None,
 ) -> Tensor:

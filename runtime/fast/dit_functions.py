@@ -1,8 +1,8 @@
 """The transformer's hand-written gradients: frozen products with low-rank adapters, norms, gates.
 
 Each function is exact and keeps less, or passes over its tensors less often, than the operations it stands for; the
-library's own modules are the oracle in the tests. No frozen weight is ever saved for the backward pass: a weight that is
-quantised or lives in host memory between its uses is asked for again.
+library's own modules are the oracle in the tests. No frozen weight is ever saved for the backward pass: a weight that
+is quantised or lives in host memory between its uses is asked for again.
 
 Letters in shapes: T tokens of all items in one row after the other, I inputs and O outputs of a linear layer, R the sum
 of the ranks of the adapters that share an input, D width of the model, H heads, N tokens of one item.

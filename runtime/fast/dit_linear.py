@@ -33,8 +33,8 @@ def weight_of(layer: nn.Linear, dtype: torch.dtype) -> Tensor:
 class Frozen:
     """Frozen linear layers that share an input: their products, forward and back.
 
-    The weights are read when they are used, so that they may be elsewhere in between. Where the layers' weights lie side
-    by side in one storage (`lay_side_by_side`), they are one product.
+    The weights are read when they are used, so that they may be elsewhere in between. Where the layers' weights lie
+    side by side in one storage (`lay_side_by_side`), they are one product.
     """
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
@@ -159,6 +159,11 @@ class Group:
         bases = [layer.base for layer in layers if layer.base is not None]
         self._frozen = Frozen(bases) if len(bases) == len(layers) else None
         self._adapters = Adapters([layer.adapter for layer in layers])
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether no module's own forward is needed."""
+        return self._frozen is not None
 
     def __call__(self, inputs: Tensor) -> list[Tensor]:
         """(T, I) -> for each layer (T, O), in as few products as can be."""

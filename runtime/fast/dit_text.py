@@ -1,8 +1,8 @@
 """Texts for cross attention without their padding: equal zero rows become one key with a bias.
 
 The model sees 512 rows, zeros behind each text, and attends to all of them. Zero rows stay equal to each other through
-the text projection, keys, values and their adapters. So n of them are one key whose score has log n added; its gradient is
-the sum of theirs.
+the text projection, keys, values and their adapters. So n of them are one key whose score has log n added; its gradient
+is the sum of theirs.
 
 Letters in shapes: B items, L rows of text, M rows that are left of 512.
 """
@@ -22,8 +22,6 @@ TEXT_ROWS = 512
 
 GPU_ROWS_STEP = 8
 """The memory-efficient kernel of CUDA takes a bias only for such a number of keys."""
-GPU_COPIES = 3
-"""Of the padding's key, where biases are rounded to bfloat16: log n alone would lose up to 1.6 % of its mass."""
 
 
 @dataclass(frozen=True)
@@ -39,14 +37,14 @@ class Rows:
     bias: Tensor | None
 
 
-def text_rows(texts: Sequence[Tensor], device: torch.device, dtype: torch.dtype, *, collapse: bool) -> Rows:
+def text_rows(texts: Sequence[Tensor], device: torch.device, dtype: torch.dtype, copies: int) -> Rows:
     """The rows of B texts (L_i, dim), on the device and in the dtype of the computation.
 
     Args:
         texts: each with its own number of rows, at most 512.
         device: where they go.
-        dtype: bfloat16 on CUDA takes three keys for the padding (`attention.pad_biases`), else one is exact.
-        collapse: False pads all to 512 rows, as the official code does.
+        dtype: theirs.
+        copies: keys that stand for the padding (`Kernel.pad_copies`); 0 pads to 512 rows, as the official code does.
 
     Raises:
         WangenError: a text has more than 512 rows.
@@ -55,24 +53,23 @@ def text_rows(texts: Sequence[Tensor], device: torch.device, dtype: torch.dtype,
     if longest > TEXT_ROWS:
         raise WangenError(f"a text of {longest} rows, where Wan reads {TEXT_ROWS}",
                           cure="use the umT5-xxl encoder for caching and sampling")  # fmt: skip
-    copies, step = (GPU_COPIES, GPU_ROWS_STEP) if device.type == "cuda" else (1, 1)
+    step = GPU_ROWS_STEP if device.type == "cuda" else 1
     wanted = math.ceil((longest + copies) / step) * step
-    num_rows = wanted if collapse and wanted < TEXT_ROWS else TEXT_ROWS
+    num_rows = wanted if copies and wanted < TEXT_ROWS else TEXT_ROWS
     rows = torch.zeros(len(texts), num_rows, texts[0].shape[1], device=device, dtype=dtype)
     for row, text in zip(rows, texts, strict=True):
         row[: len(text)] = text
     if num_rows == TEXT_ROWS:
         return Rows(rows, None)
-    biases = torch.tensor([_biases(len(text), num_rows, copies, dtype) for text in texts])
+    biases = torch.tensor([_biases(len(text), num_rows, copies) for text in texts])
     return Rows(rows, biases[:, None, None].to(device, non_blocking=True))
 
 
-def _biases(length: int, num_rows: int, copies: int, dtype: torch.dtype) -> list[float]:
+def _biases(length: int, num_rows: int, copies: int) -> list[float]:
     """For a text of `length` rows: 0 for these, then the padding's, then -inf for rows that do not count."""
     padding = TEXT_ROWS - length
-    exact = copies == 1 or dtype == torch.float32
-    pad = (math.log(padding),) if exact else pad_biases(padding, min(copies, padding))
-    return [0.0] * length + list(pad) + [-math.inf] * (num_rows - length - len(pad))
+    standing = pad_biases(padding, min(copies, padding))
+    return [0.0] * length + list(standing) + [-math.inf] * (num_rows - length - len(standing))
 
 
 def require_width(texts: Sequence[Tensor], expected: int) -> None:

@@ -174,8 +174,13 @@ def _load(path: Path) -> dict[str, torch.Tensor]:
 
 
 def remove_others(folder: Path, keep: set[Path], oldest_kept: int = 0) -> None:
-    """Remove the states of a folder except these and those that were saved to be kept, from step `oldest_kept` on."""
+    """Remove the states of a folder except these and those that were saved to be kept, from step `oldest_kept` on.
+
+    What a killed run left half written goes as well: it may have been at a step that is never saved again.
+    """
     spared = {path.resolve() for path in keep}
+    for path in folder.glob(".staging-*"):
+        _remove(path)
     for path in folder.glob("step-*"):
         manifest = _manifest(path)
         kept = manifest and manifest.get("keep") and manifest["step"] >= oldest_kept

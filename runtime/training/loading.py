@@ -1,15 +1,18 @@
 """From a plan to what is in memory: the transformer, quantised or streamed where asked, its adapter and optimizer."""
 
+import logging
 import shutil
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from wangen.generator import headers
 from wangen.generator.errors import WangenError
 from wangen.generator.steps import Train
+from wangen.runtime.fast.dit_blocks import lay_groups_side_by_side
 from wangen.runtime.memory.quantize import quantize_blocks
-from wangen.runtime.memory.swap import BlockSwap
+from wangen.runtime.memory.swap import BlockSwap, spread
 from wangen.runtime.models import Family
 from wangen.runtime.models.compute import Compute
 from wangen.runtime.training.adapter import NAME, add_adapter, merge_base_weights
@@ -20,6 +23,8 @@ from wangen.runtime.training.full import trainable_parameters
 from wangen.runtime.training.optim import Optimization
 from wangen.runtime.training.plan import ExpertPlan, Plan
 from wangen.runtime.training.run import Trainee
+
+log = logging.getLogger("wangen")
 
 
 def compute_of(options: Train) -> Compute:
@@ -41,36 +46,26 @@ def load_trainee(
 ) -> Trainee:
     """Load one transformer, make it trainable, and put a saved state in.
 
-    What is streamed, merged into, or one of two experts is loaded into host memory first.
-
     Raises:
         WangenError: the weights, the adapter to start from or the state do not fit.
     """
-    options = plan.options
-    dtype = torch.bfloat16 if options.mixed_precision == "bf16" else torch.float32
-    swapped, quantize = options.blocks_to_swap or 0, options.quantize or "none"
-    goes_over = not swapped and not options.base_weights and len(plan.experts) == 1
-    file = headers.shards(expert.dit, expert.flag)[0]
-    # What LoRAs are merged into is quantised after that, and what is trained as a whole is not.
-    while_loading = None if options.base_weights or options.train_mode == "full" else quantize
-    transformer = kind.load_transformer(
-        file, dtype=dtype, device=device if goes_over else "cpu", quantize=while_loading, pack_on=device
-    )
-    if options.base_weights:
-        merge_base_weights(transformer, options)
-        quantize_blocks(transformer, quantize, device)
+    options, swapped = plan.options, plan.options.blocks_to_swap or 0
+    transformer = load_base(plan, expert, kind, device)
     if options.train_mode == "full":
         parameters = trainable_parameters(transformer)
     else:
         parameters = add_adapter(transformer, options, plan.model, expert.name)
     # What drops out does so in this mode only; peft's LoHa and LoKr draw from global state in it, asked or not.
     transformer.train(options.train_mode == "lora" and settings(options, expert.name).draws)
+    compute = compute_of(options)
+    if not compute.plain:
+        _lay_out(transformer, swapped, compute.free_blocks)
     place = BlockSwap(
-        transformer, swapped, device, free_blocks=options.checkpointing_free_blocks or 0,
-        ring=options.block_swap_ring_size, parked=options.offload_inactive_dit and len(plan.experts) > 1,
+        transformer, swapped, device, free_blocks=compute.free_blocks, ring=options.block_swap_ring_size,
+        parked=options.offload_inactive_dit and len(plan.experts) > 1,
     )  # fmt: skip
     swap = place if swapped else None
-    model = kind.velocity_model(transformer, compute_of(options), device=device, dtype=dtype, swap=swap)
+    model = kind.velocity_model(transformer, compute, device=device, dtype=computed_in(options), swap=swap)
     optimization = Optimization(options, parameters)
     ema = Ema(optimization.flat, options.ema_decay) if options.ema_decay else None
     trainee = Trainee(
@@ -79,6 +74,45 @@ def load_trainee(
     if state:
         _restore(trainee, state, str(plan.states))
     return trainee
+
+
+def computed_in(options: Train) -> torch.dtype:
+    """The dtype of the forward pass, by `--mixed_precision`."""
+    return torch.bfloat16 if options.mixed_precision == "bf16" else torch.float32
+
+
+def load_base(plan: Plan, expert: ExpertPlan, kind: Family, device: torch.device) -> Any:
+    """Load what is trained on: the transformer with `--base_weights` merged in, quantised if asked, without adapters.
+
+    What is streamed, merged into, or one of two experts is loaded into host memory.
+
+    Raises:
+        WangenError: the weights or the adapters to merge do not fit.
+    """
+    options, quantize = plan.options, plan.options.quantize or "none"
+    goes_over = not options.blocks_to_swap and not options.base_weights and len(plan.experts) == 1
+    file = headers.shards(expert.dit, expert.flag)[0]
+    # What LoRAs are merged into is quantised after that, and what is trained as a whole is not.
+    while_loading = None if options.base_weights or options.train_mode == "full" else quantize
+    transformer = kind.load_transformer(
+        file, dtype=computed_in(options), device=device if goes_over else "cpu", quantize=while_loading, pack_on=device
+    )
+    if options.base_weights:
+        merge_base_weights(transformer, options)
+        quantize_blocks(transformer, quantize, device)
+    return transformer
+
+
+def _lay_out(transformer: Any, num_swapped: int, free_blocks: int) -> None:
+    """Put weights that are one product side by side, as the first step would do, before a copy for parking is made.
+
+    Else they would be moved anew each time that an expert comes back, beside the buffer that they came in.
+    """
+    blocks = list(transformer.blocks)
+    swapped = spread(len(blocks) - free_blocks, num_swapped)
+    for index, block in enumerate(blocks):
+        if index not in swapped:
+            lay_groups_side_by_side(block)
 
 
 def _pairs(
@@ -97,8 +131,11 @@ def _restore(trainee: Trainee, state: ExpertState, where: str) -> None:
     """Put a saved state into a fresh trainee."""
     trainee.optimization.flat.load(state.adapter, where)
     trainee.optimization.load(state.optimizer, state.numbers, where)
-    if trainee.ema:
+    if trainee.ema and state.ema:
         trainee.ema.load(state.ema, state.ema_updates)
+    elif trainee.ema:  # with --resume_changed
+        log.warning("  no averages were kept so far: they begin now")
+        trainee.ema.load(state.adapter, 0)
     trainee.step = state.step
 
 

@@ -133,6 +133,16 @@ class TimestepBins:
             if count
         }
 
+    def as_facts(self) -> dict[str, Any]:
+        """As plain JSON, for `load`."""
+        return {"sums": list(self._sums), "counts": list(self._counts)}
+
+    def load(self, facts: Mapping[str, Any] | None) -> None:
+        """Go on from what `as_facts` gave; None begins again."""
+        self.clear()
+        if facts:
+            self._sums, self._counts = list(facts["sums"]), list(facts["counts"])
+
     def clear(self) -> None:
         """Begin again, for example at an epoch's end."""
         self._sums, self._counts = [0.0] * NUM_BINS, [0] * NUM_BINS

@@ -160,7 +160,9 @@ class Optimization:
                 parameters.
         """
         saved = numbers.get(CLASS)
-        if saved == self.name:
+        if saved == self.name and self._options.resume_changed and not _same_kinds(self._options, tensors, numbers):
+            log.warning("  %s keeps more with other --optimizer_args: its averages start anew", self.name)
+        elif saved == self.name:
             restore(self.optimizer, self._leaves, tensors, {k: v for k, v in numbers.items() if k != CLASS}, where)
         elif self._options.resume_changed:
             log.warning("  the optimizer was %s and is %s: its averages start anew", saved, self.name)
@@ -194,6 +196,18 @@ def try_out(options: Train, device: torch.device) -> None:
     _trial(second, range(2, 4))
     if not all(map(torch.equal, whole.flat.parameters.values(), second.flat.parameters.values())):
         raise UsageError(f"{options.optimizer_type} cannot be resumed exactly: it keeps more than its state says")
+
+
+def _same_kinds(options: Train, tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, Number]) -> bool:
+    """Whether a saved state has all that these flags' optimizer keeps: `amsgrad=True` needs a maximum more."""
+    if optimizer_class(options).is_eight_bit:
+        return True
+    tried = _tiny(options, torch.device("cpu"))
+    _trial(tried, range(1))
+    needed, found = (
+        {name.rsplit("/", 1)[-1] for part in state for name in part} for state in (tried.state(), (tensors, numbers))
+    )
+    return needed <= found
 
 
 def _tiny(options: Train, device: torch.device) -> Optimization:

@@ -118,11 +118,9 @@ def save_loras(run: Run, suffix: str = "") -> list[Path]:
 def save_state_as_loras(plan: Plan, state: TrainingState) -> list[Path]:
     """Write the finished LoRAs of a run that was done before: what they are saved as may have changed.
 
-    A schedule-free optimizer trains other weights than those that are saved, so what it left stays as it is.
+    Not for a schedule-free optimizer, which trains other weights than those that are saved.
     """
     written: list[Path] = []
-    if state.facts.get("schedule_free"):
-        return written
     for expert in plan.experts:
         saved = state.experts[expert.name]
         written += save_lora(plan, expert, saved.adapter, saved.step)
@@ -145,7 +143,10 @@ def save_lora(
 
 
 def drop_old_loras(plan: Plan, step: int) -> None:
-    """Remove the numbered LoRAs that fall out of `--keep_last`, `--save_last_n_epochs` or `--save_last_n_steps`."""
+    """Remove the numbered LoRAs that fall out of `--keep_last`, `--save_last_n_epochs` or `--save_last_n_steps`.
+
+    Those of later steps are an earlier run's, which `--fresh` or `--resume` left behind: they neither count nor go.
+    """
     options = plan.options
     limits = {
         "step": step - options.save_last_n_steps if options.save_last_n_steps else -1,
@@ -163,8 +164,10 @@ def drop_old_loras(plan: Plan, step: int) -> None:
                 number = int(match[2] or match[4])
                 if number <= limits[match[1] or ""]:
                     path.unlink(missing_ok=True)
-                else:
-                    by_step.setdefault(number if match[1] else number * plan.steps_per_epoch, []).append(path)
+                    continue
+                saved_at = number if match[1] else number * plan.steps_per_epoch
+                if saved_at <= step:
+                    by_step.setdefault(saved_at, []).append(path)
         for old in sorted(by_step)[: -options.keep_last] if options.keep_last else ():
             for path in by_step[old]:
                 path.unlink(missing_ok=True)

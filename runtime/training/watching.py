@@ -6,8 +6,8 @@ A step's numbers are read later, several together, because reading waits for a G
 import contextlib
 import logging
 import math
-from collections.abc import Iterator, Mapping
-from types import TracebackType
+from collections.abc import Mapping
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from wangen.generator.errors import WangenError
 from wangen.runtime.models import family
 from wangen.runtime.training import checkpoint
 from wangen.runtime.training.adapter import disabled, replaced
+from wangen.runtime.training.loading import load_base
 from wangen.runtime.training.metrics import FILE, Metrics, Pending, Record, TimestepBins
 from wangen.runtime.training.plan import Plan
 from wangen.runtime.training.prepared import Prepared
@@ -44,6 +45,9 @@ from wangen.runtime.training.validation import (
 )
 
 log = logging.getLogger("wangen")
+
+BINS = "loss_by_timestep_so_far"
+"""Of the epoch, among a run's facts."""
 
 
 class Watching:
@@ -84,6 +88,7 @@ class Watching:
     def begin(self, run: Run) -> None:
         """Look at the model before its first step."""
         self._run = run
+        self._bins.load(run.facts.get(BINS))
         if run.step == 0:
             self.look()
         self._rates.rates()
@@ -113,6 +118,7 @@ class Watching:
             WangenError: a loss or a gradient was not finite.
         """
         self._take(self._pending.read())
+        self._run.facts[BINS] = self._bins.as_facts()
 
     def _work(self, result: StepResult) -> StepFlops:
         trainee = next(t for t in self._run.trainees if t.plan.name == result.expert)
@@ -184,6 +190,7 @@ class Watching:
         self._metrics.log({"step": self._run.step, **means})
         self._trackers.log(self._run.step, means)
         self._bins.clear()
+        self._run.facts[BINS] = self._bins.as_facts()
 
     def _samples_due(self) -> bool:
         step, plan = self._run.step, self._plan
@@ -203,13 +210,12 @@ class Watching:
             known = Losses.from_facts(bases[name]) if name in bases else None
             points = self._measure(trainee) if trainee.step else None
             if known is None or (points and not known.same_points(points)):
-                with _base(trainee):
-                    known = self._measure(trainee)
+                known = self._measure_base(trainee)
                 bases[name] = known.as_facts()
+                facts.get("best", {}).pop(name, None)  # it was judged at other points
             averaged = None
             if trainee.ema and trainee.step:
-                with replaced(trainee.parameters, trainee.ema.weights()):
-                    averaged = self._measure(trainee)
+                averaged = self._measure(trainee, trainee.ema.weights())
         found = compare(known, points or known, averaged)
         self._metrics.log({"step": self._run.step, **({"expert": name} if name else {}), **found.as_record()})
         self._trackers.log(self._run.step, found.numbers(), f"validation{_group(name)}")
@@ -218,7 +224,8 @@ class Watching:
         facts.setdefault("validation", {})[name] = found.as_record()["validation"]
         self._keep_best(trainee, found)
 
-    def _measure(self, trainee: Trainee) -> Losses:
+    def _measure(self, trainee: Trainee, weights: Mapping[str, torch.Tensor] = MappingProxyType({})) -> Losses:
+        """The held-out losses of an expert, with these weights in place of its own."""
         options, plan, device = self._options, self._plan, self._device
 
         def judge(prepared: Prepared) -> torch.Tensor:
@@ -226,8 +233,16 @@ class Watching:
 
         sigmas = stratified_sigmas(trainee.plan.low, trainee.plan.high, options.validation_timesteps)
         frames = options.condition_frames or 0
-        with trainee.optimization.evaluating():
+        with trainee.optimization.evaluating(), replaced(trainee.parameters, weights):
             return measure(judge, plan.held_out, sigmas, options.seed, condition_frames=frames)
+
+    def _measure_base(self, trainee: Trainee) -> Losses:
+        """The held-out losses without what was trained; full fine-tuning has changed the weights, so it loads them."""
+        if self._options.train_mode == "full" and trainee.step:
+            loaded = load_base(self._plan, trainee.plan, self._run.kind, torch.device("cpu"))
+            return self._measure(trainee, dict(loaded.named_parameters()))
+        with disabled(trainee.transformer):
+            return self._measure(trainee)
 
     def _keep_best(self, trainee: Trainee, found: Validation) -> None:
         if not self._options.keep_best or not trainee.step:
@@ -242,13 +257,6 @@ class Watching:
 
 def _group(expert: str) -> str:
     return f"_{expert}" if expert else ""
-
-
-@contextlib.contextmanager
-def _base(trainee: Trainee) -> Iterator[None]:
-    """The transformer as it is without what was trained; of full fine-tuning that is what it began with."""
-    with disabled(trainee.transformer):
-        yield
 
 
 def _averages(trainee: Trainee) -> contextlib.AbstractContextManager[Any]:

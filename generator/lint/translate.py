@@ -1,0 +1,113 @@
+"""What musubi-tuner's trainer does, in the terms of wangen's training step, where the flags alone do not say it.
+
+Some flags mean something only together, some are ignored there and refused here, and what is not said has other
+defaults. Flags that are dealt with are taken off the call.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from wangen import profiles
+from wangen.generator.bundle import ENCODING, PLAIN_MEMORY
+from wangen.generator.lint.experts import expert_of
+from wangen.generator.lint.script import Call, Given
+from wangen.generator.lint.tools import musubi
+from wangen.generator.table import text_of
+
+Say = Callable[[str], None]
+"""Takes a line for the user."""
+
+_DENSITIES = ("logit_normal", "mode")
+_INTERVALS = ("sample_every_n_steps", "sample_every_n_epochs", "sample_at_first")
+_NO_PROMPTS = "it is for samples, and there are no --sample_prompts"
+_STATE = "no state of musubi-tuner can be resumed: give the LoRA that was saved with it as --network_weights"
+_BOUNDARY_SLACK = 50
+"""Thousandths by which the timesteps of one expert may pass the boundary: people round it."""
+
+
+def training_values(call: Call, changed: Say, left_out: Say) -> dict[str, Any]:
+    """Raw values by field of `Train`, for what the flags of the call do not say in wangen's words.
+
+    Args:
+        call: of musubi-tuner's trainer; the flags that are dealt with are taken off it.
+        changed: told of what the bundle says otherwise.
+        left_out: told of what the bundle does not do.
+    """
+    values = dict(musubi()["defaults"][call.program])
+    if call.given("max_train_epochs"):
+        values.pop("max_train_steps", None)
+    _drop(call, ("resume",), _STATE, left_out)
+    if call.given("sample_prompts") is None:
+        _drop(call, (*_INTERVALS, *sorted(ENCODING - {"vae", "t5"})), _NO_PROMPTS, left_out)
+    return values | _timesteps(call, changed, left_out) | _memory(call, left_out) | _one_expert(call, changed)
+
+
+def _timesteps(call: Call, changed: Say, left_out: Say) -> dict[str, Any]:
+    """The sampling mode; there its default, sigma, draws as `--weighting_scheme` says and turns the draw round.
+
+    A uniform draw and that of `mode` are symmetrical, so that only the mean of a logit-normal one changes its sign.
+    """
+    mode, scheme = call.value("timestep_sampling") or "sigma", call.value("weighting_scheme")
+    if mode != "sigma":
+        if scheme in _DENSITIES:
+            _drop(call, ("weighting_scheme",), f"musubi-tuner's sampling mode {mode} ignores it", left_out)
+        return {}
+    _take(call, "timestep_sampling")
+    for name in ("min_timestep", "max_timestep"):
+        if flag := call.given(name):
+            changed(f"line {flag.line}: --{name} counts from the clean end, as it says; musubi-tuner's sampling mode "
+                    "sigma counts from the noisy one")  # fmt: skip
+    if scheme == "mode":
+        return {"timestep_sampling": "sigma"}
+    if scheme != "logit_normal":
+        return {"timestep_sampling": "uniform"}
+    _take(call, "weighting_scheme")
+    mean = call.value("logit_mean")
+    if not mean or not re.fullmatch(r"-?[0-9.]+", mean):
+        return {"timestep_sampling": "logit_normal"}
+    _take(call, "logit_mean")
+    return {"timestep_sampling": "logit_normal", "logit_mean": text_of(-float(mean))}
+
+
+def _memory(call: Call, left_out: Say) -> dict[str, Any]:
+    """What saves memory; wangen checkpoints unless it is told not to, and swapping needs it."""
+    if call.given("gradient_checkpointing"):
+        return dict(PLAIN_MEMORY)
+    _drop(call, ("gradient_checkpointing_cpu_offload",), "musubi-tuner ignores it without --gradient_checkpointing",
+          left_out)  # fmt: skip
+    return {**PLAIN_MEMORY, "checkpointing": "full" if call.given("blocks_to_swap") else "none"}
+
+
+def _one_expert(call: Call, changed: Say) -> dict[str, Any]:
+    """The expert that a lone `--dit` is: by the timesteps that it is trained on, else by its name."""
+    task = call.value("task") or ""
+    model = profiles.model(task) if task in profiles.model_names() else None
+    flag = call.given("dit")
+    if model is None or model.experts is None or flag is None or call.given("dit_high_noise"):
+        return {}
+    boundary = model.experts.boundary * 1000
+    low, high = call.number("min_timestep", 0), call.number("max_timestep", 1000)
+    is_high = low >= boundary - _BOUNDARY_SLACK
+    if not is_high and high > boundary + _BOUNDARY_SLACK:
+        is_high = expert_of(call, "dit") == "high"
+        which = "high" if is_high else "low"
+        changed(f"line {call.line}: the {which}-noise expert alone is trained, on its own timesteps")
+    if is_high:
+        call.flags = [
+            Given("dit_high_noise", given.spelled, given.values, given.line) if given.name == "dit" else given
+            for given in call.flags
+        ]
+    return {"experts": "high" if is_high else "low"}
+
+
+def _take(call: Call, name: str) -> None:
+    call.flags = [flag for flag in call.flags if flag.name != name]
+
+
+def _drop(call: Call, names: tuple[str, ...], why: str, left_out: Say) -> None:
+    """Take flags off a call, and say why."""
+    for flag in call.flags:
+        if flag.name in names:
+            left_out(f"line {flag.line}: {flag.spelled}: {why}")
+    call.flags = [flag for flag in call.flags if flag.name not in names]

@@ -1,0 +1,302 @@
+"""The fast transformer against the official outputs, and against diffusers and peft with every kind of adapter.
+
+The oracle of gradients is diffusers' own forward in float64: in float32 it is itself farther from that (up to 7e-5 of a
+gradient) than the fast path is.
+"""
+
+import dataclasses
+import io
+import warnings
+
+import pytest
+import torch
+from fast_dit import (
+    CONFIGS,
+    Inputs,
+    adapted,
+    exact,
+    fast,
+    inputs_of,
+    largest_error,
+    plain,
+    step,
+    trained,
+    vectors_model,
+)
+from parity import DITS, cases, golden, max_abs, rel_rms
+from peft.utils import get_peft_model_state_dict
+from safetensors.torch import load, save
+from torch.utils.flop_counter import FlopCounterMode, addmm_flop
+
+from wangen.generator.errors import WangenError
+from wangen.runtime.fast.dit_functions import MixedLayerNorm
+from wangen.runtime.models.compute import Tricks
+
+ALL_CASES = [(name, case) for name in DITS for case in cases(name)]
+TRICKS = [field.name for field in dataclasses.fields(Tricks)]
+WITHOUT = Tricks(**dict.fromkeys(TRICKS, False))
+
+
+@pytest.mark.parametrize(("name", "case"), ALL_CASES)
+def test_velocities_equal_the_official_ones(name: str, case: int):
+    with torch.no_grad():
+        found = inputs_of(name, case)(fast(vectors_model(name)))
+    assert max_abs(found, golden(name)[f"case{case}.output"]) < 2e-5
+
+
+@pytest.mark.parametrize(("name", "case"), ALL_CASES)
+@pytest.mark.parametrize("batch", [0, 3])
+def test_velocities_and_gradients_are_exact(name: str, case: int, batch: int):
+    """With a batch: texts of different lengths, and timesteps of each item's own."""
+    model, inputs = adapted(vectors_model(name)), inputs_of(name, case, batch=batch)
+    output, gradients = step(model, fast(model), inputs)
+    wanted_output, wanted = exact(model, inputs)
+    assert output.dtype == torch.float32
+    assert max_abs(output, wanted_output) < 1e-5
+    assert largest_error(gradients, wanted) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["dit_t2v21", "dit_i2v21", "dit_ti2v5b"])
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_every_kind_of_adapter_gives_the_plain_gradients(name: str, kind: str):
+    model, inputs = adapted(vectors_model(name), kind), inputs_of(name)
+    if kind == "dropout":  # which numbers drop out depends on the order of the modules, which is the same
+        torch.manual_seed(0)
+        output, gradients = step(model, fast(model, tricks=Tricks(collapse_text=False)), inputs)
+        torch.manual_seed(0)
+    else:
+        output, gradients = step(model, fast(model), inputs)
+    wanted_output, wanted = step(model, plain(model), inputs)
+    assert max_abs(output, wanted_output) < 2e-5
+    assert largest_error(gradients, wanted) < 5e-5
+
+
+@pytest.mark.parametrize("trick", TRICKS)
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_each_trick_can_be_taken_alone_and_left_alone(trick: str, alone: bool, checkpointing: str):
+    tricks = dataclasses.replace(WITHOUT if alone else Tricks(), **{trick: alone})
+    model, inputs = adapted(vectors_model("dit_ti2v5b")), inputs_of("dit_ti2v5b", batch=2)
+    output, gradients = step(model, fast(model, tricks=tricks, checkpointing=checkpointing), inputs)
+    wanted_output, wanted = exact(model, inputs)
+    # Over 512 rows of padding float32 adds up less exactly, in diffusers' forward as well.
+    assert max_abs(output, wanted_output) < (1e-5 if tricks.collapse_text else 2e-5)
+    assert largest_error(gradients, wanted) < (1e-5 if tricks.collapse_text else 5e-5)
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [
+        r".*attn1\.to_v",
+        r".*attn2\.to_(k|v)",
+        r".*blocks\.1\.ffn\.net\.2",
+        r".*blocks\.1\..*to_q",
+        r".*blocks\.0\..*to_q",
+    ],
+)
+@pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
+def test_adapters_on_some_layers_only(targets: str, checkpointing: str):
+    model, inputs = adapted(vectors_model("dit_t2v21"), targets=targets), inputs_of("dit_t2v21")
+    _, gradients = step(model, fast(model, checkpointing=checkpointing), inputs)
+    assert largest_error(gradients, exact(model, inputs)[1]) < 1e-5
+
+
+def test_ranks_and_scales_of_neighbours_may_differ():
+    from peft import LoraConfig
+
+    model, inputs = vectors_model("dit_t2v21"), inputs_of("dit_t2v21")
+    config = LoraConfig(r=4, lora_alpha=4, target_modules=["to_q", "to_k", "ffn.net.2"], init_lora_weights=False,
+                        rank_pattern={"to_q": 2}, alpha_pattern={"to_k": 1})  # fmt: skip
+    model.add_adapter(config)
+    _, gradients = step(model, fast(model), inputs)
+    assert largest_error(gradients, exact(model, inputs)[1]) < 1e-5
+
+
+def test_what_is_trained_beside_adapters_gets_its_gradients_too():
+    """Full fine-tuning: every weight, also those before the blocks."""
+    model, inputs = vectors_model("dit_i2v21").requires_grad_(True), inputs_of("dit_i2v21", batch=2)
+    model.requires_grad_(True)
+    _, gradients = step(model, fast(model, checkpointing="full"), inputs)
+    _, wanted = exact(model, inputs)
+    # Without a bias on its neighbours a key's bias changes no softmax: its gradient is zero but for rounding.
+    kept = [name for name in wanted if not name.endswith("to_k.bias") and "add_k_proj.bias" not in name]
+    assert largest_error({n: gradients[n] for n in kept}, {n: wanted[n] for n in kept}) < 5e-5
+
+
+def test_adapters_that_are_switched_off_or_merged_count_so_at_once():
+    model, inputs = adapted(vectors_model("dit_t2v21")), inputs_of("dit_t2v21")
+    velocity = fast(model)
+    with torch.no_grad():
+        on, base = inputs(velocity), inputs(fast(vectors_model("dit_t2v21")))
+        model.disable_adapters()
+        off = inputs(velocity)
+        model.enable_adapters()
+        for module in model.modules():
+            if hasattr(module, "merge"):
+                module.merge()
+        merged = inputs(velocity)
+    assert max_abs(on, base) > 1e-2
+    assert torch.equal(off, base)
+    assert max_abs(merged, on) < 2e-5
+
+
+def test_two_active_adapters_add_up():
+    model, inputs = adapted(vectors_model("dit_t2v21")), inputs_of("dit_t2v21")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft warns of a second adapter
+        model.add_adapter(CONFIGS["lora"](r".*to_q"), adapter_name="second")
+    for name, parameter in model.named_parameters():
+        if "second" in name:
+            torch.nn.init.normal_(parameter, std=0.05)
+    model.set_adapter(["default", "second"])
+    output, gradients = step(model, fast(model), inputs)
+    wanted_output, wanted = step(model, plain(model), inputs)
+    assert max_abs(output, wanted_output) < 2e-5
+    assert largest_error(gradients, wanted) < 5e-5
+
+
+@pytest.mark.parametrize("name", DITS)
+def test_in_bfloat16_the_way_is_no_less_exact_than_autocast(name: str):
+    """Against exact arithmetic, in which the weights are the same: their file holds bfloat16 numbers."""
+    reference, model = adapted(vectors_model(name)), adapted(vectors_model(name, torch.bfloat16))
+    inputs = inputs_of(name, batch=2)
+    wanted_output, wanted = exact(reference, inputs)
+    with torch.autocast("cpu", torch.bfloat16):
+        plain_output, plain_gradients = step(model, plain(model), inputs)
+    output, gradients = step(model, fast(model, checkpointing="full"), inputs)
+    assert output.dtype == torch.bfloat16
+    assert all(gradient.dtype == torch.float32 for gradient in gradients.values())
+
+    def whole(parts: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.cat([parts[key].flatten() for key in sorted(parts)])
+
+    assert rel_rms(output, wanted_output) < max(0.006, rel_rms(plain_output, wanted_output))
+    assert rel_rms(whole(gradients), whole(wanted)) < 1.1 * rel_rms(whole(plain_gradients), whole(wanted)) < 0.05
+
+
+def test_adapters_in_one_flat_buffer_are_cast_as_if_each_had_its_own():
+    model, inputs = adapted(vectors_model("dit_t2v21", torch.bfloat16)), inputs_of("dit_t2v21")
+    _, wanted = step(model, fast(model), inputs)
+    flat = torch.cat([parameter.detach().flatten() for parameter in trained(model).values()])
+    for parameter, part in zip(trained(model).values(), flat.split([p.numel() for p in trained(model).values()]),
+                               strict=True):  # fmt: skip
+        parameter.data = part.view(parameter.shape)
+    _, gradients = step(model, fast(model), inputs)
+    assert all(torch.equal(gradients[name], wanted[name]) for name in wanted)
+
+
+def test_weights_are_not_held_twice_and_everything_still_works():
+    """Saving, loading, moving and casting, after weights were laid side by side."""
+    model, inputs = adapted(vectors_model("dit_i2v21")), inputs_of("dit_i2v21")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def held() -> int:
+        storages = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in model.parameters()}
+        return sum(storages.values())
+
+    held_before, velocity = held(), fast(model)
+    wanted_output, wanted = step(model, velocity, inputs)
+    attention = model.blocks[0].attn1
+    assert held() == held_before
+    assert attention.to_q.weight.untyped_storage().data_ptr() == attention.to_v.weight.untyped_storage().data_ptr()
+    after = model.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    saved = load(save({name: value.contiguous() for name, value in after.items()}))
+    assert all(torch.equal(saved[name], before[name]) for name in before)
+    assert len(get_peft_model_state_dict(model)) == len(trained(model))
+    buffer = io.BytesIO()
+    torch.save(after, buffer)
+    model.load_state_dict(before)
+    model.double().float()  # as `.to(device)`: every tensor gets storage of its own
+    output, gradients = step(model, velocity, inputs)
+    assert torch.equal(output, wanted_output)
+    assert all(torch.equal(gradients[name], wanted[name]) for name in wanted)
+    assert held() == held_before
+
+
+def test_a_changed_weight_is_seen_at_once():
+    model, inputs = vectors_model("dit_t2v21"), inputs_of("dit_t2v21")
+    velocity = fast(model)
+    with torch.no_grad():
+        before = inputs(velocity)
+        model.blocks[0].attn1.to_k.weight.mul_(1.5)
+        model.blocks[1].attn2.to_v.weight = torch.nn.Parameter(
+            model.blocks[1].attn2.to_v.weight * 2, requires_grad=False
+        )
+        assert max_abs(inputs(velocity), before) > 1e-3
+        assert max_abs(inputs(velocity), inputs(plain(model))) < 2e-5
+
+
+def test_no_step_waits_for_the_device(monkeypatch: pytest.MonkeyPatch):
+    """What would: reading a number out of a tensor, or asking whether it is true."""
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("the host waits for a number")
+
+    model, inputs = adapted(vectors_model("dit_t2v21")), inputs_of("dit_t2v21", batch=2)
+    velocity = fast(model, checkpointing="full")
+    for name in ("item", "tolist", "__bool__", "__int__", "__float__", "nonzero", "cpu"):
+        monkeypatch.setattr(torch.Tensor, name, refuse)
+    output = inputs(velocity)
+    output.square().mean().backward()
+
+
+def test_the_padding_of_a_text_counts_and_a_text_may_be_as_long_as_it_gets():
+    model = vectors_model("dit_t2v21")
+    inputs = inputs_of("dit_t2v21")
+    rows = torch.randn(512, 4096, generator=torch.Generator().manual_seed(0))
+    for lengths in [(1,), (509,), (510,), (511,), (512,), (512, 3)]:
+        several = Inputs(inputs.latents[:1].repeat(len(lengths), 1, 1, 1, 1), inputs.timesteps[:1].repeat(len(lengths)),
+                         [rows[:length] for length in lengths])  # fmt: skip
+        with torch.no_grad():
+            assert max_abs(several(fast(model)), several(plain(model))) < 2e-5
+    with pytest.raises(WangenError, match="513 rows"), torch.no_grad():
+        Inputs(inputs.latents, inputs.timesteps, [torch.zeros(513, 4096)])(fast(model))
+    with pytest.raises(WangenError, match="64 wide"), torch.no_grad():
+        Inputs(inputs.latents, inputs.timesteps, [torch.zeros(5, 64)])(fast(model))
+
+
+def test_a_layer_norm_in_mixed_precision_keeps_its_input_as_it_came():
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randn(7, 32, generator=generator).bfloat16().requires_grad_()
+    weight, bias = torch.rand(32, generator=generator), torch.randn(32, generator=generator)
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda saved: kept.append(saved) or saved, lambda saved: saved):
+        output = MixedLayerNorm.apply(tokens, weight, bias, 1e-6)
+    output.float().square().sum().backward()
+    wide = tokens.detach().float().requires_grad_()
+    wanted = torch.nn.functional.layer_norm(wide, (32,), weight, bias, 1e-6)
+    (wanted * output.detach().float() * 2).sum().backward()
+    assert [tensor.dtype for tensor in kept if tensor.numel() == tokens.numel()] == [torch.bfloat16]
+    assert rel_rms(output.detach(), wanted.detach()) < 4e-3
+    assert rel_rms(tokens.grad, wide.grad) < 4e-3
+
+
+@pytest.mark.parametrize(("checkpointing", "limit"), [("none", 32.6), ("full", 44.5), ("selective", 44.5)])
+def test_no_more_is_computed_than_need_be(checkpointing: str, limit: float):
+    """Products of one step at the toy shape in GFLOP, attention not counted; diffusers and peft need 39.3 and 59.6."""
+    from diffusers import WanTransformer3DModel
+    from peft import LoraConfig
+
+    with torch.device("meta"):
+        model = WanTransformer3DModel(num_attention_heads=4, attention_head_dim=128, ffn_dim=2048, num_layers=8,
+                                      text_dim=4096, freq_dim=256)  # fmt: skip
+    model = model.to_empty(device="cpu").requires_grad_(False)
+    model.rope = type(model.rope)(128, (1, 2, 2), 1024)
+    model.add_adapter(
+        LoraConfig(r=16, target_modules=["to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "ffn.net.2"])
+    )
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    velocity = fast(model, checkpointing=checkpointing)
+
+    def in_place(total: object, one: object, other: object, *_: object, out_shape: object = None, **__: object) -> int:
+        return addmm_flop(total, one, other)
+
+    counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: in_place})
+    with counter:
+        output = velocity(torch.zeros(1, 16, 1, 32, 32), torch.tensor([500.0]), [torch.zeros(46, 4096)])
+        output.square().mean().backward()
+    products = sum(count for name, count in counter.get_flop_counts()["Global"].items() if "attention" not in str(name))
+    assert 0.9 * limit < products / 1e9 <= limit

@@ -1,0 +1,194 @@
+"""Checkpointing of the fast transformer in all its forms, block swap and a quantised base: never another bit."""
+
+from collections.abc import Collection
+from typing import Any
+
+import pytest
+import torch
+from fast_dit import adapted, fast, inputs_of, largest_error, plain, step, trained, vectors_model
+from parity import max_abs
+
+from wangen.runtime.fast import dit_checkpoint
+from wangen.runtime.fast.host_copies import HostCopies
+from wangen.runtime.memory.quantize import QuantLinear, quantize_blocks
+from wangen.runtime.memory.swap import BlockSwap
+from wangen.runtime.models.compute import Tricks
+
+WAYS = [
+    {"checkpointing": "full"},
+    {"checkpointing": "full", "free_blocks": 1},
+    {"checkpointing": "full", "offload": True},
+    {"checkpointing": "selective"},
+    {"checkpointing": "selective", "free_blocks": 1},
+    {"checkpointing": "selective", "offload": True},
+    {"checkpointing": "selective", "split_attention": True},
+]
+
+
+def same(one: tuple[Any, dict[str, torch.Tensor]], other: tuple[Any, dict[str, torch.Tensor]]) -> bool:
+    """Whether output and gradients agree bit by bit."""
+    assert one[1].keys() == other[1].keys()
+    return torch.equal(one[0], other[0]) and all(torch.equal(one[1][name], other[1][name]) for name in one[1])
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(map(str, way.values())))
+@pytest.mark.parametrize(("name", "dtype"), [("dit_t2v21", torch.float32), ("dit_i2v21", torch.float32),
+                                             ("dit_ti2v5b", torch.float32), ("dit_t2v21", torch.bfloat16)])  # fmt: skip
+def test_every_way_of_recomputing_gives_the_same_bits(way: dict[str, Any], name: str, dtype: torch.dtype):
+    model, inputs = adapted(vectors_model(name, dtype)), inputs_of(name, batch=2)
+    wanted = step(model, fast(model, split_attention="split_attention" in way), inputs)
+    velocity = fast(model, **way)
+    assert same(step(model, velocity, inputs), wanted)
+    assert same(step(model, velocity, inputs), wanted), "the next step begins where this one did"
+
+
+@pytest.mark.parametrize("kind", ["dora", "lokr", "loha", "dropout"])
+@pytest.mark.parametrize("checkpointing", ["full", "selective"])
+def test_other_adapters_are_recomputed_as_they_were(kind: str, checkpointing: str):
+    """With dropout: the same numbers drop out."""
+    model, inputs = adapted(vectors_model("dit_t2v21"), kind), inputs_of("dit_t2v21")
+    steps = []
+    for way in ("none", checkpointing):
+        torch.manual_seed(3)
+        steps.append(step(model, fast(model, checkpointing=way), inputs))
+    assert same(*steps)
+
+
+def test_gradients_of_two_passes_add_up():
+    model, inputs = adapted(vectors_model("dit_t2v21")), inputs_of("dit_t2v21")
+    velocity = fast(model, checkpointing="full")
+    _, once = step(model, velocity, inputs)
+    once = {name: gradient.clone() for name, gradient in once.items()}
+    step(model, velocity, inputs)
+    target = inputs(velocity)
+    (target - target.detach() - 1).square().mean().backward()
+    changed = {name: parameter.grad - once[name] for name, parameter in trained(model).items()}
+    for parameter in trained(model).values():
+        parameter.grad = None
+    target = inputs(velocity)
+    (target - target.detach() - 1).square().mean().backward()
+    assert largest_error(changed, {name: p.grad for name, p in trained(model).items()}) < 1e-4
+
+
+def kept_bytes(way: dict[str, Any]) -> dict[str, int]:
+    """What autograd holds on to between the passes, in bytes: parameters, and everything else."""
+    model, inputs = adapted(vectors_model("dit_t2v21")), inputs_of("dit_t2v21")
+    step(model, fast(model), inputs)  # after which the weights stay where they are
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    found: dict[int, tuple[bool, int]] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        found[storage.data_ptr()] = storage.data_ptr() in own, storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        inputs(fast(model, **way)).sum()
+    return {"weights": sum(size for is_own, size in found.values() if is_own),
+            "others": sum(size for is_own, size in found.values() if not is_own)}  # fmt: skip
+
+
+def test_less_is_kept_the_more_is_recomputed():
+    none, full = kept_bytes({}), kept_bytes({"checkpointing": "full"})
+    assert full["others"] < kept_bytes({"checkpointing": "full", "free_blocks": 1})["others"] < none["others"]
+    model = vectors_model("dit_t2v21")
+    blocks = sum(p.numel() * 4 for p in model.blocks.parameters() if p.ndim == 2)
+    assert none["weights"] < 0.1 * blocks, "no frozen weight of a block is held for the backward pass"
+
+
+def test_offloaded_inputs_are_not_held_on_the_device(monkeypatch: pytest.MonkeyPatch):
+    """Each block's input goes to the host once and comes back once, the one before it at the same time."""
+    sent, brought = [], []
+    copies = HostCopies(torch.device("cpu"))
+    send, bring = copies.send, copies.bring
+    monkeypatch.setattr(copies, "send", lambda tensors: sent.append(tensors[0].shape) or send(tensors))
+    monkeypatch.setattr(copies, "bring", lambda held: brought.append(held[0].shape) or bring(held))
+    monkeypatch.setattr(dit_checkpoint, "host_copies", lambda _: copies)
+    model, inputs = adapted(vectors_model("dit_t2v21")), inputs_of("dit_t2v21")
+    step(model, fast(model, checkpointing="full", offload=True), inputs)
+    assert len(sent) == len(brought) == len(model.blocks)
+    assert len(set(sent)) == 1
+
+
+class RecordedSwap:
+    """Stands in for a block swap: the weights of its blocks are empty but between `enter` and `leave`."""
+
+    def __init__(self, model: torch.nn.Module, swapped: Collection[int]) -> None:
+        self.swapped = swapped
+        self.calls: list[tuple[str, int, bool]] = []
+        self._frozen = {i: [p for p in model.blocks[i].parameters() if not p.requires_grad] for i in swapped}
+        self._values = {index: [p.data.clone() for p in frozen] for index, frozen in self._frozen.items()}
+        for index in swapped:
+            self._empty(index)
+
+    def enter(self, index: int, *, backward: bool) -> None:
+        self.calls.append(("enter", index, backward))
+        for parameter, value in zip(self._frozen[index], self._values[index], strict=True):
+            parameter.data = value.clone()  # elsewhere than the last time
+
+    def leave(self, index: int, *, backward: bool) -> None:
+        self.calls.append(("leave", index, backward))
+        self._empty(index)
+
+    def _empty(self, index: int) -> None:
+        for parameter in self._frozen[index]:
+            parameter.data.fill_(float("nan"))  # for whoever still looks there
+            parameter.data = torch.empty(0, dtype=parameter.dtype)
+
+
+@pytest.mark.parametrize("swapped", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize("way", [{}, {"checkpointing": "selective"}, {"checkpointing": "full", "offload": True}],
+                         ids=lambda way: "-".join(map(str, way.values())))  # fmt: skip
+@pytest.mark.parametrize("name", ["dit_t2v21", "dit_i2v21"])
+def test_swapped_blocks_are_asked_for_in_time_and_let_go(swapped: tuple[int, ...], way: dict[str, Any], name: str):
+    model, inputs = adapted(vectors_model(name)), inputs_of(name)
+    wanted = step(model, fast(model, **way), inputs)
+    swap = RecordedSwap(model, swapped)
+    velocity = fast(model, swap, **way)
+    for _ in range(2):
+        swap.calls.clear()
+        largest = largest_error(step(model, velocity, inputs)[1], wanted[1])
+        forward = [call for index in swapped for call in (("enter", index, False), ("leave", index, False))]
+        backward = [call for index in reversed(swapped) for call in (("enter", index, True), ("leave", index, True))]
+        assert swap.calls == forward + backward
+        assert largest < 1e-5  # not bit by bit: three products in place of one
+    swap.calls.clear()
+    with torch.no_grad():
+        assert max_abs(inputs(velocity), wanted[0]) < 1e-5
+    assert swap.calls == forward
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
+@pytest.mark.parametrize("form", [None, "int8"])
+def test_the_real_block_swap_changes_no_bit(checkpointing: str, form: str | None):
+    """Against three products without a swap, which is what swapped blocks do."""
+    models = []
+    for _ in range(2):
+        model = vectors_model("dit_t2v21")
+        if form:
+            quantize_blocks(model, form)
+        models.append(adapted(model))
+    inputs, alone = inputs_of("dit_t2v21", batch=2), Tricks(grouped=False)
+    wanted = step(models[0], fast(models[0], tricks=alone), inputs)
+    swap = BlockSwap(models[1], 2, torch.device("cpu"), ring=1)
+    velocity = fast(models[1], swap, checkpointing=checkpointing, tricks=alone)
+    for _ in range(2):
+        assert same(step(models[1], velocity, inputs), wanted)
+
+
+@pytest.mark.parametrize("form", ["fp8", "int8", "nf4"])
+def test_a_quantised_base_trains_as_its_dequantised_self_does(form: str):
+    model, inputs = vectors_model("dit_i2v21"), inputs_of("dit_i2v21")
+    quantize_blocks(model, form)
+    wanted = {name: layer.dequantized(torch.float32) for name, layer in model.named_modules()
+              if isinstance(layer, QuantLinear)}  # fmt: skip
+    unpacked = adapted(vectors_model("dit_i2v21"))
+    for name, weight in wanted.items():
+        layer = unpacked.get_submodule(name)
+        layer.base_layer.weight.data.copy_(weight)
+    quantised = adapted(model)
+    found = step(quantised, fast(quantised, checkpointing="full"), inputs)
+    meant = step(unpacked, plain(unpacked), inputs)
+    assert len(wanted) == 24
+    assert max_abs(found[0], meant[0]) < 2e-5
+    assert largest_error(found[1], meant[1]) < 5e-5

@@ -1,0 +1,54 @@
+"""Rules of `wangen lint` about the flags of wangen's own training."""
+
+import pytest
+from lint_samples import SHELLS, expect, findings
+
+TRAIN = "wangen train --dataset_config x.toml --output_dir o --output_name n"
+ONE = f"{TRAIN} --dit d"
+BOTH = f"{TRAIN} --task t2v-A14B --dit low --dit_high_noise high"
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+@pytest.mark.parametrize(("line", "kind", "words"), [
+    (f"{ONE} --blocks_to_swap 20 --checkpointing none", "memory", ["needs checkpointing", "full or selective"]),
+    (f"{ONE} --blocks_to_swap 20 --no_gradient_checkpointing", "memory", ["needs checkpointing"]),
+    (f"{ONE} --gradient_checkpointing_cpu_offload --checkpointing none", "memory", ["parks what checkpointing"]),
+    (f"{ONE} --plain --blocks_to_swap 4", "memory", ["knows no block swap"]),
+    (f"{ONE} --plain --checkpointing selective", "memory", ["knows no selective"]),
+    (f"{ONE} --blocks_to_swap 41", "memory", ["40 at most for t2v-14B"]),
+    (f"{ONE} --task t2v-1.3B --blocks_to_swap 31", "memory", ["--blocks_to_swap 30"]),
+    (f"{ONE} --train_mode full --fp8_base", "memory", ["--quantize", "every weight is trained"]),
+    (f"{ONE} --train_mode full --blocks_to_swap 2", "memory", ["every weight is trained"]),
+    (f"{ONE} --train_mode full --network_weights w", "memory", ["for adapters"]),
+    (TRAIN, "missing-flag", ["the transformer of t2v-14B", "--dit PATH"]),
+    (f"{ONE} --dit_high_noise h", "experts", ["t2v-14B has one transformer"]),
+    (f"{TRAIN} --task t2v-A14B --dit low", "missing-flag", ["high-noise expert of t2v-A14B", "--dit_high_noise PATH"]),
+    (f"{TRAIN} --task i2v-A14B --dit_high_noise h", "missing-flag", ["low-noise expert of i2v-A14B", "--dit PATH"]),
+    (f"{BOTH.replace(' --dit low', '')} --experts both", "missing-flag", ["low-noise expert"]),
+    (f"{ONE} --sample_every_n_epochs 1", "samples", ["needs --sample_prompts"]),
+    (f"{ONE} --sample_prompts p.txt --vae v", "samples", ["add --t5 PATH"]),
+    (f"{ONE} --keep_best", "value", ["--validation_items 8"]),
+])  # fmt: skip
+def test_what_training_would_refuse_is_said_before_it_runs(shell, line, kind, words):
+    assert expect(shell, f"{line}\n", kind, 1, *words).severity == "error"
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+@pytest.mark.parametrize("line", [
+    f"{ONE} --sage_attn",
+    f"{ONE} --attention sage --vram 12",
+    f"{ONE} --vram auto --blocks_to_swap 40 --block_swap_h2d_only --use_pinned_memory_for_block_swap",
+    f"{ONE} --fp8_base --fp8_scaled --gradient_checkpointing --gradient_checkpointing_cpu_offload",
+    f"{ONE} --no_gradient_checkpointing --no_gradient_checkpointing_cpu_offload",
+    f"{ONE} --plain --checkpointing full --blocks_to_swap 0",
+    BOTH,
+    f"{BOTH} --blocks_to_swap 20 --block_swap_h2d_only --offload_inactive_dit",
+    f"{TRAIN} --task t2v-A14B --dit low --experts low",
+    f"{TRAIN} --task t2v-A14B --dit_high_noise high --experts high",
+    f"{ONE} --sample_prompts p.txt --vae v --t5 t --sample_at_first",
+    f"{ONE} --keep_best --validation_items 4",
+])  # fmt: skip
+def test_what_training_can_do_is_no_finding(shell, line):
+    """Sage has its gradient here, swap goes with two experts and copies one way only."""
+    about_places = {"missing-step", "no-venv", "cwd"}
+    assert {finding.kind for finding in findings(shell, f"{line}\n")} <= about_places
