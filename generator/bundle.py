@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from importlib.metadata import version
-from pathlib import Path, PurePath, PurePosixPath
+from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from wangen import profiles
@@ -41,6 +41,9 @@ _OWNERS: tuple[tuple[type[Step], tuple[str, ...]], ...] = (
 ENCODING = frozenset({"vae", "vae_dtype", "vae_cache_cpu", "clip", "t5", "t5_dtype", "fp8_t5", "tokenizer"})
 """Flags with which training encodes what the cache lacks; a script's line has none, for the steps before it do that."""
 
+PROMPTS = "prompts"
+"""The folder below `files` where sample prompts are published."""
+
 AUTO = "auto"
 PLAIN_MEMORY: Mapping[str, Any] = {
     "quantize": "none", "blocks_to_swap": 0, "checkpointing": "full", "checkpointing_free_blocks": 0,
@@ -61,6 +64,36 @@ def toml_name(slug: str, target: Target) -> str:
     return f"{slug}_{target.platform.suffix}.toml"
 
 
+def told_of_training(workspace: Workspace, target: Target, model: Model) -> dict[str, Any]:
+    """What the profiles and the workspace say of training: flag -> value."""
+    layers = _layers(workspace, target, model)
+    return {name: value for layer in layers for name, value in _layer(layer, Train).items()}
+
+
+def needed_weights(workspace: Workspace, target: Target, model: Model) -> list[Weights]:
+    """The weight files that a bundle needs: of two experts one alone where `experts` says so."""
+    left_out = {"low": "dit_high_noise", "high": "dit"}.get(
+        told_of_training(workspace, target, model).get("experts", "")
+    )
+    return [weights for weights in model.weights if not (model.experts and weights.flag == left_out)]
+
+
+def prompts_file(workspace: Workspace, target: Target, model: Model) -> Path | None:
+    """The file in the workspace that `sample_prompts` names; None without one, and for an absolute path, which is the
+    target's own.
+    """
+    told: Any = told_of_training(workspace, target, model).get("sample_prompts")
+    path = str(told) if told else ""
+    if not path or PurePosixPath(path).is_absolute() or PureWindowsPath(path).is_absolute():
+        return None
+    return workspace.folder / path
+
+
+def prompts_name(slug: str, target: Target, file: Path) -> str:
+    """The file name of a dataset's sample prompts on a platform, which have the ending of the workspace's file."""
+    return f"{slug}_{target.platform.suffix}{file.suffix.lower()}"
+
+
 def bundle_steps(
     workspace: Workspace, target: Target, model: Model, slug: str, resolutions: Iterable[tuple[int, int]] = ()
 ) -> tuple[Step, ...]:
@@ -74,7 +107,9 @@ def bundle_steps(
         resolutions: of the dataset's TOML, as (width, height) in pixels; the model profile's when there is none.
     """
     names = [resolution_name(size) for size in resolutions] or [resolution_name(model.resolution)]
-    paths = {**_paths(target, model, slug), "resolution": ",".join(names)}
+    paths = {**_paths(workspace, target, model, slug), "resolution": ",".join(names)}
+    if prompts := prompts_file(workspace, target, model):
+        paths["sample_prompts"] = target.path("files", PROMPTS, prompts_name(slug, target, prompts))
     return tuple(_step(kind, workspace, target, model, paths) for kind in RUN)
 
 
@@ -199,7 +234,7 @@ def _all_names() -> frozenset[str]:
     return frozenset(name for model in models for weights in model.weights for name in _names(weights))
 
 
-def _paths(target: Target, model: Model, slug: str) -> dict[str, str]:
+def _paths(workspace: Workspace, target: Target, model: Model, slug: str) -> dict[str, str]:
     """Values of the flags that are paths; a step takes those it has."""
     outputs, found = target.roots["outputs"], models_below(target)
     return {
@@ -210,12 +245,12 @@ def _paths(target: Target, model: Model, slug: str) -> dict[str, str]:
         "log_file": target.path(target.roots["logs"], f"{slug}.log"),
         "lock": target.path(outputs, slug, "run.lock"),
         "task": model.name,
-        **{weights.flag: find_weights(target, weights, found) for weights in model.weights},
+        **{weights.flag: find_weights(target, weights, found) for weights in needed_weights(workspace, target, model)},
     }
 
 
 def _step(kind: type[Step], workspace: Workspace, target: Target, model: Model, paths: Mapping[str, str]) -> Step:
-    layers = (model.defaults, target.platform.overrides, workspace.steps)
+    layers = _layers(workspace, target, model)
     values: dict[str, Any] = {**DTYPES[target.platform.accelerator], **paths}
     if "clip" not in paths:
         del values["clip_dtype"]
@@ -223,12 +258,14 @@ def _step(kind: type[Step], workspace: Workspace, target: Target, model: Model, 
         for owner, names in _OWNERS:
             values |= {name: value for name, value in _layer(layer, owner).items() if name in names}
     if kind is Train:
-        told = {name: value for layer in layers for name, value in _layer(layer, kind).items()}
+        told = told_of_training(workspace, target, model)
         if "sample_prompts" not in told:  # it encodes only on request, and the steps before it have done so
             values = {name: value for name, value in values.items() if name not in ENCODING}
         values |= _memory(model, told)
     for layer in layers:
         values |= _layer(layer, kind)
+    if "sample_prompts" in paths:
+        values["sample_prompts"] = paths["sample_prompts"]
     if values.get("vram") != AUTO:  # what it stands for is spelled out
         values.pop("vram", None)
     if kind is Train and not values.keys() & {"max_train_epochs", "max_train_steps"}:
@@ -236,6 +273,10 @@ def _step(kind: type[Step], workspace: Workspace, target: Target, model: Model, 
     known = {option.name for option in options(kind)}
     step = build(kind, {name: value for name, value in values.items() if name in known})
     return posix_paths(step) if os.name == "nt" and target.platform.kind != "windows" else step
+
+
+def _layers(workspace: Workspace, target: Target, model: Model) -> tuple[Mapping[str, Mapping[str, Any]], ...]:
+    return model.defaults, target.platform.overrides, workspace.steps
 
 
 def _memory(model: Model, told: Mapping[str, Any]) -> dict[str, Any]:

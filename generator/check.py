@@ -221,7 +221,8 @@ def _room(cache: Path, num_bytes: int) -> Iterator[Finding]:
 
 
 def _weights(options: Check) -> Iterator[Finding]:
-    roles = {weights.flag: weights for weights in profiles.model(options.task).weights}
+    model = profiles.model(options.task)
+    roles = {weights.flag: weights for weights in model.weights}
     sound = set()
     for flag in profiles.WEIGHT_ROLES:
         path: Path | None = getattr(options, flag)
@@ -235,7 +236,7 @@ def _weights(options: Check) -> Iterator[Finding]:
             sound.add(flag)
         except WangenError as error:
             cure = error.cure if path.exists() else _how_to_get(path, roles[flag], options.task)
-            yield Finding(error.where or str(path), f"--{flag}: {error.found}", cure)
+            yield Finding(error.where or str(path), f"{experts.flag_words(flag, model)}: {error.found}", cure)
     if sound >= {"dit", "dit_high_noise"} and options.dit and options.dit_high_noise:
         try:
             experts.expect_two_experts(options.dit, options.dit_high_noise)

@@ -12,6 +12,7 @@ from wangen.generator.formats import Header, TensorInfo
 from wangen.generator.formats.raw import float8, read_numbers
 from wangen.generator.headers import identity, read_header
 from wangen.generator.kinds import noise_of
+from wangen.profiles import Model
 
 # Small tensors that are stored unquantised, in the original names and in those of diffusers.
 SMALL = (
@@ -25,6 +26,17 @@ ORDER = "--dit takes the low-noise expert and --dit_high_noise the high-noise ex
 _COMPARED = ("F32", "F16", "BF16", "F8_E4M3")
 _EQUAL_SHARE = 0.8
 """Rounding twice on the way moves a few values by one step; other training moves most of them, by many steps."""
+
+
+def flag_words(flag: str, model: Model) -> str:
+    """A weight flag in words: of two experts with the one that it takes.
+
+    >>> from wangen import profiles
+    >>> flag_words("dit", profiles.model("t2v-A14B")), flag_words("dit", profiles.model("t2v-14B"))
+    ('--dit (the low-noise expert)', '--dit')
+    """
+    expert = {"dit": "low-noise", "dit_high_noise": "high-noise"}.get(flag, "") if model.experts else ""
+    return f"--{flag} (the {expert} expert)" if expert else f"--{flag}"
 
 
 def same_weights(first: Path, second: Path) -> bool:

@@ -19,6 +19,7 @@ from wangen import profiles
 from wangen.generator import scripts
 from wangen.generator.check import examine
 from wangen.generator.errors import WangenError
+from wangen.generator.experts import flag_words
 from wangen.generator.paths import is_foreign
 from wangen.generator.publish.command import dataset_folder
 from wangen.generator.publish.plan import BundlePlan, Plan, make_plan, memo_path
@@ -36,7 +37,7 @@ Level = Literal["ok", "note", "problem"]
 
 _AGREED = (
     "dataset_config", "task", "vae", "t5", "tokenizer", "clip", "vae_dtype", "vae_tile", "t5_dtype", "fp8_t5",
-    "clip_dtype", "dit",
+    "clip_dtype", "dit", "dit_high_noise",
 )  # fmt: skip
 """Flags that no two lines of one bundle may set to different values."""
 
@@ -162,7 +163,8 @@ def _files(target: Target, options: Check) -> Iterator[Line]:
         for flag in profiles.WEIGHT_ROLES:
             path = getattr(seen, flag)
             if path and not path.exists():
-                yield Line("note", f"--{flag}: {path.relative_to(target.folder)} has to lie there on that machine")
+                words = flag_words(flag, profiles.model(options.task))
+                yield Line("note", f"{words}: {path.relative_to(target.folder)} has to lie there on that machine")
                 left_out[flag] = None
     found = examine(replace(seen, **left_out), entries)
     for problem in (*found.warnings, *found.findings):

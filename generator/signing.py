@@ -1,4 +1,4 @@
-"""The line in a TOML file's comment by which an edit by hand is seen later."""
+"""The line in the leading comment of a TOML file or of sample prompts by which an edit by hand is seen later."""
 
 import hashlib
 import re

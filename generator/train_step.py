@@ -221,6 +221,10 @@ class Train(DatasetStep):
     plain: bool = flag("train through the library's own modules: the same numbers to rounding, slower", False,
                        pinned=True)  # fmt: skip
     cuda_allow_tf32: bool = flag("let float32 products round their operands to TF32", False, pinned=True)
+    pack: bool = flag(
+        "the batches of a step (see --gradient_accumulation_steps) run as one sequence, whatever their shapes", False,
+        pinned=True,
+    )  # fmt: skip
     max_data_loader_n_workers: int = flag(
         "threads that read cache entries; 0 reads in the training thread", 4, knob=True
     )

@@ -45,13 +45,17 @@ platforms = [{platforms}]
 # learning_rate = 1e-4
 # network_dim = 16
 # max_train_epochs = 35
+# vram = "12"                # gigabytes of the card: 8, 12, 16 or 24 puts the model's preset into the scripts, "auto"
+                             # leaves it to the machine that trains
+# sample_prompts = "prompts.txt"    # a file in this folder, .txt or .toml; it is published with the scripts
+# sample_every_n_epochs = 5
 
 # How one dataset is published, by its slug; the options of wangen publish are remembered here.
 [dataset.cats]
 # trigger = "ohwx cat"       # put in front of every caption
 # resolutions = ["512", "832x480"]
 # resize = true              # publish smaller copies of the images
-# source = "photos/cats"     # also: model, batch_size, num_repeats
+# source = "photos/cats"     # also: model, batch_size, num_repeats, is_reg
 """
 
 _SECTION = """
@@ -76,6 +80,7 @@ class DatasetSettings:
         trigger: word put in front of every caption; empty for none.
         batch_size: items per batch.
         num_repeats: how often an item stands in an epoch.
+        is_reg: a regularisation set, whose loss counts `--prior_loss_weight`: for a TOML that names it beside others.
     """
 
     source: str | None = None
@@ -85,6 +90,7 @@ class DatasetSettings:
     trigger: str = ""
     batch_size: int = 1
     num_repeats: int = 1
+    is_reg: bool = False
 
 
 @dataclass(frozen=True)
@@ -305,8 +311,9 @@ def _dataset(section: Any, name: str, file: Path) -> DatasetSettings:
     for key in ("source", "model", "trigger"):
         if key in values and (not isinstance(values[key], str) or not values[key].isprintable()):
             raise UsageError(f"{key} must be a text in quotes, got {values[key]!r}", where=where)
-    if "resize" in values and not isinstance(values["resize"], bool):
-        raise UsageError(f"resize must be true or false, got {values['resize']!r}", where=where)
+    for key in ("resize", "is_reg"):
+        if not isinstance(values.get(key, False), bool):
+            raise UsageError(f"{key} must be true or false, got {values[key]!r}", where=where)
     for key in ("batch_size", "num_repeats"):
         if key in values:
             tomls.whole_number(key, values[key], where)

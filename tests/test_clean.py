@@ -48,11 +48,26 @@ OURS = {
         "outputs/cats/cats-step00000010.safetensors": LORA,
         "outputs/cats/cats-000002-kohya.safetensors": LORA,
         "outputs/cats/smoke/cats-state/step-00000050/state.json": b"{}",
+        "outputs/cats/cats-state/step-00000010/ema.safetensors": tensors(),
+        "outputs/cats/cats-state/step-00000020/adapter_high_noise.safetensors": tensors(),
+        "outputs/cats/cats-state/step-00000020/optimizer_low_noise.safetensors": tensors(),
+        "outputs/cats/cats_high_noise-step00000010.safetensors": LORA,
+        "outputs/cats/cats_low_noise-000002-ema-kohya.safetensors": LORA,
     },
     "outputs": {
         "outputs/cats/cats.safetensors": LORA,
         "outputs/cats/cats-kohya.safetensors": LORA,
         "outputs/cats/smoke/cats.safetensors": LORA,
+        "outputs/cats/cats-best.safetensors": LORA,
+        "outputs/cats/cats-ema.safetensors": LORA,
+        "outputs/cats/cats_high_noise.safetensors": LORA,
+        "outputs/cats/cats_low_noise-best-diffusers.safetensors": LORA,
+        "outputs/cats/metrics.jsonl": b'{"step": 1, "loss": 0.5}\n',
+        "outputs/cats/samples/cats-step00000010-1.mp4": b"x",
+        "outputs/cats/samples/cats-step00000010-2.png": b"x",
+        "outputs/cats/samples/samples.jsonl": b'{"file": "cats-step00000010-1.mp4", "step": 10}\n',
+        "outputs/cats/trace/steps-3-5.json.gz": b"x",
+        "outputs/cats/cats-timesteps.svg": b"x",
         "outputs/cats/train.report.json": b'{"step": "train"}',
         "outputs/cats/smoke/train.report.json": b'{"step": "train"}',
         "outputs/cats/logs/cats/events.out.tfevents.1.host": b"x",
@@ -66,7 +81,11 @@ THEIRS = {
     "files/datasets/cats/64_cache/notes.json": b"{}",
     "files/datasets/cats/64/mine.jpg": b"mine",
     "files/datasets/other/64/x.jpg": b"x",
-    "outputs/cats/cats-best.safetensors": LORA,
+    "outputs/cats/cats-mine.safetensors": LORA,
+    "outputs/cats/cats_dog.safetensors": LORA,
+    "outputs/cats/smoke/metrics.jsonl": b"mine",
+    "outputs/cats/samples/sample.mp4": b"mine",
+    "outputs/cats/trace/notes.json": b"mine",
     "outputs/cats/cats-000001.safetensors": tensors(format="pt"),
     "outputs/cats/cats-state/step-00000010/notes.txt": b"mine",
     "outputs/cats/cats-state/mine/state.json": b"{}",
@@ -112,7 +131,7 @@ def test_without_a_part_it_shows_and_removes_nothing(place, capsys):
     assert read_tree(place) == before
     rows = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines() if " files " in line}
     assert {part: int(row[1]) for part, row in rows.items()} == {
-        "bundle": 10, "caches": 9, "checkpoints": 7, "outputs": 7,
+        "bundle": 10, "caches": 9, "checkpoints": 12, "outputs": 17,
     }  # fmt: skip
     assert rows["outputs"][3:5] == [str(sum(map(len, OURS["outputs"].values()))), "bytes"]
 

@@ -42,4 +42,4 @@ def test_where_nothing_fits_no_flag_is_proposed():
 
 def test_an_unknown_device_gets_the_first_change_alone():
     assert cheapest_changes(BIG, options(), 1024, None) == ["--checkpointing selective"]
-    assert cheapest_changes(BIG, options(checkpointing="full"), 1024, None) == ["--quantize fp8"]
+    assert cheapest_changes(BIG, options(checkpointing="full"), 1024, None) == ["--quantize int8"]

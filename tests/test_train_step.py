@@ -72,7 +72,7 @@ def test_given_frames_stay_clean_have_timestep_0_and_no_part_in_the_loss(transfo
         seen.update(latents=latents, timesteps=timesteps)
         return model(latents, timesteps, texts, **more)
 
-    losses, errors = item_losses(WAN, watching, prepared, options, CPU)
+    losses, errors = item_losses(WAN, watching, [prepared], options, CPU)
     assert torch.equal(seen["latents"][:, :, 0], prepared.batch.latents[:, :, 0])
     assert not torch.equal(seen["latents"][:, :, 1], prepared.batch.latents[:, :, 1])
     assert seen["timesteps"].shape == (2, 3 * 4)
@@ -80,7 +80,7 @@ def test_given_frames_stay_clean_have_timestep_0_and_no_part_in_the_loss(transfo
     assert torch.equal(seen["timesteps"][:, 4:], (1000 * prepared.sigmas)[:, None].expand(2, 8))
     other = prepared.noise.clone()
     other[:, :, 0] += 7  # noise of the frame that is given: nothing may depend on it
-    again, _ = item_losses(WAN, model, replace(prepared, noise=other), options, CPU)
+    again, _ = item_losses(WAN, model, [replace(prepared, noise=other)], options, CPU)
     assert torch.equal(losses, again)
     assert torch.equal(losses, errors)
 
@@ -91,7 +91,7 @@ def test_the_gradient_of_the_loss_is_zero_on_given_frames(tmp_path):
     prepared = prepared_for(options, batch_of(48, 4, 4, 4))
     assert prepared.clean_frames == [2, 2]
     predicted = torch.zeros_like(prepared.batch.latents).requires_grad_()
-    losses, _ = item_losses(WAN, lambda *_words, **_names: predicted, prepared, options, CPU)
+    losses, _ = item_losses(WAN, lambda *_words, **_names: predicted, [prepared], options, CPU)
     losses.sum().backward()
     assert not predicted.grad[:, :, :2].any()
     assert predicted.grad[:, :, 2:].all()
@@ -120,7 +120,7 @@ def test_a_mask_and_given_frames_count_together(tmp_path):
     mask[:, :, :, :2] = 1
     prepared = prepared_for(options, replace(batch, loss_mask=mask))
     predicted = torch.zeros_like(batch.latents).requires_grad_()
-    losses, _ = item_losses(WAN, lambda *_words, **_names: predicted, prepared, options, CPU)
+    losses, _ = item_losses(WAN, lambda *_words, **_names: predicted, [prepared], options, CPU)
     losses.sum().backward()
     assert predicted.grad[:, :, 1:, :2].all()
     assert not predicted.grad[:, :, 0].any()
@@ -131,7 +131,9 @@ def test_the_loss_of_an_item_counts_its_weight_and_the_weighting_scheme(tmp_path
     options = options_of(tmp_path, task="t2v-1.3B", weighting_scheme="cosmap")
     batch = replace(batch_of(16, 1, 4, 4), weights=torch.tensor([1.0, 0.25]))
     prepared = prepared_for(options, batch)
-    losses, errors = item_losses(WAN, lambda *_words, **_names: torch.zeros_like(batch.latents), prepared, options, CPU)
+    losses, errors = item_losses(
+        WAN, lambda *_words, **_names: torch.zeros_like(batch.latents), [prepared], options, CPU
+    )
     sigmas = prepared.sigmas
     scheme = 2 / (torch.pi * (1 - 2 * sigmas + 2 * sigmas**2))
     torch.testing.assert_close(losses, errors * scheme * batch.weights)
@@ -168,3 +170,28 @@ def test_regularisation_sets_count_the_prior_loss_weight(tiny_run: TinyRun, tmp_
     first = replace(samples[0], sample=replace(samples[0].sample, entry=entry))
     assert read_batch([first], [Draw(0, 0)], 0.3).weights.tolist() == [pytest.approx(0.3)]
     assert read_batch(samples, [Draw(0, 0)], 0.3).weights.tolist() == [1.0]
+
+
+def test_packed_batches_of_different_shapes_have_the_losses_and_gradients_of_each_alone(tiny_run: TinyRun, tmp_path):
+    from wangen.runtime.training.adapter import add_adapter
+
+    options = tiny_run.options(tmp_path)
+    model = profiles.model("t2v-1.3B")
+    batches = [batch_of(16, 1, 8, 8), batch_of(16, 1, 4, 12, items=1), batch_of(16, 2, 4, 4)]
+    passes = [prepared_for(options, batch, epoch=number) for number, batch in enumerate(batches)]
+    found = {}
+    for way in ("alone", "packed"):
+        transformer = WAN.load_transformer(tiny_run.weights["dit"], dtype=torch.float32)
+        parameters = add_adapter(transformer, options, model)
+        with torch.no_grad():
+            for number, parameter in enumerate(parameters.values()):
+                generator = torch.Generator().manual_seed(number)
+                parameter.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
+        velocities = model_of(transformer, plain=False)
+        together = [passes] if way == "packed" else [[one] for one in passes]
+        losses = [item_losses(WAN, velocities, part, options, CPU)[0] for part in together]
+        torch.cat(losses).sum().backward()
+        found[way] = (torch.cat(losses), {name: parameter.grad for name, parameter in parameters.items()})
+    torch.testing.assert_close(found["packed"][0], found["alone"][0], rtol=2e-6, atol=1e-6)
+    for name, gradient in found["alone"][1].items():
+        assert (found["packed"][1][name] - gradient).norm() < 1e-5 * gradient.norm(), name

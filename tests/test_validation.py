@@ -85,7 +85,7 @@ def run(tiny_run, tmp_path_factory):
 
 def judge_of(run):
     trainee = run.trainees[0]
-    return lambda prepared: item_losses(run.kind, trainee.model, prepared, run.plan.options, CPU)[1]
+    return lambda prepared: item_losses(run.kind, trainee.model, [prepared], run.plan.options, CPU)[1]
 
 
 def measured(run, samples, **more):

@@ -67,14 +67,18 @@ def test_every_example_line_is_accepted_without_its_hash(tmp_path):
     examples = EXAMPLE.findall(text)
     assert {line.split(" = ")[0] for line in examples} == {
         "resolution", "num_frames", "root", "host_root", "models", "vae", "venv",
-        "learning_rate", "network_dim", "max_train_epochs", "trigger", "resolutions", "resize", "source",
+        "learning_rate", "network_dim", "max_train_epochs", "vram", "sample_prompts", "sample_every_n_epochs",
+        "trigger", "resolutions", "resize", "source",
     }  # fmt: skip
     for number in range(len(examples)):
         count = iter(range(len(examples)))
         place(tmp_path / str(number), EXAMPLE.sub(lambda m: m[1] if next(count) == number else m[0], text))  # noqa: B023
     everything = place(tmp_path / "all", EXAMPLE.sub(r"\1", text.replace("venv = ", "# venv = ", 1)))
     assert everything.sections["windows"]["root"] == r"C:\AI"
-    assert everything.steps["train"] == {"learning_rate": 1e-4, "network_dim": 16, "max_train_epochs": 35}
+    assert everything.steps["train"] == {
+        "learning_rate": 1e-4, "network_dim": 16, "max_train_epochs": 35, "vram": "12",
+        "sample_prompts": Path("prompts.txt"), "sample_every_n_epochs": 5,
+    }  # fmt: skip
     assert everything.dataset("cats") == workspace.DatasetSettings(
         source="photos/cats", trigger="ohwx cat", resolutions=((512, 512), (832, 480)), resize=True
     )

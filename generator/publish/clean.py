@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Literal
 
 from wangen.generator import scripts
+from wangen.generator.bundle import PROMPTS
 from wangen.generator.errors import WangenError
 from wangen.generator.files import remove
 from wangen.generator.formats.safetensors import read_safetensors
 from wangen.generator.publish import layout, manifest
 from wangen.generator.publish.deploy import TEMPORARY, prefix
 from wangen.generator.publish.manifest import Record
-from wangen.generator.publish.texts import beside, toml_file
+from wangen.generator.publish.texts import PROMPT_ENDINGS, beside, toml_file
 from wangen.generator.setup.scripts import script_name
 from wangen.generator.signing import unedited
 from wangen.generator.steps import STEPS
@@ -30,10 +31,10 @@ from wangen.generator.target import Target
 
 Part = Literal["bundle", "caches", "checkpoints", "outputs"]
 PARTS: dict[Part, str] = {
-    "bundle": "scripts, TOML files, published media and captions",
+    "bundle": "scripts, TOML files, sample prompts, published media and captions",
     "caches": "encoded latents and texts",
     "checkpoints": "training states and LoRAs saved on the way",
-    "outputs": "finished LoRAs, reports, experiment logs and the log file",
+    "outputs": "finished LoRAs, samples, reports, experiment logs and the log file",
 }
 
 _ENTRY = re.compile(r".*-[0-9a-f]{20}\.[a-z_]+\.safetensors")
@@ -42,10 +43,15 @@ _CACHE_NOTES = re.compile(
     r"|\.[0-9a-f]{20}-[0-9a-f]{16}([0-9a-f]{8})?\.tmp|\.\.wangen-.*-[0-9a-f]{16}([0-9a-f]{8})?\.tmp"
 )
 _STATE = re.compile(r"step-\d{8}(-old)?|\.staging-\d{8}")
-_STATE_FILES = {"state.json", "adapter.safetensors", "optimizer.safetensors"}
-_LAYOUT = r"(-(comfyui|kohya|diffusers))?\.safetensors"
-_ON_THE_WAY = re.compile(r"-(step\d{8}|\d{6})" + _LAYOUT)
-_FINISHED = re.compile(_LAYOUT)
+_EXPERT = r"(_(high|low)_noise)?"
+_STATE_FILES = re.compile(rf"state\.json|(adapter|optimizer|ema){_EXPERT}\.safetensors|.*\.tmp")
+_LAYOUT = r"(-ema)?(-(comfyui|kohya|diffusers))?\.safetensors"
+_ON_THE_WAY = re.compile(rf"{_EXPERT}-(step\d{{8}}|\d{{6}}){_LAYOUT}")
+_FINISHED = re.compile(rf"{_EXPERT}(-best)?{_LAYOUT}")
+_MAX_LINE = 1 << 20
+_SAMPLE = re.compile(r"-step\d{8}-\d+\.(mp4|png)")
+_TRACE = re.compile(r"steps-\d+-\d+\.json\.gz")
+_SAMPLES, _SAMPLE_LIST, _METRICS, _TRACES = "samples", "samples.jsonl", "metrics.jsonl", "trace"
 
 
 @dataclass
@@ -207,13 +213,15 @@ def _look_at_texts(found: Inventory, seen: _Seen) -> None:
         for file in (path, beside(path)):
             _judge_text(found, file, _script_edit)
     path = toml_file(target, slug)
-    for file in (path, beside(path)):
+    prompts = target.folder / "files" / PROMPTS
+    copies = [prompts / path.with_suffix(ending).name for ending in PROMPT_ENDINGS]
+    for file in (place for text in (path, *copies) for place in (text, beside(text))):
         _judge_text(found, file, lambda data: "" if unedited(data) else "edited by hand")
     if not set(target.folder.glob("train_*.*")) - seen.scripts - set(map(beside, seen.scripts)):
         _look_at_setup(found, seen)  # the last dataset takes what all share
-    for folder in (target.folder, path.parent):
+    for folder in (target.folder, path.parent, prompts):
         found.files["bundle"] += folder.glob(f"{prefix(slug)}*")
-    found.folders["bundle"].append(path.parent)
+    found.folders["bundle"] += [path.parent, prompts]
 
 
 def _look_at_setup(found: Inventory, seen: _Seen) -> None:
@@ -304,7 +312,7 @@ def _look_at_outputs(found: Inventory, folder: Path) -> None:
     states = folder / f"{found.slug}-state"
     for state in (path for path in _entries(states) if _STATE.fullmatch(path.name)):
         inside = _entries(state)
-        found.files["checkpoints"] += [path for path in inside if path.name in _STATE_FILES or path.suffix == ".tmp"]
+        found.files["checkpoints"] += [path for path in inside if _STATE_FILES.fullmatch(path.name)]
         found.folders["checkpoints"].append(state)
     for path in _entries(folder):
         rest = path.name.removeprefix(found.slug)
@@ -315,7 +323,7 @@ def _look_at_outputs(found: Inventory, folder: Path) -> None:
                 found.files[part].append(path)
             elif part:
                 found.kept[part].append((path, "no LoRA of ours by its header"))
-    found.files["outputs"] += [*_reports(folder), *_experiment_logs(found, folder)]
+    found.files["outputs"] += [*_reports(folder), *_experiment_logs(found, folder), *_watched(found, folder)]
     found.folders["checkpoints"] += [states, folder]
     found.folders["outputs"].append(folder)
 
@@ -329,6 +337,30 @@ def _reports(folder: Path) -> Iterator[Path]:
     lock = folder / "run.lock"
     if lock.is_file():
         yield lock
+
+
+def _watched(found: Inventory, folder: Path) -> Iterator[Path]:
+    """What training says and shows on its way: its numbers, its samples, its trace, the drawing of its timesteps."""
+    for path in (folder / _METRICS, folder / _SAMPLES / _SAMPLE_LIST):
+        if _is_lines(path):
+            yield path
+    for path in _entries(folder / _SAMPLES):
+        if path.name.startswith(found.slug) and _SAMPLE.fullmatch(path.name.removeprefix(found.slug)):
+            yield path
+    yield from (path for path in _entries(folder / _TRACES) if _TRACE.fullmatch(path.name))
+    drawing = folder / f"{found.slug}-timesteps.svg"
+    if drawing.is_file():
+        yield drawing
+    found.folders["outputs"] += [folder / _SAMPLES, folder / _TRACES]
+
+
+def _is_lines(path: Path) -> bool:
+    """Whether a file has a JSON object with a step in its first line, as training writes it."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            return "step" in json.loads(file.readline(_MAX_LINE))
+    except (OSError, ValueError, RecursionError, TypeError):
+        return False
 
 
 def _experiment_logs(found: Inventory, folder: Path) -> list[Path]:

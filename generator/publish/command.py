@@ -11,12 +11,13 @@ from typing import Any
 import click
 
 from wangen.generator import workspace
-from wangen.generator.bundle import find_weights
+from wangen.generator.bundle import find_weights, needed_weights
 from wangen.generator.errors import UsageError, WangenError, bytes_text
 from wangen.generator.lock import hold
 from wangen.generator.paths import slugify
 from wangen.generator.progress import bar
 from wangen.generator.publish import plan as publishing
+from wangen.generator.publish.advice import preset_advice
 from wangen.generator.publish.folder import FolderPlan
 from wangen.generator.publish.plan import BundlePlan, Plan
 from wangen.generator.publish.source import read_source
@@ -108,8 +109,11 @@ def _run(request: Request, place: Workspace, slug: str) -> None:
         click.echo(f"  {line}")
     if len(shared) > _NUM_NAMES:
         click.echo(f"  and {len(shared) - _NUM_NAMES} more share one")
-    if source and settings.resize and any(item.media == "video" for item in source.items):
+    clips = source is not None and any(item.media == "video" for item in source.items)
+    if clips and settings.resize:
         click.echo("  clips are taken as they are: --resize makes smaller copies of images only")
+    for line in preset_advice(place, targets, model, slug, settings, clips=clips):
+        click.echo(f"  {line}")
     if request.dry_run:
         _say_plan(plan)
         return
@@ -119,7 +123,7 @@ def _run(request: Request, place: Workspace, slug: str) -> None:
     for bundle in plan.bundles:
         _say_bundle(bundle, slug)
     _say_links(plan.folders)
-    _say_next(targets, model, slug)
+    _say_next(place, targets, model, slug)
 
 
 def _choices(request: Request, place: Workspace, slug: str) -> dict[str, Any]:
@@ -271,11 +275,11 @@ def _say_links(folders: Iterable[FolderPlan]) -> None:
         click.echo("  media are links to the originals: edit the originals, then publish again")
 
 
-def _say_next(targets: Iterable[Target], model: Model, slug: str) -> None:
+def _say_next(place: Workspace, targets: Iterable[Target], model: Model, slug: str) -> None:
     """What is still to be done: the weights that are not there, and the script to run."""
     missing: dict[str, list[str]] = {}
     for target in targets:
-        for weights in model.weights:
+        for weights in needed_weights(place, target, model):
             path = find_weights(target, weights)
             seen = target.reach(path)
             if seen is None or not seen.exists():

@@ -17,6 +17,7 @@ from wangen.generator.publish.folder import FolderPlan, make_folder_plan
 from wangen.generator.publish.source import Advance, Source
 from wangen.generator.publish.texts import (
     Text,
+    prompts_texts,
     resolutions_of,
     script_texts,
     setup_texts,
@@ -126,6 +127,7 @@ def make_plan(
     bundles = []
     for target in targets:
         texts = [*script_texts(workspace, target, model, slug, settings), *setup_texts(target)]
+        texts += prompts_texts(workspace, target, model, slug)
         bundle = BundlePlan(target, texts, [], [], [], [])
         if source:
             texts.append(toml_text(target, model, slug, source.items, settings))

@@ -11,9 +11,16 @@ from pathlib import Path
 from typing import Literal
 
 from wangen.generator import scripts
-from wangen.generator.bundle import bundle_steps, script_bundles, toml_name
+from wangen.generator.bundle import (
+    PROMPTS,
+    bundle_steps,
+    prompts_file,
+    prompts_name,
+    script_bundles,
+    toml_name,
+)
 from wangen.generator.dataset import Item
-from wangen.generator.errors import WangenError
+from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.paths import toml_path
 from wangen.generator.publish.manifest import CAPTION
 from wangen.generator.setup import scripts as setup_scripts
@@ -21,8 +28,11 @@ from wangen.generator.setup import wheel
 from wangen.generator.signing import same_text, signed, unedited
 from wangen.generator.target import Target
 from wangen.generator.tomls import resolution_name, write_dataset
-from wangen.generator.workspace import DatasetSettings, Workspace
+from wangen.generator.workspace import FILE, DatasetSettings, Workspace
 from wangen.profiles import Model, Platform
+
+PROMPT_ENDINGS = (".txt", ".toml")
+"""Prompt files that can carry a comment."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +124,14 @@ def wheel_text(target: Target, data: bytes) -> Text:
     return _plain(path, _read(path), data, 0o644)
 
 
+def _signed_text(path: Path, text: str) -> Text:
+    """A text with the line by which an edit is seen: it is replaced unless it was edited."""
+    old = _read(path)
+    if old and not unedited(old) and not same_text(old, text):
+        return _kept(path, text.encode(), 0o644, lambda there: not unedited(there))
+    return _plain(path, old, text.encode(), 0o644)
+
+
 def _mode(shell: str) -> int:
     return 0o755 if shell == "sh" else 0o644
 
@@ -136,12 +154,34 @@ def toml_text(target: Target, model: Model, slug: str, items: Iterable[Item], se
     Raises:
         WangenError: the one there cannot be read.
     """
-    path = toml_file(target, slug)
-    text = dataset_toml(target, model, slug, items, settings)
-    old = _read(path)
-    if old and not unedited(old) and not same_text(old, text):
-        return _kept(path, text.encode(), 0o644, lambda there: not unedited(there))
-    return _plain(path, old, text.encode(), 0o644)
+    return _signed_text(toml_file(target, slug), dataset_toml(target, model, slug, items, settings))
+
+
+def prompts_texts(workspace: Workspace, target: Target, model: Model, slug: str) -> list[Text]:
+    """The sample prompts of a bundle on one target: a copy of the workspace's file, where `wangen.toml` names one.
+
+    Raises:
+        UsageError: there is no such file, or it is no text that can be marked as published.
+        WangenError: the one in the bundle cannot be read.
+    """
+    file = prompts_file(workspace, target, model)
+    if file is None:
+        return []
+    where = f"{workspace.folder / FILE}, [steps.train] sample_prompts"
+    if file.suffix.lower() not in PROMPT_ENDINGS:
+        raise UsageError(f"{file.name} cannot be published: it has no place for the comment by which an edit is seen",
+                         where=where, cure="write the prompts as .txt or .toml, or give the absolute path that the "
+                         "target has")  # fmt: skip
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise UsageError(f"there is no file {file}", where=where, cure="write it there: relative paths begin at "
+                         "the workspace; an absolute path is the target's own") from None  # fmt: skip
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise UsageError(f"{file} cannot be read: {reason}", where=where, cure="mend it") from None
+    path = target.folder / "files" / PROMPTS / prompts_name(slug, target, file)
+    return [_signed_text(path, signed(f"# sample prompts of {slug}, published from {file.name}\n{text}"))]
 
 
 def dataset_toml(
@@ -161,6 +201,7 @@ def dataset_toml(
                 "cache_directory": f"{media}_cache",
                 "resolution": list(size),
                 "num_repeats": settings.num_repeats,
+                **({"is_reg": True} if settings.is_reg else {}),
                 **clip,
             }
             blocks += [block] if kind in kinds else []

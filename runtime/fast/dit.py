@@ -19,11 +19,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from wangen.runtime.fast.attention import Kernel, Stash
-from wangen.runtime.fast.dit_blocks import Block, Tokens, lay_groups_side_by_side, modulated_norm
+from wangen.runtime.fast.dit_blocks import Block, Tokens, lay_groups_side_by_side
 from wangen.runtime.fast.dit_checkpoint import Announced, BlockSwap, InHostMemory, recomputed
+from wangen.runtime.fast.dit_elementwise import FUSED, PLAIN, compiled
 from wangen.runtime.fast.dit_linear import Layers
 from wangen.runtime.fast.dit_text import require_width, text_rows
 from wangen.runtime.models.compute import Compute
+from wangen.runtime.models.inputs import Inputs
 
 Sizes = tuple[int, int, int]
 
@@ -47,7 +49,7 @@ class FastWan:
     Args:
         transformer: frozen but for its adapters; any Wan 2.1 or 2.2. What else in it is trained gets its gradients too,
             by the modules' own forward.
-        compute: how. `attention`, `plain` and `compile` are not looked at: see `kernel`.
+        compute: how. `attention` and `plain` are not looked at: see `kernel`.
         kernel: of attention.
         swap: brings the weights of the blocks in `swap.swapped`; those blocks are always recomputed.
     """
@@ -60,6 +62,9 @@ class FastWan:
         self._kernel = kernel.by_item() if compute.split_attention else kernel
         self._swap = swap
         self._swapped = frozenset(swap.swapped) if swap is not None else frozenset()
+        self._elementwise = FUSED if compute.tricks.fused_norms else PLAIN
+        if compute.compile:
+            self._elementwise = compiled(transformer.device)
         self._rotations: dict[tuple[Sizes, torch.device], Tensor] = {}
 
     @property
@@ -95,6 +100,30 @@ class FastWan:
         inputs = latents if condition is None else torch.cat([latents, condition.to(latents)], dim=1)
         with torch.autocast(latents.device.type, enabled=False):
             return torch.cat(self._run(list(torch.split(inputs, 1)), timesteps, texts, image_tokens))
+
+    def packed(self, passes: Sequence[Inputs]) -> list[Tensor]:
+        """The velocities of several batches, whatever their shapes, as one sequence: attention looks at each item alone.
+
+        Batches whose tokens have timesteps of their own go one after the other.
+        """
+        if any(one.timesteps.dim() > 1 for one in passes):
+            return [
+                self(one.latents, one.timesteps, one.texts, condition=one.condition, image_tokens=one.image_tokens)
+                for one in passes
+            ]
+        items = [
+            item
+            for one in passes
+            for item in torch.split(
+                one.latents if one.condition is None else torch.cat([one.latents, one.condition.to(one.latents)], 1), 1
+            )
+        ]
+        views = [one.image_tokens for one in passes if one.image_tokens is not None]
+        texts = [text for one in passes for text in one.texts]
+        timesteps = torch.cat([one.timesteps for one in passes])
+        with torch.autocast(items[0].device.type, enabled=False):
+            found = iter(self._run(items, timesteps, texts, torch.cat(views) if views else None))
+        return [torch.cat([next(found) for _ in one.texts]) for one in passes]
 
     def _run(
         self, latents: Sequence[Tensor], timesteps: Tensor, texts: Sequence[Tensor], image_tokens: Tensor | None
@@ -202,7 +231,7 @@ class FastWan:
             stashes.append(stash)
             if compute.tricks.grouped and index not in self._swapped:
                 lay_groups_side_by_side(module)
-            body = Block(module, layers, conditions, tokens, self._kernel, compute.tricks, stash)
+            body = Block(module, layers, conditions, tokens, self._kernel, compute.tricks, self._elementwise, stash)
             block = self._announced(body, index)
             if not again:
                 hidden = block(hidden)
@@ -233,8 +262,7 @@ class FastWan:
         """(T, D) -> for each item (1, C, F, h, w)."""
         transformer = self._transformer
         shift, scale = (transformer.scale_shift_table + embedded[:, None]).unbind(1)
-        fused = self._compute.tricks.fused_norms
-        normed = modulated_norm(hidden, scale + 1, shift, transformer.norm_out.eps, tokens.runs, fused)
+        normed = self._elementwise.modulated(hidden, scale + 1, shift, transformer.norm_out.eps, tokens.runs)
         pieces = transformer.proj_out(normed).split(tokens.items)
         patch = transformer.config.patch_size
         outputs = []

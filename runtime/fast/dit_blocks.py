@@ -6,7 +6,6 @@ of tokens that share a timestep, attention the items. So items of different size
 Letters in shapes: B items, T tokens of all of them, N tokens of one, D width of the model, H heads, L rows of text.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from wangen.runtime.fast.attention import Kernel, Stash
-from wangen.runtime.fast.dit_functions import Gate, MixedLayerNorm, RmsRotary, apply
+from wangen.runtime.fast.dit_elementwise import Elementwise
 from wangen.runtime.fast.dit_linear import Group, Layers, lay_side_by_side
 from wangen.runtime.models.compute import Tricks
 
@@ -95,30 +94,6 @@ def modulation(block: WanTransformerBlock, conditions: Tensor) -> Modulation:
     return Modulation(shift, scale + 1, gate, forward_shift, forward_scale + 1, forward_gate)
 
 
-def modulated_norm(
-    tokens: Tensor, scale: Tensor, shift: Tensor, eps: float, runs: Sequence[int], fused: bool
-) -> Tensor:
-    """Adaptive layer norm, (T, D) -> (T, D): norm(x) * scale + shift, both (runs, D) and scale with its 1 added."""
-    if not fused:
-        normed = functional.layer_norm(tokens.float(), tokens.shape[-1:], eps=eps)
-        lengths = torch.tensor(runs, device=tokens.device)
-        scales, shifts = (part.repeat_interleave(lengths, dim=0, output_size=len(tokens)) for part in (scale, shift))
-        return (normed * scales + shifts).to(tokens.dtype)
-    pieces = torch.split(tokens, list(runs)) if len(runs) > 1 else [tokens]
-    parts = [layer_norm(piece, scale[run], shift[run], eps) for run, piece in enumerate(pieces)]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def layer_norm(tokens: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """Layer norm with weight and bias in float32, (T, D) -> (T, D) in the dtype of the tokens."""
-    if tokens.device.type == "cpu" or tokens.dtype == weight.dtype:
-        return functional.layer_norm(tokens, tokens.shape[-1:], weight, bias, eps)
-    if weight.requires_grad:
-        return functional.layer_norm(tokens.float(), tokens.shape[-1:], weight, bias, eps).to(tokens.dtype)
-    output: Tensor = apply(MixedLayerNorm, tokens, weight, bias, eps)
-    return output
-
-
 class Block:
     """One block for one step.
 
@@ -129,6 +104,7 @@ class Block:
         tokens: how the tokens divide.
         kernel: of attention.
         tricks: which short cuts are taken.
+        elementwise: how norms and gates are computed.
         stash: where the output of self attention is kept for the recomputation; None keeps nothing.
     """
 
@@ -140,6 +116,7 @@ class Block:
         tokens: Tokens,
         kernel: Kernel,
         tricks: Tricks,
+        elementwise: Elementwise,
         stash: Stash | None = None,
     ) -> None:
         self._block = block
@@ -152,6 +129,7 @@ class Block:
         self._tokens = tokens
         self._kernel = kernel
         self._tricks = tricks
+        self._elementwise = elementwise
         self._stash = stash
 
     @property
@@ -163,24 +141,25 @@ class Block:
     def __call__(self, hidden: Tensor) -> Tensor:
         """(T, D) -> (T, D). All of the module's tensors are read here, since they may be elsewhere at other times."""
         numbers = modulation(self._block, self._conditions)
-        normed = self._norm(hidden, numbers.scale, numbers.shift, self._block.norm1.eps)
-        hidden = self._add(hidden, self._self_attention(normed), numbers.gate)
+        runs, by = self._tokens.runs, self._elementwise
+        normed = by.modulated(hidden, numbers.scale, numbers.shift, self._block.norm1.eps, runs)
+        hidden = by.gated(hidden, self._self_attention(normed), numbers.gate, runs)
         hidden = hidden + self._cross_attention(hidden)
-        normed = self._norm(hidden, numbers.forward_scale, numbers.forward_shift, self._block.norm3.eps)
-        return self._add(hidden, self._feed_forward(normed), numbers.forward_gate)
+        normed = by.modulated(hidden, numbers.forward_scale, numbers.forward_shift, self._block.norm3.eps, runs)
+        return by.gated(hidden, self._feed_forward(normed), numbers.forward_gate, runs)
 
     def _self_attention(self, normed: Tensor) -> Tensor:
         attention = self._block.attn1
         query, key, value = self._project("own", normed)
         rotations = self._tokens.rotations
-        query = self._rms(attention.norm_q, query, rotations)
-        key = self._rms(attention.norm_k, key, rotations)
+        query, key = self._rms(attention.norm_q, query, rotations), self._rms(attention.norm_k, key, rotations)
         attended = self._attend(query, key, value, attention.heads)
         return self._single["own_out"](attended)[0]
 
     def _cross_attention(self, hidden: Tensor) -> Tensor:
         attention, norm = self._block.attn2, self._block.norm2
-        normed = hidden if isinstance(norm, nn.Identity) else layer_norm(hidden, norm.weight, norm.bias, norm.eps)
+        by = self._elementwise
+        normed = hidden if isinstance(norm, nn.Identity) else by.norm(hidden, norm.weight, norm.bias, norm.eps)
         query = self._rms(attention.norm_q, self._single["query"](normed)[0], None)
         tokens = self._tokens
         attended = self._look(query, tokens.text, "text", attention.norm_k, tokens.text_bias)
@@ -193,7 +172,7 @@ class Block:
         down = self._single["down"]
         return down.adapter_first(widened) if self._tricks.adapter_first else down(widened)[0]
 
-    def _look(self, query: Tensor, others: Tensor, pair: str, norm: nn.Module, bias: Tensor | None) -> Tensor:
+    def _look(self, query: Tensor, others: Tensor, pair: str, norm: nn.RMSNorm, bias: Tensor | None) -> Tensor:
         """Attention of the tokens (T, D) to other tokens (B, L, D) of the same item."""
         key, value = self._project(pair, others.flatten(0, 1))
         key = self._rms(norm, key, None).view(others.shape)
@@ -226,31 +205,6 @@ class Block:
     def _project(self, name: str, inputs: Tensor) -> list[Tensor]:
         return [output for group in self._sharing[name] for output in group(inputs)]
 
-    def _norm(self, hidden: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
-        return modulated_norm(hidden, scale, shift, eps, self._tokens.runs, self._tricks.fused_norms)
-
-    def _rms(self, norm: nn.Module, inputs: Tensor, rotations: Tensor | None) -> Tensor:
-        """RMS norm over all heads and, with a table, the rotation of each head's pairs by position."""
-        assert isinstance(norm, nn.RMSNorm)
-        if self._tricks.fused_norms and not norm.weight.requires_grad:
-            output: Tensor = apply(RmsRotary, inputs, norm.weight, rotations, norm.eps)
-            return output
-        normed: Tensor = norm(inputs)
-        if rotations is None:
-            return normed
-        pairs = normed.float().view(
-            -1, len(rotations), normed.shape[1] // rotations.shape[1] // 2, rotations.shape[1], 2
-        )
-        real, imaginary = pairs.unbind(-1)
-        cosine, sine = rotations.real[:, None], rotations.imag[:, None]
-        turned = torch.stack([real * cosine - imaginary * sine, real * sine + imaginary * cosine], dim=-1)
-        return turned.view(normed.shape).to(inputs.dtype)
-
-    def _add(self, hidden: Tensor, branch: Tensor, gate: Tensor) -> Tensor:
-        """The residual plus the gated branch, rounded once."""
-        if self._tricks.fused_norms and not gate.requires_grad:
-            output: Tensor = apply(Gate, hidden, branch, gate, self._tokens.runs)
-            return output
-        lengths = torch.tensor(self._tokens.runs, device=hidden.device)
-        gates = gate.repeat_interleave(lengths, dim=0, output_size=len(hidden))
-        return (hidden + branch * gates).to(hidden.dtype)
+    def _rms(self, norm: nn.RMSNorm, inputs: Tensor, rotations: Tensor | None) -> Tensor:
+        assert norm.eps is not None
+        return self._elementwise.rms(inputs, norm.weight, rotations, norm.eps)

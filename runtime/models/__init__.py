@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from wangen.generator.steps import Generate
     from wangen.runtime.models.compute import Compute
+    from wangen.runtime.models.inputs import Inputs
 
 
 TEXT_TASKS = ("t2v-14B", "ti2v-5B")
@@ -69,6 +70,9 @@ class VelocityModel(Protocol):
         image_tokens: "torch.Tensor | None" = None,
     ) -> "torch.Tensor":
         """Velocity (B, C, F, h, w), as `Family.predict_velocity`."""
+
+    def packed(self, passes: "Sequence[Inputs]") -> "list[torch.Tensor]":
+        """The velocities of several batches of different shapes, as one sequence where the model can."""
 
 
 class Family(Protocol):

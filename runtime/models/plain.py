@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from wangen.runtime.models.compute import Compute
+from wangen.runtime.models.inputs import Inputs
 
 
 class PlainModel:
@@ -48,6 +49,13 @@ class PlainModel:
             return self._predict(
                 self._transformer, latents, timesteps, texts, condition=condition, image_tokens=image_tokens
             )
+
+    def packed(self, passes: Sequence[Inputs]) -> list[torch.Tensor]:
+        """The velocities of several batches, one after the other."""
+        return [
+            self(one.latents, one.timesteps, one.texts, condition=one.condition, image_tokens=one.image_tokens)
+            for one in passes
+        ]
 
     def _autocast(self, device: torch.device) -> AbstractContextManager[Any]:
         if self._dtype == torch.bfloat16:

@@ -155,6 +155,24 @@ def require_adapter(options: Train, model: profiles.Model) -> None:
             if not scales.keys() & set(modules):
                 raise UsageError("nothing in this adapter fits what is trained", where=str(chosen.start),
                                  cure="give an adapter of this model, or other targets")  # fmt: skip
+            ranks = {rank for module, (rank, _) in scales.items() if module in modules}
+            _refuse_other_rank(chosen, ranks, options)
+
+
+def _refuse_other_rank(chosen: Settings, ranks: set[int], options: Train) -> None:
+    """An adapter to start from that has another kind or rank; whole matrices of a LoKr have none."""
+    from wangen.runtime.adapters import WORDS, kind_of_file
+
+    assert chosen.start
+    kind = kind_of_file(chosen.start)
+    if kind != chosen.kind:
+        raise UsageError(f"this is a {WORDS[kind]}, and a {WORDS[chosen.kind]} is to be trained",
+                         where=str(chosen.start), cure=f"give --network_module {kind}, or another file")  # fmt: skip
+    other = sorted(ranks - {chosen.rank, 0})
+    if other and kind == "lora" and not options.dim_from_weights:
+        raise UsageError(f"this adapter has rank {', '.join(map(str, other))}, and --network_dim is {chosen.rank}",
+                         where=str(chosen.start), cure=f"give --network_dim {other[0]}, or --dim_from_weights"
+                         if len(ranks) == 1 else "give --dim_from_weights")  # fmt: skip
 
 
 def loraplus_ratio(options: Train) -> float | None:
@@ -249,7 +267,7 @@ def _arguments(given: Sequence[str]) -> dict[str, str]:
 _REFUSED = {
     "conv_dim": "a Wan transformer's convolution gets no adapter: leave it out",
     "conv_alpha": "a Wan transformer's convolution gets no adapter: leave it out",
-    "verbose": "leave it out: the plan lists what is trained",
+    "verbose": "leave it out: the log says how many layers are trained",
     "preset": "use --lora_targets",
     "algo": "use --network_module lora, loha or lokr",
 }

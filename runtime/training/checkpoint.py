@@ -5,6 +5,7 @@ and cleaned up, so that a kill at any moment leaves the previous state in force.
 """
 
 import json
+import logging
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ import torch
 from wangen.generator.errors import WangenError
 from wangen.generator.files import remove_tree, replace, sync_folder, write_text
 from wangen.runtime.safetensors_file import write
+
+log = logging.getLogger("wangen")
 
 MANIFEST = "state.json"
 FORMAT = "wangen-state-2"
@@ -117,12 +120,18 @@ def newest(folder: Path) -> Path | None:
 
 
 def require_own_format(folder: Path) -> None:
-    """Refuse a folder whose states are of another version of wangen; one that also has states of this one passes.
+    """Refuse a folder whose states are all damaged or of another version of wangen; one that passes over some says so.
+
+    A kill never leaves a state that is not whole: it has its name only after everything is in it.
 
     Raises:
         WangenError: going on would begin at step 0 without a word.
     """
-    if newest(folder):
+    last = newest(folder)
+    if last:
+        for path in sorted(folder.glob("step-*")):
+            if path.name > last.name and not path.name.startswith(last.name):
+                log.warning("  %s is damaged or of another version: going on from %s", path, last.name)
         return
     for path in sorted(folder.glob(f"step-*/{MANIFEST}")):
         with suppress(OSError, ValueError, LookupError, TypeError):
@@ -133,6 +142,9 @@ def require_own_format(folder: Path) -> None:
                     where=str(folder),
                     cure="train with the version that made them, or begin again with --fresh",
                 )
+    if any(folder.glob("step-*")):
+        raise WangenError("these training states are damaged: files are missing or have other sizes", where=str(folder),
+                          cure="copy them here again, or begin again with --fresh")  # fmt: skip
 
 
 def read(path: Path) -> TrainingState:
@@ -203,6 +215,9 @@ def _manifest(path: Path) -> dict[str, Any] | None:
     with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         whole = all((path / name).stat().st_size == size for name, size in manifest["files"].items())
-        if manifest["format"] == FORMAT and whole and isinstance(manifest["step"], int):
-            return dict(manifest)
+        parts = {_file(part, name) for name in manifest["experts"] for part in _PARTS}
+        told = all(isinstance(manifest[name], dict) for name in ("experts", "fingerprint", "facts"))
+        numbers = all(set(expert) == {"step", "numbers", "ema_updates"} for expert in manifest["experts"].values())
+        if manifest["format"] == FORMAT and whole and told and numbers and parts <= set(manifest["files"]):
+            return dict(manifest) if isinstance(manifest["step"], int) else None
     return None

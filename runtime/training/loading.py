@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from wangen.generator import headers
-from wangen.generator.errors import WangenError
+from wangen.generator.errors import WangenError, bytes_text
 from wangen.generator.steps import Train
 from wangen.runtime.fast.dit_blocks import lay_groups_side_by_side
 from wangen.runtime.memory.quantize import quantize_blocks
@@ -152,7 +152,7 @@ def require_room(plan: Plan) -> None:
     free = shutil.disk_usage(options.output_dir).free
     if free < needed:
         raise WangenError(
-            f"the checkpoints need up to {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free",
+            f"the checkpoints need up to {bytes_text(needed)}, and {bytes_text(free)} are free",
             where=str(options.output_dir),
             cure="free space, lower --network_dim, or give another --output_dir",
         )

@@ -5,7 +5,7 @@ Letters: B items of a step.
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -30,12 +30,13 @@ class Metrics:
     A run that resumes has the lines up to the step it resumes from, and writes the later ones anew.
     """
 
-    def __init__(self, path: Path, step: int) -> None:
+    def __init__(self, path: Path, step: int, experts: Collection[str] = ("",)) -> None:
         """Open the file, without the lines of later steps and without a last line that was cut short.
 
         Args:
             path: the file; its folder is made.
-            step: of the run, where it begins; 0 starts a new file.
+            step: of the run, where it begins.
+            experts: whose lines they are; an expert that was trained alone before keeps its own.
 
         Raises:
             WangenError: it cannot be written.
@@ -43,7 +44,7 @@ class Metrics:
         self._path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            kept = _lines_until(path, step) if step else []
+            kept = _lines_until(path, step, {"", *experts})
             write_whole(path, [b"".join(kept)])
             self._file: TextIO = path.open("a", encoding="utf-8", newline="\n")
         except OSError as error:
@@ -80,14 +81,16 @@ class Metrics:
         )
 
 
-def _lines_until(path: Path, step: int) -> list[bytes]:
-    """The whole lines of a file up to a step."""
+def _lines_until(path: Path, step: int, experts: Collection[str]) -> list[bytes]:
+    """The whole lines of a file up to a step, of step 0 only when the run is past it, and all of other experts."""
     if not path.is_file():
         return []
     kept = []
     for line in path.read_bytes().splitlines(keepends=True):
-        with suppress(ValueError, KeyError, TypeError):  # a line that is none
-            if line.endswith(b"\n") and json.loads(line)["step"] <= step:
+        with suppress(ValueError, KeyError, TypeError, AttributeError):  # a line that is none
+            record = json.loads(line)
+            others = record.get("expert", "") not in experts
+            if line.endswith(b"\n") and (others or (step and record["step"] <= step)):
                 kept.append(line)
     return kept
 

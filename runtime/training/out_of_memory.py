@@ -8,9 +8,11 @@ from typing import Any
 import torch
 
 from wangen.generator.errors import WangenError
-from wangen.generator.memory import GIB, MemorySettings, memory_plan
+from wangen.generator.memory import GIB, MemorySettings, memory_plan, tokens_of
 from wangen.generator.steps import Train
 from wangen.profiles import Model
+from wangen.runtime.devices import enough_memory
+from wangen.runtime.training.plan import Plan
 from wangen.runtime.training.prepared import Group
 from wangen.runtime.training.run import Run
 from wangen.runtime.training.step import num_tokens
@@ -31,6 +33,25 @@ def enough_memory_for_steps(run: Run, group: Group) -> Iterator[None]:
         if "can't allocate memory" not in str(error):  # how torch says it of the host's
             raise
         raise _out_of_memory(run, group) from None
+
+
+@contextlib.contextmanager
+def enough_memory_for(plan: Plan, device: torch.device, what: str) -> Iterator[None]:
+    """As `enough_memory_for_steps`, around what is done before and between the steps.
+
+    Args:
+        plan: of the run.
+        device: where it computes.
+        what: was being done, such as "loading the model".
+
+    Raises:
+        WangenError: in place of torch's own error.
+    """
+    samples = (cached.sample for cached in plan.samples)
+    tokens = max(tokens_of(plan.model, sample.size, sample.count) for sample in samples)
+    available = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    with enough_memory(what, _cure(plan.model, plan.options, tokens, available)):
+        yield
 
 
 def _out_of_memory(run: Run, group: Group) -> WangenError:
@@ -101,8 +122,8 @@ def _ladder(model: Model, settings: MemorySettings) -> Iterator[tuple[str, dict[
         yield "--checkpointing selective", {"checkpointing": "selective"}
     if settings.checkpointing != "full":
         yield "--checkpointing full", {"checkpointing": "full"}
-    if settings.quantize == "none":
-        yield "--quantize fp8", {"quantize": "fp8"}
+    if settings.quantize == "none":  # as small as fp8, and closer to the model
+        yield "--quantize int8", {"quantize": "int8"}
     if not settings.offload:
         yield "--gradient_checkpointing_cpu_offload", {"offload": True}
     layers = model.transformer.num_layers

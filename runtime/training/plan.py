@@ -87,9 +87,14 @@ class Plan:
         return sum(expert.num_steps for expert in self.experts)
 
     @property
+    def name(self) -> str:
+        """What the run's own files are named by: one expert alone has its own, so that the other can follow it."""
+        return self.options.output_name + (self.experts[0].suffix if len(self.experts) == 1 else "")
+
+    @property
     def states(self) -> Path:
         """The folder of training states."""
-        return self.options.output_dir / f"{self.options.output_name}-state"
+        return self.options.output_dir / f"{self.name}-state"
 
     def file(self, expert: ExpertPlan, suffix: str = "") -> Path:
         """An expert's finished LoRA, or with a suffix another of its files."""

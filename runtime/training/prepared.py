@@ -1,6 +1,6 @@
 """Batches made ready for a forward pass: noise and timesteps drawn from seeds of their own, in the reading threads."""
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -114,16 +114,24 @@ def _clean_frames(options: Train, key: DrawKey, num_frames: int) -> int:
 
 def pinned(prepared: Prepared) -> Prepared:
     """The same in pinned memory."""
+    return _mapped(prepared, torch.Tensor.pin_memory)
+
+
+def on_device(prepared: Prepared, device: torch.device) -> Prepared:
+    """The same on a device, without waiting for it."""
+    return _mapped(prepared, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+def _mapped(prepared: Prepared, change: Callable[[torch.Tensor], torch.Tensor]) -> Prepared:
     batch = prepared.batch
     held: dict[str, Any] = {
-        name: None if value is None else value.pin_memory()
-        for name in ("latents", "condition", "image_tokens", "loss_mask")
+        name: None if value is None else change(value)
+        for name in ("latents", "weights", "condition", "image_tokens", "loss_mask")
         for value in [getattr(batch, name)]
     }
-    texts = [text.pin_memory() for text in batch.texts]
     return replace(
         prepared,
-        batch=replace(batch, texts=texts, **held),
-        sigmas=prepared.sigmas.pin_memory(),
-        noise=prepared.noise.pin_memory(),
+        batch=replace(batch, texts=[change(text) for text in batch.texts], **held),
+        sigmas=change(prepared.sigmas),
+        noise=change(prepared.noise),
     )

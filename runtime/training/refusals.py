@@ -1,6 +1,8 @@
-"""Everything about a training run's flags that can be judged before a file is read or a model loads."""
+"""Everything about a training run's flags that can be judged before a model loads, from flags and headers."""
 
+import logging
 import math
+import re
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,8 +11,10 @@ import torch
 
 from wangen import profiles
 from wangen.generator.errors import UsageError
-from wangen.generator.experts import expect_two_experts
-from wangen.generator.kinds import expect
+from wangen.generator.experts import ORDER, expect_two_experts
+from wangen.generator.headers import Header, read_header
+from wangen.generator.kinds import expect, noise_of
+from wangen.generator.lora_config import lora_file
 from wangen.generator.steps import Train
 from wangen.generator.tasks import require_supported
 from wangen.runtime.memory.presets import resolve_vram
@@ -18,6 +22,8 @@ from wangen.runtime.training.adapter_config import loraplus_ratio, require_adapt
 from wangen.runtime.training.optim import try_out
 from wangen.runtime.training.timesteps import require_timesteps
 from wangen.runtime.training.trackers import require_trackers
+
+log = logging.getLogger("wangen")
 
 ABOVE_ZERO = (
     "network_dim", "network_alpha", "learning_rate", "gradient_accumulation_steps", "discrete_flow_shift",
@@ -88,6 +94,8 @@ def refuse(options: Train, model: profiles.Model, device: torch.device) -> None:
     require_adapter(options, model)
     require_trackers(options)
     _expect_files(options, model)
+    if model.experts:
+        _warn_of_the_other_expert(options)
 
 
 def _refuse_numbers(options: Train) -> None:
@@ -152,8 +160,10 @@ def _refuse_experts(options: Train, model: profiles.Model) -> None:
         raise UsageError(f"the low-noise expert of {model.name} has no weights",
                          cure="give --dit, or train the other one alone with --experts high")  # fmt: skip
     if options.experts in ("both", "high") and options.dit_high_noise is None:
-        raise UsageError(f"the high-noise expert of {model.name} has no weights",
-                         cure="give --dit_high_noise, or train the other one alone with --experts low")  # fmt: skip
+        cure = "give --dit_high_noise, or train the other one alone with --experts low"
+        if options.dit and noise_of(options.dit) == "high":
+            cure = "--dit is named so: give it to --dit_high_noise, with --experts high to train it alone"
+        raise UsageError(f"the high-noise expert of {model.name} has no weights", cure=cure)
 
 
 def _refuse_samples(options: Train) -> None:
@@ -172,6 +182,32 @@ def _expect_files(options: Train, model: profiles.Model) -> None:
     for name in filter(None, ("dit", high)):
         path = getattr(options, name)
         if path is not None:
-            expect(path, model.kind_of(name), f"--{name}", options.task)
+            _refuse_blocks(options, expect(path, model.kind_of(name), f"--{name}", options.task))
     if options.dit and options.dit_high_noise:
         expect_two_experts(options.dit, options.dit_high_noise)
+
+
+def _refuse_blocks(options: Train, header: Header) -> None:
+    """More blocks to swap than the file has blocks that are recomputed."""
+    numbers = {match[1] for name in header.tensors if (match := re.search(r"(?:^|\.)blocks\.(\d+)\.", name))}
+    room = len(numbers) - (options.checkpointing_free_blocks or 0)
+    if numbers and (options.blocks_to_swap or 0) > room:
+        raise UsageError(f"--blocks_to_swap {options.blocks_to_swap}: the blocks that are recomputed are {room}",
+                         cure=f"give 0 to {room}")  # fmt: skip
+
+
+def _warn_of_the_other_expert(options: Train) -> None:
+    """Say which file seems to be the other expert's, by its name or a LoRA's header, or is not used."""
+    for own, other, dit, lora in (
+        ("low", "high", "dit", "network_weights"),
+        ("high", "low", "dit_high_noise", "network_weights_high_noise"),
+    ):
+        path, start = getattr(options, dit), getattr(options, lora)
+        if options.experts == other:
+            if start:
+                log.warning("  --%s is the %s-noise expert's, which is not trained: it is not used", lora, own)
+            continue
+        if noise_of(path) == other:
+            log.warning("  --%s is named %s: is it the %s-noise expert? %s", dit, path.name, other, ORDER)
+        if start and read_header(lora_file(start), f"--{lora}").metadata.get("wangen.expert") == f"{other}_noise":
+            log.warning("  --%s %s was trained for the %s-noise expert", lora, start, other)

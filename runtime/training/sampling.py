@@ -275,7 +275,7 @@ def _decoded(
         vae = run.kind.load_vae(options.vae, dtype=DTYPES[dtype], device=run.device)
         for number, part in latents.items():
             ending = "png" if settings[number]["frames"] == 1 else "mp4"
-            name = f"{options.output_name}-step{run.step:08d}-{number}.{ending}"
+            name = f"{run.plan.name}-step{run.step:08d}-{number}.{ending}"
             try:
                 with enough_memory("decoding a sample", "use --vae_cache_cpu, or a smaller sample"):
                     (video,) = run.kind.decode_latents(vae, part, cache_cpu=options.vae_cache_cpu)

@@ -1,7 +1,7 @@
 """One optimizer step: the family's velocity, the loss, the clipped gradient. Nothing here waits for a GPU."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,8 +11,9 @@ from wangen.runtime.flow import flow_loss, loss_weight, noised, velocity
 from wangen.runtime.interrupt import Interrupt
 from wangen.runtime.loader import Batch
 from wangen.runtime.models import Family, VelocityModel
+from wangen.runtime.models.inputs import Inputs
 from wangen.runtime.randomness import seed_for
-from wangen.runtime.training.prepared import DrawKey, Group, Prepared
+from wangen.runtime.training.prepared import DrawKey, Group, Prepared, on_device
 from wangen.runtime.training.run import Run, Trainee
 from wangen.runtime.training.weight_norms import scale_weight_norms
 
@@ -67,11 +68,12 @@ def optimizer_step(run: Run, trainee: Trainee, group: Group, factor: float, inte
     trainee.optimization.zero_grad()
     num_items = sum(len(prepared.keys) for prepared in group.batches)
     losses, errors = [], []
-    for prepared in group.batches:
+    for together in [group.batches] if options.pack else [[prepared] for prepared in group.batches]:
         if interrupt.requested:
             return None
-        with dropout_seed(prepared.keys) if trainee.transformer.training else contextlib.nullcontext():
-            loss, error = item_losses(run.kind, trainee.model, prepared, options, run.device)
+        keys = [key for prepared in together for key in prepared.keys]
+        with dropout_seed(keys) if trainee.transformer.training else contextlib.nullcontext():
+            loss, error = item_losses(run.kind, trainee.model, together, options, run.device)
             (loss.sum() / num_items).backward()  # type: ignore[no-untyped-call]
         losses.append(loss.detach())
         errors.append(error.detach())
@@ -98,36 +100,54 @@ def optimizer_step(run: Run, trainee: Trainee, group: Group, factor: float, inte
 
 
 def item_losses(
-    kind: Family, model: VelocityModel, prepared: Prepared, options: Train, device: torch.device
+    kind: Family, model: VelocityModel, together: Sequence[Prepared], options: Train, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The loss of each item as it is trained on, and its plain mean squared error, both (B,).
+    """The loss of each item as it is trained on, and its plain mean squared error, both (items,).
 
     Frames that are given stay clean, have timestep 0 and no part in the loss.
+
+    Args:
+        kind: the model's family.
+        model: predicts velocities.
+        together: batches that make one forward pass.
+        options: the weighting scheme.
+        device: where the model is.
     """
+    timesteps = [1000 * prepared.sigmas for prepared in together]  # stay in host memory, where they are looked at
+    there = [on_device(prepared, device) for prepared in together]
+    passes = [_inputs(kind, prepared, times) for prepared, times in zip(there, timesteps, strict=True)]
+    if len(passes) == 1:
+        (one,) = passes
+        predictions = [
+            model(one.latents, one.timesteps, one.texts, condition=one.condition, image_tokens=one.image_tokens)
+        ]
+    else:
+        predictions = model.packed(passes)
+    losses, errors = [], []
+    for prepared, predicted in zip(there, predictions, strict=True):
+        batch, mask = prepared.batch, prepared.batch.loss_mask
+        if any(prepared.clean_frames):
+            mask = _without(prepared.clean_frames, batch.latents, mask)
+        error = flow_loss(predicted, velocity(batch.latents, prepared.noise), prepared.sigmas, mask=mask)
+        errors.append(error)
+        losses.append(error * loss_weight(options.weighting_scheme, prepared.sigmas) * batch.weights)
+    return torch.cat(losses), torch.cat(errors)
+
+
+def _inputs(kind: Family, prepared: Prepared, timesteps: torch.Tensor) -> Inputs:
+    """What the model gets of a batch: noisy latents, but for the frames that are given."""
     batch = prepared.batch
-    clean, noise = _on(batch.latents, device), _on(prepared.noise, device)
-    sigmas = _on(prepared.sigmas, device)
-    inputs, timesteps, mask = noised(clean, noise, sigmas), 1000 * prepared.sigmas, batch.loss_mask
+    latents = noised(batch.latents, prepared.noise, prepared.sigmas)
     if any(prepared.clean_frames):
-        for row, (latent, number) in enumerate(zip(clean, prepared.clean_frames, strict=True)):
-            inputs[row, :, :number] = latent[:, :number]
-        timesteps = kind.timesteps_per_token(timesteps, inputs, prepared.clean_frames)
-        mask = _without(prepared.clean_frames, clean, mask)
-    predicted = model(
-        inputs,
-        timesteps,
-        [_on(text, device) for text in batch.texts],
-        condition=None if batch.condition is None else _on(batch.condition, device),
-        image_tokens=None if batch.image_tokens is None else _on(batch.image_tokens, device),
-    )
-    errors = flow_loss(predicted, velocity(clean, noise), sigmas, mask=None if mask is None else _on(mask, device))
-    weights = loss_weight(options.weighting_scheme, sigmas) * _on(batch.weights, device)
-    return errors * weights, errors
+        for row, (latent, number) in enumerate(zip(batch.latents, prepared.clean_frames, strict=True)):
+            latents[row, :, :number] = latent[:, :number]
+        timesteps = kind.timesteps_per_token(timesteps, latents, prepared.clean_frames)
+    return Inputs(latents, timesteps, batch.texts, batch.condition, batch.image_tokens)
 
 
 def _without(clean_frames: list[int], clean: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     """The mask of the loss (B, 1, F, h, w) with nothing on the frames that are given."""
-    result = torch.ones(len(clean), 1, *clean.shape[2:]) if mask is None else mask.clone()
+    result = clean.new_ones(len(clean), 1, *clean.shape[2:]) if mask is None else mask.clone()
     for row, number in zip(result, clean_frames, strict=True):
         row[:, :number] = 0
     return result
@@ -137,10 +157,6 @@ def num_tokens(batch: Batch, patch: tuple[int, int, int]) -> int:
     """Latent tokens of a batch."""
     frames, height, width = batch.latents.shape[2:]
     return len(batch.latents) * (frames // patch[0]) * (height // patch[1]) * (width // patch[2])
-
-
-def _on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return tensor.to(device, non_blocking=True)
 
 
 @contextlib.contextmanager

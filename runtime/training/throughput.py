@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from wangen.generator.errors import bytes_text
 from wangen.generator.files import replace
 from wangen.profiles import TransformerSizes
 from wangen.runtime.models.compute import Checkpointing
@@ -146,6 +147,37 @@ def peak_of_card(name: str) -> float | None:
     return PEAK_TFLOPS[max(known, key=len)]
 
 
+@dataclass
+class _Work:
+    """What was done in some time, and how long it took."""
+
+    seconds: float = 0.0
+    waited_s: float = 0.0
+    paused_s: float = 0.0
+    steps: int = 0
+    samples: int = 0
+    tokens: int = 0
+    flops: StepFlops = StepFlops(0.0, 0.0)
+
+    def add(self, other: "_Work") -> None:
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
+
+    def rates(self, peak: float | None) -> dict[str, float]:
+        if not self.steps or self.seconds <= 0:
+            return {}
+        rates = {
+            "s_per_step": self.seconds / self.steps,
+            "samples_per_s": self.samples / self.seconds,
+            "tokens_per_s": self.tokens / self.seconds,
+            "data_wait_share": self.waited_s / self.seconds,
+        }
+        if peak and self.flops.model:
+            rates["mfu"] = self.flops.model / self.seconds / (peak * 1e12)
+            rates["hfu"] = self.flops.done / self.seconds / (peak * 1e12)
+        return rates
+
+
 class Throughput:
     """Rates since the last reading: seconds, samples and tokens per step, MFU, and the share of waiting for data.
 
@@ -163,12 +195,11 @@ class Throughput:
             clock: seconds.
         """
         self._device, self._peak, self._clock = device, peak, clock
-        self._clear()
+        self._all = _Work()
+        self._begin()
 
-    def _clear(self) -> None:
-        self._started, self._waited_s, self._paused_s = self._clock(), 0.0, 0.0
-        self._steps = self._samples = self._tokens = 0
-        self._flops = StepFlops(0.0, 0.0)
+    def _begin(self) -> None:
+        self._started, self._now = self._clock(), _Work()
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
@@ -177,7 +208,7 @@ class Throughput:
         try:
             yield
         finally:
-            self._waited_s += self._clock() - began
+            self._now.waited_s += self._clock() - began
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -186,37 +217,48 @@ class Throughput:
         try:
             yield
         finally:
-            self._paused_s += self._clock() - began
+            self._now.paused_s += self._clock() - began
 
     def count(self, samples: int, tokens: int, flops: StepFlops | None = None) -> None:
         """One step is done."""
-        self._steps += 1
-        self._samples += samples
-        self._tokens += tokens
-        self._flops += flops or StepFlops(0.0, 0.0)
+        self._now.add(_Work(steps=1, samples=samples, tokens=tokens, flops=flops or StepFlops(0.0, 0.0)))
 
     def rates(self) -> dict[str, float]:
         """The rates since the last call, by the names that `metrics.jsonl` has; empty when there was no step.
 
         `mfu` counts the work that the model needs, `hfu` all that was done, both over the card's peak.
         """
-        seconds = self._clock() - self._started - self._paused_s
-        steps, rates = self._steps, {}
-        if steps and seconds > 0:
-            rates = {
-                "s_per_step": seconds / steps,
-                "samples_per_s": self._samples / seconds,
-                "tokens_per_s": self._tokens / seconds,
-                "data_wait_share": self._waited_s / seconds,
-            }
-            if self._peak and self._flops.model:
-                rates["mfu"] = self._flops.model / seconds / (self._peak * 1e12)
-                rates["hfu"] = self._flops.done / seconds / (self._peak * 1e12)
-            memory = peak_memory_bytes(self._device)
-            if memory is not None:
-                rates["peak_memory_bytes"] = memory
-        self._clear()
+        self._now.seconds = self._clock() - self._started - self._now.paused_s
+        rates = self._with_memory(self._now.rates(self._peak))
+        if rates:
+            self._all.add(self._now)
+        self._begin()
         return rates
+
+    def rates_so_far(self) -> dict[str, float]:
+        """The same over all that was read until now; empty before the first step."""
+        return self._with_memory(self._all.rates(self._peak))
+
+    def _with_memory(self, rates: dict[str, float]) -> dict[str, float]:
+        memory = peak_memory_bytes(self._device) if rates else None
+        return rates if memory is None else rates | {"peak_memory_bytes": memory}
+
+
+def in_words(rates: Mapping[str, float]) -> str:
+    """Rates for the log.
+
+    >>> in_words({"s_per_step": 0.5, "samples_per_s": 2.0, "tokens_per_s": 4096.0, "data_wait_share": 0.014,
+    ...           "mfu": 0.41, "peak_memory_bytes": 9_500_000_000})
+    '0.5 s/step, 2 samples/s, 4096 tokens/s, MFU 41 %, 1 % of the time waiting for data, at most 9.5 GB of memory'
+    """
+    words = [f"{rates['s_per_step']:.3g} s/step, {rates['samples_per_s']:.3g} samples/s"]
+    words.append(f"{rates['tokens_per_s']:.0f} tokens/s")
+    if "mfu" in rates:
+        words.append(f"MFU {rates['mfu']:.0%}".replace("%", " %"))
+    words.append(f"{100 * rates['data_wait_share']:.0f} % of the time waiting for data")
+    if "peak_memory_bytes" in rates:
+        words.append(f"at most {bytes_text(int(rates['peak_memory_bytes']))} of memory")
+    return ", ".join(words)
 
 
 def peak_memory_bytes(device: torch.device) -> int | None:
@@ -247,18 +289,28 @@ def profiled(folder: Path | None) -> Iterator[Callable[[], None]]:
     first, last = PROFILED_STEPS
     path = folder / "trace" / f"steps-{first}-{last}.json.gz"
 
+    done = 0
+
     def write(profiler: Any) -> None:
+        if done < first:  # the profiler writes at its end as well, whatever it has
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.tmp.json.gz")
         profiler.export_chrome_trace(str(temporary))
         replace(temporary, path)
-        log.info("  trace of steps %d to %d: %s", first, last, path)
+        log.info("  trace of steps %d to %d: %s", first, min(done, last), path)
 
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     schedule = torch.profiler.schedule(wait=first - 2, warmup=1, active=last - first + 1, repeat=1)
     with torch.profiler.profile(activities=activities, schedule=schedule, on_trace_ready=write) as profiler:
-        yield profiler.step
+
+        def after_step() -> None:
+            nonlocal done
+            done += 1
+            profiler.step()
+
+        yield after_step
     if not path.is_file():
         log.warning("  --profile: the run ended before step %d, so there is no trace", first)

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from types import MappingProxyType, TracebackType
 from typing import Any
 
@@ -74,8 +75,6 @@ class Watching:
         self._shown = ""
 
     def __enter__(self) -> "Watching":
-        self._metrics = self._stack.enter_context(Metrics(self._options.output_dir / FILE, self._step))
-        self._trackers = self._stack.enter_context(open_trackers(self._options, self._step))
         trace = self._options.output_dir if self._options.profile else None
         self._profile = self._stack.enter_context(profiled(trace))
         return self
@@ -86,8 +85,12 @@ class Watching:
         self._stack.__exit__(kind, error, trace)
 
     def begin(self, run: Run) -> None:
-        """Look at the model before its first step."""
+        """Open the logs, which the run takes over from an earlier one, and look at the model before its first step."""
         self._run = run
+        names = [expert.name for expert in self._plan.experts]
+        self._metrics = self._stack.enter_context(Metrics(self._options.output_dir / FILE, self._step, names))
+        named = replace(self._options, output_name=self._plan.name)
+        self._trackers = self._stack.enter_context(open_trackers(named, self._step))
         self._bins.load(run.facts.get(BINS))
         if run.step == 0:
             self.look()
@@ -169,6 +172,10 @@ class Watching:
             cure="look at these items; lower --learning_rate or use --mixed_precision no",
         )
 
+    def speed(self) -> dict[str, float]:
+        """The rates of this run so far, by the names of `metrics.jsonl`; empty before its first step."""
+        return self._rates.rates_so_far()
+
     def due(self) -> bool:
         """Whether something is to be looked at after this step."""
         return self._validation_due() or self._samples_due() or self._run.step % self._plan.steps_per_epoch == 0
@@ -187,7 +194,8 @@ class Watching:
 
     def _log_bins(self) -> None:
         means = {"loss_by_timestep": self._bins.means()}
-        self._metrics.log({"step": self._run.step, **means})
+        alone = self._plan.experts[0].name if len(self._plan.experts) == 1 else ""
+        self._metrics.log({"step": self._run.step, **({"expert": alone} if alone else {}), **means})
         self._trackers.log(self._run.step, means)
         self._bins.clear()
         self._run.facts[BINS] = self._bins.as_facts()
@@ -219,7 +227,7 @@ class Watching:
         found = compare(known, points or known, averaged)
         self._metrics.log({"step": self._run.step, **({"expert": name} if name else {}), **found.as_record()})
         self._trackers.log(self._run.step, found.numbers(), f"validation{_group(name)}")
-        for line in found.lines()[: None if trainee.step >= trainee.plan.num_steps else 1]:
+        for line in found.lines()[: None if self._run.step >= self._plan.num_steps else 1]:
             log.info("  %s%s", f"{name.replace('_', '-')}: " if name else "", line)
         facts.setdefault("validation", {})[name] = found.as_record()["validation"]
         self._keep_best(trainee, found)
@@ -229,7 +237,7 @@ class Watching:
         options, plan, device = self._options, self._plan, self._device
 
         def judge(prepared: Prepared) -> torch.Tensor:
-            return item_losses(self._run.kind, trainee.model, prepared, options, device)[1]
+            return item_losses(self._run.kind, trainee.model, [prepared], options, device)[1]
 
         sigmas = stratified_sigmas(trainee.plan.low, trainee.plan.high, options.validation_timesteps)
         frames = options.condition_frames or 0

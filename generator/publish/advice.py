@@ -1,0 +1,60 @@
+"""Whether what is published fits the card that `vram` names: said when publishing, not after hours of caching."""
+
+from collections.abc import Iterable
+
+from wangen.generator.bundle import AUTO, bundle_steps, told_of_training
+from wangen.generator.errors import many
+from wangen.generator.memory import GIB, MemorySettings, memory_plan, preset_of, tokens_of, usable_bytes
+from wangen.generator.publish.texts import resolutions_of
+from wangen.generator.steps import Train
+from wangen.generator.target import Target
+from wangen.generator.tomls import resolution_name
+from wangen.generator.workspace import DatasetSettings, Workspace
+from wangen.profiles import Model
+
+
+def preset_advice(
+    workspace: Workspace, targets: Iterable[Target], model: Model, slug: str, settings: DatasetSettings, *, clips: bool
+) -> list[str]:
+    """A line for each target whose training would need more than the card of its `vram` has, by the estimate.
+
+    Args:
+        workspace: has the user's defaults.
+        targets: where it is published.
+        model: what is trained.
+        slug: the dataset.
+        settings: how it is published.
+        clips: there are clips, of the model's number of frames.
+    """
+    lines = []
+    for target in targets:
+        vram = told_of_training(workspace, target, model).get("vram")
+        if vram in (None, AUTO):
+            continue
+        sizes = resolutions_of(model, settings)
+        train = bundle_steps(workspace, target, model, slug, sizes)[-1]
+        assert isinstance(train, Train)
+        frames = model.num_frames if clips else 1
+        largest = max(sizes, key=lambda size: tokens_of(model, size, frames))
+        chosen = MemorySettings(
+            quantize=train.quantize or "none",
+            blocks_to_swap=train.blocks_to_swap or 0,
+            checkpointing=train.checkpointing or "full",
+            free_blocks=train.checkpointing_free_blocks or 0,
+            offload=bool(train.gradient_checkpointing_cpu_offload),
+            rank=train.network_dim,
+            ring=train.block_swap_ring_size,
+            float32=train.mixed_precision == "no",
+        )
+        tokens = tokens_of(model, largest, frames) * settings.batch_size
+        needed = memory_plan(model, chosen, tokens=tokens).device
+        if needed > usable_bytes(int(vram)):
+            preset = preset_of(model, vram)
+            batch = f", {settings.batch_size} at a time" if settings.batch_size > 1 else ""
+            lines.append(
+                f"{target.platform.name}: the preset for {vram} GB is made for {resolution_name(preset.resolution)}, "
+                f"{many(preset.num_frames, 'frame')} and rank {preset.network_dim}; {resolution_name(largest)}, "
+                f"{many(frames, 'frame')} and rank {train.network_dim}{batch} take about {needed / GIB:.1f} GiB: "
+                "publish less at once, or name a larger card"
+            )
+    return lines

@@ -1,0 +1,147 @@
+"""What a block computes number by number: norms with modulation, RMS norm with rotation, gates.
+
+There are three ways to the same numbers: operation by operation as diffusers does, few passes with hand-written
+gradients, and kernels that torch.compile makes, which leave no intermediate result in memory. All compute in float32 and
+round to the dtype of the tokens.
+
+Letters in shapes: T tokens, N tokens of one item, D width of the model.
+"""
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch._dynamo.exc import TorchDynamoException
+from torch.nn import functional
+
+from wangen.runtime.fast.dit_functions import Gate, MixedLayerNorm, RmsRotary, apply
+
+log = logging.getLogger("wangen")
+
+
+@dataclass(frozen=True)
+class Elementwise:
+    """One way of computing.
+
+    Attributes:
+        norm: tokens (T, D), weight and bias (D,) in float32, eps -> layer norm (T, D).
+        rms: queries or keys (T, D), weight (D,), table (N, channels of a head / 2) of complex numbers or None, eps ->
+            RMS norm over all heads and the rotation of each head's pairs by position.
+        gated: residual (T, D), branch (T, D), gates (runs, D) in float32, tokens of each run -> residual + gate * branch.
+    """
+
+    norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
+    rms: Callable[[Tensor, Tensor, Tensor | None, float], Tensor]
+    gated: Callable[[Tensor, Tensor, Tensor, Sequence[int]], Tensor]
+
+    def modulated(self, tokens: Tensor, scale: Tensor, shift: Tensor, eps: float, runs: Sequence[int]) -> Tensor:
+        """Adaptive layer norm, (T, D) -> (T, D): norm(x) * scale + shift, both (runs, D), scale with its 1 added."""
+        pieces = torch.split(tokens, list(runs)) if len(runs) > 1 else [tokens]
+        parts = [self.norm(piece, scale[run], shift[run], eps) for run, piece in enumerate(pieces)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _norm(tokens: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    normed = functional.layer_norm(tokens.float(), tokens.shape[-1:], eps=eps)
+    return (normed * weight + bias).to(tokens.dtype)
+
+
+def _fused_norm(tokens: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """One kernel; where it refuses mixed dtypes (on CUDA), at least nothing in float32 is kept."""
+    if tokens.device.type == "cpu" or tokens.dtype == weight.dtype:
+        return functional.layer_norm(tokens, tokens.shape[-1:], weight, bias, eps)
+    if weight.requires_grad:
+        return _norm(tokens, weight, bias, eps)
+    output: Tensor = apply(MixedLayerNorm, tokens, weight, bias, eps)
+    return output
+
+
+def _rms(inputs: Tensor, weight: Tensor, table: Tensor | None, eps: float) -> Tensor:
+    real = None if table is None else torch.view_as_real(table)
+    return _real_rms(inputs, weight, real, eps)
+
+
+def _real_rms(inputs: Tensor, weight: Tensor, table: Tensor | None, eps: float) -> Tensor:
+    """With the table as (N, channels of a head / 2, 2), cosines and sines."""
+    wide = inputs.float()
+    normed = wide * torch.rsqrt(wide.square().mean(dim=1, keepdim=True) + eps) * weight.float()
+    if table is None:
+        return normed.to(inputs.dtype)
+    tokens, pairs, _ = table.shape
+    one, other = normed.view(-1, tokens, normed.shape[1] // pairs // 2, pairs, 2).unbind(-1)
+    cosine, sine = table[:, None].unbind(-1)
+    turned = torch.stack([one * cosine - other * sine, one * sine + other * cosine], dim=-1)
+    return turned.view(normed.shape).to(inputs.dtype)
+
+
+def _fused_rms(inputs: Tensor, weight: Tensor, table: Tensor | None, eps: float) -> Tensor:
+    if weight.requires_grad:
+        return _rms(inputs, weight, table, eps)
+    output: Tensor = apply(RmsRotary, inputs, weight, table, eps)
+    return output
+
+
+def _gated_run(residual: Tensor, branch: Tensor, gate: Tensor) -> Tensor:
+    return (residual.float() + branch.float() * gate).to(residual.dtype)
+
+
+def _by_run(
+    run: Callable[[Tensor, Tensor, Tensor], Tensor],
+) -> Callable[[Tensor, Tensor, Tensor, Sequence[int]], Tensor]:
+    """A gate for one run of tokens made one for all."""
+
+    def gated(residual: Tensor, branch: Tensor, gates: Tensor, runs: Sequence[int]) -> Tensor:
+        if len(runs) == 1:
+            return run(residual, branch, gates[0])
+        pieces = zip(torch.split(residual, list(runs)), torch.split(branch, list(runs)), gates, strict=True)
+        return torch.cat([run(*piece) for piece in pieces])
+
+    return gated
+
+
+def _fused_gated(residual: Tensor, branch: Tensor, gates: Tensor, runs: Sequence[int]) -> Tensor:
+    if gates.requires_grad:
+        return PLAIN.gated(residual, branch, gates, runs)
+    output: Tensor = apply(Gate, residual, branch, gates, runs)
+    return output
+
+
+PLAIN = Elementwise(_norm, _rms, _by_run(_gated_run))
+FUSED = Elementwise(_fused_norm, _fused_rms, _fused_gated)
+
+
+@functools.cache
+def compiled(device: torch.device) -> Elementwise:
+    """Kernels by torch.compile; `FUSED`, with one warning, where this machine cannot make them.
+
+    Only these parts of a block are worth a compiler: all else are products and attention, which it calls as they are.
+    So a recomputation still ends early, adapters of any kind and swapped or quantised weights stay as they are, and the
+    few kernels serve all blocks. The number of tokens is left open: captions and buckets of all lengths share them.
+    """
+    norm, rms, gate = (torch.compile(part) for part in (_norm, _real_rms, _gated_run))
+
+    def open_norm(tokens: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        return norm(_open(tokens), weight, bias, eps)
+
+    def open_rms(inputs: Tensor, weight: Tensor, table: Tensor | None, eps: float) -> Tensor:
+        return rms(_open(inputs), weight, None if table is None else _open(torch.view_as_real(table)), eps)
+
+    def open_gate(residual: Tensor, branch: Tensor, gate_of_run: Tensor) -> Tensor:
+        return gate(_open(residual), _open(branch), gate_of_run)
+
+    try:
+        open_norm(torch.zeros(2, 8, device=device), torch.ones(8, device=device), torch.zeros(8, device=device), 1e-6)
+    except (TorchDynamoException, RuntimeError, OSError) as error:
+        log.warning("--compile: torch.compile does not run here (%s), so it is left out; it needs a C++ compiler, and "
+                    "Triton on a GPU", str(error).strip().splitlines()[0])  # fmt: skip
+        return FUSED
+    return Elementwise(open_norm, open_rms, _by_run(open_gate))
+
+
+def _open(tokens: Tensor) -> Tensor:
+    """The tensor, whose number of rows the compiler shall not take for a constant."""
+    torch._dynamo.maybe_mark_dynamic(tokens, 0)
+    return tokens

@@ -1,0 +1,24 @@
+"""What a velocity model is called with."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One forward pass. Letters: B items, C channels, F h w latent frames, height and width, N tokens, L rows of text.
+
+    Attributes:
+        latents: (B, C, F, h, w), noisy.
+        timesteps: (B,) in [0, 1000], or (B, N) where tokens differ; in host memory.
+        texts: B embeddings (L, dim), trimmed.
+        condition: of image-to-video, (B, 20, F, h, w).
+        image_tokens: of Wan 2.1 image-to-video, (B, 257, 1280).
+    """
+
+    latents: torch.Tensor
+    timesteps: torch.Tensor
+    texts: list[torch.Tensor]
+    condition: torch.Tensor | None = None
+    image_tokens: torch.Tensor | None = None

@@ -1,0 +1,213 @@
+"""What publishing makes of a training: every model, both experts, the card's preset, sample prompts."""
+
+from pathlib import Path
+
+import pytest
+from helpers import image_bytes, write_tree
+
+from wangen import profiles
+from wangen.generator import scripts, workspace
+from wangen.generator.bundle import PLAIN_MEMORY, bundle_steps
+from wangen.generator.cli import main
+from wangen.generator.commands import parse
+from wangen.generator.publish import plan as publishing
+from wangen.generator.publish.source import Source
+from wangen.generator.steps import Check, Step, Train, find_step
+from wangen.generator.tasks import supported
+from wangen.generator.tomls import read_dataset
+
+PLATFORMS = {"linux": ["sh"], "wsl": ["sh"], "windows": ["bat", "ps1"], "slurm": ["sh"]}
+HEAD = f"platforms = {[*PLATFORMS]}\n".replace("'", '"')
+
+
+def made(folder: Path, text: str, **files: str) -> workspace.Workspace:
+    """A workspace with that text in its `wangen.toml`, published for four platforms."""
+    place = workspace.read(write_tree(folder, {"wangen.toml": HEAD + text, **files}))
+    plan = publishing.make_plan(place, place.targets, "x", place.profile(), Source(Path("x"), [], {}, {}))
+    publishing.carry_out(plan)
+    return place
+
+
+def spoken(place: workspace.Workspace) -> dict[str, list[Step]]:
+    """The steps of every training script, parsed by their real parser."""
+    found = {}
+    for platform, shells in PLATFORMS.items():
+        for shell in shells:
+            path = place.target(platform).folder / f"train_x.{shell}"
+            lines = scripts.read_steps(path.read_bytes(), shell)
+            found[f"{platform} {shell}"] = [parse(find_step(words[0]), words[1:]) for words in lines]
+    return found
+
+
+@pytest.mark.parametrize("task", supported("publishing for"))
+def test_every_model_is_published_with_every_flag_as_it_was_meant(tmp_path, task):
+    place = made(tmp_path, f'model = "{task}"\n')
+    for name, steps in spoken(place).items():
+        assert steps == list(bundle_steps(place, place.target(name.split()[0]), place.profile(), "x")), name
+        train = steps[-1]
+        assert isinstance(train, Train)
+        assert {flag: getattr(train, flag) for flag in PLAIN_MEMORY} == PLAIN_MEMORY
+
+
+@pytest.mark.parametrize("task", ["t2v-A14B", "i2v-A14B"])
+def test_both_experts_are_named_where_they_are_trained_and_where_they_are_checked(tmp_path, task):
+    place = made(tmp_path, f'model = "{task}"\n')
+    files = {weights.flag: weights for weights in place.profile().weights}
+    for steps in spoken(place).values():
+        for step in (steps[0], steps[-1]):
+            assert isinstance(step, Check | Train)
+            for flag in ("dit", "dit_high_noise"):
+                name = str(getattr(step, flag)).replace("\\", "/")
+                assert name == f"models/{Path(files[flag].downloads[0].path).name}"
+        assert steps[-1].experts == "both"
+
+
+@pytest.mark.parametrize("task", supported("publishing for"))
+@pytest.mark.parametrize("vram", ["8", "12", "16", "24"])
+def test_the_preset_of_a_card_stands_in_the_scripts_as_flags(tmp_path, task, vram):
+    text = f'{HEAD}model = "{task}"\n[steps.train]\nvram = "{vram}"\n'
+    place = workspace.read(write_tree(tmp_path, {"wangen.toml": text}))
+    preset = profiles.model(task).presets[int(vram)]
+    for target in place.targets:
+        train = bundle_steps(place, target, place.profile(), "x")[-1]
+        assert isinstance(train, Train)
+        assert train.vram is None
+        assert {flag: getattr(train, flag) for flag in PLAIN_MEMORY} == {
+            flag: getattr(preset, flag) for flag in PLAIN_MEMORY
+        }
+
+
+def test_a_flag_that_is_given_wins_over_the_preset(tmp_path):
+    place = made(tmp_path, 'model = "t2v-14B"\n[steps.train]\nvram = "12"\nblocks_to_swap = 7\nquantize = "nf4"\n')
+    preset = profiles.model("t2v-14B").presets[12]
+    assert (preset.quantize, preset.blocks_to_swap) != ("nf4", 7)
+    for steps in spoken(place).values():
+        train = steps[-1]
+        assert (train.quantize, train.blocks_to_swap, train.checkpointing) == ("nf4", 7, preset.checkpointing)
+
+
+def test_auto_is_left_to_the_machine_that_trains(tmp_path):
+    place = made(tmp_path, '[steps.train]\nvram = "auto"\n')
+    for steps in spoken(place).values():
+        train = steps[-1]
+        assert train.vram == "auto"
+        assert {getattr(train, flag) for flag in PLAIN_MEMORY} == {None}
+
+
+@pytest.mark.parametrize(("value", "words"), [
+    ('"10"', ["no value '10'", "8, 12, 16, 24, auto"]),
+    ("true", ["--vram takes one value", "True"]),
+    ('"12GB"', ["no value '12GB'", "did you mean 12?"]),
+])  # fmt: skip
+def test_a_card_that_no_preset_is_for_is_refused(tmp_path, capsys, value, words):
+    write_tree(tmp_path, {"wangen.toml": f"[steps.train]\nvram = {value}\n", "datasets/cats/a.jpg": image_bytes(),
+                          "datasets/cats/a.txt": "a cat"})  # fmt: skip
+    assert main(["publish", "cats", "--workspace", str(tmp_path)]) == 2
+    shown = capsys.readouterr().err
+    assert all(word in shown for word in words), shown
+    assert not (tmp_path / "published").exists()
+
+
+def test_a_dataset_larger_than_the_preset_is_made_for_is_said(tmp_path, capsys):
+    tree = {"datasets/cats/a.jpg": image_bytes(), "datasets/cats/a.txt": "a cat"}
+    text = 'platforms = ["linux"]\nmodel = "t2v-14B"\n[steps.train]\nvram = "8"\n[dataset.cats]\nbatch_size = {}\n'
+    place = write_tree(tmp_path, {**tree, "wangen.toml": text.format(16)})
+    assert main(["publish", "cats", "--workspace", str(place)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    preset = profiles.model("t2v-14B").presets[8]
+    assert f"the preset for 8 GB is made for {preset.resolution[0]}x{preset.resolution[1]}" in shown
+    assert "1 frame and rank 16, 16 at a time take about" in shown
+    (place / "wangen.toml").write_text(text.format(1))
+    assert main(["publish", "cats", "--workspace", str(place)]) == 0
+    assert "the preset for 8 GB" not in capsys.readouterr().out
+
+
+# ---- sample prompts ----------------------------------------------------------------------------------------------
+
+
+SAMPLES = '[steps.train]\nsample_prompts = "{}"\nsample_every_n_epochs = 2\n'
+
+
+@pytest.mark.parametrize("name", ["prompts.txt", "my prompts/Cats.toml"])
+def test_sample_prompts_of_the_workspace_are_published_beside_the_toml(tmp_path, name):
+    text = "# mine\nA cat. --w 832\n" if name.endswith("txt") else '[prompt]\nprompt = "Ä cat"\n'
+    place = made(tmp_path, SAMPLES.format(name), **{name: text})
+    ending = Path(name).suffix
+    for platform, suffix in (("linux", "linux"), ("wsl", "wsl"), ("windows", "win"), ("slurm", "slurm")):
+        copy = place.target(platform).folder / "files" / "prompts" / f"x_{suffix}{ending}"
+        assert copy.read_text(encoding="utf-8").endswith(text.removeprefix("# mine\n"))
+    for key, steps in spoken(place).items():
+        train = steps[-1]
+        separator = "\\" if "windows" in key else "/"
+        assert str(train.sample_prompts).startswith(f"files{separator}prompts{separator}x_")
+        assert str(train.sample_prompts).endswith(ending)
+        assert (train.vae, train.t5) == (steps[1].vae, steps[2].t5)
+        assert train.vae is not None
+        assert train.sample_every_n_epochs == 2
+
+
+def test_without_prompts_training_is_told_no_encoder(tmp_path):
+    for steps in spoken(made(tmp_path, "")).values():
+        assert (steps[-1].vae, steps[-1].t5, steps[-1].tokenizer) == (None, None, None)
+
+
+def test_an_absolute_prompt_file_is_the_targets_own(tmp_path):
+    place = made(tmp_path, SAMPLES.format("/data/prompts.json"))
+    for platform in PLATFORMS:
+        assert not (place.target(platform).folder / "files" / "prompts").exists()
+    assert str(spoken(place)["linux sh"][-1].sample_prompts) == "/data/prompts.json"
+
+
+@pytest.mark.parametrize(("name", "content", "words"), [
+    ("no.txt", None, ["there is no file", "no.txt", "begin at the workspace"]),
+    ("p.json", '["A cat."]', ["p.json cannot be published", ".txt or .toml"]),
+    ("p.txt", b"\xff\xfe\x00", ["not UTF-8"]),
+])  # fmt: skip
+def test_prompts_that_cannot_be_published_are_refused_before_anything_is_written(
+    tmp_path, capsys, name, content, words
+):
+    tree = {"datasets/cats/a.jpg": image_bytes(), "datasets/cats/a.txt": "a cat", "wangen.toml": SAMPLES.format(name)}
+    place = write_tree(tmp_path, tree | ({} if content is None else {name: content}))
+    assert main(["publish", "cats", "--workspace", str(place)]) == 2
+    shown = " ".join(capsys.readouterr().err.split())
+    assert all(word in shown for word in words), shown
+    assert not (place / "published").exists()
+
+
+def test_prompts_are_renewed_unless_they_were_edited_and_go_with_the_bundle(tmp_path, capsys):
+    tree = {"datasets/cats/a.jpg": image_bytes(), "datasets/cats/a.txt": "a cat", "prompts.txt": "A cat.\n"}
+    place = write_tree(tmp_path, {**tree, "wangen.toml": 'platforms = ["linux"]\n' + SAMPLES.format("prompts.txt")})
+    publish = ["publish", "cats", "--workspace", str(place)]
+    copy = place / "published/linux/files/prompts/cats_linux.txt"
+    assert main(publish) == 0
+    stamp = copy.stat().st_mtime_ns
+    assert main(publish) == 0
+    assert copy.stat().st_mtime_ns == stamp
+    (place / "prompts.txt").write_text("A dog.\n")
+    assert main([*publish, "--only_scripts"]) == 0
+    assert copy.read_text().endswith("\nA dog.\n")
+    mine = copy.read_text() + "A bird.\n"
+    copy.write_text(mine)
+    (place / "prompts.txt").write_text("A fox.\n")
+    capsys.readouterr()
+    assert main(publish) == 0
+    assert "cats_linux.txt was edited by hand and stays" in capsys.readouterr().out
+    assert copy.read_text() == mine
+    assert copy.with_name("cats_linux.txt.new").read_text().endswith("\nA fox.\n")
+    copy.with_name("cats_linux.txt.new").replace(copy)
+    assert main(["clean", "cats", "--workspace", str(place), "--bundle"]) == 0
+    assert not copy.parent.exists()
+
+
+# ---- regularisation ----------------------------------------------------------------------------------------------
+
+
+def test_a_regularisation_set_is_marked_in_its_toml(tmp_path):
+    tree = {"datasets/people/a.jpg": image_bytes(), "datasets/people/a.txt": "a man"}
+    for is_reg in (True, False):
+        text = f'platforms = ["linux"]\n[dataset.people]\nis_reg = {str(is_reg).lower()}\n'
+        place = write_tree(tmp_path, {**tree, "wangen.toml": text})
+        assert main(["publish", "people", "--workspace", str(place)]) == 0
+        toml = place / "published/linux/files/tomls/people_linux.toml"
+        assert [entry.is_reg for entry in read_dataset(toml)] == [is_reg]
+        assert ("is_reg" in toml.read_text()) == is_reg
