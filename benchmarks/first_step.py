@@ -9,6 +9,7 @@ and the cache for the next time.
 """
 
 import argparse
+import importlib
 import json
 import os
 import shutil
@@ -20,12 +21,19 @@ import time
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import psutil
+
+TRAIN = "wangen.runtime.train"
 STAGES = {
-    "wangen.runtime.train": ("resolved", "refuse", "make_plan", "require_room", "Watching", "_prepare", "optimizer_step"),
+    "refuse": "flags judged",
+    "make_plan": "cache read, plan made",
+    "_prepare": "model, adapter, optimizer",
+    "optimizer_step": "first step",
 }
-"""Functions after which the clock is read, by the module whose names they are."""
+"""Functions of that module after which the clock is read, and what is done by then."""
 
 
 def make_inputs(folder: Path) -> None:
@@ -68,55 +76,42 @@ def line_of(folder: Path) -> list[str]:
 def child(folder: Path) -> None:
     """Run the command as it is typed, note the clocks at its stages, and end when the first step is done."""
     marks: list[tuple[str, float, float]] = []
-    began = _process_start()
+    began = float(psutil.Process().create_time())
 
     def mark(name: str) -> None:
         marks.append((name, time.time() - began, time.process_time()))
 
-    mark("interpreter")
-    from wangen.generator import entry
+    def marked(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+        @wraps(function)
+        def inner(*arguments: Any, **named: Any) -> Any:
+            result = function(*arguments, **named)
+            mark(STAGES[name])
+            if name == "optimizer_step":
+                print(json.dumps(marks), flush=True)
+                os._exit(0)
+            return result
 
-    import_module = __import__("importlib").import_module
+        return inner
 
-    def marking(name: str, *more: Any) -> Any:
-        """What `import_module` does; the step's module gets clocks around its parts."""
-        if name in STAGES and name not in sys.modules:
+    def importing(name: str) -> ModuleType:
+        """`import_module`, with clocks around the parts of the training step."""
+        if name == TRAIN:
             mark("command line")
-            import torch  # noqa: F401
-
+            importlib.import_module("torch")
             mark("import torch")
-        module = import_module(name, *more)
-        if name in STAGES and marks[-1][0] == "import torch":
+        module = importlib.import_module(name)
+        if name == TRAIN:
             mark("import the rest")
-            for stage in STAGES[name]:
-                setattr(module, stage, _marked(getattr(module, stage), stage, mark, marks))
+            for stage in STAGES:
+                setattr(module, stage, marked(getattr(module, stage), stage))
         return module
 
-    from wangen.generator import session
+    mark("interpreter")
+    from wangen.generator import entry, session
 
-    session.import_module = marking  # type: ignore[attr-defined]
+    session.import_module = importing  # type: ignore[assignment,attr-defined]
     sys.argv = ["wangen", *line_of(folder)]
     entry.entry()
-
-
-def _marked(function: Callable[..., Any], name: str, mark: Callable[[str], None], marks: list[Any]) -> Any:
-    @wraps(function)
-    def inner(*args: Any, **kwargs: Any) -> Any:
-        result = function(*args, **kwargs)
-        mark(name)
-        if name == "optimizer_step":
-            print(json.dumps(marks), flush=True)
-            os._exit(0)
-        return result
-
-    return inner
-
-
-def _process_start() -> float:
-    """When the system started this process, in seconds as `time.time` counts them."""
-    import psutil
-
-    return float(psutil.Process().create_time())
 
 
 def one_run(folder: Path) -> list[tuple[str, float, float]]:
@@ -148,7 +143,7 @@ def main() -> None:
     print("| until | s | processor s | of it here |\n|---|---|---|---|")
     before = 0.0
     for number, (name, _, _) in enumerate(runs[0]):
-        seconds, busy = (min(run[number][column] for run in runs) for column in (1, 2))
+        seconds, busy = min(run[number][1] for run in runs), min(run[number][2] for run in runs)
         print(f"| {name} | {seconds:.2f} | {busy:.2f} | {busy - before:.2f} |")
         before = busy
 

@@ -159,9 +159,7 @@ def measure(row: Row, device: torch.device, *, tiny: bool = False, peak: float |
     """
     row, model = shrunk(row) if tiny else (row, profiles.model(row.task))
     if device.type == "cuda" and "vram" in row.flags:
-        limit = usable_bytes(int(row.flags["vram"])) - CONTEXT_BYTES
-        total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
+        hold_to(int(row.flags["vram"]), device)
     began = time.perf_counter()
     run, trainee = make_run(model, row.flags, device, cudnn=row.cudnn)
     group = Group(0, [random_batch(model, row.clip, row.batch, device)])
@@ -178,6 +176,13 @@ def measure(row: Row, device: torch.device, *, tiny: bool = False, peak: float |
             "reserved_bytes": torch.cuda.max_memory_reserved(device),
         }
     return found | _work(row, model, run, min(seconds), peak_tflops(device, peak))
+
+
+def hold_to(vram_gib: int, device: torch.device) -> None:
+    """Let PyTorch take no more of the card than a run may on a card of that size, CUDA's own part aside."""
+    index = device.index or 0  # the call below wants a number
+    total = torch.cuda.get_device_properties(index).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, (usable_bytes(vram_gib) - CONTEXT_BYTES) / total), index)
 
 
 def _times(step: Callable[[], object], device: torch.device, tiny: bool) -> list[float]:

@@ -13,6 +13,7 @@ from wangen.generator.layouts import HEAD_DIM
 from wangen.generator.memory import BOTH_IMAGES, FREQUENCIES, IMAGE_DIM, TEXT_DIM
 from wangen.generator.steps import Train
 from wangen.profiles import Model
+from wangen.runtime.devices import set_precision
 from wangen.runtime.loader import Batch
 from wangen.runtime.memory.quantize import in_blocks
 from wangen.runtime.models import Family, VelocityModel, family
@@ -154,6 +155,7 @@ def make_run(
         cudnn: whether SDPA prefers cuDNN, told by hand; None leaves it to the trainer.
     """
     options = options_of(model, flags, device)
+    set_precision(deterministic=options.deterministic, tf32=options.cuda_allow_tf32)
     expert = ExpertPlan("", NO_WEIGHTS, None, 0.0, 1.0, 1.0, 1)
     plan = Plan(options, model, [], [], 1, (expert,), {})
     kind = cast(Family, RandomFamily(model, device, cudnn))

@@ -72,9 +72,8 @@ def told_of_training(workspace: Workspace, target: Target, model: Model) -> dict
 
 def needed_weights(workspace: Workspace, target: Target, model: Model) -> list[Weights]:
     """The weight files that a bundle needs: of two experts one alone where `experts` says so."""
-    left_out = {"low": "dit_high_noise", "high": "dit"}.get(
-        told_of_training(workspace, target, model).get("experts", "")
-    )
+    chosen = told_of_training(workspace, target, model).get("experts")
+    left_out = {"low": "dit_high_noise", "high": "dit"}.get(str(chosen))
     return [weights for weights in model.weights if not (model.experts and weights.flag == left_out)]
 
 

@@ -1,4 +1,4 @@
-"""A LoRA's file in other layouts and dtypes."""
+"""An adapter's file in other layouts and dtypes."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -7,10 +7,12 @@ from pathlib import Path
 
 import torch
 
+from wangen.generator.adapter_parts import unfit_adapter
 from wangen.generator.errors import UsageError
 from wangen.generator.files import write_text
 from wangen.generator.formats import Header
 from wangen.generator.headers import read_header
+from wangen.generator.kinds import kind_of
 from wangen.generator.lora_config import (
     ADAPTER_FILE,
     CONFIG_FILE,
@@ -23,8 +25,10 @@ from wangen.generator.lora_config import (
 )
 from wangen.generator.lora_keys import Layout, layout_of
 from wangen.generator.workspace import require_writable
+from wangen.runtime.adapters import Adapter, read_adapter
 from wangen.runtime.lora import Lora, as_stored, lora_fields, name_tensors, read_lora
 from wangen.runtime.safetensors_file import require_free, require_space, write
+from wangen.runtime.training.adapter_files import name_adapter
 
 CONVERTED = "wangen.converted"
 
@@ -48,11 +52,21 @@ class Converted:
 
 @dataclass(frozen=True)
 class _Original:
-    """The LoRA that is converted."""
+    """What is converted: a plain LoRA, or an adapter of another kind."""
 
-    lora: Lora
+    lora: Lora | None
+    adapter: Adapter
     header: Header
     layout: str
+
+    @property
+    def num_modules(self) -> int:
+        return len(self.lora or self.adapter)
+
+    @property
+    def ranks(self) -> list[int]:
+        weights = (self.lora or self.adapter).values()
+        return sorted({weight.rank for weight in weights if weight.rank})
 
 
 @dataclass(frozen=True)
@@ -71,37 +85,47 @@ class _Made:
 def convert(
     path: Path, layouts: Sequence[Layout], dtype: str | None, save_path: Path, *, overwrite: bool = False
 ) -> Converted:
-    """Write a LoRA in other layouts; metadata stay, apart from digests of the tensors.
+    """Write a LoRA, DoRA, LoHa or LoKr in other layouts; metadata stay, apart from digests of the tensors.
 
     Args:
-        path: the LoRA, in any layout: a file, or a folder of peft or diffusers.
+        path: the adapter, in any layout: a file, or a folder of peft or diffusers.
         layouts: at least one; the first goes to `save_path`, the others get their name as a suffix.
         dtype: torch's name of a dtype for the matrices; None keeps what is stored.
         save_path: a `.safetensors`; for peft alone also a folder, which gets an `adapter_config.json`.
         overwrite: replace any file that is in the way; without it only a LoRA is.
 
     Raises:
-        WangenError: no plain LoRA, a number that the dtype cannot hold, no room on the disk, a file is in the way.
-            All that is found before the first file is written.
+        WangenError: no adapter that is read, a layout or dtype that it cannot have, a number that the dtype cannot
+            hold, no room on the disk, a file is in the way. All that is found before the first file is written.
     """
     file = lora_file(path)
     header = read_header(file)
-    original = _Original(read_lora(path), header, layout_of(header.tensors))
+    original = _read(path, header)
     wanted: torch.dtype | None = getattr(torch, dtype) if dtype else None
     folder = not is_safetensors(save_path)
     files = _files(save_path / ADAPTER_FILE if folder else save_path, layouts)
     require_writable(files[layouts[0]].parent)
     for target in files.values():
-        require_free(target, [file], lambda there: there.kind == "lora", overwrite)
+        require_free(target, [file], lambda there: there.kind in ("lora", "lora-other"), overwrite)
         _refuse_config(target, folder, overwrite)
-    made = {layout: _make(original, layout, wanted) for layout in layouts}
+    if original.lora is None:
+        made = {layout: _make_adapter(original, layout, wanted) for layout in layouts}
+    else:
+        made = {layout: _make(original, original.lora, layout, wanted) for layout in layouts}
     require_space(files[layouts[0]], sum(content.num_bytes for content in made.values()))
     for layout, target in files.items():
         write(target, made[layout].tensors, made[layout].metadata)
         if folder:
             write_text(target.with_name(CONFIG_FILE), made[layout].config)
-    ranks = sorted({weight.rank for weight in original.lora.values()})
-    return Converted(original.layout, files, len(original.lora), ranks)
+    return Converted(original.layout, files, original.num_modules, original.ranks)
+
+
+def _read(path: Path, header: Header) -> _Original:
+    """The adapter. A file of a strange kind is read as a plain LoRA, which says what it is instead."""
+    layout = layout_of(header.tensors)
+    if kind_of(header) == "lora-other" and not unfit_adapter(header.tensors):
+        return _Original(None, read_adapter(path, "--lora_weight"), header, layout)
+    return _Original(read_lora(path), {}, header, layout)
 
 
 def _files(first: Path, layouts: Sequence[Layout]) -> dict[Layout, Path]:
@@ -123,25 +147,48 @@ def _refuse_config(file: Path, folder: bool, overwrite: bool) -> None:
                          cure="give another --save_path, or --overwrite as well")  # fmt: skip
 
 
-def _make(original: _Original, layout: Layout, dtype: torch.dtype | None) -> _Made:
-    """One layout's file."""
-    stored = as_stored(original.lora, layout, dtype)
+def _make_adapter(original: _Original, layout: Layout, dtype: torch.dtype | None) -> _Made:
+    """One layout's file of a DoRA, LoHa or LoKr.
+
+    A DoRA's magnitudes are over the norms of the base or of the changed weight, and only the base's weights tell one
+    from the other.
+    """
+    first = next(iter(original.adapter.values()))
+    cure = "train writes several layouts at once: --lora_layout comfyui diffusers"
+    if layout == "peft" or dtype == torch.float8_e4m3fn:
+        what = "--layout peft" if layout == "peft" else "float8"
+        raise UsageError(f"{what} is for plain LoRAs", cure="give another")
+    if first.magnitude is not None:
+        for_comfyui = any(key.endswith("dora_scale") for key in original.header.tensors)
+        wanted = layout in ("comfyui", "kohya")
+        if wanted != for_comfyui and (wanted or first.over_base):
+            raise UsageError(f"a DoRA's magnitudes for {layout} need the weights of its base", cure=cure)
+    own = next(iter(first.factors.values())).dtype
+    tensors = name_adapter(original.adapter, layout, dtype or own)
+    words = "in the first factor where the layout has none, the scale of the product is the same"
+    return _Made(tensors, _metadata(original, layout, words), "")
+
+
+def _make(original: _Original, lora: Lora, layout: Layout, dtype: torch.dtype | None) -> _Made:
+    """One layout's file of a plain LoRA."""
+    stored = as_stored(lora, layout, dtype)
     fields = lora_fields(stored)
-    metadata = _metadata(original, layout, stored)
+    folded = any(weight.alpha != lora[name].alpha for name, weight in stored.items())
+    words = "changed with the matrices, the scale of their product is the same" if folded else "kept"
+    metadata = _metadata(original, layout, words)
     if layout in ("diffusers", "peft"):  # for us also in peft's file, which may be copied without its configuration
         own = {DIFFUSERS_PREFIX + key: value for key, value in fields.items()}
         metadata[DIFFUSERS_METADATA] = json.dumps(own, sort_keys=True)
     return _Made(name_tensors(stored, layout), metadata, config_text(fields))
 
 
-def _metadata(original: _Original, layout: Layout, stored: Lora) -> dict[str, str]:
+def _metadata(original: _Original, layout: Layout, alpha: str) -> dict[str, str]:
     """The old file's metadata, without what is true of its tensors only, and what was changed."""
     kept = {key: value for key, value in original.header.metadata.items() if key not in (*STALE, DIFFUSERS_METADATA)}
-    folded = any(weight.alpha != original.lora[name].alpha for name, weight in stored.items())
     note = {
         "from": original.layout,
         "to": layout,
         "from_dtype": sorted({info.dtype for info in original.header.tensors.values() if len(info.shape) > 1}),
-        "alpha": "changed with the matrices, the scale of their product is the same" if folded else "kept",
+        "alpha": alpha,
     }
     return {"format": "pt", **kept, CONVERTED: json.dumps(note, sort_keys=True)}

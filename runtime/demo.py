@@ -41,9 +41,6 @@ resolution = [64, 64]
 num_frames = 17
 platforms = ["{platform}"]
 
-[dataset.example]
-batch_size = 4
-
 [steps.cache_latents]
 vae_dtype = "float32"
 
@@ -51,10 +48,10 @@ vae_dtype = "float32"
 t5_dtype = "float32"
 
 [steps.train]
-max_train_steps = 120
+max_train_steps = 150
 learning_rate = 2e-3
 mixed_precision = "no"
-save_every_n_steps = 40
+save_every_n_steps = 50
 """
 
 
@@ -210,12 +207,17 @@ def _table(target: Target, lora: Path, videos: list[Path], skipped: list[str], s
 
 
 def _tell_colours(console: Any, videos: list[Path]) -> None:
-    """What both clips show: the mean colour of the shape, as a patch of it and in numbers."""
+    """The mean colour of the shape that both clips show, as a patch of it and in numbers."""
     from wangen.runtime.moving_shapes import look, read_clip
 
-    shown = [tuple(round(value) for value in look(read_clip(video)).colour) for video in videos]
-    patches = [f"[on rgb({red},{green},{blue})]    [/] ({red}, {green}, {blue})" for red, green, blue in (*shown, SRGB)]
-    console.print(f"colour   {patches[0]} of the shape; without the LoRA {patches[1]}; drawn for training {patches[2]}")
+    def shown(colour: tuple[float, float, float]) -> str:
+        red, green, blue = map(round, colour)
+        return f"[on rgb({red},{green},{blue})]    [/] ({red}, {green}, {blue})"
+
+    taught, untaught = (look(read_clip(video)) for video in videos)
+    before = shown(untaught.colour) if untaught.share else "it shows no shape"
+    after = shown(taught.colour) if taught.share else "it shows no shape"
+    console.print(f"{COLOUR:7}  {shown(SRGB)} was drawn; with the LoRA {after}; without {before}", soft_wrap=True)
 
 
 def _report(path: Path) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`export`: a LoRA in other layouts and dtypes, LoRAs merged into a checkpoint, and what a header says.
+"""`export`: an adapter in other layouts and dtypes, LoRAs merged into a checkpoint, and what a header says.
 
 Torch is imported inside the functions that need it: what a header says is told without it, in a moment.
 """
@@ -118,7 +118,7 @@ def _convert(options: Export, path: Path, save_path: Path) -> Report:
                         overwrite=options.overwrite)  # fmt: skip
     for layout, written in converted.files.items():
         log.info("  %s: %s", layout, written)
-    ranks = ", ".join(map(str, converted.ranks))
+    ranks = ", ".join(map(str, converted.ranks)) or "full"
     return Report(
         folder=save_path.parent,
         summary=f"{many(converted.num_modules, 'module')} of rank {ranks}: {converted.layout} to "

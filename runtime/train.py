@@ -18,16 +18,19 @@ from wangen.generator import headers
 from wangen.generator.errors import WangenError, many
 from wangen.generator.session import Report, with_flag
 from wangen.generator.steps import Train
+from wangen.generator.table import options as flags_of
 from wangen.generator.workspace import require_writable
+from wangen.runtime.adapter_layers import parts_of
 from wangen.runtime.devices import choose_device, set_precision
 from wangen.runtime.interrupt import Interrupt
 from wangen.runtime.loader import num_entries
+from wangen.runtime.memory.presets import PLAIN
 from wangen.runtime.models import family
 from wangen.runtime.progress import progress
 from wangen.runtime.training import checkpoint
 from wangen.runtime.training.checkpoint import TrainingState
 from wangen.runtime.training.loading import load_trainee, require_room
-from wangen.runtime.training.out_of_memory import enough_memory_for_steps
+from wangen.runtime.training.out_of_memory import enough_memory_for, enough_memory_for_steps
 from wangen.runtime.training.plan import Plan, make_plan
 from wangen.runtime.training.prepared import groups
 from wangen.runtime.training.refusals import refuse, resolved
@@ -37,6 +40,7 @@ from wangen.runtime.training.saving import Saving, save_loras, save_state, save_
 from wangen.runtime.training.schedules import make_schedule
 from wangen.runtime.training.show_timesteps import show
 from wangen.runtime.training.step import optimizer_step
+from wangen.runtime.training.throughput import in_words
 from wangen.runtime.training.timesteps import starving
 from wangen.runtime.training.watching import Watching
 
@@ -70,7 +74,8 @@ def run(options: Train) -> Report:
             return _report(plan, state.step, state.facts, done_before=True)
     require_room(plan)
     with Watching(plan, device, state.step if state else 0) as watching:  # prompts are encoded before the model loads
-        training = _prepare(plan, device, state)
+        with enough_memory_for(plan, device, "loading the model"):
+            training = _prepare(plan, device, state)
         start, started = training.step, time.monotonic()
         with Interrupt() as interrupt:
             _train(training, watching, interrupt)
@@ -78,29 +83,37 @@ def run(options: Train) -> Report:
         raise KeyboardInterrupt
     for path in save_loras(training):
         log.info("  saved %s", path)
-    timing = {"steps_this_run": training.step - start, "seconds_training": round(time.monotonic() - started, 3)}
+    speed = watching.speed()
+    if speed:
+        log.info("  %s", in_words(speed))
+    timing = {"steps_this_run": training.step - start, "seconds_training": round(time.monotonic() - started, 3),
+              "speed": speed}  # fmt: skip
     return _report(plan, training.step, training.facts | timing)
 
 
 def _find_state(plan: Plan) -> TrainingState | None:
-    checkpoint.require_own_format(plan.states)
-    path = plan.options.resume or checkpoint.newest(plan.states)
+    given = plan.options.resume
+    if given is None or given.resolve().parent == plan.states.resolve():
+        checkpoint.require_own_format(plan.states)
+    path = given or checkpoint.newest(plan.states)
     return checkpoint.read(path) if path else None
 
 
 def _compare(plan: Plan, state: TrainingState) -> None:
     """Refuse to go on with other settings, unless told to."""
-    old, new = state.fingerprint, plan.fingerprint
+    # A flag that the state's version did not have yet did what is its default now.
+    defaults = {option.name: str(option.default) for option in flags_of(Train) if option.flag.pinned}
+    old, new = defaults | dict(state.fingerprint), plan.fingerprint
     changed = [
         f"{name}: {_difference(name, old.get(name), new.get(name))}"
-        for name in sorted({*old, *new})
+        for name in sorted({*state.fingerprint, *new})
         if old.get(name) != new.get(name)
     ]
     if changed and not plan.options.resume_changed:
         listed = "\n".join(f"  - {line}" for line in changed)
         raise WangenError(
             f"an earlier run used other settings\n{listed}",
-            where=str(plan.states),
+            where=str(plan.options.resume or plan.states),
             cure=f"{with_flag('train', '--fresh')} (or removing that folder) starts again from step 0; "
             f"{with_flag('train', '--resume_changed')} goes on with the new",
         )
@@ -145,18 +158,31 @@ def _announce(training: Run) -> None:
         base = headers.read_header(trainee.plan.dit, trainee.plan.flag)  # in memory it may be parked or quantised
         total = sum(math.prod(info.shape) for info in base.tensors.values())
         total += trainable if options.train_mode == "lora" else 0
+        what = "train"
+        if options.train_mode == "lora":
+            what += f" ({options.network_module} on {many(len(parts_of(trainee.parameters)), 'layer')})"
         name = f"{trainee.plan.name.replace('_', '-')} expert, " if trainee.plan.name else ""
-        log.info("  %s%.2f M of %.2f M parameters train, %s, attention %s, on %s", name, trainable / 1e6, total / 1e6,
-                 {"bf16": "bfloat16", "no": "float32"}[options.mixed_precision], trainee.model.attention,
+        log.info("  %s%.2f M of %.2f M parameters %s, %s, attention %s, on %s", name, trainable / 1e6, total / 1e6,
+                 what, {"bf16": "bfloat16", "no": "float32"}[options.mixed_precision], trainee.model.attention,
                  training.device)  # fmt: skip
         if trainee.plan.name:
-            log.info("    timesteps %g to %g: %.1f %% of the drawn ones, %d steps", 1000 * trainee.plan.low,
-                     1000 * trainee.plan.high, 100 * trainee.plan.share, trainee.plan.num_steps)  # fmt: skip
+            log.info("    timesteps %g to %g: %.1f %% of the drawn ones, %d of %d steps", 1000 * trainee.plan.low,
+                     1000 * trainee.plan.high, 100 * trainee.plan.share, trainee.plan.num_steps,
+                     plan.num_steps)  # fmt: skip
     if len(plan.experts) > 1:
         for line in starving({expert.name: expert.num_steps / plan.num_steps for expert in plan.experts}):
             log.warning("  %s", line)
-    log.info("  %s, %d steps per epoch, %d steps in all%s", many(len(plan.samples), "sample"), plan.steps_per_epoch,
-             plan.num_steps, f", resuming at {training.step}" if training.step else "")  # fmt: skip
+    if changed := _memory_flags(options):
+        log.info("  memory: %s", " ".join(changed))
+    resuming = f", resuming at {training.step}" if training.step else ""
+    log.info("  %s, %s per epoch, %d steps in all%s", many(len(plan.samples), "sample"),
+             many(plan.steps_per_epoch, "step"), plan.num_steps, resuming)  # fmt: skip
+
+
+def _memory_flags(options: Train) -> list[str]:
+    """What `--vram` chose or flags said, where it is not how a run without them is, as flags."""
+    chosen = {name: getattr(options, name) for name, usual in PLAIN.items() if getattr(options, name) != usual}
+    return [f"--{name}" if value is True else f"--{name} {value}" for name, value in chosen.items()]
 
 
 def _train(training: Run, watching: Watching, interrupt: Interrupt) -> None:
@@ -166,7 +192,9 @@ def _train(training: Run, watching: Watching, interrupt: Interrupt) -> None:
     readers = [
         groups(plan, trainee.plan, trainee.step, pin=training.device.type == "cuda") for trainee in training.trainees
     ]
-    watching.begin(training)
+    looking = "validating or sampling"
+    with enough_memory_for(plan, training.device, looking):
+        watching.begin(training)
     try:
         with progress("train", plan.num_steps, training.step) as advance:
             for number in plan.turns([trainee.step for trainee in training.trainees]):
@@ -180,7 +208,8 @@ def _train(training: Run, watching: Watching, interrupt: Interrupt) -> None:
                 advance(1, watching.after(result))
                 if saving.due() or saving.state_due() or watching.due():
                     watching.settle()
-                    watching.look()
+                    with enough_memory_for(plan, training.device, looking):
+                        watching.look()
                     saving.save()
             watching.settle()
     finally:
@@ -198,7 +227,12 @@ def _report(plan: Plan, step: int, facts: Mapping[str, Any], *, done_before: boo
     return Report(
         folder=options.output_dir,
         summary=f"{summary}: {', '.join(map(str, files))}",
-        inputs={"dataset_config": options.dataset_config, "samples": len(plan.samples), **plan.fingerprint},
+        inputs={
+            "dataset_config": options.dataset_config,
+            "samples": len(plan.samples),
+            **plan.fingerprint,
+            "memory": {name: getattr(options, name) for name in PLAIN},
+        },
         counts={"from_cache": num_entries(plan.samples), "computed": 0, "steps": step},
         result={"lora": files[0], "loras": files, "done_before": done_before, **facts},
     )

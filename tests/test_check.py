@@ -174,6 +174,15 @@ def test_two_experts(good, tmp_path, caplog):
     assert "are they swapped?" in caplog.text
 
 
+def test_of_two_experts_the_missing_one_is_named(good, tmp_path):
+    both = changed(good, task="t2v-A14B", dit_high_noise=tmp_path / "wan2.2_t2v_high_noise_14B_fp16.safetensors")
+    (found,) = problems(both)
+    assert "--dit_high_noise (the high-noise expert): no such weight file" in found
+    assert "wangen models download t2v-A14B" in found
+    (found,) = problems(changed(both, dit=tmp_path / "no.safetensors", dit_high_noise=good.dit))
+    assert "--dit (the low-noise expert): no such weight file" in found
+
+
 @pytest.mark.parametrize("content", [b"", b"garbage" * 100, b"<!DOCTYPE html>"])
 def test_weights_that_are_none(good, tmp_path, content):
     (tmp_path / "bad.safetensors").write_bytes(content)

@@ -49,7 +49,7 @@ def test_the_demo_makes_a_lora_and_a_clip(finished):
     assert all(report["ok"] for report in made.values())
     assert made["cache_latents"]["counts"]["computed"] == 12
     assert made["cache_text"]["counts"]["computed"] == 13  # with the empty prompt
-    assert made["train"]["counts"]["steps"] == 120
+    assert made["train"]["counts"]["steps"] == 150
     assert made["train"]["counts"]["from_cache"] == 24
     assert made["train"]["versions"]["torch"]
     assert read_clip(finished / "outputs/example/demo.mp4").shape == (3, 17, 64, 64)
@@ -72,7 +72,7 @@ def test_running_it_again_resumes_and_says_what_it_skipped(finished):
     result = demo(finished.parent.parent)
     assert result.returncode == 0, result.stderr
     assert "0 entries encoded, 12 already valid" in result.stderr
-    assert "already trained, 120 steps" in result.stderr
+    assert "already trained, 150 steps" in result.stderr
     shown = " ".join(result.stdout.split())
     assert "skipped: copying the tiny Wan, cache_latents, cache_text, train, generate" in shown
     assert hashlib.sha256(lora.read_bytes()).hexdigest() == before

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from diffusers import WanTransformer3DModel
 
 from wangen import profiles
-from wangen.generator.memory import adapter_weights, block_bytes, outer_bytes, tokens_of
+from wangen.generator.memory import GIB, adapter_weights, block_bytes, outer_bytes, tokens_of
 from wangen.generator.step_parts import Attention
 from wangen.generator.train_step import Quantize
 from wangen.runtime.memory.quantize import QuantLinear
@@ -141,6 +142,17 @@ def test_what_does_not_fit_is_an_answer(gpu_train, monkeypatch):
     monkeypatch.setattr(gpu_train, "measure", full)
     answer = gpu_train.in_this_process(gpu_train.all_rows()[0], CPU, tiny=True, peak=None)
     assert answer == {"error": "does not fit: CUDA out of memory. Tried to allocate 2.00 GiB."}
+
+
+def test_a_preset_is_held_to_its_card(gpu_train, monkeypatch):
+    told = []
+    card = SimpleNamespace(total_memory=80 * GIB)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: card)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *arguments: told.append(arguments))
+    for vram, device in ((12, "cuda"), (24, "cuda:1"), (96, "cuda")):
+        gpu_train.hold_to(vram, torch.device(device))
+    # 15/16 of the card, and half a GiB for CUDA itself
+    assert told == [(pytest.approx(10.75 / 80), 0), (pytest.approx(22 / 80), 1), (1.0, 0)]
 
 
 @pytest.mark.slow

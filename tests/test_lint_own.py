@@ -52,3 +52,12 @@ def test_what_training_can_do_is_no_finding(shell, line):
     """Sage has its gradient here, swap goes with two experts and copies one way only."""
     about_places = {"missing-step", "no-venv", "cwd"}
     assert {finding.kind for finding in findings(shell, f"{line}\n")} <= about_places
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_ti2v_5b_has_a_vae_of_its_own(shell):
+    line = "wangen check --dataset_config x.toml --task {} --vae {}\n"
+    expect(shell, line.format("ti2v-5B", "Wan2.1_VAE.pth"), "weights", 1, "Wan2.2_VAE.pth")
+    expect(shell, line.format("t2v-A14B", "wan2.2_vae.safetensors"), "weights", 1, "Wan2.1_VAE.pth")
+    for task, vae in (("ti2v-5B", "Wan2.2_VAE.pth"), ("i2v-A14B", "Wan2.1_VAE.pth")):
+        assert "weights" not in {finding.kind for finding in findings(shell, line.format(task, vae))}

@@ -274,3 +274,22 @@ def test_a_caption_that_was_edited_in_the_bundle(site, capsys):
     media = site / "published" / "windows" / "files" / "datasets" / "red_house" / "64"
     (media / "a.txt").write_text("mine", encoding="utf-8")
     assert "changed in the bundle, so that publishing leaves them: a.txt" in check(capsys, 0, "--platform", "windows")
+
+
+def test_of_two_experts_the_missing_one_is_named(site, capsys, weights):
+    """Here as a problem; on a platform that this is not, where its weights may lie already, as a note."""
+    toml = site / "wangen.toml"
+    toml.write_text(toml.read_text() + 'model = "t2v-A14B"\n')
+    models = site / "published" / HERE / "models"
+    shutil.copy(weights["dit"], models / "wan2.2_t2v_low_noise_14B_fp16.safetensors")
+    publish()
+    capsys.readouterr()
+    shown = check(capsys, 1)
+    assert "--dit_high_noise (the high-noise expert): no such weight file" in shown
+    assert "--dit (the low-noise expert): no such weight file" not in shown
+    assert "--dit_high_noise (the high-noise expert): models/wan2.2_t2v_high_noise" in shown
+    assert "has to lie there on that machine" in shown
+    toml.write_text(toml.read_text() + '[steps.train]\nexperts = "low"\n')
+    publish()
+    capsys.readouterr()
+    assert "high_noise" not in check(capsys, 0)

@@ -6,7 +6,7 @@ import pytest
 from helpers import image_bytes, write_tree
 
 from wangen import profiles
-from wangen.generator import scripts, workspace
+from wangen.generator import lint, scripts, workspace
 from wangen.generator.bundle import PLAIN_MEMORY, bundle_steps
 from wangen.generator.cli import main
 from wangen.generator.commands import parse
@@ -17,6 +17,7 @@ from wangen.generator.tasks import supported
 from wangen.generator.tomls import read_dataset
 
 PLATFORMS = {"linux": ["sh"], "wsl": ["sh"], "windows": ["bat", "ps1"], "slurm": ["sh"]}
+SAMPLES = '[steps.train]\nsample_prompts = "{}"\nsample_every_n_epochs = 2\n'
 HEAD = f"platforms = {[*PLATFORMS]}\n".replace("'", '"')
 
 
@@ -49,6 +50,18 @@ def test_every_model_is_published_with_every_flag_as_it_was_meant(tmp_path, task
         assert {flag: getattr(train, flag) for flag in PLAIN_MEMORY} == PLAIN_MEMORY
 
 
+@pytest.mark.parametrize("task", supported("publishing for"))
+def test_the_linter_finds_nothing_in_what_is_published(tmp_path, task):
+    tree = {"datasets/cats/a.jpg": image_bytes(), "datasets/cats/a.txt": "a cat", "p.txt": "A cat."}
+    text = f'{HEAD}model = "{task}"\n' + SAMPLES.format("p.txt") + 'vram = "12"\n'
+    place = write_tree(tmp_path, {**tree, "wangen.toml": text})
+    assert main(["publish", "cats", "--workspace", str(place)]) == 0
+    for platform, shells in PLATFORMS.items():
+        for shell in shells:
+            for name in ("train", "cache"):
+                assert lint.lint(lint.read(place / "published" / platform / f"{name}_cats.{shell}")) == []
+
+
 @pytest.mark.parametrize("task", ["t2v-A14B", "i2v-A14B"])
 def test_both_experts_are_named_where_they_are_trained_and_where_they_are_checked(tmp_path, task):
     place = made(tmp_path, f'model = "{task}"\n')
@@ -60,6 +73,23 @@ def test_both_experts_are_named_where_they_are_trained_and_where_they_are_checke
                 name = str(getattr(step, flag)).replace("\\", "/")
                 assert name == f"models/{Path(files[flag].downloads[0].path).name}"
         assert steps[-1].experts == "both"
+
+
+@pytest.mark.parametrize(("expert", "named", "left_out"), [
+    ("low", "dit", "dit_high_noise"), ("high", "dit_high_noise", "dit"),
+])  # fmt: skip
+def test_one_expert_alone_needs_no_weights_of_the_other(tmp_path, capsys, expert, named, left_out):
+    place = made(tmp_path, f'model = "t2v-A14B"\n[steps.train]\nexperts = "{expert}"\n')
+    for steps in spoken(place).values():
+        for step in (steps[0], steps[-1]):
+            assert getattr(step, named) is not None
+            assert getattr(step, left_out) is None
+    tree = {"datasets/cats/a.jpg": image_bytes(), "datasets/cats/a.txt": "a cat"}
+    write_tree(tmp_path, tree)
+    assert main(["publish", "cats", "--workspace", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert f"{expert}_noise" in shown
+    assert f"{'high' if expert == 'low' else 'low'}_noise" not in shown
 
 
 @pytest.mark.parametrize("task", supported("publishing for"))
@@ -123,9 +153,6 @@ def test_a_dataset_larger_than_the_preset_is_made_for_is_said(tmp_path, capsys):
 
 
 # ---- sample prompts ----------------------------------------------------------------------------------------------
-
-
-SAMPLES = '[steps.train]\nsample_prompts = "{}"\nsample_every_n_epochs = 2\n'
 
 
 @pytest.mark.parametrize("name", ["prompts.txt", "my prompts/Cats.toml"])

@@ -128,7 +128,7 @@ def test_both_experts_sample_each_from_the_boundary_on_with_its_own_guidance(tin
     for number, trainee in enumerate(run.trainees):  # each of the two has its part in the picture
         with replaced(trainee.parameters, {n: torch.zeros_like(p) for n, p in trainee.parameters.items()}):
             assert not np.array_equal(both, pixels(make_samples(run, scenes)[0])), number
-    run.trainees = run.trainees[1:]
+    run.trainees, run.active = run.trainees[1:], None
     assert not np.array_equal(both, pixels(make_samples(run, scenes)[0]))
     last = (tmp_path / "samples" / "samples.jsonl").read_text().splitlines()[-1]
     assert json.loads(last)["experts"] == ["low_noise"]

@@ -363,7 +363,7 @@ def test_out_of_memory_is_one_message_with_the_batch_and_the_cure(tiny_run, tmp_
     monkeypatch.setattr(FastWan, "__call__", full)  # no GPU here to fill for real
     with pytest.raises(WangenError, match=r"out of memory at step 1, on (red|blue|clip).* \(latents of \d") as error:
         train.run(tiny_run.options(tmp_path))
-    assert "give --quantize fp8" in str(error.value)
+    assert "give --quantize int8" in str(error.value)
 
 
 def test_a_missing_cache_stops_with_the_command_to_run(tiny_run, tmp_path):

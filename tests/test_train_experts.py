@@ -96,7 +96,7 @@ def test_the_plan_says_the_shares_and_warns_of_an_expert_that_starves(tiny_run, 
     options = both(tiny_run, high, tmp_path, timestep_sampling="sigmoid", max_train_steps=60)
     train.run(replace(options, high_noise_share=None, max_train_steps=40))
     assert "high-noise expert, 0." in caplog.text
-    assert "timesteps 875 to 1000: 2.6 % of the drawn ones, 1 steps" in caplog.text
+    assert "timesteps 875 to 1000: 2.6 % of the drawn ones, 1 of 40 steps" in caplog.text
     assert "the high-noise expert gets 2.5 % of the samples" in caplog.text
 
 

@@ -17,8 +17,8 @@ from wangen.runtime.training import checkpoint
 
 LINUX_ROOT = sys.platform == "linux" and os.geteuid() == 0
 DISK = 16 << 20
-KIB_OF_ROOM = (0, 300, 900)
-MORE_KIB_OF_ROOM = (4, 16, 60, 120, 180, 240, 360, 420, 480, 540, 600, 660, 720, 800, 1000, 1200)
+KIB_OF_ROOM = (0, 300)
+MORE_KIB_OF_ROOM = (4, 16, 60, 120, 180, 240, 360, 420, 480, 540, 600, 660, 720, 800, 900)
 """A state of this run takes about 0.9 MiB: weights, two moments and averages, each 0.2; so does each of two LoRAs."""
 
 
@@ -60,13 +60,12 @@ def fails_and_goes_on(cases: Cases, disk: Path, whole: Path, kib: int) -> bool:
     options = options_of(cases, disk / f"run-{kib}")
     with pytest.MonkeyPatch.context() as patch:
         at_step(patch, 3, lambda: fill_but(disk, kib << 10))
-        failed = False
+        said = ""
         try:
             train.run(options)
         except WangenError as error:
-            failed = True
-            assert "No space left on device" in str(error)
-            assert "free space" in str(error)
+            said = str(error)
+    assert not said or ("No space left on device" in said and "free space" in said)
     assert sorted(disk.rglob(".*")) == [], "nothing half written stays"
     newest = checkpoint.newest(options.output_dir / "lora-state")
     assert newest
@@ -78,7 +77,7 @@ def fails_and_goes_on(cases: Cases, disk: Path, whole: Path, kib: int) -> bool:
     assert contents(options.output_dir) == contents(whole)
     assert measured(options.output_dir) == measured(whole)
     subprocess.run(["rm", "-r", options.output_dir], check=True)
-    return failed
+    return bool(said)
 
 
 @pytest.mark.parametrize("kib", KIB_OF_ROOM)
@@ -97,5 +96,5 @@ def test_a_disk_too_small_for_the_checkpoints_is_refused_before_the_model_loads(
 ):
     monkeypatch.setattr("wangen.runtime.train.load_trainee", lambda *_words: pytest.fail("the model was loaded"))
     options = replace(options_of(cases, disk / "small"), network_dim=64)
-    with pytest.raises(WangenError, match=r"the checkpoints need up to .* GB"):
+    with pytest.raises(WangenError, match=r"the checkpoints need up to .* [GM]B"):
         train.run(options)

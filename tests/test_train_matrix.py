@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from train_cases import EXPERTS, TRUTH, Cases, Changes, contents, cut_off, make_cases, measured
+from train_cases import EXPERTS, TRUTH, Cases, Changes, contents, cut_off, make_cases, make_ti2v, measured
 
 from wangen.runtime import train
 from wangen.runtime.training import checkpoint
@@ -23,6 +23,8 @@ pytest_plugins = ("optimizer_fixtures",)
 
 SWAP: Changes = {"checkpointing": "full", "blocks_to_swap": 1}
 DROPS: Changes = {"network_dropout": 0.3, "caption_dropout": 0.3}
+
+GIVEN: Changes = {"task": "ti2v-5B", "condition_dropout": 0.4, "lora_targets": "attention"}
 
 SAME: dict[str, Changes] = {
     "full checkpointing": {"checkpointing": "full"},
@@ -74,6 +76,7 @@ MORE_RESUMED: dict[str, Changes] = {
     "every weight of two experts": {**EXPERTS, **TRUTH, "train_mode": "full", "learning_rate": 1e-4},
     "plain": {"plain": True, **DROPS}, "bf16": {"mixed_precision": "bf16", **DROPS},
     "stratified over uneven groups": {"num_timestep_buckets": 3, "gradient_accumulation_steps": 3},
+    "packed": {**EXPERTS, **DROPS, "pack": True, "gradient_accumulation_steps": 3, "checkpointing": "selective"},
     "weighted": {"weighting_scheme": "sigma_sqrt", "timestep_sampling": "logsnr", "prior_loss_weight": 0.3},
 }  # fmt: skip
 
@@ -109,6 +112,14 @@ def test_saving_memory_changes_no_byte(cases: Cases, plain: dict[str, Path], tmp
     assert same_tensors(tmp_path, plain["one"])
 
 
+@pytest.mark.parametrize("targets", ["attention", "ffn"])
+def test_swapped_blocks_whose_last_or_first_layers_have_no_adapter(cases: Cases, tmp_path: Path, targets: str):
+    """The backward pass of a frozen layer needs its weight before anything asks for a recomputation."""
+    for name, changes in {"plain": {"checkpointing": "none"}, "swapped": {**SWAP, "blocks_to_swap": 2}}.items():
+        train.run(cases.options(tmp_path / name, max_train_steps=2, lora_targets=targets, **changes))
+    assert same_tensors(tmp_path / "swapped", tmp_path / "plain")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SAME)
 @pytest.mark.parametrize(("kind", "given"), [("two", EXPERTS), ("dora", {"dora": True})])
@@ -133,9 +144,7 @@ def test_rounding_changes_the_loss_by_no_more_than_is_stated(
 ):
     changes, bound = CLOSE[name]
     train.run(cases.options(tmp_path, **{"checkpointing": "none", **changes}))
-    ours, exact = (
-        [line["loss"] for line in measured(folder) if "loss" in line] for folder in (tmp_path, plain["bare"])
-    )
+    ours, exact = losses(tmp_path), losses(plain["bare"])
     assert ours == pytest.approx(exact, rel=bound)
     assert ours != exact
 
@@ -177,6 +186,39 @@ def cut_and_compare(cases: Cases, folder: Path, changes: Changes, step: int) -> 
     assert report.result["steps_this_run"] < 7 or step == 1
     assert contents(cut.output_dir) == contents(whole.output_dir)
     assert measured(cut.output_dir) == measured(whole.output_dir)
+
+
+@pytest.fixture(scope="module")
+def ti2v(tmp_path_factory: pytest.TempPathFactory) -> Cases:
+    return make_ti2v(tmp_path_factory.mktemp("ti2v"))
+
+
+def test_a_run_whose_first_frames_are_given_goes_on_to_the_same_bytes(ti2v: Cases, tmp_path: Path):
+    cut_and_compare(ti2v, tmp_path, {**GIVEN, **TRUTH, **DROPS}, 5)
+
+
+@pytest.mark.parametrize("name", ["none", "one block swapped", "every block swapped through one buffer"])
+def test_packing_the_batches_of_a_step_changes_only_rounding(cases: Cases, ti2v: Cases, tmp_path: Path, name: str):
+    """Also where batches whose first frames are given go one after the other, in one backward pass."""
+    for kind, made, given in (("given", ti2v, GIVEN), ("alike", cases, {})):
+        changes = {"checkpointing": "none", **given, **SAME.get(name, {}), "gradient_accumulation_steps": 3}
+        for pack in (False, True):
+            train.run(made.options(tmp_path / f"{kind} {pack}", **changes, pack=pack))
+        one, other = (losses(tmp_path / f"{kind} {pack}") for pack in (False, True))
+        assert other == pytest.approx(one, rel=1e-5), kind
+
+
+def losses(folder: Path) -> list[float]:
+    """Of every step."""
+    return [line["loss"] for line in measured(folder) if "loss" in line]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAME)
+def test_saving_memory_changes_no_byte_where_first_frames_are_given(ti2v: Cases, tmp_path: Path, name: str):
+    train.run(ti2v.options(tmp_path / "plain", checkpointing="none", **GIVEN))
+    train.run(ti2v.options(tmp_path / "saved", **{"checkpointing": "none", **GIVEN, **SAME[name]}))
+    assert same_tensors(tmp_path / "saved", tmp_path / "plain")
 
 
 @pytest.mark.parametrize("changes", [{}, EXPERTS], ids=["one", "two experts"])

@@ -8,14 +8,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from helpers import make_clip
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from wangen import profiles
 from wangen.generator.steps import CacheLatents, CacheText, Train
 from wangen.runtime import cache_latents, cache_text, train
+from wangen.runtime.models import family
 from wangen.runtime.tiny import write_tiny_wan
 
+VECTORS = Path(__file__).parent / "vectors"
 Changes = dict[str, Any]
 CAPTIONS = {"red": "a red square", "blue": "a blue wall", "pale": "a pale wall", "clip": "colours that move"}
 MEASURED = {"step", "epoch", "expert", "loss", "grad_norm", "lr", "validation", "loss_by_timestep"}
@@ -76,6 +80,17 @@ target_frames = [5]
 """
 
 
+TI2V = """
+[general]
+resolution = [64, 64]
+[[datasets]]
+video_directory = "@/media"
+cache_directory = "@/cache"
+target_frames = [1, 9]
+batch_size = 2
+"""
+
+
 def make_cases(folder: Path) -> Cases:
     """Three pictures with masks, a fourth as a regularisation set, and a clip; weights of two experts."""
     media, masks, others = (folder / name for name in ("media", "masks", "others"))
@@ -100,6 +115,31 @@ def make_cases(folder: Path) -> Cases:
     config = cases.config("rich", RICH)
     cache_latents.run(CacheLatents(dataset_config=config, vae=weights["vae"], vae_dtype="float32", device="cpu"))
     cache_text.run(CacheText(dataset_config=config, t5=weights["t5"], t5_dtype="float32", device="cpu"))
+    return cases
+
+
+class _Prompts:
+    """Embeddings as wide as the transformer of the vectors takes them: the tiny umT5 is narrower."""
+
+    def encode(self, prompts: list[str], _on_block: object) -> list[torch.Tensor]:
+        return [torch.randn(3 + len(text) % 5, 4096, generator=torch.Generator().manual_seed(1)) for text in prompts]
+
+
+def make_ti2v(folder: Path) -> Cases:
+    """Two clips of 9 frames and a picture for the model whose first frames are given clean: latents (48, 3, 4, 4)."""
+    media = folder / "media"
+    media.mkdir(parents=True)
+    for seed, name in enumerate(("one", "two")):
+        make_clip(media / f"{name}.mp4", num_frames=9, fps=24, size=(64, 64), seed=seed)
+        (media / f"{name}.txt").write_text(name, encoding="utf-8")
+    cases = Cases(folder, {"dit": VECTORS / "dit_ti2v5b" / "model.safetensors"})
+    config = cases.config("rich", TI2V)
+    vae, t5 = VECTORS / "vae22" / "Wan2.2_VAE.pth", VECTORS / "t5" / "models_t5_umt5-xxl-enc-bf16.pth"
+    step = {"dataset_config": config, "task": "ti2v-5B", "device": "cpu"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(family(profiles.model("ti2v-5B")), "load_prompt_encoder", lambda *_words, **_names: _Prompts())
+        cache_latents.run(CacheLatents(vae=vae, vae_dtype="float32", **step))
+        cache_text.run(CacheText(t5=t5, t5_dtype="float32", **step))
     return cases
 
 

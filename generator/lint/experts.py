@@ -14,19 +14,29 @@ _USES_SHIFT = ("shift",)
 
 def weights(script: Script) -> Iterator[Finding]:
     """Weight files that the tool cannot read or the model cannot use, by their names."""
+    tasks = {task for call in script.calls if call.tool == "wangen" and (task := call.value("task"))}
+    large = tasks == {"ti2v-5B"}
     for call in script.calls:
         for flag in call.flags:
             if flag.values and flag.name in ("vae", "t5", "dit", "dit_high_noise"):
-                found, cure = _weight(call, flag.name, re.split(r"[/\\]", flag.values[0].text)[-1].lower())
+                name = re.split(r"[/\\]", flag.values[0].text)[-1].lower()
+                found, cure = _vae(name, large) if flag.name == "vae" else _weight(call, flag.name, name)
                 if found:
                     yield Finding("weights", flag.line, f"{flag.spelled}: {found}", cure)
+
+
+def _vae(name: str, large: bool) -> tuple[str, str]:
+    """What is wrong with a VAE by its name; `large`: every call is for TI2V-5B, which has one of its own."""
+    if large and re.search(r"wan_?2[._]?1.*vae", name):
+        return "TI2V-5B has a VAE of its own", "give Wan2.2_VAE.pth"
+    if not large and re.search(r"wan_?2[._]?2.*vae", name):
+        return "the VAE of Wan 2.2 belongs to the 5B model alone", "give Wan2.1_VAE.pth; the A14B models use it too"
+    return "", ""
 
 
 def _weight(call: Call, flag: str, name: str) -> tuple[str, str]:
     if name.endswith(".gguf") and call.tool == "musubi-tuner":
         return "GGUF files are not read", "give the .safetensors weights"
-    if flag == "vae" and re.search(r"wan_?2[._]?2.*vae", name):
-        return "the VAE of Wan 2.2 belongs to the 5B model alone", "give Wan2.1_VAE.pth; the A14B models use it too"
     if flag == "t5" and call.tool == "musubi-tuner" and re.search(r"umt5[-_]xxl[-_]fp(8|16)", name):
         return "this text encoder has ComfyUI's key names", "give models_t5_umt5-xxl-enc-bf16.pth"
     if flag.startswith("dit") and call.tool == "musubi-tuner":

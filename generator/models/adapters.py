@@ -1,4 +1,4 @@
-"""What a LoRA file says of itself: ranks, alphas, modules, whose names it uses, and which transformers it could be for.
+"""What an adapter's file says of itself: kind, ranks, alphas, modules, whose names it uses, which transformers it fits.
 
 No weight is read, only alphas, which are tensors of one number.
 """
@@ -12,6 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from wangen import profiles
+from wangen.generator.adapter_parts import (
+    WORDS,
+    adapter_modules,
+    in_features_of,
+    is_dora_of_parts,
+    kind_of_parts,
+    rank_of,
+    unfit_adapter,
+)
 from wangen.generator.errors import many
 from wangen.generator.formats import Header, TensorInfo
 from wangen.generator.formats.raw import read_scalar
@@ -45,9 +54,10 @@ class Group:
 
 @dataclass(frozen=True)
 class Adapter:
-    """The facts of a LoRA.
+    """The facts of a LoRA, DoRA, LoHa or LoKr.
 
     Attributes:
+        kind: `LoRA`, `DoRA`, `LoHa` or `LoKr`.
         layout: whose names its tensors have, as `lora_keys.layout_of` says it.
         groups: its modules.
         num_blocks: transformer blocks that it changes.
@@ -57,6 +67,7 @@ class Adapter:
         unfit: why the file is refused, as `unfit` says it; empty for a LoRA that can be used.
     """
 
+    kind: str
     layout: str
     groups: tuple[Group, ...]
     num_blocks: int
@@ -77,17 +88,22 @@ class Adapter:
         alpha = f"alpha {', '.join(f'{alpha:g}' for alpha in alphas)}" if alphas else "no alpha stored"
         image = " with the image branch" if self.has_image_branch else ""
         of = f"a transformer of {many(self.num_blocks, 'block')}{image}" + (f", {self.dim} wide" if self.dim else "")
+        merging = [] if self.kind == "LoRA" or self.unfit else [
+            "can be trained from, sampled with and converted; only a plain LoRA can be merged into a checkpoint"
+        ]  # fmt: skip
         return [
             f"rank {ranks}, {alpha}",
             f"changes {many(self.num_modules, 'module')} of {of}",
             f"cannot be used: {self.unfit}"
             if self.unfit
             else f"base: {', '.join(self.fits) or 'no model that is known'}",
+            *merging,
         ]
 
     def fields(self) -> dict[str, Any]:
         """The facts for programs."""
         return {
+            "kind": self.kind,
             "layout": self.layout,
             "num_modules": self.num_modules,
             "num_blocks": self.num_blocks,
@@ -135,24 +151,28 @@ def unfit(tensors: Mapping[str, TensorInfo]) -> str:
 
 
 def describe_lora(file: Path, header: Header) -> Adapter:
-    """The facts of a LoRA.
+    """The facts of an adapter.
 
     Args:
         file: where it is; the configuration that peft wrote beside it is read as well.
         header: of the file.
 
     Raises:
-        WangenError: an alpha or the configuration cannot be read, or the latter is of more than a LoRA.
+        WangenError: an alpha or the configuration cannot be read, or the latter is of more than such an adapter.
     """
-    modules, problem = modules_of(header.tensors), unfit(header.tensors)
-    # What a configuration says of another adapter than a LoRA is not needed to describe the file.
-    alphas = Alphas() if problem else read_alphas(file, header.metadata, modules)
-    shapes = {name: parts["down"].shape for name, parts in modules.items() if "down" in parts}
-    widths = {shape[1] for name, shape in shapes.items() if _QUERY.fullmatch(name) and len(shape) > 1}
+    modules = adapter_modules(header.tensors)
+    parts = next(iter(modules.values()), {})
+    kind, dora = kind_of_parts(parts), is_dora_of_parts(parts)
+    plain = kind == "lora" and not dora
+    problem = (unfit if plain else unfit_adapter)(header.tensors)
+    # What a configuration says of another adapter is not needed to describe the file.
+    alphas = Alphas() if problem else read_alphas(file, header.metadata, modules, kind=kind, dora=dora)
+    widths = {width for name, parts in modules.items() if _QUERY.fullmatch(name) and (width := in_features_of(parts))}
     dim = widths.pop() if len(widths) == 1 else 0
     blocks = {int(match["number"]) for name in modules if (match := _BLOCK.match(name))}
     image = any(map(_IMAGE.fullmatch, modules))
     return Adapter(
+        kind="DoRA" if dora else WORDS[kind],
         layout=layout_of(header.tensors),
         groups=_groups(modules, alphas),
         num_blocks=len(blocks),
@@ -163,14 +183,13 @@ def describe_lora(file: Path, header: Header) -> Adapter:
     )
 
 
-def _groups(modules: Mapping[str, Mapping[Part, TensorInfo]], alphas: Alphas) -> tuple[Group, ...]:
+def _groups(modules: Mapping[str, Mapping[str, TensorInfo]], alphas: Alphas) -> tuple[Group, ...]:
     found: dict[tuple[int | None, float | None], Counter[str]] = {}
     configured = alphas.default is not None or alphas.patterns
     for module, parts in modules.items():
-        shape = parts["down"].shape if "down" in parts else ()
-        rank = shape[0] if shape else None
+        rank = rank_of(parts) or None
         alpha = alphas.of(module, rank) if rank and configured else None
-        if "alpha" in parts:
+        if "alpha" in parts and rank:
             alpha = read_scalar(parts["alpha"])
         name = _BLOCK.sub("blocks.*.", module, count=1)
         found.setdefault((rank, alpha), Counter())[name] += 1

@@ -26,7 +26,9 @@ ENDINGS = (".safetensors", ".gguf", ".pth", ".bin", ".pt")
 _NUM_TOLD, _MAX_TEXT = 16, 100
 
 Answer = tuple[Facts, Adapter | None] | WangenError
-"""What a file is, with the facts of a LoRA, or why nobody can say."""
+"""What a file is, with the facts of an adapter, or why nobody can say."""
+
+_ADAPTERS = ("lora", "lora-other")
 
 
 def run(paths: Sequence[Path], as_json: bool) -> int:
@@ -90,7 +92,7 @@ def _is_model(folder: Path) -> bool:
 def _look(path: Path) -> Answer:
     try:
         facts = examine(path)
-        return facts, describe_lora(facts.files[0], read_header(path)) if facts.kind == "lora" else None
+        return facts, describe_lora(facts.files[0], read_header(path)) if facts.kind in _ADAPTERS else None
     except WangenError as error:
         return error
 
@@ -112,7 +114,7 @@ def _lines(answer: Answer) -> Iterator[str]:
     yield _row("size", f"{bytes_text(facts.num_bytes)} in {many(len(facts.files), 'file')}")
     if adapter:
         for line in adapter.lines():
-            yield _row("LoRA", line)
+            yield _row(adapter.kind, line)
     if facts.sizes:
         yield _row("sizes", ", ".join(f"{name} {value}" for name, value in facts.sizes.items()))
     yield _row("fits", _fits(_flag(facts, adapter), facts))
@@ -123,14 +125,16 @@ def _lines(answer: Answer) -> Iterator[str]:
 
 def _flag(facts: Facts, adapter: Adapter | None) -> str:
     """What takes such a file; empty for one that is refused."""
-    return "" if adapter and adapter.unfit else KINDS[facts.kind][1]
+    if adapter is None:
+        return KINDS[facts.kind][1]
+    return "" if adapter.unfit else KINDS["lora"][1]
 
 
 def _fits(flag: str, facts: Facts) -> str:
     """What takes a file: the flag, and the tasks whose sizes it has; those of a LoRA are told with it."""
     if not flag:
         return "nothing in wangen takes it"
-    if facts.kind == "lora":
+    if facts.kind in _ADAPTERS:
         return flag
     tasks = facts.profiles
     if "high-noise" in facts.hint:

@@ -219,7 +219,7 @@ class FastWan:
 
     def _blocks(self, hidden: Tensor, conditions: Tensor, tokens: Tokens) -> Tensor:
         compute, modules = self._compute, self._transformer.blocks
-        layers = Layers(hidden.dtype)
+        layers = Layers(hidden.dtype, hidden.device)
         host = InHostMemory(hidden.device) if compute.offload and torch.is_grad_enabled() else None
         stashes: list[Stash | None] = []
         for index, module in enumerate(modules):

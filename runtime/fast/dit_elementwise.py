@@ -1,8 +1,8 @@
 """What a block computes number by number: norms with modulation, RMS norm with rotation, gates.
 
 There are three ways to the same numbers: operation by operation as diffusers does, few passes with hand-written
-gradients, and kernels that torch.compile makes, which leave no intermediate result in memory. All compute in float32 and
-round to the dtype of the tokens.
+gradients, and kernels that torch.compile makes, which leave no intermediate result in memory. All compute in float32
+and round to the dtype of the tokens.
 
 Letters in shapes: T tokens, N tokens of one item, D width of the model.
 """
@@ -30,7 +30,8 @@ class Elementwise:
         norm: tokens (T, D), weight and bias (D,) in float32, eps -> layer norm (T, D).
         rms: queries or keys (T, D), weight (D,), table (N, channels of a head / 2) of complex numbers or None, eps ->
             RMS norm over all heads and the rotation of each head's pairs by position.
-        gated: residual (T, D), branch (T, D), gates (runs, D) in float32, tokens of each run -> residual + gate * branch.
+        gated: residual (T, D), branch (T, D), gates (runs, D) in float32, tokens of each run ->
+            residual + gate * branch.
     """
 
     norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]

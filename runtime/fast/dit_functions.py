@@ -22,18 +22,22 @@ def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
 
 
 class FrozenProduct(Protocol):
-    """One frozen linear layer, or several that share their input."""
+    """One frozen linear layer, or several that share their input; all tensors here are in the products' own dtype."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What products are computed in; the tokens may be in another."""
 
     def outputs(self, inputs: Tensor) -> list[Tensor]:
         """(T, I) -> for each layer (T, O), with its bias."""
 
-    def add_to(self, outputs: Tensor, inputs: Tensor) -> None:
-        """Add inputs (T, I) times the weight of the one layer, without its bias, to (T, O)."""
+    def plus(self, outputs: Tensor, inputs: Tensor, *, in_place: bool) -> Tensor:
+        """(T, O) plus inputs (T, I) times the weight of the one layer, without its bias."""
 
     def input_gradient(self, gradients: Sequence[Tensor]) -> Tensor:
         """For each layer (T, O) -> (T, I), the sum of the products with the weights."""
 
-    def bias(self, dtype: torch.dtype) -> Tensor | None:
+    def bias(self) -> Tensor | None:
         """The bias (O,) of the one layer."""
 
 
@@ -45,7 +49,7 @@ class LowRank:
         down: (R, I), trained.
         up: (O, R), trained.
         scale: alpha / rank, or alpha / sqrt(rank) of rank-stabilised adapters.
-        down_cast: `down` in the dtype of the computation.
+        down_cast: `down` in the dtype of the products.
         up_cast: `up` likewise.
     """
 
@@ -111,23 +115,26 @@ class AdaptedLinears(torch.autograd.Function):
         ctx: Any, inputs: Tensor, frozen: FrozenProduct, adapters: Adapters, *_trained: Tensor
     ) -> tuple[Tensor, ...]:
         """(T, I) -> for each layer (T, O). `_trained`: `adapters.trained`, for autograd to see."""
-        outputs = frozen.outputs(inputs)
-        images = inputs @ adapters.down().t()
+        factors = inputs.to(frozen.dtype)
+        outputs = frozen.outputs(factors)
+        images = factors @ adapters.down().t()
         parts = torch.split(images, adapters.ranks, dim=1)
         for (number, adapter), part in zip(adapters.present, parts, strict=True):
             outputs[number].addmm_(part, adapter.up_cast.t(), alpha=adapter.scale)
         ctx.save_for_backward(inputs, images)
         ctx.frozen, ctx.adapters = frozen, adapters
-        return tuple(outputs)
+        return tuple(output.to(inputs.dtype) for output in outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         """For each layer (T, O) -> the gradients of the input and of the adapters."""
         inputs, images = ctx.saved_tensors
-        to_images, to_trained = ctx.adapters.gradients(inputs, images, gradients)
+        dtype = ctx.frozen.dtype
+        slopes = [gradient.to(dtype) for gradient in gradients]
+        to_images, to_trained = ctx.adapters.gradients(inputs.to(dtype), images, slopes)
         to_input = None
         if ctx.needs_input_grad[0]:
-            to_input = ctx.frozen.input_gradient(gradients).addmm_(to_images, ctx.adapters.down())
+            to_input = ctx.frozen.input_gradient(slopes).addmm_(to_images, ctx.adapters.down()).to(inputs.dtype)
         return to_input, None, None, *to_trained
 
 
@@ -140,12 +147,12 @@ class AdapterBefore(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, frozen: FrozenProduct, adapters: Adapters, *_trained: Tensor) -> Tensor:
-        """(T, I) -> (T, O): bias + scale * inputs @ down.T @ up.T of the one layer."""
+        """(T, I) -> (T, O): bias + scale * inputs @ down.T @ up.T of the one layer, in the products' dtype."""
         ((_, adapter),) = adapters.present
-        images = inputs @ adapter.down_cast.t()
-        bias = frozen.bias(inputs.dtype)
+        images = inputs.to(frozen.dtype) @ adapter.down_cast.t()
+        bias = frozen.bias()
         if bias is None:
-            bias = inputs.new_zeros(())
+            bias = images.new_zeros(())
         ctx.save_for_backward(inputs, images)
         ctx.frozen, ctx.adapters = frozen, adapters
         return torch.addmm(bias, images, adapter.up_cast.t(), alpha=adapter.scale)
@@ -157,14 +164,15 @@ class AdapterBefore(torch.autograd.Function):
 
 
 class ProductAfter(torch.autograd.Function):
-    """Add the frozen product to what `AdapterBefore` gave, in its place; keeps nothing, and passes the gradient on."""
+    """Add the frozen product to what `AdapterBefore` gave; keeps nothing, and passes the gradient on."""
 
     @staticmethod
     def forward(ctx: Any, adapted: Tensor, inputs: Tensor, frozen: FrozenProduct) -> Tensor:
         """(T, O), (T, I) -> (T, O)."""
-        frozen.add_to(adapted, inputs)
+        if inputs.dtype != frozen.dtype:
+            return frozen.plus(adapted, inputs.to(frozen.dtype), in_place=False).to(inputs.dtype)
         ctx.mark_dirty(adapted)
-        return adapted
+        return frozen.plus(adapted, inputs, in_place=True)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -178,13 +186,16 @@ class FrozenLinears(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, frozen: FrozenProduct) -> tuple[Tensor, ...]:
         """(T, I) -> for each layer (T, O)."""
-        ctx.frozen = frozen
-        return tuple(frozen.outputs(inputs))
+        ctx.frozen, ctx.dtype = frozen, inputs.dtype
+        return tuple(output.to(inputs.dtype) for output in frozen.outputs(inputs.to(frozen.dtype)))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         """For each layer (T, O) -> (T, I)."""
-        return ctx.frozen.input_gradient(gradients) if ctx.needs_input_grad[0] else None, None
+        if not ctx.needs_input_grad[0]:
+            return None, None
+        slopes = [gradient.to(ctx.frozen.dtype) for gradient in gradients]
+        return ctx.frozen.input_gradient(slopes).to(ctx.dtype), None
 
 
 class MixedLayerNorm(torch.autograd.Function):
@@ -248,7 +259,7 @@ class RmsRotary(torch.autograd.Function):
         table = None if ctx.table is None else ctx.table.conj()
         turned = _rotated(gradients[0].float().contiguous(), table) * ctx.weight
         wide = inputs.float()
-        along = (turned * wide).sum(dim=1, keepdim=True).mul_(reciprocal.pow(3)).div_(inputs.shape[1])
+        along = torch.linalg.vecdot(turned, wide)[:, None].mul_(reciprocal.pow(3)).div_(inputs.shape[1])
         to_inputs = turned.mul_(reciprocal).addcmul_(wide, along, value=-1)
         return to_inputs.to(inputs.dtype), None, None, None
 

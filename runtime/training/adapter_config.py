@@ -16,7 +16,9 @@ from wangen import profiles
 from wangen.generator.companions import sort_out
 from wangen.generator.errors import UsageError
 from wangen.generator.formats import Header
+from wangen.generator.headers import read_header
 from wangen.generator.kinds import expect
+from wangen.generator.lora_config import lora_file
 from wangen.generator.lora_keys import AdapterKind, module_name, original_name
 from wangen.generator.steps import Train
 
@@ -161,10 +163,11 @@ def require_adapter(options: Train, model: profiles.Model) -> None:
 
 def _refuse_other_rank(chosen: Settings, ranks: set[int], options: Train) -> None:
     """An adapter to start from that has another kind or rank; whole matrices of a LoKr have none."""
-    from wangen.runtime.adapters import WORDS, kind_of_file
+    from wangen.runtime.adapters import WORDS, adapter_modules, kind_of_parts
 
     assert chosen.start
-    kind = kind_of_file(chosen.start)
+    file = lora_file(chosen.start)
+    kind = kind_of_parts(next(iter(adapter_modules(read_header(file), file).values())))
     if kind != chosen.kind:
         raise UsageError(f"this is a {WORDS[kind]}, and a {WORDS[chosen.kind]} is to be trained",
                          where=str(chosen.start), cure=f"give --network_module {kind}, or another file")  # fmt: skip

@@ -12,7 +12,8 @@ import torch
 from wangen import profiles
 from wangen.generator.errors import UsageError
 from wangen.generator.experts import ORDER, expect_two_experts
-from wangen.generator.headers import Header, read_header
+from wangen.generator.formats import Header
+from wangen.generator.headers import read_header
 from wangen.generator.kinds import expect, noise_of
 from wangen.generator.lora_config import lora_file
 from wangen.generator.steps import Train

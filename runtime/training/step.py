@@ -68,7 +68,7 @@ def optimizer_step(run: Run, trainee: Trainee, group: Group, factor: float, inte
     trainee.optimization.zero_grad()
     num_items = sum(len(prepared.keys) for prepared in group.batches)
     losses, errors = [], []
-    for together in [group.batches] if options.pack else [[prepared] for prepared in group.batches]:
+    for together in _passes(group, pack=options.pack):
         if interrupt.requested:
             return None
         keys = [key for prepared in together for key in prepared.keys]
@@ -97,6 +97,17 @@ def optimizer_step(run: Run, trainee: Trainee, group: Group, factor: float, inte
         tokens=sum(num_tokens(prepared.batch, run.plan.model.patch) for prepared in group.batches),
         text_tokens=sum(len(text) for prepared in group.batches for text in prepared.batch.texts),
     )
+
+
+def _passes(group: Group, *, pack: bool) -> list[list[Prepared]]:
+    """The batches of a step by forward pass.
+
+    Where first frames are given, tokens have timesteps of their own and are never one sequence with others: what each
+    of those batches keeps for its backward pass would only lie there together.
+    """
+    if pack and not any(any(prepared.clean_frames) for prepared in group.batches):
+        return [group.batches]
+    return [[prepared] for prepared in group.batches]
 
 
 def item_losses(

@@ -122,7 +122,9 @@ def held_out(samples: Sequence[CachedSample], count: int, seed: int) -> tuple[li
     if count >= len(sources):
         raise UsageError(
             f"--validation_items {count} leaves nothing of {many(len(sources), 'item')} to train on",
-            cure=f"give {max(1, len(sources) // 10)} or so, or a dataset of its own with --validation_config",
+            cure=f"give {max(1, len(sources) // 10)} or so, or a dataset of its own with --validation_config"
+            if len(sources) > 1
+            else "give a dataset of its own with --validation_config",
         )
     chosen = set(sorted(sources, key=lambda digest: seed_for(seed, "held out", digest))[:count])
     validation = [sample for sample in own if sample.sample.source.digest in chosen]

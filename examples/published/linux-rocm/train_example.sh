@@ -11,7 +11,7 @@
 # You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 # leave this file as it is and write the new text beside it as train_example.sh.new.
 #
-# wangen-digest: bff56d8502dffc4edb8437d5bc7bbe14
+# wangen-digest: 467461b9cda2ae982ac331bbb390fcc4
 # Typographic quotes in a path or prompt are no typing errors.
 # shellcheck disable=SC1112
 # An editor for Windows may have put a carriage return behind every line: behind the first of these two, and hidden
@@ -32,7 +32,7 @@ NETWORK_DIM='16'
 NETWORK_ALPHA='16.0'
 # train: learning rate (published: 0.0001)
 LEARNING_RATE='0.0001'
-# train: learning-rate schedule; one of constant, constant_with_warmup, linear, cosine, cosine_with_restarts, polynomial, inverse_sqrt, cosine_with_min_lr, warmup_stable_decay, rex (published: constant)
+# train: learning-rate schedule; one of constant, constant_with_warmup, linear, cosine, cosine_with_restarts, polynomial, inverse_sqrt, cosine_with_min_lr, warmup_stable_decay, rex, adafactor (published: constant)
 LR_SCHEDULER='constant'
 # train: AdamW, AdamW8bit (bitsandbytes or torchao), Adafactor, another class of torch.optim, or a dotted path (published: AdamW)
 OPTIMIZER_TYPE='AdamW'
@@ -48,6 +48,8 @@ TIMESTEP_SAMPLING='shift'
 DISCRETE_FLOW_SHIFT='5.0'
 # train: seed of order, noise, timesteps, dropout and initial weights (published: 42)
 SEED='42'
+# train: so many blocks wait in host memory and come when they are needed (default: as --vram says, else 0) (published: 0)
+BLOCKS_TO_SWAP='0'
 # train: attention kernel; auto takes the first of flash3, flash, sdpa that runs forward and backward here; sage runs forward only, with the exact gradient of sdpa; one of auto, sdpa, flash, flash3, xformers, sage (published: auto)
 ATTENTION='auto'
 # train: threads that read cache entries; 0 reads in the training thread (published: 4)
@@ -84,7 +86,7 @@ wg_failed() {
   wg_stop "$2" "wangen: step $1 failed (exit code $2); its message stands above. Mend it and run this script again."
 }
 
-for wg_knob in RESOLUTION EXPERTS NETWORK_DIM NETWORK_ALPHA LEARNING_RATE LR_SCHEDULER OPTIMIZER_TYPE MAX_TRAIN_EPOCHS GRADIENT_ACCUMULATION_STEPS MIXED_PRECISION TIMESTEP_SAMPLING DISCRETE_FLOW_SHIFT SEED ATTENTION MAX_DATA_LOADER_N_WORKERS VAE_DTYPE T5_DTYPE VALIDATION_ITEMS NUM_WORKERS; do
+for wg_knob in RESOLUTION EXPERTS NETWORK_DIM NETWORK_ALPHA LEARNING_RATE LR_SCHEDULER OPTIMIZER_TYPE MAX_TRAIN_EPOCHS GRADIENT_ACCUMULATION_STEPS MIXED_PRECISION TIMESTEP_SAMPLING DISCRETE_FLOW_SHIFT SEED BLOCKS_TO_SWAP ATTENTION MAX_DATA_LOADER_N_WORKERS VAE_DTYPE T5_DTYPE VALIDATION_ITEMS NUM_WORKERS; do
   case ${!wg_knob} in
     '' | *[!A-Za-z0-9._,+-]*) wg_stop 2 "wangen: the knob $wg_knob may hold letters, digits and . _ , + - only" ;;
   esac
@@ -261,7 +263,17 @@ if [ -z "$wg_only" ] || [ "$wg_only" = train ]; then
     --caption_dropout 0.0 \
     --prior_loss_weight 1.0 \
     --seed "$SEED" \
+    --quantize none \
+    --blocks_to_swap "$BLOCKS_TO_SWAP" \
+    --checkpointing full \
+    --checkpointing_free_blocks 0 \
+    --no_gradient_checkpointing_cpu_offload \
+    --no_split_attn \
     --attention "$ATTENTION" \
+    --no_compile \
+    --no_plain \
+    --no_cuda_allow_tf32 \
+    --no_pack \
     --max_data_loader_n_workers "$MAX_DATA_LOADER_N_WORKERS" \
     --validation_items "$VALIDATION_ITEMS" \
     --save_precision float32 \

@@ -14,7 +14,7 @@ rem Python is taken from WANGEN_PYTHON (full path of python.exe), the virtual en
 rem You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 rem leave this file as it is and write the new text beside it as train_example.bat.new.
 rem
-rem wangen-digest: f6298633787ed55d17bc3690f3397fc7
+rem wangen-digest: e7a314fd70d76e410d0003787892ad12
 chcp 65001 >nul 2>&1
 
 rem >>> knobs: letters, digits and . _ , + - only
@@ -28,7 +28,7 @@ rem train: alpha; the adapter is scaled by alpha / rank (published: 16.0)
 set "NETWORK_ALPHA=16.0"
 rem train: learning rate (published: 0.0001)
 set "LEARNING_RATE=0.0001"
-rem train: learning-rate schedule; one of constant, constant_with_warmup, linear, cosine, cosine_with_restarts, polynomial, inverse_sqrt, cosine_with_min_lr, warmup_stable_decay, rex (published: constant)
+rem train: learning-rate schedule; one of constant, constant_with_warmup, linear, cosine, cosine_with_restarts, polynomial, inverse_sqrt, cosine_with_min_lr, warmup_stable_decay, rex, adafactor (published: constant)
 set "LR_SCHEDULER=constant"
 rem train: AdamW, AdamW8bit (bitsandbytes or torchao), Adafactor, another class of torch.optim, or a dotted path (published: AdamW)
 set "OPTIMIZER_TYPE=AdamW"
@@ -44,6 +44,8 @@ rem train: shift of timestep_sampling shift (published: 5.0)
 set "DISCRETE_FLOW_SHIFT=5.0"
 rem train: seed of order, noise, timesteps, dropout and initial weights (published: 42)
 set "SEED=42"
+rem train: so many blocks wait in host memory and come when they are needed (default: as --vram says, else 0) (published: 0)
+set "BLOCKS_TO_SWAP=0"
 rem train: attention kernel; auto takes the first of flash3, flash, sdpa that runs forward and backward here; sage runs forward only, with the exact gradient of sdpa; one of auto, sdpa, flash, flash3, xformers, sage (published: auto)
 set "ATTENTION=auto"
 rem train: threads that read cache entries; 0 reads in the training thread (published: 4)
@@ -261,7 +263,17 @@ echo wangen: step 5 of 5: train
   "--caption_dropout" "0.0" ^
   "--prior_loss_weight" "1.0" ^
   "--seed" "%SEED%" ^
+  "--quantize" "none" ^
+  "--blocks_to_swap" "%BLOCKS_TO_SWAP%" ^
+  "--checkpointing" "full" ^
+  "--checkpointing_free_blocks" "0" ^
+  "--no_gradient_checkpointing_cpu_offload" ^
+  "--no_split_attn" ^
   "--attention" "%ATTENTION%" ^
+  "--no_compile" ^
+  "--no_plain" ^
+  "--no_cuda_allow_tf32" ^
+  "--no_pack" ^
   "--max_data_loader_n_workers" "%MAX_DATA_LOADER_N_WORKERS%" ^
   "--validation_items" "%VALIDATION_ITEMS%" ^
   "--save_precision" "float32" ^

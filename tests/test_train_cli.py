@@ -1,0 +1,250 @@
+"""Training as its users meet it: what is said before, while and after, and what a mistake is answered with."""
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import TinyRun
+
+from wangen.generator.errors import UsageError, WangenError
+from wangen.generator.session import execute
+from wangen.generator.steps import Train
+from wangen.runtime import train
+from wangen.runtime.training import checkpoint
+from wangen.runtime.training.throughput import profiled
+
+
+@pytest.fixture(autouse=True)
+def _log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "wangen")
+
+
+@pytest.fixture(scope="module")
+def experts(tiny_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Weights of two experts, named as they are in circulation."""
+    folder, found = tmp_path_factory.mktemp("experts"), {}
+    for name, factor in (("high", 0.9), ("low", 1.1)):
+        found[name] = folder / f"wan2.2_t2v_{name}_noise_14B.safetensors"
+        weights = load_file(tiny_run.weights["dit"])
+        save_file({key: (factor * value.float()).to(value.dtype) for key, value in weights.items()}, found[name])
+    return found
+
+
+def both(tiny_run: TinyRun, files: dict[str, Path], folder: Path, **changes) -> Train:
+    options = tiny_run.options(folder, task="t2v-A14B", dit=files["low"], dit_high_noise=files["high"])
+    return replace(options, **changes)
+
+
+@pytest.fixture(scope="module")
+def lora(tiny_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("lora")
+    train.run(tiny_run.options(folder, max_train_steps=1))
+    return folder / "lora.safetensors"
+
+
+def states_of(options: Train) -> Path:
+    return options.output_dir / f"{options.output_name}-state"
+
+
+def test_the_log_says_what_trains_how_memory_is_saved_and_how_fast_it_was(tiny_run, tmp_path, caplog):
+    report = train.run(tiny_run.options(tmp_path, max_train_steps=2, quantize="int8", blocks_to_swap=1))
+    assert "parameters train (lora on 20 layers), float32" in caplog.text
+    assert "memory: --quantize int8 --blocks_to_swap 1" in caplog.text
+    assert "s/step" in caplog.text
+    speed = report.result["speed"]
+    assert speed["s_per_step"] > 0
+    assert 0 <= speed["data_wait_share"] <= 1
+    assert report.inputs["memory"]["blocks_to_swap"] == 1
+
+
+def test_a_plain_run_says_nothing_of_memory(tiny_run, tmp_path, caplog):
+    train.run(tiny_run.options(tmp_path, max_train_steps=1))
+    assert "memory: --" not in caplog.text
+
+
+def test_the_report_of_a_finished_run_has_its_settings_and_validation(tiny_run, tmp_path):
+    options = tiny_run.options(tmp_path, max_train_steps=4, validation_items=1, keep_best=True)
+    assert execute(options) == 0
+    report = json.loads((tmp_path / "train.report.json").read_text(encoding="utf-8"))
+    assert report["settings"]["learning_rate"] == options.learning_rate
+    assert report["result"]["validation"][""]["num_items"] == 1
+    assert (tmp_path / report["result"]["best"][""]["file"]).is_file()
+    assert report["result"]["steps_this_run"] == 4
+    assert report["timings"]["total_s"] > 0
+
+
+def test_one_expert_after_the_other_in_one_folder_is_two_runs(tiny_run, experts, tmp_path):
+    for name, steps in (("high", 2), ("low", 3), ("high", 4)):
+        train.run(both(tiny_run, experts, tmp_path, experts=name, max_train_steps=steps))
+    for name in ("high", "low"):
+        assert (tmp_path / f"lora_{name}_noise.safetensors").is_file()
+        assert checkpoint.newest(tmp_path / f"lora_{name}_noise-state") is not None
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    trained = [(line["expert"], line["step"]) for line in lines if "loss" in line]
+    assert sorted(trained) == [("high_noise", n) for n in (1, 2, 3, 4)] + [("low_noise", n) for n in (1, 2, 3)]
+
+
+def test_names_that_say_the_other_expert_are_warned_of(tiny_run, experts, tmp_path, caplog):
+    swapped = both(tiny_run, experts, tmp_path, dit=experts["high"], dit_high_noise=experts["low"])
+    train.run(replace(swapped, max_train_steps=2, high_noise_share=0.5))
+    assert "--dit is named wan2.2_t2v_high_noise_14B.safetensors: is it the high-noise expert?" in caplog.text
+    assert "--dit_high_noise is named wan2.2_t2v_low_noise_14B.safetensors" in caplog.text
+    caplog.clear()
+    train.run(both(tiny_run, experts, tmp_path / "right", max_train_steps=2, high_noise_share=0.5))
+    assert "is named" not in caplog.text
+
+
+def test_musubi_tuners_way_to_train_the_high_noise_expert_alone_is_answered(tiny_run, experts, tmp_path):
+    with pytest.raises(UsageError) as error:
+        train.run(both(tiny_run, experts, tmp_path, dit=experts["high"], dit_high_noise=None))
+    assert "give it to --dit_high_noise, with --experts high" in error.value.cure
+
+
+def test_an_adapter_that_is_not_used_or_is_the_other_experts_is_said(tiny_run, experts, tmp_path, caplog):
+    train.run(both(tiny_run, experts, tmp_path / "low", experts="low", max_train_steps=1))
+    start = tmp_path / "low/lora_low_noise.safetensors"
+    high = both(tiny_run, experts, tmp_path / "high", experts="high", max_train_steps=1)
+    train.run(replace(high, network_weights=start))
+    assert "--network_weights is the low-noise expert's, which is not trained: it is not used" in caplog.text
+    train.run(replace(high, output_dir=tmp_path / "other", network_weights_high_noise=start))
+    assert f"--network_weights_high_noise {start} was trained for the low-noise expert" in caplog.text
+
+
+def test_rows_of_a_validation_are_printed_at_the_end_of_the_run_alone(tiny_run, experts, tmp_path, caplog):
+    options = both(tiny_run, experts, tmp_path, validation_items=1, max_train_steps=6, validate_every_n_steps=1)
+    train.run(replace(options, high_noise_share=0.5))
+    rows = [line for line in caplog.messages if "  t " in line]
+    assert len(rows) == 2 * options.validation_timesteps
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"network_dim": 8}, "this adapter has rank 4, and --network_dim is 8"),
+        ({"network_module": "lokr"}, "this is a LoRA, and a LoKr is to be trained"),
+    ],
+)
+def test_an_adapter_of_another_rank_or_kind_is_refused_before_the_model_loads(
+    tiny_run, tmp_path, lora, changes, words, monkeypatch
+):
+    monkeypatch.setattr(train, "load_trainee", lambda *_words: pytest.fail("the model was loaded"))
+    with pytest.raises(UsageError, match=words):
+        train.run(tiny_run.options(tmp_path, network_weights=lora, **changes))
+
+
+def test_more_blocks_to_swap_than_there_are_is_refused_before_the_model_loads(tiny_run, tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "load_trainee", lambda *_words: pytest.fail("the model was loaded"))
+    with pytest.raises(UsageError, match="the blocks that are recomputed are 2") as error:
+        train.run(tiny_run.options(tmp_path, blocks_to_swap=3))
+    assert error.value.cure == "give 0 to 2"
+
+
+def cut(state: Path) -> None:
+    file = state / "optimizer.safetensors"
+    file.write_bytes(file.read_bytes()[:-10])
+
+
+def without_fingerprint(state: Path) -> None:
+    file = state / checkpoint.MANIFEST
+    manifest = json.loads(file.read_text(encoding="utf-8"))
+    del manifest["fingerprint"]
+    file.write_text(json.dumps(manifest), encoding="utf-8")
+
+
+def of_another_expert(state: Path) -> None:
+    file = state / checkpoint.MANIFEST
+    manifest = json.loads(file.read_text(encoding="utf-8"))
+    manifest["experts"] = {"high_noise": manifest["experts"][""]}
+    file.write_text(json.dumps(manifest), encoding="utf-8")
+
+
+@pytest.mark.parametrize("spoil", [cut, without_fingerprint, of_another_expert])
+def test_damaged_states_are_never_passed_over_without_a_word(tiny_run, tmp_path, caplog, spoil):
+    options = tiny_run.options(tmp_path, max_train_steps=2, save_every_n_steps=1, save_state=True)
+    train.run(options)
+    first, last = sorted(states_of(options).iterdir())
+    spoil(last)
+    train.run(replace(options, max_train_steps=3))
+    assert f"{last} is damaged" in caplog.text
+    assert f"resuming at {1}" in caplog.text
+    for state in states_of(options).iterdir():
+        spoil(state)
+    with pytest.raises(WangenError, match="these training states are damaged") as error:
+        train.run(replace(options, max_train_steps=4))
+    assert "--fresh" in error.value.cure
+    assert first.is_dir(), "nothing was removed"
+    train.run(replace(options, max_train_steps=4, fresh=True))
+
+
+def test_a_full_memory_while_the_model_loads_is_one_message(tiny_run, tmp_path, monkeypatch):
+    def full(*_words):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(train, "load_trainee", full)
+    with pytest.raises(WangenError, match="out of memory loading the model") as error:
+        train.run(tiny_run.options(tmp_path))
+    assert "--quantize int8" in error.value.cure
+
+
+def test_a_full_memory_in_a_validation_is_one_message_and_the_logs_of_an_earlier_run_stay_until_then(
+    tiny_run, tmp_path, monkeypatch
+):
+    options = tiny_run.options(tmp_path, max_train_steps=1)
+    train.run(options)
+    before = (tmp_path / "metrics.jsonl").read_text()
+
+    def full(*_words):
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "load_trainee", full)
+        with pytest.raises(WangenError, match="out of memory loading the model"):
+            train.run(replace(options, fresh=True))
+    assert (tmp_path / "metrics.jsonl").read_text() == before
+    monkeypatch.setattr(train.Watching, "look", full)
+    with pytest.raises(WangenError, match="out of memory validating or sampling"):
+        train.run(replace(options, fresh=True))
+
+
+def test_a_trace_is_named_for_the_steps_that_it_has(tmp_path, caplog):
+    with profiled(tmp_path / "short") as next_step:
+        next_step()
+        next_step()
+    assert not (tmp_path / "short/trace").exists()
+    assert "the run ended before step 3" in caplog.text
+    with profiled(tmp_path / "longer") as next_step:
+        for _ in range(4):
+            next_step()
+    assert "trace of steps 3 to 4" in caplog.text
+
+
+@pytest.mark.parametrize("folder", ["a file", "under a file"])
+def test_an_output_folder_that_cannot_be_made_is_one_message_and_exit_1(tiny_run, tmp_path, capsys, folder):
+    (tmp_path / "file").write_text("x")
+    place = tmp_path / ("file" if folder == "a file" else "file/out")
+    assert execute(tiny_run.options(place)) == 1
+    said = capsys.readouterr().err
+    assert "cannot make the folder" in said
+    assert "Traceback" not in said
+
+
+def test_a_state_of_before_a_flag_was_there_goes_on_with_its_default(tiny_run, tmp_path):
+    options = tiny_run.options(tmp_path, max_train_steps=1)
+    train.run(options)
+    (state,) = states_of(options).iterdir()
+    manifest = json.loads((state / checkpoint.MANIFEST).read_text(encoding="utf-8"))
+    del manifest["fingerprint"]["noise_offset"]
+    (state / checkpoint.MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
+    with pytest.raises(WangenError, match=r"noise_offset: 0\.0 -> 0\.1"):
+        train.run(replace(options, max_train_steps=2, noise_offset=0.1))
+    assert train.run(replace(options, max_train_steps=2)).counts["steps"] == 2
+
+
+def test_the_only_item_cannot_be_held_out(tiny_run, tmp_path):
+    with pytest.raises(UsageError, match="leaves nothing of 3 items") as error:
+        train.run(tiny_run.options(tmp_path, validation_items=3))
+    assert "--validation_config" in error.value.cure

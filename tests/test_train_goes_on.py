@@ -1,0 +1,170 @@
+"""What a run finds from before: other flags, another run's files, a half-written state, an end that was cut short."""
+
+import json
+import logging
+import re
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from runs import make_run
+from runs import options_of as run_options
+from safetensors.torch import load_file, save_file
+from tiny import TinyRun
+
+from wangen.generator.steps import Train
+from wangen.runtime import train
+from wangen.runtime.models.compute import Compute
+from wangen.runtime.models.wan import velocity_model
+from wangen.runtime.training import checkpoint
+from wangen.runtime.training.saving import save_loras
+
+pytest_plugins = ("optimizer_fixtures",)
+
+TRUTH = {"validation_items": 1, "validation_timesteps": 2}
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("*.safetensors"))
+
+
+def validations(options: Train) -> list[dict]:
+    lines = (options.output_dir / "metrics.jsonl").read_text().splitlines()
+    return [line["validation"] for line in map(json.loads, lines) if "validation" in line]
+
+
+def test_averages_that_are_asked_for_later_begin_at_the_weights_as_they_are(tiny_run, tmp_path, caplog):
+    options = tiny_run.options(tmp_path, max_train_steps=2)
+    train.run(options)
+    later = replace(options, max_train_steps=3, ema_decay=0.9, resume_changed=True)
+    train.run(later)
+    assert "no averages were kept so far: they begin now" in caplog.text
+    weights, averages = (load_file(tmp_path / f"{name}.safetensors") for name in ("lora", "lora-ema"))
+    assert all(torch.equal(averages[key], value) for key, value in weights.items()), "the first update copies"
+    train.run(replace(options, max_train_steps=4, resume_changed=True))
+    assert checkpoint.read(checkpoint.newest(tmp_path / "lora-state")).experts[""].ema == {}
+
+
+def test_an_optimizer_that_keeps_more_with_other_arguments_begins_its_averages_anew(tiny_run, tmp_path, caplog):
+    options = tiny_run.options(tmp_path, max_train_steps=2)
+    train.run(options)
+    changed = replace(options, max_train_steps=4, resume_changed=True)
+    train.run(replace(changed, optimizer_args=("weight_decay=0.02",)))
+    assert "anew" not in caplog.text
+    train.run(replace(changed, max_train_steps=6, optimizer_args=("amsgrad=True",)))
+    assert "torch.AdamW keeps more with other --optimizer_args: its averages start anew" in caplog.text
+    assert (tmp_path / "lora.safetensors").is_file()
+
+
+def test_a_schedule_free_run_that_ended_before_its_lora_was_written_writes_it_the_next_time(
+    tiny_run, tmp_path, dotted: ModuleType, monkeypatch
+):
+    whole = tiny_run.options(tmp_path / "whole", max_train_steps=3, optimizer_type="others.ScheduleFree")
+    train.run(whole)
+    cut = replace(whole, output_dir=tmp_path / "cut")
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "save_loras", lambda _run: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            train.run(cut)
+    assert names(tmp_path / "cut") == []
+    assert train.run(cut).result["done_before"]
+    for folder in ("cut", "whole"):  # a second time finds it and leaves it
+        train.run(replace(whole, output_dir=tmp_path / folder))
+    one, other = (tmp_path / folder / "lora.safetensors" for folder in ("whole", "cut"))
+    assert one.read_bytes() == other.read_bytes()
+
+
+def test_the_averages_of_a_schedule_free_run_are_judged_as_they_are_saved(tiny_run, tmp_path, dotted: ModuleType):
+    """Its own way to the weights to evaluate is for its own weights alone."""
+    options = tiny_run.options(
+        tmp_path, max_train_steps=3, optimizer_type="others.ScheduleFree", ema_decay=0.9, learning_rate=0.3, **TRUTH
+    )
+    train.run(options)
+    seen = validations(options)[-1]
+    start = tmp_path / "lora-ema.safetensors"
+    judged = tiny_run.options(
+        tmp_path / "again", max_train_steps=1, learning_rate=1e-12, network_weights=start, **TRUTH
+    )
+    train.run(replace(judged, validate_every_n_steps=1))
+    assert validations(judged)[-1]["mean_adapter"] == pytest.approx(seen["mean_ema"], rel=1e-6)
+    assert seen["mean_ema"] != pytest.approx(seen["mean_adapter"], rel=1e-5)
+
+
+def test_loras_of_an_earlier_run_are_neither_counted_nor_removed_by_a_fresh_one(tiny_run, tmp_path):
+    options = tiny_run.options(tmp_path, max_train_steps=9, save_every_n_steps=1, keep_last=2)
+    train.run(options)
+    assert names(tmp_path) == ["lora-step00000007.safetensors", "lora-step00000008.safetensors", "lora.safetensors"]
+    train.run(replace(options, fresh=True, max_train_steps=5))
+    assert names(tmp_path) == [
+        *(f"lora-step0000000{step}.safetensors" for step in (3, 4, 7, 8)), "lora.safetensors"
+    ]  # fmt: skip
+
+
+def test_a_state_that_was_left_half_written_is_cleaned_up_whatever_its_step(tiny_run, tmp_path):
+    options = tiny_run.options(tmp_path, max_train_steps=2)
+    left = tmp_path / "lora-state" / ".staging-00000001"
+    left.mkdir(parents=True)
+    (left / "adapter.safetensors").write_bytes(b"half")
+    train.run(options)
+    assert [path.name for path in (tmp_path / "lora-state").iterdir()] == ["step-00000002"]
+
+
+def test_the_base_of_full_fine_tuning_is_what_it_began_with_also_after_a_resume(tiny_run, tmp_path):
+    options = tiny_run.options(tmp_path, max_train_steps=3, train_mode="full", **TRUTH)
+    train.run(options)
+    more = replace(options, max_train_steps=5, validation_timesteps=3)
+    train.run(more)
+    fresh = replace(more, output_dir=tmp_path / "fresh", max_train_steps=1)
+    train.run(fresh)
+    assert validations(more)[-1]["mean_base"] == pytest.approx(validations(fresh)[0]["mean_base"], rel=1e-6)
+    assert validations(more)[-1]["mean_adapter"] < validations(more)[-1]["mean_base"]
+
+
+def test_the_best_is_chosen_anew_when_it_is_judged_at_other_points(tiny_run, tmp_path):
+    options = tiny_run.options(tmp_path, max_train_steps=2, keep_best=True, validate_every_n_steps=2, **TRUTH)
+    train.run(options)
+    state = checkpoint.newest(tmp_path / "lora-state")
+    facts = json.loads((state / "state.json").read_text())
+    facts["facts"]["best"][""]["loss"] = 0.0  # as good as nothing at other points can be
+    (state / "state.json").write_text(json.dumps(facts))
+    report = train.run(replace(options, max_train_steps=4, validation_timesteps=3))
+    assert report.result["best"][""]["step"] == 4
+
+
+def test_all_parameters_are_counted_where_they_are_parked_swapped_or_quantised(tiny_run, tmp_path, caplog):
+    caplog.set_level(logging.INFO, "wangen")
+    high = {name: 0.9 * value.float() for name, value in load_file(tiny_run.weights["dit"]).items()}
+    save_file(high, tmp_path / "high.safetensors")
+    experts = {"task": "t2v-A14B", "dit_high_noise": tmp_path / "high.safetensors", "high_noise_share": 0.5}
+    changes = ({}, {"blocks_to_swap": 2}, {"quantize": "nf4"}, experts)
+    for number, change in enumerate(changes):
+        train.run(tiny_run.options(tmp_path / str(number), max_train_steps=2, **change))
+    said = re.findall(r"([\d.]+ M of [\d.]+ M) parameters train", caplog.text)
+    assert said == ["0.05 M of 2.27 M"] * 5
+
+
+def test_an_expert_that_comes_back_takes_no_more_memory_than_it_has_weights(tiny_run: TinyRun, tmp_path: Path):
+    """Weights that are one product lie side by side in what is brought back, not in another copy of them."""
+    options = run_options(tiny_run, tmp_path, task="t2v-A14B", dit_high_noise=tiny_run.weights["dit"], plain=False)
+    run = make_run(options)
+    trainee = run.activate(0)
+    run.activate(1)
+    assert sum(storages(trainee.transformer).values()) == 0
+    run.activate(0)
+    before = storages(trainee.transformer)
+    model = velocity_model(trainee.transformer, Compute(checkpointing="none"), device=run.device, dtype=torch.float32)
+    model(torch.zeros(1, 16, 1, 8, 8), torch.tensor([500.0]), [torch.zeros(3, trainee.transformer.config.text_dim)])
+    assert storages(trainee.transformer) == before
+
+
+def storages(transformer: torch.nn.Module) -> dict[int, int]:
+    """Bytes of each storage that a frozen weight lies in."""
+    found = [value.untyped_storage() for value in transformer.parameters() if not value.requires_grad]
+    return {storage.data_ptr(): storage.nbytes() for storage in found}
+
+
+def test_save_loras_writes_the_averages_beside_the_weights(tiny_run: TinyRun, tmp_path: Path):
+    run = make_run(run_options(tiny_run, tmp_path, ema_decay=0.9))
+    assert [path.name for path in save_loras(run, "-x")] == ["lora-x.safetensors", "lora-x-ema.safetensors"]
