@@ -20,6 +20,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any
 
+from wangen.generator.bulk import bulk
 from wangen.generator.errors import WangenError
 from wangen.generator.files import write_text
 from wangen.generator.install import install_line
@@ -139,7 +140,9 @@ def _run(step: Step) -> int:
     started = time.monotonic()
     with hold(step.lock):
         try:
-            report: Report = import_module(step.module).run(step)
+            with bulk():
+                module = import_module(step.module)
+            report: Report = module.run(step)
         except ModuleNotFoundError as error:
             raise missing_library(error) from None
         seconds = round(time.monotonic() - started, 3)

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from wangen.generator import headers
+from wangen.generator.bulk import bulk
 from wangen.generator.errors import bytes_text, many
 from wangen.generator.session import Report
 from wangen.generator.steps import CheckCache
 from wangen.generator.tomls import DatasetEntry
 from wangen.profiles import Model
-from wangen.runtime.bulk import bulk
 from wangen.runtime.cache import NO_ENCODER, TEXT_KINDS, Encoder, Folder, Kind
 from wangen.runtime.cache.leftovers import repair
 from wangen.runtime.models import model_of_cache, text_encoder_identity, vae_identity

@@ -7,10 +7,10 @@ from itertools import count
 
 import torch
 
+from wangen.generator.bulk import bulk
 from wangen.generator.errors import WangenError, many
 from wangen.generator.steps import Train
 from wangen.profiles import Model
-from wangen.runtime.bulk import bulk
 from wangen.runtime.cache import NO_ENCODER, Entry, Folder, Kind, load
 from wangen.runtime.needs import (
     TEXT_KINDS,

@@ -70,7 +70,7 @@ def caption_of(shape: str, colour: str, background: str, motion: str) -> str:
 
 
 def random_scene(shape: str, colour: Colour, background: Colour, motion: str, generator: torch.Generator) -> Scene:
-    """A scene of a random place, size and speed, in which the shape stays inside the picture.
+    """A scene of a random size and speed; half-way the shape is near the middle, and it never leaves the picture.
 
     Args:
         shape: one of `SHAPES`.
@@ -83,8 +83,8 @@ def random_scene(shape: str, colour: Colour, background: Colour, motion: str, ge
     radius = 0.17 + 0.07 * size
     distance = 0.3 + 0.1 * speed
     travel = (MOTIONS[motion][0] * distance, MOTIONS[motion][1] * distance)
-    margins = [radius + 0.02 + abs(way) / 2 for way in travel]
-    centre = (margins[0] + x * (1 - 2 * margins[0]), margins[1] + y * (1 - 2 * margins[1]))
+    room = [min(0.06, 0.48 - radius - abs(way) / 2) for way in travel]  # on either side of the middle
+    centre = (0.5 + room[0] * (2 * x - 1), 0.5 + room[1] * (2 * y - 1))
     return Scene(shape=shape, colour=colour, background=background, centre=centre, radius=radius, travel=travel)
 
 

@@ -12,11 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, Self
 
+from wangen.generator.bulk import bulk
 from wangen.generator.errors import UsageError, WangenError, many
 from wangen.generator.session import Report
 from wangen.generator.steps import CacheStep
 from wangen.profiles import Model
-from wangen.runtime.bulk import bulk
 from wangen.runtime.cache import Encoder, Folder, Kind, Recipe, Verdict
 from wangen.runtime.cache.leftovers import sweep
 from wangen.runtime.cache.needed import DatasetNeeds

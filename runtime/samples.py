@@ -10,6 +10,7 @@ from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any
 
+from wangen.generator.bulk import bulk
 from wangen.generator.dataset import NO_CAPTION, Item, Problem, media_of
 from wangen.generator.errors import WangenError, many, printable
 from wangen.generator.geometry import TOO_SHORT, bucket_of, misfit, resampled_frames, too_short, windows
@@ -18,7 +19,6 @@ from wangen.generator.step_parts import SMOKE_ITEMS
 from wangen.generator.steps import CacheStep, CheckCache, Train
 from wangen.generator.tomls import WHITE, DatasetEntry, read_dataset, select
 from wangen.profiles import Model
-from wangen.runtime.bulk import bulk
 from wangen.runtime.sources import Source, read_sources
 
 log = logging.getLogger("wangen")

@@ -248,3 +248,17 @@ def test_the_only_item_cannot_be_held_out(tiny_run, tmp_path):
     with pytest.raises(UsageError, match="leaves nothing of 3 items") as error:
         train.run(tiny_run.options(tmp_path, validation_items=3))
     assert "--validation_config" in error.value.cure
+
+
+def test_validating_on_what_is_trained_on_is_said(tiny_run, tmp_path, caplog):
+    train.run(tiny_run.options(tmp_path, max_train_steps=1, validation_config=tiny_run.dataset_config))
+    assert (
+        "--validation_config has 3 items that are trained on as well, so that is no held-out loss: blue.png"
+        in caplog.text
+    )
+
+
+def test_a_learning_rate_among_the_optimizers_arguments_is_answered_with_its_flag(tiny_run, tmp_path):
+    with pytest.raises(UsageError) as error:
+        train.run(tiny_run.options(tmp_path, optimizer_args=("lr=1",)))
+    assert error.value.cure == "give --learning_rate"

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from wangen.generator.bulk import bulk
 from wangen.generator.errors import WangenError
-from wangen.runtime.bulk import bulk
 from wangen.runtime.cache.entries import CorruptEntryError, Entry, read_entry
 from wangen.runtime.cache.recipes import ENTRY_NAME, KINDS, SUFFIX, Encoder
 from wangen.runtime.rows import read_rows, write_rows

@@ -139,6 +139,8 @@ def _arguments(words: Sequence[str]) -> dict[str, Any]:
         name, equals, text = word.partition("=")
         if not equals or not name.isidentifier():
             raise UsageError(f"--optimizer_args takes key=value, got {word!r}")
+        if name == "lr":
+            raise UsageError("--optimizer_args takes no lr: it has a flag of its own", cure="give --learning_rate")
         try:
             values[name] = ast.literal_eval(text)
         except (ValueError, SyntaxError):

@@ -1,13 +1,16 @@
 """The items of a run from the cache: those it trains on, and those it is only judged by."""
 
+import logging
 from dataclasses import replace
 
 from wangen import profiles
-from wangen.generator.errors import UsageError
+from wangen.generator.errors import UsageError, many
 from wangen.generator.steps import Train
 from wangen.runtime.loader import CachedSample, find_entries
 from wangen.runtime.samples import read_samples
 from wangen.runtime.training.validation import held_out
+
+log = logging.getLogger("wangen")
 
 
 def read_training_samples(options: Train, model: profiles.Model) -> tuple[list[CachedSample], list[CachedSample]]:
@@ -20,7 +23,13 @@ def read_training_samples(options: Train, model: profiles.Model) -> tuple[list[C
     samples = find_entries(options, model, read_samples(options, model))
     if options.validation_config:
         other = replace(options, dataset_config=options.validation_config, resolution="all")
-        return samples, find_entries(other, model, read_samples(other, model))
+        judged = find_entries(other, model, read_samples(other, model))
+        trained = {cached.sample.source.digest for cached in samples}
+        both = {cached.sample.item.path.name for cached in judged if cached.sample.source.digest in trained}
+        if both:
+            log.warning("  --validation_config has %s trained on as well, so that is no held-out loss: %s",
+                        many(len(both), "item that is", "items that are"), ", ".join(sorted(both)[:3]))  # fmt: skip
+        return samples, judged
     if not options.validation_items:
         return samples, []
     training, validation = held_out(samples, options.validation_items, options.seed)
