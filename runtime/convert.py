@@ -12,7 +12,7 @@ from wangen.generator.errors import UsageError
 from wangen.generator.files import write_text
 from wangen.generator.formats import Header
 from wangen.generator.headers import read_header
-from wangen.generator.kinds import kind_of
+from wangen.generator.kinds import judge
 from wangen.generator.lora_config import (
     ADAPTER_FILE,
     CONFIG_FILE,
@@ -92,7 +92,7 @@ def convert(
         layouts: at least one; the first goes to `save_path`, the others get their name as a suffix.
         dtype: torch's name of a dtype for the matrices; None keeps what is stored.
         save_path: a `.safetensors`; for peft alone also a folder, which gets an `adapter_config.json`.
-        overwrite: replace any file that is in the way; without it only a LoRA is.
+        overwrite: replace any file that is in the way; without it only an adapter of the same kind is.
 
     Raises:
         WangenError: no adapter that is read, a layout or dtype that it cannot have, a number that the dtype cannot
@@ -105,8 +105,10 @@ def convert(
     folder = not is_safetensors(save_path)
     files = _files(save_path / ADAPTER_FILE if folder else save_path, layouts)
     require_writable(files[layouts[0]].parent)
+    judged = judge(header)
+    own = judged.kind, judged.words
     for target in files.values():
-        require_free(target, [file], lambda there: there.kind in ("lora", "lora-other"), overwrite)
+        require_free(target, [file], lambda there: (there.kind, there.words) == own, overwrite)
         _refuse_config(target, folder, overwrite)
     if original.lora is None:
         made = {layout: _make_adapter(original, layout, wanted) for layout in layouts}
@@ -123,7 +125,7 @@ def convert(
 def _read(path: Path, header: Header) -> _Original:
     """The adapter. A file of a strange kind is read as a plain LoRA, which says what it is instead."""
     layout = layout_of(header.tensors)
-    if kind_of(header) == "lora-other" and not unfit_adapter(header.tensors):
+    if judge(header).kind == "lora-other" and not unfit_adapter(header.tensors):
         return _Original(None, read_adapter(path, "--lora_weight"), header, layout)
     return _Original(read_lora(path), {}, header, layout)
 

@@ -177,3 +177,13 @@ def test_merging_takes_plain_loras_alone(tmp_path, capsys):
     path = write(tmp_path / "a.safetensors", adapter_of("loha"), "comfyui")
     assert export(path, tmp_path / "b.safetensors", "--dit", str(path)) == 1
     assert "this is a LoHa" in capsys.readouterr().err
+
+
+def test_only_an_adapter_of_the_same_kind_is_replaced(tmp_path, capsys):
+    target = write(tmp_path / "b.safetensors", adapter_of("loha"), "kohya")
+    before = target.read_bytes()
+    assert export(write(tmp_path / "a.safetensors", adapter_of("lokr"), "comfyui"), target) == 2
+    assert target.read_bytes() == before
+    assert "a LoHa" in capsys.readouterr().err
+    assert export(write(tmp_path / "a.safetensors", adapter_of("loha"), "comfyui"), target) == 0
+    assert target.read_bytes() != before

@@ -80,6 +80,26 @@ class LeaveAfterBackward(torch.autograd.Function):
         return gradients[0], None
 
 
+class EnterBeforeBackward(torch.autograd.Function):
+    """Nothing, but that it tells when the backward pass arrives at a block.
+
+    The last layers of a block may be frozen and keep nothing: then their weights are needed before anything that was
+    kept is, which is what begins the recomputation.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, tell: Callable[[], None]) -> Tensor:
+        """(T, D) -> the same."""
+        ctx.tell = tell
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        """The same."""
+        ctx.tell()
+        return gradients[0], None
+
+
 class Announced:
     """A block that tells a block swap when it begins and ends, forward and backward.
 
@@ -98,6 +118,10 @@ class Announced:
         if not self.again:
             self._swap.leave(self._index, backward=False)
         return output
+
+    def returned_to(self) -> None:
+        """The backward pass is here; its recomputation begins when something that was not kept is asked for."""
+        self._swap.enter(self._index, backward=True)
 
     def done(self) -> None:
         """The backward pass is through."""
@@ -149,4 +173,6 @@ def recomputed(
         output: Tensor = checkpoint(
             block, hidden, use_reentrant=False, preserve_rng_state=keep_random_state, context_fn=contexts
         )
+    if isinstance(block, Announced) and output.requires_grad:
+        output = apply(EnterBeforeBackward, output, block.returned_to)
     return output

@@ -92,10 +92,10 @@ class Adapters:
         """
         parts = [torch.mm(gradients[number], adapter.up_cast).mul_(adapter.scale) for number, adapter in self.present]
         to_images = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-        downs = torch.split(to_images.t() @ inputs, self.ranks)
+        downs = (to_images.t() @ inputs).split_with_sizes(self.ranks)
         to_trained = []
         for (number, adapter), down, image in zip(
-            self.present, downs, torch.split(images, self.ranks, dim=1), strict=True
+            self.present, downs, images.split_with_sizes(self.ranks, 1), strict=True
         ):
             # This way round the product is up to twice as fast on the CPU.
             up = torch.mm(image.t(), gradients[number]).mul_(adapter.scale).t()
@@ -118,7 +118,7 @@ class AdaptedLinears(torch.autograd.Function):
         factors = inputs.to(frozen.dtype)
         outputs = frozen.outputs(factors)
         images = factors @ adapters.down().t()
-        parts = torch.split(images, adapters.ranks, dim=1)
+        parts = images.split_with_sizes(adapters.ranks, 1)
         for (number, adapter), part in zip(adapters.present, parts, strict=True):
             outputs[number].addmm_(part, adapter.up_cast.t(), alpha=adapter.scale)
         ctx.save_for_backward(inputs, images)
@@ -281,7 +281,7 @@ class Gate(torch.autograd.Function):
         """(T, D), (T, D), gates (runs, D) in float32, tokens of each run -> (T, D)."""
         ctx.gates, ctx.runs = gates, list(runs)
         output = torch.empty_like(residual)
-        pieces = (torch.split(part, ctx.runs) for part in (residual, branch, output))
+        pieces = (part.split_with_sizes(ctx.runs) for part in (residual, branch, output))
         for before, added, piece, gate in zip(*pieces, gates, strict=True):
             torch.addcmul(before, added, gate, out=piece)
         return output
@@ -292,7 +292,7 @@ class Gate(torch.autograd.Function):
         (gradient,) = gradients
         to_branch = torch.empty_like(gradient)
         for part, piece, gate in zip(
-            torch.split(gradient, ctx.runs), torch.split(to_branch, ctx.runs), ctx.gates, strict=True
+            gradient.split_with_sizes(ctx.runs), to_branch.split_with_sizes(ctx.runs), ctx.gates, strict=True
         ):
             torch.mul(part, gate, out=piece)
         return gradient, to_branch, None, None

@@ -55,7 +55,7 @@ class Frozen:
             ]
         weight, bias = joined
         product = functional.linear(inputs, weight.to(self.dtype), bias.to(self.dtype))
-        return list(torch.split(product, [layer.out_features for layer in self.layers], dim=1))
+        return list(product.split_with_sizes([layer.out_features for layer in self.layers], 1))
 
     def plus(self, outputs: Tensor, inputs: Tensor, *, in_place: bool) -> Tensor:
         """(T, O) plus inputs (T, I) times the weight of the one layer, without its bias."""
@@ -120,7 +120,7 @@ def lay_side_by_side(layers: Sequence[nn.Linear]) -> None:
         movable = len(parameters) == len(layers) and all(_may_move(part, parameters[0]) for part in parameters)
         if movable and _side_by_side(parameters) is None:
             joined = torch.cat([parameter.detach() for parameter in parameters])
-            for parameter, part in zip(parameters, torch.split(joined, [len(p) for p in parameters]), strict=True):
+            for parameter, part in zip(parameters, joined.split_with_sizes([len(p) for p in parameters]), strict=True):
                 parameter.data = part
 
 
