@@ -33,7 +33,7 @@ class Item:
 
 
 def toy_model(dtype: torch.dtype = torch.float32, *, rank: int = 16) -> WanTransformer3DModel:
-    """The toy model with random weights and an adapter on the ten linear layers of each block, its masters in float32."""
+    """The toy model with random weights, and an adapter in float32 on the ten linear layers of each block."""
     torch.manual_seed(0)
     model = WanTransformer3DModel(**TOY).requires_grad_(False)
     for name, parameter in model.named_parameters():

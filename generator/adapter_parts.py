@@ -6,6 +6,7 @@ for each output.
 """
 
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping
 
 from wangen.generator.errors import many
@@ -46,8 +47,9 @@ def unfit_adapter(tensors: Mapping[str, TensorInfo]) -> str:
             + f"{len(strange)} of {many(len(tensors), 'key')} {'is' if len(strange) == 1 else 'are'} not understood, "
             + f"such as {', '.join(strange[:3])}"
         )
-    if len({parse_adapter_key(key) for key in tensors}) < len(tensors):
-        return "two keys of this adapter are the same part of one module"
+    counts = Counter(key for key in map(parse_adapter_key, tensors) if key)
+    if twice := next((key for key, number in counts.items() if number > 1), None):
+        return f"two keys of this adapter are the {twice.part} of {twice.module}"
     modules = adapter_modules(tensors)
     for module, parts in modules.items():
         if problem := unfit_parts(parts):

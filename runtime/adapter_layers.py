@@ -11,10 +11,11 @@ from peft.tuners.loha.layer import make_weight
 from peft.tuners.lokr.layer import make_kron
 from peft.tuners.tuners_utils import BaseTunerLayer
 
+from wangen.generator.adapter_parts import HADAMARD, KRONECKER, WORDS
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.lora_config import config_fields
 from wangen.generator.lora_keys import AdapterKind
-from wangen.runtime.adapters import HADAMARD, KRONECKER, WORDS, Adapter, AdapterWeight, plain_lora
+from wangen.runtime.adapters import Adapter, AdapterWeight, plain_lora
 from wangen.runtime.lora import apply_lora, match_modules
 from wangen.runtime.memory.quantize import QuantLinear
 

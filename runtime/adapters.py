@@ -4,32 +4,32 @@ In between stands one neutral form, a dictionary from the module's name in diffu
 LoRAs have a narrower one of their own, `lora.Lora`, which is all that converting and merging files take.
 """
 
-import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from wangen.generator.errors import WangenError, many
+from wangen.generator import adapter_parts
+from wangen.generator.adapter_parts import (
+    FACTORS,
+    MAGNITUDES,
+    Parts,
+    is_dora_of_parts,
+    kind_of_parts,
+    rank_of,
+    unfit_adapter,
+)
+from wangen.generator.errors import WangenError
 from wangen.generator.formats import Header, TensorInfo
 from wangen.generator.kinds import expect
 from wangen.generator.lora_config import Alphas, lora_file, read_alphas
-from wangen.generator.lora_keys import AdapterKind, foreign, parse_adapter_key
+from wangen.generator.lora_keys import AdapterKind
 from wangen.runtime.lora import Lora, LoraWeight, as_number
 from wangen.runtime.weights.reading import read_tensor
 
 DORA_NORM = "wangen.dora_norm"
 """Metadata: `base` where the file's `dora_scale` is over the norms of the base's rows, as ComfyUI takes it."""
-
-WORDS: dict[AdapterKind, str] = {"lora": "LoRA", "loha": "LoHa", "lokr": "LoKr"}
-HADAMARD = ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")
-KRONECKER = ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b")
-FACTORS: dict[AdapterKind, tuple[str, ...]] = {"lora": ("down", "up"), "loha": HADAMARD, "lokr": KRONECKER}
-"""The parts of each kind; of a LoKr's two matrices each is there whole or as `_a` and `_b`."""
-MAGNITUDES = ("magnitude", "dora_scale")
-
-_Parts = Mapping[str, TensorInfo]
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def read_adapter(path: Path, flag: str = "--network_weights") -> Adapter:
     header = expect(file, ("lora", "lora-other"), flag)
     modules = adapter_modules(header, file)
     kind = kind_of_parts(next(iter(modules.values())))
-    dora = any(set(MAGNITUDES) & parts.keys() for parts in modules.values())
+    dora = any(map(is_dora_of_parts, modules.values()))
     alphas = read_alphas(file, header.metadata, modules, kind=kind, dora=dora)
     over_base = header.metadata.get(DORA_NORM) == "base"
     adapter = {name: _weight(file, name, modules[name], alphas, over_base) for name in sorted(modules)}
@@ -111,12 +111,11 @@ def read_scales(path: Path, flag: str = "--network_weights") -> dict[str, tuple[
     header = expect(file, ("lora", "lora-other"), flag)
     modules = adapter_modules(header, file)
     kind = kind_of_parts(next(iter(modules.values())))
-    dora = any(set(MAGNITUDES) & parts.keys() for parts in modules.values())
+    dora = any(map(is_dora_of_parts, modules.values()))
     alphas = read_alphas(file, header.metadata, modules, kind=kind, dora=dora)
-    inner = {"lora": ("down",), "loha": ("hada_w1_b",), "lokr": ("lokr_w2_b", "lokr_w1_b")}[kind]
     found: dict[str, tuple[int, float]] = {}
     for module, parts in sorted(modules.items()):
-        rank = next((parts[name].shape[0] for name in inner if name in parts), 0)
+        rank = rank_of(parts)
         found[module] = rank, _scale(file, module, parts, rank, alphas)
     return found
 
@@ -129,7 +128,7 @@ def is_dora(path: Path, flag: str = "--network_weights") -> bool:
     """
     file = lora_file(path)
     modules = adapter_modules(expect(file, ("lora", "lora-other"), flag), file)
-    return any(set(MAGNITUDES) & parts.keys() for parts in modules.values())
+    return any(map(is_dora_of_parts, modules.values()))
 
 
 def adapter_modules(header: Header, file: Path) -> dict[str, dict[str, TensorInfo]]:
@@ -142,40 +141,9 @@ def adapter_modules(header: Header, file: Path) -> dict[str, dict[str, TensorInf
     Raises:
         WangenError: a key that is not understood, two keys for one part, kinds mixed, a factor missing.
     """
-    if strange := sorted(key for key in header.tensors if parse_adapter_key(key) is None):
-        words = next(filter(None, map(foreign, strange)), "")
-        raise WangenError(
-            (f"this is {words}; " if words else "")
-            + f"{len(strange)} of {many(len(header.tensors), 'key')} {'is' if len(strange) == 1 else 'are'} not "
-            + f"understood, such as {', '.join(strange[:3])}",
-            where=str(file), cure="give a LoRA, DoRA, LoHa or LoKr of a Wan transformer",
-        )  # fmt: skip
-    modules: dict[str, dict[str, TensorInfo]] = {}
-    for key, info in header.tensors.items():
-        parsed = parse_adapter_key(key)
-        assert parsed is not None
-        if parsed.part in modules.setdefault(parsed.module, {}):
-            raise WangenError(f"two keys of this adapter are the {parsed.part} of {parsed.module}", where=str(file))
-        modules[parsed.module][parsed.part] = info
-    for module, parts in modules.items():
-        if problem := _unfit(parts):
-            raise WangenError(f"{module}: {problem}", where=str(file), cure="download it again, or give another")
-    forms = {(kind_of_parts(parts), bool(set(MAGNITUDES) & parts.keys())) for parts in modules.values()}
-    if len(forms) > 1:
-        raise WangenError("this adapter is of another kind from layer to layer", where=str(file),
-                          cure="give one that is a LoRA, a DoRA, a LoHa or a LoKr throughout")  # fmt: skip
-    return modules
-
-
-def kind_of_parts(parts: Collection[str]) -> AdapterKind:
-    """Of which kind a module with these parts is.
-
-    >>> kind_of_parts(["alpha", "lokr_w1", "lokr_w2"])
-    'lokr'
-    """
-    if any(name in HADAMARD for name in parts):
-        return "loha"
-    return "lokr" if any(name in KRONECKER for name in parts) else "lora"
+    if problem := unfit_adapter(header.tensors):
+        raise WangenError(problem, where=str(file), cure="give a LoRA, DoRA, LoHa or LoKr of a Wan transformer")
+    return adapter_parts.adapter_modules(header.tensors)
 
 
 def plain_lora(adapter: Mapping[str, AdapterWeight]) -> Lora | None:
@@ -188,34 +156,7 @@ def plain_lora(adapter: Mapping[str, AdapterWeight]) -> Lora | None:
     }
 
 
-def _unfit(parts: _Parts) -> str:
-    """Why a module's tensors are no adapter, in words; empty when they are one."""
-    kind = kind_of_parts(parts)
-    there = set(parts) - {"alpha", *MAGNITUDES}
-    complete = there == set(FACTORS[kind])
-    if kind == "lokr":
-        matrices = [{part for part in there if part.startswith(name)} for name in ("lokr_w1", "lokr_w2")]
-        complete = all(matrix in ({name}, {f"{name}_a", f"{name}_b"})
-                       for name, matrix in zip(("lokr_w1", "lokr_w2"), matrices, strict=True))  # fmt: skip
-    if there - set(FACTORS[kind]) or not complete:
-        return f"only {' and '.join(sorted(there)) or 'an alpha'} of a {WORDS[kind]} is there"
-    shapes = {name: parts[name].shape for name in there}
-    if kind != "lora" and set(MAGNITUDES) & parts.keys():
-        return f"a {WORDS[kind]} with the magnitudes of a DoRA, which is not read"
-    if kind == "lora":
-        down, up = shapes["down"], shapes["up"]
-        linear = len(down) == len(up) == 2 or (len(down) == len(up) == 5 and math.prod(up[2:]) == 1)
-        return "" if linear and down[0] and down[0] == up[1] else f"the matrices do not fit each other: {down} and {up}"
-    if any(len(shape) != 2 for shape in shapes.values()):
-        return "a factor is no matrix (of a convolution, which is not read)"
-    inner = [name.removesuffix("_a") for name in there if name.endswith("_a")]
-    if any(shapes[f"{name}_a"][1] != shapes[f"{name}_b"][0] for name in inner):
-        return f"the factors do not fit each other: {shapes}"
-    sizes = {(shapes[f"{name}_a"][0], shapes[f"{name}_b"][1]) for name in inner}
-    return f"the two products differ in size: {sizes}" if kind == "loha" and len(sizes) > 1 else ""
-
-
-def _weight(file: Path, module: str, parts: _Parts, alphas: Alphas, over_base: bool) -> AdapterWeight:
+def _weight(file: Path, module: str, parts: Parts, alphas: Alphas, over_base: bool) -> AdapterWeight:
     kind = kind_of_parts(parts)
     read = {part: read_tensor(info) for part, info in parts.items()}
     weight = AdapterWeight(kind, {name: read[name] for name in FACTORS[kind] if name in read}, 1.0)
@@ -229,7 +170,7 @@ def _weight(file: Path, module: str, parts: _Parts, alphas: Alphas, over_base: b
     return AdapterWeight(kind, weight.factors, scale, magnitude, over_base and "dora_scale" in parts)
 
 
-def _scale(file: Path, module: str, parts: _Parts, rank: int, alphas: Alphas) -> float:
+def _scale(file: Path, module: str, parts: Parts, rank: int, alphas: Alphas) -> float:
     """What a module's product is multiplied with; of a LoKr of whole matrices an alpha in the file says nothing."""
     if not rank:
         configured = alphas.rank if alphas.default is not None else None

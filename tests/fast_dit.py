@@ -1,6 +1,7 @@
 """Models with adapters whose second halves are not zero, and steps on the vectors by both ways of the transformer."""
 
 import copy
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -51,7 +52,12 @@ def trained(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 
 def vectors_model(name: str, dtype: torch.dtype = torch.float32) -> WanTransformer3DModel:
-    """The tiny model of a folder of vectors."""
+    """The tiny model of a folder of vectors, one of its own for each caller."""
+    return copy.deepcopy(_loaded(name, dtype))
+
+
+@functools.cache
+def _loaded(name: str, dtype: torch.dtype) -> WanTransformer3DModel:
     return load_transformer(DITS[name], dtype=dtype)
 
 

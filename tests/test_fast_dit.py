@@ -7,6 +7,7 @@ gradient) than the fast path is.
 import dataclasses
 import io
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from safetensors.torch import load, save
 from torch.utils.flop_counter import FlopCounterMode, addmm_flop
 
 from wangen.generator.errors import WangenError
+from wangen.runtime.fast import dit_elementwise
 from wangen.runtime.fast.dit_functions import MixedLayerNorm
 from wangen.runtime.models.compute import Tricks
 
@@ -72,8 +74,7 @@ def test_every_kind_of_adapter_gives_the_plain_gradients(name: str, kind: str):
 
 
 @pytest.mark.parametrize("trick", TRICKS)
-@pytest.mark.parametrize("alone", [False, True])
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize(("alone", "checkpointing"), [(False, "none"), (True, "none"), (False, "full")])
 def test_each_trick_can_be_taken_alone_and_left_alone(trick: str, alone: bool, checkpointing: str):
     tricks = dataclasses.replace(WITHOUT if alone else Tricks(), **{trick: alone})
     model, inputs = adapted(vectors_model("dit_ti2v5b")), inputs_of("dit_ti2v5b", batch=2)
@@ -94,7 +95,7 @@ def test_each_trick_can_be_taken_alone_and_left_alone(trick: str, alone: bool, c
         r".*blocks\.0\..*to_q",
     ],
 )
-@pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
+@pytest.mark.parametrize("checkpointing", ["none", "selective"])
 def test_adapters_on_some_layers_only(targets: str, checkpointing: str):
     model, inputs = adapted(vectors_model("dit_t2v21"), targets=targets), inputs_of("dit_t2v21")
     _, gradients = step(model, fast(model, checkpointing=checkpointing), inputs)
@@ -255,6 +256,40 @@ def test_the_padding_of_a_text_counts_and_a_text_may_be_as_long_as_it_gets():
         Inputs(inputs.latents, inputs.timesteps, [torch.zeros(513, 4096)])(fast(model))
     with pytest.raises(WangenError, match="64 wide"), torch.no_grad():
         Inputs(inputs.latents, inputs.timesteps, [torch.zeros(5, 64)])(fast(model))
+
+
+@pytest.mark.slow
+def test_compiled_kernels_give_the_same_and_are_made_once_for_all_lengths():
+    from torch._dynamo.utils import counters
+
+    model = adapted(vectors_model("dit_ti2v5b"))
+    graphs = []
+    for batch, cut in [(0, 0), (3, 0), (2, 1), (0, 2), (0, 3), (0, 4)]:
+        inputs = inputs_of("dit_ti2v5b", batch=batch)
+        inputs = dataclasses.replace(inputs, texts=[text[: max(1, len(text) - cut)] for text in inputs.texts])
+        velocities = [fast(model, checkpointing=way, compile=True) for way in ("full", "none")]
+        (output, gradients), uncheckpointed = (step(model, velocity, inputs) for velocity in velocities)
+        wanted_output, wanted = exact(model, inputs)
+        assert max_abs(output, wanted_output) < 1e-5
+        assert largest_error(gradients, wanted) < 1e-5
+        assert all(torch.equal(uncheckpointed[1][name], gradients[name]) for name in gradients)
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[2:] == [graphs[1]] * 4, "another length of text or batch makes no kernel anew"
+
+
+def test_without_a_compiler_the_step_goes_on_and_says_so(monkeypatch: pytest.MonkeyPatch, caplog: Any):
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("no compiler found\nand more lines")
+
+    monkeypatch.setattr(torch, "compile", lambda function: refuse)
+    dit_elementwise.compiled.cache_clear()
+    model, inputs = adapted(vectors_model("dit_t2v21")), inputs_of("dit_t2v21")
+    try:
+        found = [step(model, fast(model, compile=True), inputs) for _ in range(2)]
+    finally:
+        dit_elementwise.compiled.cache_clear()
+    assert [record.message.count("no compiler found") for record in caplog.records] == [1]
+    assert torch.equal(found[0][0], step(model, fast(model), inputs)[0])
 
 
 def test_a_layer_norm_in_mixed_precision_keeps_its_input_as_it_came():

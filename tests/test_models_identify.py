@@ -101,7 +101,8 @@ def test_a_lora(capsys):
     (group,) = found["lora"].pop("adapters")
     assert (group["rank"], group["alpha"], sum(group["modules"].values())) == (4, 2.0, 20)
     assert found["lora"] == {
-        "kind": "LoRA", "layout": "kohya", "num_modules": 20, "num_blocks": 2, "dim": 256, "image_branch": False, "fits": [],
+        "kind": "LoRA", "layout": "kohya", "num_modules": 20, "num_blocks": 2, "dim": 256, "image_branch": False,
+        "fits": [],
     }  # fmt: skip
     text = shown(capsys, LORA, VECTORS / "lora_i2v21/lora_musubi.safetensors")
     assert "rank 4, alpha 2" in text

@@ -309,8 +309,8 @@ def _header(path: Path) -> dict[str, str]:
 
 
 def _look_at_outputs(found: Inventory, folder: Path) -> None:
-    states = folder / f"{found.slug}-state"
-    for state in (path for path in _entries(states) if _STATE.fullmatch(path.name)):
+    states = [folder / f"{found.slug}{expert}-state" for expert in ("", "_high_noise", "_low_noise")]
+    for state in (path for part in states for path in _entries(part) if _STATE.fullmatch(path.name)):
         inside = _entries(state)
         found.files["checkpoints"] += [path for path in inside if _STATE_FILES.fullmatch(path.name)]
         found.folders["checkpoints"].append(state)
@@ -324,7 +324,7 @@ def _look_at_outputs(found: Inventory, folder: Path) -> None:
             elif part:
                 found.kept[part].append((path, "no LoRA of ours by its header"))
     found.files["outputs"] += [*_reports(folder), *_experiment_logs(found, folder), *_watched(found, folder)]
-    found.folders["checkpoints"] += [states, folder]
+    found.folders["checkpoints"] += [*states, folder]
     found.folders["outputs"].append(folder)
 
 

@@ -102,7 +102,7 @@ class FastWan:
             return torch.cat(self._run(list(torch.split(inputs, 1)), timesteps, texts, image_tokens))
 
     def packed(self, passes: Sequence[Inputs]) -> list[Tensor]:
-        """The velocities of several batches, whatever their shapes, as one sequence: attention looks at each item alone.
+        """The velocities of several batches of any shapes as one sequence: attention looks at each item alone.
 
         Batches whose tokens have timesteps of their own go one after the other.
         """

@@ -281,6 +281,8 @@ class Gate(torch.autograd.Function):
         """(T, D), (T, D), gates (runs, D) in float32, tokens of each run -> (T, D)."""
         ctx.gates, ctx.runs = gates, list(runs)
         output = torch.empty_like(residual)
+        if len(runs) == 1:
+            return torch.addcmul(residual, branch, gates[0], out=output)
         pieces = (part.split_with_sizes(ctx.runs) for part in (residual, branch, output))
         for before, added, piece, gate in zip(*pieces, gates, strict=True):
             torch.addcmul(before, added, gate, out=piece)
@@ -291,6 +293,8 @@ class Gate(torch.autograd.Function):
         """(T, D) -> the same for the residual, and its product with the gates for the branch."""
         (gradient,) = gradients
         to_branch = torch.empty_like(gradient)
+        if len(ctx.runs) == 1:
+            return gradient, torch.mul(gradient, ctx.gates[0], out=to_branch), None, None
         for part, piece, gate in zip(
             gradient.split_with_sizes(ctx.runs), to_branch.split_with_sizes(ctx.runs), ctx.gates, strict=True
         ):

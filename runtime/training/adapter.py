@@ -12,6 +12,7 @@ from peft import LoHaConfig, LoKrConfig, LoraConfig, PeftConfig
 from peft.tuners.tuners_utils import BaseTunerLayer
 
 from wangen import profiles
+from wangen.generator.adapter_parts import WORDS
 from wangen.generator.errors import UsageError, WangenError, many
 from wangen.generator.lora_keys import module_name
 from wangen.generator.steps import Train
@@ -24,7 +25,7 @@ from wangen.runtime.adapter_layers import (
     parts_of,
     require_linear,
 )
-from wangen.runtime.adapters import WORDS, Adapter, AdapterWeight, read_adapter
+from wangen.runtime.adapters import Adapter, AdapterWeight, read_adapter
 from wangen.runtime.randomness import generator_for
 from wangen.runtime.training.adapter_config import Settings, select_modules, settings
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from wangen import profiles
+from wangen.generator.adapter_parts import WORDS, kind_of_parts
 from wangen.generator.companions import sort_out
 from wangen.generator.errors import UsageError
 from wangen.generator.formats import Header
@@ -163,7 +164,7 @@ def require_adapter(options: Train, model: profiles.Model) -> None:
 
 def _refuse_other_rank(chosen: Settings, ranks: set[int], options: Train) -> None:
     """An adapter to start from that has another kind or rank; whole matrices of a LoKr have none."""
-    from wangen.runtime.adapters import WORDS, adapter_modules, kind_of_parts
+    from wangen.runtime.adapters import adapter_modules
 
     assert chosen.start
     file = lora_file(chosen.start)

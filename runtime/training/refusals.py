@@ -179,12 +179,11 @@ def _refuse_samples(options: Train) -> None:
 
 def _expect_files(options: Train, model: profiles.Model) -> None:
     """The weights are what their flags say, read from the headers."""
-    high = "dit_high_noise" if model.experts else ""
-    for name in filter(None, ("dit", high)):
-        path = getattr(options, name)
-        if path is not None:
-            _refuse_blocks(options, expect(path, model.kind_of(name), f"--{name}", options.task))
-    if options.dit and options.dit_high_noise:
+    trained = ["dit"] if model.experts is None or options.experts != "high" else []
+    trained += ["dit_high_noise"] if model.experts and options.experts != "low" else []
+    for name in trained:
+        _refuse_blocks(options, expect(getattr(options, name), model.kind_of(name), f"--{name}", options.task))
+    if model.experts and options.experts == "both" and options.dit and options.dit_high_noise:
         expect_two_experts(options.dit, options.dit_high_noise)
 
 
