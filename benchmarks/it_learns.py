@@ -138,7 +138,7 @@ def report_colours(folder: Path, loras: Mapping[str, tuple[Path, ...]], seeds: i
 def generated_colour(
     folder: Path, name: str, loras: tuple[Path, ...], colour: str, seed: int
 ) -> tuple[float, float, float]:
-    """Generate one clip with the product's step and look at it."""
+    """Generate one clip with the product's step and look at it; where it shows no shape, the background's colour."""
     shape, background, motion = shapes.SHAPES[seed % 3], list(shapes.BACKGROUNDS)[seed % 3], "moves to the right"
     options = Generate(
         task=TASK,
@@ -156,7 +156,8 @@ def generated_colour(
         device="cpu",
     )
     generate.run(options)
-    return shapes.look(shapes.read_clip(options.save_path)).colour
+    seen = shapes.look(shapes.read_clip(options.save_path))
+    return seen.colour if seen.share else seen.background
 
 
 if __name__ == "__main__":

@@ -55,9 +55,9 @@ class Train(DatasetStep):
         "guidance_scale": "it is HunyuanVideo's: leave it out for Wan",
         "img_in_txt_in_offloading": "it is HunyuanVideo's: leave it out for Wan",
         "one_frame": "one-frame training is not in this version of wangen; leave it out",
-        "compile_backend": "use --compile alone: every block is compiled by inductor",
-        "compile_mode": "use --compile alone: every block is compiled by inductor",
-        "compile_dynamic": "use --compile alone: every bucket gets a graph of its own",
+        "compile_backend": "use --compile alone: what every block computes by element is compiled by inductor",
+        "compile_mode": "use --compile alone: what every block computes by element is compiled by inductor",
+        "compile_dynamic": "use --compile alone: it is compiled once for all buckets",
         "dynamo_backend": "use --compile",
         "ddp_timeout": "this version trains in one process",
     }
@@ -217,7 +217,7 @@ class Train(DatasetStep):
                    "sage_attn": "sage"},
         values={"torch": "sdpa", "flash2": "flash", "sageattn": "sage"},
     )  # fmt: skip
-    compile: bool = flag("torch.compile for each block; worth it for long runs", False, pinned=True)
+    compile: bool = flag("torch.compile for norms, rotations and gates of every block; for long runs", False, pinned=True)
     plain: bool = flag("train through the library's own modules: the same numbers to rounding, slower", False,
                        pinned=True)  # fmt: skip
     cuda_allow_tf32: bool = flag("let float32 products round their operands to TF32", False, pinned=True)

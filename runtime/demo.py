@@ -48,10 +48,11 @@ vae_dtype = "float32"
 t5_dtype = "float32"
 
 [steps.train]
-max_train_steps = 150
-learning_rate = 2e-3
+max_train_steps = 80
+learning_rate = 3e-3
 mixed_precision = "no"
-save_every_n_steps = 50
+checkpointing = "none"
+save_every_n_steps = 40
 """
 
 
@@ -134,11 +135,18 @@ def _is_demo(file: Path) -> bool:
 
 
 def _copy_weights(target: Target, model: Model) -> list[str]:
-    """Put the tiny Wan where the scripts look for weights; returns what was there already."""
+    """Put the tiny Wan where the scripts look for weights; returns what was there already.
+
+    Raises:
+        WangenError: this installation is without it.
+    """
     folder = target.folder / "models"
     if all((target.reach(find_weights(target, weights)) or folder / "-").is_file() for weights in model.weights):
         return ["copying the tiny Wan"]
     with as_file(files("wangen.examples").joinpath("tiny-wan")) as source:
+        if not source.is_dir():
+            raise WangenError("this installation came with a bundle, without the tiny Wan", where=str(source),
+                              cure="install wangen from its clone to run the demo")  # fmt: skip
         shutil.copytree(source, folder, dirs_exist_ok=True)
     _say(f"copied the tiny Wan, in Wan's own file formats: {folder}")
     return []

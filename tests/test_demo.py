@@ -49,7 +49,7 @@ def test_the_demo_makes_a_lora_and_a_clip(finished):
     assert all(report["ok"] for report in made.values())
     assert made["cache_latents"]["counts"]["computed"] == 12
     assert made["cache_text"]["counts"]["computed"] == 13  # with the empty prompt
-    assert made["train"]["counts"]["steps"] == 150
+    assert made["train"]["counts"]["steps"] == 80
     assert made["train"]["counts"]["from_cache"] == 24
     assert made["train"]["versions"]["torch"]
     assert read_clip(finished / "outputs/example/demo.mp4").shape == (3, 17, 64, 64)
@@ -61,8 +61,8 @@ def test_the_demo_makes_a_lora_and_a_clip(finished):
 def test_the_lora_teaches_the_new_colour(finished):
     outputs = finished / "outputs/example"
     taught, untaught = (look(read_clip(outputs / name)) for name in ("demo.mp4", "without LoRA/demo.mp4"))
-    assert math.dist(taught.colour, SRGB) < 60
-    assert math.dist(untaught.colour, SRGB) > 2 * math.dist(taught.colour, SRGB)
+    assert math.dist(taught.colour, SRGB) < 70
+    assert math.dist(untaught.colour, SRGB) > 100
     assert nearest_colour(taught.background, BACKGROUNDS) == "grey"
 
 
@@ -72,7 +72,7 @@ def test_running_it_again_resumes_and_says_what_it_skipped(finished):
     result = demo(finished.parent.parent)
     assert result.returncode == 0, result.stderr
     assert "0 entries encoded, 12 already valid" in result.stderr
-    assert "already trained, 150 steps" in result.stderr
+    assert "already trained, 80 steps" in result.stderr
     shown = " ".join(result.stdout.split())
     assert "skipped: copying the tiny Wan, cache_latents, cache_text, train, generate" in shown
     assert hashlib.sha256(lora.read_bytes()).hexdigest() == before

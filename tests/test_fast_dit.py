@@ -30,8 +30,9 @@ from safetensors.torch import load, save
 from torch.utils.flop_counter import FlopCounterMode, addmm_flop
 
 from wangen.generator.errors import WangenError
-from wangen.runtime.fast import dit_elementwise
+from wangen.runtime.fast import dit_elementwise, dit_linear
 from wangen.runtime.fast.dit_functions import MixedLayerNorm
+from wangen.runtime.models import inputs as inputs_module
 from wangen.runtime.models.compute import Tricks
 
 ALL_CASES = [(name, case) for name in DITS for case in cases(name)]
@@ -156,9 +157,11 @@ def test_two_active_adapters_add_up():
     assert largest_error(gradients, wanted) < 5e-5
 
 
+@pytest.mark.parametrize("is_fast", [True, False])
 @pytest.mark.parametrize("name", DITS)
-def test_in_bfloat16_the_way_is_no_less_exact_than_autocast(name: str):
+def test_in_bfloat16_the_way_is_no_less_exact_than_autocast(name: str, is_fast: bool, monkeypatch: pytest.MonkeyPatch):
     """Against exact arithmetic, in which the weights are the same: their file holds bfloat16 numbers."""
+    monkeypatch.setattr(dit_linear, "_is_fast_in_bfloat16", lambda: is_fast)
     reference, model = adapted(vectors_model(name)), adapted(vectors_model(name, torch.bfloat16))
     inputs = inputs_of(name, batch=2)
     wanted_output, wanted = exact(reference, inputs)
@@ -175,7 +178,8 @@ def test_in_bfloat16_the_way_is_no_less_exact_than_autocast(name: str):
     assert rel_rms(whole(gradients), whole(wanted)) < 1.1 * rel_rms(whole(plain_gradients), whole(wanted)) < 0.05
 
 
-def test_adapters_in_one_flat_buffer_are_cast_as_if_each_had_its_own():
+def test_adapters_in_one_flat_buffer_are_cast_as_if_each_had_its_own(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(dit_linear, "_is_fast_in_bfloat16", lambda: True)
     model, inputs = adapted(vectors_model("dit_t2v21", torch.bfloat16)), inputs_of("dit_t2v21")
     _, wanted = step(model, fast(model), inputs)
     flat = torch.cat([parameter.detach().flatten() for parameter in trained(model).values()])
@@ -259,6 +263,7 @@ def test_the_padding_of_a_text_counts_and_a_text_may_be_as_long_as_it_gets():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # the compiler warns of its own ways
 def test_compiled_kernels_give_the_same_and_are_made_once_for_all_lengths():
     from torch._dynamo.utils import counters
 
@@ -290,6 +295,37 @@ def test_without_a_compiler_the_step_goes_on_and_says_so(monkeypatch: pytest.Mon
         dit_elementwise.compiled.cache_clear()
     assert [record.message.count("no compiler found") for record in caplog.records] == [1]
     assert torch.equal(found[0][0], step(model, fast(model), inputs)[0])
+
+
+@pytest.mark.parametrize("name", ["dit_t2v21", "dit_i2v21"])
+@pytest.mark.parametrize("checkpointing", ["none", "selective"])
+def test_batches_of_different_shapes_in_one_sequence_do_not_see_each_other(name: str, checkpointing: str):
+    """One of them has as many tokens as another, in another grid."""
+    generator = torch.Generator().manual_seed(0)
+
+    def noise(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    passes = []
+    for batch, *shape in [(1, 1, 8, 4), (1, 1, 4, 8), (2, 2, 6, 6)]:
+        times = torch.linspace(100, 900, batch)
+        texts = [noise(5 + 4 * number, 4096) for number in range(batch)]
+        images = (noise(batch, 20, *shape), noise(batch, 257, 1280)) if name == "dit_i2v21" else ()
+        passes.append(inputs_module.Inputs(noise(batch, 16, *shape), times, texts, *images))
+    model = adapted(vectors_model(name))
+    velocity = fast(model, checkpointing=checkpointing)
+
+    def gradients(outputs: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        for parameter in trained(model).values():
+            parameter.grad = None
+        sum((output - 1).square().mean() for output in outputs).backward()
+        return {key: parameter.grad for key, parameter in trained(model).items()}
+
+    together = velocity.packed(passes)
+    apart = [velocity(one.latents, one.timesteps, one.texts, condition=one.condition, image_tokens=one.image_tokens)
+             for one in passes]  # fmt: skip
+    assert max(max_abs(one.detach(), other.detach()) for one, other in zip(together, apart, strict=True)) < 1e-5
+    assert largest_error(gradients(together), gradients(apart)) < 1e-5
 
 
 def test_a_layer_norm_in_mixed_precision_keeps_its_input_as_it_came():

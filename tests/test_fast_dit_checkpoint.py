@@ -8,7 +8,7 @@ import torch
 from fast_dit import adapted, fast, inputs_of, largest_error, plain, step, trained, vectors_model
 from parity import max_abs
 
-from wangen.runtime.fast import dit_checkpoint
+from wangen.runtime.fast import dit_checkpoint, dit_linear
 from wangen.runtime.fast.host_copies import HostCopies
 from wangen.runtime.memory.quantize import QuantLinear, quantize_blocks
 from wangen.runtime.memory.swap import BlockSwap
@@ -40,6 +40,16 @@ def test_every_way_of_recomputing_gives_the_same_bits(way: dict[str, Any], name:
     velocity = fast(model, **way)
     assert same(step(model, velocity, inputs), wanted)
     assert same(step(model, velocity, inputs), wanted), "the next step begins where this one did"
+
+
+@pytest.mark.parametrize("is_fast", [True, False])
+def test_recomputing_gives_the_same_bits_whatever_products_are_computed_in(
+    is_fast: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(dit_linear, "_is_fast_in_bfloat16", lambda: is_fast)
+    model, inputs = adapted(vectors_model("dit_i2v21", torch.bfloat16)), inputs_of("dit_i2v21")
+    wanted = step(model, fast(model), inputs)
+    assert same(step(model, fast(model, checkpointing="full"), inputs), wanted)
 
 
 @pytest.mark.parametrize("kind", ["dora", "lokr", "loha", "dropout"])
@@ -155,6 +165,15 @@ def test_swapped_blocks_are_asked_for_in_time_and_let_go(swapped: tuple[int, ...
     with torch.no_grad():
         assert max_abs(inputs(velocity), wanted[0]) < 1e-5
     assert swap.calls == forward
+
+
+@pytest.mark.parametrize("targets", [r".*attn1\.to_v", r".*ffn\.net\.2"])
+def test_a_swapped_block_that_ends_with_frozen_layers_is_there_for_their_backward_pass(targets: str):
+    """They keep nothing, so their weights are needed before anything asks for the recomputation."""
+    model, inputs = adapted(vectors_model("dit_t2v21"), targets=targets), inputs_of("dit_t2v21")
+    wanted = step(model, fast(model), inputs)
+    velocity = fast(model, RecordedSwap(model, (0, 1)))
+    assert largest_error(step(model, velocity, inputs)[1], wanted[1]) < 1e-5
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])

@@ -71,6 +71,7 @@ ROWS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ROWS)
 def test_a_row_is_measured_in_small(name, gpu_train):
     task, flags = ROWS[name]
@@ -84,6 +85,7 @@ def test_a_row_is_measured_in_small(name, gpu_train):
     assert 1 < found["loss"] < 10  # random weights, under which activations keep their size
 
 
+@pytest.mark.slow
 def test_choices_that_change_no_number_give_one_loss(gpu_train):
     def loss(**flags: Any) -> float:
         row = gpu_train.Row(group="test", task="t2v-14B", clip=(512, 512, 1), flags=flags)
@@ -94,6 +96,7 @@ def test_choices_that_change_no_number_give_one_loss(gpu_train):
     assert plain != loss(quantize="nf4") == pytest.approx(plain, rel=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", profiles.model_names())
 def test_random_weights_are_as_many_and_as_wide_as_the_real_ones(task, random_run):
     """On the meta device in full size, where nothing has to be drawn."""

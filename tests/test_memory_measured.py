@@ -82,6 +82,7 @@ def test_a_block_keeps_what_the_formula_says(changes, per_block):
     assert 0.85 * per_block < measured < 1.03 * per_block
 
 
+@pytest.mark.slow
 def test_the_live_set_of_a_block_is_below_the_formula_and_near_it():
     formula = KEPT_TENSORS + 4 * FFN / DIM
     measured = peak_rows(2) - 2
@@ -89,6 +90,7 @@ def test_the_live_set_of_a_block_is_below_the_formula_and_near_it():
     assert peak_rows(2, free_blocks=1) <= measured + 2 + 0.01, "the last block is free to keep everything"
 
 
+@pytest.mark.slow
 def test_a_quantised_base_adds_one_dequantised_product():
     more = (peak_rows(2, mode="int8") - peak_rows(2)) * ROW
     assert 0 < more <= 1.1 * DIM * FFN * 4

@@ -24,7 +24,8 @@ def shipped() -> set[str]:
         folder = ROOT / package.removeprefix("wangen.").replace(".", "/")
         patterns = ["*.py", *SETUPTOOLS["package-data"]["*"], *SETUPTOOLS["package-data"].get(package, [])]
         names |= {path.relative_to(ROOT).as_posix() for pattern in patterns for path in folder.glob(pattern)}
-    return {f"wangen/{name}" for name in names}
+    demo = "examples/tiny-wan/"  # nine megabytes that no bundle needs
+    return {f"wangen/{name}" for name in names if (ROOT / name).is_file() and not name.startswith(demo)}
 
 
 def test_it_holds_what_is_shipped_and_nothing_else(tmp_path):

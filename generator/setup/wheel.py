@@ -21,8 +21,8 @@ from wangen.generator.files import write_whole
 PACKAGES = ("examples", "generator", "profiles", "runtime", "templates")
 _METADATA = ("METADATA", "entry_points.txt", "top_level.txt", "licenses/LICENSE")
 _REQUIRED = ("METADATA", "entry_points.txt")
-# What stands in a clone to be read, and is part of no installation.
-_GOLDEN = ("examples", "published")
+# What no bundle needs: scripts to be read, and the weights of the demo.
+_UNSHIPPED = {("examples", "published"), ("examples", "tiny-wan")}
 # The earliest moment that a zip file can hold.
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 
@@ -101,7 +101,7 @@ def _package_files() -> Iterator[tuple[str, bytes]]:
         root = Path(next(iter(spec.submodule_search_locations)))
         for path in root.rglob("*"):
             parts = path.relative_to(root).parts
-            unshipped = (package, parts[0]) == _GOLDEN or any(p == "__pycache__" or p.startswith(".") for p in parts)
+            unshipped = (package, parts[0]) in _UNSHIPPED or any(p == "__pycache__" or p.startswith(".") for p in parts)
             if path.is_file() and not unshipped:
                 yield "/".join(("wangen", package, *parts)), path.read_bytes()
 

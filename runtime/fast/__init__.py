@@ -1,4 +1,5 @@
-"""Exact fast paths of the encoders, on the library's weights; diffusers and transformers are the oracle in the tests.
+"""Exact fast paths, on the library's weights; diffusers, transformers and peft are the oracle in the tests.
 
-Nothing here imports diffusers, transformers or accelerate: the first latent is there before they would be loaded.
+Those of the encoders import none of them: the first latent is there before they would be loaded. That of the transformer
+(`dit*.py`) works on diffusers' module with peft's adapters in it.
 """

@@ -113,10 +113,11 @@ class Announced:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """The block's forward pass or its recomputation, (T, D) -> (T, D)."""
-        self._swap.enter(self._index, backward=self.again)
+        if self.again:  # the backward pass has entered before
+            return self._block(hidden)
+        self._swap.enter(self._index, backward=False)
         output = self._block(hidden)
-        if not self.again:
-            self._swap.leave(self._index, backward=False)
+        self._swap.leave(self._index, backward=False)
         return output
 
     def returned_to(self) -> None:

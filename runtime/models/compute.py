@@ -36,7 +36,7 @@ class Compute:
         offload: what checkpointing keeps (the blocks' inputs, and with `selective` attention's outputs) waits in host
             memory.
         split_attention: attention runs for one item of the batch at a time.
-        compile: each block goes through torch.compile.
+        compile: norms, rotations and gates of every block are made by torch.compile, once for all shapes.
         plain: the library's own forward; `Tricks`, `selective`, `free_blocks` and block swap are then out of reach.
         tricks: the exact short cuts.
     """
