@@ -217,7 +217,7 @@ class Train(DatasetStep):
                    "sage_attn": "sage"},
         values={"torch": "sdpa", "flash2": "flash", "sageattn": "sage"},
     )  # fmt: skip
-    compile: bool = flag("torch.compile for norms, rotations and gates of every block; for long runs", False, pinned=True)
+    compile: bool = flag("torch.compile for the norms, rotations and gates of the blocks", False, pinned=True)
     plain: bool = flag("train through the library's own modules: the same numbers to rounding, slower", False,
                        pinned=True)  # fmt: skip
     cuda_allow_tf32: bool = flag("let float32 products round their operands to TF32", False, pinned=True)
