@@ -163,6 +163,8 @@ def _run_script(target: Target) -> int:
 def _call(command: list[str], folder: Path) -> int:
     """Run a command to its end and return its exit code; Ctrl-C reaches it too, and it answers for both."""
     environment = os.environ | {"WANGEN_PYTHON": sys.executable, "WANGEN_NO_PAUSE": "1"}
+    # At these sizes threads wait for each other longer than they compute, and far longer on a busy machine.
+    environment.setdefault("OMP_NUM_THREADS", "1")
     with subprocess.Popen(command, cwd=folder, env=environment) as process:
         while True:
             try:

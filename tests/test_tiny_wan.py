@@ -111,7 +111,7 @@ def sentences(number: int) -> tuple[str, str, str, str]:
     return shape, colour, background, motion
 
 
-@pytest.mark.parametrize(("solver", "number"), [("unipc", 0), ("euler", 1), ("unipc", 2), ("unipc", 4), ("euler", 5)])
+@pytest.mark.parametrize(("solver", "number"), [("unipc", 0), ("euler", 1)])
 def test_a_generated_clip_shows_what_the_caption_says(models, solver, number):
     shape, colour, background, motion = sentences(number)
     found = seen(models, caption_of(shape, colour, background, motion), seed=number, sample_solver=solver)
