@@ -15,7 +15,7 @@ from typing import Any
 
 from wangen import profiles
 from wangen.generator.commands import build
-from wangen.generator.memory import preset_flags
+from wangen.generator.memory import PLAIN_MEMORY, preset_flags
 from wangen.generator.scripts import Bundle
 from wangen.generator.step_parts import DEFAULT_EPOCHS
 from wangen.generator.steps import CacheLatents, CacheText, Check, CheckCache, Train
@@ -45,11 +45,6 @@ PROMPTS = "prompts"
 """The folder below `files` where sample prompts are published."""
 
 AUTO = "auto"
-PLAIN_MEMORY: Mapping[str, Any] = {
-    "quantize": "none", "blocks_to_swap": 0, "checkpointing": "full", "checkpointing_free_blocks": 0,
-    "gradient_checkpointing_cpu_offload": False,
-}  # fmt: skip
-"""What training does where no card is named; scripts spell it out, so that a new default changes no old script."""
 
 DTYPES: Mapping[str, Mapping[str, Any]] = {
     "cuda": {"vae_dtype": "float16", "t5_dtype": "bfloat16", "clip_dtype": "float16", "num_workers": 4},

@@ -22,6 +22,12 @@ LATENTS_PER_TOKEN = 4  # 1x2x2 latent cells
 BITS = {"none": 16.0, "fp8": 8.25, "int8": 8.25, "nf4": 4.25}
 """Per weight of a linear layer of a block, with its share of the scales; without quantising in bfloat16."""
 
+PLAIN_MEMORY: Mapping[str, Any] = {
+    "quantize": "none", "blocks_to_swap": 0, "checkpointing": "full", "checkpointing_free_blocks": 0,
+    "gradient_checkpointing_cpu_offload": False,
+}  # fmt: skip
+"""The flags of training where no card is named; scripts spell them out, so that a new default changes no old script."""
+
 RESERVE = 3 * GIB // 2
 """The device's context, the libraries' workspaces, the head's and the loss's tensors, and what fragments."""
 

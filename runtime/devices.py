@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -98,14 +98,25 @@ def enough_memory(what: str, cure: str) -> Iterator[None]:
     Raises:
         WangenError: in place of torch's own error.
     """
+    with out_of_memory_as(lambda: WangenError(f"out of memory {what}", cure=cure)):
+        yield
+
+
+@contextlib.contextmanager
+def out_of_memory_as(answer: Callable[[], WangenError]) -> Iterator[None]:
+    """Answer a full memory, of the device or of the host, with a message that is made only then.
+
+    Raises:
+        WangenError: in place of torch's own error.
+    """
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError):
-        raise WangenError(f"out of memory {what}", cure=cure) from None
+        raise answer() from None
     except RuntimeError as error:
         if "can't allocate memory" not in str(error):  # how torch says it of the host's
             raise
-        raise WangenError(f"out of memory {what}", cure=cure) from None
+        raise answer() from None
 
 
 def set_attention(transformer: Any, name: str, device: torch.device, dtype: torch.dtype, *, backward: bool) -> str:

@@ -16,6 +16,7 @@ import torch
 from wangen import profiles
 from wangen.generator import headers
 from wangen.generator.errors import WangenError, many
+from wangen.generator.memory import PLAIN_MEMORY
 from wangen.generator.session import Report, with_flag
 from wangen.generator.steps import Train
 from wangen.generator.table import options as flags_of
@@ -24,7 +25,6 @@ from wangen.runtime.adapter_layers import parts_of
 from wangen.runtime.devices import choose_device, set_precision
 from wangen.runtime.interrupt import Interrupt
 from wangen.runtime.loader import num_entries
-from wangen.runtime.memory.presets import PLAIN
 from wangen.runtime.models import family
 from wangen.runtime.progress import progress
 from wangen.runtime.training import checkpoint
@@ -181,7 +181,7 @@ def _announce(training: Run) -> None:
 
 def _memory_flags(options: Train) -> list[str]:
     """What `--vram` chose or flags said, where it is not how a run without them is, as flags."""
-    chosen = {name: getattr(options, name) for name, usual in PLAIN.items() if getattr(options, name) != usual}
+    chosen = {name: getattr(options, name) for name, usual in PLAIN_MEMORY.items() if getattr(options, name) != usual}
     return [f"--{name}" if value is True else f"--{name} {value}" for name, value in chosen.items()]
 
 
@@ -231,7 +231,7 @@ def _report(plan: Plan, step: int, facts: Mapping[str, Any], *, done_before: boo
             "dataset_config": options.dataset_config,
             "samples": len(plan.samples),
             **plan.fingerprint,
-            "memory": {name: getattr(options, name) for name in PLAIN},
+            "memory": {name: getattr(options, name) for name in PLAIN_MEMORY},
         },
         counts={"from_cache": num_entries(plan.samples), "computed": 0, "steps": step},
         result={"lora": files[0], "loras": files, "done_before": done_before, **facts},

@@ -10,6 +10,7 @@ from wangen.generator import memory
 from wangen.generator.errors import UsageError
 from wangen.generator.memory import (
     GIB,
+    PLAIN_MEMORY,
     MemorySettings,
     adapter_weights,
     block_bytes,
@@ -22,7 +23,7 @@ from wangen.generator.memory import (
 )
 from wangen.generator.steps import Train
 from wangen.generator.table import options as flags_of
-from wangen.runtime.memory.presets import PLAIN, resolve_vram
+from wangen.runtime.memory.presets import resolve_vram
 from wangen.runtime.memory.quantize import FORMS, num_weights, quantize_blocks
 
 MODELS = [profiles.model(name) for name in profiles.model_names()]
@@ -217,16 +218,16 @@ def train(**changes) -> Train:
 
 
 def memory_flags(options: Train) -> dict[str, object]:
-    return {name: getattr(options, name) for name in PLAIN}
+    return {name: getattr(options, name) for name in PLAIN_MEMORY}
 
 
 T2V = profiles.model("t2v-14B")
 
 
 def test_without_the_flag_nothing_is_quantised_or_swapped():
-    assert memory_flags(resolve_vram(train(), T2V, CPU)) == PLAIN
+    assert memory_flags(resolve_vram(train(), T2V, CPU)) == PLAIN_MEMORY
     given = {"quantize": "fp8", "blocks_to_swap": 3, "checkpointing": "selective", "checkpointing_free_blocks": 2}
-    assert memory_flags(resolve_vram(train(**given), T2V, CPU)) == PLAIN | given
+    assert memory_flags(resolve_vram(train(**given), T2V, CPU)) == {**PLAIN_MEMORY} | given
 
 
 @pytest.mark.parametrize("gib", ["8", "12", "16", "24"])
@@ -241,11 +242,11 @@ def test_a_card_gives_the_flags_of_its_preset_and_given_ones_win(gib):
 
 def test_what_other_flags_rule_out_is_left_away():
     full = memory_flags(resolve_vram(train(vram="12", train_mode="full"), T2V, CPU))
-    assert full == PLAIN | {"gradient_checkpointing_cpu_offload": True}
+    assert full == {**PLAIN_MEMORY} | {"gradient_checkpointing_cpu_offload": True}
     plain = memory_flags(resolve_vram(train(vram="12", plain=True), T2V, CPU))
     assert (plain["quantize"], plain["blocks_to_swap"], plain["checkpointing_free_blocks"]) == ("int8", 0, 0)
     none = memory_flags(resolve_vram(train(vram="24", checkpointing="none"), T2V, CPU))
-    assert none == PLAIN | {"quantize": "int8", "checkpointing": "none"}
+    assert none == {**PLAIN_MEMORY} | {"quantize": "int8", "checkpointing": "none"}
     all_swapped = resolve_vram(train(vram="24", blocks_to_swap=40), T2V, CPU)
     assert (all_swapped.blocks_to_swap, all_swapped.checkpointing_free_blocks) == (40, 0)
 
@@ -257,7 +258,7 @@ def test_what_other_flags_rule_out_is_left_away():
 def test_auto_takes_the_largest_preset_that_is_free(monkeypatch, free_gib, expected):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(free_gib * GIB), 96 * GIB))
     found = memory_flags(resolve_vram(train(vram="auto"), T2V, torch.device("cuda")))
-    roomy = PLAIN | {"checkpointing": "selective", "checkpointing_free_blocks": 1}
+    roomy = {**PLAIN_MEMORY} | {"checkpointing": "selective", "checkpointing_free_blocks": 1}
     assert found == (preset_flags(T2V, expected) if expected else roomy)
 
 
@@ -265,4 +266,4 @@ def test_auto_says_when_nothing_fits_and_takes_none_on_a_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5 * GIB, 8 * GIB))
     with pytest.raises(UsageError, match=r"5\.5 GiB are free on cuda, and the smallest preset of t2v-14B needs 7\.3"):
         resolve_vram(train(vram="auto"), T2V, torch.device("cuda"))
-    assert memory_flags(resolve_vram(train(vram="auto"), T2V, CPU)) == PLAIN
+    assert memory_flags(resolve_vram(train(vram="auto"), T2V, CPU)) == PLAIN_MEMORY

@@ -7,9 +7,10 @@ from helpers import image_bytes, write_tree
 
 from wangen import profiles
 from wangen.generator import lint, scripts, workspace
-from wangen.generator.bundle import PLAIN_MEMORY, bundle_steps
+from wangen.generator.bundle import bundle_steps
 from wangen.generator.cli import main
 from wangen.generator.commands import parse
+from wangen.generator.memory import PLAIN_MEMORY
 from wangen.generator.publish import plan as publishing
 from wangen.generator.publish.source import Source
 from wangen.generator.steps import Check, Step, Train, find_step

@@ -9,10 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 from wangen import profiles
-from wangen.generator.bundle import ENCODING, PLAIN_MEMORY
+from wangen.generator.bundle import ENCODING
 from wangen.generator.lint.experts import expert_of
 from wangen.generator.lint.script import Call, Given
 from wangen.generator.lint.tools import musubi
+from wangen.generator.memory import PLAIN_MEMORY
 from wangen.generator.table import text_of
 
 Say = Callable[[str], None]

@@ -9,6 +9,7 @@ import torch
 from wangen.generator.errors import UsageError
 from wangen.generator.memory import (
     GIB,
+    PLAIN_MEMORY,
     MemorySettings,
     memory_plan,
     preset_flags,
@@ -19,15 +20,6 @@ from wangen.generator.steps import Train
 from wangen.profiles import Model
 
 log = logging.getLogger("wangen")
-
-PLAIN: dict[str, Any] = {
-    "quantize": "none",
-    "blocks_to_swap": 0,
-    "checkpointing": "full",
-    "checkpointing_free_blocks": 0,
-    "gradient_checkpointing_cpu_offload": False,
-}
-"""The flags where `--vram` says nothing."""
 
 CONTEXT_BYTES = GIB // 2
 """What CUDA itself has taken when it is asked what is free; the budgets count it."""
@@ -48,9 +40,9 @@ def resolve_vram(options: Train, model: Model, device: torch.device) -> Train:
         UsageError: the model has no such preset, or the device has less free than the smallest needs.
     """
     if options.vram == "auto":
-        values = PLAIN | _flags_for_free_memory(options, model, device)
+        values = {**PLAIN_MEMORY} | _flags_for_free_memory(options, model, device)
     else:
-        values = PLAIN | preset_flags(model, options.vram)
+        values = {**PLAIN_MEMORY} | preset_flags(model, options.vram)
     if options.train_mode == "full":
         values |= {"quantize": "none", "blocks_to_swap": 0}
     if options.plain or options.train_mode == "full":

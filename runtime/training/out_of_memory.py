@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,32 +12,23 @@ from wangen.generator.errors import WangenError
 from wangen.generator.memory import GIB, MemorySettings, memory_plan, tokens_of
 from wangen.generator.steps import Train
 from wangen.profiles import Model
-from wangen.runtime.devices import enough_memory
+from wangen.runtime.devices import out_of_memory_as
 from wangen.runtime.training.plan import Plan
 from wangen.runtime.training.prepared import Group
 from wangen.runtime.training.run import Run
 from wangen.runtime.training.step import num_tokens
 
 
-@contextlib.contextmanager
-def enough_memory_for_steps(run: Run, group: Group) -> Iterator[None]:
+def enough_memory_for_steps(run: Run, group: Group) -> contextlib.AbstractContextManager[None]:
     """Answer a full memory, of the device or of the host, with one message.
 
     Raises:
         WangenError: in place of torch's own error.
     """
-    try:
-        yield
-    except (torch.OutOfMemoryError, MemoryError):
-        raise _out_of_memory(run, group) from None
-    except RuntimeError as error:
-        if "can't allocate memory" not in str(error):  # how torch says it of the host's
-            raise
-        raise _out_of_memory(run, group) from None
+    return out_of_memory_as(partial(_out_of_memory, run, group))
 
 
-@contextlib.contextmanager
-def enough_memory_for(plan: Plan, device: torch.device, what: str) -> Iterator[None]:
+def enough_memory_for(plan: Plan, device: torch.device, what: str) -> contextlib.AbstractContextManager[None]:
     """As `enough_memory_for_steps`, around what is done before and between the steps.
 
     Args:
@@ -47,11 +39,14 @@ def enough_memory_for(plan: Plan, device: torch.device, what: str) -> Iterator[N
     Raises:
         WangenError: in place of torch's own error.
     """
+    return out_of_memory_as(partial(_out_of_memory_between, plan, device, what))
+
+
+def _out_of_memory_between(plan: Plan, device: torch.device, what: str) -> WangenError:
     samples = (cached.sample for cached in plan.samples)
     tokens = max(tokens_of(plan.model, sample.size, sample.count) for sample in samples)
     available = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-    with enough_memory(what, _cure(plan.model, plan.options, tokens, available)):
-        yield
+    return WangenError(f"out of memory {what}", cure=_cure(plan.model, plan.options, tokens, available))
 
 
 def _out_of_memory(run: Run, group: Group) -> WangenError:

@@ -1,6 +1,5 @@
 """What a run leaves on disk on its way: LoRAs, training states, and which older ones go."""
 
-import logging
 import re
 import time
 from collections.abc import Mapping
@@ -13,8 +12,6 @@ from wangen.runtime.training.checkpoint import ExpertState, TrainingState
 from wangen.runtime.training.metadata import metadata
 from wangen.runtime.training.plan import ExpertPlan, Plan
 from wangen.runtime.training.run import Run
-
-log = logging.getLogger("wangen")
 
 BEST, AVERAGE = "-best", "-ema"
 
