@@ -48,18 +48,16 @@ class Saving:
         late = time.monotonic() - self._saved_at > 60 * options.save_state_every_n_minutes
         return late or step % self._run.plan.steps_per_epoch == 0 or bool(every and step % every == 0)
 
-    def save(self) -> bool:
-        """Save what is due; returns whether a training state was written."""
+    def save(self) -> None:
+        """Save what is due."""
         suffixes = self.due()
         for suffix in suffixes:
             save_loras(self._run, suffix)
         if suffixes:
             drop_old_loras(self._run.plan, self._run.step)
-        if not suffixes and not self.state_due():
-            return False
-        save_state(self._run, keep=bool(suffixes) and self._run.plan.options.save_state)
-        self._saved_at = time.monotonic()
-        return True
+        if suffixes or self.state_due():
+            save_state(self._run, keep=bool(suffixes) and self._run.plan.options.save_state)
+            self._saved_at = time.monotonic()
 
 
 def save_state(run: Run, *, keep: bool = False) -> None:

@@ -87,6 +87,13 @@ class Watching:
     def begin(self, run: Run) -> None:
         """Open the logs, which the run takes over from an earlier one, and look at the model before its first step."""
         self._run = run
+        self._sizes = {
+            trainee.plan.name: (
+                sizes_of(trainee.transformer.config),
+                sum(p.numel() for p in trainee.parameters.values()),
+            )
+            for trainee in run.trainees
+        }
         names = [expert.name for expert in self._plan.experts]
         self._metrics = self._stack.enter_context(Metrics(self._options.output_dir / FILE, self._step, names))
         named = replace(self._options, output_name=self._plan.name)
@@ -124,12 +131,12 @@ class Watching:
         self._run.facts[BINS] = self._bins.as_facts()
 
     def _work(self, result: StepResult) -> StepFlops:
-        trainee = next(t for t in self._run.trainees if t.plan.name == result.expert)
+        sizes, trained = self._sizes[result.expert]
         assert self._options.checkpointing is not None
         each = step_flops(
-            sizes_of(trainee.transformer.config), result.tokens // len(result.names),
+            sizes, result.tokens // len(result.names),
             text_tokens=512 if self._options.plain else result.text_tokens // len(result.names),
-            adapter_weights=sum(p.numel() for p in trainee.parameters.values()),
+            adapter_weights=trained,
             checkpointing=self._options.checkpointing, free_blocks=self._options.checkpointing_free_blocks or 0,
             train_base=self._options.train_mode == "full",
         )  # fmt: skip
