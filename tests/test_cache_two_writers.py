@@ -236,9 +236,10 @@ def test_entries_that_another_running_dataset_needs_stay(bundle: Bundle, whole: 
     assert run_all(lines_of(bundle, ()))() == 0
     picture(other, 20)
     without_two(bundle)
-    needs = DatasetNeeds(Folder(bundle.folder / "photos_cache"), other.toml, "latent").path
+    folder = Folder(bundle.folder / "photos_cache")
+    needs = [DatasetNeeds(folder, other.toml, kind).path for kind in ("latent", "text_encoder_output")]
     running = [fork(work) for work in works(other, *lines_of(other, ()))]
-    assert wait_for(needs)
+    assert all(map(wait_for, needs))
     assert run_all(lines_of(bundle, ()))() == 0
     assert bundle.counts("cache_latents")["removed"] == 0
     assert [end_of(child) for child in running] == [0, 0]

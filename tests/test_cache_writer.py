@@ -8,6 +8,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -133,6 +134,45 @@ def test_ctrl_c_inside_a_write_leaves_no_half_file(tmp_path: Path, monkeypatch: 
     with pytest.raises(KeyboardInterrupt):
         write()
     assert [file.suffix for file in tmp_path.iterdir()] == [".safetensors"]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a file that was just opened
+def test_ctrl_c_at_any_call_of_a_write_leaves_a_whole_entry_or_none(tmp_path: Path):
+    """Python hears a signal around calls: it strikes at the begin and end of each, in turn, under `put`."""
+    recipe, num_kept, num_struck = recipes(1)[0], 0, 0
+    put = Writer.put.__code__
+
+    def written(folder: Path, at: int) -> bool:
+        inside = False
+
+        def strike(frame: FrameType, event: str, _argument: object) -> None:
+            nonlocal inside, at
+            inside |= frame.f_code is put
+            at -= inside
+            if inside and at < 0:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+            inside &= (frame.f_code, event) != (put, "return")
+
+        try:
+            with Writer(folder) as writer:
+                sys.setprofile(strike)
+                writer.put(recipe, ENCODER, tensors())
+                sys.setprofile(None)
+        except KeyboardInterrupt:
+            return False
+        return True
+
+    assert written(tmp_path / "calm", 1_000_000)  # what Python remembers of a first time is no part of it
+    while not written(tmp_path / str(num_struck), num_struck):
+        folder = tmp_path / str(num_struck)
+        state = states(folder, recipe, deep=True)
+        assert state in {"missing", "valid"}
+        assert not list(folder.glob(".*"))
+        num_kept += state == "valid"
+        num_struck += 1
+    assert num_struck > 100
+    assert 0 < num_kept < 5
 
 
 def test_left_temporary_files_go_after_an_hour_and_only_ours(tmp_path: Path):

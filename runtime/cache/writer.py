@@ -138,19 +138,18 @@ class Writer:
         }
         key = recipe.key(encoder)
         temporary = self.folder / temporary_name(key)
-        whole = False
+        pending = _Pending(temporary, self.folder / recipe.file_name(encoder), key)
         try:
             with temporary.open("xb") as file:
                 for chunk in serialize(tensors, metadata):
                     self._bytes += file.write(chunk)
-            whole = True
             self.num_bytes += temporary.stat().st_size
+            self._pending.append(pending)
         except OSError as error:
             raise self._refused(error, num_bytes) from None
         finally:
-            if not whole:  # a full disk, or Ctrl-C: half a file helps nobody
+            if pending not in self._pending[-1:]:  # a full disk, or Ctrl-C: half a file helps nobody
                 _forget(temporary)
-        self._pending.append(_Pending(temporary, self.folder / recipe.file_name(encoder), key))
 
     def commit_if_due(self) -> None:
         """Commit when enough is pending, or when the last commit is some seconds ago.
