@@ -5,17 +5,22 @@ import warnings
 from collections.abc import Mapping
 
 import torch
-from diffusers import WanTransformer3DModel
-from peft import LoHaConfig, LoKrConfig, LoraConfig, PeftConfig
-from peft.tuners.loha.layer import make_weight
-from peft.tuners.lokr.layer import make_kron
-from peft.tuners.tuners_utils import BaseTunerLayer
 
 from wangen.generator.adapter_parts import HADAMARD, KRONECKER, WORDS
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.lora_config import config_fields
 from wangen.generator.lora_keys import AdapterKind
 from wangen.runtime.adapters import Adapter, AdapterWeight, plain_lora
+from wangen.runtime.libraries import (
+    BaseTunerLayer,
+    LoHaConfig,
+    LoKrConfig,
+    LoraConfig,
+    PeftConfig,
+    WanTransformer3DModel,
+    make_kron,
+    make_weight,
+)
 from wangen.runtime.lora import apply_lora, match_modules
 from wangen.runtime.memory.quantize import QuantLinear
 

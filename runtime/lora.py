@@ -12,9 +12,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from diffusers import WanTransformer3DModel
-from peft import LoraConfig
-from peft.tuners.tuners_utils import BaseTunerLayer
 
 from wangen.generator.errors import WangenError
 from wangen.generator.formats import DOWNLOAD_AGAIN, TensorInfo
@@ -22,6 +19,7 @@ from wangen.generator.kinds import expect
 from wangen.generator.lora_config import Alphas, config_fields, lora_file, read_alphas
 from wangen.generator.lora_keys import Layout, Part, module_names
 from wangen.generator.models.adapters import PLAIN, modules_of, unfit
+from wangen.runtime.libraries import BaseTunerLayer, LoraConfig, WanTransformer3DModel
 from wangen.runtime.weights.reading import read_tensor
 
 

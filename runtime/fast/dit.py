@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from diffusers import WanTransformer3DModel
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -24,6 +23,7 @@ from wangen.runtime.fast.dit_checkpoint import Announced, BlockSwap, InHostMemor
 from wangen.runtime.fast.dit_elementwise import FUSED, PLAIN, compiled
 from wangen.runtime.fast.dit_linear import Layers
 from wangen.runtime.fast.dit_text import require_width, text_rows
+from wangen.runtime.libraries import WanTransformer3DModel
 from wangen.runtime.models.compute import Compute
 from wangen.runtime.models.inputs import Inputs
 

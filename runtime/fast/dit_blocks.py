@@ -9,13 +9,13 @@ Letters in shapes: B items, T tokens of all of them, N tokens of one, D width of
 from dataclasses import dataclass
 
 import torch
-from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from torch import Tensor, nn
 from torch.nn import functional
 
 from wangen.runtime.fast.attention import Kernel, Stash
 from wangen.runtime.fast.dit_elementwise import Elementwise
 from wangen.runtime.fast.dit_linear import Group, Layers, lay_side_by_side
+from wangen.runtime.libraries import WanTransformerBlock
 from wangen.runtime.models.compute import Tricks
 
 

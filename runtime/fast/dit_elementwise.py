@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch._dynamo.exc import TorchDynamoException
 from torch.nn import functional
 
 from wangen.runtime.fast.dit_functions import Gate, MixedLayerNorm, RmsRotary, apply
@@ -132,6 +131,8 @@ def compiled(device: torch.device) -> Elementwise:
 
     def open_gate(residual: Tensor, branch: Tensor, gate_of_run: Tensor) -> Tensor:
         return gate(_open(residual), _open(branch), gate_of_run)
+
+    from torch._dynamo.exc import TorchDynamoException  # here: it loads the whole compiler
 
     try:
         open_norm(torch.zeros(2, 8, device=device), torch.ones(8, device=device), torch.zeros(8, device=device), 1e-6)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -23,6 +22,7 @@ from wangen.runtime.fast.dit_functions import (
     ProductAfter,
     apply,
 )
+from wangen.runtime.libraries import LoraLinear
 from wangen.runtime.memory.quantize import QuantLinear
 
 

@@ -18,8 +18,9 @@ from wangen.runtime.devices import set_attention
 from wangen.runtime.models.plain import PlainModel
 
 if TYPE_CHECKING:
-    from diffusers import AutoencoderKLWan, WanTransformer3DModel
+    from diffusers import AutoencoderKLWan
 
+    from wangen.runtime.libraries import WanTransformer3DModel
     from wangen.runtime.memory.swap import BlockSwap
     from wangen.runtime.models import LatentEncoder, PromptEncoder, VelocityModel
     from wangen.runtime.models.compute import Compute

@@ -7,9 +7,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
-from diffusers import WanTransformer3DModel
-from peft import LoHaConfig, LoKrConfig, LoraConfig, PeftConfig
-from peft.tuners.tuners_utils import BaseTunerLayer
 
 from wangen import profiles
 from wangen.generator.adapter_parts import WORDS
@@ -26,6 +23,14 @@ from wangen.runtime.adapter_layers import (
     require_linear,
 )
 from wangen.runtime.adapters import Adapter, AdapterWeight, read_adapter
+from wangen.runtime.libraries import (
+    BaseTunerLayer,
+    LoHaConfig,
+    LoKrConfig,
+    LoraConfig,
+    PeftConfig,
+    WanTransformer3DModel,
+)
 from wangen.runtime.randomness import generator_for
 from wangen.runtime.training.adapter_config import Settings, select_modules, settings
 

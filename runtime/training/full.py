@@ -5,10 +5,10 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from diffusers import WanTransformer3DModel
 
 from wangen.generator.errors import WangenError
 from wangen.generator.steps import Train
+from wangen.runtime.libraries import WanTransformer3DModel
 from wangen.runtime.lora import cast
 from wangen.runtime.memory.quantize import QuantLinear
 from wangen.runtime.safetensors_file import Later, serialize, write_chunks

@@ -1,6 +1,7 @@
 """`--optimizer_type` and `--optimizer_args`: which class with which arguments, and how it wants its parameters."""
 
 import ast
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -68,11 +69,23 @@ def optimizer_class(options: Train) -> OptimizerClass:
     cls = _eight_bit() if options.optimizer_type == "AdamW8bit" else _named(options.optimizer_type)
     if cls in (torch.optim.AdamW, torch.optim.Adam):
         chosen = {"fused", "foreach", "capturable", "differentiable"} & arguments.keys()
+        if not chosen:
+            cls = _without_compiler(cls)
         return OptimizerClass(cls, arguments, join_from=0, has_fused=not chosen)
     if OptimizerClass(cls, arguments).is_eight_bit:
         # Other blocks than the buffers are aligned to would mix the values of two parameters.
         return OptimizerClass(cls, arguments, join_from=None if "block_size" in arguments else MIN_EIGHT_BIT)
     return OptimizerClass(cls, arguments)
+
+
+def _without_compiler(cls: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    """AdamW or Adam that does the same without loading torch's compiler, which takes longer than torch itself.
+
+    Both load it to break a graph around a step that is being compiled, and to leave `add_param_group` out of one.
+    """
+    step = inspect.unwrap(cls.step)
+    plain = {"step": torch.no_grad()(step), "add_param_group": inspect.unwrap(cls.add_param_group)}
+    return type(cls.__name__, (cls,), {"__module__": cls.__module__, "__doc__": cls.__doc__, **plain})
 
 
 def _adafactor(options: Train, arguments: dict[str, Any], schedule: str) -> OptimizerClass:

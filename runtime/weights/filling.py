@@ -4,10 +4,11 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from wangen.generator.companions import Contents, sort_out
 from wangen.generator.errors import WangenError
@@ -102,7 +103,7 @@ def open_checkpoint(path: Path, header: Header, rename: Callable[[Iterable[str]]
 
 
 def build(path: Path, make: Callable[[], Model]) -> Model:
-    """A module on the meta device.
+    """A module on the meta device; buffers that are counted out, as rotary frequencies are, have their values.
 
     Args:
         path: for messages.
@@ -112,11 +113,32 @@ def build(path: Path, make: Callable[[], Model]) -> Model:
         WangenError: there is no such model: a width that its heads do not divide, or the like.
     """
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), _NoValues():
             return make()
     except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise WangenError(f"the tensors do not fit the model: {str(error)[:300]}", where=str(path),
                           cure=OTHER_FILE) from error  # fmt: skip
+
+
+class _NoValues(TorchFunctionMode):
+    """A random start that nobody will see is not scaled, and counting is left to the CPU.
+
+    Both on the meta device would make torch load its compiler, which takes a second.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.Tensor.div and args[0].is_meta:
+            return args[0]
+        named = dict(kwargs or {})
+        if func is torch.arange:
+            named.setdefault("device", "cpu")
+        return func(*args, **named)
 
 
 def fill(

@@ -6,14 +6,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from diffusers import WanTransformer3DModel
-from diffusers.models.embeddings import TimestepEmbedding
-from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 
 from wangen.generator.errors import WangenError
 from wangen.generator.kinds import expect
 from wangen.generator.layouts import HEAD_DIM
 from wangen.generator.lora_keys import BLOCK_MODULES, OUTER_MODULES
+from wangen.runtime.libraries import TimestepEmbedding, WanTransformer3DModel
 from wangen.runtime.memory.quantize import Mode, in_blocks
 from wangen.runtime.weights.filling import Checkpoint, build, fill, open_checkpoint
 
@@ -78,8 +76,6 @@ def load_transformer(
     checkpoint = open_checkpoint(path, header, transformer_names)
     config = _config(checkpoint)
     model = build(path, lambda: WanTransformer3DModel(**config))
-    # The rotary frequencies are computed, not stored: on the meta device they would have no values.
-    model.rope = WanRotaryPosEmbed(HEAD_DIM, model.config.patch_size, model.config.rope_max_seq_len)
     model.condition_embedder.timesteps_proj = Timesteps(model.config.freq_dim)
     kept = tuple(WanTransformer3DModel._keep_in_fp32_modules)
     convert = in_blocks(quantize, pack_on) if quantize else None
@@ -133,17 +129,17 @@ def _config(checkpoint: Checkpoint) -> dict[str, Any]:
     Raises:
         WangenError: a tensor that tells a size is missing, or the width is no multiple of the head's.
     """
-    patch = tuple(checkpoint.size("patch_embedding.weight", axis) for axis in (2, 3, 4))
+    patch_size = tuple(checkpoint.size("patch_embedding.weight", axis) for axis in (2, 3, 4))
     dim = checkpoint.size("patch_embedding.weight", 0)
     if not dim or dim % HEAD_DIM:
         raise WangenError(f"a transformer {dim} wide: not a multiple of the head size {HEAD_DIM}",
                           where=str(checkpoint.path))  # fmt: skip
     config = {
-        "patch_size": patch,
+        "patch_size": patch_size,
         "num_attention_heads": dim // HEAD_DIM,
         "attention_head_dim": HEAD_DIM,
         "in_channels": checkpoint.size("patch_embedding.weight", 1),
-        "out_channels": checkpoint.size("proj_out.weight", 0) // max(1, torch.Size(patch).numel()),
+        "out_channels": checkpoint.size("proj_out.weight", 0) // max(1, torch.Size(patch_size).numel()),
         "text_dim": checkpoint.size("condition_embedder.text_embedder.linear_1.weight", 1),
         "freq_dim": checkpoint.size("condition_embedder.time_embedder.linear_1.weight", 1),
         "ffn_dim": checkpoint.size("blocks.0.ffn.net.0.proj.weight", 0),
