@@ -8,6 +8,7 @@ announcements to a block swap.
 import contextlib
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -45,12 +46,15 @@ class InHostMemory:
     @contextlib.contextmanager
     def keeping(self, tensor: Tensor) -> Iterator[None]:
         """While it runs, autograd's hold on this tensor is a hold on its copy."""
-        with torch.autograd.graph.saved_tensors_hooks(lambda saved: self._send(saved, tensor), self._get):
+        with torch.autograd.graph.saved_tensors_hooks(partial(self._send, tensor.data_ptr(), tensor.shape), self._get):
             yield
 
-    def _send(self, saved: Tensor, tensor: Tensor) -> Tensor | int:
-        """The number of its copy, if it is the tensor; anything else as it is."""
-        if saved.data_ptr() != tensor.data_ptr() or saved.shape != tensor.shape:
+    def _send(self, pointer: int, shape: torch.Size, saved: Tensor) -> Tensor | int:
+        """The number of its copy, if it is the tensor there; anything else as it is.
+
+        Autograd keeps this hook as long as the other: to know the tensor itself would be to hold it.
+        """
+        if saved.data_ptr() != pointer or saved.shape != shape:
             return saved
         self._waiting.append(self._copies.send([saved]))
         return len(self._waiting) - 1

@@ -101,6 +101,7 @@ class HostCopy:
         if end is not None:
             torch.cuda.current_stream(self._copies.device).wait_event(end)
         self._copies.free(self._buffer)
+        self._brought, self._held = None, ()
         return tensors
 
     def resident_bytes(self) -> int:
