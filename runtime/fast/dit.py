@@ -192,7 +192,7 @@ class FastWan:
     ) -> Tokens:
         embedder = self._transformer.condition_embedder
         device, dtype = times.values.device, self._transformer.patch_embedding.weight.dtype
-        rows = text_rows(texts, device, dtype, self._kernel.pad_copies if self._compute.tricks.collapse_text else 0)
+        rows = text_rows(texts, device, dtype, self._pad_copies())
         images = None
         if image_tokens is not None:
             images = embedder.image_embedder(image_tokens.to(device, dtype))
@@ -206,6 +206,13 @@ class FastWan:
             text_bias=rows.bias,
             images=images,
         )
+
+    def _pad_copies(self) -> int:
+        """Keys that stand for a text's padding; 0 keeps every row, as where each loses other numbers to dropout."""
+        attentions = [block.attn2 for block in self._transformer.blocks]
+        modules = (part for one in attentions for layer in (one.to_k, one.to_v) for part in layer.modules())
+        drops = self._transformer.training and any(isinstance(one, nn.Dropout) and one.p > 0 for one in modules)
+        return self._kernel.pad_copies if self._compute.tricks.collapse_text and not drops else 0
 
     def _rotation(self, sizes: Sizes, device: torch.device) -> Tensor:
         """The positions' complex numbers (N, channels of a head / 2), as diffusers' tables have them."""

@@ -1,8 +1,8 @@
 """Texts for cross attention without their padding: equal zero rows become one key with a bias.
 
 The model sees 512 rows, zeros behind each text, and attends to all of them. Zero rows stay equal to each other through
-the text projection, keys, values and their adapters. So n of them are one key whose score has log n added; its gradient
-is the sum of theirs.
+the text projection, keys, values and their adapters, unless dropout takes other numbers from each. So n of them are one
+key whose score has log n added; its gradient is the sum of theirs.
 
 Letters in shapes: B items, L rows of text, M rows that are left of 512.
 """
