@@ -9,6 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -46,6 +47,9 @@ from wangen.runtime.training.watching import Watching
 
 log = logging.getLogger("wangen")
 
+_BASE = ("dit", "base_weights", "quantize", "mixed_precision")
+"""Settings that make another model of the base, by how their names begin."""
+
 
 def run(options: Train) -> Report:
     """Train to the end, from the newest state if there is one.
@@ -65,7 +69,7 @@ def run(options: Train) -> Report:
     plan = make_plan(options, model, *read_training_samples(options, model))
     state = None if options.fresh else _find_state(plan)
     if state:
-        _compare(plan, state)
+        state = _compared(plan, state)
         if state.step >= plan.num_steps:  # saving flags may have changed; equal bytes are written again
             if state.facts.get("schedule_free"):  # its optimizer knows what to save
                 save_loras(_prepare(plan, device, state))
@@ -92,15 +96,24 @@ def run(options: Train) -> Report:
 
 
 def _find_state(plan: Plan) -> TrainingState | None:
+    """The newest state; with `--resume` the one it names, or the newest that a run of the same line has saved since."""
     given = plan.options.resume
     if given is None or given.resolve().parent == plan.states.resolve():
         checkpoint.require_own_format(plan.states)
-    path = given or checkpoint.newest(plan.states)
-    return checkpoint.read(path) if path else None
+    if given is None:
+        path = checkpoint.newest(plan.states)
+        return checkpoint.read(path) if path else None
+    origin = checkpoint.identity(given)
+    state = checkpoint.read(checkpoint.newest(plan.states, {checkpoint.ORIGIN: origin}) or given)
+    return replace(state, facts={**state.facts, checkpoint.ORIGIN: origin})
 
 
-def _compare(plan: Plan, state: TrainingState) -> None:
-    """Refuse to go on with other settings, unless told to."""
+def _compared(plan: Plan, state: TrainingState) -> TrainingState:
+    """The state as this run can use it.
+
+    Raises:
+        WangenError: its settings were others, and `--resume_changed` is not given.
+    """
     # A flag that the state's version did not have yet did what is its default now.
     defaults = {option.name: str(option.default) for option in flags_of(Train) if option.flag.pinned}
     old, new = defaults | dict(state.fingerprint), plan.fingerprint
@@ -119,9 +132,12 @@ def _compare(plan: Plan, state: TrainingState) -> None:
         )
     for line in changed:
         log.warning("  resuming with changed %s", line)
+    if any(line.startswith(_BASE) for line in changed):  # what it was judged by was another model's
+        state = replace(state, facts={**state.facts, "validation_base": {}, "best": {}})
     if {expert.name for expert in plan.experts} != set(state.experts):
         raise WangenError("the training state is of other experts", where=str(plan.states),
                           cure="give --experts as before, or another --output_name")  # fmt: skip
+    return state
 
 
 def _difference(name: str, old: Any, new: Any) -> str:
@@ -206,11 +222,16 @@ def _train(training: Run, watching: Watching, interrupt: Interrupt) -> None:
                 if result is None:
                     break
                 advance(1, watching.after(result))
-                if saving.due() or saving.state_due() or watching.due():
+                to_save = saving.due()
+                if to_save or watching.due():
                     watching.settle()
-                    with enough_memory_for(plan, training.device, looking):
-                        watching.look()
-                    saving.save()
+                    with watching.paused():
+                        try:
+                            with enough_memory_for(plan, training.device, looking):
+                                watching.look()
+                        finally:  # what goes wrong there does not cost what was trained
+                            if to_save:
+                                saving.save()
             watching.settle()
     finally:
         for reader in readers:

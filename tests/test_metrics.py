@@ -38,6 +38,19 @@ def test_a_resumed_run_writes_later_lines_anew_and_drops_a_torn_one(tmp_path):
     ]  # fmt: skip
 
 
+def test_runs_of_other_names_keep_their_lines(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    for name, last in (("a", 3), ("b", 2)):
+        with Metrics(path, 0, name=name) as metrics:
+            for step in range(1, last + 1):
+                metrics.log({"step": step})
+    with Metrics(path, 2, name="a") as metrics:
+        metrics.log({"step": 3})
+    assert [(line["output_name"], line["step"]) for line in lines(path)] == [
+        ("a", 1), ("a", 2), ("b", 1), ("b", 2), ("a", 3),
+    ]  # fmt: skip
+
+
 def test_a_run_from_the_beginning_starts_a_new_file(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n')

@@ -33,6 +33,8 @@ from wangen.runtime.randomness import generator_for
 from wangen.runtime.samples import read_samples
 from wangen.runtime.training import checkpoint
 from wangen.runtime.training.schedules import make_schedule
+from wangen.runtime.training.step import StepResult
+from wangen.runtime.training.watching import Watching
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "dataset"
 
@@ -200,6 +202,43 @@ def test_resume_takes_the_state_it_is_given(tiny_run, tmp_path):
     report = train.run(replace(options, resume=state_folder(options) / "step-00000002"))
     assert report.result["steps_this_run"] == 2
     assert digest(tmp_path / "lora.safetensors") == final
+
+
+def test_a_line_with_resume_goes_on_from_what_it_has_saved_itself(tiny_run, tmp_path, monkeypatch):
+    after = Watching.after
+
+    def killed_at_5(self: Watching, result: StepResult) -> str:
+        if result.step == 5:
+            raise KeyboardInterrupt
+        return after(self, result)
+
+    options = tiny_run.options(tmp_path, max_train_steps=4, save_every_n_steps=1, save_state=True)
+    train.run(options)
+    states = state_folder(options)
+    origin = states.rename(tmp_path / "origin") / "step-00000002"
+    line = replace(options, resume=origin, max_train_steps=6)
+    monkeypatch.setattr(Watching, "after", killed_at_5)
+    with pytest.raises(KeyboardInterrupt):
+        train.run(line)
+    monkeypatch.undo()
+    assert train.run(line).result["steps_this_run"] == 2
+    assert train.run(line).result["done_before"]
+    other = replace(line, resume=tmp_path / "origin" / "step-00000003")
+    assert train.run(other).result["steps_this_run"] == 3
+
+
+def test_what_goes_wrong_while_looking_costs_nothing_that_was_trained(tiny_run, tmp_path, monkeypatch):
+    def refused(self: Watching) -> None:
+        if self._run.step:
+            raise WangenError("the disk is full")
+
+    monkeypatch.setattr(Watching, "look", refused)
+    options = tiny_run.options(tmp_path, max_train_steps=4, save_every_n_steps=2)
+    with pytest.raises(WangenError, match="the disk is full"):
+        train.run(options)
+    assert (tmp_path / "lora-step00000002.safetensors").is_file()
+    monkeypatch.undo()
+    assert train.run(options).result["steps_this_run"] == 2
 
 
 def test_changed_settings_stop_with_the_difference_and_two_ways_on(tiny_run, tmp_path):

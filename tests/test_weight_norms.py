@@ -12,11 +12,10 @@ def test_weight_norms_are_brought_down_to_the_limit() -> None:
     pairs[1][1].zero_()
     pairs[2][1].mul_(0.001)
     before = [(scale * up @ down).clone() for down, up, scale in pairs]
-    result = scale_weight_norms(pairs, 2.0)
+    num_scaled = scale_weight_norms(pairs, 2.0)
     after = [scale * up @ down for down, up, scale in pairs]
     assert before[0].norm() > 10
     torch.testing.assert_close(after[0], before[0] * (2.0 / before[0].norm()), rtol=1e-5, atol=1e-6)
     assert torch.equal(after[1], before[1])
     assert torch.equal(after[2], before[2])
-    torch.testing.assert_close(result.norms, torch.stack([change.norm() for change in after]), rtol=1e-5, atol=1e-7)
-    assert result.num_scaled == 1
+    assert num_scaled == 1

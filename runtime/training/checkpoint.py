@@ -4,12 +4,14 @@ A state folder is complete when its manifest is there and every file it lists ha
 and cleaned up, so that a kill at any moment leaves the previous state in force.
 """
 
+import hashlib
 import json
 import logging
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,6 +24,8 @@ log = logging.getLogger("wangen")
 
 MANIFEST = "state.json"
 FORMAT = "wangen-state-2"
+ORIGIN = "resumed_from"
+"""Among a run's facts: the identity of the state that `--resume` named, if it did."""
 _PARTS = ("adapter", "optimizer", "ema")
 
 
@@ -112,10 +116,11 @@ def save(folder: Path, state: TrainingState, *, keep: bool = False) -> Path:
     return final
 
 
-def newest(folder: Path) -> Path | None:
-    """The complete state with the most steps, or None."""
+def newest(folder: Path, facts: Mapping[str, Any] = MappingProxyType({})) -> Path | None:
+    """The complete state with the most steps of those that have these facts, or None."""
     paths = folder.glob("step-*") if folder.is_dir() else []
-    steps = {path: manifest["step"] for path in paths if (manifest := _manifest(path)) is not None}
+    found = ((path, manifest) for path in paths if (manifest := _manifest(path)) is not None)
+    steps = {path: manifest["step"] for path, manifest in found if facts.items() <= manifest["facts"].items()}
     return max(steps, key=lambda path: (steps[path], -len(path.name)), default=None)
 
 
@@ -145,6 +150,13 @@ def require_own_format(folder: Path) -> None:
     if any(folder.glob("step-*")):
         raise WangenError("these training states are damaged: files are missing or have other sizes", where=str(folder),
                           cure="copy them here again, or begin again with --fresh")  # fmt: skip
+
+
+def identity(path: Path) -> str:
+    """What tells a state from every other, 16 hex digits; of a folder that is none as well, which `read` refuses."""
+    with suppress(OSError):
+        return hashlib.sha256((path / MANIFEST).read_bytes()).hexdigest()[:16]
+    return ""
 
 
 def read(path: Path) -> TrainingState:

@@ -27,24 +27,27 @@ Record = dict[str, Any]
 class Metrics:
     """`metrics.jsonl`: a line of JSON for every step and every validation.
 
-    A run that resumes has the lines up to the step it resumes from, and writes the later ones anew.
+    A run that resumes has the lines up to the step it resumes from, and writes the later ones anew. Runs of several
+    names share the file of their folder: each line says whose it is.
     """
 
-    def __init__(self, path: Path, step: int, experts: Collection[str] = ("",)) -> None:
+    def __init__(self, path: Path, step: int, experts: Collection[str] = ("",), *, name: str = "") -> None:
         """Open the file, without the lines of later steps and without a last line that was cut short.
 
         Args:
             path: the file; its folder is made.
             step: of the run, where it begins.
             experts: whose lines they are; an expert that was trained alone before keeps its own.
+            name: of the run, for its lines; without it they carry none.
 
         Raises:
             WangenError: it cannot be written.
         """
         self._path = path
+        self._mark = {"output_name": name} if name else {}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            kept = _lines_until(path, step, {"", *experts})
+            kept = _lines_until(path, step, {"", *experts}, name)
             write_whole(path, [b"".join(kept)])
             self._file: TextIO = path.open("a", encoding="utf-8", newline="\n")
         except OSError as error:
@@ -57,7 +60,7 @@ class Metrics:
             WangenError: the disk refused.
         """
         try:
-            self._file.write(json.dumps(_plain(record), allow_nan=False) + "\n")
+            self._file.write(json.dumps(_plain({**record, **self._mark}), allow_nan=False) + "\n")
             self._file.flush()
         except OSError as error:
             raise self._unwritable(error) from None
@@ -81,15 +84,15 @@ class Metrics:
         )
 
 
-def _lines_until(path: Path, step: int, experts: Collection[str]) -> list[bytes]:
-    """The whole lines of a file up to a step, of step 0 only when the run is past it, and all of other experts."""
+def _lines_until(path: Path, step: int, experts: Collection[str], name: str) -> list[bytes]:
+    """The whole lines up to a step, of step 0 only when the run is past it; all of other experts and names."""
     if not path.is_file():
         return []
     kept = []
     for line in path.read_bytes().splitlines(keepends=True):
         with suppress(ValueError, KeyError, TypeError, AttributeError):  # a line that is none
             record = json.loads(line)
-            others = record.get("expert", "") not in experts
+            others = record.get("expert", "") not in experts or record.get("output_name", name) != name
             if line.endswith(b"\n") and (others or (step and record["step"] <= step)):
                 kept.append(line)
     return kept

@@ -272,7 +272,12 @@ def _decoded(
     assert options.vae is not None, "refused before"
     dtype = choose_decoder_dtype(options.vae_dtype, run.device)
     with exact(dtype):
-        vae = run.kind.load_vae(options.vae, dtype=DTYPES[dtype], device=run.device)
+        try:
+            with enough_memory("loading the VAE", _CURE):
+                vae = run.kind.load_vae(options.vae, dtype=DTYPES[dtype], device=run.device)
+        except WangenError as error:
+            log.warning("  the samples are left out: %s; %s", error.found, error.cure)
+            return written
         for number, part in latents.items():
             ending = "png" if settings[number]["frames"] == 1 else "mp4"
             name = f"{run.plan.name}-step{run.step:08d}-{number}.{ending}"

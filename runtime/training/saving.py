@@ -27,8 +27,12 @@ class Saving:
         self._run = run
         self._saved_at = time.monotonic()
 
-    def due(self) -> list[str]:
-        """The suffixes of the LoRAs that are due at this step."""
+    def due(self) -> bool:
+        """Whether something is to be saved after this step."""
+        return bool(self._suffixes()) or self._state_due()
+
+    def _suffixes(self) -> list[str]:
+        """Of the LoRAs that are due at this step."""
         plan, step = self._run.plan, self._run.step
         options = plan.options
         if step >= plan.num_steps:  # the finished LoRA has a name of its own
@@ -41,23 +45,21 @@ class Saving:
             suffixes.append(f"-{epochs_done:06d}")
         return suffixes
 
-    def state_due(self) -> bool:
-        """Whether the training state is due at this step."""
+    def _state_due(self) -> bool:
         options, step = self._run.plan.options, self._run.step
         every = options.save_state_every_n_steps
         late = time.monotonic() - self._saved_at > 60 * options.save_state_every_n_minutes
         return late or step % self._run.plan.steps_per_epoch == 0 or bool(every and step % every == 0)
 
     def save(self) -> None:
-        """Save what is due."""
-        suffixes = self.due()
+        """Save the LoRAs that are due, and the state."""
+        suffixes = self._suffixes()
         for suffix in suffixes:
             save_loras(self._run, suffix)
         if suffixes:
             drop_old_loras(self._run.plan, self._run.step)
-        if suffixes or self.state_due():
-            save_state(self._run, keep=bool(suffixes) and self._run.plan.options.save_state)
-            self._saved_at = time.monotonic()
+        save_state(self._run, keep=bool(suffixes) and self._run.plan.options.save_state)
+        self._saved_at = time.monotonic()
 
 
 def save_state(run: Run, *, keep: bool = False) -> None:

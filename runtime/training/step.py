@@ -1,7 +1,7 @@
 """One optimizer step: the family's velocity, the loss, the clipped gradient. Nothing here waits for a GPU."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,9 +31,11 @@ class StepResult:
         sigmas: (items,) on the CPU.
         names: of the items.
         grad_norm: before clipping, on the device.
-        learning_rate: of this step.
+        learning_rates: of this step, by the names under which they are logged.
         tokens: latent tokens that went through the transformer.
         text_tokens: rows of text that did.
+        image_tokens: of CLIP, with each item.
+        num_scaled: layers that `--scale_weight_norms` shrank, () on the device.
     """
 
     step: int
@@ -44,9 +46,11 @@ class StepResult:
     sigmas: torch.Tensor
     names: list[str]
     grad_norm: torch.Tensor
-    learning_rate: float
+    learning_rates: Mapping[str, float]
     tokens: int
     text_tokens: int
+    image_tokens: int
+    num_scaled: torch.Tensor | None
 
 
 def optimizer_step(run: Run, trainee: Trainee, group: Group, factor: float, interrupt: Interrupt) -> StepResult | None:
@@ -72,15 +76,16 @@ def optimizer_step(run: Run, trainee: Trainee, group: Group, factor: float, inte
         if interrupt.requested:
             return None
         keys = [key for prepared in together for key in prepared.keys]
-        with dropout_seed(keys) if trainee.transformer.training else contextlib.nullcontext():
+        with dropout_seed(keys, run.device) if trainee.transformer.training else contextlib.nullcontext():
             loss, error = item_losses(run.kind, trainee.model, together, options, run.device)
             (loss.sum() / num_items).backward()  # type: ignore[no-untyped-call]
         losses.append(loss.detach())
         errors.append(error.detach())
     norm = trainee.optimization.clip(options.max_grad_norm)
     trainee.optimization.step(factor)
+    num_scaled = None
     if options.scale_weight_norms:
-        scale_weight_norms(trainee.pairs, options.scale_weight_norms)
+        num_scaled = scale_weight_norms(trainee.pairs, options.scale_weight_norms)
     trainee.step += 1
     if trainee.ema:
         trainee.ema.update()
@@ -93,9 +98,11 @@ def optimizer_step(run: Run, trainee: Trainee, group: Group, factor: float, inte
         sigmas=torch.cat([prepared.sigmas for prepared in group.batches]),
         names=[name for prepared in group.batches for name in prepared.batch.names],
         grad_norm=norm,
-        learning_rate=options.learning_rate * factor,
+        learning_rates=trainee.optimization.rates(),
         tokens=sum(num_tokens(prepared.batch, run.plan.model.patch) for prepared in group.batches),
         text_tokens=sum(len(text) for prepared in group.batches for text in prepared.batch.texts),
+        image_tokens=max(_num_views(prepared.batch) for prepared in group.batches),
+        num_scaled=num_scaled,
     )
 
 
@@ -170,9 +177,13 @@ def num_tokens(batch: Batch, patch: tuple[int, int, int]) -> int:
     return len(batch.latents) * (frames // patch[0]) * (height // patch[1]) * (width // patch[2])
 
 
+def _num_views(batch: Batch) -> int:
+    return 0 if batch.image_tokens is None else batch.image_tokens.shape[1]
+
+
 @contextlib.contextmanager
-def dropout_seed(keys: list[DrawKey]) -> Iterator[None]:
+def dropout_seed(keys: list[DrawKey], device: torch.device) -> Iterator[None]:
     """Make dropout a function of the batch: torch offers no generator for it, so the global one is lent a seed."""
-    with torch.random.fork_rng():
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed_for("dropout", *(part for key in keys for part in key)))
         yield

@@ -90,12 +90,13 @@ class Watching:
         self._sizes = {
             trainee.plan.name: (
                 sizes_of(trainee.transformer.config),
-                sum(p.numel() for p in trainee.parameters.values()),
+                sum(p.numel() for p in trainee.parameters.values()) if self._options.train_mode == "lora" else 0,
             )
             for trainee in run.trainees
         }
         names = [expert.name for expert in self._plan.experts]
-        self._metrics = self._stack.enter_context(Metrics(self._options.output_dir / FILE, self._step, names))
+        metrics = Metrics(self._options.output_dir / FILE, self._step, names, name=self._plan.name)
+        self._metrics = self._stack.enter_context(metrics)
         named = replace(self._options, output_name=self._plan.name)
         self._trackers = self._stack.enter_context(open_trackers(named, self._step))
         self._bins.load(run.facts.get(BINS))
@@ -106,6 +107,10 @@ class Watching:
     def waiting(self) -> contextlib.AbstractContextManager[None]:
         """Around reading a batch."""
         return self._rates.waiting()
+
+    def paused(self) -> contextlib.AbstractContextManager[None]:
+        """Around what is no training: looking and saving."""
+        return self._rates.paused()
 
     def after(self, result: StepResult) -> str:
         """Take note of a step; returns what the progress bar shows.
@@ -136,7 +141,7 @@ class Watching:
         each = step_flops(
             sizes, result.tokens // len(result.names),
             text_tokens=512 if self._options.plain else result.text_tokens // len(result.names),
-            adapter_weights=trained,
+            image_tokens=result.image_tokens, adapter_weights=trained,
             checkpointing=self._options.checkpointing, free_blocks=self._options.checkpointing_free_blocks or 0,
             train_base=self._options.train_mode == "full",
         )  # fmt: skip
@@ -151,7 +156,9 @@ class Watching:
             facts.setdefault("first_loss", loss)
             facts["last_loss"] = loss
             self._bins.add(record["sigmas"], record["errors"])
-            values = {"loss": loss, "grad_norm": record["grad_norm"], "lr": record["learning_rate"], **rates}
+            values = {"loss": loss, "grad_norm": record["grad_norm"], **record["learning_rates"], **rates}
+            if record["num_scaled"] is not None:
+                values["keys_scaled"] = record["num_scaled"]
             line = {name: record[name] for name in ("step", "epoch", "expert") if record[name] != ""}
             self._metrics.log({**line, **values})
             self._trackers.log(record["step"], values, f"train{_group(record['expert'])}")
@@ -190,14 +197,13 @@ class Watching:
     def look(self) -> None:
         """Validate and sample, where it is time, and log the loss by timestep at an epoch's end."""
         run = self._run
-        with self._rates.paused():
-            if run.step and run.step % self._plan.steps_per_epoch == 0:
-                self._log_bins()
-            if self._validation_due():
-                for number in range(len(run.trainees)):
-                    self._validate(run.activate(number))
-            if self._samples_due():
-                make_samples(run, self._scenes, averages=_averages)
+        if run.step and run.step % self._plan.steps_per_epoch == 0:
+            self._log_bins()
+        if self._validation_due():
+            for number in range(len(run.trainees)):
+                self._validate(run.activate(number))
+        if self._samples_due():
+            make_samples(run, self._scenes, averages=_averages)
 
     def _log_bins(self) -> None:
         means = {"loss_by_timestep": self._bins.means()}

@@ -1,25 +1,12 @@
 """Max-norm regularisation of a LoRA: no module may change its weight by more than a given norm."""
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import torch
 
 
-class WeightNorms(NamedTuple):
-    """What a call of `scale_weight_norms` found and did; tensors on the parameters' device, so nothing waits for it.
-
-    Attributes:
-        norms: (modules,) Frobenius norms of the changes, after scaling.
-        num_scaled: () how many were too large.
-    """
-
-    norms: torch.Tensor
-    num_scaled: torch.Tensor
-
-
 @torch.no_grad()
-def scale_weight_norms(pairs: Iterable[tuple[torch.Tensor, torch.Tensor, float]], max_norm: float) -> WeightNorms:
+def scale_weight_norms(pairs: Iterable[tuple[torch.Tensor, torch.Tensor, float]], max_norm: float) -> torch.Tensor:
     """Shrink the adapters whose change of the weight has a Frobenius norm above the limit, in place, to the limit.
 
     As `--scale_weight_norms` of kohya-ss/sd-scripts does: both factors take the root of the ratio. The norm of
@@ -29,14 +16,16 @@ def scale_weight_norms(pairs: Iterable[tuple[torch.Tensor, torch.Tensor, float]]
     Args:
         pairs: for each module lora_A (rank, in), lora_B (out, rank) and the factor on their product (alpha / rank).
         max_norm: the limit, above 0.
+
+    Returns:
+        () how many were too large, on the parameters' device, so that nothing waits for it.
     """
-    norms, scaled = [], []
+    scaled = []
     for down, up, scale in pairs:
         squared = ((up.T @ up) * (down @ down.T)).sum()
         norm = scale * squared.clamp(min=0).sqrt()  # rounding may leave a little below 0
         ratio = (max_norm / norm).clamp(max=1)  # 1 also where the norm is 0: x / 0 is infinite
         down.mul_(ratio.sqrt())
         up.mul_(ratio.sqrt())
-        norms.append(norm * ratio)
         scaled.append(norm > max_norm)
-    return WeightNorms(torch.stack(norms), torch.stack(scaled).sum())
+    return torch.stack(scaled).sum()
