@@ -1,11 +1,14 @@
 """What a run finds from before: other flags, another run's files, a half-written state, an end that was cut short."""
 
+import contextlib
 import json
 import logging
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +21,9 @@ from wangen.generator.steps import Train
 from wangen.runtime import train
 from wangen.runtime.models.compute import Compute
 from wangen.runtime.models.wan import velocity_model
-from wangen.runtime.training import checkpoint
-from wangen.runtime.training.saving import save_loras
+from wangen.runtime.training import checkpoint, saving
+from wangen.runtime.training.saving import save_loras, save_state
+from wangen.runtime.training.throughput import Throughput
 
 pytest_plugins = ("optimizer_fixtures",)
 
@@ -120,6 +124,47 @@ def test_the_base_of_full_fine_tuning_is_what_it_began_with_also_after_a_resume(
     train.run(fresh)
     assert validations(more)[-1]["mean_base"] == pytest.approx(validations(fresh)[0]["mean_base"], rel=1e-6)
     assert validations(more)[-1]["mean_adapter"] < validations(more)[-1]["mean_base"]
+
+
+def test_another_base_is_judged_anew(tiny_run, tmp_path):
+    options = tiny_run.options(tmp_path, max_train_steps=1, **TRUTH)
+    train.run(options)
+    train.run(replace(options, max_train_steps=2, quantize="nf4", resume_changed=True))
+    fresh = replace(options, output_dir=tmp_path / "fresh", quantize="nf4")
+    train.run(fresh)
+    assert validations(options)[-1]["mean_base"] == validations(fresh)[0]["mean_base"] != validations(options)[0]
+
+
+def test_the_log_has_the_rates_of_the_optimizer_and_no_time_of_saving(tiny_run, tmp_path, monkeypatch):
+    paused, pauses, saved_in = Throughput.paused, [], []
+
+    @contextlib.contextmanager
+    def noted_pause(self: Throughput) -> Iterator[None]:
+        with paused(self):
+            pauses.append(self)
+            yield
+            pauses.pop()
+
+    def noted_save(*given: Any, **named: Any) -> None:
+        saved_in.append(bool(pauses))
+        save_state(*given, **named)
+
+    monkeypatch.setattr(Throughput, "paused", noted_pause)
+    monkeypatch.setattr(saving, "save_state", noted_save)
+    options = tiny_run.options(
+        tmp_path, max_train_steps=3, loraplus_lr_ratio=16.0, scale_weight_norms=1e-6, save_state_every_n_steps=1
+    )
+    train.run(options)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "loss" in line]
+    assert [(line["lr"], line["lr_loraplus"]) for line in steps] == [(1e-3, 16e-3)] * 3
+    assert all(line["keys_scaled"] > 0 for line in steps)
+    assert saved_in == [True] * 3
+    own = replace(options, output_name="own", optimizer_type="Adafactor", lr_scheduler="adafactor",
+                  loraplus_lr_ratio=None)  # fmt: skip
+    train.run(own)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert {line["output_name"]: line.get("lr") for line in lines if "loss" in line} == {"lora": 1e-3, "own": None}
 
 
 def test_the_best_is_chosen_anew_when_it_is_judged_at_other_points(tiny_run, tmp_path):
