@@ -121,9 +121,9 @@ def build(path: Path, make: Callable[[], Model]) -> Model:
 
 
 class _NoValues(TorchFunctionMode):
-    """A random start that nobody will see is not scaled, and counting is left to the CPU.
+    """A random start that nobody will see is neither drawn nor scaled, and counting is left to the CPU.
 
-    Both on the meta device would make torch load its compiler, which takes a second.
+    All three on the meta device would make torch load its compiler, or sympy, which takes up to a second.
     """
 
     def __torch_function__(
@@ -135,6 +135,8 @@ class _NoValues(TorchFunctionMode):
     ) -> Any:
         if func is torch.Tensor.div and args[0].is_meta:
             return args[0]
+        if func is torch.randn:
+            func = torch.empty
         named = dict(kwargs or {})
         if func is torch.arange:
             named.setdefault("device", "cpu")
