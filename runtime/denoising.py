@@ -89,7 +89,11 @@ class Given:
 
 
 def flow_scheduler(solver: Literal["unipc", "euler"], shift: float) -> Scheduler:
-    """A sampler with Wan's flow settings, as in the published pipelines.
+    """A sampler with Wan's flow settings.
+
+    UniPC is that of the published pipelines. Euler of n steps begins them at the sigmas 1, 1 - 1/n … 1/n, shifted, as
+    `get_sampling_sigmas` of Wan's own code and the scheduler `simple` of ComfyUI do; the library's default ends higher,
+    for it shifts the last one twice.
 
     Args:
         solver: UniPC, or Euler.
@@ -97,8 +101,13 @@ def flow_scheduler(solver: Literal["unipc", "euler"], shift: float) -> Scheduler
     """
     from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 
+    class Euler(FlowMatchEulerDiscreteScheduler):  # type: ignore[misc]  # the library is untyped
+        def set_timesteps(self, num_inference_steps: int, device: torch.device | None = None) -> None:
+            even = torch.linspace(1, 0, num_inference_steps + 1)[:-1]
+            super().set_timesteps(sigmas=even.tolist(), device=device)
+
     if solver == "euler":
-        return cast(Scheduler, FlowMatchEulerDiscreteScheduler(shift=shift))
+        return cast(Scheduler, Euler(shift=shift))
     unipc = UniPCMultistepScheduler(
         prediction_type="flow_prediction", use_flow_sigmas=True, num_train_timesteps=1000, flow_shift=shift
     )

@@ -177,26 +177,6 @@ def test_by_item_attention_runs_for_one_item_at_a_time():
     assert output.transpose(1, 2).is_contiguous()  # heads join without a copy
 
 
-@pytest.mark.filterwarnings("ignore")  # the compiler looks at what it should not, and is warned
-def test_a_compiled_block_takes_the_kernel_into_its_graph_and_a_kept_one_beside_it():
-    kernel, tensors = choose_kernel("sdpa", CPU, torch.bfloat16), inputs(torch.bfloat16)
-    bias = torch.zeros(2, 1, 1, 40)
-    compiled = torch.compile(lambda *rest: kernel(*rest).square(), fullgraph=True, backend="eager")
-    plain = gradients(lambda *rest: kernel(*rest).square(), tensors, bias)
-    assert all(torch.equal(a, b) for a, b in zip(gradients(compiled, tensors, bias), plain, strict=True))
-
-    stash = Stash()
-    kept = torch.compile(lambda q, k, v: region(lambda *rest: kernel.kept(*rest, stash), q, k, v), backend="eager")
-    found = gradients(
-        lambda *tensors: checkpoint(
-            kept, *tensors, use_reentrant=False, preserve_rng_state=False, context_fn=stash.contexts
-        ),
-        tensors,
-    )
-    plain = gradients(lambda *tensors: region(kernel, *tensors), tensors)
-    assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
-
-
 CUDA_OPERATORS = [
     attention_operators.CudaFlash(), attention_operators.CudaCudnn(), attention_operators.CudaEfficient(),
 ]  # fmt: skip

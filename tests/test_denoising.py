@@ -38,9 +38,17 @@ def load(name: str, scale: float = 1.0) -> torch.nn.Module:
     return model
 
 
+class OfficialSteps(FlowMatchEulerDiscreteScheduler):
+    """The library's Euler at the noise levels of `get_sampling_sigmas`, in Wan's own code."""
+
+    def set_timesteps(self, num_inference_steps: int, device: Any = None) -> None:
+        sigmas = [1 - step / num_inference_steps for step in range(num_inference_steps)]
+        super().set_timesteps(sigmas=sigmas, device=device)
+
+
 def theirs(solver: str) -> Any:
     if solver == "euler":
-        return FlowMatchEulerDiscreteScheduler(shift=SHIFT)
+        return OfficialSteps(shift=SHIFT)
     return UniPCMultistepScheduler(
         prediction_type="flow_prediction", use_flow_sigmas=True, num_train_timesteps=1000, flow_shift=SHIFT
     )
@@ -78,6 +86,16 @@ def test_text_to_video_is_that_of_the_library_with_one_transformer_and_with_two(
     expected = ask(two, noise, (64, 64), 5, guidance_scale=GUIDANCE_HIGH, guidance_scale_2=GUIDANCE)
     assert torch.equal(ours_two, expected)
     assert max_abs(ours_one, ours_two) > 1e-3
+
+
+@pytest.mark.parametrize(("steps", "shift"), [(20, 5.0), (4, 3.0), (1, 12.0)])
+def test_euler_is_shifted_once(steps, shift):
+    scheduler = flow_scheduler("euler", shift)
+    scheduler.set_timesteps(steps)
+    even = [1 - step / steps for step in range(steps)]
+    sigmas = torch.tensor([shift * sigma / (1 + (shift - 1) * sigma) for sigma in even])
+    assert torch.allclose(scheduler.sigmas, torch.cat([sigmas, torch.zeros(1)]), atol=1e-6)
+    assert torch.allclose(scheduler.timesteps, 1000 * sigmas, atol=1e-3)
 
 
 def condition_of(vae: AutoencoderKLWan, image: torch.Tensor, frames: int) -> torch.Tensor:

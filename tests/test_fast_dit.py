@@ -7,12 +7,15 @@ gradient) than the fast path is.
 import dataclasses
 import io
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from diffusers import WanTransformer3DModel
 from fast_dit import (
     CONFIGS,
+    CPU,
     Inputs,
     adapted,
     exact,
@@ -32,6 +35,9 @@ from torch.utils.flop_counter import FlopCounterMode, addmm_flop
 from wangen.generator.errors import WangenError
 from wangen.runtime.fast import dit_elementwise, dit_linear
 from wangen.runtime.fast.dit_functions import MixedLayerNorm
+from wangen.runtime.memory import quantize as quantize_module
+from wangen.runtime.memory.quantize import FORMS, QuantLinear, quantize_blocks
+from wangen.runtime.memory.swap import BlockSwap
 from wangen.runtime.models import inputs as inputs_module
 from wangen.runtime.models.compute import Tricks
 
@@ -233,18 +239,85 @@ def test_a_changed_weight_is_seen_at_once():
         assert max_abs(inputs(velocity), inputs(plain(model))) < 2e-5
 
 
-def test_no_step_waits_for_the_device(monkeypatch: pytest.MonkeyPatch):
-    """What would: reading a number out of a tensor, or asking whether it is true."""
+@pytest.mark.parametrize("quantize", ["none", *FORMS])
+def test_no_step_waits_for_the_device(quantize: Any, monkeypatch: pytest.MonkeyPatch):
+    """What would: reading a number out of a tensor, asking whether it is true, or sending it numbers of the host."""
 
     def refuse(*_: object) -> None:
         raise AssertionError("the host waits for a number")
 
-    model, inputs = adapted(vectors_model("dit_t2v21")), inputs_of("dit_t2v21", batch=2)
-    velocity = fast(model, checkpointing="full")
+    def refuse_device(make: Any) -> Any:
+        def made(*args: Any, device: object = None, **kwargs: Any) -> torch.Tensor:
+            assert device is None, "the host waits until its numbers are copied"
+            return make(*args, **kwargs)
+
+        return made
+
+    model, inputs = vectors_model("dit_t2v21"), inputs_of("dit_t2v21", batch=2)
+    quantize_blocks(model, quantize)
+    velocity = fast(adapted(model), checkpointing="full")
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)  # so that the kernel of bitsandbytes is asked
+    kernel = SimpleNamespace(QuantState=SimpleNamespace, dequantize_4bit=lambda _numbers, _state, out: out.zero_())
+    monkeypatch.setattr(quantize_module, "_bitsandbytes", lambda: kernel)
+    for layer in model.modules():
+        if isinstance(layer, QuantLinear):
+            layer.dequantize()  # tables are made once, before
     for name in ("item", "tolist", "__bool__", "__int__", "__float__", "nonzero", "cpu"):
         monkeypatch.setattr(torch.Tensor, name, refuse)
+    for name in ("tensor", "as_tensor"):
+        monkeypatch.setattr(torch, name, refuse_device(getattr(torch, name)))
     output = inputs(velocity)
     output.square().mean().backward()
+
+
+def small(num_blocks: int, dtype: torch.dtype = torch.float32) -> WanTransformer3DModel:
+    """A frozen transformer with random weights, in the dtypes that the loader gives it."""
+    torch.manual_seed(0)
+    model = WanTransformer3DModel(num_attention_heads=2, attention_head_dim=32, text_dim=32, ffn_dim=64, freq_dim=32,
+                                  num_layers=num_blocks, rope_max_seq_len=64).requires_grad_(False)  # fmt: skip
+    wide = set(model._keep_in_fp32_modules)
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.to(torch.float32 if wide & set(name.split(".")) else dtype)
+    return model
+
+
+def noisy(batch: int, *shape: int) -> Inputs:
+    """Inputs for `small`: latents of that shape, and texts of different lengths."""
+    generator = torch.Generator().manual_seed(batch)
+    texts = [torch.randn(20 - 3 * number, 32, generator=generator) for number in range(batch)]
+    return Inputs(torch.randn(batch, 16, *shape, generator=generator), torch.full((batch,), 500.0), texts)
+
+
+@pytest.mark.parametrize("outer", ["time_proj", r"text_embedder\.linear_2", r"(time_proj|text_embedder\.linear_2)"])
+def test_swapped_blocks_pass_gradients_on_to_adapters_of_text_and_time(outer: str):
+    model = adapted(small(4), targets=rf"(condition_embedder\.{outer}|blocks\.3\.ffn\.net\.2)")
+    inputs = noisy(2, 1, 8, 8)
+    wanted = exact(model, inputs)[1]
+    _, gradients = step(model, fast(model, BlockSwap(model, 3, CPU), checkpointing="full"), inputs)
+    assert len(wanted) >= 4
+    assert largest_error(gradients, wanted) < 1e-5
+
+
+def test_an_adapter_of_the_times_takes_a_base_in_bfloat16():
+    model, inputs = adapted(small(1, torch.bfloat16), targets=r".*time_proj"), noisy(1, 1, 8, 8)
+    output, gradients = step(model, fast(model), inputs)
+    wanted_output, wanted = exact(model, inputs)
+    assert rel_rms(output, wanted_output) < 0.02
+    assert largest_error(gradients, wanted) < 0.05
+
+
+def test_positions_of_few_sizes_are_kept():
+    model = small(1)
+    made: list[int] = []
+    model.rope.register_forward_hook(lambda *_: made.append(1))
+    velocity = fast(model)
+    with torch.no_grad():
+        for height in [2, 4, 2, 4]:
+            noisy(1, 1, height, 8)(velocity)
+        assert len(made) == 2, "sizes that come again are not computed again"
+        for height in [*range(2, 32, 2), 2]:
+            noisy(1, 1, height, 8)(velocity)
+    assert len(made) == 2 + 13 + 1, "the first was forgotten"
 
 
 def test_the_padding_of_a_text_counts_and_a_text_may_be_as_long_as_it_gets():
@@ -260,6 +333,37 @@ def test_the_padding_of_a_text_counts_and_a_text_may_be_as_long_as_it_gets():
         Inputs(inputs.latents, inputs.timesteps, [torch.zeros(513, 4096)])(fast(model))
     with pytest.raises(WangenError, match="64 wide"), torch.no_grad():
         Inputs(inputs.latents, inputs.timesteps, [torch.zeros(5, 64)])(fast(model))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("num_swapped", "targets"), [(0, None), (2, r"blocks\.[12]\..*(to_q|to_v|ffn\.net\.2)")])
+def test_no_run_meets_the_limit_of_the_compiler(num_swapped: int, targets: str | None, monkeypatch: pytest.MonkeyPatch):
+    """Training and validation in turns, on shapes of all kinds: behind the limit all would be computed uncompiled."""
+    from torch._dynamo.utils import counters
+
+    compiler = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function: compiler(function, backend="eager"))
+    torch._dynamo.reset()
+    counters.clear()
+    dit_elementwise.compiled.cache_clear()
+    model = small(4)
+    adapted(model, **({} if targets is None else {"targets": targets}))
+    swap = BlockSwap(model, num_swapped, CPU) if num_swapped else None
+    velocity = fast(model, swap, checkpointing="selective", compile=True)
+    shapes = [(1, 1, 8, 8), (2, 1, 8, 8), (1, 2, 4, 8), (2, 2, 8, 8)]
+    try:
+        for _ in range(2):
+            for batch, *shape in shapes:
+                inputs = noisy(batch, *shape)
+                with torch.no_grad():
+                    inputs(velocity)
+                step(model, velocity, inputs)
+    finally:
+        dit_elementwise.compiled.cache_clear()
+        torch._dynamo.reset()
+    assert counters["stats"]["unique_graphs"] > 8
+    assert not [reason for reason in counters["unimplemented"] if "limit" in reason]
 
 
 @pytest.mark.slow
@@ -347,7 +451,6 @@ def test_a_layer_norm_in_mixed_precision_keeps_its_input_as_it_came():
 @pytest.mark.parametrize(("checkpointing", "limit"), [("none", 32.6), ("full", 44.5), ("selective", 44.5)])
 def test_no_more_is_computed_than_need_be(checkpointing: str, limit: float):
     """Products of one step at the toy shape in GFLOP, attention not counted; diffusers and peft need 39.3 and 59.6."""
-    from diffusers import WanTransformer3DModel
     from peft import LoraConfig
 
     with torch.device("meta"):

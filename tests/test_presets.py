@@ -24,7 +24,7 @@ from wangen.generator.memory import (
 from wangen.generator.steps import Train
 from wangen.generator.table import options as flags_of
 from wangen.runtime.memory.presets import resolve_vram
-from wangen.runtime.memory.quantize import FORMS, num_weights, quantize_blocks
+from wangen.runtime.memory.quantize import FORMS, quantize_blocks
 
 MODELS = [profiles.model(name) for name in profiles.model_names()]
 PRESETS = [(model, gib) for model in MODELS for gib in model.presets]
@@ -79,10 +79,8 @@ def test_weights_are_counted_exactly(model):
 def test_quantised_weights_are_counted_exactly(mode):
     model = short("i2v-14B")
     transformer = on_meta(model)
-    count = num_weights(transformer)
     assert quantize_blocks(transformer, mode) == 12 * 2
     assert block_bytes(model, mode) * 2 == stored(transformer.blocks)
-    assert num_weights(transformer) == count
     assert memory.BITS[mode] == FORMS[mode].bits
 
 
@@ -260,6 +258,36 @@ def test_auto_takes_the_largest_preset_that_is_free(monkeypatch, free_gib, expec
     found = memory_flags(resolve_vram(train(vram="auto"), T2V, torch.device("cuda")))
     roomy = {**PLAIN_MEMORY} | {"checkpointing": "selective", "checkpointing_free_blocks": 1}
     assert found == (preset_flags(T2V, expected) if expected else roomy)
+
+
+def found_with(monkeypatch, free_gib: float, model=T2V, **flags) -> dict[str, object]:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(free_gib * GIB) - GIB // 2, 96 * GIB))
+    return memory_flags(resolve_vram(train(vram="auto", **flags), model, torch.device("cuda")))
+
+
+def test_auto_counts_the_flags_that_are_given(monkeypatch):
+    small = profiles.model("t2v-1.3B")
+    roomy = {**PLAIN_MEMORY} | {"checkpointing": "selective", "checkpointing_free_blocks": 1}
+    assert found_with(monkeypatch, 15, small) == roomy
+    assert found_with(monkeypatch, 15, small, mixed_precision="no") != roomy, "float32 takes 25.7 GiB"
+    assert found_with(monkeypatch, 27, small, mixed_precision="no") == roomy
+    with pytest.raises(UsageError, match=r"the smallest preset of t2v-14B needs 2\d\.\d with"):
+        found_with(monkeypatch, 16, quantize="none", blocks_to_swap=10)
+    few = {"quantize": "nf4", "blocks_to_swap": 38}
+    assert found_with(monkeypatch, 6.5, **few) == preset_flags(T2V, "8") | few
+    with pytest.raises(UsageError, match=r"needs 7\.3"):
+        found_with(monkeypatch, 6.5)
+    quantised = found_with(monkeypatch, 55, quantize="int8")
+    assert quantised == roomy | {"quantize": "int8"}, "enough for all blocks in 8 bits"
+    assert found_with(monkeypatch, 55) == preset_flags(T2V, "24")
+
+
+@pytest.mark.parametrize("free_blocks", [1, 4, 40])
+def test_free_blocks_that_are_given_are_not_swapped(free_blocks):
+    found = resolve_vram(train(vram="16", checkpointing_free_blocks=free_blocks), T2V, CPU)
+    assert (found.blocks_to_swap, found.checkpointing_free_blocks) == (40 - free_blocks, free_blocks)
+    both = resolve_vram(train(vram="16", checkpointing_free_blocks=4, blocks_to_swap=40), T2V, CPU)
+    assert both.blocks_to_swap == 40, "what is given is refused, not changed"
 
 
 def test_auto_says_when_nothing_fits_and_takes_none_on_a_cpu(monkeypatch):

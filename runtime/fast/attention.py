@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -79,13 +78,12 @@ class Kernel:
             return self.function(query, key, value)
         return attend(query, key, value, ForwardOnly(self.function, self._sdpa))
 
-    @_disable_dynamo  # a stash is no part of a compiled graph; unlike the public name this imports no compiler here
     def kept(self, query: Tensor, key: Tensor, value: Tensor, stash: Stash) -> Tensor:
         """The same, inside a checkpointed region: its recomputation finds the output in the stash.
 
         The packages' kernels do not all hand out what their backward pass needs, so in place of flash, flash3 and
         xformers it is SDPA that computes. Where SDPA would use plain matrix products (odd head sizes on CUDA), nothing
-        is kept, and everything is computed again. A compiled block breaks its graph here.
+        is kept, and everything is computed again.
 
         Args:
             query: (B, H, N, D)

@@ -29,6 +29,9 @@ from wangen.runtime.models.inputs import Inputs
 
 Sizes = tuple[int, int, int]
 
+KEPT_ROTATIONS = 8
+"""Tables of positions, one for each size of latents: 16.8 MB for 81 frames of 832x480."""
+
 
 @dataclass(frozen=True)
 class Times:
@@ -65,7 +68,7 @@ class FastWan:
         self._elementwise = FUSED if compute.tricks.fused_norms else PLAIN
         if compute.compile:
             self._elementwise = compiled(transformer.device)
-        self._rotations: dict[tuple[Sizes, torch.device], Tensor] = {}
+        self._rotations: dict[tuple[Sizes, torch.device], Tensor] = {}  # what was used last comes last
 
     @property
     def attention(self) -> str:
@@ -141,7 +144,7 @@ class FastWan:
         if not self._compute.tricks.no_input_gradient and torch.is_grad_enabled():
             hidden = hidden if hidden.requires_grad else hidden.requires_grad_()
         hidden = self._blocks(hidden, conditions, tokens)
-        return self._head(hidden, embedded, tokens, sizes)
+        return self._head(hidden.to(dtype), embedded, tokens, sizes)
 
     def _sizes(self, latents: Tensor) -> Sizes:
         """Tokens in each direction."""
@@ -176,7 +179,7 @@ class FastWan:
         embedded = embedder.time_embedder(waves.to(dtype)).float()
         active, projection = embedder.act_fn(embedded), embedder.time_proj
         if type(projection) is not nn.Linear:
-            return embedded, projection(active).float().view(len(values), 6, -1)
+            return embedded, projection(active.to(projection.weight.dtype)).float().view(len(values), 6, -1)
         # Part by part: of a large model the whole in float32 would be more memory than a block.
         parts = zip(projection.weight.chunk(6), projection.bias.chunk(6), strict=True)
         projected = [functional.linear(active, weight.float(), bias.float()) for weight, bias in parts]
@@ -217,21 +220,27 @@ class FastWan:
     def _rotation(self, sizes: Sizes, device: torch.device) -> Tensor:
         """The positions' complex numbers (N, channels of a head / 2), as diffusers' tables have them."""
         key = (sizes, device)
-        if key not in self._rotations:
+        table = self._rotations.pop(key, None)
+        if table is None:
             shape = [size * step for size, step in zip(sizes, self._transformer.config.patch_size, strict=True)]
             cosines, sines = self._transformer.rope(torch.empty(1, 1, *shape, device=device))
-            table = torch.complex(cosines[0, :, 0, 0::2].float(), sines[0, :, 0, 1::2].float())
-            self._rotations[key] = table.to(device)
-        return self._rotations[key]
+            table = torch.complex(cosines[0, :, 0, 0::2].float(), sines[0, :, 0, 1::2].float()).to(device)
+        self._rotations[key] = table
+        if len(self._rotations) > KEPT_ROTATIONS:
+            del self._rotations[next(iter(self._rotations))]
+        return table
 
     def _blocks(self, hidden: Tensor, conditions: Tensor, tokens: Tokens) -> Tensor:
         compute, modules = self._compute, self._transformer.blocks
         layers = Layers(hidden.dtype, hidden.device)
+        hidden, tokens = hidden.to(layers.dtype), tokens.to(layers.dtype)
         host = InHostMemory(hidden.device) if compute.offload and torch.is_grad_enabled() else None
         stashes: list[Stash | None] = []
+        # Whether adapters before the blocks gave a gradient to what every block takes beside the tokens.
+        beside = any(one is not None and one.requires_grad for one in (conditions, tokens.text, tokens.images))
         for index, module in enumerate(modules):
             again = torch.is_grad_enabled() and self._is_recomputed(index)
-            if again and not hidden.requires_grad:
+            if again and not hidden.requires_grad and not beside:
                 again = any(parameter.requires_grad for parameter in module.parameters())
             keeps = again and compute.checkpointing == "selective"
             stash = Stash(offload=compute.offload) if keeps else None

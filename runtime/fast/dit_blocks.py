@@ -6,7 +6,7 @@ of tokens that share a timestep, attention the items. So items of different size
 Letters in shapes: B items, T tokens of all of them, N tokens of one, D width of the model, H heads, L rows of text.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,10 @@ class Tokens:
     text: Tensor
     text_bias: Tensor | None
     images: Tensor | None
+
+    def to(self, dtype: torch.dtype) -> "Tokens":
+        """The same with what the layers read in another dtype."""
+        return replace(self, text=self.text.to(dtype), images=None if self.images is None else self.images.to(dtype))
 
     @property
     def alike(self) -> bool:

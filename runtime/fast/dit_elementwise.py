@@ -11,6 +11,7 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 
 import torch
 from torch import Tensor
@@ -121,7 +122,7 @@ def compiled(device: torch.device) -> Elementwise:
     So a recomputation still ends early, adapters of any kind and swapped or quantised weights stay as they are, and the
     few kernels serve all blocks. The number of tokens is left open: captions and buckets of all lengths share them.
     """
-    norm, rms, gate = (torch.compile(part) for part in (_norm, _real_rms, _gated_run))
+    norm, rms, gate = (_compiled(part) for part in (_norm, _real_rms, _gated_run))
 
     def open_norm(tokens: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         return norm(_open(tokens), weight, bias, eps)
@@ -141,6 +142,24 @@ def compiled(device: torch.device) -> Elementwise:
                     "Triton on a GPU", str(error).strip().splitlines()[0])  # fmt: skip
         return FUSED
     return Elementwise(open_norm, open_rms, _by_run(open_gate))
+
+
+def _compiled(part: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A function by torch.compile, compiled apart for each kind of call, so that no kind comes too late.
+
+    Of one code object the compiler makes 8 variants, and then runs it uncompiled for good. Gradient mode, what requires
+    a gradient and strides all make variants: more of them than 8 in training and validation together.
+    """
+
+    @functools.cache
+    def of_kind(*_kind: object) -> Callable[..., Tensor]:
+        return torch.compile(FunctionType(part.__code__.replace(), part.__globals__))
+
+    def call(*inputs: Tensor | float | None) -> Tensor:
+        kinds = [(one.requires_grad, one.stride()) if isinstance(one, Tensor) else one for one in inputs]
+        return of_kind(torch.is_grad_enabled(), *kinds)(*inputs)
+
+    return call
 
 
 def _open(tokens: Tensor) -> Tensor:

@@ -154,15 +154,15 @@ class Group:
 
     Args:
         layers: one or more.
-        dtype: of the tokens.
-        product_dtype: what is computed in where the layers are plain; the modules' own forward computes in `dtype`.
+        own_dtype: what the modules' own forward computes in, where it is needed.
+        dtype: what is computed in else, and that of the tokens.
     """
 
-    def __init__(self, layers: Sequence[Layer], dtype: torch.dtype, product_dtype: torch.dtype) -> None:
+    def __init__(self, layers: Sequence[Layer], own_dtype: torch.dtype, dtype: torch.dtype) -> None:
         self._layers = layers
-        self._dtypes = dtype, product_dtype
+        self._dtypes = own_dtype, dtype
         bases = [layer.base for layer in layers if layer.base is not None]
-        self._frozen = Frozen(bases, product_dtype) if len(bases) == len(layers) else None
+        self._frozen = Frozen(bases, dtype) if len(bases) == len(layers) else None
         self._adapters = Adapters([layer.adapter for layer in layers])
 
     @property
@@ -190,8 +190,9 @@ class Group:
         """What the module itself makes of (T, I), unless it is a plain layer beside others that are not."""
         if layer.base is not None:
             return Group([layer], *self._dtypes)(inputs)[0]
-        with torch.autocast(inputs.device.type, inputs.dtype, enabled=inputs.dtype != torch.float32):
-            output: Tensor = layer.module(inputs)
+        own_dtype, _ = self._dtypes
+        with torch.autocast(inputs.device.type, own_dtype, enabled=own_dtype != torch.float32):
+            output: Tensor = layer.module(inputs.to(own_dtype))
         return output.to(inputs.dtype)
 
 
@@ -199,18 +200,21 @@ class Layers:
     """A transformer's linear layers as they are now: adapters may have been switched off since the last step.
 
     Args:
-        dtype: of the tokens.
+        own_dtype: what the transformer would compute in by itself.
         device: where they are.
+
+    Attributes:
+        dtype: what tokens and products are in.
     """
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self._dtype = dtype
-        self._product_dtype = product_dtype(dtype, device)
+    def __init__(self, own_dtype: torch.dtype, device: torch.device) -> None:
+        self._own_dtype = own_dtype
+        self.dtype = product_dtype(own_dtype, device)
         self._whole: dict[int, Tensor] = {}
 
     def group(self, modules: Sequence[nn.Module]) -> Group:
         """Layers that share an input."""
-        return Group([self._layer(module) for module in modules], self._dtype, self._product_dtype)
+        return Group([self._layer(module) for module in modules], self._own_dtype, self.dtype)
 
     def _layer(self, module: nn.Module) -> Layer:
         base, names = _base_and_adapters(module)
@@ -225,20 +229,21 @@ class Layers:
 
     def _cast(self, trained: Tensor) -> Tensor:
         """A parameter in the dtype of the products. Parameters that share a storage are cast in one go."""
-        if trained.dtype == self._product_dtype:
+        if trained.dtype == self.dtype:
             return trained.detach()
         storage = trained.untyped_storage()
         whole = self._whole.get(storage.data_ptr())
         if whole is None:
             flat = torch.empty(0, dtype=trained.dtype, device=trained.device).set_(storage)
-            whole = self._whole[storage.data_ptr()] = flat.to(self._product_dtype)
+            whole = self._whole[storage.data_ptr()] = flat.to(self.dtype)
         return whole.as_strided(trained.shape, trained.stride(), trained.storage_offset())
 
 
 def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """What products of tokens of a dtype are computed in: float32 on a CPU that is slow in bfloat16.
+    """What the blocks of a transformer in a dtype compute in: float32 on a CPU that is slow in bfloat16.
 
-    Not measured but read from what the processor says of itself: a resumed run must give the same bytes.
+    Tokens are in it too: rounding them after every product took a sixth of a step; what is kept of them takes twice the
+    memory. Not measured but read from what the processor says of itself: a resumed run must give the same bytes.
     """
     slow = dtype == torch.bfloat16 and device.type == "cpu" and not _is_fast_in_bfloat16()
     return torch.float32 if slow else dtype

@@ -1,6 +1,7 @@
 """`--vram`: from the size of a card, or from what is free on it, to the flags that decide the memory."""
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,6 @@ from wangen.generator.memory import (
     MemorySettings,
     memory_plan,
     preset_flags,
-    preset_plan,
     tokens_of,
 )
 from wangen.generator.steps import Train
@@ -23,6 +23,9 @@ log = logging.getLogger("wangen")
 
 CONTEXT_BYTES = GIB // 2
 """What CUDA itself has taken when it is asked what is free; the budgets count it."""
+
+ROOMY = {"checkpointing": "selective", "checkpointing_free_blocks": 1}
+"""The flags of a card that has room for the whole model."""
 
 
 def resolve_vram(options: Train, model: Model, device: torch.device) -> Train:
@@ -40,39 +43,70 @@ def resolve_vram(options: Train, model: Model, device: torch.device) -> Train:
         UsageError: the model has no such preset, or the device has less free than the smallest needs.
     """
     if options.vram == "auto":
-        values = {**PLAIN_MEMORY} | _flags_for_free_memory(options, model, device)
-    else:
-        values = {**PLAIN_MEMORY} | preset_flags(model, options.vram)
+        return _for_free_memory(options, model, device)
+    return _filled(options, model, preset_flags(model, options.vram))
+
+
+def settings_of(options: Train) -> MemorySettings:
+    """The flags, with the presets filled in, as the memory formula takes them."""
+    return MemorySettings(
+        quantize=options.quantize or "none",
+        blocks_to_swap=options.blocks_to_swap or 0,
+        checkpointing=options.checkpointing or "full",
+        free_blocks=options.checkpointing_free_blocks or 0,
+        offload=bool(options.gradient_checkpointing_cpu_offload),
+        rank=options.network_dim,
+        moment_bytes=2 if "8bit" in options.optimizer_type else 8,
+        ring=options.block_swap_ring_size,
+        float32=options.mixed_precision == "no",
+        whole=options.train_mode == "full",
+    )
+
+
+def _filled(options: Train, model: Model, flags: Mapping[str, Any]) -> Train:
+    """The options with a preset's flags, less what the given ones rule out."""
+    values = {**PLAIN_MEMORY, **flags}
     if options.train_mode == "full":
         values |= {"quantize": "none", "blocks_to_swap": 0}
     if options.plain or options.train_mode == "full":
         values |= {"blocks_to_swap": 0, "checkpointing": "full", "checkpointing_free_blocks": 0}
     if options.checkpointing == "none":
         values |= {"blocks_to_swap": 0, "checkpointing_free_blocks": 0, "gradient_checkpointing_cpu_offload": False}
-    if options.blocks_to_swap is not None:  # swapped blocks are recomputed
-        room = max(0, model.transformer.num_layers - options.blocks_to_swap)
-        values["checkpointing_free_blocks"] = min(values["checkpointing_free_blocks"], room)
-    given = {name: value for name in values if (value := getattr(options, name)) is not None}
-    return replace(options, **(values | given))
+    # Swapped blocks are recomputed: what one of the two is given leaves the rest to the other.
+    pair = ("blocks_to_swap", "checkpointing_free_blocks")
+    for given, other in (pair, pair[::-1]):
+        if (blocks := getattr(options, given)) is not None:
+            values[other] = min(values[other], max(0, model.transformer.num_layers - blocks))
+    stay = {name: value for name in values if (value := getattr(options, name)) is not None}
+    return replace(options, **(values | stay))
 
 
-def _flags_for_free_memory(options: Train, model: Model, device: torch.device) -> dict[str, Any]:
-    """The flags that use what is free on a device best."""
+def _for_free_memory(options: Train, model: Model, device: torch.device) -> Train:
+    """The options that use what is free on a device best."""
     if device.type != "cuda":
-        return {}
+        return _filled(options, model, {})
     free = torch.cuda.mem_get_info(device)[0] + CONTEXT_BYTES
-    roomy = MemorySettings(checkpointing="selective", free_blocks=1, rank=max(32, options.network_dim))
-    tokens = tokens_of(model, model.resolution, model.num_frames)
-    if memory_plan(model, roomy, tokens=tokens).device <= free:
+    roomy = _filled(options, model, ROOMY)
+    if _needed(roomy, model, max(32, options.network_dim), model.resolution, model.num_frames) <= free:
         log.info("  --vram auto: %.1f GiB are free, enough for the whole model", free / GIB)
-        return {"checkpointing": "selective", "checkpointing_free_blocks": 1}
-    fitting = [gib for gib, preset in model.presets.items() if preset_plan(model, preset).device <= free]
+        return roomy
+    filled = {gib: _filled(options, model, preset_flags(model, str(gib))) for gib in model.presets}
+    needed = {
+        gib: _needed(filled[gib], model, preset.network_dim, preset.resolution, preset.num_frames)
+        for gib, preset in model.presets.items()
+    }
+    fitting = [gib for gib in filled if needed[gib] <= free]
     if not fitting:
-        least = min((preset_plan(model, preset).device for preset in model.presets.values()), default=0)
         raise UsageError(
             f"--vram auto: {free / GIB:.1f} GiB are free on {device}, and the smallest preset of {model.name} needs "
-            f"{least / GIB:.1f}",
+            f"{min(needed.values(), default=0) / GIB:.1f} with the other flags as given",
             cure="close what else uses the card, or choose the memory flags yourself without --vram",
         )
     log.info("  --vram auto: %.1f GiB are free, taking the preset for %d", free / GIB, max(fitting))
-    return preset_flags(model, str(max(fitting)))
+    return filled[max(fitting)]
+
+
+def _needed(options: Train, model: Model, rank: int, resolution: tuple[int, int], num_frames: int) -> int:
+    """Bytes of the card for training on such clips."""
+    tokens = tokens_of(model, resolution, num_frames)
+    return memory_plan(model, replace(settings_of(options), rank=rank), tokens=tokens).device

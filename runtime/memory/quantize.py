@@ -85,7 +85,7 @@ def _pack_int8(weight: torch.Tensor) -> Packed:
 
 def _pack_nf4(weight: torch.Tensor) -> Packed:
     numbers, scale = _blocks(weight, 1.0)
-    table = torch.tensor(NF4, device=weight.device)
+    table = _nf4_numbers(weight.device)
     nearest = torch.bucketize(numbers.reshape(weight.shape), (table[1:] + table[:-1]) / 2, out_int32=True)
     nearest = nearest.to(torch.uint8)
     return Packed((nearest[:, ::2] << 4) | nearest[:, 1::2], scale)  # as bitsandbytes: the first in the high half
@@ -114,7 +114,7 @@ def _unpack_nf4(packed: Packed, out: torch.Tensor) -> None:
     if functional is not None:
         state = functional.QuantState(
             absmax=packed.scale.float().reshape(-1), shape=out.shape, dtype=out.dtype, blocksize=BLOCK,
-            quant_type="nf4", code=torch.tensor(NF4, device=out.device),
+            quant_type="nf4", code=_nf4_numbers(out.device),
         )  # fmt: skip
         functional.dequantize_4bit(packed.numbers.reshape(-1, 1), state, out=out)
         return
@@ -127,10 +127,16 @@ def _unpack_nf4(packed: Packed, out: torch.Tensor) -> None:
         out[part].view(*scale.shape[:2], -1).copy_(values.view(*scale.shape[:2], -1) * scale)
 
 
+@cache  # one copy to a device, for which the host waits
+def _nf4_numbers(device: torch.device) -> torch.Tensor:
+    """`NF4` in float32."""
+    return torch.tensor(NF4, device=device)
+
+
 @cache
 def _nf4_pairs(device: torch.device) -> torch.Tensor:
     """For each byte its two numbers: (256, 2) in float32."""
-    table = torch.tensor(NF4, device=device)
+    table = _nf4_numbers(device)
     return torch.stack([table.repeat_interleave(16), table.repeat(16)], dim=1)
 
 
@@ -352,11 +358,3 @@ def in_blocks(
 ) -> Callable[[str, nn.Linear], nn.Linear]:
     """What `filling.fill` calls with every linear layer it has read: quantises those of the blocks."""
     return lambda name, layer: quantized(layer, mode, pack_on) if name.startswith("blocks.") else layer
-
-
-def num_weights(module: nn.Module) -> int:
-    """How many weights a module has, with those that are packed counted as what they stand for."""
-    packed = [layer for layer in module.modules() if isinstance(layer, QuantLinear)]
-    hidden = {id(parameter) for layer in packed for parameter in (layer.numbers, layer.scale)}
-    plain = sum(parameter.numel() for parameter in module.parameters() if id(parameter) not in hidden)
-    return plain + sum(layer.in_features * layer.out_features for layer in packed)
