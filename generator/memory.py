@@ -55,6 +55,7 @@ class MemorySettings:
         moment_bytes: what the optimizer keeps per trained weight: 8 for AdamW, 2 for 8-bit AdamW.
         ring: device buffers of block swap.
         float32: `--mixed_precision no`.
+        whole: `--train_mode full`: every weight is trained, in float32, and there is no adapter.
     """
 
     quantize: str = "none"
@@ -66,6 +67,7 @@ class MemorySettings:
     moment_bytes: int = 8
     ring: int = 2
     float32: bool = False
+    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,11 @@ def memory_plan(model: Model, settings: MemorySettings, *, tokens: int) -> Memor
     sizes, wide = model.transformer, 4 if settings.float32 else 2
     block = block_bytes(model, settings.quantize, wide)
     swapped = settings.blocks_to_swap
-    trained = adapter_weights(model, settings.rank) * (2 if model.experts else 1)
+    frozen = outer_bytes(model, wide) + (sizes.num_layers - swapped) * block
+    trained = adapter_weights(model, settings.rank)
+    if settings.whole:
+        frozen, trained = 0, (outer_bytes(model, 4) + sizes.num_layers * block_bytes(model, wide=4)) // 4
+    trained *= 2 if model.experts else 1
     row = tokens * sizes.dim * wide
     kept_by_block = KEPT_TENSORS * row + 2 * tokens * sizes.ffn_dim * wide
     free = sizes.num_layers if settings.checkpointing == "none" else settings.free_blocks
@@ -113,7 +119,7 @@ def memory_plan(model: Model, settings: MemorySettings, *, tokens: int) -> Memor
     waiting = (row + attention) * recomputed
     on_device = min(waiting, WAITING * (row + attention)) if settings.offload else waiting
     parts = {
-        "weights that stay": outer_bytes(model, wide) + (sizes.num_layers - swapped) * block,
+        "weights that stay": frozen,
         "swapped blocks on their way": min(settings.ring, swapped) * block,
         "adapters, gradients, optimizer": trained * (4 + 4 + settings.moment_bytes + (0 if settings.float32 else 2)),
         "kept for the backward pass": on_device + max(0, free - 1) * kept_by_block,

@@ -11,6 +11,7 @@ from wangen.generator.step_parts import (
     DIT,
     DTYPE_VALUES,
     FP8_T5,
+    SMOKE_ITEMS,
     SMOKE_STEPS,
     T5,
     TOKENIZER,
@@ -298,10 +299,28 @@ class Train(DatasetStep):
     resume_changed: bool = flag("resume although settings that change the result differ", False)
 
     def _smoke_changes(self) -> dict[str, Any]:
-        return {
+        """So that a try takes every line that the whole job takes, whose parts may be longer than the try."""
+        changes = {
             **super()._smoke_changes(),
             "output_dir": self.output_dir / SMOKE,
             "max_train_steps": SMOKE_STEPS,
             "max_train_epochs": None,
             "fresh": True,
+            "resume": None,
+            "validation_items": min(self.validation_items, SMOKE_ITEMS // 2),
         }
+        if self.high_noise_share is not None and 0 < self.high_noise_share < 1:
+            one_step = 1 / SMOKE_STEPS
+            changes["high_noise_share"] = min(max(self.high_noise_share, one_step), 1 - one_step)
+        if self.lr_scheduler == "warmup_stable_decay":
+            changes |= {"lr_warmup_steps": _as_steps(self.lr_warmup_steps, "0"),
+                        "lr_decay_steps": _as_steps(self.lr_decay_steps, "1")}  # fmt: skip
+        return changes
+
+
+def _as_steps(text: str, steps: str) -> str:
+    """Other steps for a part of the run, where a part is given; what is no number stays, to be refused."""
+    try:
+        return steps if float(text.removesuffix("%")) > 0 else text
+    except ValueError:
+        return text

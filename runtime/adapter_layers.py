@@ -215,7 +215,7 @@ def fill(layer: BaseTunerLayer, weight: AdapterWeight, name: str, dtype: torch.d
     """
     for part in KRONECKER if weight.kind == "lokr" else ():
         held: torch.nn.ParameterDict = getattr(layer, part)
-        like = next((old.pop(name) for old in [held] if name in old), None)
+        like = held.pop(name) if name in held else None
         if part in weight.factors:
             there = layer.get_base_layer().bias if like is None else like
             tensor = weight.factors[part].to(there.device, dtype or there.dtype)

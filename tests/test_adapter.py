@@ -23,11 +23,11 @@ from wangen.runtime.training.adapter import add_adapter, disabled, merge_base_we
 from wangen.runtime.training.adapter_config import (
     linear_modules,
     loraplus_ratio,
-    require_adapter,
     select_modules,
     settings,
 )
 from wangen.runtime.training.adapter_files import save
+from wangen.runtime.training.adapter_refusals import require_adapter
 from wangen.runtime.weights.transformer import load_transformer
 
 LAYERS = linear_modules(read_header(DITS["dit_t2v21"]))
@@ -142,6 +142,8 @@ def test_the_image_branch_of_a_wan_21_i2v_model_is_trained_too(tmp_path: Path):
         ({"network_module": "lokr", "rslora": True}, "--rslora with --network_module lokr"),
         ({"lokr_factor": 8}, "--lokr_factor is LoKr's"),
         ({"network_module": "lokr", "lokr_factor": 0}, "-1 or above 0"),
+        ({"network_module": "lokr", "network_args": ("factor=4.9",)}, "factor=4.9 is no whole number"),
+        ({"network_module": "lokr", "network_args": ("factor=nan",)}, "factor=nan is no whole number"),
         ({"dim_from_weights": True}, "--network_weights"),
         ({"network_dim": 0}, "above 0"),
         ({"base_weights": (LORAS["t2v21"],), "base_weights_multiplier": (1.0, 0.5)}, "one multiplier for each"),

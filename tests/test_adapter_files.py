@@ -24,8 +24,8 @@ from wangen.runtime.adapters import DORA_NORM, read_adapter
 from wangen.runtime.lora import read_lora
 from wangen.runtime.training import full
 from wangen.runtime.training.adapter import add_adapter, merge_base_weights
-from wangen.runtime.training.adapter_config import require_adapter
 from wangen.runtime.training.adapter_files import as_adapter, save
+from wangen.runtime.training.adapter_refusals import require_adapter
 from wangen.runtime.training.metadata import metadata
 from wangen.runtime.weights.transformer import load_transformer, transformer_names
 

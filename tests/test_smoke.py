@@ -1,17 +1,22 @@
 """`--smoke`: a try of the whole job on a few items, which leaves the results of the whole job alone."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from cached_bundle import Bundle, uncached, write_toml
 from helpers import make_clip
 
 from wangen import profiles
 from wangen.generator.cli import main
+from wangen.generator.errors import UsageError
 from wangen.generator.steps import CheckCache, Train
 from wangen.runtime.samples import read_samples
 from wangen.runtime.training import checkpoint
+from wangen.runtime.training.refusals import refuse
+from wangen.runtime.training.schedules import make_schedule
 
 pytest_plugins = ("bundle_fixtures",)
 MODEL = profiles.model("t2v-1.3B")
@@ -77,7 +82,33 @@ def test_caching_under_smoke_keeps_the_entries_of_the_others(unbroken, tmp_path)
     assert bundle.files() == before
 
 
-@pytest.mark.parametrize("words", [["--resume", "x"]])
-def test_a_try_cannot_resume(unbroken, tmp_path, words, capsys):
-    assert main(train_line(uncached(unbroken, tmp_path), "--smoke", *words)) == 2
-    assert "contradict" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"resume": Path("x")},
+        {"lr_scheduler": "warmup_stable_decay", "lr_warmup_steps": "100", "lr_decay_steps": "400"},
+        {"lr_scheduler": "warmup_stable_decay", "lr_warmup_steps": "0.9", "lr_decay_steps": "1%"},
+    ],
+    ids=str,
+)
+def test_a_try_takes_the_line_of_a_whole_job(tiny_run, tmp_path, changes):
+    small = tiny_run.options(tmp_path, smoke=True, max_train_steps=2000, **changes).effective()
+    assert isinstance(small, Train)
+    refuse(replace(small, quantize="none", checkpointing="none"), MODEL, torch.device("cpu"))
+    for steps in (1, small.max_train_steps):  # one expert of two may have few
+        make_schedule(small, steps)
+
+
+def test_a_try_holds_fewer_items_out_and_gives_each_expert_a_step(tiny_run, tmp_path):
+    options = tiny_run.options(tmp_path, smoke=True, validation_items=8, high_noise_share=0.001)
+    small = options.effective()
+    assert (small.validation_items, round(small.high_noise_share * 50)) == (4, 1)
+    assert replace(options, validation_items=2, high_noise_share=0.5).effective().validation_items == 2
+
+
+@pytest.mark.parametrize("changes", [{"lr_warmup_steps": "soon"}, {"lr_decay_steps": "0"}, {"lr_decay_steps": "nan"}])
+def test_a_try_finds_what_is_wrong_with_a_schedule(tiny_run, tmp_path, changes):
+    given = {"lr_scheduler": "warmup_stable_decay", "lr_decay_steps": "20", **changes}
+    small = tiny_run.options(tmp_path, smoke=True, **given).effective()
+    with pytest.raises(UsageError):
+        make_schedule(small, small.max_train_steps)

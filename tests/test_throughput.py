@@ -82,6 +82,9 @@ def test_cards_are_known_by_name_and_laptops_are_not_taken_for_desktops():
     assert peak_of_card("NVIDIA L40S") == 362
     assert peak_of_card("NVIDIA GeForce RTX 4090 Laptop GPU") is None
     assert peak_of_card("NVIDIA GeForce GTX 1080") is None
+    assert peak_of_card("NVIDIA GeForce RTX 3080") == 59.5
+    for variant in ("RTX 3080 Ti", "RTX 4090 D", "RTX 5080 SUPER"):
+        assert peak_of_card(f"NVIDIA GeForce {variant}") is None
     assert all(peak_of_card(f"NVIDIA {card}") == peak for card, peak in PEAK_TFLOPS.items())
 
 

@@ -1,20 +1,179 @@
 """Everything that can be refused is refused before a model loads."""
 
+import logging
 import shutil
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import TinyRun
 
 from wangen import profiles
-from wangen.generator.errors import WangenError
+from wangen.generator.errors import UsageError, WangenError
+from wangen.generator.steps import Train
 from wangen.runtime import train
 from wangen.runtime.models import family
+from wangen.runtime.training.adapter import add_adapter
+from wangen.runtime.training.adapter_files import save
+from wangen.runtime.training.loading import SMALL_FILES_BYTES, room_needed
+from wangen.runtime.weights.transformer import load_transformer
 
-WAN = family(profiles.model("t2v-1.3B"))
+MODEL = profiles.model("t2v-1.3B")
+WAN = family(MODEL)
+ADAPTERS = {
+    "lora": {}, "rank 8": {"network_dim": 8}, "dora": {"dora": True}, "loha": {"network_module": "loha"},
+    "lokr": {"network_module": "lokr", "lokr_factor": 8},
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
 def _no_model_loads(monkeypatch):
     monkeypatch.setattr(WAN, "load_transformer", lambda *_words, **_names: pytest.fail("the model was loaded"))
+
+
+@pytest.fixture(scope="module")
+def files(tiny_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Adapters of the tiny transformer, one of another model's size, and the transformer in 8 bits and turned."""
+    folder = tmp_path_factory.mktemp("files")
+    found = {name: folder / f"{name}.safetensors" for name in (*ADAPTERS, "small", "fp8", "high")}
+    for name, changes in ADAPTERS.items():
+        options = tiny_run.options(folder, **changes)
+        parameters = add_adapter(load_transformer(tiny_run.weights["dit"]), options, MODEL)
+        save(found[name], parameters, options, {"wangen.expert": "high_noise"})
+    halves = {key: value[:, ::2] if "lora_A" in key else value[::2] for key, value in load_file(found["lora"]).items()}
+    save_file({key: value.contiguous() for key, value in halves.items()}, found["small"])
+    weights = load_file(tiny_run.weights["dit"])
+    save_file({key: 0.9 * value for key, value in weights.items()}, found["high"])
+    wide = {key for key, value in weights.items() if key.startswith("blocks.") and value.ndim == 2}
+    save_file({key: value.to(torch.float8_e4m3fn) if key in wide else value for key, value in weights.items()},
+              found["fp8"])  # fmt: skip
+    return {**found, **tiny_run.weights}
+
+
+def with_files(files: dict[str, Path], changes: dict) -> dict:
+    """Flags whose files are told by name."""
+    one = {"dit", "dit_high_noise", "network_weights", "network_weights_high_noise"}
+    given = {name: files[value] if name in one and value else value for name, value in changes.items()}
+    return given | ({"base_weights": tuple(files[name] for name in changes["base_weights"])}
+                    if "base_weights" in changes else {})  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"network_weights": "dora"}, "this is a DoRA, and a LoRA is to be trained: give --dora as well"),
+        ({"network_weights": "rank 8"}, "has rank 8, and --network_dim is 4: give --network_dim 8"),
+        ({"network_weights": "loha", "network_module": "loha", "network_dim": 8}, "has rank 4, and --network_dim is 8"),
+        ({"network_weights": "lokr", "network_module": "lokr"}, "that it was trained with"),
+        ({"network_weights": "small"}, "is 128x128 in it and 256x256 in --dit"),
+        ({"base_weights": ("small",)}, "is 128x128 in it and 256x256 in --dit"),
+        ({"base_weights": ("dora",), "base_weights_multiplier": (0.5,)}, "a DoRA at strength 0.5"),
+        ({"base_weights": ("lora",), "dit": "fp8"}, "as F8_E4M3, to which nothing can be added"),
+        ({"train_mode": "full", "dit": "fp8"}, "trains no such weights: give --dit in 16 or 32 bits, or train a LoRA"),
+    ],
+)
+def test_files_that_do_not_fit_what_is_trained_are_named(tiny_run, tmp_path, files, changes, words):
+    with pytest.raises(UsageError) as error:
+        train.run(tiny_run.options(tmp_path, **with_files(files, changes)))
+    assert words in f"{error.value.found}: {error.value.cure}"
+    assert error.value.where.endswith(".safetensors")
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_files_that_fit_reach_the_model(tiny_run, tmp_path, files, name):
+    given = tiny_run.options(tmp_path, network_weights=files[name], **ADAPTERS[name])
+    with pytest.raises(pytest.fail.Exception, match="the model was loaded"):
+        train.run(given)
+    with pytest.raises(pytest.fail.Exception, match="the model was loaded"):
+        train.run(tiny_run.options(tmp_path, base_weights=(files[name],)))
+
+
+def two(tiny_run: TinyRun, files: dict[str, Path], folder: Path, **changes) -> Train:
+    given = {"task": "t2v-A14B", "dit_high_noise": "high", **changes}
+    return tiny_run.options(folder, **with_files(files, given))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"experts": "high", "dim_from_weights": True, "network_weights_high_noise": "rank 8"},
+        {"experts": "high", "dit": None, "dim_from_weights": True, "network_weights_high_noise": "rank 8",
+         "base_weights": ("lora",)},
+        {"experts": "high", "network_weights": "rank 8"},
+        {"experts": "low", "network_weights_high_noise": "rank 8"},
+        {"experts": "low", "dim_from_weights": True, "network_weights": "rank 8"},
+    ],
+)  # fmt: skip
+def test_files_of_the_expert_that_is_not_trained_are_not_judged(tiny_run, tmp_path, files, changes):
+    with pytest.raises(pytest.fail.Exception, match="the model was loaded"):
+        train.run(two(tiny_run, files, tmp_path, **changes))
+
+
+def test_a_missing_file_of_the_expert_that_is_not_trained_is_not_asked_for(tiny_run, tmp_path, files):
+    options = replace(two(tiny_run, files, tmp_path, experts="low"), dit_high_noise=tmp_path / "none.safetensors")
+    with pytest.raises(pytest.fail.Exception, match="the model was loaded"):
+        train.run(options)
+
+
+def test_the_cure_names_the_flag_of_the_expert(tiny_run, tmp_path, files):
+    with pytest.raises(UsageError) as error:
+        train.run(two(tiny_run, files, tmp_path, dim_from_weights=True, network_weights="rank 8"))
+    assert "give --network_weights_high_noise" in error.value.cure
+
+
+def test_a_lora_of_one_expert_that_is_merged_into_the_other_is_said(tiny_run, tmp_path, files, caplog):
+    caplog.set_level(logging.INFO, "wangen")
+    for experts, times in (("both", 1), ("low", 1), ("high", 0)):
+        caplog.clear()
+        with pytest.raises(pytest.fail.Exception, match="the model was loaded"):
+            train.run(two(tiny_run, files, tmp_path, experts=experts, base_weights=("lora",)))
+        assert caplog.text.count("was trained for the high-noise expert, and is merged into the low-noise one") == times
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"lr_scheduler": "warmup_stable_decay"}, "needs --lr_decay_steps"),
+        ({"lr_warmup_steps": "abc"}, "takes steps"),
+        ({"lr_scheduler_min_lr_ratio": 2.0}, "--lr_scheduler_min_lr_ratio is 0 to 1"),
+        ({"lr_scheduler": "inverse_sqrt", "lr_scheduler_timescale": 0}, "--lr_scheduler_timescale must be above 0"),
+        ({"sample_prompts": "a cat --zz 3"}, "--zz"),
+    ],
+)
+def test_mistakes_of_schedules_and_prompts_are_told_before_the_dataset_is_read(
+    tiny_run, tmp_path, monkeypatch, changes, words
+):
+    monkeypatch.setattr(train, "read_training_samples", lambda *_words: pytest.fail("the dataset was read"))
+    if "sample_prompts" in changes:
+        (tmp_path / "prompts.txt").write_text(changes["sample_prompts"], encoding="utf-8")
+        changes = {"sample_prompts": tmp_path / "prompts.txt", **tiny_run.weights}
+    with pytest.raises(UsageError) as error:
+        train.run(tiny_run.options(tmp_path / "out", cache_latents=True, **changes))
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"checkpointing": "selective"}, {"checkpointing_free_blocks": 1}, {"compile": True}, {"split_attn": True},
+        {"lora_targets": "ffn"}, {"include_patterns": ("attn1",)}, {"exclude_patterns": ("attn1",)}, {"dora": True},
+        {"rslora": True}, {"network_dropout": 0.5}, {"network_module": "lokr"}, {"loraplus_lr_ratio": 4.0},
+        {"network_args": ("use_dora=True",)}, {"lora_layout": ("kohya",)}, {"dim_from_weights": True},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_training_every_weight_would_ignore_is_refused(tiny_run, tmp_path, changes):
+    with pytest.raises(UsageError) as error:
+        train.run(tiny_run.options(tmp_path, train_mode="full", **changes))
+    assert all(f"--{name}" in error.value.found for name in changes)
+
+
+def test_every_weight_trains_with_the_flags_that_scripts_spell_out(tiny_run, tmp_path):
+    plain = {"network_dim": 16, "network_alpha": 8.0, "checkpointing": "full", "checkpointing_free_blocks": 0}
+    with pytest.raises(pytest.fail.Exception, match="the model was loaded"):
+        train.run(tiny_run.options(tmp_path, train_mode="full", **plain))
 
 
 @pytest.mark.parametrize(
@@ -74,3 +233,28 @@ def test_a_disk_that_cannot_hold_the_checkpoints_is_refused(tiny_run, tmp_path, 
     with pytest.raises(WangenError, match=r"the checkpoints need up to \d+\.\d [kM]B, and 1\.0 kB are free") as error:
         train.run(tiny_run.options(tmp_path))
     assert "lower --network_dim" in str(error.value)
+    assert "keep fewer" in str(error.value)
+
+
+ROOM = {
+    **ADAPTERS, "averages": {"ema_decay": 0.9}, "full": {"train_mode": "full", "ema_decay": 0.9},
+    "layouts": {"lora_layout": ("comfyui", "kohya")}, "rank of a file": {"dim_from_weights": True, "network_dim": 1},
+    "all on the way": {"save_every_n_steps": 1, "save_every_n_epochs": 1, "save_state": True},
+    "some on the way": {"save_every_n_steps": 1, "save_last_n_steps": 2, "save_state": True,
+                        "save_last_n_steps_state": 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROOM)
+def test_the_room_that_is_asked_for_holds_what_a_run_leaves_there(tiny_run, tmp_path, files, name, monkeypatch):
+    monkeypatch.undo()  # here the model loads
+    asked = []
+    monkeypatch.setattr(train, "require_room", lambda plan: asked.append(room_needed(plan)))
+    start = {"network_weights": files["rank 8"]} if name == "rank of a file" else {}
+    options = tiny_run.options(tmp_path, max_train_steps=4, **start, **ROOM[name])
+    train.run(options)
+    left = sum(path.stat().st_size for path in tmp_path.rglob("*.safetensors"))
+    assert left <= asked[0] <= SMALL_FILES_BYTES + 3 * left
+    if name == "all on the way":
+        train.run(replace(options, max_train_steps=5))
+        assert asked[1] < asked[0] - left / 2

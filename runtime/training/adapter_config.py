@@ -13,13 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from wangen import profiles
-from wangen.generator.adapter_parts import WORDS, kind_of_parts
+from wangen.generator.adapter_parts import HADAMARD
 from wangen.generator.companions import sort_out
 from wangen.generator.errors import UsageError
-from wangen.generator.formats import Header
-from wangen.generator.headers import read_header
-from wangen.generator.kinds import expect
-from wangen.generator.lora_config import lora_file
+from wangen.generator.formats import Header, TensorInfo
 from wangen.generator.lora_keys import AdapterKind, module_name, original_name
 from wangen.generator.steps import Train
 
@@ -117,66 +114,14 @@ def settings(options: Train, expert: str = "") -> Settings:
     if options.dim_from_weights:
         if start is None:
             raise UsageError("--dim_from_weights takes rank and alpha from an adapter to start from",
-                             cure="give --network_weights, or leave it out")  # fmt: skip
+                             cure=f"give {start_flag(expert)}, or leave it out")  # fmt: skip
         found = _with_ranks_of(found, start)
     return found
 
 
-def require_adapter(options: Train, model: profiles.Model) -> None:
-    """Refuse flags that no adapter can have, patterns that find no layer, and files that are none to start from.
-
-    Only headers are read: of the transformers, of the adapters to start from and of those to merge.
-
-    Raises:
-        UsageError: flags that contradict each other, or patterns that find no layer.
-        WangenError: a file is of another kind.
-    """
-    from wangen.runtime.adapters import is_dora, read_scales
-
-    loraplus_ratio(options)
-    for path in options.base_weights:
-        read_scales(path, "--base_weights")
-        if is_dora(path, "--base_weights") and (options.quantize not in (None, "none") or settings(options).dora):
-            raise UsageError("a DoRA scales whole weights, and neither goes under another nor into a quantised base",
-                             where=str(path), cure="give a plain LoRA to --base_weights")  # fmt: skip
-    multipliers = len(options.base_weights_multiplier)
-    if multipliers and multipliers != len(options.base_weights):
-        raise UsageError(f"{len(options.base_weights)} --base_weights and {multipliers} --base_weights_multiplier",
-                         cure="give one multiplier for each, or none")  # fmt: skip
-    if options.train_mode == "full":
-        return
-    for flag, expert in (("dit", ""), ("dit_high_noise", "high_noise")):
-        dit = getattr(options, flag)
-        if dit is None or (expert and model.experts is None):
-            continue
-        chosen = settings(options, expert)
-        modules = select_modules(
-            linear_modules(expect(dit, model.kind_of(flag), f"--{flag}", options.task)), options, model, expert
-        )
-        if chosen.start:
-            scales = read_scales(chosen.start, f"--network_weights{'_high_noise' if expert else ''}")
-            if not scales.keys() & set(modules):
-                raise UsageError("nothing in this adapter fits what is trained", where=str(chosen.start),
-                                 cure="give an adapter of this model, or other targets")  # fmt: skip
-            ranks = {rank for module, (rank, _) in scales.items() if module in modules}
-            _refuse_other_rank(chosen, ranks, options)
-
-
-def _refuse_other_rank(chosen: Settings, ranks: set[int], options: Train) -> None:
-    """An adapter to start from that has another kind or rank; whole matrices of a LoKr have none."""
-    from wangen.runtime.adapters import adapter_modules
-
-    assert chosen.start
-    file = lora_file(chosen.start)
-    kind = kind_of_parts(next(iter(adapter_modules(read_header(file), file).values())))
-    if kind != chosen.kind:
-        raise UsageError(f"this is a {WORDS[kind]}, and a {WORDS[chosen.kind]} is to be trained",
-                         where=str(chosen.start), cure=f"give --network_module {kind}, or another file")  # fmt: skip
-    other = sorted(ranks - {chosen.rank, 0})
-    if other and kind == "lora" and not options.dim_from_weights:
-        raise UsageError(f"this adapter has rank {', '.join(map(str, other))}, and --network_dim is {chosen.rank}",
-                         where=str(chosen.start), cure=f"give --network_dim {other[0]}, or --dim_from_weights"
-                         if len(ranks) == 1 else "give --dim_from_weights")  # fmt: skip
+def start_flag(expert: str) -> str:
+    """The flag of the adapter that an expert starts from."""
+    return "--network_weights_high_noise" if expert == "high_noise" else "--network_weights"
 
 
 def loraplus_ratio(options: Train) -> float | None:
@@ -196,12 +141,36 @@ def loraplus_ratio(options: Train) -> float | None:
     return ratio
 
 
+def changeable_weights(header: Header) -> dict[str, TensorInfo]:
+    """The weights of a transformer's file that an adapter can change, by the modules' names in diffusers."""
+    named = {name.removesuffix(".weight"): info for name, info in sort_out(header).weights.items()
+             if name.endswith(".weight")}  # fmt: skip
+    return {module: info for name, info in named.items() if (module := module_name(name)) is not None}
+
+
 def linear_modules(header: Header) -> list[str]:
     """The linear layers of a transformer's file that an adapter can change, by their names in diffusers, sorted."""
-    weights = sort_out(header).weights
-    names = [name.removesuffix(".weight") for name, info in weights.items() if name.endswith(".weight")
-             and len(info.shape) == 2]  # fmt: skip
-    return sorted(module for name in names if (module := module_name(name)) is not None)
+    return sorted(module for module, info in changeable_weights(header).items() if len(info.shape) == 2)
+
+
+def factor_shapes(chosen: Settings, module: str, rows: int, columns: int) -> dict[str, tuple[int, ...]]:
+    """The shapes of the factors that peft makes for a linear layer of (rows, columns), by the names in `FACTORS`."""
+    rank = chosen.ranks.get(module, chosen.rank)
+    if chosen.kind == "lora":
+        return {"down": (rank, columns), "up": (rows, rank)}
+    if chosen.kind == "loha":
+        return {name: (rows, rank) if name.endswith("a") else (rank, columns) for name in HADAMARD}
+    from peft.tuners.lokr.layer import factorization
+
+    tops, lefts = (factorization(size, chosen.factor) for size in (rows, columns))
+    shapes: dict[str, tuple[int, ...]] = {}
+    for number, (top, left) in enumerate(zip(tops, lefts, strict=True), 1):
+        matrix = f"lokr_w{number}"
+        if rank < max(top, left) / 2 and (number == 2 or chosen.decompose_both):
+            shapes |= {f"{matrix}_a": (top, rank), f"{matrix}_b": (rank, left)}
+        else:
+            shapes[matrix] = (top, left)
+    return shapes
 
 
 def select_modules(names: Iterable[str], options: Train, model: profiles.Model, expert: str = "") -> list[str]:
@@ -289,7 +258,7 @@ def _translated(given: Sequence[str], found: Settings) -> dict[str, Any]:
         elif key in ("use_rslora", "use_dora", "decompose_both"):
             fields[key.removeprefix("use_")] = _boolean(key, value)
         elif key in ("factor", "lokr_factor"):
-            fields["factor"] = int(_number(key, value))
+            fields["factor"] = _whole_number(key, value)
         elif key != "loraplus_lr_ratio":
             known = ("include_patterns", "exclude_patterns", "loraplus_lr_ratio", "rank_dropout", "module_dropout",
                      "use_rslora", "use_dora", "factor", "decompose_both")  # fmt: skip
@@ -318,6 +287,13 @@ def _number(key: str, value: str) -> float:
         return float(value)
     except ValueError:
         raise UsageError(f"--network_args {key}={value} is no number") from None
+
+
+def _whole_number(key: str, value: str) -> int:
+    number = _number(key, value)
+    if not number.is_integer():
+        raise UsageError(f"--network_args {key}={value} is no whole number")
+    return int(number)
 
 
 def _boolean(key: str, value: str) -> bool:

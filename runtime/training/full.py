@@ -31,7 +31,7 @@ def trainable_parameters(transformer: WanTransformer3DModel) -> dict[str, torch.
     for name, layer in transformer.named_modules():
         if isinstance(layer, QuantLinear | QuantizedLinear | QuantizedEmbedding):
             raise WangenError(f"{name} is quantised, and whole weights cannot be trained in 8 or 4 bits",
-                              cure="leave --quantize out and give --dit in 16 or 32 bits, or train a LoRA")  # fmt: skip
+                              cure="give --dit in 16 or 32 bits, or train a LoRA")  # fmt: skip
     for parameter in transformer.parameters():
         parameter.data = parameter.data.float()
         parameter.requires_grad_(True)

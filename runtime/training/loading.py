@@ -1,6 +1,7 @@
 """From a plan to what is in memory: the transformer, quantised or streamed where asked, its adapter and optimizer."""
 
 import logging
+import math
 import shutil
 from collections.abc import Mapping
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import torch
 
 from wangen.generator import headers
+from wangen.generator.companions import sort_out
 from wangen.generator.errors import WangenError, bytes_text
 from wangen.generator.steps import Train
 from wangen.runtime.fast.dit_blocks import lay_groups_side_by_side
@@ -16,7 +18,13 @@ from wangen.runtime.memory.swap import BlockSwap, spread
 from wangen.runtime.models import Family
 from wangen.runtime.models.compute import Compute
 from wangen.runtime.training.adapter import NAME, add_adapter, merge_base_weights
-from wangen.runtime.training.adapter_config import settings
+from wangen.runtime.training.adapter_config import (
+    changeable_weights,
+    factor_shapes,
+    linear_modules,
+    select_modules,
+    settings,
+)
 from wangen.runtime.training.checkpoint import ExpertState
 from wangen.runtime.training.ema import Ema
 from wangen.runtime.training.full import trainable_parameters
@@ -25,6 +33,9 @@ from wangen.runtime.training.plan import ExpertPlan, Plan
 from wangen.runtime.training.run import Trainee
 
 log = logging.getLogger("wangen")
+
+SMALL_FILES_BYTES = 1 << 20
+"""For the headers and manifests of what a run saves."""
 
 
 def compute_of(options: Train) -> Compute:
@@ -142,28 +153,82 @@ def _restore(trainee: Trainee, state: ExpertState, where: str) -> None:
 def require_room(plan: Plan) -> None:
     """Refuse a disk that cannot hold what the run will save.
 
-    Two training states lie side by side while one replaces the other.
-
     Raises:
         WangenError: the need and what is free.
     """
-    options = plan.options
-    needed = sum(_state_bytes(options, expert) for expert in plan.experts) * 2
+    options, needed = plan.options, room_needed(plan)
     free = shutil.disk_usage(options.output_dir).free
     if free < needed:
+        smaller = "lower --network_dim" if options.train_mode == "lora" else "give --save_precision bfloat16"
         raise WangenError(
             f"the checkpoints need up to {bytes_text(needed)}, and {bytes_text(free)} are free",
             where=str(options.output_dir),
-            cure="free space, lower --network_dim, or give another --output_dir",
+            cure=f"free space, {smaller}, keep fewer (--keep_last), or give another --output_dir",
         )
 
 
-def _state_bytes(options: Train, expert: ExpertPlan) -> int:
-    """At most what an expert's training state and its LoRA take: weights, two moments and averages in float32."""
-    tensors = headers.read_header(expert.dit, expert.flag).tensors
-    shapes = [info.shape for name, info in tensors.items() if ".blocks." in f".{name}" and len(info.shape) == 2]
+def room_needed(plan: Plan) -> int:
+    """At most the bytes that a run saves beside what of it lies there already.
+
+    Two training states lie side by side while one replaces the other, and so do two files of one name.
+    """
+    return SMALL_FILES_BYTES + sum(_bytes_of(plan, expert) for expert in plan.experts) - _bytes_there(plan)
+
+
+def _bytes_of(plan: Plan, expert: ExpertPlan) -> int:
+    """At most what an expert saves; its state in float32: weights, the two moments of AdamW, averages."""
+    options, averages = plan.options, plan.options.ema_decay is not None
+    count = _num_trained(plan, expert)
+    width: int = getattr(torch, options.save_precision).itemsize
+    file = count * width * (1 + averages) * (len(options.lora_layout) if options.train_mode == "lora" else 1)
+    num_files, num_states = _num_kept(plan)
+    return (2 + num_states) * 4 * count * (3 + averages) + (2 + options.keep_best + num_files) * file
+
+
+def _num_trained(plan: Plan, expert: ExpertPlan) -> int:
+    """The numbers that are trained in an expert, by the headers."""
+    options, header = plan.options, headers.read_header(expert.dit, expert.flag)
     if options.train_mode == "full":
-        count = sum(rows * columns for rows, columns in shapes)
-    else:
-        count = sum(options.network_dim * (rows + columns) for rows, columns in shapes)
-    return 4 * count * (4 if options.ema_decay is None else 6)
+        return sum(math.prod(info.shape) for info in sort_out(header).weights.values())
+    chosen, weights = settings(options, expert.name), changeable_weights(header)
+    modules = select_modules(linear_modules(header), options, plan.model, expert.name)
+    count = sum(weights[module].shape[0] for module in modules) if chosen.dora else 0
+    shapes = (factor_shapes(chosen, module, *weights[module].shape).values() for module in modules)
+    return count + sum(math.prod(shape) for factors in shapes for shape in factors)
+
+
+def _num_kept(plan: Plan) -> tuple[int, int]:
+    """At most how many files of an expert, and how many training states, the flags keep on the way."""
+    options, epoch = plan.options, plan.steps_per_epoch
+    state_windows = (options.save_last_n_steps_state or 0, (options.save_last_n_epochs_state or 0) * epoch)
+    files = states = 0
+    for every, window in (
+        (options.save_every_n_steps or 0, options.save_last_n_steps or 0),
+        ((options.save_every_n_epochs or 0) * epoch, (options.save_last_n_epochs or 0) * epoch),
+    ):
+        if every:
+            saved = (plan.num_steps - 1) // every
+            files += min(_num_within(window, every, saved), (options.keep_last or saved) + 1)
+            if options.save_state:
+                states += min(_num_within(window, every, saved) for window in state_windows)
+    return files, states
+
+
+def _num_within(window: int, every: int, saved: int) -> int:
+    """How many of what is saved every so many steps lie in the last `window` steps; the oldest goes after the newest
+    came. 0 keeps all of them.
+
+    >>> _num_within(100, 50, 40), _num_within(0, 50, 40)
+    (3, 40)
+    """
+    return min(saved, -(-window // every) + 1) if window else saved
+
+
+def _bytes_there(plan: Plan) -> int:
+    """What an earlier part of the run has saved."""
+    there = list(plan.states.rglob("*"))
+    for expert in plan.experts:
+        stem = plan.file(expert).stem
+        there += [path for path in plan.options.output_dir.glob("*.safetensors")
+                  if path.stem == stem or path.stem.startswith(f"{stem}-")]  # fmt: skip
+    return sum(path.stat().st_size for path in there if path.is_file())

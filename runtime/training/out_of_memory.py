@@ -84,6 +84,7 @@ def settings_of(options: Train) -> MemorySettings:
         moment_bytes=2 if eight_bit else 8,
         ring=options.block_swap_ring_size,
         float32=options.mixed_precision == "no",
+        whole=options.train_mode == "full",
     )
 
 
@@ -100,31 +101,37 @@ def cheapest_changes(model: Model, options: Train, tokens: int, available: int |
         The changes up to the first that fits by `memory_plan`; none when nothing does.
     """
     settings = settings_of(options)
+    needed = memory_plan(model, settings, tokens=tokens).device
     taken: list[str] = []
-    for flag, change in _ladder(model, settings):
-        settings = replace(settings, **change)
+    for flag, change in _ladder(model, options):
+        changed = replace(settings, **change)
+        if (less := memory_plan(model, changed, tokens=tokens).device) >= needed:
+            continue
+        settings, needed = changed, less
         taken = [*(other for other in taken if other.split()[0] != flag.split()[0]), flag]
-        if available is None or memory_plan(model, settings, tokens=tokens).device <= available:
+        if available is None or needed <= available:
             return taken
     return []
 
 
-def _ladder(model: Model, settings: MemorySettings) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What can be changed, cheapest first."""
-    if settings.free_blocks:
-        yield "--checkpointing_free_blocks 0", {"free_blocks": 0}
-    if settings.checkpointing == "none" or settings.free_blocks:
+def _ladder(model: Model, options: Train) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What can be changed, cheapest first; nothing that `refuse_memory` would refuse."""
+    settings = settings_of(options)
+    plain = options.plain or settings.whole
+    if settings.checkpointing == "none" and not plain:
         yield "--checkpointing selective", {"checkpointing": "selective"}
+    if settings.free_blocks > 1:  # the last block's own backward pass is there anyway
+        yield "--checkpointing_free_blocks 1", {"free_blocks": 1}
     if settings.checkpointing != "full":
         yield "--checkpointing full", {"checkpointing": "full"}
-    if settings.quantize == "none":  # as small as fp8, and closer to the model
+    if settings.quantize == "none" and not settings.whole:  # as small as fp8, and closer to the model
         yield "--quantize int8", {"quantize": "int8"}
     if not settings.offload:
         yield "--gradient_checkpointing_cpu_offload", {"offload": True}
     layers = model.transformer.num_layers
-    for part in (4, 2, 1):
+    for part in () if plain else (4, 2, 1):
         blocks = layers // part - (part == 1)
         if blocks > settings.blocks_to_swap:
             yield f"--blocks_to_swap {blocks}", {"blocks_to_swap": blocks}
-    if settings.quantize != "nf4":
+    if settings.quantize != "nf4" and not settings.whole:
         yield "--quantize nf4", {"quantize": "nf4"}

@@ -17,10 +17,14 @@ from wangen.generator.headers import read_header
 from wangen.generator.kinds import expect, noise_of
 from wangen.generator.lora_config import lora_file
 from wangen.generator.steps import Train
+from wangen.generator.table import options as flags_of
 from wangen.generator.tasks import require_supported
 from wangen.runtime.memory.presets import resolve_vram
-from wangen.runtime.training.adapter_config import loraplus_ratio, require_adapter
+from wangen.runtime.training.adapter_config import loraplus_ratio
+from wangen.runtime.training.adapter_refusals import require_adapter, trained_transformers
 from wangen.runtime.training.optim import try_out
+from wangen.runtime.training.sample_prompts import read_prompts
+from wangen.runtime.training.schedules import make_schedule
 from wangen.runtime.training.timesteps import require_timesteps
 from wangen.runtime.training.trackers import require_trackers
 
@@ -34,6 +38,14 @@ ABOVE_ZERO = (
     "validate_every_n_steps", "sample_every_n_steps", "sample_every_n_epochs", "block_swap_ring_size", "peak_tflops",
     "save_last_n_epochs_state", "save_last_n_steps_state",
 )  # fmt: skip
+FOR_ADAPTERS = (
+    "network_module", "network_dropout", "rslora", "dora", "lokr_factor", "lora_targets", "include_patterns",
+    "exclude_patterns", "network_args", "dim_from_weights", "loraplus_lr_ratio", "scale_weight_norms", "lora_layout",
+)  # fmt: skip
+FOR_OWN_FORWARD = ("compile", "split_attn", "pack")
+"""What the library's own forward, with which every weight is trained, knows nothing of."""
+
+MANY_STEPS = 10**9
 SHARES = ("caption_dropout", "condition_dropout")
 NOT_NEGATIVE = ("max_grad_norm", "noise_offset", "prior_loss_weight", "validation_items", "max_data_loader_n_workers")
 
@@ -87,9 +99,12 @@ def refuse(options: Train, model: profiles.Model, device: torch.device) -> None:
         raise UsageError("--keep_best needs a validation", cure="give --validation_items, for example 8")
     if options.validation_items and options.validation_config:
         raise UsageError("--validation_items and --validation_config contradict each other", cure="give one of them")
-    _refuse_memory(options)
+    refuse_memory(options)
+    if options.train_mode == "full":
+        _refuse_beside_full(options)
     _refuse_experts(options, model)
-    _refuse_samples(options)
+    _refuse_samples(options, model)
+    make_schedule(options, MANY_STEPS)  # what it refuses of a run of any length
     require_timesteps(options)
     try_out(options, device)
     require_adapter(options, model)
@@ -120,8 +135,12 @@ def _refuse_numbers(options: Train) -> None:
                          cure="to train one expert alone give --experts high or --experts low")  # fmt: skip
 
 
-def _refuse_memory(options: Train) -> None:
-    """Ways to save memory that cannot go together."""
+def refuse_memory(options: Train) -> None:
+    """Refuse ways to save memory that cannot go together.
+
+    Raises:
+        UsageError: they are asked for.
+    """
     swap = options.blocks_to_swap or 0
     if swap < 0 or (options.checkpointing_free_blocks or 0) < 0:
         raise UsageError("--blocks_to_swap and --checkpointing_free_blocks are 0 or above")
@@ -137,13 +156,24 @@ def _refuse_memory(options: Train) -> None:
         raise UsageError("--compile needs triton on a GPU", cure="pip install triton (Windows: triton-windows)")
     if options.scale_weight_norms and (options.network_module != "lora" or options.train_mode == "full"):
         raise UsageError("--scale_weight_norms is for LoRA alone", cure="leave it out, or give --network_module lora")
-    if options.train_mode == "full":
-        if options.quantize not in (None, "none") or swap:
-            raise UsageError("--train_mode full trains every weight: none can be quantised or swapped",
-                             cure="give --quantize none --blocks_to_swap 0, or --train_mode lora")  # fmt: skip
-        if options.network_weights or options.network_weights_high_noise:
-            raise UsageError("--train_mode full starts from --dit: it takes no --network_weights",
-                             cure="merge the LoRA first: wangen export --dit … --lora_weight …")  # fmt: skip
+    if options.train_mode == "full" and (options.quantize not in (None, "none") or swap):
+        raise UsageError("--train_mode full trains every weight: none can be quantised or swapped",
+                         cure="give --quantize none --blocks_to_swap 0, or --train_mode lora")  # fmt: skip
+
+
+def _refuse_beside_full(options: Train) -> None:
+    """What `--train_mode full` would ignore, where it is not as it is without being given; rank and alpha may be."""
+    if options.network_weights or options.network_weights_high_noise:
+        raise UsageError("--train_mode full starts from --dit: it takes no --network_weights",
+                         cure="merge the LoRA first: wangen export --dit … --lora_weight …")  # fmt: skip
+    usual = {option.name: option.default for option in flags_of(Train)}
+    ignored = [f"--{name}" for name in (*FOR_ADAPTERS, *FOR_OWN_FORWARD) if getattr(options, name) != usual[name]]
+    ignored += ["--checkpointing selective"] if options.checkpointing == "selective" else []
+    ignored += ["--checkpointing_free_blocks"] if options.checkpointing_free_blocks else []
+    if ignored:
+        raise UsageError(f"--train_mode full trains every weight, without adapters and through the library's own "
+                         f"modules: it takes no {' '.join(ignored)}", cure="leave out what it does not take, or give "
+                         "--train_mode lora")  # fmt: skip
 
 
 def _refuse_experts(options: Train, model: profiles.Model) -> None:
@@ -167,7 +197,7 @@ def _refuse_experts(options: Train, model: profiles.Model) -> None:
         raise UsageError(f"the high-noise expert of {model.name} has no weights", cure=cure)
 
 
-def _refuse_samples(options: Train) -> None:
+def _refuse_samples(options: Train, model: profiles.Model) -> None:
     if options.sample_prompts is None:
         if options.sample_every_n_steps or options.sample_every_n_epochs or options.sample_at_first:
             raise UsageError("samples are asked for and there are no prompts", cure="give --sample_prompts FILE.txt")
@@ -175,13 +205,12 @@ def _refuse_samples(options: Train) -> None:
     missing = [f"--{name}" for name in ("vae", "t5") if getattr(options, name) is None]
     if missing:
         raise UsageError(f"samples need {' and '.join(missing)}", cure="they encode the prompts and decode the samples")
+    read_prompts(options.sample_prompts, model, options.seed)
 
 
 def _expect_files(options: Train, model: profiles.Model) -> None:
     """The weights are what their flags say, read from the headers."""
-    trained = ["dit"] if model.experts is None or options.experts != "high" else []
-    trained += ["dit_high_noise"] if model.experts and options.experts != "low" else []
-    for name in trained:
+    for name in trained_transformers(options, model):
         _refuse_blocks(options, expect(getattr(options, name), model.kind_of(name), f"--{name}", options.task))
     if model.experts and options.experts == "both" and options.dit and options.dit_high_noise:
         expect_two_experts(options.dit, options.dit_high_noise)
@@ -198,6 +227,12 @@ def _refuse_blocks(options: Train, header: Header) -> None:
 
 def _warn_of_the_other_expert(options: Train) -> None:
     """Say which file seems to be the other expert's, by its name or a LoRA's header, or is not used."""
+    for path in options.base_weights:
+        trained_for = _expert_of(path, "--base_weights")
+        for own, other in (("low", "high"), ("high", "low")):
+            if trained_for == f"{other}_noise" and options.experts in ("both", own):
+                log.warning("  --base_weights %s was trained for the %s-noise expert, and is merged into the %s-noise "
+                            "one too", path, other, own)  # fmt: skip
     for own, other, dit, lora in (
         ("low", "high", "dit", "network_weights"),
         ("high", "low", "dit_high_noise", "network_weights_high_noise"),
@@ -209,5 +244,10 @@ def _warn_of_the_other_expert(options: Train) -> None:
             continue
         if noise_of(path) == other:
             log.warning("  --%s is named %s: is it the %s-noise expert? %s", dit, path.name, other, ORDER)
-        if start and read_header(lora_file(start), f"--{lora}").metadata.get("wangen.expert") == f"{other}_noise":
+        if start and _expert_of(start, f"--{lora}") == f"{other}_noise":
             log.warning("  --%s %s was trained for the %s-noise expert", lora, start, other)
+
+
+def _expert_of(path: Path, flag: str) -> str | None:
+    """The expert that a LoRA's header says it was trained for."""
+    return read_header(lora_file(path), flag).metadata.get("wangen.expert")

@@ -34,6 +34,9 @@ def make_schedule(options: Train, num_steps: int) -> Schedule:
         name = "constant_with_warmup"
     if not 0 <= options.lr_scheduler_min_lr_ratio <= 1:
         raise UsageError(f"--lr_scheduler_min_lr_ratio is 0 to 1, got {options.lr_scheduler_min_lr_ratio}")
+    if options.lr_scheduler_timescale is not None and options.lr_scheduler_timescale <= 0:
+        raise UsageError(f"--lr_scheduler_timescale must be above 0, got {options.lr_scheduler_timescale}",
+                         cure="leave it out for the warm-up's steps")  # fmt: skip
     if name in ("constant", "adafactor"):
         return lambda step: 1.0
     if name == "rex":

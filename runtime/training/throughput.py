@@ -36,6 +36,9 @@ PEAK_TFLOPS: Mapping[str, float] = {
 white papers (NVIDIA Blackwell, Hopper, Ada, Ampere GA102 and GA100; AMD CDNA 2 and 3), half of the sparse figure where
 only that is printed. A card never reaches it: an H100 that multiplies large matrices was measured at 790."""
 
+VARIANTS = {"ti", "super", "d"}
+"""Words behind a card's name that make it another card."""
+
 PROFILED_STEPS = (3, 5)
 
 
@@ -135,7 +138,9 @@ def peak_tflops(device: torch.device, told: float | None = None) -> float | None
 
 
 def peak_of_card(name: str) -> float | None:
-    """The peak of the card with this name; None of one that is not known. Laptops' chips share names but not speeds.
+    """The peak of the card with this name; None of one that is not known.
+
+    Laptops' chips share names but not speeds, and a variant that is not listed is another card.
 
     >>> peak_of_card("NVIDIA H100 80GB HBM3"), peak_of_card("NVIDIA GeForce RTX 4090 Laptop GPU")
     (989.0, None)
@@ -144,7 +149,9 @@ def peak_of_card(name: str) -> float | None:
     known = [card for card in PEAK_TFLOPS if f" {card.lower()} " in words]
     if not known or "laptop" in words or "max q" in words:
         return None
-    return PEAK_TFLOPS[max(known, key=len)]
+    longest = max(known, key=len)
+    following = words.partition(f" {longest.lower()} ")[2].partition(" ")[0]
+    return None if following in VARIANTS else PEAK_TFLOPS[longest]
 
 
 @dataclass
