@@ -23,7 +23,7 @@ from wangen.runtime.fast.dit_checkpoint import Announced, BlockSwap, InHostMemor
 from wangen.runtime.fast.dit_elementwise import FUSED, PLAIN, compiled
 from wangen.runtime.fast.dit_linear import Layers
 from wangen.runtime.fast.dit_text import require_width, text_rows
-from wangen.runtime.libraries import WanTransformer3DModel
+from wangen.runtime.libraries import LoraLinear, WanTransformer3DModel
 from wangen.runtime.models.compute import Compute
 from wangen.runtime.models.inputs import Inputs
 
@@ -212,9 +212,9 @@ class FastWan:
 
     def _pad_copies(self) -> int:
         """Keys that stand for a text's padding; 0 keeps every row, as where each loses other numbers to dropout."""
-        attentions = [block.attn2 for block in self._transformer.blocks]
-        modules = (part for one in attentions for layer in (one.to_k, one.to_v) for part in layer.modules())
-        drops = self._transformer.training and any(isinstance(one, nn.Dropout) and one.p > 0 for one in modules)
+        attentions = [block.attn2 for block in self._transformer.blocks] if self._transformer.training else []
+        layers = (layer for one in attentions for layer in (one.to_k, one.to_v) if isinstance(layer, LoraLinear))
+        drops = any(getattr(one, "p", 0) > 0 for layer in layers for one in layer.lora_dropout.values())
         return self._kernel.pad_copies if self._compute.tricks.collapse_text and not drops else 0
 
     def _rotation(self, sizes: Sizes, device: torch.device) -> Tensor:

@@ -21,6 +21,16 @@ def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
     return function.apply(*arguments)  # type: ignore[no-untyped-call]
 
 
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor in a dtype. Asked first, because `to` costs microseconds even where it has nothing to do."""
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
+
+
+def scaled_(product: Tensor, scale: float) -> Tensor:
+    """The product times an adapter's scale, in place."""
+    return product if scale == 1 else product.mul_(scale)
+
+
 class FrozenProduct(Protocol):
     """One frozen linear layer, or several that share their input; all tensors here are in the products' own dtype."""
 
@@ -90,7 +100,9 @@ class Adapters:
             images: (T, R), inputs times the first halves.
             gradients: (T, O) for each layer, also for those without an adapter.
         """
-        parts = [torch.mm(gradients[number], adapter.up_cast).mul_(adapter.scale) for number, adapter in self.present]
+        parts = [
+            scaled_(torch.mm(gradients[number], adapter.up_cast), adapter.scale) for number, adapter in self.present
+        ]
         to_images = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         downs = (to_images.t() @ inputs).split_with_sizes(self.ranks)
         to_trained = []
@@ -98,8 +110,8 @@ class Adapters:
             self.present, downs, images.split_with_sizes(self.ranks, 1), strict=True
         ):
             # This way round the product is up to twice as fast on the CPU.
-            up = torch.mm(image.t(), gradients[number]).mul_(adapter.scale).t()
-            to_trained += [down.to(adapter.down.dtype), up.to(adapter.up.dtype)]
+            up = scaled_(torch.mm(image.t(), gradients[number]), adapter.scale).t()
+            to_trained += [cast(down, adapter.down.dtype), cast(up, adapter.up.dtype)]
         return to_images, to_trained
 
 
@@ -115,7 +127,7 @@ class AdaptedLinears(torch.autograd.Function):
         ctx: Any, inputs: Tensor, frozen: FrozenProduct, adapters: Adapters, *_trained: Tensor
     ) -> tuple[Tensor, ...]:
         """(T, I) -> for each layer (T, O). `_trained`: `adapters.trained`, for autograd to see."""
-        factors = inputs.to(frozen.dtype)
+        factors = cast(inputs, frozen.dtype)
         outputs = frozen.outputs(factors)
         images = factors @ adapters.down().t()
         parts = images.split_with_sizes(adapters.ranks, 1)
@@ -123,18 +135,19 @@ class AdaptedLinears(torch.autograd.Function):
             outputs[number].addmm_(part, adapter.up_cast.t(), alpha=adapter.scale)
         ctx.save_for_backward(inputs, images)
         ctx.frozen, ctx.adapters = frozen, adapters
-        return tuple(output.to(inputs.dtype) for output in outputs)
+        return tuple(cast(output, inputs.dtype) for output in outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         """For each layer (T, O) -> the gradients of the input and of the adapters."""
         inputs, images = ctx.saved_tensors
         dtype = ctx.frozen.dtype
-        slopes = [gradient.to(dtype) for gradient in gradients]
-        to_images, to_trained = ctx.adapters.gradients(inputs.to(dtype), images, slopes)
+        slopes = [cast(gradient, dtype) for gradient in gradients]
+        to_images, to_trained = ctx.adapters.gradients(cast(inputs, dtype), images, slopes)
         to_input = None
         if ctx.needs_input_grad[0]:
-            to_input = ctx.frozen.input_gradient(slopes).addmm_(to_images, ctx.adapters.down()).to(inputs.dtype)
+            total = ctx.frozen.input_gradient(slopes).addmm_(to_images, ctx.adapters.down())
+            to_input = cast(total, inputs.dtype)
         return to_input, None, None, *to_trained
 
 
@@ -149,7 +162,7 @@ class AdapterBefore(torch.autograd.Function):
     def forward(ctx: Any, inputs: Tensor, frozen: FrozenProduct, adapters: Adapters, *_trained: Tensor) -> Tensor:
         """(T, I) -> (T, O): bias + scale * inputs @ down.T @ up.T of the one layer, in the products' dtype."""
         ((_, adapter),) = adapters.present
-        images = inputs.to(frozen.dtype) @ adapter.down_cast.t()
+        images = cast(inputs, frozen.dtype) @ adapter.down_cast.t()
         bias = frozen.bias()
         if bias is None:
             bias = images.new_zeros(())
@@ -187,15 +200,15 @@ class FrozenLinears(torch.autograd.Function):
     def forward(ctx: Any, inputs: Tensor, frozen: FrozenProduct) -> tuple[Tensor, ...]:
         """(T, I) -> for each layer (T, O)."""
         ctx.frozen, ctx.dtype = frozen, inputs.dtype
-        return tuple(output.to(inputs.dtype) for output in frozen.outputs(inputs.to(frozen.dtype)))
+        return tuple(cast(output, inputs.dtype) for output in frozen.outputs(cast(inputs, frozen.dtype)))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         """For each layer (T, O) -> (T, I)."""
         if not ctx.needs_input_grad[0]:
             return None, None
-        slopes = [gradient.to(ctx.frozen.dtype) for gradient in gradients]
-        return ctx.frozen.input_gradient(slopes).to(ctx.dtype), None
+        slopes = [cast(gradient, ctx.frozen.dtype) for gradient in gradients]
+        return cast(ctx.frozen.input_gradient(slopes), ctx.dtype), None
 
 
 class MixedLayerNorm(torch.autograd.Function):
@@ -250,7 +263,7 @@ class RmsRotary(torch.autograd.Function):
         normed = (wide * reciprocal).mul_(weight)
         ctx.save_for_backward(inputs, reciprocal)
         ctx.weight, ctx.table = weight, table
-        return _rotated(normed, table).to(inputs.dtype)
+        return cast(_rotated(normed, table), inputs.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
@@ -261,7 +274,7 @@ class RmsRotary(torch.autograd.Function):
         wide = inputs.float()
         along = torch.linalg.vecdot(turned, wide)[:, None].mul_(reciprocal.pow(3)).div_(inputs.shape[1])
         to_inputs = turned.mul_(reciprocal).addcmul_(wide, along, value=-1)
-        return to_inputs.to(inputs.dtype), None, None, None
+        return cast(to_inputs, inputs.dtype), None, None, None
 
 
 def _rotated(channels: Tensor, table: Tensor | None) -> Tensor:

@@ -21,6 +21,7 @@ from wangen.runtime.fast.dit_functions import (
     LowRank,
     ProductAfter,
     apply,
+    cast,
 )
 from wangen.runtime.libraries import LoraLinear
 from wangen.runtime.memory.quantize import QuantLinear
@@ -30,7 +31,7 @@ def weight_of(layer: nn.Linear, dtype: torch.dtype) -> Tensor:
     """The weight (O, I) of a linear layer in `dtype`, dequantised if the layer holds it so."""
     if isinstance(layer, QuantLinear):
         return layer.dequantized(dtype)
-    return layer.weight.detach().to(dtype)
+    return cast(layer.weight.detach(), dtype)
 
 
 class Frozen:
@@ -54,7 +55,7 @@ class Frozen:
                 for layer in self.layers
             ]
         weight, bias = joined
-        product = functional.linear(inputs, weight.to(self.dtype), bias.to(self.dtype))
+        product = functional.linear(inputs, cast(weight, self.dtype), cast(bias, self.dtype))
         return list(product.split_with_sizes([layer.out_features for layer in self.layers], 1))
 
     def plus(self, outputs: Tensor, inputs: Tensor, *, in_place: bool) -> Tensor:
@@ -89,7 +90,7 @@ class Frozen:
 
 
 def _cast(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return None if bias is None else bias.detach().to(dtype)
+    return None if bias is None else cast(bias.detach(), dtype)
 
 
 def _side_by_side(tensors: Sequence[Tensor | None]) -> Tensor | None:
@@ -224,7 +225,9 @@ class Layers:
 
     def _low_rank(self, module: nn.Module, name: str) -> LowRank:
         assert isinstance(module, LoraLinear)
-        down, up = module.lora_A[name].weight, module.lora_B[name].weight
+        down, up = (halves[name]._parameters["weight"] for halves in (module.lora_A, module.lora_B))
+        assert down is not None
+        assert up is not None
         return LowRank(down, up, float(module.scaling[name]), self._cast(down), self._cast(up))
 
     def _cast(self, trained: Tensor) -> Tensor:
