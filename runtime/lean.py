@@ -1,12 +1,12 @@
 """diffusers and peft without what this project never takes from them: loaded when this module is.
 
-Four fifths of the time of importing `WanTransformer3DModel` and `LoraConfig` go into transformers, the compiler of
-torch, sixty other transformers of diffusers and its quantizers, none of which a training run touches. While the two
+Four fifths of the time of importing `WanTransformer3DModel` and `LoraConfig` go into transformers, scipy, the compiler
+of torch, sixty other transformers of diffusers and its quantizers, none of which a training run touches. While the two
 libraries are loaded here,
 
-- transformers and the packages in `HOLLOW` are not loaded: a name that is taken from them is a stand-in, which fetches
-  the real one when it is called or looked into, so that nothing is missing, only later; the files within a hollow
-  package are loaded one by one, as they are asked for;
+- `POSTPONED` and `HOLLOW` packages are not loaded: a name that is taken from them is a stand-in, which fetches the real
+  one when it is called or looked into, so that nothing is missing, only later; the files within a hollow package are
+  loaded one by one, as they are asked for;
 - `torch._dynamo` seems to be absent, which diffusers answers by leaving its blocks unmarked for the compiler, and
   `torch.compiler.disable` is torch's own variant that loads the compiler at the first call; `torch.distributed.tensor`,
   which peft takes for granted because the compiler loads it, is a stand-in.
@@ -29,7 +29,7 @@ import torch
 from torch._compile import _disable_dynamo
 
 LOADED = ("peft", "diffusers.models.transformers.transformer_wan")
-POSTPONED = "transformers"
+POSTPONED = ("transformers", "scipy")
 HOLLOW = ("diffusers.models.transformers", "diffusers.quantizers")
 ABSENT = "torch._dynamo"
 DISTRIBUTED = "torch.distributed.tensor"
@@ -97,17 +97,19 @@ class _Postponing(MetaPathFinder, Loader):
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
         if name == ABSENT:
             raise ModuleNotFoundError(name, name=name)
-        if name not in HOLLOW and not _within(name, [POSTPONED]):
+        if name not in HOLLOW and not _within(name, POSTPONED):
             return None
         spec = ModuleSpec(name, self, is_package=True)
-        if name in HOLLOW:
+        if name in (*HOLLOW, *POSTPONED):
             real = PathFinder.find_spec(name, path)
-            spec.submodule_search_locations = real.submodule_search_locations if real else None
+            if real is None:  # it is not installed
+                return None
+            spec.submodule_search_locations = real.submodule_search_locations if name in HOLLOW else []
         return spec
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = _StandIn(spec.name)
-        if spec.name == POSTPONED:
+        if spec.name in POSTPONED:
             module.__dict__["__version__"] = metadata.version(spec.name)
         return module
 
@@ -135,7 +137,7 @@ def lean() -> Iterator[None]:
 def load() -> None:
     """Load the libraries, lean where nobody has loaded a part of them before."""
     known = set(sys.modules)
-    if any(_within(name, ("diffusers", "peft", POSTPONED, ABSENT)) for name in known):
+    if any(_within(name, ("diffusers", "peft", *POSTPONED, ABSENT)) for name in known):
         return
     try:
         with lean():

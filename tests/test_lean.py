@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from wangen.runtime.lean import Name
+from wangen.runtime.lean import HOLLOW, Name
 
-WITHOUT = ("transformers", "torch._dynamo", "gguf", "diffusers.models.transformers", "diffusers.quantizers")
+WITHOUT = ("transformers", "scipy", "sympy", "gguf", "torch._dynamo", *HOLLOW)
 
 
 def run(code: str, *words: str) -> str:
@@ -45,6 +45,10 @@ assert not isinstance(model, peft.tuners.tuners_utils.PreTrainedModel)
 from torch.distributed.tensor import DTensor
 assert torch.distributed.tensor.DTensor is DTensor
 print(torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1)))
+from diffusers import FlowMatchEulerDiscreteScheduler
+scheduler = FlowMatchEulerDiscreteScheduler(use_beta_sigmas=True)
+scheduler.set_timesteps(4)
+assert "scipy.stats" in sys.modules and len(scheduler.sigmas) == 5
 print(transformers.__name__, transformers.__spec__.origin)
 """
 

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from wangen.generator.errors import WangenError
-from wangen.generator.memory import GIB, MemorySettings, memory_plan, tokens_of
+from wangen.generator.memory import GIB, memory_plan, tokens_of
 from wangen.generator.steps import Train
 from wangen.profiles import Model
 from wangen.runtime.devices import out_of_memory_as
+from wangen.runtime.memory.presets import settings_of
 from wangen.runtime.training.plan import Plan
 from wangen.runtime.training.prepared import Group
 from wangen.runtime.training.run import Run
@@ -69,23 +70,6 @@ def _cure(model: Model, options: Train, tokens: int, available: int | None) -> s
     else:
         told = "a smaller resolution, fewer target_frames or batch_size 1: no other change makes room enough"
     return f"give {told}; the last saved state stays (wangen train --resume_changed goes on with other settings)"
-
-
-def settings_of(options: Train) -> MemorySettings:
-    """The flags, with the presets filled in, as the memory formula takes them."""
-    eight_bit = "8bit" in options.optimizer_type
-    return MemorySettings(
-        quantize=options.quantize or "none",
-        blocks_to_swap=options.blocks_to_swap or 0,
-        checkpointing=options.checkpointing or "full",
-        free_blocks=options.checkpointing_free_blocks or 0,
-        offload=bool(options.gradient_checkpointing_cpu_offload),
-        rank=options.network_dim,
-        moment_bytes=2 if eight_bit else 8,
-        ring=options.block_swap_ring_size,
-        float32=options.mixed_precision == "no",
-        whole=options.train_mode == "full",
-    )
 
 
 def cheapest_changes(model: Model, options: Train, tokens: int, available: int | None) -> list[str]:
