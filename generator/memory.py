@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from wangen.generator.errors import UsageError
+from wangen.generator.steps import Train
 from wangen.profiles import Model, Preset
 
 GIB = 1 << 30
@@ -86,6 +87,22 @@ class MemoryBudget:
     def device(self) -> int:
         """All parts together."""
         return sum(self.parts.values())
+
+
+def settings_of(options: Train) -> MemorySettings:
+    """The flags, with the presets filled in, as the memory formula takes them."""
+    return MemorySettings(
+        quantize=options.quantize or "none",
+        blocks_to_swap=options.blocks_to_swap or 0,
+        checkpointing=options.checkpointing or "full",
+        free_blocks=options.checkpointing_free_blocks or 0,
+        offload=bool(options.gradient_checkpointing_cpu_offload),
+        rank=options.network_dim,
+        moment_bytes=2 if "8bit" in options.optimizer_type else 8,
+        ring=options.block_swap_ring_size,
+        float32=options.mixed_precision == "no",
+        whole=options.train_mode == "full",
+    )
 
 
 def memory_plan(model: Model, settings: MemorySettings, *, tokens: int) -> MemoryBudget:

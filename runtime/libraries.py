@@ -7,7 +7,7 @@ from diffusers.models.embeddings import TimestepEmbedding
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel, WanTransformerBlock
 from peft import LoHaConfig, LoKrConfig, LoraConfig, PeftConfig
 from peft.tuners.loha.layer import make_weight
-from peft.tuners.lokr.layer import make_kron
+from peft.tuners.lokr.layer import factorization, make_kron
 from peft.tuners.lora import Linear as LoraLinear
 from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -21,6 +21,7 @@ __all__ = [
     "TimestepEmbedding",
     "WanTransformer3DModel",
     "WanTransformerBlock",
+    "factorization",
     "make_kron",
     "make_weight",
 ]

@@ -10,9 +10,9 @@ import torch
 
 from wangen import profiles
 from wangen.generator.commands import parse
-from wangen.generator.memory import GIB, memory_plan, tokens_of
+from wangen.generator.memory import GIB, memory_plan, settings_of, tokens_of
 from wangen.generator.steps import Train
-from wangen.runtime.memory.presets import resolve_vram, settings_of
+from wangen.runtime.memory.presets import resolve_vram
 from wangen.runtime.training.out_of_memory import cheapest_changes
 from wangen.runtime.training.refusals import refuse_memory
 

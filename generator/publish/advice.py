@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from wangen.generator.bundle import AUTO, bundle_steps, told_of_training
 from wangen.generator.errors import many
-from wangen.generator.memory import GIB, MemorySettings, memory_plan, preset_of, tokens_of, usable_bytes
+from wangen.generator.memory import GIB, memory_plan, preset_of, settings_of, tokens_of, usable_bytes
 from wangen.generator.publish.texts import resolutions_of
 from wangen.generator.steps import Train
 from wangen.generator.target import Target
@@ -36,18 +36,8 @@ def preset_advice(
         assert isinstance(train, Train)
         frames = model.num_frames if clips else 1
         largest = max(sizes, key=lambda size: tokens_of(model, size, frames))
-        chosen = MemorySettings(
-            quantize=train.quantize or "none",
-            blocks_to_swap=train.blocks_to_swap or 0,
-            checkpointing=train.checkpointing or "full",
-            free_blocks=train.checkpointing_free_blocks or 0,
-            offload=bool(train.gradient_checkpointing_cpu_offload),
-            rank=train.network_dim,
-            ring=train.block_swap_ring_size,
-            float32=train.mixed_precision == "no",
-        )
         tokens = tokens_of(model, largest, frames) * settings.batch_size
-        needed = memory_plan(model, chosen, tokens=tokens).device
+        needed = memory_plan(model, settings_of(train), tokens=tokens).device
         if needed > usable_bytes(int(vram)):
             preset = preset_of(model, vram)
             batch = f", {settings.batch_size} at a time" if settings.batch_size > 1 else ""

@@ -11,9 +11,9 @@ from wangen.generator.errors import UsageError
 from wangen.generator.memory import (
     GIB,
     PLAIN_MEMORY,
-    MemorySettings,
     memory_plan,
     preset_flags,
+    settings_of,
     tokens_of,
 )
 from wangen.generator.steps import Train
@@ -45,22 +45,6 @@ def resolve_vram(options: Train, model: Model, device: torch.device) -> Train:
     if options.vram == "auto":
         return _for_free_memory(options, model, device)
     return _filled(options, model, preset_flags(model, options.vram))
-
-
-def settings_of(options: Train) -> MemorySettings:
-    """The flags, with the presets filled in, as the memory formula takes them."""
-    return MemorySettings(
-        quantize=options.quantize or "none",
-        blocks_to_swap=options.blocks_to_swap or 0,
-        checkpointing=options.checkpointing or "full",
-        free_blocks=options.checkpointing_free_blocks or 0,
-        offload=bool(options.gradient_checkpointing_cpu_offload),
-        rank=options.network_dim,
-        moment_bytes=2 if "8bit" in options.optimizer_type else 8,
-        ring=options.block_swap_ring_size,
-        float32=options.mixed_precision == "no",
-        whole=options.train_mode == "full",
-    )
 
 
 def _filled(options: Train, model: Model, flags: Mapping[str, Any]) -> Train:

@@ -19,6 +19,7 @@ from wangen.generator.errors import UsageError
 from wangen.generator.formats import Header, TensorInfo
 from wangen.generator.lora_keys import AdapterKind, module_name, original_name
 from wangen.generator.steps import Train
+from wangen.runtime.libraries import factorization
 
 PRESETS = {
     "all": r".",
@@ -160,8 +161,6 @@ def factor_shapes(chosen: Settings, module: str, rows: int, columns: int) -> dic
         return {"down": (rank, columns), "up": (rows, rank)}
     if chosen.kind == "loha":
         return {name: (rows, rank) if name.endswith("a") else (rank, columns) for name in HADAMARD}
-    from peft.tuners.lokr.layer import factorization
-
     tops, lefts = (factorization(size, chosen.factor) for size in (rows, columns))
     shapes: dict[str, tuple[int, ...]] = {}
     for number, (top, left) in enumerate(zip(tops, lefts, strict=True), 1):

@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol, runtime_checkable
 
@@ -18,8 +17,8 @@ from wangen.runtime.training.optimizer_state import Leaf, Number, collect, resto
 log = logging.getLogger("wangen")
 
 CLASS = "class"
-ZERO_AT_START = re.compile(r"\.(?:lora_B|hada_w2_b|lokr_w1|lokr_w1_a)\.")
-"""The factor that peft starts at zero: of LoRA, LoHa and LoKr."""
+ZERO_AT_START = ".lora_B."
+"""The factor of a LoRA that peft starts at zero; LoRA+ is for LoRA alone."""
 
 _FAILURES = (TypeError, ValueError, RuntimeError, AttributeError, AssertionError, LookupError)
 
@@ -236,8 +235,8 @@ def _groups(
     names = sorted(parameters, key=lambda name: (not found.joins(parameters[name].numel()), name))
     if ratio is None:
         return [names]
-    second = [name for name in names if ZERO_AT_START.search(name)]
-    first = [name for name in names if not ZERO_AT_START.search(name)]
+    second = [name for name in names if ZERO_AT_START in name]
+    first = [name for name in names if ZERO_AT_START not in name]
     if not (first and second):
         raise UsageError("--loraplus_lr_ratio is for adapters: nothing here starts at zero", cure="leave it out")
     return [first, second]

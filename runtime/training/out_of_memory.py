@@ -9,11 +9,10 @@ from typing import Any
 import torch
 
 from wangen.generator.errors import WangenError
-from wangen.generator.memory import GIB, memory_plan, tokens_of
+from wangen.generator.memory import GIB, memory_plan, settings_of, tokens_of
 from wangen.generator.steps import Train
 from wangen.profiles import Model
 from wangen.runtime.devices import out_of_memory_as
-from wangen.runtime.memory.presets import settings_of
 from wangen.runtime.training.plan import Plan
 from wangen.runtime.training.prepared import Group
 from wangen.runtime.training.run import Run
