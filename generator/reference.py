@@ -24,6 +24,8 @@ DIFFERENCES = (
     "Caching removes only entries of its own kind and dataset that no item needs; never another file.",
     "`--min_timestep` and `--max_timestep` mean what they say in every sampling mode, `sigma` (which inverts them "
     "there) included; the model is fed 1000 sigma, not 1000 sigma + 1.",
+    "For the same reason `--logit_mean` has the opposite sign where `--weighting_scheme logit_normal` draws with "
+    "`--timestep_sampling sigma`; `wangen lint` turns it.",
     "Two experts give two LoRAs, `NAME_high_noise` and `NAME_low_noise`, each with an optimizer of its own; "
     "`--timestep_boundary` takes 0.875 and 875.",
     "`--attention sage` trains: its forward pass with the exact gradient of SDPA. A kernel that is missing is "
