@@ -264,7 +264,11 @@ def test_two_experts_with_averages_and_validation_survive_three_real_kills(cases
     train.run(whole)
     moments, kills = random.Random(11), 0
     for step in (3, 14, 27):
-        process = subprocess.Popen([sys.executable, "-m", "wangen.runtime", *killed.argv()], stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "wangen.runtime", *killed.argv()],
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())},  # sums depend on it
+        )
         wait_for(tmp_path / "killed/lora-state", step, process)
         time.sleep(moments.uniform(0, 0.2))
         process.kill()
