@@ -244,19 +244,6 @@ def preset_flags(model: Model, vram: str | None) -> dict[str, Any]:
     }
 
 
-def preset_plan(model: Model, preset: Preset) -> MemoryBudget:
-    """The memory of a preset at the bucket and the rank that it is made for."""
-    settings = MemorySettings(
-        quantize=preset.quantize,
-        blocks_to_swap=preset.blocks_to_swap,
-        checkpointing=preset.checkpointing,
-        free_blocks=preset.checkpointing_free_blocks,
-        offload=preset.gradient_checkpointing_cpu_offload,
-        rank=preset.network_dim,
-    )
-    return memory_plan(model, settings, tokens=tokens_of(model, preset.resolution, preset.num_frames))
-
-
 def _has_image_branch(model: Model) -> bool:
     return any(weights.flag == "clip" for weights in model.weights)
 

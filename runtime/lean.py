@@ -49,6 +49,10 @@ class Name:
         self._module = module
         self._name = name
 
+    @property
+    def _is_postponed(self) -> bool:
+        return isinstance(sys.modules.get(self._module), _StandIn)
+
     def _fetch(self) -> Any:
         return getattr(import_module(self._module), self._name)
 
@@ -58,12 +62,12 @@ class Name:
         Raises:
             ImportError: it is still postponed.
         """
-        if isinstance(sys.modules.get(self._module), _StandIn):
+        if self._is_postponed:
             raise ImportError(f"{self._module}.{self._name} is called while it is postponed")
         return self._fetch()(*given, **named)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or isinstance(sys.modules.get(self._module), _StandIn):
+        if name.startswith("__") or self._is_postponed:
             raise AttributeError(name)
         return getattr(self._fetch(), name)
 
@@ -74,7 +78,7 @@ class Name:
         return self.__subclasscheck__(type(instance))
 
     def __subclasscheck__(self, cls: type) -> bool:
-        return self._module in sys.modules and issubclass(cls, self._fetch())
+        return self._module in sys.modules and not self._is_postponed and issubclass(cls, self._fetch())
 
     def __or__(self, _other: object) -> Any:
         return Any

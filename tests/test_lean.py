@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from wangen.runtime.lean import HOLLOW, Name
+from wangen.runtime.lean import HOLLOW, Name, _StandIn
 
 WITHOUT = ("transformers", "scipy", "sympy", "gguf", "torch._dynamo", *HOLLOW)
 
@@ -107,6 +107,15 @@ def test_a_run_ends_with_the_same_bytes_lean_or_whole(tiny_run, tmp_path: Path):
         assert run(TRAIN, way, *map(str, line)).strip() == str(way == "whole")
         outputs.append((tmp_path / way / "lora.safetensors").read_bytes())
     assert outputs[0] == outputs[1]
+
+
+def test_while_it_is_postponed_a_name_is_neither_called_nor_looked_into(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "later", _StandIn("later"))
+    name = sys.modules["later"].Model
+    assert not isinstance(3, name)
+    assert not hasattr(name, "config")
+    with pytest.raises(ImportError, match="is called while it is postponed"):
+        name()
 
 
 def test_a_name_is_fetched_when_it_is_used_and_not_before():

@@ -11,13 +11,13 @@ from wangen.generator.errors import UsageError
 from wangen.generator.memory import (
     GIB,
     PLAIN_MEMORY,
+    MemoryBudget,
     MemorySettings,
     adapter_weights,
     block_bytes,
     memory_plan,
     outer_bytes,
     preset_flags,
-    preset_plan,
     tokens_of,
     usable_bytes,
 )
@@ -35,6 +35,19 @@ def short(name: str) -> profiles.Model:
     """A model with two blocks of the real size."""
     model = profiles.model(name)
     return replace(model, transformer=replace(model.transformer, num_layers=2))
+
+
+def preset_plan(model: profiles.Model, preset: profiles.Preset) -> MemoryBudget:
+    """The memory of a preset at the bucket and the rank that it is made for."""
+    settings = MemorySettings(
+        quantize=preset.quantize,
+        blocks_to_swap=preset.blocks_to_swap,
+        checkpointing=preset.checkpointing,
+        free_blocks=preset.checkpointing_free_blocks,
+        offload=preset.gradient_checkpointing_cpu_offload,
+        rank=preset.network_dim,
+    )
+    return memory_plan(model, settings, tokens=tokens_of(model, preset.resolution, preset.num_frames))
 
 
 def on_meta(model: profiles.Model, dtype: torch.dtype = torch.bfloat16) -> WanTransformer3DModel:

@@ -21,7 +21,7 @@ from wangen.runtime.fast.attention import Kernel, Stash
 from wangen.runtime.fast.dit_blocks import Block, Tokens, lay_groups_side_by_side
 from wangen.runtime.fast.dit_checkpoint import Announced, BlockSwap, InHostMemory, recomputed
 from wangen.runtime.fast.dit_elementwise import FUSED, PLAIN, compiled
-from wangen.runtime.fast.dit_linear import Layers
+from wangen.runtime.fast.dit_linear import Layers, drops
 from wangen.runtime.fast.dit_text import require_width, text_rows
 from wangen.runtime.libraries import LoraLinear, WanTransformer3DModel
 from wangen.runtime.models.compute import Compute
@@ -212,10 +212,9 @@ class FastWan:
 
     def _pad_copies(self) -> int:
         """Keys that stand for a text's padding; 0 keeps every row, as where each loses other numbers to dropout."""
-        attentions = [block.attn2 for block in self._transformer.blocks] if self._transformer.training else []
-        layers = (layer for one in attentions for layer in (one.to_k, one.to_v) if isinstance(layer, LoraLinear))
-        drops = any(getattr(one, "p", 0) > 0 for layer in layers for one in layer.lora_dropout.values())
-        return self._kernel.pad_copies if self._compute.tricks.collapse_text and not drops else 0
+        layers = (layer for block in self._transformer.blocks for layer in (block.attn2.to_k, block.attn2.to_v))
+        dropouts = (one for layer in layers if isinstance(layer, LoraLinear) for one in layer.lora_dropout.values())
+        return self._kernel.pad_copies if self._compute.tricks.collapse_text and not any(map(drops, dropouts)) else 0
 
     def _rotation(self, sizes: Sizes, device: torch.device) -> Tensor:
         """The positions' complex numbers (N, channels of a head / 2), as diffusers' tables have them."""

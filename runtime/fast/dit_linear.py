@@ -225,9 +225,7 @@ class Layers:
 
     def _low_rank(self, module: nn.Module, name: str) -> LowRank:
         assert isinstance(module, LoraLinear)
-        down, up = (halves[name]._parameters["weight"] for halves in (module.lora_A, module.lora_B))
-        assert down is not None
-        assert up is not None
+        down, up = module.lora_A[name].weight, module.lora_B[name].weight
         return LowRank(down, up, float(module.scaling[name]), self._cast(down), self._cast(up))
 
     def _cast(self, trained: Tensor) -> Tensor:
@@ -289,6 +287,10 @@ def _frozen(layer: nn.Module) -> nn.Linear | None:
 
 def _is_plain(module: LoraLinear, name: str) -> bool:
     """Whether an adapter is `scale * up @ down` and nothing more."""
-    dropout = module.lora_dropout[name]
-    drops = isinstance(dropout, nn.Dropout) and dropout.p > 0 and dropout.training
-    return not (drops or name in module.lora_variant or module.lora_bias.get(name, False))
+    other = name in module.lora_variant or module.lora_bias.get(name, False)
+    return not (other or drops(module.lora_dropout[name]))
+
+
+def drops(dropout: nn.Module) -> bool:
+    """Whether a layer of peft's `lora_dropout` lets numbers drop out now; it may be an identity."""
+    return isinstance(dropout, nn.Dropout) and dropout.p > 0 and dropout.training
