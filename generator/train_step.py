@@ -37,6 +37,11 @@ Quantize = Literal["none", "fp8", "int8", "nf4"]
 _ENCODES = "read by --cache_latents, --cache_latents_to_disk and --sample_prompts"
 _MEMORY = "default: as --vram says, else"
 _OTHER_MODEL = "it is made for another model: use shift, or flux_shift for a shift that grows with the picture"
+FOR_ADAPTERS = (
+    "network_module", "network_dropout", "rslora", "dora", "lokr_factor", "lora_targets", "include_patterns",
+    "exclude_patterns", "network_args", "dim_from_weights", "loraplus_lr_ratio", "scale_weight_norms", "lora_layout",
+)  # fmt: skip
+"""What `--train_mode full`, which trains no adapter, takes only as it is without being given."""
 _BLOCK_SWAP = "accepted: frozen blocks are always only copied to the device, from pinned memory"
 
 

@@ -20,6 +20,9 @@ BOTH = f"{TRAIN} --task t2v-A14B --dit low --dit_high_noise high"
     (f"{ONE} --train_mode full --fp8_base", "memory", ["--quantize", "every weight is trained"]),
     (f"{ONE} --train_mode full --blocks_to_swap 2", "memory", ["every weight is trained"]),
     (f"{ONE} --train_mode full --network_weights w", "memory", ["for adapters"]),
+    (f"{ONE} --train_mode full --dora", "memory", ["--dora is for adapters"]),
+    (f"{ONE} --train_mode full --network_module loha", "memory", ["--network_module is for adapters"]),
+    (f"{ONE} --train_mode full --exclude_patterns attn1", "memory", ["--exclude_patterns is for adapters"]),
     (TRAIN, "missing-flag", ["the transformer of t2v-14B", "--dit PATH"]),
     (f"{ONE} --dit_high_noise h", "experts", ["t2v-14B has one transformer"]),
     (f"{TRAIN} --task t2v-A14B --dit low", "missing-flag", ["high-noise expert of t2v-A14B", "--dit_high_noise PATH"]),
@@ -36,6 +39,7 @@ def test_what_training_would_refuse_is_said_before_it_runs(shell, line, kind, wo
 @pytest.mark.parametrize("shell", SHELLS)
 @pytest.mark.parametrize("line", [
     f"{ONE} --sage_attn",
+    f"{ONE} --train_mode full --network_module lora --network_dropout 0 --lora_layout comfyui --network_dim 16",
     f"{ONE} --attention sage --vram 12",
     f"{ONE} --vram auto --blocks_to_swap 40 --block_swap_h2d_only --use_pinned_memory_for_block_swap",
     f"{ONE} --fp8_base --fp8_scaled --gradient_checkpointing --gradient_checkpointing_cpu_offload",

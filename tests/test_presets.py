@@ -253,7 +253,7 @@ def test_a_card_gives_the_flags_of_its_preset_and_given_ones_win(gib):
 
 def test_what_other_flags_rule_out_is_left_away():
     full = memory_flags(resolve_vram(train(vram="12", train_mode="full"), T2V, CPU))
-    assert full == {**PLAIN_MEMORY} | {"gradient_checkpointing_cpu_offload": True}
+    assert full == preset_flags(T2V, "12") | {"quantize": "none", "blocks_to_swap": 0}
     plain = memory_flags(resolve_vram(train(vram="12", plain=True), T2V, CPU))
     assert (plain["quantize"], plain["blocks_to_swap"], plain["checkpointing_free_blocks"]) == ("int8", 0, 0)
     none = memory_flags(resolve_vram(train(vram="24", checkpointing="none"), T2V, CPU))

@@ -74,6 +74,8 @@ MORE_RESUMED: dict[str, Changes] = {
     "both experts on the device": {**EXPERTS, **TRUTH, "offload_inactive_dit": False},
     "swapped experts": {**EXPERTS, **TRUTH, **SWAP, "checkpointing": "selective"},
     "every weight of two experts": {**EXPERTS, **TRUTH, "train_mode": "full", "learning_rate": 1e-4},
+    "every weight in bf16": {"train_mode": "full", "mixed_precision": "bf16", "checkpointing": "selective",
+                             "pack": True, "gradient_accumulation_steps": 2, "learning_rate": 1e-4},
     "plain": {"plain": True, **DROPS}, "bf16": {"mixed_precision": "bf16", **DROPS},
     "stratified over uneven groups": {"num_timestep_buckets": 3, "gradient_accumulation_steps": 3},
     "packed": {**EXPERTS, **DROPS, "pack": True, "gradient_accumulation_steps": 3, "checkpointing": "selective"},

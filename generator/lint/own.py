@@ -11,6 +11,8 @@ from wangen.generator.lint.kinds import Finding
 from wangen.generator.lint.script import Call, Script
 from wangen.generator.memory import preset_flags
 from wangen.generator.steps import Train
+from wangen.generator.table import Option, options
+from wangen.generator.train_step import FOR_ADAPTERS
 
 _INTERVALS = ("sample_every_n_steps", "sample_every_n_epochs", "sample_at_first")
 _HIGH_ONLY = ("dit_high_noise", "network_weights_high_noise", "high_noise_share", "timestep_boundary")
@@ -62,7 +64,22 @@ def _whole(call: Call) -> Iterator[_Wrong]:
     yield whole and quantised, "quantize", found, "take one of them off"
     yield whole and call.number("blocks_to_swap", 0) > 0, "blocks_to_swap", found, "take one of them off"
     adapters = call.given("network_weights") is not None
-    yield whole and adapters, "network_weights", "is for adapters, and --train_mode full trains none", "take it off"
+    found = "is for adapters, and --train_mode full trains none"
+    yield whole and adapters, "network_weights", found, "take it off"
+    for option in options(Train):
+        if option.name in FOR_ADAPTERS:
+            yield whole and not _as_usual(call, option), option.name, found, "take it off"
+
+
+def _as_usual(call: Call, option: Option) -> bool:
+    """Whether a flag is left out, or given what it would be anyway; switches cannot be."""
+    given = call.given(option.name)
+    if given is None:
+        return True
+    if isinstance(option.default, float):
+        return call.number(option.name, option.default) == option.default
+    usual = option.default if isinstance(option.default, tuple) else (option.default,)
+    return [value.text for value in given.values] == [str(value) for value in usual]
 
 
 def experts(script: Script) -> Iterator[Finding]:

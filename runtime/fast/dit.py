@@ -50,20 +50,26 @@ class FastWan:
     """A velocity model on the weights of a diffusers transformer with peft adapters injected.
 
     Args:
-        transformer: frozen but for its adapters; any Wan 2.1 or 2.2. What else in it is trained gets its gradients too,
-            by the modules' own forward.
+        transformer: frozen but for its adapters, or trained as a whole; any Wan 2.1 or 2.2.
         compute: how. `attention` and `plain` are not looked at: see `kernel`.
         kernel: of attention.
         swap: brings the weights of the blocks in `swap.swapped`; those blocks are always recomputed.
+        dtype: what the blocks compute in, where it is not that of the weights: trained ones are masters in float32.
     """
 
     def __init__(
-        self, transformer: WanTransformer3DModel, compute: Compute, kernel: Kernel, swap: BlockSwap | None = None
+        self,
+        transformer: WanTransformer3DModel,
+        compute: Compute,
+        kernel: Kernel,
+        swap: BlockSwap | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self._transformer = transformer
         self._compute = compute
         self._kernel = kernel.by_item() if compute.split_attention else kernel
         self._swap = swap
+        self._dtype = dtype
         self._swapped = frozenset(swap.swapped) if swap is not None else frozenset()
         self._elementwise = FUSED if compute.tricks.fused_norms else PLAIN
         if compute.compile:
@@ -231,7 +237,7 @@ class FastWan:
 
     def _blocks(self, hidden: Tensor, conditions: Tensor, tokens: Tokens) -> Tensor:
         compute, modules = self._compute, self._transformer.blocks
-        layers = Layers(hidden.dtype, hidden.device)
+        layers = Layers(self._dtype or hidden.dtype, hidden.device)
         hidden, tokens = hidden.to(layers.dtype), tokens.to(layers.dtype)
         host = InHostMemory(hidden.device) if compute.offload and torch.is_grad_enabled() else None
         stashes: list[Stash | None] = []

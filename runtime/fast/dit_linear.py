@@ -141,7 +141,7 @@ class Layer:
 
     Attributes:
         module: the layer, or peft's layer around it.
-        base: the frozen layer; None where only the module's own forward can compute it.
+        base: the frozen layer; None where there is none: the layer itself is trained, or its adapter of another kind.
         adapter: the low-rank adapter that is active; None without one.
     """
 
@@ -188,10 +188,13 @@ class Group:
         return output
 
     def _own(self, layer: Layer, inputs: Tensor) -> Tensor:
-        """What the module itself makes of (T, I), unless it is a plain layer beside others that are not."""
+        """What one layer makes of (T, I) without the others: a plain one, a trained one, or by its own forward."""
         if layer.base is not None:
             return Group([layer], *self._dtypes)(inputs)[0]
-        own_dtype, _ = self._dtypes
+        own_dtype, dtype = self._dtypes
+        if type(layer.module) is nn.Linear:
+            weight, bias = layer.module.weight, layer.module.bias
+            return functional.linear(inputs, cast(weight, dtype), None if bias is None else cast(bias, dtype))
         with torch.autocast(inputs.device.type, own_dtype, enabled=own_dtype != torch.float32):
             output: Tensor = layer.module(inputs.to(own_dtype))
         return output.to(inputs.dtype)

@@ -52,7 +52,7 @@ def _filled(options: Train, model: Model, flags: Mapping[str, Any]) -> Train:
     values = {**PLAIN_MEMORY, **flags}
     if options.train_mode == "full":
         values |= {"quantize": "none", "blocks_to_swap": 0}
-    if options.plain or options.train_mode == "full":
+    if options.plain:
         values |= {"blocks_to_swap": 0, "checkpointing": "full", "checkpointing_free_blocks": 0}
     if options.checkpointing == "none":
         values |= {"blocks_to_swap": 0, "checkpointing_free_blocks": 0, "gradient_checkpointing_cpu_offload": False}

@@ -152,7 +152,7 @@ def velocity_model(
     from wangen.runtime.fast.attention import choose_kernel
     from wangen.runtime.fast.dit import FastWan
 
-    return FastWan(transformer, compute, choose_kernel(compute.attention, device, dtype), swap)
+    return FastWan(transformer, compute, choose_kernel(compute.attention, device, dtype), swap, dtype)
 
 
 def _require_width(transformer: "WanTransformer3DModel", texts: Sequence[torch.Tensor]) -> None:

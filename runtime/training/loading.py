@@ -48,7 +48,7 @@ def compute_of(options: Train) -> Compute:
         offload=bool(options.gradient_checkpointing_cpu_offload),
         split_attention=options.split_attn,
         compile=options.compile,
-        plain=options.plain or options.train_mode == "full",
+        plain=options.plain,
     )
 
 

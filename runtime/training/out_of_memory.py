@@ -100,8 +100,7 @@ def cheapest_changes(model: Model, options: Train, tokens: int, available: int |
 def _ladder(model: Model, options: Train) -> Iterator[tuple[str, dict[str, Any]]]:
     """What can be changed, cheapest first; nothing that `refuse_memory` would refuse."""
     settings = settings_of(options)
-    plain = options.plain or settings.whole
-    if settings.checkpointing == "none" and not plain:
+    if settings.checkpointing == "none" and not options.plain:
         yield "--checkpointing selective", {"checkpointing": "selective"}
     if settings.free_blocks > 1:  # the last block's own backward pass is there anyway
         yield "--checkpointing_free_blocks 1", {"free_blocks": 1}
@@ -112,7 +111,7 @@ def _ladder(model: Model, options: Train) -> Iterator[tuple[str, dict[str, Any]]
     if not settings.offload:
         yield "--gradient_checkpointing_cpu_offload", {"offload": True}
     layers = model.transformer.num_layers
-    for part in () if plain else (4, 2, 1):
+    for part in () if options.plain or settings.whole else (4, 2, 1):
         blocks = layers // part - (part == 1)
         if blocks > settings.blocks_to_swap:
             yield f"--blocks_to_swap {blocks}", {"blocks_to_swap": blocks}

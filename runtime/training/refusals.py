@@ -19,6 +19,7 @@ from wangen.generator.lora_config import lora_file
 from wangen.generator.steps import Train
 from wangen.generator.table import options as flags_of
 from wangen.generator.tasks import require_supported
+from wangen.generator.train_step import FOR_ADAPTERS
 from wangen.runtime.memory.presets import resolve_vram
 from wangen.runtime.training.adapter_config import loraplus_ratio
 from wangen.runtime.training.adapter_refusals import require_adapter, trained_transformers
@@ -38,12 +39,6 @@ ABOVE_ZERO = (
     "validate_every_n_steps", "sample_every_n_steps", "sample_every_n_epochs", "block_swap_ring_size", "peak_tflops",
     "save_last_n_epochs_state", "save_last_n_steps_state",
 )  # fmt: skip
-FOR_ADAPTERS = (
-    "network_module", "network_dropout", "rslora", "dora", "lokr_factor", "lora_targets", "include_patterns",
-    "exclude_patterns", "network_args", "dim_from_weights", "loraplus_lr_ratio", "scale_weight_norms", "lora_layout",
-)  # fmt: skip
-FOR_OWN_FORWARD = ("compile", "split_attn", "pack")
-"""What the library's own forward, with which every weight is trained, knows nothing of."""
 
 MANY_STEPS = 10**9
 SHARES = ("caption_dropout", "condition_dropout")
@@ -167,13 +162,10 @@ def _refuse_beside_full(options: Train) -> None:
         raise UsageError("--train_mode full starts from --dit: it takes no --network_weights",
                          cure="merge the LoRA first: wangen export --dit … --lora_weight …")  # fmt: skip
     usual = {option.name: option.default for option in flags_of(Train)}
-    ignored = [f"--{name}" for name in (*FOR_ADAPTERS, *FOR_OWN_FORWARD) if getattr(options, name) != usual[name]]
-    ignored += ["--checkpointing selective"] if options.checkpointing == "selective" else []
-    ignored += ["--checkpointing_free_blocks"] if options.checkpointing_free_blocks else []
+    ignored = [f"--{name}" for name in FOR_ADAPTERS if getattr(options, name) != usual[name]]
     if ignored:
-        raise UsageError(f"--train_mode full trains every weight, without adapters and through the library's own "
-                         f"modules: it takes no {' '.join(ignored)}", cure="leave out what it does not take, or give "
-                         "--train_mode lora")  # fmt: skip
+        raise UsageError(f"--train_mode full trains every weight, without adapters: it takes no {' '.join(ignored)}",
+                         cure="leave out what it does not take, or give --train_mode lora")  # fmt: skip
 
 
 def _refuse_experts(options: Train, model: profiles.Model) -> None:
