@@ -61,9 +61,9 @@ class Train(DatasetStep):
         "guidance_scale": "it is HunyuanVideo's: leave it out for Wan",
         "img_in_txt_in_offloading": "it is HunyuanVideo's: leave it out for Wan",
         "one_frame": "one-frame training is not in this version of wangen; leave it out",
-        "compile_backend": "use --compile alone: what every block computes by element is compiled by inductor",
-        "compile_mode": "use --compile alone: what every block computes by element is compiled by inductor",
-        "compile_dynamic": "use --compile alone: it is compiled once for all buckets",
+        "compile_backend": "use --compile alone: blocks are compiled by inductor",
+        "compile_mode": "use --compile alone: blocks are compiled by inductor in its default mode",
+        "compile_dynamic": "use --compile alone: each shape gets a graph of its own",
         "dynamo_backend": "use --compile",
         "ddp_timeout": "this version trains in one process",
     }
@@ -223,7 +223,8 @@ class Train(DatasetStep):
                    "sage_attn": "sage"},
         values={"torch": "sdpa", "flash2": "flash", "sageattn": "sage"},
     )  # fmt: skip
-    compile: bool = flag("torch.compile for the norms, rotations and gates of the blocks", False, pinned=True)
+    compile: bool = flag("torch.compile for whole blocks, one graph for each shape; where that cannot be, for "
+                         "their norms, rotations and gates", False, pinned=True)  # fmt: skip
     plain: bool = flag("train through the library's own modules: the same numbers to rounding, slower", False,
                        pinned=True)  # fmt: skip
     cuda_allow_tf32: bool = flag("let float32 products round their operands to TF32", False, pinned=True)

@@ -97,6 +97,24 @@ def inputs_of(name: str, case: int = 0, *, batch: int = 0) -> Inputs:
     return Inputs(some(latents), some(times), shortened, some(inputs.condition), some(inputs.image_tokens))
 
 
+def small(num_blocks: int, dtype: torch.dtype = torch.float32) -> WanTransformer3DModel:
+    """A frozen transformer with random weights, in the dtypes that the loader gives it."""
+    torch.manual_seed(0)
+    model = WanTransformer3DModel(num_attention_heads=2, attention_head_dim=32, text_dim=32, ffn_dim=64, freq_dim=32,
+                                  num_layers=num_blocks, rope_max_seq_len=64).requires_grad_(False)  # fmt: skip
+    wide = set(model._keep_in_fp32_modules)
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.to(torch.float32 if wide & set(name.split(".")) else dtype)
+    return model
+
+
+def noisy(batch: int, *shape: int, rows: int = 20) -> Inputs:
+    """Inputs for `small`: latents of that shape, and texts of different lengths."""
+    generator = torch.Generator().manual_seed(batch)
+    texts = [torch.randn(rows - 3 * number, 32, generator=generator) for number in range(batch)]
+    return Inputs(torch.randn(batch, 16, *shape, generator=generator), torch.full((batch,), 500.0), texts)
+
+
 def fast(model: WanTransformer3DModel, swap: Any = None, **changes: Any) -> FastWan:
     """The fast way, without checkpointing unless it is asked for."""
     compute = Compute(**{"checkpointing": "none", **changes})

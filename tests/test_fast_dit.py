@@ -22,7 +22,9 @@ from fast_dit import (
     fast,
     inputs_of,
     largest_error,
+    noisy,
     plain,
+    small,
     step,
     trained,
     vectors_model,
@@ -33,7 +35,7 @@ from safetensors.torch import load, save
 from torch.utils.flop_counter import FlopCounterMode, addmm_flop
 
 from wangen.generator.errors import WangenError
-from wangen.runtime.fast import dit_elementwise, dit_linear
+from wangen.runtime.fast import dit, dit_elementwise, dit_linear
 from wangen.runtime.fast.dit_functions import MixedLayerNorm
 from wangen.runtime.memory import quantize as quantize_module
 from wangen.runtime.memory.quantize import FORMS, QuantLinear, quantize_blocks
@@ -270,24 +272,6 @@ def test_no_step_waits_for_the_device(quantize: Any, monkeypatch: pytest.MonkeyP
     output.square().mean().backward()
 
 
-def small(num_blocks: int, dtype: torch.dtype = torch.float32) -> WanTransformer3DModel:
-    """A frozen transformer with random weights, in the dtypes that the loader gives it."""
-    torch.manual_seed(0)
-    model = WanTransformer3DModel(num_attention_heads=2, attention_head_dim=32, text_dim=32, ffn_dim=64, freq_dim=32,
-                                  num_layers=num_blocks, rope_max_seq_len=64).requires_grad_(False)  # fmt: skip
-    wide = set(model._keep_in_fp32_modules)
-    for name, parameter in model.named_parameters():
-        parameter.data = parameter.data.to(torch.float32 if wide & set(name.split(".")) else dtype)
-    return model
-
-
-def noisy(batch: int, *shape: int) -> Inputs:
-    """Inputs for `small`: latents of that shape, and texts of different lengths."""
-    generator = torch.Generator().manual_seed(batch)
-    texts = [torch.randn(20 - 3 * number, 32, generator=generator) for number in range(batch)]
-    return Inputs(torch.randn(batch, 16, *shape, generator=generator), torch.full((batch,), 500.0), texts)
-
-
 @pytest.mark.parametrize("outer", ["time_proj", r"text_embedder\.linear_2", r"(time_proj|text_embedder\.linear_2)"])
 def test_swapped_blocks_pass_gradients_on_to_adapters_of_text_and_time(outer: str):
     model = adapted(small(4), targets=rf"(condition_embedder\.{outer}|blocks\.3\.ffn\.net\.2)")
@@ -342,8 +326,8 @@ def test_no_run_meets_the_limit_of_the_compiler(num_swapped: int, targets: str |
     """Training and validation in turns, on shapes of all kinds: behind the limit all would be computed uncompiled."""
     from torch._dynamo.utils import counters
 
-    compiler = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda function: compiler(function, backend="eager"))
+    monkeypatch.setattr(dit_elementwise, "BACKEND", "eager")
+    monkeypatch.setattr(dit, "WholeBlocks", lambda *_: None)
     torch._dynamo.reset()
     counters.clear()
     dit_elementwise.compiled.cache_clear()
@@ -368,9 +352,10 @@ def test_no_run_meets_the_limit_of_the_compiler(num_swapped: int, targets: str |
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # the compiler warns of its own ways
-def test_compiled_kernels_give_the_same_and_are_made_once_for_all_lengths():
+def test_compiled_kernels_give_the_same_and_are_made_once_for_all_lengths(monkeypatch: pytest.MonkeyPatch):
     from torch._dynamo.utils import counters
 
+    monkeypatch.setattr(dit, "WholeBlocks", lambda *_: None)
     model = adapted(vectors_model("dit_ti2v5b"))
     graphs = []
     for batch, cut in [(0, 0), (3, 0), (2, 1), (0, 2), (0, 3), (0, 4)]:
@@ -390,7 +375,7 @@ def test_without_a_compiler_the_step_goes_on_and_says_so(monkeypatch: pytest.Mon
     def refuse(*_: Any, **__: Any) -> Any:
         raise RuntimeError("no compiler found\nand more lines")
 
-    monkeypatch.setattr(torch, "compile", lambda function: refuse)
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: refuse)
     dit_elementwise.compiled.cache_clear()
     model, inputs = adapted(vectors_model("dit_t2v21")), inputs_of("dit_t2v21")
     try:

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from wangen.runtime.fast.attention_operators import CpuFlash, ForwardOnly, Function, attend, operator_for
 from wangen.runtime.fast.attention_stash import Stash
 
-__all__ = ["PACKAGES", "Kernel", "Stash", "choose_kernel", "pad_biases"]
+__all__ = ["PACKAGES", "Kernel", "Stash", "choose_kernel", "pad_biases", "sdpa_priority"]
 
 log = logging.getLogger("wangen")
 
@@ -98,7 +98,7 @@ class Kernel:
             return _join([self.kept(query[n], key[n], value[n], stash) for n in _each_item(query)])
         if self.function is not None and not self.has_gradient:
             return attend(query, key, value, ForwardOnly(self.function, self._sdpa), stash)
-        with _priority(self.cudnn_first):
+        with sdpa_priority(self.cudnn_first):
             operator = operator_for(query, key, value)
         return self(query, key, value) if operator is None else attend(query, key, value, operator, stash)
 
@@ -112,7 +112,7 @@ class Kernel:
         if bias is not None:  # with a bias the memory-efficient kernel is the one for training, and it wants its dtype
             mask = bias.to(query.dtype)
             return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-        with _priority(self.cudnn_first):
+        with sdpa_priority(self.cudnn_first):
             return functional.scaled_dot_product_attention(query, key, value)
 
 
@@ -236,7 +236,7 @@ def _far(found: Tensor, exact: Tensor) -> bool:
     return not (found - exact).detach().float().norm() < 0.2 * exact.detach().float().norm()
 
 
-def _priority(cudnn_first: bool) -> contextlib.AbstractContextManager[None]:
+def sdpa_priority(cudnn_first: bool) -> contextlib.AbstractContextManager[None]:
     """Among SDPA's kernels cuDNN comes first, or all stays as it is. A preference: what cannot run is passed over."""
     return sdpa_kernel(_CUDNN_FIRST, set_priority=True) if cudnn_first else contextlib.nullcontext()
 

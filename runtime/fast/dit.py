@@ -12,6 +12,7 @@ Letters in shapes: B items, C channels, F h w of latents, N tokens of one item, 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from torch.nn import functional
 from wangen.runtime.fast.attention import Kernel, Stash
 from wangen.runtime.fast.dit_blocks import Block, Tokens, lay_groups_side_by_side
 from wangen.runtime.fast.dit_checkpoint import Announced, BlockSwap, InHostMemory, recomputed
+from wangen.runtime.fast.dit_compiled import WholeBlocks, beside_blocks
 from wangen.runtime.fast.dit_elementwise import FUSED, PLAIN, compiled
 from wangen.runtime.fast.dit_linear import Layers, drops
 from wangen.runtime.fast.dit_text import require_width, text_rows
@@ -74,6 +76,8 @@ class FastWan:
         self._elementwise = FUSED if compute.tricks.fused_norms else PLAIN
         if compute.compile:
             self._elementwise = compiled(transformer.device)
+        does_compile = compute.compile and self._elementwise is not FUSED
+        self._whole = WholeBlocks(compute, self._kernel) if does_compile else None
         self._rotations: dict[tuple[Sizes, torch.device], Tensor] = {}  # what was used last comes last
 
     @property
@@ -239,6 +243,7 @@ class FastWan:
         compute, modules = self._compute, self._transformer.blocks
         layers = Layers(self._dtype or hidden.dtype, hidden.device)
         hidden, tokens = hidden.to(layers.dtype), tokens.to(layers.dtype)
+        whole = None if self._whole is None else partial(self._whole, beside_blocks(conditions, tokens), tokens)
         host = InHostMemory(hidden.device) if compute.offload and torch.is_grad_enabled() else None
         stashes: list[Stash | None] = []
         # Whether adapters before the blocks gave a gradient to what every block takes beside the tokens.
@@ -254,6 +259,11 @@ class FastWan:
                 lay_groups_side_by_side(module)
             body = Block(module, layers, conditions, tokens, self._kernel, compute.tricks, self._elementwise, stash)
             block = self._announced(body, index)
+            if whole is not None:
+                output = whole(module, body.groups, hidden, swapped=index in self._swapped, recomputes=again)
+                if output is not None:
+                    hidden = output
+                    continue
             if not again:
                 hidden = block(hidden)
                 continue
@@ -266,6 +276,8 @@ class FastWan:
                 keep_random_state=module.training and not body.is_plain,
                 before=earlier.fetch if earlier is not None else _nothing,
             )
+        if self._whole is not None:
+            self._whole.tell()
         return hidden
 
     def _announced(self, block: Block, index: int) -> Block | Announced:

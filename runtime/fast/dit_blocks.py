@@ -139,8 +139,12 @@ class Block:
     @property
     def is_plain(self) -> bool:
         """Whether all its adapters are low-rank ones without dropout: nothing in it draws random numbers."""
-        shared = [group for groups in self._sharing.values() for group in groups]
-        return all(group.is_plain for group in [*self._single.values(), *shared])
+        return all(group.is_plain for groups in self.groups.values() for group in groups)
+
+    @property
+    def groups(self) -> dict[str, list[Group]]:
+        """Its linear layers by name, in groups that share an input."""
+        return {**self._sharing, **{name: [group] for name, group in self._single.items()}}
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """(T, D) -> (T, D). All of the module's tensors are read here, since they may be elsewhere at other times."""

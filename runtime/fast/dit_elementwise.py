@@ -21,6 +21,9 @@ from wangen.runtime.fast.dit_functions import Gate, MixedLayerNorm, RmsRotary, a
 
 log = logging.getLogger("wangen")
 
+BACKEND = "inductor"
+"""Of torch.compile: what makes kernels of its graphs. Tests take a quicker one."""
+
 
 @dataclass(frozen=True)
 class Elementwise:
@@ -62,11 +65,11 @@ def _fused_norm(tokens: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Ten
 
 def _rms(inputs: Tensor, weight: Tensor, table: Tensor | None, eps: float) -> Tensor:
     real = None if table is None else torch.view_as_real(table)
-    return _real_rms(inputs, weight, real, eps)
+    return real_rms(inputs, weight, real, eps)
 
 
-def _real_rms(inputs: Tensor, weight: Tensor, table: Tensor | None, eps: float) -> Tensor:
-    """With the table as (N, channels of a head / 2, 2), cosines and sines."""
+def real_rms(inputs: Tensor, weight: Tensor, table: Tensor | None, eps: float) -> Tensor:
+    """`PLAIN.rms` with the table as (N, channels of a head / 2, 2), cosines and sines."""
     wide = inputs.float()
     normed = wide * torch.rsqrt(wide.square().mean(dim=1, keepdim=True) + eps) * weight.float()
     if table is None:
@@ -118,11 +121,10 @@ FUSED = Elementwise(_fused_norm, _fused_rms, _fused_gated)
 def compiled(device: torch.device) -> Elementwise:
     """Kernels by torch.compile; `FUSED`, with one warning, where this machine cannot make them.
 
-    Only these parts of a block are worth a compiler: all else are products and attention, which it calls as they are.
-    So a recomputation still ends early, adapters of any kind and swapped or quantised weights stay as they are, and the
-    few kernels serve all blocks. The number of tokens is left open: captions and buckets of all lengths share them.
+    For blocks that `dit_compiled` cannot take as a whole: adapters of any kind and swapped or quantised weights stay as
+    they are, and the few kernels serve all blocks. The number of tokens is left open: all buckets share them.
     """
-    norm, rms, gate = (_compiled(part) for part in (_norm, _real_rms, _gated_run))
+    norm, rms, gate = (_compiled(part) for part in (_norm, real_rms, _gated_run))
 
     def open_norm(tokens: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         return norm(_open(tokens), weight, bias, eps)
@@ -139,7 +141,7 @@ def compiled(device: torch.device) -> Elementwise:
         open_norm(torch.zeros(2, 8, device=device), torch.ones(8, device=device), torch.zeros(8, device=device), 1e-6)
     except (TorchDynamoException, RuntimeError, OSError) as error:
         log.warning("--compile: torch.compile does not run here (%s), so it is left out; it needs a C++ compiler, and "
-                    "Triton on a GPU", str(error).strip().splitlines()[0])  # fmt: skip
+                    "Triton on a GPU", failure(error))  # fmt: skip
         return FUSED
     return Elementwise(open_norm, open_rms, _by_run(open_gate))
 
@@ -147,19 +149,38 @@ def compiled(device: torch.device) -> Elementwise:
 def _compiled(part: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """A function by torch.compile, compiled apart for each kind of call, so that no kind comes too late.
 
-    Of one code object the compiler makes 8 variants, and then runs it uncompiled for good. Gradient mode, what requires
-    a gradient and strides all make variants: more of them than 8 in training and validation together.
+    Gradient mode, what requires a gradient and strides all make variants: more of them than `separately_compiled` says
+    there may be, in training and validation together.
     """
 
     @functools.cache
     def of_kind(*_kind: object) -> Callable[..., Tensor]:
-        return torch.compile(FunctionType(part.__code__.replace(), part.__globals__))
+        return separately_compiled(part)
 
     def call(*inputs: Tensor | float | None) -> Tensor:
         kinds = [(one.requires_grad, one.stride()) if isinstance(one, Tensor) else one for one in inputs]
         return of_kind(torch.is_grad_enabled(), *kinds)(*inputs)
 
     return call
+
+
+def separately_compiled(
+    function: Callable[..., Tensor], *, fullgraph: bool = False, dynamic: bool | None = None
+) -> Callable[..., Tensor]:
+    """A copy of a function by torch.compile, which has variants of its own.
+
+    Of one code object the compiler makes 8 variants, and then runs it uncompiled for good.
+    """
+    assert isinstance(function, FunctionType)
+    name, defaults = function.__name__, function.__defaults__
+    copy = FunctionType(function.__code__.replace(), function.__globals__, name, defaults, function.__closure__)
+    compiled_copy: Callable[..., Tensor] = torch.compile(copy, fullgraph=fullgraph, dynamic=dynamic, backend=BACKEND)
+    return compiled_copy
+
+
+def failure(error: Exception) -> str:
+    """What a failure of the compiler says, in one line; it may have packed up the failure of another."""
+    return str(getattr(error, "inner_exception", error)).strip().splitlines()[0]
 
 
 def _open(tokens: Tensor) -> Tensor:

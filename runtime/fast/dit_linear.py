@@ -48,7 +48,7 @@ class Frozen:
 
     def outputs(self, inputs: Tensor) -> list[Tensor]:
         """(T, I) -> for each layer (T, O), with its bias."""
-        joined = self._joined()
+        joined = self.joined()
         if joined is None:
             return [
                 functional.linear(inputs, weight_of(layer, self.dtype), _cast(layer.bias, self.dtype))
@@ -76,7 +76,7 @@ class Frozen:
         (layer,) = self.layers
         return _cast(layer.bias, self.dtype)
 
-    def _joined(self) -> tuple[Tensor, Tensor] | None:
+    def joined(self) -> tuple[Tensor, Tensor] | None:
         """Weight and bias of all layers as one, without a copy; None where they do not lie side by side."""
         if self._found is not None:
             return self._found
@@ -157,34 +157,38 @@ class Group:
         layers: one or more.
         own_dtype: what the modules' own forward computes in, where it is needed.
         dtype: what is computed in else, and that of the tokens.
+
+    Attributes:
+        frozen: their products; None where a module's own forward is needed.
+        adapters: of those layers that have one.
     """
 
     def __init__(self, layers: Sequence[Layer], own_dtype: torch.dtype, dtype: torch.dtype) -> None:
         self._layers = layers
         self._dtypes = own_dtype, dtype
         bases = [layer.base for layer in layers if layer.base is not None]
-        self._frozen = Frozen(bases, dtype) if len(bases) == len(layers) else None
-        self._adapters = Adapters([layer.adapter for layer in layers])
+        self.frozen = Frozen(bases, dtype) if len(bases) == len(layers) else None
+        self.adapters = Adapters([layer.adapter for layer in layers])
 
     @property
     def is_plain(self) -> bool:
         """Whether no module's own forward is needed."""
-        return self._frozen is not None
+        return self.frozen is not None
 
     def __call__(self, inputs: Tensor) -> list[Tensor]:
         """(T, I) -> for each layer (T, O), in as few products as can be."""
-        if self._frozen is None:
+        if self.frozen is None:
             return [self._own(layer, inputs) for layer in self._layers]
-        if not self._adapters.present:
-            return list(apply(FrozenLinears, inputs, self._frozen))
-        return list(apply(AdaptedLinears, inputs, self._frozen, self._adapters, *self._adapters.trained))
+        if not self.adapters.present:
+            return list(apply(FrozenLinears, inputs, self.frozen))
+        return list(apply(AdaptedLinears, inputs, self.frozen, self.adapters, *self.adapters.trained))
 
     def adapter_first(self, inputs: Tensor) -> Tensor:
         """Of the one layer the same, with what the backward pass needs kept before the frozen product."""
-        if self._frozen is None or not self._adapters.present:
+        if self.frozen is None or not self.adapters.present:
             return self(inputs)[0]
-        adapted = apply(AdapterBefore, inputs, self._frozen, self._adapters, *self._adapters.trained)
-        output: Tensor = apply(ProductAfter, adapted, inputs.detach(), self._frozen)
+        adapted = apply(AdapterBefore, inputs, self.frozen, self.adapters, *self.adapters.trained)
+        output: Tensor = apply(ProductAfter, adapted, inputs.detach(), self.frozen)
         return output
 
     def _own(self, layer: Layer, inputs: Tensor) -> Tensor:

@@ -36,7 +36,8 @@ class Compute:
         offload: what checkpointing keeps (the blocks' inputs, and with `selective` attention's outputs) waits in host
             memory.
         split_attention: attention runs for one item of the batch at a time.
-        compile: norms, rotations and gates of every block are made by torch.compile, once for all shapes.
+        compile: torch.compile makes one function of a whole block, with static shapes: one for each bucket, shared by
+            all blocks. Of blocks that cannot be had so (`fast/dit_compiled.py`) it makes norms, rotations and gates.
         plain: the library's own forward; `Tricks`, `selective`, `free_blocks` and block swap are then out of reach.
         tricks: the exact short cuts.
     """
