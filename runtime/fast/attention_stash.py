@@ -13,10 +13,8 @@ from wangen.runtime.fast.host_copies import HostCopy, host_copies
 class Stash:
     """What the calls of `Kernel.kept` in one checkpointed region computed.
 
-    One stash serves one forward pass of one region, and its one recomputation:
-
-        stash = Stash()
-        checkpoint(block, x, use_reentrant=False, preserve_rng_state=False, context_fn=stash.contexts)
+    One stash serves one forward pass of one region, while it is `recording`, and its one recomputation, while it is
+    `replaying`.
 
     Args:
         offload: what is held waits in host memory (`host_copies`).
@@ -36,10 +34,6 @@ class Stash:
     def replays(self) -> bool:
         """Whether what is asked for now was computed before."""
         return self._mode == "replay"
-
-    def contexts(self) -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
-        """The contexts of the forward pass and of the recomputation: `context_fn` of `torch.utils.checkpoint`."""
-        return self.recording(), self.replaying()
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:

@@ -20,8 +20,8 @@ from torch.nn import functional
 
 from wangen.runtime.fast.attention import Kernel, Stash
 from wangen.runtime.fast.dit_blocks import Block, Tokens, lay_groups_side_by_side
-from wangen.runtime.fast.dit_checkpoint import Announced, BlockSwap, InHostMemory, recomputed
-from wangen.runtime.fast.dit_compiled import WholeBlocks, beside_blocks
+from wangen.runtime.fast.dit_checkpoint import BlockSwap, InHostMemory, Presence, Recomputation
+from wangen.runtime.fast.dit_compiled import WholeBlocks, step_tensors
 from wangen.runtime.fast.dit_elementwise import FUSED, PLAIN, compiled
 from wangen.runtime.fast.dit_linear import Layers, drops
 from wangen.runtime.fast.dit_text import require_width, text_rows
@@ -243,7 +243,7 @@ class FastWan:
         compute, modules = self._compute, self._transformer.blocks
         layers = Layers(self._dtype or hidden.dtype, hidden.device)
         hidden, tokens = hidden.to(layers.dtype), tokens.to(layers.dtype)
-        whole = None if self._whole is None else partial(self._whole, beside_blocks(conditions, tokens), tokens)
+        whole = None if self._whole is None else partial(self._whole, step_tensors(conditions, tokens), tokens)
         host = InHostMemory(hidden.device) if compute.offload and torch.is_grad_enabled() else None
         stashes: list[Stash | None] = []
         # Whether adapters before the blocks gave a gradient to what every block takes beside the tokens.
@@ -257,33 +257,30 @@ class FastWan:
             stashes.append(stash)
             if compute.tricks.grouped and index not in self._swapped:
                 lay_groups_side_by_side(module)
-            body = Block(module, layers, conditions, tokens, self._kernel, compute.tricks, self._elementwise, stash)
-            block = self._announced(body, index)
+            block = Block(module, layers, conditions, tokens, self._kernel, compute.tricks, self._elementwise, stash)
             if whole is not None:
-                output = whole(module, body.groups, hidden, swapped=index in self._swapped, recomputes=again)
+                output = whole(module, block.groups, hidden, swapped=index in self._swapped, recomputes=again)
                 if output is not None:
                     hidden = output
                     continue
+            presence = Presence(self._swap if index in self._swapped else None, index)
             if not again:
-                hidden = block(hidden)
+                with presence.during(backward=False):
+                    hidden = block(hidden)
                 continue
             earlier = stashes[index - 1] if index else None
-            hidden = recomputed(
+            recomputed = Recomputation(
                 block,
-                hidden,
+                presence,
                 stash=stash,
                 host=host,
-                keep_random_state=module.training and not body.is_plain,
+                draws=module.training and not block.is_plain,
                 before=earlier.fetch if earlier is not None else _nothing,
             )
+            hidden = recomputed(hidden)
         if self._whole is not None:
             self._whole.tell()
         return hidden
-
-    def _announced(self, block: Block, index: int) -> Block | Announced:
-        if self._swap is None or index not in self._swapped:
-            return block
-        return Announced(block, index, self._swap)
 
     def _is_recomputed(self, index: int) -> bool:
         if index in self._swapped:

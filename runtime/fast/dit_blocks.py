@@ -6,7 +6,9 @@ of tokens that share a timestep, attention the items. So items of different size
 Letters in shapes: B items, T tokens of all of them, N tokens of one, D width of the model, H heads, L rows of text.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +49,20 @@ class Tokens:
     def alike(self) -> bool:
         """Whether all items have the same number of tokens."""
         return len(set(self.items)) == 1
+
+
+class Beside(NamedTuple):
+    """What a block takes beside the tokens; it may have a gradient where something before the blocks is trained.
+
+    Attributes:
+        conditions: the timesteps' projection (runs, 6, D) in float32.
+        text: (B, L, D) projected rows of text.
+        images: (B, tokens, D) projected image tokens of Wan 2.1 image-to-video, or None.
+    """
+
+    conditions: Tensor
+    text: Tensor
+    images: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -129,7 +145,7 @@ class Block:
         for name, modules in _sharing(block).items():
             parts = [modules] if tricks.grouped else [[module] for module in modules]
             self._sharing[name] = [layers.group(part) for part in parts]
-        self._conditions = conditions
+        self.beside = Beside(conditions, tokens.text, tokens.images)
         self._tokens = tokens
         self._kernel = kernel
         self._tricks = tricks
@@ -148,13 +164,27 @@ class Block:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """(T, D) -> (T, D). All of the module's tensors are read here, since they may be elsewhere at other times."""
-        numbers = modulation(self._block, self._conditions)
+        return self._run(hidden, self.beside, valued=True)
+
+    def again(self, hidden: Tensor, beside: Sequence[Tensor | None]) -> Tensor:
+        """The same for its gradients alone; what comes out may be anything.
+
+        Args:
+            hidden: (T, D)
+            beside: what takes the place of `self.beside`; None leaves a part as it is.
+        """
+        parts = [other if part is None else part for part, other in zip(beside, self.beside, strict=True)]
+        return self._run(hidden, Beside(*parts), valued=not self._tricks.short_recompute)
+
+    def _run(self, hidden: Tensor, beside: Beside, *, valued: bool) -> Tensor:
+        numbers = modulation(self._block, beside.conditions)
+        valued = valued or numbers.forward_gate.requires_grad  # a gate that is trained looks at what it lets through
         runs, by = self._tokens.runs, self._elementwise
         normed = by.modulated(hidden, numbers.scale, numbers.shift, self._block.norm1.eps, runs)
         hidden = by.gated(hidden, self._self_attention(normed), numbers.gate, runs)
-        hidden = hidden + self._cross_attention(hidden)
+        hidden = hidden + self._cross_attention(hidden, beside)
         normed = by.modulated(hidden, numbers.forward_scale, numbers.forward_shift, self._block.norm3.eps, runs)
-        return by.gated(hidden, self._feed_forward(normed), numbers.forward_gate, runs)
+        return by.gated(hidden, self._feed_forward(normed, valued=valued), numbers.forward_gate, runs)
 
     def _self_attention(self, normed: Tensor) -> Tensor:
         attention = self._block.attn1
@@ -164,21 +194,19 @@ class Block:
         attended = self._attend(query, key, value, attention.heads)
         return self._single["own_out"](attended)[0]
 
-    def _cross_attention(self, hidden: Tensor) -> Tensor:
+    def _cross_attention(self, hidden: Tensor, beside: Beside) -> Tensor:
         attention, norm = self._block.attn2, self._block.norm2
         by = self._elementwise
         normed = hidden if isinstance(norm, nn.Identity) else by.norm(hidden, norm.weight, norm.bias, norm.eps)
         query = self._rms(attention.norm_q, self._single["query"](normed)[0], None)
-        tokens = self._tokens
-        attended = self._look(query, tokens.text, "text", attention.norm_k, tokens.text_bias)
-        if tokens.images is not None:
-            attended = attended + self._look(query, tokens.images, "image", attention.norm_added_k, None)
+        attended = self._look(query, beside.text, "text", attention.norm_k, self._tokens.text_bias)
+        if beside.images is not None:
+            attended = attended + self._look(query, beside.images, "image", attention.norm_added_k, None)
         return self._single["other_out"](attended)[0]
 
-    def _feed_forward(self, normed: Tensor) -> Tensor:
+    def _feed_forward(self, normed: Tensor, *, valued: bool) -> Tensor:
         widened = functional.gelu(self._single["up"](normed)[0], approximate="tanh")
-        down = self._single["down"]
-        return down.adapter_first(widened) if self._tricks.adapter_first else down(widened)[0]
+        return self._single["down"](widened, valued=valued)[0]
 
     def _look(self, query: Tensor, others: Tensor, pair: str, norm: nn.RMSNorm, bias: Tensor | None) -> Tensor:
         """Attention of the tokens (T, D) to other tokens (B, L, D) of the same item."""

@@ -1,25 +1,27 @@
-"""Blocks of which the backward pass recomputes what the forward pass did not keep, and whose weights come when needed.
+"""Blocks of which the forward pass keeps nothing but the input, and whose weights are on the device only around use.
 
-`torch.utils.checkpoint` does the work (not reentrant: it stops as soon as the last tensor that the backward pass needs
-is there again). Here are its surroundings: attention's outputs kept, what is kept waiting in host memory, and the
-announcements to a block swap.
+`torch.utils.checkpoint` would do it too. Its hooks on every tensor that a block would have kept take longer than the
+products of a small step; here one function holds the input and runs the block again, and what follows from knowing the
+block is said outright: attention's outputs come back from a stash, the last product is left out, a block swap is told
+when the weights are needed.
 """
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator
+import functools
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import get_device_states, set_device_states
 
 from wangen.runtime.fast.attention import Stash
+from wangen.runtime.fast.dit_blocks import Block
 from wangen.runtime.fast.dit_functions import apply
 from wangen.runtime.fast.host_copies import HostCopy, host_copies
-
-Step = Callable[[Tensor], Tensor]
 
 
 class BlockSwap(Protocol):
@@ -36,6 +38,28 @@ class BlockSwap(Protocol):
         """They are not needed any more."""
 
 
+@dataclass(frozen=True)
+class Presence:
+    """Around its passes, the weights of one block are on the device.
+
+    Attributes:
+        swap: None if they always are.
+        index: the block's number.
+    """
+
+    swap: BlockSwap | None
+    index: int
+
+    @contextlib.contextmanager
+    def during(self, *, backward: bool) -> Iterator[None]:
+        """The block's forward pass, or its recomputation and backward pass."""
+        if self.swap is not None:
+            self.swap.enter(self.index, backward=backward)
+        yield
+        if self.swap is not None:
+            self.swap.leave(self.index, backward=backward)
+
+
 class InHostMemory:
     """The inputs of recomputed blocks wait in host memory; each is fetched a block ahead of its recomputation."""
 
@@ -43,141 +67,129 @@ class InHostMemory:
         self._copies = host_copies(device)
         self._waiting: list[HostCopy] = []
 
-    @contextlib.contextmanager
-    def keeping(self, tensor: Tensor) -> Iterator[None]:
-        """While it runs, autograd's hold on this tensor is a hold on its copy."""
-        with torch.autograd.graph.saved_tensors_hooks(partial(self._send, tensor.data_ptr(), tensor.shape), self._get):
-            yield
-
-    def _send(self, pointer: int, shape: torch.Size, saved: Tensor) -> Tensor | int:
-        """The number of its copy, if it is the tensor there; anything else as it is.
-
-        Autograd keeps this hook as long as the other: to know the tensor itself would be to hold it.
-        """
-        if saved.data_ptr() != pointer or saved.shape != shape:
-            return saved
-        self._waiting.append(self._copies.send([saved]))
+    def send(self, tensor: Tensor) -> int:
+        """Start to copy a tensor there; its number."""
+        self._waiting.append(self._copies.send([tensor]))
         return len(self._waiting) - 1
 
-    def _get(self, kept: Tensor | int) -> Tensor:
-        if isinstance(kept, Tensor):
-            return kept
-        if kept > 0:
-            self._waiting[kept - 1].fetch()
-        (tensor,) = self._waiting[kept].take()
+    def take(self, number: int) -> Tensor:
+        """A tensor back on the device; the one that was sent before it comes along beside the computation."""
+        if number > 0:
+            self._waiting[number - 1].fetch()
+        (tensor,) = self._waiting[number].take()
         return tensor
 
 
-class LeaveAfterBackward(torch.autograd.Function):
-    """Nothing, but that it tells when the backward pass has come through to here."""
+class RandomState:
+    """PyTorch's generators of numbers, of the host and of one device, as they are when this is made."""
 
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, tell: Callable[[], None]) -> Tensor:
-        """(T, D) -> the same."""
-        ctx.tell = tell
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """The same."""
-        ctx.tell()
-        return gradients[0], None
-
-
-class EnterBeforeBackward(torch.autograd.Function):
-    """Nothing, but that it tells when the backward pass arrives at a block.
-
-    The last layers of a block may be frozen and keep nothing: then their weights are needed before anything that was
-    kept is, which is what begins the recomputation.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, tell: Callable[[], None]) -> Tensor:
-        """(T, D) -> the same."""
-        ctx.tell = tell
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """The same."""
-        ctx.tell()
-        return gradients[0], None
-
-
-class Announced:
-    """A block that tells a block swap when it begins and ends, forward and backward.
-
-    Attributes:
-        again: what runs now is the recomputation, after which the weights stay for the backward pass.
-    """
-
-    def __init__(self, block: Step, index: int, swap: BlockSwap) -> None:
-        self._block, self._index, self._swap = block, index, swap
-        self.again = False
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """The block's forward pass or its recomputation, (T, D) -> (T, D)."""
-        if self.again:  # the backward pass has entered before
-            return self._block(hidden)
-        self._swap.enter(self._index, backward=False)
-        output = self._block(hidden)
-        self._swap.leave(self._index, backward=False)
-        return output
-
-    def returned_to(self) -> None:
-        """The backward pass is here; its recomputation begins when something that was not kept is asked for."""
-        self._swap.enter(self._index, backward=True)
-
-    def done(self) -> None:
-        """The backward pass is through."""
-        self._swap.leave(self._index, backward=True)
-
-    def begin_again(self, *, tells: bool) -> None:
-        """The recomputation begins; unless its input `tells` when the backward pass is through, its end does."""
-        self.again = True
-        if not tells:  # autograd offers no other way to be called at the end of a backward pass
-            torch.autograd.Variable._execution_engine.queue_callback(self.done)
-
-
-def recomputed(
-    block: Step,
-    hidden: Tensor,
-    *,
-    stash: Stash | None = None,
-    host: InHostMemory | None = None,
-    keep_random_state: bool = False,
-    before: Callable[[], None] = lambda: None,
-) -> Tensor:
-    """Run a block and keep nothing of it but its input.
-
-    Args:
-        block: (T, D) -> (T, D).
-        hidden: its input.
-        stash: keeps the outputs of self attention.
-        host: where the input waits.
-        keep_random_state: the block draws random numbers from torch's global state (dropout).
-        before: called when the recomputation begins.
-    """
-    tells = hidden.requires_grad
-    if isinstance(block, Announced) and tells:
-        hidden = apply(LeaveAfterBackward, hidden, block.done)
+    def __init__(self, device: torch.device) -> None:
+        self._kind = device.type
+        self._host = torch.get_rng_state()
+        on_device = device.type != "cpu"
+        self._devices, self._states = get_device_states(torch.empty(0, device=device)) if on_device else ([], [])
 
     @contextlib.contextmanager
-    def again(inner: AbstractContextManager[None]) -> Iterator[None]:
-        before()
-        if isinstance(block, Announced):
-            block.begin_again(tells=tells)
-        with inner:
+    def again(self) -> Iterator[None]:
+        """While it runs, they draw what was drawn after they were noted."""
+        devices = {"device_type": self._kind} if self._devices else {}
+        with torch.random.fork_rng(self._devices, **devices):
+            torch.set_rng_state(self._host)
+            if self._devices:
+                set_device_states(self._devices, self._states, device_type=self._kind)
             yield
 
-    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        first, second = stash.contexts() if stash is not None else (contextlib.nullcontext(), contextlib.nullcontext())
-        return first, again(second)
 
-    with host.keeping(hidden) if host is not None else contextlib.nullcontext():
-        output: Tensor = checkpoint(
-            block, hidden, use_reentrant=False, preserve_rng_state=keep_random_state, context_fn=contexts
-        )
-    if isinstance(block, Announced) and output.requires_grad:
-        output = apply(EnterBeforeBackward, output, block.returned_to)
-    return output
+@dataclass(frozen=True)
+class Recomputation:
+    """How one block of one step is run, and run again.
+
+    Attributes:
+        block: itself.
+        presence: of its weights.
+        stash: keeps the outputs of self attention; None keeps nothing.
+        host: where its input waits; None leaves it on the device.
+        draws: the block draws random numbers from PyTorch's generators (dropout).
+        before: called when the backward pass arrives.
+    """
+
+    block: Block
+    presence: Presence
+    stash: Stash | None = None
+    host: InHostMemory | None = None
+    draws: bool = False
+    before: Callable[[], None] = lambda: None
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """The block's forward pass, (T, D) -> (T, D)."""
+        # What it takes beside the tokens has a gradient only where something before the blocks is trained.
+        beside = [part if part is not None and part.requires_grad else None for part in self.block.beside]
+        recording = contextlib.nullcontext() if self.stash is None else self.stash.recording()
+        with self.presence.during(backward=False), recording:
+            output: Tensor = apply(_Recomputed, _anchor(hidden.device), self, hidden, *beside)
+        return output
+
+
+class _Recomputed(torch.autograd.Function):
+    """A block that keeps its input, and is run again in the backward pass to get its gradients.
+
+    Those of its parameters are added to them there and then, as by any other backward pass.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, _anchor: Tensor, plan: Recomputation, hidden: Tensor, *beside: Tensor | None) -> Tensor:
+        """(T, D) -> (T, D).
+
+        Args:
+            ctx: autograd's.
+            _anchor: requires a gradient, so that the output does, also where nothing but the block's parameters does.
+            plan: of the block.
+            hidden: its input.
+            beside: those parts of `Block.beside` that require a gradient.
+        """
+        ctx.plan, ctx.number = plan, None
+        ctx.random = RandomState(hidden.device) if plan.draws else None
+        output = plan.block(hidden)
+        if plan.host is not None:
+            ctx.number = plan.host.send(hidden)
+        ctx.save_for_backward(hidden if plan.host is None else None, *beside)
+        return output
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        """(T, D) -> the gradients of the input and of what is beside it."""
+        plan: Recomputation = ctx.plan
+        hidden, *beside = ctx.saved_tensors
+        if plan.host is not None:
+            hidden = plan.host.take(ctx.number)
+        plan.before()
+        needed = ctx.needs_input_grad[2:]
+        with plan.presence.during(backward=True):
+            inputs = [_leaf(part, needs) for part, needs in zip((hidden, *beside), needed, strict=True)]
+            with torch.enable_grad(), torch.autocast(gradient.device.type, enabled=False), _as_before(ctx):
+                output = plan.block.again(inputs[0], inputs[1:])
+            torch.autograd.backward(output, gradient)
+        return None, None, *(None if part is None else part.grad for part in inputs)
+
+
+def _leaf(tensor: Tensor | None, requires_grad: bool) -> Tensor | None:
+    """The same numbers, behind which no graph lies."""
+    return None if tensor is None else tensor.detach().requires_grad_(requires_grad)
+
+
+@contextlib.contextmanager
+def _as_before(ctx: Any) -> Iterator[None]:
+    """A recomputation finds attention's outputs and the random numbers of the forward pass again."""
+    stash: Stash | None = ctx.plan.stash
+    with (
+        contextlib.nullcontext() if stash is None else stash.replaying(),
+        contextlib.nullcontext() if ctx.random is None else ctx.random.again(),
+    ):
+        yield
+
+
+@functools.cache
+def _anchor(device: torch.device) -> Tensor:
+    """A tensor of nothing that requires a gradient."""
+    return torch.empty(0, device=device, requires_grad=True)

@@ -94,7 +94,7 @@ class Norms(NamedTuple):
     image_key: Tensor | None
 
 
-class Beside(NamedTuple):
+class StepTensors(NamedTuple):
     """What every block of a step takes beside the tokens.
 
     Attributes:
@@ -160,7 +160,7 @@ class WholeBlocks:
 
     def __call__(
         self,
-        beside: Beside,
+        beside: StepTensors,
         tokens: Tokens,
         module: WanTransformerBlock,
         groups: Groups,
@@ -200,7 +200,7 @@ class WholeBlocks:
         return output
 
     def _run(
-        self, plan: Plan, hidden: Tensor, norms: Norms, linears: dict[str, list[Linears]], beside: Beside
+        self, plan: Plan, hidden: Tensor, norms: Norms, linears: dict[str, list[Linears]], beside: StepTensors
     ) -> Tensor | None:
         """The same; None, with one warning, where the compiler fails, which then is not asked again."""
         from torch._dynamo.exc import TorchDynamoException  # here: it loads the whole compiler
@@ -226,13 +226,13 @@ class WholeBlocks:
         log.info("--compile: %d blocks as a whole, one graph for each shape%s", num_whole, "".join(others))
 
 
-def beside_blocks(conditions: Tensor, tokens: Tokens) -> Beside:
+def step_tensors(conditions: Tensor, tokens: Tokens) -> StepTensors:
     """What all blocks of a step take, its text filled up to a number of rows that comes again."""
     text, bias, rows = tokens.text, tokens.text_bias, tokens.text.shape[1]
     if bias is not None:  # None counts all of 512 rows
         more = max(FEWEST_ROWS, 1 << (rows - 1).bit_length()) - rows
         text, bias = functional.pad(text, (0, 0, 0, more)), functional.pad(bias, (0, more), value=-math.inf)
-    return Beside(conditions, torch.view_as_real(tokens.rotations), text, bias, tokens.images)
+    return StepTensors(conditions, torch.view_as_real(tokens.rotations), text, bias, tokens.images)
 
 
 def _reason(groups: Groups) -> str | None:
@@ -282,7 +282,7 @@ def _linears(group: Group) -> Linears:
 def _compiled(plan: Plan, *_kind: object) -> Callable[..., Tensor]:
     """The function for one kind of block: all blocks of that kind are calls of it."""
 
-    def block(hidden: Tensor, norms: Norms, linears: dict[str, list[Linears]], beside: Beside) -> Tensor:
+    def block(hidden: Tensor, norms: Norms, linears: dict[str, list[Linears]], beside: StepTensors) -> Tensor:
         def body(tokens: Tensor) -> Tensor:
             return _block(plan, tokens, norms, linears, beside)
 
@@ -308,7 +308,7 @@ def _keeps(_context: object, operator: object, *arguments: Any, **_: Any) -> Che
     return CheckpointPolicy.MUST_SAVE if own else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _block(plan: Plan, hidden: Tensor, norms: Norms, linears: dict[str, list[Linears]], beside: Beside) -> Tensor:
+def _block(plan: Plan, hidden: Tensor, norms: Norms, linears: dict[str, list[Linears]], beside: StepTensors) -> Tensor:
     """(T, D) -> (T, D), as `dit_blocks.Block`."""
     widths = dict(plan.linears)
 

@@ -41,14 +41,17 @@ class FrozenProduct(Protocol):
     def outputs(self, inputs: Tensor) -> list[Tensor]:
         """(T, I) -> for each layer (T, O), with its bias."""
 
-    def plus(self, outputs: Tensor, inputs: Tensor, *, in_place: bool) -> Tensor:
-        """(T, O) plus inputs (T, I) times the weight of the one layer, without its bias."""
-
-    def input_gradient(self, gradients: Sequence[Tensor]) -> Tensor:
-        """For each layer (T, O) -> (T, I), the sum of the products with the weights."""
+    def plus(self, outputs: Tensor, inputs: Tensor) -> Tensor:
+        """Add to (T, O) inputs (T, I) times the weight of the one layer."""
 
     def bias(self) -> Tensor | None:
         """The bias (O,) of the one layer."""
+
+    def zeros(self, inputs: Tensor) -> tuple[Tensor, ...]:
+        """(T, I) -> in place of each layer's output (T, O) zeros, which take no memory."""
+
+    def input_gradient(self, gradients: Sequence[Tensor]) -> Tensor:
+        """For each layer (T, O) -> (T, I), the sum of the products with the weights."""
 
 
 @dataclass(frozen=True)
@@ -77,12 +80,14 @@ class Adapters:
         each: for each layer its adapter or None.
 
     Attributes:
+        num_layers: of all layers.
         present: numbers of the layers that have one, and the adapters.
         ranks: theirs.
         trained: `down` and `up` of each, one after the other.
     """
 
     def __init__(self, each: Sequence[LowRank | None]) -> None:
+        self.num_layers = len(each)
         self.present = [(number, adapter) for number, adapter in enumerate(each) if adapter is not None]
         self.ranks = [adapter.down.shape[0] for _, adapter in self.present]
         self.trained = [tensor for _, adapter in self.present for tensor in (adapter.down, adapter.up)]
@@ -91,6 +96,18 @@ class Adapters:
         """The first halves one below the other, (R, I)."""
         halves = [adapter.down_cast for _, adapter in self.present]
         return halves[0] if len(halves) == 1 else torch.cat(halves)
+
+    def with_bias(self, images: Tensor, bias: Tensor | None) -> Tensor:
+        """What the one layer's adapter makes of the low-rank images (T, R), with a bias (O,): (T, O)."""
+        ((_, adapter),) = self.present
+        start = images.new_zeros(()) if bias is None else bias
+        return torch.addmm(start, images, adapter.up_cast.t(), alpha=adapter.scale)
+
+    def add(self, outputs: Sequence[Tensor], images: Tensor) -> None:
+        """Add to the outputs (T, O) of each layer what its adapter makes of the low-rank images (T, R)."""
+        parts = images.split_with_sizes(self.ranks, 1)
+        for (number, adapter), part in zip(self.present, parts, strict=True):
+            outputs[number].addmm_(part, adapter.up_cast.t(), alpha=adapter.scale)
 
     def gradients(self, inputs: Tensor, images: Tensor, gradients: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """What goes back to the low-rank images (T, R), and the gradients of each `down` and `up`.
@@ -124,17 +141,29 @@ class AdaptedLinears(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, inputs: Tensor, frozen: FrozenProduct, adapters: Adapters, *_trained: Tensor
+        ctx: Any, inputs: Tensor, frozen: FrozenProduct, adapters: Adapters, valued: bool, *_trained: Tensor
     ) -> tuple[Tensor, ...]:
-        """(T, I) -> for each layer (T, O). `_trained`: `adapters.trained`, for autograd to see."""
+        """(T, I) -> for each layer (T, O).
+
+        Args:
+            ctx: autograd's.
+            inputs: of all layers.
+            frozen: the layers.
+            adapters: theirs.
+            valued: the outputs are computed; else they are zeros, for whoever wants the gradients alone.
+            _trained: `adapters.trained`, for autograd to see.
+        """
         factors = cast(inputs, frozen.dtype)
-        outputs = frozen.outputs(factors)
         images = factors @ adapters.down().t()
-        parts = images.split_with_sizes(adapters.ranks, 1)
-        for (number, adapter), part in zip(adapters.present, parts, strict=True):
-            outputs[number].addmm_(part, adapter.up_cast.t(), alpha=adapter.scale)
         ctx.save_for_backward(inputs, images)
         ctx.frozen, ctx.adapters = frozen, adapters
+        if not valued:
+            return frozen.zeros(inputs)
+        if adapters.num_layers == 1:
+            outputs = [frozen.plus(adapters.with_bias(images, frozen.bias()), factors)]
+        else:
+            outputs = frozen.outputs(factors)
+            adapters.add(outputs, images)
         return tuple(cast(output, inputs.dtype) for output in outputs)
 
     @staticmethod
@@ -148,67 +177,27 @@ class AdaptedLinears(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             total = ctx.frozen.input_gradient(slopes).addmm_(to_images, ctx.adapters.down())
             to_input = cast(total, inputs.dtype)
-        return to_input, None, None, *to_trained
-
-
-class AdapterBefore(torch.autograd.Function):
-    """The adapter and the bias of a linear layer whose frozen product `ProductAfter` adds.
-
-    Nothing is kept for the backward pass after this: a recomputation ends here and never does the frozen product. The
-    gradient of the input is that of both.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, inputs: Tensor, frozen: FrozenProduct, adapters: Adapters, *_trained: Tensor) -> Tensor:
-        """(T, I) -> (T, O): bias + scale * inputs @ down.T @ up.T of the one layer, in the products' dtype."""
-        ((_, adapter),) = adapters.present
-        images = cast(inputs, frozen.dtype) @ adapter.down_cast.t()
-        bias = frozen.bias()
-        if bias is None:
-            bias = images.new_zeros(())
-        ctx.save_for_backward(inputs, images)
-        ctx.frozen, ctx.adapters = frozen, adapters
-        return torch.addmm(bias, images, adapter.up_cast.t(), alpha=adapter.scale)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """(T, O) -> the gradients of the input, `down` and `up`."""
-        return AdaptedLinears.backward(ctx, *gradients)
-
-
-class ProductAfter(torch.autograd.Function):
-    """Add the frozen product to what `AdapterBefore` gave; keeps nothing, and passes the gradient on."""
-
-    @staticmethod
-    def forward(ctx: Any, adapted: Tensor, inputs: Tensor, frozen: FrozenProduct) -> Tensor:
-        """(T, O), (T, I) -> (T, O)."""
-        if inputs.dtype != frozen.dtype:
-            return frozen.plus(adapted, inputs.to(frozen.dtype), in_place=False).to(inputs.dtype)
-        ctx.mark_dirty(adapted)
-        return frozen.plus(adapted, inputs, in_place=True)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        """The input's own gradient is `AdapterBefore`'s."""
-        return gradients[0], None, None
+        return to_input, None, None, None, *to_trained
 
 
 class FrozenLinears(torch.autograd.Function):
     """Frozen linear layers without adapters; keeps nothing for the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, frozen: FrozenProduct) -> tuple[Tensor, ...]:
-        """(T, I) -> for each layer (T, O)."""
+    def forward(ctx: Any, inputs: Tensor, frozen: FrozenProduct, valued: bool) -> tuple[Tensor, ...]:
+        """(T, I) -> for each layer (T, O); `valued` as in `AdaptedLinears`."""
         ctx.frozen, ctx.dtype = frozen, inputs.dtype
+        if not valued:
+            return frozen.zeros(inputs)
         return tuple(cast(output, inputs.dtype) for output in frozen.outputs(cast(inputs, frozen.dtype)))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         """For each layer (T, O) -> (T, I)."""
         if not ctx.needs_input_grad[0]:
-            return None, None
+            return None, None, None
         slopes = [cast(gradient, ctx.frozen.dtype) for gradient in gradients]
-        return cast(ctx.frozen.input_gradient(slopes), ctx.dtype), None
+        return cast(ctx.frozen.input_gradient(slopes), ctx.dtype), None, None
 
 
 class MixedLayerNorm(torch.autograd.Function):

@@ -15,11 +15,9 @@ from torch.nn import functional
 
 from wangen.runtime.fast.dit_functions import (
     AdaptedLinears,
-    AdapterBefore,
     Adapters,
     FrozenLinears,
     LowRank,
-    ProductAfter,
     apply,
     cast,
 )
@@ -58,11 +56,15 @@ class Frozen:
         product = functional.linear(inputs, cast(weight, self.dtype), cast(bias, self.dtype))
         return list(product.split_with_sizes([layer.out_features for layer in self.layers], 1))
 
-    def plus(self, outputs: Tensor, inputs: Tensor, *, in_place: bool) -> Tensor:
-        """(T, O) plus inputs (T, I) times the weight of the one layer, without its bias."""
+    def plus(self, outputs: Tensor, inputs: Tensor) -> Tensor:
+        """Add to (T, O) inputs (T, I) times the weight of the one layer."""
         (layer,) = self.layers
-        weight = weight_of(layer, self.dtype).t()
-        return outputs.addmm_(inputs, weight) if in_place else torch.addmm(outputs, inputs, weight)
+        return outputs.addmm_(inputs, weight_of(layer, self.dtype).t())
+
+    def zeros(self, inputs: Tensor) -> tuple[Tensor, ...]:
+        """(T, I) -> in place of each layer's output (T, O) zeros, which take no memory."""
+        zero = inputs.new_zeros(())
+        return tuple(zero.expand(len(inputs), layer.out_features) for layer in self.layers)
 
     def input_gradient(self, gradients: Sequence[Tensor]) -> Tensor:
         """For each layer (T, O) -> (T, I), the sum of the products with the weights."""
@@ -175,21 +177,18 @@ class Group:
         """Whether no module's own forward is needed."""
         return self.frozen is not None
 
-    def __call__(self, inputs: Tensor) -> list[Tensor]:
-        """(T, I) -> for each layer (T, O), in as few products as can be."""
+    def __call__(self, inputs: Tensor, *, valued: bool = True) -> list[Tensor]:
+        """(T, I) -> for each layer (T, O), in as few products as can be.
+
+        Args:
+            inputs: of all layers.
+            valued: the outputs are looked at; else they may be zeros, and have the right gradients all the same.
+        """
         if self.frozen is None:
             return [self._own(layer, inputs) for layer in self._layers]
         if not self.adapters.present:
-            return list(apply(FrozenLinears, inputs, self.frozen))
-        return list(apply(AdaptedLinears, inputs, self.frozen, self.adapters, *self.adapters.trained))
-
-    def adapter_first(self, inputs: Tensor) -> Tensor:
-        """Of the one layer the same, with what the backward pass needs kept before the frozen product."""
-        if self.frozen is None or not self.adapters.present:
-            return self(inputs)[0]
-        adapted = apply(AdapterBefore, inputs, self.frozen, self.adapters, *self.adapters.trained)
-        output: Tensor = apply(ProductAfter, adapted, inputs.detach(), self.frozen)
-        return output
+            return list(apply(FrozenLinears, inputs, self.frozen, valued))
+        return list(apply(AdaptedLinears, inputs, self.frozen, self.adapters, valued, *self.adapters.trained))
 
     def _own(self, layer: Layer, inputs: Tensor) -> Tensor:
         """What one layer makes of (T, I) without the others: a plain one, a trained one, or by its own forward."""

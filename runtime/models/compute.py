@@ -13,14 +13,14 @@ class Tricks:
     Attributes:
         collapse_text: the zero rows behind a text become one key whose score has log n added.
         no_input_gradient: nothing before the first block, and no input of it, takes part in the backward pass.
-        adapter_first: under checkpointing an adapter runs before its frozen product, so that recomputing stops early.
+        short_recompute: under checkpointing a block's last frozen product, which no gradient needs, is not done again.
         grouped: q, k and v (k and v of the text) are one product, with one for the three adapters' first halves.
         fused_norms: adaLN as one layer norm, RMS norm and rotary embedding as one function.
     """
 
     collapse_text: bool = True
     no_input_gradient: bool = True
-    adapter_first: bool = True
+    short_recompute: bool = True
     grouped: bool = True
     fused_norms: bool = True
 
