@@ -6,7 +6,6 @@ of tokens that share a timestep, attention the items. So items of different size
 Letters in shapes: B items, T tokens of all of them, N tokens of one, D width of the model, H heads, L rows of text.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -166,15 +165,9 @@ class Block:
         """(T, D) -> (T, D). All of the module's tensors are read here, since they may be elsewhere at other times."""
         return self._run(hidden, self.beside, valued=True)
 
-    def again(self, hidden: Tensor, beside: Sequence[Tensor | None]) -> Tensor:
-        """The same for its gradients alone; what comes out may be anything.
-
-        Args:
-            hidden: (T, D)
-            beside: what takes the place of `self.beside`; None leaves a part as it is.
-        """
-        parts = [other if part is None else part for part, other in zip(beside, self.beside, strict=True)]
-        return self._run(hidden, Beside(*parts), valued=not self._tricks.short_recompute)
+    def again(self, hidden: Tensor, beside: Beside) -> Tensor:
+        """The same for its gradients alone, with `beside` in place of its own; what comes out may be anything."""
+        return self._run(hidden, beside, valued=not self._tricks.short_recompute)
 
     def _run(self, hidden: Tensor, beside: Beside, *, valued: bool) -> Tensor:
         numbers = modulation(self._block, beside.conditions)

@@ -8,8 +8,7 @@ when the weights are needed.
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from wangen.runtime.fast.attention import Stash
-from wangen.runtime.fast.dit_blocks import Block
+from wangen.runtime.fast.dit_blocks import Beside, Block
 from wangen.runtime.fast.dit_functions import apply
 from wangen.runtime.fast.host_copies import HostCopy, host_copies
 
@@ -156,7 +155,7 @@ class _Recomputed(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         """(T, D) -> the gradients of the input and of what is beside it."""
         plan: Recomputation = ctx.plan
@@ -164,18 +163,14 @@ class _Recomputed(torch.autograd.Function):
         if plan.host is not None:
             hidden = plan.host.take(ctx.number)
         plan.before()
-        needed = ctx.needs_input_grad[2:]
+        start = hidden.detach().requires_grad_(ctx.needs_input_grad[2])
+        leaves = [None if part is None else part.detach().requires_grad_() for part in beside]
+        trained = {name: leaf for name, leaf in zip(Beside._fields, leaves, strict=True) if leaf is not None}
         with plan.presence.during(backward=True):
-            inputs = [_leaf(part, needs) for part, needs in zip((hidden, *beside), needed, strict=True)]
             with torch.enable_grad(), torch.autocast(gradient.device.type, enabled=False), _as_before(ctx):
-                output = plan.block.again(inputs[0], inputs[1:])
+                output = plan.block.again(start, plan.block.beside._replace(**trained))
             torch.autograd.backward(output, gradient)
-        return None, None, *(None if part is None else part.grad for part in inputs)
-
-
-def _leaf(tensor: Tensor | None, requires_grad: bool) -> Tensor | None:
-    """The same numbers, behind which no graph lies."""
-    return None if tensor is None else tensor.detach().requires_grad_(requires_grad)
+        return None, None, *(None if leaf is None else leaf.grad for leaf in (start, *leaves))
 
 
 @contextlib.contextmanager
