@@ -252,27 +252,30 @@ class RmsRotary(torch.autograd.Function):
         normed = (wide * reciprocal).mul_(weight)
         ctx.save_for_backward(inputs, reciprocal)
         ctx.weight, ctx.table = weight, table
-        return cast(_rotated(normed, table), inputs.dtype)
+        if table is not None:
+            _by_heads(normed, table).mul_(table[:, None])
+        return cast(normed, inputs.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         """(T, D) -> the gradient of the input."""
         inputs, reciprocal = ctx.saved_tensors
-        table = None if ctx.table is None else ctx.table.conj()
-        turned = _rotated(gradients[0].float().contiguous(), table) * ctx.weight
+        turned = gradients[0].float().contiguous()
+        if ctx.table is None:
+            turned = turned * ctx.weight
+        else:
+            back = _by_heads(turned, ctx.table) * ctx.table[:, None].conj()
+            turned = torch.view_as_real(back).view(turned.shape).mul_(ctx.weight)
         wide = inputs.float()
         along = torch.linalg.vecdot(turned, wide)[:, None].mul_(reciprocal.pow(3)).div_(inputs.shape[1])
         to_inputs = turned.mul_(reciprocal).addcmul_(wide, along, value=-1)
         return cast(to_inputs, inputs.dtype), None, None, None
 
 
-def _rotated(channels: Tensor, table: Tensor | None) -> Tensor:
-    """(T, D) in float32, times the table's complex numbers."""
-    if table is None:
-        return channels
+def _by_heads(channels: Tensor, table: Tensor) -> Tensor:
+    """(T, D) in float32 as the complex numbers (items, N, H, channels of a head / 2) that it consists of."""
     tokens, pairs = table.shape
-    numbers = torch.view_as_complex(channels.view(-1, tokens, channels.shape[1] // pairs // 2, pairs, 2))
-    return torch.view_as_real(numbers * table[:, None]).view(channels.shape)
+    return torch.view_as_complex(channels.view(-1, tokens, channels.shape[1] // pairs // 2, pairs, 2))
 
 
 class Gate(torch.autograd.Function):
