@@ -34,6 +34,9 @@ log = logging.getLogger("wangen")
 FEWEST_ROWS = 64
 """Texts are filled up to 64, 128, 256 or 512 rows: a graph for each length of a caption would be made for hours."""
 
+TWICE_ROOT = 2 * math.sqrt(2 / math.pi)
+"""Of GELU: 0.5 (1 + tanh(u)) = sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3), https://arxiv.org/abs/1606.08415."""
+
 _aten = torch.ops.aten
 ATTENTION = (
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
@@ -342,8 +345,14 @@ def _block(plan: Plan, hidden: Tensor, norms: Norms, linears: dict[str, list[Lin
 
     normed = PLAIN.modulated(hidden, forward_scale + 1, forward_shift, plan.eps, plan.runs)
     (widened,) = outputs("up", normed)
-    (branch,) = outputs("down", functional.gelu(widened, approximate="tanh"))
+    (branch,) = outputs("down", _gelu(widened))
     return PLAIN.gated(hidden, branch, forward_gate, plan.runs)
+
+
+def _gelu(inputs: Tensor) -> Tensor:
+    """GELU in tanh's approximation, as x * sigmoid(2 u): the compiler's sigmoid is faster than its tanh."""
+    wide = inputs.float()
+    return (wide * torch.sigmoid(wide * (TWICE_ROOT + 0.044715 * TWICE_ROOT * wide * wide))).to(inputs.dtype)
 
 
 def _outputs(inputs: Tensor, linears: Linears, widths: Widths) -> list[Tensor]:
