@@ -4,8 +4,8 @@ python benchmarks/train_step.py [--threads 2] [--steps 15] [--cases float32 chec
 
 38 million parameters, one picture of 256x256, a caption of 46 rows, rank 16 on ten linear layers of each of 8 blocks.
 Both do the same: noise, timestep, velocity, loss, clipping, AdamW; `--compile` is for ours alone. The least of the
-interleaved steps counts, beside the lower quartile. On a busy machine `--threads 1 --cpu_time` gives ratios that hold: seconds of the processor instead
-of those on the wall. The limits are those that this project set itself.
+interleaved steps counts, beside the lower quartile. On a busy machine `--threads 1 --cpu_time` gives ratios that hold:
+seconds of the processor instead of those on the wall. The limits are those that this project set itself.
 """
 
 import argparse

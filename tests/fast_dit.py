@@ -115,10 +115,11 @@ def noisy(batch: int, *shape: int, rows: int = 20) -> Inputs:
     return Inputs(torch.randn(batch, 16, *shape, generator=generator), torch.full((batch,), 500.0), texts)
 
 
-def fast(model: WanTransformer3DModel, swap: Any = None, **changes: Any) -> FastWan:
+def fast(model: WanTransformer3DModel, swap: Any = None, dtype: torch.dtype | None = None, **changes: Any) -> FastWan:
     """The fast way, without checkpointing unless it is asked for."""
     compute = Compute(**{"checkpointing": "none", **changes})
-    return FastWan(model, compute, choose_kernel("sdpa", CPU, model.patch_embedding.weight.dtype), swap)
+    kernel = choose_kernel("sdpa", CPU, dtype or model.patch_embedding.weight.dtype)
+    return FastWan(model, compute, kernel, swap, dtype)
 
 
 def plain(model: WanTransformer3DModel) -> Any:

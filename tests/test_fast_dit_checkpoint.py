@@ -14,6 +14,7 @@ from wangen.runtime.fast.host_copies import HostCopies, HostCopy
 from wangen.runtime.memory.quantize import QuantLinear, quantize_blocks
 from wangen.runtime.memory.swap import BlockSwap
 from wangen.runtime.models.compute import Tricks
+from wangen.runtime.training.full import trainable_parameters
 
 WAYS = [
     {"checkpointing": "full"},
@@ -63,6 +64,27 @@ def test_other_adapters_are_recomputed_as_they_were(kind: str, checkpointing: st
         torch.manual_seed(3)
         steps.append(step(model, fast(model, checkpointing=way), inputs))
     assert same(*steps)
+
+
+BEFORE = r".*(condition_embedder\.time_proj|condition_embedder\.text_embedder\.linear_1|attn1\.to_q)"
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(map(str, way.values())))
+@pytest.mark.parametrize(("name", "dtype"), [("dit_i2v21", torch.float32), ("dit_ti2v5b", torch.bfloat16)])
+@pytest.mark.parametrize("everything", [False, True])
+def test_the_same_bits_where_what_comes_before_the_blocks_is_trained(
+    way: dict[str, Any], name: str, dtype: torch.dtype, everything: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """Then gates have a gradient, and are computed in another way than frozen ones."""
+    monkeypatch.setattr(dit_linear, "_is_fast_in_bfloat16", lambda: True)
+    model, inputs = vectors_model(name, dtype), inputs_of(name, batch=2)
+    if everything:
+        trainable_parameters(model)
+    else:
+        model = adapted(model, targets=BEFORE)
+    split = "split_attention" in way
+    wanted = step(model, fast(model, dtype=dtype, split_attention=split), inputs)
+    assert same(step(model, fast(model, dtype=dtype, **way), inputs), wanted)
 
 
 def test_gradients_of_two_passes_add_up():

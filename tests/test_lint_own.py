@@ -40,6 +40,7 @@ def test_what_training_would_refuse_is_said_before_it_runs(shell, line, kind, wo
 @pytest.mark.parametrize("line", [
     f"{ONE} --sage_attn",
     f"{ONE} --train_mode full --network_module lora --network_dropout 0 --lora_layout comfyui --network_dim 16",
+    f"{ONE} --train_mode full --network_module networks.lora_wan --no_dora",
     f"{ONE} --attention sage --vram 12",
     f"{ONE} --vram auto --blocks_to_swap 40 --block_swap_h2d_only --use_pinned_memory_for_block_swap",
     f"{ONE} --fp8_base --fp8_scaled --gradient_checkpointing --gradient_checkpointing_cpu_offload",

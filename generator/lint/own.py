@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from wangen import profiles
 from wangen.generator.errors import UsageError
 from wangen.generator.lint.kinds import Finding
-from wangen.generator.lint.script import Call, Script
+from wangen.generator.lint.script import UNKNOWN, Call, Script
 from wangen.generator.memory import preset_flags
 from wangen.generator.steps import Train
 from wangen.generator.table import Option, options
@@ -72,14 +72,15 @@ def _whole(call: Call) -> Iterator[_Wrong]:
 
 
 def _as_usual(call: Call, option: Option) -> bool:
-    """Whether a flag is left out, or given what it would be anyway; switches cannot be."""
+    """Whether a flag is left out, given what it would be anyway, or given what is not known here."""
     given = call.given(option.name)
-    if given is None:
-        return True
+    if given is None or isinstance(option.default, bool):
+        return not _is_on(call, option.name)
     if isinstance(option.default, float):
         return call.number(option.name, option.default) == option.default
+    values = [option.flag.values.get(value.text, value.text) for value in given.values]
     usual = option.default if isinstance(option.default, tuple) else (option.default,)
-    return [value.text for value in given.values] == [str(value) for value in usual]
+    return any(UNKNOWN in value for value in values) or values == [str(value) for value in usual]
 
 
 def experts(script: Script) -> Iterator[Finding]:

@@ -165,19 +165,24 @@ class Block:
         """(T, D) -> (T, D). All of the module's tensors are read here, since they may be elsewhere at other times."""
         return self._run(hidden, self.beside, valued=True)
 
+    @property
+    def trains_numbers(self) -> bool:
+        """Whether its shifts, scales and gates get a gradient."""
+        return self._block.scale_shift_table.requires_grad or self.beside.conditions.requires_grad
+
     def again(self, hidden: Tensor, beside: Beside) -> Tensor:
         """The same for its gradients alone, with `beside` in place of its own; what comes out may be anything."""
         return self._run(hidden, beside, valued=not self._tricks.short_recompute)
 
     def _run(self, hidden: Tensor, beside: Beside, *, valued: bool) -> Tensor:
         numbers = modulation(self._block, beside.conditions)
-        valued = valued or numbers.forward_gate.requires_grad  # a gate that is trained looks at what it lets through
+        valued = valued or self.trains_numbers  # a gate that is trained looks at what it lets through
         runs, by = self._tokens.runs, self._elementwise
         normed = by.modulated(hidden, numbers.scale, numbers.shift, self._block.norm1.eps, runs)
-        hidden = by.gated(hidden, self._self_attention(normed), numbers.gate, runs)
+        hidden = by.gated(hidden, self._self_attention(normed), numbers.gate, runs, True)
         hidden = hidden + self._cross_attention(hidden, beside)
         normed = by.modulated(hidden, numbers.forward_scale, numbers.forward_shift, self._block.norm3.eps, runs)
-        return by.gated(hidden, self._feed_forward(normed, valued=valued), numbers.forward_gate, runs)
+        return by.gated(hidden, self._feed_forward(normed, valued=valued), numbers.forward_gate, runs, valued)
 
     def _self_attention(self, normed: Tensor) -> Tensor:
         attention = self._block.attn1

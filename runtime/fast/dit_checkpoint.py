@@ -148,7 +148,9 @@ class _Recomputed(torch.autograd.Function):
         """
         ctx.plan, ctx.number = plan, None
         ctx.random = RandomState(hidden.device) if plan.draws else None
-        output = plan.block(hidden)
+        # Trained gates are computed in another way, by whether they have a gradient: so they get one here as well.
+        with torch.set_grad_enabled(plan.block.trains_numbers):
+            output = plan.block(hidden).detach()
         if plan.host is not None:
             ctx.number = plan.host.send(hidden)
         ctx.save_for_backward(hidden if plan.host is None else None, *beside)

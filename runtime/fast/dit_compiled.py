@@ -330,7 +330,7 @@ def _block(plan: Plan, hidden: Tensor, norms: Norms, linears: dict[str, list[Lin
     query = real_rms(query, norms.query, beside.rotations, plan.eps)
     key = real_rms(key, norms.key, beside.rotations, plan.eps)
     (branch,) = outputs("own_out", _attend(plan, query, key, value, None))
-    hidden = PLAIN.gated(hidden, branch, gate, plan.runs)
+    hidden = PLAIN.gated(hidden, branch, gate, plan.runs, True)
 
     normed = hidden
     if norms.other_weight is not None and norms.other_bias is not None:
@@ -346,7 +346,7 @@ def _block(plan: Plan, hidden: Tensor, norms: Norms, linears: dict[str, list[Lin
     normed = PLAIN.modulated(hidden, forward_scale + 1, forward_shift, plan.eps, plan.runs)
     (widened,) = outputs("up", normed)
     (branch,) = outputs("down", _gelu(widened))
-    return PLAIN.gated(hidden, branch, forward_gate, plan.runs)
+    return PLAIN.gated(hidden, branch, forward_gate, plan.runs, True)
 
 
 def _gelu(inputs: Tensor) -> Tensor:

@@ -25,6 +25,9 @@ BACKEND = "inductor"
 """Of torch.compile: what makes kernels of its graphs. Tests take a quicker one."""
 
 
+Gated = Callable[[Tensor, Tensor, Tensor, Sequence[int], bool], Tensor]
+
+
 @dataclass(frozen=True)
 class Elementwise:
     """One way of computing.
@@ -33,13 +36,13 @@ class Elementwise:
         norm: tokens (T, D), weight and bias (D,) in float32, eps -> layer norm (T, D).
         rms: queries or keys (T, D), weight (D,), table (N, channels of a head / 2) of complex numbers or None, eps ->
             RMS norm over all heads and the rotation of each head's pairs by position.
-        gated: residual (T, D), branch (T, D), gates (runs, D) in float32, tokens of each run ->
-            residual + gate * branch.
+        gated: residual (T, D), branch (T, D), gates (runs, D) in float32, tokens of each run, and whether the value is
+            looked at, not the gradients alone -> residual + gate * branch.
     """
 
     norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
     rms: Callable[[Tensor, Tensor, Tensor | None, float], Tensor]
-    gated: Callable[[Tensor, Tensor, Tensor, Sequence[int]], Tensor]
+    gated: Gated
 
     def modulated(self, tokens: Tensor, scale: Tensor, shift: Tensor, eps: float, runs: Sequence[int]) -> Tensor:
         """Adaptive layer norm, (T, D) -> (T, D): norm(x) * scale + shift, both (runs, D), scale with its 1 added."""
@@ -92,12 +95,10 @@ def _gated_run(residual: Tensor, branch: Tensor, gate: Tensor) -> Tensor:
     return (residual.float() + branch.float() * gate).to(residual.dtype)
 
 
-def _by_run(
-    run: Callable[[Tensor, Tensor, Tensor], Tensor],
-) -> Callable[[Tensor, Tensor, Tensor, Sequence[int]], Tensor]:
+def _by_run(run: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Gated:
     """A gate for one run of tokens made one for all."""
 
-    def gated(residual: Tensor, branch: Tensor, gates: Tensor, runs: Sequence[int]) -> Tensor:
+    def gated(residual: Tensor, branch: Tensor, gates: Tensor, runs: Sequence[int], _valued: bool) -> Tensor:
         if len(runs) == 1:
             return run(residual, branch, gates[0])
         pieces = zip(torch.split(residual, list(runs)), torch.split(branch, list(runs)), gates, strict=True)
@@ -106,10 +107,10 @@ def _by_run(
     return gated
 
 
-def _fused_gated(residual: Tensor, branch: Tensor, gates: Tensor, runs: Sequence[int]) -> Tensor:
+def _fused_gated(residual: Tensor, branch: Tensor, gates: Tensor, runs: Sequence[int], valued: bool) -> Tensor:
     if gates.requires_grad:
-        return PLAIN.gated(residual, branch, gates, runs)
-    output: Tensor = apply(Gate, residual, branch, gates, runs)
+        return PLAIN.gated(residual, branch, gates, runs, valued)
+    output: Tensor = apply(Gate, residual, branch, gates, runs, valued)
     return output
 
 

@@ -282,9 +282,11 @@ class Gate(torch.autograd.Function):
     """residual + gate * branch, in one pass and with one rounding; the gates are frozen and nothing is kept."""
 
     @staticmethod
-    def forward(ctx: Any, residual: Tensor, branch: Tensor, gates: Tensor, runs: Sequence[int]) -> Tensor:
-        """(T, D), (T, D), gates (runs, D) in float32, tokens of each run -> (T, D)."""
+    def forward(ctx: Any, residual: Tensor, branch: Tensor, gates: Tensor, runs: Sequence[int], valued: bool) -> Tensor:
+        """(T, D), (T, D), gates (runs, D) in float32, tokens of each run -> (T, D); `valued` as in `AdaptedLinears`."""
         ctx.gates, ctx.runs = gates, list(runs)
+        if not valued:
+            return residual.new_zeros(()).expand_as(residual)
         output = torch.empty_like(residual)
         if len(runs) == 1:
             return torch.addcmul(residual, branch, gates[0], out=output)
@@ -299,9 +301,9 @@ class Gate(torch.autograd.Function):
         (gradient,) = gradients
         to_branch = torch.empty_like(gradient)
         if len(ctx.runs) == 1:
-            return gradient, torch.mul(gradient, ctx.gates[0], out=to_branch), None, None
+            return gradient, torch.mul(gradient, ctx.gates[0], out=to_branch), None, None, None
         for part, piece, gate in zip(
             gradient.split_with_sizes(ctx.runs), to_branch.split_with_sizes(ctx.runs), ctx.gates, strict=True
         ):
             torch.mul(part, gate, out=piece)
-        return gradient, to_branch, None, None
+        return gradient, to_branch, None, None, None
