@@ -1,6 +1,6 @@
 """Makes the tiny Wan of `examples/tiny-wan`: a VAE, a text encoder and a transformer in Wan 2.1's own file formats.
 
-python benchmarks/pretrain_tiny_wan.py FOLDER [--clips 2000] [--steps 5000] [--clip_steps 2500] [--batch 16] [--seed 0]
+python benchmarks/pretrain_tiny_wan.py FOLDER [--clips 2000] [--steps 5000] [--batch 16] [--seed 0]
 
 Everything is trained from nothing on drawn clips of one coloured shape that moves over a plain background (one of six
 colours, three shapes, three backgrounds, five motions). What is whose:
@@ -50,7 +50,6 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--clips", type=int, default=2000)
     parser.add_argument("--steps", type=int, default=5000)
-    parser.add_argument("--clip_steps", type=int, default=2500)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -58,50 +57,41 @@ def main() -> None:
     shipped.mkdir(parents=True, exist_ok=True)
     make_vae(options.folder, shipped / VAE_FILE, options.seed)
     make_text_encoder(shipped, options.seed)
-    both, clips = draw_dataset(options.folder, options.clips, options.batch, options.seed)
-    common = {"dataset_config": both, "device": "cpu"}
+    config = draw_dataset(options.folder, options.clips, options.batch, options.seed)
+    common = {"dataset_config": config, "device": "cpu"}
     cache_latents.run(CacheLatents(vae=shipped / VAE_FILE, vae_dtype="float32", **common))
     cache_text.run(CacheText(t5=shipped / T5_FILE, t5_dtype="float32", **common))
     start = options.folder / "untrained.safetensors"
     if not start.is_file():
         write(start, initial_transformer(options.seed), {"format": "pt"})
-    # With stills among the clips colours and places come right, and then, with clips alone, the motions.
-    mixed = train_transformer(start, options.folder / "transformer", both, options.steps, 1.5e-3, options.seed)
-    whole = train_transformer(mixed, options.folder / "motions", clips, options.clip_steps, 1e-3, options.seed)
-    shutil.copyfile(whole, shipped / DIT_FILE)
-    for path in sorted(path for path in shipped.rglob("*") if path.is_file()):
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        print(f"{digest}  {path.relative_to(shipped).as_posix()}  {path.stat().st_size} bytes")
-
-
-def train_transformer(start: Path, folder: Path, dataset: Path, steps: int, learning_rate: float, seed: int) -> Path:
-    """Train every weight by the product's own step; the file of the averaged weights."""
     train.run(
         Train(
             task="t2v-1.3B",
             dit=start,
-            dataset_config=dataset,
-            output_dir=folder,
+            output_dir=options.folder / "transformer",
             output_name="wan",
             train_mode="full",
             save_precision="bfloat16",
             mixed_precision="no",
             checkpointing="none",
-            learning_rate=learning_rate,
+            learning_rate=1.5e-3,
             lr_scheduler="cosine",
             lr_warmup_steps="100",
             optimizer_args=("betas=0.9,0.98",),
-            max_train_steps=steps,
+            max_train_steps=options.steps,
             timestep_sampling="uniform",
             caption_dropout=0.1,
             ema_decay=0.995,
             save_state_every_n_minutes=10,
             log_with=("none",),
-            seed=seed,
-            device="cpu",
+            seed=options.seed,
+            **common,
         )
     )
-    return folder / "wan-ema.safetensors"
+    shutil.copyfile(options.folder / "transformer" / "wan-ema.safetensors", shipped / DIT_FILE)
+    for path in sorted(path for path in shipped.rglob("*") if path.is_file()):
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        print(f"{digest}  {path.relative_to(shipped).as_posix()}  {path.stat().st_size} bytes")
 
 
 def make_vae(folder: Path, path: Path, seed: int) -> None:
@@ -143,8 +133,8 @@ def random_captions(seed: int) -> Iterator[tuple[str, shapes.Scene]]:
         yield shapes.caption_of(shape, colour, background, motion), scene
 
 
-def draw_dataset(folder: Path, num_clips: int, batch: int, seed: int) -> tuple[Path, Path]:
-    """Draw clips and stills of the same scenes with captions, and write the TOMLs of both and of the clips alone.
+def draw_dataset(folder: Path, num_clips: int, batch: int, seed: int) -> Path:
+    """Draw clips and stills of the same scenes with captions, and write the dataset's TOML, whose path is returned.
 
     A still has a fifth of a clip's tokens, so that four times as many go into a step: from them the transformer learns
     soonest that all tokens of a frame show one shape.
@@ -154,7 +144,9 @@ def draw_dataset(folder: Path, num_clips: int, batch: int, seed: int) -> tuple[P
         (folder / name).mkdir(parents=True, exist_ok=True)
         shapes.write_clips(folder / name, pairs, num_frames, SIDE_PX)
     place = folder.absolute().as_posix()
-    clips = f"""
+    config = folder / "dataset.toml"
+    config.write_text(
+        f"""
 [general]
 resolution = [{SIDE_PX}, {SIDE_PX}]
 
@@ -163,17 +155,16 @@ video_directory = "{place}/clips"
 cache_directory = "{place}/cache"
 target_frames = [{NUM_FRAMES}]
 batch_size = {batch}
-"""
-    stills = f"""
+
 [[datasets]]
 image_directory = "{place}/stills"
 cache_directory = "{place}/cache-of-stills"
 batch_size = {4 * batch}
 num_repeats = 2
-"""
-    (folder / "dataset.toml").write_text(clips + stills, encoding="utf-8")
-    (folder / "clips.toml").write_text(clips, encoding="utf-8")
-    return folder / "dataset.toml", folder / "clips.toml"
+""",
+        encoding="utf-8",
+    )
+    return config
 
 
 @torch.no_grad()
