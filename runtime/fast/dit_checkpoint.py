@@ -1,9 +1,9 @@
 """Blocks of which the forward pass keeps nothing but the input, and whose weights are on the device only around use.
 
-`torch.utils.checkpoint` would do it too. Its hooks on every tensor that a block would have kept take longer than the
-products of a small step; here one function holds the input and runs the block again, and what follows from knowing the
-block is said outright: attention's outputs come back from a stash, the last product is left out, a block swap is told
-when the weights are needed.
+`torch.utils.checkpoint` would do it too, but with hooks on every tensor that a block would have kept, which cost a
+small step some percent of its time. Here one function holds the input and runs the block again, and what follows from
+knowing the block is said outright: attention's outputs come back from a stash, the last product is left out, a block
+swap is told when the weights are needed.
 """
 
 import contextlib
