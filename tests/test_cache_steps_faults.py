@@ -73,7 +73,7 @@ def test_stopped_from_outside_it_keeps_what_is_whole(unbroken: Bundle, tmp_path:
         assert process.returncode == 1, message
         assert message.count("stopped.") == 1
         assert "Traceback" not in message
-        assert 8 <= len(bundle.entries()) <= 70
+        assert 7 <= len(bundle.entries()) <= 70  # of the eight files that were seen the last may not be whole
         assert not list(cache.glob(".*.tmp"))
     bundle.latents()
     assert bundle.check("--deep") == 1  # the texts are missing
