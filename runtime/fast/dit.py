@@ -268,14 +268,13 @@ class FastWan:
                 with presence.during(backward=False):
                     hidden = block(hidden)
                 continue
-            earlier = stashes[index - 1] if index else None
             recomputed = Recomputation(
                 block,
                 presence,
                 stash=stash,
                 host=host,
                 draws=module.training and not block.is_plain,
-                before=earlier.fetch if earlier is not None else _nothing,
+                earlier=stashes[index - 1] if index else None,
             )
             hidden = recomputed(hidden)
         if self._whole is not None:
@@ -300,10 +299,6 @@ class FastWan:
             parts = piece.view(1, frames, height, width, *patch, -1).permute(0, 7, 1, 4, 2, 5, 3, 6)
             outputs.append(parts.flatten(6, 7).flatten(4, 5).flatten(2, 3))
         return outputs
-
-
-def _nothing() -> None:
-    """What is done before a recomputation that has nothing to fetch."""
 
 
 def _times(timesteps: Tensor, num_tokens: Sequence[int], device: torch.device) -> Times:

@@ -8,7 +8,7 @@ swap is told when the weights are needed.
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -109,15 +109,15 @@ class Recomputation:
         stash: keeps the outputs of self attention; None keeps nothing.
         host: where its input waits; None leaves it on the device.
         draws: the block draws random numbers from PyTorch's generators (dropout).
-        before: called when the backward pass arrives.
+        earlier: the stash of the block before, whose outputs are fetched while this one computes.
     """
 
     block: Block
     presence: Presence
-    stash: Stash | None = None
-    host: InHostMemory | None = None
-    draws: bool = False
-    before: Callable[[], None] = lambda: None
+    stash: Stash | None
+    host: InHostMemory | None
+    draws: bool
+    earlier: Stash | None
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """The block's forward pass, (T, D) -> (T, D)."""
@@ -164,7 +164,8 @@ class _Recomputed(torch.autograd.Function):
         hidden, *beside = ctx.saved_tensors
         if plan.host is not None:
             hidden = plan.host.take(ctx.number)
-        plan.before()
+        if plan.earlier is not None:
+            plan.earlier.fetch()
         start = hidden.detach().requires_grad_(ctx.needs_input_grad[2])
         leaves = [None if part is None else part.detach().requires_grad_() for part in beside]
         trained = {name: leaf for name, leaf in zip(Beside._fields, leaves, strict=True) if leaf is not None}
