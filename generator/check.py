@@ -47,7 +47,7 @@ def run(options: Check) -> Report:
     Raises:
         WangenError: the dataset TOML itself cannot be read.
     """
-    seen = examine(options, read_dataset(options.dataset_config, options.resolution))
+    seen = examine(options, read_dataset(options.dataset, options.resolution))
     findings = [*_own_script(), *seen.findings]
     for finding in findings:
         log.error("  - %s", finding)
@@ -55,9 +55,9 @@ def run(options: Check) -> Report:
         log.warning("  %s", warning)
     verdict = many(len(findings), "problem") if findings else "all good"
     return Report(
-        folder=options.output_dir or options.dataset_config.parent,
+        folder=options.output_dir or options.dataset.parent,
         summary=f"{verdict}: {seen}",
-        inputs={"dataset_config": options.dataset_config},
+        inputs={"dataset_config": options.dataset},
         counts={"images": seen.num_images, "clips": seen.num_clips, "problems": len(findings)},
         result={"problems": [str(finding) for finding in findings]},
         ok=not findings,

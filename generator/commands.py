@@ -14,7 +14,7 @@ import click
 
 from wangen.generator.errors import UsageError
 from wangen.generator.steps import STEPS
-from wangen.generator.table import Option, Step, options, spellings
+from wangen.generator.table import Option, Step, missing, options, spellings
 
 S = TypeVar("S", bound=Step)
 
@@ -95,14 +95,18 @@ def build(step: type[Step], values: Mapping[str, Any]) -> Step:
     """The dataclass from raw values, with those of its `config_file` beneath them.
 
     Raises:
-        UsageError: a wrong value, an unknown key in the file, or a required flag missing.
+        UsageError: a wrong value, an unknown key in the file, a required flag missing, or two that say the same.
     """
     made = {option.name: convert(option, values[option.name]) for option in options(step) if option.name in values}
     if made.get("config_file"):
-        made = _read_config(step, made["config_file"]) | made
-    missing = [f"--{option.name}" for option in options(step) if option.required and option.name not in made]
-    if missing:
-        raise UsageError(f"{step.command} needs {', '.join(missing)}", cure=f"wangen {step.command} --help")
+        beneath = _read_config(step, made["config_file"])
+        if any(name in made for name in step.one_of):
+            beneath = {name: value for name, value in beneath.items() if name not in step.one_of}
+        made = beneath | made
+    if lacking := missing(step, made):
+        raise UsageError(f"{step.command} needs {', '.join(lacking)}", cure=f"wangen {step.command} --help")
+    if len(twice := [f"--{name}" for name in step.one_of if name in made]) > 1:
+        raise UsageError(f"{' and '.join(twice)} contradict each other", cure="give one of them")
     return step(**made)
 
 

@@ -2,7 +2,6 @@
 
 import os
 import struct
-import sys
 import unicodedata
 import zlib
 from collections.abc import Iterable, Iterator
@@ -13,12 +12,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from wangen.generator.errors import WangenError
-from wangen.generator.install import install_line
+from wangen.generator.install import require_library
+from wangen.generator.npz import SUFFIX, is_npz, is_other_archive, read_npz_facts
 from wangen.generator.paths import windows_name_problem
 
 IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".avif"})
 VIDEO_SUFFIXES = frozenset(
-    {".mp4", ".webm", ".avi", ".mkv", ".mov", ".flv", ".wmv", ".m4v", ".mpg", ".mpeg"}
+    {".mp4", ".webm", ".avi", ".mkv", ".mov", ".flv", ".wmv", ".m4v", ".mpg", ".mpeg", SUFFIX}
 )  # fmt: skip
 
 Media = Literal["image", "video"]
@@ -123,7 +123,7 @@ def scan(
     Raises:
         WangenError: the folder cannot be listed, or the library that reads clips is not installed.
     """
-    entries = _listing(folder)
+    entries = [entry for entry in _listing(folder) if not is_other_archive(entry)]
     problems = _name_problems(folder, entries, media, caption_extension)
     kinds = {media} if media else {"image", "video"}
     found = [(e.name, kind) for e in entries if (kind := media_of(e.name)) in kinds and e.is_file()]
@@ -167,6 +167,9 @@ def read_facts(path: Path) -> MediaFacts:
     Raises:
         WangenError: the file cannot be read as an image or a video.
     """
+    if is_npz(path):
+        clip = read_npz_facts(path)
+        return MediaFacts(clip.width, clip.height, clip.num_frames, clip.num_frames / clip.fps)
     return _image_facts(path) if media_of(path) == "image" else _video_facts(path)
 
 
@@ -358,15 +361,7 @@ def require_av() -> Any:
     Raises:
         WangenError: it is not installed.
     """
-    try:
-        import av
-    except ModuleNotFoundError:
-        raise WangenError(
-            "clips need the library av, which is not installed",
-            where=sys.executable,
-            cure=install_line(sys.executable),
-        ) from None
-    return av
+    return require_library("av")
 
 
 def _video_facts(path: Path) -> MediaFacts:

@@ -49,7 +49,9 @@ def read_items(entry: DatasetEntry, *, deep: bool = True) -> tuple[list[Item], l
         WangenError: a folder cannot be listed or the manifest not be read, or the library for clips is not installed.
     """
     if entry.manifest:
-        items, problems = read_manifest(entry.manifest, entry.media, multiple_captions=entry.multiple_captions)
+        items, problems = read_manifest(
+            entry.manifest, entry.media, mixed=entry.mixed, multiple_captions=entry.multiple_captions
+        )
         to_open = [path for item in items for path in (item.path, *item.companions)]
     else:
         items, problems = scan(

@@ -1,54 +1,115 @@
-"""A jsonl manifest -> items: one JSON object a line, for each image or clip.
+"""A jsonl manifest -> items: one JSON object a line, for each image or clip. There is one form, read everywhere.
 
+    {"file": "clips/walk.mp4", "prompt": "a walk", "fps": 16, "frames": 81, "width": 832, "height": 480}
     {"image_path": "cats/tom.png", "caption": "a cat", "control_path": "lines/tom.png", "mask_path": "masks/tom.png"}
     {"video_path": "walk.mp4", "caption": ["a walk", "somebody walks"]}
 
-Several control images are `control_path_0`, `control_path_1` and so on; other keys are ignored. A relative path starts
-at the manifest's own folder, and where nothing lies there at the working folder. Blank lines and a byte order mark are
-fine. Each line is an item of its own: a picture that two lines name is trained on with both captions.
+The first is what `wangen preprocess` writes. The file is `file`, `image_path`, `video_path` or `file_name`, and what it
+is says its ending; the caption is `caption`, `prompt` or `text`. Several control images are `control_path_0`,
+`control_path_1` and so on; other keys are ignored. A relative path starts at the manifest's own folder, and where
+nothing lies there at the working folder. Blank lines and a byte order mark are fine. Each line is an item of its own: a
+picture that two lines name is trained on with both captions.
 """
 
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from wangen.generator.dataset import Item, Media, Problem, media_of, name_fault, split_captions
-from wangen.generator.errors import WangenError
+from wangen.generator.errors import WangenError, printable
 
+SUFFIXES = (".jsonl", ".ndjson")
+
+_FILE_KEYS = ("file", "image_path", "video_path", "file_name")
+_CAPTION_KEYS = ("caption", "prompt", "text")
 _CONTROL = re.compile(r"control_path(?:_([0-9]{1,4}))?")
+_NAME_CHARACTERS = 400
 
 
-def read_manifest(path: Path, media: Media, *, multiple_captions: bool = False) -> tuple[list[Item], list[Problem]]:
+@dataclass(frozen=True)
+class Clips:
+    """What a manifest says of all its images, or of all its clips, without a look at the files.
+
+    Attributes:
+        sizes: how many have which (width, height) in pixels; those that say it.
+        frames: how many clips have so many frames; those that say it.
+        number: of them all.
+    """
+
+    sizes: Counter[tuple[int, int]]
+    frames: Counter[int]
+    number: int
+
+
+def is_manifest(path: Path) -> bool:
+    """Whether a file is a manifest by its ending; letter case does not matter."""
+    return path.suffix.lower() in SUFFIXES
+
+
+def read_manifest(
+    path: Path, media: Media | None = None, *, mixed: bool = False, multiple_captions: bool = False
+) -> tuple[list[Item], list[Problem]]:
     """The items of a manifest in the order of its lines, and everything that is wrong with it, by line.
 
     Args:
         path: the jsonl file.
-        media: what its lines hold: `image_path` or `video_path`.
+        media: what its lines hold; None: both.
+        mixed: lines of the other media are left to whoever asks for those, and are no mistake.
         multiple_captions: every line of a caption is a caption of its own.
 
     Raises:
         WangenError: the file cannot be read, or is no text in UTF-8.
     """
+    numbered, problems = read_lines(path, None if mixed else media, multiple_captions=multiple_captions)
+    wanted = {number: item for number, item in numbered.items() if media in (None, item.media)}
+    return list(wanted.values()), problems + _uneven(wanted, path)
+
+
+def read_lines(
+    path: Path, media: Media | None = None, *, multiple_captions: bool = False
+) -> tuple[dict[int, Item], list[Problem]]:
+    """As `read_manifest`, each item by the number of its line, and without comparing the lines."""
     text = _text(path)
     if text.lstrip().startswith("["):
-        return [], [Problem(path, "is one JSON list", "write one object a line, without brackets and commas around")]
-    items: list[Item] = []
-    numbers: list[int] = []
+        return {}, [Problem(path, "is one JSON list", "write one object a line, without brackets and commas around")]
+    items: dict[int, Item] = {}
     problems = []
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
+    for number, line in _lines(text):
         try:
-            items.append(_item(_object(line), media, path, multiple=multiple_captions))
-            numbers.append(number)
+            items[number] = _item(_object(line), media, path, multiple=multiple_captions)
         except _LineError as bad:
             problems.append(Problem(path, f"line {number}: {bad.found}", bad.cure))
     if not items and not problems:
-        problems.append(Problem(path, "holds no lines", f'write {{"{media}_path": "…", "caption": "…"}} for each item'))
-    return items, problems + _uneven(items, numbers, path)
+        key = f"{media}_path" if media else "file"
+        problems.append(Problem(path, "holds no lines", f'write {{"{key}": "…", "caption": "…"}} for each item'))
+    return items, problems
+
+
+def describe_manifest(path: Path) -> dict[Media, Clips]:
+    """What a manifest says of its images and of its clips; what is wrong with it says `read_manifest`.
+
+    Raises:
+        WangenError: the file cannot be read, or is no text in UTF-8.
+    """
+    found: dict[Media, Clips] = {}
+    for _, line in _lines(_text(path)):
+        try:
+            values = _object(line)
+            media = media_of(str(_one_of(values, _FILE_KEYS)))
+        except _LineError:
+            continue
+        if media:
+            clips = found.setdefault(media, Clips(Counter(), Counter(), 0))
+            found[media] = Clips(clips.sizes, clips.frames, clips.number + 1)
+            width, height, frames = (_count(values, key) for key in ("width", "height", "frames"))
+            clips.sizes.update([(width, height)] if width and height else [])
+            clips.frames.update([frames] if frames else [])
+    return found
 
 
 class _LineError(Exception):
@@ -62,11 +123,15 @@ def _text(path: Path) -> str:
     try:
         return path.read_bytes().decode("utf-8-sig")
     except OSError as error:
-        raise WangenError(
-            f"cannot read the manifest: {error.strerror}", where=str(path), cure="check the path in the dataset's TOML"
-        ) from None
+        raise WangenError(f"cannot read the manifest: {error.strerror}", where=str(path),
+                          cure="check its path") from None  # fmt: skip
     except UnicodeDecodeError:
         raise WangenError("the manifest is not UTF-8", where=str(path), cure="save it as UTF-8") from None
+
+
+def _lines(text: str) -> Iterator[tuple[int, str]]:
+    """The lines that are not blank, counted from 1."""
+    return ((number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip())
 
 
 def _object(line: str) -> dict[str, Any]:
@@ -79,20 +144,35 @@ def _object(line: str) -> dict[str, Any]:
     return values
 
 
-def _item(values: Mapping[str, Any], media: Media, manifest: Path, *, multiple: bool) -> Item:
-    key = f"{media}_path"
-    other = "image" if media == "video" else "video"
-    if key not in values:
-        cure = f"use {other}_jsonl_file" if f"{other}_path" in values else f'write "{key}": "…"'
-        raise _LineError(f"has no {key}", cure)
-    path = _file(values, key, {media}, manifest)
+def _count(values: Mapping[str, Any], key: str) -> int:
+    """A number above 0 that a line says; else 0."""
+    number = values.get(key)
+    return number if isinstance(number, int) and not isinstance(number, bool) and number > 0 else 0
+
+
+def _one_of(values: Mapping[str, Any], keys: tuple[str, ...]) -> Any:
+    """The value of the one of these keys that a line has; None where it has none, or null."""
+    given = [key for key in keys if key in values]
+    if len({json.dumps(values[key]) for key in given}) > 1:
+        raise _LineError(f"has {' and '.join(given)}, one is needed")
+    return values[given[0]] if given else None
+
+
+def _item(values: Mapping[str, Any], media: Media | None, manifest: Path, *, multiple: bool) -> Item:
+    keys = _FILE_KEYS if media is None else ("file", f"{media}_path", "file_name")
+    if not any(key in values for key in keys):
+        raise _no_file(values, media)
+    _one_of(values, keys)
+    path = _file(values, next(key for key in keys if key in values), {media} if media else {"image", "video"}, manifest)
+    found = media_of(path)
+    assert found, "just judged by its ending"
     if fault := name_fault(path.name):
-        raise _LineError(f"{path.name}: {fault}", "rename it")
-    kinds: set[Media] = {"image"} if media == "image" else {"image", "video"}
+        raise _LineError(f"{printable(path.name)}: {fault}", "rename it")
+    kinds: set[Media] = {"image"} if found == "image" else {"image", "video"}
     controls = sorted((int(match[1] or -1), name) for name in values if (match := _CONTROL.fullmatch(name)))
     return Item(
         path,
-        media,
+        found,
         _captions(values, multiple=multiple),
         manifest,
         tuple(_file(values, name, kinds, manifest) for _, name in controls),
@@ -100,16 +180,35 @@ def _item(values: Mapping[str, Any], media: Media, manifest: Path, *, multiple: 
     )
 
 
+def _no_file(values: Mapping[str, Any], media: Media | None) -> _LineError:
+    if media is None:
+        return _LineError("has no file", 'write "file": "…"')
+    other = "image" if media == "video" else "video"
+    cure = f"use {other}_jsonl_file" if f"{other}_path" in values else f'write "{media}_path": "…"'
+    return _LineError(f"has no {media}_path", cure)
+
+
 def _captions(values: Mapping[str, Any], *, multiple: bool) -> tuple[str, ...]:
-    raw = values.get("caption")
+    raw = _one_of(values, _CAPTION_KEYS)
     texts: list[Any] = raw if isinstance(raw, list) else [raw]
-    if "caption" not in values or not texts:
+    if not any(key in values for key in _CAPTION_KEYS) or not texts:
         raise _LineError("has no caption", 'write "caption": "…", or a list of them')
     if not all(isinstance(text, str) for text in texts):
         raise _LineError(f"caption must be a text or a list of texts, got {json.dumps(raw)[:40]}")
     if not all(text.strip() for text in texts):
         raise _LineError("its caption is empty", "describe the picture in a sentence")
+    if not all(_is_unicode(text) for text in texts):
+        raise _LineError("its caption holds half a character")
     return tuple(caption for text in texts for caption in split_captions(text.strip(), multiple=multiple))
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether a text can be written: JSON can hold half a character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _file(values: Mapping[str, Any], key: str, kinds: set[Media], manifest: Path) -> Path:
@@ -117,25 +216,24 @@ def _file(values: Mapping[str, Any], key: str, kinds: set[Media], manifest: Path
     text = values[key]
     if not isinstance(text, str) or not text:
         raise _LineError(f"{key} must be a path, got {json.dumps(text)[:40]}")
+    said = printable(text if len(text) < _NAME_CHARACTERS else text[:_NAME_CHARACTERS] + "…")
     # A manifest that was written on Windows: elsewhere its backslashes would be part of a name.
     for name in (text, text.replace("\\", "/")):
         for start in (manifest.parent, Path()):
             path = start / name
             if os.path.isfile(path):  # noqa: PTH113 (three times as fast as Path's, for 100,000 lines)
                 if media_of(path) not in kinds:
-                    raise _LineError(f"{text} is no {' or '.join(sorted(kinds))} by its ending")
+                    raise _LineError(f"{said} is no {' or '.join(sorted(kinds))} by its ending")
                 return path
-    raise _LineError(
-        f"{text if len(text) < 400 else text[:400] + '…'} is not there", "mend the path or take the line out"
-    )
+    raise _LineError(f"{said} is not there", "mend the path or take the line out")
 
 
-def _uneven(items: list[Item], numbers: list[int], manifest: Path) -> list[Problem]:
+def _uneven(items: Mapping[int, Item], manifest: Path) -> list[Problem]:
     """Lines without the control media or the mask that other lines have: training takes them from all or from none."""
     problems = []
-    most = max((len(item.controls) for item in items), default=0)
-    masked = any(item.mask for item in items)
-    for number, item in zip(numbers, items, strict=True):
+    most = max((len(item.controls) for item in items.values()), default=0)
+    masked = any(item.mask for item in items.values())
+    for number, item in items.items():
         if len(item.controls) < most:
             found = f"line {number}: has {len(item.controls)} of the {most} control_path that other lines have"
             problems.append(Problem(manifest, found, "write it, or take it out of the others"))

@@ -151,7 +151,7 @@ def _files(target: Target, options: Check) -> Iterator[Line]:
     elsewhere: list[str] = []
     seen = _seen(target, options, elsewhere)
     try:
-        blocks = read_dataset(seen.dataset_config, options.resolution)
+        blocks = read_dataset(seen.dataset, options.resolution)
     except WangenError as error:
         yield Line("problem", str(error))
         return

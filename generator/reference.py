@@ -3,7 +3,7 @@
 `python -m wangen.generator.reference` writes them into a checkout; tests compare them with what the table says.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import click
@@ -135,7 +135,8 @@ def _rows(step: type[Step]) -> Iterator[str]:
         spelled = [f"`{name}` = {value}" for name, value in option.flag.values.items() if name]
         also = f" ({', '.join(constants + spelled)})" if constants or spelled else ""
         knob = " A knob of the scripts, once it has a value." if option.flag.knob else ""
-        yield f"| {', '.join(names)} | {_takes(option)} | {_default(option)} | {_cell(option.flag.help)}{also}.{knob} |"
+        default = _default(option, step.one_of)
+        yield f"| {', '.join(names)} | {_takes(option)} | {default} | {_cell(option.flag.help)}{also}.{knob} |"
 
 
 def _takes(option: Option) -> str:
@@ -148,9 +149,11 @@ def _takes(option: Option) -> str:
     return one if option.length is None else f"{option.length or 'any number'} x {one}"
 
 
-def _default(option: Option) -> str:
+def _default(option: Option, one_of: Sequence[str] = ()) -> str:
     if option.required:
         return "**required**"
+    if option.name in one_of:
+        return "**required**, or " + ", ".join(f"`--{name}`" for name in one_of if name != option.name)
     if option.kind is bool:
         return "on" if option.default else "off"
     if option.default in (None, (), ""):

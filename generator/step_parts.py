@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from wangen.generator.table import Step, flag
 
@@ -40,5 +40,20 @@ def vae_tile() -> Any:
 class DatasetStep(Step):
     """What all steps that read a dataset share."""
 
-    dataset_config: Path = flag("the dataset's TOML file")
-    resolution: str = flag("which resolutions of the TOML to use: all, or for example 256,832x480", "all", knob=True)
+    one_of: ClassVar[tuple[str, ...]] = ("dataset_config", "manifest")
+
+    dataset_config: Path | None = flag("the dataset's TOML file", None)
+    manifest: Path | None = flag(
+        "a .jsonl of clips and captions, as `wangen preprocess` writes it, in place of the TOML", None
+    )
+    resolution: str = flag(
+        "which resolutions of the TOML to use: all, or for example 256,832x480; of a manifest all is its clips' own",
+        "all", knob=True,
+    )  # fmt: skip
+
+    @property
+    def dataset(self) -> Path:
+        """The file that says what the dataset is: its TOML or its manifest."""
+        named = self.dataset_config or self.manifest
+        assert named is not None, "the command line, and whoever makes a step, gives one of the two"
+        return named

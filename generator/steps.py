@@ -185,7 +185,9 @@ class Generate(Step):
     task: str = flag("model profile", "t2v-14B", pinned=True, model_choices=True)
     prompt: str = flag("what to show")
     negative_prompt: str = flag("what to avoid; used when --guidance_scale is above 1", "", pinned=True)
-    lora_weight: tuple[Path, ...] = flag("LoRA files (ComfyUI, kohya or diffusers layout)", ())
+    lora_weight: tuple[Path, ...] = flag(
+        "LoRA files (ComfyUI, kohya or diffusers layout), or folders of runs", (), names=("lora_weights",)
+    )
     lora_multiplier: tuple[float, ...] = flag("strength of each LoRA (default: 1)", ())
     video_size: tuple[int, int] = flag("height and width in pixels, multiples of 16", (256, 256), pinned=True)
     video_length: int = flag("number of frames, 4n+1; 1 makes an image", 81, pinned=True)
@@ -196,7 +198,7 @@ class Generate(Step):
     sample_solver: Literal["unipc", "euler"] = flag("sampler", "unipc", pinned=True, values={"vanilla": "euler"})
     seed: int = flag("seed of the initial noise, which is always drawn on the CPU", 42, pinned=True)
     cpu_noise: bool = flag("accepted; noise is always drawn on the CPU", False)
-    save_path: Path = flag("the .mp4 or .png to write, or a folder")
+    save_path: Path = flag("the .mp4 or .png to write, or a folder", names=("output",))
     attention: Attention = flag(
         "attention kernel; auto takes the first of flash3, flash, sdpa that runs here", "auto", pinned=True,
         names=("attn_mode",),
@@ -228,8 +230,8 @@ class Export(Step):
     }
 
     lora_weight: tuple[Path, ...] = flag(
-        "LoRA to convert (any layout; a file, or a folder of peft or diffusers), or LoRAs to merge", (),
-        names=("input",),
+        "LoRA to convert (any layout; a file, or a folder of a run, of peft or diffusers), or LoRAs to merge", (),
+        names=("lora_weights", "input"),
     )  # fmt: skip
     lora_multiplier: tuple[float, ...] = flag("strength of each merged LoRA, one number per LoRA (default: 1)", ())
     dit: Path | None = flag("merge into this transformer: any format, any shard, or a diffusers folder", None)

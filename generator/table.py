@@ -10,7 +10,7 @@ also of fixed length), each optionally `| None`.
 import dataclasses
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -57,6 +57,8 @@ class Step:
     module: ClassVar[str]
     spellings: ClassVar[tuple[str, ...]] = ()
     elsewhere: ClassVar[Mapping[str, str]] = {}
+    one_of: ClassVar[tuple[str, ...]] = ()
+    """Flags that say the same thing in different ways: exactly one of them is given."""
 
     config_file: Path | None = flag("TOML file holding any of these flags; the command line wins", None)
     log_file: Path | None = flag("append plain log lines to this file", None)
@@ -187,6 +189,19 @@ def _option(f: "dataclasses.Field[Any]") -> Option:
     if annotation not in (str, int, float, bool, Path):
         raise TypeError(f"field {f.name}: the table knows no type {f.type}")
     return Option(f.name, annotation, choices, length, optional, f.default, f.metadata["flag"])
+
+
+def missing(step: type[Step], given: Collection[str]) -> list[str]:
+    """The flags without which a step cannot be made and which are not among those that are given.
+
+    >>> from wangen.generator.steps import CacheText
+    >>> missing(CacheText, []), missing(CacheText, ["manifest", "t5"])
+    (['--dataset_config or --manifest', '--t5'], [])
+    """
+    names = [f"--{option.name}" for option in options(step) if option.required and option.name not in given]
+    if step.one_of and not any(name in given for name in step.one_of):
+        names.insert(0, " or ".join(f"--{name}" for name in step.one_of))
+    return names
 
 
 def spellings(step: type[Step]) -> Iterator[tuple[str, Option, str | None]]:

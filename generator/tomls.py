@@ -3,24 +3,28 @@
 The dataset schema is musubi-tuner's, so that existing files work. Unknown keys are refused with the nearest known one.
 """
 
+import itertools
 import logging
 import re
 import tomllib
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
+from wangen.generator import manifests
 from wangen.generator.errors import UsageError, WangenError
+from wangen.generator.manifests import Clips, is_manifest
+from wangen.generator.toml_values import WHITE, read_value
 
 log = logging.getLogger("wangen")
 
+CLIP_SIZE, CLIP_FRAMES = (832, 480), 81
+"""What Wan 2.1 is made for, in pixels and frames: of a manifest that says no sizes or lengths."""
+
 FrameExtraction = Literal["head", "chunk", "slide", "uniform", "full"]
-WHITE = "#ffffff"
-MAX_SIDE = 16384
-"""Of a resolution, in pixels: no model comes near it, and a slip of the finger would fill the memory."""
-EXTRACTIONS = ("head", "chunk", "slide", "uniform", "full")
 
 _SAME_CUT = "control media are cut to the size of their target in this version: leave it out"
 _LATER = {
@@ -42,6 +46,7 @@ class DatasetEntry:
         media: what is read from it.
         cache_directory: where its cache entries live.
         manifest: the jsonl file that names the media and their captions, instead of a folder of them.
+        mixed: its lines may be images and clips; those of the other media are another block's.
         control_directory: control images or videos, by the stems of the media; a manifest names its own.
         mask_directory: masks, by the stems of the media; a manifest names its own.
         resolution: bucket area as (width, height) in pixels.
@@ -65,6 +70,7 @@ class DatasetEntry:
     media: Literal["image", "video"]
     cache_directory: Path
     manifest: Path | None = None
+    mixed: bool = False
     control_directory: Path | None = None
     mask_directory: Path | None = None
     resolution: tuple[int, int] = (960, 544)
@@ -91,10 +97,14 @@ class DatasetEntry:
 
 _VIDEO = {"target_frames", "frame_extraction", "frame_stride", "frame_sample", "max_frames", "source_fps"}
 MEDIA_KEYS = ("image_directory", "video_directory", "image_jsonl_file", "video_jsonl_file")
-"""What a block is made of: it has one of them."""
+"""What a block of musubi-tuner's is made of: it has one of them."""
+MANIFEST = "manifest"
+"""The same in ours: a jsonl of images, clips or both, that says their sizes and lengths."""
+SOURCES = (*MEDIA_KEYS, MANIFEST)
 _BESIDE = ("control_directory", "mask_directory")
-_OWN = {*MEDIA_KEYS, "cache_directory", *_BESIDE}
-_SHARED = {f.name for f in fields(DatasetEntry)} - {"directory", "media", "manifest"} - _OWN
+_OWN = {*SOURCES, "cache_directory", *_BESIDE}
+_SHARED = {f.name for f in fields(DatasetEntry)} - {"directory", "media", "mixed"} - _OWN
+_DEFAULTS = {f.name: f.default for f in fields(DatasetEntry)}
 KEYS = _SHARED | _OWN
 """Every key of a block; `[general]` may hold all but the paths."""
 _PATH_LINE = re.compile(r"""^\s*([\w.-]+)\s*=\s*"([^"]*\\[^"]*)"[^"]*$""")
@@ -151,19 +161,22 @@ def refuse_unknown(found: Mapping[str, Any], known: set[str], where: str) -> Non
 
 
 def read_dataset(path: Path, resolution: str = "all", *, tell: bool = True) -> tuple[DatasetEntry, ...]:
-    """The blocks of a dataset TOML, `[general]` merged in, relative paths resolved.
+    """The blocks of a dataset TOML, `[general]` merged in, relative paths resolved; or those of a manifest by itself.
 
     A relative media folder or manifest is looked for in the working folder first, then in the TOML's own, and the log
     says where it was found; relative folders of the cache, of control media and of masks follow it.
 
     Args:
-        path: the TOML.
-        resolution: which blocks to take: `all`, or resolutions with commas between them (`256,832x480`).
+        path: the TOML, or a manifest.
+        resolution: which blocks to take: `all`, or resolutions with commas between them (`256,832x480`); of a
+            manifest, whose clips have a size of their own, any.
         tell: log where relative paths start.
 
     Raises:
         WangenError: missing file, unknown key, wrong value, no block, no block of a resolution that is asked for.
     """
+    if is_manifest(path):
+        return _at(resolution, _of_manifest(path, manifest_cache(path), {}), path)
     return select(_read_blocks(path, tell=tell), resolution, str(path))
 
 
@@ -226,16 +239,16 @@ def _read_blocks(path: Path, *, tell: bool) -> tuple[DatasetEntry, ...]:
         if key in _OWN:
             raise UsageError(f"{key} stands in [general]", where=str(path), cure="write it into each [[datasets]]")
     refuse_unknown(general, _SHARED, f"{path}, [general]")
-    entries = tuple(_entry(path, number, general, block) for number, block in enumerate(blocks, 1))
-    for start in dict.fromkeys(_start(entry, path, block) for entry, block in zip(entries, blocks, strict=True)):
+    entries = [_entries(path, number, general, block) for number, block in enumerate(blocks, 1)]
+    for start in dict.fromkeys(_start(found[0], path, block) for found, block in zip(entries, blocks, strict=True)):
         if start and tell:
             log.info("  %s", start)
-    return entries
+    return tuple(itertools.chain.from_iterable(entries))
 
 
 def _start(entry: DatasetEntry, toml: Path, block: Mapping[str, Any]) -> str:
     """Where a block's relative media folder or manifest was found, in words; empty for an absolute one."""
-    text = str(next(block[key] for key in MEDIA_KEYS if key in block))
+    text = str(next(block[key] for key in SOURCES if key in block))
     found = entry.manifest or entry.directory
     if Path(text).is_absolute():
         return ""
@@ -246,37 +259,82 @@ def _start(entry: DatasetEntry, toml: Path, block: Mapping[str, Any]) -> str:
     return f"relative paths of {toml.name} start at its own folder {toml.absolute().parent}"
 
 
-def _entry(path: Path, number: int, general: Mapping[str, Any], own: Mapping[str, Any]) -> DatasetEntry:
+def _entries(path: Path, number: int, general: Mapping[str, Any], own: Mapping[str, Any]) -> tuple[DatasetEntry, ...]:
+    """What a block says: one entry, or of a manifest with images and clips one for each."""
     where = f"{path}, [[datasets]] number {number}"
     block = {**general, **own}
     refuse_unknown(block, KEYS, where)
-    named = [key for key in MEDIA_KEYS if key in block]
+    named = [key for key in SOURCES if key in block]
     if len(named) != 1:
         found = f"a block names {' and '.join(named)}" if named else "a block names no media"
-        raise UsageError(found, where=where, cure=f"write one of {', '.join(MEDIA_KEYS)} into each block")
+        raise UsageError(found, where=where, cure=f"write one of {', '.join(SOURCES)} into each block")
     _refuse_misplaced(own, named[0], where)
-    is_video, is_manifest = named[0].startswith("video"), named[0].endswith("jsonl_file")
+    is_video, lines = named[0].startswith("video"), named[0].endswith("jsonl_file")
     media = Path(_path(block, named[0], where))
-    if is_manifest and "cache_directory" not in own:
+    if lines and "cache_directory" not in own:
         raise UsageError(f"{named[0]} needs cache_directory", where=where, cure='for example cache_directory = "cache"')
-    cache = Path(_path(block, "cache_directory", where)) if "cache_directory" in block else media
+    usual = manifest_cache(media) if named[0] == MANIFEST else media
+    cache = Path(_path(block, "cache_directory", where)) if "cache_directory" in block else usual
     beside = {key: Path(_path(block, key, where)) for key in _BESIDE if key in block}
     if media in beside.values():
         raise UsageError(f"control media and masks share the media folder {media}", where=where,
                          cure="keep them in folders of their own")  # fmt: skip
-    values: dict[str, Any] = {key: _value(key, block[key], where) for key in _SHARED if key in block}
+    values = {key: read_value(key, block[key], _DEFAULTS[key], where) for key in _SHARED if key in block}
     if is_video and "target_frames" not in values and values.get("frame_extraction") != "full":
         raise UsageError("a video block needs target_frames", where=where, cure="for example target_frames = [81]")
     base = _base(cache if media.is_absolute() else media, path)
     for key, folder in beside.items():
         values[key] = (_base(folder, path) if media.is_absolute() else base) / folder
-    return DatasetEntry(
-        directory=(base / media).parent if is_manifest else base / media,
+    if named[0] == MANIFEST:
+        return _of_manifest(base / media, base / cache, values)
+    return (DatasetEntry(
+        directory=(base / media).parent if lines else base / media,
         media="video" if is_video else "image",
         cache_directory=base / cache,
-        manifest=base / media if is_manifest else None,
+        manifest=base / media if lines else None,
         **values,
-    )
+    ),)  # fmt: skip
+
+
+def manifest_cache(manifest: Path) -> Path:
+    """Where the cache of a manifest lies unless a TOML says otherwise: beside it."""
+    return manifest.with_name(f"{manifest.stem}_cache")
+
+
+def _of_manifest(manifest: Path, cache: Path, values: Mapping[str, Any]) -> tuple[DatasetEntry, ...]:
+    """A manifest's images and clips as a block each; what `values` does not say, its lines do.
+
+    The resolution is the most frequent size; with clips of one length that is what is cut from each, else each keeps
+    its own up to the longest.
+
+    Raises:
+        WangenError: it cannot be read.
+    """
+    found: list[DatasetEntry] = []
+    described = manifests.describe_manifest(manifest) or {"image": Clips(Counter(), Counter(), 0)}
+    for media, clips in described.items():
+        size = max(clips.sizes, key=lambda size: (clips.sizes[size], size), default=CLIP_SIZE)
+        said: dict[str, Any] = {} if "resolution" in values else {"resolution": size, "enable_bucket": True}
+        if media == "video" and values.keys().isdisjoint(("target_frames", "frame_extraction")):
+            length = (max(clips.frames, default=CLIP_FRAMES) - 1) // 4 * 4 + 1
+            one = len(clips.frames) == 1 and clips.frames.total() == clips.number
+            said |= {"target_frames": (length,)} if one else {"frame_extraction": "full", "max_frames": length}
+        found.append(DatasetEntry(directory=manifest.parent, media=media, cache_directory=cache, manifest=manifest,
+                                  mixed=True, **said | dict(values)))  # fmt: skip
+    return tuple(found)
+
+
+def _at(resolution: str, entries: tuple[DatasetEntry, ...], manifest: Path) -> tuple[DatasetEntry, ...]:
+    """A manifest's blocks at these resolutions, those of another size each with a cache folder of its own."""
+    if resolution == "all":
+        return entries
+    sizes = dict.fromkeys(parse_resolution(name, "--resolution") for name in resolution.split(","))
+    other = {size: manifest.with_name(f"{manifest.stem}_{resolution_name(size)}_cache") for size in sizes}
+    return tuple(
+        entry if entry.resolution == size
+        else replace(entry, resolution=size, enable_bucket=True, cache_directory=other[size])
+        for size in sizes for entry in entries
+    )  # fmt: skip
 
 
 def _refuse_misplaced(own: Mapping[str, Any], source: str, where: str) -> None:
@@ -285,10 +343,11 @@ def _refuse_misplaced(own: Mapping[str, Any], source: str, where: str) -> None:
     Raises:
         UsageError: settings of videos for images, or folders of control media or masks beside a manifest.
     """
+    lines = source.endswith("jsonl_file") or source == MANIFEST
     if source.startswith("image") and _VIDEO & own.keys():
         raise UsageError(f"{min(_VIDEO & own.keys())} belongs to video blocks, this one has {source}",
                          where=where, cure=f"take it out, or use {source.replace('image', 'video')}")  # fmt: skip
-    if source.endswith("jsonl_file") and (beside := sorted(own.keys() & set(_BESIDE))):
+    if lines and (beside := sorted(own.keys() & set(_BESIDE))):
         line_key = beside[0].replace("directory", "path")
         raise UsageError(f"{beside[0]} belongs to folders of media, this block has {source}", where=where,
                          cure=f"write {line_key} into the lines of the manifest")  # fmt: skip
@@ -309,85 +368,6 @@ def _path(block: Mapping[str, Any], key: str, where: str) -> str:
         raise UsageError(f"{key} holds a control character: {value!r}", where=where,
                          cure=r"write \ in single quotes, or /: \t in double quotes is a tab")  # fmt: skip
     return value
-
-
-def _value(key: str, raw: Any, where: str) -> Any:
-    """One value of a block, checked and brought to the field's type."""
-    field = next(f for f in fields(DatasetEntry) if f.name == key)
-    default = field.default if field.default is not MISSING else None
-    if key == "resolution":
-        return sizes(key, raw, where)
-    if key == "target_frames":
-        return frames(key, raw, where)
-    if key == "source_fps":
-        if isinstance(raw, int | float) and not isinstance(raw, bool) and 0.01 <= raw <= 1000:
-            return float(raw)
-        raise UsageError(f"source_fps must be a number from 0.01 to 1000, got {raw!r}", where=where)
-    if key == "frame_extraction" and raw not in EXTRACTIONS:
-        raise UsageError(f"frame_extraction has no value {raw!r}", where=where, cure=f"one of {', '.join(EXTRACTIONS)}")
-    if key == "caption_extension" and not (isinstance(raw, str) and re.fullmatch(r"\.[^/\\]*[^/\\. ]", raw)):
-        raise UsageError(f"caption_extension must be a dot and letters, got {raw!r}", where=where,
-                         cure='for example ".txt"')  # fmt: skip
-    if key == "background_color":
-        return _color(raw, where)
-    if isinstance(default, bool) and not isinstance(raw, bool):
-        raise UsageError(f"{key} must be true or false, got {raw!r}", where=where)
-    if isinstance(default, int) and not isinstance(default, bool):
-        return whole_number(key, raw, where)
-    return raw
-
-
-def _color(raw: Any, where: str) -> str:
-    """A colour as `#rrggbb` in small letters; `#rgb` is short for it."""
-    if not isinstance(raw, str) or not re.fullmatch(r"#([0-9a-fA-F]{3}){1,2}", raw):
-        raise UsageError(f"background_color must be a colour like {WHITE}, got {raw!r}", where=where,
-                         cure=f'for example background_color = "{WHITE}"')  # fmt: skip
-    digits = raw[1:].lower()
-    return "#" + ("".join(digit * 2 for digit in digits) if len(digits) == 3 else digits)
-
-
-def whole_number(key: str, raw: Any, where: str) -> int:
-    """A count.
-
-    Raises:
-        UsageError: it is no whole number above 0.
-    """
-    if not isinstance(raw, int) or isinstance(raw, bool) or raw < 1:
-        raise UsageError(f"{key} must be a whole number above 0, got {raw!r}", where=where)
-    return raw
-
-
-def sizes(key: str, raw: Any, where: str) -> tuple[int, int]:
-    """A resolution: one number for a square, or [width, height].
-
-    Raises:
-        UsageError: it is neither, or larger than any picture.
-    """
-    sides = raw if isinstance(raw, list) and len(raw) == 2 else [raw, raw]
-    if not all(isinstance(side, int) for side in sides):
-        raise UsageError(f"{key} must be one whole number or [width, height], got {raw!r}", where=where)
-    width, height = (whole_number(key, side, where) for side in sides)
-    if max(width, height) > MAX_SIDE:
-        raise UsageError(f"{key} must be at most {MAX_SIDE} pixels a side, got {raw!r}", where=where,
-                         cure="write 512, or [832, 480]")  # fmt: skip
-    return width, height
-
-
-def frames(key: str, raw: Any, where: str) -> tuple[int, ...]:
-    """Clip lengths in frames, sorted, each 4n+1: one number or a list.
-
-    Raises:
-        UsageError: one of them is not 4n+1; the message names the nearest below.
-    """
-    numbers = raw if isinstance(raw, list) else [raw]
-    found = sorted({whole_number(key, number, where) for number in numbers})
-    if not found:
-        raise UsageError(f"{key} is an empty list", where=where, cure=f"for example {key} = [81]")
-    wrong = [number for number in found if number % 4 != 1]
-    if wrong:
-        raise UsageError(f"{key} must be 4n+1 (1, 5, … 81), got {wrong[0]}", where=where,
-                         cure=f"write {max(1, (wrong[0] - 1) // 4 * 4 + 1)}")  # fmt: skip
-    return tuple(found)
 
 
 def write_dataset(entries: tuple[Mapping[str, Any], ...], general: Mapping[str, Any], comment: str) -> str:

@@ -91,7 +91,7 @@ class Train(DatasetStep):
     )
     condition_dropout: float = flag("share of the draws that are not given these frames, 0 to 1", 0.0, pinned=True)
     force_v2_1_time_embedding: bool = flag("accepted; a timestep that all tokens share is always embedded once", False)
-    output_dir: Path = flag("folder for the LoRA, checkpoints and the report")
+    output_dir: Path = flag("folder for the LoRA, checkpoints and the report", names=("output",))
     output_name: str = flag("file name of the LoRA without its ending")
 
     # The adapter.
@@ -117,7 +117,10 @@ class Train(DatasetStep):
     network_args: tuple[str, ...] = flag(
         "musubi-tuner's key=value: include_patterns, exclude_patterns, loraplus_lr_ratio", (), pinned=True
     )
-    network_weights: Path | None = flag("start from this adapter (ComfyUI, kohya, diffusers or peft layout)", None)
+    network_weights: Path | None = flag(
+        "start from this adapter (ComfyUI, kohya, diffusers or peft layout), or a run's folder: its best or last",
+        None, names=("lora_weights",),
+    )  # fmt: skip
     network_weights_high_noise: Path | None = flag("the high-noise expert starts from this adapter", None)
     dim_from_weights: bool = flag("take rank and alpha from --network_weights", False, pinned=True)
     base_weights: tuple[Path, ...] = flag("LoRAs that are merged into the frozen base before training", ())
@@ -151,9 +154,10 @@ class Train(DatasetStep):
     ema_decay: float | None = flag("keep an average of the adapter too, with this decay (0.99), saved as -ema", None,
                                    pinned=True)  # fmt: skip
     max_train_epochs: int | None = flag(
-        f"epochs; wins over --max_train_steps ({DEFAULT_EPOCHS} when neither is given)", None, knob=True
-    )
-    max_train_steps: int | None = flag("optimizer steps", None, knob=True)
+        f"epochs; wins over --max_train_steps ({DEFAULT_EPOCHS} when neither is given)", None, knob=True,
+        names=("num_epochs",),
+    )  # fmt: skip
+    max_train_steps: int | None = flag("optimizer steps", None, knob=True, names=("max_steps",))
     gradient_accumulation_steps: int = flag("batches per optimizer step", 1, pinned=True, knob=True)
     mixed_precision: Literal["bf16", "no"] = flag(
         "bf16, or no for float32", "bf16", pinned=True, knob=True, values={"fp32": "no"},
@@ -256,7 +260,9 @@ class Train(DatasetStep):
 
     # The truth while it runs.
     validation_items: int = flag("so many items of the dataset are held out for validation", 0, pinned=True, knob=True)
-    validation_config: Path | None = flag("a dataset TOML that is held out for validation instead", None)
+    validation_config: Path | None = flag(
+        "a dataset TOML or a manifest that is held out for validation instead", None, names=("val_manifest",)
+    )
     validation_timesteps: int = flag("timesteps at which every held-out item is judged", 8)
     validate_every_n_steps: int | None = flag("steps between two validations (default: once an epoch)", None, knob=True)
     keep_best: bool = flag("keep the LoRA with the lowest validation loss as -best", False)
@@ -277,7 +283,7 @@ class Train(DatasetStep):
 
     # Saving and resuming.
     save_every_n_epochs: int | None = flag("save the LoRA every N epochs", None, knob=True)
-    save_every_n_steps: int | None = flag("save the LoRA every N steps", None, knob=True)
+    save_every_n_steps: int | None = flag("save the LoRA every N steps", None, knob=True, names=("save_steps",))
     save_last_n_epochs: int | None = flag("keep LoRAs of the last N epochs only", None)
     save_last_n_steps: int | None = flag("keep LoRAs of the last N steps only", None)
     keep_last: int | None = flag("of the LoRAs saved on the way keep the last N only", None)

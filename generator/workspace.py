@@ -19,6 +19,7 @@ from wangen.generator.files import write_text, write_whole
 from wangen.generator.paths import PathError, slugify, translate
 from wangen.generator.target import Target, from_here, machine_of
 from wangen.generator.tasks import supported
+from wangen.generator.toml_values import frames, sizes, whole_number
 
 FILE = "wangen.toml"
 DEFAULT_MODEL = "t2v-1.3B"
@@ -242,7 +243,7 @@ def read(folder: Path) -> Workspace:
     return Workspace(
         folder=folder,
         model=values.get("model", DEFAULT_MODEL),
-        resolution=tomls.sizes("resolution", values["resolution"], str(path)) if "resolution" in values else None,
+        resolution=sizes("resolution", values["resolution"], str(path)) if "resolution" in values else None,
         num_frames=_num_frames(values["num_frames"], str(path)) if "num_frames" in values else None,
         platforms=tuple(dict.fromkeys(names)),
         known_platforms=known_platforms,
@@ -316,7 +317,7 @@ def _dataset(section: Any, name: str, file: Path) -> DatasetSettings:
             raise UsageError(f"{key} must be true or false, got {values[key]!r}", where=where)
     for key in ("batch_size", "num_repeats"):
         if key in values:
-            tomls.whole_number(key, values[key], where)
+            whole_number(key, values[key], where)
     if "resolutions" in values:
         raw = values["resolutions"]
         names = raw if isinstance(raw, list) else [raw]
@@ -325,7 +326,7 @@ def _dataset(section: Any, name: str, file: Path) -> DatasetSettings:
 
 
 def _num_frames(raw: Any, where: str) -> int:
-    return tomls.frames("num_frames", tomls.whole_number("num_frames", raw, where), where)[0]
+    return frames("num_frames", whole_number("num_frames", raw, where), where)[0]
 
 
 def _table(values: Mapping[str, Any], key: str, path: Path) -> Mapping[str, Any]:

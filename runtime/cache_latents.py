@@ -70,7 +70,7 @@ def chosen_clip(options: CacheLatents, model: Model, samples: Sequence[Sample]) 
 def _has_views(options: CacheLatents, samples: Sequence[Sample]) -> bool:
     """Whether an earlier run had `--clip`, so that training takes the image branch."""
     folders = map(Folder, by_cache_folder(samples))
-    return any(DatasetNeeds(folder, options.dataset_config, "clip").encoder for folder in folders)
+    return any(DatasetNeeds(folder, options.dataset, "clip").encoder for folder in folders)
 
 
 def latent_encoders(options: CacheLatents, model: Model, clip: Path | None) -> Mapping[Kind, Encoder]:
@@ -109,11 +109,11 @@ def _contact_sheet(options: CacheLatents, samples: list[Sample]) -> Report:
     from wangen.runtime.contact_sheet import write_sheet
 
     assert options.debug_mode
-    folder = options.report_dir or options.dataset_config.parent
-    path = write_sheet(samples, options.debug_mode, folder / f"{options.dataset_config.stem}_sheet" / "index.html")
+    folder = options.report_dir or options.dataset.parent
+    path = write_sheet(samples, options.debug_mode, folder / f"{options.dataset.stem}_sheet" / "index.html")
     return Report(
         folder=folder,
         summary=f"nothing encoded; open {path}",
-        inputs={"dataset_config": options.dataset_config, "samples": len(samples)},
+        inputs={"dataset_config": options.dataset, "samples": len(samples)},
         result={"sheet": path},
     )

@@ -11,6 +11,7 @@ import click
 from wangen import profiles
 from wangen.generator.errors import UsageError, WangenError, bytes_text, many
 from wangen.generator.files import remove
+from wangen.generator.manifests import is_manifest
 from wangen.generator.steps import CheckCache
 from wangen.generator.tasks import supported
 from wangen.generator.tomls import read_dataset
@@ -168,8 +169,8 @@ def _agreed(question: str) -> bool:
 def _folders(place: Path) -> list[Folder]:
     if place.is_dir():
         return [Folder(place)]
-    if place.suffix.lower() != ".toml":
-        raise UsageError("no folder and no dataset's TOML", where=str(place),
+    if place.suffix.lower() != ".toml" and not is_manifest(place):
+        raise UsageError("no folder and no dataset's TOML or manifest", where=str(place),
                          cure="name a cache folder, such as datasets/cats/512_cache, or the TOML")  # fmt: skip
     return [Folder(path) for path in dict.fromkeys(entry.cache_directory for entry in read_dataset(place))]
 

@@ -82,10 +82,10 @@ def run(options: CheckCache) -> Report:
     _say_how_deep(options.deep)
     whole = Row("", "latent", needs)
     return Report(
-        folder=options.dataset_config.parent,
+        folder=options.dataset.parent,
         summary=f"{whole.states['valid']} entries valid ({bytes_text(whole.num_bytes)}), {len(problems)} not: "
         + (_to_run(options, bad) if problems else "training finds all it needs"),
-        inputs={"dataset_config": options.dataset_config, "samples": len(samples)},
+        inputs={"dataset_config": options.dataset, "samples": len(samples)},
         counts={kind: count_states(need.verdict for need in needs if need.recipe.kind == kind) for kind in encoders},
         result={"problems": problems, "bytes": whole.num_bytes, "datasets": [row.facts() for row in rows],
                 "why": dict(_reasons(bad))},
@@ -116,7 +116,7 @@ def _encoder(options: CheckCache, folders: list[Folder], samples: list[Sample], 
     else:
         identity = vae_identity(options.vae, options.vae_tile) if options.vae else None
         dtype = vae_dtype(options.vae_dtype)
-    return expected_encoder(folders, samples, kind, options.dataset_config, identity=identity, dtype=dtype)
+    return expected_encoder(folders, samples, kind, options.dataset, identity=identity, dtype=dtype)
 
 
 def _rows(folders: list[Folder], samples: list[Sample], encoders: Encoders) -> list[Row]:
@@ -155,7 +155,7 @@ def _others(options: CheckCache, folders: list[Folder], samples: list[Sample], e
     """One line for each kind of which training would take entries of another encoder than was judged against."""
     lines = []
     for kind, judged in encoders.items():
-        taken = expected_encoder(folders, samples, kind, options.dataset_config) if kind != "mask" else judged
+        taken = expected_encoder(folders, samples, kind, options.dataset) if kind != "mask" else judged
         if taken and judged and taken != judged:
             lines.append(
                 f"every {kind} of {judged.identity[:8]} in {judged.dtype} is there, but training takes those of the "

@@ -132,7 +132,7 @@ def _kinds(options: Train, model: Model, samples: Sequence[Sample], folders: Seq
     if model.condition == "image":
         kinds.append("image_latent")
     if has_clip(model):
-        if options.clip or expected_encoder(folders, samples, "clip", options.dataset_config):
+        if options.clip or expected_encoder(folders, samples, "clip", options.dataset):
             kinds.append("clip")
         else:
             log.warning("  the cache holds no CLIP views: %s trains without its image branch", model.name)
@@ -147,7 +147,7 @@ def _kinds(options: Train, model: Model, samples: Sequence[Sample], folders: Seq
 def _judged(options: Train, samples: Sequence[Sample], kinds: Iterable[Kind], folders: Sequence[Folder]) -> list[Need]:
     found: list[Need] = []
     for kind in kinds:
-        encoder = NO_ENCODER if kind == "mask" else expected_encoder(folders, samples, kind, options.dataset_config)
+        encoder = NO_ENCODER if kind == "mask" else expected_encoder(folders, samples, kind, options.dataset)
         found += judge(folders, samples, kind, encoder)
     return found
 
@@ -166,7 +166,7 @@ def _lacking(options: Train, bad: Sequence[Need]) -> WangenError:
     lines = [command_line(step, options, needed=needed) for step in steps]
     return WangenError(
         "\n".join([f"the cache lacks {many(len(bad), 'entry', 'entries')}", *listing([problem(need) for need in bad])]),
-        where=str(options.dataset_config),
+        where=str(options.dataset),
         cure=f"run {' and '.join(lines)}; or train with --cache_latents_to_disk --vae … --t5 …",
     )
 

@@ -6,12 +6,14 @@ them. Everything here may be called from several threads at once.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wangen.generator.dataset import DECODING_ERRORS, media_of
 from wangen.generator.errors import WangenError, many
-from wangen.generator.tomls import WHITE
+from wangen.generator.npz import is_npz, read_npz
+from wangen.generator.toml_values import WHITE
 
 if TYPE_CHECKING:
     import numpy as np
@@ -205,6 +207,9 @@ def _timed(path: Path, source_fps: float | None) -> Iterator[tuple[float, Any]]:
     The seconds are the earliest that the stamps allow: 62 or 63 ms of a container that counts in milliseconds stand
     for the 62.5 ms of 16 frames per second, and no frame may come late because its stamp was rounded up.
     """
+    if is_npz(path):
+        yield from _timed_npz(path, source_fps)
+        return
     import av
 
     first_s = time_s = 0.0
@@ -229,6 +234,28 @@ def _timed(path: Path, source_fps: float | None) -> Iterator[tuple[float, Any]]:
                 yield time_s - first_s + length_s - slack_s, None
     except (av.FFmpegError, OSError, ValueError) as error:
         raise _undecodable(path, error) from None
+
+
+def _timed_npz(path: Path, source_fps: float | None) -> Iterator[tuple[float, Any]]:
+    """As `_timed`: the frames of a `.npz`, whose frame k is on screen from k / fps on."""
+    frames, facts = read_npz(path)
+    fps = source_fps or facts.fps
+    for number, pixels in enumerate(frames):
+        yield max(0.0, number / fps - EXACT_S), _StoredFrame(pixels)
+    yield len(frames) / fps - EXACT_S, None
+
+
+@dataclass(frozen=True)
+class _StoredFrame:
+    """Pixels (H, W, 3) in place of a frame of PyAV's."""
+
+    pixels: Any
+    rotation: int = 0
+
+    def to_image(self) -> "Image.Image":
+        from PIL import Image
+
+        return Image.fromarray(self.pixels)
 
 
 def _upright(frame: Any) -> "Image.Image":

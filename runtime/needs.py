@@ -319,7 +319,7 @@ def fill(
     shard = Shard.parse(options.shard)
     folders = [Folder(path) for path in by_cache_folder(samples)]
     wants = {kind: wanted(folders, samples, kind) for kind in encoders}
-    records = [(DatasetNeeds(folder, options.dataset_config, kind), encoder, _keys(wants[kind], folder, encoder))
+    records = [(DatasetNeeds(folder, options.dataset, kind), encoder, _keys(wants[kind], folder, encoder))
               for folder in folders for kind, encoder in encoders.items()]  # fmt: skip
     for record, encoder, keys in records:  # before the folders are looked at: what is found there then stays there
         record.extend(keys, encoder)
@@ -337,12 +337,12 @@ def fill(
     shared = folders_left_out(options)  # other blocks need entries there that were not looked at
     done = [] if keep else [record for record in records if record[0].folder.path not in shared]
     removed = sum(record.reduce(keys, encoder) for record, encoder, keys in done)
-    for place in (*(folder.path for folder in folders), options.report_dir or options.dataset_config.parent):
+    for place in (*(folder.path for folder in folders), options.report_dir or options.dataset.parent):
         sweep(place)
     return Report(
-        folder=options.dataset_config.parent,
+        folder=options.dataset.parent,
         summary=f"{computed} entries encoded, {len(valid)} already valid, {removed} unneeded removed",
-        inputs={"dataset_config": options.dataset_config, "encoders": _describe(encoders)},
+        inputs={"dataset_config": options.dataset, "encoders": _describe(encoders)},
         counts={"computed": computed, "from_cache": len(valid), "removed": removed,
                 "found": count_states(need.verdict for need in needs), "why": dict(why)},
         result={"folders": [str(folder.path) for folder in folders]},

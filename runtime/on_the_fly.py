@@ -134,7 +134,8 @@ def _latents_step(options: Train, model: Model, samples: Sequence[Sample]) -> Ca
     kinds.expect(options.vae, model.kind_of("vae"), "--vae", model.name)
     dtype = options.vae_dtype or _dtype_before(options, samples, "latent", vae_identity(options.vae))
     return CacheLatents(
-        dataset_config=options.dataset_config, resolution=options.resolution, smoke=options.smoke, task=options.task,
+        dataset_config=options.dataset_config, manifest=options.manifest,
+        resolution=options.resolution, smoke=options.smoke, task=options.task,
         vae=options.vae, vae_dtype=dtype, vae_cache_cpu=options.vae_cache_cpu, clip=options.clip,  # type: ignore[arg-type]
         device=options.device, keep_cache=True,
     )  # fmt: skip
@@ -146,7 +147,8 @@ def _text_step(options: Train, samples: Sequence[Sample]) -> CacheText:
     identity = text_encoder_identity(options.t5, options.tokenizer, fp8=options.fp8_t5)
     dtype = options.t5_dtype or _dtype_before(options, samples, "text_encoder_output", identity)
     return CacheText(
-        dataset_config=options.dataset_config, resolution=options.resolution, smoke=options.smoke, task=options.task,
+        dataset_config=options.dataset_config, manifest=options.manifest,
+        resolution=options.resolution, smoke=options.smoke, task=options.task,
         t5=options.t5, tokenizer=options.tokenizer, t5_dtype=dtype, fp8_t5=options.fp8_t5,  # type: ignore[arg-type]
         device=options.device, keep_cache=True,
     )  # fmt: skip
@@ -155,7 +157,7 @@ def _text_step(options: Train, samples: Sequence[Sample]) -> CacheText:
 def _dtype_before(options: Train, samples: Sequence[Sample], kind: Kind, identity: str) -> str | None:
     """The precision of the entries that are there already, so that what is added fits them."""
     folders = [Folder(path) for path in by_cache_folder(samples)]
-    encoder = expected_encoder(folders, samples, kind, options.dataset_config, identity=identity)
+    encoder = expected_encoder(folders, samples, kind, options.dataset, identity=identity)
     return encoder.dtype if encoder else None
 
 
@@ -178,7 +180,8 @@ def command_line(step: str, options: Train, *, needed: Iterable[str] = ()) -> st
     """
     if script := os.environ.get(IN_SCRIPT):
         return f"{Path(script).name} {step}"
-    words = ["wangen", step, "--dataset_config", str(options.dataset_config), "--task", options.task]
+    named = "--manifest" if options.manifest else "--dataset_config"
+    words = ["wangen", step, named, str(options.dataset), "--task", options.task]
     if options.resolution != "all":
         words += ["--resolution", options.resolution]
     words += ["--smoke"] if options.smoke else []
@@ -194,7 +197,7 @@ def command_line(step: str, options: Train, *, needed: Iterable[str] = ()) -> st
 
 def _settings_before(step: str, options: Train) -> dict[str, Any]:
     """The settings in the report that the step left beside the dataset, without files that are not there now."""
-    folder = options.report_dir or options.dataset_config.parent
+    folder = options.report_dir or options.dataset.parent
     with suppress(OSError, ValueError, RecursionError, KeyError, TypeError):
         settings = dict(json.loads((folder / f"{step}.report.json").read_text(encoding="utf-8"))["settings"])
         gone = [flag for flag in _WEIGHTS if settings.get(flag) and not Path(settings[flag]).exists()]

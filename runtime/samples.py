@@ -1,4 +1,4 @@
-"""Dataset TOML -> samples: what is cached and trained on, one per image and one per clip window.
+"""Dataset TOML or manifest -> samples: what is cached and trained on, one per image and one per clip window.
 
 The caching steps, `check_cache` and `train` all build their samples here, so that they cannot disagree.
 """
@@ -17,7 +17,8 @@ from wangen.generator.geometry import TOO_SHORT, bucket_of, misfit, resampled_fr
 from wangen.generator.items import read_items
 from wangen.generator.step_parts import SMOKE_ITEMS
 from wangen.generator.steps import CacheStep, CheckCache, Train
-from wangen.generator.tomls import WHITE, DatasetEntry, read_dataset, select
+from wangen.generator.toml_values import WHITE
+from wangen.generator.tomls import DatasetEntry, read_dataset
 from wangen.profiles import Model
 from wangen.runtime.sources import Source, read_sources
 
@@ -164,7 +165,7 @@ def read_samples(
             for count in _lengths_skipped(item, entry, sources[item.path], model):
                 skipped.setdefault(count, {}).setdefault(sources[item.path].digest, item.path.name)
     if problems:
-        raise _refused(problems, options.dataset_config)
+        raise _refused(problems, options.dataset)
     if skipped:
         _say_skipped(skipped)
     return samples
@@ -211,9 +212,7 @@ def _scans(options: CacheStep | CheckCache | Train) -> list[tuple[DatasetEntry, 
 
     For a try the first items of every block in turn, so that clips are among them as well as every resolution.
     """
-    scans = [
-        (entry, *read_items(entry, deep=False)) for entry in read_dataset(options.dataset_config, options.resolution)
-    ]
+    scans = [(entry, *read_items(entry, deep=False)) for entry in read_dataset(options.dataset, options.resolution)]
     if not options.smoke:
         return scans
     turns = zip_longest(*([(number, item) for item in items] for number, (_, items, _) in enumerate(scans)))
@@ -226,8 +225,8 @@ def _scans(options: CacheStep | CheckCache | Train) -> list[tuple[DatasetEntry, 
 
 def folders_left_out(options: CacheStep) -> set[Path]:
     """The cache folders of the blocks that `--resolution` leaves out; blocks that are used may share them."""
-    entries = read_dataset(options.dataset_config, tell=False)
-    used = select(entries, options.resolution, str(options.dataset_config))
+    entries = read_dataset(options.dataset, tell=False)
+    used = read_dataset(options.dataset, options.resolution, tell=False)
     return {entry.cache_directory for entry in entries if entry not in used}
 
 

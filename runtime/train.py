@@ -249,7 +249,7 @@ def _report(plan: Plan, step: int, facts: Mapping[str, Any], *, done_before: boo
         folder=options.output_dir,
         summary=f"{summary}: {', '.join(map(str, files))}",
         inputs={
-            "dataset_config": options.dataset_config,
+            "dataset_config": options.dataset,
             "samples": len(plan.samples),
             **plan.fingerprint,
             "memory": {name: getattr(options, name) for name in PLAIN_MEMORY},

@@ -106,7 +106,13 @@ def steps() -> st.SearchStrategy[Step]:
 
     def build(step: type[Step]) -> st.SearchStrategy[Step]:
         fields = {option.name: values_for(option) for option in options(step) if option.name != "config_file"}
-        return st.builds(step, **fields)
+        if not step.one_of:
+            return st.builds(step, **fields)
+        named = {name: fields[name].filter(lambda value: value is not None) for name in step.one_of}
+        return st.one_of([
+            st.builds(step, **{**fields, **dict.fromkeys(step.one_of, st.none()), name: value})
+            for name, value in named.items()
+        ])  # fmt: skip
 
     return st.one_of([build(step) for step in STEPS])
 
@@ -151,7 +157,8 @@ def test_lists_are_read_as_people_write_them():
         (Train, [*TRAIN, "--timestep_sampling", "krea2_shift"], ["made for another model", "use shift"]),
         (Train, [*TRAIN, "--task", "t2v-1.3b"], ["did you mean t2v-1.3B?"]),
         (Train, [*TRAIN, "--seed", "x"], ["--seed takes a whole number, got 'x'"]),
-        (Train, [], ["train needs --dataset_config, --output_dir, --output_name"]),
+        (Train, [], ["train needs --dataset_config or --manifest, --output_dir, --output_name"]),
+        (Train, [*TRAIN, "--manifest", "m.jsonl"], ["--dataset_config and --manifest contradict each other"]),
         (Generate, ["--video_size", "480"], ["--video_size"]),
     ],
 )

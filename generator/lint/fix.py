@@ -25,7 +25,7 @@ from wangen.generator.paths import slugify
 from wangen.generator.publish.texts import script_text, setup_text
 from wangen.generator.setup.wheel import write_wheel
 from wangen.generator.steps import CacheLatents, CacheText, Check, CheckCache, Generate, Train
-from wangen.generator.table import Option, Step, options, spellings
+from wangen.generator.table import Option, Step, missing, options, spellings
 from wangen.generator.tasks import require_supported
 
 _ORDER: tuple[type[Step], ...] = (Check, CacheLatents, CacheText, CheckCache, Train, Generate)
@@ -308,12 +308,12 @@ def _step(
     wanted |= {name: value for name, value in values.get(kind, {}).items() if name in known}
     if kind is Train and "sample_prompts" not in wanted:  # the steps before it have encoded everything
         wanted = {name: value for name, value in wanted.items() if name not in ENCODING}
-    missing = [option.name for option in options(kind) if option.required and option.name not in wanted]
+    lacking = [words.removeprefix("--") for words in missing(kind, wanted)]
     if kind is Generate and kind not in values:
         return None
-    if missing:
+    if lacking:
         if kind in values or kind in (CacheLatents, CacheText):
-            result.left_out.append(f"{kind.command} is left out: the script names no {' and no '.join(missing)}")
+            result.left_out.append(f"{kind.command} is left out: the script names no {' and no '.join(lacking)}")
         return None
     return posix_paths(commands.build(kind, wanted))
 

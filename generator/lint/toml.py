@@ -12,8 +12,9 @@ from wangen.generator.errors import WangenError
 from wangen.generator.lint.kinds import Finding
 from wangen.generator.lint.script import HERE, UNKNOWN, Call, Script
 from wangen.generator.paths import Machine, PathError, translate
-from wangen.generator.tomls import EXTRACTIONS, MEDIA_KEYS, frames, read_dataset, refuse_unknown
+from wangen.generator.toml_values import EXTRACTIONS, frames
 from wangen.generator.tomls import KEYS as OWN_KEYS
+from wangen.generator.tomls import MANIFEST, MEDIA_KEYS, read_dataset, refuse_unknown
 
 _BOTH = {"resolution", "caption_extension", "batch_size", "num_repeats", "enable_bucket", "bucket_no_upscale"}
 _VIDEO = {"target_frames", "frame_extraction", "frame_stride", "frame_sample", "max_frames", "source_fps"}
@@ -21,7 +22,7 @@ _IMAGE = {"multiple_target", "no_resize_control", "control_resolution", "fp_late
           "fp_1f_target_index", "fp_1f_no_post", "flux_kontext_no_resize_control", "qwen_image_edit_no_resize_control",
           "qwen_image_edit_control_resolution"}  # fmt: skip
 MUSUBI_KEYS = _BOTH | {*MEDIA_KEYS, "cache_directory", "control_directory"} | _VIDEO | _IMAGE
-PATH_KEYS = (*MEDIA_KEYS, "cache_directory", "control_directory", "mask_directory")
+PATH_KEYS = (*MEDIA_KEYS, MANIFEST, "cache_directory", "control_directory", "mask_directory")
 _QUOTED_PATH = re.compile(r'^\s*([\w.-]+)\s*=\s*"([^"\n]*\\[^"\n]*)"')
 _BACKSLASHES = re.compile(r'(?m)^(\s*[\w.-]+\s*=\s*")([^"\n]*\\[^"\n]*)(")')
 _ENTRY = re.compile(r"\s*([\w-]+|\"[^\"]*\")\s*=")

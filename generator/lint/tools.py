@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from wangen.generator import commands
 from wangen.generator.errors import WangenError
 from wangen.generator.lint.script import MORE, UNKNOWN, Call, Fault, Given, Word, is_flag
-from wangen.generator.table import Option, options, spellings
+from wangen.generator.table import Option, missing, spellings
 
 MANY = -1
 
@@ -93,7 +93,7 @@ def find(call: Call, spelled: str) -> Spec | None:
 def required(call: Call) -> list[str]:
     """Flags without which the call fails, sooner or later."""
     if call.tool == "wangen":
-        return [option.name for option in options(call.step) if option.required]
+        return [words.removeprefix("--") for words in missing(call.step, [flag.name for flag in call.flags])]
     return list(musubi()["required"][call.program])
 
 

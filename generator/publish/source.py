@@ -29,9 +29,10 @@ from wangen.generator.dataset import (
 from wangen.generator.errors import WangenError
 from wangen.generator.files import write_text
 from wangen.generator.geometry import too_short
+from wangen.generator.manifests import is_manifest
+from wangen.generator.npz import is_other_archive
 from wangen.generator.publish.captions import (
     CAPTION_SUFFIXES,
-    MANIFEST_SUFFIX,
     Caption,
     CaptionFiles,
     choose,
@@ -85,7 +86,8 @@ def read_source(
         WangenError: the folder cannot be listed, or the library that reads clips is not installed.
     """
     origin = origin.absolute()
-    items, problems, left_out = _from_manifest(origin) if _is_manifest(origin) else _from_folder(origin)
+    lines = is_manifest(origin) and not origin.is_dir()
+    items, problems, left_out = _from_manifest(origin) if lines else _from_folder(origin)
     known = _Memo(memo)
     facts, unreadable = _read_facts([item.path for item in items], known, advance)
     if keep_memo:
@@ -104,17 +106,14 @@ def short_clips(items: Iterable[Item], facts: Mapping[Path, MediaFacts], model: 
     return [Problem(path, *words) for path, words in short if words]
 
 
-def _is_manifest(path: Path) -> bool:
-    return path.suffix.lower() == MANIFEST_SUFFIX and not path.is_dir()
-
-
 def _from_folder(folder: Path) -> tuple[list[Item], list[Problem], list[str]]:
     entries = list_folder(folder)
     # `cat.jpg.` is no image by its ending; Windows and whoever wrote it think that it is.
     named = [path for path in entries if media_of(path) or media_of(Path(path.name.rstrip(". ") or "-"))]
+    named = [path for path in named if not is_other_archive(path)]
     problems = [problem for path in named for problem in name_problem(path)]
     captions: dict[Path, list[Caption]] = {path: [] for path in named if media_of(path) and path.is_file()}
-    for manifest in (path for path in entries if _is_manifest(path)):
+    for manifest in (path for path in entries if is_manifest(path) and not path.is_dir()):
         lines, wrong = read_manifest(manifest)
         problems += wrong
         for path, found in lines.items():
@@ -172,7 +171,9 @@ def _left_out(entries: Iterable[Path], files: CaptionFiles, items: Iterable[Path
             lines += [f"{path.name}/ ({inside} media files; sub-folders are not read)"] if inside else []
         elif path in orphans:
             lines.append(f"{path.name} (a caption without its image or video)")
-        elif media_of(path) is None and not _is_manifest(path) and path.suffix.lower() not in CAPTION_SUFFIXES:
+        elif is_other_archive(path):
+            lines.append(f"{path.name} (holds no frames)")
+        elif media_of(path) is None and not is_manifest(path) and path.suffix.lower() not in CAPTION_SUFFIXES:
             lines.append(f"{path.name} (read are: {', '.join(sorted(IMAGE_SUFFIXES | VIDEO_SUFFIXES))})")
     return lines
 

@@ -22,7 +22,7 @@ def read_training_samples(options: Train, model: profiles.Model) -> tuple[list[C
     """
     samples = find_entries(options, model, read_samples(options, model))
     if options.validation_config:
-        other = replace(options, dataset_config=options.validation_config, resolution="all")
+        other = replace(options, dataset_config=options.validation_config, manifest=None, resolution="all")
         judged = find_entries(other, model, read_samples(other, model))
         trained = {cached.sample.source.digest for cached in samples}
         both = {cached.sample.item.path.name for cached in judged if cached.sample.source.digest in trained}
