@@ -5,7 +5,8 @@
     {"video_path": "walk.mp4", "caption": ["a walk", "somebody walks"]}
 
 The first is what `wangen preprocess` writes. The file is `file`, `image_path`, `video_path` or `file_name`, and what it
-is says its ending; the caption is `caption`, `prompt` or `text`. Several control images are `control_path_0`,
+is says its ending; the caption is `caption`, `prompt` or `text`, or else stands in
+a `.txt` beside the file. Several control images are `control_path_0`,
 `control_path_1` and so on; other keys are ignored. A relative path starts at the manifest's own folder, and where
 nothing lies there at the working folder. Blank lines and a byte order mark are fine. Each line is an item of its own: a
 picture that two lines name is trained on with both captions.
@@ -20,13 +21,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wangen.generator.dataset import Item, Media, Problem, media_of, name_fault, split_captions
+from wangen.generator.dataset import (
+    BadItemError,
+    Item,
+    Media,
+    Problem,
+    media_of,
+    name_fault,
+    read_caption,
+    split_captions,
+)
 from wangen.generator.errors import WangenError, printable
 
 SUFFIXES = (".jsonl", ".ndjson")
 
 _FILE_KEYS = ("file", "image_path", "video_path", "file_name")
 _CAPTION_KEYS = ("caption", "prompt", "text")
+CAPTION = ".txt"
 _CONTROL = re.compile(r"control_path(?:_([0-9]{1,4}))?")
 _NAME_CHARACTERS = 400
 
@@ -71,9 +82,12 @@ def read_manifest(
 
 
 def read_lines(
-    path: Path, media: Media | None = None, *, multiple_captions: bool = False
+    path: Path, media: Media | None = None, *, multiple_captions: bool = False, bare: bool = False
 ) -> tuple[dict[int, Item], list[Problem]]:
-    """As `read_manifest`, each item by the number of its line, and without comparing the lines."""
+    """As `read_manifest`, each item by the number of its line, and without comparing the lines.
+
+    With `bare` a line may lack a caption; its item has none then.
+    """
     text = _text(path)
     if text.lstrip().startswith("["):
         return {}, [Problem(path, "is one JSON list", "write one object a line, without brackets and commas around")]
@@ -81,7 +95,7 @@ def read_lines(
     problems = []
     for number, line in _lines(text):
         try:
-            items[number] = _item(_object(line), media, path, multiple=multiple_captions)
+            items[number] = _item(_object(line), media, path, multiple=multiple_captions, bare=bare)
         except _LineError as bad:
             problems.append(Problem(path, f"line {number}: {bad.found}", bad.cure))
     if not items and not problems:
@@ -158,7 +172,7 @@ def _one_of(values: Mapping[str, Any], keys: tuple[str, ...]) -> Any:
     return values[given[0]] if given else None
 
 
-def _item(values: Mapping[str, Any], media: Media | None, manifest: Path, *, multiple: bool) -> Item:
+def _item(values: Mapping[str, Any], media: Media | None, manifest: Path, *, multiple: bool, bare: bool) -> Item:
     keys = _FILE_KEYS if media is None else ("file", f"{media}_path", "file_name")
     if not any(key in values for key in keys):
         raise _no_file(values, media)
@@ -170,11 +184,12 @@ def _item(values: Mapping[str, Any], media: Media | None, manifest: Path, *, mul
         raise _LineError(f"{printable(path.name)}: {fault}", "rename it")
     kinds: set[Media] = {"image"} if found == "image" else {"image", "video"}
     controls = sorted((int(match[1] or -1), name) for name in values if (match := _CONTROL.fullmatch(name)))
+    captions, origin = _captions(values, path, manifest, multiple=multiple, bare=bare)
     return Item(
         path,
         found,
-        _captions(values, multiple=multiple),
-        manifest,
+        captions,
+        origin,
         tuple(_file(values, name, kinds, manifest) for _, name in controls),
         _file(values, "mask_path", kinds, manifest) if "mask_path" in values else None,
     )
@@ -188,10 +203,23 @@ def _no_file(values: Mapping[str, Any], media: Media | None) -> _LineError:
     return _LineError(f"has no {media}_path", cure)
 
 
-def _captions(values: Mapping[str, Any], *, multiple: bool) -> tuple[str, ...]:
-    raw = _one_of(values, _CAPTION_KEYS)
+def _captions(
+    values: Mapping[str, Any], path: Path, manifest: Path, *, multiple: bool, bare: bool
+) -> tuple[tuple[str, ...], Path]:
+    """The captions of a line, and where they stand: in the manifest, or else in the caption file beside the media."""
+    raw, origin = _one_of(values, _CAPTION_KEYS), manifest
+    if not any(key in values for key in _CAPTION_KEYS):
+        origin = path.with_suffix(CAPTION)
+        try:
+            raw = read_caption(origin)
+        except FileNotFoundError:
+            if bare:
+                return (), manifest
+            raise _LineError("has no caption", f'write "caption": "…", or {origin.name} beside the file') from None
+        except BadItemError as bad:
+            raise _LineError(f"{bad.problem.path.name} {bad.problem.found}", bad.problem.cure) from None
     texts: list[Any] = raw if isinstance(raw, list) else [raw]
-    if not any(key in values for key in _CAPTION_KEYS) or not texts:
+    if not texts:
         raise _LineError("has no caption", 'write "caption": "…", or a list of them')
     if not all(isinstance(text, str) for text in texts):
         raise _LineError(f"caption must be a text or a list of texts, got {json.dumps(raw)[:40]}")
@@ -199,7 +227,7 @@ def _captions(values: Mapping[str, Any], *, multiple: bool) -> tuple[str, ...]:
         raise _LineError("its caption is empty", "describe the picture in a sentence")
     if not all(_is_unicode(text) for text in texts):
         raise _LineError("its caption holds half a character")
-    return tuple(caption for text in texts for caption in split_captions(text.strip(), multiple=multiple))
+    return tuple(caption for text in texts for caption in split_captions(text.strip(), multiple=multiple)), origin
 
 
 def _is_unicode(text: str) -> bool:

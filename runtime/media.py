@@ -4,13 +4,13 @@ Shapes: C channels (3, or 1 of a mask), T frames, H height, W width, in pixels; 
 them. Everything here may be called from several threads at once.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wangen.generator.dataset import DECODING_ERRORS, media_of
+from wangen.generator.dataset import DECODING_ERRORS, media_of, read_facts
 from wangen.generator.errors import WangenError, many
 from wangen.generator.npz import is_npz, read_npz
 from wangen.generator.toml_values import WHITE
@@ -102,16 +102,21 @@ def load_image(path: Path, size: tuple[int, int], background: str = WHITE, *, gr
         WangenError: the file cannot be decoded.
     """
     import numpy as np
+
+    frame = np.asarray(fit(_open_image(path, "#000000" if grey else background), size, grey=grey))
+    return frame[None, None] if grey else frame.transpose(2, 0, 1)[:, None]
+
+
+def _open_image(path: Path, background: str) -> "Image.Image":
+    """An image upright and in RGB; the first of an animation."""
     from PIL import Image, ImageOps
 
     Image.init()  # before any thread opens a file: Pillow's own lazy registration is not safe between threads
     try:
         with Image.open(path) as image:
-            upright = _rgb(ImageOps.exif_transpose(image), "#000000" if grey else background)
+            return _rgb(ImageOps.exif_transpose(image), background)
     except (*DECODING_ERRORS, Image.DecompressionBombError) as error:
         raise _undecodable(path, error) from None
-    frame = np.asarray(fit(upright, size, grey=grey))
-    return frame[None, None] if grey else frame.transpose(2, 0, 1)[:, None]
 
 
 def load_clip(
@@ -152,6 +157,43 @@ def load_clip(
         )
     stacked = np.stack(frames)
     return stacked[None] if grey else stacked.transpose(3, 0, 1, 2)
+
+
+def load_pictures(path: Path, count: int, max_side: int) -> "list[Image.Image]":
+    """What shows a media file whole, upright and in RGB: an image itself, of a clip `count` frames.
+
+    The clip is taken apart into `count` parts of the same length, and from each comes what is on screen in its middle.
+
+    Args:
+        path: the image or clip.
+        count: frames of a clip, at least 1.
+        max_side: pictures are reduced to this many pixels on their longer side.
+
+    Raises:
+        WangenError: the file cannot be decoded.
+    """
+    if media_of(path) == "image":
+        pictures = [_open_image(path, WHITE)]
+    else:
+        part_s = read_facts(path).duration_s / count
+        pictures = [_upright(frame) for frame in _shown_at(path, [(n + 0.5) * part_s for n in range(count)])]
+    for picture in pictures:
+        picture.thumbnail((max_side, max_side))
+    return pictures
+
+
+def _shown_at(path: Path, times_s: Sequence[float]) -> Iterator[Any]:
+    """The frame on screen at each of these times, which ascend; after the end it is the last one."""
+    held: Any = None
+    wanted = 0
+    for time_s, frame in _timed(path, None):
+        while held is not None and wanted < len(times_s) and times_s[wanted] < time_s:
+            yield held
+            wanted += 1
+        if wanted == len(times_s):
+            return
+        held = held if frame is None else frame
+    yield from [held] * (len(times_s) - wanted)
 
 
 def fit(image: "Image.Image", size: tuple[int, int], *, grey: bool = False) -> "Image.Image":
