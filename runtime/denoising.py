@@ -6,6 +6,7 @@ compare it with `WanPipeline` and `WanImageToVideoPipeline`.
 Letters in shapes: C channels, F h w the latent's frames, height and width, L tokens of text.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, cast
@@ -107,9 +108,15 @@ def flow_scheduler(solver: Literal["unipc", "dpm++", "euler"], shift: float) -> 
             even = torch.linspace(1, 0, num_inference_steps + 1)[:-1]
             super().set_timesteps(sigmas=even.tolist(), device=device)
 
+    class Dpm(DPMSolverMultistepScheduler):  # type: ignore[misc]
+        def set_timesteps(self, num_inference_steps: int, device: torch.device | None = None) -> None:
+            with warnings.catch_warnings():  # it asks numpy for a tensor, in a way that is to go
+                warnings.filterwarnings("ignore", message="__array__ implementation", category=DeprecationWarning)
+                super().set_timesteps(num_inference_steps, device=device)
+
     if solver == "euler":
         return cast(Scheduler, Euler(shift=shift))
-    multistep = UniPCMultistepScheduler if solver == "unipc" else DPMSolverMultistepScheduler
+    multistep = UniPCMultistepScheduler if solver == "unipc" else Dpm
     scheduler = multistep(
         prediction_type="flow_prediction", use_flow_sigmas=True, num_train_timesteps=1000, flow_shift=shift
     )

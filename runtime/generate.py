@@ -7,8 +7,7 @@ video after the other, each written when it is done.
 import json
 import logging
 from collections.abc import Sequence
-
-import torch
+from pathlib import Path
 
 from wangen import profiles
 from wangen.generator.errors import many
@@ -123,7 +122,7 @@ def _cure(options: Generate) -> str:
         "give a smaller --video_size or --video_length")  # fmt: skip
 
 
-def _summary(files: Sequence[object], prompts: Sequence[SamplePrompt]) -> str:
+def _summary(files: Sequence[Path], prompts: Sequence[SamplePrompt]) -> str:
     sizes = [f"{many(one.frames, 'frame')} of {one.width}x{one.height}" for one in prompts]
     if len(files) == 1:
         return f"{files[0]} ({sizes[0]})"

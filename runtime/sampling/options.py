@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,13 +14,14 @@ from wangen.generator.errors import UsageError
 from wangen.generator.experts import ORDER, choose_boundary, expect_two_experts, seem_swapped
 from wangen.generator.formats import Header
 from wangen.generator.generate_step import DEFAULT_SEED
+from wangen.generator.headers import read_header
 from wangen.generator.kinds import expect
 from wangen.generator.lora_config import lora_file
 from wangen.generator.steps import Generate
 from wangen.profiles import Model
-from wangen.runtime.adapters import is_dora, read_scales
+from wangen.runtime.adapters import adapter_modules, is_dora, read_scales
 from wangen.runtime.devices import choose_dtype, require_compiler
-from wangen.runtime.lora import nothing_matches
+from wangen.runtime.lora import nothing_matches, require_size
 from wangen.runtime.lora_folder import find_lora
 from wangen.runtime.memory.swap import spread
 from wangen.runtime.models import require_tile
@@ -52,27 +53,28 @@ def resolved(options: Generate, model: Model, device: torch.device) -> Generate:
     _refuse_numbers(options, model)
     _refuse_parts(options, model)
     expert = "low_noise" if model.experts else ""
-    options = replace(
-        options,
-        task=model.name,
-        seed=DEFAULT_SEED if options.seed is None else options.seed,
-        timestep_boundary=choose_boundary(options.timestep_boundary, model),
-        lora_weight=tuple(find_lora(path, "--lora_weight", expert) for path in options.lora_weight),
-        lora_multiplier=options.lora_multiplier or (1.0,) * len(options.lora_weight),
-        lora_weight_high_noise=tuple(
+    changes: dict[str, Any] = {
+        "task": model.name,
+        "seed": DEFAULT_SEED if options.seed is None else options.seed,
+        "timestep_boundary": choose_boundary(options.timestep_boundary, model),
+        "lora_weight": tuple(find_lora(path, "--lora_weight", expert) for path in options.lora_weight),
+        "lora_multiplier": options.lora_multiplier or (1.0,) * len(options.lora_weight),
+        "lora_weight_high_noise": tuple(
             find_lora(path, "--lora_weight_high_noise", "high_noise") for path in options.lora_weight_high_noise
         ),
-        lora_multiplier_high_noise=options.lora_multiplier_high_noise or (1.0,) * len(options.lora_weight_high_noise),
-        attention=options.attention or "auto",
-        dtype=choose_dtype(options.dtype, device),
-        t5_dtype=choose_dtype(options.t5_dtype, device),
-        fp8_t5=bool(options.fp8_t5),
-        quantize=options.quantize or "none",
-        blocks_to_swap=options.blocks_to_swap or 0,
-        vae_tile=options.vae_tile or 0,
-        compile=bool(options.compile),
-        plain=bool(options.plain),
-    )
+        "lora_multiplier_high_noise": options.lora_multiplier_high_noise
+        or (1.0,) * len(options.lora_weight_high_noise),
+        "attention": options.attention or "auto",
+        "dtype": choose_dtype(options.dtype, device),
+        "t5_dtype": choose_dtype(options.t5_dtype, device),
+        "fp8_t5": bool(options.fp8_t5),
+        "quantize": options.quantize or "none",
+        "blocks_to_swap": options.blocks_to_swap or 0,
+        "vae_tile": options.vae_tile or 0,
+        "compile": bool(options.compile),
+        "plain": bool(options.plain),
+    }
+    options = replace(options, **changes)
     _refuse_beside_plain(options)
     return options
 
@@ -111,11 +113,14 @@ def _refuse_numbers(options: Generate, model: Model) -> None:
     step = model.spatial_stride * model.patch[1]
     if options.video_size and any(side <= 0 or side % step for side in options.video_size):
         height, width = options.video_size
+        near = [max(step, round(side / step) * step) for side in options.video_size]
         raise UsageError(f"--video_size {height} {width}: both must be multiples of {step}",
-                         cure=f"use {max(step, round(height / step) * step)} {max(step, round(width / step) * step)}")  # fmt: skip
+                         cure=f"use {near[0]} {near[1]}")  # fmt: skip
     frames = options.video_length
     if frames is not None and (frames < 1 or frames % 4 != 1):
-        raise UsageError(f"--video_length {frames}: must be 4n+1", cure=f"use {max(1, round((frames - 1) / 4) * 4 + 1)}")
+        raise UsageError(
+            f"--video_length {frames}: must be 4n+1", cure=f"use {max(1, round((frames - 1) / 4) * 4 + 1)}"
+        )
     for name in ("infer_steps", "fps", "num_videos"):
         if (number := getattr(options, name)) is not None and number < 1:
             raise UsageError(f"--{name} must be at least 1, got {number}")
@@ -138,7 +143,9 @@ def _refuse_parts(options: Generate, model: Model) -> None:
             if getattr(options, name):
                 raise UsageError(f"--{name}: {model.name} has one transformer", cure="leave it out, or give its --task")
     elif options.dit_high_noise is None:
-        raise UsageError(f"the high-noise expert of {model.name} has no weights", cure=f"give --dit_high_noise; {ORDER}")
+        raise UsageError(
+            f"the high-noise expert of {model.name} has no weights", cure=f"give --dit_high_noise; {ORDER}"
+        )
     if options.clip and not looks_through_clip(model):
         raise UsageError(f"--clip: {model.name} has no image encoder", cure="leave it out")
     if options.changed and options.repeat is None:
@@ -191,13 +198,24 @@ def _num_blocks(header: Header) -> int:
     return len({module.split(".")[1] for module in modules if module.startswith("blocks.")})
 
 
+class _Change(NamedTuple):
+    """What a LoRA does to a layer, of which the shape is known: (out_features, in_features)."""
+
+    shape: tuple[int, ...]
+
+
 def _refuse_lora(path: Path, flag: str, transformer: Header, strength: float) -> None:
     """A LoRA of another model, or a DoRA at a strength that it cannot have."""
+    file, weights = lora_file(path), changeable_weights(transformer)
     changes = read_scales(path, flag)
-    if not changes.keys() & changeable_weights(transformer).keys():
-        raise nothing_matches(dict.fromkeys(changes))
+    if not changes.keys() & weights.keys():
+        raise nothing_matches(changes)
+    for module, parts in adapter_modules(read_header(file), file).items():
+        if module in weights and "down" in parts and len(parts["down"].shape) == 2:
+            change = _Change((parts["up"].shape[0], parts["down"].shape[1]))
+            require_size(module, change, weights[module].shape)
     if strength not in (0, 1) and is_dora(path, flag):
-        raise UsageError(f"a DoRA at strength {strength:g}", where=str(lora_file(path)),
+        raise UsageError(f"a DoRA at strength {strength:g}", where=str(file),
                          cure="give it the strength 1: it scales whole weights")  # fmt: skip
 
 

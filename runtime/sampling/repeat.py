@@ -96,7 +96,7 @@ def filled(options: Generate) -> tuple[Generate, Mapping[str, Any]]:
     where = str(options.repeat)
     if "weights" not in told:
         raise UsageError("--from: this file was made while a LoRA was trained, by weights that no file holds",
-                         where=where, cure="type its settings as flags: they are in samples.jsonl beside it")  # fmt: skip
+                         where=where, cure="give its settings as flags: samples.jsonl beside it has them")  # fmt: skip
     flags = {option.name: option for option in flags_of(Generate) if option.flag.pinned}
     known = {*flags, "weights", *LORAS, "image", "device", "versions"}
     if later := told.keys() - known:

@@ -177,15 +177,15 @@ def _conditions(
 ) -> dict[SamplePrompt, Given]:
     """Every first frame as latents: as the condition of image-to-video, or as the clean frame of the 5B."""
     dtype = choose_vae_dtype(encoders.vae_dtype, device)
-    how = {"cache_cpu": encoders.vae_cache_cpu, "tile_px": encoders.vae_tile}
+    cache_cpu, tile_px = encoders.vae_cache_cpu, encoders.vae_tile
     found = {}
     with enough_memory("encoding first frames", SMALLER), exact(dtype):
         encoder = kind.load_latent_encoder(encoders.vae, dtype=DTYPES[dtype], device=device, plain=encoders.plain)
         for prompt, frame in frames.items():
             if model.condition == "text_or_image":
-                found[prompt] = Given(clean=encoder.encode(frame, **how).cpu())
+                found[prompt] = Given(clean=encoder.encode(frame, cache_cpu=cache_cpu, tile_px=tile_px).cpu())
                 continue
-            latents = encoder.encode_condition(frame, prompt.frames, **how).cpu()
+            latents = encoder.encode_condition(frame, prompt.frames, cache_cpu=cache_cpu, tile_px=tile_px).cpu()
             mask = torch.zeros(1, MASK_CHANNELS, *latents.shape[2:])
             mask[:, :, 0] = 1
             found[prompt] = Given(condition=torch.cat([mask, latents], dim=1))

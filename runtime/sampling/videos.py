@@ -125,7 +125,7 @@ class Decoder:
         with exact(self.dtype):
             vae = self._vae
             with enough_memory("decoding a video", self._cure):
-                (video,) = self._kind.decode_latents(
+                videos = self._kind.decode_latents(
                     vae, latents, cache_cpu=self._encoders.vae_cache_cpu, tile_px=self._encoders.vae_tile
                 )
-        return video
+        return videos[0]
