@@ -37,6 +37,9 @@ DIFFERENCES = (
     "`--include_patterns` and `--exclude_patterns` (also inside `--network_args`) really restrict, and one that "
     "matches nothing is refused.",
     "Samples of a model with two experts use both; their settings are in the files.",
+    "`generate` puts LoRAs beside the weights and merges nothing, so that any number of them fit a quantised base; "
+    "`--fp8` and `--fp8_scaled` are one thing, `--quantize fp8`. Sizes and lengths are the model's own, not 256x256.",
+    "`generate --from FILE` repeats a video or picture from the settings inside it, byte by byte.",
     "Training resumes by itself where it stopped, with step, order, noise and schedule; `--fresh` starts again.",
     "The training state is always kept (the newest); `--save_state` keeps that of every saved LoRA.",
     "LoRAs are saved in the ComfyUI layout; `--lora_layout kohya` writes musubi-tuner's.",
@@ -72,6 +75,9 @@ MUSUBI_DEFAULTS = {
     ("train", "max_data_loader_n_workers"): "8",
     ("cache_text", "batch_size"): "the dataset's",
     ("generate", "negative_prompt"): "a Chinese text",
+    ("generate", "video_size"): "256 256",
+    ("generate", "fps"): "16",
+    ("generate", "seed"): "random",
 }
 
 

@@ -263,9 +263,9 @@ def match_modules(transformer: torch.nn.Module, lora: Mapping[str, Sized]) -> tu
     return fitting, [name for name in lora if name not in modules]
 
 
-def nothing_matches(lora: Mapping[str, Sized]) -> WangenError:
-    """The error of a LoRA for quite another model."""
-    return WangenError(f"nothing in this LoRA matches the model; it changes {', '.join(list(lora)[:3])} …")
+def nothing_matches(modules: Iterable[str]) -> WangenError:
+    """The error of a LoRA for quite another model, from the names of what it changes."""
+    return WangenError(f"nothing in this LoRA matches the model; it changes {', '.join(list(modules)[:3])} …")
 
 
 def _adapter_layers(transformer: WanTransformer3DModel) -> list[BaseTunerLayer]:

@@ -1,20 +1,31 @@
-"""Generation: exact by seed, with LoRAs, and in files that players read."""
+"""Generation: exact by seed, with LoRAs, in files that players read, and everything wrong refused at once."""
 
 import json
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import av
 import numpy as np
 import pytest
+import torch
 from parity import CLIP, DIT, DITS, VAE22
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from tiny import TinyRun
 
+from wangen import profiles
+from wangen.generator.commands import parse
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.steps import Generate
 from wangen.runtime import generate, train
+from wangen.runtime.models import family
+from wangen.runtime.sampling import videos
+from wangen.runtime.sampling.options import prompts_of, resolved
+from wangen.runtime.sampling.output import read_settings
+
+CPU = torch.device("cpu")
 
 
 def options_for(tiny_run: TinyRun, path: Path, **changes) -> Generate:
@@ -58,14 +69,12 @@ def test_one_frame_is_a_png_and_a_folder_gets_a_name_by_seed(tiny_run, tmp_path)
         assert json.loads(image.text["wangen"])["prompt"] == "a red square"
 
 
-def test_a_lora_changes_the_picture_and_strength_zero_does_not(tiny_run, tmp_path):
-    train.run(tiny_run.options(tmp_path, max_train_steps=10, learning_rate=1e-2))
-    lora = (tmp_path / "lora.safetensors",)
+def test_a_lora_changes_the_picture_and_strength_zero_does_not(tiny_run, lora, tmp_path):
     pictures = {}
     for name, changes in {
         "base": {},
-        "lora": {"lora_weight": lora},
-        "zero": {"lora_weight": lora, "lora_multiplier": (0.0,)},
+        "lora": {"lora_weight": (lora,)},
+        "zero": {"lora_weight": (lora,), "lora_multiplier": (0.0,)},
     }.items():
         generate.run(options_for(tiny_run, tmp_path / f"{name}.png", video_length=1, **changes))
         pictures[name] = np.asarray(Image.open(tmp_path / f"{name}.png"))
@@ -93,9 +102,22 @@ def test_guidance_and_both_samplers_give_pictures_of_their_own(tiny_run, tmp_pat
         ({"lora_multiplier": (1.0,)}, "0 --lora_weight and 1 --lora_multiplier"),
         ({"infer_steps": 0}, "at least 1"),
         ({"save_path": Path("x.gif")}, "not .gif"),
+        ({"num_videos": 2}, "--save_path names one file for 2 videos"),
+        ({"prompt": None}, "needs --prompt"),
+        ({"guidance_scale": 0.0}, "must be above 0"),
+        ({"seed": -1}, "a seed is a whole number"),
+        ({"dit_high_noise": Path("x")}, "--dit_high_noise: t2v-1.3B has one transformer"),
+        ({"timestep_boundary": 0.9}, "--timestep_boundary: t2v-1.3B has one transformer"),
+        ({"task": "t2v-A14B"}, "the high-noise expert of t2v-A14B has no weights"),
+        ({"clip": CLIP}, "--clip: t2v-1.3B has no image encoder"),
+        ({"image_path": Path("x.png")}, "takes no first frame"),
+        ({"plain": True, "blocks_to_swap": 1}, "--plain knows no block swap"),
+        ({"blocks_to_swap": 3}, "give 0 to 2"),
+        ({"changed": True}, "--changed goes with --from"),
     ],
 )
-def test_what_cannot_work_is_refused_before_a_model_loads(tiny_run, tmp_path, changes, part):
+def test_what_cannot_work_is_refused_before_a_model_loads(tiny_run, tmp_path, monkeypatch, changes, part):
+    monkeypatch.setattr(generate, "make_scenes", lambda *_: pytest.fail("a model was loaded"))
     with pytest.raises(UsageError) as error:
         generate.run(options_for(tiny_run, tmp_path / "a.mp4", **changes))
     assert part in str(error.value)
@@ -137,3 +159,136 @@ def test_files_of_another_model_are_named(tiny_run, tmp_path, change, words):
     with pytest.raises(WangenError) as caught:
         generate.run(options)
     assert re.search(words, str(caught.value).replace("\n", " "))
+
+
+LINES = """# two videos and a picture
+a red square --f 5 --d 9
+a blue wall --f 5 --d 9 --s 2
+a red square --f 1 --ss euler
+"""
+
+
+def test_a_prompt_file_makes_every_prompt_with_every_seed_and_loads_each_model_once(tiny_run, tmp_path, monkeypatch):
+    (tmp_path / "p.txt").write_text(LINES)
+    loaded = []
+    kind = family(profiles.model("t2v-1.3B"))
+    for name in ("load_transformer", "load_vae", "load_prompt_encoder"):
+        load = getattr(kind, name)
+        monkeypatch.setattr(kind, name, partial(counted, loaded, name, load), raising=False)
+    changes = {"prompt": None, "prompt_file": tmp_path / "p.txt", "video_size": (64, 64), "num_videos": 2}
+    report = generate.run(options_for(tiny_run, tmp_path / "out", infer_steps=3, video_length=None, **changes))
+    files = [file.relative_to(tmp_path / "out").as_posix() for file in report.result["files"]]
+    assert files == ["001-seed-9.mp4", "001-seed-10.mp4", "002-seed-9.mp4", "002-seed-10.mp4", "003-seed-42.png",
+                     "003-seed-43.png"]  # fmt: skip
+    assert sorted(loaded) == ["load_prompt_encoder", "load_transformer", "load_vae"]
+    told = settings_in(tmp_path / "out/002-seed-10.mp4")
+    assert (told["prompt"], told["infer_steps"], told["seed"], told["fps"]) == ("a blue wall", 2, 10, 16)
+    one = options_for(tiny_run, tmp_path / "one.mp4", prompt="a blue wall", seed=10, infer_steps=2, video_size=(64, 64))
+    generate.run(one)
+    assert (tmp_path / "one.mp4").read_bytes() == (tmp_path / "out/002-seed-10.mp4").read_bytes()
+
+
+def counted(calls: list[str], name: str, load, *words, **names):
+    calls.append(name)
+    return load(*words, **names)
+
+
+def settings_in(path: Path) -> dict:
+    return read_settings(path, "--from")
+
+
+def test_what_neither_flags_nor_prompts_say_is_the_models_own(tiny_run):
+    options = options_for(tiny_run, Path("a.mp4"), task="t2v-A14B", dit_high_noise=DIT, video_size=None,
+                          video_length=None, infer_steps=None, guidance_scale=None)  # fmt: skip
+    model = profiles.model("t2v-A14B")
+    (prompt,) = prompts_of(resolved(options, model, CPU), model)
+    assert (prompt.width, prompt.height, prompt.frames, prompt.fps, prompt.steps) == (832, 480, 81, 16, 40)
+    assert (prompt.shift, prompt.guidance, prompt.guidance_high_noise, prompt.sampler) == (12.0, 3.0, 4.0, "unipc")
+    (prompt,) = prompts_of(resolved(replace(options, guidance_scale=2.0), model, CPU), model)
+    assert (prompt.guidance, prompt.guidance_high_noise) == (2.0, 2.0)
+    assert resolved(replace(options, timestep_boundary=900), model, CPU).timestep_boundary == 0.9
+
+
+@pytest.mark.parametrize(
+    "changes", [{"blocks_to_swap": 1}, {"blocks_to_swap": 2}, {"plain": True}, {"vae_cache_cpu": True}]
+)
+def test_ways_to_save_memory_show_the_same_picture(tiny_run, lora, tmp_path, changes):
+    pictures = []
+    for name, more in (("usual", {}), ("other", changes)):
+        options = options_for(tiny_run, tmp_path / f"{name}.png", video_length=1, lora_weight=(lora,), **more)
+        generate.run(options)
+        pictures.append(np.asarray(Image.open(options.save_path)).astype(int))
+    assert np.abs(pictures[0] - pictures[1]).max() <= 1
+
+
+@pytest.mark.parametrize(("changes", "bound"), [({"quantize": "int8"}, 8), ({"quantize": "fp8"}, 30)])
+def test_a_quantised_base_shows_almost_the_same_picture(tiny_run, tmp_path, changes, bound):
+    pictures = []
+    for name, more in (("usual", {}), ("other", changes)):
+        options = options_for(tiny_run, tmp_path / f"{name}.png", video_length=1, **more)
+        generate.run(options)
+        pictures.append(np.asarray(Image.open(options.save_path)).astype(int))
+    assert 0 < np.abs(pictures[0] - pictures[1]).max() <= bound
+
+
+@pytest.fixture(scope="module")
+def lora(tiny_run, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("lora")
+    train.run(tiny_run.options(folder, max_train_steps=6, learning_rate=1e-2))
+    return folder / "lora.safetensors"
+
+
+def test_spellings_of_musubi_tuner_and_ours_mean_the_same():
+    weights = "--dit d --vae v --t5 t --prompt a".split()
+    ours = "--quantize fp8 --save_path o --lora_weight l --attention sdpa --sample_solver euler".split()
+    theirs = "--fp8 --output_dir o --lora_weights l --attn_mode torch --sample_solver vanilla".split()
+    assert parse(Generate, weights + ours) == parse(Generate, weights + theirs)
+    assert parse(Generate, [*weights[:6], "--from", "f.mp4", "--save-path", "o"]).repeat == Path("f.mp4")
+
+
+def test_full_memory_is_one_message_with_what_to_change(tiny_run, tmp_path, monkeypatch):
+    def full(*_words, **_names):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    options = options_for(tiny_run, tmp_path / "a.mp4")
+    monkeypatch.setattr("wangen.runtime.sampling.videos.denoise", full)
+    with pytest.raises(WangenError, match="out of memory sampling 5 frames of 80x64") as caught:
+        generate.run(options)
+    assert "--quantize int8" in caught.value.cure
+    assert "--blocks_to_swap" in caught.value.cure
+    assert not (tmp_path / "a.mp4").exists()
+
+
+def test_what_was_made_before_the_memory_was_full_is_kept(tiny_run, tmp_path, monkeypatch):
+    sample = videos.denoise
+    seeds = []
+
+    def full_at_the_second(stages, noise, *words, **names):
+        seeds.append(noise)
+        if len(seeds) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return sample(stages, noise, *words, **names)
+
+    monkeypatch.setattr(videos, "denoise", full_at_the_second)
+    with pytest.raises(WangenError, match="out of memory"):
+        generate.run(options_for(tiny_run, tmp_path, video_length=1, infer_steps=1, num_videos=3))
+    assert [path.name for path in tmp_path.iterdir()] == ["seed-42.png"]
+
+
+def test_a_lora_of_another_size_is_refused_before_a_model_loads(tiny_run, lora, tmp_path, monkeypatch):
+    monkeypatch.setattr(generate, "make_scenes", lambda *_: pytest.fail("a model was loaded"))
+    small = tmp_path / "small.safetensors"
+    tensors = load_file(lora)
+    save_file(
+        {name: value[:, :100].contiguous() if "lora_A" in name else value for name, value in tensors.items()}, small
+    )
+    with pytest.raises(WangenError, match="a model of another size"):
+        generate.run(options_for(tiny_run, tmp_path / "a.mp4", lora_weight=(small,)))
+
+
+def test_a_runs_folder_means_its_lora(tiny_run, lora, tmp_path):
+    pictures = []
+    for name, path in (("file", lora), ("folder", lora.parent)):
+        generate.run(options_for(tiny_run, tmp_path / f"{name}.png", video_length=1, lora_weight=(path,)))
+        pictures.append((tmp_path / f"{name}.png").read_bytes())
+    assert pictures[0] == pictures[1]

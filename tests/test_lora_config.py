@@ -157,7 +157,7 @@ def test_a_picture_tells_which_configuration_its_lora_had(tiny_run, tmp_path: Pa
 
 
 def test_a_lora_that_is_not_there_ends_sampling_before_a_model_loads(tiny_run, tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(generate, "_texts", lambda *_: pytest.fail("the text encoder was loaded"))
+    monkeypatch.setattr(generate, "make_scenes", lambda *_: pytest.fail("the text encoder was loaded"))
     options = Generate(**tiny_run.weights, task="t2v-1.3B", prompt="a", video_size=(64, 64), video_length=1,
                        save_path=tmp_path / "a.png", device="cpu", lora_weight=(tmp_path / "none",))  # fmt: skip
     with pytest.raises(WangenError, match="no such weight file"):

@@ -2,13 +2,14 @@
 
 import hashlib
 import math
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from wangen import examples
+from wangen import examples, profiles
 from wangen.generator import kinds
 from wangen.generator.steps import Generate
 from wangen.runtime import generate
@@ -25,7 +26,11 @@ from wangen.runtime.moving_shapes import (
     random_scene,
     read_clip,
 )
+from wangen.runtime.sampling.options import prompts_of, resolved
+from wangen.runtime.sampling.scenes import Scene
+from wangen.runtime.sampling.videos import Expert, sample_latents
 
+CPU, MODEL = torch.device("cpu"), profiles.model("t2v-1.3B")
 HOME = Path(examples.__file__).parent / "tiny-wan"
 DIT = HOME / "wan2.1_t2v_1.3B_bf16.safetensors"
 VAE = HOME / "Wan2.1_VAE.pth"
@@ -99,7 +104,9 @@ def options(prompt: str, path: Path, **changes) -> Generate:
 
 def seen(models: SimpleNamespace, prompt: str, **changes):
     texts = models.prompts.encode([prompt, ""])
-    latents = wan.sample_latents(models.transformer, models.vae, options(prompt, Path("a.mp4"), **changes), texts)
+    (asked,) = prompts_of(resolved(options(prompt, Path("a.mp4"), **changes), MODEL, CPU), MODEL)
+    experts = [Expert(partial(wan.predict_velocity, models.transformer))]
+    latents = sample_latents(wan, MODEL, experts, Scene(asked, texts), CPU, cure="")
     (video,) = wan.decode_latents(models.vae, latents)
     return look(((video + 1) * 127.5).round().clamp(0, 255).to(torch.uint8))
 

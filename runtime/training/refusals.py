@@ -4,7 +4,6 @@ import logging
 import math
 import re
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 
 from wangen import profiles
 from wangen.generator.errors import UsageError
-from wangen.generator.experts import ORDER, expect_two_experts
+from wangen.generator.experts import ORDER, choose_boundary, expect_two_experts
 from wangen.generator.formats import Header
 from wangen.generator.headers import read_header
 from wangen.generator.kinds import expect, noise_of
@@ -21,12 +20,13 @@ from wangen.generator.steps import Train
 from wangen.generator.table import options as flags_of
 from wangen.generator.tasks import require_supported
 from wangen.generator.train_step import FOR_ADAPTERS
+from wangen.runtime.devices import require_compiler
 from wangen.runtime.lora_folder import find_lora
 from wangen.runtime.memory.presets import resolve_vram
+from wangen.runtime.sampling.prompts import read_prompts
 from wangen.runtime.training.adapter_config import loraplus_ratio
 from wangen.runtime.training.adapter_refusals import require_adapter, trained_transformers
 from wangen.runtime.training.optim import try_out
-from wangen.runtime.training.sample_prompts import read_prompts
 from wangen.runtime.training.schedules import make_schedule
 from wangen.runtime.training.timesteps import require_timesteps
 from wangen.runtime.training.trackers import require_trackers
@@ -56,15 +56,7 @@ def resolved(options: Train, model: profiles.Model, device: torch.device) -> Tra
         WangenError: such a folder has no LoRA that fits.
     """
     options = resolve_vram(options, model, device)
-    boundary = options.timestep_boundary
-    if boundary is not None and model.experts is None:
-        raise UsageError(f"--timestep_boundary: {model.name} has one transformer", cure="leave it out")
-    if model.experts:
-        boundary = model.experts.boundary if boundary is None else boundary
-        boundary = boundary / 1000 if boundary > 1 else boundary
-        if not 0 < boundary < 1:
-            raise UsageError(f"--timestep_boundary {options.timestep_boundary:g} leaves one expert without timesteps",
-                             cure=f"{model.name} is made for {model.experts.boundary:g}")  # fmt: skip
+    boundary = choose_boundary(options.timestep_boundary, model)
     frames = options.condition_frames
     if model.condition != "text_or_image":
         if frames:
@@ -182,8 +174,8 @@ def refuse_memory(options: Train) -> None:
                          cure="give --checkpointing full or selective")  # fmt: skip
     if options.plain and (swap or options.checkpointing == "selective" or options.checkpointing_free_blocks):
         raise UsageError("--plain knows no block swap, selective checkpointing or free blocks", cure="leave it out")
-    if options.compile and not options.plain and find_spec("triton") is None and torch.cuda.is_available():
-        raise UsageError("--compile needs triton on a GPU", cure="pip install triton (Windows: triton-windows)")
+    if options.compile and not options.plain:
+        require_compiler()
     if options.scale_weight_norms and (options.network_module != "lora" or options.train_mode == "full"):
         raise UsageError("--scale_weight_norms is for LoRA alone", cure="leave it out, or give --network_module lora")
     if options.train_mode == "full" and (options.quantize not in (None, "none") or swap):
