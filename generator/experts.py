@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from wangen.generator.companions import strip_prefix
-from wangen.generator.errors import WangenError
+from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.formats import Header, TensorInfo
 from wangen.generator.formats.raw import float8, read_numbers
 from wangen.generator.headers import identity, read_header
@@ -37,6 +37,32 @@ def flag_words(flag: str, model: Model) -> str:
     """
     expert = {"dit": "low-noise", "dit_high_noise": "high-noise"}.get(flag, "") if model.experts else ""
     return f"--{flag} (the {expert} expert)" if expert else f"--{flag}"
+
+
+def choose_boundary(given: float | None, model: Model) -> float | None:
+    """The sigma from which on, upwards, the high-noise expert works; None for a model with one transformer.
+
+    Args:
+        given: to `--timestep_boundary`, as 0.875 or 875; None takes the model's own.
+        model: its profile.
+
+    Raises:
+        UsageError: the model has one transformer, or the number is none.
+
+    >>> from wangen import profiles
+    >>> choose_boundary(900, profiles.model("t2v-A14B")), choose_boundary(None, profiles.model("t2v-14B"))
+    (0.9, None)
+    """
+    if model.experts is None:
+        if given is not None:
+            raise UsageError(f"--timestep_boundary: {model.name} has one transformer", cure="leave it out")
+        return None
+    boundary = model.experts.boundary if given is None else given
+    boundary = boundary / 1000 if boundary > 1 else boundary
+    if not 0 < boundary < 1:
+        raise UsageError(f"--timestep_boundary {given:g} leaves one expert without timesteps",
+                         cure=f"{model.name} is made for {model.experts.boundary:g}")  # fmt: skip
+    return boundary
 
 
 def same_weights(first: Path, second: Path) -> bool:

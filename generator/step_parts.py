@@ -27,12 +27,12 @@ VAE_CACHE = "keep what the VAE remembers of earlier frames in host memory: slowe
 FP8_T5 = "hold the text encoder in 8 bits: half the memory of bfloat16, and embeddings that differ a little"
 
 
-def vae_tile() -> Any:
-    """The flag of the VAE's tiles, the same for every step that has one."""
+def vae_tile(default: int | None = 0) -> Any:
+    """The flag of the VAE's tiles, the same for every step that has one; None for a default leaves it open."""
     return flag(
         "let the VAE work in overlapping squares of this many pixels, a multiple of 64: less memory, not quite the "
         "same latents; 0 takes the picture whole",
-        0, pinned=True, names=("tile", "vae_spatial_tile_sample_min_size"), constants={"vae_tiling": "256"},
+        default, pinned=True, names=("tile", "vae_spatial_tile_sample_min_size"), constants={"vae_tiling": "256"},
     )  # fmt: skip
 
 

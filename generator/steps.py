@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from wangen.generator.generate_step import Generate as Generate
 from wangen.generator.step_parts import (
     CACHE_TASK,
     CLIP,
@@ -22,7 +23,6 @@ from wangen.generator.step_parts import (
     TRY,
     VAE,
     VAE_CACHE,
-    Attention,
     DatasetStep,
     Dtype,
     ExportDtype,
@@ -153,66 +153,6 @@ class CheckCache(DatasetStep):
     fp8_t5: bool = flag("judge embeddings of a text encoder in 8 bits", False, pinned=True)
     deep: bool = flag("read every payload and every source again, not the headers alone", False)
     repair: bool = flag("remove corrupt entries and what killed writers left, so that caching makes them anew", False)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Generate(Step):
-    """Sample a video or image from a prompt, with or without LoRAs."""
-
-    command: ClassVar[str] = "generate"
-    module: ClassVar[str] = "wangen.runtime.generate"
-    spellings: ClassVar[tuple[str, ...]] = ("wan_generate_video", "wan_generate_video.py")
-    elsewhere: ClassVar[Mapping[str, str]] = {
-        "dit_high_noise": f"sampling with both Wan 2.2 experts {LATER}",
-        "lora_weight_high_noise": f"sampling with both Wan 2.2 experts {LATER}",
-        "lora_multiplier_high_noise": f"sampling with both Wan 2.2 experts {LATER}",
-        "guidance_scale_high_noise": f"sampling with both Wan 2.2 experts {LATER}",
-        "timestep_boundary": f"sampling with both Wan 2.2 experts {LATER}",
-        "offload_inactive_dit": f"sampling with both Wan 2.2 experts {LATER}",
-        "image_path": f"image-to-video sampling {LATER}",
-        "clip": f"image-to-video sampling {LATER}",
-        "fp8": f"quantised weights {LATER}",
-        "fp8_scaled": f"quantised weights {LATER}",
-        "blocks_to_swap": f"block swap {LATER}",
-        "compile": f"torch.compile {LATER}",
-        "output_type": "the ending of --save_path decides: .mp4 for a video, .png for one frame",
-    }
-
-    dit: Path = flag(DIT)
-    vae: Path = flag(VAE)
-    t5: Path = flag(T5)
-    tokenizer: Path | None = flag(TOKENIZER, None)
-    task: str = flag("model profile", "t2v-14B", pinned=True, model_choices=True)
-    prompt: str = flag("what to show")
-    negative_prompt: str = flag("what to avoid; used when --guidance_scale is above 1", "", pinned=True)
-    lora_weight: tuple[Path, ...] = flag("LoRA files (ComfyUI, kohya or diffusers layout)", ())
-    lora_multiplier: tuple[float, ...] = flag("strength of each LoRA (default: 1)", ())
-    video_size: tuple[int, int] = flag("height and width in pixels, multiples of 16", (256, 256), pinned=True)
-    video_length: int = flag("number of frames, 4n+1; 1 makes an image", 81, pinned=True)
-    fps: int = flag("frames per second of the file", 16, pinned=True)
-    infer_steps: int = flag("sampling steps", 50, pinned=True)
-    guidance_scale: float = flag("classifier-free guidance; 1 switches it off", 5.0, pinned=True)
-    flow_shift: float = flag("shift of the sampling schedule", 5.0, pinned=True)
-    sample_solver: Literal["unipc", "euler"] = flag("sampler", "unipc", pinned=True, values={"vanilla": "euler"})
-    seed: int = flag("seed of the initial noise, which is always drawn on the CPU", 42, pinned=True)
-    cpu_noise: bool = flag("accepted; noise is always drawn on the CPU", False)
-    save_path: Path = flag("the .mp4 or .png to write, or a folder")
-    attention: Attention = flag(
-        "attention kernel; auto takes the first of flash3, flash, sdpa that runs here", "auto", pinned=True,
-        names=("attn_mode",),
-        constants={"sdpa": "sdpa", "flash_attn": "flash", "flash3": "flash3", "xformers": "xformers",
-                   "sage_attn": "sage"},
-        values={"torch": "sdpa", "flash2": "flash", "sageattn": "sage"},
-    )  # fmt: skip
-    dtype: Dtype | None = flag("precision of the transformer (default: bfloat16 on CUDA, float32 on CPU)", None,
-                               values=DTYPE_VALUES)  # fmt: skip
-    vae_dtype: Dtype | None = flag(
-        "precision of the VAE (default: bfloat16 on CUDA, float32 on CPU and ROCm)", None, values=DTYPE_VALUES
-    )
-    vae_cache_cpu: bool = flag(VAE_CACHE, False)
-    vae_tile: int = vae_tile()
-    fp8_t5: bool = flag(FP8_T5, False, pinned=True)
-    device: str | None = flag("cuda, cuda:1, cpu … (default: cuda when there is one)", None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,20 +8,11 @@ from wangen.generator.errors import UsageError
 Activity = Literal["caching for", "training", "sampling", "publishing for"]
 
 _LAST_FRAME = "the first and the last frame as condition"
-_FIRST_FRAME = "a first frame as condition"
 
 
-def missing_feature(model: profiles.Model, doing: Activity) -> str:
-    """What an activity with this model would need that this version lacks, in words; empty where it lacks nothing."""
-    if model.condition == "first_and_last":
-        return _LAST_FRAME
-    if doing != "sampling":
-        return ""
-    if model.experts:
-        return "two experts"
-    if model.condition == "text_or_image":
-        return "a timestep for each token"
-    return _FIRST_FRAME if model.condition == "image" else ""
+def missing_feature(model: profiles.Model) -> str:
+    """What working with this model would need that this version lacks, in words; empty where it lacks nothing."""
+    return _LAST_FRAME if model.condition == "first_and_last" else ""
 
 
 def require_supported(model: profiles.Model, doing: Activity) -> None:
@@ -34,17 +25,17 @@ def require_supported(model: profiles.Model, doing: Activity) -> None:
     Raises:
         UsageError: what is lacking, and the tasks that are supported.
     """
-    if missing := missing_feature(model, doing):
+    if missing := missing_feature(model):
         raise UsageError(
             f"{doing} {model.name} is not in this version of wangen: it needs {missing}",
-            cure=f"use one of {', '.join(supported(doing))}; its weights can be checked, identified and converted",
+            cure=f"use one of {', '.join(supported())}; its weights can be checked, identified and converted",
         )
 
 
-def supported(doing: Activity = "training") -> list[str]:
+def supported() -> list[str]:
     """The names of the profiles that this version does something with.
 
-    >>> supported(), supported("sampling")
-    (['i2v-14B', 'i2v-A14B', 't2v-1.3B', 't2v-14B', 't2v-A14B', 'ti2v-5B'], ['t2v-1.3B', 't2v-14B'])
+    >>> supported()
+    ['i2v-14B', 'i2v-A14B', 't2v-1.3B', 't2v-14B', 't2v-A14B', 'ti2v-5B']
     """
-    return [name for name in profiles.model_names() if not missing_feature(profiles.model(name), doing)]
+    return [name for name in profiles.model_names() if not missing_feature(profiles.model(name))]

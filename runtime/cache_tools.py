@@ -114,7 +114,7 @@ def _all_samples(dataset_config: Path) -> list[Sample]:
         WangenError: the dataset suits no model at all.
     """
     models: dict[tuple[int, ...], Model] = {}
-    for model in map(profiles.model, supported("caching for")):
+    for model in map(profiles.model, supported()):
         models.setdefault((model.fps, model.bucket_step, model.spatial_stride, model.temporal_stride), model)
     samples: list[Sample] = []
     refused: list[WangenError] = []

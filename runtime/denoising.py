@@ -88,18 +88,19 @@ class Given:
         return Given(*(None if part is None else part.to(device) for part in parts))
 
 
-def flow_scheduler(solver: Literal["unipc", "euler"], shift: float) -> Scheduler:
+def flow_scheduler(solver: Literal["unipc", "dpm++", "euler"], shift: float) -> Scheduler:
     """A sampler with Wan's flow settings.
 
-    UniPC is that of the published pipelines. Euler of n steps begins them at the sigmas 1, 1 - 1/n … 1/n, shifted, as
-    `get_sampling_sigmas` of Wan's own code and the scheduler `simple` of ComfyUI do; the library's default ends higher,
-    for it shifts the last one twice.
+    UniPC is that of the published pipelines. DPM++ (2M, as in Wan's own code; https://arxiv.org/abs/2211.01095) has
+    its noise levels: 0.999 (1 - i/n), shifted, which Wan's own code begins at 1. Euler of n steps begins them at the
+    sigmas 1, 1 - 1/n … 1/n, shifted, as `get_sampling_sigmas` of Wan's own code and the scheduler `simple` of ComfyUI
+    do; the library's default ends higher, for it shifts the last one twice.
 
     Args:
-        solver: UniPC, or Euler.
+        solver: UniPC, DPM++ or Euler.
         shift: of the schedule, above 0.
     """
-    from diffusers import FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
+    from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 
     class Euler(FlowMatchEulerDiscreteScheduler):  # type: ignore[misc]  # the library is untyped
         def set_timesteps(self, num_inference_steps: int, device: torch.device | None = None) -> None:
@@ -108,10 +109,11 @@ def flow_scheduler(solver: Literal["unipc", "euler"], shift: float) -> Scheduler
 
     if solver == "euler":
         return cast(Scheduler, Euler(shift=shift))
-    unipc = UniPCMultistepScheduler(
+    multistep = UniPCMultistepScheduler if solver == "unipc" else DPMSolverMultistepScheduler
+    scheduler = multistep(
         prediction_type="flow_prediction", use_flow_sigmas=True, num_train_timesteps=1000, flow_shift=shift
     )
-    return cast(Scheduler, unipc)
+    return cast(Scheduler, scheduler)
 
 
 def initial_noise(shape: Sequence[int], seed: int) -> torch.Tensor:

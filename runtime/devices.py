@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -32,6 +33,16 @@ def choose_device(name: str | None) -> torch.device:
         reason = str(error).splitlines()[0]
         raise UsageError(f"--device {name}: {reason}", cure="leave --device out or give cpu") from None
     return device
+
+
+def require_compiler() -> None:
+    """See that torch.compile can make kernels for the GPU, if there is one.
+
+    Raises:
+        UsageError: triton is missing.
+    """
+    if find_spec("triton") is None and torch.cuda.is_available():
+        raise UsageError("--compile needs triton on a GPU", cure="pip install triton (Windows: triton-windows)")
 
 
 def set_precision(*, deterministic: bool, tf32: bool) -> None:

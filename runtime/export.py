@@ -3,6 +3,7 @@
 Torch is imported inside the functions that need it: what a header says is told without it, in a moment.
 """
 
+import dataclasses
 import json
 import logging
 import sys
@@ -14,6 +15,7 @@ from wangen.generator.lora_config import is_safetensors, lora_file, lora_identit
 from wangen.generator.session import Report
 from wangen.generator.steps import Export
 from wangen.generator.workspace import require_writable
+from wangen.runtime.lora_folder import find_lora
 from wangen.runtime.lora_metadata import describe_file
 
 log = logging.getLogger("wangen")
@@ -28,6 +30,8 @@ def run(options: Export) -> Report:
         WangenError: a file is of another kind, a LoRA does not fit, the disk is full or refuses.
     """
     _refuse(options)
+    loras = tuple(find_lora(path, "--lora_weight") for path in options.lora_weight)
+    options = dataclasses.replace(options, lora_weight=loras)
     if options.metadata:
         return _tell_metadata(options)
     assert options.save_path is not None

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from wangen.runtime.generate import write_media
+from wangen.runtime.sampling.output import write_media
 
 Colour = tuple[int, int, int]
 

@@ -152,7 +152,7 @@ def test_configurations_that_are_no_plain_lora_are_refused(tmp_path: Path, capsy
 
 def test_a_folder_without_a_lora_is_refused(tmp_path: Path, capsys):
     assert main(["export", "--lora_weight", str(tmp_path), "--save_path", str(tmp_path / "a.safetensors")]) == 1
-    assert "neither adapter_model.safetensors nor pytorch_lora_weights.safetensors" in capsys.readouterr().err
+    assert "--lora_weight: this folder holds no LoRA" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("number", ["nan", "-inf"])

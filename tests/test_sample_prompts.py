@@ -6,7 +6,7 @@ import pytest
 
 from wangen import profiles
 from wangen.generator.errors import UsageError
-from wangen.runtime.training.sample_prompts import read_prompts
+from wangen.runtime.sampling.prompts import read_prompts
 
 T2V, A14B, TI2V, I2V = (profiles.model(name) for name in ("t2v-1.3B", "t2v-A14B", "ti2v-5B", "i2v-14B"))
 
@@ -83,7 +83,7 @@ sample_steps = 5
         ("A cat --d 1.5", "seed '1.5' is no whole number"),
         ("A cat --l nan", "cfg_scale 'nan' is no number above 0"),
         ("A cat --fs 0", "discrete_flow_shift '0' is no number above 0"),
-        ("A cat --ss dpm", "there is no sampler 'dpm'.*unipc or euler"),
+        ("A cat --ss dpm", "there is no sampler 'dpm'.*unipc, dpm[+][+], euler"),
         ("A cat --i cat.png", "t2v-1.3B takes no first frame"),
         ("A cat --ei cat.png", "takes no last frame"),
         ("A cat --cn walk.mp4", "--cn: control videos"),

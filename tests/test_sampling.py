@@ -15,8 +15,8 @@ from wangen.generator.errors import WangenError
 from wangen.generator.steps import Generate
 from wangen.runtime import generate
 from wangen.runtime.models import family
+from wangen.runtime.sampling.prompts import read_prompts
 from wangen.runtime.training.adapter import replaced
-from wangen.runtime.training.sample_prompts import read_prompts
 from wangen.runtime.training.sampling import make_samples, make_scenes, samples_due
 
 LINES = (

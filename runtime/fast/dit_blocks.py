@@ -16,6 +16,7 @@ from wangen.runtime.fast.attention import Kernel, Stash
 from wangen.runtime.fast.dit_elementwise import Elementwise
 from wangen.runtime.fast.dit_linear import Group, Layers, lay_side_by_side
 from wangen.runtime.libraries import WanTransformerBlock
+from wangen.runtime.memory.swap import spread
 from wangen.runtime.models.compute import Tricks
 
 
@@ -97,6 +98,23 @@ def lay_groups_side_by_side(block: WanTransformerBlock) -> None:
     """Let the weights of layers that share an input be parts of one storage, so that they are one product."""
     for modules in _sharing(block).values():
         lay_side_by_side([_base(module) for module in modules])
+
+
+def lay_resident_groups(transformer: nn.Module, num_swapped: int, free_blocks: int = 0) -> None:
+    """Do so in all blocks that stay on the device, as the first step would, before a copy for parking is made.
+
+    Else they would be moved anew each time that an expert comes back, beside the buffer that they came in.
+
+    Args:
+        transformer: with its adapters.
+        num_swapped: how many blocks `BlockSwap` will swap.
+        free_blocks: so many of the last blocks are not among them.
+    """
+    blocks = list(transformer.get_submodule("blocks").children())
+    swapped = spread(len(blocks) - free_blocks, num_swapped)
+    for index, block in enumerate(blocks):
+        if index not in swapped:
+            lay_groups_side_by_side(block)
 
 
 def _base(module: nn.Module) -> nn.Linear:

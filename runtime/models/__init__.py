@@ -18,7 +18,6 @@ from wangen.generator.tokenizer_file import tokenizer_digest, tokenizer_of
 if TYPE_CHECKING:
     import torch
 
-    from wangen.generator.steps import Generate
     from wangen.runtime.models.compute import Compute
     from wangen.runtime.models.inputs import Inputs
 
@@ -143,24 +142,24 @@ class Family(Protocol):
         """Velocity (B, C, F, h, w) for noisy latents, timesteps (B,) or (B, tokens), and B embeddings (L, dim)."""
 
     def velocity_model(
-        self, transformer: Any, compute: "Compute", *, device: "torch.device", dtype: "torch.dtype", swap: Any = None
+        self,
+        transformer: Any,
+        compute: "Compute",
+        *,
+        device: "torch.device",
+        dtype: "torch.dtype",
+        swap: Any = None,
+        backward: bool = True,
     ) -> VelocityModel:
-        """What training predicts velocities with: the fast path, or with `compute.plain` the library's own forward."""
+        """What velocities are predicted with: the fast path, or with `compute.plain` the library's own forward.
+
+        `backward` asks for an attention kernel that has a gradient.
+        """
 
     def timesteps_per_token(
         self, timesteps: "torch.Tensor", latents: "torch.Tensor", clean_frames: Sequence[int]
     ) -> "torch.Tensor":
         """Timesteps (B,) -> (B, tokens), with 0 for the tokens of each item's first latent frames."""
-
-    def sample_latents(
-        self,
-        transformer: Any,
-        vae: Any,
-        options: "Generate",
-        texts: "Sequence[torch.Tensor]",
-        on_step: Callable[[int], None] = ...,
-    ) -> "torch.Tensor":
-        """Denoise seeded noise to normalised latents (1, C, F, h, w)."""
 
 
 def family(model: profiles.Model) -> Family:

@@ -3,8 +3,7 @@
 Letters in shapes: B batch, C channels, T frames of video, H and W pixels, F frames of latents, h and w latents.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,14 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from wangen.generator.errors import WangenError
-from wangen.generator.steps import Generate
-from wangen.runtime.denoising import Stage, denoise, flow_scheduler, initial_noise
 from wangen.runtime.devices import set_attention
 from wangen.runtime.models.plain import PlainModel
 
 if TYPE_CHECKING:
-    from diffusers import AutoencoderKLWan
-
     from wangen.runtime.libraries import WanTransformer3DModel
     from wangen.runtime.memory.swap import BlockSwap
     from wangen.runtime.models import LatentEncoder, PromptEncoder, VelocityModel
@@ -140,19 +135,23 @@ def velocity_model(
     device: torch.device,
     dtype: torch.dtype,
     swap: "BlockSwap | None" = None,
+    backward: bool = True,
 ) -> "VelocityModel":
-    """What training predicts velocities with: `FastWan`, or the library's forward with `compute.plain`.
+    """What velocities are predicted with: `FastWan`, or the library's forward with `compute.plain`.
+
+    `backward` asks for an attention kernel that has a gradient.
 
     Raises:
         WangenError: the attention kernel does not run here, and none can stand in for it.
     """
     if compute.plain:
-        name = set_attention(transformer, compute.attention, device, dtype, backward=True)
+        name = set_attention(transformer, compute.attention, device, dtype, backward=backward)
         return PlainModel(transformer, predict_velocity, compute, dtype, name)
     from wangen.runtime.fast.attention import choose_kernel
     from wangen.runtime.fast.dit import FastWan
 
-    return FastWan(transformer, compute, choose_kernel(compute.attention, device, dtype), swap, dtype)
+    kernel = choose_kernel(compute.attention, device, dtype, backward=backward)
+    return FastWan(transformer, compute, kernel, swap, dtype)
 
 
 def _require_width(transformer: "WanTransformer3DModel", texts: Sequence[torch.Tensor]) -> None:
@@ -173,37 +172,3 @@ def pad_texts(texts: Sequence[torch.Tensor]) -> torch.Tensor:
     for row, text in zip(padded, texts, strict=True):
         row[: len(text)] = text
     return padded
-
-
-def sample_latents(
-    transformer: "WanTransformer3DModel",
-    vae: "AutoencoderKLWan",
-    options: Generate,
-    texts: Sequence[torch.Tensor],
-    on_step: Callable[[int], None] = lambda _number: None,
-) -> torch.Tensor:
-    """Denoise seeded noise with diffusers' schedulers.
-
-    Args:
-        transformer: with the LoRAs applied.
-        vae: only its sizes are used.
-        options: size, length, steps, guidance, shift, sampler and seed.
-        texts: the prompt's embedding (L, text_dim), and the negative prompt's when guidance is above 1.
-        on_step: called after each step with how many are done.
-
-    Returns:
-        (1, C, F, h, w) in float32, normalised; C is 16, or 48 of the 5B.
-    """
-    _require_width(transformer, texts)
-    height_px, width_px = options.video_size
-    frames = (options.video_length - 1) // vae.config.scale_factor_temporal + 1
-    stride = vae.config.scale_factor_spatial
-    shape = (1, vae.config.z_dim, frames, height_px // stride, width_px // stride)
-    return denoise(
-        [Stage(partial(predict_velocity, transformer), options.guidance_scale)],
-        initial_noise(shape, options.seed).to(transformer.device),
-        flow_scheduler(options.sample_solver, options.flow_shift),
-        options.infer_steps,
-        [text.to(transformer.device) for text in texts],
-        on_step=on_step,
-    )

@@ -12,9 +12,9 @@ from wangen.generator import headers
 from wangen.generator.companions import sort_out
 from wangen.generator.errors import WangenError, bytes_text
 from wangen.generator.steps import Train
-from wangen.runtime.fast.dit_blocks import lay_groups_side_by_side
+from wangen.runtime.fast.dit_blocks import lay_resident_groups
 from wangen.runtime.memory.quantize import quantize_blocks
-from wangen.runtime.memory.swap import BlockSwap, spread
+from wangen.runtime.memory.swap import BlockSwap
 from wangen.runtime.models import Family
 from wangen.runtime.models.compute import Compute
 from wangen.runtime.training.adapter import NAME, add_adapter, merge_base_weights
@@ -70,7 +70,7 @@ def load_trainee(
     transformer.train(options.train_mode == "lora" and settings(options, expert.name).draws)
     compute = compute_of(options)
     if not compute.plain:
-        _lay_out(transformer, swapped, compute.free_blocks)
+        lay_resident_groups(transformer, swapped, compute.free_blocks)
     place = BlockSwap(
         transformer, swapped, device, free_blocks=compute.free_blocks, ring=options.block_swap_ring_size,
         parked=options.offload_inactive_dit and len(plan.experts) > 1,
@@ -112,18 +112,6 @@ def load_base(plan: Plan, expert: ExpertPlan, kind: Family, device: torch.device
         merge_base_weights(transformer, options)
         quantize_blocks(transformer, quantize, device)
     return transformer
-
-
-def _lay_out(transformer: Any, num_swapped: int, free_blocks: int) -> None:
-    """Put weights that are one product side by side, as the first step would do, before a copy for parking is made.
-
-    Else they would be moved anew each time that an expert comes back, beside the buffer that they came in.
-    """
-    blocks = list(transformer.blocks)
-    swapped = spread(len(blocks) - free_blocks, num_swapped)
-    for index, block in enumerate(blocks):
-        if index not in swapped:
-            lay_groups_side_by_side(block)
 
 
 def _pairs(

@@ -4,14 +4,14 @@ import logging
 import math
 import re
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from wangen import profiles
 from wangen.generator.errors import UsageError
-from wangen.generator.experts import ORDER, expect_two_experts
+from wangen.generator.experts import ORDER, choose_boundary, expect_two_experts
 from wangen.generator.formats import Header
 from wangen.generator.headers import read_header
 from wangen.generator.kinds import expect, noise_of
@@ -20,11 +20,13 @@ from wangen.generator.steps import Train
 from wangen.generator.table import options as flags_of
 from wangen.generator.tasks import require_supported
 from wangen.generator.train_step import FOR_ADAPTERS
+from wangen.runtime.devices import require_compiler
+from wangen.runtime.lora_folder import find_lora
 from wangen.runtime.memory.presets import resolve_vram
+from wangen.runtime.sampling.prompts import read_prompts
 from wangen.runtime.training.adapter_config import loraplus_ratio
 from wangen.runtime.training.adapter_refusals import require_adapter, trained_transformers
 from wangen.runtime.training.optim import try_out
-from wangen.runtime.training.sample_prompts import read_prompts
 from wangen.runtime.training.schedules import make_schedule
 from wangen.runtime.training.timesteps import require_timesteps
 from wangen.runtime.training.trackers import require_trackers
@@ -46,21 +48,15 @@ NOT_NEGATIVE = ("max_grad_norm", "noise_offset", "prior_loss_weight", "validatio
 
 
 def resolved(options: Train, model: profiles.Model, device: torch.device) -> Train:
-    """The flags with what the model and the card decide filled in.
+    """The flags with what the model, the card and the folders of earlier runs decide filled in.
 
     Raises:
-        UsageError: `--timestep_boundary` or `--condition_frames` is for other models, or is no such number.
+        UsageError: `--timestep_boundary` or `--condition_frames` is for other models, or is no such number; a folder
+            given as a LoRA is this run's own.
+        WangenError: such a folder has no LoRA that fits.
     """
     options = resolve_vram(options, model, device)
-    boundary = options.timestep_boundary
-    if boundary is not None and model.experts is None:
-        raise UsageError(f"--timestep_boundary: {model.name} has one transformer", cure="leave it out")
-    if model.experts:
-        boundary = model.experts.boundary if boundary is None else boundary
-        boundary = boundary / 1000 if boundary > 1 else boundary
-        if not 0 < boundary < 1:
-            raise UsageError(f"--timestep_boundary {options.timestep_boundary:g} leaves one expert without timesteps",
-                             cure=f"{model.name} is made for {model.experts.boundary:g}")  # fmt: skip
+    boundary = choose_boundary(options.timestep_boundary, model)
     frames = options.condition_frames
     if model.condition != "text_or_image":
         if frames:
@@ -70,9 +66,40 @@ def resolved(options: Train, model: profiles.Model, device: torch.device) -> Tra
     frames = 1 if frames is None else frames
     if frames < 0 or (frames and frames % 4 != 1):
         raise UsageError(f"--condition_frames {frames}: must be 4n+1, or 0 for none", cure="1 gives the first frame")
+    options = _with_loras_found(options, model)
     return replace(
         options, timestep_boundary=boundary, condition_frames=frames, loraplus_lr_ratio=loraplus_ratio(options)
     )
+
+
+def _with_loras_found(options: Train, model: profiles.Model) -> Train:
+    """The flags with the LoRA's file in place of each folder of a run.
+
+    Raises:
+        UsageError: a folder is the one that this run writes to, whose best and last change.
+        WangenError: a folder has none that fits.
+    """
+    trained = ("high", "low") if options.experts == "both" else (options.experts,)
+    only = f"{trained[0]}_noise" if model.experts and len(trained) == 1 else ""
+    starts = {"network_weights_high_noise": "high", "network_weights": "low"} if model.experts else {
+        "network_weights": ""
+    }  # fmt: skip
+    found: dict[str, Any] = {}
+    for name, expert in starts.items():
+        path = getattr(options, name)
+        if path and (not expert or expert in trained):
+            _refuse_own_folder(options, path, f"--{name}")
+            found[name] = find_lora(path, f"--{name}", f"{expert}_noise" if expert else "")
+    for path in options.base_weights:
+        _refuse_own_folder(options, path, "--base_weights")
+    base_weights = tuple(find_lora(path, "--base_weights", only) for path in options.base_weights)
+    return replace(options, **found, base_weights=base_weights)
+
+
+def _refuse_own_folder(options: Train, path: Path, flag: str) -> None:
+    if path.is_dir() and path.resolve() == options.output_dir.resolve():
+        raise UsageError(f"{flag} is the folder that this run writes to: its best and its last change on the way",
+                         where=str(path), cure="name the LoRA's file")  # fmt: skip
 
 
 def refuse(options: Train, model: profiles.Model, device: torch.device) -> None:
@@ -147,8 +174,8 @@ def refuse_memory(options: Train) -> None:
                          cure="give --checkpointing full or selective")  # fmt: skip
     if options.plain and (swap or options.checkpointing == "selective" or options.checkpointing_free_blocks):
         raise UsageError("--plain knows no block swap, selective checkpointing or free blocks", cure="leave it out")
-    if options.compile and not options.plain and find_spec("triton") is None and torch.cuda.is_available():
-        raise UsageError("--compile needs triton on a GPU", cure="pip install triton (Windows: triton-windows)")
+    if options.compile and not options.plain:
+        require_compiler()
     if options.scale_weight_norms and (options.network_module != "lora" or options.train_mode == "full"):
         raise UsageError("--scale_weight_norms is for LoRA alone", cure="leave it out, or give --network_module lora")
     if options.train_mode == "full" and (options.quantize not in (None, "none") or swap):

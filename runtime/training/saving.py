@@ -7,13 +7,12 @@ from pathlib import Path
 
 import torch
 
+from wangen.runtime.lora_folder import AVERAGE
 from wangen.runtime.training import adapter_files, checkpoint, full
 from wangen.runtime.training.checkpoint import ExpertState, TrainingState
 from wangen.runtime.training.metadata import metadata
 from wangen.runtime.training.plan import ExpertPlan, Plan
 from wangen.runtime.training.run import Run
-
-BEST, AVERAGE = "-best", "-ema"
 
 
 class Saving:

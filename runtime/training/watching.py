@@ -14,7 +14,9 @@ from typing import Any
 import torch
 
 from wangen.generator.errors import WangenError
+from wangen.runtime.lora_folder import BEST
 from wangen.runtime.models import family
+from wangen.runtime.sampling.prompts import read_prompts
 from wangen.runtime.training import checkpoint
 from wangen.runtime.training.adapter import disabled, replaced
 from wangen.runtime.training.loading import load_base
@@ -22,9 +24,8 @@ from wangen.runtime.training.metrics import FILE, Metrics, Pending, Record, Time
 from wangen.runtime.training.plan import Plan
 from wangen.runtime.training.prepared import Prepared
 from wangen.runtime.training.run import Run, Trainee
-from wangen.runtime.training.sample_prompts import read_prompts
 from wangen.runtime.training.sampling import make_samples, make_scenes, samples_due
-from wangen.runtime.training.saving import BEST, save_lora
+from wangen.runtime.training.saving import save_lora
 from wangen.runtime.training.step import StepResult, item_losses
 from wangen.runtime.training.throughput import (
     StepFlops,

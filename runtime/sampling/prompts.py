@@ -1,4 +1,4 @@
-"""The prompt file of the samples on the way: what musubi-tuner reads, with everything refused that would be ignored.
+"""Prompts and their files, as musubi-tuner reads them, with everything refused that would be ignored.
 
 A `.txt` has a prompt per line with options behind it (`A cat. --w 832 --h 480 --f 81`), `#` before a comment. A `.json`
 is a list of such lines or of tables, a `.toml` a `[prompt]` table of common settings with `[[prompt.subset]]` tables.
@@ -10,13 +10,13 @@ import math
 import re
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
 from wangen.generator.errors import UsageError, printable
-from wangen.generator.steps import Generate
+from wangen.generator.generate_step import DEFAULTS
 from wangen.profiles import Model
 
 log = logging.getLogger("wangen")
@@ -37,7 +37,7 @@ ELSEWHERE: Mapping[str, str] = {
 }  # fmt: skip
 """What musubi-tuner's prompt files may hold beside, and why it is refused here."""
 
-SAMPLERS = ("unipc", "euler")
+SAMPLERS: tuple[Literal["unipc", "dpm++", "euler"], ...] = ("unipc", "dpm++", "euler")
 MAX_STEPS = 1000
 MAX_SEED = 2**63 - 1
 _OPTION = re.compile(r"\s--(?=[A-Za-z])")
@@ -45,7 +45,7 @@ _OPTION = re.compile(r"\s--(?=[A-Za-z])")
 
 @dataclass(frozen=True, kw_only=True)
 class SamplePrompt:
-    """One video or image to make on the way.
+    """One video or image to make.
 
     Attributes:
         prompt: what to show.
@@ -59,7 +59,7 @@ class SamplePrompt:
         shift: of its schedule.
         guidance: classifier-free guidance; of two experts that of the low-noise one.
         guidance_high_noise: of the high-noise expert.
-        sampler: `unipc` or `euler`.
+        sampler: `unipc`, `dpm++` or `euler`.
         image: the first frame, of image-to-video.
     """
 
@@ -74,7 +74,7 @@ class SamplePrompt:
     shift: float
     guidance: float
     guidance_high_noise: float
-    sampler: Literal["unipc", "euler"]
+    sampler: Literal["unipc", "dpm++", "euler"]
     image: Path | None = None
 
     @property
@@ -83,35 +83,52 @@ class SamplePrompt:
         return max(self.guidance, self.guidance_high_noise) > 1
 
 
-def read_prompts(path: Path, model: Model, seed: int) -> list[SamplePrompt]:
+def defaults_of(model: Model) -> dict[str, Any]:
+    """What a prompt of this model is sampled with where nothing else is said, by the flags of `generate`.
+
+    >>> from wangen import profiles
+    >>> own = defaults_of(profiles.model("t2v-A14B"))
+    >>> own["guidance_scale"], own["guidance_scale_high_noise"], own["video_size"], own["fps"]
+    (3.0, 4.0, (480, 832), 16)
+    """
+    high = model.experts.guidance_high_noise if model.experts else None
+    own = {**DEFAULTS, "fps": model.fps, "guidance_scale_high_noise": high, "image_path": None}
+    return {**own, **model.defaults.get("generate", {})}
+
+
+def read_prompts(
+    path: Path, model: Model, seed: int, defaults: Mapping[str, Any] | None = None, *, flag: str = "--sample_prompts"
+) -> list[SamplePrompt]:
     """The prompts of a file, with the model's own settings where the file says nothing.
 
     Args:
         path: `.txt`, `.toml` or `.json`, in UTF-8.
         model: its sizes decide which widths, heights and lengths can be, its defaults stand for what is not said.
         seed: where a prompt has none.
+        defaults: what stands in place of the model's own settings, as `defaults_of` names them.
+        flag: that the file was given to, for messages.
 
     Raises:
         UsageError: the file cannot be read or is empty, an option is unknown, a value cannot be, an image is missing;
             the message names the line or the entry.
     """
-    prompts = []
-    for where, values in _entries(path):
-        prompts.append(_prompt(path, where, values, model, seed))
+    defaults = defaults_of(model) if defaults is None else defaults
+    prompts = [
+        make_prompt(values, model, seed, defaults, where=where, folder=path.parent)
+        for where, values in _entries(path, flag)
+    ]
     if not prompts:
         raise UsageError("there is no prompt in this file", where=str(path), cure="write one prompt per line")
     return prompts
 
 
-def _entries(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _entries(path: Path, flag: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Where each prompt stands, and its values by key."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise UsageError(
-            f"--sample_prompts cannot be read: {reason}", where=str(path), cure="give another file"
-        ) from None
+        raise UsageError(f"{flag} cannot be read: {reason}", where=str(path), cure="give another file") from None
     ending = path.suffix.lower()
     try:
         if ending == ".txt":
@@ -121,7 +138,7 @@ def _entries(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         elif ending == ".toml":
             yield from _toml_entries(path, tomllib.loads(text))
         else:
-            raise UsageError(f"--sample_prompts takes .txt, .toml or .json, not {ending or 'a file without an ending'}",
+            raise UsageError(f"{flag} takes .txt, .toml or .json, not {ending or 'a file without an ending'}",
                              where=str(path), cure="rename it")  # fmt: skip
     except (json.JSONDecodeError, tomllib.TOMLDecodeError) as error:
         raise UsageError(f"this is no {ending[1:].upper()}: {error}", where=str(path), cure="mend it there") from None
@@ -206,8 +223,22 @@ def _table(entry: Any, where: str) -> Mapping[str, Any]:
     return entry
 
 
-def _prompt(path: Path, where: str, values: Mapping[str, Any], model: Model, seed: int) -> SamplePrompt:
-    defaults = _defaults(model)
+def make_prompt(
+    values: Mapping[str, Any], model: Model, seed: int, defaults: Mapping[str, Any], *, where: str, folder: Path
+) -> SamplePrompt:
+    """A prompt from the values of a line or a table.
+
+    Args:
+        values: by the keys of `OPTIONS`, and `prompt`.
+        model: as for `read_prompts`.
+        seed: where the values have none.
+        defaults: as `defaults_of` names them.
+        where: the values come from, for messages.
+        folder: that the path of an image may begin at, beside the working folder.
+
+    Raises:
+        UsageError: as `read_prompts`.
+    """
     text = values.get("prompt", "")
     if not isinstance(text, str) or not text.strip():
         raise UsageError("there is no prompt before the options", where=where, cure="write what to show")
@@ -216,28 +247,23 @@ def _prompt(path: Path, where: str, values: Mapping[str, Any], model: Model, see
     step_px = model.spatial_stride * model.patch[1]
     height, width = defaults["video_size"]
     guidance = _number(values, "cfg_scale", defaults["guidance_scale"], where)
-    own_high = model.experts.guidance_high_noise if model.experts and "cfg_scale" not in values else guidance
+    high = defaults["guidance_scale_high_noise"]
+    own_high = guidance if high is None or "cfg_scale" in values else high
     return SamplePrompt(
         prompt=text.strip(),
         negative_prompt=str(values.get("negative_prompt", defaults["negative_prompt"])),
         width=_side(values, "width", width, step_px, where),
         height=_side(values, "height", height, step_px, where),
         frames=_frames(values, defaults["video_length"], model.temporal_stride, where),
-        fps=model.fps,
+        fps=defaults["fps"],
         seed=_integer(values, "seed", seed, where, 0, MAX_SEED),
         steps=_integer(values, "sample_steps", defaults["infer_steps"], where, 1, MAX_STEPS),
         shift=_number(values, "discrete_flow_shift", defaults["flow_shift"], where),
         guidance=guidance,
         guidance_high_noise=_number(values, "cfg_scale_high_noise", own_high, where),
         sampler=_sampler(values, defaults["sample_solver"], where),
-        image=_image(path, values, model, where),
+        image=_image(values, defaults["image_path"], model, where, folder),
     )
-
-
-def _defaults(model: Model) -> dict[str, Any]:
-    """What `generate` would take of this model: the flags' defaults, and on top of them the profile's."""
-    own = {field.name: field.default for field in fields(Generate) if field.default is not MISSING}
-    return {**own, **model.defaults.get("generate", {})}
 
 
 def _integer(values: Mapping[str, Any], key: str, default: int, where: str, least: int, most: int) -> int:
@@ -281,27 +307,29 @@ def _frames(values: Mapping[str, Any], default: int, stride: int, where: str) ->
     return frames
 
 
-def _sampler(values: Mapping[str, Any], default: str, where: str) -> Literal["unipc", "euler"]:
-    found = {"vanilla": "euler"}.get(str(values.get("sample_sampler", default)), values.get("sample_sampler", default))
-    if found not in SAMPLERS:
-        raise UsageError(f"there is no sampler {found!r}", where=where, cure=f"use {' or '.join(SAMPLERS)}")
-    return "euler" if found == "euler" else "unipc"
+def _sampler(values: Mapping[str, Any], default: str, where: str) -> Literal["unipc", "dpm++", "euler"]:
+    found = str(values.get("sample_sampler", default))
+    for sampler in SAMPLERS:
+        if {"vanilla": "euler"}.get(found, found) == sampler:
+            return sampler
+    raise UsageError(f"there is no sampler {found!r}", where=where, cure=f"use one of {', '.join(SAMPLERS)}")
 
 
-def _image(path: Path, values: Mapping[str, Any], model: Model, where: str) -> Path | None:
+def _image(values: Mapping[str, Any], default: Path | None, model: Model, where: str, folder: Path) -> Path | None:
     """The first frame: where the model needs one it must be there, where it takes none it must not."""
     if "end_image_path" in values:
         raise UsageError(f"{model.name} takes no last frame (--ei)", where=where, cure="leave it out")
-    given = values.get("image_path")
+    given = values.get("image_path", default)
     if given is None:
         if model.condition == "image":
-            raise UsageError(f"{model.name} needs a first frame", where=where, cure="add --i with a picture")
+            raise UsageError(f"{model.name} needs a first frame", where=where,
+                             cure="give a picture: --image_path, or --i behind a prompt in a file")  # fmt: skip
         return None
     if model.condition == "text":
-        raise UsageError(f"{model.name} takes no first frame (--i)", where=where, cure="leave it out")
-    places = [Path(str(given)), path.parent / str(given)]
+        raise UsageError(f"{model.name} takes no first frame (--i, --image_path)", where=where, cure="leave it out")
+    places = [Path(str(given)), folder / str(given)]
     found = next((place for place in places if place.is_file()), None)
     if found is None:
         raise UsageError(f"there is no picture {printable(str(given))}", where=where,
-                         cure=f"paths begin at the working folder or at {path.parent}")  # fmt: skip
+                         cure=f"paths begin at the working folder or at {folder}")  # fmt: skip
     return found

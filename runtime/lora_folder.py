@@ -1,0 +1,172 @@
+"""A run's folder in place of a LoRA's file: which of the LoRAs there is meant. No torch is imported.
+
+A run leaves `NAME.safetensors` when it is done, on its way `NAME-000003.safetensors` (after an epoch) and
+`NAME-step00000500.safetensors`, with `--keep_best` `NAME-best.safetensors`, and with `--ema_decay` averages of most of
+them, `…-ema`. Of two experts each has its own: `NAME_high_noise…`, `NAME_low_noise…`.
+"""
+
+import json
+import logging
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path, PureWindowsPath
+
+from wangen.generator.errors import WangenError
+from wangen.generator.headers import read_header
+from wangen.generator.kinds import kind_of
+from wangen.generator.lora_config import ADAPTER_FILE, DIFFUSERS_FILE
+
+log = logging.getLogger("wangen")
+
+BEST, AVERAGE = "-best", "-ema"
+EXPERTS = ("high_noise", "low_noise")
+
+_NAME = re.compile(
+    rf"(?P<run>.+?)(?:_(?P<expert>{'|'.join(EXPERTS)}))?(?:-step(?P<step>\d{{8}})|-(?P<epoch>\d{{6}})|(?P<best>{BEST}))?"
+    rf"(?P<average>{AVERAGE})?(?P<layout>-(?:comfyui|kohya|diffusers))?"
+)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One saved LoRA of a run.
+
+    Attributes:
+        path: its file.
+        run: the run's `--output_name`.
+        expert: `high_noise`, `low_noise`, or empty where there is only one.
+        step: optimizer steps that it has been trained for, of two experts its own; None where nothing says it.
+        epoch: the epoch after which it was saved, from its name, else the one that its header says; None as above.
+        best: it had the lowest held-out loss when it was saved (`--keep_best`).
+        finished: the run's last: neither a step nor an epoch nor `-best` stands in its name.
+        average: the moving average of the weights (`--ema_decay`).
+    """
+
+    path: Path
+    run: str
+    expert: str
+    step: int | None
+    epoch: int | None
+    best: bool
+    finished: bool
+    average: bool
+
+
+def find_lora(path: Path, flag: str, expert: str = "") -> Path:
+    """The LoRA that a path means: a file itself, of a run's folder its best, or else its last.
+
+    The best is the one that `train.report.json` or, where there is none, its name says; the last is the finished one,
+    or else the one of the most steps. A folder that peft or diffusers wrote is left as it is.
+
+    Args:
+        path: a file, or a folder.
+        flag: the flag that it was given to (`--lora_weight`).
+        expert: `high_noise` or `low_noise`: whose LoRA is wanted, where the folder has one for each.
+
+    Raises:
+        WangenError: the folder holds no LoRA for this, or those of several runs or experts; a file in it is damaged.
+    """
+    if not path.is_dir() or any((path / name).is_file() for name in (ADAPTER_FILE, DIFFUSERS_FILE)):
+        return path
+    found = lora_checkpoints(path)
+    own = [one for one in found if one.expert == expert]
+    fitting = own or [one for one in found if not one.expert or not expert]
+    if not fitting:
+        what = f"no LoRA of the {expert.replace('_', '-')} expert" if found else "no LoRA"
+        raise WangenError(f"{flag}: this folder holds {what}", where=str(path), cure="name the LoRA's file")
+    last_run = _last_run(path)
+    chosen, why = _best_or_last(_of_one(fitting, last_run, path, flag), last_run)
+    step = "" if chosen.step is None else f" (step {chosen.step})"
+    log.info("  %s %s: %s, %s%s", flag, path, chosen.path.name, why, step)
+    return chosen.path
+
+
+def lora_checkpoints(folder: Path) -> list[Checkpoint]:
+    """All LoRAs of a folder, by run, expert and steps; a LoRA that was saved in several layouts counts once.
+
+    Raises:
+        WangenError: the folder cannot be read, or a file in it is damaged.
+    """
+    try:
+        paths = sorted(path for path in folder.iterdir() if path.match("[!.]*.safetensors") and path.is_file())
+    except OSError as error:
+        raise WangenError(f"the folder cannot be read: {error.strerror}", where=str(folder)) from None
+    names = {path.stem for path in paths}
+    found = [_checkpoint(path, names) for path in paths]
+    return sorted((one for one in found if one), key=lambda one: (one.run, one.expert, _age(one), one.path.name))
+
+
+def _checkpoint(path: Path, names: set[str]) -> Checkpoint | None:
+    """What a file is; None of one that is no adapter, or that is the copy of another in a further layout."""
+    match = _NAME.fullmatch(path.stem)
+    assert match, "any name fits"
+    if match["layout"] and path.stem.removesuffix(match["layout"]) in names:
+        return None
+    header = read_header(path)
+    if not kind_of(header).startswith("lora"):
+        return None
+    told = {key: int(value) for key in ("ss_steps", "ss_epoch") if (value := header.metadata.get(key, "")).isdecimal()}
+    numbers = {key: int(match[key]) for key in ("step", "epoch") if match[key]}
+    return Checkpoint(
+        path=path,
+        run=match["run"],
+        expert=header.metadata.get("wangen.expert", match["expert"] or ""),
+        step=told.get("ss_steps", numbers.get("step")),
+        epoch=numbers.get("epoch", told.get("ss_epoch")),
+        best=bool(match["best"]),
+        finished=not (numbers or match["best"]),
+        average=bool(match["average"]),
+    )
+
+
+def _age(one: Checkpoint) -> tuple[bool, int, int, bool]:
+    """What sorts the LoRAs of a run from its first to its last; of equal ones what was trained comes last."""
+    return one.finished, one.step or 0, one.epoch or 0, not one.average
+
+
+@dataclass(frozen=True)
+class _LastRun:
+    """What `train.report.json` says of the run that ended last: names of its finished LoRAs, and of its best ones."""
+
+    finished: frozenset[str] = frozenset()
+    best: frozenset[str] = frozenset()
+
+
+def _last_run(folder: Path) -> _LastRun:
+    """The report of a folder; empty where there is none that can be read."""
+    try:
+        result = json.loads((folder / "train.report.json").read_bytes())["result"]
+        best = [entry["file"] for entry in result.get("best", {}).values()]
+        return _LastRun(*(frozenset(PureWindowsPath(name).name for name in names) for names in (result["loras"], best)))
+    except (OSError, ValueError, RecursionError, TypeError, KeyError, AttributeError):
+        return _LastRun()
+
+
+def _of_one(found: Sequence[Checkpoint], last_run: _LastRun, folder: Path, flag: str) -> list[Checkpoint]:
+    """The LoRAs of one run and one expert: of several runs the one that ended last.
+
+    Raises:
+        WangenError: no report tells the runs apart, or the LoRAs are of two experts.
+    """
+    runs = {one.run for one in found}
+    ended = {one.run for one in found if one.path.name in last_run.finished}
+    if len(runs) > 1 and len(ended) != 1:
+        raise WangenError(f"{flag}: this folder holds LoRAs of several runs: {', '.join(sorted(runs)[:4])}",
+                          where=str(folder), cure="name the LoRA's file")  # fmt: skip
+    kept = [one for one in found if one.run in (ended if len(runs) > 1 else runs)]
+    if len({one.expert for one in kept}) > 1:
+        raise WangenError(f"{flag}: this folder holds LoRAs of two experts", where=str(folder),
+                          cure="name the file of the one that is meant")  # fmt: skip
+    return kept
+
+
+def _best_or_last(found: Sequence[Checkpoint], last_run: _LastRun) -> tuple[Checkpoint, str]:
+    """The LoRA that stands for a run, and what it is in words."""
+    best = [one for one in found if one.best]
+    if any(one.path.name in last_run.finished for one in found):  # another best is an earlier run's
+        best = [one for one in best if one.path.name in last_run.best]
+    if best:
+        return best[0], "its best"
+    others = [one for one in found if not one.best] or found
+    return max(others, key=lambda one: (not one.average, _age(one))), "its last"

@@ -1,0 +1,227 @@
+"""The flags of `generate` with every default filled in, and all that can be refused before a model loads."""
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from wangen.generator.dataset import IMAGE_SUFFIXES, VIDEO_SUFFIXES
+from wangen.generator.errors import UsageError
+from wangen.generator.experts import ORDER, choose_boundary, expect_two_experts, seem_swapped
+from wangen.generator.formats import Header
+from wangen.generator.generate_step import DEFAULT_SEED
+from wangen.generator.kinds import expect
+from wangen.generator.lora_config import lora_file
+from wangen.generator.steps import Generate
+from wangen.profiles import Model
+from wangen.runtime.adapters import is_dora, read_scales
+from wangen.runtime.devices import choose_dtype, require_compiler
+from wangen.runtime.lora import nothing_matches
+from wangen.runtime.lora_folder import find_lora
+from wangen.runtime.memory.swap import spread
+from wangen.runtime.models import require_tile
+from wangen.runtime.sampling.prompts import MAX_SEED, SamplePrompt, defaults_of, make_prompt, read_prompts
+from wangen.runtime.sampling.scenes import Encoders, looks_through_clip
+from wangen.runtime.training.adapter_config import changeable_weights
+
+log = logging.getLogger("wangen")
+
+OTHER_MEDIA = (IMAGE_SUFFIXES | VIDEO_SUFFIXES | {".gif", ".apng"}) - {".mp4", ".png"}
+PROMPT_FLAGS = (
+    "negative_prompt", "image_path", "video_size", "video_length", "fps", "infer_steps", "guidance_scale",
+    "guidance_scale_high_noise", "flow_shift", "sample_solver",
+)  # fmt: skip
+"""What a line of a prompt file may say for itself."""
+
+HIGH_NOISE_FLAGS = (
+    "dit_high_noise", "lora_weight_high_noise", "lora_multiplier_high_noise", "guidance_scale_high_noise",
+)  # fmt: skip
+
+
+def resolved(options: Generate, model: Model, device: torch.device) -> Generate:
+    """The flags with what the model and the device decide filled in, but for those that a prompt may say itself.
+
+    Raises:
+        UsageError: numbers out of range, or flags that contradict each other or the model.
+        WangenError: a folder holds no LoRA.
+    """
+    _refuse_numbers(options, model)
+    _refuse_parts(options, model)
+    expert = "low_noise" if model.experts else ""
+    options = replace(
+        options,
+        task=model.name,
+        seed=DEFAULT_SEED if options.seed is None else options.seed,
+        timestep_boundary=choose_boundary(options.timestep_boundary, model),
+        lora_weight=tuple(find_lora(path, "--lora_weight", expert) for path in options.lora_weight),
+        lora_multiplier=options.lora_multiplier or (1.0,) * len(options.lora_weight),
+        lora_weight_high_noise=tuple(
+            find_lora(path, "--lora_weight_high_noise", "high_noise") for path in options.lora_weight_high_noise
+        ),
+        lora_multiplier_high_noise=options.lora_multiplier_high_noise or (1.0,) * len(options.lora_weight_high_noise),
+        attention=options.attention or "auto",
+        dtype=choose_dtype(options.dtype, device),
+        t5_dtype=choose_dtype(options.t5_dtype, device),
+        fp8_t5=bool(options.fp8_t5),
+        quantize=options.quantize or "none",
+        blocks_to_swap=options.blocks_to_swap or 0,
+        vae_tile=options.vae_tile or 0,
+        compile=bool(options.compile),
+        plain=bool(options.plain),
+    )
+    _refuse_beside_plain(options)
+    return options
+
+
+def prompts_of(options: Generate, model: Model) -> list[SamplePrompt]:
+    """Every video that is asked for, one after the other: for each prompt as many seeds as `--num_videos`.
+
+    Args:
+        options: resolved.
+        model: its own settings stand for what neither flags nor prompts say.
+
+    Raises:
+        UsageError: there is no prompt, or one asks for what cannot be.
+    """
+    given = {name: value for name in PROMPT_FLAGS if (value := getattr(options, name)) is not None}
+    defaults: dict[str, Any] = {**defaults_of(model), **given}
+    if options.guidance_scale is not None and options.guidance_scale_high_noise is None:
+        defaults["guidance_scale_high_noise"] = None  # what is given is both experts'
+    assert options.seed is not None, "resolved"
+    if options.prompt_file:
+        if options.prompt is not None:
+            raise UsageError("--prompt and --prompt_file contradict each other", cure="give one of them")
+        prompts = read_prompts(options.prompt_file, model, options.seed, defaults, flag="--prompt_file")
+    elif options.prompt is None:
+        raise UsageError("generate needs --prompt", cure="or --prompt_file FILE.txt, or --from FILE.mp4")
+    else:
+        values = {"prompt": options.prompt}
+        prompts = [make_prompt(values, model, options.seed, defaults, where="--prompt", folder=Path())]
+    if max(prompt.seed for prompt in prompts) + options.num_videos - 1 > MAX_SEED:
+        raise UsageError(f"--num_videos {options.num_videos}: the last seed is too large", cure="give a smaller --seed")
+    return [replace(prompt, seed=prompt.seed + more) for prompt in prompts for more in range(options.num_videos)]
+
+
+def _refuse_numbers(options: Generate, model: Model) -> None:
+    require_tile(options.vae_tile or 0)
+    step = model.spatial_stride * model.patch[1]
+    if options.video_size and any(side <= 0 or side % step for side in options.video_size):
+        height, width = options.video_size
+        raise UsageError(f"--video_size {height} {width}: both must be multiples of {step}",
+                         cure=f"use {max(step, round(height / step) * step)} {max(step, round(width / step) * step)}")  # fmt: skip
+    frames = options.video_length
+    if frames is not None and (frames < 1 or frames % 4 != 1):
+        raise UsageError(f"--video_length {frames}: must be 4n+1", cure=f"use {max(1, round((frames - 1) / 4) * 4 + 1)}")
+    for name in ("infer_steps", "fps", "num_videos"):
+        if (number := getattr(options, name)) is not None and number < 1:
+            raise UsageError(f"--{name} must be at least 1, got {number}")
+    for name in ("flow_shift", "guidance_scale", "guidance_scale_high_noise"):
+        if (value := getattr(options, name)) is not None and not (value > 0 and math.isfinite(value)):
+            raise UsageError(f"--{name} must be above 0, got {value:g}", cure="a guidance of 1 switches it off")
+    if options.seed is not None and not 0 <= options.seed <= MAX_SEED:
+        raise UsageError(f"--seed {options.seed}: a seed is a whole number from 0 to {MAX_SEED}")
+    for flag, name in (("lora_weight", "lora_multiplier"), ("lora_weight_high_noise", "lora_multiplier_high_noise")):
+        loras, strengths = getattr(options, flag), getattr(options, name)
+        if strengths and len(strengths) != len(loras):
+            raise UsageError(f"{len(loras)} --{flag} and {len(strengths)} --{name}",
+                             cure="give one multiplier per LoRA, or none")  # fmt: skip
+
+
+def _refuse_parts(options: Generate, model: Model) -> None:
+    """What belongs to models of another kind, or is missing for this one."""
+    if model.experts is None:
+        for name in HIGH_NOISE_FLAGS:
+            if getattr(options, name):
+                raise UsageError(f"--{name}: {model.name} has one transformer", cure="leave it out, or give its --task")
+    elif options.dit_high_noise is None:
+        raise UsageError(f"the high-noise expert of {model.name} has no weights", cure=f"give --dit_high_noise; {ORDER}")
+    if options.clip and not looks_through_clip(model):
+        raise UsageError(f"--clip: {model.name} has no image encoder", cure="leave it out")
+    if options.changed and options.repeat is None:
+        raise UsageError("--changed goes with --from", cure="leave it out")
+
+
+def _refuse_beside_plain(options: Generate) -> None:
+    if options.plain and (options.blocks_to_swap or options.compile):
+        raise UsageError("--plain knows no block swap and no --compile", cure="leave it out")
+    if options.blocks_to_swap and options.blocks_to_swap < 0:
+        raise UsageError(f"--blocks_to_swap {options.blocks_to_swap}: must be 0 or above")
+    if options.compile:
+        require_compiler()
+
+
+def require_files(options: Generate, model: Model, encoders: Encoders) -> None:
+    """See from their headers that all weights are what they are given for, and that the LoRAs fit.
+
+    Args:
+        options: resolved.
+        model: the model profile.
+        encoders: the weights around the transformers.
+
+    Raises:
+        WangenError: a file is of another kind or cannot be read, or a LoRA is for another model.
+        UsageError: a DoRA at another strength than 1, or more blocks to swap than there are.
+    """
+    parts: list[tuple[str, str, tuple[Path, ...], Sequence[float]]] = [
+        ("dit", "lora_weight", options.lora_weight, options.lora_multiplier)
+    ]
+    if model.experts:
+        parts.append(("dit_high_noise", "lora_weight_high_noise", options.lora_weight_high_noise,
+                      options.lora_multiplier_high_noise))  # fmt: skip
+    for name, flag, loras, strengths in parts:
+        header = expect(getattr(options, name), model.kind_of(name), f"--{name}", model.name)
+        spread(_num_blocks(header), options.blocks_to_swap or 0)
+        for path, strength in zip(loras, strengths, strict=True):
+            _refuse_lora(path, f"--{flag}", header, strength)
+    encoders.require(model)
+    if model.experts:
+        assert options.dit_high_noise is not None, "refused before"
+        expect_two_experts(options.dit, options.dit_high_noise)
+        if seem_swapped(options.dit, options.dit_high_noise):
+            log.warning("  the names of --dit and --dit_high_noise say the other expert: %s", ORDER)
+
+
+def _num_blocks(header: Header) -> int:
+    """How many blocks a transformer's file has."""
+    modules = changeable_weights(header)
+    return len({module.split(".")[1] for module in modules if module.startswith("blocks.")})
+
+
+def _refuse_lora(path: Path, flag: str, transformer: Header, strength: float) -> None:
+    """A LoRA of another model, or a DoRA at a strength that it cannot have."""
+    changes = read_scales(path, flag)
+    if not changes.keys() & changeable_weights(transformer).keys():
+        raise nothing_matches(dict.fromkeys(changes))
+    if strength not in (0, 1) and is_dora(path, flag):
+        raise UsageError(f"a DoRA at strength {strength:g}", where=str(lora_file(path)),
+                         cure="give it the strength 1: it scales whole weights")  # fmt: skip
+
+
+def files_of(options: Generate, prompts: Sequence[SamplePrompt]) -> list[Path]:
+    """The file of each video; in a folder they are named by prompt and seed, with a number when that name is taken.
+
+    Raises:
+        UsageError: `--save_path` names a file of another kind, or one for several videos.
+    """
+    path, ending = options.save_path, options.save_path.suffix.lower()
+    if ending in OTHER_MEDIA:
+        raise UsageError(f"this version writes .mp4 and .png, not {path.suffix}",
+                         cure="end --save_path in .mp4, or .png for one frame, or name a folder")  # fmt: skip
+    if ending in (".mp4", ".png"):
+        if len(prompts) > 1:
+            raise UsageError(f"--save_path names one file for {len(prompts)} videos", cure="name a folder")
+        if ending == ".png" and prompts[0].frames != 1:
+            raise UsageError("a .png holds one frame", cure="give --video_length 1 or save to .mp4")
+        return [path]
+    several = len(prompts) > options.num_videos
+    files: list[Path] = []
+    for index, prompt in enumerate(prompts):
+        stem = f"{index // options.num_videos + 1:03d}-seed-{prompt.seed}" if several else f"seed-{prompt.seed}"
+        suffix = "png" if prompt.frames == 1 else "mp4"
+        names = (f"{stem}{number}.{suffix}" for number in ("", *(f"-{n}" for n in range(2, 10**6))))
+        files.append(next(file for name in names if not (file := path / name).exists() and file not in files))
+    return files

@@ -1,0 +1,165 @@
+"""`--from FILE`: the settings inside a video or picture, and what of its making must be given again.
+
+A file says everything that decides its pixels: pinned flags by name, and weights, LoRAs and the first frame by digests.
+It holds no paths: what it was made with is given on the command line, and compared.
+"""
+
+import hashlib
+import logging
+import platform
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from wangen.generator import headers
+from wangen.generator.commands import convert
+from wangen.generator.errors import UsageError, WangenError
+from wangen.generator.lora_config import lora_identity
+from wangen.generator.steps import Generate
+from wangen.generator.table import options as flags_of
+from wangen.generator.tokenizer_file import tokenizer_digest, tokenizer_of
+from wangen.runtime.sampling.output import read_settings
+from wangen.runtime.sampling.prompts import SamplePrompt
+
+log = logging.getLogger("wangen")
+
+WEIGHTS = ("dit", "dit_high_noise", "vae", "t5", "clip")
+LORAS = {"loras": "lora_weight", "loras_high_noise": "lora_weight_high_noise"}
+MULTIPLIERS = {"lora_multiplier": "loras", "lora_multiplier_high_noise": "loras_high_noise"}
+LIBRARIES = ("torch", "diffusers")
+SHOWN_DIGITS = 16
+
+
+def identities(options: Generate) -> dict[str, Any]:
+    """Digests of what is given by path: `weights` by flag, `loras` and `loras_high_noise` in their order.
+
+    Raises:
+        WangenError: a file cannot be read.
+    """
+    given = {name: getattr(options, name) for name in WEIGHTS}
+    weights = {name: headers.identity(path, f"--{name}") for name, path in given.items() if path is not None}
+    weights["tokenizer"] = tokenizer_digest(tokenizer_of(options.t5, options.tokenizer))
+    loras = {key: [lora_identity(path) for path in getattr(options, flag)] for key, flag in LORAS.items()}
+    return {"weights": weights, **loras}
+
+
+def made_on(device_type: str) -> dict[str, Any]:
+    """What decides the last digits beside the settings: the kind of device, and versions."""
+    versions = {"python": platform.python_version(), **{name: version(name) for name in LIBRARIES}}
+    return {"device": device_type, "versions": versions}
+
+
+def settings_of(options: Generate, prompt: SamplePrompt) -> dict[str, Any]:
+    """The pinned flags of one video, by name, and the digest of its first frame.
+
+    Args:
+        options: with every default filled in.
+        prompt: of this video.
+    """
+    own = {
+        "prompt": prompt.prompt,
+        "negative_prompt": prompt.negative_prompt,
+        "video_size": (prompt.height, prompt.width),
+        "video_length": prompt.frames,
+        "fps": prompt.fps,
+        "seed": prompt.seed,
+        "infer_steps": prompt.steps,
+        "flow_shift": prompt.shift,
+        "guidance_scale": prompt.guidance,
+        "guidance_scale_high_noise": prompt.guidance_high_noise if options.dit_high_noise else None,
+        "sample_solver": prompt.sampler,
+    }
+    pinned = {option.name: getattr(options, option.name) for option in flags_of(Generate) if option.flag.pinned}
+    return {**pinned, **own, "image": _digest(prompt.image) if prompt.image else None}
+
+
+def _digest(path: Path) -> str:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    except OSError as error:
+        raise WangenError(f"the first frame cannot be read: {error.strerror}", where=str(path)) from None
+
+
+def filled(options: Generate) -> tuple[Generate, Mapping[str, Any]]:
+    """The options with what the file of `--from` says where they say nothing, and all that it says.
+
+    Without `--from` the options as they are, and nothing.
+
+    Raises:
+        UsageError: the file cannot be read, or was not made by `generate`, or by a later version.
+    """
+    if options.repeat is None:
+        return options, {}
+    told = read_settings(options.repeat, "--from")
+    where = str(options.repeat)
+    if "weights" not in told:
+        raise UsageError("--from: this file was made while a LoRA was trained, by weights that no file holds",
+                         where=where, cure="type its settings as flags: they are in samples.jsonl beside it")  # fmt: skip
+    flags = {option.name: option for option in flags_of(Generate) if option.flag.pinned}
+    known = {*flags, "weights", *LORAS, "image", "device", "versions"}
+    if later := told.keys() - known:
+        raise UsageError(f"--from: this version of wangen does not know the setting {min(later)}", where=where,
+                         cure="install the version that made the file, or a later one")  # fmt: skip
+    taken = {}
+    for name, option in flags.items():
+        raw = told.get(name)
+        stays = getattr(options, name) not in (None, ()) or (name == "prompt" and options.prompt_file)
+        if raw in (None, []) or stays:
+            continue
+        lora = MULTIPLIERS.get(name)
+        if lora is None or len(raw) == len(getattr(options, LORAS[lora])):
+            taken[name] = convert(option, raw, where)
+    if options.guidance_scale is not None:  # given, it is both experts', as without --from
+        taken.pop("guidance_scale_high_noise", None)
+    return replace(options, **taken), told
+
+
+def compare(options: Generate, told: Mapping[str, Any], found: Mapping[str, Any], image: str | None) -> None:
+    """See that a file is repeated by what it was made with.
+
+    Args:
+        options: of the repetition.
+        told: the file's settings; nothing is compared where there are none.
+        found: the present `identities` and `made_on`.
+        image: the digest of the first frame that is given, if one is.
+
+    Raises:
+        WangenError: a weight, a LoRA or the first frame is another, and `--changed` is not given.
+    """
+    if not told:
+        return
+    changed = list(_differences(told, found))
+    if told.get("image") != image and options.prompt_file is None:
+        changed.append(_changed("--image_path", told.get("image"), image))
+    if changed and not options.changed:
+        listed = "\n".join(f"  - {line}" for line in changed)
+        raise WangenError(f"--from: the file was made with others\n{listed}", where=str(options.repeat),
+                          cure="give the same files, or --changed to take these")  # fmt: skip
+    for line in changed:
+        log.warning("  not as in the file: %s", line)
+    for key in ("device", "versions"):
+        if told.get(key) != found[key]:
+            log.warning("  made with %s %s, now %s: equal up to rounding", key, told.get(key), found[key])
+
+
+def _differences(told: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+    """Weights and LoRAs whose digests differ, in words."""
+    before, now = dict(told["weights"]), found["weights"]
+    changed = [
+        _changed(f"--{name}", before.get(name), now.get(name))
+        for name in dict.fromkeys((*before, *now))
+        if before.get(name) != now.get(name)
+    ]
+    for key, flag in LORAS.items():
+        pairs = list(told.get(key, [])), found[key]
+        length = max(map(len, pairs))
+        first, second = ([*items, *[None] * (length - len(items))] for items in pairs)
+        changed += [_changed(f"--{flag}", *pair) for pair in zip(first, second, strict=True) if pair[0] != pair[1]]
+    return changed
+
+
+def _changed(flag: str, before: str | None, now: str | None) -> str:
+    words = [one[:SHOWN_DIGITS] if one else "none" for one in (before, now)]
+    return f"{flag}: {words[0]} in the file, {words[1]} given"

@@ -1,0 +1,192 @@
+"""Prompts and first frames made ready for sampling, before a transformer loads; the encoders are gone afterwards.
+
+Letters in shapes: C channels, F h w the latent's frames, height and width, L tokens of text.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from wangen.generator.kinds import expect
+from wangen.profiles import Model
+from wangen.runtime.denoising import Given
+from wangen.runtime.devices import (
+    DTYPES,
+    choose_clip_dtype,
+    choose_dtype,
+    choose_vae_dtype,
+    enough_memory,
+    exact,
+)
+from wangen.runtime.loader import MASK_CHANNELS
+from wangen.runtime.media import load_image
+from wangen.runtime.models import Family
+from wangen.runtime.prompts import clean_prompt
+from wangen.runtime.sampling.prompts import SamplePrompt
+
+log = logging.getLogger("wangen")
+
+SMALLER = "make a smaller or a shorter video"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoders:
+    """The weights around a transformer, and how they work.
+
+    Attributes:
+        t5: of the text encoder.
+        vae: of the VAE.
+        clip: of the image encoder, for models that look through it.
+        tokenizer: None looks for it near and inside the text encoder.
+        t5_dtype: precision of the text encoder; None takes the device's best.
+        fp8_t5: it is held in 8 bits.
+        vae_dtype: precision of the VAE; None takes the device's best.
+        vae_cache_cpu: what the VAE remembers of earlier frames waits in host memory.
+        vae_tile: side in pixels of the squares that it works in; 0 takes the picture whole.
+        plain: encode with the libraries' own modules.
+    """
+
+    t5: Path
+    vae: Path
+    clip: Path | None = None
+    tokenizer: Path | None = None
+    t5_dtype: str | None = None
+    fp8_t5: bool = False
+    vae_dtype: str | None = None
+    vae_cache_cpu: bool = False
+    vae_tile: int = 0
+    plain: bool = False
+
+    def require(self, model: Model) -> None:
+        """See that the files are what the model takes, from their headers.
+
+        Raises:
+            WangenError: one is of another kind.
+        """
+        for flag, path in (("t5", self.t5), ("vae", self.vae), ("clip", self.clip)):
+            if path is not None and (flag != "clip" or looks_through_clip(model)):
+                expect(path, model.kind_of(flag), f"--{flag}", model.name)
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A prompt made ready, on the CPU.
+
+    Attributes:
+        prompt: with the sampler's settings.
+        texts: its embedding (L, dim), and with guidance the negative prompt's.
+        given: its first frame, as the model takes it.
+    """
+
+    prompt: SamplePrompt
+    texts: list[torch.Tensor]
+    given: Given = field(default_factory=Given)
+
+
+def looks_through_clip(model: Model) -> bool:
+    """Whether a model is shown CLIP's view of the first frame."""
+    return any(weights.flag == "clip" for weights in model.weights)
+
+
+def make_scenes(
+    kind: Family, model: Model, prompts: Sequence[SamplePrompt], encoders: Encoders, device: torch.device, what: str
+) -> list[Scene]:
+    """Encode prompts and first frames; call it before the transformer loads. The encoders are gone when it returns.
+
+    Texts that stand in several prompts, and prompts that differ in their seed alone, are encoded once.
+
+    Args:
+        kind: the model's family.
+        model: its profile.
+        prompts: from `prompts.read_prompts`.
+        encoders: their weights, which `Encoders.require` has looked at.
+        device: where to encode.
+        what: the prompts are called in messages.
+
+    Raises:
+        WangenError: a first frame cannot be decoded, or the memory is full.
+    """
+    frames = {key: _first_frame(key) for key in dict.fromkeys(map(_frame_key, prompts)) if key.image}
+    texts = _embeddings(kind, prompts, encoders, device, what)
+    given: dict[SamplePrompt, Given] = {}
+    if frames:
+        views = _views(kind, model, frames, encoders, device)
+        given = _conditions(kind, model, frames, encoders, device)
+        given = {key: replace(one, image_tokens=views.get(key)) for key, one in given.items()}
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return [
+        Scene(prompt, [texts[clean_prompt(word)] for word in _words(prompt)], given.get(_frame_key(prompt), Given()))
+        for prompt in prompts
+    ]
+
+
+def _words(prompt: SamplePrompt) -> list[str]:
+    """The prompt, and the negative prompt where it is asked."""
+    return [prompt.prompt, *([prompt.negative_prompt] if prompt.guided else [])]
+
+
+def _frame_key(prompt: SamplePrompt) -> SamplePrompt:
+    """The prompt without what its first frame does not depend on."""
+    return replace(prompt, prompt="", negative_prompt="", seed=0)
+
+
+def _embeddings(
+    kind: Family, prompts: Sequence[SamplePrompt], encoders: Encoders, device: torch.device, what: str
+) -> dict[str, torch.Tensor]:
+    """The embedding of every distinct text, as the caching step encodes it."""
+    distinct = list(dict.fromkeys(clean_prompt(word) for prompt in prompts for word in _words(prompt)))
+    dtype = choose_dtype(encoders.t5_dtype, device)
+    with enough_memory(f"encoding {what}", "use --fp8_t5"), exact(dtype):
+        encoder = kind.load_prompt_encoder(
+            encoders.t5, encoders.tokenizer, dtype=DTYPES[dtype], device=device, fp8=encoders.fp8_t5,
+            plain=encoders.plain,
+        )  # fmt: skip
+        return dict(zip(distinct, encoder.encode(distinct, lambda _done, _total: None), strict=True))
+
+
+def _first_frame(prompt: SamplePrompt) -> torch.Tensor:
+    """(1, 3, 1, H, W) uint8, cut to the size that is sampled."""
+    assert prompt.image is not None
+    return torch.from_numpy(load_image(prompt.image, (prompt.width, prompt.height)).copy())[None]
+
+
+def _views(
+    kind: Family, model: Model, frames: Mapping[SamplePrompt, torch.Tensor], encoders: Encoders, device: torch.device
+) -> dict[SamplePrompt, torch.Tensor]:
+    """CLIP's view of every first frame, for models that look through it when its weights are given."""
+    if not looks_through_clip(model):
+        return {}
+    if encoders.clip is None:
+        log.warning("  no --clip: samples of %s are made without its image branch", model.name)
+        return {}
+    dtype = choose_clip_dtype(None, device)
+    with enough_memory("encoding first frames with CLIP", SMALLER), exact(dtype):
+        encoder = kind.load_image_encoder(encoders.clip, dtype=DTYPES[dtype], device=device)
+        return {
+            prompt: kind.encode_images(encoder, frame[:, :, 0].float() / 127.5 - 1).cpu()
+            for prompt, frame in frames.items()
+        }
+
+
+def _conditions(
+    kind: Family, model: Model, frames: Mapping[SamplePrompt, torch.Tensor], encoders: Encoders, device: torch.device
+) -> dict[SamplePrompt, Given]:
+    """Every first frame as latents: as the condition of image-to-video, or as the clean frame of the 5B."""
+    dtype = choose_vae_dtype(encoders.vae_dtype, device)
+    how = {"cache_cpu": encoders.vae_cache_cpu, "tile_px": encoders.vae_tile}
+    found = {}
+    with enough_memory("encoding first frames", SMALLER), exact(dtype):
+        encoder = kind.load_latent_encoder(encoders.vae, dtype=DTYPES[dtype], device=device, plain=encoders.plain)
+        for prompt, frame in frames.items():
+            if model.condition == "text_or_image":
+                found[prompt] = Given(clean=encoder.encode(frame, **how).cpu())
+                continue
+            latents = encoder.encode_condition(frame, prompt.frames, **how).cpu()
+            mask = torch.zeros(1, MASK_CHANNELS, *latents.shape[2:])
+            mask[:, :, 0] = 1
+            found[prompt] = Given(condition=torch.cat([mask, latents], dim=1))
+    return found
