@@ -8,8 +8,6 @@ import json
 import logging
 from collections.abc import Sequence
 
-import torch
-
 from wangen import profiles
 from wangen.generator.errors import many
 from wangen.generator.session import Report

@@ -1,4 +1,4 @@
-"""What is judged: the LoRA files of the flags, or all checkpoints of a training run's folder, of two experts in pairs."""
+"""What is judged: LoRA files, or all checkpoints of a training run's folder, those of two experts in pairs."""
 
 import logging
 from collections.abc import Sequence

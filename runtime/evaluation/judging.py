@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ import torch
 from wangen.generator.files import write_text
 from wangen.generator.lora_config import lora_identity
 from wangen.runtime.cache import digest
+from wangen.runtime.denoising import Velocity
 from wangen.runtime.evaluation.tables import Candidate, joined
 from wangen.runtime.evaluation_file import BASE
 from wangen.runtime.loader import CachedSample
-from wangen.runtime.models import VelocityModel
 from wangen.runtime.progress import progress
 from wangen.runtime.sampling.sampler import ExpertWeights, Lora, Sampler
 from wangen.runtime.training.prepared import Prepared
@@ -31,7 +32,7 @@ RECIPE = 1
 """Of what a stored loss depends on beside what its key says."""
 
 Load = Callable[[Sequence[ExpertWeights]], Sampler]
-Errors = Callable[[VelocityModel, Prepared], torch.Tensor]
+Errors = Callable[[Velocity, Prepared], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class Judging:
         found = {name: {_name(who): self._known(who, items) for who in everyone} for name, items in sets.items()}
         left = [who for who in everyone if any(known[_name(who)] is None for known in found.values())]
         todo = sum(len(items) for name, items in sets.items() for who in left if found[name][_name(who)] is None)
-        with progress("judging", todo) as advance:
+        with progress("judging", todo * len(self._experts)) as advance:
             for start in range(0, len(left), LORAS_AT_ONCE):
                 some = left[start : start + LORAS_AT_ONCE]
                 sampler = self._load([self._wearing(expert, some) for expert in self._experts])
@@ -114,17 +115,10 @@ class Judging:
     ) -> Losses:
         parts = []
         for number, expert in enumerate(self._experts):
-            model = sampler.velocity(number, strengths_of(who))
-            parts.append(
-                measure(
-                    lambda prepared, model=model: self._errors(model, prepared),
-                    items,
-                    self._points.sigmas(high_noise=expert.high_noise),
-                    self._points.seed,
-                    condition_frames=self._points.condition_frames,
-                    on_item=on_item if number == len(self._experts) - 1 else lambda _name: None,
-                )
-            )
+            judge = partial(self._errors, sampler.velocity(number, strengths_of(who)))
+            sigmas = self._points.sigmas(high_noise=expert.high_noise)
+            given = self._points.condition_frames
+            parts.append(measure(judge, items, sigmas, self._points.seed, condition_frames=given, on_item=on_item))
         losses = joined(parts)
         write_text(self._file(who, items), json.dumps(losses.as_facts()) + "\n")
         return losses
@@ -137,17 +131,15 @@ class Judging:
 
     def _file(self, who: Candidate | None, items: Sequence[CachedSample]) -> Path:
         files = [who.file, *([who.file_high_noise] if who.file_high_noise else [])] if who else []
-        key = digest(
-            {
-                **self._facts,
-                "recipe": RECIPE,
-                "loras": [lora_identity(path) for path in files],
-                "items": [[entry.key for entry in item.entries] for item in items],
-                "points": [self._points.num_timesteps, self._points.boundary, self._points.seed,
-                           self._points.condition_frames],
-            }  # fmt: skip
-        )
-        return self._folder / f"{key}.json"
+        points = self._points
+        about = {
+            **self._facts,
+            "recipe": RECIPE,
+            "loras": [lora_identity(path) for path in files],
+            "items": [[entry.key for entry in item.entries] for item in items],
+            "points": [points.num_timesteps, points.boundary, points.seed, points.condition_frames],
+        }
+        return self._folder / f"{digest(about)}.json"
 
 
 def loras_of(some: Iterable[Candidate | None], *, high_noise: bool) -> tuple[Lora, ...]:

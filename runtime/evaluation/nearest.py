@@ -41,14 +41,16 @@ class TrainingLatents:
     Args:
         names: of the clips.
         latents: (C, F, h, w) each; those of another shape than the first are resampled to it.
+        digest: of the clips.
 
     Raises:
         ValueError: there are none.
     """
 
-    def __init__(self, names: Sequence[str], latents: Sequence[Tensor]) -> None:
+    def __init__(self, names: Sequence[str], latents: Sequence[Tensor], digest: str = "") -> None:
         if not latents:
             raise ValueError("no training clips to compare with")
+        self.digest = digest
         self._names = tuple(names)
         self._shape = latents[0].shape
         self._rows = torch.stack([self._row(latent) for latent in latents])  # (clips, numbers)

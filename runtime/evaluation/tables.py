@@ -7,6 +7,7 @@ from statistics import fmean
 
 from wangen.runtime.evaluation.intervals import Difference, paired_difference
 from wangen.runtime.evaluation_file import Checkpoint, Row
+from wangen.runtime.loader import CachedSample
 from wangen.runtime.training.validation import Losses
 
 
@@ -138,3 +139,8 @@ def _of_items(losses: Losses) -> list[float]:
 def _require_same(base: Losses, others: Iterable[Losses]) -> None:
     if not base.values or not all(base.same_points(other) for other in others):
         raise ValueError("losses at different points, or at none, cannot be compared")
+
+
+def activity_of(item: CachedSample) -> str:
+    """What an item shows: its label in the manifest, else its caption."""
+    return item.sample.item.label or item.sample.item.caption

@@ -115,7 +115,9 @@ def _refuse_numbers(options: Generate, model: Model) -> None:
                          cure=f"use {max(step, round(height / step) * step)} {max(step, round(width / step) * step)}")  # fmt: skip
     frames = options.video_length
     if frames is not None and (frames < 1 or frames % 4 != 1):
-        raise UsageError(f"--video_length {frames}: must be 4n+1", cure=f"use {max(1, round((frames - 1) / 4) * 4 + 1)}")
+        raise UsageError(
+            f"--video_length {frames}: must be 4n+1", cure=f"use {max(1, round((frames - 1) / 4) * 4 + 1)}"
+        )
     for name in ("infer_steps", "fps", "num_videos"):
         if (number := getattr(options, name)) is not None and number < 1:
             raise UsageError(f"--{name} must be at least 1, got {number}")
@@ -138,7 +140,9 @@ def _refuse_parts(options: Generate, model: Model) -> None:
             if getattr(options, name):
                 raise UsageError(f"--{name}: {model.name} has one transformer", cure="leave it out, or give its --task")
     elif options.dit_high_noise is None:
-        raise UsageError(f"the high-noise expert of {model.name} has no weights", cure=f"give --dit_high_noise; {ORDER}")
+        raise UsageError(
+            f"the high-noise expert of {model.name} has no weights", cure=f"give --dit_high_noise; {ORDER}"
+        )
     if options.clip and not looks_through_clip(model):
         raise UsageError(f"--clip: {model.name} has no image encoder", cure="leave it out")
     if options.changed and options.repeat is None:
