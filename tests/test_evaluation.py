@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from wangen.generator.errors import WangenError
+from wangen.runtime.evaluation.clip_score import ClipScore
 from wangen.runtime.evaluation.intervals import paired_difference
 from wangen.runtime.evaluation.nearest import TrainingLatents
 from wangen.runtime.evaluation.signals import brightness, psnr, signals, ssim
@@ -149,3 +151,50 @@ def test_losses_of_two_experts_are_joined_by_noise_level():
         joined([low, losses([[5.0]], (0.9,))])
     with pytest.raises(ValueError, match="different points"):
         whole("x", low, {"a": high})
+
+
+def clip_model(folder: Path) -> Path:
+    """A tiny CLIP with random weights, and a processor that knows single letters."""
+    from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPTokenizer
+
+    letters = [*"abcdefghijklmnopqrstuvwxyz", *(f"{letter}</w>" for letter in "abcdefghijklmnopqrstuvwxyz")]
+    vocabulary = {word: number for number, word in enumerate([*letters, "<|startoftext|>", "<|endoftext|>"])}
+    tokenizer = CLIPTokenizer(vocab=vocabulary, merges=[])
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+    ends = {"bos_token_id": len(letters), "eos_token_id": len(letters) + 1, "pad_token_id": len(letters) + 1}
+    torch.manual_seed(0)
+    model = CLIPModel(
+        CLIPConfig(
+            text_config={**small, **ends, "vocab_size": len(vocabulary), "max_position_embeddings": 77},
+            vision_config={**small, "image_size": 32, "patch_size": 16},
+            projection_dim=8,
+        )
+    )
+    model.save_pretrained(folder)
+    size = {"shortest_edge": 32}
+    CLIPProcessor(CLIPImageProcessor(size=size, crop_size={"height": 32, "width": 32}), tokenizer).save_pretrained(
+        folder
+    )
+    return folder
+
+
+def test_the_clip_score_is_the_mean_cosine_of_frames_and_words(tmp_path):
+    score = ClipScore(clip_model(tmp_path / "clip"), torch.device("cpu"))
+    frames = clip(frames=20, size=48)
+    found = score(frames, "a red cat")
+    from transformers import CLIPModel, CLIPProcessor
+
+    model = CLIPModel.from_pretrained(tmp_path / "clip").eval()
+    processor = CLIPProcessor.from_pretrained(tmp_path / "clip")
+    cosines = []
+    for index in (0, 3, 5, 8, 11, 14, 16, 19):
+        with torch.no_grad():
+            each = model(**processor(text=["a red cat"], images=[frames[index]], return_tensors="pt"))
+        cosines.append(torch.cosine_similarity(each.image_embeds, each.text_embeds).item())
+    assert found == pytest.approx(100 * np.mean(cosines), abs=1e-3)
+    assert score(frames, "zzz") != pytest.approx(found, abs=1e-3)
+    with pytest.raises(WangenError, match="no model folder"):
+        ClipScore(tmp_path, torch.device("cpu"))
+    (tmp_path / "clip/config.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(WangenError, match="no CLIP model"):
+        ClipScore(tmp_path / "clip", torch.device("cpu"))

@@ -31,17 +31,23 @@ class ClipScore:
     """
 
     def __init__(self, folder: Path, device: "torch.device") -> None:
-        from transformers import AutoProcessor, CLIPModel
+        from transformers import AutoConfig, AutoProcessor, CLIPConfig, CLIPModel
 
         if not (folder / "config.json").is_file():
             raise WangenError("--clip_model: no model folder of transformers", where=str(folder),
                               cure="give the folder that holds config.json")  # fmt: skip
+        local = {"local_files_only": True}
         try:
-            self._model = CLIPModel.from_pretrained(folder, local_files_only=True).eval().to(device)
-            self._processor = AutoProcessor.from_pretrained(folder, local_files_only=True)
-        except (OSError, ValueError, KeyError) as error:
+            if not isinstance(AutoConfig.from_pretrained(folder, **local), CLIPConfig):
+                raise ValueError("its config.json is another model's")
+            model, told = CLIPModel.from_pretrained(folder, **local, output_loading_info=True)
+            if told["missing_keys"]:  # they would be random numbers
+                raise ValueError(f"it lacks {min(told['missing_keys'])}")
+            self._processor = AutoProcessor.from_pretrained(folder, **local)
+        except (OSError, ValueError, RuntimeError, KeyError) as error:
             first = str(error).splitlines()[0]
             raise WangenError(f"--clip_model: no CLIP model ({first})", where=str(folder)) from None
+        self._model = model.eval().to(device)
         self._device = device
 
     def __call__(self, frames: "Frames", prompt: str) -> float:
