@@ -29,7 +29,8 @@ _MODELS = "(default: the model's)"
 class Evaluate(DatasetStep):
     """Judge LoRAs against the base: held-out loss, paired videos, signals; ranks checkpoints and names the best.
 
-    The dataset is what was held out of training; its latents and texts come from the cache.
+    The dataset is one that was not trained on, or with --validation_items the one that was; latents and texts come
+    from the cache.
     """
 
     command: ClassVar[str] = "evaluate"
@@ -49,9 +50,15 @@ class Evaluate(DatasetStep):
     lora_weight_high_noise: tuple[Path, ...] = flag(
         "where --lora_weight names files: the high-noise expert's LoRA for each of them (Wan 2.2 A14B)", ()
     )
+    validation_items: int = flag(
+        "the dataset was trained on but for so many items, with the same --validation_items and --seed: judge by these",
+        0, pinned=True,
+    )  # fmt: skip
     forgetting_config: Path | None = flag("TOML of a dataset outside of what was trained: what the base could do", None)
     training_config: Path | None = flag(
-        "TOML of what was trained on: videos are compared with its clips in motion, and for copies", None
+        "TOML of what was trained on: videos are compared with its clips in motion, and for copies (default: with "
+        "--validation_items the rest of the dataset)",
+        None,
     )
 
     # By what.

@@ -40,7 +40,7 @@ from wangen.runtime.sampling.scenes import Encoders, make_scenes
 from wangen.runtime.sampling.videos import Decoder
 from wangen.runtime.training import refusals
 from wangen.runtime.training.step import item_errors
-from wangen.runtime.training.validation import Losses
+from wangen.runtime.training.validation import Losses, held_out
 
 log = logging.getLogger("wangen")
 
@@ -148,6 +148,7 @@ def _prepare(options: Evaluate) -> Judged:
     candidates = find_candidates(options.lora_weight, options.lora_weight_high_noise, experts=model.experts is not None)
     require_writable(options.output_dir)
     boundary = training.timestep_boundary if model.experts else None
+    held_out_items, trained = _held_out(training, model, options)
     timesteps = SMOKE_TIMESTEPS if options.smoke else options.validation_timesteps
     judged = Judged(
         options=options,
@@ -157,9 +158,9 @@ def _prepare(options: Evaluate) -> Judged:
         device=device,
         points=Points(timesteps, boundary, options.seed, training.condition_frames or 0),
         candidates=candidates,
-        held_out=_items(training, model, options.dataset_config),
+        held_out=held_out_items,
         forgetting=_items(training, model, options.forgetting_config),
-        training=_items(training, model, options.training_config),
+        training=_items(training, model, options.training_config) or trained,
     )
     if options.num_videos:
         require_files(sampling, model, judged.encoders)
@@ -174,7 +175,7 @@ def _refuse(options: Evaluate) -> None:
     """
     if not options.lora_weight:
         raise UsageError("evaluate needs --lora_weight", cure="name LoRA files, or the folder of a training run")
-    for name, least in (("validation_timesteps", 1), ("num_prompts", 1), ("num_videos", 0)):
+    for name, least in (("validation_timesteps", 1), ("num_prompts", 1), ("num_videos", 0), ("validation_items", 0)):
         if getattr(options, name) < least:
             raise UsageError(f"--{name} must be at least {least}, got {getattr(options, name)}")
     if options.num_videos and (options.vae is None or options.t5 is None):
@@ -213,6 +214,20 @@ def _items(training: Train, model: Model, config: Path | None) -> list[CachedSam
     resolution = training.resolution if config == training.dataset_config else "all"
     options = replace(training, dataset_config=config, resolution=resolution)
     return find_entries(options, model, read_samples(options, model))
+
+
+def _held_out(training: Train, model: Model, options: Evaluate) -> tuple[list[CachedSample], list[CachedSample]]:
+    """What is judged by, and what of the same dataset was trained on.
+
+    Raises:
+        WangenError: entries are missing or stale.
+        UsageError: there are not so many items.
+    """
+    items = _items(training, model, options.dataset_config)
+    if not options.validation_items:
+        return items, []
+    trained, held = held_out(items, options.validation_items, options.seed)
+    return held, trained
 
 
 def _losses(judged: Judged) -> dict[str, dict[str, Losses]]:

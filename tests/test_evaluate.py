@@ -62,6 +62,21 @@ def test_it_finds_the_held_out_loss_that_training_finds(tiny_run, tmp_path):
     assert found.num_items == own["num_items"]
 
 
+def test_the_items_that_training_held_out_are_found_again(tiny_run, tmp_path):
+    own = {"validation_items": 1, "validation_timesteps": 2, "seed": 7}
+    train.run(tiny_run.options(tmp_path / "run", max_train_steps=4, validate_every_n_steps=4, **own))
+    lines = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    (_, last) = [line["validation"] for line in lines if "validation" in line]
+    options = flags(tiny_run, tmp_path / "run", tmp_path / "out", training_config=None, num_prompts=1, **own)
+    evaluate.run(options)
+    found = read_evaluation(tmp_path / "out/evaluation.json")
+    assert found.mean_base == pytest.approx(last["mean_base"], rel=1e-5)
+    assert found.num_items == 1
+    assert found.memorisation  # the rest was trained on
+    with pytest.raises(UsageError, match="leaves nothing of 3 items"):
+        evaluate.run(replace(options, validation_items=3))
+
+
 def test_all_checkpoints_of_a_run_are_ranked_and_the_best_is_filmed_beside_the_base(tiny_run, trained, tmp_path):
     report = evaluate.run(flags(tiny_run, trained, tmp_path))
     found = read_evaluation(tmp_path / "evaluation.json")
