@@ -63,6 +63,7 @@ class Item:
         caption_path: where they stand: a caption file, or a manifest.
         controls: its control images or videos, in their order.
         mask: a grey picture or clip, white where the item counts.
+        label: of what it shows, from a manifest; may be empty.
     """
 
     path: Path
@@ -71,6 +72,7 @@ class Item:
     caption_path: Path
     controls: tuple[Path, ...] = ()
     mask: Path | None = None
+    label: str = ""
 
     @property
     def caption(self) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from wangen.generator.caption_step import Caption as Caption
+from wangen.generator.evaluate_step import Evaluate as Evaluate
 from wangen.generator.generate_step import Generate as Generate
 from wangen.generator.step_parts import (
     CACHE_TASK,
@@ -192,7 +193,17 @@ class Export(Step):
     metadata: bool = flag("print what the header of the LoRA or of --dit says, as JSON; no weight is read", False)
 
 
-STEPS: tuple[type[Step], ...] = (Check, Caption, CacheLatents, CacheText, CheckCache, Train, Generate, Export)
+STEPS: tuple[type[Step], ...] = (
+    Check,
+    Caption,
+    CacheLatents,
+    CacheText,
+    CheckCache,
+    Train,
+    Generate,
+    Evaluate,
+    Export,
+)
 
 
 def find_step(name: str) -> type[Step] | None:

@@ -193,6 +193,17 @@ class Sampler:
             cure=settings.cure, on_step=on_step,
         )  # fmt: skip
 
+    def velocity(self, number: int, strengths: Mapping[str, float] | None = None) -> Velocity:
+        """What predicts with one of the experts, with its LoRAs at these strengths until the next call of anything here.
+
+        Args:
+            number: of the expert, as they were given.
+            strengths: as of `Request`.
+        """
+        self._switch(strengths)
+        self._enter(number)
+        return self._loaded[number].velocity
+
     def rest(self) -> None:
         """Make room on the device, for the VAE: experts that take turns both go to host memory."""
         if self._takes_turns:

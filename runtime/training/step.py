@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from wangen.generator.steps import Train
+from wangen.runtime.denoising import Velocity
 from wangen.runtime.flow import flow_loss, loss_weight, noised, velocity
 from wangen.runtime.interrupt import Interrupt
 from wangen.runtime.loader import Batch
@@ -134,22 +135,31 @@ def item_losses(
     timesteps = [1000 * prepared.sigmas for prepared in together]  # stay in host memory, where they are looked at
     there = [on_device(prepared, device) for prepared in together]
     passes = [_inputs(kind, prepared, times) for prepared, times in zip(there, timesteps, strict=True)]
-    if len(passes) == 1:
-        (one,) = passes
-        predictions = [
-            model(one.latents, one.timesteps, one.texts, condition=one.condition, image_tokens=one.image_tokens)
-        ]
-    else:
-        predictions = model.packed(passes)
+    predictions = [_predicted(model, passes[0])] if len(passes) == 1 else model.packed(passes)
     losses, errors = [], []
     for prepared, predicted in zip(there, predictions, strict=True):
-        batch, mask = prepared.batch, prepared.batch.loss_mask
-        if any(prepared.clean_frames):
-            mask = _without(prepared.clean_frames, batch.latents, mask)
-        error = flow_loss(predicted, velocity(batch.latents, prepared.noise), prepared.sigmas, mask=mask)
+        error = _error(prepared, predicted)
         errors.append(error)
-        losses.append(error * loss_weight(options.weighting_scheme, prepared.sigmas) * batch.weights)
+        losses.append(error * loss_weight(options.weighting_scheme, prepared.sigmas) * prepared.batch.weights)
     return torch.cat(losses), torch.cat(errors)
+
+
+def item_errors(kind: Family, model: Velocity, prepared: Prepared, device: torch.device) -> torch.Tensor:
+    """The plain mean squared error of each item of one forward pass, (B,), whatever the model is trained on."""
+    timesteps, there = 1000 * prepared.sigmas, on_device(prepared, device)
+    return _error(there, _predicted(model, _inputs(kind, there, timesteps)))
+
+
+def _predicted(model: Velocity, one: Inputs) -> torch.Tensor:
+    return model(one.latents, one.timesteps, one.texts, condition=one.condition, image_tokens=one.image_tokens)
+
+
+def _error(prepared: Prepared, predicted: torch.Tensor) -> torch.Tensor:
+    """(B,), without the frames that are given."""
+    batch, mask = prepared.batch, prepared.batch.loss_mask
+    if any(prepared.clean_frames):
+        mask = _without(prepared.clean_frames, batch.latents, mask)
+    return flow_loss(predicted, velocity(batch.latents, prepared.noise), prepared.sigmas, mask=mask)
 
 
 def _inputs(kind: Family, prepared: Prepared, timesteps: torch.Tensor) -> Inputs:

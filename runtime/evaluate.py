@@ -1,0 +1,313 @@
+"""`evaluate`: checkpoints against the base, on what was not trained on: losses, paired videos, signals, a ranking.
+
+The way: held-out items from the cache -> losses of the base and of every checkpoint at the same points -> the ranking
+-> videos of the base and the best, from the same noise -> what their frames and latents show -> `evaluation.json`. Each
+part that is done is kept and not done again.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from wangen import profiles
+from wangen.generator import headers
+from wangen.generator.errors import UsageError, many
+from wangen.generator.session import Report
+from wangen.generator.steps import Evaluate, Generate, Train
+from wangen.generator.tasks import require_supported
+from wangen.generator.workspace import require_writable
+from wangen.profiles import Model
+from wangen.runtime.devices import choose_device
+from wangen.runtime.evaluation.candidates import find_candidates
+from wangen.runtime.evaluation.clip_score import ClipScore
+from wangen.runtime.evaluation.judging import Judging, Points
+from wangen.runtime.evaluation.nearest import TrainingLatents
+from wangen.runtime.evaluation.prompts import choose_prompts
+from wangen.runtime.evaluation.tables import Candidate, activity_of, by_activity, by_timestep, ranking, whole
+from wangen.runtime.evaluation.videos import describe, make, plan_videos, usual_motion
+from wangen.runtime.evaluation.warnings import warnings_of
+from wangen.runtime.evaluation_file import BASE, FILE, Evaluation, Memorisation, Row, Video, write_evaluation
+from wangen.runtime.loader import CachedSample, Draw, find_entries, read_batch
+from wangen.runtime.models import Family, family
+from wangen.runtime.samples import read_samples
+from wangen.runtime.sampling.options import require_files, resolved
+from wangen.runtime.sampling.sampler import ExpertWeights, Sampler, Settings
+from wangen.runtime.sampling.scenes import Encoders, make_scenes
+from wangen.runtime.sampling.videos import Decoder
+from wangen.runtime.training import refusals
+from wangen.runtime.training.step import item_errors
+from wangen.runtime.training.validation import Losses, held_out
+
+log = logging.getLogger("wangen")
+
+VIDEOS, LOSSES, FRAMES = "videos", "losses", "first_frames"
+SMOKE_TIMESTEPS, SMOKE_PROMPTS, SMOKE_STEPS = 2, 1, 4
+
+
+@dataclass(frozen=True)
+class Judged:
+    """All that is known before a model loads.
+
+    Attributes:
+        options: the flags.
+        sampling: what `generate` would be told, resolved; without LoRAs.
+        model: the model profile.
+        kind: its family.
+        device: where to compute.
+        points: where losses are measured.
+        candidates: the checkpoints, in the order of their steps.
+        held_out: items that were not trained on.
+        forgetting: items outside of what was trained.
+        training: items that were trained on.
+    """
+
+    options: Evaluate
+    sampling: Generate
+    model: Model
+    kind: Family
+    device: torch.device
+    points: Points
+    candidates: Sequence[Candidate]
+    held_out: Sequence[CachedSample]
+    forgetting: Sequence[CachedSample]
+    training: Sequence[CachedSample]
+
+    @property
+    def experts(self) -> list[ExpertWeights]:
+        """The transformers, without LoRAs."""
+        low = ExpertWeights(self.options.dit)
+        high = self.options.dit_high_noise
+        return [low] if high is None else [ExpertWeights(high, high_noise=True), low]
+
+    @property
+    def encoders(self) -> Encoders:
+        """The weights around them; only asked for videos."""
+        own = self.options
+        assert own.t5 is not None
+        assert own.vae is not None
+        return Encoders(t5=own.t5, vae=own.vae, clip=own.clip, tokenizer=own.tokenizer, t5_dtype=own.t5_dtype,
+                        fp8_t5=own.fp8_t5, vae_dtype=own.vae_dtype, vae_cache_cpu=own.vae_cache_cpu,
+                        vae_tile=own.vae_tile)  # fmt: skip
+
+    def load(self, experts: Sequence[ExpertWeights]) -> Sampler:
+        """Transformers with LoRAs, in memory."""
+        own, sampling = self.options, self.sampling
+        assert sampling.dtype is not None
+        how = Settings(dtype=sampling.dtype, attention=own.attention, quantize=own.quantize,
+                       blocks_to_swap=own.blocks_to_swap, boundary=sampling.timestep_boundary or 0.0)  # fmt: skip
+        return Sampler(self.kind, self.model, experts, how, self.device)
+
+
+def run(options: Evaluate) -> Report:
+    """Judge checkpoints, and write `evaluation.json` and the videos into `--output_dir`.
+
+    Raises:
+        UsageError: flags contradict each other or the model.
+        WangenError: the cache is incomplete, a file is of another kind, the memory or the disk is full.
+    """
+    judged = _prepare(options)
+    clip_score = ClipScore(options.clip_model, judged.device) if options.clip_model and options.num_videos else None
+    found = _losses(judged)
+    base, others = found["held out"].pop(BASE), found["held out"]
+    ranked = ranking(base, others, judged.candidates)
+    training = _training_latents(judged)
+    videos, copies, made = _videos(judged, ranked[0].name, training, clip_score)
+    evaluation = Evaluation(
+        mean_base=whole("", base, {}).base,
+        checkpoints=tuple(ranked),
+        best=ranked[0].name,
+        num_items=len(base.keys),
+        per_timestep=by_timestep(base, others),
+        per_activity=_activities(judged, base, others),
+        forgetting=_forgetting(found.get("forgetting")),
+        videos=videos,
+        memorisation=copies,
+    )
+    evaluation = replace(evaluation, warnings=tuple(warnings_of(evaluation, base, others, found.get("forgetting"))))
+    write_evaluation(evaluation, options.output_dir / FILE)
+    return _report(judged, evaluation, made)
+
+
+def _prepare(options: Evaluate) -> Judged:
+    """Refuse what can be refused, and find all that is judged.
+
+    Raises:
+        UsageError: flags contradict each other or the model.
+        WangenError: the cache is incomplete, or a file is of another kind.
+    """
+    model = profiles.model(options.task)
+    require_supported(model, "sampling")
+    device = choose_device(options.device)
+    _refuse(options)
+    training = refusals.resolved(_as_training(options), model, device)
+    sampling = resolved(_as_generate(options), model, device)
+    candidates = find_candidates(options.lora_weight, options.lora_weight_high_noise, experts=model.experts is not None)
+    require_writable(options.output_dir)
+    boundary = training.timestep_boundary if model.experts else None
+    held_out_items, trained = _held_out(training, model, options)
+    timesteps = SMOKE_TIMESTEPS if options.smoke else options.validation_timesteps
+    judged = Judged(
+        options=options,
+        sampling=sampling,
+        model=model,
+        kind=family(model),
+        device=device,
+        points=Points(timesteps, boundary, options.seed, training.condition_frames or 0),
+        candidates=candidates,
+        held_out=held_out_items,
+        forgetting=_items(training, model, options.forgetting_config),
+        training=_items(training, model, options.training_config) or trained,
+    )
+    if options.num_videos:
+        require_files(sampling, model, judged.encoders)
+    return judged
+
+
+def _refuse(options: Evaluate) -> None:
+    """Numbers that cannot be, and videos without what decodes them.
+
+    Raises:
+        UsageError: in words.
+    """
+    if not options.lora_weight:
+        raise UsageError("evaluate needs --lora_weight", cure="name LoRA files, or the folder of a training run")
+    for name, least in (("validation_timesteps", 1), ("num_prompts", 1), ("num_videos", 0), ("validation_items", 0)):
+        if getattr(options, name) < least:
+            raise UsageError(f"--{name} must be at least {least}, got {getattr(options, name)}")
+    if options.num_videos and (options.vae is None or options.t5 is None):
+        missing = "--vae" if options.vae is None else "--t5"
+        raise UsageError(f"videos need {missing}", cure="give it, or --num_videos 0 to judge by losses alone")
+
+
+def _as_training(options: Evaluate) -> Train:
+    """The flags by which the cache is read and the boundary is filled in, as training does it."""
+    return Train(
+        dataset_config=options.dataset_config, resolution=options.resolution, smoke=options.smoke, task=options.task,
+        dit=options.dit, dit_high_noise=options.dit_high_noise, clip=options.clip, seed=options.seed,
+        timestep_boundary=options.timestep_boundary, condition_frames=options.condition_frames,
+        output_dir=options.output_dir, output_name="evaluation",
+    )  # fmt: skip
+
+
+def _as_generate(options: Evaluate) -> Generate:
+    """What `generate` is told where it has the same flags; the prompts come later."""
+    shared = {one.name for one in fields(Generate)} - {"lora_weight", "lora_weight_high_noise", "report_dir"}
+    given: dict[str, Any] = {one.name: getattr(options, one.name) for one in fields(Evaluate) if one.name in shared}
+    given |= {"vae": options.vae or Path(), "t5": options.t5 or Path(), "num_videos": max(1, options.num_videos)}
+    if options.smoke:
+        given |= {"infer_steps": SMOKE_STEPS, "num_videos": 1}
+    return Generate(**given, save_path=options.output_dir / VIDEOS)
+
+
+def _items(training: Train, model: Model, config: Path | None) -> list[CachedSample]:
+    """The cached items of a dataset; none without one.
+
+    Raises:
+        WangenError: entries are missing or stale.
+    """
+    if config is None:
+        return []
+    resolution = training.resolution if config == training.dataset_config else "all"
+    options = replace(training, dataset_config=config, resolution=resolution)
+    return find_entries(options, model, read_samples(options, model))
+
+
+def _held_out(training: Train, model: Model, options: Evaluate) -> tuple[list[CachedSample], list[CachedSample]]:
+    """What is judged by, and what of the same dataset was trained on.
+
+    Raises:
+        WangenError: entries are missing or stale.
+        UsageError: there are not so many items.
+    """
+    items = _items(training, model, options.dataset_config)
+    if not options.validation_items:
+        return items, []
+    trained, held = held_out(items, options.validation_items, options.seed)
+    return held, trained
+
+
+def _losses(judged: Judged) -> dict[str, dict[str, Losses]]:
+    """For each set of items the losses of the base and of every checkpoint."""
+    own = judged.options
+    weights = {name: headers.identity(path, f"--{name}") for name in ("dit", "dit_high_noise")
+               if (path := getattr(own, name)) is not None}  # fmt: skip
+    facts = {**weights, "task": own.task, "dtype": judged.sampling.dtype, "quantize": own.quantize,
+             "attention": own.attention, "device": judged.device.type}  # fmt: skip
+    judging = Judging(
+        judged.load,
+        judged.experts,
+        lambda model, prepared: item_errors(judged.kind, model, prepared, judged.device),
+        judged.points,
+        facts,
+        own.output_dir / LOSSES,
+    )
+    sets = {"held out": judged.held_out, "forgetting": judged.forgetting}
+    return judging.losses(judged.candidates, {name: items for name, items in sets.items() if items})
+
+
+def _activities(judged: Judged, base: Losses, others: dict[str, Losses]) -> tuple[Row, ...]:
+    """A row for each activity; none where every item has its own."""
+    names = [activity_of(item) for item in judged.held_out]
+    return by_activity(base, others, names) if len(set(names)) < len(names) else ()
+
+
+def _forgetting(found: dict[str, Losses] | None) -> tuple[Row, ...]:
+    if not found:
+        return ()
+    others = {name: losses for name, losses in found.items() if name != BASE}
+    return (whole("other material", found[BASE], others), *(by_timestep(found[BASE], others)))
+
+
+def _training_latents(judged: Judged) -> TrainingLatents | None:
+    """What videos are compared with."""
+    if not judged.training or not judged.options.num_videos:
+        return None
+    from wangen.runtime.cache import digest
+
+    latents = [read_batch(judged.training, [Draw(index, 0)]).latents[0] for index in range(len(judged.training))]
+    names = [item.sample.name for item in judged.training]
+    return TrainingLatents(names, latents, digest([item.latent.key for item in judged.training]))
+
+
+def _videos(
+    judged: Judged, best: str, training: TrainingLatents | None, clip_score: ClipScore | None
+) -> tuple[tuple[Video, ...], tuple[Memorisation, ...], int]:
+    """The videos, what they show, and how many were made now."""
+    own = judged.options
+    if not own.num_videos:
+        return (), (), 0
+    shown = [one for one in judged.candidates if own.videos_of == "all" or one.name == best]
+    limit = SMOKE_PROMPTS if own.smoke else own.num_prompts
+    prompts = choose_prompts(judged.sampling, judged.model, judged.held_out, limit, own.output_dir / FRAMES)
+    jobs = plan_videos(prompts, shown, judged.sampling, judged.device.type, own.output_dir / VIDEOS)
+    encoders = judged.encoders
+    decoder = Decoder(judged.kind, encoders, judged.device, "give --vae_cache_cpu or --vae_tile 256, or smaller videos")
+    made = make(
+        jobs,
+        lambda some: make_scenes(judged.kind, judged.model, some, encoders, judged.device, "the prompts"),
+        judged.load,
+        judged.experts,
+        decoder,
+        training,
+    )
+    return *describe(jobs, own.output_dir, training, usual_motion(judged.training), clip_score), made
+
+
+def _report(judged: Judged, evaluation: Evaluation, made: int) -> Report:
+    own, best = judged.options, evaluation.winner
+    for line in evaluation.warnings:
+        log.warning("  %s", line)
+    interval = f"95 % interval {best.ci_low:+.5f} to {best.ci_high:+.5f}"
+    losses = f"held-out loss {best.mean_loss:.5f}, base {evaluation.mean_base:.5f} ({best.delta:+.5f}, {interval})"
+    file = own.output_dir / FILE
+    return Report(
+        folder=own.output_dir,
+        summary=f"{best.name} is the best of {many(len(evaluation.checkpoints), 'checkpoint')}: {losses}: {file}",
+        inputs={"dataset_config": own.dataset_config, "lora_weight": own.lora_weight, "dit": own.dit},
+        counts={"items": evaluation.num_items, "checkpoints": len(evaluation.checkpoints), "videos": made},
+        result={"file": file, "best": best.name, "lora": best.file, "lora_high_noise": best.file_high_noise},
+    )

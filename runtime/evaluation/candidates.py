@@ -1,0 +1,86 @@
+"""What is judged: LoRA files, or all checkpoints of a training run's folder, those of two experts in pairs."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from wangen.generator.errors import UsageError, WangenError, many
+from wangen.generator.lora_config import lora_identity
+from wangen.runtime.evaluation.tables import Candidate
+from wangen.runtime.lora_folder import EXPERTS, Checkpoint, lora_checkpoints
+
+log = logging.getLogger("wangen")
+
+HIGH_NOISE, LOW_NOISE = EXPERTS
+FLAG = "--lora_weight"
+
+
+def find_candidates(files: Sequence[Path], high_noise: Sequence[Path], *, experts: bool) -> list[Candidate]:
+    """The checkpoints to judge, in the order of their steps; those with equal weights count once.
+
+    Args:
+        files: LoRA files, or folders of training runs.
+        high_noise: for files, the other expert's LoRA of each; empty for folders.
+        experts: the model has two.
+
+    Raises:
+        UsageError: the flags do not fit together.
+        WangenError: a folder holds no LoRA, or a file is none.
+    """
+    if high_noise and not experts:
+        raise UsageError("--lora_weight_high_noise: this model has one transformer", cure="leave it out")
+    if high_noise and len(high_noise) != len(files):
+        raise UsageError(f"{many(len(files), 'file')} in {FLAG} and {len(high_noise)} in --lora_weight_high_noise",
+                         cure="give one for each, or a training run's folder")  # fmt: skip
+    found: list[Candidate] = []
+    for number, path in enumerate(files):
+        if path.is_dir() and not high_noise:
+            found += _of_run(path, experts=experts)
+        else:
+            found.append(Candidate(path.stem, None, path, high_noise[number] if high_noise else None))
+    return _distinct(found)
+
+
+def _of_run(folder: Path, *, experts: bool) -> list[Candidate]:
+    checkpoints = lora_checkpoints(folder)
+    if not checkpoints:
+        raise WangenError(f"{FLAG}: this folder holds no LoRA", where=str(folder), cure="name the LoRA's file")
+    if not experts:
+        return [Candidate(one.path.stem, one.step, one.path) for one in checkpoints]
+    pairs: dict[str, dict[str, Checkpoint]] = {}
+    for one in checkpoints:
+        pairs.setdefault(one.path.stem.replace(f"_{one.expert}", "", 1), {})[one.expert] = one
+    return [_pair(name, pair, folder) for name, pair in pairs.items()]
+
+
+def _pair(name: str, pair: dict[str, Checkpoint], folder: Path) -> Candidate:
+    """Both experts' LoRAs of one moment.
+
+    Raises:
+        WangenError: one of them is missing.
+    """
+    if missing := [expert for expert in EXPERTS if expert not in pair]:
+        raise WangenError(
+            f"{FLAG}: {name} has no LoRA of the {missing[0].replace('_', '-')} expert", where=str(folder),
+            cure="train both experts, or name files with --lora_weight and --lora_weight_high_noise",
+        )  # fmt: skip
+    steps = [one.step for one in pair.values() if one.step is not None]
+    return Candidate(name, sum(steps) if steps else None, pair[LOW_NOISE].path, pair[HIGH_NOISE].path)
+
+
+def _distinct(found: Sequence[Candidate]) -> list[Candidate]:
+    """Without those whose weights are another's: `-best` is a copy of what was saved at its step.
+
+    Raises:
+        UsageError: two have one name.
+    """
+    kept: dict[str, Candidate] = {}
+    for one in found:
+        files = [one.file, *([one.file_high_noise] if one.file_high_noise else [])]
+        first = kept.setdefault(" ".join(lora_identity(path) for path in files), one)
+        if first is not one:
+            log.info("  %s has the weights of %s, and is not judged again", one.name, first.name)
+    names = [one.name for one in kept.values()]
+    if double := [name for name in names if names.count(name) > 1]:
+        raise UsageError(f"two LoRAs are called {double[0]}", cure="rename one of the files")
+    return sorted(kept.values(), key=lambda one: (one.step is None, one.step or 0))

@@ -1,0 +1,72 @@
+"""How sure a difference is: paired bootstrap intervals over the items.
+
+Each item is compared with itself, so that how hard it is cancels out. What is left differs from item to item, and the
+interval says how far the mean would move had other items been held out.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+import numpy as np
+
+from wangen.runtime.randomness import seed_for
+
+RESAMPLES = 10_000
+LEVEL = 0.95
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A mean difference over items and its interval.
+
+    Attributes:
+        mean: of the differences; below 0 the second is lower.
+        low: lower end of the 95 % interval; None of fewer than two items.
+        high: its upper end.
+        num_items: how many there were.
+        num_lower: at how many of them the second is lower.
+    """
+
+    mean: float
+    low: float | None
+    high: float | None
+    num_items: int
+    num_lower: int
+
+    @property
+    def is_lower(self) -> bool:
+        """Whether the whole interval lies below 0."""
+        return self.high is not None and self.high < 0
+
+    @property
+    def is_higher(self) -> bool:
+        """Whether the whole interval lies above 0."""
+        return self.low is not None and self.low > 0
+
+
+def paired_difference(first: Sequence[float], second: Sequence[float], seed: int) -> Difference:
+    """The mean of second - first over items, and its percentile bootstrap interval (Efron and Tibshirani 1993, ch. 13).
+
+    Args:
+        first: a number for each item.
+        second: likewise, in the same order.
+        seed: of the resampling; the same numbers and seed give the same interval.
+
+    Raises:
+        ValueError: the lengths differ, or there are no items.
+
+    >>> paired_difference([2.0, 3.0, 4.0], [1.0, 2.0, 3.0], 0)
+    Difference(mean=-1.0, low=-1.0, high=-1.0, num_items=3, num_lower=3)
+    """
+    differences = [other - one for one, other in zip(first, second, strict=True)]
+    if not differences:
+        raise ValueError("no items to compare")
+    lower = sum(difference < 0 for difference in differences)
+    if len(differences) == 1:
+        return Difference(differences[0], None, None, 1, lower)
+    draws = np.random.default_rng(seed_for(seed, "bootstrap", len(differences)))
+    chosen = draws.integers(0, len(differences), size=(RESAMPLES, len(differences)))
+    means = np.asarray(differences)[chosen].mean(axis=1)
+    low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return Difference(fmean(differences), float(low), float(high), len(differences), lower)

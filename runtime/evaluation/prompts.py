@@ -1,0 +1,61 @@
+"""What the videos of an evaluation show: the prompts of a file, or captions of held-out items, of every activity."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import chain, islice, zip_longest
+from pathlib import Path
+
+from wangen.generator.steps import Generate
+from wangen.profiles import Model
+from wangen.runtime.evaluation.tables import activity_of
+from wangen.runtime.loader import CachedSample
+from wangen.runtime.media import target_frames
+from wangen.runtime.samples import make_folder
+from wangen.runtime.sampling.options import prompts_of
+from wangen.runtime.sampling.prompts import SamplePrompt
+
+
+def choose_prompts(
+    sampling: Generate, model: Model, items: Sequence[CachedSample], limit: int, folder: Path
+) -> list[tuple[str, SamplePrompt]]:
+    """Activities and prompts, each with as many seeds as `--num_videos`.
+
+    Args:
+        sampling: what `generate` would be told, resolved.
+        model: of image-to-video takes the first frames of the items.
+        items: held out; their captions are taken where there is no prompt file.
+        limit: on how many captions.
+        folder: where first frames are written.
+
+    Raises:
+        UsageError: a prompt asks for what cannot be.
+    """
+    if sampling.prompt_file:
+        return [(prompt.prompt, prompt) for prompt in prompts_of(sampling, model)]
+    found = []
+    for item in islice(_by_turns(items), limit):
+        caption = item.sample.item.caption
+        image = _first_frame(item, folder) if model.condition != "text" else None
+        own = replace(sampling, prompt=caption, image_path=image)
+        found += [(activity_of(item), prompt) for prompt in prompts_of(own, model)]
+    return found
+
+
+def _by_turns(items: Sequence[CachedSample]) -> Iterator[CachedSample]:
+    """One item of every caption, of every activity in turn."""
+    groups: dict[str, dict[str, CachedSample]] = {}
+    for item in items:
+        groups.setdefault(activity_of(item), {}).setdefault(item.sample.item.caption, item)
+    turns = zip_longest(*(group.values() for group in groups.values()))
+    return filter(None, chain.from_iterable(turns))
+
+
+def _first_frame(item: CachedSample, folder: Path) -> Path:
+    """The first frame of a held-out clip, as a picture."""
+    from PIL import Image
+
+    make_folder(folder, "folder of first frames", "give another --output_dir")
+    path = folder / f"{item.latent.key}.png"
+    frame = target_frames(item.sample, first_only=True)[:, 0].transpose(1, 2, 0)
+    Image.fromarray(frame).save(path)
+    return path

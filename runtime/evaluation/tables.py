@@ -1,0 +1,146 @@
+"""From losses at fixed points to what a person reads: means, rows by timestep and activity, intervals, the ranking."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+from wangen.runtime.evaluation.intervals import Difference, paired_difference
+from wangen.runtime.evaluation_file import Checkpoint, Row
+from wangen.runtime.loader import CachedSample
+from wangen.runtime.training.validation import Losses
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A checkpoint that is judged.
+
+    Attributes:
+        name: short and unique.
+        step: optimizer steps, None when nothing says it.
+        file: its LoRA; of two experts the low-noise one.
+        file_high_noise: the high-noise expert's; None for models with one transformer.
+    """
+
+    name: str
+    step: int | None
+    file: Path
+    file_high_noise: Path | None = None
+
+
+def joined(parts: Sequence[Losses]) -> Losses:
+    """The losses of both experts' ranges, of the same items, as those of one model, by rising noise level.
+
+    Raises:
+        ValueError: the items or the seeds differ.
+    """
+    first = parts[0]
+    if any((part.keys, part.seed) != (first.keys, first.seed) for part in parts):
+        raise ValueError("losses of different items cannot be joined")
+    places = sorted(
+        (sigma, number, place) for number, part in enumerate(parts) for place, sigma in enumerate(part.sigmas)
+    )
+    values = tuple(
+        tuple(parts[number].values[item][place] for _, number, place in places) for item in range(len(first.keys))
+    )
+    return Losses(first.keys, tuple(sigma for sigma, _, _ in places), first.seed, values)
+
+
+def difference(base: Losses, other: Losses) -> Difference:
+    """How much lower or higher a checkpoint's loss is than the base's, over the items.
+
+    Raises:
+        ValueError: they were measured at different points.
+    """
+    _require_same(base, [other])
+    return paired_difference(_of_items(base), _of_items(other), base.seed)
+
+
+def ranking(base: Losses, found: Mapping[str, Losses], candidates: Sequence[Candidate]) -> list[Checkpoint]:
+    """The candidates by their mean loss, the lowest first; of equal ones the earlier stays first.
+
+    Args:
+        base: without any LoRA.
+        found: candidate -> its losses at the same points.
+        candidates: in the order of their steps.
+    """
+    order = sorted(candidates, key=lambda candidate: mean(found[candidate.name]))
+    made = []
+    for rank, candidate in enumerate(order, start=1):
+        losses = found[candidate.name]
+        delta = difference(base, losses)
+        made.append(
+            Checkpoint(
+                name=candidate.name,
+                file=candidate.file.as_posix(),
+                mean_loss=mean(losses),
+                delta=delta.mean,
+                ci_low=delta.mean if delta.low is None else delta.low,
+                ci_high=delta.mean if delta.high is None else delta.high,
+                rank=rank,
+                step=candidate.step,
+                file_high_noise=candidate.file_high_noise.as_posix() if candidate.file_high_noise else "",
+            )
+        )
+    return made
+
+
+def mean(losses: Losses) -> float:
+    """Over all points."""
+    return fmean(_of_items(losses))
+
+
+def by_timestep(base: Losses, found: Mapping[str, Losses]) -> tuple[Row, ...]:
+    """A row for each timestep, in [0, 1000]."""
+    _require_same(base, found.values())
+
+    def at(place: int) -> Callable[[Losses], float]:
+        return lambda losses: fmean(row[place] for row in losses.values)
+
+    return tuple(
+        _row(f"{1000 * sigma:.1f}", base, found, at(place), len(base.keys)) for place, sigma in enumerate(base.sigmas)
+    )
+
+
+def by_activity(base: Losses, found: Mapping[str, Losses], activities: Sequence[str]) -> tuple[Row, ...]:
+    """A row for each activity, in the order of their names.
+
+    Args:
+        base: without any LoRA.
+        found: checkpoint -> losses.
+        activities: of each item of `base.keys`.
+    """
+    _require_same(base, found.values())
+    rows = []
+    for activity in sorted(set(activities)):
+        places = [place for place, name in enumerate(activities) if name == activity]
+
+        def over(losses: Losses, places: Sequence[int] = tuple(places)) -> float:
+            return fmean(fmean(losses.values[place]) for place in places)
+
+        rows.append(_row(activity, base, found, over, len(places)))
+    return tuple(rows)
+
+
+def whole(name: str, base: Losses, found: Mapping[str, Losses]) -> Row:
+    """One row over all points of a set, for example one of what was not trained."""
+    _require_same(base, found.values())
+    return _row(name, base, found, mean, len(base.keys))
+
+
+def _row(name: str, base: Losses, found: Mapping[str, Losses], of: Callable[[Losses], float], num_items: int) -> Row:
+    return Row(name, of(base), {checkpoint: of(losses) for checkpoint, losses in found.items()}, num_items)
+
+
+def _of_items(losses: Losses) -> list[float]:
+    return [fmean(row) for row in losses.values]
+
+
+def _require_same(base: Losses, others: Iterable[Losses]) -> None:
+    if not base.values or not all(base.same_points(other) for other in others):
+        raise ValueError("losses at different points, or at none, cannot be compared")
+
+
+def activity_of(item: CachedSample) -> str:
+    """What an item shows: its label in the manifest, else its caption."""
+    return item.sample.item.label or item.sample.item.caption

@@ -1,0 +1,254 @@
+"""`evaluate` as a whole: what it finds is what the parts find, it goes on where it stopped, and it names the best."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from helpers import make_clip
+from tiny import TinyRun
+from train_cases import Cases, make_cases
+
+from wangen.generator.errors import UsageError, WangenError
+from wangen.generator.steps import CacheLatents, CacheText, Evaluate, Generate
+from wangen.runtime import cache_latents, cache_text, evaluate, generate, train
+from wangen.runtime.evaluation import judging
+from wangen.runtime.evaluation_file import BASE, read_evaluation
+
+
+@pytest.fixture(scope="module")
+def trained(tiny_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run's folder: a LoRA after 4 and after 8 steps, and the best by held-out loss."""
+    folder = tmp_path_factory.mktemp("trained")
+    train.run(tiny_run.options(folder, max_train_steps=8, save_every_n_steps=4, learning_rate=1e-2))
+    return folder
+
+
+def flags(tiny_run: TinyRun, loras: Path, output: Path, **changes) -> Evaluate:
+    options = Evaluate(
+        **tiny_run.weights,
+        dataset_config=tiny_run.dataset_config,
+        training_config=tiny_run.dataset_config,
+        lora_weight=(loras,),
+        task="t2v-1.3B",
+        validation_timesteps=2,
+        video_size=(64, 64),
+        video_length=5,
+        infer_steps=2,
+        guidance_scale=1.0,
+        num_prompts=2,
+        device="cpu",
+        output_dir=output,
+    )
+    return replace(options, **changes)
+
+
+def test_it_finds_the_held_out_loss_that_training_finds(tiny_run, tmp_path):
+    options = tiny_run.options(
+        tmp_path / "run", max_train_steps=4, learning_rate=1e-2, validation_config=tiny_run.dataset_config,
+        validation_timesteps=3, validate_every_n_steps=4, seed=42,
+    )  # fmt: skip
+    train.run(options)
+    lines = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    (_, own) = [line["validation"] for line in lines if "validation" in line]
+    evaluate.run(
+        flags(tiny_run, tmp_path / "run/lora.safetensors", tmp_path / "out", validation_timesteps=3, num_videos=0)
+    )
+    found = read_evaluation(tmp_path / "out/evaluation.json")
+    assert found.mean_base == pytest.approx(own["mean_base"], rel=1e-5)
+    assert found.winner.mean_loss == pytest.approx(own["mean_adapter"], rel=1e-4)
+    assert [row.name for row in found.per_timestep] == [f"{row['timestep']:.1f}" for row in own["rows"]]
+    assert found.num_items == own["num_items"]
+
+
+def test_the_items_that_training_held_out_are_found_again(tiny_run, tmp_path):
+    own = {"validation_items": 1, "validation_timesteps": 2, "seed": 7}
+    train.run(tiny_run.options(tmp_path / "run", max_train_steps=4, validate_every_n_steps=4, **own))
+    lines = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    (_, last) = [line["validation"] for line in lines if "validation" in line]
+    options = flags(tiny_run, tmp_path / "run", tmp_path / "out", training_config=None, num_prompts=1, **own)
+    evaluate.run(options)
+    found = read_evaluation(tmp_path / "out/evaluation.json")
+    assert found.mean_base == pytest.approx(last["mean_base"], rel=1e-5)
+    assert found.num_items == 1
+    assert found.memorisation  # the rest was trained on
+    with pytest.raises(UsageError, match="leaves nothing of 3 items"):
+        evaluate.run(replace(options, validation_items=3))
+
+
+def test_all_checkpoints_of_a_run_are_ranked_and_the_best_is_filmed_beside_the_base(tiny_run, trained, tmp_path):
+    report = evaluate.run(flags(tiny_run, trained, tmp_path))
+    found = read_evaluation(tmp_path / "evaluation.json")
+    assert {one.name for one in found.checkpoints} == {"lora-step00000004", "lora"}
+    assert [one.step for one in sorted(found.checkpoints, key=lambda one: one.step)] == [4, 8]
+    losses = [one.mean_loss for one in found.ranked]
+    assert losses == sorted(losses)
+    assert report.result["best"] == found.best == found.ranked[0].name
+    assert len(found.videos) == 2
+    for video in found.videos:
+        assert set(video.files) == {BASE, found.best}
+        base, own = (tmp_path / video.files[name] for name in (BASE, found.best))
+        assert base.read_bytes() != own.read_bytes()
+        assert video.signals[found.best]["psnr_to_base"] < 60
+        assert video.signals[BASE].keys() | {"psnr_to_base", "ssim_to_base"} == video.signals[found.best].keys()
+    assert {one.checkpoint for one in found.memorisation} == {found.best}
+    assert any("held out" in warning for warning in found.warnings)  # three items
+
+
+def test_a_video_of_it_is_what_generate_makes_and_repeats(tiny_run, trained, tmp_path):
+    evaluate.run(flags(tiny_run, trained / "lora.safetensors", tmp_path / "out", num_prompts=1))
+    (video,) = read_evaluation(tmp_path / "out/evaluation.json").videos
+    film = tmp_path / "out" / video.files["lora"]
+    again = Generate(
+        **tiny_run.weights, repeat=film, lora_weight=(trained,), save_path=tmp_path / "again.mp4", device="cpu",
+    )  # fmt: skip
+    generate.run(again)
+    assert (tmp_path / "again.mp4").read_bytes() == film.read_bytes()
+
+
+def test_what_is_done_is_not_done_again_and_the_result_is_the_same(tiny_run, trained, tmp_path, monkeypatch):
+    options = flags(tiny_run, trained, tmp_path / "a")
+    evaluate.run(options)
+    whole = (tmp_path / "a/evaluation.json").read_bytes()
+    measured = []
+    own = judging.measure
+    monkeypatch.setattr(judging, "measure", lambda *given, **named: measured.append(1) or own(*given, **named))
+    assert evaluate.run(options).counts["videos"] == 0
+    assert not measured
+    assert (tmp_path / "a/evaluation.json").read_bytes() == whole
+    next((tmp_path / "a/losses").iterdir()).write_text("{", encoding="utf-8")
+    next((tmp_path / "a/videos").glob("*.mp4")).unlink()
+    assert evaluate.run(options).counts["videos"] == 1
+    assert len(measured) == 1
+    assert (tmp_path / "a/evaluation.json").read_bytes() == whole
+    shutil.rmtree(tmp_path / "a/videos")
+    assert evaluate.run(replace(options, infer_steps=1)).counts["videos"] == 4
+
+
+def test_loras_of_more_runs_than_fit_into_memory_at_once_get_the_same_losses(tiny_run, trained, tmp_path, monkeypatch):
+    evaluate.run(flags(tiny_run, trained, tmp_path / "a", num_videos=0))
+    monkeypatch.setattr(judging, "LORAS_AT_ONCE", 1)
+    evaluate.run(flags(tiny_run, trained, tmp_path / "b", num_videos=0))
+    first, second = (read_evaluation(tmp_path / name / "evaluation.json") for name in "ab")
+    assert [(one.name, one.mean_loss) for one in first.ranked] == [(one.name, one.mean_loss) for one in second.ranked]
+
+
+def test_other_material_says_what_was_forgotten(tiny_run, trained, tmp_path):
+    media = tmp_path / "other/media"
+    media.mkdir(parents=True)
+    make_clip(media / "walk.mp4", num_frames=8, fps=16, size=(64, 64))
+    (media / "walk.txt").write_text("a red square on green", encoding="utf-8")
+    config = tmp_path / "other/other.toml"
+    text = f"""
+[general]
+resolution = [64, 64]
+[[datasets]]
+video_directory = "{media.as_posix()}"
+cache_directory = "{(tmp_path / "other/cache").as_posix()}"
+target_frames = [5]
+"""
+    config.write_text(text, encoding="utf-8")
+    with pytest.raises(WangenError, match="cache"):
+        evaluate.run(flags(tiny_run, trained, tmp_path / "out", forgetting_config=config, num_videos=0))
+    weights = tiny_run.weights
+    cache_latents.run(CacheLatents(dataset_config=config, vae=weights["vae"], vae_dtype="float32", device="cpu"))
+    cache_text.run(CacheText(dataset_config=config, t5=weights["t5"], t5_dtype="float32", device="cpu"))
+    evaluate.run(flags(tiny_run, trained, tmp_path / "out", forgetting_config=config, num_videos=0))
+    first, *rows = read_evaluation(tmp_path / "out/evaluation.json").forgetting
+    assert (first.name, first.num_items) == ("other material", 1)
+    assert set(first.losses) == {"lora", "lora-step00000004"}
+    assert len(rows) == 2
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Cases:
+    return make_cases(tmp_path_factory.mktemp("cases"))
+
+
+def test_two_experts_are_judged_in_pairs_each_in_its_own_range(cases, tmp_path):
+    train.run(
+        cases.options(tmp_path / "run", task="t2v-A14B", high_noise_share=0.5, max_train_steps=4, learning_rate=1e-2)
+    )
+    options = Evaluate(
+        dataset_config=cases.folder / "rich.toml", lora_weight=(tmp_path / "run",), task="t2v-A14B",
+        dit=cases.weights["dit"], dit_high_noise=cases.weights["high"], validation_timesteps=2, num_videos=0,
+        device="cpu", output_dir=tmp_path / "out",
+    )  # fmt: skip
+    evaluate.run(options)
+    found = read_evaluation(tmp_path / "out/evaluation.json")
+    assert [float(row.name) for row in found.per_timestep] == pytest.approx([218.8, 656.2, 906.2, 968.8], abs=0.1)
+    assert Path(found.winner.file).name == "lora_low_noise.safetensors"
+    assert Path(found.winner.file_high_noise).name == "lora_high_noise.safetensors"
+    low = replace(options, lora_weight=(tmp_path / "run/lora_low_noise.safetensors",), output_dir=tmp_path / "low",
+                  lora_weight_high_noise=(tmp_path / "run/lora_high_noise.safetensors",))  # fmt: skip
+    evaluate.run(low)
+    assert read_evaluation(tmp_path / "low/evaluation.json").winner.mean_loss == found.winner.mean_loss
+    (tmp_path / "run/lora_high_noise.safetensors").unlink()
+    with pytest.raises(WangenError, match="no LoRA of the high-noise expert"):
+        evaluate.run(options)
+
+
+@pytest.mark.parametrize(
+    ("changes", "part"),
+    [
+        ({"lora_weight": ()}, "needs --lora_weight"),
+        ({"t5": None}, "videos need --t5"),
+        ({"validation_timesteps": 0}, "--validation_timesteps must be at least 1"),
+        ({"video_length": 6}, "use 5"),
+        ({"lora_weight_high_noise": (Path("x.safetensors"),)}, "one transformer"),
+        ({"clip_model": Path("nowhere")}, "--clip_model"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_a_model_loads(tiny_run, trained, tmp_path, changes, part):
+    with pytest.raises((UsageError, WangenError), match=part):
+        evaluate.run(flags(tiny_run, trained, tmp_path / "out", **changes))
+    assert not (tmp_path / "out/losses").exists()
+
+
+def test_two_loras_of_one_name_and_equal_weights_are_said(tiny_run, trained, tmp_path, caplog):
+    (tmp_path / "x").mkdir()
+    shutil.copyfile(trained / "lora-step00000004.safetensors", tmp_path / "x/lora.safetensors")
+    both = (trained / "lora.safetensors", tmp_path / "x/lora.safetensors")
+    with pytest.raises(UsageError, match="two LoRAs are called lora"):
+        evaluate.run(flags(tiny_run, trained, tmp_path / "out", lora_weight=both, num_videos=0))
+    shutil.copyfile(trained / "lora.safetensors", tmp_path / "x/copy.safetensors")
+    both = (trained / "lora.safetensors", tmp_path / "x/copy.safetensors")
+    with caplog.at_level("INFO"):
+        evaluate.run(flags(tiny_run, trained, tmp_path / "out", lora_weight=both, num_videos=0))
+    assert "copy has the weights of lora" in caplog.text
+    assert len(read_evaluation(tmp_path / "out/evaluation.json").checkpoints) == 1
+
+
+@pytest.mark.slow
+def test_it_tells_a_lora_that_learned_from_shuffled_captions_and_from_an_untrained_one(tmp_path):
+    """On the tiny Wan: colours that it never saw; the untrained LoRA is saved after a step at a rate of all but 0."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+        import it_learns
+
+    held_out = it_learns.dataset(tmp_path / "held-out", it_learns.NUM_HELD_OUT, first=it_learns.NUM_CLIPS)
+    loras = tmp_path / "loras"
+    loras.mkdir()
+    for name, shuffled, steps in (("right", False, 200), ("shuffled", True, 200), ("untrained", False, 1)):
+        config = it_learns.dataset(tmp_path / name, it_learns.NUM_CLIPS, shuffled=shuffled)
+        options = it_learns.training(config, held_out, tmp_path / name / "lora", steps)
+        train.run(replace(options, learning_rate=options.learning_rate if steps > 1 else 1e-9, output_name=name))
+        shutil.copyfile(tmp_path / name / "lora" / f"{name}.safetensors", loras / f"{name}.safetensors")
+    options = Evaluate(
+        dataset_config=held_out, lora_weight=tuple(sorted(loras.iterdir())), task=it_learns.TASK, dit=it_learns.DIT,
+        vae=it_learns.VAE, t5=it_learns.T5, video_size=(64, 64), video_length=17, infer_steps=15, guidance_scale=3.0,
+        num_prompts=3, videos_of="all", device="cpu", output_dir=tmp_path / "out",
+    )  # fmt: skip
+    evaluate.run(options)
+    found = read_evaluation(tmp_path / "out/evaluation.json")
+    right, shuffled, untrained = found.ranked
+    assert [one.name for one in found.ranked] == ["right", "shuffled", "untrained"]
+    assert right.ci_high < 0
+    assert abs(untrained.delta) < 1e-4 < abs(shuffled.delta)
+    assert right.mean_loss < 0.95 * shuffled.mean_loss
+    assert not any("cannot be told" in warning for warning in found.warnings)
+    likeness = {
+        name: min(video.signals[name]["ssim_to_base"] for video in found.videos) for name in ("right", "untrained")
+    }
+    assert likeness["untrained"] > 0.99 > 0.95 > likeness["right"]

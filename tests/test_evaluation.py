@@ -1,0 +1,200 @@
+"""The parts of `evaluate`: intervals, signals of clips, nearest training clips, tables and the ranking."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from wangen.generator.errors import WangenError
+from wangen.runtime.evaluation.clip_score import ClipScore
+from wangen.runtime.evaluation.intervals import paired_difference
+from wangen.runtime.evaluation.nearest import TrainingLatents
+from wangen.runtime.evaluation.signals import brightness, psnr, signals, ssim
+from wangen.runtime.evaluation.tables import Candidate, by_activity, by_timestep, joined, ranking, whole
+from wangen.runtime.training.validation import Losses
+
+
+def clip(seed: int = 0, frames: int = 9, size: int = 32) -> np.ndarray:
+    """Noise that drifts from left to right, (T, H, W, 3) uint8."""
+    picture = np.random.default_rng(seed).integers(40, 200, (size, size + frames, 3), dtype=np.uint8)
+    return np.stack([picture[:, start : start + size] for start in range(frames)])
+
+
+def losses(values: list[list[float]], sigmas: tuple[float, ...] = (0.25, 0.75)) -> Losses:
+    return Losses(tuple(f"item {number}" for number in range(len(values))), sigmas, 0, tuple(map(tuple, values)))
+
+
+def test_an_interval_holds_the_true_difference_as_often_as_it_says():
+    draws = np.random.default_rng(0)
+    held = 0
+    for trial in range(200):
+        first = draws.normal(1.0, 0.5, 40)
+        second = first + draws.normal(-0.1, 0.2, 40)  # items differ much more than what is asked
+        found = paired_difference(first.tolist(), second.tolist(), trial)
+        held += found.low <= -0.1 <= found.high
+        assert found.low < found.mean < found.high
+    assert 180 <= held <= 198
+
+
+def test_pairing_sees_what_the_spread_of_the_items_would_hide():
+    hard = [float(number) for number in range(20)]
+    found = paired_difference(hard, [number - 0.01 - 0.001 * (number % 3) for number in hard], 0)
+    assert found.is_lower
+    assert not found.is_higher
+    assert found.num_lower == 20
+    assert found == paired_difference(hard, [number - 0.01 - 0.001 * (number % 3) for number in hard], 0)
+    alone = paired_difference([1.0], [0.5], 0)
+    assert (alone.mean, alone.low, alone.high, alone.is_lower) == (-0.5, None, None, False)
+    with pytest.raises(ValueError, match="no items"):
+        paired_difference([], [], 0)
+
+
+def test_signals_tell_collapsed_clips_from_sound_ones():
+    sound = signals(clip())
+    assert sound.frozen == sound.black == 0
+    frozen = signals(np.repeat(clip()[:1], 9, axis=0))
+    assert (frozen.frozen, frozen.motion, frozen.flicker) == (1.0, 0.0, 0.0)
+    black = signals((clip() // 20).astype(np.uint8))
+    assert black.black == 1.0
+    half = clip()
+    half[4:] = 0
+    assert signals(half).black == pytest.approx(5 / 9)
+    blown = signals(np.where(clip() > 120, 255, 0).astype(np.uint8))
+    assert blown.blown > 0.2 > sound.blown
+    smooth = (clip().astype(np.float32) + np.roll(clip(), 1, 1) + np.roll(clip(), 1, 2) + np.roll(clip(), 2, 1)) / 4
+    assert signals(smooth.astype(np.uint8)).sharpness < 0.5 * sound.sharpness
+    flickering = clip().astype(np.int16)
+    flickering[::2] += 40
+    assert signals(flickering.clip(0, 255).astype(np.uint8)).flicker > 30 > 3 > sound.flicker
+    brighter = np.stack([frame // 2 + 5 * number for number, frame in enumerate(np.repeat(clip()[:1], 9, axis=0))])
+    assert signals(brighter.astype(np.uint8)).flicker < 1  # a steady change is none
+    assert signals(clip(frames=1)).motion == 0
+
+
+def test_likeness_follows_the_formulas():
+    first = clip()
+    noise = np.random.default_rng(1).integers(-20, 21, first.shape)
+    second = (first.astype(int) + noise).clip(0, 255).astype(np.uint8)
+    error = np.square(first.astype(float) - second.astype(float)).mean()
+    assert psnr(first, second) == pytest.approx(10 * math.log10(255**2 / error), rel=1e-6)
+    assert psnr(first, first) == math.inf
+    assert ssim(first, first) == pytest.approx(1.0, abs=1e-6)
+    one, other = (brightness(each).astype(float) for each in (first, second))
+    places = np.arange(11) - 5
+    row = np.exp(-(places**2) / (2 * 1.5**2))
+    window = np.outer(row, row) / np.outer(row, row).sum()
+    found = []
+    for frame in range(len(one)):
+        for top in range(0, 22, 3):
+            for left in range(0, 22, 3):
+                a, b = (each[frame, top : top + 11, left : left + 11] for each in (one, other))
+                mean_a, mean_b = (window * a).sum(), (window * b).sum()
+                var_a, var_b = (window * a * a).sum() - mean_a**2, (window * b * b).sum() - mean_b**2
+                both = (window * a * b).sum() - mean_a * mean_b
+                top_part = (2 * mean_a * mean_b + 2.55**2) * (2 * both + 7.65**2)
+                found.append(top_part / ((mean_a**2 + mean_b**2 + 2.55**2) * (var_a + var_b + 7.65**2)))
+    assert ssim(first[..., ::1], second) == pytest.approx(np.mean(found), abs=0.01)
+
+
+def test_a_copy_of_a_training_clip_is_told_from_a_new_one():
+    generator = torch.Generator().manual_seed(0)
+    latents = [torch.randn(16, 3, 8, 8, generator=generator) for _ in range(6)]
+    training = TrainingLatents([f"clip {number}" for number in range(6)], latents)
+    copy = training.nearest(latents[4] + 0.05 * torch.randn(16, 3, 8, 8, generator=generator))
+    assert copy.name == "clip 4"
+    assert copy.is_copy
+    assert copy.distance == pytest.approx(0.05, rel=0.1)
+    new = training.nearest(torch.randn(16, 3, 8, 8, generator=generator))
+    assert not new.is_copy
+    assert new.share == pytest.approx(1.0, abs=0.1)
+    larger = torch.nn.functional.interpolate(latents[2][None], scale_factor=2, mode="trilinear")[0]
+    assert training.nearest(larger).name == "clip 2"
+    alone = TrainingLatents(["only"], latents[:1]).nearest(latents[0])
+    assert (alone.distance, alone.share, alone.is_copy) == (0.0, None, False)
+    with pytest.raises(ValueError, match="no training clips"):
+        TrainingLatents([], [])
+
+
+def test_checkpoints_are_ranked_by_their_held_out_loss():
+    base = losses([[1.0, 2.0], [3.0, 4.0], [2.0, 2.0]])
+    found = {
+        "early": losses([[0.9, 1.9], [2.9, 3.9], [1.9, 1.9]]),
+        "middle": losses([[0.7, 1.8], [2.5, 3.7], [1.8, 1.7]]),
+        "late": losses([[1.2, 2.1], [3.4, 4.0], [2.1, 2.4]]),
+    }
+    candidates = [Candidate(name, step, Path(f"{name}.safetensors")) for step, name in enumerate(found)]
+    ranked = ranking(base, found, candidates)
+    assert [(one.name, one.rank, one.step) for one in ranked] == [("middle", 1, 1), ("early", 2, 0), ("late", 3, 2)]
+    best, _, worst = ranked
+    assert best.delta == pytest.approx(-0.3)
+    assert best.ci_low < best.delta < best.ci_high < 0
+    assert worst.ci_low > 0
+    rows = by_timestep(base, found)
+    assert [row.name for row in rows] == ["250.0", "750.0"]
+    assert rows[0].base == pytest.approx(2.0)
+    assert rows[1].losses["late"] == pytest.approx(8.5 / 3)
+    jump, run = by_activity(base, found, ["run", "jump", "run"])
+    assert (jump.name, jump.num_items, run.num_items) == ("jump", 1, 2)
+    assert jump.base == 3.5
+    assert run.losses["early"] == pytest.approx(1.65)
+    assert whole("others", base, found).losses["late"] == pytest.approx(15.2 / 6)
+
+
+def test_losses_of_two_experts_are_joined_by_noise_level():
+    low, high = losses([[1.0, 2.0], [3.0, 4.0]], (0.2, 0.6)), losses([[5.0], [6.0]], (0.9,))
+    both = joined([high, low])
+    assert both.sigmas == (0.2, 0.6, 0.9)
+    assert both.values == ((1.0, 2.0, 5.0), (3.0, 4.0, 6.0))
+    with pytest.raises(ValueError, match="different items"):
+        joined([low, losses([[5.0]], (0.9,))])
+    with pytest.raises(ValueError, match="different points"):
+        whole("x", low, {"a": high})
+
+
+def clip_model(folder: Path) -> Path:
+    """A tiny CLIP with random weights, and a processor that knows single letters."""
+    from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor, CLIPTokenizer
+
+    letters = [*"abcdefghijklmnopqrstuvwxyz", *(f"{letter}</w>" for letter in "abcdefghijklmnopqrstuvwxyz")]
+    vocabulary = {word: number for number, word in enumerate([*letters, "<|startoftext|>", "<|endoftext|>"])}
+    tokenizer = CLIPTokenizer(vocab=vocabulary, merges=[])
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+    ends = {"bos_token_id": len(letters), "eos_token_id": len(letters) + 1, "pad_token_id": len(letters) + 1}
+    torch.manual_seed(0)
+    model = CLIPModel(
+        CLIPConfig(
+            text_config={**small, **ends, "vocab_size": len(vocabulary), "max_position_embeddings": 77},
+            vision_config={**small, "image_size": 32, "patch_size": 16},
+            projection_dim=8,
+        )
+    )
+    model.save_pretrained(folder)
+    size = {"shortest_edge": 32}
+    CLIPProcessor(CLIPImageProcessor(size=size, crop_size={"height": 32, "width": 32}), tokenizer).save_pretrained(
+        folder
+    )
+    return folder
+
+
+def test_the_clip_score_is_the_mean_cosine_of_frames_and_words(tmp_path):
+    score = ClipScore(clip_model(tmp_path / "clip"), torch.device("cpu"))
+    frames = clip(frames=20, size=48)
+    found = score(frames, "a red cat")
+    from transformers import CLIPModel, CLIPProcessor
+
+    model = CLIPModel.from_pretrained(tmp_path / "clip").eval()
+    processor = CLIPProcessor.from_pretrained(tmp_path / "clip")
+    cosines = []
+    for index in (0, 3, 5, 8, 11, 14, 16, 19):
+        with torch.no_grad():
+            each = model(**processor(text=["a red cat"], images=[frames[index]], return_tensors="pt"))
+        cosines.append(torch.cosine_similarity(each.image_embeds, each.text_embeds).item())
+    assert found == pytest.approx(100 * np.mean(cosines), abs=1e-3)
+    assert score(frames, "zzz") != pytest.approx(found, abs=1e-3)
+    with pytest.raises(WangenError, match="no model folder"):
+        ClipScore(tmp_path, torch.device("cpu"))
+    (tmp_path / "clip/config.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(WangenError, match="no CLIP model"):
+        ClipScore(tmp_path / "clip", torch.device("cpu"))
