@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from wangen.generator.prepare_steps import Preprocess
 from wangen.generator.step_parts import (
     CACHE_TASK,
     CLIP,
@@ -251,7 +252,7 @@ class Export(Step):
     metadata: bool = flag("print what the header of the LoRA or of --dit says, as JSON; no weight is read", False)
 
 
-STEPS: tuple[type[Step], ...] = (Check, CacheLatents, CacheText, CheckCache, Train, Generate, Export)
+STEPS: tuple[type[Step], ...] = (Check, Preprocess, CacheLatents, CacheText, CheckCache, Train, Generate, Export)
 
 
 def find_step(name: str) -> type[Step] | None:

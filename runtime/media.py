@@ -4,17 +4,21 @@ Shapes: C channels (3, or 1 of a mask), T frames, H height, W width, in pixels; 
 them. Everything here may be called from several threads at once.
 """
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wangen.generator.dataset import DECODING_ERRORS, media_of
 from wangen.generator.errors import WangenError, many
 from wangen.generator.tomls import WHITE
+from wangen.runtime.clips import read_npz
 
 if TYPE_CHECKING:
     import numpy as np
+    import torch
     from PIL import Image
 
     from wangen.runtime.samples import Sample
@@ -187,16 +191,24 @@ def _rgb(image: "Image.Image", background: str) -> "Image.Image":
 
 def _resampled(path: Path, start: int, count: int, fps: int, source_fps: float | None) -> Iterator["Image.Image"]:
     """The frames on screen at k / fps for k in start … start+count-1; fewer when the video ends before."""
+    return map(upright, islice(shown_frames(path, fps, source_fps), start, start + count))
+
+
+def shown_frames(path: Path, fps: int, source_fps: float | None = None) -> Iterator[Any]:
+    """PyAV's frame on screen at k / fps seconds after the first one, for k = 0, 1, … to the video's end.
+
+    A frame that is on screen for several k comes so many times, as one object.
+
+    Raises:
+        WangenError: the file cannot be decoded; the frames before the fault have come by then.
+    """
     held: Any = None
     wanted = 0
     for time_s, frame in _timed(path, source_fps):
-        while held is not None and wanted < start + count and wanted / fps < time_s:
-            if wanted >= start:
-                yield _upright(held)
+        while held is not None and wanted / fps < time_s:
+            yield held
             wanted += 1
         held = frame
-        if wanted >= start + count:
-            return
 
 
 def _timed(path: Path, source_fps: float | None) -> Iterator[tuple[float, Any]]:
@@ -231,10 +243,91 @@ def _timed(path: Path, source_fps: float | None) -> Iterator[tuple[float, Any]]:
         raise _undecodable(path, error) from None
 
 
-def _upright(frame: Any) -> "Image.Image":
+def upright(frame: Any) -> "Image.Image":
+    """PyAV's frame as it is watched: in RGB, turned as the file says."""
     image: Image.Image = frame.to_image()
     return image.rotate(frame.rotation, expand=True) if frame.rotation else image
 
 
 def _undecodable(path: Path, error: BaseException) -> WangenError:
     return WangenError(f"cannot be decoded: {error}", where=str(path), cure="replace it or take it out")
+
+
+class ClipDataset:
+    """The clips of a manifest as `wangen preprocess` writes it, for `torch.utils.data.DataLoader` and its workers.
+
+    Item n is that of the n-th line: `frames`, float32 (T, 3, H, W) in [-1, 1], and `prompt`, a text. Clips are cut at
+    their own frame rate, so that frame k is frame k of the file; another size is covered and cropped at the centre.
+
+    Args:
+        manifest: the jsonl; each line has `file` (from the manifest's folder), `prompt`, `fps` and `frames`.
+        frames: T, the first so many of each clip.
+        size: (H, W) in pixels.
+
+    Raises:
+        WangenError: the manifest cannot be read, a file is not there, or a clip has fewer frames.
+    """
+
+    def __init__(self, manifest: "Path | str", *, frames: int = 81, size: tuple[int, int] = (480, 832)) -> None:
+        self.manifest = Path(manifest)
+        self.frames = frames
+        self.size = size
+        self._clips = [self._clip(number, line) for number, line in enumerate(self._lines(), 1) if line.strip()]
+
+    def __len__(self) -> int:
+        return len(self._clips)
+
+    def __getitem__(self, index: int) -> "dict[str, torch.Tensor | str]":
+        """The item of a line; raises WangenError when its file cannot be read."""
+        import numpy as np
+        import torch
+
+        path, prompt, fps = self._clips[index]
+        size = (self.size[1], self.size[0])
+        if path.suffix.lower() == ".npz":
+            from PIL import Image
+
+            pixels = read_npz(path)[0][: self.frames]
+            frames = np.stack([np.asarray(fit(Image.fromarray(frame), size)) for frame in pixels]).transpose(0, 3, 1, 2)
+        else:
+            frames = load_clip(path, size, 0, self.frames, fps).transpose(1, 0, 2, 3)
+        if len(frames) < self.frames:
+            raise self._short(path, len(frames))
+        return {"frames": torch.from_numpy(frames.astype(np.float32)).div_(127.5).sub_(1.0), "prompt": prompt}
+
+    def _lines(self) -> list[str]:
+        try:
+            return self.manifest.read_text(encoding="utf-8-sig").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise WangenError(f"cannot read the manifest: {error}", where=str(self.manifest),
+                              cure="give the train.jsonl or val.jsonl of wangen preprocess") from None  # fmt: skip
+
+    def _clip(self, number: int, line: str) -> tuple[Path, str, int]:
+        """File, prompt and frame rate of a line."""
+        try:
+            row = json.loads(line)
+            path, prompt, fps, count = self.manifest.parent / row["file"], row["prompt"], row["fps"], row["frames"]
+        except (ValueError, TypeError, KeyError) as error:
+            raise WangenError(f"line {number} is no clip ({error!r})", where=str(self.manifest),
+                              cure="a line holds file, prompt, fps and frames") from None  # fmt: skip
+        if not path.is_file():
+            raise WangenError(f"line {number}: {row['file']} is not there", where=str(self.manifest),
+                              cure="keep the manifest beside its clips, or run wangen preprocess again")  # fmt: skip
+        if count < self.frames:
+            raise self._short(path, count)
+        return path, prompt, fps
+
+    def _short(self, path: Path, count: int) -> WangenError:
+        return WangenError(f"has {many(count, 'frame')}, {self.frames} are asked for", where=str(path),
+                           cure=f"give frames={count}, or cut longer clips")  # fmt: skip
+
+
+def collate_fn(items: "Sequence[Mapping[str, torch.Tensor | str]]") -> "dict[str, torch.Tensor | list[str]]":
+    """Items of a `ClipDataset` as a batch: `frames` (B, T, 3, H, W) in [-1, 1], and `prompts`, a list of B texts."""
+    import torch
+
+    frames = [item["frames"] for item in items]
+    return {
+        "frames": torch.stack([clip for clip in frames if isinstance(clip, torch.Tensor)]),
+        "prompts": [str(item["prompt"]) for item in items],
+    }
