@@ -48,8 +48,9 @@ def write_mp4(path: Path, frames: "Sequence[Frame]", fps: int, crf: int) -> None
         with _whole(path) as temporary, av.open(str(temporary), "w", format="mp4") as container:
             stream = container.add_stream("libx264", rate=Fraction(fps))
             stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
-            # With more threads the bytes would depend on their number.
-            stream.options = {"crf": str(crf), "preset": "veryfast", "threads": "1"}
+            # The bytes would depend on the number of threads; and with x264's macroblock tree they differ now and then
+            # from one run to the next, in pictures of some sizes.
+            stream.options = {"crf": str(crf), "preset": "veryfast", "threads": "1", "x264-params": "mbtree=0"}
             codec = stream.codec_context
             codec.colorspace = codec.color_primaries = codec.color_trc = BT709
             codec.color_range = LIMITED

@@ -306,7 +306,8 @@ class ClipDataset:
         """File, prompt and frame rate of a line."""
         try:
             row = json.loads(line)
-            path, prompt, fps, count = self.manifest.parent / row["file"], row["prompt"], row["fps"], row["frames"]
+            path, prompt = self.manifest.parent / row["file"], str(row["prompt"])
+            fps, count = int(row["fps"]), int(row["frames"])
         except (ValueError, TypeError, KeyError) as error:
             raise WangenError(f"line {number} is no clip ({error!r})", where=str(self.manifest),
                               cure="a line holds file, prompt, fps and frames") from None  # fmt: skip

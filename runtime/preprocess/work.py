@@ -4,12 +4,12 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
 from wangen.generator.errors import WangenError, bytes_text, many
 from wangen.generator.prepare_steps import Preprocess
-from wangen.runtime.ahead import ahead
 from wangen.runtime.preprocess.analysis import StoppedError, Tell, analyse, load, save
 from wangen.runtime.preprocess.candidates import Footage, Window, drop_copies, find_windows
 from wangen.runtime.preprocess.cutting import Job, clip_key, cut, is_made, jobs_of
@@ -102,9 +102,10 @@ def _shared_out(jobs: Sequence[Callable[[Tell], T]], label: str, total: int, wor
             with lock:
                 advance(more, "")
 
-        results = ahead([partial(job, tell) for job in jobs], workers)
+        pool = ThreadPoolExecutor(workers)
         try:
-            yield from results
+            for result in [pool.submit(job, tell) for job in jobs]:
+                yield result.result()
         finally:
             stop.set()
-            results.close()
+            pool.shutdown(cancel_futures=True)
