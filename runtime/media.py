@@ -4,19 +4,22 @@ Shapes: C channels (3, or 1 of a mask), T frames, H height, W width, in pixels; 
 them. Everything here may be called from several threads at once.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wangen.generator.dataset import DECODING_ERRORS, media_of, read_facts
 from wangen.generator.errors import WangenError, many
+from wangen.generator.manifests import read_manifest
 from wangen.generator.npz import is_npz, read_npz
 from wangen.generator.toml_values import WHITE
 
 if TYPE_CHECKING:
     import numpy as np
+    import torch
     from PIL import Image
 
     from wangen.runtime.samples import Sample
@@ -124,7 +127,7 @@ def load_clip(
     size: tuple[int, int],
     start: int,
     count: int,
-    fps: int,
+    fps: float,
     source_fps: float | None = None,
     *,
     grey: bool = False,
@@ -150,7 +153,7 @@ def load_clip(
     frames = [np.asarray(fit(frame, size, grey=grey)) for frame in _resampled(path, start, count, fps, source_fps)]
     if len(frames) != count:
         raise WangenError(
-            f"too short: frames {start} to {start + count - 1} at {fps} fps are needed, it ends before frame "
+            f"too short: frames {start} to {start + count - 1} at {fps:g} fps are needed, it ends before frame "
             f"{start + len(frames)}",
             where=str(path),
             cure="shorten target_frames, replace the file or take it out",
@@ -176,7 +179,7 @@ def load_pictures(path: Path, count: int, max_side: int) -> "list[Image.Image]":
         pictures = [_open_image(path, WHITE)]
     else:
         part_s = read_facts(path).duration_s / count
-        pictures = [_upright(frame) for frame in _shown_at(path, [(n + 0.5) * part_s for n in range(count)])]
+        pictures = [upright(frame) for frame in _shown_at(path, [(n + 0.5) * part_s for n in range(count)])]
     for picture in pictures:
         picture.thumbnail((max_side, max_side))
     return pictures
@@ -229,18 +232,26 @@ def _rgb(image: "Image.Image", background: str) -> "Image.Image":
     return Image.alpha_composite(Image.new("RGBA", rgba.size, background), rgba).convert("RGB")
 
 
-def _resampled(path: Path, start: int, count: int, fps: int, source_fps: float | None) -> Iterator["Image.Image"]:
+def _resampled(path: Path, start: int, count: int, fps: float, source_fps: float | None) -> Iterator["Image.Image"]:
     """The frames on screen at k / fps for k in start … start+count-1; fewer when the video ends before."""
+    return map(upright, islice(shown_frames(path, fps, source_fps), start, start + count))
+
+
+def shown_frames(path: Path, fps: float, source_fps: float | None = None) -> Iterator[Any]:
+    """PyAV's frame on screen at k / fps seconds after the first one, for k = 0, 1, … to the video's end.
+
+    A frame that is on screen for several k comes so many times, as one object.
+
+    Raises:
+        WangenError: the file cannot be decoded; the frames before the fault have come by then.
+    """
     held: Any = None
     wanted = 0
     for time_s, frame in _timed(path, source_fps):
-        while held is not None and wanted < start + count and wanted / fps < time_s:
-            if wanted >= start:
-                yield _upright(held)
+        while held is not None and wanted / fps < time_s:
+            yield held
             wanted += 1
         held = frame
-        if wanted >= start + count:
-            return
 
 
 def _timed(path: Path, source_fps: float | None) -> Iterator[tuple[float, Any]]:
@@ -300,10 +311,64 @@ class _StoredFrame:
         return Image.fromarray(self.pixels)
 
 
-def _upright(frame: Any) -> "Image.Image":
+def upright(frame: Any) -> "Image.Image":
+    """PyAV's frame as it is watched: in RGB, turned as the file says."""
     image: Image.Image = frame.to_image()
     return image.rotate(frame.rotation, expand=True) if frame.rotation else image
 
 
 def _undecodable(path: Path, error: BaseException) -> WangenError:
     return WangenError(f"cannot be decoded: {error}", where=str(path), cure="replace it or take it out")
+
+
+class ClipDataset:
+    """The clips of a manifest, for `torch.utils.data.DataLoader` and its workers.
+
+    Item n is that of the n-th line: `frames`, float32 (T, 3, H, W) in [-1, 1], and `prompt`, a text. Clips are cut at
+    their own frame rate, so that frame k is frame k of the file; another size is covered and cropped at the centre.
+
+    Args:
+        manifest: the jsonl, as `wangen preprocess` writes it.
+        frames: T, the first so many of each clip.
+        size: (H, W) in pixels.
+
+    Raises:
+        WangenError: the manifest cannot be read, or has mistakes.
+    """
+
+    def __init__(self, manifest: "Path | str", *, frames: int = 81, size: tuple[int, int] = (480, 832)) -> None:
+        self.frames = frames
+        self.size = size
+        self._items, problems = read_manifest(Path(manifest), "video")
+        if problems:
+            first, *others = problems
+            more = f", and {many(len(others), 'more problem')}" if others else ""
+            raise WangenError(f"{first.found}{more}", where=str(manifest), cure=first.cure)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __getitem__(self, index: int) -> "dict[str, torch.Tensor | str]":
+        """The item of a line; raises WangenError when its file cannot be read or has fewer frames."""
+        import numpy as np
+        import torch
+
+        item = self._items[index]
+        facts = read_facts(item.path)
+        if facts.num_frames < self.frames:
+            raise WangenError(f"has {many(facts.num_frames, 'frame')}, {self.frames} are asked for",
+                              where=str(item.path), cure="ask for fewer, or cut longer clips")  # fmt: skip
+        rate = facts.num_frames / facts.duration_s
+        frames = load_clip(item.path, (self.size[1], self.size[0]), 0, self.frames, rate).transpose(1, 0, 2, 3)
+        return {"frames": torch.from_numpy(frames.astype(np.float32)).div_(127.5).sub_(1.0), "prompt": item.caption}
+
+
+def collate_fn(items: "Sequence[Mapping[str, torch.Tensor | str]]") -> "dict[str, torch.Tensor | list[str]]":
+    """Items of a `ClipDataset` as a batch: `frames` (B, T, 3, H, W) in [-1, 1], and `prompts`, a list of B texts."""
+    import torch
+
+    frames = [item["frames"] for item in items]
+    return {
+        "frames": torch.stack([clip for clip in frames if isinstance(clip, torch.Tensor)]),
+        "prompts": [str(item["prompt"]) for item in items],
+    }

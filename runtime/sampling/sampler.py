@@ -194,7 +194,7 @@ class Sampler:
         )  # fmt: skip
 
     def velocity(self, number: int, strengths: Mapping[str, float] | None = None) -> Velocity:
-        """What predicts with one of the experts, with its LoRAs at these strengths until the next call of anything here.
+        """What predicts with one of the experts; its LoRAs have these strengths until something else is asked for.
 
         Args:
             number: of the expert, as they were given.

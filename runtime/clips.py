@@ -1,0 +1,89 @@
+"""Clip files: H.264 in mp4 with an exact frame rate, or plain pixels in .npz. Written whole or not at all.
+
+Frames are (H, W, 3) uint8 in RGB; an array of them is (T, H, W, 3).
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from wangen.generator.errors import WangenError
+from wangen.generator.files import replace, whose
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Frame = np.ndarray[Any, np.dtype[np.uint8]]
+
+BT709 = 1
+"""Of matrix, primaries and transfer, as H.264 counts (ITU-T H.273): said in the file, so that every player agrees."""
+LIMITED = 1
+"""Luma from 16 to 235, which is what every player expects of H.264."""
+
+NPZ_BYTES = 1000
+"""Of a .npz beside its pixels, about."""
+
+
+def write_mp4(path: Path, frames: "Sequence[Frame]", fps: int, crf: int) -> None:
+    """Write frames as H.264 with 4:2:0 colours, without sound: the same frames give the same bytes.
+
+    Args:
+        path: the file to make or replace.
+        frames: each (H, W, 3) uint8, H and W even.
+        fps: frame k is on screen from k / fps to (k + 1) / fps seconds.
+        crf: x264's constant rate factor, 0 (best) … 51.
+
+    Raises:
+        WangenError: the encoder refuses the frames.
+        OSError: the disk refused.
+    """
+    import av
+
+    height, width, _ = frames[0].shape
+    try:
+        with _whole(path) as temporary, av.open(str(temporary), "w", format="mp4") as container:
+            stream = container.add_stream("libx264", rate=Fraction(fps))
+            stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+            # The bytes would depend on the number of threads; and with x264's macroblock tree they differ now and then
+            # from one run to the next, in pictures of some sizes.
+            stream.options = {"crf": str(crf), "preset": "veryfast", "threads": "1", "x264-params": "mbtree=0"}
+            codec = stream.codec_context
+            codec.colorspace = codec.color_primaries = codec.color_trc = BT709
+            codec.color_range = LIMITED
+            for frame in frames:
+                picture = av.VideoFrame.from_ndarray(frame, format="rgb24")
+                limited = {"src_color_range": "JPEG", "dst_color_range": "MPEG"}
+                container.mux(stream.encode(picture.reformat(format="yuv420p", dst_colorspace="ITU709", **limited)))
+            container.mux(stream.encode())
+    except av.FFmpegError as error:
+        if isinstance(error, OSError):  # a full disk: the edge of the step says it
+            raise
+        raise WangenError(f"cannot be encoded: {error}", where=str(path)) from None
+
+
+def write_npz(path: Path, frames: "Sequence[Frame]", fps: int) -> None:
+    """Write frames as `frames` (T, H, W, 3) uint8 and `fps` in a .npz, which `numpy.load` reads without pickle.
+
+    The pixels are stored as they are: compressing real footage saves a fifth and takes twenty times as long.
+
+    Raises:
+        OSError: the disk refused.
+    """
+    import numpy as np
+
+    with _whole(path) as temporary, temporary.open("wb") as file:
+        np.savez(file, frames=np.stack(frames), fps=np.int64(fps))
+
+
+@contextmanager
+def _whole(path: Path) -> Iterator[Path]:
+    """A temporary file beside `path` that takes its place when the block ends well, and is gone when it does not."""
+    temporary = path.with_name(f".{path.stem[:40]}-{whose()}.tmp")
+    try:
+        yield temporary
+        replace(temporary, path)
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)

@@ -1,0 +1,150 @@
+"""`wangen preprocess`: long videos -> exact training clips, manifests, and a page that shows them all.
+
+The way of a video: a prompt (`videos`) -> digest and facts -> signals, frame by frame (`analysis`) -> shots, windows,
+a verdict on each (`candidates`) -> clip files (`cutting`) -> `train.jsonl`, `val.jsonl`, `dropped.jsonl` (`manifests`)
+and the contact sheet (`sheet`). What is known of videos and clips stands in records, so that a run that was killed goes
+on, and ends with the same bytes as one that was not.
+"""
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from wangen.generator.dataset import Problem, require_av
+from wangen.generator.errors import WangenError, many
+from wangen.generator.files import write_text
+from wangen.generator.lock import hold
+from wangen.generator.prepare_steps import Preprocess
+from wangen.generator.session import Report
+from wangen.generator.table import options as options_of
+from wangen.runtime.preprocess.analysis import find_ffmpeg
+from wangen.runtime.preprocess.candidates import held_out, reason_counts
+from wangen.runtime.preprocess.cutting import tidy
+from wangen.runtime.preprocess.estimate import estimate, require_space
+from wangen.runtime.preprocess.form import Form, Place, num_workers, read_form
+from wangen.runtime.preprocess.manifests import Outcome, write_manifests
+from wangen.runtime.preprocess.sheet import write_sheet
+from wangen.runtime.preprocess.videos import Known, Video, find_videos
+from wangen.runtime.preprocess.work import cut_all, watch
+from wangen.runtime.sources import read_sources
+
+log = logging.getLogger("wangen")
+
+MAX_SAID = 20
+"""Problems that are said one by one; all stand in dropped.jsonl."""
+
+_SILENT = {"dry_run", "num_workers", "config_file", "log_file", "report_dir", "lock", "videos", "output"}
+"""Flags that decide nothing of what is written."""
+
+
+def run(options: Preprocess) -> Report:
+    """Make the clips of a folder of videos.
+
+    A video that cannot be used is listed and the others go on; the report is not ok when no clip could be made.
+
+    Raises:
+        UsageError: a flag is wrong.
+        WangenError: nothing can be used, ffmpeg is missing, or the disk is too small.
+    """
+    form, place = read_form(options), Place(options.output)
+    require_av()
+    find_ffmpeg()
+    videos, problems = find_videos(options)
+    if options.dry_run:
+        _plan(videos, problems, form, place, options)
+        return Report(folder=None, summary="nothing was written (--dry_run)")
+    with hold(place.records / "lock"):
+        place.make()
+        known = _plan(videos, problems, form, place, options)
+        _say_changes(options, place)
+        outcome = _make(known, problems, form, place, options)
+    counts = {name: len(getattr(outcome, name)) for name in ("train", "val", "dropped", "copies", "problems")}
+    summary = f"{many(counts['train'], 'clip')} to train on, {counts['val']} to validate, {counts['dropped']} left out"
+    return Report(
+        folder=place.folder,
+        summary=summary + (f", {many(counts['problems'], 'problem')}" if problems else ""),
+        inputs={"videos": {item.video.name: item.source.digest for item in known}},
+        counts={"videos": len(known), **counts, "made": outcome.made, "reasons": reason_counts(outcome.dropped)},
+        result={"form": form, **{name: place.folder / name for name in place.pages}},
+        ok=bool(outcome.train),
+    )
+
+
+def _plan(
+    videos: Sequence[Video], problems: list[Problem], form: Form, place: Place, options: Preprocess
+) -> list[Known]:
+    """The videos that can be read; what they cost is said and compared with the disk."""
+    sources, errors = read_sources([video.path for video in videos], place.records)
+    problems += map(_problem, errors)
+    _say(problems)
+    known = [Known(video, sources[video.path]) for video in videos if video.path in sources]
+    if not known:
+        raise WangenError("no video can be used", where=str(options.videos), cure="mend what is listed above")
+    most = estimate(known, form, num_workers(options))
+    log.info("  %s with %s", most.words(form), many(num_workers(options), "worker"))
+    require_space(most, form, place)
+    return known
+
+
+def _make(known: Sequence[Known], problems: list[Problem], form: Form, place: Place, options: Preprocess) -> Outcome:
+    """Find the windows, cut the clips, and write what is said of them."""
+    unique, copies = _without_copies(known)
+    windows, unwatched = watch(unique, form, place, options)
+    good = [window for window in windows if window.signals and (options.keep_all or not window.reasons)]
+    dropped = [window for window in windows if not window.signals or (window.reasons and not options.keep_all)]
+    tidy(good, form, place)
+    made, uncut = cut_all(good, form, place, options)
+    late = [_problem(error) for error in (*unwatched, *uncut.values())]
+    _say(late)
+    problems += late
+    good = [window for window in good if window.footage.source.digest not in uncut]
+    val_digests = held_out([window.footage.source.digest for window in good], options.val_share, options.seed)
+    if good and options.val_share and not val_digests:
+        log.warning("  all clips are of one video: val.jsonl is empty, as validation must be of videos not trained on")
+    val = [window for window in good if window.footage.source.digest in val_digests]
+    train = [window for window in good if window.footage.source.digest not in val_digests]
+    outcome = Outcome(train, val, dropped, copies, problems, made)
+    write_manifests(outcome, form, place)
+    write_sheet(outcome, form, place)
+    return outcome
+
+
+def _say(problems: Sequence[Problem]) -> None:
+    for problem in problems[:MAX_SAID]:
+        log.warning("  %s", problem)
+    if len(problems) > MAX_SAID:
+        log.warning("  … and %s more, see dropped.jsonl", len(problems) - MAX_SAID)
+
+
+def _problem(error: WangenError) -> Problem:
+    return Problem(Path(error.where), error.found, error.cure or "replace it or take it out")
+
+
+def _say_changes(options: Preprocess, place: Place) -> None:
+    """Say which flags differ from those of the last run, and remember the present ones.
+
+    Raises:
+        WangenError: the folder cannot be written.
+    """
+    names = [option.name for option in options_of(Preprocess) if option.name not in _SILENT]
+    now = {name: None if (value := getattr(options, name)) is None else str(value) for name in names}
+    try:
+        before = json.loads(place.settings.read_bytes())
+    except (OSError, ValueError):
+        before = now
+    changed = [f"--{name} {before.get(name)} -> {now[name]}" for name in names if before.get(name) != now[name]]
+    if changed:
+        log.info("  changed since the last run: %s; clips that are no longer right are made anew", ", ".join(changed))
+    write_text(place.settings, json.dumps(now, indent=1) + "\n")
+
+
+def _without_copies(known: Sequence[Known]) -> tuple[list[Known], list[tuple[Known, str]]]:
+    """The videos without those whose bytes are another one's, and these with the name of the first."""
+    first: dict[str, Known] = {}
+    copies = []
+    for item in known:
+        same = first.setdefault(item.source.digest, item)
+        if same is not item:
+            copies.append((item, same.video.name))
+    return list(first.values()), copies

@@ -1,0 +1,75 @@
+"""`train.jsonl`, `val.jsonl` and `dropped.jsonl`: one JSON object a line, in the order of videos and times."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from wangen.generator.dataset import Problem
+from wangen.generator.files import write_text
+from wangen.runtime.preprocess.candidates import Window
+from wangen.runtime.preprocess.form import Form, Place
+from wangen.runtime.preprocess.videos import Known
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of the videos.
+
+    Attributes:
+        train: windows that are clips to train on.
+        val: those of other videos, to validate with.
+        dropped: windows that were left out.
+        copies: videos whose bytes are another one's, with the name of that.
+        problems: files that cannot be used.
+        made: how many clips were written in this run.
+    """
+
+    train: Sequence[Window]
+    val: Sequence[Window]
+    dropped: Sequence[Window]
+    copies: Sequence[tuple[Known, str]]
+    problems: Sequence[Problem]
+    made: int
+
+
+def write_manifests(outcome: Outcome, form: Form, place: Place) -> None:
+    """Write all three; a clip's path is as seen from them.
+
+    Raises:
+        WangenError: one of them cannot be written.
+    """
+    for name, windows in (("train", outcome.train), ("val", outcome.val)):
+        rows = [
+            {"file": f"clips/{window.name(form)}", "prompt": window.prompt}
+            | _facts(window, form)
+            | {"width": form.width, "height": form.height, "signals": window.signals}
+            for window in windows
+        ]
+        _write(rows, f"{name}.jsonl", place)
+    dropped = [
+        _facts(window, form) | {"prompt": window.prompt, "reasons": window.reasons, "signals": window.signals}
+        for window in outcome.dropped
+    ]
+    for item, first in outcome.copies:
+        facts = {"source": item.video.name, "source_digest": item.source.digest}
+        dropped.append(facts | {"reasons": [f"copy: the same file as {first}"]})
+    for problem in outcome.problems:
+        dropped.append({"source": problem.path.name, "reasons": [f"problem: {problem.found}"], "do": problem.cure})
+    _write(dropped, "dropped.jsonl", place)
+
+
+def _facts(window: Window, form: Form) -> dict[str, Any]:
+    """Where a window comes from. Seconds are counted from the video's first frame."""
+    return {
+        "source": window.footage.video.name,
+        "source_digest": window.footage.source.digest,
+        "start_s": round(window.start / form.fps, 6),
+        "end_s": round(window.end / form.fps, 6),
+        "fps": form.fps,
+        "frames": window.frames,
+    }
+
+
+def _write(rows: Sequence[dict[str, Any]], name: str, place: Place) -> None:
+    write_text(place.folder / name, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))

@@ -1,0 +1,156 @@
+"""A run that ends early goes on, with the bytes of one that did not; changed flags make anew what they change."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from footage import clips, decoded, prepare, waves, write_video
+from helpers import read_tree
+from killing import KILLED, forked
+
+from wangen.generator.errors import WangenError
+from wangen.runtime.preprocess import cutting
+
+VISIBLE = {"contact_sheet.html", "dropped.jsonl", "train.jsonl", "val.jsonl"}
+
+
+@pytest.fixture(scope="module")
+def videos(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("videos")
+    for seed in range(2):
+        write_video(folder / f"{seed}.mp4", waves(30, seed=seed), 16)
+    write_video(folder / "still.mp4", waves(20, seed=7, step=0), 16)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(videos, tmp_path_factory) -> dict[str, bytes]:
+    """What a run that nothing disturbed leaves."""
+    output = tmp_path_factory.mktemp("whole")
+    prepare(videos, output)
+    return made(output)
+
+
+def made(output: Path) -> dict[str, bytes]:
+    """Everything that is compared: all but times (the report, the memo of sources)."""
+    return {name: content for name, content in read_tree(output).items()
+            if not name.endswith((".report.json", ".wangen-sources.jsonl"))}  # fmt: skip
+
+
+def test_two_runs_give_the_same_bytes(videos, whole, tmp_path):
+    prepare(videos, tmp_path, num_workers=1)
+    assert made(tmp_path) == whole
+    assert {name for name in whole if "/" not in name} == VISIBLE
+    assert not [name for name in whole if name.endswith((".tmp", "lock"))]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_a_run_killed_anywhere_goes_on_to_the_same_bytes(videos, whole, tmp_path):
+    def work(output: Path) -> int:
+        return int(not prepare(videos, output).ok)
+
+    code, calls = forked(lambda: work(tmp_path / "calls"), 0)
+    assert code == 0
+    for at in range(3, len(calls), len(calls) // 7):
+        output = tmp_path / str(at)
+        code, met = forked(lambda output=output, at=at: work(output), at)
+        assert (code, len(met)) == (KILLED, at)
+        prepare(videos, output)
+        assert made(output) == whole, met[-1]
+
+
+def test_what_is_there_is_not_made_again(videos, whole, tmp_path):
+    prepare(videos, tmp_path)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("clips/*")}
+    kept, cut_short, gone = sorted(before)[:3]
+    cut_short.write_bytes(cut_short.read_bytes()[:-10])
+    gone.unlink()
+    report = prepare(videos, tmp_path)
+    assert report.counts["made"] == 2
+    assert kept.stat().st_mtime_ns == before[kept]
+    assert made(tmp_path) == whole
+
+
+def test_changed_flags_are_said_and_nothing_stale_stays(videos, whole, tmp_path, caplog):
+    prepare(videos, tmp_path)
+    (tmp_path / "clips" / "my own.mp4").write_bytes(b"mine")
+    with caplog.at_level(logging.INFO, logger="wangen"):
+        prepare(videos, tmp_path, frames=13, crf=20)
+    assert "changed since the last run: --frames 9 -> 13, --crf 12 -> 20" in caplog.text
+    assert all(len(decoded(tmp_path / row["file"])) == 13 for row in clips(tmp_path))
+    names = {path.name for path in (tmp_path / "clips").iterdir()}
+    assert names == {row["file"].removeprefix("clips/") for row in clips(tmp_path)} | {"my own.mp4"}
+    prepare(videos, tmp_path)
+    assert {name: content for name, content in made(tmp_path).items() if name != "clips/my own.mp4"} == whole
+
+
+def test_a_changed_prompt_makes_no_clip_again(videos, tmp_path):
+    prepare(videos, tmp_path)
+    report = prepare(videos, tmp_path, default_prompt="another thing", val_share=0)
+    assert report.counts["made"] == 0
+    assert {row["prompt"] for row in clips(tmp_path)} == {"another thing"}
+
+
+def test_a_video_that_changes_while_it_is_cut_gives_no_clips(videos, tmp_path, monkeypatch):
+    source = tmp_path / "v"
+    source.mkdir()
+    for path in videos.iterdir():
+        (source / path.name).write_bytes(path.read_bytes())
+    real = cutting.write_mp4
+
+    def write(path: Path, *words: object) -> None:
+        real(path, *words)
+        if path.name.startswith("1"):
+            (source / "1.mp4").write_bytes(b"another")
+
+    monkeypatch.setattr(cutting, "write_mp4", write)
+    report = prepare(source, tmp_path / "o")
+    assert {row["source"] for row in clips(tmp_path / "o")} == {"0.mp4"}
+    assert report.counts["problems"] == 1
+    monkeypatch.undo()
+    (source / "1.mp4").unlink()
+    prepare(source, tmp_path / "o")
+    assert {path.name[0] for path in (tmp_path / "o" / "clips").iterdir()} == {"0"}
+
+
+def test_two_runs_at_once_are_refused(videos, tmp_path):
+    lock = tmp_path / ".preprocess" / "lock"
+    lock.parent.mkdir(parents=True)
+    other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    try:
+        import json
+        import socket
+
+        import psutil
+
+        process = [other.pid, psutil.Process(other.pid).create_time()]
+        lock.write_text(json.dumps({"host": socket.gethostname(), "run": process, "step": process}))
+        with pytest.raises(WangenError):
+            prepare(videos, tmp_path)
+    finally:
+        other.kill()
+        other.wait()
+    assert prepare(videos, tmp_path).ok
+
+
+@pytest.mark.skipif(os.name == "nt", reason="sends SIGINT")
+def test_ctrl_c_stops_soon_with_one_message(tmp_path):
+    videos = tmp_path / "v"
+    write_video(videos / "a.mp4", waves(200), 16)
+    words = ["preprocess", "--videos", str(videos), "--output", str(tmp_path / "o"), "--default_prompt", "x",
+             "--resolution", "416x240", "--frames", "9", "--num_workers", "1"]  # fmt: skip
+    run = subprocess.Popen([sys.executable, "-m", "wangen.runtime", *words], stderr=subprocess.PIPE, text=True)
+    while run.poll() is None and not list((tmp_path / "o").glob("clips/*.mp4")):
+        time.sleep(0.02)
+    run.send_signal(signal.SIGINT)
+    _, said = run.communicate(timeout=60)
+    assert run.returncode == 1, said
+    assert "stopped. Nothing saved is lost" in said
+    assert "Traceback" not in said
+    done = len(list((tmp_path / "o").glob("clips/[!.]*.mp4")))
+    assert 0 < done < 22
