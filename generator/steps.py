@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from wangen.generator.report_steps import MakeReport as MakeReport
+from wangen.generator.report_steps import Watch as Watch
 from wangen.generator.step_parts import (
     CACHE_TASK,
     CLIP,
@@ -251,7 +253,9 @@ class Export(Step):
     metadata: bool = flag("print what the header of the LoRA or of --dit says, as JSON; no weight is read", False)
 
 
-STEPS: tuple[type[Step], ...] = (Check, CacheLatents, CacheText, CheckCache, Train, Generate, Export)
+STEPS: tuple[type[Step], ...] = (
+    Check, CacheLatents, CacheText, CheckCache, Train, Generate, Export, MakeReport, Watch,
+)  # fmt: skip
 
 
 def find_step(name: str) -> type[Step] | None:
