@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from wangen.runtime.report.metrics_log import Record
@@ -24,11 +24,12 @@ class _Spec:
     columns: tuple[tuple[str, str], ...]
     factor: float = 1.0
     smooth: bool = False
+    wide: bool = False
 
 
 _RATES = (
     _Spec("grad-norm", "Gradient norm", "", "before clipping; a spike is a step that may have done harm",
-          (("grad_norm", "gradient norm"),), smooth=True),
+          (("grad_norm", "gradient norm"),), smooth=True, wide=True),
     _Spec("seconds", "Time per step", "s", "without saving, validating and sampling", (("s_per_step", "step"),)),
     _Spec("tokens", "Throughput", "tokens/s", "video tokens that were trained on", (("tokens_per_s", "tokens"),)),
     _Spec("waiting", "Waiting for data", "%", "share of the time; above 10 % the cache is read too slowly",
@@ -128,8 +129,8 @@ def _held_out(records: Sequence[Record]) -> list[Chart | None]:
                 ("average", "mean_ema", "average"),
             )
         ]
-        found.append(_chart(f"held-out{key}", f"Held-out loss{of}", "items that were never trained on; lower is better, "
-                            "and rising means learning by heart", "", means))  # fmt: skip
+        note = "items that were never trained on; lower is better, and rising means learning by heart"
+        found.append(_chart(f"held-out{key}", f"Held-out loss{of}", note, "", means))
         found += [_by_timestep(points, key, of), _gains(points, key, of)]
     return found
 
@@ -203,4 +204,5 @@ def _rate(records: Sequence[Record], spec: _Spec) -> Chart | None:
     for (column, name), look in zip(spec.columns, _LOOKS, strict=False):
         points = _column(records, column, factor=spec.factor)
         lines += _with_smoothed(name, points, look) if spec.smooth else [Line(name, points, look)]
-    return _chart(spec.key, spec.title, spec.note, spec.unit, lines)
+    found = _chart(spec.key, spec.title, spec.note, spec.unit, lines)
+    return replace(found, wide=spec.wide) if found else None

@@ -11,7 +11,7 @@ from typing import Any
 from wangen import profiles
 from wangen.generator.errors import WangenError, many
 from wangen.generator.session import missing_library
-from wangen.generator.steps import CheckCache
+from wangen.generator.steps import CheckCache, Train
 from wangen.runtime.ahead import ahead
 from wangen.runtime.cache import KINDS, Folder
 from wangen.runtime.media import target_frames
@@ -86,19 +86,18 @@ def look_at_dataset(run: RunFiles, dataset_config: Path | None) -> DatasetPart:
     Returns:
         What was found, or why there is nothing: the page is made without the dataset, too.
     """
-    told = run.settings.get("dataset_config")
-    config = dataset_config or (Path(str(told)) if told else None)
-    if config is None:
-        return DatasetPart(problem="the run does not say yet which dataset it has: give --dataset_config")
+    if dataset_config is None and not run.told("dataset_config"):
+        return DatasetPart(problem="no report of the run says yet which dataset it has: give --dataset_config")
+    config = dataset_config or Path(run.told("dataset_config"))
     if not config.is_file():
         return DatasetPart(problem=f"there is no dataset TOML {config.name} on this machine: give --dataset_config")
     options = CheckCache(
         dataset_config=config,
-        resolution=str(run.settings.get("resolution") or "all"),
+        resolution=run.told("resolution") or "all",
         smoke=run.settings.get("smoke") is True,
     )
     try:
-        model = profiles.model(run.task or options.task or "t2v-14B")
+        model = profiles.model(run.task or Train.task)
         samples = read_samples(options, model)
         return DatasetPart(facts=_facts(config, samples), buckets=_buckets(samples), cache=_cache(samples))
     except ModuleNotFoundError as error:
@@ -157,7 +156,7 @@ def _cache(samples: Sequence[Sample]) -> list[tuple[str, str, str, int, int]]:
     groups: dict[tuple[str, str, str], list[int]] = {}
     for entry in _entries(by_cache_folder(samples)):
         groups.setdefault((entry.kind, entry.encoder.identity[:8], entry.encoder.dtype), []).append(entry.num_bytes)
-    order = sorted(groups, key=lambda group: (KINDS.index(group[0]), group))  # type: ignore[arg-type]
+    order = sorted(groups, key=lambda group: (KINDS.index(group[0]), group))
     return [(*group, len(groups[group]), sum(groups[group])) for group in order]
 
 

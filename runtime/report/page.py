@@ -1,4 +1,4 @@
-"""The page of a run: sections of blocks of HTML, which stand in one file or are exchanged one by one while it trains."""
+"""The page of a run: sections of blocks of HTML, all in one file or exchanged one by one while it trains."""
 
 import hashlib
 from base64 import b64encode

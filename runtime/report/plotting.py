@@ -54,6 +54,7 @@ class Chart:
         unit: of y, behind the title; may be empty.
         lines: at least one, each with at least one point.
         x_name: what x counts.
+        wide: whether y may span so much that only its logarithm can be read.
     """
 
     key: str
@@ -62,6 +63,7 @@ class Chart:
     unit: str
     lines: Sequence[Line]
     x_name: str = "step"
+    wide: bool = False
 
     @cached_property
     def drawn(self) -> list[Line]:
@@ -72,16 +74,16 @@ class Chart:
     def logarithmic(self) -> bool:
         """Whether y spans so much that only its logarithm can be read."""
         values = [y for line in self.drawn for _, y in line.points]
-        return min(values) > 0 and max(values) / min(values) > 200
+        return self.wide and min(values) > 0 and max(values) / min(values) > 200
 
     @cached_property
     def _x_range(self) -> tuple[float, float]:
-        return _widened([x for line in self.drawn for x, _ in line.points], 0.0)
+        return _widened([x for line in self.drawn for x, _ in line.points], 0.0, 1.0)
 
     @cached_property
     def _y_range(self) -> tuple[float, float]:
         values = [y for line in self.drawn for _, y in line.points]
-        return _widened([math.log10(y) for y in values] if self.logarithmic else values, 0.05)
+        return _widened([math.log10(y) for y in values] if self.logarithmic else values, 0.05, 0.5)
 
     def x(self, value: float) -> float:
         """Where a value of x is."""
@@ -142,10 +144,10 @@ def _at(points: Sequence[Point], x: float) -> str:
     return number_text(points[number - 1][1]) if number else ""
 
 
-def _widened(values: Sequence[float], share: float) -> tuple[float, float]:
-    """The range of values, with so much more on both sides, and never empty."""
+def _widened(values: Sequence[float], share: float, alone: float) -> tuple[float, float]:
+    """The range of values with a share of it more on both sides; of a single value with such a part of the value."""
     low, high = min(values), max(values)
-    more = (high - low) * share or max(abs(high) * 0.05, 1e-9) if share or high == low else 0.0
+    more = (high - low) * share if high > low else abs(high) * alone or 1.0
     return low - more, high + more
 
 

@@ -68,6 +68,7 @@ function readyScrubber(article) {
     const next = figures[Number(range.value)];
     const before = shown && shown.querySelector("video");
     const video = next.querySelector("video");
+    if (video) video.preload = "auto"; // else its first picture is not drawn
     for (const figure of figures) figure.hidden = figure !== next;
     output.textContent = next.dataset.words;
     range.setAttribute("aria-valuetext", next.dataset.words);
@@ -142,6 +143,7 @@ function readyTogether(article) {
 
   for (const video of videos) {
     video.controls = false;
+    video.preload = "auto";
     video.addEventListener("loadedmetadata", measure);
   }
   measure();

@@ -112,16 +112,23 @@ class RunFiles:
         """What training says of itself at its end."""
         return _mapping(self.reports.get("train", {}), "result")
 
+    def told(self, flag: str) -> str:
+        """A flag as training was given it, or while it has not ended as the steps before it; empty when none says it."""
+        steps = ("train", "check_cache", "cache_latents", "cache_text", "check")
+        values = (_mapping(self.reports.get(step, {}), "settings").get(flag) for step in steps)
+        return next((str(value) for value in values if value), "")
+
     @property
     def task(self) -> str:
         """The model profile; empty when nothing says it."""
-        told = [self.settings.get("task"), *(lora.metadata.get("wangen.task") for lora in self.loras)]
-        return next((str(task) for task in told if task), "")
+        headers = (lora.metadata.get("wangen.task", "") for lora in self.loras)
+        return next(filter(None, [*headers, self.told("task")]), "")
 
     @property
     def last_step(self) -> int:
         """The last step that is known of."""
-        return max([record["step"] for record in self.records] + [lora.step or 0 for lora in self.loras] + [0])
+        steps: list[int] = [record["step"] for record in self.records] or [lora.step or 0 for lora in self.loras]
+        return max(steps, default=0)
 
     def inside(self, name: str) -> Path | None:
         """A picture or video that a file of the run names; None of one that is not there or not inside the folder."""

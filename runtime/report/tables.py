@@ -30,7 +30,8 @@ class Table:
 def settings_tables(run: RunFiles) -> list[Table]:
     """The flags of training: those that differ from their defaults, and all the others."""
     told = run.settings
-    changed, usual = [], []
+    changed: list[tuple[str, str, str]] = []
+    usual: list[tuple[str, str, str]] = []
     for option in options(Train):
         if option.name in told:
             default = list(option.default) if isinstance(option.default, tuple) else option.default
@@ -89,7 +90,7 @@ def plan_numbers(run: RunFiles) -> list[tuple[str, str]]:
     found = {
         "task": run.task,
         "samples trained on": inputs.get("samples"),
-        "steps": counts.get("steps") or run.last_step or None,
+        "steps": run.last_step or counts.get("steps"),
         "steps in an epoch": headers.get("ss_num_batches_per_epoch"),
         "loss at the first and the last step": _pair(result.get("first_loss"), result.get("last_loss")),
         "time of this run": _if_number(result.get("seconds_training"), duration_text),
@@ -156,9 +157,8 @@ def validation_tables(run: RunFiles) -> list[Table]:
 
 def _validation_row(row: Mapping[str, Any]) -> tuple[str, ...]:
     base, adapter, ema = row.get("base"), row.get("adapter"), row.get("ema")
-    both = isinstance(base, float) and isinstance(adapter, float)
-    return (f"{row.get('timestep', 0):g}", _loss(base), _loss(adapter), f"{adapter - base:+.5f}" if both else "",
-            _loss(ema))  # type: ignore[operator]  # fmt: skip
+    change = f"{adapter - base:+.5f}" if isinstance(base, float) and isinstance(adapter, float) else ""
+    return f"{row.get('timestep', 0):g}", _loss(base), _loss(adapter), change, _loss(ema)
 
 
 def _loss(value: Any) -> str:

@@ -1,8 +1,8 @@
-"""Whether the LoRA is good and which checkpoint to use: from an evaluation, else from the held-out loss, else unknown."""
+"""Whether the LoRA is good and which checkpoint to use: by an evaluation, else by held-out loss, else unknown."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 from wangen.generator.errors import many
 from wangen.runtime.evaluation_file import Evaluation, Row
@@ -59,8 +59,15 @@ def _by_evaluation(found: Evaluation, run: RunFiles) -> Verdict:
         because.append(f"better than the base at {len(lower)} of {many(len(found.per_timestep), 'timestep')}")
     if len(found.checkpoints) > 1:
         because.append(f"first of {len(found.checkpoints)} checkpoints: {_order(found)}")
-    if best.ci_high < 0:
-        level: Level = "good"
+    copies = any(copy.suspicious and copy.checkpoint == best.name for copy in found.memorisation)
+    level: Level
+    if best.ci_high < 0 and copies:
+        level, headline = (
+            "unsure",
+            f"Better on items that it never saw, but it seems to copy clips. Look at {best.name}.",
+        )
+    elif best.ci_high < 0:
+        level = "good"
         headline = f"The LoRA has learned something that holds for items it never saw. Use {best.name}."
     elif best.ci_low > 0:
         level, headline = "bad", "Every checkpoint is worse than the base model: do not use this LoRA."
@@ -98,8 +105,7 @@ def _against(found: Evaluation, best: str) -> list[str]:
     against += [f"worse than the base at {name}" for name in _worse(found.per_activity, best)]
     copies = [copy for copy in found.memorisation if copy.suspicious and copy.checkpoint == best]
     if copies:
-        against.append(f"{many(len(copies), 'video')} nearly repeat a training clip: {copies[0].nearest}"
-                       + (" and others" if len(copies) > 1 else ""))  # fmt: skip
+        against.append(f"videos that nearly repeat a training clip: {len(copies)}, such as one of {copies[0].nearest}")
     return [*against, *found.warnings]
 
 
@@ -124,8 +130,7 @@ def _by_validation(run: RunFiles, found: Mapping[str, list[tuple[int, dict[str, 
         step, told = min(trained, key=lambda point: point[1]["mean_adapter"])
         of = f"{expert.replace('_', ' ')}: " if expert else ""
         delta, error = told.get("delta"), told.get("standard_error")
-        clear = _is_number(delta) and (delta < -2 * error if _is_number(error) else delta < 0)
-        better.append(clear)
+        better.append(_is_number(delta) and _is_number(error) and delta < -2 * error)
         because.append(
             f"{of}held-out loss {told['mean_adapter']:.5f} at step {step}, base {told.get('mean_base', 0.0):.5f}"
             + (f", difference {delta:+.5f}" + (f" ± {error:.5f}" if _is_number(error) else "")
@@ -141,18 +146,14 @@ def _by_validation(run: RunFiles, found: Mapping[str, list[tuple[int, dict[str, 
             against.append(f"{of}after step {step} the held-out loss rose: it began to learn by heart")
         if not _is_number(error):
             against.append(f"{of}one held-out item is too few to tell a difference from chance")
-    against.append("not evaluated yet: a lower loss is not always the better picture. Look at the samples, or run "
-                   "wangen evaluate")  # fmt: skip
-    which = " and ".join(use) or "no file of it was saved yet"
-    if all(better):
-        headline = f"By held-out loss alone it is better than the base. Not evaluated yet. Best so far: {which}."
-    else:
-        headline = f"By held-out loss alone it is not clearly better than the base. Best so far: {which}."
+    against.append("a lower loss is not always the better picture: look at the samples, or run wangen evaluate")
+    clearly = "better than the base" if all(better) else "not clearly better than the base"
+    headline = f"By held-out loss alone the LoRA is {clearly}; it was not evaluated yet."
     return Verdict("good" if all(better) else "unsure", headline, tuple(use), "the held-out loss of the training",
                    tuple(because), tuple(against))  # fmt: skip
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float)
 
 
