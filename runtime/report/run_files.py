@@ -113,7 +113,7 @@ class RunFiles:
         return _mapping(self.reports.get("train", {}), "result")
 
     def told(self, flag: str) -> str:
-        """A flag as training was given it, or while it has not ended as the steps before it; empty when none says it."""
+        """A flag as training was given it, else as the steps before it were; empty when none says it."""
         steps = ("train", "check_cache", "cache_latents", "cache_text", "check")
         values = (_mapping(self.reports.get(step, {}), "settings").get(flag) for step in steps)
         return next((str(value) for value in values if value), "")

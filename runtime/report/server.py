@@ -4,12 +4,12 @@ import hmac
 import json
 import os
 import re
+import sys
 from collections.abc import Mapping
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Protocol
-from urllib.parse import urlsplit
 
 from wangen.runtime.report.run_files import MEDIA_SUFFIXES
 
@@ -64,7 +64,9 @@ class LiveServer(ThreadingHTTPServer):
         return f"http://{HOST}:{self.server_port}/{self.token}/"
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A browser that goes away in the middle of an answer is no error."""
+        """Tell of an error, but not of a browser that goes away in the middle of an answer."""
+        if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
+            super().handle_error(request, client_address)  # type: ignore[arg-type]
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -81,7 +83,7 @@ class _Handler(BaseHTTPRequestHandler):
         if self.headers.get("Host") not in (f"{HOST}:{self.server.server_port}",
                                             f"localhost:{self.server.server_port}"):  # fmt: skip
             return self._refuse(HTTPStatus.MISDIRECTED_REQUEST)  # another name that leads here: DNS rebinding
-        _, token, *rest = urlsplit(self.path).path.split("/")
+        token, *rest = self.path.partition("?")[0].removeprefix("/").split("/")
         if not hmac.compare_digest(token.encode("utf-8", "replace"), self.server.token.encode()):
             return self._refuse(HTTPStatus.NOT_FOUND)
         match rest:

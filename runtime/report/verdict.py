@@ -62,10 +62,8 @@ def _by_evaluation(found: Evaluation, run: RunFiles) -> Verdict:
     copies = any(copy.suspicious and copy.checkpoint == best.name for copy in found.memorisation)
     level: Level
     if best.ci_high < 0 and copies:
-        level, headline = (
-            "unsure",
-            f"Better on items that it never saw, but it seems to copy clips. Look at {best.name}.",
-        )
+        level = "unsure"
+        headline = f"Better on items that it never saw, but it seems to copy training clips: look at {best.name} first."
     elif best.ci_high < 0:
         level = "good"
         headline = f"The LoRA has learned something that holds for items it never saw. Use {best.name}."
