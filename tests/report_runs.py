@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from helpers import make_clip
 from tiny import TinyRun
 
 from wangen.generator.session import execute
@@ -14,13 +15,15 @@ from wangen.runtime.report import make
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)> & \"quoted\" 'too'"
 
+VIDEOS = ("base", "step 3", "step 6")
+
 
 def train_run(tiny_run: TinyRun, folder: Path) -> Path:
     """Train six steps with held-out items and samples, check the cache, and write an evaluation by hand."""
     prompts = folder / "prompts.txt"
     prompts.parent.mkdir(parents=True, exist_ok=True)
     prompts.write_text(
-        f"a red square --w 64 --h 64 --f 13 --s 1 --l 1\n{HOSTILE} --w 64 --h 64 --f 1 --s 1 --l 1\n", encoding="utf-8"
+        f"a red square --w 64 --h 64 --f 5 --s 1 --l 1\n{HOSTILE} --w 64 --h 64 --f 1 --s 1 --l 1\n", encoding="utf-8"
     )
     weights = {name: tiny_run.weights[name] for name in ("vae", "t5")}
     options = tiny_run.options(
@@ -31,11 +34,13 @@ def train_run(tiny_run: TinyRun, folder: Path) -> Path:
     assert execute(options) == 0
     assert execute(CheckCache(dataset_config=tiny_run.dataset_config, report_dir=folder / "out")) == 0
     write_evaluation(evaluation(), folder / "out" / "evaluation.json")
+    for seed, name in enumerate(VIDEOS):
+        make_clip(folder / "out" / "videos" / f"{name}.mp4", num_frames=48, seed=seed)
     return folder / "out"
 
 
 def evaluation(**changes: Any) -> Evaluation:
-    """Two checkpoints, of which the later one is better; its videos are the samples of the run."""
+    """Two checkpoints, of which the later one is better; its videos lie in the folder videos."""
     found = Evaluation(
         mean_base=0.2,
         checkpoints=(
@@ -48,12 +53,10 @@ def evaluation(**changes: Any) -> Evaluation:
         per_activity=(Row("walking", 0.2, {"step 3": 0.19, "step 6": 0.17}, 4),),
         forgetting=(Row("landscapes", 0.15, {"step 3": 0.15, "step 6": 0.15}, 5),),
         videos=(
-            Video("walking", HOSTILE, 42, {"base": "samples/lora-step00000000-1.mp4",
-                                           "step 3": "samples/lora-step00000003-1.mp4",
-                                           "step 6": "samples/lora-step00000006-1.mp4"},
+            Video("walking", HOSTILE, 42, {name: f"videos/{name}.mp4" for name in VIDEOS},
                   {"base": {"motion": 0.4}, "step 6": {"motion": 0.3, "PSNR": 21.25}}),
         ),
-        memorisation=(Memorisation("step 6", "samples/lora-step00000006-1.mp4", "clip.mp4:0+5", 0.8, 0.9),),
+        memorisation=(Memorisation("step 6", "videos/step 6.mp4", "clip.mp4:0+5", 0.8, 0.9),),
     )  # fmt: skip
     return replace(found, **changes)
 

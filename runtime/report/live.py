@@ -41,7 +41,7 @@ class LiveRun:
         self._options, self._log = options, MetricsLog(options.output_dir.resolve() / METRICS)
         self._lock, self._media = threading.Lock(), Served()
         self._dataset: DatasetPart | None = None
-        self._mark: tuple[Any, ...] = ()
+        self._mark: tuple[Any, ...] | None = None
         self._read()
 
     def _read(self) -> None:

@@ -16,6 +16,7 @@ from wangen.runtime.report.run_files import MEDIA_SUFFIXES
 HOST = "127.0.0.1"
 _RANGE = re.compile(r"bytes=(\d*)-(\d*)")
 _HEADERS = {
+    "Connection": "close",  # so that a page notices at once when the server has ended
     "Cache-Control": "no-store",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Referrer-Policy": "no-referrer",
@@ -120,7 +121,7 @@ class _Handler(BaseHTTPRequestHandler):
         return self._answer(data[part.start : part.stop], mime, HTTPStatus.PARTIAL_CONTENT, more)
 
     def _refuse(self, status: HTTPStatus) -> None:
-        self._answer(b"", "text/plain", status, {"Connection": "close"})
+        self._answer(b"", "text/plain", status)
 
     def _answer(
         self, data: bytes, mime: str, status: HTTPStatus = HTTPStatus.OK, more: Mapping[str, str] | None = None
