@@ -67,6 +67,8 @@ def test_a_page_of_a_trained_run_is_one_file_with_all_of_it(trained):
     page = Page(page_of(trained))
     assert all(address.startswith("data:") for address in addresses(page))
     assert len(page.all("script")) == 1
+    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
+    assert len(ids) == len(set(ids))
     assert {attributes["id"] for attributes in page.all("section")} == {
         "verdict", "training", "samples", "evaluation", "dataset", "cache", "settings", "warnings"}  # fmt: skip
     videos = [video for video in page.all("video") if video["src"].startswith("data:video/mp4;base64,")]

@@ -86,7 +86,9 @@ def test_charts_are_drawn_and_show_values_by_pointer_and_by_key(browser, report)
         )
         assert len(sizes) >= 9
         assert all(width > 200 and height > 100 for width, height in sizes)
-        points = page.eval_on_selector("#chart-loss .plot path.line", "path => path.getAttribute('d').split('L').length")
+        points = page.eval_on_selector(
+            "#chart-loss .plot path.line", "path => path.getAttribute('d').split('L').length"
+        )
         assert points == 6
         assert page.eval_on_selector("#chart-loss .plot path.line", "path => path.getTotalLength()") > 100
         tip = page.locator("#chart-loss .tip")

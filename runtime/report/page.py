@@ -38,7 +38,7 @@ class Block:
     """A piece of the page that is exchanged as a whole when it changes.
 
     Attributes:
-        key: unique on the page, of letters, digits and dashes.
+        key: the element's id, unique on the page and no section's, of letters, digits and dashes.
         html: escaped and complete.
     """
 
@@ -81,7 +81,7 @@ def make_sections(run: RunFiles, dataset: DatasetPart, media: Media) -> list[Sec
     cautions = find_cautions(run)
     verdict = judge(run)
     return [
-        Section("verdict", "Verdict", [_block("verdict", "verdict", verdict=verdict, num_cautions=len(cautions),
+        Section("verdict", "Verdict", [_block("answer", "verdict", verdict=verdict, num_cautions=len(cautions),
                                               files=lora_table(run, verdict.use))]),
         Section("training", "Training", list(_training(run)), grid=True),
         Section("samples", "Samples over time", list(_samples(run, media))),
@@ -93,7 +93,7 @@ def make_sections(run: RunFiles, dataset: DatasetPart, media: Media) -> list[Sec
             *_tables("provenance", provenance_tables(run), "No step has written its report yet."),
             *_tables("flags", settings_tables(run), "Training writes its settings when it ends."),
         ]),
-        Section("warnings", "Warnings", [_block("warnings", "cautions", cautions=cautions, note=media.note())]),
+        Section("warnings", "Warnings", [_block("cautions", "cautions", cautions=cautions, note=media.note())]),
     ]  # fmt: skip
 
 
