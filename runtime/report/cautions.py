@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from statistics import median
 
 from wangen.generator.errors import many, printable
@@ -53,9 +52,8 @@ def _absent(run: RunFiles) -> Iterator[str]:
 
 def _logged(run: RunFiles) -> Iterator[str]:
     """The warnings of the log file that training wrote, the last of each."""
-    told = run.settings.get("log_file")
-    path = Path(told) if isinstance(told, str) else None
-    if path is None or not path.is_file():
+    path = run.path_told("log_file")
+    if path is None:
         return
     try:
         with path.open("rb") as file:

@@ -88,9 +88,10 @@ def look_at_dataset(run: RunFiles, dataset_config: Path | None) -> DatasetPart:
     """
     if dataset_config is None and not run.told("dataset_config"):
         return DatasetPart(problem="no report of the run says yet which dataset it has: give --dataset_config")
-    config = dataset_config or Path(run.told("dataset_config"))
-    if not config.is_file():
-        return DatasetPart(problem=f"there is no dataset TOML {config.name} on this machine: give --dataset_config")
+    config = dataset_config or run.path_told("dataset_config")
+    if config is None or not config.is_file():
+        named = config or run.told("dataset_config")
+        return DatasetPart(problem=f"the dataset's TOML is not there: {named}; give --dataset_config")
     options = CheckCache(
         dataset_config=config,
         resolution=run.told("resolution") or "all",

@@ -23,6 +23,9 @@ MEDIA_SUFFIXES = {".mp4": "video/mp4", ".webm": "video/webm", ".png": "image/png
                   ".jpg": "image/jpeg"}  # fmt: skip
 """What the page shows of files that others made."""
 
+_LEVELS = 4
+"""So many folders above the run's may be that of its script."""
+
 _EXPERT = r"(?P<expert>_(?:high|low)_noise)?"
 _ENDING = r"(?P<best>-best)?(?:-step(?P<step>\d{8})|-(?P<epoch>\d{6}))?(?P<ema>-ema)?(?:-(?:comfyui|kohya|diffusers))?"
 _SAMPLE = r"-step(?P<step>\d{8})-(?P<number>\d+)\.(?:mp4|png)"
@@ -117,6 +120,12 @@ class RunFiles:
         steps = ("train", "check_cache", "cache_latents", "cache_text", "check")
         values = (_mapping(self.reports.get(step, {}), "settings").get(flag) for step in steps)
         return next((str(value) for value in values if value), "")
+
+    def path_told(self, flag: str) -> Path | None:
+        """The file that a flag names, which a script gives from its own folder: that is one above the run's."""
+        told = self.told(flag)
+        places = [Path(), *self.folder.parents[:_LEVELS]] if told else []
+        return next((place / told for place in places if (place / told).is_file()), None)
 
     @property
     def task(self) -> str:
