@@ -13,6 +13,9 @@ from typing import Any, ClassVar, Literal
 from wangen.generator.caption_step import Caption as Caption
 from wangen.generator.evaluate_step import Evaluate as Evaluate
 from wangen.generator.generate_step import Generate as Generate
+from wangen.generator.prepare_steps import Preprocess as Preprocess
+from wangen.generator.report_steps import MakeReport as MakeReport
+from wangen.generator.report_steps import Watch as Watch
 from wangen.generator.step_parts import (
     CACHE_TASK,
     CLIP,
@@ -195,6 +198,7 @@ class Export(Step):
 
 STEPS: tuple[type[Step], ...] = (
     Check,
+    Preprocess,
     Caption,
     CacheLatents,
     CacheText,
@@ -203,6 +207,8 @@ STEPS: tuple[type[Step], ...] = (
     Generate,
     Evaluate,
     Export,
+    MakeReport,
+    Watch,
 )
 
 

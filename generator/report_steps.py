@@ -1,0 +1,37 @@
+"""The steps of the table that show a run: the page of a report, and the same page while it trains."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from wangen.generator.table import Step, flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStep(Step):
+    """What the steps that look at a run share."""
+
+    output_dir: Path = flag("folder of the run: the --output_dir of its training")
+    output_name: str | None = flag("which run of that folder, by --output_name (default: the newest)", None)
+    dataset_config: Path | None = flag("the dataset's TOML (default: the one in the training's report)", None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MakeReport(RunStep):
+    """Make one HTML page of a run: verdict, curves, samples, evaluation, dataset, settings; it opens from disk."""
+
+    command: ClassVar[str] = "report"
+    module: ClassVar[str] = "wangen.runtime.report.make"
+
+    save_path: Path | None = flag("the .html to write (default: report.html in the run's folder)", None)
+    max_embed_mb: int = flag("megabytes of samples and videos that go into the page; further ones are linked", 64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watch(RunStep):
+    """Show the page of a run in the browser while it trains: on this machine only, until Ctrl-C."""
+
+    command: ClassVar[str] = "watch"
+    module: ClassVar[str] = "wangen.runtime.report.live"
+
+    port: int = flag("port on 127.0.0.1; 0 takes a free one", 0)

@@ -1,0 +1,208 @@
+"""The charts of a run: from the lines of `metrics.jsonl` to `Chart`s."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from wangen.runtime.report.metrics_log import Record
+from wangen.runtime.report.plotting import Chart, Line, Point, smoothed
+
+_LOOKS = ("main", "second")
+_SMOOTH_FROM = 20
+"""Steps; fewer are shown as they are."""
+
+
+@dataclass(frozen=True)
+class _Spec:
+    """A chart of single numbers: which of a record, and what they are multiplied by."""
+
+    key: str
+    title: str
+    unit: str
+    note: str
+    columns: tuple[tuple[str, str], ...]
+    factor: float = 1.0
+    smooth: bool = False
+    wide: bool = False
+
+
+_RATES = (
+    _Spec("grad-norm", "Gradient norm", "", "before clipping; a spike is a step that may have done harm",
+          (("grad_norm", "gradient norm"),), smooth=True, wide=True),
+    _Spec("seconds", "Time per step", "s", "without saving, validating and sampling", (("s_per_step", "step"),)),
+    _Spec("tokens", "Throughput", "tokens/s", "video tokens that were trained on", (("tokens_per_s", "tokens"),)),
+    _Spec("waiting", "Waiting for data", "%", "share of the time; above 10 % the cache is read too slowly",
+          (("data_wait_share", "waiting"),), 100.0),
+    _Spec("memory", "Memory at most", "GB", "on a GPU what torch held, else this process",
+          (("peak_memory_bytes", "memory"),), 1e-9),
+    _Spec("mfu", "Use of the card", "%", "of its peak in bfloat16; 40 % is good with full checkpointing",
+          (("mfu", "work that the model needs"), ("hfu", "with what is computed again")), 100.0),
+)  # fmt: skip
+
+
+def make_charts(records: Sequence[Record]) -> list[Chart]:
+    """All charts that have something to show, in their order on the page."""
+    found = [_loss(records), *_held_out(records), _by_bins(records), _learning_rates(records)]
+    found += [_rate(records, spec) for spec in _RATES]
+    return [chart for chart in found if chart is not None]
+
+
+def window_of(num_steps: int) -> int:
+    """Over how many steps a curve is smoothed.
+
+    >>> window_of(10), window_of(100), window_of(5000)
+    (1, 5, 100)
+    """
+    return max(5, num_steps // 50) if num_steps >= _SMOOTH_FROM else 1
+
+
+def experts_of(records: Iterable[Record]) -> list[str]:
+    """The experts that have lines, in their order: `[""]` where there is only one transformer."""
+    return list(dict.fromkeys(str(record.get("expert", "")) for record in records)) or [""]
+
+
+def validations(records: Iterable[Record], expert: str) -> list[tuple[int, dict[str, Any]]]:
+    """The validations of an expert: (step, what the line says)."""
+    return [
+        (record["step"], record["validation"])
+        for record in records
+        if isinstance(record.get("validation"), dict) and record.get("expert", "") == expert
+    ]
+
+
+def _points(pairs: Iterable[tuple[Any, Any]], factor: float = 1.0) -> list[Point]:
+    """Those pairs that are finite numbers."""
+    return [
+        (float(x), factor * y)
+        for x, y in pairs
+        if isinstance(y, int | float) and not isinstance(y, bool) and math.isfinite(y)
+    ]
+
+
+def _column(records: Iterable[Record], name: str, expert: str | None = None, factor: float = 1.0) -> list[Point]:
+    return _points(
+        ((record["step"], record[name]) for record in records
+         if name in record and expert in (None, record.get("expert", ""))), factor,
+    )  # fmt: skip
+
+
+def _chart(key: str, title: str, note: str, unit: str, lines: Iterable[Line], x_name: str = "step") -> Chart | None:
+    drawn = [line for line in lines if line.points]
+    return Chart(key, title, note, unit, drawn, x_name) if drawn else None
+
+
+def _named(expert: str, name: str) -> str:
+    return f"{expert.replace('_', ' ')}: {name}" if expert else name
+
+
+def _with_smoothed(name: str, points: list[Point], look: str) -> list[Line]:
+    """A curve as it is, and its smoothed one over it where there are enough points for one."""
+    window = window_of(len(points))
+    if window == 1:
+        return [Line(name, points, look)]
+    raw = "raw" if look == "main" else f"{look}-raw"
+    return [Line(f"{name}, each step", points, raw), Line(f"{name}, mean of about {window}",
+                                                          smoothed(points, window), look)]  # fmt: skip
+
+
+def _loss(records: Sequence[Record]) -> Chart | None:
+    lines: list[Line] = []
+    for expert, look in zip(experts_of(records), _LOOKS, strict=False):
+        lines += _with_smoothed(_named(expert, "loss"), _column(records, "loss", expert), look)
+    note = "noisy by nature: every step has other items, noise and timesteps; the held-out loss says more"
+    return _chart("loss", "Training loss", note, "", lines)
+
+
+def _held_out(records: Sequence[Record]) -> list[Chart | None]:
+    found: list[Chart | None] = []
+    for expert in experts_of(records):
+        points = validations(records, expert)
+        if not points:
+            continue
+        key, of = (f"-{expert.replace('_', '-')}", f", {expert.replace('_', '-')} expert") if expert else ("", "")
+        means = [
+            Line(name, _points((step, told.get(field)) for step, told in points), look)
+            for name, field, look in (
+                ("base", "mean_base", "base"),
+                ("LoRA", "mean_adapter", "main"),
+                ("average", "mean_ema", "average"),
+            )
+        ]
+        note = "items that were never trained on; lower is better, and rising means learning by heart"
+        found.append(_chart(f"held-out{key}", f"Held-out loss{of}", note, "", means))
+        found += [_by_timestep(points, key, of), _gains(points, key, of)]
+    return found
+
+
+def _rows_of(told: dict[str, Any]) -> list[dict[str, Any]]:
+    rows = told.get("rows")
+    return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+
+
+def _by_timestep(points: Sequence[tuple[int, dict[str, Any]]], key: str, of: str) -> Chart | None:
+    step, told = points[-1]
+    lines = [
+        Line(name, _points((row.get("timestep", 0), row.get(field)) for row in _rows_of(told)), look)
+        for name, field, look in (
+            ("base", "base", "base"),
+            (f"LoRA at step {step}", "adapter", "main"),
+            ("average", "ema", "average"),
+        )
+    ]
+    note = "style shows at low timesteps, shapes and motion at high ones"
+    return _chart(f"timesteps{key}", f"Held-out loss by timestep{of}", note, "", lines, "timestep")
+
+
+def _gains(points: Sequence[tuple[int, dict[str, Any]]], key: str, of: str) -> Chart | None:
+    """The LoRA's loss less the base's at each timestep, over the steps."""
+    if len(points) < 2:
+        return None
+    gains: dict[float, list[Point]] = {}
+    for step, told in points:
+        for row in _rows_of(told):
+            if isinstance(row.get("adapter"), float) and isinstance(row.get("base"), float):
+                gains.setdefault(float(row.get("timestep", 0)), []).append((step, row["adapter"] - row["base"]))
+    lines = _scaled((f"t {timestep:g}", values) for timestep, values in sorted(gains.items()))
+    note = "LoRA less base at each timestep; below 0 the LoRA is better"
+    return _chart(f"gains{key}", f"What was gained by timestep{of}", note, "", lines)
+
+
+def _by_bins(records: Sequence[Record]) -> Chart | None:
+    bins: dict[str, list[Point]] = {}
+    for record in records:
+        if isinstance(record.get("loss_by_timestep"), dict):
+            for name, value in record["loss_by_timestep"].items():
+                bins.setdefault(str(name), []).extend(_points([(record["step"], value)]))
+    lines = _scaled((f"t {name.replace('-', ' to ')}", bins[name]) for name in sorted(bins, key=_first_number))
+    return _chart("bins", "Training loss by timestep", "means of an epoch, in ten parts of the timesteps", "", lines)
+
+
+def _first_number(name: str) -> float:
+    first = name.partition("-")[0]
+    return float(first) if first.isdecimal() else math.inf
+
+
+def _scaled(named: Iterable[tuple[str, list[Point]]]) -> list[Line]:
+    """Lines that go from one end of the scale of colours to the other."""
+    pairs = list(named)
+    return [
+        Line(name, points, f"b{round(9 * number / max(1, len(pairs) - 1))}")
+        for number, (name, points) in enumerate(pairs)
+    ]
+
+
+def _learning_rates(records: Sequence[Record]) -> Chart | None:
+    names = dict.fromkeys(name for record in records for name in record if name.startswith(("lr", "d*lr")))
+    looks = ("main", "second", "average", "base")
+    lines = [Line(name, _column(records, name), look) for name, look in zip(names, looks, strict=False)]
+    return _chart("learning-rate", "Learning rate", "as the schedule gave it", "", lines)
+
+
+def _rate(records: Sequence[Record], spec: _Spec) -> Chart | None:
+    lines: list[Line] = []
+    for (column, name), look in zip(spec.columns, _LOOKS, strict=False):
+        points = _column(records, column, factor=spec.factor)
+        lines += _with_smoothed(name, points, look) if spec.smooth else [Line(name, points, look)]
+    found = _chart(spec.key, spec.title, spec.note, spec.unit, lines)
+    return replace(found, wide=spec.wide) if found else None

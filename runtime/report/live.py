@@ -1,0 +1,166 @@
+"""`watch`: the page of a run while it trains, at an address of this machine that only its reader knows."""
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from wangen.generator import lock
+from wangen.generator.errors import UsageError, WangenError, many
+from wangen.generator.session import Report
+from wangen.generator.steps import Watch
+from wangen.runtime.report.dataset import DatasetPart, look_at_dataset
+from wangen.runtime.report.media import Served
+from wangen.runtime.report.metrics_log import MetricsLog
+from wangen.runtime.report.page import Section, Status, make_sections, render
+from wangen.runtime.report.run_files import LOCK, METRICS, SAMPLES, RunFiles, read_run
+from wangen.runtime.report.server import LiveServer
+from wangen.runtime.report.tables import duration_text
+
+log = logging.getLogger("wangen")
+
+QUIET_S = 60.0
+"""So long without a new line is nothing yet, however fast the steps are."""
+QUIET_STEPS = 30
+"""So many steps' time without a new line is: on a GPU ten are written at once, and samples take their time."""
+
+
+class LiveRun:
+    """A run as its folder shows it now; read again only when a file changed. Safe for several threads."""
+
+    def __init__(self, options: Watch) -> None:
+        """Read the run once, with its dataset, which stays as it is.
+
+        Raises:
+            UsageError: no such folder, or no such run in it.
+        """
+        self._options, self._log = options, MetricsLog(options.output_dir.resolve() / METRICS)
+        self._lock, self._media = threading.Lock(), Served()
+        self._dataset: DatasetPart | None = None
+        self._mark: tuple[Any, ...] | None = None
+        self._read()
+
+    def _read(self) -> None:
+        """Look at the files, and make the blocks anew where any of them changed."""
+        signature = tuple(_signature(self._options.output_dir))
+        if signature != self._mark:
+            self.run = read_run(self._options.output_dir, self._options.output_name, self._log)
+            if self._dataset is None or (self._dataset.problem and self.run.told("dataset_config")):
+                self._dataset = look_at_dataset(self.run, self._options.dataset_config)
+            self._sections = make_sections(self.run, self._dataset, self._media)
+            self._mark = signature
+        self._status = status_of(self.run, time.time())
+
+    def page(self) -> str:
+        """The whole page."""
+        with self._lock:
+            self._read()
+            return render(self.run, self._sections, self._status)
+
+    def state(self) -> tuple[str, object]:
+        """A mark of all blocks and of the status, and both for the page's script."""
+        with self._lock:
+            self._read()
+            return _mark(self._sections, self._status), {
+                "status": vars(self._status),
+                "sections": [
+                    {"key": section.key, "blocks": [
+                        {"key": block.key, "digest": block.digest, "html": block.html} for block in section.blocks]}
+                    for section in self._sections
+                ],
+            }  # fmt: skip
+
+    def file(self, key: str) -> Path | None:
+        """A picture or video that the page holds."""
+        return self._media.files.get(key)
+
+
+def _mark(sections: list[Section], status: Status) -> str:
+    import hashlib
+
+    text = " ".join(block.key + block.digest for section in sections for block in section.blocks)
+    return hashlib.sha256(f"{text} {status}".encode()).hexdigest()[:32]
+
+
+def _signature(folder: Path) -> Iterator[tuple[str, int, int]]:
+    """Names, sizes and times of the files of a run; training states are no part of the page."""
+    for place in (folder, folder / SAMPLES):
+        with suppress(OSError):
+            for path in sorted(place.iterdir()):
+                with suppress(OSError):  # removed meanwhile
+                    stat = path.stat()
+                    if path.is_file() and path.name != LOCK:
+                        yield path.name, stat.st_size, stat.st_mtime_ns
+
+
+def status_of(run: RunFiles, now_s: float) -> Status:
+    """Where a run is.
+
+    Args:
+        run: as it was read.
+        now_s: seconds since 1970.
+    """
+    written_s, reported_s = _time_s(run.folder / METRICS), _time_s(run.folder / "train.report.json")
+    if reported_s >= written_s and "train" in run.reports:
+        if run.reports["train"].get("ok"):
+            return Status("finished", f"Finished: {run.last_step} steps.")
+        return Status("stopped", f"Failed: {run.reports['train'].get('summary', '')}")
+    if not run.records:
+        return Status("waiting", "Nothing has been trained yet.")
+    held = _is_held(run.folder / LOCK)
+    age_s, step = now_s - written_s, f"Step {run.last_step}"
+    if held is False:
+        return Status("stopped", f"{step}: it stopped before its end. Run the same line again to go on.")
+    if age_s > max(QUIET_S, QUIET_STEPS * _seconds_per_step(run)):
+        ago = duration_text(60 * (age_s // 60))
+        doing = "it may be saving, validating or sampling" if held else "it stalled or stopped, or it is sampling"
+        return Status("quiet", f"{step}: nothing new for {ago}; {doing}.")
+    return Status("running", f"{step}: training.")
+
+
+def _time_s(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _is_held(path: Path) -> bool | None:
+    """Whether a live run holds the lock of the scripts; None when there is no such file, which says nothing."""
+    try:
+        return lock.busy(path) is not None if path.is_file() else None
+    except OSError:
+        return None
+
+
+def _seconds_per_step(run: RunFiles) -> float:
+    told = next((rate for record in reversed(run.records) if isinstance(rate := record.get("s_per_step"), float)), 0.0)
+    return told
+
+
+def run(options: Watch) -> Report:
+    """Serve until Ctrl-C, which is the good end of it.
+
+    Raises:
+        UsageError: no such folder or run, or the port is none.
+        WangenError: the port is taken.
+    """
+    if not 0 <= options.port <= 65535:
+        raise UsageError(f"--port is 0 to 65535, got {options.port}")
+    shown = LiveRun(options)
+    try:
+        server = LiveServer(options.port, secrets.token_urlsafe(24), shown)
+    except OSError as error:
+        raise WangenError(f"port {options.port} cannot be used: {error.strerror}", where="--port",
+                          cure="give another one, or 0 for a free one") from None  # fmt: skip
+    with server:
+        log.info("  open %s", server.url)
+        log.info("  on this machine only, and only with this address; Ctrl-C ends it")
+        with suppress(KeyboardInterrupt):
+            server.serve_forever(poll_interval=0.2)
+    steps = many(shown.run.last_step, "step")
+    return Report(folder=None, summary=f"ended; {shown.run.name} has {steps}")

@@ -1,0 +1,61 @@
+"""Reading `metrics.jsonl` while it may be written: whole lines only, and of a file that grows only what is new."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+Record = dict[str, Any]
+
+
+class MetricsLog:
+    """The records of a `metrics.jsonl`.
+
+    Attributes:
+        records: of every whole line so far.
+        num_malformed: whole lines that are no record.
+        cut_short: whether the file ends in the middle of a line.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._forget()
+
+    def _forget(self) -> None:
+        self.records: list[Record] = []
+        self.num_malformed = 0
+        self.cut_short = False
+        self._offset, self._inode = 0, 0
+
+    def read(self) -> list[Record]:
+        """Read on; from the beginning when the file was replaced, as a run that resumes does it.
+
+        Raises:
+            OSError: it is there and cannot be read.
+        """
+        try:
+            stat = self._path.stat()
+        except FileNotFoundError:
+            self._forget()
+            return self.records
+        if stat.st_ino != self._inode or stat.st_size < self._offset:
+            self._forget()
+            self._inode = stat.st_ino
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            new = file.read()
+        whole, _, rest = new.rpartition(b"\n")
+        self.cut_short = bool(rest)
+        self._offset += len(new) - len(rest)
+        for line in whole.splitlines():
+            self._take(line)
+        return self.records
+
+    def _take(self, line: bytes) -> None:
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            record = None
+        if isinstance(record, dict) and type(record.get("step")) is int:
+            self.records.append(record)
+        else:
+            self.num_malformed += 1

@@ -1,0 +1,202 @@
+"""The page of a run: sections of blocks of HTML, all in one file or exchanged one by one while it trains."""
+
+import hashlib
+from base64 import b64encode
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from importlib.resources import files
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from wangen.runtime.report.cautions import find_cautions
+from wangen.runtime.report.charts import make_charts
+from wangen.runtime.report.dataset import DatasetPart
+from wangen.runtime.report.media import Media
+from wangen.runtime.report.plotting import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH
+from wangen.runtime.report.run_files import RunFiles, Sample
+from wangen.runtime.report.tables import (
+    cache_tables,
+    evaluation_tables,
+    lora_table,
+    plan_numbers,
+    provenance_tables,
+    ranking_table,
+    settings_tables,
+    validation_tables,
+)
+from wangen.runtime.report.verdict import judge
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+POLL_S = 3.0
+
+
+@dataclass(frozen=True)
+class Block:
+    """A piece of the page that is exchanged as a whole when it changes.
+
+    Attributes:
+        key: the element's id, unique on the page and no section's, of letters, digits and dashes.
+        html: escaped and complete.
+    """
+
+    key: str
+    html: str
+
+    @cached_property
+    def digest(self) -> str:
+        """Changes with the block."""
+        return hashlib.sha256(self.html.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading and the blocks below it.
+
+    Attributes:
+        key: the anchor.
+        title: the heading.
+        blocks: in their order.
+        grid: whether blocks stand side by side where there is room.
+    """
+
+    key: str
+    title: str
+    blocks: Sequence[Block]
+    grid: bool = False
+
+
+@dataclass(frozen=True)
+class Status:
+    """Where the run is: a word for the style (waiting, running, quiet, finished, stopped) and a sentence."""
+
+    word: str
+    text: str
+
+
+def make_sections(run: RunFiles, dataset: DatasetPart, media: Media) -> list[Section]:
+    """Everything that is known of a run, as blocks."""
+    cautions = find_cautions(run)
+    verdict = judge(run)
+    return [
+        Section("verdict", "Verdict", [_block("answer", "verdict", verdict=verdict, num_cautions=len(cautions),
+                                              files=lora_table(run, verdict.use))]),
+        Section("training", "Training", list(_training(run)), grid=True),
+        Section("samples", "Samples over time", list(_samples(run, media))),
+        Section("evaluation", "Evaluation", list(_evaluation(run, media))),
+        Section("dataset", "Dataset", list(_dataset(dataset))),
+        Section("cache", "Cache", list(_tables("cache", cache_tables(run, dataset), "Nothing is known of the cache: "
+                                               "run check_cache, or give --dataset_config."))),
+        Section("settings", "Settings and provenance", [
+            *_tables("provenance", provenance_tables(run), "No step has written its report yet."),
+            *_tables("flags", settings_tables(run), "Training writes its settings when it ends."),
+        ]),
+        Section("warnings", "Warnings", [_block("cautions", "cautions", cautions=cautions, note=media.note())]),
+    ]  # fmt: skip
+
+
+def render(run: RunFiles, sections: Sequence[Section], status: Status | None = None) -> str:
+    """The whole page.
+
+    Args:
+        run: names the page.
+        sections: from `make_sections`.
+        status: of a run that is shown live; None for a page that stands still.
+    """
+    style, script = _asset("report.css"), _asset("report.js")
+    numbers = dict(plan_numbers(run))
+    facts = [run.task, f"{numbers['steps']} steps" if "steps" in numbers else "", numbers.get("time of this run", "")]
+    return _environment().get_template("page.html.j2").render(
+        run=run, sections=sections, status=status, style=style, script=script, poll_s=POLL_S,
+        policy=policy(style, script), facts=[fact for fact in facts if fact],
+    )  # fmt: skip
+
+
+def policy(style: str, script: str) -> str:
+    """A Content-Security-Policy: nothing runs but our script, and nothing comes from elsewhere."""
+    hashes = [b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (style, script)]
+    here = "'self' data: file:"
+    return (
+        f"default-src 'none'; img-src {here}; media-src {here}; style-src 'sha256-{hashes[0]}'; "
+        f"script-src 'sha256-{hashes[1]}'; connect-src 'self'; base-uri 'none'; form-action 'none'"
+    )
+
+
+def _training(run: RunFiles) -> Iterator[Block]:
+    charts = make_charts(run.records)
+    for chart in charts:
+        yield _block(f"chart-{chart.key}", "chart", chart=chart)
+    if not charts:
+        yield _block("no-charts", "nothing", text="There are no numbers yet: metrics.jsonl is missing or empty.")
+    yield from _tables("validation", validation_tables(run), "")
+
+
+def _samples(run: RunFiles, media: Media) -> Iterator[Block]:
+    if not run.samples:
+        yield _block("no-samples", "nothing", text="No samples were made while it trained.")
+    for number, group in groupby(run.samples, key=lambda sample: sample.number):
+        shown = [(sample, url) for sample in group if (url := media.url(sample.file))]
+        if shown:
+            last = shown[-1][0]
+            yield _block(f"sample-{number}", "samples", shown=shown, last=last, facts=sample_facts(last))
+
+
+def sample_facts(sample: Sample) -> str:
+    """The settings of a sample in a line."""
+    told = sample.settings
+    if not told:
+        return ""
+    return (
+        f"{told.get('width')}x{told.get('height')}, {told.get('frames')} frames at {told.get('fps')} fps, seed "
+        f"{told.get('seed')}, {told.get('sampler')}, {told.get('steps')} steps, guidance {told.get('guidance')}"
+    )
+
+
+def _evaluation(run: RunFiles, media: Media) -> Iterator[Block]:
+    found = run.evaluation
+    if found is None:
+        yield _block("no-evaluation", "nothing", text="This run was not evaluated yet: run wangen evaluate.")
+        return
+    yield from _tables("ranking", [ranking_table(found), *evaluation_tables(found)], "")
+    for number, video in enumerate(found.videos, start=1):
+        paths = {name: run.inside(file) for name, file in video.files.items()}
+        shown = [(name, path, url) for name, path in paths.items() if path and (url := media.url(path))]
+        signals = list(dict.fromkeys(signal for values in video.signals.values() for signal in values))
+        yield _block(f"video-{number}", "videos", video=video, shown=shown, signals=signals, best=found.best)
+
+
+def _dataset(dataset: DatasetPart) -> Iterator[Block]:
+    yield _block("dataset-facts", "dataset", dataset=dataset)
+    for bucket in dataset.buckets:
+        yield _block(f"bucket-{bucket.size}", "bucket", bucket=bucket)
+
+
+def _tables(key: str, tables: Sequence[Any], otherwise: str) -> Iterator[Block]:
+    for number, table in enumerate(tables, start=1):
+        yield _block(f"{key}-{number}", "table", table=table)
+    if not tables and otherwise:
+        yield _block(f"no-{key}", "nothing", text=otherwise)
+
+
+def _block(key: str, macro: str, **values: Any) -> Block:
+    """What a macro of `blocks.html.j2` makes of values."""
+    module = _environment().get_template("blocks.html.j2").module
+    return Block(key, str(getattr(module, macro)(key=key, **values)))
+
+
+@cache
+def _asset(name: str) -> str:
+    return files("wangen.runtime.report").joinpath(name).read_text(encoding="utf-8")
+
+
+@cache
+def _environment() -> "Environment":
+    from jinja2 import Environment, FunctionLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FunctionLoader(_asset), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.globals.update(WIDTH=WIDTH, HEIGHT=HEIGHT, LEFT=LEFT, RIGHT=RIGHT, TOP=TOP, BOTTOM=BOTTOM)
+    return environment

@@ -1,0 +1,284 @@
+"""What a run leaves behind, read with patience: what is missing or broken is said and never stops the page."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from wangen.generator.errors import UsageError, WangenError, many
+from wangen.generator.formats.safetensors import read_safetensors
+from wangen.runtime.evaluation_file import FILE as EVALUATION
+from wangen.runtime.evaluation_file import Evaluation, read_evaluation
+from wangen.runtime.report.metrics_log import MetricsLog, Record
+
+METRICS, SAMPLES, SAMPLE_LIST, LOCK = "metrics.jsonl", "samples", "samples.jsonl", "run.lock"
+STEPS_SHOWN = (
+    "preprocess", "caption", "check", "cache_latents", "cache_text", "check_cache", "train", "generate", "evaluate",
+)  # fmt: skip
+"""Whose reports are read, in the order of their work."""
+
+MEDIA_SUFFIXES = {".mp4": "video/mp4", ".webm": "video/webm", ".png": "image/png", ".webp": "image/webp",
+                  ".jpg": "image/jpeg"}  # fmt: skip
+"""What the page shows of files that others made."""
+
+_LEVELS = 4
+"""So many folders above the run's may be that of its script."""
+
+_EXPERT = r"(?P<expert>_(?:high|low)_noise)?"
+_ENDING = r"(?P<best>-best)?(?:-step(?P<step>\d{8})|-(?P<epoch>\d{6}))?(?P<ema>-ema)?(?:-(?:comfyui|kohya|diffusers))?"
+_SAMPLE = r"-step(?P<step>\d{8})-(?P<number>\d+)\.(?:mp4|png)"
+
+
+@dataclass(frozen=True)
+class Lora:
+    """A file that training saved.
+
+    Attributes:
+        file: where it is.
+        expert: `high_noise`, `low_noise`, or empty.
+        step: optimizer steps, by its header or its name; None when neither says it.
+        what: `finished`, `best` or `on the way`, with `average` for one of averaged weights.
+        num_bytes: its size.
+        metadata: of its header.
+    """
+
+    file: Path
+    expert: str
+    step: int | None
+    what: str
+    num_bytes: int
+    metadata: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A picture or clip that was sampled while the run trained.
+
+    Attributes:
+        file: where it is.
+        step: of the run.
+        number: of the prompt, counted from 1.
+        settings: its line of `samples.jsonl`; empty without one.
+    """
+
+    file: Path
+    step: int
+    number: int
+    settings: Mapping[str, Any]
+
+    @property
+    def prompt(self) -> str:
+        """What was asked for."""
+        return str(self.settings.get("prompt", ""))
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """A run as its folder shows it.
+
+    Attributes:
+        folder: the output folder, absolute.
+        name: the run's; files and lines of others are left out.
+        others: names of other runs in the folder.
+        records: lines of `metrics.jsonl`.
+        reports: step -> its `report.json`.
+        loras: saved files, by step and name.
+        samples: by prompt and step.
+        evaluation: None without one.
+        problems: what could not be read, in words.
+    """
+
+    folder: Path
+    name: str
+    others: tuple[str, ...] = ()
+    records: Sequence[Record] = ()
+    reports: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    loras: Sequence[Lora] = ()
+    samples: Sequence[Sample] = ()
+    evaluation: Evaluation | None = None
+    problems: Sequence[str] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no trace of a run."""
+        return not (self.records or self.reports or self.loras or self.samples or self.evaluation)
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """The flags of training; empty before it has ended."""
+        return _mapping(self.reports.get("train", {}), "settings")
+
+    @property
+    def result(self) -> Mapping[str, Any]:
+        """What training says of itself at its end."""
+        return _mapping(self.reports.get("train", {}), "result")
+
+    def told(self, flag: str) -> str:
+        """A flag as training was given it, else as the steps before it were; empty when none says it."""
+        steps = ("train", "check_cache", "cache_latents", "cache_text", "check")
+        values = (_mapping(self.reports.get(step, {}), "settings").get(flag) for step in steps)
+        return next((str(value) for value in values if value), "")
+
+    def path_told(self, flag: str) -> Path | None:
+        """The file that a flag names, which a script gives from its own folder: that is one above the run's."""
+        told = self.told(flag)
+        places = [Path(), *self.folder.parents[:_LEVELS]] if told else []
+        return next((place / told for place in places if (place / told).is_file()), None)
+
+    @property
+    def task(self) -> str:
+        """The model profile; empty when nothing says it."""
+        headers = (lora.metadata.get("wangen.task", "") for lora in self.loras)
+        return next(filter(None, [*headers, self.told("task")]), "")
+
+    @property
+    def last_step(self) -> int:
+        """The last step that is known of."""
+        steps: list[int] = [record["step"] for record in self.records] or [lora.step or 0 for lora in self.loras]
+        return max(steps, default=0)
+
+    def inside(self, name: str) -> Path | None:
+        """A picture or video that a file of the run names; None of one that is not there or not inside the folder."""
+        path = (self.folder / name).resolve()
+        known = path.suffix.lower() in MEDIA_SUFFIXES and path.is_relative_to(self.folder)
+        return path if known and path.is_file() else None
+
+
+def read_run(folder: Path, name: str | None, metrics: MetricsLog | None = None) -> RunFiles:
+    """All that is known of a run.
+
+    Args:
+        folder: its output folder.
+        name: of the run; None takes the one that was trained last.
+        metrics: a log that was read before, to read on.
+
+    Raises:
+        UsageError: there is no such folder, or no run of that name in it.
+    """
+    if not folder.is_dir():
+        raise UsageError("no such folder", where=str(folder), cure="give the --output_dir of the training")
+    folder, problems = folder.resolve(), list[str]()
+    log = metrics or MetricsLog(folder / METRICS)
+    records = _records(log, problems)
+    reports = dict(_reports(folder, problems))
+    names = _names(records, reports)
+    if name is not None and names and name not in names:
+        raise UsageError(f"this folder has no run {name!r}", where=str(folder), cure=f"one of {', '.join(names)}")
+    chosen = name or (names[-1] if names else _name_of_files(folder))
+    return RunFiles(
+        folder=folder,
+        name=chosen,
+        others=tuple(other for other in names if other != chosen),
+        records=[record for record in records if record.get("output_name", chosen) == chosen],
+        reports=reports,
+        loras=sorted(_loras(folder, chosen, problems), key=lambda lora: (lora.step or 0, lora.file.name)),
+        samples=sorted(_samples(folder / SAMPLES, chosen, problems), key=lambda sample: (sample.number, sample.step)),
+        evaluation=_evaluation(folder / EVALUATION, problems),
+        problems=problems,
+    )
+
+
+def _mapping(found: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = found.get(name)
+    return value if isinstance(value, Mapping) else {}
+
+
+def _records(log: MetricsLog, problems: list[str]) -> list[Record]:
+    try:
+        records = log.read()
+    except OSError as error:
+        problems.append(f"{METRICS} cannot be read: {error.strerror}")
+        return []
+    if log.num_malformed:
+        problems.append(f"{METRICS} has {many(log.num_malformed, 'line')} that cannot be read")
+    if log.cut_short:
+        problems.append(f"the last line of {METRICS} is cut short: it is being written, or the run was killed")
+    return records
+
+
+def _reports(folder: Path, problems: list[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    for step in STEPS_SHOWN:
+        path = folder / f"{step}.report.json"
+        found = _json(path, problems) if path.is_file() else None
+        if isinstance(found, dict) and found.get("step") == step:
+            yield step, found
+
+
+def _json(path: Path, problems: list[str]) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        problems.append(f"{path.name} cannot be read: {error.strerror}")
+    except (ValueError, RecursionError):
+        problems.append(f"{path.name} is no JSON: it is being written, or was cut short")
+    return None
+
+
+def _names(records: Sequence[Record], reports: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The runs of a folder; the one that wrote last is the last one."""
+    found = dict.fromkeys(str(record["output_name"]) for record in reversed(records) if "output_name" in record)
+    told = _mapping(reports.get("train", {}), "settings").get("output_name")
+    return [*reversed(found)] or ([str(told)] if told else [])
+
+
+def _name_of_files(folder: Path) -> str:
+    """The name of a run of which only saved files are left; the folder's without them."""
+    names = {re.sub(f"{_EXPERT}{_ENDING}$", "", path.stem) for path in folder.glob("*.safetensors")}
+    return min(names, key=lambda name: (len(name), name), default=folder.name)
+
+
+def _loras(folder: Path, name: str, problems: list[str]) -> Iterator[Lora]:
+    pattern = re.compile(f"{re.escape(name)}{_EXPERT}{_ENDING}\\.safetensors")
+    for path in sorted(folder.iterdir()):
+        match = pattern.fullmatch(path.name)
+        if match is None or not path.is_file():
+            continue
+        try:
+            metadata = read_safetensors(path).metadata
+        except WangenError as error:
+            problems.append(f"{path.name}: {error.found}")
+            continue
+        told = metadata.get("ss_steps", match["step"] or "")
+        what = "best" if match["best"] else "on the way" if match["step"] or match["epoch"] else "finished"
+        what += ", average" if match["ema"] else ""
+        step = int(told) if told.isdecimal() else None
+        yield Lora(path, (match["expert"] or "")[1:], step, what, path.stat().st_size, metadata)
+
+
+def _samples(folder: Path, name: str, problems: list[str]) -> Iterator[Sample]:
+    if not folder.is_dir():
+        return
+    lines = dict(_sample_lines(folder / SAMPLE_LIST, problems))
+    pattern = re.compile(re.escape(name) + _SAMPLE)
+    for path in folder.iterdir():
+        if (match := pattern.fullmatch(path.name)) and path.is_file() and path.resolve().parent == folder.resolve():
+            yield Sample(path.resolve(), int(match["step"]), int(match["number"]), lines.get(path.name, {}))
+    for file in sorted(lines):
+        if pattern.fullmatch(file) and not (folder / file).is_file():
+            problems.append(f"{SAMPLES}/{file} is in the list of samples, and the file is gone")
+
+
+def _sample_lines(path: Path, problems: list[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    try:
+        text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    except (OSError, ValueError):
+        problems.append(f"{SAMPLES}/{SAMPLE_LIST} cannot be read")
+        return
+    for line in text.splitlines():
+        try:
+            found = json.loads(line)
+            yield str(found["file"]), found
+        except (ValueError, KeyError, TypeError, RecursionError):
+            problems.append(f"{SAMPLES}/{SAMPLE_LIST} has a line that cannot be read")
+
+
+def _evaluation(path: Path, problems: list[str]) -> Evaluation | None:
+    if not path.is_file():
+        return None
+    try:
+        return read_evaluation(path)
+    except WangenError as error:
+        problems.append(f"{path.name}: {error.found}")
+        return None

@@ -1,0 +1,244 @@
+"""The tables of the page: settings, provenance, steps, cache, checkpoints and evaluation rows, as texts."""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from wangen.generator.errors import bytes_text
+from wangen.generator.steps import Train
+from wangen.generator.table import options
+from wangen.runtime.evaluation_file import Evaluation, Memorisation, Row
+from wangen.runtime.report.charts import experts_of, validations
+from wangen.runtime.report.dataset import DatasetPart
+from wangen.runtime.report.run_files import Lora, RunFiles
+
+_LONG = 400
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table: a caption, the head, and rows of texts; `best` is the number of a row to stand out."""
+
+    caption: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    best: int | None = None
+    folded: bool = False
+
+
+def settings_tables(run: RunFiles) -> list[Table]:
+    """The flags of training: those that differ from their defaults, and all the others."""
+    told = run.settings
+    changed: list[tuple[str, str, str]] = []
+    usual: list[tuple[str, str, str]] = []
+    for option in options(Train):
+        if option.name in told:
+            default = list(option.default) if isinstance(option.default, tuple) else option.default
+            row = (f"--{option.name}", text_of(told[option.name]), option.flag.help)
+            (usual if told[option.name] == default else changed).append(row)
+    head = ("flag", "value", "meaning")
+    tables = [Table("Settings that were given or filled in", head, changed)] if changed else []
+    return [*tables, *([Table("Settings at their defaults", head, usual, folded=True)] if usual else [])]
+
+
+def provenance_tables(run: RunFiles) -> list[Table]:
+    """What was run when with which versions on which data."""
+    steps = [
+        (step, "done" if report.get("ok") else "failed", str(report.get("summary", "")), _seconds(report),
+         str(report.get("finished", "")))
+        for step, report in run.reports.items()
+    ]  # fmt: skip
+    found = [Table("Steps", ("step", "", "what it says", "time", "finished"), steps)] if steps else []
+    numbers = plan_numbers(run)
+    found += [Table("The run in numbers", ("", ""), numbers)] if numbers else []
+    versions = run.reports.get("train", {}).get("versions")
+    if isinstance(versions, Mapping):
+        found.append(Table("Versions", ("package", "version"), [(str(k), str(v)) for k, v in versions.items()]))
+    digests = _digests(run)
+    found += [Table("Digests and what else decided the result", ("", ""), digests, folded=True)] if digests else []
+    return found
+
+
+def _seconds(report: Mapping[str, Any]) -> str:
+    timings = report.get("timings")
+    total = timings.get("total_s") if isinstance(timings, Mapping) else None
+    return duration_text(total) if isinstance(total, int | float) else ""
+
+
+def duration_text(seconds: float) -> str:
+    """A time for people.
+
+    >>> duration_text(4.25), duration_text(200), duration_text(7300)
+    ('4.2 s', '3 min 20 s', '2 h 1 min')
+    """
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes_left = divmod(minutes, 60)
+    return f"{hours} h {minutes_left} min" if hours else f"{minutes} min {rest} s"
+
+
+def plan_numbers(run: RunFiles) -> list[tuple[str, str]]:
+    """What the run was: task, samples, steps, speed, memory; only what is known."""
+    report, result = run.reports.get("train", {}), run.result
+    inputs, counts = report.get("inputs", {}), report.get("counts", {})
+    headers: Mapping[str, str] = next((lora.metadata for lora in reversed(run.loras)), {})
+    speed = result.get("speed")
+    speed = speed if isinstance(speed, Mapping) else {}
+    memory = speed.get("peak_memory_bytes")
+    found = {
+        "task": run.task,
+        "samples trained on": inputs.get("samples"),
+        "steps": run.last_step or counts.get("steps"),
+        "steps in an epoch": headers.get("ss_num_batches_per_epoch"),
+        "loss at the first and the last step": _pair(result.get("first_loss"), result.get("last_loss")),
+        "time of this run": _if_number(result.get("seconds_training"), duration_text),
+        "seconds per step": _if_number(speed.get("s_per_step"), "{:.3g}".format),
+        "tokens per second": _if_number(speed.get("tokens_per_s"), "{:.0f}".format),
+        "memory at most": _if_number(memory, lambda value: bytes_text(int(value))),
+    }
+    return [(name, str(value)) for name, value in found.items() if value not in (None, "")]
+
+
+def _pair(first: Any, last: Any) -> str | None:
+    return f"{first:.4f}, {last:.4f}" if isinstance(first, float) and isinstance(last, float) else None
+
+
+def _if_number(value: Any, as_text: Any) -> str | None:
+    return as_text(value) if isinstance(value, int | float) else None
+
+
+def _digests(run: RunFiles) -> list[tuple[str, str]]:
+    inputs = run.reports.get("train", {}).get("inputs")
+    if not isinstance(inputs, Mapping):  # while it trains, a saved file's header says it
+        text = next((lora.metadata["wangen.fingerprint"] for lora in reversed(run.loras)
+                     if "wangen.fingerprint" in lora.metadata), "{}")  # fmt: skip
+        try:
+            inputs = json.loads(text)
+        except (ValueError, RecursionError):
+            return []
+    return [(str(key), text_of(value)) for key, value in inputs.items()] if isinstance(inputs, Mapping) else []
+
+
+def lora_table(run: RunFiles, use: Sequence[str]) -> Table | None:
+    """The saved files, and which of them to use."""
+    rows = [
+        (lora.file.name, "" if lora.step is None else str(lora.step), lora.what, _network(lora),
+         bytes_text(lora.num_bytes), "use this" if lora.file.name in use else "")
+        for lora in run.loras
+    ]  # fmt: skip
+    best = next((number for number, lora in enumerate(run.loras) if lora.file.name in use), None)
+    head = ("file", "step", "what", "adapter", "size", "")
+    return Table("Saved files", head, rows, best) if rows else None
+
+
+def _network(lora: Lora) -> str:
+    kind = lora.metadata.get("ss_network_module", "").rpartition(".")[2].partition("_")[0]
+    rank, alpha = lora.metadata.get("ss_network_dim"), lora.metadata.get("ss_network_alpha")
+    return f"{kind}, rank {rank}, alpha {alpha}" if rank else lora.metadata.get("wangen.train_mode", "")
+
+
+def validation_tables(run: RunFiles) -> list[Table]:
+    """The last validation of each expert, by timestep."""
+    found = []
+    for expert in experts_of(run.records):
+        points = validations(run.records, expert)
+        if points:
+            step, told = points[-1]
+            rows = [row for row in told.get("rows", []) if isinstance(row, dict)]
+            of = f" of the {expert.replace('_', '-')} expert" if expert else ""
+            found.append(
+                Table(f"Held-out loss{of} at step {step}", ("timestep", "base", "LoRA", "difference", "average"),
+                      [_validation_row(row) for row in rows])
+            )  # fmt: skip
+    return found
+
+
+def _validation_row(row: Mapping[str, Any]) -> tuple[str, ...]:
+    base, adapter, ema = row.get("base"), row.get("adapter"), row.get("ema")
+    change = f"{adapter - base:+.5f}" if isinstance(base, float) and isinstance(adapter, float) else ""
+    return f"{row.get('timestep', 0):g}", _loss(base), _loss(adapter), change, _loss(ema)
+
+
+def _loss(value: Any) -> str:
+    return f"{value:.5f}" if isinstance(value, float) else ""
+
+
+def cache_tables(run: RunFiles, dataset: DatasetPart) -> list[Table]:
+    """What `check_cache` found when it last ran, and what is in the folders now."""
+    result = run.reports.get("check_cache", {}).get("result")
+    rows = result.get("datasets", []) if isinstance(result, Mapping) else []
+    columns = ("dataset", "kind", "valid", "stale", "missing", "corrupt", "coverage", "bytes")
+    judged = [[str(row.get(column, "")) for column in columns[:6]]
+              + [f"{row.get('coverage', 0)} %", bytes_text(int(row.get("bytes", 0)))]
+              for row in rows if isinstance(row, dict)]  # fmt: skip
+    found = [Table("Judged by check_cache", (*columns[:7], "size"), judged)] if judged else []
+    held = [(kind, f"{identity} in {dtype}", str(number), bytes_text(size))
+            for kind, identity, dtype, number, size in dataset.cache]  # fmt: skip
+    return [*found, *([Table("In the cache folders", ("kind", "encoder", "entries", "size"), held)] if held else [])]
+
+
+def ranking_table(found: Evaluation) -> Table:
+    """The checkpoints, best first."""
+    ranked = found.ranked
+    rows = [
+        (str(one.rank), one.name, "" if one.step is None else str(one.step), f"{one.mean_loss:.5f}",
+         f"{one.delta:+.5f}", f"{one.ci_low:+.5f} to {one.ci_high:+.5f}", _judged(one.ci_low, one.ci_high))
+        for one in ranked
+    ]  # fmt: skip
+    head = ("rank", "checkpoint", "step", "held-out loss", "less base", f"{found.confidence:.0%} interval", "")
+    best = next((number for number, one in enumerate(ranked) if one.name == found.best), None)
+    return Table(f"Ranking; the base has {found.mean_base:.5f}", head, rows, best)
+
+
+def _judged(low: float, high: float) -> str:
+    return "better than base" if high < 0 else "worse than base" if low > 0 else "within chance"
+
+
+def evaluation_tables(found: Evaluation) -> list[Table]:
+    """Losses by timestep, by activity and on what was not trained on, and what looks learned by heart."""
+    tables = [
+        _losses(caption, name, rows, found)
+        for caption, name, rows in (
+            ("Held-out loss by timestep", "timestep", found.per_timestep),
+            ("Held-out loss by activity", "activity", found.per_activity),
+            ("What was not trained on (a rise is forgetting)", "set", found.forgetting),
+        )
+        if rows
+    ]
+    copies = [_copy(one) for one in found.memorisation]
+    head = ("checkpoint", "video", "nearest training clip", "distance", "the base's", "")
+    return [*tables, *([Table("Nearest training clips", head, copies)] if copies else [])]
+
+
+def _losses(caption: str, name: str, rows: Iterable[Row], found: Evaluation) -> Table:
+    names = [checkpoint.name for checkpoint in found.ranked]
+    shown = [
+        (row.name, f"{row.base:.5f}",
+         *(f"{row.losses[one]:.5f} ({row.losses[one] - row.base:+.5f})" if one in row.losses else "" for one in names))
+        for row in rows
+    ]  # fmt: skip
+    return Table(caption, (name, "base", *names), shown)
+
+
+def _copy(one: Memorisation) -> tuple[str, ...]:
+    usual = "" if one.usual_distance is None else f"{one.usual_distance:.4g}"
+    judged = "probably a copy" if one.suspicious else ""
+    return one.checkpoint, one.video, one.nearest, f"{one.distance:.4g}", usual, judged
+
+
+def text_of(value: Any) -> str:
+    """A value of JSON on one line, cut where it is very long.
+
+    >>> text_of(None), text_of(True), text_of(["a", "b"]), text_of("x" * 500)[-3:]
+    ('', 'yes', 'a b', 'x …')
+    """
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list) and all(isinstance(part, str | int | float) for part in value):
+        value = " ".join(map(str, value))
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= _LONG else f"{text[:_LONG]} …"

@@ -1,0 +1,178 @@
+"""Whether the LoRA is good and which checkpoint to use: by an evaluation, else by held-out loss, else unknown."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeGuard
+
+from wangen.generator.errors import many
+from wangen.runtime.evaluation_file import Evaluation, Row
+from wangen.runtime.report.charts import experts_of, validations
+from wangen.runtime.report.run_files import Lora, RunFiles
+
+Level = Literal["good", "unsure", "bad", "unknown"]
+
+FORGOTTEN = 0.02
+"""Share by which the loss on a set outside of the training may rise before it is held against a checkpoint."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The answer, in plain words.
+
+    Attributes:
+        level: how good it is.
+        headline: the answer in a sentence.
+        use: file names of the LoRA to use, one for each expert; empty when nothing can be said.
+        basis: what it rests on.
+        because: what speaks for it.
+        against: what speaks against it.
+    """
+
+    level: Level
+    headline: str
+    use: tuple[str, ...]
+    basis: str
+    because: tuple[str, ...]
+    against: tuple[str, ...]
+
+
+def judge(run: RunFiles) -> Verdict:
+    """The verdict on a run."""
+    if run.evaluation:
+        return _by_evaluation(run.evaluation, run)
+    found = {expert: validations(run.records, expert) for expert in experts_of(run.records)}
+    if any(step for points in found.values() for step, _ in points):
+        return _by_validation(run, found)
+    return _unknown(run)
+
+
+def _by_evaluation(found: Evaluation, run: RunFiles) -> Verdict:
+    best = found.winner
+    percent = _percent(best.mean_loss, found.mean_base)
+    interval = f"{found.confidence:.0%} interval of the difference {best.ci_low:+.5f} to {best.ci_high:+.5f}"
+    because = [
+        f"held-out loss {best.mean_loss:.5f} where the base has {found.mean_base:.5f}: {percent}; {interval}"
+        + (f", over {many(found.num_items, 'item')}" if found.num_items else "")
+    ]
+    lower = [row.name for row in found.per_timestep if row.losses.get(best.name, row.base) < row.base]
+    if found.per_timestep:
+        because.append(f"better than the base at {len(lower)} of {many(len(found.per_timestep), 'timestep')}")
+    if len(found.checkpoints) > 1:
+        because.append(f"first of {len(found.checkpoints)} checkpoints: {_order(found)}")
+    copies = any(copy.suspicious and copy.checkpoint == best.name for copy in found.memorisation)
+    level: Level
+    if best.ci_high < 0 and copies:
+        level = "unsure"
+        headline = f"Better on items that it never saw, but it seems to copy training clips: look at {best.name} first."
+    elif best.ci_high < 0:
+        level = "good"
+        headline = f"The LoRA has learned something that holds for items it never saw. Use {best.name}."
+    elif best.ci_low > 0:
+        level, headline = "bad", "Every checkpoint is worse than the base model: do not use this LoRA."
+    else:
+        level, headline = "unsure", f"No checkpoint is clearly better than the base; the nearest to it is {best.name}."
+    files = tuple(file for file in (best.file_high_noise, best.file) if file)
+    against = [*_against(found, best.name), *_later_is_worse(found, run)]
+    return Verdict(level, headline, files if level != "bad" else (), f"the evaluation of {_checkpoints(found)}",
+                   tuple(because), tuple(against))  # fmt: skip
+
+
+def _checkpoints(found: Evaluation) -> str:
+    return many(len(found.checkpoints), "checkpoint")
+
+
+def _percent(value: float, base: float) -> str:
+    change = 100 * (value - base) / base if base else 0.0
+    return f"{abs(change):.2g} % {'lower' if change < 0 else 'higher'}"
+
+
+def _order(found: Evaluation) -> str:
+    names = [checkpoint.name for checkpoint in found.ranked]
+    return ", ".join(names[:5]) + (f" … and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _against(found: Evaluation, best: str) -> list[str]:
+    """What the evaluation itself holds against the best checkpoint."""
+    against = [
+        f"on {row.name}, which it was not trained on, its loss is {_percent(row.losses[best], row.base)} than the "
+        "base's: it has forgotten some of what the base can"
+        for row in found.forgetting
+        if best in row.losses and row.losses[best] > row.base * (1 + FORGOTTEN)
+    ]
+    against += [f"worse than the base at timestep {name}" for name in _worse(found.per_timestep, best)]
+    against += [f"worse than the base at {name}" for name in _worse(found.per_activity, best)]
+    copies = [copy for copy in found.memorisation if copy.suspicious and copy.checkpoint == best]
+    if copies:
+        against.append(f"videos that nearly repeat a training clip: {len(copies)}, such as one of {copies[0].nearest}")
+    return [*against, *found.warnings]
+
+
+def _worse(rows: Sequence[Row], best: str) -> list[str]:
+    return [row.name for row in rows if best in row.losses and row.losses[best] > row.base]
+
+
+def _later_is_worse(found: Evaluation, run: RunFiles) -> list[str]:
+    last = max((checkpoint.step or 0 for checkpoint in found.checkpoints), default=0)
+    step = found.winner.step
+    if step is None or step >= last or last > run.last_step > 0:
+        return []
+    return [f"training beyond step {step} did not help: the checkpoints up to step {last} are worse"]
+
+
+def _by_validation(run: RunFiles, found: Mapping[str, list[tuple[int, dict[str, Any]]]]) -> Verdict:
+    because, against, use, better = [], [], [], []
+    for expert, points in found.items():
+        trained = [(step, told) for step, told in points if step and _is_number(told.get("mean_adapter"))]
+        if not trained:
+            continue
+        step, told = min(trained, key=lambda point: point[1]["mean_adapter"])
+        of = f"{expert.replace('_', ' ')}: " if expert else ""
+        delta, error = told.get("delta"), told.get("standard_error")
+        better.append(_is_number(delta) and _is_number(error) and delta < -2 * error)
+        because.append(
+            f"{of}held-out loss {told['mean_adapter']:.5f} at step {step}, base {told.get('mean_base', 0.0):.5f}"
+            + (f", difference {delta:+.5f}" + (f" ± {error:.5f}" if _is_number(error) else "")
+               if _is_number(delta) else "")
+            + (f", better at {told['num_better']} of {many(told['num_items'], 'item')}" if "num_items" in told else "")
+        )  # fmt: skip
+        if file := _nearest_file(run.loras, expert, step):
+            use.append(file.file.name)
+            if file.step != step:
+                against.append(f"{of}no file was kept of step {step}, which is the best one; {file.file.name} is of "
+                               f"step {file.step}")  # fmt: skip
+        if step < trained[-1][0]:
+            against.append(f"{of}after step {step} the held-out loss rose: it began to learn by heart")
+        if not _is_number(error):
+            against.append(f"{of}one held-out item is too few to tell a difference from chance")
+    against.append("a lower loss is not always the better picture: look at the samples, or run wangen evaluate")
+    clearly = "better than the base" if all(better) else "not clearly better than the base"
+    headline = f"By held-out loss alone the LoRA is {clearly}; it was not evaluated yet."
+    return Verdict("good" if all(better) else "unsure", headline, tuple(use), "the held-out loss of the training",
+                   tuple(because), tuple(against))  # fmt: skip
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float)
+
+
+def _nearest_file(loras: Sequence[Lora], expert: str, step: int) -> Lora | None:
+    """The file saved at this step, `-best` first, else of the nearest step; averages and other layouts last."""
+    known = [lora for lora in loras if lora.expert == expert and lora.step is not None]
+
+    def rank(lora: Lora) -> tuple[int, bool, bool, int]:
+        return abs((lora.step or 0) - step), "average" in lora.what, lora.what != "best", len(lora.file.name)
+
+    return min(known, key=rank, default=None)
+
+
+def _unknown(run: RunFiles) -> Verdict:
+    finished = [lora.file.name for lora in run.loras if lora.what == "finished"]
+    headline = (
+        "Nothing is known of how good this LoRA is: it was neither evaluated nor judged by held-out items."
+        if run.loras or run.records
+        else "There is nothing to judge yet."
+    )
+    because = (f"the last one saved is {finished[-1]}",) if finished else ()
+    against = ("a training loss does not tell a good LoRA from a bad one: look at the samples, run wangen evaluate, or "
+               "train with --validation_items 8",)  # fmt: skip
+    return Verdict("unknown", headline, (), "nothing yet", because, against)

@@ -1,0 +1,250 @@
+"""`wangen watch`: who gets what from it, and what it says of a run that goes on, stalls, stops or ends."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from http.client import HTTPConnection, HTTPResponse
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers import make_clip
+from report_runs import evaluation, step_line, write_metrics
+
+from wangen.generator import lock
+from wangen.generator.errors import UsageError, WangenError
+from wangen.generator.steps import Watch
+from wangen.runtime.evaluation_file import Video, write_evaluation
+from wangen.runtime.report import live
+from wangen.runtime.report.live import LiveRun, status_of
+from wangen.runtime.report.run_files import read_run
+from wangen.runtime.report.server import LiveServer
+
+TOKEN = "a-token-of-the-test"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A run with numbers and two samples, and files that nobody may read."""
+    run = write_metrics(tmp_path / "run", [step_line(step) for step in range(1, 4)])
+    for step in (1, 3):
+        make_clip(run / "samples" / f"cats-step{step:08d}-1.mp4", num_frames=8, seed=step)
+    (run / "secret.mp4").write_bytes(b"secret")
+    (tmp_path / "secret.png").write_bytes(b"secret")
+    return run
+
+
+@contextmanager
+def served(folder: Path, **options: Any) -> Iterator[LiveServer]:
+    """The server in a thread of its own."""
+    with LiveServer(0, TOKEN, LiveRun(Watch(output_dir=folder, **options))) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def ask(
+    server: LiveServer, path: str, *, headers: Mapping[str, str] | None = None, method: str = "GET"
+) -> tuple[HTTPResponse, bytes]:
+    """The answer to a request whose path is sent as it is."""
+    connection = HTTPConnection("127.0.0.1", server.server_port, timeout=10)
+    try:
+        connection.request(method, path, headers=dict(headers or {}))
+        answer = connection.getresponse()
+        return answer, answer.read()
+    finally:
+        connection.close()
+
+
+def told(server: LiveServer) -> dict[str, Any]:
+    return json.loads(ask(server, f"/{TOKEN}/state")[1])
+
+
+def html_of(state: Mapping[str, Any]) -> str:
+    return "".join(block["html"] for section in state["sections"] for block in section["blocks"])
+
+
+# ---- who gets what -----------------------------------------------------------------------------------------------
+
+
+def test_with_the_token_there_is_the_page_and_nothing_comes_from_elsewhere(folder):
+    with served(folder) as server:
+        answer, body = ask(server, f"/{TOKEN}/")
+        assert answer.status == 200
+        assert "Step 3" in body.decode()
+        assert answer.headers["Cache-Control"] == "no-store"
+        assert answer.headers["Referrer-Policy"] == "no-referrer"
+        assert answer.headers["X-Frame-Options"] == "DENY"
+        assert "Access-Control-Allow-Origin" not in answer.headers
+        assert not re.search(rb"https?://", body)
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/", "", "/state", "/wrong/", f"/{TOKEN[:-1]}/", f"/{TOKEN}x/state", f"/{TOKEN}", f"/{TOKEN}/page",
+     f"/{TOKEN}/media/", f"/{TOKEN}/media/x.mp4", f"/{TOKEN}/media/secret.mp4", f"/{TOKEN}/metrics.jsonl",
+     f"/{TOKEN}/media/../secret.mp4", f"/{TOKEN}/media/..%2F..%2Fsecret.png", f"/{TOKEN}/../../secret.png",
+     f"/{TOKEN}/media//etc/passwd", "//evil.example/", "/%C3%A9/", "*"],
+)  # fmt: skip
+def test_everything_else_is_not_there(folder, path):
+    with served(folder) as server:
+        answer, body = ask(server, path)
+        assert (answer.status, body) == (404, b"")
+
+
+@pytest.mark.parametrize("host", ["evil.example", "127.0.0.1", "127.0.0.1:1", "localhost.evil.example:80", ""])
+def test_another_host_is_refused_even_with_the_token(folder, host):
+    with served(folder) as server:
+        assert ask(server, f"/{TOKEN}/", headers={"Host": host})[0].status == 421
+        assert ask(server, f"/{TOKEN}/", headers={"Host": f"localhost:{server.server_port}"})[0].status == 200
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS"])
+def test_nothing_can_be_sent(folder, method):
+    with served(folder) as server:
+        assert ask(server, f"/{TOKEN}/", method=method)[0].status == 501
+
+
+def test_it_listens_on_this_machine_alone(folder):
+    with served(folder) as server:
+        assert server.socket.getsockname()[0] == "127.0.0.1"
+        assert server.url == f"http://127.0.0.1:{server.server_port}/{TOKEN}/"
+
+
+def test_samples_are_read_by_the_names_that_the_page_has_in_parts_too(folder):
+    with served(folder) as server:
+        names = re.findall(r"media/[0-9a-f]{24}\.mp4", ask(server, f"/{TOKEN}/")[1].decode())
+        assert len(set(names)) == 2
+        whole = (folder / "samples" / "cats-step00000001-1.mp4").read_bytes()
+        answer, body = ask(server, f"/{TOKEN}/{names[0]}")
+        assert (answer.status, answer.headers["Content-Type"], body) == (200, "video/mp4", whole)
+        answer, body = ask(server, f"/{TOKEN}/{names[0]}", headers={"Range": "bytes=10-19"})
+        assert (answer.status, body) == (206, whole[10:20])
+        assert answer.headers["Content-Range"] == f"bytes 10-19/{len(whole)}"
+        assert ask(server, f"/{TOKEN}/{names[0]}", headers={"Range": f"bytes={len(whole)}-"})[0].status == 416
+        answer, body = ask(server, f"/{TOKEN}/{names[0]}", method="HEAD")
+        assert (answer.status, answer.headers["Content-Length"], body) == (200, str(len(whole)), b"")
+        (folder / "samples" / "cats-step00000001-1.mp4").unlink()
+        assert ask(server, f"/{TOKEN}/{names[0]}")[0].status == 404
+
+
+def test_an_evaluation_gives_no_access_to_other_files(folder):
+    named = {"base": "../secret.png", "step 3": "/etc/hostname", "step 6": "secret.mp4"}
+    write_evaluation(evaluation(videos=(Video("a", "b", 1, named),)), folder / "evaluation.json")
+    with served(folder) as server:
+        page = ask(server, f"/{TOKEN}/")[1].decode()
+        files = {ask(server, f"/{TOKEN}/{name}")[1] for name in re.findall(r"media/[0-9a-f]{24}\.\w+", page)}
+        assert len(files) == 2 + 1  # the samples, and the video that lies in the folder of the run
+        assert "no picture or video inside this folder" in page
+
+
+# ---- what it tells -----------------------------------------------------------------------------------------------
+
+
+def test_what_is_new_is_told_and_what_is_not_is_not(folder):
+    with served(folder) as server:
+        answer, _ = ask(server, f"/{TOKEN}/state")
+        mark = answer.headers["ETag"]
+        before = told(server)
+        assert ask(server, f"/{TOKEN}/state", headers={"If-None-Match": mark})[0].status == 304
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(step_line(4)) + "\n" + '{"step": 5, "lo')
+        answer, _ = ask(server, f"/{TOKEN}/state", headers={"If-None-Match": mark})
+        assert answer.status == 200
+        after = told(server)
+        assert after["status"] == {"word": "running", "text": "Step 4: training."}
+        digests = [{block["key"]: block["digest"] for section in state["sections"] for block in section["blocks"]}
+                   for state in (before, after)]  # fmt: skip
+        assert digests[0]["chart-loss"] != digests[1]["chart-loss"]
+        assert digests[0]["sample-1"] == digests[1]["sample-1"]
+        make_clip(folder / "samples" / "cats-step00000004-1.mp4", num_frames=8)
+        assert "step 4" in html_of(told(server))
+
+
+def test_it_waits_for_a_run_that_has_not_begun(tmp_path):
+    with served(tmp_path) as server:
+        assert told(server)["status"]["word"] == "waiting"
+        write_metrics(tmp_path, [step_line(1)])
+        state = told(server)
+        assert state["status"]["word"] == "running"
+        assert "chart-loss" in json.dumps(state)
+
+
+def status_after(folder: Path, seconds: float) -> str:
+    now_s = (folder / "metrics.jsonl").stat().st_mtime + seconds
+    return status_of(read_run(folder, None), now_s).word
+
+
+def test_a_run_that_is_silent_is_quiet_after_a_while_that_fits_its_speed(tmp_path):
+    folder = write_metrics(tmp_path, [step_line(1, s_per_step=0.5)])
+    assert (status_after(folder, 50), status_after(folder, 70)) == ("running", "quiet")
+    folder = write_metrics(tmp_path, [step_line(1, s_per_step=20.0)])
+    assert (status_after(folder, 500), status_after(folder, 700)) == ("running", "quiet")
+
+
+def test_the_lock_of_the_scripts_tells_a_run_that_was_killed(tmp_path):
+    folder = write_metrics(tmp_path, [step_line(1)])
+    (folder / "run.lock").write_text(lock.this_process().text())
+    assert status_after(folder, 1) == "running"
+    me = lock.this_process()
+    gone = lock.Owner(me.host, (me.run[0], 1.0), (me.step[0], 1.0))
+    (folder / "run.lock").write_text(gone.text())
+    assert status_after(folder, 1) == "stopped"
+
+
+@pytest.mark.parametrize(("ok", "word"), [(True, "finished"), (False, "stopped")])
+def test_the_report_of_training_ends_it_until_more_is_trained(tmp_path, ok, word):
+    folder = write_metrics(tmp_path, [step_line(1)])
+    report = folder / "train.report.json"
+    report.write_text(json.dumps({"step": "train", "ok": ok, "summary": "the disk is full"}))
+    assert status_after(folder, 1000) == word
+    earlier = report.stat().st_mtime - 100
+    os.utime(report, (earlier, earlier))
+    assert status_after(folder, 1) == "running"
+
+
+# ---- the command -------------------------------------------------------------------------------------------------
+
+
+def test_wrong_flags_are_refused(tmp_path):
+    with pytest.raises(UsageError, match="no such folder"):
+        live.run(Watch(output_dir=tmp_path / "nowhere"))
+    with pytest.raises(UsageError, match="0 to 65535"):
+        live.run(Watch(output_dir=tmp_path, port=70000))
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(WangenError, match="cannot be used"):
+        live.run(Watch(output_dir=tmp_path, port=taken.getsockname()[1]))
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals as on POSIX")
+def test_ctrl_c_is_the_good_end_of_it_and_it_needs_no_torch(folder):
+    code = (
+        "import sys\nfor name in ('torch', 'diffusers', 'transformers'): sys.modules[name] = None\n"
+        "from wangen.generator.entry import entry\nentry()"
+    )
+    words = [sys.executable, "-c", code, "watch", "--output_dir", str(folder)]
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        assert process.stderr is not None
+        url = next(match[0] for line in process.stderr if (match := re.search(r"http://127\.0\.0\.1:\d+/\S+", line)))
+        assert len(url.split("/")[3]) >= 32
+        connection = HTTPConnection(url.split("/")[2], timeout=10)
+        connection.request("GET", "/" + url.split("/")[3] + "/")
+        assert connection.getresponse().status == 200
+        connection.close()
+        time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        rest = process.stderr.read()
+        assert process.wait(10) == 0
+        assert "ended; cats has 3 steps" in rest
+        assert "Traceback" not in rest
