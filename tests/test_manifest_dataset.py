@@ -202,6 +202,10 @@ def test_a_manifest_goes_through_every_step_and_trains(prepared: Path, tiny_run:
     with pytest.raises(WangenError) as error:
         train.run(missing)
     assert f"--manifest {prepared / 'train.jsonl'}" in error.value.cure
+    (prepared / "val_cache").rename(tmp_path / "val_cache")
+    with pytest.raises(WangenError) as error:
+        train.run(replace(options, output_dir=tmp_path / "third"))
+    assert f"--manifest {val}" in error.value.cure
     assert cache_tools.prune(prepared / "train.jsonl", yes=True) == 0
     assert "there is nothing to remove" in capsys.readouterr().out
 
