@@ -15,13 +15,6 @@ from wangen.runtime.training.validation import held_out
 log = logging.getLogger("wangen")
 
 
-def _on_held_out(options: Train, path: Path) -> Train:
-    """The flags with the dataset that is held out: a TOML has resolutions of its own, a manifest is cut as asked."""
-    if is_manifest(path):
-        return replace(options, dataset_config=None, manifest=path)
-    return replace(options, dataset_config=path, manifest=None, resolution="all")
-
-
 def read_training_samples(options: Train, model: profiles.Model) -> tuple[list[CachedSample], list[CachedSample]]:
     """What is trained on and what is held out; the cache has entries of all of it.
 
@@ -45,3 +38,10 @@ def read_training_samples(options: Train, model: profiles.Model) -> tuple[list[C
     if not training:
         raise UsageError(f"--validation_items {options.validation_items} leaves nothing of {len(samples)} to train on")
     return training, validation
+
+
+def _on_held_out(options: Train, path: Path) -> Train:
+    """The flags with the dataset that is held out: a TOML has resolutions of its own, a manifest is cut as asked."""
+    if is_manifest(path):
+        return replace(options, dataset_config=None, manifest=path)
+    return replace(options, dataset_config=path, manifest=None, resolution="all")
