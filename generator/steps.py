@@ -254,7 +254,7 @@ class Export(Step):
     metadata: bool = flag("print what the header of the LoRA or of --dit says, as JSON; no weight is read", False)
 
 
-STEPS: tuple[type[Step], ...] = (Check, Caption, CacheLatents, CacheText, CheckCache, Train, Generate, Export)
+STEPS: tuple[type[Step], ...] = (Check, CacheLatents, CacheText, CheckCache, Train, Generate, Export, Caption)
 
 
 def find_step(name: str) -> type[Step] | None:
