@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from wangen.generator.errors import WangenError
 from wangen.generator.install import require_library
@@ -158,7 +158,7 @@ def unreadable(paths: Iterable[Path]) -> dict[Path, Problem]:
     """
     unique = list(dict.fromkeys(paths))
     if any(media_of(path) == "video" for path in unique):
-        require_av()
+        require_library("av")
     with ThreadPoolExecutor() as pool:
         return {bad.path: bad for bad in pool.map(inspect, unique) if isinstance(bad, Problem)}
 
@@ -357,17 +357,8 @@ def _decode_image(path: Path) -> None:
         raise WangenError(f"cannot be read as an image ({_short(error)})", where=str(path)) from None
 
 
-def require_av() -> Any:
-    """The library that reads clips.
-
-    Raises:
-        WangenError: it is not installed.
-    """
-    return require_library("av")
-
-
 def _video_facts(path: Path) -> MediaFacts:
-    av = require_av()
+    av = require_library("av")
     try:
         with av.open(str(path)) as container:
             if not container.streams.video:

@@ -198,8 +198,6 @@ class Export(Step):
 
 STEPS: tuple[type[Step], ...] = (
     Check,
-    Preprocess,
-    Caption,
     CacheLatents,
     CacheText,
     CheckCache,
@@ -207,6 +205,8 @@ STEPS: tuple[type[Step], ...] = (
     Generate,
     Evaluate,
     Export,
+    Preprocess,
+    Caption,
     MakeReport,
     Watch,
 )

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from wangen.generator import manifests
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.manifests import Clips, is_manifest
-from wangen.generator.toml_values import WHITE, read_value
+from wangen.generator.toml_values import MAX_SIDE, WHITE, read_value
 
 log = logging.getLogger("wangen")
 
@@ -313,11 +313,12 @@ def _of_manifest(manifest: Path, cache: Path, values: Mapping[str, Any]) -> tupl
     found: list[DatasetEntry] = []
     described = manifests.describe_manifest(manifest) or {"image": Clips(Counter(), Counter(), 0)}
     for media, clips in described.items():
-        size = max(clips.sizes, key=lambda size: (clips.sizes[size], size), default=CLIP_SIZE)
+        sizes = [size for size in clips.sizes if max(size) <= MAX_SIDE]
+        size = max(sizes, key=lambda size: (clips.sizes[size], size), default=CLIP_SIZE)
         said: dict[str, Any] = {} if "resolution" in values else {"resolution": size, "enable_bucket": True}
-        if media == "video" and values.keys().isdisjoint(("target_frames", "frame_extraction")):
+        if media == "video" and "target_frames" not in values and values.get("frame_extraction") != "full":
             length = (max(clips.frames, default=CLIP_FRAMES) - 1) // 4 * 4 + 1
-            one = len(clips.frames) == 1 and clips.frames.total() == clips.number
+            one = "frame_extraction" in values or (len(clips.frames) == 1 and clips.frames.total() == clips.number)
             said |= {"target_frames": (length,)} if one else {"frame_extraction": "full", "max_frames": length}
         found.append(DatasetEntry(directory=manifest.parent, media=media, cache_directory=cache, manifest=manifest,
                                   mixed=True, **said | dict(values)))  # fmt: skip

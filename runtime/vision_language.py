@@ -1,5 +1,6 @@
 """A local vision-language model: pictures and an instruction -> a text. Nothing is fetched, unpickled or executed."""
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -87,7 +88,7 @@ def _load(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
         )
     except ImportError as error:
         raise WangenError(f"a library that this model needs is not installed: {_short(error)}", where=str(folder),
-                          cure="install it into this environment, or take another model") from None  # fmt: skip
+                          cure=_install(str(error))) from None  # fmt: skip
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
         raise WangenError(f"cannot be loaded as a vision-language model: {_short(error)}", where=str(folder),
                           cure=_CURE) from None  # fmt: skip
@@ -100,6 +101,13 @@ def _load(folder: Path, dtype: torch.dtype) -> tuple[Any, Any]:
     if processor.tokenizer.pad_token is None:
         processor.tokenizer.pad_token = processor.tokenizer.eos_token
     return processor, model
+
+
+def _install(text: str) -> str:
+    """What to do about a library that a message of transformers names."""
+    if "torchvision" in text.lower():  # the processors of Qwen-VL and SmolVLM import it for their videos
+        return f'"{sys.executable}" -m pip install torchvision, from where torch was installed; or take another model'
+    return "install it into this environment, or take another model"
 
 
 def _short(error: BaseException) -> str:

@@ -107,3 +107,14 @@ def test_the_toml_is_found_through_the_folder_that_the_script_changes_to(tmp_pat
     put(tmp_path / "data", GOOD.replace("30.0", "30"))
     text = run_of("sh", "musubi").replace('"$(dirname "$0")"', '"$(dirname "$0")/data"')
     assert {(f.kind, f.file) for f in findings("sh", text, tmp_path)} == {("toml-value", "data/sets/cats.toml")}
+
+
+def test_manifests_are_wangens_alone(tmp_path):
+    block = GOOD[: GOOD.index("video_directory")] + 'manifest = "@/clips/train.jsonl"\n'
+    put(tmp_path, block)
+    assert not [f for f in findings("sh", run_of("sh", "wangen"), tmp_path) if f.file]
+    assert {f.kind for f in findings("sh", run_of("sh", "musubi"), tmp_path)} == {"toml-key", "toml-cache"}
+    given = [f for f in findings("sh", "wangen check_cache --manifest train.jsonl\n", tmp_path) if not f.file]
+    assert not [f for f in given if f.kind == "missing-flag"]
+    (none,) = [f for f in findings("sh", "wangen check_cache\n", tmp_path) if f.kind == "missing-flag"]
+    assert none.found == "check_cache needs --dataset_config or --manifest"

@@ -105,6 +105,9 @@ def test_a_block_of_a_toml_may_name_a_manifest_and_say_otherwise(prepared, tmp_p
     (entry,) = read_dataset(path)
     assert (entry.target_frames, entry.resolution, entry.enable_bucket) == ((5,), (32, 32), False)
     assert entry.cache_directory == Path("/tmp/elsewhere")
+    path.write_text(text + "frame_extraction = 'chunk'\n")
+    (entry,) = read_dataset(path)
+    assert (entry.target_frames, entry.frame_extraction) == ((9,), "chunk")
     path.write_text(text + "image_directory = 'x'\n")
     with pytest.raises(UsageError, match="a block names image_directory and manifest"):
         read_dataset(path)
@@ -202,6 +205,10 @@ def test_a_manifest_goes_through_every_step_and_trains(prepared: Path, tiny_run:
     with pytest.raises(WangenError) as error:
         train.run(missing)
     assert f"--manifest {prepared / 'train.jsonl'}" in error.value.cure
+    (prepared / "val_cache").rename(tmp_path / "val_cache")
+    with pytest.raises(WangenError) as error:
+        train.run(replace(options, output_dir=tmp_path / "third"))
+    assert f"--manifest {val}" in error.value.cure
     assert cache_tools.prune(prepared / "train.jsonl", yes=True) == 0
     assert "there is nothing to remove" in capsys.readouterr().out
 

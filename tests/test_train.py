@@ -311,7 +311,7 @@ def test_typing_errors_are_found_before_the_transformer_is_read(tiny_run, tmp_pa
 def test_every_training_flag_is_pinned_or_known_to_be_harmless():
     """A flag that changes the result and is not pinned would let a resume mix two runs."""
     harmless = (
-        "dataset_config resolution smoke dit dit_high_noise experts expert_turn_steps offload_inactive_dit "
+        "dataset_config manifest resolution smoke dit dit_high_noise experts expert_turn_steps offload_inactive_dit "
         "force_v2_1_time_embedding output_dir output_name network_weights network_weights_high_noise "
         "base_weights max_train_epochs max_train_steps show_timesteps vram blocks_to_swap "
         "block_swap_ring_size use_pinned_memory_for_block_swap block_swap_h2d_only checkpointing_free_blocks "

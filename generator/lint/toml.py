@@ -11,10 +11,11 @@ from typing import Any
 from wangen.generator.errors import WangenError
 from wangen.generator.lint.kinds import Finding
 from wangen.generator.lint.script import HERE, UNKNOWN, Call, Script
+from wangen.generator.manifests import is_manifest
 from wangen.generator.paths import Machine, PathError, translate
 from wangen.generator.toml_values import EXTRACTIONS, frames
 from wangen.generator.tomls import KEYS as OWN_KEYS
-from wangen.generator.tomls import MANIFEST, MEDIA_KEYS, read_dataset, refuse_unknown
+from wangen.generator.tomls import MANIFEST, MEDIA_KEYS, SOURCES, read_dataset, refuse_unknown
 
 _BOTH = {"resolution", "caption_extension", "batch_size", "num_repeats", "enable_bucket", "bucket_no_upscale"}
 _VIDEO = {"target_frames", "frame_extraction", "frame_stride", "frame_sample", "max_frames", "source_fps"}
@@ -166,7 +167,8 @@ def judge_file(script: Script, call: Call, toml: Toml) -> list[Finding]:
         try:
             read_dataset(toml.path)
         except WangenError as error:
-            found.append(Finding("toml", 1, error.found, error.cure or "mend this value"))
+            if not is_manifest(Path(error.where)):  # that may lie on another machine
+                found.append(Finding("toml", 1, error.found, error.cure or "mend this value"))
     return found
 
 
@@ -176,7 +178,7 @@ def _tables(script: Script, call: Call, toml: Toml) -> Iterator[Finding]:
     yield from _keys(call, toml)
     for number, block in enumerate(toml.blocks):
         merged = {**toml.general, **block}
-        yield from _media(toml, number, block, merged)
+        yield from _media(call, toml, number, block, merged)
         yield from _numbers(call, toml, number, merged)
         yield from _caption(call, toml, number, merged)
         yield from _cache(call, toml, number, block)
@@ -229,8 +231,10 @@ def _unknown(call: Call, line: int, key: str, known: set[str]) -> Finding:
                    f"did you mean {near[0]}?" if near else "take it out")  # fmt: skip
 
 
-def _media(toml: Toml, number: int, block: Mapping[str, Any], merged: Mapping[str, Any]) -> Iterator[Finding]:
-    found = [key for key in MEDIA_KEYS if key in block]
+def _media(
+    call: Call, toml: Toml, number: int, block: Mapping[str, Any], merged: Mapping[str, Any]
+) -> Iterator[Finding]:
+    found = [key for key in (SOURCES if call.tool == "wangen" else MEDIA_KEYS) if key in block]
     if len(found) != 1:
         what = "both " + " and ".join(found) if found else "no folder of images or videos"
         yield Finding("toml-key", toml.line(number, found[1] if found else ""), f"this block names {what}",
@@ -239,7 +243,7 @@ def _media(toml: Toml, number: int, block: Mapping[str, Any], merged: Mapping[st
         for key in sorted(_VIDEO & block.keys()):
             yield Finding("toml-key", toml.line(number, key), f"{key} belongs to blocks of videos",
                           "take it out of this block of images")  # fmt: skip
-    elif "target_frames" not in merged and merged.get("frame_extraction") != "full":
+    elif found[0] != MANIFEST and "target_frames" not in merged and merged.get("frame_extraction") != "full":
         yield Finding("toml-value", toml.line(number), "a block of videos without target_frames takes one frame of "
                       "each", "write target_frames = [81]")  # fmt: skip
 
@@ -290,6 +294,8 @@ def _cache(call: Call, toml: Toml, number: int, block: Mapping[str, Any]) -> Ite
     media = next((block[key] for key in ("image_directory", "video_directory") if key in block), None)
     cache = block.get("cache_directory")
     own = call.tool == "wangen"
+    if cache is None and own and MANIFEST in block:
+        return  # it lies beside the manifest
     if cache is None:
         jsonl = any(key in block for key in ("image_jsonl_file", "video_jsonl_file"))
         what = "a jsonl block needs" if jsonl else "the cache lands among the media: there is no"

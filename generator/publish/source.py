@@ -23,12 +23,12 @@ from wangen.generator.dataset import (
     list_folder,
     media_of,
     name_problem,
-    require_av,
     same_names,
 )
 from wangen.generator.errors import WangenError
 from wangen.generator.files import write_text
 from wangen.generator.geometry import too_short
+from wangen.generator.install import require_library
 from wangen.generator.manifests import is_manifest
 from wangen.generator.npz import is_other_archive
 from wangen.generator.publish.captions import (
@@ -213,7 +213,7 @@ def _read_facts(paths: Sequence[Path], memo: "_Memo", advance: Advance) -> tuple
         else:
             unknown.append(path)
     if any(media_of(path) == "video" for path in unknown):
-        require_av()
+        require_library("av")
 
     def look(path: Path) -> MediaFacts | Problem:
         found = inspect(path)

@@ -2,9 +2,11 @@
 
 import logging
 from dataclasses import replace
+from pathlib import Path
 
 from wangen import profiles
 from wangen.generator.errors import UsageError, many
+from wangen.generator.manifests import is_manifest
 from wangen.generator.steps import Train
 from wangen.runtime.loader import CachedSample, find_entries
 from wangen.runtime.samples import read_samples
@@ -22,7 +24,7 @@ def read_training_samples(options: Train, model: profiles.Model) -> tuple[list[C
     """
     samples = find_entries(options, model, read_samples(options, model))
     if options.validation_config:
-        other = replace(options, dataset_config=options.validation_config, manifest=None, resolution="all")
+        other = _on_held_out(options, options.validation_config)
         judged = find_entries(other, model, read_samples(other, model))
         trained = {cached.sample.source.digest for cached in samples}
         both = {cached.sample.item.path.name for cached in judged if cached.sample.source.digest in trained}
@@ -36,3 +38,10 @@ def read_training_samples(options: Train, model: profiles.Model) -> tuple[list[C
     if not training:
         raise UsageError(f"--validation_items {options.validation_items} leaves nothing of {len(samples)} to train on")
     return training, validation
+
+
+def _on_held_out(options: Train, path: Path) -> Train:
+    """The flags with the dataset that is held out: a TOML has resolutions of its own, a manifest is cut as asked."""
+    if is_manifest(path):
+        return replace(options, dataset_config=None, manifest=path)
+    return replace(options, dataset_config=path, manifest=None, resolution="all")
