@@ -38,6 +38,12 @@ PROMPT_FLAGS = (
 )  # fmt: skip
 """What a line of a prompt file may say for itself."""
 
+LORA_FLAGS = (
+    ("dit", "lora_weight", "lora_multiplier"),
+    ("dit_high_noise", "lora_weight_high_noise", "lora_multiplier_high_noise"),
+)  # fmt: skip
+"""A transformer, its LoRAs and their strengths."""
+
 HIGH_NOISE_FLAGS = (
     "dit_high_noise", "lora_weight_high_noise", "lora_multiplier_high_noise", "guidance_scale_high_noise",
 )  # fmt: skip
@@ -129,7 +135,7 @@ def _refuse_numbers(options: Generate, model: Model) -> None:
             raise UsageError(f"--{name} must be above 0, got {value:g}", cure="a guidance of 1 switches it off")
     if options.seed is not None and not 0 <= options.seed <= MAX_SEED:
         raise UsageError(f"--seed {options.seed}: a seed is a whole number from 0 to {MAX_SEED}")
-    for flag, name in (("lora_weight", "lora_multiplier"), ("lora_weight_high_noise", "lora_multiplier_high_noise")):
+    for _, flag, name in LORA_FLAGS:
         loras, strengths = getattr(options, flag), getattr(options, name)
         if strengths and len(strengths) != len(loras):
             raise UsageError(f"{len(loras)} --{flag} and {len(strengths)} --{name}",
@@ -173,16 +179,10 @@ def require_files(options: Generate, model: Model, encoders: Encoders) -> None:
         WangenError: a file is of another kind or cannot be read, or a LoRA is for another model.
         UsageError: a DoRA at another strength than 1, or more blocks to swap than there are.
     """
-    parts: list[tuple[str, str, tuple[Path, ...], Sequence[float]]] = [
-        ("dit", "lora_weight", options.lora_weight, options.lora_multiplier)
-    ]
-    if model.experts:
-        parts.append(("dit_high_noise", "lora_weight_high_noise", options.lora_weight_high_noise,
-                      options.lora_multiplier_high_noise))  # fmt: skip
-    for name, flag, loras, strengths in parts:
+    for name, flag, multiplier in LORA_FLAGS if model.experts else LORA_FLAGS[:1]:
         header = expect(getattr(options, name), model.kind_of(name), f"--{name}", model.name)
         spread(_num_blocks(header), options.blocks_to_swap or 0)
-        for path, strength in zip(loras, strengths, strict=True):
+        for path, strength in zip(getattr(options, flag), getattr(options, multiplier), strict=True):
             _refuse_lora(path, f"--{flag}", header, strength)
     encoders.require(model)
     if model.experts:
@@ -207,16 +207,19 @@ class _Change(NamedTuple):
 def _refuse_lora(path: Path, flag: str, transformer: Header, strength: float) -> None:
     """A LoRA of another model, or a DoRA at a strength that it cannot have."""
     file, weights = lora_file(path), changeable_weights(transformer)
-    changes = read_scales(path, flag)
+    changes, header = read_scales(path, flag), read_header(file)
     if not changes.keys() & weights.keys():
         raise nothing_matches(changes)
-    for module, parts in adapter_modules(read_header(file), file).items():
+    for module, parts in adapter_modules(header, file).items():
         if module in weights and "down" in parts and len(parts["down"].shape) == 2:
             change = _Change((parts["up"].shape[0], parts["down"].shape[1]))
             require_size(module, change, weights[module].shape)
     if strength not in (0, 1) and is_dora(path, flag):
         raise UsageError(f"a DoRA at strength {strength:g}", where=str(file),
                          cure="give it the strength 1: it scales whole weights")  # fmt: skip
+    expert, own = header.metadata.get("wangen.expert"), "high_noise" if flag.endswith("high_noise") else "low_noise"
+    if expert and expert != own:
+        log.warning("  %s %s was trained for the %s expert", flag, path, expert.replace("_", "-"))
 
 
 def files_of(options: Generate, prompts: Sequence[SamplePrompt]) -> list[Path]:

@@ -6,7 +6,6 @@ It holds no paths: what it was made with is given on the command line, and compa
 
 import hashlib
 import logging
-import platform
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib.metadata import version
@@ -46,9 +45,8 @@ def identities(options: Generate) -> dict[str, Any]:
 
 
 def made_on(device_type: str) -> dict[str, Any]:
-    """What decides the last digits beside the settings: the kind of device, and versions."""
-    versions = {"python": platform.python_version(), **{name: version(name) for name in LIBRARIES}}
-    return {"device": device_type, "versions": versions}
+    """What decides the last digits beside the settings: the kind of device, and the libraries' versions."""
+    return {"device": device_type, "versions": {name: version(name) for name in LIBRARIES}}
 
 
 def settings_of(options: Generate, prompt: SamplePrompt) -> dict[str, Any]:
