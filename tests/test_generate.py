@@ -292,3 +292,31 @@ def test_a_runs_folder_means_its_lora(tiny_run, lora, tmp_path):
         generate.run(options_for(tiny_run, tmp_path / f"{name}.png", video_length=1, lora_weight=(path,)))
         pictures.append((tmp_path / f"{name}.png").read_bytes())
     assert pictures[0] == pictures[1]
+
+
+def test_a_lora_of_the_other_expert_is_said(tiny_run, lora, tmp_path, monkeypatch, caplog):
+    def stop(*_words):
+        raise WangenError("far enough")
+
+    monkeypatch.setattr(generate, "make_scenes", stop)
+    high = tmp_path / "high.safetensors"
+    save_file(load_file(lora), high, {"wangen.expert": "high_noise"})
+    with pytest.raises(WangenError, match="far enough"):
+        generate.run(options_for(tiny_run, tmp_path / "a.mp4", lora_weight=(high,)))
+    assert "was trained for the high-noise expert" in caplog.text
+
+
+def test_decoding_that_runs_out_of_memory_keeps_its_cache_on_the_host(tiny_run, tmp_path, monkeypatch, caplog):
+    generate.run(options_for(tiny_run, tmp_path / "a.mp4"))
+    kind = family(profiles.model("t2v-1.3B"))
+    decode = kind.decode_latents
+
+    def decode_with_little(vae, latents, *, cache_cpu, tile_px):
+        if not cache_cpu:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return decode(vae, latents, cache_cpu=cache_cpu, tile_px=tile_px)
+
+    monkeypatch.setattr(kind, "decode_latents", decode_with_little, raising=False)
+    generate.run(options_for(tiny_run, tmp_path / "b.mp4"))
+    assert "out of memory decoding a video: trying again" in caplog.text
+    assert (tmp_path / "b.mp4").read_bytes() == (tmp_path / "a.mp4").read_bytes()

@@ -23,7 +23,6 @@ from wangen.runtime.adapters import adapter_modules, is_dora, read_scales
 from wangen.runtime.devices import choose_dtype, require_compiler
 from wangen.runtime.lora import nothing_matches, require_size
 from wangen.runtime.lora_folder import find_lora
-from wangen.runtime.memory.swap import spread
 from wangen.runtime.models import require_tile
 from wangen.runtime.sampling.prompts import MAX_SEED, SamplePrompt, defaults_of, make_prompt, read_prompts
 from wangen.runtime.sampling.scenes import Encoders, looks_through_clip
@@ -181,7 +180,7 @@ def require_files(options: Generate, model: Model, encoders: Encoders) -> None:
     """
     for name, flag, multiplier in LORA_FLAGS if model.experts else LORA_FLAGS[:1]:
         header = expect(getattr(options, name), model.kind_of(name), f"--{name}", model.name)
-        spread(_num_blocks(header), options.blocks_to_swap or 0)
+        _refuse_blocks(options, header)
         for path, strength in zip(getattr(options, flag), getattr(options, multiplier), strict=True):
             _refuse_lora(path, f"--{flag}", header, strength)
     encoders.require(model)
@@ -192,10 +191,13 @@ def require_files(options: Generate, model: Model, encoders: Encoders) -> None:
             log.warning("  the names of --dit and --dit_high_noise say the other expert: %s", ORDER)
 
 
-def _num_blocks(header: Header) -> int:
-    """How many blocks a transformer's file has."""
-    modules = changeable_weights(header)
-    return len({module.split(".")[1] for module in modules if module.startswith("blocks.")})
+def _refuse_blocks(options: Generate, transformer: Header) -> None:
+    """More blocks to swap than the file has."""
+    modules = changeable_weights(transformer)
+    blocks = len({module.split(".")[1] for module in modules if module.startswith("blocks.")})
+    if (options.blocks_to_swap or 0) > blocks:
+        raise UsageError(f"--blocks_to_swap {options.blocks_to_swap}: this transformer has {blocks} blocks",
+                         cure=f"give 0 to {blocks}")  # fmt: skip
 
 
 class _Change(NamedTuple):
