@@ -109,6 +109,10 @@ def test_another_first_frame_is_refused(tiny_run, tmp_path):
         ('{"step": 3, "prompt": "a"}', "was made while a LoRA was trained"),
         ('{"weights": {}, "warp": 1}', "does not know the setting warp"),
         ('{"weights": {}, "seed": "x"}', "--seed takes a whole number"),
+        ('{"weights": 3}', "the settings in this file are damaged"),
+        ('{"weights": {"dit": 3}}', "the settings in this file are damaged"),
+        ('{"weights": {}, "loras": "x"}', "the settings in this file are damaged"),
+        ('{"weights": {}, "lora_multiplier": [[1]]}', "--lora_multiplier takes one value"),
     ],
 )
 def test_files_that_tell_nothing_are_refused(tiny_run, tmp_path, settings, words):

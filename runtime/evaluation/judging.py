@@ -113,9 +113,11 @@ class Judging:
     def _measure(
         self, sampler: Sampler, who: Candidate | None, items: Sequence[CachedSample], on_item: Callable[[str], None]
     ) -> Losses:
+        sampler.switch(strengths_of(who))
         parts = []
-        for number, expert in enumerate(self._experts):
-            judge = partial(self._errors, sampler.velocity(number, strengths_of(who)))
+        for expert, loaded in zip(self._experts, sampler.experts, strict=True):
+            loaded.enter()
+            judge = partial(self._errors, loaded.velocity)
             sigmas = self._points.sigmas(high_noise=expert.high_noise)
             given = self._points.condition_frames
             parts.append(measure(judge, items, sigmas, self._points.seed, condition_frames=given, on_item=on_item))

@@ -23,7 +23,6 @@ from wangen.runtime.adapters import adapter_modules, is_dora, read_scales
 from wangen.runtime.devices import choose_dtype, require_compiler
 from wangen.runtime.lora import nothing_matches, require_size
 from wangen.runtime.lora_folder import find_lora
-from wangen.runtime.memory.swap import spread
 from wangen.runtime.models import require_tile
 from wangen.runtime.sampling.prompts import MAX_SEED, SamplePrompt, defaults_of, make_prompt, read_prompts
 from wangen.runtime.sampling.scenes import Encoders, looks_through_clip
@@ -37,6 +36,12 @@ PROMPT_FLAGS = (
     "guidance_scale_high_noise", "flow_shift", "sample_solver",
 )  # fmt: skip
 """What a line of a prompt file may say for itself."""
+
+LORA_FLAGS = (
+    ("dit", "lora_weight", "lora_multiplier"),
+    ("dit_high_noise", "lora_weight_high_noise", "lora_multiplier_high_noise"),
+)  # fmt: skip
+"""A transformer, its LoRAs and their strengths."""
 
 HIGH_NOISE_FLAGS = (
     "dit_high_noise", "lora_weight_high_noise", "lora_multiplier_high_noise", "guidance_scale_high_noise",
@@ -129,7 +134,7 @@ def _refuse_numbers(options: Generate, model: Model) -> None:
             raise UsageError(f"--{name} must be above 0, got {value:g}", cure="a guidance of 1 switches it off")
     if options.seed is not None and not 0 <= options.seed <= MAX_SEED:
         raise UsageError(f"--seed {options.seed}: a seed is a whole number from 0 to {MAX_SEED}")
-    for flag, name in (("lora_weight", "lora_multiplier"), ("lora_weight_high_noise", "lora_multiplier_high_noise")):
+    for _, flag, name in LORA_FLAGS:
         loras, strengths = getattr(options, flag), getattr(options, name)
         if strengths and len(strengths) != len(loras):
             raise UsageError(f"{len(loras)} --{flag} and {len(strengths)} --{name}",
@@ -173,16 +178,10 @@ def require_files(options: Generate, model: Model, encoders: Encoders) -> None:
         WangenError: a file is of another kind or cannot be read, or a LoRA is for another model.
         UsageError: a DoRA at another strength than 1, or more blocks to swap than there are.
     """
-    parts: list[tuple[str, str, tuple[Path, ...], Sequence[float]]] = [
-        ("dit", "lora_weight", options.lora_weight, options.lora_multiplier)
-    ]
-    if model.experts:
-        parts.append(("dit_high_noise", "lora_weight_high_noise", options.lora_weight_high_noise,
-                      options.lora_multiplier_high_noise))  # fmt: skip
-    for name, flag, loras, strengths in parts:
+    for name, flag, multiplier in LORA_FLAGS if model.experts else LORA_FLAGS[:1]:
         header = expect(getattr(options, name), model.kind_of(name), f"--{name}", model.name)
-        spread(_num_blocks(header), options.blocks_to_swap or 0)
-        for path, strength in zip(loras, strengths, strict=True):
+        _refuse_blocks(options, header)
+        for path, strength in zip(getattr(options, flag), getattr(options, multiplier), strict=True):
             _refuse_lora(path, f"--{flag}", header, strength)
     encoders.require(model)
     if model.experts:
@@ -192,10 +191,13 @@ def require_files(options: Generate, model: Model, encoders: Encoders) -> None:
             log.warning("  the names of --dit and --dit_high_noise say the other expert: %s", ORDER)
 
 
-def _num_blocks(header: Header) -> int:
-    """How many blocks a transformer's file has."""
-    modules = changeable_weights(header)
-    return len({module.split(".")[1] for module in modules if module.startswith("blocks.")})
+def _refuse_blocks(options: Generate, transformer: Header) -> None:
+    """More blocks to swap than the file has."""
+    modules = changeable_weights(transformer)
+    blocks = len({module.split(".")[1] for module in modules if module.startswith("blocks.")})
+    if (options.blocks_to_swap or 0) > blocks:
+        raise UsageError(f"--blocks_to_swap {options.blocks_to_swap}: this transformer has {blocks} blocks",
+                         cure=f"give 0 to {blocks}")  # fmt: skip
 
 
 class _Change(NamedTuple):
@@ -207,16 +209,19 @@ class _Change(NamedTuple):
 def _refuse_lora(path: Path, flag: str, transformer: Header, strength: float) -> None:
     """A LoRA of another model, or a DoRA at a strength that it cannot have."""
     file, weights = lora_file(path), changeable_weights(transformer)
-    changes = read_scales(path, flag)
+    changes, header = read_scales(path, flag), read_header(file)
     if not changes.keys() & weights.keys():
         raise nothing_matches(changes)
-    for module, parts in adapter_modules(read_header(file), file).items():
+    for module, parts in adapter_modules(header, file).items():
         if module in weights and "down" in parts and len(parts["down"].shape) == 2:
             change = _Change((parts["up"].shape[0], parts["down"].shape[1]))
             require_size(module, change, weights[module].shape)
     if strength not in (0, 1) and is_dora(path, flag):
         raise UsageError(f"a DoRA at strength {strength:g}", where=str(file),
                          cure="give it the strength 1: it scales whole weights")  # fmt: skip
+    expert, own = header.metadata.get("wangen.expert"), "high_noise" if flag.endswith("high_noise") else "low_noise"
+    if expert and expert != own:
+        log.warning("  %s %s was trained for the %s expert", flag, path, expert.replace("_", "-"))
 
 
 def files_of(options: Generate, prompts: Sequence[SamplePrompt]) -> list[Path]:

@@ -88,8 +88,8 @@ def defaults_of(model: Model) -> dict[str, Any]:
 
     >>> from wangen import profiles
     >>> own = defaults_of(profiles.model("t2v-A14B"))
-    >>> own["guidance_scale"], own["guidance_scale_high_noise"], own["video_size"], own["fps"]
-    (3.0, 4.0, (480, 832), 16)
+    >>> own["guidance_scale"], own["guidance_scale_high_noise"], own["infer_steps"], own["fps"]
+    (3.0, 4.0, 40, 16)
     """
     high = model.experts.guidance_high_noise if model.experts else None
     own = {**DEFAULTS, "fps": model.fps, "guidance_scale_high_noise": high, "image_path": None}

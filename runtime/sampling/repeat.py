@@ -6,16 +6,16 @@ It holds no paths: what it was made with is given on the command line, and compa
 
 import hashlib
 import logging
-import platform
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from wangen.generator import headers
 from wangen.generator.commands import convert
-from wangen.generator.errors import UsageError, WangenError
+from wangen.generator.errors import UsageError, WangenError, printable
 from wangen.generator.lora_config import lora_identity
 from wangen.generator.steps import Generate
 from wangen.generator.table import options as flags_of
@@ -27,7 +27,7 @@ log = logging.getLogger("wangen")
 
 WEIGHTS = ("dit", "dit_high_noise", "vae", "t5", "clip")
 LORAS = {"loras": "lora_weight", "loras_high_noise": "lora_weight_high_noise"}
-MULTIPLIERS = {"lora_multiplier": "loras", "lora_multiplier_high_noise": "loras_high_noise"}
+MULTIPLIERS = {"lora_multiplier": "lora_weight", "lora_multiplier_high_noise": "lora_weight_high_noise"}
 LIBRARIES = ("torch", "diffusers")
 SHOWN_DIGITS = 16
 
@@ -46,9 +46,8 @@ def identities(options: Generate) -> dict[str, Any]:
 
 
 def made_on(device_type: str) -> dict[str, Any]:
-    """What decides the last digits beside the settings: the kind of device, and versions."""
-    versions = {"python": platform.python_version(), **{name: version(name) for name in LIBRARIES}}
-    return {"device": device_type, "versions": versions}
+    """What decides the last digits beside the settings: the kind of device, and the libraries' versions."""
+    return {"device": device_type, "versions": {name: version(name) for name in LIBRARIES}}
 
 
 def settings_of(options: Generate, prompt: SamplePrompt) -> dict[str, Any]:
@@ -92,28 +91,37 @@ def filled(options: Generate) -> tuple[Generate, Mapping[str, Any]]:
     """
     if options.repeat is None:
         return options, {}
-    told = read_settings(options.repeat, "--from")
-    where = str(options.repeat)
-    if "weights" not in told:
-        raise UsageError("--from: this file was made while a LoRA was trained, by weights that no file holds",
-                         where=where, cure="give its settings as flags: samples.jsonl beside it has them")  # fmt: skip
+    told, where = read_settings(options.repeat, "--from"), str(options.repeat)
     flags = {option.name: option for option in flags_of(Generate) if option.flag.pinned}
-    known = {*flags, "weights", *LORAS, "image", "device", "versions"}
-    if later := told.keys() - known:
-        raise UsageError(f"--from: this version of wangen does not know the setting {min(later)}", where=where,
-                         cure="install the version that made the file, or a later one")  # fmt: skip
+    _require_own(told, {*flags, "weights", *LORAS, "image", "device", "versions"}, where)
     taken = {}
     for name, option in flags.items():
         raw = told.get(name)
         stays = getattr(options, name) not in (None, ()) or (name == "prompt" and options.prompt_file)
         if raw in (None, []) or stays:
             continue
-        lora = MULTIPLIERS.get(name)
-        if lora is None or len(raw) == len(getattr(options, LORAS[lora])):
-            taken[name] = convert(option, raw, where)
+        value, flag = convert(option, raw, where), MULTIPLIERS.get(name)
+        if flag is None or len(value) == len(getattr(options, flag)):
+            taken[name] = value
     if options.guidance_scale is not None:  # given, it is both experts', as without --from
         taken.pop("guidance_scale_high_noise", None)
     return replace(options, **taken), told
+
+
+def _require_own(told: Mapping[str, Any], known: Collection[str], where: str) -> None:
+    """Refuse settings that this step did not write, or a later version of it."""
+    weights, loras = told.get("weights"), [told.get(key, []) for key in LORAS]
+    if weights is None:
+        raise UsageError("--from: this file was made while a LoRA was trained, by weights that no file holds",
+                         where=where, cure="give its settings as flags: samples.jsonl beside it has them")  # fmt: skip
+    if later := told.keys() - known:
+        raise UsageError(f"--from: this version of wangen does not know the setting {printable(min(later))}",
+                         where=where, cure="install the version that made the file, or a later one")  # fmt: skip
+    lists = isinstance(weights, dict) and all(isinstance(one, list) for one in loras)
+    digests = [*weights.values(), *chain.from_iterable(loras), told.get("image") or ""] if lists else [None]
+    if not all(isinstance(digest, str) for digest in digests):
+        raise UsageError("--from: the settings in this file are damaged", where=where,
+                         cure="give the file as it was made")  # fmt: skip
 
 
 def compare(options: Generate, told: Mapping[str, Any], found: Mapping[str, Any], image: str | None) -> None:

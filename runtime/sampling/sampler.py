@@ -143,6 +143,8 @@ class Sampler:
 
     Attributes:
         attention: the name of the attention kernel that runs.
+        experts: what predicts velocities, in the order given, for who compares losses: call `enter` first, and
+            `torch.no_grad` around it.
 
     Raises:
         WangenError: weights are of another kind, a LoRA does not fit, or the memory is full.
@@ -162,11 +164,11 @@ class Sampler:
         with enough_memory("loading the transformer", settings.cure):
             self._loaded = [self._load(expert) for expert in experts]
         self.attention = self._loaded[0].attention
-        self._experts = [
+        self.experts = [
             Expert(loaded.velocity, weights.high_noise, partial(self._enter, number))
             for number, (loaded, weights) in enumerate(zip(self._loaded, experts, strict=True))
         ]
-        self._switch(None)
+        self.switch(None)
 
     def latents(
         self,
@@ -186,23 +188,35 @@ class Sampler:
             UsageError: a DoRA at another strength than 0 and 1.
             ValueError: no LoRA of such a name was loaded.
         """
-        self._switch(strengths)
+        self.switch(strengths)
         settings = self._settings
         return sample_latents(
-            self._kind, self._model, self._experts, scene, self._device, boundary=settings.boundary,
+            self._kind, self._model, self.experts, scene, self._device, boundary=settings.boundary,
             cure=settings.cure, on_step=on_step,
         )  # fmt: skip
 
-    def velocity(self, number: int, strengths: Mapping[str, float] | None = None) -> Velocity:
-        """What predicts with one of the experts; its LoRAs have these strengths until something else is asked for.
+    def switch(self, strengths: Mapping[str, float] | None) -> None:
+        """Give every LoRA its strength, for all that `experts` predict from now on.
 
         Args:
-            number: of the expert, as they were given.
             strengths: as of `Request`.
+
+        Raises:
+            UsageError: a DoRA at another strength than 0 and 1.
+            ValueError: no LoRA of such a name was loaded.
         """
-        self._switch(strengths)
-        self._enter(number)
-        return self._loaded[number].velocity
+        known = {lora.name for weights in self._weights for lora in weights.loras}
+        if unknown := (strengths or {}).keys() - known:
+            raise ValueError(f"no LoRA called {min(unknown)} was loaded")
+        for loaded, weights in zip(self._loaded, self._weights, strict=True):
+            given = {lora.name: lora.strength for lora in weights.loras} if strengths is None else strengths
+            active = {name: strength for name, strength in given.items() if strength}
+            for layer in adapter_layers(loaded.place.transformer).values():
+                layer.set_adapter(list(active))
+                for name, strength in active.items():
+                    if strength != 1 and name in getattr(layer, "lora_magnitude_vector", {}):
+                        raise UsageError(f"a DoRA at strength {strength:g}", cure="give it 1, or 0 for none of it")
+                    layer.set_scale(name, strength)
 
     def rest(self) -> None:
         """Make room on the device, for the VAE: experts that take turns both go to host memory."""
@@ -221,21 +235,6 @@ class Sampler:
                 if other != number:
                     loaded.place.park()
         self._loaded[number].place.unpark()
-
-    def _switch(self, strengths: Mapping[str, float] | None) -> None:
-        """Give every LoRA its strength; None is that which it was loaded with."""
-        known = {lora.name for weights in self._weights for lora in weights.loras}
-        if unknown := (strengths or {}).keys() - known:
-            raise ValueError(f"no LoRA called {min(unknown)} was loaded")
-        for loaded, weights in zip(self._loaded, self._weights, strict=True):
-            given = {lora.name: lora.strength for lora in weights.loras} if strengths is None else strengths
-            active = {name: strength for name, strength in given.items() if strength}
-            for layer in adapter_layers(loaded.place.transformer).values():
-                layer.set_adapter(list(active))
-                for name, strength in active.items():
-                    if strength != 1 and name in getattr(layer, "lora_magnitude_vector", {}):
-                        raise UsageError(f"a DoRA at strength {strength:g}", cure="give it 1, or 0 for none of it")
-                    layer.set_scale(name, strength)
 
     def _load(self, weights: ExpertWeights) -> "_Loaded":
         """One transformer with its LoRAs, where it belongs, and what predicts with it."""

@@ -3,6 +3,7 @@
 Letters in shapes: C channels, F h w the latent's frames, height and width, T H W those of the video in pixels.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,6 +18,8 @@ from wangen.runtime.devices import DTYPES, choose_decoder_dtype, enough_memory, 
 from wangen.runtime.models import Family
 from wangen.runtime.sampling.prompts import SamplePrompt
 from wangen.runtime.sampling.scenes import Encoders, Scene
+
+log = logging.getLogger("wangen")
 
 
 @dataclass(frozen=True)
@@ -119,13 +122,23 @@ class Decoder:
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         """Latents (1, C, F, h, w) -> frames (3, T, H, W) in [-1, 1], on the CPU.
 
+        Where the memory is full it is tried once more as with `vae_cache_cpu`, which gives the same frames.
+
         Raises:
             WangenError: the memory is full.
         """
         with exact(self.dtype):
             vae = self._vae
-            with enough_memory("decoding a video", self._cure):
-                videos = self._kind.decode_latents(
-                    vae, latents, cache_cpu=self._encoders.vae_cache_cpu, tile_px=self._encoders.vae_tile
-                )
-        return videos[0]
+            if not self._encoders.vae_cache_cpu:
+                try:
+                    return self._decoded(vae, latents, cache_cpu=False)
+                except WangenError as error:
+                    log.warning("  %s: trying again as with --vae_cache_cpu", error.found)
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()
+            return self._decoded(vae, latents, cache_cpu=True)
+
+    def _decoded(self, vae: Any, latents: torch.Tensor, *, cache_cpu: bool) -> torch.Tensor:
+        with enough_memory("decoding a video", self._cure):
+            (video,) = self._kind.decode_latents(vae, latents, cache_cpu=cache_cpu, tile_px=self._encoders.vae_tile)
+        return torch.as_tensor(video)
