@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from collections import namedtuple
 from itertools import chain
 from pathlib import Path
@@ -245,6 +246,16 @@ def test_wrong_flags_are_answered_before_anything_starts(tmp_path, flags, part):
     with pytest.raises(UsageError) as error:
         prepare(**({"videos": videos, "output": tmp_path / "o"} | flags))
     assert part in str(error.value)
+    assert not (tmp_path / "o").exists()
+
+
+def test_an_ffmpeg_that_cannot_do_it_is_named_before_anything_starts(tmp_path, monkeypatch):
+    videos = moving(tmp_path / "v", "a.mp4")
+    for program, part in ((sys.executable, "has no filter scdet"), (tmp_path / "none", "cannot be run")):
+        monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", str(program))
+        with pytest.raises(WangenError, match=part) as error:
+            prepare(videos, tmp_path / "o")
+        assert error.value.where == str(program)
     assert not (tmp_path / "o").exists()
 
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from wangen.generator.dataset import MediaFacts
 from wangen.generator.prepare_steps import Preprocess
 from wangen.runtime.preprocess.analysis import THUMB_PX, Analysis
 from wangen.runtime.preprocess.form import Form
@@ -45,11 +44,13 @@ class Footage:
         video: the file and what is said of it.
         source: what it holds.
         stamps: (N,) int64: the time stamp of each of its frames at the clips' rate, as in `Analysis`.
+        aspect: of its pixels, as there.
     """
 
     video: Video
     source: Source
     stamps: "Stamps"
+    aspect: float
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ def find_windows(footage: Footage, analysis: Analysis, form: Form, options: Prep
                 none = np.empty(0, np.int16)
                 found.append(Window(footage, segment.prompt, first, end - first, {}, none, (reason,)))
             for start in range(first, end - form.frames + 1, form.stride):
-                signals = _measured(analysis, footage.source.facts, start, form)
+                signals = _measured(analysis, start, form)
                 thumbs = analysis.thumbs[start + picks].reshape(-1).astype(np.int16)
                 faults = _faults(signals, options)
                 found.append(Window(footage, segment.prompt, start, form.frames, signals, thumbs, faults))
@@ -115,12 +116,13 @@ def _shots(analysis: Analysis, segment: Segment, fps: int, threshold: float) -> 
     yield from ((start, stop) for start, stop in pairwise([first, *cuts, end]) if stop > start)
 
 
-def _measured(analysis: Analysis, facts: MediaFacts, start: int, form: Form) -> dict[str, float]:
+def _measured(analysis: Analysis, start: int, form: Form) -> dict[str, float]:
     """The signals of a window. Changes count within it: that of its first frame belongs to the one before."""
     end = start + form.frames
     change = analysis.change[start + 1 : end]
-    scale = max(form.width / facts.width, form.height / facts.height)
-    visible = form.width * form.height / (facts.width * facts.height * scale * scale)
+    width, height = analysis.size
+    scale = max(form.width / width, form.height / height)
+    visible = form.width * form.height / (width * height * scale * scale)
     values = {
         "cut": max(analysis.cut[start + 1 : end].tolist(), default=0.0),
         "freeze_s": _longest_still(change) / form.fps,
