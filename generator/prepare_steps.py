@@ -41,11 +41,11 @@ class Preprocess(Step):
     max_black: float = flag("drop a clip of which more than this share is black", 0.1, pinned=True)
     max_blur: float = flag("drop a clip that ffmpeg's blurdetect calls more blurred: 5 is sharp, 12 a smear", 13.0,
                            pinned=True)  # fmt: skip
-    min_motion: float = flag("drop a clip whose pixels change less from frame to frame, in percent of white", 0.05,
+    min_motion: float = flag("drop a clip whose pixels change less from frame to frame, in percent of white", 0.02,
                              pinned=True)  # fmt: skip
     min_difference: float = flag(
-        "drop a clip that differs less from an earlier one, in grey levels of 255 between thumbnails; 0 keeps copies",
-        1.0, pinned=True,
+        "drop a clip that nowhere differs more from an earlier one, in grey levels of 255 between thumbnails; 0 keeps "
+        "copies", 16.0, pinned=True,
     )  # fmt: skip
     keep_all: bool = flag("keep what these limits would drop; the signals are written all the same", False, pinned=True)
     num_workers: int | None = flag("clips and videos worked on at a time (default: one for each core, at most 8)", None,

@@ -37,7 +37,7 @@ def numbers(frames: np.ndarray) -> list[int]:
 
 def write_video(
     path: Path, frames: Sequence[np.ndarray], rate: Fraction | int = 25, *, times_ms: Sequence[int] | None = None,
-    codec: str = "libx264", format: str = "mp4", crf: int = 12,
+    codec: str = "libx264", format: str = "mp4", crf: int = 12, aspect: Fraction | None = None,
 ) -> Path:  # fmt: skip
     """A video of frames (H, W, 3) uint8, at a rate or at these times; x264 sets few keyframes."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -45,6 +45,7 @@ def write_video(
         stream = container.add_stream(codec, rate=Fraction(rate))
         stream.height, stream.width = frames[0].shape[:2]
         stream.pix_fmt = "yuv420p"
+        stream.codec_context.sample_aspect_ratio = aspect or Fraction(1)
         if codec == "libx264":
             stream.options = {"crf": str(crf), "preset": "ultrafast", "threads": "1", "g": "60"}
         else:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from collections import namedtuple
 from itertools import chain
 from pathlib import Path
@@ -95,16 +96,15 @@ def test_copies_are_left_out_and_a_fixed_camera_s_clips_are_not(tmp_path):
     small = [np.asarray(Image.fromarray(frame).resize((320, 180))) for frame in bunny[:60:2]]
     write_video(videos / "b smaller.mp4", small, 16, crf=30)
     shutil.copy(videos / "a.mp4", videos / "c same.mp4")
-    desk = waves(1, (480, 272), seed=8)[0]
-    seen = []
-    for number in range(40):  # a hand moves in one place, then in another
-        frame = desk.copy()
-        x = 60 + 3 * number if number < 20 else 420 - 3 * number
-        frame[(40 if number < 20 else 180) :][:60, x : x + 60] = 235
-        seen.append(frame)
-    write_video(videos / "desk.mp4", seen, 16)
-    report = prepare(videos, tmp_path / "o", frames=17, stride=20, val_share=0)
-    assert [row["source"] for row in clips(tmp_path / "o")] == ["a.mp4", "desk.mp4", "desk.mp4"]
+    square = []
+    for number in range(40):  # somebody who covers 1 % of the picture walks in one place, then in another
+        frame = bunny[0].copy()
+        x = 30 + 3 * number if number < 20 else 420 - 3 * number
+        frame[120:170, x : x + 24] = 160
+        square.append(frame)
+    write_video(videos / "square.mp4", square, 16)
+    report = prepare(videos, tmp_path / "o", frames=17, stride=20, val_share=0, cut_threshold=50)
+    assert [row["source"] for row in clips(tmp_path / "o")] == ["a.mp4", "square.mp4", "square.mp4"]
     assert reasons(tmp_path / "o") == {"b smaller.mp4": ["copy"], "c same.mp4": ["copy"]}
     assert report.counts["copies"] == 1
     dropped = rows(tmp_path / "o" / "dropped.jsonl")
@@ -246,6 +246,16 @@ def test_wrong_flags_are_answered_before_anything_starts(tmp_path, flags, part):
     with pytest.raises(UsageError) as error:
         prepare(**({"videos": videos, "output": tmp_path / "o"} | flags))
     assert part in str(error.value)
+    assert not (tmp_path / "o").exists()
+
+
+def test_an_ffmpeg_that_cannot_do_it_is_named_before_anything_starts(tmp_path, monkeypatch):
+    videos = moving(tmp_path / "v", "a.mp4")
+    for program, part in ((sys.executable, "has no filter scdet"), (tmp_path / "none", "cannot be run")):
+        monkeypatch.setenv("IMAGEIO_FFMPEG_EXE", str(program))
+        with pytest.raises(WangenError, match=part) as error:
+            prepare(videos, tmp_path / "o")
+        assert error.value.where == str(program)
     assert not (tmp_path / "o").exists()
 
 

@@ -93,6 +93,15 @@ def test_a_phone_s_video_stands_upright(tmp_path):
     assert numbers(decoded(tmp_path / "out" / row["file"])) == [int(k * 25 / FPS) for k in range(9)]
 
 
+def test_pixels_become_square(tmp_path):
+    narrow = [counter(number, (32, 48)) for number in range(40)]
+    write_video(tmp_path / "videos" / "a.mp4", narrow, aspect=Fraction(2))
+    prepare(tmp_path / "videos", tmp_path / "out", cut_threshold=100, keep_all=True)
+    row = clips(tmp_path / "out")[0]
+    assert row["signals"]["visible"] == 1
+    assert numbers(decoded(tmp_path / "out" / row["file"])) == [int(k * 25 / FPS) for k in range(9)]
+
+
 def test_npz_holds_the_pixels_that_load_clip_reads(tmp_path):
     (tmp_path / "videos").mkdir()
     video(tmp_path / "videos", "ntsc")

@@ -138,6 +138,7 @@ def test_two_runs_at_once_are_refused(videos, tmp_path):
     assert prepare(videos, tmp_path).ok
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="sends SIGINT")
 def test_ctrl_c_stops_soon_with_one_message(tmp_path):
     videos = tmp_path / "v"

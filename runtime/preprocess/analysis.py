@@ -21,6 +21,7 @@ from wangen.runtime.media import shown_frames, upright
 
 if TYPE_CHECKING:
     import numpy as np
+    from PIL import Image
 
     Floats = np.ndarray[Any, np.dtype[np.float32]]
     Stamps = np.ndarray[Any, np.dtype[np.int64]]
@@ -53,6 +54,8 @@ class Analysis:
         thumbs: (N, 16, 16) uint8, the frame in grey.
         pictures: JPEG of frames 0, `every`, 2 `every` …, upright.
         every: frames from one picture to the next.
+        aspect: width of a stored pixel as a part of its height; 1 but for DVD, HDV and their like.
+        size: (width, height) of the frames as they are watched.
     """
 
     stamps: "Stamps"
@@ -63,6 +66,8 @@ class Analysis:
     thumbs: "Bytes"
     pictures: tuple[bytes, ...]
     every: int
+    aspect: float
+    size: tuple[int, int]
 
     def __len__(self) -> int:
         return len(self.stamps)
@@ -77,21 +82,27 @@ Tell = Callable[[int], None]
 
 
 def find_ffmpeg() -> str:
-    """The ffmpeg that imageio-ffmpeg brings.
+    """The ffmpeg that imageio-ffmpeg brings, or that IMAGEIO_FFMPEG_EXE names; it has the filters that are used.
 
     Raises:
-        WangenError: it brings none for this system.
+        WangenError: there is none, or it lacks a filter.
     """
     import imageio_ffmpeg
 
+    cure = "install ffmpeg 5.1 or newer, and name it in the environment variable IMAGEIO_FFMPEG_EXE"
     try:
-        return str(imageio_ffmpeg.get_ffmpeg_exe())
+        ffmpeg = str(imageio_ffmpeg.get_ffmpeg_exe())
     except RuntimeError:
-        raise WangenError(
-            "imageio-ffmpeg has no ffmpeg for this system",
-            where=str(imageio_ffmpeg.__file__),
-            cure="install ffmpeg, and name it in the environment variable IMAGEIO_FFMPEG_EXE",
-        ) from None
+        found = "imageio-ffmpeg has no ffmpeg for this system"
+        raise WangenError(found, where=str(imageio_ffmpeg.__file__), cure=cure) from None
+    try:
+        answer = subprocess.run([ffmpeg, "-hide_banner", "-filters"], capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise WangenError(f"ffmpeg cannot be run: {error.strerror}", where=ffmpeg, cure=cure) from None
+    known = answer.stdout.split()
+    if lacking := [name for name in ("scdet", "blackframe", "blurdetect", "metadata") if name not in known]:
+        raise WangenError(f"this ffmpeg has no filter {', '.join(lacking)}", where=ffmpeg, cure=cure)
+    return ffmpeg
 
 
 def analyse(path: Path, fps: int, tell: Tell, limit: int | None = None) -> Analysis:
@@ -102,7 +113,7 @@ def analyse(path: Path, fps: int, tell: Tell, limit: int | None = None) -> Analy
     """
     import numpy as np
 
-    seen = _Seen(max(1, fps // 2))
+    seen = _Seen(max(1, fps // 2), _aspect(path))
     signals = _signals(seen.look(islice(shown_frames(path, fps), limit), tell), path)
     if len(signals) != len(seen.stamps):
         raise WangenError(
@@ -113,14 +124,43 @@ def analyse(path: Path, fps: int, tell: Tell, limit: int | None = None) -> Analy
     columns = {name: np.array([values.get(key, 0.0) for values in signals], np.float32) for key, name in _KEYS.items()}
     columns["blur"] = np.nan_to_num(columns["blur"])
     stamps, thumbs = np.array(seen.stamps, np.int64), np.stack(seen.thumbs)
-    return Analysis(stamps, **columns, thumbs=thumbs, pictures=tuple(seen.pictures), every=seen.every)
+    pictures = tuple(seen.pictures)
+    return Analysis(
+        stamps, **columns, thumbs=thumbs, pictures=pictures, every=seen.every, aspect=seen.aspect, size=seen.size
+    )
+
+
+def _aspect(path: Path) -> float:
+    """Width of a stored pixel as a part of its height, as the file says; 1 where it says nothing or cannot be read."""
+    import av
+
+    try:
+        with av.open(str(path)) as container:
+            said = container.streams.video[0].sample_aspect_ratio if container.streams.video else None
+            return round(float(said), 6) if said else 1.0
+    except (av.FFmpegError, OSError, ValueError):  # decoding will say what is wrong
+        return 1.0
+
+
+def as_watched(frame: Any, aspect: float) -> "Image.Image":
+    """PyAV's frame in RGB, upright, with square pixels."""
+    image = upright(frame)
+    if aspect == 1.0:
+        return image
+    width, height = image.size
+    across, down = (1.0, aspect) if frame.rotation % 180 else (aspect, 1.0)
+    from PIL import Image
+
+    return image.resize((max(1, round(width * across)), max(1, round(height * down))), Image.Resampling.LANCZOS)
 
 
 class _Seen:
     """What is kept of a video's frames while they go by."""
 
-    def __init__(self, every: int) -> None:
+    def __init__(self, every: int, aspect: float) -> None:
         self.every = every
+        self.aspect = aspect
+        self.size = (0, 0)
         self.stamps: list[int] = []
         self.thumbs: list[Bytes] = []
         self.pictures: list[bytes] = []
@@ -134,7 +174,9 @@ class _Seen:
                 last, grey = frame, _grey(frame, None if grey is None else grey.shape)
                 thumb = _thumb(grey)
             if number % self.every == 0:
-                self.pictures.append(_picture(frame))
+                image = as_watched(frame, self.aspect)
+                self.size = self.size if number else image.size
+                self.pictures.append(_picture(image))
             self.stamps.append(NO_STAMP if frame.pts is None else frame.pts)
             self.thumbs.append(thumb)
             tell(1)
@@ -159,9 +201,8 @@ def _thumb(grey: "Bytes") -> "Bytes":
     return np.asarray(Image.fromarray(grey).resize((THUMB_PX, THUMB_PX), Image.Resampling.BOX))
 
 
-def _picture(frame: Any) -> bytes:
-    """A frame upright as a small JPEG."""
-    image = upright(frame)
+def _picture(image: "Image.Image") -> bytes:
+    """A frame as a small JPEG."""
     image.thumbnail((PICTURE_PX, PICTURE_PX), reducing_gap=2.0)
     buffer = BytesIO()
     image.save(buffer, "JPEG", quality=70)
@@ -174,13 +215,15 @@ def _signals(frames: "Iterator[Bytes]", path: Path) -> list[dict[str, float]]:
     Raises:
         WangenError: there is no frame, or ffmpeg failed.
     """
+    import imageio_ffmpeg
+
     first = next(frames, None)
     if first is None:
         raise WangenError("has no frames", where=str(path), cure="replace it or take it out")
     height, width = first.shape
-    words = [find_ffmpeg(), "-hide_banner", "-nostats", "-loglevel", "error", "-threads", "1", "-filter_threads", "1",
-             "-f", "rawvideo", "-pix_fmt", "gray", "-s", f"{width}x{height}", "-i", "-", "-vf", _FILTERS,
-             "-f", "null", "-"]  # fmt: skip
+    reading = ["-f", "rawvideo", "-pix_fmt", "gray", "-s", f"{width}x{height}", "-i", "-"]
+    quietly = ["-hide_banner", "-nostats", "-loglevel", "error", "-threads", "1", "-filter_threads", "1"]
+    words = [imageio_ffmpeg.get_ffmpeg_exe(), *quietly, *reading, "-vf", _FILTERS, "-f", "null", "-"]
     lines: list[str] = []
     process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert process.stdin is not None
@@ -205,7 +248,7 @@ def _signals(frames: "Iterator[Bytes]", path: Path) -> list[dict[str, float]]:
         raise WangenError(
             f"ffmpeg failed: {''.join(lines[-1:]).strip()}",
             where=str(path),
-            cure="does IMAGEIO_FFMPEG_EXE name an ffmpeg without scdet, blackframe or blurdetect?",
+            cure="free memory and run the same line again",
         )
     return _parsed(lines)
 
@@ -238,7 +281,8 @@ def save(analysis: Analysis, path: Path) -> None:
     joined = np.frombuffer(b"".join(analysis.pictures), np.uint8)
     buffer = BytesIO()
     columns = {name: getattr(analysis, name) for name in (*_KEYS.values(), "stamps", "thumbs")}
-    np.savez(buffer, version=np.int64(VERSION), every=np.int64(analysis.every), ends=ends, pictures=joined, **columns)
+    columns |= {name: np.array(getattr(analysis, name)) for name in ("every", "aspect", "size")}
+    np.savez(buffer, version=VERSION, ends=ends, pictures=joined, **columns)
     write_whole(path, [buffer.getvalue()])
 
 
@@ -253,6 +297,8 @@ def load(path: Path) -> Analysis | None:
             joined, ends = file["pictures"].tobytes(), file["ends"].tolist()
             pictures = tuple(joined[start:end] for start, end in zip([0, *ends], ends, strict=False))
             columns = {name: file[name] for name in (*_KEYS.values(), "stamps", "thumbs")}
-            return Analysis(**columns, pictures=pictures, every=int(file["every"]))
+            width, height = file["size"].tolist()
+            every, aspect = int(file["every"]), float(file["aspect"])
+            return Analysis(**columns, pictures=pictures, every=every, aspect=aspect, size=(width, height))
     except (OSError, ValueError, KeyError, TypeError, EOFError, BadZipFile):
         return None

@@ -12,9 +12,8 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from wangen.generator.dataset import MediaFacts
 from wangen.generator.prepare_steps import Preprocess
-from wangen.runtime.preprocess.analysis import Analysis
+from wangen.runtime.preprocess.analysis import THUMB_PX, Analysis
 from wangen.runtime.preprocess.form import Form
 from wangen.runtime.preprocess.videos import Segment, Video
 from wangen.runtime.sources import Source
@@ -26,9 +25,9 @@ if TYPE_CHECKING:
 
     Thumbs = np.ndarray[Any, np.dtype[np.int16]]
 
-STILL = 0.1
+STILL = 0.02
 """Percent of white: a frame that differs less from the one before shows the same picture. ffmpeg's freezedetect draws
-the line there too (-60 dB)."""
+the line at 0.1 (-60 dB), where somebody small who walks before a fixed camera would stand still."""
 BLACK = 98.0
 """Percent of nearly black pixels from which on a frame is black, as in ffmpeg's blackdetect."""
 NUM_THUMBS = 5
@@ -45,11 +44,13 @@ class Footage:
         video: the file and what is said of it.
         source: what it holds.
         stamps: (N,) int64: the time stamp of each of its frames at the clips' rate, as in `Analysis`.
+        aspect: of its pixels, as there.
     """
 
     video: Video
     source: Source
     stamps: "Stamps"
+    aspect: float
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ def find_windows(footage: Footage, analysis: Analysis, form: Form, options: Prep
                 none = np.empty(0, np.int16)
                 found.append(Window(footage, segment.prompt, first, end - first, {}, none, (reason,)))
             for start in range(first, end - form.frames + 1, form.stride):
-                signals = _measured(analysis, footage.source.facts, start, form)
+                signals = _measured(analysis, start, form)
                 thumbs = analysis.thumbs[start + picks].reshape(-1).astype(np.int16)
                 faults = _faults(signals, options)
                 found.append(Window(footage, segment.prompt, start, form.frames, signals, thumbs, faults))
@@ -115,12 +116,13 @@ def _shots(analysis: Analysis, segment: Segment, fps: int, threshold: float) -> 
     yield from ((start, stop) for start, stop in pairwise([first, *cuts, end]) if stop > start)
 
 
-def _measured(analysis: Analysis, facts: MediaFacts, start: int, form: Form) -> dict[str, float]:
+def _measured(analysis: Analysis, start: int, form: Form) -> dict[str, float]:
     """The signals of a window. Changes count within it: that of its first frame belongs to the one before."""
     end = start + form.frames
     change = analysis.change[start + 1 : end]
-    scale = max(form.width / facts.width, form.height / facts.height)
-    visible = form.width * form.height / (facts.width * facts.height * scale * scale)
+    width, height = analysis.size
+    scale = max(form.width / width, form.height / height)
+    visible = form.width * form.height / (width * height * scale * scale)
     values = {
         "cut": max(analysis.cut[start + 1 : end].tolist(), default=0.0),
         "freeze_s": _longest_still(change) / form.fps,
@@ -156,7 +158,10 @@ def _faults(signals: dict[str, float], options: Preprocess) -> tuple[str, ...]:
 
 
 def drop_copies(windows: Sequence[Window], form: Form, options: Preprocess) -> list[Window]:
-    """The windows with those marked that look like an earlier good one; in their order.
+    """The windows with those marked that look like an earlier good one everywhere; in their order.
+
+    What counts is the part that differs most: another moment before the same fixed camera differs a lot in a small
+    part, the same moment in another size or quality a little everywhere.
 
     Windows of one video that share frames are not compared: they overlap because `--stride` or the labels say so.
     """
@@ -164,22 +169,24 @@ def drop_copies(windows: Sequence[Window], form: Form, options: Preprocess) -> l
 
     seen: list[Window] = []
     size = max((len(window.thumbs) for window in windows), default=0)
-    pixels, means = np.empty((len(windows), size), np.int16), np.empty(len(windows))
+    thumbs = np.empty((len(windows), size), np.int16)
+    quarters = np.empty((len(windows), size // (THUMB_PX // 2) ** 2))
     found = []
     for window in windows:
         mine = window.thumbs
         if not len(mine):
             found.append(window)
             continue
-        # The means cannot differ more than the pixels do: few others are left to compare with.
-        near = np.flatnonzero(np.abs(means[: len(seen)] - mine.mean()) < options.min_difference)
-        near = near[[not _overlap(window, seen[other]) for other in near.tolist()]] if len(near) else near
-        differences = np.abs(pixels[near] - mine).mean(axis=1)
+        # A mean cannot differ more than the part that differs most: few others are left to compare with.
+        rough = mine.reshape(-1, 2, THUMB_PX // 2, 2, THUMB_PX // 2).mean(axis=(2, 4)).reshape(-1)
+        near = (np.abs(quarters[: len(seen)] - rough).max(axis=1) < options.min_difference).nonzero()[0]
+        near = np.array([other for other in near.tolist() if not _overlap(window, seen[other])], int)
+        differences = np.abs(thumbs[near] - mine).max(axis=1)
         if len(differences) and differences.min() < options.min_difference:
             nearest = int(differences.argmin())
-            window = _copy(window, seen[int(near[nearest])], float(differences[nearest]), form)
+            window = _copy(window, seen[int(near[nearest])], int(differences[nearest]), form)
         if not window.reasons:
-            pixels[len(seen)], means[len(seen)] = mine, mine.mean()
+            thumbs[len(seen)], quarters[len(seen)] = mine, rough
             seen.append(window)
         found.append(window)
     return found
@@ -191,10 +198,10 @@ def _overlap(one: Window, other: Window) -> bool:
     return same and one.start < other.end and other.start < one.end
 
 
-def _copy(window: Window, first: Window, difference: float, form: Form) -> Window:
+def _copy(window: Window, first: Window, difference: int, form: Form) -> Window:
     """The window, marked as a copy of an earlier one."""
-    reason = f"copy: {difference:.2f} grey levels from {first.name(form)}"
-    signals = window.signals | {"difference": round(difference, 4)}
+    reason = f"copy: nowhere more than {difference} grey levels from {first.name(form)}"
+    signals = window.signals | {"difference": float(difference)}
     return replace(window, signals=signals, reasons=(*window.reasons, reason))
 
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from wangen.generator.errors import WangenError
 from wangen.generator.files import remove, write_text
 from wangen.runtime.clips import write_mp4, write_npz
-from wangen.runtime.media import fit, shown_frames, upright
-from wangen.runtime.preprocess.analysis import NO_STAMP, Tell
+from wangen.runtime.media import fit, shown_frames
+from wangen.runtime.preprocess.analysis import NO_STAMP, Tell, as_watched
 from wangen.runtime.preprocess.candidates import Footage, Window
 from wangen.runtime.preprocess.form import Form, Place
 
@@ -126,7 +126,7 @@ def _frames(footage: Footage, first: int, end: int, form: Form) -> Iterator["Fra
     last: Any = None
     for frame in _entered(footage, first, end, form.fps):
         if frame is not last:
-            last, made = frame, np.asarray(fit(upright(frame), (form.width, form.height)))
+            last, made = frame, np.asarray(fit(as_watched(frame, footage.aspect), (form.width, form.height)))
         yield made
 
 

@@ -24,6 +24,8 @@ log = logging.getLogger("wangen")
 
 PROBE_FRAMES = 32
 """Of a video that are read and written on trial: half a second to two seconds of work."""
+TRIALS = 3
+"""So many videos are tried, until one can be read."""
 SPARE_BYTES = 200_000_000
 """That stay free on the disk."""
 PICTURE_BYTES_S = 10_000
@@ -76,8 +78,9 @@ def estimate(videos: Sequence[Known], form: Form, num_workers: int) -> Estimate:
     frames = sum(count for *_, count in lengths)
     clips = sum(_windows(count, video, form) for video, _, count in lengths)
     # The one with most pixels takes the longest: the estimate should rather be too long.
-    largest = max(lengths, key=lambda length: (length[1].width * length[1].height, length[0].name))[0]
-    trial = _try(largest.path, form)
+    largest = sorted(lengths, key=lambda length: (-length[1].width * length[1].height, length[0].name))[:TRIALS]
+    trials = (_try(video.path, form) for video, *_ in largest)
+    trial = next(filter(None, trials), _Trial(0.0, 0.0, 0.0))
     per_clip = form.npz_bytes if form.format == "npz" else round(trial.num_bytes * form.frames)
     workers = min(num_workers, os.cpu_count() or 1)
     work_s = frames * trial.reading_s + clips * form.frames * trial.cutting_s
@@ -94,8 +97,8 @@ def _windows(count: int, video: Video, form: Form) -> int:
     return sum((span - form.frames) // form.stride + 1 for span in spans if span >= form.frames)
 
 
-def _try(path: Path, form: Form) -> _Trial:
-    """Read and write the first frames of a video, and see what it takes; nothing where it cannot be read."""
+def _try(path: Path, form: Form) -> _Trial | None:
+    """Read and write the first frames of a video, and see what it takes; None where it cannot be read."""
     try:
         started = time.monotonic()
         count = len(analyse(path, form.fps, lambda _: None, PROBE_FRAMES))
@@ -110,7 +113,7 @@ def _try(path: Path, form: Form) -> _Trial:
                 write_npz(target, frames, form.fps)
             size = target.stat().st_size
     except WangenError:  # a broken video: what is wrong is said when it is its turn
-        return _Trial(0.0, 0.0, 0.1 * form.width * form.height)
+        return None
     return _Trial((read - started) / count, (time.monotonic() - read) / count, size / count)
 
 

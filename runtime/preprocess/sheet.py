@@ -75,7 +75,7 @@ def _article(window: Window, key: str, form: Form, place: Place) -> str:
     title = f"{escape(printable(window.footage.video.name))}, {times}"
     if key != "dropped":
         title = f'<a href="clips/{window.name(form)}">{title}</a>'
-    signals = [f"{_NAMES.get(name, name)} {value:g}{_UNITS.get(name, '')}" for name, value in window.signals.items()]
+    signals = [f"{_NAMES.get(name, name)} {value:.3g}{_UNITS.get(name, '')}" for name, value in window.signals.items()]
     why = "".join(f'<p class="why">{escape(reason)}</p>' for reason in window.reasons)
     prompt = "\n".join(map(printable, window.prompt.split("\n")))
     return (

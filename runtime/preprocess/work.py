@@ -51,7 +51,7 @@ def _watch_one(item: Known, form: Form, place: Place, options: Preprocess, tell:
         except WangenError as error:
             return error
         save(seen, path)
-    return find_windows(Footage(item.video, item.source, seen.stamps), seen, form, options)
+    return find_windows(Footage(item.video, item.source, seen.stamps, seen.aspect), seen, form, options)
 
 
 def cut_all(
