@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib.resources import files
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from wangen.runtime.report.cautions import find_cautions
 from wangen.runtime.report.charts import make_charts
@@ -59,13 +59,13 @@ class Section:
         key: the anchor.
         title: the heading.
         blocks: in their order.
-        grid: whether blocks stand side by side where there is room.
+        columns: how blocks stand side by side where there is room: `narrow`, `wide`, or empty for not at all.
     """
 
     key: str
     title: str
     blocks: Sequence[Block]
-    grid: bool = False
+    columns: Literal["narrow", "wide", ""] = ""
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,8 @@ def make_sections(run: RunFiles, dataset: DatasetPart, media: Media) -> list[Sec
     return [
         Section("verdict", "Verdict", [_block("answer", "verdict", verdict=verdict, num_cautions=len(cautions),
                                               files=lora_table(run, verdict.use))]),
-        Section("training", "Training", list(_training(run)), grid=True),
-        Section("samples", "Samples over time", list(_samples(run, media))),
+        Section("training", "Training", list(_training(run)), "narrow"),
+        Section("samples", "Samples over time", list(_samples(run, media)), "wide"),
         Section("evaluation", "Evaluation", list(_evaluation(run, media))),
         Section("dataset", "Dataset", list(_dataset(dataset))),
         Section("cache", "Cache", list(_tables("cache", cache_tables(run, dataset), "Nothing is known of the cache: "
