@@ -99,7 +99,7 @@ def look_at_dataset(run: RunFiles, dataset_config: Path | None) -> DatasetPart:
         smoke=run.settings.get("smoke") is True,
     )
     try:
-        model = profiles.model(run.task or Train.task)
+        model = profiles.model(run.task if run.task in profiles.model_names() else Train.task)
         samples = read_samples(options, model)
         return DatasetPart(facts=_facts(config, samples), buckets=_buckets(samples), cache=_cache(samples))
     except ModuleNotFoundError as error:

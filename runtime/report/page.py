@@ -136,11 +136,12 @@ def _training(run: RunFiles) -> Iterator[Block]:
 def _samples(run: RunFiles, media: Media) -> Iterator[Block]:
     if not run.samples:
         yield _block("no-samples", "nothing", text="No samples were made while it trained.")
-    for number, group in groupby(run.samples, key=lambda sample: sample.number):
+    for (expert, number), group in groupby(run.samples, key=lambda sample: (sample.expert, sample.number)):
         shown = [(sample, url) for sample in group if (url := media.url(sample.file))]
         if shown:
             last = shown[-1][0]
-            yield _block(f"sample-{number}", "samples", shown=shown, last=last, facts=sample_facts(last))
+            key = f"sample-{expert.replace('_', '-')}-{number}" if expert else f"sample-{number}"
+            yield _block(key, "samples", shown=shown, last=last, facts=sample_facts(last))
 
 
 def sample_facts(sample: Sample) -> str:
