@@ -171,7 +171,7 @@ def test_everything_is_reached_by_the_tab_key_and_seen_to_be(browser, report):
         assert page.evaluate("document.activeElement.className") == "skip"
         assert page.evaluate("document.activeElement.getBoundingClientRect().left >= 0")
         page.keyboard.press("Enter")
-        assert page.url.endswith("#verdict")
+        wait(page, "location.hash === '#verdict'")
         controls = "a, button, input, summary, [tabindex='0']"
         wanted = page.eval_on_selector_all(controls, "all => all.filter(one => one.checkVisibility()).length")
         reached, hidden = set(), 0

@@ -160,12 +160,13 @@ def _evaluation(run: RunFiles, media: Media) -> Iterator[Block]:
     if found is None:
         yield _block("no-evaluation", "nothing", text="This run was not evaluated yet: run wangen evaluate.")
         return
-    yield from _tables("ranking", [ranking_table(found), *evaluation_tables(found)], "")
+    yield from _tables("ranking", [ranking_table(found)], "")
     for number, video in enumerate(found.videos, start=1):
         paths = {name: run.inside(file) for name, file in video.files.items()}
         shown = [(name, path, url) for name, path in paths.items() if path and (url := media.url(path))]
         signals = list(dict.fromkeys(signal for values in video.signals.values() for signal in values))
         yield _block(f"video-{number}", "videos", video=video, shown=shown, signals=signals, best=found.best)
+    yield from _tables("losses", evaluation_tables(found), "")
 
 
 def _dataset(dataset: DatasetPart) -> Iterator[Block]:

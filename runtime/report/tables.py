@@ -207,11 +207,11 @@ def evaluation_tables(found: Evaluation) -> list[Table]:
 def _losses(caption: str, name: str, rows: Iterable[Row], found: Evaluation) -> Table:
     names = [checkpoint.name for checkpoint in found.ranked]
     shown = [
-        (row.name, f"{row.base:.5f}",
+        (row.name, str(row.num_items or ""), f"{row.base:.5f}",
          *(f"{row.losses[one]:.5f} ({row.losses[one] - row.base:+.5f})" if one in row.losses else "" for one in names))
         for row in rows
     ]  # fmt: skip
-    return Table(caption, (name, "base", *names), shown)
+    return Table(caption, (name, "items", "base", *names), shown)
 
 
 def _copy(one: Memorisation) -> tuple[str, ...]:
