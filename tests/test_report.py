@@ -1,12 +1,15 @@
 """`wangen report`: what the page says of a run, of parts of one, and of hostile texts; without a browser."""
 
 import json
+import random
 import re
 import subprocess
 import sys
 from dataclasses import asdict
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
 
 import pytest
 from report_runs import HOSTILE, evaluation, page_of, step_line, train_run, validation_line, write_metrics
@@ -111,7 +114,7 @@ def test_beyond_the_budget_files_are_linked_and_the_page_says_so(trained, tmp_pa
     page = Page(page_of(trained, max_embed_mb=0, save_path=trained.parent / "pages" / "report.html"))
     links = [video["src"] for video in page.all("video")]
     assert "../out/samples/lora-step00000006-1.mp4" in links
-    assert all((trained.parent / "pages" / link).is_file() for link in links)
+    assert all((trained.parent / "pages" / unquote(link)).is_file() for link in links)
     assert re.search(r"\d more are links .* at most 0 bytes \(--max_embed_mb\)", page.text)
     assert "more are links" not in Page(page_of(trained)).text
 
@@ -195,6 +198,50 @@ def test_numbers_that_are_not_finite_are_warned_of(tmp_path):
     text = Page(page_of(write_metrics(tmp_path, lines))).text
     for words in ("not finite at 1 step, first at step 5", "more than 20 times the usual", "waited for data"):
         assert words in text, words
+
+
+def test_experts_that_were_trained_one_by_one_are_one_run(tmp_path):
+    lines = [step_line(step, output_name=f"cats_{expert}", expert=expert, loss=step / parts)
+             for expert, parts in (("high_noise", 1), ("low_noise", 2)) for step in (1, 2)]  # fmt: skip
+    run = read_run(write_metrics(tmp_path, lines), "cats")
+    assert (run.name, run.others, len(run.records)) == ("cats", (), 4)
+    loss = next(chart for chart in make_charts(run.records) if chart.key == "loss")
+    assert {line.name: list(line.points) for line in loss.lines} == {
+        "high noise: loss": [(1, 1), (2, 2)], "low noise: loss": [(1, 0.5), (2, 1)]}  # fmt: skip
+
+
+JUNK = (None, True, -1, 1e308, "x", "</script>", [], [None], {}, {"a": {"b": []}})
+
+
+def spoiled(value: Any, rng: random.Random) -> Any:
+    """JSON in which a few values are something else."""
+    if rng.random() < 0.08:
+        return rng.choice(JUNK)
+    if isinstance(value, dict):
+        return {key: spoiled(part, rng) for key, part in value.items()}
+    return [spoiled(part, rng) for part in value] if isinstance(value, list) else value
+
+
+def test_values_of_other_kinds_than_expected_never_stop_the_page(tmp_path, trained):
+    """As a newer version, another program or a damaged disk may write them."""
+    records = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
+    reports = {path.name: json.loads(path.read_text()) for path in trained.glob("*.report.json")}
+    for seed in range(40):
+        rng = random.Random(seed)
+        folder = write_metrics(tmp_path / str(seed), [spoiled(record, rng) for record in [*records, step_line(7)]])
+        for name, report in reports.items():
+            (folder / name).write_text(json.dumps(spoiled(report, rng)))
+        (folder / "evaluation.json").write_text(json.dumps(spoiled(asdict(evaluation()), rng)))
+        (folder / "samples").mkdir()
+        (folder / "samples" / "samples.jsonl").write_text(json.dumps(spoiled({"file": "lora-step00000001-1.png"}, rng)))
+        (folder / "samples" / "lora-step00000001-1.png").write_bytes(b"no picture")
+        assert Page(page_of(folder)).all("main"), seed
+
+
+def test_a_validation_without_numbers_is_no_verdict(tmp_path):
+    line = validation_line(6, 0.1)
+    line["validation"]["mean_adapter"] = None
+    assert verdict_of(write_metrics(tmp_path, [step_line(6), line])).level == "unknown"
 
 
 def test_files_outside_of_the_run_are_never_shown(tmp_path):

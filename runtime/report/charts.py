@@ -1,7 +1,7 @@
 """The charts of a run: from the lines of `metrics.jsonl` to `Chart`s."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,6 +9,8 @@ from wangen.runtime.report.metrics_log import Record
 from wangen.runtime.report.plotting import Chart, Line, Point, smoothed
 
 _LOOKS = ("main", "second")
+_FOUR_LOOKS = (*_LOOKS, "average", "base")
+_HUGE = 1e30
 _SMOOTH_FROM = 20
 """Steps; fewer are shown as they are."""
 
@@ -58,8 +60,9 @@ def window_of(num_steps: int) -> int:
 
 
 def experts_of(records: Iterable[Record]) -> list[str]:
-    """The experts that have lines, in their order: `[""]` where there is only one transformer."""
-    return list(dict.fromkeys(str(record.get("expert", "")) for record in records)) or [""]
+    """The experts that were trained or judged, in their order: `[""]` where there is only one transformer."""
+    named = (str(record.get("expert", "")) for record in records if "loss" in record or "validation" in record)
+    return list(dict.fromkeys(named)) or [""]
 
 
 def validations(records: Iterable[Record], expert: str) -> list[tuple[int, dict[str, Any]]]:
@@ -72,19 +75,17 @@ def validations(records: Iterable[Record], expert: str) -> list[tuple[int, dict[
 
 
 def _points(pairs: Iterable[tuple[Any, Any]], factor: float = 1.0) -> list[Point]:
-    """Those pairs that are finite numbers."""
+    """Those pairs that are numbers that can be drawn."""
     return [
         (float(x), factor * y)
         for x, y in pairs
-        if isinstance(y, int | float) and not isinstance(y, bool) and math.isfinite(y)
+        if isinstance(y, int | float) and not isinstance(y, bool) and abs(y) <= _HUGE
     ]
 
 
-def _column(records: Iterable[Record], name: str, expert: str | None = None, factor: float = 1.0) -> list[Point]:
-    return _points(
-        ((record["step"], record[name]) for record in records
-         if name in record and expert in (None, record.get("expert", ""))), factor,
-    )  # fmt: skip
+def _column(records: Iterable[Record], name: str, expert: str, factor: float = 1.0) -> list[Point]:
+    ours = (record for record in records if name in record and record.get("expert", "") == expert)
+    return _points(((record["step"], record[name]) for record in ours), factor)
 
 
 def _chart(key: str, title: str, note: str, unit: str, lines: Iterable[Line], x_name: str = "step") -> Chart | None:
@@ -135,15 +136,17 @@ def _held_out(records: Sequence[Record]) -> list[Chart | None]:
     return found
 
 
-def _rows_of(told: dict[str, Any]) -> list[dict[str, Any]]:
+def rows_of(told: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The rows of a validation by timestep; those that are none are left out."""
     rows = told.get("rows")
-    return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+    known = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+    return [row for row in known if _points([(0, row.get("timestep"))])]
 
 
 def _by_timestep(points: Sequence[tuple[int, dict[str, Any]]], key: str, of: str) -> Chart | None:
     step, told = points[-1]
     lines = [
-        Line(name, _points((row.get("timestep", 0), row.get(field)) for row in _rows_of(told)), look)
+        Line(name, _points((row["timestep"], row.get(field)) for row in rows_of(told)), look)
         for name, field, look in (
             ("base", "base", "base"),
             (f"LoRA at step {step}", "adapter", "main"),
@@ -160,9 +163,10 @@ def _gains(points: Sequence[tuple[int, dict[str, Any]]], key: str, of: str) -> C
         return None
     gains: dict[float, list[Point]] = {}
     for step, told in points:
-        for row in _rows_of(told):
-            if isinstance(row.get("adapter"), float) and isinstance(row.get("base"), float):
-                gains.setdefault(float(row.get("timestep", 0)), []).append((step, row["adapter"] - row["base"]))
+        for row in rows_of(told):
+            both = _points([(step, row.get("adapter")), (step, row.get("base"))])
+            if len(both) == 2:
+                gains.setdefault(float(row["timestep"]), []).append((step, both[0][1] - both[1][1]))
     lines = _scaled((f"t {timestep:g}", values) for timestep, values in sorted(gains.items()))
     note = "LoRA less base at each timestep; below 0 the LoRA is better"
     return _chart(f"gains{key}", f"What was gained by timestep{of}", note, "", lines)
@@ -174,7 +178,7 @@ def _by_bins(records: Sequence[Record]) -> Chart | None:
         if isinstance(record.get("loss_by_timestep"), dict):
             for name, value in record["loss_by_timestep"].items():
                 bins.setdefault(str(name), []).extend(_points([(record["step"], value)]))
-    lines = _scaled((f"t {name.replace('-', ' to ')}", bins[name]) for name in sorted(bins, key=_first_number))
+    lines = _scaled((f"t {name.replace('-', ' to ')}", sorted(bins[name])) for name in sorted(bins, key=_first_number))
     return _chart("bins", "Training loss by timestep", "means of an epoch, in ten parts of the timesteps", "", lines)
 
 
@@ -194,15 +198,19 @@ def _scaled(named: Iterable[tuple[str, list[Point]]]) -> list[Line]:
 
 def _learning_rates(records: Sequence[Record]) -> Chart | None:
     names = dict.fromkeys(name for record in records for name in record if name.startswith(("lr", "d*lr")))
-    looks = ("main", "second", "average", "base")
-    lines = [Line(name, _column(records, name), look) for name, look in zip(names, looks, strict=False)]
+    named = [(expert, name) for expert in experts_of(records) for name in names]
+    lines = [
+        Line(_named(expert, name), _column(records, name, expert), look)
+        for (expert, name), look in zip(named, _FOUR_LOOKS, strict=False)
+    ]
     return _chart("learning-rate", "Learning rate", "as the schedule gave it", "", lines)
 
 
 def _rate(records: Sequence[Record], spec: _Spec) -> Chart | None:
     lines: list[Line] = []
-    for (column, name), look in zip(spec.columns, _LOOKS, strict=False):
-        points = _column(records, column, factor=spec.factor)
+    named = [(expert, column, name) for expert in experts_of(records) for column, name in spec.columns]
+    for (expert, column, name), look in zip(named, _FOUR_LOOKS, strict=False):
+        points, name = _column(records, column, expert, spec.factor), _named(expert, name)
         lines += _with_smoothed(name, points, look) if spec.smooth else [Line(name, points, look)]
     found = _chart(spec.key, spec.title, spec.note, spec.unit, lines)
     return replace(found, wide=spec.wide) if found else None

@@ -21,6 +21,7 @@ from wangen.runtime.samples import Sample, by_cache_folder, read_samples
 
 MAX_SHOWN = 60
 """Pictures of a page, of every bucket in turn."""
+_START = "paths that a bundle's TOML names start at the folder of its scripts: run this there"
 _SIDE_PX = 192
 _THREADS = 2
 
@@ -98,7 +99,7 @@ def look_at_dataset(run: RunFiles, dataset_config: Path | None) -> DatasetPart:
         smoke=run.settings.get("smoke") is True,
     )
     try:
-        model = profiles.model(run.task or Train.task)
+        model = profiles.model(run.task if run.task in profiles.model_names() else Train.task)
         samples = read_samples(options, model)
         return DatasetPart(facts=_facts(config, samples), buckets=_buckets(samples), cache=_cache(samples))
     except ModuleNotFoundError as error:
@@ -107,7 +108,7 @@ def look_at_dataset(run: RunFiles, dataset_config: Path | None) -> DatasetPart:
             raise
         return DatasetPart(problem=missing.found)
     except WangenError as error:
-        return DatasetPart(problem=error.found)
+        return DatasetPart(problem=f"{error.found} ({_START})")
 
 
 def _facts(config: Path, samples: Sequence[Sample]) -> dict[str, str]:

@@ -28,6 +28,9 @@ QUIET_S = 60.0
 QUIET_STEPS = 30
 """So many steps' time without a new line is: on a GPU ten are written at once, and samples take their time."""
 
+QUICK_S, RESTS = 0.5, 10
+"""Looking that takes longer, at a very long run, is followed by a rest so many times as long: training goes first."""
+
 
 class LiveRun:
     """A run as its folder shows it now; read again only when a file changed. Safe for several threads."""
@@ -42,17 +45,20 @@ class LiveRun:
         self._lock, self._media = threading.Lock(), Served()
         self._dataset: DatasetPart | None = None
         self._mark: tuple[Any, ...] | None = None
+        self._next_s = 0.0
         self._read()
 
     def _read(self) -> None:
         """Look at the files, and make the blocks anew where any of them changed."""
-        signature = tuple(_signature(self._options.output_dir))
-        if signature != self._mark:
+        signature, started_s = tuple(_signature(self._options.output_dir)), time.monotonic()
+        if signature != self._mark and started_s >= self._next_s:
             self.run = read_run(self._options.output_dir, self._options.output_name, self._log)
             if self._dataset is None or (self._dataset.problem and self.run.told("dataset_config")):
                 self._dataset = look_at_dataset(self.run, self._options.dataset_config)
             self._sections = make_sections(self.run, self._dataset, self._media)
             self._mark = signature
+            took_s = time.monotonic() - started_s
+            self._next_s = started_s + (RESTS * took_s if took_s > QUICK_S else 0.0)
         self._status = status_of(self.run, time.time())
 
     def page(self) -> str:

@@ -6,6 +6,8 @@ from typing import Any
 
 Record = dict[str, Any]
 
+_MANY = 10**12
+
 
 class MetricsLog:
     """The records of a `metrics.jsonl`.
@@ -55,7 +57,7 @@ class MetricsLog:
             record = json.loads(line)
         except (ValueError, RecursionError):
             record = None
-        if isinstance(record, dict) and type(record.get("step")) is int:
+        if isinstance(record, dict) and type(record.get("step")) is int and 0 <= record["step"] < _MANY:
             self.records.append(record)
         else:
             self.num_malformed += 1

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib.resources import files
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from wangen.runtime.report.cautions import find_cautions
 from wangen.runtime.report.charts import make_charts
@@ -59,13 +59,13 @@ class Section:
         key: the anchor.
         title: the heading.
         blocks: in their order.
-        grid: whether blocks stand side by side where there is room.
+        columns: how blocks stand side by side where there is room: `narrow`, `wide`, or empty for not at all.
     """
 
     key: str
     title: str
     blocks: Sequence[Block]
-    grid: bool = False
+    columns: Literal["narrow", "wide", ""] = ""
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,8 @@ def make_sections(run: RunFiles, dataset: DatasetPart, media: Media) -> list[Sec
     return [
         Section("verdict", "Verdict", [_block("answer", "verdict", verdict=verdict, num_cautions=len(cautions),
                                               files=lora_table(run, verdict.use))]),
-        Section("training", "Training", list(_training(run)), grid=True),
-        Section("samples", "Samples over time", list(_samples(run, media))),
+        Section("training", "Training", list(_training(run)), "narrow"),
+        Section("samples", "Samples over time", list(_samples(run, media)), "wide"),
         Section("evaluation", "Evaluation", list(_evaluation(run, media))),
         Section("dataset", "Dataset", list(_dataset(dataset))),
         Section("cache", "Cache", list(_tables("cache", cache_tables(run, dataset), "Nothing is known of the cache: "
@@ -136,11 +136,12 @@ def _training(run: RunFiles) -> Iterator[Block]:
 def _samples(run: RunFiles, media: Media) -> Iterator[Block]:
     if not run.samples:
         yield _block("no-samples", "nothing", text="No samples were made while it trained.")
-    for number, group in groupby(run.samples, key=lambda sample: sample.number):
+    for (expert, number), group in groupby(run.samples, key=lambda sample: (sample.expert, sample.number)):
         shown = [(sample, url) for sample in group if (url := media.url(sample.file))]
         if shown:
             last = shown[-1][0]
-            yield _block(f"sample-{number}", "samples", shown=shown, last=last, facts=sample_facts(last))
+            key = f"sample-{expert.replace('_', '-')}-{number}" if expert else f"sample-{number}"
+            yield _block(key, "samples", shown=shown, last=last, facts=sample_facts(last))
 
 
 def sample_facts(sample: Sample) -> str:
@@ -159,12 +160,13 @@ def _evaluation(run: RunFiles, media: Media) -> Iterator[Block]:
     if found is None:
         yield _block("no-evaluation", "nothing", text="This run was not evaluated yet: run wangen evaluate.")
         return
-    yield from _tables("ranking", [ranking_table(found), *evaluation_tables(found)], "")
+    yield from _tables("ranking", [ranking_table(found)], "")
     for number, video in enumerate(found.videos, start=1):
         paths = {name: run.inside(file) for name, file in video.files.items()}
         shown = [(name, path, url) for name, path in paths.items() if path and (url := media.url(path))]
         signals = list(dict.fromkeys(signal for values in video.signals.values() for signal in values))
         yield _block(f"video-{number}", "videos", video=video, shown=shown, signals=signals, best=found.best)
+    yield from _tables("losses", evaluation_tables(found), "")
 
 
 def _dataset(dataset: DatasetPart) -> Iterator[Block]:

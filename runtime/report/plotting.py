@@ -152,7 +152,7 @@ def _widened(values: Sequence[float], share: float, alone: float) -> tuple[float
 
 
 def ticks(low: float, high: float, about: int, *, whole: bool = False) -> list[tuple[float, str]]:
-    """Round values within a range, with their texts.
+    """Round values within a range, about so many, with their texts.
 
     >>> ticks(0.093, 0.271, 4)
     [(0.1, '0.1'), (0.15, '0.15'), (0.2, '0.2'), (0.25, '0.25')]
@@ -161,7 +161,7 @@ def ticks(low: float, high: float, about: int, *, whole: bool = False) -> list[t
     """
     rough = (high - low) / about
     size = 10.0 ** math.floor(math.log10(rough))
-    step = next(part * size for part in (1, 2, 5, 10) if part * size >= rough * 0.999)
+    step = next(part * size for part in (1, 2, 5, 10) if part * size >= rough * 0.7)
     if whole:
         step = max(1.0, round(step))
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)

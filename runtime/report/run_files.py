@@ -28,7 +28,7 @@ _LEVELS = 4
 
 _EXPERT = r"(?P<expert>_(?:high|low)_noise)?"
 _ENDING = r"(?P<best>-best)?(?:-step(?P<step>\d{8})|-(?P<epoch>\d{6}))?(?P<ema>-ema)?(?:-(?:comfyui|kohya|diffusers))?"
-_SAMPLE = r"-step(?P<step>\d{8})-(?P<number>\d+)\.(?:mp4|png)"
+_SAMPLE = _EXPERT + r"-step(?P<step>\d{8})-(?P<number>\d+)\.(?:mp4|png)"
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,14 @@ class Sample:
         file: where it is.
         step: of the run.
         number: of the prompt, counted from 1.
+        expert: `high_noise` or `low_noise` of one that was trained alone, else empty.
         settings: its line of `samples.jsonl`; empty without one.
     """
 
     file: Path
     step: int
     number: int
+    expert: str
     settings: Mapping[str, Any]
 
     @property
@@ -108,17 +110,17 @@ class RunFiles:
     @property
     def settings(self) -> Mapping[str, Any]:
         """The flags of training; empty before it has ended."""
-        return _mapping(self.reports.get("train", {}), "settings")
+        return mapping(self.reports.get("train", {}), "settings")
 
     @property
     def result(self) -> Mapping[str, Any]:
         """What training says of itself at its end."""
-        return _mapping(self.reports.get("train", {}), "result")
+        return mapping(self.reports.get("train", {}), "result")
 
     def told(self, flag: str) -> str:
         """A flag as training was given it, else as the steps before it were; empty when none says it."""
         steps = ("train", "check_cache", "cache_latents", "cache_text", "check")
-        values = (_mapping(self.reports.get(step, {}), "settings").get(flag) for step in steps)
+        values = (mapping(self.reports.get(step, {}), "settings").get(flag) for step in steps)
         return next((str(value) for value in values if value), "")
 
     def path_told(self, flag: str) -> Path | None:
@@ -171,16 +173,17 @@ def read_run(folder: Path, name: str | None, metrics: MetricsLog | None = None) 
         folder=folder,
         name=chosen,
         others=tuple(other for other in names if other != chosen),
-        records=[record for record in records if record.get("output_name", chosen) == chosen],
+        records=[record for record in records if _name_of(record, chosen) == chosen],
         reports=reports,
         loras=sorted(_loras(folder, chosen, problems), key=lambda lora: (lora.step or 0, lora.file.name)),
-        samples=sorted(_samples(folder / SAMPLES, chosen, problems), key=lambda sample: (sample.number, sample.step)),
+        samples=sorted(_samples(folder / SAMPLES, chosen, problems), key=lambda s: (s.expert, s.number, s.step)),
         evaluation=_evaluation(folder / EVALUATION, problems),
         problems=problems,
     )
 
 
-def _mapping(found: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def mapping(found: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A part of a report that is an object; an empty one where it is something else."""
     value = found.get(name)
     return value if isinstance(value, Mapping) else {}
 
@@ -218,9 +221,14 @@ def _json(path: Path, problems: list[str]) -> Any:
 
 def _names(records: Sequence[Record], reports: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """The runs of a folder; the one that wrote last is the last one."""
-    found = dict.fromkeys(str(record["output_name"]) for record in reversed(records) if "output_name" in record)
-    told = _mapping(reports.get("train", {}), "settings").get("output_name")
+    found = dict.fromkeys(_name_of(record, "") for record in reversed(records) if "output_name" in record)
+    told = mapping(reports.get("train", {}), "settings").get("output_name")
     return [*reversed(found)] or ([str(told)] if told else [])
+
+
+def _name_of(record: Record, otherwise: str) -> str:
+    """Whose line it is: an expert that is trained alone has its own name, and belongs to the other one's run."""
+    return str(record.get("output_name", otherwise)).removesuffix(f"_{record.get('expert')}")
 
 
 def _name_of_files(folder: Path) -> str:
@@ -254,7 +262,8 @@ def _samples(folder: Path, name: str, problems: list[str]) -> Iterator[Sample]:
     pattern = re.compile(re.escape(name) + _SAMPLE)
     for path in folder.iterdir():
         if (match := pattern.fullmatch(path.name)) and path.is_file() and path.resolve().parent == folder.resolve():
-            yield Sample(path.resolve(), int(match["step"]), int(match["number"]), lines.get(path.name, {}))
+            expert = (match["expert"] or "")[1:]
+            yield Sample(path.resolve(), int(match["step"]), int(match["number"]), expert, lines.get(path.name, {}))
     for file in sorted(lines):
         if pattern.fullmatch(file) and not (folder / file).is_file():
             problems.append(f"{SAMPLES}/{file} is in the list of samples, and the file is gone")

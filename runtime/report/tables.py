@@ -9,9 +9,9 @@ from wangen.generator.errors import bytes_text
 from wangen.generator.steps import Train
 from wangen.generator.table import options
 from wangen.runtime.evaluation_file import Evaluation, Memorisation, Row
-from wangen.runtime.report.charts import experts_of, validations
+from wangen.runtime.report.charts import experts_of, rows_of, validations
 from wangen.runtime.report.dataset import DatasetPart
-from wangen.runtime.report.run_files import Lora, RunFiles
+from wangen.runtime.report.run_files import Lora, RunFiles, mapping
 
 _LONG = 400
 
@@ -52,8 +52,7 @@ def provenance_tables(run: RunFiles) -> list[Table]:
     found = [Table("Steps", ("step", "", "what it says", "time", "finished"), steps)] if steps else []
     numbers = plan_numbers(run)
     found += [Table("The run in numbers", ("", ""), numbers)] if numbers else []
-    versions = run.reports.get("train", {}).get("versions")
-    if isinstance(versions, Mapping):
+    if versions := mapping(run.reports.get("train", {}), "versions"):
         found.append(Table("Versions", ("package", "version"), [(str(k), str(v)) for k, v in versions.items()]))
     digests = _digests(run)
     found += [Table("Digests and what else decided the result", ("", ""), digests, folded=True)] if digests else []
@@ -61,9 +60,7 @@ def provenance_tables(run: RunFiles) -> list[Table]:
 
 
 def _seconds(report: Mapping[str, Any]) -> str:
-    timings = report.get("timings")
-    total = timings.get("total_s") if isinstance(timings, Mapping) else None
-    return duration_text(total) if isinstance(total, int | float) else ""
+    return _if_number(mapping(report, "timings").get("total_s"), duration_text) or ""
 
 
 def duration_text(seconds: float) -> str:
@@ -82,11 +79,8 @@ def duration_text(seconds: float) -> str:
 def plan_numbers(run: RunFiles) -> list[tuple[str, str]]:
     """What the run was: task, samples, steps, speed, memory; only what is known."""
     report, result = run.reports.get("train", {}), run.result
-    inputs, counts = report.get("inputs", {}), report.get("counts", {})
+    inputs, counts, speed = mapping(report, "inputs"), mapping(report, "counts"), mapping(result, "speed")
     headers: Mapping[str, str] = next((lora.metadata for lora in reversed(run.loras)), {})
-    speed = result.get("speed")
-    speed = speed if isinstance(speed, Mapping) else {}
-    memory = speed.get("peak_memory_bytes")
     found = {
         "task": run.task,
         "samples trained on": inputs.get("samples"),
@@ -96,7 +90,7 @@ def plan_numbers(run: RunFiles) -> list[tuple[str, str]]:
         "time of this run": _if_number(result.get("seconds_training"), duration_text),
         "seconds per step": _if_number(speed.get("s_per_step"), "{:.3g}".format),
         "tokens per second": _if_number(speed.get("tokens_per_s"), "{:.0f}".format),
-        "memory at most": _if_number(memory, lambda value: bytes_text(int(value))),
+        "memory at most": _if_number(speed.get("peak_memory_bytes"), bytes_text),
     }
     return [(name, str(value)) for name, value in found.items() if value not in (None, "")]
 
@@ -110,15 +104,15 @@ def _if_number(value: Any, as_text: Any) -> str | None:
 
 
 def _digests(run: RunFiles) -> list[tuple[str, str]]:
-    inputs = run.reports.get("train", {}).get("inputs")
-    if not isinstance(inputs, Mapping):  # while it trains, a saved file's header says it
+    inputs = mapping(run.reports.get("train", {}), "inputs")
+    if not inputs:  # while it trains, a saved file's header says it
         text = next((lora.metadata["wangen.fingerprint"] for lora in reversed(run.loras)
                      if "wangen.fingerprint" in lora.metadata), "{}")  # fmt: skip
         try:
-            inputs = json.loads(text)
+            inputs = mapping({"fingerprint": json.loads(text)}, "fingerprint")
         except (ValueError, RecursionError):
             return []
-    return [(str(key), text_of(value)) for key, value in inputs.items()] if isinstance(inputs, Mapping) else []
+    return [(str(key), text_of(value)) for key, value in inputs.items()]
 
 
 def lora_table(run: RunFiles, use: Sequence[str]) -> Table | None:
@@ -146,11 +140,10 @@ def validation_tables(run: RunFiles) -> list[Table]:
         points = validations(run.records, expert)
         if points:
             step, told = points[-1]
-            rows = [row for row in told.get("rows", []) if isinstance(row, dict)]
             of = f" of the {expert.replace('_', '-')} expert" if expert else ""
             found.append(
                 Table(f"Held-out loss{of} at step {step}", ("timestep", "base", "LoRA", "difference", "average"),
-                      [_validation_row(row) for row in rows])
+                      [_validation_row(row) for row in rows_of(told)])
             )  # fmt: skip
     return found
 
@@ -158,7 +151,7 @@ def validation_tables(run: RunFiles) -> list[Table]:
 def _validation_row(row: Mapping[str, Any]) -> tuple[str, ...]:
     base, adapter, ema = row.get("base"), row.get("adapter"), row.get("ema")
     change = f"{adapter - base:+.5f}" if isinstance(base, float) and isinstance(adapter, float) else ""
-    return f"{row.get('timestep', 0):g}", _loss(base), _loss(adapter), change, _loss(ema)
+    return f"{row['timestep']:g}", _loss(base), _loss(adapter), change, _loss(ema)
 
 
 def _loss(value: Any) -> str:
@@ -167,12 +160,11 @@ def _loss(value: Any) -> str:
 
 def cache_tables(run: RunFiles, dataset: DatasetPart) -> list[Table]:
     """What `check_cache` found when it last ran, and what is in the folders now."""
-    result = run.reports.get("check_cache", {}).get("result")
-    rows = result.get("datasets", []) if isinstance(result, Mapping) else []
+    rows = mapping(run.reports.get("check_cache", {}), "result").get("datasets")
     columns = ("dataset", "kind", "valid", "stale", "missing", "corrupt", "coverage", "bytes")
     judged = [[str(row.get(column, "")) for column in columns[:6]]
-              + [f"{row.get('coverage', 0)} %", bytes_text(int(row.get("bytes", 0)))]
-              for row in rows if isinstance(row, dict)]  # fmt: skip
+              + [f"{row.get('coverage', 0)} %", _if_number(row.get("bytes"), bytes_text) or ""]
+              for row in (rows if isinstance(rows, list) else []) if isinstance(row, dict)]  # fmt: skip
     found = [Table("Judged by check_cache", (*columns[:7], "size"), judged)] if judged else []
     held = [(kind, f"{identity} in {dtype}", str(number), bytes_text(size))
             for kind, identity, dtype, number, size in dataset.cache]  # fmt: skip
@@ -215,11 +207,11 @@ def evaluation_tables(found: Evaluation) -> list[Table]:
 def _losses(caption: str, name: str, rows: Iterable[Row], found: Evaluation) -> Table:
     names = [checkpoint.name for checkpoint in found.ranked]
     shown = [
-        (row.name, f"{row.base:.5f}",
+        (row.name, str(row.num_items or ""), f"{row.base:.5f}",
          *(f"{row.losses[one]:.5f} ({row.losses[one] - row.base:+.5f})" if one in row.losses else "" for one in names))
         for row in rows
     ]  # fmt: skip
-    return Table(caption, (name, "base", *names), shown)
+    return Table(caption, (name, "items", "base", *names), shown)
 
 
 def _copy(one: Memorisation) -> tuple[str, ...]:

@@ -39,14 +39,12 @@ class Verdict:
 def judge(run: RunFiles) -> Verdict:
     """The verdict on a run."""
     if run.evaluation:
-        return _by_evaluation(run.evaluation, run)
-    found = {expert: validations(run.records, expert) for expert in experts_of(run.records)}
-    if any(step for points in found.values() for step, _ in points):
-        return _by_validation(run, found)
-    return _unknown(run)
+        return _by_evaluation(run.evaluation)
+    judged = list(filter(None, (_judge_expert(run, expert) for expert in experts_of(run.records))))
+    return _by_validation(judged) if judged else _unknown(run)
 
 
-def _by_evaluation(found: Evaluation, run: RunFiles) -> Verdict:
+def _by_evaluation(found: Evaluation) -> Verdict:
     best = found.winner
     percent = _percent(best.mean_loss, found.mean_base)
     interval = f"{found.confidence:.0%} interval of the difference {best.ci_low:+.5f} to {best.ci_high:+.5f}"
@@ -72,7 +70,7 @@ def _by_evaluation(found: Evaluation, run: RunFiles) -> Verdict:
     else:
         level, headline = "unsure", f"No checkpoint is clearly better than the base; the nearest to it is {best.name}."
     files = tuple(file for file in (best.file_high_noise, best.file) if file)
-    against = [*_against(found, best.name), *_later_is_worse(found, run)]
+    against = [*_against(found, best.name), *_later_is_worse(found)]
     return Verdict(level, headline, files if level != "bad" else (), f"the evaluation of {_checkpoints(found)}",
                    tuple(because), tuple(against))  # fmt: skip
 
@@ -111,48 +109,78 @@ def _worse(rows: Sequence[Row], best: str) -> list[str]:
     return [row.name for row in rows if best in row.losses and row.losses[best] > row.base]
 
 
-def _later_is_worse(found: Evaluation, run: RunFiles) -> list[str]:
+def _later_is_worse(found: Evaluation) -> list[str]:
     last = max((checkpoint.step or 0 for checkpoint in found.checkpoints), default=0)
     step = found.winner.step
-    if step is None or step >= last or last > run.last_step > 0:
+    if step is None or step >= last:
         return []
     return [f"training beyond step {step} did not help: the checkpoints up to step {last} are worse"]
 
 
-def _by_validation(run: RunFiles, found: Mapping[str, list[tuple[int, dict[str, Any]]]]) -> Verdict:
-    because, against, use, better = [], [], [], []
-    for expert, points in found.items():
-        trained = [(step, told) for step, told in points if step and _is_number(told.get("mean_adapter"))]
-        if not trained:
-            continue
-        step, told = min(trained, key=lambda point: point[1]["mean_adapter"])
-        of = f"{expert.replace('_', ' ')}: " if expert else ""
-        delta, error = told.get("delta"), told.get("standard_error")
-        better.append(_is_number(delta) and _is_number(error) and delta < -2 * error)
-        because.append(
-            f"{of}held-out loss {told['mean_adapter']:.5f} at step {step}, base {told.get('mean_base', 0.0):.5f}"
-            + (f", difference {delta:+.5f}" + (f" ± {error:.5f}" if _is_number(error) else "")
-               if _is_number(delta) else "")
-            + (f", better at {told['num_better']} of {many(told['num_items'], 'item')}" if "num_items" in told else "")
-        )  # fmt: skip
-        if file := _nearest_file(run.loras, expert, step):
-            use.append(file.file.name)
-            if file.step != step:
-                against.append(f"{of}no file was kept of step {step}, which is the best one; {file.file.name} is of "
-                               f"step {file.step}")  # fmt: skip
-        if step < trained[-1][0]:
-            against.append(f"{of}after step {step} the held-out loss rose: it began to learn by heart")
-        if not _is_number(error):
-            against.append(f"{of}one held-out item is too few to tell a difference from chance")
+@dataclass(frozen=True)
+class _Judged:
+    """What the held-out loss says of one expert, or of the only transformer."""
+
+    clearly_better: bool
+    because: str
+    against: tuple[str, ...]
+    use: str
+
+
+def _by_validation(judged: Sequence[_Judged]) -> Verdict:
+    better = all(one.clearly_better for one in judged)
+    clearly = "better than the base" if better else "not clearly better than the base"
+    against = [line for one in judged for line in one.against]
     against.append("a lower loss is not always the better picture: look at the samples, or run wangen evaluate")
-    clearly = "better than the base" if all(better) else "not clearly better than the base"
-    headline = f"By held-out loss alone the LoRA is {clearly}; it was not evaluated yet."
-    return Verdict("good" if all(better) else "unsure", headline, tuple(use), "the held-out loss of the training",
-                   tuple(because), tuple(against))  # fmt: skip
+    return Verdict(
+        level="good" if better else "unsure",
+        headline=f"By held-out loss alone the LoRA is {clearly}; it was not evaluated yet.",
+        use=tuple(one.use for one in judged if one.use),
+        basis="the held-out loss of the training",
+        because=tuple(one.because for one in judged),
+        against=tuple(against),
+    )
+
+
+def _judge_expert(run: RunFiles, expert: str) -> _Judged | None:
+    """The best step of an expert; None when there is no validation of what was trained."""
+    points = validations(run.records, expert)
+    trained = [(step, told) for step, told in points if step and _is_number(told.get("mean_adapter"))]
+    if not trained:
+        return None
+    step, told = min(trained, key=lambda point: point[1]["mean_adapter"])
+    of = f"{expert.replace('_', ' ')}: " if expert else ""
+    delta, error, against = told.get("delta"), told.get("standard_error"), []
+    file = _nearest_file(run.loras, expert, step)
+    if file and file.step != step:
+        against.append(f"{of}no file was kept of step {step}, the best one; {file.file.name} is of step {file.step}")
+    if step < trained[-1][0]:
+        against.append(f"{of}after step {step} the held-out loss rose: it began to learn by heart")
+    if not _is_number(error):
+        against.append(f"{of}one held-out item is too few to tell a difference from chance")
+    return _Judged(
+        clearly_better=_is_number(delta) and _is_number(error) and delta < -2 * error,
+        because=of + _in_words(step, told),
+        against=tuple(against),
+        use=file.file.name if file else "",
+    )
+
+
+def _in_words(step: int, told: Mapping[str, Any]) -> str:
+    """A validation as a sentence, of what it has."""
+    base, delta, error = (told.get(name) for name in ("mean_base", "delta", "standard_error"))
+    num_better, num_items = told.get("num_better"), told.get("num_items")
+    words = f"held-out loss {told['mean_adapter']:.5f} at step {step}"
+    words += f", base {base:.5f}" if _is_number(base) else ""
+    words += f", difference {delta:+.5f}" if _is_number(delta) else ""
+    words += f" ± {error:.5f}" if _is_number(error) else ""
+    if isinstance(num_better, int) and isinstance(num_items, int):
+        words += f", better at {num_better} of {many(num_items, 'item')}"
+    return words
 
 
 def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float)
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _nearest_file(loras: Sequence[Lora], expert: str, step: int) -> Lora | None:
