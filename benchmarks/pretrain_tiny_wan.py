@@ -79,7 +79,9 @@ def main() -> None:
             lr_warmup_steps="100",
             optimizer_args=("betas=0.9,0.98",),
             max_train_steps=options.steps,
-            timestep_sampling="uniform",
+            timestep_sampling="shift",
+            discrete_flow_shift=3.0,  # positions and motions are decided where noise is strong
+            num_timestep_buckets=16,
             caption_dropout=0.1,
             ema_decay=0.995,
             save_state_every_n_minutes=10,
@@ -160,7 +162,6 @@ batch_size = {batch}
 image_directory = "{place}/stills"
 cache_directory = "{place}/cache-of-stills"
 batch_size = {4 * batch}
-num_repeats = 2
 """,
         encoding="utf-8",
     )
