@@ -3,13 +3,14 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from wangen.generator.step_parts import (
     CLIP,
     DIT,
     DTYPE_VALUES,
     FP8_T5,
+    SMOKE_ITEMS,
     T5,
     TOKENIZER,
     VAE,
@@ -19,7 +20,7 @@ from wangen.generator.step_parts import (
     Dtype,
     vae_tile,
 )
-from wangen.generator.table import flag
+from wangen.generator.table import SMOKE, flag
 from wangen.generator.train_step import Quantize
 
 _MODELS = "(default: the model's)"
@@ -52,7 +53,7 @@ class Evaluate(DatasetStep):
     )
     validation_items: int = flag(
         "the dataset was trained on but for so many items, with the same --validation_items and --seed: judge by these",
-        0, pinned=True,
+        0, pinned=True, knob=True,
     )  # fmt: skip
     forgetting_config: Path | None = flag("TOML of a dataset outside of what was trained: what the base could do", None)
     training_config: Path | None = flag(
@@ -65,7 +66,7 @@ class Evaluate(DatasetStep):
     validation_timesteps: int = flag("noise levels at which each item is judged, of each expert", 8, pinned=True)
     condition_frames: int | None = flag("TI2V-5B: so many first frames are given, as in training (default: 1)", None,
                                         pinned=True)  # fmt: skip
-    seed: int = flag("seed of noise, videos and intervals", 42, pinned=True)
+    seed: int = flag("seed of noise, videos and intervals", 42, pinned=True, knob=True)
     prompt_file: Path | None = flag(
         "prompts of the videos, .txt, .toml or .json as of --sample_prompts (default: the captions of the dataset)",
         None, names=("sample_prompts",),
@@ -112,3 +113,10 @@ class Evaluate(DatasetStep):
     device: str | None = flag("cuda, cuda:1, cpu … (default: cuda when there is one)", None)
 
     output_dir: Path = flag("folder for evaluation.json, the videos and what is kept for going on")
+
+    def _smoke_changes(self) -> dict[str, Any]:
+        """A try judges what a try has trained: files are as they are named, a run's folder has a folder of its own."""
+        loras = tuple(path if path.suffix else path / SMOKE for path in self.lora_weight)
+        held_out = min(self.validation_items, SMOKE_ITEMS // 2)  # as training does
+        return {**super()._smoke_changes(), "lora_weight": loras, "output_dir": self.output_dir / SMOKE,
+                "validation_items": held_out}  # fmt: skip

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from wangen.generator.table import Step, flag
+from wangen.generator.table import SMOKE, Step, flag
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +23,12 @@ class MakeReport(RunStep):
     command: ClassVar[str] = "report"
     module: ClassVar[str] = "wangen.runtime.report.make"
 
+    smoke: bool = flag("the page of a try: of the folder smoke in the run's folder", False)
     save_path: Path | None = flag("the .html to write (default: report.html in the run's folder)", None)
     max_embed_mb: int = flag("megabytes of samples and videos that go into the page; further ones are linked", 64)
+
+    def _smoke_changes(self) -> dict[str, Any]:
+        return {**super()._smoke_changes(), "output_dir": self.output_dir / SMOKE}
 
 
 @dataclass(frozen=True, kw_only=True)

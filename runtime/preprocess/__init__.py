@@ -11,9 +11,10 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from wangen.generator.dataset import Problem, require_av
+from wangen.generator.dataset import Problem
 from wangen.generator.errors import WangenError, many
 from wangen.generator.files import write_text
+from wangen.generator.install import require_library
 from wangen.generator.lock import hold
 from wangen.generator.prepare_steps import Preprocess
 from wangen.generator.session import Report
@@ -48,7 +49,7 @@ def run(options: Preprocess) -> Report:
         WangenError: nothing can be used, ffmpeg is missing, or the disk is too small.
     """
     form, place = read_form(options), Place(options.output)
-    require_av()
+    require_library("av")
     find_ffmpeg()
     videos, problems = find_videos(options)
     if options.dry_run:

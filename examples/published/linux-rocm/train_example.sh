@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # train_example.sh: made by wangen 0.1.0 for example on linux-rocm.
 #
-#   bash train_example.sh                every step in order: check, cache_latents, cache_text, check_cache, train
+#   bash train_example.sh                every step in order: check, cache_latents, cache_text, check_cache, train, report
 #   bash train_example.sh smoke          a try: 50 steps on at most 8 items into outputs/example/smoke
 #   bash train_example.sh STEP           one step only
 #   bash train_example.sh STEP WORDS     one step, the words added to its command line (a flag given again wins)
@@ -11,7 +11,7 @@
 # You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 # leave this file as it is and write the new text beside it as train_example.sh.new.
 #
-# wangen-digest: 467461b9cda2ae982ac331bbb390fcc4
+# wangen-digest: 77b3b68db7539ae915adbc668c2e7776
 # Typographic quotes in a path or prompt are no typing errors.
 # shellcheck disable=SC1112
 # An editor for Windows may have put a carriage return behind every line: behind the first of these two, and hidden
@@ -96,8 +96,8 @@ wg_only=${1:-}
 WG_SMOKE=''
 case $wg_only in
   smoke) WG_SMOKE=--smoke wg_only='' ;;
-  '' | check | cache_latents | cache_text | check_cache | train) ;;
-  *) wg_stop 2 "wangen: this script has no step '$wg_only'. Its steps: check, cache_latents, cache_text, check_cache, train; or smoke" ;;
+  '' | check | cache_latents | cache_text | check_cache | train | report) ;;
+  *) wg_stop 2 "wangen: this script has no step '$wg_only'. Its steps: check, cache_latents, cache_text, check_cache, train, report; or smoke" ;;
 esac
 [ -n "$wg_only" ] || [ $# -le 1 ] || wg_stop 2 'wangen: further words belong behind the name of a step'
 # What is left in "$@" are further words for that one step; without a step's name there are none.
@@ -137,7 +137,7 @@ if ! "$WG_PY" -c 'import wangen.runtime' >/dev/null 2>&1; then
 fi
 
 if [ -z "$wg_only" ] || [ "$wg_only" = check ]; then
-  printf '%s\n' 'wangen: step 1 of 5: check'
+  printf '%s\n' 'wangen: step 1 of 6: check'
   WG_RUNNING=check
   "$WG_PY" -m wangen.runtime \
     check \
@@ -156,7 +156,7 @@ if [ -z "$wg_only" ] || [ "$wg_only" = check ]; then
 fi
 
 if [ -z "$wg_only" ] || [ "$wg_only" = cache_latents ]; then
-  printf '%s\n' 'wangen: step 2 of 5: cache_latents'
+  printf '%s\n' 'wangen: step 2 of 6: cache_latents'
   WG_RUNNING=cache_latents
   "$WG_PY" -m wangen.runtime \
     cache_latents \
@@ -175,7 +175,7 @@ if [ -z "$wg_only" ] || [ "$wg_only" = cache_latents ]; then
 fi
 
 if [ -z "$wg_only" ] || [ "$wg_only" = cache_text ]; then
-  printf '%s\n' 'wangen: step 3 of 5: cache_text'
+  printf '%s\n' 'wangen: step 3 of 6: cache_text'
   WG_RUNNING=cache_text
   "$WG_PY" -m wangen.runtime \
     cache_text \
@@ -194,7 +194,7 @@ if [ -z "$wg_only" ] || [ "$wg_only" = cache_text ]; then
 fi
 
 if [ -z "$wg_only" ] || [ "$wg_only" = check_cache ]; then
-  printf '%s\n' 'wangen: step 4 of 5: check_cache'
+  printf '%s\n' 'wangen: step 4 of 6: check_cache'
   WG_RUNNING=check_cache
   "$WG_PY" -m wangen.runtime \
     check_cache \
@@ -215,7 +215,7 @@ if [ -z "$wg_only" ] || [ "$wg_only" = check_cache ]; then
 fi
 
 if [ -z "$wg_only" ] || [ "$wg_only" = train ]; then
-  printf '%s\n' 'wangen: step 5 of 5: train'
+  printf '%s\n' 'wangen: step 5 of 6: train'
   WG_RUNNING=train
   "$WG_PY" -m wangen.runtime \
     train \
@@ -282,6 +282,21 @@ if [ -z "$wg_only" ] || [ "$wg_only" = train ]; then
     --report_dir 'outputs/example' \
     --lock 'outputs/example/run.lock' \
     "$@" ${WG_SMOKE:+"$WG_SMOKE"} || wg_failed train $?
+  wg_ended
+fi
+
+if [ -z "$wg_only" ] || [ "$wg_only" = report ]; then
+  printf '%s\n' 'wangen: step 6 of 6: report'
+  WG_RUNNING=report
+  "$WG_PY" -m wangen.runtime \
+    report \
+    --output_dir 'outputs/example' \
+    --output_name example \
+    --dataset_config 'files/tomls/example_linux.toml' \
+    --log_file 'logs/example.log' \
+    --report_dir 'outputs/example' \
+    --lock 'outputs/example/run.lock' \
+    "$@" ${WG_SMOKE:+"$WG_SMOKE"} || wg_failed report $?
   wg_ended
 fi
 

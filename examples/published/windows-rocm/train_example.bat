@@ -2,7 +2,7 @@
 setlocal EnableExtensions DisableDelayedExpansion
 rem train_example.bat: made by wangen 0.1.0 for example on windows-rocm.
 rem
-rem   double click, or train_example.bat     every step in order: check, cache_latents, cache_text, check_cache, train
+rem   double click, or train_example.bat     every step in order: check, cache_latents, cache_text, check_cache, train, report
 rem   train_example.bat smoke                a try: 50 steps on at most 8 items into outputs/example/smoke
 rem   train_example.bat STEP                 one step only
 rem   train_example.bat STEP WORDS           one step, up to four words added to its command line; a flag given again
@@ -14,7 +14,7 @@ rem Python is taken from WANGEN_PYTHON (full path of python.exe), the virtual en
 rem You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 rem leave this file as it is and write the new text beside it as train_example.bat.new.
 rem
-rem wangen-digest: e7a314fd70d76e410d0003787892ad12
+rem wangen-digest: 76f95131b9e843df3955c2c63dfd6ea3
 chcp 65001 >nul 2>&1
 
 rem >>> knobs: letters, digits and . _ , + - only
@@ -85,8 +85,9 @@ if "%WG_ONLY%"=="cache_latents" goto wg_known
 if "%WG_ONLY%"=="cache_text" goto wg_known
 if "%WG_ONLY%"=="check_cache" goto wg_known
 if "%WG_ONLY%"=="train" goto wg_known
+if "%WG_ONLY%"=="report" goto wg_known
 :wg_usage
-echo wangen: this script takes nothing, or smoke, or the name of one step and up to four words for it. Its steps: check, cache_latents, cache_text, check_cache, train
+echo wangen: this script takes nothing, or smoke, or the name of one step and up to four words for it. Its steps: check, cache_latents, cache_text, check_cache, train, report
 set "WG_RC=2"
 goto wg_end
 
@@ -138,7 +139,7 @@ goto wg_end
 :wg_step1
 if defined WG_ONLY if not "%WG_ONLY%"=="check" goto wg_step2
 set "WG_STEP=check"
-echo wangen: step 1 of 5: check
+echo wangen: step 1 of 6: check
 "%WG_PY%" -m wangen.runtime ^
   "check" ^
   "--dataset_config" "files\tomls\example_win.toml" ^
@@ -157,7 +158,7 @@ if not "%WG_RC%"=="0" goto wg_failed
 :wg_step2
 if defined WG_ONLY if not "%WG_ONLY%"=="cache_latents" goto wg_step3
 set "WG_STEP=cache_latents"
-echo wangen: step 2 of 5: cache_latents
+echo wangen: step 2 of 6: cache_latents
 "%WG_PY%" -m wangen.runtime ^
   "cache_latents" ^
   "--dataset_config" "files\tomls\example_win.toml" ^
@@ -176,7 +177,7 @@ if not "%WG_RC%"=="0" goto wg_failed
 :wg_step3
 if defined WG_ONLY if not "%WG_ONLY%"=="cache_text" goto wg_step4
 set "WG_STEP=cache_text"
-echo wangen: step 3 of 5: cache_text
+echo wangen: step 3 of 6: cache_text
 "%WG_PY%" -m wangen.runtime ^
   "cache_text" ^
   "--dataset_config" "files\tomls\example_win.toml" ^
@@ -195,7 +196,7 @@ if not "%WG_RC%"=="0" goto wg_failed
 :wg_step4
 if defined WG_ONLY if not "%WG_ONLY%"=="check_cache" goto wg_step5
 set "WG_STEP=check_cache"
-echo wangen: step 4 of 5: check_cache
+echo wangen: step 4 of 6: check_cache
 "%WG_PY%" -m wangen.runtime ^
   "check_cache" ^
   "--dataset_config" "files\tomls\example_win.toml" ^
@@ -216,7 +217,7 @@ if not "%WG_RC%"=="0" goto wg_failed
 :wg_step5
 if defined WG_ONLY if not "%WG_ONLY%"=="train" goto wg_step6
 set "WG_STEP=train"
-echo wangen: step 5 of 5: train
+echo wangen: step 5 of 6: train
 "%WG_PY%" -m wangen.runtime ^
   "train" ^
   "--dataset_config" "files\tomls\example_win.toml" ^
@@ -285,6 +286,21 @@ set "WG_RC=%ERRORLEVEL%"
 if not "%WG_RC%"=="0" goto wg_failed
 
 :wg_step6
+if defined WG_ONLY if not "%WG_ONLY%"=="report" goto wg_step7
+set "WG_STEP=report"
+echo wangen: step 6 of 6: report
+"%WG_PY%" -m wangen.runtime ^
+  "report" ^
+  "--output_dir" "outputs\example" ^
+  "--output_name" "example" ^
+  "--dataset_config" "files\tomls\example_win.toml" ^
+  "--log_file" "logs\example.log" ^
+  "--report_dir" "outputs\example" ^
+  "--lock" "outputs\example\run.lock" %2 %3 %4 %5 %WG_SMOKE%
+set "WG_RC=%ERRORLEVEL%"
+if not "%WG_RC%"=="0" goto wg_failed
+
+:wg_step7
 if defined WG_SMOKE echo wangen: train_example smoke finished.
 if defined WG_SMOKE goto wg_end
 if not defined WG_ONLY echo wangen: train_example finished.

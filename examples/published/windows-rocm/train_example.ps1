@@ -1,6 +1,6 @@
 ﻿# train_example.ps1: made by wangen 0.1.0 for example on windows-rocm.
 #
-#   powershell -NoProfile -ExecutionPolicy Bypass -File train_example.ps1              every step in order: check, cache_latents, cache_text, check_cache, train
+#   powershell -NoProfile -ExecutionPolicy Bypass -File train_example.ps1              every step in order: check, cache_latents, cache_text, check_cache, train, report
 #   powershell -NoProfile -ExecutionPolicy Bypass -File train_example.ps1 smoke        a try: 50 steps on at most 8 items into outputs/example/smoke
 #   powershell -NoProfile -ExecutionPolicy Bypass -File train_example.ps1 STEP         one step only
 #   powershell -NoProfile -ExecutionPolicy Bypass -File train_example.ps1 STEP WORDS   one step, the words added to its
@@ -12,7 +12,7 @@
 # You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 # leave this file as it is and write the new text beside it as train_example.ps1.new.
 #
-# wangen-digest: 904dad8af2c2915401ade6efa1bda9be
+# wangen-digest: 142ce5f3b668bae0bf356c1f83929982
 Set-StrictMode -Version 2.0
 $ErrorActionPreference = 'Stop'
 $PSNativeCommandUseErrorActionPreference = $false
@@ -85,9 +85,9 @@ if (($args.Count -eq 1) -and ($WgOnly -ceq 'smoke')) {
   $WgSmoke = @('--smoke')
   $WgOnly = ''
 }
-$WgNames = @('check', 'cache_latents', 'cache_text', 'check_cache', 'train')
+$WgNames = @('check', 'cache_latents', 'cache_text', 'check_cache', 'train', 'report')
 if ((($args.Count -gt 1) -or ($WgOnly -ne '')) -and ($WgNames -cnotcontains $WgOnly)) {
-  Write-Host 'wangen: this script takes nothing, or smoke, or the name of one step with words for it. Its steps: check, cache_latents, cache_text, check_cache, train'
+  Write-Host 'wangen: this script takes nothing, or smoke, or the name of one step with words for it. Its steps: check, cache_latents, cache_text, check_cache, train, report'
   exit 2
 }
 $WgMore = @()
@@ -151,7 +151,7 @@ try {
     exit 1
   }
   if (($WgCode -eq 0) -and (($WgOnly -eq '') -or ($WgOnly -ceq 'check'))) {
-    Write-Host 'wangen: step 1 of 5: check'
+    Write-Host 'wangen: step 1 of 6: check'
     $WgStep = 'check'
     $WgArgv = @(
       'check',
@@ -171,7 +171,7 @@ try {
     $WgCode = $LASTEXITCODE
   }
   if (($WgCode -eq 0) -and (($WgOnly -eq '') -or ($WgOnly -ceq 'cache_latents'))) {
-    Write-Host 'wangen: step 2 of 5: cache_latents'
+    Write-Host 'wangen: step 2 of 6: cache_latents'
     $WgStep = 'cache_latents'
     $WgArgv = @(
       'cache_latents',
@@ -191,7 +191,7 @@ try {
     $WgCode = $LASTEXITCODE
   }
   if (($WgCode -eq 0) -and (($WgOnly -eq '') -or ($WgOnly -ceq 'cache_text'))) {
-    Write-Host 'wangen: step 3 of 5: cache_text'
+    Write-Host 'wangen: step 3 of 6: cache_text'
     $WgStep = 'cache_text'
     $WgArgv = @(
       'cache_text',
@@ -211,7 +211,7 @@ try {
     $WgCode = $LASTEXITCODE
   }
   if (($WgCode -eq 0) -and (($WgOnly -eq '') -or ($WgOnly -ceq 'check_cache'))) {
-    Write-Host 'wangen: step 4 of 5: check_cache'
+    Write-Host 'wangen: step 4 of 6: check_cache'
     $WgStep = 'check_cache'
     $WgArgv = @(
       'check_cache',
@@ -233,7 +233,7 @@ try {
     $WgCode = $LASTEXITCODE
   }
   if (($WgCode -eq 0) -and (($WgOnly -eq '') -or ($WgOnly -ceq 'train'))) {
-    Write-Host 'wangen: step 5 of 5: train'
+    Write-Host 'wangen: step 5 of 6: train'
     $WgStep = 'train'
     $WgArgv = @(
       'train',
@@ -296,6 +296,22 @@ try {
       '--validation_items', $VALIDATION_ITEMS,
       '--save_precision', 'float32',
       '--lora_layout', 'comfyui',
+      '--log_file', 'logs\example.log',
+      '--report_dir', 'outputs\example',
+      '--lock', 'outputs\example\run.lock'
+    )
+    $global:LASTEXITCODE = 1
+    & $WgPython -m wangen.runtime @WgArgv @WgMore @WgSmoke
+    $WgCode = $LASTEXITCODE
+  }
+  if (($WgCode -eq 0) -and (($WgOnly -eq '') -or ($WgOnly -ceq 'report'))) {
+    Write-Host 'wangen: step 6 of 6: report'
+    $WgStep = 'report'
+    $WgArgv = @(
+      'report',
+      '--output_dir', 'outputs\example',
+      '--output_name', 'example',
+      '--dataset_config', 'files\tomls\example_win.toml',
       '--log_file', 'logs\example.log',
       '--report_dir', 'outputs\example',
       '--lock', 'outputs\example\run.lock'

@@ -1,0 +1,81 @@
+"""The steps of a script that follow the training: videos and the evaluation where asked for, and the report."""
+
+from pathlib import Path
+
+import pytest
+from helpers import write_tree
+from test_publish_training import HEAD, made, spoken
+
+from wangen.generator import workspace
+from wangen.generator.cli import main
+from wangen.generator.errors import WangenError
+from wangen.generator.publish import plan as publishing
+from wangen.generator.publish.source import Source
+from wangen.generator.steps import Evaluate, Generate, MakeReport, Train
+
+ASKED = """
+[steps.train]
+validation_items = 4
+seed = 7
+save_every_n_epochs = 5
+
+[steps.generate]
+prompt = "a cat, 50% off & wild"
+infer_steps = 12
+
+[steps.evaluate]
+num_videos = 2
+"""
+
+
+def test_the_report_comes_last_and_knows_the_run(tmp_path):
+    for steps in spoken(made(tmp_path, "")).values():
+        train, report = steps[-2:]
+        assert isinstance(train, Train)
+        assert isinstance(report, MakeReport)
+        assert (report.output_dir, report.output_name) == (train.output_dir, train.output_name)
+        assert report.dataset_config == train.dataset_config
+
+
+@pytest.mark.parametrize("task", ["t2v-1.3B", "t2v-A14B"])
+def test_videos_and_the_evaluation_follow_where_they_are_asked_for(tmp_path, task):
+    for name, steps in spoken(made(tmp_path, f'model = "{task}"\n{ASKED}')).items():
+        train, generate, evaluate, report = steps[-4:]
+        assert isinstance(generate, Generate), name
+        assert isinstance(evaluate, Evaluate)
+        assert isinstance(report, MakeReport)
+        assert generate.lora_weight == evaluate.lora_weight == (train.output_dir,)
+        assert generate.lora_weight_high_noise == ((train.output_dir,) if task == "t2v-A14B" else ())
+        assert generate.prompt == "a cat, 50% off & wild"
+        assert generate.save_path.as_posix().replace("\\", "/") == "outputs/x/generated"
+        assert (generate.infer_steps, generate.dit, generate.t5) == (12, train.dit, evaluate.t5)
+        assert evaluate.output_dir == train.output_dir
+        assert (evaluate.validation_items, evaluate.seed) == (train.validation_items, train.seed) == (4, 7)
+        assert evaluate.dataset_config == train.dataset_config
+        assert evaluate.dit_high_noise == train.dit_high_noise
+
+
+def test_a_try_judges_and_shows_what_a_try_has_trained(tmp_path):
+    steps = spoken(made(tmp_path, ASKED))["linux sh"]
+    train, _, evaluate, report = (
+        type(step)(**{**vars(step), "smoke": True}).effective() if hasattr(step, "smoke") else step
+        for step in steps[-4:]
+    )
+    assert report.output_dir == evaluate.output_dir == evaluate.lora_weight[0] == train.output_dir
+    assert evaluate.validation_items == train.validation_items
+
+
+def test_a_held_out_dataset_is_judged_by_and_the_own_one_is_what_was_trained_on(tmp_path):
+    text = '[steps.train]\nvalidation_config = "/data/val.toml"\n[steps.evaluate]\nnum_videos = 0\n'
+    evaluate, train = (spoken(made(tmp_path, text))["linux sh"][number] for number in (-2, -3))
+    assert (evaluate.dataset_config, evaluate.training_config) == (Path("/data/val.toml"), train.dataset_config)
+
+
+def test_an_evaluation_without_anything_held_out_is_refused_before_anything_is_written(tmp_path, capsys):
+    place = workspace.read(write_tree(tmp_path, {"wangen.toml": HEAD + "[steps.evaluate]\nnum_videos = 0\n"}))
+    with pytest.raises(WangenError, match="holds nothing out"):
+        publishing.make_plan(place, place.targets, "x", place.profile(), Source(Path("x"), [], {}, {}))
+    assert not (tmp_path / "published").exists()
+    (tmp_path / "wangen.toml").write_text(HEAD + "[steps.evaluate]\nnum_vdeos = 0\n", encoding="utf-8")
+    assert main(["publish", "x", "--workspace", str(tmp_path)]) == 2
+    assert "num_videos" in capsys.readouterr().err
