@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from wangen.runtime.fast.attention import Kernel, Stash
 from wangen.runtime.fast.dit_elementwise import Elementwise
@@ -220,7 +221,7 @@ class Block:
         return self._single["other_out"](attended)[0]
 
     def _feed_forward(self, normed: Tensor, *, valued: bool) -> Tensor:
-        widened = self._elementwise.gelu(self._single["up"](normed)[0])
+        widened = functional.gelu(self._single["up"](normed)[0], approximate="tanh")
         return self._single["down"](widened, valued=valued)[0]
 
     def _look(self, query: Tensor, others: Tensor, pair: str, norm: nn.RMSNorm, bias: Tensor | None) -> Tensor:

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from wangen.runtime.fast.attention import Kernel, sdpa_priority
 from wangen.runtime.fast.dit_blocks import Tokens
 from wangen.runtime.fast.dit_elementwise import PLAIN, failure, real_rms, separately_compiled
-from wangen.runtime.fast.dit_functions import TWICE_ROOT, cast
+from wangen.runtime.fast.dit_functions import cast
 from wangen.runtime.fast.dit_linear import Group
 from wangen.runtime.libraries import WanTransformerBlock
 from wangen.runtime.models.compute import Checkpointing, Compute
@@ -33,6 +33,9 @@ log = logging.getLogger("wangen")
 
 FEWEST_ROWS = 64
 """Texts are filled up to 64, 128, 256 or 512 rows: a graph for each length of a caption would be made for hours."""
+
+TWICE_ROOT = 2 * math.sqrt(2 / math.pi)
+"""Of GELU: 0.5 (1 + tanh(u)) = sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3), https://arxiv.org/abs/1606.08415."""
 
 _aten = torch.ops.aten
 ATTENTION = (

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from wangen.runtime.fast.dit_functions import Gate, GeluTanh, MixedLayerNorm, RmsRotary, apply
+from wangen.runtime.fast.dit_functions import Gate, MixedLayerNorm, RmsRotary, apply
 
 log = logging.getLogger("wangen")
 
@@ -38,13 +38,11 @@ class Elementwise:
             RMS norm over all heads and the rotation of each head's pairs by position.
         gated: residual (T, D), branch (T, D), gates (runs, D) in float32, tokens of each run, and whether the value is
             looked at, not the gradients alone -> residual + gate * branch.
-        gelu: any tensor -> GELU by the formula with tanh.
     """
 
     norm: Callable[[Tensor, Tensor, Tensor, float], Tensor]
     rms: Callable[[Tensor, Tensor, Tensor | None, float], Tensor]
     gated: Gated
-    gelu: Callable[[Tensor], Tensor]
 
     def modulated(self, tokens: Tensor, scale: Tensor, shift: Tensor, eps: float, runs: Sequence[int]) -> Tensor:
         """Adaptive layer norm, (T, D) -> (T, D): norm(x) * scale + shift, both (runs, D), scale with its 1 added."""
@@ -116,19 +114,8 @@ def _fused_gated(residual: Tensor, branch: Tensor, gates: Tensor, runs: Sequence
     return output
 
 
-def _gelu(inputs: Tensor) -> Tensor:
-    return functional.gelu(inputs, approximate="tanh")
-
-
-def _fused_gelu(inputs: Tensor) -> Tensor:
-    if inputs.device.type != "cpu" or inputs.element_size() < 4:
-        return _gelu(inputs)
-    output: Tensor = apply(GeluTanh, inputs)
-    return output
-
-
-PLAIN = Elementwise(_norm, _rms, _by_run(_gated_run), _gelu)
-FUSED = Elementwise(_fused_norm, _fused_rms, _fused_gated, _fused_gelu)
+PLAIN = Elementwise(_norm, _rms, _by_run(_gated_run))
+FUSED = Elementwise(_fused_norm, _fused_rms, _fused_gated)
 
 
 @functools.cache
@@ -157,7 +144,7 @@ def compiled(device: torch.device) -> Elementwise:
         log.warning("--compile: torch.compile does not run here (%s), so it is left out; it needs a C++ compiler, and "
                     "Triton on a GPU", failure(error))  # fmt: skip
         return FUSED
-    return Elementwise(open_norm, open_rms, _by_run(open_gate), _fused_gelu)
+    return Elementwise(open_norm, open_rms, _by_run(open_gate))
 
 
 def _compiled(part: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -8,16 +8,12 @@ Letters in shapes: T tokens of all items in one row after the other, I inputs an
 of the ranks of the adapters that share an input, D width of the model, H heads, N tokens of one item.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-
-TWICE_ROOT = 2 * math.sqrt(2 / math.pi)
-"""GELU is x * sigmoid(TWICE_ROOT * (x + 0.044715 x^3)) in the approximation with tanh, https://arxiv.org/abs/1606.08415."""
 
 
 def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
@@ -280,31 +276,6 @@ def _by_heads(channels: Tensor, table: Tensor) -> Tensor:
     """(T, D) in float32 as the complex numbers (items, N, H, channels of a head / 2) that it consists of."""
     tokens, pairs = table.shape
     return torch.view_as_complex(channels.view(-1, tokens, channels.shape[1] // pairs // 2, pairs, 2))
-
-
-class GeluTanh(torch.autograd.Function):
-    """GELU by its formula with tanh, for the CPU, whose own kernel takes twice as long.
-
-    Hendrycks and Gimpel 2016, https://arxiv.org/abs/1606.08415: 0.5 x (1 + tanh(u)) = x * sigmoid(2 u), where u is
-    sqrt(2 / pi) (x + 0.044715 x^3). Beside the input the sigmoid is kept for the backward pass.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, inputs: Tensor) -> Tensor:
-        """Any shape -> the same."""
-        linear = inputs.new_tensor(TWICE_ROOT)
-        share = torch.addcmul(linear, inputs, inputs, value=0.044715 * TWICE_ROOT).mul_(inputs).sigmoid_()
-        ctx.save_for_backward(inputs, share)
-        return inputs * share
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        """With the sigmoid s: (s + x s (1 - s) d(2 u)/dx) times the gradient."""
-        inputs, share = ctx.saved_tensors
-        linear = inputs.new_tensor(TWICE_ROOT)
-        slope = torch.addcmul(linear, inputs, inputs, value=3 * 0.044715 * TWICE_ROOT).mul_(inputs)
-        torch.ops.aten.sigmoid_backward.grad_input(slope, share, grad_input=slope)
-        return slope.add_(share).mul_(gradients[0])
 
 
 class Gate(torch.autograd.Function):
