@@ -11,6 +11,7 @@ from typing import Any
 
 from wangen.generator.dataset import BadItemError, Problem, media_of, read_caption
 from wangen.generator.errors import UsageError, WangenError
+from wangen.generator.npz import is_npz
 from wangen.generator.prepare_steps import Preprocess
 from wangen.runtime.sources import Source, relative_name
 
@@ -109,7 +110,11 @@ def _walk(folder: Path) -> Iterator[Path]:
 
     for parent, folders, names in os.walk(folder, onerror=refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        yield from (Path(parent, name) for name in names if not name.startswith(".") and media_of(name) == "video")
+        yield from (
+            Path(parent, name)
+            for name in names
+            if not name.startswith(".") and media_of(name) == "video" and not is_npz(Path(name))
+        )
 
 
 def _prompt(path: Path, options: Preprocess) -> str:
