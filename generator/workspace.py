@@ -51,12 +51,7 @@ platforms = [{platforms}]
 # sample_prompts = "prompts.txt"    # a file in this folder, .txt or .toml; it is published with the scripts
 # sample_every_n_epochs = 5
 # validation_items = 8       # held out: the page of the run shows their loss
-
-# Steps that follow the training in its scripts, each where it has a table here: take the # away.
-# [steps.generate]
-# prompt = "ohwx cat on a sofa"
-# [steps.evaluate]           # judges every checkpoint; needs validation_items above
-# num_videos = 2
+# With a table [steps.generate] (prompt) or [steps.evaluate] (needs validation_items) these steps follow in the scripts.
 
 # How one dataset is published, by its slug; the options of wangen publish are remembered here.
 [dataset.cats]

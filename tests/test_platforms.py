@@ -71,7 +71,7 @@ def test_a_profile_of_the_users_own(tmp_path):
     (target,) = made.targets
     assert (target.platform.name, target.platform.kind, target.venv) == ("pod", "linux", ("/opt/venv",))
     assert target.folder == tmp_path / "published" / "pod"
-    assert bundle_steps(made, target, made.profile(), "cats")[-1].network_dim == 64
+    assert bundle_steps(made, target, made.profile(), "cats")[-2].network_dim == 64
 
 
 def test_the_profile_of_the_docs(tmp_path):

@@ -404,7 +404,7 @@ def test_source_model_and_platform_can_be_chosen(place, tmp_path):
     )
     assert {path.name for path in (place / "published").iterdir()} == {"linux", "wsl"}
     lines = scripts.read_steps((place / "published" / "wsl" / f"train_{SLUG}.sh").read_bytes(), "sh")
-    assert "t2v-14B" in lines[-1]
+    assert "t2v-14B" in lines[-2]
     assert len(read_tree(media(place, "wsl"))) == 7
 
 

@@ -46,7 +46,7 @@ def test_every_model_is_published_with_every_flag_as_it_was_meant(tmp_path, task
     place = made(tmp_path, f'model = "{task}"\n')
     for name, steps in spoken(place).items():
         assert steps == list(bundle_steps(place, place.target(name.split()[0]), place.profile(), "x")), name
-        train = steps[-1]
+        train = steps[-2]
         assert isinstance(train, Train)
         assert {flag: getattr(train, flag) for flag in PLAIN_MEMORY} == PLAIN_MEMORY
 
@@ -68,12 +68,12 @@ def test_both_experts_are_named_where_they_are_trained_and_where_they_are_checke
     place = made(tmp_path, f'model = "{task}"\n')
     files = {weights.flag: weights for weights in place.profile().weights}
     for steps in spoken(place).values():
-        for step in (steps[0], steps[-1]):
+        for step in (steps[0], steps[-2]):
             assert isinstance(step, Check | Train)
             for flag in ("dit", "dit_high_noise"):
                 name = str(getattr(step, flag)).replace("\\", "/")
                 assert name == f"models/{Path(files[flag].downloads[0].path).name}"
-        assert steps[-1].experts == "both"
+        assert steps[-2].experts == "both"
 
 
 @pytest.mark.parametrize(("expert", "named", "left_out"), [
@@ -82,7 +82,7 @@ def test_both_experts_are_named_where_they_are_trained_and_where_they_are_checke
 def test_one_expert_alone_needs_no_weights_of_the_other(tmp_path, capsys, expert, named, left_out):
     place = made(tmp_path, f'model = "t2v-A14B"\n[steps.train]\nexperts = "{expert}"\n')
     for steps in spoken(place).values():
-        for step in (steps[0], steps[-1]):
+        for step in (steps[0], steps[-2]):
             assert getattr(step, named) is not None
             assert getattr(step, left_out) is None
     tree = {"datasets/cats/a.jpg": image_bytes(), "datasets/cats/a.txt": "a cat"}
@@ -100,7 +100,7 @@ def test_the_preset_of_a_card_stands_in_the_scripts_as_flags(tmp_path, task, vra
     place = workspace.read(write_tree(tmp_path, {"wangen.toml": text}))
     preset = profiles.model(task).presets[int(vram)]
     for target in place.targets:
-        train = bundle_steps(place, target, place.profile(), "x")[-1]
+        train = bundle_steps(place, target, place.profile(), "x")[-2]
         assert isinstance(train, Train)
         assert train.vram is None
         assert {flag: getattr(train, flag) for flag in PLAIN_MEMORY} == {
@@ -113,14 +113,14 @@ def test_a_flag_that_is_given_wins_over_the_preset(tmp_path):
     preset = profiles.model("t2v-14B").presets[12]
     assert (preset.quantize, preset.blocks_to_swap) != ("nf4", 7)
     for steps in spoken(place).values():
-        train = steps[-1]
+        train = steps[-2]
         assert (train.quantize, train.blocks_to_swap, train.checkpointing) == ("nf4", 7, preset.checkpointing)
 
 
 def test_auto_is_left_to_the_machine_that_trains(tmp_path):
     place = made(tmp_path, '[steps.train]\nvram = "auto"\n')
     for steps in spoken(place).values():
-        train = steps[-1]
+        train = steps[-2]
         assert train.vram == "auto"
         assert {getattr(train, flag) for flag in PLAIN_MEMORY} == {None}
 
@@ -165,7 +165,7 @@ def test_sample_prompts_of_the_workspace_are_published_beside_the_toml(tmp_path,
         copy = place.target(platform).folder / "files" / "prompts" / f"x_{suffix}{ending}"
         assert copy.read_text(encoding="utf-8").endswith(text.removeprefix("# mine\n"))
     for key, steps in spoken(place).items():
-        train = steps[-1]
+        train = steps[-2]
         separator = "\\" if "windows" in key else "/"
         assert str(train.sample_prompts).startswith(f"files{separator}prompts{separator}x_")
         assert str(train.sample_prompts).endswith(ending)
@@ -176,14 +176,14 @@ def test_sample_prompts_of_the_workspace_are_published_beside_the_toml(tmp_path,
 
 def test_without_prompts_training_is_told_no_encoder(tmp_path):
     for steps in spoken(made(tmp_path, "")).values():
-        assert (steps[-1].vae, steps[-1].t5, steps[-1].tokenizer) == (None, None, None)
+        assert (steps[-2].vae, steps[-2].t5, steps[-2].tokenizer) == (None, None, None)
 
 
 def test_an_absolute_prompt_file_is_the_targets_own(tmp_path):
     place = made(tmp_path, SAMPLES.format("/data/prompts.json"))
     for platform in PLATFORMS:
         assert not (place.target(platform).folder / "files" / "prompts").exists()
-    assert str(spoken(place)["linux sh"][-1].sample_prompts) == "/data/prompts.json"
+    assert str(spoken(place)["linux sh"][-2].sample_prompts) == "/data/prompts.json"
 
 
 @pytest.mark.parametrize(("name", "content", "words"), [

@@ -79,7 +79,8 @@ def test_samples_are_files_with_all_settings_and_nothing_of_the_run_changes(tiny
 
 def test_a_sample_of_an_untrained_adapter_is_what_generate_makes_of_the_same_settings(tiny_run, tmp_path):
     run = make_run(options_of(tiny_run, tmp_path), move_weights=0.0)
-    (path, _) = make_samples(run, scenes_of(run, tmp_path))
+    text = "a red square --w 64 --h 80 --f 1 --s 3 --l 3 --n a blue wall\n"
+    (path,) = make_samples(run, scenes_of(run, tmp_path, text))
     for trainee in run.trainees:
         assert not any(p.any() for name, p in trainee.parameters.items() if "lora_B" in name)
     generate.run(
@@ -89,15 +90,15 @@ def test_a_sample_of_an_untrained_adapter_is_what_generate_makes_of_the_same_set
             prompt="a red square",
             negative_prompt="a blue wall",
             video_size=(80, 64),
-            video_length=5,
+            video_length=1,
             infer_steps=3,
             guidance_scale=3.0,
-            save_path=tmp_path / "g.mp4",
+            save_path=tmp_path / "g.png",
             device="cpu",
         )
     )
-    difference = np.abs(pixels(path).astype(int) - pixels(tmp_path / "g.mp4").astype(int))
-    assert difference.max() <= 2  # the transformers' forwards differ by rounding
+    difference = np.abs(pixels(path).astype(int) - pixels(tmp_path / "g.png").astype(int))
+    assert difference.max() <= 1  # the transformers' forwards differ by rounding
 
 
 def test_averages_are_sampled_with_where_they_are_kept(tiny_run, tmp_path):

@@ -68,7 +68,7 @@ def test_every_example_line_is_accepted_without_its_hash(tmp_path):
     assert {line.split(" = ")[0] for line in examples} == {
         "resolution", "num_frames", "root", "host_root", "models", "vae", "venv",
         "learning_rate", "network_dim", "max_train_epochs", "vram", "sample_prompts", "sample_every_n_epochs",
-        "trigger", "resolutions", "resize", "source",
+        "validation_items", "trigger", "resolutions", "resize", "source",
     }  # fmt: skip
     for number in range(len(examples)):
         count = iter(range(len(examples)))
@@ -77,7 +77,7 @@ def test_every_example_line_is_accepted_without_its_hash(tmp_path):
     assert everything.sections["windows"]["root"] == r"C:\AI"
     assert everything.steps["train"] == {
         "learning_rate": 1e-4, "network_dim": 16, "max_train_epochs": 35, "vram": "12",
-        "sample_prompts": Path("prompts.txt"), "sample_every_n_epochs": 5,
+        "sample_prompts": Path("prompts.txt"), "sample_every_n_epochs": 5, "validation_items": 8,
     }  # fmt: skip
     assert everything.dataset("cats") == workspace.DatasetSettings(
         source="photos/cats", trigger="ohwx cat", resolutions=((512, 512), (832, 480)), resize=True
@@ -205,7 +205,7 @@ def test_a_root_makes_paths_absolute_in_the_targets_style(tmp_path, platform, ro
     made = workspace.read(tmp_path / "ws")
     assert target.path(target.roots["outputs"], "x") == path
     assert target.reach(path) == tmp_path / "seen" / "outputs" / "x"
-    train = bundle_steps(made, target, made.profile(), "x")[-1]
+    train = bundle_steps(made, target, made.profile(), "x")[-2]
     assert str(train.output_dir) == path
     assert f'image_directory = "{toml}"' in dataset_toml(target, made.profile(), "x", [IMAGE]).replace("\\\\", "\\")
 
@@ -288,7 +288,7 @@ max_train_steps = 5
 deep = true
 """
     made = place(tmp_path, text)
-    check, latents, _, cached, train = bundle_steps(made, made.target("linux"), made.profile(), "x")
+    check, latents, _, cached, train, _ = bundle_steps(made, made.target("linux"), made.profile(), "x")
     assert (check.dit, check.tokenizer) == (Path("/dit.safetensors"), Path("/tok"))
     assert (cached.vae_dtype, cached.t5_dtype, cached.tokenizer, cached.deep) == (
         "float32", "float32", Path("/tok"), True,
@@ -299,7 +299,7 @@ deep = true
 
 def test_without_a_length_a_run_has_the_default_epochs(tmp_path):
     made = place(tmp_path, "")
-    assert bundle_steps(made, made.target("linux"), made.profile(), "x")[-1].max_train_epochs == 35
+    assert bundle_steps(made, made.target("linux"), made.profile(), "x")[-2].max_train_epochs == 35
 
 
 def test_an_unwritable_folder(tmp_path, capsys):

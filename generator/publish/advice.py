@@ -32,8 +32,8 @@ def preset_advice(
         if vram in (None, AUTO):
             continue
         sizes = resolutions_of(model, settings)
-        train = bundle_steps(workspace, target, model, slug, sizes)[-1]
-        assert isinstance(train, Train)
+        steps = bundle_steps(workspace, target, model, slug, sizes)
+        (train,) = (step for step in steps if isinstance(step, Train))
         frames = model.num_frames if clips else 1
         largest = max(sizes, key=lambda size: tokens_of(model, size, frames))
         tokens = tokens_of(model, largest, frames) * settings.batch_size
