@@ -55,10 +55,12 @@ class Evaluate(DatasetStep):
         "the dataset was trained on but for so many items, with the same --validation_items and --seed: judge by these",
         0, pinned=True, knob=True,
     )  # fmt: skip
-    forgetting_config: Path | None = flag("TOML of a dataset outside of what was trained: what the base could do", None)
+    forgetting_config: Path | None = flag(
+        "TOML or manifest of a dataset outside of what was trained: what the base could do", None
+    )
     training_config: Path | None = flag(
-        "TOML of what was trained on: videos are compared with its clips in motion, and for copies (default: with "
-        "--validation_items the rest of the dataset)",
+        "TOML or manifest of what was trained on: videos are compared with its clips in motion, and for copies "
+        "(default: with --validation_items the rest of the dataset)",
         None,
     )
 

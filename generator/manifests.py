@@ -5,11 +5,11 @@
     {"video_path": "walk.mp4", "caption": ["a walk", "somebody walks"]}
 
 The first is what `wangen preprocess` writes. The file is `file`, `image_path`, `video_path` or `file_name`, and what it
-is says its ending; the caption is `caption`, `prompt` or `text`, or else stands in
-a `.txt` beside the file. Several control images are `control_path_0`,
-`control_path_1` and so on; other keys are ignored. A relative path starts at the manifest's own folder, and where
-nothing lies there at the working folder. Blank lines and a byte order mark are fine. Each line is an item of its own: a
-picture that two lines name is trained on with both captions.
+is says its ending; the caption is `caption`, `prompt` or `text`, or else stands in a `.txt` beside the file. Several
+control images are `control_path_0`, `control_path_1` and so on; `label` is what `evaluate` calls the item's activity;
+other keys are ignored. A relative path starts at the manifest's own folder, and where nothing lies there at the working
+folder. Blank lines and a byte order mark are fine. Each line is an item of its own: a picture that two lines name is
+trained on with both captions.
 """
 
 import json
@@ -192,6 +192,7 @@ def _item(values: Mapping[str, Any], media: Media | None, manifest: Path, *, mul
         origin,
         tuple(_file(values, name, kinds, manifest) for _, name in controls),
         _file(values, "mask_path", kinds, manifest) if "mask_path" in values else None,
+        str(values.get("label") or ""),
     )
 
 

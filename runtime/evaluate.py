@@ -39,6 +39,7 @@ from wangen.runtime.sampling.sampler import ExpertWeights, Sampler, Settings
 from wangen.runtime.sampling.scenes import Encoders, make_scenes
 from wangen.runtime.sampling.videos import Decoder
 from wangen.runtime.training import refusals
+from wangen.runtime.training.samples import on_other_dataset
 from wangen.runtime.training.step import item_errors
 from wangen.runtime.training.validation import Losses, held_out
 
@@ -186,10 +187,10 @@ def _refuse(options: Evaluate) -> None:
 def _as_training(options: Evaluate) -> Train:
     """The flags by which the cache is read and the boundary is filled in, as training does it."""
     return Train(
-        dataset_config=options.dataset_config, resolution=options.resolution, smoke=options.smoke, task=options.task,
-        dit=options.dit, dit_high_noise=options.dit_high_noise, clip=options.clip, seed=options.seed,
-        timestep_boundary=options.timestep_boundary, condition_frames=options.condition_frames,
-        output_dir=options.output_dir, output_name="evaluation",
+        dataset_config=options.dataset_config, manifest=options.manifest, resolution=options.resolution,
+        smoke=options.smoke, task=options.task, dit=options.dit, dit_high_noise=options.dit_high_noise,
+        clip=options.clip, seed=options.seed, timestep_boundary=options.timestep_boundary,
+        condition_frames=options.condition_frames, output_dir=options.output_dir, output_name="evaluation",
     )  # fmt: skip
 
 
@@ -203,16 +204,15 @@ def _as_generate(options: Evaluate) -> Generate:
     return Generate(**given, save_path=options.output_dir / VIDEOS)
 
 
-def _items(training: Train, model: Model, config: Path | None) -> list[CachedSample]:
-    """The cached items of a dataset; none without one.
+def _items(training: Train, model: Model, other: Path | None) -> list[CachedSample]:
+    """The cached items of a dataset beside the own one; none without one.
 
     Raises:
         WangenError: entries are missing or stale.
     """
-    if config is None:
+    if other is None:
         return []
-    resolution = training.resolution if config == training.dataset_config else "all"
-    options = replace(training, dataset_config=config, resolution=resolution)
+    options = on_other_dataset(training, other)
     return find_entries(options, model, read_samples(options, model))
 
 
@@ -223,7 +223,7 @@ def _held_out(training: Train, model: Model, options: Evaluate) -> tuple[list[Ca
         WangenError: entries are missing or stale.
         UsageError: there are not so many items.
     """
-    items = _items(training, model, options.dataset_config)
+    items = find_entries(training, model, read_samples(training, model))
     if not options.validation_items:
         return items, []
     trained, held = held_out(items, options.validation_items, options.seed)
@@ -307,7 +307,7 @@ def _report(judged: Judged, evaluation: Evaluation, made: int) -> Report:
     return Report(
         folder=own.output_dir,
         summary=f"{best.name} is the best of {many(len(evaluation.checkpoints), 'checkpoint')}: {losses}: {file}",
-        inputs={"dataset_config": own.dataset_config, "lora_weight": own.lora_weight, "dit": own.dit},
+        inputs={"dataset_config": own.dataset, "lora_weight": own.lora_weight, "dit": own.dit},
         counts={"items": evaluation.num_items, "checkpoints": len(evaluation.checkpoints), "videos": made},
         result={"file": file, "best": best.name, "lora": best.file, "lora_high_noise": best.file_high_noise},
     )

@@ -44,6 +44,13 @@ def flags(tiny_run: TinyRun, loras: Path, output: Path, **changes) -> Evaluate:
     return replace(options, **changes)
 
 
+def fill(tiny_run: TinyRun, **dataset: Path) -> None:
+    """Cache a dataset with the tiny weights."""
+    weights = tiny_run.weights
+    cache_latents.run(CacheLatents(**dataset, vae=weights["vae"], vae_dtype="float32", device="cpu"))
+    cache_text.run(CacheText(**dataset, t5=weights["t5"], t5_dtype="float32", device="cpu"))
+
+
 def test_it_finds_the_held_out_loss_that_training_finds(tiny_run, tmp_path):
     options = tiny_run.options(
         tmp_path / "run", max_train_steps=4, learning_rate=1e-2, validation_config=tiny_run.dataset_config,
@@ -151,14 +158,29 @@ target_frames = [5]
     config.write_text(text, encoding="utf-8")
     with pytest.raises(WangenError, match="cache"):
         evaluate.run(flags(tiny_run, trained, tmp_path / "out", forgetting_config=config, num_videos=0))
-    weights = tiny_run.weights
-    cache_latents.run(CacheLatents(dataset_config=config, vae=weights["vae"], vae_dtype="float32", device="cpu"))
-    cache_text.run(CacheText(dataset_config=config, t5=weights["t5"], t5_dtype="float32", device="cpu"))
+    fill(tiny_run, dataset_config=config)
     evaluate.run(flags(tiny_run, trained, tmp_path / "out", forgetting_config=config, num_videos=0))
     first, *rows = read_evaluation(tmp_path / "out/evaluation.json").forgetting
     assert (first.name, first.num_items) == ("other material", 1)
     assert set(first.losses) == {"lora", "lora-step00000004"}
     assert len(rows) == 2
+
+
+def test_manifests_are_judged_by_with_their_labels_as_activities(tiny_run, trained, tmp_path):
+    lines = {"train": [("a", "walk")], "val": [("b", "walk"), ("c", "run"), ("d", "walk")]}
+    for number, (name, _) in enumerate(lines["train"] + lines["val"]):
+        make_clip(tmp_path / f"{name}.mp4", num_frames=5, fps=16, size=(64, 64), seed=number)
+    for name, clips in lines.items():
+        rows = [{"file": f"{clip}.mp4", "prompt": f"clip {clip}", "label": label, "fps": 16, "frames": 5, "width": 64,
+                 "height": 64} for clip, label in clips]  # fmt: skip
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        fill(tiny_run, manifest=tmp_path / f"{name}.jsonl")
+    given = {"dataset_config": None, "manifest": tmp_path / "val.jsonl", "training_config": tmp_path / "train.jsonl"}
+    evaluate.run(flags(tiny_run, trained / "lora.safetensors", tmp_path / "out", **given))
+    found = read_evaluation(tmp_path / "out/evaluation.json")
+    assert [(row.name, row.num_items) for row in found.per_activity] == [("run", 1), ("walk", 2)]
+    assert [(video.activity, video.prompt) for video in found.videos] == [("walk", "clip b"), ("run", "clip c")]
+    assert {one.nearest for one in found.memorisation} == {"a.mp4:0+5"}
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ def read_training_samples(options: Train, model: profiles.Model) -> tuple[list[C
     """
     samples = find_entries(options, model, read_samples(options, model))
     if options.validation_config:
-        other = _on_held_out(options, options.validation_config)
+        other = on_other_dataset(options, options.validation_config)
         judged = find_entries(other, model, read_samples(other, model))
         trained = {cached.sample.source.digest for cached in samples}
         both = {cached.sample.item.path.name for cached in judged if cached.sample.source.digest in trained}
@@ -40,8 +40,8 @@ def read_training_samples(options: Train, model: profiles.Model) -> tuple[list[C
     return training, validation
 
 
-def _on_held_out(options: Train, path: Path) -> Train:
-    """The flags with the dataset that is held out: a TOML has resolutions of its own, a manifest is cut as asked."""
+def on_other_dataset(options: Train, path: Path) -> Train:
+    """The flags with a dataset beside the own one: a TOML has resolutions of its own, a manifest is cut as asked."""
     if is_manifest(path):
         return replace(options, dataset_config=None, manifest=path)
     return replace(options, dataset_config=path, manifest=None, resolution="all")
