@@ -7,6 +7,7 @@ between steps is weights, optimizers, averages and the numbers of the steps.
 
 import logging
 import math
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -77,6 +78,8 @@ def run(options: Train) -> Report:
                 save_state_as_loras(plan, state)
             return _report(plan, state.step, state.facts, done_before=True)
     require_room(plan)
+    log.info('  live in a browser: "%s" -m wangen.runtime watch --output_dir "%s"', sys.executable,
+             options.output_dir.absolute())  # fmt: skip
     with Watching(plan, device, state.step if state else 0) as watching:  # prompts are encoded before the model loads
         with enough_memory_for(plan, device, "loading the model"):
             training = _prepare(plan, device, state)

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -20,8 +21,9 @@ from safetensors import safe_open
 from tiny import TinyRun, fill_caches
 
 from wangen import profiles
+from wangen.generator.commands import parse
 from wangen.generator.errors import UsageError, WangenError
-from wangen.generator.steps import CheckCache, Train
+from wangen.generator.steps import CheckCache, Train, Watch
 from wangen.generator.table import options as flags_of
 from wangen.runtime import train
 from wangen.runtime.fast.dit import FastWan
@@ -108,6 +110,16 @@ def test_the_lora_is_in_the_comfyui_layout_and_its_header_holds_settings_and_no_
         assert all(
             torch.equal(other[name].up * other[name].scale, neutral[name].up * neutral[name].scale) for name in other
         )
+
+
+def test_the_log_offers_the_live_page_of_the_run(tiny_run, tmp_path, caplog):
+    with caplog.at_level("INFO", "wangen"):
+        train.run(tiny_run.options(tmp_path / "my run", max_train_steps=1))
+        train.run(tiny_run.options(tmp_path / "my run", max_train_steps=1))
+    (line,) = [text for text in caplog.messages if "live in a browser" in text]  # none where nothing is left to do
+    words = shlex.split(line.split(": ", 1)[1])
+    assert words[0] == sys.executable
+    assert parse(Watch, words[4:]).output_dir == tmp_path / "my run"
 
 
 def test_diffusers_loads_the_trained_lora_and_computes_the_same(tiny_run, tmp_path):
