@@ -14,8 +14,8 @@ from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from wangen import profiles
+from wangen.generator.after_training import after_training
 from wangen.generator.commands import build
-from wangen.generator.errors import WangenError
 from wangen.generator.memory import PLAIN_MEMORY, preset_flags
 from wangen.generator.scripts import Bundle
 from wangen.generator.step_parts import DEFAULT_EPOCHS
@@ -23,7 +23,7 @@ from wangen.generator.steps import CacheLatents, CacheText, Check, CheckCache, E
 from wangen.generator.table import Step, options
 from wangen.generator.target import Target
 from wangen.generator.tomls import resolution_name
-from wangen.generator.workspace import FILE, Workspace
+from wangen.generator.workspace import Workspace
 from wangen.profiles import Download, Model, Weights
 
 RUN: tuple[type[Step], ...] = (Check, CacheLatents, CacheText, CheckCache, Train)
@@ -257,7 +257,9 @@ def _step(kind: type[Step], workspace: Workspace, target: Target, model: Model, 
         for owner, names in _OWNERS:
             values |= {name: value for name, value in _layer(layer, owner).items() if name in names}
     if kind in WHEN_ASKED:
-        values |= _after_training(kind, workspace, target, model, paths)
+        told = told_of_training(workspace, target, model)
+        held = {**_memory(model, told), **told}
+        values |= after_training(kind, workspace.steps[kind.command], held, model, paths, target)
     if kind is Train:
         told = told_of_training(workspace, target, model)
         if "sample_prompts" not in told:  # it encodes only on request, and the steps before it have done so
@@ -274,29 +276,6 @@ def _step(kind: type[Step], workspace: Workspace, target: Target, model: Model, 
     known = {option.name for option in options(kind)}
     step = build(kind, {name: value for name, value in values.items() if name in known})
     return posix_paths(step) if os.name == "nt" and target.platform.kind != "windows" else step
-
-
-def _after_training(
-    kind: type[Step], workspace: Workspace, target: Target, model: Model, paths: Mapping[str, str]
-) -> dict[str, Any]:
-    """What a step that uses the trained LoRA is told by the training: where that is, and what was held out.
-
-    Raises:
-        WangenError: nothing is held out that `evaluate` could judge by.
-    """
-    told, folder = told_of_training(workspace, target, model), paths["output_dir"]
-    loras = {"lora_weight": [folder]}
-    if kind is Generate:
-        high = {"lora_weight_high_noise": [folder]} if model.experts else {}
-        prompts = {"prompt_file": paths["sample_prompts"]} if "sample_prompts" in paths else {}
-        return {**loras, **high, **prompts, "save_path": target.path(folder, "generated")}
-    if config := told.get("validation_config"):
-        return {**loras, "dataset_config": config, "training_config": paths["dataset_config"]}
-    if not told.get("validation_items"):
-        raise WangenError("[steps.evaluate]: the training holds nothing out that could be judged by", where=FILE,
-                          cure="give [steps.train] validation_items = 8, or a validation_config")  # fmt: skip
-    same = ("validation_items", "seed", "condition_frames", "timestep_boundary")
-    return {**loras, **{name: told[name] for name in same if name in told}}
 
 
 def _layers(workspace: Workspace, target: Target, model: Model) -> tuple[Mapping[str, Mapping[str, Any]], ...]:

@@ -18,6 +18,7 @@ from wangen.generator.step_parts import (
     Attention,
     DatasetStep,
     Dtype,
+    of_try,
     vae_tile,
 )
 from wangen.generator.table import SMOKE, flag
@@ -118,7 +119,7 @@ class Evaluate(DatasetStep):
 
     def _smoke_changes(self) -> dict[str, Any]:
         """A try judges what a try has trained: files are as they are named, a run's folder has a folder of its own."""
-        loras = tuple(path if path.suffix else path / SMOKE for path in self.lora_weight)
+        loras = tuple(map(of_try, self.lora_weight))
         held_out = min(self.validation_items, SMOKE_ITEMS // 2)  # as training does
         return {**super()._smoke_changes(), "lora_weight": loras, "output_dir": self.output_dir / SMOKE,
                 "validation_items": held_out}  # fmt: skip

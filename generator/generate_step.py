@@ -17,9 +17,10 @@ from wangen.generator.step_parts import (
     VAE_CACHE,
     Attention,
     Dtype,
+    of_try,
     vae_tile,
 )
-from wangen.generator.table import Step, flag
+from wangen.generator.table import SMOKE, Step, flag
 from wangen.generator.train_step import Quantize
 
 DEFAULTS: Mapping[str, Any] = {
@@ -29,6 +30,7 @@ DEFAULTS: Mapping[str, Any] = {
 """What a video is made with where neither a flag, nor a file, nor the model's profile says it."""
 
 DEFAULT_SEED = 42
+SMOKE_SAMPLING_STEPS = 4
 
 _MODELS = "(default: the model's)"
 _EXPERT = "of the high-noise expert (Wan 2.2 A14B)"
@@ -61,6 +63,9 @@ class Generate(Step):
         "compile_mode": "use --compile alone: blocks are compiled by inductor in its default mode",
         "compile_dynamic": "use --compile alone: each shape gets a graph of its own",
     }
+
+    smoke: bool = flag(f"try the job: one video of every prompt in {SMOKE_SAMPLING_STEPS} steps, with what a try has "
+                       "trained, into the folder smoke beside --save_path", False)  # fmt: skip
 
     # What is shown.
     prompt: str | None = flag("what to show", None, pinned=True)
@@ -152,3 +157,9 @@ class Generate(Step):
     device: str | None = flag("cuda, cuda:1, cpu … (default: cuda when there is one)", None)
 
     save_path: Path = flag("the .mp4 or .png to write, or a folder", names=("output_dir", "output"))
+
+    def _smoke_changes(self) -> dict[str, Any]:
+        changes = {name: tuple(map(of_try, getattr(self, name))) for name in ("lora_weight", "lora_weight_high_noise")}
+        path = self.save_path.parent / SMOKE / self.save_path.name
+        return {**super()._smoke_changes(), **changes, "num_videos": 1, "infer_steps": SMOKE_SAMPLING_STEPS,
+                "save_path": path}  # fmt: skip

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from wangen.generator.table import Step, flag
+from wangen.generator.table import SMOKE, Step, flag
 
 Attention = Literal["auto", "sdpa", "flash", "flash3", "xformers", "sage"]
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -25,6 +25,15 @@ CLIP = "CLIP image encoder weights (Wan 2.1 I2V): .pth, .safetensors or a folder
 CACHE_TASK = "model profile that the cache is for (default: text-to-video with this VAE)"
 VAE_CACHE = "keep what the VAE remembers of earlier frames in host memory: slower, the same latents"
 FP8_T5 = "hold the text encoder in 8 bits: half the memory of bfloat16, and embeddings that differ a little"
+
+
+def of_try(lora: Path) -> Path:
+    """Where a try finds a LoRA: a file as it is named, of a training run's folder the one that a try has made.
+
+    >>> of_try(Path("outputs/wan2.1_cats")).as_posix(), of_try(Path("cats.safetensors")).as_posix()
+    ('outputs/wan2.1_cats/smoke', 'cats.safetensors')
+    """
+    return lora if lora.suffix in (".safetensors", ".pt", ".pth", ".ckpt", ".bin") else lora / SMOKE
 
 
 def vae_tile(default: int | None = 0) -> Any:

@@ -201,7 +201,7 @@ def _table(target: Target, lora: Path, videos: list[Path], skipped: list[str], s
     table = Table(title="wangen demo", show_lines=False)
     for column in ("step", "what was made", "seconds"):
         table.add_column(column, overflow="fold", justify="right" if column == "seconds" else "left")
-    for step in ("check", "cache_latents", "cache_text", "check_cache", "train", "generate"):
+    for step in ("check", "cache_latents", "cache_text", "check_cache", "train", "report", "generate"):
         report = _report(outputs / f"{step}.report.json")
         seconds_of_step = "skipped" if step in skipped else f"{report['timings']['total_s']:.1f}"
         table.add_row(step, report["summary"], seconds_of_step)
@@ -209,6 +209,7 @@ def _table(target: Target, lora: Path, videos: list[Path], skipped: list[str], s
     console = Console()
     console.print(table)
     console.print(f"LoRA     {lora}", soft_wrap=True)
+    console.print(f"page     {outputs / 'report.html'}", soft_wrap=True)
     for label, video in zip(("clip", "without"), videos, strict=True):
         console.print(f"{label:7}  {video}", soft_wrap=True)
     console.print(f"loss     {result['first_loss']:.4f} at the first step, {result['last_loss']:.4f} at the last")

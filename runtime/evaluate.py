@@ -6,8 +6,10 @@ part that is done is kept and not done again.
 """
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,26 +17,29 @@ import torch
 
 from wangen import profiles
 from wangen.generator import headers
-from wangen.generator.errors import UsageError, many
+from wangen.generator.errors import UsageError, WangenError, many
+from wangen.generator.generate_step import SMOKE_SAMPLING_STEPS
 from wangen.generator.session import Report
 from wangen.generator.steps import Evaluate, Generate, Train
 from wangen.generator.tasks import require_supported
 from wangen.generator.workspace import require_writable
 from wangen.profiles import Model
+from wangen.runtime.cache import digest
 from wangen.runtime.devices import choose_device
 from wangen.runtime.evaluation.candidates import find_candidates
 from wangen.runtime.evaluation.clip_score import ClipScore
 from wangen.runtime.evaluation.judging import Judging, Points
-from wangen.runtime.evaluation.nearest import TrainingLatents
+from wangen.runtime.evaluation.nearest import TrainingClip, TrainingLatents
 from wangen.runtime.evaluation.prompts import choose_prompts
-from wangen.runtime.evaluation.tables import Candidate, activity_of, by_activity, by_timestep, ranking, whole
+from wangen.runtime.evaluation.tables import Candidate, activity_of, by_activity, by_timestep, mean, ranking, whole
 from wangen.runtime.evaluation.videos import describe, make, plan_videos, usual_motion
-from wangen.runtime.evaluation.warnings import warnings_of
+from wangen.runtime.evaluation.warnings import forgotten, warnings_of
 from wangen.runtime.evaluation_file import BASE, FILE, Evaluation, Memorisation, Row, Video, write_evaluation
 from wangen.runtime.loader import CachedSample, Draw, find_entries, read_batch
 from wangen.runtime.models import Family, family
 from wangen.runtime.samples import read_samples
 from wangen.runtime.sampling.options import require_files, resolved
+from wangen.runtime.sampling.prompts import SamplePrompt
 from wangen.runtime.sampling.sampler import ExpertWeights, Sampler, Settings
 from wangen.runtime.sampling.scenes import Encoders, make_scenes
 from wangen.runtime.sampling.videos import Decoder
@@ -46,7 +51,7 @@ from wangen.runtime.training.validation import Losses, held_out
 log = logging.getLogger("wangen")
 
 VIDEOS, LOSSES, FRAMES = "videos", "losses", "first_frames"
-SMOKE_TIMESTEPS, SMOKE_PROMPTS, SMOKE_STEPS = 2, 1, 4
+SMOKE_TIMESTEPS, SMOKE_PROMPTS = 2, 1
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,7 @@ class Judged:
         held_out: items that were not trained on.
         forgetting: items outside of what was trained.
         training: items that were trained on.
+        prompts: activities and prompts of the videos.
     """
 
     options: Evaluate
@@ -76,6 +82,7 @@ class Judged:
     held_out: Sequence[CachedSample]
     forgetting: Sequence[CachedSample]
     training: Sequence[CachedSample]
+    prompts: Sequence[tuple[str, SamplePrompt]] = ()
 
     @property
     def experts(self) -> list[ExpertWeights]:
@@ -114,9 +121,9 @@ def run(options: Evaluate) -> Report:
     clip_score = ClipScore(options.clip_model, judged.device) if options.clip_model and options.num_videos else None
     found = _losses(judged)
     base, others = found["held out"].pop(BASE), found["held out"]
-    ranked = ranking(base, others, judged.candidates)
-    training = _training_latents(judged)
-    videos, copies, made = _videos(judged, ranked[0].name, training, clip_score)
+    sources = [item.sample.source.digest for item in judged.held_out]
+    ranked = ranking(base, others, [one for one in judged.candidates if one.name in others], sources)
+    videos, copies, made = _videos(judged, ranked[0].name, _training_latents(judged), clip_score)
     evaluation = Evaluation(
         mean_base=whole("", base, {}).base,
         checkpoints=tuple(ranked),
@@ -128,7 +135,10 @@ def run(options: Evaluate) -> Report:
         videos=videos,
         memorisation=copies,
     )
-    evaluation = replace(evaluation, warnings=tuple(warnings_of(evaluation, base, others, found.get("forgetting"))))
+    said = [*_of_the_sets(judged), *warnings_of(evaluation, base, others, sources)]
+    if judged.forgetting:
+        said += forgotten(ranked[0].name, found["forgetting"], [one.sample.source.digest for one in judged.forgetting])
+    evaluation = replace(evaluation, warnings=tuple(said))
     write_evaluation(evaluation, options.output_dir / FILE)
     return _report(judged, evaluation, made)
 
@@ -161,11 +171,18 @@ def _prepare(options: Evaluate) -> Judged:
         candidates=candidates,
         held_out=held_out_items,
         forgetting=_items(training, model, options.forgetting_config),
-        training=_items(training, model, options.training_config) or trained,
+        training=_items(training, model, options.training_config, options.resolution) or trained,
     )
-    if options.num_videos:
-        require_files(sampling, model, judged.encoders)
-    return judged
+    files = [one.file for one in candidates], [one.file_high_noise for one in candidates if one.file_high_noise]
+    low, high = (tuple(found) for found in files)
+    with_loras = replace(sampling, lora_weight=low, lora_multiplier=(1.0,) * len(low), lora_weight_high_noise=high,
+                         lora_multiplier_high_noise=(1.0,) * len(high))  # fmt: skip
+    require_files(with_loras, model, judged.encoders if options.num_videos else None)
+    if not options.num_videos:
+        return judged
+    limit = SMOKE_PROMPTS if options.smoke else options.num_prompts
+    prompts = choose_prompts(sampling, model, judged.held_out, limit, options.output_dir / FRAMES)
+    return replace(judged, prompts=prompts)
 
 
 def _refuse(options: Evaluate) -> None:
@@ -200,19 +217,19 @@ def _as_generate(options: Evaluate) -> Generate:
     given: dict[str, Any] = {one.name: getattr(options, one.name) for one in fields(Evaluate) if one.name in shared}
     given |= {"vae": options.vae or Path(), "t5": options.t5 or Path(), "num_videos": max(1, options.num_videos)}
     if options.smoke:
-        given |= {"infer_steps": SMOKE_STEPS, "num_videos": 1}
+        given |= {"infer_steps": SMOKE_SAMPLING_STEPS, "num_videos": 1}
     return Generate(**given, save_path=options.output_dir / VIDEOS)
 
 
-def _items(training: Train, model: Model, other: Path | None) -> list[CachedSample]:
-    """The cached items of a dataset beside the own one; none without one.
+def _items(training: Train, model: Model, other: Path | None, resolution: str = "all") -> list[CachedSample]:
+    """The cached items of a dataset beside the own one, in some of its resolutions; none without one.
 
     Raises:
         WangenError: entries are missing or stale.
     """
     if other is None:
         return []
-    options = on_other_dataset(training, other)
+    options = replace(on_other_dataset(training, other), resolution=resolution)
     return find_entries(options, model, read_samples(options, model))
 
 
@@ -230,8 +247,22 @@ def _held_out(training: Train, model: Model, options: Evaluate) -> tuple[list[Ca
     return held, trained
 
 
+def _of_the_sets(judged: Judged) -> list[str]:
+    """What is wrong with what is judged by."""
+    trained = {item.sample.source.digest for item in judged.training}
+    both = {item.sample.item.path.name for item in judged.held_out if item.sample.source.digest in trained}
+    if not both:
+        return []
+    number = many(len(both), "file that is judged by was", "files that are judged by were")
+    return [f"{number} trained on as well, so that is no held-out loss: {', '.join(sorted(both)[:3])}"]
+
+
 def _losses(judged: Judged) -> dict[str, dict[str, Losses]]:
-    """For each set of items the losses of the base and of every checkpoint."""
+    """For each set of items the losses of the base and of every checkpoint that is not broken.
+
+    Raises:
+        WangenError: the base's losses are not finite, or those of no checkpoint are.
+    """
     own = judged.options
     weights = {name: headers.identity(path, f"--{name}") for name in ("dit", "dit_high_noise")
                if (path := getattr(own, name)) is not None}  # fmt: skip
@@ -246,7 +277,15 @@ def _losses(judged: Judged) -> dict[str, dict[str, Losses]]:
         own.output_dir / LOSSES,
     )
     sets = {"held out": judged.held_out, "forgetting": judged.forgetting}
-    return judging.losses(judged.candidates, {name: items for name, items in sets.items() if items})
+    found = judging.losses(judged.candidates, {name: items for name, items in sets.items() if items})
+    broken = {who for each in found.values() for who, losses in each.items() if not math.isfinite(mean(losses))}
+    for who in sorted(broken):
+        log.warning("  %s is left out: its loss is not finite", who)
+    left = [one.name for one in judged.candidates if one.name not in broken]
+    if BASE in broken or not left:
+        raise WangenError(f"the losses of {BASE if BASE in broken else 'all LoRAs'} are not finite",
+                          cure="give another --dtype, and look at the weights")  # fmt: skip
+    return {name: {who: each[who] for who in (BASE, *left)} for name, each in found.items()}
 
 
 def _activities(judged: Judged, base: Losses, others: dict[str, Losses]) -> tuple[Row, ...]:
@@ -266,11 +305,15 @@ def _training_latents(judged: Judged) -> TrainingLatents | None:
     """What videos are compared with."""
     if not judged.training or not judged.options.num_videos:
         return None
-    from wangen.runtime.cache import digest
+    clips = [
+        TrainingClip(item.sample.name, item.sample.source.digest, partial(_latent, judged.training, index))
+        for index, item in enumerate(judged.training)
+    ]
+    return TrainingLatents(clips, digest([item.latent.key for item in judged.training]))
 
-    latents = [read_batch(judged.training, [Draw(index, 0)]).latents[0] for index in range(len(judged.training))]
-    names = [item.sample.name for item in judged.training]
-    return TrainingLatents(names, latents, digest([item.latent.key for item in judged.training]))
+
+def _latent(items: Sequence[CachedSample], index: int) -> torch.Tensor:
+    return read_batch(items, [Draw(index, 0)]).latents[0]
 
 
 def _videos(
@@ -281,9 +324,7 @@ def _videos(
     if not own.num_videos:
         return (), (), 0
     shown = [one for one in judged.candidates if own.videos_of == "all" or one.name == best]
-    limit = SMOKE_PROMPTS if own.smoke else own.num_prompts
-    prompts = choose_prompts(judged.sampling, judged.model, judged.held_out, limit, own.output_dir / FRAMES)
-    jobs = plan_videos(prompts, shown, judged.sampling, judged.device.type, own.output_dir / VIDEOS)
+    jobs = plan_videos(judged.prompts, shown, judged.sampling, judged.device.type, own.output_dir / VIDEOS)
     encoders = judged.encoders
     decoder = Decoder(judged.kind, encoders, judged.device, "give --vae_cache_cpu or --vae_tile 256, or smaller videos")
     made = make(

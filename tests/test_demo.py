@@ -45,7 +45,7 @@ def reports(root: Path) -> dict:
 
 def test_the_demo_makes_a_lora_and_a_clip(finished):
     made = reports(finished)
-    assert made.keys() == {"check", "cache_latents", "cache_text", "check_cache", "train", "generate"}
+    assert made.keys() == {"check", "cache_latents", "cache_text", "check_cache", "train", "report", "generate"}
     assert all(report["ok"] for report in made.values())
     assert made["cache_latents"]["counts"]["computed"] == 12
     assert made["cache_text"]["counts"]["computed"] == 13  # with the empty prompt

@@ -6,7 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from helpers import make_clip
+from safetensors.torch import load_file, save_file
 from tiny import TinyRun
 from train_cases import Cases, make_cases
 
@@ -100,7 +102,8 @@ def test_all_checkpoints_of_a_run_are_ranked_and_the_best_is_filmed_beside_the_b
         assert video.signals[found.best]["psnr_to_base"] < 60
         assert video.signals[BASE].keys() | {"psnr_to_base", "ssim_to_base"} == video.signals[found.best].keys()
     assert {one.checkpoint for one in found.memorisation} == {found.best}
-    assert any("held out" in warning for warning in found.warnings)  # three items
+    assert any("only 3 files held out" in warning for warning in found.warnings)
+    assert any("trained on as well" in warning for warning in found.warnings)
 
 
 def test_a_video_of_it_is_what_generate_makes_and_repeats(tiny_run, trained, tmp_path):
@@ -220,6 +223,7 @@ def test_two_experts_are_judged_in_pairs_each_in_its_own_range(cases, tmp_path):
         ({"video_length": 6}, "use 5"),
         ({"lora_weight_high_noise": (Path("x.safetensors"),)}, "one transformer"),
         ({"clip_model": Path("nowhere")}, "--clip_model"),
+        ({"prompt_file": Path("nowhere.txt")}, "--prompt_file"),
     ],
 )
 def test_what_cannot_be_is_refused_before_a_model_loads(tiny_run, trained, tmp_path, changes, part):
@@ -228,18 +232,37 @@ def test_what_cannot_be_is_refused_before_a_model_loads(tiny_run, trained, tmp_p
     assert not (tmp_path / "out/losses").exists()
 
 
-def test_two_loras_of_one_name_and_equal_weights_are_said(tiny_run, trained, tmp_path, caplog):
+def test_loras_of_one_name_are_told_apart_by_their_folders_and_equal_ones_count_once(
+    tiny_run, trained, tmp_path, caplog
+):
     (tmp_path / "x").mkdir()
     shutil.copyfile(trained / "lora-step00000004.safetensors", tmp_path / "x/lora.safetensors")
     both = (trained / "lora.safetensors", tmp_path / "x/lora.safetensors")
-    with pytest.raises(UsageError, match="two LoRAs are called lora"):
-        evaluate.run(flags(tiny_run, trained, tmp_path / "out", lora_weight=both, num_videos=0))
+    evaluate.run(flags(tiny_run, trained, tmp_path / "out", lora_weight=both, num_videos=0))
+    found = read_evaluation(tmp_path / "out/evaluation.json")
+    assert {one.name for one in found.checkpoints} == {f"{trained.name}-lora", "x-lora"}
     shutil.copyfile(trained / "lora.safetensors", tmp_path / "x/copy.safetensors")
     both = (trained / "lora.safetensors", tmp_path / "x/copy.safetensors")
     with caplog.at_level("INFO"):
         evaluate.run(flags(tiny_run, trained, tmp_path / "out", lora_weight=both, num_videos=0))
     assert "copy has the weights of lora" in caplog.text
     assert len(read_evaluation(tmp_path / "out/evaluation.json").checkpoints) == 1
+    (tmp_path / "x/copy.safetensors").rename(tmp_path / "x/base.safetensors")
+    with pytest.raises(UsageError, match="called base"):
+        evaluate.run(flags(tiny_run, tmp_path / "x/base.safetensors", tmp_path / "out", num_videos=0))
+
+
+def test_a_lora_whose_loss_is_no_number_is_left_out_and_the_others_are_judged(tiny_run, trained, tmp_path, caplog):
+    weights = load_file(trained / "lora.safetensors")
+    name = next(name for name in weights if "lora_B" in name)
+    for bad in (tmp_path / "burst.safetensors", tmp_path / "alone.safetensors"):
+        save_file({**weights, name: torch.full_like(weights[name], 1e38)}, bad)
+    both = (trained / "lora.safetensors", tmp_path / "burst.safetensors")
+    evaluate.run(flags(tiny_run, trained, tmp_path / "out", lora_weight=both, num_videos=0))
+    assert [one.name for one in read_evaluation(tmp_path / "out/evaluation.json").checkpoints] == ["lora"]
+    assert "burst is left out: its loss is not finite" in caplog.text
+    with pytest.raises(WangenError, match="of all LoRAs are not finite"):
+        evaluate.run(flags(tiny_run, tmp_path / "alone.safetensors", tmp_path / "out", num_videos=0))
 
 
 @pytest.mark.slow

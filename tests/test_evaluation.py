@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from wangen.generator.errors import WangenError
+from wangen.runtime.evaluation import nearest
 from wangen.runtime.evaluation.clip_score import ClipScore
 from wangen.runtime.evaluation.intervals import paired_difference
-from wangen.runtime.evaluation.nearest import TrainingLatents
+from wangen.runtime.evaluation.nearest import TrainingClip, TrainingLatents
 from wangen.runtime.evaluation.signals import brightness, psnr, signals, ssim
 from wangen.runtime.evaluation.tables import Candidate, by_activity, by_timestep, joined, ranking, whole
 from wangen.runtime.training.validation import Losses
@@ -49,6 +50,21 @@ def test_pairing_sees_what_the_spread_of_the_items_would_hide():
     assert (alone.mean, alone.low, alone.high, alone.is_lower) == (-0.5, None, None, False)
     with pytest.raises(ValueError, match="no items"):
         paired_difference([], [], 0)
+
+
+def test_items_of_one_file_are_drawn_together():
+    """Under no difference at all, an interval that took them for independent would too often leave 0 out."""
+    draws = np.random.default_rng(1)
+    wrong = {"files": 0, "items": 0}
+    for trial in range(150):
+        of_file = np.repeat(draws.normal(0, 1, 12), 6)
+        second = of_file + draws.normal(0, 0.1, 72)
+        files = [f"file {number // 6}" for number in range(72)]
+        for name, groups in (("files", files), ("items", None)):
+            found = paired_difference([0.0] * 72, second.tolist(), trial, groups)
+            wrong[name] += found.is_lower or found.is_higher
+            assert found.mean == pytest.approx(second.mean())
+    assert wrong["files"] < 0.15 * 150 < 0.35 * 150 < wrong["items"]
 
 
 def test_signals_tell_collapsed_clips_from_sound_ones():
@@ -98,10 +114,15 @@ def test_likeness_follows_the_formulas():
     assert ssim(first[..., ::1], second) == pytest.approx(np.mean(found), abs=0.01)
 
 
+def clips_of(latents: list[torch.Tensor], sources: str = "abcdefgh") -> TrainingLatents:
+    read = [TrainingClip(f"clip {number}", sources[number], lambda one=one: one) for number, one in enumerate(latents)]
+    return TrainingLatents(read)
+
+
 def test_a_copy_of_a_training_clip_is_told_from_a_new_one():
     generator = torch.Generator().manual_seed(0)
     latents = [torch.randn(16, 3, 8, 8, generator=generator) for _ in range(6)]
-    training = TrainingLatents([f"clip {number}" for number in range(6)], latents)
+    training = clips_of(latents)
     copy = training.nearest(latents[4] + 0.05 * torch.randn(16, 3, 8, 8, generator=generator))
     assert copy.name == "clip 4"
     assert copy.is_copy
@@ -111,10 +132,26 @@ def test_a_copy_of_a_training_clip_is_told_from_a_new_one():
     assert new.share == pytest.approx(1.0, abs=0.1)
     larger = torch.nn.functional.interpolate(latents[2][None], scale_factor=2, mode="trilinear")[0]
     assert training.nearest(larger).name == "clip 2"
-    alone = TrainingLatents(["only"], latents[:1]).nearest(latents[0])
+    alone = clips_of(latents[:1]).nearest(latents[0])
     assert (alone.distance, alone.share, alone.is_copy) == (0.0, None, False)
-    with pytest.raises(ValueError, match="no training clips"):
-        TrainingLatents([], [])
+
+
+def test_clips_of_one_file_say_nothing_of_how_far_files_are_apart():
+    generator = torch.Generator().manual_seed(0)
+    latents = [torch.randn(16, 2, 8, 8, generator=generator) for _ in range(3)]
+    twice = [latent + 0.1 * torch.randn(16, 2, 8, 8, generator=generator) for latent in latents]
+    copy = latents[1] + 0.1 * torch.randn(16, 2, 8, 8, generator=generator)
+    found = clips_of([*latents, *twice], "abcabc").nearest(copy)
+    assert found.is_copy
+    assert found.share < 0.2
+
+
+def test_large_latents_are_compared_in_less_detail(monkeypatch):
+    monkeypatch.setattr(nearest, "MOST_NUMBERS", 500)
+    latents = [torch.randn(16, 2, 16, 16, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+    training = clips_of(latents)
+    assert training.nearest(latents[3]).name == "clip 3"
+    assert training._rows[1].shape == (4, 16 * 2 * 2 * 2)
 
 
 def test_checkpoints_are_ranked_by_their_held_out_loss():
@@ -125,7 +162,7 @@ def test_checkpoints_are_ranked_by_their_held_out_loss():
         "late": losses([[1.2, 2.1], [3.4, 4.0], [2.1, 2.4]]),
     }
     candidates = [Candidate(name, step, Path(f"{name}.safetensors")) for step, name in enumerate(found)]
-    ranked = ranking(base, found, candidates)
+    ranked = ranking(base, found, candidates, ["x", "y", "z"])
     assert [(one.name, one.rank, one.step) for one in ranked] == [("middle", 1, 1), ("early", 2, 0), ("late", 3, 2)]
     best, _, worst = ranked
     assert best.delta == pytest.approx(-0.3)

@@ -57,18 +57,57 @@ def test_videos_and_the_evaluation_follow_where_they_are_asked_for(tmp_path, tas
 
 def test_a_try_judges_and_shows_what_a_try_has_trained(tmp_path):
     steps = spoken(made(tmp_path, ASKED))["linux sh"]
-    train, _, evaluate, report = (
+    train, generate, evaluate, report = (
         type(step)(**{**vars(step), "smoke": True}).effective() if hasattr(step, "smoke") else step
         for step in steps[-4:]
     )
     assert report.output_dir == evaluate.output_dir == evaluate.lora_weight[0] == train.output_dir
     assert evaluate.validation_items == train.validation_items
+    assert generate.lora_weight == (train.output_dir,)
+    assert (generate.save_path.parent, generate.infer_steps, generate.num_videos) == (train.output_dir, 4, 1)
 
 
 def test_a_held_out_dataset_is_judged_by_and_the_own_one_is_what_was_trained_on(tmp_path):
     text = '[steps.train]\nvalidation_config = "/data/val.toml"\n[steps.evaluate]\nnum_videos = 0\n'
     evaluate, train = (spoken(made(tmp_path, text))["linux sh"][number] for number in (-2, -3))
+    assert evaluate.resolution == "all"
     assert (evaluate.dataset_config, evaluate.training_config) == (Path("/data/val.toml"), train.dataset_config)
+
+
+def test_what_the_training_is_told_reaches_what_follows(tmp_path):
+    text = (
+        'model = "t2v-14B"\n[steps.train]\nvram = "12"\nvalidation_items = 4\noutput_dir = "elsewhere"\n'
+        'sample_prompts = "/data/p.txt"\n[steps.generate]\nnum_videos = 2\n[steps.evaluate]\nnum_videos = 0\n'
+    )
+    train, generate, evaluate, _ = spoken(made(tmp_path, text))["linux sh"][-4:]
+    assert (generate.quantize, generate.blocks_to_swap) == (train.quantize, train.blocks_to_swap)
+    assert (evaluate.quantize, evaluate.blocks_to_swap) == (train.quantize, train.blocks_to_swap)
+    assert generate.prompt_file == Path("/data/p.txt")
+    assert generate.lora_weight == evaluate.lora_weight == (Path("elsewhere"),)
+    assert evaluate.output_dir == Path("elsewhere")
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("[steps.generate]\nnum_videos = 2\n", "there is no prompt"),
+        ('[steps.generate]\nprompt_file = "p.txt"\n', "prompt_file is not copied"),
+        ('model = "i2v-14B"\n[steps.generate]\nprompt = "a cat"\n', "begins with a picture"),
+        ('model = "t2v-A14B"\n[steps.train]\nexperts = "low"\n[steps.generate]\nprompt = "a"\n', "both are needed"),
+        ("[steps.train]\nvalidation_items = 4\n[steps.evaluate]\nseed = 9\n", "another seed"),
+        ("[steps.train]\nvalidation_items = 4\n[steps.evaluate]\nvalidation_items = 2\n", "another validation_items"),
+    ],
+)
+def test_what_could_only_fail_after_the_training_is_refused_before(tmp_path, text, part):
+    place = workspace.read(write_tree(tmp_path, {"wangen.toml": HEAD + text}))
+    with pytest.raises(WangenError, match=part):
+        publishing.make_plan(place, place.targets, "x", place.profile(), Source(Path("x"), [], {}, {}))
+
+
+def test_an_own_prompt_wins_over_the_samples_of_the_training(tmp_path):
+    text = '[steps.train]\nsample_prompts = "/data/p.txt"\n[steps.generate]\nprompt = "a cat"\n'
+    generate = spoken(made(tmp_path, text))["linux sh"][-2]
+    assert (generate.prompt, generate.prompt_file) == ("a cat", None)
 
 
 def test_an_evaluation_without_anything_held_out_is_refused_before_anything_is_written(tmp_path, capsys):

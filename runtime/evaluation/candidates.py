@@ -2,11 +2,13 @@
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from wangen.generator.errors import UsageError, WangenError, many
 from wangen.generator.lora_config import lora_identity
 from wangen.runtime.evaluation.tables import Candidate
+from wangen.runtime.evaluation_file import BASE
 from wangen.runtime.lora_folder import EXPERTS, Checkpoint, lora_checkpoints
 
 log = logging.getLogger("wangen")
@@ -80,7 +82,12 @@ def _distinct(found: Sequence[Candidate]) -> list[Candidate]:
         first = kept.setdefault(" ".join(lora_identity(path) for path in files), one)
         if first is not one:
             log.info("  %s has the weights of %s, and is not judged again", one.name, first.name)
-    names = [one.name for one in kept.values()]
+    stems = [one.name for one in kept.values()]
+    found = [replace(one, name=f"{one.file.parent.name}-{one.name}") if stems.count(one.name) > 1 else one
+             for one in kept.values()]  # fmt: skip  # runs of one name in several folders
+    names = [one.name for one in found]
+    if BASE in names:
+        raise UsageError(f"a LoRA is called {BASE}, as the model without one is", cure="rename the file")
     if double := [name for name in names if names.count(name) > 1]:
         raise UsageError(f"two LoRAs are called {double[0]}", cure="rename one of the files")
-    return sorted(kept.values(), key=lambda one: (one.step is None, one.step or 0))
+    return sorted(found, key=lambda one: (one.step is None, one.step or 0))

@@ -31,6 +31,7 @@ class ClipScore:
     """
 
     def __init__(self, folder: Path, device: "torch.device") -> None:
+        from safetensors import SafetensorError
         from transformers import AutoConfig, AutoProcessor, CLIPConfig, CLIPModel
 
         if not (folder / "config.json").is_file():
@@ -44,7 +45,7 @@ class ClipScore:
             if told["missing_keys"]:  # they would be random numbers
                 raise ValueError(f"it lacks {min(told['missing_keys'])}")
             self._processor = AutoProcessor.from_pretrained(folder, **local)
-        except (OSError, ValueError, RuntimeError, KeyError) as error:
+        except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
             first = str(error).splitlines()[0]
             raise WangenError(f"--clip_model: no CLIP model ({first})", where=str(folder)) from None
         self._model = model.eval().to(device)

@@ -1,7 +1,8 @@
-"""How sure a difference is: paired bootstrap intervals over the items.
+"""How sure a difference is: paired bootstrap intervals over the held-out files.
 
-Each item is compared with itself, so that how hard it is cancels out. What is left differs from item to item, and the
-interval says how far the mean would move had other items been held out.
+Each item is compared with itself, so that how hard it is cancels out. What is left differs from file to file, and the
+interval says how far the mean would move had other files been held out. Clips and resolutions of one file are alike:
+they are drawn together.
 """
 
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ class Difference:
 
     Attributes:
         mean: of the differences; below 0 the second is lower.
-        low: lower end of the 95 % interval; None of fewer than two items.
+        low: lower end of the 95 % interval; None of fewer than two groups.
         high: its upper end.
         num_items: how many there were.
         num_lower: at how many of them the second is lower.
@@ -45,13 +46,16 @@ class Difference:
         return self.low is not None and self.low > 0
 
 
-def paired_difference(first: Sequence[float], second: Sequence[float], seed: int) -> Difference:
+def paired_difference(
+    first: Sequence[float], second: Sequence[float], seed: int, groups: Sequence[str] | None = None
+) -> Difference:
     """The mean of second - first over items, and its percentile bootstrap interval (Efron and Tibshirani 1993, ch. 13).
 
     Args:
         first: a number for each item.
         second: likewise, in the same order.
         seed: of the resampling; the same numbers and seed give the same interval.
+        groups: of each item, what it belongs to; groups are drawn whole. None: each item is one.
 
     Raises:
         ValueError: the lengths differ, or there are no items.
@@ -63,10 +67,12 @@ def paired_difference(first: Sequence[float], second: Sequence[float], seed: int
     if not differences:
         raise ValueError("no items to compare")
     lower = sum(difference < 0 for difference in differences)
-    if len(differences) == 1:
-        return Difference(differences[0], None, None, 1, lower)
-    draws = np.random.default_rng(seed_for(seed, "bootstrap", len(differences)))
-    chosen = draws.integers(0, len(differences), size=(RESAMPLES, len(differences)))
-    means = np.asarray(differences)[chosen].mean(axis=1)
+    _, places = np.unique(np.arange(len(differences)) if groups is None else np.asarray(groups), return_inverse=True)
+    sums, counts = np.bincount(places, weights=differences), np.bincount(places)
+    if len(sums) == 1:
+        return Difference(fmean(differences), None, None, len(differences), lower)
+    draws = np.random.default_rng(seed_for(seed, "bootstrap", len(sums)))
+    chosen = draws.integers(0, len(sums), size=(RESAMPLES, len(sums)))
+    means = sums[chosen].sum(axis=1) / counts[chosen].sum(axis=1)
     low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return Difference(fmean(differences), float(low), float(high), len(differences), lower)

@@ -128,7 +128,9 @@ class Judging:
     def _known(self, who: Candidate | None, items: Sequence[CachedSample]) -> Losses | None:
         """What an earlier run has found, if it can be read."""
         with suppress(OSError, ValueError, KeyError, TypeError):
-            return Losses.from_facts(json.loads(self._file(who, items).read_text(encoding="utf-8")))
+            losses = Losses.from_facts(json.loads(self._file(who, items).read_text(encoding="utf-8")))
+            if len(losses.values) == len(items) and {len(row) for row in losses.values} == {len(losses.sigmas)}:
+                return losses
         return None
 
     def _file(self, who: Candidate | None, items: Sequence[CachedSample]) -> Path:

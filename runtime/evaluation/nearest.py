@@ -1,11 +1,12 @@
 """Memorisation: how close a generated clip lies to the nearest training clip, in the latents of the VAE.
 
-A distance means nothing by itself. It is compared with how far the training clips lie from each other: a clip that is
-closer to one of them than they are among themselves is likely a copy of it.
+A distance means nothing by itself. It is compared with how far the clips of different training files lie from each
+other: a clip that is much closer to one of them than they are among themselves is likely a copy of it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from torch.nn import functional
 
 COPY = 0.5
 """Closer than this share of the training clips' own median distance is called a copy."""
+MOST_NUMBERS = 1 << 18
+"""Of a clip: larger latents are averaged over squares of 2x2 until they have no more."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,7 @@ class Neighbour:
     Attributes:
         name: of the training clip.
         distance: root of the mean squared difference of their latents.
-        share: of the median distance between a training clip and its nearest other; None of a single training clip.
+        share: of the median distance between a training clip and the nearest of another file; None of a single file.
     """
 
     name: str
@@ -35,49 +38,70 @@ class Neighbour:
         return self.share is not None and self.share < COPY
 
 
-class TrainingLatents:
-    """The latents of the training clips, of one shape.
+@dataclass(frozen=True)
+class TrainingClip:
+    """One clip that was trained on.
 
-    Args:
-        names: of the clips.
-        latents: (C, F, h, w) each; those of another shape than the first are resampled to it.
-        digest: of the clips.
-
-    Raises:
-        ValueError: there are none.
+    Attributes:
+        name: of the clip.
+        source: digest of its file.
+        read: gives its latents (C, F, h, w).
     """
 
-    def __init__(self, names: Sequence[str], latents: Sequence[Tensor], digest: str = "") -> None:
-        if not latents:
-            raise ValueError("no training clips to compare with")
+    name: str
+    source: str
+    read: Callable[[], Tensor]
+
+
+class TrainingLatents:
+    """The latents of the training clips; they are read when the first distance is asked for.
+
+    Args:
+        clips: one or more. Latents of another shape than the first's are resampled to it.
+        digest: of all of them.
+    """
+
+    def __init__(self, clips: Sequence[TrainingClip], digest: str = "") -> None:
+        self._clips = tuple(clips)
         self.digest = digest
-        self._names = tuple(names)
-        self._shape = latents[0].shape
-        self._rows = torch.stack([self._row(latent) for latent in latents])  # (clips, numbers)
-        self._usual = self._median_distance()
 
     def nearest(self, latent: Tensor) -> Neighbour:
         """The nearest training clip to latents (C, F, h, w)."""
-        distances = self._distances(self._row(latent))
+        shape, rows = self._rows
+        distances = _distances(_row(latent, shape)[None], rows)[0]
         index = int(distances.argmin())
-        distance = distances[index].item()
-        return Neighbour(self._names[index], distance, distance / self._usual if self._usual else None)
+        distance, usual = distances[index].item(), self._usual
+        return Neighbour(self._clips[index].name, distance, distance / usual if usual else None)
 
-    def _row(self, latent: Tensor) -> Tensor:
-        wide = latent.float()
-        if latent.shape != self._shape:
-            wide = functional.interpolate(wide[None], self._shape[1:], mode="trilinear")[0]
-        return wide.flatten()
+    @cached_property
+    def _rows(self) -> tuple[torch.Size, Tensor]:
+        """The shape of the first, and all of them as (clips, numbers)."""
+        first = self._clips[0].read()
+        others = (clip.read() for clip in self._clips[1:])
+        return first.shape, torch.stack([_row(latent, first.shape) for latent in (first, *others)])
 
-    def _distances(self, row: Tensor) -> Tensor:
-        """(numbers,) -> (clips,)"""
-        return torch.stack([(other - row).square().mean().sqrt() for other in self._rows])
+    @cached_property
+    def _usual(self) -> float | None:
+        """The median distance from a training clip to the nearest one of another file; None of a single file."""
+        numbers = {source: number for number, source in enumerate(dict.fromkeys(clip.source for clip in self._clips))}
+        if len(numbers) == 1:
+            return None
+        files = torch.tensor([numbers[clip.source] for clip in self._clips])
+        distances = _distances(self._rows[1], self._rows[1])
+        return distances.masked_fill(files[:, None] == files, torch.inf).amin(dim=1).median().item()
 
-    def _median_distance(self) -> float:
-        """From each training clip to its nearest other one; 0 of a single clip."""
-        nearest = []
-        for index, row in enumerate(self._rows):
-            distances = self._distances(row)
-            distances[index] = torch.inf
-            nearest.append(distances.min())
-        return torch.stack(nearest).median().item() if len(nearest) > 1 else 0.0
+
+def _row(latent: Tensor, shape: torch.Size) -> Tensor:
+    """Latents (C, F, h, w) brought to a shape, as one row."""
+    wide = latent.float()
+    if latent.shape != shape:
+        wide = functional.interpolate(wide[None], shape[1:], mode="trilinear")[0]
+    while wide.numel() > MOST_NUMBERS and min(wide.shape[2:]) > 1:
+        wide = functional.avg_pool2d(wide, 2)
+    return wide.flatten()
+
+
+def _distances(first: Tensor, second: Tensor) -> Tensor:
+    """(a, numbers) and (b, numbers) -> (a, b), the root of the mean squared difference."""
+    found: Tensor = torch.cdist(first[None], second[None])[0] / first.shape[1] ** 0.5
+    return found

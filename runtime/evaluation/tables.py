@@ -46,29 +46,37 @@ def joined(parts: Sequence[Losses]) -> Losses:
     return Losses(first.keys, tuple(sigma for sigma, _, _ in places), first.seed, values)
 
 
-def difference(base: Losses, other: Losses) -> Difference:
-    """How much lower or higher a checkpoint's loss is than the base's, over the items.
+def difference(base: Losses, other: Losses, sources: Sequence[str]) -> Difference:
+    """How much lower or higher a checkpoint's loss is than the base's, with its interval over the items' files.
+
+    Args:
+        base: without any LoRA.
+        other: with one.
+        sources: of each item the digest of its file.
 
     Raises:
         ValueError: they were measured at different points.
     """
     _require_same(base, [other])
-    return paired_difference(_of_items(base), _of_items(other), base.seed)
+    return paired_difference(_of_items(base), _of_items(other), base.seed, sources)
 
 
-def ranking(base: Losses, found: Mapping[str, Losses], candidates: Sequence[Candidate]) -> list[Checkpoint]:
+def ranking(
+    base: Losses, found: Mapping[str, Losses], candidates: Sequence[Candidate], sources: Sequence[str]
+) -> list[Checkpoint]:
     """The candidates by their mean loss, the lowest first; of equal ones the earlier stays first.
 
     Args:
         base: without any LoRA.
         found: candidate -> its losses at the same points.
         candidates: in the order of their steps.
+        sources: of each item the digest of its file.
     """
     order = sorted(candidates, key=lambda candidate: mean(found[candidate.name]))
     made = []
     for rank, candidate in enumerate(order, start=1):
         losses = found[candidate.name]
-        delta = difference(base, losses)
+        delta = difference(base, losses, sources)
         made.append(
             Checkpoint(
                 name=candidate.name,

@@ -6,7 +6,7 @@ can be read from the frames is read from the files.
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,7 +18,7 @@ from wangen.generator.files import write_text
 from wangen.generator.steps import Generate
 from wangen.runtime.cache import digest
 from wangen.runtime.evaluation.clip_score import ClipScore, spread
-from wangen.runtime.evaluation.judging import Load, loras_of, strengths_of
+from wangen.runtime.evaluation.judging import LORAS_AT_ONCE, Load, loras_of, strengths_of
 from wangen.runtime.evaluation.nearest import COPY, TrainingLatents
 from wangen.runtime.evaluation.signals import psnr, signals, ssim
 from wangen.runtime.evaluation.tables import Candidate
@@ -29,7 +29,8 @@ from wangen.runtime.progress import progress
 from wangen.runtime.sampling.output import KEY, read_settings, write_media
 from wangen.runtime.sampling.prompts import SamplePrompt
 from wangen.runtime.sampling.repeat import identities, made_on, settings_of
-from wangen.runtime.sampling.sampler import ExpertWeights, Request, make_videos
+from wangen.runtime.sampling.sampler import ExpertWeights, Request, Sampler, make_videos
+from wangen.runtime.sampling.sampler import Video as Made
 from wangen.runtime.sampling.scenes import Scene
 from wangen.runtime.sampling.videos import Decoder
 
@@ -85,9 +86,9 @@ class Job:
             return False
         with suppress(UsageError):
             told = read_settings(self.path, "--output_dir")
-            return (
-                _digest({key: told.get(key) for key in self.settings}) == self.digest and self.nearest(training) != {}
-            )
+            same = _digest({key: told.get(key) for key in self.settings}) == self.digest
+            kernel = self.settings["attention"] in ("auto", told.get("attention"))
+            return same and kernel and self.nearest(training) != {}
         return False
 
     def nearest(self, training: TrainingLatents | None) -> dict[str, Any] | None:
@@ -163,20 +164,27 @@ def make(
     left = [job for job in jobs if not job.is_done(training)]
     if not left:
         return 0
-    scenes = scenes_of([job.prompt for job in left])
-    wanted = list(dict.fromkeys(job.who for job in left if job.who))
-    sampler = load([replace(one, loras=loras_of(wanted, high_noise=one.high_noise)) for one in experts])
-    requests = [Request(scene, strengths_of(job.who)) for scene, job in zip(scenes, left, strict=True)]
+    scenes = dict(zip(map(id, left), scenes_of([job.prompt for job in left]), strict=True))
+    everyone = list(dict.fromkeys(job.who for job in left))
     with progress("videos", sum(job.prompt.steps for job in left)) as advance:
-        made = make_videos(requests, sampler, decoder, lambda _done: advance(1, ""))
-        for job, video in zip(left, made, strict=True):
-            words = json.dumps({**job.settings, "attention": sampler.attention}, sort_keys=True)
-            write_media(job.path, video.frames, job.prompt.fps, {KEY: words})
-            if training:
-                nearest = asdict(training.nearest(video.latents[0]))
-                note = {"settings": job.digest, "training": training.digest, "nearest": nearest}
-                write_text(job.note, json.dumps(note, ensure_ascii=False) + "\n")
+        for start in range(0, len(everyone), LORAS_AT_ONCE):
+            some = everyone[start : start + LORAS_AT_ONCE]
+            sampler = load([replace(one, loras=loras_of(some, high_noise=one.high_noise)) for one in experts])
+            own = [job for job in left if job.who in some]
+            requests = [Request(scenes[id(job)], strengths_of(job.who)) for job in own]
+            _write(own, make_videos(requests, sampler, decoder, lambda _done: advance(1, "")), sampler, training)
     return len(left)
+
+
+def _write(jobs: Sequence[Job], videos: Iterable[Made], sampler: Sampler, training: TrainingLatents | None) -> None:
+    """Write each video as soon as it is made, with its note."""
+    for job, video in zip(jobs, videos, strict=True):
+        words = json.dumps({**job.settings, "attention": sampler.attention}, sort_keys=True)
+        write_media(job.path, video.frames, job.prompt.fps, {KEY: words})
+        if training:
+            nearest = asdict(training.nearest(video.latents[0]))
+            note = {"settings": job.digest, "training": training.digest, "nearest": nearest}
+            write_text(job.note, json.dumps(note, ensure_ascii=False) + "\n")
 
 
 def usual_motion(items: Sequence[CachedSample]) -> float | None:
@@ -213,16 +221,17 @@ def describe(
     videos, copies = [], []
     for number in dict.fromkeys(job.number for job in jobs):
         base, *others = [job for job in jobs if job.number == number]
-        shown = {job.name: read_frames(job.path) for job in (base, *others)}
-        found = {name: signals(frames).as_record() for name, frames in shown.items()}
-        for name, frames in shown.items():
+        base_frames, found = read_frames(base.path), {}
+        for job in (base, *others):
+            name, frames = job.name, base_frames if job is base else read_frames(job.path)
+            found[name] = signals(frames).as_record()
             if clip_score:
                 found[name]["clip_score"] = clip_score(frames, base.prompt.prompt)
             if motion:
                 found[name]["motion_to_training"] = found[name]["motion"] / motion
             if name != BASE:
-                found[name]["psnr_to_base"] = min(psnr(shown[BASE], frames), MOST_DB)
-                found[name]["ssim_to_base"] = ssim(shown[BASE], frames)
+                found[name]["psnr_to_base"] = min(psnr(base_frames, frames), MOST_DB)
+                found[name]["ssim_to_base"] = ssim(base_frames, frames)
         files = {job.name: job.path.relative_to(folder).as_posix() for job in (base, *others)}
         videos.append(Video(base.activity, base.prompt.prompt, base.prompt.seed, files, found))
         copies += _copies(base, others, folder, training)

@@ -8,14 +8,14 @@ from wangen.runtime.evaluation.tables import difference
 from wangen.runtime.evaluation_file import BASE, Evaluation, Video
 from wangen.runtime.training.validation import Losses
 
-FEW_ITEMS = 5
+FEW_FILES = 5
 COLLAPSED = 0.5
 """A share of frames above which a clip is called frozen or black, where the base's is not."""
 LESS_MOTION, MORE_FLICKER = 0.5, 2.0
 
 
 def warnings_of(
-    evaluation: Evaluation, base: Losses, others: Mapping[str, Losses], forgetting: Mapping[str, Losses] | None
+    evaluation: Evaluation, base: Losses, others: Mapping[str, Losses], sources: Sequence[str]
 ) -> Iterator[str]:
     """Sentences for people, the gravest first.
 
@@ -23,27 +23,39 @@ def warnings_of(
         evaluation: without warnings.
         base: its held-out losses.
         others: those of the checkpoints.
-        forgetting: losses on what was not trained, with the base's.
+        sources: of each held-out item the digest of its file.
     """
     best = evaluation.winner
-    found = difference(base, others[best.name])
+    found = difference(base, others[best.name], sources)
     if found.is_higher:
         yield f"no checkpoint is better than the base: {best.name}, the best, has a higher held-out loss"
+    elif found.low is None:
+        yield "only one file is held out: there is no interval, and the ranking may be chance"
     elif not found.is_lower:
         yield f"{best.name}, the best, cannot be told from the base: the interval of the difference holds 0"
     if len(evaluation.checkpoints) > 1:
         second = evaluation.ranked[1]
-        if not difference(others[best.name], others[second.name]).is_higher:
+        if not difference(others[best.name], others[second.name], sources).is_higher:
             yield f"{best.name} cannot be told from {second.name}: look at the videos of both"
-    if evaluation.num_items < FEW_ITEMS:
-        yield f"only {many(evaluation.num_items, 'item')} held out: the ranking may be chance"
-    if forgetting and difference(forgetting[BASE], forgetting[best.name]).is_higher:
-        yield f"{best.name} has forgotten: its loss on other material is higher than the base's"
+    if 1 < len(set(sources)) < FEW_FILES:
+        yield f"only {many(len(set(sources)), 'file')} held out: the ranking may be chance"
     yield from _of_videos(best.name, evaluation.videos)
     copies = [one for one in evaluation.memorisation if one.checkpoint == best.name and one.suspicious]
     if copies:
         number = many(len(copies), "video")
         yield f"{number} of {best.name} all but copied from training clips, for example {copies[0].nearest}"
+
+
+def forgotten(best: str, losses: Mapping[str, Losses], sources: Sequence[str]) -> Iterator[str]:
+    """Whether the best checkpoint has a higher loss on what was not trained than the base.
+
+    Args:
+        best: its name.
+        losses: on that material, with the base's.
+        sources: of each of its items the digest of its file.
+    """
+    if difference(losses[BASE], losses[best], sources).is_higher:
+        yield f"{best} has forgotten: its loss on other material is higher than the base's"
 
 
 def _of_videos(best: str, videos: Sequence[Video]) -> Iterator[str]:

@@ -166,13 +166,13 @@ def _refuse_beside_plain(options: Generate) -> None:
         require_compiler()
 
 
-def require_files(options: Generate, model: Model, encoders: Encoders) -> None:
+def require_files(options: Generate, model: Model, encoders: Encoders | None) -> None:
     """See from their headers that all weights are what they are given for, and that the LoRAs fit.
 
     Args:
         options: resolved.
         model: the model profile.
-        encoders: the weights around the transformers.
+        encoders: the weights around the transformers; None where nothing is sampled.
 
     Raises:
         WangenError: a file is of another kind or cannot be read, or a LoRA is for another model.
@@ -183,7 +183,8 @@ def require_files(options: Generate, model: Model, encoders: Encoders) -> None:
         _refuse_blocks(options, header)
         for path, strength in zip(getattr(options, flag), getattr(options, multiplier), strict=True):
             _refuse_lora(path, f"--{flag}", header, strength)
-    encoders.require(model)
+    if encoders is not None:
+        encoders.require(model)
     if model.experts:
         assert options.dit_high_noise is not None, "refused before"
         expect_two_experts(options.dit, options.dit_high_noise)

@@ -96,7 +96,7 @@ def read_settings(path: Path, flag: str) -> dict[str, Any]:
         else:
             with av.open(str(path)) as container:
                 text = container.metadata.get(KEY, "")
-    except (OSError, av.FFmpegError) as error:
+    except (OSError, av.FFmpegError, UnicodeDecodeError) as error:
         raise UsageError(f"{flag} cannot be read: {getattr(error, 'strerror', None) or error}", where=str(path),
                          cure="give an .mp4 or .png that wangen generate made") from None  # fmt: skip
     try:
