@@ -107,7 +107,8 @@ def test_bat_holds_a_double_clicked_window_in_both_cases(wine):
 
 def test_bat_searches_a_python(wine):
     done = wine.run("--dry_run", python="")
-    assert (done.returncode, "no Python from 3.11 on was found" in done.stdout) == (1, True)
+    said = done.stdout + done.stderr
+    assert (done.returncode, "no Python from 3.11 on was found" in done.stdout) == (1, True), said
     done = wine.run("--dry_run", python="C:\\no & where.exe")
     assert (done.returncode, "WANGEN_PYTHON names no Python from 3.11 on" in done.stdout) == (1, True)
     done = wine.run("--dry_run", python="", WINEPATH=windows(HOME / "python"))
