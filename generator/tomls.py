@@ -305,7 +305,7 @@ def _of_manifest(manifest: Path, cache: Path, values: Mapping[str, Any]) -> tupl
     """A manifest's images and clips as a block each; what `values` does not say, its lines do.
 
     The resolution is the most frequent size; with clips of one length that is what is cut from each, else each keeps
-    its own up to the longest.
+    its own up to the longest, or to `CLIP_FRAMES` where a line says none and none is longer.
 
     Raises:
         WangenError: it cannot be read.
@@ -317,12 +317,24 @@ def _of_manifest(manifest: Path, cache: Path, values: Mapping[str, Any]) -> tupl
         size = max(sizes, key=lambda size: (clips.sizes[size], size), default=CLIP_SIZE)
         said: dict[str, Any] = {} if "resolution" in values else {"resolution": size, "enable_bucket": True}
         if media == "video" and "target_frames" not in values and values.get("frame_extraction") != "full":
-            length = (max(clips.frames, default=CLIP_FRAMES) - 1) // 4 * 4 + 1
-            one = "frame_extraction" in values or (len(clips.frames) == 1 and clips.frames.total() == clips.number)
-            said |= {"target_frames": (length,)} if one else {"frame_extraction": "full", "max_frames": length}
+            longest, all_said = max(clips.frames, default=CLIP_FRAMES), clips.frames.total() == clips.number
+            if "frame_extraction" in values or (len(clips.frames) == 1 and all_said):
+                said |= {"target_frames": (_latent_length(longest),)}
+            else:
+                most = longest if all_said else max(longest, CLIP_FRAMES)
+                said |= {"frame_extraction": "full", "max_frames": _latent_length(most)}
         found.append(DatasetEntry(directory=manifest.parent, media=media, cache_directory=cache, manifest=manifest,
                                   mixed=True, **said | dict(values)))  # fmt: skip
     return tuple(found)
+
+
+def _latent_length(frames: int) -> int:
+    """The longest length of the form 4n+1 that so many frames hold.
+
+    >>> _latent_length(84)
+    81
+    """
+    return (frames - 1) // 4 * 4 + 1
 
 
 def _at(resolution: str, entries: tuple[DatasetEntry, ...], manifest: Path) -> tuple[DatasetEntry, ...]:

@@ -324,8 +324,8 @@ def _undecodable(path: Path, error: BaseException) -> WangenError:
 class ClipDataset:
     """The clips of a manifest, for `torch.utils.data.DataLoader` and its workers.
 
-    Item n is that of the n-th line: `frames`, float32 (T, 3, H, W) in [-1, 1], and `prompt`, a text. Clips are cut at
-    their own frame rate, so that frame k is frame k of the file; another size is covered and cropped at the centre.
+    Item n is that of the n-th line: `frames`, float32 (T, 3, H, W) in [-1, 1], and `prompt`, a text. Frame k is frame k
+    of the file, whatever its time stamps say; another size is covered and cropped at the centre.
 
     Args:
         manifest: the jsonl, as `wangen preprocess` writes it.
@@ -353,14 +353,14 @@ class ClipDataset:
         import numpy as np
         import torch
 
-        item = self._items[index]
-        facts = read_facts(item.path)
-        if facts.num_frames < self.frames:
-            raise WangenError(f"has {many(facts.num_frames, 'frame')}, {self.frames} are asked for",
+        item, (height, width) = self._items[index], self.size
+        decoded = (frame for _, frame in _timed(item.path, None) if frame is not None)
+        frames = [np.asarray(fit(upright(frame), (width, height))) for frame in islice(decoded, self.frames)]
+        if len(frames) < self.frames:
+            raise WangenError(f"has {many(len(frames), 'frame')}, {self.frames} are asked for",
                               where=str(item.path), cure="ask for fewer, or cut longer clips")  # fmt: skip
-        rate = facts.num_frames / facts.duration_s
-        frames = load_clip(item.path, (self.size[1], self.size[0]), 0, self.frames, rate).transpose(1, 0, 2, 3)
-        return {"frames": torch.from_numpy(frames.astype(np.float32)).div_(127.5).sub_(1.0), "prompt": item.caption}
+        pixels = torch.from_numpy(np.stack(frames).transpose(0, 3, 1, 2).astype(np.float32))
+        return {"frames": pixels.div_(127.5).sub_(1.0), "prompt": item.caption}
 
 
 def collate_fn(items: "Sequence[Mapping[str, torch.Tensor | str]]") -> "dict[str, torch.Tensor | list[str]]":

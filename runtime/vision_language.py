@@ -45,12 +45,16 @@ class VisionLanguageModel:
             max_new_tokens: length at which an answer is broken off.
 
         Raises:
-            WangenError: the model's chat template takes no pictures.
+            WangenError: the model's chat template takes no pictures, or its processor not these.
             torch.OutOfMemoryError: the device's memory is full.
         """
         texts = [self._prompt(len(pictures), instruction) for pictures in seen]
-        inputs = self._processor(text=texts, images=[list(pictures) for pictures in seen], return_tensors="pt",
-                                 padding=True).to(self._device, dtype=self._dtype)  # fmt: skip
+        try:
+            inputs = self._processor(text=texts, images=[list(pictures) for pictures in seen], return_tensors="pt",
+                                     padding=True).to(self._device, dtype=self._dtype)  # fmt: skip
+        except (TypeError, ValueError) as error:
+            raise WangenError(f"the model's processor does not take these pictures and its chat template's text "
+                              f"({_short(error)})", where=str(self._folder), cure=_CURE) from None  # fmt: skip
         answers = self._model.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False, num_beams=1)
         asked = inputs["input_ids"]
         if answers.shape[1] >= asked.shape[1] and torch.equal(answers[:, : asked.shape[1]], asked):
@@ -70,8 +74,8 @@ class VisionLanguageModel:
             prompt: str = self._processor.apply_chat_template(
                 [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
             )
-        except jinja2.TemplateError as error:
-            raise WangenError(f"the model's chat template takes no pictures ({error})", where=str(self._folder),
+        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            raise WangenError(f"the model's chat template takes no pictures ({_short(error)})", where=str(self._folder),
                               cure=_CURE) from None  # fmt: skip
         return prompt
 

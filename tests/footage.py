@@ -79,7 +79,7 @@ def decoded(path: Path, size: tuple[int, int] = SIZE) -> np.ndarray:
 
 def rows(path: Path) -> list[dict]:
     """The lines of a manifest."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 
 def clips(output: Path) -> list[dict]:

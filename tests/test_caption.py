@@ -181,6 +181,18 @@ def test_a_model_without_a_chat_template_gets_its_picture_tokens(media, tmp_path
     assert caption.run(Caption(dataset_dir=media, model=folder, **SHORT)).counts["written"] == 2
 
 
+@pytest.mark.parametrize(
+    ("template", "part"),
+    [("{{ messages[0]['role'] + messages[0]['content'] }}", "chat template takes no pictures"),
+     ("{{ messages[0]['role'] ~ messages[0]['content'] }}", "processor does not take these pictures")],
+)  # fmt: skip
+def test_a_model_whose_chat_template_is_for_text_alone_is_named(media, tmp_path, template, part):
+    folder = write_tiny_vlm(tmp_path / "text", template=template)
+    with pytest.raises(WangenError, match=part) as error:
+        caption.run(Caption(dataset_dir=media, model=folder, **SHORT))
+    assert error.value.where == str(folder)
+
+
 def test_what_is_no_such_model_is_refused_before_anything_is_written(media, vlm, tmp_path):
     write_tree(tmp_path, {"empty/readme.md": "x", "other/config.json": '{"model_type": "bert"}',
                           "text/config.json": "{"})  # fmt: skip

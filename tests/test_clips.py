@@ -83,6 +83,22 @@ def test_items_and_batches(manifest):
     assert numbers(pixels) == [int(k * 24 / 16) for k in range(9, 18)]
 
 
+@pytest.mark.parametrize("kind", ["mkv", "varying", "npz"])
+def test_frame_k_is_frame_k_of_the_file(tmp_path, kind):
+    frames = [counter(number) for number in range(33)]
+    match kind:
+        case "mkv":
+            path = write_video(tmp_path / "a.mkv", frames, 24, format="matroska")
+        case "varying":
+            path = write_video(tmp_path / "a.mp4", frames, times_ms=[40 * k + 60 * max(0, k - 15) for k in range(33)])
+        case "npz":
+            path = tmp_path / "a.npz"
+            np.savez(path, frames=np.stack(frames), fps=16)
+    (tmp_path / "m.jsonl").write_text(json.dumps({"file": path.name, "prompt": "x"}))
+    found = ClipDataset(tmp_path / "m.jsonl", frames=32, size=(48, 64))[0]["frames"]
+    assert numbers(((found.permute(0, 2, 3, 1) + 1) * 127.5).round().to(torch.uint8).numpy()) == list(range(32))
+
+
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_data_loader_with_workers_gives_the_same(manifest):
     dataset = ClipDataset(str(manifest), frames=5, size=(32, 32))

@@ -85,6 +85,16 @@ def test_images_clips_and_lengths_may_be_mixed(tmp_path):
     assert names == ["9.mp4:0+9", "14.mp4:0+13", "a.png"]
 
 
+def test_a_line_that_says_no_length_does_not_shorten_its_clip(tmp_path):
+    for number in (9, 21):
+        make_clip(tmp_path / f"{number}.mp4", number, 16, (64, 48))
+    path = write_manifest(tmp_path / "set.jsonl", {"file": "9.mp4", "prompt": "x", "frames": 9},
+                          {"file": "21.mp4", "prompt": "y"})  # fmt: skip
+    assert read_dataset(path)[0].max_frames == 81
+    names = [sample.name for sample in read_samples(CheckCache(manifest=path, resolution="32"), MODEL)]
+    assert names == ["9.mp4:0+9", "21.mp4:0+21"]
+
+
 def test_another_resolution_has_a_cache_of_its_own(prepared):
     own, small = read_dataset(prepared / "train.jsonl", "64x48,32")
     assert (own.cache_directory.name, own.resolution) == ("train_cache", (64, 48))

@@ -162,6 +162,75 @@ def test_a_table_says_which_parts_show_what(tmp_path, kind):
     assert report.counts["problems"] == (2 if kind == "csv" else 3)
 
 
+def labelled(folder: Path, table: str, text: str, **flags: object) -> tuple[list[tuple[str, float, str]], list[str]]:
+    """What a table of labels makes of two videos of 2 s: the clips, and why what is not among them is not."""
+    videos = moving(folder / "v", "a.mp4", "b.mp4")
+    path = folder / table
+    path.write_bytes(text.replace("@", str(videos)).encode())
+    prepare(videos, folder / "o", labels=path, **({"frames": 25, "val_share": 0} | flags))
+    found = [(row["source"], row["start_s"], row["prompt"]) for row in rows(folder / "o" / "train.jsonl")]
+    return found, [reason for row in rows(folder / "o" / "dropped.jsonl") for reason in row["reasons"]]
+
+
+@pytest.mark.parametrize(
+    "text", ["\ufeffvideo;prompt\na.mp4;walk, then sit\n", "Video\tPrompt \r\na.mp4\twalk, then sit\r\n",
+             'PATH, Prompt\na.mp4,"walk, then sit"\n']
+)  # fmt: skip
+def test_a_table_may_be_of_any_spreadsheet(tmp_path, text):
+    assert labelled(tmp_path, "l.csv", text) == ([("a.mp4", 0.0, "walk, then sit")], [])
+
+
+def test_a_line_with_more_columns_than_the_table_is_a_problem(tmp_path):
+    found, reasons = labelled(tmp_path, "l.csv", "video,prompt\na.mp4,walk, then sit\nb.mp4,run\n")
+    assert found == [("b.mp4", 0.0, "run")]
+    assert [reason[:54] for reason in reasons] == ["problem: line 2: has more columns than the first line:"]
+
+
+def test_a_part_beyond_the_end_is_left_out_and_said(tmp_path):
+    lines = "video,prompt,start_s,end_s\na.mp4,walk,0,\nb.mp4,run,2000,4000\na.mp4,sit,0.01,0.02\n"
+    found, reasons = labelled(tmp_path, "l.csv", lines)
+    assert found == [("a.mp4", 0.0, "walk")]
+    assert sorted(reasons) == ["outside: no frame from 0.01 s to 0.02 s, the video has 2 s",
+                               "outside: no frame from 2000 s to 4000 s, the video has 2 s"]  # fmt: skip
+
+
+def test_a_video_may_be_named_in_many_ways(tmp_path):
+    lines = "video,prompt,start_s,end_s\na.mp4,walk,0,0.6\n@/a.mp4,run,0.6,1.2\n../v/./a.mp4,sit,1.2,2\n"
+    found, reasons = labelled(tmp_path, "l.csv", lines, frames=9)
+    assert (found, reasons) == ([("a.mp4", 0.0, "walk"), ("a.mp4", 0.625, "run"), ("a.mp4", 1.25, "sit")], [])
+
+
+def test_lines_of_jsonl_end_where_json_says(tmp_path):
+    text = '{"video": "a.mp4", "prompt": "walk\u2028then\u0085sit"}\r\n[1]\n{"video"\n'
+    found, reasons = labelled(tmp_path, "l.jsonl", text)
+    assert found == [("a.mp4", 0.0, "walk\u2028then\u0085sit")]
+    assert reasons == ["problem: line 2: is no JSON object", "problem: line 3: is not JSON"]
+
+
+def test_a_line_that_cannot_be_is_one_problem(tmp_path):
+    bad = [
+        {"video": "c.npz", "prompt": "x"}, {"video": "a.mp4", "prompt": "x", "start_s": 10**400},
+        {"video": "a.mp4", "prompt": "x", "end_s": 1e300}, {"video": "x" * 300, "prompt": "x"},
+        {"video": "a.mp4", "prompt": "walk \ud83d"}, {"video": "b.mp4", "prompt": "run"},
+    ]  # fmt: skip
+    (tmp_path / "v").mkdir()
+    np.savez(tmp_path / "v" / "c.npz", frames=np.zeros((30, 48, 64, 3), np.uint8), fps=16)
+    found, reasons = labelled(tmp_path, "l.jsonl", "".join(json.dumps(line) + "\n" for line in bad))
+    assert found == [("b.mp4", 0.0, "run")]
+    assert [reason.removeprefix("problem: ") for reason in reasons] == [
+        "line 1: c.npz is no video", f"line 2: start_s is '1{'0' * 99}', no number of seconds",
+        "line 3: end_s is '1e+300', no number of seconds", f"line 4: {'x' * 100}… is not there",
+        "line 5: its prompt holds half a character",
+    ]  # fmt: skip
+
+
+def test_a_folder_whose_name_says_nothing_is_no_class(tmp_path):
+    videos = moving(tmp_path / "v", "___/a.mp4", "_dogs/b.mp4")
+    prepare(videos, tmp_path / "o", frames=25, default_prompt=None)
+    assert [row["prompt"] for row in clips(tmp_path / "o")] == ["dogs"]
+    assert reasons(tmp_path / "o") == {"a.mp4": ["problem"]}
+
+
 def test_validation_is_of_other_videos(tmp_path):
     videos = moving(tmp_path / "v", *(f"{name}.mp4" for name in "abcde"))
     prepare(videos, tmp_path / "o", val_share=0.4, seed=7)
@@ -237,6 +306,8 @@ def test_a_dry_run_says_what_it_costs_and_writes_nothing(tmp_path, capsys):
         ({"stride": 0}, "--stride is 0"),
         ({"crf": 60}, "from 0 to 51"),
         ({"prompt_template": "a {labl}"}, "has no {label}"),
+        ({"default_prompt": " "}, "--default_prompt is empty"),
+        ({"default_prompt": "a \ud83d"}, "--default_prompt holds half a character"),
         ({"labels": Path("none.csv")}, "cannot read the labels"),
         ({"videos": Path("nowhere")}, "no such folder of videos"),
     ],
@@ -257,6 +328,14 @@ def test_an_ffmpeg_that_cannot_do_it_is_named_before_anything_starts(tmp_path, m
             prepare(videos, tmp_path / "o")
         assert error.value.where == str(program)
     assert not (tmp_path / "o").exists()
+
+
+def test_manifests_of_somebody_else_are_not_written_over(tmp_path):
+    (tmp_path / "o").mkdir()
+    (tmp_path / "o" / "val.jsonl").write_text("mine")
+    with pytest.raises(UsageError, match=r"val\.jsonl is there already, and this step did not write it"):
+        prepare(moving(tmp_path / "v", "a.mp4"), tmp_path / "o")
+    assert read_tree(tmp_path / "o") == {"val.jsonl": b"mine"}
 
 
 def test_the_folder_of_videos_is_not_written_into(tmp_path):

@@ -52,7 +52,7 @@ def test_two_runs_give_the_same_bytes(videos, whole, tmp_path):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 def test_a_run_killed_anywhere_goes_on_to_the_same_bytes(videos, whole, tmp_path):
     def work(output: Path) -> int:
-        return int(not prepare(videos, output).ok)
+        return int(not prepare(videos, output, num_workers=1).ok)  # calls are counted in one thread
 
     code, calls = forked(lambda: work(tmp_path / "calls"), 0)
     assert code == 0
@@ -87,6 +87,30 @@ def test_changed_flags_are_said_and_nothing_stale_stays(videos, whole, tmp_path,
     assert names == {row["file"].removeprefix("clips/") for row in clips(tmp_path)} | {"my own.mp4"}
     prepare(videos, tmp_path)
     assert {name: content for name, content in made(tmp_path).items() if name != "clips/my own.mp4"} == whole
+
+
+def test_a_stopped_run_with_other_flags_leaves_no_manifest_that_is_untrue(videos, tmp_path, monkeypatch):
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for flags in ({"frames": 13}, {"frames": 13, "stride": 9}):
+        prepare(videos, tmp_path)
+        with monkeypatch.context() as patch:
+            patch.setattr(cutting, "write_mp4", stop)
+            with pytest.raises(KeyboardInterrupt):
+                prepare(videos, tmp_path, **flags)
+        assert not (tmp_path / "train.jsonl").exists()
+        assert not (tmp_path / "val.jsonl").exists()
+
+
+def test_another_folder_of_videos_is_said_and_what_it_costs(videos, tmp_path, caplog):
+    prepare(videos, tmp_path / "o")
+    there = len(clips(tmp_path / "o"))
+    write_video(tmp_path / "v" / "z.mp4", waves(30, seed=5), 16)
+    with caplog.at_level(logging.INFO, logger="wangen"):
+        prepare(tmp_path / "v", tmp_path / "o")
+    assert f"changed since the last run: --videos {videos} -> {tmp_path / 'v'};" in caplog.text
+    assert f"{there} clips of other videos or settings removed" in caplog.text
 
 
 def test_a_changed_prompt_makes_no_clip_again(videos, tmp_path):

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from wangen.generator.dataset import Problem
-from wangen.generator.errors import WangenError, many
-from wangen.generator.files import write_text
+from wangen.generator.errors import UsageError, WangenError, many
+from wangen.generator.files import remove, write_text
 from wangen.generator.install import require_library
 from wangen.generator.lock import hold
 from wangen.generator.prepare_steps import Preprocess
@@ -21,7 +21,7 @@ from wangen.generator.session import Report
 from wangen.generator.table import options as options_of
 from wangen.runtime.preprocess.analysis import find_ffmpeg
 from wangen.runtime.preprocess.candidates import held_out, reason_counts
-from wangen.runtime.preprocess.cutting import tidy
+from wangen.runtime.preprocess.cutting import is_made, stale, tidy
 from wangen.runtime.preprocess.estimate import estimate, require_space
 from wangen.runtime.preprocess.form import Form, Place, num_workers, read_form
 from wangen.runtime.preprocess.manifests import Outcome, write_manifests
@@ -35,7 +35,7 @@ log = logging.getLogger("wangen")
 MAX_SAID = 20
 """Problems that are said one by one; all stand in dropped.jsonl."""
 
-_SILENT = {"dry_run", "num_workers", "config_file", "log_file", "report_dir", "lock", "videos", "output"}
+_SILENT = {"dry_run", "num_workers", "config_file", "log_file", "report_dir", "lock", "output"}
 """Flags that decide nothing of what is written."""
 
 
@@ -49,6 +49,7 @@ def run(options: Preprocess) -> Report:
         WangenError: nothing can be used, ffmpeg is missing, or the disk is too small.
     """
     form, place = read_form(options), Place(options.output)
+    _refuse_foreign(place)
     require_library("av")
     find_ffmpeg()
     videos, problems = find_videos(options)
@@ -94,7 +95,11 @@ def _make(known: Sequence[Known], problems: list[Problem], form: Form, place: Pl
     windows, unwatched = watch(unique, form, place, options)
     good = [window for window in windows if window.signals and (options.keep_all or not window.reasons)]
     dropped = [window for window in windows if not window.signals or (window.reasons and not options.keep_all)]
-    tidy(good, form, place)
+    if stale(good, form, place) or not all(is_made(window, form, place) for window in good):
+        for manifest in place.manifests:  # a run that is stopped meanwhile must not leave what it made untrue
+            remove(manifest)
+    if gone := tidy(good, form, place):
+        log.info("  %s of other videos or settings removed", many(gone, "clip"))
     made, uncut = cut_all(good, form, place, options)
     late = [_problem(error) for error in (*unwatched, *uncut.values())]
     _say(late)
@@ -109,6 +114,18 @@ def _make(known: Sequence[Known], problems: list[Problem], form: Form, place: Pl
     write_manifests(outcome, form, place)
     write_sheet(outcome, form, place)
     return outcome
+
+
+def _refuse_foreign(place: Place) -> None:
+    """Refuse to write over manifests that no run of this step wrote.
+
+    Raises:
+        UsageError: one is there.
+    """
+    there = [path for path in place.manifests if path.exists()]
+    if there and not place.settings.exists():
+        raise UsageError(f"{there[0].name} is there already, and this step did not write it", where=str(there[0]),
+                         cure="give another --output, or move it away")  # fmt: skip
 
 
 def _say(problems: Sequence[Problem]) -> None:
@@ -130,11 +147,12 @@ def _say_changes(options: Preprocess, place: Place) -> None:
     """
     names = [option.name for option in options_of(Preprocess) if option.name not in _SILENT]
     now = {name: None if (value := getattr(options, name)) is None else str(value) for name in names}
+    now["videos"] = str(options.videos.resolve())
     try:
         before = json.loads(place.settings.read_bytes())
     except (OSError, ValueError):
         before = now
-    changed = [f"--{name} {before.get(name)} -> {now[name]}" for name in names if before.get(name) != now[name]]
+    changed = [f"--{name} {before[name]} -> {now[name]}" for name in names if before.get(name, now[name]) != now[name]]
     if changed:
         log.info("  changed since the last run: %s; clips that are no longer right are made anew", ", ".join(changed))
     write_text(place.settings, json.dumps(now, indent=1) + "\n")

@@ -93,7 +93,10 @@ def find_windows(footage: Footage, analysis: Analysis, form: Form, options: Prep
     picks = np.linspace(0, form.frames - 1, min(NUM_THUMBS, form.frames)).round().astype(int)
     found: list[Window] = []
     for segment in dict.fromkeys(footage.video.segments):
-        for first, end in _shots(analysis, segment, form.fps, options.cut_threshold):
+        shots = list(_shots(analysis, segment, form.fps, options.cut_threshold))
+        if not shots:
+            found.append(_outside(footage, segment, form.fps))
+        for first, end in shots:
             if end - first < form.frames:
                 reason = f"short: the shot has {end - first} frames, a clip {form.frames}"
                 none = np.empty(0, np.int16)
@@ -104,6 +107,17 @@ def find_windows(footage: Footage, analysis: Analysis, form: Form, options: Prep
                 faults = _faults(signals, options)
                 found.append(Window(footage, segment.prompt, start, form.frames, signals, thumbs, faults))
     return sorted(found, key=lambda window: (window.start, window.frames, window.prompt))
+
+
+def _outside(footage: Footage, segment: Segment, fps: int) -> Window:
+    """What stands for a segment in which no frame lies."""
+    import numpy as np
+
+    length = len(footage.stamps)
+    end = "its end" if segment.end_s is None else f"{segment.end_s:g} s"
+    reason = f"outside: no frame from {segment.start_s:g} s to {end}, the video has {length / fps:g} s"
+    start = min(length, math.ceil(segment.start_s * fps - SLACK))
+    return Window(footage, segment.prompt, start, 0, {}, np.empty(0, np.int16), (reason,))
 
 
 def _shots(analysis: Analysis, segment: Segment, fps: int, threshold: float) -> Iterator[tuple[int, int]]:

@@ -167,6 +167,13 @@ def _by_stamp(path: Path, stamps: Sequence[int]) -> Iterator[Any]:
         return
 
 
+def stale(windows: Sequence[Window], form: Form, place: Place) -> list[str]:
+    """The names of clips of ours, whole or begun, that are none of these windows."""
+    wanted = {window.name(form) for window in windows}
+    ours = (record.name.removesuffix(".json") for record in sorted((place.records / "clips").glob("*.json")))
+    return [name for name in ours if name not in wanted]
+
+
 def tidy(windows: Sequence[Window], form: Form, place: Place) -> int:
     """Remove the clips of other settings, and what killed runs left half-written; returns how many clips.
 
@@ -175,14 +182,11 @@ def tidy(windows: Sequence[Window], form: Form, place: Place) -> int:
     Raises:
         OSError: the disk refused.
     """
-    wanted = {window.name(form) for window in windows}
     gone = 0
-    for record in sorted((place.records / "clips").glob("*.json")):
-        name = record.name.removesuffix(".json")
-        if name not in wanted:
-            gone += place.clip(name).is_file()
-            remove(place.clip(name))
-            remove(record)
+    for name in stale(windows, form, place):
+        gone += place.clip(name).is_file()
+        remove(place.clip(name))
+        remove(place.record(name))
     for folder in (place.clips, place.records, place.records / "clips", place.records / "videos", place.folder):
         for left in folder.glob(".*-" + "[0-9a-f]" * 24 + ".tmp"):
             remove(left)

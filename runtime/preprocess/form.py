@@ -70,6 +70,11 @@ class Place:
         return self.records / "settings.json"
 
     @property
+    def manifests(self) -> tuple[Path, Path]:
+        """What names the clips, to train on and to validate."""
+        return self.folder / "train.jsonl", self.folder / "val.jsonl"
+
+    @property
     def pages(self) -> tuple[str, ...]:
         """The names of what is written at the end, beside the clips."""
         return ("train.jsonl", "val.jsonl", "dropped.jsonl", "contact_sheet.html")

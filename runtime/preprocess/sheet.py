@@ -87,7 +87,7 @@ def _article(window: Window, key: str, form: Form, place: Place) -> str:
 def _strip(window: Window, form: Form, place: Place) -> str:
     """Pictures from the beginning, the middle and the end of a window; in a very short one the nearest there is."""
     pictures, every = _pictures(place.analysis(window.footage.source.digest, form.fps))
-    first, last = -(-window.start // every), (window.end - 1) // every
+    first, last = -(-window.start // every), max(0, window.end - 1) // every
     first = min(first, last)
     chosen = sorted({first + round((last - first) * part / (NUM_PICTURES - 1)) for part in range(NUM_PICTURES)})
     return "".join(

@@ -10,13 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from wangen.generator.dataset import BadItemError, Problem, media_of, read_caption
-from wangen.generator.errors import UsageError, WangenError
+from wangen.generator.errors import UsageError, WangenError, printable
 from wangen.generator.npz import is_npz
 from wangen.generator.prepare_steps import Preprocess
 from wangen.runtime.sources import Source, relative_name
 
 _VIDEO = ("video", "path", "file", "video_path")
 _PROMPT = ("prompt", "caption")
+_SEPARATORS = ",;\t"
+_MAX_S = 1e9
+_SAID_CHARACTERS = 100
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,14 @@ def _check(options: Preprocess) -> None:
     if "{label}" not in options.prompt_template:
         raise UsageError(f"--prompt_template {options.prompt_template!r} has no {{label}}",
                          cure='for example --prompt_template "a person who is {label}"')  # fmt: skip
+    prompts = {"prompt_template": options.prompt_template, "default_prompt": options.default_prompt}
+    for name, text in prompts.items():
+        if text is None:
+            continue
+        try:
+            _whole(text)
+        except ValueError as error:
+            raise UsageError(f"--{name} {error}", cure="write what the videos show, or leave it out") from None
 
 
 def _walk(folder: Path) -> Iterator[Path]:
@@ -128,24 +139,42 @@ def _prompt(path: Path, options: Preprocess) -> str:
         return read_caption(caption)
     except FileNotFoundError:
         pass
-    if path.parent != options.videos:
-        return options.prompt_template.replace("{label}", path.parent.name.replace("_", " "))
+    label = path.parent.name.replace("_", " ").strip()
+    if path.parent != options.videos and label:
+        try:
+            return _whole(options.prompt_template.replace("{label}", label))
+        except ValueError as error:
+            raise BadItemError(path, f"the name of its folder {error}", "rename the folder") from None
     if options.default_prompt is not None:
-        return options.default_prompt
+        return options.default_prompt.strip()
     cure = (
         f"write {caption.name} beside it, put it in a folder named for its class, or give --default_prompt or --labels"
     )
     raise BadItemError(path, "has no prompt", cure)
 
 
+def _whole(text: str) -> str:
+    """A text without blanks around it. Raises ValueError where it is empty or cannot be written."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("holds half a character") from None
+    if not text.strip():
+        raise ValueError("is empty")
+    return text.strip()
+
+
 def _labelled(options: Preprocess, table: Path) -> tuple[dict[Path, list[Segment]], list[Problem]]:
     """The parts of each video that a table names, and its lines that are wrong."""
     found: dict[Path, list[Segment]] = {}
+    first_named: dict[Path, Path] = {}
     problems = []
-    for number, row in _rows(table):
+    for number, line in _rows(table):
         try:
+            row = _values(line)
             path = _named(row, options.videos, table)
-            found.setdefault(path, []).append(_segment(row, options))
+            segment = _segment(row, options)
+            found.setdefault(first_named.setdefault(path.resolve(), path), []).append(segment)
         except ValueError as error:
             problems.append(Problem(table, f"line {number}: {error}", "mend this line"))
     if not found:
@@ -158,8 +187,8 @@ def _labelled(options: Preprocess, table: Path) -> tuple[dict[Path, list[Segment
     return found, problems
 
 
-def _rows(table: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """The lines of a table that hold something, with their numbers.
+def _rows(table: Path) -> Iterator[tuple[int, Mapping[str, Any] | str]]:
+    """The lines of a table that hold something, with their numbers: of csv by column, of jsonl as they are.
 
     Raises:
         UsageError: it cannot be read.
@@ -171,24 +200,31 @@ def _rows(table: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
     except UnicodeDecodeError:
         raise UsageError("the labels are not UTF-8", where=str(table), cure="save them as UTF-8") from None
     if table.suffix.lower() == ".csv":
-        reader = csv.DictReader(io.StringIO(text, newline=""), skipinitialspace=True)
+        separator = max(_SEPARATORS, key=text.partition("\n")[0].count)
+        reader = csv.DictReader(io.StringIO(text, newline=""), delimiter=separator, skipinitialspace=True)
         try:
+            reader.fieldnames = [name.strip().casefold() for name in reader.fieldnames or ()]
             yield from ((reader.line_num, row) for row in reader)
         except csv.Error as error:
             raise UsageError(f"is no csv: {error}", where=f"{table}, line {reader.line_num}") from None
         return
-    for number, line in enumerate(text.splitlines(), 1):
-        if line.strip():
-            yield number, _object(line)
+    # Not splitlines: JSON may hold U+2028 and its like.
+    yield from ((number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip())
 
 
-def _object(line: str) -> Mapping[str, Any]:
-    """A line of jsonl; one that is no object holds nothing, which its reader refuses."""
+def _values(line: Mapping[Any, Any] | str) -> Mapping[str, Any]:
+    """What a line holds. Raises ValueError where it is no JSON object, or has more columns than the table."""
+    if not isinstance(line, str):
+        if any(text.strip() for text in line.get(None) or ()):
+            raise ValueError("has more columns than the first line: put a text that holds the separator in quotes")
+        return line
     try:
         values = json.loads(line)
     except (ValueError, RecursionError):
-        return {}
-    return values if isinstance(values, dict) else {}
+        raise ValueError("is not JSON") from None
+    if not isinstance(values, dict):
+        raise ValueError("is no JSON object")
+    return values
 
 
 def _named(row: Mapping[str, Any], folder: Path, table: Path) -> Path:
@@ -200,11 +236,15 @@ def _named(row: Mapping[str, Any], folder: Path, table: Path) -> Path:
     text = str(next((row[key] for key in _VIDEO if row.get(key)), "")).strip()
     if not text:
         raise ValueError("names no video")
+    said = printable(text if len(text) < _SAID_CHARACTERS else text[:_SAID_CHARACTERS] + "…")
     for name in (text, text.replace("\\", "/")):
         for start in (folder, table.parent):
-            if (start / name).is_file():
-                return start / name
-    raise ValueError(f"{text} is not there")
+            path = start / name
+            if os.path.isfile(path):  # noqa: PTH113 (Path's own raises for a name that is too long)
+                if is_npz(path) or media_of(path) == "image":
+                    raise ValueError(f"{said} is no video")
+                return path
+    raise ValueError(f"{said} is not there")
 
 
 def _segment(row: Mapping[str, Any], options: Preprocess) -> Segment:
@@ -214,6 +254,10 @@ def _segment(row: Mapping[str, Any], options: Preprocess) -> Segment:
     prompt = prompt or (options.prompt_template.replace("{label}", label) if label else options.default_prompt or "")
     if not prompt:
         raise ValueError("has no prompt and no label")
+    try:
+        prompt = _whole(prompt)
+    except ValueError as error:
+        raise ValueError(f"its prompt {error}") from None
     start_s, end_s = _seconds(row, "start_s") or 0.0, _seconds(row, "end_s")
     if start_s < 0 or (end_s is not None and end_s <= start_s):
         raise ValueError(f"start_s {start_s:g} and end_s {end_s} are no part of a video")
@@ -226,8 +270,8 @@ def _seconds(row: Mapping[str, Any], key: str) -> float | None:
         return None
     try:
         value = float(raw)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         value = float("nan")
-    if not 0 <= abs(value) < float("inf"):
-        raise ValueError(f"{key} is {raw!r}, no number of seconds")
+    if not abs(value) < _MAX_S:
+        raise ValueError(f"{key} is {printable(str(raw)[:_SAID_CHARACTERS])!r}, no number of seconds")
     return value
