@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from wangen.generator.errors import UsageError
 from wangen.generator.table import SMOKE, Step, flag
 
 
@@ -14,6 +15,18 @@ class RunStep(Step):
     output_dir: Path = flag("folder of the run: the --output_dir of its training")
     output_name: str | None = flag("which run of that folder, by --output_name (default: the newest)", None)
     dataset_config: Path | None = flag("the dataset's TOML (default: the one in the training's report)", None)
+    manifest: Path | None = flag("the dataset's .jsonl, of a training with --manifest, in place of the TOML", None)
+
+    @property
+    def dataset(self) -> Path | None:
+        """The TOML or the manifest; None takes the run's.
+
+        Raises:
+            UsageError: both are given.
+        """
+        if self.dataset_config and self.manifest:
+            raise UsageError("--dataset_config and --manifest contradict each other", cure="give one of them")
+        return self.dataset_config or self.manifest
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,9 @@ from wangen.runtime.report import make
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)> & \"quoted\" 'too'"
 
+NO_TENSORS = b"\x02\0\0\0\0\0\0\0{}"
+"""A .safetensors file in which nothing is."""
+
 VIDEOS = ("base", "step 3", "step 6")
 
 
@@ -33,19 +36,19 @@ def train_run(tiny_run: TinyRun, folder: Path) -> Path:
     )  # fmt: skip
     assert execute(options) == 0
     assert execute(CheckCache(dataset_config=tiny_run.dataset_config, report_dir=folder / "out")) == 0
-    write_evaluation(evaluation(), folder / "out" / "evaluation.json")
+    write_evaluation(evaluation("lora"), folder / "out" / "evaluation.json")
     for seed, name in enumerate(VIDEOS):
         make_clip(folder / "out" / "videos" / f"{name}.mp4", num_frames=48, seed=seed)
     return folder / "out"
 
 
-def evaluation(**changes: Any) -> Evaluation:
-    """Two checkpoints, of which the later one is better; its videos lie in the folder videos."""
+def evaluation(run: str = "cats", **changes: Any) -> Evaluation:
+    """Two checkpoints of a run, of which the later one is better; its videos lie in the folder videos."""
     found = Evaluation(
         mean_base=0.2,
         checkpoints=(
-            Checkpoint("step 3", "lora-step00000003.safetensors", 0.19, -0.01, -0.03, 0.01, 2, 3),
-            Checkpoint("step 6", "lora.safetensors", 0.17, -0.03, -0.05, -0.01, 1, 6),
+            Checkpoint("step 3", f"{run}-step00000003.safetensors", 0.19, -0.01, -0.03, 0.01, 2, 3),
+            Checkpoint("step 6", f"{run}.safetensors", 0.17, -0.03, -0.05, -0.01, 1, 6),
         ),
         best="step 6",
         num_items=9,

@@ -1,18 +1,21 @@
 """`wangen report`: what the page says of a run, of parts of one, and of hostile texts; without a browser."""
 
 import json
+import math
+import os
 import random
 import re
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
 import pytest
-from report_runs import HOSTILE, evaluation, page_of, step_line, train_run, validation_line, write_metrics
+from helpers import make_clip
+from report_runs import HOSTILE, NO_TENSORS, evaluation, page_of, step_line, train_run, validation_line, write_metrics
 from tiny import TinyRun
 
 from wangen.generator.cli import main
@@ -153,6 +156,7 @@ def test_a_folder_without_a_run_is_refused_and_gets_no_page(tmp_path):
         ({"output_name": "dogs"}, "no run 'dogs'"),
         ({"save_path": Path("page.safetensors")}, "an .html file"),
         ({"max_embed_mb": -1}, "0 or more"),
+        ({"dataset_config": Path("a.toml"), "manifest": Path("a.jsonl")}, "contradict each other"),
     ],
 )
 def test_wrong_flags_are_refused_before_anything_is_written(tmp_path, changes, found):
@@ -192,6 +196,60 @@ def test_of_two_runs_in_a_folder_the_newest_is_shown_and_the_other_named(tmp_pat
     assert Page(page_of(folder, output_name="dogs")).text.count("also holds cats") == 1
 
 
+def two_runs(folder: Path, judged: str) -> Path:
+    """The run old, which was reported and evaluated, and after it the run cats."""
+    write_metrics(folder, [step_line(1, output_name="old"), step_line(1)])
+    (folder / "train.report.json").write_text(json.dumps({
+        "step": "train", "ok": True, "summary": "trained old",
+        "settings": {"output_name": "old", "learning_rate": 0.5}}))  # fmt: skip
+    found = evaluation()
+    ours = tuple(replace(one, file=f"{judged}{one.file.removeprefix('cats')}") for one in found.checkpoints)
+    write_evaluation(replace(found, checkpoints=ours), folder / "evaluation.json")
+    return folder
+
+
+@pytest.mark.parametrize("judged", ["old", "/data/cats/old", "..\\cats\\old", "D:\\cats\\old", "old_high_noise"])
+def test_a_run_is_not_judged_by_the_evaluation_and_the_report_of_another(tmp_path, judged):
+    folder = two_runs(tmp_path, judged)
+    newest = Page(page_of(folder)).text
+    assert "Nothing is known of how good this LoRA is" in newest
+    assert "evaluation.json is left out" in newest
+    assert "--learning_rate" not in newest
+    older = Page(page_of(folder, output_name="old")).text
+    assert "Use step 6" in older
+    assert "evaluation.json is left out" not in older
+    assert "--learning_rate" in older
+
+
+@pytest.mark.parametrize("newer", ["metrics.jsonl", "cats.safetensors", None])
+def test_an_evaluation_that_is_older_than_what_it_judged_is_warned_of(tmp_path, newer):
+    folder = write_metrics(tmp_path, [step_line(1)])
+    (folder / "cats.safetensors").write_bytes(NO_TENSORS)
+    write_evaluation(evaluation(), folder / "evaluation.json")
+    for path in folder.iterdir():
+        seconds = 1e9 + (path.name == newer)
+        os.utime(path, (seconds, seconds))
+    text = Page(page_of(folder)).text
+    assert text.count("evaluation.json is older than") == (newer is not None)
+    assert newer is None or f"older than {newer}: training went on after it" in text
+
+
+def test_a_run_on_a_manifest_has_its_dataset_and_its_cache(tmp_path):
+    make_clip(tmp_path / "clips" / "a.mp4", num_frames=5)
+    manifest = tmp_path / "train.jsonl"
+    line = {"file": "clips/a.mp4", "prompt": "a wave", "frames": 5, "width": 64, "height": 48}
+    manifest.write_text(json.dumps(line) + "\n")
+    folder = write_metrics(tmp_path / "run", [step_line(1)])
+    given = Page(page_of(folder, manifest=manifest)).text
+    for step, settings in (("train", {"output_name": "cats", "dataset_config": None, "manifest": str(manifest)}),
+                           ("check", {"dataset_config": "another.toml"})):  # fmt: skip
+        (folder / f"{step}.report.json").write_text(json.dumps({"step": step, "ok": True, "settings": settings}))
+    for text in (given, Page(page_of(folder)).text):
+        assert "64x48x5" in text
+        assert "a wave" in text
+        assert "which dataset it has" not in text
+
+
 def test_numbers_that_are_not_finite_are_warned_of(tmp_path):
     lines = [step_line(step) for step in range(1, 30)]
     lines[4]["loss"], lines[20]["grad_norm"], lines[9]["data_wait_share"] = None, 50.0, 9.0
@@ -228,10 +286,10 @@ def test_values_of_other_kinds_than_expected_never_stop_the_page(tmp_path, train
     reports = {path.name: json.loads(path.read_text()) for path in trained.glob("*.report.json")}
     for seed in range(40):
         rng = random.Random(seed)
-        folder = write_metrics(tmp_path / str(seed), [spoiled(record, rng) for record in [*records, step_line(7)]])
+        folder = write_metrics(tmp_path / str(seed), [spoiled(record, rng) for record in records])
         for name, report in reports.items():
             (folder / name).write_text(json.dumps(spoiled(report, rng)))
-        (folder / "evaluation.json").write_text(json.dumps(spoiled(asdict(evaluation()), rng)))
+        (folder / "evaluation.json").write_text(json.dumps(spoiled(asdict(evaluation("lora")), rng)))
         (folder / "samples").mkdir()
         (folder / "samples" / "samples.jsonl").write_text(json.dumps(spoiled({"file": "lora-step00000001-1.png"}, rng)))
         (folder / "samples" / "lora-step00000001-1.png").write_bytes(b"no picture")
@@ -250,11 +308,44 @@ def test_files_outside_of_the_run_are_never_shown(tmp_path):
     folder = write_metrics(tmp_path / "run", [step_line(1)])
     (folder / "samples").mkdir()
     (folder / "samples" / "cats-step00000001-1.png").symlink_to(secret)
+    (folder / "samples" / "notes.txt").write_text("no picture")
+    (folder / "samples" / "cats-step00000001-2.png").symlink_to("notes.txt")
     named = {"base": "../secret.png", "step 3": str(secret), "step 6": "metrics.jsonl"}
     write_evaluation(evaluation(videos=(Video("a", "b", 1, named),)), folder / "evaluation.json")
     page = Page(page_of(folder))
     assert not [image for image in page.all("img") if "src" in image]
     assert page.text.count("no picture or video inside this folder") == 3
+
+
+@pytest.mark.parametrize("name", ["a\0.mp4", "loop.mp4", f"{'x' * 400}.mp4"])
+def test_names_that_no_file_can_have_are_none(tmp_path, name):
+    folder = write_metrics(tmp_path, [step_line(1), step_line(2, output_name="y" * 400)])
+    (folder / "loop.mp4").symlink_to("loop.mp4")
+    write_evaluation(evaluation(videos=(Video("a", "b", 1, {"base": name}),)), folder / "evaluation.json")
+    settings = {"output_name": "cats", "dataset_config": name * 2, "log_file": name}
+    (folder / "train.report.json").write_text(json.dumps({"step": "train", "ok": True, "settings": settings}))
+    (folder / "samples").mkdir()
+    listed = {"file": f"{'y' * 400}-step00000001-1.png"}
+    (folder / "samples" / "samples.jsonl").write_text(json.dumps(listed))
+    text = Page(page_of(folder, output_name="cats")).text
+    assert "no picture or video inside this folder" in text
+    assert "the dataset is not there" in text
+    assert "the file is gone" in Page(page_of(folder)).text
+
+
+def test_numbers_as_good_as_zero_are_drawn(tmp_path):
+    lines = [step_line(1, loss=1e29), step_line(2, loss=1e-320, lr=5e-324, grad_norm=5e-324), step_line(3, lr=1e-320)]
+    page = Page(page_of(write_metrics(tmp_path, lines)))
+    assert "chart-grad-norm" in {attributes.get("id") for attributes in page.all("div")}
+
+
+@pytest.mark.parametrize("seconds", [math.nan, math.inf, 10**400], ids=["nan", "inf", "huge"])
+def test_times_that_nobody_can_read_are_left_out(tmp_path, seconds):
+    folder = write_metrics(tmp_path, [step_line(1)])
+    report = {"step": "train", "ok": True, "settings": {"output_name": "cats"}, "timings": {"total_s": seconds},
+              "result": {"speed": {"s_per_step": seconds}}}  # fmt: skip
+    (folder / "train.report.json").write_text(json.dumps(report))
+    assert "seconds per step" not in Page(page_of(folder)).text
 
 
 # ---- the verdict -------------------------------------------------------------------------------------------------
@@ -272,6 +363,13 @@ def test_by_validation_the_best_step_counts_and_a_rise_is_held_against_it(tmp_pa
     assert "0.15000 at step 6" in found.because[0]
     assert any("after step 6 the held-out loss rose" in line for line in found.against)
     assert "was not evaluated yet" in found.headline
+
+
+def test_a_validation_that_is_not_finite_is_not_the_best_step(tmp_path):
+    lines = [step_line(3), validation_line(1, math.nan), validation_line(2, 0.15), validation_line(3, 0.1)]
+    found = verdict_of(write_metrics(tmp_path, lines))
+    assert found.level == "good"
+    assert "0.10000 at step 3" in found.because[0]
 
 
 @pytest.mark.parametrize("line", [validation_line(6, 0.199), validation_line(6, 0.1, error=None)])
@@ -293,7 +391,7 @@ def test_an_evaluation_outweighs_the_held_out_loss(tmp_path):
     assert found.level == "unsure"
     write_evaluation(evaluation(), folder / "evaluation.json")
     found = verdict_of(folder)
-    assert (found.level, found.use) == ("good", ("lora.safetensors",))
+    assert (found.level, found.use) == ("good", ("cats.safetensors",))
     assert "0.17000 where the base has 0.20000: 15 % lower" in found.because[0]
 
 
@@ -370,6 +468,16 @@ def test_a_log_is_read_on_and_anew_when_it_was_replaced(tmp_path):
     (tmp_path / "new").write_text(json.dumps(step_line(9)) + "\n")
     (tmp_path / "new").replace(path)
     assert [record["step"] for record in log.read()] == [9]
+
+
+def test_a_log_that_was_written_anew_with_the_same_inode_is_read_anew(tmp_path):
+    log = MetricsLog(write_metrics(tmp_path, [step_line(step) for step in range(1, 5)]) / "metrics.jsonl")
+    log.read()
+    inode = (tmp_path / "metrics.jsonl").stat().st_ino
+    write_metrics(tmp_path, [step_line(step, loss=0.125 if step > 2 else 1 / step) for step in range(1, 9)])
+    assert (tmp_path / "metrics.jsonl").stat().st_ino == inode
+    assert log.read() == MetricsLog(tmp_path / "metrics.jsonl").read()
+    assert log.records[2]["loss"] == 0.125
 
 
 def test_charts_keep_spikes_and_stay_small(tmp_path):

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from helpers import make_clip
-from report_runs import evaluation, step_line, write_metrics
+from report_runs import NO_TENSORS, evaluation, step_line, write_metrics
 
 from wangen.generator import lock
 from wangen.generator.errors import UsageError, WangenError
@@ -140,6 +140,17 @@ def test_samples_are_read_by_the_names_that_the_page_has_in_parts_too(folder):
         assert ask(server, f"/{TOKEN}/{names[0]}")[0].status == 404
 
 
+@pytest.mark.skipif(os.name != "posix", reason="links need no rights on POSIX")
+def test_a_sample_that_a_link_has_replaced_is_given_no_more(folder):
+    sample = folder / "samples" / "cats-step00000001-1.mp4"
+    shown = LiveRun(Watch(output_dir=folder))
+    keys = re.findall(r"media/([0-9a-f]{24}\.mp4)", shown.page())
+    assert sample in {shown.file(key) for key in keys}
+    sample.unlink()
+    sample.symlink_to(folder.parent / "secret.png")
+    assert {shown.file(key) for key in keys} == {None, folder / "samples" / "cats-step00000003-1.mp4"}
+
+
 def test_an_evaluation_gives_no_access_to_other_files(folder):
     named = {"base": "../secret.png", "step 3": "/etc/hostname", "step 6": "secret.mp4"}
     write_evaluation(evaluation(videos=(Video("a", "b", 1, named),)), folder / "evaluation.json")
@@ -215,6 +226,13 @@ def test_the_report_of_training_ends_it_until_more_is_trained(tmp_path, ok, word
     assert status_after(folder, 1) == "running"
 
 
+def test_a_finished_run_stays_finished_when_another_one_follows_in_its_folder(tmp_path):
+    folder = write_metrics(tmp_path, [step_line(1), step_line(1, output_name="dogs")])
+    (folder / "cats.safetensors").write_bytes(NO_TENSORS)
+    (folder / "train.report.json").write_text(json.dumps({"step": "train", "settings": {"output_name": "dogs"}}))
+    assert status_of(read_run(folder, "cats"), time.time()).word == "finished"
+
+
 # ---- the command -------------------------------------------------------------------------------------------------
 
 
@@ -223,6 +241,8 @@ def test_wrong_flags_are_refused(tmp_path):
         live.run(Watch(output_dir=tmp_path / "nowhere"))
     with pytest.raises(UsageError, match="0 to 65535"):
         live.run(Watch(output_dir=tmp_path, port=70000))
+    with pytest.raises(UsageError, match="contradict each other"):
+        live.run(Watch(output_dir=tmp_path, dataset_config=Path("a.toml"), manifest=Path("a.jsonl")))
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(WangenError, match="cannot be used"):
         live.run(Watch(output_dir=tmp_path, port=taken.getsockname()[1]))
 

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from statistics import median
 
 from wangen.generator.errors import many, printable
-from wangen.runtime.report.run_files import RunFiles
+from wangen.runtime.evaluation_file import FILE as EVALUATION
+from wangen.runtime.report.run_files import METRICS, RunFiles, files_of, time_s
 
 MAX_LINES = 40
 _WAITING, _SPIKE = 0.1, 20.0
@@ -14,7 +15,7 @@ _TAIL_BYTES = 1 << 20
 
 def find_cautions(run: RunFiles) -> list[str]:
     """Sentences, the gravest first."""
-    return [*_failed(run), *run.problems, *_numbers(run), *_absent(run), *_logged(run)]
+    return [*_failed(run), *run.problems, *_outdated(run), *_numbers(run), *_absent(run), *_logged(run)]
 
 
 def _failed(run: RunFiles) -> Iterator[str]:
@@ -37,6 +38,16 @@ def _numbers(run: RunFiles) -> Iterator[str]:
     waits = [share for record in run.records if isinstance(share := record.get("data_wait_share"), float)]
     if waits and sum(waits) / len(waits) > _WAITING:
         yield f"training waited for data {sum(waits) / len(waits):.0%} of the time: raise --max_data_loader_n_workers"
+
+
+def _outdated(run: RunFiles) -> Iterator[str]:
+    """What was written after the evaluation, of files that it rests on."""
+    judged = files_of(run.evaluation) if run.evaluation else []
+    written_last = [run.folder / METRICS] if run.wrote_last else []
+    paths = [*written_last, *(lora.file for lora in run.loras if lora.file.name in judged)] if judged else []
+    newer = [path.name for path in paths if time_s(path) > time_s(run.folder / EVALUATION)]
+    if newer:
+        yield f"{EVALUATION} is older than {', '.join(newer)}: training went on after it; run wangen evaluate again"
 
 
 def _absent(run: RunFiles) -> Iterator[str]:

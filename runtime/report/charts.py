@@ -10,7 +10,7 @@ from wangen.runtime.report.plotting import Chart, Line, Point, smoothed
 
 _LOOKS = ("main", "second")
 _FOUR_LOOKS = (*_LOOKS, "average", "base")
-_HUGE = 1e30
+_HUGE, _TINY = 1e30, 1e-30
 _SMOOTH_FROM = 20
 """Steps; fewer are shown as they are."""
 
@@ -75,9 +75,9 @@ def validations(records: Iterable[Record], expert: str) -> list[tuple[int, dict[
 
 
 def _points(pairs: Iterable[tuple[Any, Any]], factor: float = 1.0) -> list[Point]:
-    """Those pairs that are numbers that can be drawn."""
+    """Those pairs that are numbers that can be drawn; what is as good as zero is zero."""
     return [
-        (float(x), factor * y)
+        (float(x), factor * y if abs(y) >= _TINY else 0.0)
         for x, y in pairs
         if isinstance(y, int | float) and not isinstance(y, bool) and abs(y) <= _HUGE
     ]

@@ -16,12 +16,13 @@ from wangen.runtime.ahead import ahead
 from wangen.runtime.cache import KINDS, Folder
 from wangen.runtime.media import target_frames
 from wangen.runtime.report.media import data_uri
-from wangen.runtime.report.run_files import RunFiles
+from wangen.runtime.report.run_files import DATASET_FLAGS, RunFiles, is_file
 from wangen.runtime.samples import Sample, by_cache_folder, read_samples
 
 MAX_SHOWN = 60
 """Pictures of a page, of every bucket in turn."""
 _START = "paths that a bundle's TOML names start at the folder of its scripts: run this there"
+_CURE = "give --dataset_config or --manifest"
 _SIDE_PX = 192
 _THREADS = 2
 
@@ -77,22 +78,21 @@ class DatasetPart:
     cache: Sequence[tuple[str, str, str, int, int]] = ()
 
 
-def look_at_dataset(run: RunFiles, dataset_config: Path | None) -> DatasetPart:
+def look_at_dataset(run: RunFiles, dataset: Path | None) -> DatasetPart:
     """Read the dataset of a run, decode the first frames, and count the entries of its cache folders.
 
     Args:
-        run: its report says the TOML, the task and the resolution where the flags do not.
-        dataset_config: the TOML; None takes the run's.
+        run: its report says the dataset, the task and the resolution where the flags do not.
+        dataset: the TOML or the manifest; None takes the run's.
 
     Returns:
         What was found, or why there is nothing: the page is made without the dataset, too.
     """
-    if dataset_config is None and not run.told("dataset_config"):
-        return DatasetPart(problem="no report of the run says yet which dataset it has: give --dataset_config")
-    config = dataset_config or run.path_told("dataset_config")
-    if config is None or not config.is_file():
-        named = config or run.told("dataset_config")
-        return DatasetPart(problem=f"the dataset's TOML is not there: {named}; give --dataset_config")
+    if dataset is None and not run.told(*DATASET_FLAGS):
+        return DatasetPart(problem=f"no report of the run says yet which dataset it has: {_CURE}")
+    config = dataset or run.path_told(*DATASET_FLAGS)
+    if config is None or not is_file(config):
+        return DatasetPart(problem=f"the dataset is not there: {config or run.told(*DATASET_FLAGS)}; {_CURE}")
     options = CheckCache(
         dataset_config=config,
         resolution=run.told("resolution") or "all",

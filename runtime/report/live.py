@@ -17,7 +17,7 @@ from wangen.runtime.report.dataset import DatasetPart, look_at_dataset
 from wangen.runtime.report.media import Served
 from wangen.runtime.report.metrics_log import MetricsLog
 from wangen.runtime.report.page import Section, Status, make_sections, render
-from wangen.runtime.report.run_files import LOCK, METRICS, SAMPLES, RunFiles, read_run
+from wangen.runtime.report.run_files import DATASET_FLAGS, LOCK, METRICS, SAMPLES, RunFiles, is_file, read_run, time_s
 from wangen.runtime.report.server import LiveServer
 from wangen.runtime.report.tables import duration_text
 
@@ -39,9 +39,10 @@ class LiveRun:
         """Read the run once, with its dataset, which stays as it is.
 
         Raises:
-            UsageError: no such folder, or no such run in it.
+            UsageError: no such folder, no such run in it, or two datasets are given.
         """
-        self._options, self._log = options, MetricsLog(options.output_dir.resolve() / METRICS)
+        self._options, self._dataset_file = options, options.dataset
+        self._log = MetricsLog(options.output_dir.resolve() / METRICS)
         self._lock, self._media = threading.Lock(), Served()
         self._dataset: DatasetPart | None = None
         self._mark: tuple[Any, ...] | None = None
@@ -53,8 +54,8 @@ class LiveRun:
         signature, started_s = tuple(_signature(self._options.output_dir)), time.monotonic()
         if signature != self._mark and started_s >= self._next_s:
             self.run = read_run(self._options.output_dir, self._options.output_name, self._log)
-            if self._dataset is None or (self._dataset.problem and self.run.told("dataset_config")):
-                self._dataset = look_at_dataset(self.run, self._options.dataset_config)
+            if self._dataset is None or (self._dataset.problem and self.run.told(*DATASET_FLAGS)):
+                self._dataset = look_at_dataset(self.run, self._dataset_file)
             self._sections = make_sections(self.run, self._dataset, self._media)
             self._mark = signature
             took_s = time.monotonic() - started_s
@@ -81,8 +82,9 @@ class LiveRun:
             }  # fmt: skip
 
     def file(self, key: str) -> Path | None:
-        """A picture or video that the page holds."""
-        return self._media.files.get(key)
+        """A picture or video that the page holds; None where a link or something else has taken its place."""
+        path = self._media.files.get(key)
+        return path if path and is_file(path) and path.resolve() == path else None
 
 
 def _mark(sections: list[Section], status: Status) -> str:
@@ -110,13 +112,15 @@ def status_of(run: RunFiles, now_s: float) -> Status:
         run: as it was read.
         now_s: seconds since 1970.
     """
-    written_s, reported_s = _time_s(run.folder / METRICS), _time_s(run.folder / "train.report.json")
+    written_s, reported_s = time_s(run.folder / METRICS), time_s(run.folder / "train.report.json")
     if reported_s >= written_s and "train" in run.reports:
         if run.reports["train"].get("ok"):
             return Status("finished", f"Finished: {run.last_step} steps.")
         return Status("stopped", f"Failed: {run.reports['train'].get('summary', '')}")
     if not run.records:
         return Status("waiting", "Nothing has been trained yet.")
+    if not run.wrote_last and any(lora.what == "finished" for lora in run.loras):
+        return Status("finished", f"Finished: {run.last_step} steps.")
     held = _is_held(run.folder / LOCK)
     age_s, step = now_s - written_s, f"Step {run.last_step}"
     if held is False:
@@ -126,13 +130,6 @@ def status_of(run: RunFiles, now_s: float) -> Status:
         doing = "it may be saving, validating or sampling" if held else "it stalled or stopped, or it is sampling"
         return Status("quiet", f"{step}: nothing new for {ago}; {doing}.")
     return Status("running", f"{step}: training.")
-
-
-def _time_s(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0
 
 
 def _is_held(path: Path) -> bool | None:

@@ -17,7 +17,8 @@ def run(options: MakeReport) -> Report:
     """Write the page, whole or not at all.
 
     Raises:
-        UsageError: the page's name does not end in .html, the budget is negative, or no such folder or run.
+        UsageError: the page's name does not end in .html, the budget is negative, two datasets are given, or there is
+            no such folder or run.
         WangenError: the folder has no trace of a run, or the page cannot be written.
     """
     page = (options.save_path or options.output_dir / PAGE).absolute()
@@ -25,11 +26,12 @@ def run(options: MakeReport) -> Report:
         raise UsageError("the page is an .html file", where=str(page), cure="give --save_path report.html")
     if options.max_embed_mb < 0:
         raise UsageError(f"--max_embed_mb is 0 or more, got {options.max_embed_mb}")
+    dataset_file = options.dataset
     found = read_run(options.output_dir, options.output_name)
     if found.is_empty:
         raise WangenError("this folder has no trace of a run: no metrics.jsonl, report, LoRA or samples",
                           where=str(found.folder), cure="give the --output_dir of the training")  # fmt: skip
-    dataset = look_at_dataset(found, options.dataset_config)
+    dataset = look_at_dataset(found, dataset_file)
     media = InPage(page, options.max_embed_mb * 10**6, media_of_run(found))
     write_text(page, render(found, make_sections(found, dataset, media)))
     verdict = judge(found)

@@ -26,7 +26,7 @@ class MetricsLog:
         self.records: list[Record] = []
         self.num_malformed = 0
         self.cut_short = False
-        self._offset, self._inode = 0, 0
+        self._offset, self._inode, self._last = 0, 0, b""
 
     def read(self) -> list[Record]:
         """Read on; from the beginning when the file was replaced, as a run that resumes does it.
@@ -39,15 +39,18 @@ class MetricsLog:
         except FileNotFoundError:
             self._forget()
             return self.records
-        if stat.st_ino != self._inode or stat.st_size < self._offset:
-            self._forget()
-            self._inode = stat.st_ino
         with self._path.open("rb") as file:
-            file.seek(self._offset)
+            file.seek(self._offset - len(self._last))
+            # A file that replaced two others may have the inode of the first.
+            if stat.st_ino != self._inode or file.read(len(self._last)) != self._last:
+                self._forget()
+                self._inode = stat.st_ino
+                file.seek(0)
             new = file.read()
-        whole, _, rest = new.rpartition(b"\n")
+        whole, end, rest = new.rpartition(b"\n")
         self.cut_short = bool(rest)
         self._offset += len(new) - len(rest)
+        self._last = whole.rpartition(b"\n")[2] + end or self._last
         for line in whole.splitlines():
             self._take(line)
         return self.records

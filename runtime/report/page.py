@@ -88,7 +88,7 @@ def make_sections(run: RunFiles, dataset: DatasetPart, media: Media) -> list[Sec
         Section("evaluation", "Evaluation", list(_evaluation(run, media))),
         Section("dataset", "Dataset", list(_dataset(dataset))),
         Section("cache", "Cache", list(_tables("cache", cache_tables(run, dataset), "Nothing is known of the cache: "
-                                               "run check_cache, or give --dataset_config."))),
+                                               "run check_cache, or give --dataset_config or --manifest."))),
         Section("settings", "Settings and provenance", [
             *_tables("provenance", provenance_tables(run), "No step has written its report yet."),
             *_tables("flags", settings_tables(run), "Training writes its settings when it ends."),

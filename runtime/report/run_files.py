@@ -2,10 +2,11 @@
 
 import json
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PureWindowsPath
+from typing import Any, TypeGuard
 
 from wangen.generator.errors import UsageError, WangenError, many
 from wangen.generator.formats.safetensors import read_safetensors
@@ -18,6 +19,9 @@ STEPS_SHOWN = (
     "preprocess", "caption", "check", "cache_latents", "cache_text", "check_cache", "train", "generate", "evaluate",
 )  # fmt: skip
 """Whose reports are read, in the order of their work."""
+
+DATASET_FLAGS = ("dataset_config", "manifest")
+"""Either of them says what a step's dataset is."""
 
 MEDIA_SUFFIXES = {".mp4": "video/mp4", ".webm": "video/webm", ".png": "image/png", ".webp": "image/webp",
                   ".jpg": "image/jpeg"}  # fmt: skip
@@ -85,11 +89,12 @@ class RunFiles:
         name: the run's; files and lines of others are left out.
         others: names of other runs in the folder.
         records: lines of `metrics.jsonl`.
-        reports: step -> its `report.json`.
+        reports: step -> its `report.json`, of training only this run's.
         loras: saved files, by step and name.
         samples: by prompt and step.
-        evaluation: None without one.
+        evaluation: of this run's LoRAs; None without one.
         problems: what could not be read, in words.
+        wrote_last: no other run wrote to `metrics.jsonl` after it.
     """
 
     folder: Path
@@ -101,6 +106,7 @@ class RunFiles:
     samples: Sequence[Sample] = ()
     evaluation: Evaluation | None = None
     problems: Sequence[str] = ()
+    wrote_last: bool = True
 
     @property
     def is_empty(self) -> bool:
@@ -117,17 +123,17 @@ class RunFiles:
         """What training says of itself at its end."""
         return mapping(self.reports.get("train", {}), "result")
 
-    def told(self, flag: str) -> str:
-        """A flag as training was given it, else as the steps before it were; empty when none says it."""
+    def told(self, *flags: str) -> str:
+        """The first of flags that training was given, else the steps before it; empty when none says it."""
         steps = ("train", "check_cache", "cache_latents", "cache_text", "check")
-        values = (mapping(self.reports.get(step, {}), "settings").get(flag) for step in steps)
-        return next((str(value) for value in values if value), "")
+        settings = [mapping(self.reports.get(step, {}), "settings") for step in steps]
+        return next((str(value) for given in settings for flag in flags if (value := given.get(flag))), "")
 
-    def path_told(self, flag: str) -> Path | None:
+    def path_told(self, *flags: str) -> Path | None:
         """The file that a flag names, which a script gives from its own folder: that is one above the run's."""
-        told = self.told(flag)
+        told = self.told(*flags)
         places = [Path(), *self.folder.parents[:_LEVELS]] if told else []
-        return next((place / told for place in places if (place / told).is_file()), None)
+        return next((place / told for place in places if is_file(place / told)), None)
 
     @property
     def task(self) -> str:
@@ -143,9 +149,7 @@ class RunFiles:
 
     def inside(self, name: str) -> Path | None:
         """A picture or video that a file of the run names; None of one that is not there or not inside the folder."""
-        path = (self.folder / name).resolve()
-        known = path.suffix.lower() in MEDIA_SUFFIXES and path.is_relative_to(self.folder)
-        return path if known and path.is_file() else None
+        return _media(self.folder, name)
 
 
 def read_run(folder: Path, name: str | None, metrics: MetricsLog | None = None) -> RunFiles:
@@ -165,10 +169,14 @@ def read_run(folder: Path, name: str | None, metrics: MetricsLog | None = None) 
     log = metrics or MetricsLog(folder / METRICS)
     records = _records(log, problems)
     reports = dict(_reports(folder, problems))
-    names = _names(records, reports)
+    trained = mapping(reports.get("train", {}), "settings").get("output_name")
+    names = _names(records) or ([str(trained)] if trained else [])
     if name is not None and names and name not in names:
         raise UsageError(f"this folder has no run {name!r}", where=str(folder), cure=f"one of {', '.join(names)}")
-    chosen = name or (names[-1] if names else _name_of_files(folder))
+    known = name or (names[-1] if names else _name_of_files(folder))
+    chosen = known or folder.name
+    if trained and str(trained) != chosen:
+        del reports["train"]
     return RunFiles(
         folder=folder,
         name=chosen,
@@ -177,8 +185,9 @@ def read_run(folder: Path, name: str | None, metrics: MetricsLog | None = None) 
         reports=reports,
         loras=sorted(_loras(folder, chosen, problems), key=lambda lora: (lora.step or 0, lora.file.name)),
         samples=sorted(_samples(folder / SAMPLES, chosen, problems), key=lambda s: (s.expert, s.number, s.step)),
-        evaluation=_evaluation(folder / EVALUATION, problems),
+        evaluation=_evaluation(folder / EVALUATION, known, problems),
         problems=problems,
+        wrote_last=not names or names[-1] == chosen,
     )
 
 
@@ -186,6 +195,41 @@ def mapping(found: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """A part of a report that is an object; an empty one where it is something else."""
     value = found.get(name)
     return value if isinstance(value, Mapping) else {}
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether a value of JSON is a finite number that a float can hold.
+
+    >>> [is_number(value) for value in (1, 0.5, True, float("nan"), 10**400, "1")]
+    [True, True, False, False, False, False]
+    """
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def is_file(path: Path) -> bool:
+    """Whether a file is there, under whatever name somebody wrote down: one too long for the disk is none."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def time_s(path: Path) -> float:
+    """When a file was written, in seconds since 1970; 0 of one that is not there."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def _media(folder: Path, name: str) -> Path | None:
+    """A picture or video inside a folder, resolved; None of one that is not there or leads elsewhere."""
+    try:
+        path = (folder / name).resolve()
+    except (OSError, ValueError, RuntimeError):  # too long a name, a zero byte, or a loop of links
+        return None
+    known = path.suffix.lower() in MEDIA_SUFFIXES and path.is_relative_to(folder)
+    return path if known and is_file(path) else None
 
 
 def _records(log: MetricsLog, problems: list[str]) -> list[Record]:
@@ -219,11 +263,10 @@ def _json(path: Path, problems: list[str]) -> Any:
     return None
 
 
-def _names(records: Sequence[Record], reports: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def _names(records: Sequence[Record]) -> list[str]:
     """The runs of a folder; the one that wrote last is the last one."""
     found = dict.fromkeys(_name_of(record, "") for record in reversed(records) if "output_name" in record)
-    told = mapping(reports.get("train", {}), "settings").get("output_name")
-    return [*reversed(found)] or ([str(told)] if told else [])
+    return [*reversed(found)]
 
 
 def _name_of(record: Record, otherwise: str) -> str:
@@ -232,13 +275,18 @@ def _name_of(record: Record, otherwise: str) -> str:
 
 
 def _name_of_files(folder: Path) -> str:
-    """The name of a run of which only saved files are left; the folder's without them."""
+    """The name of a run of which only saved files are left; empty without them."""
     names = {re.sub(f"{_EXPERT}{_ENDING}$", "", path.stem) for path in folder.glob("*.safetensors")}
-    return min(names, key=lambda name: (len(name), name), default=folder.name)
+    return min(names, key=lambda name: (len(name), name), default="")
+
+
+def _lora_names(name: str) -> re.Pattern[str]:
+    """What the LoRAs of a run are called."""
+    return re.compile(f"{re.escape(name)}{_EXPERT}{_ENDING}\\.safetensors")
 
 
 def _loras(folder: Path, name: str, problems: list[str]) -> Iterator[Lora]:
-    pattern = re.compile(f"{re.escape(name)}{_EXPERT}{_ENDING}\\.safetensors")
+    pattern = _lora_names(name)
     for path in sorted(folder.iterdir()):
         match = pattern.fullmatch(path.name)
         if match is None or not path.is_file():
@@ -261,12 +309,12 @@ def _samples(folder: Path, name: str, problems: list[str]) -> Iterator[Sample]:
     lines = dict(_sample_lines(folder / SAMPLE_LIST, problems))
     pattern = re.compile(re.escape(name) + _SAMPLE)
     for path in folder.iterdir():
-        if (match := pattern.fullmatch(path.name)) and path.is_file() and path.resolve().parent == folder.resolve():
+        if (match := pattern.fullmatch(path.name)) and (file := _media(folder.resolve(), path.name)):
             expert = (match["expert"] or "")[1:]
-            yield Sample(path.resolve(), int(match["step"]), int(match["number"]), expert, lines.get(path.name, {}))
-    for file in sorted(lines):
-        if pattern.fullmatch(file) and not (folder / file).is_file():
-            problems.append(f"{SAMPLES}/{file} is in the list of samples, and the file is gone")
+            yield Sample(file, int(match["step"]), int(match["number"]), expert, lines.get(path.name, {}))
+    for listed in sorted(lines):
+        if pattern.fullmatch(listed) and not is_file(folder / listed):
+            problems.append(f"{SAMPLES}/{listed} is in the list of samples, and the file is gone")
 
 
 def _sample_lines(path: Path, problems: list[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -283,11 +331,22 @@ def _sample_lines(path: Path, problems: list[str]) -> Iterator[tuple[str, Mappin
             problems.append(f"{SAMPLES}/{SAMPLE_LIST} has a line that cannot be read")
 
 
-def _evaluation(path: Path, problems: list[str]) -> Evaluation | None:
+def _evaluation(path: Path, name: str, problems: list[str]) -> Evaluation | None:
+    """The evaluation, unless it judged LoRAs of another run; one that lies without any run is taken as it is."""
     if not path.is_file():
         return None
     try:
-        return read_evaluation(path)
+        found = read_evaluation(path)
     except WangenError as error:
         problems.append(f"{path.name}: {error.found}")
         return None
+    others = [file for file in files_of(found) if name and not _lora_names(name).fullmatch(file)]
+    if others:
+        problems.append(f"{path.name} is left out: {others[0]}, which it judged, is no LoRA of {name}")
+    return None if others else found
+
+
+def files_of(evaluation: Evaluation) -> list[str]:
+    """The names of the files that were judged, whose folders are written as their system does it."""
+    files = [file for one in evaluation.checkpoints for file in (one.file_high_noise, one.file) if file]
+    return [PureWindowsPath(file).name for file in files]

@@ -11,7 +11,7 @@ from wangen.generator.table import options
 from wangen.runtime.evaluation_file import Evaluation, Memorisation, Row
 from wangen.runtime.report.charts import experts_of, rows_of, validations
 from wangen.runtime.report.dataset import DatasetPart
-from wangen.runtime.report.run_files import Lora, RunFiles, mapping
+from wangen.runtime.report.run_files import Lora, RunFiles, is_number, mapping
 
 _LONG = 400
 
@@ -100,7 +100,7 @@ def _pair(first: Any, last: Any) -> str | None:
 
 
 def _if_number(value: Any, as_text: Any) -> str | None:
-    return as_text(value) if isinstance(value, int | float) else None
+    return as_text(value) if is_number(value) else None
 
 
 def _digests(run: RunFiles) -> list[tuple[str, str]]:

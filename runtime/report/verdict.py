@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal
 
 from wangen.generator.errors import many
 from wangen.runtime.evaluation_file import Evaluation, Row
 from wangen.runtime.report.charts import experts_of, validations
-from wangen.runtime.report.run_files import Lora, RunFiles
+from wangen.runtime.report.run_files import Lora, RunFiles, is_number
 
 Level = Literal["good", "unsure", "bad", "unknown"]
 
@@ -145,7 +145,7 @@ def _by_validation(judged: Sequence[_Judged]) -> Verdict:
 def _judge_expert(run: RunFiles, expert: str) -> _Judged | None:
     """The best step of an expert; None when there is no validation of what was trained."""
     points = validations(run.records, expert)
-    trained = [(step, told) for step, told in points if step and _is_number(told.get("mean_adapter"))]
+    trained = [(step, told) for step, told in points if step and is_number(told.get("mean_adapter"))]
     if not trained:
         return None
     step, told = min(trained, key=lambda point: point[1]["mean_adapter"])
@@ -156,10 +156,10 @@ def _judge_expert(run: RunFiles, expert: str) -> _Judged | None:
         against.append(f"{of}no file was kept of step {step}, the best one; {file.file.name} is of step {file.step}")
     if step < trained[-1][0]:
         against.append(f"{of}after step {step} the held-out loss rose: it began to learn by heart")
-    if not _is_number(error):
+    if not is_number(error):
         against.append(f"{of}one held-out item is too few to tell a difference from chance")
     return _Judged(
-        clearly_better=_is_number(delta) and _is_number(error) and delta < -2 * error,
+        clearly_better=is_number(delta) and is_number(error) and delta < -2 * error,
         because=of + _in_words(step, told),
         against=tuple(against),
         use=file.file.name if file else "",
@@ -171,16 +171,12 @@ def _in_words(step: int, told: Mapping[str, Any]) -> str:
     base, delta, error = (told.get(name) for name in ("mean_base", "delta", "standard_error"))
     num_better, num_items = told.get("num_better"), told.get("num_items")
     words = f"held-out loss {told['mean_adapter']:.5f} at step {step}"
-    words += f", base {base:.5f}" if _is_number(base) else ""
-    words += f", difference {delta:+.5f}" if _is_number(delta) else ""
-    words += f" ± {error:.5f}" if _is_number(error) else ""
+    words += f", base {base:.5f}" if is_number(base) else ""
+    words += f", difference {delta:+.5f}" if is_number(delta) else ""
+    words += f" ± {error:.5f}" if is_number(error) else ""
     if isinstance(num_better, int) and isinstance(num_items, int):
         words += f", better at {num_better} of {many(num_items, 'item')}"
     return words
-
-
-def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _nearest_file(loras: Sequence[Lora], expert: str, step: int) -> Lora | None:
