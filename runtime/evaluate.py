@@ -31,8 +31,17 @@ from wangen.runtime.evaluation.clip_score import ClipScore
 from wangen.runtime.evaluation.judging import Judging, Points
 from wangen.runtime.evaluation.nearest import TrainingClip, TrainingLatents
 from wangen.runtime.evaluation.prompts import choose_prompts
-from wangen.runtime.evaluation.tables import Candidate, activity_of, by_activity, by_timestep, mean, ranking, whole
-from wangen.runtime.evaluation.videos import describe, make, plan_videos, usual_motion
+from wangen.runtime.evaluation.tables import (
+    Candidate,
+    activity_of,
+    by_activity,
+    by_timestep,
+    mean,
+    ranking,
+    sources_of,
+    whole,
+)
+from wangen.runtime.evaluation.videos import describe, make, plan_videos, usual_motion, with_loras
 from wangen.runtime.evaluation.warnings import forgotten, warnings_of
 from wangen.runtime.evaluation_file import BASE, FILE, Evaluation, Memorisation, Row, Video, write_evaluation
 from wangen.runtime.loader import CachedSample, Draw, find_entries, read_batch
@@ -121,7 +130,7 @@ def run(options: Evaluate) -> Report:
     clip_score = ClipScore(options.clip_model, judged.device) if options.clip_model and options.num_videos else None
     found = _losses(judged)
     base, others = found["held out"].pop(BASE), found["held out"]
-    sources = [item.sample.source.digest for item in judged.held_out]
+    sources = sources_of(judged.held_out)
     ranked = ranking(base, others, [one for one in judged.candidates if one.name in others], sources)
     videos, copies, made = _videos(judged, ranked[0].name, _training_latents(judged), clip_score)
     evaluation = Evaluation(
@@ -137,7 +146,7 @@ def run(options: Evaluate) -> Report:
     )
     said = [*_of_the_sets(judged), *warnings_of(evaluation, base, others, sources)]
     if judged.forgetting:
-        said += forgotten(ranked[0].name, found["forgetting"], [one.sample.source.digest for one in judged.forgetting])
+        said += forgotten(ranked[0].name, found["forgetting"], sources_of(judged.forgetting))
     evaluation = replace(evaluation, warnings=tuple(said))
     write_evaluation(evaluation, options.output_dir / FILE)
     return _report(judged, evaluation, made)
@@ -173,11 +182,7 @@ def _prepare(options: Evaluate) -> Judged:
         forgetting=_items(training, model, options.forgetting_config),
         training=_items(training, model, options.training_config, options.resolution) or trained,
     )
-    files = [one.file for one in candidates], [one.file_high_noise for one in candidates if one.file_high_noise]
-    low, high = (tuple(found) for found in files)
-    with_loras = replace(sampling, lora_weight=low, lora_multiplier=(1.0,) * len(low), lora_weight_high_noise=high,
-                         lora_multiplier_high_noise=(1.0,) * len(high))  # fmt: skip
-    require_files(with_loras, model, judged.encoders if options.num_videos else None)
+    require_files(with_loras(sampling, candidates), model, judged.encoders if options.num_videos else None)
     if not options.num_videos:
         return judged
     limit = SMOKE_PROMPTS if options.smoke else options.num_prompts
@@ -249,7 +254,7 @@ def _held_out(training: Train, model: Model, options: Evaluate) -> tuple[list[Ca
 
 def _of_the_sets(judged: Judged) -> list[str]:
     """What is wrong with what is judged by."""
-    trained = {item.sample.source.digest for item in judged.training}
+    trained = set(sources_of(judged.training))
     both = {item.sample.item.path.name for item in judged.held_out if item.sample.source.digest in trained}
     if not both:
         return []

@@ -78,8 +78,7 @@ def _distinct(found: Sequence[Candidate]) -> list[Candidate]:
     """
     kept: dict[str, Candidate] = {}
     for one in found:
-        files = [one.file, *([one.file_high_noise] if one.file_high_noise else [])]
-        first = kept.setdefault(" ".join(lora_identity(path) for path in files), one)
+        first = kept.setdefault(" ".join(lora_identity(path) for path in one.files), one)
         if first is not one:
             log.info("  %s has the weights of %s, and is not judged again", one.name, first.name)
     stems = [one.name for one in kept.values()]

@@ -15,8 +15,7 @@ from wangen.generator.files import write_text
 from wangen.generator.lora_config import lora_identity
 from wangen.runtime.cache import digest
 from wangen.runtime.denoising import Velocity
-from wangen.runtime.evaluation.tables import Candidate, joined
-from wangen.runtime.evaluation_file import BASE
+from wangen.runtime.evaluation.tables import Candidate, joined, name_of
 from wangen.runtime.loader import CachedSample
 from wangen.runtime.progress import progress
 from wangen.runtime.sampling.sampler import ExpertWeights, Lora, Sampler
@@ -92,17 +91,17 @@ class Judging:
             WangenError: weights do not fit, memory or the disk is full; what was judged until then is kept.
         """
         everyone: list[Candidate | None] = [None, *candidates]
-        found = {name: {_name(who): self._known(who, items) for who in everyone} for name, items in sets.items()}
-        left = [who for who in everyone if any(known[_name(who)] is None for known in found.values())]
-        todo = sum(len(items) for name, items in sets.items() for who in left if found[name][_name(who)] is None)
+        found = {name: {name_of(who): self._known(who, items) for who in everyone} for name, items in sets.items()}
+        left = [who for who in everyone if any(known[name_of(who)] is None for known in found.values())]
+        todo = sum(len(items) for name, items in sets.items() for who in left if found[name][name_of(who)] is None)
         with progress("judging", todo * len(self._experts)) as advance:
             for start in range(0, len(left), LORAS_AT_ONCE):
                 some = left[start : start + LORAS_AT_ONCE]
                 sampler = self._load([self._wearing(expert, some) for expert in self._experts])
                 for who in some:
                     for name, items in sets.items():
-                        if found[name][_name(who)] is None:
-                            found[name][_name(who)] = self._measure(sampler, who, items, lambda _: advance(1, ""))
+                        if found[name][name_of(who)] is None:
+                            found[name][name_of(who)] = self._measure(sampler, who, items, lambda _: advance(1, ""))
         return {
             name: {who: losses for who, losses in each.items() if losses is not None} for name, each in found.items()
         }
@@ -134,12 +133,11 @@ class Judging:
         return None
 
     def _file(self, who: Candidate | None, items: Sequence[CachedSample]) -> Path:
-        files = [who.file, *([who.file_high_noise] if who.file_high_noise else [])] if who else []
         points = self._points
         about = {
             **self._facts,
             "recipe": RECIPE,
-            "loras": [lora_identity(path) for path in files],
+            "loras": [lora_identity(path) for path in (who.files if who else ())],
             "items": [[entry.key for entry in item.entries] for item in items],
             "points": [points.num_timesteps, points.boundary, points.seed, points.condition_frames],
         }
@@ -160,7 +158,3 @@ def strengths_of(who: Candidate | None) -> dict[str, float]:
 def adapter_name(who: Candidate) -> str:
     """A candidate's name for peft, which takes no dots."""
     return f"lora-{digest(who.name)}"
-
-
-def _name(who: Candidate | None) -> str:
-    return who.name if who else BASE

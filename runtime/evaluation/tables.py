@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import fmean
 
 from wangen.runtime.evaluation.intervals import Difference, paired_difference
-from wangen.runtime.evaluation_file import Checkpoint, Row
+from wangen.runtime.evaluation_file import BASE, Checkpoint, Row
 from wangen.runtime.loader import CachedSample
 from wangen.runtime.training.validation import Losses
 
@@ -26,6 +26,21 @@ class Candidate:
     step: int | None
     file: Path
     file_high_noise: Path | None = None
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Its LoRAs, one or two."""
+        return (self.file,) if self.file_high_noise is None else (self.file, self.file_high_noise)
+
+
+def name_of(who: Candidate | None) -> str:
+    """What a candidate is called, or the base."""
+    return who.name if who else BASE
+
+
+def sources_of(items: Sequence[CachedSample]) -> list[str]:
+    """Of each item the digest of its file."""
+    return [item.sample.source.digest for item in items]
 
 
 def joined(parts: Sequence[Losses]) -> Losses:

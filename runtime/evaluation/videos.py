@@ -19,9 +19,9 @@ from wangen.generator.steps import Generate
 from wangen.runtime.cache import digest
 from wangen.runtime.evaluation.clip_score import ClipScore, spread
 from wangen.runtime.evaluation.judging import LORAS_AT_ONCE, Load, loras_of, strengths_of
-from wangen.runtime.evaluation.nearest import COPY, TrainingLatents
+from wangen.runtime.evaluation.nearest import Neighbour, TrainingLatents
 from wangen.runtime.evaluation.signals import psnr, signals, ssim
-from wangen.runtime.evaluation.tables import Candidate
+from wangen.runtime.evaluation.tables import Candidate, name_of
 from wangen.runtime.evaluation_file import BASE, Memorisation, Video
 from wangen.runtime.loader import CachedSample
 from wangen.runtime.media import target_frames
@@ -68,7 +68,7 @@ class Job:
     @property
     def name(self) -> str:
         """Whose video it is."""
-        return self.who.name if self.who else BASE
+        return name_of(self.who)
 
     @property
     def digest(self) -> str:
@@ -119,23 +119,23 @@ def plan_videos(
         WangenError: a file cannot be read.
     """
     everyone: list[Candidate | None] = [None, *candidates]
-    own = {who.name if who else BASE: _with(options, who) for who in everyone}
+    own = {name_of(who): with_loras(options, [who] if who else []) for who in everyone}
     told = {name: {**identities(each), **made_on(device)} for name, each in own.items()}
     jobs = []
     for number, (activity, prompt) in enumerate(prompts, start=1):
         ending = "png" if prompt.frames == 1 else "mp4"
         for who in everyone:
-            name = who.name if who else BASE
+            name = name_of(who)
             path = folder / f"{number:03d}-seed{prompt.seed}-{name}.{ending}"
             settings = {**settings_of(own[name], prompt), **told[name]}
             jobs.append(Job(activity, prompt, number, who, path, settings))
     return jobs
 
 
-def _with(options: Generate, who: Candidate | None) -> Generate:
-    """The flags with which `generate` makes a checkpoint's video."""
-    low = (who.file,) if who else ()
-    high = (who.file_high_noise,) if who and who.file_high_noise else ()
+def with_loras(options: Generate, some: Sequence[Candidate]) -> Generate:
+    """The flags with which `generate` takes the LoRAs of checkpoints, each as it was trained."""
+    low = tuple(who.file for who in some)
+    high = tuple(who.file_high_noise for who in some if who.file_high_noise)
     return replace(options, lora_weight=low, lora_multiplier=(1.0,) * len(low), lora_weight_high_noise=high,
                    lora_multiplier_high_noise=(1.0,) * len(high))  # fmt: skip
 
@@ -248,7 +248,7 @@ def _copies(base: Job, others: Sequence[Job], folder: Path, training: TrainingLa
             nearest=nearest["name"],
             distance=nearest["distance"],
             usual_distance=usual["distance"] if usual else None,
-            suspicious=nearest["share"] is not None and nearest["share"] < COPY,
+            suspicious=Neighbour(**nearest).is_copy,
         )
         for job in others
         if (nearest := job.nearest(training))
