@@ -54,3 +54,15 @@ def max_abs(a: torch.Tensor, b: torch.Tensor) -> float:
 def rel_rms(a: torch.Tensor, b: torch.Tensor) -> float:
     """Root mean square of the difference, relative to that of `b`."""
     return float((a.float() - b.float()).pow(2).mean().sqrt() / b.float().pow(2).mean().sqrt())
+
+
+def no_less_exact(found: torch.Tensor, plain: torch.Tensor, exact: torch.Tensor) -> bool:
+    """Whether float32 rounds `found` no more than `plain`, both judged by float64.
+
+    How much it rounds depends on the processor's kernels, so that a bound on `found - plain` holds on some only.
+    """
+    return _rel_rms64(found, exact) < 1.25 * _rel_rms64(plain, exact)
+
+
+def _rel_rms64(found: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((found.double() - exact.double()).pow(2).mean().sqrt() / exact.double().pow(2).mean().sqrt())

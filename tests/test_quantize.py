@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import gguf
 import pytest
 import torch
-from parity import DITS, golden, rel_rms
+from parity import DITS, golden, no_less_exact, rel_rms
 from peft import LoHaConfig, LoKrConfig, LoraConfig
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file
@@ -268,10 +268,13 @@ def test_every_adapter_gets_the_exact_gradient_of_the_dequantised_model(tmp_path
         write_like_comfyui(path := tmp_path / "fp8.safetensors", style="scaled")
     model = load_transformer(path, dtype=torch.float32, quantize="none" if mode == "stored" else mode)
     assert {layer.mode for layer in model.modules() if isinstance(layer, QuantLinear)} == {mode}
-    wanted, wanted_gradient = step(plain_copy(model), kind=kind)
+    plain = plain_copy(model)
+    exact, exact_gradient = step(copy.deepcopy(plain).double(), kind=kind)
+    assert exact.dtype == torch.float64
+    wanted, wanted_gradient = step(plain, kind=kind)
     output, gradient = step(model, kind=kind)
-    assert rel_rms(output, wanted) < 1e-6
-    assert rel_rms(gradient, wanted_gradient) < 2e-6
+    assert no_less_exact(output, wanted, exact)
+    assert no_less_exact(gradient, wanted_gradient, exact_gradient)
 
 
 def test_only_linear_layers_of_the_blocks_are_quantised_and_loading_does_the_same():
