@@ -16,7 +16,9 @@ from typing import Any
 from wangen import profiles
 from wangen.generator.after_training import after_training
 from wangen.generator.commands import build
+from wangen.generator.footage import CLIPS, cut_footage
 from wangen.generator.memory import PLAIN_MEMORY, preset_flags
+from wangen.generator.prepare_steps import Preprocess
 from wangen.generator.scripts import Bundle
 from wangen.generator.step_parts import DEFAULT_EPOCHS
 from wangen.generator.steps import CacheLatents, CacheText, Check, CheckCache, Evaluate, Generate, MakeReport, Train
@@ -33,7 +35,7 @@ WHEN_ASKED: tuple[type[Step], ...] = (Generate, Evaluate)
 """Steps that follow where the workspace has a table of theirs, `[steps.evaluate]`; the report comes last."""
 
 CACHE: tuple[type[Step], ...] = (Check, CacheLatents, CacheText, CheckCache)
-"""The steps of a caching script, in order."""
+"""The steps of a caching script, in order; where there is footage it is cut before."""
 
 _OWNERS: tuple[tuple[type[Step], tuple[str, ...]], ...] = (
     (CacheLatents, ("vae", "vae_dtype", "vae_tile", "clip", "clip_dtype")),
@@ -93,8 +95,9 @@ def prompts_name(slug: str, target: Target, file: Path) -> str:
 
 
 def bundle_steps(
-    workspace: Workspace, target: Target, model: Model, slug: str, resolutions: Iterable[tuple[int, int]] = ()
-) -> tuple[Step, ...]:
+    workspace: Workspace, target: Target, model: Model, slug: str, resolutions: Iterable[tuple[int, int]] = (),
+    footage: str = "",
+) -> tuple[Step, ...]:  # fmt: skip
     """Every step of the training script, its paths as the target writes them.
 
     Args:
@@ -103,17 +106,28 @@ def bundle_steps(
         model: what is trained.
         slug: the dataset.
         resolutions: of the dataset's TOML, as (width, height) in pixels; the model profile's when there is none.
+        footage: folder of long videos that the first step cuts; empty where there is none.
+
+    Raises:
+        WangenError: the workspace says of a step what cannot be.
     """
-    names = [resolution_name(size) for size in resolutions] or [resolution_name(model.resolution)]
-    paths = {**_paths(workspace, target, model, slug), "resolution": ",".join(names)}
+    sizes = tuple(resolutions) or (model.resolution,)
+    paths = {**_paths(workspace, target, model, slug), "resolution": ",".join(map(resolution_name, sizes))}
     if prompts := prompts_file(workspace, target, model):
         paths["sample_prompts"] = target.path("files", PROMPTS, prompts_name(slug, target, prompts))
     asked = [kind for kind in WHEN_ASKED if kind.command in workspace.steps]
-    return tuple(_step(kind, workspace, target, model, paths) for kind in (*RUN, *asked, MakeReport))
+    last = [MakeReport] if workspace.report else []
+    steps = tuple(_step(kind, workspace, target, model, paths) for kind in (*RUN, *asked, *last))
+    if not footage:
+        return steps
+    cut = cut_footage(footage, workspace, target, model, sizes)
+    places = {"output": target.path(target.roots["datasets"], slug, CLIPS)}
+    return (_step(Preprocess, workspace, target, model, {**paths, **cut, **places}), *steps)
 
 
 def script_bundles(target: Target, slug: str, steps: tuple[Step, ...]) -> dict[str, Bundle]:
     """What the scripts of a dataset run, by the first word of their names: `train` and `cache`."""
+    caching = tuple(step for step in steps if isinstance(step, (Preprocess, *CACHE)))
     return {
         name: Bundle(
             platform=target.platform,
@@ -123,7 +137,7 @@ def script_bundles(target: Target, slug: str, steps: tuple[Step, ...]) -> dict[s
             steps=chosen,
             version=version("wangen"),
         )
-        for name, chosen in (("train", steps), ("cache", steps[: len(CACHE)]))
+        for name, chosen in (("train", steps), ("cache", caching))
     }
 
 
@@ -253,6 +267,8 @@ def _step(kind: type[Step], workspace: Workspace, target: Target, model: Model, 
     values: dict[str, Any] = {**DTYPES[target.platform.accelerator], **paths}
     if "clip" not in paths:
         del values["clip_dtype"]
+    if kind is Preprocess:  # its own default counts the cores there
+        del values["num_workers"]
     for layer in layers:  # check and check_cache must judge what the other steps use
         for owner, names in _OWNERS:
             values |= {name: value for name, value in _layer(layer, owner).items() if name in names}

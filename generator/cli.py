@@ -95,6 +95,12 @@ _IN_WORKSPACE = click.option(
 @click.argument("name")
 @_IN_WORKSPACE
 @click.option("--source", type=click.Path(path_type=Path), help="its folder or jsonl (default: datasets/NAME)")
+@click.option(
+    "--footage",
+    metavar="FOLDER",
+    help="long videos on the machine that trains, or below the bundle's root: "
+    "its script cuts them into clips first; '' for none",
+)
 @click.option("--platform", "platforms", multiple=True, help="publish for this platform only; can be repeated")
 @click.option("--model", help="model profile (default: the workspace's)")
 @click.option("--resolution", "resolutions", multiple=True, help="512 or 832x480, can be repeated (default: model's)")
@@ -106,7 +112,7 @@ _IN_WORKSPACE = click.option(
 def publish(**words: Any) -> int:
     """Write the bundle of a dataset: media, caches, TOML files and run scripts for each platform.
 
-    --source, --model, --resolution, --resize and --trigger are remembered in wangen.toml.
+    --source, --footage, --model, --resolution, --resize and --trigger are remembered in wangen.toml.
     """
     from wangen.generator.publish.command import Request, run
 
@@ -119,9 +125,9 @@ def publish(**words: Any) -> int:
 @click.option("--platform", "platforms", multiple=True, help="look at this platform only; can be repeated")
 @click.option("--resolution", "resolutions", multiple=True, help="only its media and caches; can be repeated")
 @click.option("--bundle", is_flag=True, help="remove scripts, TOML files, published media and captions")
-@click.option("--caches", is_flag=True, help="remove encoded latents and texts")
+@click.option("--caches", is_flag=True, help="remove encoded latents and texts, and clips cut from footage")
 @click.option("--checkpoints", is_flag=True, help="remove training states and LoRAs saved on the way")
-@click.option("--outputs", is_flag=True, help="remove finished LoRAs, reports and logs")
+@click.option("--outputs", is_flag=True, help="remove finished LoRAs, videos, reports and logs")
 def clean(
     name: str, folder: Path | None, platforms: tuple[str, ...], resolutions: tuple[str, ...], **parts: bool
 ) -> int:
@@ -129,8 +135,8 @@ def clean(
 
     Originals, and scripts and TOML files that you changed, always stay.
     """
-    from wangen.generator.publish.clean import PARTS
     from wangen.generator.publish.clean_command import run
+    from wangen.generator.publish.inventory import PARTS
 
     return run(name, folder, platforms, resolutions, [part for part in PARTS if parts[part]])
 

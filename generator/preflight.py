@@ -21,6 +21,7 @@ from wangen.generator.check import examine
 from wangen.generator.errors import WangenError
 from wangen.generator.experts import flag_words
 from wangen.generator.paths import is_foreign
+from wangen.generator.prepare_steps import Preprocess
 from wangen.generator.publish.command import dataset_folder
 from wangen.generator.publish.plan import BundlePlan, Plan, make_plan, memo_path
 from wangen.generator.publish.source import Source, read_source
@@ -103,7 +104,8 @@ def look(workspace: Workspace, target: Target, slug: str) -> Iterator[Line]:
     same = [text.path.name for text in texts if text.state == "same" and not text.knobs]
     if same:
         yield Line("ok", f"up to date: {', '.join(same)}")
-    yield from _media(bundle, source, slug)
+    if not settings.footage:
+        yield from _media(bundle, source, slug)
     found = []
     for text in bundle.texts:
         shell = text.path.suffix[1:]
@@ -114,12 +116,17 @@ def look(workspace: Workspace, target: Target, slug: str) -> Iterator[Line]:
     yield from _agreement(found)
     yield from environment(target)
     checks = [step for script in found for step in script.steps if isinstance(step, Check)]
+    cuts = [step for script in found for step in script.steps if isinstance(step, Preprocess)]
+    if cuts:
+        yield from _footage(target, cuts[0])
     if checks:
-        yield from _files(target, checks[0])
+        yield from _files(target, checks[0], uncut=bool(cuts))
 
 
 def _source(workspace: Workspace, slug: str, settings: DatasetSettings) -> Source | None:
     """What would be published now; None when the dataset is not on this machine."""
+    if settings.footage:
+        return None
     given = workspace.folder / settings.source if settings.source else None
     try:
         origin = given or dataset_folder(workspace.folder, slug, slug)
@@ -136,17 +143,28 @@ def _plan(workspace: Workspace, target: Target, slug: str, source: Source | None
     try:
         return [], make_plan(workspace, [target], slug, model, source, settings, long_paths=True)
     except WangenError as error:
-        if source is None:
+        if source is None and not settings.footage:
             raise
         return [Line("note", f"it could not be published again: {error}")], make_plan(
-            workspace, [target], slug, model, None, settings
+            workspace, [target], slug, model, None, settings, only_scripts=True
         )
 
 
-def _files(target: Target, options: Check) -> Iterator[Line]:
+def _footage(target: Target, options: Preprocess) -> Iterator[Line]:
+    """Whether the videos are there that the first step cuts."""
+    seen = target.reach(str(options.videos))
+    if seen is None:
+        yield Line("note", f"{options.videos}: another machine's, not seen from here")
+    elif not seen.is_dir():
+        here = target.is_native or target.root
+        yield Line("problem" if here else "note", f"{seen}: the folder of footage is not there; put the videos into it")
+
+
+def _files(target: Target, options: Check, *, uncut: bool) -> Iterator[Line]:
     """What the check step would find, as far as this host sees the files.
 
-    A path on another machine is named and left alone; so are weights that a bundle for another machine lacks here.
+    A path on another machine is named and left alone; so are weights that a bundle for another machine lacks here, and
+    a manifest that is not there where a step before this one makes it (`uncut`).
     """
     elsewhere: list[str] = []
     seen = _seen(target, options, elsewhere)
@@ -158,6 +176,9 @@ def _files(target: Target, options: Check) -> Iterator[Line]:
     entries = [entry for block in blocks if (entry := _seen_entry(target, block, elsewhere))]
     for path in dict.fromkeys(elsewhere):
         yield Line("note", f"{path}: another machine's, not seen from here")
+    if uncut and any(entry.manifest and not entry.manifest.exists() for entry in entries):
+        yield Line("note", "the footage is not cut into clips yet: the script's first step does that")
+        entries = []
     left_out: dict[str, Any] = {}
     if not target.is_native and not target.root:
         for flag in profiles.WEIGHT_ROLES:

@@ -27,9 +27,9 @@ class Preprocess(Step):
     )
     default_prompt: str | None = flag("prompt of videos that have no other (default: they are listed, not used)", None)
     task: str = flag("model profile that the clips are for", "t2v-14B", pinned=True, model_choices=True)
-    resolution: str | None = flag("size of the clips, such as 832x480 (default: the model's)", None, knob=True)
+    resolution: str | None = flag("size of the clips, such as 832x480 (default: the model's)", None)
     fps: int | None = flag("frames per second of the clips (default: the model's)", None)
-    frames: int | None = flag("frames of a clip, 4n+1 (default: the model's)", None, knob=True,
+    frames: int | None = flag("frames of a clip, 4n+1 (default: the model's)", None,
                               names=("num_frames", "target_frames"))  # fmt: skip
     stride: int | None = flag("frames from the start of a clip to that of the next (default: no overlap)", None)
     format: ClipFormat = flag("mp4 (H.264) or npz (plain pixels, 97 MB for 81 frames of 832x480)", "mp4", pinned=True)
@@ -48,6 +48,5 @@ class Preprocess(Step):
         "copies", 16.0, pinned=True,
     )  # fmt: skip
     keep_all: bool = flag("keep what these limits would drop; the signals are written all the same", False, pinned=True)
-    num_workers: int | None = flag("clips and videos worked on at a time (default: one for each core, at most 8)", None,
-                                   knob=True)  # fmt: skip
+    num_workers: int | None = flag("clips and videos worked on at a time (default: one for each core, at most 8)", None)
     dry_run: bool = flag("say what would be made, how large it is and how long it takes; write nothing", False)

@@ -27,7 +27,7 @@ DEFAULT_PLATFORMS = ("linux", "windows", "wsl")
 ROOTS = {"models": "models", "datasets": "files/datasets", "outputs": "outputs", "logs": "logs"}
 """Folders below the root, and what they are called unless `wangen.toml` says otherwise."""
 
-_KEYS = {"model", "resolution", "num_frames", "platforms", "platform", "steps", "dataset"}
+_KEYS = {"model", "resolution", "num_frames", "platforms", "platform", "report", "steps", "dataset"}
 
 _TEMPLATE = """\
 # The settings of this wangen workspace. Lines that begin with # are examples; take the # away to use one.
@@ -37,6 +37,7 @@ model = "{model}"            # wangen publish --model NAME chooses another: {mod
 # num_frames = 81            # clip length in frames at the model's rate, 4n+1; the default is the model profile's
 platforms = [{platforms}]
 # All platforms: {all_platforms}; yours go into profiles/NAME.toml
+# report = false             # scripts end with the training, without the page of the run
 
 # Where each platform's files live, as that machine writes the path. Without a root the bundle goes to
 # published/<platform>/ here; it can be moved or copied to another machine as it is.
@@ -59,6 +60,7 @@ platforms = [{platforms}]
 # resolutions = ["512", "832x480"]
 # resize = true              # publish smaller copies of the images
 # source = "photos/cats"     # also: model, batch_size, num_repeats, is_reg
+# footage = "/data/films"    # long videos on the machine that trains, instead: its script cuts them into clips first
 """
 
 _SECTION = """
@@ -84,6 +86,8 @@ class DatasetSettings:
         batch_size: items per batch.
         num_repeats: how often an item stands in an epoch.
         is_reg: a regularisation set, whose loss counts `--prior_loss_weight`: for a TOML that names it beside others.
+        footage: folder of long videos as the machine that trains writes it, or below the bundle's root, in place of a
+            source: the script's first step cuts them into clips; empty for none.
     """
 
     source: str | None = None
@@ -94,6 +98,7 @@ class DatasetSettings:
     batch_size: int = 1
     num_repeats: int = 1
     is_reg: bool = False
+    footage: str = ""
 
 
 @dataclass(frozen=True)
@@ -110,6 +115,7 @@ class Workspace:
         sections: platform -> what `wangen.toml` says of it, already checked.
         steps: step -> flag -> value: the user's defaults, already checked against the table.
         datasets: slug -> how that dataset is published.
+        report: scripts end with the page of the run.
     """
 
     folder: Path
@@ -121,6 +127,7 @@ class Workspace:
     sections: Mapping[str, Mapping[str, str]]
     steps: Mapping[str, Mapping[str, Any]]
     datasets: Mapping[str, DatasetSettings]
+    report: bool = True
 
     def dataset(self, slug: str) -> DatasetSettings:
         """How a dataset is published: its section `[dataset.SLUG]`, or the defaults."""
@@ -242,6 +249,8 @@ def read(folder: Path) -> Workspace:
     ):
         if unknown := [name for name in given if name not in known]:
             raise UsageError(f"there is no {what} {unknown[0]!r}", where=str(path), cure=f"one of {', '.join(known)}")
+    if not isinstance(values.get("report", True), bool):
+        raise UsageError(f"report must be true or false, got {values['report']!r}", where=str(path))
     return Workspace(
         folder=folder,
         model=values.get("model", DEFAULT_MODEL),
@@ -252,6 +261,7 @@ def read(folder: Path) -> Workspace:
         sections={name: _section(sections[name], known_platforms[name], path) for name in sections},
         steps=platforms.step_values(_table(values, "steps", path), f"{path}, [steps."),
         datasets={name: _dataset(table, name, path) for name, table in _table(values, "dataset", path).items()},
+        report=values.get("report", True),
     )
 
 
@@ -311,7 +321,7 @@ def _dataset(section: Any, name: str, file: Path) -> DatasetSettings:
         raise UsageError(f"{name!r} is no slug", where=str(file), cure=f"write [dataset.{slugify(name)}]")
     tomls.refuse_unknown(section, {field.name for field in fields(DatasetSettings)}, where)
     values = dict(section)
-    for key in ("source", "model", "trigger"):
+    for key in ("source", "model", "trigger", "footage"):
         if key in values and (not isinstance(values[key], str) or not values[key].isprintable()):
             raise UsageError(f"{key} must be a text in quotes, got {values[key]!r}", where=where)
     for key in ("resize", "is_reg"):

@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from runs import CPU, MODEL, make_run, options_of, samples_of
 
 from wangen.generator.errors import UsageError
+from wangen.generator.footage import clip_name
 from wangen.runtime.flow import flow_loss, noised, velocity
 from wangen.runtime.loader import Draw, read_batch
 from wangen.runtime.models import family
@@ -34,7 +36,9 @@ def cached(content, *, reg=False, size=(64, 64), name="a.png"):
     """As much of a cached sample as the choice looks at."""
     entry = SimpleNamespace(is_reg=reg)
     return SimpleNamespace(
-        sample=SimpleNamespace(source=SimpleNamespace(digest=content), entry=entry, size=size, name=name)
+        sample=SimpleNamespace(
+            source=SimpleNamespace(digest=content), entry=entry, size=size, item=SimpleNamespace(path=Path(name))
+        )
     )
 
 
@@ -70,6 +74,35 @@ def test_everything_of_one_file_is_on_one_side_and_regularisation_sets_are_never
     assert not any(sample.sample.entry.is_reg for sample in validation)
     assert not digests(training) & digests(validation)
     assert {f"reg {n}" for n in range(6)} <= digests(training)
+
+
+def clips_of(film, number):
+    """Cached clips of a film, named as `preprocess` names them."""
+    return [cached(f"{film} {n}", name=clip_name("film", f"{film:08x}", 81 * n, "mp4")) for n in range(number)]
+
+
+def films_of(samples):
+    return {sample.sample.source.digest.split()[0] for sample in samples}
+
+
+def test_all_clips_of_a_video_are_on_one_side_and_as_many_are_judged_as_asked():
+    samples = [clip for film in range(5) for clip in clips_of(film, 6)]
+    training, validation = held_out(samples, 8, 42)
+    assert len(validation) == 8
+    assert len(films_of(validation)) == 2, "no more videos than need be"
+    assert not films_of(training) & films_of(validation)
+    assert len(training) == 18
+    assert digests(held_out(samples[::-1], 8, 42)[1]) == digests(validation)
+
+
+def test_one_video_is_always_left_to_train_on_and_clips_of_one_alone_are_said(caplog):
+    training, validation = held_out([*clips_of(1, 4), *clips_of(2, 4)], 6, 42)
+    assert len(training) == len(validation) == 4
+    assert len(films_of(training)) == 1
+    assert not caplog.records
+    training, validation = held_out(clips_of(1, 4), 1, 42)
+    assert (len(training), len(validation)) == (3, 1)
+    assert "cut from one video" in caplog.text
 
 
 @pytest.mark.parametrize("count", [3, 4])

@@ -68,7 +68,7 @@ def test_every_example_line_is_accepted_without_its_hash(tmp_path):
     assert {line.split(" = ")[0] for line in examples} == {
         "resolution", "num_frames", "root", "host_root", "models", "vae", "venv",
         "learning_rate", "network_dim", "max_train_epochs", "vram", "sample_prompts", "sample_every_n_epochs",
-        "validation_items", "trigger", "resolutions", "resize", "source",
+        "validation_items", "trigger", "resolutions", "resize", "source", "footage", "report",
     }  # fmt: skip
     for number in range(len(examples)):
         count = iter(range(len(examples)))

@@ -4,81 +4,27 @@ A file is known by its manifest, its header or its digest, not by its name alone
 changed, and media whose original is gone, are shown and stay.
 """
 
-import json
 import os
-import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
-from wangen.generator import scripts
+from wangen.generator import footage, scripts
 from wangen.generator.bundle import PROMPTS
 from wangen.generator.errors import WangenError
 from wangen.generator.files import remove
-from wangen.generator.formats.safetensors import read_safetensors
 from wangen.generator.publish import layout, manifest
 from wangen.generator.publish.deploy import TEMPORARY, prefix
+from wangen.generator.publish.inventory import Inventory, Part, entries_of
 from wangen.generator.publish.manifest import Record
 from wangen.generator.publish.texts import PROMPT_ENDINGS, beside, toml_file
+from wangen.generator.publish.written import look_at_cache, look_at_clips, look_at_outputs
 from wangen.generator.setup.scripts import script_name
 from wangen.generator.signing import unedited
-from wangen.generator.steps import STEPS
 from wangen.generator.table import SMOKE
 from wangen.generator.target import Target
-
-Part = Literal["bundle", "caches", "checkpoints", "outputs"]
-PARTS: dict[Part, str] = {
-    "bundle": "scripts, TOML files, sample prompts, published media and captions",
-    "caches": "encoded latents and texts",
-    "checkpoints": "training states and LoRAs saved on the way",
-    "outputs": "finished LoRAs, samples, reports, experiment logs and the log file",
-}
-
-_ENTRY = re.compile(r".*-[0-9a-f]{20}\.[a-z_]+\.safetensors")
-_CACHE_NOTES = re.compile(
-    r"\.wangen-[a-z]+(-[0-9a-f]{20}\.[a-z_]+)?\.jsonl?|\.claim-[0-9a-f]{20}(-[0-9a-f]{16})?"
-    r"|\.[0-9a-f]{20}-[0-9a-f]{16}([0-9a-f]{8})?\.tmp|\.\.wangen-.*-[0-9a-f]{16}([0-9a-f]{8})?\.tmp"
-)
-_STATE = re.compile(r"step-\d{8}(-old)?|\.staging-\d{8}")
-_EXPERT = r"(_(high|low)_noise)?"
-_STATE_FILES = re.compile(rf"state\.json|(adapter|optimizer|ema){_EXPERT}\.safetensors|.*\.tmp")
-_LAYOUT = r"(-ema)?(-(comfyui|kohya|diffusers))?\.safetensors"
-_ON_THE_WAY = re.compile(rf"{_EXPERT}-(step\d{{8}}|\d{{6}}){_LAYOUT}")
-_FINISHED = re.compile(rf"{_EXPERT}(-best)?{_LAYOUT}")
-_MAX_LINE = 1 << 20
-_SAMPLE = re.compile(r"-step\d{8}-\d+\.(mp4|png)")
-_TRACE = re.compile(r"steps-\d+-\d+\.json\.gz")
-_SAMPLES, _SAMPLE_LIST, _METRICS, _TRACES = "samples", "samples.jsonl", "metrics.jsonl", "trace"
-
-
-@dataclass
-class Inventory:
-    """What wangen wrote for one dataset on one target.
-
-    Attributes:
-        target: where.
-        slug: the dataset.
-        files: part -> the files that may be removed with it.
-        kept: part -> files that stay when it is removed, and why.
-        folders: part -> folders of ours that are removed when they are empty, the inner ones first.
-        own: the folders that hold nothing but this dataset.
-    """
-
-    target: Target
-    slug: str
-    files: dict[Part, list[Path]] = field(default_factory=lambda: {part: [] for part in PARTS})
-    kept: dict[Part, list[tuple[Path, str]]] = field(default_factory=lambda: {part: [] for part in PARTS})
-    folders: dict[Part, list[Path]] = field(default_factory=lambda: {part: [] for part in PARTS})
-    own: tuple[Path, ...] = ()
-
-    @property
-    def empty(self) -> bool:
-        """Whether there is nothing of the dataset."""
-        ours = any(self.files.values()) or any(self.kept.values())
-        return not (ours or any(folder.is_dir() for folder in self.own))
 
 
 @dataclass
@@ -127,11 +73,13 @@ def _survey(target: Target, slug: str, wanted: set[str], seen: _Seen) -> Invento
     dataset, output = layout.published_folder(target, slug), layout.output_folder(target, slug)
     found = Inventory(target, slug, own=(dataset, output))
     if seen.first(dataset):
-        for folder in (path for path in _entries(dataset) if path.is_dir()):
+        for folder in (path for path in entries_of(dataset) if path.is_dir()):
             if wanted and folder.name.removesuffix("_cache") not in wanted:
                 continue
-            if folder.name.endswith("_cache"):
-                _look_at_cache(found, folder)
+            if folder.name == footage.CLIPS:
+                look_at_clips(found, folder)
+            elif folder.name.endswith("_cache"):
+                look_at_cache(found, folder)
             else:
                 _look_at_media(found, folder, seen)
     found.folders["bundle"].append(dataset)
@@ -139,8 +87,8 @@ def _survey(target: Target, slug: str, wanted: set[str], seen: _Seen) -> Invento
     if not wanted:
         _look_at_texts(found, seen)
         if seen.first(output):
-            _look_at_outputs(found, output / SMOKE)
-            _look_at_outputs(found, output)
+            look_at_outputs(found, output / SMOKE)
+            look_at_outputs(found, output)
         log = layout.reach(target, target.roots["logs"]) / f"{slug}.log"
         if seen.first(log.parent):
             found.files["outputs"] += [log] if log.is_file() else []
@@ -173,7 +121,7 @@ def remove_empty_folders(inventory: Inventory, parts: Iterable[Part]) -> None:
 def known_slugs(target: Target) -> set[str]:
     """The datasets of which a target holds anything."""
     places = [layout.reach(target, target.roots[name]) for name in ("datasets", "outputs")]
-    found = {path.name for place in places for path in _entries(place) if path.is_dir()}
+    found = {path.name for place in places for path in entries_of(place) if path.is_dir()}
     names = (path.name.removesuffix(".new") for path in target.folder.glob("train_*.*"))
     shells = target.platform.shells
     return found | {Path(name).stem.removeprefix("train_") for name in names if Path(name).suffix[1:] in shells}
@@ -190,17 +138,6 @@ def _remove_empty(folder: Path, target: Target) -> None:
         except OSError:  # not empty, or in use: it costs nothing
             return
         folder = folder.parent
-
-
-def _entries(folder: Path) -> list[Path]:
-    try:
-        return sorted(folder.iterdir())
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as error:
-        raise WangenError(
-            f"cannot list the folder: {error.strerror}", where=str(folder), cure="fix its rights"
-        ) from None
 
 
 def _run_scripts(target: Target, slug: str) -> list[Path]:
@@ -256,7 +193,7 @@ def _script_edit(data: bytes) -> str:
 
 def _look_at_media(found: Inventory, folder: Path, seen: _Seen) -> None:
     """Files that the manifest names; of media whose original is gone, one copy stays."""
-    known, entries = manifest.read(folder), _entries(folder)
+    known, entries = manifest.read(folder), entries_of(folder)
     names, kept = known.names(), found.kept["bundle"]
     num_kept = len(kept)
     for path in (path for path in entries if path.name in names):
@@ -286,90 +223,6 @@ def _spare(path: Path, record: Record, seen: _Seen) -> bool:
         return False
     seen.links[stat.st_dev, stat.st_ino] += 1
     return True
-
-
-def _look_at_cache(found: Inventory, folder: Path) -> None:
-    for path in _entries(folder):
-        if _CACHE_NOTES.fullmatch(path.name):
-            found.files["caches"].append(path)
-        elif _ENTRY.fullmatch(path.name):
-            if _header(path).get("format", "").startswith("wangen-cache-"):
-                found.files["caches"].append(path)
-            else:
-                found.kept["caches"].append((path, "no cache entry of ours by its header"))
-    found.folders["caches"].append(folder)
-
-
-def _header(path: Path) -> dict[str, str]:
-    """The free text fields of a safetensors file; empty for anything else."""
-    try:
-        return read_safetensors(path).metadata
-    except (WangenError, OSError):
-        return {}
-
-
-def _look_at_outputs(found: Inventory, folder: Path) -> None:
-    states = [folder / f"{found.slug}{expert}-state" for expert in ("", "_high_noise", "_low_noise")]
-    for state in (path for part in states for path in _entries(part) if _STATE.fullmatch(path.name)):
-        inside = _entries(state)
-        found.files["checkpoints"] += [path for path in inside if _STATE_FILES.fullmatch(path.name)]
-        found.folders["checkpoints"].append(state)
-    for path in _entries(folder):
-        rest = path.name.removeprefix(found.slug)
-        if rest != path.name and path.is_file():
-            part: Part | None = "checkpoints" if _ON_THE_WAY.fullmatch(rest) else None
-            part = part or ("outputs" if _FINISHED.fullmatch(rest) else None)
-            if part and "wangen.fingerprint" in _header(path):
-                found.files[part].append(path)
-            elif part:
-                found.kept[part].append((path, "no LoRA of ours by its header"))
-    found.files["outputs"] += [*_reports(folder), *_experiment_logs(found, folder), *_watched(found, folder)]
-    found.folders["checkpoints"] += [*states, folder]
-    found.folders["outputs"].append(folder)
-
-
-def _reports(folder: Path) -> Iterator[Path]:
-    for step in STEPS:
-        path = folder / f"{step.command}.report.json"
-        with suppress(OSError, ValueError, RecursionError, AttributeError):
-            if json.loads(path.read_text(encoding="utf-8")).get("step") == step.command:
-                yield path
-    lock = folder / "run.lock"
-    if lock.is_file():
-        yield lock
-
-
-def _watched(found: Inventory, folder: Path) -> Iterator[Path]:
-    """What training says and shows on its way: its numbers, its samples, its trace, the drawing of its timesteps."""
-    for path in (folder / _METRICS, folder / _SAMPLES / _SAMPLE_LIST):
-        if _is_lines(path):
-            yield path
-    for path in _entries(folder / _SAMPLES):
-        if path.name.startswith(found.slug) and _SAMPLE.fullmatch(path.name.removeprefix(found.slug)):
-            yield path
-    yield from (path for path in _entries(folder / _TRACES) if _TRACE.fullmatch(path.name))
-    drawing = folder / f"{found.slug}-timesteps.svg"
-    if drawing.is_file():
-        yield drawing
-    found.folders["outputs"] += [folder / _SAMPLES, folder / _TRACES]
-
-
-def _is_lines(path: Path) -> bool:
-    """Whether a file has a JSON object with a step in its first line, as training writes it."""
-    try:
-        with path.open(encoding="utf-8") as file:
-            return "step" in json.loads(file.readline(_MAX_LINE))
-    except (OSError, ValueError, RecursionError, TypeError):
-        return False
-
-
-def _experiment_logs(found: Inventory, folder: Path) -> list[Path]:
-    """TensorBoard's files of the training step."""
-    place = folder / "logs"
-    files = sorted(place.rglob("events.out.tfevents.*")) if place.is_dir() else []
-    inner = {parent for path in files for parent in path.parents if parent == place or place in parent.parents}
-    found.folders["outputs"] += sorted(inner, key=lambda path: -len(path.parts))
-    return files
 
 
 def total_bytes(paths: Iterable[Path]) -> int:

@@ -12,7 +12,7 @@ from wangen.generator.files import remove
 from wangen.generator.lock import busy, hold
 from wangen.generator.paths import slugify
 from wangen.generator.publish import clean, layout
-from wangen.generator.publish.clean import PARTS, Inventory, Part
+from wangen.generator.publish.inventory import PARTS, Inventory, Part
 from wangen.generator.publish.plan import STATE, memo_path
 from wangen.generator.publish.texts import toml_file
 from wangen.generator.target import Target

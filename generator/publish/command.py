@@ -25,7 +25,7 @@ from wangen.generator.publish.texts import resolutions_of
 from wangen.generator.target import Target
 from wangen.generator.tasks import require_supported
 from wangen.generator.tomls import parse_resolution, resolution_name
-from wangen.generator.workspace import Workspace
+from wangen.generator.workspace import DatasetSettings, Workspace
 from wangen.profiles import Model
 
 _NUM_NAMES = 5
@@ -41,6 +41,7 @@ class Request:
         name: the dataset.
         folder: the workspace; None: found from here.
         source: folder or jsonl of the dataset; None: as remembered, or `datasets/NAME`.
+        footage: folder of long videos on the machine that trains, which its script cuts; None: as remembered.
         platforms: where to; empty for those of the workspace.
         model: model profile; None: as remembered, or the workspace's.
         resolutions: as people write them; empty: as remembered, or the model profile's.
@@ -54,6 +55,7 @@ class Request:
     name: str
     folder: Path | None = None
     source: Path | None = None
+    footage: str | None = None
     platforms: tuple[str, ...] = ()
     model: str | None = None
     resolutions: tuple[str, ...] = ()
@@ -90,16 +92,21 @@ def _run(request: Request, place: Workspace, slug: str) -> None:
     model = place.profile(settings.model)
     require_supported(model, "publishing for")
     source = None
-    if not request.only_scripts:
+    if settings.footage:
+        _refuse_media_choices(settings)
+    elif not request.only_scripts:
         given = place.folder / settings.source if settings.source else None
         origin = given or dataset_folder(place.folder, request.name, slug)
         memo = publishing.memo_path(place, slug)
         with bar("reading", None) as advance:
             source = read_source(origin, model, memo=memo, keep_memo=not request.dry_run, advance=advance)
     targets = [place.target(name) for name in dict.fromkeys(request.platforms)] or place.targets
-    plan = publishing.make_plan(place, targets, slug, model, source, settings, long_paths=request.long_paths)
+    plan = publishing.make_plan(place, targets, slug, model, source, settings, only_scripts=request.only_scripts,
+                                long_paths=request.long_paths)  # fmt: skip
     sizes = " and ".join(map(resolution_name, resolutions_of(model, settings)))
     what = f"{len(source.items)} items" if source else "scripts alone"
+    if settings.footage and not request.only_scripts:
+        what = f"the videos in {settings.footage}, cut by the script's first step,"
     verb = "would be published" if request.dry_run else "is published"
     click.echo(f"{request.name!r} {verb} as {slug}: {what} for {model.title} in {sizes}")
     for line in source.left_out if source else ():
@@ -109,7 +116,7 @@ def _run(request: Request, place: Workspace, slug: str) -> None:
         click.echo(f"  {line}")
     if len(shared) > _NUM_NAMES:
         click.echo(f"  and {len(shared) - _NUM_NAMES} more share one")
-    clips = source is not None and any(item.media == "video" for item in source.items)
+    clips = bool(settings.footage) or any(item.media == "video" for item in (source.items if source else ()))
     if clips and settings.resize:
         click.echo("  clips are taken as they are: --resize makes smaller copies of images only")
     for line in preset_advice(place, targets, model, slug, settings, clips=clips):
@@ -128,7 +135,8 @@ def _run(request: Request, place: Workspace, slug: str) -> None:
 
 def _choices(request: Request, place: Workspace, slug: str) -> dict[str, Any]:
     """What the command line says otherwise than `wangen.toml`, as fields of `DatasetSettings`."""
-    given: dict[str, Any] = {"model": request.model, "resize": request.resize, "trigger": request.trigger}
+    given: dict[str, Any] = {"model": request.model, "resize": request.resize, "trigger": request.trigger,
+                             "footage": request.footage}  # fmt: skip
     trigger = request.trigger or ""
     if not trigger.isprintable() or trigger != trigger.strip():
         raise UsageError(f"{trigger!r} is no trigger word", where="--trigger", cure="give a word, or '' for none")
@@ -141,6 +149,19 @@ def _choices(request: Request, place: Workspace, slug: str) -> dict[str, Any]:
         given["source"] = origin.relative_to(place.folder).as_posix() if inside else str(origin)
     known = place.dataset(slug)
     return {key: value for key, value in given.items() if value is not None and value != getattr(known, key)}
+
+
+def _refuse_media_choices(settings: DatasetSettings) -> None:
+    """Footage is not seen when it is published, so that nothing can be done with its files and captions.
+
+    Raises:
+        UsageError: something is asked for.
+    """
+    for name, cure in (("source", "keep one of the two; --footage '' takes it back"),
+                       ("trigger", "put it into the captions, or into [steps.preprocess] prompt_template"),
+                       ("resize", "clips are cut in the size that is published")):  # fmt: skip
+        if getattr(settings, name):
+            raise UsageError(f"a dataset of footage has no {name}", where=settings.footage, cure=cure)
 
 
 def _remember(place: Workspace, slug: str, choices: Mapping[str, Any]) -> None:

@@ -5,7 +5,7 @@ added, all that replaces something is staged beside its place and renamed in one
 removed, so that an interrupted publish leaves the old state or the new one. Originals stay as they are.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -106,6 +106,7 @@ def make_plan(
     source: Source | None,
     settings: DatasetSettings | None = None,
     *,
+    only_scripts: bool = False,
     long_paths: bool = False,
 ) -> Plan:
     """Compare every target with what it shall hold; nothing is written.
@@ -115,8 +116,10 @@ def make_plan(
         targets: where to publish.
         slug: the dataset.
         model: what is trained.
-        source: what is published; None: only the scripts are made again.
+        source: what is published; None where it is footage, or not on this machine: no media then, and a TOML for
+            footage alone.
         settings: resolutions, trigger word and the like; None for the defaults.
+        only_scripts: the TOML stays as it is, too.
         long_paths: Windows can open long paths there.
 
     Raises:
@@ -129,8 +132,8 @@ def make_plan(
         texts = [*script_texts(workspace, target, model, slug, settings), *setup_texts(target)]
         texts += prompts_texts(workspace, target, model, slug)
         bundle = BundlePlan(target, texts, [], [], [], [])
-        if source:
-            texts.append(toml_text(target, model, slug, source.items, settings))
+        if source or (settings.footage and not only_scripts):
+            texts.append(toml_text(target, model, slug, source.items if source else (), settings))
             _plan_folders(bundle, slug, model, source, settings, shared)
         elif not toml_file(target, slug).is_file():
             raise WangenError(f"{slug} is not published for {target.platform.name} yet", where=str(target.folder),
@@ -164,20 +167,23 @@ def _plan_folders(
     bundle: BundlePlan,
     slug: str,
     model: Model,
-    source: Source,
+    source: Source | None,
     settings: DatasetSettings,
     shared: dict[Path, FolderPlan],
 ) -> None:
     """Add the folders of a dataset to a bundle's plan; `shared` holds those of the targets before."""
     target, sizes = bundle.target, resolutions_of(model, settings)
     for size in sizes:
-        folder = layout.media_folder(target, slug, size)
-        key = folder.resolve()
-        if key not in shared:
-            shared[key] = make_folder_plan(folder, source, model, settings, size)
-        bundle.folders.append(shared[key])
         bundle.empty.append(layout.cache_folder(target, slug, size))
-        bundle.long_paths += layout.long_paths(target, slug, size, shared[key].wanted)
+        names: Collection[str] = ()  # of footage the entries of the cache are the longest
+        if source:
+            folder = layout.media_folder(target, slug, size)
+            key = folder.resolve()
+            if key not in shared:
+                shared[key] = make_folder_plan(folder, source, model, settings, size)
+            bundle.folders.append(shared[key])
+            names = shared[key].wanted
+        bundle.long_paths += layout.long_paths(target, slug, size, names)
     bundle.empty += [layout.output_folder(target, slug), layout.reach(target, target.roots["logs"])]
     asked = {resolution_name(size) for size in sizes}
     bundle.left = [name for name in layout.published_resolutions(target, slug) if name not in asked]

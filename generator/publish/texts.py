@@ -21,6 +21,7 @@ from wangen.generator.bundle import (
 )
 from wangen.generator.dataset import Item
 from wangen.generator.errors import UsageError, WangenError
+from wangen.generator.footage import CLIPS, MANIFEST
 from wangen.generator.paths import toml_path
 from wangen.generator.publish.manifest import CAPTION
 from wangen.generator.setup import scripts as setup_scripts
@@ -81,7 +82,7 @@ def script_texts(
     Raises:
         WangenError: a shell cannot carry a path or text, or a script there cannot be read.
     """
-    steps = bundle_steps(workspace, target, model, slug, resolutions_of(model, settings))
+    steps = bundle_steps(workspace, target, model, slug, resolutions_of(model, settings), settings.footage)
     return [
         script_text(target.folder / f"{name}_{slug}.{shell}", bundle, name)
         for name, bundle in script_bundles(target, slug, steps).items()
@@ -187,17 +188,26 @@ def prompts_texts(workspace: Workspace, target: Target, model: Model, slug: str)
 def dataset_toml(
     target: Target, model: Model, slug: str, items: Iterable[Item], settings: DatasetSettings | None = None
 ) -> str:
-    """The dataset's TOML for a target: for each resolution a block for its images and one for its clips."""
+    """The dataset's TOML for a target: for each resolution a block for its images and one for its clips.
+
+    Of footage there is the manifest that the script's first step writes, in place of a folder of clips.
+    """
     settings = settings or DatasetSettings()
-    kinds = {item.media for item in items}
+    kinds = {"video"} if settings.footage else {item.media for item in items}
+    dataset = (target.roots["datasets"], slug)
     general = {"caption_extension": CAPTION, "batch_size": settings.batch_size, "enable_bucket": True}
     blocks = []
     for size in resolutions_of(model, settings):
-        media = toml_path(target.path(target.roots["datasets"], slug, resolution_name(size)), target.machine)
+        media = toml_path(target.path(*dataset, resolution_name(size)), target.machine)
         for kind in ("image", "video"):
             clip = {"target_frames": [model.num_frames], "frame_extraction": "head"} if kind == "video" else {}
+            if settings.footage:
+                lines = toml_path(target.path(*dataset, CLIPS, MANIFEST), target.machine)
+                source = {f"{kind}_jsonl_file": lines}
+            else:
+                source = {f"{kind}_directory": media}
             block = {
-                f"{kind}_directory": media,
+                **source,
                 "cache_directory": f"{media}_cache",
                 "resolution": list(size),
                 "num_repeats": settings.num_repeats,

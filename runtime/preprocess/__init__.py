@@ -14,6 +14,7 @@ from pathlib import Path
 from wangen.generator.dataset import Problem
 from wangen.generator.errors import UsageError, WangenError, many
 from wangen.generator.files import remove, write_text
+from wangen.generator.footage import PAGES
 from wangen.generator.install import require_library
 from wangen.generator.lock import hold
 from wangen.generator.prepare_steps import Preprocess
@@ -68,7 +69,7 @@ def run(options: Preprocess) -> Report:
         summary=summary + (f", {many(counts['problems'], 'problem')}" if problems else ""),
         inputs={"videos": {item.video.name: item.source.digest for item in known}},
         counts={"videos": len(known), **counts, "made": outcome.made, "reasons": reason_counts(outcome.dropped)},
-        result={"form": form, **{name: place.folder / name for name in place.pages}},
+        result={"form": form, **{name: place.folder / name for name in PAGES}},
         ok=bool(outcome.train),
     )
 

@@ -5,13 +5,13 @@ A window is `frames` frames of a video at the clips' rate that no cut lies in. E
 """
 
 import math
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from wangen.generator.footage import clip_name
 from wangen.generator.prepare_steps import Preprocess
 from wangen.runtime.preprocess.analysis import THUMB_PX, Analysis
 from wangen.runtime.preprocess.form import Form
@@ -82,8 +82,7 @@ class Window:
 
     def name(self, form: Form) -> str:
         """The clip's file name: the same for the same frames of the same content."""
-        stem = re.sub(r"[^A-Za-z0-9_-]", "_", self.footage.video.path.stem, flags=re.ASCII)[:40]
-        return f"{stem}-{self.footage.source.digest[:8]}-{self.start:06}.{form.format}"
+        return clip_name(self.footage.video.path.stem, self.footage.source.digest, self.start, form.format)
 
 
 def find_windows(footage: Footage, analysis: Analysis, form: Form, options: Preprocess) -> list[Window]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from wangen import profiles
 from wangen.generator.errors import UsageError
+from wangen.generator.footage import CLIPS, MANIFEST, RECORDS, SETTINGS, VAL_MANIFEST
 from wangen.generator.prepare_steps import ClipFormat, Preprocess
 from wangen.generator.tomls import parse_resolution, resolution_name
 from wangen.runtime.clips import NPZ_BYTES
@@ -57,27 +58,22 @@ class Place:
     @property
     def clips(self) -> Path:
         """The clips."""
-        return self.folder / "clips"
+        return self.folder / CLIPS
 
     @property
     def records(self) -> Path:
         """What is known of videos and clips, so that a run goes on where the last one stopped."""
-        return self.folder / ".preprocess"
+        return self.folder / RECORDS
 
     @property
     def settings(self) -> Path:
         """The flags of the last run."""
-        return self.records / "settings.json"
+        return self.records / SETTINGS
 
     @property
     def manifests(self) -> tuple[Path, Path]:
         """What names the clips, to train on and to validate."""
-        return self.folder / "train.jsonl", self.folder / "val.jsonl"
-
-    @property
-    def pages(self) -> tuple[str, ...]:
-        """The names of what is written at the end, beside the clips."""
-        return ("train.jsonl", "val.jsonl", "dropped.jsonl", "contact_sheet.html")
+        return self.folder / MANIFEST, self.folder / VAL_MANIFEST
 
     def make(self) -> None:
         """Make the folders. Raises OSError where the disk refuses."""

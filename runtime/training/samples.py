@@ -35,6 +35,8 @@ def read_training_samples(options: Train, model: profiles.Model) -> tuple[list[C
     if not options.validation_items:
         return samples, []
     training, validation = held_out(samples, options.validation_items, options.seed)
+    if unseen := len(samples) - len(training) - len(validation):
+        log.info("  neither trained on nor judged: %s of what is held out", many(unseen, "other clip", "other clips"))
     if not training:
         raise UsageError(f"--validation_items {options.validation_items} leaves nothing of {len(samples)} to train on")
     return training, validation

@@ -6,8 +6,9 @@ differences are the adapter's. The loss differs much more between timesteps than
 """
 
 import contextlib
+import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean, stdev
 from typing import Any
@@ -15,9 +16,12 @@ from typing import Any
 import torch
 
 from wangen.generator.errors import UsageError, many
+from wangen.generator.footage import video_of
 from wangen.runtime.loader import CachedSample, Draw, read_batch
 from wangen.runtime.randomness import generator_for, seed_for
 from wangen.runtime.training.prepared import Prepared
+
+log = logging.getLogger("wangen")
 
 Judge = Callable[[Prepared], torch.Tensor]
 """The plain mean squared error of each item, (B,), for latents that are made ready as in training."""
@@ -111,27 +115,44 @@ class Validation:
 def held_out(samples: Sequence[CachedSample], count: int, seed: int) -> tuple[list[CachedSample], list[CachedSample]]:
     """What is trained on, and what is only judged by: the samples of `count` media files, chosen by their content.
 
-    All clips, resolutions and copies of a file are on one side. The files with the lowest digests of (seed, content)
-    are held out, so renaming changes nothing and a new file moves at most one. Regularisation sets stay in training.
+    All samples, resolutions and copies of a file are on one side, and all clips that were cut from one video: of clips
+    whole videos are put apart, at least one is left, and `count` of their clips are judged. The files or videos with
+    the lowest digests of (seed, content) are held out, so renaming changes nothing but where a clip's name says its
+    video, and a new file moves at most one. Regularisation sets stay in training.
 
     Raises:
         UsageError: nothing would be left to train on.
     """
     own = [sample for sample in samples if not sample.sample.entry.is_reg]
-    sources = {sample.sample.source.digest for sample in own}
-    if count >= len(sources):
+    videos = {sample.sample.source.digest: video_key(sample) for sample in own}
+    if count >= len(videos):
         raise UsageError(
-            f"--validation_items {count} leaves nothing of {many(len(sources), 'item')} to train on",
-            cure=f"give {max(1, len(sources) // 10)} or so, or a dataset of its own with --validation_config"
-            if len(sources) > 1
+            f"--validation_items {count} leaves nothing of {many(len(videos), 'item')} to train on",
+            cure=f"give {max(1, len(videos) // 10)} or so, or a dataset of its own with --validation_config"
+            if len(videos) > 1
             else "give a dataset of its own with --validation_config",
         )
-    chosen = set(sorted(sources, key=lambda digest: seed_for(seed, "held out", digest))[:count])
-    validation = [sample for sample in own if sample.sample.source.digest in chosen]
-    taken = {id(sample) for sample in validation}
-    rest = [sample for sample in samples if id(sample) not in taken]
+    if len(set(videos.values())) == 1:
+        log.warning("  all clips were cut from one video: those held out look like those that are trained on")
+        videos = {digest: digest for digest in videos}
+
+    def drawn(names: Iterable[str]) -> list[str]:
+        return sorted(names, key=lambda name: seed_for(seed, "held out", name))
+
+    apart: set[str] = set()
+    for video in drawn(set(videos.values()))[:-1]:
+        if sum(name in apart for name in videos.values()) < count:
+            apart.add(video)
+    unseen = {digest for digest, video in videos.items() if video in apart}
+    judged = set(drawn(unseen)[:count])
+    validation = [sample for sample in own if sample.sample.source.digest in judged]
     # A file that is held out may also be part of a regularisation set: it must not be seen there either.
-    return [sample for sample in rest if sample.sample.source.digest not in chosen], validation
+    return [sample for sample in samples if sample.sample.source.digest not in unseen], validation
+
+
+def video_key(sample: CachedSample) -> str:
+    """What the samples of one media file, and of the clips of one video, have in common."""
+    return video_of(sample.sample.item.path.name) or sample.sample.source.digest
 
 
 def stratified_sigmas(low: float, high: float, number: int) -> tuple[float, ...]:

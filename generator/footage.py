@@ -1,0 +1,113 @@
+"""Long videos on the machine that trains: its script cuts them into clips before anything else.
+
+Publishing sees none of them. The dataset's TOML names the manifest that the script's first step writes.
+"""
+
+import re
+from collections.abc import Sequence
+from pathlib import PureWindowsPath
+from typing import Any
+
+from wangen.generator.errors import UsageError
+from wangen.generator.paths import Machine, PathError, translate
+from wangen.generator.prepare_steps import Preprocess
+from wangen.generator.target import Target, machine_of
+from wangen.generator.tomls import resolution_name
+from wangen.generator.workspace import FILE, Workspace
+from wangen.profiles import Model
+
+CLIPS = "clips"
+"""The folder below a dataset's where clips and manifests are made."""
+
+MANIFEST, VAL_MANIFEST = "train.jsonl", "val.jsonl"
+
+PAGES = (MANIFEST, VAL_MANIFEST, "dropped.jsonl", "contact_sheet.html")
+"""What stands beside the clips."""
+
+RECORDS, SETTINGS = ".preprocess", "settings.json"
+"""The folder of what is known of videos and clips, and in it the flags of the last run."""
+
+_CLIP = re.compile(r".+-([0-9a-f]{8})-[0-9]{6,}\.(?:mp4|npz)")
+
+_FILLED_IN = {
+    "videos": "[dataset.NAME] footage", "output": "the dataset's name", "task": "model", "fps": "model",
+    "frames": "num_frames, above all sections", "resolution": "[dataset.NAME] resolutions",
+}  # fmt: skip
+"""Flags that the script's other lines must agree with, and what decides them."""
+
+
+def cut_footage(
+    footage: str, workspace: Workspace, target: Target, model: Model, sizes: Sequence[tuple[int, int]]
+) -> dict[str, Any]:
+    """Flags of the step that cuts footage.
+
+    Nothing is kept for `val.jsonl`, unless the workspace says so: `validation_items` holds whole videos out.
+
+    Args:
+        footage: the folder, as the target writes it, or relative to the bundle's root.
+        workspace: what the user says of the step.
+        target: where the script runs.
+        model: its clip length is that of the clips.
+        sizes: of the dataset's TOML, as (width, height) in pixels; clips are as large as the largest.
+
+    Raises:
+        UsageError: the target cannot see the folder, or the workspace sets what is decided elsewhere.
+    """
+    for name in workspace.steps.get(Preprocess.command, {}):
+        if name in _FILLED_IN:
+            raise UsageError(f"[steps.{Preprocess.command}]: {name} is not set here", cure="take it out; "
+                             f"{_FILLED_IN[name]} decides it", where=str(workspace.folder / FILE))  # fmt: skip
+    largest = max(sizes, key=lambda size: size[0] * size[1])
+    return {
+        "videos": seen_from(footage, target),
+        "frames": model.num_frames,
+        "resolution": resolution_name(largest),
+        "val_share": 0.0,
+    }
+
+
+def seen_from(footage: str, target: Target) -> str:
+    """The folder of footage as a target writes it; a relative one lies below the bundle's root.
+
+    Raises:
+        UsageError: the target cannot see it.
+    """
+    if not PureWindowsPath(footage).anchor:
+        return target.path(*footage.replace("\\", "/").split("/"))
+    if PureWindowsPath(footage).drive:
+        writer = Machine(kind="windows")
+    else:
+        writer = machine_of("wsl") if target.machine.kind == "windows" else target.machine
+    try:
+        return target.path(translate(footage, writer, target.machine))
+    except PathError as error:
+        name = target.platform.name
+        raise UsageError(f"{name} cannot see the footage: {error.found}", where=footage,
+                         cure="publish with --platform for the machines that see it, or give a folder below the "
+                         "bundle's root, such as --footage footage, and put the videos there") from None  # fmt: skip
+
+
+def clip_name(stem: str, digest: str, start: int, suffix: str) -> str:
+    """The file name of a clip: the same for the same frames of the same content.
+
+    Args:
+        stem: of the video's name.
+        digest: of the video's content.
+        start: first frame, at the clips' rate.
+        suffix: `mp4` or `npz`.
+
+    >>> clip_name("a walk", "0123456789abcdef", 81, "mp4")
+    'a_walk-01234567-000081.mp4'
+    """
+    stem = re.sub(r"[^A-Za-z0-9_-]", "_", stem, flags=re.ASCII)[:40]
+    return f"{stem}-{digest[:8]}-{start:06}.{suffix}"
+
+
+def video_of(clip: str) -> str | None:
+    """What says which video a clip was cut from, by its name as `clip_name` makes it; None for any other file.
+
+    >>> video_of("a_walk-01234567-000081.mp4"), video_of("walk.mp4")
+    ('01234567', None)
+    """
+    match = _CLIP.fullmatch(clip)
+    return match[1] if match else None

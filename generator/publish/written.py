@@ -1,0 +1,155 @@
+"""What the steps wrote for a dataset: cache entries, clips, checkpoints, LoRAs, samples, videos, reports.
+
+A file is known by its header, or by what stands in it or beside it, not by its name alone.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from wangen.generator import footage
+from wangen.generator.errors import WangenError
+from wangen.generator.formats.safetensors import read_safetensors
+from wangen.generator.publish.inventory import Inventory, Part, entries_of
+from wangen.generator.steps import STEPS
+
+_ENTRY = re.compile(r".*-[0-9a-f]{20}\.[a-z_]+\.safetensors")
+_CACHE_NOTES = re.compile(
+    r"\.wangen-[a-z]+(-[0-9a-f]{20}\.[a-z_]+)?\.jsonl?|\.claim-[0-9a-f]{20}(-[0-9a-f]{16})?"
+    r"|\.[0-9a-f]{20}-[0-9a-f]{16}([0-9a-f]{8})?\.tmp|\.\.wangen-.*-[0-9a-f]{16}([0-9a-f]{8})?\.tmp"
+)
+_STATE = re.compile(r"step-\d{8}(-old)?|\.staging-\d{8}")
+_EXPERT = r"(_(high|low)_noise)?"
+_STATE_FILES = re.compile(rf"state\.json|(adapter|optimizer|ema){_EXPERT}\.safetensors|.*\.tmp")
+_LAYOUT = r"(-ema)?(-(comfyui|kohya|diffusers))?\.safetensors"
+_ON_THE_WAY = re.compile(rf"{_EXPERT}-(step\d{{8}}|\d{{6}}){_LAYOUT}")
+_FINISHED = re.compile(rf"{_EXPERT}(-best)?{_LAYOUT}")
+_MAX_LINE = 1 << 20
+_SAMPLE = re.compile(r"-step\d{8}-\d+\.(mp4|png)")
+_TRACE = re.compile(r"steps-\d+-\d+\.json\.gz")
+_LOSSES = re.compile(r"[0-9a-f]{20}\.json")
+_MARKS = {".mp4": b"wangen", ".png": b"wangen", ".json": b'{"settings": '}
+"""What stands in a video or picture of ours, and in what is known of it, by the ending."""
+_SAMPLES, _SAMPLE_LIST, _METRICS, _TRACES = "samples", "samples.jsonl", "metrics.jsonl", "trace"
+
+
+def look_at_cache(found: Inventory, folder: Path) -> None:
+    """A folder of cache entries."""
+    for path in entries_of(folder):
+        if _CACHE_NOTES.fullmatch(path.name):
+            found.files["caches"].append(path)
+        elif _ENTRY.fullmatch(path.name):
+            if _header(path).get("format", "").startswith("wangen-cache-"):
+                found.files["caches"].append(path)
+            else:
+                found.kept["caches"].append((path, "no cache entry of ours by its header"))
+    found.folders["caches"].append(folder)
+
+
+def look_at_clips(found: Inventory, folder: Path) -> None:
+    """The folder of clips that a script's first step cuts, with what is known of them."""
+    records = folder / footage.RECORDS
+    if not (records / footage.SETTINGS).is_file():
+        return
+    clips = [path for path in entries_of(folder / footage.CLIPS) if footage.video_of(path.name)]
+    pages = [path for name in footage.PAGES if (path := folder / name).is_file()]
+    found.files["caches"] += [*clips, *pages, *(path for path in sorted(records.rglob("*")) if path.is_file())]
+    inner = sorted((path for path in records.rglob("*") if path.is_dir()), reverse=True)
+    found.folders["caches"] += [folder / footage.CLIPS, *inner, records, folder]
+
+
+def _header(path: Path) -> dict[str, str]:
+    """The free text fields of a safetensors file; empty for anything else."""
+    try:
+        return read_safetensors(path).metadata
+    except (WangenError, OSError):
+        return {}
+
+
+def look_at_outputs(found: Inventory, folder: Path) -> None:
+    """The folder of a run: its states, its LoRAs, and what was said and shown of them."""
+    states = [folder / f"{found.slug}{expert}-state" for expert in ("", "_high_noise", "_low_noise")]
+    for state in (path for part in states for path in entries_of(part) if _STATE.fullmatch(path.name)):
+        inside = entries_of(state)
+        found.files["checkpoints"] += [path for path in inside if _STATE_FILES.fullmatch(path.name)]
+        found.folders["checkpoints"].append(state)
+    for path in entries_of(folder):
+        rest = path.name.removeprefix(found.slug)
+        if rest != path.name and path.is_file():
+            part: Part | None = "checkpoints" if _ON_THE_WAY.fullmatch(rest) else None
+            part = part or ("outputs" if _FINISHED.fullmatch(rest) else None)
+            if part and "wangen.fingerprint" in _header(path):
+                found.files[part].append(path)
+            elif part:
+                found.kept[part].append((path, "no LoRA of ours by its header"))
+    found.files["outputs"] += [*_reports(folder), *_experiment_logs(found, folder), *_watched(found, folder)]
+    found.files["outputs"] += _judged(found, folder)
+    found.folders["checkpoints"] += [*states, folder]
+    found.folders["outputs"].append(folder)
+
+
+def _reports(folder: Path) -> Iterator[Path]:
+    for step in STEPS:
+        path = folder / f"{step.command}.report.json"
+        with suppress(OSError, ValueError, RecursionError, AttributeError):
+            if json.loads(path.read_text(encoding="utf-8")).get("step") == step.command:
+                yield path
+    lock = folder / "run.lock"
+    if lock.is_file():
+        yield lock
+
+
+def _watched(found: Inventory, folder: Path) -> Iterator[Path]:
+    """What training says and shows on its way: its numbers, its samples, its trace, the drawing of its timesteps."""
+    for path in (folder / _METRICS, folder / _SAMPLES / _SAMPLE_LIST):
+        if _is_lines(path):
+            yield path
+    for path in entries_of(folder / _SAMPLES):
+        if path.name.startswith(found.slug) and _SAMPLE.fullmatch(path.name.removeprefix(found.slug)):
+            yield path
+    yield from (path for path in entries_of(folder / _TRACES) if _TRACE.fullmatch(path.name))
+    drawing = folder / f"{found.slug}-timesteps.svg"
+    if drawing.is_file():
+        yield drawing
+    found.folders["outputs"] += [folder / _SAMPLES, folder / _TRACES]
+
+
+def _judged(found: Inventory, folder: Path) -> Iterator[Path]:
+    """What generating, evaluating and reporting leave: the numbers, the videos, the page."""
+    evaluation, page = folder / "evaluation.json", folder / "report.html"
+    if _holds(evaluation, b'"mean_base"'):
+        yield evaluation
+    if _holds(page, b'<meta name="generator" content="wangen'):
+        yield page
+    yield from (path for path in entries_of(folder / "losses") if _LOSSES.fullmatch(path.name))
+    for path in (path for name in ("videos", "generated") for path in entries_of(folder / name)):
+        if path.suffix in _MARKS and _holds(path, _MARKS[path.suffix]):
+            yield path
+    found.folders["outputs"] += [folder / name for name in ("losses", "videos", "generated")]
+
+
+def _holds(path: Path, mark: bytes) -> bool:
+    try:
+        return mark in path.read_bytes()
+    except OSError:
+        return False
+
+
+def _is_lines(path: Path) -> bool:
+    """Whether a file has a JSON object with a step in its first line, as training writes it."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            return "step" in json.loads(file.readline(_MAX_LINE))
+    except (OSError, ValueError, RecursionError, TypeError):
+        return False
+
+
+def _experiment_logs(found: Inventory, folder: Path) -> list[Path]:
+    """TensorBoard's files of the training step."""
+    place = folder / "logs"
+    files = sorted(place.rglob("events.out.tfevents.*")) if place.is_dir() else []
+    inner = {parent for path in files for parent in path.parents if parent == place or place in parent.parents}
+    found.folders["outputs"] += sorted(inner, key=lambda path: -len(path.parts))
+    return files
