@@ -80,8 +80,9 @@ def test_every_example_line_is_accepted_without_its_hash(tmp_path):
         "sample_prompts": Path("prompts.txt"), "sample_every_n_epochs": 5, "validation_items": 8,
     }  # fmt: skip
     assert everything.dataset("cats") == workspace.DatasetSettings(
-        source="photos/cats", trigger="ohwx cat", resolutions=((512, 512), (832, 480)), resize=True
-    )
+        source="photos/cats", trigger="ohwx cat", resolutions=((512, 512), (832, 480)), resize=True,
+        footage="/data/films",
+    )  # fmt: skip
 
 
 def test_a_new_workspace_names_no_path_of_this_machine(tmp_path):
