@@ -132,6 +132,10 @@ def test_what_is_done_is_not_done_again_and_the_result_is_the_same(tiny_run, tra
     assert evaluate.run(options).counts["videos"] == 1
     assert len(measured) == 1
     assert (tmp_path / "a/evaluation.json").read_bytes() == whole
+    torn = next((tmp_path / "a/videos").glob("*.mp4"))
+    torn.write_bytes(torn.read_bytes()[:-100])
+    assert evaluate.run(options).counts["videos"] == 1
+    assert (tmp_path / "a/evaluation.json").read_bytes() == whole
     shutil.rmtree(tmp_path / "a/videos")
     assert evaluate.run(replace(options, infer_steps=1)).counts["videos"] == 4
 

@@ -5,12 +5,17 @@ from collections.abc import Mapping
 from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.files import replace
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Frames = np.ndarray[Any, np.dtype[np.uint8]]
 
 KEY = "wangen"
 """The field of a file's metadata that holds the settings, as JSON."""
@@ -107,3 +112,23 @@ def read_settings(path: Path, flag: str) -> dict[str, Any]:
         raise UsageError(f"{flag}: this file holds no settings of wangen", where=str(path),
                          cure="give the file as it was made: converting a video drops them")  # fmt: skip
     return settings
+
+
+def read_frames(path: Path) -> "Frames":
+    """The frames of an mp4 or png, (T, H, W, 3) uint8.
+
+    Raises:
+        WangenError: it cannot be decoded.
+    """
+    import av
+    import numpy as np
+    from PIL import Image
+
+    try:
+        if path.suffix.lower() == ".png":
+            with Image.open(path) as image:
+                return np.asarray(image.convert("RGB"))[None]
+        with av.open(str(path)) as container:
+            return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
+    except (av.FFmpegError, OSError, ValueError, IndexError) as error:  # the last: no picture in the container
+        raise WangenError(f"cannot be decoded: {error}", where=str(path), cure="delete it and run again") from None
