@@ -41,6 +41,7 @@ from wangen.runtime.evaluation.tables import (
     sources_of,
     whole,
 )
+from wangen.runtime.evaluation.trained import said_of, trained_sources
 from wangen.runtime.evaluation.videos import describe, make, plan_videos, usual_motion, with_loras
 from wangen.runtime.evaluation.warnings import forgotten, warnings_of
 from wangen.runtime.evaluation_file import BASE, FILE, Evaluation, Memorisation, Row, Video, write_evaluation
@@ -78,6 +79,7 @@ class Judged:
         held_out: items that were not trained on.
         forgetting: items outside of what was trained.
         training: items that were trained on.
+        trained: digests of files that were trained on, those that the checkpoints' headers tell among them.
         prompts: activities and prompts of the videos.
     """
 
@@ -91,6 +93,7 @@ class Judged:
     held_out: Sequence[CachedSample]
     forgetting: Sequence[CachedSample]
     training: Sequence[CachedSample]
+    trained: set[str]
     prompts: Sequence[tuple[str, SamplePrompt]] = ()
 
     @property
@@ -144,7 +147,7 @@ def run(options: Evaluate) -> Report:
         videos=videos,
         memorisation=copies,
     )
-    said = [*_of_the_sets(judged), *warnings_of(evaluation, base, others, sources)]
+    said = [*said_of(judged.held_out, judged.trained), *warnings_of(evaluation, base, others, sources)]
     if judged.forgetting:
         said += forgotten(ranked[0].name, found["forgetting"], sources_of(judged.forgetting))
     evaluation = replace(evaluation, warnings=tuple(said))
@@ -168,7 +171,13 @@ def _prepare(options: Evaluate) -> Judged:
     candidates = find_candidates(options.lora_weight, options.lora_weight_high_noise, experts=model.experts is not None)
     require_writable(options.output_dir)
     boundary = training.timestep_boundary if model.experts else None
-    held_out_items, trained = _held_out(training, model, options)
+    items = find_entries(training, model, read_samples(training, model))
+    rest: list[CachedSample] = []
+    judged_by = items
+    if options.validation_items:
+        rest, judged_by = held_out(items, options.validation_items, options.seed)
+    trained_on = _items(training, model, options.training_config, options.resolution) or rest
+    files = [file for candidate in candidates for file in candidate.files]
     timesteps = SMOKE_TIMESTEPS if options.smoke else options.validation_timesteps
     judged = Judged(
         options=options,
@@ -178,9 +187,10 @@ def _prepare(options: Evaluate) -> Judged:
         device=device,
         points=Points(timesteps, boundary, options.seed, training.condition_frames or 0),
         candidates=candidates,
-        held_out=held_out_items,
+        held_out=judged_by,
         forgetting=_items(training, model, options.forgetting_config),
-        training=_items(training, model, options.training_config, options.resolution) or trained,
+        training=trained_on,
+        trained={*sources_of(trained_on), *trained_sources(files, items, training, model)},
     )
     require_files(with_loras(sampling, candidates), model, judged.encoders if options.num_videos else None)
     if not options.num_videos:
@@ -236,30 +246,6 @@ def _items(training: Train, model: Model, other: Path | None, resolution: str = 
         return []
     options = replace(on_other_dataset(training, other), resolution=resolution)
     return find_entries(options, model, read_samples(options, model))
-
-
-def _held_out(training: Train, model: Model, options: Evaluate) -> tuple[list[CachedSample], list[CachedSample]]:
-    """What is judged by, and what of the same dataset was trained on.
-
-    Raises:
-        WangenError: entries are missing or stale.
-        UsageError: there are not so many items.
-    """
-    items = find_entries(training, model, read_samples(training, model))
-    if not options.validation_items:
-        return items, []
-    trained, held = held_out(items, options.validation_items, options.seed)
-    return held, trained
-
-
-def _of_the_sets(judged: Judged) -> list[str]:
-    """What is wrong with what is judged by."""
-    trained = set(sources_of(judged.training))
-    both = {item.sample.item.path.name for item in judged.held_out if item.sample.source.digest in trained}
-    if not both:
-        return []
-    number = many(len(both), "file that is judged by was", "files that are judged by were")
-    return [f"{number} trained on as well, so that is no held-out loss: {', '.join(sorted(both)[:3])}"]
 
 
 def _losses(judged: Judged) -> dict[str, dict[str, Losses]]:

@@ -86,6 +86,28 @@ def test_the_items_that_training_held_out_are_found_again(tiny_run, tmp_path):
         evaluate.run(replace(options, validation_items=3))
 
 
+def test_items_that_the_checkpoints_were_trained_on_are_told_from_their_headers(tiny_run, tmp_path, caplog):
+    def warnings(run: str, **changes) -> str:
+        given = {"training_config": None, "num_videos": 0, "seed": 7, **changes}
+        evaluate.run(flags(tiny_run, tmp_path / run / "lora.safetensors", tmp_path / "out", **given))
+        return "\n".join(read_evaluation(tmp_path / "out/evaluation.json").warnings)
+
+    for run, dropout in (("plain", 0.0), ("dropout", 0.5)):
+        own = {"validation_items": 1, "seed": 7, "max_train_steps": 1, "caption_dropout": dropout}
+        train.run(tiny_run.options(tmp_path / run, **own))
+        assert "trained on" not in warnings(run, validation_items=1)
+        assert "2 files that are judged by were trained on as well" in warnings(run)
+        assert "trained on as well" in warnings(run, validation_items=2)
+    assert "2 files that are judged by were trained on as well" in caplog.text
+    train.run(tiny_run.options(tmp_path / "all", max_train_steps=1, seed=7))
+    assert "all 3 files that are judged by were trained on" in warnings("all")
+    assert "the file that is judged by was trained on" in warnings("all", validation_items=1)
+    weights = load_file(tmp_path / "all/lora.safetensors")
+    for metadata in ({}, {"wangen.fingerprint": "{"}, {"wangen.fingerprint": "[1]"}, {"wangen.fingerprint": "{}"}):
+        save_file(weights, tmp_path / "all/lora.safetensors", metadata)
+        assert "trained on" not in warnings("all")  # nobody knows
+
+
 def test_all_checkpoints_of_a_run_are_ranked_and_the_best_is_filmed_beside_the_base(tiny_run, trained, tmp_path):
     report = evaluate.run(flags(tiny_run, trained, tmp_path))
     found = read_evaluation(tmp_path / "evaluation.json")
@@ -103,7 +125,7 @@ def test_all_checkpoints_of_a_run_are_ranked_and_the_best_is_filmed_beside_the_b
         assert video.signals[BASE].keys() | {"psnr_to_base", "ssim_to_base"} == video.signals[found.best].keys()
     assert {one.checkpoint for one in found.memorisation} == {found.best}
     assert any("only 3 files held out" in warning for warning in found.warnings)
-    assert any("trained on as well" in warning for warning in found.warnings)
+    assert "all 3 files that are judged by were trained on" in found.warnings[0]
 
 
 def test_a_video_of_it_is_what_generate_makes_and_repeats(tiny_run, trained, tmp_path):
