@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ from wangen.runtime.models import Family, family
 from wangen.runtime.samples import read_samples
 from wangen.runtime.sampling.options import require_files, resolved
 from wangen.runtime.sampling.prompts import SamplePrompt
+from wangen.runtime.sampling.repeat import made_on
 from wangen.runtime.sampling.sampler import ExpertWeights, Sampler, Settings
 from wangen.runtime.sampling.scenes import Encoders, make_scenes
 from wangen.runtime.sampling.videos import Decoder
@@ -258,7 +260,7 @@ def _losses(judged: Judged) -> dict[str, dict[str, Losses]]:
     weights = {name: headers.identity(path, f"--{name}") for name in ("dit", "dit_high_noise")
                if (path := getattr(own, name)) is not None}  # fmt: skip
     facts = {**weights, "task": own.task, "dtype": judged.sampling.dtype, "quantize": own.quantize,
-             "attention": own.attention, "device": judged.device.type}  # fmt: skip
+             "attention": own.attention, **made_on(judged.device.type), "peft": version("peft")}  # fmt: skip
     judging = Judging(
         judged.load,
         judged.experts,

@@ -162,6 +162,16 @@ def test_what_is_done_is_not_done_again_and_the_result_is_the_same(tiny_run, tra
     assert evaluate.run(replace(options, infer_steps=1)).counts["videos"] == 4
 
 
+@pytest.mark.parametrize("place", ["wangen.runtime.sampling.repeat.version", "wangen.runtime.evaluate.version"])
+def test_other_versions_of_the_libraries_judge_anew(tiny_run, trained, tmp_path, monkeypatch, place):
+    options = flags(tiny_run, trained / "lora.safetensors", tmp_path, num_videos=0)
+    evaluate.run(options)
+    before = set((tmp_path / "losses").iterdir())
+    monkeypatch.setattr(place, lambda _name: "9.0")
+    evaluate.run(options)
+    assert len(set((tmp_path / "losses").iterdir()) - before) == len(before) == 2
+
+
 def test_loras_of_more_runs_than_fit_into_memory_at_once_get_the_same_losses(tiny_run, trained, tmp_path, monkeypatch):
     evaluate.run(flags(tiny_run, trained, tmp_path / "a", num_videos=0))
     monkeypatch.setattr(judging, "LORAS_AT_ONCE", 1)
