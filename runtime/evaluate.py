@@ -136,13 +136,15 @@ def run(options: Evaluate) -> Report:
     found = _losses(judged)
     base, others = found["held out"].pop(BASE), found["held out"]
     sources = sources_of(judged.held_out)
-    ranked = ranking(base, others, [one for one in judged.candidates if one.name in others], sources)
+    ranked = ranking(base, others, [one for one in judged.candidates if one.name in others], sources,
+                     options.output_dir)  # fmt: skip
     videos, copies, made = _videos(judged, ranked[0].name, _training_latents(judged), clip_score)
     evaluation = Evaluation(
         mean_base=whole("", base, {}).base,
         checkpoints=tuple(ranked),
         best=ranked[0].name,
         num_items=len(base.keys),
+        num_trained=sum(source in judged.trained for source in sources),
         per_timestep=by_timestep(base, others),
         per_activity=_activities(judged, base, others),
         forgetting=_forgetting(found.get("forgetting")),
@@ -335,13 +337,14 @@ def _report(judged: Judged, evaluation: Evaluation, made: int) -> Report:
     own, best = judged.options, evaluation.winner
     for line in evaluation.warnings:
         log.warning("  %s", line)
-    interval = f"95 % interval {best.ci_low:+.5f} to {best.ci_high:+.5f}"
+    interval = best.interval(evaluation.confidence)
     losses = f"held-out loss {best.mean_loss:.5f}, base {evaluation.mean_base:.5f} ({best.delta:+.5f}, {interval})"
+    (lora,) = (one for one in judged.candidates if one.name == best.name)
     file = own.output_dir / FILE
     return Report(
         folder=own.output_dir,
         summary=f"{best.name} is the best of {many(len(evaluation.checkpoints), 'checkpoint')}: {losses}: {file}",
         inputs={"dataset_config": own.dataset, "lora_weight": own.lora_weight, "dit": own.dit},
         counts={"items": evaluation.num_items, "checkpoints": len(evaluation.checkpoints), "videos": made},
-        result={"file": file, "best": best.name, "lora": best.file, "lora_high_noise": best.file_high_noise},
+        result={"file": file, "best": best.name, "lora": lora.file, "lora_high_noise": lora.file_high_noise},
     )

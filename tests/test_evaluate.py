@@ -97,6 +97,7 @@ def test_items_that_the_checkpoints_were_trained_on_are_told_from_their_headers(
         train.run(tiny_run.options(tmp_path / run, **own))
         assert "trained on" not in warnings(run, validation_items=1)
         assert "2 files that are judged by were trained on as well" in warnings(run)
+        assert read_evaluation(tmp_path / "out/evaluation.json").num_trained == 2
         assert "trained on as well" in warnings(run, validation_items=2)
     assert "2 files that are judged by were trained on as well" in caplog.text
     train.run(tiny_run.options(tmp_path / "all", max_train_steps=1, seed=7))
@@ -126,6 +127,29 @@ def test_all_checkpoints_of_a_run_are_ranked_and_the_best_is_filmed_beside_the_b
     assert {one.checkpoint for one in found.memorisation} == {found.best}
     assert any("only 3 files held out" in warning for warning in found.warnings)
     assert "all 3 files that are judged by were trained on" in found.warnings[0]
+
+
+def test_paths_of_loras_hold_where_a_run_is_moved_to(tiny_run, trained, tmp_path, monkeypatch):
+    loras = {"run/lora.safetensors": "lora.safetensors", "x/lora.safetensors": "../x/lora.safetensors"}
+    for name, told in loras.items():
+        (tmp_path / name).parent.mkdir()
+        shutil.copyfile(trained / "lora.safetensors", tmp_path / name)
+        report = evaluate.run(flags(tiny_run, tmp_path / name, tmp_path / "run", num_videos=0))
+        assert read_evaluation(tmp_path / "run/evaluation.json").winner.file == told
+        assert report.result["lora"] == tmp_path / name
+    monkeypatch.chdir(trained.parent)
+    elsewhere = Path(trained.name) / "lora.safetensors"
+    evaluate.run(flags(tiny_run, elsewhere, tmp_path / "run", num_videos=0))
+    found = read_evaluation(tmp_path / "run/evaluation.json").winner
+    assert found.file == (trained / "lora.safetensors").as_posix()
+
+
+def test_a_single_held_out_file_has_no_interval(tiny_run, trained, tmp_path):
+    report = evaluate.run(flags(tiny_run, trained, tmp_path, num_videos=0, validation_items=1, training_config=None))
+    assert "no interval, as a single file is held out" in report.summary
+    found = read_evaluation(tmp_path / "evaluation.json")
+    assert [(one.ci_low, one.ci_high) for one in found.checkpoints] == [(None, None)] * 2
+    assert "only one file is held out: there is no interval" in " ".join(found.warnings)
 
 
 def test_a_video_of_it_is_what_generate_makes_and_repeats(tiny_run, trained, tmp_path):
