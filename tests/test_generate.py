@@ -311,6 +311,18 @@ def test_a_lora_of_the_other_expert_is_said(tiny_run, lora, tmp_path, monkeypatc
     assert "was trained for the high-noise expert" in caplog.text
 
 
+def test_frames_that_are_no_numbers_are_not_written(tiny_run, tmp_path, monkeypatch):
+    kind = family(profiles.model("t2v-1.3B"))
+    decode = kind.decode_latents
+    monkeypatch.setattr(
+        kind, "decode_latents", lambda *given, **named: decode(*given, **named) * torch.nan, raising=False
+    )
+    with pytest.raises(WangenError, match="frames are not finite in float16") as caught:
+        generate.run(options_for(tiny_run, tmp_path / "a.png", video_length=1, vae_dtype="float16"))
+    assert "--vae_dtype" in caught.value.cure
+    assert not (tmp_path / "a.png").exists()
+
+
 def test_decoding_that_runs_out_of_memory_keeps_its_cache_on_the_host(tiny_run, tmp_path, monkeypatch, caplog):
     generate.run(options_for(tiny_run, tmp_path / "a.mp4"))
     kind = family(profiles.model("t2v-1.3B"))
