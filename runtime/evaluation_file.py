@@ -64,7 +64,7 @@ class Checkpoint:
         """Of the difference, in words."""
         if self.ci_low is None or self.ci_high is None:
             return "no interval, as a single file is held out"
-        return f"{confidence:.0%} interval {self.ci_low:+.5f} to {self.ci_high:+.5f}"
+        return f"{100 * confidence:.0f} % interval {self.ci_low:+.5f} to {self.ci_high:+.5f}"
 
 
 @dataclass(frozen=True)
