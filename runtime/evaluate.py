@@ -108,12 +108,7 @@ class Judged:
     @property
     def encoders(self) -> Encoders:
         """The weights around them; only asked for videos."""
-        own = self.options
-        assert own.t5 is not None
-        assert own.vae is not None
-        return Encoders(t5=own.t5, vae=own.vae, clip=own.clip, tokenizer=own.tokenizer, t5_dtype=own.t5_dtype,
-                        fp8_t5=own.fp8_t5, vae_dtype=own.vae_dtype, vae_cache_cpu=own.vae_cache_cpu,
-                        vae_tile=own.vae_tile)  # fmt: skip
+        return Encoders.of(self.options)
 
     def load(self, experts: Sequence[ExpertWeights]) -> Sampler:
         """Transformers with LoRAs, in memory."""

@@ -69,7 +69,7 @@ def run(options: Generate) -> Report:
     options = resolved(options, model, device)
     prompts = prompts_of(options, model)
     files = files_of(options, prompts)
-    encoders = _encoders(options)
+    encoders = Encoders.of(options, plain=bool(options.plain))
     require_files(options, model, encoders)
     told_here = {**identities(options), **made_on(device.type)}
     settings = [{**settings_of(options, prompt), **told_here} for prompt in prompts]
@@ -121,14 +121,6 @@ def _make(
             if len(videos) > 1:
                 log.info("  %s", planned.path)
     return sampler.attention
-
-
-def _encoders(options: Generate) -> Encoders:
-    return Encoders(
-        t5=options.t5, vae=options.vae, clip=options.clip, tokenizer=options.tokenizer, t5_dtype=options.t5_dtype,
-        fp8_t5=bool(options.fp8_t5), vae_dtype=options.vae_dtype, vae_cache_cpu=options.vae_cache_cpu,
-        vae_tile=options.vae_tile or 0, plain=bool(options.plain),
-    )  # fmt: skip
 
 
 def _experts(options: Generate, model: Model) -> list[ExpertWeights]:

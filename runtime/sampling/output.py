@@ -3,7 +3,6 @@
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +10,7 @@ import torch
 
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.files import replace
+from wangen.runtime.clips import encode
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,6 +21,9 @@ KEY = "wangen"
 """The field of a file's metadata that holds the settings, as JSON."""
 
 X264 = {"crf": "18", "threads": "1", "x264-params": "cpu-independent=1"}
+"""For bytes that depend on nothing but the frames: x264's fast paths read beyond the picture's edge, so that the same
+frames of 80x64 gave other bytes in a tenth of the runs; `cpu-independent` switches them off, and one thread keeps the
+order."""
 
 
 def write_media(path: Path, video: torch.Tensor, fps: int, metadata: Mapping[str, str]) -> None:
@@ -33,7 +36,7 @@ def write_media(path: Path, video: torch.Tensor, fps: int, metadata: Mapping[str
         metadata: texts stored in the file.
 
     Raises:
-        WangenError: the disk refused.
+        WangenError: the disk refused, or the encoder did.
     """
     frames = ((video.float().cpu() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).permute(1, 2, 3, 0).numpy()
     temporary = path.with_name(f".{path.stem}.tmp{path.suffix}")
@@ -42,7 +45,7 @@ def write_media(path: Path, video: torch.Tensor, fps: int, metadata: Mapping[str
         if path.suffix.lower() == ".png":
             _write_png(temporary, frames[0], metadata)
         else:
-            _write_mp4(temporary, frames, fps, metadata)
+            encode(temporary, frames, fps, X264, metadata=metadata)
         replace(temporary, path)
     except OSError as error:
         raise WangenError(
@@ -61,24 +64,6 @@ def _write_png(path: Path, frame: Any, metadata: Mapping[str, str]) -> None:
     for key, value in metadata.items():
         info.add_itxt(key, value)
     Image.fromarray(frame).save(path, pnginfo=info)
-
-
-def _write_mp4(path: Path, frames: Any, fps: int, metadata: Mapping[str, str]) -> None:
-    """h264, 4:2:0, in bytes that depend on nothing but the frames.
-
-    x264's fast paths read beyond the picture's edge, so that the same frames of 80x64 gave other bytes in a tenth of
-    the runs; `cpu-independent` switches them off, and one thread keeps the order.
-    """
-    import av
-
-    with av.open(str(path), "w", options={"movflags": "use_metadata_tags"}) as container:
-        container.metadata.update(metadata)
-        stream = container.add_stream("libx264", rate=Fraction(fps), options=X264)
-        stream.height, stream.width = frames.shape[1:3]
-        stream.pix_fmt = "yuv420p"
-        for image in frames:
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(image, format="rgb24")))
-        container.mux(stream.encode())
 
 
 def read_settings(path: Path, flag: str) -> dict[str, Any]:
