@@ -209,22 +209,40 @@ def _read_config(step: type[Step], path: Path) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in load(path).items():
         flat.update(value if isinstance(value, dict) else {key: value})
+    return from_toml(step, flat, f"{path}, key")
+
+
+def from_toml(step: type[Step], keys: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Flags that stand in a TOML file, by field name; a key is any spelling that the command line takes.
+
+    Args:
+        step: whose flags.
+        keys: spelling -> raw value.
+        where: they stand, for messages; the key follows.
+
+    Raises:
+        UsageError: there is no such flag, the value does not fit, or two keys give a flag two values.
+    """
     known = {name: (option, constant) for name, option, constant in spellings(step)}
     values: dict[str, Any] = {}
-    for key, raw in flat.items():
-        name = key.replace("-", "_")
+    keys_of: dict[str, str] = {}
+    for key, raw in keys.items():
+        name, place = key.replace("-", "_"), f"{where} {key}"
         if name not in known:
             answer = unknown_flag(step, name)
-            raise UsageError(answer.found, where=f"{path}, key {key}", cure=answer.cure)
+            raise UsageError(answer.found, where=place, cure=answer.cure)
         option, constant = known[name]
-        if constant is None:
-            values[option.name] = convert(option, raw, f"{path}, key {key}")
-        elif not isinstance(raw, bool):
-            raise UsageError(f"--{name} is true or false, got {raw!r}", where=f"{path}, key {key}")
-        elif raw:
-            values[option.name] = convert(option, constant)
-        elif opposite := option.flag.constants.get(f"no_{name}"):
-            values[option.name] = convert(option, opposite)
+        if constant is not None and not isinstance(raw, bool):
+            raise UsageError(f"--{name} is true or false, got {raw!r}", where=place)
+        if constant is not None:
+            raw = constant if raw else option.flag.constants.get(f"no_{name}")
+        if raw is None:  # a constant that is false and has no opposite says nothing
+            continue
+        value = convert(option, raw, place)
+        if values.setdefault(option.name, value) != value:
+            raise UsageError(f"{keys_of[option.name]} and {key} contradict each other", where=place,
+                             cure="give one of them")  # fmt: skip
+        keys_of[option.name] = key
     return values
 
 

@@ -157,9 +157,11 @@ class Generate(Step):
     device: str | None = flag("cuda, cuda:1, cpu … (default: cuda when there is one)", None)
 
     save_path: Path = flag("the .mp4 or .png to write, or a folder", names=("output_dir", "output"))
+    fresh: bool = flag("make again what is there already; without it a video whose file holds these settings is kept",
+                       False)  # fmt: skip
 
     def _smoke_changes(self) -> dict[str, Any]:
         changes = {name: tuple(map(of_try, getattr(self, name))) for name in ("lora_weight", "lora_weight_high_noise")}
         path = self.save_path.parent / SMOKE / self.save_path.name
         return {**super()._smoke_changes(), **changes, "num_videos": 1, "infer_steps": SMOKE_SAMPLING_STEPS,
-                "save_path": path}  # fmt: skip
+                "save_path": path, "fresh": True}  # fmt: skip

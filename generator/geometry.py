@@ -115,11 +115,15 @@ def too_short(facts: MediaFacts, target: DatasetEntry | int, fps: int) -> tuple[
         fits = frames >= needed
     else:
         frames, needed = resampled_frames(facts, fps, target.source_fps), min(target.target_frames)
-        setting, fits = "target_frames = [{}] in the dataset's TOML", bool(windows(target, frames))
+        place = "a TOML whose block names this manifest" if target.mixed else "the dataset's TOML"
+        setting, fits = f"target_frames = [{{}}] in {place}", bool(windows(target, frames))
     if fits:
         return None
     fitting = setting.format((frames - 1) // 4 * 4 + 1)
-    return f"has {frames} frames at {fps} fps, {needed}{TOO_SHORT}", f"set {fitting} or take it out"
+    # The lines of a manifest count frames at the clips' own rate.
+    slower = not isinstance(target, int) and target.mixed and facts.num_frames >= needed
+    cure = f"make the clips at {fps} fps, set" if slower else "set"
+    return f"has {frames} frames at {fps} fps, {needed}{TOO_SHORT}", f"{cure} {fitting} or take it out"
 
 
 SAME_SHAPE = 0.02

@@ -12,7 +12,7 @@ from typing import Any, get_args, get_type_hints
 
 from wangen import profiles
 from wangen.generator import tomls
-from wangen.generator.commands import convert, unknown_flag
+from wangen.generator.commands import from_toml
 from wangen.generator.errors import UsageError
 from wangen.generator.quoting import QUOTES
 from wangen.generator.steps import STEPS, find_step
@@ -45,7 +45,7 @@ def load(workspace: Path) -> dict[str, Platform]:
 
 
 def step_values(sections: Mapping[str, Any], where: str) -> dict[str, dict[str, Any]]:
-    """Values of flags by step, each checked against the table: step -> flag -> value.
+    """Values of flags by step, each checked against the table: step -> flag -> value; spellings are taken as well.
 
     Raises:
         UsageError: there is no such step or flag, or the value does not fit.
@@ -56,14 +56,7 @@ def step_values(sections: Mapping[str, Any], where: str) -> dict[str, dict[str, 
         if step is None or not isinstance(flags, dict):
             raise UsageError(f"there is no step {name!r}", where=f"{where}{name}]",
                              cure=f"one of {', '.join(step.command for step in STEPS)}")  # fmt: skip
-        known = {option.name: option for option in options(step)}
-        place = f"{where}{name}]"
-        for key in flags:
-            if key not in known:
-                answer = unknown_flag(step, key)
-                raise UsageError(answer.found, where=place, cure=answer.cure)
-        made = {key: convert(known[key], raw, f"{place} {key}") for key, raw in flags.items()}
-        result.setdefault(step.command, {}).update(made)
+        result.setdefault(step.command, {}).update(from_toml(step, flags, f"{where}{name}]"))
     return result
 
 

@@ -3,7 +3,7 @@
 Frames are (H, W, 3) uint8 in RGB; an array of them is (T, H, W, 3).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from fractions import Fraction
 from pathlib import Path
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     Frame = np.ndarray[Any, np.dtype[np.uint8]]
+    Frames = np.ndarray[Any, np.dtype[np.uint8]]
 
 BT709 = 1
 """Of matrix, primaries and transfer, as H.264 counts (ITU-T H.273): said in the file, so that every player agrees."""
@@ -39,23 +40,50 @@ def write_mp4(path: Path, frames: "Sequence[Frame]", fps: int, crf: int) -> None
         WangenError: the encoder refuses the frames.
         OSError: the disk refused.
     """
+    # The bytes would depend on the number of threads; and with x264's macroblock tree they differ now and then from one
+    # run to the next, in pictures of some sizes.
+    x264 = {"crf": str(crf), "preset": "veryfast", "threads": "1", "x264-params": "mbtree=0"}
+    with _whole(path) as temporary:
+        encode(temporary, frames, fps, x264, bt709=True)
+
+
+def encode(
+    path: Path, frames: "Sequence[Frame] | Frames", fps: int, x264: Mapping[str, str], *, bt709: bool = False,
+    metadata: Mapping[str, str] | None = None,
+) -> None:  # fmt: skip
+    """Encode frames into a file, which is not whole before the call returns.
+
+    Args:
+        path: the file to make or replace.
+        frames: each (H, W, 3) uint8, H and W even.
+        fps: frames per second.
+        x264: its options.
+        bt709: convert the colours by BT.709 and say so in the file; else as ffmpeg does by itself.
+        metadata: texts stored in the file.
+
+    Raises:
+        WangenError: the encoder refuses the frames.
+        OSError: the disk refused.
+    """
     import av
 
-    height, width, _ = frames[0].shape
+    kept = {} if metadata is None else {"movflags": "use_metadata_tags"}
     try:
-        with _whole(path) as temporary, av.open(str(temporary), "w", format="mp4") as container:
-            stream = container.add_stream("libx264", rate=Fraction(fps))
-            stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
-            # The bytes would depend on the number of threads; and with x264's macroblock tree they differ now and then
-            # from one run to the next, in pictures of some sizes.
-            stream.options = {"crf": str(crf), "preset": "veryfast", "threads": "1", "x264-params": "mbtree=0"}
-            codec = stream.codec_context
-            codec.colorspace = codec.color_primaries = codec.color_trc = BT709
-            codec.color_range = LIMITED
+        with av.open(str(path), "w", format="mp4", options=kept) as container:
+            container.metadata.update(metadata or {})
+            stream = container.add_stream("libx264", rate=Fraction(fps), options=dict(x264))
+            stream.height, stream.width = frames[0].shape[:2]
+            stream.pix_fmt = "yuv420p"
+            if bt709:
+                codec = stream.codec_context
+                codec.colorspace = codec.color_primaries = codec.color_trc = BT709
+                codec.color_range = LIMITED
             for frame in frames:
                 picture = av.VideoFrame.from_ndarray(frame, format="rgb24")
-                limited = {"src_color_range": "JPEG", "dst_color_range": "MPEG"}
-                container.mux(stream.encode(picture.reformat(format="yuv420p", dst_colorspace="ITU709", **limited)))
+                if bt709:
+                    limited = {"src_color_range": "JPEG", "dst_color_range": "MPEG"}
+                    picture = picture.reformat(format="yuv420p", dst_colorspace="ITU709", **limited)
+                container.mux(stream.encode(picture))
             container.mux(stream.encode())
     except av.FFmpegError as error:
         if isinstance(error, OSError):  # a full disk: the edge of the step says it

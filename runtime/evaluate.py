@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from wangen.runtime.evaluation.tables import (
     sources_of,
     whole,
 )
+from wangen.runtime.evaluation.trained import said_of, trained_sources
 from wangen.runtime.evaluation.videos import describe, make, plan_videos, usual_motion, with_loras
 from wangen.runtime.evaluation.warnings import forgotten, warnings_of
 from wangen.runtime.evaluation_file import BASE, FILE, Evaluation, Memorisation, Row, Video, write_evaluation
@@ -49,6 +51,7 @@ from wangen.runtime.models import Family, family
 from wangen.runtime.samples import read_samples
 from wangen.runtime.sampling.options import require_files, resolved
 from wangen.runtime.sampling.prompts import SamplePrompt
+from wangen.runtime.sampling.repeat import made_on
 from wangen.runtime.sampling.sampler import ExpertWeights, Sampler, Settings
 from wangen.runtime.sampling.scenes import Encoders, make_scenes
 from wangen.runtime.sampling.videos import Decoder
@@ -78,6 +81,7 @@ class Judged:
         held_out: items that were not trained on.
         forgetting: items outside of what was trained.
         training: items that were trained on.
+        trained: digests of files that were trained on, those that the checkpoints' headers tell among them.
         prompts: activities and prompts of the videos.
     """
 
@@ -91,6 +95,7 @@ class Judged:
     held_out: Sequence[CachedSample]
     forgetting: Sequence[CachedSample]
     training: Sequence[CachedSample]
+    trained: set[str]
     prompts: Sequence[tuple[str, SamplePrompt]] = ()
 
     @property
@@ -103,12 +108,7 @@ class Judged:
     @property
     def encoders(self) -> Encoders:
         """The weights around them; only asked for videos."""
-        own = self.options
-        assert own.t5 is not None
-        assert own.vae is not None
-        return Encoders(t5=own.t5, vae=own.vae, clip=own.clip, tokenizer=own.tokenizer, t5_dtype=own.t5_dtype,
-                        fp8_t5=own.fp8_t5, vae_dtype=own.vae_dtype, vae_cache_cpu=own.vae_cache_cpu,
-                        vae_tile=own.vae_tile)  # fmt: skip
+        return Encoders.of(self.options)
 
     def load(self, experts: Sequence[ExpertWeights]) -> Sampler:
         """Transformers with LoRAs, in memory."""
@@ -131,20 +131,22 @@ def run(options: Evaluate) -> Report:
     found = _losses(judged)
     base, others = found["held out"].pop(BASE), found["held out"]
     sources = sources_of(judged.held_out)
-    ranked = ranking(base, others, [one for one in judged.candidates if one.name in others], sources)
+    ranked = ranking(base, others, [one for one in judged.candidates if one.name in others], sources,
+                     options.output_dir)  # fmt: skip
     videos, copies, made = _videos(judged, ranked[0].name, _training_latents(judged), clip_score)
     evaluation = Evaluation(
         mean_base=whole("", base, {}).base,
         checkpoints=tuple(ranked),
         best=ranked[0].name,
         num_items=len(base.keys),
+        num_trained=sum(source in judged.trained for source in sources),
         per_timestep=by_timestep(base, others),
         per_activity=_activities(judged, base, others),
         forgetting=_forgetting(found.get("forgetting")),
         videos=videos,
         memorisation=copies,
     )
-    said = [*_of_the_sets(judged), *warnings_of(evaluation, base, others, sources)]
+    said = [*said_of(judged.held_out, judged.trained), *warnings_of(evaluation, base, others, sources)]
     if judged.forgetting:
         said += forgotten(ranked[0].name, found["forgetting"], sources_of(judged.forgetting))
     evaluation = replace(evaluation, warnings=tuple(said))
@@ -168,7 +170,13 @@ def _prepare(options: Evaluate) -> Judged:
     candidates = find_candidates(options.lora_weight, options.lora_weight_high_noise, experts=model.experts is not None)
     require_writable(options.output_dir)
     boundary = training.timestep_boundary if model.experts else None
-    held_out_items, trained = _held_out(training, model, options)
+    items = find_entries(training, model, read_samples(training, model))
+    rest: list[CachedSample] = []
+    judged_by = items
+    if options.validation_items:
+        rest, judged_by = held_out(items, options.validation_items, options.seed)
+    trained_on = _items(training, model, options.training_config, options.resolution) or rest
+    files = [file for candidate in candidates for file in candidate.files]
     timesteps = SMOKE_TIMESTEPS if options.smoke else options.validation_timesteps
     judged = Judged(
         options=options,
@@ -178,9 +186,10 @@ def _prepare(options: Evaluate) -> Judged:
         device=device,
         points=Points(timesteps, boundary, options.seed, training.condition_frames or 0),
         candidates=candidates,
-        held_out=held_out_items,
+        held_out=judged_by,
         forgetting=_items(training, model, options.forgetting_config),
-        training=_items(training, model, options.training_config, options.resolution) or trained,
+        training=trained_on,
+        trained={*sources_of(trained_on), *trained_sources(files, items, training, model)},
     )
     require_files(with_loras(sampling, candidates), model, judged.encoders if options.num_videos else None)
     if not options.num_videos:
@@ -238,30 +247,6 @@ def _items(training: Train, model: Model, other: Path | None, resolution: str = 
     return find_entries(options, model, read_samples(options, model))
 
 
-def _held_out(training: Train, model: Model, options: Evaluate) -> tuple[list[CachedSample], list[CachedSample]]:
-    """What is judged by, and what of the same dataset was trained on.
-
-    Raises:
-        WangenError: entries are missing or stale.
-        UsageError: there are not so many items.
-    """
-    items = find_entries(training, model, read_samples(training, model))
-    if not options.validation_items:
-        return items, []
-    trained, held = held_out(items, options.validation_items, options.seed)
-    return held, trained
-
-
-def _of_the_sets(judged: Judged) -> list[str]:
-    """What is wrong with what is judged by."""
-    trained = set(sources_of(judged.training))
-    both = {item.sample.item.path.name for item in judged.held_out if item.sample.source.digest in trained}
-    if not both:
-        return []
-    number = many(len(both), "file that is judged by was", "files that are judged by were")
-    return [f"{number} trained on as well, so that is no held-out loss: {', '.join(sorted(both)[:3])}"]
-
-
 def _losses(judged: Judged) -> dict[str, dict[str, Losses]]:
     """For each set of items the losses of the base and of every checkpoint that is not broken.
 
@@ -272,7 +257,7 @@ def _losses(judged: Judged) -> dict[str, dict[str, Losses]]:
     weights = {name: headers.identity(path, f"--{name}") for name in ("dit", "dit_high_noise")
                if (path := getattr(own, name)) is not None}  # fmt: skip
     facts = {**weights, "task": own.task, "dtype": judged.sampling.dtype, "quantize": own.quantize,
-             "attention": own.attention, "device": judged.device.type}  # fmt: skip
+             "attention": own.attention, **made_on(judged.device.type), "peft": version("peft")}  # fmt: skip
     judging = Judging(
         judged.load,
         judged.experts,
@@ -347,13 +332,14 @@ def _report(judged: Judged, evaluation: Evaluation, made: int) -> Report:
     own, best = judged.options, evaluation.winner
     for line in evaluation.warnings:
         log.warning("  %s", line)
-    interval = f"95 % interval {best.ci_low:+.5f} to {best.ci_high:+.5f}"
+    interval = best.interval(evaluation.confidence)
     losses = f"held-out loss {best.mean_loss:.5f}, base {evaluation.mean_base:.5f} ({best.delta:+.5f}, {interval})"
+    (lora,) = (one for one in judged.candidates if one.name == best.name)
     file = own.output_dir / FILE
     return Report(
         folder=own.output_dir,
         summary=f"{best.name} is the best of {many(len(evaluation.checkpoints), 'checkpoint')}: {losses}: {file}",
         inputs={"dataset_config": own.dataset, "lora_weight": own.lora_weight, "dit": own.dit},
         counts={"items": evaluation.num_items, "checkpoints": len(evaluation.checkpoints), "videos": made},
-        result={"file": file, "best": best.name, "lora": best.file, "lora_high_noise": best.file_high_noise},
+        result={"file": file, "best": best.name, "lora": lora.file, "lora_high_noise": lora.file_high_noise},
     )

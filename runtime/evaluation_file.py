@@ -1,11 +1,12 @@
 """`evaluation.json`: what the step `evaluate` found of the checkpoints of a run, and what the report shows of it.
 
 Plain JSON with the fields of `Evaluation`. Losses are held-out mean squared errors of the velocity, by the checkpoint's
-name; lower is better. Paths are relative to the file's folder, with forward slashes. Needs no torch.
+name; lower is better. Paths are relative to the file's folder, with forward slashes; those of LoRAs which lie neither
+in this folder nor in one beside it are absolute. Needs no torch.
 """
 
 import json
-import math
+import sys
 import types
 import typing
 from collections.abc import Mapping
@@ -29,11 +30,11 @@ class Checkpoint:
 
     Attributes:
         name: short and unique, as the other tables call it.
-        file: the LoRA; of two experts the low-noise one.
+        file: the LoRA, relative as `told_path` writes it, or absolute; of two experts the low-noise one.
         mean_loss: over all points.
         delta: mean_loss less the base's; below 0 the checkpoint is better.
-        ci_low: lower end of delta's paired bootstrap interval over the items.
-        ci_high: upper end.
+        ci_low: lower end of delta's paired bootstrap interval over the held-out files; None of a single file.
+        ci_high: upper end, likewise.
         rank: 1 is the best.
         step: optimizer steps; None when it is not known.
         file_high_noise: the high-noise expert's LoRA; empty for models with one transformer.
@@ -43,11 +44,27 @@ class Checkpoint:
     file: str
     mean_loss: float
     delta: float
-    ci_low: float
-    ci_high: float
+    ci_low: float | None
+    ci_high: float | None
     rank: int
     step: int | None = None
     file_high_noise: str = ""
+
+    @property
+    def is_better(self) -> bool:
+        """Whether the whole interval lies below the base."""
+        return self.ci_high is not None and self.ci_high < 0
+
+    @property
+    def is_worse(self) -> bool:
+        """Whether the whole interval lies above the base."""
+        return self.ci_low is not None and self.ci_low > 0
+
+    def interval(self, confidence: float) -> str:
+        """Of the difference, in words."""
+        if self.ci_low is None or self.ci_high is None:
+            return "no interval, as a single file is held out"
+        return f"{100 * confidence:.0f} % interval {self.ci_low:+.5f} to {self.ci_high:+.5f}"
 
 
 @dataclass(frozen=True)
@@ -116,6 +133,7 @@ class Evaluation:
         checkpoints: in any order.
         best: name of the best one.
         num_items: held-out items.
+        num_trained: those of them that were trained on after all, as far as is known.
         confidence: of the intervals, 0 to 1.
         per_timestep: rows named by the timestep.
         per_activity: rows named by the activity.
@@ -129,6 +147,7 @@ class Evaluation:
     checkpoints: tuple[Checkpoint, ...]
     best: str
     num_items: int = 0
+    num_trained: int = 0
     confidence: float = 0.95
     per_timestep: tuple[Row, ...] = ()
     per_activity: tuple[Row, ...] = ()
@@ -146,6 +165,23 @@ class Evaluation:
     def winner(self) -> Checkpoint:
         """The best checkpoint."""
         return next(checkpoint for checkpoint in self.checkpoints if checkpoint.name == self.best)
+
+
+def told_path(file: Path, folder: Path) -> str:
+    """How a path is written: relative to the evaluation's folder where the file lies in that or in one beside it.
+
+    >>> told_path(Path("/runs/cats/a.safetensors"), Path("/runs/cats"))
+    'a.safetensors'
+    >>> told_path(Path("/runs/cats/a.safetensors"), Path("/runs/judged"))
+    '../cats/a.safetensors'
+    """
+    file, folder = file.resolve(), folder.resolve()
+    if file.is_relative_to(folder):
+        return file.relative_to(folder).as_posix()
+    beside = folder.parent
+    if beside != beside.parent and file.is_relative_to(beside):
+        return f"../{file.relative_to(beside).as_posix()}"
+    return file.as_posix()
 
 
 def write_evaluation(evaluation: Evaluation, path: Path) -> None:
@@ -197,9 +233,10 @@ def _made(kind: Any, value: Any, name: str) -> Any:
         return tuple(_made(inner[0], part, name) for part in value)
     if origin is Mapping and isinstance(value, dict):
         return {str(key): _made(inner[1], part, name) for key, part in value.items()}
-    if kind is float and isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-        return float(value)
-    if origin is None and kind is not float and type(value) is kind:
+    if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
+        if abs(value) <= sys.float_info.max:
+            return float(value)
+    elif origin is None and type(value) is kind and (kind is not int or abs(value) < 2**63):
         return value
     raise TypeError(f"{name} has the value {value!r:.40}")
 

@@ -1,17 +1,21 @@
 """`generate`: prompts and first frames -> videos and images, along diffusers' schedulers, with or without LoRAs.
 
-The way: flags, with what `--from` and the model say -> scenes (texts, first frames) -> transformers, loaded once -> one
-video after the other, each written when it is done.
+The way: flags, with what `--from` and the model say -> which videos are not there yet -> their scenes (texts, first
+frames) -> transformers, loaded once -> one video after the other, each written when it is done.
 """
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from wangen import profiles
 from wangen.generator.errors import many
-from wangen.generator.session import Report
+from wangen.generator.session import Report, with_flag
 from wangen.generator.steps import Generate
 from wangen.generator.tasks import require_supported
 from wangen.generator.workspace import require_writable
@@ -19,10 +23,11 @@ from wangen.profiles import Model
 from wangen.runtime.devices import choose_device
 from wangen.runtime.models import family
 from wangen.runtime.progress import progress
-from wangen.runtime.sampling.options import files_of, prompts_of, require_files, resolved
+from wangen.runtime.sampling.options import files_of, names_file, prompts_of, require_files, resolved
 from wangen.runtime.sampling.output import KEY, write_media
 from wangen.runtime.sampling.prompts import SamplePrompt
 from wangen.runtime.sampling.repeat import compare, filled, identities, made_on, settings_of
+from wangen.runtime.sampling.resume import place
 from wangen.runtime.sampling.sampler import ExpertWeights, Lora, Request, Sampler, Settings, make_videos
 from wangen.runtime.sampling.scenes import Encoders, make_scenes
 from wangen.runtime.sampling.videos import Decoder
@@ -32,8 +37,25 @@ log = logging.getLogger("wangen")
 DEFAULT_TASK = "t2v-14B"
 
 
+@dataclass(frozen=True)
+class Planned:
+    """A video that is asked for.
+
+    Attributes:
+        prompt: with its seed and the sampler's settings.
+        settings: what decides its pixels, as its file holds it.
+        path: its file.
+        is_there: that file is this very video.
+    """
+
+    prompt: SamplePrompt
+    settings: Mapping[str, Any]
+    path: Path
+    is_there: bool
+
+
 def run(options: Generate) -> Report:
-    """Sample every video that is asked for and write it.
+    """Sample every video that is asked for and is not there yet, and write it.
 
     Raises:
         UsageError: flags contradict each other or the model, a prompt file has mistakes.
@@ -47,42 +69,58 @@ def run(options: Generate) -> Report:
     options = resolved(options, model, device)
     prompts = prompts_of(options, model)
     files = files_of(options, prompts)
-    encoders = _encoders(options)
+    encoders = Encoders.of(options, plain=bool(options.plain))
     require_files(options, model, encoders)
     told_here = {**identities(options), **made_on(device.type)}
-    settings = [settings_of(options, prompt) for prompt in prompts]
+    settings = [{**settings_of(options, prompt), **told_here} for prompt in prompts]
     compare(options, told, told_here, settings[0]["image"])
     require_writable(files[0].parent)
-
-    kind = family(model)
-    scenes = make_scenes(kind, model, prompts, encoders, device, "the prompts")
-    sampler = Sampler(kind, model, _experts(options, model), _how(options, prompts), device)
-    decoder = Decoder(kind, encoders, device, "give --vae_cache_cpu or --vae_tile 256, or make a smaller video")
-    with progress("sampling", sum(prompt.steps for prompt in prompts)) as advance:
-        made = make_videos(map(Request, scenes), sampler, decoder, lambda _number: advance(1, ""))
-        for video, path, own in zip(made, files, settings, strict=True):
-            words = json.dumps({**own, **told_here, "attention": sampler.attention}, sort_keys=True)
-            write_media(path, video.frames, own["fps"], {KEY: words})
-            if len(files) > 1:
-                log.info("  %s", path)
+    videos = [_placed(options, *each) for each in zip(prompts, settings, files, strict=True)]
+    left = [video for video in videos if options.fresh or not video.is_there]
+    num_kept = len(videos) - len(left)
+    if num_kept:
+        log.info("  %d of %d are there already (%s makes them again)", num_kept, len(videos),
+                 with_flag("generate", "--fresh"))  # fmt: skip
+    decoder = Decoder(
+        family(model), encoders, device, "give --vae_cache_cpu or --vae_tile 256, or make a smaller video"
+    )
+    attention = _make(options, model, left, encoders, decoder, device) if left else None
     return Report(
         folder=files[0].parent,
-        summary=_summary(files, prompts),
+        summary=_summary(videos),
         inputs={name: getattr(options, name) for name in ("dit", "dit_high_noise", "vae", "t5", "clip", "lora_weight",
                                                           "lora_weight_high_noise")},
-        counts={"videos": len(files), "frames": sum(prompt.frames for prompt in prompts),
-                "steps": sum(prompt.steps for prompt in prompts)},
-        result={"file": files[0], "files": files, "attention": sampler.attention, "dtype": options.dtype,
-                "vae_dtype": decoder.dtype},
+        counts={"videos": len(left), "kept": num_kept,
+                "frames": sum(video.prompt.frames for video in left),
+                "steps": sum(video.prompt.steps for video in left)},
+        result={"file": videos[0].path, "files": [video.path for video in videos], "attention": attention,
+                "dtype": options.dtype, "vae_dtype": decoder.dtype},
     )  # fmt: skip
 
 
-def _encoders(options: Generate) -> Encoders:
-    return Encoders(
-        t5=options.t5, vae=options.vae, clip=options.clip, tokenizer=options.tokenizer, t5_dtype=options.t5_dtype,
-        fp8_t5=bool(options.fp8_t5), vae_dtype=options.vae_dtype, vae_cache_cpu=options.vae_cache_cpu,
-        vae_tile=options.vae_tile or 0, plain=bool(options.plain),
-    )  # fmt: skip
+def _placed(options: Generate, prompt: SamplePrompt, settings: Mapping[str, Any], file: Path) -> Planned:
+    path, is_there = place(file, settings, numbered=not names_file(options.save_path))
+    if path != file:
+        log.info("  %s is another video: this one is %s", file, path.name)
+    return Planned(prompt, settings, path, is_there)
+
+
+def _make(
+    options: Generate, model: Model, videos: Sequence[Planned], encoders: Encoders, decoder: Decoder,
+    device: torch.device,
+) -> str:  # fmt: skip
+    """Sample videos and write each when it is done; returns the attention kernel that ran."""
+    kind, prompts = family(model), [video.prompt for video in videos]
+    scenes = make_scenes(kind, model, prompts, encoders, device, "the prompts")
+    sampler = Sampler(kind, model, _experts(options, model), _how(options), device)
+    with progress("sampling", sum(prompt.steps for prompt in prompts)) as advance:
+        made = make_videos(map(Request, scenes), sampler, decoder, lambda _number: advance(1, ""))
+        for video, planned in zip(made, videos, strict=True):
+            words = json.dumps({**planned.settings, "attention": sampler.attention}, sort_keys=True)
+            write_media(planned.path, video.frames, planned.prompt.fps, {KEY: words})
+            if len(videos) > 1:
+                log.info("  %s", planned.path)
+    return sampler.attention
 
 
 def _experts(options: Generate, model: Model) -> list[ExpertWeights]:
@@ -96,7 +134,7 @@ def _experts(options: Generate, model: Model) -> list[ExpertWeights]:
     return experts
 
 
-def _how(options: Generate, prompts: Sequence[SamplePrompt]) -> Settings:
+def _how(options: Generate) -> Settings:
     assert options.dtype is not None, "resolved"
     return Settings(
         dtype=options.dtype,
@@ -122,9 +160,9 @@ def _cure(options: Generate) -> str:
         "give a smaller --video_size or --video_length")  # fmt: skip
 
 
-def _summary(files: Sequence[Path], prompts: Sequence[SamplePrompt]) -> str:
-    sizes = [f"{many(one.frames, 'frame')} of {one.width}x{one.height}" for one in prompts]
-    if len(files) == 1:
-        return f"{files[0]} ({sizes[0]})"
+def _summary(videos: Sequence[Planned]) -> str:
+    sizes = [f"{many(one.frames, 'frame')} of {one.width}x{one.height}" for one in (video.prompt for video in videos)]
+    if len(videos) == 1:
+        return f"{videos[0].path} ({sizes[0]})"
     same = sizes[0] if len(set(sizes)) == 1 else "several sizes"
-    return f"{len(files)} videos in {files[0].parent} ({same})"
+    return f"{len(videos)} videos in {videos[0].path.parent} ({same})"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from wangen.runtime.sampling.output import write_media
+from wangen.runtime.sampling.output import read_frames, write_media
 
 Colour = tuple[int, int, int]
 
@@ -150,12 +150,12 @@ def write_clips(folder: Path, scenes: Mapping[str, tuple[str, Scene]], num_frame
 
 
 def read_clip(path: Path) -> torch.Tensor:
-    """The frames of an mp4, (3, T, H, W) in uint8."""
-    import av
+    """The frames of an mp4, (3, T, H, W) in uint8.
 
-    with av.open(str(path)) as container:
-        frames = [torch.from_numpy(frame.to_ndarray(format="rgb24")) for frame in container.decode(video=0)]
-    return torch.stack(frames).permute(3, 0, 1, 2)
+    Raises:
+        WangenError: it cannot be decoded.
+    """
+    return torch.from_numpy(read_frames(path)).permute(3, 0, 1, 2)
 
 
 @dataclass(frozen=True)

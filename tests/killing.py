@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -35,6 +36,7 @@ class Killer:
         self.count = 0
         self.at = at
         self.say = say
+        self._lock = threading.Lock()  # threads count together
 
     def install(self) -> None:
         for name in CALLS:
@@ -43,11 +45,12 @@ class Killer:
 
     def met(self, call: str, place: object, die_with: Callable[[], object] = lambda: None) -> None:
         """Count a call; when it is the one, do a part of it and die."""
-        self.count += 1
-        self.say(f"{call} {_what(place)}\n")
-        if self.count == self.at:
-            die_with()
-            os.kill(os.getpid(), signal.SIGKILL)
+        with self._lock:
+            self.count += 1
+            self.say(f"{call} {_what(place)}\n")
+            if self.count == self.at:
+                die_with()
+                os.kill(os.getpid(), signal.SIGKILL)
 
     def _wrapped(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*words: Any, **named: Any) -> Any:

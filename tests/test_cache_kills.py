@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from pathlib import Path
 import pytest
 from cached_bundle import Bundle, uncached
 from helpers import make_image
-from killing import KILLED, forked
+from killing import KILLED, Killer, forked
 from tiny_set import CACHES, copy, kept, leftovers, lines_of, make_set, picture, run_all, write_tiny_toml
 
 from wangen.runtime.cache import Folder
@@ -204,3 +205,15 @@ def test_processes_that_are_killed_from_outside(unbroken: Bundle, tmp_path: Path
     assert bundle.files() == wanted
     assert leftovers(bundle) == []
     assert bundle.check("--deep") == 0
+
+
+def test_calls_of_several_threads_are_counted_one_after_the_other(monkeypatch):
+    deaths = []
+    monkeypatch.setattr(os, "kill", lambda *_: deaths.append(1))
+    killer = Killer(2, lambda _line: time.sleep(0.05))  # long enough for the others to count meanwhile
+    threads = [threading.Thread(target=killer.met, args=("open", "a")) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (killer.count, len(deaths)) == (4, 1)

@@ -86,6 +86,29 @@ def test_the_items_that_training_held_out_are_found_again(tiny_run, tmp_path):
         evaluate.run(replace(options, validation_items=3))
 
 
+def test_items_that_the_checkpoints_were_trained_on_are_told_from_their_headers(tiny_run, tmp_path, caplog):
+    def warnings(run: str, **changes) -> str:
+        given = {"training_config": None, "num_videos": 0, "seed": 7, **changes}
+        evaluate.run(flags(tiny_run, tmp_path / run / "lora.safetensors", tmp_path / "out", **given))
+        return "\n".join(read_evaluation(tmp_path / "out/evaluation.json").warnings)
+
+    for run, dropout in (("plain", 0.0), ("dropout", 0.5)):
+        own = {"validation_items": 1, "seed": 7, "max_train_steps": 1, "caption_dropout": dropout}
+        train.run(tiny_run.options(tmp_path / run, **own))
+        assert "trained on" not in warnings(run, validation_items=1)
+        assert "2 files that are judged by were trained on as well" in warnings(run)
+        assert read_evaluation(tmp_path / "out/evaluation.json").num_trained == 2
+        assert "trained on as well" in warnings(run, validation_items=2)
+    assert "2 files that are judged by were trained on as well" in caplog.text
+    train.run(tiny_run.options(tmp_path / "all", max_train_steps=1, seed=7))
+    assert "all 3 files that are judged by were trained on" in warnings("all")
+    assert "the file that is judged by was trained on" in warnings("all", validation_items=1)
+    weights = load_file(tmp_path / "all/lora.safetensors")
+    for metadata in ({}, {"wangen.fingerprint": "{"}, {"wangen.fingerprint": "[1]"}, {"wangen.fingerprint": "{}"}):
+        save_file(weights, tmp_path / "all/lora.safetensors", metadata)
+        assert "trained on" not in warnings("all")  # nobody knows
+
+
 def test_all_checkpoints_of_a_run_are_ranked_and_the_best_is_filmed_beside_the_base(tiny_run, trained, tmp_path):
     report = evaluate.run(flags(tiny_run, trained, tmp_path))
     found = read_evaluation(tmp_path / "evaluation.json")
@@ -103,7 +126,30 @@ def test_all_checkpoints_of_a_run_are_ranked_and_the_best_is_filmed_beside_the_b
         assert video.signals[BASE].keys() | {"psnr_to_base", "ssim_to_base"} == video.signals[found.best].keys()
     assert {one.checkpoint for one in found.memorisation} == {found.best}
     assert any("only 3 files held out" in warning for warning in found.warnings)
-    assert any("trained on as well" in warning for warning in found.warnings)
+    assert "all 3 files that are judged by were trained on" in found.warnings[0]
+
+
+def test_paths_of_loras_hold_where_a_run_is_moved_to(tiny_run, trained, tmp_path, monkeypatch):
+    loras = {"run/lora.safetensors": "lora.safetensors", "x/lora.safetensors": "../x/lora.safetensors"}
+    for name, told in loras.items():
+        (tmp_path / name).parent.mkdir()
+        shutil.copyfile(trained / "lora.safetensors", tmp_path / name)
+        report = evaluate.run(flags(tiny_run, tmp_path / name, tmp_path / "run", num_videos=0))
+        assert read_evaluation(tmp_path / "run/evaluation.json").winner.file == told
+        assert report.result["lora"] == tmp_path / name
+    monkeypatch.chdir(trained.parent)
+    elsewhere = Path(trained.name) / "lora.safetensors"
+    evaluate.run(flags(tiny_run, elsewhere, tmp_path / "run", num_videos=0))
+    found = read_evaluation(tmp_path / "run/evaluation.json").winner
+    assert found.file == (trained / "lora.safetensors").as_posix()
+
+
+def test_a_single_held_out_file_has_no_interval(tiny_run, trained, tmp_path):
+    report = evaluate.run(flags(tiny_run, trained, tmp_path, num_videos=0, validation_items=1, training_config=None))
+    assert "no interval, as a single file is held out" in report.summary
+    found = read_evaluation(tmp_path / "evaluation.json")
+    assert [(one.ci_low, one.ci_high) for one in found.checkpoints] == [(None, None)] * 2
+    assert "only one file is held out: there is no interval" in " ".join(found.warnings)
 
 
 def test_a_video_of_it_is_what_generate_makes_and_repeats(tiny_run, trained, tmp_path):
@@ -132,8 +178,22 @@ def test_what_is_done_is_not_done_again_and_the_result_is_the_same(tiny_run, tra
     assert evaluate.run(options).counts["videos"] == 1
     assert len(measured) == 1
     assert (tmp_path / "a/evaluation.json").read_bytes() == whole
+    torn = next((tmp_path / "a/videos").glob("*.mp4"))
+    torn.write_bytes(torn.read_bytes()[:-100])
+    assert evaluate.run(options).counts["videos"] == 1
+    assert (tmp_path / "a/evaluation.json").read_bytes() == whole
     shutil.rmtree(tmp_path / "a/videos")
     assert evaluate.run(replace(options, infer_steps=1)).counts["videos"] == 4
+
+
+@pytest.mark.parametrize("place", ["wangen.runtime.sampling.repeat.version", "wangen.runtime.evaluate.version"])
+def test_other_versions_of_the_libraries_judge_anew(tiny_run, trained, tmp_path, monkeypatch, place):
+    options = flags(tiny_run, trained / "lora.safetensors", tmp_path, num_videos=0)
+    evaluate.run(options)
+    before = set((tmp_path / "losses").iterdir())
+    monkeypatch.setattr(place, lambda _name: "9.0")
+    evaluate.run(options)
+    assert len(set((tmp_path / "losses").iterdir()) - before) == len(before) == 2
 
 
 def test_loras_of_more_runs_than_fit_into_memory_at_once_get_the_same_losses(tiny_run, trained, tmp_path, monkeypatch):

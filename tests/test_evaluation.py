@@ -162,7 +162,7 @@ def test_checkpoints_are_ranked_by_their_held_out_loss():
         "late": losses([[1.2, 2.1], [3.4, 4.0], [2.1, 2.4]]),
     }
     candidates = [Candidate(name, step, Path(f"{name}.safetensors")) for step, name in enumerate(found)]
-    ranked = ranking(base, found, candidates, ["x", "y", "z"])
+    ranked = ranking(base, found, candidates, ["x", "y", "z"], Path())
     assert [(one.name, one.rank, one.step) for one in ranked] == [("middle", 1, 1), ("early", 2, 0), ("late", 3, 2)]
     best, _, worst = ranked
     assert best.delta == pytest.approx(-0.3)

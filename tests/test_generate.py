@@ -125,7 +125,8 @@ def test_what_cannot_work_is_refused_before_a_model_loads(tiny_run, tmp_path, mo
 
 def test_a_folder_is_filled_without_overwriting(tiny_run, tmp_path):
     options = options_for(tiny_run, tmp_path, video_length=1, infer_steps=1)
-    assert [generate.run(options).result["file"].name for _ in range(2)] == ["seed-42.png", "seed-42-2.png"]
+    names = [generate.run(replace(options, prompt=prompt)).result["file"].name for prompt in ("a red square", "b")]
+    assert names == ["seed-42.png", "seed-42-2.png"]
 
 
 def test_a_place_that_cannot_be_written_is_refused_before_sampling(tiny_run, tmp_path):
@@ -308,6 +309,18 @@ def test_a_lora_of_the_other_expert_is_said(tiny_run, lora, tmp_path, monkeypatc
     with pytest.raises(WangenError, match="far enough"):
         generate.run(options_for(tiny_run, tmp_path / "a.mp4", lora_weight=(high,)))
     assert "was trained for the high-noise expert" in caplog.text
+
+
+def test_frames_that_are_no_numbers_are_not_written(tiny_run, tmp_path, monkeypatch):
+    kind = family(profiles.model("t2v-1.3B"))
+    decode = kind.decode_latents
+    monkeypatch.setattr(
+        kind, "decode_latents", lambda *given, **named: decode(*given, **named) * torch.nan, raising=False
+    )
+    with pytest.raises(WangenError, match="frames are not finite in float16") as caught:
+        generate.run(options_for(tiny_run, tmp_path / "a.png", video_length=1, vae_dtype="float16"))
+    assert "--vae_dtype" in caught.value.cure
+    assert not (tmp_path / "a.png").exists()
 
 
 def test_decoding_that_runs_out_of_memory_keeps_its_cache_on_the_host(tiny_run, tmp_path, monkeypatch, caplog):

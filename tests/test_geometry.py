@@ -133,6 +133,17 @@ def test_the_length_that_fits_is_named():
     )  # fmt: skip
 
 
+def test_clips_of_a_manifest_at_another_rate_are_to_be_made_at_the_model_s():
+    block = entry(target_frames=(81,), manifest=Path("train.jsonl"), mixed=True)
+    found, cure = too_short(MediaFacts(64, 48, 81, 81 / 25), block, fps=16)
+    assert found == "has 52 frames at 16 fps, 81 are needed"
+    assert cure == (
+        "make the clips at 16 fps, set target_frames = [49] in a TOML whose block names this manifest or take it out"
+    )
+    _, cure = too_short(MediaFacts(64, 48, 24, 1.5), block, fps=16)
+    assert cure == "set target_frames = [21] in a TOML whose block names this manifest or take it out"
+
+
 @given(st.integers(1, 60), st.integers(1, 60), st.sampled_from(["head", "chunk", "slide", "uniform", "full"]))
 def test_a_control_clip_reaches_to_the_last_frame_that_is_used(num_frames: int, num_control: int, extraction: str):
     block = entry(target_frames=(5, 9), frame_extraction=extraction, frame_sample=3)

@@ -296,6 +296,29 @@ def test_a_dry_run_says_what_it_costs_and_writes_nothing(tmp_path, capsys):
     assert not (tmp_path / "o").exists()
 
 
+def test_many_problems_of_a_dry_run_are_not_looked_for_in_a_file_that_is_not_written(tmp_path, capsys):
+    videos = moving(tmp_path / "v", "a.mp4")
+    for number in range(25):
+        (videos / f"{number}.mp4").write_bytes(b"no video")
+    words = ["--videos", str(videos), "--output", str(tmp_path / "o"), "--default_prompt", "x", "--frames", "25"]
+    assert main(["preprocess", *words, "--dry_run"]) == 0
+    said = capsys.readouterr().err
+    assert "… and 5 more" in said
+    assert "see dropped.jsonl" not in said
+    assert not (tmp_path / "o").exists()
+
+
+def test_folders_that_are_links_are_followed_once(tmp_path):
+    videos = moving(tmp_path / "v", "a.mp4")
+    write_video(tmp_path / "elsewhere" / "b.mp4", waves(32, seed=5), 16)
+    (videos / "more").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
+    (tmp_path / "elsewhere/back").symlink_to(videos, target_is_directory=True)
+    (videos / "twice").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
+    report = prepare(videos, tmp_path / "o")
+    assert list(report.inputs["videos"]) == ["a.mp4", "more/b.mp4"]
+    assert report.counts["copies"] == 0
+
+
 @pytest.mark.parametrize(
     ("flags", "part"),
     [

@@ -31,12 +31,16 @@ def video(folder: Path, kind: str) -> list[Fraction]:
     if kind == "jumpy":  # a frame rate that varies, with a gap of 0.4 s
         write_video(folder / "a.mp4", frames, times_ms=JUMPY_MS)
         return [Fraction(time, 1000) for time in (*JUMPY_MS, JUMPY_MS[-1] + 40)]
+    if kind == "twice":  # two frames with each time stamp, of which the first is never seen
+        times_ms = [number // 2 * 80 for number in range(COUNT)]
+        write_video(folder / "a.mkv", frames, times_ms=times_ms, codec="ffv1", format="matroska")
+        return [Fraction(time, 1000) for time in (*times_ms, times_ms[-1] + 40)]
     codec, format = {"avi": ("mpeg4", "avi"), "ts": ("libx264", "mpegts")}[kind]
     write_video(folder / f"a.{'mpg' if kind == 'ts' else 'avi'}", frames, codec=codec, format=format)
     return [number / Fraction(25) for number in range(COUNT + 1)]
 
 
-@pytest.mark.parametrize("kind", ["25", "ntsc", "60", "8", "mkv", "jumpy", "avi", "ts"])
+@pytest.mark.parametrize("kind", ["25", "ntsc", "60", "8", "mkv", "jumpy", "twice", "avi", "ts"])
 def test_every_frame_of_every_clip_is_the_one_on_screen(tmp_path, kind, monkeypatch):
     monkeypatch.setattr(preprocess.cutting, "JOB_FRAMES", 20)  # enter the video at many places
     (tmp_path / "videos").mkdir()

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -62,6 +63,38 @@ def test_a_run_killed_anywhere_goes_on_to_the_same_bytes(videos, whole, tmp_path
         assert (code, len(met)) == (KILLED, at)
         prepare(videos, output)
         assert made(output) == whole, met[-1]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_another_share_to_validate_with_never_leaves_a_mixed_pair(videos, tmp_path):
+    def pair(output: Path) -> tuple[bytes, bytes] | None:
+        """Both manifests, where both are there."""
+        files = [output / name for name in ("train.jsonl", "val.jsonl")]
+        return (files[0].read_bytes(), files[1].read_bytes()) if all(file.exists() for file in files) else None
+
+    prepare(videos, tmp_path / "first", val_share=0.5)
+    before = pair(tmp_path / "first")
+    seed = next(seed for seed in range(50) if _held_out(videos, tmp_path / "seeds", seed) != before[1])
+    other = {"val_share": 0.5, "seed": seed, "num_workers": 1}
+    shutil.copytree(tmp_path / "first", tmp_path / "whole")
+    code, calls = forked(lambda: int(not prepare(videos, tmp_path / "whole", **other).ok), 0)
+    after = pair(tmp_path / "whole")
+    assert code == 0
+    assert before != after
+    met = set()
+    for at in range(len(calls) // 2, len(calls) + 1):  # the manifests come near the end
+        output = shutil.copytree(tmp_path / "first", tmp_path / str(at))
+        forked(lambda output=output: int(not prepare(videos, output, **other).ok), at)
+        met.add(left := pair(output))
+        if left is None:
+            prepare(videos, output, **other)
+            assert pair(output) == after
+    assert met == {before, None, after}
+
+
+def _held_out(videos: Path, output: Path, seed: int) -> bytes:
+    prepare(videos, output, val_share=0.5, seed=seed)
+    return (output / "val.jsonl").read_bytes()
 
 
 def test_what_is_there_is_not_made_again(videos, whole, tmp_path):

@@ -426,6 +426,38 @@ def test_a_lora_that_is_worse_than_the_base_is_not_recommended(tmp_path):
     assert "do not use" in found.headline
 
 
+def test_a_single_held_out_file_tells_nothing_from_chance(tmp_path):
+    one = evaluation()
+    ours = tuple(replace(checkpoint, ci_low=None, ci_high=None) for checkpoint in one.checkpoints)
+    write_evaluation(replace(one, checkpoints=ours, num_items=1), tmp_path / "evaluation.json")
+    found = verdict_of(tmp_path)
+    assert (found.level, found.use) == ("unsure", ("cats.safetensors",))
+    assert "A single held-out file does not tell" in found.headline
+    text = Page(page_of(tmp_path)).text
+    assert "no interval, as a single file is held out" in text
+    assert "none of one file" in text
+    assert "interval +" not in text
+
+
+def test_what_was_trained_on_is_no_proof(tmp_path):
+    write_evaluation(evaluation(num_trained=4), tmp_path / "evaluation.json")
+    found = verdict_of(tmp_path)
+    assert found.level == "unsure"
+    assert "it was trained on 4 of 9 items that it was judged by" in found.headline
+
+
+@pytest.mark.parametrize("folder", ["", "../other/", "/data/cats/", "D:\\cats\\"])
+def test_the_file_to_use_is_named_wherever_it_lay(tmp_path, folder):
+    (tmp_path / "cats.safetensors").write_bytes(NO_TENSORS)
+    one = evaluation()
+    ours = tuple(replace(checkpoint, file=folder + checkpoint.file) for checkpoint in one.checkpoints)
+    write_evaluation(replace(one, checkpoints=ours), tmp_path / "evaluation.json")
+    assert verdict_of(tmp_path).use == ("cats.safetensors",)
+    page = Page(page_of(tmp_path)).text
+    assert "use this" in page
+    assert "/data/cats/" not in page
+
+
 # ---- evaluation.json ---------------------------------------------------------------------------------------------
 
 
@@ -442,6 +474,9 @@ def test_an_evaluation_reads_back_equal(tmp_path):
         ({"checkpoints": [{"name": "a"}]}, "checkpoints has no file"),
         ({"per_timestep": [{"name": "1", "base": 1, "losses": {"a": "b"}}]}, "losses has the value 'b'"),
         ({"videos": {}}, "videos has the value"),
+        ({"mean_base": 10**400}, "mean_base has the value 1000"),
+        ({"mean_base": float("nan")}, "mean_base has the value nan"),
+        ({"num_items": 10**400}, "num_items has the value 1000"),
     ],
 )
 def test_a_wrong_evaluation_is_refused_in_words(tmp_path, change, found):

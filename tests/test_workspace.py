@@ -133,6 +133,9 @@ def test_the_workspace_is_found_from_below(tmp_path, monkeypatch):
         ("[steps.bake]\nx = 1", "one of check, cache_latents"),
         ("[steps.train]\nlearning_rat = 1", "did you mean --learning_rate?"),
         ("[steps.train]\nnetwork_dim = 'x'", "takes a whole number"),
+        ("[steps.train]\nsdpa = 'yes'", "--sdpa is true or false"),
+        ("[steps.train]\nsdpa = true\nxformers = true", "sdpa and xformers contradict each other"),
+        ("[steps.train]\nmax_train_steps = 5\nmax-steps = 6", "max_train_steps and max-steps contradict each other"),
         ("[steps.train]\nmixed_precision = 'fp16'", "use bf16"),
     ],
 )
@@ -150,6 +153,17 @@ def test_a_folder_that_is_no_workspace(tmp_path):
 def test_two_spellings_of_one_step_are_merged(tmp_path):
     made = place(tmp_path, "[steps.train]\nseed = 1\n[steps.wan_train_network]\nnetwork_dim = 8\n")
     assert made.steps == {"train": {"seed": 1, "network_dim": 8}}
+
+
+def test_a_section_takes_every_spelling_that_the_command_line_takes(tmp_path):
+    text = (
+        "[steps.evaluate]\nsample_prompts = '/p.txt'\n[steps.train]\nsdpa = true\nno_gradient_checkpointing = false\n"
+    )
+    made = place(tmp_path, text + "xformers = false\nmax-train-steps = 5\nfp8_base = true\nfp8_scaled = true\n")
+    assert made.steps == {
+        "evaluate": {"prompt_file": Path("/p.txt")},
+        "train": {"attention": "sdpa", "max_train_steps": 5, "quantize": "fp8"},
+    }
 
 
 def test_unknown_names_are_refused_when_asked_for(tmp_path):

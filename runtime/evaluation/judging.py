@@ -66,7 +66,7 @@ class Judging:
         experts: the transformers; of two the high-noise one first.
         errors: the plain mean squared errors of one batch.
         points: where.
-        facts: what decides a loss beside items and LoRA: digests of the weights, precision.
+        facts: what decides a loss beside items and LoRA: digests of the weights, precision, versions of libraries.
         folder: keeps what was judged.
     """
 

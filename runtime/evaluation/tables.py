@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import fmean
 
 from wangen.runtime.evaluation.intervals import Difference, paired_difference
-from wangen.runtime.evaluation_file import BASE, Checkpoint, Row
+from wangen.runtime.evaluation_file import BASE, Checkpoint, Row, told_path
 from wangen.runtime.loader import CachedSample
 from wangen.runtime.training.validation import Losses
 
@@ -77,7 +77,7 @@ def difference(base: Losses, other: Losses, sources: Sequence[str]) -> Differenc
 
 
 def ranking(
-    base: Losses, found: Mapping[str, Losses], candidates: Sequence[Candidate], sources: Sequence[str]
+    base: Losses, found: Mapping[str, Losses], candidates: Sequence[Candidate], sources: Sequence[str], folder: Path
 ) -> list[Checkpoint]:
     """The candidates by their mean loss, the lowest first; of equal ones the earlier stays first.
 
@@ -86,6 +86,7 @@ def ranking(
         found: candidate -> its losses at the same points.
         candidates: in the order of their steps.
         sources: of each item the digest of its file.
+        folder: of the evaluation.
     """
     order = sorted(candidates, key=lambda candidate: mean(found[candidate.name]))
     made = []
@@ -95,14 +96,14 @@ def ranking(
         made.append(
             Checkpoint(
                 name=candidate.name,
-                file=candidate.file.as_posix(),
+                file=told_path(candidate.file, folder),
                 mean_loss=mean(losses),
                 delta=delta.mean,
-                ci_low=delta.mean if delta.low is None else delta.low,
-                ci_high=delta.mean if delta.high is None else delta.high,
+                ci_low=delta.low,
+                ci_high=delta.high,
                 rank=rank,
                 step=candidate.step,
-                file_high_noise=candidate.file_high_noise.as_posix() if candidate.file_high_noise else "",
+                file_high_noise=told_path(candidate.file_high_noise, folder) if candidate.file_high_noise else "",
             )
         )
     return made

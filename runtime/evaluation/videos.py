@@ -11,9 +11,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.files import write_text
 from wangen.generator.steps import Generate
 from wangen.runtime.cache import digest
@@ -26,16 +25,14 @@ from wangen.runtime.evaluation_file import BASE, Memorisation, Video
 from wangen.runtime.loader import CachedSample
 from wangen.runtime.media import target_frames
 from wangen.runtime.progress import progress
-from wangen.runtime.sampling.output import KEY, read_settings, write_media
+from wangen.runtime.sampling.output import KEY, read_frames, write_media
 from wangen.runtime.sampling.prompts import SamplePrompt
 from wangen.runtime.sampling.repeat import identities, made_on, settings_of
+from wangen.runtime.sampling.resume import state_of
 from wangen.runtime.sampling.sampler import ExpertWeights, Request, Sampler, make_videos
 from wangen.runtime.sampling.sampler import Video as Made
 from wangen.runtime.sampling.scenes import Scene
 from wangen.runtime.sampling.videos import Decoder
-
-if TYPE_CHECKING:
-    from wangen.runtime.evaluation.signals import Frames
 
 log = logging.getLogger("wangen")
 
@@ -82,14 +79,7 @@ class Job:
 
     def is_done(self, training: TrainingLatents | None) -> bool:
         """Whether it is there, made with these settings and compared with these training clips."""
-        if not self.path.is_file():
-            return False
-        with suppress(UsageError):
-            told = read_settings(self.path, "--output_dir")
-            same = _digest({key: told.get(key) for key in self.settings}) == self.digest
-            kernel = self.settings["attention"] in ("auto", told.get("attention"))
-            return same and kernel and self.nearest(training) != {}
-        return False
+        return state_of(self.path, self.settings) == "made" and self.nearest(training) != {}
 
     def nearest(self, training: TrainingLatents | None) -> dict[str, Any] | None:
         """The nearest training clip by its note; None where there are none, `{}` where it is not known."""
@@ -253,26 +243,6 @@ def _copies(base: Job, others: Sequence[Job], folder: Path, training: TrainingLa
         for job in others
         if (nearest := job.nearest(training))
     ]
-
-
-def read_frames(path: Path) -> "Frames":
-    """The frames of an mp4 or png, (T, H, W, 3) uint8.
-
-    Raises:
-        WangenError: it cannot be decoded.
-    """
-    import av
-    import numpy as np
-    from PIL import Image
-
-    try:
-        if path.suffix == ".png":
-            with Image.open(path) as image:
-                return np.asarray(image.convert("RGB"))[None]
-        with av.open(str(path)) as container:
-            return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
-    except (av.FFmpegError, OSError, ValueError) as error:
-        raise WangenError(f"cannot be decoded: {error}", where=str(path), cure="delete it and run again") from None
 
 
 def _digest(settings: Mapping[str, Any]) -> str:

@@ -34,7 +34,7 @@ from wangen.runtime.sources import read_sources
 log = logging.getLogger("wangen")
 
 MAX_SAID = 20
-"""Problems that are said one by one; all stand in dropped.jsonl."""
+"""Problems that are said one by one."""
 
 _SILENT = {"dry_run", "num_workers", "config_file", "log_file", "report_dir", "lock", "output"}
 """Flags that decide nothing of what is written."""
@@ -133,7 +133,7 @@ def _say(problems: Sequence[Problem]) -> None:
     for problem in problems[:MAX_SAID]:
         log.warning("  %s", problem)
     if len(problems) > MAX_SAID:
-        log.warning("  … and %s more, see dropped.jsonl", len(problems) - MAX_SAID)
+        log.warning("  … and %s more; a run that ends lists all in dropped.jsonl", len(problems) - MAX_SAID)
 
 
 def _problem(error: WangenError) -> Problem:

@@ -1,6 +1,7 @@
 """Windows -> clip files: each video is entered near its windows, and the frames are those that the analysis named."""
 
 import json
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -19,8 +20,8 @@ from wangen.runtime.preprocess.form import Form, Place
 if TYPE_CHECKING:
     from wangen.runtime.clips import Frame
 
-VERSION = 1
-"""Raised when the same frames would give other bytes."""
+VERSION = 2
+"""Raised when the same windows would give other bytes."""
 JOB_FRAMES = 400
 """About so many frames are cut in one go: enough that entering the video costs little, few enough to share out."""
 PREROLL_S = 2.0
@@ -145,7 +146,10 @@ def _entered(footage: Footage, first: int, end: int, fps: int) -> Iterator[Any]:
 
 
 def _by_stamp(path: Path, stamps: Sequence[int]) -> Iterator[Any]:
-    """PyAV's frames with these time stamps, which rise; ends early when one does not come whole after the seek."""
+    """PyAV's frames with these time stamps, which rise; ends early when one does not come whole after the seek.
+
+    Of frames with one time stamp the last is meant: none of the others is ever on screen.
+    """
     import av
 
     wanted = 0
@@ -155,13 +159,14 @@ def _by_stamp(path: Path, stamps: Sequence[int]) -> Iterator[Any]:
             stream.thread_type = "AUTO"
             preroll = round(PREROLL_S / stream.time_base) if stream.time_base else 0
             container.seek(stamps[0] - preroll, stream=stream)
-            for frame in container.decode(stream):
-                while wanted < len(stamps) and frame.pts == stamps[wanted]:
+            for stamp, alike in groupby(container.decode(stream), key=lambda frame: frame.pts):
+                frame = deque(alike, maxlen=1).pop()
+                while wanted < len(stamps) and stamp == stamps[wanted]:
                     if frame.is_corrupt:
                         return
                     yield frame
                     wanted += 1
-                if wanted == len(stamps) or (frame.pts is not None and frame.pts > stamps[wanted]):
+                if wanted == len(stamps) or (stamp is not None and stamp > stamps[wanted]):
                     return
     except (av.FFmpegError, OSError, ValueError):  # reading from the start will say what is wrong, if anything is
         return

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from wangen.generator.dataset import Problem
-from wangen.generator.files import write_text
+from wangen.generator.files import remove, write_text
 from wangen.runtime.preprocess.candidates import Window
 from wangen.runtime.preprocess.form import Form, Place
 from wangen.runtime.preprocess.videos import Known
@@ -36,17 +36,32 @@ class Outcome:
 def write_manifests(outcome: Outcome, form: Form, place: Place) -> None:
     """Write all three; a clip's path is as seen from them.
 
+    Both manifests of an earlier run go before one that differs comes: a run that is stopped in between leaves no pair
+    in which a video is both trained on and validated with.
+
     Raises:
         WangenError: one of them cannot be written.
+        OSError: an earlier one cannot be removed.
     """
-    for name, windows in (("train", outcome.train), ("val", outcome.val)):
+    texts = {}
+    for path, windows in zip(place.manifests, (outcome.train, outcome.val), strict=True):
         rows = [
             {"file": f"clips/{window.name(form)}", "prompt": window.prompt}
             | _facts(window, form)
             | {"width": form.width, "height": form.height, "signals": window.signals}
             for window in windows
         ]
-        _write(rows, f"{name}.jsonl", place)
+        texts[path] = _lines(rows)
+    if not all(path.is_file() and path.read_bytes() == text.encode() for path, text in texts.items()):
+        for path in texts:
+            remove(path)
+        for path, text in texts.items():
+            write_text(path, text)
+    write_text(place.folder / "dropped.jsonl", _lines(_dropped(outcome, form)))
+
+
+def _dropped(outcome: Outcome, form: Form) -> list[dict[str, Any]]:
+    """What was left out, and why."""
     dropped = [
         _facts(window, form) | {"prompt": window.prompt, "reasons": window.reasons, "signals": window.signals}
         for window in outcome.dropped
@@ -56,7 +71,7 @@ def write_manifests(outcome: Outcome, form: Form, place: Place) -> None:
         dropped.append(facts | {"reasons": [f"copy: the same file as {first}"]})
     for problem in outcome.problems:
         dropped.append({"source": problem.path.name, "reasons": [f"problem: {problem.found}"], "do": problem.cure})
-    _write(dropped, "dropped.jsonl", place)
+    return dropped
 
 
 def _facts(window: Window, form: Form) -> dict[str, Any]:
@@ -71,5 +86,5 @@ def _facts(window: Window, form: Form) -> dict[str, Any]:
     }
 
 
-def _write(rows: Sequence[dict[str, Any]], name: str, place: Place) -> None:
-    write_text(place.folder / name, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+def _lines(rows: Sequence[dict[str, Any]]) -> str:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)

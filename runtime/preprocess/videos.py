@@ -110,7 +110,7 @@ def _check(options: Preprocess) -> None:
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    """The videos in a folder and those in it; hidden ones are left out.
+    """The videos in a folder and those in it; hidden ones are left out, and folders that are links are followed once.
 
     Raises:
         WangenError: a folder cannot be listed.
@@ -119,8 +119,14 @@ def _walk(folder: Path) -> Iterator[Path]:
     def refuse(error: OSError) -> None:
         raise WangenError(f"cannot list the folder: {error.strerror}", where=str(error.filename), cure="fix its rights")
 
-    for parent, folders, names in os.walk(folder, onerror=refuse):
-        folders[:] = [name for name in folders if not name.startswith(".")]
+    seen = set()
+    for parent, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
+        status = Path(parent).stat()
+        if (status.st_dev, status.st_ino) in seen:
+            folders.clear()
+            continue
+        seen.add((status.st_dev, status.st_ino))
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
         yield from (
             Path(parent, name)
             for name in names

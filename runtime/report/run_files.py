@@ -11,7 +11,7 @@ from typing import Any, TypeGuard
 from wangen.generator.errors import UsageError, WangenError, many
 from wangen.generator.formats.safetensors import read_safetensors
 from wangen.runtime.evaluation_file import FILE as EVALUATION
-from wangen.runtime.evaluation_file import Evaluation, read_evaluation
+from wangen.runtime.evaluation_file import Checkpoint, Evaluation, read_evaluation
 from wangen.runtime.report.metrics_log import MetricsLog, Record
 
 METRICS, SAMPLES, SAMPLE_LIST, LOCK = "metrics.jsonl", "samples", "samples.jsonl", "run.lock"
@@ -347,6 +347,10 @@ def _evaluation(path: Path, name: str, problems: list[str]) -> Evaluation | None
 
 
 def files_of(evaluation: Evaluation) -> list[str]:
-    """The names of the files that were judged, whose folders are written as their system does it."""
-    files = [file for one in evaluation.checkpoints for file in (one.file_high_noise, one.file) if file]
-    return [PureWindowsPath(file).name for file in files]
+    """The names of the files that were judged."""
+    return [name for one in evaluation.checkpoints for name in file_names(one)]
+
+
+def file_names(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """The names of a checkpoint's files, one for each expert; their folders are written as their system does it."""
+    return tuple(PureWindowsPath(file).name for file in (checkpoint.file_high_noise, checkpoint.file) if file)

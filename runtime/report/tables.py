@@ -8,7 +8,7 @@ from typing import Any
 from wangen.generator.errors import bytes_text
 from wangen.generator.steps import Train
 from wangen.generator.table import options
-from wangen.runtime.evaluation_file import Evaluation, Memorisation, Row
+from wangen.runtime.evaluation_file import Checkpoint, Evaluation, Memorisation, Row
 from wangen.runtime.report.charts import experts_of, rows_of, validations
 from wangen.runtime.report.dataset import DatasetPart
 from wangen.runtime.report.run_files import Lora, RunFiles, is_number, mapping
@@ -176,7 +176,7 @@ def ranking_table(found: Evaluation) -> Table:
     ranked = found.ranked
     rows = [
         (str(one.rank), one.name, "" if one.step is None else str(one.step), f"{one.mean_loss:.5f}",
-         f"{one.delta:+.5f}", f"{one.ci_low:+.5f} to {one.ci_high:+.5f}", _judged(one.ci_low, one.ci_high))
+         f"{one.delta:+.5f}", _interval(one), _judged(one))
         for one in ranked
     ]  # fmt: skip
     head = ("rank", "checkpoint", "step", "held-out loss", "less base", f"{found.confidence:.0%} interval", "")
@@ -184,8 +184,15 @@ def ranking_table(found: Evaluation) -> Table:
     return Table(f"Ranking; the base has {found.mean_base:.5f}", head, rows, best)
 
 
-def _judged(low: float, high: float) -> str:
-    return "better than base" if high < 0 else "worse than base" if low > 0 else "within chance"
+def _interval(one: Checkpoint) -> str:
+    none = one.ci_low is None or one.ci_high is None
+    return "none of one file" if none else f"{one.ci_low:+.5f} to {one.ci_high:+.5f}"
+
+
+def _judged(one: Checkpoint) -> str:
+    if one.ci_low is None:
+        return "not known"
+    return "better than base" if one.is_better else "worse than base" if one.is_worse else "within chance"
 
 
 def evaluation_tables(found: Evaluation) -> list[Table]:

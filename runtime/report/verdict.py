@@ -7,7 +7,7 @@ from typing import Any, Literal
 from wangen.generator.errors import many
 from wangen.runtime.evaluation_file import Evaluation, Row
 from wangen.runtime.report.charts import experts_of, validations
-from wangen.runtime.report.run_files import Lora, RunFiles, is_number
+from wangen.runtime.report.run_files import Lora, RunFiles, file_names, is_number
 
 Level = Literal["good", "unsure", "bad", "unknown"]
 
@@ -47,9 +47,9 @@ def judge(run: RunFiles) -> Verdict:
 def _by_evaluation(found: Evaluation) -> Verdict:
     best = found.winner
     percent = _percent(best.mean_loss, found.mean_base)
-    interval = f"{found.confidence:.0%} interval of the difference {best.ci_low:+.5f} to {best.ci_high:+.5f}"
     because = [
-        f"held-out loss {best.mean_loss:.5f} where the base has {found.mean_base:.5f}: {percent}; {interval}"
+        f"held-out loss {best.mean_loss:.5f} where the base has {found.mean_base:.5f}: {percent}, {best.delta:+.5f}; "
+        + best.interval(found.confidence)
         + (f", over {many(found.num_items, 'item')}" if found.num_items else "")
     ]
     lower = [row.name for row in found.per_timestep if row.losses.get(best.name, row.base) < row.base]
@@ -58,21 +58,24 @@ def _by_evaluation(found: Evaluation) -> Verdict:
     if len(found.checkpoints) > 1:
         because.append(f"first of {len(found.checkpoints)} checkpoints: {_order(found)}")
     copies = any(copy.suspicious and copy.checkpoint == best.name for copy in found.memorisation)
-    level: Level
-    if best.ci_high < 0 and copies:
-        level = "unsure"
+    level: Level = "unsure"
+    if best.is_worse:
+        level, headline = "bad", "Every checkpoint is worse than the base model: do not use this LoRA."
+    elif found.num_trained:
+        part = f"{found.num_trained} of {many(found.num_items, 'item')} that it was judged by"
+        headline = f"How good it is, is not known: it was trained on {part}. First by these is {best.name}."
+    elif best.ci_low is None:
+        headline = f"A single held-out file does not tell the LoRA from chance; first by it is {best.name}."
+    elif best.is_better and copies:
         headline = f"Better on items that it never saw, but it seems to copy training clips: look at {best.name} first."
-    elif best.ci_high < 0:
+    elif best.is_better:
         level = "good"
         headline = f"The LoRA has learned something that holds for items it never saw. Use {best.name}."
-    elif best.ci_low > 0:
-        level, headline = "bad", "Every checkpoint is worse than the base model: do not use this LoRA."
     else:
-        level, headline = "unsure", f"No checkpoint is clearly better than the base; the nearest to it is {best.name}."
-    files = tuple(file for file in (best.file_high_noise, best.file) if file)
+        headline = f"No checkpoint is clearly better than the base; the nearest to it is {best.name}."
     against = [*_against(found, best.name), *_later_is_worse(found)]
-    return Verdict(level, headline, files if level != "bad" else (), f"the evaluation of {_checkpoints(found)}",
-                   tuple(because), tuple(against))  # fmt: skip
+    use = file_names(best) if level != "bad" else ()
+    return Verdict(level, headline, use, f"the evaluation of {_checkpoints(found)}", tuple(because), tuple(against))
 
 
 def _checkpoints(found: Evaluation) -> str:

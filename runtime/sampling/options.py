@@ -226,7 +226,7 @@ def _refuse_lora(path: Path, flag: str, transformer: Header, strength: float) ->
 
 
 def files_of(options: Generate, prompts: Sequence[SamplePrompt]) -> list[Path]:
-    """The file of each video; in a folder they are named by prompt and seed, with a number when that name is taken.
+    """The file of each video; in a folder they are named by prompt and seed.
 
     Raises:
         UsageError: `--save_path` names a file of another kind, or one for several videos.
@@ -235,17 +235,20 @@ def files_of(options: Generate, prompts: Sequence[SamplePrompt]) -> list[Path]:
     if ending in OTHER_MEDIA:
         raise UsageError(f"this version writes .mp4 and .png, not {path.suffix}",
                          cure="end --save_path in .mp4, or .png for one frame, or name a folder")  # fmt: skip
-    if ending in (".mp4", ".png"):
+    if names_file(path):
         if len(prompts) > 1:
             raise UsageError(f"--save_path names one file for {len(prompts)} videos", cure="name a folder")
         if ending == ".png" and prompts[0].frames != 1:
             raise UsageError("a .png holds one frame", cure="give --video_length 1 or save to .mp4")
         return [path]
     several = len(prompts) > options.num_videos
-    files: list[Path] = []
+    files = []
     for index, prompt in enumerate(prompts):
         stem = f"{index // options.num_videos + 1:03d}-seed-{prompt.seed}" if several else f"seed-{prompt.seed}"
-        suffix = "png" if prompt.frames == 1 else "mp4"
-        names = (f"{stem}{number}.{suffix}" for number in ("", *(f"-{n}" for n in range(2, 10**6))))
-        files.append(next(file for name in names if not (file := path / name).exists() and file not in files))
+        files.append(path / f"{stem}.{'png' if prompt.frames == 1 else 'mp4'}")
     return files
+
+
+def names_file(save_path: Path) -> bool:
+    """Whether `--save_path` names the one file to write, and no folder."""
+    return save_path.suffix.lower() in (".mp4", ".png")

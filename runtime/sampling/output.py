@@ -3,19 +3,27 @@
 import json
 from collections.abc import Mapping
 from contextlib import suppress
-from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.files import replace
+from wangen.runtime.clips import encode
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Frames = np.ndarray[Any, np.dtype[np.uint8]]
 
 KEY = "wangen"
 """The field of a file's metadata that holds the settings, as JSON."""
 
 X264 = {"crf": "18", "threads": "1", "x264-params": "cpu-independent=1"}
+"""For bytes that depend on nothing but the frames: x264's fast paths read beyond the picture's edge, so that the same
+frames of 80x64 gave other bytes in a tenth of the runs; `cpu-independent` switches them off, and one thread keeps the
+order."""
 
 
 def write_media(path: Path, video: torch.Tensor, fps: int, metadata: Mapping[str, str]) -> None:
@@ -28,7 +36,7 @@ def write_media(path: Path, video: torch.Tensor, fps: int, metadata: Mapping[str
         metadata: texts stored in the file.
 
     Raises:
-        WangenError: the disk refused.
+        WangenError: the disk refused, or the encoder did.
     """
     frames = ((video.float().cpu() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).permute(1, 2, 3, 0).numpy()
     temporary = path.with_name(f".{path.stem}.tmp{path.suffix}")
@@ -37,7 +45,7 @@ def write_media(path: Path, video: torch.Tensor, fps: int, metadata: Mapping[str
         if path.suffix.lower() == ".png":
             _write_png(temporary, frames[0], metadata)
         else:
-            _write_mp4(temporary, frames, fps, metadata)
+            encode(temporary, frames, fps, X264, metadata=metadata)
         replace(temporary, path)
     except OSError as error:
         raise WangenError(
@@ -56,24 +64,6 @@ def _write_png(path: Path, frame: Any, metadata: Mapping[str, str]) -> None:
     for key, value in metadata.items():
         info.add_itxt(key, value)
     Image.fromarray(frame).save(path, pnginfo=info)
-
-
-def _write_mp4(path: Path, frames: Any, fps: int, metadata: Mapping[str, str]) -> None:
-    """h264, 4:2:0, in bytes that depend on nothing but the frames.
-
-    x264's fast paths read beyond the picture's edge, so that the same frames of 80x64 gave other bytes in a tenth of
-    the runs; `cpu-independent` switches them off, and one thread keeps the order.
-    """
-    import av
-
-    with av.open(str(path), "w", options={"movflags": "use_metadata_tags"}) as container:
-        container.metadata.update(metadata)
-        stream = container.add_stream("libx264", rate=Fraction(fps), options=X264)
-        stream.height, stream.width = frames.shape[1:3]
-        stream.pix_fmt = "yuv420p"
-        for image in frames:
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(image, format="rgb24")))
-        container.mux(stream.encode())
 
 
 def read_settings(path: Path, flag: str) -> dict[str, Any]:
@@ -107,3 +97,23 @@ def read_settings(path: Path, flag: str) -> dict[str, Any]:
         raise UsageError(f"{flag}: this file holds no settings of wangen", where=str(path),
                          cure="give the file as it was made: converting a video drops them")  # fmt: skip
     return settings
+
+
+def read_frames(path: Path) -> "Frames":
+    """The frames of an mp4 or png, (T, H, W, 3) uint8.
+
+    Raises:
+        WangenError: it cannot be decoded.
+    """
+    import av
+    import numpy as np
+    from PIL import Image
+
+    try:
+        if path.suffix.lower() == ".png":
+            with Image.open(path) as image:
+                return np.asarray(image.convert("RGB"))[None]
+        with av.open(str(path)) as container:
+            return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
+    except (av.FFmpegError, OSError, ValueError, IndexError) as error:  # the last: no picture in the container
+        raise WangenError(f"cannot be decoded: {error}", where=str(path), cure="delete it and run again") from None

@@ -5,12 +5,13 @@ Letters in shapes: C channels, F h w the latent's frames, height and width, L to
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import torch
 
 from wangen.generator.kinds import expect
+from wangen.generator.steps import Evaluate, Generate, Train
 from wangen.profiles import Model
 from wangen.runtime.denoising import Given
 from wangen.runtime.devices import (
@@ -59,6 +60,18 @@ class Encoders:
     vae_cache_cpu: bool = False
     vae_tile: int = 0
     plain: bool = False
+
+    @classmethod
+    def of(cls, options: Train | Generate | Evaluate, *, plain: bool = False) -> "Encoders":
+        """Those that a step's flags name, and how these say they work; `--t5` and `--vae` are given.
+
+        Args:
+            options: flags that are not given, or that the step lacks, stand at the defaults above.
+            plain: encode with the libraries' own modules.
+        """
+        names = [one.name for one in fields(cls) if one.name != "plain"]
+        given = {name: value for name in names if (value := getattr(options, name, None)) is not None}
+        return cls(**given, plain=plain)
 
     def require(self, model: Model) -> None:
         """See that the files are what the model takes, from their headers.

@@ -125,18 +125,25 @@ class Decoder:
         Where the memory is full it is tried once more as with `vae_cache_cpu`, which gives the same frames.
 
         Raises:
-            WangenError: the memory is full.
+            WangenError: the memory is full, or the frames are not finite.
         """
         with exact(self.dtype):
-            vae = self._vae
-            if not self._encoders.vae_cache_cpu:
-                try:
-                    return self._decoded(vae, latents, cache_cpu=False)
-                except WangenError as error:
-                    log.warning("  %s: trying again as with --vae_cache_cpu", error.found)
-            if self._device.type == "cuda":
-                torch.cuda.empty_cache()
-            return self._decoded(vae, latents, cache_cpu=True)
+            video = self._within_memory(latents)
+        if not video.isfinite().all():
+            raise WangenError(f"the decoded frames are not finite in {self.dtype}",
+                              cure="give another --vae_dtype: float16 ends at 65504, bfloat16 does not")  # fmt: skip
+        return video
+
+    def _within_memory(self, latents: torch.Tensor) -> torch.Tensor:
+        vae = self._vae
+        if not self._encoders.vae_cache_cpu:
+            try:
+                return self._decoded(vae, latents, cache_cpu=False)
+            except WangenError as error:
+                log.warning("  %s: trying again as with --vae_cache_cpu", error.found)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        return self._decoded(vae, latents, cache_cpu=True)
 
     def _decoded(self, vae: Any, latents: torch.Tensor, *, cache_cpu: bool) -> torch.Tensor:
         with enough_memory("decoding a video", self._cure):

@@ -215,16 +215,21 @@ def plan_experts(
 def _fingerprint(options: Train, samples: Sequence[CachedSample], experts: Sequence[ExpertPlan]) -> dict[str, Any]:
     """Settings by flag name, and digests of data and weights. The length counts where the schedule depends on it."""
     pinned = [option.name for option in flags_of(Train) if option.flag.pinned and option.name not in SAME_BYTES]
-    data = [
-        [s.sample.name, *(entry.key for entry in s.entries), s.sample.entry.num_repeats, s.sample.entry.batch_size,
-         s.sample.entry.is_reg]
-        for s in samples
-    ]  # fmt: skip
     found: dict[str, Any] = {name: str(getattr(options, name)) for name in pinned}
     length = sum(expert.num_steps for expert in experts) if depends_on_length(options) else "any"
-    found |= {"recipe": RECIPE, "length of the schedule": length, "dataset": digest(data)}
+    found |= {"recipe": RECIPE, "length of the schedule": length, "dataset": dataset_digest(samples)}
     found["base_weights"] = [lora_identity(path) for path in options.base_weights]
     for expert in experts:
         found[f"dit{expert.suffix}"] = headers.identity(expert.dit, expert.flag)
         found[f"network_weights{expert.suffix}"] = lora_identity(expert.start) if expert.start else ""
     return found
+
+
+def dataset_digest(samples: Sequence[CachedSample]) -> str:
+    """What a fingerprint calls `dataset`: the names and entries of what is trained on, and how often it is."""
+    data = [
+        [s.sample.name, *(entry.key for entry in s.entries), s.sample.entry.num_repeats, s.sample.entry.batch_size,
+         s.sample.entry.is_reg]
+        for s in samples
+    ]  # fmt: skip
+    return digest(data)

@@ -54,21 +54,12 @@ def make_scenes(
     Raises:
         WangenError: a file is of another kind, or the memory is full.
     """
-    encoders = _encoders(options)
+    encoders = Encoders.of(options)
     encoders.require(model)
     if model.experts and options.experts != "both":
         log.warning("  samples are made by the %s-noise expert alone, all the way: look at shapes and motion (high) or "
                     "details (low) only", options.experts)  # fmt: skip
     return make_scenes_with(kind, model, prompts, encoders, device, "the prompts of the samples")
-
-
-def _encoders(options: Train) -> Encoders:
-    assert options.t5 is not None, "refused before"
-    assert options.vae is not None, "refused before"
-    return Encoders(
-        t5=options.t5, vae=options.vae, clip=options.clip, tokenizer=options.tokenizer, t5_dtype=options.t5_dtype,
-        fp8_t5=options.fp8_t5, vae_dtype=options.vae_dtype, vae_cache_cpu=options.vae_cache_cpu,
-    )  # fmt: skip
 
 
 def samples_due(options: Train, step: int, steps_per_epoch: int, num_steps: int) -> bool:
@@ -150,7 +141,7 @@ def _decoded(
     options, written = run.plan.options, dict[int, Path]()
     if not latents:
         return written
-    decoder = Decoder(run.kind, _encoders(options), run.device, "use --vae_cache_cpu, or a smaller sample")
+    decoder = Decoder(run.kind, Encoders.of(options), run.device, "use --vae_cache_cpu, or a smaller sample")
     for number, part in latents.items():
         try:
             video = decoder.decode(part)

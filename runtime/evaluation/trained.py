@@ -1,0 +1,82 @@
+"""What checkpoints were trained on, as far as their headers tell, and whether that is what they are judged by.
+
+A header holds one digest of the whole training set, with the `--validation_items` and the seed that were held out of
+it. Where the dataset that is judged by gives the same digest, it is known which of its files were trained on.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from wangen.generator.errors import WangenError, many
+from wangen.generator.headers import read_header
+from wangen.generator.lora_config import lora_file
+from wangen.generator.steps import Train
+from wangen.profiles import Model
+from wangen.runtime.evaluation.tables import sources_of
+from wangen.runtime.loader import CachedSample, find_entries
+from wangen.runtime.training.plan import dataset_digest
+from wangen.runtime.training.validation import held_out
+
+FINGERPRINT = "wangen.fingerprint"
+
+
+def trained_sources(files: Iterable[Path], items: Sequence[CachedSample], training: Train, model: Model) -> set[str]:
+    """The digests of those media files that one of the LoRAs was surely trained on.
+
+    Args:
+        files: LoRAs; of one without our header, or of another dataset, nothing is known.
+        items: of the whole dataset, before anything is held out.
+        training: the flags that the items were read with.
+        model: the model profile.
+
+    Raises:
+        WangenError: a LoRA cannot be read.
+    """
+    headers = {read_header(lora_file(file)).metadata.get(FINGERPRINT, "") for file in files}
+    found: set[str] = set()
+    for text in headers:
+        with suppress(ValueError, TypeError, KeyError, RecursionError):
+            found |= _of_header(json.loads(text), items, training, model)
+    return found
+
+
+def _of_header(
+    fingerprint: Mapping[str, str], items: Sequence[CachedSample], training: Train, model: Model
+) -> set[str]:
+    """As `trained_sources`, of one header.
+
+    Raises:
+        ValueError, TypeError, KeyError: it is no fingerprint of a training.
+    """
+    dropout = float(fingerprint["caption_dropout"])
+    count, seed = int(fingerprint["validation_items"]), int(fingerprint["seed"])
+    with suppress(WangenError):  # the cache lacks the empty prompt, or there are not so many items: another dataset
+        if dropout:
+            with_empty = replace(training, caption_dropout=dropout)
+            items = find_entries(with_empty, model, [item.sample for item in items])
+        trained = held_out(items, count, seed)[0]
+        if dataset_digest(trained) == fingerprint["dataset"]:
+            return set(sources_of(trained))
+    return set()
+
+
+def said_of(items: Sequence[CachedSample], trained: set[str]) -> list[str]:
+    """The warning, where held-out items were trained on.
+
+    Args:
+        items: that are judged by.
+        trained: digests of files that were trained on.
+    """
+    names = {item.sample.source.digest: item.sample.item.path.name for item in items}
+    both = sorted(names[digest] for digest in names.keys() & trained)
+    if not both:
+        return []
+    if len(both) == len(names):
+        files = "the file that is judged by was" if len(both) == 1 else f"all {len(both)} files that are judged by were"
+        return [f"there is no held-out loss here: {files} trained on, and the ranking says only what is remembered; "
+                "give --validation_items as in training, or a dataset that was not trained on"]  # fmt: skip
+    number = many(len(both), "file that is judged by was", "files that are judged by were")
+    return [f"{number} trained on as well, so that is no held-out loss: {', '.join(both[:3])}"]
