@@ -37,6 +37,7 @@ from wangen.runtime.evaluation.tables import (
     activity_of,
     by_activity,
     by_timestep,
+    independent,
     mean,
     ranking,
     sources_of,
@@ -130,8 +131,8 @@ def run(options: Evaluate) -> Report:
     clip_score = ClipScore(options.clip_model, judged.device) if options.clip_model and options.num_videos else None
     found = _losses(judged)
     base, others = found["held out"].pop(BASE), found["held out"]
-    sources = sources_of(judged.held_out)
-    ranked = ranking(base, others, [one for one in judged.candidates if one.name in others], sources,
+    groups = independent(judged.held_out)
+    ranked = ranking(base, others, [one for one in judged.candidates if one.name in others], groups,
                      options.output_dir)  # fmt: skip
     videos, copies, made = _videos(judged, ranked[0].name, _training_latents(judged), clip_score)
     evaluation = Evaluation(
@@ -139,16 +140,16 @@ def run(options: Evaluate) -> Report:
         checkpoints=tuple(ranked),
         best=ranked[0].name,
         num_items=len(base.keys),
-        num_trained=sum(source in judged.trained for source in sources),
+        num_trained=sum(source in judged.trained for source in sources_of(judged.held_out)),
         per_timestep=by_timestep(base, others),
         per_activity=_activities(judged, base, others),
         forgetting=_forgetting(found.get("forgetting")),
         videos=videos,
         memorisation=copies,
     )
-    said = [*said_of(judged.held_out, judged.trained), *warnings_of(evaluation, base, others, sources)]
+    said = [*said_of(judged.held_out, judged.trained), *warnings_of(evaluation, base, others, groups)]
     if judged.forgetting:
-        said += forgotten(ranked[0].name, found["forgetting"], sources_of(judged.forgetting))
+        said += forgotten(ranked[0].name, found["forgetting"], independent(judged.forgetting))
     evaluation = replace(evaluation, warnings=tuple(said))
     write_evaluation(evaluation, options.output_dir / FILE)
     return _report(judged, evaluation, made)

@@ -149,7 +149,7 @@ def test_a_single_held_out_file_has_no_interval(tiny_run, trained, tmp_path):
     assert "no interval, as a single file is held out" in report.summary
     found = read_evaluation(tmp_path / "evaluation.json")
     assert [(one.ci_low, one.ci_high) for one in found.checkpoints] == [(None, None)] * 2
-    assert "only one file is held out: there is no interval" in " ".join(found.warnings)
+    assert "only one file, or clips of one video, is held out: there is no interval" in " ".join(found.warnings)
 
 
 def test_a_video_of_it_is_what_generate_makes_and_repeats(tiny_run, trained, tmp_path):

@@ -173,7 +173,9 @@ def test_one_script_goes_from_two_films_to_a_page_and_holds_one_film_out(place):
     unseen = [f"neither trained on nor judged: {number - 2} other clip" for number in films.values()]
     assert any(line in said for line in unseen)
     outputs = bundle / "outputs" / "walks"
-    assert read_evaluation(outputs / "evaluation.json").num_items == 2
+    judged = read_evaluation(outputs / "evaluation.json")
+    assert judged.num_items == 2
+    assert judged.winner.ci_low is None, "clips of one film are no two witnesses"
     assert "a rabbit in a meadow" in (outputs / "report.html").read_text(encoding="utf-8")
     again = run()
     assert "already trained" in again

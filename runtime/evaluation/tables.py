@@ -8,7 +8,7 @@ from statistics import fmean
 from wangen.runtime.evaluation.intervals import Difference, paired_difference
 from wangen.runtime.evaluation_file import BASE, Checkpoint, Row, told_path
 from wangen.runtime.loader import CachedSample
-from wangen.runtime.training.validation import Losses
+from wangen.runtime.training.validation import Losses, video_key
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,11 @@ def sources_of(items: Sequence[CachedSample]) -> list[str]:
     return [item.sample.source.digest for item in items]
 
 
+def independent(items: Sequence[CachedSample]) -> list[str]:
+    """Of each item what says which others it resembles: the video that it was cut from, or else its file."""
+    return [video_key(item) for item in items]
+
+
 def joined(parts: Sequence[Losses]) -> Losses:
     """The losses of both experts' ranges, of the same items, as those of one model, by rising noise level.
 
@@ -61,23 +66,23 @@ def joined(parts: Sequence[Losses]) -> Losses:
     return Losses(first.keys, tuple(sigma for sigma, _, _ in places), first.seed, values)
 
 
-def difference(base: Losses, other: Losses, sources: Sequence[str]) -> Difference:
+def difference(base: Losses, other: Losses, groups: Sequence[str]) -> Difference:
     """How much lower or higher a checkpoint's loss is than the base's, with its interval over the items' files.
 
     Args:
         base: without any LoRA.
         other: with one.
-        sources: of each item the digest of its file.
+        groups: of each item its file, or the video that it was cut from.
 
     Raises:
         ValueError: they were measured at different points.
     """
     _require_same(base, [other])
-    return paired_difference(_of_items(base), _of_items(other), base.seed, sources)
+    return paired_difference(_of_items(base), _of_items(other), base.seed, groups)
 
 
 def ranking(
-    base: Losses, found: Mapping[str, Losses], candidates: Sequence[Candidate], sources: Sequence[str], folder: Path
+    base: Losses, found: Mapping[str, Losses], candidates: Sequence[Candidate], groups: Sequence[str], folder: Path
 ) -> list[Checkpoint]:
     """The candidates by their mean loss, the lowest first; of equal ones the earlier stays first.
 
@@ -85,14 +90,14 @@ def ranking(
         base: without any LoRA.
         found: candidate -> its losses at the same points.
         candidates: in the order of their steps.
-        sources: of each item the digest of its file.
+        groups: of each item its file, or the video that it was cut from.
         folder: of the evaluation.
     """
     order = sorted(candidates, key=lambda candidate: mean(found[candidate.name]))
     made = []
     for rank, candidate in enumerate(order, start=1):
         losses = found[candidate.name]
-        delta = difference(base, losses, sources)
+        delta = difference(base, losses, groups)
         made.append(
             Checkpoint(
                 name=candidate.name,

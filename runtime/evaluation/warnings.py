@@ -15,7 +15,7 @@ LESS_MOTION, MORE_FLICKER = 0.5, 2.0
 
 
 def warnings_of(
-    evaluation: Evaluation, base: Losses, others: Mapping[str, Losses], sources: Sequence[str]
+    evaluation: Evaluation, base: Losses, others: Mapping[str, Losses], groups: Sequence[str]
 ) -> Iterator[str]:
     """Sentences for people, the gravest first.
 
@@ -23,22 +23,23 @@ def warnings_of(
         evaluation: without warnings.
         base: its held-out losses.
         others: those of the checkpoints.
-        sources: of each held-out item the digest of its file.
+        groups: of each held-out item its file or the video that it was cut from, as `independent` gives them.
     """
     best = evaluation.winner
-    found = difference(base, others[best.name], sources)
+    found = difference(base, others[best.name], groups)
     if found.is_higher:
         yield f"no checkpoint is better than the base: {best.name}, the best, has a higher held-out loss"
     elif found.low is None:
-        yield "only one file is held out: there is no interval, and the ranking may be chance"
+        yield "only one file, or clips of one video, is held out: there is no interval, and the ranking may be chance"
     elif not found.is_lower:
         yield f"{best.name}, the best, cannot be told from the base: the interval of the difference holds 0"
     if len(evaluation.checkpoints) > 1:
         second = evaluation.ranked[1]
-        if not difference(others[best.name], others[second.name], sources).is_higher:
+        if not difference(others[best.name], others[second.name], groups).is_higher:
             yield f"{best.name} cannot be told from {second.name}: look at the videos of both"
-    if 1 < len(set(sources)) < FEW_FILES:
-        yield f"only {many(len(set(sources)), 'file')} held out: the ranking may be chance"
+    if 1 < len(set(groups)) < FEW_FILES:
+        number = many(len(set(groups)), "file")
+        yield f"only {number} held out (clips of one video are one): the ranking may be chance"
     yield from _of_videos(best.name, evaluation.videos)
     copies = [one for one in evaluation.memorisation if one.checkpoint == best.name and one.suspicious]
     if copies:
@@ -46,15 +47,15 @@ def warnings_of(
         yield f"{number} of {best.name} all but copied from training clips, for example {copies[0].nearest}"
 
 
-def forgotten(best: str, losses: Mapping[str, Losses], sources: Sequence[str]) -> Iterator[str]:
+def forgotten(best: str, losses: Mapping[str, Losses], groups: Sequence[str]) -> Iterator[str]:
     """Whether the best checkpoint has a higher loss on what was not trained than the base.
 
     Args:
         best: its name.
         losses: on that material, with the base's.
-        sources: of each of its items the digest of its file.
+        groups: of each of its items the like.
     """
-    if difference(losses[BASE], losses[best], sources).is_higher:
+    if difference(losses[BASE], losses[best], groups).is_higher:
         yield f"{best} has forgotten: its loss on other material is higher than the base's"
 
 
