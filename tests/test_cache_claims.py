@@ -304,6 +304,7 @@ def test_processes_share_the_work_and_none_is_done_twice(tmp_path: Path, dead: A
     assert hidden(tmp_path) == set()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="SIGKILL")
 def test_what_a_killed_process_held_is_taken_over_and_no_more_is_done_twice(tmp_path: Path):
     first = start(tmp_path, 0.02)

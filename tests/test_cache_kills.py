@@ -159,8 +159,8 @@ def kill_often(scene: Scene, place: Path, number: int, seed: int) -> Counter[str
 
 def test_a_few_kills(scenes: Callable[[str], Scene], room: Path):
     scene = scenes("the dataset changed")
-    hits = kill_often(scene, room / "few", 20, seed=1)
-    assert hits.total() - hits[""] >= 15
+    hits = kill_often(scene, room / "few", 6, seed=1)
+    assert hits.total() - hits[""] >= 4
 
 
 @pytest.mark.slow

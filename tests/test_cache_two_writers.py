@@ -180,6 +180,7 @@ def test_what_a_killed_process_held_is_taken_over_without_waiting(
     assert_same(bundle, whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [0, 1])
 def test_what_a_killed_process_of_another_machine_held_is_taken_over_after_its_lease(
     bundle: Bundle, whole: Bundle, step: int, monkeypatch: pytest.MonkeyPatch

@@ -163,6 +163,7 @@ def test_a_video_of_it_is_what_generate_makes_and_repeats(tiny_run, trained, tmp
     assert (tmp_path / "again.mp4").read_bytes() == film.read_bytes()
 
 
+@pytest.mark.slow
 def test_what_is_done_is_not_done_again_and_the_result_is_the_same(tiny_run, trained, tmp_path, monkeypatch):
     options = flags(tiny_run, trained, tmp_path / "a")
     evaluate.run(options)

@@ -58,6 +58,7 @@ def peft_output(folder: Path, name: str) -> torch.Tensor:
     return output(model, name, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", LAYOUTS)
 @pytest.mark.parametrize("source", LAYOUTS)
 @pytest.mark.parametrize("name", LORAS)

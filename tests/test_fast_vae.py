@@ -202,6 +202,7 @@ def peak_bytes(version: str, num_frames: int, *, condition: bool = False) -> int
     return memory.peak_bytes
 
 
+@pytest.mark.slow
 @both
 def test_memory_is_bounded_however_long_the_clip(version: str):
     longer = 32 * clip(1)[0].nbytes

@@ -16,8 +16,8 @@ from hostile import entry, safetensors
 
 TESTS = Path(__file__).parent
 VECTORS = TESTS / "vectors"
-FAST, THOROUGH = 2000, 50_000  # mutations of small files
-FAST_MODELS, THOROUGH_MODELS = 30, 4000
+FAST, THOROUGH = 500, 50_000  # mutations of small files
+FAST_MODELS, THOROUGH_MODELS = 10, 4000
 MODELS = (
     "dit_t2v21/model.safetensors",
     "dit_i2v21/model.safetensors",

@@ -69,6 +69,7 @@ def peak_rows(num_layers: int, mode: str = "none", **changes) -> float:
     return live.peak / ROW
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "per_block"),
     [

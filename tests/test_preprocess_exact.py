@@ -40,7 +40,15 @@ def video(folder: Path, kind: str) -> list[Fraction]:
     return [number / Fraction(25) for number in range(COUNT + 1)]
 
 
-@pytest.mark.parametrize("kind", ["25", "ntsc", "60", "8", "mkv", "jumpy", "twice", "avi", "ts"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "25",
+        "ntsc",
+        "jumpy",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("60", "8", "mkv", "twice", "avi", "ts")),
+    ],
+)
 def test_every_frame_of_every_clip_is_the_one_on_screen(tmp_path, kind, monkeypatch):
     monkeypatch.setattr(preprocess.cutting, "JOB_FRAMES", 20)  # enter the video at many places
     (tmp_path / "videos").mkdir()

@@ -50,6 +50,7 @@ def test_two_runs_give_the_same_bytes(videos, whole, tmp_path):
     assert not [name for name in whole if name.endswith((".tmp", "lock"))]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 def test_a_run_killed_anywhere_goes_on_to_the_same_bytes(videos, whole, tmp_path):
     def work(output: Path) -> int:

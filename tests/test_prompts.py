@@ -16,6 +16,7 @@ def official(text: str) -> str:
     return re.sub(r"\s+", " ", html.unescape(html.unescape(ftfy.fix_text(text)))).strip()
 
 
+@pytest.mark.slow
 @given(st.one_of(st.text(), st.text(st.characters(max_codepoint=127))))
 def test_the_short_way_for_plain_text_changes_nothing(text: str):
     assert clean_prompt(text) == official(text)

@@ -105,6 +105,7 @@ NAMES = st.text(
 ).filter(lambda text: text.strip(". ") == text and text[0] not in "~$%")  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("platform", SHELLS)
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(part=NAMES, rooted=st.booleans())

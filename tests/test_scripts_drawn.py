@@ -33,6 +33,7 @@ some = settings(many, max_examples=100)
 texts_of_a_bundle = st.lists(st.one_of(MILD_TEXTS, MILD_TEXTS, HOSTILE_TEXTS), min_size=1, max_size=3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shell", SHELLS)
 @many
 @given(texts=texts_of_a_bundle, values=VALUES, root=st.none() | st.one_of(MILD_TEXTS, HOSTILE_TEXTS))

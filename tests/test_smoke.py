@@ -45,6 +45,7 @@ def test_at_most_eight_items_of_every_block_in_turn(unbroken, tmp_path):
     assert len(read_samples(CheckCache(dataset_config=bundle.toml), MODEL)) == 73
 
 
+@pytest.mark.slow
 def test_a_try_of_a_whole_job_and_the_job_after_it(unbroken, tmp_path):
     bundle = uncached(unbroken, tmp_path)
     assert bundle.latents("--smoke")["computed"] == 8

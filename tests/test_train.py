@@ -76,6 +76,7 @@ def fixed_losses(tiny_run: TinyRun, lora: Path | None) -> dict[str, list[float]]
     return losses
 
 
+@pytest.mark.slow
 def test_overfitting_a_photo_and_a_clip_lowers_the_loss_at_fixed_timesteps_and_noise(tmp_path):
     media = tmp_path / "media"
     media.mkdir()

@@ -161,6 +161,7 @@ def test_looking_changes_nothing_of_what_is_trained(cases: Cases, plain: dict[st
     assert "lora_low_noise-best.safetensors" in found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_run_that_is_cut_off_goes_on_to_the_same_bytes(cases: Cases, tmp_path: Path, dotted: ModuleType, name: str):
     cut_and_compare(cases, tmp_path, RESUMED[name], 5)

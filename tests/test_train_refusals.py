@@ -244,6 +244,7 @@ ROOM = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ROOM)
 def test_the_room_that_is_asked_for_holds_what_a_run_leaves_there(tiny_run, tmp_path, files, name, monkeypatch):
     monkeypatch.undo()  # here the model loads

@@ -209,6 +209,7 @@ def device_bytes(version: str, num_frames: int, work: str, **options: object) ->
     return memory.peak_bytes
 
 
+@pytest.mark.slow
 @both
 @pytest.mark.parametrize("work", ["encode", "decode"])
 def test_the_device_holds_one_chunk_however_long_the_video(version: str, work: str):
@@ -217,6 +218,7 @@ def test_the_device_holds_one_chunk_however_long_the_video(version: str, work: s
     assert long - short == (latents if work == "encode" else 0)
 
 
+@pytest.mark.slow
 @both
 @pytest.mark.parametrize("work", ["encode", "decode"])
 def test_the_cache_in_host_memory_and_tiles_spare_the_device(version: str, work: str):
