@@ -5,10 +5,10 @@ Publishing sees none of them. The dataset's TOML names the manifest that the scr
 
 import re
 from collections.abc import Sequence
-from pathlib import PureWindowsPath
 from typing import Any
 
 from wangen.generator.errors import UsageError
+from wangen.generator.geometry import nearest_size
 from wangen.generator.paths import Machine, PathError, translate
 from wangen.generator.prepare_steps import Preprocess
 from wangen.generator.target import Target, machine_of
@@ -51,40 +51,42 @@ def cut_footage(
         sizes: of the dataset's TOML, as (width, height) in pixels; clips are as large as the largest.
 
     Raises:
-        UsageError: the target cannot see the folder, or the workspace sets what is decided elsewhere.
+        UsageError: the target cannot see the folder, the workspace sets what is decided elsewhere, or the model takes
+            no clips of such a size.
     """
     for name in workspace.steps.get(Preprocess.command, {}):
         if name in _FILLED_IN:
             raise UsageError(f"[steps.{Preprocess.command}]: {name} is not set here", cure="take it out; "
                              f"{_FILLED_IN[name]} decides it", where=str(workspace.folder / FILE))  # fmt: skip
     largest = max(sizes, key=lambda size: size[0] * size[1])
+    nearest = nearest_size(largest, model.bucket_step)
+    if nearest != largest:
+        raise UsageError(f"clips of {resolution_name(largest)} cannot be cut: {model.title} takes multiples of "
+                         f"{model.bucket_step}", cure=f"--resolution {resolution_name(nearest)}")  # fmt: skip
     return {
-        "videos": seen_from(footage, target),
+        "videos": seen_from(footage, target, workspace),
         "frames": model.num_frames,
         "resolution": resolution_name(largest),
         "val_share": 0.0,
     }
 
 
-def seen_from(footage: str, target: Target) -> str:
-    """The folder of footage as a target writes it; a relative one lies below the bundle's root.
+def seen_from(path: str, target: Target, workspace: Workspace) -> str:
+    """The folder of footage, or its labels, as a target writes it; a relative path begins at the bundle's root.
 
     Raises:
-        UsageError: the target cannot see it.
+        UsageError: the target cannot see it, or cannot hold such a name.
     """
-    if not PureWindowsPath(footage).anchor:
-        return target.path(*footage.replace("\\", "/").split("/"))
-    if PureWindowsPath(footage).drive:
-        writer = Machine(kind="windows")
-    else:
-        writer = machine_of("wsl") if target.machine.kind == "windows" else target.machine
+    wsl = machine_of("wsl", workspace.sections.get("wsl"))
+    here = wsl if target.machine.kind == "windows" else target.machine
+    writer = here if path.startswith("/") and not path.startswith("//") else Machine(kind="windows")
     try:
-        return target.path(translate(footage, writer, target.machine))
+        return target.path(translate(path, writer, target.machine))
     except PathError as error:
-        name = target.platform.name
-        raise UsageError(f"{name} cannot see the footage: {error.found}", where=footage,
-                         cure="publish with --platform for the machines that see it, or give a folder below the "
-                         "bundle's root, such as --footage footage, and put the videos there") from None  # fmt: skip
+        first = "" if error.code == "not-visible" else f"{error.cure}, or "
+        raise UsageError(f"{target.platform.name} cannot see the footage: {error.found}", where=path,
+                         cure=f"{first}publish with --platform for the machines that see it, or put it below the "
+                         "bundle's root and give the path from there, such as --footage footage") from None  # fmt: skip
 
 
 def clip_name(stem: str, digest: str, start: int, suffix: str) -> str:
