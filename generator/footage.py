@@ -3,8 +3,11 @@
 Publishing sees none of them. The dataset's TOML names the manifest that the script's first step writes.
 """
 
+import hashlib
+import json
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from wangen.generator.errors import UsageError
@@ -24,10 +27,11 @@ MANIFEST, VAL_MANIFEST = "train.jsonl", "val.jsonl"
 PAGES = (MANIFEST, VAL_MANIFEST, "dropped.jsonl", "contact_sheet.html")
 """What stands beside the clips."""
 
-RECORDS, SETTINGS = ".preprocess", "settings.json"
-"""The folder of what is known of videos and clips, and in it the flags of the last run."""
+RECORDS, SETTINGS, WRITTEN = ".preprocess", "settings.json", "manifests.json"
+"""The folder of what is known of videos and clips, and in it the flags of the last run and digests of its manifests."""
 
-_CLIP = re.compile(r".+-([0-9a-f]{8})-[0-9]{6,}\.(?:mp4|npz)")
+_DAY = r"(?:19|20)[0-9]{2}(?:0[1-9]|1[0-2])(?:0[1-9]|[12][0-9]|3[01])"
+_CLIP = re.compile(rf".+-(?!{_DAY})([0-9a-f]{{8}})-[0-9]{{6,}}\.(?:mp4|npz)")
 
 _FILLED_IN = {
     "videos": "[dataset.NAME] footage", "output": "the dataset's name", "task": "model", "fps": "model",
@@ -108,8 +112,27 @@ def clip_name(stem: str, digest: str, start: int, suffix: str) -> str:
 def video_of(clip: str) -> str | None:
     """What says which video a clip was cut from, by its name as `clip_name` makes it; None for any other file.
 
-    >>> video_of("a_walk-01234567-000081.mp4"), video_of("walk.mp4")
+    A day and a time, as telephones name what they record, are no digest and no frame.
+
+    >>> video_of("a_walk-01234567-000081.mp4"), video_of("screen-20240131-101500.mp4")
     ('01234567', None)
     """
     match = _CLIP.fullmatch(clip)
     return match[1] if match else None
+
+
+def edited_manifests(folder: Path) -> list[Path]:
+    """The manifests in the folder of the clips that somebody changed since the step wrote them."""
+    try:
+        written = json.loads((folder / RECORDS / WRITTEN).read_bytes())
+    except (OSError, ValueError):
+        written = None
+    if not isinstance(written, dict):
+        return []
+    found = (folder / name for name in (MANIFEST, VAL_MANIFEST))
+    return [path for path in found if path.is_file() and text_digest(path.read_bytes()) != written.get(path.name)]
+
+
+def text_digest(data: bytes) -> str:
+    """What a manifest is known by."""
+    return hashlib.sha256(data).hexdigest()

@@ -18,6 +18,7 @@ from wangen.generator.cli import main
 from wangen.generator.errors import UsageError
 from wangen.generator.footage import seen_from, video_of
 from wangen.generator.prepare_steps import Preprocess
+from wangen.runtime import preprocess
 from wangen.runtime.evaluation_file import read_evaluation
 from wangen.runtime.tiny import write_tiny_wan
 
@@ -151,6 +152,24 @@ def test_it_can_be_taken_back(place, capsys):
         clip.unlink()
     assert main(["publish", "walks", "--footage", ""]) == 0
     assert steps_of(place / "published/linux/train_walks.sh")[0].command == "check"
+
+
+def test_clean_leaves_what_is_not_known_to_be_cut_and_what_was_edited(place):
+    assert main(["publish", "walks", "--footage", "films"]) == 0
+    shutil.copytree(BUNNY.parent, place / "published/linux/films", ignore=shutil.ignore_patterns("*.jpg"))
+    folder = place / "published/linux/files/datasets/walks/clips"
+    flags = {"videos": place / "published/linux/films", "output": folder, "resolution": "64x64", "frames": 5}
+    assert preprocess.run(Preprocess(**flags, keep_all=True, task="t2v-1.3B")).ok
+    cut = {path.name for path in (folder / "clips").iterdir()}
+    own = folder / "clips" / "mine-0123abcd-000000.mp4"
+    own.write_bytes(b"mine")
+    (folder / "clips" / f".mine-{'0' * 24}.tmp").write_bytes(b"cut short")
+    (folder / "train.jsonl").write_text("{}\n", encoding="utf-8")
+    assert main(["clean", "walks", "--caches"]) == 0
+    assert cut
+    assert {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()} == {
+        "train.jsonl", f"clips/{own.name}",
+    }  # fmt: skip
 
 
 TRAINING = """

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from wangen import profiles
 from wangen.generator.errors import UsageError
-from wangen.generator.footage import CLIPS, MANIFEST, RECORDS, SETTINGS, VAL_MANIFEST
+from wangen.generator.footage import CLIPS, MANIFEST, RECORDS, SETTINGS, VAL_MANIFEST, WRITTEN
 from wangen.generator.geometry import nearest_size
 from wangen.generator.prepare_steps import ClipFormat, Preprocess
 from wangen.generator.tomls import parse_resolution, resolution_name
@@ -70,6 +70,11 @@ class Place:
     def settings(self) -> Path:
         """The flags of the last run."""
         return self.records / SETTINGS
+
+    @property
+    def written(self) -> Path:
+        """What the manifests of the last run are known by."""
+        return self.records / WRITTEN
 
     @property
     def manifests(self) -> tuple[Path, Path]:
