@@ -9,9 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from runs import CPU, MODEL, make_run, options_of, samples_of
+from safetensors.torch import save_file
 
 from wangen.generator.errors import UsageError
 from wangen.generator.footage import clip_name
+from wangen.runtime.evaluation.trained import trained_sources
 from wangen.runtime.flow import flow_loss, noised, velocity
 from wangen.runtime.loader import Draw, read_batch
 from wangen.runtime.models import family
@@ -103,6 +105,18 @@ def test_one_video_is_always_left_to_train_on_and_clips_of_one_alone_are_said(ca
     training, validation = held_out(clips_of(1, 4), 1, 42)
     assert (len(training), len(validation)) == (3, 1)
     assert "cut from one video" in caplog.text
+
+
+def test_a_judging_dataset_of_one_video_is_not_said_to_be_trained_on(tiny_run, tmp_path, caplog):
+    fingerprint = {"caption_dropout": "0", "validation_items": "0", "seed": "42", "dataset": "another"}
+    lora = tmp_path / "lora.safetensors"
+    save_file({"a": torch.zeros(1)}, lora, {"wangen.fingerprint": json.dumps(fingerprint)})
+    clips = clips_of(1, 4)
+    for clip in clips:
+        clip.entries, clip.sample.name = (), clip.sample.item.path.name
+        clip.sample.entry.num_repeats = clip.sample.entry.batch_size = 1
+    assert trained_sources([lora], clips, options_of(tiny_run, tmp_path), MODEL) == set()
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("count", [3, 4])

@@ -112,13 +112,21 @@ class Validation:
         return [head, *(f"  t {row.timestep:5.1f}  {row.base:.5f} -> {row.adapter:.5f}" for row in self.rows)]
 
 
-def held_out(samples: Sequence[CachedSample], count: int, seed: int) -> tuple[list[CachedSample], list[CachedSample]]:
+def held_out(
+    samples: Sequence[CachedSample], count: int, seed: int, *, tell: bool = True
+) -> tuple[list[CachedSample], list[CachedSample]]:
     """What is trained on, and what is only judged by: the samples of `count` media files, chosen by their content.
 
     All samples, resolutions and copies of a file are on one side, and all clips that were cut from one video: of clips
     whole videos are put apart, at least one is left, and `count` of their clips are judged. The files or videos with
     the lowest digests of (seed, content) are held out, so renaming changes nothing but where a clip's name says its
     video, and a new file moves at most one. Regularisation sets stay in training.
+
+    Args:
+        samples: of the whole dataset.
+        count: files that are judged.
+        seed: of the choice.
+        tell: warn when all clips are of one video.
 
     Raises:
         UsageError: nothing would be left to train on.
@@ -133,7 +141,8 @@ def held_out(samples: Sequence[CachedSample], count: int, seed: int) -> tuple[li
             else "give a dataset of its own with --validation_config",
         )
     if len(set(videos.values())) == 1:
-        log.warning("  all clips were cut from one video: those held out look like those that are trained on")
+        if tell:
+            log.warning("  all clips were cut from one video: those held out look like those that are trained on")
         videos = {digest: digest for digest in videos}
 
     def drawn(names: Iterable[str]) -> list[str]:
