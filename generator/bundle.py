@@ -16,7 +16,7 @@ from typing import Any
 from wangen import profiles
 from wangen.generator.after_training import after_training
 from wangen.generator.commands import build
-from wangen.generator.footage import CLIPS, cut_footage
+from wangen.generator.footage import CLIPS, cut_footage, seen_from
 from wangen.generator.memory import PLAIN_MEMORY, preset_flags
 from wangen.generator.prepare_steps import Preprocess
 from wangen.generator.scripts import Bundle
@@ -285,6 +285,8 @@ def _step(kind: type[Step], workspace: Workspace, target: Target, model: Model, 
         values |= _layer(layer, kind)
     if "sample_prompts" in paths:
         values["sample_prompts"] = paths["sample_prompts"]
+    if kind is Preprocess and "labels" in values:
+        values["labels"] = seen_from(PurePath(values["labels"]).as_posix(), target, workspace)
     if values.get("vram") != AUTO:  # what it stands for is spelled out
         values.pop("vram", None)
     if kind is Train and not values.keys() & {"max_train_epochs", "max_train_steps"}:

@@ -3,12 +3,15 @@
 Publishing sees none of them. The dataset's TOML names the manifest that the script's first step writes.
 """
 
+import hashlib
+import json
 import re
 from collections.abc import Sequence
-from pathlib import PureWindowsPath
+from pathlib import Path
 from typing import Any
 
 from wangen.generator.errors import UsageError
+from wangen.generator.geometry import nearest_size
 from wangen.generator.paths import Machine, PathError, translate
 from wangen.generator.prepare_steps import Preprocess
 from wangen.generator.target import Target, machine_of
@@ -24,10 +27,11 @@ MANIFEST, VAL_MANIFEST = "train.jsonl", "val.jsonl"
 PAGES = (MANIFEST, VAL_MANIFEST, "dropped.jsonl", "contact_sheet.html")
 """What stands beside the clips."""
 
-RECORDS, SETTINGS = ".preprocess", "settings.json"
-"""The folder of what is known of videos and clips, and in it the flags of the last run."""
+RECORDS, SETTINGS, WRITTEN = ".preprocess", "settings.json", "manifests.json"
+"""The folder of what is known of videos and clips, and in it the flags of the last run and digests of its manifests."""
 
-_CLIP = re.compile(r".+-([0-9a-f]{8})-[0-9]{6,}\.(?:mp4|npz)")
+_DAY = r"(?:19|20)[0-9]{2}(?:0[1-9]|1[0-2])(?:0[1-9]|[12][0-9]|3[01])"
+_CLIP = re.compile(rf".+-(?!{_DAY})([0-9a-f]{{8}})-[0-9]{{6,}}\.(?:mp4|npz)")
 
 _FILLED_IN = {
     "videos": "[dataset.NAME] footage", "output": "the dataset's name", "task": "model", "fps": "model",
@@ -51,40 +55,42 @@ def cut_footage(
         sizes: of the dataset's TOML, as (width, height) in pixels; clips are as large as the largest.
 
     Raises:
-        UsageError: the target cannot see the folder, or the workspace sets what is decided elsewhere.
+        UsageError: the target cannot see the folder, the workspace sets what is decided elsewhere, or the model takes
+            no clips of such a size.
     """
     for name in workspace.steps.get(Preprocess.command, {}):
         if name in _FILLED_IN:
             raise UsageError(f"[steps.{Preprocess.command}]: {name} is not set here", cure="take it out; "
                              f"{_FILLED_IN[name]} decides it", where=str(workspace.folder / FILE))  # fmt: skip
     largest = max(sizes, key=lambda size: size[0] * size[1])
+    nearest = nearest_size(largest, model.bucket_step)
+    if nearest != largest:
+        raise UsageError(f"clips of {resolution_name(largest)} cannot be cut: {model.title} takes multiples of "
+                         f"{model.bucket_step}", cure=f"--resolution {resolution_name(nearest)}")  # fmt: skip
     return {
-        "videos": seen_from(footage, target),
+        "videos": seen_from(footage, target, workspace),
         "frames": model.num_frames,
         "resolution": resolution_name(largest),
         "val_share": 0.0,
     }
 
 
-def seen_from(footage: str, target: Target) -> str:
-    """The folder of footage as a target writes it; a relative one lies below the bundle's root.
+def seen_from(path: str, target: Target, workspace: Workspace) -> str:
+    """The folder of footage, or its labels, as a target writes it; a relative path begins at the bundle's root.
 
     Raises:
-        UsageError: the target cannot see it.
+        UsageError: the target cannot see it, or cannot hold such a name.
     """
-    if not PureWindowsPath(footage).anchor:
-        return target.path(*footage.replace("\\", "/").split("/"))
-    if PureWindowsPath(footage).drive:
-        writer = Machine(kind="windows")
-    else:
-        writer = machine_of("wsl") if target.machine.kind == "windows" else target.machine
+    wsl = machine_of("wsl", workspace.sections.get("wsl"))
+    here = wsl if target.machine.kind == "windows" else target.machine
+    writer = here if path.startswith("/") and not path.startswith("//") else Machine(kind="windows")
     try:
-        return target.path(translate(footage, writer, target.machine))
+        return target.path(translate(path, writer, target.machine))
     except PathError as error:
-        name = target.platform.name
-        raise UsageError(f"{name} cannot see the footage: {error.found}", where=footage,
-                         cure="publish with --platform for the machines that see it, or give a folder below the "
-                         "bundle's root, such as --footage footage, and put the videos there") from None  # fmt: skip
+        first = "" if error.code == "not-visible" else f"{error.cure}, or "
+        raise UsageError(f"{target.platform.name} cannot see the footage: {error.found}", where=path,
+                         cure=f"{first}publish with --platform for the machines that see it, or put it below the "
+                         "bundle's root and give the path from there, such as --footage footage") from None  # fmt: skip
 
 
 def clip_name(stem: str, digest: str, start: int, suffix: str) -> str:
@@ -106,8 +112,27 @@ def clip_name(stem: str, digest: str, start: int, suffix: str) -> str:
 def video_of(clip: str) -> str | None:
     """What says which video a clip was cut from, by its name as `clip_name` makes it; None for any other file.
 
-    >>> video_of("a_walk-01234567-000081.mp4"), video_of("walk.mp4")
+    A day and a time, as telephones name what they record, are no digest and no frame.
+
+    >>> video_of("a_walk-01234567-000081.mp4"), video_of("screen-20240131-101500.mp4")
     ('01234567', None)
     """
     match = _CLIP.fullmatch(clip)
     return match[1] if match else None
+
+
+def edited_manifests(folder: Path) -> list[Path]:
+    """The manifests in the folder of the clips that somebody changed since the step wrote them."""
+    try:
+        written = json.loads((folder / RECORDS / WRITTEN).read_bytes())
+    except (OSError, ValueError):
+        written = None
+    if not isinstance(written, dict):
+        return []
+    found = (folder / name for name in (MANIFEST, VAL_MANIFEST))
+    return [path for path in found if path.is_file() and text_digest(path.read_bytes()) != written.get(path.name)]
+
+
+def text_digest(data: bytes) -> str:
+    """What a manifest is known by."""
+    return hashlib.sha256(data).hexdigest()

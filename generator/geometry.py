@@ -48,6 +48,16 @@ def _floor(size: tuple[int, int], step: int) -> tuple[int, int]:
     return max(step, size[0] // step * step), max(step, size[1] // step * step)
 
 
+def nearest_size(size: tuple[int, int], step: int) -> tuple[int, int]:
+    """The size nearest to another whose sides are multiples of a step, in pixels.
+
+    >>> nearest_size((960, 540), 16), nearest_size((5, 480), 32)
+    ((960, 544), (32, 480))
+    """
+    width, height = (max(step, round(side / step) * step) for side in size)
+    return width, height
+
+
 def resampled_frames(facts: MediaFacts, fps: int, source_fps: float | None = None) -> int:
     """How many frames a video has at `fps` frames per second, played at its own speed.
 

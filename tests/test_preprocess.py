@@ -1,6 +1,7 @@
 """Raw videos -> clips and manifests: what is kept, what is left out and why, and what a user's mistakes lead to."""
 
 import json
+import logging
 import shutil
 import sys
 from collections import namedtuple
@@ -294,6 +295,14 @@ def test_a_dry_run_says_what_it_costs_and_writes_nothing(tmp_path, capsys):
     assert "at most 1 clip of 25 frames of 832x480 at 16 fps, 30.0 MB each" in said
     assert "nothing was written" in said
     assert not (tmp_path / "o").exists()
+
+
+def test_no_more_clips_are_made_than_were_announced(tmp_path, caplog):
+    write_video(tmp_path / "v" / "a.mp4", waves(38), 25)  # 24.3 frames at 16 fps: the 25th is on screen for a moment
+    with caplog.at_level(logging.INFO, logger="wangen"):
+        report = prepare(tmp_path / "v", tmp_path / "o", frames=5, keep_all=True)
+    assert report.counts["made"] == 5
+    assert "at most 5 clips of 5 frames" in caplog.text
 
 
 def test_many_problems_of_a_dry_run_are_not_looked_for_in_a_file_that_is_not_written(tmp_path, capsys):

@@ -14,7 +14,7 @@ from footage import clips, decoded, prepare, waves, write_video
 from helpers import read_tree
 from killing import KILLED, forked
 
-from wangen.generator.errors import WangenError
+from wangen.generator.errors import UsageError, WangenError
 from wangen.runtime.preprocess import cutting
 
 VISIBLE = {"contact_sheet.html", "dropped.jsonl", "train.jsonl", "val.jsonl"}
@@ -152,6 +152,23 @@ def test_a_changed_prompt_makes_no_clip_again(videos, tmp_path):
     report = prepare(videos, tmp_path, default_prompt="another thing", val_share=0)
     assert report.counts["made"] == 0
     assert {row["prompt"] for row in clips(tmp_path)} == {"another thing"}
+
+
+def test_an_edited_manifest_stays_and_stops_what_would_make_it_untrue(videos, whole, tmp_path, caplog):
+    prepare(videos, tmp_path)
+    train = tmp_path / "train.jsonl"
+    train.write_bytes(mine := whole["train.jsonl"].splitlines(keepends=True)[0].replace(b"{", b'{"mine": 1, '))
+    prepare(videos, tmp_path, default_prompt="another thing")
+    assert train.read_bytes() == mine
+    assert "train.jsonl was edited by hand and stays" in caplog.text
+    before = read_tree(tmp_path / "clips")
+    with pytest.raises(UsageError, match=r"train\.jsonl was edited by hand"):
+        prepare(videos, tmp_path, frames=13)
+    assert train.read_bytes() == mine
+    assert read_tree(tmp_path / "clips") == before
+    train.unlink()
+    prepare(videos, tmp_path)
+    assert made(tmp_path) == whole
 
 
 def test_a_video_that_changes_while_it_is_cut_gives_no_clips(videos, tmp_path, monkeypatch):

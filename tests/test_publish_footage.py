@@ -18,6 +18,7 @@ from wangen.generator.cli import main
 from wangen.generator.errors import UsageError
 from wangen.generator.footage import seen_from, video_of
 from wangen.generator.prepare_steps import Preprocess
+from wangen.runtime import preprocess
 from wangen.runtime.evaluation_file import read_evaluation
 from wangen.runtime.tiny import write_tiny_wan
 
@@ -75,6 +76,8 @@ def test_the_first_step_cuts_and_the_toml_names_its_manifest(place):
     ([], "[steps.preprocess]\nframes = 9\n", "frames is not set here"),
     ([], "[steps.preprocess]\nvideos = '/x'\n", "videos is not set here"),
     (["--platform", "windows"], "", "windows cannot see the footage"),
+    (["--resolution", "960x540"], "", "--resolution 960x544"),
+    (["--resolution", "256", "--resolution", "1280x720", "--model", "ti2v-5B"], "", "multiples of 32"),
 ])  # fmt: skip
 def test_what_cannot_be_is_refused_and_nothing_is_written(place, capsys, words, more, found):
     edit(place, more)
@@ -85,13 +88,36 @@ def test_what_cannot_be_is_refused_and_nothing_is_written(place, capsys, words, 
 
 
 def test_each_platform_writes_the_folder_as_it_sees_it(place):
+    edit(place, '[platform.wsl]\nautomount = "/windir/"\ndistro = "Ubuntu"\n')
     made = workspace.read(place)
-    seen = {name: seen_from("C:/films/a b", made.target(name)) for name in ("wsl", "windows")}
-    assert seen == {"wsl": "/mnt/c/films/a b", "windows": r"C:\films\a b"}
-    below = {name: seen_from("raw/films", made.target(name)) for name in ("linux", "wsl", "windows")}
-    assert below == {"linux": "raw/films", "wsl": "raw/films", "windows": r"raw\films"}
+
+    def seen(path: str, *names: str) -> list[str]:
+        return [seen_from(path, made.target(name), made) for name in names]
+
+    assert seen("C:/films/a b", "wsl", "windows") == ["/windir/c/films/a b", r"C:\films\a b"]
+    assert seen("/windir/c/films", "wsl", "windows") == ["/windir/c/films", r"C:\films"]
+    assert seen("/home/me", "linux", "windows") == ["/home/me", r"\\wsl.localhost\Ubuntu\home\me"]
+    assert seen("raw/films", "linux", "wsl", "windows") == ["raw/films", "raw/films", r"raw\films"]
+    assert seen(r"raw\films", "linux") == ["raw/films"]
     with pytest.raises(UsageError, match="linux cannot see the footage"):
-        seen_from("C:/films", made.target("linux"))
+        seen_from("C:/films", made.target("linux"), made)
+
+
+@pytest.mark.parametrize("path", ["~/films", "$HOME/films", r"%USERPROFILE%\films", r"\films", "file:///films", "a\tb"])
+@pytest.mark.parametrize("name", ["linux", "windows"])
+def test_a_path_that_means_another_folder_elsewhere_is_no_folder_below_the_bundle(place, name, path):
+    made = workspace.read(place)
+    with pytest.raises(UsageError, match="cannot see the footage"):
+        seen_from(path, made.target(name), made)
+
+
+def test_labels_are_written_as_each_platform_sees_them(place):
+    edit(place, "[steps.preprocess]\nlabels = 'C:\\films\\labels.csv'\n")
+    assert main(["publish", "walks", "--footage", "C:/films", "--platform", "wsl", "--platform", "windows"]) == 0
+    scripts = (place / "published").glob("*/train_walks.*")
+    labels = {script.suffix: steps_of(script)[0].labels for script in scripts}
+    windows = Path(r"C:\films\labels.csv")
+    assert labels == {".sh": Path("/mnt/c/films/labels.csv"), ".bat": windows, ".ps1": windows}
 
 
 def test_settings_of_the_step_reach_the_script_and_the_page_can_be_left_out(place):
@@ -126,6 +152,24 @@ def test_it_can_be_taken_back(place, capsys):
         clip.unlink()
     assert main(["publish", "walks", "--footage", ""]) == 0
     assert steps_of(place / "published/linux/train_walks.sh")[0].command == "check"
+
+
+def test_clean_leaves_what_is_not_known_to_be_cut_and_what_was_edited(place):
+    assert main(["publish", "walks", "--footage", "films"]) == 0
+    shutil.copytree(BUNNY.parent, place / "published/linux/films", ignore=shutil.ignore_patterns("*.jpg"))
+    folder = place / "published/linux/files/datasets/walks/clips"
+    flags = {"videos": place / "published/linux/films", "output": folder, "resolution": "64x64", "frames": 5}
+    assert preprocess.run(Preprocess(**flags, keep_all=True, task="t2v-1.3B")).ok
+    cut = {path.name for path in (folder / "clips").iterdir()}
+    own = folder / "clips" / "mine-0123abcd-000000.mp4"
+    own.write_bytes(b"mine")
+    (folder / "clips" / f".mine-{'0' * 24}.tmp").write_bytes(b"cut short")
+    (folder / "train.jsonl").write_text("{}\n", encoding="utf-8")
+    assert main(["clean", "walks", "--caches"]) == 0
+    assert cut
+    assert {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()} == {
+        "train.jsonl", f"clips/{own.name}",
+    }  # fmt: skip
 
 
 TRAINING = """

@@ -9,9 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from runs import CPU, MODEL, make_run, options_of, samples_of
+from safetensors.torch import save_file
 
 from wangen.generator.errors import UsageError
 from wangen.generator.footage import clip_name
+from wangen.runtime.evaluation.trained import trained_sources
 from wangen.runtime.flow import flow_loss, noised, velocity
 from wangen.runtime.loader import Draw, read_batch
 from wangen.runtime.models import family
@@ -105,6 +107,18 @@ def test_one_video_is_always_left_to_train_on_and_clips_of_one_alone_are_said(ca
     assert "cut from one video" in caplog.text
 
 
+def test_a_judging_dataset_of_one_video_is_not_said_to_be_trained_on(tiny_run, tmp_path, caplog):
+    fingerprint = {"caption_dropout": "0", "validation_items": "0", "seed": "42", "dataset": "another"}
+    lora = tmp_path / "lora.safetensors"
+    save_file({"a": torch.zeros(1)}, lora, {"wangen.fingerprint": json.dumps(fingerprint)})
+    clips = clips_of(1, 4)
+    for clip in clips:
+        clip.entries, clip.sample.name = (), clip.sample.item.path.name
+        clip.sample.entry.num_repeats = clip.sample.entry.batch_size = 1
+    assert trained_sources([lora], clips, options_of(tiny_run, tmp_path), MODEL) == set()
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("count", [3, 4])
 def test_nothing_left_to_train_on_is_refused(count):
     with pytest.raises(UsageError, match="leaves nothing of 3 items"):
@@ -170,7 +184,7 @@ def test_base_and_adapter_are_compared_at_the_same_points_and_the_base_survives_
         base = measured(run, samples)
     again = Losses.from_facts(json.loads(json.dumps(base.as_facts())))
     assert again == base
-    found = compare(again, adapter)
+    found = compare(again, adapter, [str(number) for number in range(len(samples))])
     assert found.num_items == len(samples)
     assert found.mean_base != found.mean_adapter
     assert [row.timestep for row in found.rows] == pytest.approx([1000 * sigma for sigma in SIGMAS])
@@ -198,15 +212,23 @@ def losses(*values):
 
 def test_the_difference_has_a_standard_error_over_items_each_compared_with_itself():
     base, adapter = losses((1.0, 3.0), (2.0, 4.0), (3.0, 5.0)), losses((0.5, 2.5), (2.0, 4.0), (3.5, 6.5))
-    found = compare(base, adapter, ema=base)
+    found = compare(base, adapter, "abc", ema=base)
     assert (found.mean_base, found.mean_adapter, found.mean_ema) == (3.0, pytest.approx(19 / 6), 3.0)
     assert found.delta == pytest.approx((-0.5 + 0.0 + 1.0) / 3)
     assert found.standard_error == pytest.approx(math.sqrt(7 / 12) / math.sqrt(3))
     assert found.num_better == 1
     assert [row.ema for row in found.rows] == [2.0, 4.0]
-    assert compare(losses((1.0, 2.0)), losses((1.0, 2.0))).standard_error is None
+    assert compare(losses((1.0, 2.0)), losses((1.0, 2.0)), "a").standard_error is None
     assert "better at 1 of 3 items" in found.lines()[0]
     assert found.numbers()["timestep_0250"] == 2.0
+
+
+def test_clips_of_one_video_and_sizes_of_one_file_are_one_witness():
+    base, adapter = losses(*[(1.0, 1.0)] * 4), losses((0.9, 0.9), (0.8, 0.8), (0.7, 0.7), (0.6, 0.6))
+    assert compare(base, adapter, ["film"] * 4).standard_error is None
+    found = compare(base, adapter, ["film", "film", "other", "other"])
+    means = (-0.15, -0.35)
+    assert found.standard_error == pytest.approx(abs(means[0] - means[1]) / 2), "that of the two videos' means"
 
 
 def test_losses_at_other_points_are_never_compared():
@@ -214,9 +236,9 @@ def test_losses_at_other_points_are_never_compared():
     for other in (replace(one, seed=2), replace(one, sigmas=(0.1, 0.2)), replace(one, keys=("9",))):
         assert not one.same_points(other)
         with pytest.raises(ValueError, match="different points"):
-            compare(one, other)
+            compare(one, other, "a")
     with pytest.raises(ValueError, match="at none"):
-        compare(losses(), losses())
+        compare(losses(), losses(), "")
 
 
 def test_timesteps_are_even_over_an_experts_range_and_never_at_its_ends():

@@ -20,6 +20,7 @@ _CACHE_NOTES = re.compile(
     r"\.wangen-[a-z]+(-[0-9a-f]{20}\.[a-z_]+)?\.jsonl?|\.claim-[0-9a-f]{20}(-[0-9a-f]{16})?"
     r"|\.[0-9a-f]{20}-[0-9a-f]{16}([0-9a-f]{8})?\.tmp|\.\.wangen-.*-[0-9a-f]{16}([0-9a-f]{8})?\.tmp"
 )
+_TEMPORARY = re.compile(r"\..*-[0-9a-f]{24}\.tmp")
 _STATE = re.compile(r"step-\d{8}(-old)?|\.staging-\d{8}")
 _EXPERT = r"(_(high|low)_noise)?"
 _STATE_FILES = re.compile(rf"state\.json|(adapter|optimizer|ema){_EXPERT}\.safetensors|.*\.tmp")
@@ -53,9 +54,12 @@ def look_at_clips(found: Inventory, folder: Path) -> None:
     records = folder / footage.RECORDS
     if not (records / footage.SETTINGS).is_file():
         return
-    clips = [path for path in entries_of(folder / footage.CLIPS) if footage.video_of(path.name)]
-    pages = [path for name in footage.PAGES if (path := folder / name).is_file()]
-    found.files["caches"] += [*clips, *pages, *(path for path in sorted(records.rglob("*")) if path.is_file())]
+    clips, notes = entries_of(folder / footage.CLIPS), records / footage.CLIPS
+    ours = [path for path in clips if _TEMPORARY.fullmatch(path.name) or (notes / f"{path.name}.json").is_file()]
+    edited = footage.edited_manifests(folder)
+    pages = [path for name in footage.PAGES if (path := folder / name).is_file() and path not in edited]
+    found.kept["caches"] += [(path, "edited by hand") for path in edited]
+    found.files["caches"] += [*ours, *pages, *(path for path in sorted(records.rglob("*")) if path.is_file())]
     inner = sorted((path for path in records.rglob("*") if path.is_dir()), reverse=True)
     found.folders["caches"] += [folder / footage.CLIPS, *inner, records, folder]
 

@@ -57,7 +57,7 @@ def _of_header(
         if dropout:
             with_empty = replace(training, caption_dropout=dropout)
             items = find_entries(with_empty, model, [item.sample for item in items])
-        trained = held_out(items, count, seed)[0]
+        trained = held_out(items, count, seed, tell=False)[0]
         if dataset_digest(trained) == fingerprint["dataset"]:
             return set(sources_of(trained))
     return set()

@@ -14,7 +14,7 @@ from pathlib import Path
 from wangen.generator.dataset import Problem
 from wangen.generator.errors import UsageError, WangenError, many
 from wangen.generator.files import remove, write_text
-from wangen.generator.footage import PAGES
+from wangen.generator.footage import PAGES, edited_manifests
 from wangen.generator.install import require_library
 from wangen.generator.lock import hold
 from wangen.generator.prepare_steps import Preprocess
@@ -97,6 +97,7 @@ def _make(known: Sequence[Known], problems: list[Problem], form: Form, place: Pl
     good = [window for window in windows if window.signals and (options.keep_all or not window.reasons)]
     dropped = [window for window in windows if not window.signals or (window.reasons and not options.keep_all)]
     if stale(good, form, place) or not all(is_made(window, form, place) for window in good):
+        _refuse_edited(place)
         for manifest in place.manifests:  # a run that is stopped meanwhile must not leave what it made untrue
             remove(manifest)
     if gone := tidy(good, form, place):
@@ -127,6 +128,18 @@ def _refuse_foreign(place: Place) -> None:
     if there and not place.settings.exists():
         raise UsageError(f"{there[0].name} is there already, and this step did not write it", where=str(there[0]),
                          cure="give another --output, or move it away")  # fmt: skip
+
+
+def _refuse_edited(place: Place) -> None:
+    """Refuse to change clips that a manifest names which somebody edited.
+
+    Raises:
+        UsageError: one was edited.
+    """
+    if edited := edited_manifests(place.folder):
+        raise UsageError(f"{edited[0].name} was edited by hand, and clips that it may name have to be made or removed",
+                         where=str(edited[0]), cure="move it away, run the same line again, then take from it what you "
+                         "want")  # fmt: skip
 
 
 def _say(problems: Sequence[Problem]) -> None:

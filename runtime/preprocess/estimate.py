@@ -1,6 +1,7 @@
 """How many clips there may be, how large they are and how long it takes: said and compared with the disk beforehand."""
 
 import logging
+import math
 import os
 import shutil
 import time
@@ -13,7 +14,6 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from wangen.generator.errors import WangenError, bytes_text, many
-from wangen.generator.geometry import resampled_frames
 from wangen.runtime.clips import write_mp4, write_npz
 from wangen.runtime.media import fit, shown_frames, upright
 from wangen.runtime.preprocess.analysis import analyse
@@ -74,7 +74,7 @@ def estimate(videos: Sequence[Known], form: Form, num_workers: int) -> Estimate:
         form: of the clips.
         num_workers: how many are worked on at a time.
     """
-    lengths = [(item.video, item.source.facts, resampled_frames(item.source.facts, form.fps)) for item in videos]
+    lengths = [(item.video, item.source.facts, math.ceil(item.source.facts.duration_s * form.fps)) for item in videos]
     frames = sum(count for *_, count in lengths)
     clips = sum(_windows(count, video, form) for video, _, count in lengths)
     # The one with most pixels takes the longest: the estimate should rather be too long.

@@ -6,7 +6,8 @@ from pathlib import Path
 
 from wangen import profiles
 from wangen.generator.errors import UsageError
-from wangen.generator.footage import CLIPS, MANIFEST, RECORDS, SETTINGS, VAL_MANIFEST
+from wangen.generator.footage import CLIPS, MANIFEST, RECORDS, SETTINGS, VAL_MANIFEST, WRITTEN
+from wangen.generator.geometry import nearest_size
 from wangen.generator.prepare_steps import ClipFormat, Preprocess
 from wangen.generator.tomls import parse_resolution, resolution_name
 from wangen.runtime.clips import NPZ_BYTES
@@ -71,6 +72,11 @@ class Place:
         return self.records / SETTINGS
 
     @property
+    def written(self) -> Path:
+        """What the manifests of the last run are known by."""
+        return self.records / WRITTEN
+
+    @property
     def manifests(self) -> tuple[Path, Path]:
         """What names the clips, to train on and to validate."""
         return self.folder / MANIFEST, self.folder / VAL_MANIFEST
@@ -107,11 +113,10 @@ def read_form(options: Preprocess) -> Form:
     _check_numbers(options)
     model = profiles.model(options.task)
     width, height = parse_resolution(options.resolution, "--resolution") if options.resolution else model.resolution
-    step = model.bucket_step
-    if width % step or height % step:
-        nearest = resolution_name((max(step, round(width / step) * step), max(step, round(height / step) * step)))
-        raise UsageError(f"--resolution {resolution_name((width, height))}: {model.title} takes multiples of {step}",
-                         cure=f"--resolution {nearest}")  # fmt: skip
+    nearest = nearest_size((width, height), model.bucket_step)
+    if nearest != (width, height):
+        raise UsageError(f"--resolution {resolution_name((width, height))}: {model.title} takes multiples of "
+                         f"{model.bucket_step}", cure=f"--resolution {resolution_name(nearest)}")  # fmt: skip
     frames = options.frames if options.frames is not None else model.num_frames
     stride = model.temporal_stride
     if frames < 1 or (frames - 1) % stride:

@@ -1,15 +1,19 @@
 """`train.jsonl`, `val.jsonl` and `dropped.jsonl`: one JSON object a line, in the order of videos and times."""
 
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from wangen.generator.dataset import Problem
 from wangen.generator.files import remove, write_text
+from wangen.generator.footage import edited_manifests, text_digest
 from wangen.runtime.preprocess.candidates import Window
 from wangen.runtime.preprocess.form import Form, Place
 from wangen.runtime.preprocess.videos import Known
+
+log = logging.getLogger("wangen")
 
 
 @dataclass(frozen=True)
@@ -37,13 +41,13 @@ def write_manifests(outcome: Outcome, form: Form, place: Place) -> None:
     """Write all three; a clip's path is as seen from them.
 
     Both manifests of an earlier run go before one that differs comes: a run that is stopped in between leaves no pair
-    in which a video is both trained on and validated with.
+    in which a video is both trained on and validated with. One that was edited by hand stays, and that is said.
 
     Raises:
         WangenError: one of them cannot be written.
         OSError: an earlier one cannot be removed.
     """
-    texts = {}
+    texts, edited = {}, edited_manifests(place.folder)
     for path, windows in zip(place.manifests, (outcome.train, outcome.val), strict=True):
         rows = [
             {"file": f"clips/{window.name(form)}", "prompt": window.prompt}
@@ -52,11 +56,17 @@ def write_manifests(outcome: Outcome, form: Form, place: Place) -> None:
             for window in windows
         ]
         texts[path] = _lines(rows)
-    if not all(path.is_file() and path.read_bytes() == text.encode() for path, text in texts.items()):
-        for path in texts:
+    for path in edited:
+        log.warning("  %s was edited by hand and stays; to have it made again, move it away", path.name)
+    ours = [path for path in texts if path not in edited]
+    if not all(path.is_file() and path.read_bytes() == texts[path].encode() for path in ours):
+        for path in ours:
             remove(path)
-        for path, text in texts.items():
-            write_text(path, text)
+    digests = {path.name: text_digest(text.encode()) for path, text in texts.items()}
+    write_text(place.written, json.dumps(digests) + "\n")
+    for path in ours:
+        if not path.is_file():
+            write_text(path, texts[path])
     write_text(place.folder / "dropped.jsonl", _lines(_dropped(outcome, form)))
 
 

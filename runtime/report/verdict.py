@@ -160,7 +160,7 @@ def _judge_expert(run: RunFiles, expert: str) -> _Judged | None:
     if step < trained[-1][0]:
         against.append(f"{of}after step {step} the held-out loss rose: it began to learn by heart")
     if not is_number(error):
-        against.append(f"{of}one held-out item is too few to tell a difference from chance")
+        against.append(f"{of}one held-out file, or clips of one video, is too few to tell a difference from chance")
     return _Judged(
         clearly_better=is_number(delta) and is_number(error) and delta < -2 * error,
         because=of + _in_words(step, told),

@@ -10,7 +10,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -79,7 +79,8 @@ class Validation:
         mean_ema: of the averaged weights, where they are kept.
         num_items: held-out items.
         delta: mean_adapter - mean_base; below 0 the adapter is better.
-        standard_error: of delta, over the items (each compared with itself); None of one item.
+        standard_error: of delta, over the items' files (each item compared with itself), those of one video being one;
+            None of a single one.
         num_better: items at which the adapter is better.
     """
 
@@ -112,13 +113,21 @@ class Validation:
         return [head, *(f"  t {row.timestep:5.1f}  {row.base:.5f} -> {row.adapter:.5f}" for row in self.rows)]
 
 
-def held_out(samples: Sequence[CachedSample], count: int, seed: int) -> tuple[list[CachedSample], list[CachedSample]]:
+def held_out(
+    samples: Sequence[CachedSample], count: int, seed: int, *, tell: bool = True
+) -> tuple[list[CachedSample], list[CachedSample]]:
     """What is trained on, and what is only judged by: the samples of `count` media files, chosen by their content.
 
     All samples, resolutions and copies of a file are on one side, and all clips that were cut from one video: of clips
     whole videos are put apart, at least one is left, and `count` of their clips are judged. The files or videos with
     the lowest digests of (seed, content) are held out, so renaming changes nothing but where a clip's name says its
     video, and a new file moves at most one. Regularisation sets stay in training.
+
+    Args:
+        samples: of the whole dataset.
+        count: files that are judged.
+        seed: of the choice.
+        tell: warn when all clips are of one video.
 
     Raises:
         UsageError: nothing would be left to train on.
@@ -133,7 +142,8 @@ def held_out(samples: Sequence[CachedSample], count: int, seed: int) -> tuple[li
             else "give a dataset of its own with --validation_config",
         )
     if len(set(videos.values())) == 1:
-        log.warning("  all clips were cut from one video: those held out look like those that are trained on")
+        if tell:
+            log.warning("  all clips were cut from one video: those held out look like those that are trained on")
         videos = {digest: digest for digest in videos}
 
     def drawn(names: Iterable[str]) -> list[str]:
@@ -201,8 +211,14 @@ def measure(
     return Losses(keys, tuple(sigmas), seed, tuple(rows))
 
 
-def compare(base: Losses, adapter: Losses, ema: Losses | None = None) -> Validation:
+def compare(base: Losses, adapter: Losses, groups: Sequence[str], ema: Losses | None = None) -> Validation:
     """The rows and means of losses that were measured at the same points.
+
+    Args:
+        base: without what was trained.
+        adapter: with it.
+        groups: of each item what says which others it resembles, as `video_key` gives it.
+        ema: with the average.
 
     Raises:
         ValueError: the points differ, or there are none.
@@ -221,9 +237,24 @@ def compare(base: Losses, adapter: Losses, ema: Losses | None = None) -> Validat
         mean_ema=fmean(_at(ema, number) for number in range(len(rows))) if ema else None,
         num_items=len(differences),
         delta=fmean(differences),
-        standard_error=stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else None,
+        standard_error=_standard_error(differences, groups),
         num_better=sum(difference < 0 for difference in differences),
     )
+
+
+def _standard_error(differences: Sequence[float], groups: Sequence[str]) -> float | None:
+    """The standard error of the mean where items of one group say the same; None of a single group.
+
+    The estimator of a mean over clusters: of groups of one item each it is that of independent items.
+    """
+    mean = fmean(differences)
+    sums: dict[str, float] = {}
+    for difference, group in zip(differences, groups, strict=True):
+        sums[group] = sums.get(group, 0.0) + difference - mean
+    if len(sums) < 2:
+        return None
+    variance = sum(value * value for value in sums.values()) * len(sums) / (len(sums) - 1)
+    return math.sqrt(variance) / len(differences)
 
 
 def _at(losses: Losses, number: int) -> float:

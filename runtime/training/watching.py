@@ -44,6 +44,7 @@ from wangen.runtime.training.validation import (
     is_better,
     measure,
     stratified_sigmas,
+    video_key,
 )
 
 log = logging.getLogger("wangen")
@@ -238,7 +239,7 @@ class Watching:
             averaged = None
             if trainee.ema and trainee.step:
                 averaged = self._measure(trainee, trainee.ema.weights())
-        found = compare(known, points or known, averaged)
+        found = compare(known, points or known, list(map(video_key, self._plan.held_out)), averaged)
         self._metrics.log({"step": self._run.step, **({"expert": name} if name else {}), **found.as_record()})
         self._trackers.log(self._run.step, found.numbers(), f"validation{_group(name)}")
         for line in found.lines()[: None if self._run.step >= self._plan.num_steps else 1]:
