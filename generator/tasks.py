@@ -8,10 +8,13 @@ from wangen.generator.errors import UsageError
 Activity = Literal["caching for", "training", "sampling", "publishing for"]
 
 _LAST_FRAME = "the first and the last frame as condition"
+_QWEN = "Qwen-Image's own way of training and sampling"
 
 
 def missing_feature(model: profiles.Model) -> str:
     """What working with this model would need that this version lacks, in words; empty where it lacks nothing."""
+    if model.architecture == "qwen_image_edit":
+        return _QWEN
     return _LAST_FRAME if model.condition == "first_and_last" else ""
 
 

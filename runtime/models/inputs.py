@@ -1,8 +1,12 @@
 """What a velocity model is called with."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+
+Controls = Sequence[Sequence[torch.Tensor]]
+"""For each item the latents of its control images, (C, F, h, w) each; their sizes are their own."""
 
 
 @dataclass(frozen=True)
@@ -15,6 +19,7 @@ class Inputs:
         texts: B embeddings (L, dim), trimmed.
         condition: of image-to-video, (B, 20, F, h, w).
         image_tokens: of Wan 2.1 image-to-video, (B, 257, 1280).
+        controls: of models that edit, the control images of each item.
     """
 
     latents: torch.Tensor
@@ -22,3 +27,4 @@ class Inputs:
     texts: list[torch.Tensor]
     condition: torch.Tensor | None = None
     image_tokens: torch.Tensor | None = None
+    controls: Controls | None = None
