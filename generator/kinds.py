@@ -3,7 +3,8 @@
 A file is judged by the names and shapes of its tensors, never by its own name. Some models cannot be told apart that
 way, for their tensors are the same: the Wan 2.1 T2V 14B, the two experts of T2V-A14B, and what was trained from them
 (Phantom, CausVid, FusionX …); I2V-14B and Fun-InP 14B; the experts of I2V-A14B; the VAEs of Wan 2.1 and of
-Qwen-Image; Qwen-Image and its Edit models. `Facts` then names every profile that fits, and what the file's name says is given as a hint, no more.
+Qwen-Image; Qwen-Image and its Edit models. `Facts` then names every profile that fits, and what the file's name says
+is given as a hint, no more.
 """
 
 import math

@@ -282,7 +282,7 @@ def model_values(name: str) -> dict[str, Any]:
     """
     values = _read("models", name)
     below = model_values(values.pop("based_on")) if "based_on" in values else {}
-    tables = [key for key in ("weights", "defaults", "presets", "prompt") if key in below or key in values]
+    tables: list[str] = [key for key in ("weights", "defaults", "presets", "prompt") if key in below or key in values]
     merged = {key: {**below.get(key, {}), **values.get(key, {})} for key in tables}
     return {**below, **values, **merged}
 

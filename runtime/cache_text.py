@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from wangen.generator.session import Report
 from wangen.generator.steps import CacheText
+from wangen.profiles import Model
 from wangen.runtime.cache import Encoder, Kind, load
+from wangen.runtime.media import control_pictures
 from wangen.runtime.models import PromptEncoder, family, model_of_cache, text_encoder_identity
 from wangen.runtime.needs import TEXT_KINDS, EntryWriter, Need, Waiting, Work, claimed, fill
 from wangen.runtime.progress import Advance, progress
@@ -45,7 +47,10 @@ def text_encoder(options: CacheText) -> Encoder:
     Raises:
         WangenError: the file is no umT5, or there is no tokenizer.
     """
-    return Encoder(text_encoder_identity(options.t5, options.tokenizer, fp8=options.fp8_t5), _dtype(options))
+    model = model_of_cache(options.task)
+    return Encoder(
+        text_encoder_identity(options.t5, options.tokenizer, fp8=options.fp8_t5, model=model), _dtype(options)
+    )
 
 
 def _dtype(options: CacheText) -> str:
@@ -104,10 +109,11 @@ class _Texts:
     def encode(self, needs: Sequence[Need]) -> list[Need]:
         """Encode what no other process works on; returns what another one does."""
         theirs: list[Need] = []
-        by_caption: dict[str, list[Need]] = {}
+        same: dict[tuple[int, str, str], list[Need]] = {}  # short captions first, so that a group's lengths are close
         for need in needs:
-            by_caption.setdefault(str(need.recipe.content["caption"]), []).append(need)
-        mine = self._claimed((by_caption[text] for text in sorted(by_caption, key=lambda t: (len(t), t))), theirs)
+            caption = str(need.recipe.content["caption"])
+            same.setdefault((len(caption), caption, need.recipe.content_key), []).append(need)
+        mine = self._claimed((same[text] for text in sorted(same)), theirs)
         while group := list(islice(mine, self._group_size)):
             self._encode_group(group)
         return theirs
@@ -126,9 +132,10 @@ class _Texts:
         from wangen.runtime.devices import enough_memory, exact
 
         captions = [str(needs[0].recipe.content["caption"]) for needs in group]
+        pictures = [control_pictures(needs[0].sample) for needs in group] if self._shows_controls else None
         with enough_memory(f"encoding {len(captions)} captions", MEMORY_CURE), exact(self.encoder.dtype):
             embeddings = self._prompt_encoder.encode(
-                captions, lambda done, total: self._advance(0, f"block {done} of {total}")
+                captions, lambda done, total: self._advance(0, f"block {done} of {total}"), pictures=pictures
             )
         for needs, embedding in zip(group, embeddings, strict=True):
             for need in needs:
@@ -144,9 +151,18 @@ class _Texts:
 
         A group is what a kill loses: on a CPU a caption takes seconds.
         """
-        if self._plain:
+        if self._plain or self._shows_controls:
             return max(1, self.options.batch_size)
         return GPU_GROUP if self._device.type != "cpu" else CPU_GROUP
+
+    @property
+    def _shows_controls(self) -> bool:
+        """The text encoder sees the control images too."""
+        return bool(self._model.prompt and self._model.prompt.picture)
+
+    @cached_property
+    def _model(self) -> Model:
+        return model_of_cache(self.options.task)
 
     @property
     def _plain(self) -> bool:
@@ -163,10 +179,9 @@ class _Texts:
         from wangen.runtime.devices import DTYPES
 
         log.info("  text encoder in %s on %s", self.encoder.dtype, self._device)
-        kind = family(model_of_cache(self.options.task))
-        return kind.load_prompt_encoder(
+        return family(self._model).load_prompt_encoder(
             self.options.t5, self.options.tokenizer, dtype=DTYPES[self.encoder.dtype], device=self._device,
-            fp8=self.options.fp8_t5, plain=self._plain,
+            fp8=self.options.fp8_t5, plain=self._plain, model=self._model,
         )  # fmt: skip
 
 

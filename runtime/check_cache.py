@@ -111,7 +111,8 @@ def _encoder(options: CheckCache, folders: list[Folder], samples: list[Sample], 
         identity = headers.identity(options.clip, "--clip") if options.clip else None
         dtype = options.clip_dtype
     elif kind in TEXT_KINDS:
-        identity = text_encoder_identity(options.t5, options.tokenizer, fp8=options.fp8_t5) if options.t5 else None
+        fp8, model = options.fp8_t5, model_of_cache(options.task)
+        identity = text_encoder_identity(options.t5, options.tokenizer, fp8=fp8, model=model) if options.t5 else None
         dtype = options.t5_dtype
     else:
         identity = vae_identity(options.vae, options.vae_tile) if options.vae else None

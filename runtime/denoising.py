@@ -13,6 +13,8 @@ from typing import Any, Literal, Protocol, cast
 
 import torch
 
+from wangen.runtime.models.inputs import Controls
+
 
 class Scheduler(Protocol):
     """What a sampler of diffusers offers.
@@ -48,6 +50,7 @@ class Velocity(Protocol):
         *,
         condition: torch.Tensor | None = None,
         image_tokens: torch.Tensor | None = None,
+        controls: Controls | None = None,
     ) -> torch.Tensor:
         """(B, C, F, h, w) for noisy latents, timesteps (B,) or (B, tokens), and B embeddings (L, dim)."""
 

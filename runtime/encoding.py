@@ -133,9 +133,8 @@ def _batches(needs: Iterable[Need], limit: int | None) -> Iterator[list[Job]]:
     for members in by_sample.values():
         job = Job(members[0].sample, tuple(members))
         size = max(1, limit or job.sample.entry.batch_size)
-        groups.setdefault((*job.sample.size, job.sample.count, len(job.sample.controls), job.kinds, size), []).append(
-            job
-        )
+        controls = tuple(job.sample.control_size(number) for number in range(len(job.sample.controls)))
+        groups.setdefault((*job.sample.size, job.sample.count, controls, job.kinds, size), []).append(job)
     for (*_, size), jobs in groups.items():
         rest = iter(jobs)
         while batch := list(islice(rest, size)):

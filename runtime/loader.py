@@ -44,6 +44,7 @@ class CachedSample:
         image_latent: the condition on its first frame.
         clip: CLIP's view of it.
         mask: which latent cells count in the loss.
+        controls: the latents of its control images, of models that edit.
     """
 
     sample: Sample
@@ -53,11 +54,12 @@ class CachedSample:
     image_latent: Entry | Held | None = None
     clip: Entry | Held | None = None
     mask: Entry | Held | None = None
+    controls: tuple[Entry | Held, ...] = ()
 
     @property
     def entries(self) -> list[Entry | Held]:
         """All that there are."""
-        found = (self.latent, *self.texts, self.empty, self.image_latent, self.clip, self.mask)
+        found = (self.latent, *self.texts, self.empty, self.image_latent, self.clip, self.mask, *self.controls)
         return [entry for entry in found if entry is not None]
 
 
@@ -87,6 +89,7 @@ class Batch:
         condition: (B, 4 + C, F, h, w) of image-to-video: which latent frames are given, and the encoded first frame.
         image_tokens: (B, N, dim) CLIP's view of the first frame.
         loss_mask: (B, 1, F, h, w) in [0, 1]: how much each latent cell counts.
+        controls: for each item the latents of its control images, (C, F, h, w) each.
     """
 
     latents: torch.Tensor
@@ -97,6 +100,7 @@ class Batch:
     condition: torch.Tensor | None = None
     image_tokens: torch.Tensor | None = None
     loss_mask: torch.Tensor | None = None
+    controls: list[list[torch.Tensor]] | None = None
 
 
 def find_entries(options: Train, model: Model, samples: Sequence[Sample]) -> list[CachedSample]:
@@ -138,7 +142,9 @@ def _kinds(options: Train, model: Model, samples: Sequence[Sample], folders: Seq
             log.warning("  the cache holds no CLIP views: %s trains without its image branch", model.name)
     if any(sample.mask for sample in samples):
         kinds.append("mask")
-    if any(sample.controls for sample in samples):
+    if model.condition == "controls":
+        kinds.append("control_latent")
+    elif any(sample.controls for sample in samples):
         log.warning("  %s takes no control media: those of the dataset are not used", model.name)
     return kinds
 
@@ -189,7 +195,7 @@ def _cached(sample: Sample, kinds: Sequence[Kind], entries: Mapping[Place, Entry
         for name, kind in (("empty", TEXT_KINDS[1]), ("image_latent",) * 2, ("clip",) * 2, ("mask",) * 2)
         if kind in found
     }
-    return CachedSample(sample, latent, tuple(texts), **single)
+    return CachedSample(sample, latent, tuple(texts), controls=tuple(found.get("control_latent", ())), **single)
 
 
 def epoch_batches(
@@ -251,7 +257,14 @@ def read_batch(samples: Sequence[CachedSample], draws: Sequence[Draw], prior_los
         condition=_condition(chosen),
         image_tokens=_stacked([cached.clip for cached in chosen], "clip"),
         loss_mask=_loss_mask(chosen, latents),
+        controls=_controls(chosen),
     )
+
+
+def _controls(chosen: Sequence[CachedSample]) -> list[list[torch.Tensor]] | None:
+    if not any(cached.controls for cached in chosen):
+        return None
+    return [[_tensors(entry)["latent"].float() for entry in cached.controls] for cached in chosen]
 
 
 def _text(cached: CachedSample, draw: Draw) -> torch.Tensor:

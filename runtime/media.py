@@ -42,14 +42,31 @@ def target_frames(sample: "Sample", *, first_only: bool = False) -> "Frames":
 
 
 def control_frames(sample: "Sample", number: int) -> "Frames":
-    """What is encoded of control media `number`, counted from 0: (3, T, H, W) uint8, cut as the target is.
+    """What is encoded of control media `number`, counted from 0: (3, T, H, W) uint8.
 
-    A still picture stands for every frame.
+    Cut as the target is, or with a `control_resolution` whole and at a size of its own. A still picture stands for
+    every frame.
 
     Raises:
         WangenError: the file cannot be decoded or has fewer frames.
     """
-    return _cut(sample.item.controls[number], sample, sample.count)
+    path, size = sample.item.controls[number], sample.control_size(number)
+    if size is None:
+        return _cut(path, sample, sample.count)
+    with _enough_memory(path, size, 1):
+        return load_image(path, size, sample.entry.background_color, whole=True)
+
+
+def control_pictures(sample: "Sample") -> "list[Image.Image]":
+    """The control images of a sample as they are, upright and in RGB, for a text encoder that sees them.
+
+    Raises:
+        WangenError: one cannot be decoded, or is no longer the one whose digest the entry would hold.
+    """
+    pictures = [_open_image(path, sample.entry.background_color) for path in sample.item.controls]
+    for path, source in zip(sample.item.controls, sample.controls, strict=True):
+        source.require_unchanged(path)
+    return pictures
 
 
 def mask_frames(sample: "Sample") -> "Frames":
@@ -92,7 +109,9 @@ def _enough_memory(path: Path, size: tuple[int, int], count: int) -> Iterator[No
         ) from None
 
 
-def load_image(path: Path, size: tuple[int, int], background: str = WHITE, *, grey: bool = False) -> "Frames":
+def load_image(
+    path: Path, size: tuple[int, int], background: str = WHITE, *, grey: bool = False, whole: bool = False
+) -> "Frames":
     """An image as (3, 1, H, W) uint8, upright, covering `size`, cropped at the centre; the first of an animation.
 
     Args:
@@ -100,12 +119,17 @@ def load_image(path: Path, size: tuple[int, int], background: str = WHITE, *, gr
         size: (width, height) in pixels that it covers and is cropped to.
         background: the colour behind what is transparent, as `#rrggbb`.
         grey: as a mask: (1, 1, H, W), transparency over black, resized bilinearly.
+        whole: resized to `size` with nothing cropped, for sizes of nearly the same aspect ratio.
 
     Raises:
         WangenError: the file cannot be decoded.
     """
     import numpy as np
+    from PIL import Image
 
+    if whole:
+        resized = _open_image(path, background).resize(size, Image.Resampling.LANCZOS)
+        return np.asarray(resized).transpose(2, 0, 1)[:, None]
     frame = np.asarray(fit(_open_image(path, "#000000" if grey else background), size, grey=grey))
     return frame[None, None] if grey else frame.transpose(2, 0, 1)[:, None]
 

@@ -101,7 +101,8 @@ def encode_missing(
     lacks_text = [kind in TEXT_KINDS for kind in lacking]
     latents, texts = set(read) - set(TEXT_KINDS), set(read) & set(TEXT_KINDS)
     step = _latents_step(options, model, samples) if False in lacks_text else None
-    text_step = _text_step(options, samples) if True in lacks_text else None  # what is wrong shows before any encoding
+    # What is wrong with the second shows before the first encodes anything.
+    text_step = _text_step(options, model, samples) if True in lacks_text else None
     if step:
         if options.cache_latents_to_disk:
             log.info("  %s", cache_latents.run(step).summary)
@@ -141,10 +142,10 @@ def _latents_step(options: Train, model: Model, samples: Sequence[Sample]) -> Ca
     )  # fmt: skip
 
 
-def _text_step(options: Train, samples: Sequence[Sample]) -> CacheText:
+def _text_step(options: Train, model: Model, samples: Sequence[Sample]) -> CacheText:
     if options.t5 is None:
         raise UsageError("--cache_latents needs --t5 to encode the captions that the cache lacks", cure="give --t5")
-    identity = text_encoder_identity(options.t5, options.tokenizer, fp8=options.fp8_t5)
+    identity = text_encoder_identity(options.t5, options.tokenizer, fp8=options.fp8_t5, model=model)
     dtype = options.t5_dtype or _dtype_before(options, samples, "text_encoder_output", identity)
     return CacheText(
         dataset_config=options.dataset_config, manifest=options.manifest,

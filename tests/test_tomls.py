@@ -86,7 +86,7 @@ def test_the_cache_is_the_media_folder_unless_named(tmp_path):
         (BLOCK + 'control_directory = "media"', "share the media folder"),
         (BLOCK + 'mask_directory = "media"', "share the media folder"),
         (BLOCK + 'control_dir = "x"', "did you mean control_directory?"),
-        (BLOCK + "qwen_image_edit_no_resize_control = true", "cut to the size of their target"),
+        (BLOCK + "qwen_image_edit_no_resize_control = true", "cut as their target is"),
         (BLOCK + "multiple_target = true", "not in this version"),
         (BLOCK + 'multiple_captions = "yes"', "true or false"),
         (BLOCK + 'background_color = "white"', "a colour like #ffffff"),

@@ -24,7 +24,6 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
            "<|video_pad|>"]  # fmt: skip
 TEXT_DIM = 256
@@ -133,7 +132,9 @@ def write_tiny_qwen(folder: Path) -> TinyQwen:
 
 def published_text_names(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The names that Qwen2.5-VL was published with, and ComfyUI's file has."""
-    names = {name: name.replace("model.language_model.", "model.").replace("model.visual.", "visual.") for name in state}
+    names = {
+        name: name.replace("model.language_model.", "model.").replace("model.visual.", "visual.") for name in state
+    }
     return {new: state[old].clone() for old, new in names.items()}
 
 

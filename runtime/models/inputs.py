@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -28,3 +29,9 @@ class Inputs:
     condition: torch.Tensor | None = None
     image_tokens: torch.Tensor | None = None
     controls: Controls | None = None
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """What a velocity model is given by name: the conditions that there are."""
+        named = {"condition": self.condition, "image_tokens": self.image_tokens, "controls": self.controls}
+        return {name: value for name, value in named.items() if value is not None}

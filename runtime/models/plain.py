@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from wangen.runtime.models.compute import Compute
-from wangen.runtime.models.inputs import Inputs
+from wangen.runtime.models.inputs import Controls, Inputs
 
 
 class PlainModel:
@@ -43,19 +43,18 @@ class PlainModel:
         *,
         condition: torch.Tensor | None = None,
         image_tokens: torch.Tensor | None = None,
+        controls: Controls | None = None,
     ) -> torch.Tensor:
         """Velocities (B, C, F, h, w), as `predict_velocity`."""
         with self._autocast(latents.device), self._offload(latents.device):
             return self._predict(
-                self._transformer, latents, timesteps, texts, condition=condition, image_tokens=image_tokens
-            )
+                self._transformer, latents, timesteps, texts, condition=condition, image_tokens=image_tokens,
+                controls=controls,
+            )  # fmt: skip
 
     def packed(self, passes: Sequence[Inputs]) -> list[torch.Tensor]:
         """The velocities of several batches, one after the other."""
-        return [
-            self(one.latents, one.timesteps, one.texts, condition=one.condition, image_tokens=one.image_tokens)
-            for one in passes
-        ]
+        return [self(one.latents, one.timesteps, one.texts, **one.given) for one in passes]
 
     def _autocast(self, device: torch.device) -> AbstractContextManager[Any]:
         if self._dtype == torch.bfloat16:

@@ -110,7 +110,7 @@ def make_scenes(
         WangenError: a first frame cannot be decoded, or the memory is full.
     """
     frames = {key: _first_frame(key) for key in dict.fromkeys(map(_frame_key, prompts)) if key.image}
-    texts = _embeddings(kind, prompts, encoders, device, what)
+    texts = _embeddings(kind, model, prompts, encoders, device, what)
     given: dict[SamplePrompt, Given] = {}
     if frames:
         views = _views(kind, model, frames, encoders, device)
@@ -135,7 +135,7 @@ def _frame_key(prompt: SamplePrompt) -> SamplePrompt:
 
 
 def _embeddings(
-    kind: Family, prompts: Sequence[SamplePrompt], encoders: Encoders, device: torch.device, what: str
+    kind: Family, model: Model, prompts: Sequence[SamplePrompt], encoders: Encoders, device: torch.device, what: str
 ) -> dict[str, torch.Tensor]:
     """The embedding of every distinct text, as the caching step encodes it."""
     distinct = list(dict.fromkeys(clean_prompt(word) for prompt in prompts for word in _words(prompt)))
@@ -143,7 +143,7 @@ def _embeddings(
     with enough_memory(f"encoding {what}", "use --fp8_t5"), exact(dtype):
         encoder = kind.load_prompt_encoder(
             encoders.t5, encoders.tokenizer, dtype=DTYPES[dtype], device=device, fp8=encoders.fp8_t5,
-            plain=encoders.plain,
+            plain=encoders.plain, model=model,
         )  # fmt: skip
         return dict(zip(distinct, encoder.encode(distinct, lambda _done, _total: None), strict=True))
 

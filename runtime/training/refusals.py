@@ -23,6 +23,7 @@ from wangen.generator.train_step import FOR_ADAPTERS
 from wangen.runtime.devices import require_compiler
 from wangen.runtime.lora_folder import find_lora
 from wangen.runtime.memory.presets import resolve_vram
+from wangen.runtime.models import family
 from wangen.runtime.sampling.prompts import read_prompts
 from wangen.runtime.training.adapter_config import loraplus_ratio
 from wangen.runtime.training.adapter_refusals import require_adapter, trained_transformers
@@ -55,6 +56,8 @@ def resolved(options: Train, model: profiles.Model, device: torch.device) -> Tra
             given as a LoRA is this run's own.
         WangenError: such a folder has no LoRA that fits.
     """
+    if not family(model).has_fast_path:
+        options = replace(options, plain=True)
     options = resolve_vram(options, model, device)
     boundary = choose_boundary(options.timestep_boundary, model)
     frames = options.condition_frames
@@ -173,7 +176,11 @@ def refuse_memory(options: Train) -> None:
         raise UsageError("--gradient_checkpointing_cpu_offload parks what checkpointing keeps, and it is switched off",
                          cure="give --checkpointing full or selective")  # fmt: skip
     if options.plain and (swap or options.checkpointing == "selective" or options.checkpointing_free_blocks):
-        raise UsageError("--plain knows no block swap, selective checkpointing or free blocks", cure="leave it out")
+        what = "block swap, selective checkpointing or free blocks"
+        if not family(profiles.model(options.task)).has_fast_path:
+            raise UsageError(f"{options.task} knows no {what} in this version",
+                             cure="leave them out; --quantize int8 or nf4 saves memory")  # fmt: skip
+        raise UsageError(f"--plain knows no {what}", cure="leave it out")
     if options.compile and not options.plain:
         require_compiler()
     if options.scale_weight_norms and (options.network_module != "lora" or options.train_mode == "full"):
@@ -221,6 +228,7 @@ def _refuse_samples(options: Train, model: profiles.Model) -> None:
         if options.sample_every_n_steps or options.sample_every_n_epochs or options.sample_at_first:
             raise UsageError("samples are asked for and there are no prompts", cure="give --sample_prompts FILE.txt")
         return
+    require_supported(model, "sampling")
     missing = [f"--{name}" for name in ("vae", "t5") if getattr(options, name) is None]
     if missing:
         raise UsageError(f"samples need {' and '.join(missing)}", cure="they encode the prompts and decode the samples")

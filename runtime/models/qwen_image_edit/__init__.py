@@ -5,7 +5,6 @@ L tokens of text.
 """
 
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from wangen.runtime.models import VelocityModel
     from wangen.runtime.models.compute import Compute
 
+has_fast_path = False
 _HOMES = {
     "decode_latents": "wan_vae",
     "encode_video": "wan_vae",

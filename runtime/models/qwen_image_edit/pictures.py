@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from wangen.generator.geometry import area_size
+
 if TYPE_CHECKING:
     from PIL.Image import Image
 
@@ -16,23 +18,10 @@ MERGE = 2
 """Patches that become one token, in each direction."""
 TIME_PATCH = 2
 """Frames of a patch; a picture stands for both."""
-SIDE_PX = 32
-"""The pipelines resize control images to multiples of this."""
 MIN_PIXELS, MAX_PIXELS = 3136, 12845056
 """Of a picture, from Qwen2.5-VL's preprocessor_config.json."""
 MEAN = (0.48145466, 0.4578275, 0.40821073)
 STD = (0.26862954, 0.26130258, 0.27577711)
-
-
-def area_size(size: tuple[int, int], area: tuple[int, int]) -> tuple[int, int]:
-    """The (width, height) of this aspect ratio and about this area whose sides are multiples of 32.
-
-    >>> area_size((1920, 1080), (1024, 1024)), area_size((500, 500), (384, 384))
-    ((1376, 768), (384, 384))
-    """
-    width = math.sqrt(area[0] * area[1] * (size[0] / size[1]))
-    height = width / (size[0] / size[1])
-    return round(width / SIDE_PX) * SIDE_PX, round(height / SIDE_PX) * SIDE_PX
 
 
 def seen_by_encoder(picture: "Image", area: tuple[int, int]) -> "Image":
@@ -60,7 +49,7 @@ def encoder_size(width: int, height: int) -> tuple[int, int]:
 
 
 def patches(picture: "Image") -> tuple[torch.Tensor, tuple[int, int]]:
-    """A picture in RGB -> its patches (N, 3 * 2 * 14 * 14), those of a token side by side, and (rows, columns) of it."""
+    """A picture in RGB -> its patches (N, 3 * 2 * 14 * 14), those of a token side by side, and its (rows, columns)."""
     import numpy as np
     from PIL import Image
 

@@ -132,7 +132,7 @@ class PictureTextEncoder:
 
     def __init__(self, text_encoder: Qwen2_5_VLModel, tokenizer: Tokenizer, prompt: Prompt) -> None:
         self._text_encoder, self._tokenizer, self._prompt = text_encoder, tokenizer, prompt
-        self._pad = int(tokenizer.token_to_id(PAD))
+        self._pad: int = tokenizer.encode(PAD).ids[0]
         text_encoder.config.image_token_id = self._pad
 
     @torch.no_grad()
@@ -169,7 +169,7 @@ class PictureTextEncoder:
             values = torch.cat([value for value, _ in ready]).to(device, self._text_encoder.dtype)
             seen = {"pixel_values": values, "image_grid_thw": torch.tensor([(1, *grid) for grid in grids]).to(device)}
         hidden = self._text_encoder(
-            input_ids=ids, position_ids=positions(ids[0] == self._pad, grids)[:, None], use_cache=False, **seen
+            input_ids=ids, position_ids=positions(ids[0].eq(self._pad), grids)[:, None], use_cache=False, **seen
         ).last_hidden_state
         result: torch.Tensor = hidden[0, self._prompt.num_dropped :]
         return result

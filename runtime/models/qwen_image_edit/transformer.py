@@ -80,8 +80,10 @@ def _config(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _has_clean_controls(path: Path, header: Header) -> bool:
-    """Whether control images have timestep 0, as in Edit 2511: no weight says it, but ComfyUI's marker or the
-    configuration beside the weights do."""
+    """Whether control images have timestep 0, as in Edit 2511.
+
+    No weight says it, but ComfyUI's marker or the configuration beside the weights do.
+    """
     if any(strip_prefix(name) == CLEAN_CONTROLS for name in header.tensors):
         return True
     with suppress(OSError, ValueError, AttributeError):
