@@ -1,7 +1,7 @@
 """`cache_text`: captions -> text embeddings in the cache, each distinct caption once, trimmed to its own length."""
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from itertools import islice
@@ -93,14 +93,89 @@ def encode(options: CacheText, encoder: Encoder, work: Work) -> int:
     return texts.num_encoded
 
 
+class Embedder:
+    """The text encoder of a caching step, loaded when it is first needed.
+
+    Args:
+        options: of the step.
+        encoder: which weights encode.
+    """
+
+    def __init__(self, options: CacheText, encoder: Encoder) -> None:
+        self._options, self._encoder = options, encoder
+
+    def embed(
+        self, needs: Sequence[Need], on_block: Callable[[int, int], None] = lambda done, total: None
+    ) -> list[dict[str, Any]]:
+        """The tensors of each need, whose captions go through the encoder together.
+
+        Args:
+            needs: of text kinds.
+            on_block: told how many blocks are done, and of how many.
+
+        Raises:
+            WangenError: a control image cannot be decoded, or the memory is full.
+        """
+        from wangen.runtime.devices import enough_memory, exact
+
+        captions = [str(need.recipe.content["caption"]) for need in needs]
+        pictures = [control_pictures(need.sample) for need in needs] if self._shows_controls else None
+        with enough_memory(f"encoding {len(captions)} captions", MEMORY_CURE), exact(self._encoder.dtype):
+            embeddings = self._prompt_encoder.encode(captions, on_block, pictures=pictures)
+        return [_entry(embedding) for embedding in embeddings]
+
+    def embed_one(self, need: Need) -> dict[str, Any]:
+        """The tensors of one need by itself."""
+        return self.embed([need])[0]
+
+    @property
+    def group_size(self) -> int:
+        """Captions that go through the encoder's blocks together, which are read anew for each group.
+
+        A group is what a kill loses: on a CPU a caption takes seconds.
+        """
+        if self._plain or self._shows_controls:
+            return max(1, self._options.batch_size)
+        return GPU_GROUP if self._device.type != "cpu" else CPU_GROUP
+
+    @property
+    def _shows_controls(self) -> bool:
+        """The text encoder sees the control images too."""
+        return bool(self._model.prompt and self._model.prompt.picture)
+
+    @cached_property
+    def _model(self) -> Model:
+        return model_of_cache(self._options.task)
+
+    @property
+    def _plain(self) -> bool:
+        return self._options.plain or not self._options.stream_t5
+
+    @cached_property
+    def _device(self) -> "torch.device":
+        from wangen.runtime.devices import choose_device
+
+        return choose_device(self._options.device)
+
+    @cached_property
+    def _prompt_encoder(self) -> PromptEncoder:
+        from wangen.runtime.devices import DTYPES
+
+        log.info("  text encoder in %s on %s", self._encoder.dtype, self._device)
+        return family(self._model).load_prompt_encoder(
+            self._options.t5, self._options.tokenizer, dtype=DTYPES[self._encoder.dtype], device=self._device,
+            fp8=self._options.fp8_t5, plain=self._plain, model=self._model,
+        )  # fmt: skip
+
+
 class _Texts:
     """The encoding loop: captions are claimed in groups, encoded together, and written where they are missing."""
 
     def __init__(
         self, options: CacheText, encoder: Encoder, writers: Mapping[Path, EntryWriter], advance: Advance
     ) -> None:
-        self.options = options
         self.encoder = encoder
+        self._embedder = Embedder(options, encoder)
         self.num_encoded = 0
         self._encoders: Mapping[Kind, Encoder] = dict.fromkeys(TEXT_KINDS, encoder)
         self._writers = writers
@@ -114,7 +189,7 @@ class _Texts:
             caption = str(need.recipe.content["caption"])
             same.setdefault((len(caption), caption, need.recipe.content_key), []).append(need)
         mine = self._claimed((same[text] for text in sorted(same)), theirs)
-        while group := list(islice(mine, self._group_size)):
+        while group := list(islice(mine, self._embedder.group_size)):
             self._encode_group(group)
         return theirs
 
@@ -129,60 +204,16 @@ class _Texts:
         return self._writers[need.folder.path]
 
     def _encode_group(self, group: list[list[Need]]) -> None:
-        from wangen.runtime.devices import enough_memory, exact
-
-        captions = [str(needs[0].recipe.content["caption"]) for needs in group]
-        pictures = [control_pictures(needs[0].sample) for needs in group] if self._shows_controls else None
-        with enough_memory(f"encoding {len(captions)} captions", MEMORY_CURE), exact(self.encoder.dtype):
-            embeddings = self._prompt_encoder.encode(
-                captions, lambda done, total: self._advance(0, f"block {done} of {total}"), pictures=pictures
-            )
-        for needs, embedding in zip(group, embeddings, strict=True):
+        tensors = self._embedder.embed(
+            [needs[0] for needs in group], lambda done, total: self._advance(0, f"block {done} of {total}")
+        )
+        for needs, entry in zip(group, tensors, strict=True):
             for need in needs:
-                self._writer_for(need).put(need.recipe, self.encoder, _entry(embedding))
+                self._writer_for(need).put(need.recipe, self.encoder, entry)
             self._advance(len(needs), "")
         self.num_encoded += len(group)
         for writer in self._writers.values():
             writer.commit()
-
-    @property
-    def _group_size(self) -> int:
-        """Captions that go through the encoder's blocks together, which are read anew for each group.
-
-        A group is what a kill loses: on a CPU a caption takes seconds.
-        """
-        if self._plain or self._shows_controls:
-            return max(1, self.options.batch_size)
-        return GPU_GROUP if self._device.type != "cpu" else CPU_GROUP
-
-    @property
-    def _shows_controls(self) -> bool:
-        """The text encoder sees the control images too."""
-        return bool(self._model.prompt and self._model.prompt.picture)
-
-    @cached_property
-    def _model(self) -> Model:
-        return model_of_cache(self.options.task)
-
-    @property
-    def _plain(self) -> bool:
-        return self.options.plain or not self.options.stream_t5
-
-    @cached_property
-    def _device(self) -> "torch.device":
-        from wangen.runtime.devices import choose_device
-
-        return choose_device(self.options.device)
-
-    @cached_property
-    def _prompt_encoder(self) -> PromptEncoder:
-        from wangen.runtime.devices import DTYPES
-
-        log.info("  text encoder in %s on %s", self.encoder.dtype, self._device)
-        return family(self._model).load_prompt_encoder(
-            self.options.t5, self.options.tokenizer, dtype=DTYPES[self.encoder.dtype], device=self._device,
-            fp8=self.options.fp8_t5, plain=self._plain, model=self._model,
-        )  # fmt: skip
 
 
 def _entry(embedding: "torch.Tensor") -> dict[str, Any]:

@@ -211,6 +211,16 @@ class Models:
                 tensor = results[_source(need)][number].contiguous()
                 yield need, {TENSOR_NAMES.get(need.recipe.kind, "latent"): tensor}
 
+    def encode_one(self, need: Need) -> dict[str, "torch.Tensor"]:
+        """The tensors of one need by itself.
+
+        Raises:
+            WangenError: a source cannot be decoded, or the memory is full.
+        """
+        job = Job(need.sample, (need,))
+        ((_, tensors),) = self.encode([job], [_frames(job)])
+        return tensors
+
     def _results(self, first: Job, frames: list[Frames]) -> dict[str, "torch.Tensor"]:
         """For each kind of result (control media by number) a batch; all jobs miss what the first one does."""
         import numpy as np

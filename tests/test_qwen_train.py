@@ -1,6 +1,8 @@
 """Training edit LoRAs on cached entries: the step is the pipelines' mathematics, and a run resumes to equal bytes."""
 
 import itertools
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,8 +16,9 @@ from tiny_qwen import TinyQwen, pipeline_of
 from wangen import profiles
 from wangen.generator.errors import UsageError
 from wangen.runtime import train
+from wangen.runtime.cache import Folder
 from wangen.runtime.loader import Draw, find_entries, read_batch
-from wangen.runtime.models import family
+from wangen.runtime.models import family, qwen_image_edit
 from wangen.runtime.models.compute import Compute
 from wangen.runtime.samples import read_samples
 from wangen.runtime.training.plan import ExpertPlan, Plan
@@ -222,6 +225,63 @@ def test_other_layouts_are_loaded_by_the_pipeline_and_change_it_alike(edits, tmp
         )[0]  # fmt: skip
     assert torch.allclose(*outputs, atol=1e-5)
     assert (outputs[0] - base).abs().max() > 1e-4
+
+
+# ---- where the entries come from ---------------------------------------------------------------------------------
+
+
+def losses_of(made: EditSet, folder: Path, **changes) -> tuple[list[float], dict]:
+    """The loss of every step, and what the report says."""
+    report = train.run(made.train(folder, max_train_steps=5, caption_dropout=0.3, **changes))
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    losses = [json.loads(line)["loss"] for line in lines if "loss" in json.loads(line)]
+    assert len(losses) == 5
+    return losses, {**report.result, **report.counts}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_cached_realtime_and_mixed_training_have_the_same_losses_and_end_with_the_same_bytes(edits, tmp_path, task):
+    shutil.copytree(edits[task].folder, tmp_path / "set")
+    made = EditSet(tmp_path / "set", edits[task].tiny, task)
+    made.toml.write_text(made.toml.read_text().replace(edits[task].folder.as_posix(), made.folder.as_posix()))
+    weights = {"vae": made.tiny.single["vae"], "t5": made.tiny.single["t5"], "vae_dtype": "float32",
+               "t5_dtype": "float32"}  # fmt: skip
+    cached, report = losses_of(made, tmp_path / "cached")
+    assert (report["cache_mode"], report["share_from_cache"], report["computed"]) == ("cached", 1.0, 0)
+    entries = [entry for entry in Folder(made.folder / "cache").all_entries if entry.name != "hill.png"]
+    removed = [entry for entry in entries if entry.kind in ("latent", "text_encoder_output")][:3]
+    for entry in removed:
+        entry.path.unlink()
+    mixed, report = losses_of(made, tmp_path / "mixed", cache_mode="auto", **weights)
+    assert (report["cache_mode"], report["computed"]) == ("mixed", 3)
+    assert report["share_from_cache"] == pytest.approx(report["from_cache"] / (report["from_cache"] + 3), abs=1e-4)
+    shutil.rmtree(made.folder / "cache")
+    live, report = losses_of(made, tmp_path / "live", cache_mode="realtime", **weights)
+    assert (report["cache_mode"], report["share_from_cache"], report["from_cache"]) == ("realtime", 0.0, 0)
+    assert cached == mixed == live
+    digests = {(tmp_path / name / "edit.safetensors").read_bytes() for name in ("cached", "mixed", "live")}
+    assert len(digests) == 1
+    assert not list(made.folder.rglob("*.safetensors"))
+
+
+def test_a_run_that_began_on_the_cache_goes_on_without_it(edits, tmp_path):
+    made = edits["qwen-image-edit"]
+    run(made, tmp_path / "whole")
+    run(made, tmp_path / "parts", max_train_steps=3)
+    run(made, tmp_path / "parts", cache_mode="realtime", vae=made.tiny.single["vae"], t5=made.tiny.single["t5"])
+    whole, parts = ((tmp_path / name / "edit.safetensors").read_bytes() for name in ("whole", "parts"))
+    assert whole == parts
+
+
+def test_cached_training_loads_no_encoder_and_the_others_ask_for_their_weights(edits, tmp_path, monkeypatch):
+    made = edits["qwen-image-edit"]
+    for name in ("load_latent_encoder", "load_prompt_encoder", "load_vae", "load_text_encoder"):
+        monkeypatch.setattr(qwen_image_edit, name, None, raising=False)
+    run(made, tmp_path / "a", max_train_steps=1)
+    with pytest.raises(UsageError, match="--cache_mode realtime needs --vae"):
+        run(made, tmp_path / "b", cache_mode="realtime")
+    with pytest.raises(UsageError, match="realtime keeps nothing"):
+        run(made, tmp_path / "b", cache_mode="realtime", cache_latents=True)
 
 
 def test_what_only_a_fast_path_has_is_refused_in_words(edits, tmp_path):

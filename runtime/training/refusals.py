@@ -58,6 +58,8 @@ def resolved(options: Train, model: profiles.Model, device: torch.device) -> Tra
     """
     if not family(model).has_fast_path:
         options = replace(options, plain=True)
+    if options.cache_mode == "realtime":  # encoders work where training does, between its steps
+        options = replace(options, max_data_loader_n_workers=0)
     options = resolve_vram(options, model, device)
     boundary = choose_boundary(options.timestep_boundary, model)
     frames = options.condition_frames
@@ -120,6 +122,8 @@ def refuse(options: Train, model: profiles.Model, device: torch.device) -> None:
         raise UsageError("--lora_layout is empty", cure="leave it out for comfyui")
     if options.fresh and options.resume:
         raise UsageError("--fresh and --resume contradict each other", cure="give one of them")
+    if options.cache_mode == "realtime" and (options.cache_latents or options.cache_latents_to_disk):
+        raise UsageError("--cache_mode realtime keeps nothing: --cache_latents contradicts it", cure="leave one out")
     if options.keep_best and not (options.validation_items or options.validation_config):
         raise UsageError("--keep_best needs a validation", cure="give --validation_items, for example 8")
     if options.validation_items and options.validation_config:
