@@ -80,6 +80,8 @@ class Generate(Step):
                          False)  # fmt: skip
     negative_prompt: str | None = flag("what to avoid, where guidance is above 1", None, pinned=True)
     image_path: Path | None = flag("the first frame, for image-to-video and TI2V-5B", None)
+    control_image_path: tuple[Path, ...] = flag("the pictures to edit, for qwen-image-edit one, for -plus up to three",
+                                                ())  # fmt: skip
     task: str | None = flag("model profile (default: t2v-14B)", None, pinned=True, model_choices=True)
     seed: int | None = flag(
         f"seed of the initial noise, which is always drawn on the CPU (default: {DEFAULT_SEED})", None, pinned=True
@@ -103,7 +105,10 @@ class Generate(Step):
 
     # How it is sampled.
     video_size: tuple[int, int] | None = flag(
-        f"height and width in pixels, multiples of 16, for TI2V-5B of 32 {_MODELS}", None, pinned=True
+        "height and width in pixels, multiples of 16, for TI2V-5B of 32 (default: the model's, or that of the last "
+        "picture to edit)",
+        None,
+        pinned=True,
     )
     video_length: int | None = flag(f"number of frames, 4n+1; 1 makes an image {_MODELS}", None, pinned=True)
     fps: int | None = flag(f"frames per second of the file {_MODELS}", None, pinned=True)

@@ -9,7 +9,6 @@ Activity = Literal["caching for", "training", "sampling", "publishing for"]
 
 _LAST_FRAME = "the first and the last frame as condition"
 _NOT_YET: dict[Activity, str] = {
-    "sampling": "Qwen-Image's own sampler and guidance",
     "publishing for": "scripts for pictures with control images",
 }
 """What is lacking for Qwen-Image."""

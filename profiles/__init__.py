@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
+from math import exp
 from typing import Any, Literal
 
 WEIGHT_ROLES = ("vae", "t5", "clip", "dit", "dit_high_noise")
@@ -177,6 +178,30 @@ class Prompt:
     max_tokens: int = 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class DynamicShift:
+    """A sampler's shift that grows with the picture: e to a power that lies on a line over the number of tokens.
+
+    Attributes:
+        tokens: two numbers of tokens.
+        powers: the power at each of them.
+        terminal: the last noise level above 0, to which the schedule is stretched.
+    """
+
+    tokens: tuple[int, int]
+    powers: tuple[float, float]
+    terminal: float
+
+    def at(self, tokens: int) -> float:
+        """The shift for so many tokens.
+
+        >>> round(DynamicShift(tokens=(256, 8192), powers=(0.5, 0.9), terminal=0.02).at(4096), 3)
+        2.002
+        """
+        (low, high), (first, last) = self.tokens, self.powers
+        return exp(first + (last - first) * (tokens - low) / (high - low))
+
+
 Condition = Literal["text", "image", "first_and_last", "text_or_image", "controls"]
 """What is made from what: from a text alone, also from the first frame, also from both ends, from the first frame if
 there is one, or from a text and control images, which are edited."""
@@ -202,6 +227,7 @@ class Model:
         lora_targets: regular expression over diffusers' module names.
         max_controls: control images that it takes at most.
         prompt: how its text encoder is asked, where that is a language model.
+        shift: of its sampler, where it depends on the picture.
         transformer: sizes of the transformer, or of each expert.
         experts: where the model has two transformers, how they share the work; `dit` is then the low-noise one.
         weights: the files it needs.
@@ -226,6 +252,7 @@ class Model:
     lora_targets: str
     max_controls: int = 0
     prompt: Prompt | None = None
+    shift: DynamicShift | None = None
     transformer: TransformerSizes
     experts: Experts | None = None
     weights: tuple[Weights, ...]
@@ -294,6 +321,7 @@ def make_model(name: str, values: Mapping[str, Any]) -> Model:
     given["tokenizer"] = tuple(Download(**download) for download in given["tokenizer"])
     given["transformer"] = TransformerSizes(**given["transformer"])
     given["prompt"] = Prompt(**_tuples(given["prompt"])) if "prompt" in given else None
+    given["shift"] = DynamicShift(**_tuples(given["shift"])) if "shift" in given else None
     given["experts"] = Experts(**given["experts"]) if "experts" in given else None
     given["presets"] = {int(gib): Preset(**_tuples(preset)) for gib, preset in given.get("presets", {}).items()}
     return Model(name=name, **given)

@@ -12,15 +12,16 @@ from wangen.generator.session import Report
 from wangen.generator.steps import CacheText
 from wangen.profiles import Model
 from wangen.runtime.cache import Encoder, Kind, load
-from wangen.runtime.media import control_pictures
+from wangen.runtime.media import open_image
 from wangen.runtime.models import PromptEncoder, family, model_of_cache, text_encoder_identity
 from wangen.runtime.needs import TEXT_KINDS, EntryWriter, Need, Waiting, Work, claimed, fill
 from wangen.runtime.progress import Advance, progress
 from wangen.runtime.rocm import on_cpu
-from wangen.runtime.samples import read_samples
+from wangen.runtime.samples import Sample, read_samples
 
 if TYPE_CHECKING:
     import torch
+    from PIL import Image
 
 log = logging.getLogger("wangen")
 
@@ -119,7 +120,7 @@ class Embedder:
         from wangen.runtime.devices import enough_memory, exact
 
         captions = [str(need.recipe.content["caption"]) for need in needs]
-        pictures = [control_pictures(need.sample) for need in needs] if self._shows_controls else None
+        pictures = [_control_pictures(need.sample) for need in needs] if self._shows_controls else None
         with enough_memory(f"encoding {len(captions)} captions", MEMORY_CURE), exact(self._encoder.dtype):
             embeddings = self._prompt_encoder.encode(captions, on_block, pictures=pictures)
         return [_entry(embedding) for embedding in embeddings]
@@ -214,6 +215,18 @@ class _Texts:
         self.num_encoded += len(group)
         for writer in self._writers.values():
             writer.commit()
+
+
+def _control_pictures(sample: Sample) -> "list[Image.Image]":
+    """The control images of a sample as they are, upright and in RGB, for a text encoder that sees them.
+
+    Raises:
+        WangenError: one cannot be decoded, or is no longer the one whose digest the entry would hold.
+    """
+    pictures = [open_image(path, sample.entry.background_color) for path in sample.item.controls]
+    for path, source in zip(sample.item.controls, sample.controls, strict=True):
+        source.require_unchanged(path)
+    return pictures
 
 
 def _entry(embedding: "torch.Tensor") -> dict[str, Any]:

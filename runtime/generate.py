@@ -51,7 +51,7 @@ def run(options: Generate) -> Report:
     require_files(options, model, encoders)
     told_here = {**identities(options), **made_on(device.type)}
     settings = [settings_of(options, prompt) for prompt in prompts]
-    compare(options, told, told_here, settings[0]["image"])
+    compare(options, told, told_here, settings[0])
     require_writable(files[0].parent)
 
     kind = family(model)

@@ -57,18 +57,6 @@ def control_frames(sample: "Sample", number: int) -> "Frames":
         return load_image(path, size, sample.entry.background_color, whole=True)
 
 
-def control_pictures(sample: "Sample") -> "list[Image.Image]":
-    """The control images of a sample as they are, upright and in RGB, for a text encoder that sees them.
-
-    Raises:
-        WangenError: one cannot be decoded, or is no longer the one whose digest the entry would hold.
-    """
-    pictures = [_open_image(path, sample.entry.background_color) for path in sample.item.controls]
-    for path, source in zip(sample.item.controls, sample.controls, strict=True):
-        source.require_unchanged(path)
-    return pictures
-
-
 def mask_frames(sample: "Sample") -> "Frames":
     """The mask of a sample: (1, T, H, W) uint8, 255 where the item counts, cut as the target is.
 
@@ -128,14 +116,22 @@ def load_image(
     from PIL import Image
 
     if whole:
-        resized = _open_image(path, background).resize(size, Image.Resampling.LANCZOS)
+        resized = open_image(path, background).resize(size, Image.Resampling.LANCZOS)
         return np.asarray(resized).transpose(2, 0, 1)[:, None]
-    frame = np.asarray(fit(_open_image(path, "#000000" if grey else background), size, grey=grey))
+    frame = np.asarray(fit(open_image(path, "#000000" if grey else background), size, grey=grey))
     return frame[None, None] if grey else frame.transpose(2, 0, 1)[:, None]
 
 
-def _open_image(path: Path, background: str) -> "Image.Image":
-    """An image upright and in RGB; the first of an animation."""
+def open_image(path: Path, background: str = WHITE) -> "Image.Image":
+    """An image upright and in RGB; the first of an animation.
+
+    Args:
+        path: the image.
+        background: the colour behind what is transparent, as `#rrggbb`.
+
+    Raises:
+        WangenError: the file cannot be decoded.
+    """
     from PIL import Image, ImageOps
 
     Image.init()  # before any thread opens a file: Pillow's own lazy registration is not safe between threads
@@ -200,7 +196,7 @@ def load_pictures(path: Path, count: int, max_side: int) -> "list[Image.Image]":
         WangenError: the file cannot be decoded.
     """
     if media_of(path) == "image":
-        pictures = [_open_image(path, WHITE)]
+        pictures = [open_image(path, WHITE)]
     else:
         part_s = read_facts(path).duration_s / count
         pictures = [upright(frame) for frame in _shown_at(path, [(n + 0.5) * part_s for n in range(count)])]

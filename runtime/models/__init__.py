@@ -181,6 +181,9 @@ class Family(Protocol):
         `backward` asks for an attention kernel that has a gradient.
         """
 
+    def guided(self, prompted: "torch.Tensor", negative: "torch.Tensor", scale: float) -> "torch.Tensor":
+        """Classifier-free guidance: the velocity that two velocities (B, C, F, h, w) make, for a scale above 1."""
+
     def timesteps_per_token(
         self, timesteps: "torch.Tensor", latents: "torch.Tensor", clean_frames: Sequence[int]
     ) -> "torch.Tensor":

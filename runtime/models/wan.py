@@ -27,6 +27,7 @@ _HOMES = {
     "encode_images": "weights.image_encoder",
     "encode_prompts": "weights.text_encoder",
     "encode_video": "models.wan_vae",
+    "guided": "denoising",
     "load_image_encoder": "weights.image_encoder",
     "load_text_encoder": "weights.text_encoder",
     "load_tokenizer": "weights.tokenizer",

@@ -23,7 +23,7 @@ from wangen.runtime.adapters import adapter_modules, is_dora, read_scales
 from wangen.runtime.devices import choose_dtype, require_compiler
 from wangen.runtime.lora import nothing_matches, require_size
 from wangen.runtime.lora_folder import find_lora
-from wangen.runtime.models import require_tile
+from wangen.runtime.models import family, require_tile
 from wangen.runtime.sampling.prompts import MAX_SEED, SamplePrompt, defaults_of, make_prompt, read_prompts
 from wangen.runtime.sampling.scenes import Encoders, looks_through_clip
 from wangen.runtime.training.adapter_config import changeable_weights
@@ -32,7 +32,8 @@ log = logging.getLogger("wangen")
 
 OTHER_MEDIA = (IMAGE_SUFFIXES | VIDEO_SUFFIXES | {".gif", ".apng"}) - {".mp4", ".png"}
 PROMPT_FLAGS = (
-    "negative_prompt", "image_path", "video_size", "video_length", "fps", "infer_steps", "guidance_scale",
+    "negative_prompt", "image_path", "control_image_path",
+    "video_size", "video_length", "fps", "infer_steps", "guidance_scale",
     "guidance_scale_high_noise", "flow_shift", "sample_solver",
 )  # fmt: skip
 """What a line of a prompt file may say for itself."""
@@ -57,6 +58,8 @@ def resolved(options: Generate, model: Model, device: torch.device) -> Generate:
     """
     _refuse_numbers(options, model)
     _refuse_parts(options, model)
+    if not family(model).has_fast_path:
+        options = replace(options, plain=True)
     expert = "low_noise" if model.experts else ""
     changes: dict[str, Any] = {
         "task": model.name,
@@ -80,7 +83,7 @@ def resolved(options: Generate, model: Model, device: torch.device) -> Generate:
         "plain": bool(options.plain),
     }
     options = replace(options, **changes)
-    _refuse_beside_plain(options)
+    _refuse_beside_plain(options, model)
     return options
 
 
@@ -157,9 +160,10 @@ def _refuse_parts(options: Generate, model: Model) -> None:
         raise UsageError("--changed goes with --from", cure="leave it out")
 
 
-def _refuse_beside_plain(options: Generate) -> None:
+def _refuse_beside_plain(options: Generate, model: Model) -> None:
     if options.plain and (options.blocks_to_swap or options.compile):
-        raise UsageError("--plain knows no block swap and no --compile", cure="leave it out")
+        what = "--plain" if family(model).has_fast_path else f"{model.name} in this version"
+        raise UsageError(f"{what} knows no block swap and no --compile", cure="leave it out")
     if options.blocks_to_swap and options.blocks_to_swap < 0:
         raise UsageError(f"--blocks_to_swap {options.blocks_to_swap}: must be 0 or above")
     if options.compile:

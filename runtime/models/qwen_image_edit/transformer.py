@@ -159,6 +159,17 @@ def _predicted(
     return unpack(tokens[:, : height * width], height, width)
 
 
+def guided(prompted: torch.Tensor, negative: torch.Tensor, scale: float) -> torch.Tensor:
+    """Classifier-free guidance of velocities (B, C, 1, h, w), in which each token keeps the length it has prompted.
+
+    As in the official pipelines, whose `true_cfg_scale` is the scale.
+    """
+    own, other = pack(prompted), pack(negative)
+    mixed = other + scale * (own - other)
+    mixed = mixed * (own.norm(dim=-1, keepdim=True) / mixed.norm(dim=-1, keepdim=True))
+    return unpack(mixed, prompted.shape[3] // SIDE, prompted.shape[4] // SIDE)
+
+
 def pack(latents: torch.Tensor) -> torch.Tensor:
     """(B, C, 1, h, w) -> tokens (B, N, 4C) of 2x2 cells.
 
