@@ -60,7 +60,10 @@ class CacheStep(DatasetStep):
 
     smoke: bool = flag(f"{TRY}; their entries stay for the whole job", False)
     task: str | None = flag(CACHE_TASK, None, pinned=True, model_choices=True)
-    device: str | None = flag("cuda, cuda:1, cpu … (default: cuda when there is one)", None)
+    device: str | None = flag(
+        "cuda, cuda:1, cpu … (default: cuda when there is one)", None,
+        names=("vae_device", "text_encoder_device"),
+    )  # fmt: skip
     num_workers: int | None = flag("threads that read and decode media (default: 4, on ROCm 1)", None, knob=True)
     skip_existing: bool = flag("keep entries that are valid (the default; --recache encodes again)", True)
     recache: bool = flag("encode every item again", False)

@@ -120,9 +120,9 @@ class Embedder:
         from wangen.runtime.devices import enough_memory, exact
 
         captions = [str(need.recipe.content["caption"]) for need in needs]
-        pictures = [_control_pictures(need.sample) for need in needs] if self._shows_controls else None
+        shown = {"pictures": [_control_pictures(need.sample) for need in needs]} if self._shows_controls else {}
         with enough_memory(f"encoding {len(captions)} captions", MEMORY_CURE), exact(self._encoder.dtype):
-            embeddings = self._prompt_encoder.encode(captions, on_block, pictures=pictures)
+            embeddings = self._prompt_encoder.encode(captions, on_block, **shown)
         return [_entry(embedding) for embedding in embeddings]
 
     def embed_one(self, need: Need) -> dict[str, Any]:

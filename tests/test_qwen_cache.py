@@ -11,9 +11,9 @@ from PIL import Image
 from tiny_qwen import TinyQwen, picture, pipeline_of
 
 from wangen import profiles
-from wangen.generator.errors import WangenError
+from wangen.generator.errors import UsageError, WangenError
 from wangen.runtime import check_cache
-from wangen.runtime.cache import CorruptEntryError, Entry, Folder, load
+from wangen.runtime.cache import CorruptEntryError, EmbeddingCache, Entry, Folder, load
 from wangen.runtime.samples import read_samples
 
 TASKS = ("qwen-image", "qwen-image-edit", "qwen-image-edit-plus")
@@ -23,15 +23,15 @@ def entries(made: EditSet, kind: str) -> list[Entry]:
     return [entry for entry in Folder(made.folder / "cache", deep=True).all_entries if entry.kind == kind]
 
 
-def embedding(made: EditSet, caption: str, control: Path | None = None) -> torch.Tensor:
-    """The one embedding of a caption, shown one control image."""
+def embedding(made: EditSet, caption: str, *controls: Path) -> torch.Tensor:
+    """The one embedding of a caption, shown these control images; none for any."""
     from wangen.runtime.sources import digest_file
 
     kind = "text_encoder_output" if caption else "empty_text_encoder_output"
     found = [
         entry for entry in entries(made, kind)
         if entry.content["caption"] == caption
-        and (control is None or entry.content["controls"] == [digest_file(control)])
+        and (not controls or entry.content["controls"] == [digest_file(control) for control in controls])
     ]  # fmt: skip
     (entry,) = found
     tensors = load(entry)
@@ -106,6 +106,27 @@ def test_control_latents_are_the_pipeline_s_at_the_size_that_is_asked_for(tiny_q
     latent = load(entry)["latent"]
     ours = pipeline._pack_latents(latent[None, :, 0], 1, 16, *latent.shape[2:])
     assert torch.allclose(ours, packed, atol=1e-5)
+
+
+def test_the_six_names_of_edit_models_count_and_find_entries(edits: dict[str, EditSet]):
+    made = edits["qwen-image-edit-plus"]
+    cache = EmbeddingCache(made.folder / "cache")
+    counts = {"pixel_latent": 3, "control_latent": 4, "prompt_embed": 3, "prompt_embeds_mask": 3,
+              "empty_prompt_embed": 3, "empty_prompt_embeds_mask": 3}  # fmt: skip
+    assert counts.items() <= cache.get_cache_stats().items()
+    assert check_cache.run(made.check).result["by_name"] == counts
+    controls = [made.folder / "controls" / f"lake_{number}.png" for number in (0, 1)]
+    for name, prompt in (("prompt_embed", CAPTIONS["lake"]), ("empty_prompt_embeds_mask", "")):
+        found = cache.load_cache(name, cache.get_file_hash_for_prompt(controls, prompt))
+        assert found is not None
+        assert torch.equal(found["embedding"], embedding(made, prompt, *controls))
+        assert found["mask"].shape == found["embedding"].shape[:1]
+        assert cache.load_cache(name, cache.get_file_hash_for_prompt(controls[::-1], prompt)) is None
+    target = cache.get_file_hash_for_image(made.folder / "targets" / "lake.png")
+    assert cache.load_cache("pixel_latent", target)["latent"].shape[0] == 16
+    assert cache.cache_exists("control_latent", cache.get_file_hash_for_image(controls[1]))
+    with pytest.raises(UsageError, match="there is no kind 'pixels'"):
+        cache.cache_exists("pixels", target)
 
 
 # ---- what makes an entry stale ------------------------------------------------------------------------------------
