@@ -244,7 +244,7 @@ def _weights(options: Check) -> Iterator[Finding]:
             yield Finding(error.where, f"--dit_high_noise: {error.found}", error.cure)
     if options.tokenizer or "t5" in sound:
         try:
-            tokenizer_of(options.t5 or Path(), options.tokenizer)
+            tokenizer_of(options.t5 or Path(), options.tokenizer, profiles.model(options.task))
         except WangenError as error:
             yield Finding(error.where, error.found, error.cure)
 

@@ -3,7 +3,7 @@
 import logging
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -59,7 +59,7 @@ def read_items(entry: DatasetEntry, *, deep: bool = True) -> tuple[list[Item], l
             multiple_captions=entry.multiple_captions, deep=deep,
         )  # fmt: skip
         _say_foreign(entry)
-        items, missing = _with_companions(items, entry)
+        items, missing = with_companions(items, entry)
         problems += missing
         to_open = [path for item in items for path in item.companions]
     bad_files = unreadable(to_open) if deep and to_open else {}
@@ -77,12 +77,20 @@ def _say_foreign(entry: DatasetEntry) -> None:
                     entry.directory.name, len(names), ", ".join(map(printable, names[:_SHOWN])), rest)  # fmt: skip
 
 
-def _with_companions(items: list[Item], entry: DatasetEntry) -> tuple[list[Item], list[Problem]]:
-    """The items with what the folders beside them hold, and those that lack something as problems."""
+def with_companions(items: Sequence[Item], entry: DatasetEntry) -> tuple[list[Item], list[Problem]]:
+    """The items with what the folders beside them hold, and those that lack something as problems.
+
+    Args:
+        items: of the block.
+        entry: the block, which names the folders of control media and masks.
+
+    Raises:
+        WangenError: such a folder cannot be listed.
+    """
     controls = entry.control_directory and _Companions(entry.control_directory, items, entry, numbered=True)
     masks = entry.mask_directory and _Companions(entry.mask_directory, items, entry, numbered=False)
     if not controls and not masks:
-        return items, []
+        return list(items), []
     found, problems = [], []
     for item in items:
         try:

@@ -8,16 +8,10 @@ from wangen.generator.errors import UsageError
 Activity = Literal["caching for", "training", "sampling", "publishing for"]
 
 _LAST_FRAME = "the first and the last frame as condition"
-_NOT_YET: dict[Activity, str] = {
-    "publishing for": "scripts for pictures with control images",
-}
-"""What is lacking for Qwen-Image."""
 
 
-def missing_feature(model: profiles.Model, doing: Activity = "training") -> str:
+def missing_feature(model: profiles.Model) -> str:
     """What working with this model would need that this version lacks, in words; empty where it lacks nothing."""
-    if model.architecture == "qwen_image_edit":
-        return _NOT_YET.get(doing, "")
     return _LAST_FRAME if model.condition == "first_and_last" else ""
 
 
@@ -31,17 +25,18 @@ def require_supported(model: profiles.Model, doing: Activity) -> None:
     Raises:
         UsageError: what is lacking, and the tasks that are supported.
     """
-    if missing := missing_feature(model, doing):
+    if missing := missing_feature(model):
         raise UsageError(
             f"{doing} {model.name} is not in this version of wangen: it needs {missing}",
-            cure=f"use one of {', '.join(supported(doing))}; its weights can be checked, identified and converted",
+            cure=f"use one of {', '.join(supported())}; its weights can be checked, identified and converted",
         )
 
 
-def supported(doing: Activity = "training") -> list[str]:
-    """The names of the profiles with which this version can do something.
+def supported() -> list[str]:
+    """The names of the profiles that this version does something with.
 
-    >>> supported("publishing for")
-    ['i2v-14B', 'i2v-A14B', 't2v-1.3B', 't2v-14B', 't2v-A14B', 'ti2v-5B']
+    >>> supported()
+    ['i2v-14B', 'i2v-A14B', 'qwen-image', 'qwen-image-edit', 'qwen-image-edit-plus', 't2v-1.3B', 't2v-14B', \
+'t2v-A14B', 'ti2v-5B']
     """
-    return [name for name in profiles.model_names() if not missing_feature(profiles.model(name), doing)]
+    return [name for name in profiles.model_names() if not missing_feature(profiles.model(name))]

@@ -196,7 +196,7 @@ def init(folder: Path, model: str = DEFAULT_MODEL) -> Path:
     if not path.exists():
         text = _TEMPLATE.format(
             model=model,
-            models=", ".join(supported("publishing for")),
+            models=", ".join(supported()),
             platforms=", ".join(f'"{name}"' for name in DEFAULT_PLATFORMS),
             all_platforms=", ".join(profiles.platform_names()),
             sections="".join(_example(name) for name in DEFAULT_PLATFORMS),

@@ -116,7 +116,7 @@ def _all_samples(dataset_config: Path) -> list[Sample]:
         WangenError: the dataset suits no model at all.
     """
     models: dict[tuple[Any, ...], Model] = {}
-    for model in map(profiles.model, supported("caching for")):
+    for model in map(profiles.model, supported()):
         strides = model.bucket_step, model.spatial_stride, model.temporal_stride
         models.setdefault((model.fps, *strides, model.prompt), model)
     samples: list[Sample] = []

@@ -87,8 +87,8 @@ def run(options: CheckCache) -> Report:
         + (_to_run(options, bad) if problems else "training finds all it needs"),
         inputs={"dataset_config": options.dataset, "samples": len(samples)},
         counts={kind: count_states(need.verdict for need in needs if need.recipe.kind == kind) for kind in encoders},
-        result={**_by_name(model, needs), "problems": problems, "bytes": whole.num_bytes, "datasets": [row.facts() for row in rows],
-                "why": dict(_reasons(bad))},
+        result={**_by_name(model, needs), "problems": problems, "bytes": whole.num_bytes,
+                "datasets": [row.facts() for row in rows], "why": dict(_reasons(bad))},
         ok=not problems,
     )  # fmt: skip
 

@@ -127,7 +127,7 @@ def test_what_a_shell_cannot_carry_is_refused_before_anything_is_written(tmp_pat
 
 
 def test_every_model_that_is_trained_can_be_published(tmp_path):
-    for name in supported("publishing for"):
+    for name in supported():
         made = workspace.read(write_tree(tmp_path / name, {"wangen.toml": f'model = "{name}"\n'}))
         for target in made.targets:
             publish(made, target)

@@ -23,6 +23,7 @@ from wangen.generator.dataset import Item
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.paths import toml_path
 from wangen.generator.publish.manifest import CAPTION
+from wangen.generator.publish.source import CONTROLS
 from wangen.generator.setup import scripts as setup_scripts
 from wangen.generator.setup import wheel
 from wangen.generator.signing import same_text, signed, unedited
@@ -189,7 +190,9 @@ def dataset_toml(
 ) -> str:
     """The dataset's TOML for a target: for each resolution a block for its images and one for its clips."""
     settings = settings or DatasetSettings()
-    kinds = {item.media for item in items}
+    listed = list(items)
+    kinds, edits = {item.media for item in listed}, any(item.controls for item in listed)
+    controls = toml_path(target.path(target.roots["datasets"], slug, CONTROLS), target.machine)
     general = {"caption_extension": CAPTION, "batch_size": settings.batch_size, "enable_bucket": True}
     blocks = []
     for size in resolutions_of(model, settings):
@@ -202,6 +205,7 @@ def dataset_toml(
                 "resolution": list(size),
                 "num_repeats": settings.num_repeats,
                 **({"is_reg": True} if settings.is_reg else {}),
+                **({"control_directory": controls} if edits else {}),
                 **clip,
             }
             blocks += [block] if kind in kinds else []
