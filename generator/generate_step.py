@@ -11,7 +11,9 @@ from wangen.generator.step_parts import (
     DTYPE_VALUES,
     FP8_T5,
     LATER,
+    MODEL_VERSION,
     T5,
+    TEXT_ENCODER,
     TOKENIZER,
     VAE,
     VAE_CACHE,
@@ -38,15 +40,18 @@ _EXPERT = "of the high-noise expert (Wan 2.2 A14B)"
 
 @dataclass(frozen=True, kw_only=True)
 class Generate(Step):
-    """Sample videos or images from prompts and first frames, with or without LoRAs.
+    """Sample videos or images from prompts, first frames and pictures to edit, with or without LoRAs.
 
     What changes the result and is not said comes from the file of `--from`, else from the model's profile.
     """
 
     command: ClassVar[str] = "generate"
     module: ClassVar[str] = "wangen.runtime.generate"
-    spellings: ClassVar[tuple[str, ...]] = ("wan_generate_video", "wan_generate_video.py")
+    spellings: ClassVar[tuple[str, ...]] = (
+        "wan_generate_video", "wan_generate_video.py", "qwen_image_generate_image", "qwen_image_generate_image.py",
+    )  # fmt: skip
     elsewhere: ClassVar[Mapping[str, str]] = {
+        **MODEL_VERSION,
         "output_type": "the ending of --save_path decides: .mp4 for a video, .png for one frame",
         "end_image_path": f"first and last frame {LATER}",
         "one_frame_inference": f"one-frame sampling {LATER}",
@@ -92,7 +97,7 @@ class Generate(Step):
     dit: Path = flag(f"{DIT}; of two experts the one for low noise")
     dit_high_noise: Path | None = flag(f"weights {_EXPERT}", None)
     vae: Path = flag(VAE)
-    t5: Path = flag(T5)
+    t5: Path = flag(T5, names=TEXT_ENCODER)
     tokenizer: Path | None = flag(TOKENIZER, None)
     clip: Path | None = flag(CLIP, None)
     lora_weight: tuple[Path, ...] = flag(
