@@ -56,6 +56,8 @@ _TWO_IMAGES = ("img_emb.emb_pos", "condition_embedder.image_embedder.pos_embed",
 WIDTHS = {"umt5-encoder": 4096, "open-clip": 1280, "wan-vae-2.1": 96, "wan-vae-2.2": 160, "qwen2.5-vl": 3584}
 """The size `dim` of the models that all profiles share."""
 
+_FAMILIES = {"wan-transformer-": "a Wan transformer", "wan-vae-": "a Wan VAE"}
+"""The beginning of several kinds -> what they have in common."""
 _OTHER_VISION = {1024: "ViT-L", 1408: "ViT-g", 1664: "ViT-bigG"}
 _DIT_FLAGS = ("--dit", "--dit_high_noise")
 _NOISE = re.compile(r"(?<![a-z])(high|low)(?:(?P<noise>[_ -]?noise)|(?![_ -]?vram))(?![a-z])", re.IGNORECASE)
@@ -302,10 +304,11 @@ def _words(judged: Judged, fitting: Sequence[str]) -> str:
 
 def _family(kinds: Sequence[str]) -> str:
     """Several kinds in words: what they have in common."""
-    for start, words in (("wan-transformer-", "a Wan transformer"), ("wan-vae-", "a Wan VAE")):
-        if len(kinds) > 1 and all(kind.startswith(start) for kind in kinds):
-            return words
-    return " or ".join(describe(kind) for kind in kinds)
+    found = []
+    for kind in kinds:
+        same = next((start for start in _FAMILIES if kind.startswith(start) and len(kinds) > 1), None)
+        found.append(_FAMILIES[same] if same else describe(kind))
+    return " or ".join(dict.fromkeys(found))
 
 
 def _belongs(kind: str, flag: str, fitting: Sequence[str]) -> str:

@@ -10,14 +10,16 @@ import pytest
 import torch
 from edit_set import SIZES, EditSet, make_edit_set
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_qwen import TinyQwen, pipeline_of
 
 from wangen import profiles
+from wangen.generator.cli import main
 from wangen.generator.errors import UsageError
 from wangen.runtime import train
 from wangen.runtime.cache import Folder
 from wangen.runtime.loader import Draw, find_entries, read_batch
+from wangen.runtime.lora import apply_lora, read_lora
 from wangen.runtime.models import family, qwen_image_edit
 from wangen.runtime.models.compute import Compute
 from wangen.runtime.samples import read_samples
@@ -183,6 +185,43 @@ def test_checkpointing_and_gradient_accumulation_change_no_number(edits, tmp_pat
 def test_a_quantised_base_is_trained_on(edits, tmp_path, mode):
     found = run(edits["qwen-image-edit"], tmp_path, quantize=mode, max_train_steps=2)
     assert all(torch.isfinite(value).all() for value in found.values())
+
+
+@pytest.mark.parametrize("clean", [False, True])
+def test_a_whole_transformer_is_saved_so_that_it_loads_again_as_what_it_was(edits, tmp_path, clean):
+    made, path = edits["qwen-image-edit-plus"], tmp_path / "dit.safetensors"
+    marker = {"model.diffusion_model.__index_timestep_zero__": torch.tensor([])} if clean else {}
+    save_file(load_file(made.tiny.single["dit"]) | marker, path)
+    train.run(made.train(tmp_path / "out", dit=path, train_mode="full", max_train_steps=1, learning_rate=1e-4))
+    kind = family(profiles.model(made.task))
+    before, after = kind.load_transformer(path), kind.load_transformer(tmp_path / "out" / "edit.safetensors")
+    assert before.config.zero_cond_t == after.config.zero_cond_t == clean
+    states = before.state_dict(), after.state_dict()
+    assert states[0].keys() == states[1].keys()
+    assert all(not torch.equal(states[0][name], states[1][name]) for name in states[0] if name.endswith("to_q.weight"))
+
+
+def test_a_lora_merged_into_the_checkpoint_is_the_lora_beside_it(edits, tmp_path):
+    made, path = edits["qwen-image-edit"], tmp_path / "dit.safetensors"
+    save_file(load_file(made.tiny.single["dit"]) | {"__index_timestep_zero__": torch.tensor([])}, path)
+    run(made, tmp_path / "out", dit=path, learning_rate=0.02)
+    lora, merged = tmp_path / "out" / "edit.safetensors", tmp_path / "merged.safetensors"
+    line = ["export", "--dit", str(path), "--lora_weight", str(lora), "--save_path", str(merged)]
+    kind, outputs = family(profiles.model(made.task)), []
+    for dtype in ([], ["--dtype", "float32"]):
+        assert main([*line, *dtype]) == 0
+        models = kind.load_transformer(path, dtype=torch.float32), kind.load_transformer(merged, dtype=torch.float32)
+        apply_lora(models[0], read_lora(lora), name="beside")
+        assert models[1].config.zero_cond_t
+        draw = torch.Generator().manual_seed(0)
+        given = (
+            torch.randn(1, 16, 1, 4, 4, generator=draw),
+            torch.tensor([500.0]),
+            [torch.randn(3, 256, generator=draw)],
+        )
+        with torch.no_grad():
+            outputs = [kind.predict_velocity(model, *given) for model in models]
+        assert torch.allclose(*outputs, atol=1e-5)
 
 
 def test_training_lowers_the_loss_of_one_edit(edits, tmp_path):

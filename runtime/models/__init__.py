@@ -4,7 +4,7 @@ The steps call `family(model)` and never name one. This module imports no torch,
 Letters in shapes: B batch, C channels, T frames, H and W pixels, F h w the same of latents, L tokens of text.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -146,6 +146,9 @@ class Family(Protocol):
 
         `pack_on` is the device that brings them into it.
         """
+
+    def saved_tensors(self, parameters: "Mapping[str, torch.Tensor]", dit: Path) -> "dict[str, torch.Tensor]":
+        """A whole trained transformer, given by diffusers' names, as its file holds it; `dit` is what it was before."""
 
     def load_image_encoder(self, path: Path, *, dtype: "torch.dtype | None" = None, device: Any = "cpu") -> Any:
         """The image encoder, frozen; for models that are conditioned on what an image shows."""

@@ -30,6 +30,7 @@ _HOMES = {
     "load_transformer": "qwen_image_edit.transformer",
     "load_vae": "wan_vae",
     "predict_velocity": "qwen_image_edit.transformer",
+    "saved_tensors": "qwen_image_edit.transformer",
 }
 """What the contract asks for and other modules have; each is imported when it is asked for. The VAE has the layers of
 Wan 2.1's, and its encoder is the same: so is the code."""

@@ -4,7 +4,7 @@ Letters in shapes: B batch, C channels, h and w latents, N tokens of a picture, 
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +15,7 @@ from diffusers.models.transformers.transformer_qwenimage import QwenImageTransfo
 from wangen.generator.companions import CLEAN_CONTROLS, strip_prefix
 from wangen.generator.errors import WangenError
 from wangen.generator.formats import Header
-from wangen.generator.headers import shards
+from wangen.generator.headers import read_header, shards
 from wangen.generator.kinds import expect
 from wangen.generator.layouts import HEAD_DIM, QWEN_CELLS
 from wangen.runtime.memory.quantize import Mode, in_blocks
@@ -90,6 +90,20 @@ def _has_clean_controls(path: Path, header: Header) -> bool:
         config = json.loads((shards(path, "--dit")[0].parent / "config.json").read_text(encoding="utf-8"))
         return config.get("zero_cond_t") is True
     return False
+
+
+def saved_tensors(parameters: Mapping[str, torch.Tensor], dit: Path) -> dict[str, torch.Tensor]:
+    """A whole transformer by the names of its files, with ComfyUI's marker where it was trained from Edit 2511.
+
+    Args:
+        parameters: by their names in diffusers.
+        dit: the file that it was trained from.
+
+    Raises:
+        WangenError: that file cannot be read.
+    """
+    marked = _has_clean_controls(dit, read_header(dit, "--dit"))
+    return {**parameters, CLEAN_CONTROLS: torch.zeros(0)} if marked else dict(parameters)
 
 
 def predict_velocity(
