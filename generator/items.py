@@ -18,9 +18,10 @@ from wangen.generator.dataset import (
     scan,
     unreadable,
 )
-from wangen.generator.errors import printable
+from wangen.generator.errors import many, printable
 from wangen.generator.manifests import read_manifest
 from wangen.generator.tomls import DatasetEntry
+from wangen.profiles import Model
 
 log = logging.getLogger("wangen")
 
@@ -65,6 +66,23 @@ def read_items(entry: DatasetEntry, *, deep: bool = True) -> tuple[list[Item], l
     bad_files = unreadable(to_open) if deep and to_open else {}
     items = [item for item in items if bad_files.keys().isdisjoint((item.path, *item.companions))]
     return items, [*problems, *bad_files.values()]
+
+
+def unsuited(item: Item, model: Model) -> tuple[str, str] | None:
+    """Why a model cannot be trained on an item, whatever its size and length, and the cure; None when it can.
+
+    Args:
+        item: with its control media.
+        model: whether it makes pictures alone, and how many control images it takes.
+    """
+    most = model.max_controls
+    if model.num_frames == 1 and "video" in map(media_of, (item.path, *item.companions)):
+        return f"is or has a clip, and {model.name} makes pictures", "take it out"
+    if model.condition == "controls" and not 1 <= len(item.controls) <= most:
+        wanted = "one control image" if most == 1 else f"one to {most} control images"
+        found = f"has {many(len(item.controls), 'control image')}, and {model.name} takes {wanted}"
+        return found, "set control_directory in the dataset's TOML, and put them there"
+    return None
 
 
 def _say_foreign(entry: DatasetEntry) -> None:

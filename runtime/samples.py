@@ -14,7 +14,7 @@ from wangen.generator.bulk import bulk
 from wangen.generator.dataset import NO_CAPTION, Item, Problem, media_of
 from wangen.generator.errors import WangenError, many, printable
 from wangen.generator.geometry import TOO_SHORT, area_size, bucket_of, misfit, resampled_frames, too_short, windows
-from wangen.generator.items import read_items
+from wangen.generator.items import read_items, unsuited
 from wangen.generator.step_parts import SMOKE_ITEMS
 from wangen.generator.steps import CacheStep, CheckCache, Train
 from wangen.generator.toml_values import WHITE
@@ -217,14 +217,10 @@ def _say_skipped(skipped: Mapping[int, Mapping[str, str]]) -> None:
 
 def _misfits(item: Item, entry: DatasetEntry, sources: Mapping[Path, Source], model: Model) -> Iterator[Problem]:
     """A clip too short for every window, control media and masks that do not fit their item or the model."""
-    facts, fps, most = sources[item.path].facts, model.fps, model.max_controls
-    if model.num_frames == 1 and "video" in map(media_of, (item.path, *item.companions)):
-        yield Problem(item.path, f"is or has a clip, and {model.name} makes pictures", "take it out")
+    if wrong := unsuited(item, model):
+        yield Problem(item.path, *wrong)
         return
-    if model.condition == "controls" and not 1 <= len(item.controls) <= most:
-        wanted = "one control image" if most == 1 else f"one to {most} control images"
-        yield Problem(item.path, f"has {many(len(item.controls), 'control image')}, and {model.name} takes {wanted}",
-                      "set control_directory in the dataset's TOML, and put them there")  # fmt: skip
+    facts, fps = sources[item.path].facts, model.fps
     if item.media == "video" and (short := too_short(facts, entry, fps)):
         yield Problem(item.path, *short)
         return

@@ -145,3 +145,18 @@ def test_what_a_prompt_cannot_ask_is_said(tmp_path: Path, task: str, values: dic
     model = profiles.model(task)
     with pytest.raises(UsageError, match=words):
         make_prompt({"prompt": "x", **values}, model, 1, defaults_of(model), where="--prompt", folder=tmp_path)
+
+
+def test_checkpoints_are_compared_on_held_out_edits(tiny_qwen: TinyQwen, tmp_path: Path, monkeypatch):
+    smaller(monkeypatch, "qwen-image-edit")
+    edits = make_edit_set(tmp_path / "set", tiny_qwen).fill()
+    train.run(edits.train(tmp_path / "out", learning_rate=0.02))
+    weights = [f"--{flag}={path}" for flag, path in tiny_qwen.single.items()]
+    line = ["evaluate", "--task", "qwen-image-edit", "--dataset_config", str(edits.toml), *weights, "--lora_weight",
+            str(tmp_path / "out" / "edit.safetensors"), "--output_dir", str(tmp_path / "judged"), "--device", "cpu",
+            "--infer_steps", "2"]  # fmt: skip
+    assert main(line) == 0
+    report = json.loads((tmp_path / "judged" / "evaluate.report.json").read_text())
+    pictures = sorted((tmp_path / "judged").rglob("*.png"))
+    assert report["counts"]["videos"] == len([path for path in pictures if "first" not in path.parent.name])
+    assert len({np.asarray(Image.open(path)).shape[:2] for path in pictures}) >= 1

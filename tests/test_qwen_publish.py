@@ -9,7 +9,8 @@ from edit_set import CAPTIONS, make_edit_set
 from helpers import read_tree
 from tiny_qwen import TinyQwen
 
-from wangen.generator import scripts
+from wangen import profiles
+from wangen.generator import check, scripts
 from wangen.generator.cli import main
 from wangen.generator.commands import parse
 from wangen.generator.steps import CacheLatents, CacheText, Check, CheckCache, Train, find_step
@@ -73,6 +74,22 @@ def test_check_knows_the_weights_and_the_control_images(tiny_qwen: TinyQwen, tmp
     assert main(line) == 0
     assert main([*line, f"--t5={tiny_qwen.single['dit']}"]) != 0
     assert "takes a Qwen2.5-VL text encoder" in capsys.readouterr().err
+    text = toml.read_text().splitlines()
+    toml.write_text("\n".join(row for row in text if not row.startswith("control_directory")) + "\n")
+    assert main(line) != 0
+    assert "house.png: has 0 control images, and qwen-image-edit takes one control image" in capsys.readouterr().err
+
+
+def test_the_room_for_the_cache_is_about_what_it_takes(tiny_qwen: TinyQwen, tmp_path: Path):
+    """With the embeddings' real width; the tiny encoder's are narrower by a known factor."""
+    made = make_edit_set(tmp_path / "set", tiny_qwen).fill()
+    (block,) = read_dataset(made.toml)
+    model = profiles.model("qwen-image-edit")
+    estimate = check._cache_bytes(check._survey(block, model), model)
+    files = {path: path.stat().st_size for path in (made.folder / "cache").glob("*.safetensors")}
+    texts = sum(size for path, size in files.items() if "text_encoder_output" in path.name)
+    real = sum(files.values()) - texts + texts * 3584 / 256 * 2 / 4
+    assert 0.7 < estimate / real < 1.5
 
 
 def test_publishing_again_follows_the_control_images(tiny_qwen: TinyQwen, tmp_path: Path, capsys):

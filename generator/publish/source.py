@@ -29,7 +29,7 @@ from wangen.generator.errors import WangenError
 from wangen.generator.files import write_text
 from wangen.generator.geometry import too_short
 from wangen.generator.install import require_library
-from wangen.generator.items import with_companions
+from wangen.generator.items import unsuited, with_companions
 from wangen.generator.manifests import is_manifest
 from wangen.generator.npz import is_other_archive
 from wangen.generator.publish.captions import (
@@ -103,7 +103,7 @@ def read_source(
     if keep_memo:
         known.write()
     items = [item for item in items if item.path in facts and all(path in facts for path in item.controls)]
-    problems += [*unreadable, *_clashes(items), *short_clips(items, facts, model), *_other_media(items, model)]
+    problems += [*unreadable, *_clashes(items), *short_clips(items, facts, model), *_unsuited(items, model)]
     if not items and not problems:
         problems.append(Problem(origin, "holds no image or video files", "put them here"))
     shown = [Item(path, "image", (), path) for path in controls if path in facts]
@@ -123,19 +123,13 @@ def _with_controls(
         ]  # fmt: skip
     entry = DatasetEntry(directory=origin, media="image", cache_directory=origin, control_directory=folder)
     found, problems = with_companions(items, entry)
-    most = model.max_controls
-    problems += [
-        Problem(item.path, f"has {len(item.controls)} control images, and {model.name} takes {most} at most",
-                "take some out")
-        for item in found if len(item.controls) > most
-    ]  # fmt: skip
     return found, problems, [line for line in left_out if not line.startswith(f"{CONTROLS}/")]
 
 
-def _other_media(items: Iterable[Item], model: Model) -> list[Problem]:
-    """Clips, where the model makes pictures."""
-    clips = (item.path for item in items if item.media == "video" and model.num_frames == 1)
-    return [Problem(path, f"is a clip, and {model.name} makes pictures", "take it out") for path in clips]
+def _unsuited(items: Iterable[Item], model: Model) -> list[Problem]:
+    """Items that the model cannot be trained on; that none of them has control images is said of the folder."""
+    listed = [item for item in items if item.controls or item.media == "video" or model.condition != "controls"]
+    return [Problem(item.path, *wrong) for item in listed if (wrong := unsuited(item, model))]
 
 
 def short_clips(items: Iterable[Item], facts: Mapping[Path, MediaFacts], model: Model) -> list[Problem]:

@@ -14,7 +14,7 @@ Noise depends on a prompt's seed, size and length alone, so that `{}`, the base,
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -159,6 +159,9 @@ class Sampler:
         settings: Settings,
         device: torch.device,
     ) -> None:
+        settings = settings if kind.has_fast_path else replace(settings, plain=True)
+        if settings.plain and settings.blocks_to_swap:
+            raise UsageError(f"--blocks_to_swap: {model.name} knows no block swap here", cure="leave it out")
         self._kind, self._model, self._settings, self._device = kind, model, settings, device
         self._weights = tuple(experts)
         with enough_memory("loading the transformer", settings.cure):
