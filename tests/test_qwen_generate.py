@@ -101,6 +101,15 @@ def smaller(monkeypatch: pytest.MonkeyPatch, task: str) -> None:
     monkeypatch.setattr(profiles, "model", lambda name: model if name == task else known(name))
 
 
+def test_swapped_blocks_make_the_same_picture(tiny_qwen: TinyQwen, tmp_path: Path):
+    for swapped in (0, 2):
+        (tmp_path / str(swapped)).mkdir()
+        more = ["--video_size", "32", "64", "--blocks_to_swap", str(swapped)]
+        assert main(line(tiny_qwen, "qwen-image", tmp_path / str(swapped), *more)) == 0
+    assert np.array_equal(made(tmp_path / "0"), made(tmp_path / "2"))
+    assert main(line(tiny_qwen, "qwen-image", tmp_path, "--compile")) == 2
+
+
 @pytest.mark.parametrize("tokens", [256, 1000, 4096, 8192])
 def test_noise_levels_are_those_of_the_official_scheduler(tiny_qwen: TinyQwen, tokens: int):
     shift = profiles.model("qwen-image").shift

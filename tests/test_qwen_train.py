@@ -323,9 +323,31 @@ def test_cached_training_loads_no_encoder_and_the_others_ask_for_their_weights(e
         run(made, tmp_path / "b", cache_mode="realtime", cache_latents=True)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"blocks_to_swap": 1},
+        {"blocks_to_swap": 2},
+        {"blocks_to_swap": 2, "gradient_checkpointing_cpu_offload": True},
+        {"blocks_to_swap": 1, "quantize": "int8"},
+        {"blocks_to_swap": 2, "network_dropout": 0.3},
+    ],
+)
+def test_swapped_blocks_change_no_byte(edits, tmp_path, changes):
+    """With a validation between the steps, which looks at the blocks without gradients."""
+    made = edits["qwen-image-edit-plus"]
+    more = {"validation_items": 1, "validate_every_n_steps": 1, "max_train_steps": 3, "caption_dropout": 0.3}
+    alike = {name: value for name, value in changes.items() if name != "blocks_to_swap"}
+    run(made, tmp_path / "a", **alike, **more)
+    run(made, tmp_path / "b", **changes, **more)
+    assert (tmp_path / "a/edit.safetensors").read_bytes() == (tmp_path / "b/edit.safetensors").read_bytes()
+
+
 def test_what_only_a_fast_path_has_is_refused_in_words(edits, tmp_path):
-    for change in ({"blocks_to_swap": 1}, {"checkpointing": "selective"}, {"checkpointing_free_blocks": 1}):
-        with pytest.raises(UsageError, match="qwen-image-edit knows no block swap"):
+    for change in ({"checkpointing": "selective"}, {"checkpointing_free_blocks": 1}):
+        with pytest.raises(UsageError, match="qwen-image-edit knows no selective checkpointing or free blocks"):
             train.run(edits["qwen-image-edit"].train(tmp_path, **change))
+    with pytest.raises(UsageError, match="the blocks that are recomputed are 2"):
+        train.run(edits["qwen-image-edit"].train(tmp_path, blocks_to_swap=3))
     with pytest.raises(UsageError, match="qwen-image-edit has no preset"):
         train.run(edits["qwen-image-edit"].train(tmp_path, vram="24"))

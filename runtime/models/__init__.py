@@ -87,8 +87,8 @@ class Family(Protocol):
     """What a family's module offers.
 
     Attributes:
-        has_fast_path: `velocity_model` has more than the library's own forward, and with it `--plain` means something:
-            swapped blocks, selective checkpointing, blocks that are not recomputed.
+        has_fast_path: `velocity_model` has more than the library's own forward: selective checkpointing, blocks that
+            are not recomputed. Where it has, `--plain` means something, and knows no block swap.
     """
 
     has_fast_path: bool

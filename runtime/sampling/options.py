@@ -23,6 +23,7 @@ from wangen.runtime.adapters import adapter_modules, is_dora, read_scales
 from wangen.runtime.devices import choose_dtype, require_compiler
 from wangen.runtime.lora import nothing_matches, require_size
 from wangen.runtime.lora_folder import find_lora
+from wangen.runtime.memory.blocks import in_a_block
 from wangen.runtime.models import family, require_tile
 from wangen.runtime.sampling.prompts import MAX_SEED, SamplePrompt, defaults_of, make_prompt, read_prompts
 from wangen.runtime.sampling.scenes import Encoders, looks_through_clip
@@ -58,8 +59,6 @@ def resolved(options: Generate, model: Model, device: torch.device) -> Generate:
     """
     _refuse_numbers(options, model)
     _refuse_parts(options, model)
-    if not family(model).has_fast_path:
-        options = replace(options, plain=True)
     expert = "low_noise" if model.experts else ""
     changes: dict[str, Any] = {
         "task": model.name,
@@ -162,8 +161,9 @@ def _refuse_parts(options: Generate, model: Model) -> None:
 
 def _refuse_beside_plain(options: Generate, model: Model) -> None:
     if options.plain and (options.blocks_to_swap or options.compile):
-        what = "--plain" if family(model).has_fast_path else f"{model.name} in this version"
-        raise UsageError(f"{what} knows no block swap and no --compile", cure="leave it out")
+        raise UsageError("--plain knows no block swap and no --compile", cure="leave it out")
+    if options.compile and not family(model).has_fast_path:
+        raise UsageError(f"{model.name} knows no --compile in this version", cure="leave it out")
     if options.blocks_to_swap and options.blocks_to_swap < 0:
         raise UsageError(f"--blocks_to_swap {options.blocks_to_swap}: must be 0 or above")
     if options.compile:
@@ -199,7 +199,7 @@ def require_files(options: Generate, model: Model, encoders: Encoders | None) ->
 def _refuse_blocks(options: Generate, transformer: Header) -> None:
     """More blocks to swap than the file has."""
     modules = changeable_weights(transformer)
-    blocks = len({module.split(".")[1] for module in modules if module.startswith("blocks.")})
+    blocks = len({module.split(".")[1] for module in modules if in_a_block(module)})
     if (options.blocks_to_swap or 0) > blocks:
         raise UsageError(f"--blocks_to_swap {options.blocks_to_swap}: this transformer has {blocks} blocks",
                          cure=f"give 0 to {blocks}")  # fmt: skip

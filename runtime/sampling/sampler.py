@@ -14,7 +14,7 @@ Noise depends on a prompt's seed, size and length alone, so that `{}`, the base,
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -159,9 +159,6 @@ class Sampler:
         settings: Settings,
         device: torch.device,
     ) -> None:
-        settings = settings if kind.has_fast_path else replace(settings, plain=True)
-        if settings.plain and settings.blocks_to_swap:
-            raise UsageError(f"--blocks_to_swap: {model.name} knows no block swap here", cure="leave it out")
         self._kind, self._model, self._settings, self._device = kind, model, settings, device
         self._weights = tuple(experts)
         with enough_memory("loading the transformer", settings.cure):
@@ -249,10 +246,10 @@ class Sampler:
         )  # fmt: skip
         for lora in weights.loras:
             _put_on(transformer, lora)
-        if not settings.plain:
+        if self._kind.has_fast_path and not settings.plain:
             lay_resident_groups(transformer, settings.blocks_to_swap)
         place = BlockSwap(transformer, settings.blocks_to_swap, device, parked=self._takes_turns)
-        if settings.plain:
+        if settings.plain and self._kind.has_fast_path:
             kernel = set_attention(transformer, settings.attention, device, dtype, backward=False)
             return _Loaded(place, partial(self._kind.predict_velocity, transformer), kernel)
         compute = Compute(attention=settings.attention, checkpointing="none", compile=settings.compile)

@@ -179,12 +179,12 @@ def refuse_memory(options: Train) -> None:
     if options.checkpointing == "none" and options.gradient_checkpointing_cpu_offload:
         raise UsageError("--gradient_checkpointing_cpu_offload parks what checkpointing keeps, and it is switched off",
                          cure="give --checkpointing full or selective")  # fmt: skip
-    if options.plain and (swap or options.checkpointing == "selective" or options.checkpointing_free_blocks):
-        what = "block swap, selective checkpointing or free blocks"
-        if not family(profiles.model(options.task)).has_fast_path:
-            raise UsageError(f"{options.task} knows no {what} in this version",
-                             cure="leave them out; --quantize int8 or nf4 saves memory")  # fmt: skip
-        raise UsageError(f"--plain knows no {what}", cure="leave it out")
+    fast = family(profiles.model(options.task)).has_fast_path
+    if options.plain and fast and (swap or _only_fast(options)):
+        raise UsageError("--plain knows no block swap, selective checkpointing or free blocks", cure="leave it out")
+    if not fast and _only_fast(options):
+        raise UsageError(f"{options.task} knows no selective checkpointing or free blocks in this version",
+                         cure="leave them out; --quantize and --blocks_to_swap save memory")  # fmt: skip
     if options.compile and not options.plain:
         require_compiler()
     if options.scale_weight_norms and (options.network_module != "lora" or options.train_mode == "full"):
@@ -192,6 +192,10 @@ def refuse_memory(options: Train) -> None:
     if options.train_mode == "full" and (options.quantize not in (None, "none") or swap):
         raise UsageError("--train_mode full trains every weight: none can be quantised or swapped",
                          cure="give --quantize none --blocks_to_swap 0, or --train_mode lora")  # fmt: skip
+
+
+def _only_fast(options: Train) -> bool:
+    return options.checkpointing == "selective" or bool(options.checkpointing_free_blocks)
 
 
 def _refuse_beside_full(options: Train) -> None:
@@ -249,7 +253,9 @@ def _expect_files(options: Train, model: profiles.Model) -> None:
 
 def _refuse_blocks(options: Train, header: Header) -> None:
     """More blocks to swap than the file has blocks that are recomputed."""
-    numbers = {match[1] for name in header.tensors if (match := re.search(r"(?:^|\.)blocks\.(\d+)\.", name))}
+    numbers = {
+        match[1] for name in header.tensors if (match := re.search(r"(?:^|\.|transformer_)blocks\.(\d+)\.", name))
+    }
     room = len(numbers) - (options.checkpointing_free_blocks or 0)
     if numbers and (options.blocks_to_swap or 0) > room:
         raise UsageError(f"--blocks_to_swap {options.blocks_to_swap}: the blocks that are recomputed are {room}",

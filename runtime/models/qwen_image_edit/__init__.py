@@ -51,16 +51,16 @@ def velocity_model(
     swap: "BlockSwap | None" = None,
     backward: bool = True,
 ) -> "VelocityModel":
-    """What velocities are predicted with: the library's own forward.
+    """What velocities are predicted with: the library's own forward, with hooks where blocks are swapped.
 
     Raises:
         UsageError: it is asked for what only a fast path has.
         WangenError: the attention kernel does not run here, and none can stand in for it.
     """
-    if swap or compute.checkpointing == "selective" or compute.free_blocks:
-        raise UsageError("Qwen-Image knows no block swap, selective checkpointing or free blocks in this version",
-                         cure="give --quantize int8 or nf4, and --checkpointing full")  # fmt: skip
+    if compute.checkpointing == "selective" or compute.free_blocks:
+        raise UsageError("Qwen-Image knows no selective checkpointing or free blocks in this version",
+                         cure="give --checkpointing full")  # fmt: skip
     from wangen.runtime.models.qwen_image_edit.transformer import predict_velocity
 
     name = set_attention(transformer, compute.attention, device, dtype, backward=backward)
-    return PlainModel(transformer, predict_velocity, compute, dtype, name)
+    return PlainModel(transformer, predict_velocity, compute, dtype, name, swap, ("img_in", "txt_in"))
