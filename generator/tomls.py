@@ -26,14 +26,14 @@ CLIP_SIZE, CLIP_FRAMES = (832, 480), 81
 
 FrameExtraction = Literal["head", "chunk", "slide", "uniform", "full"]
 
-_OWN_SIZE = "control images are cut as their target is: leave it out, or give control_resolution their own area"
 _LATER = {
     "multiple_target": "several targets per item are not in this version",
     "fp_latent_window_size": "this key belongs to FramePack, not to Wan",
     **dict.fromkeys(("fp_1f_clean_indices", "fp_1f_target_index", "fp_1f_no_post"),
                     "one-frame training is not in this version"),
-    **dict.fromkeys(("no_resize_control", "flux_kontext_no_resize_control", "qwen_image_edit_no_resize_control",
-                     "qwen_image_edit_control_resolution"), _OWN_SIZE),
+    **{f"{model}no_resize_control": "leave it out: control images are cut as their target is, or control_resolution "
+       "gives them an area of their own" for model in ("", "flux_kontext_", "qwen_image_edit_")},
+    "qwen_image_edit_control_resolution": "write control_resolution",
 }  # fmt: skip
 
 

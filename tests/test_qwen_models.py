@@ -106,6 +106,33 @@ def test_both_names_of_the_text_encoder_and_its_sizes(tiny_qwen: TinyQwen):
         assert_same(load_text_encoder(path), state(wanted))
 
 
+def test_a_scaled_fp8_text_encoder_stays_small_and_stands_for_its_numbers(tiny_qwen: TinyQwen, tmp_path: Path):
+    tensors, wanted = load_file(tiny_qwen.single["t5"]), {}
+    stored = {"scaled_fp8": torch.zeros(2, dtype=torch.float8_e4m3fn)}
+    for name, value in tensors.items():
+        stored[name] = wanted[name] = value
+        if value.dim() == 2 and ".layers." in name:
+            scale = value.abs().max() / 448
+            stored[name] = (value / scale).to(torch.float8_e4m3fn)
+            stored[name.replace(".weight", ".scale_weight")] = scale
+            wanted[name] = stored[name].float() * scale
+    for folder, content in (("scaled", stored), ("plain", wanted)):
+        (tmp_path / folder).mkdir()
+        save_file(content, tmp_path / folder / "qwen_2.5_vl_7b_fp8_scaled.safetensors")
+    found, plain = (load_text_encoder(tmp_path / folder, dtype=torch.float32) for folder in ("scaled", "plain"))
+    ids = torch.arange(40)[None]
+    with torch.no_grad():
+        ours, theirs = (model(input_ids=ids).last_hidden_state for model in (found, plain))
+    assert torch.allclose(ours, theirs, atol=1e-4)
+    layer = found.language_model.layers[0].mlp.up_proj
+    assert sum(value.numel() * value.element_size() for value in [*layer.parameters(), *layer.buffers()]) < 20_000
+    in_8_bits = load_text_encoder(tiny_qwen.single["t5"], dtype=torch.float32, fp8=True)
+    with torch.no_grad():
+        near = in_8_bits(input_ids=ids).last_hidden_state
+    whole = load_text_encoder(tiny_qwen.single["t5"])(input_ids=ids).last_hidden_state
+    assert 0 < (near - whole).abs().mean() < 0.1 * whole.abs().mean()
+
+
 def test_another_model_and_missing_tensors_are_refused(tiny_qwen: TinyQwen, tmp_path: Path):
     with pytest.raises(WangenError, match=r"this is a Qwen2\.5-VL text encoder; --dit takes a Qwen-Image transformer"):
         load_transformer(tiny_qwen.single["t5"])

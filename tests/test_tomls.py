@@ -87,6 +87,7 @@ def test_the_cache_is_the_media_folder_unless_named(tmp_path):
         (BLOCK + 'mask_directory = "media"', "share the media folder"),
         (BLOCK + 'control_dir = "x"', "did you mean control_directory?"),
         (BLOCK + "qwen_image_edit_no_resize_control = true", "cut as their target is"),
+        (BLOCK + "qwen_image_edit_control_resolution = 512", "write control_resolution"),
         (BLOCK + "multiple_target = true", "not in this version"),
         (BLOCK + 'multiple_captions = "yes"', "true or false"),
         (BLOCK + 'background_color = "white"', "a colour like #ffffff"),

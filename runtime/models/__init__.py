@@ -84,7 +84,7 @@ class VelocityModel(Protocol):
 
 
 class Family(Protocol):
-    """What a family's module offers.
+    """What a family's module offers; what none of its models asks for (an image encoder, clean frames) it may lack.
 
     Attributes:
         has_fast_path: `velocity_model` has more than the library's own forward: selective checkpointing, blocks that
