@@ -13,7 +13,7 @@ from wangen.generator.bundle import is_called
 from wangen.generator.dataset import Item, media_of, read_facts
 from wangen.generator.errors import WangenError, many
 from wangen.generator.geometry import misfit, resampled_frames, too_short, windows
-from wangen.generator.items import read_items
+from wangen.generator.items import read_items, unsuited
 from wangen.generator.lock import IN_SCRIPT
 from wangen.generator.paths import is_foreign
 from wangen.generator.publish import manifest
@@ -24,6 +24,9 @@ from wangen.generator.target import host_platform_name, machine_of
 from wangen.generator.tokenizer_file import tokenizer_of
 from wangen.generator.tomls import DatasetEntry, read_dataset
 from wangen.profiles import Weights
+
+MERGED_PATCH_PX = 28
+"""Side of what a vision-language model makes one row of its embedding of, in pixels."""
 
 log = logging.getLogger("wangen")
 
@@ -99,7 +102,7 @@ class Examined:
 
 def examine(options: Check, entries: Sequence[DatasetEntry]) -> Examined:
     """Look at the blocks of a dataset and at the files and folders that the options name, as this host sees them."""
-    surveys = [_survey(entry, profiles.model(options.task).fps) for entry in entries]
+    surveys = [_survey(entry, profiles.model(options.task)) for entry in entries]
     findings = [finding for survey in surveys for finding in survey.findings]
     findings += [*_weights(options), *_folders(options, surveys)]
     counts = {media: sum(s.num_items for s in surveys if s.entry.media == media) for media in ("image", "video")}
@@ -128,16 +131,17 @@ def _swapped(options: Check) -> str:
 
 @dataclass
 class _Survey:
-    """What was found in one block of the TOML: how many items, how many frames their latents have, problems."""
+    """What was found in one block of the TOML: how many items, latent frames and control images; problems."""
 
     entry: DatasetEntry
     num_items: int = 0
     num_latent_frames: int = 0
+    num_shown: int = 0
     findings: list[Finding] = field(default_factory=list)
 
 
-def _survey(entry: DatasetEntry, fps: int) -> _Survey:
-    survey = _Survey(entry)
+def _survey(entry: DatasetEntry, model: profiles.Model) -> _Survey:
+    survey, fps = _Survey(entry), model.fps
     for path in entry.folders:
         if is_foreign(path.as_posix(), machine_of(host_platform_name())):
             cure = "write the path as this machine sees it, or publish for this platform"
@@ -152,6 +156,9 @@ def _survey(entry: DatasetEntry, fps: int) -> _Survey:
     survey.num_items = len(items)
     survey.findings += [Finding(str(problem.path), problem.found, problem.cure) for problem in problems]
     for item in items:
+        if wrong := unsuited(item, model):
+            survey.findings.append(Finding(str(item.path), *wrong))
+            continue
         clips = [(0, 1)]
         if item.media == "video":
             facts = read_facts(item.path)
@@ -159,6 +166,7 @@ def _survey(entry: DatasetEntry, fps: int) -> _Survey:
             short = too_short(facts, entry, fps)
             survey.findings += [Finding(str(item.path), *short)] if short else []
         survey.findings += _misfits(item, entry, fps)
+        survey.num_shown += len(item.controls)
         survey.num_latent_frames += (1 + len(item.controls)) * sum((count - 1) // 4 + 1 for _, count in clips)
     return survey
 
@@ -244,7 +252,7 @@ def _weights(options: Check) -> Iterator[Finding]:
             yield Finding(error.where, f"--dit_high_noise: {error.found}", error.cure)
     if options.tokenizer or "t5" in sound:
         try:
-            tokenizer_of(options.t5 or Path(), options.tokenizer)
+            tokenizer_of(options.t5 or Path(), options.tokenizer, profiles.model(options.task))
         except WangenError as error:
             yield Finding(error.where, error.found, error.cure)
 
@@ -261,7 +269,15 @@ def _how_to_get(path: Path, weights: Weights, task: str) -> str:
 
 
 def _cache_bytes(survey: _Survey, model: profiles.Model) -> int:
-    """About what the cache entries of a block take: latents in float32, and 512 rows of text for each item."""
+    """About what the cache entries of a block take: latents in float32, and the rows of the texts in 16 bits.
+
+    umT5 gives 512 rows at most. A language model that is shown control images gives a row for each merged patch of
+    theirs, and does so again for the empty prompt.
+    """
     width, height = (side // model.spatial_stride for side in survey.entry.resolution)
     latents = survey.num_latent_frames * model.latent_channels * 4 * width * height
-    return latents + survey.num_items * 512 * 4096 * 2
+    rows = 512 * survey.num_items
+    if model.prompt:
+        seen = model.prompt.picture_size[0] * model.prompt.picture_size[1] // MERGED_PATCH_PX**2
+        rows = 2 * (rows // 4 + seen * survey.num_shown)
+    return latents + rows * 4096 * 2

@@ -35,8 +35,10 @@ ROLES = {
     "comfy_quant": "format",
     "weight_scale_2": "second_scale",
 }
-MARKERS = ("scaled_fp8", "model_type.")
-"""The beginnings of names whose tensors only mark a file: as 8-bit, or (Kijai) as the one of several models."""
+CLEAN_CONTROLS = "__index_timestep_zero__"
+"""The tensor by which ComfyUI's files of Qwen-Image-Edit 2511 say that control images have timestep 0."""
+MARKERS = ("scaled_fp8", "model_type.", CLEAN_CONTROLS)
+"""The beginnings of names whose tensors only mark a file: as 8-bit, or as the one of several models."""
 CARRIED_TOKENIZER = "spiece_model"
 
 

@@ -56,8 +56,10 @@ def cut_footage(
 
     Raises:
         UsageError: the target cannot see the folder, the workspace sets what is decided elsewhere, or the model takes
-            no clips of such a size.
+            no clips, or none of such a size.
     """
+    if model.num_frames == 1:
+        raise UsageError(f"{model.title} trains on pictures, not on clips", where=footage, cure="choose a video model")
     for name in workspace.steps.get(Preprocess.command, {}):
         if name in _FILLED_IN:
             raise UsageError(f"[steps.{Preprocess.command}]: {name} is not set here", cure="take it out; "

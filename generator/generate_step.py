@@ -11,7 +11,9 @@ from wangen.generator.step_parts import (
     DTYPE_VALUES,
     FP8_T5,
     LATER,
+    MODEL_VERSION,
     T5,
+    TEXT_ENCODER,
     TOKENIZER,
     VAE,
     VAE_CACHE,
@@ -38,15 +40,18 @@ _EXPERT = "of the high-noise expert (Wan 2.2 A14B)"
 
 @dataclass(frozen=True, kw_only=True)
 class Generate(Step):
-    """Sample videos or images from prompts and first frames, with or without LoRAs.
+    """Sample videos or images from prompts, first frames and pictures to edit, with or without LoRAs.
 
     What changes the result and is not said comes from the file of `--from`, else from the model's profile.
     """
 
     command: ClassVar[str] = "generate"
     module: ClassVar[str] = "wangen.runtime.generate"
-    spellings: ClassVar[tuple[str, ...]] = ("wan_generate_video", "wan_generate_video.py")
+    spellings: ClassVar[tuple[str, ...]] = (
+        "wan_generate_video", "wan_generate_video.py", "qwen_image_generate_image", "qwen_image_generate_image.py",
+    )  # fmt: skip
     elsewhere: ClassVar[Mapping[str, str]] = {
+        **MODEL_VERSION,
         "output_type": "the ending of --save_path decides: .mp4 for a video, .png for one frame",
         "end_image_path": f"first and last frame {LATER}",
         "one_frame_inference": f"one-frame sampling {LATER}",
@@ -80,6 +85,8 @@ class Generate(Step):
                          False)  # fmt: skip
     negative_prompt: str | None = flag("what to avoid, where guidance is above 1", None, pinned=True)
     image_path: Path | None = flag("the first frame, for image-to-video and TI2V-5B", None)
+    control_image_path: tuple[Path, ...] = flag("the pictures to edit, for qwen-image-edit one, for -plus up to three",
+                                                ())  # fmt: skip
     task: str | None = flag("model profile (default: t2v-14B)", None, pinned=True, model_choices=True)
     seed: int | None = flag(
         f"seed of the initial noise, which is always drawn on the CPU (default: {DEFAULT_SEED})", None, pinned=True
@@ -90,7 +97,7 @@ class Generate(Step):
     dit: Path = flag(f"{DIT}; of two experts the one for low noise")
     dit_high_noise: Path | None = flag(f"weights {_EXPERT}", None)
     vae: Path = flag(VAE)
-    t5: Path = flag(T5)
+    t5: Path = flag(T5, names=TEXT_ENCODER)
     tokenizer: Path | None = flag(TOKENIZER, None)
     clip: Path | None = flag(CLIP, None)
     lora_weight: tuple[Path, ...] = flag(
@@ -103,7 +110,10 @@ class Generate(Step):
 
     # How it is sampled.
     video_size: tuple[int, int] | None = flag(
-        f"height and width in pixels, multiples of 16, for TI2V-5B of 32 {_MODELS}", None, pinned=True
+        "height and width in pixels, multiples of 16, for TI2V-5B of 32 (default: the model's, or that of the last "
+        "picture to edit)",
+        None,
+        pinned=True,
     )
     video_length: int | None = flag(f"number of frames, 4n+1; 1 makes an image {_MODELS}", None, pinned=True)
     fps: int | None = flag(f"frames per second of the file {_MODELS}", None, pinned=True)

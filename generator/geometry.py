@@ -1,7 +1,7 @@
 """Which pixels and frames of an item are used: buckets and clip windows, one rule for caching and training."""
 
 from functools import cache
-from math import isqrt
+from math import isqrt, sqrt
 
 from wangen.generator.dataset import MediaFacts
 from wangen.generator.tomls import DatasetEntry
@@ -42,6 +42,22 @@ def bucket_of(facts: MediaFacts, entry: DatasetEntry, step: int) -> tuple[int, i
 
     # The last two settle ties: the shorter side first, so that a turned item gets the turned bucket.
     return min(buckets(entry.resolution, step), key=lambda size: (stretch(size), -size[0] * size[1], min(size), size))
+
+
+AREA_STEP = 32
+"""Sides of pictures at an area of their own are multiples of it, as in the pipelines of Qwen-Image-Edit, in pixels."""
+
+
+def area_size(size: tuple[int, int], area: tuple[int, int]) -> tuple[int, int]:
+    """The (width, height) of about this area whose aspect ratio is nearest to that of `size`.
+
+    >>> area_size((1920, 1080), (1024, 1024)), area_size((500, 500), (384, 384))
+    ((1376, 768), (384, 384))
+    """
+    width = sqrt(area[0] * area[1] * (size[0] / size[1]))
+    height = width / (size[0] / size[1])
+    sides = (max(AREA_STEP, round(side / AREA_STEP) * AREA_STEP) for side in (width, height))
+    return next(sides), next(sides)
 
 
 def _floor(size: tuple[int, int], step: int) -> tuple[int, int]:

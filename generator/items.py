@@ -3,7 +3,7 @@
 import logging
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,9 +18,10 @@ from wangen.generator.dataset import (
     scan,
     unreadable,
 )
-from wangen.generator.errors import printable
+from wangen.generator.errors import many, printable
 from wangen.generator.manifests import read_manifest
 from wangen.generator.tomls import DatasetEntry
+from wangen.profiles import Model
 
 log = logging.getLogger("wangen")
 
@@ -59,12 +60,29 @@ def read_items(entry: DatasetEntry, *, deep: bool = True) -> tuple[list[Item], l
             multiple_captions=entry.multiple_captions, deep=deep,
         )  # fmt: skip
         _say_foreign(entry)
-        items, missing = _with_companions(items, entry)
+        items, missing = with_companions(items, entry)
         problems += missing
         to_open = [path for item in items for path in item.companions]
     bad_files = unreadable(to_open) if deep and to_open else {}
     items = [item for item in items if bad_files.keys().isdisjoint((item.path, *item.companions))]
     return items, [*problems, *bad_files.values()]
+
+
+def unsuited(item: Item, model: Model) -> tuple[str, str] | None:
+    """Why a model cannot be trained on an item, whatever its size and length, and the cure; None when it can.
+
+    Args:
+        item: with its control media.
+        model: whether it makes pictures alone, and how many control images it takes.
+    """
+    most = model.max_controls
+    if model.num_frames == 1 and "video" in map(media_of, (item.path, *item.companions)):
+        return f"is or has a clip, and {model.name} makes pictures", "take it out"
+    if model.condition == "controls" and not 1 <= len(item.controls) <= most:
+        wanted = "one control image" if most == 1 else f"one to {most} control images"
+        found = f"has {many(len(item.controls), 'control image')}, and {model.name} takes {wanted}"
+        return found, "set control_directory in the dataset's TOML, and put them there"
+    return None
 
 
 def _say_foreign(entry: DatasetEntry) -> None:
@@ -77,12 +95,20 @@ def _say_foreign(entry: DatasetEntry) -> None:
                     entry.directory.name, len(names), ", ".join(map(printable, names[:_SHOWN])), rest)  # fmt: skip
 
 
-def _with_companions(items: list[Item], entry: DatasetEntry) -> tuple[list[Item], list[Problem]]:
-    """The items with what the folders beside them hold, and those that lack something as problems."""
+def with_companions(items: Sequence[Item], entry: DatasetEntry) -> tuple[list[Item], list[Problem]]:
+    """The items with what the folders beside them hold, and those that lack something as problems.
+
+    Args:
+        items: of the block.
+        entry: the block, which names the folders of control media and masks.
+
+    Raises:
+        WangenError: such a folder cannot be listed.
+    """
     controls = entry.control_directory and _Companions(entry.control_directory, items, entry, numbered=True)
     masks = entry.mask_directory and _Companions(entry.mask_directory, items, entry, numbered=False)
     if not controls and not masks:
-        return items, []
+        return list(items), []
     found, problems = [], []
     for item in items:
         try:

@@ -3,7 +3,8 @@
 A file is judged by the names and shapes of its tensors, never by its own name. Some models cannot be told apart that
 way, for their tensors are the same: the Wan 2.1 T2V 14B, the two experts of T2V-A14B, and what was trained from them
 (Phantom, CausVid, FusionX …); I2V-14B and Fun-InP 14B; the experts of I2V-A14B; the VAEs of Wan 2.1 and of
-Qwen-Image. `Facts` then names every profile that fits, and what the file's name says is given as a hint, no more.
+Qwen-Image; Qwen-Image and its Edit models. `Facts` then names every profile that fits, and what the file's name says
+is given as a hint, no more.
 """
 
 import math
@@ -33,6 +34,8 @@ KINDS = {
     "wan-transformer-i2v-2.2": ("a Wan 2.2 image-to-video transformer", "--dit"),
     "wan-transformer-ti2v": ("a Wan 2.2 text-and-image-to-video transformer", "--dit"),
     "wan-transformer-other": ("a relative of the Wan transformers", ""),
+    "qwen-image-transformer": ("a Qwen-Image transformer", "--dit"),
+    "qwen2.5-vl": ("a Qwen2.5-VL text encoder", "--t5"),
     "lora": ("a LoRA for Wan", "--network_weights or --lora_weight"),
     "lora-other": ("an adapter that is no plain LoRA for Wan", ""),
     "pipeline": ("a checkpoint with several models in one file", ""),
@@ -50,9 +53,11 @@ _SECOND_BIAS = {
 }
 # What only first-and-last-frame transformers have: positions of two images' features, or Kijai's marker.
 _TWO_IMAGES = ("img_emb.emb_pos", "condition_embedder.image_embedder.pos_embed", "model_type.Wan2_1-FLF2V")
-WIDTHS = {"umt5-encoder": 4096, "open-clip": 1280, "wan-vae-2.1": 96, "wan-vae-2.2": 160}
+WIDTHS = {"umt5-encoder": 4096, "open-clip": 1280, "wan-vae-2.1": 96, "wan-vae-2.2": 160, "qwen2.5-vl": 3584}
 """The size `dim` of the models that all profiles share."""
 
+_FAMILIES = {"wan-transformer-": "a Wan transformer", "wan-vae-": "a Wan VAE"}
+"""The beginning of several kinds -> what they have in common."""
 _OTHER_VISION = {1024: "ViT-L", 1408: "ViT-g", 1664: "ViT-bigG"}
 _DIT_FLAGS = ("--dit", "--dit_high_noise")
 _NOISE = re.compile(r"(?<![a-z])(high|low)(?:(?P<noise>[_ -]?noise)|(?![_ -]?vram))(?![a-z])", re.IGNORECASE)
@@ -200,8 +205,11 @@ def _judge(header: Header) -> Judged:
     """Identify the model by names and shapes, from what is told most surely to what is not."""
     names = header.tensors
     if words := relatives.adapter(names):
-        plain = words == "a LoRA" and relatives.is_for_wan(names)
-        about = "" if plain else words + ("" if relatives.is_for_wan(names) else " for another model than Wan")
+        of_qwen = relatives.is_for_qwen(names)
+        ours = of_qwen or relatives.is_for_wan(names)
+        plain = words == "a LoRA" and ours
+        about = "" if plain else words + ("" if ours else " for another model than Wan")
+        about = f"{words} for Qwen-Image" if of_qwen else about
         return Judged("lora" if plain else "lora-other", about)
     if parts := relatives.parts_of(names):
         inner = {strip_prefix(name): info.shape for name, info in names.items() if name.startswith(TRANSFORMER_PREFIX)}
@@ -233,7 +241,10 @@ def _of_layout(layout: Layout, shapes: Shapes) -> Judged:
         return Judged("other", "a T5 text encoder, not umT5 (its layers share one position bias)")
     if layout.family == "clip" and sizes.get("dim") in _OTHER_VISION:
         return Judged("other", f"a CLIP {_OTHER_VISION[sizes['dim']]} image encoder, where Wan takes ViT-H")
-    kinds = {"vae": "wan-vae-2.1", "vae-2.2": "wan-vae-2.2", "t5": "umt5-encoder", "clip": "open-clip"}
+    kinds = {
+        "vae": "wan-vae-2.1", "vae-2.2": "wan-vae-2.2", "t5": "umt5-encoder", "clip": "open-clip",
+        "qwen-transformer": "qwen-image-transformer", "qwen-vl": "qwen2.5-vl",
+    }  # fmt: skip
     return Judged(kinds[layout.family], "", layout.name, sizes)
 
 
@@ -261,9 +272,13 @@ def _transformer_kind(shapes: Shapes, sizes: Mapping[str, int]) -> tuple[str, st
 def _fitting(kind: str, sizes: Mapping[str, int]) -> tuple[str, ...]:
     """The profiles that take a file of this kind and of these sizes."""
     models = [profiles.model(name) for name in _tasks(kind)]
-    if not kind.startswith("wan-transformer-"):
+    if not _is_transformer(kind):
         return tuple(model.name for model in models if sizes.get("dim") == WIDTHS.get(kind))
     return tuple(model.name for model in models if vars(model.transformer).items() <= sizes.items())
+
+
+def _is_transformer(kind: str) -> bool:
+    return kind.startswith(("wan-transformer-", "qwen-image-transformer"))
 
 
 def _tasks(kind: str) -> list[str]:
@@ -279,19 +294,21 @@ def _of_task(task: str, kind: str) -> Judged:
 def _words(judged: Judged, fitting: Sequence[str]) -> str:
     """What a file is, with its size: that of people (14B) where it is a known one, and the width."""
     words = judged.words or describe(judged.kind)
-    if not judged.kind.startswith("wan-transformer-") or "dim" not in judged.sizes:
+    if not _is_transformer(judged.kind) or "dim" not in judged.sizes:
         return words
-    known = {name.rpartition("-")[2].removeprefix("A") for name in fitting}
+    of_wan = judged.kind.startswith("wan-")
+    known = {name.rpartition("-")[2].removeprefix("A") for name in fitting if of_wan}
     size = ", ".join([*sorted(known), f"dim {judged.sizes['dim']}"])
     return f"{words} ({size})"
 
 
 def _family(kinds: Sequence[str]) -> str:
     """Several kinds in words: what they have in common."""
-    for start, words in (("wan-transformer-", "a Wan transformer"), ("wan-vae-", "a Wan VAE")):
-        if len(kinds) > 1 and all(kind.startswith(start) for kind in kinds):
-            return words
-    return " or ".join(describe(kind) for kind in kinds)
+    found = []
+    for kind in kinds:
+        same = next((start for start in _FAMILIES if kind.startswith(start) and len(kinds) > 1), None)
+        found.append(_FAMILIES[same] if same else describe(kind))
+    return " or ".join(dict.fromkeys(found))
 
 
 def _belongs(kind: str, flag: str, fitting: Sequence[str]) -> str:

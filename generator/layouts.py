@@ -1,10 +1,11 @@
-"""The layouts in which the models of Wan are written, and where the shapes of each say its sizes.
+"""The layouts in which the models of Wan and Qwen-Image are written, and where the shapes of each say its sizes.
 
 The names are
 
     original     Wan-AI's own names, also those of Kijai's and most of ComfyUI's files
-    diffusers    WanTransformer3DModel, AutoencoderKLWan
-    huggingface  UMT5EncoderModel and CLIPVisionModel of transformers; ComfyUI's text encoders and clip_vision_h
+    diffusers    WanTransformer3DModel, AutoencoderKLWan; QwenImageTransformer2DModel, which ComfyUI calls alike
+    huggingface  UMT5EncoderModel and CLIPVisionModel of transformers; ComfyUI's text encoders and clip_vision_h;
+                 Qwen2.5-VL, in the names that it was published with and in those of transformers 5
     gguf         llama.cpp's names for T5
 """
 
@@ -15,10 +16,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 Shapes = Mapping[str, tuple[int, ...]]
-Family = Literal["transformer", "vae", "vae-2.2", "t5", "clip"]
+Family = Literal["transformer", "qwen-transformer", "vae", "vae-2.2", "t5", "clip", "qwen-vl"]
 
 HEAD_DIM = 128
-"""Width of an attention head of every Wan transformer."""
+"""Width of an attention head of every transformer."""
+QWEN_CELLS = 4
+"""Latent cells of a token of Qwen-Image, whose channels lie side by side in it."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,12 @@ LAYOUTS = (
         {"dim": ("patch_embedding.weight", 0), "in_channels": ("patch_embedding.weight", 1),
          "ffn_dim": ("blocks.0.ffn.net.0.proj.weight", 0), "patched_channels": ("proj_out.weight", 0)},
         "blocks.",
+    ),
+    Layout(
+        "qwen-transformer", "diffusers", ("img_in.weight", "transformer_blocks.0.img_mod.1.weight"),
+        {"dim": ("img_in.weight", 0), "cell_channels": ("img_in.weight", 1),
+         "ffn_dim": ("transformer_blocks.0.img_mlp.net.0.proj.weight", 0), "patched_channels": ("proj_out.weight", 0)},
+        "transformer_blocks.",
     ),
     Layout(
         "vae", "original", ("encoder.downsamples.0.residual.2.weight", "decoder.head.2.weight"),
@@ -112,6 +121,17 @@ LAYOUTS = (
         {"dim": ("embeddings.patch_embedding.weight", 0), "patch": ("embeddings.patch_embedding.weight", 2)},
         "encoder.layers.", "vision_model.",
     ),
+    Layout(
+        "qwen-vl", "huggingface", ("model.embed_tokens.weight", "visual.blocks.0.mlp.gate_proj.weight"),
+        {"dim": ("model.embed_tokens.weight", 1), "vocabulary": ("model.embed_tokens.weight", 0)}, "model.layers.",
+    ),
+    Layout(
+        "qwen-vl", "huggingface",
+        ("model.language_model.embed_tokens.weight", "model.visual.blocks.0.mlp.gate_proj.weight"),
+        {"dim": ("model.language_model.embed_tokens.weight", 1),
+         "vocabulary": ("model.language_model.embed_tokens.weight", 0)},
+        "model.language_model.layers.",
+    ),
 )  # fmt: skip
 
 
@@ -139,8 +159,10 @@ def sizes_of(layout: Layout, shapes: Shapes) -> dict[str, int]:
     if layout.blocks:
         number = re.compile(re.escape(layout.blocks) + r"(\d{1,6})\.")
         sizes["num_layers"] = len({match[1] for name in shapes if (match := number.match(name))})
-    if layout.family == "transformer":
+    if layout.family in ("transformer", "qwen-transformer"):
         sizes["num_heads"] = sizes.get("dim", 0) // HEAD_DIM
-        if patched := sizes.pop("patched_channels", 0):
-            sizes["out_channels"] = patched // max(1, math.prod(shapes["patch_embedding.weight"][2:]))
+        cells = math.prod(shapes["patch_embedding.weight"][2:]) if layout.family == "transformer" else QWEN_CELLS
+        for of_token, of_cell in (("cell_channels", "in_channels"), ("patched_channels", "out_channels")):
+            if channels := sizes.pop(of_token, 0):
+                sizes[of_cell] = channels // max(1, cells)
     return sizes

@@ -1,9 +1,11 @@
-"""The names of one LoRA weight in every world that Wan LoRAs come from.
+"""The names of one LoRA weight in every world that LoRAs of Wan and Qwen-Image come from.
 
     ComfyUI      diffusion_model.blocks.0.self_attn.q.lora_A.weight
     kohya        lora_unet_blocks_0_self_attn_q.lora_down.weight   (and .lora_up.weight, .alpha)
     diffusers    transformer.blocks.0.attn1.to_q.lora_A.weight
     peft         base_model.model.blocks.0.attn1.to_q.lora_A.weight
+
+Of Qwen-Image all worlds have diffusers' names of the modules (`transformer_blocks.0.attn.to_q`).
 
 They differ in three independent parts: a prefix, the module's name (original or diffusers) and a suffix. Each part
 is read by itself, so mixtures that other trainers write are understood as well. The factors of LoHa and LoKr have the
@@ -70,6 +72,12 @@ OUTER_MODULES = {
     "head.head": "proj_out",
     "patch_embedding": "patch_embedding",
 }
+QWEN_BLOCK_MODULES = (
+    "attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0", "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj",
+    "attn.to_add_out", "img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2", "img_mod.1",
+    "txt_mod.1",
+)  # fmt: skip
+"""The linear layers of a block of Qwen-Image, of which the names of all worlds are the same."""
 
 
 class LoraKey(NamedTuple):
@@ -142,7 +150,7 @@ def adapter_key(layout: Layout, module: str, part: str) -> str:
     'transformer.blocks.0.attn1.to_q.lora_magnitude_vector.weight'
 
     Raises:
-        KeyError: no such module in a Wan transformer.
+        KeyError: no such module in a transformer.
     """
     down, up, alpha = module_names(layout, module)
     plain = {"down": down, "up": up, "alpha": alpha}
@@ -188,6 +196,8 @@ def module_name(name: str) -> str | None:
     >>> module_name("blocks.0.self_attn.q"), module_name("blocks.0.attn1.to_q"), module_name("blocks.0.norm3")
     ('blocks.0.attn1.to_q', 'blocks.0.attn1.to_q', None)
     """
+    if match := QWEN_BLOCK.fullmatch(name):
+        return name if match["rest"] in QWEN_BLOCK_MODULES else None
     if match := BLOCK.fullmatch(name):
         rest = BLOCK_MODULES.get(match["rest"], match["rest"])
         return f"blocks.{match['number']}.{rest}" if rest in ORIGINAL_BLOCK_MODULES else None
@@ -202,8 +212,10 @@ def original_name(module: str) -> str:
     'blocks.7.self_attn.o'
 
     Raises:
-        KeyError: no such module in a Wan transformer.
+        KeyError: no such module in a transformer.
     """
+    if (match := QWEN_BLOCK.fullmatch(module)) and match["rest"] in QWEN_BLOCK_MODULES:
+        return module
     if match := BLOCK.fullmatch(module):
         return f"blocks.{match['number']}.{ORIGINAL_BLOCK_MODULES[match['rest']]}"
     return ORIGINAL_OUTER_MODULES[module]
@@ -216,7 +228,7 @@ def module_names(layout: Layout, module: str) -> tuple[str, str, str]:
     'lora_unet_blocks_0_self_attn_q.lora_down.weight'
 
     Raises:
-        KeyError: no such module in a Wan transformer.
+        KeyError: no such module in a transformer.
     """
     original = original_name(module)
     if layout == "kohya":
@@ -244,6 +256,9 @@ def _module_of_stem(stem: str) -> str | None:
 
 def _module_of_kohya(stem: str) -> str | None:
     stem = stem.removeprefix(KOHYA_PREFIX).removeprefix("_")  # two underscores in files of Wan Fun's trainer
+    if match := re.fullmatch(r"transformer_blocks_(?P<number>\d{1,4})_(?P<rest>.+)", stem):
+        rest = UNDERSCORED_QWEN_MODULES.get(match["rest"])
+        return None if rest is None else f"transformer_blocks.{match['number']}.{rest}"
     if match := re.fullmatch(r"blocks_(?P<number>\d{1,4})_(?P<rest>.+)", stem):
         rest = UNDERSCORED_BLOCK_MODULES.get(match["rest"])
         return None if rest is None else f"blocks.{match['number']}.{rest}"
@@ -262,8 +277,10 @@ ADAPTER_KEY = re.compile(
 )
 PART_ENDS = {"magnitude": "lora_magnitude_vector.weight"}
 BLOCK = re.compile(r"blocks\.(?P<number>\d{1,4})\.(?P<rest>.+)")
+QWEN_BLOCK = re.compile(r"transformer_blocks\.(?P<number>\d{1,4})\.(?P<rest>.+)")
 SIDES: dict[str, Part] = {"A": "down", "down": "down", "B": "up", "up": "up"}
 ORIGINAL_BLOCK_MODULES = {new: original for original, new in BLOCK_MODULES.items()}
 ORIGINAL_OUTER_MODULES = {new: original for original, new in OUTER_MODULES.items()}
 UNDERSCORED_BLOCK_MODULES = _underscored(BLOCK_MODULES)
+UNDERSCORED_QWEN_MODULES = {name.replace(".", "_"): name for name in QWEN_BLOCK_MODULES}
 UNDERSCORED_OUTER_MODULES = _underscored(OUTER_MODULES)

@@ -55,7 +55,7 @@ DIFFERENCES = (
     "A folder of frames is not read as a video; a video block needs `target_frames`, and lengths must be 4n+1 "
     "(musubi-tuner rounds down); `check` wants a `cache_directory` that is not the media folder.",
     "The VAE encodes in float16 on CUDA (musubi-tuner: bfloat16), and in float32 what leaves its range.",
-    "`--vae`, `--t5` and `--clip` of training serve `--cache_latents`, `--cache_latents_to_disk` and "
+    "`--vae`, `--t5` and `--clip` of training serve `--cache_mode`, `--cache_latents`, `--cache_latents_to_disk` and "
     "`--sample_prompts`.",
     "A schedule that depends on the run's length (all but `constant`) refuses to resume with another length.",
     "The tokenizer is found beside the T5 file or given with `--tokenizer`; nothing is downloaded.",

@@ -95,9 +95,14 @@ _WAN_MODULE = re.compile(
     r"(?:self_attn[._][qkvo]|cross_attn[._](?:[qkvo]|[kv]_img)|ffn[._](?:0|2|net)"
     r"|attn[12][._](?:to_[qkv]|to_out|add_[kv]_proj))(?=\.|_\d|$)"
 )
+_QWEN_MODULE = re.compile(
+    r"(?:^|\.|lora_unet_)transformer_blocks[._]\d+[._]"
+    r"(?:attn[._](?:to_[qkv]|to_out[._]0|to_add_out|add_[qkv]_proj)|(?:img|txt)_(?:mlp[._]net[._](?:0[._]proj|2)|mod[._]1))"
+    r"(?=\.|$)"
+)
 _OPTIMIZER = re.compile(
     r"\d+\.[a-z0-9_]+"
-    r"|(?:blocks|condition_embedder|patch_embedding|proj_out|scale_shift_table|group)\b[^/]*/[A-Za-z0-9_.]+"
+    r"|(?:blocks|transformer_blocks|condition_embedder|patch_embedding|proj_out|scale_shift_table|group)\b[^/]*/[A-Za-z0-9_.]+"
 )
 
 # Prefixes of the parts of a checkpoint that holds a whole pipeline.
@@ -147,6 +152,16 @@ def is_for_wan(names: Iterable[str]) -> bool:
     False
     """
     return any(map(_WAN_MODULE.search, names))
+
+
+def is_for_qwen(names: Iterable[str]) -> bool:
+    """Whether the modules that an adapter changes are those of a Qwen-Image transformer, and none of Flux's alone.
+
+    >>> is_for_qwen(["transformer.transformer_blocks.0.img_mlp.net.2.lora_A.weight"])
+    True
+    """
+    listed = list(names)
+    return any(map(_QWEN_MODULE.search, listed)) and not any("single_transformer_blocks" in name for name in listed)
 
 
 def is_optimizer(names: Iterable[str]) -> bool:

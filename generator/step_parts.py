@@ -15,12 +15,17 @@ DEFAULT_EPOCHS = 35
 SMOKE_STEPS = 50
 SMOKE_ITEMS = 8
 
+_TASKS = "use --task qwen-image, qwen-image-edit or qwen-image-edit-plus (2509, 2511)"
+MODEL_VERSION = dict.fromkeys(("model_version", "edit", "edit_plus"), _TASKS)
+"""How musubi-tuner names the models of Qwen-Image, and what to use instead."""
 LATER = "is not in this version of wangen; leave it out"
 TRY = f"try the job: at most {SMOKE_ITEMS} items"
 DIT = "transformer weights: .safetensors (any shard, fp8 too), .pth, .gguf or a diffusers folder"
-VAE = "VAE weights: Wan2.1_VAE.pth, Wan2.2_VAE.pth, .safetensors or a diffusers folder"
-T5 = "umT5 text encoder weights: .pth, .safetensors (ComfyUI fp8 too), .gguf or a folder"
-TOKENIZER = "tokenizer folder or file (default: found beside or inside the T5 weights)"
+VAE = "VAE weights: Wan2.1_VAE.pth, Wan2.2_VAE.pth, qwen_image_vae.safetensors, .safetensors or a diffusers folder"
+T5 = "text encoder weights, umT5 or Qwen2.5-VL: .pth, .safetensors (ComfyUI fp8 too), .gguf or a folder"
+TEXT_ENCODER = ("text_encoder",)
+"""What the flag of the text encoder is also called."""
+TOKENIZER = "tokenizer folder or file (default: found beside or inside the text encoder's weights)"
 CLIP = "CLIP image encoder weights (Wan 2.1 I2V): .pth, .safetensors or a folder"
 CACHE_TASK = "model profile that the cache is for (default: text-to-video with this VAE)"
 VAE_CACHE = "keep what the VAE remembers of earlier frames in host memory: slower, the same latents"

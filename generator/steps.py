@@ -23,7 +23,9 @@ from wangen.generator.step_parts import (
     DTYPE_VALUES,
     FP8_T5,
     LATER,
+    MODEL_VERSION,
     T5,
+    TEXT_ENCODER,
     TOKENIZER,
     TRY,
     VAE,
@@ -46,7 +48,7 @@ class Check(DatasetStep):
 
     task: str = flag("model profile that the weights must fit", "t2v-14B", pinned=True, model_choices=True)
     vae: Path | None = flag(VAE, None)
-    t5: Path | None = flag(T5, None)
+    t5: Path | None = flag(T5, None, names=TEXT_ENCODER)
     tokenizer: Path | None = flag(TOKENIZER, None)
     clip: Path | None = flag(CLIP, None)
     dit: Path | None = flag(DIT, None)
@@ -60,7 +62,10 @@ class CacheStep(DatasetStep):
 
     smoke: bool = flag(f"{TRY}; their entries stay for the whole job", False)
     task: str | None = flag(CACHE_TASK, None, pinned=True, model_choices=True)
-    device: str | None = flag("cuda, cuda:1, cpu … (default: cuda when there is one)", None)
+    device: str | None = flag(
+        "cuda, cuda:1, cpu … (default: cuda when there is one)", None,
+        names=("vae_device", "text_encoder_device"),
+    )  # fmt: skip
     num_workers: int | None = flag("threads that read and decode media (default: 4, on ROCm 1)", None, knob=True)
     skip_existing: bool = flag("keep entries that are valid (the default; --recache encodes again)", True)
     recache: bool = flag("encode every item again", False)
@@ -81,8 +86,11 @@ class CacheLatents(CacheStep):
 
     command: ClassVar[str] = "cache_latents"
     module: ClassVar[str] = "wangen.runtime.cache_latents"
-    spellings: ClassVar[tuple[str, ...]] = ("wan_cache_latents", "wan_cache_latents.py")
+    spellings: ClassVar[tuple[str, ...]] = (
+        "wan_cache_latents", "wan_cache_latents.py", "qwen_image_cache_latents", "qwen_image_cache_latents.py",
+    )  # fmt: skip
     elsewhere: ClassVar[Mapping[str, str]] = {
+        **MODEL_VERSION,
         "one_frame": f"one-frame caching {LATER}",
         "console_width": "--debug_mode writes an HTML page: leave the console's flags out",
         "console_back": "--debug_mode writes an HTML page: leave the console's flags out",
@@ -111,26 +119,29 @@ class CacheLatents(CacheStep):
 
 @dataclass(frozen=True, kw_only=True)
 class CacheText(CacheStep):
-    """Encode captions with umT5 into the embedding cache."""
+    """Encode captions, with the control images of edit models, into the embedding cache."""
 
     command: ClassVar[str] = "cache_text"
     module: ClassVar[str] = "wangen.runtime.cache_text"
     spellings: ClassVar[tuple[str, ...]] = (
         "wan_cache_text_encoder_outputs",
         "wan_cache_text_encoder_outputs.py",
+        "qwen_image_cache_text_encoder_outputs",
+        "qwen_image_cache_text_encoder_outputs.py",
     )
     elsewhere: ClassVar[Mapping[str, str]] = {
+        **MODEL_VERSION,
         "vae": "VAE weights belong to cache_latents: leave --vae out here",
         "dit": "transformer weights belong to train and generate: leave --dit out here",
     }
 
-    t5: Path = flag(T5)
+    t5: Path = flag(T5, names=TEXT_ENCODER)
     tokenizer: Path | None = flag(TOKENIZER, None)
     t5_dtype: Dtype | None = flag(
         "precision of the text encoder and of the cached embeddings (default: bfloat16 on a GPU, float32 on a CPU)",
         None, knob=True, values=DTYPE_VALUES,
     )  # fmt: skip
-    fp8_t5: bool = flag(FP8_T5, False, pinned=True)
+    fp8_t5: bool = flag(FP8_T5, False, pinned=True, names=("fp8_vl",))
     stream_t5: bool = flag(
         "read the text encoder block by block: 1.5 GB of memory are enough (the default; --no_stream_t5 loads it "
         "whole)", True,
@@ -150,7 +161,7 @@ class CheckCache(DatasetStep):
     vae: Path | None = flag("judge latents against this VAE", None)
     clip: Path | None = flag("judge CLIP's tokens against this image encoder", None)
     clip_dtype: Dtype | None = flag("judge CLIP's tokens against this precision", None, values=DTYPE_VALUES)
-    t5: Path | None = flag("judge text embeddings against this text encoder", None)
+    t5: Path | None = flag("judge text embeddings against this text encoder", None, names=TEXT_ENCODER)
     tokenizer: Path | None = flag(TOKENIZER, None)
     vae_dtype: Dtype | None = flag("judge latents against this precision", None, knob=True, values=DTYPE_VALUES)
     t5_dtype: Dtype | None = flag("judge embeddings against this precision", None, knob=True, values=DTYPE_VALUES)

@@ -36,6 +36,7 @@ def supported() -> list[str]:
     """The names of the profiles that this version does something with.
 
     >>> supported()
-    ['i2v-14B', 'i2v-A14B', 't2v-1.3B', 't2v-14B', 't2v-A14B', 'ti2v-5B']
+    ['i2v-14B', 'i2v-A14B', 'qwen-image', 'qwen-image-edit', 'qwen-image-edit-plus', 't2v-1.3B', 't2v-14B', \
+'t2v-A14B', 'ti2v-5B']
     """
     return [name for name in profiles.model_names() if not missing_feature(profiles.model(name))]

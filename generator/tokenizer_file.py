@@ -1,9 +1,10 @@
-"""Where the umT5 tokenizer is: given, near the text encoder's weights, or inside them."""
+"""Where a text encoder's tokenizer is: given, near its weights, or inside them."""
 
 import hashlib
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
+from wangen import profiles
 from wangen.generator.companions import sort_out
 from wangen.generator.errors import WangenError
 from wangen.generator.formats.raw import read_raw
@@ -12,37 +13,49 @@ from wangen.generator.headers import PIPELINE, read_header
 FOLDER = "google/umt5-xxl"
 """What Wan's repositories call the tokenizer's folder."""
 
-PLACES = (f"{FOLDER}/tokenizer.json", "tokenizer.json", f"{FOLDER}/spiece.model", "spiece.model")
-"""Looked at in this order, relative to the folder of the T5 weights."""
-
 NUM_PARENTS = 2
 """How many folders above that of the T5 weights are searched for `google/umt5-xxl`."""
 
 
-def tokenizer_of(t5: Path, tokenizer: Path | None) -> Path:
-    """The tokenizer file: what `--tokenizer` names, else what lies near or inside the T5 weights.
+def home_of(model: profiles.Model) -> str:
+    """What the tokenizer's folder is called in the repository that has it."""
+    return str(PurePosixPath(model.tokenizer[0].path).parent)
+
+
+def tokenizer_of(t5: Path, tokenizer: Path | None, model: profiles.Model | None = None) -> Path:
+    """The tokenizer file: what `--tokenizer` names, else what lies near or inside the text encoder's weights.
+
+    Args:
+        t5: the weights.
+        tokenizer: what `--tokenizer` names.
+        model: whose text encoder it is; None means umT5.
 
     Raises:
         WangenError: there is none, or `--tokenizer` names something else.
     """
+    home = home_of(model) if model else FOLDER
     if tokenizer is None:
-        return find_tokenizer(t5)
+        return find_tokenizer(t5, home)
     if _is_tokenizer(tokenizer):
         return tokenizer
-    for place in PLACES:
+    for place in _names(home):
         if (tokenizer / place).is_file():
             return tokenizer / place
     found = "this is no tokenizer" if tokenizer.exists() else "no such file or folder"
     raise WangenError(f"--tokenizer: {found}", where=str(tokenizer),
-                      cure="name the google/umt5-xxl folder, its tokenizer.json or its spiece.model")  # fmt: skip
+                      cure=f"name the {home} folder, its tokenizer.json or its spiece.model")  # fmt: skip
 
 
-def find_tokenizer(path: Path) -> Path:
+def find_tokenizer(path: Path, home: str = FOLDER) -> Path:
     """The tokenizer file for T5 weights (a file or a folder), for a tokenizer's folder, or a tokenizer file itself.
 
     Beside the weights and in their folder's `google/umt5-xxl`, then in that of the two folders above: where models
     are sorted into `text_encoders/`, `vae/` and so on, one tokenizer serves all. A diffusers pipeline has it in
     `tokenizer/`. Last, inside the weights: then the weights themselves are the answer.
+
+    Args:
+        path: where to look.
+        home: what the tokenizer's own folder is called.
 
     Raises:
         WangenError: there is none, with the places looked at.
@@ -50,16 +63,16 @@ def find_tokenizer(path: Path) -> Path:
     if _is_tokenizer(path):
         return path
     folder = path if path.is_dir() else path.parent
-    for place in _places(folder):
+    for place in _places(folder, home):
         if place.is_file():
             return place
     if path.exists() and carried_tokenizer(path) is not None:
         return path
-    above = f", and in {FOLDER} of the {NUM_PARENTS} folders above"
+    above = f", and in {home} of the {NUM_PARENTS} folders above"
     raise WangenError(
-        f"no umT5 tokenizer here; looked for {', '.join(PLACES)}{above}",
+        f"no {'umT5 ' if home == FOLDER else ''}tokenizer here; looked for {', '.join(_names(home))}{above}",
         where=str(folder),
-        cure="fetch it once with: wangen models download tokenizer; or name a google/umt5-xxl folder with --tokenizer",
+        cure=f"fetch it once with: wangen models download tokenizer; or name a {home} folder with --tokenizer",
     )
 
 
@@ -91,8 +104,13 @@ def _is_tokenizer(path: Path) -> bool:
     return path.is_file() and path.suffix in (".json", ".model") and ".safetensors.index." not in path.name
 
 
-def _places(folder: Path) -> Iterator[Path]:
-    for place in PLACES:
+def _names(home: str) -> tuple[str, ...]:
+    """Looked at in this order, relative to the folder of the weights."""
+    return f"{home}/tokenizer.json", "tokenizer.json", f"{home}/spiece.model", "spiece.model"
+
+
+def _places(folder: Path, home: str) -> Iterator[Path]:
+    for place in _names(home):
         yield folder / place
     folder = folder.absolute()
     for pipeline in (folder, folder.parent):
@@ -100,5 +118,5 @@ def _places(folder: Path) -> Iterator[Path]:
             yield pipeline / "tokenizer" / "tokenizer.json"
             yield pipeline / "tokenizer" / "spiece.model"
     for parent in folder.parents[:NUM_PARENTS]:
-        yield parent / FOLDER / "tokenizer.json"
-        yield parent / FOLDER / "spiece.model"
+        yield parent / home / "tokenizer.json"
+        yield parent / home / "spiece.model"

@@ -17,7 +17,7 @@ def read_value(key: str, raw: Any, default: Any, where: str) -> Any:
     Raises:
         UsageError: it does not fit.
     """
-    if key == "resolution":
+    if key in ("resolution", "control_resolution"):
         return sizes(key, raw, where)
     if key == "target_frames":
         return frames(key, raw, where)

@@ -26,14 +26,14 @@ CLIP_SIZE, CLIP_FRAMES = (832, 480), 81
 
 FrameExtraction = Literal["head", "chunk", "slide", "uniform", "full"]
 
-_SAME_CUT = "control media are cut to the size of their target in this version: leave it out"
 _LATER = {
     "multiple_target": "several targets per item are not in this version",
     "fp_latent_window_size": "this key belongs to FramePack, not to Wan",
     **dict.fromkeys(("fp_1f_clean_indices", "fp_1f_target_index", "fp_1f_no_post"),
                     "one-frame training is not in this version"),
-    **dict.fromkeys(("no_resize_control", "control_resolution", "flux_kontext_no_resize_control",
-                     "qwen_image_edit_no_resize_control", "qwen_image_edit_control_resolution"), _SAME_CUT),
+    **{f"{model}no_resize_control": "leave it out: control images are cut as their target is, or control_resolution "
+       "gives them an area of their own" for model in ("", "flux_kontext_", "qwen_image_edit_")},
+    "qwen_image_edit_control_resolution": "write control_resolution",
 }  # fmt: skip
 
 
@@ -49,6 +49,7 @@ class DatasetEntry:
         mixed: its lines may be images and clips; those of the other media are another block's.
         control_directory: control images or videos, by the stems of the media; a manifest names its own.
         mask_directory: masks, by the stems of the media; a manifest names its own.
+        control_resolution: area of control images as (width, height) in pixels; None cuts them as their target.
         resolution: bucket area as (width, height) in pixels.
         caption_extension: ending of caption files, with its dot.
         multiple_captions: every line of a caption that is not empty is a caption of its own.
@@ -73,6 +74,7 @@ class DatasetEntry:
     mixed: bool = False
     control_directory: Path | None = None
     mask_directory: Path | None = None
+    control_resolution: tuple[int, int] | None = None
     resolution: tuple[int, int] = (960, 544)
     caption_extension: str = ".txt"
     multiple_captions: bool = False

@@ -11,9 +11,11 @@ from wangen.generator.step_parts import (
     DIT,
     DTYPE_VALUES,
     FP8_T5,
+    MODEL_VERSION,
     SMOKE_ITEMS,
     SMOKE_STEPS,
     T5,
+    TEXT_ENCODER,
     TOKENIZER,
     TRY,
     VAE,
@@ -34,7 +36,8 @@ LrScheduler = Literal[
 ]  # fmt: skip
 Quantize = Literal["none", "fp8", "int8", "nf4"]
 
-_ENCODES = "read by --cache_latents, --cache_latents_to_disk and --sample_prompts"
+_ENCODES = "read by --cache_mode, --cache_latents, --cache_latents_to_disk and --sample_prompts"
+_FLY = "read by --cache_mode, --cache_latents and --cache_latents_to_disk"
 _MEMORY = "default: as --vram says, else"
 _OTHER_MODEL = "it is made for another model: use shift, or flux_shift for a shift that grows with the picture"
 FOR_ADAPTERS = (
@@ -51,8 +54,11 @@ class Train(DatasetStep):
 
     command: ClassVar[str] = "train"
     module: ClassVar[str] = "wangen.runtime.train"
-    spellings: ClassVar[tuple[str, ...]] = ("wan_train_network", "wan_train_network.py")
+    spellings: ClassVar[tuple[str, ...]] = (
+        "wan_train_network", "wan_train_network.py", "qwen_image_train_network", "qwen_image_train_network.py",
+    )  # fmt: skip
     elsewhere: ClassVar[Mapping[str, str]] = {
+        **MODEL_VERSION,
         "wandb_api_key": "keys do not belong on a command line: set WANDB_API_KEY or run `wandb login`",
         "huggingface_token": "wangen uploads nothing: run `hf upload` on the finished file",
         "huggingface_repo_id": "wangen uploads nothing: run `hf upload` on the finished file",
@@ -98,7 +104,8 @@ class Train(DatasetStep):
     train_mode: Literal["lora", "full"] = flag("an adapter, or every weight of the transformer", "lora", pinned=True)
     network_module: Literal["lora", "loha", "lokr"] = flag(
         "kind of adapter", "lora", pinned=True,
-        values={"networks.lora_wan": "lora", "networks.lora": "lora", "networks.loha": "loha", "networks.lokr": "lokr"},
+        values={"networks.lora_wan": "lora", "networks.lora_qwen_image": "lora", "networks.lora": "lora",
+                "networks.loha": "loha", "networks.lokr": "lokr"},
         refused={"lycoris.kohya": "use lora, loha or lokr"},
     )  # fmt: skip
     network_dim: int = flag("rank of the adapter", 16, pinned=True, knob=True)
@@ -247,16 +254,22 @@ class Train(DatasetStep):
     device: str | None = flag("cuda, cuda:1, cpu … (default: cuda when there is one)", None)
 
     # Encoding what the cache lacks, and samples.
+    cache_mode: Literal["cached", "auto", "realtime"] = flag(
+        "cached trains on the cache alone, and encoders are never loaded; auto encodes what it lacks first, as "
+        "--cache_latents does; realtime encodes every item each time it is drawn, without a cache", "cached",
+    )  # fmt: skip
     cache_latents: bool = flag("encode what the cache lacks before training and keep it in memory", False)
     cache_latents_to_disk: bool = flag("encode what the cache lacks before training and keep it in the cache", False)
     vae: Path | None = flag(f"{VAE}; {_ENCODES}", None)
     vae_dtype: Dtype | None = flag(f"precision of the VAE; {_ENCODES}", None, values=DTYPE_VALUES)
     vae_cache_cpu: bool = flag(f"{VAE_CACHE}; {_ENCODES}", False)
+    vae_device: str | None = flag(f"where the VAE encodes (default: --device); {_FLY}", None)
     clip: Path | None = flag(f"{CLIP}; {_ENCODES}", None)
-    t5: Path | None = flag(f"{T5}; {_ENCODES}", None)
+    t5: Path | None = flag(f"{T5}; {_ENCODES}", None, names=TEXT_ENCODER)
     tokenizer: Path | None = flag(f"{TOKENIZER}; {_ENCODES}", None)
     t5_dtype: Dtype | None = flag(f"precision of the text encoder; {_ENCODES}", None, values=DTYPE_VALUES)
-    fp8_t5: bool = flag(f"{FP8_T5}; {_ENCODES}", False)
+    fp8_t5: bool = flag(f"{FP8_T5}; {_ENCODES}", False, names=("fp8_vl",))
+    text_encoder_device: str | None = flag(f"where the text encoder works (default: --device); {_FLY}", None)
 
     # The truth while it runs.
     validation_items: int = flag("so many items of the dataset are held out for validation", 0, pinned=True, knob=True)

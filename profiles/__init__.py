@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
+from math import exp
 from typing import Any, Literal
 
 WEIGHT_ROLES = ("vae", "t5", "clip", "dit", "dit_high_noise")
@@ -108,7 +109,7 @@ class TransformerSizes:
         ffn_dim: width inside the feed-forward layers.
         num_layers: blocks.
         num_heads: attention heads.
-        in_channels: latent channels and those of the condition.
+        in_channels: latent channels and those of the condition, where it is laid behind them.
         out_channels: latent channels.
     """
 
@@ -158,8 +159,52 @@ class Preset:
     network_dim: int = 32
 
 
-Condition = Literal["text", "image", "first_and_last", "text_or_image"]
-"""What a video is made from: a text alone, also its first frame, also both ends, or its first frame if there is one."""
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """The text that a language model is given as text encoder, and what of its answer is the embedding.
+
+    Attributes:
+        template: the prompt stands at its `{}`.
+        num_dropped: so many first tokens, the same for every prompt, are no part of the embedding.
+        picture: what stands for each control image before the prompt, its number at `{}`; empty: it sees none of them.
+        picture_size: area that the encoder sees control images in, as [width, height] in pixels.
+        max_tokens: an embedding is cut at so many; 0 leaves it whole.
+    """
+
+    template: str
+    num_dropped: int
+    picture: str = ""
+    picture_size: tuple[int, int] = (0, 0)
+    max_tokens: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicShift:
+    """A sampler's shift that grows with the picture: e to a power that lies on a line over the number of tokens.
+
+    Attributes:
+        tokens: two numbers of tokens.
+        powers: the power at each of them.
+        terminal: the last noise level above 0, to which the schedule is stretched.
+    """
+
+    tokens: tuple[int, int]
+    powers: tuple[float, float]
+    terminal: float
+
+    def at(self, tokens: int) -> float:
+        """The shift for so many tokens.
+
+        >>> round(DynamicShift(tokens=(256, 8192), powers=(0.5, 0.9), terminal=0.02).at(4096), 3)
+        2.002
+        """
+        (low, high), (first, last) = self.tokens, self.powers
+        return exp(first + (last - first) * (tokens - low) / (high - low))
+
+
+Condition = Literal["text", "image", "first_and_last", "text_or_image", "controls"]
+"""What is made from what: from a text alone, also from the first frame, also from both ends, from the first frame if
+there is one, or from a text and control images, which are edited."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,6 +225,9 @@ class Model:
         num_frames: default clip length in frames, 4n+1.
         bucket_step: buckets are multiples of this, in pixels.
         lora_targets: regular expression over diffusers' module names.
+        max_controls: control images that it takes at most.
+        prompt: how its text encoder is asked, where that is a language model.
+        shift: of its sampler, where it depends on the picture.
         transformer: sizes of the transformer, or of each expert.
         experts: where the model has two transformers, how they share the work; `dit` is then the low-noise one.
         weights: the files it needs.
@@ -202,6 +250,9 @@ class Model:
     num_frames: int
     bucket_step: int
     lora_targets: str
+    max_controls: int = 0
+    prompt: Prompt | None = None
+    shift: DynamicShift | None = None
     transformer: TransformerSizes
     experts: Experts | None = None
     weights: tuple[Weights, ...]
@@ -254,11 +305,12 @@ def model_values(name: str) -> dict[str, Any]:
     """What the file of a model profile says, on top of the one that it is based on. Raises KeyError for no such one.
 
     A `based_on` gives every key that is not said again; of the weights every role, of the defaults every step, of the
-    presets every card.
+    presets every card, and what is not said again of the prompt.
     """
     values = _read("models", name)
     below = model_values(values.pop("based_on")) if "based_on" in values else {}
-    merged = {key: {**below.get(key, {}), **values.get(key, {})} for key in ("weights", "defaults", "presets")}
+    tables: list[str] = [key for key in ("weights", "defaults", "presets", "prompt") if key in below or key in values]
+    merged = {key: {**below.get(key, {}), **values.get(key, {})} for key in tables}
     return {**below, **values, **merged}
 
 
@@ -268,6 +320,8 @@ def make_model(name: str, values: Mapping[str, Any]) -> Model:
     given["weights"] = tuple(_weights(role, rest) for role, rest in given["weights"].items())
     given["tokenizer"] = tuple(Download(**download) for download in given["tokenizer"])
     given["transformer"] = TransformerSizes(**given["transformer"])
+    given["prompt"] = Prompt(**_tuples(given["prompt"])) if "prompt" in given else None
+    given["shift"] = DynamicShift(**_tuples(given["shift"])) if "shift" in given else None
     given["experts"] = Experts(**given["experts"]) if "experts" in given else None
     given["presets"] = {int(gib): Preset(**_tuples(preset)) for gib, preset in given.get("presets", {}).items()}
     return Model(name=name, **given)

@@ -1,7 +1,7 @@
 """`cache_text`: captions -> text embeddings in the cache, each distinct caption once, trimmed to its own length."""
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from itertools import islice
@@ -10,15 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 from wangen.generator.session import Report
 from wangen.generator.steps import CacheText
+from wangen.profiles import Model
 from wangen.runtime.cache import Encoder, Kind, load
+from wangen.runtime.media import open_image
 from wangen.runtime.models import PromptEncoder, family, model_of_cache, text_encoder_identity
 from wangen.runtime.needs import TEXT_KINDS, EntryWriter, Need, Waiting, Work, claimed, fill
 from wangen.runtime.progress import Advance, progress
 from wangen.runtime.rocm import on_cpu
-from wangen.runtime.samples import read_samples
+from wangen.runtime.samples import Sample, read_samples
 
 if TYPE_CHECKING:
     import torch
+    from PIL import Image
 
 log = logging.getLogger("wangen")
 
@@ -45,7 +48,10 @@ def text_encoder(options: CacheText) -> Encoder:
     Raises:
         WangenError: the file is no umT5, or there is no tokenizer.
     """
-    return Encoder(text_encoder_identity(options.t5, options.tokenizer, fp8=options.fp8_t5), _dtype(options))
+    model = model_of_cache(options.task)
+    return Encoder(
+        text_encoder_identity(options.t5, options.tokenizer, fp8=options.fp8_t5, model=model), _dtype(options)
+    )
 
 
 def _dtype(options: CacheText) -> str:
@@ -88,14 +94,89 @@ def encode(options: CacheText, encoder: Encoder, work: Work) -> int:
     return texts.num_encoded
 
 
+class Embedder:
+    """The text encoder of a caching step, loaded when it is first needed.
+
+    Args:
+        options: of the step.
+        encoder: which weights encode.
+    """
+
+    def __init__(self, options: CacheText, encoder: Encoder) -> None:
+        self._options, self._encoder = options, encoder
+
+    def embed(
+        self, needs: Sequence[Need], on_block: Callable[[int, int], None] = lambda done, total: None
+    ) -> list[dict[str, Any]]:
+        """The tensors of each need, whose captions go through the encoder together.
+
+        Args:
+            needs: of text kinds.
+            on_block: told how many blocks are done, and of how many.
+
+        Raises:
+            WangenError: a control image cannot be decoded, or the memory is full.
+        """
+        from wangen.runtime.devices import enough_memory, exact
+
+        captions = [str(need.recipe.content["caption"]) for need in needs]
+        shown = {"pictures": [_control_pictures(need.sample) for need in needs]} if self._shows_controls else {}
+        with enough_memory(f"encoding {len(captions)} captions", MEMORY_CURE), exact(self._encoder.dtype):
+            embeddings = self._prompt_encoder.encode(captions, on_block, **shown)
+        return [_entry(embedding) for embedding in embeddings]
+
+    def embed_one(self, need: Need) -> dict[str, Any]:
+        """The tensors of one need by itself."""
+        return self.embed([need])[0]
+
+    @property
+    def group_size(self) -> int:
+        """Captions that go through the encoder's blocks together, which are read anew for each group.
+
+        A group is what a kill loses: on a CPU a caption takes seconds.
+        """
+        if self._plain or self._shows_controls:
+            return max(1, self._options.batch_size)
+        return GPU_GROUP if self._device.type != "cpu" else CPU_GROUP
+
+    @property
+    def _shows_controls(self) -> bool:
+        """The text encoder sees the control images too."""
+        return bool(self._model.prompt and self._model.prompt.picture)
+
+    @cached_property
+    def _model(self) -> Model:
+        return model_of_cache(self._options.task)
+
+    @property
+    def _plain(self) -> bool:
+        return self._options.plain or not self._options.stream_t5
+
+    @cached_property
+    def _device(self) -> "torch.device":
+        from wangen.runtime.devices import choose_device
+
+        return choose_device(self._options.device)
+
+    @cached_property
+    def _prompt_encoder(self) -> PromptEncoder:
+        from wangen.runtime.devices import DTYPES
+
+        log.info("  text encoder in %s on %s", self._encoder.dtype, self._device)
+        return family(self._model).load_prompt_encoder(
+            self._options.t5, self._options.tokenizer, dtype=DTYPES[self._encoder.dtype], device=self._device,
+            fp8=self._options.fp8_t5, plain=self._plain, model=self._model,
+        )  # fmt: skip
+
+
 class _Texts:
     """The encoding loop: captions are claimed in groups, encoded together, and written where they are missing."""
 
     def __init__(
         self, options: CacheText, encoder: Encoder, writers: Mapping[Path, EntryWriter], advance: Advance
     ) -> None:
-        self.options = options
         self.encoder = encoder
+        self._embedder = Embedder(options, encoder)
         self.num_encoded = 0
         self._encoders: Mapping[Kind, Encoder] = dict.fromkeys(TEXT_KINDS, encoder)
         self._writers = writers
@@ -104,11 +185,12 @@ class _Texts:
     def encode(self, needs: Sequence[Need]) -> list[Need]:
         """Encode what no other process works on; returns what another one does."""
         theirs: list[Need] = []
-        by_caption: dict[str, list[Need]] = {}
+        same: dict[tuple[int, str, str], list[Need]] = {}  # short captions first, so that a group's lengths are close
         for need in needs:
-            by_caption.setdefault(str(need.recipe.content["caption"]), []).append(need)
-        mine = self._claimed((by_caption[text] for text in sorted(by_caption, key=lambda t: (len(t), t))), theirs)
-        while group := list(islice(mine, self._group_size)):
+            caption = str(need.recipe.content["caption"])
+            same.setdefault((len(caption), caption, need.recipe.content_key), []).append(need)
+        mine = self._claimed((same[text] for text in sorted(same)), theirs)
+        while group := list(islice(mine, self._embedder.group_size)):
             self._encode_group(group)
         return theirs
 
@@ -123,51 +205,28 @@ class _Texts:
         return self._writers[need.folder.path]
 
     def _encode_group(self, group: list[list[Need]]) -> None:
-        from wangen.runtime.devices import enough_memory, exact
-
-        captions = [str(needs[0].recipe.content["caption"]) for needs in group]
-        with enough_memory(f"encoding {len(captions)} captions", MEMORY_CURE), exact(self.encoder.dtype):
-            embeddings = self._prompt_encoder.encode(
-                captions, lambda done, total: self._advance(0, f"block {done} of {total}")
-            )
-        for needs, embedding in zip(group, embeddings, strict=True):
+        tensors = self._embedder.embed(
+            [needs[0] for needs in group], lambda done, total: self._advance(0, f"block {done} of {total}")
+        )
+        for needs, entry in zip(group, tensors, strict=True):
             for need in needs:
-                self._writer_for(need).put(need.recipe, self.encoder, _entry(embedding))
+                self._writer_for(need).put(need.recipe, self.encoder, entry)
             self._advance(len(needs), "")
         self.num_encoded += len(group)
         for writer in self._writers.values():
             writer.commit()
 
-    @property
-    def _group_size(self) -> int:
-        """Captions that go through the encoder's blocks together, which are read anew for each group.
 
-        A group is what a kill loses: on a CPU a caption takes seconds.
-        """
-        if self._plain:
-            return max(1, self.options.batch_size)
-        return GPU_GROUP if self._device.type != "cpu" else CPU_GROUP
+def _control_pictures(sample: Sample) -> "list[Image.Image]":
+    """The control images of a sample as they are, upright and in RGB, for a text encoder that sees them.
 
-    @property
-    def _plain(self) -> bool:
-        return self.options.plain or not self.options.stream_t5
-
-    @cached_property
-    def _device(self) -> "torch.device":
-        from wangen.runtime.devices import choose_device
-
-        return choose_device(self.options.device)
-
-    @cached_property
-    def _prompt_encoder(self) -> PromptEncoder:
-        from wangen.runtime.devices import DTYPES
-
-        log.info("  text encoder in %s on %s", self.encoder.dtype, self._device)
-        kind = family(model_of_cache(self.options.task))
-        return kind.load_prompt_encoder(
-            self.options.t5, self.options.tokenizer, dtype=DTYPES[self.encoder.dtype], device=self._device,
-            fp8=self.options.fp8_t5, plain=self._plain,
-        )  # fmt: skip
+    Raises:
+        WangenError: one cannot be decoded, or is no longer the one whose digest the entry would hold.
+    """
+    pictures = [open_image(path, sample.entry.background_color) for path in sample.item.controls]
+    for path, source in zip(sample.item.controls, sample.controls, strict=True):
+        source.require_unchanged(path)
+    return pictures
 
 
 def _entry(embedding: "torch.Tensor") -> dict[str, Any]:

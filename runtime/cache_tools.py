@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -109,14 +110,15 @@ class _Needed:
 
 
 def _all_samples(dataset_config: Path) -> list[Sample]:
-    """The samples as every model cuts them: buckets, frame rates and strides differ.
+    """The samples as every model cuts them and asks for them: buckets, frame rates, strides and templates differ.
 
     Raises:
         WangenError: the dataset suits no model at all.
     """
-    models: dict[tuple[int, ...], Model] = {}
+    models: dict[tuple[Any, ...], Model] = {}
     for model in map(profiles.model, supported()):
-        models.setdefault((model.fps, model.bucket_step, model.spatial_stride, model.temporal_stride), model)
+        strides = model.bucket_step, model.spatial_stride, model.temporal_stride
+        models.setdefault((model.fps, *strides, model.prompt), model)
     samples: list[Sample] = []
     refused: list[WangenError] = []
     for model in models.values():

@@ -14,7 +14,7 @@ from wangen.generator.session import Report
 from wangen.generator.steps import CheckCache
 from wangen.generator.tomls import DatasetEntry
 from wangen.profiles import Model
-from wangen.runtime.cache import NO_ENCODER, TEXT_KINDS, Encoder, Folder, Kind
+from wangen.runtime.cache import EDIT_NAMES, NO_ENCODER, TEXT_KINDS, Encoder, Folder, Kind
 from wangen.runtime.cache.leftovers import repair
 from wangen.runtime.models import model_of_cache, text_encoder_identity, vae_identity
 from wangen.runtime.needs import (
@@ -87,10 +87,18 @@ def run(options: CheckCache) -> Report:
         + (_to_run(options, bad) if problems else "training finds all it needs"),
         inputs={"dataset_config": options.dataset, "samples": len(samples)},
         counts={kind: count_states(need.verdict for need in needs if need.recipe.kind == kind) for kind in encoders},
-        result={"problems": problems, "bytes": whole.num_bytes, "datasets": [row.facts() for row in rows],
-                "why": dict(_reasons(bad))},
+        result={**_by_name(model, needs), "problems": problems, "bytes": whole.num_bytes,
+                "datasets": [row.facts() for row in rows], "why": dict(_reasons(bad))},
         ok=not problems,
     )  # fmt: skip
+
+
+def _by_name(model: Model, needs: Sequence[Need]) -> dict[str, Any]:
+    """Of models that are asked through a template: how many valid entries hold each of the six tensors of an item."""
+    if model.prompt is None:
+        return {}
+    valid = Counter(need.recipe.kind for need in needs if need.verdict.state == "valid")
+    return {"by_name": {name: valid[kind] for name, kind in EDIT_NAMES.items()}}
 
 
 def _encoders(options: CheckCache, model: Model, folders: list[Folder], samples: list[Sample]) -> Encoders:
@@ -111,7 +119,8 @@ def _encoder(options: CheckCache, folders: list[Folder], samples: list[Sample], 
         identity = headers.identity(options.clip, "--clip") if options.clip else None
         dtype = options.clip_dtype
     elif kind in TEXT_KINDS:
-        identity = text_encoder_identity(options.t5, options.tokenizer, fp8=options.fp8_t5) if options.t5 else None
+        fp8, model = options.fp8_t5, model_of_cache(options.task)
+        identity = text_encoder_identity(options.t5, options.tokenizer, fp8=fp8, model=model) if options.t5 else None
         dtype = options.t5_dtype
     else:
         identity = vae_identity(options.vae, options.vae_tile) if options.vae else None

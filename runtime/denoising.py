@@ -13,6 +13,11 @@ from typing import Any, Literal, Protocol, cast
 
 import torch
 
+from wangen.runtime.models.inputs import Controls
+
+Guide = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
+"""From the velocities of the prompt and of the negative prompt, and the scale, to that of the step."""
+
 
 class Scheduler(Protocol):
     """What a sampler of diffusers offers.
@@ -48,6 +53,7 @@ class Velocity(Protocol):
         *,
         condition: torch.Tensor | None = None,
         image_tokens: torch.Tensor | None = None,
+        controls: Controls | None = None,
     ) -> torch.Tensor:
         """(B, C, F, h, w) for noisy latents, timesteps (B,) or (B, tokens), and B embeddings (L, dim)."""
 
@@ -77,19 +83,33 @@ class Given:
         condition: (1, 4 + C, F, h, w) of image-to-video, from the cache's loader or `sampling`.
         image_tokens: (1, N, dim) CLIP's view of the first frame.
         clean: (1, C, k, h, w) the first k latent frames, which stay as they are and have timestep 0 (TI2V).
+        controls: the latents of control images, (C, F, h, w) each, of models that edit.
     """
 
     condition: torch.Tensor | None = None
     image_tokens: torch.Tensor | None = None
     clean: torch.Tensor | None = None
+    controls: tuple[torch.Tensor, ...] = ()
 
     def to(self, device: torch.device) -> "Given":
         """The same on a device."""
-        parts = (self.condition, self.image_tokens, self.clean)
-        return Given(*(None if part is None else part.to(device) for part in parts))
+        condition, image_tokens, clean = (
+            None if part is None else part.to(device) for part in (self.condition, self.image_tokens, self.clean)
+        )
+        controls = tuple(control.to(device) for control in self.controls)
+        return Given(condition, image_tokens, clean, controls)
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """What a velocity model is given by name: the conditions that there are."""
+        controls = [self.controls] if self.controls else None
+        named = {"condition": self.condition, "image_tokens": self.image_tokens, "controls": controls}
+        return {name: value for name, value in named.items() if value is not None}
 
 
-def flow_scheduler(solver: Literal["unipc", "dpm++", "euler"], shift: float) -> Scheduler:
+def flow_scheduler(
+    solver: Literal["unipc", "dpm++", "euler"], shift: float, terminal: float | None = None
+) -> Scheduler:
     """A sampler with Wan's flow settings.
 
     UniPC is that of the published pipelines. DPM++ (2M, as in Wan's own code; https://arxiv.org/abs/2211.01095) has
@@ -100,6 +120,7 @@ def flow_scheduler(solver: Literal["unipc", "dpm++", "euler"], shift: float) -> 
     Args:
         solver: UniPC, DPM++ or Euler.
         shift: of the schedule, above 0.
+        terminal: of Euler the last noise level above 0, to which the schedule is stretched.
     """
     from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 
@@ -115,7 +136,8 @@ def flow_scheduler(solver: Literal["unipc", "dpm++", "euler"], shift: float) -> 
                 super().set_timesteps(num_inference_steps, device=device)
 
     if solver == "euler":
-        return cast(Scheduler, Euler(shift=shift))
+        return cast(Scheduler, Euler(shift=shift, shift_terminal=terminal))
+    assert terminal is None, "refused with another solver"
     multistep = UniPCMultistepScheduler if solver == "unipc" else Dpm
     scheduler = multistep(
         prediction_type="flow_prediction", use_flow_sigmas=True, num_train_timesteps=1000, flow_shift=shift
@@ -132,6 +154,11 @@ def initial_noise(shape: Sequence[int], seed: int) -> torch.Tensor:
     return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed))
 
 
+def guided(prompted: torch.Tensor, negative: torch.Tensor, scale: float) -> torch.Tensor:
+    """The velocity v_negative + scale (v_prompt - v_negative) (https://arxiv.org/abs/2207.12598)."""
+    return negative + scale * (prompted - negative)
+
+
 @torch.no_grad()
 def denoise(
     stages: Sequence[Stage],
@@ -142,6 +169,7 @@ def denoise(
     *,
     given: Given = Given(),
     per_token: Callable[[torch.Tensor, torch.Tensor, Sequence[int]], torch.Tensor] | None = None,
+    guide: Guide = guided,
     on_step: Callable[[int], None] = lambda _number: None,
 ) -> torch.Tensor:
     """Denoise with classifier-free guidance; of several stages the first that reaches down to the timestep works.
@@ -154,6 +182,7 @@ def denoise(
         texts: the prompt's embedding (L, dim), and the negative prompt's if a stage has guidance above 1.
         given: what the video is made from beside the text, on the same device.
         per_token: `Family.timesteps_per_token`, needed where first frames are given clean.
+        guide: `Family.guided`.
         on_step: called after each step with how many are done.
 
     Returns:
@@ -172,22 +201,26 @@ def denoise(
         if given.clean is not None:
             assert per_token is not None, "clean frames have a timestep of their own"
             timesteps = per_token(timesteps, inputs, [given.clean.shape[2]])
-        velocity = _guided(stage, inputs, timesteps, texts, given)
+        velocity = _guided(stage, inputs, timesteps, texts, given, guide)
         latents = scheduler.step(velocity, scheduler.timesteps[number], latents, return_dict=False)[0]
         on_step(number + 1)
     return _with_clean(latents, given.clean)
 
 
 def _guided(
-    stage: Stage, latents: torch.Tensor, timesteps: torch.Tensor, texts: Sequence[torch.Tensor], given: Given
+    stage: Stage,
+    latents: torch.Tensor,
+    timesteps: torch.Tensor,
+    texts: Sequence[torch.Tensor],
+    given: Given,
+    guide: Guide,
 ) -> torch.Tensor:
-    """The velocity v_negative + guidance (v_prompt - v_negative), in float32 (https://arxiv.org/abs/2207.12598)."""
-    parts: dict[str, Any] = {"condition": given.condition, "image_tokens": given.image_tokens}
-    prompted = stage.velocity(latents, timesteps, texts[:1], **parts).float()
+    """The velocity with classifier-free guidance, in float32."""
+    prompted = stage.velocity(latents, timesteps, texts[:1], **given.named).float()
     if stage.guidance <= 1:
         return prompted
-    negative = stage.velocity(latents, timesteps, texts[1:2], **parts).float()
-    return negative + stage.guidance * (prompted - negative)
+    negative = stage.velocity(latents, timesteps, texts[1:2], **given.named).float()
+    return guide(prompted, negative, stage.guidance)
 
 
 def _with_clean(latents: torch.Tensor, clean: torch.Tensor | None) -> torch.Tensor:

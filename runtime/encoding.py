@@ -133,9 +133,8 @@ def _batches(needs: Iterable[Need], limit: int | None) -> Iterator[list[Job]]:
     for members in by_sample.values():
         job = Job(members[0].sample, tuple(members))
         size = max(1, limit or job.sample.entry.batch_size)
-        groups.setdefault((*job.sample.size, job.sample.count, len(job.sample.controls), job.kinds, size), []).append(
-            job
-        )
+        controls = tuple(job.sample.control_size(number) for number in range(len(job.sample.controls)))
+        groups.setdefault((*job.sample.size, job.sample.count, controls, job.kinds, size), []).append(job)
     for (*_, size), jobs in groups.items():
         rest = iter(jobs)
         while batch := list(islice(rest, size)):
@@ -211,6 +210,16 @@ class Models:
             for need in job.needs:
                 tensor = results[_source(need)][number].contiguous()
                 yield need, {TENSOR_NAMES.get(need.recipe.kind, "latent"): tensor}
+
+    def encode_one(self, need: Need) -> dict[str, "torch.Tensor"]:
+        """The tensors of one need by itself.
+
+        Raises:
+            WangenError: a source cannot be decoded, or the memory is full.
+        """
+        job = Job(need.sample, (need,))
+        ((_, tensors),) = self.encode([job], [_frames(job)])
+        return tensors
 
     def _results(self, first: Job, frames: list[Frames]) -> dict[str, "torch.Tensor"]:
         """For each kind of result (control media by number) a batch; all jobs miss what the first one does."""

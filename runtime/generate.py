@@ -73,7 +73,7 @@ def run(options: Generate) -> Report:
     require_files(options, model, encoders)
     told_here = {**identities(options), **made_on(device.type)}
     settings = [{**settings_of(options, prompt), **told_here} for prompt in prompts]
-    compare(options, told, told_here, settings[0]["image"])
+    compare(options, told, told_here, settings[0])
     require_writable(files[0].parent)
     videos = [_placed(options, *each) for each in zip(prompts, settings, files, strict=True)]
     left = [video for video in videos if options.fresh or not video.is_there]

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
+from typing import NamedTuple
 
 import torch
 
@@ -22,7 +23,7 @@ from wangen.runtime.needs import (
     problem,
     recipes_of,
 )
-from wangen.runtime.on_the_fly import Held, Place, command_line, encode_missing
+from wangen.runtime.on_the_fly import Held, Live, Place, command_line, encode_missing, live_entries
 from wangen.runtime.randomness import generator_for
 from wangen.runtime.samples import Sample, by_cache_folder
 
@@ -30,6 +31,10 @@ log = logging.getLogger("wangen")
 
 MASK_CHANNELS = 4
 """Channels of the condition that say which latent frames are given."""
+
+
+AnyEntry = Entry | Held | Live
+"""Of the cache, kept in memory, or encoded whenever it is read."""
 
 
 @dataclass(frozen=True)
@@ -44,20 +49,22 @@ class CachedSample:
         image_latent: the condition on its first frame.
         clip: CLIP's view of it.
         mask: which latent cells count in the loss.
+        controls: the latents of its control images, of models that edit.
     """
 
     sample: Sample
-    latent: Entry | Held
-    texts: tuple[Entry | Held, ...]
-    empty: Entry | Held | None = None
-    image_latent: Entry | Held | None = None
-    clip: Entry | Held | None = None
-    mask: Entry | Held | None = None
+    latent: AnyEntry
+    texts: tuple[AnyEntry, ...]
+    empty: AnyEntry | None = None
+    image_latent: AnyEntry | None = None
+    clip: AnyEntry | None = None
+    mask: AnyEntry | None = None
+    controls: tuple[AnyEntry, ...] = ()
 
     @property
-    def entries(self) -> list[Entry | Held]:
+    def entries(self) -> list[AnyEntry]:
         """All that there are."""
-        found = (self.latent, *self.texts, self.empty, self.image_latent, self.clip, self.mask)
+        found = (self.latent, *self.texts, self.empty, self.image_latent, self.clip, self.mask, *self.controls)
         return [entry for entry in found if entry is not None]
 
 
@@ -87,6 +94,7 @@ class Batch:
         condition: (B, 4 + C, F, h, w) of image-to-video: which latent frames are given, and the encoded first frame.
         image_tokens: (B, N, dim) CLIP's view of the first frame.
         loss_mask: (B, 1, F, h, w) in [0, 1]: how much each latent cell counts.
+        controls: for each item the latents of its control images, (C, F, h, w) each.
     """
 
     latents: torch.Tensor
@@ -97,12 +105,14 @@ class Batch:
     condition: torch.Tensor | None = None
     image_tokens: torch.Tensor | None = None
     loss_mask: torch.Tensor | None = None
+    controls: list[list[torch.Tensor]] | None = None
 
 
 def find_entries(options: Train, model: Model, samples: Sequence[Sample]) -> list[CachedSample]:
     """The cache entries of every sample, each kind from one encoder.
 
-    With `--cache_latents` or `--cache_latents_to_disk` what the cache lacks is encoded first.
+    With `--cache_mode auto`, `--cache_latents` or `--cache_latents_to_disk` what the cache lacks is encoded first; with
+    `--cache_mode realtime` no entry is looked at.
 
     Raises:
         WangenError: entries are missing or stale, the message lists them with the commands to run; or it is open
@@ -110,9 +120,12 @@ def find_entries(options: Train, model: Model, samples: Sequence[Sample]) -> lis
     """
     folders = [Folder(path) for path in by_cache_folder(samples)]
     kinds = _kinds(options, model, samples, folders)
+    if options.cache_mode == "realtime":
+        live = live_entries(options, model, samples, kinds)
+        return [_cached(sample, kinds, live) for sample in samples]
     needs = _judged(options, samples, kinds, folders)
     held: dict[Place, Held] = {}
-    if _bad(needs) and (options.cache_latents or options.cache_latents_to_disk):
+    if _bad(needs) and (options.cache_mode == "auto" or options.cache_latents or options.cache_latents_to_disk):
         held = encode_missing(options, model, samples, kinds, {need.recipe.kind for need in _bad(needs)})
         if options.cache_latents_to_disk:
             needs = _judged(options, samples, kinds, [Folder(folder.path) for folder in folders])
@@ -132,13 +145,16 @@ def _kinds(options: Train, model: Model, samples: Sequence[Sample], folders: Seq
     if model.condition == "image":
         kinds.append("image_latent")
     if has_clip(model):
-        if options.clip or expected_encoder(folders, samples, "clip", options.dataset):
+        live = options.cache_mode == "realtime"
+        if options.clip or (not live and expected_encoder(folders, samples, "clip", options.dataset)):
             kinds.append("clip")
         else:
             log.warning("  the cache holds no CLIP views: %s trains without its image branch", model.name)
     if any(sample.mask for sample in samples):
         kinds.append("mask")
-    if any(sample.controls for sample in samples):
+    if model.condition == "controls":
+        kinds.append("control_latent")
+    elif any(sample.controls for sample in samples):
         log.warning("  %s takes no control media: those of the dataset are not used", model.name)
     return kinds
 
@@ -171,13 +187,37 @@ def _lacking(options: Train, bad: Sequence[Need]) -> WangenError:
     )
 
 
-def num_entries(samples: Sequence[CachedSample]) -> int:
-    """How many cache entries the samples have together; equal content and equal captions share theirs."""
-    return len({entry.path for cached in samples for entry in cached.entries})
+class CacheUse(NamedTuple):
+    """Where the entries of a run come from; equal content and equal captions share theirs.
+
+    Attributes:
+        from_cache: so many are read from the cache.
+        computed: so many are encoded by the run itself.
+    """
+
+    from_cache: int
+    computed: int
+
+    @property
+    def mode(self) -> str:
+        """`cached`, `realtime` or `mixed`."""
+        return "cached" if not self.computed else "realtime" if not self.from_cache else "mixed"
+
+    @property
+    def share(self) -> float:
+        """How many of all are from the cache, 0 to 1."""
+        return self.from_cache / max(1, self.from_cache + self.computed)
 
 
-def _cached(sample: Sample, kinds: Sequence[Kind], entries: Mapping[Place, Entry | Held | None]) -> CachedSample:
-    found: dict[str, list[Entry | Held]] = {}
+def cache_use(samples: Sequence[CachedSample]) -> CacheUse:
+    """Where the entries of these samples come from."""
+    entries = {entry.path: entry for cached in samples for entry in cached.entries}
+    from_cache = sum(isinstance(entry, Entry) for entry in entries.values())
+    return CacheUse(from_cache, len(entries) - from_cache)
+
+
+def _cached(sample: Sample, kinds: Sequence[Kind], entries: Mapping[Place, AnyEntry | None]) -> CachedSample:
+    found: dict[str, list[AnyEntry]] = {}
     for kind in kinds:
         for recipe in recipes_of(sample, kind):
             entry = entries[sample.entry.cache_directory, recipe.content_key]
@@ -189,7 +229,7 @@ def _cached(sample: Sample, kinds: Sequence[Kind], entries: Mapping[Place, Entry
         for name, kind in (("empty", TEXT_KINDS[1]), ("image_latent",) * 2, ("clip",) * 2, ("mask",) * 2)
         if kind in found
     }
-    return CachedSample(sample, latent, tuple(texts), **single)
+    return CachedSample(sample, latent, tuple(texts), controls=tuple(found.get("control_latent", ())), **single)
 
 
 def epoch_batches(
@@ -251,7 +291,14 @@ def read_batch(samples: Sequence[CachedSample], draws: Sequence[Draw], prior_los
         condition=_condition(chosen),
         image_tokens=_stacked([cached.clip for cached in chosen], "clip"),
         loss_mask=_loss_mask(chosen, latents),
+        controls=_controls(chosen),
     )
+
+
+def _controls(chosen: Sequence[CachedSample]) -> list[list[torch.Tensor]] | None:
+    if not any(cached.controls for cached in chosen):
+        return None
+    return [[_tensors(entry)["latent"].float() for entry in cached.controls] for cached in chosen]
 
 
 def _text(cached: CachedSample, draw: Draw) -> torch.Tensor:
@@ -260,11 +307,11 @@ def _text(cached: CachedSample, draw: Draw) -> torch.Tensor:
     return _tensors(entry)["embedding"]
 
 
-def _tensors(entry: Entry | Held) -> Mapping[str, torch.Tensor]:
-    return entry.tensors if isinstance(entry, Held) else load(entry)
+def _tensors(entry: AnyEntry) -> Mapping[str, torch.Tensor]:
+    return load(entry) if isinstance(entry, Entry) else entry.tensors
 
 
-def _stacked(entries: Sequence[Entry | Held | None], name: str) -> torch.Tensor | None:
+def _stacked(entries: Sequence[AnyEntry | None], name: str) -> torch.Tensor | None:
     """One tensor of every entry as a batch in float32; None when there are no entries."""
     found = [_tensors(entry)[name].float() for entry in entries if entry is not None]
     return torch.stack(found) if len(found) == len(entries) and found else None

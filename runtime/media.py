@@ -42,14 +42,19 @@ def target_frames(sample: "Sample", *, first_only: bool = False) -> "Frames":
 
 
 def control_frames(sample: "Sample", number: int) -> "Frames":
-    """What is encoded of control media `number`, counted from 0: (3, T, H, W) uint8, cut as the target is.
+    """What is encoded of control media `number`, counted from 0: (3, T, H, W) uint8.
 
-    A still picture stands for every frame.
+    Cut as the target is, or with a `control_resolution` whole and at a size of its own. A still picture stands for
+    every frame.
 
     Raises:
         WangenError: the file cannot be decoded or has fewer frames.
     """
-    return _cut(sample.item.controls[number], sample, sample.count)
+    path, size = sample.item.controls[number], sample.control_size(number)
+    if size is None:
+        return _cut(path, sample, sample.count)
+    with _enough_memory(path, size, 1):
+        return load_image(path, size, sample.entry.background_color, whole=True)
 
 
 def mask_frames(sample: "Sample") -> "Frames":
@@ -92,7 +97,9 @@ def _enough_memory(path: Path, size: tuple[int, int], count: int) -> Iterator[No
         ) from None
 
 
-def load_image(path: Path, size: tuple[int, int], background: str = WHITE, *, grey: bool = False) -> "Frames":
+def load_image(
+    path: Path, size: tuple[int, int], background: str = WHITE, *, grey: bool = False, whole: bool = False
+) -> "Frames":
     """An image as (3, 1, H, W) uint8, upright, covering `size`, cropped at the centre; the first of an animation.
 
     Args:
@@ -100,18 +107,31 @@ def load_image(path: Path, size: tuple[int, int], background: str = WHITE, *, gr
         size: (width, height) in pixels that it covers and is cropped to.
         background: the colour behind what is transparent, as `#rrggbb`.
         grey: as a mask: (1, 1, H, W), transparency over black, resized bilinearly.
+        whole: resized to `size` with nothing cropped, for sizes of nearly the same aspect ratio.
 
     Raises:
         WangenError: the file cannot be decoded.
     """
     import numpy as np
+    from PIL import Image
 
-    frame = np.asarray(fit(_open_image(path, "#000000" if grey else background), size, grey=grey))
+    if whole:
+        resized = open_image(path, background).resize(size, Image.Resampling.LANCZOS)
+        return np.asarray(resized).transpose(2, 0, 1)[:, None]
+    frame = np.asarray(fit(open_image(path, "#000000" if grey else background), size, grey=grey))
     return frame[None, None] if grey else frame.transpose(2, 0, 1)[:, None]
 
 
-def _open_image(path: Path, background: str) -> "Image.Image":
-    """An image upright and in RGB; the first of an animation."""
+def open_image(path: Path, background: str = WHITE) -> "Image.Image":
+    """An image upright and in RGB; the first of an animation.
+
+    Args:
+        path: the image.
+        background: the colour behind what is transparent, as `#rrggbb`.
+
+    Raises:
+        WangenError: the file cannot be decoded.
+    """
     from PIL import Image, ImageOps
 
     Image.init()  # before any thread opens a file: Pillow's own lazy registration is not safe between threads
@@ -176,7 +196,7 @@ def load_pictures(path: Path, count: int, max_side: int) -> "list[Image.Image]":
         WangenError: the file cannot be decoded.
     """
     if media_of(path) == "image":
-        pictures = [_open_image(path, WHITE)]
+        pictures = [open_image(path, WHITE)]
     else:
         part_s = read_facts(path).duration_s / count
         pictures = [upright(frame) for frame in _shown_at(path, [(n + 0.5) * part_s for n in range(count)])]

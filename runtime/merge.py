@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from wangen.generator.companions import Contents, sort_out
+from wangen.generator.companions import CLEAN_CONTROLS, Contents, sort_out, strip_prefix
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.formats import Header, TensorInfo
 from wangen.generator.kinds import KINDS, expect
@@ -29,8 +29,8 @@ from wangen.runtime.weights.reading import read_tensor
 
 SCALED = "fp8_scaled"
 MERGED = "wangen.merged"
-TRANSFORMERS = tuple(kind for kind in KINDS if kind.startswith("wan-transformer-"))
-BLOCK_MATRIX = re.compile(r"blocks\.\d+\..+\.weight")
+TRANSFORMERS = tuple(kind for kind in KINDS if kind.startswith(("wan-transformer-", "qwen-image-transformer")))
+BLOCK_MATRIX = re.compile(r"(?:transformer_)?blocks\.\d+\..+\.weight")
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def merge(
     """Write a checkpoint in which LoRAs are part of the weights.
 
     Args:
-        dit: a Wan transformer in any format and layout, whole, sharded or a diffusers folder.
+        dit: a transformer of Wan or Qwen-Image in any format and layout, whole, sharded or a diffusers folder.
         sources: the LoRAs, at least one.
         save_path: the safetensors file to write.
         dtype: `float32`, `bfloat16`, `float16`; `float8_e4m3fn` or `fp8_scaled` for the matrices of the blocks; None
@@ -87,7 +87,7 @@ def merge(
         overwrite: replace any file at `save_path`; without it only a merged checkpoint is.
 
     Raises:
-        WangenError: no Wan transformer, a LoRA that does not fit, no room on the disk, a file is in the way.
+        WangenError: no such transformer, a LoRA that does not fit, no room on the disk, a file is in the way.
     """
     header = expect(dit, TRANSFORMERS, "--dit")
     read = {info.place.file for info in header.tensors.values() if info.place} | {source.path for source in sources}
@@ -98,6 +98,8 @@ def merge(
     if header.format == "gguf" and dtype is None:
         dtype = "bfloat16"
     tensors = _in_dtype(contents, changes, dtype) if dtype else _as_before(dit, header, contents, changes)
+    marks = {name: info for name, info in header.tensors.items() if strip_prefix(name) == CLEAN_CONTROLS}
+    tensors |= {name: _copied(info) for name, info in marks.items()}
     num_bytes = sum(tensor.num_bytes for tensor in tensors.values())
     require_space(save_path, num_bytes)
     metadata = dict(header.metadata) if header.format == "safetensors" else {}

@@ -96,7 +96,7 @@ def recipes_of(sample: Sample, kind: Kind) -> list[Recipe]:
         case "text_encoder_output":
             return [Recipe(kind, content, sample.item.path.name) for content in sample.text_recipes()]
         case "empty_text_encoder_output":
-            return [Recipe(kind, {"caption": ""}, "the empty prompt")]
+            return [Recipe(kind, sample.empty_recipe(), "the empty prompt")]
     return [Recipe(kind, content, sample.name) for content in contents]
 
 

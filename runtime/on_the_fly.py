@@ -1,13 +1,14 @@
-"""Encoding inside `train`: what the cache lacks is made before the first step, in memory or in the cache."""
+"""Encoding inside `train`: what the cache lacks is made before the first step, or all of it whenever it is read."""
 
 import json
 import logging
 import os
 import shlex
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,9 +19,9 @@ from wangen.generator.steps import CacheLatents, CacheText, Train
 from wangen.generator.table import joined
 from wangen.profiles import Model
 from wangen.runtime import cache_latents, cache_text, encoding
-from wangen.runtime.cache import Encoder, Folder, Kind, Recipe
+from wangen.runtime.cache import Encoder, Folder, Kind, Recipe, Verdict
 from wangen.runtime.models import text_encoder_identity, vae_identity
-from wangen.runtime.needs import TEXT_KINDS, Work, expected_encoder, judge
+from wangen.runtime.needs import TEXT_KINDS, Need, Work, expected_encoder, judge, wanted
 from wangen.runtime.samples import Sample, by_cache_folder
 
 if TYPE_CHECKING:
@@ -32,6 +33,9 @@ Place = tuple[Path, str]
 """The folder that an entry belongs to, and its content key."""
 
 
+NOT_LOOKED_FOR = Verdict("missing", "it is encoded whenever it is drawn")
+
+
 @dataclass(frozen=True)
 class Held:
     """An entry that is kept in memory."""
@@ -40,6 +44,25 @@ class Held:
     content_key: str
     path: Path
     tensors: "Mapping[str, torch.Tensor]"
+
+
+@dataclass(frozen=True)
+class Live:
+    """An entry that is encoded whenever it is read, and never kept."""
+
+    key: str
+    content_key: str
+    path: Path
+    encode: "Callable[[], Mapping[str, torch.Tensor]]"
+
+    @property
+    def tensors(self) -> "Mapping[str, torch.Tensor]":
+        """What the cache would hold; an encoder is loaded when it is first asked.
+
+        Raises:
+            WangenError: a source cannot be decoded, the memory is full, or values are not finite.
+        """
+        return self.encode()
 
 
 @dataclass
@@ -101,7 +124,8 @@ def encode_missing(
     lacks_text = [kind in TEXT_KINDS for kind in lacking]
     latents, texts = set(read) - set(TEXT_KINDS), set(read) & set(TEXT_KINDS)
     step = _latents_step(options, model, samples) if False in lacks_text else None
-    text_step = _text_step(options, samples) if True in lacks_text else None  # what is wrong shows before any encoding
+    # What is wrong with the second shows before the first encodes anything.
+    text_step = _text_step(options, model, samples) if True in lacks_text else None
     if step:
         if options.cache_latents_to_disk:
             log.info("  %s", cache_latents.run(step).summary)
@@ -119,6 +143,46 @@ def encode_missing(
     return held
 
 
+def live_entries(options: Train, model: Model, samples: Sequence[Sample], read: Iterable[Kind]) -> dict[Place, Live]:
+    """An entry for everything that training reads, encoded when it is read by the code of the caching steps.
+
+    Raises:
+        UsageError: no weights are given.
+        WangenError: they are of another kind.
+    """
+    step, text_step = _latents_step(options, model, samples), _text_step(options, model, samples)
+    clip = cache_latents.chosen_clip(step, model, samples)
+    encoder = cache_text.text_encoder(text_step)
+    encoders = {**cache_latents.latent_encoders(step, model, clip), **dict.fromkeys(TEXT_KINDS, encoder)}
+    pictures, texts = encoding.Models(step, model, clip, encoders), cache_text.Embedder(text_step, encoder)
+    folders = [Folder(path) for path in by_cache_folder(samples)]
+    found: dict[Place, Live] = {}
+    for kind in read:
+        make = texts.embed_one if kind in TEXT_KINDS else pictures.encode_one
+        for sample, recipe, folder in wanted(folders, samples, kind):
+            need = Need(sample, recipe, folder, NOT_LOOKED_FOR)
+            path = folder.path / recipe.file_name(encoders[kind])
+            found[folder.path, recipe.content_key] = Live(
+                recipe.key(encoders[kind]), recipe.content_key, path, partial(_judged, make, need, encoders[kind])
+            )
+    return found
+
+
+def _judged(
+    make: "Callable[[Need], Mapping[str, torch.Tensor]]", need: Need, encoder: Encoder
+) -> "Mapping[str, torch.Tensor]":
+    """What an encoder makes of a need.
+
+    Raises:
+        WangenError: a value is not finite, or all are zero.
+    """
+    from wangen.runtime.cache.writer import judge_values
+
+    tensors = make(need)
+    judge_values(need.recipe, encoder, tensors)
+    return tensors
+
+
 def _work(samples: Sequence[Sample], encoders: Mapping[Kind, Encoder], held: dict[Place, Held]) -> Work:
     folders = [Folder(path) for path in by_cache_folder(samples)]
     needs = [need for kind, encoder in encoders.items() for need in judge(folders, samples, kind, encoder)]
@@ -130,32 +194,40 @@ def _work(samples: Sequence[Sample], encoders: Mapping[Kind, Encoder], held: dic
 def _latents_step(options: Train, model: Model, samples: Sequence[Sample]) -> CacheLatents:
     """The caching step with what the training step says of it."""
     if options.vae is None:
-        raise UsageError("--cache_latents needs --vae to encode what the cache lacks", cure="give --vae")
+        raise UsageError(f"{_asked_by(options)} needs --vae to encode what the cache lacks", cure="give --vae")
     kinds.expect(options.vae, model.kind_of("vae"), "--vae", model.name)
     dtype = options.vae_dtype or _dtype_before(options, samples, "latent", vae_identity(options.vae))
     return CacheLatents(
         dataset_config=options.dataset_config, manifest=options.manifest,
         resolution=options.resolution, smoke=options.smoke, task=options.task,
         vae=options.vae, vae_dtype=dtype, vae_cache_cpu=options.vae_cache_cpu, clip=options.clip,  # type: ignore[arg-type]
-        device=options.device, keep_cache=True,
+        device=options.vae_device or options.device, keep_cache=True,
     )  # fmt: skip
 
 
-def _text_step(options: Train, samples: Sequence[Sample]) -> CacheText:
+def _text_step(options: Train, model: Model, samples: Sequence[Sample]) -> CacheText:
     if options.t5 is None:
-        raise UsageError("--cache_latents needs --t5 to encode the captions that the cache lacks", cure="give --t5")
-    identity = text_encoder_identity(options.t5, options.tokenizer, fp8=options.fp8_t5)
+        raise UsageError(f"{_asked_by(options)} needs --t5 to encode the captions that the cache lacks",
+                         cure="give --t5")  # fmt: skip
+    identity = text_encoder_identity(options.t5, options.tokenizer, fp8=options.fp8_t5, model=model)
     dtype = options.t5_dtype or _dtype_before(options, samples, "text_encoder_output", identity)
     return CacheText(
         dataset_config=options.dataset_config, manifest=options.manifest,
         resolution=options.resolution, smoke=options.smoke, task=options.task,
         t5=options.t5, tokenizer=options.tokenizer, t5_dtype=dtype, fp8_t5=options.fp8_t5,  # type: ignore[arg-type]
-        device=options.device, keep_cache=True,
+        device=options.text_encoder_device or options.device, keep_cache=True,
     )  # fmt: skip
+
+
+def _asked_by(options: Train) -> str:
+    """The flag for whose sake something is encoded."""
+    return "--cache_latents" if options.cache_mode == "cached" else f"--cache_mode {options.cache_mode}"
 
 
 def _dtype_before(options: Train, samples: Sequence[Sample], kind: Kind, identity: str) -> str | None:
     """The precision of the entries that are there already, so that what is added fits them."""
+    if options.cache_mode == "realtime":  # it looks at no entries
+        return None
     folders = [Folder(path) for path in by_cache_folder(samples)]
     encoder = expected_encoder(folders, samples, kind, options.dataset, identity=identity)
     return encoder.dtype if encoder else None

@@ -5,7 +5,7 @@ The caching steps, `check_cache` and `train` all build their samples here, so th
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,14 @@ from typing import Any
 from wangen.generator.bulk import bulk
 from wangen.generator.dataset import NO_CAPTION, Item, Problem, media_of
 from wangen.generator.errors import WangenError, many, printable
-from wangen.generator.geometry import TOO_SHORT, bucket_of, misfit, resampled_frames, too_short, windows
-from wangen.generator.items import read_items
+from wangen.generator.geometry import TOO_SHORT, area_size, bucket_of, misfit, resampled_frames, too_short, windows
+from wangen.generator.items import read_items, unsuited
 from wangen.generator.step_parts import SMOKE_ITEMS
 from wangen.generator.steps import CacheStep, CheckCache, Train
 from wangen.generator.toml_values import WHITE
 from wangen.generator.tomls import DatasetEntry, read_dataset
-from wangen.profiles import Model
+from wangen.profiles import Model, Prompt
+from wangen.runtime.cache.recipes import digest
 from wangen.runtime.sources import Source, read_sources
 
 log = logging.getLogger("wangen")
@@ -28,6 +29,7 @@ _NAMED = 20
 """Clips that a warning names; more are counted."""
 
 LANCZOS = "lanczos, cover, centre"
+LANCZOS_WHOLE = "lanczos, whole"
 BILINEAR = "bilinear, cover, centre"
 """Of masks: Lanczos would draw lines of light and dark along their edges."""
 
@@ -48,6 +50,7 @@ class Sample:
         mask: digest and facts of its mask.
         stride_frames: frames per latent frame after the first.
         stride_px: pixels per latent cell.
+        prompt: how the text encoder is asked, where it is a language model.
     """
 
     item: Item
@@ -61,6 +64,7 @@ class Sample:
     mask: Source | None = None
     stride_frames: int = 4
     stride_px: int = 8
+    prompt: Prompt | None = None
 
     @property
     def name(self) -> str:
@@ -81,7 +85,20 @@ class Sample:
 
     def control_recipe(self, number: int) -> dict[str, Any]:
         """Everything but the encoder that decides the latent of control media `number`, counted from 0."""
-        return self._cut(self.item.controls[number], self.controls[number], LANCZOS)
+        recipe = self._cut(self.item.controls[number], self.controls[number], LANCZOS)
+        if size := self.control_size(number):
+            recipe |= {"width": size[0], "height": size[1], "resize": LANCZOS_WHOLE}
+        return recipe
+
+    def control_size(self, number: int) -> tuple[int, int] | None:
+        """The (width, height) of a control image of its own size, counted from 0; None where it is cut as the target.
+
+        That is as the pipelines resize it: whole, at its own aspect ratio and the area of `control_resolution`.
+        """
+        area, facts = self.entry.control_resolution, self.controls[number].facts
+        if area is None or media_of(self.item.controls[number]) != "image":
+            return None
+        return area_size((facts.width, facts.height), area)
 
     def image_recipe(self) -> dict[str, Any]:
         """Everything but the encoder that decides the latent of the image-to-video condition."""
@@ -111,7 +128,23 @@ class Sample:
         """For each caption everything but the encoder that decides the embedding's bytes."""
         from wangen.runtime.prompts import clean_prompt
 
-        return [{"caption": clean_prompt(caption)} for caption in self.item.captions]
+        clean = clean_prompt if self.prompt is None else str  # a language model reads a caption as it is
+        return [self._asked(clean(caption)) for caption in self.item.captions]
+
+    def empty_recipe(self) -> dict[str, Any]:
+        """Everything but the encoder that decides the bytes of the empty prompt, which may be shown control images."""
+        return self._asked("")
+
+    def _asked(self, caption: str) -> dict[str, Any]:
+        """A caption with what the text encoder is given beside it."""
+        if self.prompt is None:
+            return {"caption": caption}
+        recipe: dict[str, Any] = {"caption": caption, "prompt": digest(asdict(self.prompt))}
+        if self.prompt.picture:
+            recipe["controls"] = [source.digest for source in self.controls]
+            if self.entry.background_color != WHITE and any(source.facts.transparent for source in self.controls):
+                recipe["background"] = self.entry.background_color
+        return recipe
 
     def _cut(self, path: Path, source: Source, resize: str) -> dict[str, Any]:
         """Which pixels of a file are used. A still picture stands for each frame of the clip that it belongs to."""
@@ -157,7 +190,7 @@ def read_samples(
         for item in items:
             if not all(path in sources for path in (item.path, *item.companions)):
                 continue
-            wrong = list(_misfits(item, entry, sources, model.fps))
+            wrong = list(_misfits(item, entry, sources, model))
             problems += wrong
             if wrong:
                 continue
@@ -182,9 +215,12 @@ def _say_skipped(skipped: Mapping[int, Mapping[str, str]]) -> None:
         log.warning("    fewer than %d frames: %s%s", count, names, rest)
 
 
-def _misfits(item: Item, entry: DatasetEntry, sources: Mapping[Path, Source], fps: int) -> Iterator[Problem]:
-    """A clip too short for every window, control media and masks that do not fit their item."""
-    facts = sources[item.path].facts
+def _misfits(item: Item, entry: DatasetEntry, sources: Mapping[Path, Source], model: Model) -> Iterator[Problem]:
+    """A clip too short for every window, control media and masks that do not fit their item or the model."""
+    if wrong := unsuited(item, model):
+        yield Problem(item.path, *wrong)
+        return
+    facts, fps = sources[item.path].facts, model.fps
     if item.media == "video" and (short := too_short(facts, entry, fps)):
         yield Problem(item.path, *short)
         return
@@ -254,7 +290,8 @@ def _samples(item: Item, entry: DatasetEntry, sources: Mapping[Path, Source], mo
     controls, mask = tuple(sources[path] for path in item.controls), sources[item.mask] if item.mask else None
     strides = (model.temporal_stride, model.spatial_stride)
     return [
-        Sample(item, entry, source, start, count, size, model.fps, controls, mask, *strides) for start, count in clips
+        Sample(item, entry, source, start, count, size, model.fps, controls, mask, *strides, model.prompt)
+        for start, count in clips
     ]
 
 

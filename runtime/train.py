@@ -26,7 +26,7 @@ from wangen.generator.workspace import require_writable
 from wangen.runtime.adapter_layers import parts_of
 from wangen.runtime.devices import choose_device, set_precision
 from wangen.runtime.interrupt import Interrupt
-from wangen.runtime.loader import num_entries
+from wangen.runtime.loader import cache_use
 from wangen.runtime.models import family
 from wangen.runtime.progress import progress
 from wangen.runtime.training import checkpoint
@@ -193,6 +193,11 @@ def _announce(training: Run) -> None:
             log.warning("  %s", line)
     if changed := _memory_flags(options):
         log.info("  memory: %s", " ".join(changed))
+    use = cache_use(plan.samples)
+    if use.computed:
+        how = "are encoded whenever they are drawn" if options.cache_mode == "realtime" else "were encoded here"
+        log.info("  %s: %d of %s from the cache, %d %s", use.mode, use.from_cache,
+                 many(use.from_cache + use.computed, "entry", "entries"), use.computed, how)  # fmt: skip
     resuming = f", resuming at {training.step}" if training.step else ""
     log.info("  %s, %s per epoch, %d steps in all%s", many(len(plan.samples), "sample"),
              many(plan.steps_per_epoch, "step"), plan.num_steps, resuming)  # fmt: skip
@@ -244,7 +249,7 @@ def _train(training: Run, watching: Watching, interrupt: Interrupt) -> None:
 
 
 def _report(plan: Plan, step: int, facts: Mapping[str, Any], *, done_before: bool = False) -> Report:
-    options = plan.options
+    options, use = plan.options, cache_use(plan.samples)
     losses = f"loss {facts['first_loss']:.4f} at the first step, {facts['last_loss']:.4f} at the last"
     summary = f"already trained, {step} steps" if done_before else f"{step} steps, {losses}"
     files = [plan.file(expert) for expert in plan.experts]
@@ -257,6 +262,13 @@ def _report(plan: Plan, step: int, facts: Mapping[str, Any], *, done_before: boo
             **plan.fingerprint,
             "memory": {name: getattr(options, name) for name in PLAIN_MEMORY},
         },
-        counts={"from_cache": num_entries(plan.samples), "computed": 0, "steps": step},
-        result={"lora": files[0], "loras": files, "done_before": done_before, **facts},
+        counts={"from_cache": use.from_cache, "computed": use.computed, "steps": step},
+        result={
+            "cache_mode": use.mode,
+            "share_from_cache": round(use.share, 4),
+            "lora": files[0],
+            "loras": files,
+            "done_before": done_before,
+            **facts,
+        },
     )

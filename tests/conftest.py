@@ -4,10 +4,14 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from tiny import TinyRun, make_tiny_run
+
+if TYPE_CHECKING:
+    from tiny_qwen import TinyQwen
 
 # The models are tiny: a second thread only waits for the first. Processes that tests start use all cores.
 torch.set_num_threads(1)
@@ -17,6 +21,14 @@ torch.set_num_threads(1)
 def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
     """A cached tiny dataset; tests must not change it."""
     return make_tiny_run(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen(tmp_path_factory: pytest.TempPathFactory) -> "TinyQwen":
+    """Tiny models of Qwen-Image; tests must not change them."""
+    from tiny_qwen import write_tiny_qwen  # the libraries' pipelines, which most tests do not need
+
+    return write_tiny_qwen(tmp_path_factory.mktemp("qwen"))
 
 
 @pytest.fixture(scope="module")

@@ -53,6 +53,23 @@ def transformer(
     return shapes
 
 
+def qwen_transformer(*, dim: int = 3072, num_layers: int = 60, text_dim: int = 3584) -> Shapes:
+    """`QwenImageTransformer2DModel`: Qwen-Image and its Edit models."""
+    shapes = linear("img_in", 64, dim) | linear("txt_in", text_dim, dim) | {"txt_norm.weight": (text_dim,)}
+    shapes |= linear("time_text_embed.timestep_embedder.linear_1", 256, dim)
+    shapes |= linear("time_text_embed.timestep_embedder.linear_2", dim, dim)
+    for number in range(num_layers):
+        block = f"transformer_blocks.{number}"
+        for name in ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"):
+            shapes |= linear(f"{block}.attn.{name}", dim, dim)
+        shapes |= {f"{block}.attn.norm_{name}.weight": (128,) for name in ("q", "k", "added_q", "added_k")}
+        for stream in ("img", "txt"):
+            shapes |= linear(f"{block}.{stream}_mod.1", dim, 6 * dim)
+            shapes |= linear(f"{block}.{stream}_mlp.net.0.proj", dim, 4 * dim)
+            shapes |= linear(f"{block}.{stream}_mlp.net.2", 4 * dim, dim)
+    return shapes | linear("norm_out.linear", dim, 2 * dim) | linear("proj_out", dim, 64)
+
+
 def vae21(dim: int = 96) -> Shapes:
     """`WanVAE_` of Wan 2.1: dim * (1, 2, 4, 4), two residual blocks a stage (three in the decoder), z 16."""
     shapes = conv("encoder.conv1", 3, dim) | conv("conv1", 32, 32, (1, 1, 1)) | conv("conv2", 16, 16, (1, 1, 1))
@@ -272,5 +289,6 @@ TRANSFORMERS: dict[str, Shapes] = {
     "t2v-A14B": transformer(**WAN_14B),
     "i2v-A14B": transformer(**WAN_14B, in_channels=36),
     "ti2v-5B": transformer(dim=3072, ffn_dim=14336, num_layers=30, in_channels=48, out_channels=48),
+    **dict.fromkeys(("qwen-image", "qwen-image-edit", "qwen-image-edit-plus"), qwen_transformer()),
 }
 """The transformer (each expert) of every task."""

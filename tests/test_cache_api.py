@@ -13,6 +13,7 @@ from cache_entries import CONTENT, ENCODER, put, tensors
 
 from wangen.generator.errors import UsageError, WangenError
 from wangen.runtime.cache import (
+    EDIT_NAMES,
     KINDS,
     RECIPE_VERSIONS,
     EmbeddingCache,
@@ -113,7 +114,8 @@ def test_counts_and_clearing(cache: EmbeddingCache):
     cache.save_cache("mask", SOURCE, {"mask": torch.zeros(1, 1, 2, 2)})
     lora = cache.folder / "my_wan.safetensors"
     lora.write_bytes(b"theirs")
-    assert cache.get_cache_stats() == dict.fromkeys(KINDS, 0) | {"latent": 2, "mask": 1}
+    counts = dict.fromkeys((*KINDS, *EDIT_NAMES), 0) | {"latent": 2, "mask": 1, "pixel_latent": 2}
+    assert cache.get_cache_stats() == counts
     assert cache.clear_cache("latent") == 2
     assert cache.get_cache_stats()["latent"] == 0
     assert cache.clear_cache() == 1

@@ -50,3 +50,19 @@ def test_a_file_that_cannot_be_loaded_is_not_said_to_fit(tmp_path: Path, capsys,
 def test_one_that_can_be_loaded_fits(capsys):
     assert main(["models", "identify", str(LORAS["t2v21"])]) == 0
     assert "fits        --network_weights or --lora_weight" in capsys.readouterr().out
+
+
+def test_a_lora_of_qwen_image_is_described_as_such(tmp_path, capsys):
+    modules = [f"transformer_blocks.{number}.{layer}" for number in (0, 59) for layer in ("attn.to_q", "img_mlp.net.2")]
+    widths = {"attn.to_q": (3072, 3072), "img_mlp.net.2": (3072, 12288)}
+    tensors = {}
+    for module in modules:
+        rows, columns = widths[module.split(".", 2)[2]]
+        tensors[f"diffusion_model.{module}.lora_A.weight"] = torch.zeros(2, columns)
+        tensors[f"diffusion_model.{module}.lora_B.weight"] = torch.zeros(rows, 2)
+    save_file(tensors, tmp_path / "edit.safetensors")
+    assert main(["models", "identify", str(tmp_path / "edit.safetensors")]) == 0
+    shown = capsys.readouterr().out
+    for words in ("a LoRA for Qwen-Image", "rank 2", "changes 4 modules of a transformer of 2 blocks, 3072 wide",
+                  "base: qwen-image, qwen-image-edit, qwen-image-edit-plus"):  # fmt: skip
+        assert words in shown

@@ -18,13 +18,18 @@ from wangen.generator.table import options
 from wangen.generator.tasks import Activity, missing_feature, require_supported, supported
 
 MODELS = [profiles.model(name) for name in profiles.model_names()]
+QWEN = ["qwen-image", "qwen-image-edit", "qwen-image-edit-plus"]
 
 
 def test_the_shipped_models():
     assert profiles.model_names() == [
-        "flf2v-14B", "i2v-14B", "i2v-A14B", "t2v-1.3B", "t2v-14B", "t2v-A14B", "ti2v-5B",
+        "flf2v-14B", "i2v-14B", "i2v-A14B", "qwen-image", "qwen-image-edit", "qwen-image-edit-plus", "t2v-1.3B",
+        "t2v-14B", "t2v-A14B", "ti2v-5B",
     ]  # fmt: skip
-    assert [model.fps for model in MODELS] == [16, 16, 16, 16, 16, 16, 24]
+    assert [model.fps for model in MODELS] == [16, 16, 16, 1, 1, 1, 16, 16, 16, 24]
+    assert {model.name: model.max_controls for model in MODELS if model.condition == "controls"} == {
+        "qwen-image-edit": 1, "qwen-image-edit-plus": 3,
+    }  # fmt: skip
     assert {model.name: model.experts.boundary for model in MODELS if model.experts} == {
         "t2v-A14B": 0.875, "i2v-A14B": 0.9,
     }  # fmt: skip
@@ -64,7 +69,8 @@ def test_weights_have_kinds_flags_and_places(model):
             assert download.path.endswith((".safetensors", ".pth", ".gguf", ".safetensors.index.json"))
             place = PurePosixPath(download.repo.rpartition("/")[2], download.path)
             assert any(is_called(place, name) for name in weights.files)
-    assert {download.path.rpartition("/")[0] for download in model.tokenizer} == {"google/umt5-xxl"}
+    home = "google/umt5-xxl" if model.kind_of("t5") == "umt5-encoder" else "processor"
+    assert {download.path.rpartition("/")[0] for download in model.tokenizer} == {home}
 
 
 def test_no_file_name_means_two_different_models():
@@ -80,14 +86,15 @@ def test_no_file_name_means_two_different_models():
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
 def test_a_lora_adapts_as_many_layers_as_those_of_other_trainers(model):
-    from wangen.runtime.weights.transformer import transformer_names
+    from wangen.generator.lora_keys import module_name
 
     matrices = [name for name, shape in TRANSFORMERS[model.name].items() if len(shape) == 2 and "weight" in name]
-    layers = [name.removesuffix(".weight") for name in transformer_names(matrices).values()]
+    layers = filter(None, (module_name(name.removesuffix(".weight")) for name in matrices))
     adapted = [layer for layer in layers if re.fullmatch(model.lora_targets, layer)]
-    expected = {"t2v-1.3B": 300, "ti2v-5B": 300, "i2v-14B": 480, "flf2v-14B": 480}
+    qwen = dict.fromkeys(("qwen-image", "qwen-image-edit", "qwen-image-edit-plus"), 720)
+    expected = {"t2v-1.3B": 300, "ti2v-5B": 300, "i2v-14B": 480, "flf2v-14B": 480, **qwen}
     assert len(adapted) == expected.get(model.name, 400)
-    assert all(layer.startswith("blocks.") for layer in adapted)
+    assert all(layer.startswith(("blocks.", "transformer_blocks.")) for layer in adapted)
 
 
 @pytest.mark.parametrize(
@@ -112,6 +119,12 @@ def test_a_lora_adapts_as_many_layers_as_those_of_other_trainers(model):
         ("Wan2_2-T2V-A14B-HIGH_fp8_e5m2_scaled_KJ.safetensors", "dit_high_noise: t2v-A14B"),
         ("Wan2_2-TI2V-5B_fp8_e5m2_scaled_KJ.safetensors", "dit: ti2v-5B"),
         ("Wan2.2-I2V-A14B-HighNoise-Q2_K.gguf", "dit_high_noise: i2v-A14B"),
+        ("qwen_image_fp8_e4m3fn.safetensors", "dit: qwen-image"),
+        ("qwen_image_edit_bf16.safetensors", "dit: qwen-image-edit"),
+        ("qwen_image_edit_2509_fp8_e4m3fn.safetensors", "dit: qwen-image-edit-plus"),
+        ("qwen_image_edit_2511_bf16.safetensors", "dit: qwen-image-edit-plus"),
+        ("qwen_image_vae.safetensors", "vae: qwen-image qwen-image-edit qwen-image-edit-plus"),
+        ("qwen_2.5_vl_7b_fp8_scaled.safetensors", "t5: qwen-image qwen-image-edit qwen-image-edit-plus"),
         ("Wan2_1-T2V-14B-Phantom_fp8_e5m2_scaled_KJ.safetensors", ""),
         ("Wan2_2-Animate-14B_fp8_e4m3fn_scaled_KJ.safetensors", ""),
     ],
@@ -159,9 +172,10 @@ def test_a_profile_takes_from_the_one_it_is_based_on_what_it_does_not_say():
 @pytest.mark.parametrize(
     ("doing", "names"),
     [
-        ("training", ["i2v-14B", "i2v-A14B", "t2v-1.3B", "t2v-14B", "t2v-A14B", "ti2v-5B"]),
-        ("sampling", ["i2v-14B", "i2v-A14B", "t2v-1.3B", "t2v-14B", "t2v-A14B", "ti2v-5B"]),
-        ("caching for", ["i2v-14B", "i2v-A14B", "t2v-1.3B", "t2v-14B", "t2v-A14B", "ti2v-5B"]),
+        ("training", ["i2v-14B", "i2v-A14B", *QWEN, "t2v-1.3B", "t2v-14B", "t2v-A14B", "ti2v-5B"]),
+        ("sampling", ["i2v-14B", "i2v-A14B", *QWEN, "t2v-1.3B", "t2v-14B", "t2v-A14B", "ti2v-5B"]),
+        ("caching for", ["i2v-14B", "i2v-A14B", *QWEN, "t2v-1.3B", "t2v-14B", "t2v-A14B", "ti2v-5B"]),
+        ("publishing for", ["i2v-14B", "i2v-A14B", *QWEN, "t2v-1.3B", "t2v-14B", "t2v-A14B", "ti2v-5B"]),
     ],
 )
 def test_what_cannot_be_done_with_a_model_is_said_with_what_it_lacks(doing: Activity, names: list[str]):

@@ -76,6 +76,7 @@ def test_the_first_step_cuts_and_the_toml_names_its_manifest(place):
     ([], "[steps.preprocess]\nframes = 9\n", "frames is not set here"),
     ([], "[steps.preprocess]\nvideos = '/x'\n", "videos is not set here"),
     (["--platform", "windows"], "", "windows cannot see the footage"),
+    (["--model", "qwen-image"], "", "trains on pictures, not on clips"),
     (["--resolution", "960x540"], "", "--resolution 960x544"),
     (["--resolution", "256", "--resolution", "1280x720", "--model", "ti2v-5B"], "", "multiples of 32"),
 ])  # fmt: skip

@@ -10,7 +10,7 @@ from helpers import make_clip, make_image
 from wangen import profiles
 from wangen.generator.errors import WangenError
 from wangen.generator.steps import CheckCache, Train
-from wangen.runtime.loader import CachedSample, Draw, find_entries, num_entries, read_batch
+from wangen.runtime.loader import CachedSample, Draw, cache_use, find_entries, read_batch
 from wangen.runtime.media import target_frames
 from wangen.runtime.samples import Sample, read_samples
 
@@ -111,6 +111,6 @@ def test_files_of_one_name_have_keys_of_their_own(twins: Bundle):
 def test_entries_that_samples_share_are_counted_once(twins: Bundle):
     samples = cached(twins)
     assert len(samples) == 3
-    assert num_entries(samples) == 3  # two pictures and a caption
-    assert num_entries(samples[:1]) == 2
-    assert num_entries([]) == 0
+    assert cache_use(samples) == (3, 0)  # two pictures and a caption
+    assert cache_use(samples[:1]) == (2, 0)
+    assert (cache_use([]).mode, cache_use([]).share) == ("cached", 0)

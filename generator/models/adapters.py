@@ -6,7 +6,7 @@ No weight is read, only alphas, which are tensors of one number.
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,8 @@ Modules = dict[str, dict[Part, TensorInfo]]
 
 PLAIN = "a plain LoRA (down and up matrices) of a Wan transformer"
 
-_BLOCK = re.compile(r"blocks\.(?P<number>\d+)\.")
-_QUERY = re.compile(r"blocks\.\d+\.attn[12]\.to_q")
+_BLOCK = re.compile(r"(?P<list>(?:transformer_)?blocks)\.(?P<number>\d+)\.")
+_QUERY = re.compile(r"blocks\.\d+\.attn[12]\.to_q|transformer_blocks\.\d+\.attn\.to_q")
 _IMAGE = re.compile(r".+\.add_[kv]_proj|condition_embedder\.image_embedder\..+")
 
 
@@ -178,7 +178,7 @@ def describe_lora(file: Path, header: Header) -> Adapter:
         num_blocks=len(blocks),
         dim=dim,
         has_image_branch=image,
-        fits=() if problem else _fits(dim, max(blocks, default=-1) + 1, image),
+        fits=() if problem else _fits(dim, max(blocks, default=-1) + 1, image, modules),
         unfit=problem,
     )
 
@@ -191,17 +191,18 @@ def _groups(modules: Mapping[str, Mapping[str, TensorInfo]], alphas: Alphas) -> 
         alpha = alphas.of(module, rank) if rank and configured else None
         if "alpha" in parts and rank:
             alpha = read_scalar(parts["alpha"])
-        name = _BLOCK.sub("blocks.*.", module, count=1)
+        name = _BLOCK.sub(r"\g<list>.*.", module, count=1)
         found.setdefault((rank, alpha), Counter())[name] += 1
     return tuple(Group(rank, alpha, dict(sorted(names.items()))) for (rank, alpha), names in found.items())
 
 
-def _fits(dim: int, num_blocks: int, image: bool) -> tuple[str, ...]:
+def _fits(dim: int, num_blocks: int, image: bool, modules: Iterable[str]) -> tuple[str, ...]:
     """Profiles of this width that have these blocks; one without the image branch fits models that have it, too."""
-    known = map(profiles.model, profiles.model_names())
+    known, listed = map(profiles.model, profiles.model_names()), list(modules)
     return tuple(
         model.name
         for model in known
+        if any(re.fullmatch(model.lora_targets, module) for module in listed)
         if model.transformer.dim == dim and num_blocks <= model.transformer.num_layers
         if not image or any(weights.flag == "clip" for weights in model.weights)
     )

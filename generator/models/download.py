@@ -151,7 +151,7 @@ def _tokenizer(shelf: Shelf, model: Model, *, whole: bool = False) -> Iterator[W
 
     def look(shelf: Shelf) -> Held:
         (t5,) = (shelf.look_at(model, weights) for weights in model.weights if weights.flag == "t5")
-        return shelf.look_for_tokenizer(t5)
+        return shelf.look_for_tokenizer(model, t5)
 
     folder = models_folder(shelf.target)
     if whole and folder:

@@ -12,7 +12,7 @@ from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.kinds import Facts, examine, require
 from wangen.generator.steps import CacheText
 from wangen.generator.target import Target, host_platform_name, machine_of
-from wangen.generator.tokenizer_file import FOLDER, tokenizer_of
+from wangen.generator.tokenizer_file import home_of, tokenizer_of
 from wangen.generator.workspace import Workspace
 from wangen.profiles import Download, Model, Weights
 
@@ -22,7 +22,7 @@ INDEX = ".safetensors.index.json"
 """How the names of indexes end; one stands for its shards."""
 
 TOKENIZER = "tokenizer"
-"""The role that is no weight file: the umT5 tokenizer of the text encoder."""
+"""The role that is no weight file: the tokenizer of the text encoder."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Shelf:
     def look(self, model: Model) -> list[Held]:
         """What is there of everything that a model needs, and what is missing."""
         found = [self.look_at(model, weights) for weights in model.weights]
-        return [*found, *(self.look_for_tokenizer(held) for held in found if held.role == "t5")]
+        return [*found, *(self.look_for_tokenizer(model, held) for held in found if held.role == "t5")]
 
     def look_at(self, model: Model, weights: Weights, without: Path | None = None) -> Held:
         """What one role of a model resolves to, as publishing resolves it, or would without one file."""
@@ -141,22 +141,23 @@ class Shelf:
             return Held(weights.flag, path, "wrong", error.found, facts.num_bytes, error.cure)
         return Held(weights.flag, path, "there", "", facts.num_bytes)
 
-    def look_for_tokenizer(self, t5: Held) -> Held:
-        """What the tokenizer of a text encoder resolves to, as the steps find it."""
+    def look_for_tokenizer(self, model: Model, t5: Held) -> Held:
+        """What the tokenizer of a model's text encoder resolves to, as the steps find it."""
         if t5.path is None:
             return Held(TOKENIZER, None, "unseen", t5.words)
         if t5.path not in self._tokenizers:
-            self._tokenizers[t5.path] = self._tokenizer_of(t5.path, models_folder(self.target) or t5.path.parent)
+            folder = models_folder(self.target) or t5.path.parent
+            self._tokenizers[t5.path] = self._tokenizer_of(model, t5.path, folder)
         return self._tokenizers[t5.path]
 
-    def _tokenizer_of(self, t5: Path, folder: Path) -> Held:
+    def _tokenizer_of(self, model: Model, t5: Path, folder: Path) -> Held:
         named = self.target.reach(self.tokenizer) if self.tokenizer else None
         if self.tokenizer and named is None:
             return Held(TOKENIZER, None, "unseen", "another machine's, not seen from here")
         try:
-            path = tokenizer_of(t5 if t5.exists() else folder, named)
+            path = tokenizer_of(t5 if t5.exists() else folder, named, model)
         except WangenError:
-            return Held(TOKENIZER, named or folder / FOLDER, "missing")
+            return Held(TOKENIZER, named or folder / home_of(model), "missing")
         return Held(TOKENIZER, path, "there", "", path.stat().st_size)
 
     def _examine(self, path: Path, flag: str) -> Facts | WangenError:

@@ -192,6 +192,8 @@ def _wanted(source: Source, model: Model, settings: DatasetSettings, size: tuple
         if smaller:
             made_of += f" {RECIPE} {smaller[0]}x{smaller[1]}"
         found[item.path.name] = Wanted(item.path, None, smaller, made_of, num_bytes, mtime_ns)
+        if not item.captions:  # a control image
+            continue
         text = with_trigger(item.caption, settings.trigger).encode()
         name = item.path.stem + CAPTION
         found[name] = Wanted(item.caption_path, text, None, manifest.caption_record(text), len(text), UNKNOWN)

@@ -9,6 +9,7 @@ from wangen.generator.dataset import Problem
 from wangen.generator.errors import WangenError
 from wangen.generator.lock import hold
 from wangen.generator.publish import manifest
+from wangen.generator.publish.source import CONTROLS
 from wangen.generator.target import Target
 from wangen.generator.tomls import resolution_name
 
@@ -44,6 +45,11 @@ def published_folder(target: Target, slug: str) -> Path:
 def media_folder(target: Target, slug: str, size: tuple[int, int]) -> Path:
     """The media folder of one resolution, as this host sees it."""
     return reach(target, target.roots["datasets"], slug, resolution_name(size))
+
+
+def controls_folder(target: Target, slug: str) -> Path:
+    """The folder of the control images, which all resolutions share, as this host sees it."""
+    return reach(target, target.roots["datasets"], slug, CONTROLS)
 
 
 def cache_folder(target: Target, slug: str, size: tuple[int, int]) -> Path:
@@ -85,7 +91,7 @@ def _remove_lock_litter(folder: Path) -> None:
 def published_resolutions(target: Target, slug: str) -> list[str]:
     """Names of the resolutions that were published for a dataset, asked for today or not."""
     folder = published_folder(target, slug)
-    return sorted(path.parent.name for path in folder.glob(f"*/{manifest.NAME}"))
+    return sorted(path.parent.name for path in folder.glob(f"*/{manifest.NAME}") if path.parent.name != CONTROLS)
 
 
 def name_problems(target: Target, names: Iterable[str]) -> list[Problem]:
@@ -105,14 +111,14 @@ def is_fixed(target: Target) -> bool:
     return PureWindowsPath(target.path(target.roots["datasets"])).is_absolute()
 
 
-def long_paths(target: Target, slug: str, size: tuple[int, int], names: Iterable[str]) -> list[str]:
-    """Paths in one resolution of a Windows bundle that are too long, a line each; none for other targets.
+def long_paths(target: Target, slug: str, folder: str, names: Iterable[str]) -> list[str]:
+    """Paths in one media folder of a Windows bundle that are too long, a line each; none for other targets.
 
     Of a bundle that can be moved the part below its root is judged.
     """
     if target.platform.kind != "windows":
         return []
-    media = target.path(target.roots["datasets"], slug, resolution_name(size))
+    media = target.path(target.roots["datasets"], slug, folder)
     limit = WINDOWS_PATH - 1 if is_fixed(target) else BELOW_ROOT
     paths = [*(f"{media}\\{name}" for name in names), f"{media}_cache\\{_CACHE_ENTRY}"]
     lengths = ((path, len(path.encode("utf-16-le", "surrogatepass")) // 2) for path in paths)

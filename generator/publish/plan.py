@@ -6,7 +6,7 @@ removed, so that an interrupted publish leaves the old state or the new one. Ori
 """
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from wangen.generator.dataset import Problem
@@ -14,7 +14,7 @@ from wangen.generator.errors import UsageError, WangenError, many
 from wangen.generator.lock import busy
 from wangen.generator.publish import deploy, layout
 from wangen.generator.publish.folder import FolderPlan, make_folder_plan
-from wangen.generator.publish.source import Advance, Source
+from wangen.generator.publish.source import CONTROLS, Advance, Source
 from wangen.generator.publish.texts import (
     Text,
     prompts_texts,
@@ -183,7 +183,15 @@ def _plan_folders(
                 shared[key] = make_folder_plan(folder, source, model, settings, size)
             bundle.folders.append(shared[key])
             names = shared[key].wanted
-        bundle.long_paths += layout.long_paths(target, slug, size, names)
+        bundle.long_paths += layout.long_paths(target, slug, resolution_name(size), names)
+    if source and source.controls:
+        folder = layout.controls_folder(target, slug)
+        key = folder.resolve()
+        if key not in shared:  # as they are: the text encoder looks at them at sizes of its own
+            plain = replace(settings, resize=False, trigger="")
+            shared[key] = make_folder_plan(folder, source.controls, model, plain, sizes[0])
+        bundle.folders.append(shared[key])
+        bundle.long_paths += layout.long_paths(target, slug, CONTROLS, shared[key].wanted)
     bundle.empty += [layout.output_folder(target, slug), layout.reach(target, target.roots["logs"])]
     asked = {resolution_name(size) for size in sizes}
     bundle.left = [name for name in layout.published_resolutions(target, slug) if name not in asked]

@@ -29,6 +29,7 @@ from wangen.generator.errors import WangenError
 from wangen.generator.files import write_text
 from wangen.generator.geometry import too_short
 from wangen.generator.install import require_library
+from wangen.generator.items import unsuited, with_companions
 from wangen.generator.manifests import is_manifest
 from wangen.generator.npz import is_other_archive
 from wangen.generator.publish.captions import (
@@ -39,11 +40,14 @@ from wangen.generator.publish.captions import (
     read_manifest,
 )
 from wangen.generator.publish.manifest import CAPTION, COARSE_NS
+from wangen.generator.tomls import DatasetEntry
 from wangen.profiles import Model
 
 Advance = Callable[[str], None]
 """Called with the name of what was done."""
 
+CONTROLS = "controls"
+"""The folder of a dataset, and of its bundle, that holds the control images."""
 _NUM_NAMES = 5
 
 
@@ -59,6 +63,7 @@ class Source:
         left_out: what lies there and is no item, a line each.
         shared: media that share one caption file in the bundle, a line each.
         problems: what forbids publishing it.
+        controls: the control images of all items, each once, as a source of their own without captions.
     """
 
     origin: Path
@@ -68,6 +73,7 @@ class Source:
     left_out: Sequence[str] = ()
     shared: Sequence[str] = ()
     problems: Sequence[Problem] = ()
+    controls: "Source | None" = None
 
 
 def read_source(
@@ -88,15 +94,42 @@ def read_source(
     origin = origin.absolute()
     lines = is_manifest(origin) and not origin.is_dir()
     items, problems, left_out = _from_manifest(origin) if lines else _from_folder(origin)
+    if model.condition == "controls":
+        items, missing, left_out = _with_controls(origin, items, model, left_out)
+        problems += missing
+    controls = list(dict.fromkeys(path for item in items for path in item.controls))
     known = _Memo(memo)
-    facts, unreadable = _read_facts([item.path for item in items], known, advance)
+    facts, unreadable = _read_facts([*(item.path for item in items), *controls], known, advance)
     if keep_memo:
         known.write()
-    items = [item for item in items if item.path in facts]
-    problems += [*unreadable, *_clashes(items), *short_clips(items, facts, model)]
+    items = [item for item in items if item.path in facts and all(path in facts for path in item.controls)]
+    problems += [*unreadable, *_clashes(items), *short_clips(items, facts, model), *_unsuited(items, model)]
     if not items and not problems:
         problems.append(Problem(origin, "holds no image or video files", "put them here"))
-    return Source(origin, items, facts, known.states, left_out, _shared(items), sorted(problems, key=str))
+    shown = [Item(path, "image", (), path) for path in controls if path in facts]
+    beside = Source(origin / CONTROLS, shown, facts, known.states) if shown else None
+    return Source(origin, items, facts, known.states, left_out, _shared(items), sorted(problems, key=str), beside)
+
+
+def _with_controls(
+    origin: Path, items: Sequence[Item], model: Model, left_out: Sequence[str]
+) -> tuple[list[Item], list[Problem], list[str]]:
+    """The items with their control images, what is wrong with these, and what is left out beside them."""
+    folder = origin / CONTROLS
+    if not folder.is_dir():
+        cure = f"put them into a folder {CONTROLS} inside the dataset's folder, named as the pictures that they become"
+        return list(items), [Problem(origin, f"{model.name} edits pictures, and there are no control images", cure)], [
+            *left_out
+        ]  # fmt: skip
+    entry = DatasetEntry(directory=origin, media="image", cache_directory=origin, control_directory=folder)
+    found, problems = with_companions(items, entry)
+    return found, problems, [line for line in left_out if not line.startswith(f"{CONTROLS}/")]
+
+
+def _unsuited(items: Iterable[Item], model: Model) -> list[Problem]:
+    """Items that the model cannot be trained on; that none of them has control images is said of the folder."""
+    listed = [item for item in items if item.controls or item.media == "video" or model.condition != "controls"]
+    return [Problem(item.path, *wrong) for item in listed if (wrong := unsuited(item, model))]
 
 
 def short_clips(items: Iterable[Item], facts: Mapping[Path, MediaFacts], model: Model) -> list[Problem]:

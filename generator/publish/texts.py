@@ -24,6 +24,7 @@ from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.footage import CLIPS, MANIFEST
 from wangen.generator.paths import toml_path
 from wangen.generator.publish.manifest import CAPTION
+from wangen.generator.publish.source import CONTROLS
 from wangen.generator.setup import scripts as setup_scripts
 from wangen.generator.setup import wheel
 from wangen.generator.signing import same_text, signed, unedited
@@ -193,8 +194,11 @@ def dataset_toml(
     Of footage there is the manifest that the script's first step writes, in place of a folder of clips.
     """
     settings = settings or DatasetSettings()
-    kinds = {"video"} if settings.footage else {item.media for item in items}
+    listed = list(items)
+    kinds = {"video"} if settings.footage else {item.media for item in listed}
+    edits = any(item.controls for item in listed)
     dataset = (target.roots["datasets"], slug)
+    controls = toml_path(target.path(*dataset, CONTROLS), target.machine)
     general = {"caption_extension": CAPTION, "batch_size": settings.batch_size, "enable_bucket": True}
     blocks = []
     for size in resolutions_of(model, settings):
@@ -212,6 +216,7 @@ def dataset_toml(
                 "resolution": list(size),
                 "num_repeats": settings.num_repeats,
                 **({"is_reg": True} if settings.is_reg else {}),
+                **({"control_directory": controls} if edits else {}),
                 **clip,
             }
             blocks += [block] if kind in kinds else []

@@ -10,6 +10,7 @@ from wangen.runtime.cache.api import EmbeddingCache, EmbeddingCacheManager
 from wangen.runtime.cache.entries import CorruptEntryError, Entry, load, payload_digest, read_entry
 from wangen.runtime.cache.folder import Folder, State, Verdict
 from wangen.runtime.cache.recipes import (
+    EDIT_NAMES,
     FORMAT,
     KINDS,
     NO_ENCODER,
@@ -24,6 +25,7 @@ from wangen.runtime.cache.recipes import (
 from wangen.runtime.cache.words import difference
 
 __all__ = [
+    "EDIT_NAMES",
     "FORMAT",
     "KINDS",
     "NO_ENCODER",

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +11,7 @@ from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.files import remove
 from wangen.runtime.cache.entries import CorruptEntryError, Entry, load, read_entry
 from wangen.runtime.cache.folder import Folder
-from wangen.runtime.cache.recipes import KINDS, NO_ENCODER, TEXT_KINDS, Encoder, Kind, Recipe, prompt_digest
+from wangen.runtime.cache.recipes import EDIT_NAMES, KINDS, NO_ENCODER, TEXT_KINDS, Encoder, Kind, Recipe, prompt_digest
 from wangen.runtime.sources import YOUNG_NS, digest_file
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class EmbeddingCache:
 
     def save_cache(
         self,
-        kind: Kind,
+        kind: str,
         digest: str,
         tensors: "Mapping[str, torch.Tensor]",
         *,
@@ -46,7 +46,7 @@ class EmbeddingCache:
         """Write an entry, whole or not at all; one of the same source and encoder is replaced. Returns its path.
 
         Args:
-            kind: one of `KINDS`.
+            kind: one of `KINDS` or `EDIT_NAMES`.
             digest: of the source, from `get_file_hash_for_image` or `get_file_hash_for_prompt`.
             tensors: `latent`, `clip`, or `embedding` with `mask`, as the caching steps name them, or any other.
             encoder: what made it, when several are to be told apart.
@@ -68,11 +68,11 @@ class EmbeddingCache:
         self._looked = None
         return self.folder / recipe.file_name(encoder)
 
-    def load_cache(self, kind: Kind, digest: str) -> "dict[str, torch.Tensor] | None":
+    def load_cache(self, kind: str, digest: str) -> "dict[str, torch.Tensor] | None":
         """The tensors of the newest valid entry of a source; None when there is none. The payload is verified.
 
         Args:
-            kind: one of `KINDS`.
+            kind: one of `KINDS` or `EDIT_NAMES`.
             digest: of the source.
         """
         for entry in sorted(self._of(kind, digest), key=_time_ns, reverse=True):
@@ -81,16 +81,17 @@ class EmbeddingCache:
                     return load(entry)
         return None
 
-    def cache_exists(self, kind: Kind, digest: str) -> bool:
+    def cache_exists(self, kind: str, digest: str) -> bool:
         """Whether there is an entry of a source; headers are read, payloads are not."""
         return bool(self._of(kind, digest))
 
-    def get_cache_stats(self) -> dict[Kind, int]:
-        """How many entries there are of each kind; all kinds are named."""
+    def get_cache_stats(self) -> dict[str, int]:
+        """How many entries there are of each kind, and by the six names of edit models; all are named."""
         counts = Counter(entry.kind for entries in self._entries().values() for entry in entries)
-        return {kind: counts[kind] for kind in KINDS}
+        by_name = {name: counts[kind] for name, kind in EDIT_NAMES.items()}
+        return {kind: counts[kind] for kind in KINDS} | by_name
 
-    def clear_cache(self, kind: Kind | None = None) -> int:
+    def clear_cache(self, kind: str | None = None) -> int:
         """Remove all entries, or those of one kind; returns how many. Files that are no entries stay.
 
         Raises:
@@ -111,19 +112,22 @@ class EmbeddingCache:
         """
         return digest_file(Path(path))
 
-    def get_file_hash_for_prompt(self, path: Path | str | None, prompt: str) -> str:
+    def get_file_hash_for_prompt(self, path: Path | str | Sequence[Path | str] | None, prompt: str) -> str:
         """The source digest of a caption.
 
         Args:
-            path: the control image of models that edit one; None for all others.
-            prompt: the caption; it is cleaned as the text encoder gets it.
+            path: the control image of models that edit one, or all of them in their order; None for other models.
+            prompt: the caption; it is cleaned as the text encoder gets it, which edit models get as it is.
 
         Raises:
-            WangenError: the control image cannot be read.
+            WangenError: a control image cannot be read.
         """
         from wangen.runtime.prompts import clean_prompt
 
-        return prompt_digest(clean_prompt(prompt), [digest_file(Path(path))] if path else [])
+        if path is None:
+            return prompt_digest(clean_prompt(prompt))
+        paths = [path] if isinstance(path, str | Path) else path
+        return prompt_digest(prompt.strip(), [digest_file(Path(one)) for one in paths])
 
     def check_cache_exists(self, path: Path | str) -> tuple[Kind, ...]:
         """The kinds that there are of an image or clip and, when a .txt lies beside it, of its caption.
@@ -138,7 +142,7 @@ class EmbeddingCache:
             digests |= dict.fromkeys(TEXT_KINDS, self.get_file_hash_for_prompt(None, text))
         return tuple(kind for kind, digest in digests.items() if self.cache_exists(kind, digest))
 
-    def _of(self, kind: Kind, digest: str) -> list[Entry]:
+    def _of(self, kind: str, digest: str) -> list[Entry]:
         """The entries of a source, without those of an earlier recipe version, which are stale whatever they hold."""
         return [entry for entry in self._entries().get((known_kind(kind), digest), []) if _is_current(entry)]
 
@@ -173,15 +177,15 @@ def remove_entry(entry: Entry) -> None:
 
 
 def known_kind(name: str) -> Kind:
-    """The kind of that name.
+    """The kind of that name, which may be one of the six of edit models.
 
     Raises:
         UsageError: there is none.
     """
     for kind in KINDS:
-        if kind == name:
+        if kind == EDIT_NAMES.get(name, name):
             return kind
-    raise UsageError(f"there is no kind {name!r}", cure=f"one of {', '.join(KINDS)}")
+    raise UsageError(f"there is no kind {name!r}", cure=f"one of {', '.join(dict.fromkeys((*KINDS, *EDIT_NAMES)))}")
 
 
 def _is_current(entry: Entry) -> bool:

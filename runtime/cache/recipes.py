@@ -23,6 +23,17 @@ the first frame, (257, 1280); the mask, (1, F, h, w); embeddings of its caption 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 TEXT_KINDS: tuple[Kind, ...] = ("text_encoder_output", "empty_text_encoder_output")
 
+EDIT_NAMES: Mapping[str, Kind] = {
+    "pixel_latent": "latent",
+    "control_latent": "control_latent",
+    "prompt_embed": "text_encoder_output",
+    "prompt_embeds_mask": "text_encoder_output",
+    "empty_prompt_embed": "empty_text_encoder_output",
+    "empty_prompt_embeds_mask": "empty_text_encoder_output",
+}
+"""What other tools for edit models call the six tensors of an item -> the kind of the entry that holds it here: an
+embedding and its mask are two tensors of one entry."""
+
 RECIPE_VERSIONS: Mapping[Kind, int] = dict.fromkeys(KINDS, 1)
 """Raised when the code that makes a kind's bytes changes them; a golden test guards it."""
 

@@ -10,6 +10,7 @@ _FIXED = {
     "source": "the file's content changed",
     "caption": "the caption changed",
     "controls": "the control image changed",
+    "prompt": "the text encoder's template changed",
     "control": "the control image changed",
     "mask": "the mask changed",
     "resize": "the resizing recipe changed",

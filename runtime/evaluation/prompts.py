@@ -35,8 +35,9 @@ def choose_prompts(
     found = []
     for item in islice(_by_turns(items), limit):
         caption = item.sample.item.caption
-        image = _first_frame(item, folder) if model.condition != "text" else None
-        own = replace(sampling, prompt=caption, image_path=image)
+        image = _first_frame(item, folder) if model.condition not in ("text", "controls") else None
+        controls = item.sample.item.controls if model.max_controls else ()
+        own = replace(sampling, prompt=caption, image_path=image, control_image_path=controls)
         found += [(activity_of(item), prompt) for prompt in prompts_of(own, model)]
     return found
 

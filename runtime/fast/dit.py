@@ -27,7 +27,7 @@ from wangen.runtime.fast.dit_linear import Layers, drops
 from wangen.runtime.fast.dit_text import require_width, text_rows
 from wangen.runtime.libraries import LoraLinear, WanTransformer3DModel
 from wangen.runtime.models.compute import Compute
-from wangen.runtime.models.inputs import Inputs
+from wangen.runtime.models.inputs import Controls, Inputs
 
 Sizes = tuple[int, int, int]
 
@@ -93,6 +93,7 @@ class FastWan:
         *,
         condition: Tensor | None = None,
         image_tokens: Tensor | None = None,
+        controls: Controls | None = None,
     ) -> Tensor:
         """The velocity noise - clean that the model predicts.
 
@@ -103,6 +104,7 @@ class FastWan:
             texts: B embeddings (L, text_dim) without padding.
             condition: of image-to-video, (B, 20, F, h, w).
             image_tokens: of Wan 2.1 image-to-video, (B, 257, 1280).
+            controls: Wan takes none.
 
         Returns:
             (B, C, F, h, w) in the dtype of the transformer's products.
@@ -110,6 +112,7 @@ class FastWan:
         Raises:
             WangenError: embeddings of another text encoder.
         """
+        assert controls is None, "not in this family"
         inputs = latents if condition is None else torch.cat([latents, condition.to(latents)], dim=1)
         with torch.autocast(latents.device.type, enabled=False):
             return torch.cat(self._run(list(torch.split(inputs, 1)), timesteps, texts, image_tokens))
@@ -120,10 +123,7 @@ class FastWan:
         Batches whose tokens have timesteps of their own go one after the other.
         """
         if any(one.timesteps.dim() > 1 for one in passes):
-            return [
-                self(one.latents, one.timesteps, one.texts, condition=one.condition, image_tokens=one.image_tokens)
-                for one in passes
-            ]
+            return [self(one.latents, one.timesteps, one.texts, **one.given) for one in passes]
         items = [
             item
             for one in passes

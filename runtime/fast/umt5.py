@@ -10,6 +10,7 @@ from contextlib import closing
 from functools import partial
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
@@ -65,7 +66,11 @@ class PromptEncoder:
             self._copies = torch.cuda.Stream(weights.device)  # type: ignore[no-untyped-call]
 
     def encode(
-        self, prompts: Sequence[str], on_block: Callable[[int, int], None] = lambda done, total: None
+        self,
+        prompts: Sequence[str],
+        on_block: Callable[[int, int], None] = lambda done, total: None,
+        *,
+        pictures: Sequence[Sequence[Any]] | None = None,
     ) -> list[torch.Tensor]:
         """The embedding of each prompt, in their order.
 
@@ -73,6 +78,7 @@ class PromptEncoder:
             prompts: raw texts; they are cleaned here. The empty text is the `</s>` token alone.
             on_block: called after each block with how many are done and how many there will be: a block goes over
                 thousands of tokens, and for each `group_tokens` all blocks are read again.
+            pictures: umT5 sees none.
 
         Returns:
             For each prompt (L, dim) on the CPU, where L counts the `</s>` and is at most 512; a longer prompt is cut

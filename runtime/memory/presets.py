@@ -42,6 +42,9 @@ def resolve_vram(options: Train, model: Model, device: torch.device) -> Train:
     Raises:
         UsageError: the model has no such preset, or the device has less free than the smallest needs.
     """
+    if options.vram and not model.presets:
+        raise UsageError(f"--vram {options.vram}: {model.name} has no preset in this version",
+                         cure="give --quantize int8 or nf4 where the card is small")  # fmt: skip
     if options.vram == "auto":
         return _for_free_memory(options, model, device)
     return _filled(options, model, preset_flags(model, options.vram))

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from wangen.generator.errors import WangenError
+from wangen.runtime.memory.blocks import blocks_of, in_a_block
 from wangen.runtime.weights.quantized import Coding, QuantizedLinear
 
 Mode = Literal["fp8", "int8", "nf4"]
@@ -327,7 +328,7 @@ def quantized(layer: nn.Linear, mode: Mode | Literal["none"], pack_on: torch.dev
 
 
 def quantize_blocks(transformer: nn.Module, mode: Mode | Literal["none"], pack_on: torch.device | None = None) -> int:
-    """Replace the linear layers of `transformer.blocks` by quantised ones, one at a time.
+    """Replace the linear layers of a transformer's blocks by quantised ones, one at a time.
 
     Norms, modulation, embeddings, the text and time layers and the head stay: they are 3 % of a model, and rounding
     them costs more. To quantise while loading, so that the whole model is never in memory, see `load_transformer`.
@@ -343,7 +344,7 @@ def quantize_blocks(transformer: nn.Module, mode: Mode | Literal["none"], pack_o
     Raises:
         WangenError: weights are NaN or infinite.
     """
-    blocks = transformer.get_submodule("blocks")
+    blocks = blocks_of(transformer)
     for name, layer in list(blocks.named_modules()):
         assert "lora_" not in name, "quantise before adapters are added"
         if isinstance(layer, nn.Linear):
@@ -357,4 +358,4 @@ def in_blocks(
     mode: Mode | Literal["none"], pack_on: torch.device | None = None
 ) -> Callable[[str, nn.Linear], nn.Linear]:
     """What `filling.fill` calls with every linear layer it has read: quantises those of the blocks."""
-    return lambda name, layer: quantized(layer, mode, pack_on) if name.startswith("blocks.") else layer
+    return lambda name, layer: quantized(layer, mode, pack_on) if in_a_block(name) else layer

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from wangen.generator.errors import UsageError
+from wangen.runtime.memory.blocks import blocks_of
 
 log = logging.getLogger("wangen")
 
@@ -201,7 +202,7 @@ class BlockSwap:
         if ring < 1:
             raise UsageError(f"--block_swap_ring_size {ring}: at least 1 is needed", cure="leave it out for 2")
         self.device, self.transformer = device, transformer
-        self.blocks = list(transformer.get_submodule("blocks").children())
+        self.blocks = list(blocks_of(transformer).children())
         self.swapped = spread(len(self.blocks) - free_blocks, num_swapped)
         self.lane = lane or (CudaLane(device) if device.type == "cuda" else DirectLane())
         self._order = sorted(self.swapped)

@@ -4,7 +4,7 @@ The steps call `family(model)` and never name one. This module imports no torch,
 Letters in shapes: B batch, C channels, T frames, H and W pixels, F h w the same of latents, L tokens of text.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -17,9 +17,10 @@ from wangen.generator.tokenizer_file import tokenizer_digest, tokenizer_of
 
 if TYPE_CHECKING:
     import torch
+    from PIL.Image import Image
 
     from wangen.runtime.models.compute import Compute
-    from wangen.runtime.models.inputs import Inputs
+    from wangen.runtime.models.inputs import Controls, Inputs
 
 
 TEXT_TASKS = ("t2v-14B", "ti2v-5B")
@@ -45,10 +46,17 @@ class LatentEncoder(Protocol):
 class PromptEncoder(Protocol):
     """A text encoder with its tokenizer."""
 
-    def encode(self, prompts: Sequence[str], on_block: Callable[[int, int], None] = ...) -> "list[torch.Tensor]":
+    def encode(
+        self,
+        prompts: Sequence[str],
+        on_block: Callable[[int, int], None] = ...,
+        *,
+        pictures: "Sequence[Sequence[Image]] | None" = None,
+    ) -> "list[torch.Tensor]":
         """For each prompt its embedding (L, dim) on the CPU, trimmed to its own length.
 
-        `on_block` is told how many blocks are done, and of how many.
+        `on_block` is told how many blocks are done, and of how many. `pictures` are the control images of each prompt,
+        in RGB and of any size, where the model's template shows them.
         """
 
 
@@ -67,6 +75,7 @@ class VelocityModel(Protocol):
         *,
         condition: "torch.Tensor | None" = None,
         image_tokens: "torch.Tensor | None" = None,
+        controls: "Controls | None" = None,
     ) -> "torch.Tensor":
         """Velocity (B, C, F, h, w), as `Family.predict_velocity`."""
 
@@ -75,15 +84,30 @@ class VelocityModel(Protocol):
 
 
 class Family(Protocol):
-    """What a family's module offers."""
+    """What a family's module offers; what none of its models asks for (an image encoder, clean frames) it may lack.
+
+    Attributes:
+        has_fast_path: `velocity_model` has more than the library's own forward: selective checkpointing, blocks that
+            are not recomputed. Where it has, `--plain` means something, and knows no block swap.
+    """
+
+    has_fast_path: bool
 
     def load_latent_encoder(self, path: Path, *, dtype: "torch.dtype", device: Any, plain: bool) -> LatentEncoder:
         """What the caching step encodes with; `plain` takes the library's module."""
 
     def load_prompt_encoder(
-        self, path: Path, tokenizer: Path | None, *, dtype: "torch.dtype", device: Any, fp8: bool, plain: bool
+        self,
+        path: Path,
+        tokenizer: Path | None,
+        *,
+        dtype: "torch.dtype",
+        device: Any,
+        fp8: bool,
+        plain: bool,
+        model: profiles.Model,
     ) -> PromptEncoder:
-        """What the caching step encodes captions with; `plain` takes the library's module."""
+        """What the caching step encodes captions with, as the model asks; `plain` takes the library's module."""
 
     def load_vae(self, path: Path, *, dtype: "torch.dtype | None" = None, device: Any = "cpu") -> Any:
         """The VAE, frozen."""
@@ -123,6 +147,9 @@ class Family(Protocol):
         `pack_on` is the device that brings them into it.
         """
 
+    def saved_tensors(self, parameters: "Mapping[str, torch.Tensor]", dit: Path) -> "dict[str, torch.Tensor]":
+        """A whole trained transformer, given by diffusers' names, as its file holds it; `dit` is what it was before."""
+
     def load_image_encoder(self, path: Path, *, dtype: "torch.dtype | None" = None, device: Any = "cpu") -> Any:
         """The image encoder, frozen; for models that are conditioned on what an image shows."""
 
@@ -138,6 +165,7 @@ class Family(Protocol):
         *,
         condition: "torch.Tensor | None" = None,
         image_tokens: "torch.Tensor | None" = None,
+        controls: "Controls | None" = None,
     ) -> "torch.Tensor":
         """Velocity (B, C, F, h, w) for noisy latents, timesteps (B,) or (B, tokens), and B embeddings (L, dim)."""
 
@@ -155,6 +183,9 @@ class Family(Protocol):
 
         `backward` asks for an attention kernel that has a gradient.
         """
+
+    def guided(self, prompted: "torch.Tensor", negative: "torch.Tensor", scale: float) -> "torch.Tensor":
+        """Classifier-free guidance: the velocity that two velocities (B, C, F, h, w) make, for a scale above 1."""
 
     def timesteps_per_token(
         self, timesteps: "torch.Tensor", latents: "torch.Tensor", clean_frames: Sequence[int]
@@ -182,7 +213,7 @@ def model_of_cache(task: str | None, *, vae: Path | None = None, i2v: bool = Fal
     if task is None:
         task = I2V_OF[_task_of_vae(vae)] if i2v else _task_of_vae(vae)
     model = profiles.model(task)
-    if i2v and model.condition == "text":
+    if i2v and model.condition in ("text", "controls"):
         raise UsageError(f"--i2v: {task} has no first frame as condition", cure="give --task i2v-14B or i2v-A14B")
     require_supported(model, "caching for")
     if vae:
@@ -229,19 +260,23 @@ def vae_identity(vae: Path, tile: int = 0) -> str:
     return digest([identity, f"tiles of {tile}"]) if tile else identity
 
 
-def text_encoder_identity(t5: Path, tokenizer: Path | None, *, fp8: bool = False) -> str:
+def text_encoder_identity(
+    t5: Path, tokenizer: Path | None, *, fp8: bool = False, model: profiles.Model | None = None
+) -> str:
     """Digest that identifies a text encoder together with its tokenizer, read from headers alone.
 
     Args:
         t5: the weights.
         tokenizer: None looks for it near and inside the weights.
         fp8: the weights are rounded to 8 bits when they are loaded.
+        model: whose text encoder it is; None means Wan's.
 
     Raises:
         WangenError: the file is no text encoder that a profile uses, or there is no tokenizer.
     """
     from wangen.runtime.cache import digest
 
-    kinds.expect(t5, profiles.model(TEXT_TASKS[0]).kind_of("t5"), "--t5")
-    parts = [headers.identity(t5, "--t5"), tokenizer_digest(tokenizer_of(t5, tokenizer))]
+    model = model or profiles.model(TEXT_TASKS[0])
+    kinds.expect(t5, model.kind_of("t5"), "--t5")
+    parts = [headers.identity(t5, "--t5"), tokenizer_digest(tokenizer_of(t5, tokenizer, model))]
     return digest([*parts, "fp8"] if fp8 else parts)

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
+from wangen.runtime.memory.swap import BlockSwap
+from wangen.runtime.memory.swap_hooks import SwapHooks, recomputed
 from wangen.runtime.models.compute import Compute
-from wangen.runtime.models.inputs import Inputs
+from wangen.runtime.models.inputs import Controls, Inputs
 
 
 class PlainModel:
@@ -20,6 +22,8 @@ class PlainModel:
         compute: checkpointing (`none` or `full`) and offloading.
         dtype: bfloat16 switches autocast on.
         attention: the name of the kernel that is set.
+        swap: brings the weights of swapped blocks; they are recomputed.
+        inputs: the names of the layers whose outputs go into the first block, where blocks are swapped.
     """
 
     def __init__(
@@ -29,11 +33,15 @@ class PlainModel:
         compute: Compute,
         dtype: torch.dtype,
         attention: str,
+        swap: BlockSwap | None = None,
+        inputs: tuple[str, ...] = (),
     ) -> None:
         self.attention = attention
         self._transformer, self._predict, self._compute, self._dtype = transformer, predict, compute, dtype
+        if swap is not None:
+            SwapHooks(transformer, inputs, swap)
         if compute.checkpointing != "none":
-            transformer.enable_gradient_checkpointing()
+            transformer.enable_gradient_checkpointing(*([] if swap is None else [recomputed]))
 
     def __call__(
         self,
@@ -43,19 +51,18 @@ class PlainModel:
         *,
         condition: torch.Tensor | None = None,
         image_tokens: torch.Tensor | None = None,
+        controls: Controls | None = None,
     ) -> torch.Tensor:
         """Velocities (B, C, F, h, w), as `predict_velocity`."""
         with self._autocast(latents.device), self._offload(latents.device):
             return self._predict(
-                self._transformer, latents, timesteps, texts, condition=condition, image_tokens=image_tokens
-            )
+                self._transformer, latents, timesteps, texts, condition=condition, image_tokens=image_tokens,
+                controls=controls,
+            )  # fmt: skip
 
     def packed(self, passes: Sequence[Inputs]) -> list[torch.Tensor]:
         """The velocities of several batches, one after the other."""
-        return [
-            self(one.latents, one.timesteps, one.texts, condition=one.condition, image_tokens=one.image_tokens)
-            for one in passes
-        ]
+        return [self(one.latents, one.timesteps, one.texts, **one.given) for one in passes]
 
     def _autocast(self, device: torch.device) -> AbstractContextManager[Any]:
         if self._dtype == torch.bfloat16:

@@ -15,25 +15,30 @@ from wangen.runtime.devices import set_attention
 from wangen.runtime.models.plain import PlainModel
 
 if TYPE_CHECKING:
+    from wangen.profiles import Model
     from wangen.runtime.libraries import WanTransformer3DModel
     from wangen.runtime.memory.swap import BlockSwap
     from wangen.runtime.models import LatentEncoder, PromptEncoder, VelocityModel
     from wangen.runtime.models.compute import Compute
+    from wangen.runtime.models.inputs import Controls
 
 _HOMES = {
     "decode_latents": "models.wan_vae",
     "encode_images": "weights.image_encoder",
     "encode_prompts": "weights.text_encoder",
     "encode_video": "models.wan_vae",
+    "guided": "denoising",
     "load_image_encoder": "weights.image_encoder",
     "load_text_encoder": "weights.text_encoder",
     "load_tokenizer": "weights.tokenizer",
     "load_transformer": "weights.transformer",
     "load_vae": "weights.vae",
+    "saved_tensors": "weights.transformer",
 }
 """What the contract asks for and other modules have. They import diffusers or transformers, which takes seconds: a
 caching step that needs neither must not wait for them, so each is imported when it is asked for."""
 
+has_fast_path = True
 TEXT_LENGTH = 512
 PATCH = 2  # latent cells per token, in each direction
 
@@ -60,9 +65,11 @@ def load_latent_encoder(path: Path, *, dtype: torch.dtype, device: Any, plain: b
 
 
 def load_prompt_encoder(
-    path: Path, tokenizer: Path | None, *, dtype: torch.dtype, device: Any, fp8: bool, plain: bool
+    path: Path, tokenizer: Path | None, *, dtype: torch.dtype, device: Any, fp8: bool, plain: bool, model: "Model"
 ) -> "PromptEncoder":
     """What `cache_text` encodes with: umT5 streamed block by block, or transformers' module as a whole.
+
+    All models of the family encode alike, so `model` is not looked at.
 
     Raises:
         WangenError: the file is no umT5 encoder, or there is no tokenizer.
@@ -84,6 +91,7 @@ def predict_velocity(
     *,
     condition: torch.Tensor | None = None,
     image_tokens: torch.Tensor | None = None,
+    controls: "Controls | None" = None,
 ) -> torch.Tensor:
     """The velocity noise - clean that the model predicts.
 
@@ -96,10 +104,12 @@ def predict_velocity(
         condition: of image-to-video, (B, 20, F, h, w): 4 channels of mask and 16 of the encoded image.
         image_tokens: of Wan 2.1 image-to-video, (B, 257, 1280) from `encode_images`. For first and last frame
             (2B, 257, 1280): both images of one item, then both of the next.
+        controls: Wan takes none.
 
     Returns:
         (B, C, F, h, w) in the transformer's dtype.
     """
+    assert controls is None, "not in this family"
     if image_tokens is not None:
         image_tokens = image_tokens.to(latents.device, transformer.dtype)
     _require_width(transformer, texts)

@@ -23,7 +23,8 @@ from wangen.runtime.adapters import adapter_modules, is_dora, read_scales
 from wangen.runtime.devices import choose_dtype, require_compiler
 from wangen.runtime.lora import nothing_matches, require_size
 from wangen.runtime.lora_folder import find_lora
-from wangen.runtime.models import require_tile
+from wangen.runtime.memory.blocks import in_a_block
+from wangen.runtime.models import family, require_tile
 from wangen.runtime.sampling.prompts import MAX_SEED, SamplePrompt, defaults_of, make_prompt, read_prompts
 from wangen.runtime.sampling.scenes import Encoders, looks_through_clip
 from wangen.runtime.training.adapter_config import changeable_weights
@@ -32,7 +33,8 @@ log = logging.getLogger("wangen")
 
 OTHER_MEDIA = (IMAGE_SUFFIXES | VIDEO_SUFFIXES | {".gif", ".apng"}) - {".mp4", ".png"}
 PROMPT_FLAGS = (
-    "negative_prompt", "image_path", "video_size", "video_length", "fps", "infer_steps", "guidance_scale",
+    "negative_prompt", "image_path", "control_image_path",
+    "video_size", "video_length", "fps", "infer_steps", "guidance_scale",
     "guidance_scale_high_noise", "flow_shift", "sample_solver",
 )  # fmt: skip
 """What a line of a prompt file may say for itself."""
@@ -80,7 +82,7 @@ def resolved(options: Generate, model: Model, device: torch.device) -> Generate:
         "plain": bool(options.plain),
     }
     options = replace(options, **changes)
-    _refuse_beside_plain(options)
+    _refuse_beside_plain(options, model)
     return options
 
 
@@ -157,9 +159,11 @@ def _refuse_parts(options: Generate, model: Model) -> None:
         raise UsageError("--changed goes with --from", cure="leave it out")
 
 
-def _refuse_beside_plain(options: Generate) -> None:
+def _refuse_beside_plain(options: Generate, model: Model) -> None:
     if options.plain and (options.blocks_to_swap or options.compile):
         raise UsageError("--plain knows no block swap and no --compile", cure="leave it out")
+    if options.compile and not family(model).has_fast_path:
+        raise UsageError(f"{model.name} knows no --compile in this version", cure="leave it out")
     if options.blocks_to_swap and options.blocks_to_swap < 0:
         raise UsageError(f"--blocks_to_swap {options.blocks_to_swap}: must be 0 or above")
     if options.compile:
@@ -195,7 +199,7 @@ def require_files(options: Generate, model: Model, encoders: Encoders | None) ->
 def _refuse_blocks(options: Generate, transformer: Header) -> None:
     """More blocks to swap than the file has."""
     modules = changeable_weights(transformer)
-    blocks = len({module.split(".")[1] for module in modules if module.startswith("blocks.")})
+    blocks = len({module.split(".")[1] for module in modules if in_a_block(module)})
     if (options.blocks_to_swap or 0) > blocks:
         raise UsageError(f"--blocks_to_swap {options.blocks_to_swap}: this transformer has {blocks} blocks",
                          cure=f"give 0 to {blocks}")  # fmt: skip

@@ -9,14 +9,16 @@ import logging
 import math
 import re
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
+from wangen.generator.dataset import read_facts
 from wangen.generator.errors import UsageError, printable
 from wangen.generator.generate_step import DEFAULTS
+from wangen.generator.geometry import area_size
 from wangen.profiles import Model
 
 log = logging.getLogger("wangen")
@@ -24,16 +26,14 @@ log = logging.getLogger("wangen")
 OPTIONS: Mapping[str, str] = {
     "w": "width", "h": "height", "f": "frame_count", "d": "seed", "s": "sample_steps", "g": "guidance_scale",
     "fs": "discrete_flow_shift", "l": "cfg_scale", "lh": "cfg_scale_high_noise", "n": "negative_prompt",
-    "i": "image_path", "ei": "end_image_path", "ss": "sample_sampler",
+    "i": "image_path", "ei": "end_image_path", "ss": "sample_sampler", "ci": "control_image_path",
 }  # fmt: skip
 """Options of a line -> the keys of the tables. `lh` and `ss` are ours: guidance of the high-noise expert, sampler."""
 
 _CONTROL_VIDEO = "control videos belong to Fun-Control models"
-_CONTROL_IMAGE = "control images belong to other models"
 _ONE_FRAME = "one-frame sampling is not in this version of wangen"
 ELSEWHERE: Mapping[str, str] = {
-    "cn": _CONTROL_VIDEO, "control_video_path": _CONTROL_VIDEO, "ci": _CONTROL_IMAGE,
-    "control_image_path": _CONTROL_IMAGE, "of": _ONE_FRAME, "one_frame": _ONE_FRAME,
+    "cn": _CONTROL_VIDEO, "control_video_path": _CONTROL_VIDEO, "of": _ONE_FRAME, "one_frame": _ONE_FRAME,
 }  # fmt: skip
 """What musubi-tuner's prompt files may hold beside, and why it is refused here."""
 
@@ -61,6 +61,7 @@ class SamplePrompt:
         guidance_high_noise: of the high-noise expert.
         sampler: `unipc`, `dpm++` or `euler`.
         image: the first frame, of image-to-video.
+        controls: the control images, of models that edit.
     """
 
     prompt: str
@@ -76,6 +77,7 @@ class SamplePrompt:
     guidance_high_noise: float
     sampler: Literal["unipc", "dpm++", "euler"]
     image: Path | None = None
+    controls: tuple[Path, ...] = ()
 
     @property
     def guided(self) -> bool:
@@ -92,7 +94,12 @@ def defaults_of(model: Model) -> dict[str, Any]:
     (3.0, 4.0, 40, 16)
     """
     high = model.experts.guidance_high_noise if model.experts else None
-    own = {**DEFAULTS, "fps": model.fps, "guidance_scale_high_noise": high, "image_path": None}
+    own = {**DEFAULTS, "fps": model.fps, "guidance_scale_high_noise": high, "image_path": None,
+           "control_image_path": ()}  # fmt: skip
+    if model.shift:
+        own["flow_shift"] = None  # it depends on the size
+    if model.condition == "controls":
+        own["video_size"] = None  # that of the last control image
     return {**own, **model.defaults.get("generate", {})}
 
 
@@ -161,7 +168,7 @@ def parse_line(line: str, where: str = "") -> dict[str, Any]:
     Traceback (most recent call last):
         ...
     wangen.generator.errors.UsageError: --ears is no option of a prompt
-      do:    one of --w --h --f --d --s --g --fs --l --lh --n --i --ei --ss
+      do:    one of --w --h --f --d --s --g --fs --l --lh --n --i --ei --ss --ci
     >>> parse_line("A cat. --w 832 --n blurry, dark")
     {'prompt': 'A cat.', 'width': '832', 'negative_prompt': 'blurry, dark'}
     """
@@ -175,11 +182,11 @@ def parse_line(line: str, where: str = "") -> dict[str, Any]:
         if key is None:
             raise UsageError(f"--{printable(name)} is no option of a prompt", where=where,
                              cure=f"one of {' '.join(f'--{option}' for option in OPTIONS)}")  # fmt: skip
-        if key in values:
+        if key in values and key != "control_image_path":
             raise UsageError(f"--{name} is given twice", where=where, cure="give it once")
         if not value.strip():
             raise UsageError(f"--{name} has no value", where=where, cure="write one behind it or leave it out")
-        values[key] = value.strip()
+        values[key] = (*values.get(key, ()), value.strip()) if key == "control_image_path" else value.strip()
     return values
 
 
@@ -245,24 +252,31 @@ def make_prompt(
     if "guidance_scale" in values:
         log.warning("  %s: --g is HunyuanVideo's embedded guidance, which Wan has not: use --l", where)
     step_px = model.spatial_stride * model.patch[1]
-    height, width = defaults["video_size"]
+    controls = _controls(values, defaults["control_image_path"], model, where, folder)
+    height, width = defaults["video_size"] or _size_of(controls[-1], model)
+    height, width = (_side(values, name, side, step_px, where) for name, side in (("height", height), ("width", width)))
+    shift = defaults["flow_shift"]
+    if shift is None:
+        assert model.shift is not None, "of other models it has a number"
+        shift = model.shift.at((height // step_px) * (width // step_px))
     guidance = _number(values, "cfg_scale", defaults["guidance_scale"], where)
     high = defaults["guidance_scale_high_noise"]
     own_high = guidance if high is None or "cfg_scale" in values else high
     return SamplePrompt(
         prompt=text.strip(),
         negative_prompt=str(values.get("negative_prompt", defaults["negative_prompt"])),
-        width=_side(values, "width", width, step_px, where),
-        height=_side(values, "height", height, step_px, where),
-        frames=_frames(values, defaults["video_length"], model.temporal_stride, where),
+        width=width,
+        height=height,
+        frames=_frames(values, defaults["video_length"], model, where),
         fps=defaults["fps"],
         seed=_integer(values, "seed", seed, where, 0, MAX_SEED),
         steps=_integer(values, "sample_steps", defaults["infer_steps"], where, 1, MAX_STEPS),
-        shift=_number(values, "discrete_flow_shift", defaults["flow_shift"], where),
+        shift=_number(values, "discrete_flow_shift", shift, where),
         guidance=guidance,
         guidance_high_noise=_number(values, "cfg_scale_high_noise", own_high, where),
-        sampler=_sampler(values, defaults["sample_solver"], where),
+        sampler=_sampler(values, defaults["sample_solver"], model, where),
         image=_image(values, defaults["image_path"], model, where, folder),
+        controls=controls,
     )
 
 
@@ -299,16 +313,20 @@ def _side(values: Mapping[str, Any], key: str, default: int, step_px: int, where
     return side
 
 
-def _frames(values: Mapping[str, Any], default: int, stride: int, where: str) -> int:
-    frames = _integer(values, "frame_count", default, where, 1, 1 << 14)
+def _frames(values: Mapping[str, Any], default: int, model: Model, where: str) -> int:
+    frames, stride = _integer(values, "frame_count", default, where, 1, 1 << 14), model.temporal_stride
+    if frames != 1 and model.num_frames == 1:
+        raise UsageError(f"frame_count {frames}: {model.name} makes pictures", where=where, cure="use 1")
     if frames % stride != 1:
         nearest = max(1, round((frames - 1) / stride) * stride + 1)
         raise UsageError(f"frame_count {frames} is not {stride}n+1", where=where, cure=f"use {nearest}")
     return frames
 
 
-def _sampler(values: Mapping[str, Any], default: str, where: str) -> Literal["unipc", "dpm++", "euler"]:
+def _sampler(values: Mapping[str, Any], default: str, model: Model, where: str) -> Literal["unipc", "dpm++", "euler"]:
     found = str(values.get("sample_sampler", default))
+    if model.shift and found not in ("euler", "vanilla"):
+        raise UsageError(f"{model.name} is sampled with euler, not {found}", where=where, cure="leave it out")
     for sampler in SAMPLERS:
         if {"vanilla": "euler"}.get(found, found) == sampler:
             return sampler
@@ -325,8 +343,37 @@ def _image(values: Mapping[str, Any], default: Path | None, model: Model, where:
             raise UsageError(f"{model.name} needs a first frame", where=where,
                              cure="give a picture: --image_path, or --i behind a prompt in a file")  # fmt: skip
         return None
-    if model.condition == "text":
-        raise UsageError(f"{model.name} takes no first frame (--i, --image_path)", where=where, cure="leave it out")
+    if model.condition in ("text", "controls"):
+        cure = "leave it out" if model.condition == "text" else "a picture to edit is a --control_image_path, or --ci"
+        raise UsageError(f"{model.name} takes no first frame (--i, --image_path)", where=where, cure=cure)
+    return _picture(given, where, folder)
+
+
+def _controls(
+    values: Mapping[str, Any], default: Sequence[Path], model: Model, where: str, folder: Path
+) -> tuple[Path, ...]:
+    """The control images: as many as the model takes."""
+    given = values.get("control_image_path", default)
+    paths = [given] if isinstance(given, str | Path) else list(given)
+    most = model.max_controls
+    if paths and not most:
+        raise UsageError("control images belong to other models (--ci, --control_image_path)", where=where,
+                         cure="leave them out, or give --task qwen-image-edit-plus")  # fmt: skip
+    if most and not 1 <= len(paths) <= most:
+        wanted = "one control image" if most == 1 else f"one to {most} control images"
+        raise UsageError(f"{model.name} takes {wanted}, and {len(paths)} are given", where=where,
+                         cure="give a picture: --control_image_path, or --ci behind a prompt in a file")  # fmt: skip
+    return tuple(_picture(path, where, folder) for path in paths)
+
+
+def _size_of(control: Path, model: Model) -> tuple[int, int]:
+    """The height and width that a picture is edited at: its own aspect ratio, at the model's area."""
+    facts = read_facts(control)
+    width, height = area_size((facts.width, facts.height), model.resolution)
+    return height, width
+
+
+def _picture(given: Any, where: str, folder: Path) -> Path:
     places = [Path(str(given)), folder / str(given)]
     found = next((place for place in places if place.is_file()), None)
     if found is None:

@@ -13,6 +13,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from wangen import profiles
 from wangen.generator import headers
 from wangen.generator.commands import convert
 from wangen.generator.errors import UsageError, WangenError, printable
@@ -40,7 +41,8 @@ def identities(options: Generate) -> dict[str, Any]:
     """
     given = {name: getattr(options, name) for name in WEIGHTS}
     weights = {name: headers.identity(path, f"--{name}") for name, path in given.items() if path is not None}
-    weights["tokenizer"] = tokenizer_digest(tokenizer_of(options.t5, options.tokenizer))
+    model = profiles.model(options.task) if options.task else None
+    weights["tokenizer"] = tokenizer_digest(tokenizer_of(options.t5, options.tokenizer, model))
     loras = {key: [lora_identity(path) for path in getattr(options, flag)] for key, flag in LORAS.items()}
     return {"weights": weights, **loras}
 
@@ -71,14 +73,15 @@ def settings_of(options: Generate, prompt: SamplePrompt) -> dict[str, Any]:
         "sample_solver": prompt.sampler,
     }
     pinned = {option.name: getattr(options, option.name) for option in flags_of(Generate) if option.flag.pinned}
-    return {**pinned, **own, "image": _digest(prompt.image) if prompt.image else None}
+    controls = {"controls": list(map(_digest, prompt.controls))} if prompt.controls else {}
+    return {**pinned, **own, "image": _digest(prompt.image) if prompt.image else None, **controls}
 
 
 def _digest(path: Path) -> str:
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError as error:
-        raise WangenError(f"the first frame cannot be read: {error.strerror}", where=str(path)) from None
+        raise WangenError(f"the picture cannot be read: {error.strerror}", where=str(path)) from None
 
 
 def filled(options: Generate) -> tuple[Generate, Mapping[str, Any]]:
@@ -93,7 +96,7 @@ def filled(options: Generate) -> tuple[Generate, Mapping[str, Any]]:
         return options, {}
     told, where = read_settings(options.repeat, "--from"), str(options.repeat)
     flags = {option.name: option for option in flags_of(Generate) if option.flag.pinned}
-    _require_own(told, {*flags, "weights", *LORAS, "image", "device", "versions"}, where)
+    _require_own(told, {*flags, "weights", *LORAS, "image", "controls", "device", "versions"}, where)
     taken = {}
     for name, option in flags.items():
         raw = told.get(name)
@@ -117,6 +120,7 @@ def _require_own(told: Mapping[str, Any], known: Collection[str], where: str) ->
     if later := told.keys() - known:
         raise UsageError(f"--from: this version of wangen does not know the setting {printable(min(later))}",
                          where=where, cure="install the version that made the file, or a later one")  # fmt: skip
+    loras.append(told.get("controls", []))
     lists = isinstance(weights, dict) and all(isinstance(one, list) for one in loras)
     digests = [*weights.values(), *chain.from_iterable(loras), told.get("image") or ""] if lists else [None]
     if not all(isinstance(digest, str) for digest in digests):
@@ -124,14 +128,14 @@ def _require_own(told: Mapping[str, Any], known: Collection[str], where: str) ->
                          cure="give the file as it was made")  # fmt: skip
 
 
-def compare(options: Generate, told: Mapping[str, Any], found: Mapping[str, Any], image: str | None) -> None:
+def compare(options: Generate, told: Mapping[str, Any], found: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     """See that a file is repeated by what it was made with.
 
     Args:
         options: of the repetition.
         told: the file's settings; nothing is compared where there are none.
         found: the present `identities` and `made_on`.
-        image: the digest of the first frame that is given, if one is.
+        own: the present settings of the first video, with the digests of its pictures.
 
     Raises:
         WangenError: a weight, a LoRA or the first frame is another, and `--changed` is not given.
@@ -139,8 +143,11 @@ def compare(options: Generate, told: Mapping[str, Any], found: Mapping[str, Any]
     if not told:
         return
     changed = list(_differences(told, found))
-    if told.get("image") != image and options.prompt_file is None:
-        changed.append(_changed("--image_path", told.get("image"), image))
+    if options.prompt_file is None:
+        if told.get("image") != own["image"]:
+            changed.append(_changed("--image_path", told.get("image"), own["image"]))
+        if (before := told.get("controls", [])) != (now := own.get("controls", [])):
+            changed.append(_changed("--control_image_path", " ".join(before), " ".join(now)))
     if changed and not options.changed:
         listed = "\n".join(f"  - {line}" for line in changed)
         raise WangenError(f"--from: the file was made with others\n{listed}", where=str(options.repeat),

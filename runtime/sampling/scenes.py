@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from wangen.generator.dataset import read_facts
+from wangen.generator.geometry import area_size
 from wangen.generator.kinds import expect
 from wangen.generator.steps import Evaluate, Generate, Train
 from wangen.profiles import Model
@@ -23,7 +25,7 @@ from wangen.runtime.devices import (
     exact,
 )
 from wangen.runtime.loader import MASK_CHANNELS
-from wangen.runtime.media import load_image
+from wangen.runtime.media import load_image, open_image
 from wangen.runtime.models import Family
 from wangen.runtime.prompts import clean_prompt
 from wangen.runtime.sampling.prompts import SamplePrompt
@@ -91,7 +93,7 @@ class Scene:
     Attributes:
         prompt: with the sampler's settings.
         texts: its embedding (L, dim), and with guidance the negative prompt's.
-        given: its first frame, as the model takes it.
+        given: its first frame or its control images, as the model takes them.
     """
 
     prompt: SamplePrompt
@@ -123,7 +125,8 @@ def make_scenes(
         WangenError: a first frame cannot be decoded, or the memory is full.
     """
     frames = {key: _first_frame(key) for key in dict.fromkeys(map(_frame_key, prompts)) if key.image}
-    texts = _embeddings(kind, prompts, encoders, device, what)
+    controls = _controls(kind, model, prompts, encoders, device)
+    texts = _embeddings(kind, model, prompts, encoders, device, what)
     given: dict[SamplePrompt, Given] = {}
     if frames:
         views = _views(kind, model, frames, encoders, device)
@@ -132,39 +135,72 @@ def make_scenes(
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return [
-        Scene(prompt, [texts[clean_prompt(word)] for word in _words(prompt)], given.get(_frame_key(prompt), Given()))
+        Scene(
+            prompt,
+            [texts[asked] for asked in _asked(prompt, model)],
+            replace(given.get(_frame_key(prompt), Given()), controls=tuple(controls[path] for path in prompt.controls)),
+        )
         for prompt in prompts
     ]
 
 
-def _words(prompt: SamplePrompt) -> list[str]:
+Asked = tuple[str, tuple[Path, ...]]
+"""A text as the text encoder gets it, and the control images that it is shown."""
+
+
+def _asked(prompt: SamplePrompt, model: Model) -> list[Asked]:
     """The prompt, and the negative prompt where it is asked."""
-    return [prompt.prompt, *([prompt.negative_prompt] if prompt.guided else [])]
+    words = [prompt.prompt, *([prompt.negative_prompt] if prompt.guided else [])]
+    if model.prompt is None:
+        return [(clean_prompt(word), ()) for word in words]
+    return [(word, prompt.controls if model.prompt.picture else ()) for word in words]
 
 
 def _frame_key(prompt: SamplePrompt) -> SamplePrompt:
     """The prompt without what its first frame does not depend on."""
-    return replace(prompt, prompt="", negative_prompt="", seed=0)
+    return replace(prompt, prompt="", negative_prompt="", seed=0, controls=())
 
 
 def _embeddings(
-    kind: Family, prompts: Sequence[SamplePrompt], encoders: Encoders, device: torch.device, what: str
-) -> dict[str, torch.Tensor]:
-    """The embedding of every distinct text, as the caching step encodes it."""
-    distinct = list(dict.fromkeys(clean_prompt(word) for prompt in prompts for word in _words(prompt)))
+    kind: Family, model: Model, prompts: Sequence[SamplePrompt], encoders: Encoders, device: torch.device, what: str
+) -> dict[Asked, torch.Tensor]:
+    """The embedding of every distinct text with what it is shown, as the caching step encodes it."""
+    distinct = list(dict.fromkeys(asked for prompt in prompts for asked in _asked(prompt, model)))
+    pictures = [[open_image(path) for path in paths] for _, paths in distinct]
     dtype = choose_dtype(encoders.t5_dtype, device)
     with enough_memory(f"encoding {what}", "use --fp8_t5"), exact(dtype):
         encoder = kind.load_prompt_encoder(
             encoders.t5, encoders.tokenizer, dtype=DTYPES[dtype], device=device, fp8=encoders.fp8_t5,
-            plain=encoders.plain,
+            plain=encoders.plain, model=model,
         )  # fmt: skip
-        return dict(zip(distinct, encoder.encode(distinct, lambda _done, _total: None), strict=True))
+        words = [word for word, _ in distinct]
+        return dict(zip(distinct, encoder.encode(words, lambda _done, _total: None, pictures=pictures), strict=True))
 
 
 def _first_frame(prompt: SamplePrompt) -> torch.Tensor:
     """(1, 3, 1, H, W) uint8, cut to the size that is sampled."""
     assert prompt.image is not None
     return torch.from_numpy(load_image(prompt.image, (prompt.width, prompt.height)).copy())[None]
+
+
+def _controls(
+    kind: Family, model: Model, prompts: Sequence[SamplePrompt], encoders: Encoders, device: torch.device
+) -> dict[Path, torch.Tensor]:
+    """The latents (C, 1, h, w) of every control image, whole and at the model's area, as in the pipelines."""
+    paths = list(dict.fromkeys(path for prompt in prompts for path in prompt.controls))
+    if not paths:
+        return {}
+    dtype = choose_vae_dtype(encoders.vae_dtype, device)
+    found = {}
+    with enough_memory("encoding control images", SMALLER), exact(dtype):
+        encoder = kind.load_latent_encoder(encoders.vae, dtype=DTYPES[dtype], device=device, plain=encoders.plain)
+        for path in paths:
+            facts = read_facts(path)
+            size = area_size((facts.width, facts.height), model.resolution)
+            frames = torch.from_numpy(load_image(path, size, whole=True).copy())[None]
+            (latent,) = encoder.encode(frames, cache_cpu=encoders.vae_cache_cpu, tile_px=encoders.vae_tile).cpu()
+            found[path] = latent
+    return found
 
 
 def _views(

@@ -74,11 +74,12 @@ def sample_latents(
         latents = denoise(
             _stages(experts, prompt, boundary),
             noise.to(device),
-            flow_scheduler(prompt.sampler, prompt.shift),
+            flow_scheduler(prompt.sampler, prompt.shift, model.shift.terminal if model.shift else None),
             prompt.steps,
             [text.to(device) for text in scene.texts],
             given=scene.given.to(device),
-            per_token=kind.timesteps_per_token,
+            per_token=kind.timesteps_per_token if scene.given.clean is not None else None,
+            guide=kind.guided,
             on_step=on_step,
         ).cpu()
     if not latents.isfinite().all():

@@ -23,15 +23,18 @@ from wangen.runtime.libraries import factorization
 
 PRESETS = {
     "all": r".",
-    "attention": r"\.attn[12]\.",
+    "attention": r"\.attn[12]?\.",
     "self_attention": r"\.attn1\.",
     "cross_attention": r"\.attn2\.",
-    "ffn": r"\.ffn\.",
+    "ffn": r"\.(ffn|(img|txt)_mlp)\.",
 }
-"""`--lora_targets` -> what a layer's name holds, of those that the model profile names."""
+"""`--lora_targets` -> what a layer's name holds, of those that the model profile names.
+
+In Qwen-Image's blocks text and picture look at both at once, so neither self- nor cross-attention is there alone.
+"""
 
 NUM_NEAREST = 3
-_BLOCK = re.compile(r"^blocks\.\d+\.")
+_BLOCK = re.compile(r"^(transformer_)?blocks\.\d+\.")
 _PLAIN_ONLY = "only a LoRA has it"
 
 
@@ -196,7 +199,7 @@ def select_modules(names: Iterable[str], options: Train, model: profiles.Model, 
     listed = [name for name in names if usual.fullmatch(name) and preset.search(name)]
     if not listed:
         raise UsageError(f"no layer of this transformer is among the targets of --lora_targets {options.lora_targets}",
-                         cure="give the right --task")  # fmt: skip
+                         cure="give another, all for example, or the right --task")  # fmt: skip
     include = [_found_by(pattern, listed, "--include_patterns") for pattern in chosen.include]
     exclude = [_found_by(pattern, listed, "--exclude_patterns") for pattern in chosen.exclude]
     kept = [name for name in listed if not include or any(name in found for found in include)]
@@ -237,8 +240,8 @@ def _arguments(given: Sequence[str]) -> dict[str, str]:
 
 
 _REFUSED = {
-    "conv_dim": "a Wan transformer's convolution gets no adapter: leave it out",
-    "conv_alpha": "a Wan transformer's convolution gets no adapter: leave it out",
+    "conv_dim": "a transformer's convolution gets no adapter: leave it out",
+    "conv_alpha": "a transformer's convolution gets no adapter: leave it out",
     "verbose": "leave it out: the log says how many layers are trained",
     "preset": "use --lora_targets",
     "algo": "use --network_module lora, loha or lokr",

@@ -13,7 +13,6 @@ from wangen.runtime.lora import cast
 from wangen.runtime.memory.quantize import QuantLinear
 from wangen.runtime.safetensors_file import Later, serialize, write_chunks
 from wangen.runtime.weights.quantized import QuantizedEmbedding, QuantizedLinear
-from wangen.runtime.weights.transformer import BLOCK, BLOCK_NAMES, BLOCK_TENSORS, OUTER_NAMES, OUTER_TENSORS
 
 
 def trainable_parameters(transformer: WanTransformer3DModel) -> dict[str, torch.nn.Parameter]:
@@ -39,11 +38,11 @@ def trainable_parameters(transformer: WanTransformer3DModel) -> dict[str, torch.
 
 
 def save(path: Path, parameters: Mapping[str, torch.Tensor], options: Train, metadata: Mapping[str, str]) -> list[Path]:
-    """Write a whole transformer in the official names, tensor by tensor.
+    """Write a whole transformer, tensor by tensor.
 
     Args:
         path: the file; one that holds the same bytes is left alone.
-        parameters: all of the transformer, by their names in diffusers.
+        parameters: all of the transformer, by the names of the file, from `Family.saved_tensors`.
         options: `--save_precision` is the dtype of every tensor.
         metadata: the header's text fields.
 
@@ -52,29 +51,12 @@ def save(path: Path, parameters: Mapping[str, torch.Tensor], options: Train, met
     """
     dtype: torch.dtype = getattr(torch, options.save_precision)
     tensors = {
-        original_tensor_name(name): Later(dtype, tuple(value.shape), partial(_stored, value, dtype, name))
+        name: Later(dtype, tuple(value.shape), partial(_stored, value, dtype, name))
         for name, value in parameters.items()
     }
     if not _holds(path, serialize(tensors, metadata)):
         write_chunks(path, serialize(tensors, metadata))
     return [path]
-
-
-def original_tensor_name(name: str) -> str:
-    """The official name of a transformer's tensor.
-
-    >>> original_tensor_name("blocks.3.attn1.to_out.0.bias"), original_tensor_name("scale_shift_table")
-    ('blocks.3.self_attn.o.bias', 'head.modulation')
-    """
-    block = BLOCK.fullmatch(name)
-    start, rest = (block["start"], block["rest"]) if block else ("", name)
-    tensors, modules = (BLOCK_TENSORS, BLOCK_NAMES) if block else (OUTER_TENSORS, OUTER_NAMES)
-    whole = {new: original for original, new in tensors.items()}
-    if rest in whole:
-        return start + whole[rest]
-    module, _, kind = rest.rpartition(".")
-    originals = {new: original for original, new in modules.items()}
-    return start + (f"{originals[module]}.{kind}" if module in originals else rest)
 
 
 def _stored(value: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:

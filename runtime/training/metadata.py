@@ -8,11 +8,13 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from wangen import profiles
 from wangen.generator.steps import Train
 from wangen.runtime.training.adapter_config import settings
 
-MODULES = {"lora": "networks.lora_wan", "loha": "networks.loha", "lokr": "networks.lokr"}
-"""`ss_network_module`, as musubi-tuner calls them."""
+MODULES = {"loha": "networks.loha", "lokr": "networks.lokr"}
+LORA_MODULES = {"wan": "networks.lora_wan", "qwen_image_edit": "networks.lora_qwen_image"}
+"""`ss_network_module`, as musubi-tuner calls them; of a LoRA by the architecture."""
 
 SETTINGS = (
     "learning_rate", "gradient_accumulation_steps", "lr_warmup_steps", "lr_scheduler", "mixed_precision", "seed",
@@ -46,7 +48,8 @@ def metadata(
     Returns:
         Text fields. With `--no_metadata` only what programs need to use the file.
     """
-    found = {"format": "pt", "ss_base_model_version": "wan", "wangen.task": options.task, **_network(options, expert)}
+    base = _base(options)
+    found = {"format": "pt", "ss_base_model_version": base, "wangen.task": options.task, **_network(options, expert)}
     if expert:
         found["wangen.expert"] = expert
     if options.no_metadata:
@@ -64,15 +67,23 @@ def metadata(
     return found | _described(options)
 
 
+def _base(options: Train) -> str:
+    """What musubi-tuner calls the architecture."""
+    model = profiles.model(options.task)
+    if model.architecture == "wan":
+        return "wan"
+    return "qwen_image_edit" if model.condition == "controls" else "qwen_image"
+
+
 def _network(options: Train, expert: str) -> dict[str, str]:
     """What is trained."""
     if options.train_mode == "full":
         return {"wangen.train_mode": "full"}
-    chosen = settings(options, expert)
+    chosen, architecture = settings(options, expert), profiles.model(options.task).architecture
     arguments = {"use_rslora": chosen.rslora, "use_dora": chosen.dora, "factor": chosen.factor}
     given = {name: str(value) for name, value in arguments.items() if value not in (False, -1)}
     return {
-        "ss_network_module": MODULES[chosen.kind],
+        "ss_network_module": {**MODULES, "lora": LORA_MODULES[architecture]}[chosen.kind],
         "ss_network_dim": str(chosen.rank),
         "ss_network_alpha": str(chosen.alpha),
         **({"ss_network_args": json.dumps(given, sort_keys=True)} if given else {}),

@@ -129,6 +129,8 @@ def _mapped(prepared: Prepared, change: Callable[[torch.Tensor], torch.Tensor]) 
         for name in ("latents", "weights", "condition", "image_tokens", "loss_mask")
         for value in [getattr(batch, name)]
     }
+    if batch.controls is not None:
+        held["controls"] = [[change(control) for control in controls] for controls in batch.controls]
     return replace(
         prepared,
         batch=replace(batch, texts=[change(text) for text in batch.texts], **held),

@@ -23,6 +23,7 @@ from wangen.generator.train_step import FOR_ADAPTERS
 from wangen.runtime.devices import require_compiler
 from wangen.runtime.lora_folder import find_lora
 from wangen.runtime.memory.presets import resolve_vram
+from wangen.runtime.models import family
 from wangen.runtime.sampling.prompts import read_prompts
 from wangen.runtime.training.adapter_config import loraplus_ratio
 from wangen.runtime.training.adapter_refusals import require_adapter, trained_transformers
@@ -55,6 +56,10 @@ def resolved(options: Train, model: profiles.Model, device: torch.device) -> Tra
             given as a LoRA is this run's own.
         WangenError: such a folder has no LoRA that fits.
     """
+    if not family(model).has_fast_path:
+        options = replace(options, plain=True)
+    if options.cache_mode == "realtime":  # encoders work where training does, between its steps
+        options = replace(options, max_data_loader_n_workers=0)
     options = resolve_vram(options, model, device)
     boundary = choose_boundary(options.timestep_boundary, model)
     frames = options.condition_frames
@@ -117,6 +122,8 @@ def refuse(options: Train, model: profiles.Model, device: torch.device) -> None:
         raise UsageError("--lora_layout is empty", cure="leave it out for comfyui")
     if options.fresh and options.resume:
         raise UsageError("--fresh and --resume contradict each other", cure="give one of them")
+    if options.cache_mode == "realtime" and (options.cache_latents or options.cache_latents_to_disk):
+        raise UsageError("--cache_mode realtime keeps nothing: --cache_latents contradicts it", cure="leave one out")
     if options.keep_best and not (options.validation_items or options.validation_config):
         raise UsageError("--keep_best needs a validation", cure="give --validation_items, for example 8")
     if options.validation_items and options.validation_config:
@@ -172,8 +179,12 @@ def refuse_memory(options: Train) -> None:
     if options.checkpointing == "none" and options.gradient_checkpointing_cpu_offload:
         raise UsageError("--gradient_checkpointing_cpu_offload parks what checkpointing keeps, and it is switched off",
                          cure="give --checkpointing full or selective")  # fmt: skip
-    if options.plain and (swap or options.checkpointing == "selective" or options.checkpointing_free_blocks):
+    fast = family(profiles.model(options.task)).has_fast_path
+    if options.plain and fast and (swap or _only_fast(options)):
         raise UsageError("--plain knows no block swap, selective checkpointing or free blocks", cure="leave it out")
+    if not fast and _only_fast(options):
+        raise UsageError(f"{options.task} knows no selective checkpointing or free blocks in this version",
+                         cure="leave them out; --quantize and --blocks_to_swap save memory")  # fmt: skip
     if options.compile and not options.plain:
         require_compiler()
     if options.scale_weight_norms and (options.network_module != "lora" or options.train_mode == "full"):
@@ -181,6 +192,10 @@ def refuse_memory(options: Train) -> None:
     if options.train_mode == "full" and (options.quantize not in (None, "none") or swap):
         raise UsageError("--train_mode full trains every weight: none can be quantised or swapped",
                          cure="give --quantize none --blocks_to_swap 0, or --train_mode lora")  # fmt: skip
+
+
+def _only_fast(options: Train) -> bool:
+    return options.checkpointing == "selective" or bool(options.checkpointing_free_blocks)
 
 
 def _refuse_beside_full(options: Train) -> None:
@@ -221,6 +236,7 @@ def _refuse_samples(options: Train, model: profiles.Model) -> None:
         if options.sample_every_n_steps or options.sample_every_n_epochs or options.sample_at_first:
             raise UsageError("samples are asked for and there are no prompts", cure="give --sample_prompts FILE.txt")
         return
+    require_supported(model, "sampling")
     missing = [f"--{name}" for name in ("vae", "t5") if getattr(options, name) is None]
     if missing:
         raise UsageError(f"samples need {' and '.join(missing)}", cure="they encode the prompts and decode the samples")
@@ -237,7 +253,9 @@ def _expect_files(options: Train, model: profiles.Model) -> None:
 
 def _refuse_blocks(options: Train, header: Header) -> None:
     """More blocks to swap than the file has blocks that are recomputed."""
-    numbers = {match[1] for name in header.tensors if (match := re.search(r"(?:^|\.)blocks\.(\d+)\.", name))}
+    numbers = {
+        match[1] for name in header.tensors if (match := re.search(r"(?:^|\.|transformer_)blocks\.(\d+)\.", name))
+    }
     room = len(numbers) - (options.checkpointing_free_blocks or 0)
     if numbers and (options.blocks_to_swap or 0) > room:
         raise UsageError(f"--blocks_to_swap {options.blocks_to_swap}: the blocks that are recomputed are {room}",

@@ -161,7 +161,8 @@ def _decoded(
 
 def _settings(run: Run, prompt: SamplePrompt, *, averaged: bool) -> dict[str, Any]:
     """All that decides the sample, in our words and in ComfyUI's."""
-    scheduler = flow_scheduler(prompt.sampler, prompt.shift)
+    shift = run.plan.model.shift
+    scheduler = flow_scheduler(prompt.sampler, prompt.shift, shift.terminal if shift else None)
     scheduler.set_timesteps(prompt.steps)
     sigmas = [round(sigma, 6) for sigma in scheduler.sigmas.tolist()]
     boundary = _boundary(run) if run.plan.model.experts else None
@@ -175,6 +176,7 @@ def _settings(run: Run, prompt: SamplePrompt, *, averaged: bool) -> dict[str, An
         "prompt": prompt.prompt,
         "negative_prompt": prompt.negative_prompt if prompt.guided else "",
         "image": prompt.image.name if prompt.image else "",
+        **({"controls": [path.name for path in prompt.controls]} if prompt.controls else {}),
         "width": prompt.width,
         "height": prompt.height,
         "frames": prompt.frames,

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from wangen.runtime.lora_folder import AVERAGE
+from wangen.runtime.models import family
 from wangen.runtime.training import adapter_files, checkpoint, full
 from wangen.runtime.training.checkpoint import ExpertState, TrainingState
 from wangen.runtime.training.metadata import metadata
@@ -134,7 +135,8 @@ def save_lora(
         steps_per_epoch=plan.steps_per_epoch,
     )  # fmt: skip
     if plan.options.train_mode == "full":
-        return full.save(plan.file(expert, suffix), parameters, plan.options, header)
+        tensors = family(plan.model).saved_tensors(parameters, expert.dit)
+        return full.save(plan.file(expert, suffix), tensors, plan.options, header)
     return adapter_files.save(plan.file(expert, suffix), parameters, plan.options, header, expert=expert.name)
 
 

@@ -151,7 +151,7 @@ def item_errors(kind: Family, model: Velocity, prepared: Prepared, device: torch
 
 
 def _predicted(model: Velocity, one: Inputs) -> torch.Tensor:
-    return model(one.latents, one.timesteps, one.texts, condition=one.condition, image_tokens=one.image_tokens)
+    return model(one.latents, one.timesteps, one.texts, **one.given)
 
 
 def _error(prepared: Prepared, predicted: torch.Tensor) -> torch.Tensor:
@@ -170,7 +170,7 @@ def _inputs(kind: Family, prepared: Prepared, timesteps: torch.Tensor) -> Inputs
         for row, (latent, number) in enumerate(zip(batch.latents, prepared.clean_frames, strict=True)):
             latents[row, :, :number] = latent[:, :number]
         timesteps = kind.timesteps_per_token(timesteps, latents, prepared.clean_frames)
-    return Inputs(latents, timesteps, batch.texts, batch.condition, batch.image_tokens)
+    return Inputs(latents, timesteps, batch.texts, batch.condition, batch.image_tokens, batch.controls)
 
 
 def _without(clean_frames: list[int], clean: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
@@ -182,9 +182,10 @@ def _without(clean_frames: list[int], clean: torch.Tensor, mask: torch.Tensor | 
 
 
 def num_tokens(batch: Batch, patch: tuple[int, int, int]) -> int:
-    """Latent tokens of a batch."""
-    frames, height, width = batch.latents.shape[2:]
-    return len(batch.latents) * (frames // patch[0]) * (height // patch[1]) * (width // patch[2])
+    """Latent tokens of a batch, with those of its control images."""
+    pictures = [*batch.latents, *(control for controls in batch.controls or () for control in controls)]
+    shapes = (picture.shape[1:] for picture in pictures)
+    return sum((frames // patch[0]) * (height // patch[1]) * (width // patch[2]) for frames, height, width in shapes)
 
 
 def _num_views(batch: Batch) -> int:

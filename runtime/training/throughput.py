@@ -59,23 +59,30 @@ class StepFlops:
 
 
 def forward_flops(
-    sizes: TransformerSizes, tokens: int, *, text_tokens: int = 512, image_tokens: int = 0
+    sizes: TransformerSizes, tokens: int, *, text_tokens: int = 512, image_tokens: int = 0, joint: bool = False
 ) -> tuple[float, float, float]:
     """The work of a forward pass of one item, apart by what its backward pass needs.
 
     Per layer: 2N(6d² + 2df) for the video's linear layers, 4d²S for the text's keys and values, 4N²d + 4NSd for
     attention. `torch.utils.flop_counter` agrees on a whole Wan to four digits.
 
+    Where text and picture have layers of their own and look at both, as in Qwen-Image, these are 2(N + S)(4d² + 2df)
+    and 4(N + S)²d, and all of the first belongs to the linear layers that a backward pass goes through.
+
     Args:
         sizes: of the transformer.
         tokens: N.
         text_tokens: S, 512 when texts are padded.
         image_tokens: of CLIP, in Wan 2.1 image-to-video: 257.
+        joint: text and picture are one sequence.
 
     Returns:
         FLOPs of the video's linear layers, of the keys and values of text and image, and of attention.
     """
     d, layers, keys = sizes.dim, sizes.num_layers, text_tokens + image_tokens
+    if joint:
+        all_tokens = tokens + text_tokens
+        return 2.0 * all_tokens * (4 * d * d + 2 * d * sizes.ffn_dim) * layers, 0.0, 4.0 * all_tokens**2 * d * layers
     linear = 2.0 * tokens * (6 * d * d + 2 * d * sizes.ffn_dim) * layers
     return linear, 4.0 * keys * d * d * layers, 4.0 * tokens * (tokens + keys) * d * layers
 
@@ -86,6 +93,7 @@ def step_flops(
     *,
     text_tokens: int = 512,
     image_tokens: int = 0,
+    joint: bool = False,
     adapter_weights: int = 0,
     checkpointing: Checkpointing = "full",
     free_blocks: int = 0,
@@ -102,12 +110,15 @@ def step_flops(
         tokens: N.
         text_tokens: S.
         image_tokens: of CLIP.
+        joint: as of `forward_flops`.
         adapter_weights: trainable weights of the adapter, all counted as if they saw the video's tokens.
         checkpointing: what is computed again.
         free_blocks: so many blocks compute nothing again.
         train_base: the base itself trains.
     """
-    linear, texts, attention = forward_flops(sizes, tokens, text_tokens=text_tokens, image_tokens=image_tokens)
+    linear, texts, attention = forward_flops(
+        sizes, tokens, text_tokens=text_tokens, image_tokens=image_tokens, joint=joint
+    )
     adapter = 2.0 * tokens * adapter_weights
     model = 3 * adapter + (1 + FLASH_BACKWARD) * attention
     model += 3 * (linear + texts) if train_base else 2 * linear + texts
@@ -120,8 +131,8 @@ def sizes_of(config: Any) -> TransformerSizes:
     """The sizes in a diffusers transformer's config."""
     width = config.num_attention_heads * config.attention_head_dim
     return TransformerSizes(
-        dim=width, ffn_dim=config.ffn_dim, num_layers=config.num_layers, num_heads=config.num_attention_heads,
-        in_channels=config.in_channels, out_channels=config.out_channels,
+        dim=width, ffn_dim=config.get("ffn_dim", 4 * width), num_layers=config.num_layers,
+        num_heads=config.num_attention_heads, in_channels=config.in_channels, out_channels=config.out_channels,
     )  # fmt: skip
 
 

@@ -142,12 +142,17 @@ class Watching:
         assert self._options.checkpointing is not None
         each = step_flops(
             sizes, result.tokens // len(result.names),
-            text_tokens=512 if self._options.plain else result.text_tokens // len(result.names),
-            image_tokens=result.image_tokens, adapter_weights=trained,
+            text_tokens=512 if self._options.plain and not self._is_joint else result.text_tokens // len(result.names),
+            image_tokens=result.image_tokens, joint=self._is_joint, adapter_weights=trained,
             checkpointing=self._options.checkpointing, free_blocks=self._options.checkpointing_free_blocks or 0,
             train_base=self._options.train_mode == "full",
         )  # fmt: skip
         return StepFlops(each.model * len(result.names), each.done * len(result.names))
+
+    @property
+    def _is_joint(self) -> bool:
+        """Text and picture are one sequence, so that texts are not padded either."""
+        return self._plan.model.prompt is not None
 
     def _take(self, records: list[Record]) -> None:
         rates = self._rates.rates() if records else {}

@@ -5,6 +5,7 @@ Letters in shapes: B batch, L tokens.
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
@@ -86,9 +87,16 @@ class PlainPromptEncoder:
         self._tokenizer = tokenizer
 
     def encode(
-        self, prompts: Sequence[str], on_block: Callable[[int, int], None] = lambda done, total: None
+        self,
+        prompts: Sequence[str],
+        on_block: Callable[[int, int], None] = lambda done, total: None,
+        *,
+        pictures: Sequence[Sequence[Any]] | None = None,
     ) -> list[torch.Tensor]:
-        """For each prompt its embedding (L, dim) on the CPU, as `encode_prompts` makes it; `on_block` is not called."""
+        """For each prompt its embedding (L, dim) on the CPU, as `encode_prompts` makes it; `on_block` is not called.
+
+        umT5 sees no pictures.
+        """
         return [embedding.cpu() for embedding in encode_prompts(self._text_encoder, self._tokenizer, prompts)]
 
 

@@ -123,6 +123,34 @@ def _diffusers_name(name: str) -> str:
     return start + (f"{modules[module]}.{kind}" if module in modules else rest)
 
 
+def saved_tensors(parameters: Mapping[str, torch.Tensor], dit: Path) -> dict[str, torch.Tensor]:
+    """A whole transformer by the official names.
+
+    Args:
+        parameters: by their names in diffusers.
+        dit: the file that it was trained from; nothing but the tensors tells what a Wan is.
+    """
+    del dit
+    return {original_tensor_name(name): value for name, value in parameters.items()}
+
+
+def original_tensor_name(name: str) -> str:
+    """The official name of a transformer's tensor.
+
+    >>> original_tensor_name("blocks.3.attn1.to_out.0.bias"), original_tensor_name("scale_shift_table")
+    ('blocks.3.self_attn.o.bias', 'head.modulation')
+    """
+    block = BLOCK.fullmatch(name)
+    start, rest = (block["start"], block["rest"]) if block else ("", name)
+    tensors, modules = (BLOCK_TENSORS, BLOCK_NAMES) if block else (OUTER_TENSORS, OUTER_NAMES)
+    whole = {new: original for original, new in tensors.items()}
+    if rest in whole:
+        return start + whole[rest]
+    module, _, kind = rest.rpartition(".")
+    originals = {new: original for original, new in modules.items()}
+    return start + (f"{originals[module]}.{kind}" if module in originals else rest)
+
+
 def _config(checkpoint: Checkpoint) -> dict[str, Any]:
     """The sizes of a transformer, read from its tensors.
 

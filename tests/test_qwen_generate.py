@@ -1,0 +1,171 @@
+"""Sampling: `generate` makes the pipelines' pictures, bit by bit of the way, and repeats its own."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from edit_set import make_edit_set
+from PIL import Image
+from tiny_qwen import TinyQwen, picture, pipeline_of
+
+from wangen import profiles
+from wangen.generator.cli import main
+from wangen.generator.errors import UsageError
+from wangen.runtime import train
+from wangen.runtime.denoising import flow_scheduler
+from wangen.runtime.sampling.prompts import defaults_of, make_prompt
+
+PROMPT, NEGATIVE = "make the sky  green", "a blurred picture"
+
+
+def line(tiny: TinyQwen, task: str, folder: Path, *more: str) -> list[str]:
+    weights = [f"--{flag}={path}" for flag, path in tiny.single.items()]
+    return ["generate", "--task", task, *weights, "--prompt", PROMPT, "--negative_prompt", NEGATIVE, "--seed", "7",
+            "--infer_steps", "3", "--device", "cpu", "--save_path", str(folder / "made.png"), *more]  # fmt: skip
+
+
+def made(folder: Path) -> np.ndarray:
+    with Image.open(folder / "made.png") as image:
+        return np.asarray(image.convert("RGB")).astype(int)
+
+
+def assert_same_picture(ours: np.ndarray, theirs: Image.Image) -> None:
+    """To the rounding of a byte, of which few fall the other way."""
+    wanted = np.asarray(theirs).astype(int)
+    assert ours.shape == wanted.shape
+    assert np.abs(ours - wanted).max() <= 1
+    assert (ours != wanted).mean() < 0.01
+
+
+def test_a_picture_from_text_is_the_pipeline_s(tiny_qwen: TinyQwen, tmp_path: Path):
+    assert main(line(tiny_qwen, "qwen-image", tmp_path, "--video_size", "64", "96")) == 0
+    theirs = pipeline_of("qwen-image", tiny_qwen)(
+        prompt=PROMPT, negative_prompt=NEGATIVE, height=64, width=96, num_inference_steps=3, true_cfg_scale=4.0,
+        generator=torch.Generator().manual_seed(7),
+    ).images[0]  # fmt: skip
+    assert_same_picture(made(tmp_path), theirs)
+
+
+@pytest.mark.parametrize("guidance", [4.0, 1.0])
+def test_an_edited_picture_is_the_pipeline_s(tiny_qwen: TinyQwen, tmp_path: Path, monkeypatch, guidance: float):
+    """At a 16th of the area, so that the tiny models on a CPU take a moment."""
+    from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit as module
+
+    smaller(monkeypatch, "qwen-image-edit")
+    original = module.calculate_dimensions
+    monkeypatch.setattr(module, "calculate_dimensions", lambda area, ratio: original(area // 16, ratio))
+    control = picture((300, 200))
+    control.save(tmp_path / "control.png")
+    more = ["--control_image_path", str(tmp_path / "control.png"), "--guidance_scale", str(guidance)]
+    assert main(line(tiny_qwen, "qwen-image-edit", tmp_path, *more)) == 0
+    guided = {"negative_prompt": NEGATIVE, "true_cfg_scale": guidance} if guidance > 1 else {}
+    theirs = pipeline_of("qwen-image-edit", tiny_qwen)(
+        image=control, prompt=PROMPT, num_inference_steps=3, generator=torch.Generator().manual_seed(7), **guided
+    ).images[0]
+    assert theirs.size == (320, 224)  # 3:2 at 256x256 in multiples of 32
+    assert_same_picture(made(tmp_path), theirs)
+
+
+def test_a_picture_from_two_is_the_pipeline_s(tiny_qwen: TinyQwen, tmp_path: Path, monkeypatch):
+    from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as module
+
+    smaller(monkeypatch, "qwen-image-edit-plus")
+    original = module.calculate_dimensions
+    monkeypatch.setattr(module, "calculate_dimensions", lambda area, ratio: original(area // 16, ratio))
+    controls = [picture((300, 200)), picture((120, 200), 3)]
+    for number, control in enumerate(controls):
+        control.save(tmp_path / f"control{number}.png")
+    paths = [str(tmp_path / f"control{number}.png") for number in range(2)]
+    assert main(line(tiny_qwen, "qwen-image-edit-plus", tmp_path, "--control_image_path", *paths)) == 0
+    theirs = pipeline_of("qwen-image-edit-plus", tiny_qwen)(
+        image=controls, prompt=PROMPT, negative_prompt=NEGATIVE, num_inference_steps=3, true_cfg_scale=4.0,
+        generator=torch.Generator().manual_seed(7),
+    ).images[0]  # fmt: skip
+    assert_same_picture(made(tmp_path), theirs)
+    again = ["generate", "--from", str(tmp_path / "made.png"), "--device", "cpu", "--save_path",
+             str(tmp_path / "again.png"), *(f"--{flag}={path}" for flag, path in tiny_qwen.single.items())]  # fmt: skip
+    assert main([*again, "--control_image_path", *paths]) == 0
+    assert (tmp_path / "again.png").read_bytes() == (tmp_path / "made.png").read_bytes()
+    assert main([*again, "--control_image_path", *reversed(paths)]) != 0
+
+
+def smaller(monkeypatch: pytest.MonkeyPatch, task: str) -> None:
+    """The profile with a 16th of its areas."""
+    values = profiles.model_values(task)
+    values["resolution"] = [side // 4 for side in values["resolution"]]
+    values["prompt"] = {**values["prompt"], "picture_size": [side // 4 for side in values["prompt"]["picture_size"]]}
+    model = profiles.make_model(task, values)
+    known = profiles.model
+    monkeypatch.setattr(profiles, "model", lambda name: model if name == task else known(name))
+
+
+def test_swapped_blocks_make_the_same_picture(tiny_qwen: TinyQwen, tmp_path: Path):
+    for swapped in (0, 2):
+        (tmp_path / str(swapped)).mkdir()
+        more = ["--video_size", "32", "64", "--blocks_to_swap", str(swapped)]
+        assert main(line(tiny_qwen, "qwen-image", tmp_path / str(swapped), *more)) == 0
+    assert np.array_equal(made(tmp_path / "0"), made(tmp_path / "2"))
+    assert main(line(tiny_qwen, "qwen-image", tmp_path, "--compile")) == 2
+
+
+@pytest.mark.parametrize("tokens", [256, 1000, 4096, 8192])
+def test_noise_levels_are_those_of_the_official_scheduler(tiny_qwen: TinyQwen, tokens: int):
+    shift = profiles.model("qwen-image").shift
+    ours = flow_scheduler("euler", shift.at(tokens), shift.terminal)
+    ours.set_timesteps(20)
+    theirs = pipeline_of("qwen-image", tiny_qwen).scheduler
+    theirs.set_timesteps(sigmas=np.linspace(1.0, 1 / 20, 20), mu=0.5 + (tokens - 256) * (0.9 - 0.5) / (8192 - 256))
+    assert torch.allclose(ours.sigmas, theirs.sigmas, atol=1e-6)
+    assert torch.allclose(ours.timesteps, theirs.timesteps, atol=1e-3)
+
+
+def test_a_trained_lora_changes_the_picture_and_samples_are_made_on_the_way(tiny_qwen: TinyQwen, tmp_path, monkeypatch):
+    smaller(monkeypatch, "qwen-image-edit")
+    edits = make_edit_set(tmp_path / "set", tiny_qwen).fill()
+    control = edits.folder / "controls" / "house.png"
+    (tmp_path / "prompts.txt").write_text(f"{PROMPT} --ci {control} --w 64 --h 32 --s 2\n", encoding="utf-8")
+    train.run(edits.train(tmp_path / "out", learning_rate=0.05, sample_prompts=tmp_path / "prompts.txt",
+                          sample_at_first=True, vae=tiny_qwen.single["vae"], t5=tiny_qwen.single["t5"]))  # fmt: skip
+    samples = [json.loads(row) for row in (tmp_path / "out/samples/samples.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["controls"]) for row in samples] == [(0, ["house.png"]), (6, ["house.png"])]
+    more = ["--control_image_path", str(control), "--video_size", "32", "64"]
+    assert main(line(tiny_qwen, "qwen-image-edit", tmp_path, *more)) == 0
+    base = made(tmp_path)
+    lora = ["--lora_weight", str(tmp_path / "out")]
+    assert main(line(tiny_qwen, "qwen-image-edit", tmp_path, *more, *lora)) == 0
+    assert np.abs(made(tmp_path) - base).max() > 1
+
+
+@pytest.mark.parametrize(
+    ("task", "values", "words"),
+    [
+        ("qwen-image", {"control_image_path": ["a.png"]}, "control images belong to other models"),
+        ("qwen-image", {"frame_count": 5}, "qwen-image makes pictures"),
+        ("qwen-image", {"sample_sampler": "unipc"}, "qwen-image is sampled with euler, not unipc"),
+        ("qwen-image-edit", {}, "qwen-image-edit takes one control image, and 0 are given"),
+        ("qwen-image-edit", {"control_image_path": ["a.png", "b.png"]}, "takes one control image, and 2 are given"),
+        ("qwen-image-edit-plus", {"control_image_path": ["a.png"] * 4}, "takes one to 3 control images, and 4"),
+        ("qwen-image-edit", {"control_image_path": "gone.png"}, "there is no picture gone.png"),
+    ],
+)
+def test_what_a_prompt_cannot_ask_is_said(tmp_path: Path, task: str, values: dict[str, object], words: str):
+    model = profiles.model(task)
+    with pytest.raises(UsageError, match=words):
+        make_prompt({"prompt": "x", **values}, model, 1, defaults_of(model), where="--prompt", folder=tmp_path)
+
+
+def test_checkpoints_are_compared_on_held_out_edits(tiny_qwen: TinyQwen, tmp_path: Path, monkeypatch):
+    smaller(monkeypatch, "qwen-image-edit")
+    edits = make_edit_set(tmp_path / "set", tiny_qwen).fill()
+    train.run(edits.train(tmp_path / "out", learning_rate=0.02))
+    weights = [f"--{flag}={path}" for flag, path in tiny_qwen.single.items()]
+    line = ["evaluate", "--task", "qwen-image-edit", "--dataset_config", str(edits.toml), *weights, "--lora_weight",
+            str(tmp_path / "out" / "edit.safetensors"), "--output_dir", str(tmp_path / "judged"), "--device", "cpu",
+            "--infer_steps", "2"]  # fmt: skip
+    assert main(line) == 0
+    report = json.loads((tmp_path / "judged" / "evaluate.report.json").read_text())
+    pictures = sorted((tmp_path / "judged").rglob("*.png"))
+    assert report["counts"]["videos"] == len([path for path in pictures if "first" not in path.parent.name])
+    assert len({np.asarray(Image.open(path)).shape[:2] for path in pictures}) >= 1
