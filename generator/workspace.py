@@ -134,7 +134,7 @@ class Workspace:
         return self.datasets.get(slug, DatasetSettings())
 
     def profile(self, name: str | None = None) -> profiles.Model:
-        """The model profile of that name (default: the workspace's), with the workspace's resolution and length.
+        """The model profile of that name (default: the workspace's), with the workspace's resolution and clip length.
 
         Raises:
             UsageError: there is no such model.
@@ -143,9 +143,9 @@ class Workspace:
         if chosen not in profiles.model_names():
             raise UsageError(f"there is no model {chosen!r}", cure=f"one of {', '.join(profiles.model_names())}")
         model = profiles.model(chosen)
-        return replace(
-            model, resolution=self.resolution or model.resolution, num_frames=self.num_frames or model.num_frames
-        )
+        makes_clips = model.num_frames > 1
+        frames = self.num_frames if self.num_frames and makes_clips else model.num_frames
+        return replace(model, resolution=self.resolution or model.resolution, num_frames=frames)
 
     @property
     def targets(self) -> tuple[Target, ...]:
