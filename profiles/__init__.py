@@ -196,7 +196,7 @@ class DynamicShift:
         """The shift for so many tokens.
 
         >>> round(DynamicShift(tokens=(256, 8192), powers=(0.5, 0.9), terminal=0.02).at(4096), 3)
-        2.002
+        2.001
         """
         (low, high), (first, last) = self.tokens, self.powers
         return exp(first + (last - first) * (tokens - low) / (high - low))
