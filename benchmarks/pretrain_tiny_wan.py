@@ -32,7 +32,7 @@ from wangen.runtime import moving_shapes as shapes
 from wangen.runtime.randomness import generator_for
 from wangen.runtime.safetensors_file import write
 from wangen.runtime.tiny import TinySizes, random_weights, text_encoder_shapes, write_tokenizer
-from wangen.runtime.training.full import original_tensor_name
+from wangen.runtime.weights.transformer import original_tensor_name
 
 VAE_DIM = 12
 SIZES = TinySizes(dim=128, ffn_dim=512, num_layers=8)
