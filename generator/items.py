@@ -81,6 +81,8 @@ def unsuited(item: Item, model: Model) -> tuple[str, str] | None:
     if model.condition == "controls" and not 1 <= len(item.controls) <= most:
         wanted = "one control image" if most == 1 else f"one to {most} control images"
         found = f"has {many(len(item.controls), 'control image')}, and {model.name} takes {wanted}"
+        if item.controls:
+            return found, "take the others away" + (", or use --task qwen-image-edit-plus" if most == 1 else "")
         return found, "set control_directory in the dataset's TOML, and put them there"
     return None
 

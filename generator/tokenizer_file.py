@@ -35,7 +35,7 @@ def tokenizer_of(t5: Path, tokenizer: Path | None, model: profiles.Model | None 
     """
     home = home_of(model) if model else FOLDER
     if tokenizer is None:
-        return find_tokenizer(t5, home)
+        return find_tokenizer(t5, model)
     if _is_tokenizer(tokenizer):
         return tokenizer
     for place in _names(home):
@@ -46,7 +46,7 @@ def tokenizer_of(t5: Path, tokenizer: Path | None, model: profiles.Model | None 
                       cure=f"name the {home} folder, its tokenizer.json or its spiece.model")  # fmt: skip
 
 
-def find_tokenizer(path: Path, home: str = FOLDER) -> Path:
+def find_tokenizer(path: Path, model: profiles.Model | None = None) -> Path:
     """The tokenizer file for T5 weights (a file or a folder), for a tokenizer's folder, or a tokenizer file itself.
 
     Beside the weights and in their folder's `google/umt5-xxl`, then in that of the two folders above: where models
@@ -55,13 +55,14 @@ def find_tokenizer(path: Path, home: str = FOLDER) -> Path:
 
     Args:
         path: where to look.
-        home: what the tokenizer's own folder is called.
+        model: whose text encoder it is; None means umT5.
 
     Raises:
         WangenError: there is none, with the places looked at.
     """
     if _is_tokenizer(path):
         return path
+    home, task = (home_of(model), f" --task {model.name}") if model else (FOLDER, "")
     folder = path if path.is_dir() else path.parent
     for place in _places(folder, home):
         if place.is_file():
@@ -72,7 +73,7 @@ def find_tokenizer(path: Path, home: str = FOLDER) -> Path:
     raise WangenError(
         f"no {'umT5 ' if home == FOLDER else ''}tokenizer here; looked for {', '.join(_names(home))}{above}",
         where=str(folder),
-        cure=f"fetch it once with: wangen models download tokenizer; or name a {home} folder with --tokenizer",
+        cure=f"fetch it once with: wangen models download tokenizer{task}; or name a {home} folder with --tokenizer",
     )
 
 

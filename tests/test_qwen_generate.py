@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from edit_set import make_edit_set
+from edit_set import CAPTIONS, make_edit_set
 from PIL import Image
 from tiny_qwen import TinyQwen, picture, pipeline_of
 
@@ -167,5 +167,6 @@ def test_checkpoints_are_compared_on_held_out_edits(tiny_qwen: TinyQwen, tmp_pat
     assert main(line) == 0
     report = json.loads((tmp_path / "judged" / "evaluate.report.json").read_text())
     pictures = sorted((tmp_path / "judged").rglob("*.png"))
+    assert len(pictures) == 2 * len(CAPTIONS)  # base and LoRA of each, though two edits have one prompt
     assert report["counts"]["videos"] == len([path for path in pictures if "first" not in path.parent.name])
     assert len({np.asarray(Image.open(path)).shape[:2] for path in pictures}) >= 1

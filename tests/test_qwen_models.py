@@ -294,5 +294,6 @@ def test_the_tokenizer_stands_where_it_is_looked_for(tiny_qwen: TinyQwen):
     model = profiles.model("qwen-image-edit")
     for weights in (tiny_qwen.folder / "text_encoder", tiny_qwen.single["t5"]):
         assert isinstance(load_tokenizer(tokenizer_of(weights, None, model)), Tokenizer)
-    with pytest.raises(WangenError, match=r"no tokenizer here; looked for processor/tokenizer\.json"):
+    with pytest.raises(WangenError, match=r"no tokenizer here; looked for processor/tokenizer\.json") as caught:
         tokenizer_of(tiny_qwen.folder.parent.parent / "t5.safetensors", None, model)
+    assert "wangen models download tokenizer --task qwen-image-edit;" in str(caught.value)  # without, it is umT5's

@@ -347,6 +347,8 @@ def test_what_only_a_fast_path_has_is_refused_in_words(edits, tmp_path):
     for change in ({"checkpointing": "selective"}, {"checkpointing_free_blocks": 1}):
         with pytest.raises(UsageError, match="qwen-image-edit knows no selective checkpointing or free blocks"):
             train.run(edits["qwen-image-edit"].train(tmp_path, **change))
+    with pytest.raises(UsageError, match="qwen-image-edit knows no --compile"):
+        train.run(edits["qwen-image-edit"].train(tmp_path, compile=True))
     with pytest.raises(UsageError, match="the blocks that are recomputed are 2"):
         train.run(edits["qwen-image-edit"].train(tmp_path, blocks_to_swap=3))
     with pytest.raises(UsageError, match="qwen-image-edit has no preset"):

@@ -115,7 +115,7 @@ def _wish(word: str, task: str | None, shelf: Shelf) -> Iterator[Wish]:
         for weights in model.weights:
             yield from _role(shelf, model, weights)
         yield from _tokenizer(shelf, model)
-    elif role == TOKENIZER:  # without a task the first one's: it is the same for all models of today
+    elif role == TOKENIZER:  # without a task the first one's, which is that of all Wan models
         yield from _tokenizer(shelf, known_model(task or profiles.model_names()[0]), whole=True)
     elif role in _roles():
         if task is None:
@@ -165,7 +165,7 @@ def _tokenizer(shelf: Shelf, model: Model, *, whole: bool = False) -> Iterator[W
     elif not whole and shelf.is_named(TOKENIZER):
         raise WangenError("wangen.toml names a tokenizer that is not there", where=str(path),
                           cure="put it there, or mend that line; it can be fetched with: wangen models download "
-                          "tokenizer")  # fmt: skip
+                          f"tokenizer --task {model.name}")  # fmt: skip
     else:
         yield Wish(TOKENIZER, model.tokenizer, None if shelf.is_named(TOKENIZER) else look)
 

@@ -43,10 +43,11 @@ def choose_prompts(
 
 
 def _by_turns(items: Sequence[CachedSample]) -> Iterator[CachedSample]:
-    """One item of every caption, of every activity in turn."""
-    groups: dict[str, dict[str, CachedSample]] = {}
+    """One item of every caption, and of its control images, of every activity in turn."""
+    groups: dict[str, dict[tuple[str, ...], CachedSample]] = {}
     for item in items:
-        groups.setdefault(activity_of(item), {}).setdefault(item.sample.item.caption, item)
+        asked = item.sample.item.caption, *(entry.content_key for entry in item.controls)
+        groups.setdefault(activity_of(item), {}).setdefault(asked, item)
     turns = zip_longest(*(group.values() for group in groups.values()))
     return filter(None, chain.from_iterable(turns))
 

@@ -185,6 +185,8 @@ def refuse_memory(options: Train) -> None:
     if not fast and _only_fast(options):
         raise UsageError(f"{options.task} knows no selective checkpointing or free blocks in this version",
                          cure="leave them out; --quantize and --blocks_to_swap save memory")  # fmt: skip
+    if options.compile and not fast:
+        raise UsageError(f"{options.task} knows no --compile in this version", cure="leave it out")
     if options.compile and not options.plain:
         require_compiler()
     if options.scale_weight_norms and (options.network_module != "lora" or options.train_mode == "full"):
