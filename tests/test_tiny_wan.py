@@ -81,7 +81,9 @@ def models() -> SimpleNamespace:
     return SimpleNamespace(
         transformer=wan.load_transformer(DIT, dtype=torch.float32),
         vae=wan.load_vae(VAE, dtype=torch.float32),
-        prompts=wan.load_prompt_encoder(T5, None, dtype=torch.float32, device="cpu", fp8=False, plain=True, model=MODEL),
+        prompts=wan.load_prompt_encoder(
+            T5, None, dtype=torch.float32, device="cpu", fp8=False, plain=True, model=MODEL
+        ),
     )
 
 
