@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("wangen")
 
 CPU_GROUP, GPU_GROUP = 48, 2048
+GPU_GROUP_WITH_CONTROLS = 40
+"""Their pictures are held in host memory meanwhile."""
 MEMORY_CURE = "use --device cpu, or --batch_size 1 with --plain; what was encoded stays"
 
 
@@ -135,9 +137,12 @@ class Embedder:
 
         A group is what a kill loses: on a CPU a caption takes seconds.
         """
-        if self._plain or self._shows_controls:
+        on_gpu = self._device.type != "cpu"
+        if self._plain or (self._shows_controls and not on_gpu):
             return max(1, self._options.batch_size)
-        return GPU_GROUP if self._device.type != "cpu" else CPU_GROUP
+        if self._shows_controls:
+            return GPU_GROUP_WITH_CONTROLS
+        return GPU_GROUP if on_gpu else CPU_GROUP
 
     @property
     def _shows_controls(self) -> bool:
