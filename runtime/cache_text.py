@@ -17,6 +17,7 @@ from wangen.runtime.models import PromptEncoder, family, model_of_cache, text_en
 from wangen.runtime.needs import TEXT_KINDS, EntryWriter, Need, Waiting, Work, claimed, fill
 from wangen.runtime.progress import Advance, progress
 from wangen.runtime.rocm import on_cpu
+from wangen.runtime.room import require_room
 from wangen.runtime.samples import Sample, read_samples
 
 if TYPE_CHECKING:
@@ -39,9 +40,15 @@ def run(options: CacheText) -> Report:
     Raises:
         WangenError: a caption is missing, the file is no umT5, values are not finite, the disk is full.
     """
-    samples = read_samples(options, model_of_cache(options.task), make_folders=True)
+    model = model_of_cache(options.task)
+    samples = read_samples(options, model, make_folders=True)
     encoder = text_encoder(options)
-    return fill(options, samples, dict.fromkeys(TEXT_KINDS, encoder), lambda work: encode(options, encoder, work))
+
+    def encode_missing(work: Work) -> int:
+        require_room(work.missing, work.encoders, model)
+        return encode(options, encoder, work)
+
+    return fill(options, samples, dict.fromkeys(TEXT_KINDS, encoder), encode_missing)
 
 
 def text_encoder(options: CacheText) -> Encoder:
