@@ -131,11 +131,12 @@ def _swapped(options: Check) -> str:
 
 @dataclass
 class _Survey:
-    """What was found in one block of the TOML: how many items, latent frames and control images; problems."""
+    """What was found in a block of the TOML: items, latent frames of them and of controls, control images; problems."""
 
     entry: DatasetEntry
     num_items: int = 0
     num_latent_frames: int = 0
+    num_control_frames: int = 0
     num_shown: int = 0
     findings: list[Finding] = field(default_factory=list)
 
@@ -167,7 +168,9 @@ def _survey(entry: DatasetEntry, model: profiles.Model) -> _Survey:
             survey.findings += [Finding(str(item.path), *short)] if short else []
         survey.findings += _misfits(item, entry, fps)
         survey.num_shown += len(item.controls)
-        survey.num_latent_frames += (1 + len(item.controls)) * sum((count - 1) // 4 + 1 for _, count in clips)
+        num_latent_frames = sum((count - 1) // 4 + 1 for _, count in clips)
+        survey.num_latent_frames += num_latent_frames
+        survey.num_control_frames += len(item.controls) * num_latent_frames
     return survey
 
 
@@ -274,8 +277,9 @@ def _cache_bytes(survey: _Survey, model: profiles.Model) -> int:
     umT5 gives 512 rows at most. A language model that is shown control images gives a row for each merged patch of
     theirs, and does so again for the empty prompt.
     """
-    width, height = (side // model.spatial_stride for side in survey.entry.resolution)
-    latents = survey.num_latent_frames * model.latent_channels * 4 * width * height
+    own, controls = survey.entry.resolution, survey.entry.control_resolution or survey.entry.resolution
+    num_px = survey.num_latent_frames * own[0] * own[1] + survey.num_control_frames * controls[0] * controls[1]
+    latents = num_px // model.spatial_stride**2 * model.latent_channels * 4
     rows = 512 * survey.num_items
     if model.prompt:
         seen = model.prompt.picture_size[0] * model.prompt.picture_size[1] // MERGED_PATCH_PX**2

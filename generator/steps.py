@@ -143,8 +143,8 @@ class CacheText(CacheStep):
     )  # fmt: skip
     fp8_t5: bool = flag(FP8_T5, False, pinned=True, names=("fp8_vl",))
     stream_t5: bool = flag(
-        "read the text encoder block by block: 1.5 GB of memory are enough (the default; --no_stream_t5 loads it "
-        "whole)", True,
+        "read the text encoder block by block: of umT5 1.5 GB of memory are enough, of Qwen2.5-VL about 5 (the "
+        "default; --no_stream_t5 loads it whole)", True,
     )  # fmt: skip
     batch_size: int = flag("captions per encode with --plain (else each goes at its own length)", 16)
 

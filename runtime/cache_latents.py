@@ -14,8 +14,9 @@ from wangen.profiles import Model
 from wangen.runtime.cache import NO_ENCODER, Encoder, Folder, Kind
 from wangen.runtime.cache.needed import DatasetNeeds
 from wangen.runtime.models import model_of_cache, vae_identity
-from wangen.runtime.needs import fill, has_clip, latent_kinds
+from wangen.runtime.needs import Work, fill, has_clip, latent_kinds
 from wangen.runtime.rocm import on_cpu, vae_dtype
+from wangen.runtime.room import require_room
 from wangen.runtime.samples import Sample, by_cache_folder, read_samples
 
 log = logging.getLogger("wangen")
@@ -36,7 +37,11 @@ def run(options: CacheLatents) -> Report:
 
     from wangen.runtime import encoding  # it imports torch where it encodes, not here
 
-    return fill(options, samples, encoders, lambda work: encoding.encode(options, model, clip, work))
+    def encode(work: Work) -> int:
+        require_room(work.missing, work.encoders, model)
+        return encoding.encode(options, model, clip, work)
+
+    return fill(options, samples, encoders, encode)
 
 
 def _implies_i2v(options: CacheLatents) -> bool:

@@ -17,6 +17,7 @@ from wangen.runtime.models import PromptEncoder, family, model_of_cache, text_en
 from wangen.runtime.needs import TEXT_KINDS, EntryWriter, Need, Waiting, Work, claimed, fill
 from wangen.runtime.progress import Advance, progress
 from wangen.runtime.rocm import on_cpu
+from wangen.runtime.room import require_room
 from wangen.runtime.samples import Sample, read_samples
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("wangen")
 
 CPU_GROUP, GPU_GROUP = 48, 2048
+GPU_GROUP_WITH_CONTROLS = 40
+"""Their pictures are held in host memory meanwhile."""
 MEMORY_CURE = "use --device cpu, or --batch_size 1 with --plain; what was encoded stays"
 
 
@@ -37,9 +40,15 @@ def run(options: CacheText) -> Report:
     Raises:
         WangenError: a caption is missing, the file is no umT5, values are not finite, the disk is full.
     """
-    samples = read_samples(options, model_of_cache(options.task), make_folders=True)
+    model = model_of_cache(options.task)
+    samples = read_samples(options, model, make_folders=True)
     encoder = text_encoder(options)
-    return fill(options, samples, dict.fromkeys(TEXT_KINDS, encoder), lambda work: encode(options, encoder, work))
+
+    def encode_missing(work: Work) -> int:
+        require_room(work.missing, work.encoders, model)
+        return encode(options, encoder, work)
+
+    return fill(options, samples, dict.fromkeys(TEXT_KINDS, encoder), encode_missing)
 
 
 def text_encoder(options: CacheText) -> Encoder:
@@ -135,9 +144,12 @@ class Embedder:
 
         A group is what a kill loses: on a CPU a caption takes seconds.
         """
-        if self._plain or self._shows_controls:
+        on_gpu = self._device.type != "cpu"
+        if self._plain or (self._shows_controls and not on_gpu):
             return max(1, self._options.batch_size)
-        return GPU_GROUP if self._device.type != "cpu" else CPU_GROUP
+        if self._shows_controls:
+            return GPU_GROUP_WITH_CONTROLS
+        return GPU_GROUP if on_gpu else CPU_GROUP
 
     @property
     def _shows_controls(self) -> bool:

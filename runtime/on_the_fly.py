@@ -211,11 +211,13 @@ def _text_step(options: Train, model: Model, samples: Sequence[Sample]) -> Cache
                          cure="give --t5")  # fmt: skip
     identity = text_encoder_identity(options.t5, options.tokenizer, fp8=options.fp8_t5, model=model)
     dtype = options.t5_dtype or _dtype_before(options, samples, "text_encoder_output", identity)
+    # A language model would be read anew for each item that is drawn; whole, it gives the same embeddings.
+    whole = options.cache_mode == "realtime" and model.prompt is not None
     return CacheText(
         dataset_config=options.dataset_config, manifest=options.manifest,
         resolution=options.resolution, smoke=options.smoke, task=options.task,
         t5=options.t5, tokenizer=options.tokenizer, t5_dtype=dtype, fp8_t5=options.fp8_t5,  # type: ignore[arg-type]
-        device=options.text_encoder_device or options.device, keep_cache=True,
+        device=options.text_encoder_device or options.device, keep_cache=True, stream_t5=not whole,
     )  # fmt: skip
 
 

@@ -1,19 +1,24 @@
 """The cache of edit models: what is in it, what its keys cover, and that it holds what the pipelines compute."""
 
 import shutil
+import subprocess
+import sys
+from collections import namedtuple
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from edit_set import CAPTIONS, EditSet, make_edit_set
+from helpers import read_tree
 from PIL import Image
 from tiny_qwen import TinyQwen, picture, pipeline_of
 
 from wangen import profiles
 from wangen.generator.errors import UsageError, WangenError
-from wangen.runtime import check_cache
-from wangen.runtime.cache import CorruptEntryError, EmbeddingCache, Entry, Folder, load
+from wangen.runtime import check_cache, room
+from wangen.runtime.cache import CorruptEntryError, EmbeddingCache, Entry, Folder, Kind, load
+from wangen.runtime.needs import Need
 from wangen.runtime.samples import read_samples
 
 TASKS = ("qwen-image", "qwen-image-edit", "qwen-image-edit-plus")
@@ -229,3 +234,79 @@ def test_clips_are_refused(tiny_qwen: TinyQwen, tmp_path: Path):
     made = EditSet(tmp_path, tiny_qwen, "qwen-image")
     with pytest.raises(WangenError, match="is or has a clip, and qwen-image makes pictures"):
         read_samples(made.check, profiles.model("qwen-image"))
+
+
+def test_both_steps_at_once_leave_what_one_after_the_other_leaves(tiny_qwen: TinyQwen, tmp_path: Path):
+    """Two real processes on one cache folder, in which one edit has gone and another has a new prompt meanwhile."""
+    kept: list[dict[str, bytes]] = []
+    for at_once in (False, True):
+        made = make_edit_set(tmp_path / "set", tiny_qwen).fill()
+        for path in (made.folder / "targets" / "hill.png", made.folder / "targets" / "hill.txt"):
+            path.unlink()
+        (made.folder / "targets" / "lake.txt").write_text("take both boats out", encoding="utf-8")
+        (made.folder / "controls" / "house.png").write_bytes((made.folder / "controls" / "hill.png").read_bytes())
+        common = ["--dataset_config", str(made.toml), "--task", made.task]
+        lines = [
+            ["cache_latents", *common, "--vae", str(tiny_qwen.single["vae"]), "--vae_device", "cpu",
+             "--vae_dtype", "float32"],
+            ["cache_text", *common, "--text_encoder", str(tiny_qwen.single["t5"]), "--text_encoder_device", "cpu",
+             "--t5_dtype", "float32"],
+        ]  # fmt: skip
+        running: list[subprocess.Popen[bytes]] = []
+        for line in lines:
+            running.append(subprocess.Popen([sys.executable, "-m", "wangen.runtime", *line]))
+            if not at_once:
+                running[-1].wait()
+        assert [process.wait() for process in running] == [0, 0]
+        assert check_cache.run(made.check).ok
+        counts = {kind: len(entries(made, kind)) for kind in ("latent", "control_latent", "text_encoder_output")}
+        assert counts == {"latent": 2, "control_latent": 2, "text_encoder_output": 2}
+        files = read_tree(made.folder / "cache")
+        kept.append({name: data for name, data in files.items() if not name.endswith(("index.jsonl", "sources.jsonl"))})
+        shutil.rmtree(made.folder)
+    assert kept[0] == kept[1]
+    assert not [name for name in kept[1] if name.endswith(".tmp") or ".claim" in name]
+
+
+def test_a_disk_that_is_too_small_is_refused_before_anything_is_encoded(
+    tiny_qwen: TinyQwen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    made = make_edit_set(tmp_path / "set", tiny_qwen)
+    usage = namedtuple("usage", "total used free")
+    free = {"bytes": 200_000}
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage(10**9, 10**9 - free["bytes"], free["bytes"]))
+    monkeypatch.setattr(room, "ASKED_FROM_BYTES", 0)
+    with pytest.raises(WangenError, match=r"6 entries need about .*, .* are free") as told:
+        made.texts()
+    assert "cache_directory on another disk" in told.value.cure
+    free["bytes"] = 10_000
+    with pytest.raises(WangenError, match=r"6 entries need about .*, .* are free"):
+        made.latents()
+    assert not list((made.folder / "cache").glob("*.safetensors"))
+    free["bytes"] = 10**9
+    made.fill()
+    free["bytes"] = 10_000
+    assert made.latents()["computed"] == 0  # what is there needs no room
+    assert made.latents(recache=True)["computed"] == 6  # nor does what takes the place of a valid entry
+
+
+def test_the_room_that_is_asked_for_is_about_what_the_entries_take(
+    tiny_qwen: TinyQwen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(room, "QWEN_WIDTH", 256)  # of the tiny encoder
+    asked: dict[Kind, int] = {}
+    num_bytes = room._num_bytes
+
+    def noted(need: Need, *words: Any) -> int:
+        found = num_bytes(need, *words)
+        asked[need.recipe.kind] = asked.get(need.recipe.kind, 0) + found
+        return found
+
+    monkeypatch.setattr(room, "_num_bytes", noted)
+    made = make_edit_set(tmp_path / "set", tiny_qwen).fill()
+    for kind in ("latent", "control_latent", "text_encoder_output", "empty_text_encoder_output"):
+        held = sum(sum(tensor.nbytes for tensor in load(entry).values()) for entry in entries(made, kind))
+        if "latent" in kind:
+            assert asked[kind] == held
+        else:  # rather less than more; the tiny tokenizer makes a token of each byte of the template
+            assert 0.75 < asked[kind] / held <= 1

@@ -1,13 +1,16 @@
 """Qwen-Image's models: every layout in, and the same numbers as diffusers' pipelines on tiny random models."""
 
+import weakref
 from pathlib import Path
 
 import pytest
+import tiny_qwen as tiny_qwen_module
 import torch
 from diffusers.image_processor import VaeImageProcessor
 from safetensors.torch import load_file, save_file
 from tiny_qwen import TinyQwen, make_transformer, picture, pipeline_of
 from tokenizers import Tokenizer
+from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLDecoderLayer
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from wangen import profiles
@@ -15,6 +18,7 @@ from wangen.generator.errors import WangenError
 from wangen.generator.geometry import area_size
 from wangen.generator.kinds import examine
 from wangen.runtime.models import family
+from wangen.runtime.models.qwen_image_edit import streamed
 from wangen.runtime.models.qwen_image_edit.pictures import patches
 from wangen.runtime.models.qwen_image_edit.text_encoder import load_text_encoder, load_tokenizer, positions
 from wangen.runtime.models.qwen_image_edit.transformer import load_transformer
@@ -209,6 +213,65 @@ def test_positions_are_those_of_the_library(tiny_qwen: TinyQwen, sizes: list[tup
     grids = torch.tensor([(1, *size) for size in sizes])
     wanted, _ = encoder.get_rope_index(kinds[None], mm_token_type_ids=kinds[None], image_grid_thw=grids)
     assert torch.equal(positions(kinds.bool(), sizes), wanted[:, 0])
+
+
+STREAMED = [("a bird", []), ("", [picture((300, 200))]), (PROMPT, [picture((300, 200)), picture((120, 200), 3)])]
+"""Prompts of three lengths, with no, one and two pictures."""
+
+
+def prompt_encoder(path: Path, *, plain: bool, fp8: bool = False, dtype: torch.dtype = torch.float32):
+    return QWEN.load_prompt_encoder(
+        path, None, dtype=dtype, device=CPU, fp8=fp8, plain=plain, model=profiles.model("qwen-image-edit-plus")
+    )
+
+
+@pytest.mark.parametrize("group_tokens", [1, 600, 2**16])
+@pytest.mark.parametrize(("fp8", "dtype"), [(False, torch.float32), (True, torch.float32), (False, torch.bfloat16)])
+def test_streamed_layers_give_the_same_bits(tiny_qwen: TinyQwen, monkeypatch, fp8, dtype, group_tokens: int):
+    monkeypatch.setattr(streamed, "GROUP_TOKENS", group_tokens)
+    prompts, pictures = zip(*STREAMED, strict=True)
+    for path in (tiny_qwen.single["t5"], tiny_qwen.folder):
+        whole, parts = (prompt_encoder(path, plain=plain, fp8=fp8, dtype=dtype) for plain in (True, False))
+        wanted = whole.encode(prompts, pictures=pictures)
+        assert len({tuple(one.shape) for one in wanted}) == len(STREAMED)
+        for _ in range(2):  # nothing is left over from the first time
+            found = parts.encode(prompts, pictures=pictures)
+            assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+    assert parts.encode([]) == []
+
+
+def test_no_more_than_two_streamed_layers_are_in_memory(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(tiny_qwen_module, "NUM_LAYERS", 6)
+    tiny = tiny_qwen_module.write_tiny_qwen(tmp_path)
+    alive, most, read = weakref.WeakSet(), [], []
+    fill = streamed.fill
+
+    def counted(module: torch.nn.Module, *words, **names) -> None:
+        if isinstance(module, Qwen2_5_VLDecoderLayer):
+            alive.add(module)
+            read.append(module.self_attn.layer_idx)
+            most.append(len(alive))
+        fill(module, *words, **names)
+
+    monkeypatch.setattr(streamed, "fill", counted)
+    encoder = prompt_encoder(tiny.single["t5"], plain=False)
+    assert not alive
+    told = []
+    encoder.encode(["a bird", "two birds", "birds"], lambda done, total: told.append((done, total)))
+    assert read == list(range(6))
+    assert told == [(number, 6) for number in range(1, 7)]
+    assert max(most) <= 2
+    assert not alive
+
+
+def test_a_damaged_layer_is_refused_before_anything_is_streamed(tiny_qwen: TinyQwen, tmp_path: Path):
+    tensors = load_file(tiny_qwen.single["t5"])
+    tensors["model.layers.1.mlp.up_proj.weight"] = tensors["model.layers.1.mlp.up_proj.weight"][:-1].contiguous()
+    path = tmp_path / "qwen_2.5_vl_7b.safetensors"
+    save_file(tensors, path)
+    (tmp_path / "tokenizer.json").write_bytes((tiny_qwen.folder / "processor" / "tokenizer.json").read_bytes())
+    with pytest.raises(WangenError, match=r"1 of another shape \(language_model\.layers\.1\.mlp\.up_proj"):
+        prompt_encoder(path, plain=False)
 
 
 def test_long_prompts_are_cut_where_the_pipeline_cuts_them(tiny_qwen: TinyQwen):

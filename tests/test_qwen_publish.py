@@ -80,6 +80,15 @@ def test_check_knows_the_weights_and_the_control_images(tiny_qwen: TinyQwen, tmp
     assert "house.png: has 0 control images, and qwen-image-edit takes one control image" in capsys.readouterr().err
 
 
+def test_control_images_of_their_own_size_need_room_of_their_own(tiny_qwen: TinyQwen, tmp_path: Path):
+    model, found = profiles.model("qwen-image-edit"), []
+    for settings in ({}, {"control_resolution": [512, 256]}):
+        made = make_edit_set(tmp_path / str(len(found)), tiny_qwen, **settings)
+        (block,) = read_dataset(made.toml)
+        found.append(check._cache_bytes(check._survey(block, model), model))
+    assert found[1] - found[0] == 3 * 16 * 4 * (64 * 32 - 8 * 8)  # three of 16 channels in float32
+
+
 def test_the_room_for_the_cache_is_about_what_it_takes(tiny_qwen: TinyQwen, tmp_path: Path):
     """With the embeddings' real width; the tiny encoder's are narrower by a known factor."""
     made = make_edit_set(tmp_path / "set", tiny_qwen).fill()

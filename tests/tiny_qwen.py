@@ -27,6 +27,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
            "<|video_pad|>"]  # fmt: skip
 TEXT_DIM = 256
+NUM_LAYERS = 2
+"""Of the text encoder's language part."""
 PIPELINES = {"qwen-image": QwenImagePipeline, "qwen-image-edit": QwenImageEditPipeline,
              "qwen-image-edit-plus": QwenImageEditPlusPipeline}  # fmt: skip
 # What scheduler/scheduler_config.json of Qwen/Qwen-Image says.
@@ -69,7 +71,7 @@ def make_text_encoder(tokenizer: Tokenizer) -> Qwen2_5_VLForConditionalGeneratio
     config = Qwen2_5_VLConfig(
         text_config={
             "vocab_size": tokenizer.get_vocab_size(), "hidden_size": TEXT_DIM, "intermediate_size": 64,
-            "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "rms_norm_eps": 1e-6,
+            "num_hidden_layers": NUM_LAYERS, "num_attention_heads": 2, "num_key_value_heads": 1, "rms_norm_eps": 1e-6,
             "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}, "rope_theta": 1e6,
         },
         vision_config={

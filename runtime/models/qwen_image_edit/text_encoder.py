@@ -18,6 +18,7 @@ from wangen.generator.layouts import HEAD_DIM
 from wangen.generator.tokenizer_file import tokenizer_of
 from wangen.profiles import Model, Prompt
 from wangen.runtime.models.qwen_image_edit.pictures import MERGE, TIME_PATCH, patches, seen_by_encoder
+from wangen.runtime.models.qwen_image_edit.streamed import StreamedTextEncoder
 from wangen.runtime.weights.filling import Checkpoint, build, fill, open_checkpoint
 
 if TYPE_CHECKING:
@@ -46,13 +47,26 @@ def load_text_encoder(
     Raises:
         WangenError: another kind of file, missing, surplus or misshapen tensors.
     """
-    checkpoint = open_checkpoint(path, expect(path, "qwen2.5-vl", "--t5"), _module_names)
-    config = _config(checkpoint)
-    model = build(path, lambda: Qwen2_5_VLModel(config))
+    checkpoint, model = _open(path)
     linears = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
     small = [name for name in linears if name.startswith("language_model.")] if fp8 else ()
     fill(model, checkpoint, dtype, device, make_fp8=small)
     return model
+
+
+def load_streamed_text_encoder(
+    path: Path, *, dtype: torch.dtype, device: torch.device | str = "cpu", fp8: bool = False
+) -> StreamedTextEncoder:
+    """The same with the language layers left in the file until their turn comes; as `load_text_encoder`."""
+    checkpoint, model = _open(path)
+    return StreamedTextEncoder(model, checkpoint, dtype=dtype, device=device, fp8=fp8)
+
+
+def _open(path: Path) -> tuple[Checkpoint, Qwen2_5_VLModel]:
+    """A file's tensors by the names of the module that its sizes imply, and that module on the meta device."""
+    checkpoint = open_checkpoint(path, expect(path, "qwen2.5-vl", "--t5"), _module_names)
+    config = _config(checkpoint)
+    return checkpoint, build(path, lambda: Qwen2_5_VLModel(config))
 
 
 def _module_names(names: Iterable[str]) -> Mapping[str, str]:
@@ -125,15 +139,18 @@ class PictureTextEncoder:
     """Prompts, with control images where the template shows them -> embeddings, one after the other.
 
     Args:
-        text_encoder: from `load_text_encoder`.
+        text_encoder: from `load_text_encoder` or `load_streamed_text_encoder`.
         tokenizer: from `load_tokenizer`.
         prompt: the template, and what is cut from the answer.
     """
 
-    def __init__(self, text_encoder: Qwen2_5_VLModel, tokenizer: Tokenizer, prompt: Prompt) -> None:
+    def __init__(
+        self, text_encoder: Qwen2_5_VLModel | StreamedTextEncoder, tokenizer: Tokenizer, prompt: Prompt
+    ) -> None:
         self._text_encoder, self._tokenizer, self._prompt = text_encoder, tokenizer, prompt
+        self._model = text_encoder.model if isinstance(text_encoder, StreamedTextEncoder) else text_encoder
         self._pad: int = tokenizer.encode(PAD).ids[0]
-        text_encoder.config.image_token_id = self._pad
+        self._model.config.image_token_id = self._pad
 
     @torch.no_grad()
     def encode(
@@ -147,18 +164,33 @@ class PictureTextEncoder:
 
         Args:
             prompts: the texts, as they are.
-            on_block: told how many of them are done.
+            on_block: told how many of them are done, or, where the encoder is streamed, of its layers.
             pictures: for each prompt its control images in RGB, of any size.
+
+        Raises:
+            WangenError: the weights of a streamed encoder cannot be read.
         """
         given = pictures or [()] * len(prompts)
+        inputs = (
+            self._inputs(prompt, seen if self._prompt.picture else ())
+            for prompt, seen in zip(prompts, given, strict=True)
+        )
+        if isinstance(self._text_encoder, StreamedTextEncoder):
+            states = self._text_encoder.hidden_states(inputs, on_block)
+            return [self._embedding(hidden) for hidden in states]
         embeddings = []
-        for number, (prompt, seen) in enumerate(zip(prompts, given, strict=True), 1):
-            embeddings.append(self._encode(prompt, seen if self._prompt.picture else ()).cpu())
+        for number, one in enumerate(inputs, 1):
+            embeddings.append(self._embedding(self._text_encoder(**one).last_hidden_state))
             on_block(number, len(prompts))
         return embeddings
 
-    def _encode(self, prompt: str, pictures: "Sequence[Image]") -> torch.Tensor:
-        device = self._text_encoder.device
+    def _embedding(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(1, L, dim) -> (L, dim) on the CPU, without what the template puts before a prompt."""
+        return hidden[0, self._prompt.num_dropped :].cpu()
+
+    def _inputs(self, prompt: str, pictures: "Sequence[Image]") -> dict[str, Any]:
+        """What the model is called with."""
+        device = self._model.device
         ready = [patches(seen_by_encoder(picture, self._prompt.picture_size)) for picture in pictures]
         grids = [grid for _, grid in ready]
         text = self._prompt.template.replace("{}", self._marks(grids) + prompt, 1)
@@ -166,13 +198,10 @@ class PictureTextEncoder:
         ids = torch.tensor([self._tokenizer.encode(text).ids[:end]], device=device)
         seen: dict[str, Any] = {}
         if ready:
-            values = torch.cat([value for value, _ in ready]).to(device, self._text_encoder.dtype)
+            values = torch.cat([value for value, _ in ready]).to(device, self._model.dtype)
             seen = {"pixel_values": values, "image_grid_thw": torch.tensor([(1, *grid) for grid in grids]).to(device)}
-        hidden = self._text_encoder(
-            input_ids=ids, position_ids=positions(ids[0].eq(self._pad), grids)[:, None], use_cache=False, **seen
-        ).last_hidden_state
-        result: torch.Tensor = hidden[0, self._prompt.num_dropped :]
-        return result
+        places = positions(ids[0].eq(self._pad), grids)[:, None]
+        return {"input_ids": ids, "position_ids": places, "use_cache": False, **seen}
 
     def _marks(self, grids: Sequence[tuple[int, int]]) -> str:
         """What stands for the pictures in the text, with a token for each merged patch."""
@@ -220,12 +249,12 @@ def load_prompt_encoder(
     plain: bool,
     model: Model,
 ) -> PictureTextEncoder:
-    """What captions and control images are encoded with; there is only the library's module.
+    """What captions and control images are encoded with: `plain` loads the encoder whole, else its layers are streamed.
 
     Raises:
         WangenError: the file is no Qwen2.5-VL, or there is no tokenizer.
     """
-    del plain
     assert model.prompt is not None, "the profiles of this family have a template"
-    text_encoder = load_text_encoder(path, dtype=dtype, device=device, fp8=fp8)
+    load = load_text_encoder if plain else load_streamed_text_encoder
+    text_encoder = load(path, dtype=dtype, device=device, fp8=fp8)
     return PictureTextEncoder(text_encoder, load_tokenizer(tokenizer_of(path, tokenizer, model)), model.prompt)

@@ -1,0 +1,68 @@
+"""Whether what a caching step is about to write fits on the disk: said before an encoder is loaded, not hours later.
+
+Needs no torch.
+"""
+
+import shutil
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from wangen.generator.check import MERGED_PATCH_PX
+from wangen.generator.errors import WangenError, bytes_text, many
+from wangen.profiles import Model
+from wangen.runtime.cache import Encoder, Kind
+from wangen.runtime.needs import TEXT_KINDS, Need
+
+ASKED_FROM_BYTES = 64 * 2**20
+"""Less is encoded so soon that a disk is found full as quickly by writing; what was encoded stays."""
+CLIP_NUMBERS = 257 * 1280
+UMT5_WIDTH, QWEN_WIDTH = 4096, 3584
+UMT5_MAX_ROWS = 512
+
+
+def require_room(needs: Iterable[Need], encoders: Mapping[Kind, Encoder], model: Model) -> None:
+    """Refuse a disk that cannot hold the entries that are not there yet.
+
+    Args:
+        needs: what will be encoded; an entry that is valid is replaced, and takes no further room.
+        encoders: of every kind among them.
+        model: that the cache is for.
+
+    Raises:
+        WangenError: the need and what is free.
+    """
+    added = [need for need in needs if need.verdict.state != "valid"]
+    in_folder: Counter[Path] = Counter()
+    for need in added:
+        in_folder[need.folder.path] += _num_bytes(need, encoders[need.recipe.kind], model)
+    on_disk: dict[int, list[Path]] = {}
+    for folder in in_folder:
+        on_disk.setdefault(folder.stat().st_dev, []).append(folder)
+    for folders in on_disk.values():
+        num_bytes = sum(in_folder[folder] for folder in folders)
+        free = shutil.disk_usage(folders[0]).free
+        if num_bytes >= ASKED_FROM_BYTES and num_bytes > free:
+            raise WangenError(
+                f"{many(len(added), 'entry', 'entries')} need about {bytes_text(num_bytes)}, "
+                f"{bytes_text(free)} are free",
+                where=str(folders[0]),
+                cure="free space, or give the dataset a cache_directory on another disk",
+            )
+
+
+def _num_bytes(need: Need, encoder: Encoder, model: Model) -> int:
+    """What an entry holds, rather less than more: of a text a row for each word, and for each patch of a picture."""
+    content, kind = need.recipe.content, need.recipe.kind
+    each = 4 if encoder.dtype == "float32" else 2
+    if kind in TEXT_KINDS:
+        words = max(1, len(str(content["caption"]).split()))
+        if model.prompt is None:
+            return min(words, UMT5_MAX_ROWS) * UMT5_WIDTH * each
+        shown = model.prompt.picture_size[0] * model.prompt.picture_size[1] // MERGED_PATCH_PX**2
+        return (words + shown * len(content.get("controls", ()))) * QWEN_WIDTH * each
+    if kind == "clip":
+        return CLIP_NUMBERS * each
+    num_frames = (content["frames"] - 1) // model.temporal_stride + 1
+    cells = num_frames * (content["width"] // model.spatial_stride) * (content["height"] // model.spatial_stride)
+    return int(cells if kind == "mask" else cells * model.latent_channels * each)
