@@ -274,6 +274,12 @@ def test_a_damaged_layer_is_refused_before_anything_is_streamed(tiny_qwen: TinyQ
         prompt_encoder(path, plain=False)
 
 
+def test_a_prompt_with_the_token_of_pictures_is_refused(tiny_qwen: TinyQwen):
+    encoder = prompt_encoder(tiny_qwen.single["t5"], plain=True)
+    with pytest.raises(WangenError, match="stands for a part of a control image"):
+        encoder.encode(["a house <|image_pad|>"], pictures=[[picture((64, 64))]])
+
+
 def test_long_prompts_are_cut_where_the_pipeline_cuts_them(tiny_qwen: TinyQwen):
     pipeline, model = pipeline_of("qwen-image", tiny_qwen), profiles.model("qwen-image")
     encoder = QWEN.load_prompt_encoder(

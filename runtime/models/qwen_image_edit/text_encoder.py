@@ -168,7 +168,8 @@ class PictureTextEncoder:
             pictures: for each prompt its control images in RGB, of any size.
 
         Raises:
-            WangenError: the weights of a streamed encoder cannot be read.
+            WangenError: a prompt has the token that stands for pictures, or the weights of a streamed encoder cannot
+                be read.
         """
         given = pictures or [()] * len(prompts)
         inputs = (
@@ -189,7 +190,14 @@ class PictureTextEncoder:
         return hidden[0, self._prompt.num_dropped :].cpu()
 
     def _inputs(self, prompt: str, pictures: "Sequence[Image]") -> dict[str, Any]:
-        """What the model is called with."""
+        """What the model is called with.
+
+        Raises:
+            WangenError: the prompt has the token that stands for pictures.
+        """
+        if PAD in prompt:
+            raise WangenError(f"a prompt has {PAD}, which stands for a part of a control image",
+                              where=prompt[:80], cure="take it out of the caption")  # fmt: skip
         device = self._model.device
         ready = [patches(seen_by_encoder(picture, self._prompt.picture_size)) for picture in pictures]
         grids = [grid for _, grid in ready]
