@@ -50,6 +50,22 @@ def test_two_runs_give_the_same_bytes(videos, whole, tmp_path):
     assert not [name for name in whole if name.endswith((".tmp", "lock"))]
 
 
+def test_footage_that_is_gone_is_no_fault_of_a_finished_run_and_of_no_other(videos, tmp_path, caplog):
+    caplog.set_level(logging.WARNING, logger="wangen")
+    shutil.copytree(videos, tmp_path / "videos")
+    prepare(tmp_path / "videos", tmp_path / "out")
+    before = made(tmp_path / "out")
+    shutil.rmtree(tmp_path / "videos")
+    assert prepare(tmp_path / "videos", tmp_path / "out").ok
+    assert "the footage is not there any more" in caplog.text
+    assert made(tmp_path / "out") == before
+    with pytest.raises(UsageError, match="no such folder of videos"):
+        prepare(tmp_path / "videos", tmp_path / "out", crf=20)
+    (tmp_path / "out" / "train.jsonl").unlink()
+    with pytest.raises(UsageError, match="no such folder of videos"):
+        prepare(tmp_path / "videos", tmp_path / "out")
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 def test_a_run_killed_anywhere_goes_on_to_the_same_bytes(videos, whole, tmp_path):

@@ -14,7 +14,7 @@ from pathlib import Path
 from wangen.generator.dataset import Problem
 from wangen.generator.errors import UsageError, WangenError, many
 from wangen.generator.files import remove, write_text
-from wangen.generator.footage import PAGES, edited_manifests
+from wangen.generator.footage import PAGES, SETTINGS, edited_manifests, text_digest
 from wangen.generator.install import require_library
 from wangen.generator.lock import hold
 from wangen.generator.prepare_steps import Preprocess
@@ -51,6 +51,9 @@ def run(options: Preprocess) -> Report:
     """
     form, place = read_form(options), Place(options.output)
     _refuse_foreign(place)
+    if not options.videos.exists() and _is_done(options, place):
+        log.warning("  the footage is not there any more: %s; what was made of it stays", options.videos)
+        return Report(folder=place.folder, summary="all clips are there, made by an earlier run with the same flags")
     require_library("av")
     find_ffmpeg()
     videos, problems = find_videos(options)
@@ -159,17 +162,36 @@ def _say_changes(options: Preprocess, place: Place) -> None:
     Raises:
         WangenError: the folder cannot be written.
     """
-    names = [option.name for option in options_of(Preprocess) if option.name not in _SILENT]
-    now = {name: None if (value := getattr(options, name)) is None else str(value) for name in names}
-    now["videos"] = str(options.videos.resolve())
+    now = _settings(options)
     try:
         before = json.loads(place.settings.read_bytes())
     except (OSError, ValueError):
         before = now
-    changed = [f"--{name} {before[name]} -> {now[name]}" for name in names if before.get(name, now[name]) != now[name]]
+    changed = [f"--{name} {before[name]} -> {now[name]}" for name in now if before.get(name, now[name]) != now[name]]
     if changed:
         log.info("  changed since the last run: %s; clips that are no longer right are made anew", ", ".join(changed))
-    write_text(place.settings, json.dumps(now, indent=1) + "\n")
+    write_text(place.settings, _text_of(now))
+
+
+def _settings(options: Preprocess) -> dict[str, str | None]:
+    """The flags that decide what is written, as they are remembered."""
+    names = [option.name for option in options_of(Preprocess) if option.name not in _SILENT]
+    now = {name: None if (value := getattr(options, name)) is None else str(value) for name in names}
+    return now | {"videos": str(options.videos.resolve())}
+
+
+def _text_of(settings: dict[str, str | None]) -> str:
+    return json.dumps(settings, indent=1) + "\n"
+
+
+def _is_done(options: Preprocess, place: Place) -> bool:
+    """Whether a run with these flags came to its end, and nobody took its manifests away."""
+    try:
+        written = json.loads(place.written.read_bytes())
+    except (OSError, ValueError):
+        return False
+    same = isinstance(written, dict) and written.get(SETTINGS) == text_digest(_text_of(_settings(options)).encode())
+    return same and all(path.is_file() for path in place.manifests)
 
 
 def _without_copies(known: Sequence[Known]) -> tuple[list[Known], list[tuple[Known, str]]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from wangen.generator.dataset import Problem
 from wangen.generator.files import remove, write_text
-from wangen.generator.footage import edited_manifests, text_digest
+from wangen.generator.footage import SETTINGS, edited_manifests, text_digest
 from wangen.runtime.preprocess.candidates import Window
 from wangen.runtime.preprocess.form import Form, Place
 from wangen.runtime.preprocess.videos import Known
@@ -63,6 +63,7 @@ def write_manifests(outcome: Outcome, form: Form, place: Place) -> None:
         for path in ours:
             remove(path)
     digests = {path.name: text_digest(text.encode()) for path, text in texts.items()}
+    digests[SETTINGS] = text_digest(place.settings.read_bytes())
     write_text(place.written, json.dumps(digests) + "\n")
     for path in ours:
         if not path.is_file():
