@@ -94,6 +94,7 @@ class Video:
         seed: of the noise.
         files: `base` or checkpoint -> file.
         signals: `base` or checkpoint -> signal -> value (freeze, black, flicker, motion, PSNR to the base …).
+        controls: copies of the control images that an edit began with.
     """
 
     activity: str
@@ -101,6 +102,7 @@ class Video:
     seed: int
     files: Mapping[str, str]
     signals: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    controls: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

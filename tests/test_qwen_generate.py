@@ -15,6 +15,7 @@ from wangen.generator.cli import main
 from wangen.generator.errors import UsageError
 from wangen.runtime import train
 from wangen.runtime.denoising import flow_scheduler
+from wangen.runtime.evaluation_file import read_evaluation
 from wangen.runtime.sampling.prompts import defaults_of, make_prompt
 
 PROMPT, NEGATIVE = "make the sky  green", "a blurred picture"
@@ -166,7 +167,16 @@ def test_checkpoints_are_compared_on_held_out_edits(tiny_qwen: TinyQwen, tmp_pat
             "--infer_steps", "2"]  # fmt: skip
     assert main(line) == 0
     report = json.loads((tmp_path / "judged" / "evaluate.report.json").read_text())
-    pictures = sorted((tmp_path / "judged").rglob("*.png"))
+    controls = sorted((tmp_path / "judged").rglob("*-control*.png"))
+    told = [
+        name for video in read_evaluation(tmp_path / "judged" / "evaluation.json").videos for name in video.controls
+    ]
+    assert [tmp_path / "judged" / name for name in told] == controls
+    assert len(controls) == len(CAPTIONS)
+    pictures = sorted(set((tmp_path / "judged").rglob("*.png")) - set(controls))
     assert len(pictures) == 2 * len(CAPTIONS)  # base and LoRA of each, though two edits have one prompt
     assert report["counts"]["videos"] == len([path for path in pictures if "first" not in path.parent.name])
     assert len({np.asarray(Image.open(path)).shape[:2] for path in pictures}) >= 1
+    assert main(["report", "--output_dir", str(tmp_path / "judged")]) == 0
+    page = (tmp_path / "judged" / "report.html").read_text(encoding="utf-8")
+    assert page.count("<figcaption>control image 1</figcaption>") == len(CAPTIONS)

@@ -13,6 +13,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
+import torch
+
 from wangen.generator.files import write_text
 from wangen.generator.steps import Generate
 from wangen.runtime.cache import digest
@@ -23,7 +26,7 @@ from wangen.runtime.evaluation.signals import psnr, signals, ssim
 from wangen.runtime.evaluation.tables import Candidate, name_of
 from wangen.runtime.evaluation_file import BASE, Memorisation, Video
 from wangen.runtime.loader import CachedSample
-from wangen.runtime.media import target_frames
+from wangen.runtime.media import open_image, target_frames
 from wangen.runtime.progress import progress
 from wangen.runtime.sampling.output import KEY, read_frames, write_media
 from wangen.runtime.sampling.prompts import SamplePrompt
@@ -223,9 +226,27 @@ def describe(
                 found[name]["psnr_to_base"] = min(psnr(base_frames, frames), MOST_DB)
                 found[name]["ssim_to_base"] = ssim(base_frames, frames)
         files = {job.name: job.path.relative_to(folder).as_posix() for job in (base, *others)}
-        videos.append(Video(base.activity, base.prompt.prompt, base.prompt.seed, files, found))
+        controls = tuple(path.relative_to(folder).as_posix() for path in _shown_controls(base))
+        videos.append(Video(base.activity, base.prompt.prompt, base.prompt.seed, files, found, controls))
         copies += _copies(base, others, folder, training)
     return tuple(videos), tuple(copies)
+
+
+def _shown_controls(base: Job) -> list[Path]:
+    """Copies of the control images beside the pictures made of them, no larger than these, for the page.
+
+    Raises:
+        WangenError: a control image cannot be decoded, or the disk refused.
+    """
+    copies = []
+    for number, control in enumerate(base.prompt.controls, 1):
+        picture = open_image(control)
+        picture.thumbnail((base.prompt.width, base.prompt.height))
+        pixels = torch.from_numpy(np.array(picture)).permute(2, 0, 1)[:, None] / 127.5 - 1
+        path = base.path.with_name(f"{base.number:03d}-seed{base.prompt.seed}-control{number}.png")
+        write_media(path, pixels, 1, {"wangen.control": control.name})
+        copies.append(path)
+    return copies
 
 
 def _copies(base: Job, others: Sequence[Job], folder: Path, training: TrainingLatents | None) -> list[Memorisation]:

@@ -105,8 +105,9 @@ def media_of_run(run: RunFiles) -> list[Path]:
     order: dict[Path, None] = {}
     for name in (evaluation.best, "base") if evaluation else ():
         for video in evaluation.videos if evaluation else ():
-            if path := run.inside(video.files.get(name, "")):
-                order[path] = None
+            for file in (*video.controls, video.files.get(name, "")):
+                if path := run.inside(file):
+                    order[path] = None
     for sample in sorted(run.samples, key=lambda sample: (-sample.step, sample.number)):
         order[sample.file] = None
     for video in evaluation.videos if evaluation else ():

@@ -162,7 +162,8 @@ def _evaluation(run: RunFiles, media: Media) -> Iterator[Block]:
         return
     yield from _tables("ranking", [ranking_table(found)], "")
     for number, video in enumerate(found.videos, start=1):
-        paths = {name: run.inside(file) for name, file in video.files.items()}
+        controls = {f"control image {place}": file for place, file in enumerate(video.controls, 1)}
+        paths = {name: run.inside(file) for name, file in {**controls, **video.files}.items()}
         shown = [(name, path, url) for name, path in paths.items() if path and (url := media.url(path))]
         signals = list(dict.fromkeys(signal for values in video.signals.values() for signal in values))
         yield _block(f"video-{number}", "videos", video=video, shown=shown, signals=signals, best=found.best)
