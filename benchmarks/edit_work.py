@@ -8,6 +8,7 @@ Letters: N tokens of target and control image, S of text and of the picture in i
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from random_qwen import Sizes, text_encoder, transformer, vae
@@ -88,21 +89,21 @@ def vae_flops(sizes: Sizes, side: int) -> float:
     """
     with torch.device("meta"):
         model = vae(sizes).eval()
-    for module in model.encoder.modules():
-        if isinstance(module, nn.Conv3d):
-            module.weight = nn.Parameter(module.weight[:, :, -1:])
-            module._padding = (*module._padding[:4], 0, 0)  # type: ignore[attr-defined]
+    convolutions: list[Any] = [module for module in model.encoder.modules() if isinstance(module, nn.Conv3d)]
+    for convolution in convolutions:
+        convolution.weight = nn.Parameter(convolution.weight[:, :, -1:])
+        convolution._padding = (*convolution._padding[:4], 0, 0)
     return counted(lambda: model.encode(torch.empty(1, 3, 1, side, side, device="meta")))
 
 
-def language_flops(model: nn.Module, tokens: int) -> float:
+def language_flops(model: Any, tokens: int) -> float:
     """Of a prompt of so many tokens; attention is counted whole, although half of it is masked."""
     states = torch.empty(1, tokens, model.config.hidden_size, device="meta")
     positions = torch.empty(3, 1, tokens, dtype=torch.long, device="meta")
     return counted(lambda: model(inputs_embeds=states, position_ids=positions, use_cache=False))
 
 
-def vision_flops(model: nn.Module, rows: int, columns: int) -> float:
+def vision_flops(model: Any, rows: int, columns: int) -> float:
     """Of a picture of so many patches.
 
     The library's forward makes positions of numbers that the meta device does not have, so its parts are called: the
