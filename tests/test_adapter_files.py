@@ -27,7 +27,7 @@ from wangen.runtime.training.adapter import add_adapter, merge_base_weights
 from wangen.runtime.training.adapter_files import as_adapter, save
 from wangen.runtime.training.adapter_refusals import require_adapter
 from wangen.runtime.training.metadata import metadata
-from wangen.runtime.weights.transformer import load_transformer, transformer_names
+from wangen.runtime.weights.transformer import load_transformer, saved_tensors, transformer_names
 
 LAYOUTS = ("comfyui", "kohya", "diffusers")
 STEMS = {
@@ -326,7 +326,8 @@ def test_full_fine_tuning_trains_every_weight_and_saves_them_under_the_official_
         for parameter in parameters.values():
             parameter += 0.01
     options = options_of(tmp_path, train_mode="full", save_precision=precision)
-    (path,) = full.save(tmp_path / "a.safetensors", parameters, options, metadata(options, step=1, fingerprint={}))
+    tensors = saved_tensors(parameters, DITS[name])
+    (path,) = full.save(tmp_path / "a.safetensors", tensors, options, metadata(options, step=1, fingerprint={}))
     found, original = load_file(path), load_file(DITS[name])
     assert {key: value.shape for key, value in found.items()} == {key: value.shape for key, value in original.items()}
     for old, new in transformer_names(original).items():
@@ -336,9 +337,9 @@ def test_full_fine_tuning_trains_every_weight_and_saves_them_under_the_official_
         case = name.removeprefix("dit_")
         assert max_abs(output(reloaded, case, 0), output(transformer, case, 0)) < 2e-5
     before = path.stat().st_mtime_ns
-    full.save(path, parameters, options, metadata(options, step=1, fingerprint={}))
+    full.save(path, tensors, options, metadata(options, step=1, fingerprint={}))
     assert path.stat().st_mtime_ns == before
-    full.save(path, parameters, options, metadata(options, step=2, fingerprint={}))
+    full.save(path, tensors, options, metadata(options, step=2, fingerprint={}))
     assert path.stat().st_mtime_ns != before
 
 
