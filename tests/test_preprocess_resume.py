@@ -82,6 +82,7 @@ def test_a_run_killed_anywhere_goes_on_to_the_same_bytes(videos, whole, tmp_path
         assert made(output) == whole, met[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 def test_another_share_to_validate_with_never_leaves_a_mixed_pair(videos, tmp_path):
     def pair(output: Path) -> tuple[bytes, bytes] | None:

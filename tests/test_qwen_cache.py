@@ -236,6 +236,7 @@ def test_clips_are_refused(tiny_qwen: TinyQwen, tmp_path: Path):
         read_samples(made.check, profiles.model("qwen-image"))
 
 
+@pytest.mark.slow
 def test_both_steps_at_once_leave_what_one_after_the_other_leaves(tiny_qwen: TinyQwen, tmp_path: Path):
     """Two real processes on one cache folder, in which one edit has gone and another has a new prompt meanwhile."""
     kept: list[dict[str, bytes]] = []

@@ -224,6 +224,7 @@ def test_a_lora_merged_into_the_checkpoint_is_the_lora_beside_it(edits, tmp_path
         assert torch.allclose(*outputs, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_training_lowers_the_loss_of_one_edit(edits, tmp_path):
     made = edits["qwen-image-edit"]
     options = made.train(tmp_path, max_train_steps=40, learning_rate=5e-3, network_dim=8, network_alpha=8.0)
@@ -303,6 +304,7 @@ def test_cached_realtime_and_mixed_training_have_the_same_losses_and_end_with_th
     assert not list(made.folder.rglob("*.safetensors"))
 
 
+@pytest.mark.slow
 def test_a_run_that_began_on_the_cache_goes_on_without_it(edits, tmp_path):
     made = edits["qwen-image-edit"]
     run(made, tmp_path / "whole")
