@@ -25,9 +25,6 @@ from wangen.generator.tokenizer_file import tokenizer_of
 from wangen.generator.tomls import DatasetEntry, read_dataset
 from wangen.profiles import Weights
 
-MERGED_PATCH_PX = 28
-"""Side of what a vision-language model makes one row of its embedding of, in pixels."""
-
 log = logging.getLogger("wangen")
 
 
@@ -282,6 +279,5 @@ def _cache_bytes(survey: _Survey, model: profiles.Model) -> int:
     latents = num_px // model.spatial_stride**2 * model.latent_channels * 4
     rows = 512 * survey.num_items
     if model.prompt:
-        seen = model.prompt.picture_size[0] * model.prompt.picture_size[1] // MERGED_PATCH_PX**2
-        rows = 2 * (rows // 4 + seen * survey.num_shown)
+        rows = 2 * (rows // 4 + model.prompt.picture_tokens * survey.num_shown)
     return latents + rows * 4096 * 2

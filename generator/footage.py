@@ -125,16 +125,20 @@ def video_of(clip: str) -> str | None:
 
 def edited_manifests(folder: Path) -> list[Path]:
     """The manifests in the folder of the clips that somebody changed since the step wrote them."""
-    try:
-        written = json.loads((folder / RECORDS / WRITTEN).read_bytes())
-    except (OSError, ValueError):
-        written = None
-    if not isinstance(written, dict):
-        return []
-    found = (folder / name for name in (MANIFEST, VAL_MANIFEST))
+    written = written_digests(folder)
+    found = (folder / name for name in (MANIFEST, VAL_MANIFEST) if written)
     return [path for path in found if path.is_file() and text_digest(path.read_bytes()) != written.get(path.name)]
 
 
+def written_digests(folder: Path) -> dict[str, str]:
+    """What the manifests and the flags of the last run are known by, by their files' names; empty before one ends."""
+    try:
+        written = json.loads((folder / RECORDS / WRITTEN).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return written if isinstance(written, dict) else {}
+
+
 def text_digest(data: bytes) -> str:
-    """What a manifest is known by."""
+    """What a manifest, or the flags of a run, are known by."""
     return hashlib.sha256(data).hexdigest()

@@ -79,12 +79,16 @@ def unsuited(item: Item, model: Model) -> tuple[str, str] | None:
     if model.num_frames == 1 and "video" in map(media_of, (item.path, *item.companions)):
         return f"is or has a clip, and {model.name} makes pictures", "take it out"
     if model.condition == "controls" and not 1 <= len(item.controls) <= most:
-        wanted = "one control image" if most == 1 else f"one to {most} control images"
-        found = f"has {many(len(item.controls), 'control image')}, and {model.name} takes {wanted}"
+        found = f"has {many(len(item.controls), 'control image')}, and {model.name} takes {wanted_controls(model)}"
         if item.controls:
             return found, "take the others away" + (", or use --task qwen-image-edit-plus" if most == 1 else "")
         return found, "set control_directory in the dataset's TOML, and put them there"
     return None
+
+
+def wanted_controls(model: Model) -> str:
+    """How many control images a model that edits takes, in words."""
+    return "one control image" if model.max_controls == 1 else f"one to {model.max_controls} control images"
 
 
 def _say_foreign(entry: DatasetEntry) -> None:

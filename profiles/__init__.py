@@ -159,6 +159,10 @@ class Preset:
     network_dim: int = 32
 
 
+MERGED_PATCH_PX = 28
+"""Side of what a vision-language model makes one token of, in pixels."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
     """The text that a language model is given as text encoder, and what of its answer is the embedding.
@@ -176,6 +180,11 @@ class Prompt:
     picture: str = ""
     picture_size: tuple[int, int] = (0, 0)
     max_tokens: int = 0
+
+    @property
+    def picture_tokens(self) -> int:
+        """About how many tokens, each a row of the embedding, a control image becomes."""
+        return self.picture_size[0] * self.picture_size[1] // MERGED_PATCH_PX**2
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from wangen.generator.check import MERGED_PATCH_PX
 from wangen.generator.errors import WangenError, bytes_text, many
 from wangen.profiles import Model
 from wangen.runtime.cache import Encoder, Kind
@@ -59,8 +58,8 @@ def _num_bytes(need: Need, encoder: Encoder, model: Model) -> int:
         words = max(1, len(str(content["caption"]).split()))
         if model.prompt is None:
             return min(words, UMT5_MAX_ROWS) * UMT5_WIDTH * each
-        shown = model.prompt.picture_size[0] * model.prompt.picture_size[1] // MERGED_PATCH_PX**2
-        return (words + shown * len(content.get("controls", ()))) * QWEN_WIDTH * each
+        shown = model.prompt.picture_tokens * len(content.get("controls", ()))
+        return (words + shown) * QWEN_WIDTH * each
     if kind == "clip":
         return CLIP_NUMBERS * each
     num_frames = (content["frames"] - 1) // model.temporal_stride + 1

@@ -2,6 +2,8 @@
 
 import io
 import os
+import subprocess
+import sys
 import zlib
 from collections.abc import Mapping
 from fractions import Fraction
@@ -26,6 +28,14 @@ def write_tree(folder: Path, tree: Mapping[str, bytes | str]) -> Path:
 def read_tree(folder: Path) -> dict[str, bytes]:
     """Every file below a folder: relative name with forward slashes -> bytes."""
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def run_script(bundle: Path, name: str) -> str:
+    """Run a bundle's .sh script with this interpreter, on the CPU, to its end; what it has logged."""
+    environment = os.environ | {"WANGEN_PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(["bash", name], cwd=bundle, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stderr
 
 
 def require_rights(folder: Path) -> None:

@@ -3,11 +3,10 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from helpers import run_script
 
 from wangen.generator.cli import main
 from wangen.generator.prepare_steps import Preprocess
@@ -60,24 +59,16 @@ def test_from_raw_video_to_a_judged_lora(tmp_path):
     assert main(["publish", "bunny", "--workspace", str(tmp_path), "--source", str(clips / "train.jsonl")]) == 0
     bundle = tmp_path / "published" / "linux"
     write_tiny_wan(bundle / "models", ["a rabbit in a meadow"])
-    environment = os.environ | {"WANGEN_PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    ran = subprocess.run(
-        ["bash", "train_bunny.sh"], cwd=bundle, env=environment, capture_output=True, text=True, check=False
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
+    said = run_script(bundle, "train_bunny.sh")
     outputs = bundle / "outputs" / "bunny"
     judged = read_evaluation(outputs / "evaluation.json")
     assert {one.name for one in judged.checkpoints} == {"bunny-000001", "bunny-000002", "bunny"}
     assert judged.winner.mean_loss < judged.mean_base
     assert judged.num_items == 2
     page = outputs / "report.html"
-    assert str(page.name) in ran.stderr
+    assert str(page.name) in said
     text = page.read_text(encoding="utf-8")
     assert judged.best in text
     assert "a rabbit in a meadow" in text
     assert text.count("data:video/mp4;base64,") >= 2
-    again = subprocess.run(
-        ["bash", "train_bunny.sh"], cwd=bundle, env=environment, capture_output=True, text=True, check=False
-    )
-    assert again.returncode == 0, again.stderr
-    assert "already trained" in again.stderr
+    assert "already trained" in run_script(bundle, "train_bunny.sh")

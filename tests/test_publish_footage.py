@@ -4,14 +4,13 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
 import imageio_ffmpeg
 import pytest
 import tomlkit
-from helpers import read_tree
+from helpers import read_tree, run_script
 
 from wangen.generator import scripts, workspace
 from wangen.generator.cli import main
@@ -202,14 +201,7 @@ def test_one_script_goes_from_two_films_to_a_page_and_holds_one_film_out(place):
     bundle = place / "published" / "linux"
     write_tiny_wan(bundle / "models", ["a rabbit in a meadow"])
 
-    def run() -> str:
-        environment = os.environ | {"WANGEN_PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-        done = subprocess.run(["bash", "train_walks.sh"], cwd=bundle, env=environment, capture_output=True, text=True,
-                              check=False)  # fmt: skip
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stderr
-
-    said = run()
+    said = run_script(bundle, "train_walks.sh")
     clips = [json.loads(line)["file"] for line in
              (bundle / "files/datasets/walks/clips/train.jsonl").read_text(encoding="utf-8").splitlines()]  # fmt: skip
     films = Counter(video_of(Path(clip).name) for clip in clips)
@@ -222,7 +214,7 @@ def test_one_script_goes_from_two_films_to_a_page_and_holds_one_film_out(place):
     assert judged.num_items == 2
     assert judged.winner.ci_low is None, "clips of one film are no two witnesses"
     assert "a rabbit in a meadow" in (outputs / "report.html").read_text(encoding="utf-8")
-    again = run()
+    again = run_script(bundle, "train_walks.sh")
     assert "already trained" in again
     assert "0 clips cut" in again
     assert main(["clean", "walks", "--bundle", "--caches", "--checkpoints", "--outputs"]) == 0

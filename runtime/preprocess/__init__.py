@@ -14,7 +14,7 @@ from pathlib import Path
 from wangen.generator.dataset import Problem
 from wangen.generator.errors import UsageError, WangenError, many
 from wangen.generator.files import remove, write_text
-from wangen.generator.footage import PAGES, SETTINGS, edited_manifests, text_digest
+from wangen.generator.footage import PAGES, SETTINGS, edited_manifests, text_digest, written_digests
 from wangen.generator.install import require_library
 from wangen.generator.lock import hold
 from wangen.generator.prepare_steps import Preprocess
@@ -186,12 +186,8 @@ def _text_of(settings: dict[str, str | None]) -> str:
 
 def _is_done(options: Preprocess, place: Place) -> bool:
     """Whether a run with these flags came to its end, and nobody took its manifests away."""
-    try:
-        written = json.loads(place.written.read_bytes())
-    except (OSError, ValueError):
-        return False
-    same = isinstance(written, dict) and written.get(SETTINGS) == text_digest(_text_of(_settings(options)).encode())
-    return same and all(path.is_file() for path in place.manifests)
+    known = written_digests(place.folder).get(SETTINGS)
+    return known == text_digest(_text_of(_settings(options)).encode()) and all(map(Path.is_file, place.manifests))
 
 
 def _without_copies(known: Sequence[Known]) -> tuple[list[Known], list[tuple[Known, str]]]:

@@ -19,6 +19,7 @@ from wangen.generator.dataset import read_facts
 from wangen.generator.errors import UsageError, printable
 from wangen.generator.generate_step import DEFAULTS
 from wangen.generator.geometry import area_size
+from wangen.generator.items import wanted_controls
 from wangen.profiles import Model
 
 log = logging.getLogger("wangen")
@@ -360,8 +361,7 @@ def _controls(
         raise UsageError("control images belong to other models (--ci, --control_image_path)", where=where,
                          cure="leave them out, or give --task qwen-image-edit-plus")  # fmt: skip
     if most and not 1 <= len(paths) <= most:
-        wanted = "one control image" if most == 1 else f"one to {most} control images"
-        raise UsageError(f"{model.name} takes {wanted}, and {len(paths)} are given", where=where,
+        raise UsageError(f"{model.name} takes {wanted_controls(model)}, and {len(paths)} are given", where=where,
                          cure="give a picture: --control_image_path, or --ci behind a prompt in a file")  # fmt: skip
     return tuple(_picture(path, where, folder) for path in paths)
 
