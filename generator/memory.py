@@ -105,8 +105,8 @@ def memory_plan(model: Model, settings: MemorySettings, *, tokens: int) -> Memor
 
     The sum is: weights that stay + ring + adapter and optimizer + what the forward pass keeps + the live set of one
     block + 1.5 GiB. A block that is not recomputed keeps k N d + 2 N f numbers (k: `WeightCounts.kept_tensors`); while
-    its gradient is computed there are 2 N f more; a recomputed one keeps its input, N d, and with selective checkpointing the output of
-    self-attention, N d and one number per token and head.
+    its gradient is computed there are 2 N f more; a recomputed one keeps its input, N d, and with selective
+    checkpointing the output of self-attention, N d and one number per token and head.
 
     Of two experts one is on the device, with the adapters of both; the host has all weights of both.
 

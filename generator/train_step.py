@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from wangen.generator.launch import launch
 from wangen.generator.step_parts import (
     CLIP,
     DEFAULT_EPOCHS,
@@ -322,6 +323,15 @@ class Train(DatasetStep):
     resume: Path | None = flag("start from this training state instead of the newest", None)
     fresh: bool = flag("start again from step 0 and overwrite the earlier run", False)
     resume_changed: bool = flag("resume although settings that change the result differ", False)
+
+    @property
+    def leads(self) -> bool:
+        """Whether it is the first of the processes that torchrun started; alone it is.
+
+        Raises:
+            UsageError: the processes would not train together.
+        """
+        return launch().rank == 0
 
     def _smoke_changes(self) -> dict[str, Any]:
         """So that a try takes every line that the whole job takes, whose parts may be longer than the try."""

@@ -188,8 +188,12 @@ class Block:
     def _attend(self, texts: Sequence[Tensor], pictures: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Queries, keys and values of both streams -> what each item's tokens found among all of its own."""
         parts = self._tokens.parts()
-        text_parts = zip(*(one.split_with_sizes([items * length for items, length, _ in parts]) for one in texts), strict=True)
-        picture_parts = zip(*(one.split_with_sizes([items * size for items, _, size in parts]) for one in pictures), strict=True)
+        text_parts = zip(
+            *(one.split_with_sizes([items * length for items, length, _ in parts]) for one in texts), strict=True
+        )
+        picture_parts = zip(
+            *(one.split_with_sizes([items * size for items, _, size in parts]) for one in pictures), strict=True
+        )
         found = []
         for (items, *lengths), *streams in zip(parts, text_parts, picture_parts, strict=True):
             joint = [
