@@ -53,7 +53,17 @@ def launch(environment: Mapping[str, str] = os.environ, platform: str = sys.plat
     if min(numbers) < 0 or found.rank >= found.count:
         raise UsageError(f"RANK {words[0]}, WORLD_SIZE {words[1]}, LOCAL_RANK {words[2]} are no numbers of processes",
                          cure="unset them, or start with torchrun, which sets them")  # fmt: skip
-    if found.count > 1 and platform == "win32":
+    if found.count > 1:
+        require_together(platform)
+    return found
+
+
+def require_together(platform: str) -> None:
+    """Refuse several processes on native Windows.
+
+    Raises:
+        UsageError: this is it.
+    """
+    if platform == "win32":
         raise UsageError("more than one process on native Windows: PyTorch has no NCCL there",
                          cure="train on one GPU, or in WSL")  # fmt: skip
-    return found

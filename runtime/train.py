@@ -61,6 +61,10 @@ def run(options: Train) -> Report:
         WangenError: flags contradict each other, the cache is incomplete, the weights are of another kind, settings
             changed since the last run, the loss is not finite, memory or the disk is full.
     """
+    if options.starts_processes:
+        from wangen.runtime.training.launcher import train_together
+
+        return train_together(options)
     launched = launch()
     device = choose_device(options.device, launched.local_rank)
     with joined(launched, device) as ranks:

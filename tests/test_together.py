@@ -164,6 +164,52 @@ def test_a_dead_process_ends_the_job_and_the_next_start_goes_on_to_the_same_byte
 
 
 @pytest.mark.slow
+def test_one_command_starts_a_process_for_each_gpu(tiny_run: TinyRun, tmp_path: Path):
+    """Here they are processes on the CPU."""
+    options = tiny_run.options(tmp_path / "own", gpus="2", log_file=tmp_path / "logs" / "tiny.log",
+                               report_dir=tmp_path / "reports", lock=tmp_path / "run.lock")  # fmt: skip
+    done = run(alone(options))
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall("2 processes share", done.stdout + done.stderr)) == 1
+    together = replace(options, output_dir=tmp_path / "torchrun", gpus="1", log_file=None, report_dir=None)
+    assert run(torchrun(together, 2)).returncode == 0
+    found, wanted = ((folder.output_dir / "lora.safetensors").read_bytes() for folder in (options, together))
+    assert found == wanted
+    assert json.loads((tmp_path / "reports" / "train.report.json").read_text())["ok"]
+    assert (tmp_path / "logs" / "tiny.log").read_text().count("2 processes share") == 1
+    assert len(list((tmp_path / "logs" / "tiny").glob("*/attempt_0/*/stderr.log"))) == 2
+    assert not (tmp_path / "run.lock").exists()
+
+
+@pytest.mark.slow
+def test_a_process_that_fails_is_named_with_its_log(tiny_run: TinyRun, tmp_path: Path):
+    options = tiny_run.options(tmp_path, gpus="2", max_train_steps=5000, save_state_every_n_steps=5)
+    launcher = started(alone(options), tmp_path, 10)
+    kill_rank(launcher, 1, signal.SIGKILL)
+    _, told = launcher.communicate(timeout=120)
+    assert launcher.returncode == 1
+    assert "process 1 of 2 was ended by SIGKILL" in told
+    assert re.search(r"where: .*/1/stderr.log", told)
+    launcher = started(alone(options), tmp_path, len(losses(tmp_path)) + 5)
+    os.kill(launcher.pid, signal.SIGINT)
+    _, told = launcher.communicate(timeout=120)
+    assert launcher.returncode == 1
+    assert "Nothing saved is lost" in told or "stopped" in told
+
+
+def test_more_gpus_than_there_are_and_no_numbers_are_refused(tiny_run: TinyRun, tmp_path: Path, monkeypatch, capsys):
+    assert main(tiny_run.options(tmp_path, gpus="64", device=None).argv()) == 2
+    assert "--gpus 64: this machine has" in capsys.readouterr().err
+    assert main(tiny_run.options(tmp_path, gpus="two").argv()) == 2
+    assert "--gpus 'two' is neither a number nor auto" in capsys.readouterr().err
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    assert main(tiny_run.options(tmp_path, gpus="2").argv()) == 2
+    assert "--gpus under torchrun" in capsys.readouterr().err
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+@pytest.mark.slow
 def test_the_launcher_starts_a_broken_job_again_by_itself(tiny_run: TinyRun, tmp_path: Path):
     options = tiny_run.options(tmp_path / "whole", max_train_steps=120, save_state_every_n_steps=10)
     assert run(torchrun(options, 2)).returncode == 0
