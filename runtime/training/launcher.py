@@ -35,7 +35,7 @@ def train_together(options: Train) -> Report:
     logs = DefaultLogsSpecs(str(folder), redirects=Std.ALL, tee={0: Std.ALL}, local_ranks_filter={0})
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=number, run_id=uuid.uuid4().hex[:8], rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0", max_restarts=options.max_restarts, logs_specs=logs, log_line_prefix_template="",
+        rdzv_endpoint="localhost:0", max_restarts=options.max_restarts, logs_specs=logs, log_line_prefix_template=" ",
     )  # fmt: skip
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // number)))
     try:
