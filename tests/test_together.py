@@ -210,6 +210,18 @@ def test_more_gpus_than_there_are_and_no_numbers_are_refused(tiny_run: TinyRun, 
 
 
 @pytest.mark.slow
+def test_a_run_goes_on_with_another_number_of_processes(tiny_run: TinyRun, tmp_path: Path):
+    options = tiny_run.options(tmp_path / "parts", max_train_steps=3)
+    assert run(torchrun(options, 2)).returncode == 0
+    more = replace(options, max_train_steps=6, gradient_accumulation_steps=2)
+    done = run(alone(more))
+    assert done.returncode == 0, done.stderr
+    assert "resuming at 3" in done.stderr
+    assert run(alone(replace(more, output_dir=tmp_path / "whole"))).returncode == 0
+    assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), abs=1e-5)
+
+
+@pytest.mark.slow
 def test_the_launcher_starts_a_broken_job_again_by_itself(tiny_run: TinyRun, tmp_path: Path):
     options = tiny_run.options(tmp_path / "whole", max_train_steps=120, save_state_every_n_steps=10)
     assert run(torchrun(options, 2)).returncode == 0
