@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from wangen.runtime.fast.attention import Kernel
-from wangen.runtime.fast.dit_blocks import Block, Tokens, lay_groups_side_by_side
+from wangen.runtime.fast.dit_blocks import Block, Tokens, linears_of
 from wangen.runtime.fast.dit_checkpoint import BlockSwap, Passage
 from wangen.runtime.fast.dit_compiled import WholeBlocks, step_tensors
-from wangen.runtime.fast.dit_elementwise import FUSED, elementwise_of
+from wangen.runtime.fast.dit_elementwise import FUSED
 from wangen.runtime.fast.dit_linear import Layers, drops
+from wangen.runtime.fast.dit_shared import FastModel, lay_together
 from wangen.runtime.fast.dit_text import require_width, text_rows
 from wangen.runtime.libraries import LoraLinear, WanTransformer3DModel
 from wangen.runtime.models.compute import Compute
@@ -48,16 +49,8 @@ class Times:
     runs: tuple[int, ...]
 
 
-class FastWan:
-    """A velocity model on the weights of a diffusers transformer with peft adapters injected.
-
-    Args:
-        transformer: frozen but for its adapters, or trained as a whole; any Wan 2.1 or 2.2.
-        compute: how. `attention` and `plain` are not looked at: see `kernel`.
-        kernel: of attention.
-        swap: brings the weights of the blocks in `swap.swapped`; those blocks are always recomputed.
-        dtype: what the blocks compute in, where it is not that of the weights: trained ones are masters in float32.
-    """
+class FastWan(FastModel):
+    """A velocity model on the weights of a Wan 2.1 or 2.2, as `FastModel`."""
 
     def __init__(
         self,
@@ -67,20 +60,10 @@ class FastWan:
         swap: BlockSwap | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self._transformer = transformer
-        self._compute = compute
-        self._kernel = kernel.by_item() if compute.split_attention else kernel
-        self._swap = swap
-        self._dtype = dtype
-        self._elementwise = elementwise_of(compute, transformer.device)
+        super().__init__(transformer, compute, kernel, swap, dtype)
         does_compile = compute.compile and self._elementwise is not FUSED
         self._whole = WholeBlocks(compute, self._kernel) if does_compile else None
         self._rotations: dict[tuple[Sizes, torch.device], Tensor] = {}  # what was used last comes last
-
-    @property
-    def attention(self) -> str:
-        """The name of the attention kernel."""
-        return self._kernel.name
 
     def __call__(
         self,
@@ -248,7 +231,7 @@ class FastWan:
             again = passage.recomputes(index, module, has_gradient=hidden.requires_grad or beside)
             stash = passage.stash(again)
             if self._compute.tricks.grouped and not passage.swaps(index):
-                lay_groups_side_by_side(module)
+                lay_together(linears_of(module))
             block = Block(
                 module, layers, conditions, tokens, self._kernel, self._compute.tricks, self._elementwise, stash
             )

@@ -15,7 +15,8 @@ from torch.nn import functional
 
 from wangen.runtime.fast.attention import Kernel, Stash
 from wangen.runtime.fast.dit_elementwise import Elementwise
-from wangen.runtime.fast.dit_linear import Group, Layers, base_of, lay_side_by_side
+from wangen.runtime.fast.dit_linear import Layers
+from wangen.runtime.fast.dit_shared import StepBlock, lay_together
 from wangen.runtime.libraries import WanTransformerBlock
 from wangen.runtime.memory.swap import spread
 from wangen.runtime.models.compute import Tricks
@@ -77,32 +78,24 @@ class Modulation:
     forward_gate: Tensor
 
 
-def _sharing(block: WanTransformerBlock) -> dict[str, list[nn.Module]]:
-    """Linear layers that share an input, by what they are called here."""
+def linears_of(block: WanTransformerBlock) -> dict[str, list[nn.Module]]:
+    """A block's linear layers by what they are called here, those together that share an input."""
     own, other = block.attn1, block.attn2
-    shared = {"own": [own.to_q, own.to_k, own.to_v], "text": [other.to_k, other.to_v]}
-    return shared if other.add_k_proj is None else {**shared, "image": [other.add_k_proj, other.add_v_proj]}
-
-
-def _single(block: WanTransformerBlock) -> dict[str, nn.Module]:
-    """The other linear layers."""
+    image = {} if other.add_k_proj is None else {"image": [other.add_k_proj, other.add_v_proj]}
     return {
-        "own_out": block.attn1.to_out[0],
-        "query": block.attn2.to_q,
-        "other_out": block.attn2.to_out[0],
-        "up": block.ffn.net[0].proj,
-        "down": block.ffn.net[2],
+        "own": [own.to_q, own.to_k, own.to_v],
+        "text": [other.to_k, other.to_v],
+        **image,
+        "own_out": [own.to_out[0]],
+        "query": [other.to_q],
+        "other_out": [other.to_out[0]],
+        "up": [block.ffn.net[0].proj],
+        "down": [block.ffn.net[2]],
     }
 
 
-def lay_groups_side_by_side(block: WanTransformerBlock) -> None:
-    """Let the weights of layers that share an input be parts of one storage, so that they are one product."""
-    for modules in _sharing(block).values():
-        lay_side_by_side([base_of(module) for module in modules])
-
-
 def lay_resident_groups(transformer: nn.Module, num_swapped: int, free_blocks: int = 0) -> None:
-    """Do so in all blocks that stay on the device, as the first step would, before a copy for parking is made.
+    """Lay together what shares an input in all blocks that stay on the device, before a copy for parking is made.
 
     Else they would be moved anew each time that an expert comes back, beside the buffer that they came in.
 
@@ -115,7 +108,7 @@ def lay_resident_groups(transformer: nn.Module, num_swapped: int, free_blocks: i
     swapped = spread(len(blocks) - free_blocks, num_swapped)
     for index, block in enumerate(blocks):
         if index not in swapped:
-            lay_groups_side_by_side(block)
+            lay_together(linears_of(block))
 
 
 def modulation(block: WanTransformerBlock, conditions: Tensor) -> Modulation:
@@ -124,7 +117,7 @@ def modulation(block: WanTransformerBlock, conditions: Tensor) -> Modulation:
     return Modulation(shift, scale + 1, gate, forward_shift, forward_scale + 1, forward_gate)
 
 
-class Block:
+class Block(StepBlock):
     """One block for one step.
 
     Args:
@@ -149,41 +142,14 @@ class Block:
         elementwise: Elementwise,
         stash: Stash | None = None,
     ) -> None:
-        self._block = block
-        self._single = {name: layers.group([module]) for name, module in _single(block).items()}
-        self._sharing: dict[str, list[Group]] = {}
-        for name, modules in _sharing(block).items():
-            parts = [modules] if tricks.grouped else [[module] for module in modules]
-            self._sharing[name] = [layers.group(part) for part in parts]
-        self.beside = Beside(conditions, tokens.text, tokens.images)
-        self._tokens = tokens
-        self._kernel = kernel
-        self._tricks = tricks
-        self._elementwise = elementwise
-        self._stash = stash
-
-    @property
-    def draws(self) -> bool:
-        """Whether it draws random numbers, as adapters that are not low-rank alone, or have dropout, may."""
-        return self._block.training and not all(group.is_plain for groups in self.groups.values() for group in groups)
-
-    @property
-    def groups(self) -> dict[str, list[Group]]:
-        """Its linear layers by name, in groups that share an input."""
-        return {**self._sharing, **{name: [group] for name, group in self._single.items()}}
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """(T, D) -> (T, D). All of the module's tensors are read here, since they may be elsewhere at other times."""
-        return self._run(hidden, self.beside, valued=True)
+        beside = Beside(conditions, tokens.text, tokens.images)
+        super().__init__(block, linears_of(block), beside, layers, kernel, tricks, elementwise, stash)
+        self._block, self._tokens = block, tokens
 
     @property
     def trains_numbers(self) -> bool:
         """Whether its shifts, scales and gates get a gradient."""
-        return self._block.scale_shift_table.requires_grad or self.beside.conditions.requires_grad
-
-    def again(self, hidden: Tensor, beside: Beside) -> Tensor:
-        """The same for its gradients alone, with `beside` in place of its own; what comes out may be anything."""
-        return self._run(hidden, beside, valued=not self._tricks.short_recompute)
+        return bool(self._block.scale_shift_table.requires_grad or self.beside.conditions.requires_grad)
 
     def _run(self, hidden: Tensor, beside: Beside, *, valued: bool) -> Tensor:
         numbers = modulation(self._block, beside.conditions)
@@ -201,21 +167,21 @@ class Block:
         rotations = self._tokens.rotations
         query, key = self._rms(attention.norm_q, query, rotations), self._rms(attention.norm_k, key, rotations)
         attended = self._attend(query, key, value, attention.heads)
-        return self._single["own_out"](attended)[0]
+        return self._linear("own_out", attended)
 
     def _cross_attention(self, hidden: Tensor, beside: Beside) -> Tensor:
         attention, norm = self._block.attn2, self._block.norm2
         by = self._elementwise
         normed = hidden if isinstance(norm, nn.Identity) else by.norm(hidden, norm.weight, norm.bias, norm.eps)
-        query = self._rms(attention.norm_q, self._single["query"](normed)[0], None)
+        query = self._rms(attention.norm_q, self._linear("query", normed), None)
         attended = self._look(query, beside.text, "text", attention.norm_k, self._tokens.text_bias)
         if beside.images is not None:
             attended = attended + self._look(query, beside.images, "image", attention.norm_added_k, None)
-        return self._single["other_out"](attended)[0]
+        return self._linear("other_out", attended)
 
     def _feed_forward(self, normed: Tensor, *, valued: bool) -> Tensor:
-        widened = functional.gelu(self._single["up"](normed)[0], approximate="tanh")
-        return self._single["down"](widened, valued=valued)[0]
+        widened = functional.gelu(self._linear("up", normed), approximate="tanh")
+        return self._linear("down", widened, valued=valued)
 
     def _look(self, query: Tensor, others: Tensor, pair: str, norm: nn.RMSNorm, bias: Tensor | None) -> Tensor:
         """Attention of the tokens (T, D) to other tokens (B, L, D) of the same item."""
@@ -231,24 +197,12 @@ class Block:
             shape = (len(items), items[0], -1)
             if own:
                 key, value = key.reshape(shape), value.reshape(shape)
-            return self._kernel_on(query.reshape(shape), key, value, heads, bias, own).flatten(0, 1)
+            return self._kernel_on(query.reshape(shape), key, value, heads, bias, own=own).flatten(0, 1)
         pieces = list(items)
         keys, values = (torch.split(part, pieces) if own else part.unbind(0) for part in (key, value))
         biases = [None] * len(items) if bias is None else torch.split(bias, 1)
         rows = zip(torch.split(query, pieces), keys, values, biases, strict=True)
-        return torch.cat([self._kernel_on(q[None], k[None], v[None], heads, b, own)[0] for q, k, v, b in rows])
-
-    def _kernel_on(
-        self, query: Tensor, key: Tensor, value: Tensor, heads: int, bias: Tensor | None, own: bool
-    ) -> Tensor:
-        """(B, N, D) and keys and values (B, L, D) -> (B, N, D)."""
-        query, key, value = (part.view(*part.shape[:2], heads, -1).transpose(1, 2) for part in (query, key, value))
-        if own and self._stash is not None:
-            return self._kernel.kept(query, key, value, self._stash).transpose(1, 2).flatten(2)
-        return self._kernel(query, key, value, bias).transpose(1, 2).flatten(2)
-
-    def _project(self, name: str, inputs: Tensor) -> list[Tensor]:
-        return [output for group in self._sharing[name] for output in group(inputs)]
+        return torch.cat([self._kernel_on(q[None], k[None], v[None], heads, b, own=own)[0] for q, k, v, b in rows])
 
     def _rms(self, norm: nn.RMSNorm, inputs: Tensor, rotations: Tensor | None) -> Tensor:
         assert norm.eps is not None

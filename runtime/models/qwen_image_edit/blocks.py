@@ -18,7 +18,8 @@ from torch.nn import functional
 
 from wangen.runtime.fast.attention import Kernel, Stash
 from wangen.runtime.fast.dit_elementwise import Elementwise
-from wangen.runtime.fast.dit_linear import Group, Layers, base_of, lay_side_by_side
+from wangen.runtime.fast.dit_linear import Layers
+from wangen.runtime.fast.dit_shared import StepBlock
 from wangen.runtime.models.compute import Tricks
 
 
@@ -61,36 +62,24 @@ class Beside(NamedTuple):
     times: Tensor
 
 
-def _sharing(block: QwenImageTransformerBlock) -> dict[str, list[nn.Module]]:
-    """Linear layers that share an input, by what they are called here."""
+def linears_of(block: QwenImageTransformerBlock) -> dict[str, list[nn.Module]]:
+    """A block's linear layers by what they are called here, those together that share an input."""
     attention = block.attn
     return {
         "picture": [attention.to_q, attention.to_k, attention.to_v],
         "text": [attention.add_q_proj, attention.add_k_proj, attention.add_v_proj],
+        "picture_numbers": [block.img_mod[1]],
+        "text_numbers": [block.txt_mod[1]],
+        "picture_out": [attention.to_out[0]],
+        "text_out": [attention.to_add_out],
+        "picture_up": [block.img_mlp.net[0].proj],
+        "picture_down": [block.img_mlp.net[2]],
+        "text_up": [block.txt_mlp.net[0].proj],
+        "text_down": [block.txt_mlp.net[2]],
     }
 
 
-def _single(block: QwenImageTransformerBlock) -> dict[str, nn.Module]:
-    """The other linear layers."""
-    return {
-        "picture_numbers": block.img_mod[1],
-        "text_numbers": block.txt_mod[1],
-        "picture_out": block.attn.to_out[0],
-        "text_out": block.attn.to_add_out,
-        "picture_up": block.img_mlp.net[0].proj,
-        "picture_down": block.img_mlp.net[2],
-        "text_up": block.txt_mlp.net[0].proj,
-        "text_down": block.txt_mlp.net[2],
-    }
-
-
-def lay_groups_side_by_side(block: QwenImageTransformerBlock) -> None:
-    """Let the weights of layers that share an input be parts of one storage, so that they are one product."""
-    for modules in _sharing(block).values():
-        lay_side_by_side([base_of(module) for module in modules])
-
-
-class Block:
+class Block(StepBlock):
     """One block for one step.
 
     Args:
@@ -115,24 +104,8 @@ class Block:
         elementwise: Elementwise,
         stash: Stash | None = None,
     ) -> None:
-        self._block = block
-        self._single = {name: layers.group([module]) for name, module in _single(block).items()}
-        self._sharing: dict[str, list[Group]] = {}
-        for name, modules in _sharing(block).items():
-            parts = [modules] if tricks.grouped else [[module] for module in modules]
-            self._sharing[name] = [layers.group(part) for part in parts]
-        self.beside = Beside(times)
-        self._tokens = tokens
-        self._kernel = kernel
-        self._tricks = tricks
-        self._elementwise = elementwise
-        self._stash = stash
-
-    @property
-    def draws(self) -> bool:
-        """Whether it draws random numbers, as adapters that are not low-rank alone, or have dropout, may."""
-        groups = [*self._single.values(), *(group for groups in self._sharing.values() for group in groups)]
-        return self._block.training and not all(group.is_plain for group in groups)
+        super().__init__(block, linears_of(block), Beside(times), layers, kernel, tricks, elementwise, stash)
+        self._block, self._tokens = block, tokens
 
     @property
     def trains_numbers(self) -> bool:
@@ -141,14 +114,6 @@ class Block:
         return self.beside.times.requires_grad or any(
             parameter.requires_grad for module in modules for parameter in module.parameters()
         )
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """(T, D) -> (T, D). All of the module's tensors are read here, since they may be elsewhere at other times."""
-        return self._run(hidden, self.beside, valued=True)
-
-    def again(self, hidden: Tensor, beside: Beside) -> Tensor:
-        """The same for its gradients alone, with `beside` in place of its own; what comes out may be anything."""
-        return self._run(hidden, beside, valued=not self._tricks.short_recompute)
 
     def _run(self, hidden: Tensor, beside: Beside, *, valued: bool) -> Tensor:
         shift, scale, gate, forward_shift, forward_scale, forward_gate = self._numbers(beside.times).unbind(1)
@@ -162,8 +127,8 @@ class Block:
     def _numbers(self, times: Tensor) -> Tensor:
         """Shifts, scales and gates of every run, (runs, 6, D) in float32."""
         times = times.view_as(times)  # so that gradients add up block by block, recomputed or not
-        pictures = self._single["picture_numbers"](times)[0][self._tokens.times]
-        texts = self._single["text_numbers"](times[: len(self._tokens.texts)])[0]
+        pictures = self._linear("picture_numbers", times)[self._tokens.times]
+        texts = self._linear("text_numbers", times[: len(self._tokens.texts)])
         return torch.cat([pictures, texts]).float().view(-1, 6, times.shape[1])
 
     def _attention(self, normed: Tensor) -> Tensor:
@@ -172,13 +137,13 @@ class Block:
         of_pictures = self._turned("picture", pictures, attention.norm_q, attention.norm_k, tokens.picture_turns)
         of_texts = self._turned("text", texts, attention.norm_added_q, attention.norm_added_k, tokens.text_turns)
         texts, pictures = self._attend(of_texts, of_pictures)
-        return torch.cat([self._single["picture_out"](pictures)[0], self._single["text_out"](texts)[0]])
+        return torch.cat([self._linear("picture_out", pictures), self._linear("text_out", texts)])
 
     def _turned(
         self, stream: str, tokens: Tensor, query_norm: nn.RMSNorm, key_norm: nn.RMSNorm, turns: Tensor
     ) -> list[Tensor]:
         """Queries and keys, normed head by head and turned by their positions, and values: (tokens, D) each."""
-        query, key, value = (output for group in self._sharing[stream] for output in group(tokens))
+        query, key, value = self._project(stream, tokens)
         rms = self._elementwise.rms
         assert query_norm.eps is not None
         assert key_norm.eps is not None
@@ -196,30 +161,21 @@ class Block:
         )
         found = []
         for (items, *lengths), *streams in zip(parts, text_parts, picture_parts, strict=True):
-            joint = [
+            query, key, value = (
                 torch.cat([one.reshape(items, length, -1) for one, length in zip(pair, lengths, strict=True)], dim=1)
                 for pair in zip(*streams, strict=True)
-            ]
-            found.append([one.flatten(0, 1) for one in self._kernel_on(*joint).split_with_sizes(lengths, 1)])
+            )
+            attended = self._kernel_on(query, key, value, self._block.attn.heads)
+            found.append([one.flatten(0, 1) for one in attended.split_with_sizes(lengths, 1)])
         if len(found) == 1:
             return found[0][0], found[0][1]
         return torch.cat([text for text, _ in found]), torch.cat([picture for _, picture in found])
 
-    def _kernel_on(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """(B, tokens of an item, D) each -> the same."""
-        heads = self._block.attn.heads
-        query, key, value = (one.view(*one.shape[:2], heads, -1).transpose(1, 2) for one in (query, key, value))
-        if self._stash is None:
-            found = self._kernel(query, key, value)
-        else:
-            found = self._kernel.kept(query, key, value, self._stash)
-        return found.transpose(1, 2).flatten(2)
-
     def _feed_forward(self, normed: Tensor, *, valued: bool) -> Tensor:
         outputs = []
         for stream, tokens in zip(("picture", "text"), self._streams(normed), strict=True):
-            widened = functional.gelu(self._single[f"{stream}_up"](tokens)[0], approximate="tanh")
-            outputs.append(self._single[f"{stream}_down"](widened, valued=valued)[0])
+            widened = functional.gelu(self._linear(f"{stream}_up", tokens), approximate="tanh")
+            outputs.append(self._linear(f"{stream}_down", widened, valued=valued))
         return torch.cat(outputs)
 
     def _streams(self, tokens: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,17 +16,14 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformer2DModel
 from torch import Tensor
 from torch.nn import functional
 
-from wangen.runtime.fast.attention import Kernel
-from wangen.runtime.fast.dit_checkpoint import BlockSwap, Passage
-from wangen.runtime.fast.dit_elementwise import elementwise_of
+from wangen.runtime.fast.dit_checkpoint import Passage
 from wangen.runtime.fast.dit_linear import Layers
-from wangen.runtime.models.compute import Compute
+from wangen.runtime.fast.dit_shared import FastModel, lay_together
 from wangen.runtime.models.inputs import Controls, Inputs
-from wangen.runtime.models.qwen_image_edit.blocks import Block, Tokens, lay_groups_side_by_side
+from wangen.runtime.models.qwen_image_edit.blocks import Block, Tokens, linears_of
 from wangen.runtime.models.qwen_image_edit.transformer import SIDE, pack, require_width, unpack
 
 
@@ -47,36 +44,8 @@ class Item(NamedTuple):
         return [height * width for _, height, width in self.shapes]
 
 
-class FastQwen:
-    """A velocity model on the weights of a diffusers transformer with peft adapters injected.
-
-    Args:
-        transformer: frozen but for its adapters, or trained as a whole.
-        compute: how. `attention` and `plain` are not looked at: see `kernel`.
-        kernel: of attention.
-        swap: brings the weights of the blocks in `swap.swapped`; those blocks are always recomputed.
-        dtype: what the blocks compute in, where it is not that of the weights: trained ones are masters in float32.
-    """
-
-    def __init__(
-        self,
-        transformer: QwenImageTransformer2DModel,
-        compute: Compute,
-        kernel: Kernel,
-        swap: BlockSwap | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        self._transformer = transformer
-        self._compute = compute
-        self._kernel = kernel.by_item() if compute.split_attention else kernel
-        self._swap = swap
-        self._dtype = dtype
-        self._elementwise = elementwise_of(compute, transformer.device)
-
-    @property
-    def attention(self) -> str:
-        """The name of the attention kernel."""
-        return self._kernel.name
+class FastQwen(FastModel):
+    """A velocity model on the weights of a Qwen-Image or one of its Edit models, as `FastModel`."""
 
     def __call__(
         self,
@@ -185,7 +154,7 @@ class FastQwen:
             again = passage.recomputes(index, module, has_gradient=hidden.requires_grad or times.requires_grad)
             stash = passage.stash(again)
             if tricks.grouped and not passage.swaps(index):
-                lay_groups_side_by_side(module)
+                lay_together(linears_of(module))
             block = Block(module, layers, times, tokens, self._kernel, tricks, self._elementwise, stash)
             hidden = passage.run(index, block, hidden, stash, recomputes=again)
         return hidden

@@ -1,0 +1,131 @@
+"""What the fast transformers of all families have in common: how one block and the whole are made for a step.
+
+T: tokens of the step, D: width of the model.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wangen.runtime.fast.attention import Kernel, Stash
+from wangen.runtime.fast.dit_checkpoint import BlockSwap
+from wangen.runtime.fast.dit_elementwise import Elementwise, elementwise_of
+from wangen.runtime.fast.dit_linear import Group, Layers, base_of, lay_side_by_side
+from wangen.runtime.models.compute import Compute, Tricks
+
+Linears = Mapping[str, Sequence[nn.Module]]
+"""A block's linear layers by name, those together that share an input."""
+
+
+def lay_together(linears: Linears) -> None:
+    """Let the weights of layers that share an input be parts of one storage, so that they are one product."""
+    for modules in linears.values():
+        if len(modules) > 1:
+            lay_side_by_side([base_of(module) for module in modules])
+
+
+class StepBlock:
+    """One block for one step; a family's own says in `_run` what is computed, and what of it is trained.
+
+    Args:
+        block: diffusers' module.
+        linears: its linear layers.
+        beside: a named tuple of what it takes beside the tokens, as `dit_checkpoint.Block` has it.
+        layers: the linear layers as they are in this step.
+        kernel: of attention.
+        tricks: which short cuts are taken.
+        elementwise: how norms and gates are computed.
+        stash: where the output of self attention is kept for the recomputation; None keeps nothing.
+
+    Attributes:
+        groups: its linear layers by name, in groups that share an input.
+    """
+
+    def __init__(
+        self,
+        block: nn.Module,
+        linears: Linears,
+        beside: Any,
+        layers: Layers,
+        kernel: Kernel,
+        tricks: Tricks,
+        elementwise: Elementwise,
+        stash: Stash | None,
+    ) -> None:
+        self.beside = beside
+        self.groups: dict[str, list[Group]] = {}
+        for name, modules in linears.items():
+            parts = [modules] if tricks.grouped else [[module] for module in modules]
+            self.groups[name] = [layers.group(part) for part in parts]
+        self._is_training = block.training
+        self._kernel = kernel
+        self._tricks = tricks
+        self._elementwise = elementwise
+        self._stash = stash
+
+    @property
+    def draws(self) -> bool:
+        """Whether it draws random numbers, as adapters that are not low-rank alone, or have dropout, may."""
+        return self._is_training and not all(group.is_plain for groups in self.groups.values() for group in groups)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """(T, D) -> (T, D). All of the module's tensors are read here, since they may be elsewhere at other times."""
+        return self._run(hidden, self.beside, valued=True)
+
+    def again(self, hidden: Tensor, beside: Any) -> Tensor:
+        """The same for its gradients alone, with `beside` in place of its own; what comes out may be anything."""
+        return self._run(hidden, beside, valued=not self._tricks.short_recompute)
+
+    def _run(self, hidden: Tensor, beside: Any, *, valued: bool) -> Tensor:
+        raise NotImplementedError
+
+    def _project(self, name: str, inputs: Tensor) -> list[Tensor]:
+        """What all layers of that name make of their input (T, …)."""
+        return [output for group in self.groups[name] for output in group(inputs)]
+
+    def _linear(self, name: str, inputs: Tensor, *, valued: bool = True) -> Tensor:
+        """What the one layer of that name makes of (T, …); `valued` as in `Group`."""
+        return self.groups[name][0](inputs, valued=valued)[0]
+
+    def _kernel_on(
+        self, query: Tensor, key: Tensor, value: Tensor, heads: int, bias: Tensor | None = None, *, own: bool = True
+    ) -> Tensor:
+        """(B, N, D) and keys and values (B, L, D) -> (B, N, D); attention to their `own` tokens may be kept."""
+        query, key, value = (part.view(*part.shape[:2], heads, -1).transpose(1, 2) for part in (query, key, value))
+        if own and self._stash is not None:
+            return self._kernel.kept(query, key, value, self._stash).transpose(1, 2).flatten(2)
+        return self._kernel(query, key, value, bias).transpose(1, 2).flatten(2)
+
+
+class FastModel:
+    """A velocity model on the weights of a diffusers transformer with peft adapters injected.
+
+    Args:
+        transformer: frozen but for its adapters, or trained as a whole.
+        compute: how. `attention` and `plain` are not looked at: see `kernel`.
+        kernel: of attention.
+        swap: brings the weights of the blocks in `swap.swapped`; those blocks are always recomputed.
+        dtype: what the blocks compute in, where it is not that of the weights: trained ones are masters in float32.
+    """
+
+    def __init__(
+        self,
+        transformer: Any,
+        compute: Compute,
+        kernel: Kernel,
+        swap: BlockSwap | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self._transformer = transformer
+        self._compute = compute
+        self._kernel = kernel.by_item() if compute.split_attention else kernel
+        self._swap = swap
+        self._dtype = dtype
+        self._elementwise = elementwise_of(compute, transformer.device)
+
+    @property
+    def attention(self) -> str:
+        """The name of the attention kernel."""
+        return self._kernel.name
