@@ -8,7 +8,7 @@ import pytest
 import torch
 from edit_set import CAPTIONS, make_edit_set
 from PIL import Image
-from tiny_qwen import TinyQwen, picture, pipeline_of
+from tiny_qwen import TinyQwen, picture, pipeline_of, smaller
 
 from wangen import profiles
 from wangen.generator.cli import main
@@ -90,16 +90,6 @@ def test_a_picture_from_two_is_the_pipeline_s(tiny_qwen: TinyQwen, tmp_path: Pat
     assert main([*again, "--control_image_path", *paths]) == 0
     assert (tmp_path / "again.png").read_bytes() == (tmp_path / "made.png").read_bytes()
     assert main([*again, "--control_image_path", *reversed(paths)]) != 0
-
-
-def smaller(monkeypatch: pytest.MonkeyPatch, task: str) -> None:
-    """The profile with a 16th of its areas."""
-    values = profiles.model_values(task)
-    values["resolution"] = [side // 4 for side in values["resolution"]]
-    values["prompt"] = {**values["prompt"], "picture_size": [side // 4 for side in values["prompt"]["picture_size"]]}
-    model = profiles.make_model(task, values)
-    known = profiles.model
-    monkeypatch.setattr(profiles, "model", lambda name: model if name == task else known(name))
 
 
 def test_swapped_blocks_make_the_same_picture(tiny_qwen: TinyQwen, tmp_path: Path):

@@ -11,7 +11,7 @@ import torch
 from edit_set import SIZES, EditSet, make_edit_set
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny_qwen import TinyQwen, pipeline_of
+from tiny_qwen import TinyQwen, pipeline_of, smaller
 
 from wangen import profiles
 from wangen.generator.cli import main
@@ -33,8 +33,17 @@ CPU = torch.device("cpu")
 TASKS = ("qwen-image", "qwen-image-edit", "qwen-image-edit-plus")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def small_pictures():
+    """The text encoder is shown few tokens of pictures; with all of them it is in test_qwen_models.py."""
+    with pytest.MonkeyPatch.context() as patch:
+        for task in ("qwen-image-edit", "qwen-image-edit-plus"):
+            smaller(patch, task)
+        yield
+
+
 @pytest.fixture(scope="module")
-def edits(tiny_qwen: TinyQwen, tmp_path_factory: pytest.TempPathFactory) -> dict[str, EditSet]:
+def edits(small_pictures, tiny_qwen: TinyQwen, tmp_path_factory: pytest.TempPathFactory) -> dict[str, EditSet]:
     """A filled dataset of each task; tests must not change them."""
     return {task: make_edit_set(tmp_path_factory.mktemp(task) / "set", tiny_qwen, task).fill() for task in TASKS}
 

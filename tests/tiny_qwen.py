@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from diffusers import (
     AutoencoderKLQwenImage,
@@ -23,6 +24,8 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from wangen import profiles
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
            "<|video_pad|>"]  # fmt: skip
@@ -200,6 +203,15 @@ def tell_pictures(pipeline: Any) -> None:
         return original(input_ids=input_ids, mm_token_type_ids=(input_ids == pad).int(), **given)
 
     encoder.forward = forward
+
+
+def smaller(patch: pytest.MonkeyPatch, task: str, by: int = 4) -> None:
+    """The profile with areas of sides so many times shorter, so that the tiny models on a CPU take a moment."""
+    values = profiles.model_values(task)
+    values["resolution"] = [side // by for side in values["resolution"]]
+    values["prompt"] = {**values["prompt"], "picture_size": [side // by for side in values["prompt"]["picture_size"]]}
+    model, known = profiles.make_model(task, values), profiles.model
+    patch.setattr(profiles, "model", lambda name: model if name == task else known(name))
 
 
 def picture(size: tuple[int, int], seed: int = 0) -> Image.Image:
