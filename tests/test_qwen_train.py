@@ -34,16 +34,16 @@ TASKS = ("qwen-image", "qwen-image-edit", "qwen-image-edit-plus")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def small_pictures():
-    """The text encoder is shown few tokens of pictures; with all of them it is in test_qwen_models.py."""
+def short_prompts():
+    """Embeddings of few tokens, for which training asks no more; of all of them see test_qwen_models.py."""
     with pytest.MonkeyPatch.context() as patch:
-        for task in ("qwen-image-edit", "qwen-image-edit-plus"):
-            smaller(patch, task)
+        for task in TASKS:
+            smaller(patch, task, template="<|im_start|>user\n{}<|im_end|>\n", num_dropped=6)
         yield
 
 
 @pytest.fixture(scope="module")
-def edits(small_pictures, tiny_qwen: TinyQwen, tmp_path_factory: pytest.TempPathFactory) -> dict[str, EditSet]:
+def edits(short_prompts, tiny_qwen: TinyQwen, tmp_path_factory: pytest.TempPathFactory) -> dict[str, EditSet]:
     """A filled dataset of each task; tests must not change them."""
     return {task: make_edit_set(tmp_path_factory.mktemp(task) / "set", tiny_qwen, task).fill() for task in TASKS}
 

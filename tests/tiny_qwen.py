@@ -205,11 +205,15 @@ def tell_pictures(pipeline: Any) -> None:
     encoder.forward = forward
 
 
-def smaller(patch: pytest.MonkeyPatch, task: str, by: int = 4) -> None:
-    """The profile with areas of sides so many times shorter, so that the tiny models on a CPU take a moment."""
+def smaller(patch: pytest.MonkeyPatch, task: str, by: int = 4, **prompt: Any) -> None:
+    """The profile with areas of sides so many times shorter, so that the tiny models on a CPU take a moment.
+
+    Of the prompt more may be changed, such as its template.
+    """
     values = profiles.model_values(task)
     values["resolution"] = [side // by for side in values["resolution"]]
-    values["prompt"] = {**values["prompt"], "picture_size": [side // by for side in values["prompt"]["picture_size"]]}
+    sides = values["prompt"].get("picture_size", [0, 0])
+    values["prompt"] = {**values["prompt"], "picture_size": [side // by for side in sides], **prompt}
     model, known = profiles.make_model(task, values), profiles.model
     patch.setattr(profiles, "model", lambda name: model if name == task else known(name))
 
