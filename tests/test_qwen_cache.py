@@ -246,8 +246,9 @@ def test_clips_are_refused(tiny_qwen: TinyQwen, tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_both_steps_at_once_leave_what_one_after_the_other_leaves(tiny_qwen: TinyQwen, tmp_path: Path):
+def test_both_steps_at_once_leave_what_one_after_the_other_leaves(tiny_qwen: TinyQwen, tmp_path: Path, monkeypatch):
     """Two real processes on one cache folder, in which one edit has gone and another has a new prompt meanwhile."""
+    monkeypatch.setattr(profiles, "model", PROFILE)  # as the processes have it
     kept: list[dict[str, bytes]] = []
     for at_once in (False, True):
         made = make_edit_set(tmp_path / "set", tiny_qwen).fill()

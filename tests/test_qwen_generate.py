@@ -8,7 +8,7 @@ import pytest
 import torch
 from edit_set import CAPTIONS, make_edit_set
 from PIL import Image
-from tiny_qwen import TinyQwen, picture, pipeline_of, smaller
+from tiny_qwen import SHORT, TinyQwen, picture, pipeline_of, smaller
 
 from wangen import profiles
 from wangen.generator.cli import main
@@ -113,7 +113,7 @@ def test_noise_levels_are_those_of_the_official_scheduler(tiny_qwen: TinyQwen, t
 
 
 def test_a_trained_lora_changes_the_picture_and_samples_are_made_on_the_way(tiny_qwen: TinyQwen, tmp_path, monkeypatch):
-    smaller(monkeypatch, "qwen-image-edit", 8)
+    smaller(monkeypatch, "qwen-image-edit", 8, **SHORT)
     edits = make_edit_set(tmp_path / "set", tiny_qwen).fill()
     control = edits.folder / "controls" / "house.png"
     (tmp_path / "prompts.txt").write_text(f"{PROMPT} --ci {control} --w 64 --h 32 --s 2\n", encoding="utf-8")
@@ -148,7 +148,7 @@ def test_what_a_prompt_cannot_ask_is_said(tmp_path: Path, task: str, values: dic
 
 
 def test_checkpoints_are_compared_on_held_out_edits(tiny_qwen: TinyQwen, tmp_path: Path, monkeypatch):
-    smaller(monkeypatch, "qwen-image-edit", 8)
+    smaller(monkeypatch, "qwen-image-edit", 8, **SHORT)
     edits = make_edit_set(tmp_path / "set", tiny_qwen).fill()
     train.run(edits.train(tmp_path / "out", learning_rate=0.02))
     weights = [f"--{flag}={path}" for flag, path in tiny_qwen.single.items()]

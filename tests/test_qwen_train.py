@@ -11,7 +11,7 @@ import torch
 from edit_set import SIZES, EditSet, make_edit_set
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny_qwen import TinyQwen, pipeline_of, smaller
+from tiny_qwen import SHORT, TinyQwen, pipeline_of, smaller
 
 from wangen import profiles
 from wangen.generator.cli import main
@@ -38,7 +38,7 @@ def short_prompts():
     """Embeddings of few tokens, for which training asks no more; of all of them see test_qwen_models.py."""
     with pytest.MonkeyPatch.context() as patch:
         for task in TASKS:
-            smaller(patch, task, template="<|im_start|>user\n{}<|im_end|>\n", num_dropped=6)
+            smaller(patch, task, **SHORT)
         yield
 
 

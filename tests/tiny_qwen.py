@@ -39,6 +39,10 @@ SCHEDULER = {"base_image_seq_len": 256, "base_shift": 0.5, "max_image_seq_len": 
              "shift_terminal": 0.02, "time_shift_type": "exponential", "use_dynamic_shifting": True}  # fmt: skip
 
 
+SHORT = {"template": "<|im_start|>user\n{}<|im_end|>\n", "num_dropped": 6}
+"""Of a profile's prompt, for tests that ask no more of an embedding than to differ: the tokenizer knows bytes alone."""
+
+
 @dataclass(frozen=True)
 class TinyQwen:
     """A tiny Qwen-Image.
