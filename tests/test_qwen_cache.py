@@ -12,7 +12,7 @@ import torch
 from edit_set import CAPTIONS, EditSet, make_edit_set
 from helpers import read_tree
 from PIL import Image
-from tiny_qwen import TinyQwen, picture, pipeline_of
+from tiny_qwen import TinyQwen, picture, pipeline_of, smaller
 
 from wangen import profiles
 from wangen.generator.errors import UsageError, WangenError
@@ -21,6 +21,7 @@ from wangen.runtime.cache import CorruptEntryError, EmbeddingCache, Entry, Folde
 from wangen.runtime.needs import Need
 from wangen.runtime.samples import read_samples
 
+PROFILE = profiles.model
 TASKS = ("qwen-image", "qwen-image-edit", "qwen-image-edit-plus")
 
 
@@ -45,8 +46,16 @@ def embedding(made: EditSet, caption: str, *controls: Path) -> torch.Tensor:
     return tensors["embedding"]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def small_pictures():
+    """The text encoder is shown few tokens of a picture; with all of them it is in test_qwen_models.py."""
+    with pytest.MonkeyPatch.context() as patch:
+        smaller(patch, "qwen-image-edit")
+        yield
+
+
 @pytest.fixture(scope="module")
-def edits(tiny_qwen: TinyQwen, tmp_path_factory: pytest.TempPathFactory) -> dict[str, EditSet]:
+def edits(small_pictures, tiny_qwen: TinyQwen, tmp_path_factory: pytest.TempPathFactory) -> dict[str, EditSet]:
     """A filled dataset of each task; tests must not change them."""
     return {task: make_edit_set(tmp_path_factory.mktemp(task) / "set", tiny_qwen, task).fill() for task in TASKS}
 
@@ -74,7 +83,7 @@ def test_one_prompt_and_two_control_images_are_two_embeddings_each_the_pipeline_
     found = []
     for stem in ("house", "hill"):
         control = made.folder / "controls" / f"{stem}.png"
-        shown = pipeline.image_processor.resize(Image.open(control), 832, 1248)
+        shown = pipeline.image_processor.resize(Image.open(control), 224, 320)
         for prompt in (CAPTIONS[stem], ""):
             wanted, _ = pipeline.encode_prompt(prompt, image=shown)
             found.append(embedding(made, prompt, control))
@@ -237,8 +246,9 @@ def test_clips_are_refused(tiny_qwen: TinyQwen, tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_both_steps_at_once_leave_what_one_after_the_other_leaves(tiny_qwen: TinyQwen, tmp_path: Path):
+def test_both_steps_at_once_leave_what_one_after_the_other_leaves(tiny_qwen: TinyQwen, tmp_path: Path, monkeypatch):
     """Two real processes on one cache folder, in which one edit has gone and another has a new prompt meanwhile."""
+    monkeypatch.setattr(profiles, "model", PROFILE)  # as the processes have it
     kept: list[dict[str, bytes]] = []
     for at_once in (False, True):
         made = make_edit_set(tmp_path / "set", tiny_qwen).fill()
@@ -294,6 +304,7 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_encoded(
 def test_the_room_that_is_asked_for_is_about_what_the_entries_take(
     tiny_qwen: TinyQwen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.setattr(profiles, "model", PROFILE)  # with all tokens of a picture
     monkeypatch.setattr(room, "QWEN_WIDTH", 256)  # of the tiny encoder
     asked: dict[Kind, int] = {}
     num_bytes = room._num_bytes

@@ -8,7 +8,7 @@ import pytest
 import torch
 from edit_set import CAPTIONS, make_edit_set
 from PIL import Image
-from tiny_qwen import TinyQwen, picture, pipeline_of
+from tiny_qwen import SHORT, TinyQwen, picture, pipeline_of, smaller
 
 from wangen import profiles
 from wangen.generator.cli import main
@@ -51,12 +51,12 @@ def test_a_picture_from_text_is_the_pipeline_s(tiny_qwen: TinyQwen, tmp_path: Pa
 
 @pytest.mark.parametrize("guidance", [4.0, 1.0])
 def test_an_edited_picture_is_the_pipeline_s(tiny_qwen: TinyQwen, tmp_path: Path, monkeypatch, guidance: float):
-    """At a 16th of the area, so that the tiny models on a CPU take a moment."""
+    """At a 64th of the area, so that the tiny models on a CPU take a moment."""
     from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit as module
 
-    smaller(monkeypatch, "qwen-image-edit")
+    smaller(monkeypatch, "qwen-image-edit", 8)
     original = module.calculate_dimensions
-    monkeypatch.setattr(module, "calculate_dimensions", lambda area, ratio: original(area // 16, ratio))
+    monkeypatch.setattr(module, "calculate_dimensions", lambda area, ratio: original(area // 64, ratio))
     control = picture((300, 200))
     control.save(tmp_path / "control.png")
     more = ["--control_image_path", str(tmp_path / "control.png"), "--guidance_scale", str(guidance)]
@@ -65,16 +65,16 @@ def test_an_edited_picture_is_the_pipeline_s(tiny_qwen: TinyQwen, tmp_path: Path
     theirs = pipeline_of("qwen-image-edit", tiny_qwen)(
         image=control, prompt=PROMPT, num_inference_steps=3, generator=torch.Generator().manual_seed(7), **guided
     ).images[0]
-    assert theirs.size == (320, 224)  # 3:2 at 256x256 in multiples of 32
+    assert theirs.size == (160, 96)  # 3:2 at 128x128 in multiples of 32
     assert_same_picture(made(tmp_path), theirs)
 
 
 def test_a_picture_from_two_is_the_pipeline_s(tiny_qwen: TinyQwen, tmp_path: Path, monkeypatch):
     from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as module
 
-    smaller(monkeypatch, "qwen-image-edit-plus")
+    smaller(monkeypatch, "qwen-image-edit-plus", 8)
     original = module.calculate_dimensions
-    monkeypatch.setattr(module, "calculate_dimensions", lambda area, ratio: original(area // 16, ratio))
+    monkeypatch.setattr(module, "calculate_dimensions", lambda area, ratio: original(area // 64, ratio))
     controls = [picture((300, 200)), picture((120, 200), 3)]
     for number, control in enumerate(controls):
         control.save(tmp_path / f"control{number}.png")
@@ -90,16 +90,6 @@ def test_a_picture_from_two_is_the_pipeline_s(tiny_qwen: TinyQwen, tmp_path: Pat
     assert main([*again, "--control_image_path", *paths]) == 0
     assert (tmp_path / "again.png").read_bytes() == (tmp_path / "made.png").read_bytes()
     assert main([*again, "--control_image_path", *reversed(paths)]) != 0
-
-
-def smaller(monkeypatch: pytest.MonkeyPatch, task: str) -> None:
-    """The profile with a 16th of its areas."""
-    values = profiles.model_values(task)
-    values["resolution"] = [side // 4 for side in values["resolution"]]
-    values["prompt"] = {**values["prompt"], "picture_size": [side // 4 for side in values["prompt"]["picture_size"]]}
-    model = profiles.make_model(task, values)
-    known = profiles.model
-    monkeypatch.setattr(profiles, "model", lambda name: model if name == task else known(name))
 
 
 def test_swapped_blocks_make_the_same_picture(tiny_qwen: TinyQwen, tmp_path: Path):
@@ -122,7 +112,7 @@ def test_noise_levels_are_those_of_the_official_scheduler(tiny_qwen: TinyQwen, t
 
 
 def test_a_trained_lora_changes_the_picture_and_samples_are_made_on_the_way(tiny_qwen: TinyQwen, tmp_path, monkeypatch):
-    smaller(monkeypatch, "qwen-image-edit")
+    smaller(monkeypatch, "qwen-image-edit", 8, **SHORT)
     edits = make_edit_set(tmp_path / "set", tiny_qwen).fill()
     control = edits.folder / "controls" / "house.png"
     (tmp_path / "prompts.txt").write_text(f"{PROMPT} --ci {control} --w 64 --h 32 --s 2\n", encoding="utf-8")
@@ -157,7 +147,7 @@ def test_what_a_prompt_cannot_ask_is_said(tmp_path: Path, task: str, values: dic
 
 
 def test_checkpoints_are_compared_on_held_out_edits(tiny_qwen: TinyQwen, tmp_path: Path, monkeypatch):
-    smaller(monkeypatch, "qwen-image-edit")
+    smaller(monkeypatch, "qwen-image-edit", 8, **SHORT)
     edits = make_edit_set(tmp_path / "set", tiny_qwen).fill()
     train.run(edits.train(tmp_path / "out", learning_rate=0.02))
     weights = [f"--{flag}={path}" for flag, path in tiny_qwen.single.items()]

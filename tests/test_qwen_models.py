@@ -8,7 +8,7 @@ import tiny_qwen as tiny_qwen_module
 import torch
 from diffusers.image_processor import VaeImageProcessor
 from safetensors.torch import load_file, save_file
-from tiny_qwen import TinyQwen, make_transformer, picture, pipeline_of
+from tiny_qwen import TinyQwen, make_transformer, picture, pipeline_of, smaller
 from tokenizers import Tokenizer
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLDecoderLayer
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -18,8 +18,8 @@ from wangen.generator.errors import WangenError
 from wangen.generator.geometry import area_size
 from wangen.generator.kinds import examine
 from wangen.runtime.models import family
+from wangen.runtime.models.qwen_image_edit import pictures as pictures_module
 from wangen.runtime.models.qwen_image_edit import streamed
-from wangen.runtime.models.qwen_image_edit.pictures import patches
 from wangen.runtime.models.qwen_image_edit.text_encoder import load_text_encoder, load_tokenizer, positions
 from wangen.runtime.models.qwen_image_edit.transformer import load_transformer
 
@@ -158,8 +158,10 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path):
 # ---- prompts -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("single", [False, True])
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize(
+    ("task", "single"),
+    [("qwen-image", False), ("qwen-image", True), ("qwen-image-edit", True), ("qwen-image-edit-plus", False)],
+)
 def test_the_embedding_is_that_of_the_pipeline(tiny_qwen: TinyQwen, task: str, single: bool):
     model, pipeline = profiles.model(task), pipeline_of(task, tiny_qwen)
     pictures = {0: [], 1: [picture((300, 200))], 3: [picture((300, 200)), picture((120, 200), 3)]}[model.max_controls]
@@ -228,6 +230,7 @@ def prompt_encoder(path: Path, *, plain: bool, fp8: bool = False, dtype: torch.d
 @pytest.mark.parametrize("group_tokens", [1, 600, 2**16])
 @pytest.mark.parametrize(("fp8", "dtype"), [(False, torch.float32), (True, torch.float32), (False, torch.bfloat16)])
 def test_streamed_layers_give_the_same_bits(tiny_qwen: TinyQwen, monkeypatch, fp8, dtype, group_tokens: int):
+    smaller(monkeypatch, "qwen-image-edit-plus")
     monkeypatch.setattr(streamed, "GROUP_TOKENS", group_tokens)
     prompts, pictures = zip(*STREAMED, strict=True)
     for path in (tiny_qwen.single["t5"], tiny_qwen.folder):
@@ -291,12 +294,15 @@ def test_long_prompts_are_cut_where_the_pipeline_cuts_them(tiny_qwen: TinyQwen):
     assert torch.allclose(ours, theirs[0], atol=1e-5)
 
 
-@pytest.mark.parametrize("size", [(384, 384), (300, 211), (40, 30), (5000, 4000)])
-def test_patches_are_those_of_the_library(size: tuple[int, int]):
-    wanted = Qwen2VLImageProcessorPil(size={"shortest_edge": 3136, "longest_edge": 12845056})(
+@pytest.mark.parametrize("size", [(384, 384), (300, 211), (40, 30), (500, 400)])
+def test_patches_are_those_of_the_library(size: tuple[int, int], monkeypatch):
+    """With an 80th of the most pixels, which the last of the pictures exceeds."""
+    assert (pictures_module.MIN_PIXELS, pictures_module.MAX_PIXELS) == (3136, 12845056)
+    monkeypatch.setattr(pictures_module, "MAX_PIXELS", 12845056 // 80)
+    wanted = Qwen2VLImageProcessorPil(size={"shortest_edge": 3136, "longest_edge": 12845056 // 80})(
         images=[picture(size)], return_tensors="pt"
     )
-    values, grid = patches(picture(size))
+    values, grid = pictures_module.patches(picture(size))
     assert [1, *grid] == wanted["image_grid_thw"][0].tolist()
     assert torch.allclose(values, wanted["pixel_values"], atol=1e-5)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from edit_set import CAPTIONS, make_edit_set
 from helpers import read_tree
-from tiny_qwen import TinyQwen
+from tiny_qwen import TinyQwen, smaller
 
 from wangen import profiles
 from wangen.generator import check, scripts
@@ -34,6 +34,7 @@ def publish(place: Path, *more: str) -> int:
 
 @pytest.mark.parametrize("task", ["qwen-image", "qwen-image-edit", "qwen-image-edit-plus"])
 def test_what_is_published_is_cached_checked_and_trained(tiny_qwen: TinyQwen, tmp_path: Path, monkeypatch, task: str):
+    smaller(monkeypatch, task)
     place = workspace(tmp_path, tiny_qwen, task)
     assert publish(place) == 0
     bundle = place / "published" / "linux"

@@ -166,7 +166,8 @@ def test_what_trains_stays_and_is_saved_as_ever():
     assert before.keys() == after.keys()
     assert all(torch.equal(after[name], value) for name, value in before.items())
     swap.park()
-    assert all(torch.equal(get_peft_model_state_dict(model)[name], value) for name, value in before.items())
+    parked = get_peft_model_state_dict(model)
+    assert all(torch.equal(parked[name], value) for name, value in before.items())
 
 
 # ---- ahead of need, and safely so --------------------------------------------------------------------------------

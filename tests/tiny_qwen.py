@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from diffusers import (
     AutoencoderKLQwenImage,
@@ -24,6 +25,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from wangen import profiles
+
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
            "<|video_pad|>"]  # fmt: skip
 TEXT_DIM = 256
@@ -34,6 +37,10 @@ PIPELINES = {"qwen-image": QwenImagePipeline, "qwen-image-edit": QwenImageEditPi
 # What scheduler/scheduler_config.json of Qwen/Qwen-Image says.
 SCHEDULER = {"base_image_seq_len": 256, "base_shift": 0.5, "max_image_seq_len": 8192, "max_shift": 0.9, "shift": 1.0,
              "shift_terminal": 0.02, "time_shift_type": "exponential", "use_dynamic_shifting": True}  # fmt: skip
+
+
+SHORT = {"template": "<|im_start|>user\n{}<|im_end|>\n", "num_dropped": 6}
+"""Of a profile's prompt, for tests that ask no more of an embedding than to differ: the tokenizer knows bytes alone."""
 
 
 @dataclass(frozen=True)
@@ -200,6 +207,19 @@ def tell_pictures(pipeline: Any) -> None:
         return original(input_ids=input_ids, mm_token_type_ids=(input_ids == pad).int(), **given)
 
     encoder.forward = forward
+
+
+def smaller(patch: pytest.MonkeyPatch, task: str, by: int = 4, **prompt: Any) -> None:
+    """The profile with areas of sides so many times shorter, so that the tiny models on a CPU take a moment.
+
+    Of the prompt more may be changed, such as its template.
+    """
+    values = profiles.model_values(task)
+    values["resolution"] = [side // by for side in values["resolution"]]
+    sides = values["prompt"].get("picture_size", [0, 0])
+    values["prompt"] = {**values["prompt"], "picture_size": [side // by for side in sides], **prompt}
+    model, known = profiles.make_model(task, values), profiles.model
+    patch.setattr(profiles, "model", lambda name: model if name == task else known(name))
 
 
 def picture(size: tuple[int, int], seed: int = 0) -> Image.Image:
