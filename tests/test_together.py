@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from edit_set import make_edit_set
+from helpers import run_script
 from safetensors.torch import load_file
 from tiny import TinyRun
 
@@ -22,7 +23,10 @@ from wangen.generator.cli import main
 from wangen.generator.errors import UsageError
 from wangen.generator.launch import COPIES, Launch, launch
 from wangen.generator.steps import Train
+from wangen.runtime.tiny import write_tiny_wan
 from wangen.runtime.training.ranks import Ranks
+
+EXAMPLES = Path(__file__).parents[1] / "examples" / "dataset"
 
 
 def torchrun(options: Train, processes: int, *more: str) -> list[str]:
@@ -282,3 +286,29 @@ def test_edits_are_trained_together_as_alone(tiny_qwen, tmp_path: Path, task: st
     one = replace(options, output_dir=tmp_path / "alone", gradient_accumulation_steps=2)
     assert run(alone(one)).returncode == 0
     assert losses(tmp_path / "together") == pytest.approx(losses(tmp_path / "alone"), abs=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name == "nt", reason="the bundle is Linux's")
+def test_a_platform_with_two_gpus_has_scripts_that_train_on_both(tmp_path: Path):
+    (tmp_path / "wangen.toml").write_text(
+        'model = "t2v-1.3B"\nresolution = [64, 64]\nnum_frames = 5\nplatforms = ["linux"]\n'
+        '[steps.train]\nmax_train_steps = 6\nlog_with = ["none"]\ndevice = "cpu"\nmixed_precision = "no"\n'
+    )
+    (tmp_path / "profiles").mkdir()
+    (tmp_path / "profiles" / "linux.toml").write_text('[overrides.train]\ngpus = "2"\nmax_restarts = 1\n')
+    photos = tmp_path / "datasets" / "photos"
+    photos.mkdir(parents=True)
+    for name in ("cat", "coffee"):
+        for ending in ("jpg", "txt"):
+            (photos / f"{name}.{ending}").write_bytes((EXAMPLES / f"{name}.{ending}").read_bytes())
+    assert main(["publish", "photos", "--workspace", str(tmp_path)]) == 0
+    bundle = tmp_path / "published" / "linux"
+    write_tiny_wan(bundle / "models", ["a cat"])
+    shared = "2 processes share the 2 batches of each step"
+    assert shared in run_script(bundle, "train_photos.sh")
+    assert shared in (bundle / "logs" / "photos.log").read_text(encoding="utf-8")
+    assert len(list((bundle / "logs" / "photos").glob("*/attempt_0/*/stdout.log"))) == 2
+    assert (bundle / "outputs" / "photos" / "photos.safetensors").is_file()
+    assert (bundle / "outputs" / "photos" / "report.html").is_file()
+    assert "already trained" in run_script(bundle, "train_photos.sh")
