@@ -4,7 +4,7 @@ The steps call `family(model)` and never name one. This module imports no torch,
 Letters in shapes: B batch, C channels, T frames, H and W pixels, F h w the same of latents, L tokens of text.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -29,6 +29,7 @@ I2V_OF = {"t2v-14B": "i2v-14B", "ti2v-5B": "ti2v-5B"}
 
 TILE_STEP_PX = 64
 MIN_TILE_PX = 128
+_MOST_TILE_PX = 4096
 
 
 class LatentEncoder(Protocol):
@@ -254,10 +255,24 @@ def vae_identity(vae: Path, tile: int = 0) -> str:
         WangenError: the file cannot be read.
     """
     require_tile(tile)
+    return _in_tiles(headers.identity(vae, "--vae"), tile)
+
+
+def _in_tiles(identity: str, tile: int) -> str:
     from wangen.runtime.cache import digest
 
-    identity = headers.identity(vae, "--vae")
     return digest([identity, f"tiles of {tile}"]) if tile else identity
+
+
+def tile_of(vae: Path, identities: Collection[str]) -> int | None:
+    """The side of the tiles in which a VAE is one of these identities, 0 for none; None where it is not among them.
+
+    Raises:
+        WangenError: the file cannot be read.
+    """
+    identity = headers.identity(vae, "--vae")
+    sides = (0, *range(MIN_TILE_PX, _MOST_TILE_PX + 1, TILE_STEP_PX))
+    return next((side for side in sides if _in_tiles(identity, side) in identities), None)
 
 
 def text_encoder_identity(
