@@ -251,7 +251,7 @@ def make_prompt(
     if not isinstance(text, str) or not text.strip():
         raise UsageError("there is no prompt before the options", where=where, cure="write what to show")
     if "guidance_scale" in values:
-        log.warning("  %s: --g is HunyuanVideo's embedded guidance, which Wan has not: use --l", where)
+        log.warning("  %s: --g is HunyuanVideo's embedded guidance, which %s has not: use --l", where, model.title)
     step_px = model.spatial_stride * model.patch[1]
     controls = _controls(values, defaults["control_image_path"], model, where, folder)
     height, width = defaults["video_size"] or _size_of(controls[-1], model)

@@ -27,7 +27,7 @@ from wangen.runtime.devices import (
 from wangen.runtime.loader import MASK_CHANNELS
 from wangen.runtime.media import load_image, open_image
 from wangen.runtime.models import Family
-from wangen.runtime.prompts import clean_prompt
+from wangen.runtime.prompts import text_of
 from wangen.runtime.sampling.prompts import SamplePrompt
 
 log = logging.getLogger("wangen")
@@ -151,9 +151,8 @@ Asked = tuple[str, tuple[Path, ...]]
 def _asked(prompt: SamplePrompt, model: Model) -> list[Asked]:
     """The prompt, and the negative prompt where it is asked."""
     words = [prompt.prompt, *([prompt.negative_prompt] if prompt.guided else [])]
-    if model.prompt is None:
-        return [(clean_prompt(word), ()) for word in words]
-    return [(word, prompt.controls if model.prompt.picture else ()) for word in words]
+    shown = prompt.controls if model.prompt and model.prompt.picture else ()
+    return [(text_of(word, template=model.prompt is not None), shown) for word in words]
 
 
 def _frame_key(prompt: SamplePrompt) -> SamplePrompt:
