@@ -11,6 +11,7 @@ import torch
 from wangen.generator.bulk import bulk
 from wangen.generator.errors import WangenError, many
 from wangen.generator.steps import Train
+from wangen.generator.toml_values import WHITE
 from wangen.profiles import Model
 from wangen.runtime.cache import NO_ENCODER, Encoder, Entry, Folder, Kind, load
 from wangen.runtime.needs import (
@@ -255,6 +256,12 @@ def _cached(sample: Sample, kinds: Sequence[Kind], entries: Mapping[Place, AnyEn
         if kind in found
     }
     return CachedSample(sample, latent, tuple(texts), controls=tuple(found.get("control_latent", ())), **single)
+
+
+def background_of(samples: Iterable[CachedSample]) -> str:
+    """The colour behind what is transparent in the pictures of a dataset, `#rrggbb`; white where its blocks differ."""
+    colors = {cached.sample.entry.background_color for cached in samples}
+    return colors.pop() if len(colors) == 1 else WHITE
 
 
 def epoch_batches(
