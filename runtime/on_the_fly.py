@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from wangen.generator import kinds
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.lock import IN_SCRIPT
 from wangen.generator.steps import CacheLatents, CacheText, Train
@@ -22,7 +21,7 @@ from wangen.profiles import Model
 from wangen.runtime import cache_latents, cache_text, encoding
 from wangen.runtime.cache import Encoder, Folder, Kind, Recipe, Verdict
 from wangen.runtime.cache.words import encoder_words
-from wangen.runtime.models import text_encoder_identity, tile_of, vae_identity
+from wangen.runtime.models import expect_vae, text_encoder_identity, tile_of, vae_identity
 from wangen.runtime.needs import (
     TEXT_KINDS,
     WORDS,
@@ -134,6 +133,7 @@ def given_encoders(options: Train, model: Model, samples: Sequence[Sample]) -> d
     """
     found: dict[Kind, Encoder] = {}
     if options.vae:
+        expect_vae(options.vae, model)
         step = _latents_step(options, model, samples)
         found |= cache_latents.latent_encoders(step, model, options.clip if has_clip(model) else None)
     if options.t5:
@@ -219,6 +219,7 @@ def live_entries(options: Train, model: Model, samples: Sequence[Sample], read: 
         WangenError: they are of another kind.
     """
     step, text_step = _latents_step(options, model, samples), _text_step(options, model, samples)
+    expect_vae(step.vae, model)
     clip = cache_latents.chosen_clip(step, model, samples)
     encoder = cache_text.text_encoder(text_step)
     encoders = {**cache_latents.latent_encoders(step, model, clip), **dict.fromkeys(TEXT_KINDS, encoder)}
@@ -263,7 +264,6 @@ def _latents_step(options: Train, model: Model, samples: Sequence[Sample]) -> Ca
     """The caching step with what the training step says of it."""
     if options.vae is None:
         raise UsageError(f"{_asked_by(options)} needs --vae to encode what the cache lacks", cure="give --vae")
-    kinds.expect(options.vae, model.kind_of("vae"), "--vae", model.name)
     tile = _tile_before(options, samples, options.vae)
     dtype = options.vae_dtype or _dtype_before(options, samples, "latent", vae_identity(options.vae, tile))
     return CacheLatents(

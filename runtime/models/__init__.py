@@ -4,6 +4,7 @@ The steps call `family(model)` and never name one. This module imports no torch,
 Letters in shapes: B batch, C channels, T frames, H and W pixels, F h w the same of latents, L tokens of text.
 """
 
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -14,6 +15,7 @@ from wangen.generator import headers, kinds
 from wangen.generator.errors import UsageError
 from wangen.generator.tasks import require_supported
 from wangen.generator.tokenizer_file import tokenizer_digest, tokenizer_of
+from wangen.generator.vae_twins import twin_warning
 
 if TYPE_CHECKING:
     import torch
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from wangen.runtime.models.compute import Compute
     from wangen.runtime.models.inputs import Controls, Inputs
 
+
+log = logging.getLogger("wangen")
 
 TEXT_TASKS = ("t2v-14B", "ti2v-5B")
 """For each VAE the model that a cache is for when nothing else is said: those that share a VAE share its entries."""
@@ -218,8 +222,19 @@ def model_of_cache(task: str | None, *, vae: Path | None = None, i2v: bool = Fal
         raise UsageError(f"--i2v: {task} has no first frame as condition", cure="give --task i2v-14B or i2v-A14B")
     require_supported(model, "caching for")
     if vae:
-        kinds.expect(vae, model.kind_of("vae"), "--vae", task)
+        expect_vae(vae, model)
     return model
+
+
+def expect_vae(vae: Path, model: profiles.Model) -> None:
+    """See that a VAE is what a model takes, and warn where it seems to be the other of two that look alike.
+
+    Raises:
+        WangenError: it is no such VAE; the message says what it is.
+    """
+    kinds.expect(vae, model.kind_of("vae"), "--vae", model.name)
+    if warning := twin_warning(vae, model):
+        log.warning("  %s", warning)
 
 
 def _task_of_vae(vae: Path | None) -> str:

@@ -26,7 +26,7 @@ from wangen.runtime.devices import (
 )
 from wangen.runtime.loader import MASK_CHANNELS
 from wangen.runtime.media import load_image, open_image
-from wangen.runtime.models import Family
+from wangen.runtime.models import Family, expect_vae
 from wangen.runtime.prompts import text_of
 from wangen.runtime.sampling.prompts import SamplePrompt
 
@@ -81,9 +81,10 @@ class Encoders:
         Raises:
             WangenError: one is of another kind.
         """
-        for flag, path in (("t5", self.t5), ("vae", self.vae), ("clip", self.clip)):
-            if path is not None and (flag != "clip" or looks_through_clip(model)):
-                expect(path, model.kind_of(flag), f"--{flag}", model.name)
+        expect(self.t5, model.kind_of("t5"), "--t5", model.name)
+        expect_vae(self.vae, model)
+        if self.clip is not None and looks_through_clip(model):
+            expect(self.clip, model.kind_of("clip"), "--clip", model.name)
 
 
 @dataclass(frozen=True)
