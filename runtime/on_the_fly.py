@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from wangen.generator import headers
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.lock import IN_SCRIPT
 from wangen.generator.steps import CacheLatents, CacheText, Train
@@ -266,11 +267,13 @@ def _latents_step(options: Train, model: Model, samples: Sequence[Sample]) -> Ca
         raise UsageError(f"{_asked_by(options)} needs --vae to encode what the cache lacks", cure="give --vae")
     tile = _tile_before(options, samples, options.vae)
     dtype = options.vae_dtype or _dtype_before(options, samples, "latent", vae_identity(options.vae, tile))
+    clip = options.clip if has_clip(model) else None
+    clip_dtype = _dtype_before(options, samples, "clip", headers.identity(clip, "--clip")) if clip else None
     return CacheLatents(
         dataset_config=options.dataset_config, manifest=options.manifest,
         resolution=options.resolution, smoke=options.smoke, task=options.task,
         vae=options.vae, vae_dtype=dtype, vae_tile=tile, vae_cache_cpu=options.vae_cache_cpu,  # type: ignore[arg-type]
-        clip=options.clip,
+        clip=options.clip, clip_dtype=clip_dtype,  # type: ignore[arg-type]
         device=options.vae_device or options.device, keep_cache=True,
     )  # fmt: skip
 
