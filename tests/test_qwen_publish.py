@@ -35,7 +35,7 @@ def publish(place: Path, *more: str) -> int:
 
 
 def run_bundle(bundle: Path, tiny: TinyQwen, task: str, monkeypatch) -> None:
-    """Cache, check and train with the steps of the bundle's script, on tiny weights."""
+    """Check, cache and train with the steps of the bundle's script, on tiny weights."""
     monkeypatch.chdir(bundle)
     lines = scripts.read_steps((bundle / "train_edits.sh").read_bytes(), "sh")
     steps = {step.command: step for words in lines for step in [parse(find_step(words[0]), words[1:])]}
@@ -43,6 +43,7 @@ def run_bundle(bundle: Path, tiny: TinyQwen, task: str, monkeypatch) -> None:
     here = {"device": "cpu", "log_file": None, "lock": None}
     weights = tiny.single
     for kind, own, module in (
+        (Check, {**weights, "tokenizer": None, "log_file": None}, check),
         (CacheLatents, {"vae": weights["vae"], "vae_dtype": "float32", **here}, cache_latents),
         (CacheText, {"t5": weights["t5"], "t5_dtype": "float32", **here}, cache_text),
         (CheckCache, {"vae": None, "t5": None, "vae_dtype": None, "t5_dtype": None, "log_file": None}, check_cache),
