@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from wangen.generator.layouts import HEAD_DIM
-from wangen.generator.memory import BOTH_IMAGES, FREQUENCIES, IMAGE_DIM, TEXT_DIM
 from wangen.generator.steps import Train
+from wangen.generator.weight_counts import BOTH_IMAGES, CLIP_DIM, FREQUENCIES, UMT5_DIM
 from wangen.profiles import Model
 from wangen.runtime.devices import set_precision
 from wangen.runtime.loader import Batch
@@ -100,11 +100,11 @@ def config_of(model: Model) -> dict[str, Any]:
         "attention_head_dim": HEAD_DIM,
         "in_channels": sizes.in_channels,
         "out_channels": sizes.out_channels,
-        "text_dim": TEXT_DIM,
+        "text_dim": UMT5_DIM,
         "freq_dim": FREQUENCIES,
         "ffn_dim": sizes.ffn_dim,
         "num_layers": sizes.num_layers,
-        "image_dim": IMAGE_DIM if image else None,
+        "image_dim": CLIP_DIM if image else None,
         "added_kv_proj_dim": sizes.dim if image else None,
         "pos_embed_seq_len": BOTH_IMAGES if model.condition == "first_and_last" else None,
     }
@@ -130,12 +130,12 @@ def random_batch(model: Model, clip: Clip, num_items: int, device: torch.device)
     images = num_items * num_image_tokens(model) // CLIP_TOKENS
     batch = Batch(
         latents=latents,
-        texts=[0.1 * torch.randn(TEXT_ROWS, TEXT_DIM, generator=draw) for _ in range(num_items)],
+        texts=[0.1 * torch.randn(TEXT_ROWS, UMT5_DIM, generator=draw) for _ in range(num_items)],
         names=[f"item {number}" for number in range(num_items)],
         keys=[str(number) for number in range(num_items)],
         weights=torch.ones(num_items),
         condition=condition,
-        image_tokens=torch.randn(images, CLIP_TOKENS, IMAGE_DIM, generator=draw) if images else None,
+        image_tokens=torch.randn(images, CLIP_TOKENS, CLIP_DIM, generator=draw) if images else None,
     )
     clean = 1 if model.condition == "text_or_image" and frames > 1 else 0
     keys = [(0, 0, key, 0) for key in batch.keys]

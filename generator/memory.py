@@ -1,8 +1,8 @@
 """What a training run needs of the card's memory, by part: computed from the model's sizes alone.
 
 Letters: L blocks, N tokens of a step, d width, f width inside the feed-forward layers, r rank. Numbers of weights are
-exact (a test counts them on a model without memory); what a block keeps and what it needs at most while its gradient is
-computed are estimates from the list of its tensors.
+exact (`weight_counts`); what a block keeps and what it needs at most while its gradient is computed are estimates from
+the list of its tensors.
 """
 
 from collections.abc import Mapping
@@ -11,14 +11,12 @@ from typing import Any
 
 from wangen.generator.errors import UsageError
 from wangen.generator.steps import Train
+from wangen.generator.weight_counts import weight_counts
 from wangen.profiles import Model, Preset
 
 GIB = 1 << 30
-TEXT_DIM = 4096  # of umT5-xxl
-FREQUENCIES = 256  # sinusoids of a timestep
-IMAGE_DIM = 1280  # of CLIP ViT-H
-BOTH_IMAGES = 514  # tokens of first and last frame, each with a position
-LATENTS_PER_TOKEN = 4  # 1x2x2 latent cells
+SHORT_TEXT = 128
+"""Tokens of a prompt, where text goes through the blocks as pictures do."""
 
 BITS = {"none": 16.0, "fp8": 8.25, "int8": 8.25, "nf4": 4.25}
 """Per weight of a linear layer of a block, with its share of the scales; without quantising in bfloat16."""
@@ -34,9 +32,6 @@ RESERVE = 3 * GIB // 2
 
 CARD_SHARE = 15 / 16
 """Of the card's nominal memory: the rest belongs to the driver and the desktop."""
-
-KEPT_TENSORS = 16
-"""Tensors of N x d, beside two of N x f, that a block keeps for its backward pass where it is not recomputed."""
 
 WAITING = 3
 """Tensors on the device for all those that wait in host memory: one in use, one on its way each way."""
@@ -109,9 +104,9 @@ def memory_plan(model: Model, settings: MemorySettings, *, tokens: int) -> Memor
     """What training takes at its worst moment, the backward pass of a block.
 
     The sum is: weights that stay + ring + adapter and optimizer + what the forward pass keeps + the live set of one
-    block + 1.5 GiB. A block that is not recomputed keeps 16 N d + 2 N f numbers; while its gradient is computed there
-    are 2 N f more; a recomputed one keeps its input, N d, and with selective checkpointing the output of
-    self-attention, N d and one number per token and head.
+    block + 1.5 GiB. A block that is not recomputed keeps k N d + 2 N f numbers (k: `WeightCounts.kept_tensors`); while
+    its gradient is computed there are 2 N f more; a recomputed one keeps its input, N d, and with selective
+    checkpointing the output of self-attention, N d and one number per token and head.
 
     Of two experts one is on the device, with the adapters of both; the host has all weights of both.
 
@@ -129,7 +124,8 @@ def memory_plan(model: Model, settings: MemorySettings, *, tokens: int) -> Memor
         frozen, trained = 0, (outer_bytes(model, 4) + sizes.num_layers * block_bytes(model, wide=4)) // 4
     trained *= 2 if model.experts else 1
     row = tokens * sizes.dim * wide
-    kept_by_block = KEPT_TENSORS * row + 2 * tokens * sizes.ffn_dim * wide
+    counts = weight_counts(model)
+    kept_by_block = counts.kept_tensors * row + 2 * tokens * sizes.ffn_dim * wide
     free = sizes.num_layers if settings.checkpointing == "none" else settings.free_blocks
     recomputed = sizes.num_layers - free
     attention = row + 4 * tokens * sizes.num_heads if settings.checkpointing == "selective" else 0
@@ -141,7 +137,7 @@ def memory_plan(model: Model, settings: MemorySettings, *, tokens: int) -> Memor
         "adapters, gradients, optimizer": trained * (4 + 4 + settings.moment_bytes + (0 if settings.float32 else 2)),
         "kept for the backward pass": on_device + max(0, free - 1) * kept_by_block,
         "one block's backward pass": kept_by_block + 2 * tokens * sizes.ffn_dim * wide,
-        "dequantised weights": 0 if settings.quantize == "none" else _largest_product(model) * wide,
+        "dequantised weights": 0 if settings.quantize == "none" else counts.largest_product * wide,
         "reserve": RESERVE,
     }
     in_host = swapped * block
@@ -152,60 +148,45 @@ def memory_plan(model: Model, settings: MemorySettings, *, tokens: int) -> Memor
 
 def block_bytes(model: Model, quantize: str = "none", wide: int = 2) -> int:
     """Of one block's weights in memory; `wide` is 2 for bfloat16 and 4 for float32."""
-    dim, linear = model.transformer.dim, block_linear_weights(model)
-    biases = 9 * dim + model.transformer.ffn_dim
-    norms = 4 * dim
-    if _has_image_branch(model):
-        biases, norms = biases + 2 * dim, norms + dim
-    weights = linear * wide if quantize == "none" else round(linear * BITS[quantize] / 8)
-    in_float32 = 8 * dim  # the affine norm and the modulation table
-    return weights + (biases + norms) * wide + in_float32 * 4
-
-
-def block_linear_weights(model: Model) -> int:
-    """Weights of the linear layers of one block: those that are quantised."""
-    dim, products = model.transformer.dim, 10 if _has_image_branch(model) else 8
-    return products * dim * dim + 2 * dim * model.transformer.ffn_dim
+    counts = weight_counts(model)
+    linear = counts.block_linear * wide if quantize == "none" else round(counts.block_linear * BITS[quantize] / 8)
+    return linear + counts.block_rest * wide + counts.block_float32 * 4
 
 
 def outer_bytes(model: Model, wide: int = 2) -> int:
     """Of the weights outside the blocks: embeddings, time layers and head, which always stay on the device."""
-    sizes = model.transformer
-    dim = sizes.dim
-    plain = dim * (sizes.in_channels * LATENTS_PER_TOKEN + 1) + (dim + 1) * sizes.out_channels * LATENTS_PER_TOKEN
-    plain += dim * (TEXT_DIM + 1) + dim * (dim + 1)  # text
-    plain += 6 * dim * (dim + 1)  # projection of the time embedding
-    in_float32 = dim * (FREQUENCIES + 1) + dim * (dim + 1) + 2 * dim  # time embedding, the head's modulation
-    if _has_image_branch(model):
-        plain += IMAGE_DIM * (IMAGE_DIM + 1) + dim * (IMAGE_DIM + 1)
-        in_float32 += 2 * IMAGE_DIM + 2 * dim
-    if model.condition == "first_and_last":
-        plain += BOTH_IMAGES * IMAGE_DIM
-    return plain * wide + in_float32 * 4
+    counts = weight_counts(model)
+    return counts.outer * wide + counts.outer_float32 * 4
 
 
 def adapter_weights(model: Model, rank: int) -> int:
-    """Weights of a LoRA of that rank on every linear layer of the blocks."""
-    sizes, square = model.transformer, 10 if _has_image_branch(model) else 8
-    return sizes.num_layers * rank * (square * 2 * sizes.dim + 2 * (sizes.dim + sizes.ffn_dim))
+    """Weights of a LoRA of that rank on every target of the blocks."""
+    return model.transformer.num_layers * rank * weight_counts(model).adapter
 
 
-def tokens_of(model: Model, resolution: tuple[int, int], num_frames: int) -> int:
-    """Tokens of a clip.
+def tokens_of(model: Model, resolution: tuple[int, int], num_frames: int, num_controls: int | None = None) -> int:
+    """Tokens of a clip, or of a picture with its control images (of its size) and its text where these are in the row.
 
     Args:
         model: the model profile.
         resolution: width and height in pixels.
         num_frames: 4n+1; 1 for an image.
+        num_controls: control images; None means one of a model that takes any.
 
     >>> from wangen import profiles
     >>> tokens_of(profiles.model("t2v-14B"), (832, 480), 81)
     32760
+    >>> tokens_of(profiles.model("qwen-image-edit"), (1024, 1024), 1)  # 2 x 4096, and 1337 + 128 of text
+    9657
     """
     frames, height, width = model.patch
     latent_frames = (num_frames - 1) // model.temporal_stride + 1
     step = model.spatial_stride
-    return (latent_frames // frames) * (resolution[1] // step // height) * (resolution[0] // step // width)
+    tokens = (latent_frames // frames) * (resolution[1] // step // height) * (resolution[0] // step // width)
+    if model.prompt is None:
+        return tokens
+    controls = min(1, model.max_controls) if num_controls is None else num_controls
+    return tokens * (1 + controls) + controls * model.prompt.picture_tokens + SHORT_TEXT
 
 
 def usable_bytes(vram_gib: int) -> int:
@@ -242,12 +223,3 @@ def preset_flags(model: Model, vram: str | None) -> dict[str, Any]:
         "checkpointing_free_blocks": preset.checkpointing_free_blocks,
         "gradient_checkpointing_cpu_offload": preset.gradient_checkpointing_cpu_offload,
     }
-
-
-def _has_image_branch(model: Model) -> bool:
-    return any(weights.flag == "clip" for weights in model.weights)
-
-
-def _largest_product(model: Model) -> int:
-    """Weights that are dequantised at once."""
-    return max(3 * model.transformer.dim**2, model.transformer.dim * model.transformer.ffn_dim)

@@ -96,7 +96,7 @@ def execute(step: Step) -> int:
     """
     step = step.effective()
     try:
-        with _logging(step.log_file), _terminable():
+        with _logging(step.log_file, shows=step.leads), _terminable():
             log.info("%s", step.command)
             return _guarded(step)
     except WangenError as error:  # the log file itself cannot be opened
@@ -129,7 +129,7 @@ def _guarded(step: Step) -> int:
 
 def _note_failure(step: Step, found: str) -> None:
     """Replace an earlier run's report, which would say that all is well; an error here must not hide the first."""
-    if step.report_dir and (step.report_dir / f"{step.command}.report.json").is_file():
+    if step.leads and step.report_dir and (step.report_dir / f"{step.command}.report.json").is_file():
         with suppress(WangenError):
             write_report(step, Report(folder=step.report_dir, summary=f"failed: {found}", ok=False), 0.0)
 
@@ -138,7 +138,7 @@ def _run(step: Step) -> int:
     from wangen.generator.lock import hold
 
     started = time.monotonic()
-    with hold(step.lock):
+    with hold(step.lock if step.leads else None):
         try:
             with bulk():
                 module = import_module(step.module)
@@ -147,7 +147,7 @@ def _run(step: Step) -> int:
             raise missing_library(error) from None
         seconds = round(time.monotonic() - started, 3)
         log.info("%s: %s (%.1f s)", step.command, report.summary, seconds)
-        if step.report_dir or report.folder:
+        if step.leads and (step.report_dir or report.folder):
             write_report(step, report, seconds)
     return 0 if report.ok else 1
 
@@ -233,11 +233,11 @@ def _versions() -> dict[str, str]:
 
 
 @contextmanager
-def _logging(file: Path | None) -> Iterator[None]:
-    """Send the log to the terminal and, with time and level, to `file`."""
+def _logging(file: Path | None, *, shows: bool) -> Iterator[None]:
+    """Send the log to the terminal and, with time and level, to `file`; unless it `shows`, warnings to the terminal."""
     handlers: list[logging.Handler] = [_Console()]
     handlers[0].setFormatter(logging.Formatter("%(message)s"))
-    if file:
+    if file and shows:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             handlers.append(_File(file, encoding="utf-8", errors="backslashreplace"))
@@ -245,7 +245,7 @@ def _logging(file: Path | None) -> Iterator[None]:
             raise WangenError(f"cannot write the log: {error.strerror}", where=str(file),
                               cure="fix its rights or give another --log_file") from None  # fmt: skip
         handlers[1].setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    log.setLevel(logging.INFO)
+    log.setLevel(logging.INFO if shows else logging.WARNING)
     propagate, log.propagate = log.propagate, False
     for handler in handlers:
         log.addHandler(handler)

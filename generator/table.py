@@ -89,6 +89,11 @@ class Step:
         """
         return dataclasses.replace(self, **self._smoke_changes()) if getattr(self, "smoke", False) else self
 
+    @property
+    def leads(self) -> bool:
+        """Whether this process writes log and report and holds the lock; of several that work together one does."""
+        return True
+
     def _smoke_changes(self) -> dict[str, Any]:
         """The fields that are different under `--smoke`."""
         return {"report_dir": self.report_dir / SMOKE} if self.report_dir else {}

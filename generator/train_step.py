@@ -1,10 +1,14 @@
 """The training step of the table: what is trained, on what, how, and what it leaves behind."""
 
+import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from wangen.generator.errors import UsageError
+from wangen.generator.launch import launch, require_together
 from wangen.generator.step_parts import (
     CLIP,
     DEFAULT_EPOCHS,
@@ -253,6 +257,12 @@ class Train(DatasetStep):
     peak_tflops: float | None = flag("the device's speed in TFLOP/s, for the log's MFU (default: known cards')", None)
     device: str | None = flag("cuda, cuda:1, cpu … (default: cuda when there is one)", None)
 
+    # Several GPUs.
+    gpus: str = flag("GPUs of this machine that train together, one process each: a number, or auto for all that there "
+                     "are; each step's batches are shared out (on more than one machine: torchrun)", "1",
+                     names=("num_processes", "nproc_per_node"))  # fmt: skip
+    max_restarts: int = flag("with --gpus: how often processes that failed are started again, from the last state", 0)
+
     # Encoding what the cache lacks, and samples.
     cache_mode: Literal["cached", "auto", "realtime"] = flag(
         "cached trains on the cache alone, and encoders are never loaded; auto encodes first what it lacks, or has of "
@@ -323,6 +333,31 @@ class Train(DatasetStep):
     resume: Path | None = flag("start from this training state instead of the newest", None)
     fresh: bool = flag("start again from step 0 and overwrite the earlier run", False)
     resume_changed: bool = flag("resume although settings that change the result differ", False)
+
+    @property
+    def leads(self) -> bool:
+        """Whether it is the first of the processes that train together, and not the one that only starts them.
+
+        Raises:
+            UsageError: the processes would not train together.
+        """
+        return launch().rank == 0 and not self.starts_processes
+
+    @property
+    def starts_processes(self) -> bool:
+        """Whether others do the work: `--gpus` asks for several, and torchrun has not started this one; no `--smoke`.
+
+        Raises:
+            UsageError: `--gpus` is no number of them, or this is native Windows.
+        """
+        if self.gpus == "1" or self.smoke:
+            return False
+        if self.gpus != "auto" and not (self.gpus.isdecimal() and int(self.gpus)):
+            raise UsageError(f"--gpus {self.gpus!r} is neither a number nor auto")
+        if os.environ.get("WORLD_SIZE"):
+            raise UsageError("--gpus under torchrun, which has started the processes already", cure="leave it out")
+        require_together(sys.platform)
+        return True
 
     def _smoke_changes(self) -> dict[str, Any]:
         """So that a try takes every line that the whole job takes, whose parts may be longer than the try."""

@@ -20,14 +20,20 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 _BACKENDS = {"sdpa": "native", "flash": "flash", "flash3": "_flash_3", "xformers": "xformers", "sage": "sage"}
 
 
-def choose_device(name: str | None) -> torch.device:
+def choose_device(name: str | None, number: int = 0) -> torch.device:
     """The device to compute on; None takes CUDA (or ROCm, which answers to that name) when there is one.
+
+    Args:
+        name: with or without its number; where it has none, processes of one machine take a GPU each.
+        number: of this process on its machine.
 
     Raises:
         UsageError: no such device on this machine.
     """
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if number and str(device) == "cuda":
+            device = torch.device("cuda", number)
         torch.empty(1, device=device).cpu()  # what cannot be read back, as of `meta`, is no place to compute
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]

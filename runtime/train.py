@@ -18,6 +18,7 @@ import torch
 from wangen import profiles
 from wangen.generator import headers
 from wangen.generator.errors import WangenError, many
+from wangen.generator.launch import launch
 from wangen.generator.memory import PLAIN_MEMORY
 from wangen.generator.session import Report, with_flag
 from wangen.generator.steps import Train
@@ -35,6 +36,7 @@ from wangen.runtime.training.loading import load_trainee, require_room
 from wangen.runtime.training.out_of_memory import enough_memory_for, enough_memory_for_steps
 from wangen.runtime.training.plan import Plan, make_plan
 from wangen.runtime.training.prepared import groups
+from wangen.runtime.training.ranks import Ranks, joined
 from wangen.runtime.training.refusals import refuse, resolved
 from wangen.runtime.training.run import Run
 from wangen.runtime.training.samples import read_training_samples
@@ -53,14 +55,26 @@ _BASE = ("dit", "base_weights", "quantize", "mixed_precision")
 
 
 def run(options: Train) -> Report:
-    """Train to the end, from the newest state if there is one.
+    """Train to the end, from the newest state if there is one; together with the other processes that torchrun started.
 
     Raises:
         WangenError: flags contradict each other, the cache is incomplete, the weights are of another kind, settings
             changed since the last run, the loss is not finite, memory or the disk is full.
     """
+    if options.starts_processes:
+        from wangen.runtime.training.launcher import train_together
+
+        return train_together(options)
+    launched = launch()
+    device = choose_device(options.device, launched.local_rank)
+    with joined(launched, device) as ranks:
+        # Every step's batches are shared out: it is the step of one process that does them one after the other.
+        steps = options.gradient_accumulation_steps * ranks.count
+        return _run(replace(options, gradient_accumulation_steps=steps), device, ranks)
+
+
+def _run(options: Train, device: torch.device, ranks: Ranks) -> Report:
     model = profiles.model(options.task)
-    device = choose_device(options.device)
     set_precision(deterministic=options.deterministic, tf32=options.cuda_allow_tf32)
     options = resolved(options, model, device)
     refuse(options, model, device)
@@ -68,27 +82,30 @@ def run(options: Train) -> Report:
         return show(options, model)
     require_writable(options.output_dir)
     plan = make_plan(options, model, *read_training_samples(options, model))
+    ranks.require_same("samples or settings", plan.fingerprint)
     state = None if options.fresh else _find_state(plan)
     if state:
         state = _compared(plan, state)
         if state.step >= plan.num_steps:  # saving flags may have changed; equal bytes are written again
-            if state.facts.get("schedule_free"):  # its optimizer knows what to save
-                save_loras(_prepare(plan, device, state))
-            else:
+            if ranks.is_first and state.facts.get("schedule_free"):  # its optimizer knows what to save
+                save_loras(_prepare(plan, device, state, Ranks()))
+            elif ranks.is_first:
                 save_state_as_loras(plan, state)
             return _report(plan, state.step, state.facts, done_before=True)
     require_room(plan)
     log.info('  live in a browser: "%s" -m wangen.runtime watch --output_dir "%s"', sys.executable,
              options.output_dir.absolute())  # fmt: skip
-    with Watching(plan, device, state.step if state else 0) as watching:  # prompts are encoded before the model loads
+    with Watching(
+        plan, device, state.step if state else 0, ranks
+    ) as watching:  # prompts are encoded before the model loads
         with enough_memory_for(plan, device, "loading the model"):
-            training = _prepare(plan, device, state)
+            training = _prepare(plan, device, state, ranks)
         start, started = training.step, time.monotonic()
         with Interrupt() as interrupt:
             _train(training, watching, interrupt)
-    if interrupt.requested:
+    if training.step < plan.num_steps:
         raise KeyboardInterrupt
-    for path in save_loras(training):
+    for path in save_loras(training) if ranks.is_first else ():
         log.info("  saved %s", path)
     speed = watching.speed()
     if speed:
@@ -151,19 +168,21 @@ def _difference(name: str, old: Any, new: Any) -> str:
     return f"{old} -> {new}"
 
 
-def _prepare(plan: Plan, device: torch.device, state: TrainingState | None) -> Run:
+def _prepare(plan: Plan, device: torch.device, state: TrainingState | None, ranks: Ranks) -> Run:
     """Load the transformers, add the adapters, and put the state in; only then `--fresh` forgets an earlier run."""
     kind = family(plan.model)
     trainees = [
         load_trainee(plan, expert, kind, device, state.experts[expert.name] if state else None)
         for expert in plan.experts
     ]
-    training = Run(plan, kind, device, trainees)
+    training = Run(plan, kind, device, trainees, ranks)
+    sums = [weights.double().sum().item() for trainee in trainees for weights in trainee.optimization.flat.weights]
+    ranks.require_same("weights", sums)
     if state:
         training.facts = dict(state.facts)
         if not plan.options.resume:  # else the state may lie elsewhere
             training.saved_step = state.step
-    elif plan.options.fresh:
+    elif plan.options.fresh and ranks.is_first:
         checkpoint.forget(plan.states)
     _announce(training)
     return training
@@ -198,6 +217,11 @@ def _announce(training: Run) -> None:
         how = "are encoded whenever they are drawn" if options.cache_mode == "realtime" else "were encoded here"
         log.info("  %s: %d of %s from the cache, %d %s", use.mode, use.from_cache,
                  many(use.from_cache + use.computed, "entry", "entries"), use.computed, how)  # fmt: skip
+    if training.ranks.count > 1:
+        log.info("  %d processes share the %d batches of each step, as one with --gradient_accumulation_steps %d would "
+                 "do them; the learning rate is for all together and stays %g", training.ranks.count,
+                 options.gradient_accumulation_steps, options.gradient_accumulation_steps,
+                 options.learning_rate)  # fmt: skip
     resuming = f", resuming at {training.step}" if training.step else ""
     log.info("  %s, %s per epoch, %d steps in all%s", many(len(plan.samples), "sample"),
              many(plan.steps_per_epoch, "step"), plan.num_steps, resuming)  # fmt: skip
@@ -211,10 +235,11 @@ def _memory_flags(options: Train) -> list[str]:
 
 def _train(training: Run, watching: Watching, interrupt: Interrupt) -> None:
     """The loop over optimizer steps, until the end or an interrupt; what is due is saved on the way."""
-    plan, saving = training.plan, Saving(training)
+    plan, ranks, saving = training.plan, training.ranks, Saving(training)
     factors = [make_schedule(plan.options, expert.num_steps) for expert in plan.experts]
     readers = [
-        groups(plan, trainee.plan, trainee.step, pin=training.device.type == "cuda") for trainee in training.trainees
+        groups(plan, trainee.plan, trainee.step, ranks, pin=training.device.type == "cuda")
+        for trainee in training.trainees
     ]
     looking = "validating or sampling"
     with enough_memory_for(plan, training.device, looking):
@@ -222,6 +247,8 @@ def _train(training: Run, watching: Watching, interrupt: Interrupt) -> None:
     try:
         with progress("train", plan.num_steps, training.step) as advance:
             for number in plan.turns([trainee.step for trainee in training.trainees]):
+                if ranks.any(interrupt.requested):
+                    break
                 trainee = training.activate(number)
                 with watching.waiting():
                     group = next(readers[number])
@@ -231,20 +258,20 @@ def _train(training: Run, watching: Watching, interrupt: Interrupt) -> None:
                     break
                 advance(1, watching.after(result))
                 to_save = saving.due()
-                if to_save or watching.due():
+                if ranks.any(to_save or watching.due()):
                     watching.settle()
                     with watching.paused():
                         try:
                             with enough_memory_for(plan, training.device, looking):
                                 watching.look()
                         finally:  # what goes wrong there does not cost what was trained
-                            if to_save:
+                            if to_save and ranks.is_first:
                                 saving.save()
             watching.settle()
     finally:
         for reader in readers:
             reader.close()
-    if training.saved_step != training.step:
+    if training.saved_step != training.step and ranks.is_first:
         save_state(training)
 
 

@@ -1,20 +1,22 @@
 """What a step of the fast path really holds, counted tensor by tensor, against the formula that the presets use."""
 
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
-from diffusers import WanTransformer3DModel
+from diffusers import QwenImageTransformer2DModel, WanTransformer3DModel
 from peft import LoraConfig
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from wangen import profiles
-from wangen.generator.memory import KEPT_TENSORS
+from wangen.generator.weight_counts import weight_counts
 from wangen.runtime.fast.attention import choose_kernel
 from wangen.runtime.fast.dit import FastWan
 from wangen.runtime.memory.quantize import quantize_blocks
 from wangen.runtime.models.compute import Compute
+from wangen.runtime.models.qwen_image_edit.fast import FastQwen
 
 CPU = torch.device("cpu")
 DIM, FFN, RANK, SIDE = 256, 1024, 4, 48
@@ -46,21 +48,41 @@ class Live(TorchDispatchMode):
         self.now -= num_bytes
 
 
-def peak_rows(num_layers: int, mode: str = "none", **changes) -> float:
-    """The most that lives beside weights and gradients during a step, in tensors of N x d."""
-    torch.manual_seed(0)
+def make_wan(num_layers: int):
+    """A transformer, and the latents and texts of a step."""
     model = WanTransformer3DModel(
         num_attention_heads=DIM // 128, attention_head_dim=128, in_channels=16, out_channels=16, text_dim=32,
         freq_dim=32, ffn_dim=FFN, num_layers=num_layers,
     )  # fmt: skip
+    return model, torch.randn(1, 16, 1, SIDE, SIDE), {}
+
+
+def make_qwen(num_layers: int):
+    """Of its tokens half are a control image's; four belong to the text."""
+    model = QwenImageTransformer2DModel(num_layers=num_layers, num_attention_heads=DIM // 128, joint_attention_dim=32)
+    half = torch.randn(1, 16, 1, SIDE, SIDE // 2)
+    return model, half, {"controls": [[half[0]]]}
+
+
+FAMILIES = {"t2v-1.3B": (make_wan, FastWan), "qwen-image-edit": (make_qwen, FastQwen)}
+
+
+def kept_tensors(name: str) -> int:
+    return weight_counts(profiles.model(name)).kept_tensors
+
+
+def peak_rows(name: str, num_layers: int, mode: str = "none", **changes) -> float:
+    """The most that lives beside weights and gradients during a step, in tensors of N x d."""
+    torch.manual_seed(0)
+    make, fast = FAMILIES[name]
+    model, latents, given = make(num_layers)
     model.requires_grad_(False)
     quantize_blocks(model, mode)
-    model.add_adapter(LoraConfig(r=RANK, target_modules=profiles.model("t2v-1.3B").lora_targets))
-    velocity = FastWan(model.train(), Compute(**changes), choose_kernel("sdpa", CPU, torch.float32))
-    latents = torch.randn(1, 16, 1, SIDE, SIDE)
+    model.add_adapter(LoraConfig(r=RANK, target_modules=profiles.model(name).lora_targets))
+    velocity = fast(model.train(), Compute(**changes), choose_kernel("sdpa", CPU, torch.float32))
 
     def step() -> None:
-        velocity(latents, torch.tensor([500.0]), [torch.ones(4, 32)]).square().mean().backward()
+        velocity(latents, torch.tensor([500.0]), [torch.ones(4, 32)], **given).square().mean().backward()
 
     step()  # gradients and tables are there from now on
     live = Live([*model.parameters(), *(p.grad for p in model.parameters() if p.grad is not None)])
@@ -70,28 +92,29 @@ def peak_rows(num_layers: int, mode: str = "none", **changes) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("changes", "per_block"),
-    [
-        ({"checkpointing": "none"}, KEPT_TENSORS + 2 * FFN / DIM),
-        ({"checkpointing": "full"}, 1.0),
-        ({"checkpointing": "selective"}, 2.0 + 4 * (DIM // 128) * TOKENS / ROW),
-    ],
-)
-def test_a_block_keeps_what_the_formula_says(changes, per_block):
-    measured = (peak_rows(5, **changes) - peak_rows(2, **changes)) / 3
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
+def test_a_block_keeps_what_the_formula_says(name, checkpointing):
+    per_block = {"none": kept_tensors(name) + 2 * FFN / DIM, "full": 1.0,
+                 "selective": 2.0 + 4 * (DIM // 128) * TOKENS / ROW}[checkpointing]  # fmt: skip
+    few, many = (peak_rows(name, layers, checkpointing=checkpointing) for layers in (2, 5))
+    measured = (many - few) / 3
     assert 0.85 * per_block < measured < 1.03 * per_block
 
 
 @pytest.mark.slow
-def test_the_live_set_of_a_block_is_below_the_formula_and_near_it():
-    formula = KEPT_TENSORS + 4 * FFN / DIM
-    measured = peak_rows(2) - 2
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_live_set_of_a_block_is_below_the_formula_and_near_it(name):
+    formula = kept_tensors(name) + 4 * FFN / DIM
+    measured = peak_rows(name, 2) - 2
     assert 0.8 * formula < measured < formula + 2  # beside it: the first block's input and the loss's gradient
-    assert peak_rows(2, free_blocks=1) <= measured + 2 + 0.01, "the last block is free to keep everything"
+    assert peak_rows(name, 2, free_blocks=1) <= measured + 2 + 0.01, "the last block is free to keep everything"
 
 
 @pytest.mark.slow
-def test_a_quantised_base_adds_one_dequantised_product():
-    more = (peak_rows(2, mode="int8") - peak_rows(2)) * ROW
-    assert 0 < more <= 1.1 * DIM * FFN * 4
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_quantised_base_adds_one_dequantised_product(name):
+    more = (peak_rows(name, 2, mode="int8") - peak_rows(name, 2)) * ROW
+    model = profiles.model(name)
+    here = replace(model, transformer=replace(model.transformer, dim=DIM, ffn_dim=FFN))
+    assert 0 < more <= 1.1 * weight_counts(here).largest_product * 4

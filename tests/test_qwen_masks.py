@@ -34,9 +34,10 @@ def masked(made: EditSet) -> EditSet:
     return made.fill()
 
 
+@pytest.mark.parametrize("plain", [False, True])
 @pytest.mark.parametrize("bucketed", [False, True])
 def test_the_loss_of_a_masked_edit_is_the_same_alone_and_among_others_of_other_sizes(
-    tiny_qwen: TinyQwen, tmp_path, bucketed: bool
+    tiny_qwen: TinyQwen, tmp_path, bucketed: bool, plain: bool
 ):
     made = masked(make_edit_set(tmp_path / "set", tiny_qwen, "qwen-image-edit-plus", batch_size=3,
                                 enable_bucket=bucketed, control_resolution=[96, 96]))  # fmt: skip
@@ -45,7 +46,7 @@ def test_the_loss_of_a_masked_edit_is_the_same_alone_and_among_others_of_other_s
     samples, kind = find_entries(options, model, read_samples(made.check, model)), family(model)
     plan = Plan(options, model, [], [], 1, (ExpertPlan("", options.dit, None, 0.0, 1.0, 1.0, 1),), {})
     transformer = kind.load_transformer(options.dit, dtype=torch.float32)
-    velocity = kind.velocity_model(transformer, Compute(checkpointing="none", plain=True), device=CPU,
+    velocity = kind.velocity_model(transformer, Compute(checkpointing="none", plain=plain), device=CPU,
                                    dtype=torch.float32)  # fmt: skip
 
     def losses(*batches):

@@ -333,6 +333,7 @@ def test_cached_training_loads_no_encoder_and_the_others_ask_for_their_weights(e
         {"blocks_to_swap": 2, "gradient_checkpointing_cpu_offload": True},
         {"blocks_to_swap": 1, "quantize": "int8"},
         {"blocks_to_swap": 2, "network_dropout": 0.3},
+        {"blocks_to_swap": 1, "checkpointing": "selective", "gradient_checkpointing_cpu_offload": True},
     ],
 )
 def test_swapped_blocks_change_no_byte(edits, tmp_path, changes):
@@ -345,13 +346,30 @@ def test_swapped_blocks_change_no_byte(edits, tmp_path, changes):
     assert (tmp_path / "a/edit.safetensors").read_bytes() == (tmp_path / "b/edit.safetensors").read_bytes()
 
 
-def test_what_only_a_fast_path_has_is_refused_in_words(edits, tmp_path):
-    for change in ({"checkpointing": "selective"}, {"checkpointing_free_blocks": 1}):
-        with pytest.raises(UsageError, match="qwen-image-edit knows no selective checkpointing or free blocks"):
-            train.run(edits["qwen-image-edit"].train(tmp_path, **change))
-    with pytest.raises(UsageError, match="qwen-image-edit knows no --compile"):
-        train.run(edits["qwen-image-edit"].train(tmp_path, compile=True))
+def test_a_run_for_a_small_card_ends_with_the_bytes_of_any_other(edits, tmp_path):
+    """What `--vram` stands for; only the quantised base changes numbers."""
+    made = edits["qwen-image-edit-plus"]
+    run(made, tmp_path / "a", quantize="int8", checkpointing="full", blocks_to_swap=0, max_train_steps=3)
+    run(made, tmp_path / "b", vram="8", blocks_to_swap=1, max_train_steps=3)
+    assert (tmp_path / "a/edit.safetensors").read_bytes() == (tmp_path / "b/edit.safetensors").read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # the compiler warns of its own ways
+def test_compiled_training_has_the_losses_of_any_other(edits, tmp_path):
+    made = edits["qwen-image-edit-plus"]
+    plain, compiled = (losses_of(made, tmp_path / str(one), compile=one)[0] for one in (False, True))
+    assert compiled == pytest.approx(plain, rel=1e-4)
+
+
+def test_the_librarys_own_forward_and_the_fast_path_have_the_same_losses(edits, tmp_path):
+    made = edits["qwen-image-edit-plus"]
+    fast, plain = (losses_of(made, tmp_path / str(one), plain=one)[0] for one in (False, True))
+    assert fast == pytest.approx(plain, rel=1e-4)
+
+
+def test_more_blocks_than_there_are_cannot_be_swapped(edits, tmp_path):
     with pytest.raises(UsageError, match="the blocks that are recomputed are 2"):
         train.run(edits["qwen-image-edit"].train(tmp_path, blocks_to_swap=3))
-    with pytest.raises(UsageError, match="qwen-image-edit has no preset"):
-        train.run(edits["qwen-image-edit"].train(tmp_path, vram="24"))
+    with pytest.raises(UsageError, match="--plain knows no block swap"):
+        train.run(edits["qwen-image-edit"].train(tmp_path, blocks_to_swap=1, plain=True))

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from wangen.runtime.fast.attention import Kernel, Stash
+from wangen.runtime.fast.attention import Kernel
 from wangen.runtime.fast.dit_blocks import Block, Tokens, lay_groups_side_by_side
-from wangen.runtime.fast.dit_checkpoint import BlockSwap, InHostMemory, Presence, Recomputation
+from wangen.runtime.fast.dit_checkpoint import BlockSwap, Passage
 from wangen.runtime.fast.dit_compiled import WholeBlocks, step_tensors
-from wangen.runtime.fast.dit_elementwise import FUSED, PLAIN, compiled
+from wangen.runtime.fast.dit_elementwise import FUSED, elementwise_of
 from wangen.runtime.fast.dit_linear import Layers, drops
 from wangen.runtime.fast.dit_text import require_width, text_rows
 from wangen.runtime.libraries import LoraLinear, WanTransformer3DModel
@@ -72,10 +72,7 @@ class FastWan:
         self._kernel = kernel.by_item() if compute.split_attention else kernel
         self._swap = swap
         self._dtype = dtype
-        self._swapped = frozenset(swap.swapped) if swap is not None else frozenset()
-        self._elementwise = FUSED if compute.tricks.fused_norms else PLAIN
-        if compute.compile:
-            self._elementwise = compiled(transformer.device)
+        self._elementwise = elementwise_of(compute, transformer.device)
         does_compile = compute.compile and self._elementwise is not FUSED
         self._whole = WholeBlocks(compute, self._kernel) if does_compile else None
         self._rotations: dict[tuple[Sizes, torch.device], Tensor] = {}  # what was used last comes last
@@ -240,52 +237,30 @@ class FastWan:
         return table
 
     def _blocks(self, hidden: Tensor, conditions: Tensor, tokens: Tokens) -> Tensor:
-        compute, modules = self._compute, self._transformer.blocks
+        modules = self._transformer.blocks
         layers = Layers(self._dtype or hidden.dtype, hidden.device)
         hidden, tokens = hidden.to(layers.dtype), tokens.to(layers.dtype)
         whole = None if self._whole is None else partial(self._whole, step_tensors(conditions, tokens), tokens)
-        host = InHostMemory(hidden.device) if compute.offload and torch.is_grad_enabled() else None
-        stashes: list[Stash | None] = []
+        passage = Passage(self._compute, self._swap, len(modules), hidden.device)
         # Whether adapters before the blocks gave a gradient to what every block takes beside the tokens.
         beside = any(one is not None and one.requires_grad for one in (conditions, tokens.text, tokens.images))
         for index, module in enumerate(modules):
-            again = torch.is_grad_enabled() and self._is_recomputed(index)
-            if again and not hidden.requires_grad and not beside:
-                again = any(parameter.requires_grad for parameter in module.parameters())
-            keeps = again and compute.checkpointing == "selective"
-            stash = Stash(offload=compute.offload) if keeps else None
-            stashes.append(stash)
-            if compute.tricks.grouped and index not in self._swapped:
+            again = passage.recomputes(index, module, has_gradient=hidden.requires_grad or beside)
+            stash = passage.stash(again)
+            if self._compute.tricks.grouped and not passage.swaps(index):
                 lay_groups_side_by_side(module)
-            block = Block(module, layers, conditions, tokens, self._kernel, compute.tricks, self._elementwise, stash)
+            block = Block(
+                module, layers, conditions, tokens, self._kernel, self._compute.tricks, self._elementwise, stash
+            )
             if whole is not None:
-                output = whole(module, block.groups, hidden, swapped=index in self._swapped, recomputes=again)
+                output = whole(module, block.groups, hidden, swapped=passage.swaps(index), recomputes=again)
                 if output is not None:
                     hidden = output
                     continue
-            presence = Presence(self._swap if index in self._swapped else None, index)
-            if not again:
-                with presence.during(backward=False):
-                    hidden = block(hidden)
-                continue
-            recomputed = Recomputation(
-                block,
-                presence,
-                stash=stash,
-                host=host,
-                draws=module.training and not block.is_plain,
-                earlier=stashes[index - 1] if index else None,
-            )
-            hidden = recomputed(hidden)
+            hidden = passage.run(index, block, hidden, stash, recomputes=again)
         if self._whole is not None:
             self._whole.tell()
         return hidden
-
-    def _is_recomputed(self, index: int) -> bool:
-        if index in self._swapped:
-            return True
-        last = len(self._transformer.blocks) - self._compute.free_blocks
-        return self._compute.checkpointing != "none" and index < last
 
     def _head(self, hidden: Tensor, embedded: Tensor, tokens: Tokens, sizes: Sequence[Sizes]) -> list[Tensor]:
         """(T, D) -> for each item (1, C, F, h, w)."""

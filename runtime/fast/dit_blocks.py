@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from wangen.runtime.fast.attention import Kernel, Stash
 from wangen.runtime.fast.dit_elementwise import Elementwise
-from wangen.runtime.fast.dit_linear import Group, Layers, lay_side_by_side
+from wangen.runtime.fast.dit_linear import Group, Layers, base_of, lay_side_by_side
 from wangen.runtime.libraries import WanTransformerBlock
 from wangen.runtime.memory.swap import spread
 from wangen.runtime.models.compute import Tricks
@@ -98,7 +98,7 @@ def _single(block: WanTransformerBlock) -> dict[str, nn.Module]:
 def lay_groups_side_by_side(block: WanTransformerBlock) -> None:
     """Let the weights of layers that share an input be parts of one storage, so that they are one product."""
     for modules in _sharing(block).values():
-        lay_side_by_side([_base(module) for module in modules])
+        lay_side_by_side([base_of(module) for module in modules])
 
 
 def lay_resident_groups(transformer: nn.Module, num_swapped: int, free_blocks: int = 0) -> None:
@@ -116,13 +116,6 @@ def lay_resident_groups(transformer: nn.Module, num_swapped: int, free_blocks: i
     for index, block in enumerate(blocks):
         if index not in swapped:
             lay_groups_side_by_side(block)
-
-
-def _base(module: nn.Module) -> nn.Linear:
-    """The layer inside peft's."""
-    base = getattr(module, "base_layer", module)
-    assert isinstance(base, nn.Linear)
-    return base
 
 
 def modulation(block: WanTransformerBlock, conditions: Tensor) -> Modulation:
@@ -170,9 +163,9 @@ class Block:
         self._stash = stash
 
     @property
-    def is_plain(self) -> bool:
-        """Whether all its adapters are low-rank ones without dropout: nothing in it draws random numbers."""
-        return all(group.is_plain for groups in self.groups.values() for group in groups)
+    def draws(self) -> bool:
+        """Whether it draws random numbers, as adapters that are not low-rank alone, or have dropout, may."""
+        return self._block.training and not all(group.is_plain for groups in self.groups.values() for group in groups)
 
     @property
     def groups(self) -> dict[str, list[Group]]:

@@ -13,14 +13,39 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from wangen.runtime.fast.attention import Stash
-from wangen.runtime.fast.dit_blocks import Beside, Block
 from wangen.runtime.fast.dit_functions import apply
 from wangen.runtime.fast.host_copies import HostCopy, host_copies
+from wangen.runtime.models.compute import Compute
+
+
+class Block(Protocol):
+    """One block of a transformer for one step. T: tokens of the step, D: width of the model."""
+
+    @property
+    def beside(self) -> Any:
+        """A named tuple of what it takes beside the tokens, each a tensor or None.
+
+        A part may have a gradient where something before the blocks is trained.
+        """
+
+    @property
+    def trains_numbers(self) -> bool:
+        """Whether its shifts, scales and gates get a gradient."""
+
+    @property
+    def draws(self) -> bool:
+        """Whether it draws random numbers from PyTorch's generators (dropout)."""
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """(T, D) -> (T, D)."""
+
+    def again(self, hidden: Tensor, beside: Any) -> Tensor:
+        """The same for its gradients alone, with `beside` in place of its own; what comes out may be anything."""
 
 
 class BlockSwap(Protocol):
@@ -108,7 +133,6 @@ class Recomputation:
         presence: of its weights.
         stash: keeps the outputs of self attention; None keeps nothing.
         host: where its input waits; None leaves it on the device.
-        draws: the block draws random numbers from PyTorch's generators (dropout).
         earlier: the stash of the block before, whose outputs are fetched while this one computes.
     """
 
@@ -116,7 +140,6 @@ class Recomputation:
     presence: Presence
     stash: Stash | None
     host: InHostMemory | None
-    draws: bool
     earlier: Stash | None
 
     def __call__(self, hidden: Tensor) -> Tensor:
@@ -126,6 +149,57 @@ class Recomputation:
         recording = contextlib.nullcontext() if self.stash is None else self.stash.recording()
         with self.presence.during(backward=False), recording:
             output: Tensor = apply(_Recomputed, _anchor(hidden.device), self, hidden, *beside)
+        return output
+
+
+class Passage:
+    """One forward pass through a transformer's blocks: which are computed again later, and what is kept of them.
+
+    Args:
+        compute: what is recomputed, what waits in host memory.
+        swap: brings the weights of the blocks in `swap.swapped`; those blocks are always recomputed.
+        num_blocks: of the transformer.
+        device: where it computes.
+    """
+
+    def __init__(self, compute: Compute, swap: BlockSwap | None, num_blocks: int, device: torch.device) -> None:
+        self._compute = compute
+        self._swap = swap
+        self._first_free = 0 if compute.checkpointing == "none" else num_blocks - compute.free_blocks
+        self._host = InHostMemory(device) if compute.offload and torch.is_grad_enabled() else None
+        self._earlier: Stash | None = None
+
+    def swaps(self, index: int) -> bool:
+        """Whether a block's weights are on the device only around its passes."""
+        return self._swap is not None and index in self._swap.swapped
+
+    def recomputes(self, index: int, module: nn.Module, *, has_gradient: bool) -> bool:
+        """Whether a block is computed again in the backward pass.
+
+        Args:
+            index: its number.
+            module: itself.
+            has_gradient: something that goes into it requires one.
+        """
+        if not torch.is_grad_enabled() or not (self.swaps(index) or index < self._first_free):
+            return False
+        return has_gradient or any(parameter.requires_grad for parameter in module.parameters())
+
+    def stash(self, recomputes: bool) -> Stash | None:
+        """Where the outputs of the next block's self attention are kept, if they are."""
+        keeps = recomputes and self._compute.checkpointing == "selective"
+        return Stash(offload=self._compute.offload) if keeps else None
+
+    def run(self, index: int, block: Block, hidden: Tensor, stash: Stash | None, *, recomputes: bool) -> Tensor:
+        """(T, D) -> (T, D), the blocks in their order; `stash` is what the block was made with."""
+        presence = Presence(self._swap if self.swaps(index) else None, index)
+        if recomputes:
+            again = Recomputation(block, presence, stash=stash, host=self._host, earlier=self._earlier)
+            output = again(hidden)
+        else:
+            with presence.during(backward=False):
+                output = block(hidden)
+        self._earlier = stash
         return output
 
 
@@ -144,10 +218,10 @@ class _Recomputed(torch.autograd.Function):
             _anchor: requires a gradient, so that the output does, also where nothing but the block's parameters does.
             plan: of the block.
             hidden: its input.
-            beside: those parts of `Block.beside` that require a gradient.
+            beside: those parts of the block's `beside` that require a gradient.
         """
         ctx.plan, ctx.number = plan, None
-        ctx.random = RandomState(hidden.device) if plan.draws else None
+        ctx.random = RandomState(hidden.device) if plan.block.draws else None
         # Trained gates are computed in another way, by whether they have a gradient: so they get one here as well.
         with torch.set_grad_enabled(plan.block.trains_numbers):
             output = plan.block(hidden).detach()
@@ -168,10 +242,11 @@ class _Recomputed(torch.autograd.Function):
             plan.earlier.fetch()
         start = hidden.detach().requires_grad_(ctx.needs_input_grad[2])
         leaves = [None if part is None else part.detach().requires_grad_() for part in beside]
-        trained = {name: leaf for name, leaf in zip(Beside._fields, leaves, strict=True) if leaf is not None}
+        own = plan.block.beside
+        trained = {name: leaf for name, leaf in zip(own._fields, leaves, strict=True) if leaf is not None}
         with plan.presence.during(backward=True):
             with torch.enable_grad(), torch.autocast(gradient.device.type, enabled=False), _as_before(ctx):
-                output = plan.block.again(start, plan.block.beside._replace(**trained))
+                output = plan.block.again(start, own._replace(**trained))
             torch.autograd.backward(output, gradient)
         return None, None, *(None if leaf is None else leaf.grad for leaf in (start, *leaves))
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from wangen.runtime.fast.dit_functions import Gate, MixedLayerNorm, RmsRotary, apply
+from wangen.runtime.models.compute import Compute
 
 log = logging.getLogger("wangen")
 
@@ -34,8 +35,9 @@ class Elementwise:
 
     Attributes:
         norm: tokens (T, D), weight and bias (D,) in float32, eps -> layer norm (T, D).
-        rms: queries or keys (T, D), weight (D,), table (N, channels of a head / 2) of complex numbers or None, eps ->
-            RMS norm over all heads and the rotation of each head's pairs by position.
+        rms: queries or keys (T, D), weight (W,), table (N, channels of a head / 2) of complex numbers or None, eps ->
+            RMS norm and the rotation of each head's pairs by position. W is D for one norm over all heads, or the
+            channels of a head for one of each.
         gated: residual (T, D), branch (T, D), gates (runs, D) in float32, tokens of each run, and whether the value is
             looked at, not the gradients alone -> residual + gate * branch.
     """
@@ -73,15 +75,15 @@ def _rms(inputs: Tensor, weight: Tensor, table: Tensor | None, eps: float) -> Te
 
 def real_rms(inputs: Tensor, weight: Tensor, table: Tensor | None, eps: float) -> Tensor:
     """`PLAIN.rms` with the table as (N, channels of a head / 2, 2), cosines and sines."""
-    wide = inputs.float()
-    normed = wide * torch.rsqrt(wide.square().mean(dim=1, keepdim=True) + eps) * weight.float()
+    wide = torch.unflatten(inputs.float(), 1, (-1, len(weight)))
+    normed = (wide * torch.rsqrt(wide.square().mean(dim=2, keepdim=True) + eps) * weight.float()).flatten(1)
     if table is None:
         return normed.to(inputs.dtype)
     tokens, pairs, _ = table.shape
     one, other = normed.view(-1, tokens, normed.shape[1] // pairs // 2, pairs, 2).unbind(-1)
     cosine, sine = table[:, None].unbind(-1)
     turned = torch.stack([one * cosine - other * sine, one * sine + other * cosine], dim=-1)
-    return turned.view(normed.shape).to(inputs.dtype)
+    return turned.view(inputs.shape).to(inputs.dtype)
 
 
 def _fused_rms(inputs: Tensor, weight: Tensor, table: Tensor | None, eps: float) -> Tensor:
@@ -116,6 +118,13 @@ def _fused_gated(residual: Tensor, branch: Tensor, gates: Tensor, runs: Sequence
 
 PLAIN = Elementwise(_norm, _rms, _by_run(_gated_run))
 FUSED = Elementwise(_fused_norm, _fused_rms, _fused_gated)
+
+
+def elementwise_of(compute: Compute, device: torch.device) -> Elementwise:
+    """The way that a step computes."""
+    if compute.compile:
+        return compiled(device)
+    return FUSED if compute.tricks.fused_norms else PLAIN
 
 
 @functools.cache

@@ -227,7 +227,7 @@ class MixedLayerNorm(torch.autograd.Function):
 
 
 class RmsRotary(torch.autograd.Function):
-    """RMS norm over all heads, and rotary position embedding, in float32 with one rounding at the end.
+    """RMS norm over all heads or over each, and rotary position embedding, in float32 with one rounding at the end.
 
     RMS norm: Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467, y = x / sqrt(mean(x^2) + eps) * weight.
     Rotary embedding: Su et al. 2021, https://arxiv.org/abs/2104.09864, with pairs of neighbouring channels as complex
@@ -241,15 +241,15 @@ class RmsRotary(torch.autograd.Function):
         Args:
             ctx: autograd's.
             inputs: queries or keys; rows may be apart.
-            weight: (D,), frozen.
+            weight: (W,), frozen; W is D, or the channels of a head.
             table: (N, channels of a head / 2), complex; N divides T. None leaves the positions out.
             eps: keeps the root from zero.
         """
-        wide = inputs.float()
-        width = inputs.shape[1]
-        mean_square = torch.linalg.vector_norm(wide, dim=1, keepdim=True).square_().div_(width)
+        width = len(weight)
+        wide = torch.unflatten(inputs.float(), 1, (-1, width))
+        mean_square = torch.linalg.vector_norm(wide, dim=2, keepdim=True).square_().div_(width)
         reciprocal = mean_square.add_(eps).rsqrt_()
-        normed = (wide * reciprocal).mul_(weight)
+        normed = (wide * reciprocal).mul_(weight).flatten(1)
         ctx.save_for_backward(inputs, reciprocal)
         ctx.weight, ctx.table = weight, table
         if table is not None:
@@ -260,15 +260,16 @@ class RmsRotary(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         """(T, D) -> the gradient of the input."""
         inputs, reciprocal = ctx.saved_tensors
+        width = len(ctx.weight)
         turned = gradients[0].float().contiguous()
         if ctx.table is None:
-            turned = turned * ctx.weight
+            turned = torch.unflatten(turned, 1, (-1, width)) * ctx.weight
         else:
             back = _by_heads(turned, ctx.table) * ctx.table[:, None].conj()
-            turned = torch.view_as_real(back).view(turned.shape).mul_(ctx.weight)
-        wide = inputs.float()
-        along = torch.linalg.vecdot(turned, wide)[:, None].mul_(reciprocal.pow(3)).div_(inputs.shape[1])
-        to_inputs = turned.mul_(reciprocal).addcmul_(wide, along, value=-1)
+            turned = torch.view_as_real(back).view(len(inputs), -1, width).mul_(ctx.weight)
+        wide = torch.unflatten(inputs.float(), 1, (-1, width))
+        along = torch.linalg.vecdot(turned, wide)[..., None].mul_(reciprocal.pow(3)).div_(width)
+        to_inputs = turned.mul_(reciprocal).addcmul_(wide, along, value=-1).flatten(1)
         return cast(to_inputs, inputs.dtype), None, None, None
 
 

@@ -110,6 +110,13 @@ def _side_by_side(tensors: Sequence[Tensor | None]) -> Tensor | None:
     return first.detach().as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
 
 
+def base_of(module: nn.Module) -> nn.Linear:
+    """A linear layer, out of peft's around it where there is one."""
+    base = getattr(module, "base_layer", module)
+    assert isinstance(base, nn.Linear)
+    return base
+
+
 def lay_side_by_side(layers: Sequence[nn.Linear]) -> None:
     """Move the weights and biases of layers into one storage each, of which they become parts, unless they are already.
 

@@ -330,8 +330,9 @@ def quantized(layer: nn.Linear, mode: Mode | Literal["none"], pack_on: torch.dev
 def quantize_blocks(transformer: nn.Module, mode: Mode | Literal["none"], pack_on: torch.device | None = None) -> int:
     """Replace the linear layers of a transformer's blocks by quantised ones, one at a time.
 
-    Norms, modulation, embeddings, the text and time layers and the head stay: they are 3 % of a model, and rounding
-    them costs more. To quantise while loading, so that the whole model is never in memory, see `load_transformer`.
+    Norms, embeddings, the text and time layers and the head stay: they are at most 3 % of a model, and rounding them
+    costs more. So does the modulation where it is a table (Wan); where it is a third of a block (Qwen-Image) it is
+    quantised. To quantise while loading, so that the whole model is never in memory, see `load_transformer`.
 
     Args:
         transformer: before adapters are added to it.

@@ -89,14 +89,7 @@ class VelocityModel(Protocol):
 
 
 class Family(Protocol):
-    """What a family's module offers; what none of its models asks for (an image encoder, clean frames) it may lack.
-
-    Attributes:
-        has_fast_path: `velocity_model` has more than the library's own forward: selective checkpointing, blocks that
-            are not recomputed. Where it has, `--plain` means something, and knows no block swap.
-    """
-
-    has_fast_path: bool
+    """What a family's module offers; what none of its models asks for (an image encoder, clean frames) it may lack."""
 
     def load_latent_encoder(self, path: Path, *, dtype: "torch.dtype", device: Any, plain: bool) -> LatentEncoder:
         """What the caching step encodes with; `plain` takes the library's module."""

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-from wangen.runtime.memory.swap import BlockSwap
-from wangen.runtime.memory.swap_hooks import SwapHooks, recomputed
 from wangen.runtime.models.compute import Compute
 from wangen.runtime.models.inputs import Controls, Inputs
 
@@ -22,8 +20,6 @@ class PlainModel:
         compute: checkpointing (`none` or `full`) and offloading.
         dtype: bfloat16 switches autocast on.
         attention: the name of the kernel that is set.
-        swap: brings the weights of swapped blocks; they are recomputed.
-        inputs: the names of the layers whose outputs go into the first block, where blocks are swapped.
     """
 
     def __init__(
@@ -33,15 +29,11 @@ class PlainModel:
         compute: Compute,
         dtype: torch.dtype,
         attention: str,
-        swap: BlockSwap | None = None,
-        inputs: tuple[str, ...] = (),
     ) -> None:
         self.attention = attention
         self._transformer, self._predict, self._compute, self._dtype = transformer, predict, compute, dtype
-        if swap is not None:
-            SwapHooks(transformer, inputs, swap)
         if compute.checkpointing != "none":
-            transformer.enable_gradient_checkpointing(*([] if swap is None else [recomputed]))
+            transformer.enable_gradient_checkpointing()
 
     def __call__(
         self,

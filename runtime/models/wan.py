@@ -38,7 +38,6 @@ _HOMES = {
 """What the contract asks for and other modules have. They import diffusers or transformers, which takes seconds: a
 caching step that needs neither must not wait for them, so each is imported when it is asked for."""
 
-has_fast_path = True
 TEXT_LENGTH = 512
 PATCH = 2  # latent cells per token, in each direction
 

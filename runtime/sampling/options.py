@@ -24,7 +24,7 @@ from wangen.runtime.devices import choose_dtype, require_compiler
 from wangen.runtime.lora import nothing_matches, require_size
 from wangen.runtime.lora_folder import find_lora
 from wangen.runtime.memory.blocks import in_a_block
-from wangen.runtime.models import family, require_tile
+from wangen.runtime.models import require_tile
 from wangen.runtime.sampling.prompts import MAX_SEED, SamplePrompt, defaults_of, make_prompt, read_prompts
 from wangen.runtime.sampling.scenes import Encoders, looks_through_clip
 from wangen.runtime.training.adapter_config import changeable_weights
@@ -162,8 +162,6 @@ def _refuse_parts(options: Generate, model: Model) -> None:
 def _refuse_beside_plain(options: Generate, model: Model) -> None:
     if options.plain and (options.blocks_to_swap or options.compile):
         raise UsageError("--plain knows no block swap and no --compile", cure="leave it out")
-    if options.compile and not family(model).has_fast_path:
-        raise UsageError(f"{model.name} knows no --compile in this version", cure="leave it out")
     if options.blocks_to_swap and options.blocks_to_swap < 0:
         raise UsageError(f"--blocks_to_swap {options.blocks_to_swap}: must be 0 or above")
     if options.compile:

@@ -246,10 +246,10 @@ class Sampler:
         )  # fmt: skip
         for lora in weights.loras:
             _put_on(transformer, lora)
-        if self._kind.has_fast_path and not settings.plain:
+        if self._takes_turns and not settings.plain:
             lay_resident_groups(transformer, settings.blocks_to_swap)
         place = BlockSwap(transformer, settings.blocks_to_swap, device, parked=self._takes_turns)
-        if settings.plain and self._kind.has_fast_path:
+        if settings.plain:
             kernel = set_attention(transformer, settings.attention, device, dtype, backward=False)
             return _Loaded(place, partial(self._kind.predict_velocity, transformer), kernel)
         compute = Compute(attention=settings.attention, checkpointing="none", compile=settings.compile)

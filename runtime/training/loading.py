@@ -68,13 +68,12 @@ def load_trainee(
         parameters = add_adapter(transformer, options, plan.model, expert.name)
     # What drops out does so in this mode only; peft's LoHa and LoKr draw from global state in it, asked or not.
     transformer.train(options.train_mode == "lora" and settings(options, expert.name).draws)
-    compute = compute_of(options)
-    if not compute.plain:
+    compute, parked = compute_of(options), options.offload_inactive_dit and len(plan.experts) > 1
+    if parked and not compute.plain:
         lay_resident_groups(transformer, swapped, compute.free_blocks)
     place = BlockSwap(
-        transformer, swapped, device, free_blocks=compute.free_blocks, ring=options.block_swap_ring_size,
-        parked=options.offload_inactive_dit and len(plan.experts) > 1,
-    )  # fmt: skip
+        transformer, swapped, device, free_blocks=compute.free_blocks, ring=options.block_swap_ring_size, parked=parked
+    )
     swap = place if swapped else None
     model = kind.velocity_model(transformer, compute, device=device, dtype=computed_in(options), swap=swap)
     optimization = Optimization(options, parameters)

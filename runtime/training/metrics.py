@@ -15,6 +15,7 @@ import torch
 
 from wangen.generator.errors import WangenError
 from wangen.generator.files import write_whole
+from wangen.runtime.training.ranks import Ranks
 
 FILE = "metrics.jsonl"
 NUM_BINS = 10
@@ -160,9 +161,13 @@ class Pending:
     Tensors of a record have no more than one dimension; `()` becomes a number, `(B,)` a list of them.
     """
 
-    def __init__(self, device: torch.device, every: int | None = None) -> None:
-        """Read `every` so many records; the default is each one on a CPU and ten together on a GPU."""
+    def __init__(self, device: torch.device, every: int | None = None, ranks: Ranks = Ranks()) -> None:  # noqa: B008
+        """Read `every` so many records; the default is each one on a CPU and ten together on a GPU.
+
+        Processes that train together read at the same steps, and each gets the items of all.
+        """
         self._every = every or (1 if device.type == "cpu" else READ_EVERY)
+        self._ranks = ranks
         self._waiting: list[Mapping[str, Any]] = []
 
     def add(self, record: Mapping[str, Any]) -> list[Record]:
@@ -175,10 +180,23 @@ class Pending:
         waiting, self._waiting = self._waiting, []
         tensors = [value.detach() for record in waiting for value in record.values() if isinstance(value, torch.Tensor)]
         numbers = iter(_read_together(tensors))
-        return [
+        read = [
             {name: next(numbers) if isinstance(value, torch.Tensor) else value for name, value in record.items()}
             for record in waiting
         ]
+        return [_joined(records) for records in zip(*self._ranks.gathered(read), strict=True)]
+
+
+def _joined(records: Sequence[Record]) -> Record:
+    """One step's records of all processes: lists behind each other; what is one number is the same in all.
+
+    >>> _joined([{"step": 3, "losses": [0.5]}, {"step": 3, "losses": [0.25]}])
+    {'step': 3, 'losses': [0.5, 0.25]}
+    """
+    return {
+        name: [item for record in records for item in record[name]] if isinstance(value, list) else value
+        for name, value in records[0].items()
+    }
 
 
 def _read_together(tensors: Sequence[torch.Tensor]) -> list[Any]:

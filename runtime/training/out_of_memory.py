@@ -44,7 +44,7 @@ def enough_memory_for(plan: Plan, device: torch.device, what: str) -> contextlib
 
 def _out_of_memory_between(plan: Plan, device: torch.device, what: str) -> WangenError:
     samples = (cached.sample for cached in plan.samples)
-    tokens = max(tokens_of(plan.model, sample.size, sample.count) for sample in samples)
+    tokens = max(tokens_of(plan.model, sample.size, sample.count, len(sample.controls)) for sample in samples)
     available = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     return WangenError(f"out of memory {what}", cure=_cure(plan.model, plan.options, tokens, available))
 
@@ -54,6 +54,8 @@ def _out_of_memory(run: Run, group: Group) -> WangenError:
     size = "x".join(map(str, largest.noise.shape[2:]))
     found = f"out of memory at step {run.step + 1}, on {', '.join(largest.batch.names)} (latents of {size})"
     tokens = num_tokens(largest.batch, run.plan.model.patch)
+    if run.plan.model.prompt:  # its texts go through the blocks as pictures do
+        tokens += sum(map(len, largest.batch.texts))
     available = None
     if run.device.type == "cuda":
         used = torch.cuda.max_memory_allocated(run.device)

@@ -12,6 +12,7 @@ from wangen.runtime.ahead import ahead
 from wangen.runtime.loader import Batch, Draw, epoch_batches, read_batch
 from wangen.runtime.randomness import generator_for
 from wangen.runtime.training.plan import ExpertPlan, Plan
+from wangen.runtime.training.ranks import Ranks
 from wangen.runtime.training.timesteps import Sampler
 
 DrawKey = tuple[int, int, str, int]
@@ -40,19 +41,29 @@ class Prepared:
 
 
 class Group(NamedTuple):
-    """The batches of one optimizer step, and the epoch that they belong to."""
+    """The batches of one optimizer step.
+
+    Attributes:
+        epoch: that they belong to.
+        batches: of this process; it may have none of a short step at an epoch's end.
+        num_items: in the batches of all processes.
+    """
 
     epoch: int
     batches: list[Prepared]
+    num_items: int
 
 
-def groups(plan: Plan, expert: ExpertPlan, step: int, *, pin: bool = False) -> Generator[Group, None, None]:
+def groups(
+    plan: Plan, expert: ExpertPlan, step: int, ranks: Ranks, *, pin: bool = False
+) -> Generator[Group, None, None]:
     """What an expert is trained on from a step of its own to its end, read ahead in threads.
 
     Args:
         plan: of the run.
         expert: whose timesteps are drawn.
         step: how many steps it has done.
+        ranks: this process reads its own share of every step's batches.
         pin: put the tensors into pinned memory, from where a GPU takes them while it computes.
     """
     options = plan.options
@@ -62,11 +73,11 @@ def groups(plan: Plan, expert: ExpertPlan, step: int, *, pin: bool = False) -> G
         epoch, offset = divmod(step, plan.steps_per_epoch)
         batches = epoch_batches(plan.samples, options.seed, epoch, options.caption_dropout)[offset * size :]
         chosen = [batches[first : first + size] for first in range(0, len(batches), size)][: expert.num_steps - step]
-        jobs = (partial(_read, plan, sampler, epoch, draws, pin) for group in chosen for draws in group)
+        jobs = (partial(_read, plan, sampler, epoch, draws, pin) for group in chosen for draws in ranks.own(group))
         reader = ahead(jobs, options.max_data_loader_n_workers)
         try:
             for group in chosen:
-                yield Group(epoch, [next(reader) for _ in group])
+                yield Group(epoch, [next(reader) for _ in ranks.own(group)], sum(map(len, group)))
         finally:
             reader.close()
         step += len(chosen)

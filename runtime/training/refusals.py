@@ -23,7 +23,6 @@ from wangen.generator.train_step import FOR_ADAPTERS
 from wangen.runtime.devices import require_compiler
 from wangen.runtime.lora_folder import find_lora
 from wangen.runtime.memory.presets import resolve_vram
-from wangen.runtime.models import family
 from wangen.runtime.sampling.prompts import read_prompts
 from wangen.runtime.training.adapter_config import loraplus_ratio
 from wangen.runtime.training.adapter_refusals import require_adapter, trained_transformers
@@ -56,8 +55,6 @@ def resolved(options: Train, model: profiles.Model, device: torch.device) -> Tra
             given as a LoRA is this run's own.
         WangenError: such a folder has no LoRA that fits.
     """
-    if not family(model).has_fast_path:
-        options = replace(options, plain=True)
     if options.cache_mode == "realtime":  # encoders work where training does, between its steps
         options = replace(options, max_data_loader_n_workers=0)
     options = resolve_vram(options, model, device)
@@ -179,14 +176,9 @@ def refuse_memory(options: Train) -> None:
     if options.checkpointing == "none" and options.gradient_checkpointing_cpu_offload:
         raise UsageError("--gradient_checkpointing_cpu_offload parks what checkpointing keeps, and it is switched off",
                          cure="give --checkpointing full or selective")  # fmt: skip
-    fast = family(profiles.model(options.task)).has_fast_path
-    if options.plain and fast and (swap or _only_fast(options)):
+    selects = options.checkpointing == "selective" or options.checkpointing_free_blocks
+    if options.plain and (swap or selects):
         raise UsageError("--plain knows no block swap, selective checkpointing or free blocks", cure="leave it out")
-    if not fast and _only_fast(options):
-        raise UsageError(f"{options.task} knows no selective checkpointing or free blocks in this version",
-                         cure="leave them out; --quantize and --blocks_to_swap save memory")  # fmt: skip
-    if options.compile and not fast:
-        raise UsageError(f"{options.task} knows no --compile in this version", cure="leave it out")
     if options.compile and not options.plain:
         require_compiler()
     if options.scale_weight_norms and (options.network_module != "lora" or options.train_mode == "full"):
@@ -194,10 +186,6 @@ def refuse_memory(options: Train) -> None:
     if options.train_mode == "full" and (options.quantize not in (None, "none") or swap):
         raise UsageError("--train_mode full trains every weight: none can be quantised or swapped",
                          cure="give --quantize none --blocks_to_swap 0, or --train_mode lora")  # fmt: skip
-
-
-def _only_fast(options: Train) -> bool:
-    return options.checkpointing == "selective" or bool(options.checkpointing_free_blocks)
 
 
 def _refuse_beside_full(options: Train) -> None:

@@ -10,6 +10,7 @@ from wangen.runtime.models import Family, VelocityModel
 from wangen.runtime.training.ema import Ema
 from wangen.runtime.training.optim import Optimization
 from wangen.runtime.training.plan import ExpertPlan, Plan
+from wangen.runtime.training.ranks import Ranks
 
 
 @dataclass
@@ -48,6 +49,7 @@ class Run:
         kind: the architecture's module.
         device: where.
         trainees: in the order of `plan.experts`.
+        ranks: the processes that train together.
         saved_step: the step of the newest training state on disk, -1 for none.
         facts: small results that survive a restart.
         active: the number of the trainee that is on the device; None before the first.
@@ -57,6 +59,7 @@ class Run:
     kind: Family
     device: torch.device
     trainees: list[Trainee]
+    ranks: Ranks = field(default_factory=Ranks)
     saved_step: int = -1
     facts: dict[str, Any] = field(default_factory=dict)
     active: int | None = None

@@ -21,7 +21,7 @@ from wangen.runtime.training.weight_norms import scale_weight_norms
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step leaves to be read later: reading a tensor of a GPU waits for it.
+    """What a step leaves to be read later, of this process's share: reading a tensor of a GPU waits for it.
 
     Attributes:
         step: of the run, counted from 1.
@@ -57,31 +57,31 @@ class StepResult:
 def optimizer_step(run: Run, trainee: Trainee, group: Group, factor: float, interrupt: Interrupt) -> StepResult | None:
     """One optimizer step over a group of batches; None when an interrupt came first, with nothing changed.
 
-    Every item counts the same, however the group is cut into batches.
+    Every item counts the same, however the group is cut into batches and shared out to processes.
 
     Args:
         run: of the whole.
         trainee: the expert that is trained.
         group: its batches.
         factor: on the learning rate.
-        interrupt: asked before every batch.
+        interrupt: asked before every batch where this process is the only one: others would wait for it.
 
     Raises:
         torch.OutOfMemoryError: nothing of the step is done.
     """
     options = run.plan.options
     trainee.optimization.zero_grad()
-    num_items = sum(len(prepared.keys) for prepared in group.batches)
-    losses, errors = [], []
+    losses, errors = [torch.zeros(0, device=run.device)], [torch.zeros(0, device=run.device)]
     for together in _passes(group, pack=options.pack):
-        if interrupt.requested:
+        if interrupt.requested and run.ranks.count == 1:
             return None
         keys = [key for prepared in together for key in prepared.keys]
         with dropout_seed(keys, run.device) if trainee.transformer.training else contextlib.nullcontext():
             loss, error = item_losses(run.kind, trainee.model, together, options, run.device)
-            (loss.sum() / num_items).backward()  # type: ignore[no-untyped-call]
+            (loss.sum() / group.num_items).backward()  # type: ignore[no-untyped-call]
         losses.append(loss.detach())
         errors.append(error.detach())
+    run.ranks.add_up(trainee.optimization.flat.gradients)
     norm = trainee.optimization.clip(options.max_grad_norm)
     trainee.optimization.step(factor)
     num_scaled = None
@@ -96,13 +96,13 @@ def optimizer_step(run: Run, trainee: Trainee, group: Group, factor: float, inte
         expert=trainee.plan.name,
         losses=torch.cat(losses),
         errors=torch.cat(errors),
-        sigmas=torch.cat([prepared.sigmas for prepared in group.batches]),
+        sigmas=torch.cat([torch.zeros(0), *(prepared.sigmas for prepared in group.batches)]),
         names=[name for prepared in group.batches for name in prepared.batch.names],
         grad_norm=norm,
         learning_rates=trainee.optimization.rates(),
         tokens=sum(num_tokens(prepared.batch, run.plan.model.patch) for prepared in group.batches),
         text_tokens=sum(len(text) for prepared in group.batches for text in prepared.batch.texts),
-        image_tokens=max(_num_views(prepared.batch) for prepared in group.batches),
+        image_tokens=max((_num_views(prepared.batch) for prepared in group.batches), default=0),
         num_scaled=num_scaled,
     )
 

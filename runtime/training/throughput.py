@@ -7,7 +7,7 @@ import contextlib
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,10 @@ VARIANTS = {"ti", "super", "d"}
 """Words behind a card's name that make it another card."""
 
 PROFILED_STEPS = (3, 5)
+PEAK = "peak_memory_bytes"
+ADDED = ("samples_per_s", "tokens_per_s")
+DIFFERING = (*ADDED, "data_wait_share", PEAK)
+"""Rates that are not the same in all processes that train together."""
 
 
 @dataclass(frozen=True)
@@ -259,7 +263,31 @@ class Throughput:
 
     def _with_memory(self, rates: dict[str, float]) -> dict[str, float]:
         memory = peak_memory_bytes(self._device) if rates else None
-        return rates if memory is None else rates | {"peak_memory_bytes": memory}
+        return rates if memory is None else rates | {PEAK: memory}
+
+
+def of_all(rates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The rates of processes that train together as one: what they do adds up, the most memory is that of any.
+
+    Beside it stand the least and the most of one process, of what may differ between them.
+
+    >>> one, two = ({"tokens_per_s": 10.0, "data_wait_share": wait} for wait in (0.25, 0.75))
+    >>> of_all([one]) == one
+    True
+    >>> all_ = of_all([one, two])
+    >>> all_["tokens_per_s"], all_["data_wait_share"], all_["data_wait_share_min"], all_["data_wait_share_max"]
+    (20.0, 0.5, 0.25, 0.75)
+    """
+    if len(rates) == 1 or not rates[0]:
+        return dict(rates[0])
+    found: dict[str, float] = {}
+    for name in rates[0]:
+        values = [own[name] for own in rates if name in own]
+        total = sum(values)
+        found[name] = total if name in ADDED else max(values) if name == PEAK else total / len(values)
+        if name in DIFFERING:
+            found |= {f"{name}_min": min(values), f"{name}_max": max(values)}
+    return found
 
 
 def in_words(rates: Mapping[str, float]) -> str:

@@ -6,7 +6,7 @@ A step's numbers are read later, several together, because reading waits for a G
 import contextlib
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import MappingProxyType, TracebackType
 from typing import Any
@@ -24,6 +24,7 @@ from wangen.runtime.training.loading import load_base
 from wangen.runtime.training.metrics import FILE, Metrics, Pending, Record, TimestepBins
 from wangen.runtime.training.plan import Plan
 from wangen.runtime.training.prepared import Prepared
+from wangen.runtime.training.ranks import Ranks
 from wangen.runtime.training.run import Run, Trainee
 from wangen.runtime.training.sampling import make_samples, make_scenes, samples_due
 from wangen.runtime.training.saving import save_lora
@@ -31,12 +32,13 @@ from wangen.runtime.training.step import StepResult, item_losses
 from wangen.runtime.training.throughput import (
     StepFlops,
     Throughput,
+    of_all,
     peak_tflops,
     profiled,
     sizes_of,
     step_flops,
 )
-from wangen.runtime.training.trackers import open_trackers
+from wangen.runtime.training.trackers import Trackers, open_trackers
 from wangen.runtime.training.validation import (
     Losses,
     Validation,
@@ -57,29 +59,31 @@ BINS = "loss_by_timestep_so_far"
 class Watching:
     """What is looked at, logged and judged while a run goes on; a context manager around all of it."""
 
-    def __init__(self, plan: Plan, device: torch.device, step: int) -> None:
+    def __init__(self, plan: Plan, device: torch.device, step: int, ranks: Ranks) -> None:
         """Encode the prompts of the samples, before the transformer loads.
 
         Args:
             plan: of the run.
             device: where it will train.
             step: where it begins.
+            ranks: the processes that train together; the first of them writes.
 
         Raises:
             WangenError: the prompt file has mistakes, or its weights are of another kind.
         """
         self._plan, self._options, self._device, self._step = plan, plan.options, device, step
-        file = self._options.sample_prompts
+        self._ranks = ranks
+        file = self._options.sample_prompts if ranks.is_first else None
         defaults = {**defaults_of(plan.model), "background_color": background_of(plan.samples)}
         prompts = read_prompts(file, plan.model, self._options.seed, defaults) if file else []
         self._scenes = make_scenes(family(plan.model), plan.model, prompts, self._options, device) if prompts else []
-        self._pending, self._bins = Pending(device), TimestepBins()
+        self._pending, self._bins = Pending(device, ranks=ranks), TimestepBins()
         self._rates = Throughput(device, peak_tflops(device, self._options.peak_tflops))
         self._stack = contextlib.ExitStack()
         self._shown = ""
 
     def __enter__(self) -> "Watching":
-        trace = self._options.output_dir if self._options.profile else None
+        trace = self._options.output_dir if self._options.profile and self._ranks.is_first else None
         self._profile = self._stack.enter_context(profiled(trace))
         return self
 
@@ -99,10 +103,13 @@ class Watching:
             for trainee in run.trainees
         }
         names = [expert.name for expert in self._plan.experts]
-        metrics = Metrics(self._options.output_dir / FILE, self._step, names, name=self._plan.name)
-        self._metrics = self._stack.enter_context(metrics)
-        named = replace(self._options, output_name=self._plan.name)
-        self._trackers = self._stack.enter_context(open_trackers(named, self._step))
+        self._write: Callable[[Mapping[str, Any]], None] = lambda _record: None
+        self._trackers = Trackers({})
+        if self._ranks.is_first:
+            metrics = Metrics(self._options.output_dir / FILE, self._step, names, name=self._plan.name)
+            self._write = self._stack.enter_context(metrics).log
+            named = replace(self._options, output_name=self._plan.name)
+            self._trackers = self._stack.enter_context(open_trackers(named, self._step))
         self._bins.load(run.facts.get(BINS))
         if run.step == 0:
             self.look()
@@ -140,6 +147,8 @@ class Watching:
         self._run.facts[BINS] = self._bins.as_facts()
 
     def _work(self, result: StepResult) -> StepFlops:
+        if not result.names:
+            return StepFlops(0.0, 0.0)
         sizes, trained = self._sizes[result.expert]
         assert self._options.checkpointing is not None
         each = step_flops(
@@ -157,7 +166,7 @@ class Watching:
         return self._plan.model.prompt is not None
 
     def _take(self, records: list[Record]) -> None:
-        rates = self._rates.rates() if records else {}
+        rates = of_all(self._ranks.gathered(self._rates.rates())) if records else {}
         for record in records:
             self._refuse_not_finite(record)
             loss = sum(record["losses"]) / len(record["losses"])
@@ -169,7 +178,7 @@ class Watching:
             if record["num_scaled"] is not None:
                 values["keys_scaled"] = record["num_scaled"]
             line = {name: record[name] for name in ("step", "epoch", "expert") if record[name] != ""}
-            self._metrics.log({**line, **values})
+            self._write({**line, **values})
             self._trackers.log(record["step"], values, f"train{_group(record['expert'])}")
             self._shown = f"loss {loss:.4f}"
 
@@ -197,7 +206,7 @@ class Watching:
 
     def speed(self) -> dict[str, float]:
         """The rates of this run so far, by the names of `metrics.jsonl`; empty before its first step."""
-        return self._rates.rates_so_far()
+        return of_all(self._ranks.gathered(self._rates.rates_so_far()))
 
     def due(self) -> bool:
         """Whether something is to be looked at after this step."""
@@ -217,7 +226,7 @@ class Watching:
     def _log_bins(self) -> None:
         means = {"loss_by_timestep": self._bins.means()}
         alone = self._plan.experts[0].name if len(self._plan.experts) == 1 else ""
-        self._metrics.log({"step": self._run.step, **({"expert": alone} if alone else {}), **means})
+        self._write({"step": self._run.step, **({"expert": alone} if alone else {}), **means})
         self._trackers.log(self._run.step, means)
         self._bins.clear()
         self._run.facts[BINS] = self._bins.as_facts()
@@ -247,7 +256,7 @@ class Watching:
             if trainee.ema and trainee.step:
                 averaged = self._measure(trainee, trainee.ema.weights())
         found = compare(known, points or known, list(map(video_key, self._plan.held_out)), averaged)
-        self._metrics.log({"step": self._run.step, **({"expert": name} if name else {}), **found.as_record()})
+        self._write({"step": self._run.step, **({"expert": name} if name else {}), **found.as_record()})
         self._trackers.log(self._run.step, found.numbers(), f"validation{_group(name)}")
         for line in found.lines()[: None if self._run.step >= self._plan.num_steps else 1]:
             log.info("  %s%s", f"{name.replace('_', '-')}: " if name else "", line)
@@ -264,7 +273,9 @@ class Watching:
         sigmas = stratified_sigmas(trainee.plan.low, trainee.plan.high, options.validation_timesteps)
         frames = options.condition_frames or 0
         with trainee.optimization.evaluating(), replaced(trainee.parameters, weights):
-            return measure(judge, plan.held_out, sigmas, options.seed, condition_frames=frames)
+            own = measure(judge, self._ranks.own(plan.held_out), sigmas, options.seed, condition_frames=frames)
+        keys, values = self._ranks.collected(own.keys), self._ranks.collected(own.values)
+        return replace(own, keys=tuple(keys), values=tuple(values))
 
     def _measure_base(self, trainee: Trainee) -> Losses:
         """The held-out losses without what was trained; full fine-tuning has changed the weights, so it loads them."""
@@ -280,9 +291,11 @@ class Watching:
         best = self._run.facts.setdefault("best", {})
         before = best.get(trainee.plan.name)
         if is_better(found, before["loss"] if before else None):
-            with trainee.optimization.evaluating():
-                paths = save_lora(self._plan, trainee.plan, trainee.parameters, trainee.step, BEST)
-            best[trainee.plan.name] = {"loss": found.mean_adapter, "step": self._run.step, "file": paths[0].name}
+            if self._ranks.is_first:
+                with trainee.optimization.evaluating():
+                    save_lora(self._plan, trainee.plan, trainee.parameters, trainee.step, BEST)
+            file = self._plan.file(trainee.plan, BEST)
+            best[trainee.plan.name] = {"loss": found.mean_adapter, "step": self._run.step, "file": file.name}
 
 
 def _group(expert: str) -> str:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from wangen.generator.errors import UsageError
 from wangen.runtime.devices import set_attention
 from wangen.runtime.models.plain import PlainModel
 
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from wangen.runtime.models import VelocityModel
     from wangen.runtime.models.compute import Compute
 
-has_fast_path = False
 _HOMES = {
     "decode_latents": "wan_vae",
     "encode_video": "wan_vae",
@@ -51,16 +49,20 @@ def velocity_model(
     swap: "BlockSwap | None" = None,
     backward: bool = True,
 ) -> "VelocityModel":
-    """What velocities are predicted with: the library's own forward, with hooks where blocks are swapped.
+    """What velocities are predicted with: `FastQwen`, or the library's forward with `compute.plain`.
+
+    `backward` asks for an attention kernel that has a gradient.
 
     Raises:
-        UsageError: it is asked for what only a fast path has.
         WangenError: the attention kernel does not run here, and none can stand in for it.
     """
-    if compute.checkpointing == "selective" or compute.free_blocks:
-        raise UsageError("Qwen-Image knows no selective checkpointing or free blocks in this version",
-                         cure="give --checkpointing full")  # fmt: skip
-    from wangen.runtime.models.qwen_image_edit.transformer import predict_velocity
+    if compute.plain:
+        from wangen.runtime.models.qwen_image_edit.transformer import predict_velocity
 
-    name = set_attention(transformer, compute.attention, device, dtype, backward=backward)
-    return PlainModel(transformer, predict_velocity, compute, dtype, name, swap, ("img_in", "txt_in"))
+        name = set_attention(transformer, compute.attention, device, dtype, backward=backward)
+        return PlainModel(transformer, predict_velocity, compute, dtype, name)
+    from wangen.runtime.fast.attention import choose_kernel
+    from wangen.runtime.models.qwen_image_edit.fast import FastQwen
+
+    kernel = choose_kernel(compute.attention, device, dtype, backward=backward)
+    return FastQwen(transformer, compute, kernel, swap, dtype)

@@ -135,7 +135,7 @@ def predict_velocity(
     """
     assert condition is None, "not in this family"
     assert image_tokens is None, "not in this family"
-    _require_width(transformer, texts)
+    require_width(transformer, texts)
     given = controls or [()] * len(latents)
     groups: dict[tuple[Any, ...], list[int]] = {}
     for row, (text, pictures) in enumerate(zip(texts, given, strict=True)):
@@ -206,7 +206,7 @@ def unpack(tokens: torch.Tensor, height: int, width: int) -> torch.Tensor:
     return cells.permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3).unsqueeze(2)
 
 
-def _require_width(transformer: QwenImageTransformer2DModel, texts: Sequence[torch.Tensor]) -> None:
+def require_width(transformer: QwenImageTransformer2DModel, texts: Sequence[torch.Tensor]) -> None:
     """Refuse embeddings of another text encoder than the transformer was made for."""
     found, wanted = texts[0].shape[1], transformer.config.joint_attention_dim
     if found != wanted:

@@ -1,0 +1,69 @@
+"""Processes that train together: how many there are and which one this is, as torchrun tells each of them."""
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from wangen.generator.errors import UsageError
+
+COPIES = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+"""How other launchers say how many processes they started; none of them makes these find each other."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One of the processes that train together.
+
+    Attributes:
+        rank: its number, from 0.
+        count: of all of them.
+        local_rank: its number on its machine, which is that of its GPU.
+    """
+
+    rank: int = 0
+    count: int = 1
+    local_rank: int = 0
+
+
+def launch(environment: Mapping[str, str] = os.environ, platform: str = sys.platform) -> Launch:
+    """What this process is, from the environment that torchrun sets; alone where there is none.
+
+    Raises:
+        UsageError: another launcher started several processes that would each train alone, the numbers make no sense,
+            or there are several on native Windows.
+
+    >>> launch({"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1"}, "linux")
+    Launch(rank=3, count=4, local_rank=1)
+    >>> launch({}, "linux")
+    Launch(rank=0, count=1, local_rank=0)
+    """
+    if "WORLD_SIZE" not in environment:
+        for name in COPIES:
+            number = environment.get(name, "1")
+            if number != "1":
+                raise UsageError(
+                    f"{name} is {number}: so many processes were started, and each would train the whole run alone",
+                    cure="start one process per machine, and it `torchrun --nproc-per-node GPUS -m wangen.runtime …`",
+                )
+        return Launch()
+    words = [environment.get(name, "0") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")]
+    numbers = [int(word) if word.isdigit() else -1 for word in words]
+    found = Launch(*numbers)
+    if min(numbers) < 0 or found.rank >= found.count:
+        raise UsageError(f"RANK {words[0]}, WORLD_SIZE {words[1]}, LOCAL_RANK {words[2]} are no numbers of processes",
+                         cure="unset them, or start with torchrun, which sets them")  # fmt: skip
+    if found.count > 1:
+        require_together(platform)
+    return found
+
+
+def require_together(platform: str) -> None:
+    """Refuse several processes on native Windows.
+
+    Raises:
+        UsageError: this is it.
+    """
+    if platform == "win32":
+        raise UsageError("more than one process on native Windows: PyTorch has no NCCL there",
+                         cure="train on one GPU, or in WSL")  # fmt: skip

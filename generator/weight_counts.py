@@ -1,0 +1,98 @@
+"""How many weights a model's transformer has, by part: from the sizes in its profile, one formula per architecture.
+
+Tests count the real modules of diffusers on the meta device against them. Letters: d width, f width inside the
+feed-forward layers.
+"""
+
+from dataclasses import dataclass
+
+from wangen.profiles import Model
+
+FREQUENCIES = 256  # sinusoids of a timestep
+LATENTS_PER_TOKEN = 4  # 1x2x2 latent cells
+
+UMT5_DIM = 4096
+CLIP_DIM = 1280  # ViT-H
+BOTH_IMAGES = 514  # tokens of first and last frame, each with a position
+
+QWEN_TEXT_DIM = 3584
+QWEN_HEAD_DIM = 128
+
+
+@dataclass(frozen=True)
+class WeightCounts:
+    """Numbers of weights, and of what a block keeps.
+
+    Attributes:
+        block_linear: of the linear layers of one block: those that are quantised.
+        block_rest: its biases and norms.
+        block_float32: what of it is in float32 whatever the rest is in.
+        outer: embeddings, time layers and head, which always stay on the device.
+        outer_float32: what of these is in float32 whatever the rest is in.
+        adapter: of a LoRA of rank 1 on every target of one block.
+        largest_product: weights that are dequantised at once.
+        kept_tensors: of N x d, beside those of N x f, that a block keeps for its backward pass where it is not
+            recomputed; N tokens of a step.
+    """
+
+    block_linear: int
+    block_rest: int
+    block_float32: int
+    outer: int
+    outer_float32: int
+    adapter: int
+    largest_product: int
+    kept_tensors: int
+
+
+def weight_counts(model: Model) -> WeightCounts:
+    """The counts of a model, of each expert where there are two."""
+    return _FORMULAS[model.architecture](model)
+
+
+def _wan(model: Model) -> WeightCounts:
+    sizes = model.transformer
+    d, f = sizes.dim, sizes.ffn_dim
+    image = any(weights.flag == "clip" for weights in model.weights)
+    squares = 10 if image else 8
+    outer = d * (sizes.in_channels * LATENTS_PER_TOKEN + 1) + (d + 1) * sizes.out_channels * LATENTS_PER_TOKEN
+    outer += d * (UMT5_DIM + 1) + d * (d + 1)  # text
+    outer += 6 * d * (d + 1)  # projection of the time embedding
+    outer_float32 = d * (FREQUENCIES + 1) + d * (d + 1) + 2 * d  # time embedding, the head's modulation
+    if image:
+        outer += CLIP_DIM * (CLIP_DIM + 1) + d * (CLIP_DIM + 1)
+        outer_float32 += 2 * CLIP_DIM + 2 * d
+    if model.condition == "first_and_last":
+        outer += BOTH_IMAGES * CLIP_DIM
+    return WeightCounts(
+        block_linear=squares * d * d + 2 * d * f,
+        block_rest=9 * d + f + 4 * d + (3 * d if image else 0),
+        block_float32=8 * d,  # the affine norm and the modulation table
+        outer=outer,
+        outer_float32=outer_float32,
+        adapter=squares * 2 * d + 2 * (d + f),
+        largest_product=max(3 * d * d, d * f),
+        kept_tensors=16,
+    )
+
+
+def _qwen(model: Model) -> WeightCounts:
+    """Two streams with layers of their own; a third of a block's weights makes shifts, scales and gates."""
+    sizes = model.transformer
+    d, f = sizes.dim, sizes.ffn_dim
+    outer = d * (sizes.in_channels * LATENTS_PER_TOKEN + 1) + (d + 1) * sizes.out_channels * LATENTS_PER_TOKEN
+    outer += QWEN_TEXT_DIM + d * (QWEN_TEXT_DIM + 1)  # text
+    outer += d * (FREQUENCIES + 1) + d * (d + 1) + 2 * d * (d + 1)  # time embedding, the head's modulation
+    return WeightCounts(
+        block_linear=2 * (6 * d * d + 4 * d * d + 2 * d * f),
+        block_rest=2 * (6 * d + 4 * d + f + d) + 4 * QWEN_HEAD_DIM,
+        block_float32=0,
+        outer=outer,
+        outer_float32=0,
+        adapter=2 * (4 * 2 * d + 2 * (d + f)),
+        largest_product=6 * d * d,
+        kept_tensors=12,
+    )
+
+
+_FORMULAS = {"wan": _wan, "qwen_image_edit": _qwen}

@@ -1,0 +1,100 @@
+"""Processes that train together: each takes its share of every step's batches, and the gradients are added up.
+
+All of them hold the same weights and make the same optimizer step, so one of them (rank 0) writes, shows and saves for
+all. With one process nothing here does anything. Gradients go over NCCL on GPUs; small facts about a step go over gloo,
+from host memory, so that no GPU is waited for.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from wangen.generator.errors import WangenError
+from wangen.generator.launch import Launch
+
+Result = TypeVar("Result")
+
+TIMEOUT = timedelta(hours=6)
+"""The others wait while one samples or saves; a process that is gone is noticed at once, whatever this is."""
+
+
+class Ranks:
+    """The processes of a run as one of them sees them.
+
+    Args:
+        launch: which of how many it is.
+    """
+
+    def __init__(self, launch: Launch = Launch()) -> None:  # noqa: B008 - frozen
+        self.number, self.count, self.local = launch.rank, launch.count, launch.local_rank
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this one writes and shows for all."""
+        return self.number == 0
+
+    def own(self, items: Sequence[Result]) -> Sequence[Result]:
+        """Of things that all know the share of this process."""
+        return items[self.number :: self.count]
+
+    def collected(self, own: Sequence[Result]) -> list[Result]:
+        """What all made of their shares, in the order of the whole."""
+        shares = self.gathered(list(own))
+        total = sum(map(len, shares))
+        return [shares[number % self.count][number // self.count] for number in range(total)]
+
+    def gathered(self, value: Result) -> list[Result]:
+        """The value of every process, by rank."""
+        if self.count == 1:
+            return [value]
+        values: list[Any] = [None] * self.count
+        dist.all_gather_object(values, value)
+        return values
+
+    def any(self, flag: bool) -> bool:
+        """Whether it holds for one of them."""
+        if self.count == 1:
+            return flag
+        told = torch.tensor(int(flag))
+        dist.all_reduce(told, dist.ReduceOp.MAX)
+        return bool(told)
+
+    def add_up(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Replace each tensor by the sum over all processes; the same bytes on all."""
+        if self.count > 1:
+            for tensor in tensors:
+                dist.all_reduce(tensor)
+
+    def require_same(self, what: str, value: Any) -> None:
+        """Refuse to train on together what is not the same everywhere.
+
+        Raises:
+            WangenError: a process sees something else than the first.
+        """
+        values = self.gathered(value)
+        other = next((rank for rank, own in enumerate(values) if own != values[0]), None)
+        if other is not None:
+            raise WangenError(f"process {other} of {self.count} sees {what} that differ from those of process 0",
+                              cure="let all machines see the same folders and files")  # fmt: skip
+
+
+@contextlib.contextmanager
+def joined(launch: Launch, device: torch.device) -> Iterator[Ranks]:
+    """The processes, connected while the block runs.
+
+    Args:
+        launch: which of how many this is.
+        device: where it computes.
+    """
+    if launch.count == 1:
+        yield Ranks(launch)
+        return
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
+    ranks = Ranks(launch)
+    yield ranks
+    ranks.any(False)  # wait for all; not after an error: then the others do not come here
+    dist.destroy_process_group()

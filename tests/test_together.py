@@ -1,0 +1,272 @@
+"""Several processes under torchrun against one that does all batches by itself."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from edit_set import make_edit_set
+from safetensors.torch import load_file
+from tiny import TinyRun
+
+from wangen.generator.cli import main
+from wangen.generator.errors import UsageError
+from wangen.generator.launch import COPIES, Launch, launch
+from wangen.generator.steps import Train
+from wangen.runtime.training.ranks import Ranks
+
+
+def torchrun(options: Train, processes: int, *more: str) -> list[str]:
+    """The line that trains with so many processes on this machine."""
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), *more,
+            "-m", "wangen.runtime", *options.argv()]  # fmt: skip
+
+
+def alone(options: Train) -> list[str]:
+    return [sys.executable, "-m", "wangen.runtime", *options.argv()]
+
+
+def run(line: Sequence[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        line, env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, capture_output=True, text=True, timeout=300
+    )
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def losses(folder: Path) -> list[float]:
+    return [record["loss"] for record in records(folder) if "loss" in record]
+
+
+def held_out(folder: Path) -> list[float]:
+    return [record["validation"]["mean_adapter"] for record in records(folder) if "validation" in record]
+
+
+# ---- who one is --------------------------------------------------------------------------------------------------
+
+
+def test_torchrun_tells_who_one_is():
+    told = {"WORLD_SIZE": "6", "RANK": "4", "LOCAL_RANK": "1"}
+    assert launch(told, "linux") == Launch(rank=4, count=6, local_rank=1)
+    assert launch({"WORLD_SIZE": "1", "RANK": "0"}, "win32") == Launch()
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_a_launch_that_would_train_copies_is_refused(name: str, monkeypatch, capsys, tmp_path: Path):
+    with pytest.raises(UsageError, match=f"{name} is 4: so many processes"):
+        launch({name: "4"}, "linux")
+    assert launch({name: "1"}, "linux") == Launch()
+    monkeypatch.setenv(name, "2")
+    line = ["train", "--dataset_config", "a.toml", "--dit", "d", "--output_dir", str(tmp_path), "--output_name", "n"]
+    assert main(line) == 2
+    assert "each would train the whole run alone" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "told", [{"WORLD_SIZE": "two", "RANK": "0"}, {"WORLD_SIZE": "2", "RANK": "2"}, {"WORLD_SIZE": "0", "RANK": "0"}]
+)
+def test_numbers_that_are_none_are_refused(told: dict[str, str]):
+    with pytest.raises(UsageError, match="are no numbers of processes"):
+        launch(told, "linux")
+
+
+def test_several_gpus_on_native_windows_are_refused_in_words():
+    with pytest.raises(UsageError, match="more than one process on native Windows") as caught:
+        launch({"WORLD_SIZE": "2", "RANK": "0"}, "win32")
+    assert "WSL" in caught.value.cure
+
+
+def test_shares_are_put_together_in_their_order(monkeypatch):
+    items = list("abcde")
+    shares = [Ranks(Launch(rank, 3)).own(items) for rank in range(3)]
+    assert sorted(item for share in shares for item in share) == items
+    one = Ranks(Launch(1, 3))
+    monkeypatch.setattr(one, "gathered", lambda _own: shares)
+    assert one.collected(shares[1]) == items
+
+
+# ---- whole runs --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 4])
+def test_processes_together_train_what_one_does_alone(tiny_run: TinyRun, tmp_path: Path, processes: int):
+    """Four have more processes than a step has batches: one of them has none."""
+    options = tiny_run.options(tmp_path / "together", validation_items=1, validate_every_n_steps=2, ema_decay=0.9,
+                               gradient_accumulation_steps=1)  # fmt: skip
+    done = run(torchrun(options, processes))
+    assert done.returncode == 0, done.stderr
+    one = replace(options, output_dir=tmp_path / "alone", gradient_accumulation_steps=processes)
+    assert run(alone(one)).returncode == 0
+    together, single = losses(tmp_path / "together"), losses(tmp_path / "alone")
+    assert together == pytest.approx(single, abs=1e-5)
+    assert len(together) == options.max_train_steps
+    assert held_out(tmp_path / "together") == pytest.approx(held_out(tmp_path / "alone"), abs=1e-5)
+    for name in ("lora.safetensors", "lora-ema.safetensors"):
+        found, wanted = (load_file(tmp_path / folder / name) for folder in ("together", "alone"))
+        assert max(float((found[key] - wanted[key]).abs().max()) for key in wanted) < 1e-5
+    assert sorted(path.name for path in (tmp_path / "together").iterdir()) == sorted(
+        path.name for path in (tmp_path / "alone").iterdir()
+    )
+    assert len(re.findall("processes share the", done.stderr)) == 1, "one of them shows for all"
+    last = [record for record in records(tmp_path / "together") if "tokens_per_s" in record][-1]
+    assert last["tokens_per_s_min"] <= last["tokens_per_s_max"] <= last["tokens_per_s"]
+
+
+def kill_rank(launcher: subprocess.Popen[str], rank: int, how: signal.Signals) -> None:
+    """Send a signal to one of the processes that a launcher has started."""
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    (pid,) = (
+        int(pid) for pid in children if f"RANK={rank}\0" in Path(f"/proc/{pid}/environ").read_text().split("LOCAL_")[-1]
+    )
+    os.kill(pid, how)
+
+
+def started(line: Sequence[str], folder: Path, steps: int) -> subprocess.Popen[str]:
+    """A launcher whose run has done so many steps."""
+    launcher = subprocess.Popen(line, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True)
+    file, ends = folder / "metrics.jsonl", time.monotonic() + 120
+    while not file.is_file() or file.read_text().count("\n") < steps:
+        assert time.monotonic() < ends
+        assert launcher.poll() is None
+        time.sleep(0.02)
+    return launcher
+
+
+@pytest.mark.slow
+def test_a_dead_process_ends_the_job_and_the_next_start_goes_on_to_the_same_bytes(tiny_run: TinyRun, tmp_path: Path):
+    options = tiny_run.options(tmp_path / "whole", max_train_steps=120, save_state_every_n_steps=10)
+    assert run(torchrun(options, 2)).returncode == 0
+    broken = replace(options, output_dir=tmp_path / "broken")
+    launcher = started(torchrun(broken, 2), broken.output_dir, 25)
+    kill_rank(launcher, 1, signal.SIGKILL)
+    _, told = launcher.communicate(timeout=120)
+    assert launcher.returncode != 0
+    assert re.search(r"local_rank: 1.*-9|rank\s*:\s*1", told), told
+    assert not (broken.output_dir / "lora.safetensors").is_file()
+    done = run(torchrun(broken, 2))
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"resuming at \d*[1-9]\d*", done.stderr)
+    whole, parts = ((folder.output_dir / "lora.safetensors").read_bytes() for folder in (options, broken))
+    assert whole == parts
+
+
+@pytest.mark.slow
+def test_one_command_starts_a_process_for_each_gpu(tiny_run: TinyRun, tmp_path: Path):
+    """Here they are processes on the CPU."""
+    options = tiny_run.options(tmp_path / "own", gpus="2", log_file=tmp_path / "logs" / "tiny.log",
+                               report_dir=tmp_path / "reports", lock=tmp_path / "run.lock")  # fmt: skip
+    done = run(alone(options))
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall("2 processes share", done.stdout + done.stderr)) == 1
+    together = replace(options, output_dir=tmp_path / "torchrun", gpus="1", log_file=None, report_dir=None)
+    assert run(torchrun(together, 2)).returncode == 0
+    found, wanted = ((folder.output_dir / "lora.safetensors").read_bytes() for folder in (options, together))
+    assert found == wanted
+    assert json.loads((tmp_path / "reports" / "train.report.json").read_text())["ok"]
+    assert (tmp_path / "logs" / "tiny.log").read_text().count("2 processes share") == 1
+    assert len(list((tmp_path / "logs" / "tiny").glob("*/attempt_0/*/stderr.log"))) == 2
+    assert not (tmp_path / "run.lock").exists()
+
+
+@pytest.mark.slow
+def test_a_process_that_fails_is_named_with_its_log(tiny_run: TinyRun, tmp_path: Path):
+    options = tiny_run.options(tmp_path, gpus="2", max_train_steps=5000, save_state_every_n_steps=5)
+    launcher = started(alone(options), tmp_path, 10)
+    kill_rank(launcher, 1, signal.SIGKILL)
+    _, told = launcher.communicate(timeout=120)
+    assert launcher.returncode == 1
+    assert "process 1 of 2 was ended by SIGKILL" in told
+    assert re.search(r"where: .*/1/stderr.log", told)
+    launcher = started(alone(options), tmp_path, len(losses(tmp_path)) + 5)
+    os.kill(launcher.pid, signal.SIGINT)
+    _, told = launcher.communicate(timeout=120)
+    assert launcher.returncode == 1
+    assert "Nothing saved is lost" in told or "stopped" in told
+
+
+def test_more_gpus_than_there_are_and_no_numbers_are_refused(tiny_run: TinyRun, tmp_path: Path, monkeypatch, capsys):
+    assert main(tiny_run.options(tmp_path, gpus="64", device=None).argv()) == 2
+    assert "--gpus 64: this machine has" in capsys.readouterr().err
+    assert main(tiny_run.options(tmp_path, gpus="two").argv()) == 2
+    assert "--gpus 'two' is neither a number nor auto" in capsys.readouterr().err
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    assert main(tiny_run.options(tmp_path, gpus="2").argv()) == 2
+    assert "--gpus under torchrun" in capsys.readouterr().err
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+@pytest.mark.slow
+def test_the_launcher_starts_a_broken_job_again_by_itself(tiny_run: TinyRun, tmp_path: Path):
+    options = tiny_run.options(tmp_path / "whole", max_train_steps=120, save_state_every_n_steps=10)
+    assert run(torchrun(options, 2)).returncode == 0
+    broken = replace(options, output_dir=tmp_path / "broken")
+    launcher = started(torchrun(broken, 2, "--max-restarts", "2"), broken.output_dir, 25)
+    kill_rank(launcher, 0, signal.SIGKILL)
+    _, told = launcher.communicate(timeout=180)
+    assert launcher.returncode == 0, told
+    assert re.search(r"resuming at \d*[1-9]\d*", told)
+    whole, parts = ((folder.output_dir / "lora.safetensors").read_bytes() for folder in (options, broken))
+    assert whole == parts
+
+
+@pytest.mark.slow
+def test_ctrl_c_stops_all_at_one_step_and_saves(tiny_run: TinyRun, tmp_path: Path):
+    options = tiny_run.options(tmp_path, max_train_steps=5000)
+    launcher = started(torchrun(options, 2), tmp_path, 10)
+    launcher.send_signal(signal.SIGTERM)  # it hands it on to its processes
+    _, told = launcher.communicate(timeout=120)
+    assert launcher.returncode != 0
+    assert "stopping after this step" in told
+    assert list(tmp_path.glob("lora-state/*"))
+    done = run(torchrun(replace(options, max_train_steps=len(losses(tmp_path)) + 2), 2))
+    assert done.returncode == 0, done.stderr
+    assert "resuming at" in done.stderr
+
+
+@pytest.mark.slow
+def test_two_launchers_of_one_process_each_are_two_processes(tiny_run: TinyRun, tmp_path: Path):
+    """As on two machines."""
+    options, port = tiny_run.options(tmp_path / "nodes"), str(free_port())
+    line = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1"),
+        *("-m", "wangen.runtime", *options.argv()),
+    ]
+    nodes = [subprocess.Popen(line, env={**os.environ, "OMP_NUM_THREADS": "1"}) for _ in range(2)]
+    assert [node.wait(timeout=180) for node in nodes] == [0, 0]
+    together = replace(options, output_dir=tmp_path / "together")
+    assert run(torchrun(together, 2)).returncode == 0
+    found, wanted = ((folder.output_dir / "lora.safetensors").read_bytes() for folder in (options, together))
+    assert found == wanted
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["qwen-image-edit"])
+def test_edits_are_trained_together_as_alone(tiny_qwen, tmp_path: Path, task: str):
+    made = make_edit_set(tmp_path / "set", tiny_qwen, task=task).fill()
+    options = made.train(tmp_path / "together", caption_dropout=0.3)
+    done = run(torchrun(options, 2))
+    assert done.returncode == 0, done.stderr
+    one = replace(options, output_dir=tmp_path / "alone", gradient_accumulation_steps=2)
+    assert run(alone(one)).returncode == 0
+    assert losses(tmp_path / "together") == pytest.approx(losses(tmp_path / "alone"), abs=1e-5)
