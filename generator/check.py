@@ -23,6 +23,7 @@ from wangen.generator.steps import Check
 from wangen.generator.target import host_platform_name, machine_of
 from wangen.generator.tokenizer_file import tokenizer_of
 from wangen.generator.tomls import DatasetEntry, read_dataset
+from wangen.generator.vae_twins import twin_warning
 from wangen.profiles import Weights
 
 log = logging.getLogger("wangen")
@@ -105,7 +106,8 @@ def examine(options: Check, entries: Sequence[DatasetEntry]) -> Examined:
     counts = {media: sum(s.num_items for s in surveys if s.entry.media == media) for media in ("image", "video")}
     # Blocks that share a folder find the same.
     num_resolutions = len({entry.resolution for entry in entries})
-    warnings = dict.fromkeys(filter(None, (*(_incomplete(entry.directory) for entry in entries), _swapped(options))))
+    told = (_swapped(options), twin_warning(options.vae, profiles.model(options.task)))
+    warnings = dict.fromkeys(filter(None, (*(_incomplete(entry.directory) for entry in entries), *told)))
     return Examined(counts["image"], counts["video"], num_resolutions, tuple(dict.fromkeys(findings)), tuple(warnings))
 
 

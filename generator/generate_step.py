@@ -23,6 +23,7 @@ from wangen.generator.step_parts import (
     vae_tile,
 )
 from wangen.generator.table import SMOKE, Step, flag
+from wangen.generator.toml_values import WHITE
 from wangen.generator.train_step import Quantize
 
 DEFAULTS: Mapping[str, Any] = {
@@ -87,6 +88,10 @@ class Generate(Step):
     image_path: Path | None = flag("the first frame, for image-to-video and TI2V-5B", None)
     control_image_path: tuple[Path, ...] = flag("the pictures to edit, for qwen-image-edit one, for -plus up to three",
                                                 ())  # fmt: skip
+    background_color: str | None = flag(
+        "the colour behind what is transparent in the first frame or the pictures to edit, as in the dataset's TOML "
+        f"(default: {WHITE})", None, pinned=True,
+    )  # fmt: skip
     task: str | None = flag("model profile (default: t2v-14B)", None, pinned=True, model_choices=True)
     seed: int | None = flag(
         f"seed of the initial noise, which is always drawn on the CPU (default: {DEFAULT_SEED})", None, pinned=True

@@ -21,6 +21,7 @@ from wangen.generator.formats import Header
 from wangen.generator.headers import read_header, shards
 from wangen.generator.layouts import Layout, Shapes, layout_of, sizes_of
 from wangen.generator.tasks import supported
+from wangen.generator.vae_twins import QWEN, said_by_name
 
 # kind -> (plain words, the flag that takes it)
 KINDS = {
@@ -335,7 +336,7 @@ def _quantisation(header: Header, dtypes: Mapping[str, int]) -> str:
 
 def _hint(kind: str, path: Path) -> str:
     """What the name of a file says that its tensors cannot."""
-    if kind == "wan-vae-2.1" and "qwen" in path.name.lower():
+    if kind == "wan-vae-2.1" and said_by_name(path) == QWEN:
         return "its name says Qwen-Image, whose VAE has the same tensors"
     if kind in ("wan-transformer-t2v", "wan-transformer-i2v-2.2") and (noise := noise_of(path)):
         return f"its name says {noise}-noise expert"

@@ -260,12 +260,12 @@ def _file(values: Mapping[str, Any], key: str, kinds: set[Media], manifest: Path
 def _uneven(items: Mapping[int, Item], manifest: Path) -> list[Problem]:
     """Lines without the control media or the mask that other lines have: training takes them from all or from none."""
     problems = []
-    most = max((len(item.controls) for item in items.values()), default=0)
+    controlled = any(item.controls for item in items.values())
     masked = any(item.mask for item in items.values())
     for number, item in items.items():
-        if len(item.controls) < most:
-            found = f"line {number}: has {len(item.controls)} of the {most} control_path that other lines have"
-            problems.append(Problem(manifest, found, "write it, or take it out of the others"))
+        if controlled and not item.controls:  # how many there are is the model's business
+            problems.append(Problem(manifest, f"line {number}: has no control_path, other lines have one",
+                                    "write it, or take it out of the others"))  # fmt: skip
         if masked and not item.mask:
             problems.append(Problem(manifest, f"line {number}: has no mask_path, other lines have one",
                                     "write it; a white picture masks nothing"))  # fmt: skip

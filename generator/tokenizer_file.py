@@ -43,7 +43,7 @@ def tokenizer_of(t5: Path, tokenizer: Path | None, model: profiles.Model | None 
             return tokenizer / place
     found = "this is no tokenizer" if tokenizer.exists() else "no such file or folder"
     raise WangenError(f"--tokenizer: {found}", where=str(tokenizer),
-                      cure=f"name the {home} folder, its tokenizer.json or its spiece.model")  # fmt: skip
+                      cure=f"name the {home} folder or its {' or its '.join(_files(home))}")  # fmt: skip
 
 
 def find_tokenizer(path: Path, model: profiles.Model | None = None) -> Path:
@@ -105,9 +105,14 @@ def _is_tokenizer(path: Path) -> bool:
     return path.is_file() and path.suffix in (".json", ".model") and ".safetensors.index." not in path.name
 
 
+def _files(home: str) -> tuple[str, ...]:
+    """What the tokenizer's file is called: only umT5's is a SentencePiece model too."""
+    return ("tokenizer.json", "spiece.model") if home == FOLDER else ("tokenizer.json",)
+
+
 def _names(home: str) -> tuple[str, ...]:
     """Looked at in this order, relative to the folder of the weights."""
-    return f"{home}/tokenizer.json", "tokenizer.json", f"{home}/spiece.model", "spiece.model"
+    return tuple(place for name in _files(home) for place in (f"{home}/{name}", name))
 
 
 def _places(folder: Path, home: str) -> Iterator[Path]:
@@ -116,8 +121,6 @@ def _places(folder: Path, home: str) -> Iterator[Path]:
     folder = folder.absolute()
     for pipeline in (folder, folder.parent):
         if (pipeline / PIPELINE).is_file():
-            yield pipeline / "tokenizer" / "tokenizer.json"
-            yield pipeline / "tokenizer" / "spiece.model"
+            yield from (pipeline / "tokenizer" / name for name in _files(home))
     for parent in folder.parents[:NUM_PARENTS]:
-        yield parent / home / "tokenizer.json"
-        yield parent / home / "spiece.model"
+        yield from (parent / home / name for name in _files(home))

@@ -46,8 +46,8 @@ def color(raw: Any, where: str) -> str:
         UsageError: it is none.
     """
     if not isinstance(raw, str) or not re.fullmatch(r"#([0-9a-fA-F]{3}){1,2}", raw):
-        raise UsageError(f"backgroundcolor must be a colour like {WHITE}, got {raw!r}", where=where,
-                         cure=f'for example backgroundcolor = "{WHITE}"')  # fmt: skip
+        raise UsageError(f"background_color must be a colour like {WHITE}, got {raw!r}", where=where,
+                         cure=f'for example background_color = "{WHITE}"')  # fmt: skip
     digits = raw[1:].lower()
     return "#" + ("".join(digit * 2 for digit in digits) if len(digits) == 3 else digits)
 

@@ -265,8 +265,9 @@ class Train(DatasetStep):
 
     # Encoding what the cache lacks, and samples.
     cache_mode: Literal["cached", "auto", "realtime"] = flag(
-        "cached trains on the cache alone, and encoders are never loaded; auto encodes what it lacks first, as "
-        "--cache_latents does; realtime encodes every item each time it is drawn, without a cache", "cached",
+        "cached trains on the cache alone, and encoders are never loaded; auto encodes first what it lacks, or has of "
+        "other weights than --vae and --t5, as --cache_latents does; realtime encodes every item each time it is "
+        "drawn, without a cache", "cached",
     )  # fmt: skip
     cache_latents: bool = flag("encode what the cache lacks before training and keep it in memory", False)
     cache_latents_to_disk: bool = flag("encode what the cache lacks before training and keep it in the cache", False)

@@ -11,8 +11,9 @@ import torch
 from wangen.generator.bulk import bulk
 from wangen.generator.errors import WangenError, many
 from wangen.generator.steps import Train
+from wangen.generator.toml_values import WHITE
 from wangen.profiles import Model
-from wangen.runtime.cache import NO_ENCODER, Entry, Folder, Kind, load
+from wangen.runtime.cache import NO_ENCODER, Encoder, Entry, Folder, Kind, load
 from wangen.runtime.needs import (
     TEXT_KINDS,
     Need,
@@ -23,7 +24,17 @@ from wangen.runtime.needs import (
     problem,
     recipes_of,
 )
-from wangen.runtime.on_the_fly import Held, Live, Place, command_line, encode_missing, live_entries
+from wangen.runtime.on_the_fly import (
+    Held,
+    Live,
+    Place,
+    command_line,
+    encode_missing,
+    encodes,
+    given_encoders,
+    live_entries,
+    say_others,
+)
 from wangen.runtime.randomness import generator_for
 from wangen.runtime.samples import Sample, by_cache_folder
 
@@ -111,8 +122,8 @@ class Batch:
 def find_entries(options: Train, model: Model, samples: Sequence[Sample]) -> list[CachedSample]:
     """The cache entries of every sample, each kind from one encoder.
 
-    With `--cache_mode auto`, `--cache_latents` or `--cache_latents_to_disk` what the cache lacks is encoded first; with
-    `--cache_mode realtime` no entry is looked at.
+    With `--cache_mode auto`, `--cache_latents` or `--cache_latents_to_disk` what the cache lacks is encoded first, and
+    what it has of other weights than those that are given; with `--cache_mode realtime` no entry is looked at.
 
     Raises:
         WangenError: entries are missing or stale, the message lists them with the commands to run; or it is open
@@ -123,12 +134,14 @@ def find_entries(options: Train, model: Model, samples: Sequence[Sample]) -> lis
     if options.cache_mode == "realtime":
         live = live_entries(options, model, samples, kinds)
         return [_cached(sample, kinds, live) for sample in samples]
-    needs = _judged(options, samples, kinds, folders)
+    encoders = _encoders(options, model, samples, kinds, folders)
+    needs = _judged(samples, encoders, folders)
     held: dict[Place, Held] = {}
-    if _bad(needs) and (options.cache_mode == "auto" or options.cache_latents or options.cache_latents_to_disk):
-        held = encode_missing(options, model, samples, kinds, {need.recipe.kind for need in _bad(needs)})
+    if (lacking := _bad(needs)) and encodes(options):
+        held = encode_missing(options, model, samples, kinds, lacking)
         if options.cache_latents_to_disk:
-            needs = _judged(options, samples, kinds, [Folder(folder.path) for folder in folders])
+            folders = [Folder(folder.path) for folder in folders]
+            needs = _judged(samples, _encoders(options, model, samples, kinds, folders), folders)
     bad = [need for need in _bad(needs) if _place(need) not in held]
     if bad:
         raise _lacking(options, bad)
@@ -159,13 +172,26 @@ def _kinds(options: Train, model: Model, samples: Sequence[Sample], folders: Seq
     return kinds
 
 
-@bulk()
-def _judged(options: Train, samples: Sequence[Sample], kinds: Iterable[Kind], folders: Sequence[Folder]) -> list[Need]:
-    found: list[Need] = []
+def _encoders(
+    options: Train, model: Model, samples: Sequence[Sample], kinds: Iterable[Kind], folders: Sequence[Folder]
+) -> dict[Kind, Encoder | None]:
+    """What must have made the entries of each kind: what is given where training may encode, else the last encoder."""
+    made_by: dict[Kind, Encoder | None] = {"mask": NO_ENCODER}
+    if encodes(options):
+        made_by |= given_encoders(options, model, samples)
     for kind in kinds:
-        encoder = NO_ENCODER if kind == "mask" else expected_encoder(folders, samples, kind, options.dataset)
-        found += judge(folders, samples, kind, encoder)
-    return found
+        if kind not in made_by:
+            made_by[kind] = expected_encoder(folders, samples, kind, options.dataset)
+    if not encodes(options):
+        say_others(options, model, made_by)
+    return {kind: made_by[kind] for kind in kinds}
+
+
+@bulk()
+def _judged(
+    samples: Sequence[Sample], encoders: Mapping[Kind, Encoder | None], folders: Sequence[Folder]
+) -> list[Need]:
+    return [need for kind, encoder in encoders.items() for need in judge(folders, samples, kind, encoder)]
 
 
 def _bad(needs: Iterable[Need]) -> list[Need]:
@@ -230,6 +256,12 @@ def _cached(sample: Sample, kinds: Sequence[Kind], entries: Mapping[Place, AnyEn
         if kind in found
     }
     return CachedSample(sample, latent, tuple(texts), controls=tuple(found.get("control_latent", ())), **single)
+
+
+def background_of(samples: Iterable[CachedSample]) -> str:
+    """The colour behind what is transparent in the pictures of a dataset, `#rrggbb`; white where its blocks differ."""
+    colors = {cached.sample.entry.background_color for cached in samples}
+    return colors.pop() if len(colors) == 1 else WHITE
 
 
 def epoch_batches(

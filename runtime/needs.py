@@ -176,8 +176,7 @@ def expected_encoder(
     if not identity and kind in ("image_latent", "control_latent"):  # one VAE makes all that a batch holds
         latents = expected_encoder(folders, samples, "latent", dataset_config)
         identity = latents.identity if latents else None
-    records = (DatasetNeeds(folder, dataset_config, kind) for folder in folders)
-    found = {record.encoder for record in records if record.encoder} or _makers(folders, samples, kind)
+    found = encoders_before(folders, samples, kind, dataset_config)
     possible = {Encoder(identity or encoder.identity, dtype or encoder.dtype) for encoder in found}
     if len(possible) > 1:
         makers = sorted(f"{encoder.identity[:8]} in {encoder.dtype}" for encoder in possible)
@@ -188,6 +187,21 @@ def expected_encoder(
             cure="run the caching step again without --keep_cache",
         )
     return possible.pop() if possible else None
+
+
+def encoders_before(
+    folders: Sequence[Folder], samples: Sequence[Sample], kind: Kind, dataset_config: Path
+) -> set[Encoder]:
+    """The encoders of the dataset's last caching runs; where none is on record, those of the entries that are there.
+
+    Args:
+        folders: the cache folders of the samples.
+        samples: of the whole dataset.
+        kind: which kind of entry.
+        dataset_config: the dataset's TOML.
+    """
+    records = (DatasetNeeds(folder, dataset_config, kind) for folder in folders)
+    return {record.encoder for record in records if record.encoder} or _makers(folders, samples, kind)
 
 
 def _makers(folders: Iterable[Folder], samples: Sequence[Sample], kind: Kind) -> set[Encoder]:

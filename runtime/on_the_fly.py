@@ -5,6 +5,7 @@ import logging
 import os
 import shlex
 import subprocess
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,16 +13,27 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from wangen.generator import kinds
-from wangen.generator.errors import UsageError
+from wangen.generator import headers
+from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.lock import IN_SCRIPT
 from wangen.generator.steps import CacheLatents, CacheText, Train
 from wangen.generator.table import joined
 from wangen.profiles import Model
 from wangen.runtime import cache_latents, cache_text, encoding
 from wangen.runtime.cache import Encoder, Folder, Kind, Recipe, Verdict
-from wangen.runtime.models import text_encoder_identity, vae_identity
-from wangen.runtime.needs import TEXT_KINDS, Need, Work, expected_encoder, judge, wanted
+from wangen.runtime.cache.words import encoder_words
+from wangen.runtime.models import expect_vae, text_encoder_identity, tile_of, vae_identity
+from wangen.runtime.needs import (
+    TEXT_KINDS,
+    WORDS,
+    Need,
+    Work,
+    encoders_before,
+    expected_encoder,
+    has_clip,
+    judge,
+    wanted,
+)
 from wangen.runtime.samples import Sample, by_cache_folder
 
 if TYPE_CHECKING:
@@ -103,29 +115,86 @@ class MemoryWriter:
         """Nothing is pending."""
 
 
+def encodes(options: Train) -> bool:
+    """Whether training makes what the cache lacks; in mode `auto` it does so where it is given weights."""
+    given = options.cache_mode == "auto" and (options.vae is not None or options.t5 is not None)
+    return given or options.cache_latents or options.cache_latents_to_disk
+
+
+def given_encoders(options: Train, model: Model, samples: Sequence[Sample]) -> dict[Kind, Encoder]:
+    """What the weights that training is given would make each kind with: entries of another encoder are stale.
+
+    What a flag leaves open (the precision, the tiles of the VAE) is as in the entries that are there.
+
+    Returns:
+        Nothing of a kind whose weights are not given: its entries are those of the last caching run.
+
+    Raises:
+        WangenError: a file is of another kind, or cannot be read.
+    """
+    found: dict[Kind, Encoder] = {}
+    if options.vae:
+        expect_vae(options.vae, model)
+        step = _latents_step(options, model, samples)
+        found |= cache_latents.latent_encoders(step, model, options.clip if has_clip(model) else None)
+    if options.t5:
+        found |= dict.fromkeys(TEXT_KINDS, cache_text.text_encoder(_text_step(options, model, samples)))
+    return found
+
+
+def say_others(options: Train, model: Model, made_by: Mapping[Kind, Encoder | None]) -> None:
+    """Warn where weights that are given, such as those of samples, are not those that made the cache.
+
+    Args:
+        options: of a training that takes the cache as it is.
+        model: what is trained.
+        made_by: the encoder of each kind's entries.
+    """
+    judged: tuple[tuple[str, str, Kind], ...] = (
+        ("vae", "cache_latents", "latent"),
+        ("t5", "cache_text", TEXT_KINDS[0]),
+    )
+    for flag, step, kind in judged:
+        path, encoder = getattr(options, flag), made_by.get(kind)
+        with suppress(WangenError):  # where nothing is made with them, it is of no account that they cannot be read
+            if path and encoder and not _is_of(options, model, flag, path, encoder.identity):
+                log.warning("  the %s in the cache are of another %s than --%s %s, and are trained on as they are: run "
+                            "%s with it first, or give --cache_mode auto", WORDS[kind], encoder_words(kind), flag, path,
+                            step)  # fmt: skip
+
+
+def _is_of(options: Train, model: Model, flag: str, path: Path, identity: str) -> bool:
+    """Whether weights have this identity, in whatever tiles and rounded or not: samples need not be made likewise."""
+    if flag == "vae":
+        return tile_of(path, {identity}) is not None
+    forms = (text_encoder_identity(path, options.tokenizer, fp8=fp8, model=model) for fp8 in (False, True))
+    return identity in forms
+
+
 def encode_missing(
-    options: Train, model: Model, samples: Sequence[Sample], read: Iterable[Kind], lacking: Iterable[Kind]
+    options: Train, model: Model, samples: Sequence[Sample], read: Iterable[Kind], lacking: Sequence[Need]
 ) -> dict[Place, Held]:
-    """Make the entries that the cache lacks: on disk, or in memory, which are returned.
+    """Make the entries that the cache lacks, or has of other weights: on disk, or in memory, which are returned.
 
     Args:
         options: of training.
         model: what is trained.
         samples: of the whole dataset.
-        read: all kinds that training reads; weights other than those of the cache make them all anew, so that none of
-            another encoder remains beside them.
-        lacking: of which kinds something is not valid.
+        read: all kinds that training reads.
+        lacking: what is not valid.
 
     Raises:
         UsageError: no weights are given to make them with.
         WangenError: encoding fails.
     """
     held: dict[Place, Held] = {}
-    lacks_text = [kind in TEXT_KINDS for kind in lacking]
+    lacks_text = [need.recipe.kind in TEXT_KINDS for need in lacking]
     latents, texts = set(read) - set(TEXT_KINDS), set(read) & set(TEXT_KINDS)
     step = _latents_step(options, model, samples) if False in lacks_text else None
     # What is wrong with the second shows before the first encodes anything.
     text_step = _text_step(options, model, samples) if True in lacks_text else None
+    for reason, count in Counter(f"{need.recipe.kind}: {need.verdict.reason}" for need in lacking).most_common():
+        log.info("  %d to encode, %s", count, reason)
     if step:
         if options.cache_latents_to_disk:
             log.info("  %s", cache_latents.run(step).summary)
@@ -151,6 +220,7 @@ def live_entries(options: Train, model: Model, samples: Sequence[Sample], read: 
         WangenError: they are of another kind.
     """
     step, text_step = _latents_step(options, model, samples), _text_step(options, model, samples)
+    expect_vae(step.vae, model)
     clip = cache_latents.chosen_clip(step, model, samples)
     encoder = cache_text.text_encoder(text_step)
     encoders = {**cache_latents.latent_encoders(step, model, clip), **dict.fromkeys(TEXT_KINDS, encoder)}
@@ -195,12 +265,15 @@ def _latents_step(options: Train, model: Model, samples: Sequence[Sample]) -> Ca
     """The caching step with what the training step says of it."""
     if options.vae is None:
         raise UsageError(f"{_asked_by(options)} needs --vae to encode what the cache lacks", cure="give --vae")
-    kinds.expect(options.vae, model.kind_of("vae"), "--vae", model.name)
-    dtype = options.vae_dtype or _dtype_before(options, samples, "latent", vae_identity(options.vae))
+    tile = _tile_before(options, samples, options.vae)
+    dtype = options.vae_dtype or _dtype_before(options, samples, "latent", vae_identity(options.vae, tile))
+    clip = options.clip if has_clip(model) else None
+    clip_dtype = _dtype_before(options, samples, "clip", headers.identity(clip, "--clip")) if clip else None
     return CacheLatents(
         dataset_config=options.dataset_config, manifest=options.manifest,
         resolution=options.resolution, smoke=options.smoke, task=options.task,
-        vae=options.vae, vae_dtype=dtype, vae_cache_cpu=options.vae_cache_cpu, clip=options.clip,  # type: ignore[arg-type]
+        vae=options.vae, vae_dtype=dtype, vae_tile=tile, vae_cache_cpu=options.vae_cache_cpu,  # type: ignore[arg-type]
+        clip=options.clip, clip_dtype=clip_dtype,  # type: ignore[arg-type]
         device=options.vae_device or options.device, keep_cache=True,
     )  # fmt: skip
 
@@ -233,6 +306,15 @@ def _dtype_before(options: Train, samples: Sequence[Sample], kind: Kind, identit
     folders = [Folder(path) for path in by_cache_folder(samples)]
     encoder = expected_encoder(folders, samples, kind, options.dataset, identity=identity)
     return encoder.dtype if encoder else None
+
+
+def _tile_before(options: Train, samples: Sequence[Sample], vae: Path) -> int:
+    """The side of the tiles in which this VAE made the latents that are there; 0 for none, or of another VAE."""
+    if options.cache_mode == "realtime":  # it looks at no entries
+        return 0
+    folders = [Folder(path) for path in by_cache_folder(samples)]
+    before = {encoder.identity for encoder in encoders_before(folders, samples, "latent", options.dataset)}
+    return tile_of(vae, before) or 0
 
 
 _SAID: Mapping[str, tuple[str, ...]] = {

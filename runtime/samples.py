@@ -126,10 +126,10 @@ class Sample:
 
     def text_recipes(self) -> list[dict[str, Any]]:
         """For each caption everything but the encoder that decides the embedding's bytes."""
-        from wangen.runtime.prompts import clean_prompt
+        from wangen.runtime.prompts import text_of
 
-        clean = clean_prompt if self.prompt is None else str  # a language model reads a caption as it is
-        return [self._asked(clean(caption)) for caption in self.item.captions]
+        template = self.prompt is not None
+        return [self._asked(text_of(caption, template=template)) for caption in self.item.captions]
 
     def empty_recipe(self) -> dict[str, Any]:
         """Everything but the encoder that decides the bytes of the empty prompt, which may be shown control images."""

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from helpers import write_tree
 
+from wangen import profiles
 from wangen.generator.errors import WangenError
 from wangen.generator.tokenizer_file import find_tokenizer, tokenizer_of
 
@@ -30,6 +31,16 @@ def test_not_from_further_above_and_nothing_else_than_its_folder(tmp_path):
         find_tokenizer(tmp_path / "models/a/b/c/t5.pth")
     assert "wangen models download tokenizer" in str(caught.value)
     assert "2 folders above" in str(caught.value)
+
+
+def test_qwen_s_tokenizer_is_no_sentencepiece_model(tmp_path):
+    model = profiles.model("qwen-image-edit")
+    write_tree(tmp_path, {"spiece.model": b"umT5's"})
+    with pytest.raises(WangenError, match=r"looked for processor/tokenizer\.json, tokenizer\.json, and in") as caught:
+        find_tokenizer(tmp_path / "qwen_2.5_vl_7b.safetensors", model)
+    assert "wangen models download tokenizer --task qwen-image-edit" in str(caught.value)
+    with pytest.raises(WangenError, match=r"name the processor folder or its tokenizer\.json$"):
+        tokenizer_of(tmp_path / "qwen_2.5_vl_7b.safetensors", tmp_path / "none", model)
 
 
 def test_what_lies_beside_the_weights_comes_first(tmp_path):

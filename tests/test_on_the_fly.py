@@ -111,7 +111,7 @@ def test_other_weights_make_everything_anew_and_nothing_of_two_encoders_is_mixed
         caption_dropout=0.5,
     )
     made = [[type(entry).__name__ for entry in cached.entries] for cached in found(run, given)]
-    assert made == [["Entry", "Held", "Held"]] * 3, "latents stay; the empty prompt is valid but of the other encoder"
+    assert made == [["Held", "Held", "Held"]] * 3, "latents and the empty prompt are valid but of the other encoders"
 
 
 def test_the_command_to_run_makes_entries_as_the_last_run_did(run: TinyRun, tmp_path: Path):

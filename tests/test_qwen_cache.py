@@ -136,6 +136,11 @@ def test_the_six_names_of_edit_models_count_and_find_entries(edits: dict[str, Ed
         assert torch.equal(found["embedding"], embedding(made, prompt, *controls))
         assert found["mask"].shape == found["embedding"].shape[:1]
         assert cache.load_cache(name, cache.get_file_hash_for_prompt(controls[::-1], prompt)) is None
+    alone = EmbeddingCache(edits["qwen-image"].folder / "cache")
+    assert alone.cache_exists("prompt_embed", alone.get_file_hash_for_prompt(None, CAPTIONS["hill"], task="qwen-image"))
+    assert "text_encoder_output" in alone.check_cache_exists(edits["qwen-image"].folder / "targets" / "hill.png")
+    with pytest.raises(UsageError, match="there is no task 'qwen'"):
+        alone.get_file_hash_for_prompt(None, "", task="qwen")
     target = cache.get_file_hash_for_image(made.folder / "targets" / "lake.png")
     assert cache.load_cache("pixel_latent", target)["latent"].shape[0] == 16
     assert cache.cache_exists("control_latent", cache.get_file_hash_for_image(controls[1]))

@@ -128,11 +128,66 @@ def test_a_trained_lora_changes_the_picture_and_samples_are_made_on_the_way(tiny
     assert np.abs(made(tmp_path) - base).max() > 1
 
 
+def see_through(path: Path, color: str) -> Path:
+    """A picture with a hole; returns a second one, beside it, with a colour in the hole."""
+    shown = picture((96, 64)).convert("RGBA")
+    shown.paste((0, 0, 0, 0), (20, 10, 60, 50))
+    shown.save(path)
+    filled = path.with_name("filled.png")
+    Image.alpha_composite(Image.new("RGBA", shown.size, color), shown).convert("RGB").save(filled)
+    return filled
+
+
+def test_the_colour_behind_a_transparent_picture_is_the_one_that_is_asked_for(
+    tiny_qwen: TinyQwen, tmp_path: Path, monkeypatch, capsys
+):
+    smaller(monkeypatch, "qwen-image-edit")
+    filled, found = see_through(tmp_path / "hole.png", "#00ff00"), {}
+    for name, more in {"hole": ["--background_color", "#0F0"], "filled": [], "white": []}.items():
+        (folder := tmp_path / name).mkdir()
+        control = filled if name == "filled" else tmp_path / "hole.png"
+        size = ["--video_size", "32", "64", "--control_image_path", str(control)]
+        assert main(line(tiny_qwen, "qwen-image-edit", folder, *size, *more)) == 0
+        found[name] = made(folder)
+    assert np.array_equal(found["hole"], found["filled"])
+    assert not np.array_equal(found["hole"], found["white"])
+    again = ["generate", "--from", str(tmp_path / "hole" / "made.png"), "--device", "cpu", "--save_path",
+             str(tmp_path / "again.png"), *(f"--{flag}={path}" for flag, path in tiny_qwen.single.items())]  # fmt: skip
+    assert main([*again, "--control_image_path", str(tmp_path / "hole.png")]) == 0
+    assert (tmp_path / "again.png").read_bytes() == (tmp_path / "hole" / "made.png").read_bytes()
+    wrong = ["--control_image_path", str(filled), "--background_color", "green"]
+    assert main(line(tiny_qwen, "qwen-image-edit", tmp_path, *wrong)) == 2
+    assert "background_color must be a colour like #ffffff, got 'green'" in capsys.readouterr().err
+
+
+def test_samples_and_evaluations_have_the_dataset_s_colour_behind_transparent_pictures(
+    tiny_qwen: TinyQwen, tmp_path: Path, monkeypatch
+):
+    smaller(monkeypatch, "qwen-image-edit")
+    edits = make_edit_set(tmp_path / "set", tiny_qwen, background_color="'#00ff00'")
+    see_through(edits.folder / "controls" / "house.png", "#00ff00").unlink()
+    edits.fill()
+    (tmp_path / "prompts.txt").write_text(f"{PROMPT} --ci {edits.folder}/controls/house.png --w 64 --h 32 --s 2\n")
+    train.run(edits.train(tmp_path / "out", max_train_steps=1, sample_prompts=tmp_path / "prompts.txt",
+                          sample_at_first=True, vae=tiny_qwen.single["vae"], t5=tiny_qwen.single["t5"]))  # fmt: skip
+    row = json.loads((tmp_path / "out/samples/samples.jsonl").read_text().splitlines()[0])
+    assert row["background_color"] == "#00ff00"
+    weights = [f"--{flag}={path}" for flag, path in tiny_qwen.single.items()]
+    judge = ["evaluate", "--task", "qwen-image-edit", "--dataset_config", str(edits.toml), *weights, "--lora_weight",
+             str(tmp_path / "out" / "edit.safetensors"), "--output_dir", str(tmp_path / "judged"), "--device", "cpu",
+             "--infer_steps", "2", "--num_prompts", "3"]  # fmt: skip
+    assert main(judge) == 0
+    shown = [np.asarray(Image.open(path)) for path in (tmp_path / "judged").rglob("*-control1.png")]
+    green = [(pixels == (0, 255, 0)).all(axis=-1).mean() for pixels in shown]
+    assert sum(share > 0.1 for share in green) == 1
+
+
 @pytest.mark.parametrize(
     ("task", "values", "words"),
     [
         ("qwen-image", {"control_image_path": ["a.png"]}, "control images belong to other models"),
         ("qwen-image", {"frame_count": 5}, "qwen-image makes pictures"),
+        ("qwen-image", {"sample_steps": 1}, "sample_steps 1 is no whole number from 2 to 1000"),
         ("qwen-image", {"sample_sampler": "unipc"}, "qwen-image is sampled with euler, not unipc"),
         ("qwen-image-edit", {}, "qwen-image-edit takes one control image, and 0 are given"),
         ("qwen-image-edit", {"control_image_path": ["a.png", "b.png"]}, "takes one control image, and 2 are given"),

@@ -141,5 +141,6 @@ def test_image_to_video_needs_its_first_frame(tmp_path):
 
 
 def test_embedded_guidance_is_answered_with_the_option_that_is_meant(tmp_path, caplog):
-    read_prompts(write(tmp_path, "a.txt", "A cat --g 6"), T2V, 42)
-    assert "use --l" in caplog.text
+    for model in (T2V, profiles.model("qwen-image")):
+        read_prompts(write(tmp_path, "a.txt", "A cat --g 6"), model, 42)
+        assert f"which {model.title} has not: use --l" in caplog.text

@@ -1,5 +1,6 @@
 """Image-to-video: the condition and CLIP's view from the cache into the transformer, with and without CLIP."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from wangen.generator.steps import CacheLatents, CacheText, CheckCache, Train
 from wangen.runtime import cache_latents, cache_text, check_cache, train
 from wangen.runtime.cache import load
 from wangen.runtime.fast.dit import FastWan
-from wangen.runtime.loader import epoch_batches, find_entries, read_batch
+from wangen.runtime.loader import cache_use, epoch_batches, find_entries, read_batch
 from wangen.runtime.models import family
 from wangen.runtime.samples import read_samples
 
@@ -84,6 +85,14 @@ def test_the_condition_is_the_mask_and_the_encoded_first_frame(config: Path):
     # The first latent of the condition is that of the clip: both see the first frame alone.
     assert torch.allclose(batch.condition[0, 4:, 0], batch.latents[0, :, 0], atol=1e-5)
     assert torch.equal(batch.image_tokens[0], load(sample.clip)["clip"].float())
+
+
+def test_auto_takes_the_views_of_the_clip_that_it_is_given_in_the_precision_that_they_have(config: Path):
+    cache(config, clip=CLIP, clip_dtype="bfloat16")
+    vae = VECTORS / "vae21" / "Wan2.1_VAE.pth"
+    given = replace(options(config), cache_mode="auto", vae=vae, clip=CLIP)
+    samples = read_samples(CheckCache(dataset_config=config), MODEL)
+    assert cache_use(find_entries(given, MODEL, samples)).computed == 0
 
 
 def test_training_sees_the_condition_and_the_view(config: Path, monkeypatch: pytest.MonkeyPatch):

@@ -17,11 +17,26 @@ CAPTION_SUFFIXES = (".txt", ".caption")
 
 
 class Caption(NamedTuple):
-    """A caption, the file it stands in, and that place in words."""
+    """A caption, the file it stands in, and that place in words; with what its line of a jsonl names beside the media.
+
+    Attributes:
+        text: the caption.
+        path: the file.
+        place: the file's name, or a line of it.
+        controls: control images, in their order.
+        mask: the mask.
+    """
 
     text: str
     path: Path
     place: str
+    controls: tuple[Path, ...] = ()
+    mask: Path | None = None
+
+    @property
+    def companions(self) -> tuple[Path, ...]:
+        """All that its line names beside the media."""
+        return (*self.controls, self.mask) if self.mask else self.controls
 
 
 class CaptionFiles:
@@ -61,13 +76,18 @@ def read_manifest(path: Path) -> tuple[dict[Path, list[Caption]], list[Problem]]
     found: dict[Path, list[Caption]] = {}
     for number, item in items.items():
         place = f"{path.name} line {number}"
-        captions = [Caption(text, path, place) for text in item.captions]
-        found.setdefault(Path(os.path.normpath(item.path)), []).extend(captions)
+        controls, mask = tuple(map(_normal, item.controls)), item.mask and _normal(item.mask)
+        captions = [Caption(text, path, place, controls, mask) for text in item.captions]
+        found.setdefault(_normal(item.path), []).extend(captions)
     return found, problems
 
 
+def _normal(path: Path) -> Path:
+    return Path(os.path.normpath(path))
+
+
 def choose(media: Path, captions: list[Caption]) -> Item:
-    """The media file with its one caption, which may stand in several places.
+    """The media file with its one caption, which may stand in several places, and what lines name beside it.
 
     Raises:
         BadItemError: there is none, or they differ.
@@ -77,7 +97,16 @@ def choose(media: Path, captions: list[Caption]) -> Item:
     if len({caption.text for caption in captions}) > 1:
         places = ", ".join(caption.place for caption in captions)
         raise BadItemError(media, f"has captions that differ: {places}", "keep one of them")
-    return Item(media, media_of(media) or "image", (captions[0].text,), captions[0].path)
+    for what, given in (
+        ("control images", [(caption.controls, caption.place) for caption in captions if caption.controls]),
+        ("masks", [((caption.mask,), caption.place) for caption in captions if caption.mask]),
+    ):
+        if len({files for files, _ in given}) > 1:
+            places = ", ".join(dict.fromkeys(place for _, place in given))
+            raise BadItemError(media, f"has {what} that differ: {places}", "keep one of them")
+    controls = next((caption.controls for caption in captions if caption.controls), ())
+    mask = next((caption.mask for caption in captions if caption.mask), None)
+    return Item(media, media_of(media) or "image", (captions[0].text,), captions[0].path, controls, mask)
 
 
 def with_trigger(caption: str, trigger: str) -> str:

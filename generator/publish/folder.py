@@ -182,7 +182,7 @@ def _in_the_way(path: Path) -> Problem:
 def _wanted(source: Source, model: Model, settings: DatasetSettings, size: tuple[int, int]) -> dict[str, Wanted]:
     """What is published, by its name in the bundle; a caption gets the ending that the TOML names."""
     found = {}
-    for item in source.items:
+    for published, item in source.named:
         facts = source.facts[item.path]
         smaller = None
         if settings.resize and item.media == "image":
@@ -191,8 +191,8 @@ def _wanted(source: Source, model: Model, settings: DatasetSettings, size: tuple
         made_of = f"{num_bytes} {mtime_ns}"
         if smaller:
             made_of += f" {RECIPE} {smaller[0]}x{smaller[1]}"
-        found[item.path.name] = Wanted(item.path, None, smaller, made_of, num_bytes, mtime_ns)
-        if not item.captions:  # a control image
+        found[published] = Wanted(item.path, None, smaller, made_of, num_bytes, mtime_ns)
+        if not item.captions:  # a control image or a mask
             continue
         text = with_trigger(item.caption, settings.trigger).encode()
         name = item.path.stem + CAPTION

@@ -9,7 +9,7 @@ from wangen.generator.dataset import Problem
 from wangen.generator.errors import WangenError
 from wangen.generator.lock import hold
 from wangen.generator.publish import manifest
-from wangen.generator.publish.source import CONTROLS
+from wangen.generator.publish.beside import FOLDERS
 from wangen.generator.target import Target
 from wangen.generator.tomls import resolution_name
 
@@ -47,9 +47,9 @@ def media_folder(target: Target, slug: str, size: tuple[int, int]) -> Path:
     return reach(target, target.roots["datasets"], slug, resolution_name(size))
 
 
-def controls_folder(target: Target, slug: str) -> Path:
-    """The folder of the control images, which all resolutions share, as this host sees it."""
-    return reach(target, target.roots["datasets"], slug, CONTROLS)
+def beside_folder(target: Target, slug: str, name: str) -> Path:
+    """The folder of the control images or the masks, which all resolutions share, as this host sees it."""
+    return reach(target, target.roots["datasets"], slug, name)
 
 
 def cache_folder(target: Target, slug: str, size: tuple[int, int]) -> Path:
@@ -91,7 +91,7 @@ def _remove_lock_litter(folder: Path) -> None:
 def published_resolutions(target: Target, slug: str) -> list[str]:
     """Names of the resolutions that were published for a dataset, asked for today or not."""
     folder = published_folder(target, slug)
-    return sorted(path.parent.name for path in folder.glob(f"*/{manifest.NAME}") if path.parent.name != CONTROLS)
+    return sorted(path.parent.name for path in folder.glob(f"*/{manifest.NAME}") if path.parent.name not in FOLDERS)
 
 
 def name_problems(target: Target, names: Iterable[str]) -> list[Problem]:

@@ -14,7 +14,7 @@ from wangen.generator.errors import UsageError, WangenError, many
 from wangen.generator.lock import busy
 from wangen.generator.publish import deploy, layout
 from wangen.generator.publish.folder import FolderPlan, make_folder_plan
-from wangen.generator.publish.source import CONTROLS, Advance, Source
+from wangen.generator.publish.source import Advance, Source
 from wangen.generator.publish.texts import (
     Text,
     prompts_texts,
@@ -184,14 +184,14 @@ def _plan_folders(
             bundle.folders.append(shared[key])
             names = shared[key].wanted
         bundle.long_paths += layout.long_paths(target, slug, resolution_name(size), names)
-    if source and source.controls:
-        folder = layout.controls_folder(target, slug)
+    for name, beside in (source.beside if source else {}).items():
+        folder = layout.beside_folder(target, slug, name)
         key = folder.resolve()
-        if key not in shared:  # as they are: the text encoder looks at them at sizes of its own
+        if key not in shared:  # as they are: the text encoder looks at control images at sizes of its own
             plain = replace(settings, resize=False, trigger="")
-            shared[key] = make_folder_plan(folder, source.controls, model, plain, sizes[0])
+            shared[key] = make_folder_plan(folder, beside, model, plain, sizes[0])
         bundle.folders.append(shared[key])
-        bundle.long_paths += layout.long_paths(target, slug, CONTROLS, shared[key].wanted)
+        bundle.long_paths += layout.long_paths(target, slug, name, shared[key].wanted)
     bundle.empty += [layout.output_folder(target, slug), layout.reach(target, target.roots["logs"])]
     asked = {resolution_name(size) for size in sizes}
     bundle.left = [name for name in layout.published_resolutions(target, slug) if name not in asked]

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from wangen.generator.dataset import (
@@ -29,9 +29,10 @@ from wangen.generator.errors import WangenError
 from wangen.generator.files import write_text
 from wangen.generator.geometry import too_short
 from wangen.generator.install import require_library
-from wangen.generator.items import unsuited, with_companions
+from wangen.generator.items import unsuited
 from wangen.generator.manifests import is_manifest
 from wangen.generator.npz import is_other_archive
+from wangen.generator.publish.beside import in_bundle, taken_folders, with_beside
 from wangen.generator.publish.captions import (
     CAPTION_SUFFIXES,
     Caption,
@@ -40,14 +41,11 @@ from wangen.generator.publish.captions import (
     read_manifest,
 )
 from wangen.generator.publish.manifest import CAPTION, COARSE_NS
-from wangen.generator.tomls import DatasetEntry
 from wangen.profiles import Model
 
 Advance = Callable[[str], None]
 """Called with the name of what was done."""
 
-CONTROLS = "controls"
-"""The folder of a dataset, and of its bundle, that holds the control images."""
 _NUM_NAMES = 5
 
 
@@ -63,7 +61,8 @@ class Source:
         left_out: what lies there and is no item, a line each.
         shared: media that share one caption file in the bundle, a line each.
         problems: what forbids publishing it.
-        controls: the control images of all items, each once, as a source of their own without captions.
+        beside: control images and masks by their folder of the bundle, as sources of their own without captions.
+        names: what the files of the items are called in the bundle; empty where they keep their own names.
     """
 
     origin: Path
@@ -73,7 +72,13 @@ class Source:
     left_out: Sequence[str] = ()
     shared: Sequence[str] = ()
     problems: Sequence[Problem] = ()
-    controls: "Source | None" = None
+    beside: "Mapping[str, Source]" = field(default_factory=dict)
+    names: Sequence[str] = ()
+
+    @property
+    def named(self) -> Iterable[tuple[str, Item]]:
+        """The items, each with the name of its file in the bundle."""
+        return zip(self.names or [item.path.name for item in self.items], self.items, strict=True)
 
 
 def read_source(
@@ -94,40 +99,30 @@ def read_source(
     origin = origin.absolute()
     lines = is_manifest(origin) and not origin.is_dir()
     items, problems, left_out = _from_manifest(origin) if lines else _from_folder(origin)
-    if model.condition == "controls":
-        items, missing, left_out = _with_controls(origin, items, model, left_out)
-        problems += missing
-    controls = list(dict.fromkeys(path for item in items for path in item.controls))
+    items, missing, unused = with_beside(origin, items, model)
+    problems += missing
+    taken = tuple(f"{name}/" for name in taken_folders(items, origin))
+    left_out = [*(line for line in left_out if not line.startswith(taken)), *unused]
     known = _Memo(memo)
-    facts, unreadable = _read_facts([*(item.path for item in items), *controls], known, advance)
+    files = dict.fromkeys(path for item in items for path in item.companions)
+    facts, unreadable = _read_facts([*(item.path for item in items), *files], known, advance)
     if keep_memo:
         known.write()
-    items = [item for item in items if item.path in facts and all(path in facts for path in item.controls)]
+    items = [item for item in items if all(path in facts for path in (item.path, *item.companions))]
     problems += [*unreadable, *_clashes(items), *short_clips(items, facts, model), *_unsuited(items, model)]
     if not items and not problems:
         problems.append(Problem(origin, "holds no image or video files", "put them here"))
-    shown = [Item(path, "image", (), path) for path in controls if path in facts]
-    beside = Source(origin / CONTROLS, shown, facts, known.states) if shown else None
-    return Source(origin, items, facts, known.states, left_out, _shared(items), sorted(problems, key=str), beside)
-
-
-def _with_controls(
-    origin: Path, items: Sequence[Item], model: Model, left_out: Sequence[str]
-) -> tuple[list[Item], list[Problem], list[str]]:
-    """The items with their control images, what is wrong with these, and what is left out beside them."""
-    folder = origin / CONTROLS
-    if not folder.is_dir():
-        cure = f"put them into a folder {CONTROLS} inside the dataset's folder, named as the pictures that they become"
-        return list(items), [Problem(origin, f"{model.name} edits pictures, and there are no control images", cure)], [
-            *left_out
-        ]  # fmt: skip
-    entry = DatasetEntry(directory=origin, media="image", cache_directory=origin, control_directory=folder)
-    found, problems = with_companions(items, entry)
-    return found, problems, [line for line in left_out if not line.startswith(f"{CONTROLS}/")]
+    named, clashes = in_bundle(items, origin)
+    beside = {}
+    for folder, found in named.items():
+        shown = [Item(path, media_of(path) or "image", (), path) for _, path in found]
+        beside[folder] = Source(origin / folder, shown, facts, known.states, names=[name for name, _ in found])
+    problems = sorted([*problems, *clashes], key=str)
+    return Source(origin, items, facts, known.states, left_out, _shared(items), problems, beside)
 
 
 def _unsuited(items: Iterable[Item], model: Model) -> list[Problem]:
-    """Items that the model cannot be trained on; that none of them has control images is said of the folder."""
+    """Items that the model cannot be trained on; that they have no control images is said already."""
     listed = [item for item in items if item.controls or item.media == "video" or model.condition != "controls"]
     return [Problem(item.path, *wrong) for item in listed if (wrong := unsuited(item, model))]
 
@@ -153,17 +148,20 @@ def _from_folder(folder: Path) -> tuple[list[Item], list[Problem], list[str]]:
             captions.setdefault(folder / path.name if path.parent == _normal(folder) else path, []).extend(found)
     files = CaptionFiles(entries)
     items = []
+    companions = _named_by(captions.values())
     bare = False
     for path, found in captions.items():
         try:
             beside = files.of(path) if path.parent == folder else []
+            if not (beside or found) and _normal(path) in companions:
+                continue
             bare = bare or not (beside or found)
             items.append(choose(path, [*beside, *found]))
         except BadItemError as bad:
             problems.append(bad.problem)
     if bare:
         problems += _lost_captions(folder, files.orphans(captions))
-    return sorted(items, key=lambda item: item.path), problems, _left_out(entries, files, captions)
+    return sorted(items, key=lambda item: item.path), problems, _left_out(entries, files, {*captions, *companions})
 
 
 def _lost_captions(folder: Path, orphans: Sequence[Path]) -> list[Problem]:
@@ -178,15 +176,21 @@ def _lost_captions(folder: Path, orphans: Sequence[Path]) -> list[Problem]:
 def _from_manifest(path: Path) -> tuple[list[Item], list[Problem], list[str]]:
     lines, problems = read_manifest(path)
     items = []
+    known = {*lines, *_named_by(lines.values())}
     for media, found in lines.items():
         problems += name_problem(media)
         try:
             items.append(choose(media, found))
         except BadItemError as bad:
             problems.append(bad.problem)
-    beside = [entry for entry in list_folder(path.parent) if media_of(entry) and _normal(entry) not in lines]
+    beside = [entry for entry in list_folder(path.parent) if media_of(entry) and _normal(entry) not in known]
     left_out = [f"{entry.name} (no line of {path.name} names it)" for entry in beside]
     return sorted(items, key=lambda item: item.path), problems, left_out
+
+
+def _named_by(lines: Iterable[Iterable[Caption]]) -> set[Path]:
+    """The control images and masks that lines of a jsonl name."""
+    return {path for captions in lines for caption in captions for path in caption.companions}
 
 
 def _normal(path: Path) -> Path:

@@ -23,8 +23,8 @@ from wangen.generator.dataset import Item
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.footage import CLIPS, MANIFEST
 from wangen.generator.paths import toml_path
+from wangen.generator.publish.beside import CONTROLS, MASKS
 from wangen.generator.publish.manifest import CAPTION
-from wangen.generator.publish.source import CONTROLS
 from wangen.generator.setup import scripts as setup_scripts
 from wangen.generator.setup import wheel
 from wangen.generator.signing import same_text, signed, unedited
@@ -196,9 +196,10 @@ def dataset_toml(
     settings = settings or DatasetSettings()
     listed = list(items)
     kinds = {"video"} if settings.footage else {item.media for item in listed}
-    edits = any(item.controls for item in listed)
     dataset = (target.roots["datasets"], slug)
-    controls = toml_path(target.path(*dataset, CONTROLS), target.machine)
+    held = {"control_directory": CONTROLS} if any(item.controls for item in listed) else {}
+    held |= {"mask_directory": MASKS} if any(item.mask for item in listed) else {}
+    beside = {key: toml_path(target.path(*dataset, name), target.machine) for key, name in held.items()}
     general = {"caption_extension": CAPTION, "batch_size": settings.batch_size, "enable_bucket": True}
     blocks = []
     for size in resolutions_of(model, settings):
@@ -216,7 +217,7 @@ def dataset_toml(
                 "resolution": list(size),
                 "num_repeats": settings.num_repeats,
                 **({"is_reg": True} if settings.is_reg else {}),
-                **({"control_directory": controls} if edits else {}),
+                **beside,
                 **clip,
             }
             blocks += [block] if kind in kinds else []

@@ -7,6 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from wangen import profiles
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.files import remove
 from wangen.runtime.cache.entries import CorruptEntryError, Entry, load, read_entry
@@ -112,35 +113,44 @@ class EmbeddingCache:
         """
         return digest_file(Path(path))
 
-    def get_file_hash_for_prompt(self, path: Path | str | Sequence[Path | str] | None, prompt: str) -> str:
+    def get_file_hash_for_prompt(
+        self, path: Path | str | Sequence[Path | str] | None, prompt: str, *, task: str = ""
+    ) -> str:
         """The source digest of a caption.
 
         Args:
             path: the control image of models that edit one, or all of them in their order; None for other models.
-            prompt: the caption; it is cleaned as the text encoder gets it, which edit models get as it is.
+            prompt: the caption; it is cleaned as the text encoder gets it, which Qwen-Image's models get as it is.
+            task: the model, for `qwen-image`, whose captions stand alone; empty means Wan without control images, and
+                a model that edits with them.
 
         Raises:
+            UsageError: there is no such task.
             WangenError: a control image cannot be read.
         """
-        from wangen.runtime.prompts import clean_prompt
+        from wangen.runtime.prompts import text_of
 
-        if path is None:
-            return prompt_digest(clean_prompt(prompt))
-        paths = [path] if isinstance(path, str | Path) else path
-        return prompt_digest(prompt.strip(), [digest_file(Path(one)) for one in paths])
+        paths = [path] if isinstance(path, str | Path) else path or ()
+        if task and task not in profiles.model_names():
+            raise UsageError(f"there is no task {task!r}", cure=f"one of {', '.join(profiles.model_names())}")
+        template = profiles.model(task).prompt is not None if task else path is not None
+        return prompt_digest(text_of(prompt.strip(), template=template), [digest_file(Path(one)) for one in paths])
 
     def check_cache_exists(self, path: Path | str) -> tuple[Kind, ...]:
-        """The kinds that there are of an image or clip and, when a .txt lies beside it, of its caption.
+        """The kinds that there are of an image or clip and, when a .txt lies beside it, of its caption alone.
 
         Raises:
             WangenError: a file cannot be read.
         """
-        digests = dict.fromkeys(KINDS, self.get_file_hash_for_image(path))
+        from wangen.runtime.prompts import text_of
+
+        digests: dict[Kind, tuple[str, ...]] = dict.fromkeys(KINDS, (self.get_file_hash_for_image(path),))
         caption = Path(path).with_suffix(".txt")
         if caption.is_file():
             text = caption.read_text(encoding="utf-8-sig")
-            digests |= dict.fromkeys(TEXT_KINDS, self.get_file_hash_for_prompt(None, text))
-        return tuple(kind for kind, digest in digests.items() if self.cache_exists(kind, digest))
+            forms = tuple(prompt_digest(text_of(text.strip(), template=template)) for template in (False, True))
+            digests |= dict.fromkeys(TEXT_KINDS, forms)
+        return tuple(kind for kind, found in digests.items() if any(self.cache_exists(kind, one) for one in found))
 
     def _of(self, kind: str, digest: str) -> list[Entry]:
         """The entries of a source, without those of an earlier recipe version, which are stale whatever they hold."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from wangen.generator.steps import Generate
 from wangen.profiles import Model
 from wangen.runtime.evaluation.tables import activity_of
-from wangen.runtime.loader import CachedSample
+from wangen.runtime.loader import CachedSample, background_of
 from wangen.runtime.media import target_frames
 from wangen.runtime.samples import make_folder
 from wangen.runtime.sampling.options import prompts_of
@@ -31,13 +31,15 @@ def choose_prompts(
         UsageError: a prompt asks for what cannot be.
     """
     if sampling.prompt_file:
-        return [(prompt.prompt, prompt) for prompt in prompts_of(sampling, model)]
+        own = replace(sampling, background_color=background_of(items))
+        return [(prompt.prompt, prompt) for prompt in prompts_of(own, model)]
     found = []
     for item in islice(_by_turns(items), limit):
         caption = item.sample.item.caption
         image = _first_frame(item, folder) if model.condition not in ("text", "controls") else None
         controls = item.sample.item.controls if model.max_controls else ()
-        own = replace(sampling, prompt=caption, image_path=image, control_image_path=controls)
+        own = replace(sampling, prompt=caption, image_path=image, control_image_path=controls,
+                      background_color=item.sample.entry.background_color)  # fmt: skip
         found += [(activity_of(item), prompt) for prompt in prompts_of(own, model)]
     return found
 

@@ -240,7 +240,7 @@ def _shown_controls(base: Job) -> list[Path]:
     """
     copies = []
     for number, control in enumerate(base.prompt.controls, 1):
-        picture = open_image(control)
+        picture = open_image(control, base.prompt.background)
         picture.thumbnail((base.prompt.width, base.prompt.height))
         pixels = torch.from_numpy(np.array(picture)).permute(2, 0, 1)[:, None] / 127.5 - 1
         path = base.path.with_name(f"{base.number:03d}-seed{base.prompt.seed}-control{number}.png")

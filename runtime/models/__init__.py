@@ -4,7 +4,8 @@ The steps call `family(model)` and never name one. This module imports no torch,
 Letters in shapes: B batch, C channels, T frames, H and W pixels, F h w the same of latents, L tokens of text.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -14,6 +15,7 @@ from wangen.generator import headers, kinds
 from wangen.generator.errors import UsageError
 from wangen.generator.tasks import require_supported
 from wangen.generator.tokenizer_file import tokenizer_digest, tokenizer_of
+from wangen.generator.vae_twins import twin_warning
 
 if TYPE_CHECKING:
     import torch
@@ -23,12 +25,15 @@ if TYPE_CHECKING:
     from wangen.runtime.models.inputs import Controls, Inputs
 
 
+log = logging.getLogger("wangen")
+
 TEXT_TASKS = ("t2v-14B", "ti2v-5B")
 """For each VAE the model that a cache is for when nothing else is said: those that share a VAE share its entries."""
 I2V_OF = {"t2v-14B": "i2v-14B", "ti2v-5B": "ti2v-5B"}
 
 TILE_STEP_PX = 64
 MIN_TILE_PX = 128
+_MOST_TILE_PX = 4096
 
 
 class LatentEncoder(Protocol):
@@ -210,8 +215,19 @@ def model_of_cache(task: str | None, *, vae: Path | None = None, i2v: bool = Fal
         raise UsageError(f"--i2v: {task} has no first frame as condition", cure="give --task i2v-14B or i2v-A14B")
     require_supported(model, "caching for")
     if vae:
-        kinds.expect(vae, model.kind_of("vae"), "--vae", task)
+        expect_vae(vae, model)
     return model
+
+
+def expect_vae(vae: Path, model: profiles.Model) -> None:
+    """See that a VAE is what a model takes, and warn where it seems to be the other of two that look alike.
+
+    Raises:
+        WangenError: it is no such VAE; the message says what it is.
+    """
+    kinds.expect(vae, model.kind_of("vae"), "--vae", model.name)
+    if warning := twin_warning(vae, model):
+        log.warning("  %s", warning)
 
 
 def _task_of_vae(vae: Path | None) -> str:
@@ -247,10 +263,24 @@ def vae_identity(vae: Path, tile: int = 0) -> str:
         WangenError: the file cannot be read.
     """
     require_tile(tile)
+    return _in_tiles(headers.identity(vae, "--vae"), tile)
+
+
+def _in_tiles(identity: str, tile: int) -> str:
     from wangen.runtime.cache import digest
 
-    identity = headers.identity(vae, "--vae")
     return digest([identity, f"tiles of {tile}"]) if tile else identity
+
+
+def tile_of(vae: Path, identities: Collection[str]) -> int | None:
+    """The side of the tiles in which a VAE is one of these identities, 0 for none; None where it is not among them.
+
+    Raises:
+        WangenError: the file cannot be read.
+    """
+    identity = headers.identity(vae, "--vae")
+    sides = (0, *range(MIN_TILE_PX, _MOST_TILE_PX + 1, TILE_STEP_PX))
+    return next((side for side in sides if _in_tiles(identity, side) in identities), None)
 
 
 def text_encoder_identity(

@@ -33,7 +33,7 @@ log = logging.getLogger("wangen")
 
 OTHER_MEDIA = (IMAGE_SUFFIXES | VIDEO_SUFFIXES | {".gif", ".apng"}) - {".mp4", ".png"}
 PROMPT_FLAGS = (
-    "negative_prompt", "image_path", "control_image_path",
+    "negative_prompt", "image_path", "control_image_path", "background_color",
     "video_size", "video_length", "fps", "infer_steps", "guidance_scale",
     "guidance_scale_high_noise", "flow_shift", "sample_solver",
 )  # fmt: skip

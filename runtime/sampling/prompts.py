@@ -20,6 +20,7 @@ from wangen.generator.errors import UsageError, printable
 from wangen.generator.generate_step import DEFAULTS
 from wangen.generator.geometry import area_size
 from wangen.generator.items import wanted_controls
+from wangen.generator.toml_values import WHITE, color
 from wangen.profiles import Model
 
 log = logging.getLogger("wangen")
@@ -63,6 +64,7 @@ class SamplePrompt:
         sampler: `unipc`, `dpm++` or `euler`.
         image: the first frame, of image-to-video.
         controls: the control images, of models that edit.
+        background: the colour behind what is transparent in these pictures, as `#rrggbb`.
     """
 
     prompt: str
@@ -79,11 +81,17 @@ class SamplePrompt:
     sampler: Literal["unipc", "dpm++", "euler"]
     image: Path | None = None
     controls: tuple[Path, ...] = ()
+    background: str = WHITE
 
     @property
     def guided(self) -> bool:
         """Whether the negative prompt is asked."""
         return max(self.guidance, self.guidance_high_noise) > 1
+
+    @property
+    def shows_background(self) -> bool:
+        """Whether there is a picture that another colour than white may shine through."""
+        return self.background != WHITE and bool(self.image or self.controls)
 
 
 def defaults_of(model: Model) -> dict[str, Any]:
@@ -96,7 +104,7 @@ def defaults_of(model: Model) -> dict[str, Any]:
     """
     high = model.experts.guidance_high_noise if model.experts else None
     own = {**DEFAULTS, "fps": model.fps, "guidance_scale_high_noise": high, "image_path": None,
-           "control_image_path": ()}  # fmt: skip
+           "control_image_path": (), "background_color": WHITE}  # fmt: skip
     if model.shift:
         own["flow_shift"] = None  # it depends on the size
     if model.condition == "controls":
@@ -251,7 +259,7 @@ def make_prompt(
     if not isinstance(text, str) or not text.strip():
         raise UsageError("there is no prompt before the options", where=where, cure="write what to show")
     if "guidance_scale" in values:
-        log.warning("  %s: --g is HunyuanVideo's embedded guidance, which Wan has not: use --l", where)
+        log.warning("  %s: --g is HunyuanVideo's embedded guidance, which %s has not: use --l", where, model.title)
     step_px = model.spatial_stride * model.patch[1]
     controls = _controls(values, defaults["control_image_path"], model, where, folder)
     height, width = defaults["video_size"] or _size_of(controls[-1], model)
@@ -260,6 +268,7 @@ def make_prompt(
     if shift is None:
         assert model.shift is not None, "of other models it has a number"
         shift = model.shift.at((height // step_px) * (width // step_px))
+    least_steps = 2 if model.shift else 1  # a schedule that is stretched to its end has two ends
     guidance = _number(values, "cfg_scale", defaults["guidance_scale"], where)
     high = defaults["guidance_scale_high_noise"]
     own_high = guidance if high is None or "cfg_scale" in values else high
@@ -271,13 +280,14 @@ def make_prompt(
         frames=_frames(values, defaults["video_length"], model, where),
         fps=defaults["fps"],
         seed=_integer(values, "seed", seed, where, 0, MAX_SEED),
-        steps=_integer(values, "sample_steps", defaults["infer_steps"], where, 1, MAX_STEPS),
+        steps=_integer(values, "sample_steps", defaults["infer_steps"], where, least_steps, MAX_STEPS),
         shift=_number(values, "discrete_flow_shift", shift, where),
         guidance=guidance,
         guidance_high_noise=_number(values, "cfg_scale_high_noise", own_high, where),
         sampler=_sampler(values, defaults["sample_solver"], model, where),
         image=_image(values, defaults["image_path"], model, where, folder),
         controls=controls,
+        background=color(defaults["background_color"], "--background_color"),
     )
 
 
@@ -289,7 +299,7 @@ def _integer(values: Mapping[str, Any], key: str, default: int, where: str, leas
             raise ValueError
     except (TypeError, ValueError, OverflowError):
         raise UsageError(f"{key} {found!r} is no whole number from {least} to {most}", where=where,
-                         cure=f"use for example {default}") from None  # fmt: skip
+                         cure=f"use for example {max(default, least)}") from None  # fmt: skip
     return number
 
 

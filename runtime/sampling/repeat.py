@@ -74,7 +74,9 @@ def settings_of(options: Generate, prompt: SamplePrompt) -> dict[str, Any]:
     }
     pinned = {option.name: getattr(options, option.name) for option in flags_of(Generate) if option.flag.pinned}
     controls = {"controls": list(map(_digest, prompt.controls))} if prompt.controls else {}
-    return {**pinned, **own, "image": _digest(prompt.image) if prompt.image else None, **controls}
+    del pinned["background_color"]
+    behind = {"background_color": prompt.background} if prompt.shows_background else {}
+    return {**pinned, **own, "image": _digest(prompt.image) if prompt.image else None, **controls, **behind}
 
 
 def _digest(path: Path) -> str:

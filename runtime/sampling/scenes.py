@@ -26,8 +26,8 @@ from wangen.runtime.devices import (
 )
 from wangen.runtime.loader import MASK_CHANNELS
 from wangen.runtime.media import load_image, open_image
-from wangen.runtime.models import Family
-from wangen.runtime.prompts import clean_prompt
+from wangen.runtime.models import Family, expect_vae
+from wangen.runtime.prompts import text_of
 from wangen.runtime.sampling.prompts import SamplePrompt
 
 log = logging.getLogger("wangen")
@@ -81,9 +81,10 @@ class Encoders:
         Raises:
             WangenError: one is of another kind.
         """
-        for flag, path in (("t5", self.t5), ("vae", self.vae), ("clip", self.clip)):
-            if path is not None and (flag != "clip" or looks_through_clip(model)):
-                expect(path, model.kind_of(flag), f"--{flag}", model.name)
+        expect(self.t5, model.kind_of("t5"), "--t5", model.name)
+        expect_vae(self.vae, model)
+        if self.clip is not None and looks_through_clip(model):
+            expect(self.clip, model.kind_of("clip"), "--clip", model.name)
 
 
 @dataclass(frozen=True)
@@ -138,22 +139,28 @@ def make_scenes(
         Scene(
             prompt,
             [texts[asked] for asked in _asked(prompt, model)],
-            replace(given.get(_frame_key(prompt), Given()), controls=tuple(controls[path] for path in prompt.controls)),
+            replace(given.get(_frame_key(prompt), Given()), controls=tuple(controls[one] for one in _shown(prompt))),
         )
         for prompt in prompts
     ]
 
 
-Asked = tuple[str, tuple[Path, ...]]
+Shown = tuple[Path, str]
+"""A control image, and the colour behind what is transparent in it."""
+
+Asked = tuple[str, tuple[Shown, ...]]
 """A text as the text encoder gets it, and the control images that it is shown."""
+
+
+def _shown(prompt: SamplePrompt) -> tuple[Shown, ...]:
+    return tuple((path, prompt.background) for path in prompt.controls)
 
 
 def _asked(prompt: SamplePrompt, model: Model) -> list[Asked]:
     """The prompt, and the negative prompt where it is asked."""
     words = [prompt.prompt, *([prompt.negative_prompt] if prompt.guided else [])]
-    if model.prompt is None:
-        return [(clean_prompt(word), ()) for word in words]
-    return [(word, prompt.controls if model.prompt.picture else ()) for word in words]
+    shown = _shown(prompt) if model.prompt and model.prompt.picture else ()
+    return [(text_of(word, template=model.prompt is not None), shown) for word in words]
 
 
 def _frame_key(prompt: SamplePrompt) -> SamplePrompt:
@@ -166,7 +173,7 @@ def _embeddings(
 ) -> dict[Asked, torch.Tensor]:
     """The embedding of every distinct text with what it is shown, as the caching step encodes it."""
     distinct = list(dict.fromkeys(asked for prompt in prompts for asked in _asked(prompt, model)))
-    pictures = [[open_image(path) for path in paths] for _, paths in distinct]
+    pictures = [[open_image(*one) for one in shown] for _, shown in distinct]
     dtype = choose_dtype(encoders.t5_dtype, device)
     with enough_memory(f"encoding {what}", "use --fp8_t5"), exact(dtype):
         encoder = kind.load_prompt_encoder(
@@ -180,26 +187,26 @@ def _embeddings(
 def _first_frame(prompt: SamplePrompt) -> torch.Tensor:
     """(1, 3, 1, H, W) uint8, cut to the size that is sampled."""
     assert prompt.image is not None
-    return torch.from_numpy(load_image(prompt.image, (prompt.width, prompt.height)).copy())[None]
+    return torch.from_numpy(load_image(prompt.image, (prompt.width, prompt.height), prompt.background).copy())[None]
 
 
 def _controls(
     kind: Family, model: Model, prompts: Sequence[SamplePrompt], encoders: Encoders, device: torch.device
-) -> dict[Path, torch.Tensor]:
+) -> dict[Shown, torch.Tensor]:
     """The latents (C, 1, h, w) of every control image, whole and at the model's area, as in the pipelines."""
-    paths = list(dict.fromkeys(path for prompt in prompts for path in prompt.controls))
-    if not paths:
+    pictures = list(dict.fromkeys(one for prompt in prompts for one in _shown(prompt)))
+    if not pictures:
         return {}
     dtype = choose_vae_dtype(encoders.vae_dtype, device)
     found = {}
     with enough_memory("encoding control images", SMALLER), exact(dtype):
         encoder = kind.load_latent_encoder(encoders.vae, dtype=DTYPES[dtype], device=device, plain=encoders.plain)
-        for path in paths:
+        for path, background in pictures:
             facts = read_facts(path)
             size = area_size((facts.width, facts.height), model.resolution)
-            frames = torch.from_numpy(load_image(path, size, whole=True).copy())[None]
+            frames = torch.from_numpy(load_image(path, size, background, whole=True).copy())[None]
             (latent,) = encoder.encode(frames, cache_cpu=encoders.vae_cache_cpu, tile_px=encoders.vae_tile).cpu()
-            found[path] = latent
+            found[path, background] = latent
     return found
 
 

@@ -177,6 +177,7 @@ def _settings(run: Run, prompt: SamplePrompt, *, averaged: bool) -> dict[str, An
         "negative_prompt": prompt.negative_prompt if prompt.guided else "",
         "image": prompt.image.name if prompt.image else "",
         **({"controls": [path.name for path in prompt.controls]} if prompt.controls else {}),
+        **({"background_color": prompt.background} if prompt.shows_background else {}),
         "width": prompt.width,
         "height": prompt.height,
         "frames": prompt.frames,

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from wangen.generator.errors import WangenError
+from wangen.runtime.loader import background_of
 from wangen.runtime.lora_folder import BEST
 from wangen.runtime.models import family
-from wangen.runtime.sampling.prompts import read_prompts
+from wangen.runtime.sampling.prompts import defaults_of, read_prompts
 from wangen.runtime.training import checkpoint
 from wangen.runtime.training.adapter import disabled, replaced
 from wangen.runtime.training.loading import load_base
@@ -72,8 +73,9 @@ class Watching:
         """
         self._plan, self._options, self._device, self._step = plan, plan.options, device, step
         self._ranks = ranks
-        file = self._options.sample_prompts
-        prompts = read_prompts(file, plan.model, self._options.seed) if file and ranks.is_first else []
+        file = self._options.sample_prompts if ranks.is_first else None
+        defaults = {**defaults_of(plan.model), "background_color": background_of(plan.samples)}
+        prompts = read_prompts(file, plan.model, self._options.seed, defaults) if file else []
         self._scenes = make_scenes(family(plan.model), plan.model, prompts, self._options, device) if prompts else []
         self._pending, self._bins = Pending(device, ranks=ranks), TimestepBins()
         self._rates = Throughput(device, peak_tflops(device, self._options.peak_tflops))
