@@ -162,7 +162,7 @@ def measure(row: Row, device: torch.device, *, tiny: bool = False, peak: float |
         hold_to(int(row.flags["vram"]), device)
     began = time.perf_counter()
     run, trainee = make_run(model, row.flags, device, cudnn=row.cudnn)
-    group = Group(0, [random_batch(model, row.clip, row.batch, device)], row.batch)
+    group = Group(0, [random_batch(model, row.clip, row.batch, device)], 1, row.batch)
     result = optimizer_step(run, trainee, group, 1.0, Interrupt())
     assert result is not None
     loss = float(result.losses.mean())

@@ -19,11 +19,13 @@ class Launch:
         rank: its number, from 0.
         count: of all of them.
         local_rank: its number on its machine, which is that of its GPU.
+        local_count: of those on its machine.
     """
 
     rank: int = 0
     count: int = 1
     local_rank: int = 0
+    local_count: int = 1
 
 
 def launch(environment: Mapping[str, str] = os.environ, platform: str = sys.platform) -> Launch:
@@ -33,10 +35,10 @@ def launch(environment: Mapping[str, str] = os.environ, platform: str = sys.plat
         UsageError: another launcher started several processes that would each train alone, the numbers make no sense,
             or there are several on native Windows.
 
-    >>> launch({"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1"}, "linux")
-    Launch(rank=3, count=4, local_rank=1)
+    >>> launch({"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, "linux")
+    Launch(rank=3, count=4, local_rank=1, local_count=2)
     >>> launch({}, "linux")
-    Launch(rank=0, count=1, local_rank=0)
+    Launch(rank=0, count=1, local_rank=0, local_count=1)
     """
     if "WORLD_SIZE" not in environment:
         for name in COPIES:
@@ -48,6 +50,7 @@ def launch(environment: Mapping[str, str] = os.environ, platform: str = sys.plat
                 )
         return Launch()
     words = [environment.get(name, "0") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")]
+    words.append(environment.get("LOCAL_WORLD_SIZE", words[1]))
     numbers = [int(word) if word.isdigit() else -1 for word in words]
     found = Launch(*numbers)
     if min(numbers) < 0 or found.rank >= found.count:

@@ -261,6 +261,10 @@ class Train(DatasetStep):
     gpus: str = flag("GPUs of this machine that train together, one process each: a number, or auto for all that there "
                      "are; each step's batches are shared out (on more than one machine: torchrun)", "1",
                      names=("num_processes", "nproc_per_node"))  # fmt: skip
+    parallel: Literal["auto", "ddp", "fsdp", "hsdp"] = flag(
+        "how several processes hold the model: ddp each a copy, fsdp the frozen weights in parts over all, hsdp in "
+        "parts within each machine; auto: ddp where a copy fits", "auto"
+    )  # fmt: skip
     max_restarts: int = flag("with --gpus: how often processes that failed are started again, from the last state", 0)
 
     # Encoding what the cache lacks, and samples.

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from wangen import profiles
 from wangen.generator import headers
@@ -34,6 +35,7 @@ from wangen.runtime.training import checkpoint
 from wangen.runtime.training.checkpoint import TrainingState
 from wangen.runtime.training.loading import load_trainee, require_room
 from wangen.runtime.training.out_of_memory import enough_memory_for, enough_memory_for_steps
+from wangen.runtime.training.parallel import chosen_way, mesh_of, require_parallel, with_all_resident
 from wangen.runtime.training.plan import Plan, make_plan
 from wangen.runtime.training.prepared import groups
 from wangen.runtime.training.ranks import Ranks, joined
@@ -78,11 +80,15 @@ def _run(options: Train, device: torch.device, ranks: Ranks) -> Report:
     set_precision(deterministic=options.deterministic, tf32=options.cuda_allow_tf32)
     options = resolved(options, model, device)
     refuse(options, model, device)
+    require_parallel(options, ranks.launch)
     if options.show_timesteps:
         return show(options, model)
     require_writable(options.output_dir)
     plan = make_plan(options, model, *read_training_samples(options, model))
     ranks.require_same("samples or settings", plan.fingerprint)
+    mesh = mesh_of(chosen_way(plan, ranks.launch, device), ranks.launch, device) if ranks.count > 1 else None
+    if mesh:
+        plan, ranks = replace(plan, options=with_all_resident(plan.options)), ranks.marching()
     state = None if options.fresh else _find_state(plan)
     if state:
         state = _compared(plan, state)
@@ -99,7 +105,7 @@ def _run(options: Train, device: torch.device, ranks: Ranks) -> Report:
         plan, device, state.step if state else 0, ranks
     ) as watching:  # prompts are encoded before the model loads
         with enough_memory_for(plan, device, "loading the model"):
-            training = _prepare(plan, device, state, ranks)
+            training = _prepare(plan, device, state, ranks, mesh)
         start, started = training.step, time.monotonic()
         with Interrupt() as interrupt:
             _train(training, watching, interrupt)
@@ -168,11 +174,13 @@ def _difference(name: str, old: Any, new: Any) -> str:
     return f"{old} -> {new}"
 
 
-def _prepare(plan: Plan, device: torch.device, state: TrainingState | None, ranks: Ranks) -> Run:
+def _prepare(
+    plan: Plan, device: torch.device, state: TrainingState | None, ranks: Ranks, mesh: DeviceMesh | None = None
+) -> Run:
     """Load the transformers, add the adapters, and put the state in; only then `--fresh` forgets an earlier run."""
     kind = family(plan.model)
     trainees = [
-        load_trainee(plan, expert, kind, device, state.experts[expert.name] if state else None)
+        load_trainee(plan, expert, kind, device, state.experts[expert.name] if state else None, mesh)
         for expert in plan.experts
     ]
     training = Run(plan, kind, device, trainees, ranks)
@@ -222,6 +230,8 @@ def _announce(training: Run) -> None:
                  "do them; the learning rate is for all together and stays %g", training.ranks.count,
                  options.gradient_accumulation_steps, options.gradient_accumulation_steps,
                  options.learning_rate)  # fmt: skip
+    if training.ranks.in_step:
+        log.info("  the frozen weights of the blocks are in parts: each process gathers a block before it computes")
     resuming = f", resuming at {training.step}" if training.step else ""
     log.info("  %s, %s per epoch, %d steps in all%s", many(len(plan.samples), "sample"),
              many(plan.steps_per_epoch, "step"), plan.num_steps, resuming)  # fmt: skip

@@ -24,6 +24,7 @@ from wangen.generator.errors import UsageError
 from wangen.generator.launch import COPIES, Launch, launch
 from wangen.generator.steps import Train
 from wangen.runtime.tiny import write_tiny_wan
+from wangen.runtime.training.parallel import require_parallel
 from wangen.runtime.training.ranks import Ranks
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "dataset"
@@ -61,8 +62,8 @@ def held_out(folder: Path) -> list[float]:
 
 
 def test_torchrun_tells_who_one_is():
-    told = {"WORLD_SIZE": "6", "RANK": "4", "LOCAL_RANK": "1"}
-    assert launch(told, "linux") == Launch(rank=4, count=6, local_rank=1)
+    told = {"WORLD_SIZE": "6", "RANK": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "3"}
+    assert launch(told, "linux") == Launch(rank=4, count=6, local_rank=1, local_count=3)
     assert launch({"WORLD_SIZE": "1", "RANK": "0"}, "win32") == Launch()
 
 
@@ -214,6 +215,58 @@ def test_more_gpus_than_there_are_and_no_numbers_are_refused(tiny_run: TinyRun, 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("processes", "changes"), [
+    (2, {"validation_items": 1, "validate_every_n_steps": 2, "ema_decay": 0.9, "quantize": "int8"}),
+    (2, {"checkpointing": "selective", "gradient_checkpointing_cpu_offload": True, "network_dropout": 0.3,
+         "pack": True}),
+    (4, {"validation_items": 1, "validate_every_n_steps": 3}),
+])  # fmt: skip
+def test_weights_in_parts_change_no_byte(tiny_run: TinyRun, tmp_path: Path, processes: int, changes: dict[str, Any]):
+    """Also where a step has fewer batches than there are processes: these go along with one that does not count."""
+    options = tiny_run.options(tmp_path / "ddp", **changes)
+    assert run(torchrun(options, processes)).returncode == 0
+    parts = replace(options, output_dir=tmp_path / "fsdp", parallel="fsdp")
+    done = run(torchrun(parts, processes))
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall("are in parts", done.stderr)) == 1
+    assert losses(tmp_path / "fsdp") == losses(tmp_path / "ddp")
+    assert held_out(tmp_path / "fsdp") == held_out(tmp_path / "ddp")
+    whole, found = ((tmp_path / way / "lora.safetensors").read_bytes() for way in ("ddp", "fsdp"))
+    assert found == whole
+
+
+@pytest.mark.slow
+def test_weights_in_parts_within_each_of_two_machines(tiny_run: TinyRun, tmp_path: Path):
+    """Two launchers of two processes stand for the machines; samples are made on the way."""
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a red square --w 32 --h 32 --f 1 --s 2\n", encoding="utf-8")
+    more = {"sample_prompts": prompts, "vae": tiny_run.weights["vae"], "t5": tiny_run.weights["t5"]}
+    options = tiny_run.options(tmp_path / "ddp", **more)
+    assert run(torchrun(options, 4)).returncode == 0
+    parts = replace(options, output_dir=tmp_path / "hsdp", parallel="hsdp")
+    assert run_on_two_machines(parts, 2) == [0, 0]
+    assert losses(tmp_path / "hsdp") == losses(tmp_path / "ddp")
+    for name in ("lora.safetensors", "samples/lora-step00000006-1.png"):
+        found, wanted = ((tmp_path / way / name).read_bytes() for way in ("hsdp", "ddp"))
+        assert found == wanted
+
+
+def test_parts_of_what_cannot_be_split_are_refused(tiny_run: TinyRun, tmp_path: Path):
+    two = Launch(rank=0, count=2, local_count=2)
+    for changes, launched, found in (
+        ({"parallel": "fsdp"}, Launch(), "--parallel fsdp: this is one process"),
+        ({"parallel": "hsdp"}, two, "--parallel hsdp splits within each machine, and this is one"),
+        ({"parallel": "fsdp", "train_mode": "full"}, two, "--parallel fsdp and --train_mode full"),
+        ({"parallel": "fsdp", "plain": True}, two, "--parallel fsdp and --plain"),
+        ({"parallel": "fsdp", "blocks_to_swap": 1}, two, "--parallel fsdp and --blocks_to_swap"),
+        ({"parallel": "fsdp", "checkpointing": "none"}, two, "--parallel fsdp and --checkpointing none"),
+    ):
+        with pytest.raises(UsageError, match=found):
+            require_parallel(tiny_run.options(tmp_path, **changes), launched)
+    require_parallel(tiny_run.options(tmp_path, parallel="ddp"), Launch())
+
+
+@pytest.mark.slow
 def test_a_run_goes_on_with_another_number_of_processes(tiny_run: TinyRun, tmp_path: Path):
     options = tiny_run.options(tmp_path / "parts", max_train_steps=3)
     assert run(torchrun(options, 2)).returncode == 0
@@ -256,18 +309,23 @@ def test_ctrl_c_stops_all_at_one_step_and_saves(tiny_run: TinyRun, tmp_path: Pat
 @pytest.mark.slow
 def test_two_launchers_of_one_process_each_are_two_processes(tiny_run: TinyRun, tmp_path: Path):
     """As on two machines."""
-    options, port = tiny_run.options(tmp_path / "nodes"), str(free_port())
-    line = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"),
-        *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1"),
-        *("-m", "wangen.runtime", *options.argv()),
-    ]
-    nodes = [subprocess.Popen(line, env={**os.environ, "OMP_NUM_THREADS": "1"}) for _ in range(2)]
-    assert [node.wait(timeout=180) for node in nodes] == [0, 0]
+    options = tiny_run.options(tmp_path / "nodes")
+    assert run_on_two_machines(options, 1) == [0, 0]
     together = replace(options, output_dir=tmp_path / "together")
     assert run(torchrun(together, 2)).returncode == 0
     found, wanted = ((folder.output_dir / "lora.safetensors").read_bytes() for folder in (options, together))
     assert found == wanted
+
+
+def run_on_two_machines(options: Train, processes: int) -> list[int]:
+    """The exit codes of two launchers that find each other, each of so many processes."""
+    line = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(processes)),
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--local-addr", "127.0.0.1"),
+        *("-m", "wangen.runtime", *options.argv()),
+    ]
+    machines = [subprocess.Popen(line, env={**os.environ, "OMP_NUM_THREADS": "1"}) for _ in range(2)]
+    return [machine.wait(timeout=240) for machine in machines]
 
 
 def free_port() -> int:
@@ -286,6 +344,10 @@ def test_edits_are_trained_together_as_alone(tiny_qwen, tmp_path: Path, task: st
     one = replace(options, output_dir=tmp_path / "alone", gradient_accumulation_steps=2)
     assert run(alone(one)).returncode == 0
     assert losses(tmp_path / "together") == pytest.approx(losses(tmp_path / "alone"), abs=1e-5)
+    parts = replace(options, output_dir=tmp_path / "parts", parallel="fsdp")
+    assert run(torchrun(parts, 2)).returncode == 0
+    found, wanted = ((folder.output_dir / "edit.safetensors").read_bytes() for folder in (parts, options))
+    assert found == wanted
 
 
 @pytest.mark.slow

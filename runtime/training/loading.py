@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from wangen.generator import headers
 from wangen.generator.companions import sort_out
@@ -14,6 +15,7 @@ from wangen.generator.errors import WangenError, bytes_text
 from wangen.generator.steps import Train
 from wangen.runtime.fast.dit_blocks import lay_resident_groups
 from wangen.runtime.memory.quantize import quantize_blocks
+from wangen.runtime.memory.sharded import ShardedBlocks
 from wangen.runtime.memory.swap import BlockSwap
 from wangen.runtime.models import Family
 from wangen.runtime.models.compute import Compute
@@ -53,15 +55,20 @@ def compute_of(options: Train) -> Compute:
 
 
 def load_trainee(
-    plan: Plan, expert: ExpertPlan, kind: Family, device: torch.device, state: ExpertState | None
+    plan: Plan,
+    expert: ExpertPlan,
+    kind: Family,
+    device: torch.device,
+    state: ExpertState | None,
+    mesh: DeviceMesh | None = None,
 ) -> Trainee:
-    """Load one transformer, make it trainable, and put a saved state in.
+    """Load one transformer, make it trainable, and put a saved state in; with a mesh its blocks are split over it.
 
     Raises:
         WangenError: the weights, the adapter to start from or the state do not fit.
     """
     options, swapped = plan.options, plan.options.blocks_to_swap or 0
-    transformer = load_base(plan, expert, kind, device)
+    transformer = load_base(plan, expert, kind, device, on_host=mesh is not None)
     if options.train_mode == "full":
         parameters = trainable_parameters(transformer)
     else:
@@ -71,10 +78,11 @@ def load_trainee(
     compute, parked = compute_of(options), options.offload_inactive_dit and len(plan.experts) > 1
     if parked and not compute.plain:
         lay_resident_groups(transformer, swapped, compute.free_blocks)
+    sharded = ShardedBlocks(transformer, mesh, device) if mesh else None
     place = BlockSwap(
         transformer, swapped, device, free_blocks=compute.free_blocks, ring=options.block_swap_ring_size, parked=parked
     )
-    swap = place if swapped else None
+    swap = sharded or (place if swapped else None)
     model = kind.velocity_model(transformer, compute, device=device, dtype=computed_in(options), swap=swap)
     optimization = Optimization(options, parameters)
     ema = Ema(optimization.flat, options.ema_decay) if options.ema_decay else None
@@ -91,16 +99,16 @@ def computed_in(options: Train) -> torch.dtype:
     return torch.bfloat16 if options.mixed_precision == "bf16" else torch.float32
 
 
-def load_base(plan: Plan, expert: ExpertPlan, kind: Family, device: torch.device) -> Any:
+def load_base(plan: Plan, expert: ExpertPlan, kind: Family, device: torch.device, *, on_host: bool = False) -> Any:
     """Load what is trained on: the transformer with `--base_weights` merged in, quantised if asked, without adapters.
 
-    What is streamed, merged into, or one of two experts is loaded into host memory.
+    What is streamed, merged into, or one of two experts is loaded into host memory, and all where it is asked for.
 
     Raises:
         WangenError: the weights or the adapters to merge do not fit.
     """
     options, quantize = plan.options, plan.options.quantize or "none"
-    goes_over = not options.blocks_to_swap and not options.base_weights and len(plan.experts) == 1
+    goes_over = not (on_host or options.blocks_to_swap or options.base_weights or len(plan.experts) > 1)
     file = headers.shards(expert.dit, expert.flag)[0]
     # What LoRAs are merged into is quantised after that, and what is trained as a whole is not.
     while_loading = None if options.base_weights or options.train_mode == "full" else quantize

@@ -46,12 +46,19 @@ class Group(NamedTuple):
     Attributes:
         epoch: that they belong to.
         batches: of this process; it may have none of a short step at an epoch's end.
+        num_own: so many of them count; those behind are there for the other processes, which wait for each pass.
         num_items: in the batches of all processes.
     """
 
     epoch: int
     batches: list[Prepared]
+    num_own: int
     num_items: int
+
+    @property
+    def counted(self) -> list[Prepared]:
+        """The batches that count."""
+        return self.batches[: self.num_own]
 
 
 def groups(
@@ -77,7 +84,8 @@ def groups(
         reader = ahead(jobs, options.max_data_loader_n_workers)
         try:
             for group in chosen:
-                yield Group(epoch, [next(reader) for _ in ranks.own(group)], sum(map(len, group)))
+                own = [next(reader) for _ in ranks.own(group)]
+                yield Group(epoch, own, ranks.num_own(group), sum(map(len, group)))
         finally:
             reader.close()
         step += len(chosen)

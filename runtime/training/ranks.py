@@ -27,19 +27,34 @@ class Ranks:
 
     Args:
         launch: which of how many it is.
+        in_step: all go through the model equally often.
     """
 
-    def __init__(self, launch: Launch = Launch()) -> None:  # noqa: B008 - frozen
-        self.number, self.count, self.local = launch.rank, launch.count, launch.local_rank
+    def __init__(self, launch: Launch = Launch(), *, in_step: bool = False) -> None:  # noqa: B008 - frozen
+        self.launch, self.number, self.count, self.in_step = launch, launch.rank, launch.count, in_step
+
+    def marching(self) -> "Ranks":
+        """The same, but all go through the model equally often: each pass gathers weights from all."""
+        return Ranks(self.launch, in_step=self.count > 1)
 
     @property
     def is_first(self) -> bool:
         """Whether this one writes and shows for all."""
         return self.number == 0
 
-    def own(self, items: Sequence[Result]) -> Sequence[Result]:
-        """Of things that all know the share of this process."""
-        return items[self.number :: self.count]
+    def own(self, items: Sequence[Result]) -> list[Result]:
+        """Of things that all know the share of this process; in step with others' behind it what fills up the row.
+
+        >>> [Ranks(Launch(rank, 2), in_step=True).own("abc") for rank in range(2)]
+        [['a', 'c'], ['b', 'a']]
+        """
+        own = list(items[self.number :: self.count])
+        rows = -(-len(items) // self.count) if self.in_step else 0
+        return own + [items[0]] * (rows - len(own))
+
+    def num_own(self, items: Sequence[Any]) -> int:
+        """How many of its share a process has by itself, without what fills up the row."""
+        return len(items[self.number :: self.count])
 
     def collected(self, own: Sequence[Result]) -> list[Result]:
         """What all made of their shares, in the order of the whole."""

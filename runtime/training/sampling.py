@@ -105,6 +105,8 @@ def make_samples(run: Run, scenes: Sequence[Scene], *, averages: Averages | None
             made = _sampled(run, scene, number, lambda _done: advance(1, ""))
             if made is not None:
                 latents[number] = made
+    if not run.ranks.is_first:  # they went along, since the weights are in parts
+        return []
     settings = {number: _settings(run, scenes[number - 1].prompt, averaged=bool(averaged)) for number in latents}
     written = _decoded(run, latents, settings)
     _list_samples(run.plan.options.output_dir / FOLDER, {path.name: settings[n] for n, path in written.items()})

@@ -72,15 +72,15 @@ def optimizer_step(run: Run, trainee: Trainee, group: Group, factor: float, inte
     options = run.plan.options
     trainee.optimization.zero_grad()
     losses, errors = [torch.zeros(0, device=run.device)], [torch.zeros(0, device=run.device)]
-    for together in _passes(group, pack=options.pack):
+    for together, counted in _passes(group, pack=options.pack):
         if interrupt.requested and run.ranks.count == 1:
             return None
         keys = [key for prepared in together for key in prepared.keys]
         with dropout_seed(keys, run.device) if trainee.transformer.training else contextlib.nullcontext():
             loss, error = item_losses(run.kind, trainee.model, together, options, run.device)
-            (loss.sum() / group.num_items).backward()  # type: ignore[no-untyped-call]
-        losses.append(loss.detach())
-        errors.append(error.detach())
+            (loss[:counted].sum() / group.num_items).backward()  # type: ignore[no-untyped-call]
+        losses.append(loss[:counted].detach())
+        errors.append(error[:counted].detach())
     run.ranks.add_up(trainee.optimization.flat.gradients)
     norm = trainee.optimization.clip(options.max_grad_norm)
     trainee.optimization.step(factor)
@@ -96,26 +96,29 @@ def optimizer_step(run: Run, trainee: Trainee, group: Group, factor: float, inte
         expert=trainee.plan.name,
         losses=torch.cat(losses),
         errors=torch.cat(errors),
-        sigmas=torch.cat([torch.zeros(0), *(prepared.sigmas for prepared in group.batches)]),
-        names=[name for prepared in group.batches for name in prepared.batch.names],
+        sigmas=torch.cat([torch.zeros(0), *(prepared.sigmas for prepared in group.counted)]),
+        names=[name for prepared in group.counted for name in prepared.batch.names],
         grad_norm=norm,
         learning_rates=trainee.optimization.rates(),
-        tokens=sum(num_tokens(prepared.batch, run.plan.model.patch) for prepared in group.batches),
-        text_tokens=sum(len(text) for prepared in group.batches for text in prepared.batch.texts),
-        image_tokens=max((_num_views(prepared.batch) for prepared in group.batches), default=0),
+        tokens=sum(num_tokens(prepared.batch, run.plan.model.patch) for prepared in group.counted),
+        text_tokens=sum(len(text) for prepared in group.counted for text in prepared.batch.texts),
+        image_tokens=max((_num_views(prepared.batch) for prepared in group.counted), default=0),
         num_scaled=num_scaled,
     )
 
 
-def _passes(group: Group, *, pack: bool) -> list[list[Prepared]]:
-    """The batches of a step by forward pass.
+def _passes(group: Group, *, pack: bool) -> list[tuple[list[Prepared], int]]:
+    """The batches of a step by forward pass, and how many items of each pass, the first ones, count.
 
     Where first frames are given, tokens have timesteps of their own and are never one sequence with others: what each
     of those batches keeps for its backward pass would only lie there together.
     """
-    if pack and not any(any(prepared.clean_frames) for prepared in group.batches):
-        return [group.batches]
-    return [[prepared] for prepared in group.batches]
+    if pack and group.batches and not any(any(prepared.clean_frames) for prepared in group.batches):
+        return [(group.batches, sum(len(prepared.keys) for prepared in group.counted))]
+    return [
+        ([prepared], len(prepared.keys) if number < group.num_own else 0)
+        for number, prepared in enumerate(group.batches)
+    ]
 
 
 def item_losses(

@@ -73,7 +73,7 @@ class Watching:
         """
         self._plan, self._options, self._device, self._step = plan, plan.options, device, step
         self._ranks = ranks
-        file = self._options.sample_prompts if ranks.is_first else None
+        file = self._options.sample_prompts if ranks.is_first or ranks.in_step else None
         defaults = {**defaults_of(plan.model), "background_color": background_of(plan.samples)}
         prompts = read_prompts(file, plan.model, self._options.seed, defaults) if file else []
         self._scenes = make_scenes(family(plan.model), plan.model, prompts, self._options, device) if prompts else []
@@ -274,7 +274,8 @@ class Watching:
         frames = options.condition_frames or 0
         with trainee.optimization.evaluating(), replaced(trainee.parameters, weights):
             own = measure(judge, self._ranks.own(plan.held_out), sigmas, options.seed, condition_frames=frames)
-        keys, values = self._ranks.collected(own.keys), self._ranks.collected(own.values)
+        count = self._ranks.num_own(plan.held_out)
+        keys, values = self._ranks.collected(own.keys[:count]), self._ranks.collected(own.values[:count])
         return replace(own, keys=tuple(keys), values=tuple(values))
 
     def _measure_base(self, trainee: Trainee) -> Losses:

@@ -1,0 +1,86 @@
+"""`--parallel`: whether each of several processes holds the whole model, or a part of its frozen weights."""
+
+import logging
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from wangen.generator.errors import UsageError
+from wangen.generator.launch import Launch
+from wangen.generator.memory import GIB, memory_plan, settings_of, tokens_of
+from wangen.generator.steps import Train
+from wangen.runtime.memory.presets import CONTEXT_BYTES
+from wangen.runtime.training.plan import Plan
+
+log = logging.getLogger("wangen")
+
+Way = Literal["ddp", "fsdp", "hsdp"]
+
+
+def require_parallel(options: Train, launch: Launch) -> None:
+    """Refuse `--parallel` where nothing is shared out, or beside what keeps weights elsewhere.
+
+    Raises:
+        UsageError: weights cannot be split so.
+    """
+    way = options.parallel
+    if way in ("auto", "ddp"):
+        return
+    if launch.count == 1:
+        raise UsageError(f"--parallel {way}: this is one process", cure="leave it out, or start several with --gpus")
+    if way == "hsdp" and launch.local_count == launch.count:
+        raise UsageError("--parallel hsdp splits within each machine, and this is one", cure="give --parallel fsdp")
+    for wrong, flag in (
+        (options.train_mode == "full", "--train_mode full"),
+        (options.plain, "--plain"),
+        (bool(options.blocks_to_swap), "--blocks_to_swap"),
+        (options.checkpointing == "none", "--checkpointing none"),
+    ):
+        if wrong:
+            raise UsageError(f"--parallel {way} and {flag} do not go together in this version", cure="leave one out")
+
+
+def chosen_way(plan: Plan, launch: Launch, device: torch.device) -> Way:
+    """How the processes hold the model, with the reason in the log.
+
+    `auto` splits the frozen weights where a whole copy does not fit the device by the formula of the presets.
+    """
+    options, way = plan.options, plan.options.parallel
+    if way != "auto":
+        return way
+    if device.type != "cuda" or options.train_mode == "full" or options.plain or options.blocks_to_swap:
+        return "ddp"
+    needed = _needed(plan)
+    free = torch.cuda.mem_get_info(device)[0] + CONTEXT_BYTES
+    whole = f"a whole copy takes about {needed / GIB:.1f} GiB and {free / GIB:.1f} are free on each card"
+    if needed <= free:
+        log.info("  --parallel auto: ddp, for %s", whole)
+        return "ddp"
+    found: Way = "fsdp" if launch.local_count == launch.count else "hsdp"
+    log.info("  --parallel auto: %s, for %s", found, whole)
+    return found
+
+
+def _needed(plan: Plan) -> int:
+    samples = (cached.sample for cached in plan.samples)
+    tokens = max(
+        tokens_of(plan.model, one.size, one.count, len(one.controls)) * one.entry.batch_size for one in samples
+    )
+    return memory_plan(plan.model, settings_of(plan.options), tokens=tokens).device
+
+
+def mesh_of(way: Way, launch: Launch, device: torch.device) -> DeviceMesh | None:
+    """The processes that hold the parts: all, or with `hsdp` those of each machine; None where each holds all."""
+    if way == "ddp":
+        return None
+    if way == "fsdp":
+        return init_device_mesh(device.type, (launch.count,))
+    shape = (launch.count // launch.local_count, launch.local_count)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def with_all_resident(options: Train) -> Train:
+    """The flags of a run whose weights are split: no expert is parked, its parts are small."""
+    return replace(options, offload_inactive_dit=False)
