@@ -14,6 +14,7 @@ from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from wangen import profiles
+from wangen.generator import slurm
 from wangen.generator.after_training import after_training
 from wangen.generator.commands import build
 from wangen.generator.footage import CLIPS, cut_footage, seen_from
@@ -139,6 +140,14 @@ def script_bundles(target: Target, slug: str, steps: tuple[Step, ...]) -> dict[s
         )
         for name, chosen in (("train", steps), ("cache", caching))
     }
+
+
+def script_names(target: Target, slug: str) -> list[tuple[str, str]]:
+    """The run scripts of a dataset: the name of the bundle of steps, and the file's name."""
+    shells = [(name, shell) for name in ("train", "cache") for shell in target.platform.shells]
+    if target.platform.kind == "slurm":
+        shells.append(("train", slurm.ENDING))
+    return [(name, f"{name}_{slug}.{shell}") for name, shell in shells]
 
 
 def models_folder(target: Target) -> Path | None:

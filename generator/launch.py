@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from wangen.generator.errors import UsageError
 
-COPIES = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+_TASKS, _NODES = "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES"
+COPIES = (_TASKS, "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 """How other launchers say how many processes they started; none of them makes these find each other."""
 
 
@@ -41,13 +42,8 @@ def launch(environment: Mapping[str, str] = os.environ, platform: str = sys.plat
     Launch(rank=0, count=1, local_rank=0, local_count=1)
     """
     if "WORLD_SIZE" not in environment:
-        for name in COPIES:
-            number = environment.get(name, "1")
-            if number != "1":
-                raise UsageError(
-                    f"{name} is {number}: so many processes were started, and each would train the whole run alone",
-                    cure="start one process per machine, and it `torchrun --nproc-per-node GPUS -m wangen.runtime …`",
-                )
+        if machines(environment) > 1:
+            raise _copies(_TASKS, environment[_TASKS])
         return Launch()
     words = [environment.get(name, "0") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")]
     words.append(environment.get("LOCAL_WORLD_SIZE", words[1]))
@@ -59,6 +55,33 @@ def launch(environment: Mapping[str, str] = os.environ, platform: str = sys.plat
     if found.count > 1:
         require_together(platform)
     return found
+
+
+def machines(environment: Mapping[str, str] = os.environ) -> int:
+    """How many machines train together: those of a Slurm step with one task on each; 1 where there is no such step.
+
+    Raises:
+        UsageError: a launcher started several processes that would each train alone.
+
+    >>> machines({"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NUM_NODES": "2", "PMI_SIZE": "2"}), machines({})
+    (2, 1)
+    """
+    nodes = environment.get(_NODES, "1")
+    if nodes != "1" and environment.get(_TASKS) == nodes:
+        return int(nodes)
+    for name in COPIES:
+        number = environment.get(name, "1")
+        if number != "1":
+            raise _copies(name, number)
+    return 1
+
+
+def _copies(name: str, number: str) -> UsageError:
+    return UsageError(
+        f"{name} is {number}: so many processes were started, and each would train the whole run alone",
+        cure="start one process per machine, and it `torchrun --nproc-per-node GPUS -m wangen.runtime …`; in Slurm "
+        "`srun --ntasks-per-node=1` and `--gpus GPUS`",
+    )
 
 
 def require_together(platform: str) -> None:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     import psutil
 
 IN_SCRIPT = "WANGEN_SCRIPT"
+RUN_LOCKS = "run*.lock"
+"""The locks in an output folder: of a run, and of each part of its caching (`--shard`)."""
 HEARTBEAT_S = 10.0
 LEASE_S = 120.0
 """A lock held from another machine counts as abandoned when it has not beaten for this long."""
@@ -84,7 +86,8 @@ def hold(path: Path | None) -> Iterator[None]:
     finally:
         stop.set()
         beat.join()
-        if not os.environ.get(IN_SCRIPT):
+        # The next job may run on another machine, which cannot see that this script has ended.
+        if not os.environ.get(IN_SCRIPT) or "SLURM_JOB_ID" in os.environ:
             _release(path, mine)
 
 
@@ -96,6 +99,11 @@ def busy(path: Path) -> WangenError | None:
     text, age_s = found
     owner = Owner.parse(text)
     return None if is_free(owner, age_s) else _busy(path, owner, age_s)
+
+
+def busy_run(folder: Path) -> WangenError | None:
+    """What to say while a run, or a part of one, is at work with an output folder; None when none is."""
+    return next(filter(None, map(busy, sorted(folder.glob(RUN_LOCKS)))), None)
 
 
 def _take(path: Path, mine: Owner) -> None:

@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 from wangen import profiles
 from wangen.generator import scripts
+from wangen.generator.bundle import script_names
 from wangen.generator.check import examine
 from wangen.generator.errors import WangenError
 from wangen.generator.experts import flag_words
@@ -83,7 +84,7 @@ class _Script(NamedTuple):
 
 def is_published(target: Target, slug: str) -> bool:
     """Whether the target has a script or the TOML of this dataset."""
-    names = [f"{name}_{slug}.{shell}" for name in ("train", "cache") for shell in target.platform.shells]
+    names = (file for _, file in script_names(target, slug))
     return any(path.is_file() for path in (toml_file(target, slug), *(target.folder / name for name in names)))
 
 

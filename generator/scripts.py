@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from wangen.generator import quoting
+from wangen.generator import quoting, slurm
 from wangen.generator.commands import parse
 from wangen.generator.errors import UsageError, WangenError
-from wangen.generator.knobs import VALUE, made_of
+from wangen.generator.knobs import VALUE, Knob, made_of
 from wangen.generator.quoting import Word
 from wangen.generator.script_text import decode, is_sealed, places, published_knobs, seal, settings, shell_of, template
 from wangen.generator.setup.wheel import wheel_name
@@ -62,22 +62,23 @@ def render(bundle: Bundle, shell: str, name: str, knobs: Mapping[str, str] | Non
 
     Args:
         bundle: what to run, where.
-        shell: `sh`, `bat` or `ps1`.
+        shell: `sh`, `bat` or `ps1`, or `sbatch` for the script that submits those steps to Slurm.
         name: `train` or `cache`; the script runs the bundle's steps, whatever its name.
         knobs: values that replace those of the steps, by variable name.
 
     Raises:
         WangenError: the shell cannot carry a path or text, or `knobs` names no knob of this script.
     """
+    ending, shell = shell, "sh" if shell == slurm.ENDING else shell
     _check(bundle, shell)
-    published, variables = made_of(bundle.platform, bundle.steps)
+    published, variables = _knobs(bundle, ending)
     values = {knob.name: knob.value for knob in published} | dict(knobs or {})
     for knob, value in values.items():
         if knob not in {known.name for known in published} or not VALUE.fullmatch(value):
             raise WangenError(f"{knob}={value} is no knob of this script, or no value for one", where=bundle.slug)
     smoke = SMOKE if any(isinstance(step, Train) for step in bundle.steps) else ""
     context = places(bundle.root, bundle.venv, shell) | {
-        "script": f"{name}_{bundle.slug}.{shell}",
+        "script": f"{name}_{bundle.slug}.{ending}",
         "stem": f"{name}_{bundle.slug}",
         "slug": bundle.slug,
         "version": bundle.version,
@@ -93,7 +94,9 @@ def render(bundle: Bundle, shell: str, name: str, knobs: Mapping[str, str] | Non
         "smoke_flag": f"--{SMOKE}",
         "smoke_words": f"a try: {SMOKE_STEPS} steps on at most {SMOKE_ITEMS} items into outputs/{bundle.slug}/{SMOKE}",
     }
-    text = template("run", shell).render(context)
+    if ending == slurm.ENDING:
+        context |= slurm.stages(bundle.platform, bundle.steps)
+    text = template("run", ending).render(context)
     if shell == "bat":
         _check_line_lengths(text, values)
     return seal(text, shell)
@@ -167,13 +170,18 @@ def merge(old: bytes, bundle: Bundle, shell: str, name: str) -> tuple[bytes, boo
     whose user did not touch that knob. `old` has to stay when it was edited elsewhere, or when a knob that the user
     changed does not exist any more.
     """
-    known = {knob.name for knob in made_of(bundle.platform, bundle.steps)[0]}
+    known = {knob.name for knob in _knobs(bundle, shell)[0]}
     try:
         changed = {knob: value for knob, (value, _) in changed_knobs(old).items()}
     except WangenError:
         changed = {}
     kept = {knob: value for knob, value in changed.items() if knob in known}
     return render(bundle, shell, name, kept), not untouched(old) or kept != changed
+
+
+def _knobs(bundle: Bundle, shell: str) -> tuple[list[Knob], dict[tuple[str, str], str]]:
+    """As `made_of`; a script for Slurm has the cluster's knobs and leaves the steps' to the script that it runs."""
+    return (slurm.knobs(bundle.steps), {}) if shell == slurm.ENDING else made_of(bundle.platform, bundle.steps)
 
 
 def _check(bundle: Bundle, shell: str) -> None:

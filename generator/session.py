@@ -138,7 +138,7 @@ def _run(step: Step) -> int:
     from wangen.generator.lock import hold
 
     started = time.monotonic()
-    with hold(step.lock if step.leads else None):
+    with hold(step.lock_file if step.leads else None):
         try:
             with bulk():
                 module = import_module(step.module)

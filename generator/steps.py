@@ -5,6 +5,7 @@ and the typed `run(options)` of the runtime. Adding a flag is adding a field her
 `table.py` says what a field may be.
 """
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,6 +76,15 @@ class CacheStep(DatasetStep):
     )  # fmt: skip
     plain: bool = flag("encode with the libraries' own modules: the same numbers to rounding, slower", False)
     keep_cache: bool = flag("do not remove entries that no item of the dataset needs", False)
+
+    @property
+    def lock_file(self) -> Path | None:
+        """Each part has a lock of its own, for they work side by side: `run.lock` is `run-2-of-8.lock` for part 2."""
+        if not self.lock or not self.shard:
+            return self.lock
+        names = ("SLURM_ARRAY_TASK_ID", "RANK") if self.shard == "auto" else ()
+        part = next((os.environ[name] for name in names if name in os.environ), self.shard)
+        return self.lock.with_name(f"{self.lock.stem}-{part.replace('/', '-of-')}{self.lock.suffix}")
 
     def _smoke_changes(self) -> dict[str, Any]:
         return {**super()._smoke_changes(), "keep_cache": True}

@@ -94,6 +94,11 @@ class Step:
         """Whether this process writes log and report and holds the lock; of several that work together one does."""
         return True
 
+    @property
+    def lock_file(self) -> Path | None:
+        """The lock that this process holds while it leads."""
+        return self.lock
+
     def _smoke_changes(self) -> dict[str, Any]:
         """The fields that are different under `--smoke`."""
         return {"report_dir": self.report_dir / SMOKE} if self.report_dir else {}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from wangen.generator.errors import UsageError
-from wangen.generator.launch import launch, require_together
+from wangen.generator.launch import launch, machines, require_together
 from wangen.generator.step_parts import (
     CLIP,
     DEFAULT_EPOCHS,
@@ -259,7 +259,8 @@ class Train(DatasetStep):
 
     # Several GPUs.
     gpus: str = flag("GPUs of this machine that train together, one process each: a number, or auto for all that there "
-                     "are; each step's batches are shared out (on more than one machine: torchrun)", "1",
+                     "are; each step's batches are shared out (several machines: srun with one task on each, or "
+                     "torchrun)", "1",
                      names=("num_processes", "nproc_per_node"))  # fmt: skip
     parallel: Literal["auto", "ddp", "fsdp", "hsdp"] = flag(
         "how several processes hold the model: ddp each a copy, fsdp the frozen weights in parts over all, hsdp in "
@@ -345,21 +346,23 @@ class Train(DatasetStep):
         Raises:
             UsageError: the processes would not train together.
         """
-        return launch().rank == 0 and not self.starts_processes
+        return not self.starts_processes and launch().rank == 0
 
     @property
     def starts_processes(self) -> bool:
-        """Whether others do the work: `--gpus` asks for several, and torchrun has not started this one; no `--smoke`.
+        """Whether others do the work: `--gpus` asks for several, or a Slurm step runs this on several machines; not
+        where torchrun has started this one, nor in a `--smoke`.
 
         Raises:
-            UsageError: `--gpus` is no number of them, or this is native Windows.
+            UsageError: `--gpus` is no number of them, this is native Windows, or a launcher started copies.
         """
-        if self.gpus == "1" or self.smoke:
+        if self.smoke or (self.gpus == "1" and (os.environ.get("WORLD_SIZE") or machines() == 1)):
             return False
         if self.gpus != "auto" and not (self.gpus.isdecimal() and int(self.gpus)):
             raise UsageError(f"--gpus {self.gpus!r} is neither a number nor auto")
         if os.environ.get("WORLD_SIZE"):
             raise UsageError("--gpus under torchrun, which has started the processes already", cure="leave it out")
+        machines()
         require_together(sys.platform)
         return True
 

@@ -3,16 +3,22 @@
 import logging
 import signal
 import threading
+import time
 from typing import Any
 
 log = logging.getLogger("wangen")
 
 
+ECHO_S = 3.0
+"""One stop may arrive twice: from Slurm or the terminal, and handed on by the process that started this one."""
+
+
 class Interrupt:
-    """Ctrl-C or SIGTERM while training: the first asks the loop to stop at the next step, the second stops at once."""
+    """Ctrl-C or SIGTERM while training: the first asks the loop to stop at the next step, a later one stops at once."""
 
     def __init__(self) -> None:
         self.requested = False
+        self._since_s = 0.0
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Interrupt":
@@ -26,6 +32,9 @@ class Interrupt:
 
     def _request(self, _number: int, _frame: object) -> None:
         if self.requested:
+            if time.monotonic() - self._since_s < ECHO_S:
+                return
             raise KeyboardInterrupt
-        self.requested = True
-        log.warning("  stopping after this step; the training state is saved (once more stops at once)")
+        self.requested, self._since_s = True, time.monotonic()
+        log.warning("  stopping after this step; the training state is saved (once more, after %.0f seconds, stops at "
+                    "once)", ECHO_S)  # fmt: skip

@@ -17,7 +17,7 @@ from wangen.generator.cli import main
 
 HOME = Path(__file__).resolve().parent.parent / "examples" / "published"
 SOURCE = HOME.parent / "dataset"
-SUFFIXES = {".sh", ".bat", ".ps1", ".toml"}
+SUFFIXES = {".sh", ".sbatch", ".bat", ".ps1", ".toml"}
 
 
 def make(folder: Path) -> dict[str, bytes]:
@@ -48,7 +48,7 @@ def write() -> None:
             path = HOME / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(data)
-            path.chmod(0o755 if path.suffix == ".sh" else 0o644)
+            path.chmod(0o755 if path.suffix in {".sh", ".sbatch"} else 0o644)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from wangen.generator import footage, scripts
-from wangen.generator.bundle import PROMPTS
+from wangen.generator.bundle import PROMPTS, script_names
 from wangen.generator.errors import WangenError
 from wangen.generator.files import remove
 from wangen.generator.publish import layout, manifest
@@ -141,7 +141,7 @@ def _remove_empty(folder: Path, target: Target) -> None:
 
 
 def _run_scripts(target: Target, slug: str) -> list[Path]:
-    return [target.folder / f"{name}_{slug}.{shell}" for name in ("train", "cache") for shell in target.platform.shells]
+    return [target.folder / file for _, file in script_names(target, slug)]
 
 
 def _look_at_texts(found: Inventory, seen: _Seen) -> None:

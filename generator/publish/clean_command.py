@@ -9,7 +9,7 @@ import click
 from wangen.generator import workspace
 from wangen.generator.errors import UsageError, WangenError, bytes_text
 from wangen.generator.files import remove
-from wangen.generator.lock import busy, hold
+from wangen.generator.lock import busy_run, hold
 from wangen.generator.paths import slugify
 from wangen.generator.publish import clean, layout
 from wangen.generator.publish.inventory import PARTS, Inventory, Part
@@ -52,7 +52,7 @@ def run(
         return 0
     with hold(place.folder / STATE / f"{slug}.lock"), layout.held(targets, slug):
         for target in targets:
-            running = busy(layout.output_folder(target, slug) / "run.lock")
+            running = busy_run(layout.output_folder(target, slug))
             if running:
                 raise running
         found = clean.survey(targets, slug, sizes)  # a publish may just have ended

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from wangen.generator.dataset import Problem
 from wangen.generator.errors import UsageError, WangenError, many
-from wangen.generator.lock import busy
+from wangen.generator.lock import busy_run
 from wangen.generator.publish import deploy, layout
 from wangen.generator.publish.folder import FolderPlan, make_folder_plan
 from wangen.generator.publish.source import Advance, Source
@@ -227,7 +227,7 @@ def _problems(bundle: BundlePlan, slug: str, long_paths: bool) -> list[Problem]:
         where = Path(target.platform.name)
         problems += [Problem(where, f"too long for Windows, {line}", cure) for line in bundle.long_paths]
     if any(text.state == "changed" for text in bundle.texts):
-        running = busy(layout.output_folder(target, slug) / "run.lock")
+        running = busy_run(layout.output_folder(target, slug))
         if running:
             found = f"{running.found}, and its scripts would change under it"
             problems.append(Problem(Path(running.where), found, running.cure))

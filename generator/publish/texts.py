@@ -10,13 +10,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
 
-from wangen.generator import scripts
+from wangen.generator import scripts, slurm
 from wangen.generator.bundle import (
     PROMPTS,
     bundle_steps,
     prompts_file,
     prompts_name,
     script_bundles,
+    script_names,
     toml_name,
 )
 from wangen.generator.dataset import Item
@@ -84,11 +85,8 @@ def script_texts(
         WangenError: a shell cannot carry a path or text, or a script there cannot be read.
     """
     steps = bundle_steps(workspace, target, model, slug, resolutions_of(model, settings), settings.footage)
-    return [
-        script_text(target.folder / f"{name}_{slug}.{shell}", bundle, name)
-        for name, bundle in script_bundles(target, slug, steps).items()
-        for shell in target.platform.shells
-    ]
+    bundles = script_bundles(target, slug, steps)
+    return [script_text(target.folder / file, bundles[name], name) for name, file in script_names(target, slug)]
 
 
 def setup_texts(target: Target) -> list[Text]:
@@ -135,7 +133,7 @@ def _signed_text(path: Path, text: str) -> Text:
 
 
 def _mode(shell: str) -> int:
-    return 0o755 if shell == "sh" else 0o644
+    return 0o755 if shell in ("sh", slurm.ENDING) else 0o644
 
 
 def _plain(path: Path, old: bytes | None, data: bytes, mode: int) -> Text:

@@ -12,6 +12,7 @@ from pathlib import Path
 from wangen.generator import footage
 from wangen.generator.errors import WangenError
 from wangen.generator.formats.safetensors import read_safetensors
+from wangen.generator.lock import RUN_LOCKS
 from wangen.generator.publish.inventory import Inventory, Part, entries_of
 from wangen.generator.steps import STEPS
 
@@ -100,9 +101,7 @@ def _reports(folder: Path) -> Iterator[Path]:
         with suppress(OSError, ValueError, RecursionError, AttributeError):
             if json.loads(path.read_text(encoding="utf-8")).get("step") == step.command:
                 yield path
-    lock = folder / "run.lock"
-    if lock.is_file():
-        yield lock
+    yield from (lock for lock in folder.glob(RUN_LOCKS) if lock.is_file())
 
 
 def _watched(found: Inventory, folder: Path) -> Iterator[Path]:

@@ -1,50 +1,106 @@
-"""`--gpus`: the processes of one machine, started and watched by torch's elastic agent, as torchrun does."""
+"""`--gpus`: the processes of a machine, started and watched by torch's elastic agent, as torchrun does.
+
+Where a step of Slurm runs this on several machines, one task on each, their agents find each other at the first one.
+"""
 
 import logging
 import os
+import subprocess
 import sys
 import uuid
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from wangen.generator.errors import UsageError, WangenError, many
+from wangen.generator.launch import machines
 from wangen.generator.session import Report
 from wangen.generator.steps import Train
 
 log = logging.getLogger("wangen")
 
 AUTO = "auto"
+MASTER = "WANGEN_MASTER_ADDR"
+"""The environment variable that says where the first machine is reached, if not by the name that Slurm has for it."""
+STOP_S = 120
+"""So long processes that are stopped have for their step and for saving, before they are killed."""
 
 
 def train_together(options: Train) -> Report:
     """Train with one process for each GPU; the first shows, writes and saves for all, and each has a log of its own.
 
     Raises:
-        UsageError: there are fewer GPUs.
-        WangenError: a process failed, and `--max_restarts` did not help.
+        UsageError: there are fewer GPUs, or a launcher started copies.
+        WangenError: a process failed, and `--max_restarts` did not help, or machines did not find each other.
         KeyboardInterrupt: it was stopped.
     """
-    number = num_processes(options)
+    number, num_nodes = num_processes(options), machines()
     folder = (options.log_file.with_suffix("") if options.log_file else options.output_dir / "logs").absolute()
+    meeting: dict[str, Any] = {"run_id": uuid.uuid4().hex[:8], "rdzv_endpoint": "localhost:0"}
+    if num_nodes > 1:
+        meeting, folder = slurm_meeting(os.environ), folder / os.environ["SLURMD_NODENAME"]
     folder.mkdir(parents=True, exist_ok=True)
     logs = DefaultLogsSpecs(str(folder), redirects=Std.ALL, tee={0: Std.ALL}, local_ranks_filter={0})
     config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=number, run_id=uuid.uuid4().hex[:8], rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0", max_restarts=options.max_restarts, logs_specs=logs, log_line_prefix_template=" ",
+        min_nodes=num_nodes, max_nodes=num_nodes, nproc_per_node=number, rdzv_backend="c10d",
+        max_restarts=options.max_restarts, logs_specs=logs, log_line_prefix_template=" ", **meeting, **_patience(),
     )  # fmt: skip
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // number)))
+    # Else processes that are started again read in the old store where those before them were to be reached.
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    cores = int(os.environ.get("SLURM_CPUS_PER_TASK") or os.cpu_count() or 1)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // number)))
     try:
         elastic_launch(config, sys.executable)("-m", "wangen.runtime", *replace(options, gpus="1").argv())
     except SignalException:
         raise KeyboardInterrupt from None
     except ChildFailedError as error:
-        raise _failed(error, number, folder) from None
-    return Report(folder=None, summary=f"{many(number, 'process', 'processes')} are done, with logs in {folder}")
+        raise _failed(error, number * num_nodes, folder) from None
+    except RendezvousError as error:
+        raise WangenError(f"the {many(num_nodes, 'machine')} did not find each other: {error}",
+                          where=config.rdzv_endpoint, cure=f"set {MASTER} to a name or address of the first machine "
+                          "that the others reach, and see what the log of each says") from None  # fmt: skip
+    done = many(number * num_nodes, "process", "processes")
+    return Report(folder=None, summary=f"{done} are done, with logs in {folder}")
+
+
+def slurm_meeting(environment: Mapping[str, str]) -> dict[str, Any]:
+    """Where and under which name the agents of a Slurm step meet, as `LaunchConfig` takes it.
+
+    The first machine of the step keeps the place. A job that was requeued meets under another name.
+
+    Raises:
+        WangenError: Slurm does not say which machine is the first.
+    """
+    job, is_host = environment["SLURM_JOB_ID"], environment.get("SLURM_NODEID") == "0"
+    told = environment.get(MASTER)
+    head = told or _first_host(environment.get("SLURM_STEP_NODELIST") or environment["SLURM_JOB_NODELIST"])
+    return {
+        "run_id": f"{job}-{environment.get('SLURM_RESTART_COUNT', '0')}",
+        "rdzv_endpoint": f"{head}:{10_000 + int(job) % 50_000}",
+        "rdzv_configs": {"is_host": str(is_host).lower()},
+        "local_addr": told if is_host else None,
+    }
+
+
+def _first_host(nodes: str) -> str:
+    line = ["scontrol", "show", "hostnames", nodes]
+    try:
+        return subprocess.run(line, check=True, capture_output=True, text=True).stdout.split()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        raise WangenError(f"`{' '.join(line)}` does not say which machine is the first",
+                          cure=f"set {MASTER} to its name or address") from None  # fmt: skip
+
+
+def _patience() -> dict[str, Any]:
+    """More time to stop, where this torch can be told of it."""
+    return {"shutdown_timeout": STOP_S} if any(one.name == "shutdown_timeout" for one in fields(LaunchConfig)) else {}
 
 
 def num_processes(options: Train) -> int:
