@@ -37,11 +37,11 @@ def train_together(options: Train) -> Report:
     folder.mkdir(parents=True, exist_ok=True)
     remove_old(folder)
     logs = DefaultLogsSpecs(str(folder), redirects=Std.ALL, tee={0: Std.ALL}, local_ranks_filter={0})
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(STOP_S))  # LaunchConfig reads it
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=number, run_id=uuid.uuid4().hex[:8], rdzv_backend="c10d",
         rdzv_endpoint="localhost:0", max_restarts=options.max_restarts, logs_specs=logs, log_line_prefix_template=" ",
     )  # fmt: skip
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(STOP_S))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // number)))
     try:
         elastic_launch(config, sys.executable)("-m", "wangen.runtime", *replace(options, gpus="1").argv())
