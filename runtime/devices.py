@@ -49,9 +49,9 @@ def own_gpu(device: torch.device, number: int) -> torch.device:
         number: of the process on its machine.
 
     Raises:
-        UsageError: the device is another process's, or there are fewer.
+        UsageError: the device is one for all, or there are fewer.
     """
-    if device.index is not None and device.index != number:
+    if str(device) != "cuda":  # they were all started with the same line
         raise UsageError(f"--device {device}: all processes of this machine would compute on it",
                          cure="give --device cuda or leave it out: each then takes a GPU of its own")  # fmt: skip
     there = torch.cuda.device_count()

@@ -34,7 +34,7 @@ from wangen.runtime.training import checkpoint
 from wangen.runtime.training.checkpoint import TrainingState
 from wangen.runtime.training.loading import load_trainee, require_room
 from wangen.runtime.training.out_of_memory import enough_memory_for, enough_memory_for_steps
-from wangen.runtime.training.plan import Plan, make_plan
+from wangen.runtime.training.plan import Plan, dataset_digest, make_plan
 from wangen.runtime.training.prepared import groups
 from wangen.runtime.training.ranks import Ranks, joined, sum_of_bits
 from wangen.runtime.training.refusals import refuse, resolved
@@ -82,8 +82,9 @@ def _run(options: Train, device: torch.device, ranks: Ranks) -> Report:
         return show(options, model)
     require_writable(options.output_dir)
     plan = make_plan(options, model, *read_training_samples(options, model))
-    ranks.require_same("samples or settings", plan.fingerprint)
+    ranks.require_same("samples or settings", _settings(plan))
     state = _find_state(plan, ranks.launch)
+    ranks.require_same("training states", {"step": state.step if state else None})
     if state:
         state = _compared(plan, state)
         if state.step >= plan.num_steps:  # saving flags may have changed; equal bytes are written again
@@ -122,6 +123,13 @@ def alike(options: Train, device: torch.device, ranks: Ranks) -> Train:
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
     chosen = {name: getattr(options, name) for name in PLAIN_MEMORY}
     return replace(options, **min(ranks.gathered((free, chosen)), key=lambda found: found[0])[1])
+
+
+def _settings(plan: Plan) -> dict[str, Any]:
+    """What has to be the same in all processes: what decides the result, and when they wait for each other."""
+    numbers = {name: value for name, value in vars(plan.options).items() if isinstance(value, bool | int | float)}
+    numbers.pop("max_data_loader_n_workers", None)
+    return {**numbers, **plan.fingerprint, "held-out items": dataset_digest(plan.held_out)}
 
 
 def _find_state(plan: Plan, launched: Launch) -> TrainingState | None:
@@ -191,7 +199,10 @@ def _prepare(plan: Plan, device: torch.device, state: TrainingState | None, rank
         for expert in plan.experts
     ]
     training = Run(plan, kind, device, trainees, ranks)
-    sums = [sum_of_bits(weights) for trainee in trainees for weights in trainee.optimization.flat.weights]
+    sums = {
+        f"{trainee.plan.name} sums of bits".strip(): [sum_of_bits(each) for each in trainee.optimization.flat.weights]
+        for trainee in trainees
+    }
     ranks.require_same("weights", sums)
     if state:
         training.facts = dict(state.facts)

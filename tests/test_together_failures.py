@@ -16,12 +16,13 @@ import pytest
 import torch
 from test_together import alone, losses, run, started, torchrun
 from tiny import TinyRun
+from torch.distributed.launcher.api import LaunchConfig
 
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.launch import Launch, launch
 from wangen.runtime import devices, train
 from wangen.runtime.progress import progress
-from wangen.runtime.training import checkpoint, out_of_memory, process_logs, ranks
+from wangen.runtime.training import checkpoint, launcher, out_of_memory, process_logs, ranks
 from wangen.runtime.training.prepared import Group
 from wangen.runtime.training.process_logs import KEPT_STARTS, last_words, remove_old
 from wangen.runtime.training.ranks import Ranks, joined
@@ -69,9 +70,9 @@ def planned(tiny_run: TinyRun, folder: Path, **changes: object):
 def test_each_process_has_a_gpu_of_its_own(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert devices.own_gpu(torch.device("cuda"), 1) == torch.device("cuda", 1)
-    assert devices.own_gpu(torch.device("cuda:1"), 1) == torch.device("cuda", 1)
-    with pytest.raises(UsageError, match="--device cuda:0: all processes of this machine"):
-        devices.own_gpu(torch.device("cuda:0"), 1)
+    for one in ("cuda:0", "cuda:1"):
+        with pytest.raises(UsageError, match=f"--device {one}: all processes of this machine"):
+            devices.own_gpu(torch.device(one), 1)
     with pytest.raises(UsageError, match="process 2 of this machine, counted from 0, has no GPU: there are 2"):
         devices.own_gpu(torch.device("cuda"), 2)
 
@@ -112,6 +113,26 @@ def test_a_lost_process_is_said_in_one_line_and_waited_for(monkeypatch):
         SECOND.gathered(1)
     assert time.monotonic() - began >= 0.2
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_what_differs_between_processes_is_named(monkeypatch):
+    first, second = {"a": 1, "b": 2, "c": 3}, {"a": 1, "b": 0}
+    monkeypatch.setattr(SECOND, "gathered", lambda _own: [first, second])
+    with pytest.raises(WangenError, match=r"sees settings that differ from those of process 0: b, c\n"):
+        SECOND.require_same("settings", second)
+    monkeypatch.setattr(SECOND, "gathered", lambda _own: [first, dict(first)])
+    SECOND.require_same("settings", first)
+
+
+def test_a_launcher_waits_for_what_saves(tiny_run: TinyRun, tmp_path: Path, monkeypatch):
+    """torch's own half minute is shorter than samples take, or a long step."""
+    configs: list[LaunchConfig] = []
+    monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", raising=False)
+    monkeypatch.setattr(launcher, "elastic_launch", lambda config, _: configs.append(config) or (lambda *_: None))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(os, "environ", dict(os.environ))
+        launcher.train_together(tiny_run.options(tmp_path, gpus="2"))
+    assert getattr(configs[0], "shutdown_timeout", launcher.STOP_S) == launcher.STOP_S, "older ones of torch have none"
 
 
 def test_a_bar_is_of_the_process_that_shows(monkeypatch, capsys):
@@ -204,6 +225,27 @@ def test_what_another_process_dies_of_stands_on_the_terminal(tiny_run: TinyRun, 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("train._find_state = lambda *_: None", "process 1 of 2 sees training states that differ"),
+        ("from dataclasses import replace\nreal = train.make_plan\n"
+         "train.make_plan = lambda options, *rest: real(replace(options, max_train_steps=9), *rest)",
+         "process 1 of 2 sees samples or settings that differ from those of process 0: max_train_steps\n"),
+    ],
+)  # fmt: skip
+def test_processes_that_would_wait_for_each_other_in_vain_are_refused(
+    tiny_run: TinyRun, tmp_path: Path, fault: str, words: str
+):
+    """A machine that sees no state of a run that is done, or was given another number of steps."""
+    options = tiny_run.options(tmp_path / "out", gpus="2")
+    assert run(alone(replace(options, gpus="1", gradient_accumulation_steps=2))).returncode == 0
+    done = run(alone(options), **faulty(tmp_path / "fault", 1, fault))
+    assert done.returncode == 1
+    assert words in done.stderr
+
+
+@pytest.mark.slow
 def test_a_fresh_run_goes_on_when_its_launcher_starts_it_again(tiny_run: TinyRun, tmp_path: Path):
     options = tiny_run.options(tmp_path / "out", gpus="2", max_restarts=1, fresh=True, save_state_every_n_steps=1)
     assert run(alone(replace(options, gpus="1"))).returncode == 0, "an earlier run, which --fresh is to forget"
@@ -225,11 +267,11 @@ def test_a_stop_leaves_the_first_the_time_to_save(tiny_run: TinyRun, tmp_path: P
     options = tiny_run.options(tmp_path / "out", max_train_steps=5000)
     slow = "real = train.save_state\ndef save(*rest):\n    time.sleep(6)\n    real(*rest)\ntrain.save_state = save\n"
     slow += "train.Saving.due = lambda _: False"  # nothing was saved before
-    launcher = started_with(torchrun(options, 2), options.output_dir, 5, faulty(tmp_path / "fault", 0, slow))
-    for worker in psutil.Process(launcher.pid).children():
+    job = started_with(torchrun(options, 2), options.output_dir, 5, faulty(tmp_path / "fault", 0, slow))
+    for worker in psutil.Process(job.pid).children():
         worker.send_signal(signal.SIGTERM)
-    _, told = launcher.communicate(timeout=120)
-    assert launcher.returncode != 0
+    _, told = job.communicate(timeout=120)
+    assert job.returncode != 0
     newest = checkpoint.newest(options.output_dir / "lora-state")
     assert newest, told
     assert int(re.sub(r"\D", "", newest.name)) == len(losses(options.output_dir))

@@ -9,7 +9,7 @@ import contextlib
 import re
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -81,17 +81,25 @@ class Ranks:
                 for tensor in tensors:
                     dist.all_reduce(tensor)
 
-    def require_same(self, what: str, value: Any) -> None:
+    def require_same(self, what: str, facts: Mapping[str, Any]) -> None:
         """Refuse to train on together what is not the same everywhere.
+
+        Args:
+            what: the facts are, in the plural.
+            facts: by name; the message has the names of those that differ.
 
         Raises:
             WangenError: a process sees something else than the first.
         """
-        values = self.gathered(value)
-        other = next((rank for rank, own in enumerate(values) if own != values[0]), None)
-        if other is not None:
-            raise WangenError(f"process {other} of {self.count} sees {what} that differ from those of process 0",
-                              cure="let all machines see the same folders and files")  # fmt: skip
+        first, *others = self.gathered(facts)
+        for rank, own in enumerate(others, 1):
+            names = sorted(name for name in {*first, *own} if first.get(name) != own.get(name))
+            if names:
+                raise WangenError(
+                    f"process {rank} of {self.count} sees {what} that differ from those of process 0: "
+                    + ", ".join(names),
+                    cure="let all machines see the same folders and files, and give all the same line",
+                )
 
 
 def sum_of_bits(numbers: torch.Tensor) -> int:
