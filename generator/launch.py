@@ -21,12 +21,16 @@ class Launch:
         count: of all of them.
         local_rank: its number on its machine, which is that of its GPU.
         local_count: of those on its machine.
+        job: what the launcher calls the job, however often it starts it.
+        restarts: how often it, or Slurm, has started the job again.
     """
 
     rank: int = 0
     count: int = 1
     local_rank: int = 0
     local_count: int = 1
+    job: str = ""
+    restarts: int = 0
 
 
 def launch(environment: Mapping[str, str] = os.environ, platform: str = sys.platform) -> Launch:
@@ -37,9 +41,9 @@ def launch(environment: Mapping[str, str] = os.environ, platform: str = sys.plat
             or there are several on native Windows.
 
     >>> launch({"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, "linux")
-    Launch(rank=3, count=4, local_rank=1, local_count=2)
-    >>> launch({}, "linux")
-    Launch(rank=0, count=1, local_rank=0, local_count=1)
+    Launch(rank=3, count=4, local_rank=1, local_count=2, job='', restarts=0)
+    >>> launch({}, "linux") == Launch()
+    True
     """
     if "WORLD_SIZE" not in environment:
         if machines(environment) > 1:
@@ -47,8 +51,11 @@ def launch(environment: Mapping[str, str] = os.environ, platform: str = sys.plat
         return Launch()
     words = [environment.get(name, "0") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")]
     words.append(environment.get("LOCAL_WORLD_SIZE", words[1]))
-    numbers = [int(word) if word.isdigit() else -1 for word in words]
-    found = Launch(*numbers)
+    rank, count, local_rank, local_count = numbers = [int(word) if word.isdigit() else -1 for word in words]
+    again = [environment.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")]
+    restarts = sum(int(word) for word in again if word.isdigit())
+    job = environment.get("TORCHELASTIC_RUN_ID", "")
+    found = Launch(rank, count, local_rank, local_count, job=job, restarts=restarts)
     if min(numbers) < 0 or found.rank >= found.count:
         raise UsageError(f"RANK {words[0]}, WORLD_SIZE {words[1]}, LOCAL_RANK {words[2]} are no numbers of processes",
                          cure="unset them, or start with torchrun, which sets them")  # fmt: skip

@@ -28,17 +28,37 @@ def choose_device(name: str | None, number: int = 0) -> torch.device:
         number: of this process on its machine.
 
     Raises:
-        UsageError: no such device on this machine.
+        UsageError: no such device on this machine, or not one for each process.
     """
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-        if number and str(device) == "cuda":
-            device = torch.device("cuda", number)
+        if number and device.type == "cuda":
+            device = own_gpu(device, number)
         torch.empty(1, device=device).cpu()  # what cannot be read back, as of `meta`, is no place to compute
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise UsageError(f"--device {name}: {reason}", cure="leave --device out or give cpu") from None
     return device
+
+
+def own_gpu(device: torch.device, number: int) -> torch.device:
+    """The GPU of a process that is not its machine's first.
+
+    Args:
+        device: as asked, with or without its number.
+        number: of the process on its machine.
+
+    Raises:
+        UsageError: the device is one for all, or there are fewer.
+    """
+    if str(device) != "cuda":  # they were all started with the same line
+        raise UsageError(f"--device {device}: all processes of this machine would compute on it",
+                         cure="give --device cuda or leave it out: each then takes a GPU of its own")  # fmt: skip
+    there = torch.cuda.device_count()
+    if number >= there:
+        raise UsageError(f"process {number} of this machine, counted from 0, has no GPU: there are {there}",
+                         cure="start as many processes as there are GPUs")  # fmt: skip
+    return torch.device("cuda", number)
 
 
 def require_compiler() -> None:

@@ -16,8 +16,8 @@ Advance = Callable[[int, str], None]
 
 @contextmanager
 def progress(label: str, total: int, done: int = 0) -> Iterator[Advance]:
-    """Show how far `total` things are; `done` of them were done before."""
-    show = _bar if sys.stderr.isatty() else _lines
+    """Show how far `total` things are; `done` of them were done before; nothing where the log shows only warnings."""
+    show = _bar if sys.stderr.isatty() and log.isEnabledFor(logging.INFO) else _lines
     with show(label, total, done) as advance:
         yield advance
 

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from wangen import profiles
 from wangen.generator import headers
 from wangen.generator.errors import WangenError, many
-from wangen.generator.launch import launch
+from wangen.generator.launch import Launch, launch
 from wangen.generator.memory import PLAIN_MEMORY
 from wangen.generator.session import Report, with_flag
 from wangen.generator.steps import Train
@@ -36,9 +36,9 @@ from wangen.runtime.training.checkpoint import TrainingState
 from wangen.runtime.training.loading import load_trainee, require_room
 from wangen.runtime.training.out_of_memory import enough_memory_for, enough_memory_for_steps
 from wangen.runtime.training.parallel import chosen_way, mesh_of, require_parallel, with_all_resident
-from wangen.runtime.training.plan import Plan, make_plan
+from wangen.runtime.training.plan import Plan, dataset_digest, make_plan
 from wangen.runtime.training.prepared import groups
-from wangen.runtime.training.ranks import Ranks, joined
+from wangen.runtime.training.ranks import Ranks, joined, sum_of_bits
 from wangen.runtime.training.refusals import refuse, resolved
 from wangen.runtime.training.run import Run
 from wangen.runtime.training.samples import read_training_samples
@@ -78,18 +78,19 @@ def run(options: Train) -> Report:
 def _run(options: Train, device: torch.device, ranks: Ranks) -> Report:
     model = profiles.model(options.task)
     set_precision(deterministic=options.deterministic, tf32=options.cuda_allow_tf32)
-    options = resolved(options, model, device)
+    options = alike(resolved(options, model, device), device, ranks)
     refuse(options, model, device)
     require_parallel(options, ranks.launch)
     if options.show_timesteps:
         return show(options, model)
     require_writable(options.output_dir)
     plan = make_plan(options, model, *read_training_samples(options, model))
-    ranks.require_same("samples or settings", plan.fingerprint)
+    ranks.require_same("samples or settings", _settings(plan))
     mesh = mesh_of(chosen_way(plan, ranks.launch, device), ranks.launch, device) if ranks.count > 1 else None
     if mesh:
         plan, ranks = replace(plan, options=with_all_resident(plan.options)), ranks.marching()
-    state = None if options.fresh else _find_state(plan)
+    state = _find_state(plan, ranks.launch)
+    ranks.require_same("training states", {"step": state.step if state else None})
     if state:
         state = _compared(plan, state)
         if state.step >= plan.num_steps:  # saving flags may have changed; equal bytes are written again
@@ -121,9 +122,31 @@ def _run(options: Train, device: torch.device, ranks: Ranks) -> Report:
     return _report(plan, training.step, training.facts | timing)
 
 
-def _find_state(plan: Plan) -> TrainingState | None:
-    """The newest state; with `--resume` the one it names, or the newest that a run of the same line has saved since."""
+def alike(options: Train, device: torch.device, ranks: Ranks) -> Train:
+    """The options with the memory flags of the process whose card has least free: `--vram auto` looks at each card."""
+    if options.vram != "auto" or ranks.count == 1:
+        return options
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+    chosen = {name: getattr(options, name) for name in PLAIN_MEMORY}
+    return replace(options, **min(ranks.gathered((free, chosen)), key=lambda found: found[0])[1])
+
+
+def _settings(plan: Plan) -> dict[str, Any]:
+    """What has to be the same in all processes: what decides the result, and when they wait for each other."""
+    numbers = {name: value for name, value in vars(plan.options).items() if isinstance(value, bool | int | float)}
+    numbers.pop("max_data_loader_n_workers", None)
+    return {**numbers, **plan.fingerprint, "held-out items": dataset_digest(plan.held_out)}
+
+
+def _find_state(plan: Plan, launched: Launch) -> TrainingState | None:
+    """The newest state; with `--resume` the one it names, or the newest that a run of the same line has saved since.
+
+    With `--fresh` there is none, unless the launcher has started the job again: then the newest that it has saved.
+    """
     given = plan.options.resume
+    if plan.options.fresh:
+        path = checkpoint.newest(plan.states, {checkpoint.JOB: launched.job}) if launched.restarts else None
+        return checkpoint.read(path) if path else None
     if given is None or given.resolve().parent == plan.states.resolve():
         checkpoint.require_own_format(plan.states)
     if given is None:
@@ -184,14 +207,19 @@ def _prepare(
         for expert in plan.experts
     ]
     training = Run(plan, kind, device, trainees, ranks)
-    sums = [weights.double().sum().item() for trainee in trainees for weights in trainee.optimization.flat.weights]
+    sums = {
+        f"{trainee.plan.name} sums of bits".strip(): [sum_of_bits(each) for each in trainee.optimization.flat.weights]
+        for trainee in trainees
+    }
     ranks.require_same("weights", sums)
     if state:
         training.facts = dict(state.facts)
         if not plan.options.resume:  # else the state may lie elsewhere
             training.saved_step = state.step
-    elif plan.options.fresh and ranks.is_first:
-        checkpoint.forget(plan.states)
+    elif plan.options.fresh:
+        training.facts = {checkpoint.JOB: ranks.launch.job} if ranks.launch.job else {}
+        if ranks.is_first:
+            checkpoint.forget(plan.states)
     _announce(training)
     return training
 
@@ -283,6 +311,7 @@ def _train(training: Run, watching: Watching, interrupt: Interrupt) -> None:
             reader.close()
     if training.saved_step != training.step and ranks.is_first:
         save_state(training)
+    ranks.any(False)  # a launcher that sees one process end stops the others, also one that still saves
 
 
 def _report(plan: Plan, step: int, facts: Mapping[str, Any], *, done_before: bool = False) -> Report:

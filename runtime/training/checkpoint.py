@@ -26,6 +26,8 @@ MANIFEST = "state.json"
 FORMAT = "wangen-state-2"
 ORIGIN = "resumed_from"
 """Among a run's facts: the identity of the state that `--resume` named, if it did."""
+JOB = "begun_by"
+"""Among a run's facts: the launcher's job that began it with `--fresh`, so that its restarts go on from there."""
 _PARTS = ("adapter", "optimizer", "ema")
 
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,18 @@ from wangen.generator.errors import UsageError, WangenError, many
 from wangen.generator.launch import machines
 from wangen.generator.session import Report
 from wangen.generator.steps import Train
+from wangen.runtime.training.process_logs import last_words, remove_old
 
 log = logging.getLogger("wangen")
 
 AUTO = "auto"
 MASTER = "WANGEN_MASTER_ADDR"
 """The environment variable that says where the first machine is reached, if not by the name that Slurm has for it."""
-STOP_S = 120
-"""So long processes that are stopped have for their step and for saving, before they are killed."""
+STOP_S = 300
+"""So long all have after Ctrl-C to end a step, a validation or samples, and to save; a second Ctrl-C waits for none.
+
+Where a process is lost, others that hang on its GPU's messages are waited for as long.
+"""
 
 
 def train_together(options: Train) -> Report:
@@ -47,10 +51,12 @@ def train_together(options: Train) -> Report:
     if num_nodes > 1:
         meeting, folder = slurm_meeting(os.environ), folder / os.environ["SLURMD_NODENAME"]
     folder.mkdir(parents=True, exist_ok=True)
+    remove_old(folder)
     logs = DefaultLogsSpecs(str(folder), redirects=Std.ALL, tee={0: Std.ALL}, local_ranks_filter={0})
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(STOP_S))  # LaunchConfig reads it
     config = LaunchConfig(
         min_nodes=num_nodes, max_nodes=num_nodes, nproc_per_node=number, rdzv_backend="c10d",
-        max_restarts=options.max_restarts, logs_specs=logs, log_line_prefix_template=" ", **meeting, **_patience(),
+        max_restarts=options.max_restarts, logs_specs=logs, log_line_prefix_template=" ", **meeting,
     )  # fmt: skip
     # Else processes that are started again read in the old store where those before them were to be reached.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
@@ -98,11 +104,6 @@ def _first_host(nodes: str) -> str:
                           cure=f"set {MASTER} to its name or address") from None  # fmt: skip
 
 
-def _patience() -> dict[str, Any]:
-    """More time to stop, where this torch can be told of it."""
-    return {"shutdown_timeout": STOP_S} if any(one.name == "shutdown_timeout" for one in fields(LaunchConfig)) else {}
-
-
 def num_processes(options: Train) -> int:
     """How many processes `--gpus` asks for.
 
@@ -126,6 +127,8 @@ def _failed(error: ChildFailedError, number: int, folder: Path) -> WangenError:
         f"was ended by {failure.signal_name()}" if failure.exitcode < 0 else f"ended with exit code {failure.exitcode}"
     )
     files = sorted(folder.glob(f"*/attempt_*/{failure.local_rank}/stderr.log"), key=lambda path: path.stat().st_mtime)
+    if files and failure.local_rank:  # the first is on the terminal already
+        log.error("%s", last_words(files[-1]))
     return WangenError(
         f"process {rank} of {number} {how}",
         where=str(files[-1] if files else folder),

@@ -50,6 +50,8 @@ def _out_of_memory_between(plan: Plan, device: torch.device, what: str) -> Wange
 
 
 def _out_of_memory(run: Run, group: Group) -> WangenError:
+    if not group.batches:  # of a short step's end: what was full is the room for gradients or the optimizer
+        return _out_of_memory_between(run.plan, run.device, f"at step {run.step + 1}")
     largest = max(group.batches, key=lambda prepared: prepared.noise.numel())
     size = "x".join(map(str, largest.noise.shape[2:]))
     found = f"out of memory at step {run.step + 1}, on {', '.join(largest.batch.names)} (latents of {size})"

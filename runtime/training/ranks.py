@@ -6,7 +6,10 @@ from host memory, so that no GPU is waited for.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import re
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -19,7 +22,12 @@ from wangen.generator.launch import Launch
 Result = TypeVar("Result")
 
 TIMEOUT = timedelta(hours=6)
-"""The others wait while one samples or saves; a process that is gone is noticed at once, whatever this is."""
+"""The others wait while one samples or saves; a process that is gone is noticed at once, whatever this is.
+
+Only a machine that vanishes without closing its connections is noticed no sooner.
+"""
+GRACE_S = 15.0
+"""So long a process that has lost another waits to be stopped by the launcher, which blames whom it sees end first."""
 
 
 class Ranks:
@@ -67,7 +75,8 @@ class Ranks:
         if self.count == 1:
             return [value]
         values: list[Any] = [None] * self.count
-        dist.all_gather_object(values, value)
+        with _all_there():
+            dist.all_gather_object(values, value)
         return values
 
     def any(self, flag: bool) -> bool:
@@ -75,26 +84,46 @@ class Ranks:
         if self.count == 1:
             return flag
         told = torch.tensor(int(flag))
-        dist.all_reduce(told, dist.ReduceOp.MAX)
+        with _all_there():
+            dist.all_reduce(told, dist.ReduceOp.MAX)
         return bool(told)
 
     def add_up(self, tensors: Sequence[torch.Tensor]) -> None:
         """Replace each tensor by the sum over all processes; the same bytes on all."""
         if self.count > 1:
-            for tensor in tensors:
-                dist.all_reduce(tensor)
+            with _all_there():
+                for tensor in tensors:
+                    dist.all_reduce(tensor)
 
-    def require_same(self, what: str, value: Any) -> None:
+    def require_same(self, what: str, facts: Mapping[str, Any]) -> None:
         """Refuse to train on together what is not the same everywhere.
+
+        Args:
+            what: the facts are, in the plural.
+            facts: by name; the message has the names of those that differ.
 
         Raises:
             WangenError: a process sees something else than the first.
         """
-        values = self.gathered(value)
-        other = next((rank for rank, own in enumerate(values) if own != values[0]), None)
-        if other is not None:
-            raise WangenError(f"process {other} of {self.count} sees {what} that differ from those of process 0",
-                              cure="let all machines see the same folders and files")  # fmt: skip
+        first, *others = self.gathered(facts)
+        for rank, own in enumerate(others, 1):
+            names = sorted(name for name in {*first, *own} if first.get(name) != own.get(name))
+            if names:
+                raise WangenError(
+                    f"process {rank} of {self.count} sees {what} that differ from those of process 0: "
+                    + ", ".join(names),
+                    cure="let all machines see the same folders and files, and give all the same line",
+                )
+
+
+def sum_of_bits(numbers: torch.Tensor) -> int:
+    """What tells float32 tensors apart, in whatever order a card adds up; also of those that have no number.
+
+    >>> one = torch.tensor([1.0, float("nan")])
+    >>> sum_of_bits(one) == sum_of_bits(one.flip(0)), sum_of_bits(one) == sum_of_bits(one * 1.0000001)
+    (True, False)
+    """
+    return int(numbers.view(torch.int32).sum(dtype=torch.int64))
 
 
 @contextlib.contextmanager
@@ -103,13 +132,50 @@ def joined(launch: Launch, device: torch.device) -> Iterator[Ranks]:
 
     Args:
         launch: which of how many this is.
-        device: where it computes.
+        device: where it computes; what names no GPU then means this one.
+
+    Raises:
+        WangenError: they do not find each other.
     """
     if launch.count == 1:
         yield Ranks(launch)
         return
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
+    if device.type == "cuda":
+        torch.cuda.set_device(device.index or 0)
+    with _all_there():
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
     ranks = Ranks(launch)
     yield ranks
     ranks.any(False)  # wait for all; not after an error: then the others do not come here
     dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _all_there() -> Iterator[None]:
+    """Around what all processes do together.
+
+    Raises:
+        WangenError: another is gone, or they do not reach each other.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # of gloo, of NCCL and of the store
+        _wait_to_be_stopped()
+        reason = re.sub(r"^\[\S*\] |\. This is typically.*", "", str(error).splitlines()[0])
+        raise WangenError(
+            f"this process has lost the others ({reason})",
+            cure="the one that ended first says why, on the terminal or in its log; the next start goes on from the "
+            "last saved state",
+        ) from None
+
+
+def _wait_to_be_stopped() -> None:
+    """Until the launcher's SIGTERM, but not for long; it asks for nothing any more, so no other handler sees it."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    told = threading.Event()
+    before = signal.signal(signal.SIGTERM, lambda *_: told.set())
+    told.wait(GRACE_S)
+    signal.signal(signal.SIGTERM, before)

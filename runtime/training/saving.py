@@ -48,7 +48,9 @@ class Saving:
     def _state_due(self) -> bool:
         options, step = self._run.plan.options, self._run.step
         every = options.save_state_every_n_steps
-        late = time.monotonic() - self._saved_at > 60 * options.save_state_every_n_minutes
+        minutes = (time.monotonic() - self._saved_at) / 60
+        # The first process saves, so its clock is the one that counts: the others' is never set back.
+        late = self._run.ranks.is_first and minutes > options.save_state_every_n_minutes
         return late or step % self._run.plan.steps_per_epoch == 0 or bool(every and step % every == 0)
 
     def save(self) -> None:

@@ -1,0 +1,288 @@
+"""What goes wrong in one of several processes: who is blamed, in which words, what is saved, and what stays behind."""
+
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from test_together import alone, losses, run, started, torchrun
+from tiny import TinyRun
+from torch.distributed.launcher.api import LaunchConfig
+
+from wangen.generator.errors import UsageError, WangenError
+from wangen.generator.launch import Launch, launch
+from wangen.runtime import devices, train
+from wangen.runtime.progress import progress
+from wangen.runtime.training import checkpoint, launcher, out_of_memory, process_logs, ranks
+from wangen.runtime.training.prepared import Group
+from wangen.runtime.training.process_logs import KEPT_STARTS, last_words, remove_old
+from wangen.runtime.training.ranks import Ranks, joined
+from wangen.runtime.training.run import Run
+from wangen.runtime.training.saving import Saving
+
+CPU = torch.device("cpu")
+SECOND = Ranks(Launch(1, 2, 1))
+
+
+# ---- small parts -------------------------------------------------------------------------------------------------
+
+
+def test_only_the_first_says_that_it_is_time_to_save(tiny_run: TinyRun, tmp_path: Path, monkeypatch):
+    """Only it saves, so another's clock would say so at every step from then on, and each reads the GPU's numbers."""
+    plan = planned(tiny_run, tmp_path, max_train_steps=100, save_state_every_n_minutes=1.0)
+    run = Run(plan, None, CPU, [])  # type: ignore[arg-type]
+    monkeypatch.setattr(Run, "step", 1)
+    for own, wanted in ((Ranks(), True), (SECOND, False)):
+        run.ranks = own
+        saving = Saving(run)
+        monkeypatch.setattr(saving, "_saved_at", time.monotonic() - 61)
+        assert saving.due() is wanted
+
+
+def test_a_full_memory_of_a_process_without_a_batch_is_said(tiny_run: TinyRun, tmp_path: Path):
+    run = Run(planned(tiny_run, tmp_path), None, CPU, [], SECOND)  # type: ignore[arg-type]
+    group = Group(0, [], 2)
+    with pytest.raises(WangenError, match="at step 1"), out_of_memory.enough_memory_for_steps(run, group):
+        raise torch.OutOfMemoryError
+
+
+def planned(tiny_run: TinyRun, folder: Path, **changes: object):
+    from wangen import profiles
+    from wangen.runtime.training.plan import make_plan
+    from wangen.runtime.training.refusals import resolved
+    from wangen.runtime.training.samples import read_training_samples
+
+    options = tiny_run.options(folder, **changes)
+    model = profiles.model(options.task)
+    options = resolved(options, model, CPU)
+    return make_plan(options, model, *read_training_samples(options, model))
+
+
+def test_each_process_has_a_gpu_of_its_own(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert devices.own_gpu(torch.device("cuda"), 1) == torch.device("cuda", 1)
+    for one in ("cuda:0", "cuda:1"):
+        with pytest.raises(UsageError, match=f"--device {one}: all processes of this machine"):
+            devices.own_gpu(torch.device(one), 1)
+    with pytest.raises(UsageError, match="process 2 of this machine, counted from 0, has no GPU: there are 2"):
+        devices.own_gpu(torch.device("cuda"), 2)
+
+
+@pytest.mark.parametrize(("device", "number"), [("cuda", 0), ("cuda:1", 1)])
+def test_what_names_no_gpu_is_done_on_the_own_one(monkeypatch, device: str, number: int):
+    """Pinning, Triton's kernels and the encoders' `cuda` would all take the machine's first."""
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(ranks.dist, "init_process_group", lambda *_, **__: None)
+    monkeypatch.setattr(ranks.dist, "destroy_process_group", lambda: None)
+    monkeypatch.setattr(Ranks, "any", lambda *_: False)
+    with joined(Launch(number, 2, number), torch.device(device)):
+        pass
+    assert chosen == [number]
+
+
+def test_all_take_the_memory_flags_of_the_card_with_least_free(tiny_run: TinyRun, tmp_path: Path, monkeypatch):
+    options = tiny_run.options(tmp_path, vram="auto", blocks_to_swap=0, quantize="none")
+    others = [(30, {"blocks_to_swap": 0, "quantize": "none"}), (20, {"blocks_to_swap": 10, "quantize": "int8"})]
+    monkeypatch.setattr(SECOND, "gathered", lambda _own: others)
+    found = train.alike(options, CPU, SECOND)
+    assert (found.blocks_to_swap, found.quantize) == (10, "int8")
+    assert train.alike(replace(options, vram=None), CPU, SECOND).blocks_to_swap == 0
+
+
+def test_a_lost_process_is_said_in_one_line_and_waited_for(monkeypatch):
+    """The launcher blames whom it sees end first: that must not be one that only noticed."""
+    words = "[/build/gloo/pair.cc:5] Connection closed by peer [::1]:2. This is typically caused by a crash. Good luck!"
+
+    def closed(*_: object) -> None:
+        raise RuntimeError(words)
+
+    monkeypatch.setattr(ranks, "GRACE_S", 0.2)
+    monkeypatch.setattr(ranks.dist, "all_gather_object", closed)
+    began, before = time.monotonic(), signal.getsignal(signal.SIGTERM)
+    with pytest.raises(WangenError, match=r"has lost the others \(Connection closed by peer \[::1\]:2\)"):
+        SECOND.gathered(1)
+    assert time.monotonic() - began >= 0.2
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_what_differs_between_processes_is_named(monkeypatch):
+    first, second = {"a": 1, "b": 2, "c": 3}, {"a": 1, "b": 0}
+    monkeypatch.setattr(SECOND, "gathered", lambda _own: [first, second])
+    with pytest.raises(WangenError, match=r"sees settings that differ from those of process 0: b, c\n"):
+        SECOND.require_same("settings", second)
+    monkeypatch.setattr(SECOND, "gathered", lambda _own: [first, dict(first)])
+    SECOND.require_same("settings", first)
+
+
+def test_a_launcher_waits_for_what_saves(tiny_run: TinyRun, tmp_path: Path, monkeypatch):
+    """torch's own half minute is shorter than samples take, or a long step."""
+    configs: list[LaunchConfig] = []
+    monkeypatch.delenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", raising=False)
+    monkeypatch.setattr(launcher, "elastic_launch", lambda config, _: configs.append(config) or (lambda *_: None))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(os, "environ", dict(os.environ))
+        launcher.train_together(tiny_run.options(tmp_path, gpus="2"))
+    assert getattr(configs[0], "shutdown_timeout", launcher.STOP_S) == launcher.STOP_S, "older ones of torch have none"
+
+
+def test_a_bar_is_of_the_process_that_shows(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr(logging.getLogger("wangen"), "level", logging.WARNING)
+    logging.getLogger("wangen").manager._clear_cache()  # type: ignore[attr-defined]
+    with progress("train", 2) as advance:
+        advance(2, "")
+    logging.getLogger("wangen").manager._clear_cache()  # type: ignore[attr-defined]
+    assert capsys.readouterr().err == ""
+
+
+def test_logs_of_the_last_starts_stay(tmp_path: Path):
+    for number in range(KEPT_STARTS + 3):
+        file = tmp_path / f"{number:08x}_x" / "attempt_0" / "1" / "stderr.log"
+        file.parent.mkdir(parents=True)
+        file.write_text(f"line {number}\n" * 50)
+        for path in (file, file.parents[2]):
+            os.utime(path, (number, number))
+    (tmp_path / "my_own").mkdir()
+    remove_old(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        ["my_own", *(f"{number:08x}_x" for number in range(3, KEPT_STARTS + 3))]
+    )
+    assert last_words(file).splitlines() == [f"  | line {KEPT_STARTS + 2}"] * process_logs.LAST_LINES
+    assert last_words(tmp_path / "none") == ""
+
+
+def test_a_launcher_says_which_job_it_is_and_how_often_it_was_started():
+    told = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "7",
+            "TORCHELASTIC_RESTART_COUNT": "2", "SLURM_RESTART_COUNT": "1"}  # fmt: skip
+    assert launch(told, "linux") == Launch(1, 2, 1, job="7", restarts=3)
+
+
+# ---- whole runs --------------------------------------------------------------------------------------------------
+
+FAULTS = """
+import os, sys
+if os.environ.get("RANK") == "{rank}" and "wangen.runtime" in sys.orig_argv:
+    import time
+    import torch
+    from wangen.generator.errors import WangenError
+    from wangen.runtime import train
+    {fault}
+"""
+
+
+def faulty(folder: Path, rank: int, fault: str) -> dict[str, str]:
+    """The environment in which one process has a fault: Python runs this module at its start."""
+    folder.mkdir(exist_ok=True)
+    text = FAULTS.format(rank=rank, fault=fault.replace("\n", "\n    "))
+    (folder / "sitecustomize.py").write_text(text, encoding="utf-8")
+    return {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
+
+
+AT_STEP_3 = """
+real = train.optimizer_step
+def step(run, *rest):
+    if run.step == 3{also}:
+        {how}
+    return real(run, *rest)
+train.optimizer_step = step
+"""
+
+
+def left(folder: Path) -> list[str]:
+    """The command lines of processes that still work on a folder."""
+    lines = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
+    return [line for line in lines if str(folder) in line]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("def unread(*_): raise WangenError('an entry cannot be read')\ntrain.read_training_samples = unread",
+         "train: an entry cannot be read"),
+        (AT_STEP_3.format(also="", how="raise torch.OutOfMemoryError"), "train: out of memory at step 4"),
+        (AT_STEP_3.format(also="", how="raise ValueError('our bug')"), "[rank1]: ValueError: our bug"),
+    ],
+)  # fmt: skip
+def test_what_another_process_dies_of_stands_on_the_terminal(tiny_run: TinyRun, tmp_path: Path, fault: str, words: str):
+    options = tiny_run.options(tmp_path / "out", gpus="2")
+    done = run(alone(options), **faulty(tmp_path / "fault", 1, fault))
+    assert done.returncode == 1
+    assert f"  | {words}" in done.stderr
+    assert "process 1 of 2 ended with exit code 1" in done.stderr
+    assert "Traceback" not in done.stderr.replace("  | Traceback", "")
+    assert not left(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("train._find_state = lambda *_: None", "process 1 of 2 sees training states that differ"),
+        ("from dataclasses import replace\nreal = train.make_plan\n"
+         "train.make_plan = lambda options, *rest: real(replace(options, max_train_steps=9), *rest)",
+         "process 1 of 2 sees samples or settings that differ from those of process 0: max_train_steps\n"),
+    ],
+)  # fmt: skip
+def test_processes_that_would_wait_for_each_other_in_vain_are_refused(
+    tiny_run: TinyRun, tmp_path: Path, fault: str, words: str
+):
+    """A machine that sees no state of a run that is done, or was given another number of steps."""
+    options = tiny_run.options(tmp_path / "out", gpus="2")
+    assert run(alone(replace(options, gpus="1", gradient_accumulation_steps=2))).returncode == 0
+    done = run(alone(options), **faulty(tmp_path / "fault", 1, fault))
+    assert done.returncode == 1
+    assert words in done.stderr
+
+
+@pytest.mark.slow
+def test_a_fresh_run_goes_on_when_its_launcher_starts_it_again(tiny_run: TinyRun, tmp_path: Path):
+    options = tiny_run.options(tmp_path / "out", gpus="2", max_restarts=1, fresh=True, save_state_every_n_steps=1)
+    assert run(alone(replace(options, gpus="1"))).returncode == 0, "an earlier run, which --fresh is to forget"
+    once = " and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'"
+    fault = AT_STEP_3.format(also=once, how="raise ValueError('our bug')")
+    done = run(alone(options), **faulty(tmp_path / "fault", 1, fault))
+    assert done.returncode == 0, done.stderr
+    assert "resuming at 3" in done.stdout + done.stderr
+    assert len(losses(tmp_path / "out")) == options.max_train_steps
+    anew = run(alone(options))
+    assert anew.returncode == 0
+    assert "resuming" not in anew.stdout + anew.stderr
+
+
+@pytest.mark.slow
+def test_a_stop_leaves_the_first_the_time_to_save(tiny_run: TinyRun, tmp_path: Path):
+    """All are told to stop, as Slurm does it: were one to end before the state is on disk, the launcher would stop the
+    first a second time, in the middle of saving."""
+    options = tiny_run.options(tmp_path / "out", max_train_steps=5000)
+    slow = "real = train.save_state\ndef save(*rest):\n    time.sleep(6)\n    real(*rest)\ntrain.save_state = save\n"
+    slow += "train.Saving.due = lambda _: False"  # nothing was saved before
+    job = started_with(torchrun(options, 2), options.output_dir, 5, faulty(tmp_path / "fault", 0, slow))
+    for worker in psutil.Process(job.pid).children():
+        worker.send_signal(signal.SIGTERM)
+    _, told = job.communicate(timeout=120)
+    assert job.returncode != 0
+    newest = checkpoint.newest(options.output_dir / "lora-state")
+    assert newest, told
+    assert int(re.sub(r"\D", "", newest.name)) == len(losses(options.output_dir))
+
+
+def started_with(line: Sequence[str], folder: Path, steps: int, environment: dict[str, str]) -> subprocess.Popen[str]:
+    """As `started`, in another environment."""
+    before = {name: os.environ.get(name) for name in environment}
+    os.environ.update(environment)
+    try:
+        return started(line, folder, steps)
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
