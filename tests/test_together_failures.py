@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from wangen.runtime.progress import progress
 from wangen.runtime.training import checkpoint, launcher, out_of_memory, process_logs, ranks
 from wangen.runtime.training.prepared import Group
 from wangen.runtime.training.process_logs import KEPT_STARTS, last_words, remove_old
-from wangen.runtime.training.ranks import Ranks, joined
+from wangen.runtime.training.ranks import Ranks, agreed_name, joined
 from wangen.runtime.training.run import Run
 from wangen.runtime.training.saving import Saving
 
@@ -82,6 +83,7 @@ def test_what_names_no_gpu_is_done_on_the_own_one(monkeypatch, device: str, numb
     """Pinning, Triton's kernels and the encoders' `cuda` would all take the machine's first."""
     chosen: list[int] = []
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(ranks, "new_store", lambda: (None, number, 2))
     monkeypatch.setattr(ranks.dist, "init_process_group", lambda *_, **__: None)
     monkeypatch.setattr(ranks.dist, "destroy_process_group", lambda: None)
     monkeypatch.setattr(Ranks, "any", lambda *_: False)
@@ -113,6 +115,16 @@ def test_a_lost_process_is_said_in_one_line_and_waited_for(monkeypatch):
         SECOND.gathered(1)
     assert time.monotonic() - began >= 0.2
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_processes_that_are_started_again_do_not_find_dead_ones():
+    store, names = torch.distributed.HashStore(), []
+    for _ in range(3):  # the store keeps what earlier starts have left
+        with ThreadPoolExecutor() as threads:
+            started_ones = [threads.submit(agreed_name, store, number, 3) for number in (0, 1, 2)]
+        (name,) = {one.result(timeout=20) for one in started_ones}
+        names.append(name)
+    assert len(set(names)) == 3
 
 
 def test_what_differs_between_processes_is_named(monkeypatch):

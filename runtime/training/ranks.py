@@ -9,15 +9,20 @@ import contextlib
 import re
 import signal
 import threading
+import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from wangen.generator.errors import WangenError
 from wangen.generator.launch import Launch
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 Result = TypeVar("Result")
 
@@ -26,6 +31,7 @@ TIMEOUT = timedelta(hours=6)
 
 Only a machine that vanishes without closing its connections is noticed no sooner.
 """
+PAUSE_S = 0.05
 GRACE_S = 15.0
 """So long a process that has lost another waits to be stopped by the launcher, which blames whom it sees end first."""
 
@@ -143,11 +149,56 @@ def joined(launch: Launch, device: torch.device) -> Iterator[Ranks]:
     if device.type == "cuda":
         torch.cuda.set_device(device.index or 0)
     with _all_there():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
+        store, number, count = new_store()
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=number, world_size=count, timeout=TIMEOUT)
     ranks = Ranks(launch)
     yield ranks
     ranks.any(False)  # wait for all; not after an error: then the others do not come here
     dist.destroy_process_group()
+
+
+def new_store() -> tuple["Store", int, int]:
+    """Where the processes of this start find each other, the number of this one, and of all."""
+    from torch.distributed.rendezvous import rendezvous  # PyTorch for some cards has no such module
+
+    found, number, count = next(rendezvous("env://", timeout=TIMEOUT))
+    return dist.PrefixStore(agreed_name(found, number, count), found), number, count  # type: ignore[attr-defined]
+
+
+def agreed_name(store: "Store", number: int, count: int) -> str:
+    """A name for this start of the processes that all of them know, and no earlier start had.
+
+    torch's launcher keeps its store when it starts processes again, and they would take the addresses of dead ones for
+    those of the others. How often it did so is another number on each machine. So each asks with a name of its own, and
+    the first answers it with the name of all, whatever else is in the store.
+
+    Args:
+        store: that all reach.
+        number: of this process.
+        count: of all.
+    """
+    own = uuid.uuid4().hex
+    if number:
+        store.set(f"asks/{number}", own)
+        _wait_for(store, f"answer/{own}")
+        name: str = store.get(f"answer/{own}").decode()
+        store.set(f"knows/{name}/{number}", "")
+        return name
+    missing = list(range(1, count))
+    while missing:
+        for other in missing:
+            if store.check([f"asks/{other}"]):
+                store.set(f"answer/{store.get(f'asks/{other}').decode()}", own)
+        time.sleep(PAUSE_S)
+        missing = [other for other in missing if not store.check([f"knows/{own}/{other}"])]
+    return own
+
+
+def _wait_for(store: "Store", key: str) -> None:
+    """Until a key is there; signals are heard meanwhile, which the store's own way of waiting puts off."""
+    while not store.check([key]):
+        time.sleep(PAUSE_S)
 
 
 @contextlib.contextmanager
