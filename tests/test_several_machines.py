@@ -52,7 +52,7 @@ def test_a_process_that_was_started_starts_none(monkeypatch):
     for name, value in (STEP | {"WORLD_SIZE": "6", "RANK": "4", "LOCAL_RANK": "1"}).items():
         monkeypatch.setenv(name, value)
     assert not TRAIN.starts_processes
-    assert launch() == Launch(rank=4, count=6, local_rank=1)
+    assert launch() == Launch(rank=4, count=6, local_rank=1, local_count=6)
 
 
 def test_all_meet_at_the_first_node(monkeypatch):

@@ -51,7 +51,7 @@ def test_only_the_first_says_that_it_is_time_to_save(tiny_run: TinyRun, tmp_path
 
 def test_a_full_memory_of_a_process_without_a_batch_is_said(tiny_run: TinyRun, tmp_path: Path):
     run = Run(planned(tiny_run, tmp_path), None, CPU, [], SECOND)  # type: ignore[arg-type]
-    group = Group(0, [], 2)
+    group = Group(0, [], 0, 2)
     with pytest.raises(WangenError, match="at step 1"), out_of_memory.enough_memory_for_steps(run, group):
         raise torch.OutOfMemoryError
 
@@ -176,7 +176,7 @@ def test_logs_of_the_last_starts_stay(tmp_path: Path):
 def test_a_launcher_says_which_job_it_is_and_how_often_it_was_started():
     told = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "7",
             "TORCHELASTIC_RESTART_COUNT": "2", "SLURM_RESTART_COUNT": "1"}  # fmt: skip
-    assert launch(told, "linux") == Launch(1, 2, 1, job="7", restarts=3)
+    assert launch(told, "linux") == Launch(1, 2, 1, 2, job="7", restarts=3)
 
 
 # ---- whole runs --------------------------------------------------------------------------------------------------

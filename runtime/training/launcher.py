@@ -58,8 +58,6 @@ def train_together(options: Train) -> Report:
         min_nodes=num_nodes, max_nodes=num_nodes, nproc_per_node=number, rdzv_backend="c10d",
         max_restarts=options.max_restarts, logs_specs=logs, log_line_prefix_template=" ", **meeting,
     )  # fmt: skip
-    # Else processes that are started again read in the old store where those before them were to be reached.
-    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     cores = int(os.environ.get("SLURM_CPUS_PER_TASK") or os.cpu_count() or 1)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // number)))
     try:
