@@ -1,5 +1,7 @@
 """Qwen-Image's models: every layout in, and the same numbers as diffusers' pipelines on tiny random models."""
 
+import logging
+import shutil
 import weakref
 from pathlib import Path
 
@@ -100,6 +102,19 @@ def test_edit_2511_is_told_by_comfyuis_marker_or_the_configuration(tiny_qwen: Ti
         ours, theirs = (QWEN.predict_velocity(model, latents, torch.tensor([700.0]), [text], controls=[[control]])
                         for model in (found, wanted))  # fmt: skip
     assert torch.equal(ours, theirs)
+
+
+def test_a_2511_by_its_name_alone_is_told(tiny_qwen: TinyQwen, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    path = tmp_path / "qwen_image_edit_2511_Q8.safetensors"  # as some conversions are, whose marker got lost
+    shutil.copy(tiny_qwen.single["dit"], path)
+    with caplog.at_level(logging.WARNING):
+        assert not load_transformer(path).config.zero_cond_t
+    assert "its name says 2511" in caplog.text
+    caplog.clear()
+    (tmp_path / "config.json").write_text('{"zero_cond_t": true}', encoding="utf-8")  # what the warning asks for
+    assert load_transformer(path).config.zero_cond_t
+    assert not load_transformer(tiny_qwen.single["dit"]).config.zero_cond_t
+    assert not caplog.records
 
 
 def test_both_names_of_the_text_encoder_and_its_sizes(tiny_qwen: TinyQwen):

@@ -4,6 +4,7 @@ Letters in shapes: B batch, C channels, h and w latents, N tokens of a picture, 
 """
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -21,6 +22,8 @@ from wangen.generator.layouts import HEAD_DIM, QWEN_CELLS
 from wangen.runtime.memory.quantize import Mode, in_blocks
 from wangen.runtime.models.inputs import Controls
 from wangen.runtime.weights.filling import Checkpoint, build, fill, open_checkpoint
+
+log = logging.getLogger("wangen")
 
 ROTARY_DIMS = (16, 56, 56)
 """How the width of a head is shared out to frame, height and width."""
@@ -52,7 +55,11 @@ def load_transformer(
     """
     header = expect(path, "qwen-image-transformer", "--dit")
     checkpoint = open_checkpoint(path, header, lambda names: {name: name for name in names})
-    config = _config(checkpoint) | {"zero_cond_t": _has_clean_controls(path, header)}
+    clean = _has_clean_controls(path, header)
+    if not clean and "2511" in path.name:
+        log.warning("  --dit %s: its name says 2511, but nothing in it or beside it does, and it is taken for 2509: "
+                    "put transformer/config.json of Qwen/Qwen-Image-Edit-2511 beside it", path)  # fmt: skip
+    config = _config(checkpoint) | {"zero_cond_t": clean}
     model = build(path, lambda: QwenImageTransformer2DModel(**config))
     fill(model, checkpoint, dtype, device, convert=in_blocks(quantize, pack_on) if quantize else None)
     return model
