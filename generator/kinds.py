@@ -21,7 +21,7 @@ from wangen.generator.formats import Header
 from wangen.generator.headers import read_header, shards
 from wangen.generator.layouts import Layout, Shapes, layout_of, sizes_of
 from wangen.generator.tasks import supported
-from wangen.generator.vae_twins import QWEN, said_by_name
+from wangen.generator.vae_twins import QWEN, said_by_name, takes_vae
 
 # kind -> (plain words, the flag that takes it)
 KINDS = {
@@ -193,7 +193,8 @@ def require(path: Path, judged: Judged, kinds: str | Sequence[str], flag: str, t
     """
     wanted = (kinds,) if isinstance(kinds, str) else tuple(kinds)
     if judged.kind not in wanted:
-        taker, takes = f"{flag} of {task}" if task else flag, _family(wanted)
+        taker = f"{flag} of {task}" if task else flag
+        takes = (task and takes_vae(profiles.model(task), wanted)) or _family(wanted)
     elif task and judged.profiles and task not in judged.profiles:
         taker, takes = f"--task {task}", _words(_of_task(task, judged.kind), (task,))
     else:
