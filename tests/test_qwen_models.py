@@ -16,6 +16,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLDecoder
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from wangen import profiles
+from wangen.generator.cli import main
 from wangen.generator.errors import WangenError
 from wangen.generator.geometry import area_size
 from wangen.generator.kinds import examine
@@ -115,6 +116,20 @@ def test_a_2511_by_its_name_alone_is_told(tiny_qwen: TinyQwen, tmp_path: Path, c
     assert load_transformer(path).config.zero_cond_t
     assert not load_transformer(tiny_qwen.single["dit"]).config.zero_cond_t
     assert not caplog.records
+
+
+def test_a_2511_that_is_merged_from_a_folder_stays_one(tmp_path: Path):
+    make_transformer(zero_cond_t=True).save_pretrained(tmp_path / "transformer")
+    name = "transformer_blocks.0.attn.to_q"
+    low_rank = {"lora_A": torch.ones(1, 256), "lora_B": torch.ones(256, 1)}
+    save_file(
+        {f"diffusion_model.{name}.{part}.weight": value for part, value in low_rank.items()}, tmp_path / "l.safetensors"
+    )
+    lora, merged = str(tmp_path / "l.safetensors"), tmp_path / "merged.safetensors"
+    assert (
+        main(["export", "--dit", str(tmp_path / "transformer"), "--lora_weight", lora, "--save_path", str(merged)]) == 0
+    )
+    assert load_transformer(merged).config.zero_cond_t
 
 
 def test_both_names_of_the_text_encoder_and_its_sizes(tiny_qwen: TinyQwen):
