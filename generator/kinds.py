@@ -7,21 +7,23 @@ Qwen-Image; Qwen-Image and its Edit models. `Facts` then names every profile tha
 is given as a hint, no more.
 """
 
+import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from wangen import profiles
 from wangen.generator import relatives
-from wangen.generator.companions import TRANSFORMER_PREFIX, sort_out, strip_prefix
+from wangen.generator.companions import CLEAN_CONTROLS, TRANSFORMER_PREFIX, sort_out, strip_prefix
 from wangen.generator.errors import WangenError
 from wangen.generator.formats import Header
 from wangen.generator.headers import read_header, shards
 from wangen.generator.layouts import Layout, Shapes, layout_of, sizes_of
 from wangen.generator.tasks import supported
-from wangen.generator.vae_twins import QWEN, said_by_name
+from wangen.generator.vae_twins import QWEN, said_by_name, takes_vae
 
 # kind -> (plain words, the flag that takes it)
 KINDS = {
@@ -193,13 +195,31 @@ def require(path: Path, judged: Judged, kinds: str | Sequence[str], flag: str, t
     """
     wanted = (kinds,) if isinstance(kinds, str) else tuple(kinds)
     if judged.kind not in wanted:
-        taker, takes = f"{flag} of {task}" if task else flag, _family(wanted)
+        taker = f"{flag} of {task}" if task else flag
+        takes = (task and takes_vae(profiles.model(task), wanted)) or _family(wanted)
     elif task and judged.profiles and task not in judged.profiles:
         taker, takes = f"--task {task}", _words(_of_task(task, judged.kind), (task,))
     else:
         return
     cure = f"give {takes}{_belongs(judged.kind, flag, judged.profiles)}"
     raise WangenError(f"this is {judged.words}; {taker} takes {takes}", where=str(path), cure=cure)
+
+
+def has_clean_controls(path: Path, header: Header) -> bool:
+    """Whether control images have timestep 0, as in Edit 2511.
+
+    No weight says it, but ComfyUI's marker or the configuration beside the weights do.
+
+    Args:
+        path: as it was given to `--dit`.
+        header: of that file or folder.
+    """
+    if any(strip_prefix(name) == CLEAN_CONTROLS for name in header.tensors):
+        return True
+    with suppress(OSError, ValueError, AttributeError):
+        config = json.loads((shards(path, "--dit")[0].parent / "config.json").read_text(encoding="utf-8"))
+        return config.get("zero_cond_t") is True
+    return False
 
 
 def _judge(header: Header) -> Judged:

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -30,6 +30,16 @@ def said_by_name(path: Path) -> str:
     """
     found = [whose for whose, words in _NAMES.items() if words.search(path.name.lower())]
     return found[0] if len(found) == 1 else ""
+
+
+def takes_vae(model: Model, kinds: Sequence[str]) -> str:
+    """Which of the two a model takes, in words; empty where another kind of file is asked for.
+
+    >>> from wangen import profiles
+    >>> takes_vae(profiles.model("qwen-image"), [KIND])
+    'a Qwen-Image VAE'
+    """
+    return f"a {_OF[model.architecture]} VAE" if list(kinds) == [KIND] and model.architecture in _OF else ""
 
 
 def twin_warning(path: Path | None, model: Model) -> str:

@@ -17,7 +17,7 @@ import torch
 from wangen.generator.companions import CLEAN_CONTROLS, Contents, sort_out, strip_prefix
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.formats import Header, TensorInfo
-from wangen.generator.kinds import KINDS, expect
+from wangen.generator.kinds import KINDS, expect, has_clean_controls
 from wangen.generator.lora_config import STALE
 from wangen.generator.lora_keys import module_name
 from wangen.runtime.dtypes import FLOAT8, TORCH_DTYPES
@@ -100,6 +100,8 @@ def merge(
     tensors = _in_dtype(contents, changes, dtype) if dtype else _as_before(dit, header, contents, changes)
     marks = {name: info for name, info in header.tensors.items() if strip_prefix(name) == CLEAN_CONTROLS}
     tensors |= {name: _copied(info) for name, info in marks.items()}
+    if not marks and has_clean_controls(dit, header):  # a folder's configuration says it, which stays behind
+        tensors[CLEAN_CONTROLS] = Later(torch.float32, (0,), partial(torch.zeros, 0))
     num_bytes = sum(tensor.num_bytes for tensor in tensors.values())
     require_space(save_path, num_bytes)
     metadata = dict(header.metadata) if header.format == "safetensors" else {}

@@ -1,5 +1,7 @@
 """Qwen-Image's models: every layout in, and the same numbers as diffusers' pipelines on tiny random models."""
 
+import logging
+import shutil
 import weakref
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLDecoder
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from wangen import profiles
+from wangen.generator.cli import main
 from wangen.generator.errors import WangenError
 from wangen.generator.geometry import area_size
 from wangen.generator.kinds import examine
@@ -100,6 +103,33 @@ def test_edit_2511_is_told_by_comfyuis_marker_or_the_configuration(tiny_qwen: Ti
         ours, theirs = (QWEN.predict_velocity(model, latents, torch.tensor([700.0]), [text], controls=[[control]])
                         for model in (found, wanted))  # fmt: skip
     assert torch.equal(ours, theirs)
+
+
+def test_a_2511_by_its_name_alone_is_told(tiny_qwen: TinyQwen, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    path = tmp_path / "qwen_image_edit_2511_Q8.safetensors"  # as some conversions are, whose marker got lost
+    shutil.copy(tiny_qwen.single["dit"], path)
+    with caplog.at_level(logging.WARNING):
+        assert not load_transformer(path).config.zero_cond_t
+    assert "its name says 2511" in caplog.text
+    caplog.clear()
+    (tmp_path / "config.json").write_text('{"zero_cond_t": true}', encoding="utf-8")  # what the warning asks for
+    assert load_transformer(path).config.zero_cond_t
+    assert not load_transformer(tiny_qwen.single["dit"]).config.zero_cond_t
+    assert not caplog.records
+
+
+def test_a_2511_that_is_merged_from_a_folder_stays_one(tmp_path: Path):
+    make_transformer(zero_cond_t=True).save_pretrained(tmp_path / "transformer")
+    name = "transformer_blocks.0.attn.to_q"
+    low_rank = {"lora_A": torch.ones(1, 256), "lora_B": torch.ones(256, 1)}
+    save_file(
+        {f"diffusion_model.{name}.{part}.weight": value for part, value in low_rank.items()}, tmp_path / "l.safetensors"
+    )
+    lora, merged = str(tmp_path / "l.safetensors"), tmp_path / "merged.safetensors"
+    assert (
+        main(["export", "--dit", str(tmp_path / "transformer"), "--lora_weight", lora, "--save_path", str(merged)]) == 0
+    )
+    assert load_transformer(merged).config.zero_cond_t
 
 
 def test_both_names_of_the_text_encoder_and_its_sizes(tiny_qwen: TinyQwen):

@@ -9,7 +9,9 @@ from edit_set import make_edit_set
 from tiny_qwen import TinyQwen
 
 from wangen import profiles
+from wangen.generator import kinds
 from wangen.generator.cli import main
+from wangen.generator.errors import WangenError
 from wangen.generator.vae_twins import twin_warning
 
 WAN, QWEN = "Wan2.1_VAE.safetensors", "qwen_image_vae.safetensors"
@@ -46,6 +48,14 @@ def test_what_cannot_be_told_is_not_said(tmp_path: Path):
     assert twin_warning(tmp_path / PLAIN, profiles.model("qwen-image")) == ""
     assert twin_warning(tmp_path / "gone.safetensors", profiles.model("qwen-image")) == ""
     assert twin_warning(None, profiles.model("qwen-image")) == ""
+
+
+def test_who_gives_another_file_is_sent_to_the_models_own(tiny_qwen: TinyQwen):
+    for task, own in (("qwen-image-edit", "a Qwen-Image VAE"), ("t2v-14B", "a Wan 2.1 VAE")):
+        with pytest.raises(WangenError) as refused:
+            kinds.expect(tiny_qwen.single["t5"], "wan-vae-2.1", "--vae", task)
+        assert f"--vae of {task} takes {own}" in refused.value.found
+        assert refused.value.cure.startswith(f"give {own};")
 
 
 def test_every_step_that_takes_a_vae_says_it_once(tiny_qwen: TinyQwen, tmp_path: Path, capsys):

@@ -3,24 +3,24 @@
 Letters in shapes: B batch, C channels, h and w latents, N tokens of a picture, L tokens of text.
 """
 
-import json
+import logging
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from diffusers.models.transformers.transformer_qwenimage import QwenImageTransformer2DModel
 
-from wangen.generator.companions import CLEAN_CONTROLS, strip_prefix
+from wangen.generator.companions import CLEAN_CONTROLS
 from wangen.generator.errors import WangenError
-from wangen.generator.formats import Header
-from wangen.generator.headers import read_header, shards
-from wangen.generator.kinds import expect
+from wangen.generator.headers import read_header
+from wangen.generator.kinds import expect, has_clean_controls
 from wangen.generator.layouts import HEAD_DIM, QWEN_CELLS
 from wangen.runtime.memory.quantize import Mode, in_blocks
 from wangen.runtime.models.inputs import Controls
 from wangen.runtime.weights.filling import Checkpoint, build, fill, open_checkpoint
+
+log = logging.getLogger("wangen")
 
 ROTARY_DIMS = (16, 56, 56)
 """How the width of a head is shared out to frame, height and width."""
@@ -52,7 +52,11 @@ def load_transformer(
     """
     header = expect(path, "qwen-image-transformer", "--dit")
     checkpoint = open_checkpoint(path, header, lambda names: {name: name for name in names})
-    config = _config(checkpoint) | {"zero_cond_t": _has_clean_controls(path, header)}
+    clean = has_clean_controls(path, header)
+    if not clean and "2511" in path.name:
+        log.warning("  --dit %s: its name says 2511, but nothing in it or beside it does, and it is taken for 2509: "
+                    "put transformer/config.json of Qwen/Qwen-Image-Edit-2511 beside it", path)  # fmt: skip
+    config = _config(checkpoint) | {"zero_cond_t": clean}
     model = build(path, lambda: QwenImageTransformer2DModel(**config))
     fill(model, checkpoint, dtype, device, convert=in_blocks(quantize, pack_on) if quantize else None)
     return model
@@ -79,19 +83,6 @@ def _config(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _has_clean_controls(path: Path, header: Header) -> bool:
-    """Whether control images have timestep 0, as in Edit 2511.
-
-    No weight says it, but ComfyUI's marker or the configuration beside the weights do.
-    """
-    if any(strip_prefix(name) == CLEAN_CONTROLS for name in header.tensors):
-        return True
-    with suppress(OSError, ValueError, AttributeError):
-        config = json.loads((shards(path, "--dit")[0].parent / "config.json").read_text(encoding="utf-8"))
-        return config.get("zero_cond_t") is True
-    return False
-
-
 def saved_tensors(parameters: Mapping[str, torch.Tensor], dit: Path) -> dict[str, torch.Tensor]:
     """A whole transformer by the names of its files, with ComfyUI's marker where it was trained from Edit 2511.
 
@@ -102,7 +93,7 @@ def saved_tensors(parameters: Mapping[str, torch.Tensor], dit: Path) -> dict[str
     Raises:
         WangenError: that file cannot be read.
     """
-    marked = _has_clean_controls(dit, read_header(dit, "--dit"))
+    marked = has_clean_controls(dit, read_header(dit, "--dit"))
     return {**parameters, CLEAN_CONTROLS: torch.zeros(0)} if marked else dict(parameters)
 
 
