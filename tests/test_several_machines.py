@@ -89,8 +89,7 @@ def test_machines_that_do_not_find_each_other_are_told_what_to_do(tmp_path, monk
 
     for name, value in (STEP | JOB | {"SLURMD_NODENAME": "gpu04", "WANGEN_MASTER_ADDR": "10.0.0.3"}).items():
         monkeypatch.setenv(name, value)
-    for name in ("OMP_NUM_THREADS", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"):  # which it sets for those that it starts
-        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # which it sets for those that it starts
     monkeypatch.setattr(launcher, "elastic_launch", lambda *_: launch)
     with pytest.raises(WangenError, match="the 3 machines did not find each other: nobody came") as caught:
         launcher.train_together(replace(TRAIN, output_dir=tmp_path))
