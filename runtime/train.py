@@ -11,10 +11,9 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from wangen import profiles
 from wangen.generator import headers
@@ -49,6 +48,9 @@ from wangen.runtime.training.step import optimizer_step
 from wangen.runtime.training.throughput import in_words
 from wangen.runtime.training.timesteps import starving
 from wangen.runtime.training.watching import Watching
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 log = logging.getLogger("wangen")
 
@@ -198,7 +200,7 @@ def _difference(name: str, old: Any, new: Any) -> str:
 
 
 def _prepare(
-    plan: Plan, device: torch.device, state: TrainingState | None, ranks: Ranks, mesh: DeviceMesh | None = None
+    plan: Plan, device: torch.device, state: TrainingState | None, ranks: Ranks, mesh: "DeviceMesh | None" = None
 ) -> Run:
     """Load the transformers, add the adapters, and put the state in; only then `--fresh` forgets an earlier run."""
     kind = family(plan.model)

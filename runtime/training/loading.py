@@ -4,10 +4,9 @@ import logging
 import math
 import shutil
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from wangen.generator import headers
 from wangen.generator.companions import sort_out
@@ -15,7 +14,6 @@ from wangen.generator.errors import WangenError, bytes_text
 from wangen.generator.steps import Train
 from wangen.runtime.fast.dit_blocks import lay_resident_groups
 from wangen.runtime.memory.quantize import quantize_blocks
-from wangen.runtime.memory.sharded import ShardedBlocks
 from wangen.runtime.memory.swap import BlockSwap
 from wangen.runtime.models import Family
 from wangen.runtime.models.compute import Compute
@@ -33,6 +31,11 @@ from wangen.runtime.training.full import trainable_parameters
 from wangen.runtime.training.optim import Optimization
 from wangen.runtime.training.plan import ExpertPlan, Plan
 from wangen.runtime.training.run import Trainee
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from wangen.runtime.memory.sharded import ShardedBlocks
 
 log = logging.getLogger("wangen")
 
@@ -60,7 +63,7 @@ def load_trainee(
     kind: Family,
     device: torch.device,
     state: ExpertState | None,
-    mesh: DeviceMesh | None = None,
+    mesh: "DeviceMesh | None" = None,
 ) -> Trainee:
     """Load one transformer, make it trainable, and put a saved state in; with a mesh its blocks are split over it.
 
@@ -78,7 +81,7 @@ def load_trainee(
     compute, parked = compute_of(options), options.offload_inactive_dit and len(plan.experts) > 1
     if parked and not compute.plain:
         lay_resident_groups(transformer, swapped, compute.free_blocks)
-    sharded = ShardedBlocks(transformer, mesh, device) if mesh else None
+    sharded = _in_parts(transformer, mesh, device) if mesh else None
     place = BlockSwap(
         transformer, swapped, device, free_blocks=compute.free_blocks, ring=options.block_swap_ring_size, parked=parked
     )
@@ -92,6 +95,12 @@ def load_trainee(
     if state:
         _restore(trainee, state, str(plan.states))
     return trainee
+
+
+def _in_parts(transformer: Any, mesh: "DeviceMesh", device: torch.device) -> "ShardedBlocks":
+    from wangen.runtime.memory.sharded import ShardedBlocks  # loads the compiler's libraries, which few runs need
+
+    return ShardedBlocks(transformer, mesh, device)
 
 
 def computed_in(options: Train) -> torch.dtype:

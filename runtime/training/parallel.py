@@ -2,10 +2,9 @@
 
 import logging
 from dataclasses import replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from wangen.generator.errors import UsageError
 from wangen.generator.launch import Launch
@@ -13,6 +12,9 @@ from wangen.generator.memory import GIB, memory_plan, settings_of, tokens_of
 from wangen.generator.steps import Train
 from wangen.runtime.memory.presets import CONTEXT_BYTES
 from wangen.runtime.training.plan import Plan
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 log = logging.getLogger("wangen")
 
@@ -71,10 +73,12 @@ def _needed(plan: Plan) -> int:
     return memory_plan(plan.model, settings_of(plan.options), tokens=tokens).device
 
 
-def mesh_of(way: Way, launch: Launch, device: torch.device) -> DeviceMesh | None:
+def mesh_of(way: Way, launch: Launch, device: torch.device) -> "DeviceMesh | None":
     """The processes that hold the parts: all, or with `hsdp` those of each machine; None where each holds all."""
     if way == "ddp":
         return None
+    from torch.distributed.device_mesh import init_device_mesh  # loads the compiler's libraries
+
     if way == "fsdp":
         return init_device_mesh(device.type, (launch.count,))
     shape = (launch.count // launch.local_count, launch.local_count)
