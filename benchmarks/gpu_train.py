@@ -25,16 +25,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from random_run import TEXT_ROWS, Clip, make_run, num_image_tokens, random_batch
+from random_run import Clip, make_run, num_image_tokens, random_batch
 
 from wangen import profiles
-from wangen.generator.memory import GIB, tokens_of, usable_bytes
+from wangen.generator.memory import GIB, usable_bytes
 from wangen.profiles import Model
 from wangen.runtime.interrupt import Interrupt
+from wangen.runtime.loader import Batch
 from wangen.runtime.memory.presets import CONTEXT_BYTES
 from wangen.runtime.training.prepared import Group
 from wangen.runtime.training.run import Run
-from wangen.runtime.training.step import optimizer_step
+from wangen.runtime.training.step import num_tokens, optimizer_step
 from wangen.runtime.training.throughput import peak_tflops, step_flops
 
 VIDEO = (832, 480, 81)
@@ -162,7 +163,8 @@ def measure(row: Row, device: torch.device, *, tiny: bool = False, peak: float |
         hold_to(int(row.flags["vram"]), device)
     began = time.perf_counter()
     run, trainee = make_run(model, row.flags, device, cudnn=row.cudnn)
-    group = Group(0, [random_batch(model, row.clip, row.batch, device)], 1, row.batch)
+    prepared = random_batch(model, row.clip, row.batch, device)
+    group = Group(0, [prepared], 1, row.batch)
     result = optimizer_step(run, trainee, group, 1.0, Interrupt())
     assert result is not None
     loss = float(result.losses.mean())
@@ -175,7 +177,7 @@ def measure(row: Row, device: torch.device, *, tiny: bool = False, peak: float |
             "peak_bytes": torch.cuda.max_memory_allocated(device),
             "reserved_bytes": torch.cuda.max_memory_reserved(device),
         }
-    return found | _work(row, model, run, min(seconds), peak_tflops(device, peak))
+    return found | _work(row, model, run, prepared.batch, min(seconds), peak_tflops(device, peak))
 
 
 def hold_to(vram_gib: int, device: torch.device) -> None:
@@ -207,13 +209,13 @@ def _times(step: Callable[[], object], device: torch.device, tiny: bool) -> list
     return [start.elapsed_time(end) / 1000 for start, end in pairwise(events)]
 
 
-def _work(row: Row, model: Model, run: Run, seconds: float, peak: float | None) -> dict[str, Any]:
+def _work(row: Row, model: Model, run: Run, batch: Batch, seconds: float, peak: float | None) -> dict[str, Any]:
     """Tokens and FLOPs of a step, and what they mean in the time it took."""
     options = run.plan.options
-    tokens = tokens_of(model, row.clip[:2], row.clip[2])
+    tokens, joint = num_tokens(batch, model.patch) // row.batch, model.prompt is not None
     flops = step_flops(
-        model.transformer, tokens, text_tokens=512 if options.plain else TEXT_ROWS,
-        image_tokens=num_image_tokens(model),
+        model.transformer, tokens, text_tokens=512 if options.plain and not joint else len(batch.texts[0]),
+        image_tokens=num_image_tokens(model), joint=joint,
         adapter_weights=sum(parameter.numel() for parameter in run.trainees[0].parameters.values()),
         checkpointing=options.checkpointing or "full", free_blocks=options.checkpointing_free_blocks or 0,
     )  # fmt: skip

@@ -11,7 +11,7 @@ from torch import nn
 
 from wangen.generator.layouts import HEAD_DIM
 from wangen.generator.steps import Train
-from wangen.generator.weight_counts import BOTH_IMAGES, CLIP_DIM, FREQUENCIES, UMT5_DIM
+from wangen.generator.weight_counts import BOTH_IMAGES, CLIP_DIM, FREQUENCIES, QWEN_TEXT_DIM, UMT5_DIM
 from wangen.profiles import Model
 from wangen.runtime.devices import set_precision
 from wangen.runtime.loader import Batch
@@ -65,16 +65,8 @@ def random_transformer(
         device: where each layer is drawn and quantised.
         home: where it then stays.
     """
-    from diffusers import WanTransformer3DModel
-    from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
-
-    from wangen.runtime.weights.transformer import Timesteps, shield_from_autocast
-
-    with torch.device("meta"):
-        transformer = WanTransformer3DModel(**config_of(model))
-    transformer.rope = WanRotaryPosEmbed(HEAD_DIM, transformer.config.patch_size, transformer.config.rope_max_seq_len)
-    transformer.condition_embedder.timesteps_proj = Timesteps(FREQUENCIES)
-    in_float32 = set(WanTransformer3DModel._keep_in_fp32_modules)
+    transformer = _empty_wan(model) if model.prompt is None else _empty_qwen(model)
+    in_float32 = set(transformer._keep_in_fp32_modules or ())
     generator = torch.Generator(device).manual_seed(0)
     convert = in_blocks(quantize or "none")
     for name, module in list(transformer.named_modules()):
@@ -87,8 +79,34 @@ def random_transformer(
             parameter.data = parameter.data.to(home)
         if new is not module:
             transformer.set_submodule(name, new)
-    shield_from_autocast(transformer)
     return transformer.eval()
+
+
+def _empty_wan(model: Model) -> Any:
+    """A Wan whose weights are on the meta device."""
+    from diffusers import WanTransformer3DModel
+    from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
+
+    from wangen.runtime.weights.transformer import Timesteps, shield_from_autocast
+
+    with torch.device("meta"):
+        transformer = WanTransformer3DModel(**config_of(model))
+    transformer.rope = WanRotaryPosEmbed(HEAD_DIM, transformer.config.patch_size, transformer.config.rope_max_seq_len)
+    transformer.condition_embedder.timesteps_proj = Timesteps(FREQUENCIES)
+    shield_from_autocast(transformer)
+    return transformer
+
+
+def _empty_qwen(model: Model) -> Any:
+    """A Qwen-Image whose weights are on the meta device."""
+    from diffusers import QwenImageTransformer2DModel
+    from diffusers.models.transformers.transformer_qwenimage import QwenEmbedRope
+
+    sizes = model.transformer
+    with torch.device("meta"):
+        transformer = QwenImageTransformer2DModel(num_layers=sizes.num_layers, num_attention_heads=sizes.num_heads)
+    transformer.pos_embed = QwenEmbedRope(10000, list(transformer.config.axes_dims_rope), scale_rope=True)
+    return transformer
 
 
 def config_of(model: Model) -> dict[str, Any]:
@@ -119,23 +137,27 @@ def _drawn(value: torch.Tensor, key: str, generator: torch.Generator) -> torch.T
 
 
 def random_batch(model: Model, clip: Clip, num_items: int, device: torch.device) -> Prepared:
-    """A batch as the reading threads hand it over."""
+    """A batch as the reading threads hand it over; edits have one control image of their own size."""
     width, height, num_frames = clip
     frames = (num_frames - 1) // model.temporal_stride + 1
     step, draw = model.spatial_stride, torch.Generator().manual_seed(1)
     shape = (num_items, model.latent_channels, frames, height // step, width // step)
     latents, noise = (torch.randn(shape, generator=draw) for _ in range(2))
     given = model.transformer.in_channels - model.latent_channels
+    rows, width_of_text = TEXT_ROWS, UMT5_DIM
+    if model.prompt is not None:
+        rows, width_of_text = TEXT_ROWS + min(1, model.max_controls) * model.prompt.picture_tokens, QWEN_TEXT_DIM
     condition = torch.randn(num_items, given, *shape[2:], generator=draw) if given else None
     images = num_items * num_image_tokens(model) // CLIP_TOKENS
     batch = Batch(
         latents=latents,
-        texts=[0.1 * torch.randn(TEXT_ROWS, UMT5_DIM, generator=draw) for _ in range(num_items)],
+        texts=[0.1 * torch.randn(rows, width_of_text, generator=draw) for _ in range(num_items)],
         names=[f"item {number}" for number in range(num_items)],
         keys=[str(number) for number in range(num_items)],
         weights=torch.ones(num_items),
         condition=condition,
         image_tokens=torch.randn(images, CLIP_TOKENS, CLIP_DIM, generator=draw) if images else None,
+        controls=[[latent] for latent in noise] if model.max_controls else None,
     )
     clean = 1 if model.condition == "text_or_image" and frames > 1 else 0
     keys = [(0, 0, key, 0) for key in batch.keys]

@@ -86,6 +86,16 @@ def test_a_row_is_measured_in_small(name, gpu_train):
 
 
 @pytest.mark.slow
+def test_edits_are_measured_in_small(gpu_train):
+    row = gpu_train.Row(group="test", task="qwen-image-edit", clip=(1024, 1024, 1), batch=2,
+                        flags={"vram": "24", "network_dim": 16})  # fmt: skip
+    found = gpu_train.in_this_process(row, CPU, tiny=True, peak=1.0)
+    assert found["tokens"] == 2 * 2 * 4 * 4  # items, the target and its control image, 4x4 tokens
+    assert 0 < found["model_flops"] < found["done_flops"]
+    assert 0.5 < found["loss"] < 10
+
+
+@pytest.mark.slow
 def test_choices_that_change_no_number_give_one_loss(gpu_train):
     def loss(**flags: Any) -> float:
         row = gpu_train.Row(group="test", task="t2v-14B", clip=(512, 512, 1), flags=flags)
