@@ -79,6 +79,9 @@ def run(options: CheckCache) -> Report:
     bad = [need for need in needs if need.verdict.state != "valid"]
     problems = [problem(need) for need in bad] or _others(options, folders, samples, encoders)
     _print(rows, bad, problems)
+    named = _by_name(model, needs)
+    if named:
+        log.info("  valid: %s", ", ".join(f"{name} {number}" for name, number in named["by_name"].items()))
     _say_how_deep(options.deep)
     whole = Row("", "latent", needs)
     return Report(
@@ -87,7 +90,7 @@ def run(options: CheckCache) -> Report:
         + (_to_run(options, bad) if problems else "training finds all it needs"),
         inputs={"dataset_config": options.dataset, "samples": len(samples)},
         counts={kind: count_states(need.verdict for need in needs if need.recipe.kind == kind) for kind in encoders},
-        result={**_by_name(model, needs), "problems": problems, "bytes": whole.num_bytes,
+        result={**named, "problems": problems, "bytes": whole.num_bytes,
                 "datasets": [row.facts() for row in rows], "why": dict(_reasons(bad))},
         ok=not problems,
     )  # fmt: skip

@@ -122,13 +122,15 @@ def test_control_latents_are_the_pipeline_s_at_the_size_that_is_asked_for(tiny_q
     assert torch.allclose(ours, packed, atol=1e-5)
 
 
-def test_the_six_names_of_edit_models_count_and_find_entries(edits: dict[str, EditSet]):
+def test_the_six_names_of_edit_models_count_and_find_entries(edits: dict[str, EditSet], caplog):
     made = edits["qwen-image-edit-plus"]
     cache = EmbeddingCache(made.folder / "cache")
     counts = {"pixel_latent": 3, "control_latent": 4, "prompt_embed": 3, "prompt_embeds_mask": 3,
               "empty_prompt_embed": 3, "empty_prompt_embeds_mask": 3}  # fmt: skip
     assert counts.items() <= cache.get_cache_stats().items()
-    assert check_cache.run(made.check).result["by_name"] == counts
+    with caplog.at_level("INFO", "wangen"):
+        assert check_cache.run(made.check).result["by_name"] == counts
+    assert "valid: pixel_latent 3, control_latent 4, prompt_embed 3, prompt_embeds_mask 3, empty_prompt" in caplog.text
     controls = [made.folder / "controls" / f"lake_{number}.png" for number in (0, 1)]
     for name, prompt in (("prompt_embed", CAPTIONS["lake"]), ("empty_prompt_embeds_mask", "")):
         found = cache.load_cache(name, cache.get_file_hash_for_prompt(controls, prompt))
