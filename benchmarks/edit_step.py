@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from diffusers import QwenImageTransformer2DModel
-from peft import LoraConfig
+from plain_loop import with_adapter
 from train_step import interleaved, least_and_quartile
 
 from wangen import profiles
@@ -42,13 +42,7 @@ def toy_model(dtype: torch.dtype) -> Any:
     torch.manual_seed(0)
     model = QwenImageTransformer2DModel(num_layers=6, num_attention_heads=3, joint_attention_dim=TEXT_DIM)
     model.requires_grad_(False).to(dtype)
-    model.add_adapter(LoraConfig(r=16, lora_alpha=16, target_modules=MODEL.lora_targets))
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.float()
-            if "lora_B" in name:
-                torch.nn.init.normal_(parameter, std=0.01)
-    return model.train()
+    return with_adapter(model, MODEL.lora_targets)
 
 
 def toy_batch(dtype: torch.dtype, num_items: int) -> Inputs:

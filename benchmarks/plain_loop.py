@@ -6,6 +6,7 @@ clipping), and does nothing else: no data loader, no logging.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from diffusers import WanTransformer3DModel
@@ -39,7 +40,12 @@ def toy_model(dtype: torch.dtype = torch.float32, *, rank: int = 16) -> WanTrans
     for name, parameter in model.named_parameters():
         if not any(part in name for part in WanTransformer3DModel._keep_in_fp32_modules):
             parameter.data = parameter.data.to(dtype)
-    model.add_adapter(LoraConfig(r=rank, lora_alpha=rank, target_modules=LINEARS))
+    return with_adapter(model, LINEARS, rank)
+
+
+def with_adapter(model: Any, targets: str | list[str], rank: int = 16) -> Any:
+    """A frozen model with an adapter in float32 whose second halves are not zero."""
+    model.add_adapter(LoraConfig(r=rank, lora_alpha=rank, target_modules=targets))
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()

@@ -23,6 +23,17 @@ from wangen.runtime.weights.transformer import load_transformer
 LINEARS = r".*blocks\.\d+\.(attn[12]\.to_(q|k|v|out\.0)|attn2\.add_(k|v)_proj|ffn\.net\.(0\.proj|2))"
 CPU = torch.device("cpu")
 
+WAYS = [
+    {"checkpointing": "full"},
+    {"checkpointing": "full", "free_blocks": 1},
+    {"checkpointing": "full", "offload": True},
+    {"checkpointing": "selective"},
+    {"checkpointing": "selective", "free_blocks": 1},
+    {"checkpointing": "selective", "offload": True},
+    {"checkpointing": "selective", "split_attention": True},
+]
+"""Of recomputing, by the fields of `Compute`."""
+
 CONFIGS: dict[str, Any] = {
     "lora": lambda targets: LoraConfig(r=4, lora_alpha=2, target_modules=targets),
     "rslora": lambda targets: LoraConfig(r=4, lora_alpha=2, target_modules=targets, use_rslora=True),
@@ -34,9 +45,7 @@ CONFIGS: dict[str, Any] = {
 }
 
 
-def adapted(
-    model: WanTransformer3DModel, kind: str = "lora", *, targets: str = LINEARS, seed: int = 0
-) -> WanTransformer3DModel:
+def adapted(model: Any, kind: str = "lora", *, targets: str = LINEARS, seed: int = 0) -> Any:
     """Add an adapter to a model, every part of it random: with a zero half, half of the gradients would vanish."""
     model.add_adapter(CONFIGS[kind](targets))
     for name, parameter in trained(model).items():
@@ -162,3 +171,9 @@ def largest_error(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> 
     assert all(bool(tensor.abs().max() > 0) for tensor in wanted.values()), "a gradient of zero proves nothing"
     distances = {name: (found[name].double() - wanted[name].double()).norm() for name in wanted}
     return max(float(distance / wanted[name].double().norm()) for name, distance in distances.items())
+
+
+def same(one: tuple[Any, dict[str, torch.Tensor]], other: tuple[Any, dict[str, torch.Tensor]]) -> bool:
+    """Whether output and gradients agree bit by bit."""
+    assert one[1].keys() == other[1].keys()
+    return torch.equal(one[0], other[0]) and all(torch.equal(one[1][name], other[1][name]) for name in one[1])

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from fast_dit import adapted, fast, inputs_of, largest_error, plain, step, trained, vectors_model
+from fast_dit import WAYS, adapted, fast, inputs_of, largest_error, plain, same, step, trained, vectors_model
 from parity import max_abs
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -15,22 +15,6 @@ from wangen.runtime.memory.quantize import QuantLinear, quantize_blocks
 from wangen.runtime.memory.swap import BlockSwap
 from wangen.runtime.models.compute import Tricks
 from wangen.runtime.training.full import trainable_parameters
-
-WAYS = [
-    {"checkpointing": "full"},
-    {"checkpointing": "full", "free_blocks": 1},
-    {"checkpointing": "full", "offload": True},
-    {"checkpointing": "selective"},
-    {"checkpointing": "selective", "free_blocks": 1},
-    {"checkpointing": "selective", "offload": True},
-    {"checkpointing": "selective", "split_attention": True},
-]
-
-
-def same(one: tuple[Any, dict[str, torch.Tensor]], other: tuple[Any, dict[str, torch.Tensor]]) -> bool:
-    """Whether output and gradients agree bit by bit."""
-    assert one[1].keys() == other[1].keys()
-    return torch.equal(one[0], other[0]) and all(torch.equal(one[1][name], other[1][name]) for name in one[1])
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(map(str, way.values())))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from fast_dit import CONFIGS, largest_error, step, trained
+from fast_dit import CONFIGS, WAYS, adapted, largest_error, same, step
 from parity import max_abs
 from tiny_qwen import TEXT_DIM, make_transformer
 from torch import Tensor
@@ -25,7 +25,6 @@ from wangen.runtime.models import inputs as inputs_module
 from wangen.runtime.models.compute import Compute, Tricks
 from wangen.runtime.models.qwen_image_edit.fast import FastQwen
 from wangen.runtime.models.qwen_image_edit.transformer import predict_velocity
-from wangen.runtime.randomness import generator_for
 from wangen.runtime.training.full import trainable_parameters
 
 CPU = torch.device("cpu")
@@ -42,15 +41,6 @@ CASES = {
     "mixed": [((4, 6), ((6, 4), (2, 2)), 7), ((4, 6), (), 3), ((4, 6), ((4, 6),), 7)],
 }
 """Of each item the latents of its target, those of its control images, and the rows of its text."""
-WAYS = [
-    {"checkpointing": "full"},
-    {"checkpointing": "full", "free_blocks": 1},
-    {"checkpointing": "full", "offload": True},
-    {"checkpointing": "selective"},
-    {"checkpointing": "selective", "free_blocks": 1},
-    {"checkpointing": "selective", "offload": True},
-    {"checkpointing": "selective", "split_attention": True},
-]
 
 
 @dataclass(frozen=True)
@@ -79,13 +69,7 @@ def inputs_of(case: str, dtype: torch.dtype = torch.float32) -> Inputs:
 
 
 def model_with(kind: str = "lora", *, targets: str = LINEARS, clean: bool = False, dtype: torch.dtype = torch.float32):
-    model = make_transformer(zero_cond_t=clean).to(dtype)
-    model.add_adapter(CONFIGS[kind](targets))
-    for name, parameter in trained(model).items():
-        parameter.data = parameter.data.float()
-        if "magnitude" not in name:
-            parameter.data.copy_(torch.randn(parameter.shape, generator=generator_for(0, name)) * 0.05)
-    return model.train()
+    return adapted(make_transformer(zero_cond_t=clean).to(dtype), kind, targets=targets)
 
 
 def fast(model: Any, swap: Any = None, dtype: torch.dtype | None = None, **changes: Any) -> FastQwen:
@@ -179,12 +163,6 @@ def test_what_is_trained_as_a_whole_gets_its_gradients():
     assert largest_error({n: gradients[n] for n in kept}, {n: wanted[n] for n in kept}) < 5e-5
 
 
-def same(one: tuple[Any, dict[str, Tensor]], other: tuple[Any, dict[str, Tensor]]) -> bool:
-    """Whether output and gradients agree bit by bit."""
-    assert one[1].keys() == other[1].keys()
-    return torch.equal(one[0], other[0]) and all(torch.equal(one[1][name], other[1][name]) for name in one[1])
-
-
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(map(str, way.values())))
 @pytest.mark.parametrize(("case", "dtype"), [("alike", torch.float32), ("mixed", torch.bfloat16)])
 @pytest.mark.parametrize("targets", [LINEARS, BEFORE])
@@ -231,9 +209,7 @@ def test_swapped_blocks_give_the_same_bits_and_leave_nothing_behind(num_swapped:
 def test_a_quantised_base_gives_the_gradients_of_the_librarys_forward_on_it():
     model = make_transformer(zero_cond_t=True)
     assert quantize_blocks(model, "int8") == 2 * 14
-    model.add_adapter(CONFIGS["lora"](LINEARS))
-    for name, parameter in trained(model).items():
-        parameter.data.copy_(torch.randn(parameter.shape, generator=generator_for(0, name)) * 0.05)
+    adapted(model, targets=LINEARS)
     inputs = inputs_of("mixed")
     assert any(isinstance(module, QuantLinear) for module in model.modules())
     output, gradients = step(model, fast(model, checkpointing="selective"), inputs)
