@@ -10,7 +10,7 @@ import torch
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.session import with_flag
 from wangen.generator.steps import Train
-from wangen.runtime.training.flat import FlatParameters
+from wangen.runtime.training.flat import ALIGNMENT, FlatParameters
 from wangen.runtime.training.optimizer_class import OptimizerClass, optimizer_class
 from wangen.runtime.training.optimizer_state import Leaf, Number, collect, restore, snapshot
 
@@ -110,7 +110,7 @@ class Optimization:
         Returns:
             () the norm before, on the device.
         """
-        norms = torch.stack([torch.linalg.vector_norm(gradient) for gradient in self.flat.gradients])
+        norms = torch.stack([norm_of(gradient) for gradient in self.flat.gradients])
         if self._parts:
             joint, split = norms[: self.flat.num_joint], norms[self.flat.num_joint :]
             norms = torch.cat([joint, self._parts.over_all(split.square().sum()).sqrt()[None]])
@@ -190,6 +190,19 @@ class Optimization:
                 where=where,
                 cure=f"install that package, or {with_flag('train', '--resume_changed')} to go on without its averages",
             )
+
+
+def norm_of(numbers: torch.Tensor) -> torch.Tensor:
+    """() the norm of (elements,), in pieces: adding 44 million squares in one go was 0.3 % off on a CPU.
+
+    >>> round(float(norm_of(torch.ones(300 * 256 + 44))) ** 2)
+    76844
+    """
+    while len(numbers) > ALIGNMENT:
+        pieces = len(numbers) // ALIGNMENT * ALIGNMENT
+        norms = torch.linalg.vector_norm(numbers[:pieces].view(-1, ALIGNMENT), dim=1)
+        numbers = torch.cat([norms, numbers[pieces:]])
+    return torch.linalg.vector_norm(numbers)
 
 
 def try_out(options: Train, device: torch.device) -> None:

@@ -33,6 +33,7 @@ class ShardedWeights(ShardedBlocks):
     A step is any number of forward and backward passes of `model(...)`, then `add_up`.
 
     Attributes:
+        transformer: whose weights they are.
         parameters: what this process trains, by name, sorted: its parts (rows) of what is split, and all of the rest,
             in float32.
     """
@@ -50,7 +51,7 @@ class ShardedWeights(ShardedBlocks):
             WangenError: its weights are quantised.
         """
         require_trainable(transformer)
-        self._mesh, self._dtype, self._root = mesh, dtype, transformer
+        self._mesh, self._dtype, self.transformer = mesh, dtype, transformer
         super().__init__(transformer, mesh, device)
         found = dict(sorted(transformer.named_parameters()))
         self._layouts = {name: value.data for name, value in found.items() if isinstance(value.data, DTensor)}
@@ -98,7 +99,7 @@ class ShardedWeights(ShardedBlocks):
 
     def gather_outer(self) -> None:
         """Before a pass: what lies outside the blocks, as it is now, for forward and backward pass."""
-        root = cast(FSDPModule, self._root)
+        root = cast(FSDPModule, self.transformer)
         root.reshard()
         root.unshard()
 
@@ -148,7 +149,7 @@ class ShardedWeights(ShardedBlocks):
         """Start to add up gradients of gathered weights over the processes; those before have come meanwhile."""
         self._take()
         for name in names:
-            weight = self._root.get_parameter(name)
+            weight = self.transformer.get_parameter(name)
             gradient, weight.grad = weight.grad, None
             if gradient is None:  # nothing of it was used, as the text stream's end in Qwen-Image's last block
                 continue

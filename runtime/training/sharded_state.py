@@ -40,6 +40,8 @@ _KNOWN = {
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
 }  # fmt: skip
 """What an index names, beside dtypes and the path where it was written."""
+_NO_INDEX = (pickle.UnpicklingError, EOFError, ValueError, TypeError, LookupError, AttributeError)
+"""What unpickling raises where something else lies there."""
 _PATHS = {("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")}
 
 
@@ -136,7 +138,7 @@ def read(state: ExpertState, expert: str, weights: ShardedWeights | None) -> Exp
             if owner == expert and isinstance(found, TensorStorageMetadata):
                 targets[key] = _empty(_parameter(part, name), found, weights)
         load(targets, storage_reader=reader, no_dist=True)
-    except (OSError, ValueError, pickle.UnpicklingError, CheckpointException) as error:
+    except (OSError, CheckpointException, *_NO_INDEX) as error:
         raise WangenError(
             f"the training state is damaged ({error})",
             where=str(state.in_parts.parent),
@@ -177,5 +179,7 @@ class _Reader(FileSystemReader):
     def read_metadata(self, *_arguments: Any, **_given: Any) -> Metadata:
         """The index of the folder."""
         with (Path(self.path) / ".metadata").open("rb") as file:
-            metadata: Metadata = _Index(file).load()
-        return metadata
+            found = _Index(file).load()
+        if not isinstance(found, Metadata):
+            raise pickle.UnpicklingError(f"its index is a {type(found).__name__}")
+        return found
