@@ -61,8 +61,8 @@ def _refuse(options: Export) -> None:
         needed = {"--lora_weight": options.lora_weight or converts_dit, "--save_path": options.save_path}
         missing = " and ".join(flag for flag, value in needed.items() if not value)
         cure = "wangen export --help"
-        if options.dit and not options.lora_weight:
-            cure = "give it to merge, or --layout original or diffusers to convert --dit itself"
+        if options.dit and not options.lora_weight and not converts_dit:
+            cure = "give a LoRA to merge, or --layout original or diffusers to convert --dit itself"
         raise UsageError(f"export needs {missing}", cure=cure)
     if options.dit:
         _refuse_whole(options, options.save_path)

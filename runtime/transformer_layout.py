@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from wangen import profiles
-from wangen.generator.companions import CLEAN_CONTROLS, Contents, strip_prefix
+from wangen.generator.companions import Contents
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.formats import Header
 from wangen.generator.headers import PIPELINE
@@ -109,8 +109,7 @@ def in_layout(
     weights = {names[old]: info for old, info in contents.weights.items()}
     companions = {names[old]: beside for old, beside in contents.companions.items()}
     renamed = Contents(weights, companions, None, {name: name for name in weights}, {})
-    if not is_safetensors(save_path):
-        only_weights = Header(weights, header.metadata, header.format)
-        return Form(only_weights, renamed, save_path / WEIGHTS_FILE, model.to_json_string())
-    marks = {bare: info for name, info in header.tensors.items() if (bare := strip_prefix(name)) == CLEAN_CONTROLS}
-    return Form(Header(weights | marks, header.metadata, header.format), renamed, save_path)
+    only_weights = Header(weights, header.metadata, header.format)
+    if is_safetensors(save_path):
+        return Form(only_weights, renamed, save_path)
+    return Form(only_weights, renamed, save_path / WEIGHTS_FILE, model.to_json_string())

@@ -268,6 +268,7 @@ def test_a_qwen_image_goes_to_diffusers_and_back_and_stays_a_2511(tiny_qwen: Tin
     assert {path.name for path in folder.iterdir()} == {WEIGHTS, "config.json"}
     theirs, meant = loaded(QwenImageTransformer2DModel, folder), make_transformer(zero_cond_t=clean)
     assert theirs.config["zero_cond_t"] is clean
+    same(load_file(folder / WEIGHTS), meant.state_dict())
     assert (folder / "config.json").read_text() == meant.to_json_string()
     models = theirs, qwen.load_transformer(dit), qwen.load_transformer(folder)
     draw = torch.Generator().manual_seed(0)
@@ -375,6 +376,13 @@ LORA = ("--lora_weight", LORAS["t2v21"])
 def test_flags_that_contradict_each_other_are_said(tmp_path: Path, capsys, out: str, words: tuple, told: str):
     assert told in refused(capsys, "--dit", DIT, "--save_path", tmp_path / out, *words)
     assert not list(tmp_path.iterdir())
+
+
+def test_what_is_missing_is_said_with_what_it_is_for(capsys):
+    said = refused(capsys, "--dit", DIT, "--layout", "diffusers")
+    assert "export needs --save_path" in said
+    assert "merge" not in said
+    assert "a LoRA to merge, or --layout original or diffusers" in refused(capsys, "--dit", DIT)
 
 
 def test_a_lora_and_relatives_of_wan_have_no_such_layout(tmp_path: Path, capsys):
