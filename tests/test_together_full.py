@@ -1,13 +1,18 @@
 """Full fine-tuning with weights in parts: against one process, its states, and what breaks it off."""
 
 import json
+import os
 import pickle
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -131,6 +136,32 @@ def test_every_kind_of_model_is_trained_in_parts(
     options = replace(make(tmp_path, request), parallel="fsdp", **WHOLE)
     trained(options, 2)
     require_close(tmp_path / "parts", in_one(options, tmp_path / "alone", 2), options.max_train_steps)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("crowded", [False, True])
+def test_where_the_memory_cannot_hold_all_copies_they_load_in_turns(
+    tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, crowded: bool
+):
+    """Also one of a machine that has less memory than the other."""
+    real = train.load_trainee
+
+    def slowly(*words: Any) -> Any:
+        with (tmp_path / f"{os.environ['RANK']}.txt").open("a") as file:
+            file.write(f"{time.monotonic()}\n")
+            time.sleep(0.5)
+            file.write(f"{time.monotonic()}\n")
+        return real(*words)
+
+    monkeypatch.setattr(train, "load_trainee", slowly)
+    few = SimpleNamespace(available=1)
+    whole = psutil.virtual_memory()
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: few if crowded and os.environ["RANK"] == "2" else whole)
+    options = tiny_run.options(tmp_path / "out", parallel="fsdp", max_train_steps=1, **WHOLE)
+    trained(options, 3)
+    times = [list(map(float, (tmp_path / f"{rank}.txt").read_text().split())) for rank in range(3)]
+    in_turns = all(before[1] <= after[0] for before, after in pairwise(times))
+    assert in_turns == crowded
 
 
 # ---- states ------------------------------------------------------------------------------------------------------

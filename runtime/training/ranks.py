@@ -94,6 +94,16 @@ class Ranks:
             dist.all_reduce(told, dist.ReduceOp.MAX)
         return bool(told)
 
+    @contextlib.contextmanager
+    def one_at_a_time(self) -> Iterator[None]:
+        """While it runs, no other process of this machine is in it; nothing in it may wait for another."""
+        turns = max(self.gathered(self.launch.local_count))
+        for _ in range(self.launch.local_rank):
+            self.any(False)
+        yield  # after an error the others wait until the launcher stops them
+        for _ in range(turns - self.launch.local_rank):
+            self.any(False)
+
     def add_up(self, tensors: Sequence[torch.Tensor]) -> None:
         """Replace each tensor by the sum over all processes; the same bytes on all."""
         if self.count > 1:
