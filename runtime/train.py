@@ -205,7 +205,7 @@ def _prepare(
     """Load the transformers, add the adapters, and put the state in; only then `--fresh` forgets an earlier run."""
     kind = family(plan.model)
     trainees = [
-        load_trainee(plan, expert, kind, device, state.experts[expert.name] if state else None, mesh)
+        load_trainee(plan, expert, kind, device, state.experts[expert.name] if state else None, mesh, ranks)
         for expert in plan.experts
     ]
     training = Run(plan, kind, device, trainees, ranks)

@@ -30,6 +30,7 @@ from wangen.runtime.training.ema import Ema
 from wangen.runtime.training.full import trainable_parameters
 from wangen.runtime.training.optim import Optimization
 from wangen.runtime.training.plan import ExpertPlan, Plan
+from wangen.runtime.training.ranks import Ranks
 from wangen.runtime.training.run import Trainee
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ def load_trainee(
     device: torch.device,
     state: ExpertState | None,
     mesh: "DeviceMesh | None" = None,
+    ranks: Ranks = Ranks(),  # noqa: B008 - of one process
 ) -> Trainee:
     """Load one transformer, make it trainable, and put a saved state in; with a mesh its blocks are split over it.
 
@@ -81,7 +83,7 @@ def load_trainee(
     compute, parked = compute_of(options), options.offload_inactive_dit and len(plan.experts) > 1
     if parked and not compute.plain:
         lay_resident_groups(transformer, swapped, compute.free_blocks)
-    sharded = _in_parts(transformer, mesh, device) if mesh else None
+    sharded = _in_parts(transformer, mesh, device, ranks) if mesh else None
     place = BlockSwap(
         transformer, swapped, device, free_blocks=compute.free_blocks, ring=options.block_swap_ring_size, parked=parked
     )
@@ -97,10 +99,10 @@ def load_trainee(
     return trainee
 
 
-def _in_parts(transformer: Any, mesh: "DeviceMesh", device: torch.device) -> "ShardedBlocks":
+def _in_parts(transformer: Any, mesh: "DeviceMesh", device: torch.device, ranks: Ranks) -> "ShardedBlocks":
     from wangen.runtime.memory.sharded import ShardedBlocks  # loads the compiler's libraries, which few runs need
 
-    return ShardedBlocks(transformer, mesh, device)
+    return ShardedBlocks(transformer, mesh, device, ranks.communication)
 
 
 def computed_in(options: Train) -> torch.dtype:
