@@ -1,0 +1,241 @@
+"""What the processes of a training step send each other, and what each of them holds: counted, no GPU is needed.
+
+python benchmarks/collectives.py --out counted.json     # the tables of docs/scale.md, half an hour
+python benchmarks/collectives.py --of counted.json      # the tables again
+python benchmarks/collectives.py --tiny                 # small sizes, to see that it runs
+torchrun --nproc-per-node 2 benchmarks/collectives.py --real --tiny    # real ones: what goes over loopback, beside it
+
+This process is the first of 8 or 64, on machines of 8; the others are torch's fake process group, in which nothing
+arrives and nobody is waited for. `optimizer_step` runs with all that belongs to it on a transformer of full size, and
+every operation of torch.distributed in it is counted with its bytes (`counted_step.py`). Times are computed of that.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from datetime import date
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from counted_step import PER_MACHINE, RANK, Case, Collective, Counted, as_first_of, counted_step, over_loopback
+from gpu_train import REACHED, TI2V_VIDEO, VIDEO
+from random_run import TEXT_ROWS, Clip
+
+from wangen import profiles
+from wangen.generator.launch import Launch, launch
+from wangen.generator.memory import GIB, MemorySettings, adapter_weights, memory_plan, tokens_of
+from wangen.runtime.training.parallel import Way
+from wangen.runtime.training.throughput import PEAK_TFLOPS, step_flops
+
+MODELS = ("t2v-1.3B", "ti2v-5B", "t2v-14B")
+WAYS: tuple[Way, ...] = ("ddp", "fsdp", "hsdp")
+PROCESSES = (8, 64)
+IMAGE: Clip = (512, 512, 1)
+INSIDE_BYTES_PER_S = 200e9
+"""Of a process to the others of its machine, each way: about what NVLink of an H100 gives a ring."""
+BETWEEN_BYTES_PER_S = (25e9, 50e9)
+"""Of a machine to another, each way: 200 and 400 Gbit/s."""
+CARD = "H100"
+
+
+class Row(NamedTuple):
+    """A case and what was counted in it.
+
+    Attributes:
+        task: the model profile.
+        trains: LoRA or full.
+        way: how the processes hold the model.
+        processes: of all machines.
+        counted: what was found.
+    """
+
+    task: str
+    trains: str
+    way: Way
+    processes: int
+    counted: Counted
+
+    @property
+    def named(self) -> list[str]:
+        """Its first columns."""
+        return [self.task, self.trains, self.way, str(self.processes)]
+
+
+def rows(options: argparse.Namespace) -> Iterator[Row]:
+    """Count every case, one after the other."""
+    for task, processes, way in product(options.models, options.processes, options.ways):
+        if way == "hsdp" and processes <= PER_MACHINE:
+            continue
+
+        def count(told: Launch, task: str = task, way: Way = way) -> Counted:
+            return counted_step(Case(task, way, told, {}, options.tiny))
+
+        yield Row(task, "LoRA", way, processes, as_first_of(processes, count))
+
+
+# ---- tables ------------------------------------------------------------------------------------------------------
+
+
+def table(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """In Markdown."""
+    body = [f"| {' | '.join(cells)} |" for cells in (columns, *lines)]
+    return "\n".join([body[0], "|" + "---|" * len(columns), *body[1:]])
+
+
+def volume_table(found: Sequence[Row]) -> str:
+    """Bytes by collective."""
+    columns = ("model", "trains", "way", "processes", "all-gather", "reduce-scatter", "all-reduce", "each sends, GB",
+               "a machine sends others, GB")  # fmt: skip
+    lines = []
+    for row in found:
+        cells = [_times_each(row.counted.collectives, kind) for kind in ("all-gather", "reduce-scatter", "all-reduce")]
+        sent = row.counted.total(lambda one: one.sent)
+        between = row.counted.total(Collective.between_machines)
+        lines.append([*row.named, *cells, f"{sent / 1e9:.3g}", f"{between / 1e9:.3g}" if between else "-"])
+    return table(columns, lines)
+
+
+def _times_each(collectives: Mapping[Collective, int], kind: str) -> str:
+    """How often how many bytes."""
+    each = [f"{count} x {one.num_bytes / 1e9:.3g}" for one, count in collectives.items() if one.kind == kind]
+    return " + ".join(each) or "-"
+
+
+def compute_table(found: Sequence[Row]) -> str:
+    """The time of what is sent against that of what is computed, of a video and of a picture."""
+    columns = ("model", "trains", "way", "processes", "gathers, s", "sums, s", "clip", "computing, s", "efficiency",
+               "512x512x1, s", "efficiency")  # fmt: skip
+    lines = []
+    for row in found:
+        video = video_of(row.task)
+        gathers, sums = ([seconds(row, wire, sums=which) for wire in BETWEEN_BYTES_PER_S] for which in (False, True))
+        cells = [_both(gathers), _both(sums)]
+        for clip in (video, IMAGE):
+            computing = computing_s(row, clip)
+            shares = [computing / (max(computing, gather) + add) for gather, add in zip(gathers, sums, strict=True)]
+            cells += ["x".join(map(str, clip))] if clip == video else []
+            cells += [f"{computing:.3g}", _both(shares, percent=True)]
+        lines.append([*row.named, *cells])
+    return table(columns, lines)
+
+
+def _both(values: Sequence[float], *, percent: bool = False) -> str:
+    """For each wire; one number where they are the same."""
+    texts = [f"{100 * value:.0f} %" if percent else f"{value:.2g}" if value else "-" for value in values]
+    return texts[0] if len(set(texts)) == 1 else " / ".join(texts)
+
+
+def video_of(task: str) -> Clip:
+    """The clip that a model is made for, and which docs/speed.md has."""
+    return TI2V_VIDEO if task == "ti2v-5B" else VIDEO
+
+
+def seconds(row: Row, between_bytes_per_s: float, *, sums: bool) -> float:
+    """What all-reduces take, which nothing hides, or else the gathering and scattering beside the computing."""
+
+    def of(one: Collective) -> float:
+        if (one.kind == "all-reduce") is not sums:
+            return 0.0
+        return max(one.sent / INSIDE_BYTES_PER_S, one.between_machines() / between_bytes_per_s)
+
+    return row.counted.total(of)
+
+
+def computing_s(row: Row, clip: Clip) -> float:
+    """The least that a step of one item takes on the card: its work at what large products were seen to reach."""
+    model = profiles.model(row.task)
+    full = row.trains == "full"
+    work = step_flops(model.transformer, tokens_of(model, clip[:2], clip[2]), text_tokens=TEXT_ROWS, train_base=full,
+                      adapter_weights=0 if full else adapter_weights(model, RANK), checkpointing="full")  # fmt: skip
+    return work.done / (REACHED * PEAK_TFLOPS[CARD] * 1e12)
+
+
+def memory_table(found: Sequence[Row]) -> str:
+    """GiB of a process, counted but for what belongs to the pass of a video."""
+    columns = ("model", "trains", "way", "processes", "frozen", "trained", "gradients", "AdamW", "gathered", "clip",
+               "of the pass", "all")  # fmt: skip
+    lines = []
+    for row in found:
+        model, video = profiles.model(row.task), video_of(row.task)
+        parts = memory_plan(model, MemorySettings(rank=0), tokens=tokens_of(model, video[:2], video[2])).parts
+        ours = {name: size for name, size in parts.items() if name not in ("weights that stay",)}
+        sizes = [*row.counted.held.values(), gathered_bytes(row)]
+        total = sum(sizes) + sum(ours.values())
+        lines.append([*row.named, *(f"{size / GIB:.2f}" if size else "-" for size in sizes), "x".join(map(str, video)),
+                      f"{sum(ours.values()) / GIB:.1f}", f"{total / GIB:.1f}"])  # fmt: skip
+    return table(columns, lines)
+
+
+def gathered_bytes(row: Row) -> int:
+    """Of the blocks that are gathered at a time: the one that computes and the next."""
+    return 2 * max((one.num_bytes for one in row.counted.collectives if one.kind == "all-gather"), default=0)
+
+
+# ---- the command line --------------------------------------------------------------------------------------------
+
+
+def as_json(found: Sequence[Row]) -> str:
+    """What was counted, for `--of`."""
+    plain = [
+        row._asdict() | {
+            "counted": {"collectives": [[asdict(one), count] for one, count in row.counted.collectives.items()],
+                        "held": dict(row.counted.held)}
+        }
+        for row in found
+    ]  # fmt: skip
+    return json.dumps(plain, indent=1)
+
+
+def from_json(text: str) -> list[Row]:
+    """What `as_json` wrote."""
+    return [
+        Row(**row | {"counted": Counted({Collective(**one): count for one, count in row["counted"]["collectives"]},
+                                        row["counted"]["held"])})
+        for row in json.loads(text)
+    ]  # fmt: skip
+
+
+def among_real_processes(options: argparse.Namespace) -> None:
+    """One of several processes of torchrun: the first prints what is counted, and what went over loopback meanwhile."""
+    told = launch()
+    dist.init_process_group("gloo")
+    wire: list[int] = []
+    case = Case(options.models[0], options.ways[0], told, {}, options.tiny)
+    found = counted_step(case, around=lambda step: wire.append(over_loopback(step)))
+    dist.destroy_process_group()
+    if told.rank == 0:
+        sent = found.total(lambda one: one.sent)
+        row = Row(case.task, "LoRA", case.way, told.count, found)
+        answer: dict[str, Any] = {"rows": json.loads(as_json([row])), "all_send": sent * told.count}
+        print(json.dumps(answer | {"over_loopback": wire[0]}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--models", nargs="+", choices=profiles.model_names(), default=MODELS)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    parser.add_argument("--processes", nargs="+", type=int, default=PROCESSES)
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--real", action="store_true", help="this is one of several processes of torchrun")
+    parser.add_argument("--out", type=Path, help="JSON of what was counted")
+    parser.add_argument("--of", type=Path, help="make the tables of such a file")
+    options = parser.parse_args()
+    if options.real:
+        among_real_processes(options)
+        return
+    found = []
+    for row in from_json(options.of.read_text(encoding="utf-8")) if options.of else rows(options):
+        found.append(row)
+        if options.out:
+            options.out.write_text(as_json(found), encoding="utf-8")
+    print(f"{date.today()}, torch {torch.__version__}, fake process group, no GPU")
+    for text in (volume_table(found), compute_table(found), memory_table(found)):
+        print(f"\n{text}")
+
+
+if __name__ == "__main__":
+    main()

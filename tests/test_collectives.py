@@ -1,0 +1,160 @@
+"""What processes send each other: counted in the trainer's own step, by formula, and over a real wire."""
+
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from wangen.generator.launch import Launch
+from wangen.generator.memory import adapter_weights, block_bytes
+from wangen.runtime.communication import CommunicationTime
+from wangen.runtime.training.parallel import mesh_of
+from wangen.runtime.training.ranks import Ranks
+
+ROOT = Path(__file__).parent.parent
+CPU = torch.device("cpu")
+EIGHT = Launch(rank=0, count=8, local_count=8)
+
+
+@pytest.fixture(scope="module")
+def benchmarks() -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "benchmarks")
+        yield importlib.import_module("collectives")
+
+
+@pytest.fixture(scope="module")
+def counting(benchmarks) -> Any:
+    return sys.modules["counted_step"]
+
+
+def counted(counting: Any, way: str, processes: int, task: str = "t2v-1.3B", *, tiny: bool = True) -> Any:
+    return counting.as_first_of(processes, lambda told: counting.counted_step(counting.Case(task, way, told, {}, tiny)))
+
+
+def gathered(model: Any, parts: int) -> int:
+    """Bytes of a block; its table of one row is filled up to a row for each part."""
+    return block_bytes(model) + (parts - 1) * 6 * model.transformer.dim * 4
+
+
+# ---- one process among fakes -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("way", "processes", "parts"), [("ddp", 8, 0), ("fsdp", 8, 8), ("fsdp", 64, 64), ("hsdp", 64, 8)]
+)
+def test_a_step_sends_what_the_formulas_say(counting, way: str, processes: int, parts: int):
+    found = counted(counting, way, processes)
+    model = counting.Case("t2v-1.3B", way, EIGHT, {}, True).model
+    sums = counting.Collective("all-reduce", 4 * adapter_weights(model, 32), processes, processes // 8)
+    wanted = {sums: 1}
+    if parts:
+        gathers = counting.Collective("all-gather", gathered(model, parts), parts, parts // 8)
+        wanted[gathers] = 2 * model.transformer.num_layers  # forward, and again where it is recomputed
+    assert found.collectives == wanted
+
+
+def test_a_process_holds_a_part_of_what_is_frozen_and_all_that_trains(counting):
+    whole, parts = (counted(counting, way, 8).held for way in ("ddp", "fsdp"))
+    model = counting.Case("t2v-1.3B", "ddp", EIGHT, {}, True).model
+    blocks = model.transformer.num_layers * block_bytes(model)
+    padded = model.transformer.num_layers * gathered(model, 8)
+    assert whole["frozen weights"] - parts["frozen weights"] == blocks - padded // 8
+    trained = 4 * adapter_weights(model, 32)
+    for held in (whole, parts):
+        assert held["trained weights"] == held["gradients"] == trained
+        assert 2 * trained <= held["optimizer"] <= 2 * trained + 64  # and the numbers of steps
+
+
+def test_every_wait_of_a_step_is_in_the_time_of_communication(benchmarks, counting):
+    """Each block twice, and the sum: a clock that ticks when it is asked counts them."""
+
+    def ticks(told: Launch) -> float:
+        ranks = Ranks(told).marching()
+        ranks.communication = CommunicationTime(iter(count()).__next__)
+        case = counting.Case("t2v-1.3B", "fsdp", told, {}, True)
+        run, trainee = counting.make_run(
+            case.model, {"network_dim": 4}, CPU, mesh=mesh_of("fsdp", told, CPU), ranks=ranks
+        )
+        ranks.communication.forget()
+        batch = counting.random_batch(case.model, counting.PICTURE, 1, CPU)
+        counting.optimizer_step(run, trainee, counting.Group(0, [batch], 1, 8), 1.0, counting.Interrupt())
+        return ranks.communication.read()
+
+    layers = counting.TINY["num_layers"]
+    assert counting.as_first_of(8, ticks) == 2 * layers + 1
+
+
+def test_collectives_of_both_interfaces_are_counted(counting):
+    def calls(told: Launch) -> Any:
+        own, all_ = torch.ones(4), torch.ones(32)
+        with counting.Collectives() as found:
+            dist.all_reduce(own)
+            dist.group.WORLD._reduce_scatter_base(own, all_)
+            name = dist.group.WORLD.group_name
+            operations = torch.ops._c10d_functional
+            operations.wait_tensor(operations.reduce_scatter_tensor(all_, "sum", 8, name))
+            operations.wait_tensor(operations.all_gather_into_tensor(own, 8, name))
+        return found.counts
+
+    found = counting.as_first_of(8, calls)
+    assert {(one.kind, one.num_bytes): number for one, number in found.items()} == {
+        ("all-reduce", 16): 1,
+        ("reduce-scatter", 128): 2,
+        ("all-gather", 128): 1,
+    }
+
+
+def test_what_a_ring_sends_and_what_leaves_a_machine(counting):
+    one = counting.Collective("all-reduce", 800, 64, 8)  # 64 processes in one ring
+    assert one.sent == 2 * 63 / 64 * 800
+    assert one.between_machines() == one.sent
+    beside = counting.Collective("all-reduce", 100, 8, 8)  # of each machine one, and so eight such rings
+    assert beside.between_machines() == 8 * 2 * 7 / 8 * 100
+    assert counting.Collective("all-gather", 800, 8, 1).between_machines() == 0
+
+
+def test_the_tables_are_made_again_of_what_was_written(benchmarks, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "counted.json"
+    line = ["collectives.py", "--tiny", "--models", "t2v-14B", "--processes", "64", "--ways", "hsdp", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", line)
+    benchmarks.main()
+    first = capsys.readouterr().out
+    assert "| t2v-14B | LoRA | hsdp | 64 | 8 x 0.00163 | - | 1 x 0.00288 |" in first
+    monkeypatch.setattr(sys, "argv", ["collectives.py", "--of", str(out)])
+    benchmarks.main()
+    assert capsys.readouterr().out == first
+
+
+# ---- real ones ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_real_processes_count_the_same_and_send_no_less(counting, benchmarks, way: str):
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    line += [str(ROOT / "benchmarks" / "collectives.py"), "--real", "--tiny", "--models", "t2v-1.3B", "--ways", way]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=200, check=True)
+    answer = json.loads(next(text for text in done.stdout.splitlines() if text.startswith("{")))
+    (row,) = benchmarks.from_json(json.dumps(answer["rows"]))
+    assert row.counted == counted(counting, way, 2)
+    assert 0 < answer["all_send"] <= answer["over_loopback"]
+
+
+@pytest.mark.slow
+def test_a_whole_transformer_sends_what_the_formulas_say(counting):
+    found = counted(counting, "fsdp", 8, tiny=False)
+    model = counting.Case("t2v-1.3B", "fsdp", EIGHT, {}).model
+    gathers = counting.Collective("all-gather", gathered(model, 8), 8, 1)
+    assert found.collectives == {
+        gathers: 60,
+        counting.Collective("all-reduce", 4 * adapter_weights(model, 32), 8, 1): 1,
+    }
