@@ -324,6 +324,10 @@ class Train(DatasetStep):
     save_state_every_n_minutes: float = flag(
         "write the training state every N minutes (and at every epoch and every saved LoRA)", 10.0
     )
+    async_save: bool = flag(
+        "go on training while a training state is written (of weights in parts: --parallel fsdp or hsdp with "
+        "--train_mode full)", False
+    )  # fmt: skip
     save_precision: Dtype = flag("precision of the saved file", "float32", pinned=True, values=DTYPE_VALUES)
     lora_layout: tuple[Literal["comfyui", "kohya", "diffusers"], ...] = flag(
         "layouts to save the LoRA in; every further one gets its name as a suffix", ("comfyui",), pinned=True

@@ -41,7 +41,7 @@ from wangen.runtime.training.ranks import Ranks, joined, sum_of_bits
 from wangen.runtime.training.refusals import refuse, resolved
 from wangen.runtime.training.run import Run
 from wangen.runtime.training.samples import read_training_samples
-from wangen.runtime.training.saving import Saving, save_loras, save_state, save_state_as_loras
+from wangen.runtime.training.saving import Saving, save_loras, save_state, save_state_as_loras, settle_state
 from wangen.runtime.training.schedules import make_schedule
 from wangen.runtime.training.show_timesteps import show
 from wangen.runtime.training.step import optimizer_step
@@ -114,7 +114,7 @@ def _run(options: Train, device: torch.device, ranks: Ranks) -> Report:
             _train(training, watching, interrupt)
     if training.step < plan.num_steps:
         raise KeyboardInterrupt
-    for path in save_loras(training) if ranks.is_first else ():
+    for path in save_loras(training):
         log.info("  saved %s", path)
     speed = watching.speed()
     if speed:
@@ -209,9 +209,14 @@ def _prepare(
         for expert in plan.experts
     ]
     training = Run(plan, kind, device, trainees, ranks)
+    if training.is_sharded:
+        from wangen.runtime.training.sharded_state import ShardedStates
+
+        training.states_in_parts = ShardedStates(plan.states, ranks, asynchronous=plan.options.async_save)
     sums = {
-        f"{trainee.plan.name} sums of bits".strip(): [sum_of_bits(each) for each in trainee.optimization.flat.weights]
+        f"{trainee.plan.name} sums of bits".strip(): [sum_of_bits(each) for each in flat.weights[: flat.num_joint]]
         for trainee in trainees
+        for flat in [trainee.optimization.flat]
     }
     ranks.require_same("weights", sums)
     if state:
@@ -230,7 +235,7 @@ def _announce(training: Run) -> None:
     """Say what is about to be trained."""
     plan, options = training.plan, training.plan.options
     for trainee in training.trainees:
-        trainable = sum(parameter.numel() for parameter in trainee.parameters.values())
+        trainable = trainee.num_trained
         base = headers.read_header(trainee.plan.dit, trainee.plan.flag)  # in memory it may be parked or quantised
         total = sum(math.prod(info.shape) for info in base.tensors.values())
         total += trainable if options.train_mode == "lora" else 0
@@ -260,7 +265,10 @@ def _announce(training: Run) -> None:
                  "do them; the learning rate is for all together and stays %g", training.ranks.count,
                  options.gradient_accumulation_steps, options.gradient_accumulation_steps,
                  options.learning_rate)  # fmt: skip
-    if training.ranks.in_step:
+    if training.is_sharded:
+        log.info("  weights, gradients and the optimizer's state are in parts: each process gathers a block before it "
+                 "computes")  # fmt: skip
+    elif training.ranks.in_step:
         log.info("  the frozen weights of the blocks are in parts: each process gathers a block before it computes")
     resuming = f", resuming at {training.step}" if training.step else ""
     log.info("  %s, %s per epoch, %d steps in all%s", many(len(plan.samples), "sample"),
@@ -297,22 +305,26 @@ def _train(training: Run, watching: Watching, interrupt: Interrupt) -> None:
                 if result is None:
                     break
                 advance(1, watching.after(result))
-                to_save = saving.due()
-                if ranks.any(to_save or watching.due()):
+                settle_state(training, wait=False)
+                to_save = ranks.any(saving.due())
+                if to_save or watching.due():
                     watching.settle()
                     with watching.paused():
+                        looked = False
                         try:
                             with enough_memory_for(plan, training.device, looking):
                                 watching.look()
-                        finally:  # what goes wrong there does not cost what was trained
-                            if to_save and ranks.is_first:
+                            looked = True
+                        finally:  # what goes wrong there does not cost what was trained, where one saves for all
+                            if to_save and (looked or not training.is_sharded):
                                 saving.save()
             watching.settle()
     finally:
         for reader in readers:
             reader.close()
-    if training.saved_step != training.step and ranks.is_first:
+    if training.saved_step != training.step:
         save_state(training)
+    settle_state(training)
     ranks.any(False)  # a launcher that sees one process end stops the others, also one that still saves
 
 

@@ -259,7 +259,7 @@ def test_parts_of_what_cannot_be_split_are_refused(tiny_run: TinyRun, tmp_path: 
     for changes, launched, found in (
         ({"parallel": "fsdp"}, Launch(), "--parallel fsdp: this is one process"),
         ({"parallel": "hsdp"}, two, "--parallel hsdp splits within each machine, and this is one"),
-        ({"parallel": "fsdp", "train_mode": "full"}, two, "--parallel fsdp and --train_mode full"),
+        ({"parallel": "fsdp", "train_mode": "full", "optimizer_type": "Adafactor"}, two, "may look at them whole"),
         ({"parallel": "fsdp", "plain": True}, two, "--parallel fsdp and --plain"),
         ({"parallel": "fsdp", "blocks_to_swap": 1}, two, "--parallel fsdp and --blocks_to_swap"),
         ({"parallel": "fsdp", "checkpointing": "none"}, two, "--parallel fsdp and --checkpointing none"),

@@ -336,7 +336,7 @@ def test_every_training_flag_is_pinned_or_known_to_be_harmless():
         "sample_prompts sample_every_n_steps sample_every_n_epochs sample_at_first logging_dir log_with "
         "log_tracker_name wandb_run_name save_every_n_epochs save_every_n_steps save_last_n_epochs "
         "save_last_n_steps keep_last save_state save_last_n_epochs_state save_last_n_steps_state "
-        "save_state_on_train_end save_state_every_n_steps save_state_every_n_minutes no_metadata "
+        "save_state_on_train_end save_state_every_n_steps save_state_every_n_minutes async_save no_metadata "
         "training_comment metadata_title metadata_author metadata_description metadata_license metadata_tags "
         "resume fresh resume_changed config_file log_file report_dir lock"
     ).split()  # data and weights count by their digests, and a try is never resumed

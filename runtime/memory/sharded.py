@@ -42,10 +42,13 @@ class ShardedBlocks:
         self._device, self._communication = device, communication
         self._blocks = list(blocks_of(transformer).children())
         self.swapped = range(len(self._blocks))
+        self._split(transformer, mesh)
+        transformer.to(device)
+
+    def _split(self, transformer: nn.Module, mesh: DeviceMesh) -> None:
         for block in self._blocks:
             trained = {parameter for parameter in block.parameters() if parameter.requires_grad}
             fully_shard(block, mesh=mesh, ignored_params=trained)
-        transformer.to(device)
 
     def enter(self, index: int, *, backward: bool) -> None:
         """A block is about to compute: its weights are there when this returns, and those of the next one called."""

@@ -7,8 +7,8 @@ and cleaned up, so that a kill at any moment leaves the previous state in force.
 import hashlib
 import json
 import logging
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -28,6 +28,8 @@ ORIGIN = "resumed_from"
 """Among a run's facts: the identity of the state that `--resume` named, if it did."""
 JOB = "begun_by"
 """Among a run's facts: the launcher's job that began it with `--fresh`, so that its restarts go on from there."""
+IN_PARTS = "parts"
+"""The folder of a state that several processes wrote, each its parts (`wangen.runtime.training.sharded_state`)."""
 _PARTS = ("adapter", "optimizer", "ema")
 
 
@@ -42,6 +44,7 @@ class ExpertState:
         numbers: its plain numbers.
         ema: the averages by parameter name; empty when none are kept.
         ema_updates: how often they were updated.
+        in_parts: the folder from which its tensors are still to be read, if it is of a state in parts.
     """
 
     step: int
@@ -50,6 +53,7 @@ class ExpertState:
     numbers: Mapping[str, Any]
     ema: Mapping[str, torch.Tensor]
     ema_updates: int = 0
+    in_parts: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -78,43 +82,76 @@ def save(folder: Path, state: TrainingState, *, keep: bool = False) -> Path:
     Raises:
         WangenError: the disk refused; earlier states are untouched.
     """
-    final = folder / f"step-{state.step:08d}"
-    staging = folder / f".staging-{state.step:08d}"
+    staging = staging_of(folder, state.step)
     try:
+        with disk(folder):
+            begin(staging)
+            for name, expert in state.experts.items():
+                for part in _PARTS:
+                    write(staging / _file(part, name), getattr(expert, part), {})
+            return complete(staging, manifest_of(state, keep=keep))
+    finally:
         _remove(staging)
-        staging.mkdir(parents=True)
-        for name, expert in state.experts.items():
-            for part in _PARTS:
-                write(staging / _file(part, name), getattr(expert, part), {})
-        manifest = {
-            "format": FORMAT,
-            "step": state.step,
-            "experts": {
-                name: {"step": expert.step, "numbers": expert.numbers, "ema_updates": expert.ema_updates}
-                for name, expert in state.experts.items()
-            },
-            "files": {path.name: path.stat().st_size for path in sorted(staging.iterdir())},
-            "fingerprint": state.fingerprint,
-            "facts": state.facts,
-            "keep": keep,
-        }
-        write_text(staging / MANIFEST, json.dumps(manifest, indent=1, sort_keys=True))
-        sync_folder(staging)
-        aside = folder / f"{final.name}-old"  # still a state that `newest` finds, should the next lines be cut short
-        if final.exists():
-            _remove(aside)
-            replace(final, aside)
-        replace(staging, final)
-        sync_folder(folder)
-        _remove(aside)
+
+
+@contextmanager
+def disk(folder: Path) -> Iterator[None]:
+    """Around writing a state into a folder of states.
+
+    Raises:
+        WangenError: the disk refused.
+    """
+    try:
+        yield
     except OSError as error:
         raise WangenError(
             f"cannot save the training state: {error.strerror}",
             where=str(folder),
             cure="free space, then run the same line again: it goes on from the last state",
         ) from None
-    finally:
-        _remove(staging)
+
+
+def staging_of(folder: Path, step: int) -> Path:
+    """Where the state of a step is put together, in the folder of states."""
+    return folder / f".staging-{step:08d}"
+
+
+def begin(staging: Path) -> None:
+    """Make an empty folder to put a state together."""
+    _remove(staging)
+    staging.mkdir(parents=True)
+
+
+def manifest_of(state: TrainingState, *, keep: bool, in_parts: bool = False) -> dict[str, Any]:
+    """What a state is, as JSON, but for its files."""
+    return {
+        "format": FORMAT,
+        "step": state.step,
+        "experts": {
+            name: {"step": expert.step, "numbers": expert.numbers, "ema_updates": expert.ema_updates}
+            for name, expert in state.experts.items()
+        },
+        "fingerprint": state.fingerprint,
+        "facts": state.facts,
+        "keep": keep,
+        "in_parts": in_parts,
+    }
+
+
+def complete(staging: Path, manifest: Mapping[str, Any]) -> Path:
+    """Give a state whose files are all there its manifest, and then its name, which is returned."""
+    folder, final = staging.parent, staging.parent / f"step-{manifest['step']:08d}"
+    files = (path for path in sorted(staging.rglob("*")) if path.is_file())
+    sizes = {path.relative_to(staging).as_posix(): path.stat().st_size for path in files}
+    write_text(staging / MANIFEST, json.dumps({**manifest, "files": sizes}, indent=1, sort_keys=True))
+    sync_folder(staging)
+    aside = folder / f"{final.name}-old"  # still a state that `newest` finds, should the next lines be cut short
+    if final.exists():
+        _remove(aside)
+        replace(final, aside)
+    replace(staging, final)
+    sync_folder(folder)
+    _remove(aside)
     return final
 
 
@@ -174,6 +211,9 @@ def read(path: Path) -> TrainingState:
         )
     experts = {}
     for name, numbers in manifest["experts"].items():
+        if manifest["in_parts"]:
+            experts[name] = ExpertState(adapter={}, optimizer={}, ema={}, in_parts=path / IN_PARTS, **numbers)
+            continue
         adapter, optimizer, ema = (_load(path / _file(part, name)) for part in _PARTS)
         experts[name] = ExpertState(adapter=adapter, optimizer=optimizer, ema=ema, **numbers)
     return TrainingState(experts, manifest["fingerprint"], manifest["facts"])
@@ -229,7 +269,10 @@ def _manifest(path: Path) -> dict[str, Any] | None:
     with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         whole = all((path / name).stat().st_size == size for name, size in manifest["files"].items())
-        parts = {_file(part, name) for name in manifest["experts"] for part in _PARTS}
+        if manifest.setdefault("in_parts", False):
+            parts = {f"{IN_PARTS}/.metadata"}
+        else:
+            parts = {_file(part, name) for name in manifest["experts"] for part in _PARTS}
         told = all(isinstance(manifest[name], dict) for name in ("experts", "fingerprint", "facts"))
         numbers = all(set(expert) == {"step", "numbers", "ema_updates"} for expert in manifest["experts"].values())
         if manifest["format"] == FORMAT and whole and told and numbers and parts <= set(manifest["files"]):

@@ -27,14 +27,28 @@ def trainable_parameters(transformer: WanTransformer3DModel) -> dict[str, torch.
     Raises:
         WangenError: its weights are quantised.
     """
+    require_trainable(transformer)
+    make_masters(transformer.parameters())
+    return dict(sorted(transformer.named_parameters()))
+
+
+def require_trainable(transformer: WanTransformer3DModel) -> None:
+    """Refuse weights that are no numbers of their own.
+
+    Raises:
+        WangenError: they are quantised.
+    """
     for name, layer in transformer.named_modules():
         if isinstance(layer, QuantLinear | QuantizedLinear | QuantizedEmbedding):
             raise WangenError(f"{name} is quantised, and whole weights cannot be trained in 8 or 4 bits",
                               cure="give --dit in 16 or 32 bits, or train a LoRA")  # fmt: skip
-    for parameter in transformer.parameters():
+
+
+def make_masters(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Let weights be trainable ones in float32."""
+    for parameter in parameters:
         parameter.data = parameter.data.float()
         parameter.requires_grad_(True)
-    return dict(sorted(transformer.named_parameters()))
 
 
 def save(path: Path, parameters: Mapping[str, torch.Tensor], options: Train, metadata: Mapping[str, str]) -> list[Path]:

@@ -4,6 +4,7 @@ import logging
 import math
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,7 @@ from wangen.generator.companions import sort_out
 from wangen.generator.errors import WangenError, bytes_text
 from wangen.generator.steps import Train
 from wangen.runtime.fast.dit_blocks import lay_resident_groups
+from wangen.runtime.fast.dit_linear import product_dtype
 from wangen.runtime.memory.quantize import quantize_blocks
 from wangen.runtime.memory.swap import BlockSwap
 from wangen.runtime.models import Family
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from wangen.runtime.memory.sharded import ShardedBlocks
+    from wangen.runtime.training.sharded import ShardedWeights
 
 log = logging.getLogger("wangen")
 
@@ -74,7 +77,11 @@ def load_trainee(
     """
     options, swapped = plan.options, plan.options.blocks_to_swap or 0
     transformer = load_base(plan, expert, kind, device, on_host=mesh is not None)
-    if options.train_mode == "full":
+    full = options.train_mode == "full"
+    weights = _weights_in_parts(transformer, mesh, device, options, ranks) if mesh and full else None
+    if weights:
+        parameters = weights.parameters
+    elif full:
         parameters = trainable_parameters(transformer)
     else:
         parameters = add_adapter(transformer, options, plan.model, expert.name)
@@ -83,17 +90,18 @@ def load_trainee(
     compute, parked = compute_of(options), options.offload_inactive_dit and len(plan.experts) > 1
     if parked and not compute.plain:
         lay_resident_groups(transformer, swapped, compute.free_blocks)
-    sharded = _in_parts(transformer, mesh, device, ranks) if mesh else None
+    sharded = weights or (_in_parts(transformer, mesh, device, ranks) if mesh else None)
     place = BlockSwap(
         transformer, swapped, device, free_blocks=compute.free_blocks, ring=options.block_swap_ring_size, parked=parked
     )
     swap = sharded or (place if swapped else None)
     model = kind.velocity_model(transformer, compute, device=device, dtype=computed_in(options), swap=swap)
-    optimization = Optimization(options, parameters)
+    if weights:
+        model = weights.gathering(model)
+    optimization = Optimization(options, parameters, weights)
     ema = Ema(optimization.flat, options.ema_decay) if options.ema_decay else None
-    trainee = Trainee(
-        expert, transformer, place, model, parameters, optimization, ema, _pairs(options, expert, parameters)
-    )
+    pairs = _pairs(options, expert, parameters)
+    trainee = Trainee(expert, transformer, place, model, parameters, optimization, ema, weights, pairs)
     if state:
         _restore(trainee, state, str(plan.states))
     return trainee
@@ -103,6 +111,15 @@ def _in_parts(transformer: Any, mesh: "DeviceMesh", device: torch.device, ranks:
     from wangen.runtime.memory.sharded import ShardedBlocks  # loads the compiler's libraries, which few runs need
 
     return ShardedBlocks(transformer, mesh, device, ranks.communication)
+
+
+def _weights_in_parts(
+    transformer: Any, mesh: "DeviceMesh", device: torch.device, options: Train, ranks: Ranks
+) -> "ShardedWeights":
+    from wangen.runtime.training.sharded import ShardedWeights
+
+    dtype = product_dtype(computed_in(options), device)
+    return ShardedWeights(transformer, mesh, device, ranks.communication, dtype)
 
 
 def computed_in(options: Train) -> torch.dtype:
@@ -123,8 +140,10 @@ def load_base(plan: Plan, expert: ExpertPlan, kind: Family, device: torch.device
     file = headers.shards(expert.dit, expert.flag)[0]
     # What LoRAs are merged into is quantised after that, and what is trained as a whole is not.
     while_loading = None if options.base_weights or options.train_mode == "full" else quantize
+    # Masters begin with every digit that the file has.
+    dtype = None if options.train_mode == "full" else computed_in(options)
     transformer = kind.load_transformer(
-        file, dtype=computed_in(options), device=device if goes_over else "cpu", quantize=while_loading, pack_on=device
+        file, dtype=dtype, device=device if goes_over else "cpu", quantize=while_loading, pack_on=device
     )
     if options.base_weights:
         merge_base_weights(transformer, options)
@@ -146,6 +165,7 @@ def _pairs(
 
 def _restore(trainee: Trainee, state: ExpertState, where: str) -> None:
     """Put a saved state into a fresh trainee."""
+    state = _as_here(trainee, state)
     trainee.optimization.flat.load(state.adapter, where)
     trainee.optimization.load(state.optimizer, state.numbers, where)
     if trainee.ema and state.ema:
@@ -154,6 +174,23 @@ def _restore(trainee: Trainee, state: ExpertState, where: str) -> None:
         log.warning("  no averages were kept so far: they begin now")
         trainee.ema.load(state.adapter, 0)
     trainee.step = state.step
+
+
+def _as_here(trainee: Trainee, state: ExpertState) -> ExpertState:
+    """The state's tensors as this process needs them, whoever saved them in parts or whole."""
+    if state.in_parts:
+        from wangen.runtime.training.sharded_state import read
+
+        return read(state, trainee.plan.name, trainee.sharded)
+    if trainee.sharded is None:
+        return state
+    own = trainee.sharded.own
+    return replace(
+        state,
+        adapter={name: own(name, value) for name, value in state.adapter.items()},
+        optimizer={name: own(name.rpartition("/")[0], value) for name, value in state.optimizer.items()},
+        ema={name: own(name, value) for name, value in state.ema.items()},
+    )
 
 
 def require_room(plan: Plan) -> None:

@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.session import with_flag
 from wangen.generator.steps import Train
-from wangen.runtime.training.flat import FlatParameters
+from wangen.runtime.training.flat import ALIGNMENT, FlatParameters
 from wangen.runtime.training.optimizer_class import OptimizerClass, optimizer_class
 from wangen.runtime.training.optimizer_state import Leaf, Number, collect, restore, snapshot
 
@@ -32,6 +32,17 @@ class _ScheduleFree(Protocol):
     def eval(self) -> None: ...
 
 
+class Parts(Protocol):
+    """Parameters of which each of several processes holds a part."""
+
+    @property
+    def names(self) -> Collection[str]:
+        """Of those parameters; their storage is read elsewhere, too, and stays."""
+
+    def over_all(self, own: torch.Tensor) -> torch.Tensor:
+        """A number (), of this process's parts -> its sum over all parts, the same everywhere."""
+
+
 class Optimization:
     """An optimizer over the trainable parameters of one model.
 
@@ -48,19 +59,24 @@ class Optimization:
         name: of its class, with the package that it is from.
     """
 
-    def __init__(self, options: Train, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+    def __init__(
+        self, options: Train, parameters: Mapping[str, torch.nn.Parameter], parts: Parts | None = None
+    ) -> None:
         """Make the optimizer of `--optimizer_type` over parameters by name, trainable and in float32 on one device.
+
+        Those that are split over processes need an optimizer that treats each element alike.
 
         Raises:
             UsageError: there is no such optimizer, its package is missing, an argument does not fit, or `LoRA+` finds
                 nothing that starts at zero.
         """
         found = optimizer_class(options)
-        self._options = options
+        assert parts is None or found.is_by_element
+        self._options, self._parts = options, parts
         groups = _groups(parameters, options.loraplus_lr_ratio, found)
         self._rates = [rate if found.takes_rate else None for rate in _rates(options, len(groups))]
-        self.flat = FlatParameters(parameters, groups)
-        self._leaves = _leaves(self.flat, found)
+        self.flat = FlatParameters(parameters, groups, parts.names if parts else ())
+        self._leaves = _leaves(self.flat, groups, found)
         arguments = dict(found.arguments)
         if found.has_fused and self.flat.device.type in ("cpu", "cuda"):
             arguments["fused"] = True
@@ -94,7 +110,10 @@ class Optimization:
         Returns:
             () the norm before, on the device.
         """
-        norms = torch.stack([torch.linalg.vector_norm(gradient) for gradient in self.flat.gradients])
+        norms = torch.stack([norm_of(gradient) for gradient in self.flat.gradients])
+        if self._parts:
+            joint, split = norms[: self.flat.num_joint], norms[self.flat.num_joint :]
+            norms = torch.cat([joint, self._parts.over_all(split.square().sum()).sqrt()[None]])
         norm: torch.Tensor = torch.linalg.vector_norm(norms)
         if max_norm:
             factor = (max_norm / (norm + 1e-6)).clamp_(max=1)
@@ -173,6 +192,19 @@ class Optimization:
             )
 
 
+def norm_of(numbers: torch.Tensor) -> torch.Tensor:
+    """() the norm of (elements,), in pieces: adding 44 million squares in one go was 0.3 % off on a CPU.
+
+    >>> round(float(norm_of(torch.ones(300 * 256 + 44))) ** 2)
+    76844
+    """
+    while len(numbers) > ALIGNMENT:
+        pieces = len(numbers) // ALIGNMENT * ALIGNMENT
+        norms = torch.linalg.vector_norm(numbers[:pieces].view(-1, ALIGNMENT), dim=1)
+        numbers = torch.cat([norms, numbers[pieces:]])
+    return torch.linalg.vector_norm(numbers)
+
+
 def try_out(options: Train, device: torch.device) -> None:
     """Train two tiny matrices, with and without an interruption, so that what cannot work is refused early.
 
@@ -247,16 +279,17 @@ def _rates(options: Train, num_groups: int) -> list[float]:
     return [options.learning_rate, options.learning_rate * (options.loraplus_lr_ratio or 1)][:num_groups]
 
 
-def _leaves(flat: FlatParameters, found: OptimizerClass) -> list[Leaf]:
+def _leaves(flat: FlatParameters, groups: Sequence[Sequence[str]], found: OptimizerClass) -> list[Leaf]:
     """The tensors that the optimizer is to see: in each group one flat tensor of all that is joined, and the others."""
     leaves = []
-    for number in range(len(flat.weights)):
-        names = [name for name, place in flat.places.items() if place.group == number]
-        joined = tuple(name for name in names if found.joins(flat.parameters[name].numel()))
+    for number, names in enumerate(groups):
+        joined = tuple(
+            name for name in names if found.joins(flat.parameters[name].numel()) and not flat.is_anchored(name)
+        )
         if joined:
             places = tuple(flat.places[name] for name in joined)
             tensor = torch.nn.Parameter(flat.weights[number][: places[-1].end])
             tensor.grad = flat.gradients[number][: places[-1].end]
             leaves.append(Leaf(tensor, joined, places, number))
-        leaves += [Leaf(flat.parameters[name], (name,), None, number) for name in names[len(joined) :]]
+        leaves += [Leaf(flat.parameters[name], (name,), None, number) for name in names if name not in joined]
     return leaves

@@ -49,6 +49,11 @@ class OptimizerClass:
         """Whether it is one of the 8-bit AdamWs."""
         return self.name in {f"{package}.AdamW8bit" for package in EIGHT_BIT}
 
+    @property
+    def is_by_element(self) -> bool:
+        """Whether each element is treated alike, whatever tensor it is in: AdamW and Adam."""
+        return self.join_from == 0
+
     def joins(self, numel: int) -> bool:
         """Whether a parameter of so many elements becomes part of the flat tensor."""
         return self.join_from is not None and numel >= self.join_from

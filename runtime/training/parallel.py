@@ -11,6 +11,7 @@ from wangen.generator.launch import Launch
 from wangen.generator.memory import GIB, memory_plan, settings_of, tokens_of
 from wangen.generator.steps import Train
 from wangen.runtime.memory.presets import CONTEXT_BYTES
+from wangen.runtime.training.optimizer_class import optimizer_class
 from wangen.runtime.training.plan import Plan
 
 if TYPE_CHECKING:
@@ -34,8 +35,12 @@ def require_parallel(options: Train, launch: Launch) -> None:
         raise UsageError(f"--parallel {way}: this is one process", cure="leave it out, or start several with --gpus")
     if way == "hsdp" and launch.local_count == launch.count:
         raise UsageError("--parallel hsdp splits within each machine, and this is one", cure="give --parallel fsdp")
+    if options.train_mode == "full" and not optimizer_class(options).is_by_element:
+        raise UsageError(
+            f"--parallel {way} with --train_mode full splits matrices; {options.optimizer_type} may look at them whole",
+            cure="give --optimizer_type AdamW or Adam, or --parallel ddp",
+        )
     for wrong, flag in (
-        (options.train_mode == "full", "--train_mode full"),
         (options.plain, "--plain"),
         (bool(options.blocks_to_swap), "--blocks_to_swap"),
         (options.checkpointing == "none", "--checkpointing none"),
@@ -52,7 +57,8 @@ def chosen_way(plan: Plan, launch: Launch, device: torch.device) -> Way:
     options, way = plan.options, plan.options.parallel
     if way != "auto":
         return way
-    if device.type != "cuda" or options.train_mode == "full" or options.plain or options.blocks_to_swap:
+    kept = options.train_mode == "full" and not optimizer_class(options).is_by_element
+    if device.type != "cuda" or kept or options.plain or options.blocks_to_swap:
         return "ddp"
     needed = _needed(plan)
     free = torch.cuda.mem_get_info(device)[0] + CONTEXT_BYTES

@@ -1,7 +1,7 @@
 """A training run in memory: for each expert its transformer, adapter, optimizer and averages."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -11,6 +11,10 @@ from wangen.runtime.training.ema import Ema
 from wangen.runtime.training.optim import Optimization
 from wangen.runtime.training.plan import ExpertPlan, Plan
 from wangen.runtime.training.ranks import Ranks
+
+if TYPE_CHECKING:
+    from wangen.runtime.training.sharded import ShardedWeights
+    from wangen.runtime.training.sharded_state import ShardedStates
 
 
 @dataclass
@@ -25,6 +29,7 @@ class Trainee:
         parameters: the trainable parameters by name, sorted.
         optimization: the optimizer over them.
         ema: their average, when one is kept.
+        sharded: the weights, where all train and each process holds a part; `parameters` are then its own parts.
         pairs: for `--scale_weight_norms` the factors of every module and what their product is scaled by.
         step: optimizer steps done.
     """
@@ -36,8 +41,16 @@ class Trainee:
     parameters: dict[str, torch.nn.Parameter]
     optimization: Optimization
     ema: Ema | None = None
+    sharded: "ShardedWeights | None" = None
     pairs: list[tuple[torch.Tensor, torch.Tensor, float]] = field(default_factory=list)
     step: int = 0
+
+    @property
+    def num_trained(self) -> int:
+        """The numbers that are trained, in all processes together."""
+        if self.sharded:
+            return self.sharded.num_weights
+        return sum(parameter.numel() for parameter in self.parameters.values())
 
 
 @dataclass
@@ -52,6 +65,7 @@ class Run:
         ranks: the processes that train together.
         saved_step: the step of the newest training state on disk, -1 for none.
         facts: small results that survive a restart.
+        states_in_parts: writes its states, where its weights are in parts.
         active: the number of the trainee that is on the device; None before the first.
     """
 
@@ -62,7 +76,13 @@ class Run:
     ranks: Ranks = field(default_factory=Ranks)
     saved_step: int = -1
     facts: dict[str, Any] = field(default_factory=dict)
+    states_in_parts: "ShardedStates | None" = None
     active: int | None = None
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each process holds a part of what is trained, so that all have to save."""
+        return any(trainee.sharded for trainee in self.trainees)
 
     @property
     def step(self) -> int:

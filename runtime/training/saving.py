@@ -7,13 +7,14 @@ from pathlib import Path
 
 import torch
 
+from wangen.runtime.lora import cast
 from wangen.runtime.lora_folder import AVERAGE
 from wangen.runtime.models import family
 from wangen.runtime.training import adapter_files, checkpoint, full
 from wangen.runtime.training.checkpoint import ExpertState, TrainingState
 from wangen.runtime.training.metadata import metadata
 from wangen.runtime.training.plan import ExpertPlan, Plan
-from wangen.runtime.training.run import Run
+from wangen.runtime.training.run import Run, Trainee
 
 
 class Saving:
@@ -58,19 +59,40 @@ class Saving:
         suffixes = self._suffixes()
         for suffix in suffixes:
             save_loras(self._run, suffix)
-        if suffixes:
+        if suffixes and self._run.ranks.is_first:
             drop_old_loras(self._run.plan, self._run.step)
         save_state(self._run, keep=bool(suffixes) and self._run.plan.options.save_state)
         self._saved_at = time.monotonic()
 
 
 def save_state(run: Run, *, keep: bool = False) -> None:
-    """Write the training state and drop the older ones, except kept ones and the one that `--resume` names."""
-    options = run.plan.options
-    path = checkpoint.save(run.plan.states, state_of(run), keep=keep)
-    spared = {path, *([options.resume.resolve()] if options.resume else [])}
-    checkpoint.remove_others(run.plan.states, spared, _oldest_kept(run.plan, run.step))
+    """Write the training state and drop the older ones, except kept ones and the one that `--resume` names.
+
+    The first process does, and all of them have to ask; those that hold parts write them, too.
+    """
     run.saved_step = run.step
+    if run.states_in_parts:
+        settle_state(run)
+        run.states_in_parts.save(state_of(run), run.trainees, keep=keep)
+        if not run.plan.options.async_save:
+            settle_state(run)
+    elif run.ranks.is_first:
+        _drop_others(run, checkpoint.save(run.plan.states, state_of(run), keep=keep))
+
+
+def settle_state(run: Run, *, wait: bool = True) -> None:
+    """Finish the state that is being written, if there is one; without `wait` only if that takes no time."""
+    writing = run.states_in_parts
+    if writing and (wait or writing.is_written):
+        path = writing.settle()
+        if path:
+            _drop_others(run, path)
+
+
+def _drop_others(run: Run, newest: Path) -> None:
+    options = run.plan.options
+    spared = {newest, *([options.resume.resolve()] if options.resume else [])}
+    checkpoint.remove_others(run.plan.states, spared, _oldest_kept(run.plan, run.step))
 
 
 def state_of(run: Run) -> TrainingState:
@@ -108,10 +130,22 @@ def save_loras(run: Run, suffix: str = "") -> list[Path]:
     written = []
     for trainee in run.trainees:
         with trainee.optimization.evaluating():
-            written += save_lora(run.plan, trainee.plan, trainee.parameters, trainee.step, suffix)
+            written += save_trained(run, trainee, trainee.parameters, suffix)
         if trainee.ema:
-            written += save_lora(run.plan, trainee.plan, trainee.ema.weights(), trainee.step, suffix + AVERAGE)
+            written += save_trained(run, trainee, trainee.ema.weights(), suffix + AVERAGE)
     return written
+
+
+def save_trained(run: Run, trainee: Trainee, parameters: Mapping[str, torch.Tensor], suffix: str) -> list[Path]:
+    """Write what these parameters of an expert are; the first process does, and all of them have to ask."""
+    if trainee.sharded:
+        dtype = getattr(torch, run.plan.options.save_precision)
+        whole: dict[str, torch.Tensor] = {}
+        for name, value in trainee.sharded.gathered(parameters):
+            if run.ranks.is_first:
+                whole[name] = cast(value.detach().cpu(), dtype, name)
+        parameters = whole
+    return save_lora(run.plan, trainee.plan, parameters, trainee.step, suffix) if run.ranks.is_first else []
 
 
 def save_state_as_loras(plan: Plan, state: TrainingState) -> list[Path]:
@@ -121,11 +155,20 @@ def save_state_as_loras(plan: Plan, state: TrainingState) -> list[Path]:
     """
     written: list[Path] = []
     for expert in plan.experts:
-        saved = state.experts[expert.name]
+        saved = _whole(state.experts[expert.name], expert.name)
         written += save_lora(plan, expert, saved.adapter, saved.step)
         if saved.ema:
             written += save_lora(plan, expert, saved.ema, saved.step, AVERAGE)
     return written
+
+
+def _whole(state: ExpertState, expert: str) -> ExpertState:
+    """A state with all its tensors, also where several processes wrote it in parts."""
+    if state.in_parts is None:
+        return state
+    from wangen.runtime.training.sharded_state import read
+
+    return read(state, expert, None)
 
 
 def save_lora(

@@ -81,7 +81,10 @@ def optimizer_step(run: Run, trainee: Trainee, group: Group, factor: float, inte
             (loss[:counted].sum() / group.num_items).backward()  # type: ignore[no-untyped-call]
         losses.append(loss[:counted].detach())
         errors.append(error[:counted].detach())
-    run.ranks.add_up(trainee.optimization.flat.gradients)
+    if trainee.sharded:
+        trainee.sharded.add_up()
+    flat = trainee.optimization.flat
+    run.ranks.add_up(flat.gradients[: flat.num_joint])
     norm = trainee.optimization.clip(options.max_grad_norm)
     trainee.optimization.step(factor)
     num_scaled = None

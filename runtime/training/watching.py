@@ -27,7 +27,7 @@ from wangen.runtime.training.prepared import Prepared
 from wangen.runtime.training.ranks import Ranks
 from wangen.runtime.training.run import Run, Trainee
 from wangen.runtime.training.sampling import make_samples, make_scenes, samples_due
-from wangen.runtime.training.saving import save_lora
+from wangen.runtime.training.saving import save_trained
 from wangen.runtime.training.step import StepResult, item_losses
 from wangen.runtime.training.throughput import (
     StepFlops,
@@ -283,7 +283,10 @@ class Watching:
         """The held-out losses without what was trained; full fine-tuning has changed the weights, so it loads them."""
         if self._options.train_mode == "full" and trainee.step:
             loaded = load_base(self._plan, trainee.plan, self._run.kind, torch.device("cpu"))
-            return self._measure(trainee, dict(loaded.named_parameters()))
+            weights = dict(loaded.named_parameters())
+            if trainee.sharded:
+                weights = {name: trainee.sharded.own(name, value) for name, value in weights.items()}
+            return self._measure(trainee, weights)
         with disabled(trainee.transformer):
             return self._measure(trainee)
 
@@ -293,9 +296,8 @@ class Watching:
         best = self._run.facts.setdefault("best", {})
         before = best.get(trainee.plan.name)
         if is_better(found, before["loss"] if before else None):
-            if self._ranks.is_first:
-                with trainee.optimization.evaluating():
-                    save_lora(self._plan, trainee.plan, trainee.parameters, trainee.step, BEST)
+            with trainee.optimization.evaluating():
+                save_trained(self._run, trainee, trainee.parameters, BEST)
             file = self._plan.file(trainee.plan, BEST)
             best[trainee.plan.name] = {"loss": found.mean_adapter, "step": self._run.step, "file": file.name}
 
