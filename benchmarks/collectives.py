@@ -12,16 +12,27 @@ every operation of torch.distributed in it is counted with its bytes (`counted_s
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
 from datetime import date
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from counted_step import PER_MACHINE, RANK, Case, Collective, Counted, as_first_of, counted_step, over_loopback
+from counted_step import (
+    PER_MACHINE,
+    RANK,
+    Case,
+    Collective,
+    Counted,
+    as_first_of,
+    counted_in_few_blocks,
+    counted_step,
+    over_loopback,
+)
 from gpu_train import REACHED, TI2V_VIDEO, VIDEO
 from random_run import TEXT_ROWS, Clip
 
@@ -32,6 +43,7 @@ from wangen.runtime.training.parallel import Way
 from wangen.runtime.training.throughput import PEAK_TFLOPS, step_flops
 
 MODELS = ("t2v-1.3B", "ti2v-5B", "t2v-14B")
+TRAINS = ("LoRA", "full")
 WAYS: tuple[Way, ...] = ("ddp", "fsdp", "hsdp")
 PROCESSES = (8, 64)
 IMAGE: Clip = (512, 512, 1)
@@ -39,7 +51,8 @@ INSIDE_BYTES_PER_S = 200e9
 """Of a process to the others of its machine, each way: about what NVLink of an H100 gives a ring."""
 BETWEEN_BYTES_PER_S = (25e9, 50e9)
 """Of a machine to another, each way: 200 and 400 Gbit/s."""
-CARD = "H100"
+KINDS_SHOWN = ("all-gather", "reduce-scatter", "all-reduce")
+CARD, CARD_BYTES = "H100", 80e9
 
 
 class Row(NamedTuple):
@@ -66,15 +79,24 @@ class Row(NamedTuple):
 
 
 def rows(options: argparse.Namespace) -> Iterator[Row]:
-    """Count every case, one after the other."""
-    for task, processes, way in product(options.models, options.processes, options.ways):
-        if way == "hsdp" and processes <= PER_MACHINE:
-            continue
+    """Count every case, one after the other; not where a process would have to hold more than its card."""
+    for task, trains, processes, way in product(options.models, options.trains, options.processes, options.ways):
+        alone = way == "hsdp" and processes <= PER_MACHINE
+        if not alone and (trains == "LoRA" or way != "ddp" or options.tiny or whole_bytes(task) < CARD_BYTES):
+            told = Case(task, way, Launch(), {"train_mode": trains.lower()}, options.tiny)
+            yield Row(task, trains, way, processes, as_first_of(processes, partial(count, told)))
 
-        def count(told: Launch, task: str = task, way: Way = way) -> Counted:
-            return counted_step(Case(task, way, told, {}, options.tiny))
 
-        yield Row(task, "LoRA", way, processes, as_first_of(processes, count))
+def count(case: Case, told: Launch) -> Counted:
+    """Of all blocks in one go, but for full fine-tuning, whose masters and moments do not fit into this machine."""
+    step = counted_in_few_blocks if case.flags["train_mode"] == "full" else counted_step
+    return step(replace(case, launch=told))
+
+
+def whole_bytes(task: str) -> int:
+    """What full fine-tuning of a picture takes where each process holds everything."""
+    model = profiles.model(task)
+    return memory_plan(model, MemorySettings(whole=True), tokens=tokens_of(model, IMAGE[:2], IMAGE[2])).device
 
 
 # ---- tables ------------------------------------------------------------------------------------------------------
@@ -87,22 +109,25 @@ def table(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 def volume_table(found: Sequence[Row]) -> str:
-    """Bytes by collective."""
-    columns = ("model", "trains", "way", "processes", "all-gather", "reduce-scatter", "all-reduce", "each sends, GB",
+    """Bytes by collective: how many a step has, and their gigabytes together."""
+    columns = ("model", "trains", "way", "processes", *(f"{kind}s: GB" for kind in KINDS_SHOWN), "each sends, GB",
                "a machine sends others, GB")  # fmt: skip
     lines = []
     for row in found:
-        cells = [_times_each(row.counted.collectives, kind) for kind in ("all-gather", "reduce-scatter", "all-reduce")]
+        numbers = [row.counted.total(lambda _: 1, kind) for kind in KINDS_SHOWN]
+        wholes = [row.counted.total(lambda one: one.num_bytes, kind) for kind in KINDS_SHOWN]
+        cells = [
+            f"{number:.0f}: {_gigabytes(whole)}" if number else "-"
+            for number, whole in zip(numbers, wholes, strict=True)
+        ]
         sent = row.counted.total(lambda one: one.sent)
         between = row.counted.total(Collective.between_machines)
-        lines.append([*row.named, *cells, f"{sent / 1e9:.3g}", f"{between / 1e9:.3g}" if between else "-"])
+        lines.append([*row.named, *cells, _gigabytes(sent), _gigabytes(between) if between else "-"])
     return table(columns, lines)
 
 
-def _times_each(collectives: Mapping[Collective, int], kind: str) -> str:
-    """How often how many bytes."""
-    each = [f"{count} x {one.num_bytes / 1e9:.3g}" for one, count in collectives.items() if one.kind == kind]
-    return " + ".join(each) or "-"
+def _gigabytes(size: float) -> str:
+    return f"{size / 1e9:.3g}"
 
 
 def compute_table(found: Sequence[Row]) -> str:
@@ -155,24 +180,36 @@ def computing_s(row: Row, clip: Clip) -> float:
 
 
 def memory_table(found: Sequence[Row]) -> str:
-    """GiB of a process, counted but for what belongs to the pass of a video."""
+    """GiB of a process: what it keeps is counted, what comes and goes in the step of a video is computed."""
     columns = ("model", "trains", "way", "processes", "frozen", "trained", "gradients", "AdamW", "gathered", "clip",
                "of the pass", "all")  # fmt: skip
     lines = []
     for row in found:
-        model, video = profiles.model(row.task), video_of(row.task)
-        parts = memory_plan(model, MemorySettings(rank=0), tokens=tokens_of(model, video[:2], video[2])).parts
-        ours = {name: size for name, size in parts.items() if name not in ("weights that stay",)}
         sizes = [*row.counted.held.values(), gathered_bytes(row)]
-        total = sum(sizes) + sum(ours.values())
-        lines.append([*row.named, *(f"{size / GIB:.2f}" if size else "-" for size in sizes), "x".join(map(str, video)),
-                      f"{sum(ours.values()) / GIB:.1f}", f"{total / GIB:.1f}"])  # fmt: skip
+        clip, passing = video_of(row.task), pass_bytes(row)
+        lines.append([*row.named, *(f"{size / GIB:.2f}" if size else "-" for size in sizes), "x".join(map(str, clip)),
+                      f"{passing / GIB:.1f}", f"{(sum(sizes) + passing) / GIB:.1f}"])  # fmt: skip
     return table(columns, lines)
 
 
 def gathered_bytes(row: Row) -> int:
-    """Of the blocks that are gathered at a time: the one that computes and the next."""
-    return 2 * max((one.num_bytes for one in row.counted.collectives if one.kind == "all-gather"), default=0)
+    """Of what is there whole at a time: the block that computes and the next.
+
+    Where all trains also what lies outside the blocks, its gradients, and those of one block as they come (in bfloat16)
+    and as they are sent (in float32).
+    """
+    gathers = {one.num_bytes: count for one, count in row.counted.collectives.items() if one.kind == "all-gather"}
+    outer = sum(size for size, count in gathers.items() if count == 1)
+    block = max((size for size, count in gathers.items() if count > 1), default=0)
+    return 2 * block if row.trains == "LoRA" else 5 * block + 2 * outer
+
+
+def pass_bytes(row: Row) -> int:
+    """What the pass of a video keeps and needs, by the formula of the presets, with its reserve."""
+    model, clip = profiles.model(row.task), video_of(row.task)
+    parts = memory_plan(model, MemorySettings(rank=0), tokens=tokens_of(model, clip[:2], clip[2])).parts
+    in_bfloat16 = 0 if row.trains == "full" and row.way != "ddp" else row.counted.held["trained weights"] // 2
+    return sum(size for name, size in parts.items() if name != "weights that stay") + in_bfloat16
 
 
 # ---- the command line --------------------------------------------------------------------------------------------
@@ -204,12 +241,13 @@ def among_real_processes(options: argparse.Namespace) -> None:
     told = launch()
     dist.init_process_group("gloo")
     wire: list[int] = []
-    case = Case(options.models[0], options.ways[0], told, {}, options.tiny)
+    flags = {"train_mode": options.trains[0].lower()}
+    case = Case(options.models[0], options.ways[0], told, flags, options.tiny)
     found = counted_step(case, around=lambda step: wire.append(over_loopback(step)))
     dist.destroy_process_group()
     if told.rank == 0:
         sent = found.total(lambda one: one.sent)
-        row = Row(case.task, "LoRA", case.way, told.count, found)
+        row = Row(case.task, options.trains[0], case.way, told.count, found)
         answer: dict[str, Any] = {"rows": json.loads(as_json([row])), "all_send": sent * told.count}
         print(json.dumps(answer | {"over_loopback": wire[0]}))
 
@@ -217,6 +255,7 @@ def among_real_processes(options: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--models", nargs="+", choices=profiles.model_names(), default=MODELS)
+    parser.add_argument("--trains", nargs="+", choices=TRAINS, default=TRAINS)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--processes", nargs="+", type=int, default=PROCESSES)
     parser.add_argument("--tiny", action="store_true")

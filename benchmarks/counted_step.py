@@ -32,6 +32,8 @@ CPU = torch.device("cpu")
 PER_MACHINE = 8
 PICTURE: Clip = (64, 64, 1)
 RANK = 32
+FEW = (2, 3)
+"""Blocks of which the others are told."""
 
 KINDS: Mapping[str, tuple[str, int]] = {
     "allreduce_": ("all-reduce", 2),
@@ -44,7 +46,7 @@ KINDS: Mapping[str, tuple[str, int]] = {
 """What an operation is called here, and how often the whole goes round a ring, less the part that each has itself."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Collective:
     """One kind of collective of a step.
 
@@ -121,6 +123,7 @@ class Case:
         launch: which of how many this one is.
         flags: of the training step.
         tiny: small sizes.
+        num_blocks: of the transformer; None for as many as it has.
     """
 
     task: str
@@ -128,12 +131,14 @@ class Case:
     launch: Launch
     flags: Mapping[str, Any]
     tiny: bool = False
+    num_blocks: int | None = None
 
     @property
     def model(self) -> Model:
         """The profile, of small sizes where they are asked for."""
         model = profiles.model(self.task)
-        return replace(model, transformer=replace(model.transformer, **TINY)) if self.tiny else model
+        sizes = replace(model.transformer, **TINY) if self.tiny else model.transformer
+        return replace(model, transformer=replace(sizes, num_layers=self.num_blocks or sizes.num_layers))
 
 
 @dataclass(frozen=True)
@@ -175,6 +180,28 @@ def counted_step(case: Case, *, around: Callable[[Callable[[], object]], object]
     return Counted(found.counts, held_bytes(trainee))
 
 
+def counted_in_few_blocks(case: Case) -> Counted:
+    """The same of all blocks as two and three of them tell, where all would not fit into this machine.
+
+    Each further block does what the third one did; one sum over all blocks has so many bytes more.
+    """
+    two, three = (counted_step(replace(case, num_blocks=number)) for number in FEW)
+    more = case.model.transformer.num_layers - FEW[0]
+    found = {
+        one: count + more * (three.collectives[one] - count)
+        for one, count in two.collectives.items()
+        if one in three.collectives
+    }
+    names = set(two.collectives), set(three.collectives)
+    grown = [sorted(names[0] - names[1]), sorted(names[1] - names[0])]
+    for one, other in zip(*grown, strict=True):
+        assert replace(one, num_bytes=other.num_bytes) == other, "not the same sum over more blocks"
+        assert two.collectives[one] == three.collectives[other]
+        found[replace(one, num_bytes=one.num_bytes + more * (other.num_bytes - one.num_bytes))] = two.collectives[one]
+    held = {name: size + more * (three.held[name] - size) for name, size in two.held.items()}
+    return Counted(found, held)
+
+
 def _zeros() -> Callable[[torch.Size, torch.dtype, str], torch.Tensor]:
     """Draws every weight out of the same zeros."""
     stores: dict[torch.dtype, torch.Tensor] = {}
@@ -189,11 +216,11 @@ def _zeros() -> Callable[[torch.Size, torch.dtype, str], torch.Tensor]:
 
 def held_bytes(trainee: Trainee) -> dict[str, int]:
     """Bytes of what a process keeps from step to step, its own parts only."""
-    parameters = list(trainee.transformer.parameters())
+    frozen = (parameter for parameter in trainee.transformer.parameters() if not parameter.requires_grad)
     states = trainee.optimization.optimizer.state.values()
     return {
-        "frozen weights": sum(_own_bytes(parameter) for parameter in parameters if not parameter.requires_grad),
-        "trained weights": sum(_own_bytes(parameter) for parameter in parameters if parameter.requires_grad),
+        "frozen weights": sum(map(_own_bytes, frozen)),
+        "trained weights": sum(_own_bytes(parameter) for parameter in trainee.parameters.values()),
         "gradients": sum(_own_bytes(buffer) for buffer in trainee.optimization.flat.gradients),
         "optimizer": sum(_own_bytes(value) for state in states for value in state.values() if torch.is_tensor(value)),
     }

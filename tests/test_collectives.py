@@ -5,7 +5,8 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from itertools import count
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from wangen import profiles
 from wangen.generator.launch import Launch
 from wangen.generator.memory import adapter_weights, block_bytes
+from wangen.generator.weight_counts import weight_counts
+from wangen.profiles import Model
 from wangen.runtime.communication import CommunicationTime
 from wangen.runtime.training.parallel import mesh_of
 from wangen.runtime.training.ranks import Ranks
 
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")
-EIGHT = Launch(rank=0, count=8, local_count=8)
 
 
 @pytest.fixture(scope="module")
@@ -36,11 +39,19 @@ def counting(benchmarks) -> Any:
     return sys.modules["counted_step"]
 
 
-def counted(counting: Any, way: str, processes: int, task: str = "t2v-1.3B", *, tiny: bool = True) -> Any:
-    return counting.as_first_of(processes, lambda told: counting.counted_step(counting.Case(task, way, told, {}, tiny)))
+@cache
+def counted(counting: Any, way: str, processes: int, *, trains: str = "lora", tiny: bool = True) -> Any:
+    case = counting.Case("t2v-1.3B", way, Launch(), {"train_mode": trains}, tiny)
+    return counting.as_first_of(processes, lambda told: counting.counted_step(replace(case, launch=told)))
 
 
-def gathered(model: Any, parts: int) -> int:
+@pytest.fixture(scope="module")
+def model(counting) -> Model:
+    """The small one that is counted."""
+    return counting.Case("t2v-1.3B", "ddp", Launch(), {}, True).model
+
+
+def gathered(model: Model, parts: int) -> int:
     """Bytes of a block; its table of one row is filled up to a row for each part."""
     return block_bytes(model) + (parts - 1) * 6 * model.transformer.dim * 4
 
@@ -51,9 +62,8 @@ def gathered(model: Any, parts: int) -> int:
 @pytest.mark.parametrize(
     ("way", "processes", "parts"), [("ddp", 8, 0), ("fsdp", 8, 8), ("fsdp", 64, 64), ("hsdp", 64, 8)]
 )
-def test_a_step_sends_what_the_formulas_say(counting, way: str, processes: int, parts: int):
+def test_a_step_sends_what_the_formulas_say(counting, model, way: str, processes: int, parts: int):
     found = counted(counting, way, processes)
-    model = counting.Case("t2v-1.3B", way, EIGHT, {}, True).model
     sums = counting.Collective("all-reduce", 4 * adapter_weights(model, 32), processes, processes // 8)
     wanted = {sums: 1}
     if parts:
@@ -62,9 +72,8 @@ def test_a_step_sends_what_the_formulas_say(counting, way: str, processes: int, 
     assert found.collectives == wanted
 
 
-def test_a_process_holds_a_part_of_what_is_frozen_and_all_that_trains(counting):
+def test_a_process_holds_a_part_of_what_is_frozen_and_all_that_trains(counting, model):
     whole, parts = (counted(counting, way, 8).held for way in ("ddp", "fsdp"))
-    model = counting.Case("t2v-1.3B", "ddp", EIGHT, {}, True).model
     blocks = model.transformer.num_layers * block_bytes(model)
     padded = model.transformer.num_layers * gathered(model, 8)
     assert whole["frozen weights"] - parts["frozen weights"] == blocks - padded // 8
@@ -74,23 +83,54 @@ def test_a_process_holds_a_part_of_what_is_frozen_and_all_that_trains(counting):
         assert 2 * trained <= held["optimizer"] <= 2 * trained + 64  # and the numbers of steps
 
 
-def test_every_wait_of_a_step_is_in_the_time_of_communication(benchmarks, counting):
-    """Each block twice, and the sum: a clock that ticks when it is asked counts them."""
+@pytest.mark.parametrize(("way", "processes"), [("fsdp", 8), ("hsdp", 64)])
+def test_full_fine_tuning_gathers_in_bfloat16_and_adds_up_in_float32(counting, model, way: str, processes: int):
+    """What lies outside the blocks is gathered once, in float32; vectors and small tables are whole."""
+    found = counted(counting, way, processes, trains="full")
+    layers, counts = model.transformer.num_layers, weight_counts(model)
+    parts, machines = (8, 1) if way == "hsdp" else (processes, processes // 8)
+    gathers = {one: number for one, number in found.collectives.items() if one.kind == "all-gather"}
+    block = counting.Collective("all-gather", 2 * counts.block_linear, parts, machines)
+    assert gathers.pop(block) == 2 * layers
+    ((outer, once),) = gathers.items()
+    assert once == 1
+    assert counts.outer / 2 < outer.num_bytes / 4 < counts.outer + counts.outer_float32
+    scattered = found.total(lambda one: one.num_bytes, "reduce-scatter")
+    assert scattered == 4 * layers * counts.block_linear + outer.num_bytes
+    between = sum(number * one.num_bytes for one, number in found.collectives.items()
+                  if (one.kind, one.processes, one.machines) == ("all-reduce", 8, 8))  # fmt: skip
+    assert between == (scattered / 8 if way == "hsdp" else 0), "each machine's parts meet those of the others"
+    vectors = max(one.num_bytes for one in found.collectives if one.processes == processes and one.kind == "all-reduce")
+    assert 0 < found.held["trained weights"] - scattered / parts <= vectors
+
+
+def test_few_blocks_tell_what_all_of_them_send_and_hold(counting):
+    case = counting.Case("t2v-1.3B", "hsdp", Launch(), {"train_mode": "full"}, True)
+    few = counting.as_first_of(64, lambda told: counting.counted_in_few_blocks(replace(case, launch=told)))
+    assert few == counted(counting, "hsdp", 64, trains="full")
+
+
+@pytest.mark.parametrize("trains", ["lora", "full"])
+def test_every_wait_of_a_step_is_in_the_time_of_communication(counting, model, trains: str):
+    """A clock that ticks when it is asked counts them: each block twice, and the sum.
+
+    Where all trains, also each block's gradients; what lies outside, twice in all, and what is still on its way; the
+    norm.
+    """
 
     def ticks(told: Launch) -> float:
         ranks = Ranks(told).marching()
-        ranks.communication = CommunicationTime(iter(count()).__next__)
-        case = counting.Case("t2v-1.3B", "fsdp", told, {}, True)
-        run, trainee = counting.make_run(
-            case.model, {"network_dim": 4}, CPU, mesh=mesh_of("fsdp", told, CPU), ranks=ranks
-        )
+        ranks.communication = CommunicationTime(iter(range(10_000)).__next__)
+        mesh = mesh_of("fsdp", told, CPU)
+        run, trainee = counting.make_run(model, {"train_mode": trains}, CPU, mesh=mesh, ranks=ranks)
         ranks.communication.forget()
-        batch = counting.random_batch(case.model, counting.PICTURE, 1, CPU)
+        batch = counting.random_batch(model, counting.PICTURE, 1, CPU)
         counting.optimizer_step(run, trainee, counting.Group(0, [batch], 1, 8), 1.0, counting.Interrupt())
         return ranks.communication.read()
 
-    layers = counting.TINY["num_layers"]
-    assert counting.as_first_of(8, ticks) == 2 * layers + 1
+    layers = model.transformer.num_layers
+    wanted = 2 * layers + 1 if trains == "lora" else 3 * layers + 5
+    assert counting.as_first_of(8, ticks) == wanted
 
 
 def test_collectives_of_both_interfaces_are_counted(counting):
@@ -124,11 +164,24 @@ def test_what_a_ring_sends_and_what_leaves_a_machine(counting):
 
 def test_the_tables_are_made_again_of_what_was_written(benchmarks, tmp_path, monkeypatch, capsys):
     out = tmp_path / "counted.json"
-    line = ["collectives.py", "--tiny", "--models", "t2v-14B", "--processes", "64", "--ways", "hsdp", "--out", str(out)]
+    line = [
+        "collectives.py",
+        "--tiny",
+        "--models",
+        "t2v-14B",
+        "--processes",
+        "64",
+        "--ways",
+        "hsdp",
+        "--trains",
+        "LoRA",
+        "--out",
+        str(out),
+    ]
     monkeypatch.setattr(sys, "argv", line)
     benchmarks.main()
     first = capsys.readouterr().out
-    assert "| t2v-14B | LoRA | hsdp | 64 | 8 x 0.00163 | - | 1 x 0.00288 |" in first
+    assert "| t2v-14B | LoRA | hsdp | 64 | 8: 0.0131 | - | 1: 0.00288 |" in first
     monkeypatch.setattr(sys, "argv", ["collectives.py", "--of", str(out)])
     benchmarks.main()
     assert capsys.readouterr().out == first
@@ -138,23 +191,31 @@ def test_the_tables_are_made_again_of_what_was_written(benchmarks, tmp_path, mon
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["ddp", "fsdp"])
-def test_real_processes_count_the_same_and_send_no_less(counting, benchmarks, way: str):
+@pytest.mark.parametrize(("way", "trains"), [("ddp", "LoRA"), ("fsdp", "LoRA"), ("fsdp", "full")])
+def test_real_processes_count_the_same_and_send_no_less(counting, benchmarks, way: str, trains: str):
     line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    line += [str(ROOT / "benchmarks" / "collectives.py"), "--real", "--tiny", "--models", "t2v-1.3B", "--ways", way]
+    line += [
+        str(ROOT / "benchmarks" / "collectives.py"),
+        "--real",
+        "--tiny",
+        "--models",
+        "t2v-1.3B",
+        "--ways",
+        way,
+        "--trains",
+        trains,
+    ]
     done = subprocess.run(line, capture_output=True, text=True, timeout=200, check=True)
     answer = json.loads(next(text for text in done.stdout.splitlines() if text.startswith("{")))
     (row,) = benchmarks.from_json(json.dumps(answer["rows"]))
-    assert row.counted == counted(counting, way, 2)
+    assert row.counted == counted(counting, way, 2, trains=trains.lower())
     assert 0 < answer["all_send"] <= answer["over_loopback"]
 
 
 @pytest.mark.slow
 def test_a_whole_transformer_sends_what_the_formulas_say(counting):
     found = counted(counting, "fsdp", 8, tiny=False)
-    model = counting.Case("t2v-1.3B", "fsdp", EIGHT, {}).model
+    model = profiles.model("t2v-1.3B")
     gathers = counting.Collective("all-gather", gathered(model, 8), 8, 1)
-    assert found.collectives == {
-        gathers: 60,
-        counting.Collective("all-reduce", 4 * adapter_weights(model, 32), 8, 1): 1,
-    }
+    sums = counting.Collective("all-reduce", 4 * adapter_weights(model, 32), 8, 1)
+    assert found.collectives == {gathers: 60, sums: 1}
