@@ -292,7 +292,7 @@ def _transformer_kind(shapes: Shapes, sizes: Mapping[str, int]) -> tuple[str, st
 
 def _fitting(kind: str, sizes: Mapping[str, int]) -> tuple[str, ...]:
     """The profiles that take a file of this kind and of these sizes."""
-    models = [profiles.model(name) for name in _tasks(kind)]
+    models = [profiles.model(name) for name in tasks_of(kind)]
     if not _is_transformer(kind):
         return tuple(model.name for model in models if sizes.get("dim") == WIDTHS.get(kind))
     return tuple(model.name for model in models if vars(model.transformer).items() <= sizes.items())
@@ -302,7 +302,7 @@ def _is_transformer(kind: str) -> bool:
     return kind.startswith(("wan-transformer-", "qwen-image-transformer"))
 
 
-def _tasks(kind: str) -> list[str]:
+def tasks_of(kind: str) -> list[str]:
     """The profiles that take a file of this kind, whatever its sizes."""
     names = profiles.model_names()
     return [name for name in names if any(weights.kind == kind for weights in profiles.model(name).weights)]
@@ -337,7 +337,7 @@ def _belongs(kind: str, flag: str, fitting: Sequence[str]) -> str:
     belongs = KINDS[kind][1]
     if belongs and belongs != flag and not (belongs == "--dit" and flag in _DIT_FLAGS):
         return f"; this file belongs to {belongs}"
-    tasks = sorted(fitting or _tasks(kind), key=lambda task: task not in supported())
+    tasks = sorted(fitting or tasks_of(kind), key=lambda task: task not in supported())
     named = [*tasks[:3], *(["…"] if len(tasks) > 3 else [])]
     return f"; this file is for --task {', '.join(named)}" if tasks else ""
 

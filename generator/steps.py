@@ -183,7 +183,7 @@ class CheckCache(DatasetStep):
 
 @dataclass(frozen=True, kw_only=True)
 class Export(Step):
-    """Convert a LoRA to other layouts and dtypes, merge LoRAs into a checkpoint, or print what a header says."""
+    """Convert a LoRA or a transformer to other layouts, merge LoRAs into a transformer, or print what a header says."""
 
     command: ClassVar[str] = "export"
     module: ClassVar[str] = "wangen.runtime.export"
@@ -198,20 +198,24 @@ class Export(Step):
         names=("lora_weights", "input"),
     )  # fmt: skip
     lora_multiplier: tuple[float, ...] = flag("strength of each merged LoRA, one number per LoRA (default: 1)", ())
-    dit: Path | None = flag("merge into this transformer: any format, any shard, or a diffusers folder", None)
+    dit: Path | None = flag(
+        "merge into this transformer, or convert it where no LoRA is: any format, any shard, or a diffusers folder",
+        None,
+    )
     save_path: Path | None = flag(
-        "the .safetensors to write; with --layout peft also a folder, with --metadata a .json; a LoRA that is there is "
-        "replaced, by merging a merged file; export.report.json appears beside it",
+        "the .safetensors to write; with --layout peft, and diffusers of a transformer, also a folder, with --metadata "
+        "a .json; a LoRA that is there is replaced, by merging a merged file; export.report.json appears beside it",
         None, names=("output", "save_merged_model"),
     )  # fmt: skip
     overwrite: bool = flag("replace whatever else is at --save_path", False)
-    layout: tuple[Literal["comfyui", "kohya", "diffusers", "peft"], ...] = flag(
+    layout: tuple[Literal["comfyui", "kohya", "diffusers", "peft", "original"], ...] = flag(
         "layouts to convert to (comfyui: read by ComfyUI, diffusers and most trainers; kohya: musubi-tuner and "
-        "ComfyUI; diffusers; peft); every further one gets its name as a suffix", ("comfyui",), names=("target",),
+        "ComfyUI; diffusers; peft); every further one gets its name as a suffix; of a whole transformer original "
+        "(ComfyUI and the official code) or diffusers", ("comfyui",), names=("target",),
         values={"default": "kohya", "other": "comfyui"},
     )  # fmt: skip
     dtype: ExportDtype | None = flag(
-        "precision of the file; fp8_scaled for a merged checkpoint only (default: as in the file read, bfloat16 for "
+        "precision of the file; fp8_scaled for a whole transformer only (default: as in the file read, bfloat16 for "
         "GGUF)", None, names=("save_precision",), values={**DTYPE_VALUES, "fp8": "float8_e4m3fn"},
     )  # fmt: skip
     metadata: bool = flag("print what the header of the LoRA or of --dit says, as JSON; no weight is read", False)

@@ -16,6 +16,7 @@ from wangen.generator.kinds import judge
 from wangen.generator.lora_config import (
     ADAPTER_FILE,
     CONFIG_FILE,
+    CONVERTED,
     DIFFUSERS_METADATA,
     DIFFUSERS_PREFIX,
     STALE,
@@ -29,8 +30,6 @@ from wangen.runtime.adapters import Adapter, read_adapter
 from wangen.runtime.lora import Lora, as_stored, lora_fields, name_tensors, read_lora
 from wangen.runtime.safetensors_file import require_free, require_space, write
 from wangen.runtime.training.adapter_files import name_adapter
-
-CONVERTED = "wangen.converted"
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""`export`: an adapter in other layouts and dtypes, LoRAs merged into a checkpoint, and what a header says.
+"""`export`: adapters and checkpoints in other layouts and dtypes, LoRAs merged, and what a header says.
 
 Torch is imported inside the functions that need it: what a header says is told without it, in a moment.
 """
@@ -8,23 +8,28 @@ import json
 import logging
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from wangen.generator.errors import UsageError, many
 from wangen.generator.files import write_text
 from wangen.generator.lora_config import is_safetensors, lora_file, lora_identity
 from wangen.generator.session import Report
 from wangen.generator.steps import Export
-from wangen.generator.workspace import require_writable
 from wangen.runtime.lora_folder import find_lora
 from wangen.runtime.lora_metadata import describe_file
+
+if TYPE_CHECKING:
+    from wangen.runtime.transformer_layout import TransformerLayout
 
 log = logging.getLogger("wangen")
 
 MAX_NAMES = 8
+WEIGHT_SUFFIXES = (".safetensors", ".pth", ".pt", ".ckpt", ".bin", ".gguf")
+"""Endings that no folder is meant by."""
 
 
 def run(options: Export) -> Report:
-    """Do one of the three.
+    """Do one of the four.
 
     Raises:
         WangenError: a file is of another kind, a LoRA does not fit, the disk is full or refuses.
@@ -51,12 +56,16 @@ def _refuse(options: Export) -> None:
         if options.save_path and options.save_path.suffix.lower() != ".json":
             raise UsageError("--metadata writes JSON", cure="end --save_path in .json, or leave it out to print")
         return
-    if not options.lora_weight or not options.save_path:
-        needed = {"--lora_weight": options.lora_weight, "--save_path": options.save_path}
+    converts_dit = options.dit is not None and options.layout != ("comfyui",)
+    if not (options.lora_weight or converts_dit) or not options.save_path:
+        needed = {"--lora_weight": options.lora_weight or converts_dit, "--save_path": options.save_path}
         missing = " and ".join(flag for flag, value in needed.items() if not value)
-        raise UsageError(f"export needs {missing}", cure="wangen export --help")
+        cure = "wangen export --help"
+        if options.dit and not options.lora_weight and not converts_dit:
+            cure = "give a LoRA to merge, or --layout original or diffusers to convert --dit itself"
+        raise UsageError(f"export needs {missing}", cure=cure)
     if options.dit:
-        _refuse_merging(options)
+        _refuse_whole(options, options.save_path)
     elif len(options.lora_weight) > 1:
         raise UsageError("one LoRA is converted at a time", cure="give one --lora_weight, or --dit to merge several")
     elif options.lora_multiplier:
@@ -65,6 +74,9 @@ def _refuse(options: Export) -> None:
         raise UsageError("fp8_scaled is for whole checkpoints", cure="give --dtype float8_e4m3fn for a LoRA")
     elif not options.layout:
         raise UsageError("--layout is empty", cure="leave it out for comfyui")
+    elif "original" in options.layout:
+        raise UsageError("--layout original is for whole transformers",
+                         cure="leave it out: in comfyui a LoRA has the official names")  # fmt: skip
     elif options.layout == ("peft",):
         if options.dtype == "float8_e4m3fn" and is_safetensors(options.save_path):
             raise UsageError("a peft file cannot tell the alpha that float8 needs",
@@ -75,15 +87,28 @@ def _refuse(options: Export) -> None:
         raise UsageError("a peft file cannot tell the alpha that float8 needs", cure="write a peft folder by itself")
 
 
-def _refuse_merging(options: Export) -> None:
+def _refuse_whole(options: Export, save_path: Path) -> None:
     multipliers, loras = len(options.lora_multiplier), len(options.lora_weight)
     if multipliers and multipliers != loras:
         raise UsageError(f"{loras} --lora_weight and {multipliers} --lora_multiplier",
                          cure="give one multiplier per LoRA, or none")  # fmt: skip
-    if options.layout != ("comfyui",):
-        raise UsageError("a merged checkpoint keeps the names of --dit", cure="leave --layout out")
-    if options.save_path and not is_safetensors(options.save_path):
-        raise UsageError("--save_path must end in .safetensors")
+    layout = _whole_layout(options)
+    if options.layout != (layout or "comfyui",):
+        raise UsageError("a whole transformer is written in one layout, original or diffusers",
+                         cure="give one of the two, or merge without --layout to keep the names")  # fmt: skip
+    if layout == "diffusers" and options.dtype in ("float8_e4m3fn", "fp8_scaled"):
+        raise UsageError("diffusers loads no transformer in 8 bits", cure="give --layout original or another --dtype")
+    folder = layout == "diffusers" and save_path.suffix.lower() not in WEIGHT_SUFFIXES
+    if not folder and not is_safetensors(save_path):
+        raise UsageError("--save_path must end in .safetensors",
+                         cure="name such a file, or with --layout diffusers a folder")  # fmt: skip
+
+
+def _whole_layout(options: Export) -> "TransformerLayout | None":
+    """The layout of a whole transformer that is asked for; None: none, or not one alone."""
+    if options.layout == ("original",):
+        return "original"
+    return "diffusers" if options.layout == ("diffusers",) else None
 
 
 def _tell_metadata(options: Export) -> Report:
@@ -118,7 +143,8 @@ def _convert(options: Export, path: Path, save_path: Path) -> Report:
     from wangen.runtime.convert import convert
 
     file = lora_file(path)
-    converted = convert(path, tuple(dict.fromkeys(options.layout)), options.dtype, save_path,
+    layouts = tuple(dict.fromkeys(layout for layout in options.layout if layout != "original"))
+    converted = convert(path, layouts, options.dtype, save_path,
                         overwrite=options.overwrite)  # fmt: skip
     for layout, written in converted.files.items():
         log.info("  %s: %s", layout, written)
@@ -142,20 +168,23 @@ def _merge(options: Export, dit: Path, save_path: Path) -> Report:
         Source(lora_file(path), lora_identity(path), read_lora(path), multiplier)
         for path, multiplier in zip(options.lora_weight, multipliers, strict=True)
     ]
-    require_writable(save_path.parent)
-    merged = merge(dit, sources, save_path, options.dtype, overwrite=options.overwrite)
+    layout = _whole_layout(options)
+    merged = merge(dit, sources, save_path, options.dtype, layout=layout, overwrite=options.overwrite)
     for source, left_out in zip(sources, merged.left_out, strict=True):
         log.info("  LoRA %s at %g", source.path.name, source.multiplier)
         if left_out:
             more = " …" if len(left_out) > MAX_NAMES else ""
             log.warning("  %s: %s not in this checkpoint and left out: %s%s", source.path.name,
                         many(len(left_out), "module"), ", ".join(left_out[:MAX_NAMES]), more)  # fmt: skip
+    counted = many(merged.num_tensors, "tensor")
+    done = f"{many(merged.num_changed, 'weight')} of {counted} changed" if sources else counted
     return Report(
         folder=save_path.parent,
-        summary=f"{save_path}: {many(merged.num_changed, 'weight')} of {many(merged.num_tensors, 'tensor')} changed",
+        summary=f"{merged.file}: {done}{f' in the layout {layout}' if layout else ''}",
         inputs={"dit": dit, "lora_weight": [source.path for source in sources],
                 "lora_identity": [source.digest for source in sources], "lora_multiplier": list(multipliers)},
         counts={"changed": merged.num_changed, "tensors": merged.num_tensors, "bytes": merged.num_bytes,
                 "left_out": [len(names) for names in merged.left_out]},
-        result={"file": save_path, "dtype": merged.dtype or "as before", "left_out": list(merged.left_out)},
+        result={"file": merged.file, "dtype": merged.dtype or "as before", "layout": layout or "as before",
+                "left_out": list(merged.left_out)},
     )  # fmt: skip

@@ -1,7 +1,8 @@
 """LoRAs added to the weights of a whole checkpoint, tensor by tensor: neither the old model nor the new is in memory.
 
 A weight is read, dequantised where it has to be, changed in float32 and rounded once to what the new file stores.
-The new file has the names of the old one, prefixes included.
+The new file has the names of the old one, prefixes included, or those of another layout. Without a LoRA the layout is
+all that changes.
 """
 
 import json
@@ -16,20 +17,23 @@ import torch
 
 from wangen.generator.companions import CLEAN_CONTROLS, Contents, sort_out, strip_prefix
 from wangen.generator.errors import UsageError, WangenError
+from wangen.generator.files import write_text
 from wangen.generator.formats import Header, TensorInfo
-from wangen.generator.kinds import KINDS, expect, has_clean_controls
-from wangen.generator.lora_config import STALE
+from wangen.generator.kinds import expect, has_clean_controls, judge
+from wangen.generator.lora_config import CONVERTED, STALE
 from wangen.generator.lora_keys import module_name
+from wangen.generator.workspace import require_writable
 from wangen.runtime.dtypes import FLOAT8, TORCH_DTYPES
 from wangen.runtime.lora import Lora, LoraWeight, cast, nothing_matches, require_size
 from wangen.runtime.progress import progress
-from wangen.runtime.safetensors_file import Later, require_free, require_space, write
-from wangen.runtime.weights.quantized import is_quantized, read_weight, refuse_other_forms
+from wangen.runtime.safetensors_file import Later, require_space, write
+from wangen.runtime.transformer_layout import KNOWN, Form, TransformerLayout, in_layout
+from wangen.runtime.weights.quantized import QUANTISATION, is_quantized, read_weight, refuse_other_forms
 from wangen.runtime.weights.reading import read_tensor
 
 SCALED = "fp8_scaled"
 MERGED = "wangen.merged"
-TRANSFORMERS = tuple(kind for kind in KINDS if kind.startswith(("wan-transformer-", "qwen-image-transformer")))
+TRANSFORMERS = (*KNOWN, "wan-transformer-other")
 BLOCK_MATRIX = re.compile(r"(?:transformer_)?blocks\.\d+\..+\.weight")
 
 
@@ -55,6 +59,7 @@ class Merged:
     """What merging did.
 
     Attributes:
+        file: that was written.
         num_tensors: in the new file.
         num_changed: weights that a LoRA changed.
         left_out: for each LoRA the modules that the checkpoint lacks.
@@ -62,6 +67,7 @@ class Merged:
         dtype: what was asked for, or bfloat16 for GGUF; None: each tensor as it was.
     """
 
+    file: Path
     num_tensors: int
     num_changed: int
     left_out: tuple[list[str], ...]
@@ -74,38 +80,57 @@ Change = tuple[LoraWeight, float]
 
 
 def merge(
-    dit: Path, sources: Sequence[Source], save_path: Path, dtype: str | None, *, overwrite: bool = False
+    dit: Path,
+    sources: Sequence[Source],
+    save_path: Path,
+    dtype: str | None,
+    *,
+    layout: TransformerLayout | None = None,
+    overwrite: bool = False,
 ) -> Merged:
-    """Write a checkpoint in which LoRAs are part of the weights.
+    """Write a checkpoint in which LoRAs are part of the weights, or the weights as they are in another layout.
 
     Args:
         dit: a transformer of Wan or Qwen-Image in any format and layout, whole, sharded or a diffusers folder.
-        sources: the LoRAs, at least one.
-        save_path: the safetensors file to write.
+        sources: the LoRAs, at least one where no layout is given.
+        save_path: the safetensors file to write; for the layout of diffusers also its folder.
         dtype: `float32`, `bfloat16`, `float16`; `float8_e4m3fn` or `fp8_scaled` for the matrices of the blocks; None
-            stores each tensor as it was (GGUF: bfloat16).
-        overwrite: replace any file at `save_path`; without it only a merged checkpoint is.
+            stores each tensor as it was (GGUF without a layout: bfloat16).
+        layout: whose names the tensors get; None keeps those of `dit`.
+        overwrite: replace any file at `save_path`; without it only what was made in the same way is.
 
     Raises:
         WangenError: no such transformer, a LoRA that does not fit, no room on the disk, a file is in the way.
     """
-    header = expect(dit, TRANSFORMERS, "--dit")
-    read = {info.place.file for info in header.tensors.values() if info.place} | {source.path for source in sources}
-    require_free(save_path, read, lambda there: MERGED in there.metadata, overwrite)
+    header = expect(dit, KNOWN if layout else TRANSFORMERS, "--dit")
     contents = sort_out(header)
     refuse_other_forms(dit, header, contents)
-    changes = _changes(contents, sources)
-    if header.format == "gguf" and dtype is None:
+    form = in_layout(dit, header, contents, layout, save_path, dtype) if layout else Form(header, contents, save_path)
+    read = {info.place.file for info in header.tensors.values() if info.place} | {source.path for source in sources}
+    note = MERGED if sources else CONVERTED
+    form.require_free(read, lambda there: note in there.metadata and there.kind in TRANSFORMERS, overwrite)
+    changes = _changes(form.contents, sources)
+    if header.format == "gguf" and dtype is None and not layout:
         dtype = "bfloat16"
-    tensors = _in_dtype(contents, changes, dtype) if dtype else _as_before(dit, header, contents, changes)
-    marks = {name: info for name, info in header.tensors.items() if strip_prefix(name) == CLEAN_CONTROLS}
+    tensors = _in_dtype(form.contents, changes, dtype) if dtype else _as_before(dit, form, changes)
+    marks = {name: info for name, info in form.header.tensors.items() if strip_prefix(name) == CLEAN_CONTROLS}
     tensors |= {name: _copied(info) for name, info in marks.items()}
-    if not marks and has_clean_controls(dit, header):  # a folder's configuration says it, which stays behind
+    if not marks and not form.config and has_clean_controls(dit, header):  # a configuration says it, which stays behind
         tensors[CLEAN_CONTROLS] = Later(torch.float32, (0,), partial(torch.zeros, 0))
+    _write(form, tensors, _metadata(header, sources, layout, dtype), "merging" if sources else "converting")
+    found = {module for name in form.contents.weights if (module := _module(name))}
+    left_out = tuple([module for module in source.lora if module not in found] for source in sources)
     num_bytes = sum(tensor.num_bytes for tensor in tensors.values())
-    require_space(save_path, num_bytes)
-    metadata = dict(header.metadata) if header.format == "safetensors" else {}
-    with progress("merging", len(tensors)) as advance:
+    return Merged(form.file, len(tensors), len(changes), left_out, num_bytes, dtype)
+
+
+def _write(form: Form, tensors: Mapping[str, Later], metadata: Mapping[str, str], words: str) -> None:
+    """The file, tensor by tensor; its configuration, without which it may be taken for another model, comes first."""
+    require_writable(form.file.parent)
+    require_space(form.file, sum(tensor.num_bytes for tensor in tensors.values()))
+    if form.config:
+        write_text(form.config_file, form.config)
+    with progress(words, len(tensors)) as advance:
 
         def counted(tensor: Later) -> Later:
             def make() -> torch.Tensor:
@@ -115,11 +140,7 @@ def merge(
 
             return replace(tensor, make=make)
 
-        told = {name: counted(tensor) for name, tensor in tensors.items()}
-        write(save_path, told, _metadata(metadata, sources))
-    found = {module for name in contents.weights if (module := _module(name))}
-    left_out = tuple([module for module in source.lora if module not in found] for source in sources)
-    return Merged(len(tensors), len(changes), left_out, num_bytes, dtype)
+        write(form.file, {name: counted(tensor) for name, tensor in tensors.items()}, metadata)
 
 
 def _module(name: str) -> str | None:
@@ -145,11 +166,9 @@ def _changes(contents: Contents, sources: Sequence[Source]) -> dict[str, list[Ch
     return changes
 
 
-def _as_before(
-    dit: Path, header: Header, contents: Contents, changes: Mapping[str, Sequence[Change]]
-) -> dict[str, Later]:
+def _as_before(dit: Path, form: Form, changes: Mapping[str, Sequence[Change]]) -> dict[str, Later]:
     """Every tensor as the old file stores it, unchanged ones byte for byte; a changed fp8 weight gets a new scale."""
-    tensors = {name: _copied(info) for name, info in header.tensors.items()}
+    tensors, contents = {name: _copied(info) for name, info in form.header.tensors.items()}, form.contents
     for weight, change in changes.items():
         info, name = contents.weights[weight], contents.names[weight]
         scale = contents.companions.get(weight, {}).get("scale")
@@ -256,13 +275,20 @@ def _merged(info: TensorInfo, scale: TensorInfo | None, change: Sequence[Change]
     return weight
 
 
-def _metadata(metadata: Mapping[str, str], sources: Sequence[Source]) -> dict[str, str]:
-    """The old file's metadata without the digests that no longer hold, and which LoRAs were added."""
-    try:
-        before = json.loads(metadata.get(MERGED, "[]"))
-    except (ValueError, RecursionError):
-        before = []
-    added = [{"lora": source.digest, "multiplier": source.multiplier} for source in sources]
-    merged = (before if isinstance(before, list) else []) + added
-    kept = {key: value for key, value in metadata.items() if key not in STALE}
-    return {"format": "pt", **kept, MERGED: json.dumps(merged, sort_keys=True)}
+def _metadata(
+    header: Header, sources: Sequence[Source], layout: TransformerLayout | None, dtype: str | None
+) -> dict[str, str]:
+    """The old file's metadata without what no longer holds, which LoRAs were added, and whose names there were."""
+    metadata = header.metadata if header.format == "safetensors" else {}
+    stale = (*STALE, QUANTISATION) if dtype else STALE
+    made = {"format": "pt", **{key: value for key, value in metadata.items() if key not in stale}}
+    if layout:
+        made[CONVERTED] = json.dumps({"from": judge(header).layout, "to": layout}, sort_keys=True)
+    if sources:
+        try:
+            before = json.loads(metadata.get(MERGED, "[]"))
+        except (ValueError, RecursionError):
+            before = []
+        added = [{"lora": source.digest, "multiplier": source.multiplier} for source in sources]
+        made[MERGED] = json.dumps((before if isinstance(before, list) else []) + added, sort_keys=True)
+    return made

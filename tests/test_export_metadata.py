@@ -30,7 +30,10 @@ from wangen.runtime.lora import read_lora, to_layout
         (["--lora_weight", "a", "--save_path", "c.safetensors", "--dtype", "fp8_scaled"], "for whole checkpoints"),
         (["--lora_weight", "a", "--save_path", "c.safetensors", "--lora_multiplier", "1"], "belongs to merging"),
         (["--lora_weight", "a", "--save_path", "c.safetensors", "--dtype", "fp8", "--layout", "peft"], "name a folder"),
-        (["--lora_weight", "a", "--save_path", "c.safetensors", "--dit", "d", "--layout", "peft"], "keeps the names"),
+        (
+            ["--lora_weight", "a", "--save_path", "c.safetensors", "--dit", "d", "--layout", "peft"],
+            "original or diffusers",
+        ),
         (
             ["--lora_weight", "a", "b", "--save_path", "c.safetensors", "--dit", "d", "--lora_multiplier", "1"],
             "2 --lora",

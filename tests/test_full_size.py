@@ -228,3 +228,41 @@ def test_shards_fp8_and_a_diffusers_folder_load_strictly(tmp_path: Path):
         assert num_parameters(load_transformer(path, device="meta")) == published.num_elements(shapes), path
     assert examine(pipeline, "--dit").layout == "diffusers"
     assert examine(pipeline, "--dit").profiles == ("ti2v-5B",)
+
+
+CONFIGURATIONS = {
+    "t2v-14B": {"num_attention_heads": 40, "num_layers": 40, "ffn_dim": 13824, "in_channels": 16, "image_dim": None},
+    "i2v-14B": {"in_channels": 36, "out_channels": 16, "image_dim": 1280, "added_kv_proj_dim": 5120,
+                "pos_embed_seq_len": None},
+    "flf2v-14B": {"in_channels": 36, "image_dim": 1280, "added_kv_proj_dim": 5120, "pos_embed_seq_len": 514},
+    "i2v-A14B": {"in_channels": 36, "image_dim": None, "added_kv_proj_dim": None},
+    "ti2v-5B": {"num_attention_heads": 24, "num_layers": 30, "in_channels": 48, "out_channels": 48, "text_dim": 4096},
+    "qwen-image-edit": {"num_attention_heads": 24, "num_layers": 60, "in_channels": 64, "out_channels": 16,
+                        "joint_attention_dim": 3584, "axes_dims_rope": [16, 56, 56], "zero_cond_t": False},
+}  # fmt: skip
+"""What the configurations of the models for diffusers differ in."""
+
+
+@pytest.mark.parametrize("task", CONFIGURATIONS)
+def test_the_names_of_a_real_transformer_go_to_diffusers_and_back(tmp_path: Path, task: str):
+    import diffusers
+    import torch
+
+    from wangen.generator.companions import sort_out
+    from wangen.runtime.transformer_layout import KNOWN, in_layout
+
+    def form_of(shapes: published.Shapes, layout, out: str):
+        path = published.write_sparse(tmp_path / f"{layout}.safetensors", shapes)
+        header = expect(path, KNOWN, "--dit")
+        return in_layout(path, header, sort_out(header), layout, tmp_path / out, None)
+
+    def shapes_of(form) -> published.Shapes:
+        return {name: info.shape for name, info in form.header.tensors.items()}
+
+    there = form_of(published.TRANSFORMERS[task], "diffusers", "transformer")
+    config = json.loads(there.config)
+    assert CONFIGURATIONS[task].items() <= config.items()
+    with torch.device("meta"):
+        model = getattr(diffusers, config["_class_name"]).from_config(config)
+    assert shapes_of(there) == {name: tuple(value.shape) for name, value in model.named_parameters()}
+    assert shapes_of(form_of(shapes_of(there), "original", "back.safetensors")) == published.TRANSFORMERS[task]

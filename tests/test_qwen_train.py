@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from diffusers import QwenImageTransformer2DModel
 from edit_set import SIZES, EditSet, make_edit_set
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -202,12 +203,17 @@ def test_a_whole_transformer_is_saved_so_that_it_loads_again_as_what_it_was(edit
     marker = {"model.diffusion_model.__index_timestep_zero__": torch.tensor([])} if clean else {}
     save_file(load_file(made.tiny.single["dit"]) | marker, path)
     train.run(made.train(tmp_path / "out", dit=path, train_mode="full", max_train_steps=1, learning_rate=1e-4))
-    kind = family(profiles.model(made.task))
-    before, after = kind.load_transformer(path), kind.load_transformer(tmp_path / "out" / "edit.safetensors")
+    kind, trained = family(profiles.model(made.task)), tmp_path / "out" / "edit.safetensors"
+    before, after = kind.load_transformer(path), kind.load_transformer(trained)
     assert before.config.zero_cond_t == after.config.zero_cond_t == clean
     states = before.state_dict(), after.state_dict()
     assert states[0].keys() == states[1].keys()
     assert all(not torch.equal(states[0][name], states[1][name]) for name in states[0] if name.endswith("to_q.weight"))
+    folder = tmp_path / "transformer"
+    assert main(["export", "--dit", str(trained), "--layout", "diffusers", "--save_path", str(folder)]) == 0
+    theirs = QwenImageTransformer2DModel.from_pretrained(folder)
+    assert theirs.config["zero_cond_t"] is clean
+    assert all(torch.equal(value, states[1][name]) for name, value in theirs.state_dict().items())
 
 
 def test_a_lora_merged_into_the_checkpoint_is_the_lora_beside_it(edits, tmp_path):

@@ -5,7 +5,7 @@ Letters in shapes: B batch, C channels, T frames, H and W pixels, F h w the same
 """
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -144,6 +144,12 @@ class Family(Protocol):
 
         `pack_on` is the device that brings them into it.
         """
+
+    def transformer_names(self, names: Iterable[str]) -> Mapping[str, str]:
+        """The names of a transformer's tensors in a file, without prefix -> those of diffusers."""
+
+    def original_tensor_name(self, name: str) -> str:
+        """The official name of a transformer's tensor, given that of diffusers."""
 
     def saved_tensors(self, parameters: "Mapping[str, torch.Tensor]", dit: Path) -> "dict[str, torch.Tensor]":
         """A whole trained transformer, given by diffusers' names, as its file holds it; `dit` is what it was before."""

@@ -33,7 +33,9 @@ _HOMES = {
     "load_tokenizer": "weights.tokenizer",
     "load_transformer": "weights.transformer",
     "load_vae": "weights.vae",
+    "original_tensor_name": "weights.transformer",
     "saved_tensors": "weights.transformer",
+    "transformer_names": "weights.transformer",
 }
 """What the contract asks for and other modules have. They import diffusers or transformers, which takes seconds: a
 caching step that needs neither must not wait for them, so each is imported when it is asked for."""

@@ -202,7 +202,8 @@ def norm_of(numbers: torch.Tensor) -> torch.Tensor:
         pieces = len(numbers) // ALIGNMENT * ALIGNMENT
         norms = torch.linalg.vector_norm(numbers[:pieces].view(-1, ALIGNMENT), dim=1)
         numbers = torch.cat([norms, numbers[pieces:]])
-    return torch.linalg.vector_norm(numbers)
+    norm: torch.Tensor = torch.linalg.vector_norm(numbers)
+    return norm
 
 
 def try_out(options: Train, device: torch.device) -> None:

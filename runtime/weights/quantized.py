@@ -22,6 +22,8 @@ from wangen.runtime.weights.reading import read_bytes, read_tensor
 
 OTHER_TYPE = "get the file in another quantisation, or in fp16"
 
+QUANTISATION = "_quantization_metadata"
+"""The field of the metadata in which ComfyUI says how each layer is stored."""
 COMFY_FORMATS = ("float8_e4m3fn", "float8_e5m2")
 COMFY_KEYS = {"format", "full_precision_matrix_mult"}
 """What ComfyUI says of a layer, where that is 8-bit floats with a scale and nothing else."""
@@ -147,7 +149,7 @@ def refuse_other_forms(path: Path, header: Header, contents: Contents) -> None:
         if "format" in companions:
             _require_float8(path, _parsed(read_raw(companions["format"])))
     try:
-        layers = parse_json(header.metadata.get("_quantization_metadata", "{}").encode()).get("layers", {})
+        layers = parse_json(header.metadata.get(QUANTISATION, "{}").encode()).get("layers", {})
         forms = list(layers.values())
     except (ValueError, AttributeError) as error:
         raise WangenError("the metadata say that it is quantised, but not how", where=str(path),

@@ -27,8 +27,10 @@ _HOMES = {
     "load_prompt_encoder": "qwen_image_edit.text_encoder",
     "load_transformer": "qwen_image_edit.transformer",
     "load_vae": "wan_vae",
+    "original_tensor_name": "qwen_image_edit.transformer",
     "predict_velocity": "qwen_image_edit.transformer",
     "saved_tensors": "qwen_image_edit.transformer",
+    "transformer_names": "qwen_image_edit.transformer",
 }
 """What the contract asks for and other modules have; each is imported when it is asked for. The VAE has the layers of
 Wan 2.1's, and its encoder is the same: so is the code."""

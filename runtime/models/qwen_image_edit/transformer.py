@@ -4,7 +4,7 @@ Letters in shapes: B batch, C channels, h and w latents, N tokens of a picture, 
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -51,7 +51,7 @@ def load_transformer(
         WangenError: another kind of file, missing, surplus or misshapen tensors.
     """
     header = expect(path, "qwen-image-transformer", "--dit")
-    checkpoint = open_checkpoint(path, header, lambda names: {name: name for name in names})
+    checkpoint = open_checkpoint(path, header, transformer_names)
     clean = has_clean_controls(path, header)
     if not clean and "2511" in path.name:
         log.warning("  --dit %s: its name says 2511, but nothing in it or beside it does, and it is taken for 2509: "
@@ -60,6 +60,16 @@ def load_transformer(
     model = build(path, lambda: QwenImageTransformer2DModel(**config))
     fill(model, checkpoint, dtype, device, convert=in_blocks(quantize, pack_on) if quantize else None)
     return model
+
+
+def transformer_names(names: Iterable[str]) -> Mapping[str, str]:
+    """File name -> diffusers name: all that have this model call its tensors alike."""
+    return {name: name for name in names}
+
+
+def original_tensor_name(name: str) -> str:
+    """The official name of a transformer's tensor, which is that of diffusers."""
+    return name
 
 
 def _config(checkpoint: Checkpoint) -> dict[str, Any]:
