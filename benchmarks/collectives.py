@@ -12,7 +12,7 @@ every operation of torch.distributed in it is counted with its bytes (`counted_s
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import date
 from functools import partial
@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 from counted_step import (
     PER_MACHINE,
-    RANK,
     Case,
     Collective,
     Counted,
@@ -43,15 +42,23 @@ from wangen.runtime.training.parallel import Way
 from wangen.runtime.training.throughput import PEAK_TFLOPS, step_flops
 
 MODELS = ("t2v-1.3B", "ti2v-5B", "t2v-14B")
-TRAINS = ("LoRA", "full")
 WAYS: tuple[Way, ...] = ("ddp", "fsdp", "hsdp")
 PROCESSES = (8, 64)
+RANK = 32
+TRAINS: Mapping[str, Mapping[str, Any]] = {
+    "LoRA": {"network_dim": RANK},
+    "LoRA on int8": {"network_dim": RANK, "quantize": "int8"},
+    "full": {"train_mode": "full"},
+}
+"""What is trained, and its flags."""
 IMAGE: Clip = (512, 512, 1)
+PICTURE: Clip = (1024, 1024, 1)
 INSIDE_BYTES_PER_S = 200e9
 """Of a process to the others of its machine, each way: about what NVLink of an H100 gives a ring."""
 BETWEEN_BYTES_PER_S = (25e9, 50e9)
 """Of a machine to another, each way: 200 and 400 Gbit/s."""
 KINDS_SHOWN = ("all-gather", "reduce-scatter", "all-reduce")
+HELD = ("frozen", "trained", "gradients", "AdamW")
 CARD, CARD_BYTES = "H100", 80e9
 
 
@@ -82,14 +89,14 @@ def rows(options: argparse.Namespace) -> Iterator[Row]:
     """Count every case, one after the other; not where a process would have to hold more than its card."""
     for task, trains, processes, way in product(options.models, options.trains, options.processes, options.ways):
         alone = way == "hsdp" and processes <= PER_MACHINE
-        if not alone and (trains == "LoRA" or way != "ddp" or options.tiny or whole_bytes(task) < CARD_BYTES):
-            told = Case(task, way, Launch(), {"train_mode": trains.lower()}, options.tiny)
-            yield Row(task, trains, way, processes, as_first_of(processes, partial(count, told)))
+        if not alone and (trains != "full" or way != "ddp" or options.tiny or whole_bytes(task) < CARD_BYTES):
+            case = Case(task, way, Launch(), TRAINS[trains], options.tiny)
+            yield Row(task, trains, way, processes, as_first_of(processes, partial(count, case)))
 
 
 def count(case: Case, told: Launch) -> Counted:
-    """Of all blocks in one go, but for full fine-tuning, whose masters and moments do not fit into this machine."""
-    step = counted_in_few_blocks if case.flags["train_mode"] == "full" else counted_step
+    """Of all blocks in one go where they can lie on the same zeros; masters and quantised weights cannot."""
+    step = counted_step if case.flags == TRAINS["LoRA"] else counted_in_few_blocks
     return step(replace(case, launch=told))
 
 
@@ -110,8 +117,7 @@ def table(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 def volume_table(found: Sequence[Row]) -> str:
     """Bytes by collective: how many a step has, and their gigabytes together."""
-    columns = ("model", "trains", "way", "processes", *(f"{kind}s: GB" for kind in KINDS_SHOWN), "each sends, GB",
-               "a machine sends others, GB")  # fmt: skip
+    columns = ("model", "trains", "way", "processes", *(f"{kind}s: GB" for kind in KINDS_SHOWN))
     lines = []
     for row in found:
         numbers = [row.counted.total(lambda _: 1, kind) for kind in KINDS_SHOWN]
@@ -120,9 +126,7 @@ def volume_table(found: Sequence[Row]) -> str:
             f"{number:.0f}: {_gigabytes(whole)}" if number else "-"
             for number, whole in zip(numbers, wholes, strict=True)
         ]
-        sent = row.counted.total(lambda one: one.sent)
-        between = row.counted.total(Collective.between_machines)
-        lines.append([*row.named, *cells, _gigabytes(sent), _gigabytes(between) if between else "-"])
+        lines.append([*row.named, *cells])
     return table(columns, lines)
 
 
@@ -131,18 +135,18 @@ def _gigabytes(size: float) -> str:
 
 
 def compute_table(found: Sequence[Row]) -> str:
-    """The time of what is sent against that of what is computed, of a video and of a picture."""
-    columns = ("model", "trains", "way", "processes", "gathers, s", "sums, s", "clip", "computing, s", "efficiency",
-               "512x512x1, s", "efficiency")  # fmt: skip
+    """What is sent, and its time against that of what is computed: of a clip, and of a picture."""
+    columns = ("model", "trains", "way", "processes", "each sends, GB", "a machine sends, GB", "gathers, s", "sums, s",
+               "a clip, s", "efficiency", "512x512x1, s", "efficiency")  # fmt: skip
     lines = []
     for row in found:
-        video = video_of(row.task)
         gathers, sums = ([seconds(row, wire, sums=which) for wire in BETWEEN_BYTES_PER_S] for which in (False, True))
-        cells = [_both(gathers), _both(sums)]
-        for clip in (video, IMAGE):
+        between = row.counted.total(Collective.between_machines)
+        cells = [_gigabytes(row.counted.total(lambda one: one.sent)), _gigabytes(between) if between else "-"]
+        cells += [_both(gathers), _both(sums)]
+        for clip in (clip_of(row.task), IMAGE):
             computing = computing_s(row, clip)
             shares = [computing / (max(computing, gather) + add) for gather, add in zip(gathers, sums, strict=True)]
-            cells += ["x".join(map(str, clip))] if clip == video else []
             cells += [f"{computing:.3g}", _both(shares, percent=True)]
         lines.append([*row.named, *cells])
     return table(columns, lines)
@@ -154,8 +158,10 @@ def _both(values: Sequence[float], *, percent: bool = False) -> str:
     return texts[0] if len(set(texts)) == 1 else " / ".join(texts)
 
 
-def video_of(task: str) -> Clip:
-    """The clip that a model is made for, and which docs/speed.md has."""
+def clip_of(task: str) -> Clip:
+    """The clip, or picture, that a model is made for."""
+    if profiles.model(task).num_frames == 1:
+        return PICTURE
     return TI2V_VIDEO if task == "ti2v-5B" else VIDEO
 
 
@@ -172,24 +178,24 @@ def seconds(row: Row, between_bytes_per_s: float, *, sums: bool) -> float:
 
 def computing_s(row: Row, clip: Clip) -> float:
     """The least that a step of one item takes on the card: its work at what large products were seen to reach."""
-    model = profiles.model(row.task)
-    full = row.trains == "full"
-    work = step_flops(model.transformer, tokens_of(model, clip[:2], clip[2]), text_tokens=TEXT_ROWS, train_base=full,
-                      adapter_weights=0 if full else adapter_weights(model, RANK), checkpointing="full")  # fmt: skip
+    model, full = profiles.model(row.task), row.trains == "full"
+    joint = model.prompt is not None  # the text is among the tokens
+    work = step_flops(model.transformer, tokens_of(model, clip[:2], clip[2]), text_tokens=0 if joint else TEXT_ROWS,
+                      joint=joint, adapter_weights=0 if full else adapter_weights(model, RANK), checkpointing="full",
+                      train_base=full)  # fmt: skip
     return work.done / (REACHED * PEAK_TFLOPS[CARD] * 1e12)
 
 
 def memory_table(found: Sequence[Row]) -> str:
-    """GiB of a process: what it keeps is counted, what comes and goes in the step of a video is computed."""
-    columns = ("model", "trains", "way", "processes", "frozen", "trained", "gradients", "AdamW", "gathered", "clip",
-               "of the pass", "all")  # fmt: skip
-    lines = []
+    """GiB of a process: what it keeps is counted, what comes and goes in the step of a clip is computed."""
+    columns = ("model", "trains", "way, processes", *HELD, "gathered", "of the pass", "all")
+    alike: dict[tuple[str, ...], list[str]] = {}
     for row in found:
-        sizes = [*row.counted.held.values(), gathered_bytes(row)]
-        clip, passing = video_of(row.task), pass_bytes(row)
-        lines.append([*row.named, *(f"{size / GIB:.2f}" if size else "-" for size in sizes), "x".join(map(str, clip)),
-                      f"{passing / GIB:.1f}", f"{(sum(sizes) + passing) / GIB:.1f}"])  # fmt: skip
-    return table(columns, lines)
+        sizes = [*row.counted.held.values(), gathered_bytes(row), pass_bytes(row)]
+        cells = [f"{size / GIB:.2f}" if size else "-" for size in sizes]
+        line = (row.task, row.trains, *cells, f"{sum(sizes) / GIB:.1f}")
+        alike.setdefault(line, []).append(f"{row.way} {row.processes}")
+    return table(columns, [[*line[:2], ", ".join(ways), *line[2:]] for line, ways in alike.items()])
 
 
 def gathered_bytes(row: Row) -> int:
@@ -201,12 +207,12 @@ def gathered_bytes(row: Row) -> int:
     gathers = {one.num_bytes: count for one, count in row.counted.collectives.items() if one.kind == "all-gather"}
     outer = sum(size for size, count in gathers.items() if count == 1)
     block = max((size for size, count in gathers.items() if count > 1), default=0)
-    return 2 * block if row.trains == "LoRA" else 5 * block + 2 * outer
+    return 5 * block + 2 * outer if row.trains == "full" else 2 * block
 
 
 def pass_bytes(row: Row) -> int:
     """What the pass of a video keeps and needs, by the formula of the presets, with its reserve."""
-    model, clip = profiles.model(row.task), video_of(row.task)
+    model, clip = profiles.model(row.task), clip_of(row.task)
     parts = memory_plan(model, MemorySettings(rank=0), tokens=tokens_of(model, clip[:2], clip[2])).parts
     in_bfloat16 = 0 if row.trains == "full" and row.way != "ddp" else row.counted.held["trained weights"] // 2
     return sum(size for name, size in parts.items() if name != "weights that stay") + in_bfloat16
@@ -241,8 +247,7 @@ def among_real_processes(options: argparse.Namespace) -> None:
     told = launch()
     dist.init_process_group("gloo")
     wire: list[int] = []
-    flags = {"train_mode": options.trains[0].lower()}
-    case = Case(options.models[0], options.ways[0], told, flags, options.tiny)
+    case = Case(options.models[0], options.ways[0], told, TRAINS[options.trains[0]], options.tiny)
     found = counted_step(case, around=lambda step: wire.append(over_loopback(step)))
     dist.destroy_process_group()
     if told.rank == 0:
@@ -255,7 +260,7 @@ def among_real_processes(options: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--models", nargs="+", choices=profiles.model_names(), default=MODELS)
-    parser.add_argument("--trains", nargs="+", choices=TRAINS, default=TRAINS)
+    parser.add_argument("--trains", nargs="+", choices=TRAINS, default=("LoRA", "full"))
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--processes", nargs="+", type=int, default=PROCESSES)
     parser.add_argument("--tiny", action="store_true")

@@ -31,7 +31,6 @@ from wangen.runtime.training.step import optimizer_step
 CPU = torch.device("cpu")
 PER_MACHINE = 8
 PICTURE: Clip = (64, 64, 1)
-RANK = 32
 FEW = (2, 3)
 """Blocks of which the others are told."""
 
@@ -167,8 +166,7 @@ def counted_step(case: Case, *, around: Callable[[Callable[[], object]], object]
     """
     mesh = mesh_of(case.way, case.launch, CPU)
     ranks = Ranks(case.launch).marching() if mesh else Ranks(case.launch)
-    flags = {"network_dim": RANK, **case.flags}
-    run, trainee = make_run(case.model, flags, CPU, draw=_zeros(), mesh=mesh, ranks=ranks)
+    run, trainee = make_run(case.model, case.flags, CPU, draw=_zeros(), mesh=mesh, ranks=ranks)
     group = Group(0, [random_batch(case.model, PICTURE, 1, CPU)], 1, ranks.count)
     found = Collectives(case.launch.local_count)
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from wangen import profiles
 from wangen.generator.launch import Launch
-from wangen.generator.memory import adapter_weights, block_bytes
+from wangen.generator.memory import GIB, adapter_weights, block_bytes, outer_bytes
 from wangen.generator.weight_counts import weight_counts
 from wangen.profiles import Model
 from wangen.runtime.communication import CommunicationTime
@@ -219,3 +219,78 @@ def test_a_whole_transformer_sends_what_the_formulas_say(counting):
     gathers = counting.Collective("all-gather", gathered(model, 8), 8, 1)
     sums = counting.Collective("all-reduce", 4 * adapter_weights(model, 32), 8, 1)
     assert found.collectives == {gathers: 60, sums: 1}
+
+
+# ---- docs/scale.md -----------------------------------------------------------------------------------------------
+
+
+def rows_of(columns: str) -> list[list[str]]:
+    """The cells of the table with these first columns."""
+    page = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
+    body = page[page.index(f"| {columns} |") :].split("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in body]
+
+
+def numbers(cell: str) -> tuple[float, float]:
+    """With 25 and with 50 GB/s between machines; one number counts for both."""
+    values = [0.0 if part == "-" else float(part.rstrip(" %")) for part in cell.split(" / ")]
+    return values[0], values[-1]
+
+
+def formula_sent(task: str, trains: str, way: str, processes: int) -> float:
+    """Bytes that a process sends: 8 a weight that trains in full, else the sum of the adapter's and the gathers."""
+    model = profiles.model(task)
+    parts = 8 if way == "hsdp" else processes
+    if trains == "full":
+        weights = (outer_bytes(model, 4) + model.transformer.num_layers * block_bytes(model, wide=4)) / 4
+        between = 2 * 7 / 8 * 4 * weights / 8 if way == "hsdp" else 0
+        return 8 * weights * (parts - 1) / parts + between
+    sums = 2 * (processes - 1) / processes * 4 * adapter_weights(model, 32)
+    gathers = 2 * model.transformer.num_layers * gathered(model, parts) * (parts - 1) / parts
+    return sums + (gathers if way != "ddp" else 0)
+
+
+SENT = rows_of("model | trains | way | processes")
+
+
+@pytest.mark.parametrize("row", SENT, ids=lambda row: " ".join(row[:4]))
+def test_the_page_says_what_is_sent_and_what_follows(benchmarks, row):
+    task, trains, way, processes, sent, between, gathers, sums, *rest = row
+    wanted = formula_sent(task, trains, way, int(processes))
+    assert float(sent) == pytest.approx(wanted / 1e9, rel=0.01)
+    assert (between == "-") == (processes == "8")
+    whole = numbers(gathers)[0] + numbers(sums)[0]
+    if processes == "8":
+        assert whole == pytest.approx(wanted / 200e9, rel=0.03)
+    elif way != "hsdp":
+        assert whole == pytest.approx(float(between) / 25, rel=0.03)
+    clips = (benchmarks.clip_of(task), benchmarks.IMAGE)
+    for clip, computing, efficiency in zip(clips, rest[::2], rest[1::2], strict=True):
+        seconds = benchmarks.computing_s(benchmarks.Row(task, trains, way, int(processes), None), clip)
+        assert float(computing) == pytest.approx(seconds, rel=0.01)
+        for gather, add, share in zip(numbers(gathers), numbers(sums), numbers(efficiency), strict=True):
+            assert share == pytest.approx(100 * seconds / (max(seconds, gather) + add), abs=1.5)
+
+
+def test_the_page_leaves_out_only_what_no_card_holds(benchmarks):
+    cases = {(task, trains, way, processes) for task in benchmarks.MODELS for trains in ("LoRA", "full")
+             for way in benchmarks.WAYS for processes in ("8", "64") if (way, processes) != ("hsdp", "8")}  # fmt: skip
+    missing = cases - {tuple(row[:4]) for row in SENT}
+    assert missing == {(task, "full", "ddp", processes) for task in ("ti2v-5B", "t2v-14B") for processes in ("8", "64")}
+    assert all(benchmarks.whole_bytes(task) > benchmarks.CARD_BYTES for task, *_ in missing)
+
+
+@pytest.mark.parametrize("row", rows_of("model | trains | way, processes"), ids=lambda row: " ".join(row[:3]))
+def test_the_page_says_what_a_process_holds(row):
+    task, trains, ways, _frozen, trained, gradients, moments, *_rest, total = row
+    model = profiles.model(task)
+    weights: float = adapter_weights(model, 32)
+    if trains == "full":
+        layers, counts = model.transformer.num_layers, weight_counts(model)
+        parts = 1 if "ddp" in ways else int(ways.split()[1].rstrip(","))
+        whole = layers * (counts.block_rest + counts.block_float32)  # vectors and tables
+        weights = whole + (layers * counts.block_linear + counts.outer + counts.outer_float32) / parts
+    for cell in (trained, gradients):
+        assert float(cell) == pytest.approx(4 * weights / GIB, rel=0.01, abs=0.006)
+    assert float(moments) == pytest.approx(8 * weights / GIB, rel=0.01, abs=0.006)
+    assert float(total) == pytest.approx(sum(numbers(cell)[0] for cell in row[3:-1]), abs=0.06)
