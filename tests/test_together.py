@@ -4,7 +4,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from edit_set import make_edit_set
 from helpers import run_script
 from safetensors.torch import load_file
 from tiny import TinyRun
+from together import free_port, trained
 
 from wangen.generator.cli import main
 from wangen.generator.errors import UsageError
@@ -111,13 +111,11 @@ def test_processes_together_train_what_one_does_alone(tiny_run: TinyRun, tmp_pat
     """Four have more processes than a step has batches: one of them has none."""
     options = tiny_run.options(tmp_path / "together", validation_items=1, validate_every_n_steps=2, ema_decay=0.9,
                                gradient_accumulation_steps=1)  # fmt: skip
-    done = run(torchrun(options, processes))
-    assert done.returncode == 0, done.stderr
+    told = trained(options, processes)
     one = replace(options, output_dir=tmp_path / "alone", gradient_accumulation_steps=processes)
-    assert run(alone(one)).returncode == 0
-    together, single = losses(tmp_path / "together"), losses(tmp_path / "alone")
-    assert together == pytest.approx(single, abs=1e-5)
-    assert len(together) == options.max_train_steps
+    trained(one, 1)
+    assert losses(tmp_path / "together") == pytest.approx(losses(tmp_path / "alone"), abs=1e-5)
+    assert len(losses(tmp_path / "together")) == options.max_train_steps
     assert held_out(tmp_path / "together") == pytest.approx(held_out(tmp_path / "alone"), abs=1e-5)
     for name in ("lora.safetensors", "lora-ema.safetensors"):
         found, wanted = (load_file(tmp_path / folder / name) for folder in ("together", "alone"))
@@ -125,7 +123,7 @@ def test_processes_together_train_what_one_does_alone(tiny_run: TinyRun, tmp_pat
     assert sorted(path.name for path in (tmp_path / "together").iterdir()) == sorted(
         path.name for path in (tmp_path / "alone").iterdir()
     )
-    assert len(re.findall("processes share the", done.stderr)) == 1, "one of them shows for all"
+    assert len(re.findall("processes share the", told)) == 1, "one of them shows for all"
     last = [record for record in records(tmp_path / "together") if "tokens_per_s" in record][-1]
     assert last["tokens_per_s_min"] <= last["tokens_per_s_max"] <= last["tokens_per_s"]
     assert 0 < last["communication_share_min"] <= last["communication_share"] <= last["communication_share_max"] < 1
@@ -155,7 +153,7 @@ def started(line: Sequence[str], folder: Path, steps: int) -> subprocess.Popen[s
 
 @pytest.mark.slow
 def test_a_dead_process_ends_the_job_and_the_next_start_goes_on_to_the_same_bytes(tiny_run: TinyRun, tmp_path: Path):
-    options = tiny_run.options(tmp_path / "whole", max_train_steps=120, save_state_every_n_steps=10)
+    options = tiny_run.options(tmp_path / "whole", max_train_steps=60, save_state_every_n_steps=10)
     assert run(torchrun(options, 2)).returncode == 0
     broken = replace(options, output_dir=tmp_path / "broken")
     launcher = started(torchrun(broken, 2), broken.output_dir, 25)
@@ -227,11 +225,9 @@ def test_more_gpus_than_there_are_and_no_numbers_are_refused(tiny_run: TinyRun, 
 def test_weights_in_parts_change_no_byte(tiny_run: TinyRun, tmp_path: Path, processes: int, changes: dict[str, Any]):
     """Also where a step has fewer batches than there are processes: these go along with one that does not count."""
     options = tiny_run.options(tmp_path / "ddp", **changes)
-    assert run(torchrun(options, processes)).returncode == 0
-    parts = replace(options, output_dir=tmp_path / "fsdp", parallel="fsdp")
-    done = run(torchrun(parts, processes))
-    assert done.returncode == 0, done.stderr
-    assert len(re.findall("are in parts", done.stderr)) == 1
+    trained(options, processes)
+    told = trained(replace(options, output_dir=tmp_path / "fsdp", parallel="fsdp"), processes)
+    assert len(re.findall("are in parts", told)) == 1
     assert losses(tmp_path / "fsdp") == losses(tmp_path / "ddp")
     assert held_out(tmp_path / "fsdp") == held_out(tmp_path / "ddp")
     whole, found = ((tmp_path / way / "lora.safetensors").read_bytes() for way in ("ddp", "fsdp"))
@@ -240,14 +236,13 @@ def test_weights_in_parts_change_no_byte(tiny_run: TinyRun, tmp_path: Path, proc
 
 @pytest.mark.slow
 def test_weights_in_parts_within_each_of_two_machines(tiny_run: TinyRun, tmp_path: Path):
-    """Two launchers of two processes stand for the machines; samples are made on the way."""
+    """Of two processes each; samples are made on the way."""
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("a red square --w 32 --h 32 --f 1 --s 2\n", encoding="utf-8")
     more = {"sample_prompts": prompts, "vae": tiny_run.weights["vae"], "t5": tiny_run.weights["t5"]}
     options = tiny_run.options(tmp_path / "ddp", **more)
-    assert run(torchrun(options, 4)).returncode == 0
-    parts = replace(options, output_dir=tmp_path / "hsdp", parallel="hsdp")
-    assert run_on_two_machines(parts, 2) == [0, 0]
+    trained(options, 4)
+    trained(replace(options, output_dir=tmp_path / "hsdp", parallel="hsdp"), 4, on_each_machine=2)
     assert losses(tmp_path / "hsdp") == losses(tmp_path / "ddp")
     for name in ("lora.safetensors", "samples/lora-step00000006-1.png"):
         found, wanted = ((tmp_path / way / name).read_bytes() for way in ("hsdp", "ddp"))
@@ -272,18 +267,16 @@ def test_parts_of_what_cannot_be_split_are_refused(tiny_run: TinyRun, tmp_path: 
 @pytest.mark.slow
 def test_a_run_goes_on_with_another_number_of_processes(tiny_run: TinyRun, tmp_path: Path):
     options = tiny_run.options(tmp_path / "parts", max_train_steps=3)
-    assert run(torchrun(options, 2)).returncode == 0
+    trained(options, 2)
     more = replace(options, max_train_steps=6, gradient_accumulation_steps=2)
-    done = run(alone(more))
-    assert done.returncode == 0, done.stderr
-    assert "resuming at 3" in done.stderr
-    assert run(alone(replace(more, output_dir=tmp_path / "whole"))).returncode == 0
+    assert "resuming at 3" in trained(more, 1)
+    trained(replace(more, output_dir=tmp_path / "whole"), 1)
     assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "whole"), abs=1e-5)
 
 
 @pytest.mark.slow
 def test_the_launcher_starts_a_broken_job_again_by_itself(tiny_run: TinyRun, tmp_path: Path):
-    options = tiny_run.options(tmp_path / "whole", max_train_steps=120, save_state_every_n_steps=10)
+    options = tiny_run.options(tmp_path / "whole", max_train_steps=60, save_state_every_n_steps=10)
     assert run(torchrun(options, 2)).returncode == 0
     broken = replace(options, output_dir=tmp_path / "broken")
     launcher = started(torchrun(broken, 2, "--max-restarts", "2"), broken.output_dir, 25)
@@ -331,26 +324,18 @@ def run_on_two_machines(options: Train, processes: int) -> list[int]:
     return [machine.wait(timeout=240) for machine in machines]
 
 
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("task", ["qwen-image-edit"])
-def test_edits_are_trained_together_as_alone(tiny_qwen, tmp_path: Path, task: str):
-    made = make_edit_set(tmp_path / "set", tiny_qwen, task=task).fill()
-    options = made.train(tmp_path / "together", caption_dropout=0.3)
-    done = run(torchrun(options, 2))
-    assert done.returncode == 0, done.stderr
-    one = replace(options, output_dir=tmp_path / "alone", gradient_accumulation_steps=2)
-    assert run(alone(one)).returncode == 0
-    assert losses(tmp_path / "together") == pytest.approx(losses(tmp_path / "alone"), abs=1e-5)
-    parts = replace(options, output_dir=tmp_path / "parts", parallel="fsdp")
-    assert run(torchrun(parts, 2)).returncode == 0
-    found, wanted = ((folder.output_dir / "edit.safetensors").read_bytes() for folder in (parts, options))
-    assert found == wanted
+@pytest.mark.parametrize("processes", [2, 4])
+def test_edits_are_trained_together_as_alone(tiny_qwen, tmp_path: Path, processes: int):
+    made = make_edit_set(tmp_path / "set", tiny_qwen, task="qwen-image-edit").fill()
+    options = made.train(tmp_path / "ddp", caption_dropout=0.3, max_train_steps=4)
+    trained(options, processes)
+    trained(replace(options, output_dir=tmp_path / "alone", gradient_accumulation_steps=processes), 1)
+    assert losses(tmp_path / "ddp") == pytest.approx(losses(tmp_path / "alone"), abs=1e-5)
+    for way, on_each_machine in (("fsdp", processes), ("hsdp", processes // 2)):
+        trained(replace(options, output_dir=tmp_path / way, parallel=way), processes, on_each_machine=on_each_machine)
+        found, wanted = ((tmp_path / folder / "edit.safetensors").read_bytes() for folder in (way, "ddp"))
+        assert found == wanted
 
 
 @pytest.mark.slow

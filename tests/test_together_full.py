@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from edit_set import make_edit_set
 from safetensors.torch import load_file
-from test_together import alone, held_out, kill_rank, losses, run, run_on_two_machines, started, torchrun
+from test_together import held_out, kill_rank, losses, started, torchrun
 from tiny import TinyRun
+from together import trained
 from torch.distributed.device_mesh import init_device_mesh
 from train_cases import EXPERTS, make_cases, make_ti2v
 
@@ -56,16 +57,9 @@ def require_close(folder: Path, other: Path, steps: int) -> None:
         assert max(float((found[key] - wanted[key]).abs().max()) for key in wanted) < 1e-5
 
 
-def require_done(line: list[str]) -> str:
-    done = run(line)
-    assert done.returncode == 0, done.stderr
-    return done.stderr
-
-
 def in_one(options: Train, folder: Path, processes: int) -> Path:
     """Train in one process what so many would, and return the folder."""
-    one = replace(options, output_dir=folder, parallel="auto", gradient_accumulation_steps=processes)
-    require_done(alone(one))
+    trained(replace(options, output_dir=folder, parallel="auto", gradient_accumulation_steps=processes), 1)
     return folder
 
 
@@ -74,16 +68,17 @@ def in_one(options: Train, folder: Path, processes: int) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("processes", "changes"), [
-    (2, {**LOOKED_AT, "checkpointing": "selective", "gradient_checkpointing_cpu_offload": True, "keep_best": True}),
+    (2, {**LOOKED_AT, "checkpointing": "selective", "gradient_checkpointing_cpu_offload": True, "keep_best": True,
+         "compile": True}),
     (3, {"checkpointing_free_blocks": 1, "pack": True}),
-    (4, {"compile": True, "save_every_n_steps": 3}),
+    (4, {"save_every_n_steps": 3}),
 ])  # fmt: skip
 def test_weights_in_parts_train_what_one_process_does(
     tiny_run: TinyRun, tmp_path: Path, processes: int, changes: dict[str, Any]
 ):
     """Three processes cannot split every matrix evenly; four have more processes than a step has batches."""
     options = tiny_run.options(tmp_path / "parts", parallel="fsdp", **WHOLE, **changes)
-    told = require_done(torchrun(options, processes))
+    told = trained(options, processes)
     assert told.count("the optimizer's state are in parts") == 1
     require_close(tmp_path / "parts", in_one(options, tmp_path / "alone", processes), 6)
 
@@ -96,8 +91,8 @@ def test_without_clipping_two_processes_leave_the_bytes_of_data_parallel(
     """The norm of the gradient, which clips, is the one number that is added up in another order."""
     options = tiny_run.options(tmp_path / "ddp", max_grad_norm=0.0, mixed_precision=mixed_precision, **WHOLE,
                                **LOOKED_AT)  # fmt: skip
-    require_done(torchrun(options, 2))
-    require_done(torchrun(replace(options, output_dir=tmp_path / "fsdp", parallel="fsdp"), 2))
+    trained(options, 2)
+    trained(replace(options, output_dir=tmp_path / "fsdp", parallel="fsdp"), 2)
     assert losses(tmp_path / "fsdp") == losses(tmp_path / "ddp")
     assert held_out(tmp_path / "fsdp") == held_out(tmp_path / "ddp")
     assert bytes_of(tmp_path / "fsdp") == bytes_of(tmp_path / "ddp")
@@ -105,12 +100,12 @@ def test_without_clipping_two_processes_leave_the_bytes_of_data_parallel(
 
 @pytest.mark.slow
 def test_two_machines_that_are_copies_of_each_other(tiny_run: TinyRun, tmp_path: Path):
-    """Two launchers of two processes stand for the machines; samples are made on the way."""
+    """Of two processes each; samples are made on the way."""
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("a red square --w 32 --h 32 --f 1 --s 2\n", encoding="utf-8")
     more = {"sample_prompts": prompts, "vae": tiny_run.weights["vae"], "t5": tiny_run.weights["t5"]}
     options = tiny_run.options(tmp_path / "hsdp", parallel="hsdp", **WHOLE, **LOOKED_AT, **more)
-    assert run_on_two_machines(options, 2) == [0, 0]
+    trained(options, 4, on_each_machine=2)
     require_close(tmp_path / "hsdp", in_one(options, tmp_path / "alone", 4), 6)
     assert (tmp_path / "hsdp" / "samples" / "lora-step00000006-1.png").is_file()
 
@@ -135,7 +130,7 @@ def test_every_kind_of_model_is_trained_in_parts(
 ):
     """Qwen-Image-Edit, the two experts of A14B, and TI2V-5B with clean first frames."""
     options = replace(make(tmp_path, request), parallel="fsdp", **WHOLE)
-    require_done(torchrun(options, 2))
+    trained(options, 2)
     require_close(tmp_path / "parts", in_one(options, tmp_path / "alone", 2), options.max_train_steps)
 
 
@@ -148,7 +143,7 @@ def test_a_killed_run_ends_with_the_bytes_of_one_that_was_not(tiny_run: TinyRun,
     options = tiny_run.options(tmp_path / "whole", parallel="fsdp", max_train_steps=40, save_state_every_n_steps=3,
                                async_save=async_save, save_state_every_n_minutes=60.0, ema_decay=0.9,
                                **WHOLE)  # fmt: skip
-    require_done(torchrun(options, 2))
+    trained(options, 2)
     broken = replace(options, output_dir=tmp_path / "broken")
     launcher = started(torchrun(broken, 2, "--max-restarts", "2"), broken.output_dir, 12)
     kill_rank(launcher, 1, signal.SIGKILL)
@@ -162,16 +157,16 @@ def test_a_killed_run_ends_with_the_bytes_of_one_that_was_not(tiny_run: TinyRun,
 @pytest.mark.slow
 def test_a_state_goes_on_in_any_number_of_processes(tiny_run: TinyRun, tmp_path: Path):
     options = tiny_run.options(tmp_path / "begun", parallel="fsdp", max_train_steps=3, ema_decay=0.9, **WHOLE)
-    require_done(torchrun(replace(options, gradient_accumulation_steps=2), 2))
+    trained(replace(options, gradient_accumulation_steps=2), 2)
     (state,) = (tmp_path / "begun" / "lora-state").iterdir()
     assert sorted(path.name for path in (state / "parts").iterdir()) == [".metadata", "__0_0.distcp", "__1_0.distcp"]
     more = replace(options, max_train_steps=6, resume=state)
     whole = in_one(replace(more, resume=None), tmp_path / "whole", 4)
-    told = require_done(torchrun(replace(more, output_dir=tmp_path / "four"), 4))
+    told = trained(replace(more, output_dir=tmp_path / "four"), 4)
     assert "resuming at 3" in told
     one = in_one(replace(more, output_dir=tmp_path / "one"), tmp_path / "one", 4)
     copies = replace(more, output_dir=tmp_path / "copies", parallel="ddp", gradient_accumulation_steps=2)
-    require_done(torchrun(copies, 2))
+    trained(copies, 2)
     for folder in (tmp_path / "four", one, copies.output_dir):
         assert losses(folder) == pytest.approx(losses(whole)[3:], abs=1e-5)
         found, wanted = load_file(folder / "lora-ema.safetensors"), load_file(whole / "lora-ema.safetensors")
@@ -179,9 +174,9 @@ def test_a_state_goes_on_in_any_number_of_processes(tiny_run: TinyRun, tmp_path:
     # And the other way: what one process saved goes on in parts; the finished run is saved anew in another precision.
     (state,) = (one / "lora-state").iterdir()
     parts = replace(more, output_dir=tmp_path / "back", resume=state, max_train_steps=7, gradient_accumulation_steps=2)
-    assert "resuming at 6" in require_done(torchrun(parts, 2))
+    assert "resuming at 6" in trained(parts, 2)
     before = load_file(tmp_path / "back" / "lora.safetensors")
-    told = require_done(torchrun(replace(parts, resume=None, save_precision="bfloat16"), 2))
+    told = trained(replace(parts, resume=None, save_precision="bfloat16"), 2)
     assert "already trained, 7 steps" in told
     after = load_file(tmp_path / "back" / "lora.safetensors")
     assert all(torch.equal(value.bfloat16(), after[name]) for name, value in before.items())
