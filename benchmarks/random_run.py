@@ -1,10 +1,10 @@
 """A training run on random weights of any size and on any device, without a file: for benchmarks of the step."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -21,11 +21,17 @@ from wangen.runtime.models.compute import Compute
 from wangen.runtime.training.loading import load_trainee
 from wangen.runtime.training.plan import ExpertPlan, Plan
 from wangen.runtime.training.prepared import Prepared, pinned
+from wangen.runtime.training.ranks import Ranks
 from wangen.runtime.training.refusals import resolved
 from wangen.runtime.training.run import Run, Trainee
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 Clip = tuple[int, int, int]
 """Width and height in pixels, frames."""
+
+Draw = Callable[[torch.Size, torch.dtype, str], torch.Tensor]
 
 TEXT_ROWS = 64
 """Of a long caption; the rest of 512 is padding."""
@@ -54,7 +60,7 @@ def options_of(model: Model, flags: Mapping[str, Any], device: torch.device) -> 
 
 
 def random_transformer(
-    model: Model, dtype: torch.dtype, quantize: Any, device: torch.device, home: torch.device
+    model: Model, dtype: torch.dtype, quantize: Any, device: torch.device, home: torch.device, draw: Draw | None = None
 ) -> Any:
     """A frozen transformer of a profile's sizes as the loader makes it, with random weights.
 
@@ -64,6 +70,7 @@ def random_transformer(
         quantize: form of the blocks' linear layers; None or `none` for none.
         device: where each layer is drawn and quantised.
         home: where it then stays.
+        draw: makes a weight of a shape and dtype, by its name in its layer; the default draws.
     """
     transformer = _empty_wan(model) if model.prompt is None else _empty_qwen(model)
     in_float32 = set(transformer._keep_in_fp32_modules or ())
@@ -72,8 +79,12 @@ def random_transformer(
     for name, module in list(transformer.named_modules()):
         for key, parameter in list(module.named_parameters(recurse=False)):
             wide = bool(in_float32 & {*name.split("."), key})
-            value = torch.empty(parameter.shape, dtype=torch.float32 if wide else dtype, device=device)
-            module.register_parameter(key, nn.Parameter(_drawn(value, key, generator), requires_grad=False))
+            stored = torch.float32 if wide else dtype
+            if draw is None:
+                value = _drawn(torch.empty(parameter.shape, dtype=stored, device=device), key, generator)
+            else:
+                value = draw(parameter.shape, stored, key)
+            module.register_parameter(key, nn.Parameter(value, requires_grad=False))
         new = convert(name, module) if isinstance(module, nn.Linear) else module
         for parameter in new.parameters(recurse=False):
             parameter.data = parameter.data.to(home)
@@ -166,7 +177,14 @@ def random_batch(model: Model, clip: Clip, num_items: int, device: torch.device)
 
 
 def make_run(
-    model: Model, flags: Mapping[str, Any], device: torch.device, *, cudnn: bool | None = None
+    model: Model,
+    flags: Mapping[str, Any],
+    device: torch.device,
+    *,
+    cudnn: bool | None = None,
+    draw: Draw | None = None,
+    mesh: "DeviceMesh | None" = None,
+    ranks: Ranks = Ranks(),  # noqa: B008 - of one process
 ) -> tuple[Run, Trainee]:
     """The run that a step belongs to, made by the trainer's own `load_trainee` of random weights.
 
@@ -175,13 +193,16 @@ def make_run(
         flags: of the training step.
         device: where to train.
         cudnn: whether SDPA prefers cuDNN, told by hand; None leaves it to the trainer.
+        draw: as of `random_transformer`.
+        mesh: of the processes that hold parts of the blocks.
+        ranks: the processes that train together.
     """
     options = options_of(model, flags, device)
     set_precision(deterministic=options.deterministic, tf32=options.cuda_allow_tf32)
     expert = ExpertPlan("", NO_WEIGHTS, None, 0.0, 1.0, 1.0, 1)
     plan = Plan(options, model, [], [], 1, (expert,), {})
-    kind = cast(Family, RandomFamily(model, device, cudnn))
-    run = Run(plan, kind, device, [load_trainee(plan, expert, kind, device, None)])
+    kind = cast(Family, RandomFamily(model, device, cudnn, draw))
+    run = Run(plan, kind, device, [load_trainee(plan, expert, kind, device, None, mesh, ranks)], ranks)
     return run, run.activate(0)
 
 
@@ -192,10 +213,12 @@ class RandomFamily:
         model: the profile.
         drawn_on: the device that draws and quantises the weights.
         cudnn: as of `make_run`.
+        draw: as of `random_transformer`.
     """
 
-    def __init__(self, model: Model, drawn_on: torch.device, cudnn: bool | None) -> None:
+    def __init__(self, model: Model, drawn_on: torch.device, cudnn: bool | None, draw: Draw | None) -> None:
         self._model, self._drawn_on, self._cudnn, self._family = model, drawn_on, cudnn, family(model)
+        self._draw = draw
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._family, name)
@@ -204,7 +227,7 @@ class RandomFamily:
         self, _path: Path, *, dtype: torch.dtype, device: Any, quantize: Any, pack_on: Any = None
     ) -> Any:
         """As `Family.load_transformer`."""
-        return random_transformer(self._model, dtype, quantize, self._drawn_on, torch.device(device))
+        return random_transformer(self._model, dtype, quantize, self._drawn_on, torch.device(device), self._draw)
 
     def velocity_model(
         self, transformer: Any, compute: Compute, *, device: torch.device, dtype: torch.dtype, swap: Any = None

@@ -209,7 +209,7 @@ def _prepare(
     in_turns = mesh is not None and ranks.any(is_crowded(plan, ranks.launch))
     with ranks.one_at_a_time() if in_turns else contextlib.nullcontext():
         trainees = [
-            load_trainee(plan, expert, kind, device, state.experts[expert.name] if state else None, mesh)
+            load_trainee(plan, expert, kind, device, state.experts[expert.name] if state else None, mesh, ranks)
             for expert in plan.experts
         ]
     training = Run(plan, kind, device, trainees, ranks)

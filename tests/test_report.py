@@ -515,6 +515,15 @@ def test_a_log_that_was_written_anew_with_the_same_inode_is_read_anew(tmp_path):
     assert log.records[2]["loss"] == 0.125
 
 
+def test_the_wait_for_other_processes_is_drawn_where_there_are_any():
+    alone = [step_line(step) for step in range(1, 4)]
+    assert "communication" not in {chart.key for chart in make_charts(alone)}
+    shares = {"communication_share": 0.1, "communication_share_min": 0.05, "communication_share_max": 0.25}
+    charts = {chart.key: chart for chart in make_charts([step_line(step, **shares) for step in range(1, 4)])}
+    drawn = {line.name: {y for _, y in line.points} for line in charts["communication"].lines}
+    assert drawn == {"most of a process": {25.0}, "least": {5.0}}
+
+
 def test_charts_keep_spikes_and_stay_small(tmp_path):
     lines = [step_line(step) for step in range(1, 20001)]
     lines[7777]["grad_norm"] = 123.0

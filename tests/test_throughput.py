@@ -9,11 +9,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from wangen import profiles
 from wangen.profiles import TransformerSizes
+from wangen.runtime.communication import CommunicationTime
 from wangen.runtime.training.throughput import (
     PEAK_TFLOPS,
     StepFlops,
     Throughput,
     forward_flops,
+    in_words,
     peak_memory_bytes,
     peak_of_card,
     peak_tflops,
@@ -124,6 +126,79 @@ def test_rates_are_of_the_window_without_pauses_and_with_the_share_of_waiting():
         }
     )
     assert throughput.rates() == {}
+
+
+def test_the_time_in_collectives_is_a_share_of_the_steps_and_not_of_pauses():
+    clock = Clock()
+    communication = CommunicationTime(clock)
+    throughput = Throughput(torch.device("cpu"), clock=clock, communication=communication)
+    for _ in range(2):
+        clock.now += 1.5
+        with communication.inside(torch.device("cpu")):
+            clock.now += 0.5
+        throughput.count(samples=1, tokens=1)
+    with throughput.paused(), communication.inside(torch.device("cpu")):
+        clock.now += 50
+    assert throughput.rates()["communication_share"] == pytest.approx(0.25)
+    assert throughput.rates_so_far()["communication_share"] == pytest.approx(0.25)
+    clock.now += 1
+    throughput.count(samples=1, tokens=1)
+    assert throughput.rates()["communication_share"] == 0, "what was read is read once"
+
+
+class Events:
+    """A GPU's stream: what is recorded is there only when the stream was waited for."""
+
+    def __init__(self) -> None:
+        self.now_ms, self.waited_for = 0.0, False
+
+    def event(self, *, enable_timing: bool) -> "Event":
+        assert enable_timing
+        return Event(self)
+
+
+class Event:
+    def __init__(self, stream: Events) -> None:
+        self.stream = stream
+
+    def record(self) -> None:
+        self.at_ms = self.stream.now_ms
+
+    def elapsed_time(self, later: "Event") -> float:
+        assert self.stream.waited_for, "this waits for the GPU"
+        return later.at_ms - self.at_ms
+
+
+def test_on_a_gpu_events_are_read_only_when_the_numbers_are(monkeypatch):
+    stream, clock = Events(), Clock()
+    monkeypatch.setattr(torch.cuda, "Event", stream.event)
+    communication = CommunicationTime(clock)
+    throughput = Throughput(torch.device("cpu"), clock=clock, communication=communication)
+    with communication.inside(torch.device("cuda")):  # before the first step, and so forgotten
+        stream.now_ms += 7
+    assert throughput.rates() == {}
+    for _ in range(3):
+        with communication.inside(torch.device("cuda")):
+            stream.now_ms += 250
+        stream.now_ms += 750
+        throughput.count(samples=1, tokens=1)
+    clock.now += 3
+    stream.waited_for = True
+    assert throughput.rates()["communication_share"] == pytest.approx(0.25)
+
+
+def test_a_process_that_is_alone_has_no_share_of_communication():
+    clock = Clock()
+    throughput = Throughput(torch.device("cpu"), clock=clock)
+    clock.now += 1
+    throughput.count(1, 1)
+    assert "communication_share" not in throughput.rates()
+
+
+def test_words_of_several_processes_say_how_long_they_waited_for_each_other():
+    rates = {"s_per_step": 1.0, "samples_per_s": 1.0, "tokens_per_s": 1.0, "data_wait_share": 0.0}
+    assert "other processes" not in in_words(rates)
+    assert "12 % for other processes" in in_words(rates | {"communication_share": 0.12})
 
 
 def test_without_a_known_peak_there_is_no_mfu():

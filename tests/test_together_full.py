@@ -27,6 +27,7 @@ from train_cases import EXPERTS, make_cases, make_ti2v
 from wangen.generator.errors import WangenError
 from wangen.generator.steps import Train
 from wangen.runtime import train
+from wangen.runtime.communication import CommunicationTime
 from wangen.runtime.memory.swap import BlockSwap
 from wangen.runtime.models import wan
 from wangen.runtime.models.compute import Compute
@@ -229,7 +230,7 @@ def transformer_of(tiny_run: TinyRun) -> Any:
 def test_gradients_gather_in_the_parts_and_outside_the_blocks(tiny_run: TinyRun, tmp_path: Path, mesh):
     """Two passes of a step give what the transformer's own backward pass gives."""
     options = tiny_run.options(tmp_path, **WHOLE)
-    weights = ShardedWeights(transformer_of(tiny_run), mesh, CPU, torch.float32)
+    weights = ShardedWeights(transformer_of(tiny_run), mesh, CPU, CommunicationTime(), torch.float32)
     optimization = Optimization(options, weights.parameters, weights)
     whole = transformer_of(tiny_run)
     wanted = Optimization(options, trainable_parameters(whole))

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from wangen.runtime.communication import CommunicationTime
 from wangen.runtime.memory.blocks import blocks_of
 
 
@@ -27,14 +28,18 @@ class ShardedBlocks:
         swapped: the numbers of all blocks.
     """
 
-    def __init__(self, transformer: nn.Module, mesh: DeviceMesh, device: torch.device) -> None:
+    def __init__(
+        self, transformer: nn.Module, mesh: DeviceMesh, device: torch.device, communication: CommunicationTime
+    ) -> None:
         """Split the blocks, one after the other, so that a device never holds more than one; the rest goes over whole.
 
         Args:
             transformer: with its adapters, in host memory or on the device.
             mesh: of the processes that hold the parts; with two dimensions the first are copies of each other.
             device: where it computes.
+            communication: gets the time in which blocks wait for their weights.
         """
+        self._device, self._communication = device, communication
         self._blocks = list(blocks_of(transformer).children())
         self.swapped = range(len(self._blocks))
         self._split(transformer, mesh)
@@ -47,10 +52,11 @@ class ShardedBlocks:
 
     def enter(self, index: int, *, backward: bool) -> None:
         """A block is about to compute: its weights are there when this returns, and those of the next one called."""
-        self._block(index).unshard()
-        following = index - 1 if backward else index + 1
-        if following in self.swapped:
-            self._block(following).unshard(async_op=True)
+        with self._communication.inside(self._device):
+            self._block(index).unshard()
+            following = index - 1 if backward else index + 1
+            if following in self.swapped:
+                self._block(following).unshard(async_op=True)
 
     def leave(self, index: int, *, backward: bool) -> None:
         """A block has computed: only its part is kept. `backward` as it was entered."""

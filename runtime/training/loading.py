@@ -33,6 +33,7 @@ from wangen.runtime.training.ema import Ema
 from wangen.runtime.training.full import trainable_parameters
 from wangen.runtime.training.optim import Optimization
 from wangen.runtime.training.plan import ExpertPlan, Plan
+from wangen.runtime.training.ranks import Ranks
 from wangen.runtime.training.run import Trainee
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ def load_trainee(
     device: torch.device,
     state: ExpertState | None,
     mesh: "DeviceMesh | None" = None,
+    ranks: Ranks = Ranks(),  # noqa: B008 - of one process
 ) -> Trainee:
     """Load one transformer, make it trainable, and put a saved state in; with a mesh its blocks are split over it.
 
@@ -76,10 +78,11 @@ def load_trainee(
     """
     options, swapped = plan.options, plan.options.blocks_to_swap or 0
     transformer = load_base(plan, expert, kind, device, on_host=mesh is not None)
-    weights = _weights_in_parts(transformer, mesh, device, options) if mesh and options.train_mode == "full" else None
+    full = options.train_mode == "full"
+    weights = _weights_in_parts(transformer, mesh, device, options, ranks) if mesh and full else None
     if weights:
         parameters = weights.parameters
-    elif options.train_mode == "full":
+    elif full:
         parameters = trainable_parameters(transformer)
     else:
         parameters = add_adapter(transformer, options, plan.model, expert.name)
@@ -88,7 +91,7 @@ def load_trainee(
     compute, parked = compute_of(options), options.offload_inactive_dit and len(plan.experts) > 1
     if parked and not compute.plain:
         lay_resident_groups(transformer, swapped, compute.free_blocks)
-    sharded = weights or (_in_parts(transformer, mesh, device) if mesh else None)
+    sharded = weights or (_in_parts(transformer, mesh, device, ranks) if mesh else None)
     place = BlockSwap(
         transformer, swapped, device, free_blocks=compute.free_blocks, ring=options.block_swap_ring_size, parked=parked
     )
@@ -114,16 +117,19 @@ def is_crowded(plan: Plan, launch: Launch) -> bool:
     return needed > int(psutil.virtual_memory().available)
 
 
-def _in_parts(transformer: Any, mesh: "DeviceMesh", device: torch.device) -> "ShardedBlocks":
+def _in_parts(transformer: Any, mesh: "DeviceMesh", device: torch.device, ranks: Ranks) -> "ShardedBlocks":
     from wangen.runtime.memory.sharded import ShardedBlocks  # loads the compiler's libraries, which few runs need
 
-    return ShardedBlocks(transformer, mesh, device)
+    return ShardedBlocks(transformer, mesh, device, ranks.communication)
 
 
-def _weights_in_parts(transformer: Any, mesh: "DeviceMesh", device: torch.device, options: Train) -> "ShardedWeights":
+def _weights_in_parts(
+    transformer: Any, mesh: "DeviceMesh", device: torch.device, options: Train, ranks: Ranks
+) -> "ShardedWeights":
     from wangen.runtime.training.sharded import ShardedWeights
 
-    return ShardedWeights(transformer, mesh, device, product_dtype(computed_in(options), device))
+    dtype = product_dtype(computed_in(options), device)
+    return ShardedWeights(transformer, mesh, device, ranks.communication, dtype)
 
 
 def computed_in(options: Train) -> torch.dtype:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from wangen.generator.errors import WangenError
 from wangen.generator.launch import Launch
+from wangen.runtime.communication import CommunicationTime
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -42,10 +43,14 @@ class Ranks:
     Args:
         launch: which of how many it is.
         in_step: all go through the model equally often.
+
+    Attributes:
+        communication: how long the steps wait for other processes' tensors.
     """
 
     def __init__(self, launch: Launch = Launch(), *, in_step: bool = False) -> None:  # noqa: B008 - frozen
         self.launch, self.number, self.count, self.in_step = launch, launch.rank, launch.count, in_step
+        self.communication = CommunicationTime()
 
     def marching(self) -> "Ranks":
         """The same, but all go through the model equally often: each pass gathers weights from all."""
@@ -109,7 +114,8 @@ class Ranks:
         if self.count > 1:
             with _all_there():
                 for tensor in tensors:
-                    dist.all_reduce(tensor)
+                    with self.communication.inside(tensor.device):
+                        dist.all_reduce(tensor)
 
     def require_same(self, what: str, facts: Mapping[str, Any]) -> None:
         """Refuse to train on together what is not the same everywhere.

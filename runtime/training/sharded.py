@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial
 
+from wangen.runtime.communication import CommunicationTime
 from wangen.runtime.memory.blocks import in_a_block
 from wangen.runtime.memory.sharded import ShardedBlocks
 from wangen.runtime.models import VelocityModel
@@ -38,13 +39,21 @@ class ShardedWeights(ShardedBlocks):
             in float32.
     """
 
-    def __init__(self, transformer: nn.Module, mesh: DeviceMesh, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        transformer: nn.Module,
+        mesh: DeviceMesh,
+        device: torch.device,
+        communication: CommunicationTime,
+        dtype: torch.dtype,
+    ) -> None:
         """Make masters of all weights and split them, a block at a time.
 
         Args:
             transformer: without adapters, in host memory or on the device.
             mesh: of the processes that hold the parts; with two dimensions the first are copies of each other.
             device: where it computes.
+            communication: gets the time in which weights and gradients are waited for.
             dtype: of the products, in which blocks are gathered.
 
         Raises:
@@ -52,7 +61,7 @@ class ShardedWeights(ShardedBlocks):
         """
         require_trainable(transformer)
         self._mesh, self._dtype, self.transformer = mesh, dtype, transformer
-        super().__init__(transformer, mesh, device)
+        super().__init__(transformer, mesh, device, communication)
         found = dict(sorted(transformer.named_parameters()))
         self._layouts = {name: value.data for name, value in found.items() if isinstance(value.data, DTensor)}
         self.parameters = {
@@ -101,20 +110,23 @@ class ShardedWeights(ShardedBlocks):
         """Before a pass: what lies outside the blocks, as it is now, for forward and backward pass."""
         root = cast(FSDPModule, self.transformer)
         root.reshard()
-        root.unshard()
+        with self._communication.inside(self._device):
+            root.unshard()
 
     def add_up(self) -> None:
         """After the last backward pass of a step: each process has its parts of the gradients of all."""
         self._send(self._outer)
         self._take()
         if self._mesh.ndim > 1:
-            for name in self._layouts:
-                dist.all_reduce(self._gradient(name), group=self._mesh.get_group(0))
+            with self._communication.inside(self._device):
+                for name in self._layouts:
+                    dist.all_reduce(self._gradient(name), group=self._mesh.get_group(0))
 
     def over_all(self, own: Tensor) -> Tensor:
         """A number (), of this process's parts -> its sum over all parts, the same everywhere."""
         total = own.clone()
-        dist.all_reduce(total, group=self._mesh.get_group(self._mesh.ndim - 1))
+        with self._communication.inside(self._device):
+            dist.all_reduce(total, group=self._mesh.get_group(self._mesh.ndim - 1))
         return total
 
     def own(self, name: str, whole: Tensor) -> Tensor:
@@ -158,8 +170,9 @@ class ShardedWeights(ShardedBlocks):
             self._on_their_way.append((name, partial.redistribute(placements=wanted, async_op=True)))
 
     def _take(self) -> None:
-        for name, reduced in self._on_their_way:
-            self._gradient(name).add_(reduced.to_local())
+        with self._communication.inside(self._device):
+            for name, reduced in self._on_their_way:
+                self._gradient(name).add_(reduced.to_local())
         self._on_their_way.clear()
 
 

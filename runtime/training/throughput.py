@@ -17,6 +17,7 @@ import torch
 from wangen.generator.errors import bytes_text
 from wangen.generator.files import replace
 from wangen.profiles import TransformerSizes
+from wangen.runtime.communication import CommunicationTime
 from wangen.runtime.models.compute import Checkpointing
 
 log = logging.getLogger("wangen")
@@ -42,7 +43,7 @@ VARIANTS = {"ti", "super", "d"}
 PROFILED_STEPS = (3, 5)
 PEAK = "peak_memory_bytes"
 ADDED = ("samples_per_s", "tokens_per_s")
-DIFFERING = (*ADDED, "data_wait_share", PEAK)
+DIFFERING = (*ADDED, "data_wait_share", "communication_share", PEAK)
 """Rates that are not the same in all processes that train together."""
 
 
@@ -176,6 +177,7 @@ class _Work:
     seconds: float = 0.0
     waited_s: float = 0.0
     paused_s: float = 0.0
+    communicated_s: float = 0.0
     steps: int = 0
     samples: int = 0
     tokens: int = 0
@@ -201,13 +203,17 @@ class _Work:
 
 
 class Throughput:
-    """Rates since the last reading: seconds, samples and tokens per step, MFU, and the share of waiting for data.
+    """Rates since the last reading: seconds, samples and tokens per step, MFU, and the shares of waiting.
 
     On a GPU read them right after its numbers were read: only then has it done what was asked of it.
     """
 
     def __init__(
-        self, device: torch.device, peak: float | None = None, clock: Callable[[], float] = time.perf_counter
+        self,
+        device: torch.device,
+        peak: float | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        communication: CommunicationTime | None = None,
     ) -> None:
         """Begin to count.
 
@@ -215,13 +221,16 @@ class Throughput:
             device: whose memory is watched.
             peak: TFLOP/s from `peak_tflops`; None gives no MFU.
             clock: seconds.
+            communication: where the steps' time inside collectives is summed up; None in a process that is alone.
         """
-        self._device, self._peak, self._clock = device, peak, clock
+        self._device, self._peak, self._clock, self._communication = device, peak, clock, communication
         self._all = _Work()
         self._begin()
 
     def _begin(self) -> None:
         self._started, self._now = self._clock(), _Work()
+        if self._communication:
+            self._communication.forget()
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
@@ -237,7 +246,8 @@ class Throughput:
         """Around what is no training: saving, validating, sampling."""
         began = self._clock()
         try:
-            yield
+            with self._communication.paused() if self._communication else contextlib.nullcontext():
+                yield
         finally:
             self._now.paused_s += self._clock() - began
 
@@ -251,7 +261,9 @@ class Throughput:
         `mfu` counts the work that the model needs, `hfu` all that was done, both over the card's peak.
         """
         self._now.seconds = self._clock() - self._started - self._now.paused_s
-        rates = self._with_memory(self._now.rates(self._peak))
+        if self._communication and self._now.steps:
+            self._now.communicated_s = self._communication.read()
+        rates = self._rates_of(self._now)
         if rates:
             self._all.add(self._now)
         self._begin()
@@ -259,10 +271,15 @@ class Throughput:
 
     def rates_so_far(self) -> dict[str, float]:
         """The same over all that was read until now; empty before the first step."""
-        return self._with_memory(self._all.rates(self._peak))
+        return self._rates_of(self._all)
 
-    def _with_memory(self, rates: dict[str, float]) -> dict[str, float]:
-        memory = peak_memory_bytes(self._device) if rates else None
+    def _rates_of(self, work: _Work) -> dict[str, float]:
+        rates = work.rates(self._peak)
+        if not rates:
+            return rates
+        if self._communication:
+            rates["communication_share"] = work.communicated_s / work.seconds
+        memory = peak_memory_bytes(self._device)
         return rates if memory is None else rates | {PEAK: memory}
 
 
@@ -302,6 +319,8 @@ def in_words(rates: Mapping[str, float]) -> str:
     if "mfu" in rates:
         words.append(f"MFU {rates['mfu']:.0%}".replace("%", " %"))
     words.append(f"{100 * rates['data_wait_share']:.0f} % of the time waiting for data")
+    if "communication_share" in rates:
+        words.append(f"{100 * rates['communication_share']:.0f} % for other processes")
     if "peak_memory_bytes" in rates:
         words.append(f"at most {bytes_text(int(rates['peak_memory_bytes']))} of memory")
     return ", ".join(words)

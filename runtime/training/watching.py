@@ -78,7 +78,8 @@ class Watching:
         prompts = read_prompts(file, plan.model, self._options.seed, defaults) if file else []
         self._scenes = make_scenes(family(plan.model), plan.model, prompts, self._options, device) if prompts else []
         self._pending, self._bins = Pending(device, ranks=ranks), TimestepBins()
-        self._rates = Throughput(device, peak_tflops(device, self._options.peak_tflops))
+        peak = peak_tflops(device, self._options.peak_tflops)
+        self._rates = Throughput(device, peak, communication=ranks.communication if ranks.count > 1 else None)
         self._stack = contextlib.ExitStack()
         self._shown = ""
 
