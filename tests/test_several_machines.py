@@ -91,7 +91,7 @@ def test_machines_that_do_not_find_each_other_are_told_what_to_do(tmp_path, monk
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # which it sets for those that it starts
     monkeypatch.setattr(launcher, "elastic_launch", lambda *_: launch)
-    with pytest.raises(WangenError, match="the 3 machines did not find each other: nobody came") as caught:
+    with pytest.raises(WangenError, match=r"the 3 machines did not find each other, or .*: nobody came") as caught:
         launcher.train_together(replace(TRAIN, output_dir=tmp_path))
     assert caught.value.where == "10.0.0.3:33456"
     assert "WANGEN_MASTER_ADDR" in caught.value.cure
