@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from wangen.generator import headers
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.lock import IN_SCRIPT
+from wangen.generator.session import report_files
 from wangen.generator.steps import CacheLatents, CacheText, Train
 from wangen.generator.table import joined
 from wangen.profiles import Model
@@ -354,8 +355,8 @@ def command_line(step: str, options: Train, *, needed: Iterable[str] = ()) -> st
 def _settings_before(step: str, options: Train) -> dict[str, Any]:
     """The settings in the report that the step left beside the dataset, without files that are not there now."""
     folder = options.report_dir or options.dataset.parent
-    with suppress(OSError, ValueError, RecursionError, KeyError, TypeError):
-        settings = dict(json.loads((folder / f"{step}.report.json").read_text(encoding="utf-8"))["settings"])
+    with suppress(OSError, ValueError, RecursionError, KeyError, TypeError, IndexError):
+        settings = dict(json.loads(report_files(folder, step)[0].read_text(encoding="utf-8"))["settings"])
         gone = [flag for flag in _WEIGHTS if settings.get(flag) and not Path(settings[flag]).exists()]
         return {flag: value for flag, value in settings.items() if flag not in gone}
     return {}
