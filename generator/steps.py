@@ -36,7 +36,7 @@ from wangen.generator.step_parts import (
     ExportDtype,
     vae_tile,
 )
-from wangen.generator.table import Step, flag
+from wangen.generator.table import REPORT, Step, flag
 from wangen.generator.train_step import Train as Train
 
 
@@ -80,11 +80,19 @@ class CacheStep(DatasetStep):
     @property
     def lock_file(self) -> Path | None:
         """Each part has a lock of its own, for they work side by side: `run.lock` is `run-2-of-8.lock` for part 2."""
-        if not self.lock or not self.shard:
-            return self.lock
+        return self.lock and self.lock.with_name(f"{self.lock.stem}{self._part}{self.lock.suffix}")
+
+    @property
+    def report_name(self) -> str:
+        """Each part has a report of its own: `cache_text-2-of-8.report.json`."""
+        return f"{self.command}{self._part}{REPORT}"
+
+    @property
+    def _part(self) -> str:
+        """What the names of a part's files have behind those of the whole; empty for the whole."""
         names = ("SLURM_ARRAY_TASK_ID", "RANK") if self.shard == "auto" else ()
         part = next((os.environ[name] for name in names if name in os.environ), self.shard)
-        return self.lock.with_name(f"{self.lock.stem}-{part.replace('/', '-of-')}{self.lock.suffix}")
+        return f"-{part.replace('/', '-of-')}" if part else ""
 
     def _smoke_changes(self) -> dict[str, Any]:
         return {**super()._smoke_changes(), "keep_cache": True}

@@ -356,7 +356,8 @@ def fill(
     return Report(
         folder=options.dataset.parent,
         summary=f"{computed} entries encoded, {len(valid)} already valid, {removed} unneeded removed",
-        inputs={"dataset_config": options.dataset, "encoders": _describe(encoders)},
+        inputs={"dataset_config": options.dataset, "encoders": _describe(encoders),
+                "part": f"{shard.index}/{shard.count}"},
         counts={"computed": computed, "from_cache": len(valid), "removed": removed,
                 "found": count_states(need.verdict for need in needs), "why": dict(why)},
         result={"folders": [str(folder.path) for folder in folders]},

@@ -14,12 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.launcher import api
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from wangen.generator.errors import UsageError, WangenError, many
+from wangen.generator.errors import WRONG_USAGE, UsageError, WangenError, many
 from wangen.generator.launch import machines
 from wangen.generator.session import Report
 from wangen.generator.steps import Train
@@ -47,7 +50,7 @@ def train_together(options: Train) -> Report:
     """
     number, num_nodes = num_processes(options), machines()
     folder = (options.log_file.with_suffix("") if options.log_file else options.output_dir / "logs").absolute()
-    meeting: dict[str, Any] = {"run_id": uuid.uuid4().hex[:8], "rdzv_endpoint": "localhost:0"}
+    meeting = meeting_here()
     if num_nodes > 1:
         meeting, folder = slurm_meeting(os.environ), folder / os.environ["SLURMD_NODENAME"]
     folder.mkdir(parents=True, exist_ok=True)
@@ -61,17 +64,47 @@ def train_together(options: Train) -> Report:
     cores = int(os.environ.get("SLURM_CPUS_PER_TASK") or os.cpu_count() or 1)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // number)))
     try:
-        elastic_launch(config, sys.executable)("-m", "wangen.runtime", *replace(options, gpus="1").argv())
+        start(config, "-m", "wangen.runtime", *replace(options, gpus="1").argv())
     except SignalException:
         raise KeyboardInterrupt from None
     except ChildFailedError as error:
         raise _failed(error, number * num_nodes, folder) from None
-    except RendezvousError as error:
-        raise WangenError(f"the {many(num_nodes, 'machine')} did not find each other: {error}",
+    except (RendezvousError, torch.distributed.DistNetworkError) as error:
+        raise WangenError(f"the {many(num_nodes, 'machine')} did not find each other, or lost each other: {error}",
                           where=config.rdzv_endpoint, cure=f"set {MASTER} to a name or address of the first machine "
                           "that the others reach, and see what the log of each says") from None  # fmt: skip
     done = many(number * num_nodes, "process", "processes")
     return Report(folder=None, summary=f"{done} are done, with logs in {folder}")
+
+
+class _Agent(LocalElasticAgent):
+    """torch's, but a line that is wrong is not tried again: it would be as wrong the next time."""
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result: RunResult = super()._monitor_workers(worker_group)
+        if any(failure.exitcode == WRONG_USAGE for failure in result.failures.values()):
+            self._remaining_restarts = 0
+        return result
+
+
+def start(config: LaunchConfig, *words: str) -> None:
+    """Run Python with these words in every process, again as often as `config` says, and wait for all of them.
+
+    Raises:
+        ChildFailedError: one failed for the last time, or with the exit code of wrong usage.
+        SignalException: this process was told to stop.
+        RendezvousError, DistNetworkError: machines do not reach each other.
+    """
+    api.LocalElasticAgent = _Agent  # type: ignore[attr-defined]  # elastic_launch can be told of no other
+    elastic_launch(config, sys.executable)(*words)
+
+
+def meeting_here() -> dict[str, Any]:
+    """Where the processes of this machine alone meet, as `LaunchConfig` takes it.
+
+    Its own name is not asked for: in a container it may lead nowhere.
+    """
+    return {"run_id": uuid.uuid4().hex[:8], "rdzv_endpoint": "localhost:0", "local_addr": "localhost"}
 
 
 def slurm_meeting(environment: Mapping[str, str]) -> dict[str, Any]:
