@@ -6,14 +6,17 @@ and the typed `run(options)` of the runtime. Adding a flag is adding a field her
 """
 
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from wangen.generator.caption_step import Caption as Caption
+from wangen.generator.errors import UsageError
 from wangen.generator.evaluate_step import Evaluate as Evaluate
 from wangen.generator.generate_step import Generate as Generate
+from wangen.generator.launch import asks_for_several, launch
 from wangen.generator.prepare_steps import Preprocess as Preprocess
 from wangen.generator.report_steps import MakeReport as MakeReport
 from wangen.generator.report_steps import Watch as Watch
@@ -74,8 +77,33 @@ class CacheStep(DatasetStep):
         "encode part i of n (0/4 … 3/4), one process per card or node; auto takes i and n from Slurm's array or from "
         "RANK and WORLD_SIZE; nothing is removed", None,
     )  # fmt: skip
+    gpus: str = flag("GPUs of this machine that encode side by side, one process each: a number, or auto for all that "
+                     "there are", "1")  # fmt: skip
     plain: bool = flag("encode with the libraries' own modules: the same numbers to rounding, slower", False)
     keep_cache: bool = flag("do not remove entries that no item of the dataset needs", False)
+
+    @property
+    def starts_processes(self) -> bool:
+        """Whether `--gpus` asks for others to encode; not in a `--smoke`.
+
+        Raises:
+            UsageError: it is no number of them, contradicts `--shard`, or this is native Windows.
+        """
+        if not asks_for_several(self.gpus) or self.smoke:
+            return False
+        if self.shard:
+            raise UsageError("--gpus and --shard both divide the work", cure="leave one of them out")
+        if sys.platform == "win32":
+            raise UsageError(
+                "--gpus: a step starts no further processes on native Windows",
+                cure="give --shard 0/2 --device cuda:0 in one window, 1/2 and cuda:1 in another, or use WSL",
+            )
+        return True
+
+    @property
+    def local_rank(self) -> int:
+        """The number on its machine of a process that torchrun started for a part; it takes the GPU of that number."""
+        return launch().local_rank if self.shard and "WORLD_SIZE" in os.environ else 0
 
     @property
     def lock_file(self) -> Path | None:
