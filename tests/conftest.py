@@ -4,12 +4,15 @@ import gc
 import os
 import tempfile
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from tiny import TinyRun, make_tiny_run
+
+from wangen.generator.publish import plan
 
 if TYPE_CHECKING:
     from tiny_qwen import TinyQwen
@@ -28,6 +31,16 @@ def pytest_collection() -> Iterator[None]:
         gc.collect()
         gc.freeze()
         gc.enable()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quick() -> Iterator[None]:
+    """The disk is not waited for, since a killed process loses nothing that it gave to the system; the wheel that each
+    bundle carries is made once, since no test that publishes changes what it is made of."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: None)
+        patch.setattr(plan, "wheel_bytes", cache(plan.wheel_bytes))
+        yield
 
 
 @pytest.fixture(scope="session")

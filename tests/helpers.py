@@ -7,6 +7,7 @@ import sys
 import zlib
 from collections.abc import Mapping
 from fractions import Fraction
+from functools import cache
 from pathlib import Path
 
 import av
@@ -97,10 +98,13 @@ def clip_bytes(folder: Path, num_frames: int = 24, fps: int = 16, size: tuple[in
     return content
 
 
+@cache
 def _picture(size: tuple[int, int], seed: int) -> np.ndarray:
-    """(H, W, 3) uint8: waves whose phases come from the seed."""
+    """(H, W, 3) uint8, not to be written to: waves whose phases come from the seed."""
     width, height = size
     phases = np.random.default_rng(seed).uniform(0, 6.28, 3)
     x, y = np.meshgrid(np.arange(width) / width, np.arange(height) / height)
     waves = [np.sin(6.28 * (x * (1 + channel) + y * (3 - channel)) + phase) for channel, phase in enumerate(phases)]
-    return ((np.stack(waves, axis=-1) + 1) * 127.5).astype(np.uint8)
+    picture = ((np.stack(waves, axis=-1) + 1) * 127.5).astype(np.uint8)
+    picture.setflags(write=False)
+    return picture

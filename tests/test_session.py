@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
@@ -192,12 +193,16 @@ def test_a_signal_ends_a_real_process_with_one_message_and_frees_the_lock(good, 
         [sys.executable, "-m", "wangen.runtime", *replace(good, lock=Path("run.lock")).argv()],
         stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    until = time.time() + 20
-    while not (tmp_path / "run.lock").exists() and time.time() < until:
+    until, writer = time.time() + 20, None
+    while writer is None and time.time() < until:
+        with suppress(OSError):  # as long as nobody reads
+            writer = os.open(tmp_path / "d.toml", os.O_WRONLY | os.O_NONBLOCK)
         time.sleep(0.02)
-    time.sleep(0.3)
+    assert writer is not None
+    assert (tmp_path / "run.lock").exists()
     process.send_signal(number)
     _, shown = process.communicate(timeout=20)
+    os.close(writer)
     assert process.returncode == 1
     assert shown.splitlines() == ["check", "check: stopped. Nothing saved is lost: run the same line again to go on."]
     assert not (tmp_path / "run.lock").exists()

@@ -1,6 +1,5 @@
 """Fixtures around a tiny set; a test file asks for them with `pytest_plugins` and imports nothing from here."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,7 +23,6 @@ def quick() -> Iterator[None]:
         patch.setattr(writer, "_GROUP_FILES", 2)
         patch.setattr(cache_text, "CPU_GROUP", 3)
         patch.setattr(needs, "POLL_S", 0.01)
-        patch.setattr(os, "fsync", lambda _: None)  # a killed process loses nothing that it gave to the system
         yield
 
 
