@@ -128,7 +128,7 @@ def test_processes_together_train_what_one_does_alone(tiny_run: TinyRun, tmp_pat
     assert last["tokens_per_s_min"] <= last["tokens_per_s_max"] <= last["tokens_per_s"]
     assert 0 < last["communication_share_min"] <= last["communication_share"] <= last["communication_share_max"] < 1
     assert not any("communication_share" in record for record in records(tmp_path / "alone"))
-    assert re.search(r"\d % for other processes", done.stderr)
+    assert re.search(r"\d % for other processes", told)
 
 
 def kill_rank(launcher: subprocess.Popen[str], rank: int, how: signal.Signals) -> None:
