@@ -263,8 +263,9 @@ class Train(DatasetStep):
                      "torchrun)", "1",
                      names=("num_processes", "nproc_per_node"))  # fmt: skip
     parallel: Literal["auto", "ddp", "fsdp", "hsdp"] = flag(
-        "how several processes hold the model: ddp each a copy, fsdp the frozen weights in parts over all, hsdp in "
-        "parts within each machine; auto: ddp where a copy fits", "auto"
+        "how several processes hold the model: ddp each a copy, fsdp in parts over all (the frozen weights; with "
+        "--train_mode full weights, gradients, optimizer), hsdp in parts within each machine; auto: ddp where a copy "
+        "fits", "auto"
     )  # fmt: skip
     max_restarts: int = flag("with --gpus: how often processes that failed are started again, from the last state", 0)
 

@@ -1,10 +1,18 @@
-"""How long a step does nothing but wait for other processes, measured without waiting for a GPU."""
+"""Waiting for other processes: how long a step does, without waiting for a GPU; what is said when they are gone."""
 
 import contextlib
+import re
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 
 import torch
+
+from wangen.generator.errors import WangenError
+
+GRACE_S = 15.0
+"""So long a process that has lost another waits to be stopped by the launcher, which blames whom it sees end first."""
 
 
 class CommunicationTime:
@@ -22,7 +30,16 @@ class CommunicationTime:
 
     @contextlib.contextmanager
     def inside(self, device: torch.device) -> Iterator[None]:
-        """Around what tensors of a device are sent for, and around where they are needed."""
+        """Around what tensors of a device are sent for, and around where they are needed.
+
+        Raises:
+            WangenError: another process is gone.
+        """
+        with all_there():
+            yield from self._timed(device)
+
+    def _timed(self, device: torch.device) -> Iterator[None]:
+        """The same, and the time counts."""
         if not self._counts:
             yield
         elif device.type == "cuda":
@@ -55,3 +72,35 @@ class CommunicationTime:
         seconds = self._seconds + milliseconds / 1000
         self.forget()
         return seconds
+
+
+@contextlib.contextmanager
+def all_there() -> Iterator[None]:
+    """Around what all processes do together.
+
+    Raises:
+        WangenError: another is gone, or they do not reach each other.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # of gloo, of NCCL and of the store
+        _wait_to_be_stopped()
+        reason = re.sub(r"^\[\S*\] |\. This is typically.*", "", str(error).splitlines()[0])
+        raise WangenError(
+            f"this process has lost the others ({reason})",
+            cure="the one that ended first says why, on the terminal or in its log; the next start goes on from the "
+            "last saved state",
+        ) from None
+
+
+def _wait_to_be_stopped() -> None:
+    """Until the launcher's SIGTERM, but not for long; it asks for nothing any more, so no other handler sees it."""
+    if threading.current_thread() is not threading.main_thread():  # a GPU's backward pass; signals are not heard here
+        time.sleep(GRACE_S)
+        return
+    told = threading.Event()
+    before = signal.signal(signal.SIGTERM, lambda *_: told.set())
+    told.wait(GRACE_S)
+    signal.signal(signal.SIGTERM, before)

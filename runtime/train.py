@@ -5,6 +5,7 @@ family's velocity -> loss -> clipped gradient -> optimizer. Two experts are two 
 between steps is weights, optimizers, averages and the numbers of the steps.
 """
 
+import contextlib
 import logging
 import math
 import sys
@@ -32,7 +33,7 @@ from wangen.runtime.models import family
 from wangen.runtime.progress import progress
 from wangen.runtime.training import checkpoint
 from wangen.runtime.training.checkpoint import TrainingState
-from wangen.runtime.training.loading import load_trainee, require_room
+from wangen.runtime.training.loading import is_crowded, load_trainee, require_room
 from wangen.runtime.training.out_of_memory import enough_memory_for, enough_memory_for_steps
 from wangen.runtime.training.parallel import chosen_way, mesh_of, require_parallel, with_all_resident
 from wangen.runtime.training.plan import Plan, dataset_digest, make_plan
@@ -204,10 +205,13 @@ def _prepare(
 ) -> Run:
     """Load the transformers, add the adapters, and put the state in; only then `--fresh` forgets an earlier run."""
     kind = family(plan.model)
-    trainees = [
-        load_trainee(plan, expert, kind, device, state.experts[expert.name] if state else None, mesh, ranks)
-        for expert in plan.experts
-    ]
+    # What is split is read into host memory first.
+    in_turns = mesh is not None and ranks.any(is_crowded(plan, ranks.launch))
+    with ranks.one_at_a_time() if in_turns else contextlib.nullcontext():
+        trainees = [
+            load_trainee(plan, expert, kind, device, state.experts[expert.name] if state else None, mesh, ranks)
+            for expert in plan.experts
+        ]
     training = Run(plan, kind, device, trainees, ranks)
     if training.is_sharded:
         from wangen.runtime.training.sharded_state import ShardedStates

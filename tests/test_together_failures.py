@@ -21,7 +21,7 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.launch import Launch, launch
-from wangen.runtime import devices, train
+from wangen.runtime import communication, devices, train
 from wangen.runtime.progress import progress
 from wangen.runtime.training import checkpoint, launcher, out_of_memory, process_logs, ranks
 from wangen.runtime.training.prepared import Group
@@ -108,7 +108,7 @@ def test_a_lost_process_is_said_in_one_line_and_waited_for(monkeypatch):
     def closed(*_: object) -> None:
         raise RuntimeError(words)
 
-    monkeypatch.setattr(ranks, "GRACE_S", 0.2)
+    monkeypatch.setattr(communication, "GRACE_S", 0.2)
     monkeypatch.setattr(ranks.dist, "all_gather_object", closed)
     began, before = time.monotonic(), signal.getsignal(signal.SIGTERM)
     with pytest.raises(WangenError, match=r"has lost the others \(Connection closed by peer \[::1\]:2\)"):

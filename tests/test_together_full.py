@@ -1,13 +1,19 @@
 """Full fine-tuning with weights in parts: against one process, its states, and what breaks it off."""
 
+import errno
 import json
+import os
 import pickle
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,18 +21,19 @@ from edit_set import make_edit_set
 from safetensors.torch import load_file
 from test_together import held_out, kill_rank, losses, started, torchrun
 from tiny import TinyRun
-from together import trained
+from together import together, trained
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
 from train_cases import EXPERTS, make_cases, make_ti2v
 
 from wangen.generator.errors import WangenError
 from wangen.generator.steps import Train
-from wangen.runtime import train
+from wangen.runtime import communication, train
 from wangen.runtime.communication import CommunicationTime
 from wangen.runtime.memory.swap import BlockSwap
 from wangen.runtime.models import wan
 from wangen.runtime.models.compute import Compute
-from wangen.runtime.training import checkpoint
+from wangen.runtime.training import checkpoint, sampling
 from wangen.runtime.training.full import trainable_parameters
 from wangen.runtime.training.optim import Optimization
 from wangen.runtime.training.sharded import ShardedWeights
@@ -134,6 +141,57 @@ def test_every_kind_of_model_is_trained_in_parts(
     require_close(tmp_path / "parts", in_one(options, tmp_path / "alone", 2), options.max_train_steps)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("crowded", [False, True])
+def test_where_the_memory_cannot_hold_all_copies_they_load_in_turns(
+    tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, crowded: bool
+):
+    """Also one of a machine that has less memory than the other."""
+    real = train.load_trainee
+
+    def slowly(*words: Any) -> Any:
+        with (tmp_path / f"{os.environ['RANK']}.txt").open("a") as file:
+            file.write(f"{time.monotonic()}\n")
+            time.sleep(0.5)
+            file.write(f"{time.monotonic()}\n")
+        return real(*words)
+
+    monkeypatch.setattr(train, "load_trainee", slowly)
+    few = SimpleNamespace(available=1)
+    whole = psutil.virtual_memory()
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: few if crowded and os.environ["RANK"] == "2" else whole)
+    options = tiny_run.options(tmp_path / "out", parallel="fsdp", max_train_steps=1, **WHOLE)
+    trained(options, 3)
+    times = [list(map(float, (tmp_path / f"{rank}.txt").read_text().split())) for rank in range(3)]
+    in_turns = all(before[1] <= after[0] for before, after in pairwise(times))
+    assert in_turns == crowded
+
+
+@pytest.mark.slow
+def test_a_sample_that_one_process_cannot_make_ends_all_with_a_reason(
+    tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    real = sampling.sample_latents
+
+    def fails(*words: Any, **named: Any) -> Any:
+        if os.environ["RANK"] == "1":
+            raise WangenError("out of memory", cure="make them smaller")
+        return real(*words, **named)
+
+    monkeypatch.setattr(sampling, "sample_latents", fails)
+    monkeypatch.setattr(communication, "GRACE_S", 0.5)
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a red square --w 32 --h 32 --f 1 --s 2\n", encoding="utf-8")
+    options = tiny_run.options(tmp_path / "out", parallel="fsdp", max_train_steps=4, save_state_every_n_steps=1,
+                               sample_prompts=prompts, vae=tiny_run.weights["vae"], t5=tiny_run.weights["t5"],
+                               sample_every_n_steps=2, **WHOLE)  # fmt: skip
+    done = together(options, 2)
+    assert done.codes == [1, 1], done.told
+    assert "out of memory" in done.told
+    assert "Traceback" not in done.told
+    assert checkpoint.newest(tmp_path / "out" / "lora-state") == tmp_path / "out" / "lora-state" / "step-00000001"
+
+
 # ---- states ------------------------------------------------------------------------------------------------------
 
 
@@ -180,6 +238,31 @@ def test_a_state_goes_on_in_any_number_of_processes(tiny_run: TinyRun, tmp_path:
     assert "already trained, 7 steps" in told
     after = load_file(tmp_path / "back" / "lora.safetensors")
     assert all(torch.equal(value.bfloat16(), after[name]) for name, value in before.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("async_save", [False, True])
+def test_a_full_disk_of_one_process_ends_all_and_keeps_the_last_state(
+    tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, async_save: bool
+):
+    real, written = FileSystemWriter.write_data, []
+
+    def fails(self: FileSystemWriter, *words: Any) -> Any:
+        written.append(1)
+        if os.environ["RANK"] == "1" and len(written) == 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(self, *words)
+
+    monkeypatch.setattr(FileSystemWriter, "write_data", fails)
+    monkeypatch.setattr(communication, "GRACE_S", 0.5)
+    options = tiny_run.options(tmp_path / "out", parallel="fsdp", save_state_every_n_steps=1, async_save=async_save,
+                               **WHOLE)  # fmt: skip
+    done = together(options, 2)
+    assert done.codes == [1, 1], done.told
+    assert "cannot save the training state: process 1: [Errno 28] No space left on device" in done.told
+    assert "Traceback" not in done.told
+    states = tmp_path / "out" / "lora-state"
+    assert checkpoint.newest(states) == states / "step-00000002"
 
 
 # ---- one process, whose part is the whole ------------------------------------------------------------------------

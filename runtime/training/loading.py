@@ -12,6 +12,7 @@ import torch
 from wangen.generator import headers
 from wangen.generator.companions import sort_out
 from wangen.generator.errors import WangenError, bytes_text
+from wangen.generator.launch import Launch
 from wangen.generator.steps import Train
 from wangen.runtime.fast.dit_blocks import lay_resident_groups
 from wangen.runtime.fast.dit_linear import product_dtype
@@ -105,6 +106,15 @@ def load_trainee(
     if state:
         _restore(trainee, state, str(plan.states))
     return trainee
+
+
+def is_crowded(plan: Plan, launch: Launch) -> bool:
+    """Whether this machine's memory cannot hold what its processes read from their files at once."""
+    import psutil
+
+    files = [file for expert in plan.experts for file in headers.shards(expert.dit, expert.flag)]
+    needed = launch.local_count * sum(file.stat().st_size for file in files)
+    return needed > int(psutil.virtual_memory().available)
 
 
 def _in_parts(transformer: Any, mesh: "DeviceMesh", device: torch.device, ranks: Ranks) -> "ShardedBlocks":

@@ -6,9 +6,6 @@ from host memory, so that no GPU is waited for.
 """
 
 import contextlib
-import re
-import signal
-import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +17,7 @@ import torch.distributed as dist
 
 from wangen.generator.errors import WangenError
 from wangen.generator.launch import Launch
-from wangen.runtime.communication import CommunicationTime
+from wangen.runtime.communication import CommunicationTime, all_there
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -33,8 +30,6 @@ TIMEOUT = timedelta(hours=6)
 Only a machine that vanishes without closing its connections is noticed no sooner.
 """
 PAUSE_S = 0.05
-GRACE_S = 15.0
-"""So long a process that has lost another waits to be stopped by the launcher, which blames whom it sees end first."""
 
 
 class Ranks:
@@ -86,7 +81,7 @@ class Ranks:
         if self.count == 1:
             return [value]
         values: list[Any] = [None] * self.count
-        with _all_there():
+        with all_there():
             dist.all_gather_object(values, value)
         return values
 
@@ -95,17 +90,26 @@ class Ranks:
         if self.count == 1:
             return flag
         told = torch.tensor(int(flag))
-        with _all_there():
+        with all_there():
             dist.all_reduce(told, dist.ReduceOp.MAX)
         return bool(told)
+
+    @contextlib.contextmanager
+    def one_at_a_time(self) -> Iterator[None]:
+        """While it runs, no other process of this machine is in it; nothing in it may wait for another."""
+        turns = max(self.gathered(self.launch.local_count))
+        for _ in range(self.launch.local_rank):
+            self.any(False)
+        yield  # after an error the others wait until the launcher stops them
+        for _ in range(turns - self.launch.local_rank):
+            self.any(False)
 
     def add_up(self, tensors: Sequence[torch.Tensor]) -> None:
         """Replace each tensor by the sum over all processes; the same bytes on all."""
         if self.count > 1:
-            with _all_there():
-                for tensor in tensors:
-                    with self.communication.inside(tensor.device):
-                        dist.all_reduce(tensor)
+            for tensor in tensors:
+                with self.communication.inside(tensor.device):
+                    dist.all_reduce(tensor)
 
     def require_same(self, what: str, facts: Mapping[str, Any]) -> None:
         """Refuse to train on together what is not the same everywhere.
@@ -154,7 +158,7 @@ def joined(launch: Launch, device: torch.device) -> Iterator[Ranks]:
         return
     if device.type == "cuda":
         torch.cuda.set_device(device.index or 0)
-    with _all_there():
+    with all_there():
         store, number, count = new_store()
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=number, world_size=count, timeout=TIMEOUT)
@@ -205,34 +209,3 @@ def _wait_for(store: "Store", key: str) -> None:
     """Until a key is there; signals are heard meanwhile, which the store's own way of waiting puts off."""
     while not store.check([key]):
         time.sleep(PAUSE_S)
-
-
-@contextlib.contextmanager
-def _all_there() -> Iterator[None]:
-    """Around what all processes do together.
-
-    Raises:
-        WangenError: another is gone, or they do not reach each other.
-    """
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:  # of gloo, of NCCL and of the store
-        _wait_to_be_stopped()
-        reason = re.sub(r"^\[\S*\] |\. This is typically.*", "", str(error).splitlines()[0])
-        raise WangenError(
-            f"this process has lost the others ({reason})",
-            cure="the one that ended first says why, on the terminal or in its log; the next start goes on from the "
-            "last saved state",
-        ) from None
-
-
-def _wait_to_be_stopped() -> None:
-    """Until the launcher's SIGTERM, but not for long; it asks for nothing any more, so no other handler sees it."""
-    if threading.current_thread() is not threading.main_thread():
-        return
-    told = threading.Event()
-    before = signal.signal(signal.SIGTERM, lambda *_: told.set())
-    told.wait(GRACE_S)
-    signal.signal(signal.SIGTERM, before)

@@ -82,7 +82,8 @@ def samples_due(options: Train, step: int, steps_per_epoch: int, num_steps: int)
 def make_samples(run: Run, scenes: Sequence[Scene], *, averages: Averages | None = None) -> list[Path]:
     """Sample every scene with the trainees as they are, and write the files and a line for each in `samples.jsonl`.
 
-    A sample that does not fit into memory or is not finite is left out with a warning: training goes on.
+    A sample that does not fit into memory or is not finite is left out with a warning: training goes on. Not where each
+    process holds a part of the weights.
 
     Args:
         run: of which everything stays as it is, but for where idle experts lie.
@@ -91,6 +92,9 @@ def make_samples(run: Run, scenes: Sequence[Scene], *, averages: Averages | None
 
     Returns:
         The files that were written.
+
+    Raises:
+        WangenError: a sample cannot be made, where the weights are in parts.
     """
     averaged = [trainee for trainee in run.trainees if averages and trainee.ema]
     latents: dict[int, torch.Tensor] = {}
@@ -125,6 +129,8 @@ def _sampled(run: Run, scene: Scene, number: int, on_step: Callable[[int], None]
             run.kind, run.plan.model, experts, scene, run.device, boundary=boundary, cure=_CURE, on_step=on_step
         )
     except WangenError as error:
+        if run.ranks.in_step:  # the others are in the middle of it, and wait for this process's weights
+            raise
         log.warning("  sample %d is left out: %s; %s", number, error.found, error.cure)
         return None
 

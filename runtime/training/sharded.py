@@ -150,7 +150,9 @@ class ShardedWeights(ShardedBlocks):
         """Whole tensors by name, one after the other, from what all processes have of them; all have to ask."""
         for name, value in values.items():
             one = self.distributed(name, value)
-            yield name, one.full_tensor() if isinstance(one, DTensor) else one
+            with self._communication.inside(self._device):
+                whole = one.full_tensor() if isinstance(one, DTensor) else one
+            yield name, whole
 
     def _gradient(self, name: str) -> Tensor:
         gradient = self.parameters[name].grad

@@ -8,8 +8,9 @@ The index is a pickle: it is read by an unpickler that knows the library's own c
 """
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -24,6 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.tensor import DTensor
 
 from wangen.generator.errors import WangenError
+from wangen.runtime.communication import all_there
 from wangen.runtime.training import checkpoint
 from wangen.runtime.training.checkpoint import IN_PARTS, ExpertState, TrainingState
 from wangen.runtime.training.ranks import Ranks
@@ -80,7 +82,7 @@ class ShardedStates:
         manifest = checkpoint.manifest_of(state, keep=keep, in_parts=True)
         writer = FileSystemWriter(staging / IN_PARTS)
         write: Any = async_save if self._asynchronous else save
-        with checkpoint.disk(self._folder):
+        with self._refusing():
             done = write(_tensors(state, trainees), storage_writer=writer, process_group=self._group)
         self._writing = (done if self._asynchronous else None), staging, manifest
 
@@ -98,10 +100,28 @@ class ShardedStates:
         if self._writing is None:
             return None
         (done, staging, manifest), self._writing = self._writing, None
-        with checkpoint.disk(self._folder):
+        with self._refusing():
             if done is not None:
                 done.result()
             return checkpoint.complete(staging, manifest) if self._ranks.is_first else None
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """Around what the library writes.
+
+        Raises:
+            WangenError: the disk of one of the processes refused, or one is gone.
+        """
+        try:
+            with all_there(), checkpoint.disk(self._folder):
+                yield
+        except CheckpointException as error:
+            rank, (reason, _) = min(error.failures.items())
+            raise WangenError(
+                f"cannot save the training state: process {rank}: {reason}",
+                where=str(self._folder),
+                cure="free space, then run the same line again: it goes on from the last state",
+            ) from None
 
 
 def _tensors(state: TrainingState, trainees: Sequence[Trainee]) -> dict[str, torch.Tensor]:
