@@ -1,5 +1,8 @@
 """The one error type for everything that a user can cause and mend."""
 
+WRONG_USAGE = 2
+"""The exit code of a wrong command line: as it is, it will never do."""
+
 
 class WangenError(Exception):
     """A problem in words: what was found, where, and what to do.
@@ -41,7 +44,7 @@ class UsageError(WangenError):
     """A wrong command line or configuration file: exit code 2."""
 
     def __init__(self, found: str, *, where: str = "", cure: str = "") -> None:
-        super().__init__(found, where=where, cure=cure, exit_code=2)
+        super().__init__(found, where=where, cure=cure, exit_code=WRONG_USAGE)
 
 
 def printable(text: str) -> str:

@@ -91,6 +91,17 @@ def _copies(name: str, number: str) -> UsageError:
     )
 
 
+def asks_for_several(gpus: str) -> bool:
+    """Whether `--gpus` asks for more than one process, or for as many as there are GPUs.
+
+    Raises:
+        UsageError: it is no number of them.
+    """
+    if gpus != "auto" and not (gpus.isdecimal() and int(gpus)):
+        raise UsageError(f"--gpus {gpus!r} is neither a number nor auto")
+    return gpus != "1"
+
+
 def require_together(platform: str) -> None:
     """Refuse several processes on native Windows.
 

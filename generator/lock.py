@@ -33,6 +33,9 @@ GAP_S = 60.0
 START_S = 2.0
 """A lock file without content is one that is being written, unless it is older than this."""
 
+NO_CONTAINER = "pid:[4026531836]"
+"""The space of process ids that Linux starts with, a constant of its source; containers have others."""
+
 Process = tuple[int, float]
 """Process id and start time in seconds since 1970: ids are used again."""
 
@@ -42,7 +45,7 @@ class Owner:
     """Who holds a lock.
 
     Attributes:
-        host: name of the machine.
+        host: name of the machine, and of the container on it: process ids of another one say nothing here.
         run: the script, or the step when there is no script.
         step: the step itself.
     """
@@ -86,8 +89,8 @@ def hold(path: Path | None) -> Iterator[None]:
     finally:
         stop.set()
         beat.join()
-        # The next job may run on another machine, which cannot see that this script has ended.
-        if not os.environ.get(IN_SCRIPT) or "SLURM_JOB_ID" in os.environ:
+        # The next job may run on another machine or in another container, which cannot see that this script has ended.
+        if not os.environ.get(IN_SCRIPT) or "SLURM_JOB_ID" in os.environ or container():
             _release(path, mine)
 
 
@@ -194,7 +197,7 @@ def is_free(owner: Owner | None, age_s: float) -> bool:
     """
     if owner is None:
         return age_s > START_S
-    if owner.host != socket.gethostname():
+    if owner.host != here():
         return age_s > LEASE_S
     return not alive(owner.run) or (not alive(owner.step) and age_s > GAP_S)
 
@@ -227,7 +230,7 @@ def this_process() -> Owner:
     import psutil
 
     me = _identity(psutil.Process())
-    return Owner(socket.gethostname(), me, me)
+    return Owner(here(), me, me)
 
 
 def _owner() -> Owner:
@@ -237,7 +240,21 @@ def _owner() -> Owner:
     run = step
     if os.environ.get(IN_SCRIPT):
         run = next((parent for parent in step.parents() if not _is_python(parent)), step)
-    return Owner(socket.gethostname(), _identity(run), _identity(step))
+    return Owner(here(), _identity(run), _identity(step))
+
+
+def here() -> str:
+    """Where process ids are those of this process: its machine, and its container if it is in one."""
+    return ", ".join(filter(None, [socket.gethostname(), container()]))
+
+
+def container() -> str:
+    """What tells this container from others on the machine; empty outside of one, and where there is no Linux."""
+    try:
+        space = os.readlink("/proc/self/ns/pid")  # noqa: PTH115 - a link to nowhere, which pathlib would make a path
+    except OSError:
+        return ""
+    return "" if space == NO_CONTAINER else f"container {space}"
 
 
 def _identity(process: "psutil.Process") -> Process:

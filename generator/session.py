@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import platform
+import re
 import signal
 import sys
 import threading
@@ -26,7 +27,7 @@ from wangen.generator.files import write_text
 from wangen.generator.install import install_line
 from wangen.generator.lock import IN_SCRIPT
 from wangen.generator.stopping import STOPPED, stop
-from wangen.generator.table import Step, options
+from wangen.generator.table import REPORT, Step, options
 
 log = logging.getLogger("wangen")
 
@@ -129,7 +130,7 @@ def _guarded(step: Step) -> int:
 
 def _note_failure(step: Step, found: str) -> None:
     """Replace an earlier run's report, which would say that all is well; an error here must not hide the first."""
-    if step.leads and step.report_dir and (step.report_dir / f"{step.command}.report.json").is_file():
+    if step.leads and step.report_dir and (step.report_dir / step.report_name).is_file():
         with suppress(WangenError):
             write_report(step, Report(folder=step.report_dir, summary=f"failed: {found}", ok=False), 0.0)
 
@@ -188,7 +189,7 @@ def _terminable() -> Iterator[None]:
 
 
 def write_report(step: Step, report: Report, seconds: float) -> Path:
-    """Write `<step>.report.json` into `--report_dir` or else the report's folder, and return its path.
+    """Write the report into `--report_dir` or else the report's folder, and return its path.
 
     Raises:
         WangenError: the folder cannot be written.
@@ -207,9 +208,16 @@ def write_report(step: Step, report: Report, seconds: float) -> Path:
     }
     folder = step.report_dir or report.folder
     assert folder is not None, "the caller has asked for a folder"
-    path = folder / f"{step.command}.report.json"
+    path = folder / step.report_name
     write_text(path, json.dumps(content, indent=2, ensure_ascii=False, default=_plain) + "\n")
     return path
+
+
+def report_files(folder: Path, command: str) -> list[Path]:
+    """The reports of a step in a folder: of the whole, and of the parts of its work (`--shard`), the newest first."""
+    named = re.compile(rf"{command}(-\d+(-of-\d+)?)?{re.escape(REPORT)}")
+    found = [path for path in folder.glob(f"{command}*{REPORT}") if named.fullmatch(path.name) and path.is_file()]
+    return sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True)
 
 
 def _plain(value: Any) -> Any:

@@ -6,14 +6,17 @@ and the typed `run(options)` of the runtime. Adding a flag is adding a field her
 """
 
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from wangen.generator.caption_step import Caption as Caption
+from wangen.generator.errors import UsageError
 from wangen.generator.evaluate_step import Evaluate as Evaluate
 from wangen.generator.generate_step import Generate as Generate
+from wangen.generator.launch import asks_for_several, launch
 from wangen.generator.prepare_steps import Preprocess as Preprocess
 from wangen.generator.report_steps import MakeReport as MakeReport
 from wangen.generator.report_steps import Watch as Watch
@@ -36,7 +39,7 @@ from wangen.generator.step_parts import (
     ExportDtype,
     vae_tile,
 )
-from wangen.generator.table import Step, flag
+from wangen.generator.table import REPORT, Step, flag
 from wangen.generator.train_step import Train as Train
 
 
@@ -74,17 +77,50 @@ class CacheStep(DatasetStep):
         "encode part i of n (0/4 … 3/4), one process per card or node; auto takes i and n from Slurm's array or from "
         "RANK and WORLD_SIZE; nothing is removed", None,
     )  # fmt: skip
+    gpus: str = flag("GPUs of this machine that encode side by side, one process each: a number, or auto for all that "
+                     "there are", "1")  # fmt: skip
     plain: bool = flag("encode with the libraries' own modules: the same numbers to rounding, slower", False)
     keep_cache: bool = flag("do not remove entries that no item of the dataset needs", False)
 
     @property
+    def starts_processes(self) -> bool:
+        """Whether `--gpus` asks for others to encode; not in a `--smoke`.
+
+        Raises:
+            UsageError: it is no number of them, contradicts `--shard`, or this is native Windows.
+        """
+        if not asks_for_several(self.gpus) or self.smoke:
+            return False
+        if self.shard:
+            raise UsageError("--gpus and --shard both divide the work", cure="leave one of them out")
+        if sys.platform == "win32":
+            raise UsageError(
+                "--gpus: a step starts no further processes on native Windows",
+                cure="give --shard 0/2 --device cuda:0 in one window, 1/2 and cuda:1 in another, or use WSL",
+            )
+        return True
+
+    @property
+    def local_rank(self) -> int:
+        """The number on its machine of a process that torchrun started for a part; it takes the GPU of that number."""
+        return launch().local_rank if self.shard and "WORLD_SIZE" in os.environ else 0
+
+    @property
     def lock_file(self) -> Path | None:
         """Each part has a lock of its own, for they work side by side: `run.lock` is `run-2-of-8.lock` for part 2."""
-        if not self.lock or not self.shard:
-            return self.lock
+        return self.lock and self.lock.with_name(f"{self.lock.stem}{self._part}{self.lock.suffix}")
+
+    @property
+    def report_name(self) -> str:
+        """Each part has a report of its own: `cache_text-2-of-8.report.json`."""
+        return f"{self.command}{self._part}{REPORT}"
+
+    @property
+    def _part(self) -> str:
+        """What the names of a part's files have behind those of the whole; empty for the whole."""
         names = ("SLURM_ARRAY_TASK_ID", "RANK") if self.shard == "auto" else ()
         part = next((os.environ[name] for name in names if name in os.environ), self.shard)
-        return self.lock.with_name(f"{self.lock.stem}-{part.replace('/', '-of-')}{self.lock.suffix}")
+        return f"-{part.replace('/', '-of-')}" if part else ""
 
     def _smoke_changes(self) -> dict[str, Any]:
         return {**super()._smoke_changes(), "keep_cache": True}

@@ -15,6 +15,8 @@ from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+REPORT = ".report.json"
+
 SMOKE = "smoke"
 """The folder, below the one that a step is told, which a try writes to."""
 
@@ -98,6 +100,11 @@ class Step:
     def lock_file(self) -> Path | None:
         """The lock that this process holds while it leads."""
         return self.lock
+
+    @property
+    def report_name(self) -> str:
+        """What the file of the step's report is called."""
+        return f"{self.command}{REPORT}"
 
     def _smoke_changes(self) -> dict[str, Any]:
         """The fields that are different under `--smoke`."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from wangen.generator.errors import UsageError
-from wangen.generator.launch import launch, machines, require_together
+from wangen.generator.launch import asks_for_several, launch, machines, require_together
 from wangen.generator.step_parts import (
     CLIP,
     DEFAULT_EPOCHS,
@@ -361,10 +361,8 @@ class Train(DatasetStep):
         Raises:
             UsageError: `--gpus` is no number of them, this is native Windows, or a launcher started copies.
         """
-        if self.smoke or (self.gpus == "1" and (os.environ.get("WORLD_SIZE") or machines() == 1)):
+        if self.smoke or (not asks_for_several(self.gpus) and (os.environ.get("WORLD_SIZE") or machines() == 1)):
             return False
-        if self.gpus != "auto" and not (self.gpus.isdecimal() and int(self.gpus)):
-            raise UsageError(f"--gpus {self.gpus!r} is neither a number nor auto")
         if os.environ.get("WORLD_SIZE"):
             raise UsageError("--gpus under torchrun, which has started the processes already", cure="leave it out")
         machines()

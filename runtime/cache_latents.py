@@ -97,7 +97,7 @@ def _vae_dtype(options: CacheLatents) -> str:
     if dtype is None:
         from wangen.runtime.devices import choose_device, choose_vae_dtype
 
-        dtype = choose_vae_dtype(None, choose_device(options.device))
+        dtype = choose_vae_dtype(None, choose_device(options.device, options.local_rank))
     return dtype
 
 
@@ -106,7 +106,7 @@ def _clip_dtype(options: CacheLatents) -> str:
         return options.clip_dtype or "float32"
     from wangen.runtime.devices import choose_clip_dtype, choose_device
 
-    return choose_clip_dtype(None, choose_device(options.device))
+    return choose_clip_dtype(None, choose_device(options.device, options.local_rank))
 
 
 def _contact_sheet(options: CacheLatents, samples: list[Sample]) -> Report:

@@ -68,7 +68,7 @@ def _dtype(options: CacheText) -> str:
         return options.t5_dtype or "float32"
     from wangen.runtime.devices import choose_device, choose_dtype
 
-    return choose_dtype(None, choose_device(options.device))
+    return choose_dtype(None, choose_device(options.device, options.local_rank))
 
 
 def encode(options: CacheText, encoder: Encoder, work: Work) -> int:
@@ -168,7 +168,7 @@ class Embedder:
     def _device(self) -> "torch.device":
         from wangen.runtime.devices import choose_device
 
-        return choose_device(self._options.device)
+        return choose_device(self._options.device, self._options.local_rank)
 
     @cached_property
     def _prompt_encoder(self) -> PromptEncoder:

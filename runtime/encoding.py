@@ -264,7 +264,7 @@ class Models:
         if dtype not in self._vaes:
             from wangen.runtime.devices import DTYPES, choose_device
 
-            device = choose_device(self.options.device)
+            device = choose_device(self.options.device, self.options.local_rank)
             self._vaes[dtype] = self._family.load_latent_encoder(
                 self.options.vae, dtype=DTYPES[dtype], device=device, plain=self.options.plain
             )
@@ -281,7 +281,7 @@ class Models:
         from wangen.runtime.devices import DTYPES, choose_device
 
         assert self.clip is not None, "CLIP entries are needed only when it is given"
-        device, dtype = choose_device(self.options.device), self.encoders["clip"].dtype
+        device, dtype = choose_device(self.options.device, self.options.local_rank), self.encoders["clip"].dtype
         log.info("  CLIP in %s on %s", dtype, device)
         return self._family.load_image_encoder(self.clip, dtype=DTYPES[dtype], device=device)
 

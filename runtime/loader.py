@@ -25,9 +25,7 @@ from wangen.runtime.needs import (
     recipes_of,
 )
 from wangen.runtime.on_the_fly import (
-    Held,
     Live,
-    Place,
     command_line,
     encode_missing,
     encodes,
@@ -37,6 +35,8 @@ from wangen.runtime.on_the_fly import (
 )
 from wangen.runtime.randomness import generator_for
 from wangen.runtime.samples import Sample, by_cache_folder
+from wangen.runtime.shared_encoding import Held, Place, place_of
+from wangen.runtime.training.ranks import Ranks
 
 log = logging.getLogger("wangen")
 
@@ -119,11 +119,19 @@ class Batch:
     controls: list[list[torch.Tensor]] | None = None
 
 
-def find_entries(options: Train, model: Model, samples: Sequence[Sample]) -> list[CachedSample]:
+def find_entries(
+    options: Train, model: Model, samples: Sequence[Sample], ranks: Ranks | None = None
+) -> list[CachedSample]:
     """The cache entries of every sample, each kind from one encoder.
 
     With `--cache_mode auto`, `--cache_latents` or `--cache_latents_to_disk` what the cache lacks is encoded first, and
     what it has of other weights than those that are given; with `--cache_mode realtime` no entry is looked at.
+
+    Args:
+        options: of training.
+        model: what is trained.
+        samples: of the whole dataset.
+        ranks: the processes that share the encoding, who all call this; None for one alone.
 
     Raises:
         WangenError: entries are missing or stale, the message lists them with the commands to run; or it is open
@@ -137,15 +145,16 @@ def find_entries(options: Train, model: Model, samples: Sequence[Sample]) -> lis
     encoders = _encoders(options, model, samples, kinds, folders)
     needs = _judged(samples, encoders, folders)
     held: dict[Place, Held] = {}
-    if (lacking := _bad(needs)) and encodes(options):
-        held = encode_missing(options, model, samples, kinds, lacking)
+    ranks, lacking = ranks or Ranks(), _bad(needs)
+    if encodes(options) and ranks.any(bool(lacking)):  # all of them, or none: they exchange what they make
+        held = encode_missing(options, model, samples, kinds, lacking, ranks)
         if options.cache_latents_to_disk:
             folders = [Folder(folder.path) for folder in folders]
             needs = _judged(samples, _encoders(options, model, samples, kinds, folders), folders)
-    bad = [need for need in _bad(needs) if _place(need) not in held]
+    bad = [need for need in _bad(needs) if place_of(need) not in held]
     if bad:
         raise _lacking(options, bad)
-    entries = {_place(need): held.get(_place(need)) or need.verdict.entry for need in needs}
+    entries = {place_of(need): held.get(place_of(need)) or need.verdict.entry for need in needs}
     with bulk():
         return [_cached(sample, kinds, entries) for sample in samples]
 
@@ -196,10 +205,6 @@ def _judged(
 
 def _bad(needs: Iterable[Need]) -> list[Need]:
     return [need for need in needs if need.verdict.state != "valid"]
-
-
-def _place(need: Need) -> Place:
-    return need.folder.path, need.recipe.content_key
 
 
 def _lacking(options: Train, bad: Sequence[Need]) -> WangenError:

@@ -7,7 +7,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, Self
@@ -346,17 +346,25 @@ def fill(
     why = Counter(f"{need.recipe.kind}: {need.verdict.reason or '--recache'}" for need in missing)
     for reason, count in why.most_common():
         log.info("  %d to encode, %s", count, reason)
-    computed = encode(Work(encoders, missing, valid, partial(writer_of, again=again))) if missing else 0
-    keep = options.keep_cache or shard.count > 1
-    shared = folders_left_out(options)  # other blocks need entries there that were not looked at
-    done = [] if keep else [record for record in records if record[0].folder.path not in shared]
-    removed = sum(record.reduce(keys, encoder) for record, encoder, keys in done)
+    if missing and options.starts_processes:
+        from wangen.runtime.training.launcher import encode_together  # loads torch's launcher
+
+        encode_together(options)
+        rest = replace(options, gpus="1", recache=False, skip_existing=True)
+        computed, removed = len(missing), fill(rest, samples, encoders, encode).counts["removed"]
+    else:
+        computed = encode(Work(encoders, missing, valid, partial(writer_of, again=again))) if missing else 0
+        keep = options.keep_cache or shard.count > 1
+        shared = folders_left_out(options)  # other blocks need entries there that were not looked at
+        done = [] if keep else [record for record in records if record[0].folder.path not in shared]
+        removed = sum(record.reduce(keys, encoder) for record, encoder, keys in done)
     for place in (*(folder.path for folder in folders), options.report_dir or options.dataset.parent):
         sweep(place)
     return Report(
         folder=options.dataset.parent,
         summary=f"{computed} entries encoded, {len(valid)} already valid, {removed} unneeded removed",
-        inputs={"dataset_config": options.dataset, "encoders": _describe(encoders)},
+        inputs={"dataset_config": options.dataset, "encoders": _describe(encoders),
+                "part": f"{shard.index}/{shard.count}"},
         counts={"computed": computed, "from_cache": len(valid), "removed": removed,
                 "found": count_states(need.verdict for need in needs), "why": dict(why)},
         result={"folders": [str(folder.path) for folder in folders]},
@@ -364,7 +372,8 @@ def fill(
 
 
 def _refuse(options: CacheStep) -> None:
-    """Numbers that no run can have."""
+    """Numbers that no run can have, and processes that cannot be started."""
+    _ = options.starts_processes
     for name, least in (("batch_size", 1), ("num_workers", 0)):
         value = getattr(options, name)
         if value is not None and value < least:

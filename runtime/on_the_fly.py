@@ -8,7 +8,7 @@ import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from wangen.generator import headers
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.lock import IN_SCRIPT
+from wangen.generator.session import report_files
 from wangen.generator.steps import CacheLatents, CacheText, Train
 from wangen.generator.table import joined
 from wangen.profiles import Model
@@ -35,27 +36,15 @@ from wangen.runtime.needs import (
     wanted,
 )
 from wangen.runtime.samples import Sample, by_cache_folder
+from wangen.runtime.shared_encoding import Held, Place, exchange, place_of, share_of
+from wangen.runtime.training.ranks import Ranks
 
 if TYPE_CHECKING:
     import torch
 
 log = logging.getLogger("wangen")
 
-Place = tuple[Path, str]
-"""The folder that an entry belongs to, and its content key."""
-
-
 NOT_LOOKED_FOR = Verdict("missing", "it is encoded whenever it is drawn")
-
-
-@dataclass(frozen=True)
-class Held:
-    """An entry that is kept in memory."""
-
-    key: str
-    content_key: str
-    path: Path
-    tensors: "Mapping[str, torch.Tensor]"
 
 
 @dataclass(frozen=True)
@@ -172,7 +161,7 @@ def _is_of(options: Train, model: Model, flag: str, path: Path, identity: str) -
 
 
 def encode_missing(
-    options: Train, model: Model, samples: Sequence[Sample], read: Iterable[Kind], lacking: Sequence[Need]
+    options: Train, model: Model, samples: Sequence[Sample], read: Iterable[Kind], lacking: Sequence[Need], ranks: Ranks
 ) -> dict[Place, Held]:
     """Make the entries that the cache lacks, or has of other weights: on disk, or in memory, which are returned.
 
@@ -182,33 +171,53 @@ def encode_missing(
         samples: of the whole dataset.
         read: all kinds that training reads.
         lacking: what is not valid.
+        ranks: the processes that share the work; all of them have to come here.
 
     Raises:
         UsageError: no weights are given to make them with.
         WangenError: encoding fails.
     """
-    held: dict[Place, Held] = {}
     lacks_text = [need.recipe.kind in TEXT_KINDS for need in lacking]
-    latents, texts = set(read) - set(TEXT_KINDS), set(read) & set(TEXT_KINDS)
     step = _latents_step(options, model, samples) if False in lacks_text else None
     # What is wrong with the second shows before the first encodes anything.
     text_step = _text_step(options, model, samples) if True in lacks_text else None
     for reason, count in Counter(f"{need.recipe.kind}: {need.verdict.reason}" for need in lacking).most_common():
         log.info("  %d to encode, %s", count, reason)
+    if not options.cache_latents_to_disk:
+        return _in_memory(step, text_step, model, samples, set(read), ranks)
     if step:
-        if options.cache_latents_to_disk:
-            log.info("  %s", cache_latents.run(step).summary)
-        else:
-            clip = cache_latents.chosen_clip(step, model, samples)
-            encoders = cache_latents.latent_encoders(step, model, clip)
-            wanted = {kind: encoder for kind, encoder in encoders.items() if kind in latents}
-            encoding.encode(step, model, clip, _work(samples, wanted, held))
+        log.info("  %s", cache_latents.run(step).summary)
     if text_step:
-        if options.cache_latents_to_disk:
-            log.info("  %s", cache_text.run(text_step).summary)
-        else:
-            encoder = cache_text.text_encoder(text_step)
-            cache_text.encode(text_step, encoder, _work(samples, dict.fromkeys(texts, encoder), held))
+        log.info("  %s", cache_text.run(text_step).summary)
+    return {}
+
+
+def _in_memory(
+    step: CacheLatents | None,
+    text_step: CacheText | None,
+    model: Model,
+    samples: Sequence[Sample],
+    read: set[Kind],
+    ranks: Ranks,
+) -> dict[Place, Held]:
+    """What is missing, of which this process encodes its share; a step that has nothing to do is None."""
+    held: dict[Place, Held] = {}
+    jobs: list[tuple[Work, Callable[[Work], int]]] = []
+    if step:
+        clip = cache_latents.chosen_clip(step, model, samples)
+        encoders = cache_latents.latent_encoders(step, model, clip)
+        wanted = {kind: encoder for kind, encoder in encoders.items() if kind in read}
+        jobs.append((_work(samples, wanted, held), partial(encoding.encode, step, model, clip)))
+    if text_step:
+        encoder = cache_text.text_encoder(text_step)
+        work = _work(samples, dict.fromkeys((kind for kind in TEXT_KINDS if kind in read), encoder), held)
+        jobs.append((work, partial(cache_text.encode, text_step, encoder)))
+    for work, encode in jobs:
+        encode(replace(work, missing=share_of(work.missing, ranks)))
+    exchange(held, ranks)
+    for work, encode in jobs:
+        if left := [need for need in work.missing if place_of(need) not in held]:  # only this process sees it missing
+            encode(replace(work, missing=left))
     return held
 
 
@@ -354,8 +363,8 @@ def command_line(step: str, options: Train, *, needed: Iterable[str] = ()) -> st
 def _settings_before(step: str, options: Train) -> dict[str, Any]:
     """The settings in the report that the step left beside the dataset, without files that are not there now."""
     folder = options.report_dir or options.dataset.parent
-    with suppress(OSError, ValueError, RecursionError, KeyError, TypeError):
-        settings = dict(json.loads((folder / f"{step}.report.json").read_text(encoding="utf-8"))["settings"])
+    with suppress(OSError, ValueError, RecursionError, KeyError, TypeError, IndexError):
+        settings = dict(json.loads(report_files(folder, step)[0].read_text(encoding="utf-8"))["settings"])
         gone = [flag for flag in _WEIGHTS if settings.get(flag) and not Path(settings[flag]).exists()]
         return {flag: value for flag, value in settings.items() if flag not in gone}
     return {}

@@ -44,8 +44,12 @@ class Shard:
         """Whether an entry belongs to this part; all entries of one media file belong to the same one."""
         if self.count == 1:
             return True
-        unit = str(recipe.content.get("source") or recipe.content_key)
-        return int(unit[:15], 16) % self.count == self.index
+        return int(unit_of(recipe)[:15], 16) % self.count == self.index
+
+
+def unit_of(recipe: Recipe) -> str:
+    """What belongs together when work is divided, in hex digits: the entries of one media file, or of one text."""
+    return str(recipe.content.get("source") or recipe.content_key)
 
 
 def _from_environment(environment: Mapping[str, str]) -> str:

@@ -87,7 +87,7 @@ def _run(options: Train, device: torch.device, ranks: Ranks) -> Report:
     if options.show_timesteps:
         return show(options, model)
     require_writable(options.output_dir)
-    plan = make_plan(options, model, *read_training_samples(options, model))
+    plan = make_plan(options, model, *read_training_samples(options, model, ranks))
     ranks.require_same("samples or settings", _settings(plan))
     mesh = mesh_of(chosen_way(plan, ranks.launch, device), ranks.launch, device) if ranks.count > 1 else None
     if mesh:

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,7 +16,7 @@ import pytest
 from cache_entries import ENCODER, LATENT, TEXT, put, recipes, states, tensors
 
 from wangen.generator.errors import WangenError
-from wangen.generator.lock import LEASE_S, START_S, Owner
+from wangen.generator.lock import LEASE_S, START_S, Owner, here
 from wangen.runtime.cache import Folder, claims
 from wangen.runtime.cache.claims import Claims
 from wangen.runtime.cache.leftovers import ABANDONED_S, sweep, temporary_name
@@ -40,7 +39,7 @@ def write_claim(path: Path, process: tuple[int, float], host: str | None = None,
     """A claim of another process; returns its id."""
     path.parent.mkdir(parents=True, exist_ok=True)
     id = os.urandom(8).hex()
-    path.write_text(json.dumps({"id": id} | asdict(Owner(host or socket.gethostname(), process, process))))
+    path.write_text(json.dumps({"id": id} | asdict(Owner(host or here(), process, process))))
     os.utime(path, (time.time() - age_s,) * 2)
     return id
 

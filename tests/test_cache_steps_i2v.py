@@ -235,8 +235,8 @@ def test_progress_says_how_many_bytes(bundle: Bundle, tmp_path: Path):
 
 def test_the_shards_of_a_dataset_are_disjoint_and_together_whole(bundle: Bundle):
     for index in range(3):
-        bundle.latents("--shard", f"{index}/3")
-        bundle.text("--shard", f"{index}/3")
+        assert main(bundle.latents_line("--shard", f"{index}/3")) == 0
+        assert main(bundle.text_line("--shard", f"{index}/3")) == 0
     assert bundle.check("--deep") == 0
     assert bundle.latents()["computed"] == bundle.text()["computed"] == 0
 

@@ -67,7 +67,7 @@ def here(pid: int, started: float | None = None) -> lock.Process:
 
 
 def owner(run: lock.Process, step: lock.Process | None = None, host: str | None = None) -> str:
-    return Owner(host or lock.socket.gethostname(), run, step or run).text()
+    return Owner(host or lock.here(), run, step or run).text()
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def test_a_second_live_run_is_refused_and_the_first_named(path, holder):
     first = holder()
     with pytest.raises(WangenError) as caught, hold(path):
         pass
-    assert f"process {first.pid} on {lock.socket.gethostname()}" in str(caught.value)
+    assert f"process {first.pid} on {lock.here()}" in str(caught.value)
     assert str(path) in caught.value.where
     assert caught.value.cure == "wait for it to end or stop it"
     first.communicate("\n")

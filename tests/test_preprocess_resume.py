@@ -15,6 +15,7 @@ from helpers import read_tree
 from killing import KILLED, forked
 
 from wangen.generator.errors import UsageError, WangenError
+from wangen.generator.lock import here
 from wangen.runtime.preprocess import cutting
 
 VISIBLE = {"contact_sheet.html", "dropped.jsonl", "train.jsonl", "val.jsonl"}
@@ -216,12 +217,11 @@ def test_two_runs_at_once_are_refused(videos, tmp_path):
     other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
         import json
-        import socket
 
         import psutil
 
         process = [other.pid, psutil.Process(other.pid).create_time()]
-        lock.write_text(json.dumps({"host": socket.gethostname(), "run": process, "step": process}))
+        lock.write_text(json.dumps({"host": here(), "run": process, "step": process}))
         with pytest.raises(WangenError):
             prepare(videos, tmp_path)
     finally:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import time
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from helpers import image_bytes, read_tree, write_tree
 
 from wangen.generator import workspace
 from wangen.generator.cli import main
+from wangen.generator.lock import here
 from wangen.generator.publish import deploy, layout, manifest
 
 TOML = 'resolution = [64, 64]\nnum_frames = 17\nplatforms = ["linux"]\n'
@@ -214,7 +214,7 @@ def hold(place: Path) -> Path:
     me = psutil.Process()
     owner = [me.pid, me.create_time()]
     path = root(place) / "outputs" / "cats" / "run.lock"
-    path.write_text(json.dumps({"host": socket.gethostname(), "run": owner, "step": owner}))
+    path.write_text(json.dumps({"host": here(), "run": owner, "step": owner}))
     return path
 
 
@@ -239,7 +239,7 @@ def test_a_lock_of_a_dead_run_forbids_nothing(place):
     publish(place)
     lock = hold(place)
     dead = [2**22 + 1, time.time()]
-    lock.write_text(json.dumps({"host": socket.gethostname(), "run": dead, "step": dead}))
+    lock.write_text(json.dumps({"host": here(), "run": dead, "step": dead}))
     (place / "wangen.toml").write_text(TOML + "[steps.train]\nnetwork_dim = 8\n")
     assert publish(place) == 0
 

@@ -116,6 +116,27 @@ def test_each_job_runs_its_steps(tmp_path, pretended, monkeypatch):
     assert len(calls(pretended)) == 3
 
 
+def test_a_try_is_one_small_job(tmp_path, pretended, monkeypatch):
+    bundle = published(tmp_path)
+    turn(bundle, NODES="3", GPUS="8", HOURS="12", PARTITION="a100")
+    done = run(bundle, "smoke", "--account=me")
+    assert (done.returncode, done.stderr) == (0, "")
+    (call,) = calls(pretended)
+    assert call[-2:] == [str(script(bundle)), "smoke"]
+    assert {"--job-name=train_cats-smoke", "--ntasks=1", "--gres=gpu:1", "--account=me", "--partition=a100"} <= set(
+        call
+    )
+    assert [word for word in call if word.startswith("--time=")][-1] == "--time=60", "Slurm takes the last one"
+    assert pretended.read_text().startswith("step check\n")
+    assert f"squeue --jobs=41; tail -n 3 {bundle}/logs/train_cats-smoke*.log" in done.stdout
+    pretended.unlink()
+    monkeypatch.setenv("SLURM_JOB_ID", "41")
+    assert run(bundle, "smoke").returncode == 0
+    assert pretended.read_text() == "step smoke\n"
+    monkeypatch.setenv("FAILS", "3")
+    assert run(bundle, "smoke").returncode == 3
+
+
 def test_footage_is_cut_in_a_job_before_the_others(tmp_path, pretended):
     bundle = published(tmp_path, "", "--footage", "/data/films")
     assert run(bundle).returncode == 0

@@ -2,12 +2,14 @@
 
 import os
 import signal
+import socket
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 
+from wangen.generator import lock
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.launch import Launch, launch, machines
 from wangen.generator.lock import busy_run, create, hold, this_process
@@ -91,7 +93,7 @@ def test_machines_that_do_not_find_each_other_are_told_what_to_do(tmp_path, monk
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # which it sets for those that it starts
     monkeypatch.setattr(launcher, "elastic_launch", lambda *_: launch)
-    with pytest.raises(WangenError, match="the 3 machines did not find each other: nobody came") as caught:
+    with pytest.raises(WangenError, match=r"the 3 machines did not find each other, or .*: nobody came") as caught:
         launcher.train_together(replace(TRAIN, output_dir=tmp_path))
     assert caught.value.where == "10.0.0.3:33456"
     assert "WANGEN_MASTER_ADDR" in caught.value.cure
@@ -134,9 +136,33 @@ def test_a_part_at_work_keeps_others_from_the_folder(tmp_path, name):
     assert "another run works" in str(busy_run(tmp_path))
 
 
+def test_two_containers_of_one_name_do_not_know_each_others_processes(tmp_path, monkeypatch):
+    """As with `docker run --network=host`: the other's process ids are not there, or are of something else."""
+    place = tmp_path / "run.lock"
+    monkeypatch.setenv("WANGEN_SCRIPT", "/x/train_x.sh")
+    monkeypatch.setattr(lock, "container", lambda: "container pid:[2]")
+    dead = replace(this_process(), run=(2**22 + 1, 1.0), step=(2**22 + 1, 1.0))
+    create(place, dead.text())
+    with hold(place):
+        assert "container pid:[2]" in place.read_text()
+    assert not place.exists(), "the next container could not see that this script has ended"
+    create(place, dead.text())
+    monkeypatch.setattr(lock, "container", lambda: "container pid:[3]")
+    with pytest.raises(WangenError, match=r"another run works .* container pid:\[2\]"), hold(place):
+        pass
+
+
+def test_process_ids_of_no_container_need_no_word(monkeypatch):
+    monkeypatch.setattr(lock.os, "readlink", lambda _: lock.NO_CONTAINER)
+    assert lock.here() == socket.gethostname()
+    monkeypatch.setattr(lock.os, "readlink", lambda _: "pid:[4026532201]")
+    assert lock.here() == f"{socket.gethostname()}, container pid:[4026532201]"
+
+
 def test_a_job_leaves_no_lock_for_the_next_which_may_run_on_another_machine(tmp_path, monkeypatch):
     monkeypatch.setenv("WANGEN_SCRIPT", "/x/train_x.sh")
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.setattr(lock, "container", lambda: "")
     with hold(tmp_path / "script.lock"):
         pass
     assert (tmp_path / "script.lock").exists()

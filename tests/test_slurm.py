@@ -130,6 +130,18 @@ def test_one_line_caches_on_an_array_and_trains_on_two_nodes(whole: Path):
     assert {path.name for path in (whole / "logs" / "walls").iterdir()} == {"n1", "n2"}
     assert (whole / "outputs" / "walls" / "report.html").is_file()
     assert not list((whole / "outputs" / "walls").glob("*.lock"))
+    for step in ("cache_latents", "cache_text"):
+        reports = [whole / "outputs" / "walls" / f"{step}-{part}.report.json" for part in (0, 1)]
+        assert all(report.is_file() for report in reports)
+
+
+def test_a_try_is_one_job_that_leaves_the_results_of_the_whole_alone(slurm: Cluster, published: Path, tmp_path: Path):
+    bundle = copied(published, tmp_path / "tried")
+    (job,) = submitted(slurm, bundle, "smoke")
+    assert slurm.wait(job, "COMPLETED", "FAILED", "CANCELLED")["JobState"] == "COMPLETED", said(bundle)
+    assert "train_walls (smoke) finished." in said(bundle)
+    assert load_file(bundle / "outputs" / "walls" / "smoke" / "walls.safetensors")
+    assert not lora(bundle).exists()
 
 
 def again(whole: Path, to: Path, **knobs: str) -> Path:

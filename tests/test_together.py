@@ -346,7 +346,10 @@ def test_a_platform_with_two_gpus_has_scripts_that_train_on_both(tmp_path: Path)
         '[steps.train]\nmax_train_steps = 6\nlog_with = ["none"]\ndevice = "cpu"\nmixed_precision = "no"\n'
     )
     (tmp_path / "profiles").mkdir()
-    (tmp_path / "profiles" / "linux.toml").write_text('[overrides.train]\ngpus = "2"\nmax_restarts = 1\n')
+    (tmp_path / "profiles" / "linux.toml").write_text(
+        '[overrides.train]\ngpus = "2"\nmax_restarts = 1\n[overrides.cache_latents]\ngpus = "2"\ndevice = "cpu"\n',
+        encoding="utf-8",
+    )
     photos = tmp_path / "datasets" / "photos"
     photos.mkdir(parents=True)
     for name in ("cat", "coffee"):
@@ -356,9 +359,11 @@ def test_a_platform_with_two_gpus_has_scripts_that_train_on_both(tmp_path: Path)
     bundle = tmp_path / "published" / "linux"
     write_tiny_wan(bundle / "models", ["a cat"])
     shared = "2 processes share the 2 batches of each step"
-    assert shared in run_script(bundle, "train_photos.sh")
+    told = run_script(bundle, "train_photos.sh")
+    assert shared in told
+    assert "2 processes encode a part each" in told
     assert shared in (bundle / "logs" / "photos.log").read_text(encoding="utf-8")
-    assert len(list((bundle / "logs" / "photos").glob("*/attempt_0/*/stdout.log"))) == 2
+    assert len(list((bundle / "logs" / "photos").glob("*/attempt_0/*/stdout.log"))) == 4, "of both steps"
     assert (bundle / "outputs" / "photos" / "photos.safetensors").is_file()
     assert (bundle / "outputs" / "photos" / "report.html").is_file()
     assert "already trained" in run_script(bundle, "train_photos.sh")

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from helpers import make_clip
+from test_together_full import in_one, require_close
+from together import trained
 
 from wangen import profiles
 from wangen.generator.cli import main
@@ -157,3 +159,13 @@ def test_clip_for_a_model_without_it_is_answered_and_ignored(config: Path, caplo
     assert [line for line in caplog.messages if "i2v-A14B does not look at images through CLIP" in line]
     assert not list((config.parent / "cache").glob("*.clip.safetensors"))
     assert list((config.parent / "cache").glob("*.image_latent.safetensors"))
+
+
+@pytest.mark.slow
+def test_every_weight_is_trained_in_parts_with_the_image_branch(config: Path):
+    """There is one item: the second process goes along with the first, and does not count."""
+    cache(config, clip=CLIP, clip_dtype="float32")
+    parts = replace(options(config), train_mode="full", learning_rate=1e-4, parallel="fsdp")
+    trained(parts, 2)
+    in_one(parts, config.parent / "alone", 2)
+    require_close(parts.output_dir, config.parent / "alone", 3)

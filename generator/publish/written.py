@@ -14,6 +14,7 @@ from wangen.generator.errors import WangenError
 from wangen.generator.formats.safetensors import read_safetensors
 from wangen.generator.lock import RUN_LOCKS
 from wangen.generator.publish.inventory import Inventory, Part, entries_of
+from wangen.generator.session import report_files
 from wangen.generator.steps import STEPS
 
 _ENTRY = re.compile(r".*-[0-9a-f]{20}\.[a-z_]+\.safetensors")
@@ -97,10 +98,10 @@ def look_at_outputs(found: Inventory, folder: Path) -> None:
 
 def _reports(folder: Path) -> Iterator[Path]:
     for step in STEPS:
-        path = folder / f"{step.command}.report.json"
-        with suppress(OSError, ValueError, RecursionError, AttributeError):
-            if json.loads(path.read_text(encoding="utf-8")).get("step") == step.command:
-                yield path
+        for path in report_files(folder, step.command):
+            with suppress(OSError, ValueError, RecursionError, AttributeError):
+                if json.loads(path.read_text(encoding="utf-8")).get("step") == step.command:
+                    yield path
     yield from (lock for lock in folder.glob(RUN_LOCKS) if lock.is_file())
 
 

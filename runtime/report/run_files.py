@@ -5,11 +5,14 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path, PureWindowsPath
 from typing import Any, TypeGuard
 
 from wangen.generator.errors import UsageError, WangenError, many
 from wangen.generator.formats.safetensors import read_safetensors
+from wangen.generator.session import report_files
+from wangen.generator.table import REPORT
 from wangen.runtime.evaluation_file import FILE as EVALUATION
 from wangen.runtime.evaluation_file import Checkpoint, Evaluation, read_evaluation
 from wangen.runtime.report.metrics_log import MetricsLog, Record
@@ -247,10 +250,38 @@ def _records(log: MetricsLog, problems: list[str]) -> list[Record]:
 
 def _reports(folder: Path, problems: list[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     for step in STEPS_SHOWN:
-        path = folder / f"{step}.report.json"
-        found = _json(path, problems) if path.is_file() else None
-        if isinstance(found, dict) and found.get("step") == step:
-            yield step, found
+        read = [(path.name, _json(path, problems)) for path in report_files(folder, step)]
+        found = {name: report for name, report in read if isinstance(report, dict) and report.get("step") == step}
+        if found:
+            yield step, _together(found, f"{step}{REPORT}")
+
+
+def _together(reports: Mapping[str, Mapping[str, Any]], whole: str) -> Mapping[str, Any]:
+    """The newest report of a step; where that is of a part of its work, one for all parts of the same work.
+
+    Args:
+        reports: by file name, the newest first.
+        whole: what the file of the whole work is called.
+    """
+    names = list(takewhile(lambda name: name != whole, reports)) or [whole]
+    newest = reports[names[0]]
+    counts = [_num_parts(reports[name]) for name in names]
+    of = next(filter(None, counts), None)
+    parts = [reports[name] for name, count in zip(names, counts, strict=True) if count in (of, None)]
+    if len(parts) == 1:
+        return newest
+    failed = [str(part.get("summary", "")) for part in parts if part.get("ok") is False]
+    computed = sum(filter(is_number, (mapping(part, "counts").get("computed") for part in parts)))
+    seconds = filter(is_number, (mapping(part, "timings").get("total_s") for part in parts))
+    told = f"{len(parts)} of {of} parts: {computed} entries encoded"
+    return {**newest, "ok": not failed, "summary": failed[0] if failed else told,
+            "timings": {"total_s": max(seconds, default=0)}}  # fmt: skip
+
+
+def _num_parts(report: Mapping[str, Any]) -> int | None:
+    """Of how many parts one is that a report is of; None where it failed before it knew."""
+    told = str(mapping(report, "inputs").get("part", "")).rpartition("/")[2]
+    return int(told) if told.isdecimal() else None
 
 
 def _json(path: Path, problems: list[str]) -> Any:

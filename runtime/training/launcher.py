@@ -14,15 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.launcher import api
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from wangen.generator.errors import UsageError, WangenError, many
+from wangen.generator.errors import WRONG_USAGE, UsageError, WangenError, many
 from wangen.generator.launch import machines
 from wangen.generator.session import Report
-from wangen.generator.steps import Train
+from wangen.generator.steps import CacheStep, Train
 from wangen.runtime.training.process_logs import last_words, remove_old
 
 log = logging.getLogger("wangen")
@@ -47,31 +50,97 @@ def train_together(options: Train) -> Report:
     """
     number, num_nodes = num_processes(options), machines()
     folder = (options.log_file.with_suffix("") if options.log_file else options.output_dir / "logs").absolute()
-    meeting: dict[str, Any] = {"run_id": uuid.uuid4().hex[:8], "rdzv_endpoint": "localhost:0"}
+    meeting = meeting_here()
     if num_nodes > 1:
         meeting, folder = slurm_meeting(os.environ), folder / os.environ["SLURMD_NODENAME"]
+    own, restarts = replace(options, gpus="1"), options.max_restarts
+    try:
+        _run(own, number, folder, min_nodes=num_nodes, max_nodes=num_nodes, max_restarts=restarts, **meeting)
+    except ChildFailedError as error:
+        cure = (
+            "its log says why; the next start goes on from the last saved state, and with --max_restarts it does so "
+            "by itself"
+        )
+        raise _failed(error, number * num_nodes, folder, cure) from None
+    except (RendezvousError, torch.distributed.DistNetworkError) as error:
+        raise WangenError(f"the {many(num_nodes, 'machine')} did not find each other, or lost each other: {error}",
+                          where=meeting["rdzv_endpoint"], cure=f"set {MASTER} to a name or address of the first "
+                          "machine that the others reach, and see what the log of each says") from None  # fmt: skip
+    done = many(number * num_nodes, "process", "processes")
+    return Report(folder=None, summary=f"{done} are done, with logs in {folder}")
+
+
+def encode_together(options: CacheStep) -> None:
+    """Encode what is missing with one process for each GPU, a part each, while this one holds the lock of the step.
+
+    Raises:
+        UsageError: there are fewer GPUs.
+        WangenError: a process failed; what the others have encoded stays.
+        KeyboardInterrupt: it was stopped.
+    """
+    number = num_processes(options)
+    folder = options.log_file.with_suffix("") if options.log_file else (options.report_dir or options.dataset.parent)
+    folder = (folder if options.log_file else folder / "logs").absolute()
+    log.info("  %s encode a part each, with logs in %s", many(number, "process", "processes"), folder)
+    part = replace(options, gpus="1", shard="auto", log_file=None, lock=None, report_dir=folder)
+    try:
+        _run(part, number, folder, min_nodes=1, max_nodes=1, max_restarts=0, **meeting_here())
+    except ChildFailedError as error:
+        cure = "its log says why; the next start encodes what is missing"
+        raise _failed(error, number, folder, cure) from None
+
+
+def _run(step: Train | CacheStep, number: int, folder: Path, **how: Any) -> None:
+    """Run a step in so many processes of this machine; the first one's words are shown, and all are in the folder.
+
+    Raises:
+        ChildFailedError: one failed for the last time.
+        KeyboardInterrupt: this process was told to stop.
+        RendezvousError, DistNetworkError: machines do not reach each other.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     remove_old(folder)
     logs = DefaultLogsSpecs(str(folder), redirects=Std.ALL, tee={0: Std.ALL}, local_ranks_filter={0})
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(STOP_S))  # LaunchConfig reads it
     config = LaunchConfig(
-        min_nodes=num_nodes, max_nodes=num_nodes, nproc_per_node=number, rdzv_backend="c10d",
-        max_restarts=options.max_restarts, logs_specs=logs, log_line_prefix_template=" ", **meeting,
-    )  # fmt: skip
+        nproc_per_node=number, rdzv_backend="c10d", logs_specs=logs, log_line_prefix_template=" ", **how
+    )
     cores = int(os.environ.get("SLURM_CPUS_PER_TASK") or os.cpu_count() or 1)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // number)))
     try:
-        elastic_launch(config, sys.executable)("-m", "wangen.runtime", *replace(options, gpus="1").argv())
+        start(config, "-m", "wangen.runtime", *step.argv())
     except SignalException:
         raise KeyboardInterrupt from None
-    except ChildFailedError as error:
-        raise _failed(error, number * num_nodes, folder) from None
-    except RendezvousError as error:
-        raise WangenError(f"the {many(num_nodes, 'machine')} did not find each other: {error}",
-                          where=config.rdzv_endpoint, cure=f"set {MASTER} to a name or address of the first machine "
-                          "that the others reach, and see what the log of each says") from None  # fmt: skip
-    done = many(number * num_nodes, "process", "processes")
-    return Report(folder=None, summary=f"{done} are done, with logs in {folder}")
+
+
+class _Agent(LocalElasticAgent):
+    """torch's, but a line that is wrong is not tried again: it would be as wrong the next time."""
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        result: RunResult = super()._monitor_workers(worker_group)
+        if any(failure.exitcode == WRONG_USAGE for failure in result.failures.values()):
+            self._remaining_restarts = 0
+        return result
+
+
+def start(config: LaunchConfig, *words: str) -> None:
+    """Run Python with these words in every process, again as often as `config` says, and wait for all of them.
+
+    Raises:
+        ChildFailedError: one failed for the last time, or with the exit code of wrong usage.
+        SignalException: this process was told to stop.
+        RendezvousError, DistNetworkError: machines do not reach each other.
+    """
+    api.LocalElasticAgent = _Agent  # type: ignore[attr-defined]  # elastic_launch can be told of no other
+    elastic_launch(config, sys.executable)(*words)
+
+
+def meeting_here() -> dict[str, Any]:
+    """Where the processes of this machine alone meet, as `LaunchConfig` takes it.
+
+    Its own name is not asked for: in a container it may lead nowhere.
+    """
+    return {"run_id": uuid.uuid4().hex[:8], "rdzv_endpoint": "localhost:0", "local_addr": "localhost"}
 
 
 def slurm_meeting(environment: Mapping[str, str]) -> dict[str, Any]:
@@ -102,7 +171,7 @@ def _first_host(nodes: str) -> str:
                           cure=f"set {MASTER} to its name or address") from None  # fmt: skip
 
 
-def num_processes(options: Train) -> int:
+def num_processes(options: Train | CacheStep) -> int:
     """How many processes `--gpus` asks for.
 
     Raises:
@@ -118,7 +187,7 @@ def num_processes(options: Train) -> int:
     return number
 
 
-def _failed(error: ChildFailedError, number: int, folder: Path) -> WangenError:
+def _failed(error: ChildFailedError, number: int, folder: Path, cure: str) -> WangenError:
     """The failure that came first, in words."""
     rank, failure = error.get_first_failure()
     how = (
@@ -130,7 +199,6 @@ def _failed(error: ChildFailedError, number: int, folder: Path) -> WangenError:
     return WangenError(
         f"process {rank} of {number} {how}",
         where=str(files[-1] if files else folder),
-        cure="its log says why; the next start goes on from the last saved state, and with --max_restarts it does so "
-        "by itself",
+        cure=cure,
         exit_code=max(1, failure.exitcode),
     )

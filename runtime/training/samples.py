@@ -10,22 +10,30 @@ from wangen.generator.manifests import is_manifest
 from wangen.generator.steps import Train
 from wangen.runtime.loader import CachedSample, find_entries
 from wangen.runtime.samples import read_samples
+from wangen.runtime.training.ranks import Ranks
 from wangen.runtime.training.validation import held_out
 
 log = logging.getLogger("wangen")
 
 
-def read_training_samples(options: Train, model: profiles.Model) -> tuple[list[CachedSample], list[CachedSample]]:
+def read_training_samples(
+    options: Train, model: profiles.Model, ranks: Ranks | None = None
+) -> tuple[list[CachedSample], list[CachedSample]]:
     """What is trained on and what is held out; the cache has entries of all of it.
+
+    Args:
+        options: of training.
+        model: what is trained.
+        ranks: the processes that train together, who all call this; None for one alone.
 
     Raises:
         WangenError: entries are missing or stale.
         UsageError: nothing would be left to train on.
     """
-    samples = find_entries(options, model, read_samples(options, model))
+    samples = find_entries(options, model, read_samples(options, model), ranks)
     if options.validation_config:
         other = on_other_dataset(options, options.validation_config)
-        judged = find_entries(other, model, read_samples(other, model))
+        judged = find_entries(other, model, read_samples(other, model), ranks)
         trained = {cached.sample.source.digest for cached in samples}
         both = {cached.sample.item.path.name for cached in judged if cached.sample.source.digest in trained}
         if both:
