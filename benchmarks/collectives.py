@@ -95,8 +95,9 @@ def rows(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def count(case: Case, told: Launch) -> Counted:
-    """Of all blocks in one go where they can lie on the same zeros; masters and quantised weights cannot."""
-    step = counted_step if case.flags == TRAINS["LoRA"] else counted_in_few_blocks
+    """Of all blocks of a Wan in one go where they can lie on the same zeros: masters and quantised weights cannot."""
+    whole = case.flags == TRAINS["LoRA"] and case.model.prompt is None
+    step = counted_step if whole else counted_in_few_blocks
     return step(replace(case, launch=told))
 
 

@@ -107,10 +107,9 @@ class Ranks:
     def add_up(self, tensors: Sequence[torch.Tensor]) -> None:
         """Replace each tensor by the sum over all processes; the same bytes on all."""
         if self.count > 1:
-            with all_there():
-                for tensor in tensors:
-                    with self.communication.inside(tensor.device):
-                        dist.all_reduce(tensor)
+            for tensor in tensors:
+                with self.communication.inside(tensor.device):
+                    dist.all_reduce(tensor)
 
     def require_same(self, what: str, facts: Mapping[str, Any]) -> None:
         """Refuse to train on together what is not the same everywhere.
