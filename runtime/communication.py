@@ -8,11 +8,15 @@ import time
 from collections.abc import Callable, Iterator
 
 import torch
+import torch.distributed as dist
 
 from wangen.generator.errors import WangenError
 
 GRACE_S = 15.0
 """So long a process that has lost another waits to be stopped by the launcher, which blames whom it sees end first."""
+
+_LOST = re.compile(r"gloo|nccl|connection|timed out", re.IGNORECASE)
+"""What is in a message of gloo, which raises plain errors; NCCL and the store have a class of their own."""
 
 
 class CommunicationTime:
@@ -83,9 +87,9 @@ def all_there() -> Iterator[None]:
     """
     try:
         yield
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:  # of gloo, of NCCL and of the store
+    except RuntimeError as error:
+        if not (isinstance(error, dist.DistError) or _LOST.search(str(error))):
+            raise
         _wait_to_be_stopped()
         reason = re.sub(r"^\[\S*\] |\. This is typically.*", "", str(error).splitlines()[0])
         raise WangenError(

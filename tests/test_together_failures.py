@@ -121,6 +121,15 @@ def test_a_lost_process_is_said_in_one_line_and_waited_for(monkeypatch):
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_another_fault_is_not_taken_for_a_lost_process(monkeypatch):
+    def wrong(*_: object) -> None:
+        raise RuntimeError("The size of tensor a (3) must match the size of tensor b (4)")
+
+    monkeypatch.setattr(ranks.dist, "all_gather_object", wrong)
+    with pytest.raises(RuntimeError, match="The size of tensor a"):
+        SECOND.gathered(1)
+
+
 def test_processes_that_are_started_again_do_not_find_dead_ones():
     store, names = torch.distributed.HashStore(), []
     for _ in range(3):  # the store keeps what earlier starts have left
