@@ -117,6 +117,19 @@ def test_two_machines_that_are_copies_of_each_other(tiny_run: TinyRun, tmp_path:
     assert (tmp_path / "hsdp" / "samples" / "lora-step00000006-1.png").is_file()
 
 
+@pytest.mark.slow
+def test_machines_add_up_once_a_step_however_many_passes_it_has(tiny_run: TinyRun, tmp_path: Path):
+    """Two machines of one process each, three passes in a step of each."""
+    text = tiny_run.dataset_config.read_text(encoding="utf-8")
+    more = tmp_path / "more.toml"
+    more.write_text(text.replace("enable_bucket = true", "enable_bucket = true\nnum_repeats = 4"), encoding="utf-8")
+    options = tiny_run.options(tmp_path / "hsdp", dataset_config=more, parallel="hsdp", gradient_accumulation_steps=3,
+                               max_train_steps=3, **WHOLE)  # fmt: skip
+    told = trained(options, 2, on_each_machine=1)
+    assert "2 processes share the 6 batches of each step" in told
+    require_close(tmp_path / "hsdp", in_one(options, tmp_path / "alone", 6), 3)
+
+
 def edits(tmp_path: Path, request: pytest.FixtureRequest) -> Train:
     made = make_edit_set(tmp_path / "set", request.getfixturevalue("tiny_qwen"), task="qwen-image-edit").fill()
     return made.train(tmp_path / "parts", max_train_steps=3)

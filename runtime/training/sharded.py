@@ -7,7 +7,7 @@ thousandth of the weights, are whole everywhere, as with data parallel; so are t
 a step. What lies outside the blocks is gathered in float32 for a whole pass, and its gradients once a step.
 
 With HSDP the first dimension of the mesh are machines that are copies of each other: within a machine gradients are
-added up after each block, between machines once a step.
+added up after each block, between machines in the last pass of a step, also while the block before computes.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -37,6 +37,7 @@ class ShardedWeights(ShardedBlocks):
         transformer: whose weights they are.
         parameters: what this process trains, by name, sorted: its parts (rows) of what is split, and all of the rest,
             in float32.
+        is_last_pass: whether the backward pass that comes is the last of its step.
     """
 
     def __init__(
@@ -73,7 +74,9 @@ class ShardedWeights(ShardedBlocks):
             [name for name in self._layouts if in_a_block(name) and name.split(".")[1] == str(index)]
             for index in self.swapped
         ]
-        self._on_their_way: list[tuple[str, DTensor]] = []
+        self.is_last_pass = True
+        self._on_their_way: list[tuple[str, DTensor, bool]] = []  # with whether that was the last pass
+        self._between_machines: list[Any] = []
 
     def _split(self, transformer: nn.Module, mesh: DeviceMesh) -> None:
         in_products = MixedPrecisionPolicy(param_dtype=self._dtype)
@@ -115,12 +118,13 @@ class ShardedWeights(ShardedBlocks):
 
     def add_up(self) -> None:
         """After the last backward pass of a step: each process has its parts of the gradients of all."""
+        assert self.is_last_pass
         self._send(self._outer)
         self._take()
-        if self._mesh.ndim > 1:
-            with self._communication.inside(self._device):
-                for name in self._layouts:
-                    dist.all_reduce(self._gradient(name), group=self._mesh.get_group(0))
+        with self._communication.inside(self._device):
+            for work in self._between_machines:
+                work.wait()
+        self._between_machines.clear()
 
     def over_all(self, own: Tensor) -> Tensor:
         """A number (), of this process's parts -> its sum over all parts, the same everywhere."""
@@ -165,16 +169,20 @@ class ShardedWeights(ShardedBlocks):
         for name in names:
             weight = self.transformer.get_parameter(name)
             gradient, weight.grad = weight.grad, None
-            if gradient is None:  # nothing of it was used, as the text stream's end in Qwen-Image's last block
-                continue
+            if gradient is None:  # it was not used here, but the others may wait: so does Qwen-Image's last text block
+                gradient = torch.zeros_like(weight)
             partial = DTensor.from_local(gradient.float(), self._mesh, [Partial()] * self._mesh.ndim, run_check=False)
             wanted = [*partial.placements[:-1], self._layouts[name].placements[-1]]
-            self._on_their_way.append((name, partial.redistribute(placements=wanted, async_op=True)))
+            reduced = partial.redistribute(placements=wanted, async_op=True)
+            self._on_their_way.append((name, reduced, self.is_last_pass))
 
     def _take(self) -> None:
         with self._communication.inside(self._device):
-            for name, reduced in self._on_their_way:
-                self._gradient(name).add_(reduced.to_local())
+            for name, reduced, is_last in self._on_their_way:
+                gradient = self._gradient(name).add_(reduced.to_local())
+                if is_last and self._mesh.ndim > 1:
+                    group = self._mesh.get_group(0)
+                    self._between_machines.append(dist.all_reduce(gradient, group=group, async_op=True))
         self._on_their_way.clear()
 
 

@@ -72,7 +72,10 @@ def optimizer_step(run: Run, trainee: Trainee, group: Group, factor: float, inte
     options = run.plan.options
     trainee.optimization.zero_grad()
     losses, errors = [torch.zeros(0, device=run.device)], [torch.zeros(0, device=run.device)]
-    for together, counted in _passes(group, pack=options.pack):
+    passes = _passes(group, pack=options.pack)
+    for number, (together, counted) in enumerate(passes, 1):
+        if trainee.sharded:
+            trainee.sharded.is_last_pass = number == len(passes)
         if interrupt.requested and run.ranks.count == 1:
             return None
         keys = [key for prepared in together for key in prepared.keys]
