@@ -57,6 +57,11 @@ INSIDE_BYTES_PER_S = 200e9
 """Of a process to the others of its machine, each way: about what NVLink of an H100 gives a ring."""
 BETWEEN_BYTES_PER_S = (25e9, 50e9)
 """Of a machine to another, each way: 200 and 400 Gbit/s."""
+HIDDEN = ("gathers", "copies", "sums")
+"""Gathering and scattering go on beside all computing, what machines that are copies add up beside the backward pass,
+and other sums beside nothing."""
+BACKWARD = 0.75
+"""Of the computing of a pass in which all is recomputed."""
 KINDS_SHOWN = ("all-gather", "reduce-scatter", "all-reduce")
 HELD = ("frozen", "trained", "gradients", "AdamW")
 CARD, CARD_BYTES = "H100", 80e9
@@ -137,17 +142,21 @@ def _gigabytes(size: float) -> str:
 
 def compute_table(found: Sequence[Row]) -> str:
     """What is sent, and its time against that of what is computed: of a clip, and of a picture."""
-    columns = ("model", "trains", "way", "processes", "each sends, GB", "a machine sends, GB", "gathers, s", "sums, s",
-               "a clip, s", "efficiency", "512x512x1, s", "efficiency")  # fmt: skip
+    columns = ("model", "trains", "way", "processes", "each sends, GB", "a machine sends, GB",
+               *(f"{which}, s" for which in HIDDEN), "a clip, s", "efficiency", "512x512x1, s",
+               "efficiency")  # fmt: skip
     lines = []
     for row in found:
-        gathers, sums = ([seconds(row, wire, sums=which) for wire in BETWEEN_BYTES_PER_S] for which in (False, True))
+        gathers, copies, sums = ([seconds(row, wire, which) for wire in BETWEEN_BYTES_PER_S] for which in HIDDEN)
         between = row.counted.total(Collective.between_machines)
         cells = [_gigabytes(row.counted.total(lambda one: one.sent)), _gigabytes(between) if between else "-"]
-        cells += [_both(gathers), _both(sums)]
+        cells += [_both(gathers), _both(copies), _both(sums)]
         for clip in (clip_of(row.task), IMAGE):
             computing = computing_s(row, clip)
-            shares = [computing / (max(computing, gather) + add) for gather, add in zip(gathers, sums, strict=True)]
+            shares = [
+                computing / (max(computing, gather, (1 - BACKWARD) * computing + copy) + add)
+                for gather, copy, add in zip(gathers, copies, sums, strict=True)
+            ]
             cells += [f"{computing:.3g}", _both(shares, percent=True)]
         lines.append([*row.named, *cells])
     return table(columns, lines)
@@ -166,15 +175,22 @@ def clip_of(task: str) -> Clip:
     return TI2V_VIDEO if task == "ti2v-5B" else VIDEO
 
 
-def seconds(row: Row, between_bytes_per_s: float, *, sums: bool) -> float:
-    """What all-reduces take, which nothing hides, or else the gathering and scattering beside the computing."""
+def seconds(row: Row, between_bytes_per_s: float, which: str) -> float:
+    """What is beside all computing, beside the backward pass, or beside nothing, as `HIDDEN` has it."""
 
     def of(one: Collective) -> float:
-        if (one.kind == "all-reduce") is not sums:
+        if hidden_as(one) != which:
             return 0.0
         return max(one.sent / INSIDE_BYTES_PER_S, one.between_machines() / between_bytes_per_s)
 
     return row.counted.total(of)
+
+
+def hidden_as(one: Collective) -> str:
+    """Which of `HIDDEN`: of `hsdp`, machines that are copies of each other add up with one process of each."""
+    if one.kind != "all-reduce":
+        return "gathers"
+    return "copies" if one.processes == one.machines else "sums"
 
 
 def computing_s(row: Row, clip: Clip) -> float:

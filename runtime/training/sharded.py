@@ -121,8 +121,8 @@ class ShardedWeights(ShardedBlocks):
         assert self.is_last_pass
         self._send(self._outer)
         self._take()
-        with self._communication.inside(self._device):
-            for work in self._between_machines:
+        for work in self._between_machines:
+            with self._communication.inside(self._device):
                 work.wait()
         self._between_machines.clear()
 
