@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial
 
-from wangen.runtime.communication import CommunicationTime
+from wangen.runtime.communication import CommunicationTime, all_there
 from wangen.runtime.memory.blocks import in_a_block
 from wangen.runtime.memory.sharded import ShardedBlocks
 from wangen.runtime.models import VelocityModel
@@ -169,7 +169,8 @@ class ShardedWeights(ShardedBlocks):
                 continue
             partial = DTensor.from_local(gradient.float(), self._mesh, [Partial()] * self._mesh.ndim, run_check=False)
             wanted = [*partial.placements[:-1], self._layouts[name].placements[-1]]
-            self._on_their_way.append((name, partial.redistribute(placements=wanted, async_op=True)))
+            with all_there():
+                self._on_their_way.append((name, partial.redistribute(placements=wanted, async_op=True)))
 
     def _take(self) -> None:
         with self._communication.inside(self._device):
