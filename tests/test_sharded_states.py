@@ -1,5 +1,6 @@
 """States of weights in parts, of one process whose part is the whole."""
 
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,14 +9,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from wangen.generator.errors import WangenError
+from wangen.generator.launch import Launch
 from wangen.runtime import communication
 from wangen.runtime.communication import CommunicationTime
 from wangen.runtime.training import checkpoint
 from wangen.runtime.training.checkpoint import ExpertState, TrainingState
+from wangen.runtime.training.parallel import mesh_of
 from wangen.runtime.training.ranks import TIMEOUT, Ranks
 from wangen.runtime.training.sharded import ShardedWeights
 from wangen.runtime.training.sharded_state import ShardedStates, read
@@ -33,10 +35,23 @@ class Net(nn.Module):
 
 
 @pytest.fixture
-def weights():
+def alone():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield ShardedWeights(Net(), init_device_mesh("cpu", (1,)), CPU, CommunicationTime(), torch.float32)
+    yield Launch()
     dist.destroy_process_group()
+
+
+@pytest.fixture
+def weights(alone: Launch) -> ShardedWeights:
+    mesh = mesh_of("fsdp", alone, CPU)
+    assert mesh is not None
+    return ShardedWeights(Net(), mesh, CPU, CommunicationTime(), torch.float32)
+
+
+def waits(group: Any) -> timedelta:
+    """How long a process waits in a group for the others."""
+    found: timedelta = group._get_backend(CPU).options._timeout
+    return found
 
 
 def state_of(weights: ShardedWeights, facts: dict[str, Any]) -> TrainingState:
@@ -77,8 +92,15 @@ def test_a_state_is_what_it_was_when_it_was_saved(weights: ShardedWeights, tmp_p
 
 def test_a_slow_disk_is_waited_for_as_long_as_anything_else(weights: ShardedWeights, tmp_path: Path):
     """Those that have written wait in the group of the states."""
-    states = ShardedStates(tmp_path, Ranks(), asynchronous=True)
-    assert states._group._get_backend(CPU).options._timeout == TIMEOUT
+    assert waits(ShardedStates(tmp_path, Ranks(), asynchronous=True)._group) == TIMEOUT
+
+
+def test_machines_that_are_copies_wait_for_each_other_as_long(alone: Launch):
+    """The first process writes a whole checkpoint while the others wait for the next one's parts."""
+    mesh = mesh_of("hsdp", alone, CPU)
+    assert mesh is not None
+    assert mesh.mesh_dim_names == ("replicate", "shard")
+    assert [waits(mesh.get_group(number)) for number in range(2)] == [TIMEOUT] * 2
 
 
 def test_what_a_state_names_is_durable_before_it_has_its_name(
