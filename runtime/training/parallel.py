@@ -91,8 +91,8 @@ def mesh_of(way: Way, launch: Launch, device: torch.device) -> "DeviceMesh | Non
         return init_device_mesh(device.type, (launch.count,))
     numbers = torch.arange(launch.count).view(-1, launch.local_count)
     # Groups that a mesh makes itself give up after half an hour.
-    shard, _ = dist.new_subgroups_by_enumeration(numbers.tolist(), timeout=TIMEOUT)
-    replicate, _ = dist.new_subgroups_by_enumeration(numbers.T.tolist(), timeout=TIMEOUT)
+    shard, _ = dist.new_subgroups_by_enumeration(numbers.tolist(), timeout=TIMEOUT)  # type: ignore[no-untyped-call]
+    replicate, _ = dist.new_subgroups_by_enumeration(numbers.T.tolist(), timeout=TIMEOUT)  # type: ignore[no-untyped-call]
     return DeviceMesh.from_group([replicate, shard], device.type, mesh=numbers, mesh_dim_names=("replicate", "shard"))
 
 
