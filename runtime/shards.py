@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from wangen.generator.errors import UsageError
 from wangen.runtime.cache import Recipe
 
-_SLURM = "SLURM_ARRAY_TASK_"
-_FROM = ((f"{_SLURM}ID", f"{_SLURM}COUNT", f"{_SLURM}MIN", f"{_SLURM}STEP"), ("RANK", "WORLD_SIZE", "", ""))
+ARRAY = "SLURM_ARRAY_TASK_"
+"""How the environment variables of a Slurm array begin."""
+_FROM = ((f"{ARRAY}ID", f"{ARRAY}COUNT", f"{ARRAY}MIN", f"{ARRAY}STEP"), ("RANK", "WORLD_SIZE", "", ""))
 """Environment variables that hold a process's number, how many there are, the first number (0 where none) and the
 distance from number to number (1 where none)."""
 

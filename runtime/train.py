@@ -110,6 +110,7 @@ def _run(options: Train, device: torch.device, ranks: Ranks) -> Report:
     ) as watching:  # prompts are encoded before the model loads
         with enough_memory_for(plan, device, "loading the model"):
             training = _prepare(plan, device, state, ranks, mesh)
+        state = None  # its tensors have been copied, and would stay in host memory
         start, started = training.step, time.monotonic()
         with Interrupt() as interrupt:
             _train(training, watching, interrupt)
@@ -311,7 +312,7 @@ def _train(training: Run, watching: Watching, interrupt: Interrupt) -> None:
                 advance(1, watching.after(result))
                 settle_state(training, wait=False)
                 to_save = ranks.any(saving.due())
-                if to_save or watching.due():
+                if to_save or ranks.any(watching.due()):  # the first may be the only one that samples
                     watching.settle()
                     with watching.paused():
                         looked = False

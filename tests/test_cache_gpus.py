@@ -1,6 +1,7 @@
 """`--gpus` of the caching steps: processes that encode a part each, here on the CPU."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from tiny import TinyRun
 from wangen.generator.cli import main
 from wangen.generator.errors import UsageError
 from wangen.generator.steps import CacheLatents, CacheText
+from wangen.runtime.shards import Shard
+from wangen.runtime.training import launcher
 
 
 def steps(tiny_run: TinyRun, folder: Path, **changes: Any) -> list[CacheLatents | CacheText]:
@@ -86,6 +89,24 @@ def test_what_cannot_be_divided_is_refused(tiny_run: TinyRun, tmp_path: Path, mo
     with pytest.raises(UsageError, match="native Windows") as caught:
         _ = replace(step, gpus="2").starts_processes
     assert "--shard 0/2" in caught.value.cure
+
+
+def test_in_a_task_of_an_array_the_parts_are_of_its_own_processes(
+    tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Else each would take the array's part of the task, the same one."""
+    step = steps(tiny_run, tmp_path / "own", gpus="2")[0]
+    for name, value in {"ID": "3", "COUNT": "8", "MIN": "0", "STEP": "1"}.items():
+        monkeypatch.setenv(f"SLURM_ARRAY_TASK_{name}", value)
+    found: list[Shard] = []
+
+    def run_part(part: CacheLatents, number: int, *_words: Any, **_how: Any) -> None:
+        told = {"RANK": "1", "WORLD_SIZE": str(number)}
+        found.append(Shard.parse(part.shard, {**os.environ, **told}))
+
+    monkeypatch.setattr(launcher, "_run", run_part)
+    launcher.encode_together(step)
+    assert found == [Shard(1, 2)]
 
 
 def test_each_part_takes_the_gpu_of_its_number(tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

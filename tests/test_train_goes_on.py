@@ -1,9 +1,11 @@
 """What a run finds from before: other flags, another run's files, a half-written state, an end that was cut short."""
 
 import contextlib
+import gc
 import json
 import logging
 import re
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -213,3 +215,28 @@ def storages(transformer: torch.nn.Module) -> dict[int, int]:
 def test_save_loras_writes_the_averages_beside_the_weights(tiny_run: TinyRun, tmp_path: Path):
     run = make_run(run_options(tiny_run, tmp_path, ema_decay=0.9))
     assert [path.name for path in save_loras(run, "-x")] == ["lora-x.safetensors", "lora-x-ema.safetensors"]
+
+
+def test_the_state_that_it_goes_on_from_leaves_the_memory(tiny_run: TinyRun, tmp_path: Path, monkeypatch):
+    """Of full fine-tuning it is three times the weights."""
+    options = tiny_run.options(tmp_path, max_train_steps=1)
+    train.run(options)
+    kept: list[weakref.ref[torch.Tensor]] = []
+    left: list[int] = []
+    real_load, real_train = checkpoint._load, train._train
+
+    def load(path: Path) -> dict[str, torch.Tensor]:
+        tensors = real_load(path)
+        kept.extend(map(weakref.ref, tensors.values()))
+        return tensors
+
+    def watched(*words: Any) -> None:
+        gc.collect()
+        left.append(sum(one() is not None for one in kept))
+        real_train(*words)
+
+    monkeypatch.setattr(checkpoint, "_load", load)
+    monkeypatch.setattr(train, "_train", watched)
+    train.run(replace(options, max_train_steps=2))
+    assert kept
+    assert left == [0]

@@ -4,6 +4,7 @@ A state folder is complete when its manifest is there and every file it lists ha
 and cleaned up, so that a kill at any moment leaves the previous state in force.
 """
 
+import copy
 import hashlib
 import json
 import logging
@@ -117,8 +118,9 @@ def staging_of(folder: Path, step: int) -> Path:
 
 
 def begin(staging: Path) -> None:
-    """Make an empty folder to put a state together."""
-    _remove(staging)
+    """Make an empty folder to put a state together; what was left half written beside it needs its room no more."""
+    for path in staging.parent.glob(".staging-*"):
+        _remove(path)
     staging.mkdir(parents=True)
 
 
@@ -132,7 +134,7 @@ def manifest_of(state: TrainingState, *, keep: bool, in_parts: bool = False) -> 
             for name, expert in state.experts.items()
         },
         "fingerprint": state.fingerprint,
-        "facts": state.facts,
+        "facts": copy.deepcopy(state.facts),  # the run's own go on while the state is written
         "keep": keep,
         "in_parts": in_parts,
     }
@@ -144,7 +146,8 @@ def complete(staging: Path, manifest: Mapping[str, Any]) -> Path:
     files = (path for path in sorted(staging.rglob("*")) if path.is_file())
     sizes = {path.relative_to(staging).as_posix(): path.stat().st_size for path in files}
     write_text(staging / MANIFEST, json.dumps({**manifest, "files": sizes}, indent=1, sort_keys=True))
-    sync_folder(staging)
+    for place in (staging, *(path for path in staging.rglob("*") if path.is_dir())):
+        sync_folder(place)
     aside = folder / f"{final.name}-old"  # still a state that `newest` finds, should the next lines be cut short
     if final.exists():
         _remove(aside)

@@ -26,6 +26,7 @@ from wangen.generator.errors import WRONG_USAGE, UsageError, WangenError, many
 from wangen.generator.launch import machines
 from wangen.generator.session import Report
 from wangen.generator.steps import CacheStep, Train
+from wangen.runtime.shards import ARRAY
 from wangen.runtime.training.process_logs import last_words, remove_old
 
 log = logging.getLogger("wangen")
@@ -83,6 +84,8 @@ def encode_together(options: CacheStep) -> None:
     folder = (folder if options.log_file else folder / "logs").absolute()
     log.info("  %s encode a part each, with logs in %s", many(number, "process", "processes"), folder)
     part = replace(options, gpus="1", shard="auto", log_file=None, lock=None, report_dir=folder)
+    for name in [name for name in os.environ if name.startswith(ARRAY)]:
+        del os.environ[name]  # an array's tasks have other work: the parts are of this one's
     try:
         _run(part, number, folder, min_nodes=1, max_nodes=1, max_restarts=0, **meeting_here())
     except ChildFailedError as error:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
+import torch.distributed as dist
 
 from wangen.generator.errors import UsageError
 from wangen.generator.launch import Launch
@@ -13,6 +14,7 @@ from wangen.generator.steps import Train
 from wangen.runtime.memory.presets import CONTEXT_BYTES
 from wangen.runtime.training.optimizer_class import optimizer_class
 from wangen.runtime.training.plan import Plan
+from wangen.runtime.training.ranks import TIMEOUT
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -83,12 +85,15 @@ def mesh_of(way: Way, launch: Launch, device: torch.device) -> "DeviceMesh | Non
     """The processes that hold the parts: all, or with `hsdp` those of each machine; None where each holds all."""
     if way == "ddp":
         return None
-    from torch.distributed.device_mesh import init_device_mesh  # loads the compiler's libraries
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # loads the compiler's libraries
 
     if way == "fsdp":
         return init_device_mesh(device.type, (launch.count,))
-    shape = (launch.count // launch.local_count, launch.local_count)
-    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+    numbers = torch.arange(launch.count).view(-1, launch.local_count)
+    # Groups that a mesh makes itself give up after half an hour.
+    shard, _ = dist.new_subgroups_by_enumeration(numbers.tolist(), timeout=TIMEOUT)  # type: ignore[no-untyped-call]
+    replicate, _ = dist.new_subgroups_by_enumeration(numbers.T.tolist(), timeout=TIMEOUT)  # type: ignore[no-untyped-call]
+    return DeviceMesh.from_group([replicate, shard], device.type, mesh=numbers, mesh_dim_names=("replicate", "shard"))
 
 
 def with_all_resident(options: Train) -> Train:

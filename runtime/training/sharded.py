@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial
 
-from wangen.runtime.communication import CommunicationTime
+from wangen.runtime.communication import CommunicationTime, all_there
 from wangen.runtime.memory.blocks import in_a_block
 from wangen.runtime.memory.sharded import ShardedBlocks
 from wangen.runtime.models import VelocityModel
@@ -173,7 +173,8 @@ class ShardedWeights(ShardedBlocks):
                 gradient = torch.zeros_like(weight)
             partial = DTensor.from_local(gradient.float(), self._mesh, [Partial()] * self._mesh.ndim, run_check=False)
             wanted = [*partial.placements[:-1], self._layouts[name].placements[-1]]
-            reduced = partial.redistribute(placements=wanted, async_op=True)
+            with all_there():
+                reduced = partial.redistribute(placements=wanted, async_op=True)
             self._on_their_way.append((name, reduced, self.is_last_pass))
 
     def _take(self) -> None:

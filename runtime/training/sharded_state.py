@@ -8,6 +8,8 @@ The index is a pickle: it is read by an unpickler that knows the library's own c
 """
 
 import pickle
+import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -28,7 +30,7 @@ from wangen.generator.errors import WangenError
 from wangen.runtime.communication import all_there
 from wangen.runtime.training import checkpoint
 from wangen.runtime.training.checkpoint import IN_PARTS, ExpertState, TrainingState
-from wangen.runtime.training.ranks import Ranks
+from wangen.runtime.training.ranks import TIMEOUT, Ranks
 from wangen.runtime.training.run import Trainee
 from wangen.runtime.training.sharded import ShardedWeights
 
@@ -58,8 +60,8 @@ class ShardedStates:
 
     def __init__(self, folder: Path, ranks: Ranks, *, asynchronous: bool) -> None:
         self._folder, self._ranks, self._asynchronous = folder, ranks, asynchronous
-        # Its collectives run in a thread, beside those of training.
-        self._group = dist.new_group(backend="gloo")
+        # Its collectives run in a thread, beside those of training, and wait for the slowest disk.
+        self._group = dist.new_group(backend="gloo", timeout=TIMEOUT)
         self._writing: tuple[Future[Any] | None, Path, Mapping[str, Any]] | None = None
 
     def save(self, state: TrainingState, trainees: Sequence[Trainee], *, keep: bool) -> None:
@@ -157,10 +159,14 @@ def read(state: ExpertState, expert: str, weights: ShardedWeights | None) -> Exp
             part, owner, name = key.split("/", 2)
             if owner == expert and isinstance(found, TensorStorageMetadata):
                 targets[key] = _empty(_parameter(part, name), found, weights)
-        load(targets, storage_reader=reader, no_dist=True)
+        with warnings.catch_warnings():  # that it reads alone is what is wanted here
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+            load(targets, storage_reader=reader, no_dist=True)
     except (OSError, CheckpointException, *_NO_INDEX) as error:
+        cause = error.failures[0][0] if isinstance(error, CheckpointException) else error
+        reason = re.split(r"\. |\n", str(cause))[0]
         raise WangenError(
-            f"the training state is damaged ({error})",
+            f"the training state is damaged ({reason})",
             where=str(state.in_parts.parent),
             cure="remove this folder: the run then goes on from an earlier state, or from step 0",
         ) from None

@@ -15,6 +15,7 @@ from wangen.runtime.models import Family, VelocityModel
 from wangen.runtime.models.inputs import Inputs
 from wangen.runtime.randomness import seed_for
 from wangen.runtime.training.prepared import DrawKey, Group, Prepared, on_device
+from wangen.runtime.training.ranks import Ranks
 from wangen.runtime.training.run import Run, Trainee
 from wangen.runtime.training.weight_norms import scale_weight_norms
 
@@ -72,7 +73,7 @@ def optimizer_step(run: Run, trainee: Trainee, group: Group, factor: float, inte
     options = run.plan.options
     trainee.optimization.zero_grad()
     losses, errors = [torch.zeros(0, device=run.device)], [torch.zeros(0, device=run.device)]
-    passes = _passes(group, pack=options.pack)
+    passes = _passes(group, run.ranks, pack=options.pack)
     for number, (together, counted) in enumerate(passes, 1):
         if trainee.sharded:
             trainee.sharded.is_last_pass = number == len(passes)
@@ -113,13 +114,17 @@ def optimizer_step(run: Run, trainee: Trainee, group: Group, factor: float, inte
     )
 
 
-def _passes(group: Group, *, pack: bool) -> list[tuple[list[Prepared], int]]:
+def _passes(group: Group, ranks: Ranks, *, pack: bool) -> list[tuple[list[Prepared], int]]:
     """The batches of a step by forward pass, and how many items of each pass, the first ones, count.
 
     Where first frames are given, tokens have timesteps of their own and are never one sequence with others: what each
-    of those batches keeps for its backward pass would only lie there together.
+    of those batches keeps for its backward pass would only lie there together. Processes in step go through the model
+    equally often: they pack all or none.
     """
-    if pack and group.batches and not any(any(prepared.clean_frames) for prepared in group.batches):
+    apart = any(any(prepared.clean_frames) for prepared in group.batches)
+    if pack and ranks.in_step:
+        apart = ranks.any(apart)
+    if pack and group.batches and not apart:
         return [(group.batches, sum(len(prepared.keys) for prepared in group.counted))]
     return [
         ([prepared], len(prepared.keys) if number < group.num_own else 0)

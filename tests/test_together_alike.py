@@ -1,0 +1,46 @@
+"""What processes that train together have to decide alike, or they would wait for each other for ever."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import together as forked
+from test_together import losses
+from tiny import TinyRun
+from together import trained
+from train_cases import TI2V, make_ti2v
+
+
+@pytest.mark.slow
+def test_a_given_frame_of_one_process_lets_none_pack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Of a picture no frame is given, so one process could pack where the other cannot, and would gather once."""
+    monkeypatch.setattr(forked, "TIMEOUT_S", 60.0)
+    cases = make_ti2v(tmp_path / "set")
+    options = cases.options(
+        tmp_path / "parts", dataset_config=cases.config("single", TI2V.replace("batch_size = 2", "batch_size = 1")),
+        task="ti2v-5B",
+        condition_frames=1, condition_dropout=0.5, pack=True, parallel="fsdp", gradient_accumulation_steps=2,
+        max_train_steps=6,
+    )  # fmt: skip
+    trained(options, 2)
+    one = replace(options, output_dir=tmp_path / "one", parallel="auto", gradient_accumulation_steps=4)
+    trained(one, 1)
+    assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "one"), abs=1e-5)
+
+
+@pytest.mark.slow
+def test_samples_of_the_first_alone_keep_all_at_the_same_step(
+    tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """At steps where nothing is saved, judged or ends an epoch: only the first knows of the prompts."""
+    monkeypatch.setattr(forked, "TIMEOUT_S", 60.0)
+    prompts, config = tmp_path / "prompts.txt", tmp_path / "more.toml"
+    prompts.write_text("a red square --w 32 --h 32 --f 1 --s 2\n", encoding="utf-8")
+    text = tiny_run.dataset_config.read_text(encoding="utf-8")
+    config.write_text(text.replace("[[datasets]]", "[[datasets]]\nnum_repeats = 4", 1), encoding="utf-8")
+    options = tiny_run.options(tmp_path / "out", dataset_config=config, max_train_steps=4, sample_every_n_steps=1,
+                               sample_prompts=prompts, vae=tiny_run.weights["vae"],
+                               t5=tiny_run.weights["t5"])  # fmt: skip
+    trained(options, 2)
+    assert len(losses(tmp_path / "out")) == 4
+    assert len(list((tmp_path / "out" / "samples").glob("*.png"))) == 4
