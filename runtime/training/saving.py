@@ -92,7 +92,7 @@ def settle_state(run: Run, *, wait: bool = True) -> None:
 def _drop_others(run: Run, newest: Path) -> None:
     options = run.plan.options
     spared = {newest, *([options.resume.resolve()] if options.resume else [])}
-    checkpoint.remove_others(run.plan.states, spared, _oldest_kept(run.plan, run.step))
+    checkpoint.remove_others(run.plan.states, spared, _oldest_kept(run.plan, run.saved_step))
 
 
 def state_of(run: Run) -> TrainingState:
