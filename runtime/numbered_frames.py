@@ -1,7 +1,8 @@
 """Frames of a video by their numbers, from 0 in the order they are shown, without decoding all that lies before.
 
-A long video is entered at the keyframe before the first frame that is wanted; which frame is which say the time stamps
-of its packets. Those of mp4 and mkv have them; a stream without (some AVI files) is counted from its start.
+A long mp4, mov, mkv or webm is entered at the keyframe before the first frame that is wanted; which frame is which say
+the time stamps of its packets. Other containers (AVI, MPEG program streams) have no stamps or index to rely on, so that
+their frames are counted from the start.
 """
 
 from bisect import bisect_right
@@ -18,6 +19,8 @@ from wangen.runtime.sources import FileState, state_of
 if TYPE_CHECKING:
     from PIL import Image
 
+_INDEXED = {"mov", "matroska"}
+"""First names, as ffmpeg gives them, of the containers whose stamps and index say where each frame is."""
 _KNOWN = 16
 """Videos whose stamps are remembered: an hour at 30 frames per second takes 4 MB."""
 
@@ -38,7 +41,7 @@ class StoredFrame:
 
 @dataclass(frozen=True)
 class _Stamps:
-    """Presentation times in ticks: of all frames, and of the keyframes, both ascending; none of a stream without."""
+    """Presentation times in ticks, of all frames and of the keyframes, ascending; none where they do not count."""
 
     frames: Sequence[int]
     keys: Sequence[int]
@@ -85,7 +88,7 @@ def _decoded(path: Path, numbers: range) -> Iterator[Any]:
         wanted = [stamps.frames[number] for number in numbers if number < len(stamps.frames)]
         position = 0
         for frame in _from_keyframe(path, stamps, wanted[0]) if wanted else ():
-            if frame.pts > wanted[position]:
+            if frame.pts is None or frame.pts > wanted[position]:
                 return
             if frame.pts == wanted[position]:
                 yield frame
@@ -120,7 +123,9 @@ def _counted(path: Path, numbers: range) -> Iterator[Any]:
     import av
 
     with av.open(str(path)) as container:
-        for number, frame in enumerate(container.decode(container.streams.video[0])):
+        stream = container.streams.video[0]
+        stream.thread_type = "AUTO"
+        for number, frame in enumerate(container.decode(stream)):
             if number in numbers:
                 yield frame
             if number == numbers[-1]:
@@ -134,6 +139,8 @@ def _stamps(path: Path, _state: FileState | None) -> _Stamps:
 
     frames, keys = [], []
     with av.open(str(path)) as container:
+        if container.format.name.partition(",")[0] not in _INDEXED:
+            return _Stamps((), ())
         if not container.streams.video:
             raise WangenError("has no video stream", where=str(path), cure="replace it or take it out")
         for packet in container.demux(container.streams.video[0]):

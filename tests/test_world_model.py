@@ -115,6 +115,14 @@ def test_a_line_says_where_its_frames_and_states_are(raw, tmp_path):
         read_states(states, Excerpt(50, 1, 5))
 
 
+def test_without_hz_the_rate_is_the_videos(tmp_path):
+    write_split(tmp_path, [[(0, 9)]])
+    (tmp_path / "metadata.json").write_text('{"num_shards": 1}')
+    convert(tmp_path, tmp_path / "out", temporal_downsample=2)
+    (line,) = rows(tmp_path / "out" / "train.jsonl")
+    assert line["fps"] == 15.0
+
+
 def test_a_manifest_of_other_lines_is_not_written_over(raw, tmp_path):
     convert(raw, tmp_path)
     convert(raw, tmp_path)

@@ -45,7 +45,7 @@ def write_split(folder: Path, shards: Sequence[Sequence[tuple[int, int]]], *, fl
         indices = np.concatenate([np.full(count, index, "<i4") for index, count in segments])
         shown = range(number * SHARD, number * SHARD + len(indices))
         total += len(indices)
-        _video(_place(folder, "videos", f"video_{number}.mp4", flat=flat), shown)
+        write_shard(_place(folder, "videos", f"video_{number}.mp4", flat=flat), shown)
         indices.tofile(_place(folder, "segment_indices", f"segment_idx_{number}.bin", flat=flat))
         states = np.stack([state(frame) for frame in shown])
         states.tofile(_place(folder, "robot_states", f"states_{number}.bin", flat=flat))
@@ -61,13 +61,21 @@ def _place(folder: Path, below: str, name: str, *, flat: bool) -> Path:
     return place / name
 
 
-def _video(path: Path, shown: range) -> None:
-    """H.264 with B frames and a keyframe every 12 frames: frames are stored in another order than they are shown."""
+def write_shard(path: Path, shown: range, codec: str = "libx264") -> Path:
+    """A video of these numbers, of the kind that its ending says.
+
+    It has B frames, so that frames are stored in another order than they are shown, and a keyframe every 12 frames.
+    """
     with av.open(str(path), "w") as container:
-        stream = container.add_stream("libx264", rate=Fraction(HZ))
+        stream = container.add_stream(codec, rate=Fraction(HZ))
         stream.width, stream.height = SIZE
         stream.pix_fmt = "yuv420p"
-        stream.options = {"crf": "10", "preset": "veryfast", "threads": "1", "g": "12", "bf": "2", "sc_threshold": "0"}
+        stream.options = {"g": "12", "bf": "2", "threads": "1", "sc_threshold": "0"}
+        if codec == "libx264":
+            stream.options |= {"crf": "10", "preset": "veryfast"}
+        else:
+            stream.bit_rate = 4_000_000
         for number in shown:
             container.mux(stream.encode(av.VideoFrame.from_ndarray(picture(number), format="rgb24")))
         container.mux(stream.encode())
+    return path
