@@ -347,7 +347,8 @@ class ClipDataset:
     """The clips of a manifest, for `torch.utils.data.DataLoader` and its workers.
 
     Item n is that of the n-th line: `frames`, float32 (T, 3, H, W) in [-1, 1], and `prompt`, a text. Frame k is frame k
-    of the file, whatever its time stamps say; another size is covered and cropped at the centre.
+    of the file, or of those that the line takes of it, whatever the time stamps say; another size is covered and
+    cropped at the centre.
 
     Args:
         manifest: the jsonl, as `wangen preprocess` writes it.

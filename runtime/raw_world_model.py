@@ -23,6 +23,7 @@ from wangen.generator.dataset import MediaFacts, Problem, read_facts
 from wangen.generator.errors import UsageError, WangenError, many
 from wangen.generator.excerpts import Excerpt
 from wangen.generator.install import require_library
+from wangen.runtime.progress import progress
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,6 +39,8 @@ _SPLIT_FOLDER = "{split}_v2.0_raw"
 _NUM_BYTES = 4
 """Of an int32 and of a float32."""
 _AGAIN = "download it again"
+_SHOWN = 20
+"""Problems that are said one by one."""
 
 
 @dataclass(frozen=True)
@@ -76,14 +79,17 @@ def read_raw_data(source: Path, split: Split) -> RawData:
         split: which of both, when the folder holds both.
 
     Raises:
-        UsageError: there is no such data in the folder.
-        WangenError: files are missing, cannot be read or disagree; all of them are named at once.
+        UsageError: there is no such data in the folder, or it is the other split's.
+        WangenError: files are missing, cannot be read or disagree; they are named and counted, all at once.
     """
     folder = _split_folder(source, split)
     about = _read_json(folder / _METADATA)
     num_shards = _number(about, "num_shards", folder / _METADATA)
-    with ThreadPoolExecutor() as pool:
-        found = list(pool.map(lambda number: _read_shard(folder, number), range(num_shards)))
+    found = []
+    with ThreadPoolExecutor() as pool, progress("shards", num_shards) as advance:
+        for read in pool.map(lambda number: _read_shard(folder, number), range(num_shards)):
+            found.append(read)
+            advance(1, "")
     problems = [problem for _, wrong in found for problem in wrong]
     shards = tuple(shard for shard, _ in found if shard)
     total = sum(shard.facts.num_frames for shard in shards)
@@ -91,8 +97,9 @@ def read_raw_data(source: Path, split: Split) -> RawData:
         fact = f"says num_images {about['num_images']}, the shards have {many(total, 'frame')}"
         problems.append(Problem(folder / _METADATA, fact, _AGAIN))
     if problems:
-        listed = "\n".join(f"  - {problem}" for problem in problems)
-        raise WangenError(f"the data has {many(len(problems), 'problem')}:\n{listed}", where=str(folder))
+        listed = "\n".join(f"  - {problem}" for problem in problems[:_SHOWN])
+        rest = f"\n  … and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
+        raise WangenError(f"the data has {many(len(problems), 'problem')}:\n{listed}{rest}", where=str(folder))
     hz = about.get("hz")
     return RawData(folder, shards, float(hz) if isinstance(hz, int | float) and hz > 0 else None)
 
@@ -133,6 +140,10 @@ def read_states(path: Path, excerpt: Excerpt) -> "States":
 
 
 def _split_folder(source: Path, split: Split) -> Path:
+    other: Split = "val" if split == "train" else "train"
+    if source.resolve().name == _SPLIT_FOLDER.format(split=other):
+        raise UsageError(f"is the folder of the other split, and --split is {split}", where=str(source),
+                         cure=f"--split {other}, or the other folder")  # fmt: skip
     below = source / _SPLIT_FOLDER.format(split=split)
     for folder in (source, below):
         if (folder / _METADATA).is_file():

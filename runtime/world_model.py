@@ -104,23 +104,25 @@ def _rows(
     shard: Shard, segments: list[tuple[int, int]], cutting: Cutting, data: RawData, options: WorldModel
 ) -> Iterator[dict[str, Any]]:
     """The lines of a shard; paths are as seen from the manifest's folder."""
-    seen_from = relative_names(options.output.resolve())
     facts = shard.facts
-    fps = (data.hz or facts.num_frames / facts.duration_s) / cutting.step
+    hz = data.hz or (facts.num_frames / facts.duration_s if facts.duration_s else None)
+    seen_from = relative_names(options.output.resolve())
+    # A file may itself be a link to another name, as in the cache of Hugging Face: only its folder is resolved.
+    video, states = (seen_from(path.parent.resolve() / path.name) for path in (shard.video, shard.states))
     for number, (first, end) in enumerate(segments):
         for clip in cutting.clips(first, end):
             yield {
-                "file": seen_from(shard.video.resolve()),
+                "file": video,
                 "prompt": options.caption,
                 "first_frame": clip.first,
                 "frame_step": clip.step,
                 "frames": clip.count,
-                "fps": round(fps, 3),
+                "fps": hz and round(hz / cutting.step, 3),
                 "width": facts.width,
                 "height": facts.height,
                 "shard": shard.number,
                 "segment": number,
-                "robot_states": seen_from(shard.states.resolve()),
+                "robot_states": states,
             }
 
 

@@ -1,6 +1,7 @@
 """Raw 1X World Model data -> manifests: which frames a clip is, and what is said of data that is not whole."""
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -167,6 +168,31 @@ def test_no_segment_is_as_long_as_a_clip(raw, tmp_path, capsys):
     assert main(line) == 1
     assert "no segment has the 41 frames that a clip spans, the longest has 40" in capsys.readouterr().err
     assert not (tmp_path / "train.jsonl").exists()
+
+
+def test_the_other_splits_folder(raw, tmp_path):
+    with pytest.raises(UsageError, match="is the folder of the other split, and --split is val"):
+        convert(raw / "train_v2.0_raw", tmp_path, split="val")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="links need rights on Windows")
+def test_files_may_be_links_to_other_names(tmp_path):
+    """As in the cache of Hugging Face, whose files have no ending."""
+    real = write_split(tmp_path / "real", [[(0, 9)]], flat=True)
+    (tmp_path / "snapshot").mkdir()
+    (tmp_path / "blobs").mkdir()
+    for number, path in enumerate(sorted(real.iterdir())):
+        path.rename(tmp_path / "blobs" / str(number))
+        (tmp_path / "snapshot" / path.name).symlink_to(tmp_path / "blobs" / str(number))
+    convert(tmp_path / "snapshot", tmp_path / "out")
+    assert shown(tmp_path / "out" / "train.jsonl") == [[0, 1, 2, 3, 4]]
+
+
+def test_many_problems_are_counted(tmp_path):
+    (tmp_path / "metadata.json").write_text('{"num_shards": 30}')
+    with pytest.raises(WangenError, match=r"the data has 120 problems:(?s:.*)shard 4(?s:.*)… and 100 more") as error:
+        convert(tmp_path, tmp_path / "o")
+    assert error.value.found.count("\n") == 21
 
 
 def test_a_folder_without_the_data(tmp_path, capsys):
