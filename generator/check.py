@@ -5,6 +5,7 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path, PurePosixPath
 
 from wangen import profiles
@@ -12,7 +13,7 @@ from wangen.generator import experts, kinds, scripts
 from wangen.generator.bundle import is_called
 from wangen.generator.dataset import Item, media_of, read_facts
 from wangen.generator.errors import WangenError, many
-from wangen.generator.geometry import misfit, resampled_frames, too_short, windows
+from wangen.generator.geometry import clip_fault, clip_frames, misfit, windows
 from wangen.generator.items import read_items, unsuited
 from wangen.generator.lock import IN_SCRIPT
 from wangen.generator.paths import is_foreign
@@ -155,15 +156,16 @@ def _survey(entry: DatasetEntry, model: profiles.Model) -> _Survey:
         return survey
     survey.num_items = len(items)
     survey.findings += [Finding(str(problem.path), problem.found, problem.cure) for problem in problems]
+    facts_of = cache(read_facts)  # many lines of a manifest may name one video
     for item in items:
         if wrong := unsuited(item, model):
             survey.findings.append(Finding(str(item.path), *wrong))
             continue
         clips = [(0, 1)]
         if item.media == "video":
-            facts = read_facts(item.path)
-            clips = windows(entry, resampled_frames(facts, fps, entry.source_fps))
-            short = too_short(facts, entry, fps)
+            facts = facts_of(item.path)
+            clips = windows(entry, clip_frames(item, facts, fps, entry.source_fps))
+            short = clip_fault(item, facts, entry, fps)
             survey.findings += [Finding(str(item.path), *short)] if short else []
         survey.findings += _misfits(item, entry, fps)
         survey.num_shown += len(item.controls)

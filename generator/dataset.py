@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from wangen.generator.errors import WangenError
+from wangen.generator.excerpts import Excerpt
 from wangen.generator.install import require_library
 from wangen.generator.npz import SUFFIX, is_npz, is_other_archive, read_npz_facts
 from wangen.generator.paths import windows_name_problem
@@ -59,11 +60,12 @@ class Item:
     Attributes:
         path: the media file.
         media: image or video.
-        captions: one or more texts, stripped, none of them empty.
+        captions: one or more texts, stripped, none of them empty but of an excerpt's.
         caption_path: where they stand: a caption file, or a manifest.
         controls: its control images or videos, in their order.
         mask: a grey picture or clip, white where the item counts.
         label: of what it shows, from a manifest; may be empty.
+        excerpt: which frames of a longer video the clip is, from a manifest; None for the whole file.
     """
 
     path: Path
@@ -73,6 +75,7 @@ class Item:
     controls: tuple[Path, ...] = ()
     mask: Path | None = None
     label: str = ""
+    excerpt: Excerpt | None = None
 
     @property
     def caption(self) -> str:

@@ -3,7 +3,7 @@
 from functools import cache
 from math import isqrt, sqrt
 
-from wangen.generator.dataset import MediaFacts
+from wangen.generator.dataset import Item, MediaFacts
 from wangen.generator.tomls import DatasetEntry
 
 
@@ -91,6 +91,18 @@ def resampled_frames(facts: MediaFacts, fps: int, source_fps: float | None = Non
     return max(1, int(duration_s * fps + 0.5))
 
 
+def clip_frames(item: Item, facts: MediaFacts, fps: int, source_fps: float | None = None) -> int:
+    """How many frames an item's clip has: those that its line takes of a longer video, else as `resampled_frames`.
+
+    Args:
+        item: a video.
+        facts: of its file.
+        fps: the model's frame rate.
+        source_fps: the video's frame rate, when the container's own times are wrong.
+    """
+    return item.excerpt.count if item.excerpt else resampled_frames(facts, fps, source_fps)
+
+
 def windows(entry: DatasetEntry, num_frames: int) -> list[tuple[int, int]]:
     """The (start, count) clips taken from a video of `num_frames` frames, as `frame_extraction` says.
 
@@ -150,6 +162,25 @@ def too_short(facts: MediaFacts, target: DatasetEntry | int, fps: int) -> tuple[
     slower = not isinstance(target, int) and target.mixed and facts.num_frames >= needed
     cure = f"make the clips at {fps} fps, set" if slower else "set"
     return f"has {frames} frames at {fps} fps, {needed}{TOO_SHORT}", f"{cure} {fitting} or take it out"
+
+
+def clip_fault(item: Item, facts: MediaFacts, entry: DatasetEntry, fps: int) -> tuple[str, str] | None:
+    """Why no clip can be cut from an item, and the cure; None when one can.
+
+    Args:
+        item: a video.
+        facts: of its file.
+        entry: the block it belongs to.
+        fps: the model's frame rate.
+    """
+    if item.excerpt is None:
+        return too_short(facts, entry, fps)
+    if fault := item.excerpt.fault(facts.num_frames):
+        return fault
+    if windows(entry, item.excerpt.count):
+        return None
+    found = f"a line takes {item.excerpt.count} frames, {min(entry.target_frames)}{TOO_SHORT}"
+    return found, "lower target_frames, or make the manifest again with more"
 
 
 SAME_SHAPE = 0.02

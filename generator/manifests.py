@@ -3,9 +3,11 @@
     {"file": "clips/walk.mp4", "prompt": "a walk", "fps": 16, "frames": 81, "width": 832, "height": 480}
     {"image_path": "cats/tom.png", "caption": "a cat", "control_path": "lines/tom.png", "mask_path": "masks/tom.png"}
     {"video_path": "walk.mp4", "caption": ["a walk", "somebody walks"]}
+    {"file": "hours.mp4", "prompt": "", "first_frame": 5400, "frame_step": 2, "frames": 17}
 
 The first is what `wangen preprocess` writes. The file is `file`, `image_path`, `video_path` or `file_name`, and what it
-is says its ending; the caption is `caption`, `prompt` or `text`, or else stands in a `.txt` beside the file. Several
+is says its ending; with `first_frame` or `frame_step` the clip is so many frames of it by their numbers, whose caption
+may be empty; the caption is `caption`, `prompt` or `text`, or else stands in a `.txt` beside the file. Several
 control images are `control_path_0`, `control_path_1` and so on; `label` is what `evaluate` calls the item's activity;
 other keys are ignored. A relative path starts at the manifest's own folder, and where nothing lies there at the working
 folder. Blank lines and a byte order mark are fine. Each line is an item of its own: a picture that two lines name is
@@ -32,6 +34,7 @@ from wangen.generator.dataset import (
     split_captions,
 )
 from wangen.generator.errors import WangenError, printable
+from wangen.generator.excerpts import Excerpt, read_excerpt
 
 SUFFIXES = (".jsonl", ".ndjson")
 
@@ -184,8 +187,10 @@ def _item(values: Mapping[str, Any], media: Media | None, manifest: Path, *, mul
         raise _LineError(f"{printable(path.name)}: {fault}", "rename it")
     kinds: set[Media] = {"image"} if found == "image" else {"image", "video"}
     controls = sorted((int(match[1] or -1), name) for name in values if (match := _CONTROL.fullmatch(name)))
-    captions, origin = _captions(values, path, manifest, multiple=multiple, bare=bare)
-    return Item(
+    excerpt = _excerpt(values, found)
+    empty = excerpt is not None
+    captions, origin = _captions(values, path, manifest, multiple=multiple, bare=bare, empty=empty)
+    item = Item(
         path,
         found,
         captions,
@@ -193,7 +198,23 @@ def _item(values: Mapping[str, Any], media: Media | None, manifest: Path, *, mul
         tuple(_file(values, name, kinds, manifest) for _, name in controls),
         _file(values, "mask_path", kinds, manifest) if "mask_path" in values else None,
         str(values.get("label") or ""),
+        excerpt,
     )
+    if excerpt and any(media_of(companion) == "video" for companion in item.companions):
+        raise _LineError(
+            "takes frames of a longer video, and has a clip as its control or mask", "give a still picture"
+        )
+    return item
+
+
+def _excerpt(values: Mapping[str, Any], media: Media) -> Excerpt | None:
+    try:
+        excerpt = read_excerpt(values)
+    except ValueError as error:
+        raise _LineError(str(error)) from None
+    if excerpt and media == "image":
+        raise _LineError("takes frames of an image", "take first_frame and frame_step out")
+    return excerpt
 
 
 def _no_file(values: Mapping[str, Any], media: Media | None) -> _LineError:
@@ -205,9 +226,12 @@ def _no_file(values: Mapping[str, Any], media: Media | None) -> _LineError:
 
 
 def _captions(
-    values: Mapping[str, Any], path: Path, manifest: Path, *, multiple: bool, bare: bool
+    values: Mapping[str, Any], path: Path, manifest: Path, *, multiple: bool, bare: bool, empty: bool
 ) -> tuple[tuple[str, ...], Path]:
-    """The captions of a line, and where they stand: in the manifest, or else in the caption file beside the media."""
+    """The captions of a line, and where they stand: in the manifest, or else in the caption file beside the media.
+
+    One that the line itself says may be empty with `empty`.
+    """
     raw, origin = _one_of(values, _CAPTION_KEYS), manifest
     if not any(key in values for key in _CAPTION_KEYS):
         origin = path.with_suffix(CAPTION)
@@ -224,6 +248,8 @@ def _captions(
         raise _LineError("has no caption", 'write "caption": "…", or a list of them')
     if not all(isinstance(text, str) for text in texts):
         raise _LineError(f"caption must be a text or a list of texts, got {json.dumps(raw)[:40]}")
+    if texts == [""] and empty:
+        return ("",), origin
     if not all(text.strip() for text in texts):
         raise _LineError("its caption is empty", "describe the picture in a sentence")
     if not all(_is_unicode(text) for text in texts):

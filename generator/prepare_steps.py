@@ -1,4 +1,4 @@
-"""The steps that make a dataset out of raw footage."""
+"""The steps that make a dataset out of raw footage and of raw robot data."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,3 +50,26 @@ class Preprocess(Step):
     keep_all: bool = flag("keep what these limits would drop; the signals are written all the same", False, pinned=True)
     num_workers: int | None = flag("clips and videos worked on at a time (default: one for each core, at most 8)", None)
     dry_run: bool = flag("say what would be made, how large it is and how long it takes; write nothing", False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorldModel(Step):
+    """Write a manifest of clips for the raw 1X World Model data, which are read out of its shards as they are."""
+
+    command: ClassVar[str] = "world_model"
+    module: ClassVar[str] = "wangen.runtime.world_model"
+
+    source: Path = flag("folder of the raw data: that of a split, with its metadata.json, or the one above both",
+                        names=("dataset_path",))  # fmt: skip
+    output: Path = flag("folder for the manifest, train.jsonl or val.jsonl", names=("output_dir",))
+    split: Literal["train", "val"] = flag("train_v2.0_raw or val_v2.0_raw; the manifest is called so", "train",
+                                          pinned=True)  # fmt: skip
+    frames: int = flag("frames of a clip, 4n+1", 77, pinned=True, names=("num_frames", "target_frames", "clip_length"))
+    temporal_downsample: int = flag("take every so manieth frame of a segment; --frames of them are a clip", 1,
+                                    pinned=True, names=("downsampled",))  # fmt: skip
+    stride: int | None = flag(
+        "frames of the video from the start of a clip to that of the next (default: no overlap)", None,
+        names=("window_size",),
+    )  # fmt: skip
+    caption: str = flag("caption of every clip", "", pinned=True)
+    overwrite: bool = flag("replace a manifest that has other lines", False)

@@ -18,6 +18,7 @@ from wangen.generator.evaluate_step import Evaluate as Evaluate
 from wangen.generator.generate_step import Generate as Generate
 from wangen.generator.launch import asks_for_several, launch
 from wangen.generator.prepare_steps import Preprocess as Preprocess
+from wangen.generator.prepare_steps import WorldModel as WorldModel
 from wangen.generator.report_steps import MakeReport as MakeReport
 from wangen.generator.report_steps import Watch as Watch
 from wangen.generator.step_parts import (
@@ -267,6 +268,7 @@ STEPS: tuple[type[Step], ...] = (
     Evaluate,
     Export,
     Preprocess,
+    WorldModel,
     Caption,
     MakeReport,
     Watch,

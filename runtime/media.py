@@ -6,7 +6,6 @@ them. Everything here may be called from several threads at once.
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ from wangen.generator.errors import WangenError, many
 from wangen.generator.manifests import read_manifest
 from wangen.generator.npz import is_npz, read_npz
 from wangen.generator.toml_values import WHITE
+from wangen.runtime.numbered_frames import StoredFrame, numbered_frames, undecodable
 
 if TYPE_CHECKING:
     import numpy as np
@@ -77,6 +77,8 @@ def _cut(path: Path, sample: "Sample", count: int, *, grey: bool = False) -> "Fr
         if media_of(path) == "image":
             frame = load_image(path, sample.size, sample.entry.background_color, grey=grey)
             return frame.repeat(count, axis=1)
+        if (excerpt := sample.item.excerpt) and path == sample.item.path:
+            return load_numbered(path, sample.size, excerpt.numbers(sample.start, count))
         return load_clip(path, sample.size, sample.start, count, sample.fps, sample.entry.source_fps, grey=grey)
 
 
@@ -139,7 +141,7 @@ def open_image(path: Path, background: str = WHITE) -> "Image.Image":
         with Image.open(path) as image:
             return _rgb(ImageOps.exif_transpose(image), background)
     except (*DECODING_ERRORS, Image.DecompressionBombError) as error:
-        raise _undecodable(path, error) from None
+        raise undecodable(path, error) from None
 
 
 def load_clip(
@@ -180,6 +182,23 @@ def load_clip(
         )
     stacked = np.stack(frames)
     return stacked[None] if grey else stacked.transpose(3, 0, 1, 2)
+
+
+def load_numbered(path: Path, size: tuple[int, int], numbers: range) -> "Frames":
+    """The frames of a video that have these numbers, counted from 0 as they are shown, as (3, T, H, W) uint8.
+
+    Args:
+        path: the video.
+        size: (width, height) in pixels that each frame covers and is cropped to.
+        numbers: T of them, ascending.
+
+    Raises:
+        WangenError: the file cannot be decoded or has not all of them.
+    """
+    import numpy as np
+
+    frames = [np.asarray(fit(upright(frame), size)) for frame in numbered_frames(path, numbers)]
+    return np.stack(frames).transpose(3, 0, 1, 2)
 
 
 def load_pictures(path: Path, count: int, max_side: int) -> "list[Image.Image]":
@@ -306,7 +325,7 @@ def _timed(path: Path, source_fps: float | None) -> Iterator[tuple[float, Any]]:
             if number >= 0:
                 yield time_s - first_s + length_s - slack_s, None
     except (av.FFmpegError, OSError, ValueError) as error:
-        raise _undecodable(path, error) from None
+        raise undecodable(path, error) from None
 
 
 def _timed_npz(path: Path, source_fps: float | None) -> Iterator[tuple[float, Any]]:
@@ -314,21 +333,8 @@ def _timed_npz(path: Path, source_fps: float | None) -> Iterator[tuple[float, An
     frames, facts = read_npz(path)
     fps = source_fps or facts.fps
     for number, pixels in enumerate(frames):
-        yield max(0.0, number / fps - EXACT_S), _StoredFrame(pixels)
+        yield max(0.0, number / fps - EXACT_S), StoredFrame(pixels)
     yield len(frames) / fps - EXACT_S, None
-
-
-@dataclass(frozen=True)
-class _StoredFrame:
-    """Pixels (H, W, 3) in place of a frame of PyAV's."""
-
-    pixels: Any
-    rotation: int = 0
-
-    def to_image(self) -> "Image.Image":
-        from PIL import Image
-
-        return Image.fromarray(self.pixels)
 
 
 def upright(frame: Any) -> "Image.Image":
@@ -337,15 +343,12 @@ def upright(frame: Any) -> "Image.Image":
     return image.rotate(frame.rotation, expand=True) if frame.rotation else image
 
 
-def _undecodable(path: Path, error: BaseException) -> WangenError:
-    return WangenError(f"cannot be decoded: {error}", where=str(path), cure="replace it or take it out")
-
-
 class ClipDataset:
     """The clips of a manifest, for `torch.utils.data.DataLoader` and its workers.
 
     Item n is that of the n-th line: `frames`, float32 (T, 3, H, W) in [-1, 1], and `prompt`, a text. Frame k is frame k
-    of the file, whatever its time stamps say; another size is covered and cropped at the centre.
+    of the file, or of those that the line takes of it, whatever the time stamps say; another size is covered and
+    cropped at the centre.
 
     Args:
         manifest: the jsonl, as `wangen preprocess` writes it.
@@ -374,7 +377,9 @@ class ClipDataset:
         import torch
 
         item, (height, width) = self._items[index], self.size
-        decoded = (frame for _, frame in _timed(item.path, None) if frame is not None)
+        decoded: Iterator[Any] = (frame for _, frame in _timed(item.path, None) if frame is not None)
+        if excerpt := item.excerpt:
+            decoded = numbered_frames(item.path, excerpt.numbers(0, min(self.frames, excerpt.count)))
         frames = [np.asarray(fit(upright(frame), (width, height))) for frame in islice(decoded, self.frames)]
         if len(frames) < self.frames:
             raise WangenError(f"has {many(len(frames), 'frame')}, {self.frames} are asked for",

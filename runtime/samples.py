@@ -13,7 +13,8 @@ from typing import Any
 from wangen.generator.bulk import bulk
 from wangen.generator.dataset import NO_CAPTION, Item, Problem, media_of
 from wangen.generator.errors import WangenError, many, printable
-from wangen.generator.geometry import TOO_SHORT, area_size, bucket_of, misfit, resampled_frames, too_short, windows
+from wangen.generator.excerpts import FIRST, STEP
+from wangen.generator.geometry import TOO_SHORT, area_size, bucket_of, clip_fault, clip_frames, misfit, windows
 from wangen.generator.items import read_items, unsuited
 from wangen.generator.step_parts import SMOKE_ITEMS
 from wangen.generator.steps import CacheStep, CheckCache, Train
@@ -42,7 +43,7 @@ class Sample:
         item: the media file with its captions and what belongs to it.
         entry: the block of the TOML it comes from.
         source: digest and facts of the file.
-        start: first frame, counted at `fps`.
+        start: first frame, counted at `fps`; of an excerpt among its own frames.
         count: number of frames, 4n+1.
         size: bucket as (width, height) in pixels.
         fps: frames per second of the model.
@@ -68,7 +69,13 @@ class Sample:
 
     @property
     def name(self) -> str:
-        """`cat.jpg`, or `walk.mp4:0+17` for frames 0 to 16 of a clip; two folders may hold the same."""
+        """`cat.jpg`, or `walk.mp4:0+17` for frames 0 to 16 of a clip; two folders may hold the same.
+
+        Of an excerpt its file's frames: `hours.mp4:5400+17x2` are 17 of them, every second one from 5400 on.
+        """
+        if excerpt := self.item.excerpt:
+            step = f"x{excerpt.step}" if excerpt.step > 1 else ""
+            return f"{self.item.path.name}:{excerpt.numbers(self.start)[0]}+{self.count}{step}"
         suffix = f":{self.start}+{self.count}" if self.item.media == "video" else ""
         return self.item.path.name + suffix
 
@@ -111,6 +118,7 @@ class Sample:
         """
         recipe = self._cut(self.item.path, self.source, LANCZOS)
         del recipe["frames"]
+        recipe.pop(STEP, None)
         if recipe.get("start") == 0:
             del recipe["fps"]
         return recipe
@@ -152,6 +160,9 @@ class Sample:
         recipe: dict[str, Any] = {
             "source": source.digest, "width": self.size[0], "height": self.size[1], "resize": resize,
         }  # fmt: skip
+        if not still and (excerpt := self.item.excerpt):
+            first = excerpt.numbers(self.start)[0]
+            return recipe | {FIRST: first, STEP: excerpt.step, "frames": self.count}
         if not still:
             recipe |= {"start": self.start, "frames": self.count, "fps": self.fps, "source_fps": self.entry.source_fps}
             return recipe
@@ -221,7 +232,7 @@ def _misfits(item: Item, entry: DatasetEntry, sources: Mapping[Path, Source], mo
         yield Problem(item.path, *wrong)
         return
     facts, fps = sources[item.path].facts, model.fps
-    if item.media == "video" and (short := too_short(facts, entry, fps)):
+    if item.media == "video" and (short := clip_fault(item, facts, entry, fps)):
         yield Problem(item.path, *short)
         return
     for path in item.companions:
@@ -285,7 +296,7 @@ def make_folder(
 def _samples(item: Item, entry: DatasetEntry, sources: Mapping[Path, Source], model: Model) -> list[Sample]:
     source = sources[item.path]
     size = bucket_of(source.facts, entry, model.bucket_step)
-    frames = resampled_frames(source.facts, model.fps, entry.source_fps) if item.media == "video" else 1
+    frames = clip_frames(item, source.facts, model.fps, entry.source_fps) if item.media == "video" else 1
     clips: Sequence[tuple[int, int]] = windows(entry, frames) if item.media == "video" else [(0, 1)]
     controls, mask = tuple(sources[path] for path in item.controls), sources[item.mask] if item.mask else None
     strides = (model.temporal_stride, model.spatial_stride)
@@ -299,7 +310,7 @@ def _lengths_skipped(item: Item, entry: DatasetEntry, source: Source, model: Mod
     """The target_frames that a clip is too short for."""
     if item.media == "image" or entry.frame_extraction == "full":
         return []
-    frames = resampled_frames(source.facts, model.fps, entry.source_fps)
+    frames = clip_frames(item, source.facts, model.fps, entry.source_fps)
     return [count for count in entry.target_frames if count > frames]
 
 

@@ -125,6 +125,11 @@ class _Prompts:
         return [torch.randn(3 + len(text) % 5, 4096, generator=torch.Generator().manual_seed(1)) for text in prompts]
 
 
+def wide_prompts(patch: pytest.MonkeyPatch) -> None:
+    """Let `cache_text` make embeddings for the TI2V transformer of the vectors."""
+    patch.setattr(family(profiles.model("ti2v-5B")), "load_prompt_encoder", lambda *_words, **_names: _Prompts())
+
+
 def make_ti2v(folder: Path) -> Cases:
     """Two clips of 9 frames and a picture for the model whose first frames are given clean: latents (48, 3, 4, 4)."""
     media = folder / "media"
@@ -137,7 +142,7 @@ def make_ti2v(folder: Path) -> Cases:
     vae, t5 = VECTORS / "vae22" / "Wan2.2_VAE.pth", VECTORS / "t5" / "models_t5_umt5-xxl-enc-bf16.pth"
     step = {"dataset_config": config, "task": "ti2v-5B", "device": "cpu"}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(family(profiles.model("ti2v-5B")), "load_prompt_encoder", lambda *_words, **_names: _Prompts())
+        wide_prompts(patch)
         cache_latents.run(CacheLatents(vae=vae, vae_dtype="float32", **step))
         cache_text.run(CacheText(t5=t5, t5_dtype="float32", **step))
     return cases

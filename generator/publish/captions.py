@@ -76,6 +76,10 @@ def read_manifest(path: Path) -> tuple[dict[Path, list[Caption]], list[Problem]]
     found: dict[Path, list[Caption]] = {}
     for number, item in items.items():
         place = f"{path.name} line {number}"
+        if item.excerpt:
+            found_here = f"line {number}: takes frames of a longer video, and a bundle holds whole files"
+            problems.append(Problem(path, found_here, "give the manifest to the steps themselves, as --manifest"))
+            break
         controls, mask = tuple(map(_normal, item.controls)), item.mask and _normal(item.mask)
         captions = [Caption(text, path, place, controls, mask) for text in item.captions]
         found.setdefault(_normal(item.path), []).extend(captions)

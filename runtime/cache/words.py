@@ -18,6 +18,8 @@ _FIXED = {
 }
 _NAMED = {
     "start": "the clip's first frame changed from {old} to {new}",
+    "first_frame": "the clip's first frame in its video changed from {old} to {new}",
+    "frame_step": "the step from frame to frame in the video changed from {old} to {new}",
     "frames": "the number of frames changed from {old} to {new}",
     "fps": "the model's frame rate changed from {old} to {new} fps",
     "stride_frames": "the VAE's frames per latent frame changed from {old} to {new}",

@@ -19,7 +19,8 @@ from wangen.runtime.report.metrics_log import MetricsLog, Record
 
 METRICS, SAMPLES, SAMPLE_LIST, LOCK = "metrics.jsonl", "samples", "samples.jsonl", "run.lock"
 STEPS_SHOWN = (
-    "preprocess", "caption", "check", "cache_latents", "cache_text", "check_cache", "train", "generate", "evaluate",
+    "preprocess", "world_model", "caption", "check", "cache_latents", "cache_text", "check_cache", "train", "generate",
+    "evaluate",
 )  # fmt: skip
 """Whose reports are read, in the order of their work."""
 
