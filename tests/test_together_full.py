@@ -329,12 +329,19 @@ class _Evil:
         return print, ("read",)
 
 
+class _Reaching:
+    def __reduce__(self) -> Any:
+        return getattr, (torch.Size, "__init__")
+
+
 def test_a_damaged_or_hostile_index_is_refused(tiny_run: TinyRun, tmp_path: Path, capsys):
     """Its state is then one more that cannot be read; what it names is never called."""
     state = tmp_path / "lora-state" / "step-00000001"
     (state / "parts").mkdir(parents=True)
     index = state / "parts" / ".metadata"
-    for content, found in ((pickle.dumps(_Evil()), "it names builtins.print"), (b"x", "damaged"), (b"", "damaged")):
+    bad = {pickle.dumps(_Evil()): "it names builtins.print", pickle.dumps(_Reaching()): "it asks for __init__ of",
+           b"x": "damaged", b"": "damaged"}  # fmt: skip
+    for content, found in bad.items():
         index.write_bytes(content)
         manifest = {
             "format": checkpoint.FORMAT, "step": 1, "in_parts": True, "keep": False, "fingerprint": {}, "facts": {},

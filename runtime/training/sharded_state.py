@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
+from enum import Enum
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -189,8 +190,17 @@ def _parameter(part: str, name: str) -> str:
     return name.rpartition("/")[0] if part == "optimizer" else name
 
 
+def _member(owner: Any, name: str) -> Any:
+    """What `getattr` is in an index: the first releases of Python 3.11 store a member of an enumeration with it."""
+    if not (isinstance(owner, type) and issubclass(owner, Enum)):
+        raise pickle.UnpicklingError(f"it asks for {name} of {owner!r}")
+    return owner[name]
+
+
 class _Index(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         if (module, name) in _PATHS:
             return PurePosixPath  # the other cannot be made on Windows
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
