@@ -330,6 +330,7 @@ def fill(
         WangenError: whatever `encode` raises; the cache folder cannot be written.
     """
     _refuse(options)
+    several = options.starts_processes
     shard = Shard.parse(options.shard)
     folders = [Folder(path) for path in by_cache_folder(samples)]
     wants = {kind: wanted(folders, samples, kind) for kind in encoders}
@@ -346,7 +347,7 @@ def fill(
     why = Counter(f"{need.recipe.kind}: {need.verdict.reason or '--recache'}" for need in missing)
     for reason, count in why.most_common():
         log.info("  %d to encode, %s", count, reason)
-    if missing and options.starts_processes:
+    if missing and several:
         from wangen.runtime.training.launcher import encode_together  # loads torch's launcher
 
         encode_together(options)
@@ -372,8 +373,7 @@ def fill(
 
 
 def _refuse(options: CacheStep) -> None:
-    """Numbers that no run can have, and processes that cannot be started."""
-    _ = options.starts_processes
+    """Numbers that no run can have."""
     for name, least in (("batch_size", 1), ("num_workers", 0)):
         value = getattr(options, name)
         if value is not None and value < least:

@@ -2,7 +2,6 @@
 
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -63,8 +62,7 @@ def state_of(weights: ShardedWeights, facts: dict[str, Any]) -> TrainingState:
 def save(folder: Path, weights: ShardedWeights, facts: dict[str, Any], *, asynchronous: bool = False) -> ShardedStates:
     """Begin to write a state."""
     states = ShardedStates(folder, Ranks(), asynchronous=asynchronous)
-    trainee: Any = SimpleNamespace(plan=SimpleNamespace(name=""), sharded=weights)
-    states.save(state_of(weights, facts), [trainee], keep=False)
+    states.save(state_of(weights, facts), {"": weights}, keep=False)
     return states
 
 

@@ -105,11 +105,25 @@ def disk(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise WangenError(
-            f"cannot save the training state: {error.strerror}",
-            where=str(folder),
-            cure="free space, then run the same line again: it goes on from the last state",
-        ) from None
+        raise cannot_save(folder, error.strerror) from None
+
+
+def cannot_save(folder: Path, reason: str | None) -> WangenError:
+    """What to say when a state cannot be written into a folder of states."""
+    return WangenError(
+        f"cannot save the training state: {reason}",
+        where=str(folder),
+        cure="free space, then run the same line again: it goes on from the last state",
+    )
+
+
+def damaged(state: Path, reason: object) -> WangenError:
+    """What to say of a state whose tensors cannot be read."""
+    return WangenError(
+        f"the training state is damaged ({reason})",
+        where=str(state),
+        cure="remove this folder: the run then goes on from an earlier state, or from step 0",
+    )
 
 
 def staging_of(folder: Path, step: int) -> Path:
@@ -235,11 +249,7 @@ def _load(path: Path) -> dict[str, torch.Tensor]:
         tensors: dict[str, torch.Tensor] = load(path.read_bytes())
         return tensors
     except (OSError, SafetensorError) as error:
-        raise WangenError(
-            f"the training state is damaged ({error})",
-            where=str(path.parent),
-            cure="remove this folder: the run then goes on from an earlier state, or from step 0",
-        ) from None
+        raise damaged(path.parent, error) from None
 
 
 def remove_others(folder: Path, keep: set[Path], oldest_kept: int = 0) -> None:

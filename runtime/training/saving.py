@@ -70,10 +70,11 @@ def save_state(run: Run, *, keep: bool = False) -> None:
 
     The first process does, and all of them have to ask; those that hold parts write them, too.
     """
+    settle_state(run)  # by its own step
     run.saved_step = run.step
     if run.states_in_parts:
-        settle_state(run)
-        run.states_in_parts.save(state_of(run), run.trainees, keep=keep)
+        weights = {trainee.plan.name: trainee.sharded for trainee in run.trainees if trainee.sharded}
+        run.states_in_parts.save(state_of(run), weights, keep=keep)
         if not run.plan.options.async_save:
             settle_state(run)
     elif run.ranks.is_first:

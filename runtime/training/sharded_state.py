@@ -10,7 +10,7 @@ The index is a pickle: it is read by an unpickler that knows the library's own c
 import pickle
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,12 +27,10 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.tensor import DTensor
 
-from wangen.generator.errors import WangenError
 from wangen.runtime.communication import all_there
 from wangen.runtime.training import checkpoint
 from wangen.runtime.training.checkpoint import IN_PARTS, ExpertState, TrainingState
 from wangen.runtime.training.ranks import TIMEOUT, Ranks
-from wangen.runtime.training.run import Trainee
 from wangen.runtime.training.sharded import ShardedWeights
 
 _KNOWN = {
@@ -65,12 +63,12 @@ class ShardedStates:
         self._group = dist.new_group(backend="gloo", timeout=TIMEOUT)
         self._writing: tuple[Future[Any] | None, Path, Mapping[str, Any]] | None = None
 
-    def save(self, state: TrainingState, trainees: Sequence[Trainee], *, keep: bool) -> None:
+    def save(self, state: TrainingState, weights: Mapping[str, ShardedWeights], *, keep: bool) -> None:
         """Begin to write a state; it is there after `settle`.
 
         Args:
             state: of the run, with this process's parts.
-            trainees: of all its experts.
+            weights: by the expert's name, those that its state is of.
             keep: as `checkpoint.save` has it.
 
         Raises:
@@ -86,7 +84,7 @@ class ShardedStates:
         writer = FileSystemWriter(staging / IN_PARTS)
         write: Any = async_save if self._asynchronous else save
         with self._refusing():
-            done = write(_tensors(state, trainees), storage_writer=writer, process_group=self._group)
+            done = write(_tensors(state, weights), storage_writer=writer, process_group=self._group)
         self._writing = (done if self._asynchronous else None), staging, manifest
 
     @property
@@ -120,24 +118,17 @@ class ShardedStates:
                 yield
         except CheckpointException as error:
             rank, (reason, _) = min(error.failures.items())
-            raise WangenError(
-                f"cannot save the training state: process {rank}: {reason}",
-                where=str(self._folder),
-                cure="free space, then run the same line again: it goes on from the last state",
-            ) from None
+            raise checkpoint.cannot_save(self._folder, f"process {rank}: {reason}") from None
 
 
-def _tensors(state: TrainingState, trainees: Sequence[Trainee]) -> dict[str, torch.Tensor]:
+def _tensors(state: TrainingState, weights: Mapping[str, ShardedWeights]) -> dict[str, torch.Tensor]:
     """Everything of a state under one name each, parts as parts of the whole."""
-    tensors = {}
-    for trainee in trainees:
-        expert = state.experts[trainee.plan.name]
-        assert trainee.sharded
-        for part in ("adapter", "optimizer", "ema"):
-            for name, value in getattr(expert, part).items():
-                whole = trainee.sharded.distributed(_parameter(part, name), value)
-                tensors[f"{part}/{trainee.plan.name}/{name}"] = whole
-    return tensors
+    return {
+        f"{part}/{expert}/{name}": weights[expert].distributed(_parameter(part, name), value)
+        for expert, own in state.experts.items()
+        for part in ("adapter", "optimizer", "ema")
+        for name, value in getattr(own, part).items()
+    }
 
 
 def read(state: ExpertState, expert: str, weights: ShardedWeights | None) -> ExpertState:
@@ -166,11 +157,7 @@ def read(state: ExpertState, expert: str, weights: ShardedWeights | None) -> Exp
     except (OSError, CheckpointException, *_NO_INDEX) as error:
         cause = error.failures[0][0] if isinstance(error, CheckpointException) else error
         reason = re.split(r"\. |\n", str(cause))[0]
-        raise WangenError(
-            f"the training state is damaged ({reason})",
-            where=str(state.in_parts.parent),
-            cure="remove this folder: the run then goes on from an earlier state, or from step 0",
-        ) from None
+        raise checkpoint.damaged(state.in_parts.parent, reason) from None
     parts: dict[str, dict[str, torch.Tensor]] = {"adapter": {}, "optimizer": {}, "ema": {}}
     for key, value in targets.items():
         part, _, name = key.split("/", 2)

@@ -72,23 +72,10 @@ def optimizer_step(run: Run, trainee: Trainee, group: Group, factor: float, inte
     """
     options = run.plan.options
     trainee.optimization.zero_grad()
-    losses, errors = [torch.zeros(0, device=run.device)], [torch.zeros(0, device=run.device)]
-    passes = _passes(group, run.ranks, pack=options.pack)
-    for number, (together, counted) in enumerate(passes, 1):
-        if trainee.sharded:
-            trainee.sharded.is_last_pass = number == len(passes)
-        if interrupt.requested and run.ranks.count == 1:
-            return None
-        keys = [key for prepared in together for key in prepared.keys]
-        with dropout_seed(keys, run.device) if trainee.transformer.training else contextlib.nullcontext():
-            loss, error = item_losses(run.kind, trainee.model, together, options, run.device)
-            (loss[:counted].sum() / group.num_items).backward()  # type: ignore[no-untyped-call]
-        losses.append(loss[:counted].detach())
-        errors.append(error[:counted].detach())
-    if trainee.sharded:
-        trainee.sharded.add_up()
-    flat = trainee.optimization.flat
-    run.ranks.add_up(flat.gradients[: flat.num_joint])
+    found = _gradients(run, trainee, group, interrupt)
+    if found is None:
+        return None
+    losses, errors = found
     norm = trainee.optimization.clip(options.max_grad_norm)
     trainee.optimization.step(factor)
     num_scaled = None
@@ -101,8 +88,8 @@ def optimizer_step(run: Run, trainee: Trainee, group: Group, factor: float, inte
         step=run.step,
         epoch=group.epoch,
         expert=trainee.plan.name,
-        losses=torch.cat(losses),
-        errors=torch.cat(errors),
+        losses=losses,
+        errors=errors,
         sigmas=torch.cat([torch.zeros(0), *(prepared.sigmas for prepared in group.counted)]),
         names=[name for prepared in group.counted for name in prepared.batch.names],
         grad_norm=norm,
@@ -112,6 +99,34 @@ def optimizer_step(run: Run, trainee: Trainee, group: Group, factor: float, inte
         image_tokens=max((_num_views(prepared.batch) for prepared in group.counted), default=0),
         num_scaled=num_scaled,
     )
+
+
+def _gradients(
+    run: Run, trainee: Trainee, group: Group, interrupt: Interrupt
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Add the step's gradients, of all processes, to those that are there.
+
+    Returns:
+        The losses and errors of this process's items; None when an interrupt came first.
+    """
+    losses, errors = [torch.zeros(0, device=run.device)], [torch.zeros(0, device=run.device)]
+    passes = _passes(group, run.ranks, pack=run.plan.options.pack)
+    for number, (together, counted) in enumerate(passes, 1):
+        if trainee.sharded:
+            trainee.sharded.is_last_pass = number == len(passes)
+        if interrupt.requested and run.ranks.count == 1:
+            return None
+        keys = [key for prepared in together for key in prepared.keys]
+        with dropout_seed(keys, run.device) if trainee.transformer.training else contextlib.nullcontext():
+            loss, error = item_losses(run.kind, trainee.model, together, run.plan.options, run.device)
+            (loss[:counted].sum() / group.num_items).backward()  # type: ignore[no-untyped-call]
+        losses.append(loss[:counted].detach())
+        errors.append(error[:counted].detach())
+    if trainee.sharded:
+        trainee.sharded.add_up()
+    flat = trainee.optimization.flat
+    run.ranks.add_up(flat.gradients[: flat.num_joint])
+    return torch.cat(losses), torch.cat(errors)
 
 
 def _passes(group: Group, ranks: Ranks, *, pack: bool) -> list[tuple[list[Prepared], int]]:
