@@ -11,6 +11,7 @@ import gguf
 import pytest
 import torch
 from diffusers import QwenImageTransformer2DModel, WanTransformer3DModel
+from gguf_files import write_gguf
 from loras import LORAS
 from parity import DIT, DITS, cases, velocity
 from safetensors import safe_open
@@ -194,33 +195,11 @@ def test_8_bit_weights_are_dequantised_where_a_dtype_is_given(tmp_path: Path, ca
     assert metadata_of(back).keys() == {"format", "author", "wangen.converted"}, "nothing says 8 bits any more"
 
 
-def write_gguf(path: Path, dtype: gguf.GGMLQuantizationType) -> Tensors:
-    """The fixture with its matrices in a type of GGUF; returns the weights that it stands for."""
-    writer, meant = gguf.GGUFWriter(path, "wan"), {}
-    for name, value in load_file(DIT).items():
-        shape, numbers = tuple(value.shape), value.float().numpy()
-        if len(shape) > 4:  # as city96's converter does
-            writer.add_array(f"comfy.gguf.orig_shape.{name}", list(shape))
-            numbers = numbers.reshape(shape[0], -1)
-        meant[name] = value.float()
-        if len(shape) == 2:
-            stored = gguf.quants.quantize(numbers, dtype)
-            meant[name] = torch.from_numpy(gguf.quants.dequantize(stored, dtype))
-            writer.add_tensor(name, stored, raw_dtype=dtype)
-        else:
-            writer.add_tensor(name, numbers)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return meant
-
-
 def test_plain_numbers_of_gguf_stay_and_its_blocks_need_a_dtype(tmp_path: Path, capsys):
     plain, blocks = tmp_path / "plain.gguf", tmp_path / "blocks.gguf"
-    meant = write_gguf(plain, gguf.GGMLQuantizationType.F32)
+    meant = write_gguf(plain, DIT, gguf.GGMLQuantizationType.F32)
     same(load_file(export(plain, tmp_path / "plain.safetensors", "original")), meant)
-    meant = write_gguf(blocks, gguf.GGMLQuantizationType.Q8_0)
+    meant = write_gguf(blocks, DIT, gguf.GGMLQuantizationType.Q8_0)
     out = tmp_path / "blocks.safetensors"
     assert "is quantised" in refused(capsys, "--dit", blocks, "--layout", "original", "--save_path", out)
     same(load_file(export(blocks, out, "original", "--dtype", "float32")), meant)

@@ -9,6 +9,7 @@ from pathlib import Path
 import gguf
 import pytest
 import torch
+from gguf_files import write_gguf
 from loras import LORAS, every_module, model_of, output, wanted
 from parity import DITS, VECTORS, max_abs
 from safetensors import safe_open
@@ -162,17 +163,7 @@ def in_float32(folder: Path) -> tuple[Path, str]:
 
 @form
 def as_gguf_of_plain_numbers(folder: Path) -> tuple[Path, str]:
-    writer = gguf.GGUFWriter(folder / "dit.gguf", "wan")
-    for name, value in load_file(T2V).items():
-        shape = tuple(value.shape)
-        if len(shape) > 4:  # as city96's converter does
-            writer.add_array(f"comfy.gguf.orig_shape.{name}", list(shape))
-            value = value.reshape(shape[0], -1)
-        writer.add_tensor(name, value.float().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_gguf(folder / "dit.gguf", T2V, gguf.GGMLQuantizationType.F32, lambda *_: False)
     return folder / "dit.gguf", ""
 
 
@@ -345,24 +336,8 @@ def test_fp8_scaled_is_comfyuis_form_and_close(tmp_path: Path):
 
 
 def test_gguf_blocks_are_dequantised(tmp_path: Path):
-    writer = gguf.GGUFWriter(tmp_path / "dit.gguf", "wan")
-    meant = {}
-    for name, value in load_file(T2V).items():
-        shape, numbers = tuple(value.shape), value.float().numpy()
-        if len(shape) > 4:
-            writer.add_array(f"comfy.gguf.orig_shape.{name}", list(shape))
-            numbers = numbers.reshape(shape[0], -1)
-        meant[name] = value.float()
-        if name.startswith("blocks.") and len(shape) == 2:
-            stored = gguf.quants.quantize(numbers, gguf.GGMLQuantizationType.Q8_0)
-            meant[name] = torch.from_numpy(gguf.quants.dequantize(stored, gguf.GGMLQuantizationType.Q8_0))
-            writer.add_tensor(name, stored, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
-        else:
-            writer.add_tensor(name, numbers)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    meant = write_gguf(tmp_path / "dit.gguf", T2V, gguf.GGMLQuantizationType.Q8_0,
+                       lambda name, value: name.startswith("blocks.") and value.dim() == 2)  # fmt: skip
     save_file(meant, tmp_path / "meant.safetensors")
     lora = read_lora(LORAS["t2v21"])
     for dtype, same in ((None, "bfloat16"), ("float32", "float32"), ("fp8_scaled", "fp8_scaled")):
