@@ -66,7 +66,7 @@ print(f"(of which samples {read_s:.2f} s)", end=" ")
 """
 INDEX_ONLY = """
 from wangen.runtime.cache import Folder
-assert Folder(toml.parent / "cache").entries
+assert Folder(toml.parent / "cache").files
 """
 
 

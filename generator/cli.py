@@ -228,7 +228,7 @@ def models_download(words: tuple[str, ...], task: str | None, folder: Path | Non
 @wangen.group(cls=Wangen, invoke_without_command=True, context_settings={"max_content_width": 110})
 @click.pass_context
 def cache(ctx: click.Context) -> int:
-    """Show what is in a cache of latents and texts, and remove entries.
+    """Show what is in a cache of latents and texts, remove entries, and move them into packs and out of them.
 
     Only wangen's own entries are ever removed: any other file in a cache folder stays.
     """
@@ -264,6 +264,30 @@ def cache_clear(place: Path, kind: str | None, yes: bool) -> int:
 def cache_prune(dataset_config: Path, yes: bool) -> int:
     """Remove what no item of this dataset needs, under any model, nor of another one that uses the same folders."""
     return int(_of_runtime("cache_tools").prune(dataset_config, yes=yes))
+
+
+@cache.command("pack", short_help="move entries into a few large files", context_settings=_WORDS)
+@_CACHE
+def cache_pack(place: Path) -> int:
+    """Move entries into packs, tar files of up to 1 GiB with an index, from which training reads them as they are.
+
+    Run again it adds what is new, and writes small packs, and those of which much was removed, anew.
+    """
+    return int(_of_runtime("pack_tools").pack(place))
+
+
+@cache.command("unpack", short_help="make every packed entry a file again", context_settings=_WORDS)
+@_CACHE
+def cache_unpack(place: Path) -> int:
+    """Make every packed entry a file of its own again, with the same bytes."""
+    return int(_of_runtime("pack_tools").unpack(place))
+
+
+@cache.command("verify", short_help="read every entry and compare its digest", context_settings=_WORDS)
+@_CACHE
+def cache_verify(place: Path) -> int:
+    """Read every entry, in packs too, and say which are damaged; nothing is changed."""
+    return int(_of_runtime("pack_tools").verify(place))
 
 
 def execute(step: Any) -> int:

@@ -81,6 +81,7 @@ class CacheStep(DatasetStep):
     gpus: str = flag("GPUs of this machine that encode side by side, one process each: a number, or auto for all that "
                      "there are", "1")  # fmt: skip
     plain: bool = flag("encode with the libraries' own modules: the same numbers to rounding, slower", False)
+    packed: bool = flag("keep entries in packs of up to 1 GiB and not in a file each; training reads both", False)
     keep_cache: bool = flag("do not remove entries that no item of the dataset needs", False)
 
     @property

@@ -18,7 +18,7 @@ from wangen.generator.tasks import supported
 from wangen.generator.tomls import read_dataset
 from wangen.profiles import Model
 from wangen.runtime.cache import KINDS, Entry, Folder, Kind
-from wangen.runtime.cache.api import known_kind, remove_entry
+from wangen.runtime.cache.api import known_kind, remove_all
 from wangen.runtime.cache.index import INDEX
 from wangen.runtime.cache.needed import DatasetNeeds, needed_keys, orphans
 from wangen.runtime.needs import recipes_of
@@ -34,12 +34,17 @@ def stats(place: Path) -> int:
     Raises:
         WangenError: there is no such folder, or the TOML cannot be read.
     """
-    for folder in _folders(place):
+    for folder in folders_of(place):
         click.echo(f"{folder.path}:")
-        _show(folder.all_entries)
+        entries = folder.all_entries
+        _show(entries)
+        if packs := folder.packs.packs:
+            removed = sum(pack.index.removed_bytes for pack in packs)
+            rest = f"; {bytes_text(removed)} of removed ones wait for `wangen cache pack`" if removed else ""
+            click.echo(f"  {len(folder.packs)} of them in {many(len(packs), 'pack')}{rest}")
         for name, error in folder.damaged.items():
             click.echo(f"  corrupt: {name}: {error.found}")
-        times = [time_s for entry in folder.all_entries if (time_s := _time_s(entry))]
+        times = [time_s for entry in entries if (time_s := _time_s(entry))]
         if times:
             click.echo(f"  oldest {_date(min(times))}, newest {_date(max(times))}")
     return 0
@@ -58,7 +63,7 @@ def clear(place: Path, kind: str | None, *, yes: bool) -> int:
         WangenError: there is no such folder, or an entry cannot be removed.
     """
     wanted = known_kind(kind) if kind else None
-    folders = _folders(place)
+    folders = folders_of(place)
     code = _remove(folders, lambda entry: wanted in (None, entry.kind), yes=yes)
     if code == 0 and wanted in (None, "clip"):
         for claim in (path for folder in folders for path in folder.path.glob(".wangen-needs-*.clip.json")):
@@ -79,7 +84,7 @@ def prune(dataset_config: Path, *, yes: bool) -> int:
     Raises:
         WangenError: the dataset cannot be read, or an entry cannot be removed.
     """
-    folders = _folders(dataset_config)
+    folders = folders_of(dataset_config)
     samples = _all_samples(dataset_config)
     gone = {path: dataset for folder in folders for path, dataset in orphans(folder.path).items()}
     for dataset in dict.fromkeys(gone.values()):
@@ -144,8 +149,7 @@ def _remove(folders: Sequence[Folder], chosen: Callable[[Entry], bool], *, yes: 
     if not yes and not _agreed(f"remove {many(len(found), 'entry', 'entries')}?"):
         click.echo("nothing was removed")
         return 1
-    for entry in found:
-        remove_entry(entry)
+    remove_all(found)
     for folder in folders:
         with suppress(OSError):  # most of it is gone; it comes back by itself
             remove(folder.path / INDEX)
@@ -168,7 +172,12 @@ def _agreed(question: str) -> bool:
         raise UsageError("there is nobody to ask", cure="give --yes to remove without a question") from None
 
 
-def _folders(place: Path) -> list[Folder]:
+def folders_of(place: Path) -> list[Folder]:
+    """The cache folders that are meant by a folder, or by a dataset's TOML or manifest.
+
+    Raises:
+        WangenError: there is no such folder, or the dataset cannot be read.
+    """
     if place.is_dir():
         return [Folder(place)]
     if place.suffix.lower() != ".toml" and not is_manifest(place):
@@ -192,7 +201,7 @@ def _show(entries: Iterable[Entry]) -> None:
 def _time_s(entry: Entry) -> float:
     """When it was written, in seconds since 1970; 0 when it is gone."""
     with suppress(OSError):
-        return entry.path.stat().st_mtime
+        return entry.held_by.stat().st_mtime
     return 0.0
 
 

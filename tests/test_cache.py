@@ -230,7 +230,8 @@ def test_damage_is_corrupt(tmp_path: Path):
 
 def test_a_payload_that_rotted_since_it_was_judged_is_never_loaded(tmp_path: Path):
     (path,) = put(tmp_path, LATENT)
-    entry = Folder(tmp_path).entries[LATENT.key(ENCODER)]
+    entry = Folder(tmp_path).find(LATENT.key(ENCODER))
+    assert entry is not None
     data = bytearray(path.read_bytes())
     data[-3] ^= 1
     path.write_bytes(data)

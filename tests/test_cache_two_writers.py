@@ -5,7 +5,7 @@ import os
 import random
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -255,17 +255,17 @@ def test_a_dataset_that_comes_while_another_removes_gets_what_it_needs(bundle: B
     without_two(bundle)
     needs = DatasetNeeds(Folder(bundle.folder / "photos_cache"), other.toml, "latent").path
     removing = bundle.folder / "removing"
-    remove = needed._remove
+    remove = needed.remove_entries
 
-    def slow(entry: Entry) -> bool:
+    def slow(entries: Iterable[Entry]) -> dict[Entry, OSError]:
         if not removing.exists():
             removing.touch()
             if wait_for(needs, 0.5):  # it may have found the entry by now
                 time.sleep(0.1)
-        return remove(entry)
+        return remove(entries)
 
     def work() -> int:
-        needed._remove = slow
+        needed.remove_entries = slow
         return main(bundle.latents_line())
 
     child = fork(work)

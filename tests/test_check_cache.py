@@ -226,7 +226,8 @@ def both_precisions(bundle: Bundle) -> None:
 def trained_dtypes(bundle: Bundle) -> set[str]:
     options = Train(dataset_config=bundle.toml, dit=bundle.folder / "dit", output_dir=bundle.folder, output_name="x")
     cached = find_entries(options, MODEL, read_samples(options, MODEL))
-    entries = Folder(bundle.folder / "photos_cache").entries | Folder(bundle.folder / "clips_cache").entries
+    folders = [Folder(bundle.folder / name) for name in ("photos_cache", "clips_cache")]
+    entries = {entry.key: entry for folder in folders for entry in folder.all_entries}
     return {entries[sample.latent.key].encoder.dtype for sample in cached}
 
 

@@ -39,6 +39,9 @@ OURS = {
         f"files/datasets/cats/64_cache/.wangen-needs-{KEY}.latent.json": b"{}",
         f"files/datasets/cats/64_cache/.{KEY}-0123456789abcdef.tmp": b"half",
         f"files/datasets/cats/64_cache/.{KEY}-0123456789abcdef01234567.tmp": b"half",
+        f"files/datasets/cats/64_cache/packs/{KEY}.tar": f"a-{KEY}.latent.safetensors".encode().ljust(1024, b"\0"),
+        f"files/datasets/cats/64_cache/packs/{KEY}.index.safetensors": tensors(index='{"format": "wangen-pack-1"}'),
+        f"files/datasets/cats/64_cache/packs/.{KEY}-0123456789abcdef01234567.tmp": b"half",
     },
     "checkpoints": {
         "outputs/cats/cats-state/step-00000010/state.json": b"{}",
@@ -81,6 +84,9 @@ THEIRS = {
     f"files/datasets/cats/64_cache/cut-{KEY}.latent.safetensors": ENTRY[:-30],
     "files/datasets/cats/64_cache/my_lora_wan.safetensors": tensors(),
     "files/datasets/cats/64_cache/notes.json": b"{}",
+    f"files/datasets/cats/64_cache/packs/{KEY[::-1]}.tar": b"notes.txt".ljust(1024, b"\0"),
+    f"files/datasets/cats/64_cache/packs/{KEY[::-1]}.index.safetensors": tensors(),
+    "files/datasets/cats/64_cache/packs/mine.tar": f"a-{KEY}.latent.safetensors".encode(),
     "files/datasets/cats/64/mine.jpg": b"mine",
     "files/datasets/other/64/x.jpg": b"x",
     "outputs/cats/cats-mine.safetensors": LORA,
@@ -133,7 +139,7 @@ def test_without_a_part_it_shows_and_removes_nothing(place, capsys):
     assert read_tree(place) == before
     rows = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines() if " files " in line}
     assert {part: int(row[1]) for part, row in rows.items()} == {
-        "bundle": 10, "caches": 9, "checkpoints": 12, "outputs": 19,
+        "bundle": 10, "caches": 12, "checkpoints": 12, "outputs": 19,
     }  # fmt: skip
     assert rows["outputs"][3:5] == [str(sum(map(len, OURS["outputs"].values()))), "bytes"]
 

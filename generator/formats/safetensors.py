@@ -23,14 +23,19 @@ from wangen.generator.formats.strict_json import parse_json
 MAX_HEADER_BYTES = 100_000_000  # the safetensors library refuses longer headers
 
 
-def read_safetensors(path: Path) -> Header:
+def read_safetensors(path: Path, span: tuple[int, int] | None = None) -> Header:
     """The header of one safetensors file, as strictly as the library reads it.
+
+    Args:
+        path: the file, or one that holds it.
+        span: where it begins in that one, and how long it is, in bytes.
 
     Raises:
         WangenError: the header is malformed, or the file is not as long as its header says.
     """
-    size_bytes = path.stat().st_size
+    start, size_bytes = span or (0, path.stat().st_size)
     with path.open("rb") as file:
+        file.seek(start)
         prefix = file.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
         if length < 2 or length > MAX_HEADER_BYTES:
@@ -51,7 +56,7 @@ def read_safetensors(path: Path) -> Header:
         surplus = size_bytes - 8 - length - payload_bytes
         raise WangenError(f"{surplus} bytes too many at the end", where=str(path), cure=DOWNLOAD_AGAIN)
     tensors = {
-        name: TensorInfo(info.dtype, info.shape, Place(path, 8 + length + begin, end - begin))
+        name: TensorInfo(info.dtype, info.shape, Place(path, start + 8 + length + begin, end - begin))
         for name, (info, begin, end) in spans.items()
     }
     return Header(tensors, metadata, "safetensors")

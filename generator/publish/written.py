@@ -20,8 +20,9 @@ from wangen.generator.steps import STEPS
 _ENTRY = re.compile(r".*-[0-9a-f]{20}\.[a-z_]+\.safetensors")
 _CACHE_NOTES = re.compile(
     r"\.wangen-[a-z]+(-[0-9a-f]{20}\.[a-z_]+)?\.jsonl?|\.claim-[0-9a-f]{20}(-[0-9a-f]{16})?"
-    r"|\.[0-9a-f]{20}-[0-9a-f]{16}([0-9a-f]{8})?\.tmp|\.\.wangen-.*-[0-9a-f]{16}([0-9a-f]{8})?\.tmp"
+    r"|\.([0-9a-f]{20}(\.index\.safetensors)?|\.wangen-.*)-[0-9a-f]{16}([0-9a-f]{8})?\.tmp"
 )
+_PACK = re.compile(r"[0-9a-f]{20}\.(tar|index\.safetensors)")
 _TEMPORARY = re.compile(r"\..*-[0-9a-f]{24}\.tmp")
 _STATE = re.compile(r"step-\d{8}(-old)?|\.staging-\d{8}")
 _EXPERT = r"(_(high|low)_noise)?"
@@ -48,7 +49,23 @@ def look_at_cache(found: Inventory, folder: Path) -> None:
                 found.files["caches"].append(path)
             else:
                 found.kept["caches"].append((path, "no cache entry of ours by its header"))
-    found.folders["caches"].append(folder)
+    for path in entries_of(folder / "packs"):
+        if _CACHE_NOTES.fullmatch(path.name) or (_PACK.fullmatch(path.name) and _is_pack(path)):
+            found.files["caches"].append(path)
+        elif _PACK.fullmatch(path.name):
+            found.kept["caches"].append((path, "no pack of cache entries by what is in it"))
+    found.folders["caches"] += [folder / "packs", folder]
+
+
+def _is_pack(path: Path) -> bool:
+    """Whether a tar begins with a cache entry, or an index says that it is one of a pack."""
+    if path.suffix == ".safetensors":
+        return "wangen-pack-" in _header(path).get("index", "")
+    try:
+        with path.open("rb") as file:
+            return _ENTRY.fullmatch(file.read(100).rstrip(b"\0").decode("utf-8", "replace")) is not None
+    except OSError:
+        return False
 
 
 def look_at_clips(found: Inventory, folder: Path) -> None:

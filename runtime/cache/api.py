@@ -2,17 +2,19 @@
 
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from wangen import profiles
 from wangen.generator.errors import UsageError, WangenError
-from wangen.generator.files import remove
-from wangen.runtime.cache.entries import CorruptEntryError, Entry, load, read_entry
+from wangen.runtime.cache.entries import CorruptEntryError, Entry
 from wangen.runtime.cache.folder import Folder
+from wangen.runtime.cache.packs import FOLDER as PACKS
+from wangen.runtime.cache.reading import load
 from wangen.runtime.cache.recipes import EDIT_NAMES, KINDS, NO_ENCODER, TEXT_KINDS, Encoder, Kind, Recipe, prompt_digest
+from wangen.runtime.cache.removal import remove_entries
 from wangen.runtime.sources import YOUNG_NS, digest_file
 
 if TYPE_CHECKING:
@@ -78,8 +80,7 @@ class EmbeddingCache:
         """
         for entry in sorted(self._of(kind, digest), key=_time_ns, reverse=True):
             with suppress(CorruptEntryError):
-                if read_entry(entry.path, deep=True):
-                    return load(entry)
+                return load(entry)
         return None
 
     def cache_exists(self, kind: str, digest: str) -> bool:
@@ -101,8 +102,7 @@ class EmbeddingCache:
         wanted = known_kind(kind) if kind else None
         chosen = [entry for entries in self._entries().values() for entry in entries if wanted in (None, entry.kind)]
         self._looked = None
-        for entry in chosen:
-            remove_entry(entry)
+        remove_all(chosen)
         return len(chosen)
 
     def get_file_hash_for_image(self, path: Path | str) -> str:
@@ -170,20 +170,18 @@ class EmbeddingCache:
 EmbeddingCacheManager = EmbeddingCache
 
 
-def remove_entry(entry: Entry) -> None:
-    """Remove the file of an entry if it is there.
+def remove_all(entries: Iterable[Entry]) -> None:
+    """Remove entries that are there.
 
     Raises:
-        WangenError: it cannot be removed.
+        WangenError: one cannot be removed; the others are gone.
     """
-    try:
-        remove(entry.path)
-    except OSError as error:
+    for entry, error in remove_entries(entries).items():
         raise WangenError(
             f"cannot remove the cache entry: {error.strerror}",
             where=str(entry.path),
             cure="close the program that has it open, or fix the folder's rights",
-        ) from None
+        )
 
 
 def known_kind(name: str) -> Kind:
@@ -205,14 +203,16 @@ def _is_current(entry: Entry) -> bool:
 
 
 def _changed_ns(folder: Path) -> int:
-    try:
-        return folder.stat().st_mtime_ns
-    except OSError:
-        return 0
+    """When names in a cache folder, or among its packs, last changed."""
+    times_ns = [0]
+    for place in (folder, folder / PACKS):
+        with suppress(OSError):
+            times_ns.append(place.stat().st_mtime_ns)
+    return max(times_ns)
 
 
 def _time_ns(entry: Entry) -> int:
     try:
-        return entry.path.stat().st_mtime_ns
+        return entry.held_by.stat().st_mtime_ns
     except OSError:
         return 0

@@ -33,6 +33,9 @@ CLAIM_NAME = re.compile(r"\.claim-(?P<key>[0-9a-f]{20})(-[0-9a-f]{16})?")
 _REMOVAL = "0" * 20
 """Claimed in place of an entry's key by who decides what may be removed."""
 
+PACKING = "1" * 20
+"""Claimed by who packs or unpacks a whole folder."""
+
 _POLL_S = 0.02
 
 _HELD: set[str] = set()

@@ -4,17 +4,17 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from wangen.generator.errors import WangenError
 from wangen.generator.formats.safetensors import read_safetensors
 from wangen.runtime.cache.recipes import ENTRY_NAME, FORMAT, Encoder, Kind, digest, key_of, source_of
 
-if TYPE_CHECKING:
-    import torch
-
 CURE = "run the cache step again"
 REPAIR = "run check_cache --deep --repair, then the caching step again"
+
+Span = tuple[int, int]
+"""Where something begins in a file and how long it is, in bytes."""
 
 
 class CorruptEntryError(WangenError):
@@ -30,7 +30,7 @@ class Entry(NamedTuple):
 
     Attributes:
         folder: the cache folder.
-        file: its name there.
+        file: its name there, or in its pack.
         kind: which kind of entry.
         key: identifies it.
         content_key: digest of what it is made of, without the encoder.
@@ -38,6 +38,8 @@ class Entry(NamedTuple):
         source: SHA-256 of the media file or of the caption that it encodes.
         name: the item in words.
         num_bytes: size of the file.
+        pack: the pack that holds it, as a path in the folder; empty for a file of its own.
+        offset: where it begins in the pack, in bytes.
     """
 
     folder: Path
@@ -49,11 +51,23 @@ class Entry(NamedTuple):
     source: str
     name: str
     num_bytes: int
+    pack: str = ""
+    offset: int = 0
 
     @property
     def path(self) -> Path:
-        """The file."""
-        return self.folder / self.file
+        """Where it is, for people; of a packed entry its name below that of the pack."""
+        return self.folder / self.pack / self.file
+
+    @property
+    def held_by(self) -> Path:
+        """The file that its bytes are in: its own, or the pack."""
+        return self.folder / (self.pack or self.file)
+
+    @property
+    def span(self) -> Span | None:
+        """Where it lies in its pack; None for a file of its own."""
+        return (self.offset, self.num_bytes) if self.pack else None
 
     @property
     def content(self) -> Mapping[str, Any]:
@@ -74,9 +88,19 @@ class Entry(NamedTuple):
         """
         return self._header()["payload"]
 
+    def read_bytes(self) -> bytes:
+        """The whole file.
+
+        Raises:
+            OSError: it is gone, or the system does not let us read it.
+        """
+        with self.held_by.open("rb", buffering=0) as file:
+            file.seek(self.offset)
+            return file.read(self.num_bytes) if self.pack else file.read()
+
     def _header(self) -> Mapping[str, str]:
         try:
-            header = read_safetensors(self.path).metadata
+            header = read_safetensors(self.held_by, self.span).metadata
         except OSError as error:
             raise CorruptEntryError(f"the cache entry cannot be read ({error.strerror})", where=str(self.path),
                                     cure=CURE) from None  # fmt: skip
@@ -95,17 +119,40 @@ def read_entry(path: Path, *, deep: bool = False) -> Entry | None:
     Raises:
         CorruptEntryError: the name or format is ours but the file is truncated, altered or misnamed.
     """
-    match = ENTRY_NAME.fullmatch(path.name)
+    return _read(path.parent, path.name, "", None, deep)
+
+
+def read_packed_entry(folder: Path, pack: str, file: str, span: Span, *, deep: bool = False) -> Entry | None:
+    """The entry at a place in a pack, or None for what is not ours.
+
+    Args:
+        folder: the cache folder.
+        pack: as a path in it.
+        file: the entry's name.
+        span: where it lies.
+        deep: also read the payload and compare its digest.
+
+    Raises:
+        CorruptEntryError: as `read_entry`.
+    """
+    return _read(folder, file, pack, span, deep)
+
+
+def _read(folder: Path, file: str, pack: str, span: Span | None, deep: bool) -> Entry | None:
+    match = ENTRY_NAME.fullmatch(file)
     if match is None:
         return None
+    path, held_by = folder / pack / file, folder / (pack or file)
     try:
-        meta = read_safetensors(path).metadata
+        meta = read_safetensors(held_by, span).metadata
         if meta.get("format") != FORMAT:
             return None
-        entry = _entry(path, cast(Kind, match["kind"]), meta)
-        if key_of(entry.content_key, entry.encoder) != match["key"]:
+        entry = _entry(folder, file, cast(Kind, match["kind"]), meta)
+        offset, num_bytes = span or (0, held_by.stat().st_size)
+        entry = entry._replace(pack=pack, offset=offset, num_bytes=num_bytes)
+        if entry.key != match["key"]:
             raise CorruptEntryError("the header does not belong to the file name", where=str(path), cure=CURE)
-        if deep and payload_digest(path) != meta["payload"]:
+        if deep and payload_digest(held_by, span) != meta["payload"]:
             raise CorruptEntryError("the payload is not what was written", where=str(path), cure=CURE)
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptEntryError(f"the header is damaged ({error})", where=str(path), cure=CURE) from None
@@ -122,39 +169,31 @@ def read_entry(path: Path, *, deep: bool = False) -> Entry | None:
     return entry
 
 
-def _entry(path: Path, kind: Kind, meta: Mapping[str, str]) -> Entry:
+def _entry(folder: Path, file: str, kind: Kind, meta: Mapping[str, str]) -> Entry:
     content = dict(json.loads(meta["content"]))
     encoder = Encoder(meta["encoder"], meta["encoder_dtype"])
-    content_key = digest([kind, int(meta["recipe_version"]), content])
     if "payload" not in meta:
         raise KeyError("payload")
-    key, source, num_bytes = key_of(content_key, encoder), source_of(content), path.stat().st_size
-    return Entry(path.parent, path.name, kind, key, content_key, encoder, source, meta["name"], num_bytes)
+    content_key = digest([kind, int(meta["recipe_version"]), content])
+    key, source = key_of(content_key, encoder), source_of(content)
+    return Entry(folder, file, kind, key, content_key, encoder, source, meta["name"], 0)
 
 
-def payload_digest(path: Path) -> str:
-    """The SHA-256 of everything behind a safetensors header."""
-    with path.open("rb") as file:
-        file.seek(8 + int.from_bytes(file.read(8), "little"))
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def key_in(kind: Kind, meta: Mapping[str, str]) -> str:
+    """The key of the entry of a kind that has these free text fields in its header, which are known to be good."""
+    return _entry(Path(), "", kind, meta).key
 
 
-def load(entry: Entry) -> "dict[str, torch.Tensor]":
-    """The tensors of an entry: `latent` (C, F, h, w), `clip` (257, 1280), or `embedding` (L, dim) with `mask` (L,).
+def payload_digest(path: Path, span: Span | None = None) -> str:
+    """The SHA-256 of everything behind a safetensors header.
 
-    Raises:
-        CorruptEntryError: the file changed since it was judged, or its payload is not what was written.
+    Args:
+        path: the file, or the one that holds it.
+        span: where it lies in that one.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import load as from_bytes
-
-    try:  # read as bytes: nothing stays memory-mapped, which on Windows would forbid replacing the file
-        data = entry.path.read_bytes()
-        tensors: dict[str, torch.Tensor] = from_bytes(data)
-    except (OSError, SafetensorError) as error:
-        raise CorruptEntryError(f"the cache entry cannot be read ({error})", where=str(entry.path), cure=CURE) from None
-    begin = 8 + int.from_bytes(data[:8], "little")
-    written = json.loads(data[8:begin]).get("__metadata__", {}).get("payload")  # the library has parsed it already
-    if hashlib.sha256(memoryview(data)[begin:]).hexdigest() != written:
-        raise CorruptEntryError("the payload is not what was written", where=str(entry.path), cure=REPAIR)
-    return tensors
+    with path.open("rb") as file:
+        start, num_bytes = span or (0, path.stat().st_size)
+        file.seek(start)
+        begin = 8 + int.from_bytes(file.read(8), "little")
+        file.seek(start + begin)
+        return hashlib.sha256(file.read(max(0, num_bytes - begin))).hexdigest()

@@ -5,12 +5,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from wangen.runtime.cache.entries import CorruptEntryError, Entry
 from wangen.runtime.cache.index import Found, look
-from wangen.runtime.cache.recipes import ENTRY_NAME, Encoder, Recipe
+from wangen.runtime.cache.packs import Packs, look_at_packs
+from wangen.runtime.cache.reading import load
+from wangen.runtime.cache.recipes import ENTRY_NAME, Encoder, Kind, Recipe
 from wangen.runtime.cache.words import differences
+
+if TYPE_CHECKING:
+    import torch
 
 State = Literal["valid", "stale", "missing", "corrupt"]
 
@@ -44,32 +49,61 @@ class Folder:
     def _found(self) -> Found:
         return look(self.path, deep=self.deep)
 
+    @cached_property
+    def packs(self) -> Packs:
+        """Its packs.
+
+        Raises:
+            WangenError: they cannot be listed.
+        """
+        return look_at_packs(self.path, deep=self.deep)
+
     @property
-    def all_entries(self) -> list[Entry]:
-        """Every good entry, in the order of the file names; after a renamed item two may have one key.
+    def files(self) -> list[Entry]:
+        """The good entries that are files of their own, by their names; after a renamed item two may have one key.
 
         Raises:
             WangenError: the folder cannot be listed.
         """
         return self._found.entries
 
-    @cached_property
-    def entries(self) -> dict[str, Entry]:
-        """The good entries by key."""
-        return {entry.key: entry for entry in self.all_entries}
-
     @property
-    def damaged(self) -> dict[str, CorruptEntryError]:
-        """File name -> what is wrong with a file that looks like an entry.
+    def all_entries(self) -> list[Entry]:
+        """Every good entry: those of the packs first, then the files.
 
         Raises:
             WangenError: the folder cannot be listed.
         """
-        return self._found.corrupt
+        return [*self.packs, *self.files]
 
-    def forget_removed(self) -> None:
+    def find(self, key: str) -> Entry | None:
+        """The good entry with this key; a file of its own counts before what a pack has."""
+        return self._by_key.get(key) or self.packs.find(key)
+
+    @cached_property
+    def damaged(self) -> dict[str, CorruptEntryError]:
+        """File name -> what is wrong with a file that looks like an entry; of packed entries the path in the folder.
+
+        Raises:
+            WangenError: the folder cannot be listed.
+        """
+        return self._found.corrupt | self.packs.damaged
+
+    def open(self, kind: Kind, key: str) -> "dict[str, torch.Tensor]":
+        """The tensors of the entry with this key, whether it is a file of its own or lies in a pack.
+
+        Raises:
+            KeyError: there is none of this kind.
+            CorruptEntryError: it changed since the folder was looked at.
+        """
+        entry = self.find(key)
+        if entry is None or entry.kind != kind:
+            raise KeyError(f"{self.path} has no {kind} {key}")
+        return load(entry)
+
+    def forget(self, names: Iterable[str]) -> None:
         """Look away from damaged files that were removed since the folder was looked at."""
-        for name in [name for name in self.damaged if not (self.path / name).exists()]:
+        for name in names:
             del self.damaged[name]
         self.__dict__.pop("corrupt", None)
 
@@ -80,12 +114,22 @@ class Folder:
         return {match["key"]: error for match, error in matches.items() if match}
 
     @cached_property
+    def _by_key(self) -> dict[str, Entry]:
+        return {entry.key: entry for entry in self.files}
+
+    @cached_property
     def _by_content(self) -> dict[str, list[Entry]]:
-        return _grouped((entry.content_key, entry) for entry in self.all_entries)
+        return _grouped((entry.content_key, entry) for entry in self.files)
 
     @cached_property
     def _by_item(self) -> dict[tuple[str, str], list[Entry]]:
-        return _grouped(((entry.kind, entry.name), entry) for entry in self.all_entries)
+        return _grouped(((entry.kind, entry.name), entry) for entry in self.files)
+
+    def _with_content(self, content_key: str) -> list[Entry]:
+        return [*self.packs.with_content(content_key), *self._by_content.get(content_key, ())]
+
+    def _of_item(self, kind: Kind, name: str) -> list[Entry]:
+        return [*self.packs.of_item(kind, name), *self._by_item.get((kind, name), ())]
 
     def judge(self, recipe: Recipe, encoder: Encoder | None) -> Verdict:
         """Whether the entry for this recipe is valid, stale, missing or corrupt.
@@ -98,10 +142,10 @@ class Folder:
             WangenError: the folder cannot be listed.
         """
         if encoder is None:
-            same = self._by_content.get(recipe.content_key)
+            same = self._with_content(recipe.content_key)
             entry = same[-1] if same else None
         else:
-            entry = self.entries.get(recipe.key(encoder))
+            entry = self.find(recipe.key(encoder))
         if entry:
             return Verdict("valid", entry=entry)
         if encoder and (error := self.corrupt.get(recipe.key(encoder))):
@@ -111,7 +155,7 @@ class Folder:
     def _stale(self, recipe: Recipe, encoder: Encoder | None) -> Verdict | None:
         """The verdict by the nearest older entry of the item: of the same encoder if possible, with fewest changes."""
         best: tuple[tuple[bool, int], Verdict] | None = None
-        older = self._by_content.get(recipe.content_key) or self._by_item.get((recipe.kind, recipe.name), [])
+        older = self._with_content(recipe.content_key) or self._of_item(recipe.kind, recipe.name)
         for entry in older:
             try:
                 phrases = differences(entry, recipe, encoder)

@@ -11,12 +11,15 @@ from wangen.runtime.cache.claims import sweep_claims
 from wangen.runtime.cache.entries import CorruptEntryError, UnreadableEntryError, read_entry
 from wangen.runtime.cache.folder import Folder
 from wangen.runtime.cache.index import INDEX, look
+from wangen.runtime.cache.packs import FOLDER as PACKS
+from wangen.runtime.cache.packs import Packs, index_path
+from wangen.runtime.cache.removal import remove_pack
 
 ABANDONED_S = 3600.0
 """A temporary file of another machine that nobody has written to for so long was left by a writer that was killed."""
 
 _TEMPORARY = re.compile(
-    r"\.([0-9a-f]{20}|\.wangen-[^/]*|cache_(latents|text)\.report\.json)"
+    r"\.([0-9a-f]{20}(\.index\.safetensors)?|\.wangen-[^/]*|cache_(latents|text)\.report\.json)"
     r"-(?P<machine>[0-9a-f]{8})(?P<pid>[0-9a-f]{8})(?P<random>[0-9a-f]{8})?\.tmp"
 )
 """Of entries, of notes beside them and of reports; in an older version's names the last part was absent."""
@@ -63,8 +66,8 @@ def repair(folder: Folder) -> tuple[int, int]:
     Raises:
         WangenError: the folder cannot be listed.
     """
-    removed = 0
-    for name in list(folder.damaged):
+    removed = _mend_packs(folder.packs)
+    for name in folder.damaged.keys() - folder.packs.damaged.keys():
         try:
             read_entry(folder.path / name, deep=folder.deep)  # another process may have written it again meanwhile
         except UnreadableEntryError:
@@ -72,13 +75,30 @@ def repair(folder: Folder) -> tuple[int, int]:
         except CorruptEntryError:
             with suppress(OSError):
                 remove(folder.path / name)
-                removed += 1
-    left = sweep(folder.path)
+                removed.append(name)
+    left = sweep(folder.path) + sweep(folder.path / PACKS)
     with suppress(OSError):
         remove(folder.path / INDEX)
     look(folder.path)
-    folder.forget_removed()
-    return removed, left
+    folder.forget(removed)
+    return len(removed), left
+
+
+def _mend_packs(packs: Packs) -> list[str]:
+    """Let what is damaged in packs count no more; returns its names."""
+    mended = []
+    good = {pack.path: pack for pack in packs.packs}
+    for name, error in packs.damaged.items():
+        if isinstance(error, UnreadableEntryError):
+            continue
+        path = packs.folder / Path(*Path(name).parts[:2])
+        with suppress(OSError):
+            if path in good:
+                good[path].index.write(index_path(path))
+            else:
+                remove_pack(path)
+            mended.append(name)
+    return mended
 
 
 def _is_left(path: Path) -> bool:

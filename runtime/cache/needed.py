@@ -12,7 +12,9 @@ from wangen.generator.files import write_text
 from wangen.runtime.cache.claims import alone
 from wangen.runtime.cache.entries import CorruptEntryError, Entry, read_entry
 from wangen.runtime.cache.folder import Folder
+from wangen.runtime.cache.packs import look_at_packs
 from wangen.runtime.cache.recipes import ENTRY_NAME, Encoder, Kind
+from wangen.runtime.cache.removal import remove_entries
 from wangen.runtime.sources import relative_name
 
 
@@ -66,7 +68,7 @@ class DatasetNeeds:
             recorded = _read_needs(self.path).keys
             dropped = (recorded if self._before is None else self._before) - keys
             unneeded = self._entries(dropped - needed_keys(self.folder.path, self.kind, but=[self.path]))
-            stuck = [entry for entry in [*unneeded, *twins] if not _remove(entry)]
+            stuck = remove_entries([*unneeded, *twins])
             # Only now: a run that is killed on the way must not forget what was still to be removed.
             self._write(recorded - dropped | {entry.key for entry in stuck} | keys, encoder)
         return len(unneeded) + len(twins) - len(stuck)
@@ -82,12 +84,12 @@ class DatasetNeeds:
                 with suppress(CorruptEntryError):
                     entry = read_entry(path)
                     found += [entry] if entry else []
-        return found
+        return found + [entry for entry in look_at_packs(self.folder.path) if entry.key in keys]
 
     def _twins(self, keys: set[str]) -> list[Entry]:
         """Second files of one key, left when a renamed item was encoded again."""
-        entries = self.folder.entries
-        return [entry for entry in self.folder.all_entries if entry.key in keys and entries[entry.key] is not entry]
+        by_key = {entry.key: entry for entry in self.folder.files}
+        return [entry for entry in self.folder.files if entry.key in keys and by_key[entry.key] is not entry]
 
     def _write(self, keys: set[str], encoder: Encoder) -> None:
         if _read_needs(self.path) != _Needed(keys, encoder):
@@ -145,12 +147,3 @@ def needed_keys(folder: Path, kind: Kind, *, but: Iterable[Path] = ()) -> set[st
     left_out = set(but)
     paths = (path for path in folder.glob(f".wangen-needs-*.{kind}.json") if path not in left_out)
     return set().union(*(_read_needs(path).keys for path in paths))
-
-
-def _remove(entry: Entry) -> bool:
-    """Whether the entry is gone now; False when it is open in another program on Windows: the next run tries again."""
-    try:
-        entry.path.unlink(missing_ok=True)
-    except OSError:
-        return False
-    return True

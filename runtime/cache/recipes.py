@@ -100,9 +100,18 @@ class Recipe:
         return key_of(self.content_key, encoder)
 
     def file_name(self, encoder: Encoder) -> str:
-        """The entry's file name; captions are shared between items, so their entries begin with `text`."""
-        stem = "text" if self.kind in TEXT_KINDS else _ascii(self.name)
-        return f"{stem}-{self.key(encoder)}.{self.kind}{SUFFIX}"
+        """The entry's file name."""
+        return file_name_of(self.kind, self.name, self.key(encoder))
+
+
+def file_name_of(kind: Kind, name: str, key: str) -> str:
+    """The file name of an entry; captions are shared between items, so their entries begin with `text`."""
+    return f"{'text' if kind in TEXT_KINDS else _ascii(name)}-{key}.{kind}{SUFFIX}"
+
+
+def item_digest(kind: Kind, name: str) -> str:
+    """What an item's entries of one kind have in common, whatever its content was, in 20 hex digits."""
+    return digest([kind, name])
 
 
 def key_of(content_key: str, encoder: Encoder) -> str:

@@ -22,9 +22,11 @@ from wangen.generator.errors import WangenError, bytes_text
 from wangen.generator.files import replace, sync_folder
 from wangen.runtime.cache import recipes
 from wangen.runtime.cache.claims import Claims
-from wangen.runtime.cache.entries import CorruptEntryError, read_entry
+from wangen.runtime.cache.entries import CorruptEntryError, Entry, read_entry
 from wangen.runtime.cache.index import look
 from wangen.runtime.cache.leftovers import sweep, temporary_name
+from wangen.runtime.cache.packs import FOLDER as PACKS
+from wangen.runtime.cache.packs import PACK_BYTES, PACK_ENTRIES, Packs, look_at_packs
 from wangen.runtime.cache.recipes import FORMAT, TEXT_KINDS, Encoder, Recipe
 from wangen.runtime.rocm import is_rocm
 from wangen.runtime.safetensors_file import serialize
@@ -57,22 +59,26 @@ class Writer:
     in their last bits, on what it gets together, so that a killed run goes on with the same batches.
     """
 
-    def __init__(self, folder: Path, *, again: bool = False) -> None:
+    def __init__(self, folder: Path, *, again: bool = False, packed: bool = False) -> None:
         """Nothing is touched before the writer is entered.
 
         Args:
             folder: made when the writer is entered.
             again: entries that are there already are encoded anew: `claim` answers "done" only for younger ones.
+            packed: move what was committed into packs, whenever there is enough for one and at the end.
         """
         self.folder = folder
         self.num_written = 0
         self.num_bytes = 0
-        self._again = again
+        self._again, self._packed = again, packed
         self._begun_ns = time.time_ns()
         self._claims = Claims(folder)
         self._pending: list[_Pending] = []
         self._bytes = 0
         self._since_s = time.monotonic()
+        self._to_pack: list[Path] = []
+        self._bytes_to_pack = 0
+        self._packs: tuple[int, Packs] | None = None
 
     def __enter__(self) -> "Writer":
         make_folder(self.folder)
@@ -82,6 +88,7 @@ class Writer:
     def __exit__(self, *_exception: object) -> None:
         try:
             self.commit()
+            self._pack()
         finally:
             self._claims.close()
         if self.num_written > INDEX_FROM:
@@ -110,10 +117,18 @@ class Writer:
         return "done"
 
     def _is_done(self, recipe: Recipe, encoder: Encoder) -> bool:
-        path = self.folder / recipe.file_name(encoder)
         with suppress(CorruptEntryError, FileNotFoundError):
-            return read_entry(path) is not None and (not self._again or path.stat().st_mtime_ns > self._begun_ns)
+            entry = read_entry(self.folder / recipe.file_name(encoder)) or self._in_packs(recipe.key(encoder))
+            return entry is not None and (not self._again or entry.held_by.stat().st_mtime_ns > self._begun_ns)
         return False
+
+    def _in_packs(self, key: str) -> Entry | None:
+        """An entry that is in a pack by now."""
+        place = self.folder / PACKS
+        changed_ns = place.stat().st_mtime_ns  # there is no such folder where nothing was packed
+        if self._packs is None or self._packs[0] != changed_ns:
+            self._packs = changed_ns, look_at_packs(self.folder)
+        return self._packs[1].find(key)
 
     def put(self, recipe: Recipe, encoder: Encoder, tensors: Mapping[str, torch.Tensor]) -> None:
         """Judge an entry and write its temporary file; it is there for good after the next commit.
@@ -186,7 +201,23 @@ class Writer:
             self._clear()
             raise self._refused(error, num_bytes) from None
         self.num_written += len(self._pending)
+        self._to_pack += [pending.final for pending in self._pending]
+        self._bytes_to_pack += self._bytes
         self._clear()
+        if len(self._to_pack) >= PACK_ENTRIES or self._bytes_to_pack >= PACK_BYTES:
+            self._pack()
+
+    def _pack(self) -> None:
+        """Move what was committed since the last time into a pack, where it shall be so.
+
+        Raises:
+            WangenError: the disk refused; the entries stay files of their own.
+        """
+        if self._packed and self._to_pack:
+            from wangen.runtime.cache.packing import fold  # numpy
+
+            fold(self.folder, [entry for path in self._to_pack if (entry := read_entry(path))])
+        self._to_pack, self._bytes_to_pack = [], 0
 
     def _clear(self) -> None:
         keys = [pending.key for pending in self._pending]

@@ -1,0 +1,205 @@
+"""Packs: many entries in one file, for caches too large for a file of each.
+
+A pack is a plain tar of entry files, which any tar unpacks, in the folder `packs` of a cache folder; beside it lies its
+index (`pack_index`). A pack is never changed: what is added comes into another, what is removed leaves the index, and
+`packing` writes packs anew where that is worth it. So readers need no locks, and a pack is whole or not there.
+"""
+
+import tarfile
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from wangen.generator.errors import WangenError
+from wangen.runtime.cache.entries import REPAIR, CorruptEntryError, Entry, UnreadableEntryError, read_packed_entry
+from wangen.runtime.cache.recipes import Kind, item_digest
+
+if TYPE_CHECKING:
+    from wangen.runtime.cache.pack_index import Directory, PackIndex
+
+FOLDER = "packs"
+SUFFIX, INDEX_SUFFIX = ".tar", ".index.safetensors"
+PACK_BYTES = 1 << 30
+"""A pack is closed when it has so many bytes of entries, …"""
+PACK_ENTRIES = 1 << 14
+"""… or so many entries."""
+
+
+@dataclass(frozen=True)
+class Pack:
+    """One pack.
+
+    Attributes:
+        folder: the cache folder.
+        name: the pack as a path in it.
+        index: its entries.
+    """
+
+    folder: Path
+    name: str
+    index: "PackIndex"
+
+    @property
+    def path(self) -> Path:
+        """The tar."""
+        return self.folder / self.name
+
+    def entry(self, row: int) -> Entry:
+        """The entry of a row of the index."""
+        return self.index.entry(row, self.folder, self.name)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return map(self.entry, range(len(self.index)))
+
+
+@dataclass(frozen=True)
+class Packs:
+    """The packs of a cache folder as one: an entry is found by bisection, without a list of all.
+
+    Attributes:
+        folder: the cache folder.
+        packs: in the order of their names.
+        damaged: name, as a path in the cache folder -> what is wrong with an entry or a pack.
+    """
+
+    folder: Path
+    packs: Sequence[Pack] = ()
+    damaged: dict[str, CorruptEntryError] = field(default_factory=dict)
+    _directories: "dict[str, Directory]" = field(default_factory=dict, repr=False)
+
+    def __len__(self) -> int:
+        return sum(len(pack.index) for pack in self.packs)
+
+    def __iter__(self) -> Iterator[Entry]:
+        for pack in self.packs:
+            yield from pack
+
+    def find(self, key: str) -> Entry | None:
+        """The entry with this key; where several packs have it, that of the last one."""
+        return next((entry for entry in reversed(self._found("keys", key)) if entry.key == key), None)
+
+    def with_content(self, content_key: str) -> list[Entry]:
+        """The entries of this content, whoever made them."""
+        return [entry for entry in self._found("content_keys", content_key) if entry.content_key == content_key]
+
+    def of_item(self, kind: Kind, name: str) -> list[Entry]:
+        """The entries of one kind of an item."""
+        found = self._found("items", item_digest(kind, name))
+        return [entry for entry in found if (entry.kind, entry.name) == (kind, name)]
+
+    def _found(self, column: str, digest: str) -> list[Entry]:
+        """The entries whose digests in a column begin as this one does."""
+        if not self.packs:
+            return []
+        if column not in self._directories:
+            from wangen.runtime.cache.pack_index import Directory
+
+            self._directories[column] = Directory([pack.index.digests(column) for pack in self.packs])
+        entries: list[Entry] = []
+        for number in self._directories[column].numbers(digest):
+            pack = bisect_right(self._ends, number)
+            entries.append(self.packs[pack].entry(number - (self._ends[pack - 1] if pack else 0)))
+        return entries
+
+    @cached_property
+    def _ends(self) -> list[int]:
+        return list(accumulate(len(pack.index) for pack in self.packs))
+
+
+def padded(num_bytes: int) -> int:
+    """What so many bytes take in a tar, without the header before them."""
+    return -(-num_bytes // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
+
+
+def index_path(pack: Path) -> Path:
+    """Where the index of a pack lies."""
+    return pack.with_name(pack.name.removesuffix(SUFFIX) + INDEX_SUFFIX)
+
+
+def look_at_packs(folder: Path, *, deep: bool = False) -> Packs:
+    """The packs of a cache folder, by their indexes; one that does not fit its pack is made anew.
+
+    Args:
+        folder: the cache folder; it may not exist.
+        deep: read every header and payload in the packs, whatever the indexes say.
+
+    Raises:
+        WangenError: the folder cannot be listed.
+    """
+    try:
+        paths = sorted(path for path in (folder / FOLDER).iterdir() if path.name.endswith(SUFFIX))
+    except (FileNotFoundError, NotADirectoryError):
+        return Packs(folder)
+    except OSError as error:
+        raise WangenError(f"cannot list the packs: {error.strerror}", where=str(folder / FOLDER),
+                          cure="fix its rights") from None  # fmt: skip
+    damaged: dict[str, CorruptEntryError] = {}
+    opened = [_open(folder, path, damaged, deep) for path in paths]
+    return Packs(folder, [pack for pack in opened if pack and len(pack.index)], damaged)
+
+
+def pack_at(folder: Path, name: str) -> Pack | None:
+    """One pack as it is now; None when it is gone or holds nothing."""
+    pack = _open(folder, folder / name, {}, deep=False)
+    return pack if pack and len(pack.index) else None
+
+
+def _open(folder: Path, path: Path, damaged: dict[str, CorruptEntryError], deep: bool) -> Pack | None:
+    """A pack with what is good in it; what is not is noted."""
+    from wangen.runtime.cache.pack_index import PackIndex
+
+    name = f"{FOLDER}/{path.name}"
+    try:
+        pack_bytes = path.stat().st_size
+    except FileNotFoundError:
+        return None
+    index = PackIndex.read(index_path(path))
+    if index and index.pack_bytes != pack_bytes:
+        index = None
+    if index and not deep:
+        return Pack(folder, name, index)
+    known = set(index.columns["offsets"].tolist()) if index else None
+    entries, problems = _scan(folder, name, deep)
+    damaged.update({at: error for at, (offset, error) in problems.items() if known is None or offset in known})
+    good = [entry for entry in entries if known is None or entry.offset in known]
+    if index and len(good) == len(index) and list(Pack(folder, name, index)) == good:
+        return Pack(folder, name, index)
+    made = PackIndex.of(good, pack_bytes, index.removed_bytes if index else 0)
+    if not problems:
+        with suppress(OSError):  # a read-only folder costs the time of reading the headers again
+            made.write(index_path(path))
+    return Pack(folder, name, made)
+
+
+def _scan(folder: Path, name: str, deep: bool) -> tuple[list[Entry], dict[str, tuple[int, CorruptEntryError]]]:
+    """What is in a pack, by the headers in it, and the payloads too.
+
+    Returns:
+        The good entries in their order, and of what is damaged: its name as a path in the cache folder -> where it
+        begins in the pack (-1 for the pack itself) and what is wrong.
+    """
+    entries: list[Entry] = []
+    problems: dict[str, tuple[int, CorruptEntryError]] = {}
+    try:
+        with tarfile.open(folder / name, "r:") as tar:
+            for member in tar:
+                if not member.isreg() or "/" in member.name or "\\" in member.name:
+                    continue
+                span = member.offset_data, member.size
+                try:
+                    entry = read_packed_entry(folder, name, member.name, span, deep=deep)
+                except CorruptEntryError as error:
+                    problems[f"{name}/{member.name}"] = member.offset_data, error
+                    continue
+                entries += [entry] if entry else []
+    except tarfile.TarError as error:
+        problems[name] = -1, CorruptEntryError(f"the pack is damaged ({error})", where=str(folder / name), cure=REPAIR)
+    except OSError as error:
+        problems[name] = -1, UnreadableEntryError(f"cannot be read: {error.strerror}", where=str(folder / name),
+                                                  cure="fix its rights")  # fmt: skip
+    return entries, problems

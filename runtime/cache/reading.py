@@ -1,0 +1,73 @@
+"""The bytes and tensors of cache entries, wherever they lie."""
+
+import hashlib
+import json
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from wangen.runtime.cache.entries import CURE, REPAIR, CorruptEntryError, Entry, key_in
+from wangen.runtime.cache.packs import look_at_packs
+
+if TYPE_CHECKING:
+    import torch
+
+
+def load(entry: Entry) -> "dict[str, torch.Tensor]":
+    """The tensors of an entry: `latent` (C, F, h, w), `clip` (257, 1280), or `embedding` (L, dim) with `mask` (L,).
+
+    Raises:
+        CorruptEntryError: the file changed since it was judged, or its payload is not what was written.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load as from_bytes
+
+    data = _read(entry)
+    try:
+        tensors: dict[str, torch.Tensor] = from_bytes(data)
+    except SafetensorError as error:
+        raise _unreadable(entry, error) from None
+    _verify(entry, data)
+    return tensors
+
+
+def whole_bytes(entry: Entry) -> bytes:
+    """The bytes of an entry's file.
+
+    Raises:
+        CorruptEntryError: as `load`.
+    """
+    data = _read(entry)
+    _verify(entry, data)
+    return data
+
+
+def _read(entry: Entry) -> bytes:
+    """The bytes of an entry, also where it was packed or unpacked, or its pack written anew, since it was judged.
+
+    They are read and not mapped: what is mapped cannot be replaced on Windows.
+    """
+    try:
+        return entry.read_bytes()
+    except OSError as error:
+        for moved in (look_at_packs(entry.folder).find(entry.key), entry._replace(pack="", offset=0)):
+            with suppress(OSError):
+                if moved:
+                    return moved.read_bytes()
+        raise _unreadable(entry, error) from None
+
+
+def _verify(entry: Entry, data: bytes) -> None:
+    begin = 8 + int.from_bytes(data[:8], "little")
+    try:
+        header = json.loads(data[8:begin])["__metadata__"]
+        payload, key = header["payload"], key_in(entry.kind, header)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise _unreadable(entry, error) from None
+    if hashlib.sha256(memoryview(data)[begin:]).hexdigest() != payload:
+        raise CorruptEntryError("the payload is not what was written", where=str(entry.path), cure=REPAIR)
+    if key != entry.key:
+        raise CorruptEntryError("another entry is in its place", where=str(entry.path), cure=REPAIR)
+
+
+def _unreadable(entry: Entry, error: Exception) -> CorruptEntryError:
+    return CorruptEntryError(f"the cache entry cannot be read ({error})", where=str(entry.path), cure=CURE)
