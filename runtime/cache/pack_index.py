@@ -22,7 +22,7 @@ from wangen.generator.errors import WangenError
 from wangen.generator.files import write_whole
 from wangen.generator.formats.safetensors import read_safetensors
 from wangen.runtime.cache.entries import Entry, payload_digest
-from wangen.runtime.cache.recipes import KINDS, Encoder, Kind, file_name_of, item_digest, key_of
+from wangen.runtime.cache.recipes import KINDS, Encoder, Kind, file_name_of, item_digest
 
 FORMAT = "wangen-pack-1"
 
@@ -132,8 +132,7 @@ class PackIndex:
         source, name = (texts[first:last].tobytes().decode("utf-8", "surrogatepass")
                         for first, last in ((begin, middle), (middle, end)))  # fmt: skip
         kind, encoder = self.kinds[self.columns["kinds"][row]], self.encoders[self.columns["encoders"][row]]
-        content_key = self.columns["content_keys"][row].tobytes().hex()
-        key = key_of(content_key, encoder)
+        content_key, key = (self.columns[name][row].tobytes().hex() for name in ("content_keys", "keys"))
         return Entry(folder, file_name_of(kind, name, key), kind, key, content_key, encoder, source, name,
                      int(self.columns["sizes"][row]), pack, int(self.columns["offsets"][row]))  # fmt: skip
 
@@ -152,7 +151,7 @@ def _mapped(path: Path, dtype: "np.dtype[Any]", offset: int, shape: tuple[int, .
     if 0 in shape:
         return np.zeros(shape, dtype)
     if os.name == "posix":
-        return np.memmap(path, dtype, "r", offset, shape)
+        return np.memmap(path, dtype, "r", offset, shape).view(np.ndarray)
     return np.fromfile(path, dtype, int(np.prod(shape)), offset=offset).reshape(shape)
 
 
