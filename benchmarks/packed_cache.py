@@ -93,8 +93,9 @@ def main() -> None:
         _measure("packs without their indexes", cache, num_entries)
         _wangen("verify", cache)
         packs = list((cache / "packs").iterdir())
-        print(f"{len(packs)} files in packs/, {sum(path.stat().st_size for path in packs) / 1e9:.2f} GB, of which "
-              f"indexes {sum(path.stat().st_size for path in packs if path.suffix != '.tar') / 1e6:.0f} MB")  # fmt: skip
+        num_bytes = sum(path.stat().st_size for path in packs)
+        of_indexes = sum(path.stat().st_size for path in packs if path.suffix != ".tar")
+        print(f"{len(packs)} files, {num_bytes / 1e9:.2f} GB, of which indexes {of_indexes / 1e6:.0f} MB")
         _wangen("unpack", cache)
 
 

@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
 from typing import NamedTuple
 
 import torch
@@ -33,7 +32,6 @@ from wangen.runtime.on_the_fly import (
     live_entries,
     say_others,
 )
-from wangen.runtime.randomness import generator_for
 from wangen.runtime.samples import Sample, by_cache_folder
 from wangen.runtime.shared_encoding import Held, Place, place_of
 from wangen.runtime.training.ranks import Ranks
@@ -267,48 +265,6 @@ def background_of(samples: Iterable[CachedSample]) -> str:
     """The colour behind what is transparent in the pictures of a dataset, `#rrggbb`; white where its blocks differ."""
     colors = {cached.sample.entry.background_color for cached in samples}
     return colors.pop() if len(colors) == 1 else WHITE
-
-
-def epoch_batches(
-    samples: Sequence[CachedSample], seed: int, epoch: int, caption_dropout: float = 0.0
-) -> list[list[Draw]]:
-    """The batches of an epoch: samples of one shape together, both samples and batches in seeded order.
-
-    Args:
-        samples: of the dataset.
-        seed: of the run.
-        epoch: its number.
-        caption_dropout: share of the draws that see the empty prompt.
-    """
-    shapes: dict[tuple[int, ...], list[tuple[int, int]]] = {}
-    for index, cached in enumerate(samples):
-        entry = cached.sample.entry
-        shape: tuple[int, ...] = (*cached.sample.size, cached.sample.count, entry.batch_size)
-        shapes.setdefault(shape, []).extend((index, repeat) for repeat in range(entry.num_repeats))
-    batches = []
-    for shape, members in sorted(shapes.items()):
-        order = torch.randperm(len(members), generator=generator_for(seed, "samples", epoch, *shape)).tolist()
-        shuffled = [members[position] for position in order]
-        batches += [shuffled[first : first + shape[-1]] for first in range(0, len(shuffled), shape[-1])]
-    order = torch.randperm(len(batches), generator=generator_for(seed, "batches", epoch)).tolist()
-    number = count()
-    return [
-        [
-            Draw(index, repeat, _caption(samples[index], repeat, seed, epoch, caption_dropout), next(number))
-            for index, repeat in batches[position]
-        ]
-        for position in order
-    ]
-
-
-def _caption(cached: CachedSample, repeat: int, seed: int, epoch: int, caption_dropout: float) -> int:
-    """Which caption this use of a sample sees, -1 for the empty one; drawn only where there is a choice."""
-    if not caption_dropout and len(cached.texts) == 1:
-        return 0
-    generator = generator_for(seed, "caption", epoch, cached.latent.content_key, repeat)
-    if torch.rand((), generator=generator).item() < caption_dropout:
-        return -1
-    return int(torch.randint(len(cached.texts), (), generator=generator))
 
 
 def read_batch(samples: Sequence[CachedSample], draws: Sequence[Draw], prior_loss_weight: float = 1.0) -> Batch:

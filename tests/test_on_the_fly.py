@@ -16,7 +16,8 @@ from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.steps import CacheLatents, CacheText, CheckCache, Train
 from wangen.runtime import cache_latents, cache_text, train
 from wangen.runtime.cache import Folder
-from wangen.runtime.loader import CachedSample, epoch_batches, find_entries, read_batch
+from wangen.runtime.epochs import EpochSampler
+from wangen.runtime.loader import CachedSample, find_entries, read_batch
 from wangen.runtime.models import family
 from wangen.runtime.on_the_fly import command_line
 from wangen.runtime.samples import read_samples
@@ -172,16 +173,16 @@ def captions(run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> list[Cac
 
 
 def test_every_draw_takes_one_of_the_captions_and_a_share_the_empty_prompt(captions: list[CachedSample]):
-    draws = [draw for batch in epoch_batches(captions, 1, 0, 0.25) for draw in batch]
+    draws = [draw for batch in EpochSampler(captions, 1, 0.25).epoch(0) for draw in batch]
     counts = [sum(draw.caption == number for draw in draws) for number in (-1, 0, 1, 2)]
     assert sum(counts) == 400
     assert all(70 <= count <= 130 for count in counts)
-    assert draws == [draw for batch in epoch_batches(captions, 1, 0, 0.25) for draw in batch]
-    assert draws != [draw for batch in epoch_batches(captions, 1, 1, 0.25) for draw in batch]
+    assert draws == [draw for batch in EpochSampler(captions, 1, 0.25).epoch(0) for draw in batch]
+    assert draws != [draw for batch in EpochSampler(captions, 1, 0.25).epoch(1) for draw in batch]
 
 
 def test_the_text_of_a_batch_is_the_one_that_was_drawn(captions: list[CachedSample]):
-    batches = epoch_batches(captions, 1, 0, 0.25)
+    batches = EpochSampler(captions, 1, 0.25).epoch(0)
     lengths = set()
     for (draw,) in batches[:40]:
         (text,) = read_batch(captions, [draw]).texts
@@ -217,7 +218,7 @@ def test_a_mask_is_cached_at_the_latents_size_and_cells_outside_do_not_count(run
     )
     given = options(run, tmp_path, dataset_config=config, cache_latents=True)
     samples = found(run, given)
-    batch = read_batch(samples, epoch_batches(samples, 1, 0)[0])
+    batch = read_batch(samples, EpochSampler(samples, 1).epoch(0)[0])
     assert batch.loss_mask is not None
     assert batch.loss_mask.shape == (1, 1, 1, 8, 8)
     assert batch.loss_mask[..., :4].eq(1).all()

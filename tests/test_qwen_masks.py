@@ -7,7 +7,8 @@ from PIL import Image
 from tiny_qwen import TinyQwen, picture
 
 from wangen import profiles
-from wangen.runtime.loader import epoch_batches, find_entries, read_batch
+from wangen.runtime.epochs import EpochSampler
+from wangen.runtime.loader import find_entries, read_batch
 from wangen.runtime.models import family
 from wangen.runtime.models.compute import Compute
 from wangen.runtime.samples import read_samples
@@ -54,7 +55,7 @@ def test_the_loss_of_a_masked_edit_is_the_same_alone_and_among_others_of_other_s
         with torch.no_grad():
             return item_losses(kind, velocity, prepared, options, CPU)[0]
 
-    batches = epoch_batches(samples, 1, 0)
+    batches = EpochSampler(samples, 1).epoch(0)
     assert sorted(map(len, batches)) == ([1, 2] if bucketed else [3])
     shares = [share for draws in batches for share in read_batch(samples, draws).loss_mask.flatten(1).mean(1).tolist()]
     assert sorted(shares) == pytest.approx([0.25, 0.5, 1.0], abs=0.05)
@@ -72,7 +73,7 @@ def test_an_item_without_a_mask_counts_whole_beside_masked_ones(tiny_qwen: TinyQ
     made.toml.write_text(made.toml.read_text() + "[[datasets]]" + block)
     options, model = made.train(tmp_path / "out"), profiles.model(made.task)
     samples = find_entries(options, model, read_samples(made.check, model))
-    (draws,) = epoch_batches(samples, 1, 0)
+    (draws,) = EpochSampler(samples, 1).epoch(0)
     batch = read_batch(samples, draws)
     shares = batch.loss_mask.flatten(1).mean(1)
     for draw, share in zip(draws, shares.tolist(), strict=True):

@@ -26,9 +26,10 @@ from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.steps import CheckCache, Train, Watch
 from wangen.generator.table import options as flags_of
 from wangen.runtime import train
+from wangen.runtime.epochs import EpochSampler
 from wangen.runtime.fast.dit import FastWan
 from wangen.runtime.flow import flow_loss, noised, velocity
-from wangen.runtime.loader import Draw, epoch_batches, find_entries, read_batch
+from wangen.runtime.loader import Draw, find_entries, read_batch
 from wangen.runtime.lora import apply_lora, read_lora
 from wangen.runtime.models import family
 from wangen.runtime.randomness import generator_for
@@ -442,11 +443,11 @@ def test_schedules_are_functions_of_the_step(tiny_run, tmp_path):
 
 def test_an_epoch_holds_every_sample_once_in_an_order_of_its_own(tiny_run):
     samples = samples_of(tiny_run)
-    orders = [epoch_batches(samples, seed=1, epoch=epoch) for epoch in range(6)]
+    orders = [EpochSampler(samples, 1).epoch(epoch) for epoch in range(6)]
     for order in orders:
         assert sorted(draw.index for batch in order for draw in batch) == list(range(len(samples)))
     assert len({tuple(draw.index for batch in order for draw in batch) for order in orders}) > 1
-    assert epoch_batches(samples, seed=1, epoch=3) == orders[3]
+    assert list(EpochSampler(samples, 1).epoch(3)) == list(orders[3])
 
 
 def test_tensorboard_holds_the_loss_of_every_step(tiny_run, tmp_path):

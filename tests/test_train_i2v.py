@@ -16,8 +16,9 @@ from wangen.generator.errors import WangenError
 from wangen.generator.steps import CacheLatents, CacheText, CheckCache, Train
 from wangen.runtime import cache_latents, cache_text, check_cache, train
 from wangen.runtime.cache import load
+from wangen.runtime.epochs import EpochSampler
 from wangen.runtime.fast.dit import FastWan
-from wangen.runtime.loader import cache_use, epoch_batches, find_entries, read_batch
+from wangen.runtime.loader import cache_use, find_entries, read_batch
 from wangen.runtime.models import family
 from wangen.runtime.samples import read_samples
 
@@ -74,7 +75,7 @@ def options(config: Path) -> Train:
 
 def the_batch(config: Path) -> Any:
     samples = find_entries(options(config), MODEL, read_samples(CheckCache(dataset_config=config), MODEL))
-    return samples[0], read_batch(samples, epoch_batches(samples, 1, 0)[0])
+    return samples[0], read_batch(samples, EpochSampler(samples, 1).epoch(0)[0])
 
 
 def test_the_condition_is_the_mask_and_the_encoded_first_frame(config: Path):

@@ -15,7 +15,8 @@ from wangen.generator.step_parts import DEFAULT_EPOCHS
 from wangen.generator.steps import Train
 from wangen.generator.table import options as flags_of
 from wangen.runtime.cache import digest
-from wangen.runtime.loader import CachedSample, epoch_batches
+from wangen.runtime.epochs import EpochSampler
+from wangen.runtime.loader import CachedSample
 from wangen.runtime.training.schedules import depends_on_length, make_schedule
 from wangen.runtime.training.timesteps import HIGH, LOW, Sampler, expert_shares
 
@@ -146,7 +147,7 @@ def make_plan(
 
 def count_steps_per_epoch(samples: Sequence[CachedSample], options: Train) -> int:
     """Optimizer steps in an epoch; the last of an epoch may accumulate fewer batches."""
-    return math.ceil(len(epoch_batches(samples, options.seed, 0)) / options.gradient_accumulation_steps)
+    return math.ceil(len(EpochSampler(samples, options.seed)) / options.gradient_accumulation_steps)
 
 
 def num_steps_of(options: Train, steps_per_epoch: int) -> int:

@@ -9,7 +9,8 @@ import torch
 
 from wangen.generator.steps import Train
 from wangen.runtime.ahead import ahead
-from wangen.runtime.loader import Batch, Draw, epoch_batches, read_batch
+from wangen.runtime.epochs import EpochSampler
+from wangen.runtime.loader import Batch, Draw, read_batch
 from wangen.runtime.randomness import generator_for
 from wangen.runtime.training.plan import ExpertPlan, Plan
 from wangen.runtime.training.ranks import Ranks
@@ -76,19 +77,25 @@ def groups(
     options = plan.options
     size = options.gradient_accumulation_steps
     sampler = Sampler(options, expert.low, expert.high, expert.name)
+    order = EpochSampler(plan.samples, options.seed, options.caption_dropout)
     while step < expert.num_steps:
         epoch, offset = divmod(step, plan.steps_per_epoch)
-        batches = epoch_batches(plan.samples, options.seed, epoch, options.caption_dropout)[offset * size :]
-        chosen = [batches[first : first + size] for first in range(0, len(batches), size)][: expert.num_steps - step]
-        jobs = (partial(_read, plan, sampler, epoch, draws, pin) for group in chosen for draws in ranks.own(group))
+        batches = order.epoch(epoch)
+        firsts = range(offset * size, len(batches), size)[: expert.num_steps - step]
+        jobs = (
+            partial(_read, plan, sampler, epoch, draws, pin)
+            for first in firsts
+            for draws in ranks.own(batches[first : first + size])
+        )
         reader = ahead(jobs, options.max_data_loader_n_workers)
         try:
-            for group in chosen:
+            for first in firsts:
+                group = batches[first : first + size]
                 own = [next(reader) for _ in ranks.own(group)]
                 yield Group(epoch, own, ranks.num_own(group), sum(map(len, group)))
         finally:
             reader.close()
-        step += len(chosen)
+        step += len(firsts)
 
 
 def _read(plan: Plan, sampler: Sampler, epoch: int, draws: Sequence[Draw], pin: bool) -> Prepared:
