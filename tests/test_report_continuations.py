@@ -51,7 +51,7 @@ def test_the_table_has_each_clip_and_all_together(folder):
         ["wave.mp4:0+9", "5", "21.00", "15.00", "30.00", "0.750", "0.500", "0.900"],
         ["all clips", "", "20.75", "15.00", "30.00", "0.750", "0.500", "0.900"],
     ]
-    assert len(table.head) == 8
+    assert table.head[2:] == ("PSNR", "repeated frame", "VAE", "SSIM", "repeated frame", "VAE")
 
 
 def test_the_page_has_a_section_of_them_with_their_videos(folder):

@@ -88,8 +88,9 @@ def continuation_table(records: Sequence[Record]) -> Table | None:
                      *(_mean_text(values, form) for values, form in cells)))  # fmt: skip
     means = [(_mean(last, name, unit), form) for unit, _, _, form in _UNITS for name, *_ in _LINES]
     rows.append(("all clips", "", *(_mean_text([value], form) for value, form in means)))
-    head = ("clip", "given frames", *(f"{title}, {words}" for _, title, *_ in _UNITS for _, words, _ in _LINES))
-    return Table(f"Continuations at step {step}, means over the continued frames", head, rows)
+    others = ("repeated frame", "VAE")
+    head = ("clip", "given frames", *(name for _, title, *_ in _UNITS for name in (title, *others)))
+    return Table(f"Continuations at step {step}: PSNR in dB and SSIM, means over the continued frames", head, rows)
 
 
 def _mean_text(values: Sequence[Any], form: str) -> str:
