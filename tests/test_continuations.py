@@ -279,6 +279,7 @@ def test_continuations_are_measured_frame_by_frame_and_shown_beside_the_source(w
     assert (told["continues"], told["given_frames"], told["guidance"], told["steps"], told["averaged_weights"]) == (
         found[0]["clips"][0]["name"], 5, 2.0, 2, True,
     )  # fmt: skip
+    assert "comfyui" not in told
     assert frames.shape == (9, 64, 192, 3)
 
 
