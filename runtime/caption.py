@@ -118,7 +118,13 @@ def _of_folder(folder: Path) -> _Dataset:
 def _of_manifest(manifest: Path) -> _Dataset:
     items, problems = read_lines(manifest, bare=True)
     captions = {item.path: item.caption for item in items.values() if item.captions}
-    bare = dict.fromkeys(item.path for item in items.values() if item.path not in captions)
+    without = {number: item for number, item in items.items() if item.path not in captions}
+    bare = dict.fromkeys(item.path for item in without.values() if not item.excerpt)
+    problems += [
+        Problem(manifest, f"line {number}: takes some frames of a video, and a caption beside it is for all of them",
+                'write "prompt" into the line')
+        for number, item in without.items() if item.excerpt
+    ]  # fmt: skip
     return _Dataset(manifest.parent, captions, list(bare), problems)
 
 

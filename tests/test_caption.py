@@ -140,6 +140,17 @@ def test_lines_of_a_manifest_without_a_caption_take_the_file_beside_the_media(me
     assert [item.caption_path.name for item in items] == ["cat.txt", "set.jsonl", "walk.txt"]
 
 
+def test_frames_of_a_longer_video_get_no_caption_that_is_for_all_of_it(media, vlm):
+    lines = [{"file": "walk.mp4", "first_frame": 0, "frames": 5}, {"file": "cat.png"}]
+    manifest = media / "set.jsonl"
+    manifest.write_text("\n".join(map(json.dumps, lines)))
+    report = caption.run(Caption(manifest=manifest, model=vlm, **SHORT))
+    assert report.counts == {"written": 1, "kept": 0, "failed": 1, "without": 0}
+    assert report.result["failed"] == ["set.jsonl: line 1: takes some frames of a video, and a caption beside it is "
+                                       'for all of them; write "prompt" into the line']  # fmt: skip
+    assert "walk.txt" not in texts(media)
+
+
 def test_media_of_one_stem_share_a_caption(tmp_path, vlm):
     for name in ("a.jpg", "a.png"):
         make_image(tmp_path / name)
