@@ -96,7 +96,6 @@ def main() -> None:
         num_bytes = sum(path.stat().st_size for path in packs)
         of_indexes = sum(path.stat().st_size for path in packs if path.suffix != ".tar")
         print(f"{len(packs)} files, {num_bytes / 1e9:.2f} GB, of which indexes {of_indexes / 1e6:.0f} MB")
-        _wangen("unpack", cache)
 
 
 def _entry(made: Recipe) -> bytes:
