@@ -61,6 +61,7 @@ class Train(DatasetStep):
     spellings: ClassVar[tuple[str, ...]] = (
         "wan_train_network", "wan_train_network.py", "qwen_image_train_network", "qwen_image_train_network.py",
     )  # fmt: skip
+    at_most_one: ClassVar[tuple[tuple[str, ...], ...]] = (("validation_items", "validation_config"),)
     elsewhere: ClassVar[Mapping[str, str]] = {
         **MODEL_VERSION,
         "wandb_api_key": "keys do not belong on a command line: set WANDB_API_KEY or run `wandb login`",
