@@ -19,6 +19,8 @@ FROZEN = 0.5
 BLACK = 16.0
 """A frame whose 98th percentile of brightness is below this is black."""
 PEAK = 255.0
+MOST_DB = 99.0
+"""Stands for the infinite ratio of equal clips, which JSON cannot hold."""
 WINDOW, SIGMA = 11, 1.5
 """Of SSIM's Gaussian window, in pixels."""
 

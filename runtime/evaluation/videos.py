@@ -22,7 +22,7 @@ from wangen.runtime.cache import digest
 from wangen.runtime.evaluation.clip_score import ClipScore, spread
 from wangen.runtime.evaluation.judging import LORAS_AT_ONCE, Load, loras_of, strengths_of
 from wangen.runtime.evaluation.nearest import Neighbour, TrainingLatents
-from wangen.runtime.evaluation.signals import psnr, signals, ssim
+from wangen.runtime.evaluation.signals import MOST_DB, psnr, signals, ssim
 from wangen.runtime.evaluation.tables import Candidate, name_of
 from wangen.runtime.evaluation_file import BASE, Memorisation, Video
 from wangen.runtime.loader import CachedSample
@@ -39,8 +39,6 @@ from wangen.runtime.sampling.videos import Decoder
 
 log = logging.getLogger("wangen")
 
-MOST_DB = 99.0
-"""Stands for the infinite ratio of equal clips, which JSON cannot hold."""
 MOTION_CLIPS = 16
 """So many training clips say how much they move."""
 

@@ -38,7 +38,23 @@ def write_media(path: Path, video: torch.Tensor, fps: int, metadata: Mapping[str
     Raises:
         WangenError: the disk refused, or the encoder did.
     """
-    frames = ((video.float().cpu() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).permute(1, 2, 3, 0).numpy()
+    write_frames(path, pixels_of(video), fps, metadata)
+
+
+def pixels_of(video: torch.Tensor) -> "Frames":
+    """(3, T, H, W) in [-1, 1] -> (T, H, W, 3) uint8."""
+    found: Frames = (
+        ((video.float().cpu() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).permute(1, 2, 3, 0).numpy()
+    )
+    return found
+
+
+def write_frames(path: Path, frames: "Frames", fps: int, metadata: Mapping[str, str]) -> None:
+    """As `write_media`, of frames (T, H, W, 3) uint8.
+
+    Raises:
+        WangenError: the disk refused, or the encoder did.
+    """
     temporary = path.with_name(f".{path.stem}.tmp{path.suffix}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,203 @@
+"""Continuations of held-out clips: what is given stays as it is, the noise is always the same, and what is measured."""
+
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from footage import numbers
+from parity import T5, VAE22
+from train_cases import Cases, make_ti2v, wide_prompts
+from world_model_shards import write_split
+
+from wangen import profiles
+from wangen.generator.errors import WangenError
+from wangen.generator.prepare_steps import WorldModel
+from wangen.generator.steps import CacheLatents, CacheText, Train
+from wangen.runtime import cache_latents, cache_text, world_model
+from wangen.runtime.continuations import (
+    Continuations,
+    Judged,
+    Quality,
+    make_clips,
+    quality_of,
+    reference_of,
+    side_by_side,
+)
+from wangen.runtime.evaluation.signals import MOST_DB, psnr, ssim
+from wangen.runtime.loader import CachedSample, Draw, find_entries, read_batch
+from wangen.runtime.media import target_frames
+from wangen.runtime.models import family
+from wangen.runtime.samples import read_samples
+from wangen.runtime.sampling.output import pixels_of
+from wangen.runtime.sampling.scenes import Encoders
+from wangen.runtime.sampling.videos import Decoder, Expert, sample_latents
+
+MODEL = profiles.model("ti2v-5B")
+WAN = family(MODEL)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def ti2v(tmp_path_factory: pytest.TempPathFactory) -> Cases:
+    return make_ti2v(tmp_path_factory.mktemp("ti2v"))
+
+
+@pytest.fixture(scope="module")
+def held_out(ti2v: Cases) -> list[CachedSample]:
+    """Two clips, each of 9 frames and of one."""
+    options = ti2v.options(ti2v.folder / "out", task="ti2v-5B", condition_frames=5, caption_dropout=0.1)
+    return find_entries(options, MODEL, read_samples(options, MODEL))
+
+
+@pytest.fixture(scope="module")
+def velocity(ti2v: Cases):
+    return partial(WAN.predict_velocity, WAN.load_transformer(ti2v.weights["dit"], dtype=torch.float32))
+
+
+@pytest.fixture(scope="module")
+def decoder() -> Decoder:
+    return Decoder(WAN, Encoders(t5=Path(), vae=VAE22, vae_dtype="float32"), CPU, "")
+
+
+def clips_of(samples, given_frames=5, **changes):
+    return make_clips(samples, MODEL, **{"given_frames": given_frames, "count": 2, "seed": 42, "steps": 2} | changes)
+
+
+def continued(clip, velocity):
+    return sample_latents(WAN, MODEL, [Expert(velocity)], clip.scene, CPU, cure="")
+
+
+@pytest.mark.parametrize(("given_frames", "num_latent"), [(1, 1), (5, 2)])
+@pytest.mark.parametrize("guidance", [1.0, 3.0])
+def test_given_latent_frames_come_out_bit_for_bit_and_are_never_noisy(
+    held_out, velocity, given_frames, num_latent, guidance
+):
+    for clip in clips_of(held_out, given_frames, guidance=guidance):
+        seen = []
+
+        def predict(latents, timesteps, texts, _seen=seen, **given):
+            _seen.append((latents.clone(), timesteps.clone()))
+            return velocity(latents, timesteps, texts, **given)
+
+        found = continued(clip, predict)
+        assert found.shape == clip.latents.shape == (1, 48, 3, 4, 4)
+        assert torch.equal(found[:, :, :num_latent], clip.latents[:, :, :num_latent])
+        assert not torch.equal(found[:, :, num_latent:], clip.latents[:, :, num_latent:])
+        for latents, timesteps in seen:
+            assert torch.equal(latents[:, :, :num_latent], clip.latents[:, :, :num_latent])
+            per_frame = timesteps.reshape(1, 3, 4)  # (B, F, tokens of a frame)
+            assert not per_frame[:, :num_latent].any()
+            assert (per_frame[:, num_latent:] > 0).all()
+        assert len(seen) == (2 if guidance == 1 else 4)
+
+
+def test_guidance_is_against_the_empty_prompts_embedding(held_out):
+    (clip, _) = clips_of(held_out, guidance=3.0)
+    cached = next(one for one in held_out if one.sample.name == clip.name)
+    prompt, negative = clip.scene.texts
+    assert torch.equal(prompt, read_batch([cached], [Draw(0, 0)]).texts[0])
+    assert torch.equal(negative, read_batch([cached], [Draw(0, 0, -1)]).texts[0])
+    assert len(clips_of(held_out)[0].scene.texts) == 1
+
+
+def test_which_clips_and_which_noise_depend_on_the_seed_and_the_content_alone(held_out, velocity):
+    clips = clips_of(held_out)
+    assert {clip.source.shape for clip in clips} == {(9, 64, 64, 3)}, "a single frame has nothing after it"
+    seeds = [clip.scene.prompt.seed for clip in clips]
+    assert len(set(seeds)) == 2
+    again = clips_of(held_out[::-1])
+    assert [(clip.name, clip.scene.prompt.seed) for clip in again] == [
+        (clip.name, seed) for clip, seed in zip(clips, seeds, strict=True)
+    ]
+    assert torch.equal(continued(again[0], velocity), continued(clips[0], velocity))
+    (alone,) = clips_of([one for one in held_out if one.sample.name == clips[1].name], count=1)
+    assert alone.scene.prompt.seed == seeds[1]
+    (first,) = clips_of(held_out, count=1)
+    assert first.name == clips[0].name
+    assert not {clip.scene.prompt.seed for clip in clips_of(held_out, seed=43)} & set(seeds)
+
+
+def test_clips_are_what_was_encoded_and_sampled_as_the_model_is(held_out):
+    for clip in clips_of(held_out, steps=None):
+        cached = next(one for one in held_out if one.sample.name == clip.name)
+        assert np.array_equal(clip.source, target_frames(cached.sample).transpose(1, 2, 3, 0))
+        prompt = clip.scene.prompt
+        assert (prompt.width, prompt.height, prompt.frames, prompt.fps) == (64, 64, 9, 24)
+        assert (prompt.steps, prompt.shift, prompt.sampler) == (50, 5.0, "unipc")
+        assert prompt.prompt == cached.sample.item.captions[0]
+
+
+def test_clips_of_raw_world_model_data_show_their_own_frames_at_their_own_rate(tmp_path):
+    write_split(tmp_path / "raw", [[(0, 20)]])
+    world_model.run(WorldModel(source=tmp_path / "raw", output=tmp_path, frames=9, temporal_downsample=2))
+    step = {"manifest": tmp_path / "train.jsonl", "task": "ti2v-5B", "device": "cpu"}
+    with pytest.MonkeyPatch.context() as patch:
+        wide_prompts(patch)
+        cache_latents.run(CacheLatents(vae=VAE22, vae_dtype="float32", **step))
+        cache_text.run(CacheText(t5=T5, t5_dtype="float32", **step))
+    options = Train(**step, output_dir=tmp_path, output_name="none")
+    (clip,) = clips_of(find_entries(options, MODEL, read_samples(options, MODEL)), count=1)
+    assert numbers(clip.source) == [0, 2, 4, 6, 8, 10, 12, 14, 16]
+    assert (clip.scene.prompt.fps, clip.scene.prompt.prompt) == (15, "")
+
+
+def test_clips_that_end_with_what_is_given_are_said(held_out, caplog):
+    with pytest.raises(WangenError, match="none of 4 held-out clips goes on after the 9 frames"):
+        clips_of(held_out, 9)
+    assert len(clips_of(held_out, count=3)) == 2
+    assert "2 of 3 clips are continued" in caplog.text
+
+
+def test_the_bound_is_the_vaes_own_reconstruction_and_the_baseline_the_last_given_frame(held_out, decoder):
+    clip, _ = clips_of(held_out)
+    found = reference_of(clip, decoder)
+    assert np.array_equal(found.reconstruction, pixels_of(decoder.decode(clip.latents)))
+    for number, at in enumerate(range(5, 9)):
+        source = clip.source[at : at + 1]
+        for quality, shown in ((found.vae, found.reconstruction[at]), (found.copy, clip.source[4])):
+            assert quality.psnr[number] == pytest.approx(psnr(source, shown[None]))
+            assert quality.ssim[number] == pytest.approx(ssim(source, shown[None]))
+    assert len(found.vae.psnr) == len(found.copy.ssim) == 4
+    together = side_by_side(clip, found, clip.source[::-1])
+    assert together.shape == (9, 64, 192, 3)
+    assert np.array_equal(together[:, :, :64], clip.source)
+    assert np.array_equal(together[:, :, 64:128], found.reconstruction)
+    assert np.array_equal(together[:, :, 128:], clip.source[::-1])
+
+
+def test_frames_that_are_given_count_nowhere():
+    rng = np.random.default_rng(0)
+    source = rng.integers(0, 256, (9, 32, 32, 3), dtype=np.uint8)
+    shown = np.clip(source.astype(int) + rng.integers(-9, 10, source.shape), 0, 255).astype(np.uint8)
+    shown[7] = source[7]
+    found = quality_of(source, shown, 5)
+    shown[:5] = 0
+    assert quality_of(source, shown, 5) == found
+    assert found.psnr[2] == MOST_DB
+    assert found.ssim[2] == pytest.approx(1, abs=1e-6)
+    error = np.square(source[5].astype(float) - shown[5]).mean()
+    assert found.psnr[0] == pytest.approx(10 * np.log10(255**2 / error))
+    for wrong in (shown[1:], shown[:, :16]):
+        with pytest.raises(ValueError, match="cannot be judged"):
+            quality_of(source, wrong, 5)
+    with pytest.raises(ValueError, match="after 9 frames"):
+        quality_of(source, shown, 9)
+
+
+def test_means_are_over_the_frames_of_a_clip_and_then_over_the_clips():
+    one = Judged(1, "one", 5, Quality((20.0, 22.0), (0.5, 0.7)), Quality((30.0, 32.0), (0.9, 0.9)),
+                 Quality((10.0, 10.0), (0.1, 0.3)))  # fmt: skip
+    two = Judged(2, "two", 5, Quality((31.0,), (0.8,)), Quality((39.0,), (1.0,)), Quality((20.0,), (0.4,)))
+    found = Continuations((one, two))
+    assert found.numbers()["model"] == {"psnr": 26.0, "ssim": pytest.approx(0.7)}
+    assert found.line() == (
+        "continuations 26.0 dB, 0.70 (copying the last frame 15.0 dB, 0.30; the VAE itself 35.0 dB, 0.95)"
+    )
+    told = found.as_record()["continuations"]
+    assert told["means"]["vae"] == {"psnr": 35.0, "ssim": 0.95}
+    assert told["clips"][0] == {
+        "number": 1, "name": "one", "given_frames": 5, "model": {"psnr": [20.0, 22.0], "ssim": [0.5, 0.7]},
+        "vae": {"psnr": [30.0, 32.0], "ssim": [0.9, 0.9]}, "copy": {"psnr": [10.0, 10.0], "ssim": [0.1, 0.3]},
+    }  # fmt: skip
