@@ -6,7 +6,7 @@ profile, the accelerator's rule, `[steps.…]` of the workspace, and the paths o
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from importlib.metadata import version
@@ -48,6 +48,8 @@ _OWNERS: tuple[tuple[type[Step], tuple[str, ...]], ...] = (
 ENCODING = frozenset({"vae", "vae_dtype", "vae_cache_cpu", "clip", "t5", "t5_dtype", "fp8_t5", "tokenizer"})
 """Flags with which training encodes what the cache lacks; a script's line has none, for the steps before it do that."""
 
+_DECODING = frozenset({"vae", "vae_dtype", "vae_cache_cpu"})
+
 PROMPTS = "prompts"
 """The folder below `files` where sample prompts are published."""
 
@@ -77,6 +79,17 @@ def needed_weights(workspace: Workspace, target: Target, model: Model) -> list[W
     chosen = told_of_training(workspace, target, model).get("experts")
     left_out = {"low": "dit_high_noise", "high": "dit"}.get(str(chosen))
     return [weights for weights in model.weights if not (model.experts and weights.flag == left_out)]
+
+
+def unread(told: Container[str]) -> frozenset[str]:
+    """Flags of `ENCODING` that training with these others does not read: the steps before it have encoded all.
+
+    >>> sorted(unread({"sample_continuations"})), sorted(unread({"sample_prompts"}))
+    (['clip', 'fp8_t5', 't5', 't5_dtype', 'tokenizer'], [])
+    """
+    if "sample_prompts" in told:
+        return frozenset()
+    return ENCODING - _DECODING if "sample_continuations" in told else ENCODING
 
 
 def prompts_file(workspace: Workspace, target: Target, model: Model) -> Path | None:
@@ -287,8 +300,7 @@ def _step(kind: type[Step], workspace: Workspace, target: Target, model: Model, 
         values |= after_training(kind, workspace.steps[kind.command], held, model, paths, target)
     if kind is Train:
         told = told_of_training(workspace, target, model)
-        if "sample_prompts" not in told:  # it encodes only on request, and the steps before it have done so
-            values = {name: value for name, value in values.items() if name not in ENCODING}
+        values = {name: value for name, value in values.items() if name not in unread(told)}
         values |= _memory(model, told)
     for layer in layers:
         values |= _layer(layer, kind)

@@ -22,7 +22,7 @@ from wangen.generator.step_parts import (
     vae_tile,
 )
 from wangen.generator.table import SMOKE, flag
-from wangen.generator.train_step import Quantize
+from wangen.generator.train_values import Quantize
 
 _MODELS = "(default: the model's)"
 

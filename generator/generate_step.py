@@ -24,7 +24,7 @@ from wangen.generator.step_parts import (
 )
 from wangen.generator.table import SMOKE, Step, flag
 from wangen.generator.toml_values import WHITE
-from wangen.generator.train_step import Quantize
+from wangen.generator.train_values import Quantize
 
 DEFAULTS: Mapping[str, Any] = {
     "negative_prompt": "", "video_size": (256, 256), "video_length": 81, "infer_steps": 50, "guidance_scale": 5.0,

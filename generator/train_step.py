@@ -15,7 +15,6 @@ from wangen.generator.step_parts import (
     DIT,
     DTYPE_VALUES,
     FP8_T5,
-    MODEL_VERSION,
     SMOKE_ITEMS,
     SMOKE_STEPS,
     T5,
@@ -29,18 +28,10 @@ from wangen.generator.step_parts import (
     Dtype,
 )
 from wangen.generator.table import SMOKE, flag
-
-TimestepSampling = Literal[
-    "uniform", "sigmoid", "shift", "logit_normal", "logsnr", "flux_shift", "qwen_shift", "qinglong_flux",
-    "qinglong_qwen", "sigma",
-]  # fmt: skip
-LrScheduler = Literal[
-    "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial", "inverse_sqrt",
-    "cosine_with_min_lr", "warmup_stable_decay", "rex", "adafactor",
-]  # fmt: skip
-Quantize = Literal["none", "fp8", "int8", "nf4"]
+from wangen.generator.train_values import ELSEWHERE, LrScheduler, Quantize, TimestepSampling
 
 _ENCODES = "read by --cache_mode, --cache_latents, --cache_latents_to_disk and --sample_prompts"
+_DECODES = "read by --cache_mode, --cache_latents, --cache_latents_to_disk, --sample_prompts and --sample_continuations"
 _FLY = "read by --cache_mode, --cache_latents and --cache_latents_to_disk"
 _MEMORY = "default: as --vram says, else"
 _OTHER_MODEL = "it is made for another model: use shift, or flux_shift for a shift that grows with the picture"
@@ -62,22 +53,7 @@ class Train(DatasetStep):
         "wan_train_network", "wan_train_network.py", "qwen_image_train_network", "qwen_image_train_network.py",
     )  # fmt: skip
     at_most_one: ClassVar[tuple[tuple[str, ...], ...]] = (("validation_items", "validation_config"),)
-    elsewhere: ClassVar[Mapping[str, str]] = {
-        **MODEL_VERSION,
-        "wandb_api_key": "keys do not belong on a command line: set WANDB_API_KEY or run `wandb login`",
-        "huggingface_token": "wangen uploads nothing: run `hf upload` on the finished file",
-        "huggingface_repo_id": "wangen uploads nothing: run `hf upload` on the finished file",
-        "lr_scheduler_type": "use --lr_scheduler",
-        "lr_scheduler_args": "use --lr_scheduler_num_cycles, --lr_scheduler_power and --lr_scheduler_min_lr_ratio",
-        "guidance_scale": "it is HunyuanVideo's: leave it out for Wan",
-        "img_in_txt_in_offloading": "it is HunyuanVideo's: leave it out for Wan",
-        "one_frame": "one-frame training is not in this version of wangen; leave it out",
-        "compile_backend": "use --compile alone: blocks are compiled by inductor",
-        "compile_mode": "use --compile alone: blocks are compiled by inductor in its default mode",
-        "compile_dynamic": "use --compile alone: each shape gets a graph of its own",
-        "dynamo_backend": "use --compile",
-        "ddp_timeout": "this version trains in one process",
-    }
+    elsewhere: ClassVar[Mapping[str, str]] = ELSEWHERE
 
     smoke: bool = flag(f"{TRY}, {SMOKE_STEPS} steps from step 0, into the folder smoke of the output folder", False)
 
@@ -278,9 +254,9 @@ class Train(DatasetStep):
     )  # fmt: skip
     cache_latents: bool = flag("encode what the cache lacks before training and keep it in memory", False)
     cache_latents_to_disk: bool = flag("encode what the cache lacks before training and keep it in the cache", False)
-    vae: Path | None = flag(f"{VAE}; {_ENCODES}", None)
-    vae_dtype: Dtype | None = flag(f"precision of the VAE; {_ENCODES}", None, values=DTYPE_VALUES)
-    vae_cache_cpu: bool = flag(f"{VAE_CACHE}; {_ENCODES}", False)
+    vae: Path | None = flag(f"{VAE}; {_DECODES}", None)
+    vae_dtype: Dtype | None = flag(f"precision of the VAE; {_DECODES}", None, values=DTYPE_VALUES)
+    vae_cache_cpu: bool = flag(f"{VAE_CACHE}; {_DECODES}", False)
     vae_device: str | None = flag(f"where the VAE encodes (default: --device); {_FLY}", None)
     clip: Path | None = flag(f"{CLIP}; {_ENCODES}", None)
     t5: Path | None = flag(f"{T5}; {_ENCODES}", None, names=TEXT_ENCODER)
@@ -301,6 +277,12 @@ class Train(DatasetStep):
         "samples on the way: a prompt file, .txt (a prompt per line, then --w --h --f --d --s …), .toml or .json",
         None,
     )
+    sample_continuations: int = flag(
+        "so many held-out clips are continued from their --condition_frames whenever samples are due: videos beside "
+        "their source, PSNR and SSIM of each frame (TI2V-5B)", 0,
+    )  # fmt: skip
+    continuation_guidance: float = flag("guidance of --sample_continuations against the empty prompt; 1 is none", 1.0)
+    continuation_steps: int | None = flag("sampler steps of --sample_continuations (default: the model's)", None)
     sample_every_n_steps: int | None = flag("steps between two samples", None, knob=True)
     sample_every_n_epochs: int | None = flag("epochs between two samples", None, knob=True)
     sample_at_first: bool = flag("also sample before the first step", False)
@@ -380,6 +362,7 @@ class Train(DatasetStep):
             "fresh": True,
             "resume": None,
             "validation_items": min(self.validation_items, SMOKE_ITEMS // 2),
+            "sample_continuations": min(self.sample_continuations, 1),
         }
         if self.high_noise_share is not None and 0 < self.high_noise_share < 1:
             one_step = 1 / SMOKE_STEPS

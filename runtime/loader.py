@@ -56,7 +56,7 @@ class CachedSample:
         sample: what was encoded.
         latent: its latent.
         texts: the embeddings of its captions, one or more.
-        empty: the empty prompt.
+        empty: the empty prompt, where it is drawn or is what guidance leads away from.
         image_latent: the condition on its first frame.
         clip: CLIP's view of it.
         mask: which latent cells count in the loss.
@@ -162,7 +162,7 @@ def find_entries(
 def _kinds(options: Train, model: Model, samples: Sequence[Sample], folders: Sequence[Folder]) -> list[Kind]:
     """What this training run reads."""
     kinds: list[Kind] = ["latent", "text_encoder_output"]
-    if options.caption_dropout:
+    if options.caption_dropout or (options.sample_continuations and options.continuation_guidance > 1):
         kinds.append("empty_text_encoder_output")
     if model.condition == "image":
         kinds.append("image_latent")

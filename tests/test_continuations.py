@@ -1,21 +1,28 @@
 """Continuations of held-out clips: what is given stays as it is, the noise is always the same, and what is measured."""
 
+import json
+import logging
+from dataclasses import replace
 from functools import partial
+from math import nan
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
+import av
 import numpy as np
 import pytest
 import torch
 from footage import numbers
-from parity import T5, VAE22
-from train_cases import Cases, make_ti2v, wide_prompts
+from parity import T5, VAE21, VAE22
+from train_cases import Cases, contents, make_ti2v, wide_prompts
 from world_model_shards import write_split
 
 from wangen import profiles
 from wangen.generator.errors import WangenError
 from wangen.generator.prepare_steps import WorldModel
 from wangen.generator.steps import CacheLatents, CacheText, Train
-from wangen.runtime import cache_latents, cache_text, world_model
+from wangen.runtime import cache_latents, cache_text, train, world_model
 from wangen.runtime.continuations import (
     Continuations,
     Judged,
@@ -30,9 +37,11 @@ from wangen.runtime.loader import CachedSample, Draw, find_entries, read_batch
 from wangen.runtime.media import target_frames
 from wangen.runtime.models import family
 from wangen.runtime.samples import read_samples
-from wangen.runtime.sampling.output import pixels_of
+from wangen.runtime.sampling.output import pixels_of, read_frames
 from wangen.runtime.sampling.scenes import Encoders
 from wangen.runtime.sampling.videos import Decoder, Expert, sample_latents
+from wangen.runtime.training import continuing, trackers
+from wangen.runtime.training.samples import read_training_samples
 
 MODEL = profiles.model("ti2v-5B")
 WAN = family(MODEL)
@@ -58,7 +67,7 @@ def velocity(ti2v: Cases):
 
 @pytest.fixture(scope="module")
 def decoder() -> Decoder:
-    return Decoder(WAN, Encoders(t5=Path(), vae=VAE22, vae_dtype="float32"), CPU, "")
+    return Decoder(WAN, Encoders(vae=VAE22, vae_dtype="float32"), CPU, "")
 
 
 def clips_of(samples, given_frames=5, **changes):
@@ -150,9 +159,12 @@ def test_clips_that_end_with_what_is_given_are_said(held_out, caplog):
     assert "2 of 3 clips are continued" in caplog.text
 
 
-def test_the_bound_is_the_vaes_own_reconstruction_and_the_baseline_the_last_given_frame(held_out, decoder):
+def test_the_bound_is_the_vaes_own_reconstruction_and_the_baseline_the_last_given_frame(held_out, decoder, velocity):
     clip, _ = clips_of(held_out)
     found = reference_of(clip, decoder)
+    shown = pixels_of(decoder.decode(continued(clip, velocity)))
+    assert np.array_equal(shown[:5], found.reconstruction[:5])
+    assert not np.array_equal(shown[5:], found.reconstruction[5:])
     assert np.array_equal(found.reconstruction, pixels_of(decoder.decode(clip.latents)))
     for number, at in enumerate(range(5, 9)):
         source = clip.source[at : at + 1]
@@ -201,3 +213,125 @@ def test_means_are_over_the_frames_of_a_clip_and_then_over_the_clips():
         "number": 1, "name": "one", "given_frames": 5, "model": {"psnr": [20.0, 22.0], "ssim": [0.5, 0.7]},
         "vae": {"psnr": [30.0, 32.0], "ssim": [0.9, 0.9]}, "copy": {"psnr": [10.0, 10.0], "ssim": [0.1, 0.3]},
     }  # fmt: skip
+
+
+# While a run trains
+
+
+WATCHED = {"task": "ti2v-5B", "condition_frames": 5, "validation_items": 1, "validation_timesteps": 1,
+           "network_dropout": 0.3, "ema_decay": 0.9, "lora_targets": "attention", "max_train_steps": 4}  # fmt: skip
+CONTINUED = {"sample_continuations": 1, "continuation_steps": 2, "continuation_guidance": 2.0, "vae": VAE22,
+             "vae_dtype": "float32", "sample_every_n_steps": 2}  # fmt: skip
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    """The continuations of a run, with their steps."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{"step": line["step"], **line["continuations"]} for line in lines if "continuations" in line]
+
+
+@pytest.fixture(scope="module")
+def watched(ti2v: Cases, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that continues its held-out clip before its first step, at the second and at its last."""
+    folder = tmp_path_factory.mktemp("continued") / "watched"
+    train.run(ti2v.options(folder, **WATCHED, **CONTINUED, sample_at_first=True, log_with=("tensorboard",)))
+    return folder
+
+
+def test_a_run_that_continues_clips_ends_with_the_same_bytes_and_the_same_fingerprint(ti2v, watched, tmp_path):
+    train.run(ti2v.options(tmp_path, **WATCHED))
+    assert contents(watched) == contents(tmp_path)
+    report = train.run(ti2v.options(tmp_path, **(WATCHED | CONTINUED | {"max_train_steps": 5})))
+    assert report.result["steps_this_run"] == 1, "the flags may change on the way"
+    assert [record["step"] for record in records(tmp_path)] == [5]
+
+
+def test_continuations_are_measured_frame_by_frame_and_shown_beside_the_source(watched):
+    found = records(watched)
+    assert [record["step"] for record in found] == [0, 2, 4]
+    for record in found:
+        (clip,) = record["clips"]
+        assert (clip["number"], clip["given_frames"]) == (1, 5)
+        assert clip["name"] in ("one.mp4:0+9", "two.mp4:0+9")
+        for name in ("model", "vae", "copy"):
+            assert len(clip[name]["psnr"]) == len(clip[name]["ssim"]) == 4
+            assert record["means"][name]["psnr"] == pytest.approx(fmean(clip[name]["psnr"]), abs=1e-3)
+    assert len({json.dumps([record["clips"][0][name] for name in ("vae", "copy")]) for record in found}) == 1
+    assert len({json.dumps(record["clips"][0]["model"]) for record in found}) == 3, "the adapter moves"
+    names = [f"lora-step{step:08d}-continuation-1.mp4" for step in (0, 2, 4)]
+    assert sorted(path.name for path in (watched / "samples").glob("*.mp4")) == names
+    lines = [json.loads(line) for line in (watched / "samples" / "samples.jsonl").read_text().splitlines()]
+    assert [line["file"] for line in lines] == names
+    with av.open(str(watched / "samples" / names[-1])) as container:
+        told = json.loads(container.metadata["wangen"])
+        frames = np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
+    assert {"file": names[-1], **told} == lines[-1]
+    assert (told["continues"], told["given_frames"], told["guidance"], told["steps"], told["averaged_weights"]) == (
+        found[0]["clips"][0]["name"], 5, 2.0, 2, True,
+    )  # fmt: skip
+    assert frames.shape == (9, 64, 192, 3)
+
+
+def test_what_is_measured_is_what_the_video_shows(watched):
+    """The mp4's thirds against each other, but for what h264 loses."""
+    frames = read_frames(watched / "samples" / "lora-step00000004-continuation-1.mp4")
+    source, vae, model = (frames[:, :, at : at + 64] for at in (0, 64, 128))
+    (clip,) = records(watched)[-1]["clips"]
+    for shown, name in ((vae, "vae"), (model, "model")):
+        assert quality_of(source, shown, 5).psnr == pytest.approx(clip[name]["psnr"], abs=1.5)
+
+
+def test_the_means_are_in_the_log_the_trackers_and_the_report(ti2v, tmp_path, caplog):
+    caplog.set_level(logging.INFO, "wangen")
+    logged: list[dict[str, float]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trackers.Trackers, "log", lambda _self, step, values, group="train": logged.append(
+            dict(trackers._flat(f"{group}/", values))))  # fmt: skip
+        report = train.run(ti2v.options(tmp_path, **(WATCHED | CONTINUED | {"max_train_steps": 1})))
+    (found,) = records(tmp_path)
+    assert report.result["continuations"] == found["means"]
+    (numbers,) = [one for one in logged if "continuations/model/psnr" in one]
+    assert sorted(numbers) == [f"continuations/{name}/{unit}" for name in ("copy", "model", "vae")
+                               for unit in ("psnr", "ssim")]  # fmt: skip
+    means = found["means"]
+    assert f"continuations {means['model']['psnr']:.1f} dB, " in caplog.text
+    assert f"(copying the last frame {means['copy']['psnr']:.1f} dB, " in caplog.text
+
+
+def test_a_continuation_that_is_not_finite_is_left_out_and_training_goes_on(ti2v, tmp_path, caplog):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(continuing, "sampled", lambda run, scenes, averages, **_: {1: torch.full((1, 48, 3, 4, 4), nan)})
+        train.run(ti2v.options(tmp_path, **(WATCHED | CONTINUED | {"max_train_steps": 1})))
+    assert "continuation 1 is left out" in caplog.text
+    assert records(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"validation_items": 0}, "needs --validation_items or --validation_config"),
+        ({"condition_frames": 0}, "needs --condition_frames above 0"),
+        ({"vae": None}, "needs --vae"),
+        ({"vae": None, "validation_items": 0}, "--validation_items or --validation_config, --vae"),
+        ({"continuation_steps": 1001}, "must be at most 1000"),
+        ({"continuation_steps": 0}, "--continuation_steps must be above 0"),
+        ({"vae": VAE21}, "--vae"),
+        ({"condition_frames": 9}, "goes on after the 9 frames"),
+    ],
+)
+def test_what_cannot_be_continued_is_refused_before_a_model_loads(ti2v, tmp_path, monkeypatch, changes, words):
+    monkeypatch.setattr(train, "load_trainee", lambda *_words: pytest.fail("the model was loaded"))
+    with pytest.raises(WangenError) as error:
+        train.run(ti2v.options(tmp_path, **(WATCHED | CONTINUED | changes)))
+    assert words in error.value.found
+
+
+def test_guidance_needs_the_empty_prompt_in_the_cache(ti2v, tmp_path):
+    options = ti2v.options(tmp_path, **WATCHED, **CONTINUED)
+    samples = read_samples(options, MODEL)
+    assert all(cached.empty for cached in find_entries(options, MODEL, samples))
+    for other in ({"continuation_guidance": 1.0}, {"sample_continuations": 0}):
+        assert not any(cached.empty for cached in find_entries(replace(options, **other), MODEL, samples))
+    trained, judged = read_training_samples(replace(options, condition_frames=5), MODEL)
+    assert all(cached.empty for cached in judged)
+    assert not any(cached.empty for cached in trained)

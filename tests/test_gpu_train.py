@@ -16,7 +16,7 @@ from diffusers import WanTransformer3DModel
 from wangen import profiles
 from wangen.generator.memory import GIB, adapter_weights, block_bytes, outer_bytes, tokens_of
 from wangen.generator.step_parts import Attention
-from wangen.generator.train_step import Quantize
+from wangen.generator.train_values import Quantize
 from wangen.runtime.memory.quantize import QuantLinear
 from wangen.runtime.training.throughput import PEAK_TFLOPS, step_flops
 

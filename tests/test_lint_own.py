@@ -5,6 +5,7 @@ from lint_samples import SHELLS, expect, findings
 
 TRAIN = "wangen train --dataset_config x.toml --output_dir o --output_name n"
 ONE = f"{TRAIN} --dit d"
+GIVEN = f"{TRAIN} --dit d --task ti2v-5B --sample_continuations 4"
 BOTH = f"{TRAIN} --task t2v-A14B --dit low --dit_high_noise high"
 
 
@@ -31,6 +32,8 @@ BOTH = f"{TRAIN} --task t2v-A14B --dit low --dit_high_noise high"
     (f"{ONE} --sample_every_n_epochs 1", "samples", ["needs --sample_prompts"]),
     (f"{ONE} --sample_prompts p.txt --vae v", "samples", ["add --t5 PATH"]),
     (f"{ONE} --keep_best", "value", ["--validation_items 8"]),
+    (f"{GIVEN} --vae v", "value", ["--sample_continuations needs a validation", "--validation_items 8"]),
+    (f"{GIVEN} --validation_items 4", "samples", ["continuations need the VAE", "--vae PATH"]),
 ])  # fmt: skip
 def test_what_training_would_refuse_is_said_before_it_runs(shell, line, kind, words):
     assert expect(shell, f"{line}\n", kind, 1, *words).severity == "error"
@@ -52,6 +55,7 @@ def test_what_training_would_refuse_is_said_before_it_runs(shell, line, kind, wo
     f"{TRAIN} --task t2v-A14B --dit_high_noise high --experts high",
     f"{ONE} --sample_prompts p.txt --vae v --t5 t --sample_at_first",
     f"{ONE} --keep_best --validation_items 4",
+    f"{GIVEN} --validation_config v.jsonl --vae v --sample_every_n_epochs 2",
 ])  # fmt: skip
 def test_what_training_can_do_is_no_finding(shell, line):
     """Sage has its gradient here, swap goes with two experts and copies one way only."""

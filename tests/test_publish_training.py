@@ -182,6 +182,15 @@ def test_without_prompts_training_is_told_no_encoder(tmp_path):
         assert (steps[-2].vae, steps[-2].t5, steps[-2].tokenizer) == (None, None, None)
 
 
+def test_with_continuations_training_is_told_the_vae_alone(tmp_path):
+    asked = "[steps.train]\nsample_continuations = 4\nvalidation_items = 8\n"
+    for steps in spoken(made(tmp_path, asked)).values():
+        train = steps[-2]
+        assert (train.sample_continuations, train.vae, train.vae_dtype) == (4, steps[1].vae, steps[1].vae_dtype)
+        assert train.vae is not None
+        assert (train.t5, train.clip, train.tokenizer) == (None, None, None)
+
+
 def test_an_absolute_prompt_file_is_the_targets_own(tmp_path):
     place = made(tmp_path, SAMPLES.format("/data/prompts.json"))
     for platform in PLATFORMS:

@@ -333,6 +333,7 @@ def test_every_training_flag_is_pinned_or_known_to_be_harmless():
         "vae_cache_cpu "
         "vae_device text_encoder_device clip t5 tokenizer "
         "t5_dtype fp8_t5 validation_config validation_timesteps validate_every_n_steps keep_best "
+        "sample_continuations continuation_guidance continuation_steps "
         "sample_prompts sample_every_n_steps sample_every_n_epochs sample_at_first logging_dir log_with "
         "log_tracker_name wandb_run_name save_every_n_epochs save_every_n_steps save_last_n_epochs "
         "save_last_n_steps keep_last save_state save_last_n_epochs_state save_last_n_steps_state "

@@ -13,7 +13,7 @@ from typing import Any
 
 from wangen import profiles
 from wangen.generator import commands, scripts
-from wangen.generator.bundle import DTYPES, ENCODING, posix_paths
+from wangen.generator.bundle import DTYPES, posix_paths, unread
 from wangen.generator.errors import WangenError
 from wangen.generator.files import write_whole
 from wangen.generator.lint import toml_fix
@@ -306,8 +306,9 @@ def _step(
     known = {option.name for option in options(kind)}
     wanted = {name: value for name, value in shared.items() if name in known}
     wanted |= {name: value for name, value in values.get(kind, {}).items() if name in known}
-    if kind is Train and "sample_prompts" not in wanted:  # the steps before it have encoded everything
-        wanted = {name: value for name, value in wanted.items() if name not in ENCODING}
+    if kind is Train:
+        left_off = unread(wanted)
+        wanted = {name: value for name, value in wanted.items() if name not in left_off}
     lacking = [words.removeprefix("--") for words in missing(kind, wanted)]
     if kind is Generate and kind not in values:
         return None

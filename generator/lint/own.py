@@ -110,7 +110,8 @@ def samples(script: Script) -> Iterator[Finding]:
     """Samples without prompts or encoders, and what needs a validation."""
     for call in _trainings(script):
         wishes = [name for name in _INTERVALS if call.given(name)]
-        if wishes and call.given("sample_prompts") is None and not call.more:
+        made = any(call.given(name) for name in ("sample_prompts", "sample_continuations"))
+        if wishes and not made and not call.more:
             yield Finding("samples", call.line_of(wishes[0]), f"--{wishes[0]} needs --sample_prompts",
                           "add --sample_prompts FILE.txt, or take it off", "error")  # fmt: skip
         missing = [f"--{name} PATH" for name in ("vae", "t5") if call.given(name) is None]
@@ -118,9 +119,13 @@ def samples(script: Script) -> Iterator[Finding]:
             yield Finding("samples", call.line_of("sample_prompts"), "samples need the VAE and the text encoder",
                           f"add {' and '.join(missing)}", "error")  # fmt: skip
         judged = [name for name in ("validation_items", "validation_config") if call.given(name)]
-        if call.given("keep_best") and not judged and not call.more:
-            yield Finding("value", call.line_of("keep_best"), "--keep_best needs a validation",
-                          "add --validation_items 8")  # fmt: skip
+        for name in ("keep_best", "sample_continuations"):
+            if call.given(name) and not judged and not call.more:
+                yield Finding("value", call.line_of(name), f"--{name} needs a validation",
+                              "add --validation_items 8")  # fmt: skip
+        if call.given("sample_continuations") and call.given("vae") is None and not call.more:
+            yield Finding("samples", call.line_of("sample_continuations"), "continuations need the VAE",
+                          "add --vae PATH", "error")  # fmt: skip
 
 
 def _is_on(call: Call, name: str) -> bool:

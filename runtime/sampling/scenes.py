@@ -40,8 +40,8 @@ class Encoders:
     """The weights around a transformer, and how they work.
 
     Attributes:
-        t5: of the text encoder.
         vae: of the VAE.
+        t5: of the text encoder; None where only a VAE is asked.
         clip: of the image encoder, for models that look through it.
         tokenizer: None looks for it near and inside the text encoder.
         t5_dtype: precision of the text encoder; None takes the device's best.
@@ -52,8 +52,8 @@ class Encoders:
         plain: encode with the libraries' own modules.
     """
 
-    t5: Path
     vae: Path
+    t5: Path | None = None
     clip: Path | None = None
     tokenizer: Path | None = None
     t5_dtype: str | None = None
@@ -65,7 +65,7 @@ class Encoders:
 
     @classmethod
     def of(cls, options: Train | Generate | Evaluate, *, plain: bool = False) -> "Encoders":
-        """Those that a step's flags name, and how these say they work; `--t5` and `--vae` are given.
+        """Those that a step's flags name, and how these say they work; `--vae` is given.
 
         Args:
             options: flags that are not given, or that the step lacks, stand at the defaults above.
@@ -81,6 +81,7 @@ class Encoders:
         Raises:
             WangenError: one is of another kind.
         """
+        assert self.t5 is not None, "prompts are encoded"
         expect(self.t5, model.kind_of("t5"), "--t5", model.name)
         expect_vae(self.vae, model)
         if self.clip is not None and looks_through_clip(model):
@@ -174,6 +175,7 @@ def _embeddings(
     """The embedding of every distinct text with what it is shown, as the caching step encodes it."""
     distinct = list(dict.fromkeys(asked for prompt in prompts for asked in _asked(prompt, model)))
     pictures = [[open_image(*one) for one in shown] for _, shown in distinct]
+    assert encoders.t5 is not None, "prompts are encoded"
     dtype = choose_dtype(encoders.t5_dtype, device)
     with enough_memory(f"encoding {what}", "use --fp8_t5"), exact(dtype):
         encoder = kind.load_prompt_encoder(

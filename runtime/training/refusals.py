@@ -23,7 +23,8 @@ from wangen.generator.train_step import FOR_ADAPTERS
 from wangen.runtime.devices import require_compiler
 from wangen.runtime.lora_folder import find_lora
 from wangen.runtime.memory.presets import resolve_vram
-from wangen.runtime.sampling.prompts import read_prompts
+from wangen.runtime.models import expect_vae
+from wangen.runtime.sampling.prompts import MAX_STEPS, read_prompts
 from wangen.runtime.training.adapter_config import loraplus_ratio
 from wangen.runtime.training.adapter_refusals import require_adapter, trained_transformers
 from wangen.runtime.training.optim import try_out
@@ -39,12 +40,15 @@ ABOVE_ZERO = (
     "save_state_every_n_minutes", "save_last_n_epochs", "save_last_n_steps", "keep_last", "expert_turn_steps",
     "loraplus_lr_ratio", "scale_weight_norms", "num_timestep_buckets", "validation_timesteps",
     "validate_every_n_steps", "sample_every_n_steps", "sample_every_n_epochs", "block_swap_ring_size", "peak_tflops",
-    "save_last_n_epochs_state", "save_last_n_steps_state",
+    "save_last_n_epochs_state", "save_last_n_steps_state", "continuation_guidance", "continuation_steps",
 )  # fmt: skip
 
 MANY_STEPS = 10**9
 SHARES = ("caption_dropout", "condition_dropout")
-NOT_NEGATIVE = ("max_grad_norm", "noise_offset", "prior_loss_weight", "validation_items", "max_data_loader_n_workers")
+NOT_NEGATIVE = (
+    "max_grad_norm", "noise_offset", "prior_loss_weight", "validation_items", "max_data_loader_n_workers",
+    "sample_continuations",
+)  # fmt: skip
 
 
 def resolved(options: Train, model: profiles.Model, device: torch.device) -> Train:
@@ -130,6 +134,7 @@ def refuse(options: Train, model: profiles.Model, device: torch.device) -> None:
         _refuse_beside_full(options)
     _refuse_experts(options, model)
     _refuse_samples(options, model)
+    _refuse_continuations(options, model)
     make_schedule(options, MANY_STEPS)  # what it refuses of a run of any length
     require_timesteps(options)
     try_out(options, device)
@@ -222,8 +227,9 @@ def _refuse_experts(options: Train, model: profiles.Model) -> None:
 
 
 def _refuse_samples(options: Train, model: profiles.Model) -> None:
+    asked = options.sample_every_n_steps or options.sample_every_n_epochs or options.sample_at_first
     if options.sample_prompts is None:
-        if options.sample_every_n_steps or options.sample_every_n_epochs or options.sample_at_first:
+        if asked and not options.sample_continuations:
             raise UsageError("samples are asked for and there are no prompts", cure="give --sample_prompts FILE.txt")
         return
     require_supported(model, "sampling")
@@ -231,6 +237,29 @@ def _refuse_samples(options: Train, model: profiles.Model) -> None:
     if missing:
         raise UsageError(f"samples need {' and '.join(missing)}", cure="they encode the prompts and decode the samples")
     read_prompts(options.sample_prompts, model, options.seed)
+
+
+def _refuse_continuations(options: Train, model: profiles.Model) -> None:
+    if not options.sample_continuations:
+        if options.continuation_guidance != 1 or options.continuation_steps is not None:
+            raise UsageError("--continuation_guidance and --continuation_steps: there are no clips to continue",
+                             cure="give --sample_continuations, for example 4")  # fmt: skip
+        return
+    if model.condition != "text_or_image":
+        raise UsageError(f"--sample_continuations: {model.name} does not take given frames this way",
+                         cure="leave it out, or train ti2v-5B")  # fmt: skip
+    lacking = {
+        "--validation_items or --validation_config": options.validation_items or options.validation_config,
+        "--condition_frames above 0": options.condition_frames,
+        "--vae": options.vae,
+    }
+    if missing := [flag for flag, value in lacking.items() if not value]:
+        raise UsageError(f"--sample_continuations needs {', '.join(missing)}",
+                         cure="held-out clips are continued from their first frames, and decoded")  # fmt: skip
+    if (options.continuation_steps or 1) > MAX_STEPS:
+        raise UsageError(f"--continuation_steps must be at most {MAX_STEPS}, got {options.continuation_steps}")
+    assert options.vae is not None
+    expect_vae(options.vae, model)
 
 
 def _expect_files(options: Train, model: profiles.Model) -> None:

@@ -1,6 +1,7 @@
 """The items of a run from the cache: those it trains on, and those it is only judged by."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,7 +40,7 @@ def read_training_samples(
         if both:
             log.warning("  --validation_config has %s trained on as well, so that is no held-out loss: %s",
                         many(len(both), "item that is", "items that are"), ", ".join(sorted(both)[:3]))  # fmt: skip
-        return samples, judged
+        return _as_drawn(samples, options), judged
     if not options.validation_items:
         return samples, []
     training, validation = held_out(samples, options.validation_items, options.seed)
@@ -47,7 +48,12 @@ def read_training_samples(
         log.info("  neither trained on nor judged: %s of what is held out", many(unseen, "other clip", "other clips"))
     if not training:
         raise UsageError(f"--validation_items {options.validation_items} leaves nothing of {len(samples)} to train on")
-    return training, validation
+    return _as_drawn(training, options), validation
+
+
+def _as_drawn(samples: Sequence[CachedSample], options: Train) -> list[CachedSample]:
+    """What is trained on without the empty prompt where it is never drawn: a run's fingerprint names all entries."""
+    return [cached if options.caption_dropout else replace(cached, empty=None) for cached in samples]
 
 
 def on_other_dataset(options: Train, path: Path) -> Train:

@@ -66,12 +66,12 @@ def samples_due(options: Train, step: int, steps_per_epoch: int, num_steps: int)
     """Whether samples are made after this step: every so many steps or epochs, and always after the last one.
 
     Args:
-        options: `--sample_prompts` and the intervals.
+        options: what is sampled, and the intervals.
         step: steps done; 0 is before the first, where `--sample_at_first` decides.
         steps_per_epoch: optimizer steps.
         num_steps: of the whole run.
     """
-    if options.sample_prompts is None:
+    if options.sample_prompts is None and not options.sample_continuations:
         return False
     if step == 0:
         return options.sample_at_first
@@ -96,43 +96,68 @@ def make_samples(run: Run, scenes: Sequence[Scene], *, averages: Averages | None
     Raises:
         WangenError: a sample cannot be made, where the weights are in parts.
     """
-    averaged = [trainee for trainee in run.trainees if averages and trainee.ema]
-    latents: dict[int, torch.Tensor] = {}
-    with ExitStack() as stack, progress("samples", sum(scene.prompt.steps for scene in scenes)) as advance:
-        for trainee in run.trainees:
-            stack.enter_context(evaluating(trainee.transformer))
-            stack.enter_context(trainee.optimization.evaluating())
-        for trainee in averaged:
-            assert averages is not None
-            stack.enter_context(averages(trainee))
-        for number, scene in enumerate(scenes, start=1):
-            made = _sampled(run, scene, number, lambda _done: advance(1, ""))
-            if made is not None:
-                latents[number] = made
+    latents = sampled(run, scenes, averages, what="sample", cure=_CURE)
     if not run.ranks.is_first:  # they went along, since the weights are in parts
         return []
-    settings = {number: _settings(run, scenes[number - 1].prompt, averaged=bool(averaged)) for number in latents}
+    settings = {number: settings_of(run, scenes[number - 1].prompt, averages) for number in latents}
     written = _decoded(run, latents, settings)
-    _list_samples(run.plan.options.output_dir / FOLDER, {path.name: settings[n] for n, path in written.items()})
+    list_samples(run.plan.options.output_dir / FOLDER, {path.name: settings[n] for n, path in written.items()})
     return list(written.values())
 
 
-def _sampled(run: Run, scene: Scene, number: int, on_step: Callable[[int], None]) -> torch.Tensor | None:
-    """The latents of a scene on the CPU; None when it cannot be made."""
+def sampled(
+    run: Run, scenes: Sequence[Scene], averages: Averages | None, *, what: str, cure: str
+) -> dict[int, torch.Tensor]:
+    """The latents of every scene by its number, counted from 1, with the trainees as they are.
+
+    One that does not fit into memory or is not finite is left out with a warning; not where each process holds a part
+    of the weights.
+
+    Args:
+        run: of which everything stays as it is, but for where idle experts lie.
+        scenes: what to make.
+        averages: where averages are kept, how to sample with them.
+        what: one of them is called in messages.
+        cure: what to do when the memory is full.
+
+    Returns:
+        (1, C, F, h, w) each, in float32 on the CPU.
+
+    Raises:
+        WangenError: one cannot be made, where the weights are in parts.
+    """
+    latents: dict[int, torch.Tensor] = {}
+    with ExitStack() as stack, progress(f"{what}s", sum(scene.prompt.steps for scene in scenes)) as advance:
+        for trainee in run.trainees:
+            stack.enter_context(evaluating(trainee.transformer))
+            stack.enter_context(trainee.optimization.evaluating())
+        for trainee in _averaged(run, averages):
+            assert averages is not None
+            stack.enter_context(averages(trainee))
+        for number, scene in enumerate(scenes, start=1):
+            try:
+                latents[number] = _sampled(run, scene, cure, lambda _done: advance(1, ""))
+            except WangenError as error:
+                if run.ranks.in_step:  # the others are in the middle of it, and wait for this process's weights
+                    raise
+                log.warning("  %s %d is left out: %s; %s", what, number, error.found, error.cure)
+    return latents
+
+
+def _averaged(run: Run, averages: Averages | None) -> list[Trainee]:
+    """The trainees whose averages are what samples."""
+    return [trainee for trainee in run.trainees if averages and trainee.ema]
+
+
+def _sampled(run: Run, scene: Scene, cure: str, on_step: Callable[[int], None]) -> torch.Tensor:
     experts = [
         Expert(trainee.model, trainee.plan.name == HIGH, partial(run.activate, index))
         for index, trainee in enumerate(run.trainees)
     ]
     boundary = _boundary(run) if len(experts) > 1 else 0.0
-    try:
-        return sample_latents(
-            run.kind, run.plan.model, experts, scene, run.device, boundary=boundary, cure=_CURE, on_step=on_step
-        )
-    except WangenError as error:
-        if run.ranks.in_step:  # the others are in the middle of it, and wait for this process's weights
-            raise
-        log.warning("  sample %d is left out: %s; %s", number, error.found, error.cure)
-        return None
+    return sample_latents(
+        run.kind, run.plan.model, experts, scene, run.device, boundary=boundary, cure=cure, on_step=on_step
+    )
 
 
 def _boundary(run: Run) -> float:
@@ -167,8 +192,8 @@ def _decoded(
     return written
 
 
-def _settings(run: Run, prompt: SamplePrompt, *, averaged: bool) -> dict[str, Any]:
-    """All that decides the sample, in our words and in ComfyUI's."""
+def settings_of(run: Run, prompt: SamplePrompt, averages: Averages | None) -> dict[str, Any]:
+    """All that decides a sample, in our words and in ComfyUI's; `averages` as of `sampled`."""
     shift = run.plan.model.shift
     scheduler = flow_scheduler(prompt.sampler, prompt.shift, shift.terminal if shift else None)
     scheduler.set_timesteps(prompt.steps)
@@ -180,7 +205,7 @@ def _settings(run: Run, prompt: SamplePrompt, *, averaged: bool) -> dict[str, An
         "task": run.plan.model.name,
         "step": run.step,
         "experts": [trainee.plan.name for trainee in run.trainees if trainee.plan.name],
-        "averaged_weights": averaged,
+        "averaged_weights": bool(_averaged(run, averages)),
         "prompt": prompt.prompt,
         "negative_prompt": prompt.negative_prompt if prompt.guided else "",
         "image": prompt.image.name if prompt.image else "",
@@ -212,7 +237,7 @@ def _settings(run: Run, prompt: SamplePrompt, *, averaged: bool) -> dict[str, An
     }
 
 
-def _list_samples(folder: Path, made: Mapping[str, Mapping[str, Any]]) -> None:
+def list_samples(folder: Path, made: Mapping[str, Mapping[str, Any]]) -> None:
     """Add a line for each file to `samples.jsonl`; a file that was made anew after a resume has one line."""
     if not made:
         return

@@ -20,6 +20,7 @@ from wangen.runtime.models import family
 from wangen.runtime.sampling.prompts import defaults_of, read_prompts
 from wangen.runtime.training import checkpoint
 from wangen.runtime.training.adapter import disabled, replaced
+from wangen.runtime.training.continuing import Continuing
 from wangen.runtime.training.loading import load_base
 from wangen.runtime.training.metrics import FILE, Metrics, Pending, Record, TimestepBins
 from wangen.runtime.training.plan import Plan
@@ -60,7 +61,7 @@ class Watching:
     """What is looked at, logged and judged while a run goes on; a context manager around all of it."""
 
     def __init__(self, plan: Plan, device: torch.device, step: int, ranks: Ranks) -> None:
-        """Encode the prompts of the samples, before the transformer loads.
+        """Encode the prompts of the samples and read what is continued, before the transformer loads.
 
         Args:
             plan: of the run.
@@ -69,7 +70,7 @@ class Watching:
             ranks: the processes that train together; the first of them writes.
 
         Raises:
-            WangenError: the prompt file has mistakes, or its weights are of another kind.
+            WangenError: the prompt file has mistakes, its weights are of another kind, or no clip can be continued.
         """
         self._plan, self._options, self._device, self._step = plan, plan.options, device, step
         self._ranks = ranks
@@ -77,6 +78,7 @@ class Watching:
         defaults = {**defaults_of(plan.model), "background_color": background_of(plan.samples)}
         prompts = read_prompts(file, plan.model, self._options.seed, defaults) if file else []
         self._scenes = make_scenes(family(plan.model), plan.model, prompts, self._options, device) if prompts else []
+        self._continuing = Continuing(plan, ranks)
         self._pending, self._bins = Pending(device, ranks=ranks), TimestepBins()
         peak = peak_tflops(device, self._options.peak_tflops)
         self._rates = Throughput(device, peak, communication=ranks.communication if ranks.count > 1 else None)
@@ -222,7 +224,21 @@ class Watching:
             for number in range(len(run.trainees)):
                 self._validate(run.activate(number))
         if self._samples_due():
-            make_samples(run, self._scenes, averages=_averages)
+            if self._scenes:
+                make_samples(run, self._scenes, averages=_averages)
+            if self._continuing.clips:
+                self._continue()
+
+    def _continue(self) -> None:
+        """Continue the held-out clips, and log how near that comes to what was filmed."""
+        found = self._continuing.make(self._run, averages=_averages)
+        if found is None:
+            return
+        record = found.as_record()
+        self._write({"step": self._run.step, **record})
+        self._trackers.log(self._run.step, found.numbers(), "continuations")
+        log.info("  %s", found.line())
+        self._run.facts["continuations"] = record["continuations"]["means"]
 
     def _log_bins(self) -> None:
         means = {"loss_by_timestep": self._bins.means()}
@@ -234,7 +250,8 @@ class Watching:
 
     def _samples_due(self) -> bool:
         step, plan = self._run.step, self._plan
-        return bool(self._scenes) and samples_due(self._options, step, plan.steps_per_epoch, plan.num_steps)
+        made = bool(self._scenes or self._continuing.clips)
+        return made and samples_due(self._options, step, plan.steps_per_epoch, plan.num_steps)
 
     def _validation_due(self) -> bool:
         if not self._plan.held_out:
