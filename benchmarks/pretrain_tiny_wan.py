@@ -24,14 +24,14 @@ from pathlib import Path
 
 import tiny_vae
 import torch
-from diffusers import WanTransformer3DModel
+from diffusers import AutoencoderKLWan, WanTransformer3DModel
 
 from wangen.generator.steps import CacheLatents, CacheText, Train
 from wangen.runtime import cache_latents, cache_text, train
 from wangen.runtime import moving_shapes as shapes
 from wangen.runtime.randomness import generator_for
 from wangen.runtime.safetensors_file import write
-from wangen.runtime.tiny import TinySizes, random_weights, text_encoder_shapes, write_tokenizer
+from wangen.runtime.tiny import TinySizes, random_weights, text_encoder_shapes, vae_shapes, write_tokenizer
 from wangen.runtime.weights.transformer import original_tensor_name
 
 VAE_DIM = 12
@@ -100,11 +100,12 @@ def make_vae(folder: Path, path: Path, seed: int) -> None:
     """Train the VAE, bring its latents to the scale that every loader expects, and write it in the original format."""
     if path.is_file():
         return
-    vae = tiny_vae.train_vae(folder, VAE_DIM, seed).requires_grad_(False)
+    vae = AutoencoderKLWan(base_dim=VAE_DIM)
+    tiny_vae.train_vae(folder, vae, tiny_vae.STAGES, tiny_vae.random_clips, seed).requires_grad_(False)
     scenes = [scene for _, scene in itertools.islice(random_captions(seed), 64)]
     videos, _ = shapes.draw(scenes, NUM_FRAMES, (SIDE_PX, SIDE_PX))
     tiny_vae.match_statistics(vae, videos.float() / 127.5 - 1, most=5.0)
-    torch.save(tiny_vae.original_weights(vae, VAE_DIM, torch.float16), path)
+    torch.save(tiny_vae.original_weights(vae, vae_shapes(VAE_DIM), torch.float16), path)
 
 
 def make_text_encoder(folder: Path, seed: int) -> None:
@@ -169,21 +170,21 @@ batch_size = {4 * batch}
 
 
 @torch.no_grad()
-def initial_transformer(seed: int) -> dict[str, torch.Tensor]:
+def initial_transformer(seed: int, sizes: TinySizes = SIZES, channels: int = 16) -> dict[str, torch.Tensor]:
     """The weights that training starts from, under the official names.
 
     As in the official code (Xavier for the linear layers, zero for the head), but with open gates, and with louder
     queries and keys in the attention to the text: there ten words stand against five hundred rows of padding.
     """
     model = WanTransformer3DModel(
-        num_attention_heads=SIZES.dim // 128,
+        num_attention_heads=sizes.dim // 128,
         attention_head_dim=128,
-        in_channels=16,
-        out_channels=16,
-        text_dim=SIZES.text_dim,
+        in_channels=channels,
+        out_channels=channels,
+        text_dim=sizes.text_dim,
         freq_dim=256,
-        ffn_dim=SIZES.ffn_dim,
-        num_layers=SIZES.num_layers,
+        ffn_dim=sizes.ffn_dim,
+        num_layers=sizes.num_layers,
     )
     weights = {name: value.clone() for name, value in sorted(model.state_dict().items())}
     for name, value in weights.items():
@@ -199,7 +200,7 @@ def initial_transformer(seed: int) -> dict[str, torch.Tensor]:
             value.zero_()
         else:
             spread = 0.02 if "time_proj" in name else math.sqrt(2 / (value[0].numel() + value.shape[0]))
-            quiet = 1 / math.sqrt(SIZES.num_layers) if name.endswith(("to_out.0.weight", "net.2.weight")) else 1.0
+            quiet = 1 / math.sqrt(sizes.num_layers) if name.endswith(("to_out.0.weight", "net.2.weight")) else 1.0
             value.copy_(quiet * spread * torch.randn(value.shape, generator=generator_for("tiny-wan", seed, name)))
     return {original_tensor_name(name): value for name, value in weights.items()}
 

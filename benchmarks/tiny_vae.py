@@ -1,7 +1,8 @@
-"""Trains the VAE of `examples/tiny-wan` from nothing: Wan 2.1's layout with few channels, on drawn shapes.
+"""Trains tiny VAEs from nothing, of Wan 2.1's or Wan 2.2's layout with few channels, on drawn clips.
 
-Called by `pretrain_tiny_wan.py`. This loop is its own: the product trains transformers, no VAEs. The network is
-diffusers' `AutoencoderKLWan`; names, statistics and the drawing are the product's.
+Called by `pretrain_tiny_wan.py` (drawn shapes, 2.1) and `world_model.py` (bouncing balls, 2.2). This loop is its own:
+the product trains transformers, no VAEs. The network is diffusers' `AutoencoderKLWan`; names and statistics are the
+product's.
 
 Three stages, each cheap where the next would be dear: single frames; the same weights widened to clips, in which every
 frame of a group of four starts as a copy of the last; then the decoder alone, while the latents stay what they are. The
@@ -12,19 +13,18 @@ Letters in shapes: B batch, T frames of video, H and W pixels, F frames of laten
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
 import torch
 from diffusers import AutoencoderKLWan
-from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d
+from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, unpatchify
 
 from wangen.runtime import moving_shapes
 from wangen.runtime.randomness import generator_for
-from wangen.runtime.tiny import vae_shapes
-from wangen.runtime.weights.vae_names import MEAN_21, STD_21, vae_names
+from wangen.runtime.weights.vae_names import STATISTICS, vae_names
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Stage:
         num_frames: of the clips of one step after another, in turn.
         learning_rate: the highest; it warms up and then follows a cosine.
         beta: weight of the KL term at the end, to which it grows; None trains the decoder alone.
-        vivid_share: share of scenes of any colour; the others have the colours of the captions.
+        vivid_share: share of scenes of any colour; the others have the colours of the captions (`random_clips`).
     """
 
     steps: int
@@ -45,9 +45,11 @@ class Stage:
     num_frames: tuple[int, ...]
     learning_rate: float
     beta: float | None
-    vivid_share: float
+    vivid_share: float = 1.0
 
 
+DrawClips = Callable[[Stage, int, torch.Generator], tuple[torch.Tensor, torch.Tensor]]
+"""What draws the clips of a step, as `random_clips` does."""
 STAGES = (
     Stage(1600, 16, (1,), 1.5e-3, 5e-4, 1.0),
     Stage(100, 8, (5, 5, 5, 9), 3e-4, 1e-3, 1.0),
@@ -56,24 +58,27 @@ STAGES = (
 CROP_PX = 32
 
 
-def train_vae(folder: Path, dim: int, seed: int) -> AutoencoderKLWan:
+def train_vae(
+    folder: Path, vae: AutoencoderKLWan, stages: Sequence[Stage], draw_clips: DrawClips, seed: int
+) -> AutoencoderKLWan:
     """Train through all stages; each leaves a file in `folder`, from which a later call goes on.
 
     Args:
         folder: for the files and the log.
-        dim: channels of the widest pictures.
+        vae: whose weights are drawn anew.
+        stages: the first of single frames, the others of clips.
+        draw_clips: of a stage and a number of frames.
         seed: of weights and clips.
     """
-    vae = AutoencoderKLWan(base_dim=dim)
     _initialise(vae, seed)
-    for number, stage in enumerate(STAGES):
+    for number, stage in enumerate(stages):
         done = folder / f"vae-stage{number}.pt"
         if number == 1:
             widen_to_clips(vae)
         if done.is_file():
             vae.load_state_dict(torch.load(done, weights_only=True))
             continue
-        _train(vae, stage, generator_for("tiny-vae", seed, number), folder / "vae.log")
+        _train(vae, stage, draw_clips, generator_for("tiny-vae", seed, number), folder / "vae.log")
         torch.save(vae.state_dict(), done)
     return vae
 
@@ -96,8 +101,8 @@ def _initialise(vae: AutoencoderKLWan, seed: int) -> None:
         taps.copy_(branch * draw / math.sqrt(taps[0].numel()))
         if layer.bias is not None:
             layer.bias.zero_()
-    vae.quant_conv.bias[16:] = -6.0
-    vae.quant_conv.weight[16:] *= 0.1
+    vae.quant_conv.bias[vae.config.z_dim :] = -6.0
+    vae.quant_conv.weight[vae.config.z_dim :] *= 0.1
 
 
 @torch.no_grad()
@@ -116,7 +121,7 @@ def widen_to_clips(vae: AutoencoderKLWan) -> None:
             layer.bias.zero_()
 
 
-def _train(vae: AutoencoderKLWan, stage: Stage, generator: torch.Generator, log: Path) -> None:
+def _train(vae: AutoencoderKLWan, stage: Stage, draw_clips: DrawClips, generator: torch.Generator, log: Path) -> None:
     vae.requires_grad_(True)
     if stage.beta is None:
         vae.encoder.requires_grad_(False)
@@ -131,7 +136,7 @@ def _train(vae: AutoencoderKLWan, stage: Stage, generator: torch.Generator, log:
                 stage.learning_rate * min(1.0, step / 50) * (0.03 + 0.97 * (1 + math.cos(math.pi * share)) / 2)
             )
         num_frames = stage.num_frames[step % len(stage.num_frames)]
-        clips, coverage = random_clips(stage, num_frames, generator)
+        clips, coverage = draw_clips(stage, num_frames, generator)
         posterior = vae.encode(clips).latent_dist
         error = decoded(vae, posterior.sample(generator)) - clips
         loss = (error.abs() * (1 + coverage)).mean() + error.square().mean()
@@ -154,11 +159,11 @@ def decoded(vae: AutoencoderKLWan, latents: torch.Tensor) -> torch.Tensor:
     """The library's decoding without its clamp to [-1, 1], which would stop gradients.
 
     Args:
-        vae: of Wan 2.1's layout.
-        latents: (B, 16, F, h, w), not normalised.
+        vae: of z channels and a spatial stride s.
+        latents: (B, z, F, h, w), not normalised.
 
     Returns:
-        (B, 3, 4F - 3, 8h, 8w).
+        (B, 3, 4F - 3, s h, s w).
     """
     vae.clear_cache()
     hidden = vae.post_quant_conv(latents)
@@ -168,7 +173,8 @@ def decoded(vae: AutoencoderKLWan, latents: torch.Tensor) -> torch.Tensor:
         frame = hidden[:, :, index : index + 1]
         chunks.append(vae.decoder(frame, feat_cache=vae._feat_map, feat_idx=vae._conv_idx, first_chunk=index == 0))
     vae.clear_cache()
-    return torch.cat(chunks, dim=2)
+    video = torch.cat(chunks, dim=2)
+    return unpatchify(video, vae.config.patch_size) if vae.config.patch_size else video
 
 
 def random_clips(stage: Stage, num_frames: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
@@ -233,25 +239,26 @@ def match_statistics(vae: AutoencoderKLWan, clips: torch.Tensor, *, most: float)
         clips: (B, 3, T, H, W) in [-1, 1], of what the transformer will see.
         most: a channel is made at most so much stronger; one that says nothing stays quiet.
     """
+    z = vae.config.z_dim
     mode = vae.encode(clips).latent_dist.mode()
     mean, std = mode.mean(dim=(0, 2, 3, 4)), mode.std(dim=(0, 2, 3, 4))
-    gain = torch.tensor(STD_21) * (1 / std).clamp(max=most)
-    shift = torch.tensor(MEAN_21) - gain * mean  # new = gain * old + shift
+    gain = torch.tensor(STATISTICS[z]["latents_std"]) * (1 / std).clamp(max=most)
+    shift = torch.tensor(STATISTICS[z]["latents_mean"]) - gain * mean  # new = gain * old + shift
     quant, post = vae.quant_conv, vae.post_quant_conv
-    quant.weight[:16] *= gain.view(-1, 1, 1, 1, 1)
-    quant.bias[:16] = gain * quant.bias[:16] + shift
-    quant.bias[16:] += 2 * gain.log()
+    quant.weight[:z] *= gain.view(-1, 1, 1, 1, 1)
+    quant.bias[:z] = gain * quant.bias[:z] + shift
+    quant.bias[z:] += 2 * gain.log()
     post.weight /= gain.view(1, -1, 1, 1, 1)
     post.bias -= (post.weight[:, :, 0, 0, 0] * shift).sum(dim=1)
 
 
-def original_weights(vae: AutoencoderKLWan, dim: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The weights under the names of Wan 2.1's own file, in its order.
+def original_weights(vae: AutoencoderKLWan, names: Iterable[str], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The weights under the names of Wan's own file, in its order.
 
     Args:
         vae: trained.
-        dim: its channels.
+        names: of the file.
         dtype: of the file.
     """
     weights = vae.state_dict()
-    return {name: weights[new].to(dtype).clone() for name, new in vae_names(vae_shapes(dim)).items()}
+    return {name: weights[new].to(dtype).clone() for name, new in vae_names(names).items()}

@@ -100,8 +100,9 @@ def build(step: type[Step], values: Mapping[str, Any]) -> Step:
     made = {option.name: convert(option, values[option.name]) for option in options(step) if option.name in values}
     if made.get("config_file"):
         beneath = _read_config(step, made["config_file"])
-        if any(name in made for name in step.one_of):
-            beneath = {name: value for name, value in beneath.items() if name not in step.one_of}
+        for group in (step.one_of, *step.at_most_one):
+            if any(name in made for name in group):
+                beneath = {name: value for name, value in beneath.items() if name not in group}
         made = beneath | made
     if lacking := missing(step, made):
         raise UsageError(f"{step.command} needs {', '.join(lacking)}", cure=f"wangen {step.command} --help")
@@ -204,8 +205,10 @@ def _repeat_lists(step: type[Step], words: Sequence[str]) -> list[str]:
 
 def _read_config(step: type[Step], path: Path) -> dict[str, Any]:
     """The values of a `--config_file`. Sections are flattened; keys are flags, known spellings included."""
+    from wangen.generator.configs import find_config
     from wangen.generator.tomls import load
 
+    path = find_config(path)
     flat: dict[str, Any] = {}
     for key, value in load(path).items():
         flat.update(value if isinstance(value, dict) else {key: value})

@@ -13,6 +13,7 @@ from wangen.generator.entry import OVERVIEW
 from wangen.generator.musubi import verdicts
 from wangen.generator.steps import STEPS
 from wangen.generator.table import Option, Step, options, text_of
+from wangen.profiles import config_files
 
 DOCS = Path(__file__).parent.parent / "docs"
 FLAGS_PAGE = DOCS / "flags.md"
@@ -95,6 +96,7 @@ def flags_page() -> str:
         "Printed by `python -m wangen.generator.reference` from the table of steps (`generator/steps.py`).",
         "`wangen STEP …` and `python -m wangen.runtime STEP …` are the same. Dashes may stand for underscores, a flag",
         "that is true or false has a `--no_` form, and `--config_file FILE.toml` takes the same names as keys.",
+        f"Configurations for `train` ship with wangen and are given by name: {', '.join(map(_code, config_files()))}.",
     ]
     for step in STEPS:
         lines += ["", f"## {step.command}", "", (step.__doc__ or "").strip(), ""]
@@ -132,6 +134,10 @@ def from_musubi_page() -> str:
         answers = sorted(step.elsewhere.items())
         lines += [f"| {step.command} | `--{name}` | {_cell(answer)} |" for name, answer in answers]
     return "\n".join(lines) + "\n"
+
+
+def _code(text: str) -> str:
+    return f"`{text}`"
 
 
 def _rows(step: type[Step]) -> Iterator[str]:

@@ -61,8 +61,12 @@ class Step:
     elsewhere: ClassVar[Mapping[str, str]] = {}
     one_of: ClassVar[tuple[str, ...]] = ()
     """Flags that say the same thing in different ways: exactly one of them is given."""
+    at_most_one: ClassVar[tuple[tuple[str, ...], ...]] = ()
+    """Groups of flags that contradict each other: one on the command line wins over the others of a `--config_file`."""
 
-    config_file: Path | None = flag("TOML file holding any of these flags; the command line wins", None)
+    config_file: Path | None = flag(
+        "TOML file holding any of these flags, or the name of a shipped one; the command line wins", None
+    )
     log_file: Path | None = flag("append plain log lines to this file", None)
     report_dir: Path | None = flag("folder for the step's report.json (default: beside what the step makes)", None)
     lock: Path | None = flag("lock file that admits one run at a time", None)

@@ -52,6 +52,7 @@ class Train(DatasetStep):
     spellings: ClassVar[tuple[str, ...]] = (
         "wan_train_network", "wan_train_network.py", "qwen_image_train_network", "qwen_image_train_network.py",
     )  # fmt: skip
+    at_most_one: ClassVar[tuple[tuple[str, ...], ...]] = (("validation_items", "validation_config"),)
     elsewhere: ClassVar[Mapping[str, str]] = ELSEWHERE
 
     smoke: bool = flag(f"{TRY}, {SMOKE_STEPS} steps from step 0, into the folder smoke of the output folder", False)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
 from math import exp
+from pathlib import Path
 from typing import Any, Literal
 
 WEIGHT_ROLES = ("vae", "t5", "clip", "dit", "dit_high_noise")
@@ -283,6 +284,12 @@ def platform_names() -> list[str]:
 def model_names() -> list[str]:
     """Names of the model profiles, which are the values of `--task`."""
     return _names("models")
+
+
+def config_files() -> dict[str, Path]:
+    """The configurations for `--config_file` that ship with wangen, by name."""
+    folder = Path(str(files(__name__))) / "configs"
+    return {name: folder / f"{name}.toml" for name in _names("configs")}
 
 
 @cache

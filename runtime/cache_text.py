@@ -12,6 +12,7 @@ from wangen.generator.session import Report
 from wangen.generator.steps import CacheText
 from wangen.profiles import Model
 from wangen.runtime.cache import Encoder, Kind, load
+from wangen.runtime.cache.recipes import digest
 from wangen.runtime.media import open_image
 from wangen.runtime.models import PromptEncoder, family, model_of_cache, text_encoder_identity
 from wangen.runtime.needs import TEXT_KINDS, EntryWriter, Need, Waiting, Work, claimed, fill
@@ -72,7 +73,7 @@ def _dtype(options: CacheText) -> str:
 
 
 def encode(options: CacheText, encoder: Encoder, work: Work) -> int:
-    """Write every missing entry, copying from another folder where it is valid there; returns how many were encoded.
+    """Write every missing entry, copying what another one has of the same text; returns how many were encoded.
 
     Args:
         options: of the step.
@@ -82,13 +83,13 @@ def encode(options: CacheText, encoder: Encoder, work: Work) -> int:
     Raises:
         WangenError: values are not finite, memory or disk is full.
     """
-    elsewhere = {need.recipe.content_key: need.verdict.entry for need in work.valid}
+    elsewhere = {_text_of(need): need.verdict.entry for need in work.valid}
     with ExitStack() as stack, progress("captions", len(work.missing)) as advance:
         paths = dict.fromkeys(need.folder.path for need in work.missing)
         writers: dict[Path, EntryWriter] = {path: stack.enter_context(work.open_writer(path)) for path in paths}
         left: list[Need] = []
         for need in work.missing:
-            if entry := elsewhere.get(need.recipe.content_key):
+            if entry := elsewhere.get(_text_of(need)):
                 writers[need.folder.path].put(need.recipe, encoder, load(entry))
                 writers[need.folder.path].commit_if_due()
                 advance(1, "")
@@ -200,7 +201,7 @@ class _Texts:
         same: dict[tuple[int, str, str], list[Need]] = {}  # short captions first, so that a group's lengths are close
         for need in needs:
             caption = str(need.recipe.content["caption"])
-            same.setdefault((len(caption), caption, need.recipe.content_key), []).append(need)
+            same.setdefault((len(caption), caption, _text_of(need)), []).append(need)
         mine = self._claimed((same[text] for text in sorted(same)), theirs)
         while group := list(islice(mine, self._embedder.group_size)):
             self._encode_group(group)
@@ -227,6 +228,11 @@ class _Texts:
         self.num_encoded += len(group)
         for writer in self._writers.values():
             writer.commit()
+
+
+def _text_of(need: Need) -> str:
+    """What all entries have in common that hold the same embedding: an empty caption is the empty prompt."""
+    return digest(need.recipe.content)
 
 
 def _control_pictures(sample: Sample) -> "list[Image.Image]":

@@ -67,6 +67,7 @@ def test_the_wheel_installs_into_a_plain_folder_and_runs_without_torch(tmp_path)
         "wangen/templates/run.sh.j2",
         "wangen/profiles/models/t2v-1.3B.toml",
         "wangen/profiles/platforms/linux.toml",
+        "wangen/profiles/configs/world-model.toml",
         "wangen/generator/overview.txt",
         "wangen/generator/py.typed",
         "wangen/examples/dataset/cat.jpg",

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from wangen import profiles
 from wangen.generator.errors import UsageError, WangenError, many
 from wangen.generator.lint import bat, exits, experts, flags, order, own, ps1, sh, shell, toml, tools, writing
 from wangen.generator.lint.kinds import Finding
@@ -80,7 +81,8 @@ def _read_config(script: Script, call: Call) -> None:
     """Take in a `--config_file`; when it cannot be seen from here, the call has more flags than are known."""
     if call.given("config_file") is None:
         return
-    path = toml.locate(script, call, call.value("config_file") or "")
+    value = call.value("config_file") or ""
+    path = toml.locate(script, call, value) or profiles.config_files().get(value)
     try:
         values = load(path) if path else None
     except WangenError:

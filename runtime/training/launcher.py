@@ -54,7 +54,7 @@ def train_together(options: Train) -> Report:
     meeting = meeting_here()
     if num_nodes > 1:
         meeting, folder = slurm_meeting(os.environ), folder / os.environ["SLURMD_NODENAME"]
-    own, restarts = replace(options, gpus="1"), options.max_restarts
+    own, restarts = replace(options, gpus="1", config_file=None), options.max_restarts  # its values are in the others
     try:
         _run(own, number, folder, min_nodes=num_nodes, max_nodes=num_nodes, max_restarts=restarts, **meeting)
     except ChildFailedError as error:
@@ -83,7 +83,7 @@ def encode_together(options: CacheStep) -> None:
     folder = options.log_file.with_suffix("") if options.log_file else (options.report_dir or options.dataset.parent)
     folder = (folder if options.log_file else folder / "logs").absolute()
     log.info("  %s encode a part each, with logs in %s", many(number, "process", "processes"), folder)
-    part = replace(options, gpus="1", shard="auto", log_file=None, lock=None, report_dir=folder)
+    part = replace(options, gpus="1", shard="auto", log_file=None, lock=None, report_dir=folder, config_file=None)
     for name in [name for name in os.environ if name.startswith(ARRAY)]:
         del os.environ[name]  # an array's tasks have other work: the parts are of this one's
     try:
