@@ -13,6 +13,8 @@ from tiny import TinyRun
 from wangen.generator.cli import main
 from wangen.generator.errors import UsageError
 from wangen.generator.steps import CacheLatents, CacheText
+from wangen.runtime.cache import Folder
+from wangen.runtime.cache.reading import whole_bytes
 from wangen.runtime.shards import Shard
 from wangen.runtime.training import launcher
 
@@ -59,6 +61,16 @@ def test_processes_fill_the_cache_that_one_fills(tiny_run: TinyRun, tmp_path: Pa
     assert done.returncode == 0, done.stderr
     assert "part each" in done.stdout + done.stderr
     assert entries(tmp_path / "two") == entries(tmp_path / "one")
+
+
+@pytest.mark.slow
+def test_processes_write_packs_of_their_own(tiny_run: TinyRun, tmp_path: Path):
+    for step in steps(tiny_run, tmp_path / "packed", gpus="2", packed=True):
+        done = run(alone(step))
+        assert done.returncode == 0, done.stderr
+    found = Folder(tmp_path / "packed" / "cache", deep=True)
+    assert {entry.file: whole_bytes(entry) for entry in found.packs} == entries(tiny_run.folder)
+    assert (found.files, found.damaged) == ([], {})
 
 
 @pytest.mark.slow
