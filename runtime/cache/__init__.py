@@ -19,6 +19,7 @@ from wangen.runtime.cache.recipes import (
     Encoder,
     Kind,
     Recipe,
+    decoded_by,
     digest,
     prompt_digest,
 )
@@ -41,6 +42,7 @@ __all__ = [
     "Recipe",
     "State",
     "Verdict",
+    "decoded_by",
     "difference",
     "digest",
     "load",
