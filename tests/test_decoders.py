@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import av
 import numpy as np
@@ -24,6 +24,7 @@ from stand_in_decoders import SimpleDecoder, StandIn
 
 from wangen.generator.dataset import read_facts
 from wangen.generator.errors import UsageError, WangenError
+from wangen.generator.step_parts import Decoder
 from wangen.runtime.decoders import choice
 from wangen.runtime.decoders.base import FrameDecoder
 from wangen.runtime.decoders.pyav import PYAV, shown_frames
@@ -260,6 +261,21 @@ def test_what_pynvvideocodec_numbers_otherwise_is_left_to_pyav(
     assert_same(clips["plain"], decoder)
     told = [record.getMessage().partition("PyAV: ")[2].partition(";")[0] for record in caplog.records]
     assert told == ["its picture is to be turned", "a frame came whose time stamp is another than asked for"]
+
+
+def test_a_failure_of_the_library_is_told_and_pyav_decodes(
+    clips: dict[str, Path],
+    nvidia: type[SimpleDecoder],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(nvidia, "lag", 100)
+    assert_same(clips["plain"], PyNvVideoCodec.on(torch.device("cuda")))
+    assert "it fails with 'out of range'" in caplog.text
+
+
+def test_what_is_offered_is_what_can_be_chosen():
+    assert get_args(Decoder) == ("auto", *choice.DECODERS)
 
 
 @pytest.fixture

@@ -151,7 +151,8 @@ class ByNumber(ABC):
                     raise NotTakenError("a frame came whose time stamp is another than asked for")
                 yield from [Image.fromarray(pixels)] * times[number]
         except self.errors as error:
-            raise NotTakenError(str(error).partition("\n")[0] or type(error).__name__) from error
+            reason = str(error).partition("\n")[0] or type(error).__name__
+            raise NotTakenError(f"it fails with {reason!r}") from error
 
 
 @lru_cache(maxsize=16)

@@ -53,7 +53,8 @@ class PyNvVideoCodec(ByNumber):
         except (ImportError, OSError, RuntimeError) as error:
             raise UsageError(
                 f"--decoder pynvvideocodec: it cannot be loaded: {str(error).partition(chr(10))[0]}",
-                cure="pip install PyNvVideoCodec, or give --decoder pyav",
+                cure="pip install PyNvVideoCodec, let a container see the driver's video libraries "
+                "(NVIDIA_DRIVER_CAPABILITIES=compute,utility,video), or give --decoder pyav",
             ) from None
         return cls(device.index or 0)
 

@@ -46,8 +46,9 @@ class TorchCodec(ByNumber):
             import torchcodec
             import torchcodec.decoders
         except (ImportError, OSError, RuntimeError) as error:
+            reason = str(error).partition("\n")[0].removesuffix(" Likely causes:")
             raise UsageError(
-                f"--decoder torchcodec: it cannot be loaded: {str(error).partition(chr(10))[0]}",
+                f"--decoder torchcodec: it cannot be loaded: {reason}",
                 cure="pip install torchcodec (0.13 where PyTorch has no CUDA) and FFmpeg's shared libraries, or give "
                 "--decoder pyav",
             ) from None
