@@ -4,11 +4,14 @@ What is said of torchcodec runs where torchcodec and FFmpeg's libraries are inst
 adapter is tested against a stand-in with the signatures of its wheel.
 """
 
+import ast
 import logging
 import struct
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, get_args
@@ -179,6 +182,23 @@ def test_threads_may_ask_torchcodec_at_once(clips: dict[str, Path], torchcodec: 
         list(pool.map(lambda path: assert_same(path, torchcodec), paths))
 
 
+def test_torchcodec_reads_a_long_video_once_for_its_clips_and_anew_when_it_changed(
+    clips: dict[str, Path], torchcodec: TorchCodec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    opened = []
+    real = sys.modules["torchcodec.decoders"].VideoDecoder
+    monkeypatch.setattr(
+        "torchcodec.decoders.VideoDecoder", lambda path, **words: opened.append(path) or real(path, **words)
+    )
+    path = tmp_path / "a.mp4"
+    path.write_bytes(clips["plain"].read_bytes())
+    assert_same(path, torchcodec)
+    assert opened == [path]
+    path.write_bytes(clips["variable"].read_bytes())
+    assert_same(path, torchcodec)
+    assert opened == [path, path]
+
+
 def test_a_damaged_clip_is_one_message_by_torchcodec_too(
     clips: dict[str, Path], torchcodec: TorchCodec, tmp_path: Path
 ):
@@ -247,6 +267,22 @@ def test_pynvvideocodec_is_asked_for_the_frames_that_pyav_shows(
         assert_same(clips[name], decoder, name)
     assert nvidia.made == [{"gpu": 1, "device": True, "color": "RGB"}] * 35
     assert not caplog.records
+
+
+def test_the_stand_in_has_the_signatures_of_the_wheel():
+    """Read from the wheel's source: without a driver it cannot be imported."""
+    found = find_spec("PyNvVideoCodec")
+    if found is None or found.origin is None:
+        pytest.skip("PyNvVideoCodec is not installed")
+    source = Path(found.origin).parent / "decoders" / "SimpleDecoder.py"
+    (wheel,) = (
+        node for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))) if isinstance(node, ast.ClassDef)
+    )
+    methods = {
+        node.name: [word.arg for word in node.args.args] for node in wheel.body if isinstance(node, ast.FunctionDef)
+    }
+    for name in ("__init__", "__len__", "get_batch_frames_by_index"):
+        assert list(signature(getattr(SimpleDecoder, name)).parameters) == methods[name]
 
 
 def test_what_pynvvideocodec_numbers_otherwise_is_left_to_pyav(

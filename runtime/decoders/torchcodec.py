@@ -3,11 +3,13 @@
 import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from threading import local
 from typing import TYPE_CHECKING, Any, Self
 
 from wangen.generator.errors import UsageError
 from wangen.runtime.decoders.base import ByNumber, NotTakenError
 from wangen.runtime.decoders.stamps import Stamps
+from wangen.runtime.sources import state_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,6 +34,7 @@ class TorchCodec(ByNumber):
     def __init__(self, device: "torch.device") -> None:
         super().__init__()
         self.device = device
+        self._kept = local()
 
     @classmethod
     def on(cls, device: "torch.device") -> "Self":
@@ -62,13 +65,9 @@ class TorchCodec(ByNumber):
     ) -> Iterator[tuple[float, "np.ndarray[Any, np.dtype[np.uint8]]"]]:
         """As `ByNumber.decode`."""
         import torch
-        from torchcodec.decoders import VideoDecoder
 
         try:
-            video = VideoDecoder(
-                path, stream_index=stamps.stream, dimension_order="NHWC", num_ffmpeg_threads=0,
-                device=self.device, seek_mode="exact",
-            )  # fmt: skip
+            video = self._video(path, stamps.stream)
             if len(video) != len(stamps.frames):
                 raise NotTakenError("it counts other frames than there are time stamps")
             # Before 0.11 it turns nothing and does not say so; other than quarters it does not turn as PyAV does.
@@ -80,3 +79,17 @@ class TorchCodec(ByNumber):
                 yield from zip((batch.pts_seconds / float(stamps.tick)).tolist(), batch.data.cpu().numpy(), strict=True)
         except torch.OutOfMemoryError:
             raise MemoryError from None
+
+    def _video(self, path: Path, stream: int) -> Any:
+        """The decoder of a file. Each thread keeps the last one: the exact mode reads the whole file to open it."""
+        from torchcodec.decoders import VideoDecoder
+
+        file = (path, state_of(path), stream)
+        if getattr(self._kept, "file", None) != file:
+            self._kept.file = self._kept.video = None
+            self._kept.video = VideoDecoder(
+                path, stream_index=stream, dimension_order="NHWC", num_ffmpeg_threads=0,
+                device=self.device, seek_mode="exact",
+            )  # fmt: skip
+            self._kept.file = file
+        return self._kept.video
