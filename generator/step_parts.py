@@ -8,6 +8,7 @@ from wangen.generator.table import SMOKE, Step, flag
 
 Attention = Literal["auto", "sdpa", "flash", "flash3", "xformers", "sage"]
 Dtype = Literal["float32", "bfloat16", "float16"]
+Decoder = Literal["auto", "pyav", "torchcodec", "pynvvideocodec"]
 ExportDtype = Literal["float32", "bfloat16", "float16", "float8_e4m3fn", "fp8_scaled"]
 
 DTYPE_VALUES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -28,6 +29,10 @@ TEXT_ENCODER = ("text_encoder",)
 TOKENIZER = "tokenizer folder or file (default: found beside or inside the text encoder's weights)"
 CLIP = "CLIP image encoder weights (Wan 2.1 I2V): .pth, .safetensors or a folder"
 CACHE_TASK = "model profile that the cache is for (default: text-to-video with this VAE)"
+DECODER = (
+    "what decodes clips, to the same frames: pyav, torchcodec or (on an NVIDIA GPU) pynvvideocodec, which are to be "
+    "installed beside wangen; auto is torchcodec on a GPU where it loads, else pyav"
+)
 VAE_CACHE = "keep what the VAE remembers of earlier frames in host memory: slower, the same latents"
 FP8_T5 = "hold the text encoder in 8 bits: half the memory of bfloat16, and embeddings that differ a little"
 

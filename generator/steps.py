@@ -24,6 +24,7 @@ from wangen.generator.report_steps import Watch as Watch
 from wangen.generator.step_parts import (
     CACHE_TASK,
     CLIP,
+    DECODER,
     DIT,
     DTYPE_VALUES,
     FP8_T5,
@@ -36,6 +37,7 @@ from wangen.generator.step_parts import (
     VAE,
     VAE_CACHE,
     DatasetStep,
+    Decoder,
     Dtype,
     ExportDtype,
     vae_tile,
@@ -162,6 +164,7 @@ class CacheLatents(CacheStep):
     )
     vae_cache_cpu: bool = flag(VAE_CACHE, False)
     vae_tile: int = vae_tile()
+    decoder: Decoder | None = flag(f"{DECODER} (default: pyav)", None)
     batch_size: int | None = flag("largest number of items in one encode (default: the dataset's batch_size)", None)
 
 

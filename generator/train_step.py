@@ -11,6 +11,7 @@ from wangen.generator.errors import UsageError
 from wangen.generator.launch import asks_for_several, launch, machines, require_together
 from wangen.generator.step_parts import (
     CLIP,
+    DECODER,
     DEFAULT_EPOCHS,
     DIT,
     DTYPE_VALUES,
@@ -25,6 +26,7 @@ from wangen.generator.step_parts import (
     VAE_CACHE,
     Attention,
     DatasetStep,
+    Decoder,
     Dtype,
 )
 from wangen.generator.table import SMOKE, flag
@@ -257,6 +259,7 @@ class Train(DatasetStep):
     vae: Path | None = flag(f"{VAE}; {_DECODES}", None)
     vae_dtype: Dtype | None = flag(f"precision of the VAE; {_DECODES}", None, values=DTYPE_VALUES)
     vae_cache_cpu: bool = flag(f"{VAE_CACHE}; {_DECODES}", False)
+    decoder: Decoder | None = flag(f"{DECODER} (default: as for the entries that are there, else pyav); {_FLY}", None)
     vae_device: str | None = flag(f"where the VAE encodes (default: --device); {_FLY}", None)
     clip: Path | None = flag(f"{CLIP}; {_ENCODES}", None)
     t5: Path | None = flag(f"{T5}; {_ENCODES}", None, names=TEXT_ENCODER)
@@ -274,8 +277,7 @@ class Train(DatasetStep):
     validate_every_n_steps: int | None = flag("steps between two validations (default: once an epoch)", None, knob=True)
     keep_best: bool = flag("keep the LoRA with the lowest validation loss as -best", False)
     sample_prompts: Path | None = flag(
-        "samples on the way: a prompt file, .txt (a prompt per line, then --w --h --f --d --s …), .toml or .json",
-        None,
+        "samples on the way: a prompt file, .txt (a prompt per line, then --w --h --f --d --s …), .toml or .json", None
     )
     sample_continuations: int = flag(
         "so many held-out clips are continued from their --condition_frames whenever samples are due: videos beside "

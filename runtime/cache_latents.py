@@ -11,8 +11,9 @@ from wangen.generator import headers, kinds
 from wangen.generator.session import Report
 from wangen.generator.steps import CacheLatents
 from wangen.profiles import Model
-from wangen.runtime.cache import NO_ENCODER, Encoder, Folder, Kind
+from wangen.runtime.cache import NO_ENCODER, Encoder, Folder, Kind, decoded_by
 from wangen.runtime.cache.needed import DatasetNeeds
+from wangen.runtime.decoders.choice import decoder_name, open_decoder
 from wangen.runtime.models import model_of_cache, vae_identity
 from wangen.runtime.needs import Work, fill, has_clip, latent_kinds
 from wangen.runtime.rocm import on_cpu, vae_dtype
@@ -82,13 +83,15 @@ def latent_encoders(options: CacheLatents, model: Model, clip: Path | None) -> M
     """What makes each kind, and in which precision. Torch is asked only when that depends on the device.
 
     Raises:
+        UsageError: `--decoder auto`, and no such device as `--device` says.
         WangenError: a weight file cannot be read.
     """
-    vae = Encoder(vae_identity(options.vae, options.vae_tile), _vae_dtype(options))
+    decoder = decoder_name(options.decoder, options.device, options.local_rank)
+    vae = Encoder(vae_identity(options.vae, options.vae_tile, decoder), _vae_dtype(options))
     made_by: dict[Kind, Encoder] = dict.fromkeys(latent_kinds(model, clip=clip is not None), vae)
     made_by["mask"] = NO_ENCODER
     if clip:
-        made_by["clip"] = Encoder(headers.identity(clip, "--clip"), _clip_dtype(options))
+        made_by["clip"] = Encoder(decoded_by(headers.identity(clip, "--clip"), decoder), _clip_dtype(options))
     return made_by
 
 
@@ -115,7 +118,8 @@ def _contact_sheet(options: CacheLatents, samples: list[Sample]) -> Report:
 
     assert options.debug_mode
     folder = options.report_dir or options.dataset.parent
-    path = write_sheet(samples, options.debug_mode, folder / f"{options.dataset.stem}_sheet" / "index.html")
+    decoder = open_decoder(options.decoder, options.device, options.local_rank)
+    path = write_sheet(samples, options.debug_mode, folder / f"{options.dataset.stem}_sheet" / "index.html", decoder)
     return Report(
         folder=folder,
         summary=f"nothing encoded; open {path}",

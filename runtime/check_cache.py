@@ -14,13 +14,15 @@ from wangen.generator.session import Report
 from wangen.generator.steps import CheckCache
 from wangen.generator.tomls import DatasetEntry
 from wangen.profiles import Model
-from wangen.runtime.cache import EDIT_NAMES, NO_ENCODER, TEXT_KINDS, Encoder, Folder, Kind
+from wangen.runtime.cache import EDIT_NAMES, NO_ENCODER, TEXT_KINDS, Encoder, Folder, Kind, decoded_by
 from wangen.runtime.cache.leftovers import repair
+from wangen.runtime.decoders.choice import DECODERS
 from wangen.runtime.models import model_of_cache, text_encoder_identity, vae_identity
 from wangen.runtime.needs import (
     WORDS,
     Need,
     count_states,
+    encoders_before,
     expected_encoder,
     judge,
     latent_kinds,
@@ -114,7 +116,10 @@ def _encoders(options: CheckCache, model: Model, folders: list[Folder], samples:
 
 
 def _encoder(options: CheckCache, folders: list[Folder], samples: list[Sample], kind: Kind) -> Encoder | None:
-    """The encoder to judge a kind against: what the flags name, and for the rest what training would take."""
+    """The encoder to judge a kind against: what the flags name, and for the rest what training would take.
+
+    No flag names the decoder: it is that of the entries which are there.
+    """
     if kind == "mask":
         return NO_ENCODER
     dtype: str | None
@@ -128,6 +133,10 @@ def _encoder(options: CheckCache, folders: list[Folder], samples: list[Sample], 
     else:
         identity = vae_identity(options.vae, options.vae_tile) if options.vae else None
         dtype = vae_dtype(options.vae_dtype)
+    if identity and kind not in TEXT_KINDS:
+        before = {encoder.identity for encoder in encoders_before(folders, samples, kind, options.dataset)}
+        decoded = (decoded_by(identity, decoder) for decoder in DECODERS)
+        identity = next((one for one in decoded if one in before), identity)
     return expected_encoder(folders, samples, kind, options.dataset, identity=identity, dtype=dtype)
 
 

@@ -16,6 +16,8 @@ from urllib.parse import quote
 from wangen.generator.errors import WangenError, many, printable
 from wangen.generator.files import write_text
 from wangen.runtime.ahead import ahead
+from wangen.runtime.decoders.base import FrameDecoder
+from wangen.runtime.decoders.pyav import PYAV
 from wangen.runtime.media import control_frames, mask_frames, target_frames
 from wangen.runtime.samples import Sample, make_folder
 
@@ -58,7 +60,7 @@ class _Picture:
     error: str = ""
 
 
-def write_sheet(samples: Sequence[Sample], mode: Mode, path: Path) -> Path:
+def write_sheet(samples: Sequence[Sample], mode: Mode, path: Path, decoder: FrameDecoder = PYAV) -> Path:
     """Write an HTML page of samples, grouped by bucket, and its pictures into the folder `<stem>_files` beside it.
 
     At most `MAX_SAMPLES` samples and `MAX_PIXELS` pixels are shown, of every bucket in turn; the rest is counted. A
@@ -68,6 +70,7 @@ def write_sheet(samples: Sequence[Sample], mode: Mode, path: Path) -> Path:
         samples: of the whole dataset.
         mode: `image` shows first frames, `video` whole clips at the model's frame rate.
         path: the page; an older one is replaced.
+        decoder: of the clips.
 
     Returns:
         The page.
@@ -84,7 +87,7 @@ def write_sheet(samples: Sequence[Sample], mode: Mode, path: Path) -> Path:
     for sample in samples:
         buckets.setdefault((*sample.size, sample.count), []).append(sample)
     chosen = _chosen(buckets.values(), mode)
-    jobs = [partial(_draw, sample, mode, folder, number) for number, sample in enumerate(chosen, 1)]
+    jobs = [partial(_draw, sample, mode, folder, number, decoder) for number, sample in enumerate(chosen, 1)]
     shown: dict[tuple[int, int, int], list[str]] = {}
     for sample, pictures in zip(chosen, ahead(jobs, _THREADS), strict=True):
         shown.setdefault((*sample.size, sample.count), []).append(_article(sample, pictures, folder.name))
@@ -106,11 +109,13 @@ def _chosen(buckets: Iterable[Sequence[Sample]], mode: Mode) -> list[Sample]:
     return found
 
 
-def _draw(sample: Sample, mode: Mode, folder: Path, number: int) -> list[_Picture]:
+def _draw(sample: Sample, mode: Mode, folder: Path, number: int, decoder: FrameDecoder) -> list[_Picture]:
     """Write the pictures of one sample: the target, its control media and its mask."""
     first_only = mode == "image"
-    sources: dict[str, Callable[[], Frames]] = {"target": partial(target_frames, sample, first_only=first_only)}
-    sources |= {f"control{i}": partial(control_frames, sample, i) for i in range(len(sample.item.controls))}
+    target = partial(target_frames, sample, first_only=first_only, decoder=decoder)
+    sources: dict[str, Callable[[], Frames]] = {"target": target}
+    controls = range(len(sample.item.controls))
+    sources |= {f"control{i}": partial(control_frames, sample, i, decoder=decoder) for i in controls}
     sources |= {"mask": partial(mask_frames, sample)} if sample.item.mask else {}
     found = []
     for label, read in sources.items():

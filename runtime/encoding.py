@@ -17,6 +17,8 @@ from wangen.generator.steps import CacheLatents
 from wangen.profiles import Model
 from wangen.runtime.ahead import ahead
 from wangen.runtime.cache import Encoder, Kind, Recipe, load
+from wangen.runtime.decoders.base import FrameDecoder
+from wangen.runtime.decoders.choice import open_decoder
 from wangen.runtime.media import control_frames, mask_frames, target_frames
 from wangen.runtime.models import LatentEncoder, family
 from wangen.runtime.needs import EntryWriter, Need, Waiting, Work, claimed
@@ -114,7 +116,8 @@ def _encode_needs(
     theirs: list[Need] = []
     done = 0
     batches = _claimed(_batches(needs, options.batch_size), models, writer, theirs, advance)
-    with closing(ahead((partial(_decoded, batch) for batch in batches), num_workers(options.num_workers))) as decoded:
+    jobs = (partial(_decoded, batch, models.decoder) for batch in batches)
+    with closing(ahead(jobs, num_workers(options.num_workers))) as decoded:
         for batch, frames in decoded:
             for need, tensors in models.encode(batch, frames):
                 writer.put(need.recipe, models.encoders[need.recipe.kind], tensors)
@@ -159,11 +162,11 @@ def _claimed(
         yield from mine.values()
 
 
-def _decoded(batch: list[Job]) -> tuple[list[Job], list[Frames]]:
-    return batch, [_frames(job) for job in batch]
+def _decoded(batch: list[Job], decoder: FrameDecoder) -> tuple[list[Job], list[Frames]]:
+    return batch, [_frames(job, decoder) for job in batch]
 
 
-def _frames(job: Job) -> Frames:
+def _frames(job: Job, decoder: FrameDecoder) -> Frames:
     """Everything of a job that is decoded.
 
     Raises:
@@ -171,9 +174,10 @@ def _frames(job: Job) -> Frames:
     """
     sample, frames = job.sample, Frames()
     if job.kinds & {"latent", "image_latent", "clip"}:
-        frames["target"] = target_frames(sample, first_only="latent" not in job.kinds)
+        frames["target"] = target_frames(sample, first_only="latent" not in job.kinds, decoder=decoder)
     if "control_latent" in job.kinds:
-        frames |= {f"control{number}": control_frames(sample, number) for number in range(len(sample.controls))}
+        controls = range(len(sample.controls))
+        frames |= {f"control{number}": control_frames(sample, number, decoder=decoder) for number in controls}
     if "mask" in job.kinds:
         frames["mask"] = mask_frames(sample)
     for path, source in sample.files():
@@ -182,7 +186,11 @@ def _frames(job: Job) -> Frames:
 
 
 class Models:
-    """The encoders, each loaded when it is first needed."""
+    """The encoders, each loaded when it is first needed, and what decodes for them.
+
+    Raises:
+        UsageError: the decoder cannot run here.
+    """
 
     def __init__(
         self, options: CacheLatents, model: Model, clip: Path | None, encoders: Mapping[Kind, Encoder]
@@ -191,6 +199,7 @@ class Models:
         self.model = model
         self.clip = clip
         self.encoders = encoders
+        self.decoder = open_decoder(options.decoder, options.device, options.local_rank)
         self._family = family(model)
         self._vaes: dict[str, LatentEncoder] = {}
 
@@ -218,7 +227,7 @@ class Models:
             WangenError: a source cannot be decoded, or the memory is full.
         """
         job = Job(need.sample, (need,))
-        ((_, tensors),) = self.encode([job], [_frames(job)])
+        ((_, tensors),) = self.encode([job], [_frames(job, self.decoder)])
         return tensors
 
     def _results(self, first: Job, frames: list[Frames]) -> dict[str, "torch.Tensor"]:

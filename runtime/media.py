@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 from wangen.generator.dataset import DECODING_ERRORS, media_of, read_facts
 from wangen.generator.errors import WangenError, many
 from wangen.generator.manifests import read_manifest
-from wangen.generator.npz import is_npz, read_npz
 from wangen.generator.toml_values import WHITE
-from wangen.runtime.numbered_frames import StoredFrame, numbered_frames, undecodable
+from wangen.runtime.decoders.base import FrameDecoder, decoded
+from wangen.runtime.decoders.pyav import PYAV, shown_at, timed, upright
+from wangen.runtime.numbered_frames import numbered_frames, undecodable
 
 if TYPE_CHECKING:
     import numpy as np
@@ -26,22 +27,22 @@ if TYPE_CHECKING:
 
     Frames = np.ndarray[Any, np.dtype[np.uint8]]
 
-EXACT_S = 5e-7
-"""Time stamps that differ by less are the same: this absorbs the rounding of floating point."""
-COARSE_S = 0.002
-"""A longer tick is the duration of a frame, and stamps in it are exact; a shorter one is a clock that rounds them."""
 
-
-def target_frames(sample: "Sample", *, first_only: bool = False) -> "Frames":
+def target_frames(sample: "Sample", *, first_only: bool = False, decoder: FrameDecoder = PYAV) -> "Frames":
     """What is encoded of a sample: (3, T, H, W) uint8, T = 1 of an image; `first_only` gives the first frame alone.
+
+    Args:
+        sample: which frames of which file.
+        first_only: T = 1 of a clip as well.
+        decoder: of its file, if it is a video.
 
     Raises:
         WangenError: the file cannot be decoded or has fewer frames.
     """
-    return _cut(sample.item.path, sample, 1 if first_only else sample.count)
+    return _cut(sample.item.path, sample, 1 if first_only else sample.count, decoder)
 
 
-def control_frames(sample: "Sample", number: int) -> "Frames":
+def control_frames(sample: "Sample", number: int, *, decoder: FrameDecoder = PYAV) -> "Frames":
     """What is encoded of control media `number`, counted from 0: (3, T, H, W) uint8.
 
     Cut as the target is, or with a `control_resolution` whole and at a size of its own. A still picture stands for
@@ -52,7 +53,7 @@ def control_frames(sample: "Sample", number: int) -> "Frames":
     """
     path, size = sample.item.controls[number], sample.control_size(number)
     if size is None:
-        return _cut(path, sample, sample.count)
+        return _cut(path, sample, sample.count, decoder)
     with _enough_memory(path, size, 1):
         return load_image(path, size, sample.entry.background_color, whole=True)
 
@@ -60,7 +61,8 @@ def control_frames(sample: "Sample", number: int) -> "Frames":
 def mask_frames(sample: "Sample") -> "Frames":
     """The mask of a sample: (1, T, H, W) uint8, 255 where the item counts, cut as the target is.
 
-    Resized bilinearly, and what is transparent counts as black. A still picture stands for every frame.
+    Resized bilinearly, and what is transparent counts as black. A still picture stands for every frame. PyAV decodes
+    masks, whatever decodes the rest: no weights make their entries, and so nothing in their keys would tell.
 
     Raises:
         ValueError: the sample has no mask.
@@ -68,18 +70,20 @@ def mask_frames(sample: "Sample") -> "Frames":
     """
     if sample.item.mask is None:
         raise ValueError(f"{sample.name} has no mask")
-    return _cut(sample.item.mask, sample, sample.count, grey=True)
+    return _cut(sample.item.mask, sample, sample.count, PYAV, grey=True)
 
 
-def _cut(path: Path, sample: "Sample", count: int, *, grey: bool = False) -> "Frames":
+def _cut(path: Path, sample: "Sample", count: int, decoder: FrameDecoder, *, grey: bool = False) -> "Frames":
     """Frames of a file of the sample: (3, T, H, W) uint8, or (1, T, H, W) in grey."""
     with _enough_memory(path, sample.size, count):
         if media_of(path) == "image":
             frame = load_image(path, sample.size, sample.entry.background_color, grey=grey)
             return frame.repeat(count, axis=1)
         if (excerpt := sample.item.excerpt) and path == sample.item.path:
-            return load_numbered(path, sample.size, excerpt.numbers(sample.start, count))
-        return load_clip(path, sample.size, sample.start, count, sample.fps, sample.entry.source_fps, grey=grey)
+            return load_numbered(path, sample.size, excerpt.numbers(sample.start, count), decoder)
+        return load_clip(
+            path, sample.size, sample.start, count, sample.fps, sample.entry.source_fps, decoder=decoder, grey=grey
+        )
 
 
 @contextmanager
@@ -152,6 +156,7 @@ def load_clip(
     fps: float,
     source_fps: float | None = None,
     *,
+    decoder: FrameDecoder = PYAV,
     grey: bool = False,
 ) -> "Frames":
     """Frames `start … start+count-1` at `fps` frames per second as (3, T, H, W) uint8.
@@ -165,6 +170,7 @@ def load_clip(
         count: number of frames.
         fps: the model's frame rate.
         source_fps: the video's frame rate, when its own time stamps are wrong.
+        decoder: of the video.
         grey: as a mask: (1, T, H, W), resized bilinearly.
 
     Raises:
@@ -172,7 +178,11 @@ def load_clip(
     """
     import numpy as np
 
-    frames = [np.asarray(fit(frame, size, grey=grey)) for frame in _resampled(path, start, count, fps, source_fps)]
+    def load(by: FrameDecoder) -> list[Any]:
+        shown = by.shown(path, range(start, start + count), fps, source_fps)
+        return [np.asarray(fit(frame, size, grey=grey)) for frame in shown]
+
+    frames = decoded(decoder, path, load)
     if len(frames) != count:
         raise WangenError(
             f"too short: frames {start} to {start + count - 1} at {fps:g} fps are needed, it ends before frame "
@@ -184,20 +194,24 @@ def load_clip(
     return stacked[None] if grey else stacked.transpose(3, 0, 1, 2)
 
 
-def load_numbered(path: Path, size: tuple[int, int], numbers: range) -> "Frames":
+def load_numbered(path: Path, size: tuple[int, int], numbers: range, decoder: FrameDecoder = PYAV) -> "Frames":
     """The frames of a video that have these numbers, counted from 0 as they are shown, as (3, T, H, W) uint8.
 
     Args:
         path: the video.
         size: (width, height) in pixels that each frame covers and is cropped to.
         numbers: T of them, ascending.
+        decoder: of the video.
 
     Raises:
         WangenError: the file cannot be decoded or has not all of them.
     """
     import numpy as np
 
-    frames = [np.asarray(fit(upright(frame), size)) for frame in numbered_frames(path, numbers)]
+    def load(by: FrameDecoder) -> list[Any]:
+        return [np.asarray(fit(frame, size)) for frame in by.numbered(path, numbers)]
+
+    frames = decoded(decoder, path, load)
     return np.stack(frames).transpose(3, 0, 1, 2)
 
 
@@ -218,24 +232,10 @@ def load_pictures(path: Path, count: int, max_side: int) -> "list[Image.Image]":
         pictures = [open_image(path, WHITE)]
     else:
         part_s = read_facts(path).duration_s / count
-        pictures = [upright(frame) for frame in _shown_at(path, [(n + 0.5) * part_s for n in range(count)])]
+        pictures = [upright(frame) for frame in shown_at(path, [(n + 0.5) * part_s for n in range(count)])]
     for picture in pictures:
         picture.thumbnail((max_side, max_side))
     return pictures
-
-
-def _shown_at(path: Path, times_s: Sequence[float]) -> Iterator[Any]:
-    """The frame on screen at each of these times, which ascend; after the end it is the last one."""
-    held: Any = None
-    wanted = 0
-    for time_s, frame in _timed(path, None):
-        while held is not None and wanted < len(times_s) and times_s[wanted] < time_s:
-            yield held
-            wanted += 1
-        if wanted == len(times_s):
-            return
-        held = held if frame is None else frame
-    yield from [held] * (len(times_s) - wanted)
 
 
 def fit(image: "Image.Image", size: tuple[int, int], *, grey: bool = False) -> "Image.Image":
@@ -269,78 +269,6 @@ def _rgb(image: "Image.Image", background: str) -> "Image.Image":
         return image.convert("RGB")
     rgba = image.convert("RGBA")
     return Image.alpha_composite(Image.new("RGBA", rgba.size, background), rgba).convert("RGB")
-
-
-def _resampled(path: Path, start: int, count: int, fps: float, source_fps: float | None) -> Iterator["Image.Image"]:
-    """The frames on screen at k / fps for k in start … start+count-1; fewer when the video ends before."""
-    return map(upright, islice(shown_frames(path, fps, source_fps), start, start + count))
-
-
-def shown_frames(path: Path, fps: float, source_fps: float | None = None) -> Iterator[Any]:
-    """PyAV's frame on screen at k / fps seconds after the first one, for k = 0, 1, … to the video's end.
-
-    A frame that is on screen for several k comes so many times, as one object.
-
-    Raises:
-        WangenError: the file cannot be decoded; the frames before the fault have come by then.
-    """
-    held: Any = None
-    wanted = 0
-    for time_s, frame in _timed(path, source_fps):
-        while held is not None and wanted / fps < time_s:
-            yield held
-            wanted += 1
-        held = frame
-
-
-def _timed(path: Path, source_fps: float | None) -> Iterator[tuple[float, Any]]:
-    """Each frame with the seconds from the first one to it, and at last (the end, None).
-
-    The seconds are the earliest that the stamps allow: 62 or 63 ms of a container that counts in milliseconds stand
-    for the 62.5 ms of 16 frames per second, and no frame may come late because its stamp was rounded up.
-    """
-    if is_npz(path):
-        yield from _timed_npz(path, source_fps)
-        return
-    import av
-
-    first_s = time_s = 0.0
-    length_s = 1 / (source_fps or 25.0)
-    try:
-        with av.open(str(path)) as container:
-            if not container.streams.video:
-                raise WangenError("has no video stream", where=str(path), cure="replace it or take it out")
-            stream = container.streams.video[0]
-            stream.thread_type = "AUTO"
-            tick_s = float(stream.time_base or 0)
-            slack_s = EXACT_S + (tick_s if tick_s < COARSE_S and not source_fps else 0.0)
-            rate = source_fps or float(stream.average_rate or 25)
-            number = -1
-            for number, frame in enumerate(container.decode(stream)):
-                # A stream without stamps (some AVI files) plays at its stated rate.
-                time_s = number / rate if source_fps or frame.time is None else frame.time
-                length_s = 1 / rate if source_fps or not frame.duration else frame.duration * tick_s
-                first_s = time_s if number == 0 else first_s
-                yield max(0.0, time_s - first_s - slack_s), frame
-            if number >= 0:
-                yield time_s - first_s + length_s - slack_s, None
-    except (av.FFmpegError, OSError, ValueError) as error:
-        raise undecodable(path, error) from None
-
-
-def _timed_npz(path: Path, source_fps: float | None) -> Iterator[tuple[float, Any]]:
-    """As `_timed`: the frames of a `.npz`, whose frame k is on screen from k / fps on."""
-    frames, facts = read_npz(path)
-    fps = source_fps or facts.fps
-    for number, pixels in enumerate(frames):
-        yield max(0.0, number / fps - EXACT_S), StoredFrame(pixels)
-    yield len(frames) / fps - EXACT_S, None
-
-
-def upright(frame: Any) -> "Image.Image":
-    """PyAV's frame as it is watched: in RGB, turned as the file says."""
-    image: Image.Image = frame.to_image()
-    return image.rotate(frame.rotation, expand=True) if frame.rotation else image
 
 
 class ClipDataset:
@@ -377,10 +305,10 @@ class ClipDataset:
         import torch
 
         item, (height, width) = self._items[index], self.size
-        decoded: Iterator[Any] = (frame for _, frame in _timed(item.path, None) if frame is not None)
+        found: Iterator[Any] = (frame for _, frame in timed(item.path, None) if frame is not None)
         if excerpt := item.excerpt:
-            decoded = numbered_frames(item.path, excerpt.numbers(0, min(self.frames, excerpt.count)))
-        frames = [np.asarray(fit(upright(frame), (width, height))) for frame in islice(decoded, self.frames)]
+            found = numbered_frames(item.path, excerpt.numbers(0, min(self.frames, excerpt.count)))
+        frames = [np.asarray(fit(upright(frame), (width, height))) for frame in islice(found, self.frames)]
         if len(frames) < self.frames:
             raise WangenError(f"has {many(len(frames), 'frame')}, {self.frames} are asked for",
                               where=str(item.path), cure="ask for fewer, or cut longer clips")  # fmt: skip

@@ -1,28 +1,21 @@
 """Frames of a video by their numbers, from 0 in the order they are shown, without decoding all that lies before.
 
 A long mp4, mov, mkv or webm is entered at the keyframe before the first frame that is wanted; which frame is which say
-the time stamps of its packets. Other containers (AVI, MPEG program streams) have no stamps or index to rely on, so that
-their frames are counted from the start.
+the time stamps of its packets (`decoders/stamps.py`). In other containers frames are counted from the start.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wangen.generator.errors import WangenError
 from wangen.generator.npz import is_npz, read_npz
-from wangen.runtime.sources import FileState, state_of
+from wangen.runtime.decoders.stamps import Stamps, stamps_of
 
 if TYPE_CHECKING:
     from PIL import Image
-
-_INDEXED = {"mov", "matroska"}
-"""First names, as ffmpeg gives them, of the containers whose stamps and index say where each frame is."""
-_KNOWN = 16
-"""Videos whose stamps are remembered: an hour at 30 frames per second takes 4 MB."""
 
 
 @dataclass(frozen=True)
@@ -37,14 +30,6 @@ class StoredFrame:
         from PIL import Image
 
         return Image.fromarray(self.pixels)
-
-
-@dataclass(frozen=True)
-class _Stamps:
-    """Presentation times in ticks, of all frames and of the keyframes, ascending; none where they do not count."""
-
-    frames: Sequence[int]
-    keys: Sequence[int]
 
 
 def numbered_frames(path: Path, numbers: range) -> Iterator[Any]:
@@ -81,7 +66,7 @@ def _decoded(path: Path, numbers: range) -> Iterator[Any]:
     import av
 
     try:
-        stamps = _stamps(path, state_of(path))
+        stamps = stamps_of(path)
         if not stamps.frames:
             yield from _counted(path, numbers)
             return
@@ -99,7 +84,7 @@ def _decoded(path: Path, numbers: range) -> Iterator[Any]:
         raise undecodable(path, error) from None
 
 
-def _from_keyframe(path: Path, stamps: _Stamps, wanted: int) -> Iterator[Any]:
+def _from_keyframe(path: Path, stamps: Stamps, wanted: int) -> Iterator[Any]:
     """Frames from the keyframe before a time on, or from the file's start where its container enters it too late."""
     import av
 
@@ -130,24 +115,3 @@ def _counted(path: Path, numbers: range) -> Iterator[Any]:
                 yield frame
             if number == numbers[-1]:
                 return
-
-
-@lru_cache(maxsize=_KNOWN)
-def _stamps(path: Path, _state: FileState | None) -> _Stamps:
-    """The stamps of a file in this state."""
-    import av
-
-    frames, keys = [], []
-    with av.open(str(path)) as container:
-        if container.format.name.partition(",")[0] not in _INDEXED:
-            return _Stamps((), ())
-        if not container.streams.video:
-            raise WangenError("has no video stream", where=str(path), cure="replace it or take it out")
-        for packet in container.demux(container.streams.video[0]):
-            # The last packet is the flush; packets to be discarded lie before an edit list's start.
-            if packet.size and not packet.is_discard:
-                frames.append(packet.pts)
-                keys += [packet.pts] if packet.is_keyframe else []
-    if None in frames or len(set(frames)) != len(frames):
-        return _Stamps((), ())
-    return _Stamps(sorted(frames), sorted(keys))

@@ -21,9 +21,11 @@ from wangen.generator.steps import CacheLatents, CacheText, Train
 from wangen.generator.table import joined
 from wangen.profiles import Model
 from wangen.runtime import cache_latents, cache_text, encoding
-from wangen.runtime.cache import Encoder, Folder, Kind, Recipe, Verdict
+from wangen.runtime.cache import Encoder, Folder, Kind, Recipe, Verdict, decoded_by
 from wangen.runtime.cache.words import encoder_words
-from wangen.runtime.models import expect_vae, text_encoder_identity, tile_of, vae_identity
+from wangen.runtime.decoders.choice import decoder_name
+from wangen.runtime.decoders.pyav import PYAV
+from wangen.runtime.models import expect_vae, text_encoder_identity, vae_identity, way_of
 from wangen.runtime.needs import (
     TEXT_KINDS,
     WORDS,
@@ -153,9 +155,9 @@ def say_others(options: Train, model: Model, made_by: Mapping[Kind, Encoder | No
 
 
 def _is_of(options: Train, model: Model, flag: str, path: Path, identity: str) -> bool:
-    """Whether weights have this identity, in whatever tiles and rounded or not: samples need not be made likewise."""
+    """Whether weights have this identity, rounded or not, in any tiles, by any decoder: samples may be made apart."""
     if flag == "vae":
-        return tile_of(path, {identity}) is not None
+        return way_of(path, {identity}) is not None
     forms = (text_encoder_identity(path, options.tokenizer, fp8=fp8, model=model) for fp8 in (False, True))
     return identity in forms
 
@@ -274,16 +276,19 @@ def _latents_step(options: Train, model: Model, samples: Sequence[Sample]) -> Ca
     """The caching step with what the training step says of it."""
     if options.vae is None:
         raise UsageError(f"{_asked_by(options)} needs --vae to encode what the cache lacks", cure="give --vae")
-    tile = _tile_before(options, samples, options.vae)
-    dtype = options.vae_dtype or _dtype_before(options, samples, "latent", vae_identity(options.vae, tile))
+    tile, before = _way_before(options, samples, options.vae)
+    device = options.vae_device or options.device
+    decoder = decoder_name(options.decoder or before, device)
+    dtype = options.vae_dtype or _dtype_before(options, samples, "latent", vae_identity(options.vae, tile, decoder))
     clip = options.clip if has_clip(model) else None
-    clip_dtype = _dtype_before(options, samples, "clip", headers.identity(clip, "--clip")) if clip else None
+    viewed = decoded_by(headers.identity(clip, "--clip"), decoder) if clip else ""
+    clip_dtype = _dtype_before(options, samples, "clip", viewed) if clip else None
     return CacheLatents(
         dataset_config=options.dataset_config, manifest=options.manifest,
         resolution=options.resolution, smoke=options.smoke, task=options.task,
         vae=options.vae, vae_dtype=dtype, vae_tile=tile, vae_cache_cpu=options.vae_cache_cpu,  # type: ignore[arg-type]
         clip=options.clip, clip_dtype=clip_dtype,  # type: ignore[arg-type]
-        device=options.vae_device or options.device, keep_cache=True,
+        decoder=None if decoder == PYAV.name else decoder, device=device, keep_cache=True,  # type: ignore[arg-type]
     )  # fmt: skip
 
 
@@ -317,17 +322,18 @@ def _dtype_before(options: Train, samples: Sequence[Sample], kind: Kind, identit
     return encoder.dtype if encoder else None
 
 
-def _tile_before(options: Train, samples: Sequence[Sample], vae: Path) -> int:
-    """The side of the tiles in which this VAE made the latents that are there; 0 for none, or of another VAE."""
+def _way_before(options: Train, samples: Sequence[Sample], vae: Path) -> tuple[int, str]:
+    """In which tiles, 0 for none, and by which decoder this VAE made the latents that are there, if it did."""
+    usual = (0, PYAV.name)
     if options.cache_mode == "realtime":  # it looks at no entries
-        return 0
+        return usual
     folders = [Folder(path) for path in by_cache_folder(samples)]
     before = {encoder.identity for encoder in encoders_before(folders, samples, "latent", options.dataset)}
-    return tile_of(vae, before) or 0
+    return way_of(vae, before) or usual
 
 
 _SAID: Mapping[str, tuple[str, ...]] = {
-    "cache_latents": ("vae", "vae_dtype", "vae_tile", "clip", "clip_dtype"),
+    "cache_latents": ("vae", "vae_dtype", "vae_tile", "decoder", "clip", "clip_dtype"),
     "cache_text": ("t5", "tokenizer", "t5_dtype", "fp8_t5"),
 }
 """The flags of a caching step that decide its entries' encoder."""

@@ -21,6 +21,7 @@ from wangen.runtime.cache.recipes import (
     Encoder,
     Kind,
     Recipe,
+    decoded_by,
     digest,
     prompt_digest,
 )
@@ -43,6 +44,7 @@ __all__ = [
     "Recipe",
     "State",
     "Verdict",
+    "decoded_by",
     "difference",
     "digest",
     "load",

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, get_args
 
+from wangen.runtime.decoders.pyav import PYAV
+
 Kind = Literal[
     "latent",
     "control_latent",
@@ -59,12 +61,22 @@ class Encoder:
     """Which weights, in which precision, made an entry.
 
     Attributes:
-        identity: digest of the weight file (and of the tokenizer), from `headers.identity`.
+        identity: digest of the weight file (and of the tokenizer), from `headers.identity`; of tiles and decoder too,
+            where they are not the usual ones.
         dtype: precision it ran in: `float32`, `bfloat16`, `float16`.
     """
 
     identity: str
     dtype: str
+
+
+def decoded_by(identity: str, decoder: str) -> str:
+    """The identity of an encoder whose clips this decoder decodes.
+
+    On a GPU colours are converted to RGB by other arithmetic than PyAV's, so decoders count. PyAV leaves the identity
+    as it is, and with it the entries that were made before there was a choice.
+    """
+    return identity if decoder == PYAV.name else digest([identity, f"decoded by {decoder}"])
 
 
 NO_ENCODER = Encoder("none", "float32")

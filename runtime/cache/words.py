@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from wangen.runtime.cache.entries import Entry
-from wangen.runtime.cache.recipes import TEXT_KINDS, Encoder, Kind, Recipe
+from wangen.runtime.cache.recipes import TEXT_KINDS, Encoder, Kind, Recipe, decoded_by
+from wangen.runtime.decoders.choice import DECODERS
 
 _FIXED = {
     "source": "the file's content changed",
@@ -59,10 +60,20 @@ def differences(entry: Entry, recipe: Recipe, encoder: Encoder | None) -> tuple[
             words = _FIXED.get(name) or _NAMED.get(name, f"{name} changed from {{old}} to {{new}}")
             phrases.append(words.format(old=_value(name, old), new=_value(name, new)))
     if encoder and made_by.identity != encoder.identity:
-        phrases.append(f"encoded with another {encoder_words(entry.kind)}")
+        phrases.append(_other_encoder(made_by.identity, encoder.identity, entry.kind))
     elif encoder and made_by.dtype != encoder.dtype:
         phrases.append(f"encoded in {made_by.dtype}, wanted in {encoder.dtype}")
     return tuple(phrases) or ("made by an older version of the encoding code",)
+
+
+def _other_encoder(made_by: str, wanted: str, kind: Kind) -> str:
+    """What differs between two identities: the decoder, where one of them is PyAV's, or else what encodes."""
+    for decoder in DECODERS[1:]:
+        if made_by == decoded_by(wanted, decoder):
+            return f"decoded by {decoder}, wanted by {DECODERS[0]}"
+        if wanted == decoded_by(made_by, decoder):
+            return f"decoded by {DECODERS[0]}, wanted by {decoder}"
+    return f"encoded with another {encoder_words(kind)}"
 
 
 def encoder_words(kind: Kind) -> str:

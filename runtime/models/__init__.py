@@ -7,6 +7,7 @@ Letters in shapes: B batch, C channels, T frames, H and W pixels, F h w the same
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from importlib import import_module
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -16,6 +17,8 @@ from wangen.generator.errors import UsageError
 from wangen.generator.tasks import require_supported
 from wangen.generator.tokenizer_file import tokenizer_digest, tokenizer_of
 from wangen.generator.vae_twins import twin_warning
+from wangen.runtime.decoders.choice import DECODERS
+from wangen.runtime.decoders.pyav import PYAV
 
 if TYPE_CHECKING:
     import torch
@@ -257,19 +260,22 @@ def require_tile(tile: int) -> None:
         )
 
 
-def vae_identity(vae: Path, tile: int = 0) -> str:
+def vae_identity(vae: Path, tile: int = 0, decoder: str = PYAV.name) -> str:
     """Digest that identifies a VAE and the way it works, read from headers alone.
 
     Args:
         vae: the weights.
         tile: side of the squares it works in, which change the latents; 0 for none.
+        decoder: name of what decodes the clips.
 
     Raises:
         UsageError: tiles of such a size cannot be.
         WangenError: the file cannot be read.
     """
+    from wangen.runtime.cache import decoded_by
+
     require_tile(tile)
-    return _in_tiles(headers.identity(vae, "--vae"), tile)
+    return decoded_by(_in_tiles(headers.identity(vae, "--vae"), tile), decoder)
 
 
 def _in_tiles(identity: str, tile: int) -> str:
@@ -278,15 +284,18 @@ def _in_tiles(identity: str, tile: int) -> str:
     return digest([identity, f"tiles of {tile}"]) if tile else identity
 
 
-def tile_of(vae: Path, identities: Collection[str]) -> int | None:
-    """The side of the tiles in which a VAE is one of these identities, 0 for none; None where it is not among them.
+def way_of(vae: Path, identities: Collection[str]) -> tuple[int, str] | None:
+    """The tiles' side, 0 for none, and the decoder with which a VAE is one of these identities; None where it is not.
 
     Raises:
         WangenError: the file cannot be read.
     """
+    from wangen.runtime.cache import decoded_by
+
     identity = headers.identity(vae, "--vae")
     sides = (0, *range(MIN_TILE_PX, _MOST_TILE_PX + 1, TILE_STEP_PX))
-    return next((side for side in sides if _in_tiles(identity, side) in identities), None)
+    ways = product(sides, DECODERS)
+    return next((way for way in ways if decoded_by(_in_tiles(identity, way[0]), way[1]) in identities), None)
 
 
 def text_encoder_identity(

@@ -17,7 +17,7 @@ from zipfile import BadZipFile
 
 from wangen.generator.errors import WangenError
 from wangen.generator.files import write_whole
-from wangen.runtime.media import shown_frames, upright
+from wangen.runtime.decoders.pyav import shown_frames, upright
 
 if TYPE_CHECKING:
     import numpy as np

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from wangen.generator.errors import WangenError
 from wangen.generator.files import remove, write_text
 from wangen.runtime.clips import write_mp4, write_npz
-from wangen.runtime.media import fit, shown_frames
+from wangen.runtime.decoders.pyav import shown_frames
+from wangen.runtime.media import fit
 from wangen.runtime.preprocess.analysis import NO_STAMP, Tell, as_watched
 from wangen.runtime.preprocess.candidates import Footage, Window
 from wangen.runtime.preprocess.form import Form, Place

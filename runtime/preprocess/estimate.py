@@ -15,7 +15,8 @@ import numpy as np
 
 from wangen.generator.errors import WangenError, bytes_text, many
 from wangen.runtime.clips import write_mp4, write_npz
-from wangen.runtime.media import fit, shown_frames, upright
+from wangen.runtime.decoders.pyav import shown_frames, upright
+from wangen.runtime.media import fit
 from wangen.runtime.preprocess.analysis import analyse
 from wangen.runtime.preprocess.form import Form, Place
 from wangen.runtime.preprocess.videos import Known, Video

@@ -1,0 +1,111 @@
+"""Decoding by PyAV, whose way of picking frames the other decoders follow."""
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from wangen.generator.errors import WangenError
+from wangen.generator.npz import is_npz, read_npz
+from wangen.runtime.decoders.stamps import EXACT_S, slack
+from wangen.runtime.numbered_frames import StoredFrame, numbered_frames, undecodable
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+
+class PyAV:
+    """Takes every file; each frame is decoded and converted on the CPU."""
+
+    name = "pyav"
+
+    def shown(self, path: Path, span: range, fps: float, source_fps: float | None) -> Iterator["Image.Image"]:
+        """As `FrameDecoder.shown`."""
+        return map(upright, islice(shown_frames(path, fps, source_fps), span.start, span.stop))
+
+    def numbered(self, path: Path, numbers: range) -> Iterator["Image.Image"]:
+        """As `FrameDecoder.numbered`."""
+        return map(upright, numbered_frames(path, numbers))
+
+
+PYAV = PyAV()
+
+
+def shown_frames(path: Path, fps: float, source_fps: float | None = None) -> Iterator[Any]:
+    """PyAV's frame on screen at k / fps seconds after the first one, for k = 0, 1, … to the video's end.
+
+    A frame that is on screen for several k comes so many times, as one object.
+
+    Raises:
+        WangenError: the file cannot be decoded; the frames before the fault have come by then.
+    """
+    held: Any = None
+    wanted = 0
+    for time_s, frame in timed(path, source_fps):
+        while held is not None and wanted / fps < time_s:
+            yield held
+            wanted += 1
+        held = frame
+
+
+def timed(path: Path, source_fps: float | None) -> Iterator[tuple[float, Any]]:
+    """Each frame with the seconds from the first one to it, and at last (the end, None).
+
+    The seconds are the earliest that the stamps allow, as `slack` says.
+    """
+    if is_npz(path):
+        yield from _timed_npz(path, source_fps)
+        return
+    import av
+
+    first_s = time_s = 0.0
+    length_s = 1 / (source_fps or 25.0)
+    try:
+        with av.open(str(path)) as container:
+            if not container.streams.video:
+                raise WangenError("has no video stream", where=str(path), cure="replace it or take it out")
+            stream = container.streams.video[0]
+            stream.thread_type = "AUTO"
+            tick_s = float(stream.time_base or 0)
+            slack_s = slack(tick_s, source_fps)
+            rate = source_fps or float(stream.average_rate or 25)
+            number = -1
+            for number, frame in enumerate(container.decode(stream)):
+                # A stream without stamps (some AVI files) plays at its stated rate.
+                time_s = number / rate if source_fps or frame.time is None else frame.time
+                length_s = 1 / rate if source_fps or not frame.duration else frame.duration * tick_s
+                first_s = time_s if number == 0 else first_s
+                yield max(0.0, time_s - first_s - slack_s), frame
+            if number >= 0:
+                yield time_s - first_s + length_s - slack_s, None
+    except (av.FFmpegError, OSError, ValueError) as error:
+        raise undecodable(path, error) from None
+
+
+def _timed_npz(path: Path, source_fps: float | None) -> Iterator[tuple[float, Any]]:
+    """As `timed`: the frames of a `.npz`, whose frame k is on screen from k / fps on."""
+    frames, facts = read_npz(path)
+    fps = source_fps or facts.fps
+    for number, pixels in enumerate(frames):
+        yield max(0.0, number / fps - EXACT_S), StoredFrame(pixels)
+    yield len(frames) / fps - EXACT_S, None
+
+
+def upright(frame: Any) -> "Image.Image":
+    """PyAV's frame as it is watched: in RGB, turned as the file says."""
+    image: Image.Image = frame.to_image()
+    return image.rotate(frame.rotation, expand=True) if frame.rotation else image
+
+
+def shown_at(path: Path, times_s: Sequence[float]) -> Iterator[Any]:
+    """The frame on screen at each of these times, which ascend; after the end it is the last one."""
+    held: Any = None
+    wanted = 0
+    for time_s, frame in timed(path, None):
+        while held is not None and wanted < len(times_s) and times_s[wanted] < time_s:
+            yield held
+            wanted += 1
+        if wanted == len(times_s):
+            return
+        held = held if frame is None else frame
+    yield from [held] * (len(times_s) - wanted)

@@ -1,0 +1,107 @@
+"""When each frame of a video is shown, read from its packets: nothing is decoded.
+
+A frame's number counts from 0 in the order in which frames are shown. In mp4, mov, mkv and webm packets have stamps
+that say which is which. Other containers (AVI, MPEG program streams) have no stamps or index to rely on.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+from itertools import pairwise
+from pathlib import Path
+
+from wangen.generator.errors import WangenError
+from wangen.runtime.sources import FileState, state_of
+
+_INDEXED = {"mov", "matroska"}
+"""First names, as ffmpeg gives them, of the containers whose stamps and index say where each frame is."""
+_KNOWN = 16
+"""Videos whose stamps are remembered: an hour at 30 frames per second takes 4 MB."""
+
+EXACT_S = 5e-7
+"""Time stamps that differ by less are the same: this absorbs the rounding of floating point."""
+COARSE_S = 0.002
+"""A longer tick is the duration of a frame, and stamps in it are exact; a shorter one is a clock that rounds them."""
+
+
+@dataclass(frozen=True)
+class Stamps:
+    """Presentation times of a video's frames.
+
+    Attributes:
+        frames: in ticks, of all frames, ascending; none where the stamps do not count.
+        keys: of the keyframes.
+        tick: of the stamps, in seconds.
+        last_ticks: how long the last frame is shown; 0 where it is not said.
+        rate: average frames per second.
+        stream: number of the video stream among all of the file.
+    """
+
+    frames: Sequence[int] = ()
+    keys: Sequence[int] = ()
+    tick: Fraction = Fraction(0)
+    last_ticks: int = 0
+    rate: float = 25.0
+    stream: int = 0
+
+    def shown(self, span: range, fps: float, source_fps: float | None) -> list[int]:
+        """The numbers of the frames on screen at k / fps seconds for each k of `span`; fewer where the video ends.
+
+        By the rules of `pyav.timed`, which decodes.
+        """
+        slack_s = slack(float(self.tick), source_fps)
+        if source_fps:
+            times_s = [number / source_fps for number in range(len(self.frames) + 1)]
+        else:
+            tick = self.tick
+            times_s = [float(stamp) * tick.numerator / tick.denominator for stamp in self.frames]
+            times_s.append(times_s[-1] + (self.last_ticks * float(tick) or 1 / self.rate))
+        first_s, end_s = times_s[0], times_s.pop()
+        starts_s = [max(0.0, time_s - first_s - slack_s) for time_s in times_s]
+        return [bisect_right(starts_s, k / fps) - 1 for k in span if k / fps < end_s - first_s - slack_s]
+
+
+def slack(tick_s: float, source_fps: float | None) -> float:
+    """How much earlier than its stamp a frame may be shown, in seconds.
+
+    62 or 63 ms of a container that counts in milliseconds stand for the 62.5 ms of 16 frames per second, and no frame
+    may come late because its stamp was rounded up.
+    """
+    return EXACT_S + (tick_s if tick_s < COARSE_S and not source_fps else 0.0)
+
+
+def stamps_of(path: Path) -> Stamps:
+    """The stamps of a video.
+
+    Raises:
+        WangenError: it has no video stream.
+        av.FFmpegError, OSError: it cannot be read.
+    """
+    return _stamps(path, state_of(path))
+
+
+@lru_cache(maxsize=_KNOWN)
+def _stamps(path: Path, _state: FileState | None) -> Stamps:
+    """The stamps of a file in this state."""
+    import av
+
+    with av.open(str(path)) as container:
+        if container.format.name.partition(",")[0] not in _INDEXED:
+            return Stamps()
+        if not container.streams.video:
+            raise WangenError("has no video stream", where=str(path), cure="replace it or take it out")
+        stream = container.streams.video[0]
+        # The last packet is the flush; packets to be discarded lie before an edit list's start.
+        packets = [(packet.pts, packet.is_keyframe, packet.duration or 0)
+                   for packet in container.demux(stream) if packet.size and not packet.is_discard]  # fmt: skip
+        if not packets or any(pts is None for pts, *_ in packets):
+            return Stamps()
+        packets.sort()
+        frames = [pts for pts, *_ in packets]
+        if any(one == other for one, other in pairwise(frames)):
+            return Stamps()
+        keys = [pts for pts, is_key, _ in packets if is_key]
+        rate = float(stream.average_rate or 25)
+        return Stamps(frames, keys, Fraction(stream.time_base), packets[-1][2], rate, stream.index)
