@@ -331,7 +331,7 @@ def test_every_training_flag_is_pinned_or_known_to_be_harmless():
         "block_swap_ring_size use_pinned_memory_for_block_swap block_swap_h2d_only checkpointing_free_blocks "
         "max_data_loader_n_workers persistent_data_loader_workers disable_numpy_memmap profile deterministic "
         "peak_tflops device gpus parallel max_restarts cache_mode cache_latents cache_latents_to_disk vae vae_dtype "
-        "vae_cache_cpu "
+        "vae_cache_cpu decoder "
         "vae_device text_encoder_device clip t5 tokenizer "
         "t5_dtype fp8_t5 validation_config validation_timesteps validate_every_n_steps keep_best "
         "sample_continuations continuation_guidance continuation_steps "
