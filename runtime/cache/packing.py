@@ -156,7 +156,8 @@ def _into_packs(folder: Path, files: Sequence[Entry], merged: Sequence[Pack], ke
     there = [file for file in files if file.key in twins and _same_bytes(file, twins[file.key])]
     remove_entries(there)  # a pack that was finished before a kill has them
     entries = {entry.key: entry for pack in merged for entry in pack if not kept.find(entry.key)}
-    entries |= {file.key: file for file in files if file not in there}
+    packed_before = {file.file for file in there}
+    entries |= {file.key: file for file in files if file.file not in packed_before}
     written: dict[str, str] = {}
     with progress("pack", len(entries)) as advance:
         for part in _parts(sorted(entries.values(), key=lambda entry: entry.key)):
