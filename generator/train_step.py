@@ -283,7 +283,10 @@ class Train(DatasetStep):
         "so many held-out clips are continued from their --condition_frames whenever samples are due: videos beside "
         "their source, PSNR and SSIM of each frame (TI2V-5B)", 0,
     )  # fmt: skip
-    continuation_guidance: float = flag("guidance of --sample_continuations against the empty prompt; 1 is none", 1.0)
+    continuation_guidance: float = flag(
+        "guidance of --sample_continuations against the empty prompt and, with --condition_dropout, against given "
+        "frames that are as noisy as the others; 1 is none", 1.0,
+    )  # fmt: skip
     continuation_steps: int | None = flag("sampler steps of --sample_continuations (default: the model's)", None)
     sample_every_n_steps: int | None = flag("steps between two samples", None, knob=True)
     sample_every_n_epochs: int | None = flag("epochs between two samples", None, knob=True)

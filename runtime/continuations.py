@@ -165,6 +165,7 @@ def make_clips(
     seed: int,
     steps: int | None = None,
     guidance: float = 1.0,
+    frames_guide: bool = False,
 ) -> list[Clip]:
     """Those clips that are continued, read from the cache and from their files.
 
@@ -179,6 +180,7 @@ def make_clips(
         seed: of the choice and of the noise.
         steps: of the sampler; None takes the model's own.
         guidance: classifier-free guidance against the empty prompt; 1 is none.
+        frames_guide: and against first frames that are not given, which the model was trained on.
 
     Raises:
         WangenError: no sample goes on after the given frames, or a file cannot be decoded.
@@ -193,10 +195,18 @@ def make_clips(
         log.warning("  %d of %d clips are continued: only so many held-out ones go on after the %d given frames",
                     len(longer), count, given_frames)  # fmt: skip
     chosen = sorted(longer, key=lambda cached: seed_for(seed, "continued", cached.latent.content_key))[:count]
-    return [_clip(cached, model, given_frames, seed, steps, guidance) for cached in chosen]
+    return [_clip(cached, model, given_frames, seed, steps, guidance, frames_guide) for cached in chosen]
 
 
-def _clip(cached: CachedSample, model: Model, given_frames: int, seed: int, steps: int | None, guidance: float) -> Clip:
+def _clip(
+    cached: CachedSample,
+    model: Model,
+    given_frames: int,
+    seed: int,
+    steps: int | None,
+    guidance: float,
+    frames_guide: bool,
+) -> Clip:
     batch, usual = read_batch([cached], [Draw(0, 0)]), defaults_of(model)
     texts = batch.texts if guidance <= 1 else [*batch.texts, *read_batch([cached], [Draw(0, 0, -1)]).texts]
     sample = cached.sample
@@ -207,8 +217,9 @@ def _clip(cached: CachedSample, model: Model, given_frames: int, seed: int, step
         guidance_high_noise=guidance, sampler=usual["sample_solver"],
     )  # fmt: skip
     num_latent = 1 + (given_frames - 1) // model.temporal_stride
+    given = Given(clean=batch.latents[:, :, :num_latent].clone(), guides=frames_guide)
     source = np.ascontiguousarray(target_frames(sample).transpose(1, 2, 3, 0))
-    scene = Scene(prompt, texts, Given(clean=batch.latents[:, :, :num_latent].clone()))
+    scene = Scene(prompt, texts, given)
     return Clip(sample.name, given_frames, batch.latents, source, scene)
 
 

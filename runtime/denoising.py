@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol, cast
 
 import torch
 
+from wangen.runtime.flow import noised
 from wangen.runtime.models.inputs import Controls
 
 Guide = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
@@ -84,12 +85,15 @@ class Given:
         image_tokens: (1, N, dim) CLIP's view of the first frame.
         clean: (1, C, k, h, w) the first k latent frames, which stay as they are and have timestep 0 (TI2V).
         controls: the latents of control images, (C, F, h, w) each, of models that edit.
+        guides: guidance leads away from what the model predicts where these frames are not given, too: it sees them
+            noised as the others are, as in the draws of `--condition_dropout`.
     """
 
     condition: torch.Tensor | None = None
     image_tokens: torch.Tensor | None = None
     clean: torch.Tensor | None = None
     controls: tuple[torch.Tensor, ...] = ()
+    guides: bool = False
 
     def to(self, device: torch.device) -> "Given":
         """The same on a device."""
@@ -97,7 +101,7 @@ class Given:
             None if part is None else part.to(device) for part in (self.condition, self.image_tokens, self.clean)
         )
         controls = tuple(control.to(device) for control in self.controls)
-        return Given(condition, image_tokens, clean, controls)
+        return Given(condition, image_tokens, clean, controls, self.guides)
 
     @property
     def named(self) -> dict[str, Any]:
@@ -196,35 +200,43 @@ def denoise(
         if stage is not current:
             stage.enter()
             current = stage
-        inputs = _with_clean(latents, given.clean)
+        inputs = _with_first(latents, given.clean)
         timesteps = torch.tensor([float(timestep)], device=noise.device)
+        without = None
         if given.clean is not None:
+            if given.guides and stage.guidance > 1:
+                sigma = scheduler.sigmas[number : number + 1].to(noise.device)
+                first = noised(given.clean.float(), noise[:, :, : given.clean.shape[2]].float(), sigma)
+                without = _with_first(latents, first), timesteps
             assert per_token is not None, "clean frames have a timestep of their own"
             timesteps = per_token(timesteps, inputs, [given.clean.shape[2]])
-        velocity = _guided(stage, inputs, timesteps, texts, given, guide)
+        velocity = _guided(stage, (inputs, timesteps), without, texts, given, guide)
         latents = scheduler.step(velocity, scheduler.timesteps[number], latents, return_dict=False)[0]
         on_step(number + 1)
-    return _with_clean(latents, given.clean)
+    return _with_first(latents, given.clean)
 
 
 def _guided(
     stage: Stage,
-    latents: torch.Tensor,
-    timesteps: torch.Tensor,
+    inputs: tuple[torch.Tensor, torch.Tensor],
+    without: tuple[torch.Tensor, torch.Tensor] | None,
     texts: Sequence[torch.Tensor],
     given: Given,
     guide: Guide,
 ) -> torch.Tensor:
-    """The velocity with classifier-free guidance, in float32."""
-    prompted = stage.velocity(latents, timesteps, texts[:1], **given.named).float()
+    """The velocity with classifier-free guidance, in float32.
+
+    Both pairs are latents and timesteps: with what is given, and as the negative prompt sees them where that differs.
+    """
+    prompted = stage.velocity(*inputs, texts[:1], **given.named).float()
     if stage.guidance <= 1:
         return prompted
-    negative = stage.velocity(latents, timesteps, texts[1:2], **given.named).float()
+    negative = stage.velocity(*(without or inputs), texts[1:2], **given.named).float()
     return guide(prompted, negative, stage.guidance)
 
 
-def _with_clean(latents: torch.Tensor, clean: torch.Tensor | None) -> torch.Tensor:
-    """Latents whose first frames are the given ones."""
-    if clean is None:
+def _with_first(latents: torch.Tensor, first: torch.Tensor | None) -> torch.Tensor:
+    """Latents whose first frames are these."""
+    if first is None:
         return latents
-    return torch.cat([clean.to(latents), latents[:, :, clean.shape[2] :]], dim=2)
+    return torch.cat([first.to(latents), latents[:, :, first.shape[2] :]], dim=2)

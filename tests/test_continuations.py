@@ -32,6 +32,7 @@ from wangen.runtime.continuations import (
     reference_of,
     side_by_side,
 )
+from wangen.runtime.denoising import flow_scheduler, initial_noise
 from wangen.runtime.evaluation.signals import MOST_DB, psnr, ssim
 from wangen.runtime.loader import CachedSample, Draw, find_entries, read_batch
 from wangen.runtime.media import target_frames
@@ -109,6 +110,37 @@ def test_guidance_is_against_the_empty_prompts_embedding(held_out):
     assert torch.equal(prompt, read_batch([cached], [Draw(0, 0)]).texts[0])
     assert torch.equal(negative, read_batch([cached], [Draw(0, 0, -1)]).texts[0])
     assert len(clips_of(held_out)[0].scene.texts) == 1
+
+
+@pytest.mark.parametrize("steps", [2, 5])
+def test_guidance_by_frames_shows_the_negative_prompt_what_a_dropped_draw_shows(held_out, velocity, steps):
+    """Its first frames are noised as the others are, with the others' timestep; the prompt's are given as ever."""
+    (clip, _) = clips_of(held_out, guidance=3.0, frames_guide=True, steps=steps)
+    noise = initial_noise(clip.latents.shape, clip.scene.prompt.seed)
+    seen = []
+
+    def predict(latents, timesteps, texts, **given):
+        seen.append((latents, timesteps, texts))
+        return velocity(latents, timesteps, texts, **given)
+
+    found = continued(clip, predict)
+    assert torch.equal(found[:, :, :2], clip.latents[:, :, :2])
+    assert len(seen) == 2 * steps
+    schedule = flow_scheduler(clip.scene.prompt.sampler, clip.scene.prompt.shift)
+    schedule.set_timesteps(steps)
+    for sigma, prompted, negative in zip(schedule.sigmas[:-1], seen[::2], seen[1::2], strict=True):
+        assert torch.equal(prompted[0][:, :, :2], clip.latents[:, :, :2])
+        assert torch.equal(prompted[0][:, :, 2:], negative[0][:, :, 2:])
+        assert (prompted[1].shape, negative[1].shape) == ((1, 12), (1,))
+        assert prompted[1].max() == negative[1]
+        torch.testing.assert_close(
+            negative[0][:, :, :2], (1 - sigma) * clip.latents[:, :, :2] + sigma * noise[:, :, :2]
+        )
+        assert torch.equal(negative[2][0], clip.scene.texts[1])
+    (plain, _) = clips_of(held_out, guidance=3.0, steps=steps)
+    assert not torch.equal(continued(plain, velocity), found)
+    (unguided, _), (same, _) = clips_of(held_out, steps=steps), clips_of(held_out, steps=steps, frames_guide=True)
+    assert torch.equal(continued(unguided, velocity), continued(same, velocity))
 
 
 def test_which_clips_and_which_noise_depend_on_the_seed_and_the_content_alone(held_out, velocity):

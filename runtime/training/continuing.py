@@ -63,6 +63,7 @@ class Continuing:
             self.clips = make_clips(
                 plan.held_out, plan.model, given_frames=options.condition_frames, count=options.sample_continuations,
                 seed=options.seed, steps=options.continuation_steps, guidance=options.continuation_guidance,
+                frames_guide=options.condition_dropout > 0,
             )  # fmt: skip
 
     def make(self, run: Run, *, averages: Averages | None = None) -> Continuations | None:
@@ -115,7 +116,8 @@ class Continuing:
 def _write(run: Run, number: int, clip: Clip, shown: "Frames", averages: Averages | None) -> None:
     folder = run.plan.options.output_dir / FOLDER
     path = folder / f"{run.plan.name}-step{run.step:08d}-continuation-{number}.mp4"
-    told = {"continues": clip.name, "given_frames": clip.given_frames, "shows": SHOWN}
+    told = {"continues": clip.name, "given_frames": clip.given_frames, "shows": SHOWN,
+            "guided_by_frames": clip.scene.prompt.guided and clip.scene.given.guides}  # fmt: skip
     settings = {**settings_of(run, clip.scene.prompt, averages), **told}
     del settings["comfyui"]  # whose nodes take no given frames
     write_frames(path, shown, clip.scene.prompt.fps, {KEY: json.dumps(settings, sort_keys=True)})
