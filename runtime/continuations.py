@@ -1,8 +1,7 @@
 """Held-out clips whose first frames are given, continued by a model, and how near that comes to what was filmed.
 
-Two numbers stand beside a model's: those of the VAE alone, which decodes the clip's own latents and is what no
-continuation can be better than, and those of the last given frame, repeated: below these nothing of the motion is
-known. The way of somebody who compares models, each of which predicts velocities:
+Two stand beside a model: the VAE alone, which decodes the clip's own latents and is the most to hope for, and the last
+given frame, repeated: whoever stays below has learned nothing of the motion. The way of somebody who compares models:
 
     clips = make_clips(held_out, model, given_frames=5, count=4, seed=42)    # from the cache: no encoder is asked
     references = [reference_of(clip, decoder) for clip in clips]

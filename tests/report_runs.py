@@ -79,6 +79,20 @@ def validation_line(step: int, adapter: float, *, error: float | None = 0.002, e
     return {"step": step, "validation": told, "output_name": "cats", **({"expert": expert} if expert else {})}
 
 
+def continuation_line(step: int, psnr: float = 20.0) -> dict[str, Any]:
+    """Two continued clips, of which the second is a frame shorter; psnr is that of the first continued frame."""
+    clips = [
+        {"number": number, "name": f"{name}.mp4:0+9", "given_frames": 5,
+         "model": {"psnr": [psnr - at for at in range(frames)], "ssim": [0.75] * frames},
+         "vae": {"psnr": [30.0] * frames, "ssim": [0.9] * frames},
+         "copy": {"psnr": [15.0] * frames, "ssim": [0.5] * frames}}
+        for number, (name, frames) in enumerate((("walk", 4), ("wave", 3)), 1)
+    ]  # fmt: skip
+    means = {"model": {"psnr": psnr - 1.25, "ssim": 0.75}, "vae": {"psnr": 30.0, "ssim": 0.9},
+             "copy": {"psnr": 15.0, "ssim": 0.5}}  # fmt: skip
+    return {"step": step, "continuations": {"means": means, "clips": clips}, "output_name": "cats"}
+
+
 def write_metrics(folder: Path, lines: list[dict[str, Any]], cut: str = "") -> Path:
     """Write `metrics.jsonl`, with a last line that is cut short; returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)

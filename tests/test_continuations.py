@@ -15,7 +15,7 @@ import pytest
 import torch
 from footage import numbers
 from parity import T5, VAE21, VAE22
-from train_cases import Cases, contents, make_ti2v, wide_prompts
+from train_cases import Cases, contents, cut_off, make_ti2v, wide_prompts
 from world_model_shards import write_split
 
 from wangen import profiles
@@ -246,6 +246,16 @@ def test_a_run_that_continues_clips_ends_with_the_same_bytes_and_the_same_finger
     assert [record["step"] for record in records(tmp_path)] == [5]
 
 
+def test_a_run_that_was_cut_off_goes_on_to_the_same_continuations(ti2v, watched, tmp_path):
+    options = ti2v.options(tmp_path, **WATCHED, **CONTINUED, sample_at_first=True, save_state_every_n_steps=2)
+    cut_off(options, 3)
+    assert [record["step"] for record in records(tmp_path)] == [0, 2]
+    assert train.run(options).result["steps_this_run"] == 2
+    assert records(tmp_path) == records(watched)
+    for path in (watched / "samples").iterdir():
+        assert (tmp_path / "samples" / path.name).read_bytes() == path.read_bytes()
+
+
 def test_continuations_are_measured_frame_by_frame_and_shown_beside_the_source(watched):
     found = records(watched)
     assert [record["step"] for record in found] == [0, 2, 4]
@@ -269,6 +279,7 @@ def test_continuations_are_measured_frame_by_frame_and_shown_beside_the_source(w
     assert (told["continues"], told["given_frames"], told["guidance"], told["steps"], told["averaged_weights"]) == (
         found[0]["clips"][0]["name"], 5, 2.0, 2, True,
     )  # fmt: skip
+    assert "comfyui" not in told
     assert frames.shape == (9, 64, 192, 3)
 
 

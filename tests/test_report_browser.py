@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from helpers import make_clip
-from report_runs import HOSTILE, page_of, step_line, train_run, validation_line, write_metrics
+from report_runs import HOSTILE, continuation_line, page_of, step_line, train_run, validation_line, write_metrics
 from tiny import TinyRun
 
 from wangen.generator.steps import Watch
@@ -293,6 +293,19 @@ def test_what_is_new_appears_and_what_the_reader_does_goes_on(browser, tmp_path)
         report = {"step": "train", "ok": True, "summary": "4 steps", "settings": {"output_name": "cats"}}
         (folder / "train.report.json").write_text(json.dumps(report))
         page.get_by_text("Finished: 4 steps.").wait_for()
+
+
+def test_a_section_that_is_new_appears(browser, tmp_path):
+    folder = write_metrics(tmp_path, [step_line(1)])
+    with watched(folder) as url, opened(browser, url) as page:
+        page.get_by_text("Step 1: training.").wait_for()
+        assert not page.locator("#continuations").count()
+        append(folder, continuation_line(1))
+        page.locator("#continuations #chart-continued-psnr .plot svg").wait_for()
+        assert page.locator('nav a[href="#continuations"]').count() == 1
+        append(folder, step_line(2))
+        append(folder, continuation_line(2))
+        page.get_by_text("Continuations at step 2").wait_for()
 
 
 def test_it_says_when_the_server_has_ended(browser, tmp_path):

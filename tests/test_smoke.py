@@ -101,8 +101,9 @@ def test_a_try_takes_the_line_of_a_whole_job(tiny_run, tmp_path, changes):
 
 
 def test_a_try_holds_fewer_items_out_and_gives_each_expert_a_step(tiny_run, tmp_path):
-    options = tiny_run.options(tmp_path, smoke=True, validation_items=8, high_noise_share=0.001)
+    options = tiny_run.options(tmp_path, smoke=True, validation_items=8, high_noise_share=0.001, sample_continuations=4)
     small = options.effective()
+    assert small.sample_continuations == 1
     assert (small.validation_items, round(small.high_noise_share * 50)) == (4, 1)
     assert replace(options, validation_items=2, high_noise_share=0.5).effective().validation_items == 2
 

@@ -1,10 +1,12 @@
 """What processes that train together have to decide alike, or they would wait for each other for ever."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import together as forked
+from parity import VAE22
 from test_together import losses
 from tiny import TinyRun
 from together import trained
@@ -44,3 +46,31 @@ def test_samples_of_the_first_alone_keep_all_at_the_same_step(
     trained(options, 2)
     assert len(losses(tmp_path / "out")) == 4
     assert len(list((tmp_path / "out" / "samples").glob("*.png"))) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("parallel", "train_mode"), [("ddp", "lora"), ("fsdp", "lora"), ("fsdp", "full")])
+def test_continuations_are_those_of_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parallel: str, train_mode: str
+):
+    """The first process alone makes them, or all go along where each holds a part of the weights."""
+    monkeypatch.setattr(forked, "TIMEOUT_S", 120.0)
+    options = make_ti2v(tmp_path / "set").options(
+        tmp_path / "two", task="ti2v-5B", condition_frames=5, validation_items=1, validation_timesteps=1,
+        sample_continuations=1, continuation_steps=2, continuation_guidance=2.0, vae=VAE22, vae_dtype="float32",
+        sample_every_n_steps=1, max_train_steps=3, learning_rate=1e-4, parallel=parallel, train_mode=train_mode,
+    )  # fmt: skip
+    trained(options, 2)
+    one = replace(options, output_dir=tmp_path / "one", parallel="auto", gradient_accumulation_steps=2)
+    trained(one, 1)
+    found, wanted = (continued(folder) for folder in (tmp_path / "two", tmp_path / "one"))
+    assert len(found) == len(wanted) == 3
+    assert found == [pytest.approx(numbers, abs=0.01) for numbers in wanted]
+    assert len(list((tmp_path / "two" / "samples").glob("*-continuation-1.mp4"))) == 3
+
+
+def continued(folder: Path) -> list[list[float]]:
+    """PSNR and SSIM of every continued frame, for each time."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    clips = [line["continuations"]["clips"] for line in lines if "continuations" in line]
+    return [[number for clip in one for values in clip["model"].values() for number in values] for one in clips]

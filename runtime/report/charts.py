@@ -77,7 +77,7 @@ def validations(records: Iterable[Record], expert: str) -> list[tuple[int, dict[
     ]
 
 
-def _points(pairs: Iterable[tuple[Any, Any]], factor: float = 1.0) -> list[Point]:
+def points_of(pairs: Iterable[tuple[Any, Any]], factor: float = 1.0) -> list[Point]:
     """Those pairs that are numbers that can be drawn; what is as good as zero is zero."""
     return [
         (float(x), factor * y if abs(y) >= _TINY else 0.0)
@@ -88,10 +88,11 @@ def _points(pairs: Iterable[tuple[Any, Any]], factor: float = 1.0) -> list[Point
 
 def _column(records: Iterable[Record], name: str, expert: str, factor: float = 1.0) -> list[Point]:
     ours = (record for record in records if name in record and record.get("expert", "") == expert)
-    return _points(((record["step"], record[name]) for record in ours), factor)
+    return points_of(((record["step"], record[name]) for record in ours), factor)
 
 
-def _chart(key: str, title: str, note: str, unit: str, lines: Iterable[Line], x_name: str = "step") -> Chart | None:
+def chart_of(key: str, title: str, note: str, unit: str, lines: Iterable[Line], x_name: str = "step") -> Chart | None:
+    """A chart of the lines that have points; None where none has."""
     drawn = [line for line in lines if line.points]
     return Chart(key, title, note, unit, drawn, x_name) if drawn else None
 
@@ -115,7 +116,7 @@ def _loss(records: Sequence[Record]) -> Chart | None:
     for expert, look in zip(experts_of(records), _LOOKS, strict=False):
         lines += _with_smoothed(_named(expert, "loss"), _column(records, "loss", expert), look)
     note = "noisy by nature: every step has other items, noise and timesteps; the held-out loss says more"
-    return _chart("loss", "Training loss", note, "", lines)
+    return chart_of("loss", "Training loss", note, "", lines)
 
 
 def _held_out(records: Sequence[Record]) -> list[Chart | None]:
@@ -126,7 +127,7 @@ def _held_out(records: Sequence[Record]) -> list[Chart | None]:
             continue
         key, of = (f"-{expert.replace('_', '-')}", f", {expert.replace('_', '-')} expert") if expert else ("", "")
         means = [
-            Line(name, _points((step, told.get(field)) for step, told in points), look)
+            Line(name, points_of((step, told.get(field)) for step, told in points), look)
             for name, field, look in (
                 ("base", "mean_base", "base"),
                 ("LoRA", "mean_adapter", "main"),
@@ -134,7 +135,7 @@ def _held_out(records: Sequence[Record]) -> list[Chart | None]:
             )
         ]
         note = "items that were never trained on; lower is better, and rising means learning by heart"
-        found.append(_chart(f"held-out{key}", f"Held-out loss{of}", note, "", means))
+        found.append(chart_of(f"held-out{key}", f"Held-out loss{of}", note, "", means))
         found += [_by_timestep(points, key, of), _gains(points, key, of)]
     return found
 
@@ -143,13 +144,13 @@ def rows_of(told: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The rows of a validation by timestep; those that are none are left out."""
     rows = told.get("rows")
     known = [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
-    return [row for row in known if _points([(0, row.get("timestep"))])]
+    return [row for row in known if points_of([(0, row.get("timestep"))])]
 
 
 def _by_timestep(points: Sequence[tuple[int, dict[str, Any]]], key: str, of: str) -> Chart | None:
     step, told = points[-1]
     lines = [
-        Line(name, _points((row["timestep"], row.get(field)) for row in rows_of(told)), look)
+        Line(name, points_of((row["timestep"], row.get(field)) for row in rows_of(told)), look)
         for name, field, look in (
             ("base", "base", "base"),
             (f"LoRA at step {step}", "adapter", "main"),
@@ -157,7 +158,7 @@ def _by_timestep(points: Sequence[tuple[int, dict[str, Any]]], key: str, of: str
         )
     ]
     note = "style shows at low timesteps, shapes and motion at high ones"
-    return _chart(f"timesteps{key}", f"Held-out loss by timestep{of}", note, "", lines, "timestep")
+    return chart_of(f"timesteps{key}", f"Held-out loss by timestep{of}", note, "", lines, "timestep")
 
 
 def _gains(points: Sequence[tuple[int, dict[str, Any]]], key: str, of: str) -> Chart | None:
@@ -167,12 +168,12 @@ def _gains(points: Sequence[tuple[int, dict[str, Any]]], key: str, of: str) -> C
     gains: dict[float, list[Point]] = {}
     for step, told in points:
         for row in rows_of(told):
-            both = _points([(step, row.get("adapter")), (step, row.get("base"))])
+            both = points_of([(step, row.get("adapter")), (step, row.get("base"))])
             if len(both) == 2:
                 gains.setdefault(float(row["timestep"]), []).append((step, both[0][1] - both[1][1]))
     lines = _scaled((f"t {timestep:g}", values) for timestep, values in sorted(gains.items()))
     note = "LoRA less base at each timestep; below 0 the LoRA is better"
-    return _chart(f"gains{key}", f"What was gained by timestep{of}", note, "", lines)
+    return chart_of(f"gains{key}", f"What was gained by timestep{of}", note, "", lines)
 
 
 def _by_bins(records: Sequence[Record]) -> Chart | None:
@@ -180,9 +181,9 @@ def _by_bins(records: Sequence[Record]) -> Chart | None:
     for record in records:
         if isinstance(record.get("loss_by_timestep"), dict):
             for name, value in record["loss_by_timestep"].items():
-                bins.setdefault(str(name), []).extend(_points([(record["step"], value)]))
+                bins.setdefault(str(name), []).extend(points_of([(record["step"], value)]))
     lines = _scaled((f"t {name.replace('-', ' to ')}", sorted(bins[name])) for name in sorted(bins, key=_first_number))
-    return _chart("bins", "Training loss by timestep", "means of an epoch, in ten parts of the timesteps", "", lines)
+    return chart_of("bins", "Training loss by timestep", "means of an epoch, in ten parts of the timesteps", "", lines)
 
 
 def _first_number(name: str) -> float:
@@ -206,7 +207,7 @@ def _learning_rates(records: Sequence[Record]) -> Chart | None:
         Line(_named(expert, name), _column(records, name, expert), look)
         for (expert, name), look in zip(named, _FOUR_LOOKS, strict=False)
     ]
-    return _chart("learning-rate", "Learning rate", "as the schedule gave it", "", lines)
+    return chart_of("learning-rate", "Learning rate", "as the schedule gave it", "", lines)
 
 
 def _rate(records: Sequence[Record], spec: _Spec) -> Chart | None:
@@ -215,5 +216,5 @@ def _rate(records: Sequence[Record], spec: _Spec) -> Chart | None:
     for (expert, column, name), look in zip(named, _FOUR_LOOKS, strict=False):
         points, name = _column(records, column, expert, spec.factor), _named(expert, name)
         lines += _with_smoothed(name, points, look) if spec.smooth else [Line(name, points, look)]
-    found = _chart(spec.key, spec.title, spec.note, spec.unit, lines)
+    found = chart_of(spec.key, spec.title, spec.note, spec.unit, lines)
     return replace(found, wide=spec.wide) if found else None

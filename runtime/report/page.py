@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from wangen.runtime.report.cautions import find_cautions
 from wangen.runtime.report.charts import make_charts
+from wangen.runtime.report.continuing import continuation_charts, continuation_table, continuations
 from wangen.runtime.report.dataset import DatasetPart
 from wangen.runtime.report.media import Media
 from wangen.runtime.report.plotting import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH
@@ -84,6 +85,7 @@ def make_sections(run: RunFiles, dataset: DatasetPart, media: Media) -> list[Sec
         Section("verdict", "Verdict", [_block("answer", "verdict", verdict=verdict, num_cautions=len(cautions),
                                               files=lora_table(run, verdict.use))]),
         Section("training", "Training", list(_training(run)), "narrow"),
+        *_continuations(run, media),
         Section("samples", "Samples over time", list(_samples(run, media)), "wide"),
         Section("evaluation", "Evaluation", list(_evaluation(run, media))),
         Section("dataset", "Dataset", list(_dataset(dataset))),
@@ -133,15 +135,40 @@ def _training(run: RunFiles) -> Iterator[Block]:
     yield from _tables("validation", validation_tables(run), "")
 
 
+def _continuations(run: RunFiles, media: Media) -> Iterator[Section]:
+    """The section of continuations, where a run makes them."""
+    clips = [sample for sample in run.samples if sample.continued]
+    if not clips and not continuations(run.records):
+        return
+    table = continuation_table(run.records)
+    blocks = [_block(f"chart-{chart.key}", "chart", chart=chart) for chart in continuation_charts(run.records)]
+    blocks += _tables("continued", [table] if table else [], "")
+    yield Section("continuations", "Continuations", [*blocks, *_over_time(clips, media)], "narrow")
+
+
 def _samples(run: RunFiles, media: Media) -> Iterator[Block]:
-    if not run.samples:
+    samples = [sample for sample in run.samples if not sample.continued]
+    if not samples:
         yield _block("no-samples", "nothing", text="No samples were made while it trained.")
-    for (expert, number), group in groupby(run.samples, key=lambda sample: (sample.expert, sample.number)):
+    yield from _over_time(samples, media)
+
+
+def _over_time(samples: Sequence[Sample], media: Media) -> Iterator[Block]:
+    """For each prompt or clip what was made of it, to be looked through by step."""
+    for (expert, number), group in groupby(samples, key=lambda sample: (sample.expert, sample.number)):
         shown = [(sample, url) for sample in group if (url := media.url(sample.file))]
         if shown:
             last = shown[-1][0]
-            key = f"sample-{expert.replace('_', '-')}-{number}" if expert else f"sample-{number}"
-            yield _block(key, "samples", shown=shown, last=last, facts=sample_facts(last))
+            what = "continuation" if last.continued else "sample"
+            key = f"{what}-{expert.replace('_', '-')}-{number}" if expert else f"{what}-{number}"
+            yield _block(key, "samples", shown=shown, title=_title(last), facts=sample_facts(last), what=what.title())
+
+
+def _title(sample: Sample) -> str:
+    if not sample.continued:
+        return sample.prompt or f"Prompt {sample.number}"
+    clip = str(sample.settings.get("continues", "")) or f"Clip {sample.number}"
+    return f"{clip}: {sample.prompt}" if sample.prompt else clip
 
 
 def sample_facts(sample: Sample) -> str:
@@ -149,7 +176,8 @@ def sample_facts(sample: Sample) -> str:
     told = sample.settings
     if not told:
         return ""
-    return (
+    given = f"source, the VAE's reconstruction, continuation of {told.get('given_frames')} given frames; "
+    return (given if sample.continued else "") + (
         f"{told.get('width')}x{told.get('height')}, {told.get('frames')} frames at {told.get('fps')} fps, seed "
         f"{told.get('seed')}, {told.get('sampler')}, {told.get('steps')} steps, guidance {told.get('guidance')}"
     )

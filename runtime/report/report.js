@@ -227,6 +227,10 @@ function follow(everyS) {
       const answer = await fetch("state", { headers: mark ? { "If-None-Match": mark } : {}, cache: "no-store" });
       if (answer.status === 200) {
         const told = await answer.json();
+        if (told.sections.some((section) => !document.querySelector(`[data-section="${section.key}"]`))) {
+          location.reload(); // a whole section is new
+          return;
+        }
         told.sections.forEach(update);
         say(told.status.word, told.status.text);
         const waits = told.sections.some((section) =>

@@ -36,7 +36,7 @@ _LEVELS = 4
 
 _EXPERT = r"(?P<expert>_(?:high|low)_noise)?"
 _ENDING = r"(?P<best>-best)?(?:-step(?P<step>\d{8})|-(?P<epoch>\d{6}))?(?P<ema>-ema)?(?:-(?:comfyui|kohya|diffusers))?"
-_SAMPLE = _EXPERT + r"-step(?P<step>\d{8})-(?P<number>\d+)\.(?:mp4|png)"
+_SAMPLE = _EXPERT + r"-step(?P<step>\d{8})-(?P<continued>continuation-)?(?P<number>\d+)\.(?:mp4|png)"
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,7 @@ class Sample:
         number: of the prompt, counted from 1.
         expert: `high_noise` or `low_noise` of one that was trained alone, else empty.
         settings: its line of `samples.jsonl`; empty without one.
+        continued: it continues a held-out clip, whose number it has.
     """
 
     file: Path
@@ -77,6 +78,7 @@ class Sample:
     number: int
     expert: str
     settings: Mapping[str, Any]
+    continued: bool = False
 
     @property
     def prompt(self) -> str:
@@ -95,7 +97,7 @@ class RunFiles:
         records: lines of `metrics.jsonl`.
         reports: step -> its `report.json`, of training only this run's.
         loras: saved files, by step and name.
-        samples: by prompt and step.
+        samples: by prompt or clip, and step.
         evaluation: of this run's LoRAs; None without one.
         problems: what could not be read, in words.
         wrote_last: no other run wrote to `metrics.jsonl` after it.
@@ -188,7 +190,9 @@ def read_run(folder: Path, name: str | None, metrics: MetricsLog | None = None) 
         records=[record for record in records if _name_of(record, chosen) == chosen],
         reports=reports,
         loras=sorted(_loras(folder, chosen, problems), key=lambda lora: (lora.step or 0, lora.file.name)),
-        samples=sorted(_samples(folder / SAMPLES, chosen, problems), key=lambda s: (s.expert, s.number, s.step)),
+        samples=sorted(
+            _samples(folder / SAMPLES, chosen, problems), key=lambda s: (s.expert, s.continued, s.number, s.step)
+        ),
         evaluation=_evaluation(folder / EVALUATION, known, problems),
         problems=problems,
         wrote_last=not names or names[-1] == chosen,
@@ -343,10 +347,16 @@ def _samples(folder: Path, name: str, problems: list[str]) -> Iterator[Sample]:
     for path in folder.iterdir():
         if (match := pattern.fullmatch(path.name)) and (file := _media(folder.resolve(), path.name)):
             expert = (match["expert"] or "")[1:]
-            yield Sample(file, int(match["step"]), int(match["number"]), expert, lines.get(path.name, {}))
+            settings, continued = lines.get(path.name, {}), bool(match["continued"])
+            yield Sample(file, int(match["step"]), int(match["number"]), expert, settings, continued)
     for listed in sorted(lines):
         if pattern.fullmatch(listed) and not is_file(folder / listed):
             problems.append(f"{SAMPLES}/{listed} is in the list of samples, and the file is gone")
+
+
+def _place(sample: Sample) -> tuple[str, bool, int, int]:
+    """Where a sample stands among others."""
+    return sample.expert, sample.continued, sample.number, sample.step
 
 
 def _sample_lines(path: Path, problems: list[str]) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -117,5 +117,6 @@ def _write(run: Run, number: int, clip: Clip, shown: "Frames", averages: Average
     path = folder / f"{run.plan.name}-step{run.step:08d}-continuation-{number}.mp4"
     told = {"continues": clip.name, "given_frames": clip.given_frames, "shows": SHOWN}
     settings = {**settings_of(run, clip.scene.prompt, averages), **told}
+    del settings["comfyui"]  # whose nodes take no given frames
     write_frames(path, shown, clip.scene.prompt.fps, {KEY: json.dumps(settings, sort_keys=True)})
     list_samples(folder, {path.name: settings})
