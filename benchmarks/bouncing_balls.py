@@ -1,7 +1,7 @@
 """A ball that flies straight on and is thrown back by the walls of the picture: the world of `world_model.py`.
 
-Each coordinate of its centre moves with constant speed between two walls and turns round at them, so that a triangle
-wave gives it at any time: what comes is a function of place and velocity, and both can be seen in a few frames.
+It flies across the picture or up and down, with constant speed, and turns round at the walls: a triangle wave gives
+its place at any time. So what comes is a function of place and velocity, and both can be seen in a few frames.
 
 Letters in shapes: B batch, T frames of video, H and W pixels.
 """
@@ -19,6 +19,8 @@ import torch
 SIDE_PX, RADIUS_PX = 96, 12.0
 SLOWEST_PX, FASTEST_PX = 2.0, 4.0
 """The speed, in pixels a frame."""
+DIRECTIONS = ((1, 0), (-1, 0), (0, 1), (0, -1))
+"""(right, down). Balls that fly aslant take a tiny model longer to learn: see RESULTS.md."""
 BALL, BACKGROUND = (240, 215, 60), (24, 28, 44)
 """In sRGB."""
 HZ = 30
@@ -51,16 +53,15 @@ class Flight:
 
 
 def random_flight(generator: torch.Generator) -> Flight:
-    """A ball anywhere in the picture that flies in any direction."""
+    """A ball anywhere in the picture that flies to the right, to the left, down or up, at any of the speeds."""
     x, y, direction, speed = torch.rand(4, generator=generator, dtype=torch.float64).tolist()
     room = SIDE_PX - 2 * RADIUS_PX
-    angle = 2 * np.pi * direction
     speed_px = SLOWEST_PX + (FASTEST_PX - SLOWEST_PX) * speed
-    velocity = (float(speed_px * np.cos(angle)), float(speed_px * np.sin(angle)))
-    return Flight((RADIUS_PX + room * x, RADIUS_PX + room * y), velocity)
+    across, down = DIRECTIONS[int(direction * len(DIRECTIONS))]
+    return Flight((RADIUS_PX + room * x, RADIUS_PX + room * y), (across * speed_px, down * speed_px))
 
 
-def draw(paths: torch.Tensor, side_px: int = SIDE_PX) -> tuple[torch.Tensor, torch.Tensor]:
+def draw(paths: torch.Tensor, side_px: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw clips with smooth edges, which show parts of a pixel's motion.
 
     Args:
@@ -90,7 +91,7 @@ def write_split(folder: Path, shards: Sequence[Sequence[Flight]], num_frames: in
         (folder / below).mkdir(parents=True, exist_ok=True)
     for number, flights in enumerate(shards):
         paths = torch.stack([flight.path(num_frames) for flight in flights])
-        frames = draw(paths)[0].permute(0, 2, 3, 4, 1).flatten(0, 1).numpy()
+        frames = draw(paths, SIDE_PX)[0].permute(0, 2, 3, 4, 1).flatten(0, 1).numpy()
         _write_video(folder / "videos" / f"video_{number}.mp4", frames, num_frames)
         indices = np.repeat(np.arange(len(flights), dtype="<i4"), num_frames)
         indices.tofile(folder / "segment_indices" / f"segment_idx_{number}.bin")

@@ -1,7 +1,9 @@
 """A tiny TI2V-5B learns a world with a known law: `benchmarks/world_model.py`, and the world itself."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,10 @@ from wangen.runtime.moving_shapes import look
 from wangen.runtime.raw_world_model import read_states
 
 ROOT = Path(__file__).parent.parent
+VAE = ROOT / "tests" / "vectors" / "tiny-world" / "Wan2.2_VAE.pth"
+NUM_CLIPS, NUM_STEPS = 64, 150
+LEAST_FALL = 0.5
+"""Of a held-out loss of 2.1; see the test."""
 
 
 @pytest.fixture(scope="module")
@@ -59,3 +65,26 @@ def test_the_shards_of_the_world_show_the_balls_where_their_states_say(balls, tm
         found = read_states(states.with_suffix(".bin"), excerpt)
         np.testing.assert_array_equal(found[:, :2], path.numpy())
         np.testing.assert_array_equal(found[:, 2:4], np.broadcast_to(np.float32(flight.velocity), (17, 2)))
+
+
+@pytest.mark.slow
+def test_a_moment_of_the_benchmark_lowers_the_held_out_loss_at_every_timestep(balls, tmp_path):
+    """By how many dB more steps beat copying and the untrained model is in benchmarks/RESULTS.md: that takes longer."""
+    import world_model as benchmark
+
+    records = benchmark.learn(tmp_path, VAE, NUM_CLIPS, NUM_STEPS, 0)
+    lines = (tmp_path / "transformer" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [record["validation"]["rows"] for line in lines if "validation" in (record := json.loads(line))][-1]
+    falls = [row["base"] - row["adapter"] for row in rows]
+    assert len(falls) == 8
+    assert min(falls) > LEAST_FALL, falls
+    assert [len(record["clips"]) for record in records] == [benchmark.HELD_OUT] * 2
+    found = benchmark.psnr_per_frame(*records)
+    assert [len(found[column]) for column in benchmark.COLUMNS] == [12] * 4
+    assert fmean(found["vae"]) > 28
+    assert found["copy"][0] > 22, "the last given frame is the right one"
+    assert found["copy"][-1] < 16, "and the ball goes on"
+    model, copy = benchmark.distances(tmp_path / "transformer" / "samples", NUM_STEPS)
+    assert model > 0
+    assert 10 < copy < 20
+    assert "| mean | " in benchmark.table(records)
