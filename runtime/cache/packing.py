@@ -66,7 +66,9 @@ def pack(folder: Path) -> Moved:
         looked = Folder(folder)
         merged = _to_merge(looked.packs.packs, len(looked.files))
         kept = Packs(folder, [pack for pack in looked.packs.packs if pack not in merged])
-        return _into_packs(folder, looked.files, merged, kept)
+        moved = _into_packs(folder, looked.files, merged, kept)
+        moved.damaged |= looked.damaged
+    return moved
 
 
 def fold(folder: Path, entries: Iterable[Entry]) -> Moved:
@@ -93,7 +95,7 @@ def unpack(folder: Path) -> Moved:
             for pack in looked.packs:
                 damaged = _unpacked(pack, moved, advance)
                 moved.damaged |= damaged
-                if not damaged and pack.name not in looked.damaged:
+                if pack.is_whole and not damaged:
                     remove_pack(pack.path)
     return moved
 
@@ -137,8 +139,9 @@ def _in_words(folder: Path) -> Iterator[None]:
 
 def _to_merge(packs: Sequence[Pack], num_files: int) -> list[Pack]:
     """The packs to write anew: those with gaps, and small ones where there is something to merge them with."""
-    sparse = [pack for pack in packs if pack.index.removed_bytes > _SPARSE * pack.index.pack_bytes]
-    small = [pack for pack in packs if _is_small(pack) and pack not in sparse]
+    whole = [pack for pack in packs if pack.is_whole]
+    sparse = [pack for pack in whole if pack.index.removed_bytes > _SPARSE * pack.index.pack_bytes]
+    small = [pack for pack in whole if _is_small(pack) and pack not in sparse]
     return sparse + (small if len(small) + len(sparse) + bool(num_files) > 1 else [])
 
 

@@ -5,7 +5,7 @@ import json
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from wangen.runtime.cache.entries import CURE, REPAIR, CorruptEntryError, Entry, key_in
+from wangen.runtime.cache.entries import CURE, REPAIR, CorruptEntryError, Entry, described
 from wangen.runtime.cache.packs import look_at_packs
 
 if TYPE_CHECKING:
@@ -60,12 +60,12 @@ def _verify(entry: Entry, data: bytes) -> None:
     begin = 8 + int.from_bytes(data[:8], "little")
     try:
         header = json.loads(data[8:begin])["__metadata__"]
-        payload, key = header["payload"], key_in(entry.kind, header)
+        payload, found = header["payload"], described(entry.kind, header)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise _unreadable(entry, error) from None
     if hashlib.sha256(memoryview(data)[begin:]).hexdigest() != payload:
         raise CorruptEntryError("the payload is not what was written", where=str(entry.path), cure=REPAIR)
-    if key != entry.key:
+    if found != (entry.key, entry.content_key, entry.encoder):
         raise CorruptEntryError("another entry is in its place", where=str(entry.path), cure=REPAIR)
 
 
