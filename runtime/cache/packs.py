@@ -90,7 +90,12 @@ class Packs:
 
     def find(self, key: str) -> Entry | None:
         """The entry with this key; where several packs have it, that of the last one."""
-        return next((entry for entry in reversed(self._found("keys", key)) if entry.key == key), None)
+        found = self.twins(key)
+        return found[-1] if found else None
+
+    def twins(self, key: str) -> list[Entry]:
+        """All entries with this key, in the order of the packs; a kill may leave two."""
+        return [entry for entry in self._found("keys", key) if entry.key == key]
 
     def with_content(self, content_key: str) -> list[Entry]:
         """The entries of this content, whoever made them."""
