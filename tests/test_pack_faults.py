@@ -6,6 +6,7 @@ import os
 import shutil
 import tarfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,27 @@ from killing import end_of, fork
 
 from wangen.generator.cli import main
 from wangen.generator.errors import WangenError
-from wangen.runtime.cache import CorruptEntryError, EmbeddingCache, Entry, Folder, Recipe, claims, load, packing, packs
+from wangen.runtime.cache import (
+    CorruptEntryError,
+    EmbeddingCache,
+    Entry,
+    Folder,
+    Recipe,
+    claims,
+    load,
+    packing,
+    packs,
+    reading,
+)
 from wangen.runtime.cache.entries import UnreadableEntryError
+from wangen.runtime.cache.index import Found, look
 from wangen.runtime.cache.leftovers import repair
 from wangen.runtime.cache.pack_index import PackIndex
-from wangen.runtime.cache.packing import fold, pack, unpack
+from wangen.runtime.cache.packing import Moved, fold, pack, unpack
 from wangen.runtime.cache.packs import index_path, look_at_packs
 from wangen.runtime.cache.writer import Writer
+
+Move = Callable[[Path], Moved]
 
 
 @pytest.fixture
@@ -301,3 +316,70 @@ def test_a_full_disk_leaves_no_half_file(packed: Path, monkeypatch: pytest.Monke
         unpack(packed)
     assert [path.name for path in packed.iterdir()] == [packs.FOLDER]
     assert keys(packed) == before
+
+
+@pytest.mark.parametrize("move", [pack, unpack])
+def test_what_moves_while_a_folder_is_looked_at_is_found(packed: Path, move: Move, monkeypatch: pytest.MonkeyPatch):
+    put(packed, *recipes(9)[5:])
+    real = look
+
+    def meanwhile(folder: Path, *, deep: bool) -> Found:
+        with monkeypatch.context() as patched:
+            patched.setattr("wangen.runtime.cache.folder.look", real)
+            if move is pack:
+                move(packed)
+            found = real(folder, deep=deep)
+            if move is unpack:
+                move(packed)
+        return found
+
+    monkeypatch.setattr("wangen.runtime.cache.folder.look", meanwhile)
+    folder = Folder(packed)
+    if move is unpack:
+        assert all(folder.find(recipe.key(ENCODER)) for recipe in recipes(9))
+    assert {entry.key for entry in folder.all_entries} == {recipe.key(ENCODER) for recipe in recipes(9)}
+
+
+def test_what_is_packed_anew_while_packs_are_looked_at_is_found(packed: Path, monkeypatch: pytest.MonkeyPatch):
+    put(packed, *recipes(9)[5:])
+    real = packs._open
+    opened: list[str] = []
+
+    def meanwhile(folder: Path, path: Path, *words: Any) -> packs.Pack | None:
+        if not opened:
+            with monkeypatch.context() as patched:
+                patched.setattr(packs, "_open", real)
+                pack(packed)
+        opened.append(path.name)
+        return real(folder, path, *words)
+
+    monkeypatch.setattr(packs, "_open", meanwhile)
+    assert len(look_at_packs(packed)) == 9
+    assert len(opened) == 2, "the pack that was there first is gone"
+
+
+def test_entries_that_moved_are_not_looked_for_one_by_one(packed: Path, monkeypatch: pytest.MonkeyPatch):
+    looked = Folder(packed).all_entries
+    put(packed, *recipes(9)[5:])
+    pack(packed)
+    calls: list[Path] = []
+    monkeypatch.setattr(reading, "look_at_packs", lambda folder: (calls.append(folder), look_at_packs(folder))[1])
+    assert all(load(entry)["latent"].equal(tensors()["latent"]) for entry in looked)
+    assert len(calls) == 1
+
+
+def test_a_number_that_no_file_has_in_a_tar_is_damage(packed: Path):
+    path = tar_of(packed)
+    index_path(path).unlink()
+    with tarfile.open(path) as tar:
+        members = tar.getmembers()
+        members[2].size = 1 << 80
+        header = members[2].tobuf(tarfile.GNU_FORMAT)
+    data = bytearray(path.read_bytes())
+    data[members[2].offset : members[2].offset + len(header)] = header
+    path.write_bytes(data)
+    folder = Folder(packed)
+    assert len(folder.all_entries) == 2
+    assert "the pack is damaged" in folder.damaged[f"packs/{path.name}"].found
+    assert main(["cache", "unpack", str(packed)]) == 1
+    assert path.exists()

@@ -10,6 +10,7 @@ import stat
 import tarfile
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -74,11 +75,13 @@ class Packs:
         folder: the cache folder.
         packs: in the order of their names.
         damaged: in them; an entry without a good place in a pack is not among those of its pack.
+        names: of all packs that were looked at, also of such that hold nothing.
     """
 
     folder: Path
     packs: Sequence[Pack] = ()
     damaged: Problems = field(default_factory=dict)
+    names: AbstractSet[str] = frozenset()
     _directories: "dict[str, Directory]" = field(default_factory=dict, repr=False)
 
     def __len__(self) -> int:
@@ -135,26 +138,42 @@ def index_path(pack: Path) -> Path:
     return pack.with_name(pack.name.removesuffix(SUFFIX) + INDEX_SUFFIX)
 
 
-def look_at_packs(folder: Path, *, deep: bool = False) -> Packs:
+def look_at_packs(folder: Path, *, deep: bool = False, before: Packs | None = None) -> Packs:
     """The packs of a cache folder, by their indexes; one that does not fit its pack is made anew.
+
+    Those that are made meanwhile are among them, for what they hold may be from such that are gone meanwhile.
 
     Args:
         folder: the cache folder; it may not exist.
-        deep: read every header and payload in the packs, whatever the indexes say.
+        deep: read every payload in the packs, whatever the indexes say.
+        before: what was found a moment ago, and is not looked at again. Packs of it that are gone still count: their
+            entries are elsewhere now, and `reading` finds them there.
 
     Raises:
         WangenError: the folder cannot be listed.
     """
+    before = before or Packs(folder)
+    packs, damaged, seen = list(before.packs), dict(before.damaged), set(before.names)
+    while new := _names(folder) - seen:
+        opened = [_open(folder, folder / FOLDER / name, damaged, deep) for name in sorted(new)]
+        packs += [pack for pack in opened if pack and len(pack.index)]
+        seen |= new
+    return Packs(folder, sorted(packs, key=lambda pack: pack.name), damaged, seen)
+
+
+def _names(folder: Path) -> set[str]:
+    """The tars among the packs of a cache folder.
+
+    Raises:
+        WangenError: they cannot be listed.
+    """
     try:
-        paths = sorted(path for path in (folder / FOLDER).iterdir() if path.name.endswith(SUFFIX))
+        return {path.name for path in (folder / FOLDER).iterdir() if path.name.endswith(SUFFIX)}
     except (FileNotFoundError, NotADirectoryError):
-        return Packs(folder)
+        return set()
     except OSError as error:
         raise WangenError(f"cannot list the packs: {error.strerror}", where=str(folder / FOLDER),
                           cure="fix its rights") from None  # fmt: skip
-    damaged: Problems = {}
-    opened = [_open(folder, path, damaged, deep) for path in paths]
-    return Packs(folder, [pack for pack in opened if pack and len(pack.index)], damaged)
 
 
 def pack_at(folder: Path, name: str) -> Pack | None:
@@ -232,7 +251,7 @@ def _scan(folder: Path, name: str, deep: bool) -> tuple[list[Entry], Problems]:
                 entries += [entry] if entry else []
         if not _ends_at(path, end):
             problems[name] = broken
-    except tarfile.TarError as error:
+    except (tarfile.TarError, ValueError, OverflowError) as error:  # numbers that no file has
         problems[name] = CorruptEntryError(f"the pack is damaged ({error})", where=str(path), cure=REPAIR)
     except OSError as error:
         problems[name] = _unreadable(path, error)
