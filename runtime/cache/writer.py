@@ -117,7 +117,7 @@ class Writer:
         return "done"
 
     def _is_done(self, recipe: Recipe, encoder: Encoder) -> bool:
-        with suppress(CorruptEntryError, FileNotFoundError):
+        with suppress(CorruptEntryError, OSError):
             entry = read_entry(self.folder / recipe.file_name(encoder)) or self._in_packs(recipe.key(encoder))
             return entry is not None and (not self._again or entry.held_by.stat().st_mtime_ns > self._begun_ns)
         return False
