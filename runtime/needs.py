@@ -17,7 +17,7 @@ from wangen.generator.errors import UsageError, WangenError, many
 from wangen.generator.session import Report
 from wangen.generator.steps import CacheStep
 from wangen.profiles import Model
-from wangen.runtime.cache import Encoder, Entry, Folder, Kind, Recipe, Verdict
+from wangen.runtime.cache import Encoder, Folder, Kind, Recipe, Verdict
 from wangen.runtime.cache.leftovers import sweep
 from wangen.runtime.cache.needed import DatasetNeeds
 from wangen.runtime.samples import Sample, by_cache_folder, folders_left_out
@@ -358,7 +358,9 @@ def fill(
         opened = partial(writer_of, again=again, packed=options.packed)
         computed = encode(Work(encoders, missing, valid, opened)) if missing else 0
         if options.packed:
-            _fold([need for need in valid if shard.has(need.recipe)])
+            from wangen.runtime.cache.packing import fold_files  # numpy
+
+            fold_files(need.verdict.entry for need in valid if shard.has(need.recipe))
         keep = options.keep_cache or shard.count > 1
         shared = folders_left_out(options)  # other blocks need entries there that were not looked at
         done = [] if keep else [record for record in records if record[0].folder.path not in shared]
@@ -374,18 +376,6 @@ def fill(
                 "found": count_states(need.verdict for need in needs), "why": dict(why)},
         result={"folders": [str(folder.path) for folder in folders]},
     )  # fmt: skip
-
-
-def _fold(valid: Iterable[Need]) -> None:
-    """Move entries into packs that are still files of their own: an earlier run was killed, or kept them so."""
-    files: dict[Path, list[Entry]] = {}
-    for need in valid:
-        if (entry := need.verdict.entry) and not entry.pack:
-            files.setdefault(entry.folder, []).append(entry)
-    for folder, entries in files.items():
-        from wangen.runtime.cache.packing import fold  # numpy
-
-        fold(folder, entries)
 
 
 def _refuse(options: CacheStep) -> None:

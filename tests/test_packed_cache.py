@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from cache_entries import put, recipes
+from cache_entries import ENCODER, put, recipes, tensors
 from cached_bundle import Bundle
 from killing import KILLED, end_of, fork, forked
 from test_cache_merge import cached, entries, step, with_cache
@@ -17,9 +17,11 @@ from tiny_set import CACHES, copy, leftovers, lines_of, make_set, picture, run_a
 
 from wangen.generator.cli import main
 from wangen.runtime import train
-from wangen.runtime.cache import Folder
+from wangen.runtime.cache import Folder, packing
+from wangen.runtime.cache.packing import pack
 from wangen.runtime.cache.packs import FOLDER, look_at_packs
 from wangen.runtime.cache.reading import whole_bytes
+from wangen.runtime.cache.writer import Writer
 
 pytestmark = pytest.mark.usefixtures("one_thread", "quick")
 pytest_plugins = ("bundle_fixtures", "tiny_set_fixtures")
@@ -119,6 +121,37 @@ def test_killed_at_any_call_no_entry_is_lost_and_the_next_call_finishes(command:
         assert bool(list((place / FOLDER).glob("*.tar"))) == (command == "pack")
         assert not [path.name for path in place.rglob(".*") if path.name.endswith(".tmp")], calls[at - 1]
         shutil.rmtree(place)
+
+
+def values(folder: Path) -> list[float]:
+    """What the five entries hold."""
+    looked = Folder(folder)
+    return [looked.open("latent", recipe.key(ENCODER))["latent"].flatten()[0].item() for recipe in recipes(5)]
+
+
+@forking
+@pytest.mark.parametrize(("num_again", "merged"), [(2, True), (2, False), (5, False)])
+def test_killed_at_any_call_what_was_encoded_anew_counts(
+    tmp_path: Path, num_again: int, merged: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(packing, "_is_small", lambda _pack: merged)
+    place = tmp_path / "before"
+    put(place, *recipes(5))
+    pack(place)
+    with Writer(place, again=True) as writer:
+        for recipe in recipes(num_again):
+            writer.put(recipe, ENCODER, tensors(2.0))
+    wanted = [2.0] * num_again + [1.0] * (5 - num_again)
+    whole = shutil.copytree(place, tmp_path / "whole")
+    code, calls = forked(lambda: main(["cache", "pack", str(whole)]), 0)
+    assert code == 0
+    for at in range(1, len(calls) + 1):
+        killed = shutil.copytree(place, tmp_path / f"at{at}")
+        assert forked(partial(main, ["cache", "pack", str(killed)]), at)[0] == KILLED
+        assert values(killed) == wanted, calls[at - 1]
+        assert main(["cache", "pack", str(killed)]) == 0
+        assert values(killed) == wanted, calls[at - 1]
+        assert (len(Folder(killed).files), len(look_at_packs(killed))) == (0, 5), calls[at - 1]
 
 
 @forking

@@ -277,11 +277,10 @@ def test_two_who_fold_leave_each_other_alone(tmp_path: Path):
 
 
 def test_one_process_packs_at_a_time(packed: Path, capsys: pytest.CaptureFixture[str]):
-    other = claims.Claims(packed)
-    assert other.take(claims.PACKING)
-    assert main(["cache", "pack", str(packed)]) == 1
-    assert "another process packs or unpacks this cache" in capsys.readouterr().err
-    other.close()
+    with claims.packing(packed) as mine:
+        assert mine
+        assert main(["cache", "pack", str(packed)]) == 1
+        assert "another process packs or unpacks this cache" in capsys.readouterr().err
     assert main(["cache", "unpack", str(packed)]) == 0
 
 

@@ -33,8 +33,11 @@ CLAIM_NAME = re.compile(r"\.claim-(?P<key>[0-9a-f]{20})(-[0-9a-f]{16})?")
 _REMOVAL = "0" * 20
 """Claimed in place of an entry's key by who decides what may be removed."""
 
-PACKING = "1" * 20
+_PACKING = "1" * 20
 """Claimed by who packs or unpacks a whole folder."""
+
+_FOLDING = "2" * 8
+"""How the keys begin that are claimed by those who move entries into packs beside each other."""
 
 _POLL_S = 0.02
 
@@ -135,6 +138,52 @@ def alone(folder: Path) -> Iterator[None]:
         yield
     finally:
         claims.close()
+
+
+@contextmanager
+def packing(folder: Path) -> Iterator[bool]:
+    """Let one process at a time pack or unpack a whole folder, once those are done that are `folding`.
+
+    Yields:
+        Whether it is this one.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    claims = Claims(folder)
+    try:
+        mine = claims.take(_PACKING)
+        while mine and any(_is_held(folder, path.name[7:27]) for path in folder.glob(f".claim-{_FOLDING}*")):
+            time.sleep(_POLL_S)
+        yield mine
+    finally:
+        claims.close()
+
+
+@contextmanager
+def folding(folder: Path) -> Iterator[bool]:
+    """Let any number of processes move entries into packs, but none while one is `packing`.
+
+    Both claim first and look for the other's claim then, so that one of them at least sees the other.
+
+    Yields:
+        Whether it may be done now.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    claims = Claims(folder)
+    try:
+        claims.take(_FOLDING + secrets.token_hex(6))
+        yield not _is_held(folder, _PACKING)
+    finally:
+        claims.close()
+
+
+def _is_held(folder: Path, key: str) -> bool:
+    """Whether a live process has claimed this."""
+    chain = _chain(folder, key)
+    return bool(chain) and not chain[-1].is_free
 
 
 def sweep_claims(folder: Path, names: Iterable[str]) -> int:

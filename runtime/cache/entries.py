@@ -179,9 +179,14 @@ def _entry(folder: Path, file: str, kind: Kind, meta: Mapping[str, str]) -> Entr
     return Entry(folder, file, kind, key, content_key, encoder, source, meta["name"], 0)
 
 
-def key_in(kind: Kind, meta: Mapping[str, str]) -> str:
-    """The key of the entry of a kind that has these free text fields in its header, which are known to be good."""
-    return _entry(Path(), "", kind, meta).key
+def described(kind: Kind, meta: Mapping[str, str]) -> tuple[str, str, Encoder]:
+    """Key, content key and encoder of the entry of a kind that has these free text fields in its header.
+
+    Raises:
+        KeyError, TypeError, ValueError: they are not those of an entry.
+    """
+    entry = _entry(Path(), "", kind, meta)
+    return entry.key, entry.content_key, entry.encoder
 
 
 def payload_digest(path: Path, span: Span | None = None) -> str:

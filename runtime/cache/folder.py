@@ -46,17 +46,24 @@ class Folder:
     deep: bool = False
 
     @cached_property
-    def _found(self) -> Found:
-        return look(self.path, deep=self.deep)
+    def _looked(self) -> tuple[Found, Packs]:
+        """Its files and its packs.
 
-    @cached_property
+        The packs are listed before and after the files: so what another process packs or unpacks meanwhile is found in
+        one place at least.
+        """
+        packs = look_at_packs(self.path, deep=self.deep)
+        found = look(self.path, deep=self.deep)
+        return found, look_at_packs(self.path, deep=self.deep, before=packs)
+
+    @property
     def packs(self) -> Packs:
         """Its packs.
 
         Raises:
-            WangenError: they cannot be listed.
+            WangenError: the folder cannot be listed.
         """
-        return look_at_packs(self.path, deep=self.deep)
+        return self._looked[1]
 
     @property
     def files(self) -> list[Entry]:
@@ -65,7 +72,7 @@ class Folder:
         Raises:
             WangenError: the folder cannot be listed.
         """
-        return self._found.entries
+        return self._looked[0].entries
 
     @property
     def all_entries(self) -> list[Entry]:
@@ -87,7 +94,7 @@ class Folder:
         Raises:
             WangenError: the folder cannot be listed.
         """
-        return self._found.corrupt | self.packs.damaged
+        return self._looked[0].corrupt | self.packs.damaged
 
     def open(self, kind: Kind, key: str) -> "dict[str, torch.Tensor]":
         """The tensors of the entry with this key, whether it is a file of its own or lies in a pack.

@@ -3,6 +3,7 @@
 import os
 import re
 import time
+from collections import defaultdict
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from wangen.runtime.cache.entries import CorruptEntryError, UnreadableEntryError
 from wangen.runtime.cache.folder import Folder
 from wangen.runtime.cache.index import INDEX, look
 from wangen.runtime.cache.packs import FOLDER as PACKS
-from wangen.runtime.cache.packs import Packs, index_path
+from wangen.runtime.cache.packs import PACK_NAME, Packs, Problems, index_path
 from wangen.runtime.cache.removal import remove_pack
 
 ABANDONED_S = 3600.0
@@ -85,19 +86,27 @@ def repair(folder: Folder) -> tuple[int, int]:
 
 
 def _mend_packs(packs: Packs) -> list[str]:
-    """Let what is damaged in packs count no more; returns its names."""
-    mended = []
-    good = {pack.path: pack for pack in packs.packs}
+    """Let what is damaged in packs count no more; returns its names.
+
+    A pack of which a part cannot be read now stays as it is, and so does a file that is no pack of ours.
+    """
+    mended: list[str] = []
+    good = {pack.name: pack for pack in packs.packs}
+    problems: defaultdict[str, Problems] = defaultdict(dict)
     for name, error in packs.damaged.items():
-        if isinstance(error, UnreadableEntryError):
+        problems["/".join(name.split("/")[:2])][name] = error
+    for name, found in problems.items():
+        if any(isinstance(error, UnreadableEntryError) for error in found.values()):
             continue
-        path = packs.folder / Path(*Path(name).parts[:2])
         with suppress(OSError):
-            if path in good:
-                good[path].index.write(index_path(path))
-            else:
+            path = packs.folder / name
+            if name in good:
+                good[name].index.write(index_path(path))
+            elif PACK_NAME.fullmatch(path.name):
                 remove_pack(path)
-            mended.append(name)
+            else:
+                continue
+            mended += found
     return mended
 
 

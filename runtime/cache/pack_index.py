@@ -40,6 +40,9 @@ _COLUMNS: Mapping[str, tuple[str, tuple[int, ...]]] = {
 }
 """Name -> type and shape of what it has of each entry (`texts`: of each byte of all texts)."""
 
+_DTYPES = {"u1": "U8", "<u2": "U16", "<i4": "I32", "<i8": "I64"}
+"""numpy's types -> those of safetensors."""
+
 Column = np.ndarray[Any, np.dtype[Any]]
 
 
@@ -86,25 +89,53 @@ class PackIndex:
         return cls(columns, encoders, KINDS, pack_bytes, removed_bytes)
 
     @classmethod
-    def read(cls, path: Path) -> "PackIndex | None":
-        """The index in a file; None when there is none that can be used."""
+    def read(cls, path: Path, pack_bytes: int) -> "PackIndex | None":
+        """The index in a file; None when there is none that can be used.
+
+        Args:
+            path: of the index.
+            pack_bytes: size of the pack now.
+        """
         try:
             header = read_safetensors(path)
             facts = json.loads(header.metadata["index"])
-            if facts["format"] != FORMAT or facts["payload"] != payload_digest(path):
+            if (facts["format"], facts["pack_bytes"], facts["payload"]) != (FORMAT, pack_bytes, payload_digest(path)):
                 return None
             columns = {}
             for name, (dtype, shape) in _COLUMNS.items():
                 info = header.tensors[name]
                 assert info.place is not None, "tensors that are read have a place"
+                if info.dtype != _DTYPES[dtype] or info.shape[1:] != shape:
+                    return None
                 columns[name] = _mapped(path, np.dtype(dtype), info.place.offset, (info.shape[0], *shape))
-            encoders = [Encoder(*each) for each in facts["encoders"]]
+            encoders = [Encoder(str(identity), str(dtype)) for identity, dtype in facts["encoders"]]
             kinds = [kind for name in facts["kinds"] for kind in KINDS if kind == name]
-            if len(kinds) != len(facts["kinds"]):
-                return None
-            return cls(columns, encoders, kinds, facts["pack_bytes"], facts["removed_bytes"])
-        except (OSError, WangenError, KeyError, TypeError, ValueError):
+            index = cls(columns, encoders, kinds, pack_bytes, int(facts["removed_bytes"]))
+            return index if len(kinds) == len(facts["kinds"]) and index._is_sound() else None
+        except (OSError, WangenError, LookupError, TypeError, ValueError, OverflowError, RecursionError):
             return None
+
+    def _is_sound(self) -> bool:
+        """Whether no row leads out of the columns or out of the pack.
+
+        Raises:
+            UnicodeDecodeError: the texts are none.
+        """
+        columns = self.columns
+        if {len(columns[name]) for name in columns if name != "texts"} != {len(self)}:
+            return False
+        texts, ends, sources = columns["texts"], columns["text_ends"], columns["source_lengths"]
+        texts.tobytes().decode("utf-8", "surrogatepass")
+        begins = np.concatenate([[0], ends])[:-1]
+        middles = begins + sources
+        cuts = np.concatenate([begins, middles])
+        return bool(
+            np.all((begins <= middles) & (middles <= ends) & (sources >= 0) & (ends <= len(texts)))
+            and np.all(texts[cuts[cuts < len(texts)]] & 0xC0 != 0x80)  # none is within a letter
+            and np.all((columns["encoders"] < len(self.encoders)) & (columns["kinds"] < len(self.kinds)))
+            and np.all((columns["offsets"] >= 0) & (columns["sizes"] >= 0))
+            and np.all(columns["offsets"] <= self.pack_bytes - columns["sizes"])
+        )
 
     def write(self, path: Path) -> None:
         """Write the index, whole or not at all.

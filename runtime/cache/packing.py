@@ -2,20 +2,24 @@
 
 The way of an entry into a pack: it is read and its payload compared -> the pack is written beside its place, made
 durable, and gets its index -> it is renamed -> only then the entry's file is removed. A kill leaves an entry twice at
-worst, never not at all; the next call finishes. Packs of the same entries have the same name and the same bytes.
+worst, never not at all; the next call finishes. A pack's name is a digest of what is in it: packs of the same name
+have the same bytes.
 """
 
 import io
+import logging
 import os
 import tarfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 
 from wangen.generator.errors import WangenError, bytes_text
 from wangen.generator.files import replace, sync_folder
-from wangen.runtime.cache.claims import PACKING, Claims
+from wangen.runtime.cache.claims import folding, packing
 from wangen.runtime.cache.entries import CorruptEntryError, Entry, read_entry
 from wangen.runtime.cache.folder import Folder
 from wangen.runtime.cache.leftovers import sweep, temporary_name
@@ -31,11 +35,14 @@ from wangen.runtime.cache.packs import (
     look_at_packs,
     padded,
 )
-from wangen.runtime.cache.reading import whole_bytes
+from wangen.runtime.cache.reading import header_of, whole_bytes
 from wangen.runtime.cache.recipes import digest, file_name_of
 from wangen.runtime.cache.removal import remove_entries, remove_pack, take_out
 from wangen.runtime.progress import Advance, progress
 from wangen.runtime.samples import make_folder
+from wangen.runtime.sources import FileState, state_of
+
+log = logging.getLogger("wangen")
 
 _SPARSE = 0.25
 """A pack of which such a part was removed is written anew."""
@@ -66,17 +73,38 @@ def pack(folder: Path) -> Moved:
         looked = Folder(folder)
         merged = _to_merge(looked.packs.packs, len(looked.files))
         kept = Packs(folder, [pack for pack in looked.packs.packs if pack not in merged])
-        return _into_packs(folder, looked.files, merged, kept)
+        moved = _into_packs(folder, looked.files, merged, kept)
+        moved.damaged |= looked.damaged
+    return moved
 
 
-def fold(folder: Path, entries: Iterable[Entry]) -> Moved:
-    """Put these entries, files of their own that no other process folds, into packs.
+def fold(folder: Path, entries: Iterable[Entry]) -> Moved | None:
+    """Put these entries, files of their own, into packs; None and nothing done while another process packs or unpacks.
+
+    Several processes may fold at a time.
 
     Raises:
         WangenError: as `pack`.
     """
-    with _in_words(folder):
-        return _into_packs(folder, list(entries), [], look_at_packs(folder))
+    with _in_words(folder), folding(folder) as may:
+        if may:
+            return _into_packs(folder, list(entries), [], look_at_packs(folder))
+    log.info("  another process packs or unpacks %s: what is new there stays in files for now", folder)
+    return None
+
+
+def fold_files(entries: Iterable[Entry | None]) -> None:
+    """Fold those entries of any folders that are files of their own: an earlier run was killed, or kept them so.
+
+    Raises:
+        WangenError: as `pack`.
+    """
+    files: defaultdict[Path, list[Entry]] = defaultdict(list)
+    for entry in entries:
+        if entry and not entry.pack:
+            files[entry.folder].append(entry)
+    for folder, members in files.items():
+        fold(folder, members)
 
 
 def unpack(folder: Path) -> Moved:
@@ -90,10 +118,10 @@ def unpack(folder: Path) -> Moved:
         looked = look_at_packs(folder)
         moved.damaged |= looked.damaged
         with progress("unpack", len(looked)) as advance:
-            for pack in looked.packs:
+            for pack in reversed(looked.packs):  # as `Packs.find` chooses where two have an entry
                 damaged = _unpacked(pack, moved, advance)
                 moved.damaged |= damaged
-                if not damaged and pack.name not in looked.damaged:
+                if pack.is_whole and not damaged:
                     remove_pack(pack.path)
     return moved
 
@@ -105,16 +133,13 @@ def _alone(folder: Path) -> Iterator[None]:
     Raises:
         WangenError: another one does.
     """
-    claims = Claims(folder)
-    try:
-        if not claims.take(PACKING):
+    with packing(folder) as mine:
+        if not mine:
             raise WangenError("another process packs or unpacks this cache", where=str(folder),
                               cure="wait for its end")  # fmt: skip
         for place in (folder, folder / FOLDER):
             sweep(place)
         yield
-    finally:
-        claims.close()
 
 
 @contextmanager
@@ -137,8 +162,9 @@ def _in_words(folder: Path) -> Iterator[None]:
 
 def _to_merge(packs: Sequence[Pack], num_files: int) -> list[Pack]:
     """The packs to write anew: those with gaps, and small ones where there is something to merge them with."""
-    sparse = [pack for pack in packs if pack.index.removed_bytes > _SPARSE * pack.index.pack_bytes]
-    small = [pack for pack in packs if _is_small(pack) and pack not in sparse]
+    whole = [pack for pack in packs if pack.is_whole]
+    sparse = [pack for pack in whole if pack.index.removed_bytes > _SPARSE * pack.index.pack_bytes]
+    small = [pack for pack in whole if _is_small(pack) and pack not in sparse]
     return sparse + (small if len(small) + len(sparse) + bool(num_files) > 1 else [])
 
 
@@ -149,25 +175,52 @@ def _is_small(pack: Pack) -> bool:
 def _into_packs(folder: Path, files: Sequence[Entry], merged: Sequence[Pack], kept: Packs) -> Moved:
     """Write what there is in files and in packs to merge into new packs, then remove both.
 
-    A file counts before what a pack has under its key, for it may be younger.
+    A file counts before what packs have under its key, for it may be younger; so they lose theirs before it goes.
     """
     moved = Moved()
-    twins = {file.key: twin for file in files if (twin := kept.find(file.key))}
-    there = [file for file in files if file.key in twins and _same_bytes(file, twins[file.key])]
-    remove_entries(there)  # a pack that was finished before a kill has them
-    entries = {entry.key: entry for pack in merged for entry in pack if not kept.find(entry.key)}
-    packed_before = {file.file for file in there}
-    entries |= {file.key: file for file in files if file.file not in packed_before}
+    before = Packs(folder, [*kept.packs, *merged])
+    rest: list[Entry] = []
+    for file in files:
+        state = state_of(file.path)
+        same = next((twin for twin in reversed(kept.twins(file.key)) if _same_bytes(file, twin)), None)
+        if same:  # a pack that was finished before a kill has it
+            _leave({file: state}, before, [same.pack])
+        else:
+            rest.append(file)
+    there = {entry.key for pack in merged for entry in pack if any(map(_is_good, kept.twins(entry.key)))}
+    entries = {entry.key: entry for pack in merged for entry in pack if entry.key not in there}
+    entries |= {file.key: file for file in rest}
     written: dict[str, str] = {}
     with progress("pack", len(entries)) as advance:
-        for part in _parts(sorted(entries.values(), key=lambda entry: entry.key)):
+        for part in _parts(sorted(entries.values(), key=lambda entry: (entry.name, entry.key))):
+            states = {entry: state_of(entry.path) for entry in part if not entry.pack}
             written |= _write_pack(folder, part, moved, advance)
-            remove_entries(entry for entry in part if not entry.pack and entry.key in written)
-    remove_entries(twin for key, twin in twins.items() if key in written)
+            done = {file: state for file, state in states.items() if file.key in written}
+            _leave(done, before, written.values())
     for pack in merged:
         if pack.name not in written.values():
-            take_out(pack, written.keys() | {entry.key for entry in pack if kept.find(entry.key)})
+            take_out(pack, written.keys() | there)
     return moved
+
+
+def _leave(files: Mapping[Entry, FileState | None], packs: Packs, but: Collection[str]) -> None:
+    """Remove files that are in packs by now, and before each what other packs have under its key.
+
+    Args:
+        files: with their states before they were read: one that was written again since stays.
+        packs: as they were before.
+        but: names of the packs that have them now.
+    """
+    twins = [twin for file in files for twin in packs.twins(file.key) if twin.pack not in but]
+    stuck = {twin.key for twin in remove_entries(twins)}
+    remove_entries(file for file, state in files.items() if file.key not in stuck and state_of(file.path) == state)
+
+
+def _is_good(entry: Entry) -> bool:
+    """Whether all of an entry can be read."""
+    with suppress(CorruptEntryError):
+        return bool(whole_bytes(entry))
+    return False
 
 
 def _same_bytes(one: Entry, other: Entry) -> bool:
@@ -197,15 +250,16 @@ def _write_pack(folder: Path, entries: Sequence[Entry], moved: Moved, advance: A
     Raises:
         OSError: the disk refused; nothing is left of the pack.
     """
-    key = digest([entry.key for entry in entries])
     make_folder(folder / FOLDER)
-    temporary, final = folder / FOLDER / temporary_name(key), folder / FOLDER / f"{key}{SUFFIX}"
-    name = f"{FOLDER}/{final.name}"
+    temporary = folder / FOLDER / temporary_name(digest([entry.key for entry in entries]))
     placed: list[Entry] = []
+    headers: list[tuple[str, str]] = []
+    times_ns: list[int] = []
     try:
         with temporary.open("xb") as file:
             with tarfile.open(fileobj=file, mode="w", format=tarfile.PAX_FORMAT) as tar:
                 for entry in entries:
+                    times_ns += [state[1]] if (state := state_of(entry.held_by)) else []
                     try:
                         data = whole_bytes(entry)
                     except CorruptEntryError as error:
@@ -215,13 +269,17 @@ def _write_pack(folder: Path, entries: Sequence[Entry], moved: Moved, advance: A
                     member.size = len(data)
                     tar.addfile(member, io.BytesIO(data))
                     begin = tar.offset - padded(len(data))
-                    placed.append(entry._replace(file=member.name, num_bytes=len(data), pack=name, offset=begin))
+                    placed.append(entry._replace(file=member.name, num_bytes=len(data), offset=begin))
+                    headers.append((member.name, sha256(header_of(data)).hexdigest()))
                     moved.num_bytes += len(data)
                     advance(1, entry.name)
             file.flush()
             os.fsync(file.fileno())
+        name = f"{FOLDER}/{digest(headers)}{SUFFIX}"
+        final = folder / name
         if placed:
             PackIndex.of(placed, temporary.stat().st_size).write(index_path(final))
+            _date_back(temporary, times_ns)
             replace(temporary, final)
             sync_folder(final.parent)
     finally:
@@ -239,14 +297,20 @@ def _unpacked(pack: Pack, moved: Moved, advance: Advance) -> dict[str, CorruptEn
     """
     damaged: dict[str, CorruptEntryError] = {}
     written: list[Path] = []
+    times_ns = [state[1]] if (state := state_of(pack.path)) else []
     for entry in pack:
         path = pack.folder / entry.file
+        temporary = pack.folder / temporary_name(entry.key)
         try:
             if not _is_whole(path):
-                temporary = pack.folder / temporary_name(entry.key)
                 temporary.write_bytes(whole_bytes(entry))
+                _date_back(temporary, times_ns)
                 replace(temporary, path)
                 written.append(path)
+        except OSError:
+            with suppress(OSError):  # half a file helps nobody
+                temporary.unlink(missing_ok=True)
+            raise
         except CorruptEntryError as error:
             damaged[f"{entry.pack}/{entry.file}"] = error
             continue
@@ -255,6 +319,12 @@ def _unpacked(pack: Pack, moved: Moved, advance: Advance) -> dict[str, CorruptEn
         advance(1, entry.name)
     _make_durable(written)
     return damaged
+
+
+def _date_back(path: Path, times_ns: Sequence[int]) -> None:
+    """Give a file the earliest of these times, or a `--recache` at work would take what only moved for encoded anew."""
+    if times_ns:
+        os.utime(path, ns=(min(times_ns), min(times_ns)))
 
 
 def _is_whole(path: Path) -> bool:

@@ -3,10 +3,12 @@
 import hashlib
 import json
 from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from wangen.runtime.cache.entries import CURE, REPAIR, CorruptEntryError, Entry, key_in
-from wangen.runtime.cache.packs import look_at_packs
+from wangen.runtime.cache.entries import CURE, REPAIR, CorruptEntryError, Entry, described
+from wangen.runtime.cache.packs import FOLDER, Packs, look_at_packs
 
 if TYPE_CHECKING:
     import torch
@@ -49,23 +51,42 @@ def _read(entry: Entry) -> bytes:
     try:
         return entry.read_bytes()
     except OSError as error:
-        for moved in (look_at_packs(entry.folder).find(entry.key), entry._replace(pack="", offset=0)):
-            with suppress(OSError):
-                if moved:
-                    return moved.read_bytes()
+        for look in (_looked_at, look_at_packs):
+            for moved in (look(entry.folder).find(entry.key), entry._replace(pack="", offset=0)):
+                with suppress(OSError):
+                    if moved:
+                        return moved.read_bytes()
         raise _unreadable(entry, error) from None
 
 
+def _looked_at(folder: Path) -> Packs:
+    """The packs of a cache folder, looked at again when names in it have changed: many entries move at a time."""
+    with suppress(OSError):
+        return _looked_at_once(folder, (folder / FOLDER).stat().st_mtime_ns)
+    return Packs(folder)
+
+
+@lru_cache(maxsize=4)
+def _looked_at_once(folder: Path, _changed_ns: int) -> Packs:
+    return look_at_packs(folder)
+
+
+def header_of(data: bytes) -> bytes:
+    """The safetensors header of an entry, with the digest of its payload in it: of good entries it says all bytes."""
+    return data[8 : 8 + int.from_bytes(data[:8], "little")]
+
+
 def _verify(entry: Entry, data: bytes) -> None:
-    begin = 8 + int.from_bytes(data[:8], "little")
+    text = header_of(data)
+    begin = 8 + len(text)
     try:
-        header = json.loads(data[8:begin])["__metadata__"]
-        payload, key = header["payload"], key_in(entry.kind, header)
+        header = json.loads(text)["__metadata__"]
+        payload, found = header["payload"], described(entry.kind, header)
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise _unreadable(entry, error) from None
     if hashlib.sha256(memoryview(data)[begin:]).hexdigest() != payload:
         raise CorruptEntryError("the payload is not what was written", where=str(entry.path), cure=REPAIR)
-    if key != entry.key:
+    if found != (entry.key, entry.content_key, entry.encoder):
         raise CorruptEntryError("another entry is in its place", where=str(entry.path), cure=REPAIR)
 
 

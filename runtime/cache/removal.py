@@ -1,5 +1,6 @@
 """Removing entries, whether they are files of their own or lie in packs."""
 
+import errno
 import tarfile
 from collections import defaultdict
 from collections.abc import Collection, Iterable
@@ -42,8 +43,10 @@ def take_out(pack: Pack, keys: Collection[str]) -> None:
     """Let the entries with these keys count no more; a pack of which nothing is left is removed.
 
     Raises:
-        OSError: the index cannot be written, or the pack not removed.
+        OSError: the index cannot be written or the pack not removed; or a part of it cannot be read, and may be good.
     """
+    if not pack.is_whole:
+        raise OSError(errno.EIO, "a part of its pack is damaged: run check_cache --deep --repair first")
     from wangen.runtime.cache.pack_index import PackIndex
 
     left = [entry for entry in pack if entry.key not in keys]

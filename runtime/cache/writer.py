@@ -77,7 +77,7 @@ class Writer:
         self._bytes = 0
         self._since_s = time.monotonic()
         self._to_pack: list[Path] = []
-        self._bytes_to_pack = 0
+        self._num_to_pack = self._bytes_to_pack = 0
         self._packs: tuple[int, Packs] | None = None
 
     def __enter__(self) -> "Writer":
@@ -117,7 +117,7 @@ class Writer:
         return "done"
 
     def _is_done(self, recipe: Recipe, encoder: Encoder) -> bool:
-        with suppress(CorruptEntryError, FileNotFoundError):
+        with suppress(CorruptEntryError, OSError):
             entry = read_entry(self.folder / recipe.file_name(encoder)) or self._in_packs(recipe.key(encoder))
             return entry is not None and (not self._again or entry.held_by.stat().st_mtime_ns > self._begun_ns)
         return False
@@ -202,22 +202,25 @@ class Writer:
             raise self._refused(error, num_bytes) from None
         self.num_written += len(self._pending)
         self._to_pack += [pending.final for pending in self._pending]
+        self._num_to_pack += len(self._pending)
         self._bytes_to_pack += self._bytes
         self._clear()
-        if len(self._to_pack) >= PACK_ENTRIES or self._bytes_to_pack >= PACK_BYTES:
+        if self._num_to_pack >= PACK_ENTRIES or self._bytes_to_pack >= PACK_BYTES:
             self._pack()
 
     def _pack(self) -> None:
-        """Move what was committed since the last time into a pack, where it shall be so.
+        """Move what was committed since the last time into packs, where it shall be so; what may not now waits.
 
         Raises:
             WangenError: the disk refused; the entries stay files of their own.
         """
+        self._num_to_pack = self._bytes_to_pack = 0
         if self._packed and self._to_pack:
             from wangen.runtime.cache.packing import fold  # numpy
 
-            fold(self.folder, [entry for path in self._to_pack if (entry := read_entry(path))])
-        self._to_pack, self._bytes_to_pack = [], 0
+            if fold(self.folder, (entry for path in self._to_pack if (entry := read_entry(path)))) is None:
+                return
+        self._to_pack = []
 
     def _clear(self) -> None:
         keys = [pending.key for pending in self._pending]
