@@ -19,7 +19,7 @@ from wangen.runtime.moving_shapes import look
 from wangen.runtime.raw_world_model import read_states
 
 ROOT = Path(__file__).parent.parent
-VAE = ROOT / "tests" / "vectors" / "tiny-world" / "Wan2.2_VAE.pth"
+VAE = ROOT / "benchmarks" / "tiny-world" / "Wan2.2_VAE.pth"
 NUM_CLIPS, NUM_STEPS = 64, 150
 LEAST_FALL = 0.5
 """Of a held-out loss of 2.1; see the test."""
