@@ -102,14 +102,15 @@ def some_packed(folder: Path) -> None:
 
 
 @forking
+@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("command", ["pack", "unpack"])
-def test_killed_at_any_call_no_entry_is_lost_and_the_next_call_finishes(command: str, tmp_path: Path):
+def test_killed_at_any_call_no_entry_is_lost_and_the_next_call_finishes(command: str, every: int, tmp_path: Path):
     some_packed(tmp_path / "before")
     wanted = found(tmp_path / "before")
     whole = shutil.copytree(tmp_path / "before", tmp_path / "whole")
     code, calls = forked(lambda: main(["cache", command, str(whole)]), 0)
     assert code == 0
-    for at in range(1, len(calls) + 1):
+    for at in range(1, len(calls) + 1, every):
         place = shutil.copytree(tmp_path / "before", tmp_path / f"at{at}")
         code, _ = forked(partial(main, ["cache", command, str(place)]), at)
         assert code == KILLED, calls[at - 1]

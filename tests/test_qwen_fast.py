@@ -247,6 +247,7 @@ def test_masters_in_float32_are_trained_in_bfloat16():
     assert largest_error({n: gradients[n] for n in kept}, {n: wanted[n] for n in kept}) < 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # the compiler warns of its own ways
 def test_compiled_kernels_give_the_same(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(dit_elementwise, "BACKEND", "aot_eager")

@@ -58,6 +58,7 @@ def test_who_gives_another_file_is_sent_to_the_models_own(tiny_qwen: TinyQwen):
         assert refused.value.cure.startswith(f"give {own};")
 
 
+@pytest.mark.slow
 def test_every_step_that_takes_a_vae_says_it_once(tiny_qwen: TinyQwen, tmp_path: Path, capsys):
     made = make_edit_set(tmp_path / "set", tiny_qwen)
     vae = tmp_path / WAN
