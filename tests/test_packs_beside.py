@@ -13,7 +13,7 @@ from cache_entries import ENCODER, put, recipes, tensors
 from killing import end_of, fork
 from packed_folder import flip, keys, tar_of
 
-from wangen.runtime.cache import Entry, Folder, Recipe, claims, load, packing, packs, reading
+from wangen.runtime.cache import Entry, Folder, Recipe, claims, load, packing, packs, reading, removal
 from wangen.runtime.cache.index import Found, look
 from wangen.runtime.cache.leftovers import repair
 from wangen.runtime.cache.packing import Moved, fold, pack, unpack
@@ -195,3 +195,32 @@ def test_what_only_moved_is_still_encoded_anew(packed: Path, move: Move):
         writer.commit()
         fold(packed, Folder(packed).files)
         assert [writer.claim(recipe, ENCODER) for recipe in recipes(9)] == ["done"] * 9
+
+
+def test_a_file_stays_while_an_older_twin_cannot_be_removed(packed: Path, monkeypatch: pytest.MonkeyPatch):
+    again(packed, recipes(5)[1])
+    with monkeypatch.context() as patched:
+        patched.setattr(removal, "take_out", refused)
+        fold(packed, Folder(packed).files)
+    assert (value(packed, recipes(5)[1]), len(Folder(packed).files)) == (2.0, 1)
+    pack(packed)
+    assert (value(packed, recipes(5)[1]), len(Folder(packed).files), len(look_at_packs(packed))) == (2.0, 0, 5)
+
+
+def refused(*_words: object) -> None:
+    raise PermissionError(13, "in use")
+
+
+@pytest.mark.parametrize("values", [(2.0, 3.0), (3.0, 2.0), (4.0, 5.0)])
+def test_of_two_packs_the_last_counts_also_when_they_are_unpacked(tmp_path: Path, values: tuple[float, float]):
+    (recipe,) = recipes(1)
+    names: dict[str, float] = {}
+    for number in values:
+        with Writer(tmp_path / f"{number}", packed=True) as writer:
+            writer.put(recipe, ENCODER, tensors(number))
+        names[tar_of(tmp_path / f"{number}").name] = number
+        shutil.copytree(tmp_path / f"{number}", tmp_path / "both", dirs_exist_ok=True)
+    wanted = names[max(names)]
+    assert value(tmp_path / "both", recipe) == wanted
+    unpack(tmp_path / "both")
+    assert value(tmp_path / "both", recipe) == wanted

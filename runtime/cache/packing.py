@@ -248,7 +248,7 @@ def _write_pack(folder: Path, entries: Sequence[Entry], moved: Moved, advance: A
     """Write a pack of all that is good of these entries, in this order; key -> the pack's name, of what is in it.
 
     Raises:
-        OSError: the disk refused; nothing is left of the pack.
+        OSError: the disk refused; of the pack at most an index is left, which counts for nothing without it.
     """
     make_folder(folder / FOLDER)
     temporary = folder / FOLDER / temporary_name(digest([entry.key for entry in entries]))
