@@ -1,6 +1,6 @@
 """Does a world model learn? A tiny TI2V-5B sees a ball that the walls throw back, and goes on from five frames.
 
-python benchmarks/world_model.py FOLDER [--vae FILE] [--clips 512] [--steps 2000] [--seed 0]
+python benchmarks/world_model.py FOLDER [--vae FILE] [--clips 512] [--steps 4000] [--seed 0]
 
 Everything is made here and trained from nothing. What is whose:
 
@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--vae", type=Path)
     parser.add_argument("--clips", type=int, default=512)
-    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
