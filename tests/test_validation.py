@@ -12,6 +12,7 @@ from runs import CPU, MODEL, make_run, options_of, samples_of
 from safetensors.torch import save_file
 
 from wangen.generator.errors import UsageError
+from wangen.generator.excerpts import Excerpt
 from wangen.generator.footage import clip_name
 from wangen.runtime.evaluation.trained import trained_sources
 from wangen.runtime.flow import flow_loss, noised, velocity
@@ -34,13 +35,11 @@ from wangen.runtime.training.validation import (
 SIGMAS = stratified_sigmas(0.0, 1.0, 3)
 
 
-def cached(content, *, reg=False, size=(64, 64), name="a.png"):
+def cached(content, *, reg=False, size=(64, 64), name="a.png", excerpt=None):
     """As much of a cached sample as the choice looks at."""
-    entry = SimpleNamespace(is_reg=reg)
+    entry, item = SimpleNamespace(is_reg=reg), SimpleNamespace(path=Path(name), excerpt=excerpt)
     return SimpleNamespace(
-        sample=SimpleNamespace(
-            source=SimpleNamespace(digest=content), entry=entry, size=size, item=SimpleNamespace(path=Path(name))
-        )
+        sample=SimpleNamespace(source=SimpleNamespace(digest=content), entry=entry, size=size, item=item)
     )
 
 
@@ -95,6 +94,18 @@ def test_all_clips_of_a_video_are_on_one_side_and_as_many_are_judged_as_asked():
     assert not films_of(training) & films_of(validation)
     assert len(training) == 18
     assert digests(held_out(samples[::-1], 8, 42)[1]) == digests(validation)
+
+
+def test_clips_that_are_frames_of_longer_videos_are_put_apart_by_video_and_judged_one_by_one():
+    samples = [cached(f"shard {n}", excerpt=Excerpt(17 * clip, 1, 17), size=size)
+               for n in range(4) for clip in range(30) for size in ((64, 64), (128, 128))]  # fmt: skip
+    training, validation = held_out(samples, 8, 42)
+    assert len(validation) == 16, "both sizes of eight clips"
+    assert len(digests(validation)) == 1
+    assert not digests(training) & digests(validation)
+    assert len(training) == 3 * 60
+    training, validation = held_out(samples[:60], 8, 42)
+    assert (len(training), len(validation)) == (44, 16)
 
 
 def test_one_video_is_always_left_to_train_on_and_clips_of_one_alone_are_said(caplog):

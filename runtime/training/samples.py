@@ -12,7 +12,7 @@ from wangen.generator.steps import Train
 from wangen.runtime.loader import CachedSample, find_entries
 from wangen.runtime.samples import read_samples
 from wangen.runtime.training.ranks import Ranks
-from wangen.runtime.training.validation import held_out
+from wangen.runtime.training.validation import clip_key, held_out
 
 log = logging.getLogger("wangen")
 
@@ -35,8 +35,8 @@ def read_training_samples(
     if options.validation_config:
         other = on_other_dataset(options, options.validation_config)
         judged = find_entries(other, model, read_samples(other, model), ranks)
-        trained = {cached.sample.source.digest for cached in samples}
-        both = {cached.sample.item.path.name for cached in judged if cached.sample.source.digest in trained}
+        trained = set(map(clip_key, samples))
+        both = {cached.sample.item.path.name for cached in judged if clip_key(cached) in trained}
         if both:
             log.warning("  --validation_config has %s trained on as well, so that is no held-out loss: %s",
                         many(len(both), "item that is", "items that are"), ", ".join(sorted(both)[:3]))  # fmt: skip

@@ -118,14 +118,14 @@ def held_out(
 ) -> tuple[list[CachedSample], list[CachedSample]]:
     """What is trained on, and what is only judged by: the samples of `count` media files, chosen by their content.
 
-    All samples, resolutions and copies of a file are on one side, and all clips that were cut from one video: of clips
-    whole videos are put apart, at least one is left, and `count` of their clips are judged. The files or videos with
-    the lowest digests of (seed, content) are held out, so renaming changes nothing but where a clip's name says its
-    video, and a new file moves at most one. Regularisation sets stay in training.
+    All samples, resolutions and copies of a file are on one side, and all clips that were cut from one video or are
+    frames of one: of clips whole videos are put apart, at least one is left, and `count` of their clips are judged. The
+    files or videos with the lowest digests of (seed, content) are held out, so renaming changes nothing but where a
+    clip's name says its video, and a new file moves at most one. Regularisation sets stay in training.
 
     Args:
         samples: of the whole dataset.
-        count: files that are judged.
+        count: files, or clips of longer videos, that are judged.
         seed: of the choice.
         tell: warn when all clips are of one video.
 
@@ -133,7 +133,7 @@ def held_out(
         UsageError: nothing would be left to train on.
     """
     own = [sample for sample in samples if not sample.sample.entry.is_reg]
-    videos = {sample.sample.source.digest: video_key(sample) for sample in own}
+    videos = {clip_key(sample): video_key(sample) for sample in own}
     if count >= len(videos):
         raise UsageError(
             f"--validation_items {count} leaves nothing of {many(len(videos), 'item')} to train on",
@@ -144,7 +144,7 @@ def held_out(
     if len(set(videos.values())) == 1:
         if tell:
             log.warning("  all clips were cut from one video: those held out look like those that are trained on")
-        videos = {digest: digest for digest in videos}
+        videos = {clip: clip for clip in videos}
 
     def drawn(names: Iterable[str]) -> list[str]:
         return sorted(names, key=lambda name: seed_for(seed, "held out", name))
@@ -153,11 +153,17 @@ def held_out(
     for video in drawn(set(videos.values()))[:-1]:
         if sum(name in apart for name in videos.values()) < count:
             apart.add(video)
-    unseen = {digest for digest, video in videos.items() if video in apart}
+    unseen = {clip for clip, video in videos.items() if video in apart}
     judged = set(drawn(unseen)[:count])
-    validation = [sample for sample in own if sample.sample.source.digest in judged]
+    validation = [sample for sample in own if clip_key(sample) in judged]
     # A file that is held out may also be part of a regularisation set: it must not be seen there either.
-    return [sample for sample in samples if sample.sample.source.digest not in unseen], validation
+    return [sample for sample in samples if clip_key(sample) not in unseen], validation
+
+
+def clip_key(sample: CachedSample) -> str:
+    """What the samples of one clip have in common: of a file of its own its content, else also which frames it is."""
+    digest, excerpt = sample.sample.source.digest, sample.sample.item.excerpt
+    return f"{digest} {excerpt.first} {excerpt.step}" if excerpt else digest
 
 
 def video_key(sample: CachedSample) -> str:
