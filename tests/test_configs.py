@@ -169,6 +169,8 @@ def test_the_world_model_caches_and_trains_by_one_command(tiny, clips, tmp_path,
     lines = train(tiny, "world-model", clips / "train.jsonl", tmp_path, *words)
     assert [line["step"] for line in lines if "loss" in line] == [1, 2]
     assert any("validation" in line for line in lines)
+    (continued,) = (line["continuations"] for line in lines if "continuations" in line)
+    assert len(continued["clips"]) == 1
     with safe_open(tmp_path / "mine.safetensors", "pt") as file:
         names = set(file.keys())
         assert {file.get_slice(name).get_dtype() for name in names} == {"BF16"}
