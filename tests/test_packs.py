@@ -13,7 +13,7 @@ from wangen.generator.errors import WangenError
 from wangen.runtime.cache import CorruptEntryError, EmbeddingCache, Folder, claims, load, packing, packs
 from wangen.runtime.cache.leftovers import repair
 from wangen.runtime.cache.packing import fold, pack, unpack
-from wangen.runtime.cache.packs import look_at_packs
+from wangen.runtime.cache.packs import index_path, look_at_packs
 from wangen.runtime.cache.removal import remove_entries
 from wangen.runtime.cache.writer import Writer
 
@@ -202,6 +202,16 @@ def test_a_kill_between_two_files_loses_nothing_and_is_finished(packed: Path, mo
     found = look_at_packs(packed, deep=True)
     assert (files(packed), len(found), found.damaged) == ({}, 31, {})
     assert len(pack_files(packed)) == 8
+
+
+def test_an_index_without_its_pack_goes_with_the_next_packing(packed: Path):
+    path = next((packed / packs.FOLDER).glob("*.tar"))
+    lonely = path.with_name(f"{'ab' * 10}.index.safetensors")
+    lonely.write_bytes(index_path(path).read_bytes())
+    assert len(Folder(packed).all_entries) == 23
+    pack(packed)
+    assert not lonely.exists()
+    assert len(pack_files(packed)) == 6
 
 
 def test_a_disk_that_refuses_leaves_every_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -18,7 +18,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from wangen.generator.errors import WangenError, bytes_text
-from wangen.generator.files import replace, sync_folder
+from wangen.generator.files import remove, replace, sync_folder
 from wangen.runtime.cache.claims import folding, packing
 from wangen.runtime.cache.entries import CorruptEntryError, Entry, read_entry
 from wangen.runtime.cache.folder import Folder
@@ -26,6 +26,7 @@ from wangen.runtime.cache.leftovers import sweep, temporary_name
 from wangen.runtime.cache.pack_index import PackIndex
 from wangen.runtime.cache.packs import (
     FOLDER,
+    INDEX_SUFFIX,
     PACK_BYTES,
     PACK_ENTRIES,
     SUFFIX,
@@ -139,6 +140,9 @@ def _alone(folder: Path) -> Iterator[None]:
                               cure="wait for its end")  # fmt: skip
         for place in (folder, folder / FOLDER):
             sweep(place)
+        for index in (folder / FOLDER).glob(f"*{INDEX_SUFFIX}"):  # a kill came between it and its pack
+            if not index.with_name(index.name.removesuffix(INDEX_SUFFIX) + SUFFIX).exists():
+                remove(index)
         yield
 
 
