@@ -13,9 +13,10 @@ from wangen.generator.steps import CacheLatents
 from wangen.profiles import Model
 from wangen.runtime.cache import NO_ENCODER, Encoder, Folder, Kind, decoded_by
 from wangen.runtime.cache.needed import DatasetNeeds
+from wangen.runtime.caching import fill
 from wangen.runtime.decoders.choice import decoder_name, open_decoder
 from wangen.runtime.models import model_of_cache, vae_identity
-from wangen.runtime.needs import Work, fill, has_clip, latent_kinds
+from wangen.runtime.needs import Work, has_clip, latent_kinds
 from wangen.runtime.rocm import on_cpu, vae_dtype
 from wangen.runtime.room import require_room
 from wangen.runtime.samples import Sample, by_cache_folder, read_samples

@@ -7,21 +7,16 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, Self
 
 from wangen.generator.bulk import bulk
-from wangen.generator.errors import UsageError, WangenError, many
-from wangen.generator.session import Report
-from wangen.generator.steps import CacheStep
+from wangen.generator.errors import WangenError, many
 from wangen.profiles import Model
 from wangen.runtime.cache import Encoder, Folder, Kind, Recipe, Verdict
-from wangen.runtime.cache.leftovers import sweep
 from wangen.runtime.cache.needed import DatasetNeeds
-from wangen.runtime.samples import Sample, by_cache_folder, folders_left_out
-from wangen.runtime.shards import Shard
+from wangen.runtime.samples import Sample, by_cache_folder
 
 if TYPE_CHECKING:
     import torch
@@ -310,88 +305,6 @@ class Work:
     missing: Sequence[Need]
     valid: Sequence[Need]
     open_writer: OpenWriter
-
-
-def fill(
-    options: CacheStep,
-    samples: Sequence[Sample],
-    encoders: Mapping[Kind, Encoder],
-    encode: Callable[[Work], int],
-) -> Report:
-    """Judge what the samples need, encode what is not valid, remove what they need no longer, and report.
-
-    Args:
-        options: of the caching step.
-        samples: of the whole dataset.
-        encoders: of every kind that the step makes.
-        encode: fills what is missing; returns how many entries it computed.
-
-    Raises:
-        UsageError: `--shard` is none, or a number is out of range.
-        WangenError: whatever `encode` raises; the cache folder cannot be written.
-    """
-    _refuse(options)
-    several = options.starts_processes
-    shard = Shard.parse(options.shard)
-    folders = [Folder(path) for path in by_cache_folder(samples)]
-    wants = {kind: wanted(folders, samples, kind) for kind in encoders}
-    records = [(DatasetNeeds(folder, options.dataset, kind), encoder, _keys(wants[kind], folder, encoder))
-              for folder in folders for kind, encoder in encoders.items()]  # fmt: skip
-    for record, encoder, keys in records:  # before the folders are looked at: what is found there then stays there
-        record.extend(keys, encoder)
-    with bulk():
-        needs = [Need(sample, recipe, folder, folder.judge(recipe, encoders[kind]))
-                 for kind in encoders for sample, recipe, folder in wants[kind]]  # fmt: skip
-    again = options.recache or not options.skip_existing
-    missing = [need for need in needs if (again or need.verdict.state != "valid") and shard.has(need.recipe)]
-    valid = [] if again else [need for need in needs if need.verdict.state == "valid"]
-    why = Counter(f"{need.recipe.kind}: {need.verdict.reason or '--recache'}" for need in missing)
-    for reason, count in why.most_common():
-        log.info("  %d to encode, %s", count, reason)
-    if missing and several:
-        from wangen.runtime.training.launcher import encode_together  # loads torch's launcher
-
-        encode_together(options)
-        rest = replace(options, gpus="1", recache=False, skip_existing=True)
-        computed, removed = len(missing), fill(rest, samples, encoders, encode).counts["removed"]
-    else:
-        opened = partial(writer_of, again=again, packed=options.packed)
-        computed = encode(Work(encoders, missing, valid, opened)) if missing else 0
-        if options.packed:
-            from wangen.runtime.cache.packing import fold_files  # numpy
-
-            fold_files(need.verdict.entry for need in valid if shard.has(need.recipe))
-        keep = options.keep_cache or shard.count > 1
-        shared = folders_left_out(options)  # other blocks need entries there that were not looked at
-        done = [] if keep else [record for record in records if record[0].folder.path not in shared]
-        removed = sum(record.reduce(keys, encoder) for record, encoder, keys in done)
-    for place in (*(folder.path for folder in folders), options.report_dir or options.dataset.parent):
-        sweep(place)
-    return Report(
-        folder=options.dataset.parent,
-        summary=f"{computed} entries encoded, {len(valid)} already valid, {removed} unneeded removed",
-        inputs={"dataset_config": options.dataset, "encoders": _describe(encoders),
-                "part": f"{shard.index}/{shard.count}"},
-        counts={"computed": computed, "from_cache": len(valid), "removed": removed,
-                "found": count_states(need.verdict for need in needs), "why": dict(why)},
-        result={"folders": [str(folder.path) for folder in folders]},
-    )  # fmt: skip
-
-
-def _refuse(options: CacheStep) -> None:
-    """Numbers that no run can have."""
-    for name, least in (("batch_size", 1), ("num_workers", 0)):
-        value = getattr(options, name)
-        if value is not None and value < least:
-            raise UsageError(f"--{name} must be {least} or more, got {value}", cure=f"leave --{name} out")
-
-
-def _keys(wants: Iterable[tuple[Sample, Recipe, Folder]], folder: Folder, encoder: Encoder) -> set[str]:
-    return {recipe.key(encoder) for _, recipe, of in wants if of is folder}
-
-
-def _describe(encoders: Mapping[Kind, Encoder]) -> dict[str, str]:
-    return {kind: f"{encoder.identity[:16]} in {encoder.dtype}" for kind, encoder in encoders.items()}
 
 
 def count_states(verdicts: Iterable[Verdict]) -> dict[str, int]:
