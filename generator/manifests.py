@@ -37,6 +37,8 @@ from wangen.generator.errors import WangenError, printable
 from wangen.generator.excerpts import Excerpt, read_excerpt
 
 SUFFIXES = (".jsonl", ".ndjson")
+PACKED = ".tar"
+"""Of a tar of manifests, which counts as one that has the lines of all of them, in the tar's order."""
 
 _FILE_KEYS = ("file", "image_path", "video_path", "file_name")
 _CAPTION_KEYS = ("caption", "prompt", "text")
@@ -60,9 +62,14 @@ class Clips:
     number: int
 
 
-def is_manifest(path: Path) -> bool:
-    """Whether a file is a manifest by its ending; letter case does not matter."""
+def is_jsonl(path: Path) -> bool:
+    """Whether a file holds lines of JSON by its ending; letter case does not matter."""
     return path.suffix.lower() in SUFFIXES
+
+
+def is_manifest(path: Path) -> bool:
+    """Whether a file is a manifest, or a tar of manifests, by its ending; letter case does not matter."""
+    return is_jsonl(path) or path.suffix.lower() == PACKED
 
 
 def read_manifest(
@@ -138,12 +145,29 @@ class _LineError(Exception):
 
 def _text(path: Path) -> str:
     try:
-        return path.read_bytes().decode("utf-8-sig")
+        parts = _packed(path) if path.suffix.lower() == PACKED else [path.read_bytes()]
+        return "\n".join(part.decode("utf-8-sig") for part in parts)
     except OSError as error:
         raise WangenError(f"cannot read the manifest: {error.strerror}", where=str(path),
                           cure="check its path") from None  # fmt: skip
     except UnicodeDecodeError:
         raise WangenError("the manifest is not UTF-8", where=str(path), cure="save it as UTF-8") from None
+
+
+def _packed(path: Path) -> list[bytes]:
+    """The manifests in a tar, in its order; other files in it are passed over."""
+    import tarfile
+
+    try:
+        with tarfile.open(path, "r:") as tar:
+            files = [tar.extractfile(member) for member in tar if member.isreg() and is_jsonl(Path(member.name))]
+            parts = [file.read() for file in files if file]
+    except (tarfile.TarError, ValueError, OverflowError) as error:
+        raise WangenError(f"cannot read the tar of manifests: {error}", where=str(path),
+                          cure="make it again: tar cf clips.tar *.jsonl, without compression") from None  # fmt: skip
+    if not parts:
+        raise WangenError("the tar holds no manifest", where=str(path), cure="put .jsonl files into it")
+    return parts
 
 
 def _lines(text: str) -> Iterator[tuple[int, str]]:

@@ -63,8 +63,8 @@ class DatasetStep(Step):
 
     dataset_config: Path | None = flag("the dataset's TOML file", None)
     manifest: Path | None = flag(
-        "a .jsonl of clips and captions, as `wangen preprocess` writes it, in place of the TOML; its clips keep their "
-        "size unless --resolution names others",
+        "a .jsonl of clips and captions, as `wangen preprocess` writes it, or a .tar of such, in place of the TOML; "
+        "clips keep their size unless --resolution names others",
         None,
     )
     resolution: str = flag("which resolutions of the TOML to use: all, or for example 256,832x480", "all", knob=True)

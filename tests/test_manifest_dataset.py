@@ -1,6 +1,8 @@
 """`--manifest` in place of a dataset TOML in every step, and manifests as blocks of one and as a source of publish."""
 
 import json
+import shutil
+import tarfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -65,6 +67,54 @@ def test_the_lines_decide_size_length_and_place(prepared):
     assert [(sample.name, sample.size, sample.item.caption) for sample in samples] == [
         ("a.mp4:0+9", (64, 48), "what a.mp4 shows"), ("b.npz:0+9", (64, 48), "what b.npz shows"),
     ]  # fmt: skip
+
+
+def packed(path: Path, *manifests: Path) -> Path:
+    """A tar of manifests, with a file that is none."""
+    with tarfile.open(path, "w") as tar:
+        for manifest in manifests:
+            tar.add(manifest, f"lines/{manifest.name}")
+        tar.add(__file__, "notes.py")
+    return path
+
+
+def test_a_tar_of_manifests_is_one_with_all_their_lines(prepared, tmp_path):
+    folder = tmp_path / "set"
+    shutil.copytree(prepared, folder)
+    parts = [write_manifest(folder / "part0.jsonl", clip_line("a.mp4")), folder / "part1.ndjson"]
+    parts[1].write_text("\ufeff" + json.dumps(clip_line("b.npz")), encoding="utf-8")
+    tar = packed(folder / "many.tar", *parts)
+    wanted, _ = read_manifest(folder / "train.jsonl")
+    items, problems = read_manifest(tar)
+    assert problems == []
+    assert [replace(item, caption_path=folder / "train.jsonl") for item in items] == wanted
+    (entry,) = read_dataset(tar)
+    assert (entry.cache_directory, entry.target_frames) == (folder / "many_cache", (9,))
+    recipes = [
+        [sample.latent_recipe() for sample in read_samples(CheckCache(manifest=manifest), MODEL)]
+        for manifest in (tar, folder / "train.jsonl")
+    ]
+    assert recipes[0] == recipes[1]
+    broken = write_manifest(folder / "part2.jsonl", {"file": "clips/none.mp4", "prompt": "x"})
+    _, (problem,) = read_manifest(packed(tar, *parts, broken))
+    assert "clips/none.mp4 is not there" in problem.found
+
+
+@pytest.mark.parametrize(("content", "words"), [(b"", "cannot read the tar"), (b"x" * 2000, "cannot read the tar"),
+                                                (None, "the tar holds no manifest")])  # fmt: skip
+def test_a_tar_that_holds_no_lines_is_refused(tmp_path, capsys, content, words):
+    tar = packed(tmp_path / "set.tar")
+    if content is not None:
+        tar.write_bytes(content)
+    assert main(["check_cache", "--manifest", str(tar)]) == 1
+    assert words in capsys.readouterr().err
+
+
+def test_a_tar_in_a_folder_of_media_is_not_read(tmp_path):
+    make_image(tmp_path / "media/a.png")
+    (tmp_path / "media/a.txt").write_text("a picture")
+    packed(tmp_path / "media/old.tar", write_manifest(tmp_path / "old.jsonl", {"file": "b.png", "prompt": "x"}))
+    assert [item.path.name for item in read_source(tmp_path / "media", MODEL).items] == ["a.png"]
 
 
 def test_images_clips_and_lengths_may_be_mixed(tmp_path):

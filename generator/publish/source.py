@@ -30,7 +30,7 @@ from wangen.generator.files import write_text
 from wangen.generator.geometry import too_short
 from wangen.generator.install import require_library
 from wangen.generator.items import unsuited
-from wangen.generator.manifests import is_manifest
+from wangen.generator.manifests import is_jsonl
 from wangen.generator.npz import is_other_archive
 from wangen.generator.publish.beside import in_bundle, taken_folders, with_beside
 from wangen.generator.publish.captions import (
@@ -97,7 +97,7 @@ def read_source(
         WangenError: the folder cannot be listed, or the library that reads clips is not installed.
     """
     origin = origin.absolute()
-    lines = is_manifest(origin) and not origin.is_dir()
+    lines = is_jsonl(origin) and not origin.is_dir()
     items, problems, left_out = _from_manifest(origin) if lines else _from_folder(origin)
     items, missing, unused = with_beside(origin, items, model)
     problems += missing
@@ -141,7 +141,7 @@ def _from_folder(folder: Path) -> tuple[list[Item], list[Problem], list[str]]:
     named = [path for path in named if not is_other_archive(path)]
     problems = [problem for path in named for problem in name_problem(path)]
     captions: dict[Path, list[Caption]] = {path: [] for path in named if media_of(path) and path.is_file()}
-    for manifest in (path for path in entries if is_manifest(path) and not path.is_dir()):
+    for manifest in (path for path in entries if is_jsonl(path) and not path.is_dir()):
         lines, wrong = read_manifest(manifest)
         problems += wrong
         for path, found in lines.items():
@@ -210,7 +210,7 @@ def _left_out(entries: Iterable[Path], files: CaptionFiles, items: Iterable[Path
             lines.append(f"{path.name} (a caption without its image or video)")
         elif is_other_archive(path):
             lines.append(f"{path.name} (holds no frames)")
-        elif media_of(path) is None and not is_manifest(path) and path.suffix.lower() not in CAPTION_SUFFIXES:
+        elif media_of(path) is None and not is_jsonl(path) and path.suffix.lower() not in CAPTION_SUFFIXES:
             lines.append(f"{path.name} (read are: {', '.join(sorted(IMAGE_SUFFIXES | VIDEO_SUFFIXES))})")
     return lines
 
