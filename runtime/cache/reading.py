@@ -51,7 +51,7 @@ def _read(entry: Entry) -> bytes:
     try:
         return entry.read_bytes()
     except OSError as error:
-        for look in (_looked_at, look_at_packs):
+        for look in (packs_of, look_at_packs):
             for moved in (look(entry.folder).find(entry.key), entry._replace(pack="", offset=0)):
                 with suppress(OSError):
                     if moved:
@@ -59,15 +59,15 @@ def _read(entry: Entry) -> bytes:
         raise _unreadable(entry, error) from None
 
 
-def _looked_at(folder: Path) -> Packs:
+def packs_of(folder: Path) -> Packs:
     """The packs of a cache folder, looked at again when names in it have changed: many entries move at a time."""
     with suppress(OSError):
-        return _looked_at_once(folder, (folder / FOLDER).stat().st_mtime_ns)
+        return _packs_then(folder, (folder / FOLDER).stat().st_mtime_ns)
     return Packs(folder)
 
 
 @lru_cache(maxsize=4)
-def _looked_at_once(folder: Path, _changed_ns: int) -> Packs:
+def _packs_then(folder: Path, _changed_ns: int) -> Packs:
     return look_at_packs(folder)
 
 

@@ -22,11 +22,11 @@ from wangen.generator.errors import WangenError, bytes_text
 from wangen.generator.files import replace, sync_folder
 from wangen.runtime.cache import recipes
 from wangen.runtime.cache.claims import Claims
-from wangen.runtime.cache.entries import CorruptEntryError, Entry, read_entry
+from wangen.runtime.cache.entries import CorruptEntryError, read_entry
 from wangen.runtime.cache.index import look
 from wangen.runtime.cache.leftovers import sweep, temporary_name
-from wangen.runtime.cache.packs import FOLDER as PACKS
-from wangen.runtime.cache.packs import PACK_BYTES, PACK_ENTRIES, Packs, look_at_packs
+from wangen.runtime.cache.packs import PACK_BYTES, PACK_ENTRIES
+from wangen.runtime.cache.reading import packs_of
 from wangen.runtime.cache.recipes import FORMAT, TEXT_KINDS, Encoder, Recipe
 from wangen.runtime.rocm import is_rocm
 from wangen.runtime.safetensors_file import serialize
@@ -78,7 +78,6 @@ class Writer:
         self._since_s = time.monotonic()
         self._to_pack: list[Path] = []
         self._num_to_pack = self._bytes_to_pack = 0
-        self._packs: tuple[int, Packs] | None = None
 
     def __enter__(self) -> "Writer":
         make_folder(self.folder)
@@ -118,17 +117,11 @@ class Writer:
 
     def _is_done(self, recipe: Recipe, encoder: Encoder) -> bool:
         with suppress(CorruptEntryError, OSError):
-            entry = read_entry(self.folder / recipe.file_name(encoder)) or self._in_packs(recipe.key(encoder))
+            entry = read_entry(self.folder / recipe.file_name(encoder)) or packs_of(self.folder).find(
+                recipe.key(encoder)
+            )
             return entry is not None and (not self._again or entry.held_by.stat().st_mtime_ns > self._begun_ns)
         return False
-
-    def _in_packs(self, key: str) -> Entry | None:
-        """An entry that is in a pack by now."""
-        place = self.folder / PACKS
-        changed_ns = place.stat().st_mtime_ns  # there is no such folder where nothing was packed
-        if self._packs is None or self._packs[0] != changed_ns:
-            self._packs = changed_ns, look_at_packs(self.folder)
-        return self._packs[1].find(key)
 
     def put(self, recipe: Recipe, encoder: Encoder, tensors: Mapping[str, torch.Tensor]) -> None:
         """Judge an entry and write its temporary file; it is there for good after the next commit.

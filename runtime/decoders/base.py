@@ -75,8 +75,10 @@ class ByNumber(ABC):
     """
 
     name: ClassVar[str]
-    errors: ClassVar[tuple[type[Exception], ...]]
+    errors: ClassVar[tuple[type[Exception], ...]] = (RuntimeError, IndexError, ValueError)
     """What the library raises for a file that it cannot take."""
+    at_a_time: ClassVar[int] = 8
+    """Frames that are in memory at once, whole."""
 
     def __init__(self) -> None:
         self._said: set[str] = set()

@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-_AT_A_TIME = 8
-"""Frames that are in memory at once, whole."""
-
 
 class PyNvVideoCodec(ByNumber):
     """PyNvVideoCodec on one GPU; threads take turns, for it does not say that they may ask at once.
@@ -29,7 +26,6 @@ class PyNvVideoCodec(ByNumber):
     """
 
     name = "pynvvideocodec"
-    errors = (RuntimeError, IndexError, ValueError)
 
     def __init__(self, gpu: int) -> None:
         super().__init__()
@@ -73,8 +69,8 @@ class PyNvVideoCodec(ByNumber):
             )
             if len(video) != len(stamps.frames):
                 raise NotTakenError("it counts other frames than there are time stamps")
-        for first in range(0, len(numbers), _AT_A_TIME):
+        for first in range(0, len(numbers), self.at_a_time):
             with self._turn:
-                batch = video.get_batch_frames_by_index(list(numbers[first : first + _AT_A_TIME]))
+                batch = video.get_batch_frames_by_index(list(numbers[first : first + self.at_a_time]))
                 copies = [(float(frame.getPTS()), from_dlpack(frame).cpu().numpy()) for frame in batch]
             yield from copies

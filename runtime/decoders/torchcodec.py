@@ -17,9 +17,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("wangen")
 
-_AT_A_TIME = 8
-"""Frames that are in memory at once, whole."""
-
 
 class TorchCodec(ByNumber):
     """torchcodec on one device. On a CPU it gives the bytes that PyAV gives.
@@ -29,7 +26,6 @@ class TorchCodec(ByNumber):
     """
 
     name = "torchcodec"
-    errors = (RuntimeError, IndexError, ValueError)
 
     def __init__(self, device: "torch.device") -> None:
         super().__init__()
@@ -74,8 +70,8 @@ class TorchCodec(ByNumber):
             turned = getattr(video.metadata, "rotation", None) or 0
             if turned != rotation or rotation % 90 or (rotation and self.device.type != "cpu"):
                 raise NotTakenError("its picture is to be turned")
-            for first in range(0, len(numbers), _AT_A_TIME):
-                batch = video.get_frames_at(list(numbers[first : first + _AT_A_TIME]))
+            for first in range(0, len(numbers), self.at_a_time):
+                batch = video.get_frames_at(list(numbers[first : first + self.at_a_time]))
                 yield from zip((batch.pts_seconds / float(stamps.tick)).tolist(), batch.data.cpu().numpy(), strict=True)
         except torch.OutOfMemoryError:
             raise MemoryError from None
