@@ -36,10 +36,11 @@ from gpu_train import REACHED, TI2V_VIDEO, VIDEO
 from random_run import TEXT_ROWS, Clip
 
 from wangen import profiles
+from wangen.generator.cards import CARDS
+from wangen.generator.flops import step_flops
 from wangen.generator.launch import Launch, launch
 from wangen.generator.memory import GIB, MemorySettings, adapter_weights, memory_plan, tokens_of
 from wangen.runtime.training.parallel import Way
-from wangen.runtime.training.throughput import PEAK_TFLOPS, step_flops
 
 MODELS = ("t2v-1.3B", "ti2v-5B", "t2v-14B")
 WAYS: tuple[Way, ...] = ("ddp", "fsdp", "hsdp")
@@ -200,7 +201,7 @@ def computing_s(row: Row, clip: Clip) -> float:
     work = step_flops(model.transformer, tokens_of(model, clip[:2], clip[2]), text_tokens=0 if joint else TEXT_ROWS,
                       joint=joint, adapter_weights=0 if full else adapter_weights(model, RANK), checkpointing="full",
                       train_base=full)  # fmt: skip
-    return work.done / (REACHED * PEAK_TFLOPS[CARD] * 1e12)
+    return work.done / (REACHED * CARDS[CARD].tflops * 1e12)
 
 
 def memory_table(found: Sequence[Row]) -> str:

@@ -246,7 +246,7 @@ def agreement() -> str:
     from edit_work import transformer_forward_flops, transformer_sizes
     from random_qwen import REAL
 
-    from wangen.runtime.training.throughput import forward_flops
+    from wangen.generator.flops import forward_flops
 
     tokens = 2 * (1024 // 16) ** 2, 512
     formula = sum(forward_flops(transformer_sizes(REAL), tokens[0], text_tokens=tokens[1], joint=True))

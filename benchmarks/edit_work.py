@@ -1,6 +1,6 @@
 """What a training step of Qwen-Image-Edit computes, and what its encoders would compute in each: counted, not measured.
 
-The transformer's step is `wangen.runtime.training.throughput.step_flops`; the encoders are run on the meta device under
+The transformer's step is `wangen.generator.flops.step_flops`; the encoders are run on the meta device under
 `torch.utils.flop_counter`, which counts products and convolutions.
 
 Letters: N tokens of target and control image, S of text and of the picture in it.
@@ -17,9 +17,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import get_vision_window_index
 
 from wangen import profiles
+from wangen.generator.flops import StepFlops, step_flops
 from wangen.profiles import TransformerSizes
 from wangen.runtime.models.qwen_image_edit.pictures import MERGE, PATCH_PX, TIME_PATCH, encoder_size
-from wangen.runtime.training.throughput import StepFlops, sizes_of, step_flops
+from wangen.runtime.training.throughput import sizes_of
 
 PX_PER_TOKEN = 16
 PROMPT_TOKENS = 40

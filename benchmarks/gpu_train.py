@@ -28,15 +28,16 @@ import torch
 from random_run import Clip, make_run, num_image_tokens, random_batch
 
 from wangen import profiles
+from wangen.generator.flops import step_flops
 from wangen.generator.memory import GIB, usable_bytes
 from wangen.profiles import Model
+from wangen.runtime.devices import CONTEXT_BYTES
 from wangen.runtime.interrupt import Interrupt
 from wangen.runtime.loader import Batch
-from wangen.runtime.memory.presets import CONTEXT_BYTES
 from wangen.runtime.training.prepared import Group
 from wangen.runtime.training.run import Run
 from wangen.runtime.training.step import num_tokens, optimizer_step
-from wangen.runtime.training.throughput import peak_tflops, step_flops
+from wangen.runtime.training.throughput import peak_tflops
 
 VIDEO = (832, 480, 81)
 TI2V_VIDEO = (1280, 704, 121)

@@ -18,6 +18,7 @@ from wangen.generator import slurm
 from wangen.generator.after_training import after_training
 from wangen.generator.commands import build
 from wangen.generator.footage import CLIPS, cut_footage, seen_from
+from wangen.generator.lock import RUN_LOCK
 from wangen.generator.memory import PLAIN_MEMORY, preset_flags
 from wangen.generator.prepare_steps import Preprocess
 from wangen.generator.scripts import Bundle
@@ -125,6 +126,7 @@ def bundle_steps(
     Raises:
         WangenError: the workspace says of a step what cannot be.
     """
+    workspace = workspace.fitted(slug)
     sizes = tuple(resolutions) or (model.resolution,)
     paths = {**_paths(workspace, target, model, slug), "resolution": ",".join(map(resolution_name, sizes))}
     if prompts := prompts_file(workspace, target, model):
@@ -278,7 +280,7 @@ def _paths(workspace: Workspace, target: Target, model: Model, slug: str) -> dic
         "output_name": slug,
         "report_dir": target.path(outputs, slug),
         "log_file": target.path(target.roots["logs"], f"{slug}.log"),
-        "lock": target.path(outputs, slug, "run.lock"),
+        "lock": target.path(outputs, slug, RUN_LOCK),
         "task": model.name,
         **{weights.flag: find_weights(target, weights, found) for weights in needed_weights(workspace, target, model)},
     }

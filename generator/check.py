@@ -11,6 +11,7 @@ from pathlib import Path, PurePosixPath
 from wangen import profiles
 from wangen.generator import experts, kinds, scripts
 from wangen.generator.bundle import is_called
+from wangen.generator.cache_sizes import latent_bytes, text_bytes
 from wangen.generator.dataset import Item, media_of, read_facts
 from wangen.generator.errors import WangenError, many
 from wangen.generator.geometry import clip_fault, clip_frames, misfit, windows
@@ -131,13 +132,11 @@ def _swapped(options: Check) -> str:
 
 @dataclass
 class _Survey:
-    """What was found in a block of the TOML: items, latent frames of them and of controls, control images; problems."""
+    """What was found in a block of the TOML: items, about the bytes of their cache entries, problems."""
 
     entry: DatasetEntry
     num_items: int = 0
-    num_latent_frames: int = 0
-    num_control_frames: int = 0
-    num_shown: int = 0
+    cache_bytes: int = 0
     findings: list[Finding] = field(default_factory=list)
 
 
@@ -168,10 +167,7 @@ def _survey(entry: DatasetEntry, model: profiles.Model) -> _Survey:
             short = clip_fault(item, facts, entry, fps)
             survey.findings += [Finding(str(item.path), *short)] if short else []
         survey.findings += _misfits(item, entry, fps)
-        survey.num_shown += len(item.controls)
-        num_latent_frames = sum((count - 1) // 4 + 1 for _, count in clips)
-        survey.num_latent_frames += num_latent_frames
-        survey.num_control_frames += len(item.controls) * num_latent_frames
+        survey.cache_bytes += _cache_bytes(item, entry, [count for _, count in clips], model)
     return survey
 
 
@@ -186,16 +182,27 @@ def _misfits(item: Item, entry: DatasetEntry, fps: int) -> Iterator[Finding]:
             yield Finding(str(path), *wrong)
 
 
+def _cache_bytes(item: Item, entry: DatasetEntry, counts: Sequence[int], model: profiles.Model) -> int:
+    """About what an item's entries take, latents in float32 and texts in 16 bits; `counts`: frames of its clips.
+
+    A language model that is shown control images is asked for the empty prompt of each item, too.
+    """
+    areas = (entry.resolution, *[entry.control_resolution or entry.resolution] * len(item.controls))
+    latents = sum(latent_bytes(model, area, count, "float32") for area in areas for count in counts)
+    shown = ("",) if model.prompt and model.prompt.picture else ()
+    texts = (text_bytes(model, caption, "bfloat16", len(item.controls)) for caption in (*item.captions, *shown))
+    return latents + sum(texts)
+
+
 def _folders(options: Check, surveys: list[_Survey]) -> Iterator[Finding]:
     """Caches and outputs: apart from the media, writable, with room."""
-    model = profiles.model(options.task)
     need: dict[Path, int] = {}
     for survey in surveys:
         cache, media = survey.entry.cache_directory, survey.entry.directory
         if cache.resolve() == media.resolve() and not survey.entry.manifest:
             yield Finding(str(cache), "cache and media share one folder", "set cache_directory to another")
         yield from _writable(cache, "the cache folder")
-        need[cache.resolve()] = need.get(cache.resolve(), 0) + _cache_bytes(survey, model)
+        need[cache.resolve()] = need.get(cache.resolve(), 0) + survey.cache_bytes
     if options.output_dir:
         yield from _writable(options.output_dir, "the output folder")
     for cache, num_bytes in need.items():
@@ -270,18 +277,3 @@ def _how_to_get(path: Path, weights: Weights, task: str) -> str:
         f"found elsewhere in models under one of its names: {', '.join(weights.files)} (where wangen.toml names the "
         "file, under that name alone)"
     )
-
-
-def _cache_bytes(survey: _Survey, model: profiles.Model) -> int:
-    """About what the cache entries of a block take: latents in float32, and the rows of the texts in 16 bits.
-
-    umT5 gives 512 rows at most. A language model that is shown control images gives a row for each merged patch of
-    theirs, and does so again for the empty prompt.
-    """
-    own, controls = survey.entry.resolution, survey.entry.control_resolution or survey.entry.resolution
-    num_px = survey.num_latent_frames * own[0] * own[1] + survey.num_control_frames * controls[0] * controls[1]
-    latents = num_px // model.spatial_stride**2 * model.latent_channels * 4
-    rows = 512 * survey.num_items
-    if model.prompt:
-        rows = 2 * (rows // 4 + model.prompt.picture_tokens * survey.num_shown)
-    return latents + rows * 4096 * 2

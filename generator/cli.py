@@ -4,7 +4,6 @@ Help must be quick, so that modules which only one command needs are imported in
 """
 
 import errno
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,10 @@ from typing import Any
 import click
 
 from wangen import profiles
-from wangen.generator.commands import StepCommand, given
-from wangen.generator.errors import UsageError, WangenError
-from wangen.generator.steps import STEPS, Check, find_step
+from wangen.generator.check_command import CheckCommand, execute
+from wangen.generator.commands import StepCommand
+from wangen.generator.errors import UsageError, WangenError, in_words
+from wangen.generator.steps import STEPS, find_step
 from wangen.generator.stopping import STOPPED
 
 
@@ -30,7 +30,8 @@ class Wangen(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Answer an unknown command with what there is."""
-        if args and not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
+        known = not args or args[0].startswith("-") or self.get_command(ctx, args[0])
+        if not known and not ctx.resilient_parsing:  # a shell that completes words wants no message
             from difflib import get_close_matches
 
             near = get_close_matches(args[0], self.list_commands(ctx), n=1)
@@ -43,8 +44,23 @@ class Wangen(click.Group):
         return list(self.commands)
 
 
+def _show_version(ctx: click.Context, _parameter: click.Parameter, asked: bool) -> None:
+    if asked:
+        from wangen.generator.commit import version_words
+
+        click.echo(version_words())
+        ctx.exit()
+
+
 @click.group(cls=Wangen, context_settings={"max_content_width": 110})
-@click.version_option(package_name="wangen")
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_show_version,
+    help="Show the version with its commit and exit.",
+)
 def wangen() -> None:
     """From a folder of images and clips to a trained Wan LoRA.
 
@@ -108,11 +124,14 @@ _IN_WORKSPACE = click.option(
 @click.option("--trigger", help="word put in front of every published caption; '' for none")
 @click.option("--dry_run", is_flag=True, help="say what would be done and write nothing")
 @click.option("--only_scripts", is_flag=True, help="make the scripts again and touch nothing else")
+@click.option("--fit/--no_fit", default=None, help="choose memory flags that fit the card (wangen plan shows them), or "
+              "take the choice back")  # fmt: skip
+@click.option("--gpu", metavar="CARD", help="with --fit: the card, 'RTX 4090' or 24GB (default: this machine's)")
 @click.option("--long_paths", is_flag=True, help="Windows can open paths of 260 characters and more there")
 def publish(**words: Any) -> int:
     """Write the bundle of a dataset: media, caches, TOML files and run scripts for each platform.
 
-    --source, --footage, --model, --resolution, --resize and --trigger are remembered in wangen.toml.
+    --source, --footage, --model, --resolution, --resize, --trigger and --fit are remembered in wangen.toml.
     """
     from wangen.generator.publish.command import Request, run
 
@@ -150,6 +169,35 @@ def lint(script: Path, fix: bool, as_json: bool) -> int:
     from wangen.generator.lint import run
 
     return run(script, fix=fix, as_json=as_json)
+
+
+@wangen.command(context_settings=_WORDS)
+@_IN_WORKSPACE
+@click.option("--json", "as_json", is_flag=True, help="print the findings and all facts as one JSON object")
+@click.option(
+    "--real",
+    metavar="[RUN]",
+    is_flag=False,
+    flag_value="",
+    default=None,
+    help="print a block for a report, without paths and names; with a run's output folder also its numbers",
+)
+def doctor(folder: Path | None, as_json: bool, real: str | None) -> int:
+    """Say what of this machine would stop, spoil or slow down a training, each with its cure; changes nothing."""
+    from wangen.generator.doctor import run
+
+    numbers = _of_runtime("report.run_numbers").numbers(Path(real)) if real else {}
+    return run(folder, as_json=as_json, real=None if real is None else numbers)
+
+
+@wangen.command()
+@click.argument("shell", metavar="bash|zsh|fish|powershell")
+def completion(shell: str) -> int:
+    """Print what makes a shell complete commands, flags and their values; docs/install.md says where it goes."""
+    from wangen.generator.completion import script
+
+    click.echo(script(shell, wangen))
+    return 0
 
 
 @wangen.group(cls=Wangen, invoke_without_command=True, context_settings={"max_content_width": 110})
@@ -290,57 +338,21 @@ def cache_verify(place: Path) -> int:
     return int(_of_runtime("pack_tools").verify(place))
 
 
-def execute(step: Any) -> int:
-    """Run a step; imported late, so that help stays quick."""
-    from wangen.generator.session import execute as run
+@wangen.command(context_settings=_WORDS)
+@click.argument("what", metavar="NAME|SCRIPT")
+@_IN_WORKSPACE
+@click.option("--platform", help="this platform's scripts (default: this machine's, else the first that is published)")
+@click.option("--gpu", metavar="CARD", help="a card by name, 'RTX 4090' or 'A100 80GB', or by memory, 24GB "
+              "(default: this machine's)")  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="print it as JSON")
+def plan(**words: Any) -> int:
+    """Say what training a published dataset needs: memory by part, disk, time, and what to change when it does not fit.
 
-    return run(step)
+    Nothing is started and nothing changed. The exit code is 1 when it does not fit the card.
+    """
+    from wangen.generator.plan.command import Request, run
 
-
-def _check_slug(name: str, folder: Path | None, platforms: Sequence[str]) -> int:
-    """`wangen check NAME`: every published target, as far as this machine sees it."""
-    from wangen.generator import preflight, workspace
-    from wangen.generator.paths import slugify
-
-    place = workspace.read(folder or workspace.find(Path()))
-    slug = slugify(name)
-    targets = [place.target(platform) for platform in platforms] or list(place.targets)
-    published = [target for target in targets if preflight.is_published(target, slug)]
-    if not published:
-        raise WangenError(f"{name!r} is not published", where=", ".join(str(target.folder) for target in targets),
-                          cure=f"wangen publish {slug}")  # fmt: skip
-    failed = False
-    for target in published:
-        click.echo(f"{slug} on {target.platform.name}: {target.folder}")
-        os.chdir(target.folder)
-        for line in preflight.look(place, target, slug):
-            click.echo(line)
-            failed |= line.level == "problem"
-    return int(failed)
-
-
-class CheckCommand(StepCommand):
-    """The check step, which can also be called with a dataset's name inside a workspace."""
-
-    def __init__(self) -> None:
-        super().__init__(Check, execute)
-        self.params += [
-            click.Argument(["slug"], metavar="[NAME]", required=False),
-            click.Option(["--workspace"], type=click.Path(path_type=Path), help="with NAME: the workspace"),
-            click.Option(
-                ["--platform", "platforms"], multiple=True, help="with NAME: this platform only; can be repeated"
-            ),
-        ]
-
-    def invoke(self, ctx: click.Context) -> Any:
-        """With a SLUG the flags are filled in from the workspace."""
-        if ctx.params["slug"]:
-            extra = sorted(given(self.step, ctx.params))
-            if extra:
-                raise UsageError(f"check NAME takes its flags from the published script, not --{extra[0]}",
-                                 cure="leave the flags out, or leave the name out and give all flags")  # fmt: skip
-            return _check_slug(*(ctx.params[name] for name in ("slug", "workspace", "platforms")))
-        return super().invoke(ctx)
+    return run(Request(**words))
 
 
 wangen.add_command(CheckCommand())
@@ -362,11 +374,15 @@ def main(words: Sequence[str] | None = None) -> int:
             click.echo("  do:    put -- before the names of files that begin with -", err=True)
         return 2
     except OSError as error:
-        if error.filename is not None or error.errno not in (errno.ENOSPC, errno.EPIPE):
-            raise  # not about what was printed: our bug
-        if error.errno == errno.ENOSPC:
-            click.echo("wangen: the output could not be written: the disk is full", err=True)
-        return 1
+        if error.filename is None and error.errno in (errno.ENOSPC, errno.EPIPE):  # what was printed
+            if error.errno == errno.ENOSPC:
+                click.echo("wangen: the output could not be written: the disk is full", err=True)
+            return 1
+        failure = in_words(error)
+        if failure is None:
+            raise
+        click.echo(f"wangen: {failure}", err=True)
+        return failure.exit_code
     except (KeyboardInterrupt, click.Abort):
         click.echo(f"wangen: {STOPPED}", err=True)
         return 1

@@ -4,6 +4,7 @@ The way of a value: words or a `--config_file` TOML -> raw values -> `convert` -
 and TOML meet in `build`, so both know the same flags, the same spellings and the same messages.
 """
 
+import inspect
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +27,7 @@ class StepCommand(click.Command):
     """A click command made from the table. Its callback gets the step, not loose values."""
 
     def __init__(self, step: type[Step], execute: Callable[[Any], int]) -> None:
-        help_text = (step.__doc__ or "").split("\n\n")[0]
+        help_text = (inspect.getdoc(step) or "").split("\n\n")[0]
         super().__init__(
             step.command,
             params=[parameter for option in options(step) for parameter in _parameters(option)],
@@ -152,7 +153,8 @@ def _parameters(option: Option) -> list[click.Option]:
     """The click options of one field: the flag with its other names, and one hidden flag per constant."""
     names = [f"--{name}" for name in (option.name, *option.flag.names)]
     if option.kind is bool:
-        main = click.Option([f"{names[0]}/--no_{option.name}", option.name], default=None, help=_help(option))
+        switch = f"{names[0]}/--no_{option.name}"
+        main = click.Option([switch, *names[1:], option.name], default=None, help=_help(option))
     else:
         many = option.length == 0
         main = click.Option(
@@ -162,12 +164,26 @@ def _parameters(option: Option) -> list[click.Option]:
             multiple=many,
             nargs=option.length or 1,
             default=None,
+            shell_complete=_completes(option),
         )
     constants = [
         click.Option([f"--{name}", f"{option.name}__{name}"], is_flag=True, hidden=True)
         for name in option.flag.constants
     ]
     return [main, *constants]
+
+
+def _completes(option: Option) -> Callable[[click.Context, click.Parameter, str], list[Any]]:
+    """What a shell proposes for a flag's value: its values, or files."""
+
+    def proposed(_ctx: click.Context, _parameter: click.Parameter, begun: str) -> list[Any]:
+        from click.shell_completion import CompletionItem
+
+        if option.kind is Path:
+            return [CompletionItem(begun, type="file")]
+        return [choice for choice in _choices(option) if choice.startswith(begun)]
+
+    return proposed
 
 
 def _help(option: Option) -> str:
@@ -257,6 +273,10 @@ def _scalar(option: Option, raw: Any, where: str) -> Any:
     if isinstance(raw, bool | dict | list):
         raise UsageError(f"--{option.name} takes one value, got {raw!r}", where=where)
     text = option.flag.values.get(str(raw), str(raw))
+    if "\0" in text:
+        raise UsageError(f"--{option.name} holds a NUL character", where=where, cure="take it out")
+    if option.kind is str and not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise UsageError(f"--{option.name} is no text in UTF-8", where=where, cure="type it anew")
     if text in option.flag.refused:
         raise UsageError(f"--{option.name} {raw}: {option.flag.refused[text]}", where=where)
     choices = _choices(option)

@@ -7,15 +7,16 @@ import zlib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Literal
 
 from wangen.generator.errors import WangenError
 from wangen.generator.excerpts import Excerpt
+from wangen.generator.files import read_file
 from wangen.generator.install import require_library
 from wangen.generator.npz import SUFFIX, is_npz, is_other_archive, read_npz_facts
 from wangen.generator.paths import windows_name_problem
+from wangen.generator.pictures import open_picture
 
 IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".avif"})
 VIDEO_SUFFIXES = frozenset(
@@ -215,7 +216,7 @@ def read_caption(path: Path) -> str:
         BadItemError: it is not UTF-8, cannot be read, or is empty.
     """
     try:
-        caption = path.read_bytes().decode("utf-8-sig").strip()
+        caption = read_file(path).decode("utf-8-sig").strip()
     except FileNotFoundError:
         raise
     except UnicodeDecodeError:
@@ -324,20 +325,11 @@ def inspect(path: Path) -> "MediaFacts | Problem":
     return facts
 
 
-@cache
-def _pillow() -> None:
-    """Register what Pillow needs once, in whatever thread comes first."""
-    from PIL import Image
-
-    Image.init()
-
-
 def _image_facts(path: Path) -> MediaFacts:
     from PIL import Image, UnidentifiedImageError
 
-    _pillow()
     try:
-        with Image.open(path) as image:
+        with open_picture(path) as image:
             width, height = image.size
             turned = image.getexif().get(0x0112, 1) in (5, 6, 7, 8)
             transparent = image.has_transparency_data
@@ -351,10 +343,8 @@ def _image_facts(path: Path) -> MediaFacts:
 
 def _decode_image(path: Path) -> None:
     """Decode the pixels: a truncated file has a good header."""
-    from PIL import Image
-
     try:
-        with Image.open(path) as image:
+        with open_picture(path) as image:
             image.load()
     except DECODING_ERRORS as error:
         raise WangenError(f"cannot be read as an image ({_short(error)})", where=str(path)) from None

@@ -2,19 +2,21 @@
 reading it; `reference.py` writes that file from them, and a test compares the two.
 """
 
+import os
 import sys
 
+COMPLETE = "_WANGEN_COMPLETE"
+"""A shell that asks for completions sets this environment variable, and gives no words."""
 OVERVIEW = __file__.removesuffix("entry.py") + "overview.txt"
 
 
 def entry() -> None:
     """Run `wangen` with the words of the command line and exit with its code."""
-    if sys.argv[1:] in ([], ["--help"]):
+    if sys.argv[1:] in ([], ["--help"]) and COMPLETE not in os.environ:
         with open(OVERVIEW, encoding="utf-8") as file:  # noqa: PTH123 - pathlib alone takes a bare interpreter's start
             sys.stdout.write(file.read())
         return
     import io
-    import os
     import signal
 
     for stream in (sys.stdout, sys.stderr):  # a name that the terminal's encoding lacks is shown, not an error
@@ -27,7 +29,8 @@ def entry() -> None:
 
     code = main()
     try:
-        sys.stdout.flush()
+        if sys.stdout:  # it may be closed (`>&-`)
+            sys.stdout.flush()
     except OSError:  # a full disk or a closed pipe, which `main` has told; the interpreter would tell it again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = code or 1

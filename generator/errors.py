@@ -1,5 +1,8 @@
 """The one error type for everything that a user can cause and mend."""
 
+import errno
+import os
+
 WRONG_USAGE = 2
 """The exit code of a wrong command line: as it is, it will never do."""
 
@@ -34,7 +37,7 @@ class WangenError(Exception):
         """
         lines = [self.found]
         if self.where:
-            lines.append(f"  where: {printable(self.where)}")
+            lines.append(f"  where: {printable(shortened(self.where))}")
         if self.cure:
             lines.append(f"  do:    {self.cure}")
         return "\n".join(lines)
@@ -45,6 +48,41 @@ class UsageError(WangenError):
 
     def __init__(self, found: str, *, where: str = "", cure: str = "") -> None:
         super().__init__(found, where=where, cure=cure, exit_code=WRONG_USAGE)
+
+
+_DISK = {errno.ENOSPC, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, getattr(errno, "EDQUOT", errno.ENOSPC)}
+"""Errors that only the user can mend: a full or read-only disk, and missing rights."""
+
+
+def in_words(error: OSError) -> WangenError | None:
+    """What the system says of a file of the user's, or of a disk; None when it is about neither, and our bug."""
+    if error.errno == errno.ENOENT and error.filename is None and _is_nowhere():
+        return WangenError("the working folder is gone", cure="change to a folder that is there")
+    if error.errno not in _DISK and error.filename is None:
+        return None
+    disk = "free space or fix the rights, then run the same line again: nothing saved is lost"
+    cure = disk if error.errno in _DISK else "look at this path"
+    return WangenError(error.strerror or str(error), where=shortened(os.fsdecode(error.filename or "")), cure=cure)
+
+
+def _is_nowhere() -> bool:
+    try:
+        return not os.getcwd()  # noqa: PTH109 - Path.cwd() asks the same
+    except FileNotFoundError:
+        return True
+
+
+def shortened(text: str) -> str:
+    """A text of at most a few lines: a path can have thousands of characters.
+
+    >>> shortened("a" * 500) == "a" * 200 + "…" + "a" * 100
+    True
+    """
+    return text if len(text) <= _SHOWN else f"{text[:200]}…{text[-100:]}"
+
+
+_SHOWN = 400
+"""So many characters of a path are shown."""
 
 
 def printable(text: str) -> str:

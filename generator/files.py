@@ -4,6 +4,7 @@ import errno
 import os
 import secrets
 import shutil
+import stat
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -14,6 +15,37 @@ from wangen.generator.errors import WangenError
 
 # Windows refuses to replace or remove a file that a virus scanner or an indexer has open for a moment.
 RETRY_PAUSES_S = (0.05, 0.1, 0.2, 0.4, 0.8)
+
+
+def special(path: Path) -> str:
+    """What a path is that is no file and no folder, such as a pipe; empty where it is one of them, or nothing is there.
+
+    >>> special(Path(os.devnull)), special(Path("."))
+    ('a device', '')
+    """
+    try:
+        mode = path.stat().st_mode
+    except (OSError, ValueError) as error:  # the reader will say it
+        return "a link that leads to itself" if getattr(error, "errno", 0) == errno.ELOOP else ""
+    if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
+        return ""
+    return "a named pipe" if stat.S_ISFIFO(mode) else "a socket" if stat.S_ISSOCK(mode) else "a device"
+
+
+def read_file(path: Path) -> bytes:
+    """All bytes of a file that somebody gave. A pipe would be waited for, and a device never ends: both are refused.
+
+    Raises:
+        OSError: it cannot be read, is no file, or no file can have such a name.
+    """
+    if found := special(path):
+        raise OSError(errno.EINVAL, f"it is {found} and no file", str(path))
+    try:
+        return path.read_bytes()
+    except ValueError:
+        raise OSError(errno.EINVAL, "a NUL character is in its name", str(path)) from None
+    except MemoryError:
+        raise OSError(errno.EFBIG, "it is larger than the memory", str(path)) from None
 
 
 def write_whole(path: Path, chunks: Iterable[bytes | memoryview], *, mode: int | None = None) -> None:

@@ -134,7 +134,7 @@ def written_digests(folder: Path) -> dict[str, str]:
     """What the manifests and the flags of the last run are known by, by their files' names; empty before one ends."""
     try:
         written = json.loads((folder / RECORDS / WRITTEN).read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return written if isinstance(written, dict) else {}
 

@@ -216,7 +216,7 @@ def has_clean_controls(path: Path, header: Header) -> bool:
     """
     if any(strip_prefix(name) == CLEAN_CONTROLS for name in header.tensors):
         return True
-    with suppress(OSError, ValueError, AttributeError):
+    with suppress(OSError, ValueError, RecursionError, AttributeError):
         config = json.loads((shards(path, "--dit")[0].parent / "config.json").read_text(encoding="utf-8"))
         return config.get("zero_cond_t") is True
     return False

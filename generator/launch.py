@@ -5,7 +5,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from wangen.generator.errors import UsageError
+from wangen.generator.errors import UsageError, shortened
 
 _TASKS, _NODES = "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES"
 COPIES = (_TASKS, "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
@@ -51,9 +51,11 @@ def launch(environment: Mapping[str, str] = os.environ, platform: str = sys.plat
         return Launch()
     words = [environment.get(name, "0") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")]
     words.append(environment.get("LOCAL_WORLD_SIZE", words[1]))
-    rank, count, local_rank, local_count = numbers = [int(word) if word.isdigit() else -1 for word in words]
+    rank, count, local_rank, local_count = numbers = [
+        int(word) if word.isdecimal() and len(word) < 10 else -1 for word in words
+    ]
     again = [environment.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")]
-    restarts = sum(int(word) for word in again if word.isdigit())
+    restarts = sum(int(word) for word in again if _is_number(word))
     job = environment.get("TORCHELASTIC_RUN_ID", "")
     found = Launch(rank, count, local_rank, local_count, job=job, restarts=restarts)
     if min(numbers) < 0 or found.rank >= found.count:
@@ -62,6 +64,10 @@ def launch(environment: Mapping[str, str] = os.environ, platform: str = sys.plat
     if found.count > 1:
         require_together(platform)
     return found
+
+
+def _is_number(word: str) -> bool:
+    return word.isdecimal() and len(word) < 10
 
 
 def machines(environment: Mapping[str, str] = os.environ) -> int:
@@ -97,8 +103,8 @@ def asks_for_several(gpus: str) -> bool:
     Raises:
         UsageError: it is no number of them.
     """
-    if gpus != "auto" and not (gpus.isdecimal() and int(gpus)):
-        raise UsageError(f"--gpus {gpus!r} is neither a number nor auto")
+    if gpus != "auto" and not (_is_number(gpus) and int(gpus)):
+        raise UsageError(f"--gpus {shortened(gpus)!r} is neither a number of GPUs nor auto")
     return gpus != "1"
 
 

@@ -6,6 +6,7 @@ nothing has to be cleaned up after a kill. A script that is run inside a termina
 an owner that lives on: its lock is free too when no step has run for a while.
 """
 
+import errno
 import json
 import os
 import socket
@@ -18,11 +19,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from wangen.generator.errors import WangenError
+from wangen.generator.files import remove
 
 if TYPE_CHECKING:
     import psutil
 
 IN_SCRIPT = "WANGEN_SCRIPT"
+RUN_LOCK = "run.lock"
+"""The lock of a run, in its output folder."""
 RUN_LOCKS = "run*.lock"
 """The locks in an output folder: of a run, and of each part of its caching (`--shard`)."""
 HEARTBEAT_S = 10.0
@@ -33,11 +37,21 @@ GAP_S = 60.0
 START_S = 2.0
 """A lock file without content is one that is being written, unless it is older than this."""
 
+WAIT_S = 1.0
+"""The pause before a lock of another machine is looked at again."""
+
+_NO_LINKS = {errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK}
+"""What file systems without hard links answer."""
+
 NO_CONTAINER = "pid:[4026531836]"
 """The space of process ids that Linux starts with, a constant of its source; containers have others."""
 
 Process = tuple[int, float]
-"""Process id and start time in seconds since 1970: ids are used again."""
+"""Process id and start time in seconds, since the system booted or else since 1970: ids are used again."""
+
+
+_BEGINS = '{"host": '
+"""How every lock file begins, also one that a kill has cut off; any other file is the user's."""
 
 
 @dataclass(frozen=True)
@@ -65,13 +79,22 @@ class Owner:
             values = json.loads(text)
             run, step = ((int(values[key][0]), float(values[key][1])) for key in ("run", "step"))
             return cls(str(values["host"]), run, step)
-        except (ValueError, TypeError, LookupError):
+        except (ValueError, TypeError, LookupError, OverflowError, RecursionError):
             return None
 
 
+ON_DATASET = "works on this dataset"
+
+
 @contextmanager
-def hold(path: Path | None) -> Iterator[None]:
+def hold(path: Path | None, does: str = ON_DATASET, *, by_script: bool = True, wait_s: float = 0.0) -> Iterator[None]:
     """Hold the lock file while the block runs; None locks nothing.
+
+    Args:
+        path: the file.
+        does: what another run that holds it does, for the message.
+        by_script: the script that runs this step, if there is one, holds it until it ends, between its steps too.
+        wait_s: so long one of another machine is waited for, which may have died there without a word.
 
     Raises:
         WangenError: another live run holds it, or the file cannot be written.
@@ -79,8 +102,8 @@ def hold(path: Path | None) -> Iterator[None]:
     if path is None:
         yield
         return
-    mine = _owner()
-    _take(path, mine)
+    mine = _owner() if by_script else this_process()
+    _take(path, mine, does, wait_s)
     stop = threading.Event()
     beat = threading.Thread(target=_beat, args=(path, stop), daemon=True)
     try:
@@ -90,7 +113,7 @@ def hold(path: Path | None) -> Iterator[None]:
         stop.set()
         beat.join()
         # The next job may run on another machine or in another container, which cannot see that this script has ended.
-        if not os.environ.get(IN_SCRIPT) or "SLURM_JOB_ID" in os.environ or container():
+        if not by_script or not os.environ.get(IN_SCRIPT) or "SLURM_JOB_ID" in os.environ or container():
             _release(path, mine)
 
 
@@ -101,7 +124,7 @@ def busy(path: Path) -> WangenError | None:
         return None
     text, age_s = found
     owner = Owner.parse(text)
-    return None if is_free(owner, age_s) else _busy(path, owner, age_s)
+    return None if is_free(owner, age_s) else _busy(path, owner, age_s, ON_DATASET)
 
 
 def busy_run(folder: Path) -> WangenError | None:
@@ -109,10 +132,12 @@ def busy_run(folder: Path) -> WangenError | None:
     return next(filter(None, map(busy, sorted(folder.glob(RUN_LOCKS)))), None)
 
 
-def _take(path: Path, mine: Owner) -> None:
+def _take(path: Path, mine: Owner, does: str, wait_s: float) -> None:
+    until_s, tries = time.monotonic() + wait_s, 3
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        for _ in range(3):
+        while tries:
+            tries -= 1
             if create(path, mine.text()):
                 return
             found = read(path)
@@ -120,12 +145,18 @@ def _take(path: Path, mine: Owner) -> None:
                 continue
             text, age_s = found
             other = Owner.parse(text)
+            if not other and not text.startswith(_BEGINS[: len(text)]):
+                raise _no_lock(path)
             if other and (other.host, other.run) == (mine.host, mine.run) and not alive(other.step):
                 _renew(path, mine)
                 return
-            if not is_free(other, age_s):
-                raise _busy(path, other, age_s)
-            _clear(path, text)
+            if is_free(other, age_s):
+                _clear(path, text)
+            elif other and other.host != mine.host and time.monotonic() < until_s:
+                tries += 1
+                time.sleep(WAIT_S)
+            else:
+                raise _busy(path, other, age_s, does)
     except OSError as error:
         raise WangenError(f"cannot write the lock file: {error.strerror}", where=str(path),
                           cure="free space or fix the folder's rights") from None  # fmt: skip
@@ -135,9 +166,28 @@ def _take(path: Path, mine: Owner) -> None:
 def create(path: Path, text: str) -> bool:
     """Make a lock file, whole or not at all; False when there is one.
 
+    It is written beside its place and linked into it, so that who is killed here leaves no half of one. Where the file
+    system knows no links it is written in its place.
+
     Raises:
         OSError: the disk is full or the folder cannot be written.
     """
+    temporary = _beside(path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.link(temporary, path)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        return _create_in_place(path, text)
+    finally:
+        remove(temporary)
+    return True
+
+
+def _create_in_place(path: Path, text: str) -> bool:
     try:
         descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
     except FileExistsError:
@@ -202,10 +252,15 @@ def is_free(owner: Owner | None, age_s: float) -> bool:
     return not alive(owner.run) or (not alive(owner.step) and age_s > GAP_S)
 
 
-def _busy(path: Path, owner: Owner | None, age_s: float) -> WangenError:
+def _no_lock(path: Path) -> WangenError:
+    return WangenError("a file that is no lock is in the place of the lock", where=str(path),
+                       cure="give another --lock, or move the file away")  # fmt: skip
+
+
+def _busy(path: Path, owner: Owner | None, age_s: float, does: str) -> WangenError:
     who = f"process {owner.run[0]} on {owner.host}" if owner else "one that is just starting"
     return WangenError(
-        f"another run works on this dataset: {who}, last sign of life {age_s:.0f} s ago",
+        f"another run {does}: {who}, last sign of life {age_s:.0f} s ago",
         where=str(path),
         cure="wait for it to end or stop it",
     )
@@ -218,7 +273,10 @@ def alive(process: Process) -> bool:
     pid, started = process
     try:
         found = psutil.Process(pid)
-        return abs(found.create_time() - started) < 1.0 and found.status() != psutil.STATUS_ZOMBIE
+        since_boot_s = _since_boot_s(pid)
+        # By the clock it is in the locks of other systems, and of earlier versions.
+        same = since_boot_s == started or abs(found.create_time() - started) < 1.0
+        return same and found.status() != psutil.STATUS_ZOMBIE
     except psutil.AccessDenied:  # another user's process: it lives
         return True
     except (psutil.NoSuchProcess, ValueError, OverflowError):
@@ -229,7 +287,7 @@ def this_process() -> Owner:
     """The owner of what only this process works on, whatever script it belongs to."""
     import psutil
 
-    me = _identity(psutil.Process())
+    me = identity(psutil.Process())
     return Owner(here(), me, me)
 
 
@@ -240,7 +298,7 @@ def _owner() -> Owner:
     run = step
     if os.environ.get(IN_SCRIPT):
         run = next((parent for parent in step.parents() if not _is_python(parent)), step)
-    return Owner(here(), _identity(run), _identity(step))
+    return Owner(here(), identity(run), identity(step))
 
 
 def here() -> str:
@@ -257,8 +315,24 @@ def container() -> str:
     return "" if space == NO_CONTAINER else f"container {space}"
 
 
-def _identity(process: "psutil.Process") -> Process:
-    return process.pid, process.create_time()
+def identity(process: "psutil.Process") -> Process:
+    """What tells a process of this machine from all others, before and after it."""
+    return process.pid, _since_boot_s(process.pid) or process.create_time()
+
+
+def _since_boot_s(pid: int) -> float:
+    """When Linux started a process, in seconds since it booted itself: no clock that is set anew changes that.
+
+    The time by the clock, which psutil says, moves with the clock: a live run would look like another process.
+
+    Returns:
+        0.0 where there is no such file.
+    """
+    try:
+        words = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        return int(words[19]) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return 0.0
 
 
 def _is_python(process: "psutil.Process") -> bool:

@@ -35,8 +35,11 @@ from wangen.generator.dataset import (
 )
 from wangen.generator.errors import WangenError, printable
 from wangen.generator.excerpts import Excerpt, read_excerpt
+from wangen.generator.files import read_file
 
 SUFFIXES = (".jsonl", ".ndjson")
+MAX_TOLD = 1000
+"""So many wrong lines are told one by one."""
 PACKED = ".tar"
 """Of a tar of manifests, which counts as one that has the lines of all of them, in the tar's order."""
 
@@ -102,12 +105,16 @@ def read_lines(
     if text.lstrip().startswith("["):
         return {}, [Problem(path, "is one JSON list", "write one object a line, without brackets and commas around")]
     items: dict[int, Item] = {}
-    problems = []
+    problems, num_bad = [], 0
     for number, line in _lines(text):
         try:
             items[number] = _item(_object(line), media, path, multiple=multiple_captions, bare=bare)
         except _LineError as bad:
-            problems.append(Problem(path, f"line {number}: {bad.found}", bad.cure))
+            num_bad += 1
+            if num_bad <= MAX_TOLD:
+                problems.append(Problem(path, f"line {number}: {bad.found}", bad.cure))
+    if num_bad > MAX_TOLD:
+        problems.append(Problem(path, f"has {num_bad - MAX_TOLD} more lines like these", "is it a manifest at all?"))
     if not items and not problems:
         key = f"{media}_path" if media else "file"
         problems.append(Problem(path, "holds no lines", f'write {{"{key}": "…", "caption": "…"}} for each item'))
@@ -145,7 +152,7 @@ class _LineError(Exception):
 
 def _text(path: Path) -> str:
     try:
-        parts = _packed(path) if path.suffix.lower() == PACKED else [path.read_bytes()]
+        parts = _packed(path) if path.suffix.lower() == PACKED else [read_file(path)]
         return "\n".join(part.decode("utf-8-sig") for part in parts)
     except OSError as error:
         raise WangenError(f"cannot read the manifest: {error.strerror}", where=str(path),

@@ -33,6 +33,9 @@ RESERVE = 3 * GIB // 2
 CARD_SHARE = 15 / 16
 """Of the card's nominal memory: the rest belongs to the driver and the desktop."""
 
+MOMENT_BYTES = {"AdamW8bit": 2, "Adafactor": 0, "SGD": 0, "Lion": 4, "Prodigy": 16}
+"""What optimizers keep for each trained weight, by the name of their class; 8 of all others, as of AdamW."""
+
 WAITING = 3
 """Tensors on the device for all those that wait in host memory: one in use, one on its way each way."""
 
@@ -48,10 +51,15 @@ class MemorySettings:
         free_blocks: so many of the last blocks are not recomputed.
         offload: what checkpointing keeps waits in host memory.
         rank: of the adapter on every linear layer of the blocks; 0 for none.
-        moment_bytes: what the optimizer keeps per trained weight: 8 for AdamW, 2 for 8-bit AdamW.
+        moment_bytes: what is kept beside each trained weight: the optimizer's moments, 8 of AdamW, and its average.
         ring: device buffers of block swap.
         float32: `--mixed_precision no`.
         whole: `--train_mode full`: every weight is trained, in float32, and there is no adapter.
+        factors: what an adapter has beside the weights of a LoRA of that rank: LoHa twice as many.
+        one_expert: of two only one is trained.
+        all_resident: two experts stay on the device.
+        stored_bits: of a weight in the base's file: less than 16 where it is quantised itself.
+        shards: processes that share out the frozen weights, or with `whole` all that is trained.
     """
 
     quantize: str = "none"
@@ -64,6 +72,16 @@ class MemorySettings:
     ring: int = 2
     float32: bool = False
     whole: bool = False
+    factors: int = 1
+    one_expert: bool = False
+    all_resident: bool = False
+    stored_bits: float = 16.0
+    shards: int = 1
+
+    @property
+    def wide(self) -> int:
+        """Bytes of a number in training."""
+        return 4 if self.float32 else 2
 
 
 @dataclass(frozen=True)
@@ -84,8 +102,17 @@ class MemoryBudget:
         return sum(self.parts.values())
 
 
-def settings_of(options: Train) -> MemorySettings:
-    """The flags, with the presets filled in, as the memory formula takes them."""
+def settings_of(options: Train, shards: int = 1) -> MemorySettings:
+    """The flags, with the presets filled in, as the memory formula takes them.
+
+    Args:
+        options: of the training step.
+        one_expert: of two only one is trained.
+        all_resident: two experts stay on the device.
+        stored_bits: of a weight in the base's file: less than 16 where it is quantised itself.
+        shards: processes that share out the weights.
+    """
+    moments = MOMENT_BYTES.get(options.optimizer_type.rpartition(".")[2], 8)
     return MemorySettings(
         quantize=options.quantize or "none",
         blocks_to_swap=options.blocks_to_swap or 0,
@@ -93,10 +120,14 @@ def settings_of(options: Train) -> MemorySettings:
         free_blocks=options.checkpointing_free_blocks or 0,
         offload=bool(options.gradient_checkpointing_cpu_offload),
         rank=options.network_dim,
-        moment_bytes=2 if "8bit" in options.optimizer_type else 8,
+        moment_bytes=moments + (4 if options.ema_decay else 0),
         ring=options.block_swap_ring_size,
         float32=options.mixed_precision == "no",
         whole=options.train_mode == "full",
+        factors=2 if options.network_module == "loha" else 1,
+        one_expert=options.experts != "both",
+        all_resident=not options.offload_inactive_dit or shards > 1,
+        shards=shards,
     )
 
 
@@ -108,49 +139,65 @@ def memory_plan(model: Model, settings: MemorySettings, *, tokens: int) -> Memor
     its gradient is computed there are 2 N f more; a recomputed one keeps its input, N d, and with selective
     checkpointing the output of self-attention, N d and one number per token and head.
 
-    Of two experts one is on the device, with the adapters of both; the host has all weights of both.
+    Of two experts one is on the device, with the adapters of both; the host has all weights of both. Weights that
+    several processes share out are gathered a block at a time, one ahead.
 
     Args:
         model: the model profile.
         settings: the choices.
         tokens: of a step: those of the largest bucket, times its batch size.
     """
-    sizes, wide = model.transformer, 4 if settings.float32 else 2
-    block = block_bytes(model, settings.quantize, wide)
-    swapped = settings.blocks_to_swap
-    frozen = outer_bytes(model, wide) + (sizes.num_layers - swapped) * block
-    trained = adapter_weights(model, settings.rank)
-    if settings.whole:
-        frozen, trained = 0, (outer_bytes(model, 4) + sizes.num_layers * block_bytes(model, wide=4)) // 4
-    trained *= 2 if model.experts else 1
+    sizes, wide, counts = model.transformer, settings.wide, weight_counts(model)
+    num_experts = 2 if model.experts and not settings.one_expert else 1
+    block, outer, swapped = frozen_block_bytes(model, settings), outer_bytes(model, wide), settings.blocks_to_swap
+    frozen = 0 if settings.whole else outer + (sizes.num_layers - swapped) * block
+    frozen *= num_experts if settings.all_resident else 1
+    trained = trained_weights(model, settings) * num_experts // (settings.shards if settings.whole else 1)
     row = tokens * sizes.dim * wide
-    counts = weight_counts(model)
     kept_by_block = counts.kept_tensors * row + 2 * tokens * sizes.ffn_dim * wide
     free = sizes.num_layers if settings.checkpointing == "none" else settings.free_blocks
-    recomputed = sizes.num_layers - free
     attention = row + 4 * tokens * sizes.num_heads if settings.checkpointing == "selective" else 0
-    waiting = (row + attention) * recomputed
+    waiting = (row + attention) * (sizes.num_layers - free)
     on_device = min(waiting, WAITING * (row + attention)) if settings.offload else waiting
     parts = {
-        "weights that stay": frozen,
-        "swapped blocks on their way": min(settings.ring, swapped) * block,
+        "weights that stay": frozen // settings.shards,
+        "blocks on their way": block * (2 if settings.shards > 1 else min(settings.ring, swapped)),
         "adapters, gradients, optimizer": trained * (4 + 4 + settings.moment_bytes + (0 if settings.float32 else 2)),
         "kept for the backward pass": on_device + max(0, free - 1) * kept_by_block,
         "one block's backward pass": kept_by_block + 2 * tokens * sizes.ffn_dim * wide,
-        "dequantised weights": 0 if settings.quantize == "none" else counts.largest_product * wide,
+        "dequantised weights": 0 if bits_of(settings) == 8 * wide else counts.largest_product * wide,
         "reserve": RESERVE,
     }
-    in_host = swapped * block
-    if model.experts:
-        in_host = 2 * (outer_bytes(model, wide) + sizes.num_layers * block)
+    parked = num_experts > 1 and not settings.all_resident
+    in_host = 2 * (outer + sizes.num_layers * block) if parked else swapped * block
     return MemoryBudget(parts, in_host + (waiting if settings.offload else 0))
 
 
-def block_bytes(model: Model, quantize: str = "none", wide: int = 2) -> int:
-    """Of one block's weights in memory; `wide` is 2 for bfloat16 and 4 for float32."""
+def trained_weights(model: Model, settings: MemorySettings) -> int:
+    """Weights that are trained, of each expert."""
+    if settings.whole:
+        return (outer_bytes(model, 4) + model.transformer.num_layers * block_bytes(model, wide=4)) // 4
+    return adapter_weights(model, settings.rank) * settings.factors
+
+
+def frozen_block_bytes(model: Model, settings: MemorySettings) -> int:
+    """Of one block's frozen weights in memory."""
+    return block_bytes(model, settings.quantize, settings.wide, bits_of(settings))
+
+
+def bits_of(settings: MemorySettings) -> float:
+    """Of a weight of a linear layer of a block: a file that holds less than the form asked for keeps its own."""
+    plain = 8.0 * settings.wide
+    asked = plain if settings.quantize == "none" else BITS[settings.quantize]
+    stored = settings.stored_bits
+    return stored if stored < 16 and (settings.quantize == "none" or stored <= asked) else asked
+
+
+def block_bytes(model: Model, quantize: str = "none", wide: int = 2, bits: float | None = None) -> int:
+    """Of one block's weights in memory; `wide` is 2 for bfloat16 and 4 for float32, `bits` overrides the form's."""
     counts = weight_counts(model)
-    linear = counts.block_linear * wide if quantize == "none" else round(counts.block_linear * BITS[quantize] / 8)
-    return linear + counts.block_rest * wide + counts.block_float32 * 4
+    bits = bits or (8.0 * wide if quantize == "none" else BITS[quantize])
+    return round(counts.block_linear * bits / 8) + counts.block_rest * wide + counts.block_float32 * 4
 
 
 def outer_bytes(model: Model, wide: int = 2) -> int:
@@ -179,14 +226,19 @@ def tokens_of(model: Model, resolution: tuple[int, int], num_frames: int, num_co
     >>> tokens_of(profiles.model("qwen-image-edit"), (1024, 1024), 1)  # 2 x 4096, and 1337 + 128 of text
     9657
     """
-    frames, height, width = model.patch
-    latent_frames = (num_frames - 1) // model.temporal_stride + 1
-    step = model.spatial_stride
-    tokens = (latent_frames // frames) * (resolution[1] // step // height) * (resolution[0] // step // width)
+    tokens = grid_tokens(model, resolution, num_frames)
     if model.prompt is None:
         return tokens
     controls = min(1, model.max_controls) if num_controls is None else num_controls
     return tokens * (1 + controls) + controls * model.prompt.picture_tokens + SHORT_TEXT
+
+
+def grid_tokens(model: Model, size: tuple[int, int], num_frames: int) -> int:
+    """Tokens of a picture or clip alone; `size` is (width, height) in pixels."""
+    frames, height, width = model.patch
+    latent_frames = (num_frames - 1) // model.temporal_stride + 1
+    across, down = (side // model.spatial_stride for side in size)
+    return (latent_frames // frames) * (down // height) * (across // width)
 
 
 def usable_bytes(vram_gib: int) -> int:

@@ -5,13 +5,10 @@ the workspace knows is looked at too: whether the scripts are those that publish
 lines agree with each other and with the table, which paths are another machine's, and the Python environment.
 """
 
-import json
-import os
 import re
-import subprocess
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from importlib.metadata import requires, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -19,21 +16,23 @@ from wangen import profiles
 from wangen.generator import scripts
 from wangen.generator.bundle import script_names
 from wangen.generator.check import examine
+from wangen.generator.dataset_settings import DatasetSettings
 from wangen.generator.errors import WangenError
 from wangen.generator.experts import flag_words
-from wangen.generator.paths import is_foreign
+from wangen.generator.interpreter import candidates, faults, installed, wanted_libraries
 from wangen.generator.prepare_steps import Preprocess
 from wangen.generator.publish.command import dataset_folder
 from wangen.generator.publish.plan import BundlePlan, Plan, make_plan, memo_path
 from wangen.generator.publish.source import Source, read_source
 from wangen.generator.publish.texts import Text, toml_file
 from wangen.generator.quoting import QUOTES
+from wangen.generator.seen import seen_entry, seen_step
 from wangen.generator.steps import Check
 from wangen.generator.table import Step, options
 from wangen.generator.target import Target
 from wangen.generator.tasks import require_supported
-from wangen.generator.tomls import DatasetEntry, read_dataset
-from wangen.generator.workspace import DatasetSettings, Workspace
+from wangen.generator.tomls import read_dataset
+from wangen.generator.workspace import Workspace
 
 Level = Literal["ok", "note", "problem"]
 
@@ -42,18 +41,6 @@ _AGREED = (
     "clip_dtype", "dit", "dit_high_noise",
 )  # fmt: skip
 """Flags that no two lines of one bundle may set to different values."""
-
-_ASK_VERSIONS = """
-import importlib.metadata, json, sys
-found = {}
-for name in sys.argv[1:]:
-    try:
-        found[name] = importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        found[name] = None
-print(json.dumps(found))
-"""
-
 
 _MADE_BY = re.compile(rb"made by wangen ([A-Za-z0-9.+-]+)")
 
@@ -168,13 +155,13 @@ def _files(target: Target, options: Check, *, uncut: bool) -> Iterator[Line]:
     a manifest that is not there where a step before this one makes it (`uncut`).
     """
     elsewhere: list[str] = []
-    seen = _seen(target, options, elsewhere)
+    seen = seen_step(target, options, elsewhere)
     try:
         blocks = read_dataset(seen.dataset, options.resolution)
     except WangenError as error:
         yield Line("problem", str(error))
         return
-    entries = [entry for block in blocks if (entry := _seen_entry(target, block, elsewhere))]
+    entries = [entry for block in blocks if (entry := seen_entry(target, block, elsewhere))]
     for path in dict.fromkeys(elsewhere):
         yield Line("note", f"{path}: another machine's, not seen from here")
     if uncut and any(entry.manifest and not entry.manifest.exists() for entry in entries):
@@ -286,80 +273,33 @@ def _agreement(found: Iterable[_Script]) -> Iterator[Line]:
 
 def environment(target: Target) -> Iterator[Line]:
     """The Python that the scripts of a target would take, and what is installed in it."""
-    inside = ("Scripts", "python.exe") if target.platform.kind == "windows" else ("bin", "python")
-    folders = [path for text in target.venv if (path := target.reach(target.path(text)))]
-    native = target.is_native
-    given = os.environ.get("WANGEN_PYTHON") if native else None
-    active = [Path(os.environ["VIRTUAL_ENV"])] if native and "VIRTUAL_ENV" in os.environ else []
-    candidates = [Path(given)] if given else [folder.joinpath(*inside) for folder in (*folders, *active)]
-    python = next((path for path in candidates if path.is_file()), None)
+    looked = candidates(target)
+    python = next((path for path in looked if path.is_file()), None)
     if python is None:
-        looked = ", ".join(map(str, candidates)) or ", ".join(target.venv)
-        setup = f"setup_wangen.{target.platform.shells[0]}"
-        yield Line("problem" if native else "note", f"no Python environment; looked for {looked}; run {setup}")
-    elif not native:
+        places = ", ".join(map(str, looked)) or ", ".join(target.venv)
+        level: Level = "problem" if target.is_native else "note"
+        yield Line(level, f"no Python environment; looked for {places}; run setup_wangen.{target.platform.shells[0]}")
+    elif not target.is_native:
         yield Line("ok", f"Python {python}: another platform's, so that what is in it is not looked at")
     else:
-        yield from _packages(python, target.platform.accelerator)
+        yield from _packages(python, target.platform.accelerator, target.platform.shells[0])
 
 
-def _packages(python: Path, accelerator: str) -> Iterator[Line]:
+def _packages(python: Path, accelerator: str, shell: str) -> Iterator[Line]:
     """What an interpreter has of the libraries that the runtime needs."""
-    from packaging.requirements import Requirement
-
-    wanted = [Requirement(line) for line in requires("wangen") or ()]
-    wanted = [need for need in wanted if need.marker is None or need.marker.evaluate({"extra": "runtime"})]
+    wanted = wanted_libraries()
     try:
-        done = subprocess.run(
-            [python, "-c", _ASK_VERSIONS, "wangen", *(need.name for need in wanted)],
-            capture_output=True, encoding="utf-8", timeout=120, check=True,
-        )  # fmt: skip
-        found: dict[str, str | None] = json.loads(done.stdout)
-    except (OSError, subprocess.SubprocessError, ValueError) as error:
-        yield Line("problem", f"{python} does not run: {error}; run the setup script again")
+        found = installed(python, ("wangen", *(need.name for need in wanted)))
+    except WangenError as error:
+        yield Line("problem", f"{error.found}; {error.cure}")
         return
-    lines = [*_faults(wanted, found), *_versions(found, accelerator)]
-    yield from lines
-    if not any(line.level == "problem" for line in lines):
+    wrong = list(faults(wanted, found, accelerator))
+    missing = [fault.missing for fault in wrong if fault.missing]
+    if missing:
+        yield Line("problem", f"not installed: {', '.join(missing)}; run setup_wangen.{shell}")
+    for fault in (fault for fault in wrong if not fault.missing):
+        yield Line(fault.level, f"{fault.what}; {fault.cure}")
+    if not any(fault.level == "problem" for fault in wrong):
         yield Line(
             "ok", f"Python {python} has wangen {found['wangen']}, torch {found['torch']} and the other libraries"
         )
-
-
-def _faults(wanted: Iterable[Any], found: Mapping[str, str | None]) -> Iterator[Line]:
-    for need in wanted:
-        have = found[need.name]
-        if have is None:
-            yield Line("problem", f"the library {need.name} is not installed; run the setup script")
-        elif not need.specifier.contains(have, prereleases=True):
-            yield Line("problem", f"{need.name} {have} is installed, {need.specifier} is needed; run the setup script")
-
-
-def _versions(found: Mapping[str, str | None], accelerator: str) -> Iterator[Line]:
-    here = version("wangen")
-    if found["wangen"] != here:
-        yield Line("problem", f"the environment has wangen {found['wangen']}, this is {here}; run the setup script")
-    if accelerator != "cpu" and (found["torch"] or "").endswith("+cpu"):
-        yield Line("note", f"torch {found['torch']} computes on the CPU only; the setup script installs another build")
-
-
-def _seen(target: Target, step: Check, elsewhere: list[str]) -> Check:
-    """The step with its paths as this host sees them; those that it does not see are left out and listed."""
-    changes: dict[str, Any] = {}
-    for option in options(Check):
-        value = getattr(step, option.name)
-        if isinstance(value, Path):
-            changes[option.name] = target.reach(str(value))
-            if changes[option.name] is None:
-                elsewhere.append(str(value))
-    return replace(step, **changes)
-
-
-def _seen_entry(target: Target, entry: DatasetEntry, elsewhere: list[str]) -> DatasetEntry | None:
-    names = ("directory", "cache_directory", "manifest", "control_directory", "mask_directory")
-    paths = {name: path for name in names if (path := getattr(entry, name))}
-    if any(is_foreign(str(path), target.machine) for path in paths.values()):
-        return entry  # the check says what is wrong with it
-    seen: dict[str, Any] = {name: target.reach(str(path)) for name, path in paths.items()}
-    elsewhere += [str(path) for name, path in paths.items() if not seen[name]]
-    return replace(entry, **seen) if all(seen.values()) else None

@@ -1,14 +1,17 @@
-"""The pages that the program prints about itself: `wangen --help`, `docs/flags.md`, `docs/from-musubi.md`.
+"""The pages that the program prints about itself: `wangen --help`, `docs/flags.md`, `docs/from-musubi.md`, and the
+table in `docs/doctor.md`.
 
 `python -m wangen.generator.reference` writes them into a checkout; tests compare them with what the table says.
 """
 
+import inspect
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import click
 
 from wangen.generator.cli import wangen
+from wangen.generator.doctor.catalogue import KINDS, Kind
 from wangen.generator.entry import OVERVIEW
 from wangen.generator.musubi import verdicts
 from wangen.generator.steps import STEPS
@@ -18,6 +21,8 @@ from wangen.profiles import config_files
 DOCS = Path(__file__).parent.parent / "docs"
 FLAGS_PAGE = DOCS / "flags.md"
 MUSUBI_PAGE = DOCS / "from-musubi.md"
+DOCTOR_PAGE = DOCS / "doctor.md"
+_FINDINGS = ("<!-- findings -->\n", "<!-- end of findings -->\n")
 
 DIFFERENCES = (
     "`--skip_existing` is the default, and it looks at content: an entry is kept when nothing that made it has "
@@ -99,7 +104,7 @@ def flags_page() -> str:
         f"Configurations for `train` ship with wangen and are given by name: {', '.join(map(_code, config_files()))}.",
     ]
     for step in STEPS:
-        lines += ["", f"## {step.command}", "", (step.__doc__ or "").strip(), ""]
+        lines += ["", f"## {step.command}", "", inspect.getdoc(step) or "", ""]
         if step.spellings:
             lines += [f"Also called {', '.join(f'`{name}`' for name in step.spellings)}.", ""]
         lines += ["| flag | takes | default | meaning |", "|---|---|---|---|", *_rows(step)]
@@ -112,6 +117,8 @@ def from_musubi_page() -> str:
         "# From musubi-tuner",
         "",
         "Printed by `python -m wangen.generator.reference` from the table of steps.",
+        "",
+        "[tutorials/from-musubi.md](tutorials/from-musubi.md) goes the way step by step; here is what differs.",
         "",
         "Your dataset TOML works when it names folders of images or videos (see below for what is refused). Flags keep",
         "their names; dashes are accepted too. The old script names are spellings of the steps:",
@@ -134,6 +141,24 @@ def from_musubi_page() -> str:
         answers = sorted(step.elsewhere.items())
         lines += [f"| {step.command} | `--{name}` | {_cell(answer)} |" for name, answer in answers]
     return "\n".join(lines) + "\n"
+
+
+def doctor_page(page: str) -> str:
+    """`docs/doctor.md` with the present table of findings.
+
+    Args:
+        page: its text, with the two marks between which the table stands.
+    """
+    before, _, rest = page.partition(_FINDINGS[0])
+    rows = [
+        f"| `{kind.name}` | {_level(kind)} | {_cell(kind.meaning)} | {_cell(kind.cure)} |" for kind in KINDS.values()
+    ]
+    table = ["| finding | | what it means | what to do |", "|---|---|---|---|", *rows]
+    return before + _FINDINGS[0] + "\n".join(table) + "\n" + _FINDINGS[1] + rest.partition(_FINDINGS[1])[2]
+
+
+def _level(kind: Kind) -> str:
+    return "**problem**" if kind.level == "problem" else kind.level
 
 
 def _code(text: str) -> str:
@@ -184,6 +209,8 @@ def write_pages() -> None:
     FLAGS_PAGE.parent.mkdir(exist_ok=True)
     FLAGS_PAGE.write_text(flags_page(), encoding="utf-8", newline="\n")
     MUSUBI_PAGE.write_text(from_musubi_page(), encoding="utf-8", newline="\n")
+    page = doctor_page(DOCTOR_PAGE.read_text(encoding="utf-8"))
+    DOCTOR_PAGE.write_text(page, encoding="utf-8", newline="\n")
 
 
 if __name__ == "__main__":

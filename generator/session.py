@@ -3,7 +3,6 @@
 The way of a step: options -> `execute` -> the step's `run(options)` -> `Report` -> `<step>.report.json`.
 """
 
-import errno
 import json
 import logging
 import os
@@ -22,17 +21,14 @@ from pathlib import Path
 from typing import IO, Any
 
 from wangen.generator.bulk import bulk
-from wangen.generator.errors import WangenError
-from wangen.generator.files import write_text
+from wangen.generator.errors import UsageError, WangenError, in_words
+from wangen.generator.files import special, write_text
 from wangen.generator.install import install_line
 from wangen.generator.lock import IN_SCRIPT
 from wangen.generator.stopping import STOPPED, stop
 from wangen.generator.table import REPORT, Step, options
 
 log = logging.getLogger("wangen")
-
-_DISK = {errno.ENOSPC, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, getattr(errno, "EDQUOT", errno.ENOSPC)}
-"""Errors that only the user can mend: a full or read-only disk, and missing rights."""
 
 PACKAGES = ("wangen", "torch", "diffusers", "transformers", "peft", "accelerate", "safetensors", "av", "pillow")
 
@@ -97,12 +93,30 @@ def execute(step: Step) -> int:
     """
     step = step.effective()
     try:
+        _require_files(step)
         with _logging(step.log_file, shows=step.leads), _terminable():
             log.info("%s", step.command)
             return _guarded(step)
-    except WangenError as error:  # the log file itself cannot be opened
+    except WangenError as error:  # a path is none that can be read, or the log file itself cannot be opened
         print(f"{step.command}: {error}", file=sys.stderr)  # noqa: T201
         return error.exit_code
+
+
+def _require_files(step: Step) -> None:
+    """Refuse what would be waited for, or read, without end, and a place that is none; a log may go to a device.
+
+    Raises:
+        UsageError: a flag names a pipe, a socket or a device.
+        FileNotFoundError: the working folder is gone, in which libraries look for modules at any moment.
+    """
+    Path.cwd()
+    for option in options(type(step)):
+        value = getattr(step, option.name)
+        for path in value if isinstance(value, tuple) else [value]:
+            found = special(path) if isinstance(path, Path) else ""
+            if found and (option.name, found) != ("log_file", "a device"):
+                raise UsageError(f"--{option.name} is {found}, neither a file nor a folder", where=str(path),
+                                 cure="give a file or a folder; save what a program writes first")  # fmt: skip
 
 
 def _guarded(step: Step) -> int:
@@ -113,14 +127,12 @@ def _guarded(step: Step) -> int:
         _note_failure(step, error.found)
         return error.exit_code
     except OSError as error:
-        if error.errno not in _DISK and error.filename is None:  # not about a file of the user's: our bug
+        failure = in_words(error)
+        if failure is None:
             raise
-        found = error.strerror or str(error)
-        disk = "free space or fix the rights, then run the same line again: nothing saved is lost"
-        cure = disk if error.errno in _DISK else "look at this path"
-        log.error("%s: %s", step.command, WangenError(found, where=str(error.filename or ""), cure=cure))
-        _note_failure(step, found)
-        return 1
+        log.error("%s: %s", step.command, failure)
+        _note_failure(step, failure.found)
+        return failure.exit_code
     except KeyboardInterrupt:
         # The same line again would start from step 0 once more; a try always does.
         fresh = " (without --fresh)" if getattr(step, "fresh", False) and not getattr(step, "smoke", False) else ""
@@ -130,9 +142,10 @@ def _guarded(step: Step) -> int:
 
 def _note_failure(step: Step, found: str) -> None:
     """Replace an earlier run's report, which would say that all is well; an error here must not hide the first."""
-    if step.leads and step.report_dir and (step.report_dir / step.report_name).is_file():
-        with suppress(WangenError):
-            write_report(step, Report(folder=step.report_dir, summary=f"failed: {found}", ok=False), 0.0)
+    with suppress(WangenError, OSError):
+        if not (step.leads and step.report_dir and (step.report_dir / step.report_name).is_file()):
+            return
+        write_report(step, Report(folder=step.report_dir, summary=f"failed: {found}", ok=False), 0.0)
 
 
 def _run(step: Step) -> int:
@@ -199,7 +212,7 @@ def write_report(step: Step, report: Report, seconds: float) -> Path:
         "summary": report.summary,
         "ok": report.ok,
         "inputs": report.inputs,
-        "settings": {option.name: _plain(getattr(step, option.name)) for option in options(type(step))},
+        "settings": {option.name: plain(getattr(step, option.name)) for option in options(type(step))},
         "counts": report.counts,
         "result": report.result,
         "timings": {"total_s": seconds},
@@ -209,7 +222,7 @@ def write_report(step: Step, report: Report, seconds: float) -> Path:
     folder = step.report_dir or report.folder
     assert folder is not None, "the caller has asked for a folder"
     path = folder / step.report_name
-    write_text(path, json.dumps(content, indent=2, ensure_ascii=False, default=_plain) + "\n")
+    write_text(path, json.dumps(content, indent=2, ensure_ascii=False, default=plain) + "\n")
     return path
 
 
@@ -220,13 +233,14 @@ def report_files(folder: Path, command: str) -> list[Path]:
     return sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """A value as JSON, and so a report, has it."""
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return value if isinstance(value, str | int | float | bool | None) else asdict(value)
 
 

@@ -112,7 +112,7 @@ class CacheStep(DatasetStep):
     @property
     def lock_file(self) -> Path | None:
         """Each part has a lock of its own, for they work side by side: `run.lock` is `run-2-of-8.lock` for part 2."""
-        return self.lock and self.lock.with_name(f"{self.lock.stem}{self._part}{self.lock.suffix}")
+        return self.lock and self.lock.parent / f"{self.lock.stem}{self._part}{self.lock.suffix}"
 
     @property
     def report_name(self) -> str:

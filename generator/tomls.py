@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from wangen.generator import manifests
 from wangen.generator.errors import UsageError, WangenError
+from wangen.generator.files import read_file
 from wangen.generator.manifests import Clips, is_manifest
 from wangen.generator.toml_values import MAX_SIDE, WHITE, read_value
 
@@ -120,7 +121,7 @@ def load(path: Path) -> dict[str, Any]:
     """
     text = ""
     try:
-        text = path.read_bytes().removeprefix(b"\xef\xbb\xbf").decode("utf-8")
+        text = read_file(path).removeprefix(b"\xef\xbb\xbf").decode("utf-8")
         return tomllib.loads(text)
     except OSError as error:
         raise WangenError(
@@ -130,6 +131,9 @@ def load(path: Path) -> dict[str, Any]:
         raise UsageError("the TOML file is not UTF-8", where=str(path), cure="save it as UTF-8") from None
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"not valid TOML: {error}", where=str(path), cure=_cure(text, str(error))) from None
+    except (RecursionError, ValueError) as error:  # also a number of thousands of digits
+        reason = "brackets within brackets without end" if isinstance(error, RecursionError) else error
+        raise UsageError(f"not valid TOML: {reason}", where=str(path), cure="mend the file") from None
 
 
 def _cure(text: str, error: str) -> str:

@@ -8,15 +8,17 @@ import os
 import stat
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from wangen import profiles
 from wangen.generator import platforms, tomls
+from wangen.generator.dataset_settings import DatasetSettings, read_settings
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.files import write_text, write_whole
-from wangen.generator.paths import PathError, slugify, translate
+from wangen.generator.paths import PathError, translate
+from wangen.generator.steps import Train
 from wangen.generator.target import Target, from_here, machine_of
 from wangen.generator.tasks import supported
 from wangen.generator.toml_values import frames, sizes, whole_number
@@ -59,6 +61,7 @@ platforms = [{platforms}]
 # trigger = "ohwx cat"       # put in front of every caption
 # resolutions = ["512", "832x480"]
 # resize = true              # publish smaller copies of the images
+# wangen publish cats --fit writes here which memory flags fit the card
 # source = "photos/cats"     # also: model, batch_size, num_repeats, is_reg
 # footage = "/data/films"    # long videos on the machine that trains, instead: its script cuts them into clips first
 """
@@ -71,34 +74,6 @@ _SECTION = """
 # vae = 'Wan2.1_VAE.pth'    # a file in the models folder, where the usual names do not fit; also: t5, dit
 # venv = 'venv'    # the Python environment: a folder beside the scripts, or an absolute path of that machine
 """
-
-
-@dataclass(frozen=True, kw_only=True)
-class DatasetSettings:
-    """How one dataset is published: `[dataset.SLUG]`.
-
-    Attributes:
-        source: its folder or jsonl, absolute or relative to the workspace; None: `datasets/SLUG`.
-        model: name of its model profile; None for the workspace's.
-        resolutions: bucket areas as (width, height) in pixels; empty for the model profile's.
-        resize: publish smaller copies of the images.
-        trigger: word put in front of every caption; empty for none.
-        batch_size: items per batch.
-        num_repeats: how often an item stands in an epoch.
-        is_reg: a regularisation set, whose loss counts `--prior_loss_weight`: for a TOML that names it beside others.
-        footage: folder of long videos as the machine that trains writes it, or below the bundle's root, in place of a
-            source: the script's first step cuts them into clips; empty for none.
-    """
-
-    source: str | None = None
-    model: str | None = None
-    resolutions: tuple[tuple[int, int], ...] = ()
-    resize: bool = False
-    trigger: str = ""
-    batch_size: int = 1
-    num_repeats: int = 1
-    is_reg: bool = False
-    footage: str = ""
 
 
 @dataclass(frozen=True)
@@ -132,6 +107,17 @@ class Workspace:
     def dataset(self, slug: str) -> DatasetSettings:
         """How a dataset is published: its section `[dataset.SLUG]`, or the defaults."""
         return self.datasets.get(slug, DatasetSettings())
+
+    def fitted(self, slug: str) -> "Workspace":
+        """The workspace with the memory flags that `publish --fit` chose for a dataset, below those of `[steps.train]`.
+
+        They stand in place of what `vram` says there.
+        """
+        fit = self.dataset(slug).fit
+        if not fit:
+            return self
+        told = {name: value for name, value in self.steps.get(Train.command, {}).items() if name != "vram"}
+        return replace(self, steps={**self.steps, Train.command: {**fit.flags, **told}})
 
     def profile(self, name: str | None = None) -> profiles.Model:
         """The model profile of that name (default: the workspace's), with the workspace's resolution and clip length.
@@ -260,7 +246,7 @@ def read(folder: Path) -> Workspace:
         known_platforms=known_platforms,
         sections={name: _section(sections[name], known_platforms[name], path) for name in sections},
         steps=platforms.step_values(_table(values, "steps", path), f"{path}, [steps."),
-        datasets={name: _dataset(table, name, path) for name, table in _table(values, "dataset", path).items()},
+        datasets={name: read_settings(table, name, path) for name, table in _table(values, "dataset", path).items()},
         report=values.get("report", True),
     )
 
@@ -273,7 +259,7 @@ def remember(folder: Path, slug: str, choices: Mapping[str, Any]) -> None:
     Args:
         folder: the workspace.
         slug: the dataset.
-        choices: fields of `DatasetSettings`, as TOML holds them; resolutions as names.
+        choices: fields of `DatasetSettings`, as TOML holds them; resolutions as names. None removes a field.
 
     Raises:
         WangenError: the file cannot be read or written, or has no place for a section.
@@ -283,16 +269,22 @@ def remember(folder: Path, slug: str, choices: Mapping[str, Any]) -> None:
     path = (folder / FILE).resolve()  # it may be a link into the user's own collection
     wanted = tomls.load(path)
     known = wanted.setdefault("dataset", {})
-    text, lines = path.read_bytes().decode(), tomlkit.dumps(choices)
+    gone = {key for key, value in choices.items() if value is None}
+    kept = {
+        key: _inline(value) if isinstance(value, dict) else value for key, value in choices.items() if key not in gone
+    }
+    text, lines = path.read_bytes().decode(), tomlkit.dumps(kept)
     if slug in known:
         mark = "\ufeff" if text.startswith("\ufeff") else ""
         document: Any = tomlkit.parse(text.removeprefix(mark))
-        document["dataset"][slug].update(choices)
+        document["dataset"][slug].update(kept)
+        for key in gone:
+            document["dataset"][slug].pop(key, None)
         text = mark + tomlkit.dumps(document)
     else:
         text += "\n" if text.endswith("\n") else "\n\n"
         text += f"[dataset.{slug}]\n{lines}"
-    known[slug] = known.get(slug, {}) | dict(choices)
+    known[slug] = {key: value for key, value in (known.get(slug, {}) | kept).items() if key not in gone}
     cure = f"write there, for {slug}: {', '.join(lines.splitlines())}"
     if not _says(text, wanted):
         raise UsageError(f"there is no place for [dataset.{slug}] in it", where=str(path), cure=cure)
@@ -304,37 +296,21 @@ def remember(folder: Path, slug: str, choices: Mapping[str, Any]) -> None:
         raise WangenError(f"cannot write: {error.strerror}", where=str(path), cure=cure) from None
 
 
+def _inline(table: Mapping[str, Any]) -> Any:
+    """A table on one line."""
+    import tomlkit
+
+    inline = tomlkit.inline_table()
+    inline.update(table)
+    return inline
+
+
 def _says(text: str, values: Mapping[str, Any]) -> bool:
     """Whether a TOML text holds these values: what tomlkit makes of dotted keys is not always right."""
     try:
         return tomllib.loads(text.removeprefix("\ufeff")) == values
     except tomllib.TOMLDecodeError:
         return False
-
-
-def _dataset(section: Any, name: str, file: Path) -> DatasetSettings:
-    """The checked values of `[dataset.SLUG]`."""
-    where = f"{file}, [dataset.{name}]"
-    if not isinstance(section, dict):
-        raise UsageError(f"dataset.{name} is no section", where=str(file), cure=f"write [dataset.{name}]")
-    if slugify(name) != name:
-        raise UsageError(f"{name!r} is no slug", where=str(file), cure=f"write [dataset.{slugify(name)}]")
-    tomls.refuse_unknown(section, {field.name for field in fields(DatasetSettings)}, where)
-    values = dict(section)
-    for key in ("source", "model", "trigger", "footage"):
-        if key in values and (not isinstance(values[key], str) or not values[key].isprintable()):
-            raise UsageError(f"{key} must be a text in quotes, got {values[key]!r}", where=where)
-    for key in ("resize", "is_reg"):
-        if not isinstance(values.get(key, False), bool):
-            raise UsageError(f"{key} must be true or false, got {values[key]!r}", where=where)
-    for key in ("batch_size", "num_repeats"):
-        if key in values:
-            whole_number(key, values[key], where)
-    if "resolutions" in values:
-        raw = values["resolutions"]
-        names = raw if isinstance(raw, list) else [raw]
-        values["resolutions"] = tuple(dict.fromkeys(tomls.parse_resolution(str(size), where) for size in names))
-    return DatasetSettings(**values)
 
 
 def _num_frames(raw: Any, where: str) -> int:

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import time
+from importlib.metadata import distributions
 from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from wangen.generator import workspace
 from wangen.generator.bundle import find_weights
 from wangen.generator.errors import WangenError
 from wangen.generator.files import write_text
+from wangen.generator.install import install_line
+from wangen.generator.interpreter import wanted_libraries
 from wangen.generator.publish import plan as publishing
 from wangen.generator.publish.source import read_source
 from wangen.generator.steps import Generate
@@ -60,9 +63,10 @@ def run(folder: Path) -> int:
     """Run or resume the demo in `folder` and return the exit code of its first failing part.
 
     Raises:
-        WangenError: the folder holds something else, or cannot be written.
+        WangenError: a library is missing, the folder holds something else, or it cannot be written.
     """
     started = time.monotonic()
+    _require_libraries()
     place = _workspace(folder.absolute())
     target, model = place.targets[0], place.profile()
     skipped = _copy_weights(target, model)
@@ -128,6 +132,18 @@ def _draw_dataset(folder: Path) -> None:
         caption = caption_of(shape, COLOUR, background, motion)
         name = f"{shape} {number + 1}"
         write_clips(folder, {name: (caption, scene)}, NUM_FRAMES if number < 8 else 1, 2 * SIDE_PX)
+
+
+def _require_libraries() -> None:
+    """Find out before anything is made: an environment may have PyTorch alone.
+
+    Raises:
+        WangenError: the runtime is not installed whole.
+    """
+    missing = [need.name for need in wanted_libraries() if not any(distributions(name=need.name))]
+    if missing:
+        names = ", ".join(missing)
+        raise WangenError(f"not installed: {names}", where=sys.executable, cure=install_line(sys.executable))
 
 
 def _is_demo(file: Path) -> bool:

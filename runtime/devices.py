@@ -10,10 +10,14 @@ from typing import Any
 import torch
 
 from wangen.generator.errors import UsageError, WangenError
+from wangen.generator.memory import GIB
 from wangen.runtime.fast.attention import PACKAGES
 from wangen.runtime.rocm import vae_dtype
 
 log = logging.getLogger("wangen")
+
+CONTEXT_BYTES = GIB // 2
+"""What CUDA itself has taken when it is asked what is free; the memory formula counts it."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -59,6 +63,11 @@ def own_gpu(device: torch.device, number: int) -> torch.device:
         raise UsageError(f"process {number} of this machine, counted from 0, has no GPU: there are {there}",
                          cure="start as many processes as there are GPUs")  # fmt: skip
     return torch.device("cuda", number)
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Bytes that a run may take of a device, as the memory formula counts them; None where it cannot tell, as a CPU."""
+    return torch.cuda.mem_get_info(device)[0] + CONTEXT_BYTES if device.type == "cuda" else None
 
 
 def require_compiler() -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from wangen.generator.dataset import DECODING_ERRORS, media_of, read_facts
 from wangen.generator.errors import WangenError, many
 from wangen.generator.manifests import read_manifest
+from wangen.generator.pictures import open_picture
 from wangen.generator.toml_values import WHITE
 from wangen.runtime.decoders.base import FrameDecoder, decoded
 from wangen.runtime.decoders.pyav import PYAV, shown_at, timed, upright
@@ -140,9 +141,8 @@ def open_image(path: Path, background: str = WHITE) -> "Image.Image":
     """
     from PIL import Image, ImageOps
 
-    Image.init()  # before any thread opens a file: Pillow's own lazy registration is not safe between threads
     try:
-        with Image.open(path) as image:
+        with open_picture(path) as image:
             return _rgb(ImageOps.exif_transpose(image), background)
     except (*DECODING_ERRORS, Image.DecompressionBombError) as error:
         raise undecodable(path, error) from None
@@ -273,6 +273,8 @@ def _rgb(image: "Image.Image", background: str) -> "Image.Image":
 
 class ClipDataset:
     """The clips of a manifest, for `torch.utils.data.DataLoader` and its workers.
+
+    Give the loader `multiprocessing_context="spawn"`: with PyAV 19 a forked worker hangs once its parent opened a clip.
 
     Item n is that of the n-th line: `frames`, float32 (T, 3, H, W) in [-1, 1], and `prompt`, a text. Frame k is frame k
     of the file, or of those that the line takes of it, whatever the time stamps say; another size is covered and

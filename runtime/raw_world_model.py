@@ -191,7 +191,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         values = json.loads(path.read_bytes())
     except OSError as error:
         raise WangenError(f"cannot be read: {error.strerror}", where=str(path), cure=_AGAIN) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise WangenError(f"is not JSON ({error})", where=str(path), cure=_AGAIN) from None
     if not isinstance(values, dict):
         raise WangenError("is no JSON object", where=str(path), cure=_AGAIN)

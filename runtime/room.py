@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from wangen.generator.cache_sizes import CLIP_NUMBERS, cells, latent_bytes, text_bytes, width_of
 from wangen.generator.errors import WangenError, bytes_text, many
 from wangen.profiles import Model
 from wangen.runtime.cache import Encoder, Kind
@@ -15,9 +16,6 @@ from wangen.runtime.needs import TEXT_KINDS, Need
 
 ASKED_FROM_BYTES = 64 * 2**20
 """Less is encoded so soon that a disk is found full as quickly by writing; what was encoded stays."""
-CLIP_NUMBERS = 257 * 1280
-UMT5_WIDTH, QWEN_WIDTH = 4096, 3584
-UMT5_MAX_ROWS = 512
 
 
 def require_room(needs: Iterable[Need], encoders: Mapping[Kind, Encoder], model: Model) -> None:
@@ -51,17 +49,13 @@ def require_room(needs: Iterable[Need], encoders: Mapping[Kind, Encoder], model:
 
 
 def _num_bytes(need: Need, encoder: Encoder, model: Model) -> int:
-    """What an entry holds, rather less than more: of a text a row for each word, and for each patch of a picture."""
+    """About what an entry holds."""
     content, kind = need.recipe.content, need.recipe.kind
-    each = 4 if encoder.dtype == "float32" else 2
     if kind in TEXT_KINDS:
-        words = max(1, len(str(content["caption"]).split()))
-        if model.prompt is None:
-            return min(words, UMT5_MAX_ROWS) * UMT5_WIDTH * each
-        shown = model.prompt.picture_tokens * len(content.get("controls", ()))
-        return (words + shown) * QWEN_WIDTH * each
+        return text_bytes(model, str(content["caption"]), encoder.dtype, len(content.get("controls", ())))
     if kind == "clip":
-        return CLIP_NUMBERS * each
-    num_frames = (content["frames"] - 1) // model.temporal_stride + 1
-    cells = num_frames * (content["width"] // model.spatial_stride) * (content["height"] // model.spatial_stride)
-    return int(cells if kind == "mask" else cells * model.latent_channels * each)
+        return CLIP_NUMBERS * width_of(encoder.dtype)
+    size, num_frames = (content["width"], content["height"]), content["frames"]
+    if kind == "mask":
+        return cells(model, size, num_frames)
+    return latent_bytes(model, size, num_frames, encoder.dtype)

@@ -10,7 +10,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +20,13 @@ from wangen import profiles
 from wangen.generator import headers
 from wangen.generator.errors import WangenError, many
 from wangen.generator.launch import Launch, launch
+from wangen.generator.lock import LEASE_S, RUN_LOCK, hold
 from wangen.generator.memory import PLAIN_MEMORY
 from wangen.generator.session import Report, with_flag
 from wangen.generator.steps import Train
 from wangen.generator.table import options as flags_of
 from wangen.generator.workspace import require_writable
+from wangen.profiles import Model
 from wangen.runtime.adapter_layers import parts_of
 from wangen.runtime.devices import choose_device, set_precision
 from wangen.runtime.interrupt import Interrupt
@@ -87,6 +89,27 @@ def _run(options: Train, device: torch.device, ranks: Ranks) -> Report:
     if options.show_timesteps:
         return show(options, model)
     require_writable(options.output_dir)
+    with _alone_in_folder(options, ranks):
+        return _run_alone(options, model, device, ranks)
+
+
+@contextlib.contextmanager
+def _alone_in_folder(options: Train, ranks: Ranks) -> Iterator[None]:
+    """One training at a time writes into an output folder, whatever `--lock` says; the processes of one run are one.
+
+    Raises:
+        WangenError: another one does.
+    """
+    place = options.output_dir / RUN_LOCK
+    held = options.lock_file is not None and options.lock_file.resolve() == place.resolve()
+    # A job that is started again may find what its first process on another machine has left.
+    wait_s = LEASE_S if ranks.launch.restarts else 0.0
+    mine = place if ranks.is_first and not held else None
+    with hold(mine, "trains into this folder", by_script=False, wait_s=wait_s):
+        yield
+
+
+def _run_alone(options: Train, model: Model, device: torch.device, ranks: Ranks) -> Report:
     plan = make_plan(options, model, *read_training_samples(options, model, ranks))
     ranks.require_same("samples or settings", _settings(plan))
     mesh = mesh_of(chosen_way(plan, ranks.launch, device), ranks.launch, device) if ranks.count > 1 else None
@@ -239,6 +262,9 @@ def _prepare(
 def _announce(training: Run) -> None:
     """Say what is about to be trained."""
     plan, options = training.plan, training.plan.options
+    if options.max_train_epochs is not None and options.max_train_steps is not None:
+        log.warning("  --max_train_steps %d is not used: --max_train_epochs %d says how long (in a script the knob "
+                    "MAX_TRAIN_EPOCHS does)", options.max_train_steps, options.max_train_epochs)  # fmt: skip
     for trainee in training.trainees:
         trainable = trainee.num_trained
         base = headers.read_header(trainee.plan.dit, trainee.plan.flag)  # in memory it may be parked or quantised

@@ -17,6 +17,8 @@ from wangen.generator.publish import plan
 if TYPE_CHECKING:
     from tiny_qwen import TinyQwen
 
+collect_ignore = ["fuzz.py"]  # needs atheris, which CI installs for it
+
 # The models are tiny: a second thread only waits for the first. Processes that tests start use all cores.
 torch.set_num_threads(1)
 

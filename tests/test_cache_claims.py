@@ -16,7 +16,7 @@ import pytest
 from cache_entries import ENCODER, LATENT, TEXT, put, recipes, states, tensors
 
 from wangen.generator.errors import WangenError
-from wangen.generator.lock import LEASE_S, START_S, Owner, here
+from wangen.generator.lock import LEASE_S, START_S, Owner, here, identity
 from wangen.runtime.cache import Folder, claims
 from wangen.runtime.cache.claims import Claims
 from wangen.runtime.cache.leftovers import ABANDONED_S, sweep, temporary_name
@@ -140,7 +140,7 @@ def test_a_process_number_that_is_used_again_holds_nothing(tmp_path: Path):
 def test_what_this_process_left_behind_is_free(tmp_path: Path):
     """A writer that was broken off without being left, as in a notebook."""
     me = psutil.Process()
-    write_claim(tmp_path / f".claim-{KEY}", (me.pid, me.create_time()))
+    write_claim(tmp_path / f".claim-{KEY}", identity(me))
     assert ask(tmp_path) == "mine"
 
 

@@ -89,7 +89,7 @@ def test_a_process_that_cannot_encode_is_named(tiny_run: TinyRun, tmp_path: Path
 
 def test_what_cannot_be_divided_is_refused(tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     step = steps(tiny_run, tmp_path / "no")[0]
-    for changes, found in (({"gpus": "two"}, "neither a number nor auto"), ({"gpus": "0"}, "neither"),
+    for changes, found in (({"gpus": "two"}, "neither a number of GPUs nor auto"), ({"gpus": "0"}, "neither"),
                            ({"gpus": "2", "shard": "0/2"}, "both divide the work")):  # fmt: skip
         with pytest.raises(UsageError, match=found):
             _ = replace(step, **changes).starts_processes

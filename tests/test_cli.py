@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 
 from wangen.generator.cli import main
+from wangen.generator.commands import StepCommand
+from wangen.generator.steps import STEPS
+from wangen.generator.table import spellings
 
 
 def run_cli(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -56,6 +59,13 @@ def test_unknown_command_gets_the_nearest_one(capsys):
     assert "did you mean publish?" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("step", STEPS, ids=lambda step: step.command)
+def test_every_spelling_of_a_flag_is_taken(step):
+    command = StepCommand(step, lambda _step: 0)
+    taken = {name.removeprefix("--") for option in command.params for name in option.opts}
+    assert {name for name, *_ in spellings(step)} - taken == set()
+
+
 def test_errors_are_one_message_without_a_traceback(tmp_path):
     for words, code in [
         (["publish", "cats"], 2),
@@ -93,6 +103,13 @@ def test_ctrl_c_while_libraries_are_imported_is_one_message_and_exit_1(tiny_run,
         assert process.returncode == 1, (delay_s, shown)
         assert "Traceback" not in shown, (delay_s, shown)
         assert shown.count("run the same line again") == 1, (delay_s, shown)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="a shell closes the output")
+def test_a_closed_output_is_no_traceback():
+    line = [sys.executable, "-m", "wangen.runtime", "--version"]
+    done = subprocess.run(["sh", "-c", '"$@" >&-', "sh", *line], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.skipif(os.name == "nt", reason="such names are a matter of Linux")

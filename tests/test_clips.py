@@ -99,10 +99,9 @@ def test_frame_k_is_frame_k_of_the_file(tmp_path, kind):
     assert numbers(((found.permute(0, 2, 3, 1) + 1) * 127.5).round().to(torch.uint8).numpy()) == list(range(32))
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_data_loader_with_workers_gives_the_same(manifest):
     dataset = ClipDataset(str(manifest), frames=5, size=(32, 32))
-    loader = DataLoader(dataset, batch_size=2, num_workers=1, collate_fn=collate_fn)
+    loader = DataLoader(dataset, batch_size=2, num_workers=1, collate_fn=collate_fn, multiprocessing_context="spawn")
     batches = list(loader)
     assert [batch["frames"].shape for batch in batches] == [(2, 5, 3, 32, 32)] * 2
     assert torch.equal(batches[1]["frames"][0], dataset[2]["frames"])

@@ -1,6 +1,7 @@
 """A folder of media with captions becomes items, or the list of everything that is wrong with it."""
 
 import os
+import subprocess
 import sys
 from fractions import Fraction
 from pathlib import Path
@@ -207,3 +208,15 @@ def test_without_the_library_for_clips_the_install_line_is_given(tmp_path, monke
     with pytest.raises(WangenError, match="clips need the library av") as caught:
         scan(tmp_path)
     assert caught.value.cure == f'in the folder of a wangen clone: "{sys.executable}" -m pip install ".[runtime]"'
+
+
+@pytest.mark.parametrize(
+    "content", [b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", b"\xd7\xcd\xc6\x9a" + bytes(90)]
+)
+def test_a_picture_that_is_a_program_is_handed_to_no_interpreter(tmp_path, monkeypatch, content):
+    """Pillow would start Ghostscript, by what the file holds, not by its name."""
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a program is started"))
+    write_tree(tmp_path, {"a.png": content, "a.txt": "a cat"})
+    (problem,) = problems_of(tmp_path)
+    assert "cannot be read as an image" in problem
+    assert "Ghostscript" not in problem

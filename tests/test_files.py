@@ -9,6 +9,7 @@ from helpers import read_tree, write_tree
 
 from wangen.generator import files
 from wangen.generator.errors import WangenError
+from wangen.generator.files import read_file, special
 
 posix = pytest.mark.skipif(os.name == "nt", reason="POSIX file system calls")
 
@@ -86,3 +87,15 @@ def test_the_bytes_are_durable_before_the_name_and_the_name_at_the_end(tmp_path,
 def test_the_rights_are_those_that_were_asked_for(tmp_path):
     files.write_whole(tmp_path / "a.sh", [b"x"], mode=0o755)
     assert (tmp_path / "a.sh").stat().st_mode & 0o777 == 0o755
+
+
+@posix
+def test_what_is_no_file_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "loop").symlink_to("loop")
+    named = {"pipe": "a named pipe", "loop": "a link that leads to itself", "a\0b": "a NUL character"}
+    for name, words in named.items():
+        with pytest.raises(OSError, match=words):
+            read_file(tmp_path / name)
+    (tmp_path / "file").write_bytes(b"x")
+    assert (special(tmp_path / "file"), read_file(tmp_path / "file")) == ("", b"x")

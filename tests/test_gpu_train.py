@@ -14,11 +14,12 @@ import torch
 from diffusers import WanTransformer3DModel
 
 from wangen import profiles
+from wangen.generator.cards import CARDS
+from wangen.generator.flops import step_flops
 from wangen.generator.memory import GIB, adapter_weights, block_bytes, outer_bytes, tokens_of
 from wangen.generator.step_parts import Attention
 from wangen.generator.train_values import Quantize
 from wangen.runtime.memory.quantize import QuantLinear
-from wangen.runtime.training.throughput import PEAK_TFLOPS, step_flops
 
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")
@@ -214,7 +215,7 @@ def test_the_page_says_the_work_that_the_log_counts(row):
         )  # fmt: skip
         assert float(cell) == pytest.approx(flops.done / 1e15, rel=0.01), mode
     for card, cell in zip(("H100", "RTX 4090", "RTX 3090"), limits, strict=True):
-        assert float(cell) == pytest.approx(flops.done / (0.8e12 * PEAK_TFLOPS[card]), rel=0.02), card
+        assert float(cell) == pytest.approx(flops.done / (0.8e12 * CARDS[card].tflops), rel=0.02), card
 
 
 PUBLISHED = {  # as it was agreed before the code: padded texts, an adapter on q, k, v and o, everything recomputed

@@ -24,7 +24,8 @@ def run(code: str, *words: str) -> str:
 def test_the_trainer_loads_no_library_that_it_does_not_use():
     loaded = run("import sys; import wangen.runtime.train; print(*sys.modules)").split()
     assert {"peft", "diffusers", "wangen.runtime.train"} <= set(loaded)
-    assert not set(WITHOUT) & set(loaded)
+    torch_itself = run("import sys; import torch; print(*sys.modules)").split()  # from 2.15 on it loads sympy
+    assert not set(WITHOUT) & set(loaded) - set(torch_itself)
 
 
 LATER = """

@@ -1,5 +1,6 @@
 """One run at a time, between real processes."""
 
+import errno
 import json
 import os
 import subprocess
@@ -63,7 +64,7 @@ def write(path: Path, text: str, age_s: float = 0.0) -> None:
 
 
 def here(pid: int, started: float | None = None) -> lock.Process:
-    return pid, psutil.Process(pid).create_time() if started is None else started
+    return lock.identity(psutil.Process(pid)) if started is None else (pid, started)
 
 
 def owner(run: lock.Process, step: lock.Process | None = None, host: str | None = None) -> str:
@@ -155,7 +156,7 @@ def test_another_machine_counts_as_gone_when_it_has_not_beaten_for_long(path, ag
 
 @pytest.mark.parametrize(
     "text",
-    ["", '{"host": "x", "run": [1', "[]", "null", '{"host": "h"}', '{"host": "h", "run": [], "step": 1}', "\x00"],
+    ["", '{"ho', '{"host": "x", "run": [1', '{"host": "h"}', '{"host": "h", "run": [], "step": 1}'],
 )
 def test_a_half_written_file_is_waited_for_a_moment_then_replaced(path, text):
     write(path, text)
@@ -165,6 +166,14 @@ def test_a_half_written_file_is_waited_for_a_moment_then_replaced(path, text):
     with hold(path):
         pass
     assert not path.exists()
+
+
+@pytest.mark.parametrize("text", ["resolution = 512\n", "[]", "null", "\x00", "a caption", "\n"])
+def test_a_file_of_the_users_is_no_lock_and_stays(path, text):
+    write(path, text, age_s=1000)
+    with pytest.raises(WangenError, match="no lock is in the place of the lock"), hold(path):
+        pass
+    assert path.read_text() == text
 
 
 @pytest.mark.parametrize("pid", [0, -1, 2**40, 2**70])
@@ -245,3 +254,24 @@ def test_a_step_that_lives_holds_the_lock_however_old_its_heartbeat(path):
     write(path, owner(terminal), age_s=10_000)
     with pytest.raises(WangenError, match="10000 s ago"), hold(path):
         pass
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").is_file(), reason="the system says no time since it booted")
+def test_a_clock_that_is_set_anew_frees_no_lock(path, monkeypatch):
+    """As that of WSL after the machine has slept: all processes would have other start times."""
+    with hold(path):
+        real = psutil.Process.create_time
+        monkeypatch.setattr(psutil.Process, "create_time", lambda process: real(process) + 3600)
+        with pytest.raises(WangenError, match="another run"), hold(path):
+            pass
+
+
+def test_a_lock_is_made_on_a_file_system_without_links(tmp_path, monkeypatch):
+    def no_links(*_: object) -> None:
+        raise OSError(errno.ENOTSUP, "no links")
+
+    monkeypatch.setattr(os, "link", no_links)
+    assert lock.create(tmp_path / "a.lock", "mine")
+    assert not lock.create(tmp_path / "a.lock", "another")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.lock"]
+    assert (tmp_path / "a.lock").read_text() == "mine"

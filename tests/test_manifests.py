@@ -12,7 +12,7 @@ from helpers import clip_bytes, image_bytes, write_tree
 from wangen.generator.dataset import Item
 from wangen.generator.errors import WangenError
 from wangen.generator.items import read_items
-from wangen.generator.manifests import read_manifest
+from wangen.generator.manifests import MAX_TOLD, read_manifest
 from wangen.generator.tomls import DatasetEntry
 
 IMAGE = image_bytes()
@@ -259,3 +259,11 @@ def test_names_that_windows_cannot_hold(tmp_path):
     manifest = lines({"image_path": "a:b.png", "caption": "x"})
     _, (problem,) = read_manifest(write_tree(tmp_path, {"a:b.png": IMAGE, "s.jsonl": manifest}) / "s.jsonl", "image")
     assert "Windows cannot hold this name" in problem.found
+
+
+def test_of_a_file_that_is_no_manifest_at_all_the_first_lines_are_told(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text("no\n" * (MAX_TOLD + 7))
+    items, problems = read_manifest(path)
+    assert (items, len(problems)) == ([], MAX_TOLD + 1)
+    assert "has 7 more lines like these" in str(problems[-1])

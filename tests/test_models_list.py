@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from helpers import write_tree
-from published import TRANSFORMERS, umt5, vae21, write_sparse, write_sparse_shards
+from published import TRANSFORMERS, write_sparse, write_sparse_shards
 
 from wangen import profiles
 from wangen.generator.bundle import find_weights, place_of
@@ -343,20 +343,3 @@ def test_unknown_words(tmp_path, monkeypatch, capsys):
     assert "did you mean list?" in capsys.readouterr().err
     assert main(["models"]) == 0
     assert "identify" in capsys.readouterr().out
-
-
-def test_the_sessions_of_the_docs(tmp_path, monkeypatch, capsys):
-    folder = tmp_path / "models"
-    write_sparse(folder / "vae/wan_2.1_vae.safetensors", vae21(), "F32")
-    write_sparse(folder / "text_encoders/umt5-xxl-enc-bf16.safetensors", umt5())
-    write_sparse(folder / "wan2.1_t2v_14B_fp16.safetensors", TRANSFORMERS["t2v-14B"], "F16")
-    shutil.copytree(VECTORS / "t5/google", folder / "google")
-    shutil.copy(VECTORS / "lora_i2v21/lora_musubi.safetensors", tmp_path)
-    monkeypatch.chdir(tmp_path)
-    page = (Path(__file__).parent.parent / "docs/models.md").read_text(encoding="utf-8")
-    sessions = [block for block in page.split("```\n") if block.startswith("$ wangen ")]
-    assert len(sessions) == 3
-    for session in sessions:
-        line, _, expected = session.partition("\n")
-        main(line.removeprefix("$ wangen ").split())
-        assert capsys.readouterr().out.replace(str(tmp_path), "/data/ai") == expected

@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from wangen import profiles
 from wangen.generator.commands import parse
 from wangen.generator.memory import GIB, memory_plan, settings_of, tokens_of
+from wangen.generator.memory_changes import cheapest_changes
+from wangen.generator.memory_presets import resolve_vram
 from wangen.generator.steps import Train
-from wangen.runtime.memory.presets import resolve_vram
-from wangen.runtime.training.out_of_memory import cheapest_changes
 from wangen.runtime.training.refusals import refuse_memory
 
 BIG = profiles.model("t2v-14B")
@@ -65,7 +64,7 @@ def test_no_change_that_is_proposed_takes_more_memory_or_is_refused(name, mode):
 
     for vram in (None, *map(str, model.presets)):
         given = replace(options(quantize=None, blocks_to_swap=None, checkpointing=None), vram=vram, **mode)
-        start = resolve_vram(given, model, torch.device("cpu"))
+        start = resolve_vram(given, model, None)
         available = needed(start) - 1
         while changes := cheapest_changes(model, start, tokens, available):
             runs = [start]

@@ -7,6 +7,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+
+from wangen.generator.commit import commit_of_clone
+from wangen.generator.errors import WangenError
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -20,6 +24,24 @@ def test_every_package_on_disk_is_listed():
         for path in (ROOT / folder).rglob("__init__.py")
     }
     assert found == set(PROJECT["tool"]["setuptools"]["packages"])
+
+
+def test_what_publishes_clips_comes_without_the_runtime():
+    """`pip install .` is all that the pages ask for before `wangen publish` of a folder with clips."""
+    names = {Requirement(line).name for line in PROJECT["project"]["dependencies"]}
+    assert "av" in names
+    assert not names & {"torch", "transformers", "diffusers"}
+
+
+def test_the_demo_names_what_is_missing_before_it_makes_anything(tmp_path, monkeypatch):
+    from wangen.runtime import demo
+
+    monkeypatch.setattr(demo, "wanted_libraries", lambda: [Requirement("pillow"), Requirement("no-such-library>=1")])
+    with pytest.raises(WangenError, match="not installed") as caught:
+        demo.run(tmp_path / "demo")
+    assert caught.value.found == "not installed: no-such-library"
+    assert ".[runtime]" in caught.value.cure
+    assert not (tmp_path / "demo").exists()
 
 
 def imports_of(path: Path) -> set[str]:
@@ -74,6 +96,8 @@ def test_the_wheel_installs_into_a_plain_folder_and_runs_without_torch(tmp_path)
         "wangen/examples/SOURCES.md",
     } <= names
     assert not [name for name in names if name.startswith(("tests", "wangen/tests"))]
+    written = target / "wangen/generator/commit.txt"
+    assert (written.read_text(encoding="utf-8").strip() if written.exists() else "") == commit_of_clone(ROOT)
     code = (
         f"import sys; sys.path.insert(0, {str(target)!r}); import wangen.profiles as p; "
         "assert p.__file__.startswith(sys.path[0]), p.__file__; print(p.model('t2v-1.3B').fps)"

@@ -21,10 +21,11 @@ from wangen.generator.memory import (
     tokens_of,
     usable_bytes,
 )
+from wangen.generator.memory_presets import resolve_vram
 from wangen.generator.steps import Train
 from wangen.generator.table import options as flags_of
+from wangen.runtime.devices import free_bytes
 from wangen.runtime.memory.blocks import blocks_of
-from wangen.runtime.memory.presets import resolve_vram
 from wangen.runtime.memory.quantize import FORMS, quantize_blocks
 
 NAMES = profiles.model_names()
@@ -243,29 +244,29 @@ T2V = profiles.model("t2v-14B")
 
 
 def test_without_the_flag_nothing_is_quantised_or_swapped():
-    assert memory_flags(resolve_vram(train(), T2V, CPU)) == PLAIN_MEMORY
+    assert memory_flags(resolve_vram(train(), T2V, None)) == PLAIN_MEMORY
     given = {"quantize": "fp8", "blocks_to_swap": 3, "checkpointing": "selective", "checkpointing_free_blocks": 2}
-    assert memory_flags(resolve_vram(train(**given), T2V, CPU)) == {**PLAIN_MEMORY} | given
+    assert memory_flags(resolve_vram(train(**given), T2V, None)) == {**PLAIN_MEMORY} | given
 
 
 @pytest.mark.parametrize("gib", ["8", "12", "16", "24"])
 def test_a_card_gives_the_flags_of_its_preset_and_given_ones_win(gib):
     flags = preset_flags(T2V, gib)
-    assert memory_flags(resolve_vram(train(vram=gib), T2V, CPU)) == flags
+    assert memory_flags(resolve_vram(train(vram=gib), T2V, None)) == flags
     given = {"quantize": "nf4", "gradient_checkpointing_cpu_offload": False}
-    assert memory_flags(resolve_vram(train(vram=gib, **given), T2V, CPU)) == flags | given
-    explicit = resolve_vram(train(**flags), T2V, CPU)
+    assert memory_flags(resolve_vram(train(vram=gib, **given), T2V, None)) == flags | given
+    explicit = resolve_vram(train(**flags), T2V, None)
     assert memory_flags(explicit) == flags, "a script that carries the flags is the same run"
 
 
 def test_what_other_flags_rule_out_is_left_away():
-    full = memory_flags(resolve_vram(train(vram="12", train_mode="full"), T2V, CPU))
+    full = memory_flags(resolve_vram(train(vram="12", train_mode="full"), T2V, None))
     assert full == preset_flags(T2V, "12") | {"quantize": "none", "blocks_to_swap": 0}
-    plain = memory_flags(resolve_vram(train(vram="12", plain=True), T2V, CPU))
+    plain = memory_flags(resolve_vram(train(vram="12", plain=True), T2V, None))
     assert (plain["quantize"], plain["blocks_to_swap"], plain["checkpointing_free_blocks"]) == ("int8", 0, 0)
-    none = memory_flags(resolve_vram(train(vram="24", checkpointing="none"), T2V, CPU))
+    none = memory_flags(resolve_vram(train(vram="24", checkpointing="none"), T2V, None))
     assert none == {**PLAIN_MEMORY} | {"quantize": "int8", "checkpointing": "none"}
-    all_swapped = resolve_vram(train(vram="24", blocks_to_swap=40), T2V, CPU)
+    all_swapped = resolve_vram(train(vram="24", blocks_to_swap=40), T2V, None)
     assert (all_swapped.blocks_to_swap, all_swapped.checkpointing_free_blocks) == (40, 0)
 
 
@@ -275,14 +276,14 @@ def test_what_other_flags_rule_out_is_left_away():
 )
 def test_auto_takes_the_largest_preset_that_is_free(monkeypatch, free_gib, expected):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(free_gib * GIB), 96 * GIB))
-    found = memory_flags(resolve_vram(train(vram="auto"), T2V, torch.device("cuda")))
+    found = memory_flags(resolve_vram(train(vram="auto"), T2V, free_bytes(torch.device("cuda"))))
     roomy = {**PLAIN_MEMORY} | {"checkpointing": "selective", "checkpointing_free_blocks": 1}
     assert found == (preset_flags(T2V, expected) if expected else roomy)
 
 
 def found_with(monkeypatch, free_gib: float, model=T2V, **flags) -> dict[str, object]:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(free_gib * GIB) - GIB // 2, 96 * GIB))
-    return memory_flags(resolve_vram(train(vram="auto", **flags), model, torch.device("cuda")))
+    return memory_flags(resolve_vram(train(vram="auto", **flags), model, free_bytes(torch.device("cuda"))))
 
 
 def test_auto_counts_the_flags_that_are_given(monkeypatch):
@@ -304,14 +305,14 @@ def test_auto_counts_the_flags_that_are_given(monkeypatch):
 
 @pytest.mark.parametrize("free_blocks", [1, 4, 40])
 def test_free_blocks_that_are_given_are_not_swapped(free_blocks):
-    found = resolve_vram(train(vram="16", checkpointing_free_blocks=free_blocks), T2V, CPU)
+    found = resolve_vram(train(vram="16", checkpointing_free_blocks=free_blocks), T2V, None)
     assert (found.blocks_to_swap, found.checkpointing_free_blocks) == (40 - free_blocks, free_blocks)
-    both = resolve_vram(train(vram="16", checkpointing_free_blocks=4, blocks_to_swap=40), T2V, CPU)
+    both = resolve_vram(train(vram="16", checkpointing_free_blocks=4, blocks_to_swap=40), T2V, None)
     assert both.blocks_to_swap == 40, "what is given is refused, not changed"
 
 
 def test_auto_says_when_nothing_fits_and_takes_none_on_a_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5 * GIB, 8 * GIB))
-    with pytest.raises(UsageError, match=r"5\.5 GiB are free on cuda, and the smallest preset of t2v-14B needs 7\.3"):
-        resolve_vram(train(vram="auto"), T2V, torch.device("cuda"))
-    assert memory_flags(resolve_vram(train(vram="auto"), T2V, CPU)) == PLAIN_MEMORY
+    with pytest.raises(UsageError, match=r"5\.5 GiB are free on the card, and the smallest preset of t2v-14B needs 7"):
+        resolve_vram(train(vram="auto"), T2V, free_bytes(torch.device("cuda")))
+    assert memory_flags(resolve_vram(train(vram="auto"), T2V, None)) == PLAIN_MEMORY

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
@@ -187,22 +186,20 @@ def test_a_full_disk_under_the_lock_leaves_no_lock(good, tmp_path):
 @posix
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_a_real_process_with_one_message_and_frees_the_lock(good, tmp_path, number):
-    (tmp_path / "d.toml").unlink()
-    os.mkfifo(tmp_path / "d.toml")  # reading it waits
-    process = subprocess.Popen(
-        [sys.executable, "-m", "wangen.runtime", *replace(good, lock=Path("run.lock")).argv()],
-        stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    until, writer = time.time() + 20, None
-    while writer is None and time.time() < until:
-        with suppress(OSError):  # as long as nobody reads
-            writer = os.open(tmp_path / "d.toml", os.O_WRONLY | os.O_NONBLOCK)
+    code = (
+        "import sys, time; from pathlib import Path; from wangen.generator import check, entry\n"
+        "check.run = lambda step: (Path('begun').touch(), time.sleep(60))\n"
+        "entry.entry()"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, *replace(good, lock=Path("run.lock")).argv()],
+                               stderr=subprocess.PIPE, text=True)  # fmt: skip
+    until = time.time() + 20
+    while not (tmp_path / "begun").is_file():
+        assert time.time() < until
         time.sleep(0.02)
-    assert writer is not None
     assert (tmp_path / "run.lock").exists()
     process.send_signal(number)
     _, shown = process.communicate(timeout=20)
-    os.close(writer)
     assert process.returncode == 1
     assert shown.splitlines() == ["check", "check: stopped. Nothing saved is lost: run the same line again to go on."]
     assert not (tmp_path / "run.lock").exists()

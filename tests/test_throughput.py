@@ -8,20 +8,17 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from wangen import profiles
+from wangen.generator.cards import CARDS, peak_of_card
+from wangen.generator.flops import StepFlops, forward_flops, step_flops
 from wangen.profiles import TransformerSizes
 from wangen.runtime.communication import CommunicationTime
 from wangen.runtime.training.throughput import (
-    PEAK_TFLOPS,
-    StepFlops,
     Throughput,
-    forward_flops,
     in_words,
     peak_memory_bytes,
-    peak_of_card,
     peak_tflops,
     profiled,
     sizes_of,
-    step_flops,
 )
 
 SIZES = TransformerSizes(dim=256, ffn_dim=1024, num_layers=3, num_heads=2, in_channels=16, out_channels=16)
@@ -85,9 +82,9 @@ def test_cards_are_known_by_name_and_laptops_are_not_taken_for_desktops():
     assert peak_of_card("NVIDIA GeForce RTX 4090 Laptop GPU") is None
     assert peak_of_card("NVIDIA GeForce GTX 1080") is None
     assert peak_of_card("NVIDIA GeForce RTX 3080") == 59.5
-    for variant in ("RTX 3080 Ti", "RTX 4090 D", "RTX 5080 SUPER"):
+    for variant in ("RTX 3090 D", "RTX 4090 D", "RTX 5080 SUPER"):
         assert peak_of_card(f"NVIDIA GeForce {variant}") is None
-    assert all(peak_of_card(f"NVIDIA {card}") == peak for card, peak in PEAK_TFLOPS.items())
+    assert all(peak_of_card(f"NVIDIA {name}") == card.tflops for name, card in CARDS.items())
 
 
 def test_a_cpu_has_no_peak_unless_it_is_told():

@@ -207,7 +207,7 @@ def test_more_gpus_than_there_are_and_no_numbers_are_refused(tiny_run: TinyRun, 
     assert main(tiny_run.options(tmp_path, gpus="64", device=None).argv()) == 2
     assert "--gpus 64: this machine has" in capsys.readouterr().err
     assert main(tiny_run.options(tmp_path, gpus="two").argv()) == 2
-    assert "--gpus 'two' is neither a number nor auto" in capsys.readouterr().err
+    assert "--gpus 'two' is neither a number of GPUs nor auto" in capsys.readouterr().err
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
     assert main(tiny_run.options(tmp_path, gpus="2").argv()) == 2

@@ -371,6 +371,11 @@ def test_epochs_and_steps_are_both_saved_when_both_are_asked_for(tiny_run, tmp_p
     assert names == {f"lora-{name}.safetensors" for name in ("step00000003", "step00000006", "000001", "000002")}
 
 
+def test_a_number_of_steps_beside_epochs_is_said_to_be_unused(tiny_run, tmp_path, caplog):
+    train.run(tiny_run.options(tmp_path, max_train_steps=2, max_train_epochs=1))
+    assert any("--max_train_steps 2 is not used: --max_train_epochs 1" in text for text in caplog.messages)
+
+
 def test_a_schedule_that_depends_on_the_length_refuses_another_length(tiny_run, tmp_path):
     options = tiny_run.options(tmp_path, max_train_steps=2, lr_scheduler="cosine")
     train.run(options)

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wangen import profiles
-from wangen.generator.errors import UsageError, WangenError, many
+from wangen.generator.errors import UsageError, WangenError, bytes_text, many
+from wangen.generator.files import read_file
 from wangen.generator.lint import bat, exits, experts, flags, order, own, ps1, sh, shell, toml, tools, writing
 from wangen.generator.lint.kinds import Finding
 from wangen.generator.lint.script import HERE, MORE, UNKNOWN, Call, Script, Shell, find_calls
@@ -37,6 +38,9 @@ _READERS = {"bat": bat.read, "ps1": ps1.read, "sh": sh.read}
 _SHELLS: dict[str, Shell] = {".bat": "bat", ".cmd": "bat", ".ps1": "ps1", ".sh": "sh", ".bash": "sh", ".sbatch": "sh"}
 _WIDTH = 100
 
+MAX_BYTES = 50_000
+"""Scripts that people write have a few thousand; reading takes the shells' time per character, and more."""
+
 
 def read(path: Path) -> Script:
     """A script taken apart: its commands, and its calls with their flags.
@@ -48,9 +52,12 @@ def read(path: Path) -> Script:
     if shell is None:
         raise UsageError("this is no script that lint reads", where=str(path), cure="give a .bat, .ps1 or .sh file")
     try:
-        data = path.read_bytes()
+        data = read_file(path)
     except OSError as error:
         raise UsageError(f"cannot read the script: {error.strerror}", where=str(path), cure="check the path") from None
+    if len(data) > MAX_BYTES:
+        raise UsageError(f"this is too long for a script: {bytes_text(len(data))}", where=str(path),
+                         cure=f"give a script of at most {bytes_text(MAX_BYTES)}")  # fmt: skip
     return parse(path, shell, data)
 
 

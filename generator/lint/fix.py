@@ -21,6 +21,7 @@ from wangen.generator.lint.script import HERE, UNKNOWN, Call, Given, Script, quo
 from wangen.generator.lint.toml import locate
 from wangen.generator.lint.tools import torn_values
 from wangen.generator.lint.translate import training_values
+from wangen.generator.lock import RUN_LOCK
 from wangen.generator.paths import slugify
 from wangen.generator.publish.texts import script_text, setup_text
 from wangen.generator.setup.wheel import write_wheel
@@ -259,7 +260,7 @@ def _usual(script: Script, slug: str, shared: Mapping[str, Any]) -> dict[str, An
         "output_dir": folder,
         "report_dir": folder,
         "log_file": separator.join(("logs", f"{slug}.log")),
-        "lock": _inside(folder, "run.lock"),
+        "lock": _inside(folder, RUN_LOCK),
         "vae_dtype": DTYPES["cuda"]["vae_dtype"],
         "t5_dtype": DTYPES["cuda"]["t5_dtype"],
     }

@@ -209,14 +209,19 @@ def values(script: Script) -> Iterator[Finding]:
 
 def _sizes(call: Call) -> Iterator[Finding]:
     length = call.value("video_length")
-    if length and length.isdigit() and int(length) % 4 != 1:
+    if length and _is_number(length) and int(length) % 4 != 1:
         yield Finding("value", call.line_of("video_length"), f"--video_length {length} is not 4n+1",
                       f"write {max(1, (int(length) - 1) // 4 * 4 + 1)}")  # fmt: skip
     size = call.given("video_size")
     for word in size.values if size else ():
-        if word.text.isdigit() and int(word.text) % 16:
+        if _is_number(word.text) and int(word.text) % 16:
             yield Finding("value", word.line, f"--video_size {word.text} is no multiple of 16",
                           f"write {int(word.text) // 16 * 16 or 16}")  # fmt: skip
+
+
+def _is_number(text: str) -> bool:
+    """Whether it is a number of pixels or frames: Python takes thousands of digits for none, and `²` for a digit."""
+    return text.isdecimal() and len(text) < 10
 
 
 def _musubi_trainings(script: Script) -> Iterator[Call]:

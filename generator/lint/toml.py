@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from wangen.generator.errors import WangenError
+from wangen.generator.files import read_file
 from wangen.generator.lint.kinds import Finding
 from wangen.generator.lint.script import HERE, UNKNOWN, Call, Script
 from wangen.generator.manifests import is_manifest
@@ -100,7 +101,7 @@ def _place(text: str, start: Path, here: Path | None = None) -> Path | None:
 
 def read(path: Path) -> Toml:
     """A TOML file with the lines of its keys. Raises OSError when the file cannot be read."""
-    data = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
+    data = read_file(path).removeprefix(b"\xef\xbb\xbf")
     return parse(path, data.decode("utf-8", "replace").replace("\r\n", "\n"))
 
 
@@ -109,7 +110,7 @@ def parse(path: Path, text: str) -> Toml:
     toml = Toml(path, text)
     try:
         toml.values = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         toml.error = str(error)
     table: str | int = ""
     number = -1

@@ -3,13 +3,14 @@
 from collections.abc import Iterable
 
 from wangen.generator.bundle import AUTO, bundle_steps, told_of_training
+from wangen.generator.dataset_settings import DatasetSettings
 from wangen.generator.errors import many
 from wangen.generator.memory import GIB, memory_plan, preset_of, settings_of, tokens_of, usable_bytes
 from wangen.generator.publish.texts import resolutions_of
 from wangen.generator.steps import Train
 from wangen.generator.target import Target
 from wangen.generator.tomls import resolution_name
-from wangen.generator.workspace import DatasetSettings, Workspace
+from wangen.generator.workspace import Workspace
 from wangen.profiles import Model
 
 
@@ -29,7 +30,7 @@ def preset_advice(
     lines = []
     for target in targets:
         vram = told_of_training(workspace, target, model).get("vram")
-        if vram in (None, AUTO):
+        if vram in (None, AUTO) or settings.fit:
             continue
         sizes = resolutions_of(model, settings)
         steps = bundle_steps(workspace, target, model, slug, sizes)

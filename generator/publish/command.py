@@ -12,6 +12,7 @@ import click
 
 from wangen.generator import workspace
 from wangen.generator.bundle import find_weights, needed_weights
+from wangen.generator.dataset_settings import DatasetSettings
 from wangen.generator.errors import UsageError, WangenError, bytes_text
 from wangen.generator.lock import hold
 from wangen.generator.paths import slugify
@@ -25,7 +26,7 @@ from wangen.generator.publish.texts import resolutions_of
 from wangen.generator.target import Target
 from wangen.generator.tasks import require_supported
 from wangen.generator.tomls import parse_resolution, resolution_name
-from wangen.generator.workspace import DatasetSettings, Workspace
+from wangen.generator.workspace import Workspace
 from wangen.profiles import Model
 
 _NUM_NAMES = 5
@@ -49,6 +50,8 @@ class Request:
         trigger: word for every caption; None: as remembered.
         dry_run: say what would be done and write nothing.
         only_scripts: make the scripts again and touch nothing else.
+        fit: choose memory flags that fit a card; False takes the choice back; None leaves it.
+        gpu: the card's name; None: this machine's.
         long_paths: Windows can open long paths there.
     """
 
@@ -63,6 +66,8 @@ class Request:
     trigger: str | None = None
     dry_run: bool = False
     only_scripts: bool = False
+    fit: bool | None = None
+    gpu: str | None = None
     long_paths: bool = False
 
 
@@ -72,6 +77,10 @@ def run(request: Request) -> int:
     Raises:
         WangenError: anything forbids it; nothing was written then.
     """
+    if request.gpu is not None and not request.fit:
+        raise UsageError(f"--gpu {request.gpu} is for --fit", cure="add --fit, or ask: wangen plan NAME --gpu CARD")
+    if request.fit and request.dry_run:
+        raise UsageError("--fit looks at what is published, and --dry_run publishes nothing", cure="leave one out")
     place = workspace.read(request.folder or workspace.find(Path()))
     # The shell completes `cats` to the folder that it finds.
     named = Path(request.name)
@@ -89,6 +98,7 @@ def _run(request: Request, place: Workspace, slug: str) -> None:
         raise UsageError(f"--only_scripts leaves media and TOML as they are, which {', '.join(choices)} would change",
                          cure="leave one of them out")  # fmt: skip
     settings = replace(place.dataset(slug), **choices)
+    place = replace(place, datasets={**place.datasets, slug: settings})
     model = place.profile(settings.model)
     require_supported(model, "publishing for")
     source = None
@@ -130,7 +140,27 @@ def _run(request: Request, place: Workspace, slug: str) -> None:
     for bundle in plan.bundles:
         _say_bundle(bundle, slug)
     _say_links(plan.folders)
+    if request.fit:
+        _fit(request, place, targets, model, slug)
     _say_next(place, targets, model, slug)
+
+
+def _fit(request: Request, place: Workspace, targets: Sequence[Target], model: Model, slug: str) -> None:
+    """Choose memory flags for a card, remember them, and make the scripts again with them."""
+    from wangen.generator.publish.fit import choose
+
+    fit, words = choose(place, targets, model, slug, request.gpu)
+    click.echo(words)
+    settings = place.dataset(slug)
+    if fit != settings.fit:
+        _remember(place, slug, {"fit": fit})
+        settings = replace(settings, fit=fit)
+        place = replace(place, datasets={**place.datasets, slug: settings})
+        plan = publishing.make_plan(place, targets, slug, model, None, settings, only_scripts=True,
+                                    long_paths=request.long_paths)  # fmt: skip
+        publishing.carry_out(plan)
+        for bundle in plan.bundles:
+            _say_bundle(bundle, slug)
 
 
 def _choices(request: Request, place: Workspace, slug: str) -> dict[str, Any]:
@@ -148,7 +178,8 @@ def _choices(request: Request, place: Workspace, slug: str) -> dict[str, Any]:
         inside = origin.is_relative_to(place.folder)
         given["source"] = origin.relative_to(place.folder).as_posix() if inside else str(origin)
     known = place.dataset(slug)
-    return {key: value for key, value in given.items() if value is not None and value != getattr(known, key)}
+    changed = {key: value for key, value in given.items() if value is not None and value != getattr(known, key)}
+    return {**changed, "fit": None} if request.fit is False and known.fit else changed
 
 
 def _refuse_media_choices(settings: DatasetSettings) -> None:
@@ -171,6 +202,8 @@ def _remember(place: Workspace, slug: str, choices: Mapping[str, Any]) -> None:
     plain = dict(choices)
     if "resolutions" in plain:
         plain["resolutions"] = [resolution_name(size) for size in plain["resolutions"]]
+    if fit := plain.get("fit"):
+        plain["fit"] = fit.as_toml()
     lock = place.folder / publishing.STATE / f"{workspace.FILE}.lock"
     with ExitStack() as stack:
         for left in reversed(range(_NUM_WAITS)):  # the publish of another dataset may write it just now
@@ -182,7 +215,7 @@ def _remember(place: Workspace, slug: str, choices: Mapping[str, Any]) -> None:
                     raise
                 time.sleep(_WAIT_S)
         workspace.remember(place.folder, slug, plain)
-    words = ", ".join(f"{key} = {value}" for key, value in plain.items())
+    words = ", ".join(f"no {key}" if value is None else f"{key} = {value}" for key, value in plain.items())
     click.echo(f"  remembered in {workspace.FILE}, [dataset.{slug}]: {words}")
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from wangen.generator.dataset import Problem
+from wangen.generator.dataset_settings import DatasetSettings
 from wangen.generator.errors import UsageError, WangenError, many
 from wangen.generator.lock import busy_run
 from wangen.generator.publish import deploy, layout
@@ -28,7 +29,7 @@ from wangen.generator.publish.texts import (
 from wangen.generator.setup.wheel import wheel_bytes
 from wangen.generator.target import Target
 from wangen.generator.tomls import resolution_name
-from wangen.generator.workspace import DatasetSettings, Workspace, require_writable
+from wangen.generator.workspace import Workspace, require_writable
 from wangen.profiles import Model
 
 STATE = ".wangen"

@@ -11,6 +11,7 @@ from typing import Any
 
 from wangen.generator.dataset import MediaFacts
 from wangen.generator.geometry import bucket_of
+from wangen.generator.pictures import open_picture
 from wangen.generator.tomls import DatasetEntry
 
 RECIPE = "lanczos-1"
@@ -70,8 +71,7 @@ def bake(path: Path, size: tuple[int, int]) -> bytes | None:
     """
     from PIL import Image, ImageOps
 
-    Image.init()
-    with Image.open(path) as image:
+    with open_picture(path) as image:
         name = "JPEG" if image.format == "MPO" else image.format or ""
         if name not in _SAVING or name not in Image.SAVE or image.mode not in _MODES:
             return None

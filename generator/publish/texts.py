@@ -21,6 +21,7 @@ from wangen.generator.bundle import (
     toml_name,
 )
 from wangen.generator.dataset import Item
+from wangen.generator.dataset_settings import DatasetSettings
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.footage import CLIPS, MANIFEST
 from wangen.generator.paths import toml_path
@@ -31,7 +32,7 @@ from wangen.generator.setup import wheel
 from wangen.generator.signing import same_text, signed, unedited
 from wangen.generator.target import Target
 from wangen.generator.tomls import resolution_name, write_dataset
-from wangen.generator.workspace import FILE, DatasetSettings, Workspace
+from wangen.generator.workspace import FILE, Workspace
 from wangen.profiles import Model, Platform
 
 PROMPT_ENDINGS = (".txt", ".toml")

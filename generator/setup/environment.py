@@ -211,7 +211,7 @@ def _probe(python: Path) -> Probe | None:
 
 
 def _requirement(wheel: Path) -> str:
-    """The PyTorch that wangen needs, as its wheel says: `torch>=2.6`."""
+    """The PyTorch that wangen needs, as its wheel says: `torch>=2.7`."""
     found = re.search(r"^Requires-Dist: *(torch\b[^;\n]*)", _from_wheel(wheel, "METADATA"), re.MULTILINE)
     return found[1].strip() if found else "torch"
 

@@ -258,7 +258,7 @@ def _read(path: Path) -> _Claim | None:
         return None
     text, age_s = found
     id = sha256(path.name.encode()).hexdigest()[:16]  # of one that a kill left half-written
-    with suppress(ValueError, TypeError, KeyError):
+    with suppress(ValueError, RecursionError, TypeError, KeyError):
         id = re.fullmatch(r"[0-9a-f]{16}", json.loads(text)["id"])[0]  # type: ignore[index] # a TypeError
     return _Claim(path, id, Owner.parse(text), age_s)
 

@@ -37,11 +37,11 @@ class ClipScore:
         if not (folder / "config.json").is_file():
             raise WangenError("--clip_model: no model folder of transformers", where=str(folder),
                               cure="give the folder that holds config.json")  # fmt: skip
-        local = {"local_files_only": True}
+        local = {"local_files_only": True, "trust_remote_code": False}
         try:
             if not isinstance(AutoConfig.from_pretrained(folder, **local), CLIPConfig):
                 raise ValueError("its config.json is another model's")
-            model, told = CLIPModel.from_pretrained(folder, **local, output_loading_info=True)
+            model, told = CLIPModel.from_pretrained(folder, **local, use_safetensors=True, output_loading_info=True)
             if told["missing_keys"]:  # they would be random numbers
                 raise ValueError(f"it lacks {min(told['missing_keys'])}")
             self._processor = AutoProcessor.from_pretrained(folder, **local)

@@ -126,7 +126,7 @@ class Judging:
 
     def _known(self, who: Candidate | None, items: Sequence[CachedSample]) -> Losses | None:
         """What an earlier run has found, if it can be read."""
-        with suppress(OSError, ValueError, KeyError, TypeError):
+        with suppress(OSError, ValueError, RecursionError, KeyError, TypeError):
             losses = Losses.from_facts(json.loads(self._file(who, items).read_text(encoding="utf-8")))
             if len(losses.values) == len(items) and {len(row) for row in losses.values} == {len(losses.sigmas)}:
                 return losses

@@ -86,7 +86,7 @@ class Job:
         """The nearest training clip by its note; None where there are none, `{}` where it is not known."""
         if training is None:
             return None
-        with suppress(OSError, ValueError, KeyError, TypeError):
+        with suppress(OSError, ValueError, RecursionError, KeyError, TypeError):
             note = json.loads(self.note.read_text(encoding="utf-8"))
             if note["training"] == training.digest and note["settings"] == self.digest:
                 return dict(note["nearest"])

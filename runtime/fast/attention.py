@@ -19,12 +19,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from wangen.runtime.fast.attention_operators import CpuFlash, ForwardOnly, Function, attend, operator_for
 from wangen.runtime.fast.attention_stash import Stash
 
-__all__ = ["PACKAGES", "Kernel", "Stash", "choose_kernel", "pad_biases", "sdpa_priority"]
+__all__ = ["MODULES", "PACKAGES", "Kernel", "Stash", "choose_kernel", "pad_biases", "sdpa_priority", "try_kernel"]
 
 log = logging.getLogger("wangen")
 
 PACKAGES = {"flash": "flash-attn", "flash3": "flash-attn-3", "xformers": "xformers", "sage": "sageattention"}
 """The pip package of each kernel that PyTorch does not bring."""
+
+MODULES = {"flash": "flash_attn", "flash3": "flash_attn_interface", "xformers": "xformers", "sage": "sageattention"}
+"""What is imported of each of these packages."""
 
 _AUTO = ("flash3", "flash")
 """What `auto` tries before SDPA; never sage, whose output is an approximation."""
@@ -171,13 +174,8 @@ def _choose(name: str, device: torch.device, dtype: torch.dtype, backward: bool)
     wanted = _AUTO if name == "auto" else () if name == "sdpa" else (name,)
     reason = ""
     for candidate in wanted:
-        try:
-            kernel = _make(candidate, device, dtype)
-            _try(kernel, device, dtype, backward=backward)
-        # A package built for another PyTorch fails with any of these, some kernels with a bare assert.
-        except (ImportError, OSError, RuntimeError, ValueError, TypeError, AttributeError, AssertionError) as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        else:
+        kernel, reason = try_kernel(candidate, device, dtype, backward=backward)
+        if kernel:
             return kernel
     if name in ("auto", "sdpa"):
         return _make("sdpa", device, dtype)
@@ -185,6 +183,26 @@ def _choose(name: str, device: torch.device, dtype: torch.dtype, backward: bool)
     log.warning("attention kernel %s does not run here (%s): %s takes its place; %s needs a GPU and "
                 "`pip install %s`", name, reason, chosen.name, name, PACKAGES[name])  # fmt: skip
     return chosen
+
+
+def try_kernel(
+    name: str, device: torch.device, dtype: torch.dtype, *, backward: bool = True
+) -> tuple[Kernel | None, str]:
+    """A kernel after its trial on small tensors, or None and why it does not run here.
+
+    Args:
+        name: sdpa, flash, flash3, xformers or sage.
+        device: where it will run.
+        dtype: of queries, keys and values.
+        backward: the trial asks for gradients of query, key and value as well.
+    """
+    try:
+        kernel = _make(name, device, dtype)
+        _try(kernel, device, dtype, backward=backward)
+    # A package built for another PyTorch fails with any of these, some kernels with a bare assert.
+    except (ImportError, OSError, RuntimeError, ValueError, TypeError, AttributeError, AssertionError) as error:
+        return None, str(error).splitlines()[0] if str(error) else type(error).__name__
+    return kernel, ""
 
 
 def _make(name: str, device: torch.device, dtype: torch.dtype) -> Kernel:
@@ -252,12 +270,12 @@ def _join(outputs: list[Tensor]) -> Tensor:
 
 def _flash() -> Function:
     """FlashAttention 2, on (B, N, H, D)."""
-    return _dao("flash_attn")
+    return _dao(MODULES["flash"])
 
 
 def _flash3() -> Function:
     """FlashAttention 3, for Hopper, on (B, N, H, D)."""
-    return _dao("flash_attn_interface")
+    return _dao(MODULES["flash3"])
 
 
 def _dao(module: str) -> Function:
@@ -278,7 +296,7 @@ def _xformers() -> Function:
 
 def _sage() -> Function:
     """SageAttention, on (B, H, N, D); no gradient passes through it."""
-    function = importlib.import_module("sageattention").sageattn
+    function = importlib.import_module(MODULES["sage"]).sageattn
 
     def output(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         result: Tensor = function(query, key, value, tensor_layout="HND", is_causal=False)

@@ -165,7 +165,9 @@ def _say_changes(options: Preprocess, place: Place) -> None:
     now = _settings(options)
     try:
         before = json.loads(place.settings.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
+        before = now
+    if not isinstance(before, dict):
         before = now
     changed = [f"--{name} {before[name]} -> {now[name]}" for name in now if before.get(name, now[name]) != now[name]]
     if changed:

@@ -58,7 +58,7 @@ def is_made(window: Window, form: Form, place: Place) -> bool:
         record = json.loads(place.record(name).read_bytes())
         num_bytes = place.clip(name).stat().st_size
         return bool(record == {"key": clip_key(window, form), "bytes": num_bytes})
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False
 
 

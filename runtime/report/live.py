@@ -17,7 +17,7 @@ from wangen.runtime.report.dataset import DatasetPart, look_at_dataset
 from wangen.runtime.report.media import Served
 from wangen.runtime.report.metrics_log import MetricsLog
 from wangen.runtime.report.page import Section, Status, make_sections, render
-from wangen.runtime.report.run_files import DATASET_FLAGS, LOCK, METRICS, SAMPLES, RunFiles, is_file, read_run, time_s
+from wangen.runtime.report.run_files import DATASET_FLAGS, METRICS, SAMPLES, RunFiles, is_file, read_run, time_s
 from wangen.runtime.report.server import LiveServer
 from wangen.runtime.report.tables import duration_text
 
@@ -101,7 +101,7 @@ def _signature(folder: Path) -> Iterator[tuple[str, int, int]]:
             for path in sorted(place.iterdir()):
                 with suppress(OSError):  # removed meanwhile
                     stat = path.stat()
-                    if path.is_file() and path.name != LOCK:
+                    if path.is_file() and path.name != lock.RUN_LOCK:
                         yield path.name, stat.st_size, stat.st_mtime_ns
 
 
@@ -121,7 +121,7 @@ def status_of(run: RunFiles, now_s: float) -> Status:
         return Status("waiting", "Nothing has been trained yet.")
     if not run.wrote_last and any(lora.what == "finished" for lora in run.loras):
         return Status("finished", f"Finished: {run.last_step} steps.")
-    held = _is_held(run.folder / LOCK)
+    held = _is_held(run.folder / lock.RUN_LOCK)
     age_s, step = now_s - written_s, f"Step {run.last_step}"
     if held is False:
         return Status("stopped", f"{step}: it stopped before its end. Run the same line again to go on.")
@@ -133,7 +133,7 @@ def status_of(run: RunFiles, now_s: float) -> Status:
 
 
 def _is_held(path: Path) -> bool | None:
-    """Whether a live run holds the lock of the scripts; None when there is no such file, which says nothing."""
+    """Whether a live run holds the folder's lock; None when there is no such file, which says nothing."""
     try:
         return lock.busy(path) is not None if path.is_file() else None
     except OSError:

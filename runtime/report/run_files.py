@@ -17,7 +17,7 @@ from wangen.runtime.evaluation_file import FILE as EVALUATION
 from wangen.runtime.evaluation_file import Checkpoint, Evaluation, read_evaluation
 from wangen.runtime.report.metrics_log import MetricsLog, Record
 
-METRICS, SAMPLES, SAMPLE_LIST, LOCK = "metrics.jsonl", "samples", "samples.jsonl", "run.lock"
+METRICS, SAMPLES, SAMPLE_LIST = "metrics.jsonl", "samples", "samples.jsonl"
 STEPS_SHOWN = (
     "preprocess", "world_model", "caption", "check", "cache_latents", "cache_text", "check_cache", "train", "generate",
     "evaluate",

@@ -31,6 +31,7 @@ from wangen.runtime.training.adapter_config import changeable_weights
 
 log = logging.getLogger("wangen")
 
+MAX_SHIFT = 1e6
 OTHER_MEDIA = (IMAGE_SUFFIXES | VIDEO_SUFFIXES | {".gif", ".apng"}) - {".mp4", ".png"}
 PROMPT_FLAGS = (
     "negative_prompt", "image_path", "control_image_path", "background_color",
@@ -134,6 +135,9 @@ def _refuse_numbers(options: Generate, model: Model) -> None:
     for name in ("flow_shift", "guidance_scale", "guidance_scale_high_noise"):
         if (value := getattr(options, name)) is not None and not (value > 0 and math.isfinite(value)):
             raise UsageError(f"--{name} must be above 0, got {value:g}", cure="a guidance of 1 switches it off")
+    if options.flow_shift is not None and not 1 / MAX_SHIFT <= options.flow_shift <= MAX_SHIFT:
+        raise UsageError(f"--flow_shift {options.flow_shift:g}: it is {1 / MAX_SHIFT:g} to {MAX_SHIFT:g}",
+                         cure="Wan uses 3 to 12")  # fmt: skip
     if options.seed is not None and not 0 <= options.seed <= MAX_SEED:
         raise UsageError(f"--seed {options.seed}: a seed is a whole number from 0 to {MAX_SEED}")
     for _, flag, name in LORA_FLAGS:

@@ -10,6 +10,7 @@ import torch
 
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.files import replace
+from wangen.generator.pictures import open_picture
 from wangen.runtime.clips import encode
 
 if TYPE_CHECKING:
@@ -93,11 +94,10 @@ def read_settings(path: Path, flag: str) -> dict[str, Any]:
         UsageError: the file cannot be read, or holds none.
     """
     import av
-    from PIL import Image
 
     try:
         if path.suffix.lower() == ".png":
-            with Image.open(path) as image:
+            with open_picture(path) as image:
                 text = str(image.info.get(KEY, ""))
         else:
             with av.open(str(path)) as container:
@@ -123,11 +123,10 @@ def read_frames(path: Path) -> "Frames":
     """
     import av
     import numpy as np
-    from PIL import Image
 
     try:
         if path.suffix.lower() == ".png":
-            with Image.open(path) as image:
+            with open_picture(path) as image:
                 return np.asarray(image.convert("RGB"))[None]
         with av.open(str(path)) as container:
             return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from wangen.generator.dataset import read_facts
 from wangen.generator.errors import UsageError, printable
+from wangen.generator.files import read_file
 from wangen.generator.generate_step import DEFAULTS
 from wangen.generator.geometry import area_size
 from wangen.generator.items import wanted_controls
@@ -141,7 +142,7 @@ def read_prompts(
 def _entries(path: Path, flag: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Where each prompt stands, and its values by key."""
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        text = read_file(path).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise UsageError(f"{flag} cannot be read: {reason}", where=str(path), cure="give another file") from None
@@ -156,7 +157,7 @@ def _entries(path: Path, flag: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
         else:
             raise UsageError(f"{flag} takes .txt, .toml or .json, not {ending or 'a file without an ending'}",
                              where=str(path), cure="rename it")  # fmt: skip
-    except (json.JSONDecodeError, tomllib.TOMLDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"this is no {ending[1:].upper()}: {error}", where=str(path), cure="mend it there") from None
 
 

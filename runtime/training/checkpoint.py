@@ -195,7 +195,7 @@ def require_own_format(folder: Path) -> None:
                 log.warning("  %s is damaged or of another version: going on from %s", path, last.name)
         return
     for path in sorted(folder.glob(f"step-*/{MANIFEST}")):
-        with suppress(OSError, ValueError, LookupError, TypeError):
+        with suppress(OSError, ValueError, RecursionError, LookupError, TypeError):
             found = json.loads(path.read_text(encoding="utf-8"))["format"]
             if found != FORMAT:
                 raise WangenError(
@@ -279,7 +279,7 @@ def _remove(folder: Path) -> None:
 
 
 def _manifest(path: Path) -> dict[str, Any] | None:
-    with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
+    with suppress(OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         whole = all((path / name).stat().st_size == size for name, size in manifest["files"].items())
         if manifest.setdefault("in_parts", False):

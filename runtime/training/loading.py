@@ -13,6 +13,7 @@ from wangen.generator import headers
 from wangen.generator.companions import sort_out
 from wangen.generator.errors import WangenError, bytes_text
 from wangen.generator.launch import Launch
+from wangen.generator.plan.saves import num_kept
 from wangen.generator.steps import Train
 from wangen.runtime.fast.dit_blocks import lay_resident_groups
 from wangen.runtime.fast.dit_linear import product_dtype
@@ -234,7 +235,7 @@ def _bytes_of(plan: Plan, expert: ExpertPlan) -> int:
     count = _num_trained(plan, expert)
     width: int = getattr(torch, options.save_precision).itemsize
     file = count * width * (1 + averages) * (len(options.lora_layout) if options.train_mode == "lora" else 1)
-    num_files, num_states = _num_kept(plan)
+    num_files, num_states = num_kept(options, plan.steps_per_epoch, plan.num_steps)
     return (2 + num_states) * 4 * count * (3 + averages) + (2 + options.keep_best + num_files) * file
 
 
@@ -248,33 +249,6 @@ def _num_trained(plan: Plan, expert: ExpertPlan) -> int:
     count = sum(weights[module].shape[0] for module in modules) if chosen.dora else 0
     shapes = (factor_shapes(chosen, module, *weights[module].shape).values() for module in modules)
     return count + sum(math.prod(shape) for factors in shapes for shape in factors)
-
-
-def _num_kept(plan: Plan) -> tuple[int, int]:
-    """At most how many files of an expert, and how many training states, the flags keep on the way."""
-    options, epoch = plan.options, plan.steps_per_epoch
-    state_windows = (options.save_last_n_steps_state or 0, (options.save_last_n_epochs_state or 0) * epoch)
-    files = states = 0
-    for every, window in (
-        (options.save_every_n_steps or 0, options.save_last_n_steps or 0),
-        ((options.save_every_n_epochs or 0) * epoch, (options.save_last_n_epochs or 0) * epoch),
-    ):
-        if every:
-            saved = (plan.num_steps - 1) // every
-            files += min(_num_within(window, every, saved), (options.keep_last or saved) + 1)
-            if options.save_state:
-                states += min(_num_within(window, every, saved) for window in state_windows)
-    return files, states
-
-
-def _num_within(window: int, every: int, saved: int) -> int:
-    """How many of what is saved every so many steps lie in the last `window` steps; the oldest goes after the newest
-    came. 0 keeps all of them.
-
-    >>> _num_within(100, 50, 40), _num_within(0, 50, 40)
-    (3, 40)
-    """
-    return min(saved, -(-window // every) + 1) if window else saved
 
 
 def _bytes_there(plan: Plan) -> int:

@@ -91,7 +91,7 @@ def _lines_until(path: Path, step: int, experts: Collection[str], name: str) -> 
         return []
     kept = []
     for line in path.read_bytes().splitlines(keepends=True):
-        with suppress(ValueError, KeyError, TypeError, AttributeError):  # a line that is none
+        with suppress(ValueError, RecursionError, KeyError, TypeError, AttributeError):  # a line that is none
             record = json.loads(line)
             others = record.get("expert", "") not in experts or record.get("output_name", name) != name
             if line.endswith(b"\n") and (others or (step and record["step"] <= step)):

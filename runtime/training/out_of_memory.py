@@ -1,15 +1,13 @@
 """What to say when the memory is full: what was being trained on, what it needs, and the cheapest changes that fit."""
 
 import contextlib
-from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 
 from wangen.generator.errors import WangenError
-from wangen.generator.memory import GIB, memory_plan, settings_of, tokens_of
+from wangen.generator.memory import GIB, tokens_of
+from wangen.generator.memory_changes import cheapest_changes
 from wangen.generator.steps import Train
 from wangen.profiles import Model
 from wangen.runtime.devices import out_of_memory_as
@@ -73,51 +71,3 @@ def _cure(model: Model, options: Train, tokens: int, available: int | None) -> s
     else:
         told = "a smaller resolution, fewer target_frames or batch_size 1: no other change makes room enough"
     return f"give {told}; the last saved state stays (wangen train --resume_changed goes on with other settings)"
-
-
-def cheapest_changes(model: Model, options: Train, tokens: int, available: int | None) -> list[str]:
-    """Flags that make the run fit, in the order of what they cost in time: each is added to those before it.
-
-    Args:
-        model: the model profile.
-        options: as the run has them.
-        tokens: of the largest batch.
-        available: bytes of the device; None, where they are not known, gives the first change alone.
-
-    Returns:
-        The changes up to the first that fits by `memory_plan`; none when nothing does.
-    """
-    settings = settings_of(options)
-    needed = memory_plan(model, settings, tokens=tokens).device
-    taken: list[str] = []
-    for flag, change in _ladder(model, options):
-        changed = replace(settings, **change)
-        if (less := memory_plan(model, changed, tokens=tokens).device) >= needed:
-            continue
-        settings, needed = changed, less
-        taken = [*(other for other in taken if other.split()[0] != flag.split()[0]), flag]
-        if available is None or needed <= available:
-            return taken
-    return []
-
-
-def _ladder(model: Model, options: Train) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What can be changed, cheapest first; nothing that `refuse_memory` would refuse."""
-    settings = settings_of(options)
-    if settings.checkpointing == "none" and not options.plain:
-        yield "--checkpointing selective", {"checkpointing": "selective"}
-    if settings.free_blocks > 1:  # the last block's own backward pass is there anyway
-        yield "--checkpointing_free_blocks 1", {"free_blocks": 1}
-    if settings.checkpointing != "full":
-        yield "--checkpointing full", {"checkpointing": "full"}
-    if settings.quantize == "none" and not settings.whole:  # as small as fp8, and closer to the model
-        yield "--quantize int8", {"quantize": "int8"}
-    if not settings.offload:
-        yield "--gradient_checkpointing_cpu_offload", {"offload": True}
-    layers = model.transformer.num_layers
-    for part in () if options.plain or settings.whole else (4, 2, 1):
-        blocks = layers // part - (part == 1)
-        if blocks > settings.blocks_to_swap:
-            yield f"--blocks_to_swap {blocks}", {"blocks_to_swap": blocks}
-    if settings.quantize != "nf4" and not settings.whole:
-        yield "--quantize nf4", {"quantize": "nf4"}

@@ -11,7 +11,7 @@ from wangen.generator.errors import UsageError
 from wangen.generator.launch import Launch
 from wangen.generator.memory import GIB, memory_plan, settings_of, tokens_of
 from wangen.generator.steps import Train
-from wangen.runtime.memory.presets import CONTEXT_BYTES
+from wangen.runtime.devices import free_bytes
 from wangen.runtime.training.optimizer_class import optimizer_class
 from wangen.runtime.training.plan import Plan
 from wangen.runtime.training.ranks import TIMEOUT
@@ -60,10 +60,10 @@ def chosen_way(plan: Plan, launch: Launch, device: torch.device) -> Way:
     if way != "auto":
         return way
     kept = options.train_mode == "full" and not optimizer_class(options).is_by_element
-    if device.type != "cuda" or kept or options.plain or options.blocks_to_swap:
+    free = free_bytes(device)
+    if free is None or kept or options.plain or options.blocks_to_swap:
         return "ddp"
     needed = _needed(plan)
-    free = torch.cuda.mem_get_info(device)[0] + CONTEXT_BYTES
     whole = f"a whole copy takes about {needed / GIB:.1f} GiB and {free / GIB:.1f} are free on each card"
     if needed <= free:
         log.info("  --parallel auto: ddp, for %s", whole)

@@ -27,6 +27,10 @@ SAME_BYTES = {"save_precision", "lora_layout", "checkpointing", "gradient_checkp
 """Pinned flags that do not change what is learned."""
 
 
+MAX_STEPS = 10_000_000
+"""Months of them; the plan has a number for each."""
+
+
 @dataclass(frozen=True)
 class ExpertPlan:
     """One transformer of a run; the models with two experts have two.
@@ -135,10 +139,14 @@ def make_plan(
     """The plan of a run whose flags have been judged and whose cache is complete.
 
     Raises:
-        UsageError: an expert would get no step, or the schedule's flags make none.
+        UsageError: an expert would get no step, the schedule's flags make none, or there are too many.
     """
     per_epoch = count_steps_per_epoch(samples, options)
-    experts = plan_experts(options, model, num_steps_of(options, per_epoch), _tokens_per_frame(samples, model))
+    num_steps = num_steps_of(options, per_epoch)
+    if num_steps > MAX_STEPS:
+        raise UsageError(f"{num_steps} steps are more than a run can have",
+                         cure=f"give --max_train_steps up to {MAX_STEPS}")  # fmt: skip
+    experts = plan_experts(options, model, num_steps, _tokens_per_frame(samples, model))
     for expert in experts:  # what cannot be drawn or scheduled is refused here
         Sampler(options, expert.low, expert.high, expert.name)
         make_schedule(options, expert.num_steps)

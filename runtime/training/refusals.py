@@ -16,13 +16,14 @@ from wangen.generator.formats import Header
 from wangen.generator.headers import read_header
 from wangen.generator.kinds import expect, noise_of
 from wangen.generator.lora_config import lora_file
+from wangen.generator.memory_presets import resolve_vram
 from wangen.generator.steps import Train
 from wangen.generator.table import options as flags_of
 from wangen.generator.tasks import require_supported
+from wangen.generator.train_numbers import refuse_more_blocks, refuse_not_above_zero
 from wangen.generator.train_step import FOR_ADAPTERS
-from wangen.runtime.devices import require_compiler
+from wangen.runtime.devices import free_bytes, require_compiler
 from wangen.runtime.lora_folder import find_lora
-from wangen.runtime.memory.presets import resolve_vram
 from wangen.runtime.models import expect_vae
 from wangen.runtime.sampling.prompts import MAX_STEPS, read_prompts
 from wangen.runtime.training.adapter_config import loraplus_ratio
@@ -33,15 +34,6 @@ from wangen.runtime.training.timesteps import require_timesteps
 from wangen.runtime.training.trackers import require_trackers
 
 log = logging.getLogger("wangen")
-
-ABOVE_ZERO = (
-    "network_dim", "network_alpha", "learning_rate", "gradient_accumulation_steps", "discrete_flow_shift",
-    "max_train_steps", "max_train_epochs", "save_every_n_steps", "save_every_n_epochs", "save_state_every_n_steps",
-    "save_state_every_n_minutes", "save_last_n_epochs", "save_last_n_steps", "keep_last", "expert_turn_steps",
-    "loraplus_lr_ratio", "scale_weight_norms", "num_timestep_buckets", "validation_timesteps",
-    "validate_every_n_steps", "sample_every_n_steps", "sample_every_n_epochs", "block_swap_ring_size", "peak_tflops",
-    "save_last_n_epochs_state", "save_last_n_steps_state", "continuation_guidance", "continuation_steps",
-)  # fmt: skip
 
 MANY_STEPS = 10**9
 SHARES = ("caption_dropout", "condition_dropout")
@@ -61,7 +53,7 @@ def resolved(options: Train, model: profiles.Model, device: torch.device) -> Tra
     """
     if options.cache_mode == "realtime":  # encoders work where training does, between its steps
         options = replace(options, max_data_loader_n_workers=0)
-    options = resolve_vram(options, model, device)
+    options = resolve_vram(options, model, free_bytes(device))
     boundary = choose_boundary(options.timestep_boundary, model)
     frames = options.condition_frames
     if model.condition != "text_or_image":
@@ -146,10 +138,7 @@ def refuse(options: Train, model: profiles.Model, device: torch.device) -> None:
 
 
 def _refuse_numbers(options: Train) -> None:
-    for name in ABOVE_ZERO:
-        value = getattr(options, name)
-        if value is not None and not (value > 0 and math.isfinite(value)):
-            raise UsageError(f"--{name} must be above 0, got {value}")
+    refuse_not_above_zero(options)
     for name in NOT_NEGATIVE:
         value = getattr(options, name)
         if not (value >= 0 and math.isfinite(value)):
@@ -275,10 +264,8 @@ def _refuse_blocks(options: Train, header: Header) -> None:
     numbers = {
         match[1] for name in header.tensors if (match := re.search(r"(?:^|\.|transformer_)blocks\.(\d+)\.", name))
     }
-    room = len(numbers) - (options.checkpointing_free_blocks or 0)
-    if numbers and (options.blocks_to_swap or 0) > room:
-        raise UsageError(f"--blocks_to_swap {options.blocks_to_swap}: the blocks that are recomputed are {room}",
-                         cure=f"give 0 to {room}")  # fmt: skip
+    if numbers:
+        refuse_more_blocks(options, len(numbers))
 
 
 def _warn_of_the_other_expert(options: Train) -> None:

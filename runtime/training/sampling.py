@@ -247,7 +247,7 @@ def list_samples(folder: Path, made: Mapping[str, Mapping[str, Any]]) -> None:
         try:
             if json.loads(line)["file"] not in made:
                 kept.append(line)
-        except (ValueError, KeyError, TypeError):  # a line that was cut short
+        except (ValueError, RecursionError, KeyError, TypeError):  # a line that was cut short
             continue
     new = [json.dumps({"file": name, **settings}, sort_keys=True) for name, settings in made.items()]
     write_text(path, "\n".join([*kept, *new]) + "\n")

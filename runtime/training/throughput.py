@@ -1,7 +1,4 @@
-"""How fast a run is: the work of a step in FLOPs, what the card could do, rates over a window, and one trace.
-
-Letters: N video tokens of a forward pass, S text tokens, d the model's width, f that of its feed-forward layers.
-"""
+"""How fast a run is: rates over a window, their share of what the card could do, and one trace."""
 
 import contextlib
 import logging
@@ -14,122 +11,20 @@ from typing import Any
 
 import torch
 
+from wangen.generator.cards import peak_of_card
 from wangen.generator.errors import bytes_text
 from wangen.generator.files import replace
+from wangen.generator.flops import NOTHING, StepFlops
 from wangen.profiles import TransformerSizes
 from wangen.runtime.communication import CommunicationTime
-from wangen.runtime.models.compute import Checkpointing
 
 log = logging.getLogger("wangen")
-
-FLASH_BACKWARD = 2.5
-"""Work of flash attention's backward pass over its forward pass: it computes the scores again
-(https://arxiv.org/abs/2307.08691, section 4.1)."""
-
-PEAK_TFLOPS: Mapping[str, float] = {
-    "B200": 2250.0, "GB200": 2500.0, "GH200": 990.0, "H200 NVL": 835.0, "H200": 989.0, "H100 NVL": 835.0,
-    "H100 PCIe": 756.0, "H100": 989.0, "H800": 989.0, "H20": 148.0, "A100": 312.0, "A800": 312.0, "A40": 149.7,
-    "A30": 165.0, "A10": 125.0, "L40S": 362.0, "L40": 181.0, "L4": 121.0, "RTX 6000 Ada": 364.0, "RTX A6000": 154.8,
-    "RTX 5090": 209.5, "RTX 5080": 112.6, "RTX 4090": 165.2, "RTX 4080 SUPER": 104.4, "RTX 4080": 97.5,
-    "RTX 3090 Ti": 80.0, "RTX 3090": 71.0, "RTX 3080": 59.5, "MI325X": 1307.4, "MI300X": 1307.4, "MI250X": 383.0,
-}  # fmt: skip
-"""Dense bfloat16 with float32 sums, in TFLOP/s, by a part of the card's name: the makers' data sheets and architecture
-white papers (NVIDIA Blackwell, Hopper, Ada, Ampere GA102 and GA100; AMD CDNA 2 and 3), half of the sparse figure where
-only that is printed. A card never reaches it: an H100 that multiplies large matrices was measured at 790."""
-
-VARIANTS = {"ti", "super", "d"}
-"""Words behind a card's name that make it another card."""
 
 PROFILED_STEPS = (3, 5)
 PEAK = "peak_memory_bytes"
 ADDED = ("samples_per_s", "tokens_per_s")
 DIFFERING = (*ADDED, "data_wait_share", "communication_share", PEAK)
 """Rates that are not the same in all processes that train together."""
-
-
-@dataclass(frozen=True)
-class StepFlops:
-    """The work of one training step of one forward pass.
-
-    Attributes:
-        model: what the mathematics needs: forward and backward.
-        done: what is computed, with what checkpointing computes again.
-    """
-
-    model: float
-    done: float
-
-    def __add__(self, other: "StepFlops") -> "StepFlops":
-        return StepFlops(self.model + other.model, self.done + other.done)
-
-
-def forward_flops(
-    sizes: TransformerSizes, tokens: int, *, text_tokens: int = 512, image_tokens: int = 0, joint: bool = False
-) -> tuple[float, float, float]:
-    """The work of a forward pass of one item, apart by what its backward pass needs.
-
-    Per layer: 2N(6d² + 2df) for the video's linear layers, 4d²S for the text's keys and values, 4N²d + 4NSd for
-    attention. `torch.utils.flop_counter` agrees on a whole Wan to four digits.
-
-    Where text and picture have layers of their own and look at both, as in Qwen-Image, these are 2(N + S)(4d² + 2df)
-    and 4(N + S)²d, and all of the first belongs to the linear layers that a backward pass goes through.
-
-    Args:
-        sizes: of the transformer.
-        tokens: N.
-        text_tokens: S, 512 when texts are padded.
-        image_tokens: of CLIP, in Wan 2.1 image-to-video: 257.
-        joint: text and picture are one sequence.
-
-    Returns:
-        FLOPs of the video's linear layers, of the keys and values of text and image, and of attention.
-    """
-    d, layers, keys = sizes.dim, sizes.num_layers, text_tokens + image_tokens
-    if joint:
-        all_tokens = tokens + text_tokens
-        return 2.0 * all_tokens * (4 * d * d + 2 * d * sizes.ffn_dim) * layers, 0.0, 4.0 * all_tokens**2 * d * layers
-    linear = 2.0 * tokens * (6 * d * d + 2 * d * sizes.ffn_dim) * layers
-    return linear, 4.0 * keys * d * d * layers, 4.0 * tokens * (tokens + keys) * d * layers
-
-
-def step_flops(
-    sizes: TransformerSizes,
-    tokens: int,
-    *,
-    text_tokens: int = 512,
-    image_tokens: int = 0,
-    joint: bool = False,
-    adapter_weights: int = 0,
-    checkpointing: Checkpointing = "full",
-    free_blocks: int = 0,
-    train_base: bool = False,
-) -> StepFlops:
-    """The work of training on one item.
-
-    With a frozen base linear layers cost their forward pass and the gradient of their input; the text's none. What
-    trains costs the gradient of its weights too. Checkpointing adds a forward pass of the blocks that it covers,
-    without attention when its outputs are kept.
-
-    Args:
-        sizes: of the transformer.
-        tokens: N.
-        text_tokens: S.
-        image_tokens: of CLIP.
-        joint: as of `forward_flops`.
-        adapter_weights: trainable weights of the adapter, all counted as if they saw the video's tokens.
-        checkpointing: what is computed again.
-        free_blocks: so many blocks compute nothing again.
-        train_base: the base itself trains.
-    """
-    linear, texts, attention = forward_flops(
-        sizes, tokens, text_tokens=text_tokens, image_tokens=image_tokens, joint=joint
-    )
-    adapter = 2.0 * tokens * adapter_weights
-    model = 3 * adapter + (1 + FLASH_BACKWARD) * attention
-    model += 3 * (linear + texts) if train_base else 2 * linear + texts
-    again = {"none": 0.0, "full": linear + texts + adapter + attention, "selective": linear + texts + adapter}
-    covered = max(0, sizes.num_layers - free_blocks) / sizes.num_layers
-    return StepFlops(model, model + covered * again[checkpointing])
 
 
 def sizes_of(config: Any) -> TransformerSizes:
@@ -153,23 +48,6 @@ def peak_tflops(device: torch.device, told: float | None = None) -> float | None
     return peak_of_card(torch.cuda.get_device_name(device))
 
 
-def peak_of_card(name: str) -> float | None:
-    """The peak of the card with this name; None of one that is not known.
-
-    Laptops' chips share names but not speeds, and a variant that is not listed is another card.
-
-    >>> peak_of_card("NVIDIA H100 80GB HBM3"), peak_of_card("NVIDIA GeForce RTX 4090 Laptop GPU")
-    (989.0, None)
-    """
-    words = f" {name} ".replace("-", " ").lower()
-    known = [card for card in PEAK_TFLOPS if f" {card.lower()} " in words]
-    if not known or "laptop" in words or "max q" in words:
-        return None
-    longest = max(known, key=len)
-    following = words.partition(f" {longest.lower()} ")[2].partition(" ")[0]
-    return None if following in VARIANTS else PEAK_TFLOPS[longest]
-
-
 @dataclass
 class _Work:
     """What was done in some time, and how long it took."""
@@ -181,7 +59,7 @@ class _Work:
     steps: int = 0
     samples: int = 0
     tokens: int = 0
-    flops: StepFlops = StepFlops(0.0, 0.0)
+    flops: StepFlops = NOTHING
 
     def add(self, other: "_Work") -> None:
         for name, value in vars(other).items():
@@ -253,7 +131,7 @@ class Throughput:
 
     def count(self, samples: int, tokens: int, flops: StepFlops | None = None) -> None:
         """One step is done."""
-        self._now.add(_Work(steps=1, samples=samples, tokens=tokens, flops=flops or StepFlops(0.0, 0.0)))
+        self._now.add(_Work(steps=1, samples=samples, tokens=tokens, flops=flops or NOTHING))
 
     def rates(self) -> dict[str, float]:
         """The rates since the last call, by the names that `metrics.jsonl` has; empty when there was no step.

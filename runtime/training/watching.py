@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from wangen.generator.errors import WangenError
+from wangen.generator.flops import NOTHING, StepFlops, step_flops
 from wangen.runtime.loader import background_of
 from wangen.runtime.lora_folder import BEST
 from wangen.runtime.models import family
@@ -31,13 +32,11 @@ from wangen.runtime.training.sampling import make_samples, make_scenes, samples_
 from wangen.runtime.training.saving import save_trained
 from wangen.runtime.training.step import StepResult, item_losses
 from wangen.runtime.training.throughput import (
-    StepFlops,
     Throughput,
     of_all,
     peak_tflops,
     profiled,
     sizes_of,
-    step_flops,
 )
 from wangen.runtime.training.trackers import Trackers, open_trackers
 from wangen.runtime.training.validation import (
@@ -151,7 +150,7 @@ class Watching:
 
     def _work(self, result: StepResult) -> StepFlops:
         if not result.names:
-            return StepFlops(0.0, 0.0)
+            return NOTHING
         sizes, trained = self._sizes[result.expert]
         assert self._options.checkpointing is not None
         each = step_flops(
@@ -159,9 +158,9 @@ class Watching:
             text_tokens=512 if self._options.plain and not self._is_joint else result.text_tokens // len(result.names),
             image_tokens=result.image_tokens, joint=self._is_joint, adapter_weights=trained,
             checkpointing=self._options.checkpointing, free_blocks=self._options.checkpointing_free_blocks or 0,
-            train_base=self._options.train_mode == "full",
+            train_base=self._options.train_mode == "full", whole_blocks=self._options.plain,
         )  # fmt: skip
-        return StepFlops(each.model * len(result.names), each.done * len(result.names))
+        return each * len(result.names)
 
     @property
     def _is_joint(self) -> bool:

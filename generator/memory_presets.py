@@ -1,11 +1,9 @@
-"""`--vram`: from the size of a card, or from what is free on it, to the flags that decide the memory."""
+"""`--vram`: from the size of a card, or from what is free on it, to the flags that decide the memory of training."""
 
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
-
-import torch
 
 from wangen.generator.errors import UsageError
 from wangen.generator.memory import (
@@ -21,14 +19,11 @@ from wangen.profiles import Model
 
 log = logging.getLogger("wangen")
 
-CONTEXT_BYTES = GIB // 2
-"""What CUDA itself has taken when it is asked what is free; the budgets count it."""
-
 ROOMY = {"checkpointing": "selective", "checkpointing_free_blocks": 1}
 """The flags of a card that has room for the whole model."""
 
 
-def resolve_vram(options: Train, model: Model, device: torch.device) -> Train:
+def resolve_vram(options: Train, model: Model, free: int | None) -> Train:
     """The options with every memory flag filled in; those that were given stay.
 
     What a preset says and the other flags rule out is left away: with `--train_mode full` nothing is quantised or
@@ -37,16 +32,16 @@ def resolve_vram(options: Train, model: Model, device: torch.device) -> Train:
     Args:
         options: of the training step.
         model: its profile, which has the presets.
-        device: `auto` asks what is free on it; where it cannot tell, as a CPU, no preset is taken.
+        free: bytes that `auto` may take; None, as of a CPU, takes no preset.
 
     Raises:
-        UsageError: the model has no such preset, or the device has less free than the smallest needs.
+        UsageError: the model has no such preset, or less is free than the smallest needs.
     """
     if options.vram and not model.presets:
         raise UsageError(f"--vram {options.vram}: {model.name} has no preset in this version",
                          cure="give --quantize int8 or nf4 where the card is small")  # fmt: skip
     if options.vram == "auto":
-        return _for_free_memory(options, model, device)
+        return _for_free_memory(options, model, free)
     return _filled(options, model, preset_flags(model, options.vram))
 
 
@@ -68,11 +63,10 @@ def _filled(options: Train, model: Model, flags: Mapping[str, Any]) -> Train:
     return replace(options, **(values | stay))
 
 
-def _for_free_memory(options: Train, model: Model, device: torch.device) -> Train:
-    """The options that use what is free on a device best."""
-    if device.type != "cuda":
+def _for_free_memory(options: Train, model: Model, free: int | None) -> Train:
+    """The options that use what is free best."""
+    if free is None:
         return _filled(options, model, {})
-    free = torch.cuda.mem_get_info(device)[0] + CONTEXT_BYTES
     roomy = _filled(options, model, ROOMY)
     if _needed(roomy, model, max(32, options.network_dim), model.resolution, model.num_frames) <= free:
         log.info("  --vram auto: %.1f GiB are free, enough for the whole model", free / GIB)
@@ -85,7 +79,7 @@ def _for_free_memory(options: Train, model: Model, device: torch.device) -> Trai
     fitting = [gib for gib in filled if needed[gib] <= free]
     if not fitting:
         raise UsageError(
-            f"--vram auto: {free / GIB:.1f} GiB are free on {device}, and the smallest preset of {model.name} needs "
+            f"--vram auto: {free / GIB:.1f} GiB are free on the card, and the smallest preset of {model.name} needs "
             f"{min(needed.values(), default=0) / GIB:.1f} with the other flags as given",
             cure="close what else uses the card, or choose the memory flags yourself without --vram",
         )

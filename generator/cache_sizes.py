@@ -1,0 +1,56 @@
+"""What cache entries take on the disk, before they are made: from sizes in pixels, frames and words."""
+
+from wangen.profiles import Model
+
+CLIP_NUMBERS = 257 * 1280
+"""Of CLIP's view of a frame: tokens times width."""
+
+UMT5_WIDTH, QWEN_WIDTH = 4096, 3584
+UMT5_MAX_ROWS = 512
+
+HEADER_BYTES = 1500
+"""Of an entry's file beside its numbers: what was encoded, and how."""
+
+
+def tokens_of_words(text: str) -> int:
+    """About how many tokens a caption becomes: four for three words.
+
+    >>> tokens_of_words("a cat on a red sofa")
+    9
+    """
+    return -(-4 * max(1, len(text.split())) // 3) + 1
+
+
+def width_of(dtype: str) -> int:
+    """Bytes of a number of a precision by its name: float32, or one of the 16-bit ones."""
+    return 4 if dtype == "float32" else 2
+
+
+def cells(model: Model, size: tuple[int, int], num_frames: int) -> int:
+    """Latent cells of an image or a clip; `size` is (width, height) in pixels.
+
+    >>> from wangen import profiles
+    >>> cells(profiles.model("t2v-14B"), (832, 480), 81) == 21 * 104 * 60
+    True
+    """
+    latent_frames = (num_frames - 1) // model.temporal_stride + 1
+    return latent_frames * (size[0] // model.spatial_stride) * (size[1] // model.spatial_stride)
+
+
+def latent_bytes(model: Model, size: tuple[int, int], num_frames: int, dtype: str) -> int:
+    """Of a latent, of a control image's or of a first frame's, which have the same shape."""
+    return cells(model, size, num_frames) * model.latent_channels * width_of(dtype)
+
+
+def text_rows(model: Model, caption: str, num_controls: int = 0) -> int:
+    """About how many rows a caption's embedding has: a language model also sees control images."""
+    rows = tokens_of_words(caption)
+    if model.prompt is None:
+        return min(rows, UMT5_MAX_ROWS)
+    return rows + (model.prompt.picture_tokens * num_controls if model.prompt.picture else 0)
+
+
+def text_bytes(model: Model, caption: str, dtype: str, num_controls: int = 0, width: int | None = None) -> int:
+    """About the bytes of a caption's embedding; `width` of its rows where it is not the model's own."""
+    width = width or (UMT5_WIDTH if model.prompt is None else QWEN_WIDTH)
+    return text_rows(model, caption, num_controls) * width * width_of(dtype)

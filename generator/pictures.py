@@ -1,0 +1,38 @@
+"""Pictures of anybody's: only decoders that read pixels open them, whatever the file is called.
+
+Pillow takes the decoder by content. One of them hands PostScript to Ghostscript, a program that executes it.
+"""
+
+import warnings
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "BMP", "DIB", "AVIF", "GIF", "TIFF")
+"""How a picture can be stored, with what people misname; Pillow passes over those that it lacks."""
+
+
+def open_picture(path: Path) -> "Image.Image":
+    """A picture whose header has been read, to be closed by the caller.
+
+    Raises:
+        UnidentifiedImageError: it is in none of the formats.
+        OSError: it cannot be read.
+        DecompressionBombError: it has more than 179 million pixels.
+    """
+    from PIL import Image
+
+    _prepare()
+    return Image.open(path, formats=[name for name in FORMATS if name in Image.OPEN])
+
+
+@cache
+def _prepare() -> None:
+    """Register Pillow's decoders once: its own lazy registration is not safe between threads."""
+    from PIL import Image
+
+    Image.init()
+    warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # what is too large is an error

@@ -1,0 +1,50 @@
+"""`wangen publish --fit`: memory flags for a card, found from what was just published, kept with the dataset."""
+
+from collections.abc import Sequence
+
+from wangen.generator.bundle import told_of_training
+from wangen.generator.cards import named
+from wangen.generator.dataset_settings import Fit
+from wangen.generator.errors import WangenError
+from wangen.generator.memory import GIB
+from wangen.generator.memory_changes import FASTEST
+from wangen.generator.plan.command import plan_script, published_script, read_script
+from wangen.generator.plan.cures import find_cure, told
+from wangen.generator.plan.gpus import seen
+from wangen.generator.target import Target
+from wangen.generator.workspace import Workspace
+from wangen.profiles import Model
+
+
+def choose(place: Workspace, targets: Sequence[Target], model: Model, slug: str, card: str | None) -> tuple[Fit, str]:
+    """The memory flags that fit a card and cost the least time, and a sentence about them.
+
+    Args:
+        place: the workspace.
+        targets: where the dataset is published; what it has for this machine is planned, else the first.
+        model: what is trained.
+        slug: the dataset.
+        card: its name; None for the smallest one of this machine.
+
+    Raises:
+        WangenError: no card is known, or nothing makes the dataset fit it.
+    """
+    cards = seen() if card is None else [named(card)]
+    if not cards:
+        raise WangenError("no GPU is seen here", where="--fit", cure='name the one that trains: --gpu "RTX 4090"')
+    target = min(targets, key=lambda one: not one.is_native)
+    script = published_script(target, slug)
+    if script is None:
+        raise WangenError("its script is not there", where=str(target.folder), cure=f"wangen publish {slug}")
+    gpu = min(cards, key=lambda one: one.memory)
+    unfitted = read_script(script, target).without_preset()
+    plan = plan_script(unfitted, gpu, num_cards=len(cards), here=card is None).plan
+    fixed = told_of_training(place, target, model).keys() & FASTEST.keys()
+    found, largest = find_cure(plan, fixed), plan.shapes[0].shape
+    if found.flags is None:
+        raise WangenError(
+            f"{largest} does not fit {gpu} by any memory flags; the scripts are published without", where=slug,
+            cure="; or ".join(told(one, largest) for one in found.smaller) or "train a smaller model",
+        )  # fmt: skip
+    flags = {name: value for name, value in found.flags.items() if name not in fixed}
+    return Fit(str(gpu), flags), f"fitted to {gpu}: about {found.budget.device / GIB:.1f} GiB of it"

@@ -1,0 +1,114 @@
+"""Two trainings that want one output folder: the second is refused in words, and no dead one is in the way."""
+
+import os
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from killing import KILLED, beside, end_of, fork, forked
+from tiny import TinyRun
+
+from wangen.generator.lock import LEASE_S, Owner, here, this_process
+from wangen.generator.session import execute
+
+DEAD = (os.getpid(), 1.0)
+"""A process that had this one's number long ago."""
+
+
+def lora(folder: Path) -> bytes:
+    return (folder / "lora.safetensors").read_bytes()
+
+
+def lock_of(folder: Path, owner: Owner, age_s: float = 0.0) -> Path:
+    folder.mkdir()
+    path = folder / "run.lock"
+    path.write_text(owner.text())
+    os.utime(path, (time.time() - age_s,) * 2)
+    return path
+
+
+def test_a_folder_in_which_another_run_trains_is_refused_and_stays_as_it_is(tiny_run: TinyRun, tmp_path, capsys):
+    options = tiny_run.options(tmp_path / "out", max_train_steps=1)
+    path = lock_of(tmp_path / "out", this_process())
+    text = path.read_text()
+    assert execute(options) == 1
+    said = capsys.readouterr().err
+    assert f"another run trains into this folder: process {os.getpid()} on {here()}" in said
+    assert f"  where: {path}" in said
+    assert "  do:    wait for it to end or stop it" in said
+    assert [each.name for each in path.parent.iterdir()] == ["run.lock"]
+    assert path.read_text() == text
+
+
+def test_the_locks_of_dead_runs_are_in_nobodys_way_and_none_is_left(tiny_run: TinyRun, tmp_path):
+    path = lock_of(tmp_path / "out", Owner(here(), DEAD, DEAD))
+    assert execute(tiny_run.options(tmp_path / "out", max_train_steps=1)) == 0
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("place", ["out/run.lock", "linked/run.lock", "elsewhere.lock"])
+def test_the_lock_of_a_script_and_that_of_the_folder_do_not_exclude_each_other(
+    tiny_run: TinyRun, tmp_path, monkeypatch, place
+):
+    monkeypatch.setenv("WANGEN_SCRIPT", "train.sh")
+    (tmp_path / "linked").symlink_to("out")
+    (tmp_path / "out").mkdir()
+    options = tiny_run.options(tmp_path / "out", max_train_steps=1, lock=tmp_path / place)
+    assert execute(options) == 0
+    assert list((tmp_path / "out").glob("*.lock")) == ([] if place == "elsewhere.lock" else [tmp_path / "out/run.lock"])
+
+
+def test_a_job_that_is_started_again_waits_for_the_lock_of_its_other_machine(tiny_run: TinyRun, tmp_path, monkeypatch):
+    """A machine that died can say nothing: its lock is free when it has not beaten for a while."""
+    options = tiny_run.options(tmp_path / "out", max_train_steps=1)
+    lock_of(tmp_path / "out", Owner("elsewhere", DEAD, DEAD), LEASE_S - 1)
+    assert execute(options) == 1
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "TORCHELASTIC_RESTART_COUNT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert execute(options) == 0
+
+
+def test_of_two_that_begin_at_one_moment_one_trains_and_the_other_is_refused(tiny_run: TinyRun, tmp_path):
+    options = tiny_run.options(tmp_path / "out", max_train_steps=3)
+    alone = tiny_run.options(tmp_path / "alone", max_train_steps=3)
+    codes = beside([lambda: execute(options), lambda: execute(options)])
+    assert sorted(codes) == [0, 1]
+    assert execute(alone) == 0
+    assert lora(options.output_dir) == lora(alone.output_dir)
+
+
+def test_after_kill_9_the_next_run_goes_on_at_once(tiny_run: TinyRun, tmp_path):
+    options = tiny_run.options(tmp_path / "out", max_train_steps=3, save_state_every_n_steps=1)
+    code, _ = forked(lambda: execute(options), 25)
+    assert code == KILLED
+    assert (options.output_dir / "run.lock").is_file()
+    assert execute(options) == 0
+    assert sorted(path.name for path in options.output_dir.glob("run*.lock")) == []
+
+
+def test_show_timesteps_needs_no_lock(tiny_run: TinyRun, tmp_path):
+    lock_of(tmp_path / "out", this_process())
+    assert execute(tiny_run.options(tmp_path / "out", show_timesteps="console")) == 0
+
+
+def test_a_process_that_trains_is_seen_from_outside(tiny_run: TinyRun, tmp_path):
+    """What `clean`, `publish` and the live page look at."""
+    options = tiny_run.options(tmp_path / "out", max_train_steps=100_000)
+    child = fork(lambda: execute(options))
+    path, until_s = options.output_dir / "run.lock", time.monotonic() + 20
+    while not (options.output_dir / "metrics.jsonl").is_file():  # within an import SIGTERM ends it where it is
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+    owner = Owner.parse(path.read_text())
+    psutil.Process(child).terminate()
+    assert end_of(child) == 1
+    assert owner
+    assert owner.step[0] == child
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("flag", ["max_train_steps", "max_train_epochs"])
+def test_more_steps_than_a_run_can_have_are_refused(tiny_run: TinyRun, tmp_path, flag, capsys):
+    assert execute(tiny_run.options(tmp_path / "out", **{flag: 2**31})) == 2
+    assert "are more than a run can have" in capsys.readouterr().err

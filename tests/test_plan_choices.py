@@ -1,0 +1,174 @@
+"""What `wangen plan` computes, and which flags it chooses; and what is known of cards."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from helpers import make_image
+
+from wangen import profiles
+from wangen.generator import cards
+from wangen.generator.cards import find_card, named
+from wangen.generator.errors import UsageError
+from wangen.generator.memory import GIB, memory_plan, settings_of, tokens_of
+from wangen.generator.memory_changes import FASTEST, fitting_flags
+from wangen.generator.plan import gpus
+from wangen.generator.plan.estimate import memory_tokens, plan_run
+from wangen.generator.plan.shapes import Encoding, Shape, Survey, nominal, survey
+from wangen.generator.steps import Train
+from wangen.generator.tomls import read_dataset
+from wangen.runtime.training.refusals import refuse_memory
+
+BIG = profiles.model("t2v-14B")
+
+# ---- choosing ------------------------------------------------------------------------------------------------------
+
+
+def options(**changes: object) -> Train:
+    made = Train(dataset_config=Path("a.toml"), output_dir=Path("o"), output_name="n", dit=Path("d"), network_dim=16)
+    return replace(made, **changes)
+
+
+@pytest.mark.parametrize("name", profiles.model_names())
+@pytest.mark.parametrize("gib", [8, 12, 16, 24, 48, 80, 141])
+@pytest.mark.parametrize("changes", [{}, {"plain": True}, {"train_mode": "full"}], ids=str)
+def test_flags_that_are_chosen_fit_are_allowed_and_are_the_fastest_of_their_kind(name, gib, changes):
+    model, usable = profiles.model(name), int(gib * GIB * 15 / 16)
+    tokens = tokens_of(model, model.resolution, model.num_frames)
+
+    def needed(train: Train) -> int:
+        return memory_plan(model, settings_of(train), tokens=tokens).device
+
+    start = options(**changes)
+    flags = fitting_flags(start, model, needed, usable)
+    if flags is None:
+        least = {**FASTEST, "checkpointing": "full", "gradient_checkpointing_cpu_offload": True}
+        least |= {} if changes else {"quantize": "nf4", "blocks_to_swap": model.transformer.num_layers - 1}
+        assert needed(replace(start, **least)) > usable
+        return
+    chosen = replace(start, **flags)
+    assert needed(chosen) <= usable
+    refuse_memory(chosen)
+    if chosen.blocks_to_swap:
+        fewer = replace(chosen, blocks_to_swap=chosen.blocks_to_swap - 1, quantize=chosen.quantize)
+        assert needed(fewer) > usable or chosen.quantize == "nf4"
+    if chosen.checkpointing == "full":
+        assert needed(replace(chosen, checkpointing="selective")) > usable or chosen.plain
+    if chosen.quantize == "none" and chosen.checkpointing == "none":
+        assert flags == dict(FASTEST)
+
+
+def test_flags_that_are_fixed_stay():
+    tokens = tokens_of(BIG, (832, 480), 81)
+
+    def needed(train: Train) -> int:
+        return memory_plan(BIG, settings_of(train), tokens=tokens).device
+
+    flags = fitting_flags(options(quantize="none"), BIG, needed, 22 * GIB, {"quantize"})
+    assert flags
+    assert flags["quantize"] == "none"
+    assert flags["blocks_to_swap"] > 20
+
+
+def test_several_processes_share_out_the_weights_where_one_card_is_too_small():
+    shape = Shape((832, 480), 17)
+    found = Survey()
+    found.samples[shape] = found.uses[shape] = 10
+    card = named("A100 40GB")
+    small = options(checkpointing="full", quantize="none", blocks_to_swap=0)
+    alone, four = (plan_run(small, BIG, found, card, processes=count) for count in (1, 4))
+    assert (alone.settings.shards, four.settings.shards) == (1, 1), "a whole copy fits"
+    clips = Shape((832, 480), 81)
+    found.samples[clips] = found.uses[clips] = 2
+    alone, four = (plan_run(small, BIG, found, card, processes=count) for count in (1, 4))
+    assert alone.fits is False
+    assert four.fits
+    assert four.settings.shards == 4
+    assert four.steps_per_epoch == 3
+    assert alone.steps_per_epoch == 12
+    copies = plan_run(replace(small, parallel="ddp"), BIG, found, card, processes=4)
+    assert copies.budget == alone.budget
+
+
+def test_tokens_are_those_of_the_memory_formula():
+    edit = profiles.model("qwen-image-edit")
+    assert edit.prompt
+    rows = edit.prompt.picture_tokens + 128
+    assert memory_tokens(Shape((1024, 1024), 1, 1), edit, rows) == tokens_of(edit, (1024, 1024), 1)
+    ti2v = profiles.model("ti2v-5B")
+    assert memory_tokens(Shape((1280, 704), 121, batch_size=3), ti2v, 99) == 3 * tokens_of(ti2v, (1280, 704), 121)
+
+
+def test_images_with_different_controls_share_a_batch_as_in_training():
+    plus = profiles.model("qwen-image-edit-plus")
+    found = Survey()
+    for number, uses in ((1, 3), (2, 2), (3, 3)):
+        shape = Shape((1024, 1024), 1, number, batch_size=4)
+        found.samples[shape] = found.uses[shape] = uses
+    assert plan_run(options(), plus, found, None).steps_per_epoch == 2
+
+
+def test_control_images_have_the_tokens_of_their_own_resolution(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    edit = profiles.model("qwen-image-edit")
+    for name, size in (("a.png", (512, 512)), ("c/a.png", (900, 900))):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        make_image(tmp_path / name, size=size)
+    (tmp_path / "a.txt").write_text("a cat", encoding="utf-8")
+    (tmp_path / "a.toml").write_text(
+        "[general]\nresolution = [512, 512]\ncontrol_resolution = [1024, 1024]\n"
+        "[[datasets]]\nimage_directory = '.'\ncontrol_directory = 'c'\ncache_directory = 'k'\n",
+        encoding="utf-8",
+    )
+    (shape,) = survey(read_dataset(tmp_path / "a.toml", "all"), edit, Encoding()).uses
+    assert memory_tokens(shape, edit, 0) == 32 * 32 + 64 * 64
+
+
+def test_a_survey_by_settings_has_one_sample_of_each_block(tmp_path: Path):
+    make_image(tmp_path / "a.png")
+    (tmp_path / "a.toml").write_text(
+        "[general]\nresolution = [832, 480]\nbatch_size = 4\n"
+        "[[datasets]]\nimage_directory = '.'\ncache_directory = 'c'\n",
+        encoding="utf-8",
+    )
+    found = nominal(read_dataset(tmp_path / "a.toml", "all"))
+    assert dict(found.uses) == {Shape((832, 480), 1, batch_size=4): 1}
+    assert not found.exact
+
+
+# ---- cards ---------------------------------------------------------------------------------------------------------
+
+
+def test_every_known_card_is_found_by_its_own_name_and_as_it_is_named():
+    for name, card in cards.CARDS.items():
+        found = find_card(f"NVIDIA GeForce {name}")
+        assert found
+        assert found[0] == name
+        for size in card.sizes:
+            gpu = named(f"{name} {size}GB")
+            assert gpu.memory == size * GIB
+            assert named(gpu.as_named) == gpu
+
+
+def test_a_name_that_says_too_little_is_refused():
+    for text in ("RTX", "", "4090", "laptop RTX 4090", "GB"):
+        with pytest.raises(UsageError):
+            named(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "No devices were found", "{", "[]", '{"card0": 3}', '{"card0": {}}',
+                                  '{"card0": {"VRAM Total Memory (B)": "x"}}'],
+)  # fmt: skip
+def test_drivers_that_say_nothing_useful_mean_no_card(text):
+    assert gpus.amd(text) == []
+
+
+def test_cards_of_amd_are_read():
+    text = (
+        'WARNING: x\n{"card0": {"VRAM Total Memory (B)": "25753026560", "VRAM Total Used Memory (B)": "1000", '
+        '"Card series": "Navi 31 [Radeon RX 7900 XTX]"}, "system": {}}'
+    )
+    (card,) = gpus.amd(text)
+    assert (card.memory, card.free) == (25753026560, 25753025560)
+    assert card.name.startswith("Navi 31")
