@@ -5,11 +5,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from wangen.generator.doctor.check_python import said
-from wangen.generator.doctor.check_system import GIB, gib
+from wangen.generator.doctor.check_system import gib
 from wangen.generator.doctor.cures import torch_cure
 from wangen.generator.doctor.facts import Facts, Trial
 from wangen.generator.doctor.findings import Finding, found
 from wangen.generator.errors import many
+from wangen.generator.memory import GIB
 from wangen.generator.setup.hardware import Version
 
 _HIDING = {"CUDA_VISIBLE_DEVICES": "cuda", "HIP_VISIBLE_DEVICES": "rocm", "ROCR_VISIBLE_DEVICES": "rocm"}
