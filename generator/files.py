@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -15,6 +16,12 @@ from wangen.generator.errors import WangenError
 
 # Windows refuses to replace or remove a file that a virus scanner or an indexer has open for a moment.
 RETRY_PAUSES_S = (0.05, 0.1, 0.2, 0.4, 0.8)
+
+ABANDONED_S = 3600.0
+"""A temporary file of another machine that nobody has written to for so long was left by a writer that was killed."""
+
+_WHOSE = re.compile(r"\..*-(?P<machine>[0-9a-f]{8})(?P<pid>[0-9a-f]{8})(?P<random>[0-9a-f]{8})?\.tmp")
+"""Of every temporary file; in an older version's names the last part was absent."""
 
 
 def special(path: Path) -> str:
@@ -78,6 +85,22 @@ def whose() -> str:
     So what a killed process left can be told from what a live one is writing, on a shared drive too.
     """
     return f"{machine()}{os.getpid():08x}{secrets.token_hex(4)}"
+
+
+def is_left(temporary: Path) -> bool:
+    """Whether the writer of a temporary file is dead: no such process here, or nothing written to it for an hour.
+
+    Raises:
+        OSError: the file is gone or cannot be looked at.
+    """
+    import psutil
+
+    match = _WHOSE.fullmatch(temporary.name)
+    if not match:
+        return False
+    if match["random"] and match["machine"] == machine() and not psutil.pid_exists(int(match["pid"], 16)):
+        return True
+    return time.time() - temporary.stat().st_mtime > ABANDONED_S
 
 
 def machine() -> str:

@@ -7,6 +7,7 @@ an owner that lives on: its lock is free too when no step has run for a while.
 """
 
 import errno
+import glob
 import json
 import os
 import socket
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from wangen.generator.errors import WangenError
-from wangen.generator.files import remove
+from wangen.generator.files import is_left, remove, whose
 
 if TYPE_CHECKING:
     import psutil
@@ -40,8 +41,9 @@ START_S = 2.0
 WAIT_S = 1.0
 """The pause before a lock of another machine is looked at again."""
 
-_NO_LINKS = {errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK}
-"""What file systems without hard links answer."""
+_NO_LINKS = {errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EMLINK,
+             errno.EXDEV}  # fmt: skip
+"""What file systems without hard links answer; one that is put together of several may say the last."""
 
 NO_CONTAINER = "pid:[4026531836]"
 """The space of process ids that Linux starts with, a constant of its source; containers have others."""
@@ -136,6 +138,7 @@ def _take(path: Path, mine: Owner, does: str, wait_s: float) -> None:
     until_s, tries = time.monotonic() + wait_s, 3
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        _sweep(path)
         while tries:
             tries -= 1
             if create(path, mine.text()):
@@ -161,6 +164,14 @@ def _take(path: Path, mine: Owner, does: str, wait_s: float) -> None:
         raise WangenError(f"cannot write the lock file: {error.strerror}", where=str(path),
                           cure="free space or fix the folder's rights") from None  # fmt: skip
     raise WangenError("another run took the lock at the same moment", where=str(path), cure="wait for it to end")
+
+
+def _sweep(path: Path) -> None:
+    """Remove what processes that were killed while they took this lock have left beside it."""
+    for temporary in path.parent.glob(f".{glob.escape(path.name)}-*.tmp"):
+        with suppress(OSError):  # another has just removed it
+            if is_left(temporary):
+                remove(temporary)
 
 
 def create(path: Path, text: str) -> bool:
@@ -222,7 +233,7 @@ def _clear(path: Path, judged: str) -> None:
 
 
 def _beside(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{os.getpid()}")
+    return path.parent / f".{path.name}-{whose()}.tmp"
 
 
 def read(path: Path) -> tuple[str, float] | None:

@@ -97,7 +97,7 @@ def _what(place: object) -> str:
     if isinstance(place, int):
         place = _path_of(place)
     name = Path(str(place)).name
-    name = re.sub(r"^\.(\.wangen-.*|[a-z_]+\.report\.json)-[0-9a-f]{16,24}\.tmp$", r"\1", name)
+    name = re.sub(r"^\.(\.wangen-.*|\.claim-.*|[a-z_]+\.report\.json)-[0-9a-f]{16,24}\.tmp$", r"\1", name)
     return next((what for pattern, what in PLACES.items() if re.fullmatch(pattern, name)), "folder")
 
 

@@ -16,10 +16,11 @@ import pytest
 from cache_entries import ENCODER, LATENT, TEXT, put, recipes, states, tensors
 
 from wangen.generator.errors import WangenError
+from wangen.generator.files import ABANDONED_S
 from wangen.generator.lock import LEASE_S, START_S, Owner, here, identity
 from wangen.runtime.cache import Folder, claims
 from wangen.runtime.cache.claims import Claims
-from wangen.runtime.cache.leftovers import ABANDONED_S, sweep, temporary_name
+from wangen.runtime.cache.leftovers import sweep, temporary_name
 from wangen.runtime.cache.writer import Writer
 
 KEY = LATENT.key(ENCODER)
@@ -250,9 +251,10 @@ def test_what_dead_writers_left_is_removed_and_only_that(tmp_path: Path, dead: A
     mine = temporary_name(KEY)
     left = mine.replace(f"{os.getpid():08x}", f"{dead[0]:08x}")
     elsewhere = f".{KEY}-{'0' * 16}{'1' * 8}.tmp"
-    for name in (mine, left, elsewhere, ".document.tmp", ".claim-mine"):
+    claims_left = [left.replace(KEY, f".claim-{KEY}"), left.replace(KEY, f".claim-{KEY}-{'a' * 16}")]
+    for name in (mine, left, *claims_left, elsewhere, ".document.tmp", ".claim-mine"):
         (tmp_path / name).write_bytes(b"half")
-    assert sweep(tmp_path) == 3
+    assert sweep(tmp_path) == 5
     stays = {f".claim-{other}", mine, elsewhere, ".document.tmp", ".claim-mine"}
     assert hidden(tmp_path) == stays
     for name in stays:

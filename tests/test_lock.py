@@ -13,12 +13,14 @@ import pytest
 
 from wangen.generator import lock
 from wangen.generator.errors import WangenError
+from wangen.generator.files import whose
 from wangen.generator.lock import GAP_S, LEASE_S, Owner, hold
 
 HOLD = """
 import sys
 from pathlib import Path
 from wangen.generator.errors import WangenError
+from wangen.generator.files import whose
 from wangen.generator.lock import hold
 try:
     with hold(Path(sys.argv[1])):
@@ -275,3 +277,21 @@ def test_a_lock_is_made_on_a_file_system_without_links(tmp_path, monkeypatch):
     assert not lock.create(tmp_path / "a.lock", "another")
     assert [path.name for path in tmp_path.iterdir()] == ["a.lock"]
     assert (tmp_path / "a.lock").read_text() == "mine"
+
+
+def test_what_was_left_by_who_was_killed_while_taking_the_lock_is_removed(path, dead):
+    path.parent.mkdir()
+    mine = path.with_name(f".{path.name}-{whose()}.tmp")
+    left = path.with_name(mine.name.replace(f"{os.getpid():08x}", f"{dead[0]:08x}"))
+    for file in (mine, left):
+        file.write_text("half")
+    with hold(path):
+        assert mine.exists()
+        assert not left.exists()
+
+
+def test_a_folder_in_the_place_of_the_lock_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(WangenError, match="cannot write the lock file: Is a directory"), hold(Path()):
+        pass
+    assert list(tmp_path.iterdir()) == []

@@ -20,7 +20,7 @@ from wangen.generator.steps import STEPS
 _ENTRY = re.compile(r".*-[0-9a-f]{20}\.[a-z_]+\.safetensors")
 _CACHE_NOTES = re.compile(
     r"\.wangen-[a-z]+(-[0-9a-f]{20}\.[a-z_]+)?\.jsonl?|\.claim-[0-9a-f]{20}(-[0-9a-f]{16})?"
-    r"|\.([0-9a-f]{20}(\.index\.safetensors)?|\.wangen-.*)-[0-9a-f]{16}([0-9a-f]{8})?\.tmp"
+    r"|\.([0-9a-f]{20}(\.index\.safetensors)?|\.wangen-.*|\.claim-.*)-[0-9a-f]{16}([0-9a-f]{8})?\.tmp"
 )
 _PACK = re.compile(r"[0-9a-f]{20}\.(tar|index\.safetensors)")
 _TEMPORARY = re.compile(r"\..*-[0-9a-f]{24}\.tmp")
@@ -120,6 +120,7 @@ def _reports(folder: Path) -> Iterator[Path]:
                 if json.loads(path.read_text(encoding="utf-8")).get("step") == step.command:
                     yield path
     yield from (lock for lock in folder.glob(RUN_LOCKS) if lock.is_file())
+    yield from (lock for lock in folder.glob(f".{RUN_LOCKS}-*.tmp") if _TEMPORARY.fullmatch(lock.name))
 
 
 def _watched(found: Inventory, folder: Path) -> Iterator[Path]:

@@ -2,12 +2,11 @@
 
 import os
 import re
-import time
 from collections import defaultdict
 from contextlib import suppress
 from pathlib import Path
 
-from wangen.generator.files import machine, remove, whose
+from wangen.generator.files import is_left, remove, whose
 from wangen.runtime.cache.claims import sweep_claims
 from wangen.runtime.cache.entries import CorruptEntryError, UnreadableEntryError, read_entry
 from wangen.runtime.cache.folder import Folder
@@ -16,14 +15,11 @@ from wangen.runtime.cache.packs import FOLDER as PACKS
 from wangen.runtime.cache.packs import PACK_NAME, Packs, Problems, index_path
 from wangen.runtime.cache.removal import remove_pack
 
-ABANDONED_S = 3600.0
-"""A temporary file of another machine that nobody has written to for so long was left by a writer that was killed."""
-
 _TEMPORARY = re.compile(
-    r"\.([0-9a-f]{20}(\.index\.safetensors)?|\.wangen-[^/]*|cache_(latents|text)\.report\.json)"
-    r"-(?P<machine>[0-9a-f]{8})(?P<pid>[0-9a-f]{8})(?P<random>[0-9a-f]{8})?\.tmp"
+    r"\.([0-9a-f]{20}(\.index\.safetensors)?|\.wangen-[^/]*|\.claim-[0-9a-f-]{20,37}"
+    r"|cache_(latents|text)\.report\.json)-[0-9a-f]{16}([0-9a-f]{8})?\.tmp"
 )
-"""Of entries, of notes beside them and of reports; in an older version's names the last part was absent."""
+"""Of entries, of notes and claims beside them and of reports."""
 
 
 def temporary_name(key: str) -> str:
@@ -47,7 +43,7 @@ def sweep(folder: Path) -> int:
     removed = 0
     for name in names:
         with suppress(OSError):  # open elsewhere on Windows, or a read-only folder: the next run tries again
-            if _is_left(folder / name):
+            if _TEMPORARY.fullmatch(name) and is_left(folder / name):
                 (folder / name).unlink()
                 removed += 1
     return removed + sweep_claims(folder, names)
@@ -108,18 +104,3 @@ def _mend_packs(packs: Packs) -> list[str]:
                 continue
             mended += found
     return mended
-
-
-def _is_left(path: Path) -> bool:
-    match = _TEMPORARY.fullmatch(path.name)
-    if not match:
-        return False
-    if match["random"] and match["machine"] == machine() and not _exists(int(match["pid"], 16)):
-        return True
-    return time.time() - path.stat().st_mtime > ABANDONED_S
-
-
-def _exists(pid: int) -> bool:
-    import psutil
-
-    return psutil.pid_exists(pid)
