@@ -21,12 +21,12 @@ from wangen.generator.footage import CLIPS, cut_footage, seen_from
 from wangen.generator.lock import RUN_LOCK
 from wangen.generator.memory import PLAIN_MEMORY, preset_flags
 from wangen.generator.prepare_steps import Preprocess
+from wangen.generator.resolutions import resolution_name
 from wangen.generator.scripts import Bundle
 from wangen.generator.step_parts import DEFAULT_EPOCHS
 from wangen.generator.steps import CacheLatents, CacheText, Check, CheckCache, Evaluate, Generate, MakeReport, Train
 from wangen.generator.table import Step, options
 from wangen.generator.target import Target
-from wangen.generator.tomls import resolution_name
 from wangen.generator.workspace import Workspace
 from wangen.profiles import Download, Model, Weights
 

@@ -5,7 +5,7 @@ from importlib.metadata import version
 import click
 from click.shell_completion import get_completion_class
 
-from wangen.generator.entry import COMPLETE
+from wangen.generator import COMPLETE
 from wangen.generator.errors import UsageError
 
 SHELLS = ("bash", "zsh", "fish", "powershell")

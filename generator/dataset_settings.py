@@ -10,6 +10,7 @@ from wangen.generator.errors import UsageError
 from wangen.generator.memory import PLAIN_MEMORY
 from wangen.generator.paths import slugify
 from wangen.generator.platforms import step_values
+from wangen.generator.resolutions import parse_resolution
 from wangen.generator.steps import Train
 from wangen.generator.toml_values import whole_number
 
@@ -105,7 +106,7 @@ def read_settings(section: Any, name: str, file: Path) -> DatasetSettings:
     if "resolutions" in values:
         raw = values["resolutions"]
         names = raw if isinstance(raw, list) else [raw]
-        values["resolutions"] = tuple(dict.fromkeys(tomls.parse_resolution(str(size), where) for size in names))
+        values["resolutions"] = tuple(dict.fromkeys(parse_resolution(str(size), where) for size in names))
     if "fit" in values:
         values["fit"] = Fit.read(values["fit"], where)
     return DatasetSettings(**values)

@@ -5,8 +5,8 @@ reading it; `reference.py` writes that file from them, and a test compares the t
 import os
 import sys
 
-COMPLETE = "_WANGEN_COMPLETE"
-"""A shell that asks for completions sets this environment variable, and gives no words."""
+from wangen.generator import COMPLETE
+
 OVERVIEW = __file__.removesuffix("entry.py") + "overview.txt"
 
 

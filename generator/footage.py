@@ -14,8 +14,8 @@ from wangen.generator.errors import UsageError
 from wangen.generator.geometry import nearest_size
 from wangen.generator.paths import Machine, PathError, translate
 from wangen.generator.prepare_steps import Preprocess
+from wangen.generator.resolutions import resolution_name
 from wangen.generator.target import Target, machine_of
-from wangen.generator.tomls import resolution_name
 from wangen.generator.workspace import FILE, Workspace
 from wangen.profiles import Model
 

@@ -19,6 +19,10 @@ INDEX = re.compile(r"(?P<stem>.+)\.safetensors\.index(\.(?P<variant>\w+))?\.json
 MAX_INDEX_BYTES = 32 * 2**20
 MAX_NAME_BYTES = 255
 
+WEIGHTS_FORMAT = "wangen-weights-1"
+"""Of the weights that training writes, in the field `wangen.format`: it counts up when a field of ours or the meaning
+of a tensor changes. Files of other programs, and of wangen before 0.1.0, have none."""
+
 PIPELINE = "model_index.json"
 """The file that makes a folder a diffusers pipeline, with one folder for each of its models."""
 
@@ -63,6 +67,18 @@ def read_header(path: Path, flag: str = "") -> Header:
         tensors |= header.tensors
         metadata |= header.metadata
     return Header(tensors, metadata, headers[0].format)
+
+
+def require_known_format(header: Header, path: Path) -> None:
+    """Refuse weights that a later version of wangen trained.
+
+    Raises:
+        WangenError: naming both formats.
+    """
+    found = header.metadata.get("wangen.format", WEIGHTS_FORMAT)
+    if found != WEIGHTS_FORMAT:
+        raise WangenError(f"these weights are of the format {found[:40]}, this version reads {WEIGHTS_FORMAT}",
+                          where=str(path), cure="update wangen: pip install --upgrade wangen")  # fmt: skip
 
 
 def shards(path: Path, flag: str = "") -> list[Path]:

@@ -20,7 +20,7 @@ from wangen.generator import relatives
 from wangen.generator.companions import CLEAN_CONTROLS, TRANSFORMER_PREFIX, sort_out, strip_prefix
 from wangen.generator.errors import WangenError
 from wangen.generator.formats import Header
-from wangen.generator.headers import read_header, shards
+from wangen.generator.headers import read_header, require_known_format, shards
 from wangen.generator.layouts import Layout, Shapes, layout_of, sizes_of
 from wangen.generator.tasks import supported
 from wangen.generator.vae_twins import QWEN, said_by_name, takes_vae
@@ -172,9 +172,10 @@ def expect(path: Path, kinds: str | Sequence[str], flag: str, task: str | None =
         task: the model profile that the file must fit.
 
     Raises:
-        WangenError: as `headers.read_header` and `require`.
+        WangenError: as `headers.read_header`, `headers.require_known_format` and `require`.
     """
     header = read_header(path, flag)
+    require_known_format(header, path)
     require(path, judge(header), kinds, flag, task)
     return header
 

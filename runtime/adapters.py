@@ -85,12 +85,7 @@ def read_adapter(path: Path, flag: str = "--network_weights") -> Adapter:
         WangenError: another kind of file, keys that are not understood, factors that do not fit each other, numbers
             that are not finite.
     """
-    file = lora_file(path)
-    header = expect(file, ("lora", "lora-other"), flag)
-    modules = adapter_modules(header, file)
-    kind = kind_of_parts(next(iter(modules.values())))
-    dora = any(map(is_dora_of_parts, modules.values()))
-    alphas = read_alphas(file, header.metadata, modules, kind=kind, dora=dora)
+    file, header, modules, alphas = _read_header(path, flag)
     over_base = header.metadata.get(DORA_NORM) == "base"
     adapter = {name: _weight(file, name, modules[name], alphas, over_base) for name in sorted(modules)}
     for name, weight in adapter.items():
@@ -107,17 +102,22 @@ def read_scales(path: Path, flag: str = "--network_weights") -> dict[str, tuple[
     Raises:
         WangenError: as `read_adapter`.
     """
-    file = lora_file(path)
-    header = expect(file, ("lora", "lora-other"), flag)
-    modules = adapter_modules(header, file)
-    kind = kind_of_parts(next(iter(modules.values())))
-    dora = any(map(is_dora_of_parts, modules.values()))
-    alphas = read_alphas(file, header.metadata, modules, kind=kind, dora=dora)
+    file, _, modules, alphas = _read_header(path, flag)
     found: dict[str, tuple[int, float]] = {}
     for module, parts in sorted(modules.items()):
         rank = rank_of(parts)
         found[module] = rank, _scale(file, module, parts, rank, alphas)
     return found
+
+
+def _read_header(path: Path, flag: str) -> tuple[Path, Header, dict[str, dict[str, TensorInfo]], Alphas]:
+    """The file of an adapter, its header, its tensors by module and part, and the alphas beside them."""
+    file = lora_file(path)
+    header = expect(file, ("lora", "lora-other"), flag)
+    modules = adapter_modules(header, file)
+    kind = kind_of_parts(next(iter(modules.values())))
+    dora = any(map(is_dora_of_parts, modules.values()))
+    return file, header, modules, read_alphas(file, header.metadata, modules, kind=kind, dora=dora)
 
 
 def is_dora(path: Path, flag: str = "--network_weights") -> bool:

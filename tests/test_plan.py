@@ -17,7 +17,7 @@ from wangen.generator import workspace
 from wangen.generator.cli import main
 from wangen.generator.memory import GIB, memory_plan, settings_of, tokens_of
 from wangen.generator.memory_changes import FASTEST
-from wangen.generator.plan.command import read_script
+from wangen.generator.plan.scripted import read_script
 from wangen.generator.plan.shapes import Encoding, survey
 from wangen.generator.steps import Train
 from wangen.generator.tomls import read_dataset

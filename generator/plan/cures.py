@@ -8,8 +8,8 @@ from wangen.generator.memory import MemoryBudget, memory_plan, settings_of
 from wangen.generator.memory_changes import fitting_flags
 from wangen.generator.plan.estimate import RunPlan, memory_tokens
 from wangen.generator.plan.shapes import Shape
+from wangen.generator.resolutions import resolution_name
 from wangen.generator.steps import Train
-from wangen.generator.tomls import resolution_name
 
 
 @dataclass(frozen=True)

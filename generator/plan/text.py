@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 
@@ -10,10 +10,8 @@ from wangen.generator.errors import bytes_text, many
 from wangen.generator.memory import GIB
 from wangen.generator.plan.cures import told
 from wangen.generator.plan.estimate import RunPlan, Seconds
+from wangen.generator.plan.planning import Planned
 from wangen.generator.plan.saves import num_kept
-
-if TYPE_CHECKING:
-    from wangen.generator.plan.command import Planned
 
 FORMAT = 1
 """Of the JSON: it counts up when a key changes its meaning or goes."""
@@ -21,7 +19,7 @@ FORMAT = 1
 _SHOWN = 8
 
 
-def lines(planned: "Planned") -> Iterator[str]:
+def lines(planned: Planned) -> Iterator[str]:
     """The plan for the terminal."""
     plan, survey = planned.plan, planned.survey
     yield f"{planned.script.name}: {plan.model.title}, {_way(plan)}"
@@ -48,7 +46,7 @@ def _way(plan: RunPlan) -> str:
     return what + several + (" that share out the weights" if plan.settings.shards > 1 else "")
 
 
-def _card(planned: "Planned") -> str:
+def _card(planned: Planned) -> str:
     gpu = planned.plan.gpu
     if gpu is None:
         return "none is known"
@@ -57,7 +55,7 @@ def _card(planned: "Planned") -> str:
     return f"{gpu}{free}{speed}"
 
 
-def _dataset(planned: "Planned") -> str:
+def _dataset(planned: Planned) -> str:
     plan, survey = planned.plan, planned.survey
     if not survey.exact:
         return "not there yet"
@@ -83,7 +81,7 @@ def _table(plan: RunPlan) -> Iterator[str]:
         yield f"  and {len(plan.shapes) - _SHOWN} smaller buckets; of a batch each"
 
 
-def _memory(planned: "Planned") -> Iterator[str]:
+def _memory(planned: Planned) -> Iterator[str]:
     plan = planned.plan
     yield f"  memory of the card, for a batch of {plan.shapes[0].shape}:"
     parts = {name: size for name, size in plan.budget.parts.items() if size}
@@ -98,7 +96,7 @@ def _memory(planned: "Planned") -> Iterator[str]:
         yield f"    {'measured by the earlier run':32} {planned.earlier.peak_memory / GIB:7.2f} GiB"
 
 
-def _disk(planned: "Planned") -> str:
+def _disk(planned: Planned) -> str:
     plan, (cache_free, output_free) = planned.plan, planned.free
     there = f", {bytes_text(planned.cached)} of it there" if planned.cached else ""
     cache = f"cache about {bytes_text(plan.cache_bytes)}{there}" if planned.survey.exact else "cache not known"
@@ -109,7 +107,7 @@ def _disk(planned: "Planned") -> str:
     return f"{cache}, {saved}" + (f"; {' and '.join(free)} free" if free else "")
 
 
-def _time(planned: "Planned") -> str:
+def _time(planned: Planned) -> str:
     plan, earlier = planned.plan, planned.earlier
     if earlier:
         total = f", {_hours((plan.num_steps * earlier.seconds_per_step,) * 2)} in all" if plan.num_steps else ""
@@ -121,7 +119,7 @@ def _time(planned: "Planned") -> str:
     return f"{_range(seconds)} s a step{total}, without caching, validation and samples; an estimate"
 
 
-def _verdict(planned: "Planned") -> Iterator[str]:
+def _verdict(planned: Planned) -> Iterator[str]:
     plan, cure = planned.plan, planned.cure
     if plan.fits is None:
         return
@@ -143,7 +141,7 @@ def _verdict(planned: "Planned") -> Iterator[str]:
     yield from _host(planned, cure.budget.host)
 
 
-def _host(planned: "Planned", needed: int) -> Iterator[str]:
+def _host(planned: Planned, needed: int) -> Iterator[str]:
     """Where this machine's own memory is too small for what waits in it."""
     host = psutil.virtual_memory().total
     if planned.here and needed > host:
@@ -175,7 +173,7 @@ def _hours(seconds: Seconds) -> str:
     return f"{low} to {high} {unit}"
 
 
-def as_json(planned: "Planned") -> str:
+def as_json(planned: Planned) -> str:
     """The plan as one JSON object; sizes in bytes, times in seconds, ranges as [good, usual]."""
     plan, survey, gpu = planned.plan, planned.survey, planned.plan.gpu
     found: dict[str, Any] = {

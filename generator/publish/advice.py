@@ -7,9 +7,9 @@ from wangen.generator.dataset_settings import DatasetSettings
 from wangen.generator.errors import many
 from wangen.generator.memory import GIB, memory_plan, preset_of, settings_of, tokens_of, usable_bytes
 from wangen.generator.publish.texts import resolutions_of
+from wangen.generator.resolutions import resolution_name
 from wangen.generator.steps import Train
 from wangen.generator.target import Target
-from wangen.generator.tomls import resolution_name
 from wangen.generator.workspace import Workspace
 from wangen.profiles import Model
 

@@ -15,8 +15,8 @@ from wangen.generator.publish import clean, layout
 from wangen.generator.publish.inventory import PARTS, Inventory, Part
 from wangen.generator.publish.plan import STATE, memo_path
 from wangen.generator.publish.texts import toml_file
+from wangen.generator.resolutions import parse_resolution, resolution_name
 from wangen.generator.target import Target
-from wangen.generator.tomls import parse_resolution, resolution_name
 from wangen.generator.workspace import Workspace
 
 _NUM_KEPT = 20

@@ -23,9 +23,9 @@ from wangen.generator.publish.folder import FolderPlan
 from wangen.generator.publish.plan import BundlePlan, Plan
 from wangen.generator.publish.source import read_source
 from wangen.generator.publish.texts import resolutions_of
+from wangen.generator.resolutions import parse_resolution, resolution_name
 from wangen.generator.target import Target
 from wangen.generator.tasks import require_supported
-from wangen.generator.tomls import parse_resolution, resolution_name
 from wangen.generator.workspace import Workspace
 from wangen.profiles import Model
 

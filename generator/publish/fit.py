@@ -8,9 +8,10 @@ from wangen.generator.dataset_settings import Fit
 from wangen.generator.errors import WangenError
 from wangen.generator.memory import GIB
 from wangen.generator.memory_changes import FASTEST
-from wangen.generator.plan.command import plan_script, published_script, read_script
 from wangen.generator.plan.cures import find_cure, told
 from wangen.generator.plan.gpus import seen
+from wangen.generator.plan.planning import plan_script
+from wangen.generator.plan.scripted import published_script, read_script
 from wangen.generator.target import Target
 from wangen.generator.workspace import Workspace
 from wangen.profiles import Model

@@ -10,8 +10,8 @@ from wangen.generator.errors import WangenError
 from wangen.generator.lock import hold
 from wangen.generator.publish import manifest
 from wangen.generator.publish.beside import FOLDERS
+from wangen.generator.resolutions import resolution_name
 from wangen.generator.target import Target
-from wangen.generator.tomls import resolution_name
 
 WINDOWS_PATH = 260
 """A path of so many characters is too long for Windows, unless LongPathsEnabled is set and the program knows of it."""

@@ -26,9 +26,9 @@ from wangen.generator.publish.texts import (
     toml_text,
     wheel_text,
 )
+from wangen.generator.resolutions import resolution_name
 from wangen.generator.setup.wheel import wheel_bytes
 from wangen.generator.target import Target
-from wangen.generator.tomls import resolution_name
 from wangen.generator.workspace import Workspace, require_writable
 from wangen.profiles import Model
 

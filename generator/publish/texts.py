@@ -27,11 +27,12 @@ from wangen.generator.footage import CLIPS, MANIFEST
 from wangen.generator.paths import toml_path
 from wangen.generator.publish.beside import CONTROLS, MASKS
 from wangen.generator.publish.manifest import CAPTION
+from wangen.generator.resolutions import resolution_name
 from wangen.generator.setup import scripts as setup_scripts
 from wangen.generator.setup import wheel
 from wangen.generator.signing import same_text, signed, unedited
 from wangen.generator.target import Target
-from wangen.generator.tomls import resolution_name, write_dataset
+from wangen.generator.tomls import write_dataset
 from wangen.generator.workspace import FILE, Workspace
 from wangen.profiles import Model, Platform
 

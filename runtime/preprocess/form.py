@@ -9,7 +9,7 @@ from wangen.generator.errors import UsageError
 from wangen.generator.footage import CLIPS, MANIFEST, RECORDS, SETTINGS, VAL_MANIFEST, WRITTEN
 from wangen.generator.geometry import nearest_size
 from wangen.generator.prepare_steps import ClipFormat, Preprocess
-from wangen.generator.tomls import parse_resolution, resolution_name
+from wangen.generator.resolutions import parse_resolution, resolution_name
 from wangen.runtime.clips import NPZ_BYTES
 
 MAX_FPS = 240

@@ -12,8 +12,9 @@ from statistics import median
 from typing import Any
 
 from wangen.generator.errors import UsageError, WangenError, bytes_text
+from wangen.generator.resolutions import resolution_name
 from wangen.generator.session import report_files
-from wangen.generator.tomls import read_dataset, resolution_name
+from wangen.generator.tomls import read_dataset
 from wangen.runtime.report.metrics_log import MetricsLog, Record
 
 METRICS = "metrics.jsonl"

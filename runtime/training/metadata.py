@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from wangen import profiles
+from wangen.generator.headers import WEIGHTS_FORMAT
 from wangen.generator.steps import Train
 from wangen.runtime.training.adapter_config import settings
 
@@ -49,7 +50,8 @@ def metadata(
         Text fields. With `--no_metadata` only what programs need to use the file.
     """
     base = _base(options)
-    found = {"format": "pt", "ss_base_model_version": base, "wangen.task": options.task, **_network(options, expert)}
+    found = {"format": "pt", "wangen.format": WEIGHTS_FORMAT, "ss_base_model_version": base,
+             "wangen.task": options.task, **_network(options, expert)}  # fmt: skip
     if expert:
         found["wangen.expert"] = expert
     if options.no_metadata:

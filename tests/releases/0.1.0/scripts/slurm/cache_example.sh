@@ -1,0 +1,182 @@
+#!/usr/bin/env bash
+# cache_example.sh: made by wangen 0.1.0 for example on slurm.
+#
+#   bash cache_example.sh                every step in order: check, cache_latents, cache_text, check_cache
+#   bash cache_example.sh STEP           one step only
+#   bash cache_example.sh STEP WORDS     one step, the words added to its command line (a flag given again wins)
+#
+# A step that failed stops the script with its exit code. Run it again to go on: what is done is kept.
+# Python is taken from $WANGEN_PYTHON (full path of an interpreter), the virtual environment, or $VIRTUAL_ENV.
+# You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
+# leave this file as it is and write the new text beside it as cache_example.sh.new.
+#
+# wangen-digest: 19a1ed6e77daac78f2b07eb10d17ea0f
+# Typographic quotes in a path or prompt are no typing errors.
+# shellcheck disable=SC1112
+# An editor for Windows may have put a carriage return behind every line: behind the first of these two, and hidden
+# by the # behind the second.
+wg_end=''
+[ -z "$wg_end" ] || { printf '%s\n' "wangen: $0 has the line ends of Windows: publish again, or remove them (sed -i 's/\r//')" >&2; exit 2; } #
+[ -n "${BASH_VERSION:-}" ] || exec bash "$0" "$@"
+set -euo pipefail
+
+# >>> knobs: letters, digits and . _ , + - only
+# check, cache_latents, cache_text, check_cache: which resolutions of the TOML to use: all, or for example 256,832x480 (published: 832x480)
+RESOLUTION='832x480'
+# cache_latents, check_cache: precision of the VAE and of the cached latents (default: float16 on CUDA, float32 on CPU and ROCm); one of float32, bfloat16, float16 (published: float16)
+VAE_DTYPE='float16'
+# cache_text, check_cache: precision of the text encoder and of the cached embeddings (default: bfloat16 on a GPU, float32 on a CPU); one of float32, bfloat16, float16 (published: bfloat16)
+T5_DTYPE='bfloat16'
+# cache_latents, cache_text: threads that read and decode media (default: 4, on ROCm 1) (published: 4)
+NUM_WORKERS='4'
+# <<< knobs
+
+wg_stop() {
+  local code=$1
+  shift
+  printf '%s\n' "$@" >&2
+  exit "$code"
+}
+
+# Ctrl-C reaches the step as well, which says so itself; between two steps this script says it.
+WG_RUNNING='' WG_STOPPED=''
+wg_ended() {
+  WG_RUNNING=''
+  [ -z "$WG_STOPPED" ] || wg_stop 1 'wangen: stopped. Nothing saved is lost: run this script again to go on.'
+}
+trap 'WG_STOPPED=1; [ -n "$WG_RUNNING" ] || wg_ended' INT
+
+wg_failed() {
+  [ -z "$WG_STOPPED" ] || exit "$2"
+  [ "$2" != 137 ] || wg_stop 137 "wangen: step $1 was killed (exit code 137), as Linux does when memory runs out." \
+    '  do:    free memory, or change what the step needs, and run this script again: nothing saved is lost'
+  wg_stop "$2" "wangen: step $1 failed (exit code $2); its message stands above. Mend it and run this script again."
+}
+
+for wg_knob in RESOLUTION VAE_DTYPE T5_DTYPE NUM_WORKERS; do
+  case ${!wg_knob} in
+    '' | *[!A-Za-z0-9._,+-]*) wg_stop 2 "wangen: the knob $wg_knob may hold letters, digits and . _ , + - only" ;;
+  esac
+done
+
+wg_only=${1:-}
+case $wg_only in
+  '' | check | cache_latents | cache_text | check_cache) ;;
+  *) wg_stop 2 "wangen: this script has no step '$wg_only'. Its steps: check, cache_latents, cache_text, check_cache" ;;
+esac
+[ -n "$wg_only" ] || [ $# -le 1 ] || wg_stop 2 'wangen: further words belong behind the name of a step'
+# What is left in "$@" are further words for that one step; without a step's name there are none.
+[ $# -eq 0 ] || shift
+
+WG_SELF=${BASH_SOURCE[0]}
+[ ! -L "$WG_SELF" ] || WG_SELF=$(readlink -f -- "$WG_SELF")
+WG_HERE=$(CDPATH='' cd -- "$(dirname -- "$WG_SELF")" && pwd)
+# The bundle may be moved: its root is the folder that holds this script.
+WG_ROOT=$WG_HERE
+cd -- "$WG_ROOT"
+
+# A Windows environment (Scripts, no bin) cannot run here and is never taken.
+WG_PY=${WANGEN_PYTHON:-}
+if [ -n "$WG_PY" ]; then
+  { [ -f "$WG_PY" ] && [ -x "$WG_PY" ]; } || wg_stop 1 "wangen: WANGEN_PYTHON names no program: $WG_PY"
+else
+  for wg_venv in "$WG_ROOT"/venv "$WG_ROOT"/'.venv' "${VIRTUAL_ENV:-}"; do
+    if [ -n "$wg_venv" ] && [ -x "$wg_venv/bin/python" ]; then
+      WG_PY=$wg_venv/bin/python
+      break
+    fi
+  done
+fi
+if [ -z "$WG_PY" ]; then
+  printf 'wangen: no Python was found. Looked for:\n' >&2
+  printf '  %s/bin/python\n' "$WG_ROOT"/venv "$WG_ROOT"/'.venv' >&2
+  wg_stop 1 '  do:    run setup_wangen.sh beside this script, or set WANGEN_PYTHON to an interpreter'
+fi
+
+unset PYTHONHOME
+export PYTHONUTF8=1 PYTHONSAFEPATH=1 WANGEN_SCRIPT="$WG_HERE/${WG_SELF##*/}" WANGEN_SCRIPT_VERSION=0.1.0
+if ! "$WG_PY" -c 'import wangen.runtime' >/dev/null 2>&1; then
+  wg_stop 1 "wangen: this Python has no wangen: $WG_PY" \
+    '  do:    run setup_wangen.sh beside this script, or type:' \
+    "  \"$WG_PY\" -m pip install \"$WG_ROOT/files/wangen-0.1.0-py3-none-any.whl[runtime]\""
+fi
+
+if [ -z "$wg_only" ] || [ "$wg_only" = check ]; then
+  printf '%s\n' 'wangen: step 1 of 4: check'
+  WG_RUNNING=check
+  "$WG_PY" -m wangen.runtime \
+    check \
+    --dataset_config 'files/tomls/example_slurm.toml' \
+    --resolution "$RESOLUTION" \
+    --task t2v-1.3B \
+    --vae 'models/Wan2.1_VAE.pth' \
+    --t5 'models/models_t5_umt5-xxl-enc-bf16.pth' \
+    --dit 'models/wan2.1_t2v_1.3B_bf16.safetensors' \
+    --output_dir 'outputs/example' \
+    --log_file 'logs/example.log' \
+    --report_dir 'outputs/example' \
+    --lock 'outputs/example/run.lock' \
+    "$@" || wg_failed check $?
+  wg_ended
+fi
+
+if [ -z "$wg_only" ] || [ "$wg_only" = cache_latents ]; then
+  printf '%s\n' 'wangen: step 2 of 4: cache_latents'
+  WG_RUNNING=cache_latents
+  "$WG_PY" -m wangen.runtime \
+    cache_latents \
+    --dataset_config 'files/tomls/example_slurm.toml' \
+    --resolution "$RESOLUTION" \
+    --task t2v-1.3B \
+    --num_workers "$NUM_WORKERS" \
+    --vae 'models/Wan2.1_VAE.pth' \
+    --vae_dtype "$VAE_DTYPE" \
+    --vae_tile 0 \
+    --log_file 'logs/example.log' \
+    --report_dir 'outputs/example' \
+    --lock 'outputs/example/run.lock' \
+    "$@" || wg_failed cache_latents $?
+  wg_ended
+fi
+
+if [ -z "$wg_only" ] || [ "$wg_only" = cache_text ]; then
+  printf '%s\n' 'wangen: step 3 of 4: cache_text'
+  WG_RUNNING=cache_text
+  "$WG_PY" -m wangen.runtime \
+    cache_text \
+    --dataset_config 'files/tomls/example_slurm.toml' \
+    --resolution "$RESOLUTION" \
+    --task t2v-1.3B \
+    --num_workers "$NUM_WORKERS" \
+    --t5 'models/models_t5_umt5-xxl-enc-bf16.pth' \
+    --t5_dtype "$T5_DTYPE" \
+    --no_fp8_t5 \
+    --log_file 'logs/example.log' \
+    --report_dir 'outputs/example' \
+    --lock 'outputs/example/run.lock' \
+    "$@" || wg_failed cache_text $?
+  wg_ended
+fi
+
+if [ -z "$wg_only" ] || [ "$wg_only" = check_cache ]; then
+  printf '%s\n' 'wangen: step 4 of 4: check_cache'
+  WG_RUNNING=check_cache
+  "$WG_PY" -m wangen.runtime \
+    check_cache \
+    --dataset_config 'files/tomls/example_slurm.toml' \
+    --resolution "$RESOLUTION" \
+    --task t2v-1.3B \
+    --vae 'models/Wan2.1_VAE.pth' \
+    --t5 'models/models_t5_umt5-xxl-enc-bf16.pth' \
+    --vae_dtype "$VAE_DTYPE" \
+    --t5_dtype "$T5_DTYPE" \
+    --vae_tile 0 \
+    --no_fp8_t5 \
+    --log_file 'logs/example.log' \
+    --report_dir 'outputs/example' \
+    --lock 'outputs/example/run.lock' \
+    "$@" || wg_failed check_cache $?
+  wg_ended
+fi
+
+printf '%s\n' "wangen: cache_example${wg_only:+ (step $wg_only)} finished."
