@@ -81,7 +81,7 @@ never reaches it: an H100 that multiplies large matrices was measured at 790. Py
 VARIANTS = {"ti", "super", "d", "xt", "xtx"}
 """Words behind a card's name that make it another card."""
 
-_SIZE = re.compile(r"\b(\d{1,4}) ?Gi?B\b", re.IGNORECASE | re.ASCII)
+_SIZE = re.compile(r"\b(\d{1,4}) ?Gi?B?\b", re.IGNORECASE | re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -139,19 +139,19 @@ def peak_of_card(name: str) -> float | None:
 
 
 def named(text: str) -> Gpu:
-    """The card that a user names: `RTX 4090`, `A100 80GB`, or only its memory, `24GB`.
+    """The card that a user names: `RTX 4090`, `rtx4090`, `A100 80GB`, or only its memory, `24GB` or `24G`.
 
     Of a card that is sold with several sizes, and none is said, it is the smallest.
 
     Raises:
         UsageError: it is not known.
 
-    >>> str(named("rtx 4090")), str(named("a100 80gb")), str(named("12GB"))
+    >>> str(named("rtx4090")), str(named("a100 80gb")), str(named("12G"))
     ('RTX 4090 (24 GiB)', 'A100 (80 GiB)', 'a card (12 GiB)')
     """
     size = _SIZE.search(text)
     rest = _SIZE.sub("", text).strip()
-    found = find_card(rest)
+    found = find_card(rest) or find_card(re.sub(r"(?<=[a-z])(?=\d)", " ", rest.lower()))
     if found is None and size and not rest and int(size[1]):
         return _gpu("a card", int(size[1]), None)
     if found is None:

@@ -28,12 +28,15 @@ def refuse_not_above_zero(options: Train) -> None:
 
 
 def refuse_more_blocks(options: Train, num_blocks: int) -> None:
-    """Refuse more blocks to swap than are recomputed.
+    """Refuse more blocks to swap than are recomputed, and more that are not recomputed than there are.
 
     Raises:
         UsageError: there are more.
     """
     room = num_blocks - (options.checkpointing_free_blocks or 0)
+    if room < 0:
+        raise UsageError(f"--checkpointing_free_blocks {options.checkpointing_free_blocks}: the model has "
+                         f"{num_blocks} blocks", cure=f"give 0 to {num_blocks}")  # fmt: skip
     if (options.blocks_to_swap or 0) > room:
         raise UsageError(f"--blocks_to_swap {options.blocks_to_swap}: the blocks that are recomputed are {room}",
                          cure=f"give 0 to {room}")  # fmt: skip

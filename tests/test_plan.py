@@ -130,6 +130,19 @@ def test_the_card_of_this_machine_is_found(place: Path, capsys, monkeypatch, tmp
                             "tflops": 165.2}  # fmt: skip
     code, found = planned(capsys, "cats", "--platform", "windows")
     assert found["gpu"] is None, "the scripts of another machine say nothing of this one"
+    set_in_train(place, 'gpus = "2"')
+    assert "--gpus 2: this machine shows 1 card" in planned(capsys, "cats")[1]["notes"]
+    set_in_train(place, 'device = "cpu"')
+    code, found = planned(capsys, "cats")
+    assert (code, found["gpu"]) == (0, None)
+    assert any("on the processor" in note for note in found["notes"])
+
+
+def set_in_train(place: Path, line: str) -> None:
+    """Put a line into `[steps.train]` of the workspace, and publish."""
+    path = place / "wangen.toml"
+    path.write_text(path.read_text(encoding="utf-8").replace("[steps.train]\n", f"[steps.train]\n{line}\n"))
+    assert main(["publish", "cats"]) == 0
 
 
 def test_a_script_can_be_named_where_there_is_no_workspace(place: Path, capsys, tmp_path, monkeypatch):
@@ -160,12 +173,11 @@ def test_what_cannot_be_planned_is_named(place: Path, capsys, words, said):
 @pytest.mark.parametrize(
     ("line", "said"),
     [("gradient_accumulation_steps = 0", "must be above 0"), ("network_dim = -5", "must be above 0"),
-     ("blocks_to_swap = 99", "the blocks that are recomputed are 40")],
+     ("blocks_to_swap = 99", "the blocks that are recomputed are 40"),
+     ("checkpointing_free_blocks = 80", "the model has 40 blocks")],
 )  # fmt: skip
 def test_numbers_that_training_refuses_are_refused(place: Path, capsys, line, said):
-    path = place / "wangen.toml"
-    path.write_text(path.read_text(encoding="utf-8").replace("[steps.train]\n", f"[steps.train]\n{line}\n"))
-    assert main(["publish", "cats"]) == 0
+    set_in_train(place, line)
     assert main(["plan", "cats", "--gpu", "H100"]) == 2
     assert said in capsys.readouterr().err
 

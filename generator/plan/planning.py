@@ -9,7 +9,7 @@ from pathlib import Path
 from wangen import profiles
 from wangen.generator import kinds
 from wangen.generator.cards import Gpu
-from wangen.generator.errors import UsageError, WangenError
+from wangen.generator.errors import UsageError, WangenError, many
 from wangen.generator.launch import asks_for_several
 from wangen.generator.memory import GIB
 from wangen.generator.memory_presets import resolve_vram
@@ -79,12 +79,17 @@ def _plan_here(script: Scripted, gpu: Gpu | None, num_cards: int, here: bool) ->
     model, bits = _weighed(train, profiles.model(train.task), notes)
     entries = _entries(script, train)
     found = _surveyed(script, train, entries, model, notes)
-    if gpu is None:
+    if train.device == "cpu":
+        gpu = None
+        notes.append("it trains on the processor (device = cpu): neither its memory nor its time is estimated")
+    elif gpu is None:
         notes.append('no GPU is seen here; name the one that trains: --gpu "RTX 4090", or --gpu 24GB')
     refuse_not_above_zero(train)
     train = _resolved(script, train, model, gpu)
     refuse_more_blocks(train, model.transformer.num_layers)
     processes = _num_processes(train, num_cards)
+    if gpu and here and processes > num_cards:
+        notes.append(f"--gpus {processes}: this machine shows {many(num_cards, 'card')}")
     plan = plan_run(train, model, found, gpu, processes=processes, bits=bits)
     cure = find_cure(plan) if plan.fits is False else None
     if gpu and plan.fits and gpu.free < plan.budget.device:

@@ -78,7 +78,7 @@ def _table(plan: RunPlan) -> Iterator[str]:
         first = row[0].ljust(widths[0])
         yield "  " + "  ".join([first, *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))])
     if len(plan.shapes) > _SHOWN:
-        yield f"  and {len(plan.shapes) - _SHOWN} smaller buckets; of a batch each"
+        yield f"  and {len(plan.shapes) - _SHOWN} smaller buckets"
 
 
 def _memory(planned: Planned) -> Iterator[str]:

@@ -13,7 +13,7 @@ import click
 from wangen.generator import workspace
 from wangen.generator.bundle import find_weights, needed_weights
 from wangen.generator.dataset_settings import DatasetSettings
-from wangen.generator.errors import UsageError, WangenError, bytes_text
+from wangen.generator.errors import UsageError, WangenError, bytes_text, many
 from wangen.generator.lock import hold
 from wangen.generator.paths import slugify
 from wangen.generator.progress import bar
@@ -114,7 +114,7 @@ def _run(request: Request, place: Workspace, slug: str) -> None:
     plan = publishing.make_plan(place, targets, slug, model, source, settings, only_scripts=request.only_scripts,
                                 long_paths=request.long_paths)  # fmt: skip
     sizes = " and ".join(map(resolution_name, resolutions_of(model, settings)))
-    what = f"{len(source.items)} items" if source else "scripts alone"
+    what = many(len(source.items), "item") if source else "scripts alone"
     if settings.footage and not request.only_scripts:
         what = f"the videos in {settings.footage}, cut by the script's first step,"
     verb = "would be published" if request.dry_run else "is published"
