@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import chdir
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice, zip_longest
@@ -90,9 +91,15 @@ def look_at_dataset(run: RunFiles, dataset: Path | None) -> DatasetPart:
     """
     if dataset is None and not run.told(*DATASET_FLAGS):
         return DatasetPart(problem=f"no report of the run says yet which dataset it has: {_CURE}")
-    config = dataset or run.path_told(*DATASET_FLAGS)
-    if config is None or not is_file(config):
-        return DatasetPart(problem=f"the dataset is not there: {config or run.told(*DATASET_FLAGS)}; {_CURE}")
+    start = Path() if dataset else run.start_of(*DATASET_FLAGS)
+    config = dataset or Path(run.told(*DATASET_FLAGS))
+    if start is None or not is_file(start / config):
+        return DatasetPart(problem=f"the dataset is not there: {config}; {_CURE}")
+    with chdir(start):  # where relative paths of a bundle's TOML start
+        return _look(run, config)
+
+
+def _look(run: RunFiles, config: Path) -> DatasetPart:
     options = CheckCache(
         dataset_config=config,
         resolution=run.told("resolution") or "all",

@@ -42,7 +42,8 @@ class LiveRun:
             UsageError: no such folder, no such run in it, or two datasets are given.
         """
         self._options, self._dataset_file = options, options.dataset
-        self._log = MetricsLog(options.output_dir.resolve() / METRICS)
+        self._folder = options.output_dir.resolve()
+        self._log = MetricsLog(self._folder / METRICS)
         self._lock, self._media = threading.Lock(), Served()
         self._dataset: DatasetPart | None = None
         self._mark: tuple[Any, ...] | None = None
@@ -51,9 +52,9 @@ class LiveRun:
 
     def _read(self) -> None:
         """Look at the files, and make the blocks anew where any of them changed."""
-        signature, started_s = tuple(_signature(self._options.output_dir)), time.monotonic()
+        signature, started_s = tuple(_signature(self._folder)), time.monotonic()
         if signature != self._mark and started_s >= self._next_s:
-            self.run = read_run(self._options.output_dir, self._options.output_name, self._log)
+            self.run = read_run(self._folder, self._options.output_name, self._log)
             if self._dataset is None or (self._dataset.problem and self.run.told(*DATASET_FLAGS)):
                 self._dataset = look_at_dataset(self.run, self._dataset_file)
             self._sections = make_sections(self.run, self._dataset, self._media)

@@ -136,10 +136,18 @@ class RunFiles:
         return next((str(value) for given in settings for flag in flags if (value := given.get(flag))), "")
 
     def path_told(self, *flags: str) -> Path | None:
-        """The file that a flag names, which a script gives from its own folder: that is one above the run's."""
+        """The file that a flag names."""
+        start = self.start_of(*flags)
+        return start / self.told(*flags) if start else None
+
+    def start_of(self, *flags: str) -> Path | None:
+        """The folder that the path which a flag names starts at: this one, or a script's, which is one above the run's.
+
+        None where no flag names a file that is there.
+        """
         told = self.told(*flags)
         places = [Path(), *self.folder.parents[:_LEVELS]] if told else []
-        return next((place / told for place in places if is_file(place / told)), None)
+        return next((place for place in places if is_file(place / told)), None)
 
     @property
     def task(self) -> str:
