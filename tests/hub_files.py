@@ -4,7 +4,7 @@ import random
 from pathlib import Path
 
 from helpers import read_tree
-from weight_files import T2V, T5, VAE21, VECTORS
+from parity import DIT, T5, VAE21, VECTORS
 
 from wangen import profiles
 
@@ -16,7 +16,7 @@ LARGE = random.Random(1).randbytes(25 * MIB)
 """The content of that file."""
 
 MODEL = profiles.model("t2v-1.3B")
-CONTENTS = {"vae": VAE21, "t5": T5, "dit": T2V}
+CONTENTS = {"vae": VAE21, "t5": T5, "dit": DIT}
 """What stands for the weights of this task."""
 FILES = {
     **{

@@ -8,22 +8,8 @@ from pathlib import Path
 
 import published
 import pytest
-from weight_files import (
-    CLIP,
-    I2V,
-    I2V22,
-    I2V_SMALL,
-    LORA,
-    T2V,
-    T2V_SMALL,
-    T5,
-    TI2V,
-    UMT5_SMALL,
-    VAE21,
-    VAE22,
-    header_of,
-    words_of,
-)
+from parity import CLIP, T5, VAE21, VAE22
+from weight_files import I2V, I2V22, I2V_SMALL, LORA, T2V, T2V_SMALL, TI2V, UMT5_SMALL, header_of, words_of
 
 from wangen.generator.kinds import KINDS, describe, examine, kind_of
 from wangen.generator.layouts import LAYOUTS, Layout

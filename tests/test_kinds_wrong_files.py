@@ -5,7 +5,8 @@ from pathlib import Path
 
 import published
 import pytest
-from weight_files import I2V, LORA, T2V, T2V_SMALL, VAE21, VAE22, header_of, words_of
+from parity import VAE21, VAE22
+from weight_files import I2V, LORA, T2V, T2V_SMALL, header_of, words_of
 
 from wangen.generator.errors import WangenError
 from wangen.generator.experts import expect_two_experts, same_weights, seem_swapped

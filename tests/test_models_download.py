@@ -10,7 +10,7 @@ import pytest
 from helpers import read_tree, write_tree
 from hub_files import CONTENTS, FILES, FP8_NAME, LARGE, left
 from local_hub import download, running
-from weight_files import VECTORS
+from parity import VECTORS
 
 from wangen.generator.cli import main
 

@@ -4,19 +4,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import published
+from parity import DITS, VECTORS
 
 from wangen.generator.formats import Header, TensorInfo
 from wangen.generator.kinds import examine
 
-VECTORS = Path(__file__).parent / "vectors"
-T2V = VECTORS / "dit_t2v21" / "model.safetensors"
-I2V = VECTORS / "dit_i2v21" / "model.safetensors"
-I2V22 = VECTORS / "dit_i2v22_a14b" / "model.safetensors"
-TI2V = VECTORS / "dit_ti2v5b" / "model.safetensors"
-VAE21 = VECTORS / "vae21" / "Wan2.1_VAE.pth"
-VAE22 = VECTORS / "vae22" / "Wan2.2_VAE.pth"
-T5 = VECTORS / "t5" / "models_t5_umt5-xxl-enc-bf16.pth"
-CLIP = VECTORS / "clip" / "models_clip_open-clip-xlm-roberta-large-vit-huge-14.pth"
+T2V, I2V = DITS["dit_t2v21"], DITS["dit_i2v21"]
+I2V22, TI2V = DITS["dit_i2v22_a14b"], DITS["dit_ti2v5b"]
 LORA = VECTORS / "lora_t2v21" / "lora_musubi.safetensors"
 
 T2V_SMALL = published.transformer(dim=256, ffn_dim=512, num_layers=2)
