@@ -1,5 +1,6 @@
 """What several tests share: file trees as a dict, and real images and clips made on the spot."""
 
+import hashlib
 import io
 import os
 import subprocess
@@ -29,6 +30,11 @@ def write_tree(folder: Path, tree: Mapping[str, bytes | str]) -> Path:
 def read_tree(folder: Path) -> dict[str, bytes]:
     """Every file below a folder: relative name with forward slashes -> bytes."""
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def digest(path: Path) -> str:
+    """The SHA-256 of a file, by which bytes are compared."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def run_script(bundle: Path, name: str) -> str:

@@ -58,16 +58,15 @@ def long(value: int) -> bytes:
 
 
 def pickles(canary: Path) -> dict[str, bytes]:
-    """Pickles that execute, reserve, multiply or recurse, by what they do."""
+    """Pickles that execute, reserve, multiply, recurse or lie, by what they do."""
+    return executing(canary) | swelling() | lying()
+
+
+def executing(canary: Path) -> dict[str, bytes]:
+    """Pickles that would make the file `canary`, or run something else."""
     command = f"touch {canary}".encode()
     text = b"X" + struct.pack("<I", len(command)) + command
     evaluated = f"open({str(canary)!r}, 'w')".encode()
-    twice = [(b"h" + bytes([n]) + b"h" + bytes([n]), b"q" + bytes([n + 1]) + b"0") for n in range(80)]
-    tuples = b")q\x000" + b"".join(both + b"\x86" + keep for both, keep in twice) + b"h\x50"
-    lists = b"]q\x000" + b"".join(b"](" + both + b"e" + keep for both, keep in twice) + b"h\x50"
-    ordered = b"ccollections\nOrderedDict\n"
-    items = b"](" + b"K\x01K\x02\x86" * 5000 + b"eq\x000"
-    colliding = b"".join(long(n * (2**61 - 1)) + b"K\x01" for n in range(1, 20_000))
     return {
         "os.system": b"cos\nsystem\n" + text + b"\x85R.",
         "os.system as a weight": named(b"cos\nsystem\n" + text + b"\x85R"),
@@ -80,6 +79,18 @@ def pickles(canary: Path) -> dict[str, bytes]:
         "getattr over an allowed one": b"\x80\x04\x8c\x0ctorch._utils\x8c\x1b_rebuild_tensor_v2.__globals\x93.",
         "BUILD on a constructor": b"ctorch._utils\n_rebuild_tensor_v2\n}X\x01\x00\x00\x00aK\x01sb.",
         "BUILD on a tensor": named(stored() + b"}X\x05\x00\x00\x00shapeX\x01\x00\x00\x00xsb"),
+    }
+
+
+def swelling() -> dict[str, bytes]:
+    """Pickles that reserve, multiply or recurse."""
+    twice = [(b"h" + bytes([n]) + b"h" + bytes([n]), b"q" + bytes([n + 1]) + b"0") for n in range(80)]
+    tuples = b")q\x000" + b"".join(both + b"\x86" + keep for both, keep in twice) + b"h\x50"
+    lists = b"]q\x000" + b"".join(b"](" + both + b"e" + keep for both, keep in twice) + b"h\x50"
+    ordered = b"ccollections\nOrderedDict\n"
+    items = b"](" + b"K\x01K\x02\x86" * 5000 + b"eq\x000"
+    colliding = b"".join(long(n * (2**61 - 1)) + b"K\x01" for n in range(1, 20_000))
+    return {
         "memo of 2**31 places": named(stored() + b"r\xff\xff\xff\x7f"),
         "shared tuples as a key": b"}" + tuples + b"K\x01s.",
         "shared tuples as a weight": named(tuples),
@@ -102,6 +113,12 @@ def pickles(canary: Path) -> dict[str, bytes]:
         "a bytearray of 2**62": named(b"\x96" + struct.pack("<Q", 2**62)),
         "a frame of 2**63": b"\x80\x04\x95" + struct.pack("<Q", 2**63) + b"}.",
         "a million dimensions": named(stored(b"(" + b"K\x01" * 400_000 + b"t", b"(" + b"K\x01" * 400_000 + b"t")),
+    }
+
+
+def lying() -> dict[str, bytes]:
+    """Pickles of a tensor whose sizes, place or name cannot be, and of nothing; and a good one."""
+    return {
         "a negative size": named(stored(b"J\xff\xff\xff\xff\x85")),
         "a negative offset": named(stored(offset=b"J\xff\xff\xff\xff")),
         "a negative stride": named(stored(strides=b"J\xff\xff\xff\xff\x85")),

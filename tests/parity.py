@@ -30,20 +30,24 @@ def cases(name: str) -> list[int]:
     return sorted({int(key.split(".")[0][4:]) for key in golden(name)})
 
 
-def velocity(model: torch.nn.Module, name: str, case: int) -> torch.Tensor:
-    """What a transformer makes of a case, in float32."""
+def predicted(model: torch.nn.Module, name: str, case: int = 0) -> torch.Tensor:
+    """What a transformer makes of a case, with gradients."""
     tensors = golden(name)
     part = {key.removeprefix(f"case{case}."): value for key, value in tensors.items() if key.startswith(f"case{case}.")}
+    return predict_velocity(
+        model,
+        part["latents"],
+        part.get("timestep_per_token", part["timestep"]),
+        [part[key] for key in sorted(part) if key.startswith("context.")],
+        condition=part.get("y"),
+        image_tokens=part.get("clip_fea"),
+    )
+
+
+def velocity(model: torch.nn.Module, name: str, case: int) -> torch.Tensor:
+    """The same without gradients, in float32."""
     with torch.no_grad():
-        output = predict_velocity(
-            model,
-            part["latents"],
-            part.get("timestep_per_token", part["timestep"]),
-            [part[key] for key in sorted(part) if key.startswith("context.")],
-            condition=part.get("y"),
-            image_tokens=part.get("clip_fea"),
-        )
-    return output.float()
+        return predicted(model, name, case).float()
 
 
 def max_abs(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -1,7 +1,9 @@
-"""Runs for the tests of the report: one that was really trained, and folders that are written by hand."""
+"""Runs for the tests of the report: one that was trained, others written by hand or damaged; and their page as read."""
 
 import json
+import random
 from dataclasses import replace
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -105,3 +107,39 @@ def page_of(folder: Path, **options: Any) -> str:
     """The page that `wangen report` makes."""
     report = make.run(MakeReport(output_dir=folder, **options))
     return Path(report.result["page"]).read_text(encoding="utf-8")
+
+
+class Page(HTMLParser):
+    """What a browser would see: tags with their attributes, and the text."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str]]] = []
+        self.text = ""
+        self._hidden = False
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, {name: value or "" for name, value in attrs}))
+        self._hidden = tag in ("style", "script")
+
+    def handle_endtag(self, tag: str) -> None:
+        self._hidden = False
+
+    def handle_data(self, data: str) -> None:
+        self.text += "" if self._hidden else data
+
+    def all(self, tag: str) -> list[dict[str, str]]:
+        return [attributes for name, attributes in self.tags if name == tag]
+
+
+JUNK = (None, True, -1, 1e308, "x", "</script>", [], [None], {}, {"a": {"b": []}})
+
+
+def spoiled(value: Any, rng: random.Random) -> Any:
+    """JSON in which a few values are something else."""
+    if rng.random() < 0.08:
+        return rng.choice(JUNK)
+    if isinstance(value, dict):
+        return {key: spoiled(part, rng) for key, part in value.items()}
+    return [spoiled(part, rng) for part in value] if isinstance(value, list) else value

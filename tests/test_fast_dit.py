@@ -1,4 +1,4 @@
-"""The fast transformer against the official outputs, and against diffusers and peft with every kind of adapter.
+"""The fast transformer against the official outputs and against diffusers: as exact, with less work and no waiting.
 
 The oracle of gradients is diffusers' own forward in float64: in float32 it is itself farther from that (up to 7e-5 of a
 gradient) than the fast path is.
@@ -6,7 +6,6 @@ gradient) than the fast path is.
 
 import dataclasses
 import io
-import warnings
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +13,6 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 from fast_dit import (
-    CONFIGS,
     CPU,
     Inputs,
     adapted,
@@ -67,21 +65,6 @@ def test_velocities_and_gradients_are_exact(name: str, case: int, batch: int):
     assert largest_error(gradients, wanted) < 1e-5
 
 
-@pytest.mark.parametrize("name", ["dit_t2v21", "dit_i2v21", "dit_ti2v5b"])
-@pytest.mark.parametrize("kind", CONFIGS)
-def test_every_kind_of_adapter_gives_the_plain_gradients(name: str, kind: str):
-    model, inputs = adapted(vectors_model(name), kind), inputs_of(name)
-    if kind == "dropout":  # which numbers drop out depends on the order of the modules, which is the same
-        torch.manual_seed(0)
-        output, gradients = step(model, fast(model), inputs)
-        torch.manual_seed(0)
-    else:
-        output, gradients = step(model, fast(model), inputs)
-    wanted_output, wanted = step(model, plain(model), inputs)
-    assert max_abs(output, wanted_output) < 2e-5
-    assert largest_error(gradients, wanted) < 5e-5
-
-
 @pytest.mark.parametrize("trick", TRICKS)
 @pytest.mark.parametrize(("alone", "checkpointing"), [(False, "none"), (True, "none"), (False, "full")])
 def test_each_trick_can_be_taken_alone_and_left_alone(trick: str, alone: bool, checkpointing: str):
@@ -92,77 +75,6 @@ def test_each_trick_can_be_taken_alone_and_left_alone(trick: str, alone: bool, c
     # Over 512 rows of padding float32 adds up less exactly, in diffusers' forward as well.
     assert max_abs(output, wanted_output) < (1e-5 if tricks.collapse_text else 2e-5)
     assert largest_error(gradients, wanted) < (1e-5 if tricks.collapse_text else 5e-5)
-
-
-@pytest.mark.parametrize(
-    "targets",
-    [
-        r".*attn1\.to_v",
-        r".*attn2\.to_(k|v)",
-        r".*blocks\.1\.ffn\.net\.2",
-        r".*blocks\.1\..*to_q",
-        r".*blocks\.0\..*to_q",
-    ],
-)
-@pytest.mark.parametrize("checkpointing", ["none", "selective"])
-def test_adapters_on_some_layers_only(targets: str, checkpointing: str):
-    model, inputs = adapted(vectors_model("dit_t2v21"), targets=targets), inputs_of("dit_t2v21")
-    _, gradients = step(model, fast(model, checkpointing=checkpointing), inputs)
-    assert largest_error(gradients, exact(model, inputs)[1]) < 1e-5
-
-
-def test_ranks_and_scales_of_neighbours_may_differ():
-    from peft import LoraConfig
-
-    model, inputs = vectors_model("dit_t2v21"), inputs_of("dit_t2v21")
-    config = LoraConfig(r=4, lora_alpha=4, target_modules=["to_q", "to_k", "ffn.net.2"], init_lora_weights=False,
-                        rank_pattern={"to_q": 2}, alpha_pattern={"to_k": 1})  # fmt: skip
-    model.add_adapter(config)
-    _, gradients = step(model, fast(model), inputs)
-    assert largest_error(gradients, exact(model, inputs)[1]) < 1e-5
-
-
-def test_what_is_trained_beside_adapters_gets_its_gradients_too():
-    """Full fine-tuning: every weight, also those before the blocks."""
-    model, inputs = vectors_model("dit_i2v21").requires_grad_(True), inputs_of("dit_i2v21", batch=2)
-    model.requires_grad_(True)
-    _, gradients = step(model, fast(model, checkpointing="full"), inputs)
-    _, wanted = exact(model, inputs)
-    # Without a bias on its neighbours a key's bias changes no softmax: its gradient is zero but for rounding.
-    kept = [name for name in wanted if not name.endswith("to_k.bias") and "add_k_proj.bias" not in name]
-    assert largest_error({n: gradients[n] for n in kept}, {n: wanted[n] for n in kept}) < 5e-5
-
-
-def test_adapters_that_are_switched_off_or_merged_count_so_at_once():
-    model, inputs = adapted(vectors_model("dit_t2v21")), inputs_of("dit_t2v21")
-    velocity = fast(model)
-    with torch.no_grad():
-        on, base = inputs(velocity), inputs(fast(vectors_model("dit_t2v21")))
-        model.disable_adapters()
-        off = inputs(velocity)
-        model.enable_adapters()
-        for module in model.modules():
-            if hasattr(module, "merge"):
-                module.merge()
-        merged = inputs(velocity)
-    assert max_abs(on, base) > 1e-2
-    assert torch.equal(off, base)
-    assert max_abs(merged, on) < 2e-5
-
-
-def test_two_active_adapters_add_up():
-    model, inputs = adapted(vectors_model("dit_t2v21")), inputs_of("dit_t2v21")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # peft warns of a second adapter
-        model.add_adapter(CONFIGS["lora"](r".*to_q"), adapter_name="second")
-    for name, parameter in model.named_parameters():
-        if "second" in name:
-            torch.nn.init.normal_(parameter, std=0.05)
-    model.set_adapter(["default", "second"])
-    output, gradients = step(model, fast(model), inputs)
-    wanted_output, wanted = step(model, plain(model), inputs)
-    assert max_abs(output, wanted_output) < 2e-5
-    assert largest_error(gradients, wanted) < 5e-5
 
 
 @pytest.mark.parametrize("is_fast", [True, False])
@@ -184,18 +96,6 @@ def test_in_bfloat16_the_way_is_no_less_exact_than_autocast(name: str, is_fast: 
 
     assert rel_rms(output, wanted_output) < max(0.006, rel_rms(plain_output, wanted_output))
     assert rel_rms(whole(gradients), whole(wanted)) < 1.1 * rel_rms(whole(plain_gradients), whole(wanted)) < 0.05
-
-
-def test_adapters_in_one_flat_buffer_are_cast_as_if_each_had_its_own(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(dit_linear, "_is_fast_in_bfloat16", lambda: True)
-    model, inputs = adapted(vectors_model("dit_t2v21", torch.bfloat16)), inputs_of("dit_t2v21")
-    _, wanted = step(model, fast(model), inputs)
-    flat = torch.cat([parameter.detach().flatten() for parameter in trained(model).values()])
-    for parameter, part in zip(trained(model).values(), flat.split([p.numel() for p in trained(model).values()]),
-                               strict=True):  # fmt: skip
-        parameter.data = part.view(parameter.shape)
-    _, gradients = step(model, fast(model), inputs)
-    assert all(torch.equal(gradients[name], wanted[name]) for name in wanted)
 
 
 def test_weights_are_not_held_twice_and_everything_still_works():
@@ -270,24 +170,6 @@ def test_no_step_waits_for_the_device(quantize: Any, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(torch, name, refuse_device(getattr(torch, name)))
     output = inputs(velocity)
     output.square().mean().backward()
-
-
-@pytest.mark.parametrize("outer", ["time_proj", r"text_embedder\.linear_2", r"(time_proj|text_embedder\.linear_2)"])
-def test_swapped_blocks_pass_gradients_on_to_adapters_of_text_and_time(outer: str):
-    model = adapted(small(4), targets=rf"(condition_embedder\.{outer}|blocks\.3\.ffn\.net\.2)")
-    inputs = noisy(2, 1, 8, 8)
-    wanted = exact(model, inputs)[1]
-    _, gradients = step(model, fast(model, BlockSwap(model, 3, CPU), checkpointing="full"), inputs)
-    assert len(wanted) >= 4
-    assert largest_error(gradients, wanted) < 1e-5
-
-
-def test_an_adapter_of_the_times_takes_a_base_in_bfloat16():
-    model, inputs = adapted(small(1, torch.bfloat16), targets=r".*time_proj"), noisy(1, 1, 8, 8)
-    output, gradients = step(model, fast(model), inputs)
-    wanted_output, wanted = exact(model, inputs)
-    assert rel_rms(output, wanted_output) < 0.02
-    assert largest_error(gradients, wanted) < 0.05
 
 
 def test_positions_of_few_sizes_are_kept():

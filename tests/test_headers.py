@@ -7,14 +7,11 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from parity import DIT, T5, VAE21, VECTORS
 
 from wangen.generator import headers
 from wangen.generator.errors import WangenError
 
-VECTORS = Path(__file__).parent / "vectors"
-DIT = VECTORS / "dit_t2v21" / "model.safetensors"
-VAE = VECTORS / "vae21" / "Wan2.1_VAE.pth"
-T5 = VECTORS / "t5" / "models_t5_umt5-xxl-enc-bf16.pth"
 LORA = VECTORS / "lora_t2v21" / "lora_musubi.safetensors"
 SHARDED = VECTORS / "dit_t2v21_e2e" / "sharded"
 SHARD = SHARDED / "diffusion_pytorch_model-00002-of-00002.safetensors"
@@ -40,7 +37,7 @@ def write_pth(path: Path, content: object, **records: bytes) -> Path:
 
 
 def test_a_pth_is_read_in_full():
-    header = headers.read_header(VAE)
+    header = headers.read_header(VAE21)
     assert header.format == "pth"
     assert header.tensors["encoder.conv1.weight"] == headers.TensorInfo("F32", (8, 3, 3, 3, 3))
     assert len(header.tensors) == 194
@@ -66,7 +63,7 @@ def test_a_safetensors_file_cut_short_is_told(tmp_path: Path, length: int):
 @pytest.mark.parametrize("length", [0, 3, 100, 20_000, 2_000_000, -1, -30])
 def test_a_pth_cut_short_is_told(tmp_path: Path, length: int):
     path = tmp_path / "cut.pth"
-    path.write_bytes(VAE.read_bytes()[:length])
+    path.write_bytes(VAE21.read_bytes()[:length])
     with pytest.raises(WangenError) as caught:
         headers.read_header(path)
     if length > 3 or length < 0:
@@ -166,7 +163,7 @@ def test_a_zip_without_weights_is_refused(tmp_path: Path):
 
 
 def test_a_pth_that_lacks_a_record_is_refused(tmp_path: Path):
-    with zipfile.ZipFile(VAE) as source, zipfile.ZipFile(tmp_path / "a.pth", "w") as target:
+    with zipfile.ZipFile(VAE21) as source, zipfile.ZipFile(tmp_path / "a.pth", "w") as target:
         for info in source.infolist():
             if not info.filename.endswith("/data/7"):
                 target.writestr(info, source.read(info))
@@ -291,7 +288,7 @@ def test_a_folder_stands_for_the_shards_in_it(sharded: Path):
 
 
 def test_a_pickle_is_taken_where_there_is_nothing_else(tmp_path: Path):
-    put(tmp_path / "pytorch_model.bin", VAE)
+    put(tmp_path / "pytorch_model.bin", VAE21)
     assert headers.read_header(tmp_path).format == "pth"
     (tmp_path / "pytorch_model.bin").rename(tmp_path / "pytorch_model-00001-of-00002.bin")
     with pytest.raises(WangenError, match=r"several \.bin files"):
@@ -311,7 +308,7 @@ def test_the_option_says_which_model_of_a_pipeline_is_meant(tmp_path: Path):
         "--dit_high_noise": put(tmp_path / "transformer" / "diffusion_pytorch_model.safetensors"),
         "--dit": put(tmp_path / "transformer_2" / "diffusion_pytorch_model.safetensors"),
         "--t5": put(tmp_path / "text_encoder" / "model.safetensors"),
-        "--vae": put(tmp_path / "vae" / "diffusion_pytorch_model.bin", VAE),
+        "--vae": put(tmp_path / "vae" / "diffusion_pytorch_model.bin", VAE21),
     }
     for flag, path in inside.items():
         assert headers.shards(tmp_path, flag) == [path]
@@ -354,13 +351,13 @@ def test_a_malformed_list_of_a_pipelines_models_is_told(tmp_path: Path, text: st
 def test_a_repository_of_the_original_files(tmp_path: Path):
     low = put(tmp_path / "low_noise_model" / "diffusion_pytorch_model.safetensors")
     high = put(tmp_path / "high_noise_model" / "diffusion_pytorch_model.safetensors")
-    vae, t5 = put(tmp_path / "Wan2.1_VAE.pth", VAE), put(tmp_path / T5.name, T5)
+    vae, t5 = put(tmp_path / "Wan2.1_VAE.pth", VAE21), put(tmp_path / T5.name, T5)
     found = [headers.shards(tmp_path, flag) for flag in ("--dit", "--dit_high_noise", "--vae", "--t5")]
     assert found == [[low], [high], [vae], [t5]]
 
 
 def test_identity_is_of_the_content(tmp_path: Path):
-    for path in (DIT, VAE):
+    for path in (DIT, VAE21):
         copy = Path(shutil.copy(path, tmp_path / f"renamed{path.suffix}"))
         assert headers.identity(copy) == headers.identity(path)
         assert len(headers.identity(path)) == 64
@@ -374,13 +371,13 @@ def test_identity_sees_another_weight(tmp_path: Path):
     data[-1] ^= 1
     changed.write_bytes(data)
     assert headers.identity(changed) != headers.identity(DIT)
-    with zipfile.ZipFile(VAE) as source, zipfile.ZipFile(tmp_path / "a.pth", "w") as target:
+    with zipfile.ZipFile(VAE21) as source, zipfile.ZipFile(tmp_path / "a.pth", "w") as target:
         for info in source.infolist():
             content = bytearray(source.read(info))
             if info.filename.endswith("/data/7"):
                 content[0] ^= 1
             target.writestr(info, bytes(content))
-    assert headers.identity(tmp_path / "a.pth") != headers.identity(VAE)
+    assert headers.identity(tmp_path / "a.pth") != headers.identity(VAE21)
 
 
 def test_identity_of_a_long_file_reads_a_part_of_it(tmp_path: Path):

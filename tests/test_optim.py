@@ -78,19 +78,26 @@ def test_parameters_that_were_replaced_are_noticed() -> None:
             optimization.step(1.0)
 
 
-@pytest.mark.filterwarnings("default")
-def test_joined_8bit_adamw_equals_bitsandbytes_on_every_tensor() -> None:
-    library = pytest.importorskip("bitsandbytes")
-    ours, plain = Optimization(options(optimizer_type="AdamW8bit"), parameters()), parameters()
-    assert ours.name == "bitsandbytes.AdamW8bit"
-    reference = library.optim.AdamW8bit(list(plain.values()), lr=1e-2)
-    for step in range(6):
+def step_both(
+    ours: Optimization, reference: torch.optim.Optimizer, plain: dict[str, torch.nn.Parameter], num_steps: int
+) -> None:
+    """Steps of an optimizer and of another one on parameters of its own, with the same gradients."""
+    for step in range(num_steps):
         ours.zero_grad()
         reference.zero_grad()
         add_gradients(ours.flat.parameters, step)
         add_gradients(plain, step)
         ours.step(1.0)
         reference.step()
+
+
+@pytest.mark.filterwarnings("default")
+def test_joined_8bit_adamw_equals_bitsandbytes_on_every_tensor() -> None:
+    library = pytest.importorskip("bitsandbytes")
+    ours, plain = Optimization(options(optimizer_type="AdamW8bit"), parameters()), parameters()
+    assert ours.name == "bitsandbytes.AdamW8bit"
+    reference = library.optim.AdamW8bit(list(plain.values()), lr=1e-2)
+    step_both(ours, reference, plain, 6)
     assert_equal(weights(ours.flat.parameters), weights(plain))
     state, _ = ours.state()
     assert state["blocks.1.q.lora_A.default.weight/state1"].dtype == torch.uint8
@@ -124,13 +131,7 @@ def test_adafactor_takes_the_learning_rate_unless_told_otherwise() -> None:
     ours = Optimization(options(optimizer_type="Adafactor"), parameters())
     plain = parameters()
     reference = Adafactor([plain[name] for name in sorted(plain)], lr=1e-2, scale_parameter=False, relative_step=False)
-    for step in range(3):
-        ours.zero_grad()
-        reference.zero_grad()
-        add_gradients(ours.flat.parameters, step)
-        add_gradients(plain, step)
-        ours.step(1.0)
-        reference.step()
+    step_both(ours, reference, plain, 3)
     assert_equal(weights(ours.flat.parameters), {name: p.detach() for name, p in sorted(plain.items())})
     with pytest.raises(UsageError, match="sets the learning rate itself"):
         Optimization(options(optimizer_type="Adafactor", optimizer_args=("relative_step=True",), lr_scheduler="cosine"),

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import gguf
 import pytest
 import torch
-from parity import DITS, golden, no_less_exact, rel_rms
+from parity import DITS, no_less_exact, predicted, rel_rms
 from peft import LoHaConfig, LoKrConfig, LoraConfig
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file
@@ -16,7 +16,6 @@ from wangen import profiles
 from wangen.generator.errors import WangenError
 from wangen.runtime.memory import quantize
 from wangen.runtime.memory.quantize import FORMS, NF4, QuantLinear, in_blocks, quantize_blocks, quantized
-from wangen.runtime.models.wan import predict_velocity
 from wangen.runtime.weights import transformer
 from wangen.runtime.weights.transformer import load_transformer
 
@@ -61,24 +60,10 @@ def adapt(model: torch.nn.Module, kind: str = "lora") -> dict[str, torch.nn.Para
     return parameters
 
 
-def run(model: torch.nn.Module, name: str = NAME) -> torch.Tensor:
-    """The velocity of the first case, with gradients."""
-    tensors = golden(name)
-    part = {key.removeprefix("case0."): value for key, value in tensors.items() if key.startswith("case0.")}
-    return predict_velocity(
-        model,
-        part["latents"],
-        part.get("timestep_per_token", part["timestep"]),
-        [part[key] for key in sorted(part) if key.startswith("context.")],
-        condition=part.get("y"),
-        image_tokens=part.get("clip_fea"),
-    )
-
-
 def step(model: torch.nn.Module, name: str = NAME, kind: str = "lora") -> tuple[torch.Tensor, torch.Tensor]:
     """The velocity, and the gradient of all adapter parameters in one row."""
     parameters = adapt(model, kind)
-    output = run(model, name)
+    output = predicted(model, name)
     (output * torch.randn(output.shape, generator=torch.Generator().manual_seed(2))).sum().backward()
     assert all(parameter.grad is not None and parameter.grad.any() for parameter in parameters.values())
     return output.detach(), torch.cat([parameters[key].grad.flatten() for key in sorted(parameters)])
@@ -347,13 +332,13 @@ def test_adapters_come_after_quantising():
 def test_an_adapter_that_is_switched_off_leaves_the_quantised_base():
     model = load_transformer(DITS[NAME], dtype=torch.float32, quantize="int8")
     with torch.no_grad():
-        base = run(model)
+        base = predicted(model, NAME)
         adapt(model)
-        assert not torch.equal(run(model), base)
+        assert not torch.equal(predicted(model, NAME), base)
         for layer in model.modules():
             if isinstance(layer, BaseTunerLayer):
                 layer.enable_adapters(False)
-        assert torch.equal(run(model), base)
+        assert torch.equal(predicted(model, NAME), base)
 
 
 def test_the_vectors_weights_are_packed_within_the_bounds():

@@ -49,7 +49,7 @@ def embedding(made: EditSet, caption: str, *controls: Path) -> torch.Tensor:
 
 @pytest.fixture(scope="module", autouse=True)
 def small_pictures():
-    """The text encoder is shown few tokens of a picture; with all of them it is in test_qwen_models.py."""
+    """The text encoder is shown few tokens of a picture; with all of them it is in test_qwen_prompts.py."""
     with pytest.MonkeyPatch.context() as patch:
         smaller(patch, "qwen-image-edit")
         yield

@@ -36,7 +36,7 @@ TASKS = ("qwen-image", "qwen-image-edit", "qwen-image-edit-plus")
 
 @pytest.fixture(scope="module", autouse=True)
 def short_prompts():
-    """Embeddings of few tokens, for which training asks no more; of all of them see test_qwen_models.py."""
+    """Embeddings of few tokens, for which training asks no more; of all of them see test_qwen_prompts.py."""
     with pytest.MonkeyPatch.context() as patch:
         for task in TASKS:
             smaller(patch, task, **SHORT)

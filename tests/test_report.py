@@ -1,69 +1,30 @@
-"""`wangen report`: what the page says of a run, of parts of one, and of hostile texts; without a browser."""
+"""`wangen report`: the page of a run, hostile texts in it, its charts and their log; without a browser."""
 
 import json
-import math
-import os
-import random
 import re
 import subprocess
 import sys
-from dataclasses import asdict, replace
-from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 from urllib.parse import unquote
 
-import pytest
 from helpers import make_clip
-from report_runs import HOSTILE, NO_TENSORS, evaluation, page_of, step_line, train_run, validation_line, write_metrics
+from report_runs import HOSTILE, Page, page_of, step_line, write_metrics
 from tiny import TinyRun
 
 from wangen.generator.cli import main
-from wangen.generator.errors import UsageError, WangenError
-from wangen.generator.steps import MakeReport
-from wangen.runtime.evaluation_file import Memorisation, Row, Video, read_evaluation, write_evaluation
-from wangen.runtime.report import make
 from wangen.runtime.report.charts import make_charts
 from wangen.runtime.report.metrics_log import MetricsLog
 from wangen.runtime.report.run_files import read_run
-from wangen.runtime.report.verdict import judge
 
 ROOT = Path(__file__).parent.parent
 
-
-class Page(HTMLParser):
-    """What a browser would see: tags with their attributes, and the text."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str]]] = []
-        self.text = ""
-        self._hidden = False
-        self.feed(html)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, {name: value or "" for name, value in attrs}))
-        self._hidden = tag in ("style", "script")
-
-    def handle_endtag(self, tag: str) -> None:
-        self._hidden = False
-
-    def handle_data(self, data: str) -> None:
-        self.text += "" if self._hidden else data
-
-    def all(self, tag: str) -> list[dict[str, str]]:
-        return [attributes for name, attributes in self.tags if name == tag]
+pytest_plugins = ("report_fixtures",)
 
 
 def addresses(page: Page) -> list[str]:
     """Whatever a browser could fetch."""
     return [attributes[name] for _, attributes in page.tags for name in ("src", "href", "srcset", "action", "poster")
             if name in attributes and not attributes[name].startswith("#")]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def trained(tiny_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return train_run(tiny_run, tmp_path_factory.mktemp("report"))
 
 
 # ---- a run that was trained --------------------------------------------------------------------------------------
@@ -140,98 +101,13 @@ def test_the_command_says_where_the_page_is_and_what_it_found(trained, capfd):
     assert "Use step 6" in said
 
 
-# ---- what is missing or broken -----------------------------------------------------------------------------------
-
-
-def test_a_folder_without_a_run_is_refused_and_gets_no_page(tmp_path):
-    with pytest.raises(WangenError, match="no trace of a run"):
-        make.run(MakeReport(output_dir=tmp_path))
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize(
-    ("changes", "found"),
-    [
-        ({"output_dir": Path("nowhere")}, "no such folder"),
-        ({"output_name": "dogs"}, "no run 'dogs'"),
-        ({"save_path": Path("page.safetensors")}, "an .html file"),
-        ({"max_embed_mb": -1}, "0 or more"),
-        ({"dataset_config": Path("a.toml"), "manifest": Path("a.jsonl")}, "contradict each other"),
-    ],
-)
-def test_wrong_flags_are_refused_before_anything_is_written(tmp_path, changes, found):
-    folder = write_metrics(tmp_path / "run", [step_line(1)])
-    with pytest.raises(UsageError, match=found):
-        make.run(MakeReport(**{"output_dir": folder, **changes}))
-    assert [path.name for path in folder.iterdir()] == ["metrics.jsonl"]
-
-
-def test_a_page_of_numbers_alone_says_what_it_does_not_know(tmp_path):
-    folder = write_metrics(tmp_path, [step_line(step) for step in range(1, 4)], cut='{"step": 4, "lo')
-    page = Page(page_of(folder))
-    for words in ("Nothing is known of how good this LoRA is", "the last line of metrics.jsonl is cut short",
-                  "not evaluated yet", "No samples were made", "give --dataset_config", "3 steps",
-                  "Training writes its settings when it ends"):  # fmt: skip
-        assert words in page.text, words
-
-
-def test_broken_files_are_named_and_do_not_stop_the_page(tmp_path):
-    folder = write_metrics(tmp_path, [step_line(1)])
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write('not json\n[1]\n{"no": "step"}\n')
-    (folder / "train.report.json").write_text('{"step": "train", ')
-    (folder / "evaluation.json").write_text('{"mean_base": "high"}')
-    (folder / "cats.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0nonsense")
-    (folder / "samples").mkdir()
-    (folder / "samples" / "samples.jsonl").write_text('{"file": "cats-step00000001-1.mp4"}\n{"fi')
-    text = Page(page_of(folder)).text
-    for words in ("metrics.jsonl has 3 lines that cannot be read", "train.report.json is no JSON", "evaluation.json:",
-                  "cats.safetensors:", "the file is gone", "samples.jsonl has a line that cannot be read"):  # fmt: skip
-        assert words in text, words
+# ---- which run, which dataset ------------------------------------------------------------------------------------
 
 
 def test_of_two_runs_in_a_folder_the_newest_is_shown_and_the_other_named(tmp_path):
     folder = write_metrics(tmp_path, [step_line(1, output_name="dogs"), step_line(2), step_line(3)])
     assert "this folder also holds dogs" in Page(page_of(folder)).text
     assert Page(page_of(folder, output_name="dogs")).text.count("also holds cats") == 1
-
-
-def two_runs(folder: Path, judged: str) -> Path:
-    """The run old, which was reported and evaluated, and after it the run cats."""
-    write_metrics(folder, [step_line(1, output_name="old"), step_line(1)])
-    (folder / "train.report.json").write_text(json.dumps({
-        "step": "train", "ok": True, "summary": "trained old",
-        "settings": {"output_name": "old", "learning_rate": 0.5}}))  # fmt: skip
-    found = evaluation()
-    ours = tuple(replace(one, file=f"{judged}{one.file.removeprefix('cats')}") for one in found.checkpoints)
-    write_evaluation(replace(found, checkpoints=ours), folder / "evaluation.json")
-    return folder
-
-
-@pytest.mark.parametrize("judged", ["old", "/data/cats/old", "..\\cats\\old", "D:\\cats\\old", "old_high_noise"])
-def test_a_run_is_not_judged_by_the_evaluation_and_the_report_of_another(tmp_path, judged):
-    folder = two_runs(tmp_path, judged)
-    newest = Page(page_of(folder)).text
-    assert "Nothing is known of how good this LoRA is" in newest
-    assert "evaluation.json is left out" in newest
-    assert "--learning_rate" not in newest
-    older = Page(page_of(folder, output_name="old")).text
-    assert "Use step 6" in older
-    assert "evaluation.json is left out" not in older
-    assert "--learning_rate" in older
-
-
-@pytest.mark.parametrize("newer", ["metrics.jsonl", "cats.safetensors", None])
-def test_an_evaluation_that_is_older_than_what_it_judged_is_warned_of(tmp_path, newer):
-    folder = write_metrics(tmp_path, [step_line(1)])
-    (folder / "cats.safetensors").write_bytes(NO_TENSORS)
-    write_evaluation(evaluation(), folder / "evaluation.json")
-    for path in folder.iterdir():
-        seconds = 1e9 + (path.name == newer)
-        os.utime(path, (seconds, seconds))
-    text = Page(page_of(folder)).text
-    assert text.count("evaluation.json is older than") == (newer is not None)
-    assert newer is None or f"older than {newer}: training went on after it" in text
 
 
 def test_a_run_on_a_manifest_has_its_dataset_and_its_cache(tmp_path):
@@ -250,14 +126,6 @@ def test_a_run_on_a_manifest_has_its_dataset_and_its_cache(tmp_path):
         assert "which dataset it has" not in text
 
 
-def test_numbers_that_are_not_finite_are_warned_of(tmp_path):
-    lines = [step_line(step) for step in range(1, 30)]
-    lines[4]["loss"], lines[20]["grad_norm"], lines[9]["data_wait_share"] = None, 50.0, 9.0
-    text = Page(page_of(write_metrics(tmp_path, lines))).text
-    for words in ("not finite at 1 step, first at step 5", "more than 20 times the usual", "waited for data"):
-        assert words in text, words
-
-
 def test_experts_that_were_trained_one_by_one_are_one_run(tmp_path):
     lines = [step_line(step, output_name=f"cats_{expert}", expert=expert, loss=step / parts)
              for expert, parts in (("high_noise", 1), ("low_noise", 2)) for step in (1, 2)]  # fmt: skip
@@ -266,224 +134,6 @@ def test_experts_that_were_trained_one_by_one_are_one_run(tmp_path):
     loss = next(chart for chart in make_charts(run.records) if chart.key == "loss")
     assert {line.name: list(line.points) for line in loss.lines} == {
         "high noise: loss": [(1, 1), (2, 2)], "low noise: loss": [(1, 0.5), (2, 1)]}  # fmt: skip
-
-
-JUNK = (None, True, -1, 1e308, "x", "</script>", [], [None], {}, {"a": {"b": []}})
-
-
-def spoiled(value: Any, rng: random.Random) -> Any:
-    """JSON in which a few values are something else."""
-    if rng.random() < 0.08:
-        return rng.choice(JUNK)
-    if isinstance(value, dict):
-        return {key: spoiled(part, rng) for key, part in value.items()}
-    return [spoiled(part, rng) for part in value] if isinstance(value, list) else value
-
-
-def test_values_of_other_kinds_than_expected_never_stop_the_page(tmp_path, trained):
-    """As a newer version, another program or a damaged disk may write them."""
-    records = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
-    reports = {path.name: json.loads(path.read_text()) for path in trained.glob("*.report.json")}
-    for seed in range(40):
-        rng = random.Random(seed)
-        folder = write_metrics(tmp_path / str(seed), [spoiled(record, rng) for record in records])
-        for name, report in reports.items():
-            (folder / name).write_text(json.dumps(spoiled(report, rng)))
-        (folder / "evaluation.json").write_text(json.dumps(spoiled(asdict(evaluation("lora")), rng)))
-        (folder / "samples").mkdir()
-        (folder / "samples" / "samples.jsonl").write_text(json.dumps(spoiled({"file": "lora-step00000001-1.png"}, rng)))
-        (folder / "samples" / "lora-step00000001-1.png").write_bytes(b"no picture")
-        assert Page(page_of(folder)).all("main"), seed
-
-
-def test_a_validation_without_numbers_is_no_verdict(tmp_path):
-    line = validation_line(6, 0.1)
-    line["validation"]["mean_adapter"] = None
-    assert verdict_of(write_metrics(tmp_path, [step_line(6), line])).level == "unknown"
-
-
-def test_files_outside_of_the_run_are_never_shown(tmp_path):
-    secret = tmp_path / "secret.png"
-    secret.write_bytes(b"\x89PNG secret")
-    folder = write_metrics(tmp_path / "run", [step_line(1)])
-    (folder / "samples").mkdir()
-    (folder / "samples" / "cats-step00000001-1.png").symlink_to(secret)
-    (folder / "samples" / "notes.txt").write_text("no picture")
-    (folder / "samples" / "cats-step00000001-2.png").symlink_to("notes.txt")
-    named = {"base": "../secret.png", "step 3": str(secret), "step 6": "metrics.jsonl"}
-    write_evaluation(evaluation(videos=(Video("a", "b", 1, named),)), folder / "evaluation.json")
-    page = Page(page_of(folder))
-    assert not [image for image in page.all("img") if "src" in image]
-    assert page.text.count("no picture or video inside this folder") == 3
-
-
-@pytest.mark.parametrize("name", ["a\0.mp4", "loop.mp4", f"{'x' * 400}.mp4"])
-def test_names_that_no_file_can_have_are_none(tmp_path, name):
-    folder = write_metrics(tmp_path, [step_line(1), step_line(2, output_name="y" * 400)])
-    (folder / "loop.mp4").symlink_to("loop.mp4")
-    write_evaluation(evaluation(videos=(Video("a", "b", 1, {"base": name}),)), folder / "evaluation.json")
-    settings = {"output_name": "cats", "dataset_config": name * 2, "log_file": name}
-    (folder / "train.report.json").write_text(json.dumps({"step": "train", "ok": True, "settings": settings}))
-    (folder / "samples").mkdir()
-    listed = {"file": f"{'y' * 400}-step00000001-1.png"}
-    (folder / "samples" / "samples.jsonl").write_text(json.dumps(listed))
-    text = Page(page_of(folder, output_name="cats")).text
-    assert "no picture or video inside this folder" in text
-    assert "the dataset is not there" in text
-    assert "the file is gone" in Page(page_of(folder)).text
-
-
-def test_numbers_as_good_as_zero_are_drawn(tmp_path):
-    lines = [step_line(1, loss=1e29), step_line(2, loss=1e-320, lr=5e-324, grad_norm=5e-324), step_line(3, lr=1e-320)]
-    page = Page(page_of(write_metrics(tmp_path, lines)))
-    assert "chart-grad-norm" in {attributes.get("id") for attributes in page.all("div")}
-
-
-@pytest.mark.parametrize("seconds", [math.nan, math.inf, 10**400], ids=["nan", "inf", "huge"])
-def test_times_that_nobody_can_read_are_left_out(tmp_path, seconds):
-    folder = write_metrics(tmp_path, [step_line(1)])
-    report = {"step": "train", "ok": True, "settings": {"output_name": "cats"}, "timings": {"total_s": seconds},
-              "result": {"speed": {"s_per_step": seconds}}}  # fmt: skip
-    (folder / "train.report.json").write_text(json.dumps(report))
-    assert "seconds per step" not in Page(page_of(folder)).text
-
-
-# ---- the verdict -------------------------------------------------------------------------------------------------
-
-
-def verdict_of(folder: Path):
-    return judge(read_run(folder, None))
-
-
-def test_by_validation_the_best_step_counts_and_a_rise_is_held_against_it(tmp_path):
-    lines = [step_line(step) for step in range(1, 13)]
-    lines += [validation_line(0, 0.2), validation_line(6, 0.15), validation_line(12, 0.17)]
-    found = verdict_of(write_metrics(tmp_path, lines))
-    assert found.level == "good"
-    assert "0.15000 at step 6" in found.because[0]
-    assert any("after step 6 the held-out loss rose" in line for line in found.against)
-    assert "was not evaluated yet" in found.headline
-
-
-def test_a_validation_that_is_not_finite_is_not_the_best_step(tmp_path):
-    lines = [step_line(3), validation_line(1, math.nan), validation_line(2, 0.15), validation_line(3, 0.1)]
-    found = verdict_of(write_metrics(tmp_path, lines))
-    assert found.level == "good"
-    assert "0.10000 at step 3" in found.because[0]
-
-
-@pytest.mark.parametrize("line", [validation_line(6, 0.199), validation_line(6, 0.1, error=None)])
-def test_a_difference_within_chance_is_none(tmp_path, line):
-    assert verdict_of(write_metrics(tmp_path, [step_line(6), line])).level == "unsure"
-
-
-def test_each_expert_is_judged_by_itself(tmp_path):
-    lines = [step_line(1), validation_line(6, 0.1, expert="high_noise"), validation_line(6, 0.3, expert="low_noise")]
-    found = verdict_of(write_metrics(tmp_path, lines))
-    assert found.level == "unsure"
-    assert found.because[0].startswith("high noise: ")
-    assert found.because[1].startswith("low noise: ")
-
-
-def test_an_evaluation_outweighs_the_held_out_loss(tmp_path):
-    folder = write_metrics(tmp_path, [step_line(6), step_line(12), validation_line(12, 0.5)])
-    found = judge(read_run(folder, None))
-    assert found.level == "unsure"
-    write_evaluation(evaluation(), folder / "evaluation.json")
-    found = verdict_of(folder)
-    assert (found.level, found.use) == ("good", ("cats.safetensors",))
-    assert "0.17000 where the base has 0.20000: 15 % lower" in found.because[0]
-
-
-def test_what_speaks_against_the_best_checkpoint_is_said(tmp_path):
-    worse = evaluation(
-        forgetting=(Row("landscapes", 0.15, {"step 6": 0.18}),),
-        per_activity=(Row("running", 0.2, {"step 6": 0.21}),),
-        memorisation=(Memorisation("step 6", "v.mp4", "clip.mp4:0+5", 0.01, 0.9, suspicious=True),),
-        warnings=("too few items",),
-    )
-    write_evaluation(worse, tmp_path / "evaluation.json")
-    found = verdict_of(tmp_path)
-    assert found.level == "unsure"
-    for words in (
-        "landscapes",
-        "20 % higher",
-        "forgotten",
-        "worse than the base at running",
-        "clip.mp4:0+5",
-        "too few",
-    ):
-        assert any(words in line for line in found.against), words
-
-
-def test_a_lora_that_is_worse_than_the_base_is_not_recommended(tmp_path):
-    bad = asdict(evaluation())
-    for one in bad["checkpoints"]:
-        one |= {"mean_loss": 0.3, "delta": 0.1, "ci_low": 0.05, "ci_high": 0.15}
-    (tmp_path / "evaluation.json").write_text(json.dumps(bad))
-    found = verdict_of(tmp_path)
-    assert (found.level, found.use) == ("bad", ())
-    assert "do not use" in found.headline
-
-
-def test_a_single_held_out_file_tells_nothing_from_chance(tmp_path):
-    one = evaluation()
-    ours = tuple(replace(checkpoint, ci_low=None, ci_high=None) for checkpoint in one.checkpoints)
-    write_evaluation(replace(one, checkpoints=ours, num_items=1), tmp_path / "evaluation.json")
-    found = verdict_of(tmp_path)
-    assert (found.level, found.use) == ("unsure", ("cats.safetensors",))
-    assert "A single held-out file does not tell" in found.headline
-    text = Page(page_of(tmp_path)).text
-    assert "no interval, as a single file is held out" in text
-    assert "none of one file" in text
-    assert "interval +" not in text
-
-
-def test_what_was_trained_on_is_no_proof(tmp_path):
-    write_evaluation(evaluation(num_trained=4), tmp_path / "evaluation.json")
-    found = verdict_of(tmp_path)
-    assert found.level == "unsure"
-    assert "it was trained on 4 of 9 items that it was judged by" in found.headline
-
-
-@pytest.mark.parametrize("folder", ["", "../other/", "/data/cats/", "D:\\cats\\"])
-def test_the_file_to_use_is_named_wherever_it_lay(tmp_path, folder):
-    (tmp_path / "cats.safetensors").write_bytes(NO_TENSORS)
-    one = evaluation()
-    ours = tuple(replace(checkpoint, file=folder + checkpoint.file) for checkpoint in one.checkpoints)
-    write_evaluation(replace(one, checkpoints=ours), tmp_path / "evaluation.json")
-    assert verdict_of(tmp_path).use == ("cats.safetensors",)
-    page = Page(page_of(tmp_path)).text
-    assert "use this" in page
-    assert "/data/cats/" not in page
-
-
-# ---- evaluation.json ---------------------------------------------------------------------------------------------
-
-
-def test_an_evaluation_reads_back_equal(tmp_path):
-    write_evaluation(evaluation(), tmp_path / "evaluation.json")
-    assert read_evaluation(tmp_path / "evaluation.json") == evaluation()
-
-
-@pytest.mark.parametrize(
-    ("change", "found"),
-    [
-        ({"best": "none"}, "not in its list"),
-        ({"mean_base": True}, "mean_base has the value True"),
-        ({"checkpoints": [{"name": "a"}]}, "checkpoints has no file"),
-        ({"per_timestep": [{"name": "1", "base": 1, "losses": {"a": "b"}}]}, "losses has the value 'b'"),
-        ({"videos": {}}, "videos has the value"),
-        ({"mean_base": 10**400}, "mean_base has the value 1000"),
-        ({"mean_base": float("nan")}, "mean_base has the value nan"),
-        ({"num_items": 10**400}, "num_items has the value 1000"),
-    ],
-)
-def test_a_wrong_evaluation_is_refused_in_words(tmp_path, change, found):
-    path = tmp_path / "evaluation.json"
-    path.write_text(json.dumps({**asdict(evaluation()), "of a newer version": 1, **change}))
-    with pytest.raises(WangenError, match=found):
-        read_evaluation(path)
 
 
 # ---- metrics.jsonl while it is written, and charts ---------------------------------------------------------------

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 from helpers import make_clip
-from report_runs import HOSTILE, continuation_line, page_of, step_line, write_metrics
-from test_report import Page, spoiled
+from report_runs import HOSTILE, Page, continuation_line, page_of, spoiled, step_line, write_metrics
 
 from wangen.runtime.report.continuing import continuation_charts, continuation_table
 from wangen.runtime.report.media import media_of_run

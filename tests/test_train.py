@@ -1,62 +1,39 @@
-"""Training: it learns, it resumes to the same bytes, and it stops in words."""
+"""Training: it learns, its LoRA is everybody's, a resumed run ends with the same bytes, and it stops in words."""
 
-import hashlib
 import itertools
 import json
-import os
-import random
 import re
 import shlex
 import shutil
-import signal
-import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from helpers import digest
+from runs import samples_of
 from safetensors import safe_open
 from tiny import TinyRun, fill_caches
 
 from wangen import profiles
 from wangen.generator.commands import parse
 from wangen.generator.errors import UsageError, WangenError
-from wangen.generator.steps import CheckCache, Train, Watch
+from wangen.generator.steps import Train, Watch
 from wangen.generator.table import options as flags_of
 from wangen.runtime import train
 from wangen.runtime.epochs import EpochSampler
 from wangen.runtime.fast.dit import FastWan
 from wangen.runtime.flow import flow_loss, noised, velocity
-from wangen.runtime.loader import Draw, find_entries, read_batch
+from wangen.runtime.loader import Draw, read_batch
 from wangen.runtime.lora import apply_lora, read_lora
 from wangen.runtime.models import family
 from wangen.runtime.randomness import generator_for
-from wangen.runtime.samples import read_samples
-from wangen.runtime.training import checkpoint
 from wangen.runtime.training.schedules import make_schedule
-from wangen.runtime.training.step import StepResult
-from wangen.runtime.training.watching import Watching
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "dataset"
-
-
-def state_folder(options: Train) -> Path:
-    return options.output_dir / f"{options.output_name}-state"
-
-
 MODEL = profiles.model("t2v-1.3B")
 WAN = family(MODEL)
-
-
-def digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def samples_of(tiny_run: TinyRun):
-    samples = read_samples(CheckCache(dataset_config=tiny_run.dataset_config), MODEL)
-    return find_entries(tiny_run.options(tiny_run.dataset_config.parent), MODEL, samples)
 
 
 def fixed_losses(tiny_run: TinyRun, lora: Path | None) -> dict[str, list[float]]:
@@ -191,70 +168,6 @@ def test_bf16_trains_close_to_float32(tiny_run, tmp_path):
     assert half != full
 
 
-def test_saving_keeps_what_was_asked_for(tiny_run, tmp_path):
-    options = tiny_run.options(tmp_path, max_train_steps=6, save_every_n_steps=1, save_last_n_steps=2, save_state=True)
-    train.run(options)
-    assert sorted(path.name for path in tmp_path.glob("*.safetensors")) == [
-        "lora-step00000004.safetensors",
-        "lora-step00000005.safetensors",
-        "lora.safetensors",
-    ]
-    assert sorted(path.name for path in state_folder(options).iterdir()) == [f"step-{n:08d}" for n in range(1, 7)]
-    epochs = tiny_run.options(tmp_path / "epochs", max_train_steps=None, max_train_epochs=3, save_every_n_epochs=1)
-    report = train.run(replace(epochs, save_last_n_epochs=1))
-    assert report.counts["steps"] == 9  # three samples of batch 1, three epochs
-    assert sorted(path.name for path in (tmp_path / "epochs").glob("*.safetensors")) == [
-        "lora-000002.safetensors",
-        "lora.safetensors",
-    ]
-
-
-def test_resume_takes_the_state_it_is_given(tiny_run, tmp_path):
-    options = tiny_run.options(tmp_path, max_train_steps=4, save_every_n_steps=1, save_state=True)
-    train.run(options)
-    final = digest(tmp_path / "lora.safetensors")
-    report = train.run(replace(options, resume=state_folder(options) / "step-00000002"))
-    assert report.result["steps_this_run"] == 2
-    assert digest(tmp_path / "lora.safetensors") == final
-
-
-def test_a_line_with_resume_goes_on_from_what_it_has_saved_itself(tiny_run, tmp_path, monkeypatch):
-    after = Watching.after
-
-    def killed_at_5(self: Watching, result: StepResult) -> str:
-        if result.step == 5:
-            raise KeyboardInterrupt
-        return after(self, result)
-
-    options = tiny_run.options(tmp_path, max_train_steps=4, save_every_n_steps=1, save_state=True)
-    train.run(options)
-    states = state_folder(options)
-    origin = states.rename(tmp_path / "origin") / "step-00000002"
-    line = replace(options, resume=origin, max_train_steps=6)
-    monkeypatch.setattr(Watching, "after", killed_at_5)
-    with pytest.raises(KeyboardInterrupt):
-        train.run(line)
-    monkeypatch.undo()
-    assert train.run(line).result["steps_this_run"] == 2
-    assert train.run(line).result["done_before"]
-    other = replace(line, resume=tmp_path / "origin" / "step-00000003")
-    assert train.run(other).result["steps_this_run"] == 3
-
-
-def test_what_goes_wrong_while_looking_costs_nothing_that_was_trained(tiny_run, tmp_path, monkeypatch):
-    def refused(self: Watching) -> None:
-        if self._run.step:
-            raise WangenError("the disk is full")
-
-    monkeypatch.setattr(Watching, "look", refused)
-    options = tiny_run.options(tmp_path, max_train_steps=4, save_every_n_steps=2)
-    with pytest.raises(WangenError, match="the disk is full"):
-        train.run(options)
-    assert (tmp_path / "lora-step00000002.safetensors").is_file()
-    monkeypatch.undo()
-    assert train.run(options).result["steps_this_run"] == 2
-
-
 def test_changed_settings_stop_with_the_difference_and_two_ways_on(tiny_run, tmp_path):
     options = tiny_run.options(tmp_path, max_train_steps=2)
     train.run(options)
@@ -346,31 +259,6 @@ def test_every_training_flag_is_pinned_or_known_to_be_harmless():
     assert sorted(loose) == sorted(harmless)
 
 
-def test_saving_flags_take_effect_on_a_finished_run(tiny_run, tmp_path):
-    options = tiny_run.options(tmp_path, max_train_steps=2)
-    train.run(options)
-    report = train.run(replace(options, save_precision="bfloat16", lora_layout=("comfyui", "kohya")))
-    assert report.result["done_before"]
-    with safe_open(tmp_path / "lora.safetensors", "pt") as file:
-        assert file.get_tensor("diffusion_model.blocks.0.self_attn.q.lora_A.weight").dtype == torch.bfloat16
-    assert (tmp_path / "lora-kohya.safetensors").is_file()
-
-
-def test_limits_on_saved_loras_touch_no_other_file(tiny_run, tmp_path):
-    mine = ["lora-step00000001-best.safetensors", "lora-000001 best.safetensors", "other-step00000001.safetensors"]
-    for name in mine:
-        (tmp_path / name).write_bytes(b"mine")
-    train.run(tiny_run.options(tmp_path, max_train_steps=5, save_every_n_steps=1, save_last_n_steps=1))
-    assert all((tmp_path / name).read_bytes() == b"mine" for name in mine)
-    assert not (tmp_path / "lora-step00000002.safetensors").exists()
-
-
-def test_epochs_and_steps_are_both_saved_when_both_are_asked_for(tiny_run, tmp_path):
-    train.run(tiny_run.options(tmp_path, max_train_steps=7, save_every_n_steps=3, save_every_n_epochs=1))
-    names = {path.name for path in tmp_path.glob("lora-*.safetensors")}
-    assert names == {f"lora-{name}.safetensors" for name in ("step00000003", "step00000006", "000001", "000002")}
-
-
 def test_a_number_of_steps_beside_epochs_is_said_to_be_unused(tiny_run, tmp_path, caplog):
     train.run(tiny_run.options(tmp_path, max_train_steps=2, max_train_epochs=1))
     assert any("--max_train_steps 2 is not used: --max_train_epochs 1" in text for text in caplog.messages)
@@ -381,40 +269,6 @@ def test_a_schedule_that_depends_on_the_length_refuses_another_length(tiny_run, 
     train.run(options)
     with pytest.raises(WangenError, match="length of the schedule: 2 -> 4"):
         train.run(replace(options, max_train_steps=4))
-
-
-def test_the_state_that_resume_names_is_never_removed(tiny_run, tmp_path):
-    options = tiny_run.options(tmp_path, max_train_steps=3)
-    train.run(options)
-    given = replace(options, max_train_steps=5, resume=state_folder(options) / "step-00000003")
-    for _ in range(2):
-        assert train.run(given).counts["steps"] == 5
-    assert (state_folder(options) / "step-00000003/state.json").is_file()
-
-
-def test_a_state_cut_short_while_it_is_replaced_leaves_its_predecessor(tiny_run, tmp_path, monkeypatch):
-    options = tiny_run.options(tmp_path, max_train_steps=3)
-    train.run(options)
-    folder = state_folder(options)
-    state = checkpoint.read(checkpoint.newest(folder))
-    monkeypatch.setattr(checkpoint, "sync_folder", lambda _folder: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        checkpoint.save(folder, state)
-    assert checkpoint.read(checkpoint.newest(folder)).step == 3
-    (folder / "step-00000009").mkdir()
-    for text in ("{}", "[]", '{"files": 3}', "nonsense"):
-        (folder / "step-00000009/state.json").write_text(text)
-        assert checkpoint.newest(folder).name == "step-00000003"
-
-
-def test_a_damaged_state_is_named_with_the_way_on(tiny_run, tmp_path):
-    options = tiny_run.options(tmp_path, max_train_steps=2)
-    train.run(options)
-    damaged = state_folder(options) / "step-00000002/adapter.safetensors"
-    damaged.write_bytes(b"\xff" * 200 + damaged.read_bytes()[200:])
-    with pytest.raises(WangenError, match="the training state is damaged") as error:
-        train.run(replace(options, max_train_steps=3))
-    assert "remove this folder" in str(error.value)
 
 
 def test_out_of_memory_is_one_message_with_the_batch_and_the_cure(tiny_run, tmp_path, monkeypatch):
@@ -463,57 +317,6 @@ def test_tensorboard_holds_the_loss_of_every_step(tiny_run, tmp_path):
     events = EventAccumulator(str(tmp_path / "logs" / "lora"))
     events.Reload()
     assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3]
-
-
-def spawn(options: Train, log: int = subprocess.DEVNULL) -> subprocess.Popen[str]:
-    return subprocess.Popen([sys.executable, "-m", "wangen.runtime", *options.argv()], stderr=log, text=True)
-
-
-def wait_for_state(options: Train, step: int, process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 60
-    while process.poll() is None and time.monotonic() < deadline:
-        if (state_folder(options) / f"step-{step:08d}" / "state.json").is_file():
-            return
-        time.sleep(0.002)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(os.name == "nt", reason="SIGKILL is POSIX's")
-def test_a_run_killed_at_several_moments_ends_with_the_same_bytes(tiny_run, tmp_path):
-    common = {"max_train_steps": 40, "save_state_every_n_steps": 1, "gradient_accumulation_steps": 2}
-    whole = tiny_run.options(tmp_path / "whole", **common)
-    assert spawn(whole).wait() == 0
-    killed = tiny_run.options(tmp_path / "killed", **common)
-    moments = random.Random(7)
-    kills = 0
-    for step in (1, 9, 17, 30):
-        process = spawn(killed)
-        wait_for_state(killed, step, process)
-        time.sleep(moments.uniform(0, 0.15))
-        process.kill()
-        kills += process.wait() == -signal.SIGKILL
-    assert kills == 4
-    assert not (tmp_path / "killed/lora.safetensors").exists()
-    assert spawn(killed).wait() == 0
-    assert digest(tmp_path / "killed/lora.safetensors") == digest(tmp_path / "whole/lora.safetensors")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(os.name == "nt", reason="signals are POSIX's")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_saves_the_state_and_exits_1_with_one_message(tiny_run, tmp_path, number):
-    options = tiny_run.options(tmp_path, max_train_steps=4000, save_state_every_n_steps=3)
-    process = spawn(options, subprocess.PIPE)
-    wait_for_state(options, 3, process)
-    process.send_signal(number)
-    _, log = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert "Traceback" not in log
-    assert "run the same line again" in log
-    states = sorted(state_folder(options).iterdir())
-    assert len(states) == 1
-    step = int(states[0].name.removeprefix("step-"))
-    assert train.run(replace(options, max_train_steps=step + 1)).result["steps_this_run"] == 1
 
 
 def test_accumulating_batches_is_a_larger_batch(tiny_run, tmp_path):

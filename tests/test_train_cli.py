@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import TinyRun
+from tiny import TinyRun, state_folder
 
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.session import execute
@@ -44,10 +44,6 @@ def lora(tiny_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("lora")
     train.run(tiny_run.options(folder, max_train_steps=1))
     return folder / "lora.safetensors"
-
-
-def states_of(options: Train) -> Path:
-    return options.output_dir / f"{options.output_name}-state"
 
 
 def test_the_log_says_what_trains_how_memory_is_saved_and_how_fast_it_was(tiny_run, tmp_path, caplog):
@@ -166,12 +162,12 @@ def of_another_expert(state: Path) -> None:
 def test_damaged_states_are_never_passed_over_without_a_word(tiny_run, tmp_path, caplog, spoil):
     options = tiny_run.options(tmp_path, max_train_steps=2, save_every_n_steps=1, save_state=True)
     train.run(options)
-    first, last = sorted(states_of(options).iterdir())
+    first, last = sorted(state_folder(options).iterdir())
     spoil(last)
     train.run(replace(options, max_train_steps=3))
     assert f"{last} is damaged" in caplog.text
     assert f"resuming at {1}" in caplog.text
-    for state in states_of(options).iterdir():
+    for state in state_folder(options).iterdir():
         spoil(state)
     with pytest.raises(WangenError, match="these training states are damaged") as error:
         train.run(replace(options, max_train_steps=4))
@@ -235,7 +231,7 @@ def test_an_output_folder_that_cannot_be_made_is_one_message_and_exit_1(tiny_run
 def test_a_state_of_before_a_flag_was_there_goes_on_with_its_default(tiny_run, tmp_path):
     options = tiny_run.options(tmp_path, max_train_steps=1)
     train.run(options)
-    (state,) = states_of(options).iterdir()
+    (state,) = state_folder(options).iterdir()
     manifest = json.loads((state / checkpoint.MANIFEST).read_text(encoding="utf-8"))
     del manifest["fingerprint"]["noise_offset"]
     (state / checkpoint.MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")

@@ -1,16 +1,21 @@
-"""A run that is killed at a random call of the file system goes on to the same bytes."""
+"""A run that is killed, at a random call of the file system or from outside, goes on to the same bytes."""
 
 import os
 import random
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from helpers import digest
 from killing import KILLED, forked
 from safetensors.torch import load_file, save_file
-from tiny import TinyRun
+from tiny import TinyRun, state_folder
 
 from wangen.generator.steps import Train
 from wangen.runtime import train
@@ -66,3 +71,54 @@ def test_killed_at_any_call_and_started_again_it_ends_with_the_same_bytes(tiny_r
         assert forked(work(options), 0)[0] == 0
         assert contents(folder) == expected, f"killed at call {at}: {calls[at - 1]}"
     assert resumed >= NUM_KILLS // 2, "most of the runs began from a saved state"
+
+
+def spawn(options: Train, log: int = subprocess.DEVNULL) -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-m", "wangen.runtime", *options.argv()], stderr=log, text=True)
+
+
+def wait_for_state(options: Train, step: int, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 60
+    while process.poll() is None and time.monotonic() < deadline:
+        if (state_folder(options) / f"step-{step:08d}" / "state.json").is_file():
+            return
+        time.sleep(0.002)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name == "nt", reason="SIGKILL is POSIX's")
+def test_a_run_killed_at_several_moments_ends_with_the_same_bytes(tiny_run, tmp_path):
+    common = {"max_train_steps": 40, "save_state_every_n_steps": 1, "gradient_accumulation_steps": 2}
+    whole = tiny_run.options(tmp_path / "whole", **common)
+    assert spawn(whole).wait() == 0
+    killed = tiny_run.options(tmp_path / "killed", **common)
+    moments = random.Random(7)
+    kills = 0
+    for step in (1, 9, 17, 30):
+        process = spawn(killed)
+        wait_for_state(killed, step, process)
+        time.sleep(moments.uniform(0, 0.15))
+        process.kill()
+        kills += process.wait() == -signal.SIGKILL
+    assert kills == 4
+    assert not (tmp_path / "killed/lora.safetensors").exists()
+    assert spawn(killed).wait() == 0
+    assert digest(tmp_path / "killed/lora.safetensors") == digest(tmp_path / "whole/lora.safetensors")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name == "nt", reason="signals are POSIX's")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_saves_the_state_and_exits_1_with_one_message(tiny_run, tmp_path, number):
+    options = tiny_run.options(tmp_path, max_train_steps=4000, save_state_every_n_steps=3)
+    process = spawn(options, subprocess.PIPE)
+    wait_for_state(options, 3, process)
+    process.send_signal(number)
+    _, log = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "Traceback" not in log
+    assert "run the same line again" in log
+    states = sorted(state_folder(options).iterdir())
+    assert len(states) == 1
+    step = int(states[0].name.removeprefix("step-"))
+    assert train.run(replace(options, max_train_steps=step + 1)).result["steps_this_run"] == 1

@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from runs import samples_of
 from tiny import TinyRun
 
 from wangen import profiles
 from wangen.generator.errors import UsageError
 from wangen.generator.steps import Train
-from wangen.runtime.loader import Batch, Draw
+from wangen.runtime.loader import Batch, Draw, read_batch
 from wangen.runtime.models import family
 from wangen.runtime.models.compute import Compute
 from wangen.runtime.training.plan import ExpertPlan, Plan
@@ -161,10 +162,6 @@ def test_a_draw_depends_on_seed_epoch_item_and_repeat_alone(tmp_path):
 
 
 def test_regularisation_sets_count_the_prior_loss_weight(tiny_run: TinyRun, tmp_path):
-    from test_train import samples_of
-
-    from wangen.runtime.loader import read_batch
-
     samples = samples_of(tiny_run)
     entry = replace(samples[0].sample.entry, is_reg=True)
     first = replace(samples[0], sample=replace(samples[0].sample, entry=entry))

@@ -79,3 +79,8 @@ target_frames = [{num_frames}]
     cache_latents.run(CacheLatents(dataset_config=config, vae=weights["vae"], vae_dtype="float32", device="cpu"))
     cache_text.run(CacheText(dataset_config=config, t5=weights["t5"], t5_dtype="float32", device="cpu"))
     return TinyRun(folder, weights, config)
+
+
+def state_folder(options: Train) -> Path:
+    """Where a run keeps its states."""
+    return options.output_dir / f"{options.output_name}-state"

@@ -1,0 +1,138 @@
+"""What a run saves and when, what of it stays, and from which of its states the next run goes on."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import digest
+from safetensors import safe_open
+from tiny import state_folder
+
+from wangen.generator.errors import WangenError
+from wangen.runtime import train
+from wangen.runtime.training import checkpoint
+from wangen.runtime.training.step import StepResult
+from wangen.runtime.training.watching import Watching
+
+
+def test_saving_keeps_what_was_asked_for(tiny_run, tmp_path):
+    options = tiny_run.options(tmp_path, max_train_steps=6, save_every_n_steps=1, save_last_n_steps=2, save_state=True)
+    train.run(options)
+    assert sorted(path.name for path in tmp_path.glob("*.safetensors")) == [
+        "lora-step00000004.safetensors",
+        "lora-step00000005.safetensors",
+        "lora.safetensors",
+    ]
+    assert sorted(path.name for path in state_folder(options).iterdir()) == [f"step-{n:08d}" for n in range(1, 7)]
+    epochs = tiny_run.options(tmp_path / "epochs", max_train_steps=None, max_train_epochs=3, save_every_n_epochs=1)
+    report = train.run(replace(epochs, save_last_n_epochs=1))
+    assert report.counts["steps"] == 9  # three samples of batch 1, three epochs
+    assert sorted(path.name for path in (tmp_path / "epochs").glob("*.safetensors")) == [
+        "lora-000002.safetensors",
+        "lora.safetensors",
+    ]
+
+
+def test_resume_takes_the_state_it_is_given(tiny_run, tmp_path):
+    options = tiny_run.options(tmp_path, max_train_steps=4, save_every_n_steps=1, save_state=True)
+    train.run(options)
+    final = digest(tmp_path / "lora.safetensors")
+    report = train.run(replace(options, resume=state_folder(options) / "step-00000002"))
+    assert report.result["steps_this_run"] == 2
+    assert digest(tmp_path / "lora.safetensors") == final
+
+
+def test_a_line_with_resume_goes_on_from_what_it_has_saved_itself(tiny_run, tmp_path, monkeypatch):
+    after = Watching.after
+
+    def killed_at_5(self: Watching, result: StepResult) -> str:
+        if result.step == 5:
+            raise KeyboardInterrupt
+        return after(self, result)
+
+    options = tiny_run.options(tmp_path, max_train_steps=4, save_every_n_steps=1, save_state=True)
+    train.run(options)
+    states = state_folder(options)
+    origin = states.rename(tmp_path / "origin") / "step-00000002"
+    line = replace(options, resume=origin, max_train_steps=6)
+    monkeypatch.setattr(Watching, "after", killed_at_5)
+    with pytest.raises(KeyboardInterrupt):
+        train.run(line)
+    monkeypatch.undo()
+    assert train.run(line).result["steps_this_run"] == 2
+    assert train.run(line).result["done_before"]
+    other = replace(line, resume=tmp_path / "origin" / "step-00000003")
+    assert train.run(other).result["steps_this_run"] == 3
+
+
+def test_what_goes_wrong_while_looking_costs_nothing_that_was_trained(tiny_run, tmp_path, monkeypatch):
+    def refused(self: Watching) -> None:
+        if self._run.step:
+            raise WangenError("the disk is full")
+
+    monkeypatch.setattr(Watching, "look", refused)
+    options = tiny_run.options(tmp_path, max_train_steps=4, save_every_n_steps=2)
+    with pytest.raises(WangenError, match="the disk is full"):
+        train.run(options)
+    assert (tmp_path / "lora-step00000002.safetensors").is_file()
+    monkeypatch.undo()
+    assert train.run(options).result["steps_this_run"] == 2
+
+
+def test_saving_flags_take_effect_on_a_finished_run(tiny_run, tmp_path):
+    options = tiny_run.options(tmp_path, max_train_steps=2)
+    train.run(options)
+    report = train.run(replace(options, save_precision="bfloat16", lora_layout=("comfyui", "kohya")))
+    assert report.result["done_before"]
+    with safe_open(tmp_path / "lora.safetensors", "pt") as file:
+        assert file.get_tensor("diffusion_model.blocks.0.self_attn.q.lora_A.weight").dtype == torch.bfloat16
+    assert (tmp_path / "lora-kohya.safetensors").is_file()
+
+
+def test_limits_on_saved_loras_touch_no_other_file(tiny_run, tmp_path):
+    mine = ["lora-step00000001-best.safetensors", "lora-000001 best.safetensors", "other-step00000001.safetensors"]
+    for name in mine:
+        (tmp_path / name).write_bytes(b"mine")
+    train.run(tiny_run.options(tmp_path, max_train_steps=5, save_every_n_steps=1, save_last_n_steps=1))
+    assert all((tmp_path / name).read_bytes() == b"mine" for name in mine)
+    assert not (tmp_path / "lora-step00000002.safetensors").exists()
+
+
+def test_epochs_and_steps_are_both_saved_when_both_are_asked_for(tiny_run, tmp_path):
+    train.run(tiny_run.options(tmp_path, max_train_steps=7, save_every_n_steps=3, save_every_n_epochs=1))
+    names = {path.name for path in tmp_path.glob("lora-*.safetensors")}
+    assert names == {f"lora-{name}.safetensors" for name in ("step00000003", "step00000006", "000001", "000002")}
+
+
+def test_the_state_that_resume_names_is_never_removed(tiny_run, tmp_path):
+    options = tiny_run.options(tmp_path, max_train_steps=3)
+    train.run(options)
+    given = replace(options, max_train_steps=5, resume=state_folder(options) / "step-00000003")
+    for _ in range(2):
+        assert train.run(given).counts["steps"] == 5
+    assert (state_folder(options) / "step-00000003/state.json").is_file()
+
+
+def test_a_state_cut_short_while_it_is_replaced_leaves_its_predecessor(tiny_run, tmp_path, monkeypatch):
+    options = tiny_run.options(tmp_path, max_train_steps=3)
+    train.run(options)
+    folder = state_folder(options)
+    state = checkpoint.read(checkpoint.newest(folder))
+    monkeypatch.setattr(checkpoint, "sync_folder", lambda _folder: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.save(folder, state)
+    assert checkpoint.read(checkpoint.newest(folder)).step == 3
+    (folder / "step-00000009").mkdir()
+    for text in ("{}", "[]", '{"files": 3}', "nonsense"):
+        (folder / "step-00000009/state.json").write_text(text)
+        assert checkpoint.newest(folder).name == "step-00000003"
+
+
+def test_a_damaged_state_is_named_with_the_way_on(tiny_run, tmp_path):
+    options = tiny_run.options(tmp_path, max_train_steps=2)
+    train.run(options)
+    damaged = state_folder(options) / "step-00000002/adapter.safetensors"
+    damaged.write_bytes(b"\xff" * 200 + damaged.read_bytes()[200:])
+    with pytest.raises(WangenError, match="the training state is damaged") as error:
+        train.run(replace(options, max_train_steps=3))
+    assert "remove this folder" in str(error.value)
