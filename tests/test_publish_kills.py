@@ -197,7 +197,7 @@ def assert_whole(found: dict[str, bytes], old: dict[str, bytes], new: dict[str, 
     """Every file is the old one or the new one; what was not there before and after is a temporary file of ours."""
     for name, data in found.items():
         base = Path(name).name
-        if base.startswith((".wangen-publish-", ".publish.lock.")) or base in (
+        if base.startswith((".wangen-publish-", ".publish.lock-")) or base in (
             ".wangen-published.json",
             "publish.lock",
         ):

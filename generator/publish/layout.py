@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path, PureWindowsPath
 
 from wangen.generator.dataset import Problem
@@ -73,19 +73,7 @@ def held(targets: Iterable[Target], slug: str) -> Iterator[None]:
     with ExitStack() as stack:
         for folder in dict.fromkeys(folder.resolve() for folder in folders):
             stack.enter_context(hold(folder / LOCK))
-            _remove_lock_litter(folder)
         yield
-
-
-def _remove_lock_litter(folder: Path) -> None:
-    """Remove what processes left that were killed while they put a dead one's lock aside."""
-    import psutil
-
-    for path in folder.glob(f".{LOCK}.*"):
-        pid = path.suffix[1:]
-        if pid.isdecimal() and not psutil.pid_exists(int(pid)):
-            with suppress(OSError):
-                path.unlink()
 
 
 def published_resolutions(target: Target, slug: str) -> list[str]:
