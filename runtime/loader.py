@@ -12,9 +12,8 @@ from wangen.generator.errors import WangenError, many
 from wangen.generator.steps import Train
 from wangen.generator.toml_values import WHITE
 from wangen.profiles import Model
-from wangen.runtime.cache import NO_ENCODER, Encoder, Entry, Folder, Kind, load
+from wangen.runtime.cache import NO_ENCODER, TEXT_KINDS, Encoder, Entry, Folder, Kind, load
 from wangen.runtime.needs import (
-    TEXT_KINDS,
     Need,
     expected_encoder,
     has_clip,

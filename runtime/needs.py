@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("wangen")
 
-TEXT_KINDS: tuple[Kind, ...] = ("text_encoder_output", "empty_text_encoder_output")
-
 WORDS: Mapping[Kind, str] = {
     "latent": "latents",
     "control_latent": "control latents",
