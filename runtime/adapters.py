@@ -25,7 +25,7 @@ from wangen.generator.formats import Header, TensorInfo
 from wangen.generator.kinds import expect
 from wangen.generator.lora_config import Alphas, lora_file, read_alphas
 from wangen.generator.lora_keys import AdapterKind
-from wangen.runtime.lora import Lora, LoraWeight, as_number
+from wangen.runtime.lora import Lora, LoraWeight, read_alpha
 from wangen.runtime.weights.reading import read_tensor
 
 DORA_NORM = "wangen.dora_norm"
@@ -120,17 +120,6 @@ def _read_header(path: Path, flag: str) -> tuple[Path, Header, dict[str, dict[st
     return file, header, modules, read_alphas(file, header.metadata, modules, kind=kind, dora=dora)
 
 
-def is_dora(path: Path, flag: str = "--network_weights") -> bool:
-    """Whether an adapter is a DoRA, from its header.
-
-    Raises:
-        WangenError: as `read_adapter`.
-    """
-    file = lora_file(path)
-    modules = adapter_modules(expect(file, ("lora", "lora-other"), flag), file)
-    return any(map(is_dora_of_parts, modules.values()))
-
-
 def adapter_modules(header: Header, file: Path) -> dict[str, dict[str, TensorInfo]]:
     """The tensors of an adapter by module and part, from its header alone.
 
@@ -175,10 +164,7 @@ def _scale(file: Path, module: str, parts: Parts, rank: int, alphas: Alphas) -> 
     if not rank:
         configured = alphas.rank if alphas.default is not None else None
         return alphas.of(module, configured) / configured if configured else 1.0
-    stored = (
-        read_tensor(parts["alpha"]) if "alpha" in parts else torch.tensor(alphas.of(module, rank), dtype=torch.float64)
-    )
-    return as_number(stored, f"the alpha of {module}", file) / rank
+    return read_alpha(file, module, parts.get("alpha"), alphas, rank) / rank
 
 
 def _whole_shape(factors: Mapping[str, torch.Tensor], name: str) -> tuple[int, int]:

@@ -274,27 +274,28 @@ def _adapter_layers(transformer: WanTransformer3DModel) -> list[BaseTunerLayer]:
 
 
 def _weight(path: Path, module: str, parts: Mapping[Part, TensorInfo], alphas: Alphas) -> LoraWeight:
-    read = {part: read_tensor(info) for part, info in parts.items()}
-    down, up = read["down"], read["up"]
-    alpha = read["alpha"] if "alpha" in read else torch.tensor(alphas.of(module, down.shape[0]), dtype=torch.float64)
-    return LoraWeight(down, up, as_number(alpha, f"the alpha of {module}", path))
+    down, up = read_tensor(parts["down"]), read_tensor(parts["up"])
+    return LoraWeight(down, up, read_alpha(path, module, parts.get("alpha"), alphas, down.shape[0]))
 
 
-def as_number(tensor: torch.Tensor, name: str, path: Path) -> float:
-    """The one number that a tensor of a file holds.
+def read_alpha(path: Path, module: str, stored: TensorInfo | None, alphas: Alphas, rank: int) -> float:
+    """The alpha of a module: what the file holds, else what is said beside it.
 
     Args:
-        tensor: of any shape with one element.
-        name: what it is, for the message.
         path: the file, for the message.
+        module: whose alpha it is.
+        stored: a tensor of any shape with one element; None where the file has none.
+        alphas: what is said beside it.
+        rank: of the module.
 
     Raises:
-        WangenError: it holds more, none, or one that is not finite.
+        WangenError: the tensor holds more numbers than one, none, or one that is not finite.
     """
-    number = float(tensor.double().sum()) if tensor.numel() == 1 else math.nan
-    if not math.isfinite(number):
-        raise WangenError(f"{name} is not a number", where=str(path))
-    return number
+    tensor = read_tensor(stored) if stored else torch.tensor(alphas.of(module, rank), dtype=torch.float64)
+    alpha = float(tensor.double().sum()) if tensor.numel() == 1 else math.nan
+    if not math.isfinite(alpha):
+        raise WangenError(f"the alpha of {module} is not a number", where=str(path))
+    return alpha
 
 
 def _folded(lora: Mapping[str, LoraWeight]) -> Lora:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from wangen.generator.adapter_parts import is_dora_of_parts
 from wangen.generator.dataset import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 from wangen.generator.errors import UsageError
 from wangen.generator.experts import ORDER, choose_boundary, expect_two_experts, seem_swapped
@@ -19,7 +20,7 @@ from wangen.generator.kinds import expect
 from wangen.generator.lora_config import lora_file
 from wangen.generator.steps import Generate
 from wangen.profiles import Model
-from wangen.runtime.adapters import adapter_modules, is_dora, read_scales
+from wangen.runtime.adapters import adapter_modules, read_scales
 from wangen.runtime.devices import choose_dtype, require_compiler
 from wangen.runtime.lora import nothing_matches, require_size
 from wangen.runtime.lora_folder import find_lora
@@ -219,11 +220,12 @@ def _refuse_lora(path: Path, flag: str, transformer: Header, strength: float) ->
     changes, header = read_scales(path, flag), read_header(file)
     if not changes.keys() & weights.keys():
         raise nothing_matches(changes)
-    for module, parts in adapter_modules(header, file).items():
+    modules = adapter_modules(header, file)
+    for module, parts in modules.items():
         if module in weights and "down" in parts and len(parts["down"].shape) == 2:
             change = _Change((parts["up"].shape[0], parts["down"].shape[1]))
             require_size(module, change, weights[module].shape)
-    if strength not in (0, 1) and is_dora(path, flag):
+    if strength not in (0, 1) and any(map(is_dora_of_parts, modules.values())):
         raise UsageError(f"a DoRA at strength {strength:g}", where=str(file),
                          cure="give it the strength 1: it scales whole weights")  # fmt: skip
     expert, own = header.metadata.get("wangen.expert"), "high_noise" if flag.endswith("high_noise") else "low_noise"
