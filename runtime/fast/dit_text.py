@@ -70,15 +70,3 @@ def _biases(length: int, num_rows: int, copies: int) -> list[float]:
     padding = TEXT_ROWS - length
     standing = pad_biases(padding, min(copies, padding))
     return [0.0] * length + list(standing) + [-math.inf] * (num_rows - length - len(standing))
-
-
-def require_width(texts: Sequence[Tensor], expected: int) -> None:
-    """Refuse embeddings of another text encoder than the transformer was made for.
-
-    Raises:
-        WangenError: they are not `expected` wide.
-    """
-    found = texts[0].shape[1]
-    if found != expected:
-        raise WangenError(f"text embeddings {found} wide, where this transformer takes {expected}",
-                          cure="use the umT5-xxl encoder for caching and sampling")  # fmt: skip

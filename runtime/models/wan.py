@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from wangen.generator.errors import WangenError
 from wangen.runtime.devices import set_attention
+from wangen.runtime.models.inputs import require_width, with_condition
 from wangen.runtime.models.plain import PlainModel
 
 if TYPE_CHECKING:
@@ -113,10 +113,9 @@ def predict_velocity(
     assert controls is None, "not in this family"
     if image_tokens is not None:
         image_tokens = image_tokens.to(latents.device, transformer.dtype)
-    _require_width(transformer, texts)
-    inputs = latents if condition is None else torch.cat([latents, condition.to(latents)], dim=1)
+    require_width(texts, transformer.config.text_dim, "umT5-xxl")
     velocity: torch.Tensor = transformer(
-        hidden_states=inputs.to(transformer.dtype),
+        hidden_states=with_condition(latents, condition).to(transformer.dtype),
         timestep=timesteps.to(latents.device),
         encoder_hidden_states=pad_texts(texts).to(latents.device, transformer.dtype),
         encoder_hidden_states_image=image_tokens,
@@ -163,14 +162,6 @@ def velocity_model(
 
     kernel = choose_kernel(compute.attention, device, dtype, backward=backward)
     return FastWan(transformer, compute, kernel, swap, dtype)
-
-
-def _require_width(transformer: "WanTransformer3DModel", texts: Sequence[torch.Tensor]) -> None:
-    """Refuse embeddings of another text encoder than the transformer was made for."""
-    found, wanted = texts[0].shape[1], transformer.config.text_dim
-    if found != wanted:
-        raise WangenError(f"text embeddings {found} wide, where this transformer takes {wanted}",
-                          cure="use the umT5-xxl encoder for caching and sampling")  # fmt: skip
 
 
 def pad_texts(texts: Sequence[torch.Tensor]) -> torch.Tensor:
