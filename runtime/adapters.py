@@ -13,6 +13,7 @@ import torch
 from wangen.generator import adapter_parts
 from wangen.generator.adapter_parts import (
     FACTORS,
+    INNER,
     MAGNITUDES,
     Parts,
     is_dora_of_parts,
@@ -54,8 +55,7 @@ class AdapterWeight:
     @property
     def rank(self) -> int:
         """The inner size of the factors; 0 for a LoKr of two whole matrices."""
-        inner = {"lora": ("down",), "loha": ("hada_w1_b",), "lokr": ("lokr_w2_b", "lokr_w1_b")}[self.kind]
-        return next((self.factors[name].shape[0] for name in inner if name in self.factors), 0)
+        return next((self.factors[name].shape[0] for name in INNER[self.kind] if name in self.factors), 0)
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -101,7 +101,7 @@ def to_layout(
     return name_tensors(as_stored(lora, layout, dtype), layout)
 
 
-def as_stored(lora: Mapping[str, LoraWeight], layout: Layout, dtype: torch.dtype | None = None) -> Lora:
+def as_stored(lora: Mapping[str, LoraWeight], layout: Layout, dtype: torch.dtype | None) -> Lora:
     """A LoRA with the numbers that its file will hold.
 
     Kohya files carry alpha. In the other layouts the scale is multiplied into `up`, so that every reader, those that
@@ -253,14 +253,18 @@ def match_modules(transformer: torch.nn.Module, lora: Mapping[str, Sized]) -> tu
     modules = dict(transformer.named_modules())
     fitting = [name for name in lora if name in modules]
     for name in fitting:
-        module = modules[name]
-        layer = module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
+        layer = base_layer(modules[name])
         # A quantised layer has no weight of its own shape.
         linear = isinstance(layer, torch.nn.Linear)
         require_size(name, lora[name], (layer.out_features, layer.in_features) if linear else layer.weight.shape)
     if not fitting:
         raise nothing_matches(lora)
     return fitting, [name for name in lora if name not in modules]
+
+
+def base_layer(module: torch.nn.Module) -> Any:
+    """The layer under adapters; the module itself where it has none."""
+    return module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
 
 
 def nothing_matches(modules: Iterable[str]) -> WangenError:
