@@ -19,15 +19,6 @@ def sigmoid(x: float) -> float:
     return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
 
 
-def shifted(sigma: float, shift: float) -> float:
-    """S sigma / (1 + (S - 1) sigma): moves sigma towards noise for S > 1 (https://arxiv.org/abs/2403.03206, eq. 23).
-
-    >>> shifted(0.5, 1.0), round(shifted(0.5, 5.0), 4), shifted(1.0, 5.0)
-    (0.5, 0.8333, 1.0)
-    """
-    return shift * sigma / (1 + (shift - 1) * sigma)
-
-
 def noised(clean: torch.Tensor, noise: torch.Tensor, sigmas: torch.Tensor) -> torch.Tensor:
     """x_sigma = (1 - sigma) x0 + sigma eps, for latents (B, C, F, h, w) and sigmas (B,).
 

@@ -1,6 +1,5 @@
 """How many clips there may be, how large they are and how long it takes: said and compared with the disk beforehand."""
 
-import logging
 import math
 import os
 import shutil
@@ -19,8 +18,6 @@ from wangen.runtime.media import fit
 from wangen.runtime.preprocess.analysis import analyse
 from wangen.runtime.preprocess.form import Form, Place, write_clip
 from wangen.runtime.preprocess.videos import Known, Video
-
-log = logging.getLogger("wangen")
 
 PROBE_FRAMES = 32
 """Of a video that are read and written on trial: half a second to two seconds of work."""
