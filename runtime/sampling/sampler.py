@@ -121,12 +121,10 @@ class Video:
     """A video that was made.
 
     Attributes:
-        request: what was asked for.
         latents: (1, C, F, h, w) in float32, normalised, on the CPU.
         frames: (3, T, H, W) in [-1, 1], on the CPU.
     """
 
-    request: Request
     latents: torch.Tensor
     frames: torch.Tensor
 
@@ -302,4 +300,4 @@ def make_videos(
     for request in requests:
         latents = sampler.latents(request.scene, request.strengths, on_step)
         sampler.rest()
-        yield Video(request, latents, decoder.decode(latents))
+        yield Video(latents, decoder.decode(latents))
