@@ -21,7 +21,7 @@ from wangen.runtime.libraries import (
     make_kron,
     make_weight,
 )
-from wangen.runtime.lora import apply_lora, base_layer, match_modules
+from wangen.runtime.lora import adapter_layers, apply_lora, base_layer, match_modules
 from wangen.runtime.memory.quantize import QuantLinear
 
 LORA_PARTS = {"down": "lora_A", "up": "lora_B", "magnitude": "lora_magnitude_vector"}
@@ -57,11 +57,6 @@ def parts_of(parameters: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torc
             part = short[match["lora"]] if match["lora"] else match["factor"]
             found.setdefault(match["module"], {})[part] = parameters[name]
     return found
-
-
-def adapter_layers(transformer: torch.nn.Module) -> dict[str, BaseTunerLayer]:
-    """The layers that carry adapters, by module name."""
-    return {name: layer for name, layer in transformer.named_modules() if isinstance(layer, BaseTunerLayer)}
 
 
 def base_weight(transformer: torch.nn.Module, module: str) -> torch.Tensor:

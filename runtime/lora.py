@@ -202,7 +202,7 @@ def apply_lora(
             layer.lora_B[name].weight.copy_(lora[module].up)
     set_multiplier(transformer, name, multiplier)
     # diffusers activates the newest adapter alone; here all of them add up.
-    for layer in _adapter_layers(transformer):
+    for layer in adapter_layers(transformer).values():
         layer.set_adapter(list(transformer.peft_config))
     transformer.requires_grad_(False)
     return left_out
@@ -210,7 +210,7 @@ def apply_lora(
 
 def set_multiplier(transformer: WanTransformer3DModel, name: str, multiplier: float) -> None:
     """Set the strength of one applied LoRA; 1 is as trained, 0 switches it off."""
-    for layer in _adapter_layers(transformer):
+    for layer in adapter_layers(transformer).values():
         layer.set_scale(name, multiplier)
 
 
@@ -272,9 +272,9 @@ def nothing_matches(modules: Iterable[str]) -> WangenError:
     return WangenError(f"nothing in this LoRA matches the model; it changes {', '.join(list(modules)[:3])} …")
 
 
-def _adapter_layers(transformer: WanTransformer3DModel) -> list[BaseTunerLayer]:
-    """Those of LoRAs, and of other kinds of adapters that are on the model as well."""
-    return [module for module in transformer.modules() if isinstance(module, BaseTunerLayer)]
+def adapter_layers(transformer: torch.nn.Module) -> dict[str, BaseTunerLayer]:
+    """The layers that carry adapters of any kind, by module name."""
+    return {name: layer for name, layer in transformer.named_modules() if isinstance(layer, BaseTunerLayer)}
 
 
 def _weight(path: Path, module: str, parts: Mapping[Part, TensorInfo], alphas: Alphas) -> LoraWeight:
