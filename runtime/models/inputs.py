@@ -8,6 +8,9 @@ import torch
 
 from wangen.generator.errors import WangenError
 
+WAN_TEXT_ROWS = 512
+"""What every Wan was trained with: zeros behind each text."""
+
 Controls = Sequence[Sequence[torch.Tensor]]
 """For each item the latents of its control images, (C, F, h, w) each; their sizes are their own."""
 

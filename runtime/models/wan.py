@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from wangen.runtime.devices import set_attention
-from wangen.runtime.models.inputs import require_width, with_condition
+from wangen.runtime.models.inputs import WAN_TEXT_ROWS, require_width, with_condition
 from wangen.runtime.models.plain import PlainModel
 
 if TYPE_CHECKING:
@@ -40,7 +40,6 @@ _HOMES = {
 """What the contract asks for and other modules have. They import diffusers or transformers, which takes seconds: a
 caching step that needs neither must not wait for them, so each is imported when it is asked for."""
 
-TEXT_LENGTH = 512
 PATCH = 2  # latent cells per token, in each direction
 
 
@@ -170,7 +169,7 @@ def pad_texts(texts: Sequence[torch.Tensor]) -> torch.Tensor:
     >>> pad_texts([torch.ones(3, 2), torch.ones(1, 2)]).sum(dim=(1, 2)).tolist()
     [6.0, 2.0]
     """
-    padded = texts[0].new_zeros(len(texts), TEXT_LENGTH, texts[0].shape[1])
+    padded = texts[0].new_zeros(len(texts), WAN_TEXT_ROWS, texts[0].shape[1])
     for row, text in zip(padded, texts, strict=True):
         row[: len(text)] = text
     return padded
