@@ -16,11 +16,11 @@ from pathlib import Path
 
 from wangen import profiles
 from wangen.generator.steps import CheckCache
-from wangen.runtime.cache import FORMAT, RECIPE_VERSIONS, Encoder, Folder, Kind, Recipe
+from wangen.runtime.cache import FORMAT, RECIPE_VERSIONS, TEXT_KINDS, Encoder, Folder, Kind, Recipe
 from wangen.runtime.cache.index import INDEX
 from wangen.runtime.cache.needed import DatasetNeeds
 from wangen.runtime.models import text_encoder_identity, vae_identity
-from wangen.runtime.needs import TEXT_KINDS, recipes_of
+from wangen.runtime.needs import recipes_of
 from wangen.runtime.samples import read_samples
 from wangen.runtime.sources import MEMO
 from wangen.runtime.tiny import write_tiny_wan

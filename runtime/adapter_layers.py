@@ -21,7 +21,7 @@ from wangen.runtime.libraries import (
     make_kron,
     make_weight,
 )
-from wangen.runtime.lora import apply_lora, match_modules
+from wangen.runtime.lora import adapter_layers, apply_lora, base_layer, match_modules
 from wangen.runtime.memory.quantize import QuantLinear
 
 LORA_PARTS = {"down": "lora_A", "up": "lora_B", "magnitude": "lora_magnitude_vector"}
@@ -59,18 +59,12 @@ def parts_of(parameters: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torc
     return found
 
 
-def adapter_layers(transformer: torch.nn.Module) -> dict[str, BaseTunerLayer]:
-    """The layers that carry adapters, by module name."""
-    return {name: layer for name, layer in transformer.named_modules() if isinstance(layer, BaseTunerLayer)}
-
-
 def base_weight(transformer: torch.nn.Module, module: str) -> torch.Tensor:
     """The weight under a module's adapters, (out_features, in_features) in float32, dequantised where it has to be.
 
     Where it is in float32 already it is the weight itself, and not to be written into.
     """
-    layer = transformer.get_submodule(module)
-    layer = layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else layer
+    layer = base_layer(transformer.get_submodule(module))
     if isinstance(layer, QuantLinear):
         return layer.dequantized(torch.float32)
     assert isinstance(layer.weight, torch.Tensor)
@@ -102,8 +96,7 @@ def require_linear(transformer: torch.nn.Module, modules: list[str], kind: Adapt
     if kind == "lora" and not dora:
         return
     for module in modules:
-        layer = transformer.get_submodule(module)
-        layer = layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else layer
+        layer = base_layer(transformer.get_submodule(module))
         shape = (layer.out_features, layer.in_features) if isinstance(layer, torch.nn.Linear) else ()
         if not isinstance(layer.weight, torch.Tensor) or tuple(layer.weight.shape) != shape:
             what = "held as the bytes of its file" if shape else "no linear layer"

@@ -13,6 +13,7 @@ import torch
 from wangen.generator import adapter_parts
 from wangen.generator.adapter_parts import (
     FACTORS,
+    INNER,
     MAGNITUDES,
     Parts,
     is_dora_of_parts,
@@ -25,7 +26,7 @@ from wangen.generator.formats import Header, TensorInfo
 from wangen.generator.kinds import expect
 from wangen.generator.lora_config import Alphas, lora_file, read_alphas
 from wangen.generator.lora_keys import AdapterKind
-from wangen.runtime.lora import Lora, LoraWeight, as_number
+from wangen.runtime.lora import Lora, LoraWeight, read_alpha
 from wangen.runtime.weights.reading import read_tensor
 
 DORA_NORM = "wangen.dora_norm"
@@ -54,8 +55,7 @@ class AdapterWeight:
     @property
     def rank(self) -> int:
         """The inner size of the factors; 0 for a LoKr of two whole matrices."""
-        inner = {"lora": ("down",), "loha": ("hada_w1_b",), "lokr": ("lokr_w2_b", "lokr_w1_b")}[self.kind]
-        return next((self.factors[name].shape[0] for name in inner if name in self.factors), 0)
+        return next((self.factors[name].shape[0] for name in INNER[self.kind] if name in self.factors), 0)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -120,17 +120,6 @@ def _read_header(path: Path, flag: str) -> tuple[Path, Header, dict[str, dict[st
     return file, header, modules, read_alphas(file, header.metadata, modules, kind=kind, dora=dora)
 
 
-def is_dora(path: Path, flag: str = "--network_weights") -> bool:
-    """Whether an adapter is a DoRA, from its header.
-
-    Raises:
-        WangenError: as `read_adapter`.
-    """
-    file = lora_file(path)
-    modules = adapter_modules(expect(file, ("lora", "lora-other"), flag), file)
-    return any(map(is_dora_of_parts, modules.values()))
-
-
 def adapter_modules(header: Header, file: Path) -> dict[str, dict[str, TensorInfo]]:
     """The tensors of an adapter by module and part, from its header alone.
 
@@ -175,10 +164,7 @@ def _scale(file: Path, module: str, parts: Parts, rank: int, alphas: Alphas) -> 
     if not rank:
         configured = alphas.rank if alphas.default is not None else None
         return alphas.of(module, configured) / configured if configured else 1.0
-    stored = (
-        read_tensor(parts["alpha"]) if "alpha" in parts else torch.tensor(alphas.of(module, rank), dtype=torch.float64)
-    )
-    return as_number(stored, f"the alpha of {module}", file) / rank
+    return read_alpha(file, module, parts.get("alpha"), alphas, rank) / rank
 
 
 def _whole_shape(factors: Mapping[str, torch.Tensor], name: str) -> tuple[int, int]:

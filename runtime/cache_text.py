@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 from wangen.generator.session import Report
 from wangen.generator.steps import CacheText
 from wangen.profiles import Model
-from wangen.runtime.cache import Encoder, Kind, load
+from wangen.runtime.cache import TEXT_KINDS, Encoder, Kind, load
 from wangen.runtime.cache.recipes import digest
 from wangen.runtime.caching import fill
 from wangen.runtime.media import open_image
 from wangen.runtime.models import PromptEncoder, family, model_of_cache, text_encoder_identity
-from wangen.runtime.needs import TEXT_KINDS, EntryWriter, Need, Waiting, Work, claimed
+from wangen.runtime.needs import EntryWriter, Need, Waiting, Work, claimed
 from wangen.runtime.progress import Advance, progress
 from wangen.runtime.rocm import on_cpu
 from wangen.runtime.room import require_room

@@ -28,6 +28,7 @@ from wangen.runtime.needs import (
     latent_kinds,
     listing,
     problem,
+    step_for,
 )
 from wangen.runtime.rocm import vae_dtype
 from wangen.runtime.samples import Sample, by_cache_folder, read_samples
@@ -222,7 +223,7 @@ def _say_how_deep(deep: bool) -> None:
 
 def _to_run(options: CheckCache, bad: Iterable[Need]) -> str:
     bad = list(bad)
-    steps = sorted({"cache_text" if need.recipe.kind in TEXT_KINDS else "cache_latents" for need in bad})
+    steps = sorted({step_for(need.recipe.kind) for need in bad})
     again = f"run {' and '.join(steps) or 'cache_latents and cache_text'} again"
     again += " with --clip" if any(need.recipe.kind == "clip" for need in bad) else ""
     # The steps judge headers alone: a payload that only --deep sees would stay.

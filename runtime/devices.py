@@ -14,8 +14,6 @@ from wangen.generator.memory import GIB
 from wangen.runtime.fast.attention import PACKAGES
 from wangen.runtime.rocm import vae_dtype
 
-log = logging.getLogger("wangen")
-
 CONTEXT_BYTES = GIB // 2
 """What CUDA itself has taken when it is asked what is free; the memory formula counts it."""
 

@@ -19,15 +19,6 @@ def sigmoid(x: float) -> float:
     return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
 
 
-def shifted(sigma: float, shift: float) -> float:
-    """S sigma / (1 + (S - 1) sigma): moves sigma towards noise for S > 1 (https://arxiv.org/abs/2403.03206, eq. 23).
-
-    >>> shifted(0.5, 1.0), round(shifted(0.5, 5.0), 4), shifted(1.0, 5.0)
-    (0.5, 0.8333, 1.0)
-    """
-    return shift * sigma / (1 + (shift - 1) * sigma)
-
-
 def noised(clean: torch.Tensor, noise: torch.Tensor, sigmas: torch.Tensor) -> torch.Tensor:
     """x_sigma = (1 - sigma) x0 + sigma eps, for latents (B, C, F, h, w) and sigmas (B,).
 
@@ -64,30 +55,20 @@ def loss_weight(scheme: str, sigmas: torch.Tensor) -> torch.Tensor:
     return torch.ones_like(sigmas)
 
 
-def flow_loss(
-    predicted: torch.Tensor,
-    target: torch.Tensor,
-    sigmas: torch.Tensor,
-    scheme: str = "none",
-    mask: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Each sample's weighted mean squared error in float32, (B,).
+def flow_loss(predicted: torch.Tensor, target: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    """Each sample's mean squared error in float32, (B,); `loss_weight` is not in it.
 
     Args:
         predicted: (B, C, F, h, w) velocity.
         target: the same of the truth.
-        sigmas: (B,) noise levels.
-        scheme: name of a weighting scheme.
         mask: (B, 1, F, h, w) in [0, 1]: how much each cell counts in the mean; None counts all alike.
 
     >>> mask = torch.tensor([1.0, 0.0]).view(1, 1, 1, 1, 2)
-    >>> flow_loss(torch.tensor([1.0, 9.0]).view(1, 1, 1, 1, 2), torch.zeros(1, 1, 1, 1, 2), torch.ones(1), mask=mask)
+    >>> flow_loss(torch.tensor([1.0, 9.0]).view(1, 1, 1, 1, 2), torch.zeros(1, 1, 1, 1, 2), mask)
     tensor([1.])
     """
     error = (predicted.float() - target.float()).square()
     if mask is None:
-        means = error.mean(dim=(1, 2, 3, 4))
-    else:
-        weights = mask.to(error).expand_as(error)
-        means = (error * weights).sum(dim=(1, 2, 3, 4)) / weights.sum(dim=(1, 2, 3, 4)).clamp_min(1e-6)
-    return means * loss_weight(scheme, sigmas.to(error.device, torch.float32))
+        return error.mean(dim=(1, 2, 3, 4))
+    weights = mask.to(error).expand_as(error)
+    return (error * weights).sum(dim=(1, 2, 3, 4)) / weights.sum(dim=(1, 2, 3, 4)).clamp_min(1e-6)

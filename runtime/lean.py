@@ -35,6 +35,11 @@ ABSENT = "torch._dynamo"
 DISTRIBUTED = "torch.distributed.tensor"
 
 
+_NEEDS_MORE = (AssertionError, AttributeError, ImportError, LookupError, NameError, OSError, RuntimeError, TypeError,
+               ValueError)  # fmt: skip
+"""What a version of a library may raise that needs more; loaded whole, it says itself what else is wrong."""
+
+
 def _within(name: str, packages: Sequence[str]) -> bool:
     return any(name == package or name.startswith(f"{package}.") for package in packages)
 
@@ -149,7 +154,7 @@ def load() -> None:
                 import_module(name)
         if DISTRIBUTED not in sys.modules:
             vars(torch.distributed).setdefault("tensor", _StandIn(DISTRIBUTED))
-    except Exception:  # noqa: BLE001  # a version of a library that needs more: the next import of it loads all it wants
+    except _NEEDS_MORE:  # the next import of the library loads all that it wants
         for name in set(sys.modules) - known:
             if _within(name, ("diffusers", "peft", "accelerate")):
                 del sys.modules[name]

@@ -12,9 +12,8 @@ from wangen.generator.errors import WangenError, many
 from wangen.generator.steps import Train
 from wangen.generator.toml_values import WHITE
 from wangen.profiles import Model
-from wangen.runtime.cache import NO_ENCODER, Encoder, Entry, Folder, Kind, load
+from wangen.runtime.cache import NO_ENCODER, TEXT_KINDS, Encoder, Entry, Folder, Kind, load
 from wangen.runtime.needs import (
-    TEXT_KINDS,
     Need,
     expected_encoder,
     has_clip,
@@ -22,6 +21,7 @@ from wangen.runtime.needs import (
     listing,
     problem,
     recipes_of,
+    step_for,
 )
 from wangen.runtime.on_the_fly import (
     Live,
@@ -206,7 +206,7 @@ def _bad(needs: Iterable[Need]) -> list[Need]:
 
 
 def _lacking(options: Train, bad: Sequence[Need]) -> WangenError:
-    steps = dict.fromkeys("cache_text" if need.recipe.kind in TEXT_KINDS else "cache_latents" for need in bad)
+    steps = dict.fromkeys(step_for(need.recipe.kind) for need in bad)
     needed = ["clip"] if any(need.recipe.kind == "clip" for need in bad) else []
     lines = [command_line(step, options, needed=needed) for step in steps]
     return WangenError(
@@ -311,10 +311,19 @@ def _stacked(entries: Sequence[AnyEntry | None], name: str) -> torch.Tensor | No
 
 
 def _condition(chosen: Sequence[CachedSample]) -> torch.Tensor | None:
-    """What image-to-video is given, as in the official code: 1 for the first latent frame, then the encoded image."""
     images = _stacked([cached.image_latent for cached in chosen], "latent")
-    if images is None:
-        return None
+    return None if images is None else first_frame_condition(images)
+
+
+def first_frame_condition(images: torch.Tensor) -> torch.Tensor:
+    """What image-to-video is given, as in the official code: 1 for the first latent frame, then the encoded image.
+
+    Args:
+        images: (B, C, F, h, w) from `LatentEncoder.encode_condition`.
+
+    Returns:
+        (B, 4 + C, F, h, w).
+    """
     given = torch.zeros(len(images), MASK_CHANNELS, *images.shape[2:])
     given[:, :, 0] = 1
     return torch.cat([given, images], dim=1)

@@ -101,7 +101,7 @@ def to_layout(
     return name_tensors(as_stored(lora, layout, dtype), layout)
 
 
-def as_stored(lora: Mapping[str, LoraWeight], layout: Layout, dtype: torch.dtype | None = None) -> Lora:
+def as_stored(lora: Mapping[str, LoraWeight], layout: Layout, dtype: torch.dtype | None) -> Lora:
     """A LoRA with the numbers that its file will hold.
 
     Kohya files carry alpha. In the other layouts the scale is multiplied into `up`, so that every reader, those that
@@ -202,7 +202,7 @@ def apply_lora(
             layer.lora_B[name].weight.copy_(lora[module].up)
     set_multiplier(transformer, name, multiplier)
     # diffusers activates the newest adapter alone; here all of them add up.
-    for layer in _adapter_layers(transformer):
+    for layer in adapter_layers(transformer).values():
         layer.set_adapter(list(transformer.peft_config))
     transformer.requires_grad_(False)
     return left_out
@@ -210,7 +210,7 @@ def apply_lora(
 
 def set_multiplier(transformer: WanTransformer3DModel, name: str, multiplier: float) -> None:
     """Set the strength of one applied LoRA; 1 is as trained, 0 switches it off."""
-    for layer in _adapter_layers(transformer):
+    for layer in adapter_layers(transformer).values():
         layer.set_scale(name, multiplier)
 
 
@@ -253,8 +253,7 @@ def match_modules(transformer: torch.nn.Module, lora: Mapping[str, Sized]) -> tu
     modules = dict(transformer.named_modules())
     fitting = [name for name in lora if name in modules]
     for name in fitting:
-        module = modules[name]
-        layer = module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
+        layer = base_layer(modules[name])
         # A quantised layer has no weight of its own shape.
         linear = isinstance(layer, torch.nn.Linear)
         require_size(name, lora[name], (layer.out_features, layer.in_features) if linear else layer.weight.shape)
@@ -263,38 +262,44 @@ def match_modules(transformer: torch.nn.Module, lora: Mapping[str, Sized]) -> tu
     return fitting, [name for name in lora if name not in modules]
 
 
+def base_layer(module: torch.nn.Module) -> Any:
+    """The layer under adapters; the module itself where it has none."""
+    return module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
+
+
 def nothing_matches(modules: Iterable[str]) -> WangenError:
     """The error of a LoRA for quite another model, from the names of what it changes."""
     return WangenError(f"nothing in this LoRA matches the model; it changes {', '.join(list(modules)[:3])} …")
 
 
-def _adapter_layers(transformer: WanTransformer3DModel) -> list[BaseTunerLayer]:
-    """Those of LoRAs, and of other kinds of adapters that are on the model as well."""
-    return [module for module in transformer.modules() if isinstance(module, BaseTunerLayer)]
+def adapter_layers(transformer: torch.nn.Module) -> dict[str, BaseTunerLayer]:
+    """The layers that carry adapters of any kind, by module name."""
+    return {name: layer for name, layer in transformer.named_modules() if isinstance(layer, BaseTunerLayer)}
 
 
 def _weight(path: Path, module: str, parts: Mapping[Part, TensorInfo], alphas: Alphas) -> LoraWeight:
-    read = {part: read_tensor(info) for part, info in parts.items()}
-    down, up = read["down"], read["up"]
-    alpha = read["alpha"] if "alpha" in read else torch.tensor(alphas.of(module, down.shape[0]), dtype=torch.float64)
-    return LoraWeight(down, up, as_number(alpha, f"the alpha of {module}", path))
+    down, up = read_tensor(parts["down"]), read_tensor(parts["up"])
+    return LoraWeight(down, up, read_alpha(path, module, parts.get("alpha"), alphas, down.shape[0]))
 
 
-def as_number(tensor: torch.Tensor, name: str, path: Path) -> float:
-    """The one number that a tensor of a file holds.
+def read_alpha(path: Path, module: str, stored: TensorInfo | None, alphas: Alphas, rank: int) -> float:
+    """The alpha of a module: what the file holds, else what is said beside it.
 
     Args:
-        tensor: of any shape with one element.
-        name: what it is, for the message.
         path: the file, for the message.
+        module: whose alpha it is.
+        stored: a tensor of any shape with one element; None where the file has none.
+        alphas: what is said beside it.
+        rank: of the module.
 
     Raises:
-        WangenError: it holds more, none, or one that is not finite.
+        WangenError: the tensor holds more numbers than one, none, or one that is not finite.
     """
-    number = float(tensor.double().sum()) if tensor.numel() == 1 else math.nan
-    if not math.isfinite(number):
-        raise WangenError(f"{name} is not a number", where=str(path))
-    return number
+    tensor = read_tensor(stored) if stored else torch.tensor(alphas.of(module, rank), dtype=torch.float64)
+    alpha = float(tensor.double().sum()) if tensor.numel() == 1 else math.nan
+    if not math.isfinite(alpha):
+        raise WangenError(f"the alpha of {module} is not a number", where=str(path))
+    return alpha
 
 
 def _folded(lora: Mapping[str, LoraWeight]) -> Lora:

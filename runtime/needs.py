@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, Self
 from wangen.generator.bulk import bulk
 from wangen.generator.errors import WangenError, many
 from wangen.profiles import Model
-from wangen.runtime.cache import Encoder, Folder, Kind, Recipe, Verdict
+from wangen.runtime.cache import TEXT_KINDS, Encoder, Folder, Kind, Recipe, Verdict
 from wangen.runtime.cache.needed import DatasetNeeds
 from wangen.runtime.samples import Sample, by_cache_folder
 
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     import torch
 
 log = logging.getLogger("wangen")
-
-TEXT_KINDS: tuple[Kind, ...] = ("text_encoder_output", "empty_text_encoder_output")
 
 WORDS: Mapping[Kind, str] = {
     "latent": "latents",
@@ -73,6 +71,11 @@ class Need:
     recipe: Recipe
     folder: Folder
     verdict: Verdict
+
+
+def step_for(kind: Kind) -> str:
+    """The caching step that makes a kind."""
+    return "cache_text" if kind in TEXT_KINDS else "cache_latents"
 
 
 def recipes_of(sample: Sample, kind: Kind) -> list[Recipe]:
@@ -230,7 +233,7 @@ class EntryWriter(Protocol):
 OpenWriter = Callable[[Path], EntryWriter]
 
 
-def writer_of(folder: Path, *, again: bool = False, packed: bool = False) -> EntryWriter:
+def writer_of(folder: Path, *, again: bool, packed: bool) -> EntryWriter:
     """The writer of a cache folder; it imports torch.
 
     Args:

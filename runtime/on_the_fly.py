@@ -21,13 +21,12 @@ from wangen.generator.steps import CacheLatents, CacheText, Train
 from wangen.generator.table import joined
 from wangen.profiles import Model
 from wangen.runtime import cache_latents, cache_text, encoding
-from wangen.runtime.cache import Encoder, Folder, Kind, Recipe, Verdict, decoded_by
+from wangen.runtime.cache import TEXT_KINDS, Encoder, Folder, Kind, Recipe, Verdict, decoded_by
 from wangen.runtime.cache.words import encoder_words
 from wangen.runtime.decoders.choice import decoder_name
 from wangen.runtime.decoders.pyav import PYAV
 from wangen.runtime.models import expect_vae, text_encoder_identity, vae_identity, way_of
 from wangen.runtime.needs import (
-    TEXT_KINDS,
     WORDS,
     Need,
     Work,

@@ -11,8 +11,8 @@ from pathlib import Path
 from wangen.generator.cache_sizes import CLIP_NUMBERS, cells, latent_bytes, text_bytes, width_of
 from wangen.generator.errors import WangenError, bytes_text, many
 from wangen.profiles import Model
-from wangen.runtime.cache import Encoder, Kind
-from wangen.runtime.needs import TEXT_KINDS, Need
+from wangen.runtime.cache import TEXT_KINDS, Encoder, Kind
+from wangen.runtime.needs import Need
 
 ASKED_FROM_BYTES = 64 * 2**20
 """Less is encoded so soon that a disk is found full as quickly by writing; what was encoded stays."""

@@ -15,9 +15,9 @@ from wangen import profiles
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.headers import read_header
 from wangen.runtime import safetensors_file
-from wangen.runtime.adapter_layers import adapter_layers, apply_adapter, base_weight, merge_adapter
+from wangen.runtime.adapter_layers import apply_adapter, base_weight, merge_adapter
 from wangen.runtime.adapters import read_adapter
-from wangen.runtime.lora import read_lora, to_layout
+from wangen.runtime.lora import adapter_layers, read_lora, to_layout
 from wangen.runtime.memory.quantize import quantize_blocks
 from wangen.runtime.training.adapter import add_adapter, disabled, merge_base_weights, replaced
 from wangen.runtime.training.adapter_config import (

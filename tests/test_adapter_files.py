@@ -19,9 +19,9 @@ from trained import KINDS, MODEL, base_model, options_of, predicted, trained
 
 from wangen.generator.errors import UsageError, WangenError
 from wangen.runtime import safetensors_file
-from wangen.runtime.adapter_layers import adapter_layers, apply_adapter, base_weight
+from wangen.runtime.adapter_layers import apply_adapter, base_weight
 from wangen.runtime.adapters import DORA_NORM, read_adapter
-from wangen.runtime.lora import read_lora
+from wangen.runtime.lora import adapter_layers, read_lora
 from wangen.runtime.training import full
 from wangen.runtime.training.adapter import add_adapter, merge_base_weights
 from wangen.runtime.training.adapter_files import as_adapter, save

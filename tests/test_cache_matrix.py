@@ -14,11 +14,11 @@ from PIL import Image
 from wangen.generator.cli import main
 from wangen.generator.steps import CacheLatents, CacheText
 from wangen.runtime import cache
-from wangen.runtime.cache import Folder
+from wangen.runtime.cache import TEXT_KINDS, Folder
 from wangen.runtime.cache_latents import latent_encoders
 from wangen.runtime.cache_text import text_encoder
 from wangen.runtime.models import model_of_cache
-from wangen.runtime.needs import TEXT_KINDS, judge
+from wangen.runtime.needs import judge
 from wangen.runtime.samples import by_cache_folder, read_samples
 from wangen.runtime.tiny import write_tiny_wan
 

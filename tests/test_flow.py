@@ -24,8 +24,8 @@ def test_loss_is_the_mean_square_error_per_sample_times_its_weight():
     predicted, target = torch.zeros(2, 1, 1, 2, 2), torch.ones(2, 1, 1, 2, 2)
     target[1] *= 3
     sigmas = torch.tensor([0.5, 0.5])
-    assert flow_loss(predicted, target, sigmas).tolist() == [1.0, 9.0]
-    assert flow_loss(predicted, target, sigmas, "sigma_sqrt").tolist() == [4.0, 36.0]
+    assert flow_loss(predicted, target).tolist() == [1.0, 9.0]
+    assert (flow_loss(predicted, target) * loss_weight("sigma_sqrt", sigmas)).tolist() == [4.0, 36.0]
     assert loss_weight("cosmap", torch.tensor([0.5])).item() == pytest.approx(4 / math.pi)
 
 

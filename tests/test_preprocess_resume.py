@@ -148,7 +148,7 @@ def test_a_stopped_run_with_other_flags_leaves_no_manifest_that_is_untrue(videos
     for flags in ({"frames": 13}, {"frames": 13, "stride": 9}):
         prepare(videos, tmp_path)
         with monkeypatch.context() as patch:
-            patch.setattr(cutting, "write_mp4", stop)
+            patch.setattr(cutting, "write_clip", stop)
             with pytest.raises(KeyboardInterrupt):
                 prepare(videos, tmp_path, **flags)
         assert not (tmp_path / "train.jsonl").exists()
@@ -194,14 +194,14 @@ def test_a_video_that_changes_while_it_is_cut_gives_no_clips(videos, tmp_path, m
     source.mkdir()
     for path in videos.iterdir():
         (source / path.name).write_bytes(path.read_bytes())
-    real = cutting.write_mp4
+    real = cutting.write_clip
 
     def write(path: Path, *words: object) -> None:
         real(path, *words)
         if path.name.startswith("1"):
             (source / "1.mp4").write_bytes(b"another")
 
-    monkeypatch.setattr(cutting, "write_mp4", write)
+    monkeypatch.setattr(cutting, "write_clip", write)
     report = prepare(source, tmp_path / "o")
     assert {row["source"] for row in clips(tmp_path / "o")} == {"0.mp4"}
     assert report.counts["problems"] == 1

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from wangen import profiles
 from wangen.generator.errors import UsageError
 from wangen.generator.steps import Train
-from wangen.runtime.flow import shifted
 from wangen.runtime.training.distributions import share
 from wangen.runtime.training.timesteps import (
     HIGH,
@@ -69,6 +68,9 @@ def simulated(flags, number: int = N) -> np.ndarray:
 
     def sigmoid(x):
         return 1 / (1 + np.exp(-x))
+
+    def shifted(sigma, shift):  # https://arxiv.org/abs/2403.03206, eq. 23
+        return shift * sigma / (1 + (shift - 1) * sigma)
 
     def tokens_shift(most_tokens, most):
         mu = np.interp(TOKENS, [256, most_tokens], [0.5, most])

@@ -50,7 +50,7 @@ def fixed_losses(tiny_run: TinyRun, lora: Path | None) -> dict[str, list[float]]
             with torch.no_grad():
                 noisy = noised(batch.latents, noise, sigma)
                 predicted = WAN.predict_velocity(transformer, noisy, 1000 * sigma, batch.texts)
-            row.append(flow_loss(predicted, velocity(batch.latents, noise), sigma).item())
+            row.append(flow_loss(predicted, velocity(batch.latents, noise)).item())
     return losses
 
 

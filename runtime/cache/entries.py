@@ -122,7 +122,7 @@ def read_entry(path: Path, *, deep: bool = False) -> Entry | None:
     return _read(path.parent, path.name, "", None, deep)
 
 
-def read_packed_entry(folder: Path, pack: str, file: str, span: Span, *, deep: bool = False) -> Entry | None:
+def read_packed_entry(folder: Path, pack: str, file: str, span: Span, *, deep: bool) -> Entry | None:
     """The entry at a place in a pack, or None for what is not ours.
 
     Args:

@@ -136,7 +136,7 @@ def orphans(folder: Path) -> dict[Path, str]:
     return found
 
 
-def needed_keys(folder: Path, kind: Kind, *, but: Iterable[Path] = ()) -> set[str]:
+def needed_keys(folder: Path, kind: Kind, *, but: Iterable[Path]) -> set[str]:
     """The keys of one kind that datasets need in a cache folder.
 
     Args:

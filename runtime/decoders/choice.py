@@ -49,6 +49,6 @@ def open_decoder(name: str | None, device: str | None = None, local_rank: int = 
     return decoder
 
 
-def decoder_name(name: str | None, device: str | None = None, local_rank: int = 0) -> str:
+def decoder_name(name: str | None, device: str | None, local_rank: int = 0) -> str:
     """The name of the decoder of a step; only `auto` has to look for it."""
     return open_decoder(name, device, local_rank).name if name == "auto" else name or PYAV.name

@@ -25,15 +25,11 @@ class Difference:
         mean: of the differences; below 0 the second is lower.
         low: lower end of the 95 % interval; None of fewer than two groups.
         high: its upper end.
-        num_items: how many there were.
-        num_lower: at how many of them the second is lower.
     """
 
     mean: float
     low: float | None
     high: float | None
-    num_items: int
-    num_lower: int
 
     @property
     def is_lower(self) -> bool:
@@ -61,18 +57,17 @@ def paired_difference(
         ValueError: the lengths differ, or there are no items.
 
     >>> paired_difference([2.0, 3.0, 4.0], [1.0, 2.0, 3.0], 0)
-    Difference(mean=-1.0, low=-1.0, high=-1.0, num_items=3, num_lower=3)
+    Difference(mean=-1.0, low=-1.0, high=-1.0)
     """
     differences = [other - one for one, other in zip(first, second, strict=True)]
     if not differences:
         raise ValueError("no items to compare")
-    lower = sum(difference < 0 for difference in differences)
     _, places = np.unique(np.arange(len(differences)) if groups is None else np.asarray(groups), return_inverse=True)
     sums, counts = np.bincount(places, weights=differences), np.bincount(places)
     if len(sums) == 1:
-        return Difference(fmean(differences), None, None, len(differences), lower)
+        return Difference(fmean(differences), None, None)
     draws = np.random.default_rng(seed_for(seed, "bootstrap", len(sums)))
     chosen = draws.integers(0, len(sums), size=(RESAMPLES, len(sums)))
     means = sums[chosen].sum(axis=1) / counts[chosen].sum(axis=1)
     low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
-    return Difference(fmean(differences), float(low), float(high), len(differences), lower)
+    return Difference(fmean(differences), float(low), float(high))

@@ -1,7 +1,6 @@
 """Held-out losses of the base and of every checkpoint at the same points; what was judged before is read again."""
 
 import json
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -21,8 +20,6 @@ from wangen.runtime.progress import progress
 from wangen.runtime.sampling.sampler import ExpertWeights, Lora, Sampler
 from wangen.runtime.training.prepared import Prepared
 from wangen.runtime.training.validation import Losses, measure, stratified_sigmas
-
-log = logging.getLogger("wangen")
 
 LORAS_AT_ONCE = 8
 """In memory beside the base; more of them are judged by loading the base again."""

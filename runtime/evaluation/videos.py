@@ -5,7 +5,6 @@ can be read from the frames is read from the files.
 """
 
 import json
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -36,8 +35,6 @@ from wangen.runtime.sampling.sampler import ExpertWeights, Request, Sampler, mak
 from wangen.runtime.sampling.sampler import Video as Made
 from wangen.runtime.sampling.scenes import Scene
 from wangen.runtime.sampling.videos import Decoder
-
-log = logging.getLogger("wangen")
 
 MOTION_CLIPS = 16
 """So many training clips say how much they move."""

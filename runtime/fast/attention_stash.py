@@ -74,10 +74,6 @@ class Stash:
         assert self._held, "a region is recomputed once, and calls attention as often as in its forward pass"
         return self._held.pop(0).take()
 
-    def held_bytes(self) -> int:
-        """What is held on the device, in bytes; also where something else holds the same storage."""
-        return sum(held.resident_bytes() for held in self._held)
-
 
 @dataclass
 class _Held:
@@ -101,7 +97,3 @@ class _Held:
             for place, tensor in zip(self.moved, self.copy.take(), strict=True):
                 self.tensors[place] = tensor
         return self.tensors
-
-    def resident_bytes(self) -> int:
-        resident = sum(tensor.nbytes for tensor in self.tensors if tensor is not None)
-        return resident + (self.copy.resident_bytes() if self.copy is not None else 0)

@@ -25,10 +25,10 @@ from wangen.runtime.fast.dit_compiled import WholeBlocks, step_tensors
 from wangen.runtime.fast.dit_elementwise import FUSED
 from wangen.runtime.fast.dit_linear import Layers, drops
 from wangen.runtime.fast.dit_shared import FastModel, lay_together
-from wangen.runtime.fast.dit_text import require_width, text_rows
+from wangen.runtime.fast.dit_text import text_rows
 from wangen.runtime.libraries import LoraLinear, WanTransformer3DModel
 from wangen.runtime.models.compute import Compute
-from wangen.runtime.models.inputs import Controls, Inputs
+from wangen.runtime.models.inputs import Controls, Inputs, require_width, with_condition
 
 Sizes = tuple[int, int, int]
 
@@ -93,9 +93,9 @@ class FastWan(FastModel):
             WangenError: embeddings of another text encoder.
         """
         assert controls is None, "not in this family"
-        inputs = latents if condition is None else torch.cat([latents, condition.to(latents)], dim=1)
+        items = torch.split(with_condition(latents, condition), 1)
         with torch.autocast(latents.device.type, enabled=False):
-            return torch.cat(self._run(list(torch.split(inputs, 1)), timesteps, texts, image_tokens))
+            return torch.cat(self._run(items, timesteps, texts, image_tokens))
 
     def packed(self, passes: Sequence[Inputs]) -> list[Tensor]:
         """The velocities of several batches of any shapes as one sequence: attention looks at each item alone.
@@ -104,13 +104,7 @@ class FastWan(FastModel):
         """
         if any(one.timesteps.dim() > 1 for one in passes):
             return [self(one.latents, one.timesteps, one.texts, **one.given) for one in passes]
-        items = [
-            item
-            for one in passes
-            for item in torch.split(
-                one.latents if one.condition is None else torch.cat([one.latents, one.condition.to(one.latents)], 1), 1
-            )
-        ]
+        items = [item for one in passes for item in torch.split(with_condition(one.latents, one.condition), 1)]
         views = [one.image_tokens for one in passes if one.image_tokens is not None]
         texts = [text for one in passes for text in one.texts]
         timesteps = torch.cat([one.timesteps for one in passes])
@@ -122,7 +116,7 @@ class FastWan(FastModel):
         self, latents: Sequence[Tensor], timesteps: Tensor, texts: Sequence[Tensor], image_tokens: Tensor | None
     ) -> list[Tensor]:
         """For each item (1, C, F, h, w) its velocity; items may differ in size where timesteps are (B,)."""
-        require_width(texts, self._transformer.config.text_dim)
+        require_width(texts, self._transformer.config.text_dim, "umT5-xxl")
         sizes = [self._sizes(item) for item in latents]
         num_tokens = tuple(frames * height * width for frames, height, width in sizes)
         device, dtype = latents[0].device, self._transformer.patch_embedding.weight.dtype
@@ -131,9 +125,7 @@ class FastWan(FastModel):
             times = _times(timesteps, num_tokens, device)
             embedded, conditions = self._embed_times(times.values)
             tokens = self._tokens(sizes, num_tokens, times, texts, image_tokens)
-        if not self._compute.tricks.no_input_gradient and torch.is_grad_enabled():
-            hidden = hidden if hidden.requires_grad else hidden.requires_grad_()
-        hidden = self._blocks(hidden, conditions, tokens)
+        hidden = self._blocks(self._traced(hidden), conditions, tokens)
         return self._head(hidden.to(dtype), embedded, tokens, sizes)
 
     def _sizes(self, latents: Tensor) -> Sizes:

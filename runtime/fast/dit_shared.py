@@ -129,3 +129,9 @@ class FastModel:
     def attention(self) -> str:
         """The name of the attention kernel."""
         return self._kernel.name
+
+    def _traced(self, hidden: Tensor) -> Tensor:
+        """What goes into the first block: without `Tricks.no_input_gradient` it takes part in the backward pass."""
+        if not self._compute.tricks.no_input_gradient and torch.is_grad_enabled() and not hidden.requires_grad:
+            hidden.requires_grad_()
+        return hidden

@@ -16,9 +16,7 @@ from torch import Tensor
 
 from wangen.generator.errors import WangenError
 from wangen.runtime.fast.attention import pad_biases
-
-TEXT_ROWS = 512
-"""What every Wan was trained with."""
+from wangen.runtime.models.inputs import WAN_TEXT_ROWS
 
 GPU_ROWS_STEP = 8
 """The memory-efficient kernel of CUDA takes a bias only for such a number of keys."""
@@ -50,16 +48,16 @@ def text_rows(texts: Sequence[Tensor], device: torch.device, dtype: torch.dtype,
         WangenError: a text has more than 512 rows.
     """
     longest = max(len(text) for text in texts)
-    if longest > TEXT_ROWS:
-        raise WangenError(f"a text of {longest} rows, where Wan reads {TEXT_ROWS}",
+    if longest > WAN_TEXT_ROWS:
+        raise WangenError(f"a text of {longest} rows, where Wan reads {WAN_TEXT_ROWS}",
                           cure="use the umT5-xxl encoder for caching and sampling")  # fmt: skip
     step = GPU_ROWS_STEP if device.type == "cuda" else 1
     wanted = math.ceil((longest + copies) / step) * step
-    num_rows = wanted if copies and wanted < TEXT_ROWS else TEXT_ROWS
+    num_rows = wanted if copies and wanted < WAN_TEXT_ROWS else WAN_TEXT_ROWS
     rows = torch.zeros(len(texts), num_rows, texts[0].shape[1], device=device, dtype=dtype)
     for row, text in zip(rows, texts, strict=True):
         row[: len(text)] = text
-    if num_rows == TEXT_ROWS:
+    if num_rows == WAN_TEXT_ROWS:
         return Rows(rows, None)
     biases = torch.tensor([_biases(len(text), num_rows, copies) for text in texts])
     return Rows(rows, biases[:, None, None].to(device, non_blocking=True))
@@ -67,18 +65,6 @@ def text_rows(texts: Sequence[Tensor], device: torch.device, dtype: torch.dtype,
 
 def _biases(length: int, num_rows: int, copies: int) -> list[float]:
     """For a text of `length` rows: 0 for these, then the padding's, then -inf for rows that do not count."""
-    padding = TEXT_ROWS - length
+    padding = WAN_TEXT_ROWS - length
     standing = pad_biases(padding, min(copies, padding))
     return [0.0] * length + list(standing) + [-math.inf] * (num_rows - length - len(standing))
-
-
-def require_width(texts: Sequence[Tensor], expected: int) -> None:
-    """Refuse embeddings of another text encoder than the transformer was made for.
-
-    Raises:
-        WangenError: they are not `expected` wide.
-    """
-    found = texts[0].shape[1]
-    if found != expected:
-        raise WangenError(f"text embeddings {found} wide, where this transformer takes {expected}",
-                          cure="use the umT5-xxl encoder for caching and sampling")  # fmt: skip

@@ -104,10 +104,6 @@ class HostCopy:
         self._brought, self._held = None, ()
         return tensors
 
-    def resident_bytes(self) -> int:
-        """What lies on the device, in bytes."""
-        return sum(tensor.nbytes for tensor in self._brought[0]) if self._brought is not None else 0
-
 
 @functools.cache
 def host_copies(device: torch.device) -> HostCopies:

@@ -127,7 +127,7 @@ class Settling:
         noted: the inputs of the convolutions over time, and what residual blocks add, (1, C, 1, H, W) by layer.
     """
 
-    def __init__(self, weights: EncoderWeights, *, cache_cpu: bool = False) -> None:
+    def __init__(self, weights: EncoderWeights, *, cache_cpu: bool) -> None:
         self.noted: dict[str, torch.Tensor] = {}
         self._weights = weights
         self._parking = torch.device("cpu") if cache_cpu else weights.device

@@ -237,20 +237,14 @@ class QuantLinear(nn.Linear):
         return self.dequantized(self.dtype)
 
     @torch.no_grad()
-    def dequantized(self, dtype: torch.dtype, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The weight (out_features, in_features) in `dtype`, each number rounded once.
-
-        Args:
-            dtype: a float dtype.
-            out: where to write it, contiguous and of that dtype; None makes a new tensor.
-        """
-        if out is None:
-            out = torch.empty(self.out_features, self.in_features, dtype=dtype, device=self.numbers.device)
+    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
+        """The weight (out_features, in_features) in a float dtype, each number rounded once."""
         if self.mode == "stored":
             assert self.coding is not None
             scale = None if self.scale is None else self.scale.view(torch.float32)
-            return out.copy_(self.coding.decode(self.numbers, scale, dtype))
+            return self.coding.decode(self.numbers, scale, dtype)
         assert self.scale is not None
+        out = torch.empty(self.out_features, self.in_features, dtype=dtype, device=self.numbers.device)
         FORMS[self.mode].unpack(Packed(self.numbers, self.scale.view(torch.bfloat16)), out)
         return out
 

@@ -252,16 +252,6 @@ class BlockSwap:
         slot.in_use, slot.free = False, self.lane.mark()
         self._fetch(self._next(index, backward)[: self._ring])
 
-    def resident_bytes(self) -> int:
-        """Bytes of frozen weights of blocks on the device: of the blocks that are not swapped, and of the ring."""
-        kept = [block for index, block in enumerate(self.blocks) if index not in self.swapped]
-        storages = {
-            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-            for block in kept
-            for tensor in frozen_tensors(block)
-        }
-        return sum(storages.values()) + sum(slot.buffer.numel() for slot in self._slots)
-
     def park(self) -> None:
         """Take every frozen weight off the device, for the time that another transformer needs it.
 

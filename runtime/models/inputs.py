@@ -6,6 +6,11 @@ from typing import Any
 
 import torch
 
+from wangen.generator.errors import WangenError
+
+WAN_TEXT_ROWS = 512
+"""What every Wan was trained with: zeros behind each text."""
+
 Controls = Sequence[Sequence[torch.Tensor]]
 """For each item the latents of its control images, (C, F, h, w) each; their sizes are their own."""
 
@@ -35,3 +40,25 @@ class Inputs:
         """What a velocity model is given by name: the conditions that there are."""
         named = {"condition": self.condition, "image_tokens": self.image_tokens, "controls": self.controls}
         return {name: value for name, value in named.items() if value is not None}
+
+
+def require_width(texts: Sequence[torch.Tensor], expected: int, encoder: str) -> None:
+    """Refuse embeddings of another text encoder than the transformer was made for.
+
+    Args:
+        texts: embeddings (L, dim).
+        expected: their width.
+        encoder: that gives such ones, for the message.
+
+    Raises:
+        WangenError: they are not `expected` wide.
+    """
+    found = texts[0].shape[1]
+    if found != expected:
+        raise WangenError(f"text embeddings {found} wide, where this transformer takes {expected}",
+                          cure=f"use the {encoder} encoder for caching and sampling")  # fmt: skip
+
+
+def with_condition(latents: torch.Tensor, condition: torch.Tensor | None) -> torch.Tensor:
+    """Latents (B, C, F, h, w) with the condition of image-to-video as further channels, where there is one."""
+    return latents if condition is None else torch.cat([latents, condition.to(latents)], dim=1)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from wangen.generator.errors import WangenError
 from wangen.runtime.devices import set_attention
+from wangen.runtime.models.inputs import WAN_TEXT_ROWS, require_width, with_condition
 from wangen.runtime.models.plain import PlainModel
 
 if TYPE_CHECKING:
@@ -40,7 +40,6 @@ _HOMES = {
 """What the contract asks for and other modules have. They import diffusers or transformers, which takes seconds: a
 caching step that needs neither must not wait for them, so each is imported when it is asked for."""
 
-TEXT_LENGTH = 512
 PATCH = 2  # latent cells per token, in each direction
 
 
@@ -113,10 +112,9 @@ def predict_velocity(
     assert controls is None, "not in this family"
     if image_tokens is not None:
         image_tokens = image_tokens.to(latents.device, transformer.dtype)
-    _require_width(transformer, texts)
-    inputs = latents if condition is None else torch.cat([latents, condition.to(latents)], dim=1)
+    require_width(texts, transformer.config.text_dim, "umT5-xxl")
     velocity: torch.Tensor = transformer(
-        hidden_states=inputs.to(transformer.dtype),
+        hidden_states=with_condition(latents, condition).to(transformer.dtype),
         timestep=timesteps.to(latents.device),
         encoder_hidden_states=pad_texts(texts).to(latents.device, transformer.dtype),
         encoder_hidden_states_image=image_tokens,
@@ -165,21 +163,13 @@ def velocity_model(
     return FastWan(transformer, compute, kernel, swap, dtype)
 
 
-def _require_width(transformer: "WanTransformer3DModel", texts: Sequence[torch.Tensor]) -> None:
-    """Refuse embeddings of another text encoder than the transformer was made for."""
-    found, wanted = texts[0].shape[1], transformer.config.text_dim
-    if found != wanted:
-        raise WangenError(f"text embeddings {found} wide, where this transformer takes {wanted}",
-                          cure="use the umT5-xxl encoder for caching and sampling")  # fmt: skip
-
-
 def pad_texts(texts: Sequence[torch.Tensor]) -> torch.Tensor:
     """B embeddings (L, dim) of different lengths -> (B, 512, dim), zeros behind each text.
 
     >>> pad_texts([torch.ones(3, 2), torch.ones(1, 2)]).sum(dim=(1, 2)).tolist()
     [6.0, 2.0]
     """
-    padded = texts[0].new_zeros(len(texts), TEXT_LENGTH, texts[0].shape[1])
+    padded = texts[0].new_zeros(len(texts), WAN_TEXT_ROWS, texts[0].shape[1])
     for row, text in zip(padded, texts, strict=True):
         row[: len(text)] = text
     return padded

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from wangen.generator.errors import WangenError
 from wangen.generator.files import remove, write_text
-from wangen.runtime.clips import write_mp4, write_npz
 from wangen.runtime.decoders.pyav import shown_frames
 from wangen.runtime.media import fit
 from wangen.runtime.preprocess.analysis import NO_STAMP, Tell, as_watched
 from wangen.runtime.preprocess.candidates import Footage, Window
-from wangen.runtime.preprocess.form import Form, Place
+from wangen.runtime.preprocess.form import Form, Place, write_clip
 
 if TYPE_CHECKING:
     from wangen.runtime.clips import Frame
@@ -98,10 +97,7 @@ def cut(job: Job, keys: Sequence[str], form: Form, place: Place, tell: Tell) -> 
         start, path = job.starts[done], place.clip(job.names[done])
         _record(place, path.name, keys[done], None)  # so that a clip is known as ours from its first byte on
         clip = [held[index] for index in range(start, start + form.frames)]
-        if form.format == "mp4":
-            write_mp4(path, clip, form.fps, form.crf)
-        else:
-            write_npz(path, clip, form.fps)
+        write_clip(path, clip, form)
         footage.source.require_unchanged(footage.video.path)
         size = path.stat().st_size
         _record(place, path.name, keys[done], size)

@@ -1,6 +1,5 @@
 """How many clips there may be, how large they are and how long it takes: said and compared with the disk beforehand."""
 
-import logging
 import math
 import os
 import shutil
@@ -14,14 +13,11 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from wangen.generator.errors import WangenError, bytes_text, many
-from wangen.runtime.clips import write_mp4, write_npz
 from wangen.runtime.decoders.pyav import shown_frames, upright
 from wangen.runtime.media import fit
 from wangen.runtime.preprocess.analysis import analyse
-from wangen.runtime.preprocess.form import Form, Place
+from wangen.runtime.preprocess.form import Form, Place, write_clip
 from wangen.runtime.preprocess.videos import Known, Video
-
-log = logging.getLogger("wangen")
 
 PROBE_FRAMES = 32
 """Of a video that are read and written on trial: half a second to two seconds of work."""
@@ -108,10 +104,7 @@ def _try(path: Path, form: Form) -> _Trial | None:
                   for frame in islice(shown_frames(path, form.fps), count)]  # fmt: skip
         with TemporaryDirectory(prefix="wangen-") as folder:
             target = Path(folder) / f"trial.{form.format}"
-            if form.format == "mp4":
-                write_mp4(target, frames, form.fps, form.crf)
-            else:
-                write_npz(target, frames, form.fps)
+            write_clip(target, frames, form)
             size = target.stat().st_size
     except WangenError:  # a broken video: what is wrong is said when it is its turn
         return None

@@ -1,8 +1,10 @@
 """What clips are to be like, and the names of what is written: from the flags, checked before anything starts."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from wangen import profiles
 from wangen.generator.errors import UsageError
@@ -10,7 +12,10 @@ from wangen.generator.footage import CLIPS, MANIFEST, RECORDS, SETTINGS, VAL_MAN
 from wangen.generator.geometry import nearest_size
 from wangen.generator.prepare_steps import ClipFormat, Preprocess
 from wangen.generator.resolutions import parse_resolution, resolution_name
-from wangen.runtime.clips import NPZ_BYTES
+from wangen.runtime.clips import NPZ_BYTES, write_mp4, write_npz
+
+if TYPE_CHECKING:
+    from wangen.runtime.clips import Frame
 
 MAX_FPS = 240
 _MAX_CRF = 51
@@ -97,6 +102,14 @@ class Place:
     def analysis(self, digest: str, fps: int) -> Path:
         """What was found out about a video with this digest."""
         return self.records / "videos" / f"{digest[:32]}-{fps}.npz"
+
+
+def write_clip(path: Path, frames: "Sequence[Frame]", form: Form) -> None:
+    """Write a clip; raises as `write_mp4` and `write_npz`."""
+    if form.format == "mp4":
+        write_mp4(path, frames, form.fps, form.crf)
+    else:
+        write_npz(path, frames, form.fps)
 
 
 def num_workers(options: Preprocess) -> int:

@@ -198,9 +198,7 @@ def read_run(folder: Path, name: str | None, metrics: MetricsLog | None = None) 
         records=[record for record in records if _name_of(record, chosen) == chosen],
         reports=reports,
         loras=sorted(_loras(folder, chosen, problems), key=lambda lora: (lora.step or 0, lora.file.name)),
-        samples=sorted(
-            _samples(folder / SAMPLES, chosen, problems), key=lambda s: (s.expert, s.continued, s.number, s.step)
-        ),
+        samples=sorted(_samples(folder / SAMPLES, chosen, problems), key=_place),
         evaluation=_evaluation(folder / EVALUATION, known, problems),
         problems=problems,
         wrote_last=not names or names[-1] == chosen,

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from wangen.generator.adapter_parts import is_dora_of_parts
 from wangen.generator.dataset import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 from wangen.generator.errors import UsageError
 from wangen.generator.experts import ORDER, choose_boundary, expect_two_experts, seem_swapped
@@ -19,14 +20,15 @@ from wangen.generator.kinds import expect
 from wangen.generator.lora_config import lora_file
 from wangen.generator.steps import Generate
 from wangen.profiles import Model
-from wangen.runtime.adapters import adapter_modules, is_dora, read_scales
+from wangen.runtime.adapters import adapter_modules, read_scales
 from wangen.runtime.devices import choose_dtype, require_compiler
 from wangen.runtime.lora import nothing_matches, require_size
 from wangen.runtime.lora_folder import find_lora
 from wangen.runtime.memory.blocks import in_a_block
 from wangen.runtime.models import require_tile
+from wangen.runtime.needs import has_clip
 from wangen.runtime.sampling.prompts import MAX_SEED, SamplePrompt, defaults_of, make_prompt, read_prompts
-from wangen.runtime.sampling.scenes import Encoders, looks_through_clip
+from wangen.runtime.sampling.scenes import Encoders
 from wangen.runtime.training.adapter_config import changeable_weights
 
 log = logging.getLogger("wangen")
@@ -157,7 +159,7 @@ def _refuse_parts(options: Generate, model: Model) -> None:
         raise UsageError(
             f"the high-noise expert of {model.name} has no weights", cure=f"give --dit_high_noise; {ORDER}"
         )
-    if options.clip and not looks_through_clip(model):
+    if options.clip and not has_clip(model):
         raise UsageError(f"--clip: {model.name} has no image encoder", cure="leave it out")
     if options.changed and options.repeat is None:
         raise UsageError("--changed goes with --from", cure="leave it out")
@@ -219,11 +221,12 @@ def _refuse_lora(path: Path, flag: str, transformer: Header, strength: float) ->
     changes, header = read_scales(path, flag), read_header(file)
     if not changes.keys() & weights.keys():
         raise nothing_matches(changes)
-    for module, parts in adapter_modules(header, file).items():
+    modules = adapter_modules(header, file)
+    for module, parts in modules.items():
         if module in weights and "down" in parts and len(parts["down"].shape) == 2:
             change = _Change((parts["up"].shape[0], parts["down"].shape[1]))
             require_size(module, change, weights[module].shape)
-    if strength not in (0, 1) and is_dora(path, flag):
+    if strength not in (0, 1) and any(map(is_dora_of_parts, modules.values())):
         raise UsageError(f"a DoRA at strength {strength:g}", where=str(file),
                          cure="give it the strength 1: it scales whole weights")  # fmt: skip
     expert, own = header.metadata.get("wangen.expert"), "high_noise" if flag.endswith("high_noise") else "low_noise"

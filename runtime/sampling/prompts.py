@@ -263,7 +263,7 @@ def make_prompt(
         log.warning("  %s: --g is HunyuanVideo's embedded guidance, which %s has not: use --l", where, model.title)
     step_px = model.spatial_stride * model.patch[1]
     controls = _controls(values, defaults["control_image_path"], model, where, folder)
-    height, width = defaults["video_size"] or _size_of(controls[-1], model)
+    height, width = defaults["video_size"] or reversed(edited_size(controls[-1], model))
     height, width = (_side(values, name, side, step_px, where) for name, side in (("height", height), ("width", width)))
     shift = defaults["flow_shift"]
     if shift is None:
@@ -377,11 +377,14 @@ def _controls(
     return tuple(_picture(path, where, folder) for path in paths)
 
 
-def _size_of(control: Path, model: Model) -> tuple[int, int]:
-    """The height and width that a picture is edited at: its own aspect ratio, at the model's area."""
+def edited_size(control: Path, model: Model) -> tuple[int, int]:
+    """The (width, height) that a picture is edited at: its own aspect ratio, at the model's area.
+
+    Raises:
+        WangenError: the picture cannot be read.
+    """
     facts = read_facts(control)
-    width, height = area_size((facts.width, facts.height), model.resolution)
-    return height, width
+    return area_size((facts.width, facts.height), model.resolution)
 
 
 def _picture(given: Any, where: str, folder: Path) -> Path:

@@ -24,11 +24,12 @@ import torch
 from wangen.generator import headers
 from wangen.generator.errors import UsageError
 from wangen.profiles import Model
-from wangen.runtime.adapter_layers import adapter_layers, apply_adapter
+from wangen.runtime.adapter_layers import apply_adapter
 from wangen.runtime.adapters import read_adapter
 from wangen.runtime.denoising import Velocity
 from wangen.runtime.devices import DTYPES, enough_memory, set_attention
 from wangen.runtime.fast.dit_blocks import lay_resident_groups
+from wangen.runtime.lora import adapter_layers
 from wangen.runtime.memory.quantize import Mode
 from wangen.runtime.memory.swap import BlockSwap
 from wangen.runtime.models import Family
@@ -121,12 +122,10 @@ class Video:
     """A video that was made.
 
     Attributes:
-        request: what was asked for.
         latents: (1, C, F, h, w) in float32, normalised, on the CPU.
         frames: (3, T, H, W) in [-1, 1], on the CPU.
     """
 
-    request: Request
     latents: torch.Tensor
     frames: torch.Tensor
 
@@ -302,4 +301,4 @@ def make_videos(
     for request in requests:
         latents = sampler.latents(request.scene, request.strengths, on_step)
         sampler.rest()
-        yield Video(request, latents, decoder.decode(latents))
+        yield Video(latents, decoder.decode(latents))

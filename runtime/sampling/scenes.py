@@ -10,8 +10,6 @@ from pathlib import Path
 
 import torch
 
-from wangen.generator.dataset import read_facts
-from wangen.generator.geometry import area_size
 from wangen.generator.kinds import expect
 from wangen.generator.steps import Evaluate, Generate, Train
 from wangen.profiles import Model
@@ -24,11 +22,12 @@ from wangen.runtime.devices import (
     enough_memory,
     exact,
 )
-from wangen.runtime.loader import MASK_CHANNELS
+from wangen.runtime.loader import first_frame_condition
 from wangen.runtime.media import load_image, open_image
 from wangen.runtime.models import Family, expect_vae
+from wangen.runtime.needs import has_clip
 from wangen.runtime.prompts import text_of
-from wangen.runtime.sampling.prompts import SamplePrompt
+from wangen.runtime.sampling.prompts import SamplePrompt, edited_size
 
 log = logging.getLogger("wangen")
 
@@ -84,7 +83,7 @@ class Encoders:
         assert self.t5 is not None, "prompts are encoded"
         expect(self.t5, model.kind_of("t5"), "--t5", model.name)
         expect_vae(self.vae, model)
-        if self.clip is not None and looks_through_clip(model):
+        if self.clip is not None and has_clip(model):
             expect(self.clip, model.kind_of("clip"), "--clip", model.name)
 
 
@@ -101,11 +100,6 @@ class Scene:
     prompt: SamplePrompt
     texts: list[torch.Tensor]
     given: Given = field(default_factory=Given)
-
-
-def looks_through_clip(model: Model) -> bool:
-    """Whether a model is shown CLIP's view of the first frame."""
-    return any(weights.flag == "clip" for weights in model.weights)
 
 
 def make_scenes(
@@ -204,9 +198,7 @@ def _controls(
     with enough_memory("encoding control images", SMALLER), exact(dtype):
         encoder = kind.load_latent_encoder(encoders.vae, dtype=DTYPES[dtype], device=device, plain=encoders.plain)
         for path, background in pictures:
-            facts = read_facts(path)
-            size = area_size((facts.width, facts.height), model.resolution)
-            frames = torch.from_numpy(load_image(path, size, background, whole=True).copy())[None]
+            frames = torch.from_numpy(load_image(path, edited_size(path, model), background, whole=True).copy())[None]
             (latent,) = encoder.encode(frames, cache_cpu=encoders.vae_cache_cpu, tile_px=encoders.vae_tile).cpu()
             found[path, background] = latent
     return found
@@ -216,7 +208,7 @@ def _views(
     kind: Family, model: Model, frames: Mapping[SamplePrompt, torch.Tensor], encoders: Encoders, device: torch.device
 ) -> dict[SamplePrompt, torch.Tensor]:
     """CLIP's view of every first frame, for models that look through it when its weights are given."""
-    if not looks_through_clip(model):
+    if not has_clip(model):
         return {}
     if encoders.clip is None:
         log.warning("  no --clip: samples of %s are made without its image branch", model.name)
@@ -244,7 +236,5 @@ def _conditions(
                 found[prompt] = Given(clean=encoder.encode(frame, cache_cpu=cache_cpu, tile_px=tile_px).cpu())
                 continue
             latents = encoder.encode_condition(frame, prompt.frames, cache_cpu=cache_cpu, tile_px=tile_px).cpu()
-            mask = torch.zeros(1, MASK_CHANNELS, *latents.shape[2:])
-            mask[:, :, 0] = 1
-            found[prompt] = Given(condition=torch.cat([mask, latents], dim=1))
+            found[prompt] = Given(condition=first_frame_condition(latents))
     return found

@@ -14,7 +14,6 @@ from wangen.generator.errors import UsageError, WangenError, many
 from wangen.generator.lora_keys import module_name
 from wangen.generator.steps import Train
 from wangen.runtime.adapter_layers import (
-    adapter_layers,
     add,
     fill,
     merge_adapter,
@@ -31,6 +30,7 @@ from wangen.runtime.libraries import (
     PeftConfig,
     WanTransformer3DModel,
 )
+from wangen.runtime.lora import adapter_layers
 from wangen.runtime.randomness import generator_for
 from wangen.runtime.training.adapter_config import Settings, select_modules, settings
 

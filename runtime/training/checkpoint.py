@@ -252,7 +252,7 @@ def _load(path: Path) -> dict[str, torch.Tensor]:
         raise damaged(path.parent, error) from None
 
 
-def remove_others(folder: Path, keep: set[Path], oldest_kept: int = 0) -> None:
+def remove_others(folder: Path, keep: set[Path], oldest_kept: int) -> None:
     """Remove the states of a folder except these and those that were saved to be kept, from step `oldest_kept` on.
 
     What a killed run left half written goes as well: it may have been at a step that is never saved again.

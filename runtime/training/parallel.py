@@ -37,7 +37,7 @@ def require_parallel(options: Train, launch: Launch) -> None:
         raise UsageError(f"--parallel {way}: this is one process", cure="leave it out, or start several with --gpus")
     if way == "hsdp" and launch.local_count == launch.count:
         raise UsageError("--parallel hsdp splits within each machine, and this is one", cure="give --parallel fsdp")
-    if options.train_mode == "full" and not optimizer_class(options).is_by_element:
+    if _trains_whole_matrices(options):
         raise UsageError(
             f"--parallel {way} with --train_mode full splits matrices; {options.optimizer_type} may look at them whole",
             cure="give --optimizer_type AdamW or Adam, or --parallel ddp",
@@ -51,6 +51,11 @@ def require_parallel(options: Train, launch: Launch) -> None:
             raise UsageError(f"--parallel {way} and {flag} do not go together in this version", cure="leave one out")
 
 
+def _trains_whole_matrices(options: Train) -> bool:
+    """Whether the optimizer may look at weights as the matrices that they are, which splitting takes from it."""
+    return options.train_mode == "full" and not optimizer_class(options).is_by_element
+
+
 def chosen_way(plan: Plan, launch: Launch, device: torch.device) -> Way:
     """How the processes hold the model, with the reason in the log.
 
@@ -59,9 +64,8 @@ def chosen_way(plan: Plan, launch: Launch, device: torch.device) -> Way:
     options, way = plan.options, plan.options.parallel
     if way != "auto":
         return way
-    kept = options.train_mode == "full" and not optimizer_class(options).is_by_element
     free = free_bytes(device)
-    if free is None or kept or options.plain or options.blocks_to_swap:
+    if free is None or _trains_whole_matrices(options) or options.plain or options.blocks_to_swap:
         return "ddp"
     needed = _needed(plan)
     whole = f"a whole copy takes about {needed / GIB:.1f} GiB and {free / GIB:.1f} are free on each card"

@@ -188,7 +188,7 @@ def _error(prepared: Prepared, predicted: torch.Tensor) -> torch.Tensor:
     batch, mask = prepared.batch, prepared.batch.loss_mask
     if any(prepared.clean_frames):
         mask = _without(prepared.clean_frames, batch.latents, mask)
-    return flow_loss(predicted, velocity(batch.latents, prepared.noise), prepared.sigmas, mask=mask)
+    return flow_loss(predicted, velocity(batch.latents, prepared.noise), mask)
 
 
 def _inputs(kind: Family, prepared: Prepared, timesteps: torch.Tensor) -> Inputs:

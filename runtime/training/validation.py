@@ -65,7 +65,7 @@ class ValidationRow:
     timestep: float
     base: float
     adapter: float
-    ema: float | None = None
+    ema: float | None
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from wangen.generator.flops import NOTHING, StepFlops, step_flops
 from wangen.runtime.loader import background_of
 from wangen.runtime.lora_folder import BEST
 from wangen.runtime.models import family
+from wangen.runtime.models.inputs import WAN_TEXT_ROWS
 from wangen.runtime.sampling.prompts import defaults_of, read_prompts
 from wangen.runtime.training import checkpoint
 from wangen.runtime.training.adapter import disabled, replaced
@@ -155,7 +156,8 @@ class Watching:
         assert self._options.checkpointing is not None
         each = step_flops(
             sizes, result.tokens // len(result.names),
-            text_tokens=512 if self._options.plain and not self._is_joint else result.text_tokens // len(result.names),
+            text_tokens=WAN_TEXT_ROWS if self._options.plain and not self._is_joint
+            else result.text_tokens // len(result.names),
             image_tokens=result.image_tokens, joint=self._is_joint, adapter_weights=trained,
             checkpointing=self._options.checkpointing, free_blocks=self._options.checkpointing_free_blocks or 0,
             train_base=self._options.train_mode == "full", whole_blocks=self._options.plain,

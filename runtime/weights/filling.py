@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from wangen.generator.companions import Contents, sort_out
 from wangen.generator.errors import WangenError
-from wangen.generator.formats import Header
+from wangen.generator.formats import Header, TensorInfo
 from wangen.runtime.weights.quantized import (
     fp8_layer,
     is_quantized,
@@ -179,15 +179,13 @@ def fill(
         scale = checkpoint.contents.companions.get(old, {}).get("scale")
         wanted = torch.float32 if dtype is not None and kept & set(name.split(".")) else dtype
         layer = model.get_submodule(name.rpartition(".")[0]) if name.endswith(".weight") else model
-        made: nn.Module = layer
-        if isinstance(layer, nn.Linear | nn.Embedding) and is_quantized(info):
-            made = stored_layer(layer, info, scale, wanted, device)
-        elif isinstance(layer, nn.Linear) and name.removesuffix(".weight") in small:
-            made = fp8_layer(layer, info, device)
-        elif isinstance(layer, nn.Linear) and convert:
-            layer.weight = nn.Parameter(read_weight(info, scale, wanted, device))
-        else:
-            state[name] = read_weight(info, scale, wanted, device)
+        made = _in_few_bits(layer, info, scale, wanted, device, make_fp8=name.removesuffix(".weight") in small)
+        if made is layer:
+            weight = read_weight(info, scale, wanted, device)
+            if convert and isinstance(layer, nn.Linear):
+                layer.weight = nn.Parameter(weight)
+            else:
+                state[name] = weight
         if convert and isinstance(made, nn.Linear):
             made = convert(name.removesuffix(".weight"), made)
         if made is not layer:
@@ -197,6 +195,23 @@ def fill(
     model.eval().requires_grad_(False)
     unset = [name for name, value in [*model.named_parameters(), *model.named_buffers()] if value.is_meta]
     assert torch.device(device).type == "meta" or not unset, f"left on the meta device: {unset[:3]}"
+
+
+def _in_few_bits(
+    layer: nn.Module,
+    info: TensorInfo,
+    scale: TensorInfo | None,
+    dtype: torch.dtype | None,
+    device: torch.device | str,
+    *,
+    make_fp8: bool,
+) -> nn.Module:
+    """What stands for a layer whose weight stays as it is stored, or becomes 8-bit floats; else the layer, unread."""
+    if isinstance(layer, nn.Linear | nn.Embedding) and is_quantized(info):
+        return stored_layer(layer, info, scale, dtype, device)
+    if isinstance(layer, nn.Linear) and make_fp8:
+        return fp8_layer(layer, info, device)
+    return layer
 
 
 def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:

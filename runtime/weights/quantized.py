@@ -69,7 +69,7 @@ def is_quantized(info: TensorInfo) -> bool:
     return info.dtype in FLOAT8 or info.dtype not in DTYPE_BITS
 
 
-def read_coded(info: TensorInfo, device: torch.device | str = "cpu") -> tuple[torch.Tensor, Coding]:
+def read_coded(info: TensorInfo, device: torch.device | str) -> tuple[torch.Tensor, Coding]:
     """The stored bytes of a quantised matrix as int8, (rows, bytes per row), and how to decode them.
 
     Raises:
@@ -86,8 +86,8 @@ def read_coded(info: TensorInfo, device: torch.device | str = "cpu") -> tuple[to
 
 def read_weight(
     info: TensorInfo,
-    scale: TensorInfo | None = None,
-    dtype: torch.dtype | None = None,
+    scale: TensorInfo | None,
+    dtype: torch.dtype | None,
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
     """A tensor as plain numbers, dequantised where it is stored in another form.

@@ -22,9 +22,9 @@ from torch.nn import functional
 from wangen.runtime.fast.dit_checkpoint import Passage
 from wangen.runtime.fast.dit_linear import Layers
 from wangen.runtime.fast.dit_shared import FastModel, lay_together
-from wangen.runtime.models.inputs import Controls, Inputs
+from wangen.runtime.models.inputs import Controls, Inputs, require_width
 from wangen.runtime.models.qwen_image_edit.blocks import Block, Tokens, linears_of
-from wangen.runtime.models.qwen_image_edit.transformer import SIDE, pack, require_width, unpack
+from wangen.runtime.models.qwen_image_edit.transformer import SIDE, pack, unpack
 
 
 class Item(NamedTuple):
@@ -86,7 +86,7 @@ class FastQwen(FastModel):
     def _run(self, items: Sequence[Item], timesteps: Tensor) -> list[Tensor]:
         """For each item its velocity, (1, C, 1, h, w)."""
         transformer = self._transformer
-        require_width(transformer, [item.text for item in items])
+        require_width([item.text for item in items], transformer.config.joint_attention_dim, "Qwen2.5-VL 7B")
         device, dtype = items[0].pictures[0].device, transformer.img_in.weight.dtype
         patches = torch.cat([pack(picture.to(device, dtype))[0] for item in items for picture in item.pictures])
         texts = torch.cat([item.text.to(device, dtype) for item in items])
@@ -96,9 +96,7 @@ class FastQwen(FastModel):
                 pictures = transformer.img_in(patches)
                 hidden = torch.cat([pictures, transformer.txt_in(transformer.txt_norm(texts))])
                 times = self._embed_times(timesteps.to(device, torch.float32, non_blocking=True))
-            if not self._compute.tricks.no_input_gradient and torch.is_grad_enabled():
-                hidden = hidden if hidden.requires_grad else hidden.requires_grad_()
-            hidden = self._blocks(hidden, times, tokens)
+            hidden = self._blocks(self._traced(hidden), times, tokens)
             return self._head(hidden.to(dtype), times[: len(items)], items)
 
     def _prefix_has_gradient(self) -> bool:

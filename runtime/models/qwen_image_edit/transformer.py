@@ -17,7 +17,7 @@ from wangen.generator.headers import read_header
 from wangen.generator.kinds import expect, has_clean_controls
 from wangen.generator.layouts import HEAD_DIM, QWEN_CELLS
 from wangen.runtime.memory.quantize import Mode, in_blocks
-from wangen.runtime.models.inputs import Controls
+from wangen.runtime.models.inputs import Controls, require_width
 from wangen.runtime.weights.filling import Checkpoint, build, fill, open_checkpoint
 
 log = logging.getLogger("wangen")
@@ -136,7 +136,7 @@ def predict_velocity(
     """
     assert condition is None, "not in this family"
     assert image_tokens is None, "not in this family"
-    require_width(transformer, texts)
+    require_width(texts, transformer.config.joint_attention_dim, "Qwen2.5-VL 7B")
     given = controls or [()] * len(latents)
     groups: dict[tuple[Any, ...], list[int]] = {}
     for row, (text, pictures) in enumerate(zip(texts, given, strict=True)):
@@ -205,11 +205,3 @@ def unpack(tokens: torch.Tensor, height: int, width: int) -> torch.Tensor:
     """
     cells = tokens.reshape(len(tokens), height, width, -1, SIDE, SIDE)
     return cells.permute(0, 3, 1, 4, 2, 5).flatten(4).flatten(2, 3).unsqueeze(2)
-
-
-def require_width(transformer: QwenImageTransformer2DModel, texts: Sequence[torch.Tensor]) -> None:
-    """Refuse embeddings of another text encoder than the transformer was made for."""
-    found, wanted = texts[0].shape[1], transformer.config.joint_attention_dim
-    if found != wanted:
-        raise WangenError(f"text embeddings {found} wide, where this transformer takes {wanted}",
-                          cure="use the Qwen2.5-VL 7B encoder for caching and sampling")  # fmt: skip
