@@ -107,9 +107,6 @@ def settings_of(options: Train, shards: int = 1) -> MemorySettings:
 
     Args:
         options: of the training step.
-        one_expert: of two only one is trained.
-        all_resident: two experts stay on the device.
-        stored_bits: of a weight in the base's file: less than 16 where it is quantised itself.
         shards: processes that share out the weights.
     """
     moments = MOMENT_BYTES.get(options.optimizer_type.rpartition(".")[2], 8)
@@ -148,7 +145,7 @@ def memory_plan(model: Model, settings: MemorySettings, *, tokens: int) -> Memor
         tokens: of a step: those of the largest bucket, times its batch size.
     """
     sizes, wide, counts = model.transformer, settings.wide, weight_counts(model)
-    num_experts = 2 if model.experts and not settings.one_expert else 1
+    num_experts = num_trained(model, settings)
     block, outer, swapped = frozen_block_bytes(model, settings), outer_bytes(model, wide), settings.blocks_to_swap
     frozen = 0 if settings.whole else outer + (sizes.num_layers - swapped) * block
     frozen *= num_experts if settings.all_resident else 1
@@ -171,6 +168,11 @@ def memory_plan(model: Model, settings: MemorySettings, *, tokens: int) -> Memor
     parked = num_experts > 1 and not settings.all_resident
     in_host = 2 * (outer + sizes.num_layers * block) if parked else swapped * block
     return MemoryBudget(parts, in_host + (waiting if settings.offload else 0))
+
+
+def num_trained(model: Model, settings: MemorySettings) -> int:
+    """How many transformers are trained: both experts, unless one is chosen."""
+    return 2 if model.experts and not settings.one_expert else 1
 
 
 def trained_weights(model: Model, settings: MemorySettings) -> int:
@@ -241,9 +243,9 @@ def grid_tokens(model: Model, size: tuple[int, int], num_frames: int) -> int:
     return (latent_frames // frames) * (down // height) * (across // width)
 
 
-def usable_bytes(vram_gib: int) -> int:
-    """What a training run may take of a card with so many gigabytes."""
-    return int(vram_gib * GIB * CARD_SHARE)
+def usable_bytes(card_bytes: int) -> int:
+    """What a training run may take of a card with so much memory, when nothing else uses it."""
+    return int(card_bytes * CARD_SHARE)
 
 
 def preset_of(model: Model, vram: str) -> Preset:

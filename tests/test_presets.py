@@ -164,11 +164,11 @@ def test_every_model_has_a_preset_for_every_card_of_the_flag():
 def test_a_preset_fits_its_card_and_wastes_little_of_it(model, gib):
     preset = model.presets[gib]
     plan = preset_plan(model, preset)
-    assert plan.device <= usable_bytes(gib)
+    assert plan.device <= usable_bytes(gib * GIB)
     assert plan.host < (48 if model.experts else 32) * GIB
     if preset.blocks_to_swap > 2:
         fewer = replace(preset, blocks_to_swap=preset.blocks_to_swap - 1)
-        assert preset_plan(model, fewer).device > usable_bytes(gib)
+        assert preset_plan(model, fewer).device > usable_bytes(gib * GIB)
     assert preset.blocks_to_swap + preset.checkpointing_free_blocks <= model.transformer.num_layers
     assert preset.checkpointing != "none"
     assert all(side % model.bucket_step == 0 for side in preset.resolution)

@@ -14,7 +14,6 @@ from wangen.generator.cache_sizes import width_of
 from wangen.generator.cards import Gpu
 from wangen.generator.flops import NOTHING, StepFlops, step_flops
 from wangen.generator.memory import (
-    CARD_SHARE,
     SHORT_TEXT,
     MemoryBudget,
     MemorySettings,
@@ -22,8 +21,10 @@ from wangen.generator.memory import (
     frozen_block_bytes,
     grid_tokens,
     memory_plan,
+    num_trained,
     settings_of,
     trained_weights,
+    usable_bytes,
 )
 from wangen.generator.plan.shapes import Shape, Survey
 from wangen.generator.step_parts import DEFAULT_EPOCHS
@@ -107,7 +108,7 @@ class RunPlan:
     @property
     def usable(self) -> int | None:
         """Bytes of the card that a run may take when nothing else uses it."""
-        return int(self.gpu.memory * CARD_SHARE) if self.gpu else None
+        return usable_bytes(self.gpu.memory) if self.gpu else None
 
     @property
     def fits(self) -> bool | None:
@@ -173,7 +174,7 @@ def _shards(train: Train, budget: MemoryBudget, gpu: Gpu | None, processes: int)
     """How many processes share out the weights, 1 where each has all: as `--parallel auto` chooses."""
     if processes == 1 or train.parallel == "ddp" or (train.parallel == "auto" and train.blocks_to_swap):
         return 1
-    if train.parallel == "auto" and (gpu is None or budget.device <= gpu.memory * CARD_SHARE):
+    if train.parallel == "auto" and (gpu is None or budget.device <= usable_bytes(gpu.memory)):
         return 1
     return processes
 
@@ -243,8 +244,7 @@ def batch_seconds(flops: StepFlops, gpu: Gpu, settings: MemorySettings, model: M
 def saved_bytes(train: Train, model: Model) -> tuple[int, int]:
     """Of a training state (weights, two moments and an average in float32), and of a saved file, of all experts."""
     settings = settings_of(train)
-    experts = 2 if model.experts and not settings.one_expert else 1
-    trained = trained_weights(model, settings) * experts
+    trained = trained_weights(model, settings) * num_trained(model, settings)
     average = 1 if train.ema_decay else 0
     width = width_of(train.save_precision)
     return 4 * trained * (3 + average), width * trained * (1 + average)

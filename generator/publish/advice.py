@@ -39,7 +39,7 @@ def preset_advice(
         largest = max(sizes, key=lambda size: tokens_of(model, size, frames))
         tokens = tokens_of(model, largest, frames) * settings.batch_size
         needed = memory_plan(model, settings_of(train), tokens=tokens).device
-        if needed > usable_bytes(int(vram)):
+        if needed > usable_bytes(int(vram) * GIB):
             preset = preset_of(model, vram)
             batch = f", {settings.batch_size} at a time" if settings.batch_size > 1 else ""
             lines.append(
