@@ -146,7 +146,7 @@ def memory_plan(model: Model, settings: MemorySettings, *, tokens: int) -> Memor
     """
     sizes, wide, counts = model.transformer, settings.wide, weight_counts(model)
     num_experts = num_trained(model, settings)
-    block, outer, swapped = frozen_block_bytes(model, settings), outer_bytes(model, wide), settings.blocks_to_swap
+    block, outer, swapped = block_bytes(model, settings), outer_bytes(model, wide), settings.blocks_to_swap
     frozen = 0 if settings.whole else outer + (sizes.num_layers - swapped) * block
     frozen *= num_experts if settings.all_resident else 1
     trained = trained_weights(model, settings) * num_experts // (settings.shards if settings.whole else 1)
@@ -178,13 +178,9 @@ def num_trained(model: Model, settings: MemorySettings) -> int:
 def trained_weights(model: Model, settings: MemorySettings) -> int:
     """Weights that are trained, of each expert."""
     if settings.whole:
-        return (outer_bytes(model, 4) + model.transformer.num_layers * block_bytes(model, wide=4)) // 4
+        counts = weight_counts(model)
+        return counts.outer + counts.outer_float32 + model.transformer.num_layers * counts.block
     return adapter_weights(model, settings.rank) * settings.factors
-
-
-def frozen_block_bytes(model: Model, settings: MemorySettings) -> int:
-    """Of one block's frozen weights in memory."""
-    return block_bytes(model, settings.quantize, settings.wide, bits_of(settings))
 
 
 def bits_of(settings: MemorySettings) -> float:
@@ -195,11 +191,11 @@ def bits_of(settings: MemorySettings) -> float:
     return stored if stored < 16 and (settings.quantize == "none" or stored <= asked) else asked
 
 
-def block_bytes(model: Model, quantize: str = "none", wide: int = 2, bits: float | None = None) -> int:
-    """Of one block's weights in memory; `wide` is 2 for bfloat16 and 4 for float32, `bits` overrides the form's."""
+def block_bytes(model: Model, settings: MemorySettings) -> int:
+    """Of one block's frozen weights in memory."""
     counts = weight_counts(model)
-    bits = bits or (8.0 * wide if quantize == "none" else BITS[quantize])
-    return round(counts.block_linear * bits / 8) + counts.block_rest * wide + counts.block_float32 * 4
+    linear = round(counts.block_linear * bits_of(settings) / 8)
+    return linear + counts.block_rest * settings.wide + counts.block_float32 * 4
 
 
 def outer_bytes(model: Model, wide: int = 2) -> int:

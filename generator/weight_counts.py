@@ -44,6 +44,11 @@ class WeightCounts:
     largest_product: int
     kept_tensors: int
 
+    @property
+    def block(self) -> int:
+        """All weights of one block."""
+        return self.block_linear + self.block_rest + self.block_float32
+
 
 def weight_counts(model: Model) -> WeightCounts:
     """The counts of a model, of each expert where there are two."""

@@ -91,7 +91,7 @@ def test_weights_are_counted_exactly(model):
     for dtype, wide in ((torch.bfloat16, 2), (torch.float32, 4)):
         transformer = on_meta(model, dtype)
         blocks = stored(blocks_of(transformer))
-        assert block_bytes(model, wide=wide) * model.transformer.num_layers == blocks
+        assert block_bytes(model, MemorySettings(float32=wide == 4)) * model.transformer.num_layers == blocks
         assert outer_bytes(model, wide) == stored(transformer) - blocks
 
 
@@ -101,7 +101,7 @@ def test_quantised_weights_are_counted_exactly(mode, name, layers):
     model = short(name)
     transformer = on_meta(model)
     assert quantize_blocks(transformer, mode) == layers * 2
-    assert block_bytes(model, mode) * 2 == stored(blocks_of(transformer))
+    assert block_bytes(model, MemorySettings(quantize=mode)) * 2 == stored(blocks_of(transformer))
     assert memory.BITS[mode] == FORMS[mode].bits
 
 
@@ -131,7 +131,7 @@ def test_the_parts_of_a_run_whose_numbers_are_known():
 
 def test_each_setting_saves_what_it_says():
     model = profiles.model("t2v-14B")
-    tokens, block = 7800, block_bytes(model)
+    tokens, block = 7800, block_bytes(model, MemorySettings())
     start = MemorySettings()
     plain = memory_plan(model, start, tokens=tokens)
 

@@ -18,7 +18,7 @@ from wangen.generator.memory import (
     MemoryBudget,
     MemorySettings,
     adapter_weights,
-    frozen_block_bytes,
+    block_bytes,
     grid_tokens,
     memory_plan,
     num_trained,
@@ -236,7 +236,7 @@ def batch_seconds(flops: StepFlops, gpu: Gpu, settings: MemorySettings, model: M
     if gpu.card is None:
         return None
     limit = flops.done / (REACHED * gpu.card.tflops * 1e12)
-    copied = 2 * settings.blocks_to_swap * frozen_block_bytes(model, settings) / LINK_BYTES_S[gpu.card.pcie]
+    copied = 2 * settings.blocks_to_swap * block_bytes(model, settings) / LINK_BYTES_S[gpu.card.pcie]
     started = model.transformer.num_layers * LAUNCHES * LAUNCH_S
     return max(GOOD * limit, copied, started), max(USUAL * limit, 1.5 * copied, 2 * started)
 
