@@ -1,5 +1,7 @@
 """What cache entries take on the disk, before they are made: from sizes in pixels, frames and words."""
 
+from math import prod
+
 from wangen.profiles import Model
 
 CLIP_NUMBERS = 257 * 1280
@@ -33,8 +35,7 @@ def cells(model: Model, size: tuple[int, int], num_frames: int) -> int:
     >>> cells(profiles.model("t2v-14B"), (832, 480), 81) == 21 * 104 * 60
     True
     """
-    latent_frames = (num_frames - 1) // model.temporal_stride + 1
-    return latent_frames * (size[0] // model.spatial_stride) * (size[1] // model.spatial_stride)
+    return prod(model.latent_size(size, num_frames))
 
 
 def latent_bytes(model: Model, size: tuple[int, int], num_frames: int, dtype: str) -> int:

@@ -7,6 +7,7 @@ the list of its tensors.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from wangen.generator.errors import UsageError
@@ -233,10 +234,7 @@ def tokens_of(model: Model, resolution: tuple[int, int], num_frames: int, num_co
 
 def grid_tokens(model: Model, size: tuple[int, int], num_frames: int) -> int:
     """Tokens of a picture or clip alone; `size` is (width, height) in pixels."""
-    frames, height, width = model.patch
-    latent_frames = (num_frames - 1) // model.temporal_stride + 1
-    across, down = (side // model.spatial_stride for side in size)
-    return (latent_frames // frames) * (down // height) * (across // width)
+    return prod(cells // patch for cells, patch in zip(model.latent_size(size, num_frames), model.patch, strict=True))
 
 
 def usable_bytes(card_bytes: int) -> int:

@@ -58,20 +58,19 @@ def weight_counts(model: Model) -> WeightCounts:
 def _wan(model: Model) -> WeightCounts:
     sizes = model.transformer
     d, f = sizes.dim, sizes.ffn_dim
-    image = any(weights.flag == "clip" for weights in model.weights)
-    squares = 10 if image else 8
+    squares = 10 if model.has_clip else 8
     outer = d * (sizes.in_channels * LATENTS_PER_TOKEN + 1) + (d + 1) * sizes.out_channels * LATENTS_PER_TOKEN
     outer += d * (UMT5_DIM + 1) + d * (d + 1)  # text
     outer += 6 * d * (d + 1)  # projection of the time embedding
     outer_float32 = d * (FREQUENCIES + 1) + d * (d + 1) + 2 * d  # time embedding, the head's modulation
-    if image:
+    if model.has_clip:
         outer += CLIP_DIM * (CLIP_DIM + 1) + d * (CLIP_DIM + 1)
         outer_float32 += 2 * CLIP_DIM + 2 * d
     if model.condition == "first_and_last":
         outer += BOTH_IMAGES * CLIP_DIM
     return WeightCounts(
         block_linear=squares * d * d + 2 * d * f,
-        block_rest=9 * d + f + 4 * d + (3 * d if image else 0),
+        block_rest=9 * d + f + 4 * d + (3 * d if model.has_clip else 0),
         block_float32=8 * d,  # the affine norm and the modulation table
         outer=outer,
         outer_float32=outer_float32,

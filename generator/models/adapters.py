@@ -204,5 +204,5 @@ def _fits(dim: int, num_blocks: int, image: bool, modules: Iterable[str]) -> tup
         for model in known
         if any(re.fullmatch(model.lora_targets, module) for module in listed)
         if model.transformer.dim == dim and num_blocks <= model.transformer.num_layers
-        if not image or any(weights.flag == "clip" for weights in model.weights)
+        if not image or model.has_clip
     )

@@ -218,12 +218,11 @@ def video_tokens(shape: Shape, model: Model) -> int:
 
 def shape_flops(shape: Shape, train: Train, model: Model, rows: int) -> StepFlops:
     """The work of a full batch; `rows`: of a text's embedding."""
-    has_clip = any(weights.flag == "clip" for weights in model.weights)
     whole = train.train_mode == "full"
     each = step_flops(
         model.transformer, video_tokens(shape, model),
         text_tokens=FULL_TEXT if train.plain and not model.prompt else rows,
-        image_tokens=IMAGE_TOKENS if has_clip else 0, joint=model.prompt is not None,
+        image_tokens=IMAGE_TOKENS if model.has_clip else 0, joint=model.prompt is not None,
         adapter_weights=0 if whole else adapter_weights(model, train.network_dim),
         checkpointing=train.checkpointing or "full", free_blocks=train.checkpointing_free_blocks or 0, train_base=whole,
         whole_blocks=train.plain,

@@ -154,7 +154,7 @@ def _entry_bytes(item: Item, shape: Shape, model: Model, encoding: Encoding) -> 
     own = latent_bytes(model, shape.size, shape.num_frames, encoding.vae_dtype) + HEADER_BYTES
     control = latent_bytes(model, shape.control_size or shape.size, shape.num_frames, encoding.vae_dtype) + HEADER_BYTES
     total = own * (2 if model.condition == "image" else 1) + control * len(item.controls)
-    if any(weights.flag == "clip" for weights in model.weights):
+    if model.has_clip:
         total += CLIP_NUMBERS * width_of(encoding.clip_dtype) + HEADER_BYTES
     return total + (cells(model, shape.size, shape.num_frames) * 4 + HEADER_BYTES if item.mask else 0)
 
