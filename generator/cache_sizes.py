@@ -43,6 +43,11 @@ def latent_bytes(model: Model, size: tuple[int, int], num_frames: int, dtype: st
     return cells(model, size, num_frames) * model.latent_channels * width_of(dtype)
 
 
+def mask_bytes(model: Model, size: tuple[int, int], num_frames: int) -> int:
+    """Of a mask, a number in float32 for each latent cell."""
+    return cells(model, size, num_frames) * width_of("float32")
+
+
 def text_rows(model: Model, caption: str, num_controls: int = 0) -> int:
     """About how many rows a caption's embedding has: a language model also sees control images."""
     rows = tokens_of_words(caption)

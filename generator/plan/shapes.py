@@ -8,8 +8,8 @@ from functools import cache
 from wangen.generator.cache_sizes import (
     CLIP_NUMBERS,
     HEADER_BYTES,
-    cells,
     latent_bytes,
+    mask_bytes,
     text_bytes,
     text_rows,
     width_of,
@@ -156,7 +156,7 @@ def _entry_bytes(item: Item, shape: Shape, model: Model, encoding: Encoding) -> 
     total = own * (2 if model.condition == "image" else 1) + control * len(item.controls)
     if model.has_clip:
         total += CLIP_NUMBERS * width_of(encoding.clip_dtype) + HEADER_BYTES
-    return total + (cells(model, shape.size, shape.num_frames) * 4 + HEADER_BYTES if item.mask else 0)
+    return total + (mask_bytes(model, shape.size, shape.num_frames) + HEADER_BYTES if item.mask else 0)
 
 
 def _asked(item: Item, encoding: Encoding) -> tuple[str, ...]:
