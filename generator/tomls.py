@@ -19,7 +19,7 @@ from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.files import read_file
 from wangen.generator.manifests import Clips, is_manifest
 from wangen.generator.resolutions import parse_resolution, resolution_name
-from wangen.generator.toml_values import MAX_SIDE, WHITE, read_value
+from wangen.generator.toml_values import MAX_SIDE, WHITE, longest_clip, read_value
 
 log = logging.getLogger("wangen")
 
@@ -301,22 +301,13 @@ def _of_manifest(manifest: Path, cache: Path, values: Mapping[str, Any]) -> tupl
         if media == "video" and "target_frames" not in values and values.get("frame_extraction") != "full":
             longest, all_said = max(clips.frames, default=CLIP_FRAMES), clips.frames.total() == clips.number
             if "frame_extraction" in values or (len(clips.frames) == 1 and all_said):
-                said |= {"target_frames": (_latent_length(longest),)}
+                said |= {"target_frames": (longest_clip(longest),)}
             else:
                 most = longest if all_said else max(longest, CLIP_FRAMES)
-                said |= {"frame_extraction": "full", "max_frames": _latent_length(most)}
+                said |= {"frame_extraction": "full", "max_frames": longest_clip(most)}
         found.append(DatasetEntry(directory=manifest.parent, media=media, cache_directory=cache, manifest=manifest,
                                   mixed=True, **said | dict(values)))  # fmt: skip
     return tuple(found)
-
-
-def _latent_length(frames: int) -> int:
-    """The longest length of the form 4n+1 that so many frames hold.
-
-    >>> _latent_length(84)
-    81
-    """
-    return (frames - 1) // 4 * 4 + 1
 
 
 def _at(resolution: str, entries: tuple[DatasetEntry, ...], manifest: Path) -> tuple[DatasetEntry, ...]:

@@ -6,6 +6,7 @@ from wangen.generator.lint import tools
 from wangen.generator.lint.kinds import Finding
 from wangen.generator.lint.script import UNKNOWN, Call, Script, Word
 from wangen.generator.table import options
+from wangen.generator.toml_values import longest_clip
 
 KERNELS = ("sdpa", "flash_attn", "flash3", "sage_attn", "xformers")
 _COMMANDS = {"pause", "echo", "exit", "python", "accelerate", "if", "goto", "rem", "call", "cd", "fi", "done", "set"}
@@ -211,7 +212,7 @@ def _sizes(call: Call) -> Iterator[Finding]:
     length = call.value("video_length")
     if length and _is_number(length) and int(length) % 4 != 1:
         yield Finding("value", call.line_of("video_length"), f"--video_length {length} is not 4n+1",
-                      f"write {max(1, (int(length) - 1) // 4 * 4 + 1)}")  # fmt: skip
+                      f"write {longest_clip(int(length))}")  # fmt: skip
     size = call.given("video_size")
     for word in size.values if size else ():
         if _is_number(word.text) and int(word.text) % 16:
