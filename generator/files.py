@@ -79,6 +79,11 @@ def write_whole(path: Path, chunks: Iterable[bytes | memoryview], *, mode: int |
     sync_folder(path.parent)
 
 
+def nearest_existing(path: Path) -> Path | None:
+    """The path, or the nearest folder above it that exists; None when not even its drive does."""
+    return next((place for place in (path.absolute(), *path.absolute().parents) if place.exists()), None)
+
+
 def whose() -> str:
     """24 hex digits for the name of a temporary file: machine, process, and a random part.
 

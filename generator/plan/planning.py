@@ -10,6 +10,7 @@ from wangen import profiles
 from wangen.generator import kinds
 from wangen.generator.cards import Gpu
 from wangen.generator.errors import UsageError, WangenError, many
+from wangen.generator.files import nearest_existing
 from wangen.generator.launch import asks_for_several
 from wangen.generator.memory import GIB
 from wangen.generator.memory_presets import resolve_vram
@@ -189,7 +190,7 @@ def _free(folder: Path | None) -> int | None:
     """Bytes free on the disk that a folder lies on or will; None where there is no such disk here."""
     if folder is None:
         return None
-    there = next((path for path in (folder.absolute(), *folder.absolute().parents) if path.exists()), None)
+    there = nearest_existing(folder)
     try:
         return shutil.disk_usage(there).free if there else None
     except OSError:
