@@ -24,7 +24,7 @@ def _check_slug(name: str, folder: Path | None, platforms: Sequence[str]) -> int
     from wangen.generator import preflight, workspace
     from wangen.generator.paths import slugify
 
-    place = workspace.read(folder or workspace.find(Path()))
+    place = workspace.read(folder)
     slug = slugify(name)
     targets = [place.target(platform) for platform in platforms] or list(place.targets)
     published = [target for target in targets if preflight.is_published(target, slug)]

@@ -210,13 +210,13 @@ def find(start: Path) -> Path:
     raise UsageError(f"no {FILE} here or above", where=str(start), cure="make a workspace with: wangen init")
 
 
-def read(folder: Path) -> Workspace:
-    """The workspace of a folder.
+def read(folder: Path | None) -> Workspace:
+    """The workspace of a folder; None: the one at or above the working folder.
 
     Raises:
         WangenError: no `wangen.toml`, an unknown key, a wrong value.
     """
-    folder = folder.absolute()
+    folder = (folder or find(Path())).absolute()
     path = folder / FILE
     if not path.is_file():
         raise UsageError(f"no {FILE} here", where=str(folder), cure=f"make a workspace with: wangen init {folder}")

@@ -64,7 +64,7 @@ def _is_file(path: Path) -> bool:
 
 
 def _published(request: Request) -> Scripted:
-    place = workspace.read(request.folder or workspace.find(Path()))
+    place = workspace.read(request.folder)
     slug = slugify(Path(request.what).name)
     targets = [place.target(request.platform)] if request.platform else list(place.targets)
     found = [(target, path) for target in targets if (path := published_script(target, slug))]

@@ -81,7 +81,7 @@ def run(request: Request) -> int:
         raise UsageError(f"--gpu {request.gpu} is for --fit", cure="add --fit, or ask: wangen plan NAME --gpu CARD")
     if request.fit and request.dry_run:
         raise UsageError("--fit looks at what is published, and --dry_run publishes nothing", cure="leave one out")
-    place = workspace.read(request.folder or workspace.find(Path()))
+    place = workspace.read(request.folder)
     # The shell completes `cats` to the folder that it finds.
     named = Path(request.name)
     request = replace(request, name=named.name) if len(named.parts) > 1 and named.is_dir() else request
