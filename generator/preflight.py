@@ -129,12 +129,12 @@ def _plan(workspace: Workspace, target: Target, slug: str, source: Source | None
     model = workspace.profile(settings.model)
     require_supported(model, "publishing for")
     try:
-        return [], make_plan(workspace, [target], slug, model, source, settings, long_paths=True)
+        return [], make_plan(workspace, [target], slug, model, source, long_paths=True)
     except WangenError as error:
         if source is None and not settings.footage:
             raise
         return [Line("note", f"it could not be published again: {error}")], make_plan(
-            workspace, [target], slug, model, None, settings, only_scripts=True
+            workspace, [target], slug, model, None, only_scripts=True
         )
 
 

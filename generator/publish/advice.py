@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 
 from wangen.generator.bundle import AUTO, bundle_steps, told_of_training
-from wangen.generator.dataset_settings import DatasetSettings
 from wangen.generator.errors import many
 from wangen.generator.memory import GIB, memory_plan, preset_of, settings_of, tokens_of, usable_bytes
 from wangen.generator.publish.texts import resolutions_of
@@ -15,19 +14,18 @@ from wangen.profiles import Model
 
 
 def preset_advice(
-    workspace: Workspace, targets: Iterable[Target], model: Model, slug: str, settings: DatasetSettings, *, clips: bool
+    workspace: Workspace, targets: Iterable[Target], model: Model, slug: str, *, clips: bool
 ) -> list[str]:
     """A line for each target whose training would need more than the card of its `vram` has, by the estimate.
 
     Args:
-        workspace: has the user's defaults.
+        workspace: has the user's defaults, and how the dataset is published.
         targets: where it is published.
         model: what is trained.
         slug: the dataset.
-        settings: how it is published.
         clips: there are clips, of the model's number of frames.
     """
-    lines = []
+    settings, lines = workspace.dataset(slug), []
     for target in targets:
         vram = told_of_training(workspace, target, model).get("vram")
         if vram in (None, AUTO) or settings.fit:

@@ -111,7 +111,7 @@ def _run(request: Request, place: Workspace, slug: str) -> None:
         with bar("reading", None) as advance:
             source = read_source(origin, model, memo=memo, keep_memo=not request.dry_run, advance=advance)
     targets = [place.target(name) for name in dict.fromkeys(request.platforms)] or place.targets
-    plan = publishing.make_plan(place, targets, slug, model, source, settings, only_scripts=request.only_scripts,
+    plan = publishing.make_plan(place, targets, slug, model, source, only_scripts=request.only_scripts,
                                 long_paths=request.long_paths)  # fmt: skip
     sizes = " and ".join(map(resolution_name, resolutions_of(model, settings)))
     what = many(len(source.items), "item") if source else "scripts alone"
@@ -129,7 +129,7 @@ def _run(request: Request, place: Workspace, slug: str) -> None:
     clips = bool(settings.footage) or any(item.media == "video" for item in (source.items if source else ()))
     if clips and settings.resize:
         click.echo("  clips are taken as they are: --resize makes smaller copies of images only")
-    for line in preset_advice(place, targets, model, slug, settings, clips=clips):
+    for line in preset_advice(place, targets, model, slug, clips=clips):
         click.echo(f"  {line}")
     if request.dry_run:
         _say_plan(plan)
@@ -156,7 +156,7 @@ def _fit(request: Request, place: Workspace, targets: Sequence[Target], model: M
         _remember(place, slug, {"fit": fit})
         settings = replace(settings, fit=fit)
         place = replace(place, datasets={**place.datasets, slug: settings})
-        plan = publishing.make_plan(place, targets, slug, model, None, settings, only_scripts=True,
+        plan = publishing.make_plan(place, targets, slug, model, None, only_scripts=True,
                                     long_paths=request.long_paths)  # fmt: skip
         publishing.carry_out(plan)
         for bundle in plan.bundles:
