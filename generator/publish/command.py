@@ -21,7 +21,7 @@ from wangen.generator.publish import plan as publishing
 from wangen.generator.publish.advice import preset_advice
 from wangen.generator.publish.folder import FolderPlan
 from wangen.generator.publish.plan import BundlePlan, Plan
-from wangen.generator.publish.source import read_source
+from wangen.generator.publish.source import Source, read_source
 from wangen.generator.publish.texts import resolutions_of
 from wangen.generator.resolutions import parse_resolution, resolution_name
 from wangen.generator.target import Target
@@ -101,31 +101,11 @@ def _run(request: Request, place: Workspace, slug: str) -> None:
     place = replace(place, datasets={**place.datasets, slug: settings})
     model = place.profile(settings.model)
     require_supported(model, "publishing for")
-    source = None
-    if settings.footage:
-        _refuse_media_choices(settings)
-    elif not request.only_scripts:
-        given = place.folder / settings.source if settings.source else None
-        origin = given or dataset_folder(place.folder, request.name, slug)
-        memo = publishing.memo_path(place, slug)
-        with bar("reading", None) as advance:
-            source = read_source(origin, model, memo=memo, keep_memo=not request.dry_run, advance=advance)
+    source = _source(request, place, slug, model)
     targets = [place.target(name) for name in dict.fromkeys(request.platforms)] or place.targets
     plan = publishing.make_plan(place, targets, slug, model, source, only_scripts=request.only_scripts,
                                 long_paths=request.long_paths)  # fmt: skip
-    sizes = " and ".join(map(resolution_name, resolutions_of(model, settings)))
-    what = many(len(source.items), "item") if source else "scripts alone"
-    if settings.footage and not request.only_scripts:
-        what = f"the videos in {settings.footage}, cut by the script's first step,"
-    verb = "would be published" if request.dry_run else "is published"
-    click.echo(f"{request.name!r} {verb} as {slug}: {what} for {model.title} in {sizes}")
-    for line in source.left_out if source else ():
-        click.echo(f"  not taken: {line}")
-    shared = source.shared if source else ()
-    for line in shared[:_NUM_NAMES]:
-        click.echo(f"  {line}")
-    if len(shared) > _NUM_NAMES:
-        click.echo(f"  and {len(shared) - _NUM_NAMES} more share one")
+    _say_source(request, slug, model, settings, source)
     clips = bool(settings.footage) or any(item.media == "video" for item in (source.items if source else ()))
     if clips and settings.resize:
         click.echo("  clips are taken as they are: --resize makes smaller copies of images only")
@@ -143,6 +123,41 @@ def _run(request: Request, place: Workspace, slug: str) -> None:
     if request.fit:
         _fit(request, place, targets, model, slug)
     _say_next(place, targets, model, slug)
+
+
+def _source(request: Request, place: Workspace, slug: str, model: Model) -> Source | None:
+    """What lies in the dataset; None of footage, and where scripts alone are made.
+
+    Raises:
+        WangenError: there is no such dataset, it cannot be read, or something is asked for that footage has not.
+    """
+    settings = place.dataset(slug)
+    if settings.footage:
+        _refuse_media_choices(settings)
+    if settings.footage or request.only_scripts:
+        return None
+    given = place.folder / settings.source if settings.source else None
+    origin = given or dataset_folder(place.folder, request.name, slug)
+    memo = publishing.memo_path(place, slug)
+    with bar("reading", None) as advance:
+        return read_source(origin, model, memo=memo, keep_memo=not request.dry_run, advance=advance)
+
+
+def _say_source(request: Request, slug: str, model: Model, settings: DatasetSettings, source: Source | None) -> None:
+    """What is published, for what, and what is left out or shares a caption."""
+    sizes = " and ".join(map(resolution_name, resolutions_of(model, settings)))
+    what = many(len(source.items), "item") if source else "scripts alone"
+    if settings.footage and not request.only_scripts:
+        what = f"the videos in {settings.footage}, cut by the script's first step,"
+    verb = "would be published" if request.dry_run else "is published"
+    click.echo(f"{request.name!r} {verb} as {slug}: {what} for {model.title} in {sizes}")
+    for line in source.left_out if source else ():
+        click.echo(f"  not taken: {line}")
+    shared = source.shared if source else ()
+    for line in shared[:_NUM_NAMES]:
+        click.echo(f"  {line}")
+    if len(shared) > _NUM_NAMES:
+        click.echo(f"  and {len(shared) - _NUM_NAMES} more share one")
 
 
 def _fit(request: Request, place: Workspace, targets: Sequence[Target], model: Model, slug: str) -> None:
