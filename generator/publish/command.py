@@ -136,9 +136,7 @@ def _source(request: Request, place: Workspace, slug: str, model: Model) -> Sour
         _refuse_media_choices(settings)
     if settings.footage or request.only_scripts:
         return None
-    given = place.folder / settings.source if settings.source else None
-    origin = given or dataset_folder(place.folder, request.name, slug)
-    memo = publishing.memo_path(place, slug)
+    origin, memo = origin_of(place, slug), publishing.memo_path(place, slug)
     with bar("reading", None) as advance:
         return read_source(origin, model, memo=memo, keep_memo=not request.dry_run, advance=advance)
 
@@ -234,13 +232,15 @@ def _remember(place: Workspace, slug: str, choices: Mapping[str, Any]) -> None:
     click.echo(f"  remembered in {workspace.FILE}, [dataset.{slug}]: {words}")
 
 
-def dataset_folder(place: Path, name: str, slug: str) -> Path:
-    """The folder of a dataset in the workspace, whatever the spelling of its name.
+def origin_of(place: Workspace, slug: str) -> Path:
+    """Where a dataset comes from: its `source`, or its folder in the workspace, whatever the spelling of its name.
 
     Raises:
-        WangenError: there is none, or several would be published under one slug.
+        WangenError: there is no such folder, or several would be published under one slug.
     """
-    folder = place / "datasets"
+    if source := place.dataset(slug).source:
+        return place.folder / source
+    folder = place.folder / "datasets"
     others: dict[str, list[Path]] = {}
     for path in sorted(folder.glob("*/")):
         others.setdefault(_slug(path.name), []).append(path)
