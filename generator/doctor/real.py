@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from wangen.generator.commit import version_words
+from wangen.generator.doctor.check_places import speed
 from wangen.generator.doctor.check_python import SHOWN
 from wangen.generator.doctor.check_system import gib
 from wangen.generator.doctor.facts import Facts, Trial
@@ -88,5 +89,4 @@ def _disks(facts: Facts) -> Iterator[tuple[str, str]]:
     for place in facts.places:
         if place.write_rate is not None and place.mount not in seen:
             seen.add(place.mount)
-            read = "" if place.read_rate is None else f", reads {place.read_rate / 1e6:.0f} MB/s"
-            yield "disk", f"{place.file_system}, writes {place.write_rate / 1e6:.0f} MB/s{read}"
+            yield "disk", f"{place.file_system}{speed(place)}"
