@@ -41,6 +41,15 @@ WAITING = 3
 """Tensors on the device for all those that wait in host memory: one in use, one on its way each way."""
 
 
+def gib_text(number: int) -> str:
+    """Memory for people, in the unit that cards are sold by.
+
+    >>> gib_text(25276502016)
+    '23.5 GiB'
+    """
+    return f"{number / GIB:.1f} GiB"
+
+
 @dataclass(frozen=True, kw_only=True)
 class MemorySettings:
     """The choices that decide the memory of a training run: `--vram` and its flags, rank and optimizer.

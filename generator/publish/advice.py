@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from wangen.generator.bundle import AUTO, bundle_steps, told_of_training
 from wangen.generator.errors import many
-from wangen.generator.memory import GIB, memory_plan, preset_of, settings_of, tokens_of, usable_bytes
+from wangen.generator.memory import GIB, gib_text, memory_plan, preset_of, settings_of, tokens_of, usable_bytes
 from wangen.generator.publish.texts import resolutions_of
 from wangen.generator.resolutions import resolution_name
 from wangen.generator.steps import Train
@@ -43,7 +43,7 @@ def preset_advice(
             lines.append(
                 f"{target.platform.name}: the preset for {vram} GB is made for {resolution_name(preset.resolution)}, "
                 f"{many(preset.num_frames, 'frame')} and rank {preset.network_dim}; {resolution_name(largest)}, "
-                f"{many(frames, 'frame')} and rank {train.network_dim}{batch} take about {needed / GIB:.1f} GiB: "
+                f"{many(frames, 'frame')} and rank {train.network_dim}{batch} take about {gib_text(needed)}: "
                 "publish less at once, or name a larger card"
             )
     return lines
