@@ -277,13 +277,13 @@ def name_problem(path: Path) -> list[Problem]:
     return []
 
 
-def same_names(paths: Iterable[Path], extension: str = ".txt") -> list[Problem]:
+def same_names(paths: Iterable[Path]) -> list[Problem]:
     """Media that some system takes for one file when they lie in one folder, or whose captions it does.
 
     Two media of one stem may share a caption (`a.jpg`, `a.mp4`); `A.jpg` and `a.png` would share it on Windows.
     """
     by_name = {path.name: path for path in paths}
-    return [Problem(by_name[name], *words) for name, words in _collisions(by_name, extension)]
+    return [Problem(by_name[name], *words) for name, words in _collisions(by_name, ".txt")]
 
 
 def _collisions(names: Iterable[str], extension: str) -> Iterator[tuple[str, tuple[str, str]]]:

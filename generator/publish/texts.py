@@ -186,14 +186,11 @@ def prompts_texts(workspace: Workspace, target: Target, model: Model, slug: str)
     return [_signed_text(path, signed(f"# sample prompts of {slug}, published from {file.name}\n{text}"))]
 
 
-def dataset_toml(
-    target: Target, model: Model, slug: str, items: Iterable[Item], settings: DatasetSettings | None = None
-) -> str:
+def dataset_toml(target: Target, model: Model, slug: str, items: Iterable[Item], settings: DatasetSettings) -> str:
     """The dataset's TOML for a target: for each resolution a block for its images and one for its clips.
 
     Of footage there is the manifest that the script's first step writes, in place of a folder of clips.
     """
-    settings = settings or DatasetSettings()
     listed = list(items)
     kinds = {"video"} if settings.footage else {item.media for item in listed}
     dataset = (target.roots["datasets"], slug)
