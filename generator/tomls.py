@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from wangen.generator import manifests
+from wangen.generator.dataset import CAPTION
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.files import read_file
 from wangen.generator.manifests import Clips, is_manifest
@@ -78,7 +79,7 @@ class DatasetEntry:
     mask_directory: Path | None = None
     control_resolution: tuple[int, int] | None = None
     resolution: tuple[int, int] = (960, 544)
-    caption_extension: str = ".txt"
+    caption_extension: str = CAPTION
     multiple_captions: bool = False
     background_color: str = WHITE
     batch_size: int = 1

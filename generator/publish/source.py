@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from wangen.generator.dataset import (
+    CAPTION,
     IMAGE_SUFFIXES,
     VIDEO_SUFFIXES,
     BadItemError,
@@ -40,7 +41,7 @@ from wangen.generator.publish.captions import (
     normal,
     read_manifest,
 )
-from wangen.generator.publish.manifest import CAPTION, COARSE_NS
+from wangen.generator.publish.manifest import COARSE_NS
 from wangen.profiles import Model
 
 Advance = Callable[[str], None]

@@ -20,13 +20,12 @@ from wangen.generator.bundle import (
     script_names,
     toml_name,
 )
-from wangen.generator.dataset import Item
+from wangen.generator.dataset import CAPTION, Item
 from wangen.generator.dataset_settings import DatasetSettings
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.footage import CLIPS, MANIFEST
 from wangen.generator.paths import toml_path
 from wangen.generator.publish.beside import CONTROLS, MASKS
-from wangen.generator.publish.manifest import CAPTION
 from wangen.generator.resolutions import resolution_name
 from wangen.generator.setup import scripts as setup_scripts
 from wangen.generator.setup import wheel
