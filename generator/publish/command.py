@@ -102,7 +102,7 @@ def _run(request: Request, place: Workspace, slug: str) -> None:
     model = place.profile(settings.model)
     require_supported(model, "publishing for")
     source = _source(request, place, slug, model)
-    targets = [place.target(name) for name in dict.fromkeys(request.platforms)] or place.targets
+    targets = place.targets_of(dict.fromkeys(request.platforms))
     plan = publishing.make_plan(place, targets, slug, model, source, only_scripts=request.only_scripts,
                                 long_paths=request.long_paths)  # fmt: skip
     _say_source(request, slug, model, settings, source)
