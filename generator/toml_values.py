@@ -1,12 +1,13 @@
 """Single values of a dataset TOML: read strictly, with what to write instead."""
 
 import re
-from typing import Any
+from typing import Any, Literal, get_args
 
 from wangen.generator.errors import UsageError
 
 WHITE = "#ffffff"
-EXTRACTIONS = ("head", "chunk", "slide", "uniform", "full")
+FrameExtraction = Literal["head", "chunk", "slide", "uniform", "full"]
+EXTRACTIONS: tuple[str, ...] = get_args(FrameExtraction)
 MAX_SIDE = 16384
 """Of a resolution, in pixels: no model comes near it, and a slip of the finger would fill the memory."""
 

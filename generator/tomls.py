@@ -20,14 +20,12 @@ from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.files import read_file
 from wangen.generator.manifests import Clips, is_manifest
 from wangen.generator.resolutions import parse_resolution, resolution_name
-from wangen.generator.toml_values import MAX_SIDE, WHITE, longest_clip, read_value
+from wangen.generator.toml_values import MAX_SIDE, WHITE, FrameExtraction, longest_clip, read_value
 
 log = logging.getLogger("wangen")
 
 CLIP_SIZE, CLIP_FRAMES = (832, 480), 81
 """What Wan 2.1 is made for, in pixels and frames: of a manifest that says no sizes or lengths."""
-
-FrameExtraction = Literal["head", "chunk", "slide", "uniform", "full"]
 
 _LATER = {
     "multiple_target": "several targets per item are not in this version",
@@ -100,7 +98,7 @@ class DatasetEntry:
         return tuple(filter(None, (self.directory, self.cache_directory, self.control_directory, self.mask_directory)))
 
 
-_VIDEO = {"target_frames", "frame_extraction", "frame_stride", "frame_sample", "max_frames", "source_fps"}
+VIDEO_KEYS = {"target_frames", "frame_extraction", "frame_stride", "frame_sample", "max_frames", "source_fps"}
 MEDIA_KEYS = ("image_directory", "video_directory", "image_jsonl_file", "video_jsonl_file")
 """What a block of musubi-tuner's is made of: it has one of them."""
 MANIFEST = "manifest"
@@ -331,8 +329,8 @@ def _refuse_misplaced(own: Mapping[str, Any], source: str, where: str) -> None:
         UsageError: settings of videos for images, or folders of control media or masks beside a manifest.
     """
     lines = source.endswith("jsonl_file") or source == MANIFEST
-    if source.startswith("image") and _VIDEO & own.keys():
-        raise UsageError(f"{min(_VIDEO & own.keys())} belongs to video blocks, this one has {source}",
+    if source.startswith("image") and VIDEO_KEYS & own.keys():
+        raise UsageError(f"{min(VIDEO_KEYS & own.keys())} belongs to video blocks, this one has {source}",
                          where=where, cure=f"take it out, or use {source.replace('image', 'video')}")  # fmt: skip
     if lines and (beside := sorted(own.keys() & set(_BESIDE))):
         line_key = beside[0].replace("directory", "path")

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from wangen.generator.lint import tools
 from wangen.generator.lint.kinds import Finding
-from wangen.generator.lint.script import UNKNOWN, Call, Script, Word
+from wangen.generator.lint.script import MARK, UNKNOWN, Call, Script, Word
 from wangen.generator.table import options
 from wangen.generator.toml_values import longest_clip
 
@@ -75,7 +75,7 @@ def _stray(script: Script, call: Call, word: Word) -> Finding:
                        f"write {dashed}")  # fmt: skip
     start = script.lines[word.line - 1].strip().split()[:1]
     if start == [word.text] and word.text.lower() in _COMMANDS and word.line > 1:
-        mark = {"bat": "^", "ps1": "`", "sh": "\\"}[script.shell]
+        mark = MARK[script.shell]
         return Finding("continuation", word.line - 1, f"this line ends in {mark}, so that '{word.text}' below belongs "
                        f"to {call.program}", f"take the {mark} off the last line of the call")  # fmt: skip
     torn = next((torn for torn in tools.torn_values(call) if torn.rest[0] is word), None)

@@ -6,7 +6,7 @@ the order of the text.
 
 import re
 
-from wangen.generator.lint.script import HERE, MORE, UNKNOWN, Command, Lines, Scope, Value, Word
+from wangen.generator.lint.script import HERE, MORE, TEMPLATE, UNKNOWN, Command, Lines, Scope, Value, Word
 
 KNOWN = re.findall(
     r"\S+",
@@ -16,7 +16,6 @@ KNOWN = re.findall(
 )
 _QUOTES = "'‘’‚‛"
 _DOUBLES = '"“”„'
-_TEMPLATE = re.compile(r"\{\{[^{}\n]*\}\}|<[A-Za-z][\w .:/\\-]*>")
 _BLANK = re.compile(r"(?:[ \t\r\u00a0]|`\n|<#.*?(?:#>|\Z))+", re.DOTALL)
 _COMMENT = re.compile(r"#[^\n]*")
 _VARIABLE = re.compile(r"\$(?:\{([^}\n]*)\}|((?:[A-Za-z]+:)?[A-Za-z_]\w*|[?_$^]))")
@@ -352,7 +351,7 @@ class _Reader:
                 return
 
     def _template(self) -> re.Match[str] | None:
-        return _TEMPLATE.match(self.text, self.position)
+        return TEMPLATE.match(self.text, self.position)
 
 
 def _closing(text: str, start: int) -> int:

@@ -6,8 +6,9 @@ which commands are calls of musubi-tuner or wangen.
 
 import bisect
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -23,6 +24,12 @@ MORE = "\ufdd2"
 
 Shell = Literal["bat", "ps1", "sh"]
 Tool = Literal["musubi-tuner", "wangen"]
+
+MARK: Mapping[Shell, str] = {"bat": "^", "ps1": "`", "sh": "\\"}
+"""What stands at the end of a line that goes on."""
+
+TEMPLATE = re.compile(r"\{\{[^{}\n]*\}\}|<[A-Za-z][\w .:/\\-]*>")
+"""What somebody was to replace: `{{models}}`, `<your name>`. No shell reads it as it is meant."""
 
 
 @dataclass(frozen=True)
@@ -197,6 +204,11 @@ class Script:
     def source(self, command: Command) -> str:
         """The lines of a command as they stand in the file."""
         return "\n".join(self.lines[command.line - 1 : command.last])
+
+    @cached_property
+    def for_git_bash(self) -> bool:
+        """Whether it is for the bash of Git for Windows: it names what only environments of Windows have."""
+        return any(re.search(r"[/\\]Scripts[/\\]", line) for line in self.lines)
 
     def steps(self, name: str) -> list[Call]:
         """The calls of one step by its name in wangen's table."""

@@ -6,7 +6,7 @@ Nothing is run. Functions and branches are read in the order of the text, so tha
 import re
 from dataclasses import replace
 
-from wangen.generator.lint.script import HERE, MORE, UNKNOWN, Command, Lines, Scope, Value, Word
+from wangen.generator.lint.script import HERE, MORE, TEMPLATE, UNKNOWN, Command, Lines, Scope, Value, Word
 
 KNOWN = re.findall(
     r"\S+",
@@ -17,7 +17,6 @@ KNOWN = re.findall(
     "PIPESTATUS",
 )
 KEYWORDS = {"if", "then", "elif", "else", "while", "until", "do", "!", "{", "}", "time", "exec", "nohup", "sudo", "env"}
-TEMPLATE = re.compile(r"\{\{[^{}\n]*\}\}|<[A-Za-z][\w .:/\\-]*>")
 _OPERATOR = re.compile(r"&&|\|\||;;|;|\|&?|&(?!>)|[()]")
 _REDIRECT = re.compile(r"\d*(?:>>|>\||>&|>|<<<|<<-?|<&|<>|<)|&>>?")
 _ASSIGN = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(?:\[[^\]\n]*\])?(\+?)=")
