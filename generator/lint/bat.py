@@ -8,7 +8,8 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
-from wangen.generator.lint.script import HERE, TEMPLATE, UNKNOWN, Command, Scope, Word, base_name
+from wangen.generator.lint.reader import TEMPLATE, Scope
+from wangen.generator.lint.script import HERE, UNKNOWN, Command, Word, base_name
 
 KNOWN = re.findall(
     r"\S+",
