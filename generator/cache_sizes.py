@@ -48,7 +48,7 @@ def mask_bytes(model: Model, size: tuple[int, int], num_frames: int) -> int:
     return cells(model, size, num_frames) * width_of("float32")
 
 
-def text_rows(model: Model, caption: str, num_controls: int = 0) -> int:
+def text_rows(model: Model, caption: str, num_controls: int) -> int:
     """About how many rows a caption's embedding has: a language model also sees control images."""
     rows = tokens_of_words(caption)
     if model.prompt is None:
@@ -56,7 +56,7 @@ def text_rows(model: Model, caption: str, num_controls: int = 0) -> int:
     return rows + (model.prompt.picture_tokens * num_controls if model.prompt.picture else 0)
 
 
-def text_bytes(model: Model, caption: str, dtype: str, num_controls: int = 0, width: int | None = None) -> int:
+def text_bytes(model: Model, caption: str, dtype: str, num_controls: int, width: int | None = None) -> int:
     """About the bytes of a caption's embedding; `width` of its rows where it is not the model's own."""
     width = width or (UMT5_WIDTH if model.prompt is None else QWEN_WIDTH)
     return text_rows(model, caption, num_controls) * width * width_of(dtype)

@@ -119,7 +119,7 @@ def machine() -> str:
     return sha256(name.encode()).hexdigest()[:8]
 
 
-def write_new(path: Path, chunks: Iterable[bytes | memoryview], mode: int | None = None) -> None:
+def write_new(path: Path, chunks: Iterable[bytes | memoryview], mode: int | None) -> None:
     """Write a file that must not exist yet, durable and with its rights; when that fails, it is gone again.
 
     Raises:

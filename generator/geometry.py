@@ -92,7 +92,7 @@ def resampled_frames(facts: MediaFacts, fps: int, source_fps: float | None = Non
     return max(1, int(duration_s * fps + 0.5))
 
 
-def clip_frames(item: Item, facts: MediaFacts, fps: int, source_fps: float | None = None) -> int:
+def clip_frames(item: Item, facts: MediaFacts, fps: int, source_fps: float | None) -> int:
     """How many frames an item's clip has: those that its line takes of a longer video, else as `resampled_frames`.
 
     Args:

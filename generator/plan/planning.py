@@ -55,7 +55,7 @@ class Planned:
     notes: Sequence[str]
 
 
-def plan_script(script: Scripted, gpu: Gpu | None, *, num_cards: int = 1, here: bool = True) -> Planned:
+def plan_script(script: Scripted, gpu: Gpu | None, *, num_cards: int, here: bool) -> Planned:
     """The plan of a script, read in the folder that it runs in.
 
     Args:
