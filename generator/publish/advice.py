@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from wangen.generator.bundle import AUTO, bundle_steps, told_of_training
 from wangen.generator.errors import many
 from wangen.generator.memory import GIB, gib_text, memory_plan, preset_of, settings_of, tokens_of, usable_bytes
-from wangen.generator.publish.texts import resolutions_of
 from wangen.generator.resolutions import resolution_name
 from wangen.generator.steps import Train
 from wangen.generator.target import Target
@@ -30,8 +29,8 @@ def preset_advice(
         vram = told_of_training(workspace, target, model).get("vram")
         if vram in (None, AUTO) or settings.fit:
             continue
-        sizes = resolutions_of(model, settings)
-        steps = bundle_steps(workspace, target, model, slug, sizes)
+        sizes = settings.sizes(model)
+        steps = bundle_steps(workspace, target, model, slug)
         (train,) = (step for step in steps if isinstance(step, Train))
         frames = model.num_frames if clips else 1
         largest = max(sizes, key=lambda size: tokens_of(model, size, frames))

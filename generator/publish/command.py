@@ -22,7 +22,6 @@ from wangen.generator.publish.advice import preset_advice
 from wangen.generator.publish.folder import FolderPlan
 from wangen.generator.publish.plan import BundlePlan, Plan
 from wangen.generator.publish.source import Source, read_source
-from wangen.generator.publish.texts import resolutions_of
 from wangen.generator.resolutions import parse_resolution, resolution_name
 from wangen.generator.target import Target
 from wangen.generator.tasks import require_supported
@@ -143,7 +142,7 @@ def _source(request: Request, place: Workspace, slug: str, model: Model) -> Sour
 
 def _say_source(request: Request, slug: str, model: Model, settings: DatasetSettings, source: Source | None) -> None:
     """What is published, for what, and what is left out or shares a caption."""
-    sizes = " and ".join(map(resolution_name, resolutions_of(model, settings)))
+    sizes = " and ".join(map(resolution_name, settings.sizes(model)))
     what = many(len(source.items), "item") if source else "scripts alone"
     if settings.footage and not request.only_scripts:
         what = f"the videos in {settings.footage}, cut by the script's first step,"

@@ -19,7 +19,6 @@ from wangen.generator.publish.source import Advance, Source
 from wangen.generator.publish.texts import (
     Text,
     prompts_texts,
-    resolutions_of,
     script_texts,
     setup_texts,
     toml_file,
@@ -151,7 +150,7 @@ def _plan_bundle(
 ) -> BundlePlan:
     """What publishing does for one target; `shared` holds the media folders of those before, and gets its own."""
     settings = workspace.dataset(slug)
-    texts = [*script_texts(workspace, target, model, slug, settings), *setup_texts(target)]
+    texts = [*script_texts(workspace, target, model, slug), *setup_texts(target)]
     texts += prompts_texts(workspace, target, model, slug)
     bundle = BundlePlan(target, texts)
     if makes_toml:
@@ -181,7 +180,7 @@ def _plan_folders(
     shared: dict[Path, FolderPlan],
 ) -> None:
     """Add the folders of a dataset to a bundle's plan; `shared` holds those of the targets before."""
-    target, sizes = bundle.target, resolutions_of(model, settings)
+    target, sizes = bundle.target, settings.sizes(model)
     for size in sizes:
         bundle.empty.append(layout.cache_folder(target, slug, size))
         names: Collection[str] = ()  # of footage the entries of the cache are the longest

@@ -72,20 +72,13 @@ def beside(path: Path) -> Path:
     return path.with_name(f"{path.name}.new")
 
 
-def resolutions_of(model: Model, settings: DatasetSettings) -> tuple[tuple[int, int], ...]:
-    """The resolutions that a dataset is published in, as (width, height) in pixels."""
-    return settings.resolutions or (model.resolution,)
-
-
-def script_texts(
-    workspace: Workspace, target: Target, model: Model, slug: str, settings: DatasetSettings
-) -> list[Text]:
+def script_texts(workspace: Workspace, target: Target, model: Model, slug: str) -> list[Text]:
     """Every run script of a bundle on one target.
 
     Raises:
         WangenError: a shell cannot carry a path or text, or a script there cannot be read.
     """
-    steps = bundle_steps(workspace, target, model, slug, resolutions_of(model, settings), settings.footage)
+    steps = bundle_steps(workspace, target, model, slug)
     bundles = script_bundles(target, slug, steps)
     return [script_text(target.folder / file, bundles[name], name) for name, file in script_names(target, slug)]
 
@@ -198,7 +191,7 @@ def dataset_toml(target: Target, model: Model, slug: str, items: Iterable[Item],
     beside = {key: toml_path(target.path(*dataset, name), target.machine) for key, name in held.items()}
     general = {"caption_extension": CAPTION, "batch_size": settings.batch_size, "enable_bucket": True}
     blocks = []
-    for size in resolutions_of(model, settings):
+    for size in settings.sizes(model):
         media = toml_path(target.path(*dataset, resolution_name(size)), target.machine)
         for kind in ("image", "video"):
             clip = {"target_frames": [model.num_frames], "frame_extraction": "head"} if kind == "video" else {}
