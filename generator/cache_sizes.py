@@ -2,13 +2,14 @@
 
 from math import prod
 
+from wangen.generator.weight_counts import CLIP_DIM, CLIP_TOKENS, QWEN_TEXT_DIM, UMT5_DIM
 from wangen.profiles import Model
 
-CLIP_NUMBERS = 257 * 1280
-"""Of CLIP's view of a frame: tokens times width."""
+CLIP_NUMBERS = CLIP_TOKENS * CLIP_DIM
+"""Of CLIP's view of a frame."""
 
-UMT5_WIDTH, QWEN_WIDTH = 4096, 3584
 UMT5_MAX_ROWS = 512
+"""To which the libraries' own forward pass pads a text."""
 
 HEADER_BYTES = 1500
 """Of an entry's file beside its numbers: what was encoded, and how."""
@@ -58,5 +59,5 @@ def text_rows(model: Model, caption: str, num_controls: int) -> int:
 
 def text_bytes(model: Model, caption: str, dtype: str, num_controls: int, width: int | None = None) -> int:
     """About the bytes of a caption's embedding; `width` of its rows where it is not the model's own."""
-    width = width or (UMT5_WIDTH if model.prompt is None else QWEN_WIDTH)
+    width = width or (UMT5_DIM if model.prompt is None else QWEN_TEXT_DIM)
     return text_rows(model, caption, num_controls) * width * width_of(dtype)

@@ -13,7 +13,8 @@ LATENTS_PER_TOKEN = 4  # 1x2x2 latent cells
 
 UMT5_DIM = 4096
 CLIP_DIM = 1280  # ViT-H
-BOTH_IMAGES = 514  # tokens of first and last frame, each with a position
+CLIP_TOKENS = 257  # of an image
+BOTH_IMAGES = 2 * CLIP_TOKENS  # of first and last frame, each with a position
 
 QWEN_TEXT_DIM = 3584
 QWEN_HEAD_DIM = 128

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
 
-from wangen.generator.cache_sizes import width_of
+from wangen.generator.cache_sizes import UMT5_MAX_ROWS, width_of
 from wangen.generator.cards import Gpu
 from wangen.generator.flops import NOTHING, StepFlops, step_flops
 from wangen.generator.memory import (
@@ -29,6 +29,7 @@ from wangen.generator.memory import (
 from wangen.generator.plan.shapes import Shape, Survey
 from wangen.generator.step_parts import DEFAULT_EPOCHS
 from wangen.generator.steps import Train
+from wangen.generator.weight_counts import CLIP_TOKENS
 from wangen.profiles import Model
 
 Seconds = tuple[float, float]
@@ -44,12 +45,6 @@ LAUNCHES, LAUNCH_S = 150, 4e-6
 
 LINK_BYTES_S: Mapping[int, float] = {3: 12e9, 4: 25e9, 5: 50e9}
 """Between host and card over 16 lanes, by the generation of PCIe."""
-
-IMAGE_TOKENS = 257
-"""Of CLIP, in Wan 2.1 image-to-video."""
-
-FULL_TEXT = 512
-"""Tokens of a padded text, as the libraries' own forward pass takes it."""
 
 
 @dataclass(frozen=True)
@@ -221,8 +216,8 @@ def shape_flops(shape: Shape, train: Train, model: Model, rows: int) -> StepFlop
     whole = train.train_mode == "full"
     each = step_flops(
         model.transformer, video_tokens(shape, model),
-        text_tokens=FULL_TEXT if train.plain and not model.prompt else rows,
-        image_tokens=IMAGE_TOKENS if model.has_clip else 0, joint=model.prompt is not None,
+        text_tokens=UMT5_MAX_ROWS if train.plain and not model.prompt else rows,
+        image_tokens=CLIP_TOKENS if model.has_clip else 0, joint=model.prompt is not None,
         adapter_weights=0 if whole else adapter_weights(model, train.network_dim),
         checkpointing=train.checkpointing or "full", free_blocks=train.checkpointing_free_blocks or 0, train_base=whole,
         whole_blocks=train.plain,
