@@ -80,7 +80,7 @@ def _for_free_memory(options: Train, model: Model, free: int | None) -> Train:
     fitting = [gib for gib in filled if needed[gib] <= free]
     if not fitting:
         raise UsageError(
-            f"--vram auto: {gib_text(free)} are free on the card, and the smallest preset of {model.name} needs "
+            f"--vram auto: {free / GIB:.1f} GiB are free on the card, and the smallest preset of {model.name} needs "
             f"{min(needed.values(), default=0) / GIB:.1f} with the other flags as given",
             cure="close what else uses the card, or choose the memory flags yourself without --vram",
         )
