@@ -27,8 +27,9 @@ from torch.utils.flop_counter import FlopCounterMode, addmm_flop
 from wangen import profiles
 from wangen.generator.flops import FLASH_BACKWARD, forward_flops
 from wangen.generator.memory import RESERVE, memory_plan, settings_of
-from wangen.generator.plan.estimate import IMAGE_TOKENS, memory_tokens, shape_flops
+from wangen.generator.plan.estimate import memory_tokens, shape_flops
 from wangen.generator.plan.shapes import Shape
+from wangen.generator.weight_counts import CLIP_TOKENS
 from wangen.profiles import Model
 from wangen.runtime.interrupt import Interrupt
 from wangen.runtime.training.prepared import Group
@@ -147,7 +148,7 @@ def _products(case: Case, options: Any, rows: int) -> float:
     model, shape = case.model, case.shape
     flops = shape_flops(shape, options, model, rows)
     tokens = memory_tokens(replace(shape, batch_size=1), model, 0)
-    clip = IMAGE_TOKENS if any(one.flag == "clip" for one in model.weights) else 0
+    clip = CLIP_TOKENS if model.has_clip else 0
     attention = forward_flops(model.transformer, tokens, text_tokens=rows, image_tokens=clip,
                               joint=model.prompt is not None)[2]  # fmt: skip
     again = options.checkpointing == "full"

@@ -11,7 +11,7 @@ from torch import nn
 
 from wangen.generator.layouts import HEAD_DIM
 from wangen.generator.steps import Train
-from wangen.generator.weight_counts import BOTH_IMAGES, CLIP_DIM, FREQUENCIES, QWEN_TEXT_DIM, UMT5_DIM
+from wangen.generator.weight_counts import BOTH_IMAGES, CLIP_DIM, CLIP_TOKENS, FREQUENCIES, QWEN_TEXT_DIM, UMT5_DIM
 from wangen.profiles import Model
 from wangen.runtime.devices import set_precision
 from wangen.runtime.loader import Batch
@@ -35,8 +35,6 @@ Draw = Callable[[torch.Size, torch.dtype, str], torch.Tensor]
 
 TEXT_ROWS = 64
 """Of a long caption; the rest of 512 is padding."""
-
-CLIP_TOKENS = 257
 
 NO_WEIGHTS = Path(__file__)
 """A file that is there, where the trainer wants to be told one; nothing reads it."""

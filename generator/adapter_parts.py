@@ -7,7 +7,7 @@ for each output.
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from wangen.generator.errors import many
 from wangen.generator.formats import TensorInfo
@@ -20,7 +20,7 @@ FACTORS: dict[AdapterKind, tuple[str, ...]] = {"lora": ("down", "up"), "loha": H
 """The parts of each kind; of a LoKr's two matrices each is there whole or as `_a` and `_b`."""
 INNER: dict[AdapterKind, tuple[str, ...]] = {"lora": ("down",), "loha": ("hada_w1_b",),
                                              "lokr": ("lokr_w2_b", "lokr_w1_b")}  # fmt: skip
-"""The parts whose first size is the rank, where they are there."""
+"""The parts whose first size is the rank and whose second the inputs, where they are there."""
 MAGNITUDES = ("magnitude", "dora_scale")
 
 Parts = Mapping[str, TensorInfo]
@@ -40,13 +40,8 @@ def unfit_adapter(tensors: Mapping[str, TensorInfo]) -> str:
 
     One key that is not understood is enough: half an adapter is worse than none.
     """
-    if strange := sorted(key for key in tensors if parse_adapter_key(key) is None):
-        words = next(filter(None, map(foreign, strange)), "")
-        return (
-            (f"this is {words}; " if words else "")
-            + f"{len(strange)} of {many(len(tensors), 'key')} {'is' if len(strange) == 1 else 'are'} not understood, "
-            + f"such as {', '.join(strange[:3])}"
-        )
+    if words := not_understood(tensors, parse_adapter_key):
+        return words
     counts = Counter(key for key in map(parse_adapter_key, tensors) if key)
     if twice := next((key for key, number in counts.items() if number > 1), None):
         return f"two keys of this adapter are the {twice.part} of {twice.module}"
@@ -57,6 +52,25 @@ def unfit_adapter(tensors: Mapping[str, TensorInfo]) -> str:
     if len({(kind_of_parts(parts), is_dora_of_parts(parts)) for parts in modules.values()}) > 1:
         return "this adapter is of another kind from layer to layer"
     return ""
+
+
+def not_understood(keys: Collection[str], parse: Callable[[str], object]) -> str:
+    """Which of a file's keys `parse` makes nothing of, in words; empty when it understands all."""
+    strange = sorted(key for key in keys if parse(key) is None)
+    if not strange:
+        return ""
+    words = next(filter(None, map(foreign, strange)), "")
+    return (
+        (f"this is {words}; " if words else "")
+        + f"{len(strange)} of {many(len(keys), 'key')} {'is' if len(strange) == 1 else 'are'} not understood, "
+        + f"such as {', '.join(strange[:3])}"
+    )
+
+
+def are_factors(down: Sequence[int], up: Sequence[int]) -> bool:
+    """Whether matrices of these shapes are the two of a LoRA: of a linear layer, or of a convolution over patches."""
+    linear = len(down) == len(up) == 2 or (len(down) == len(up) == 5 and math.prod(up[2:]) == 1)
+    return linear and down[0] == up[1] and down[0] > 0
 
 
 def kind_of_parts(parts: Collection[str]) -> AdapterKind:
@@ -84,9 +98,8 @@ def rank_of(parts: Parts) -> int:
 def in_features_of(parts: Parts) -> int:
     """The inputs of the layer that a module changes; 0 where its tensors do not tell."""
     kind = kind_of_parts(parts)
-    columns = {"lora": ("down",), "loha": ("hada_w1_b",), "lokr": ()}[kind]
     if kind != "lokr":
-        return next((_columns(parts[name]) for name in columns if name in parts), 0)
+        return next((_columns(parts[name]) for name in INNER[kind] if name in parts), 0)
     sides = [next((_columns(parts[name]) for name in (matrix, f"{matrix}_b") if name in parts), 0)
              for matrix in ("lokr_w1", "lokr_w2")]  # fmt: skip
     return sides[0] * sides[1]
@@ -103,8 +116,7 @@ def unfit_parts(parts: Parts) -> str:
         return f"a {WORDS[kind]} with the magnitudes of a DoRA, which is not read"
     if kind == "lora":
         down, up = shapes["down"], shapes["up"]
-        linear = len(down) == len(up) == 2 or (len(down) == len(up) == 5 and math.prod(up[2:]) == 1)
-        return "" if linear and down[0] and down[0] == up[1] else f"the matrices do not fit each other: {down} and {up}"
+        return "" if are_factors(down, up) else f"the matrices do not fit each other: {down} and {up}"
     if any(len(shape) != 2 for shape in shapes.values()):
         return "a factor is no matrix (of a convolution, which is not read)"
     inner = [name.removesuffix("_a") for name in there if name.endswith("_a")]

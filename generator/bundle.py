@@ -109,34 +109,29 @@ def prompts_name(slug: str, target: Target, file: Path) -> str:
     return f"{slug}_{target.platform.suffix}{file.suffix.lower()}"
 
 
-def bundle_steps(
-    workspace: Workspace, target: Target, model: Model, slug: str, resolutions: Iterable[tuple[int, int]] = (),
-    footage: str = "",
-) -> tuple[Step, ...]:  # fmt: skip
+def bundle_steps(workspace: Workspace, target: Target, model: Model, slug: str) -> tuple[Step, ...]:
     """Every step of the training script, its paths as the target writes them.
 
     Args:
-        workspace: has the user's defaults.
+        workspace: has the user's defaults, and how the dataset is published.
         target: where the scripts run.
         model: what is trained.
         slug: the dataset.
-        resolutions: of the dataset's TOML, as (width, height) in pixels; the model profile's when there is none.
-        footage: folder of long videos that the first step cuts; empty where there is none.
 
     Raises:
         WangenError: the workspace says of a step what cannot be.
     """
-    workspace = workspace.fitted(slug)
-    sizes = tuple(resolutions) or (model.resolution,)
+    workspace, settings = workspace.fitted(slug), workspace.dataset(slug)
+    sizes = settings.sizes(model)
     paths = {**_paths(workspace, target, model, slug), "resolution": ",".join(map(resolution_name, sizes))}
     if prompts := prompts_file(workspace, target, model):
         paths["sample_prompts"] = target.path("files", PROMPTS, prompts_name(slug, target, prompts))
     asked = [kind for kind in WHEN_ASKED if kind.command in workspace.steps]
     last = [MakeReport] if workspace.report else []
     steps = tuple(_step(kind, workspace, target, model, paths) for kind in (*RUN, *asked, *last))
-    if not footage:
+    if not settings.footage:
         return steps
-    cut = cut_footage(footage, workspace, target, model, sizes)
+    cut = cut_footage(settings.footage, workspace, target, model, sizes)
     places = {"output": target.path(target.roots["datasets"], slug, CLIPS)}
     return (_step(Preprocess, workspace, target, model, {**paths, **cut, **places}), *steps)
 

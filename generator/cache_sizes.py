@@ -1,12 +1,15 @@
 """What cache entries take on the disk, before they are made: from sizes in pixels, frames and words."""
 
+from math import prod
+
+from wangen.generator.weight_counts import CLIP_DIM, CLIP_TOKENS, QWEN_TEXT_DIM, UMT5_DIM
 from wangen.profiles import Model
 
-CLIP_NUMBERS = 257 * 1280
-"""Of CLIP's view of a frame: tokens times width."""
+CLIP_NUMBERS = CLIP_TOKENS * CLIP_DIM
+"""Of CLIP's view of a frame."""
 
-UMT5_WIDTH, QWEN_WIDTH = 4096, 3584
 UMT5_MAX_ROWS = 512
+"""To which the libraries' own forward pass pads a text."""
 
 HEADER_BYTES = 1500
 """Of an entry's file beside its numbers: what was encoded, and how."""
@@ -33,8 +36,7 @@ def cells(model: Model, size: tuple[int, int], num_frames: int) -> int:
     >>> cells(profiles.model("t2v-14B"), (832, 480), 81) == 21 * 104 * 60
     True
     """
-    latent_frames = (num_frames - 1) // model.temporal_stride + 1
-    return latent_frames * (size[0] // model.spatial_stride) * (size[1] // model.spatial_stride)
+    return prod(model.latent_size(size, num_frames))
 
 
 def latent_bytes(model: Model, size: tuple[int, int], num_frames: int, dtype: str) -> int:
@@ -42,7 +44,12 @@ def latent_bytes(model: Model, size: tuple[int, int], num_frames: int, dtype: st
     return cells(model, size, num_frames) * model.latent_channels * width_of(dtype)
 
 
-def text_rows(model: Model, caption: str, num_controls: int = 0) -> int:
+def mask_bytes(model: Model, size: tuple[int, int], num_frames: int) -> int:
+    """Of a mask, a number in float32 for each latent cell."""
+    return cells(model, size, num_frames) * width_of("float32")
+
+
+def text_rows(model: Model, caption: str, num_controls: int) -> int:
     """About how many rows a caption's embedding has: a language model also sees control images."""
     rows = tokens_of_words(caption)
     if model.prompt is None:
@@ -50,7 +57,7 @@ def text_rows(model: Model, caption: str, num_controls: int = 0) -> int:
     return rows + (model.prompt.picture_tokens * num_controls if model.prompt.picture else 0)
 
 
-def text_bytes(model: Model, caption: str, dtype: str, num_controls: int = 0, width: int | None = None) -> int:
+def text_bytes(model: Model, caption: str, dtype: str, num_controls: int, width: int | None = None) -> int:
     """About the bytes of a caption's embedding; `width` of its rows where it is not the model's own."""
-    width = width or (UMT5_WIDTH if model.prompt is None else QWEN_WIDTH)
+    width = width or (UMT5_DIM if model.prompt is None else QWEN_TEXT_DIM)
     return text_rows(model, caption, num_controls) * width * width_of(dtype)

@@ -14,6 +14,7 @@ from wangen.generator.bundle import is_called
 from wangen.generator.cache_sizes import latent_bytes, text_bytes
 from wangen.generator.dataset import Item, media_of, read_facts
 from wangen.generator.errors import WangenError, many
+from wangen.generator.files import nearest_existing
 from wangen.generator.geometry import clip_fault, clip_frames, misfit, windows
 from wangen.generator.items import read_items, unsuited
 from wangen.generator.lock import IN_SCRIPT
@@ -209,13 +210,8 @@ def _folders(options: Check, surveys: list[_Survey]) -> Iterator[Finding]:
         yield from _room(cache, num_bytes)
 
 
-def _existing(folder: Path) -> Path | None:
-    """The folder, or its nearest parent that exists; None when not even the drive does."""
-    return next((path for path in (folder.absolute(), *folder.absolute().parents) if path.exists()), None)
-
-
 def _writable(folder: Path, name: str) -> Iterator[Finding]:
-    existing = _existing(folder)
+    existing = nearest_existing(folder)
     if existing is None:
         yield Finding(str(folder), f"{name} lies on a drive that is not there", "connect it or choose another folder")
     elif not existing.is_dir():
@@ -226,7 +222,7 @@ def _writable(folder: Path, name: str) -> Iterator[Finding]:
 
 def _room(cache: Path, num_bytes: int) -> Iterator[Finding]:
     """Whether what is not in the cache yet fits on its disk."""
-    existing = _existing(cache)
+    existing = nearest_existing(cache)
     if existing is None:
         return
     try:

@@ -24,9 +24,9 @@ def _check_slug(name: str, folder: Path | None, platforms: Sequence[str]) -> int
     from wangen.generator import preflight, workspace
     from wangen.generator.paths import slugify
 
-    place = workspace.read(folder or workspace.find(Path()))
+    place = workspace.read(folder)
     slug = slugify(name)
-    targets = [place.target(platform) for platform in platforms] or list(place.targets)
+    targets = place.targets_of(platforms)
     published = [target for target in targets if preflight.is_published(target, slug)]
     if not published:
         raise WangenError(f"{name!r} is not published", where=", ".join(str(target.folder) for target in targets),

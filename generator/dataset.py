@@ -25,6 +25,8 @@ VIDEO_SUFFIXES = frozenset(
 
 Media = Literal["image", "video"]
 
+CAPTION = ".txt"
+"""How the names of caption files end."""
 NO_CAPTION = "has no caption"
 
 _Entries = list[os.DirEntry[str]]
@@ -114,7 +116,7 @@ def media_of(path: Path | str) -> Media | None:
 
 
 def scan(
-    folder: Path, *, media: Media | None = None, caption_extension: str = ".txt", multiple_captions: bool = False,
+    folder: Path, *, media: Media | None = None, caption_extension: str = CAPTION, multiple_captions: bool = False,
     deep: bool = True,
 ) -> tuple[list[Item], list[Problem]]:  # fmt: skip
     """The items of a folder and everything that is wrong with it, all at once.
@@ -277,13 +279,13 @@ def name_problem(path: Path) -> list[Problem]:
     return []
 
 
-def same_names(paths: Iterable[Path], extension: str = ".txt") -> list[Problem]:
+def same_names(paths: Iterable[Path]) -> list[Problem]:
     """Media that some system takes for one file when they lie in one folder, or whose captions it does.
 
     Two media of one stem may share a caption (`a.jpg`, `a.mp4`); `A.jpg` and `a.png` would share it on Windows.
     """
     by_name = {path.name: path for path in paths}
-    return [Problem(by_name[name], *words) for name, words in _collisions(by_name, extension)]
+    return [Problem(by_name[name], *words) for name, words in _collisions(by_name, CAPTION)]
 
 
 def _collisions(names: Iterable[str], extension: str) -> Iterator[tuple[str, tuple[str, str]]]:

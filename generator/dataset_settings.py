@@ -13,6 +13,7 @@ from wangen.generator.platforms import step_values
 from wangen.generator.resolutions import parse_resolution
 from wangen.generator.steps import Train
 from wangen.generator.toml_values import whole_number
+from wangen.profiles import Model
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,10 @@ class DatasetSettings:
     is_reg: bool = False
     footage: str = ""
     fit: Fit | None = None
+
+    def sizes(self, model: Model) -> tuple[tuple[int, int], ...]:
+        """The resolutions that it is published in, as (width, height) in pixels."""
+        return self.resolutions or (model.resolution,)
 
 
 def read_settings(section: Any, name: str, file: Path) -> DatasetSettings:

@@ -79,6 +79,11 @@ def write_whole(path: Path, chunks: Iterable[bytes | memoryview], *, mode: int |
     sync_folder(path.parent)
 
 
+def nearest_existing(path: Path) -> Path | None:
+    """The path, or the nearest folder above it that exists; None when not even its drive does."""
+    return next((place for place in (path.absolute(), *path.absolute().parents) if place.exists()), None)
+
+
 def whose() -> str:
     """24 hex digits for the name of a temporary file: machine, process, and a random part.
 
@@ -114,7 +119,7 @@ def machine() -> str:
     return sha256(name.encode()).hexdigest()[:8]
 
 
-def write_new(path: Path, chunks: Iterable[bytes | memoryview], mode: int | None = None) -> None:
+def write_new(path: Path, chunks: Iterable[bytes | memoryview], mode: int | None) -> None:
     """Write a file that must not exist yet, durable and with its rights; when that fails, it is gone again.
 
     Raises:

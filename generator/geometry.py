@@ -4,6 +4,7 @@ from functools import cache
 from math import isqrt, sqrt
 
 from wangen.generator.dataset import Item, MediaFacts
+from wangen.generator.toml_values import longest_clip
 from wangen.generator.tomls import DatasetEntry
 
 
@@ -91,7 +92,7 @@ def resampled_frames(facts: MediaFacts, fps: int, source_fps: float | None = Non
     return max(1, int(duration_s * fps + 0.5))
 
 
-def clip_frames(item: Item, facts: MediaFacts, fps: int, source_fps: float | None = None) -> int:
+def clip_frames(item: Item, facts: MediaFacts, fps: int, source_fps: float | None) -> int:
     """How many frames an item's clip has: those that its line takes of a longer video, else as `resampled_frames`.
 
     Args:
@@ -113,7 +114,7 @@ def windows(entry: DatasetEntry, num_frames: int) -> list[tuple[int, int]]:
     [(0, 5), (5, 5)]
     """
     if entry.frame_extraction == "full":
-        return [(0, (min(num_frames, entry.max_frames) - 1) // 4 * 4 + 1)]
+        return [(0, longest_clip(min(num_frames, entry.max_frames)))]
     found: list[tuple[int, int]] = []
     for count in entry.target_frames:
         last = num_frames - count
@@ -157,7 +158,7 @@ def too_short(facts: MediaFacts, target: DatasetEntry | int, fps: int) -> tuple[
         setting, fits = f"target_frames = [{{}}] in {place}", bool(windows(target, frames))
     if fits:
         return None
-    fitting = setting.format((frames - 1) // 4 * 4 + 1)
+    fitting = setting.format(longest_clip(frames))
     # The lines of a manifest count frames at the clips' own rate.
     slower = not isinstance(target, int) and target.mixed and facts.num_frames >= needed
     cure = f"make the clips at {fps} fps, set" if slower else "set"

@@ -24,6 +24,7 @@ from wangen.generator.headers import read_header, require_known_format, shards
 from wangen.generator.layouts import Layout, Shapes, layout_of, sizes_of
 from wangen.generator.tasks import supported
 from wangen.generator.vae_twins import QWEN, said_by_name, takes_vae
+from wangen.generator.weight_counts import CLIP_DIM, QWEN_TEXT_DIM, UMT5_DIM
 
 # kind -> (plain words, the flag that takes it)
 KINDS = {
@@ -56,7 +57,9 @@ _SECOND_BIAS = {
 }
 # What only first-and-last-frame transformers have: positions of two images' features, or Kijai's marker.
 _TWO_IMAGES = ("img_emb.emb_pos", "condition_embedder.image_embedder.pos_embed", "model_type.Wan2_1-FLF2V")
-WIDTHS = {"umt5-encoder": 4096, "open-clip": 1280, "wan-vae-2.1": 96, "wan-vae-2.2": 160, "qwen2.5-vl": 3584}
+WIDTHS = {
+    "umt5-encoder": UMT5_DIM, "open-clip": CLIP_DIM, "wan-vae-2.1": 96, "wan-vae-2.2": 160, "qwen2.5-vl": QWEN_TEXT_DIM
+}  # fmt: skip
 """The size `dim` of the models that all profiles share."""
 
 _FAMILIES = {"wan-transformer-": "a Wan transformer", "wan-vae-": "a Wan VAE"}

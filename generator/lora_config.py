@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from wangen.generator.adapter_parts import WORDS
 from wangen.generator.errors import WangenError
 from wangen.generator.headers import identity
 from wangen.generator.lora_keys import AdapterKind, original_name, without_prefix
@@ -196,8 +197,7 @@ def _load(path: Path) -> dict[str, Any]:
 def _alphas(fields: Mapping[str, Any], where: str, kind: AdapterKind, dora: bool) -> Alphas:
     configured = fields.get("peft_type", kind.upper())
     if configured != kind.upper():
-        wanted = {"lora": "LoRA", "loha": "LoHa", "lokr": "LoKr"}[kind]
-        raise WangenError(f"this adapter is a {configured}, not a {wanted}", where=where)
+        raise WangenError(f"this adapter is a {configured}, not a {WORDS[kind]}", where=where)
     for name, words in UNSUPPORTED.items():
         if fields.get(name) and not (dora and name == "use_dora"):
             raise WangenError(f"this LoRA has {words} ({name}), which is not supported", where=where)

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from wangen.generator.dataset import (
+    CAPTION,
     BadItemError,
     Item,
     Media,
@@ -45,7 +46,6 @@ PACKED = ".tar"
 
 _FILE_KEYS = ("file", "image_path", "video_path", "file_name")
 _CAPTION_KEYS = ("caption", "prompt", "text")
-CAPTION = ".txt"
 _CONTROL = re.compile(r"control_path(?:_([0-9]{1,4}))?")
 _NAME_CHARACTERS = 400
 

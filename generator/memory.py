@@ -7,6 +7,7 @@ the list of its tensors.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from wangen.generator.errors import UsageError
@@ -38,6 +39,15 @@ MOMENT_BYTES = {"AdamW8bit": 2, "Adafactor": 0, "SGD": 0, "Lion": 4, "Prodigy": 
 
 WAITING = 3
 """Tensors on the device for all those that wait in host memory: one in use, one on its way each way."""
+
+
+def gib_text(number: int) -> str:
+    """Memory for people, in the unit that cards are sold by.
+
+    >>> gib_text(25276502016)
+    '23.5 GiB'
+    """
+    return f"{number / GIB:.1f} GiB"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,9 +117,6 @@ def settings_of(options: Train, shards: int = 1) -> MemorySettings:
 
     Args:
         options: of the training step.
-        one_expert: of two only one is trained.
-        all_resident: two experts stay on the device.
-        stored_bits: of a weight in the base's file: less than 16 where it is quantised itself.
         shards: processes that share out the weights.
     """
     moments = MOMENT_BYTES.get(options.optimizer_type.rpartition(".")[2], 8)
@@ -148,8 +155,8 @@ def memory_plan(model: Model, settings: MemorySettings, *, tokens: int) -> Memor
         tokens: of a step: those of the largest bucket, times its batch size.
     """
     sizes, wide, counts = model.transformer, settings.wide, weight_counts(model)
-    num_experts = 2 if model.experts and not settings.one_expert else 1
-    block, outer, swapped = frozen_block_bytes(model, settings), outer_bytes(model, wide), settings.blocks_to_swap
+    num_experts = num_trained(model, settings)
+    block, outer, swapped = block_bytes(model, settings), outer_bytes(model, wide), settings.blocks_to_swap
     frozen = 0 if settings.whole else outer + (sizes.num_layers - swapped) * block
     frozen *= num_experts if settings.all_resident else 1
     trained = trained_weights(model, settings) * num_experts // (settings.shards if settings.whole else 1)
@@ -173,16 +180,17 @@ def memory_plan(model: Model, settings: MemorySettings, *, tokens: int) -> Memor
     return MemoryBudget(parts, in_host + (waiting if settings.offload else 0))
 
 
+def num_trained(model: Model, settings: MemorySettings) -> int:
+    """How many transformers are trained: both experts, unless one is chosen."""
+    return 2 if model.experts and not settings.one_expert else 1
+
+
 def trained_weights(model: Model, settings: MemorySettings) -> int:
     """Weights that are trained, of each expert."""
     if settings.whole:
-        return (outer_bytes(model, 4) + model.transformer.num_layers * block_bytes(model, wide=4)) // 4
+        counts = weight_counts(model)
+        return counts.outer + counts.outer_float32 + model.transformer.num_layers * counts.block
     return adapter_weights(model, settings.rank) * settings.factors
-
-
-def frozen_block_bytes(model: Model, settings: MemorySettings) -> int:
-    """Of one block's frozen weights in memory."""
-    return block_bytes(model, settings.quantize, settings.wide, bits_of(settings))
 
 
 def bits_of(settings: MemorySettings) -> float:
@@ -193,11 +201,11 @@ def bits_of(settings: MemorySettings) -> float:
     return stored if stored < 16 and (settings.quantize == "none" or stored <= asked) else asked
 
 
-def block_bytes(model: Model, quantize: str = "none", wide: int = 2, bits: float | None = None) -> int:
-    """Of one block's weights in memory; `wide` is 2 for bfloat16 and 4 for float32, `bits` overrides the form's."""
+def block_bytes(model: Model, settings: MemorySettings) -> int:
+    """Of one block's frozen weights in memory."""
     counts = weight_counts(model)
-    bits = bits or (8.0 * wide if quantize == "none" else BITS[quantize])
-    return round(counts.block_linear * bits / 8) + counts.block_rest * wide + counts.block_float32 * 4
+    linear = round(counts.block_linear * bits_of(settings) / 8)
+    return linear + counts.block_rest * settings.wide + counts.block_float32 * 4
 
 
 def outer_bytes(model: Model, wide: int = 2) -> int:
@@ -235,15 +243,12 @@ def tokens_of(model: Model, resolution: tuple[int, int], num_frames: int, num_co
 
 def grid_tokens(model: Model, size: tuple[int, int], num_frames: int) -> int:
     """Tokens of a picture or clip alone; `size` is (width, height) in pixels."""
-    frames, height, width = model.patch
-    latent_frames = (num_frames - 1) // model.temporal_stride + 1
-    across, down = (side // model.spatial_stride for side in size)
-    return (latent_frames // frames) * (down // height) * (across // width)
+    return prod(cells // patch for cells, patch in zip(model.latent_size(size, num_frames), model.patch, strict=True))
 
 
-def usable_bytes(vram_gib: int) -> int:
-    """What a training run may take of a card with so many gigabytes."""
-    return int(vram_gib * GIB * CARD_SHARE)
+def usable_bytes(card_bytes: int) -> int:
+    """What a training run may take of a card with so much memory, when nothing else uses it."""
+    return int(card_bytes * CARD_SHARE)
 
 
 def preset_of(model: Model, vram: str) -> Preset:

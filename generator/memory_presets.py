@@ -9,6 +9,7 @@ from wangen.generator.errors import UsageError
 from wangen.generator.memory import (
     GIB,
     PLAIN_MEMORY,
+    gib_text,
     memory_plan,
     preset_flags,
     settings_of,
@@ -69,7 +70,7 @@ def _for_free_memory(options: Train, model: Model, free: int | None) -> Train:
         return _filled(options, model, {})
     roomy = _filled(options, model, ROOMY)
     if _needed(roomy, model, max(32, options.network_dim), model.resolution, model.num_frames) <= free:
-        log.info("  --vram auto: %.1f GiB are free, enough for the whole model", free / GIB)
+        log.info("  --vram auto: %s are free, enough for the whole model", gib_text(free))
         return roomy
     filled = {gib: _filled(options, model, preset_flags(model, str(gib))) for gib in model.presets}
     needed = {
@@ -83,7 +84,7 @@ def _for_free_memory(options: Train, model: Model, free: int | None) -> Train:
             f"{min(needed.values(), default=0) / GIB:.1f} with the other flags as given",
             cure="close what else uses the card, or choose the memory flags yourself without --vram",
         )
-    log.info("  --vram auto: %.1f GiB are free, taking the preset for %d", free / GIB, max(fitting))
+    log.info("  --vram auto: %s are free, taking the preset for %d", gib_text(free), max(fitting))
     return filled[max(fitting)]
 
 

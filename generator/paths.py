@@ -7,7 +7,7 @@ a Linux file system, or somewhere below a root) and written again by the rules o
 
 import re
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -120,27 +120,6 @@ def windows_name_problem(name: str) -> str | None:
     """
     fault = _windows_fault(name)
     return fault[1] if fault else None
-
-
-def collisions(paths: Sequence[str], kind: str) -> list[tuple[str, str, Literal["collision", "warn"]]]:
-    """Pairs of different paths that are one file (`collision`), or that some systems take for one (`warn`).
-
-    >>> collisions(["/ds/Bob", "/ds/bob"], "linux"), collisions(["Bob", "bob"], "windows")
-    ([], [('Bob', 'bob', 'collision')])
-    """
-    found: list[tuple[str, str, Literal["collision", "warn"]]] = []
-    by_case: dict[str, str] = {}
-    by_form: dict[str, str] = {}
-    for path in dict.fromkeys(paths):
-        folded = path.replace("/", "\\").casefold() if kind == "windows" else path
-        composed = unicodedata.normalize("NFC", folded)
-        if folded in by_case:
-            found.append((by_case[folded], path, "collision"))
-        elif composed in by_form:
-            found.append((by_form[composed], path, "warn"))
-        by_case.setdefault(folded, path)
-        by_form.setdefault(composed, path)
-    return found
 
 
 def slugify(name: str) -> str:

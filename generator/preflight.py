@@ -21,7 +21,7 @@ from wangen.generator.errors import WangenError
 from wangen.generator.experts import flag_words
 from wangen.generator.interpreter import candidates, faults, installed, wanted_libraries
 from wangen.generator.prepare_steps import Preprocess
-from wangen.generator.publish.command import dataset_folder
+from wangen.generator.publish.command import origin_of
 from wangen.generator.publish.plan import BundlePlan, Plan, make_plan, memo_path
 from wangen.generator.publish.source import Source, read_source
 from wangen.generator.publish.texts import Text, toml_file
@@ -115,9 +115,8 @@ def _source(workspace: Workspace, slug: str, settings: DatasetSettings) -> Sourc
     """What would be published now; None when the dataset is not on this machine."""
     if settings.footage:
         return None
-    given = workspace.folder / settings.source if settings.source else None
     try:
-        origin = given or dataset_folder(workspace.folder, slug, slug)
+        origin = origin_of(workspace, slug)
         return read_source(origin, workspace.profile(settings.model), memo=memo_path(workspace, slug), keep_memo=False)
     except WangenError:
         return None
@@ -129,12 +128,12 @@ def _plan(workspace: Workspace, target: Target, slug: str, source: Source | None
     model = workspace.profile(settings.model)
     require_supported(model, "publishing for")
     try:
-        return [], make_plan(workspace, [target], slug, model, source, settings, long_paths=True)
+        return [], make_plan(workspace, [target], slug, model, source, long_paths=True)
     except WangenError as error:
         if source is None and not settings.footage:
             raise
         return [Line("note", f"it could not be published again: {error}")], make_plan(
-            workspace, [target], slug, model, None, settings, only_scripts=True
+            workspace, [target], slug, model, None, only_scripts=True
         )
 
 

@@ -1,12 +1,13 @@
 """Single values of a dataset TOML: read strictly, with what to write instead."""
 
 import re
-from typing import Any
+from typing import Any, Literal, get_args
 
 from wangen.generator.errors import UsageError
 
 WHITE = "#ffffff"
-EXTRACTIONS = ("head", "chunk", "slide", "uniform", "full")
+FrameExtraction = Literal["head", "chunk", "slide", "uniform", "full"]
+EXTRACTIONS: tuple[str, ...] = get_args(FrameExtraction)
 MAX_SIDE = 16384
 """Of a resolution, in pixels: no model comes near it, and a slip of the finger would fill the memory."""
 
@@ -79,6 +80,15 @@ def sizes(key: str, raw: Any, where: str) -> tuple[int, int]:
     return width, height
 
 
+def longest_clip(frames: int) -> int:
+    """The longest clip that can be taken of so many frames: 4n+1.
+
+    >>> longest_clip(84), longest_clip(0)
+    (81, 1)
+    """
+    return max(1, (frames - 1) // 4 * 4 + 1)
+
+
 def frames(key: str, raw: Any, where: str) -> tuple[int, ...]:
     """Clip lengths in frames, sorted, each 4n+1: one number or a list.
 
@@ -92,5 +102,5 @@ def frames(key: str, raw: Any, where: str) -> tuple[int, ...]:
     wrong = [number for number in found if number % 4 != 1]
     if wrong:
         raise UsageError(f"{key} must be 4n+1 (1, 5, … 81), got {wrong[0]}", where=where,
-                         cure=f"write {max(1, (wrong[0] - 1) // 4 * 4 + 1)}")  # fmt: skip
+                         cure=f"write {longest_clip(wrong[0])}")  # fmt: skip
     return tuple(found)

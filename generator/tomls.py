@@ -15,18 +15,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 from wangen.generator import manifests
+from wangen.generator.dataset import CAPTION
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.files import read_file
 from wangen.generator.manifests import Clips, is_manifest
 from wangen.generator.resolutions import parse_resolution, resolution_name
-from wangen.generator.toml_values import MAX_SIDE, WHITE, read_value
+from wangen.generator.toml_values import MAX_SIDE, WHITE, FrameExtraction, longest_clip, read_value
 
 log = logging.getLogger("wangen")
 
 CLIP_SIZE, CLIP_FRAMES = (832, 480), 81
 """What Wan 2.1 is made for, in pixels and frames: of a manifest that says no sizes or lengths."""
-
-FrameExtraction = Literal["head", "chunk", "slide", "uniform", "full"]
 
 _LATER = {
     "multiple_target": "several targets per item are not in this version",
@@ -78,7 +77,7 @@ class DatasetEntry:
     mask_directory: Path | None = None
     control_resolution: tuple[int, int] | None = None
     resolution: tuple[int, int] = (960, 544)
-    caption_extension: str = ".txt"
+    caption_extension: str = CAPTION
     multiple_captions: bool = False
     background_color: str = WHITE
     batch_size: int = 1
@@ -99,7 +98,7 @@ class DatasetEntry:
         return tuple(filter(None, (self.directory, self.cache_directory, self.control_directory, self.mask_directory)))
 
 
-_VIDEO = {"target_frames", "frame_extraction", "frame_stride", "frame_sample", "max_frames", "source_fps"}
+VIDEO_KEYS = {"target_frames", "frame_extraction", "frame_stride", "frame_sample", "max_frames", "source_fps"}
 MEDIA_KEYS = ("image_directory", "video_directory", "image_jsonl_file", "video_jsonl_file")
 """What a block of musubi-tuner's is made of: it has one of them."""
 MANIFEST = "manifest"
@@ -301,22 +300,13 @@ def _of_manifest(manifest: Path, cache: Path, values: Mapping[str, Any]) -> tupl
         if media == "video" and "target_frames" not in values and values.get("frame_extraction") != "full":
             longest, all_said = max(clips.frames, default=CLIP_FRAMES), clips.frames.total() == clips.number
             if "frame_extraction" in values or (len(clips.frames) == 1 and all_said):
-                said |= {"target_frames": (_latent_length(longest),)}
+                said |= {"target_frames": (longest_clip(longest),)}
             else:
                 most = longest if all_said else max(longest, CLIP_FRAMES)
-                said |= {"frame_extraction": "full", "max_frames": _latent_length(most)}
+                said |= {"frame_extraction": "full", "max_frames": longest_clip(most)}
         found.append(DatasetEntry(directory=manifest.parent, media=media, cache_directory=cache, manifest=manifest,
                                   mixed=True, **said | dict(values)))  # fmt: skip
     return tuple(found)
-
-
-def _latent_length(frames: int) -> int:
-    """The longest length of the form 4n+1 that so many frames hold.
-
-    >>> _latent_length(84)
-    81
-    """
-    return (frames - 1) // 4 * 4 + 1
 
 
 def _at(resolution: str, entries: tuple[DatasetEntry, ...], manifest: Path) -> tuple[DatasetEntry, ...]:
@@ -339,8 +329,8 @@ def _refuse_misplaced(own: Mapping[str, Any], source: str, where: str) -> None:
         UsageError: settings of videos for images, or folders of control media or masks beside a manifest.
     """
     lines = source.endswith("jsonl_file") or source == MANIFEST
-    if source.startswith("image") and _VIDEO & own.keys():
-        raise UsageError(f"{min(_VIDEO & own.keys())} belongs to video blocks, this one has {source}",
+    if source.startswith("image") and VIDEO_KEYS & own.keys():
+        raise UsageError(f"{min(VIDEO_KEYS & own.keys())} belongs to video blocks, this one has {source}",
                          where=where, cure=f"take it out, or use {source.replace('image', 'video')}")  # fmt: skip
     if lines and (beside := sorted(own.keys() & set(_BESIDE))):
         line_key = beside[0].replace("directory", "path")

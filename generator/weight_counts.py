@@ -13,7 +13,8 @@ LATENTS_PER_TOKEN = 4  # 1x2x2 latent cells
 
 UMT5_DIM = 4096
 CLIP_DIM = 1280  # ViT-H
-BOTH_IMAGES = 514  # tokens of first and last frame, each with a position
+CLIP_TOKENS = 257  # of an image
+BOTH_IMAGES = 2 * CLIP_TOKENS  # of first and last frame, each with a position
 
 QWEN_TEXT_DIM = 3584
 QWEN_HEAD_DIM = 128
@@ -44,6 +45,11 @@ class WeightCounts:
     largest_product: int
     kept_tensors: int
 
+    @property
+    def block(self) -> int:
+        """All weights of one block."""
+        return self.block_linear + self.block_rest + self.block_float32
+
 
 def weight_counts(model: Model) -> WeightCounts:
     """The counts of a model, of each expert where there are two."""
@@ -53,20 +59,19 @@ def weight_counts(model: Model) -> WeightCounts:
 def _wan(model: Model) -> WeightCounts:
     sizes = model.transformer
     d, f = sizes.dim, sizes.ffn_dim
-    image = any(weights.flag == "clip" for weights in model.weights)
-    squares = 10 if image else 8
+    squares = 10 if model.has_clip else 8
     outer = d * (sizes.in_channels * LATENTS_PER_TOKEN + 1) + (d + 1) * sizes.out_channels * LATENTS_PER_TOKEN
     outer += d * (UMT5_DIM + 1) + d * (d + 1)  # text
     outer += 6 * d * (d + 1)  # projection of the time embedding
     outer_float32 = d * (FREQUENCIES + 1) + d * (d + 1) + 2 * d  # time embedding, the head's modulation
-    if image:
+    if model.has_clip:
         outer += CLIP_DIM * (CLIP_DIM + 1) + d * (CLIP_DIM + 1)
         outer_float32 += 2 * CLIP_DIM + 2 * d
     if model.condition == "first_and_last":
         outer += BOTH_IMAGES * CLIP_DIM
     return WeightCounts(
         block_linear=squares * d * d + 2 * d * f,
-        block_rest=9 * d + f + 4 * d + (3 * d if image else 0),
+        block_rest=9 * d + f + 4 * d + (3 * d if model.has_clip else 0),
         block_float32=8 * d,  # the affine norm and the modulation table
         outer=outer,
         outer_float32=outer_float32,

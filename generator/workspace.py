@@ -7,7 +7,7 @@ Until a root is set, a platform is published to `published/<platform>/` as a bun
 import os
 import stat
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
@@ -136,7 +136,11 @@ class Workspace:
     @property
     def targets(self) -> tuple[Target, ...]:
         """The platforms to publish for. Raises UsageError when this host cannot see the root of one."""
-        return tuple(self.target(name) for name in self.platforms)
+        return self.targets_of(self.platforms)
+
+    def targets_of(self, names: Collection[str]) -> tuple[Target, ...]:
+        """The platforms of these names, or where none is named those to publish for. Raises as `target`."""
+        return tuple(self.target(name) for name in names or self.platforms)
 
     def target(self, name: str) -> Target:
         """The target of that platform, listed in `platforms` or not.
@@ -210,13 +214,13 @@ def find(start: Path) -> Path:
     raise UsageError(f"no {FILE} here or above", where=str(start), cure="make a workspace with: wangen init")
 
 
-def read(folder: Path) -> Workspace:
-    """The workspace of a folder.
+def read(folder: Path | None) -> Workspace:
+    """The workspace of a folder; None: the one at or above the working folder.
 
     Raises:
         WangenError: no `wangen.toml`, an unknown key, a wrong value.
     """
-    folder = folder.absolute()
+    folder = (folder or find(Path())).absolute()
     path = folder / FILE
     if not path.is_file():
         raise UsageError(f"no {FILE} here", where=str(folder), cure=f"make a workspace with: wangen init {folder}")

@@ -275,6 +275,16 @@ class Model:
         """What `kinds.examine` must call the file that a weight flag takes. Raises KeyError for no such flag."""
         return {weights.flag: weights.kind for weights in self.weights}[flag]
 
+    @property
+    def has_clip(self) -> bool:
+        """Whether it sees its first frame through CLIP, too."""
+        return any(weights.flag == "clip" for weights in self.weights)
+
+    def latent_size(self, size: tuple[int, int], num_frames: int) -> tuple[int, int, int]:
+        """Frames, height and width in latent cells of a picture or a clip; `size` is (width, height) in pixels."""
+        width, height = (side // self.spatial_stride for side in size)
+        return (num_frames - 1) // self.temporal_stride + 1, height, width
+
 
 def platform_names() -> list[str]:
     """Names of the platforms that ship with wangen."""

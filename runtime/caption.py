@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from wangen.generator.caption_statistics import Statistics, statistics_of
-from wangen.generator.dataset import BadItemError, Problem, list_folder, media_of
+from wangen.generator.dataset import CAPTION, BadItemError, Problem, list_folder, media_of
 from wangen.generator.errors import UsageError, WangenError, many, printable
 from wangen.generator.files import write_text
-from wangen.generator.manifests import CAPTION, read_lines
+from wangen.generator.manifests import read_lines
 from wangen.generator.npz import is_other_archive
 from wangen.generator.publish.captions import CaptionFiles, with_trigger
 from wangen.generator.session import Report

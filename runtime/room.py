@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from wangen.generator.cache_sizes import CLIP_NUMBERS, cells, latent_bytes, text_bytes, width_of
+from wangen.generator.cache_sizes import CLIP_NUMBERS, latent_bytes, mask_bytes, text_bytes, width_of
 from wangen.generator.errors import WangenError, bytes_text, many
 from wangen.profiles import Model
 from wangen.runtime.cache import TEXT_KINDS, Encoder, Kind
@@ -57,5 +57,5 @@ def _num_bytes(need: Need, encoder: Encoder, model: Model) -> int:
         return CLIP_NUMBERS * width_of(encoder.dtype)
     size, num_frames = (content["width"], content["height"]), content["frames"]
     if kind == "mask":
-        return cells(model, size, num_frames)
+        return mask_bytes(model, size, num_frames)
     return latent_bytes(model, size, num_frames, encoder.dtype)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from wangen import profiles
 from wangen.generator.launch import Launch
-from wangen.generator.memory import GIB, adapter_weights, block_bytes, outer_bytes
+from wangen.generator.memory import GIB, MemorySettings, adapter_weights, block_bytes, outer_bytes
 from wangen.generator.weight_counts import weight_counts
 from wangen.profiles import Model
 from wangen.runtime.communication import CommunicationTime
@@ -53,7 +53,7 @@ def model(counting) -> Model:
 
 def gathered(model: Model, parts: int) -> int:
     """Bytes of a block; its table of one row is filled up to a row for each part."""
-    return block_bytes(model) + (parts - 1) * 6 * model.transformer.dim * 4
+    return block_bytes(model, MemorySettings()) + (parts - 1) * 6 * model.transformer.dim * 4
 
 
 # ---- one process among fakes -------------------------------------------------------------------------------------
@@ -74,7 +74,7 @@ def test_a_step_sends_what_the_formulas_say(counting, model, way: str, processes
 
 def test_a_process_holds_a_part_of_what_is_frozen_and_all_that_trains(counting, model):
     whole, parts = (counted(counting, way, 8).held for way in ("ddp", "fsdp"))
-    blocks = model.transformer.num_layers * block_bytes(model)
+    blocks = model.transformer.num_layers * block_bytes(model, MemorySettings())
     padded = model.transformer.num_layers * gathered(model, 8)
     assert whole["frozen weights"] - parts["frozen weights"] == blocks - padded // 8
     trained = 4 * adapter_weights(model, 32)
@@ -242,7 +242,8 @@ def formula_sent(task: str, trains: str, way: str, processes: int) -> float:
     model = profiles.model(task)
     parts = 8 if way == "hsdp" else processes
     if trains == "full":
-        weights = (outer_bytes(model, 4) + model.transformer.num_layers * block_bytes(model, wide=4)) / 4
+        block = block_bytes(model, MemorySettings(float32=True))
+        weights = (outer_bytes(model, 4) + model.transformer.num_layers * block) / 4
         between = 2 * 7 / 8 * 4 * weights / 8 if way == "hsdp" else 0
         return 8 * weights * (parts - 1) / parts + between
     sums = 2 * (processes - 1) / processes * 4 * adapter_weights(model, 32)

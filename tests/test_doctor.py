@@ -14,8 +14,7 @@ from wangen.generator import doctor, reference
 from wangen.generator.cli import main
 from wangen.generator.doctor import examine, trials
 from wangen.generator.doctor.catalogue import KINDS
-from wangen.generator.doctor.cures import THIS
-from wangen.generator.doctor.facts import Trial
+from wangen.generator.doctor.facts import THIS, Trial
 from wangen.generator.doctor.system import VARIABLES
 from wangen.generator.setup import hardware
 

@@ -16,7 +16,7 @@ from diffusers import WanTransformer3DModel
 from wangen import profiles
 from wangen.generator.cards import CARDS
 from wangen.generator.flops import step_flops
-from wangen.generator.memory import GIB, adapter_weights, block_bytes, outer_bytes, tokens_of
+from wangen.generator.memory import GIB, MemorySettings, adapter_weights, block_bytes, outer_bytes, tokens_of
 from wangen.generator.step_parts import Attention
 from wangen.generator.train_values import Quantize
 from wangen.runtime.memory.quantize import QuantLinear
@@ -118,7 +118,7 @@ def test_random_weights_are_as_many_and_as_wide_as_the_real_ones(task, random_ru
         meta = torch.device("meta")
         found = random_run.random_transformer(model, torch.bfloat16, "none", meta, meta)
     held = sum(parameter.numel() * parameter.element_size() for parameter in found.parameters())
-    assert held == outer_bytes(model) + model.transformer.num_layers * block_bytes(model)
+    assert held == outer_bytes(model) + model.transformer.num_layers * block_bytes(model, MemorySettings())
 
 
 def test_a_quantised_model_is_quantised_in_its_blocks(gpu_train, random_run):
@@ -240,7 +240,7 @@ def test_the_page_says_how_long_copies_of_swapped_blocks_take():
     for task, form, blocks, gigabytes, fast, slow in rows_below("## Block swap"):
         model = profiles.model(task)
         assert int(blocks) == model.transformer.num_layers
-        copied = 2 * int(blocks) * block_bytes(model, {"bf16": "none"}.get(form, form)) / 1e9
+        copied = 2 * int(blocks) * block_bytes(model, MemorySettings(quantize={"bf16": "none"}.get(form, form))) / 1e9
         assert float(gigabytes) == pytest.approx(copied, rel=0.02)
         assert float(fast) == pytest.approx(copied / 25, rel=0.03)
         assert float(slow) == pytest.approx(copied / 12, rel=0.03)

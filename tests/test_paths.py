@@ -11,7 +11,6 @@ from wangen.generator.paths import (
     Machine,
     PathError,
     automount_root,
-    collisions,
     slugify,
     toml_path,
     translate,
@@ -45,13 +44,6 @@ def test_every_row_of_the_vectors(row):
         "linux": outcome(row["path"], source, LINUX),
         "toml_windows": outcome(row["path"], source, WINDOWS, toml=True),
     } == row["expected"]
-
-
-@pytest.mark.parametrize("group", VECTORS["groups"], ids=lambda group: f"{group['kind']}-{group['profile']}")
-def test_groups_of_the_vectors(group):
-    verdicts = [verdict for _, _, verdict in collisions(group["paths"], group["profile"])]
-    expected = {"collision": ["collision"], "distinct": []}.get(group["expected"], ["warn"])
-    assert verdicts == expected
 
 
 @pytest.mark.parametrize(

@@ -313,7 +313,7 @@ def test_the_room_that_is_asked_for_is_about_what_the_entries_take(
     tiny_qwen: TinyQwen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(profiles, "model", PROFILE)  # with all tokens of a picture
-    monkeypatch.setattr(cache_sizes, "QWEN_WIDTH", 256)  # of the tiny encoder
+    monkeypatch.setattr(cache_sizes, "QWEN_TEXT_DIM", 256)  # of the tiny encoder
     asked: dict[Kind, int] = {}
     num_bytes = room._num_bytes
 

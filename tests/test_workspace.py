@@ -222,7 +222,9 @@ def test_a_root_makes_paths_absolute_in_the_targets_style(tmp_path, platform, ro
     assert target.reach(path) == tmp_path / "seen" / "outputs" / "x"
     train = bundle_steps(made, target, made.profile(), "x")[-2]
     assert str(train.output_dir) == path
-    assert f'image_directory = "{toml}"' in dataset_toml(target, made.profile(), "x", [IMAGE]).replace("\\\\", "\\")
+    assert f'image_directory = "{toml}"' in dataset_toml(
+        target, made.profile(), "x", [IMAGE], made.dataset("x")
+    ).replace("\\\\", "\\")
 
 
 @linux_host

@@ -5,12 +5,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from wangen.generator.doctor.check_python import said
-from wangen.generator.doctor.check_system import gib
 from wangen.generator.doctor.cures import torch_cure
 from wangen.generator.doctor.facts import Facts, Trial
 from wangen.generator.doctor.findings import Finding, found
 from wangen.generator.errors import many
-from wangen.generator.memory import GIB
+from wangen.generator.memory import GIB, gib_text
 from wangen.generator.setup.hardware import Version
 
 _HIDING = {"CUDA_VISIBLE_DEVICES": "cuda", "HIP_VISIBLE_DEVICES": "rocm", "ROCR_VISIBLE_DEVICES": "rocm"}
@@ -29,7 +28,7 @@ def check(facts: Facts) -> Iterator[Finding]:
     for card in facts.cards:
         if card.used is not None and card.used > _TAKEN:
             names = ", ".join(sorted({name for name, _ in facts.programs})) or "programs that the driver does not name"
-            yield found("card-in-use", f"{gib(card.used)} of the memory of {card.name} are taken: {names}")
+            yield found("card-in-use", f"{gib_text(card.used)} of the memory of {card.name} are taken: {names}")
         if card.lanes and card.max_lanes and card.lanes * _FEW_LANES <= card.max_lanes:
             yield found("pcie-narrow", f"{card.name} uses {card.lanes} of its {card.max_lanes} PCI Express lanes")
     windows = facts.system.kind in ("windows", "wsl")
@@ -46,7 +45,7 @@ def _drivers(facts: Facts) -> Iterator[Finding]:
     hardware = facts.hardware
     if hardware.driver:
         cuda = "{}.{}".format(*hardware.cuda) if hardware.cuda else "an unknown version"
-        shown = [f"{card.name}{f' ({gib(card.total)})' if card.total else ''}" for card in facts.cards]
+        shown = [f"{card.name}{f' ({gib_text(card.total)})' if card.total else ''}" for card in facts.cards]
         cards = ", ".join(shown or hardware.cards) or "no card listed"
         yield Finding("ok", "driver", f"NVIDIA driver {hardware.driver} for CUDA up to {cuda}: {cards}")
     elif hardware.trouble:
@@ -126,7 +125,7 @@ def _seen(
         else:
             yield Finding("ok", "card", f"{words} computes on {name}")
         if card["total_bytes"] < _SMALL:
-            yield found("card-small", f"{name} has {gib(card['total_bytes'])}")
+            yield found("card-small", f"{name} has {gib_text(card['total_bytes'])}")
         if kind == "cuda" and (major, minor) < _NO_BFLOAT16:
             yield found("card-old", f"{name} has compute capability {major}.{minor}")
     if kind == "rocm":

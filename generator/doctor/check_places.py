@@ -67,7 +67,7 @@ def _disk(facts: Facts, places: Iterable[Place]) -> Iterator[Finding]:
     what = ", ".join(place.what for place in (first, *others))
     where, type_ = str(first.path), first.file_system
     rated = next((place for place in (first, *others) if place.write_rate is not None), first)
-    yield Finding("ok", "disk", f"{what}: {type_ or 'a disk'}{_free(first)}{_speed(rated)}", where)
+    yield Finding("ok", "disk", f"{what}: {type_ or 'a disk'}{_free(first)}{speed(rated)}", where)
     if first.free is not None and first.free < _LOW:
         yield found("disk-full" if first.free < _FULL else "disk-low", f"{bytes_text(first.free)} are free", where)
     if type_ in _FAT:
@@ -78,14 +78,15 @@ def _disk(facts: Facts, places: Iterable[Place]) -> Iterator[Finding]:
     elif type_ in _NETWORK:
         yield found("network-drive", f"{what}: a network drive ({type_})", where)
     if (rated.write_rate or _SLOW_WRITE) < _SLOW_WRITE or (rated.read_rate or _SLOW_READ) < _SLOW_READ:
-        yield found("disk-slow", f"{what}:{_speed(rated).replace(',', '', 1)}", where)
+        yield found("disk-slow", f"{what}:{speed(rated).replace(',', '', 1)}", where)
 
 
 def _free(place: Place) -> str:
     return "" if place.free is None else f", {bytes_text(place.free)} free"
 
 
-def _speed(place: Place) -> str:
+def speed(place: Place) -> str:
+    """What was measured of a place's disk, as the end of a sentence; empty where nothing was."""
     if place.write_rate is None:
         return ""
     read = "" if place.read_rate is None else f", reads {place.read_rate / 1e6:.0f} MB/s"

@@ -3,8 +3,8 @@
 import re
 from collections.abc import Iterator
 
-from wangen.generator.doctor.cures import THIS, library_cure
-from wangen.generator.doctor.facts import Facts, Trial
+from wangen.generator.doctor.cures import library_cure
+from wangen.generator.doctor.facts import THIS, Facts, Trial
 from wangen.generator.doctor.findings import Finding, found
 from wangen.generator.setup.installing import explain
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from wangen.generator.doctor.facts import Facts
 from wangen.generator.doctor.findings import Finding, found
-from wangen.generator.memory import GIB
+from wangen.generator.memory import GIB, gib_text
 
 _UTF8 = 65001
 _LEAST, _LEAST_WSL, _LEAST_FREE = 16 * GIB, 32 * GIB, 4 * GIB
@@ -35,28 +35,21 @@ def _memory(facts: Facts) -> Iterator[Finding]:
         yield Finding("ok", "memory", "the system does not say how much memory there is")
         return
     total = min(memory.total, memory.limit or memory.total)
-    yield Finding("ok", "memory", f"{gib(memory.total)} of memory, {gib(memory.available)} of it free")
+    yield Finding("ok", "memory", f"{gib_text(memory.total)} of memory, {gib_text(memory.available)} of it free")
     if total < memory.total:
-        yield found("memory-limit", f"{gib(total)} of the machine's {gib(memory.total)} of memory may be used here")
+        yield found(
+            "memory-limit", f"{gib_text(total)} of the machine's {gib_text(memory.total)} of memory may be used here"
+        )
     if total < _LEAST:
-        yield found("memory-low", f"{gib(total)} of memory")
+        yield found("memory-low", f"{gib_text(total)} of memory")
     elif kind == "wsl" and total < _LEAST_WSL:
-        yield found("wsl-memory", f"WSL has {gib(total)} of memory")
+        yield found("wsl-memory", f"WSL has {gib_text(total)} of memory")
     if memory.available < _LEAST_FREE:
-        yield found("memory-taken", f"{gib(memory.available)} of memory are free")
+        yield found("memory-taken", f"{gib_text(memory.available)} of memory are free")
     if kind == "windows" and memory.swap < _LEAST_PAGE_FILE and memory.total + memory.swap < _AMPLE:
-        yield found("page-file", f"the page file has {gib(memory.swap)}")
+        yield found("page-file", f"the page file has {gib_text(memory.swap)}")
     num_cards = len(facts.cards) or len(facts.hardware.cards)
     if memory.shared is not None and memory.shared < _LEAST_SHARED and num_cards > 1:
         yield found("shared-memory", f"/dev/shm has {memory.shared // 2**20} MiB, for {num_cards} cards")
     if memory.locked is not None and memory.locked < GIB and facts.system.has_infiniband:
         yield found("locked-memory", f"a process may lock {memory.locked // 2**10} KiB of memory")
-
-
-def gib(number: int) -> str:
-    """Bytes in GiB, in words.
-
-    >>> gib(25276502016)
-    '23.5 GiB'
-    """
-    return f"{number / GIB:.1f} GiB"

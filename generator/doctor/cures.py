@@ -1,13 +1,10 @@
 """Cures that depend on the machine: the exact lines that install what fits."""
 
 from wangen import profiles
-from wangen.generator.doctor.facts import Facts
+from wangen.generator.doctor.facts import THIS, Facts
 from wangen.generator.errors import WangenError
 from wangen.generator.install import install_line
 from wangen.generator.setup.torch_choice import Build, choose
-
-THIS = "the Python that runs this"
-"""Why an interpreter is looked at that no bundle and no variable names: no setup script made it."""
 
 
 def torch_cure(facts: Facts) -> str:

@@ -10,6 +10,9 @@ from wangen.generator.setup.hardware import Card, Hardware
 
 Kind = Literal["linux", "wsl", "windows", "macos"]
 
+THIS = "the Python that runs this"
+"""Why an interpreter is looked at that no bundle and no variable names: no setup script made it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class System:
@@ -103,7 +106,7 @@ class Interpreter:
     """
 
     path: str
-    why: str = "the Python that runs this"
+    why: str = THIS
     starts: str = ""
     version: tuple[int, ...] = (3, 12, 0)
     bits: int = 64

@@ -7,10 +7,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from wangen.generator.commit import version_words
+from wangen.generator.doctor.check_places import speed
 from wangen.generator.doctor.check_python import SHOWN
-from wangen.generator.doctor.check_system import gib
 from wangen.generator.doctor.facts import Facts, Trial
 from wangen.generator.doctor.findings import Finding
+from wangen.generator.memory import gib_text
 
 _KERNELS = ("sdpa", "flash3", "flash", "xformers", "sage")
 
@@ -35,14 +36,14 @@ def _machine(facts: Facts) -> Iterator[tuple[str, str]]:
     # A kernel of somebody's own can be named after anything.
     release = re.match(r"[\d.]*(-\d+)?", system.release)
     yield "system", f"{system.kind} {release[0] if release else ''}, {memory.processors} processors"
-    limit = f", limited to {gib(memory.limit)}" if memory.limit and memory.limit < memory.total else ""
-    yield "memory", f"{gib(memory.total)}{limit}, swap {gib(memory.swap)}"
+    limit = f", limited to {gib_text(memory.limit)}" if memory.limit and memory.limit < memory.total else ""
+    yield "memory", f"{gib_text(memory.total)}{limit}, swap {gib_text(memory.swap)}"
     if hardware.driver:
         cuda = "{}.{}".format(*hardware.cuda) if hardware.cuda else "?"
         yield "driver", f"NVIDIA {hardware.driver}, CUDA up to {cuda}"
     for card in facts.cards:
-        size = f", {gib(card.total)}" if card.total else ""
-        taken = f", {gib(card.used)} taken" if card.used else ""
+        size = f", {gib_text(card.total)}" if card.total else ""
+        taken = f", {gib_text(card.used)} taken" if card.used else ""
         lanes = f", {card.lanes} of {card.max_lanes} lanes" if card.lanes else ""
         yield "card", f"{card.name}{size}{taken}{lanes}{', ' + card.model if card.model else ''}"
     if hardware.amd:
@@ -57,7 +58,7 @@ def _trials(trials: Mapping[str, Trial]) -> Iterator[tuple[str, str]]:
         yield "torch", f"{torch['version']}, CUDA {torch['cuda']}, HIP {torch['hip']}, cuDNN {torch.get('cudnn')}"
     for card in trials.get("cards", Trial()).found.get("cards", []):
         capability = "{}.{}".format(*card["capability"])
-        yield "torch sees", f"{card['name']}, {capability} {card['architecture']}, {gib(card['total_bytes'])}"
+        yield "torch sees", f"{card['name']}, {capability} {card['architecture']}, {gib_text(card['total_bytes'])}"
     yield "attention", " ".join(f"{name}={_kernel(trials.get(f'attention {name}', Trial()))}" for name in _KERNELS)
     speed, vae, lock = (trials.get(name, Trial()).found for name in ("speed", "vae", "lock"))
     if speed:
@@ -88,5 +89,4 @@ def _disks(facts: Facts) -> Iterator[tuple[str, str]]:
     for place in facts.places:
         if place.write_rate is not None and place.mount not in seen:
             seen.add(place.mount)
-            read = "" if place.read_rate is None else f", reads {place.read_rate / 1e6:.0f} MB/s"
-            yield "disk", f"{place.file_system}, writes {place.write_rate / 1e6:.0f} MB/s{read}"
+            yield "disk", f"{place.file_system}{speed(place)}"

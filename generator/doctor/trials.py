@@ -8,8 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from wangen.generator.doctor.cures import THIS
-from wangen.generator.doctor.facts import Interpreter, Trial
+from wangen.generator.doctor.facts import THIS, Interpreter, Trial
 from wangen.generator.errors import WangenError
 from wangen.generator.interpreter import TOLD, ask, candidates, faults, installed, wanted_libraries
 from wangen.generator.session import PACKAGES

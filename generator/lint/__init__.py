@@ -140,7 +140,7 @@ def text(script: Script, findings: list[Finding]) -> str:
         place = f"{finding.file or script.path.name}:{finding.line}"
         lines.append(f"{place}: {finding.severity}: {finding.kind}")
         for words in (finding.found, f"-> {finding.cure}"):
-            lines += _wrapped(words, "    ", "    ")
+            lines += _wrapped(words, "    ")
     for call in script.calls:
         name = call.value("dataset_config") or ""
         if name and toml.locate(script, call, name) is None:
@@ -198,11 +198,11 @@ def _done(done: "Fixed", left: list[Finding]) -> Iterator[str]:
     lines += [f"left out: {line}" for line in done.left_out]
     lines += [f"look at {found.file or 'the new script'}:{found.line}: {found.found}; {found.cure}" for found in left]
     for line in lines:
-        yield from _wrapped(line, "", "    ")
+        yield from _wrapped(line, "")
 
 
-def _wrapped(words: str, first: str, rest: str) -> list[str]:
-    return textwrap.wrap(words, _WIDTH, initial_indent=first, subsequent_indent=rest, break_long_words=False,
+def _wrapped(words: str, first: str) -> list[str]:
+    return textwrap.wrap(words, _WIDTH, initial_indent=first, subsequent_indent="    ", break_long_words=False,
                          break_on_hyphens=False)  # fmt: skip
 
 

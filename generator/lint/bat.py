@@ -8,7 +8,8 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
-from wangen.generator.lint.script import HERE, UNKNOWN, Command, Scope, Word, base_name
+from wangen.generator.lint.reader import TEMPLATE, Scope
+from wangen.generator.lint.script import HERE, UNKNOWN, Command, Word, base_name
 
 KNOWN = re.findall(
     r"\S+",
@@ -18,7 +19,6 @@ KNOWN = re.findall(
     "CUDA_VISIBLE_DEVICES HF_HOME HF_TOKEN PYTHONPATH WANGEN_PYTHON WANGEN_NO_PAUSE ONEDRIVE PUBLIC PROMPT",
 )
 _PERCENT = re.compile(r"%%|%\*|%~[a-zA-Z]*[0-9]|%[0-9]|%([^%:\n]+)(:[^%\n]*)?%|%")
-_TEMPLATE = re.compile(r"\{\{[^{}\n]*\}\}|<[A-Za-z][\w .:/\\-]*>")
 _CONDITION = re.compile(
     r"""\s*(?:/i\s+)?(?:not\s+)?(?:/i\s+)?
     (?:exist\s+(?:"[^"\n]*"|\S+)|defined\s+\S+|(?:errorlevel|cmdextversion)\s+\S+
@@ -187,7 +187,7 @@ class _Reader:
 
     def _template(self) -> str:
         text = "".join(char.text or "\0" for char in self.chars[self.position : self.position + 200])
-        match = _TEMPLATE.match(text)
+        match = TEMPLATE.match(text)
         return match[0] if match else ""
 
     def _is_next(self, character: str) -> bool:

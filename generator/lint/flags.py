@@ -4,8 +4,9 @@ from collections.abc import Iterator
 
 from wangen.generator.lint import tools
 from wangen.generator.lint.kinds import Finding
-from wangen.generator.lint.script import UNKNOWN, Call, Script, Word
+from wangen.generator.lint.script import MARK, UNKNOWN, Call, Script, Word
 from wangen.generator.table import options
+from wangen.generator.toml_values import longest_clip
 
 KERNELS = ("sdpa", "flash_attn", "flash3", "sage_attn", "xformers")
 _COMMANDS = {"pause", "echo", "exit", "python", "accelerate", "if", "goto", "rem", "call", "cd", "fi", "done", "set"}
@@ -74,7 +75,7 @@ def _stray(script: Script, call: Call, word: Word) -> Finding:
                        f"write {dashed}")  # fmt: skip
     start = script.lines[word.line - 1].strip().split()[:1]
     if start == [word.text] and word.text.lower() in _COMMANDS and word.line > 1:
-        mark = {"bat": "^", "ps1": "`", "sh": "\\"}[script.shell]
+        mark = MARK[script.shell]
         return Finding("continuation", word.line - 1, f"this line ends in {mark}, so that '{word.text}' below belongs "
                        f"to {call.program}", f"take the {mark} off the last line of the call")  # fmt: skip
     torn = next((torn for torn in tools.torn_values(call) if torn.rest[0] is word), None)
@@ -211,7 +212,7 @@ def _sizes(call: Call) -> Iterator[Finding]:
     length = call.value("video_length")
     if length and _is_number(length) and int(length) % 4 != 1:
         yield Finding("value", call.line_of("video_length"), f"--video_length {length} is not 4n+1",
-                      f"write {max(1, (int(length) - 1) // 4 * 4 + 1)}")  # fmt: skip
+                      f"write {longest_clip(int(length))}")  # fmt: skip
     size = call.given("video_size")
     for word in size.values if size else ():
         if _is_number(word.text) and int(word.text) % 16:

@@ -16,7 +16,6 @@ from wangen.generator.train_step import FOR_ADAPTERS
 
 _INTERVALS = ("sample_every_n_steps", "sample_every_n_epochs", "sample_at_first")
 _HIGH_ONLY = ("dit_high_noise", "network_weights_high_noise", "high_noise_share", "timestep_boundary")
-_DEFAULT_TASK = "t2v-14B"
 
 _Wrong = tuple[bool, str, str, str]
 """Whether it is wrong, the flag whose line is shown, what was found, what to do."""
@@ -137,7 +136,7 @@ def _is_on(call: Call, name: str) -> bool:
 def _model(call: Call) -> profiles.Model | None:
     """The model of a call; None where it is not known here."""
     given = call.given("task")
-    task = call.value("task") if given else _DEFAULT_TASK
+    task = call.value("task") if given else Train.task
     return profiles.model(task) if task in profiles.model_names() and task else None
 
 

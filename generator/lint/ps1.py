@@ -6,7 +6,8 @@ the order of the text.
 
 import re
 
-from wangen.generator.lint.script import HERE, MORE, UNKNOWN, Command, Lines, Scope, Value, Word
+from wangen.generator.lint.reader import Reader, Value
+from wangen.generator.lint.script import HERE, MORE, UNKNOWN, Command, Word
 
 KNOWN = re.findall(
     r"\S+",
@@ -16,7 +17,6 @@ KNOWN = re.findall(
 )
 _QUOTES = "'‘’‚‛"
 _DOUBLES = '"“”„'
-_TEMPLATE = re.compile(r"\{\{[^{}\n]*\}\}|<[A-Za-z][\w .:/\\-]*>")
 _BLANK = re.compile(r"(?:[ \t\r\u00a0]|`\n|<#.*?(?:#>|\Z))+", re.DOTALL)
 _COMMENT = re.compile(r"#[^\n]*")
 _VARIABLE = re.compile(r"\$(?:\{([^}\n]*)\}|((?:[A-Za-z]+:)?[A-Za-z_]\w*|[?_$^]))")
@@ -32,29 +32,18 @@ _OPERATOR = re.compile(r"&&|\|\||[|;}{]|\n")
 
 def read(text: str) -> tuple[list[Command], set[str]]:
     """The commands of a PowerShell script, and the names of the functions it defines."""
-    reader = _Reader(text)
+    reader = _Reader(text, fold=True, known=KNOWN)
     while reader.position < len(text):
         reader.statement()
     return reader.commands, reader.functions
 
 
-class _Reader:
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.position = 0
-        self.lines = Lines(text)
-        self.scope = Scope(fold=True, known=KNOWN)
-        self.commands: list[Command] = []
-        self.functions: set[str] = set()
-        self.depth = 0
-        self.before = ""
-        self.undefined: list[str] = []
-
+class _Reader(Reader):
     def statement(self) -> None:
         """Read one statement or one mark between statements."""
         self._blanks()
         text, start = self.text, self.position
-        mark = None if self._template() else _OPERATOR.match(text, start)
+        mark = None if self.template() else _OPERATOR.match(text, start)
         if mark:
             self.depth = max(0, self.depth + (mark[0] == "{") - (mark[0] == "}"))
             self.before = mark[0] if mark[0] in ("&&", "||", "|") else ""
@@ -220,7 +209,7 @@ class _Reader:
         operator = ""
         while self.position < len(self.text):
             self._blanks()
-            mark = None if self._template() else _OPERATOR.match(self.text, self.position)
+            mark = None if self.template() else _OPERATOR.match(self.text, self.position)
             if mark and mark[0] != "{":
                 operator = mark[0].strip()
                 break
@@ -251,7 +240,7 @@ class _Reader:
         text = ""
         while self.position < len(self.text):
             character = self.text[self.position]
-            if template := self._template():
+            if template := self.template():
                 text += template[0]
                 self.position = template.end()
             elif character in " \t\n\r\u00a0;|" or (character in ")}" and not text):
@@ -350,9 +339,6 @@ class _Reader:
                 self.position = match.end()
             else:
                 return
-
-    def _template(self) -> re.Match[str] | None:
-        return _TEMPLATE.match(self.text, self.position)
 
 
 def _closing(text: str, start: int) -> int:

@@ -1,13 +1,13 @@
 """What the linter knows of a script: its words with their lines, its commands, its calls of a trainer.
 
-The three readers (`sh`, `bat`, `ps1`) make `Command`s; this module holds what they share and decides
-which commands are calls of musubi-tuner or wangen.
+The three readers (`sh`, `bat`, `ps1`) make `Command`s; this module says what these are and decides
+which of them are calls of musubi-tuner or wangen.
 """
 
-import bisect
 import re
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -23,6 +23,9 @@ MORE = "\ufdd2"
 
 Shell = Literal["bat", "ps1", "sh"]
 Tool = Literal["musubi-tuner", "wangen"]
+
+MARK: Mapping[Shell, str] = {"bat": "^", "ps1": "`", "sh": "\\"}
+"""What stands at the end of a line that goes on."""
 
 
 @dataclass(frozen=True)
@@ -198,67 +201,14 @@ class Script:
         """The lines of a command as they stand in the file."""
         return "\n".join(self.lines[command.line - 1 : command.last])
 
+    @cached_property
+    def for_git_bash(self) -> bool:
+        """Whether it is for the bash of Git for Windows: it names what only environments of Windows have."""
+        return any(re.search(r"[/\\]Scripts[/\\]", line) for line in self.lines)
+
     def steps(self, name: str) -> list[Call]:
         """The calls of one step by its name in wangen's table."""
         return [call for call in self.calls if call.name == name]
-
-
-class Lines:
-    """Line numbers of the positions in a text."""
-
-    def __init__(self, text: str) -> None:
-        self._starts = [0, *(match.end() for match in re.finditer("\n", text))]
-
-    def at(self, position: int) -> int:
-        """The number, from 1, of the line that holds a position."""
-        return bisect.bisect_right(self._starts, position)
-
-
-Value = str | tuple[Word, ...]
-"""What a variable holds: a text, or the words of an array."""
-
-
-class Scope:
-    """The variables that a script has set so far.
-
-    Args:
-        fold: names do not tell capitals from small letters.
-        known: names that every machine sets.
-    """
-
-    def __init__(self, *, fold: bool, known: Iterable[str]) -> None:
-        self._fold = fold
-        self._known = {self._key(name) for name in known}
-        self._values: dict[str, Value] = {}
-
-    def set(self, name: str, value: Value, *, branch: bool = False) -> None:
-        """Remember a value.
-
-        In a `branch` an empty list stays empty, and so does an empty text that would become a flag: that is what the
-        script does when it is just run.
-        """
-        before = self._values.get(self._key(name))
-        if branch and (before == () or (before == "" and str(value).startswith("--"))):
-            return
-        self._values[self._key(name)] = value
-
-    def put_back(self, name: str, value: Value | None) -> None:
-        """Give a variable the value it had before; None for one that was not set."""
-        self._values.pop(self._key(name), None)
-        if value is not None:
-            self._values[self._key(name)] = value
-
-    def own(self, name: str) -> Value | None:
-        """The value that the script itself set; None when it set none."""
-        return self._values.get(self._key(name))
-
-    def get(self, name: str) -> Value | None:
-        """The value; `UNKNOWN` for a variable of the machine, None for one that nobody sets."""
-        key = self._key(name)
-        return self._values.get(key, UNKNOWN if key in self._known else None)
-
-    def _key(self, name: str) -> str:
-        return name.lower() if self._fold else name
 
 
 def is_flag(word: Word) -> bool:

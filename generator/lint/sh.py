@@ -6,7 +6,8 @@ Nothing is run. Functions and branches are read in the order of the text, so tha
 import re
 from dataclasses import replace
 
-from wangen.generator.lint.script import HERE, MORE, UNKNOWN, Command, Lines, Scope, Value, Word
+from wangen.generator.lint.reader import Reader, Value
+from wangen.generator.lint.script import HERE, MORE, UNKNOWN, Command, Word
 
 KNOWN = re.findall(
     r"\S+",
@@ -17,7 +18,6 @@ KNOWN = re.findall(
     "PIPESTATUS",
 )
 KEYWORDS = {"if", "then", "elif", "else", "while", "until", "do", "!", "{", "}", "time", "exec", "nohup", "sudo", "env"}
-TEMPLATE = re.compile(r"\{\{[^{}\n]*\}\}|<[A-Za-z][\w .:/\\-]*>")
 _OPERATOR = re.compile(r"&&|\|\||;;|;|\|&?|&(?!>)|[()]")
 _REDIRECT = re.compile(r"\d*(?:>>|>\||>&|>|<<<|<<-?|<&|<>|<)|&>>?")
 _ASSIGN = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(?:\[[^\]\n]*\])?(\+?)=")
@@ -38,18 +38,10 @@ def read(text: str) -> tuple[list[Command], set[str]]:
     return reader.commands, reader.functions
 
 
-class _Reader:
+class _Reader(Reader):
     def __init__(self, text: str) -> None:
-        self.text = text
-        self.position = 0
-        self.lines = Lines(text)
-        self.scope = Scope(fold=False, known=KNOWN)
-        self.commands: list[Command] = []
-        self.functions: set[str] = set()
-        self.depth = 0
-        self.before = ""
+        super().__init__(text, fold=False, known=KNOWN)
         self.here_documents: list[str] = []
-        self.undefined: list[str] = []
         self.lost = False
         self.assigned: dict[str, Value | None] = {}
         """The variables that the command sets, with their values before."""
@@ -64,7 +56,7 @@ class _Reader:
         start = self.position
         while self.position < len(self.text):
             self._blanks()
-            match = None if self._template() else _OPERATOR.match(self.text, self.position)
+            match = None if self.template() else _OPERATOR.match(self.text, self.position)
             if self.text.startswith("\n", self.position):
                 self.position += 1
                 self._skip_here_documents()
@@ -84,11 +76,8 @@ class _Reader:
         match = re.compile(r"(?:[ \t]|\\\n)*(?:#[^\n]*)?").match(self.text, self.position)
         self.position = match.end() if match else self.position
 
-    def _template(self) -> re.Match[str] | None:
-        return TEMPLATE.match(self.text, self.position)
-
     def _redirect(self) -> bool:
-        match = None if self._template() else _REDIRECT.match(self.text, self.position)
+        match = None if self.template() else _REDIRECT.match(self.text, self.position)
         if not match:
             return False
         self.position = match.end()
@@ -160,7 +149,7 @@ class _Reader:
         exists = False
         while self.position < len(self.text):
             character = self.text[self.position]
-            template = self._template()
+            template = self.template()
             if template:
                 fields[-1] += template[0]
                 self.position = template.end()

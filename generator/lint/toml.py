@@ -16,14 +16,13 @@ from wangen.generator.manifests import is_manifest
 from wangen.generator.paths import Machine, PathError, translate
 from wangen.generator.toml_values import EXTRACTIONS, frames
 from wangen.generator.tomls import KEYS as OWN_KEYS
-from wangen.generator.tomls import MANIFEST, MEDIA_KEYS, SOURCES, read_dataset, refuse_unknown
+from wangen.generator.tomls import MANIFEST, MEDIA_KEYS, SOURCES, VIDEO_KEYS, read_dataset, refuse_unknown
 
 _BOTH = {"resolution", "caption_extension", "batch_size", "num_repeats", "enable_bucket", "bucket_no_upscale"}
-_VIDEO = {"target_frames", "frame_extraction", "frame_stride", "frame_sample", "max_frames", "source_fps"}
 _IMAGE = {"multiple_target", "no_resize_control", "control_resolution", "fp_latent_window_size", "fp_1f_clean_indices",
           "fp_1f_target_index", "fp_1f_no_post", "flux_kontext_no_resize_control", "qwen_image_edit_no_resize_control",
           "qwen_image_edit_control_resolution"}  # fmt: skip
-MUSUBI_KEYS = _BOTH | {*MEDIA_KEYS, "cache_directory", "control_directory"} | _VIDEO | _IMAGE
+MUSUBI_KEYS = _BOTH | {*MEDIA_KEYS, "cache_directory", "control_directory"} | VIDEO_KEYS | _IMAGE
 PATH_KEYS = (*MEDIA_KEYS, MANIFEST, "cache_directory", "control_directory", "mask_directory")
 _QUOTED_PATH = re.compile(r'^\s*([\w.-]+)\s*=\s*"([^"\n]*\\[^"\n]*)"')
 _BACKSLASHES = re.compile(r'(?m)^(\s*[\w.-]+\s*=\s*")([^"\n]*\\[^"\n]*)(")')
@@ -210,7 +209,7 @@ def _keys(call: Call, toml: Toml) -> Iterator[Finding]:
             yield Finding("toml-key", line, f"{key!r} stands outside [general] and [[datasets]]",
                           "write it into one of them")  # fmt: skip
     for key in toml.general:
-        if key in PATH_KEYS or (call.tool == "musubi-tuner" and key in _VIDEO | _IMAGE):
+        if key in PATH_KEYS or (call.tool == "musubi-tuner" and key in VIDEO_KEYS | _IMAGE):
             yield Finding("toml-key", toml.line("general", key), f"{key} is refused in [general]",
                           "write it into each [[datasets]]")  # fmt: skip
         elif key not in known:
@@ -241,7 +240,7 @@ def _media(
         yield Finding("toml-key", toml.line(number, found[1] if found else ""), f"this block names {what}",
                       "give each its own [[datasets]]" if found else "write one")  # fmt: skip
     elif found[0].startswith("image"):
-        for key in sorted(_VIDEO & block.keys()):
+        for key in sorted(VIDEO_KEYS & block.keys()):
             yield Finding("toml-key", toml.line(number, key), f"{key} belongs to blocks of videos",
                           "take it out of this block of images")  # fmt: skip
     elif found[0] != MANIFEST and "target_frames" not in merged and merged.get("frame_extraction") != "full":
@@ -344,7 +343,7 @@ def _paths(script: Script, call: Call, toml: Toml, number: int, block: Mapping[s
             what = "mixes / and \\" if "/" in path else "has backslashes, which are no separators here"
             yield Finding("toml-slashes", line, f"{key} {what}", f'write {key} = "{plain}"',
                           None if script.shell == "sh" else "warning")  # fmt: skip
-        if windows and script.shell == "sh" and not _git_bash(script):
+        if windows and script.shell == "sh" and not script.for_git_bash:
             yield Finding("toml-path", line, f"{key} is a Windows path, and the script runs under Linux or WSL",
                           f'in WSL write {key} = "/mnt/{plain[0].lower()}{plain[2:]}"')  # fmt: skip
         elif script.shell != "sh" and re.match(r"/(?:mnt|home|root|workspace|media)/", plain):
@@ -354,10 +353,6 @@ def _paths(script: Script, call: Call, toml: Toml, number: int, block: Mapping[s
             yield Finding("toml-path", line, f"{key}: nothing replaces ~ in a TOML", "write the whole path")
         elif not windows and not plain.startswith("/") and call.tool == "musubi-tuner":
             yield from _start(script, call, toml, line, plain, key)
-
-
-def _git_bash(script: Script) -> bool:
-    return any(re.search(r"[/\\]Scripts[/\\]", line) for line in script.lines)
 
 
 def _start(script: Script, call: Call, toml: Toml, line: int, path: str, key: str) -> Iterator[Finding]:

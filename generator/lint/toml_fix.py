@@ -11,6 +11,7 @@ from wangen.generator.lint.script import Call, Script
 from wangen.generator.lint.toml import PATH_KEYS, Toml, forward, judge, judge_file, parse, read
 from wangen.generator.paths import Machine, PathError, translate
 from wangen.generator.signing import same_text, signed, unedited
+from wangen.generator.toml_values import longest_clip
 
 if TYPE_CHECKING:
     from tomlkit import TOMLDocument
@@ -104,7 +105,7 @@ def _values(script: Script, table: dict[str, Any], changes: list[str]) -> None:
     items = lengths if isinstance(lengths, list) else [lengths]
     numbers = [int(item) for item in items if isinstance(item, int) and item > 0]
     if numbers and len(numbers) == len(items):
-        whole = sorted({(number - 1) // 4 * 4 + 1 for number in numbers})
+        whole = sorted({longest_clip(number) for number in numbers})
         if whole != sorted(numbers):
             table["target_frames"] = whole
             changes.append(f"target_frames is {whole}")

@@ -222,7 +222,7 @@ def _values(call: Call, spec: Spec, spelled: str, values: tuple[Word, ...], line
     known = [word for word in values if UNKNOWN not in word.text and not word.undefined]
     if spec.option:
         return [fault for word in known for fault in _own_value(spec, word)]
-    return [fault for word in known for fault in _musubi_value(call, spec, spelled, word)]
+    return [fault for word in known for fault in _musubi_value(spec, spelled, word)]
 
 
 def _own_value(spec: Spec, word: Word) -> list[Fault]:
@@ -237,7 +237,7 @@ def _own_value(spec: Spec, word: Word) -> list[Fault]:
     return []
 
 
-def _musubi_value(call: Call, spec: Spec, spelled: str, word: Word) -> list[Fault]:
+def _musubi_value(spec: Spec, spelled: str, word: Word) -> list[Fault]:
     if spec.choices and word.text not in spec.choices:
         near = get_close_matches(word.text, spec.choices, n=1)
         hint = f"did you mean {near[0]}? " if near else ""

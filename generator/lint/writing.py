@@ -4,10 +4,9 @@ import re
 from collections.abc import Iterator
 
 from wangen.generator.lint.kinds import Finding
-from wangen.generator.lint.script import HERE, UNKNOWN, Script, Word, quoted
+from wangen.generator.lint.script import HERE, MARK, UNKNOWN, Script, Word, quoted
 from wangen.generator.lint.tools import find
 
-MARK = {"bat": "^", "ps1": "`", "sh": "\\"}
 _BOM = b"\xef\xbb\xbf"
 _MAX_LINE = 8191
 _PLACEHOLDER = re.compile(
@@ -161,13 +160,12 @@ def _undefined(script: Script, line: int, name: str) -> Finding:
 
 def paths(script: Script) -> Iterator[Finding]:
     """Paths of another system, and `~` that nobody replaces."""
-    git_bash = any(re.search(r"[/\\]Scripts[/\\]", line) for line in script.lines)
     unix_powershell = script.lines[:1] and script.lines[0].startswith("#!")
     for call in script.calls:
         for flag in call.flags:
             spec = find(call, flag.spelled.partition("=")[0])
             for word in flag.values if spec and spec.kind == "path" else ():
-                yield from _path(script, word, git_bash, bool(unix_powershell))
+                yield from _path(script, word, bool(unix_powershell))
             for word in flag.values if spec and (spec.kind == "path" or spec.name == "output_name") else ():
                 token = None if _PLACEHOLDER.search(word.text) else _TOKEN.search(word.text)
                 if token:
@@ -183,12 +181,12 @@ def _replacement(script: Script, token: str) -> str:
     return "write your own value in its place"
 
 
-def _path(script: Script, word: Word, git_bash: bool, unix_powershell: bool) -> Iterator[Finding]:
+def _path(script: Script, word: Word, unix_powershell: bool) -> Iterator[Finding]:
     text = word.text
     if script.shell == "sh":
         raw = re.sub("[\"']", "", word.raw)
         drive = _WINDOWS.match(raw) or _WINDOWS.match(text)
-        if drive and not (git_bash and "\\" not in raw):
+        if drive and not (script.for_git_bash and "\\" not in raw):
             spelled = re.sub(r"\\(?=\s)", "", raw if _WINDOWS.match(raw) else text)
             mounted_path = quoted(f"/mnt/{spelled[0].lower()}" + re.sub(r"[\\/]+", "/", spelled[2:]))
             cure = f"in WSL write {mounted_path}" if spelled[1:2] == ":" else "write the mounted folder"

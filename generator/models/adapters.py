@@ -3,7 +3,6 @@
 No weight is read, only alphas, which are tensors of one number.
 """
 
-import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -15,9 +14,11 @@ from wangen import profiles
 from wangen.generator.adapter_parts import (
     WORDS,
     adapter_modules,
+    are_factors,
     in_features_of,
     is_dora_of_parts,
     kind_of_parts,
+    not_understood,
     rank_of,
     unfit_adapter,
 )
@@ -25,7 +26,7 @@ from wangen.generator.errors import many
 from wangen.generator.formats import Header, TensorInfo
 from wangen.generator.formats.raw import read_scalar
 from wangen.generator.lora_config import Alphas, read_alphas
-from wangen.generator.lora_keys import LoraKey, Part, foreign, layout_of, parse_key
+from wangen.generator.lora_keys import LoraKey, Part, layout_of, parse_key
 
 Modules = dict[str, dict[Part, TensorInfo]]
 """The tensors of a LoRA by module, as diffusers calls it, and part."""
@@ -129,13 +130,8 @@ def unfit(tensors: Mapping[str, TensorInfo]) -> str:
 
     Half a LoRA is worse than none: one key that is not understood is enough.
     """
-    if strange := sorted(key for key in tensors if parse_key(key) is None):
-        words = next(filter(None, map(foreign, strange)), "")
-        return (
-            (f"this is {words}; " if words else "")
-            + f"{len(strange)} of {many(len(tensors), 'key')} {'is' if len(strange) == 1 else 'are'} not understood, "
-            + f"such as {', '.join(strange[:3])}"
-        )
+    if words := not_understood(tensors, parse_key):
+        return words
     keys: dict[LoraKey | None, str] = {}
     for key in tensors:
         if (first := keys.setdefault(parsed := parse_key(key), key)) != key and parsed:
@@ -144,8 +140,7 @@ def unfit(tensors: Mapping[str, TensorInfo]) -> str:
         if not {"down", "up"} <= parts.keys():
             return f"{module} has only {' and '.join(sorted(parts))} in this LoRA"
         down, up = parts["down"].shape, parts["up"].shape
-        matrices = len(down) == len(up) == 2 or (len(down) == len(up) == 5 and math.prod(up[2:]) == 1)
-        if not matrices or down[0] != up[1] or not down[0]:
+        if not are_factors(down, up):
             return f"the matrices of {module} do not fit each other: {down} and {up}"
     return ""
 
@@ -204,5 +199,5 @@ def _fits(dim: int, num_blocks: int, image: bool, modules: Iterable[str]) -> tup
         for model in known
         if any(re.fullmatch(model.lora_targets, module) for module in listed)
         if model.transformer.dim == dim and num_blocks <= model.transformer.num_layers
-        if not image or any(weights.flag == "clip" for weights in model.weights)
+        if not image or model.has_clip
     )

@@ -20,7 +20,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from wangen.generator.errors import WangenError
-from wangen.generator.files import remove, replace, sync_folder
+from wangen.generator.files import nearest_existing, remove, replace, sync_folder
 from wangen.generator.session import missing_library
 from wangen.profiles import Download
 
@@ -132,9 +132,7 @@ def differs(path: Path, remote: Remote, advance: Advance) -> str:
 
 def free_bytes(folder: Path) -> int:
     """Free space where a folder is, or will be made."""
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    return shutil.disk_usage(folder).free
+    return shutil.disk_usage(nearest_existing(folder) or folder).free
 
 
 class _Part(io.BufferedWriter):

@@ -64,9 +64,9 @@ def _is_file(path: Path) -> bool:
 
 
 def _published(request: Request) -> Scripted:
-    place = workspace.read(request.folder or workspace.find(Path()))
+    place = workspace.read(request.folder)
     slug = slugify(Path(request.what).name)
-    targets = [place.target(request.platform)] if request.platform else list(place.targets)
+    targets = place.targets_of([request.platform] if request.platform else [])
     found = [(target, path) for target in targets if (path := published_script(target, slug))]
     if not found:
         raise WangenError(f"{request.what!r} is not published", where=", ".join(str(one.folder) for one in targets),

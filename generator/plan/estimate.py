@@ -10,24 +10,26 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
 
-from wangen.generator.cache_sizes import width_of
+from wangen.generator.cache_sizes import UMT5_MAX_ROWS, width_of
 from wangen.generator.cards import Gpu
 from wangen.generator.flops import NOTHING, StepFlops, step_flops
 from wangen.generator.memory import (
-    CARD_SHARE,
     SHORT_TEXT,
     MemoryBudget,
     MemorySettings,
     adapter_weights,
-    frozen_block_bytes,
+    block_bytes,
     grid_tokens,
     memory_plan,
+    num_trained,
     settings_of,
     trained_weights,
+    usable_bytes,
 )
 from wangen.generator.plan.shapes import Shape, Survey
 from wangen.generator.step_parts import DEFAULT_EPOCHS
 from wangen.generator.steps import Train
+from wangen.generator.weight_counts import CLIP_TOKENS
 from wangen.profiles import Model
 
 Seconds = tuple[float, float]
@@ -43,12 +45,6 @@ LAUNCHES, LAUNCH_S = 150, 4e-6
 
 LINK_BYTES_S: Mapping[int, float] = {3: 12e9, 4: 25e9, 5: 50e9}
 """Between host and card over 16 lanes, by the generation of PCIe."""
-
-IMAGE_TOKENS = 257
-"""Of CLIP, in Wan 2.1 image-to-video."""
-
-FULL_TEXT = 512
-"""Tokens of a padded text, as the libraries' own forward pass takes it."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +103,7 @@ class RunPlan:
     @property
     def usable(self) -> int | None:
         """Bytes of the card that a run may take when nothing else uses it."""
-        return int(self.gpu.memory * CARD_SHARE) if self.gpu else None
+        return usable_bytes(self.gpu.memory) if self.gpu else None
 
     @property
     def fits(self) -> bool | None:
@@ -173,7 +169,7 @@ def _shards(train: Train, budget: MemoryBudget, gpu: Gpu | None, processes: int)
     """How many processes share out the weights, 1 where each has all: as `--parallel auto` chooses."""
     if processes == 1 or train.parallel == "ddp" or (train.parallel == "auto" and train.blocks_to_swap):
         return 1
-    if train.parallel == "auto" and (gpu is None or budget.device <= gpu.memory * CARD_SHARE):
+    if train.parallel == "auto" and (gpu is None or budget.device <= usable_bytes(gpu.memory)):
         return 1
     return processes
 
@@ -217,12 +213,11 @@ def video_tokens(shape: Shape, model: Model) -> int:
 
 def shape_flops(shape: Shape, train: Train, model: Model, rows: int) -> StepFlops:
     """The work of a full batch; `rows`: of a text's embedding."""
-    has_clip = any(weights.flag == "clip" for weights in model.weights)
     whole = train.train_mode == "full"
     each = step_flops(
         model.transformer, video_tokens(shape, model),
-        text_tokens=FULL_TEXT if train.plain and not model.prompt else rows,
-        image_tokens=IMAGE_TOKENS if has_clip else 0, joint=model.prompt is not None,
+        text_tokens=UMT5_MAX_ROWS if train.plain and not model.prompt else rows,
+        image_tokens=CLIP_TOKENS if model.has_clip else 0, joint=model.prompt is not None,
         adapter_weights=0 if whole else adapter_weights(model, train.network_dim),
         checkpointing=train.checkpointing or "full", free_blocks=train.checkpointing_free_blocks or 0, train_base=whole,
         whole_blocks=train.plain,
@@ -235,7 +230,7 @@ def batch_seconds(flops: StepFlops, gpu: Gpu, settings: MemorySettings, model: M
     if gpu.card is None:
         return None
     limit = flops.done / (REACHED * gpu.card.tflops * 1e12)
-    copied = 2 * settings.blocks_to_swap * frozen_block_bytes(model, settings) / LINK_BYTES_S[gpu.card.pcie]
+    copied = 2 * settings.blocks_to_swap * block_bytes(model, settings) / LINK_BYTES_S[gpu.card.pcie]
     started = model.transformer.num_layers * LAUNCHES * LAUNCH_S
     return max(GOOD * limit, copied, started), max(USUAL * limit, 1.5 * copied, 2 * started)
 
@@ -243,8 +238,7 @@ def batch_seconds(flops: StepFlops, gpu: Gpu, settings: MemorySettings, model: M
 def saved_bytes(train: Train, model: Model) -> tuple[int, int]:
     """Of a training state (weights, two moments and an average in float32), and of a saved file, of all experts."""
     settings = settings_of(train)
-    experts = 2 if model.experts and not settings.one_expert else 1
-    trained = trained_weights(model, settings) * experts
+    trained = trained_weights(model, settings) * num_trained(model, settings)
     average = 1 if train.ema_decay else 0
     width = width_of(train.save_precision)
     return 4 * trained * (3 + average), width * trained * (1 + average)

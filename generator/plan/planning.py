@@ -10,8 +10,9 @@ from wangen import profiles
 from wangen.generator import kinds
 from wangen.generator.cards import Gpu
 from wangen.generator.errors import UsageError, WangenError, many
+from wangen.generator.files import nearest_existing
 from wangen.generator.launch import asks_for_several
-from wangen.generator.memory import GIB
+from wangen.generator.memory import gib_text
 from wangen.generator.memory_presets import resolve_vram
 from wangen.generator.plan.cures import Cure, find_cure
 from wangen.generator.plan.earlier import Measured, measured
@@ -54,7 +55,7 @@ class Planned:
     notes: Sequence[str]
 
 
-def plan_script(script: Scripted, gpu: Gpu | None, *, num_cards: int = 1, here: bool = True) -> Planned:
+def plan_script(script: Scripted, gpu: Gpu | None, *, num_cards: int, here: bool) -> Planned:
     """The plan of a script, read in the folder that it runs in.
 
     Args:
@@ -93,7 +94,7 @@ def _plan_here(script: Scripted, gpu: Gpu | None, num_cards: int, here: bool) ->
     plan = plan_run(train, model, found, gpu, processes=processes, bits=bits)
     cure = find_cure(plan) if plan.fits is False else None
     if gpu and plan.fits and gpu.free < plan.budget.device:
-        notes.append(f"only {gpu.free / GIB:.1f} GiB of the card are free now: close what uses it")
+        notes.append(f"only {gib_text(gpu.free)} of the card are free now: close what uses it")
     earlier = measured(train, tokens_of_a_step(plan)) if here else None
     cached = sum(_num_bytes(entry.cache_directory) for entry in {one.cache_directory: one for one in entries}.values())
     places = (entries[0].cache_directory if entries else None, train.output_dir)
@@ -189,7 +190,7 @@ def _free(folder: Path | None) -> int | None:
     """Bytes free on the disk that a folder lies on or will; None where there is no such disk here."""
     if folder is None:
         return None
-    there = next((path for path in (folder.absolute(), *folder.absolute().parents) if path.exists()), None)
+    there = nearest_existing(folder)
     try:
         return shutil.disk_usage(there).free if there else None
     except OSError:

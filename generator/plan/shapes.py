@@ -8,8 +8,8 @@ from functools import cache
 from wangen.generator.cache_sizes import (
     CLIP_NUMBERS,
     HEADER_BYTES,
-    cells,
     latent_bytes,
+    mask_bytes,
     text_bytes,
     text_rows,
     width_of,
@@ -154,9 +154,9 @@ def _entry_bytes(item: Item, shape: Shape, model: Model, encoding: Encoding) -> 
     own = latent_bytes(model, shape.size, shape.num_frames, encoding.vae_dtype) + HEADER_BYTES
     control = latent_bytes(model, shape.control_size or shape.size, shape.num_frames, encoding.vae_dtype) + HEADER_BYTES
     total = own * (2 if model.condition == "image" else 1) + control * len(item.controls)
-    if any(weights.flag == "clip" for weights in model.weights):
+    if model.has_clip:
         total += CLIP_NUMBERS * width_of(encoding.clip_dtype) + HEADER_BYTES
-    return total + (cells(model, shape.size, shape.num_frames) * 4 + HEADER_BYTES if item.mask else 0)
+    return total + (mask_bytes(model, shape.size, shape.num_frames) + HEADER_BYTES if item.mask else 0)
 
 
 def _asked(item: Item, encoding: Encoding) -> tuple[str, ...]:

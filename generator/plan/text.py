@@ -7,7 +7,7 @@ from typing import Any
 import psutil
 
 from wangen.generator.errors import bytes_text, many
-from wangen.generator.memory import GIB
+from wangen.generator.memory import GIB, gib_text
 from wangen.generator.plan.cures import told
 from wangen.generator.plan.estimate import RunPlan, Seconds
 from wangen.generator.plan.planning import Planned
@@ -50,7 +50,7 @@ def _card(planned: Planned) -> str:
     gpu = planned.plan.gpu
     if gpu is None:
         return "none is known"
-    free = f", {gpu.free / GIB:.1f} GiB of it free now" if planned.here and gpu.free < gpu.memory else ""
+    free = f", {gib_text(gpu.free)} of it free now" if planned.here and gpu.free < gpu.memory else ""
     speed = f", {gpu.card.tflops:g} TFLOP/s in bfloat16" if gpu.card else ", of unknown speed"
     return f"{gpu}{free}{speed}"
 
@@ -125,12 +125,12 @@ def _verdict(planned: Planned) -> Iterator[str]:
         return
     if cure is None:
         assert plan.usable is not None
-        yield f"it fits, with {(plan.usable - plan.budget.device) / GIB:.1f} GiB left"
+        yield f"it fits, with {gib_text(plan.usable - plan.budget.device)} left"
         yield from _host(planned, plan.budget.host)
         return
     yield "it does not fit"
     if cure.flags is not None:
-        yield f"  do:    {' '.join(cure.changes(plan.train))}   ({cure.budget.device / GIB:.1f} GiB)"
+        yield f"  do:    {' '.join(cure.changes(plan.train))}   ({gib_text(cure.budget.device)})"
         card = "" if planned.here or plan.gpu is None else f' --gpu "{plan.gpu.as_named}"'
         name = planned.script.slug if planned.script.target else "NAME"  # a script alone may be a renamed copy
         yield f"         wangen publish {name} --fit{card} writes them into the scripts"
@@ -145,7 +145,7 @@ def _host(planned: Planned, needed: int) -> Iterator[str]:
     """Where this machine's own memory is too small for what waits in it."""
     host = psutil.virtual_memory().total
     if planned.here and needed > host:
-        yield f"  note:  {needed / GIB:.1f} GiB of host memory are needed, this machine has {host / GIB:.1f}"
+        yield f"  note:  {gib_text(needed)} of host memory are needed, this machine has {host / GIB:.1f}"
 
 
 def _range(seconds: Seconds | None) -> str:

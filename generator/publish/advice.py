@@ -3,10 +3,8 @@
 from collections.abc import Iterable
 
 from wangen.generator.bundle import AUTO, bundle_steps, told_of_training
-from wangen.generator.dataset_settings import DatasetSettings
 from wangen.generator.errors import many
-from wangen.generator.memory import GIB, memory_plan, preset_of, settings_of, tokens_of, usable_bytes
-from wangen.generator.publish.texts import resolutions_of
+from wangen.generator.memory import GIB, gib_text, memory_plan, preset_of, settings_of, tokens_of, usable_bytes
 from wangen.generator.resolutions import resolution_name
 from wangen.generator.steps import Train
 from wangen.generator.target import Target
@@ -15,37 +13,36 @@ from wangen.profiles import Model
 
 
 def preset_advice(
-    workspace: Workspace, targets: Iterable[Target], model: Model, slug: str, settings: DatasetSettings, *, clips: bool
+    workspace: Workspace, targets: Iterable[Target], model: Model, slug: str, *, clips: bool
 ) -> list[str]:
     """A line for each target whose training would need more than the card of its `vram` has, by the estimate.
 
     Args:
-        workspace: has the user's defaults.
+        workspace: has the user's defaults, and how the dataset is published.
         targets: where it is published.
         model: what is trained.
         slug: the dataset.
-        settings: how it is published.
         clips: there are clips, of the model's number of frames.
     """
-    lines = []
+    settings, lines = workspace.dataset(slug), []
     for target in targets:
         vram = told_of_training(workspace, target, model).get("vram")
         if vram in (None, AUTO) or settings.fit:
             continue
-        sizes = resolutions_of(model, settings)
-        steps = bundle_steps(workspace, target, model, slug, sizes)
+        sizes = settings.sizes(model)
+        steps = bundle_steps(workspace, target, model, slug)
         (train,) = (step for step in steps if isinstance(step, Train))
         frames = model.num_frames if clips else 1
         largest = max(sizes, key=lambda size: tokens_of(model, size, frames))
         tokens = tokens_of(model, largest, frames) * settings.batch_size
         needed = memory_plan(model, settings_of(train), tokens=tokens).device
-        if needed > usable_bytes(int(vram)):
+        if needed > usable_bytes(int(vram) * GIB):
             preset = preset_of(model, vram)
             batch = f", {settings.batch_size} at a time" if settings.batch_size > 1 else ""
             lines.append(
                 f"{target.platform.name}: the preset for {vram} GB is made for {resolution_name(preset.resolution)}, "
                 f"{many(preset.num_frames, 'frame')} and rank {preset.network_dim}; {resolution_name(largest)}, "
-                f"{many(frames, 'frame')} and rank {train.network_dim}{batch} take about {needed / GIB:.1f} GiB: "
+                f"{many(frames, 'frame')} and rank {train.network_dim}{batch} take about {gib_text(needed)}: "
                 "publish less at once, or name a larger card"
             )
     return lines

@@ -80,13 +80,14 @@ def read_manifest(path: Path) -> tuple[dict[Path, list[Caption]], list[Problem]]
             found_here = f"line {number}: takes frames of a longer video, and a bundle holds whole files"
             problems.append(Problem(path, found_here, "give the manifest to the steps themselves, as --manifest"))
             break
-        controls, mask = tuple(map(_normal, item.controls)), item.mask and _normal(item.mask)
+        controls, mask = tuple(map(normal, item.controls)), item.mask and normal(item.mask)
         captions = [Caption(text, path, place, controls, mask) for text in item.captions]
-        found.setdefault(_normal(item.path), []).extend(captions)
+        found.setdefault(normal(item.path), []).extend(captions)
     return found, problems
 
 
-def _normal(path: Path) -> Path:
+def normal(path: Path) -> Path:
+    """A path without `.` and `..`, by its text alone: lines of a jsonl may spell one file in several ways."""
     return Path(os.path.normpath(path))
 
 

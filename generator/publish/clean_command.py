@@ -37,7 +37,7 @@ def run(
     Raises:
         WangenError: there is nothing of this dataset, a run is under way, or a file cannot be removed.
     """
-    place = workspace.read(folder or workspace.find(Path()))
+    place = workspace.read(folder)
     slug = slugify(name)
     sizes = [resolution_name(parse_resolution(text, "--resolution")) for text in resolutions]
     targets = _targets(place, platforms)

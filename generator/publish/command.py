@@ -21,8 +21,7 @@ from wangen.generator.publish import plan as publishing
 from wangen.generator.publish.advice import preset_advice
 from wangen.generator.publish.folder import FolderPlan
 from wangen.generator.publish.plan import BundlePlan, Plan
-from wangen.generator.publish.source import read_source
-from wangen.generator.publish.texts import resolutions_of
+from wangen.generator.publish.source import Source, read_source
 from wangen.generator.resolutions import parse_resolution, resolution_name
 from wangen.generator.target import Target
 from wangen.generator.tasks import require_supported
@@ -81,7 +80,7 @@ def run(request: Request) -> int:
         raise UsageError(f"--gpu {request.gpu} is for --fit", cure="add --fit, or ask: wangen plan NAME --gpu CARD")
     if request.fit and request.dry_run:
         raise UsageError("--fit looks at what is published, and --dry_run publishes nothing", cure="leave one out")
-    place = workspace.read(request.folder or workspace.find(Path()))
+    place = workspace.read(request.folder)
     # The shell completes `cats` to the folder that it finds.
     named = Path(request.name)
     request = replace(request, name=named.name) if len(named.parts) > 1 and named.is_dir() else request
@@ -101,35 +100,15 @@ def _run(request: Request, place: Workspace, slug: str) -> None:
     place = replace(place, datasets={**place.datasets, slug: settings})
     model = place.profile(settings.model)
     require_supported(model, "publishing for")
-    source = None
-    if settings.footage:
-        _refuse_media_choices(settings)
-    elif not request.only_scripts:
-        given = place.folder / settings.source if settings.source else None
-        origin = given or dataset_folder(place.folder, request.name, slug)
-        memo = publishing.memo_path(place, slug)
-        with bar("reading", None) as advance:
-            source = read_source(origin, model, memo=memo, keep_memo=not request.dry_run, advance=advance)
-    targets = [place.target(name) for name in dict.fromkeys(request.platforms)] or place.targets
-    plan = publishing.make_plan(place, targets, slug, model, source, settings, only_scripts=request.only_scripts,
+    source = _source(request, place, slug, model)
+    targets = place.targets_of(dict.fromkeys(request.platforms))
+    plan = publishing.make_plan(place, targets, slug, model, source, only_scripts=request.only_scripts,
                                 long_paths=request.long_paths)  # fmt: skip
-    sizes = " and ".join(map(resolution_name, resolutions_of(model, settings)))
-    what = many(len(source.items), "item") if source else "scripts alone"
-    if settings.footage and not request.only_scripts:
-        what = f"the videos in {settings.footage}, cut by the script's first step,"
-    verb = "would be published" if request.dry_run else "is published"
-    click.echo(f"{request.name!r} {verb} as {slug}: {what} for {model.title} in {sizes}")
-    for line in source.left_out if source else ():
-        click.echo(f"  not taken: {line}")
-    shared = source.shared if source else ()
-    for line in shared[:_NUM_NAMES]:
-        click.echo(f"  {line}")
-    if len(shared) > _NUM_NAMES:
-        click.echo(f"  and {len(shared) - _NUM_NAMES} more share one")
+    _say_source(request, slug, model, settings, source)
     clips = bool(settings.footage) or any(item.media == "video" for item in (source.items if source else ()))
     if clips and settings.resize:
         click.echo("  clips are taken as they are: --resize makes smaller copies of images only")
-    for line in preset_advice(place, targets, model, slug, settings, clips=clips):
+    for line in preset_advice(place, targets, model, slug, clips=clips):
         click.echo(f"  {line}")
     if request.dry_run:
         _say_plan(plan)
@@ -145,6 +124,39 @@ def _run(request: Request, place: Workspace, slug: str) -> None:
     _say_next(place, targets, model, slug)
 
 
+def _source(request: Request, place: Workspace, slug: str, model: Model) -> Source | None:
+    """What lies in the dataset; None of footage, and where scripts alone are made.
+
+    Raises:
+        WangenError: there is no such dataset, it cannot be read, or something is asked for that footage has not.
+    """
+    settings = place.dataset(slug)
+    if settings.footage:
+        _refuse_media_choices(settings)
+    if settings.footage or request.only_scripts:
+        return None
+    origin, memo = origin_of(place, slug), publishing.memo_path(place, slug)
+    with bar("reading", None) as advance:
+        return read_source(origin, model, memo=memo, keep_memo=not request.dry_run, advance=advance)
+
+
+def _say_source(request: Request, slug: str, model: Model, settings: DatasetSettings, source: Source | None) -> None:
+    """What is published, for what, and what is left out or shares a caption."""
+    sizes = " and ".join(map(resolution_name, settings.sizes(model)))
+    what = many(len(source.items), "item") if source else "scripts alone"
+    if settings.footage and not request.only_scripts:
+        what = f"the videos in {settings.footage}, cut by the script's first step,"
+    verb = "would be published" if request.dry_run else "is published"
+    click.echo(f"{request.name!r} {verb} as {slug}: {what} for {model.title} in {sizes}")
+    for line in source.left_out if source else ():
+        click.echo(f"  not taken: {line}")
+    shared = source.shared if source else ()
+    for line in shared[:_NUM_NAMES]:
+        click.echo(f"  {line}")
+    if len(shared) > _NUM_NAMES:
+        click.echo(f"  and {len(shared) - _NUM_NAMES} more share one")
+
+
 def _fit(request: Request, place: Workspace, targets: Sequence[Target], model: Model, slug: str) -> None:
     """Choose memory flags for a card, remember them, and make the scripts again with them."""
     from wangen.generator.publish.fit import choose
@@ -156,7 +168,7 @@ def _fit(request: Request, place: Workspace, targets: Sequence[Target], model: M
         _remember(place, slug, {"fit": fit})
         settings = replace(settings, fit=fit)
         place = replace(place, datasets={**place.datasets, slug: settings})
-        plan = publishing.make_plan(place, targets, slug, model, None, settings, only_scripts=True,
+        plan = publishing.make_plan(place, targets, slug, model, None, only_scripts=True,
                                     long_paths=request.long_paths)  # fmt: skip
         publishing.carry_out(plan)
         for bundle in plan.bundles:
@@ -219,13 +231,15 @@ def _remember(place: Workspace, slug: str, choices: Mapping[str, Any]) -> None:
     click.echo(f"  remembered in {workspace.FILE}, [dataset.{slug}]: {words}")
 
 
-def dataset_folder(place: Path, name: str, slug: str) -> Path:
-    """The folder of a dataset in the workspace, whatever the spelling of its name.
+def origin_of(place: Workspace, slug: str) -> Path:
+    """Where a dataset comes from: its `source`, or its folder in the workspace, whatever the spelling of its name.
 
     Raises:
-        WangenError: there is none, or several would be published under one slug.
+        WangenError: there is no such folder, or several would be published under one slug.
     """
-    folder = place / "datasets"
+    if source := place.dataset(slug).source:
+        return place.folder / source
+    folder = place.folder / "datasets"
     others: dict[str, list[Path]] = {}
     for path in sorted(folder.glob("*/")):
         others.setdefault(_slug(path.name), []).append(path)

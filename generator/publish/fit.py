@@ -6,7 +6,7 @@ from wangen.generator.bundle import told_of_training
 from wangen.generator.cards import named
 from wangen.generator.dataset_settings import Fit
 from wangen.generator.errors import WangenError
-from wangen.generator.memory import GIB
+from wangen.generator.memory import gib_text
 from wangen.generator.memory_changes import FASTEST
 from wangen.generator.plan.cures import find_cure, told
 from wangen.generator.plan.gpus import seen
@@ -48,4 +48,4 @@ def choose(place: Workspace, targets: Sequence[Target], model: Model, slug: str,
             cure="; or ".join(told(one, largest) for one in found.smaller) or "train a smaller model",
         )  # fmt: skip
     flags = {name: value for name, value in found.flags.items() if name not in fixed}
-    return Fit(str(gpu), flags), f"fitted to {gpu}: about {found.budget.device / GIB:.1f} GiB of it"
+    return Fit(str(gpu), flags), f"fitted to {gpu}: about {gib_text(found.budget.device)} of it"

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from wangen.generator.dataset import Problem, folded
+from wangen.generator.dataset import CAPTION, Problem, folded
 from wangen.generator.dataset_settings import DatasetSettings
 from wangen.generator.errors import WangenError
 from wangen.generator.publish import manifest
 from wangen.generator.publish.captions import with_trigger
-from wangen.generator.publish.manifest import CAPTION, COARSE_NS, UNKNOWN, Manifest, Record
+from wangen.generator.publish.manifest import COARSE_NS, UNKNOWN, Manifest, Record
 from wangen.generator.publish.resize import RECIPE, bake, smaller_size
 from wangen.generator.publish.source import Source
 from wangen.profiles import Model

@@ -7,6 +7,7 @@ from pathlib import Path, PureWindowsPath
 
 from wangen.generator.dataset import Problem
 from wangen.generator.errors import WangenError
+from wangen.generator.files import nearest_existing
 from wangen.generator.lock import hold
 from wangen.generator.publish import manifest
 from wangen.generator.publish.beside import FOLDERS
@@ -115,7 +116,7 @@ def long_paths(target: Target, slug: str, folder: str, names: Iterable[str]) -> 
 
 def unwritable(folder: Path) -> str:
     """Why a folder cannot be made or written, in words; empty when it can, as far as that is seen without trying."""
-    existing = next((path for path in (folder, *folder.parents) if path.exists()), None)
+    existing = nearest_existing(folder)
     if existing is None:
         return f"lies on a drive that is not there: {folder}"
     if not existing.is_dir():

@@ -12,11 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from wangen.generator.dataset import IMAGE_SUFFIXES, VIDEO_SUFFIXES
+from wangen.generator.dataset import CAPTION, IMAGE_SUFFIXES, VIDEO_SUFFIXES
 from wangen.generator.errors import WangenError
 
 NAME = ".wangen-published.json"
-CAPTION = ".txt"
 FORMAT = 3
 
 _MEDIA = IMAGE_SUFFIXES | VIDEO_SUFFIXES

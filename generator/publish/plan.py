@@ -6,7 +6,7 @@ removed, so that an interrupted publish leaves the old state or the new one. Ori
 """
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from wangen.generator.dataset import Problem
@@ -19,7 +19,6 @@ from wangen.generator.publish.source import Advance, Source
 from wangen.generator.publish.texts import (
     Text,
     prompts_texts,
-    resolutions_of,
     script_texts,
     setup_texts,
     toml_file,
@@ -51,10 +50,10 @@ class BundlePlan:
 
     target: Target
     texts: list[Text]
-    folders: list[FolderPlan]
-    empty: list[Path]
-    left: list[str]
-    long_paths: list[str]
+    folders: list[FolderPlan] = field(default_factory=list)
+    empty: list[Path] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+    long_paths: list[str] = field(default_factory=list)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -72,13 +71,11 @@ class Plan:
     """A publish that can be carried out.
 
     Attributes:
-        workspace: where from.
         slug: the dataset.
         bundles: one for each target.
         wheels: what the setup scripts install; targets at one root share it.
     """
 
-    workspace: Workspace
     slug: str
     bundles: list[BundlePlan]
     wheels: list[Text]
@@ -105,7 +102,6 @@ def make_plan(
     slug: str,
     model: Model,
     source: Source | None,
-    settings: DatasetSettings | None = None,
     *,
     only_scripts: bool = False,
     long_paths: bool = False,
@@ -113,37 +109,25 @@ def make_plan(
     """Compare every target with what it shall hold; nothing is written.
 
     Args:
-        workspace: has the defaults of a run.
+        workspace: has the defaults of a run, and how the dataset is published.
         targets: where to publish.
         slug: the dataset.
         model: what is trained.
         source: what is published; None where it is footage, or not on this machine: no media then, and a TOML for
             footage alone.
-        settings: resolutions, trigger word and the like; None for the defaults.
         only_scripts: the TOML stays as it is, too.
         long_paths: Windows can open long paths there.
 
     Raises:
         WangenError: a name, path or file forbids publishing; the message lists everything at once.
     """
-    settings = settings or DatasetSettings()
     shared: dict[Path, FolderPlan] = {}
-    bundles = []
-    for target in targets:
-        texts = [*script_texts(workspace, target, model, slug, settings), *setup_texts(target)]
-        texts += prompts_texts(workspace, target, model, slug)
-        bundle = BundlePlan(target, texts, [], [], [], [])
-        if source or (settings.footage and not only_scripts):
-            texts.append(toml_text(target, model, slug, source.items if source else (), settings))
-            _plan_folders(bundle, slug, model, source, settings, shared)
-        elif not toml_file(target, slug).is_file():
-            raise WangenError(f"{slug} is not published for {target.platform.name} yet", where=str(target.folder),
-                              cure=f"wangen publish {slug}")  # fmt: skip
-        bundles.append(bundle)
+    makes_toml = source is not None or (bool(workspace.dataset(slug).footage) and not only_scripts)
+    bundles = [_plan_bundle(workspace, target, slug, model, source, shared, makes_toml) for target in targets]
     _refuse_doubles(bundles)
     content = wheel_bytes()
     wheels = {text.path: text for text in (wheel_text(target, content) for target in targets)}
-    plan = Plan(workspace, slug, bundles, list(wheels.values()))
+    plan = Plan(slug, bundles, list(wheels.values()))
     problems = [
         *(source.problems if source else ()),
         *(problem for folder in plan.folders for problem in folder.problems),
@@ -153,6 +137,29 @@ def make_plan(
     if problems:
         raise _refusal(problems, str(source.origin if source else workspace.folder))
     return plan
+
+
+def _plan_bundle(
+    workspace: Workspace,
+    target: Target,
+    slug: str,
+    model: Model,
+    source: Source | None,
+    shared: dict[Path, FolderPlan],
+    makes_toml: bool,
+) -> BundlePlan:
+    """What publishing does for one target; `shared` holds the media folders of those before, and gets its own."""
+    settings = workspace.dataset(slug)
+    texts = [*script_texts(workspace, target, model, slug), *setup_texts(target)]
+    texts += prompts_texts(workspace, target, model, slug)
+    bundle = BundlePlan(target, texts)
+    if makes_toml:
+        texts.append(toml_text(target, model, slug, source.items if source else (), settings))
+        _plan_folders(bundle, slug, model, source, settings, shared)
+    elif not toml_file(target, slug).is_file():
+        raise WangenError(f"{slug} is not published for {target.platform.name} yet", where=str(target.folder),
+                          cure=f"wangen publish {slug}")  # fmt: skip
+    return bundle
 
 
 def _refusal(problems: Iterable[Problem], where: str) -> WangenError:
@@ -173,7 +180,7 @@ def _plan_folders(
     shared: dict[Path, FolderPlan],
 ) -> None:
     """Add the folders of a dataset to a bundle's plan; `shared` holds those of the targets before."""
-    target, sizes = bundle.target, resolutions_of(model, settings)
+    target, sizes = bundle.target, settings.sizes(model)
     for size in sizes:
         bundle.empty.append(layout.cache_folder(target, slug, size))
         names: Collection[str] = ()  # of footage the entries of the cache are the longest

@@ -4,7 +4,6 @@ What is found out about a media file is kept in a memo, so that an unchanged fil
 """
 
 import json
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from wangen.generator.dataset import (
+    CAPTION,
     IMAGE_SUFFIXES,
     VIDEO_SUFFIXES,
     BadItemError,
@@ -38,9 +38,10 @@ from wangen.generator.publish.captions import (
     Caption,
     CaptionFiles,
     choose,
+    normal,
     read_manifest,
 )
-from wangen.generator.publish.manifest import CAPTION, COARSE_NS
+from wangen.generator.publish.manifest import COARSE_NS
 from wangen.profiles import Model
 
 Advance = Callable[[str], None]
@@ -145,7 +146,7 @@ def _from_folder(folder: Path) -> tuple[list[Item], list[Problem], list[str]]:
         lines, wrong = read_manifest(manifest)
         problems += wrong
         for path, found in lines.items():
-            captions.setdefault(folder / path.name if path.parent == _normal(folder) else path, []).extend(found)
+            captions.setdefault(folder / path.name if path.parent == normal(folder) else path, []).extend(found)
     files = CaptionFiles(entries)
     items = []
     companions = _named_by(captions.values())
@@ -153,7 +154,7 @@ def _from_folder(folder: Path) -> tuple[list[Item], list[Problem], list[str]]:
     for path, found in captions.items():
         try:
             beside = files.of(path) if path.parent == folder else []
-            if not (beside or found) and _normal(path) in companions:
+            if not (beside or found) and normal(path) in companions:
                 continue
             bare = bare or not (beside or found)
             items.append(choose(path, [*beside, *found]))
@@ -183,7 +184,7 @@ def _from_manifest(path: Path) -> tuple[list[Item], list[Problem], list[str]]:
             items.append(choose(media, found))
         except BadItemError as bad:
             problems.append(bad.problem)
-    beside = [entry for entry in list_folder(path.parent) if media_of(entry) and _normal(entry) not in known]
+    beside = [entry for entry in list_folder(path.parent) if media_of(entry) and normal(entry) not in known]
     left_out = [f"{entry.name} (no line of {path.name} names it)" for entry in beside]
     return sorted(items, key=lambda item: item.path), problems, left_out
 
@@ -193,18 +194,14 @@ def _named_by(lines: Iterable[Iterable[Caption]]) -> set[Path]:
     return {path for captions in lines for caption in captions for path in caption.companions}
 
 
-def _normal(path: Path) -> Path:
-    return Path(os.path.normpath(path))
-
-
 def _left_out(entries: Iterable[Path], files: CaptionFiles, items: Iterable[Path]) -> list[str]:
     """What a dataset folder holds that is no item: other files, captions without media, sub-folders; a line each."""
-    taken = {_normal(path) for path in items}
+    taken = {normal(path) for path in items}
     orphans = set(files.orphans(items))
     lines = []
     for path in entries:
         if path.is_dir():
-            inside = sum(media_of(entry) is not None and _normal(entry) not in taken for entry in path.rglob("*"))
+            inside = sum(media_of(entry) is not None and normal(entry) not in taken for entry in path.rglob("*"))
             lines += [f"{path.name}/ ({inside} media files; sub-folders are not read)"] if inside else []
         elif path in orphans:
             lines.append(f"{path.name} (a caption without its image or video)")

@@ -20,13 +20,12 @@ from wangen.generator.bundle import (
     script_names,
     toml_name,
 )
-from wangen.generator.dataset import Item
+from wangen.generator.dataset import CAPTION, Item
 from wangen.generator.dataset_settings import DatasetSettings
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.footage import CLIPS, MANIFEST
 from wangen.generator.paths import toml_path
 from wangen.generator.publish.beside import CONTROLS, MASKS
-from wangen.generator.publish.manifest import CAPTION
 from wangen.generator.resolutions import resolution_name
 from wangen.generator.setup import scripts as setup_scripts
 from wangen.generator.setup import wheel
@@ -73,20 +72,13 @@ def beside(path: Path) -> Path:
     return path.with_name(f"{path.name}.new")
 
 
-def resolutions_of(model: Model, settings: DatasetSettings) -> tuple[tuple[int, int], ...]:
-    """The resolutions that a dataset is published in, as (width, height) in pixels."""
-    return settings.resolutions or (model.resolution,)
-
-
-def script_texts(
-    workspace: Workspace, target: Target, model: Model, slug: str, settings: DatasetSettings
-) -> list[Text]:
+def script_texts(workspace: Workspace, target: Target, model: Model, slug: str) -> list[Text]:
     """Every run script of a bundle on one target.
 
     Raises:
         WangenError: a shell cannot carry a path or text, or a script there cannot be read.
     """
-    steps = bundle_steps(workspace, target, model, slug, resolutions_of(model, settings), settings.footage)
+    steps = bundle_steps(workspace, target, model, slug)
     bundles = script_bundles(target, slug, steps)
     return [script_text(target.folder / file, bundles[name], name) for name, file in script_names(target, slug)]
 
@@ -186,14 +178,11 @@ def prompts_texts(workspace: Workspace, target: Target, model: Model, slug: str)
     return [_signed_text(path, signed(f"# sample prompts of {slug}, published from {file.name}\n{text}"))]
 
 
-def dataset_toml(
-    target: Target, model: Model, slug: str, items: Iterable[Item], settings: DatasetSettings | None = None
-) -> str:
+def dataset_toml(target: Target, model: Model, slug: str, items: Iterable[Item], settings: DatasetSettings) -> str:
     """The dataset's TOML for a target: for each resolution a block for its images and one for its clips.
 
     Of footage there is the manifest that the script's first step writes, in place of a folder of clips.
     """
-    settings = settings or DatasetSettings()
     listed = list(items)
     kinds = {"video"} if settings.footage else {item.media for item in listed}
     dataset = (target.roots["datasets"], slug)
@@ -202,7 +191,7 @@ def dataset_toml(
     beside = {key: toml_path(target.path(*dataset, name), target.machine) for key, name in held.items()}
     general = {"caption_extension": CAPTION, "batch_size": settings.batch_size, "enable_bucket": True}
     blocks = []
-    for size in resolutions_of(model, settings):
+    for size in settings.sizes(model):
         media = toml_path(target.path(*dataset, resolution_name(size)), target.machine)
         for kind in ("image", "video"):
             clip = {"target_frames": [model.num_frames], "frame_extraction": "head"} if kind == "video" else {}

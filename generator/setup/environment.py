@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from wangen.generator.errors import WangenError
+from wangen.generator.files import nearest_existing
 from wangen.generator.setup.hardware import Hardware, Version, look
 from wangen.generator.setup.installing import explain, run, say
 from wangen.generator.setup.torch_choice import Build, Installed, Wanted, choose
@@ -167,7 +168,7 @@ def _environment(folders: Sequence[Path], dry_run: bool) -> Path:
 
 
 def _make(folder: Path, dry_run: bool) -> None:
-    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    existing = nearest_existing(folder) or folder
     if not os.access(existing, os.W_OK):
         raise WangenError("the environment cannot be made here: the folder cannot be written", where=str(existing),
                           cure="fix its rights, or name another venv for this platform in wangen.toml")  # fmt: skip
