@@ -16,7 +16,7 @@ from wangen.runtime.cache.needed import DatasetNeeds
 from wangen.runtime.caching import fill
 from wangen.runtime.decoders.choice import decoder_name, open_decoder
 from wangen.runtime.models import model_of_cache, vae_identity
-from wangen.runtime.needs import Work, has_clip, latent_kinds
+from wangen.runtime.needs import Work, latent_kinds
 from wangen.runtime.rocm import on_cpu, vae_dtype
 from wangen.runtime.room import require_room
 from wangen.runtime.samples import Sample, by_cache_folder, read_samples
@@ -57,15 +57,15 @@ def chosen_clip(options: CacheLatents, model: Model, samples: Sequence[Sample]) 
     Raises:
         WangenError: the file is no such image encoder.
     """
-    if options.clip and not has_clip(model):
+    if options.clip and not model.has_clip:
         log.warning("  --clip: %s does not look at images through CLIP, so the file is not used", model.name)
         return None
     if options.clip:
         kinds.expect(options.clip, model.kind_of("clip"), "--clip", model.name)
-    elif has_clip(model) and _has_views(options, samples):
+    elif model.has_clip and _has_views(options, samples):
         log.warning("  no --clip: the cache holds CLIP's views of this dataset, and training will want one of every "
                     "clip; give --clip again where some are missing or stale, as check_cache says")  # fmt: skip
-    elif has_clip(model):
+    elif model.has_clip:
         log.warning("  no --clip: %s is cached without CLIP's view of the first frame, and will train without its "
                     "image branch; give --clip later and only that is added", model.name)  # fmt: skip
     if model.condition == "image" and any(sample.count == 1 for sample in samples):

@@ -16,7 +16,6 @@ from wangen.runtime.cache import NO_ENCODER, TEXT_KINDS, Encoder, Entry, Folder,
 from wangen.runtime.needs import (
     Need,
     expected_encoder,
-    has_clip,
     judge,
     listing,
     problem,
@@ -164,7 +163,7 @@ def _kinds(options: Train, model: Model, samples: Sequence[Sample], folders: Seq
         kinds.append("empty_text_encoder_output")
     if model.condition == "image":
         kinds.append("image_latent")
-    if has_clip(model):
+    if model.has_clip:
         live = options.cache_mode == "realtime"
         if options.clip or (not live and expected_encoder(folders, samples, "clip", options.dataset)):
             kinds.append("clip")

@@ -47,13 +47,8 @@ def latent_kinds(model: Model, *, clip: bool) -> tuple[Kind, ...]:
         clip: an image encoder is given.
     """
     condition: tuple[Kind, ...] = ("image_latent",) if model.condition == "image" else ()
-    views: tuple[Kind, ...] = ("clip",) if clip and has_clip(model) else ()
+    views: tuple[Kind, ...] = ("clip",) if clip and model.has_clip else ()
     return ("latent", *condition, *views, "control_latent", "mask")
-
-
-def has_clip(model: Model) -> bool:
-    """Whether a model looks at its first frame through CLIP too."""
-    return any(weights.flag == "clip" for weights in model.weights)
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,6 @@ from wangen.runtime.needs import (
     Work,
     encoders_before,
     expected_encoder,
-    has_clip,
     judge,
     wanted,
 )
@@ -126,7 +125,7 @@ def given_encoders(options: Train, model: Model, samples: Sequence[Sample]) -> d
     if options.vae:
         expect_vae(options.vae, model)
         step = _latents_step(options, model, samples)
-        found |= cache_latents.latent_encoders(step, model, options.clip if has_clip(model) else None)
+        found |= cache_latents.latent_encoders(step, model, options.clip if model.has_clip else None)
     if options.t5:
         found |= dict.fromkeys(TEXT_KINDS, cache_text.text_encoder(_text_step(options, model, samples)))
     return found
@@ -279,7 +278,7 @@ def _latents_step(options: Train, model: Model, samples: Sequence[Sample]) -> Ca
     device = options.vae_device or options.device
     decoder = decoder_name(options.decoder or before, device)
     dtype = options.vae_dtype or _dtype_before(options, samples, "latent", vae_identity(options.vae, tile, decoder))
-    clip = options.clip if has_clip(model) else None
+    clip = options.clip if model.has_clip else None
     viewed = decoded_by(headers.identity(clip, "--clip"), decoder) if clip else ""
     clip_dtype = _dtype_before(options, samples, "clip", viewed) if clip else None
     return CacheLatents(

@@ -26,7 +26,6 @@ from wangen.runtime.lora import nothing_matches, require_size
 from wangen.runtime.lora_folder import find_lora
 from wangen.runtime.memory.blocks import in_a_block
 from wangen.runtime.models import require_tile
-from wangen.runtime.needs import has_clip
 from wangen.runtime.sampling.prompts import MAX_SEED, SamplePrompt, defaults_of, make_prompt, read_prompts
 from wangen.runtime.sampling.scenes import Encoders
 from wangen.runtime.training.adapter_config import changeable_weights
@@ -159,7 +158,7 @@ def _refuse_parts(options: Generate, model: Model) -> None:
         raise UsageError(
             f"the high-noise expert of {model.name} has no weights", cure=f"give --dit_high_noise; {ORDER}"
         )
-    if options.clip and not has_clip(model):
+    if options.clip and not model.has_clip:
         raise UsageError(f"--clip: {model.name} has no image encoder", cure="leave it out")
     if options.changed and options.repeat is None:
         raise UsageError("--changed goes with --from", cure="leave it out")

@@ -25,7 +25,6 @@ from wangen.runtime.devices import (
 from wangen.runtime.loader import first_frame_condition
 from wangen.runtime.media import load_image, open_image
 from wangen.runtime.models import Family, expect_vae
-from wangen.runtime.needs import has_clip
 from wangen.runtime.prompts import text_of
 from wangen.runtime.sampling.prompts import SamplePrompt, edited_size
 
@@ -83,7 +82,7 @@ class Encoders:
         assert self.t5 is not None, "prompts are encoded"
         expect(self.t5, model.kind_of("t5"), "--t5", model.name)
         expect_vae(self.vae, model)
-        if self.clip is not None and has_clip(model):
+        if self.clip is not None and model.has_clip:
             expect(self.clip, model.kind_of("clip"), "--clip", model.name)
 
 
@@ -208,7 +207,7 @@ def _views(
     kind: Family, model: Model, frames: Mapping[SamplePrompt, torch.Tensor], encoders: Encoders, device: torch.device
 ) -> dict[SamplePrompt, torch.Tensor]:
     """CLIP's view of every first frame, for models that look through it when its weights are given."""
-    if not has_clip(model):
+    if not model.has_clip:
         return {}
     if encoders.clip is None:
         log.warning("  no --clip: samples of %s are made without its image branch", model.name)

@@ -67,9 +67,8 @@ def sample_latents(
         WangenError: the memory is full, or the latents are not finite.
     """
     prompt = scene.prompt
-    frames = (prompt.frames - 1) // model.temporal_stride + 1
-    sides = (prompt.height // model.spatial_stride, prompt.width // model.spatial_stride)
-    noise = initial_noise((1, model.latent_channels, frames, *sides), prompt.seed)
+    cells = model.latent_size((prompt.width, prompt.height), prompt.frames)
+    noise = initial_noise((1, model.latent_channels, *cells), prompt.seed)
     with enough_memory(f"sampling {prompt.frames} frames of {prompt.width}x{prompt.height}", cure):
         latents = denoise(
             _stages(experts, prompt, boundary),
