@@ -7,7 +7,7 @@ from typing import Any
 from wangen.runtime.report.charts import chart_of, points_of
 from wangen.runtime.report.metrics_log import Record
 from wangen.runtime.report.plotting import Chart, Line, Point
-from wangen.runtime.report.run_files import is_number, mapping
+from wangen.runtime.report.step_reports import is_number, mapping
 from wangen.runtime.report.tables import Table
 
 _LINES = (("model", "continuation", "main"), ("copy", "last given frame, repeated", "base"),

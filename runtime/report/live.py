@@ -17,7 +17,15 @@ from wangen.runtime.report.dataset import DatasetPart, look_at_dataset
 from wangen.runtime.report.media import Served
 from wangen.runtime.report.metrics_log import MetricsLog
 from wangen.runtime.report.page import Section, Status, make_sections, render
-from wangen.runtime.report.run_files import DATASET_FLAGS, METRICS, SAMPLES, RunFiles, is_file, read_run, time_s
+from wangen.runtime.report.run_files import (
+    DATASET_FLAGS,
+    METRICS,
+    SAMPLES,
+    RunFiles,
+    is_file,
+    read_run,
+    time_s,
+)
 from wangen.runtime.report.server import LiveServer
 from wangen.runtime.report.tables import duration_text
 

@@ -11,7 +11,8 @@ from wangen.generator.table import options
 from wangen.runtime.evaluation_file import Checkpoint, Evaluation, Memorisation, Row
 from wangen.runtime.report.charts import experts_of, rows_of, validations
 from wangen.runtime.report.dataset import DatasetPart
-from wangen.runtime.report.run_files import Lora, RunFiles, is_number, mapping
+from wangen.runtime.report.run_files import Lora, RunFiles
+from wangen.runtime.report.step_reports import is_number, mapping
 
 _LONG = 400
 

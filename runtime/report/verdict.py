@@ -7,7 +7,8 @@ from typing import Any, Literal
 from wangen.generator.errors import many
 from wangen.runtime.evaluation_file import Evaluation, Row
 from wangen.runtime.report.charts import experts_of, validations
-from wangen.runtime.report.run_files import Lora, RunFiles, file_names, is_number
+from wangen.runtime.report.run_files import Lora, RunFiles, file_names
+from wangen.runtime.report.step_reports import is_number
 
 Level = Literal["good", "unsure", "bad", "unknown"]
 
