@@ -185,7 +185,7 @@ def hold_to(vram_gib: int, device: torch.device) -> None:
     """Let PyTorch take no more of the card than a run may on a card of that size, CUDA's own part aside."""
     index = device.index or 0  # the call below wants a number
     total = torch.cuda.get_device_properties(index).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, (usable_bytes(vram_gib) - CONTEXT_BYTES) / total), index)
+    torch.cuda.set_per_process_memory_fraction(min(1.0, (usable_bytes(vram_gib * GIB) - CONTEXT_BYTES) / total), index)
 
 
 def _times(step: Callable[[], object], device: torch.device, tiny: bool) -> list[float]:
