@@ -1,9 +1,11 @@
 """Numbers of training that are refused wherever they are read: by the trainer, and by what plans its run."""
 
-import math
-
 from wangen.generator.errors import UsageError
 from wangen.generator.steps import Train
+
+_FLOAT32_MAX = 3.4028234663852886e38
+_AT_MOST = {"num_timestep_buckets": 10**6}
+"""Where memory would end long before the range of a float32."""
 
 ABOVE_ZERO = (
     "network_dim", "network_alpha", "learning_rate", "gradient_accumulation_steps", "discrete_flow_shift",
@@ -16,15 +18,16 @@ ABOVE_ZERO = (
 
 
 def refuse_not_above_zero(options: Train) -> None:
-    """Refuse a number that must be above 0 and is not.
+    """Refuse a number that must be above 0 and is not, or is larger than can be computed with.
 
     Raises:
         UsageError: there is one.
     """
     for name in ABOVE_ZERO:
         value = getattr(options, name)
-        if value is not None and not (value > 0 and math.isfinite(value)):
-            raise UsageError(f"--{name} must be above 0, got {value}")
+        most = _AT_MOST.get(name, _FLOAT32_MAX)
+        if value is not None and not 0 < value <= most:
+            raise UsageError(f"--{name} must be above 0 and at most {most:.2g}, got {value}")
 
 
 def refuse_more_blocks(options: Train, num_blocks: int) -> None:

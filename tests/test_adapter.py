@@ -129,6 +129,7 @@ def test_the_image_branch_of_a_wan_21_i2v_model_is_trained_too(tmp_path: Path):
         ({"include_patterns": ("ffn",), "exclude_patterns": ("ffn",)}, "leave no layer"),
         ({"lora_targets": "ffn", "include_patterns": ("attn1",)}, "finds no layer"),
         ({"include_patterns": ("(",)}, "no regular expression"),
+        ({"include_patterns": ("[[",)}, "no regular expression"),
         ({"network_args": ("loraplus_lr_ration=4",)}, "not known here.*did you mean loraplus_lr_ratio"),
         ({"network_args": ("conv_dim=4",)}, "not known here.*convolution gets no adapter"),
         ({"network_args": ("verbose",)}, "not key=value"),

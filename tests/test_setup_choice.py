@@ -126,7 +126,7 @@ def test_the_tables_of_nvidia_smi(tmp_path, monkeypatch, table, code, seen):
     [
         ("ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device", "the disk is full"),
         ("NewConnectionError(...)\nERROR: No matching distribution found for torch", "index cannot be reached"),
-        ("ERROR: No matching distribution found for torch>=2.7", "there is no PyTorch for this Python"),
+        ("ERROR: No matching distribution found for torch>=2.9", "there is no PyTorch for this Python"),
         ("[SSL: CERTIFICATE_VERIFY_FAILED] self-signed certificate in chain", "PIP_CERT"),
         ("[WinError 5] Access is denied: 'c:\\\\venv\\\\torch_cpu.dll'", "a file is in use"),
         ('OSError: [WinError 126] Error loading "c10.dll"', "Visual C++"),

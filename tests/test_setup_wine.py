@@ -77,7 +77,7 @@ def test_bat_makes_an_environment_and_uses_it_again(wine):
     wheel = next((wine.folder / "files").iterdir())
     assert {call["python"] for call in wine.asked} == {python}
     torch, own, libraries = (call["argv"][2:] for call in wine.asked)
-    assert torch == ["--index-url", "https://download.pytorch.org/whl/cpu", "torch>=2.7"]
+    assert torch == ["--index-url", "https://download.pytorch.org/whl/cpu", "torch>=2.9"]
     assert own == ["--force-reinstall", "--no-deps", own[2]]
     assert libraries == [f"wangen[runtime] @ {own[2]}", "torch==2.12.0+cpu"]
     assert own[2].startswith("file:///Z:/")

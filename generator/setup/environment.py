@@ -212,7 +212,7 @@ def _probe(python: Path) -> Probe | None:
 
 
 def _requirement(wheel: Path) -> str:
-    """The PyTorch that wangen needs, as its wheel says: `torch>=2.7`."""
+    """The PyTorch that wangen needs, as its wheel says: `torch>=2.9`."""
     found = re.search(r"^Requires-Dist: *(torch\b[^;\n]*)", _from_wheel(wheel, "METADATA"), re.MULTILINE)
     return found[1].strip() if found else "torch"
 

@@ -6,6 +6,7 @@ All of it is known from the flags and from the headers of files, before a model 
 import ast
 import math
 import re
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
@@ -224,8 +225,10 @@ def _found_by(pattern: str, names: Sequence[str], flag: str) -> set[str]:
 
 def _compiled(pattern: str) -> re.Pattern[str]:
     try:
-        return re.compile(pattern)
-    except re.error as error:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", FutureWarning)  # of a pattern that later Pythons read in another way
+            return re.compile(pattern)
+    except (re.error, FutureWarning) as error:
         raise UsageError(f"{pattern!r} is no regular expression: {error}", cure=r"write, for example, 'attn1\.to_q'"
                          ) from error  # fmt: skip
 
