@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from wangen.generator.errors import WangenError, bytes_text, many
+from wangen.generator.files import nearest_existing
 from wangen.runtime.decoders.pyav import shown_frames, upright
 from wangen.runtime.media import fit
 from wangen.runtime.preprocess.analysis import analyse
@@ -121,8 +122,7 @@ def require_space(needed: Estimate, form: Form, place: Place) -> None:
     """
     there = sum(path.stat().st_size for path in place.clips.glob(f"*.{form.format}")) if place.clips.is_dir() else 0
     missing = needed.num_bytes - there + SPARE_BYTES
-    parent = next(folder for folder in (place.folder, *place.folder.absolute().parents) if folder.is_dir())
-    free = shutil.disk_usage(parent).free
+    free = shutil.disk_usage(nearest_existing(place.folder) or place.folder).free
     if missing > free:
         smaller = "--format mp4, " if form.format == "npz" else "a higher --crf, "
         raise WangenError(
