@@ -96,6 +96,37 @@ def test_what_names_no_gpu_is_done_on_the_own_one(monkeypatch, device: str, numb
     assert chosen == [number]
 
 
+CUT_OFF = """
+import atexit, os, sys
+import torch
+from wangen.generator.errors import WangenError
+from wangen.generator.launch import Launch
+from wangen.runtime.training import ranks
+
+class Threads:
+    def __del__(self, end=os.abort):
+        end()
+
+ranks.new_store = lambda: (None, 1, 2)
+ranks.dist.init_process_group = lambda *_, **__: None
+with ranks.joined(Launch(1, 2, 1), torch.device("cpu")):
+    atexit.register(print, "cleaned up")
+    threads = Threads()
+    {what}
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "code", "words"),
+    [("raise WangenError('a number', exit_code=7)", 7, "a number"), ("sys.nothing()", 1, "has no attribute 'nothing'")],
+)
+def test_threads_of_a_group_do_not_change_the_exit_code_of_a_failure(what: str, code: int, words: str):
+    """gloo's call `std::terminate` when the interpreter ends amid a collective, one time in some dozens."""
+    done = subprocess.run([sys.executable, "-c", CUT_OFF.format(what=what)], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (code, "cleaned up\n")
+    assert words in done.stderr
+
+
 def test_all_take_the_memory_flags_of_the_card_with_least_free(tiny_run: TinyRun, tmp_path: Path, monkeypatch):
     options = tiny_run.options(tmp_path, vram="auto", blocks_to_swap=0, quantize="none")
     others = [(30, {"blocks_to_swap": 0, "quantize": "none"}), (20, {"blocks_to_swap": 10, "quantize": "int8"})]
