@@ -4,8 +4,11 @@ from wangen.generator.errors import UsageError
 from wangen.generator.steps import Train
 
 _FLOAT32_MAX = 3.4028234663852886e38
-_AT_MOST = {"num_timestep_buckets": 10**6}
-"""Where memory would end long before the range of a float32."""
+MAX_VALIDATION_TIMESTEPS = 1000
+"""Further ones would lie between those that a model was trained with."""
+
+_AT_MOST = {"num_timestep_buckets": 10**6, "validation_timesteps": MAX_VALIDATION_TIMESTEPS}
+"""Where memory or patience would end long before the range of a float32."""
 
 ABOVE_ZERO = (
     "network_dim", "network_alpha", "learning_rate", "gradient_accumulation_steps", "discrete_flow_shift",

@@ -23,6 +23,7 @@ from wangen.generator.generate_step import SMOKE_SAMPLING_STEPS
 from wangen.generator.session import Report
 from wangen.generator.steps import Evaluate, Generate, Train
 from wangen.generator.tasks import require_supported
+from wangen.generator.train_numbers import MAX_VALIDATION_TIMESTEPS
 from wangen.generator.workspace import require_writable
 from wangen.profiles import Model
 from wangen.runtime.cache import digest
@@ -211,6 +212,9 @@ def _refuse(options: Evaluate) -> None:
     for name, least in (("validation_timesteps", 1), ("num_prompts", 1), ("num_videos", 0), ("validation_items", 0)):
         if getattr(options, name) < least:
             raise UsageError(f"--{name} must be at least {least}, got {getattr(options, name)}")
+    if options.validation_timesteps > MAX_VALIDATION_TIMESTEPS:
+        raise UsageError(f"--validation_timesteps must be at most {MAX_VALIDATION_TIMESTEPS}, "
+                         f"got {options.validation_timesteps}")  # fmt: skip
     if options.num_videos and (options.vae is None or options.t5 is None):
         missing = "--vae" if options.vae is None else "--t5"
         raise UsageError(f"videos need {missing}", cure="give it, or --num_videos 0 to judge by losses alone")

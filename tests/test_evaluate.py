@@ -76,7 +76,8 @@ def test_the_items_that_training_held_out_are_found_again(tiny_run, tmp_path):
     train.run(tiny_run.options(tmp_path / "run", max_train_steps=4, validate_every_n_steps=4, **own))
     lines = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text(encoding="utf-8").splitlines())
     (_, last) = [line["validation"] for line in lines if "validation" in line]
-    options = flags(tiny_run, tmp_path / "run", tmp_path / "out", training_config=None, num_prompts=1, **own)
+    many = 10**20  # more than a C long holds
+    options = flags(tiny_run, tmp_path / "run", tmp_path / "out", training_config=None, num_prompts=many, **own)
     evaluate.run(options)
     found = read_evaluation(tmp_path / "out/evaluation.json")
     assert found.mean_base == pytest.approx(last["mean_base"], rel=1e-5)
@@ -281,6 +282,7 @@ def test_two_experts_are_judged_in_pairs_each_in_its_own_range(cases, tmp_path):
         ({"lora_weight": ()}, "needs --lora_weight"),
         ({"t5": None}, "videos need --t5"),
         ({"validation_timesteps": 0}, "--validation_timesteps must be at least 1"),
+        ({"validation_timesteps": 1001}, "--validation_timesteps must be at most 1000, got 1001"),
         ({"video_length": 6}, "use 5"),
         ({"lora_weight_high_noise": (Path("x.safetensors"),)}, "one transformer"),
         ({"clip_model": Path("nowhere")}, "--clip_model"),

@@ -34,7 +34,7 @@ def choose_prompts(
         own = replace(sampling, background_color=background_of(items))
         return [(prompt.prompt, prompt) for prompt in prompts_of(own, model)]
     found = []
-    for item in islice(_by_turns(items), limit):
+    for item in islice(_by_turns(items), min(limit, len(items))):
         caption = item.sample.item.caption
         image = _first_frame(item, folder) if model.condition not in ("text", "controls") else None
         controls = item.sample.item.controls if model.max_controls else ()
