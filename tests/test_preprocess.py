@@ -88,6 +88,9 @@ def test_what_is_no_good_is_left_out_with_the_reason(tmp_path):
     prepare(videos, tmp_path / "o", keep_all=True, **limits)
     assert {row["source"] for row in clips(tmp_path / "o")} == {path.name for path in videos.iterdir()} - {"brief.mp4"}
     assert reasons(tmp_path / "o") == {"brief.mp4": ["short"]}
+    loose = {"max_freeze": 9, "max_black": 1, "max_blur": 99, "min_motion": 0}
+    prepare(videos, tmp_path / "o", **limits | loose)
+    assert reasons(tmp_path / "o") == {"brief.mp4": ["short"]}
 
 
 def test_copies_are_left_out_and_a_fixed_camera_s_clips_are_not(tmp_path):
@@ -111,6 +114,8 @@ def test_copies_are_left_out_and_a_fixed_camera_s_clips_are_not(tmp_path):
     dropped = rows(tmp_path / "o" / "dropped.jsonl")
     assert clips(tmp_path / "o")[0]["file"].removeprefix("clips/") in dropped[0]["reasons"][0]
     assert dropped[1]["reasons"] == ["copy: the same file as a.mp4"]
+    prepare(videos, tmp_path / "o", frames=17, stride=20, val_share=0, cut_threshold=50, min_difference=0)
+    assert reasons(tmp_path / "o") == {"c same.mp4": ["copy"]}
 
 
 def moving(folder: Path, *names: str) -> Path:
