@@ -33,7 +33,7 @@ from wangen.generator.steps import STEPS
 pytest_plugins = ["abuse_fixtures"]
 
 COMMANDS = [step.command for step in STEPS]
-PATHS, CONTENT, VALUES = 41, 61, 97
+PATHS, CONTENT, VALUES = 131, 181, 293
 """The fast tests take every so-many-th case: primes, so that flags meet different kinds."""
 HEAVY = ("train", "generate", "evaluate")
 """The steps that load models before they look at some flags."""

@@ -27,6 +27,7 @@ from wangen.runtime.cache.claims import Claims
 from wangen.runtime.cache.needed import DatasetNeeds
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked"),
     pytest.mark.usefixtures("one_thread", "quick"),
 ]
@@ -90,7 +91,7 @@ def assert_same(bundle: Bundle, whole: Bundle) -> None:
     assert bundle.check("--deep") == 0
 
 
-@pytest.mark.parametrize("number", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [2, 3])
 def test_processes_share_the_work(bundle: Bundle, whole: Bundle, number: int):
     for line, count in ((bundle.latents_line(), NUM_LATENTS), (bundle.text_line(), NUM_CAPTIONS)):
         assert beside(works(bundle, *[line] * number)) == [0] * number
@@ -108,7 +109,7 @@ def test_both_steps_at_once_each_twice(bundle: Bundle, whole: Bundle):
     assert_same(bundle, whole)
 
 
-@pytest.mark.parametrize("at_once", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("at_once", [True, False])
 def test_shards_are_disjoint_and_together_whole(bundle: Bundle, whole: Bundle, at_once: bool):
     lines = [[*line, "--shard", f"{i}/2"] for line in lines_of(bundle, ()) for i in range(2)]
     run = beside if at_once else lambda works: [end_of(fork(work)) for work in works]
@@ -180,7 +181,6 @@ def test_what_a_killed_process_held_is_taken_over_without_waiting(
     assert_same(bundle, whole)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("step", [0, 1])
 def test_what_a_killed_process_of_another_machine_held_is_taken_over_after_its_lease(
     bundle: Bundle, whole: Bundle, step: int, monkeypatch: pytest.MonkeyPatch

@@ -236,6 +236,7 @@ for _ in range(3):
 """
 
 
+@pytest.mark.slow
 def test_two_processes_may_write_one_folder_at_once(tmp_path: Path):
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
     command = [sys.executable, "-c", WRITE_ALL, str(tmp_path)]
@@ -247,6 +248,7 @@ def test_two_processes_may_write_one_folder_at_once(tmp_path: Path):
     assert not list(tmp_path.glob(".*"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="SIGKILL")
 def test_a_writer_killed_at_any_moment_leaves_whole_entries(tmp_path: Path):
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}

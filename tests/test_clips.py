@@ -99,6 +99,7 @@ def test_frame_k_is_frame_k_of_the_file(tmp_path, kind):
     assert numbers(((found.permute(0, 2, 3, 1) + 1) * 127.5).round().to(torch.uint8).numpy()) == list(range(32))
 
 
+@pytest.mark.slow
 def test_a_data_loader_with_workers_gives_the_same(manifest):
     dataset = ClipDataset(str(manifest), frames=5, size=(32, 32))
     loader = DataLoader(dataset, batch_size=2, num_workers=1, collate_fn=collate_fn, multiprocessing_context="spawn")

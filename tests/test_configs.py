@@ -22,6 +22,8 @@ from wangen.generator.steps import CacheLatents, Train
 from wangen.generator.tomls import load
 from wangen.runtime.training import launcher
 
+pytestmark = pytest.mark.slow
+
 NAMES = ("captioned-images", "world-model")
 NOW = [
     "--device",

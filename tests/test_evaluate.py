@@ -18,6 +18,8 @@ from wangen.runtime import cache_latents, cache_text, evaluate, generate, train
 from wangen.runtime.evaluation import judging
 from wangen.runtime.evaluation_file import BASE, read_evaluation
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def trained(tiny_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -164,7 +166,6 @@ def test_a_video_of_it_is_what_generate_makes_and_repeats(tiny_run, trained, tmp
     assert (tmp_path / "again.mp4").read_bytes() == film.read_bytes()
 
 
-@pytest.mark.slow
 def test_what_is_done_is_not_done_again_and_the_result_is_the_same(tiny_run, trained, tmp_path, monkeypatch):
     options = flags(tiny_run, trained, tmp_path / "a")
     evaluate.run(options)
@@ -328,7 +329,6 @@ def test_a_lora_whose_loss_is_no_number_is_left_out_and_the_others_are_judged(ti
         evaluate.run(flags(tiny_run, tmp_path / "alone.safetensors", tmp_path / "out", num_videos=0))
 
 
-@pytest.mark.slow
 def test_it_tells_a_lora_that_learned_from_shuffled_captions_and_from_an_untrained_one(tmp_path):
     """On the tiny Wan: colours that it never saw; the untrained LoRA is saved after a step at a rate of all but 0."""
     with pytest.MonkeyPatch.context() as patch:

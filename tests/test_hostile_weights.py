@@ -84,6 +84,7 @@ def judge(folder: Path, source: str, count: int = 0, seed: int = 0) -> dict[str,
     return report
 
 
+@pytest.mark.slow
 def test_files_made_to_do_harm(folder: Path):
     report = judge(folder, "hand")
     assert "safetensors: a good one" in report["accepted"]

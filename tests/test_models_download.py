@@ -14,6 +14,8 @@ from parity import VECTORS
 
 from wangen.generator.cli import main
 
+pytestmark = pytest.mark.slow
+
 pytest_plugins = ("hub_fixtures",)
 
 DIT = next(name for name in FILES if "t2v_1.3B" in name)

@@ -12,6 +12,8 @@ from helpers import read_tree
 from hub_files import FILES, FP8_NAME, LARGE, MIB, T5_FP8, left
 from local_hub import Hub, download, running, start
 
+pytestmark = pytest.mark.slow
+
 pytest_plugins = ("hub_fixtures",)
 
 NUM_CHUNK_BYTES = 10 * MIB
@@ -30,7 +32,6 @@ def test_a_connection_that_drops_is_made_anew_and_goes_on(tmp_path, large):
     assert read_tree(tmp_path / "models") == {FP8_NAME: LARGE}
 
 
-@pytest.mark.slow
 def test_a_download_that_gave_up_is_gone_on_with_by_the_next_run(tmp_path, large):
     large.cut_at[T5_FP8] = [12 * MIB] + [0] * 50
     process = start(large.endpoint, tmp_path, FP8_NAME)
@@ -52,13 +53,7 @@ def test_a_download_that_gave_up_is_gone_on_with_by_the_next_run(tmp_path, large
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals are POSIX's")
-@pytest.mark.parametrize(
-    "number",
-    [
-        "SIGKILL",
-        pytest.param("SIGINT", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("number", ["SIGKILL", "SIGINT"])
 def test_a_process_that_is_ended_in_the_middle_goes_on_when_run_again(tmp_path, large, number):
     large.stall_at[T5_FP8] = 21 * MIB
     process = start(large.endpoint, tmp_path, FP8_NAME)
@@ -100,7 +95,6 @@ def test_wrong_bytes_are_refused_and_leave_nothing(tmp_path, large):
     assert left(tmp_path / "models") == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("extra", [-1, 7])
 def test_another_length_than_announced_is_refused(tmp_path, large, extra):
     large.sent[T5_FP8] = LARGE[:-1] if extra < 0 else LARGE + b"x" * extra
@@ -131,7 +125,6 @@ def test_a_wrong_beginning_of_an_earlier_run_is_fetched_again(tmp_path, large):
     assert read_tree(tmp_path / "models") == {FP8_NAME: LARGE}
 
 
-@pytest.mark.slow
 def test_a_server_that_cannot_go_on_in_the_middle(tmp_path, large):
     large.ignores_ranges = True
     part = tmp_path / "models" / f".{FP8_NAME}.{hashlib.sha256(LARGE).hexdigest()[:16]}.part"
@@ -185,7 +178,6 @@ def test_too_little_space_is_said_before_anything_is_fetched(tmp_path, large, sm
     assert large.bodies() == []
 
 
-@pytest.mark.slow
 def test_a_disk_that_fills_up_on_the_way_is_said_and_gone_on_with(tmp_path, large, small_disk):
     large.stall_at[T5_FP8] = 11 * MIB
     process = start(large.endpoint, tmp_path, FP8_NAME, "--dir", str(small_disk))

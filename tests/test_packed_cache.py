@@ -101,6 +101,7 @@ def some_packed(folder: Path) -> None:
     put(folder, *recipes(4), encoder=replace(Folder(folder).all_entries[0].encoder, dtype="bfloat16"))
 
 
+@pytest.mark.slow
 @forking
 @pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("command", ["pack", "unpack"])
@@ -130,6 +131,7 @@ def values(folder: Path) -> list[float]:
     return [looked.open("latent", recipe.key(ENCODER))["latent"].flatten()[0].item() for recipe in recipes(5)]
 
 
+@pytest.mark.slow
 @forking
 @pytest.mark.parametrize(("num_again", "merged"), [(2, True), (2, False), (5, False)])
 def test_killed_at_any_call_what_was_encoded_anew_counts(

@@ -18,6 +18,8 @@ from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.lock import here
 from wangen.runtime.preprocess import cutting
 
+pytestmark = pytest.mark.slow
+
 VISIBLE = {"contact_sheet.html", "dropped.jsonl", "train.jsonl", "val.jsonl"}
 
 
@@ -67,7 +69,6 @@ def test_footage_that_is_gone_is_no_fault_of_a_finished_run_and_of_no_other(vide
         prepare(tmp_path / "videos", tmp_path / "out")
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 def test_a_run_killed_anywhere_goes_on_to_the_same_bytes(videos, whole, tmp_path):
     def work(output: Path) -> int:
@@ -83,7 +84,6 @@ def test_a_run_killed_anywhere_goes_on_to_the_same_bytes(videos, whole, tmp_path
         assert made(output) == whole, met[-1]
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
 def test_another_share_to_validate_with_never_leaves_a_mixed_pair(videos, tmp_path):
     def pair(output: Path) -> tuple[bytes, bytes] | None:
@@ -230,7 +230,6 @@ def test_two_runs_at_once_are_refused(videos, tmp_path):
     assert prepare(videos, tmp_path).ok
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="sends SIGINT")
 def test_ctrl_c_stops_soon_with_one_message(tmp_path):
     videos = tmp_path / "v"

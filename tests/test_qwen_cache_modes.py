@@ -14,6 +14,8 @@ from wangen.generator.errors import UsageError, WangenError
 from wangen.runtime.loader import CachedSample, cache_use, find_entries
 from wangen.runtime.samples import read_samples
 
+pytestmark = pytest.mark.slow
+
 TASK = "qwen-image-edit"
 ENCODED_BY_OTHERS = "encoded with another text encoder or tokenizer"
 

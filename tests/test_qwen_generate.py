@@ -18,6 +18,8 @@ from wangen.runtime.denoising import flow_scheduler
 from wangen.runtime.evaluation_file import read_evaluation
 from wangen.runtime.sampling.prompts import defaults_of, make_prompt
 
+pytestmark = pytest.mark.slow
+
 PROMPT, NEGATIVE = "make the sky  green", "a blurred picture"
 
 

@@ -18,6 +18,8 @@ from wangen.runtime.training.refusals import resolved
 from wangen.runtime.training.step import item_losses
 from wangen.runtime.training.timesteps import Sampler
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 SHARES = {"house": 0.5, "lake": 0.25, "hill": 1.0}
 """How much of each picture its mask leaves."""

@@ -24,6 +24,7 @@ CPU = torch.device("cpu")
 PROMPT = "make  the sky green,\nplease"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "single"),
     [("qwen-image", False), ("qwen-image", True), ("qwen-image-edit", True), ("qwen-image-edit-plus", False)],
@@ -93,6 +94,7 @@ def prompt_encoder(path: Path, *, plain: bool, fp8: bool = False, dtype: torch.d
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group_tokens", [1, 600, 2**16])
 @pytest.mark.parametrize(("fp8", "dtype"), [(False, torch.float32), (True, torch.float32), (False, torch.bfloat16)])
 def test_streamed_layers_give_the_same_bits(tiny_qwen: TinyQwen, monkeypatch, fp8, dtype, group_tokens: int):

@@ -30,6 +30,8 @@ from wangen.runtime.training.refusals import resolved
 from wangen.runtime.training.step import item_losses, num_tokens
 from wangen.runtime.training.timesteps import Sampler
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 TASKS = ("qwen-image", "qwen-image-edit", "qwen-image-edit-plus")
 
@@ -239,7 +241,6 @@ def test_a_lora_merged_into_the_checkpoint_is_the_lora_beside_it(edits, tmp_path
         assert torch.allclose(*outputs, atol=1e-5)
 
 
-@pytest.mark.slow
 def test_training_lowers_the_loss_of_one_edit(edits, tmp_path):
     made = edits["qwen-image-edit"]
     options = made.train(tmp_path, max_train_steps=40, learning_rate=5e-3, network_dim=8, network_alpha=8.0)
@@ -319,7 +320,6 @@ def test_cached_realtime_and_mixed_training_have_the_same_losses_and_end_with_th
     assert not list(made.folder.rglob("*.safetensors"))
 
 
-@pytest.mark.slow
 def test_a_run_that_began_on_the_cache_goes_on_without_it(edits, tmp_path):
     made = edits["qwen-image-edit"]
     run(made, tmp_path / "whole")
@@ -372,7 +372,6 @@ def test_a_run_for_a_small_card_ends_with_the_bytes_of_any_other(edits, tmp_path
     assert (tmp_path / "a/edit.safetensors").read_bytes() == (tmp_path / "b/edit.safetensors").read_bytes()
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # the compiler warns of its own ways
 def test_compiled_training_has_the_losses_of_any_other(edits, tmp_path):
     made = edits["qwen-image-edit-plus"]

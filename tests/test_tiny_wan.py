@@ -30,6 +30,8 @@ from wangen.runtime.sampling.options import prompts_of, resolved
 from wangen.runtime.sampling.scenes import Scene
 from wangen.runtime.sampling.videos import Expert, sample_latents
 
+pytestmark = pytest.mark.slow
+
 CPU, MODEL = torch.device("cpu"), profiles.model("t2v-1.3B")
 HOME = Path(examples.__file__).parent / "tiny-wan"
 DIT = HOME / "wan2.1_t2v_1.3B_bf16.safetensors"
@@ -131,7 +133,6 @@ def test_a_generated_clip_shows_what_the_caption_says(models, solver, number):
     assert (moved - 0.35 * torch.tensor(MOTIONS[motion])).norm() < 0.25, moved
 
 
-@pytest.mark.slow
 def test_most_captions_come_true(models):
     """Thirty captions: nearly every colour, background and motion is right."""
     colours, backgrounds, motions = [], [], []

@@ -19,6 +19,8 @@ from train_cases import EXPERTS, TRUTH, Cases, Changes, contents, cut_off, make_
 from wangen.runtime import train
 from wangen.runtime.training import checkpoint
 
+pytestmark = pytest.mark.slow
+
 pytest_plugins = ("optimizer_fixtures",)
 
 SWAP: Changes = {"checkpointing": "full", "blocks_to_swap": 1}
@@ -122,7 +124,6 @@ def test_swapped_blocks_whose_last_or_first_layers_have_no_adapter(cases: Cases,
     assert same_tensors(tmp_path / "swapped", tmp_path / "plain")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", SAME)
 @pytest.mark.parametrize(("kind", "given"), [("two", EXPERTS), ("dora", {"dora": True})])
 def test_saving_memory_changes_no_byte_of_other_runs(
@@ -161,19 +162,16 @@ def test_looking_changes_nothing_of_what_is_trained(cases: Cases, plain: dict[st
     assert "lora_low_noise-best.safetensors" in found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_run_that_is_cut_off_goes_on_to_the_same_bytes(cases: Cases, tmp_path: Path, dotted: ModuleType, name: str):
     cut_and_compare(cases, tmp_path, RESUMED[name], 5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", MORE_RESUMED)
 def test_more_kinds_of_runs_go_on_to_the_same_bytes(cases: Cases, tmp_path: Path, name: str):
     cut_and_compare(cases, tmp_path, MORE_RESUMED[name], 5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("step", range(1, 7))
 def test_wherever_it_is_cut_off(cases: Cases, tmp_path: Path, dotted: ModuleType, step: int):
     cut_and_compare(cases, tmp_path, RESUMED["two experts, all kinds of chance, averages, validation"], step)
@@ -216,7 +214,6 @@ def losses(folder: Path) -> list[float]:
     return [line["loss"] for line in measured(folder) if "loss" in line]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", SAME)
 def test_saving_memory_changes_no_byte_where_first_frames_are_given(ti2v: Cases, tmp_path: Path, name: str):
     train.run(ti2v.options(tmp_path / "plain", checkpointing="none", **GIVEN))
@@ -258,7 +255,6 @@ is_reg = true
 """
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="SIGKILL is POSIX's")
 def test_two_experts_with_averages_and_validation_survive_three_real_kills(cases: Cases, tmp_path: Path):
     changes = {**RESUMED["two experts, all kinds of chance, averages, validation"], "save_state_every_n_steps": 1}
