@@ -3,7 +3,7 @@
 from wangen.generator.errors import UsageError
 from wangen.generator.steps import Train
 
-_FLOAT32_MAX = 3.4028234663852886e38
+_FLOAT32_MAX = 3.4e38
 MAX_VALIDATION_TIMESTEPS = 1000
 """Further ones would lie between those that a model was trained with."""
 
@@ -30,7 +30,7 @@ def refuse_not_above_zero(options: Train) -> None:
         value = getattr(options, name)
         most = _AT_MOST.get(name, _FLOAT32_MAX)
         if value is not None and not 0 < value <= most:
-            raise UsageError(f"--{name} must be above 0 and at most {most:.2g}, got {value}")
+            raise UsageError(f"--{name} must be above 0 and at most {most:.7g}, got {value}")
 
 
 def refuse_more_blocks(options: Train, num_blocks: int) -> None:
