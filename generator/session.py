@@ -267,14 +267,16 @@ def _logging(file: Path | None, *, shows: bool) -> Iterator[None]:
             raise WangenError(f"cannot write the log: {error.strerror}", where=str(file),
                               cure="fix its rights or give another --log_file") from None  # fmt: skip
         handlers[1].setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    level, propagate = log.level, log.propagate
     log.setLevel(logging.INFO if shows else logging.WARNING)
-    propagate, log.propagate = log.propagate, False
+    log.propagate = False
     for handler in handlers:
         log.addHandler(handler)
     try:
         yield
     finally:
         log.propagate = propagate
+        log.setLevel(level)
         for handler in handlers:
             log.removeHandler(handler)
             if handler is not handlers[0]:

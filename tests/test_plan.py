@@ -269,7 +269,9 @@ def test_fit_writes_the_flags_into_every_script_and_remembers_them(place: Path, 
     assert remembered
     assert remembered.card == "RTX 4090 (24 GiB)"
     assert remembered.flags == chosen
+    capsys.readouterr()
     assert main(["publish", "cats", "--fit", "--gpu", "H200"]) == 0
+    assert "(train_cats.sh changed, cache_cats.sh, setup_wangen.sh)" in capsys.readouterr().out
     assert (script_of(place).quantize, script_of(place).checkpointing) == ("none", "selective"), "a larger card"
     assert main(["publish", "cats", "--no_fit"]) == 0
     assert (place / "published" / "linux" / "train_cats.sh").read_bytes() == plain

@@ -264,9 +264,11 @@ def _slug(name: str) -> str:
 
 def _say_bundle(bundle: BundlePlan, slug: str) -> None:
     """What publishing did for one target."""
-    counts = ", ".join(f"{number} {what}" for what, number in bundle.counts.items() if number) or "no"
-    scripts = ", ".join(text.path.name for text in bundle.texts if text.path.parent == bundle.target.folder)
-    click.echo(f"  {bundle.target.platform.name:8} {bundle.target.folder}  ({counts} files; {scripts})")
+    counts = ", ".join(f"{number} {what}" for what, number in bundle.counts.items() if number)
+    own = [text for text in bundle.texts if text.path.parent == bundle.target.folder]
+    scripts = ", ".join(f"{text.path.name} changed" if text.state == "changed" else text.path.name for text in own)
+    said = "; ".join([f"{counts} files"] * bool(counts) + [scripts])
+    click.echo(f"  {bundle.target.platform.name:8} {bundle.target.folder}  ({said})")
     _say_kept(bundle, slug)
 
 
