@@ -1,6 +1,7 @@
 """The caching steps from the command line: what they encode, skip, keep and remove."""
 
 import io
+import logging
 import os
 import shutil
 import subprocess
@@ -245,7 +246,7 @@ def test_progress_lines_are_sparse_and_end_complete(unbroken: Bundle, tmp_path: 
     assert "left" not in lines[-1]
 
 
-def test_the_bar_of_a_terminal_shows_any_file_name(monkeypatch: pytest.MonkeyPatch):
+def test_the_bar_of_a_terminal_shows_any_file_name(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
@@ -253,6 +254,7 @@ def test_the_bar_of_a_terminal_shows_any_file_name(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(sys, "stderr", Terminal())
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "200")
+    caplog.set_level(logging.INFO, logger="wangen")
     with progress("latents", 1) as advance:
         advance(1, "a[/b] [red].jpg")
     assert "1/1" in sys.stderr.getvalue()  # type: ignore[attr-defined]
