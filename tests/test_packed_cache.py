@@ -103,7 +103,7 @@ def some_packed(folder: Path) -> None:
 
 @pytest.mark.slow
 @forking
-@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [5, 1])
 @pytest.mark.parametrize("command", ["pack", "unpack"])
 def test_killed_at_any_call_no_entry_is_lost_and_the_next_call_finishes(command: str, every: int, tmp_path: Path):
     some_packed(tmp_path / "before")

@@ -267,8 +267,8 @@ def _say_bundle(bundle: BundlePlan, slug: str) -> None:
     counts = ", ".join(f"{number} {what}" for what, number in bundle.counts.items() if number)
     own = [text for text in bundle.texts if text.path.parent == bundle.target.folder]
     scripts = ", ".join(f"{text.path.name} changed" if text.state == "changed" else text.path.name for text in own)
-    said = "; ".join([f"{counts} files"] * bool(counts) + [scripts])
-    click.echo(f"  {bundle.target.platform.name:8} {bundle.target.folder}  ({said})")
+    files = f"{counts} files; " if counts else ""
+    click.echo(f"  {bundle.target.platform.name:8} {bundle.target.folder}  ({files}{scripts})")
     _say_kept(bundle, slug)
 
 

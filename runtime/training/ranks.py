@@ -165,28 +165,28 @@ def joined(launch: Launch, device: torch.device) -> Iterator[Ranks]:
         store, number, count = new_store()
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=number, world_size=count, timeout=TIMEOUT)
-    ranks, failed = Ranks(launch), list[int]()
-    atexit.register(_end, failed)
+    ranks, exit_code = Ranks(launch), [1]
+    atexit.register(_end, exit_code)
     try:
         yield ranks
-    except BaseException as error:
-        failed.append(getattr(error, "exit_code", 1))
+    except WangenError as error:
+        exit_code[0] = error.exit_code
         raise
     ranks.any(False)  # wait for all; not after an error: then the others do not come here
     dist.destroy_process_group()
+    atexit.unregister(_end)
 
 
-def _end(failed: Sequence[int]) -> None:
+def _end(exit_code: Sequence[int]) -> None:
     """After a failure end here, with its exit code, once all that came later has cleaned up.
 
     The interpreter would take down gloo's threads next. In the middle of a collective they call `std::terminate` then
     (torch 2.13: in 4 of 100 ends), and the launcher would tell of a SIGABRT instead of the exit code.
     """
-    if failed:
-        for stream in (sys.stdout, sys.stderr):
-            if stream:  # it may be closed (`>&-`)
-                stream.flush()
-        os._exit(failed[0])
+    for stream in (sys.stdout, sys.stderr):
+        if stream:  # it may be closed (`>&-`)
+            stream.flush()
+    os._exit(exit_code[0])
 
 
 def new_store() -> tuple["Store", int, int]:
