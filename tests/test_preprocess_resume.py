@@ -16,7 +16,10 @@ from killing import KILLED, forked
 
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.lock import here
+from wangen.runtime import preprocess
 from wangen.runtime.preprocess import cutting
+from wangen.runtime.preprocess.form import Form, Place
+from wangen.runtime.preprocess.manifests import Outcome
 
 pytestmark = pytest.mark.slow
 
@@ -51,6 +54,21 @@ def test_two_runs_give_the_same_bytes(videos, whole, tmp_path):
     assert made(tmp_path) == whole
     assert {name for name in whole if "/" not in name} == VISIBLE
     assert not [name for name in whole if name.endswith((".tmp", "lock"))]
+
+
+def test_records_that_vanish_before_the_page_is_written_are_made_again(videos, whole, tmp_path, monkeypatch):
+    write = preprocess.write_manifests
+
+    def write_and_lose(outcome: Outcome, form: Form, place: Place) -> None:
+        write(outcome, form, place)
+        shutil.rmtree(place.records / "videos")
+
+    monkeypatch.setattr(preprocess, "write_manifests", write_and_lose)
+    with pytest.raises(WangenError, match="the record of a video is gone"):
+        prepare(videos, tmp_path)
+    monkeypatch.undo()
+    prepare(videos, tmp_path)
+    assert made(tmp_path) == whole
 
 
 def test_footage_that_is_gone_is_no_fault_of_a_finished_run_and_of_no_other(videos, tmp_path, caplog):

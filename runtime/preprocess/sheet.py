@@ -6,7 +6,7 @@ from functools import lru_cache
 from html import escape
 from pathlib import Path
 
-from wangen.generator.errors import many, printable
+from wangen.generator.errors import WangenError, many, printable
 from wangen.generator.files import write_text
 from wangen.runtime.preprocess.analysis import load
 from wangen.runtime.preprocess.candidates import Window, reason_counts
@@ -40,7 +40,7 @@ def write_sheet(outcome: Outcome, form: Form, place: Place) -> None:
     At most `MAX_SHOWN` of each kind are shown, evenly chosen; the rest is counted.
 
     Raises:
-        WangenError: the page cannot be written.
+        WangenError: the page cannot be written, or the record of a video is gone.
     """
     parts = [
         ("train", "Training", outcome.train),
@@ -99,7 +99,13 @@ def _strip(window: Window, form: Form, place: Place) -> str:
 
 @lru_cache(maxsize=1)
 def _pictures(path: Path) -> tuple[tuple[bytes, ...], int]:
-    """The pictures of a video and how many frames lie from one to the next; windows come video by video."""
+    """The pictures of a video and how many frames lie from one to the next; windows come video by video.
+
+    Raises:
+        WangenError: the video's record was taken away or damaged since the video was watched.
+    """
     analysis = load(path)
-    assert analysis is not None, "it was written in this run"
+    if analysis is None:
+        raise WangenError("the record of a video is gone or damaged, though this run has seen it whole",
+                          where=str(path), cure="run the same line again: it watches the video anew")  # fmt: skip
     return analysis.pictures, analysis.every
