@@ -1,9 +1,9 @@
 // A stand-in for an NVIDIA GPU, for a PyTorch without CUDA: tensors on the device "cuda" whose numbers the CPU computes.
 //
 // It shows what a machine without a GPU cannot show otherwise: that tensors which meet are on one device, that what is
-// meant for a GPU alone runs, and that nothing is read before a copy on a side stream was waited for. Such copies run
-// when somebody waits for them, and no earlier. What it cannot show: the GPU's own kernels, and copies that come too
-// early, since what is computed is there at once.
+// meant for a GPU alone runs, that nothing is read before a copy on a side stream was waited for, and that no such copy
+// touches memory of which the main stream may still make use. Copies on a side stream run when somebody waits for them,
+// and no earlier. What it cannot show: the GPU's own kernels, and their speed and memory.
 
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
@@ -24,6 +24,7 @@
 #include <deque>
 #include <mutex>
 #include <set>
+#include <unordered_map>
 
 namespace {
 
@@ -33,12 +34,34 @@ using Lock = std::lock_guard<std::recursive_mutex>;
 
 const c10::Device kGpu(c10::kCUDA, 0);
 
+// When the main stream last made use of memory, in operations so far; how far a side stream has waited for it.
+
+std::recursive_mutex lane;
+std::unordered_map<const void*, int64_t> last_use;
+int64_t num_operations = 0;
+thread_local bool beside = false;  // a side stream is the current one
+thread_local int64_t waited_for = 0;
+
+void use(const void* memory) {
+  if (beside) return;
+  Lock lock(lane);
+  last_use[memory] = ++num_operations;
+}
+
+void check_use(const Tensor& tensor) {
+  if (!tensor.is_cuda()) return;
+  const auto found = last_use.find(tensor.storage().data());
+  TORCH_CHECK(found == last_use.end() || found->second <= waited_for,
+              "A copy on a side stream of memory that the main stream may still use");
+}
+
 // Memory: the host's, under the GPU's name; fresh memory holds NaN, and what is pinned is remembered.
 
 struct GpuMemory final : at::Allocator {
   at::DataPtr allocate(size_t num_bytes) override {
     void* data = c10::GetCPUAllocator()->raw_allocate(num_bytes);
     if (num_bytes) std::memset(data, 0xff, num_bytes);  // NaN: what is read before it is written shows
+    use(data);  // by whoever had it before
     return {data, data, raw_deleter(), kGpu};
   }
   at::DeleterFnPtr raw_deleter() const override {
@@ -159,15 +182,14 @@ Tensor on_host(const Tensor& tensor) {
 
 Tensor on_gpu(const Tensor& tensor) {
   if (!tensor.defined() || !tensor.is_cpu()) return tensor;
+  use(tensor.storage().data());
   return renamed(tensor, kGpu, c10::DispatchKey::CUDA, &gpu_memory);
 }
 
 // Copies that a side stream was asked for, in order.
 
-std::recursive_mutex lane;
 std::deque<std::pair<Tensor, Tensor>> waiting;  // to, from
 int64_t num_asked = 0;
-thread_local bool beside = false;  // a side stream is the current one
 
 void run_until(int64_t mark) {
   Lock lock(lane);
@@ -181,10 +203,14 @@ void run_until(int64_t mark) {
 Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
   Lock lock(lane);
   if (beside && non_blocking) {
+    check_use(self);
+    check_use(source);
     waiting.emplace_back(on_host(self), on_host(source));
     ++num_asked;
   } else {
     if (beside) run_until(num_asked);
+    for (const auto& one : {self, source})
+      if (one.is_cuda()) use(one.storage().data());
     on_host(self).copy_(on_host(source));
   }
   return self;
@@ -205,6 +231,7 @@ struct Call {
       return tensor;
     }
     any_gpu = true;
+    use(tensor.storage().data());
     named.emplace_back(tensor, on_host(tensor));
     return named.back().second;
   }
@@ -351,7 +378,11 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
 }
 
 extern "C" {
-void stand_in_beside(bool is_beside) { beside = is_beside; }
+void stand_in_beside(bool is_beside, int64_t has_waited_for) {
+  beside = is_beside;
+  waited_for = has_waited_for;
+}
+int64_t stand_in_now() { return num_operations; }
 int64_t stand_in_mark() { return num_asked; }
 void stand_in_run_until(int64_t mark) { run_until(mark); }
 }

@@ -4,7 +4,8 @@ PYTHONPATH=tests python -m pytest -p stand_in_gpu …
 
 No GPU is needed, and none is touched: the CPU computes the numbers. `torch.cuda` answers as on an RTX 4090, and what
 PyTorch checks of devices is checked: tensors that meet, generators, storages. Fresh memory holds NaN, and a copy on a
-side stream comes when it is waited for, so that whoever does not wait computes with NaN. Processes that tests start
+side stream comes when it is waited for, so that whoever does not wait computes with NaN; one that does not wait itself
+for what the main stream does with its memory is refused. Processes that tests start
 compute on the CPU, unless they fork. Needs g++, and has to be loaded before torch is.
 """
 
@@ -63,7 +64,8 @@ assert "torch" not in sys.modules, "PyTorch asks once for the GPU, when it is im
 _lane = ctypes.CDLL(str(built()), mode=ctypes.RTLD_GLOBAL)
 _lane.stand_in_mark.restype = ctypes.c_int64
 _lane.stand_in_run_until.argtypes = [ctypes.c_int64]
-_lane.stand_in_beside.argtypes = [ctypes.c_bool]
+_lane.stand_in_now.restype = ctypes.c_int64
+_lane.stand_in_beside.argtypes = [ctypes.c_bool, ctypes.c_int64]
 
 import torch  # noqa: E402
 
@@ -73,16 +75,20 @@ _here = threading.local()
 class Stream(torch.Stream):
     """One that computes at once, or, beside it, copies when it is waited for."""
 
+    _waited_for = 0
+
     def __new__(cls, *_words: Any, **_named: Any) -> "Stream":
         return super().__new__(cls, torch.device("cuda", 0))
 
     def wait_stream(self, other: "Stream") -> None:
-        if self is _main and other is not _main:
-            other.synchronize()
+        self.wait_event(other.record_event())
 
     def wait_event(self, event: "Event") -> None:
         if self is _main:
             event.synchronize()
+            return
+        self._waited_for = max(self._waited_for, event._now)
+        _enter(_current())
 
     def record_event(self, event: "Event | None" = None) -> "Event":
         event = event or Event()
@@ -95,13 +101,15 @@ class Stream(torch.Stream):
 
 
 class Event:
-    """Knows how many copies had been asked for when it was recorded."""
+    """Knows how many copies had been asked for when it was recorded, or, of the main stream, its operations."""
 
     def __init__(self, **_named: Any) -> None:
-        self._mark, self._time_s = 0, 0.0
+        self._mark, self._now, self._time_s = 0, 0, 0.0
 
     def record(self, stream: Stream | None = None) -> None:
-        self._mark = 0 if (stream or _current()) is _main else _lane.stand_in_mark()
+        is_main = (stream or _current()) is _main
+        self._mark = 0 if is_main else _lane.stand_in_mark()
+        self._now = _lane.stand_in_now() if is_main else 0
         self._time_s = time.perf_counter()
 
     def wait(self, stream: Stream | None = None) -> None:
@@ -141,7 +149,7 @@ def _on(stream: Stream | None) -> Iterator[None]:
 
 def _enter(stream: Stream) -> None:
     _here.stream = stream
-    _lane.stand_in_beside(stream is not _main)
+    _lane.stand_in_beside(stream is not _main, stream._waited_for)
 
 
 def _always(value: Any) -> Callable[..., Any]:

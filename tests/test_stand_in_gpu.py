@@ -45,6 +45,7 @@ def test_gradients_are_the_cpu_s():
 
 def test_a_copy_on_a_side_stream_is_there_when_it_was_waited_for():
     target, side = gpu(0, 0), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         target.copy_(torch.tensor([1.0, 2.0]).pin_memory(), non_blocking=True)
         event = torch.cuda.Event()
@@ -54,14 +55,26 @@ def test_a_copy_on_a_side_stream_is_there_when_it_was_waited_for():
     assert target.tolist() == [1, 2]
 
 
+def test_a_copy_on_a_side_stream_may_not_come_before_what_the_main_one_does_with_its_memory():
+    target, side = gpu(0, 0), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    target += 1
+    with torch.cuda.stream(side), pytest.raises(RuntimeError, match="the main stream may still use"):
+        target.copy_(torch.tensor([1.0, 2.0]).pin_memory(), non_blocking=True)
+
+
 @pytest.mark.parametrize(
     "flags", [{"blocks_to_swap": 1}, {"gradient_checkpointing_cpu_offload": True}], ids=["swap", "offload"]
 )
-def test_training_that_does_not_wait_for_its_copies_is_seen(tiny_run, tmp_path, monkeypatch, flags):
+def test_training_and_copies_that_do_not_wait_for_each_other_are_seen(tiny_run, tmp_path, monkeypatch, flags):
     def train_it(name: str) -> None:
         train.run(tiny_run.options(tmp_path / name, max_train_steps=3, **flags))
 
     train_it("waits")
-    monkeypatch.setattr(torch.cuda.Event, "synchronize", lambda _: None)
-    with pytest.raises(WangenError, match="not finite"):
-        train_it("does not")
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda.Event, "synchronize", lambda _: None)
+        with pytest.raises(WangenError, match="not finite"):
+            train_it("training does not")
+    monkeypatch.setattr(torch.cuda.Stream, "wait_event", lambda _stream, event: event.synchronize())
+    with pytest.raises(RuntimeError, match="the main stream may still use"):
+        train_it("copies do not")
