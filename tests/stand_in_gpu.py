@@ -9,6 +9,7 @@ for what the main stream does with its memory is refused. Processes that tests s
 compute on the CPU, unless they fork. Needs g++, and has to be loaded before torch is.
 """
 
+import atexit
 import ctypes
 import importlib.util
 import subprocess
@@ -170,13 +171,15 @@ _ANSWERS = {
 for _name, _value in _ANSWERS.items():
     setattr(torch.cuda, _name, _always(_value))
 for _name in ("_lazy_init", "set_device", "empty_cache", "ipc_collect", "reset_peak_memory_stats", "manual_seed",
-              "manual_seed_all", "set_rng_state"):  # fmt: skip
+              "manual_seed_all", "set_rng_state", "set_per_process_memory_fraction"):  # fmt: skip
     setattr(torch.cuda, _name, _always(None))  # a function each: the compiler has a table of them
 for _name, _value in {"Stream": Stream, "Event": Event, "stream": _on, "current_stream": _current,
                       "synchronize": _synchronize}.items():  # fmt: skip
     setattr(torch.cuda, _name, _value)
 
 from wangen.runtime import devices  # noqa: E402
+
+atexit.register(time.sleep, 0.2)  # the backward pass's thread still lets go of its tensors, and may not outlive Python
 
 _choose_device = devices.choose_device
 
