@@ -5,16 +5,16 @@ PYTHONPATH=tests python -m pytest -p stand_in_gpu …
 No GPU is needed, and none is touched: the CPU computes the numbers. `torch.cuda` answers as on an RTX 4090, and what
 PyTorch checks of devices is checked: tensors that meet, generators, storages. Fresh memory holds NaN, and a copy on a
 side stream comes when it is waited for, so that whoever does not wait computes with NaN; one that does not wait itself
-for what the main stream does with its memory is refused. Processes that tests start
-compute on the CPU, unless they fork. Needs g++, and has to be loaded before torch is.
+for what the main stream does with its memory is refused. Processes that tests start compute on the CPU, unless they
+fork. Needs g++ and a PyTorch without CUDA, and has to be loaded before torch is.
 """
 
 import atexit
 import ctypes
 import importlib.util
+import os
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -38,6 +38,7 @@ NOT_HERE = {
 """The beginnings of names of tests that mean the CPU, and why."""
 
 SOURCE = Path(__file__).with_suffix(".cpp")
+BUILT = SOURCE.parent / ".built"
 GIB = 2**30
 
 
@@ -47,13 +48,16 @@ def built() -> Path:
     assert spec is not None
     assert spec.origin is not None
     torch = Path(spec.origin).parent
+    if (torch / "lib/libtorch_cuda.so").exists():
+        raise pytest.UsageError("stand_in_gpu takes CUDA's place: install a PyTorch without CUDA")
     version = (torch / "version.py").read_bytes()
-    path = Path(tempfile.gettempdir()) / f"stand-in-gpu-{sha256(SOURCE.read_bytes() + version).hexdigest()[:16]}.so"
+    path = BUILT / f"stand-in-gpu-{sha256(SOURCE.read_bytes() + version).hexdigest()[:16]}.so"
     if not path.exists():
+        BUILT.mkdir(exist_ok=True)
         include = torch / "include"
         words = ["g++", "-shared", "-fPIC", "-std=c++20", "-O1", "-w", f"-I{include}"]
         words += [f"-I{include}/torch/csrc/api/include", str(SOURCE), f"-L{torch}/lib", "-ltorch_cpu", "-lc10"]
-        half = Path(tempfile.mkdtemp()) / path.name
+        half = path.with_suffix(f".{os.getpid()}")
         subprocess.run([*words, "-o", str(half)], check=True)
         half.replace(path)
     for name in ("libc10.so", "libtorch_cpu.so"):
