@@ -26,6 +26,8 @@ from typing import Any
 
 import pytest
 
+from wangen.generator.memory import GIB
+
 NOT_HERE = {
     "test_devices.py::test_a_device_that_is_not_there_is_named": "it is there",
     "test_generate.py::test_ways_to_save_memory_show_the_same_picture": "GPUs decode in bfloat16",
@@ -39,7 +41,6 @@ NOT_HERE = {
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 BUILT = SOURCE.parent / ".built"
-GIB = 2**30
 
 
 def built() -> Path:
@@ -74,6 +75,7 @@ _lane.stand_in_beside.argtypes = [ctypes.c_bool, ctypes.c_int64]
 
 import torch  # noqa: E402
 
+atexit.register(time.sleep, 0.2)  # the backward pass's thread still lets go of its tensors, and may not outlive Python
 _here = threading.local()
 
 
@@ -182,8 +184,6 @@ for _name, _value in {"Stream": Stream, "Event": Event, "stream": _on, "current_
     setattr(torch.cuda, _name, _value)
 
 from wangen.runtime import devices  # noqa: E402
-
-atexit.register(time.sleep, 0.2)  # the backward pass's thread still lets go of its tensors, and may not outlive Python
 
 _choose_device = devices.choose_device
 
