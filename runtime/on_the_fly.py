@@ -181,9 +181,9 @@ def encode_missing(
     step = _latents_step(options, model, samples) if False in lacks_text else None
     # What is wrong with the second shows before the first encodes anything.
     text_step = _text_step(options, model, samples) if True in lacks_text else None
-    for reason, count in Counter(f"{need.recipe.kind}: {need.verdict.reason}" for need in lacking).most_common():
-        log.info("  %d to encode, %s", count, reason)
     if not options.cache_latents_to_disk:
+        for reason, count in Counter(f"{need.recipe.kind}: {need.verdict.reason}" for need in lacking).most_common():
+            log.info("  %d to encode, %s", count, reason)
         return _in_memory(step, text_step, model, samples, set(read), ranks)
     if step:
         log.info("  %s", cache_latents.run(step).summary)

@@ -1,5 +1,6 @@
 """Training that encodes what the cache lacks, in memory or to disk; captions that are drawn; masks that count."""
 
+import logging
 import shlex
 import shutil
 from dataclasses import replace
@@ -58,9 +59,13 @@ def test_what_the_cache_lacks_is_encoded_in_memory_and_trains_to_the_same_bytes(
     assert not list(tmp_path.rglob("*.text_encoder_output.safetensors"))
 
 
-def test_to_disk_the_entries_stay_and_are_those_of_the_caching_steps(run: TinyRun, tmp_path: Path):
+def test_to_disk_the_entries_stay_and_are_those_of_the_caching_steps(
+    run: TinyRun, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
     config = without_cache(run, tmp_path)
-    train.run(options(run, tmp_path, dataset_config=config, cache_latents_to_disk=True, max_train_steps=1))
+    with caplog.at_level(logging.INFO, "wangen"):
+        train.run(options(run, tmp_path, dataset_config=config, cache_latents_to_disk=True, max_train_steps=1))
+    assert caplog.text.count(" to encode, latent: ") == caplog.text.count(" to encode, text") == 1
     made = {path.name: path.read_bytes() for path in (tmp_path / "cache").glob("*.safetensors")}
     cached = {path.name: path.read_bytes() for path in (run.folder / "cache").glob("*.safetensors")}
     assert made == cached

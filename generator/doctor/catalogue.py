@@ -41,7 +41,7 @@ _PYTHON = (
         "no-environment",
         "note",
         "where the workspace's scripts look for an environment, there is none",
-        "if training runs on this machine: run the setup script in the bundle's folder",
+        "if training runs on this machine: run the setup script in the bundle's folder (setup_wangen)",
     ),
     Kind(
         "no-venv",
@@ -54,7 +54,7 @@ _PYTHON = (
         "no-runtime",
         "note",
         "PyTorch and the runtime's libraries are not in the Python that runs wangen: this machine publishes and checks",
-        "if training runs on this machine: run the setup script in the bundle's folder",
+        "if training runs on this machine: run the setup script in the bundle's folder (setup_wangen)",
     ),
     Kind(
         "environment-old", "problem", "the wangen in that environment is an older one", "publish again, then " + _SETUP
