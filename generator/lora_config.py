@@ -11,12 +11,14 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from wangen.generator.adapter_parts import WORDS
 from wangen.generator.errors import WangenError
 from wangen.generator.headers import identity
 from wangen.generator.lora_keys import AdapterKind, original_name, without_prefix
+
+Number = TypeVar("Number", int, float)
 
 ADAPTER_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
@@ -58,12 +60,18 @@ class Alphas:
             alpha. The first that fits counts.
         rank_stabilized: the scale is `alpha / sqrt(rank)`.
         rank: the configured rank of most modules, which the tensors of a LoKr do not always tell; None: not known.
+        ranks: of the others, by patterns as those of the alphas; read of a LoKr alone.
     """
 
     default: float | None = None
     patterns: Mapping[str, float] = field(default_factory=dict)
     rank_stabilized: bool = False
     rank: int | None = None
+    ranks: Mapping[str, int] = field(default_factory=dict)
+
+    def rank_of(self, module: str) -> int | None:
+        """The configured rank of a module."""
+        return next((rank for pattern, rank in self.ranks.items() if _fits(pattern, module)), self.rank)
 
     def of(self, module: str, rank: int) -> float:
         """The alpha for which `alpha / rank` is the module's scale."""
@@ -201,18 +209,25 @@ def _alphas(fields: Mapping[str, Any], where: str, kind: AdapterKind, dora: bool
     for name, words in UNSUPPORTED.items():
         if fields.get(name) and not (dora and name == "use_dora"):
             raise WangenError(f"this LoRA has {words} ({name}), which is not supported", where=where)
-    patterns = fields.get("alpha_pattern") or {}
+    alphas, ranks = fields.get("alpha_pattern") or {}, (fields.get("rank_pattern") or {}) if kind == "lokr" else {}
     default, rank = fields.get("lora_alpha" if kind == "lora" else "alpha"), fields.get("r")
     try:
-        numbers = {str(key): float(value) for key, value in patterns.items()}
+        alphas = {str(key): float(value) for key, value in alphas.items()}
+        ranks = {str(key): int(value) for key, value in ranks.items()}
         default, rank = None if default is None else float(default), None if rank is None else int(rank)
     except (ValueError, TypeError, AttributeError) as error:
         raise WangenError(f"the alphas of this LoRA are malformed ({error})", where=where) from error
-    plain: dict[str, float] = {}
-    for key, alpha in numbers.items():
+    return Alphas(default, _plain(alphas, "alpha", where), bool(fields.get("use_rslora")), rank,
+                  _plain(ranks, "rank", where))  # fmt: skip
+
+
+def _plain(patterns: Mapping[str, Number], what: str, where: str) -> dict[str, Number]:
+    """Patterns as `Alphas` has them."""
+    plain: dict[str, Number] = {}
+    for key, number in patterns.items():
         match = PLAIN_PATTERN.fullmatch(key)
         if match is None:
-            raise WangenError(f"the alpha_pattern {key!r} is not the plain name of a module", where=where,
-                              cure="write one alpha per module")  # fmt: skip
-        plain.setdefault(match["anchor"] + without_prefix(match["name"].replace("\\", "")), alpha)
-    return Alphas(default, plain, bool(fields.get("use_rslora")), rank)
+            raise WangenError(f"the {what}_pattern {key!r} is not the plain name of a module", where=where,
+                              cure=f"write one {what} per module")  # fmt: skip
+        plain.setdefault(match["anchor"] + without_prefix(match["name"].replace("\\", "")), number)
+    return plain

@@ -29,6 +29,6 @@ ELSEWHERE: Mapping[str, str] = {
     "compile_mode": "use --compile alone: blocks are compiled by inductor in its default mode",
     "compile_dynamic": "use --compile alone: each shape gets a graph of its own",
     "dynamo_backend": "use --compile",
-    "ddp_timeout": "this version trains in one process",
+    "ddp_timeout": "leave it out: processes wait long enough for each other by themselves",
 }
 """Flags of other trainers -> what to do here."""

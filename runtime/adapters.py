@@ -162,7 +162,7 @@ def _weight(file: Path, module: str, parts: Parts, alphas: Alphas, over_base: bo
 def _scale(file: Path, module: str, parts: Parts, rank: int, alphas: Alphas) -> float:
     """What a module's product is multiplied with; of a LoKr of whole matrices an alpha in the file says nothing."""
     if not rank:
-        configured = alphas.rank if alphas.default is not None else None
+        configured = alphas.rank_of(module) if alphas.default is not None else None
         return alphas.of(module, configured) / configured if configured else 1.0
     return read_alpha(file, module, parts.get("alpha"), alphas, rank) / rank
 

@@ -10,7 +10,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -118,9 +118,14 @@ def _run_alone(options: Train, model: Model, device: torch.device, ranks: Ranks)
     state = _find_state(plan, ranks.launch)
     ranks.require_same("training states", {"step": state.step if state else None})
     if state:
-        state = _compared(plan, state)
-        if state.step >= plan.num_steps:  # saving flags may have changed; equal bytes are written again
-            if ranks.is_first and state.facts.get("schedule_free"):  # its optimizer knows what to save
+        changed = _changed(plan, state)
+        state = _compared(plan, state, changed)
+        if not plan.num_left([state.experts[expert.name].step for expert in plan.experts]):
+            if changed:
+                log.warning("  nothing is trained or written: this run came to its end with the settings before; give "
+                            "more steps to go on with the new ones, or start again with --fresh")  # fmt: skip
+            # Flags of saving may have changed; equal bytes are written again.
+            elif ranks.is_first and state.facts.get("schedule_free"):  # its optimizer knows what to save
                 save_loras(_prepare(plan, device, state, Ranks()))
             elif ranks.is_first:
                 save_state_as_loras(plan, state)
@@ -137,7 +142,7 @@ def _run_alone(options: Train, model: Model, device: torch.device, ranks: Ranks)
         start, started = training.step, time.monotonic()
         with Interrupt() as interrupt:
             _train(training, watching, interrupt)
-    if training.step < plan.num_steps:
+    if training.step < training.num_steps:
         raise KeyboardInterrupt
     for path in save_loras(training):
         log.info("  saved %s", path)
@@ -184,20 +189,24 @@ def _find_state(plan: Plan, launched: Launch) -> TrainingState | None:
     return replace(state, facts={**state.facts, checkpoint.ORIGIN: origin})
 
 
-def _compared(plan: Plan, state: TrainingState) -> TrainingState:
+def _changed(plan: Plan, state: TrainingState) -> list[str]:
+    """The settings that decide the result and are others now than in the state, each with what it was and is."""
+    # A flag that the state's version did not have yet did what is its default now.
+    defaults = {option.name: str(option.default) for option in flags_of(Train) if option.flag.pinned}
+    old, new = defaults | dict(state.fingerprint), plan.fingerprint
+    return [
+        f"{name}: {_difference(name, old.get(name), new.get(name))}"
+        for name in sorted({*state.fingerprint, *new})
+        if old.get(name) != new.get(name)
+    ]
+
+
+def _compared(plan: Plan, state: TrainingState, changed: Sequence[str]) -> TrainingState:
     """The state as this run can use it.
 
     Raises:
         WangenError: its settings were others, and `--resume_changed` is not given.
     """
-    # A flag that the state's version did not have yet did what is its default now.
-    defaults = {option.name: str(option.default) for option in flags_of(Train) if option.flag.pinned}
-    old, new = defaults | dict(state.fingerprint), plan.fingerprint
-    changed = [
-        f"{name}: {_difference(name, old.get(name), new.get(name))}"
-        for name in sorted({*state.fingerprint, *new})
-        if old.get(name) != new.get(name)
-    ]
     if changed and not plan.options.resume_changed:
         listed = "\n".join(f"  - {line}" for line in changed)
         raise WangenError(
@@ -303,7 +312,7 @@ def _announce(training: Run) -> None:
         log.info("  the frozen weights of the blocks are in parts: each process gathers a block before it computes")
     resuming = f", resuming at {training.step}" if training.step else ""
     log.info("  %s, %s per epoch, %d steps in all%s", many(len(plan.samples), "sample"),
-             many(plan.steps_per_epoch, "step"), plan.num_steps, resuming)  # fmt: skip
+             many(plan.steps_per_epoch, "step"), training.num_steps, resuming)  # fmt: skip
 
 
 def _memory_flags(options: Train) -> list[str]:
@@ -324,7 +333,7 @@ def _train(training: Run, watching: Watching, interrupt: Interrupt) -> None:
     with enough_memory_for(plan, training.device, looking):
         watching.begin(training)
     try:
-        with progress("train", plan.num_steps, training.step) as advance:
+        with progress("train", training.num_steps, training.step) as advance:
             for number in plan.turns([trainee.step for trainee in training.trainees]):
                 if ranks.any(interrupt.requested):
                     break

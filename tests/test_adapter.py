@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from fast_dit import fast, inputs_of
+from fast_dit import trained as trained_parameters
 from loras import LAYOUTS, LORAS, output, wanted
 from parity import DITS, max_abs
+from peft import LoKrConfig, get_peft_model
 from trained import KINDS, MODEL, base_model, options_of, predicted, trained
 
 from wangen import profiles
@@ -347,6 +350,24 @@ def test_adapters_of_different_kinds_add_up(tmp_path: Path, order: tuple[str, st
     found = predicted(applied)
     assert max_abs(found, predicted(merged)) < 2e-5
     assert max_abs(found, predicted(base_model())) > 1e-3
+    inputs = inputs_of("dit_t2v21")
+    with torch.no_grad():
+        assert max_abs(inputs(fast(applied)), inputs(fast(merged))) < 2e-5
+
+
+@pytest.mark.parametrize("rank", [2, 8])
+def test_a_lokrs_rank_pattern_decides_the_strength_of_whole_matrices(tmp_path: Path, rank: int):
+    model = base_model()
+    config = LoKrConfig(r=4, alpha=3, target_modules=["to_q", "to_v"], rank_pattern={"to_q": rank})
+    peft_model = get_peft_model(model, config)
+    for parameter in trained_parameters(peft_model).values():
+        torch.nn.init.normal_(parameter, std=0.05)
+    peft_model.save_pretrained(tmp_path)
+    ours = base_model()
+    merge_adapter(ours, read_adapter(tmp_path))
+    assert max_abs(predicted(ours), predicted(peft_model.merge_and_unload())) < 2e-5
+    whole = [weight for weight in read_adapter(tmp_path).values() if not weight.rank]
+    assert bool(whole) == (rank == 8)
 
 
 def test_a_dora_has_no_other_strength_than_one(tmp_path: Path):

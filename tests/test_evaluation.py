@@ -6,9 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from wangen.generator.errors import WangenError
 from wangen.runtime.evaluation import nearest
+from wangen.runtime.evaluation.candidates import find_candidates
 from wangen.runtime.evaluation.clip_score import ClipScore
 from wangen.runtime.evaluation.intervals import paired_difference
 from wangen.runtime.evaluation.nearest import TrainingClip, TrainingLatents
@@ -234,3 +236,12 @@ def test_the_clip_score_is_the_mean_cosine_of_frames_and_words(tmp_path):
     (tmp_path / "clip/config.json").write_text("{}", encoding="utf-8")
     with pytest.raises(WangenError, match="no CLIP model"):
         ClipScore(tmp_path / "clip", torch.device("cpu"))
+
+
+def test_the_two_loras_of_a_moment_are_found_whatever_their_run_is_called(tmp_path: Path):
+    for number, expert in enumerate(("high_noise", "low_noise")):
+        keys = (f"diffusion_model.blocks.0.ffn.0.lora_{half}.weight" for half in "AB")
+        file = tmp_path / f"test_low_noise_only_{expert}.safetensors"
+        save_file({key: torch.full((2, 2), number + 1.0) for key in keys}, file, {"wangen.expert": expert})
+    (found,) = find_candidates([tmp_path], [], experts=True)
+    assert found.name == "test_low_noise_only"

@@ -170,6 +170,16 @@ def test_what_works_is_not_refused(changes: dict[str, Any], dotted: ModuleType) 
     try_out(options(**changes), CPU)
 
 
+@pytest.mark.parametrize("word", ["False", "false", "FALSE"])
+def test_words_for_no_mean_no(word: str) -> None:
+    given = (f"relative_step={word}", f"scale_parameter={word}")
+    ours = Optimization(options(optimizer_type="Adafactor", optimizer_args=given), parameters())
+    usual = Optimization(options(optimizer_type="Adafactor"), parameters())
+    for optimization in (ours, usual):
+        train(optimization, 0, 3)
+    assert_equal(weights(ours.flat.parameters), weights(usual.flat.parameters))
+
+
 def test_flat_parameters_need_one_type() -> None:
     with pytest.raises(AssertionError):
         FlatParameters({"a": torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))}, [["a"]])

@@ -144,3 +144,41 @@ def test_embedded_guidance_is_answered_with_the_option_that_is_meant(tmp_path, c
     for model in (T2V, profiles.model("qwen-image")):
         read_prompts(write(tmp_path, "a.txt", "A cat --g 6"), model, 42)
         assert f"which {model.title} has not: use --l" in caplog.text
+
+
+def test_a_line_ends_where_a_line_ends(tmp_path):
+    text = "A cat sits\u2028on a\x0b sofa\x85. --f 5\r\nA dog. --f 5\rA cow. --f 5"
+    prompts = read_prompts(write(tmp_path, "a.txt", text), T2V, 42)
+    assert [prompt.prompt for prompt in prompts] == ["A cat sits\u2028on a\x0b sofa\x85.", "A dog.", "A cow."]
+
+
+@pytest.mark.parametrize("seed", [2**53 + 1, 2**63 - 1])
+def test_every_seed_up_to_the_largest_is_taken(tmp_path, seed):
+    files = (
+        write(tmp_path, "a.txt", f"A cat. --d {seed}"),
+        write(tmp_path, "a.json", json.dumps([{"prompt": "A cat.", "seed": seed}])),
+    )
+    assert [read_prompts(file, T2V, 42)[0].seed for file in files] == [seed, seed]
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"negative_prompt": None}, "negative_prompt None is no text"),
+        ({"negative_prompt": ["dark"]}, "is no text"),
+        ({"control_image_path": None}, "neither a path nor a list of paths"),
+        ({"control_image_path": 5}, "neither a path nor a list of paths"),
+        ({"control_image_path": [5]}, "neither a path nor a list of paths"),
+        ({"cfg_scale": 10**400}, "is no number above 0"),
+        ({"seed": 0.5}, "is no whole number"),
+    ],
+)
+def test_values_of_another_kind_are_refused(tmp_path, values, words):
+    path = write(tmp_path, "a.json", json.dumps([{"prompt": "A cat.", **values}]))
+    with pytest.raises(UsageError, match=words):
+        read_prompts(path, T2V, 42)
+
+
+def test_a_picture_whose_name_is_too_long_for_a_file_is_not_there(tmp_path):
+    with pytest.raises(UsageError, match="there is no picture xxx"):
+        read_prompts(write(tmp_path, "a.txt", f"A cat. --i {'x' * 300}"), I2V, 42)

@@ -70,3 +70,10 @@ def test_which_schedules_depend_on_the_length() -> None:
         assert [make_schedule(options(**changes), 50)(step) for step in range(50)] == [
             make_schedule(options(**changes), 500)(step) for step in range(50)
         ]
+
+
+@pytest.mark.parametrize(("warmup", "decay"), [("50%", "50%"), ("0.3", "0.7"), ("10%", "90%")])
+def test_shares_that_make_up_the_run_are_taken_whatever_its_length(warmup: str, decay: str) -> None:
+    given = options(lr_scheduler="warmup_stable_decay", lr_warmup_steps=warmup, lr_decay_steps=decay)
+    for length in range(2, 60):
+        assert make_schedule(given, length)(length) == pytest.approx(0, abs=1e-9)

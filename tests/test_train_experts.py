@@ -2,20 +2,24 @@
 
 import json
 import logging
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny import TinyRun
+from train_cases import at_step, cut_off
 
 from wangen import profiles
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.steps import Train
 from wangen.runtime import train
-from wangen.runtime.training.plan import plan_experts
+from wangen.runtime.training.plan import _tokens_per_frame, plan_experts
 from wangen.runtime.training.refusals import resolved
 
 CPU = torch.device("cpu")
@@ -33,7 +37,7 @@ def high(tiny_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def both(tiny_run: TinyRun, high: Path, folder: Path, **changes) -> Train:
     options = tiny_run.options(folder, task="t2v-A14B", dit_high_noise=high, max_train_steps=6, high_noise_share=0.5)
-    return replace(options, expert_turn_steps=2, **changes)
+    return replace(options, **{"expert_turn_steps": 2, **changes})
 
 
 def test_two_experts_give_two_loras_each_as_if_it_had_been_trained_alone(tiny_run, high, tmp_path):
@@ -68,6 +72,34 @@ def test_a_run_of_two_experts_goes_on_in_the_middle_of_a_turn(tiny_run, high, tm
     for name in ("lora_high_noise", "lora_low_noise"):
         one, other = (tmp_path / folder / f"{name}.safetensors" for folder in ("whole", "parted"))
         assert one.read_bytes() == other.read_bytes()
+
+
+def test_a_shortened_run_is_done_when_each_expert_has_its_own_steps(tiny_run, high, tmp_path):
+    options = both(tiny_run, high, tmp_path, max_train_steps=40, expert_turn_steps=9, save_state_every_n_steps=1)
+    cut_off(options, 9)
+    shorter = replace(options, max_train_steps=12)
+    with pytest.MonkeyPatch.context() as patch:
+        at_step(patch, 4, lambda: os.kill(os.getpid(), signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            train.run(shorter)
+    train.run(shorter)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    order = [line["expert"] for line in lines if "loss" in line]
+    assert order == ["high_noise"] * 9 + ["low_noise"] * 6
+
+
+def test_repeats_count_in_an_experts_share(tiny_run, high, tmp_path):
+    options = resolved(both(tiny_run, high, tmp_path, high_noise_share=None, timestep_sampling="flux_shift"), A14B, CPU)
+    small, large = (
+        SimpleNamespace(sample=SimpleNamespace(size=(side, side), entry=SimpleNamespace(num_repeats=1)))
+        for side in (256, 1024)
+    )
+    large.sample.entry.num_repeats = 99
+    often = plan_experts(options, A14B, 1000, _tokens_per_frame([small, *[large] * 99], A14B))
+    for one in (small, large):
+        one.sample.entry.num_repeats = 1
+    assert often != plan_experts(options, A14B, 1000, _tokens_per_frame([small, large], A14B))
+    assert often == plan_experts(options, A14B, 1000, _tokens_per_frame([small, *[large] * 99 * 99], A14B))
 
 
 def _stopped(options: Train, steps: int) -> Train:

@@ -240,3 +240,13 @@ def test_the_state_that_it_goes_on_from_leaves_the_memory(tiny_run: TinyRun, tmp
     train.run(replace(options, max_train_steps=2))
     assert kept
     assert left == [0]
+
+
+@pytest.mark.parametrize("changes", [{"network_alpha": 1.0}, {"network_dim": 16}, {"network_module": "loha"}])
+def test_what_is_finished_is_not_written_anew_by_other_settings(tiny_run, tmp_path, caplog, changes):
+    options = tiny_run.options(tmp_path, max_train_steps=2)
+    train.run(options)
+    before = (tmp_path / "lora.safetensors").read_bytes()
+    train.run(replace(options, **changes, resume_changed=True))
+    assert (tmp_path / "lora.safetensors").read_bytes() == before
+    assert "nothing is trained or written" in caplog.text

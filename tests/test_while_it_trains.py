@@ -2,9 +2,13 @@
 
 import json
 
+import pytest
 from tiny import TinyRun
+from train_cases import EXPERTS, cut_off, make_cases, measured
 
-from wangen.runtime import train
+from wangen.generator.errors import UsageError
+from wangen.generator.steps import CacheText
+from wangen.runtime import cache_text, train
 
 
 def test_a_run_that_is_looked_at_ends_with_the_same_bytes(tiny_run: TinyRun, tmp_path):
@@ -36,3 +40,32 @@ def test_a_run_that_is_looked_at_ends_with_the_same_bytes(tiny_run: TinyRun, tmp
     means = {line["step"]: line["validation"]["mean_adapter"] for line in lines if "validation" in line}
     assert sorted(means) == [0, 1, 2, 3, 4]
     assert (tmp_path / "watched" / "lora-best.safetensors").is_file()
+
+
+def test_the_base_is_measured_again_where_what_is_judged_changed(tmp_path):
+    cases = make_cases(tmp_path / "cases")
+    blocks = "[general]\nresolution = [64, 64]\n[[datasets]]\nimage_directory = '@/{}'\ncache_directory = '@/cache'\n"
+    one, three = (cases.config(name, blocks.format(name)) for name in ("others", "media"))
+    judged = {"validation_timesteps": 2, "validate_every_n_steps": 1, "learning_rate": 1e-9, "dataset_config": three}
+    experts = {**EXPERTS, "expert_turn_steps": 10, "max_train_steps": 8, "save_state_every_n_steps": 1}
+    cut_off(cases.options(tmp_path / "two", **judged, **experts, validation_config=one), 2)  # one has not begun
+    train.run(cases.options(tmp_path / "two", **judged, **experts, validation_config=three))
+    later = [line["validation"] for line in measured(tmp_path / "two") if "validation" in line and line["step"] > 2]
+    assert {validation["num_items"] for validation in later} == {3}
+
+    train.run(cases.options(tmp_path / "one", **judged, max_train_steps=2, validation_config=one))
+    (tmp_path / "cases/others/other.txt").write_text("a red wall that moves", encoding="utf-8")
+    text_encoder = {"t5": cases.weights["t5"], "t5_dtype": "float32"}
+    cache_text.run(CacheText(dataset_config=one, **text_encoder, device="cpu", keep_cache=True))
+    train.run(cases.options(tmp_path / "one", **judged, max_train_steps=4, validation_config=one))
+    found = [line["validation"] for line in measured(tmp_path / "one") if "validation" in line]
+    assert found[0]["mean_base"] != found[-1]["mean_base"]
+    assert abs(found[-1]["delta"]) < 1e-6
+
+
+def test_a_regularisation_set_is_not_judged_in_a_dataset_of_its_own_either(tmp_path):
+    cases = make_cases(tmp_path)
+    config = cases.config("judged", "[general]\nresolution = [64, 64]\n[[datasets]]\nimage_directory = '@/others'\n"
+                                    "cache_directory = '@/cache'\nis_reg = true\n")  # fmt: skip
+    with pytest.raises(UsageError, match="nothing but regularisation sets"):
+        train.run(cases.options(tmp_path / "out", validation_config=config))

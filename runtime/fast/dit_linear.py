@@ -111,10 +111,10 @@ def _side_by_side(tensors: Sequence[Tensor | None]) -> Tensor | None:
 
 
 def base_of(module: nn.Module) -> nn.Linear:
-    """A linear layer, out of peft's around it where there is one."""
-    base = getattr(module, "base_layer", module)
-    assert isinstance(base, nn.Linear)
-    return base
+    """A linear layer, out of peft's around it: adapters of several kinds are one around the other."""
+    while not isinstance(module, nn.Linear):
+        module = module.get_submodule("base_layer")
+    return module
 
 
 def lay_side_by_side(layers: Sequence[nn.Linear]) -> None:

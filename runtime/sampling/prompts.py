@@ -1,49 +1,26 @@
-"""Prompts and their files, as musubi-tuner reads them, with everything refused that would be ignored.
+"""Prompts with all their settings: what a file says, the model's own, and everything refused that cannot be."""
 
-A `.txt` has a prompt per line with options behind it (`A cat. --w 832 --h 480 --f 81`), `#` before a comment. A `.json`
-is a list of such lines or of tables, a `.toml` a `[prompt]` table of common settings with `[[prompt.subset]]` tables.
-"""
-
-import json
 import logging
 import math
-import re
-import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
 from wangen.generator.dataset import read_facts
 from wangen.generator.errors import UsageError, printable
-from wangen.generator.files import read_file
 from wangen.generator.generate_step import DEFAULTS
 from wangen.generator.geometry import area_size
 from wangen.generator.items import wanted_controls
 from wangen.generator.toml_values import WHITE, color
 from wangen.profiles import Model
+from wangen.runtime.sampling.prompt_files import entries
 
 log = logging.getLogger("wangen")
-
-OPTIONS: Mapping[str, str] = {
-    "w": "width", "h": "height", "f": "frame_count", "d": "seed", "s": "sample_steps", "g": "guidance_scale",
-    "fs": "discrete_flow_shift", "l": "cfg_scale", "lh": "cfg_scale_high_noise", "n": "negative_prompt",
-    "i": "image_path", "ei": "end_image_path", "ss": "sample_sampler", "ci": "control_image_path",
-}  # fmt: skip
-"""Options of a line -> the keys of the tables. `lh` and `ss` are ours: guidance of the high-noise expert, sampler."""
-
-_CONTROL_VIDEO = "control videos belong to Fun-Control models"
-_ONE_FRAME = "one-frame sampling is not in this version of wangen"
-ELSEWHERE: Mapping[str, str] = {
-    "cn": _CONTROL_VIDEO, "control_video_path": _CONTROL_VIDEO, "of": _ONE_FRAME, "one_frame": _ONE_FRAME,
-}  # fmt: skip
-"""What musubi-tuner's prompt files may hold beside, and why it is refused here."""
 
 SAMPLERS: tuple[Literal["unipc", "dpm++", "euler"], ...] = ("unipc", "dpm++", "euler")
 MAX_STEPS = 1000
 MAX_SEED = 2**63 - 1
-_OPTION = re.compile(r"\s--(?=[A-Za-z])")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,112 +109,11 @@ def read_prompts(
     defaults = defaults_of(model) if defaults is None else defaults
     prompts = [
         make_prompt(values, model, seed, defaults, where=where, folder=path.parent)
-        for where, values in _entries(path, flag)
+        for where, values in entries(path, flag)
     ]
     if not prompts:
         raise UsageError("there is no prompt in this file", where=str(path), cure="write one prompt per line")
     return prompts
-
-
-def _entries(path: Path, flag: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Where each prompt stands, and its values by key."""
-    try:
-        text = read_file(path).decode("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise UsageError(f"{flag} cannot be read: {reason}", where=str(path), cure="give another file") from None
-    ending = path.suffix.lower()
-    try:
-        if ending == ".txt":
-            yield from _lines(path, text)
-        elif ending == ".json":
-            yield from _json_entries(path, json.loads(text))
-        elif ending == ".toml":
-            yield from _toml_entries(path, tomllib.loads(text))
-        else:
-            raise UsageError(f"{flag} takes .txt, .toml or .json, not {ending or 'a file without an ending'}",
-                             where=str(path), cure="rename it")  # fmt: skip
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"this is no {ending[1:].upper()}: {error}", where=str(path), cure="mend it there") from None
-
-
-def _lines(path: Path, text: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    for number, line in enumerate(text.splitlines(), start=1):
-        if line.strip() and not line.lstrip().startswith("#"):
-            where = f"{path}, line {number}"
-            yield where, parse_line(line, where)
-
-
-def parse_line(line: str, where: str = "") -> dict[str, Any]:
-    """A prompt with its options, by the keys that the tables have.
-
-    Raises:
-        UsageError: an option is unknown, is given twice, or has no value.
-
-    >>> parse_line("A cat, --ears up. --w 832 --n blurry, dark")
-    Traceback (most recent call last):
-        ...
-    wangen.generator.errors.UsageError: --ears is no option of a prompt
-      do:    one of --w --h --f --d --s --g --fs --l --lh --n --i --ei --ss --ci
-    >>> parse_line("A cat. --w 832 --n blurry, dark")
-    {'prompt': 'A cat.', 'width': '832', 'negative_prompt': 'blurry, dark'}
-    """
-    prompt, *parts = _OPTION.split(f" {line.strip()}")
-    values: dict[str, Any] = {"prompt": prompt.strip()}
-    for part in parts:
-        name, _, value = part.partition(" ")
-        key = OPTIONS.get(name.lower())
-        if name.lower() in ELSEWHERE:
-            raise UsageError(f"--{name}: {ELSEWHERE[name.lower()]}", where=where, cure="leave it out")
-        if key is None:
-            raise UsageError(f"--{printable(name)} is no option of a prompt", where=where,
-                             cure=f"one of {' '.join(f'--{option}' for option in OPTIONS)}")  # fmt: skip
-        if key in values and key != "control_image_path":
-            raise UsageError(f"--{name} is given twice", where=where, cure="give it once")
-        if not value.strip():
-            raise UsageError(f"--{name} has no value", where=where, cure="write one behind it or leave it out")
-        values[key] = (*values.get(key, ()), value.strip()) if key == "control_image_path" else value.strip()
-    return values
-
-
-def _json_entries(path: Path, content: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    if not isinstance(content, list):
-        raise UsageError("a .json of prompts is a list", where=str(path), cure='write ["A cat. --w 832 --h 480"]')
-    for number, entry in enumerate(content, start=1):
-        where = f"{path}, entry {number}"
-        if isinstance(entry, str):
-            yield where, parse_line(entry, where)
-        else:
-            yield where, _table(entry, where)
-
-
-def _toml_entries(path: Path, content: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    common = content.get("prompt")
-    if not isinstance(common, Mapping) or set(content) != {"prompt"}:
-        raise UsageError("a .toml of prompts has a [prompt] table and nothing else beside it", where=str(path),
-                         cure="write [prompt] with what all share, then a [[prompt.subset]] for each")  # fmt: skip
-    subsets = common.get("subset", [{}])
-    if not isinstance(subsets, list):
-        raise UsageError("prompt.subset is no list of tables", where=str(path), cure="write [[prompt.subset]]")
-    shared = {key: value for key, value in common.items() if key != "subset"}
-    for number, subset in enumerate(subsets, start=1):
-        where = f"{path}, prompt.subset {number}"
-        yield where, {**_table(shared, f"{path}, [prompt]"), **_table(subset, where)}
-
-
-def _table(entry: Any, where: str) -> Mapping[str, Any]:
-    """A table whose keys are known."""
-    if not isinstance(entry, Mapping):
-        raise UsageError("this is neither a line nor a table", where=where, cure='write {"prompt": "A cat."}')
-    known = ("prompt", *OPTIONS.values())
-    for key in entry:
-        if key in ELSEWHERE:
-            raise UsageError(f"{key}: {ELSEWHERE[key]}", where=where, cure="leave it out")
-        if key not in known:
-            near = get_close_matches(key, known, n=1)
-            raise UsageError(f"{printable(key)} is no key of a prompt", where=where,
-                             cure=f"did you mean {near[0]}?" if near else f"one of {', '.join(known)}")  # fmt: skip
-    return entry
 
 
 def make_prompt(
@@ -246,7 +122,7 @@ def make_prompt(
     """A prompt from the values of a line or a table.
 
     Args:
-        values: by the keys of `OPTIONS`, and `prompt`.
+        values: by the keys of `prompt_files.OPTIONS`, and `prompt`.
         model: as for `read_prompts`.
         seed: where the values have none.
         defaults: as `defaults_of` names them.
@@ -275,7 +151,7 @@ def make_prompt(
     own_high = guidance if high is None or "cfg_scale" in values else high
     return SamplePrompt(
         prompt=text.strip(),
-        negative_prompt=str(values.get("negative_prompt", defaults["negative_prompt"])),
+        negative_prompt=_words(values, "negative_prompt", defaults["negative_prompt"], where),
         width=width,
         height=height,
         frames=_frames(values, defaults["video_length"], model, where),
@@ -292,11 +168,18 @@ def make_prompt(
     )
 
 
+def _words(values: Mapping[str, Any], key: str, default: str, where: str) -> str:
+    found = values.get(key, default)
+    if not isinstance(found, str):
+        raise UsageError(f"{key} {found!r} is no text", where=where, cure="write it in quotes, or leave it out")
+    return found
+
+
 def _integer(values: Mapping[str, Any], key: str, default: int, where: str, least: int, most: int) -> int:
     found = values.get(key, default)
     try:
         number = int(found)
-        if isinstance(found, bool) or number != float(found) or not least <= number <= most:
+        if isinstance(found, bool) or (isinstance(found, float) and number != found) or not least <= number <= most:
             raise ValueError
     except (TypeError, ValueError, OverflowError):
         raise UsageError(f"{key} {found!r} is no whole number from {least} to {most}", where=where,
@@ -310,7 +193,7 @@ def _number(values: Mapping[str, Any], key: str, default: float, where: str) -> 
         number = float(found)
         if isinstance(found, bool) or not (math.isfinite(number) and number > 0):
             raise ValueError
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise UsageError(
             f"{key} {found!r} is no number above 0", where=where, cure=f"use for example {default:g}"
         ) from None
@@ -366,7 +249,10 @@ def _controls(
 ) -> tuple[Path, ...]:
     """The control images: as many as the model takes."""
     given = values.get("control_image_path", default)
-    paths = [given] if isinstance(given, str | Path) else list(given)
+    paths = [given] if isinstance(given, str | Path) else given
+    if not isinstance(paths, Sequence) or not all(isinstance(path, str | Path) for path in paths):
+        raise UsageError(f"control_image_path {given!r} is neither a path nor a list of paths", where=where,
+                         cure="write it in quotes, or leave it out")  # fmt: skip
     most = model.max_controls
     if paths and not most:
         raise UsageError("control images belong to other models (--ci, --control_image_path)", where=where,
@@ -389,8 +275,15 @@ def edited_size(control: Path, model: Model) -> tuple[int, int]:
 
 def _picture(given: Any, where: str, folder: Path) -> Path:
     places = [Path(str(given)), folder / str(given)]
-    found = next((place for place in places if place.is_file()), None)
+    found = next((place for place in places if _is_file(place)), None)
     if found is None:
         raise UsageError(f"there is no picture {printable(str(given))}", where=where,
                          cure=f"paths begin at the working folder or at {folder}")  # fmt: skip
     return found
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # its name is longer than a file system allows
+        return False

@@ -151,7 +151,10 @@ def _imported(module: str, path: str) -> ModuleType:
 
 
 def _arguments(words: Sequence[str]) -> dict[str, Any]:
-    """`weight_decay=0.01 betas=0.9,0.99` -> keyword arguments; values are Python literals or plain words."""
+    """`weight_decay=0.01 betas=0.9,0.99` -> keyword arguments; values are Python literals or plain words.
+
+    `false` is no less False than in a TOML or in `--network_args`; as a word it would count as true.
+    """
     values: dict[str, Any] = {}
     for word in words:
         name, equals, text = word.partition("=")
@@ -162,5 +165,5 @@ def _arguments(words: Sequence[str]) -> dict[str, Any]:
         try:
             values[name] = ast.literal_eval(text)
         except (ValueError, SyntaxError):
-            values[name] = text
+            values[name] = {"true": True, "false": False, "none": None}.get(text.lower(), text)
     return values

@@ -105,6 +105,14 @@ class Plan:
         """An expert's finished LoRA, or with a suffix another of its files."""
         return self.options.output_dir / f"{self.options.output_name}{expert.suffix}{suffix}.safetensors"
 
+    def num_left(self, done: Sequence[int]) -> int:
+        """Optimizer steps to do; an expert may have done more than its own, as of a run that was to be longer.
+
+        Args:
+            done: the steps that each expert has done.
+        """
+        return sum(max(0, expert.num_steps - steps) for expert, steps in zip(self.experts, done, strict=True))
+
     def turns(self, done: Sequence[int]) -> list[int]:
         """For every step that is left the number of the expert that it trains.
 
@@ -167,12 +175,12 @@ def num_steps_of(options: Train, steps_per_epoch: int) -> int:
 
 
 def _tokens_per_frame(samples: Sequence[CachedSample], model: profiles.Model) -> Mapping[int, int]:
-    """How many samples have so many tokens in a frame: some ways of drawing timesteps depend on it."""
+    """How many draws of an epoch have so many tokens in a frame: some ways of drawing timesteps depend on it."""
     cell = model.spatial_stride * model.patch[1], model.spatial_stride * model.patch[2]
-    sizes = Counter(cached.sample.size for cached in samples)
     counts: Counter[int] = Counter()
-    for (width, height), number in sizes.items():
-        counts[(height // cell[0]) * (width // cell[1])] += number
+    for cached in samples:
+        width, height = cached.sample.size
+        counts[(height // cell[0]) * (width // cell[1])] += cached.sample.entry.num_repeats
     return counts
 
 

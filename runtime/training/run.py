@@ -89,6 +89,11 @@ class Run:
         """Optimizer steps done, of all experts together."""
         return sum(trainee.step for trainee in self.trainees)
 
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps at the end of the run: those done and those to do."""
+        return self.step + self.plan.num_left([trainee.step for trainee in self.trainees])
+
     def activate(self, number: int) -> Trainee:
         """The trainee of that number, on the device; with `--offload_inactive_dit` the others leave it first."""
         if number != self.active:

@@ -29,12 +29,16 @@ def read_training_samples(
 
     Raises:
         WangenError: entries are missing or stale.
-        UsageError: nothing would be left to train on.
+        UsageError: nothing would be left to train on, or there is nothing to judge.
     """
     samples = find_entries(options, model, read_samples(options, model), ranks)
     if options.validation_config:
         other = on_other_dataset(options, options.validation_config)
-        judged = find_entries(other, model, read_samples(other, model), ranks)
+        asked = [sample for sample in read_samples(other, model) if not sample.entry.is_reg]
+        if not asked:
+            raise UsageError("--validation_config has nothing but regularisation sets, which are never judged",
+                             where=str(options.validation_config), cure="give a dataset of what is taught")  # fmt: skip
+        judged = find_entries(other, model, asked, ranks)
         trained = set(map(clip_key, samples))
         both = {cached.sample.item.path.name for cached in judged if clip_key(cached) in trained}
         if both:

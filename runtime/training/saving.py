@@ -36,7 +36,7 @@ class Saving:
         """Of the LoRAs that are due at this step."""
         plan, step = self._run.plan, self._run.step
         options = plan.options
-        if step >= plan.num_steps:  # the finished LoRA has a name of its own
+        if step >= self._run.num_steps:  # the finished LoRA has a name of its own
             return []
         suffixes = []
         epochs_done, rest = divmod(step, plan.steps_per_epoch)

@@ -152,6 +152,8 @@ def _decay_steps(options: Train, num_steps: int, warmup: int) -> int:
     decay = steps_of("lr_decay_steps", options.lr_decay_steps, num_steps)
     if decay == 0:
         raise UsageError("--lr_scheduler warmup_stable_decay needs --lr_decay_steps", cure="give steps, 0.2 or 20%")
+    if warmup + decay == num_steps + 1 and _is_share(options.lr_warmup_steps) and _is_share(options.lr_decay_steps):
+        decay -= 1  # two shares that make up the run, each of them rounded up
     if warmup + decay > num_steps:
         raise UsageError(f"{warmup} steps of warm-up and {decay} of decay are more than the run's {num_steps}")
     return decay

@@ -15,6 +15,7 @@ import torch
 
 from wangen.generator.errors import WangenError
 from wangen.generator.flops import NOTHING, StepFlops, step_flops
+from wangen.runtime.cache import digest
 from wangen.runtime.loader import background_of
 from wangen.runtime.lora_folder import BEST
 from wangen.runtime.models import family
@@ -25,7 +26,7 @@ from wangen.runtime.training.adapter import disabled, replaced
 from wangen.runtime.training.continuing import Continuing
 from wangen.runtime.training.loading import load_base
 from wangen.runtime.training.metrics import FILE, Metrics, Pending, Record, TimestepBins
-from wangen.runtime.training.plan import Plan
+from wangen.runtime.training.plan import Plan, dataset_digest
 from wangen.runtime.training.prepared import Prepared
 from wangen.runtime.training.ranks import Ranks
 from wangen.runtime.training.run import Run, Trainee
@@ -252,24 +253,25 @@ class Watching:
     def _samples_due(self) -> bool:
         step, plan = self._run.step, self._plan
         made = bool(self._scenes or self._continuing.clips)
-        return made and samples_due(self._options, step, plan.steps_per_epoch, plan.num_steps)
+        return made and samples_due(self._options, step, plan.steps_per_epoch, self._run.num_steps)
 
     def _validation_due(self) -> bool:
         if not self._plan.held_out:
             return False
         every = self._options.validate_every_n_steps or self._plan.steps_per_epoch
-        return self._run.step % every == 0 or self._run.step >= self._plan.num_steps
+        return self._run.step % every == 0 or self._run.step >= self._run.num_steps
 
     def _validate(self, trainee: Trainee) -> None:
         """Judge an expert by the held-out items, and keep it when it is the best so far."""
         facts, name = self._run.facts, trainee.plan.name
         bases = facts.setdefault("validation_base", {})
         with evaluating(trainee.transformer):
-            known = Losses.from_facts(bases[name]) if name in bases else None
+            judged, kept = self._judged(trainee), bases.get(name)
+            known = Losses.from_facts(kept) if kept and kept.get("judged", judged) == judged else None
             points = self._measure(trainee) if trainee.step else None
             if known is None or (points and not known.same_points(points)):
                 known = self._measure_base(trainee)
-                bases[name] = known.as_facts()
+                bases[name] = known.as_facts() | {"judged": judged}
                 facts.get("best", {}).pop(name, None)  # it was judged at other points
             averaged = None
             if trainee.ema and trainee.step:
@@ -277,10 +279,16 @@ class Watching:
         found = compare(known, points or known, list(map(video_key, self._plan.held_out)), averaged)
         self._write({"step": self._run.step, **({"expert": name} if name else {}), **found.as_record()})
         self._trackers.log(self._run.step, found.numbers(), f"validation{_group(name)}")
-        for line in found.lines()[: None if self._run.step >= self._plan.num_steps else 1]:
+        for line in found.lines()[: None if self._run.step >= self._run.num_steps else 1]:
             log.info("  %s%s", f"{name.replace('_', '-')}: " if name else "", line)
         facts.setdefault("validation", {})[name] = found.as_record()["validation"]
         self._keep_best(trainee, found)
+
+    def _judged(self, trainee: Trainee) -> str:
+        """A digest of what the losses of an expert are measured at."""
+        sigmas = stratified_sigmas(trainee.plan.low, trainee.plan.high, self._options.validation_timesteps)
+        items = dataset_digest(self._plan.held_out)
+        return digest([items, self._options.condition_frames, list(sigmas), self._options.seed])
 
     def _measure(self, trainee: Trainee, weights: Mapping[str, torch.Tensor] = MappingProxyType({})) -> Losses:
         """The held-out losses of an expert, with these weights in place of its own."""
