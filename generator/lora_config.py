@@ -215,7 +215,7 @@ def _alphas(fields: Mapping[str, Any], where: str, kind: AdapterKind, dora: bool
         alphas = {str(key): float(value) for key, value in alphas.items()}
         ranks = {str(key): int(value) for key, value in ranks.items()}
         default, rank = None if default is None else float(default), None if rank is None else int(rank)
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, OverflowError) as error:
         raise WangenError(f"the alphas of this LoRA are malformed ({error})", where=where) from error
     return Alphas(default, _plain(alphas, "alpha", where), bool(fields.get("use_rslora")), rank,
                   _plain(ranks, "rank", where))  # fmt: skip

@@ -136,6 +136,7 @@ def test_metadata_are_told_without_torch(tmp_path: Path):
         ({"alpha_pattern": {"a": "b"}}, "malformed"),
         ({"alpha_pattern": [1]}, "malformed"),
         ({"lora_alpha": "x"}, "malformed"),
+        ({"r": float("inf")}, "malformed"),
         ({"lora_alpha": float("inf")}, "not a number"),
         ([1], "no JSON object"),
         ("{", "no JSON"),

@@ -51,7 +51,8 @@ def _of_run(folder: Path, *, experts: bool) -> list[Candidate]:
         return [Candidate(one.path.stem, one.step, one.path) for one in checkpoints]
     pairs: dict[str, dict[str, Checkpoint]] = {}
     for one in checkpoints:
-        pairs.setdefault("".join(one.path.stem.rsplit(f"_{one.expert}", 1)), {})[one.expert] = one
+        before, _, after = one.path.stem.rpartition(f"_{one.expert}")
+        pairs.setdefault((before + after) if one.expert else one.path.stem, {})[one.expert] = one
     return [_pair(name, pair, folder) for name, pair in pairs.items()]
 
 
