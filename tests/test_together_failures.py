@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -44,8 +45,7 @@ SECOND = Ranks(Launch(1, 2, 1))
 def test_only_the_first_says_that_it_is_time_to_save(tiny_run: TinyRun, tmp_path: Path, monkeypatch):
     """Only it saves, so another's clock would say so at every step from then on, and each reads the GPU's numbers."""
     plan = planned(tiny_run, tmp_path, max_train_steps=100, save_state_every_n_minutes=1.0)
-    run = Run(plan, None, CPU, [])  # type: ignore[arg-type]
-    monkeypatch.setattr(Run, "step", 1)
+    run = Run(plan, None, CPU, [SimpleNamespace(step=1)])  # type: ignore[arg-type, list-item]
     for own, wanted in ((Ranks(), True), (SECOND, False)):
         run.ranks = own
         saving = Saving(run)
