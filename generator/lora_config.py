@@ -71,11 +71,11 @@ class Alphas:
 
     def rank_of(self, module: str) -> int | None:
         """The configured rank of a module."""
-        return next((rank for pattern, rank in self.ranks.items() if _fits(pattern, module)), self.rank)
+        return _named(self.ranks, module, self.rank)
 
     def of(self, module: str, rank: int) -> float:
         """The alpha for which `alpha / rank` is the module's scale."""
-        alpha = next((alpha for pattern, alpha in self.patterns.items() if _fits(pattern, module)), self.default)
+        alpha = _named(self.patterns, module, self.default)
         if alpha is None:
             return float(rank)
         return alpha * rank**0.5 if self.rank_stabilized else alpha
@@ -136,6 +136,11 @@ def read_alphas(
             raise WangenError(f"the alpha_pattern {pattern!r} names no module of this LoRA", where=str(config or file),
                               cure="take it out, or write the module's name as the LoRA's file does")  # fmt: skip
     return alphas
+
+
+def _named(patterns: Mapping[str, Number], module: str, default: Number | None) -> Number | None:
+    """The number of the first pattern that means a module."""
+    return next((number for pattern, number in patterns.items() if _fits(pattern, module)), default)
 
 
 def _fits(pattern: str, module: str) -> bool:

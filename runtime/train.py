@@ -124,10 +124,9 @@ def _run_alone(options: Train, model: Model, device: torch.device, ranks: Ranks)
             if changed:
                 log.warning("  nothing is trained or written: this run came to its end with the settings before; give "
                             "more steps to go on with the new ones, or start again with --fresh")  # fmt: skip
-            # Flags of saving may have changed; equal bytes are written again.
             elif ranks.is_first and state.facts.get("schedule_free"):  # its optimizer knows what to save
                 save_loras(_prepare(plan, device, state, Ranks()))
-            elif ranks.is_first:
+            elif ranks.is_first:  # flags of saving may have changed; equal bytes are written again
                 save_state_as_loras(plan, state)
             return _report(plan, state.step, state.facts, done_before=True)
     require_room(plan)

@@ -7,6 +7,7 @@ from typing import Literal
 Level = Literal["ok", "note", "problem"]
 
 _SETUP = "run the setup script of the bundle (setup_wangen) again"
+_SETUP_HERE = "if training runs on this machine: run the setup script in the bundle's folder (setup_wangen)"
 _OTHER_PYTHON = "install Python 3.13 (64-bit) from python.org, delete the environment's folder and run the setup script"
 
 
@@ -41,7 +42,7 @@ _PYTHON = (
         "no-environment",
         "note",
         "where the workspace's scripts look for an environment, there is none",
-        "if training runs on this machine: run the setup script in the bundle's folder (setup_wangen)",
+        _SETUP_HERE,
     ),
     Kind(
         "no-venv",
@@ -54,7 +55,7 @@ _PYTHON = (
         "no-runtime",
         "note",
         "PyTorch and the runtime's libraries are not in the Python that runs wangen: this machine publishes and checks",
-        "if training runs on this machine: run the setup script in the bundle's folder (setup_wangen)",
+        _SETUP_HERE,
     ),
     Kind(
         "environment-old", "problem", "the wangen in that environment is an older one", "publish again, then " + _SETUP

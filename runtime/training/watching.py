@@ -75,6 +75,7 @@ class Watching:
         """
         self._plan, self._options, self._device, self._step = plan, plan.options, device, step
         self._ranks = ranks
+        self._items = dataset_digest(plan.held_out)
         file = self._options.sample_prompts if ranks.is_first or ranks.in_step else None
         defaults = {**defaults_of(plan.model), "background_color": background_of(plan.samples)}
         prompts = read_prompts(file, plan.model, self._options.seed, defaults) if file else []
@@ -287,8 +288,7 @@ class Watching:
     def _judged(self, trainee: Trainee) -> str:
         """A digest of what the losses of an expert are measured at."""
         sigmas = stratified_sigmas(trainee.plan.low, trainee.plan.high, self._options.validation_timesteps)
-        items = dataset_digest(self._plan.held_out)
-        return digest([items, self._options.condition_frames, list(sigmas), self._options.seed])
+        return digest([self._items, self._options.condition_frames, list(sigmas), self._options.seed])
 
     def _measure(self, trainee: Trainee, weights: Mapping[str, torch.Tensor] = MappingProxyType({})) -> Losses:
         """The held-out losses of an expert, with these weights in place of its own."""
