@@ -7,10 +7,10 @@ for each output.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from wangen.generator.errors import many
-from wangen.generator.formats import TensorInfo
+from wangen.generator.formats import WHOLE, TensorInfo
 from wangen.generator.lora_keys import AdapterKind, foreign, parse_adapter_key
 
 WORDS: dict[AdapterKind, str] = {"lora": "LoRA", "loha": "LoHa", "lokr": "LoKr"}
@@ -111,6 +111,8 @@ def unfit_parts(parts: Parts) -> str:
     there = set(parts) - {"alpha", *MAGNITUDES}
     if there - set(FACTORS[kind]) or not _complete(kind, there):
         return f"only {' and '.join(sorted(there)) or 'an alpha'} of a {WORDS[kind]} is there"
+    if words := of_whole_numbers(parts.items()):
+        return words
     shapes = {name: parts[name].shape for name in there}
     if kind != "lora" and is_dora_of_parts(parts):
         return f"a {WORDS[kind]} with the magnitudes of a DoRA, which is not read"
@@ -124,6 +126,14 @@ def unfit_parts(parts: Parts) -> str:
         return f"the factors do not fit each other: {shapes}"
     sizes = {(shapes[f"{name}_a"][0], shapes[f"{name}_b"][1]) for name in inner}
     return f"the two products differ in size: {sizes}" if kind == "loha" and len(sizes) > 1 else ""
+
+
+def of_whole_numbers(parts: Iterable[tuple[str, TensorInfo]]) -> str:
+    """Which factor among a module's parts is stored in whole numbers, in words; empty where none is."""
+    for name, info in parts:
+        if name != "alpha" and info.dtype in WHOLE:
+            return f"its {name} is stored in whole numbers ({info.dtype}), as in a quantised form that is not read"
+    return ""
 
 
 def _complete(kind: AdapterKind, there: set[str]) -> bool:

@@ -141,8 +141,8 @@ def parse_adapter_key(key: str) -> AdapterKey | None:
     return AdapterKey(module, "magnitude" if match["magnitude"] else match["part"])
 
 
-def adapter_key(layout: Layout, module: str, part: str) -> str:
-    """The key of one part of a module in a layout; a part is named as `parse_adapter_key` names it.
+def adapter_key(layout: Layout, module: str, part: str, *, qwen: bool = False) -> str:
+    """The key of one part of a module in a layout; a part is named as by `parse_adapter_key`, `qwen` as `module_names`.
 
     >>> adapter_key("comfyui", "blocks.0.attn1.to_q", "lokr_w1")
     'diffusion_model.blocks.0.self_attn.q.lokr_w1'
@@ -152,7 +152,7 @@ def adapter_key(layout: Layout, module: str, part: str) -> str:
     Raises:
         KeyError: no such module in a transformer.
     """
-    down, up, alpha = module_names(layout, module)
+    down, up, alpha = module_names(layout, module, qwen=qwen)
     plain = {"down": down, "up": up, "alpha": alpha}
     return plain.get(part) or alpha.removesuffix("alpha") + PART_ENDS.get(part, part)
 
@@ -221,16 +221,32 @@ def original_name(module: str) -> str:
     return ORIGINAL_OUTER_MODULES[module]
 
 
-def module_names(layout: Layout, module: str) -> tuple[str, str, str]:
+def is_of_qwen(modules: Iterable[str]) -> bool:
+    """Whether a LoRA that changes these modules is one of Qwen-Image; `proj_out` alone may be of either family.
+
+    >>> is_of_qwen(["proj_out", "transformer_blocks.0.attn.to_q"]), is_of_qwen(["proj_out", "blocks.0.attn1.to_q"])
+    (True, False)
+    """
+    return any(map(QWEN_BLOCK.fullmatch, modules))
+
+
+def module_names(layout: Layout, module: str, *, qwen: bool = False) -> tuple[str, str, str]:
     """The keys of down, up and alpha of a module in a layout.
 
     >>> module_names("kohya", "blocks.0.attn1.to_q")[0]
     'lora_unet_blocks_0_self_attn_q.lora_down.weight'
+    >>> module_names("comfyui", "proj_out")[0], module_names("comfyui", "proj_out", qwen=True)[0]
+    ('diffusion_model.head.head.lora_A.weight', 'diffusion_model.proj_out.lora_A.weight')
+
+    Args:
+        layout: whose keys.
+        module: its name in diffusers.
+        qwen: the LoRA is one of Qwen-Image, whose modules have one name everywhere.
 
     Raises:
         KeyError: no such module in a transformer.
     """
-    original = original_name(module)
+    original = module if qwen and module_name(module) else original_name(module)
     if layout == "kohya":
         stem = KOHYA_PREFIX + original.replace(".", "_")
         return f"{stem}.lora_down.weight", f"{stem}.lora_up.weight", f"{stem}.alpha"
@@ -270,7 +286,7 @@ def _underscored(modules: dict[str, str]) -> dict[str, str]:
     return {name.replace(".", "_"): new for original, new in modules.items() for name in (original, new)}
 
 
-KEY = re.compile(r"(?P<stem>.+)\.(?:(?P<alpha>alpha)|lora_(?P<side>A|B|down|up)(?:\.default)?(?:\.weight)?)")
+KEY = re.compile(r"(?P<stem>.+)\.(?:(?P<alpha>alpha)|lora[_.](?P<side>A|B|down|up)(?:\.default)?(?:\.weight)?)")
 ADAPTER_KEY = re.compile(
     r"(?P<stem>.+)\.(?:(?P<part>hada_w[12]_[ab]|lokr_w[12](?:_[ab])?|dora_scale)(?:\.default)?"
     r"|(?P<magnitude>lora_magnitude_vector)(?:\.default)?(?:\.weight)?)"

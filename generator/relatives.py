@@ -88,7 +88,7 @@ PACKED = {
     r"\.(weight_scale_2|weight_global_scale)": "NVFP4",
 }
 
-_LORA = re.compile(r"[._]lora_(A|B|down|up)\b")
+_LORA = re.compile(r"[._]lora[_.](A|B|down|up)\b")
 
 _WAN_MODULE = re.compile(
     r"(?:^|\.|lora_unet__?)blocks[._]\d+[._]"

@@ -17,7 +17,7 @@ from wangen.generator.errors import WangenError
 from wangen.generator.formats import DOWNLOAD_AGAIN, TensorInfo
 from wangen.generator.kinds import expect
 from wangen.generator.lora_config import Alphas, config_fields, lora_file, read_alphas
-from wangen.generator.lora_keys import Layout, Part, module_names
+from wangen.generator.lora_keys import Layout, Part, is_of_qwen, module_names
 from wangen.generator.models.adapters import PLAIN, modules_of, unfit
 from wangen.runtime.libraries import BaseTunerLayer, LoraConfig, WanTransformer3DModel
 from wangen.runtime.weights.reading import read_tensor
@@ -106,14 +106,15 @@ def as_stored(lora: Mapping[str, LoraWeight], layout: Layout, dtype: torch.dtype
 
     Kohya files carry alpha. In the other layouts the scale is multiplied into `up`, so that every reader, those that
     know `.alpha` beside `lora_A` and those that do not, finds the same change of the weights. Scales that are powers
-    of two (alpha 16, rank 32) lose nothing by it. Only float8 has too small a range for that: see `_fill_float8`.
+    of two (alpha 16, rank 32) lose nothing by it: see `_with_scale`. Only float8 has too small a range for that: see
+    `_fill_float8`.
 
     Raises:
         WangenError: a number that the dtype cannot hold.
     """
     float8 = torch.float8_e4m3fn
     eight = dtype == float8 or (dtype is None and any(weight.up.dtype == float8 for weight in lora.values()))
-    exact = _fill_float8(lora) if eight else lora if layout == "kohya" else _folded(lora)
+    exact = _fill_float8(lora) if eight else lora if layout == "kohya" else _folded(lora, dtype)
     return {
         name: LoraWeight(
             cast(exact[name].down, dtype or weight.down.dtype, name),
@@ -131,9 +132,10 @@ def name_tensors(stored: Mapping[str, LoraWeight], layout: Layout) -> dict[str, 
         WangenError: a module that the Wan transformer does not have.
     """
     tensors: dict[str, torch.Tensor] = {}
+    qwen = is_of_qwen(stored)
     for module, weight in stored.items():
         try:
-            down, up, alpha = module_names(layout, module)
+            down, up, alpha = module_names(layout, module, qwen=qwen)
         except KeyError as error:
             raise WangenError(f"{module} is no module of a Wan transformer") from error
         tensors[down], tensors[up] = weight.down, weight.up
@@ -302,14 +304,23 @@ def read_alpha(path: Path, module: str, stored: TensorInfo | None, alphas: Alpha
     return alpha
 
 
-def _folded(lora: Mapping[str, LoraWeight]) -> Lora:
-    """The same change with alpha = rank; where the scale was not 1, `up` is float64."""
-    return {
-        name: weight
-        if weight.scale == 1.0
-        else LoraWeight(weight.down, weight.up.double() * weight.scale, float(weight.rank))
-        for name, weight in lora.items()
-    }
+def _folded(lora: Mapping[str, LoraWeight], dtype: torch.dtype | None) -> Lora:
+    """The same change with alpha = rank; where the scale was not 1, `up` is float64. `dtype` as in `as_stored`."""
+    return {name: weight if weight.scale == 1.0 else _with_scale(weight, dtype) for name, weight in lora.items()}
+
+
+def _with_scale(weight: LoraWeight, dtype: torch.dtype | None) -> LoraWeight:
+    """The same change with the scale in `up`.
+
+    For float16, below whose 6e-5 numbers lose digits, a power of two goes over from `down`, so that the largest numbers
+    of both are about as large: it is exact, and each is as far from that end as it can be.
+    """
+    down, up = weight.down, weight.up.double() * weight.scale
+    sizes = _largest(down), _largest(up)
+    if (dtype or weight.up.dtype) == torch.float16 and all(0 < size < math.inf for size in sizes):
+        shift = 2.0 ** round(math.log2(sizes[0] / sizes[1]) / 2)
+        down, up = down.double() / shift, up * shift
+    return LoraWeight(down, up, float(weight.rank))
 
 
 def _fill_float8(lora: Mapping[str, LoraWeight]) -> Lora:

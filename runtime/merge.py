@@ -22,6 +22,7 @@ from wangen.generator.formats import Header, TensorInfo
 from wangen.generator.kinds import expect, has_clean_controls, judge
 from wangen.generator.lora_config import CONVERTED, STALE
 from wangen.generator.lora_keys import module_name
+from wangen.generator.table import FLOAT32_MAX
 from wangen.generator.workspace import require_writable
 from wangen.runtime.dtypes import FLOAT8, TORCH_DTYPES
 from wangen.runtime.lora import Lora, LoraWeight, cast, nothing_matches, require_size
@@ -159,7 +160,10 @@ def _changes(contents: Contents, sources: Sequence[Source]) -> dict[str, list[Ch
                 continue
             require_size(name, weight, info.shape)
             fits = True
-            if factor := source.multiplier * weight.scale:
+            if abs(factor := source.multiplier * weight.scale) > FLOAT32_MAX:
+                raise WangenError(f"strength {source.multiplier:g} times alpha / rank of {_module(name)} is too large",
+                                  where=str(source.path), cure="give a smaller --lora_multiplier")  # fmt: skip
+            if factor:
                 changes.setdefault(name, []).append((weight, factor))
         if not fits:
             raise nothing_matches(source.lora)

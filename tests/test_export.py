@@ -27,10 +27,10 @@ from loras import (
 from parity import DITS, max_abs
 from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dict
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from wangen.generator.cli import main
-from wangen.runtime.lora import Lora, apply_lora, read_lora
+from wangen.runtime.lora import Lora, LoraWeight, apply_lora, read_lora
 
 
 def metadata_of(path: Path) -> dict[str, str]:
@@ -225,6 +225,33 @@ def test_float8_keeps_small_numbers_by_moving_alpha(tmp_path: Path):
     assert error(cast) > 0.5
     names = load_file(tmp_path / "out.safetensors")
     assert names["diffusion_model.blocks.0.self_attn.q.alpha"].dtype == torch.float32
+
+
+def test_float16_keeps_its_digits_where_the_scale_is_small(tmp_path: Path):
+    """In `up` alone, a scale of 2^-7 would leave numbers of 1e-4 hardly a digit."""
+    torch.manual_seed(0)
+    lora = {
+        name: LoraWeight(torch.randn(128, 32).mul(0.02).half(), torch.randn(32, 128).mul(1e-4).half(), 1.0)
+        for name in ("blocks.0.attn1.to_q", "blocks.0.attn1.to_k")
+    }
+    first = write(tmp_path / "first.safetensors", lora, "kohya")
+    found = convert(first, tmp_path / "out.safetensors", "--layout", "comfyui")
+    for name, weight in lora.items():
+        change = change_of(weight)
+        assert found[name].up.dtype == found[name].down.dtype == torch.float16
+        assert found[name].scale == 1
+        assert float((change_of(found[name]) - change).norm() / change.norm()) < 1e-3
+
+
+def test_what_is_called_alike_in_both_families_keeps_the_name_of_its_own(tmp_path: Path):
+    factors = {"lora_A": torch.ones(2, 4), "lora_B": torch.ones(4, 2)}
+    modules = ("transformer.transformer_blocks.0.attn.to_q", "transformer.proj_out")
+    save_file({f"{module}.{side}.weight": value for module in modules for side, value in factors.items()},
+              tmp_path / "first.safetensors")  # fmt: skip
+    for layout, name in (("comfyui", "diffusion_model.proj_out"), ("kohya", "lora_unet_proj_out")):
+        found = convert(tmp_path / "first.safetensors", tmp_path / f"{layout}.safetensors", "--layout", layout)
+        assert any(key.startswith(f"{name}.") for key in load_file(tmp_path / f"{layout}.safetensors"))
+        assert found.keys() == {"proj_out", "transformer_blocks.0.attn.to_q"}
 
 
 def test_metadata_are_kept_but_for_hashes_and_the_change_is_noted(tmp_path: Path):

@@ -25,12 +25,14 @@ def damaged(case: str) -> dict[str, torch.Tensor]:
         del tensors[f"{STEM}.lora_up.weight"]
     elif case == "ranks":
         tensors[f"{STEM}.lora_up.weight"] = torch.ones(384, 3)
+    elif case == "int8":
+        tensors[f"{STEM}.lora_up.weight"] = torch.ones(384, 4, dtype=torch.int8)
     else:
         tensors["diffusion_model.blocks.0.ffn.0.lora_A.weight"] = torch.ones(4, 256)
     return tensors
 
 
-@pytest.mark.parametrize("case", ["text encoder", "no prefix", "half", "ranks", "twice"])
+@pytest.mark.parametrize("case", ["text encoder", "no prefix", "half", "ranks", "int8", "twice"])
 def test_a_file_that_cannot_be_loaded_is_not_said_to_fit(tmp_path: Path, capsys, case: str):
     file = tmp_path / "a.safetensors"
     save_file(damaged(case), file)
@@ -53,16 +55,28 @@ def test_one_that_can_be_loaded_fits(capsys):
 
 
 def test_a_lora_of_qwen_image_is_described_as_such(tmp_path, capsys):
-    modules = [f"transformer_blocks.{number}.{layer}" for number in (0, 59) for layer in ("attn.to_q", "img_mlp.net.2")]
-    widths = {"attn.to_q": (3072, 3072), "img_mlp.net.2": (3072, 12288)}
+    layers = ("attn.to_q", "attn.add_k_proj", "img_mlp.net.2")
+    modules = [f"transformer_blocks.{number}.{layer}" for number in (0, 59) for layer in layers]
+    widths = {"img_mlp.net.2": (3072, 12288)}
     tensors = {}
     for module in modules:
-        rows, columns = widths[module.split(".", 2)[2]]
+        rows, columns = widths.get(module.split(".", 2)[2], (3072, 3072))
         tensors[f"diffusion_model.{module}.lora_A.weight"] = torch.zeros(2, columns)
         tensors[f"diffusion_model.{module}.lora_B.weight"] = torch.zeros(rows, 2)
     save_file(tensors, tmp_path / "edit.safetensors")
     assert main(["models", "identify", str(tmp_path / "edit.safetensors")]) == 0
     shown = capsys.readouterr().out
-    for words in ("a LoRA for Qwen-Image", "rank 2", "changes 4 modules of a transformer of 2 blocks, 3072 wide",
+    for words in ("a LoRA for Qwen-Image", "rank 2", "changes 6 modules of a transformer of 2 blocks, 3072 wide",
                   "base: qwen-image, qwen-image-edit, qwen-image-edit-plus"):  # fmt: skip
         assert words in shown
+
+
+def test_diffusers_older_names_are_read(tmp_path: Path):
+    plain = {key: value for key, value in load_file(LORAS["t2v21"]).items() if not key.endswith(".alpha")}
+    older = {key.replace(".lora_down.", ".lora.down.").replace(".lora_up.", ".lora.up."): value
+             for key, value in plain.items()}  # fmt: skip
+    for name, tensors in (("plain", plain), ("older", older)):
+        save_file(tensors, tmp_path / f"{name}.safetensors")
+    found, wanted = (read_lora(tmp_path / f"{name}.safetensors") for name in ("older", "plain"))
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[module].up, wanted[module].up) for module in wanted)

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -15,6 +16,7 @@ from parity import DITS, VECTORS, max_abs
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from wangen.generator.cli import main
 from wangen.generator.errors import UsageError, WangenError
 from wangen.runtime import safetensors_file
 from wangen.runtime.lora import Lora, LoraWeight, apply_lora, read_lora
@@ -95,6 +97,16 @@ def test_a_lora_at_strength_zero_changes_no_byte_and_is_not_counted(tmp_path: Pa
     }
     assert done.num_changed == 1
     assert {name.rsplit(".", 1)[0] for name in changed} == {"blocks.0.self_attn.q"}
+
+
+def test_a_strength_that_cannot_be_computed_with_is_refused(tmp_path: Path, capsys):
+    lora = {name: replace(weight, alpha=16.0) for name, weight in read_lora(LORAS["t2v21"]).items()}
+    with pytest.raises(WangenError, match=r"strength 3e\+38 times alpha / rank of blocks.0.* is too large"):
+        merge(T2V, [source(lora, 3e38)], tmp_path / "merged.safetensors", None)
+    words = ["--lora_weight", str(LORAS["t2v21"]), "--lora_multiplier", "1e40", "--save_path", str(tmp_path / "m")]
+    assert main(["export", "--dit", str(T2V), *words]) == 2
+    assert "--lora_multiplier 1e40 is too large to compute with; give at most 3.4e+38" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_checkpoint_that_is_damaged_is_said_with_its_file(tmp_path: Path):

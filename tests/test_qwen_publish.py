@@ -148,6 +148,35 @@ def test_lines_inside_the_dataset_s_folder_name_control_images_beside_the_pictur
     assert beside(place / "published/linux", "64") == ["hill.png", "house.png", "lake.png"]
 
 
+@pytest.mark.parametrize("case", ["two pictures change places", "controls 0 and 1 change places"])
+def test_lines_that_give_a_picture_another_one_s_control_image_are_followed(
+    tiny_qwen: TinyQwen, tmp_path: Path, case: str
+):
+    """The names of the files in `controls/` would say otherwise."""
+    several = case.startswith("controls")
+    place = workspace(tmp_path, tiny_qwen, "qwen-image-edit-plus" if several else "qwen-image-edit")
+    folder = place / "datasets/edits"
+    if several:
+        for stem in ("hill", "house"):
+            (folder / f"{stem}.png").unlink()
+        given = {"lake": ["lake_1.png", "lake_0.png"]}
+        for number, colour in enumerate(("red", "blue")):
+            Image.new("RGB", (64, 64), colour).save(folder / "controls" / f"lake_{number}.png")
+    else:
+        given = {"hill": ["house.png"], "house": ["hill.png"], "lake": ["lake.png"]}
+    write_lines(folder / "lines.jsonl", [
+        {"file": f"{stem}.png", "caption": CAPTIONS[stem],
+         **{f"control_path_{number}": f"controls/{name}" for number, name in enumerate(names)}}
+        for stem, names in given.items()
+    ])  # fmt: skip
+    assert publish(place) == 0
+    for stem, names in given.items():
+        for number, name in enumerate(names):
+            there = place / "published/linux/files/datasets/edits/controls"
+            there /= f"{stem}_{number}.png" if several else f"{stem}.png"
+            assert there.read_bytes() == (folder / "controls" / name).read_bytes()
+
+
 def test_what_a_jsonl_lacks_or_names_twice_is_said(tiny_qwen: TinyQwen, tmp_path: Path, capsys):
     place = workspace(tmp_path, tiny_qwen, "qwen-image-edit-plus")
     lines = scattered(place)

@@ -25,6 +25,8 @@ DTYPE_BITS = {
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
     "F4": 4,
 }
+WHOLE = ("I8", "I16", "I32", "I64", "U8", "BOOL")
+"""Dtypes that no weight is stored in: a quantisation that is not known here uses them."""
 
 
 @dataclass(frozen=True)

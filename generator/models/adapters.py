@@ -19,6 +19,7 @@ from wangen.generator.adapter_parts import (
     is_dora_of_parts,
     kind_of_parts,
     not_understood,
+    of_whole_numbers,
     rank_of,
     unfit_adapter,
 )
@@ -35,7 +36,7 @@ PLAIN = "a plain LoRA (down and up matrices) of a Wan transformer"
 
 _BLOCK = re.compile(r"(?P<list>(?:transformer_)?blocks)\.(?P<number>\d+)\.")
 _QUERY = re.compile(r"blocks\.\d+\.attn[12]\.to_q|transformer_blocks\.\d+\.attn\.to_q")
-_IMAGE = re.compile(r".+\.add_[kv]_proj|condition_embedder\.image_embedder\..+")
+_IMAGE = re.compile(r"blocks\.\d+\.attn2\.add_[kv]_proj|condition_embedder\.image_embedder\..+")
 
 
 @dataclass(frozen=True)
@@ -142,6 +143,8 @@ def unfit(tensors: Mapping[str, TensorInfo]) -> str:
         down, up = parts["down"].shape, parts["up"].shape
         if not are_factors(down, up):
             return f"the matrices of {module} do not fit each other: {down} and {up}"
+        if words := of_whole_numbers(parts.items()):
+            return f"{module}: {words}"
     return ""
 
 

@@ -4,6 +4,7 @@ They stand in folders inside the dataset's, named as the pictures they belong to
 they are and whatever they are called. In the bundle each kind has one folder, which all resolutions share.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -98,7 +99,8 @@ def taken_folders(items: Iterable[Item], origin: Path) -> set[str]:
 def in_bundle(items: Sequence[Item], origin: Path) -> tuple[dict[str, Named], list[Problem]]:
     """The control images and masks by the folder of the bundle that they go into, each with its name there.
 
-    What a dataset's own folder holds keeps its name; what a jsonl names is called as the picture that it belongs to.
+    What a dataset's own folder holds for a picture keeps its name; what a jsonl names is called as the picture that it
+    belongs to.
 
     Args:
         items: of the dataset.
@@ -119,8 +121,9 @@ def in_bundle(items: Sequence[Item], origin: Path) -> tuple[dict[str, Named], li
             if files != theirs:
                 clash = f"would share what is in {folder}/ of the bundle with {other.path.name}, and has other files"
                 problems.append(Problem(item.path, clash, "rename one of them"))
-            named = dict(_named(item, files, origin / folder))
-            for name in (name for name in named if folded(Path(name).stem) in pictures - {own}):
+            others = pictures - {own}
+            named = dict(_named(item, files, origin / folder, others))
+            for name in (name for name in named if folded(Path(name).stem) in others):
                 clash = f"{named[name].name} would be {name} in {folder}/ of the bundle, as that of another picture"
                 problems.append(Problem(item.path, clash, "rename one of the pictures"))
             if other is item:
@@ -134,8 +137,18 @@ def _files(item: Item, folder: str) -> tuple[Path, ...]:
     return (item.mask,) if item.mask else ()
 
 
-def _named(item: Item, files: Sequence[Path], folder: Path) -> Iterator[tuple[str, Path]]:
-    """The name that each of an item's files gets."""
+def _named(item: Item, files: Sequence[Path], folder: Path, others: set[str]) -> Iterator[tuple[str, Path]]:
+    """The name that each of an item's files gets; `others` are the other pictures' stems."""
+    keep = all(path.parent == folder and folded(path.stem) not in others for path in files)
+    keep = keep and _are_found_so(item, files)
     for number, path in enumerate(files):
         stem = item.path.stem if len(files) == 1 else f"{item.path.stem}_{number}"
-        yield (path.name if path.parent == folder else stem + path.suffix), path
+        yield (path.name if keep else stem + path.suffix), path
+
+
+def _are_found_so(item: Item, files: Sequence[Path]) -> bool:
+    """Whether files are by their names an item's, in this order; a jsonl may say otherwise."""
+    own = re.compile(re.escape(folded(item.path.stem)) + r"(?:_(\d+))?")
+    matches = [own.fullmatch(folded(path.stem)) for path in files]
+    numbers = [int(match[1] or -1) for match in matches if match]
+    return len(numbers) == len(files) and numbers == sorted(set(numbers))

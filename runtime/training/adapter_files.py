@@ -12,13 +12,14 @@ get `magnitude * |W| / |W + change|`, and the header says so (`wangen.dora_norm`
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from wangen.generator.companions import sort_out
 from wangen.generator.headers import read_header
-from wangen.generator.lora_keys import Layout, adapter_key, module_name
+from wangen.generator.lora_keys import Layout, adapter_key, is_of_qwen, module_name
 from wangen.generator.steps import Train
 from wangen.runtime.adapter_layers import change_of, parts_of
 from wangen.runtime.adapters import DORA_NORM, Adapter, AdapterWeight, plain_lora, read_adapter
@@ -111,16 +112,17 @@ def name_adapter(adapter: Adapter, layout: Layout, dtype: torch.dtype) -> dict[s
     if (lora := plain_lora(adapter)) is not None:
         return to_layout(lora, layout, dtype)
     tensors: dict[str, torch.Tensor] = {}
+    key = partial(adapter_key, layout, qwen=is_of_qwen(adapter))
     for module, weight in adapter.items():
         stored, alpha = _scaled(weight, layout)
         for part, factor in stored.items():
-            tensors[adapter_key(layout, module, part)] = cast(factor, dtype, f"{module} {part}")
+            tensors[key(module, part)] = cast(factor, dtype, f"{module} {part}")
         if alpha is not None:
-            tensors[adapter_key(layout, module, "alpha")] = torch.tensor(alpha, dtype=torch.float32)
+            tensors[key(module, "alpha")] = torch.tensor(alpha, dtype=torch.float32)
         if weight.magnitude is not None and layout in ("comfyui", "kohya"):
-            tensors[adapter_key(layout, module, "dora_scale")] = weight.magnitude.float()[:, None]
+            tensors[key(module, "dora_scale")] = weight.magnitude.float()[:, None]
         elif weight.magnitude is not None:
-            tensors[adapter_key(layout, module, "magnitude")] = weight.magnitude.float()
+            tensors[key(module, "magnitude")] = weight.magnitude.float()
     return tensors
 
 

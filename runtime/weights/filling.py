@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from wangen.generator.companions import Contents, sort_out
 from wangen.generator.errors import WangenError
-from wangen.generator.formats import Header, TensorInfo
+from wangen.generator.formats import WHOLE, Header, TensorInfo
 from wangen.runtime.weights.quantized import (
     fp8_layer,
     is_quantized,
@@ -20,9 +20,6 @@ from wangen.runtime.weights.quantized import (
     refuse_other_forms,
     stored_layer,
 )
-
-WHOLE = ("I8", "I16", "I32", "I64", "U8", "BOOL")
-"""Dtypes that no weight is stored in: a quantisation that is not known here uses them."""
 
 OTHER_FILE = "download the file again, or give the original, ComfyUI, GGUF or diffusers form of the model"
 
