@@ -15,7 +15,7 @@ import click
 
 from wangen.generator.errors import UsageError
 from wangen.generator.steps import STEPS
-from wangen.generator.table import FLOAT32_MAX, Option, Step, missing, options, spellings
+from wangen.generator.table import Option, Step, missing, options, spellings
 
 S = TypeVar("S", bound=Step)
 
@@ -292,13 +292,10 @@ def _scalar(option: Option, raw: Any, where: str) -> Any:
         value = option.kind(text)
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError
+        return value
     except ValueError:
         word = {int: "a whole number", float: "a number"}[option.kind]
         raise UsageError(f"--{option.name} takes {word}, got {raw!r}", where=where) from None
-    if isinstance(value, float) and abs(value) > FLOAT32_MAX:
-        raise UsageError(f"--{option.name} {raw} is too large to compute with", where=where,
-                         cure=f"give at most {FLOAT32_MAX:g}")  # fmt: skip
-    return value
 
 
 def _choices(option: Option) -> tuple[str, ...]:

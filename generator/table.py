@@ -17,9 +17,6 @@ from typing import Any, ClassVar, Literal
 
 REPORT = ".report.json"
 
-FLOAT32_MAX = 3.4e38
-"""No flag takes a larger number: nothing could be computed with it."""
-
 SMOKE = "smoke"
 """The folder, below the one that a step is told, which a try writes to."""
 

@@ -2,8 +2,8 @@
 
 from wangen.generator.errors import UsageError
 from wangen.generator.steps import Train
-from wangen.generator.table import FLOAT32_MAX
 
+_FLOAT32_MAX = 3.4e38
 MAX_VALIDATION_TIMESTEPS = 1000
 """Further ones would lie between those that a model was trained with."""
 
@@ -28,7 +28,7 @@ def refuse_not_above_zero(options: Train) -> None:
     """
     for name in ABOVE_ZERO:
         value = getattr(options, name)
-        most = _AT_MOST.get(name, FLOAT32_MAX)
+        most = _AT_MOST.get(name, _FLOAT32_MAX)
         if value is not None and not 0 < value <= most:
             raise UsageError(f"--{name} must be above 0 and at most {most:.7g}, got {value}")
 

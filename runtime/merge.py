@@ -22,7 +22,6 @@ from wangen.generator.formats import Header, TensorInfo
 from wangen.generator.kinds import expect, has_clean_controls, judge
 from wangen.generator.lora_config import CONVERTED, STALE
 from wangen.generator.lora_keys import module_name
-from wangen.generator.table import FLOAT32_MAX
 from wangen.generator.workspace import require_writable
 from wangen.runtime.dtypes import FLOAT8, TORCH_DTYPES
 from wangen.runtime.lora import Lora, LoraWeight, cast, nothing_matches, require_size
@@ -33,6 +32,7 @@ from wangen.runtime.weights.quantized import QUANTISATION, is_quantized, read_we
 from wangen.runtime.weights.reading import read_tensor
 
 SCALED = "fp8_scaled"
+FLOAT32_MAX = torch.finfo(torch.float32).max
 MERGED = "wangen.merged"
 TRANSFORMERS = (*KNOWN, "wan-transformer-other")
 BLOCK_MATRIX = re.compile(r"(?:transformer_)?blocks\.\d+\..+\.weight")

@@ -244,9 +244,9 @@ def test_float16_keeps_its_digits_where_the_scale_is_small(tmp_path: Path):
 
 
 def test_what_is_called_alike_in_both_families_keeps_the_name_of_its_own(tmp_path: Path):
-    factors = {"lora_A": torch.ones(2, 4), "lora_B": torch.ones(4, 2)}
+    factors = {"lora_A": (2, 4), "lora_B": (4, 2)}
     modules = ("transformer.transformer_blocks.0.attn.to_q", "transformer.proj_out")
-    save_file({f"{module}.{side}.weight": value for module in modules for side, value in factors.items()},
+    save_file({f"{module}.{side}.weight": torch.ones(shape) for module in modules for side, shape in factors.items()},
               tmp_path / "first.safetensors")  # fmt: skip
     for layout, name in (("comfyui", "diffusion_model.proj_out"), ("kohya", "lora_unet_proj_out")):
         found = convert(tmp_path / "first.safetensors", tmp_path / f"{layout}.safetensors", "--layout", layout)

@@ -101,9 +101,9 @@ def test_all_targets_are_looked_at_before_the_first_is_written(tmp_path: Path, c
 
 
 def test_a_layout_that_the_dtype_cannot_hold_ends_it_before_the_first_is_written(tmp_path: Path, capsys):
-    """Only where the scale is multiplied into the matrices are the numbers too large."""
+    """Only where the scale is multiplied into the matrices are the numbers too large, however it is shared out."""
     wide = {"blocks.0.attn1.to_q": type(every_module("t2v21", scales=(1,))["blocks.0.attn1.to_q"])(
-        torch.ones(1, 256), torch.full((256, 1), 300.0), 1000.0)}  # fmt: skip
+        torch.ones(1, 256), torch.full((256, 1), 300.0), 1e8)}  # fmt: skip
     source = write(tmp_path / "wide.safetensors", wide, "kohya")
     words = ["--lora_weight", str(source), "--save_path", str(tmp_path / "a.safetensors"), "--dtype", "float16"]
     assert main(["export", *words, "--layout", "kohya", "comfyui"]) == 1
