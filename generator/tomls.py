@@ -5,10 +5,11 @@ The dataset schema is musubi-tuner's, so that existing files work. Unknown keys 
 
 import itertools
 import logging
+import os
 import re
 import tomllib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -224,7 +225,16 @@ def _read_blocks(path: Path, *, tell: bool) -> tuple[DatasetEntry, ...]:
     for start in dict.fromkeys(_start(found[0], path, block) for found, block in zip(entries, blocks, strict=True)):
         if start and tell:
             log.info("  %s", start)
-    return tuple(itertools.chain.from_iterable(entries))
+    return _one_spelling(itertools.chain.from_iterable(entries))
+
+
+def _one_spelling(entries: Iterable[DatasetEntry]) -> tuple[DatasetEntry, ...]:
+    """The entries with each cache folder as the first that names it spells it; others may have `..` or a link."""
+    spelled = dict[Path, Path]()
+    return tuple(
+        replace(entry, cache_directory=spelled.setdefault(Path(os.path.realpath(cache)), cache))
+        for entry in entries for cache in [entry.cache_directory]
+    )  # fmt: skip
 
 
 def _start(entry: DatasetEntry, toml: Path, block: Mapping[str, Any]) -> str:

@@ -227,6 +227,22 @@ def test_resolutions_that_are_left_out_keep_their_entries_in_a_shared_folder(tmp
     assert bundle.latents("--resolution", "64")["removed"] == 1
 
 
+def test_blocks_that_spell_their_cache_folder_in_two_ways_share_it(tmp_path: Path, models: dict[str, Path]):
+    bundle, root = Bundle(tmp_path, models), tmp_path.as_posix()
+    blocks = []
+    for name, cache in (("a", f"{root}/cache"), ("b", f"{root}/sub/../cache")):
+        make_image(tmp_path / name / f"{name}.png", (64, 64), seed=ord(name))
+        (tmp_path / name / f"{name}.txt").write_text(name)
+        blocks.append(f"[[datasets]]\nimage_directory = '{root}/{name}'\ncache_directory = '{cache}'\nresolution = 64\n")
+    bundle.toml.write_text("".join(blocks))
+    assert [bundle.latents()["computed"], bundle.text()["computed"]] == [2, 3]
+    assert [bundle.latents()["computed"], bundle.text()["computed"]] == [0, 0]
+    bundle.toml.write_text(blocks[0] + blocks[1].replace("64", "96"))
+    assert bundle.latents()["computed"] == 1
+    assert bundle.latents("--resolution", "64")["removed"] == 0
+    assert bundle.check() == 0
+
+
 @pytest.mark.parametrize("words", [("--batch_size", "0"), ("--batch_size", "-1"), ("--num_workers", "-1")])
 def test_numbers_that_no_run_can_have_are_refused(bundle: Bundle, capsys: pytest.CaptureFixture[str], words: Any):
     assert main(bundle.latents_line(*words)) == 2

@@ -229,6 +229,15 @@ def test_a_relative_cache_of_absolute_media_is_looked_for_as_well(tmp_path, monk
     assert entries(tmp_path / "toml", text)[0].cache_directory == tmp_path / "toml" / "cache"
 
 
+def test_a_cache_folder_that_is_spelled_in_several_ways_is_one(tmp_path, monkeypatch):
+    write_tree(tmp_path, {"cache/x": "", "media/x": ""})
+    (tmp_path / "link").symlink_to("cache")
+    monkeypatch.chdir(tmp_path)
+    spellings = ["cache", "sub/../cache", "link", "../" + tmp_path.name + "/cache", (tmp_path / "cache").as_posix()]
+    text = "".join(f"[[datasets]]\nimage_directory = 'media'\ncache_directory = '{one}'\n" for one in spellings)
+    assert [entry.cache_directory for entry in entries(tmp_path, text)] == [Path("cache")] * len(spellings)
+
+
 HOSTILE_PATHS = st.text(
     st.one_of(st.sampled_from(string.punctuation + " é日🦊"), st.characters(exclude_categories=("Cs", "Cc"))),
     min_size=1,
