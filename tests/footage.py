@@ -37,7 +37,7 @@ def numbers(frames: np.ndarray) -> list[int]:
 
 def write_video(
     path: Path, frames: Sequence[np.ndarray], rate: Fraction | int = 25, *, times_ms: Sequence[int] | None = None,
-    codec: str = "libx264", format: str = "mp4", crf: int = 12, aspect: Fraction | None = None,
+    codec: str = "libx264", format: str = "mp4", crf: int = 12, aspect: Fraction | None = None, bframes: int = 0,
 ) -> Path:  # fmt: skip
     """A video of frames (H, W, 3) uint8, at a rate or at these times; x264 sets few keyframes."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -47,7 +47,7 @@ def write_video(
         stream.pix_fmt = "yuv420p"
         stream.codec_context.sample_aspect_ratio = aspect or Fraction(1)
         if codec == "libx264":
-            stream.options = {"crf": str(crf), "preset": "ultrafast", "threads": "1", "g": "60"}
+            stream.options = {"crf": str(crf), "preset": "ultrafast", "threads": "1", "g": "60", "bf": str(bframes)}
         else:
             stream.bit_rate = 4_000_000
         if times_ms:

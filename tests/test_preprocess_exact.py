@@ -35,8 +35,8 @@ def video(folder: Path, kind: str) -> list[Fraction]:
         times_ms = [number // 2 * 80 for number in range(COUNT)]
         write_video(folder / "a.mkv", frames, times_ms=times_ms, codec="ffv1", format="matroska")
         return [Fraction(time, 1000) for time in (*times_ms, times_ms[-1] + 40)]
-    codec, format = {"avi": ("mpeg4", "avi"), "ts": ("libx264", "mpegts")}[kind]
-    write_video(folder / f"a.{'mpg' if kind == 'ts' else 'avi'}", frames, codec=codec, format=format)
+    codec, format = {"avi": ("mpeg4", "avi"), "h264.avi": ("libx264", "avi"), "ts": ("libx264", "mpegts")}[kind]
+    write_video(folder / f"a.{'mpg' if kind == 'ts' else 'avi'}", frames, codec=codec, format=format, bframes=3 * (kind == "h264.avi"))
     return [number / Fraction(25) for number in range(COUNT + 1)]
 
 
@@ -46,6 +46,7 @@ def video(folder: Path, kind: str) -> list[Fraction]:
         "25",
         "ntsc",
         "jumpy",
+        "h264.avi",
         *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("60", "8", "mkv", "twice", "avi", "ts")),
     ],
 )

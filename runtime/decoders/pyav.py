@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from wangen.generator.errors import WangenError
 from wangen.generator.npz import is_npz, read_npz
-from wangen.runtime.decoders.stamps import EXACT_S, slack
+from wangen.runtime.decoders.stamps import EXACT_S, slack, ticks_as_shown
 from wangen.runtime.numbered_frames import StoredFrame, numbered_frames, undecodable
 
 if TYPE_CHECKING:
@@ -69,10 +69,13 @@ def timed(path: Path, source_fps: float | None) -> Iterator[tuple[float, Any]]:
             tick_s = float(stream.time_base or 0)
             slack_s = slack(tick_s, source_fps)
             rate = source_fps or float(stream.average_rate or 25)
+            ticks = ticks_as_shown(path)
             number = -1
             for number, frame in enumerate(container.decode(stream)):
+                frame.pts = None if ticks else frame.pts
+                shown_s = ticks[min(number, len(ticks) - 1)] * tick_s if ticks else frame.time
                 # A stream without stamps (some AVI files) plays at its stated rate.
-                time_s = number / rate if source_fps or frame.time is None else frame.time
+                time_s = number / rate if source_fps or shown_s is None else shown_s
                 length_s = 1 / rate if source_fps or not frame.duration else frame.duration * tick_s
                 first_s = time_s if number == 0 else first_s
                 yield max(0.0, time_s - first_s - slack_s), frame

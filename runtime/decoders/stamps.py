@@ -17,6 +17,8 @@ from wangen.runtime.sources import FileState, state_of
 
 _INDEXED = {"mov", "matroska"}
 """First names, as ffmpeg gives them, of the containers whose stamps and index say where each frame is."""
+_OF_DECODING = {"avi", "asf"}
+"""Those that say when a packet is decoded, not when its frame is shown."""
 _KNOWN = 16
 """Videos whose stamps are remembered: an hour at 30 frames per second takes 4 MB."""
 
@@ -80,6 +82,32 @@ def stamps_of(path: Path) -> Stamps:
         av.FFmpegError, OSError: it cannot be read.
     """
     return _stamps(path, state_of(path))
+
+
+def ticks_as_shown(path: Path) -> Sequence[int]:
+    """When each frame is shown, in ticks, of a video whose frames come with the times at which others are decoded.
+
+    So H.264 with B-frames lies in an AVI. The times are right, and only in another order: the next frame has the next.
+
+    Returns:
+        The times, ascending; none where each frame comes with its own.
+
+    Raises:
+        av.FFmpegError, OSError: it cannot be read.
+    """
+    return _ticks_as_shown(path, state_of(path))
+
+
+@lru_cache(maxsize=_KNOWN)
+def _ticks_as_shown(path: Path, _state: FileState | None) -> Sequence[int]:
+    """The times of a file in this state."""
+    import av
+
+    with av.open(str(path)) as container:
+        stream = container.streams.video[0]
+        if container.format.name not in _OF_DECODING or not stream.codec_context.has_b_frames:
+            return ()
+        return sorted(packet.pts for packet in container.demux(stream) if packet.size and packet.pts is not None)
 
 
 @lru_cache(maxsize=_KNOWN)

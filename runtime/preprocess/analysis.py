@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     Stamps = np.ndarray[Any, np.dtype[np.int64]]
     Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
-VERSION = 1
+VERSION = 2
 """Raised when the same video would be described otherwise: what older versions found out is found out again."""
 SIDE_PX = 240
 """The shorter side of the frames that the filters see, at most."""

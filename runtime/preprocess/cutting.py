@@ -20,7 +20,7 @@ from wangen.runtime.preprocess.form import Form, Place, write_clip
 if TYPE_CHECKING:
     from wangen.runtime.clips import Frame
 
-VERSION = 2
+VERSION = 3
 """Raised when the same windows would give other bytes."""
 JOB_FRAMES = 400
 """About so many frames are cut in one go: enough that entering the video costs little, few enough to share out."""
