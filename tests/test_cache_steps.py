@@ -233,7 +233,8 @@ def test_blocks_that_spell_their_cache_folder_in_two_ways_share_it(tmp_path: Pat
     for name, cache in (("a", f"{root}/cache"), ("b", f"{root}/sub/../cache")):
         make_image(tmp_path / name / f"{name}.png", (64, 64), seed=ord(name))
         (tmp_path / name / f"{name}.txt").write_text(name)
-        blocks.append(f"[[datasets]]\nimage_directory = '{root}/{name}'\ncache_directory = '{cache}'\nresolution = 64\n")
+        paths = f"image_directory = '{root}/{name}'\ncache_directory = '{cache}'"
+        blocks.append(f"[[datasets]]\n{paths}\nresolution = 64\n")
     bundle.toml.write_text("".join(blocks))
     assert [bundle.latents()["computed"], bundle.text()["computed"]] == [2, 3]
     assert [bundle.latents()["computed"], bundle.text()["computed"]] == [0, 0]

@@ -36,7 +36,8 @@ def video(folder: Path, kind: str) -> list[Fraction]:
         write_video(folder / "a.mkv", frames, times_ms=times_ms, codec="ffv1", format="matroska")
         return [Fraction(time, 1000) for time in (*times_ms, times_ms[-1] + 40)]
     codec, format = {"avi": ("mpeg4", "avi"), "h264.avi": ("libx264", "avi"), "ts": ("libx264", "mpegts")}[kind]
-    write_video(folder / f"a.{'mpg' if kind == 'ts' else 'avi'}", frames, codec=codec, format=format, bframes=3 * (kind == "h264.avi"))
+    name, bframes = ("a.mpg" if kind == "ts" else "a.avi"), (3 if kind == "h264.avi" else 0)
+    write_video(folder / name, frames, codec=codec, format=format, bframes=bframes)
     return [number / Fraction(25) for number in range(COUNT + 1)]
 
 
