@@ -17,6 +17,7 @@ from wangen.generator.install import require_library
 from wangen.generator.npz import SUFFIX, is_npz, is_other_archive, read_npz_facts
 from wangen.generator.paths import windows_name_problem
 from wangen.generator.pictures import open_picture
+from wangen.generator.videos import open_video
 
 IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".avif"})
 VIDEO_SUFFIXES = frozenset(
@@ -32,7 +33,8 @@ NO_CAPTION = "has no caption"
 _Entries = list[os.DirEntry[str]]
 
 DECODING_ERRORS = (
-    OSError, SyntaxError, ValueError, EOFError, LookupError, TypeError, struct.error, zlib.error, MemoryError
+    OSError, SyntaxError, ValueError, EOFError, LookupError, TypeError, ArithmeticError, RuntimeError, struct.error,
+    zlib.error, MemoryError,
 )  # fmt: skip
 """What Pillow's decoders raise for malformed files."""
 
@@ -333,7 +335,8 @@ def _image_facts(path: Path) -> MediaFacts:
     try:
         with open_picture(path) as image:
             width, height = image.size
-            turned = image.getexif().get(0x0112, 1) in (5, 6, 7, 8)
+            # Of a TIFF, Pillow says the size as it is turned.
+            turned = image.format != "TIFF" and image.getexif().get(0x0112, 1) in (5, 6, 7, 8)
             transparent = image.has_transparency_data
     except UnidentifiedImageError:
         found = "cannot be read as an image" if path.stat().st_size else "is empty (0 bytes)"
@@ -355,13 +358,13 @@ def _decode_image(path: Path) -> None:
 def _video_facts(path: Path) -> MediaFacts:
     av = require_library("av")
     try:
-        with av.open(str(path)) as container:
+        with open_video(path) as container:
             if not container.streams.video:
                 raise WangenError("has no video stream", where=str(path))
             stream = container.streams.video[0]
             frame = next(container.decode(stream))
             width, height = (frame.height, frame.width) if frame.rotation % 180 else (frame.width, frame.height)
-        with av.open(str(path)) as container:
+        with open_video(path) as container:
             stream = container.streams.video[0]
             # AVI and raw streams have decoding times only; the last packet is the flush and holds no data; packets
             # to be discarded lie before an edit list's start, as in clips that were cut without encoding again.

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from wangen.generator.errors import WangenError
 from wangen.generator.npz import is_npz, read_npz
+from wangen.generator.videos import open_video
 from wangen.runtime.decoders.stamps import Stamps, stamps_of
 
 if TYPE_CHECKING:
@@ -86,11 +87,9 @@ def _decoded(path: Path, numbers: range) -> Iterator[Any]:
 
 def _from_keyframe(path: Path, stamps: Stamps, wanted: int) -> Iterator[Any]:
     """Frames from the keyframe before a time on, or from the file's start where its container enters it too late."""
-    import av
-
     before = bisect_right(stamps.keys, wanted) - 1
     for ticks in ([stamps.keys[before]] if before > 0 else []) + [None]:
-        with av.open(str(path)) as container:
+        with open_video(path) as container:
             stream = container.streams.video[0]
             stream.thread_type = "AUTO"
             if ticks is not None:
@@ -105,9 +104,7 @@ def _from_keyframe(path: Path, stamps: Stamps, wanted: int) -> Iterator[Any]:
 
 
 def _counted(path: Path, numbers: range) -> Iterator[Any]:
-    import av
-
-    with av.open(str(path)) as container:
+    with open_video(path) as container:
         stream = container.streams.video[0]
         stream.thread_type = "AUTO"
         for number, frame in enumerate(container.decode(stream)):

@@ -10,8 +10,9 @@ import av
 import numpy as np
 import pytest
 from helpers import clip_bytes, image_bytes, make_clip, make_image, write_tree
+from PIL import Image
 
-from wangen.generator.dataset import MediaFacts, read_facts, scan
+from wangen.generator.dataset import MediaFacts, Problem, inspect, read_facts, scan
 from wangen.generator.errors import WangenError
 
 posix_names = pytest.mark.skipif(os.name == "nt", reason="Windows cannot hold these names")
@@ -60,6 +61,17 @@ def test_a_caption_whose_name_differs_in_case_is_found(tmp_path):
 def test_size_is_that_of_the_upright_picture(tmp_path, orientation, size):
     facts = read_facts(make_image(tmp_path / "a.jpg", (64, 48), orientation=orientation))
     assert facts == MediaFacts(*size, 1, 0.0)
+
+
+def test_an_avif_that_is_damaged_anywhere_in_its_header_is_no_traceback(tmp_path):
+    path, still = tmp_path / "a.avif", Image.new("RGB", (16, 16), "red")
+    still.save(path, save_all=True, append_images=[still.rotate(90)])
+    whole = path.read_bytes()
+    bad = []
+    for place in range(whole.index(b"mdat")):
+        path.write_bytes(whole[:place] + bytes(4) + whole[place + 4 :])
+        bad += [place] if isinstance(inspect(path), Problem) else []
+    assert len(bad) > 50
 
 
 @pytest.mark.parametrize("name", ["a.mp4", "a.mkv"])

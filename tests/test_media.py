@@ -1,12 +1,16 @@
 """Files -> frames: pictures of every mode upright and whole, clips exact by time stamp."""
 
+import os
 import struct
+import subprocess
 from fractions import Fraction
 from pathlib import Path
 
 import av
+import imageio_ffmpeg
 import numpy as np
 import pytest
+from footage import decoded
 from helpers import make_clip, make_image
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -77,9 +81,12 @@ def test_every_exif_orientation_is_applied(tmp_path: Path):
         exif[0x0112] = orientation
         path = tmp_path / f"{orientation}.png"
         stored.save(path, exif=exif)
-        facts = read_facts(path)
-        assert (facts.width, facts.height) == (64, 48)
-        assert (load_image(path, SIZE)[:, 0].transpose(1, 2, 0) == upright).all(), orientation
+        scan = tmp_path / f"tiff {orientation}.png"  # a TIFF under another's ending
+        stored.save(scan, "TIFF", tiffinfo={0x0112: orientation})
+        for file in (path, scan):
+            facts = read_facts(file)
+            assert (facts.width, facts.height) == (64, 48)
+            assert (load_image(file, SIZE)[:, 0].transpose(1, 2, 0) == upright).all(), file.name
 
 
 @pytest.mark.parametrize("suffix", [".png", ".webp", ".avif"])
@@ -249,6 +256,28 @@ def test_a_turned_clip_stands_upright(tmp_path: Path, quarters: int, matrix: tup
     size = SIZE if quarters == 2 else SIZE[::-1]
     assert (facts.width, facts.height) == size
     assert (load_clip(turned, size, 0, 1, 16)[:, 0] == np.rot90(before, -quarters, axes=(1, 2))).all()
+
+
+@pytest.mark.parametrize("words", [["hflip"], ["vflip"], ["rotation", "90", "hflip"], ["rotation", "-90", "vflip"]])
+def test_a_mirrored_clip_is_shown_as_ffmpeg_shows_it(tmp_path: Path, words: list[str]):
+    flags = [f"-display_{word}" if word.isalpha() else word for word in words]
+    plain, path = make_clip(tmp_path / "plain.mp4", num_frames=3, size=SIZE), tmp_path / "mirrored.mp4"
+    ffmpeg = [imageio_ffmpeg.get_ffmpeg_exe(), "-loglevel", "error"]
+    subprocess.run([*ffmpeg, *flags, "-i", str(plain), "-c", "copy", str(path)], check=True)
+    facts = read_facts(path)
+    size = (facts.width, facts.height)
+    assert size == (SIZE if len(words) == 1 else SIZE[::-1])
+    shown = load_clip(path, size, 0, 3, 16).transpose(1, 2, 3, 0)
+    assert np.abs(shown.astype(int) - decoded(path, size)).mean() < 2
+
+
+@pytest.mark.parametrize("name", ["a.mp4", "a.mkv", "a.avi", "a.flv"])
+def test_a_clip_whose_title_is_not_utf8_is_read(tmp_path: Path, name: str):
+    path = make_clip(tmp_path / "plain.mp4", num_frames=17, size=SIZE)
+    words = [imageio_ffmpeg.get_ffmpeg_exe(), "-loglevel", "error", "-i", path, "-metadata"]
+    subprocess.run([*map(os.fsencode, words), b"title=Stra\xdfe", os.fsencode(tmp_path / name)], check=True)
+    assert read_facts(tmp_path / name).num_frames == 17
+    assert load_clip(tmp_path / name, SIZE, 0, 17, 16).shape == (3, 17, 48, 64)
 
 
 def test_too_few_frames_are_said_and_never_filled_up(tmp_path: Path):

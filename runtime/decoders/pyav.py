@@ -1,5 +1,6 @@
 """Decoding by PyAV, whose way of picking frames the other decoders follow."""
 
+import struct
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from wangen.generator.errors import WangenError
 from wangen.generator.npz import is_npz, read_npz
+from wangen.generator.videos import open_video
 from wangen.runtime.decoders.stamps import EXACT_S, slack, ticks_as_shown
 from wangen.runtime.numbered_frames import StoredFrame, numbered_frames, undecodable
 
@@ -61,7 +63,7 @@ def timed(path: Path, source_fps: float | None) -> Iterator[tuple[float, Any]]:
     first_s = time_s = 0.0
     length_s = 1 / (source_fps or 25.0)
     try:
-        with av.open(str(path)) as container:
+        with open_video(path) as container:
             if not container.streams.video:
                 raise WangenError("has no video stream", where=str(path), cure="replace it or take it out")
             stream = container.streams.video[0]
@@ -95,9 +97,22 @@ def _timed_npz(path: Path, source_fps: float | None) -> Iterator[tuple[float, An
 
 
 def upright(frame: Any) -> "Image.Image":
-    """PyAV's frame as it is watched: in RGB, turned as the file says."""
+    """PyAV's frame as it is watched: in RGB, mirrored and turned as the file says."""
+    from PIL import Image
+
     image: Image.Image = frame.to_image()
+    if is_mirrored(frame):
+        image = image.transpose(Image.Transpose.FLIP_TOP_BOTTOM)
     return image.rotate(frame.rotation, expand=True) if frame.rotation else image
+
+
+def is_mirrored(frame: Any) -> bool:
+    """Whether the file says that PyAV's frame be turned upside down before it is rotated, as ffmpeg does it."""
+    matrix = None if isinstance(frame, StoredFrame) else frame.side_data.get("DISPLAYMATRIX")
+    if matrix is None:
+        return False
+    a, b, _, c, d, *_ = struct.unpack("=9i", matrix)
+    return bool(a * d < b * c)
 
 
 def shown_at(path: Path, times_s: Sequence[float]) -> Iterator[Any]:

@@ -13,6 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from wangen.generator.errors import WangenError
+from wangen.generator.videos import open_video
 from wangen.runtime.sources import FileState, state_of
 
 _INDEXED = {"mov", "matroska"}
@@ -101,9 +102,7 @@ def ticks_as_shown(path: Path) -> Sequence[int]:
 @lru_cache(maxsize=_KNOWN)
 def _ticks_as_shown(path: Path, _state: FileState | None) -> Sequence[int]:
     """The times of a file in this state."""
-    import av
-
-    with av.open(str(path)) as container:
+    with open_video(path) as container:
         stream = container.streams.video[0]
         if container.format.name not in _OF_DECODING or not stream.codec_context.has_b_frames:
             return ()
@@ -113,9 +112,7 @@ def _ticks_as_shown(path: Path, _state: FileState | None) -> Sequence[int]:
 @lru_cache(maxsize=_KNOWN)
 def _stamps(path: Path, _state: FileState | None) -> Stamps:
     """The stamps of a file in this state."""
-    import av
-
-    with av.open(str(path)) as container:
+    with open_video(path) as container:
         if container.format.name.partition(",")[0] not in _INDEXED:
             return Stamps()
         if not container.streams.video:

@@ -17,6 +17,7 @@ from zipfile import BadZipFile
 
 from wangen.generator.errors import WangenError
 from wangen.generator.files import write_whole
+from wangen.generator.videos import open_video
 from wangen.runtime.decoders.pyav import shown_frames, upright
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ def _aspect(path: Path) -> float:
     import av
 
     try:
-        with av.open(str(path)) as container:
+        with open_video(path) as container:
             said = container.streams.video[0].sample_aspect_ratio if container.streams.video else None
             return round(float(said), 6) if said else 1.0
     except (av.FFmpegError, OSError, ValueError):  # decoding will say what is wrong

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from wangen.generator.errors import WangenError
 from wangen.generator.files import remove, write_text
+from wangen.generator.videos import open_video
 from wangen.runtime.decoders.pyav import shown_frames
 from wangen.runtime.media import fit
 from wangen.runtime.preprocess.analysis import NO_STAMP, Tell, as_watched
@@ -151,7 +152,7 @@ def _by_stamp(path: Path, stamps: Sequence[int]) -> Iterator[Any]:
 
     wanted = 0
     try:
-        with av.open(str(path)) as container:
+        with open_video(path) as container:
             stream = container.streams.video[0]
             stream.thread_type = "AUTO"
             preroll = round(PREROLL_S / stream.time_base) if stream.time_base else 0

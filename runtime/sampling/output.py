@@ -11,6 +11,7 @@ import torch
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.files import replace
 from wangen.generator.pictures import open_picture
+from wangen.generator.videos import open_video
 from wangen.runtime.clips import encode
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ def read_frames(path: Path) -> "Frames":
         if path.suffix.lower() == ".png":
             with open_picture(path) as image:
                 return np.asarray(image.convert("RGB"))[None]
-        with av.open(str(path)) as container:
+        with open_video(path) as container:
             return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
     except (av.FFmpegError, OSError, ValueError, IndexError) as error:  # the last: no picture in the container
         raise WangenError(f"cannot be decoded: {error}", where=str(path), cure="delete it and run again") from None
