@@ -7,7 +7,7 @@ from wangen.generator.install import require_library
 
 
 def open_video(path: Path) -> Any:
-    """PyAV's container of a video to be read, to be closed by the caller. What is not UTF-8 in its metadata is replaced.
+    """PyAV's container of a video to be read, to be closed by the caller; metadata that is not UTF-8 is replaced.
 
     Raises:
         WangenError: PyAV is not installed.

@@ -58,6 +58,15 @@ def test_what_is_saved_is_found_and_loaded(cache: EmbeddingCache):
     assert EmbeddingCacheManager is EmbeddingCache
 
 
+def test_what_is_saved_under_another_name_replaces_the_entry_of_its_encoder_alone(cache: EmbeddingCache):
+    before = cache.save_cache("latent", SOURCE, tensors(), name="z.jpg")
+    other = cache.save_cache("latent", SOURCE, tensors(), encoder=replace(ENCODER, dtype="bfloat16"), name="z.jpg")
+    path = cache.save_cache("latent", SOURCE, tensors(3.0), name="a.jpg")
+    assert set(cache.folder.glob("*.safetensors")) == {path, other}
+    assert before != path
+    assert value(cache) == 3.0
+
+
 def test_the_newest_whole_entry_is_loaded(cache: EmbeddingCache):
     """Of two recipes of one source the younger, unless its payload is damaged."""
     folder = cache.folder

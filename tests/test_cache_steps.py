@@ -17,7 +17,7 @@ from helpers import make_image
 from PIL import Image
 
 from wangen.generator.cli import main
-from wangen.runtime.cache import Entry, load
+from wangen.runtime.cache import Entry, Folder, load
 from wangen.runtime.media import load_clip
 from wangen.runtime.models import wan
 from wangen.runtime.progress import progress
@@ -180,6 +180,22 @@ def test_recache_and_keep_cache(bundle: Bundle):
     assert len(bundle.files()) == 3
 
 
+@pytest.mark.parametrize("packed", [(), ("--packed",)])
+@pytest.mark.parametrize("name", ["a.jpg", "z.jpg"])
+def test_what_recache_encodes_takes_the_place_of_a_damaged_entry_of_the_items_old_name(
+    bundle: Bundle, name: str, packed: tuple[str, ...]
+):
+    bundle.latents()
+    (damaged,) = (bundle.folder / "photos_cache").glob("cat*")
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"\x01")
+    for path in (bundle.photos / "cat.jpg", bundle.photos / "cat.txt"):
+        path.rename(path.with_name(name).with_suffix(path.suffix))
+    assert bundle.latents("--recache", *packed)["computed"] == 4
+    assert bundle.latents()["removed"] == 0
+    assert set(bundle.entries()) == {"latent astronaut.jpg", "latent coffee.jpg", f"latent {name}"}
+    assert not Folder(bundle.folder / "photos_cache", deep=True).damaged
+
+
 def test_no_skip_existing_encodes_again(bundle: Bundle):
     bundle.latents()
     bundle.text()
@@ -233,8 +249,8 @@ def test_blocks_that_spell_their_cache_folder_in_two_ways_share_it(tmp_path: Pat
     for name, cache in (("a", f"{root}/cache"), ("b", f"{root}/sub/../cache")):
         make_image(tmp_path / name / f"{name}.png", (64, 64), seed=ord(name))
         (tmp_path / name / f"{name}.txt").write_text(name)
-        paths = f"image_directory = '{root}/{name}'\ncache_directory = '{cache}'"
-        blocks.append(f"[[datasets]]\n{paths}\nresolution = 64\n")
+        folders = f"image_directory = '{root}/{name}'\ncache_directory = '{cache}'\n"
+        blocks.append(f"[[datasets]]\n{folders}resolution = 64\n")
     bundle.toml.write_text("".join(blocks))
     assert [bundle.latents()["computed"], bundle.text()["computed"]] == [2, 3]
     assert [bundle.latents()["computed"], bundle.text()["computed"]] == [0, 0]

@@ -66,7 +66,7 @@ class EmbeddingCache:
         if not isinstance(tensors, Mapping) or not all(isinstance(each, torch.Tensor) for each in tensors.values()):
             raise UsageError("save_cache takes names with tensors", cure='give a dictionary such as {"latent": tensor}')
         recipe = Recipe(known_kind(kind), {"source": digest}, name or digest[:12])
-        with Writer(self.folder) as writer:
+        with Writer(self.folder, again=True) as writer:
             writer.put(recipe, encoder, tensors)
         self._looked = None
         return self.folder / recipe.file_name(encoder)

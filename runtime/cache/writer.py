@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from wangen.generator.errors import WangenError, bytes_text
-from wangen.generator.files import replace, sync_folder
+from wangen.generator.files import remove, replace, sync_folder
 from wangen.runtime.cache import recipes
 from wangen.runtime.cache.claims import Claims
 from wangen.runtime.cache.entries import CorruptEntryError, read_entry
@@ -27,7 +27,7 @@ from wangen.runtime.cache.index import look
 from wangen.runtime.cache.leftovers import sweep, temporary_name
 from wangen.runtime.cache.packs import PACK_BYTES, PACK_ENTRIES
 from wangen.runtime.cache.reading import packs_of
-from wangen.runtime.cache.recipes import FORMAT, TEXT_KINDS, Encoder, Recipe
+from wangen.runtime.cache.recipes import ENTRY_NAME, FORMAT, TEXT_KINDS, Encoder, Recipe
 from wangen.runtime.rocm import is_rocm
 from wangen.runtime.safetensors_file import serialize
 from wangen.runtime.samples import make_folder
@@ -64,7 +64,8 @@ class Writer:
 
         Args:
             folder: made when the writer is entered.
-            again: entries that are there already are encoded anew: `claim` answers "done" only for younger ones.
+            again: entries that are there already are encoded anew: `claim` answers "done" only for younger ones, and
+                what is written replaces the files that an item's earlier name gave its key.
             packed: move what was committed into packs, whenever there is enough for one and at the end.
         """
         self.folder = folder
@@ -72,6 +73,7 @@ class Writer:
         self.num_bytes = 0
         self._again, self._packed = again, packed
         self._begun_ns = time.time_ns()
+        self._before: Mapping[str, list[str]] = {}
         self._claims = Claims(folder)
         self._pending: list[_Pending] = []
         self._bytes = 0
@@ -82,6 +84,7 @@ class Writer:
     def __enter__(self) -> "Writer":
         make_folder(self.folder)
         sweep(self.folder)
+        self._before = _names_by_key(self.folder) if self._again else {}
         return self
 
     def __exit__(self, *_exception: object) -> None:
@@ -187,6 +190,8 @@ class Writer:
                     replace(temporary, final)
             if self._pending:
                 sync_folder(self.folder)
+            for _, final, key in self._pending:
+                self._remove_others(key, final)
         except OSError as error:
             for pending in self._pending:
                 _forget(pending.temporary)
@@ -200,6 +205,13 @@ class Writer:
         self._clear()
         if self._num_to_pack >= PACK_ENTRIES or self._bytes_to_pack >= PACK_BYTES:
             self._pack()
+
+    def _remove_others(self, key: str, final: Path) -> None:
+        """Remove the entries that an item's earlier name gave this key; one that is open on Windows stays."""
+        for path in (self.folder / name for name in self._before.get(key, ())):
+            with suppress(CorruptEntryError, OSError):
+                if read_entry(path) and not path.samefile(final):  # names that differ in letter case may be one file's
+                    remove(path)
 
     def _pack(self) -> None:
         """Move what was committed since the last time into packs, where it shall be so; what may not now waits.
@@ -254,6 +266,16 @@ def judge_values(recipe: Recipe, encoder: Encoder, tensors: Mapping[str, torch.T
             raise WangenError(f"the {name} of {recipe.name} has values that are not finite", cure=cure)
         if not tensor.any() and recipe.kind != "mask":
             raise WangenError(f"the {name} of {recipe.name} is all zero", cure=cure)
+
+
+def _names_by_key(folder: Path) -> Mapping[str, list[str]]:
+    """The names of the files that are named like entries, by the keys in them."""
+    names: dict[str, list[str]] = {}
+    with suppress(OSError):
+        for path in folder.iterdir():
+            if match := ENTRY_NAME.fullmatch(path.name):
+                names.setdefault(match["key"], []).append(path.name)
+    return names
 
 
 def _forget(temporary: Path) -> None:
