@@ -10,7 +10,6 @@ import av
 import imageio_ffmpeg
 import numpy as np
 import pytest
-from footage import decoded
 from helpers import make_clip, make_image
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -256,19 +255,6 @@ def test_a_turned_clip_stands_upright(tmp_path: Path, quarters: int, matrix: tup
     size = SIZE if quarters == 2 else SIZE[::-1]
     assert (facts.width, facts.height) == size
     assert (load_clip(turned, size, 0, 1, 16)[:, 0] == np.rot90(before, -quarters, axes=(1, 2))).all()
-
-
-@pytest.mark.parametrize("words", [["hflip"], ["vflip"], ["rotation", "90", "hflip"], ["rotation", "-90", "vflip"]])
-def test_a_mirrored_clip_is_shown_as_ffmpeg_shows_it(tmp_path: Path, words: list[str]):
-    flags = [f"-display_{word}" if word.isalpha() else word for word in words]
-    plain, path = make_clip(tmp_path / "plain.mp4", num_frames=3, size=SIZE), tmp_path / "mirrored.mp4"
-    ffmpeg = [imageio_ffmpeg.get_ffmpeg_exe(), "-loglevel", "error"]
-    subprocess.run([*ffmpeg, *flags, "-i", str(plain), "-c", "copy", str(path)], check=True)
-    facts = read_facts(path)
-    size = (facts.width, facts.height)
-    assert size == (SIZE if len(words) == 1 else SIZE[::-1])
-    shown = load_clip(path, size, 0, 3, 16).transpose(1, 2, 3, 0)
-    assert np.abs(shown.astype(int) - decoded(path, size)).mean() < 2
 
 
 @pytest.mark.parametrize("name", ["a.mp4", "a.mkv", "a.avi", "a.flv"])

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from wangen.generator.npz import is_npz
 from wangen.generator.videos import open_video
-from wangen.runtime.decoders.pyav import PYAV, is_mirrored
+from wangen.runtime.decoders.pyav import PYAV
 from wangen.runtime.decoders.stamps import Stamps, stamps_of
 from wangen.runtime.numbered_frames import undecodable
 from wangen.runtime.sources import FileState, state_of
@@ -60,12 +60,11 @@ class NotTakenError(Exception):
 
 
 class First(NamedTuple):
-    """What the first frame says: its stamp in ticks, degrees to turn it by, the most bits of a colour, a mirror."""
+    """What the first frame says: its stamp in ticks, degrees to turn it by, and the most bits of a colour."""
 
     pts: int | None
     rotation: int
     bits: int
-    mirrored: bool = False
 
 
 class ByNumber(ABC):
@@ -73,7 +72,7 @@ class ByNumber(ABC):
 
     Only what would give other frames or other colours is left to PyAV: containers without stamps, a first packet that
     gives no frame (an edit inside an open group of pictures), colours of more than 8 bits, which libraries convert
-    differently, pictures that are to be mirrored, and a frame whose own stamp is not the one that was asked for.
+    differently, and a frame whose own stamp is not the one that was asked for.
     """
 
     name: ClassVar[str]
@@ -143,8 +142,6 @@ class ByNumber(ABC):
             raise NotTakenError("its first packet gives no frame")
         if first.bits > 8:
             raise NotTakenError("its colours have more than 8 bits")
-        if first.mirrored:
-            raise NotTakenError("its picture is to be mirrored")
         return stamps, first.rotation
 
     def _pictures(self, path: Path, stamps: Stamps, rotation: int, numbers: Sequence[int]) -> Iterator["Image.Image"]:
@@ -168,8 +165,7 @@ def _first(path: Path, _state: FileState | None) -> First:
         frame = next(container.decode(video=0), None)
         if frame is None:
             return First(None, 0, 0)
-        bits = max(component.bits for component in frame.format.components)
-        return First(frame.pts, frame.rotation, bits, is_mirrored(frame))
+        return First(frame.pts, frame.rotation, max(component.bits for component in frame.format.components))
 
 
 def decoded(decoder: FrameDecoder, path: Path, load: Callable[[FrameDecoder], T]) -> T:

@@ -1,6 +1,5 @@
 """Decoding by PyAV, whose way of picking frames the other decoders follow."""
 
-import struct
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -97,22 +96,9 @@ def _timed_npz(path: Path, source_fps: float | None) -> Iterator[tuple[float, An
 
 
 def upright(frame: Any) -> "Image.Image":
-    """PyAV's frame as it is watched: in RGB, mirrored and turned as the file says."""
-    from PIL import Image
-
+    """PyAV's frame as it is watched: in RGB, turned as the file says."""
     image: Image.Image = frame.to_image()
-    if is_mirrored(frame):
-        image = image.transpose(Image.Transpose.FLIP_TOP_BOTTOM)
     return image.rotate(frame.rotation, expand=True) if frame.rotation else image
-
-
-def is_mirrored(frame: Any) -> bool:
-    """Whether the file says that PyAV's frame be turned upside down before it is rotated, as ffmpeg does it."""
-    matrix = None if isinstance(frame, StoredFrame) else frame.side_data.get("DISPLAYMATRIX")
-    if matrix is None:
-        return False
-    a, b, _, c, d, *_ = struct.unpack("=9i", matrix)
-    return bool(a * d < b * c)
 
 
 def shown_at(path: Path, times_s: Sequence[float]) -> Iterator[Any]:
