@@ -3,7 +3,7 @@
 import logging
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -126,6 +126,22 @@ def with_companions(items: Sequence[Item], entry: DatasetEntry) -> tuple[list[It
     return found, problems
 
 
+def owner_of(path: Path, stems: Collection[str], *, numbered: bool) -> tuple[str, int]:
+    """Whose a file beside the items is by its name: the item's stem, folded, and the file's number, -1 without one.
+
+    >>> owner_of(Path("Lake_1.png"), {"lake"}, numbered=True), owner_of(Path("lake_1.png"), {"lake_1"}, numbered=True)
+    (('lake', 1), ('lake_1', -1))
+
+    Args:
+        path: of the file.
+        stems: those of all items, folded; a file that is called as one of them belongs to it.
+        numbered: an item may have several, `lake_0.png` and `lake_1.png`.
+    """
+    stem = folded(path.stem)
+    match = _NUMBERED.fullmatch(stem) if numbered and stem not in stems else None
+    return (match[1], int(match[2])) if match else (stem, -1)
+
+
 class _Companions:
     """The files of a folder by the items that they belong to."""
 
@@ -138,10 +154,7 @@ class _Companions:
         for path in list_folder(folder):
             if media_of(path) not in kinds:
                 continue
-            stem, number = folded(path.stem), -1
-            match = _NUMBERED.fullmatch(stem) if numbered and entry.media == "image" and stem not in stems else None
-            if match:
-                stem, number = match[1], int(match[2])
+            stem, number = owner_of(path, stems, numbered=numbered and entry.media == "image")
             self._files.setdefault(stem, {}).setdefault(number, []).append(path)
 
     def of(self, item: Item, role: str) -> tuple[Path, ...]:

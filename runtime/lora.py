@@ -316,10 +316,11 @@ def _with_scale(weight: LoraWeight, dtype: torch.dtype | None) -> LoraWeight:
     of both are about as large: it is exact, and each is as far from that end as it can be.
     """
     down, up = weight.down, weight.up.double() * weight.scale
-    sizes = _largest(down), _largest(up)
-    if (dtype or weight.up.dtype) == torch.float16 and all(0 < size < math.inf for size in sizes):
-        shift = 2.0 ** round(math.log2(sizes[0] / sizes[1]) / 2)
-        down, up = down.double() / shift, up * shift
+    if (dtype or weight.up.dtype) == torch.float16:
+        sizes = _largest(down), _largest(up)
+        if all(0 < size < math.inf for size in sizes):
+            shift = 2.0 ** round(math.log2(sizes[0] / sizes[1]) / 2)
+            down, up = down.double() / shift, up * shift
     return LoraWeight(down, up, float(weight.rank))
 
 

@@ -177,6 +177,23 @@ def test_lines_that_give_a_picture_another_one_s_control_image_are_followed(
             assert there.read_bytes() == (folder / "controls" / name).read_bytes()
 
 
+@pytest.mark.parametrize(("kind", "name"), [("mask", "house_0.png"), ("control", "house_12345.png")])
+def test_what_a_jsonl_names_by_a_number_that_no_look_into_the_folder_finds_is_called_as_its_picture(
+    tiny_qwen: TinyQwen, tmp_path: Path, kind: str, name: str
+):
+    """Masks have no numbers, and numbers have at most four digits."""
+    place = workspace(tmp_path, tiny_qwen, "qwen-image-edit")
+    folder = place / "datasets/edits"
+    for stem in ("hill", "lake"):
+        (folder / f"{stem}.png").unlink()
+    (folder / f"{kind}s").mkdir(exist_ok=True)
+    shutil.copy(folder / "controls/house.png", folder / f"{kind}s" / name)
+    line = {"file": "house.png", "caption": CAPTIONS["house"], "control_path": "controls/house.png"}
+    write_lines(folder / "lines.jsonl", [{**line, f"{kind}_path": f"{kind}s/{name}"}])
+    assert publish(place) == 0
+    assert beside(place / "published/linux", f"{kind}s") == ["house.png"]
+
+
 def test_what_a_jsonl_lacks_or_names_twice_is_said(tiny_qwen: TinyQwen, tmp_path: Path, capsys):
     place = workspace(tmp_path, tiny_qwen, "qwen-image-edit-plus")
     lines = scattered(place)

@@ -4,13 +4,12 @@ They stand in folders inside the dataset's, named as the pictures they belong to
 they are and whatever they are called. In the bundle each kind has one folder, which all resolutions share.
 """
 
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from wangen.generator.dataset import Item, Problem, folded
-from wangen.generator.items import wanted_controls, with_companions
+from wangen.generator.items import owner_of, wanted_controls, with_companions
 from wangen.generator.tomls import DatasetEntry
 from wangen.profiles import Model
 
@@ -121,9 +120,8 @@ def in_bundle(items: Sequence[Item], origin: Path) -> tuple[dict[str, Named], li
             if files != theirs:
                 clash = f"would share what is in {folder}/ of the bundle with {other.path.name}, and has other files"
                 problems.append(Problem(item.path, clash, "rename one of them"))
-            others = pictures - {own}
-            named = dict(_named(item, files, origin / folder, others))
-            for name in (name for name in named if folded(Path(name).stem) in others):
+            named = dict(_named(item, files, origin / folder, pictures))
+            for name in (name for name in named if folded(Path(name).stem) in pictures - {own}):
                 clash = f"{named[name].name} would be {name} in {folder}/ of the bundle, as that of another picture"
                 problems.append(Problem(item.path, clash, "rename one of the pictures"))
             if other is item:
@@ -137,18 +135,15 @@ def _files(item: Item, folder: str) -> tuple[Path, ...]:
     return (item.mask,) if item.mask else ()
 
 
-def _named(item: Item, files: Sequence[Path], folder: Path, others: set[str]) -> Iterator[tuple[str, Path]]:
-    """The name that each of an item's files gets; `others` are the other pictures' stems."""
-    keep = all(path.parent == folder and folded(path.stem) not in others for path in files)
-    keep = keep and _are_found_so(item, files)
+def _named(item: Item, files: Sequence[Path], folder: Path, pictures: set[str]) -> Iterator[tuple[str, Path]]:
+    """The name that each of an item's files gets; `pictures` are the stems of all items, folded.
+
+    Its own it keeps where a look into the folder would find the same files for the item, in the same order.
+    """
+    numbered = folder.name == CONTROLS and item.media == "image"
+    owners = [owner_of(path, pictures, numbered=numbered) for path in files]
+    in_order = owners == sorted(set(owners)) and {stem for stem, _ in owners} <= {folded(item.path.stem)}
+    keep = in_order and all(path.parent == folder for path in files)
     for number, path in enumerate(files):
         stem = item.path.stem if len(files) == 1 else f"{item.path.stem}_{number}"
         yield (path.name if keep else stem + path.suffix), path
-
-
-def _are_found_so(item: Item, files: Sequence[Path]) -> bool:
-    """Whether files are by their names an item's, in this order; a jsonl may say otherwise."""
-    own = re.compile(re.escape(folded(item.path.stem)) + r"(?:_(\d+))?")
-    matches = [own.fullmatch(folded(path.stem)) for path in files]
-    numbers = [int(match[1] or -1) for match in matches if match]
-    return len(numbers) == len(files) and numbers == sorted(set(numbers))

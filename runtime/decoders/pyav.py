@@ -70,7 +70,7 @@ def timed(path: Path, source_fps: float | None) -> Iterator[tuple[float, Any]]:
             tick_s = float(stream.time_base or 0)
             slack_s = slack(tick_s, source_fps)
             rate = source_fps or float(stream.average_rate or 25)
-            ticks = ticks_as_shown(path)
+            ticks = ticks_as_shown(path, container)
             number = -1
             for number, frame in enumerate(container.decode(stream)):
                 frame.pts = None if ticks else frame.pts

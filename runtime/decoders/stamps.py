@@ -11,6 +11,7 @@ from fractions import Fraction
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from wangen.generator.errors import WangenError
 from wangen.generator.videos import open_video
@@ -85,10 +86,14 @@ def stamps_of(path: Path) -> Stamps:
     return _stamps(path, state_of(path))
 
 
-def ticks_as_shown(path: Path) -> Sequence[int]:
+def ticks_as_shown(path: Path, container: Any) -> Sequence[int]:
     """When each frame is shown, in ticks, of a video whose frames come with the times at which others are decoded.
 
     So H.264 with B-frames lies in an AVI. The times are right, and only in another order: the next frame has the next.
+
+    Args:
+        path: of the video.
+        container: it, opened by PyAV; it stays where it is.
 
     Returns:
         The times, ascending; none where each frame comes with its own.
@@ -96,17 +101,16 @@ def ticks_as_shown(path: Path) -> Sequence[int]:
     Raises:
         av.FFmpegError, OSError: it cannot be read.
     """
-    return _ticks_as_shown(path, state_of(path))
+    reorders = container.format.name in _OF_DECODING and container.streams.video[0].codec_context.has_b_frames
+    return _sorted_ticks(path, state_of(path)) if reorders else ()
 
 
 @lru_cache(maxsize=_KNOWN)
-def _ticks_as_shown(path: Path, _state: FileState | None) -> Sequence[int]:
-    """The times of a file in this state."""
+def _sorted_ticks(path: Path, _state: FileState | None) -> Sequence[int]:
+    """The times of all packets of a file in this state, ascending."""
     with open_video(path) as container:
-        stream = container.streams.video[0]
-        if container.format.name not in _OF_DECODING or not stream.codec_context.has_b_frames:
-            return ()
-        return sorted(packet.pts for packet in container.demux(stream) if packet.size and packet.pts is not None)
+        packets = container.demux(container.streams.video[0])
+        return sorted(packet.pts for packet in packets if packet.size and packet.pts is not None)
 
 
 @lru_cache(maxsize=_KNOWN)
