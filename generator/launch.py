@@ -21,8 +21,10 @@ class Launch:
         count: of all of them.
         local_rank: its number on its machine, which is that of its GPU.
         local_count: of those on its machine.
-        job: what the launcher calls the job, however often it starts it.
-        restarts: how often it, or Slurm, has started the job again.
+        job: what torchrun calls the job, however often it starts its processes again.
+        restarts: how often it has.
+        slurm_job: the number of the Slurm job that it is in, however often that is requeued.
+        requeues: how often it was.
     """
 
     rank: int = 0
@@ -31,6 +33,13 @@ class Launch:
     local_count: int = 1
     job: str = ""
     restarts: int = 0
+    slurm_job: str = ""
+    requeues: int = 0
+
+    @property
+    def is_again(self) -> bool:
+        """Whether this start repeats one of the same job."""
+        return bool(self.restarts or self.requeues)
 
 
 def launch(environment: Mapping[str, str] = os.environ, platform: str = sys.platform) -> Launch:
@@ -41,29 +50,33 @@ def launch(environment: Mapping[str, str] = os.environ, platform: str = sys.plat
             or there are several on native Windows.
 
     >>> launch({"WORLD_SIZE": "4", "RANK": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, "linux")
-    Launch(rank=3, count=4, local_rank=1, local_count=2, job='', restarts=0)
+    Launch(rank=3, count=4, local_rank=1, local_count=2, job='', restarts=0, slurm_job='', requeues=0)
     >>> launch({}, "linux") == Launch()
     True
     """
+    slurm_job, requeues = environment.get("SLURM_JOB_ID", ""), _number(environment, "SLURM_RESTART_COUNT")
     if "WORLD_SIZE" not in environment:
         if machines(environment) > 1:
             raise _copies(_TASKS, environment[_TASKS])
-        return Launch()
+        return Launch(slurm_job=slurm_job, requeues=requeues)
     words = [environment.get(name, "0") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")]
     words.append(environment.get("LOCAL_WORLD_SIZE", words[1]))
     rank, count, local_rank, local_count = numbers = [
         int(word) if word.isdecimal() and len(word) < 10 else -1 for word in words
     ]
-    again = [environment.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")]
-    restarts = sum(int(word) for word in again if _is_number(word))
-    job = environment.get("TORCHELASTIC_RUN_ID", "")
-    found = Launch(rank, count, local_rank, local_count, job=job, restarts=restarts)
+    job, restarts = environment.get("TORCHELASTIC_RUN_ID", ""), _number(environment, "TORCHELASTIC_RESTART_COUNT")
+    found = Launch(rank, count, local_rank, local_count, job, restarts, slurm_job, requeues)
     if min(numbers) < 0 or found.rank >= found.count:
         raise UsageError(f"RANK {words[0]}, WORLD_SIZE {words[1]}, LOCAL_RANK {words[2]} are no numbers of processes",
                          cure="unset them, or start with torchrun, which sets them")  # fmt: skip
     if found.count > 1:
         require_together(platform)
     return found
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    word = environment.get(name, "0")
+    return int(word) if _is_number(word) else 0
 
 
 def _is_number(word: str) -> bool:

@@ -10,7 +10,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,13 +18,12 @@ import torch
 
 from wangen import profiles
 from wangen.generator import headers
-from wangen.generator.errors import WangenError, many
-from wangen.generator.launch import Launch, launch
+from wangen.generator.errors import many
+from wangen.generator.launch import launch
 from wangen.generator.lock import LEASE_S, RUN_LOCK, hold
 from wangen.generator.memory import PLAIN_MEMORY
-from wangen.generator.session import Report, with_flag
+from wangen.generator.session import Report
 from wangen.generator.steps import Train
-from wangen.generator.table import options as flags_of
 from wangen.generator.workspace import require_writable
 from wangen.profiles import Model
 from wangen.runtime.adapter_layers import parts_of
@@ -42,6 +41,7 @@ from wangen.runtime.training.plan import Plan, dataset_digest, make_plan
 from wangen.runtime.training.prepared import groups
 from wangen.runtime.training.ranks import Ranks, joined, sum_of_bits
 from wangen.runtime.training.refusals import refuse, resolved
+from wangen.runtime.training.resuming import begun_by, changed_settings, compared, find_state, require_own_files
 from wangen.runtime.training.run import Run
 from wangen.runtime.training.samples import read_training_samples
 from wangen.runtime.training.saving import Saving, save_loras, save_state, save_state_as_loras, settle_state
@@ -56,9 +56,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 log = logging.getLogger("wangen")
-
-_BASE = ("dit", "base_weights", "quantize", "mixed_precision")
-"""Settings that make another model of the base, by how their names begin."""
 
 
 def run(options: Train) -> Report:
@@ -103,7 +100,7 @@ def _alone_in_folder(options: Train, ranks: Ranks) -> Iterator[None]:
     place = options.output_dir / RUN_LOCK
     held = options.lock_file is not None and options.lock_file.resolve() == place.resolve()
     # A job that is started again may find what its first process on another machine has left.
-    wait_s = LEASE_S if ranks.launch.restarts else 0.0
+    wait_s = LEASE_S if ranks.launch.is_again else 0.0
     mine = place if ranks.is_first and not held else None
     with hold(mine, "trains into this folder", by_script=False, wait_s=wait_s):
         yield
@@ -112,14 +109,14 @@ def _alone_in_folder(options: Train, ranks: Ranks) -> Iterator[None]:
 def _run_alone(options: Train, model: Model, device: torch.device, ranks: Ranks) -> Report:
     plan = make_plan(options, model, *read_training_samples(options, model, ranks))
     ranks.require_same("samples or settings", _settings(plan))
-    mesh = mesh_of(chosen_way(plan, ranks.launch, device), ranks.launch, device) if ranks.count > 1 else None
+    mesh = mesh_of(chosen_way(plan, ranks, device), ranks.launch, device) if ranks.count > 1 else None
     if mesh:
         plan, ranks = replace(plan, options=with_all_resident(plan.options)), ranks.marching()
-    state = _find_state(plan, ranks.launch)
+    state = find_state(plan, ranks.launch)
     ranks.require_same("training states", {"step": state.step if state else None})
     if state:
-        changed = _changed(plan, state)
-        state = _compared(plan, state, changed)
+        changed = changed_settings(plan, state)
+        state = compared(plan, state, changed, ranks.count)
         if not plan.num_left([state.experts[expert.name].step for expert in plan.experts]):
             if changed:
                 log.warning("  nothing is trained or written: this run came to its end with the settings before; give "
@@ -129,6 +126,8 @@ def _run_alone(options: Train, model: Model, device: torch.device, ranks: Ranks)
             elif ranks.is_first:  # flags of saving may have changed; equal bytes are written again
                 save_state_as_loras(plan, state)
             return _report(plan, state.step, state.facts, done_before=True)
+    else:
+        require_own_files(plan)
     require_room(plan)
     log.info('  live in a browser: "%s" -m wangen.runtime watch --output_dir "%s"', sys.executable,
              options.output_dir.absolute())  # fmt: skip
@@ -169,69 +168,6 @@ def _settings(plan: Plan) -> dict[str, Any]:
     return {**numbers, **plan.fingerprint, "held-out items": dataset_digest(plan.held_out)}
 
 
-def _find_state(plan: Plan, launched: Launch) -> TrainingState | None:
-    """The newest state; with `--resume` the one it names, or the newest that a run of the same line has saved since.
-
-    With `--fresh` there is none, unless the launcher has started the job again: then the newest that it has saved.
-    """
-    given = plan.options.resume
-    if plan.options.fresh:
-        path = checkpoint.newest(plan.states, {checkpoint.JOB: launched.job}) if launched.restarts else None
-        return checkpoint.read(path) if path else None
-    if given is None or given.resolve().parent == plan.states.resolve():
-        checkpoint.require_own_format(plan.states)
-    if given is None:
-        path = checkpoint.newest(plan.states)
-        return checkpoint.read(path) if path else None
-    origin = checkpoint.identity(given)
-    state = checkpoint.read(checkpoint.newest(plan.states, {checkpoint.ORIGIN: origin}) or given)
-    return replace(state, facts={**state.facts, checkpoint.ORIGIN: origin})
-
-
-def _changed(plan: Plan, state: TrainingState) -> list[str]:
-    """The settings that decide the result and are others now than in the state, each with what it was and is."""
-    # A flag that the state's version did not have yet did what is its default now.
-    defaults = {option.name: str(option.default) for option in flags_of(Train) if option.flag.pinned}
-    old, new = defaults | dict(state.fingerprint), plan.fingerprint
-    return [
-        f"{name}: {_difference(name, old.get(name), new.get(name))}"
-        for name in sorted({*state.fingerprint, *new})
-        if old.get(name) != new.get(name)
-    ]
-
-
-def _compared(plan: Plan, state: TrainingState, changed: Sequence[str]) -> TrainingState:
-    """The state as this run can use it.
-
-    Raises:
-        WangenError: its settings were others, and `--resume_changed` is not given.
-    """
-    if changed and not plan.options.resume_changed:
-        listed = "\n".join(f"  - {line}" for line in changed)
-        raise WangenError(
-            f"an earlier run used other settings\n{listed}",
-            where=str(plan.options.resume or plan.states),
-            cure=f"{with_flag('train', '--fresh')} (or removing that folder) starts again from step 0; "
-            f"{with_flag('train', '--resume_changed')} goes on with the new",
-        )
-    for line in changed:
-        log.warning("  resuming with changed %s", line)
-    if any(line.startswith(_BASE) for line in changed):  # what it was judged by was another model's
-        state = replace(state, facts={**state.facts, "validation_base": {}, "best": {}})
-    if {expert.name for expert in plan.experts} != set(state.experts):
-        raise WangenError("the training state is of other experts", where=str(plan.states),
-                          cure="give --experts as before, or another --output_name")  # fmt: skip
-    return state
-
-
-def _difference(name: str, old: Any, new: Any) -> str:
-    if name == "dataset":
-        return "other samples or captions"
-    if name.startswith(("dit", "network_weights", "base_weights")):
-        return "another file"
-    return f"{old} -> {new}"
-
-
 def _prepare(
     plan: Plan, device: torch.device, state: TrainingState | None, ranks: Ranks, mesh: "DeviceMesh | None" = None
 ) -> Run:
@@ -257,10 +193,10 @@ def _prepare(
     ranks.require_same("weights", sums)
     if state:
         training.facts = dict(state.facts)
-        if not plan.options.resume:  # else the state may lie elsewhere
+        if state.folder and state.folder.parent.resolve() == plan.states.resolve():
             training.saved_step = state.step
     elif plan.options.fresh:
-        training.facts = {checkpoint.JOB: ranks.launch.job} if ranks.launch.job else {}
+        training.facts = begun_by(ranks.launch)
         if ranks.is_first:
             checkpoint.forget(plan.states)
     _announce(training)

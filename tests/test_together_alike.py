@@ -1,6 +1,7 @@
 """What processes that train together have to decide alike, or they would wait for each other for ever."""
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,8 +10,11 @@ import together as forked
 from parity import VAE22
 from test_together import losses
 from tiny import TinyRun
-from together import trained
+from together import together, trained
 from train_cases import TI2V, make_ti2v
+
+from wangen.generator.errors import WRONG_USAGE
+from wangen.runtime.training import parallel
 
 
 @pytest.mark.slow
@@ -49,16 +53,16 @@ def test_samples_of_the_first_alone_keep_all_at_the_same_step(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("parallel", "train_mode"), [("ddp", "lora"), ("fsdp", "lora"), ("fsdp", "full")])
+@pytest.mark.parametrize(("way", "train_mode"), [("ddp", "lora"), ("fsdp", "lora"), ("fsdp", "full")])
 def test_continuations_are_those_of_one_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parallel: str, train_mode: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, train_mode: str
 ):
     """The first process alone makes them, or all go along where each holds a part of the weights."""
     monkeypatch.setattr(forked, "TIMEOUT_S", 120.0)
     options = make_ti2v(tmp_path / "set").options(
         tmp_path / "two", task="ti2v-5B", condition_frames=5, validation_items=1, validation_timesteps=1,
         sample_continuations=1, continuation_steps=2, continuation_guidance=2.0, vae=VAE22, vae_dtype="float32",
-        sample_every_n_steps=1, max_train_steps=3, learning_rate=1e-4, parallel=parallel, train_mode=train_mode,
+        sample_every_n_steps=1, max_train_steps=3, learning_rate=1e-4, parallel=way, train_mode=train_mode,
     )  # fmt: skip
     trained(options, 2)
     one = replace(options, output_dir=tmp_path / "one", parallel="auto", gradient_accumulation_steps=2)
@@ -74,3 +78,26 @@ def continued(folder: Path) -> list[list[float]]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     clips = [line["continuations"]["clips"] for line in lines if "continuations" in line]
     return [[number for clip in one for values in clip["model"].values() for number in values] for one in clips]
+
+
+def test_machines_of_different_size_share_no_parts_within_each(tiny_run: TinyRun, tmp_path: Path):
+    done = together(tiny_run.options(tmp_path, parallel="hsdp"), 3, on_each_machine=2)
+    assert done.codes == [WRONG_USAGE] * 3
+    assert "these have 1 and 2 processes" in done.told
+    assert "give --parallel fsdp" in done.told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("processes", "way"), [(2, "fsdp"), (3, "fsdp"), (4, "hsdp")])
+def test_the_fullest_card_decides_how_all_hold_the_model(
+    tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int, way: str
+):
+    """Of two machines; the last of which may have one card less."""
+    monkeypatch.setattr(forked, "TIMEOUT_S", 60.0)
+    alike = tiny_run.options(tmp_path / "alike")
+    trained(alike, processes)
+    monkeypatch.setattr(parallel, "free_bytes", lambda _device: 1 if os.environ["RANK"] == "1" else 2**40)
+    on_each = 2 if processes > 2 else 0
+    told = trained(replace(alike, output_dir=tmp_path / "auto"), processes, on_each_machine=on_each)
+    assert f"--parallel auto: {way}" in told
+    assert losses(tmp_path / "auto") == losses(tmp_path / "alike")

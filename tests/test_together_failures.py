@@ -219,8 +219,8 @@ def test_logs_of_the_last_starts_stay(tmp_path: Path):
 
 def test_a_launcher_says_which_job_it_is_and_how_often_it_was_started():
     told = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "TORCHELASTIC_RUN_ID": "7",
-            "TORCHELASTIC_RESTART_COUNT": "2", "SLURM_RESTART_COUNT": "1"}  # fmt: skip
-    assert launch(told, "linux") == Launch(1, 2, 1, 2, job="7", restarts=3)
+            "TORCHELASTIC_RESTART_COUNT": "2", "SLURM_JOB_ID": "5", "SLURM_RESTART_COUNT": "1"}  # fmt: skip
+    assert launch(told, "linux") == Launch(1, 2, 1, 2, job="7", restarts=2, slurm_job="5", requeues=1)
 
 
 COUNTED = "import sys; open(sys.argv[1], 'a').write('started\\n'); sys.exit(int(sys.argv[2]))"

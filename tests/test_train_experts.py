@@ -88,6 +88,27 @@ def test_a_shortened_run_is_done_when_each_expert_has_its_own_steps(tiny_run, hi
     assert order == ["high_noise"] * 9 + ["low_noise"] * 6
 
 
+@pytest.mark.parametrize("order", [("both", "high"), ("low", "both")])
+def test_other_experts_do_not_write_over_what_is_there(tiny_run, high, tmp_path, order):
+    first, second = (both(tiny_run, high, tmp_path, experts=experts, high_noise_share=None) for experts in order)
+    train.run(first)
+    before = {path: path.read_bytes() for path in tmp_path.glob("*.safetensors")}
+    with pytest.raises(WangenError, match="a run of other experts has its LoRA under this name") as caught:
+        train.run(second)
+    assert "another --output_name; --fresh" in caught.value.cure
+    assert {path: path.read_bytes() for path in tmp_path.glob("*.safetensors")} == before
+    train.run(replace(second, output_name="other"))
+    train.run(replace(second, fresh=True))
+
+
+def test_one_expert_after_the_other_goes_under_one_name(tiny_run, high, tmp_path):
+    for experts in ("high", "low"):
+        train.run(both(tiny_run, high, tmp_path, experts=experts, high_noise_share=None))
+    assert sorted(path.name for path in tmp_path.glob("*.safetensors")) == [
+        "lora_high_noise.safetensors", "lora_low_noise.safetensors",
+    ]  # fmt: skip
+
+
 def test_repeats_count_in_an_experts_share(tiny_run, high, tmp_path):
     options = resolved(both(tiny_run, high, tmp_path, high_noise_share=None, timestep_sampling="flux_shift"), A14B, CPU)
     small, large = (

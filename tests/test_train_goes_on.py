@@ -4,7 +4,9 @@ import contextlib
 import gc
 import json
 import logging
+import os
 import re
+import signal
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,6 +20,7 @@ from runs import make_run
 from runs import options_of as run_options
 from safetensors.torch import load_file, save_file
 from tiny import TinyRun
+from train_cases import at_step
 
 from wangen.generator.steps import Train
 from wangen.runtime import train
@@ -178,6 +181,48 @@ def test_the_best_is_chosen_anew_when_it_is_judged_at_other_points(tiny_run, tmp
     (state / "state.json").write_text(json.dumps(facts))
     report = train.run(replace(options, max_train_steps=4, validation_timesteps=3))
     assert report.result["best"][""]["step"] == 4
+
+
+def test_the_best_of_a_line_that_begins_elsewhere_is_its_own(tiny_run, tmp_path):
+    """The file of the line before lies in another folder, or is of what that line did later."""
+    options = tiny_run.options(tmp_path / "one", max_train_steps=2, keep_best=True, validate_every_n_steps=2, **TRUTH)
+    train.run(options)
+    state = checkpoint.newest(tmp_path / "one" / "lora-state")
+    facts = json.loads((state / "state.json").read_text())
+    facts["facts"]["best"][""]["loss"] = 0.0
+    (state / "state.json").write_text(json.dumps(facts))
+    other = replace(options, output_dir=tmp_path / "two", resume=state, max_train_steps=4)
+    assert train.run(other).result["best"][""]["step"] == 4
+    assert names(tmp_path / "two") == ["lora-best.safetensors", "lora.safetensors"]
+
+
+def test_a_state_to_be_kept_stays_so_when_a_line_from_it_is_stopped_at_once(tiny_run, tmp_path):
+    options = tiny_run.options(tmp_path, max_train_steps=5, save_every_n_steps=2, save_state=True)
+    train.run(options)
+    state = tmp_path / "lora-state" / "step-00000002"
+    manifest = (state / "state.json").read_bytes()
+    assert json.loads(manifest)["keep"]
+    with pytest.MonkeyPatch.context() as patch:
+        at_step(patch, 0, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        with pytest.raises(KeyboardInterrupt):
+            train.run(replace(options, resume=state))
+    assert (state / "state.json").read_bytes() == manifest
+
+
+@pytest.mark.parametrize(
+    "told", [{}, {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "5-0"}]
+)
+def test_a_fresh_run_goes_on_after_its_job_was_requeued(tiny_run, tmp_path, monkeypatch, told: dict[str, str]):
+    for name, value in {"SLURM_JOB_ID": "5", **told}.items():
+        monkeypatch.setenv(name, value)
+    options = tiny_run.options(tmp_path, max_train_steps=3, fresh=True)
+    train.run(options)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    if "TORCHELASTIC_RUN_ID" in told:  # the agents of a requeued job meet under another name
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "5-1")
+    assert train.run(options).result["done_before"]
+    monkeypatch.setenv("SLURM_JOB_ID", "6")
+    assert not train.run(options).result["done_before"]
 
 
 def test_all_parameters_are_counted_where_they_are_parked_swapped_or_quantised(tiny_run, tmp_path, caplog):

@@ -36,16 +36,17 @@ def together(options: Train, count: int, *, on_each_machine: int = 0) -> Done:
     Args:
         options: the flags.
         count: of the processes; 1 is a run without any other.
-        on_each_machine: they are told that a machine has so many of them; 0 means all.
+        on_each_machine: they are told that a machine has so many of them, the last what is left; 0 means all.
     """
     options.output_dir.mkdir(parents=True, exist_ok=True)
     words = options.output_dir.with_name(f".{options.output_dir.name}-{time.monotonic_ns()}.txt")
     port, local = str(free_port()), on_each_machine or count
 
     def train(rank: int) -> int:
+        beside = min(local, count - rank // local * local)
         if count > 1:
             os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_RANK": str(rank % local),
-                           "LOCAL_WORLD_SIZE": str(local), "MASTER_ADDR": "127.0.0.1",
+                           "LOCAL_WORLD_SIZE": str(beside), "MASTER_ADDR": "127.0.0.1",
                            "MASTER_PORT": port}  # fmt: skip
         warnings.resetwarnings()  # of libraries, which are errors in the tests' own process
         with words.open("a", encoding="utf-8", buffering=1) as file:

@@ -27,8 +27,6 @@ MANIFEST = "state.json"
 FORMAT = "wangen-state-2"
 ORIGIN = "resumed_from"
 """Among a run's facts: the identity of the state that `--resume` named, if it did."""
-JOB = "begun_by"
-"""Among a run's facts: the launcher's job that began it with `--fresh`, so that its restarts go on from there."""
 IN_PARTS = "parts"
 """The folder of a state that several processes wrote, each its parts (`wangen.runtime.training.sharded_state`)."""
 _PARTS = ("adapter", "optimizer", "ema")
@@ -65,11 +63,13 @@ class TrainingState:
         experts: by the expert's name, which is empty where there is one transformer.
         fingerprint: every setting and digest that decides the result.
         facts: small things to carry on: the first loss, the best validation.
+        folder: where it was read, if it was.
     """
 
     experts: Mapping[str, ExpertState]
     fingerprint: Mapping[str, Any]
     facts: Mapping[str, Any]
+    folder: Path | None = None
 
     @property
     def step(self) -> int:
@@ -233,7 +233,7 @@ def read(path: Path) -> TrainingState:
             continue
         adapter, optimizer, ema = (_load(path / _file(part, name)) for part in _PARTS)
         experts[name] = ExpertState(adapter=adapter, optimizer=optimizer, ema=ema, **numbers)
-    return TrainingState(experts, manifest["fingerprint"], manifest["facts"])
+    return TrainingState(experts, manifest["fingerprint"], manifest["facts"], path)
 
 
 def _file(part: str, expert: str) -> str:

@@ -14,7 +14,7 @@ from wangen.generator.steps import Train
 from wangen.runtime.devices import free_bytes
 from wangen.runtime.training.optimizer_class import optimizer_class
 from wangen.runtime.training.plan import Plan
-from wangen.runtime.training.ranks import TIMEOUT
+from wangen.runtime.training.ranks import TIMEOUT, Ranks
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -56,25 +56,33 @@ def _trains_whole_matrices(options: Train) -> bool:
     return options.train_mode == "full" and not optimizer_class(options).is_by_element
 
 
-def chosen_way(plan: Plan, launch: Launch, device: torch.device) -> Way:
-    """How the processes hold the model, with the reason in the log.
+def chosen_way(plan: Plan, ranks: Ranks, device: torch.device) -> Way:
+    """How the processes hold the model, the same for all of them, with the reason in the log.
 
-    `auto` splits the frozen weights where a whole copy does not fit the device by the formula of the presets.
+    `auto` splits the frozen weights where a whole copy does not fit one of the devices by the formula of the presets.
+
+    Raises:
+        UsageError: parts within each machine would not be the same on all.
     """
     options, way = plan.options, plan.options.parallel
+    sizes = set(ranks.gathered(ranks.launch.local_count))
+    if way == "hsdp" and len(sizes) > 1:
+        found = " and ".join(map(str, sorted(sizes)))
+        raise UsageError(f"--parallel hsdp splits alike within each machine, and these have {found} processes",
+                         cure="start equally many on each, or give --parallel fsdp")  # fmt: skip
     if way != "auto":
         return way
-    free = free_bytes(device)
-    if free is None or _trains_whole_matrices(options) or options.plain or options.blocks_to_swap:
+    known = [free for free in ranks.gathered(free_bytes(device)) if free is not None]
+    if len(known) < ranks.count or _trains_whole_matrices(options) or options.plain or options.blocks_to_swap:
         return "ddp"
-    needed = _needed(plan)
-    whole = f"a whole copy takes about {needed / GIB:.1f} GiB and {free / GIB:.1f} are free on each card"
+    needed, free = _needed(plan), min(known)
+    whole = f"a whole copy takes about {needed / GIB:.1f} GiB and {free / GIB:.1f} are free on every card"
     if needed <= free:
         log.info("  --parallel auto: ddp, for %s", whole)
         return "ddp"
-    found: Way = "fsdp" if launch.local_count == launch.count else "hsdp"
-    log.info("  --parallel auto: %s, for %s", found, whole)
-    return found
+    split: Way = "hsdp" if sizes != {ranks.count} and len(sizes) == 1 else "fsdp"
+    log.info("  --parallel auto: %s, for %s", split, whole)
+    return split
 
 
 def _needed(plan: Plan) -> int:

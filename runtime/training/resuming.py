@@ -1,0 +1,136 @@
+"""What a run goes on from: the state that an earlier start left, if its settings are those of this one."""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from wangen.generator.errors import WangenError, many
+from wangen.generator.launch import Launch
+from wangen.generator.session import with_flag
+from wangen.generator.steps import Train
+from wangen.generator.table import options as flags_of
+from wangen.runtime.training import checkpoint
+from wangen.runtime.training.checkpoint import TrainingState
+from wangen.runtime.training.plan import Plan
+from wangen.runtime.training.timesteps import HIGH, LOW
+
+log = logging.getLogger("wangen")
+
+JOB, SLURM_JOB = "begun_by", "begun_by_slurm_job"
+"""Among a run's facts: the job that began it with `--fresh`, by torchrun's and by Slurm's name, for its restarts."""
+ACCUMULATION = "gradient_accumulation_steps"
+_BASE = ("dit", "base_weights", "quantize", "mixed_precision")
+"""Settings that make another model of the base, by how their names begin."""
+
+
+def find_state(plan: Plan, launched: Launch) -> TrainingState | None:
+    """The newest state; with `--resume` the one it names, or the newest that a run of the same line has saved since.
+
+    With `--fresh` there is none, unless the launcher has started the job again: then the newest that it has saved.
+    """
+    given = plan.options.resume
+    if plan.options.fresh:
+        path = checkpoint.newest(plan.states, _begun_before(launched)) if launched.is_again else None
+        return checkpoint.read(path) if path else None
+    if given is None or given.resolve().parent == plan.states.resolve():
+        checkpoint.require_own_format(plan.states)
+    if given is None:
+        path = checkpoint.newest(plan.states)
+        return checkpoint.read(path) if path else None
+    origin = checkpoint.identity(given)
+    since = checkpoint.newest(plan.states, {checkpoint.ORIGIN: origin})
+    state = checkpoint.read(since or given)
+    best: dict[str, Any] = {} if since else {"best": {}}  # its file is another line's, or elsewhere
+    return replace(state, facts={**state.facts, **best, checkpoint.ORIGIN: origin})
+
+
+def begun_by(launched: Launch) -> dict[str, str]:
+    """The facts by which a start that `--fresh` began is known again, when its launcher or Slurm repeats it."""
+    jobs = {JOB: launched.job, SLURM_JOB: launched.slurm_job}
+    return {name: job for name, job in jobs.items() if job}
+
+
+def _begun_before(launched: Launch) -> dict[str, str]:
+    """What the states of a job have that is started again; after a requeue torchrun's name for it is new."""
+    return {SLURM_JOB: launched.slurm_job} if launched.requeues else {JOB: launched.job}
+
+
+def require_own_files(plan: Plan) -> None:
+    """Refuse to begin where a run of other experts keeps its LoRA under the same name.
+
+    Raises:
+        WangenError: there is such a run, and `--fresh` is not given.
+    """
+    if plan.options.fresh:
+        return
+    own = {expert.name for expert in plan.experts}
+    for suffix in ("", f"_{HIGH}", f"_{LOW}"):
+        folder = plan.options.output_dir / f"{plan.options.output_name}{suffix}-state"
+        path = checkpoint.newest(folder) if folder != plan.states else None
+        if path and own & set(checkpoint.read(path).experts):
+            raise WangenError(
+                "a run of other experts has its LoRA under this name, and this one would write over it",
+                where=str(folder),
+                cure="give --experts as before, or another --output_name; --fresh writes over it",
+            )
+
+
+def changed_settings(plan: Plan, state: TrainingState) -> list[str]:
+    """The settings that decide the result and are others now than in the state, each with what it was and is."""
+    # A flag that the state's version did not have yet did what is its default now.
+    defaults = {option.name: str(option.default) for option in flags_of(Train) if option.flag.pinned}
+    old, new = defaults | dict(state.fingerprint), plan.fingerprint
+    return [
+        f"{name}: {_difference(name, old.get(name), new.get(name))}"
+        for name in sorted({*state.fingerprint, *new})
+        if old.get(name) != new.get(name)
+    ]
+
+
+def compared(plan: Plan, state: TrainingState, changed: Sequence[str], num_processes: int) -> TrainingState:
+    """The state as this run can use it.
+
+    Args:
+        plan: what is to be trained.
+        state: where the run before stands.
+        changed: the settings that are others now.
+        num_processes: that share the batches of a step.
+
+    Raises:
+        WangenError: its settings were others, and `--resume_changed` is not given.
+    """
+    if changed and not plan.options.resume_changed:
+        listed = "\n".join(f"  - {line}" for line in changed)
+        raise WangenError(
+            f"an earlier run used other settings\n{listed}",
+            where=str(plan.options.resume or plan.states),
+            cure=_same_batches(state, changed, num_processes)
+            + f"{with_flag('train', '--fresh')} (or removing that folder) starts again from step 0; "
+            f"{with_flag('train', '--resume_changed')} goes on with the new",
+        )
+    for line in changed:
+        log.warning("  resuming with changed %s", line)
+    if any(line.startswith(_BASE) for line in changed):  # what it was judged by was another model's
+        state = replace(state, facts={**state.facts, "validation_base": {}, "best": {}})
+    if {expert.name for expert in plan.experts} != set(state.experts):
+        raise WangenError("the training state is of other experts", where=str(plan.states),
+                          cure="give --experts as before, or another --output_name")  # fmt: skip
+    return state
+
+
+def _same_batches(state: TrainingState, changed: Sequence[str], num_processes: int) -> str:
+    """How another number of processes goes on with the batches that a step had, if it can."""
+    batches = int(state.fingerprint.get(ACCUMULATION, "1"))
+    if not any(line.startswith(f"{ACCUMULATION}:") for line in changed) or batches % num_processes:
+        return ""
+    flag = with_flag("train", f"--{ACCUMULATION} {batches // num_processes}")
+    return f"{flag} with {many(num_processes, 'process', 'processes')} makes steps of {batches} batches, as before; "
+
+
+def _difference(name: str, old: Any, new: Any) -> str:
+    if name == "dataset":
+        return "other samples or captions"
+    if name.startswith(("dit", "network_weights", "base_weights")):
+        return "another file"
+    return f"{old} -> {new}"
