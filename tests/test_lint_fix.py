@@ -7,7 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from lint_samples import OUT, SHELLS, call, encode, script
+from lint_samples import HEAD, OUT, SHELLS, call, encode, script
 from shells import bundles
 from shells.bash import RECORDER, needs_bash
 
@@ -45,6 +45,26 @@ def steps_of(path: Path):
     """The steps of a script that was written, as the table's dataclasses."""
     lines = scripts.read_steps(path.read_bytes(), path.suffix[1:])
     return [parse(find_step(words[0]), words[1:]) for words in lines]
+
+
+def test_the_flags_of_a_function_are_those_that_it_is_called_with(tmp_path, capsys):
+    """Functions are written in any order; the training's body stands in front of the caching's."""
+    latents, text = (call("sh", step, {}) for step in ("latents", "text"))
+    named = "network_dim", "learning_rate", "network_module"
+    train = call("sh", "train", dict.fromkeys(named, OUT)).rstrip()
+    body = f'train() {{\n{train} \\\n  "$@"\n}}\ncache() {{\n{latents}{text}}}\n'
+    use = "cache\ntrain --network_dim 64 --learning_rate 3e-5 --network_module networks.lora_wan\n"
+    path = put(tmp_path, "sh", f"{HEAD['sh']}{body}{use}")
+    assert lint.lint(lint.read(path)) == []
+    assert main(["lint", "--fix", str(path)]) == 0
+    trained = steps_of(tmp_path / "train_cats.sh")[-1]
+    assert (trained.network_dim, trained.learning_rate) == (64, 3e-5)
+    (tmp_path / "train_cats.sh").unlink()
+    path = put(tmp_path, "sh", f"{HEAD['sh']}{body}{use}train --network_dim 8\n")
+    capsys.readouterr()
+    assert main(["lint", "--fix", str(path)]) == 1
+    assert 'what "$@" stands for is known only when the script runs' in capsys.readouterr().err
+    assert not (tmp_path / "train_cats.sh").exists()
 
 
 @pytest.mark.parametrize("shell", SHELLS)

@@ -14,7 +14,7 @@ from shells.drawn import VALUES, carried, drawn_steps, refuses
 
 from wangen.generator import lint, scripts
 from wangen.generator.lint import bat, sh
-from wangen.generator.lint.script import HERE, UNKNOWN
+from wangen.generator.lint.script import HERE, MORE, UNKNOWN
 
 drawn = settings(max_examples=12, deadline=None, derandomize=True, database=None,
                  suppress_health_check=list(HealthCheck))  # fmt: skip
@@ -81,6 +81,12 @@ def words(shell, text):
      [HERE + "/x", "7"]),
     ("sh", "cat <<EOF\npython wan_train_network.py --a\nEOF\npython wan_train_network.py --b\n", ["--b"]),
     ("sh", "python wan_train_network.py a\\ b 'c'\\''d' \"e\\\"f\"\n", ["a b", "c'd", 'e"f']),
+    ("sh", 'go() {\n  python wan_train_network.py --a "$@" || exit 1\n}\ngo --b "c d"\n', ["--a", "--b", "c d"]),
+    ("sh", 'function go { python wan_train_network.py "$@"; }\nmain() {\n  go --b "$@"\n}\nmain "$@"\n', ["--b"]),
+    ("sh", 'go() {\n  if true; then python wan_train_network.py "$@"; fi\n}\ngo a\ngo b\n', [MORE]),
+    ("sh", 'go() { echo; }\nset -- a "b c"\npython wan_train_network.py "$@"\n', ["a", "b c"]),
+    ("sh", 'go() (\n  echo\n)\npython wan_train_network.py "$@" b\n', ["b"]),
+    ("sh", 'go() { go "$@"; python wan_train_network.py "$@"; }\n', [MORE]),
     ("bat", 'set "A=x y"\nset B=z\npython wan_train_network.py "%A%" %B% 100%% ^\n  "a\\\\" b^&c >log 2>&1\n',
      ["x y", "z", "100%", "a\\", "b&c"]),
     ("bat", 'python wan_train_network.py "a\\" --b c"\n', ['a" --b c']),

@@ -17,7 +17,7 @@ from wangen.generator.bundle import DTYPES, posix_paths, unread
 from wangen.generator.errors import WangenError
 from wangen.generator.files import write_whole
 from wangen.generator.lint import toml_fix
-from wangen.generator.lint.script import HERE, UNKNOWN, Call, Given, Script, quoted
+from wangen.generator.lint.script import HERE, MORE, UNKNOWN, Call, Given, Script, quoted
 from wangen.generator.lint.toml import locate
 from wangen.generator.lint.tools import torn_values
 from wangen.generator.lint.translate import training_values
@@ -150,6 +150,10 @@ def _bundle(script: Script, training: Call | None, result: Fixed) -> tuple[str, 
 def _values(script: Script, call: Call, result: Fixed) -> dict[str, Any]:
     """The raw values of a call in the terms of wangen's table."""
     known = {name: (option, constant) for name, option, constant in spellings(call.step)}
+    if unread_word := next((word for word in call.args if MORE in word.text and word.raw), None):
+        raise WangenError(f"what {unread_word.raw} stands for is known only when the script runs",
+                          where=f"{script.path.name}:{unread_word.line}",
+                          cure="write its words in full in the script, then run lint --fix again")  # fmt: skip
     _mend_torn(call, result)
     found: dict[str, Any] = {}
     if call.tool != "wangen" and call.step is Train:

@@ -27,7 +27,8 @@ def order(script: Script) -> Iterator[Finding]:
     for name, (what, program) in _CACHING.items():
         step = program if first.tool == "musubi-tuner" else name
         calls = script.steps(name)
-        if calls and calls[0].line > first.line and (calls[0].args and not calls[0].more):
+        in_functions = any(call.command.function for call in (first, *calls))  # which run when they are called
+        if calls and calls[0].line > first.line and calls[0].args and not (calls[0].more or in_functions):
             yield Finding("order", calls[0].line, f"the {what} are cached after training has read them",
                           f"move this line before line {first.line}")  # fmt: skip
         elif not calls and not _foreign(script, name):

@@ -61,6 +61,7 @@ class Command:
         condition: it is what an `if` or `while` asks for.
         called: a .bat file starts it with `call`.
         assigned: what stands in front of it, `NAME=value program`, and is set for it alone: (name, value).
+        function: the function in whose body it stands; empty outside. The readers of bash scripts alone say so.
     """
 
     words: list[Word]
@@ -72,6 +73,7 @@ class Command:
     condition: bool = False
     called: bool = False
     assigned: tuple[tuple[str, str], ...] = ()
+    function: str = ""
 
 
 @dataclass(frozen=True)
@@ -276,6 +278,23 @@ def find_calls(script: Script) -> None:
             script.foreign.append((command.line, name))
         venv = "" if _deactivates(command.words) else activated(command.words, script.shell) or venv
         cwd = _folder(command.words) or cwd
+    for call in script.calls:
+        call.args = _with_given(script, call.args, (call.command.function,))
+
+
+def _with_given(script: Script, words: list[Word], functions: tuple[str, ...]) -> list[Word]:
+    """Words of a function's body with what it is given in the place of `"$@"`, where it is called once.
+
+    Args:
+        script: that calls it.
+        words: of the body of the last function.
+        functions: that function behind those that it calls.
+    """
+    uses = [command for command in script.commands if command.words and command.words[0].text == functions[-1]]
+    if len(uses) != 1 or uses[0].function in functions or not any(word.text == MORE for word in words):
+        return words
+    given = _with_given(script, uses[0].words[1:], (*functions, uses[0].function))
+    return [one for word in words for one in (given if word.text == MORE and word.raw else [word])]
 
 
 def call_of(command: Command) -> Call | None:

@@ -46,6 +46,10 @@ class _Reader(Reader):
         self.assigned: dict[str, Value | None] = {}
         """The variables that the command sets, with their values before."""
         self.followed = False
+        self.function = ""
+        """The function that is being defined: its body comes next, or is open since the depth `body`."""
+        self.body = 0
+        self.positional: tuple[Word, ...] = ()
 
     def command(self) -> None:
         """Read up to the operator or line end that ends one command."""
@@ -68,6 +72,8 @@ class _Reader(Reader):
             if not self._redirect() and not self._assignment(words):
                 words += self.word()
                 self.followed |= bool(self.assigned)
+                if words[:1] and words[0].raw == "function" and len(words) == 2:
+                    self.function = words[1].text
         last = self.lines.at(max(start, self.position - 1))
         self._finish(words, self.lines.at(start), last, operator)
 
@@ -177,7 +183,8 @@ class _Reader(Reader):
         value = self._lookup(whole["name"] or "@")
         line, undefined = self.lines.at(whole.start()), tuple(self.undefined)
         if isinstance(value, str):
-            return [Word(MORE if undefined else value, line, "", undefined)]
+            raw = whole[0] if value == MORE else ""
+            return [Word(MORE if undefined else value, line, raw, undefined)]
         if whole[0].startswith('"'):
             return list(value)
         return [replace(word, text=part) for word in value for part in word.text.split()]
@@ -250,7 +257,7 @@ class _Reader(Reader):
     def _braced(self, inside: str) -> Value:
         match = _BRACED.fullmatch(inside)
         if not match:
-            return UNKNOWN
+            return MORE if inside[:2] in ("@:", "*:") else UNKNOWN
         name, _, operator, default = match.groups()
         if operator in ("+", ":+"):
             value = self.scope.get(name)
@@ -261,7 +268,7 @@ class _Reader(Reader):
 
     def _lookup(self, name: str) -> Value:
         if name in ("@", "*"):
-            return ()
+            return MORE if self.function else self.positional
         if not name[0].isalpha() and name[0] != "_":
             return HERE + "/script" if name == "0" else UNKNOWN
         value = self.scope.get(name)
@@ -274,25 +281,46 @@ class _Reader(Reader):
         condition = False
         while words and words[0].text in KEYWORDS | _OPEN | _CLOSE | {"function"} and words[0].raw == words[0].text:
             keyword = words[0].text
+            self._body(keyword)
             self.depth = max(0, self.depth + (keyword in _OPEN) - (keyword in _CLOSE))
             condition = condition or keyword in ("if", "elif", "while", "until", "!")
             if keyword in ("for", "select") and len(words) > 1:
                 self.scope.set(words[1].text, UNKNOWN)
-            if keyword in ("for", "case", "select", "function"):
-                self.functions |= {words[1].text} if keyword == "function" and len(words) > 1 else set()
-                words = []
-                break
-            words = words[1:]
+            if keyword == "function" and len(words) > 1:
+                self._define(words[1].text)
+                words = words[1:]
+            words = [] if keyword in ("for", "case", "select") else words[1:]
         if words and words[0].text in ("read", "mapfile", "readarray"):
             for word in words[1:]:
                 self.scope.set(word.text, UNKNOWN)
+        if words and words[0].text == "set" and not self.function:
+            self._set_positional(words)
         if operator == "(" and len(words) == 1:
-            self.functions.add(words[0].text)
+            self._define(words[0].text)
             words = []
         if words or self.assigned:
             alone = self._set_for(words)
-            self.commands.append(Command(words, line, last, self.before, operator, self.depth, condition, False, alone))
+            self.commands.append(Command(words, line, last, self.before, operator, self.depth, condition, False, alone,
+                                         self.function))  # fmt: skip
+            self.function = self.function if self.body else ""
         self.before = operator
+
+    def _define(self, name: str) -> None:
+        self.functions.add(name)
+        self.function = self.function if self.body else name
+
+    def _body(self, keyword: str) -> None:
+        """Note where the body of a function begins and ends; the depth is still that in front of the keyword."""
+        if keyword == "{" and self.function and not self.body:
+            self.body = self.depth + 1
+        elif keyword == "}" and self.body == self.depth:
+            self.function, self.body = "", 0
+
+    def _set_positional(self, words: list[Word]) -> None:
+        """Take over what `set -- WORDS` makes of `"$@"`."""
+        marks = [place for place, word in enumerate(words) if word.text == "--"]
+        if marks:
+            self.positional = (*words[marks[0] + 1 :], *([Word(MORE, words[0].line)] if self.depth else []))
 
     def _set_for(self, words: list[Word]) -> tuple[tuple[str, str], ...]:
         """Take back what `NAME=value program` sets for the program alone; returns it.
