@@ -27,6 +27,7 @@ from wangen.generator.step_parts import DEFAULT_EPOCHS
 from wangen.generator.steps import CacheLatents, CacheText, Check, CheckCache, Evaluate, Generate, MakeReport, Train
 from wangen.generator.table import Step, options
 from wangen.generator.target import Target
+from wangen.generator.train_refusals import judged
 from wangen.generator.workspace import Workspace
 from wangen.profiles import Download, Model, Weights
 
@@ -42,7 +43,7 @@ CACHE: tuple[type[Step], ...] = (Check, CacheLatents, CacheText, CheckCache)
 _OWNERS: tuple[tuple[type[Step], tuple[str, ...]], ...] = (
     (CacheLatents, ("vae", "vae_dtype", "vae_tile", "clip", "clip_dtype")),
     (CacheText, ("t5", "t5_dtype", "fp8_t5", "tokenizer")),
-    (Train, ("dit", "task", "output_dir")),
+    (Train, ("dit", "task", "output_dir", "output_name")),
 )
 """What one step is told and others have to know."""
 
@@ -269,11 +270,12 @@ def _all_names() -> frozenset[str]:
 def _paths(workspace: Workspace, target: Target, model: Model, slug: str) -> dict[str, str]:
     """Values of the flags that are paths; a step takes those it has."""
     outputs, found = target.roots["outputs"], models_below(target)
+    told = told_of_training(workspace, target, model)
     return {
         "dataset_config": target.path("files", "tomls", toml_name(slug, target)),
         "output_dir": target.path(outputs, slug),
         "output_name": slug,
-        "report_dir": target.path(outputs, slug),
+        "report_dir": str(told.get("output_dir", target.path(outputs, slug))),
         "log_file": target.path(target.roots["logs"], f"{slug}.log"),
         "lock": target.path(outputs, slug, RUN_LOCK),
         "task": model.name,
@@ -310,7 +312,7 @@ def _step(kind: type[Step], workspace: Workspace, target: Target, model: Model, 
     if kind is Train and not values.keys() & {"max_train_epochs", "max_train_steps"}:
         values["max_train_epochs"] = DEFAULT_EPOCHS
     known = {option.name for option in options(kind)}
-    step = build(kind, {name: value for name, value in values.items() if name in known})
+    step = judged(build(kind, {name: value for name, value in values.items() if name in known}))
     return posix_paths(step) if os.name == "nt" and target.platform.kind != "windows" else step
 
 

@@ -22,7 +22,7 @@ from wangen.generator.paths import is_foreign
 from wangen.generator.publish import manifest
 from wangen.generator.quoting import QUOTES
 from wangen.generator.session import Report
-from wangen.generator.steps import Check
+from wangen.generator.steps import Check, Train
 from wangen.generator.target import host_platform_name, machine_of
 from wangen.generator.tokenizer_file import tokenizer_of
 from wangen.generator.tomls import DatasetEntry, read_dataset
@@ -52,7 +52,7 @@ def run(options: Check) -> Report:
         WangenError: the dataset TOML itself cannot be read.
     """
     seen = examine(options, read_dataset(options.dataset, options.resolution))
-    findings = [*_own_script(), *seen.findings]
+    findings = [*_own_script(seen), *seen.findings]
     for finding in findings:
         log.error("  - %s", finding)
     for warning in seen.warnings:
@@ -68,7 +68,7 @@ def run(options: Check) -> Report:
     )
 
 
-def _own_script() -> Iterator[Finding]:
+def _own_script(seen: "Examined") -> Iterator[Finding]:
     """What the steps after this one would refuse in the script that runs it: said now, not hours later."""
     path = Path(os.environ.get(IN_SCRIPT, ""))
     shell = path.suffix[1:]
@@ -81,6 +81,8 @@ def _own_script() -> Iterator[Finding]:
         for command, step in scripts.parsed_steps(data, shell):
             if isinstance(step, WangenError):
                 yield Finding(f"{path.name}, {command}", step.found, step.cure)
+            elif isinstance(step, Train) and (fault := seen.leaves_nothing(step)):
+                yield Finding(f"{path.name}, {command}", *fault)
     except (OSError, WangenError):
         return  # a script that was edited may say things that only its shell can read
 
@@ -92,8 +94,16 @@ class Examined:
     num_images: int
     num_clips: int
     num_resolutions: int
+    num_taught: int
     findings: tuple[Finding, ...]
     warnings: tuple[str, ...]
+
+    def leaves_nothing(self, options: Train) -> tuple[str, str] | None:
+        """What is wrong, and what to do, when a training holds out as many items as there are at most."""
+        if not 0 < self.num_taught <= options.validation_items:
+            return None
+        found = f"--validation_items {options.validation_items} leaves nothing of {many(self.num_taught, 'item')}"
+        return f"{found} to train on", "give fewer, or a dataset of its own with --validation_config"
 
     def __str__(self) -> str:
         """The items in words."""
@@ -111,7 +121,9 @@ def examine(options: Check, entries: Sequence[DatasetEntry]) -> Examined:
     num_resolutions = len({entry.resolution for entry in entries})
     told = (_swapped(options), twin_warning(options.vae, profiles.model(options.task)))
     warnings = dict.fromkeys(filter(None, (*(_incomplete(entry.directory) for entry in entries), *told)))
-    return Examined(counts["image"], counts["video"], num_resolutions, tuple(dict.fromkeys(findings)), tuple(warnings))
+    num_taught = sum(survey.num_samples for survey in surveys if not survey.entry.is_reg)
+    return Examined(counts["image"], counts["video"], num_resolutions, num_taught, tuple(dict.fromkeys(findings)),
+                    tuple(warnings))  # fmt: skip
 
 
 def _incomplete(folder: Path) -> str:
@@ -133,10 +145,11 @@ def _swapped(options: Check) -> str:
 
 @dataclass
 class _Survey:
-    """What was found in a block of the TOML: items, about the bytes of their cache entries, problems."""
+    """What was found in a block of the TOML: items, their samples, about the bytes of their cache, problems."""
 
     entry: DatasetEntry
     num_items: int = 0
+    num_samples: int = 0
     cache_bytes: int = 0
     findings: list[Finding] = field(default_factory=list)
 
@@ -167,6 +180,7 @@ def _survey(entry: DatasetEntry, model: profiles.Model) -> _Survey:
             clips = windows(entry, clip_frames(item, facts, fps, entry.source_fps))
             short = clip_fault(item, facts, entry, fps)
             survey.findings += [Finding(str(item.path), *short)] if short else []
+        survey.num_samples += len(clips)
         survey.findings += _misfits(item, entry, fps)
         survey.cache_bytes += _cache_bytes(item, entry, [count for _, count in clips], model)
     return survey

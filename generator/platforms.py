@@ -56,7 +56,11 @@ def step_values(sections: Mapping[str, Any], where: str) -> dict[str, dict[str, 
         if step is None or not isinstance(flags, dict):
             raise UsageError(f"there is no step {name!r}", where=f"{where}{name}]",
                              cure=f"one of {', '.join(step.command for step in STEPS)}")  # fmt: skip
-        result.setdefault(step.command, {}).update(from_toml(step, flags, f"{where}{name}]"))
+        values = from_toml(step, flags, f"{where}{name}]")
+        if "config_file" in values:
+            raise UsageError("config_file is for the command line: nobody would find the file where the scripts run",
+                             where=f"{where}{name}]", cure="write its keys here")  # fmt: skip
+        result.setdefault(step.command, {}).update(values)
     return result
 
 

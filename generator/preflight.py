@@ -6,7 +6,7 @@ lines agree with each other and with the table, which paths are another machine'
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -27,7 +27,7 @@ from wangen.generator.publish.source import Source, read_source
 from wangen.generator.publish.texts import Text, toml_file
 from wangen.generator.quoting import QUOTES
 from wangen.generator.seen import seen_entry, seen_step
-from wangen.generator.steps import Check
+from wangen.generator.steps import Check, Train
 from wangen.generator.table import Step, options
 from wangen.generator.target import Target
 from wangen.generator.tasks import require_supported
@@ -108,7 +108,8 @@ def look(workspace: Workspace, target: Target, slug: str) -> Iterator[Line]:
     if cuts:
         yield from _footage(target, cuts[0])
     if checks:
-        yield from _files(target, checks[0], uncut=bool(cuts))
+        trainings = [step for script in found for step in script.steps if isinstance(step, Train)]
+        yield from _files(target, checks[0], trainings[:1], uncut=bool(cuts))
 
 
 def _source(workspace: Workspace, slug: str, settings: DatasetSettings) -> Source | None:
@@ -147,7 +148,7 @@ def _footage(target: Target, options: Preprocess) -> Iterator[Line]:
         yield Line("problem" if here else "note", f"{seen}: the folder of footage is not there; put the videos into it")
 
 
-def _files(target: Target, options: Check, *, uncut: bool) -> Iterator[Line]:
+def _files(target: Target, options: Check, trainings: Sequence[Train], *, uncut: bool) -> Iterator[Line]:
     """What the check step would find, as far as this host sees the files.
 
     A path on another machine is named and left alone; so are weights that a bundle for another machine lacks here, and
@@ -177,6 +178,8 @@ def _files(target: Target, options: Check, *, uncut: bool) -> Iterator[Line]:
     found = examine(replace(seen, **left_out), entries)
     for problem in (*found.warnings, *found.findings):
         yield Line("problem", str(problem))
+    for fault in filter(None, map(found.leaves_nothing, trainings if entries else ())):
+        yield Line("problem", "; ".join(fault))
     yield Line("note" if found.findings or found.warnings else "ok", f"{found}")
 
 

@@ -23,9 +23,9 @@ _PUBLISHED = re.compile(r"(?:#|rem) .* \(published: ([A-Za-z0-9._,+-]+)\)")
 _NAME = r"(?P<name>[A-Z][A-Z0-9_]*)"
 _QUOTED = r"""(?P<quote>["']?)(?P<value>[A-Za-z0-9._,+-]+)(?P=quote)"""
 _KNOB_LINES = {
-    "sh": re.compile(rf"{_NAME}={_QUOTED}[ \t]*(?:[ \t]#.*)?"),
+    "sh": re.compile(rf"{_NAME}={_QUOTED}[ \t]*(?P<remark>[ \t]#.*)?"),
     "bat": re.compile(rf'set +(?P<quote>"?){_NAME}=(?P<value>[A-Za-z0-9._,+-]+)(?P=quote)[ \t]*', re.IGNORECASE),
-    "ps1": re.compile(rf"\${_NAME}[ \t]*=[ \t]*{_QUOTED}[ \t]*(?:#.*)?"),
+    "ps1": re.compile(rf"\${_NAME}[ \t]*=[ \t]*{_QUOTED}(?P<remark>[ \t]*#.*)?[ \t]*"),
 }
 _BOM = b"\xef\xbb\xbf"
 
@@ -132,6 +132,26 @@ def published_knobs(data: bytes) -> dict[str, str]:
         if setting:
             found[setting["name"].upper()] = value
     return found
+
+
+def with_remarks(data: bytes, old: bytes) -> bytes:
+    """A script whose knobs have the remarks that stand behind their values in another; a .bat can have none.
+
+    Raises:
+        WangenError: a script is not UTF-8.
+    """
+    text, before = decode(data), decode(old)
+    shell = shell_of(text)
+    if shell == "bat":
+        return data
+    pairs = (setting for _, setting in settings(before, shell_of(before)) if setting)
+    remarks = {knob["name"]: knob["remark"] for knob in pairs if knob["remark"]}
+
+    def behind(block: re.Match[str]) -> str:
+        lines = ((line, _KNOB_LINES[shell].fullmatch(line)) for line in block[0].split("\n"))
+        return "\n".join(line + remarks.get(knob["name"], "") if knob else line for line, knob in lines)
+
+    return _encode(_BLOCK.sub(behind, text, count=1), shell)
 
 
 def digest(text: str, shell: str) -> str:

@@ -14,11 +14,22 @@ from wangen.generator.commands import parse
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.knobs import VALUE, Knob, made_of
 from wangen.generator.quoting import Word
-from wangen.generator.script_text import decode, is_sealed, places, published_knobs, seal, settings, shell_of, template
+from wangen.generator.script_text import (
+    decode,
+    is_sealed,
+    places,
+    published_knobs,
+    seal,
+    settings,
+    shell_of,
+    template,
+    with_remarks,
+)
 from wangen.generator.setup.wheel import wheel_name
 from wangen.generator.step_parts import SMOKE_ITEMS, SMOKE_STEPS
 from wangen.generator.steps import Train, find_step
 from wangen.generator.table import SMOKE, Step, options
+from wangen.generator.train_refusals import judged
 from wangen.profiles import Platform
 
 # cmd cuts a line at 8191 characters and runs the rest as a command of its own.
@@ -128,7 +139,7 @@ def parsed_steps(data: bytes, shell: str) -> Iterator[tuple[str, Step | WangenEr
         try:
             if kind is None:
                 raise UsageError(f"there is no step {command!r}", cure="publish it again")
-            yield command, parse(kind, words)
+            yield command, judged(parse(kind, words))
         except WangenError as error:
             yield command, error
 
@@ -176,7 +187,8 @@ def merge(old: bytes, bundle: Bundle, shell: str, name: str) -> tuple[bytes, boo
     except WangenError:
         changed = {}
     kept = {knob: value for knob, value in changed.items() if knob in known}
-    return render(bundle, shell, name, kept), not untouched(old) or kept != changed
+    made, stays = render(bundle, shell, name, kept), not untouched(old) or kept != changed
+    return made if stays else with_remarks(made, old), stays
 
 
 def _knobs(bundle: Bundle, shell: str) -> tuple[list[Knob], dict[tuple[str, str], str]]:

@@ -350,7 +350,7 @@ def _section(section: Any, platform: profiles.Platform, file: Path) -> dict[str,
         if not isinstance(value, str) or not value:
             raise UsageError(f"{key} must be a path in quotes, got {value!r}", where=where)
         try:
-            checked[key] = value if key in ("host_root", "venv", "distro") else translate(value, machine, machine)
+            checked[key] = value if key in ("host_root", "distro") else translate(value, machine, machine)
         except PathError as error:
             raise UsageError(f"{key}: {error.found}", where=f"{where}: {value}", cure=error.cure) from None
     pure = PureWindowsPath if kind == "windows" else PurePosixPath

@@ -23,7 +23,7 @@ from wangen.generator.generate_step import SMOKE_SAMPLING_STEPS
 from wangen.generator.session import Report
 from wangen.generator.steps import Evaluate, Generate, Train
 from wangen.generator.tasks import require_supported
-from wangen.generator.train_numbers import MAX_VALIDATION_TIMESTEPS
+from wangen.generator.train_refusals import MAX_VALIDATION_TIMESTEPS
 from wangen.generator.workspace import require_writable
 from wangen.profiles import Model
 from wangen.runtime.cache import digest

@@ -285,6 +285,8 @@ def test_a_toml_that_cannot_be_read(good, capsys, text, code, words):
     [
         (b"'bf16'", b"'fp16'", "train: --mixed_precision fp16: use bf16"),
         (b"'0.0001'", b"'0,0001'", "train: --learning_rate takes a number, got '0,0001'"),
+        (b"VALIDATION_ITEMS='0'", b"VALIDATION_ITEMS='99'", "train: --validation_items 99 leaves nothing of"),
+        (b"NETWORK_DIM='16'", b"NETWORK_DIM='0'", "train: --network_dim must be above 0"),
         (b"'42'", b"'4 2'", "no knob is set by \"SEED='4 2'\""),
         (b"--dit", b"--did", "train: train has no flag --did; did you mean --dit?"),
     ],

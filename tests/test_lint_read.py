@@ -94,6 +94,7 @@ def words(shell, text):
     ("bat", 'for %%i in (1 2) do python wan_train_network.py "%~dp0x"\n', [HERE + "\\x"]),
     ("ps1", "$a = @('--vae', \"x y\"\n '--t5')\n$a += 'z'\n& python wan_train_network.py @a \"$a\" $PSScriptRoot\\q\n",
      ["--vae", "x y", "--t5", "z", "--vae x y --t5 z", HERE + "\\q"]),
+    ("ps1", "$a = @('--vae', 'x'; '--t5')\n& python wan_train_network.py @a\n", ["--vae", "x", "--t5"]),
     ("ps1", "$n = 5\npython wan_train_network.py --seed=$n ('--x=' + $n) 'it''s' `\n  \"a`\"b\" # remark\n",
      ["--seed=5", "--x=5", "it's", 'a"b']),
     ("ps1", "$d = Join-Path $PSScriptRoot 'x.toml'\nif ($true) { python wan_train_network.py $d }\n",

@@ -13,7 +13,7 @@ from wangen.generator.memory import GIB, memory_plan, settings_of, tokens_of
 from wangen.generator.memory_changes import cheapest_changes
 from wangen.generator.memory_presets import resolve_vram
 from wangen.generator.steps import Train
-from wangen.runtime.training.refusals import refuse_memory
+from wangen.generator.train_refusals import refuse_memory
 
 BIG = profiles.model("t2v-14B")
 

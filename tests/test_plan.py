@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import published
 import pytest
 from cached_bundle import Bundle
+from helpers import read_tree
 
 from wangen import profiles
 from wangen.generator import workspace
@@ -138,11 +139,11 @@ def test_the_card_of_this_machine_is_found(place: Path, capsys, monkeypatch, tmp
     assert any("on the processor" in note for note in found["notes"])
 
 
-def set_in_train(place: Path, line: str) -> None:
-    """Put a line into `[steps.train]` of the workspace, and publish."""
+def set_in_train(place: Path, line: str, code: int = 0) -> None:
+    """Put a line into `[steps.train]` of the workspace, and publish, which ends with the exit code."""
     path = place / "wangen.toml"
     path.write_text(path.read_text(encoding="utf-8").replace("[steps.train]\n", f"[steps.train]\n{line}\n"))
-    assert main(["publish", "cats"]) == 0
+    assert main(["publish", "cats"]) == code
 
 
 def test_a_script_can_be_named_where_there_is_no_workspace(place: Path, capsys, tmp_path, monkeypatch):
@@ -177,10 +178,18 @@ def test_what_cannot_be_planned_is_named(place: Path, capsys, words, said):
      ("blocks_to_swap = 99", "the blocks that are recomputed are 40"),
      ("checkpointing_free_blocks = 80", "the model has 40 blocks")],
 )  # fmt: skip
-def test_numbers_that_training_refuses_are_refused(place: Path, capsys, line, said):
-    set_in_train(place, line)
-    assert main(["plan", "cats", "--gpu", "H100"]) == 2
+def test_numbers_that_training_refuses_are_not_published(place: Path, capsys, line, said):
+    before = read_tree(place / "published")
+    set_in_train(place, line, 2)
     assert said in capsys.readouterr().err
+    assert read_tree(place / "published") == before
+
+
+def test_a_knob_that_training_refuses_is_refused(place: Path, capsys):
+    script = place / "published" / "linux" / "train_cats.sh"
+    script.write_bytes(script.read_bytes().replace(b"NETWORK_DIM='16'", b"NETWORK_DIM='0'"))
+    assert main(["plan", "cats", "--gpu", "H100"]) == 2
+    assert "--network_dim must be above 0" in capsys.readouterr().err
 
 
 def test_weights_that_are_here_are_counted_as_they_are(place: Path, capsys):
@@ -349,8 +358,10 @@ def test_a_card_that_nothing_fits_leaves_the_scripts_and_names_smaller_ones(plac
      (["--fit", "--gpu", "GTX 9"], "not known"), (["--fit"], "no GPU is seen")],
 )  # fmt: skip
 def test_what_cannot_be_fitted_is_named(place: Path, capsys, words, said):
-    assert main(["publish", "cats", *words]) in (1, 2)
+    before = read_tree(place)
+    assert main(["publish", "cats", "--resolution", "256", *words]) in (1, 2)
     assert said in capsys.readouterr().err
+    assert {name: data for name, data in read_tree(place).items() if "state" not in name} == before
 
 
 @pytest.mark.parametrize("value", ["3", '"RTX 4090"', '{ quantise = "int8" }', '{ quantize = "int9" }', "{ card = 4 }"])

@@ -17,7 +17,7 @@ from wangen.generator.plan.estimate import memory_tokens, plan_run
 from wangen.generator.plan.shapes import Encoding, Shape, Survey, nominal, survey
 from wangen.generator.steps import Train
 from wangen.generator.tomls import read_dataset
-from wangen.runtime.training.refusals import refuse_memory
+from wangen.generator.train_refusals import refuse_memory
 
 BIG = profiles.model("t2v-14B")
 

@@ -142,6 +142,11 @@ def test_a_knob_that_no_shell_can_carry(site, capsys):
     [
         (b"--network_alpha", b"--network_alpa", "did you mean --network_alpha?"),
         (b"NETWORK_DIM=16", b"NETWORK_DIM=big", "--network_dim takes a whole number"),
+        (b"NETWORK_DIM=16", b"NETWORK_DIM=0", "--network_dim must be above 0"),
+        (b"MAX_TRAIN_EPOCHS=35", b"MAX_TRAIN_EPOCHS=0", "--max_train_epochs must be above 0"),
+        (b'"--min_timestep" "0"', b'"--min_timestep" "1000"', "no range within 0 to 1000"),
+        (b"BLOCKS_TO_SWAP=0", b"BLOCKS_TO_SWAP=99", "--blocks_to_swap 99"),
+        (b'"--min_timestep" "0"', b'"--fresh" "--resume" "a" "--min_timestep" "0"', "--fresh and --resume contradict"),
     ],
 )
 def test_a_flag_that_the_step_refuses(site, capsys, old, new, words):
@@ -149,6 +154,11 @@ def test_a_flag_that_the_step_refuses(site, capsys, old, new, words):
     shown = check(capsys, 1, "--platform", "windows")
     assert "train_red_house.bat, train: " in shown
     assert words in shown
+
+
+def test_more_held_out_than_there_is(site, capsys):
+    change(script(site, "windows", "bat"), b"VALIDATION_ITEMS=0", b"VALIDATION_ITEMS=2")
+    assert "--validation_items 2 leaves nothing of 2 items" in check(capsys, 1, "--platform", "windows")
 
 
 def test_steps_that_name_different_files(site, capsys):

@@ -74,6 +74,14 @@ def test_a_held_out_dataset_is_judged_by_and_the_own_one_is_what_was_trained_on(
     assert (evaluate.dataset_config, evaluate.training_config) == (Path("/data/val.toml"), train.dataset_config)
 
 
+def test_a_name_and_a_folder_of_the_run_s_own_reach_all_steps(tmp_path):
+    own = '[steps.train]\noutput_dir = "elsewhere"\noutput_name = "mine"\nvalidation_items = 4\n[steps.evaluate]\n'
+    steps = spoken(made(tmp_path, own))["linux sh"]
+    assert {str(step.output_dir) for step in steps if hasattr(step, "output_dir")} == {"elsewhere"}
+    assert {step.output_name for step in steps if hasattr(step, "output_name")} == {"mine"}
+    assert {str(step.report_dir) for step in steps if getattr(step, "report_dir", None)} == {"elsewhere"}
+
+
 def test_what_the_training_is_told_reaches_what_follows(tmp_path):
     text = (
         'model = "t2v-14B"\n[steps.train]\nvram = "12"\nvalidation_items = 4\noutput_dir = "elsewhere"\n'

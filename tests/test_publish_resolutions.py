@@ -85,11 +85,30 @@ def test_resolutions_are_remembered_and_old_ones_stay_until_they_are_cleaned(pla
     assert "cats/256" not in toml
 
 
-@pytest.mark.parametrize("size", ["", "0", "12x", "axb", "-5", "512,256"])
+@pytest.mark.parametrize("size", ["", "0", "12x", "axb", "-5", "512,256", "20000", "512x16385"])
 def test_a_resolution_that_is_none(place, capsys, size):
     assert publish(place, f"--resolution={size}") == 2
-    assert "is no resolution" in capsys.readouterr().err
+    assert ("at most 16384 pixels" if size.endswith(("20000", "16385")) else "is no resolution") in (
+        capsys.readouterr().err
+    )
     assert not root(place).exists()
+    assert (place / "wangen.toml").read_text() == TOML
+
+
+def test_a_resolution_that_a_toml_of_the_users_own_still_names_is_not_offered_for_removal(place, capsys):
+    publish(place, "--resolution", "256", "--resolution", "512")
+    toml = root(place) / "files/tomls/cats_linux.toml"
+    toml.write_text("# mine\n" + toml.read_text())
+    capsys.readouterr()
+    publish(place, "--resolution", "256")
+    said = capsys.readouterr().out
+    assert "cats_linux.toml was edited by hand and stays" in said
+    assert "512/ of an earlier publish" not in said
+    assert main(["check", "cats", "--workspace", str(place)]) == 1
+    assert "512/ of an earlier publish" not in capsys.readouterr().out
+    toml.write_text(toml.read_text().replace("cats/512", "cats/256"))
+    publish(place)
+    assert "512/ of an earlier publish stays; remove it" in capsys.readouterr().out
 
 
 # ---- smaller copies ----------------------------------------------------------------------------------------------

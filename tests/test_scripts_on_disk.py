@@ -50,6 +50,20 @@ def test_a_changed_knob_is_kept_and_the_rest_is_renewed(shell, tmp_path):
     assert not path.with_name(path.name + ".new").exists()
 
 
+@pytest.mark.parametrize(("shell", "mine"), [("sh", "SEED=7  # mine"), ("ps1", "$SEED = '7'# mine")])
+def test_a_remark_behind_a_knob_stays(shell, mine, tmp_path):
+    path = tmp_path / f"train_red_house.{shell}"
+    publish(path, bundle(shell), shell, "train")
+    edit(path, {"sh": "SEED='42'", "ps1": "$SEED = '42'"}[shell], mine)
+    for rank in (32, 64):
+        new = bundle(shell, steps("other", network_dim=rank))
+        assert publish(path, new, shell, "train") == "changed"
+        (line,) = [line for line in path.read_text("utf-8-sig").splitlines() if line.endswith("# mine")]
+        assert "SEED" in line
+        assert read_knobs(path.read_bytes())["SEED"] == "7"
+    assert publish(path, new, shell, "train") == "same"
+
+
 @pytest.mark.parametrize("shell", SHELLS)
 def test_another_edit_stays_and_the_new_text_goes_beside_it(shell, tmp_path):
     path = tmp_path / f"train_red_house.{shell}"

@@ -92,6 +92,20 @@ def test_a_new_workspace_names_no_path_of_this_machine(tmp_path):
     assert workspace.read(tmp_path).target(host_platform_name()).venv == ("venv", ".venv")
 
 
+def test_an_environment_is_a_path_of_its_platform(tmp_path):
+    for platform, path, words in (
+        ("linux", "~/venv", "~ means another folder"), ("windows", "%USERPROFILE%\\venv", "holds a variable"),
+        ("wsl", "C:\\venv", "this is a Windows path"), ("windows", "/opt/venv", "names no drive"),
+    ):  # fmt: skip
+        assert words in str(refusal(tmp_path, f"[platform.{platform}]\nvenv = '{path}'\n"))
+    found = place(tmp_path / "good", "[platform.windows]\nvenv = '../venv'\n")
+    assert found.target("windows").venv[0] == "..\\venv"
+
+
+def test_a_configuration_is_no_flag_of_a_workspace(tmp_path):
+    assert "config_file is for the command line" in str(refusal(tmp_path, '[steps.train]\nconfig_file = "a.toml"\n'))
+
+
 def test_the_workspace_is_found_from_below(tmp_path, monkeypatch):
     workspace.init(tmp_path)
     (tmp_path / "datasets" / "x").mkdir()

@@ -128,14 +128,14 @@ class _Reader(Reader):
         return value
 
     def _list(self, end: str) -> tuple[Word, ...]:
-        """Items up to `end`, parted by commas and, inside brackets, by line ends."""
+        """Items up to `end`, parted by commas and, inside brackets, by line ends and semicolons."""
         words: list[Word] = []
         while self.position < len(self.text):
             self._blanks()
             character = self.text[self.position : self.position + 1]
             if character == end or (end == "\n" and character in ("", ";", "}", "|")):
                 break
-            if character in ("\n", ","):
+            if character in ("\n", ",", ";"):
                 self.position += 1
                 if character == "," and end == "\n":
                     self._blanks(newlines=True)

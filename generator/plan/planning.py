@@ -22,7 +22,7 @@ from wangen.generator.plan.shapes import Encoding, Survey, nominal, survey
 from wangen.generator.seen import seen_entry
 from wangen.generator.steps import CacheLatents, CacheText, Train
 from wangen.generator.tomls import DatasetEntry, read_dataset
-from wangen.generator.train_numbers import refuse_more_blocks, refuse_not_above_zero
+from wangen.generator.train_refusals import refuse_more_blocks
 from wangen.profiles import Model, TransformerSizes
 
 NOT_QUANTISED = 16.0
@@ -85,7 +85,6 @@ def _plan_here(script: Scripted, gpu: Gpu | None, num_cards: int, here: bool) ->
         notes.append("it trains on the processor (device = cpu): neither its memory nor its time is estimated")
     elif gpu is None:
         notes.append('no GPU is seen here; name the one that trains: --gpu "RTX 4090", or --gpu 24GB')
-    refuse_not_above_zero(train)
     train = _resolved(script, train, model, gpu)
     refuse_more_blocks(train, model.transformer.num_layers)
     processes = _num_processes(train, num_cards)

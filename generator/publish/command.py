@@ -10,12 +10,14 @@ from typing import Any
 
 import click
 
-from wangen.generator import workspace
+from wangen.generator import cards, workspace
 from wangen.generator.bundle import find_weights, needed_weights
+from wangen.generator.cards import Gpu
 from wangen.generator.dataset_settings import DatasetSettings
 from wangen.generator.errors import UsageError, WangenError, bytes_text, many
 from wangen.generator.lock import hold
 from wangen.generator.paths import slugify
+from wangen.generator.plan import gpus
 from wangen.generator.progress import bar
 from wangen.generator.publish import plan as publishing
 from wangen.generator.publish.advice import preset_advice
@@ -92,6 +94,7 @@ def run(request: Request) -> int:
 
 
 def _run(request: Request, place: Workspace, slug: str) -> None:
+    asked = _cards(request.gpu) if request.fit else []
     choices = _choices(request, place, slug)
     if request.only_scripts and choices:
         raise UsageError(f"--only_scripts leaves media and TOML as they are, which {', '.join(choices)} would change",
@@ -120,7 +123,7 @@ def _run(request: Request, place: Workspace, slug: str) -> None:
         _say_bundle(bundle, slug)
     _say_links(plan.folders)
     if request.fit:
-        _fit(request, place, targets, model, slug)
+        _fit(request, place, targets, model, slug, asked)
     _say_next(place, targets, model, slug)
 
 
@@ -157,11 +160,25 @@ def _say_source(request: Request, slug: str, model: Model, settings: DatasetSett
         click.echo(f"  and {len(shared) - _NUM_NAMES} more share one")
 
 
-def _fit(request: Request, place: Workspace, targets: Sequence[Target], model: Model, slug: str) -> None:
+def _cards(card: str | None) -> list[Gpu]:
+    """The card of that name; without one those of this machine.
+
+    Raises:
+        WangenError: there is none.
+    """
+    found = gpus.seen() if card is None else [cards.named(card)]
+    if not found:
+        raise WangenError("no GPU is seen here", where="--fit", cure='name the one that trains: --gpu "RTX 4090"')
+    return found
+
+
+def _fit(
+    request: Request, place: Workspace, targets: Sequence[Target], model: Model, slug: str, asked: Sequence[Gpu]
+) -> None:
     """Choose memory flags for a card, remember them, and make the scripts again with them."""
     from wangen.generator.publish.fit import choose
 
-    fit, words = choose(place, targets, model, slug, request.gpu)
+    fit, words = choose(place, targets, model, slug, asked, here=request.gpu is None)
     click.echo(words)
     settings = place.dataset(slug)
     if fit != settings.fit:

@@ -3,13 +3,12 @@
 from collections.abc import Sequence
 
 from wangen.generator.bundle import told_of_training
-from wangen.generator.cards import named
+from wangen.generator.cards import Gpu
 from wangen.generator.dataset_settings import Fit
 from wangen.generator.errors import WangenError
 from wangen.generator.memory import gib_text
 from wangen.generator.memory_changes import FASTEST
 from wangen.generator.plan.cures import find_cure, told
-from wangen.generator.plan.gpus import seen
 from wangen.generator.plan.planning import plan_script
 from wangen.generator.plan.scripted import published_script, read_script
 from wangen.generator.target import Target
@@ -17,29 +16,29 @@ from wangen.generator.workspace import Workspace
 from wangen.profiles import Model
 
 
-def choose(place: Workspace, targets: Sequence[Target], model: Model, slug: str, card: str | None) -> tuple[Fit, str]:
-    """The memory flags that fit a card and cost the least time, and a sentence about them.
+def choose(
+    place: Workspace, targets: Sequence[Target], model: Model, slug: str, cards: Sequence[Gpu], *, here: bool
+) -> tuple[Fit, str]:
+    """The memory flags that fit the smallest card and cost the least time, and a sentence about them.
 
     Args:
         place: the workspace.
         targets: where the dataset is published; what it has for this machine is planned, else the first.
         model: what is trained.
         slug: the dataset.
-        card: its name; None for the smallest one of this machine.
+        cards: of which it trains on all, or on one that was named.
+        here: they are this machine's.
 
     Raises:
-        WangenError: no card is known, or nothing makes the dataset fit it.
+        WangenError: nothing makes the dataset fit it.
     """
-    cards = seen() if card is None else [named(card)]
-    if not cards:
-        raise WangenError("no GPU is seen here", where="--fit", cure='name the one that trains: --gpu "RTX 4090"')
     target = min(targets, key=lambda one: not one.is_native)
     script = published_script(target, slug)
     if script is None:
         raise WangenError("its script is not there", where=str(target.folder), cure=f"wangen publish {slug}")
     gpu = min(cards, key=lambda one: one.memory)
     unfitted = read_script(script, target).without_preset()
-    plan = plan_script(unfitted, gpu, num_cards=len(cards), here=card is None).plan
+    plan = plan_script(unfitted, gpu, num_cards=len(cards), here=here).plan
     fixed = told_of_training(place, target, model).keys() & FASTEST.keys()
     found, largest = find_cure(plan, fixed), plan.shapes[0].shape
     if found.flags is None:

@@ -5,6 +5,7 @@ added, all that replaces something is staged beside its place and renamed in one
 removed, so that an interrupted publish leaves the old state or the new one. Originals stay as they are.
 """
 
+import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -201,8 +202,11 @@ def _plan_folders(
         bundle.folders.append(shared[key])
         bundle.long_paths += layout.long_paths(target, slug, name, shared[key].wanted)
     bundle.empty += [layout.output_folder(target, slug), layout.reach(target, target.roots["logs"])]
-    asked = {resolution_name(size) for size in sizes}
-    bundle.left = [name for name in layout.published_resolutions(target, slug) if name not in asked]
+    used = {resolution_name(size) for size in sizes}
+    for text in bundle.texts:
+        if text.state == "kept" and text.path.suffix == ".toml":  # it may name other folders
+            used |= set(re.split(r"[\\/\"'\s]+", text.path.read_text(encoding="utf-8", errors="replace")))
+    bundle.left = [name for name in layout.published_resolutions(target, slug) if name not in used]
 
 
 def _refuse_doubles(bundles: Iterable[BundlePlan]) -> None:

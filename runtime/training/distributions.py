@@ -13,9 +13,6 @@ from typing import Protocol
 
 from wangen.runtime.flow import sigmoid
 
-MODE_SCALES = (-1.0, 2 / (math.pi - 2))
-"""Scales at which the density of `Mode` is one: outside of them its curve turns back."""
-
 _NORMAL = NormalDist()
 
 
@@ -79,7 +76,7 @@ class Mode:
     """sigma = 1 - u - s (cos²(pi u / 2) - 1 + u) for a uniform u: https://arxiv.org/abs/2403.03206, eq. 20.
 
     Attributes:
-        scale: s, within `MODE_SCALES`; above 0 favours the middle, below 0 both ends.
+        scale: s, within `wangen.generator.train_refusals.MODE_SCALES`; above 0 favours the middle, below 0 both ends.
     """
 
     scale: float

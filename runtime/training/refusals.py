@@ -1,7 +1,6 @@
 """Everything about a training run's flags that can be judged before a model loads, from flags and headers."""
 
 import logging
-import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -18,10 +17,8 @@ from wangen.generator.kinds import expect, noise_of
 from wangen.generator.lora_config import lora_file
 from wangen.generator.memory_presets import resolve_vram
 from wangen.generator.steps import Train
-from wangen.generator.table import options as flags_of
 from wangen.generator.tasks import require_supported
-from wangen.generator.train_numbers import refuse_more_blocks, refuse_not_above_zero
-from wangen.generator.train_step import FOR_ADAPTERS
+from wangen.generator.train_refusals import refuse_flags, refuse_more_blocks
 from wangen.runtime.devices import free_bytes, require_compiler
 from wangen.runtime.lora_folder import find_lora
 from wangen.runtime.models import expect_vae
@@ -30,17 +27,11 @@ from wangen.runtime.training.adapter_config import loraplus_ratio
 from wangen.runtime.training.adapter_refusals import require_adapter, trained_transformers
 from wangen.runtime.training.optim import try_out
 from wangen.runtime.training.schedules import make_schedule
-from wangen.runtime.training.timesteps import require_timesteps
 from wangen.runtime.training.trackers import require_trackers
 
 log = logging.getLogger("wangen")
 
 MANY_STEPS = 10**9
-SHARES = ("caption_dropout", "condition_dropout")
-NOT_NEGATIVE = (
-    "max_grad_norm", "noise_offset", "prior_loss_weight", "validation_items", "max_data_loader_n_workers",
-    "sample_continuations",
-)  # fmt: skip
 
 
 def resolved(options: Train, model: profiles.Model, device: torch.device) -> Train:
@@ -108,90 +99,19 @@ def refuse(options: Train, model: profiles.Model, device: torch.device) -> None:
         WangenError: a file is of another kind.
     """
     require_supported(model, "training")
-    _refuse_numbers(options)
-    if not options.output_name or Path(options.output_name).name != options.output_name:
-        raise UsageError(f"--output_name is a file name without folders, got {options.output_name!r}")
-    if not options.lora_layout:
-        raise UsageError("--lora_layout is empty", cure="leave it out for comfyui")
-    if options.fresh and options.resume:
-        raise UsageError("--fresh and --resume contradict each other", cure="give one of them")
-    if options.cache_mode == "realtime" and (options.cache_latents or options.cache_latents_to_disk):
-        raise UsageError("--cache_mode realtime keeps nothing: --cache_latents contradicts it", cure="leave one out")
-    if options.keep_best and not (options.validation_items or options.validation_config):
-        raise UsageError("--keep_best needs a validation", cure="give --validation_items, for example 8")
-    if options.validation_items and options.validation_config:
-        raise UsageError("--validation_items and --validation_config contradict each other", cure="give one of them")
-    refuse_memory(options)
-    if options.train_mode == "full":
-        _refuse_beside_full(options)
+    refuse_flags(options)
+    if options.compile and not options.plain:
+        require_compiler()
     _refuse_experts(options, model)
     _refuse_samples(options, model)
     _refuse_continuations(options, model)
     make_schedule(options, MANY_STEPS)  # what it refuses of a run of any length
-    require_timesteps(options)
     try_out(options, device)
     require_adapter(options, model)
     require_trackers(options)
     _expect_files(options, model)
     if model.experts:
         _warn_of_the_other_expert(options)
-
-
-def _refuse_numbers(options: Train) -> None:
-    refuse_not_above_zero(options)
-    for name in NOT_NEGATIVE:
-        value = getattr(options, name)
-        if not (value >= 0 and math.isfinite(value)):
-            raise UsageError(f"--{name} must be 0 or above, got {value}")
-    for name in SHARES:
-        if not 0 <= getattr(options, name) <= 1:
-            raise UsageError(f"--{name} must be 0 to 1, got {getattr(options, name)}")
-    if not 0 <= options.network_dropout < 1:
-        raise UsageError(f"--network_dropout must be at least 0 and below 1, got {options.network_dropout}")
-    if options.ema_decay is not None and not 0 < options.ema_decay < 1:
-        raise UsageError(f"--ema_decay must be between 0 and 1, got {options.ema_decay}", cure="0.99 is usual")
-    if options.high_noise_share is not None and not 0 < options.high_noise_share < 1:
-        raise UsageError(f"--high_noise_share must be between 0 and 1, got {options.high_noise_share}",
-                         cure="to train one expert alone give --experts high or --experts low")  # fmt: skip
-
-
-def refuse_memory(options: Train) -> None:
-    """Refuse ways to save memory that cannot go together.
-
-    Raises:
-        UsageError: they are asked for.
-    """
-    swap = options.blocks_to_swap or 0
-    if swap < 0 or (options.checkpointing_free_blocks or 0) < 0:
-        raise UsageError("--blocks_to_swap and --checkpointing_free_blocks are 0 or above")
-    if swap and options.checkpointing == "none":
-        raise UsageError("--blocks_to_swap needs checkpointing: without it every block's weights stay for the backward",
-                         cure="give --checkpointing full or selective")  # fmt: skip
-    if options.checkpointing == "none" and options.gradient_checkpointing_cpu_offload:
-        raise UsageError("--gradient_checkpointing_cpu_offload parks what checkpointing keeps, and it is switched off",
-                         cure="give --checkpointing full or selective")  # fmt: skip
-    selects = options.checkpointing == "selective" or options.checkpointing_free_blocks
-    if options.plain and (swap or selects):
-        raise UsageError("--plain knows no block swap, selective checkpointing or free blocks", cure="leave it out")
-    if options.compile and not options.plain:
-        require_compiler()
-    if options.scale_weight_norms and (options.network_module != "lora" or options.train_mode == "full"):
-        raise UsageError("--scale_weight_norms is for LoRA alone", cure="leave it out, or give --network_module lora")
-    if options.train_mode == "full" and (options.quantize not in (None, "none") or swap):
-        raise UsageError("--train_mode full trains every weight: none can be quantised or swapped",
-                         cure="give --quantize none --blocks_to_swap 0, or --train_mode lora")  # fmt: skip
-
-
-def _refuse_beside_full(options: Train) -> None:
-    """What `--train_mode full` would ignore, where it is not as it is without being given; rank and alpha may be."""
-    if options.network_weights or options.network_weights_high_noise:
-        raise UsageError("--train_mode full starts from --dit: it takes no --network_weights",
-                         cure="merge the LoRA first: wangen export --dit … --lora_weight …")  # fmt: skip
-    usual = {option.name: option.default for option in flags_of(Train)}
-    ignored = [f"--{name}" for name in FOR_ADAPTERS if getattr(options, name) != usual[name]]
-    if ignored:
-        raise UsageError(f"--train_mode full trains every weight, without adapters: it takes no {' '.join(ignored)}",
-                         cure="leave out what it does not take, or give --train_mode lora")  # fmt: skip
 
 
 def _refuse_experts(options: Train, model: profiles.Model) -> None:

@@ -11,9 +11,9 @@ import torch
 from wangen import profiles
 from wangen.generator.errors import UsageError
 from wangen.generator.steps import Train
+from wangen.generator.train_refusals import require_timesteps
 from wangen.runtime.randomness import generator_for
 from wangen.runtime.training.distributions import (
-    MODE_SCALES,
     Cut,
     Distribution,
     LogitNormal,
@@ -35,32 +35,6 @@ _LEAST_SHARE = 1e-9
 
 _DETAIL = (5.36, 1.0)
 """Mean and deviation of the log-SNR draws that the qinglong modes add, near the clean end."""
-
-
-def require_timesteps(options: Train) -> None:
-    """Refuse timestep flags that describe no distribution.
-
-    Raises:
-        UsageError: a number is out of its range, or two flags contradict each other.
-    """
-    for name in ("discrete_flow_shift", "sigmoid_scale", "logit_std"):
-        value = getattr(options, name)
-        if not (value > 0 and math.isfinite(value)):
-            raise UsageError(f"--{name} must be above 0, got {value}")
-    if not math.isfinite(options.logit_mean):
-        raise UsageError(f"--logit_mean must be a number, got {options.logit_mean}")
-    if not MODE_SCALES[0] <= options.mode_scale <= MODE_SCALES[1]:
-        raise UsageError(f"--mode_scale must be -1 to {MODE_SCALES[1]:.2f}, got {options.mode_scale}")
-    if not 0 <= options.min_timestep < options.max_timestep <= 1000:
-        raise UsageError(f"timesteps {options.min_timestep} to {options.max_timestep} are no range within 0 to 1000")
-    if options.num_timestep_buckets is not None and options.num_timestep_buckets < 1:
-        raise UsageError(f"--num_timestep_buckets must be above 0, got {options.num_timestep_buckets}")
-    scheme, sampling = options.weighting_scheme, options.timestep_sampling
-    if scheme in ("logit_normal", "mode") and sampling != "sigma":
-        raise UsageError(
-            f"--weighting_scheme {scheme} says how --timestep_sampling sigma draws, and this run draws {sampling}",
-            cure="leave --weighting_scheme out, or give --timestep_sampling sigma",
-        )
 
 
 def distribution_of(

@@ -1,0 +1,182 @@
+"""Flags of training that are refused wherever they are read: by the trainer, and by what publishes, checks or plans."""
+
+import math
+from pathlib import Path
+from typing import TypeVar
+
+from wangen import profiles
+from wangen.generator.errors import UsageError
+from wangen.generator.steps import Train
+from wangen.generator.table import Step
+from wangen.generator.table import options as flags_of
+from wangen.generator.train_step import FOR_ADAPTERS
+
+AnyStep = TypeVar("AnyStep", bound=Step)
+
+_FLOAT32_MAX = 3.4e38
+MAX_VALIDATION_TIMESTEPS = 1000
+"""Further ones would lie between those that a model was trained with."""
+
+_AT_MOST = {"num_timestep_buckets": 10**6, "validation_timesteps": MAX_VALIDATION_TIMESTEPS}
+"""Where memory or patience would end long before the range of a float32."""
+
+ABOVE_ZERO = (
+    "network_dim", "network_alpha", "learning_rate", "gradient_accumulation_steps", "discrete_flow_shift",
+    "max_train_steps", "max_train_epochs", "save_every_n_steps", "save_every_n_epochs", "save_state_every_n_steps",
+    "save_state_every_n_minutes", "save_last_n_epochs", "save_last_n_steps", "keep_last", "expert_turn_steps",
+    "loraplus_lr_ratio", "scale_weight_norms", "num_timestep_buckets", "validation_timesteps",
+    "validate_every_n_steps", "sample_every_n_steps", "sample_every_n_epochs", "block_swap_ring_size", "peak_tflops",
+    "save_last_n_epochs_state", "save_last_n_steps_state", "continuation_guidance", "continuation_steps",
+)  # fmt: skip
+
+SHARES = ("caption_dropout", "condition_dropout")
+NOT_NEGATIVE = (
+    "max_grad_norm", "noise_offset", "prior_loss_weight", "validation_items", "max_data_loader_n_workers",
+    "sample_continuations",
+)  # fmt: skip
+
+
+MODE_SCALES = (-1.0, 2 / (math.pi - 2))
+"""Of `--mode_scale`: the density of sigma is one within them; outside its curve turns back."""
+
+
+def refuse_flags(options: Train) -> None:
+    """Refuse flags that no run of any model can have on any machine.
+
+    Raises:
+        UsageError: numbers out of range, or flags that contradict each other.
+    """
+    refuse_numbers(options)
+    if not options.output_name or Path(options.output_name).name != options.output_name:
+        raise UsageError(f"--output_name is a file name without folders, got {options.output_name!r}")
+    if not options.lora_layout:
+        raise UsageError("--lora_layout is empty", cure="leave it out for comfyui")
+    if options.fresh and options.resume:
+        raise UsageError("--fresh and --resume contradict each other", cure="give one of them")
+    if options.cache_mode == "realtime" and (options.cache_latents or options.cache_latents_to_disk):
+        raise UsageError("--cache_mode realtime keeps nothing: --cache_latents contradicts it", cure="leave one out")
+    if options.keep_best and not (options.validation_items or options.validation_config):
+        raise UsageError("--keep_best needs a validation", cure="give --validation_items, for example 8")
+    if options.validation_items and options.validation_config:
+        raise UsageError("--validation_items and --validation_config contradict each other", cure="give one of them")
+    refuse_memory(options)
+    if options.train_mode == "full":
+        _refuse_beside_full(options)
+    require_timesteps(options)
+
+
+def refuse_numbers(options: Train) -> None:
+    """Refuse numbers that no run can have.
+
+    Raises:
+        UsageError: there is one.
+    """
+    for name in ABOVE_ZERO:
+        value = getattr(options, name)
+        most = _AT_MOST.get(name, _FLOAT32_MAX)
+        if value is not None and not 0 < value <= most:
+            raise UsageError(f"--{name} must be above 0 and at most {most:.7g}, got {value}")
+    for name in NOT_NEGATIVE:
+        value = getattr(options, name)
+        if not (value >= 0 and math.isfinite(value)):
+            raise UsageError(f"--{name} must be 0 or above, got {value}")
+    for name in SHARES:
+        if not 0 <= getattr(options, name) <= 1:
+            raise UsageError(f"--{name} must be 0 to 1, got {getattr(options, name)}")
+    if not 0 <= options.network_dropout < 1:
+        raise UsageError(f"--network_dropout must be at least 0 and below 1, got {options.network_dropout}")
+    if options.ema_decay is not None and not 0 < options.ema_decay < 1:
+        raise UsageError(f"--ema_decay must be between 0 and 1, got {options.ema_decay}", cure="0.99 is usual")
+    if options.high_noise_share is not None and not 0 < options.high_noise_share < 1:
+        raise UsageError(f"--high_noise_share must be between 0 and 1, got {options.high_noise_share}",
+                         cure="to train one expert alone give --experts high or --experts low")  # fmt: skip
+
+
+def refuse_memory(options: Train) -> None:
+    """Refuse ways to save memory that cannot go together.
+
+    Raises:
+        UsageError: they are asked for.
+    """
+    swap = options.blocks_to_swap or 0
+    if swap < 0 or (options.checkpointing_free_blocks or 0) < 0:
+        raise UsageError("--blocks_to_swap and --checkpointing_free_blocks are 0 or above")
+    if swap and options.checkpointing == "none":
+        raise UsageError("--blocks_to_swap needs checkpointing: without it every block's weights stay for the backward",
+                         cure="give --checkpointing full or selective")  # fmt: skip
+    if options.checkpointing == "none" and options.gradient_checkpointing_cpu_offload:
+        raise UsageError("--gradient_checkpointing_cpu_offload parks what checkpointing keeps, and it is switched off",
+                         cure="give --checkpointing full or selective")  # fmt: skip
+    selects = options.checkpointing == "selective" or options.checkpointing_free_blocks
+    if options.plain and (swap or selects):
+        raise UsageError("--plain knows no block swap, selective checkpointing or free blocks", cure="leave it out")
+    if options.scale_weight_norms and (options.network_module != "lora" or options.train_mode == "full"):
+        raise UsageError("--scale_weight_norms is for LoRA alone", cure="leave it out, or give --network_module lora")
+    if options.train_mode == "full" and (options.quantize not in (None, "none") or swap):
+        raise UsageError("--train_mode full trains every weight: none can be quantised or swapped",
+                         cure="give --quantize none --blocks_to_swap 0, or --train_mode lora")  # fmt: skip
+
+
+def _refuse_beside_full(options: Train) -> None:
+    """What `--train_mode full` would ignore, where it is not as it is without being given; rank and alpha may be."""
+    if options.network_weights or options.network_weights_high_noise:
+        raise UsageError("--train_mode full starts from --dit: it takes no --network_weights",
+                         cure="merge the LoRA first: wangen export --dit … --lora_weight …")  # fmt: skip
+    usual = {option.name: option.default for option in flags_of(Train)}
+    ignored = [f"--{name}" for name in FOR_ADAPTERS if getattr(options, name) != usual[name]]
+    if ignored:
+        raise UsageError(f"--train_mode full trains every weight, without adapters: it takes no {' '.join(ignored)}",
+                         cure="leave out what it does not take, or give --train_mode lora")  # fmt: skip
+
+
+def require_timesteps(options: Train) -> None:
+    """Refuse timestep flags that describe no distribution.
+
+    Raises:
+        UsageError: a number is out of its range, or two flags contradict each other.
+    """
+    for name in ("discrete_flow_shift", "sigmoid_scale", "logit_std"):
+        value = getattr(options, name)
+        if not (value > 0 and math.isfinite(value)):
+            raise UsageError(f"--{name} must be above 0, got {value}")
+    if not math.isfinite(options.logit_mean):
+        raise UsageError(f"--logit_mean must be a number, got {options.logit_mean}")
+    if not MODE_SCALES[0] <= options.mode_scale <= MODE_SCALES[1]:
+        raise UsageError(f"--mode_scale must be -1 to {MODE_SCALES[1]:.2f}, got {options.mode_scale}")
+    if not 0 <= options.min_timestep < options.max_timestep <= 1000:
+        raise UsageError(f"timesteps {options.min_timestep} to {options.max_timestep} are no range within 0 to 1000")
+    if options.num_timestep_buckets is not None and options.num_timestep_buckets < 1:
+        raise UsageError(f"--num_timestep_buckets must be above 0, got {options.num_timestep_buckets}")
+    scheme, sampling = options.weighting_scheme, options.timestep_sampling
+    if scheme in ("logit_normal", "mode") and sampling != "sigma":
+        raise UsageError(
+            f"--weighting_scheme {scheme} says how --timestep_sampling sigma draws, and this run draws {sampling}",
+            cure="leave --weighting_scheme out, or give --timestep_sampling sigma",
+        )
+
+
+def refuse_more_blocks(options: Train, num_blocks: int) -> None:
+    """Refuse more blocks to swap than are recomputed, and more that are not recomputed than there are.
+
+    Raises:
+        UsageError: there are more.
+    """
+    room = num_blocks - (options.checkpointing_free_blocks or 0)
+    if room < 0:
+        raise UsageError(f"--checkpointing_free_blocks {options.checkpointing_free_blocks}: the model has "
+                         f"{num_blocks} blocks", cure=f"give 0 to {num_blocks}")  # fmt: skip
+    if (options.blocks_to_swap or 0) > room:
+        raise UsageError(f"--blocks_to_swap {options.blocks_to_swap}: the blocks that are recomputed are {room}",
+                         cure=f"give 0 to {room}")  # fmt: skip
+
+
+def judged(step: AnyStep) -> AnyStep:
+    """A step as it is, if its flags can go together on any machine.
+
+    Raises:
+        UsageError: it trains, and no run can have its flags.
+    """
+    if isinstance(step, Train):
+        refuse_flags(step)
+        refuse_more_blocks(step, profiles.model(step.task).transformer.num_layers)
+    return step
