@@ -100,6 +100,7 @@ def test_guidance_and_both_samplers_give_pictures_of_their_own(tiny_run, tmp_pat
         ({"video_length": 80}, "use 81"),
         ({"save_path": Path("x.png")}, "a .png holds one frame"),
         ({"lora_multiplier": (1.0,)}, "0 --lora_weight and 1 --lora_multiplier"),
+        ({"lora_weight": (Path("a"),), "lora_multiplier": (1e40,)}, "--lora_multiplier 1e+40: the model computes"),
         ({"infer_steps": 0}, "at least 1"),
         ({"save_path": Path("x.gif")}, "not .gif"),
         ({"num_videos": 2}, "--save_path names one file for 2 videos"),

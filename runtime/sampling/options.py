@@ -33,6 +33,7 @@ from wangen.runtime.training.adapter_config import changeable_weights
 log = logging.getLogger("wangen")
 
 MAX_SHIFT = 1e6
+_FLOAT32_MAX = 3.4e38
 OTHER_MEDIA = (IMAGE_SUFFIXES | VIDEO_SUFFIXES | {".gif", ".apng"}) - {".mp4", ".png"}
 PROMPT_FLAGS = (
     "negative_prompt", "image_path", "control_image_path", "background_color",
@@ -146,6 +147,10 @@ def _refuse_numbers(options: Generate, model: Model) -> None:
         if strengths and len(strengths) != len(loras):
             raise UsageError(f"{len(loras)} --{flag} and {len(strengths)} --{name}",
                              cure="give one multiplier per LoRA, or none")  # fmt: skip
+        for strength in strengths or ():
+            if not abs(strength) <= _FLOAT32_MAX:
+                raise UsageError(f"--{name} {strength:g}: the model computes with numbers up to {_FLOAT32_MAX:g}",
+                                 cure="1 is the LoRA as it was trained")  # fmt: skip
 
 
 def _refuse_parts(options: Generate, model: Model) -> None:
