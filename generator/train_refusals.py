@@ -35,7 +35,6 @@ NOT_NEGATIVE = (
     "sample_continuations",
 )  # fmt: skip
 
-
 MODE_SCALES = (-1.0, 2 / (math.pi - 2))
 """Of `--mode_scale`: the density of sigma is one within them; outside its curve turns back."""
 

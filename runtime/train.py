@@ -126,8 +126,7 @@ def _run_alone(options: Train, model: Model, device: torch.device, ranks: Ranks)
             elif ranks.is_first:  # flags of saving may have changed; equal bytes are written again
                 save_state_as_loras(plan, state)
             return _report(plan, state.step, state.facts, done_before=True)
-    else:
-        require_own_files(plan)
+    require_own_files(plan)
     require_room(plan)
     log.info('  live in a browser: "%s" -m wangen.runtime watch --output_dir "%s"', sys.executable,
              options.output_dir.absolute())  # fmt: skip

@@ -278,7 +278,7 @@ def find_calls(script: Script) -> None:
             script.foreign.append((command.line, name))
         venv = "" if _deactivates(command.words) else activated(command.words, script.shell) or venv
         cwd = _folder(command.words) or cwd
-    for call in script.calls:
+    for call in (call for call in script.calls if call.command.function):
         call.args = _with_given(script, call.args, (call.command.function,))
 
 

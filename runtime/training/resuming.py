@@ -57,12 +57,12 @@ def _begun_before(launched: Launch) -> dict[str, str]:
 
 
 def require_own_files(plan: Plan) -> None:
-    """Refuse to begin where a run of other experts keeps its LoRA under the same name.
+    """Refuse a first start where a run of other experts keeps its LoRA under the same name.
 
     Raises:
         WangenError: there is such a run, and `--fresh` is not given.
     """
-    if plan.options.fresh:
+    if plan.options.fresh or checkpoint.newest(plan.states):
         return
     own = {expert.name for expert in plan.experts}
     for suffix in ("", f"_{HIGH}", f"_{LOW}"):
