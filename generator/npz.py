@@ -5,12 +5,14 @@ Nothing is unpickled: an array of objects is refused by its header. Facts are re
 
 import math
 import os
+import sys
 import zipfile
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 from wangen.generator.errors import WangenError
@@ -25,6 +27,11 @@ SUFFIX = ".npz"
 DEFAULT_FPS = 16.0
 """Frames per second of a clip that says none: those of Wan 2.1."""
 FORM = "save numpy.savez(path, frames=uint8 [F, H, W, 3], fps=16)"
+
+HEADERS: AbstractContextManager[Any] = Lock() if sys.version_info < (3, 12, 2) else nullcontext()
+"""Held while numpy reads a header, which it hands to `ast`: two threads that do so at once may get a SystemError from
+Python before 3.11.8 and 3.12.2 (cpython issue 106905).
+"""
 
 _FRAMES, _FPS = "frames.npy", "fps.npy"
 
@@ -75,7 +82,7 @@ def read_npz(path: Path) -> "tuple[Pixels, NpzFacts]":
     numpy = require_library("numpy")
     with _opened(path) as archive:
         facts = _facts(path, archive)
-        with archive.open(_FRAMES) as member:
+        with archive.open(_FRAMES) as member, HEADERS:
             return numpy.lib.format.read_array(member, allow_pickle=False), facts
 
 
@@ -107,7 +114,7 @@ def _facts(path: Path, archive: zipfile.ZipFile) -> NpzFacts:
 def _header(archive: zipfile.ZipFile, name: str) -> tuple[tuple[int, ...], str, int]:
     """Shape and dtype of an array, and how many bytes of it are there."""
     header = require_library("numpy").lib.format
-    with archive.open(name) as member:
+    with archive.open(name) as member, HEADERS:
         version = header.read_magic(member)
         read = header.read_array_header_1_0 if version == (1, 0) else header.read_array_header_2_0
         shape, _, dtype = read(member)
@@ -117,7 +124,7 @@ def _header(archive: zipfile.ZipFile, name: str) -> tuple[tuple[int, ...], str, 
 def _fps(path: Path, archive: zipfile.ZipFile) -> float:
     shape, dtype, _ = _header(archive, _FPS)
     if shape == () and dtype.startswith(("int", "uint", "float")):
-        with archive.open(_FPS) as member:
+        with archive.open(_FPS) as member, HEADERS:
             fps = float(require_library("numpy").lib.format.read_array(member, allow_pickle=False))
         if 0.01 <= fps <= 1000:
             return fps

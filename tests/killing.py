@@ -151,6 +151,8 @@ def fork(work: Callable[[], int]) -> int:
     if child:
         return child
     code = 99
+    if compiler := sys.modules.get("torch._inductor.async_compile"):
+        compiler.AsyncCompile.pool.cache_clear()  # its threads stay with the parent, and would be waited for
     try:
         with Path(os.devnull).open("w") as silence:
             sys.stdout = sys.stderr = silence

@@ -309,7 +309,7 @@ def test_what_another_process_dies_of_stands_on_the_terminal(tiny_run: TinyRun, 
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        ("train._find_state = lambda *_: None", "process 1 of 2 sees training states that differ"),
+        ("train.find_state = lambda *_: None", "process 1 of 2 sees training states that differ"),
         ("from dataclasses import replace\nreal = train.make_plan\n"
          "train.make_plan = lambda options, *rest: real(replace(options, max_train_steps=9), *rest)",
          "process 1 of 2 sees samples or settings that differ from those of process 0: max_train_steps\n"),

@@ -17,6 +17,7 @@ from zipfile import BadZipFile
 
 from wangen.generator.errors import WangenError
 from wangen.generator.files import write_whole
+from wangen.generator.npz import HEADERS
 from wangen.generator.videos import open_video
 from wangen.runtime.decoders.pyav import shown_frames, upright
 
@@ -292,7 +293,7 @@ def load(path: Path) -> Analysis | None:
     import numpy as np
 
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with HEADERS, np.load(path, allow_pickle=False) as file:
             if int(file["version"]) != VERSION:
                 return None
             joined, ends = file["pictures"].tobytes(), file["ends"].tolist()
