@@ -80,6 +80,19 @@ def continued(folder: Path) -> list[list[float]]:
     return [[number for clip in one for values in clip["model"].values() for number in values] for one in clips]
 
 
+def test_another_number_of_processes_is_told_how_to_make_the_same_steps(tiny_run: TinyRun, tmp_path: Path):
+    options = tiny_run.options(tmp_path, max_train_steps=2, gradient_accumulation_steps=4)
+    trained(options, 1)
+    less = together(replace(options, gradient_accumulation_steps=2), 1)
+    assert less.codes == [1]
+    assert "--gradient_accumulation_steps 4 with 1 process makes steps of 4 batches" in less.told
+    two = replace(options, max_train_steps=3)
+    done = together(two, 2)
+    assert done.codes == [1, 1]
+    assert "--gradient_accumulation_steps 2 with 2 processes makes steps of 4 batches" in done.told
+    trained(replace(two, gradient_accumulation_steps=2), 2)
+
+
 def test_machines_of_different_size_share_no_parts_within_each(tiny_run: TinyRun, tmp_path: Path):
     done = together(tiny_run.options(tmp_path, parallel="hsdp"), 3, on_each_machine=2)
     assert done.codes == [WRONG_USAGE] * 3

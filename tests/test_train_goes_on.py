@@ -20,10 +20,8 @@ from runs import make_run
 from runs import options_of as run_options
 from safetensors.torch import load_file, save_file
 from tiny import TinyRun
-from together import together
 from train_cases import at_step
 
-from wangen.generator.errors import WangenError
 from wangen.generator.steps import Train
 from wangen.runtime import train
 from wangen.runtime.models.compute import Compute
@@ -225,18 +223,6 @@ def test_a_fresh_run_goes_on_after_its_job_was_requeued(tiny_run, tmp_path, monk
     assert train.run(options).result["done_before"]
     monkeypatch.setenv("SLURM_JOB_ID", "6")
     assert not train.run(options).result["done_before"]
-
-
-def test_other_numbers_of_processes_are_told_how_to_make_the_same_steps(tiny_run, tmp_path):
-    options = tiny_run.options(tmp_path, max_train_steps=2, gradient_accumulation_steps=4)
-    train.run(options)
-    with pytest.raises(WangenError) as caught:
-        train.run(replace(options, gradient_accumulation_steps=2))
-    assert "--gradient_accumulation_steps 4 with 1 process makes steps of 4 batches" in caught.value.cure
-    done = together(replace(options, max_train_steps=3), 2)
-    assert done.codes == [1, 1]
-    assert "--gradient_accumulation_steps 2 with 2 processes makes steps of 4 batches" in done.told
-    assert together(replace(options, max_train_steps=3, gradient_accumulation_steps=2), 2).codes == [0, 0]
 
 
 def test_all_parameters_are_counted_where_they_are_parked_swapped_or_quantised(tiny_run, tmp_path, caplog):
