@@ -2,14 +2,12 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from wangen.generator.paths import is_foreign
-from wangen.generator.table import Step, options
+from wangen.generator.table import AnyStep, options
 from wangen.generator.target import Target
 from wangen.generator.tomls import DatasetEntry
-
-AnyStep = TypeVar("AnyStep", bound=Step)
 
 
 def seen_step(target: Target, step: AnyStep, elsewhere: list[str]) -> AnyStep:

@@ -13,7 +13,9 @@ import typing
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
+
+AnyStep = TypeVar("AnyStep", bound="Step")
 
 REPORT = ".report.json"
 

@@ -2,16 +2,13 @@
 
 import math
 from pathlib import Path
-from typing import TypeVar
 
 from wangen import profiles
 from wangen.generator.errors import UsageError
 from wangen.generator.steps import Train
-from wangen.generator.table import Step
+from wangen.generator.table import AnyStep
 from wangen.generator.table import options as flags_of
 from wangen.generator.train_step import FOR_ADAPTERS
-
-AnyStep = TypeVar("AnyStep", bound=Step)
 
 _FLOAT32_MAX = 3.4e38
 MAX_VALIDATION_TIMESTEPS = 1000
