@@ -186,7 +186,8 @@ def sample_facts(sample: Sample) -> str:
 def _evaluation(run: RunFiles, media: Media) -> Iterator[Block]:
     found = run.evaluation
     if found is None:
-        yield _block("no-evaluation", "nothing", text="This run was not evaluated yet: run wangen evaluate.")
+        told = "This run was not evaluated yet: run wangen evaluate with this folder as its --output_dir too."
+        yield _block("no-evaluation", "nothing", text=told)
         return
     yield from _tables("ranking", [ranking_table(found)], "")
     for number, video in enumerate(found.videos, start=1):
