@@ -66,6 +66,7 @@ log = logging.getLogger("wangen")
 
 VIDEOS, LOSSES, FRAMES = "videos", "losses", "first_frames"
 SMOKE_TIMESTEPS, SMOKE_PROMPTS = 2, 1
+NOT_TRAINED_ON = "a dataset that was not trained on, without --validation_items"
 
 
 @dataclass(frozen=True)
@@ -176,7 +177,7 @@ def _prepare(options: Evaluate) -> Judged:
     rest: list[CachedSample] = []
     judged_by = items
     if options.validation_items:
-        rest, judged_by = held_out(items, options.validation_items, options.seed)
+        rest, judged_by = held_out(items, options.validation_items, options.seed, instead=NOT_TRAINED_ON)
     trained_on = _items(training, model, options.training_config, options.resolution) or rest
     files = [file for candidate in candidates for file in candidate.files]
     timesteps = SMOKE_TIMESTEPS if options.smoke else options.validation_timesteps

@@ -85,8 +85,19 @@ def test_the_items_that_training_held_out_are_found_again(tiny_run, tmp_path):
     assert found.mean_base == pytest.approx(last["mean_base"], rel=1e-5)
     assert found.num_items == 1
     assert found.memorisation  # the rest was trained on
-    with pytest.raises(UsageError, match="leaves nothing of 3 items"):
+    with pytest.raises(UsageError, match="leaves nothing of 3 items") as error:
         evaluate.run(replace(options, validation_items=3))
+    assert "--validation_config" not in str(error.value), "a flag of training alone"
+
+
+def test_a_picture_is_not_blamed_for_its_lack_of_motion(tiny_run, trained, tmp_path):
+    for length, compared in ((1, False), (5, True)):
+        options = flags(tiny_run, trained / "lora.safetensors", tmp_path / str(length), video_length=length)
+        evaluate.run(replace(options, num_prompts=1))
+        found = read_evaluation(tmp_path / str(length) / "evaluation.json")
+        (video,) = found.videos
+        assert ("motion_to_training" in video.signals[BASE]) == compared
+        assert compared or not any("move" in warning for warning in found.warnings)
 
 
 def test_items_that_the_checkpoints_were_trained_on_are_told_from_their_headers(tiny_run, tmp_path, caplog):

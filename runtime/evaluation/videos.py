@@ -215,7 +215,7 @@ def describe(
             found[name] = signals(frames).as_record()
             if clip_score:
                 found[name]["clip_score"] = clip_score(frames, base.prompt.prompt)
-            if motion:
+            if motion and len(frames) > 1:
                 found[name]["motion_to_training"] = found[name]["motion"] / motion
             if name != BASE:
                 found[name]["psnr_to_base"] = min(psnr(base_frames, frames), MOST_DB)

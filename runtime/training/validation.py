@@ -114,7 +114,12 @@ class Validation:
 
 
 def held_out(
-    samples: Sequence[CachedSample], count: int, seed: int, *, tell: bool = True
+    samples: Sequence[CachedSample],
+    count: int,
+    seed: int,
+    *,
+    tell: bool = True,
+    instead: str = "a dataset of its own with --validation_config",
 ) -> tuple[list[CachedSample], list[CachedSample]]:
     """What is trained on, and what is only judged by: the samples of `count` media files, chosen by their content.
 
@@ -128,6 +133,7 @@ def held_out(
         count: files, or clips of longer videos, that are judged.
         seed: of the choice.
         tell: warn when all clips are of one video.
+        instead: what else can be given, where nothing would be left.
 
     Raises:
         UsageError: nothing would be left to train on.
@@ -137,9 +143,7 @@ def held_out(
     if count >= len(videos):
         raise UsageError(
             f"--validation_items {count} leaves nothing of {many(len(videos), 'item')} to train on",
-            cure=f"give {max(1, len(videos) // 10)} or so, or a dataset of its own with --validation_config"
-            if len(videos) > 1
-            else "give a dataset of its own with --validation_config",
+            cure=f"give {max(1, len(videos) // 10)} or so, or {instead}" if len(videos) > 1 else f"give {instead}",
         )
     if len(set(videos.values())) == 1:
         if tell:
