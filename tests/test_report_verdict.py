@@ -195,3 +195,15 @@ def test_an_evaluation_that_is_older_than_what_it_judged_is_warned_of(tmp_path, 
     text = Page(page_of(folder)).text
     assert text.count("evaluation.json is older than") == (newer is not None)
     assert newer is None or f"older than {newer}: training went on after it" in text
+
+
+def test_the_page_of_a_whole_model_does_not_speak_of_a_lora(tmp_path):
+    write_metrics(tmp_path, [step_line(6), validation_line(3, 0.18), validation_line(6, 0.15)])
+    name = step_line(6)["output_name"]
+    for mode, word in (("lora", "LoRA"), ("full", "model")):
+        report = {"step": "train", "settings": {"output_name": name, "train_mode": mode}}
+        (tmp_path / "train.report.json").write_text(json.dumps(report), encoding="utf-8")
+        text = Page(page_of(tmp_path)).text
+        assert f"By held-out loss alone the {word} is better than the base" in text
+        assert f"{word} less base at each timestep" in text
+        assert ("run wangen evaluate" in text) == (mode == "lora")

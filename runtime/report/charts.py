@@ -46,9 +46,9 @@ _RATES = (
 )  # fmt: skip
 
 
-def make_charts(records: Sequence[Record]) -> list[Chart]:
-    """All charts that have something to show, in their order on the page."""
-    found = [_loss(records), *_held_out(records), _by_bins(records), _learning_rates(records)]
+def make_charts(records: Sequence[Record], trained: str = "LoRA") -> list[Chart]:
+    """All charts that have something to show, in their order on the page; `trained` is what was trained."""
+    found = [_loss(records), *_held_out(records, trained), _by_bins(records), _learning_rates(records)]
     found += [_rate(records, spec) for spec in _RATES]
     return [chart for chart in found if chart is not None]
 
@@ -119,7 +119,7 @@ def _loss(records: Sequence[Record]) -> Chart | None:
     return chart_of("loss", "Training loss", note, "", lines)
 
 
-def _held_out(records: Sequence[Record]) -> list[Chart | None]:
+def _held_out(records: Sequence[Record], trained: str) -> list[Chart | None]:
     found: list[Chart | None] = []
     for expert in experts_of(records):
         points = validations(records, expert)
@@ -130,13 +130,13 @@ def _held_out(records: Sequence[Record]) -> list[Chart | None]:
             Line(name, points_of((step, told.get(field)) for step, told in points), look)
             for name, field, look in (
                 ("base", "mean_base", "base"),
-                ("LoRA", "mean_adapter", "main"),
+                (trained, "mean_adapter", "main"),
                 ("average", "mean_ema", "average"),
             )
         ]
         note = "items that were never trained on; lower is better, and rising means learning by heart"
         found.append(chart_of(f"held-out{key}", f"Held-out loss{of}", note, "", means))
-        found += [_by_timestep(points, key, of), _gains(points, key, of)]
+        found += [_by_timestep(points, key, of, trained), _gains(points, key, of, trained)]
     return found
 
 
@@ -147,13 +147,13 @@ def rows_of(told: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [row for row in known if points_of([(0, row.get("timestep"))])]
 
 
-def _by_timestep(points: Sequence[tuple[int, dict[str, Any]]], key: str, of: str) -> Chart | None:
+def _by_timestep(points: Sequence[tuple[int, dict[str, Any]]], key: str, of: str, trained: str) -> Chart | None:
     step, told = points[-1]
     lines = [
         Line(name, points_of((row["timestep"], row.get(field)) for row in rows_of(told)), look)
         for name, field, look in (
             ("base", "base", "base"),
-            (f"LoRA at step {step}", "adapter", "main"),
+            (f"{trained} at step {step}", "adapter", "main"),
             ("average", "ema", "average"),
         )
     ]
@@ -161,8 +161,8 @@ def _by_timestep(points: Sequence[tuple[int, dict[str, Any]]], key: str, of: str
     return chart_of(f"timesteps{key}", f"Held-out loss by timestep{of}", note, "", lines, "timestep")
 
 
-def _gains(points: Sequence[tuple[int, dict[str, Any]]], key: str, of: str) -> Chart | None:
-    """The LoRA's loss less the base's at each timestep, over the steps."""
+def _gains(points: Sequence[tuple[int, dict[str, Any]]], key: str, of: str, trained: str) -> Chart | None:
+    """The trained loss less the base's at each timestep, over the steps."""
     if len(points) < 2:
         return None
     gains: dict[float, list[Point]] = {}
@@ -172,7 +172,7 @@ def _gains(points: Sequence[tuple[int, dict[str, Any]]], key: str, of: str) -> C
             if len(both) == 2:
                 gains.setdefault(float(row["timestep"]), []).append((step, both[0][1] - both[1][1]))
     lines = _scaled((f"t {timestep:g}", values) for timestep, values in sorted(gains.items()))
-    note = "LoRA less base at each timestep; below 0 the LoRA is better"
+    note = f"{trained} less base at each timestep; below 0 the {trained} is better"
     return chart_of(f"gains{key}", f"What was gained by timestep{of}", note, "", lines)
 
 

@@ -127,7 +127,7 @@ def policy(style: str, script: str) -> str:
 
 
 def _training(run: RunFiles) -> Iterator[Block]:
-    charts = make_charts(run.records)
+    charts = make_charts(run.records, run.trained)
     for chart in charts:
         yield _block(f"chart-{chart.key}", "chart", chart=chart)
     if not charts:
@@ -186,7 +186,11 @@ def sample_facts(sample: Sample) -> str:
 def _evaluation(run: RunFiles, media: Media) -> Iterator[Block]:
     found = run.evaluation
     if found is None:
-        told = "This run was not evaluated yet: run wangen evaluate with this folder as its --output_dir too."
+        told = (
+            "wangen evaluate judges LoRAs; this run trained the model itself."
+            if run.trains_model
+            else "This run was not evaluated yet: run wangen evaluate with this folder as its --output_dir too."
+        )
         yield _block("no-evaluation", "nothing", text=told)
         return
     yield from _tables("ranking", [ranking_table(found)], "")

@@ -111,6 +111,17 @@ class RunFiles:
         return not (self.records or self.reports or self.loras or self.samples or self.evaluation)
 
     @property
+    def trains_model(self) -> bool:
+        """Whether the model itself is trained, not an adapter, as the settings or the newest file have it."""
+        saved = self.loras[-1].metadata.get("wangen.train_mode") if self.loras else None
+        return (self.settings.get("train_mode") or saved) == "full"
+
+    @property
+    def trained(self) -> str:
+        """A word for what is trained."""
+        return "model" if self.trains_model else "LoRA"
+
+    @property
     def settings(self) -> Mapping[str, Any]:
         """The flags of training; empty before it has ended."""
         return mapping(self.reports.get("train", {}), "settings")

@@ -143,7 +143,7 @@ def validation_tables(run: RunFiles) -> list[Table]:
             step, told = points[-1]
             of = f" of the {expert.replace('_', '-')} expert" if expert else ""
             found.append(
-                Table(f"Held-out loss{of} at step {step}", ("timestep", "base", "LoRA", "difference", "average"),
+                Table(f"Held-out loss{of} at step {step}", ("timestep", "base", run.trained, "difference", "average"),
                       [_validation_row(row) for row in rows_of(told)])
             )  # fmt: skip
     return found

@@ -42,7 +42,7 @@ def judge(run: RunFiles) -> Verdict:
     if run.evaluation:
         return _by_evaluation(run.evaluation)
     judged = list(filter(None, (_judge_expert(run, expert) for expert in experts_of(run.records))))
-    return _by_validation(judged) if judged else _unknown(run)
+    return _by_validation(judged, run) if judged else _unknown(run)
 
 
 def _by_evaluation(found: Evaluation) -> Verdict:
@@ -131,14 +131,15 @@ class _Judged:
     use: str
 
 
-def _by_validation(judged: Sequence[_Judged]) -> Verdict:
+def _by_validation(judged: Sequence[_Judged], run: RunFiles) -> Verdict:
     better = all(one.clearly_better for one in judged)
     clearly = "better than the base" if better else "not clearly better than the base"
     against = [line for one in judged for line in one.against]
-    against.append("a lower loss is not always the better picture: look at the samples, or run wangen evaluate")
+    yet, more = ("", "") if run.trains_model else ("; it was not evaluated yet", ", or run wangen evaluate")
+    against.append(f"a lower loss is not always the better picture: look at the samples{more}")
     return Verdict(
         level="good" if better else "unsure",
-        headline=f"By held-out loss alone the LoRA is {clearly}; it was not evaluated yet.",
+        headline=f"By held-out loss alone the {run.trained} is {clearly}{yet}.",
         use=tuple(one.use for one in judged if one.use),
         basis="the held-out loss of the training",
         because=tuple(one.because for one in judged),
@@ -196,11 +197,11 @@ def _nearest_file(loras: Sequence[Lora], expert: str, step: int) -> Lora | None:
 def _unknown(run: RunFiles) -> Verdict:
     finished = [lora.file.name for lora in run.loras if lora.what == "finished"]
     headline = (
-        "Nothing is known of how good this LoRA is: it was neither evaluated nor judged by held-out items."
+        f"Nothing is known of how good this {run.trained} is: it was neither evaluated nor judged by held-out items."
         if run.loras or run.records
         else "There is nothing to judge yet."
     )
     because = (f"the last one saved is {finished[-1]}",) if finished else ()
-    against = ("a training loss does not tell a good LoRA from a bad one: look at the samples, run wangen evaluate, or "
-               "train with --validation_items 8",)  # fmt: skip
-    return Verdict("unknown", headline, (), "nothing yet", because, against)
+    more = "" if run.trains_model else " run wangen evaluate,"
+    against = f"a training loss does not tell a good {run.trained} from a bad one: look at the samples,{more} or train with"
+    return Verdict("unknown", headline, (), "nothing yet", because, (f"{against} --validation_items 8",))
