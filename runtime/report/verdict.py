@@ -203,5 +203,8 @@ def _unknown(run: RunFiles) -> Verdict:
     )
     because = (f"the last one saved is {finished[-1]}",) if finished else ()
     more = "" if run.trains_model else " run wangen evaluate,"
-    against = f"a training loss does not tell a good {run.trained} from a bad one: look at the samples,{more} or train with"
-    return Verdict("unknown", headline, (), "nothing yet", because, (f"{against} --validation_items 8",))
+    against = (
+        f"a training loss does not tell a good {run.trained} from a bad one: look at the samples,{more} or train with "
+        "--validation_items 8"
+    )
+    return Verdict("unknown", headline, (), "nothing yet", because, (against,))
