@@ -17,7 +17,7 @@ from wangen.runtime import generate
 from wangen.runtime.models import family
 from wangen.runtime.sampling.prompts import read_prompts
 from wangen.runtime.training.adapter import replaced
-from wangen.runtime.training.sampling import make_samples, make_scenes, samples_due
+from wangen.runtime.training.sampling import list_samples, make_samples, make_scenes, samples_due
 
 LINES = (
     "a red square --w 64 --h 80 --f 5 --s 3 --l 3 --n a blue wall\na red square --w 64 --h 64 --f 1 --s 2 --l 1 --d 9\n"
@@ -189,3 +189,10 @@ def test_samples_are_due_at_intervals_before_the_first_step_when_asked_and_alway
     assert due == [3, 6]
     assert samples_due(replace(options, sample_at_first=True), 0, 4, 19)
     assert not samples_due(replace(options, sample_prompts=None), 8, 4, 19)
+
+
+def test_a_list_of_samples_that_was_damaged_stops_no_training(tmp_path):
+    (tmp_path / "samples.jsonl").write_bytes(b'{"file": "a.png", "step": 1}\n{"file": "b\xff\xfe\n[]\n')
+    list_samples(tmp_path, {"c.png": {"step": 2}})
+    lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert [line["file"] for line in lines] == ["a.png", "c.png"]

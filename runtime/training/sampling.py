@@ -243,7 +243,7 @@ def list_samples(folder: Path, made: Mapping[str, Mapping[str, Any]]) -> None:
         return
     path = folder / LIST
     kept = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
         try:
             if json.loads(line)["file"] not in made:
                 kept.append(line)
