@@ -10,6 +10,7 @@ on a CPU; what a block swap or an offload keeps in host memory counts on both si
 """
 
 import argparse
+import math
 import sys
 import weakref
 from collections.abc import Iterator, Mapping
@@ -119,7 +120,8 @@ class Live(TorchDispatchMode):
 def measure(case: Case) -> Found:
     """Run the second step of a case, and compare."""
     torch.set_num_threads(1)
-    counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: _in_place})
+    ways = {torch.ops.aten.addmm_: _in_place, torch.ops.mkldnn._linear_pointwise: _by_onednn}
+    counter = FlopCounterMode(display=False, custom_mapping=ways)
     with Live() as live:
         run, trainee = make_run(case.model, case.flags, CPU)
         group = Group(0, [random_batch(case.model, case.clip, case.batch, CPU)], 1, case.batch)
@@ -141,6 +143,10 @@ def measure(case: Case) -> Found:
 
 def _in_place(total: Any, one: Any, other: Any, *_: Any, **__: Any) -> int:
     return int(addmm_flop(total, one, other))
+
+
+def _by_onednn(inputs: Any, *_: Any, out_shape: Any = (), **__: Any) -> int:
+    return 2 * math.prod(out_shape) * int(inputs[-1])
 
 
 def _products(case: Case, options: Any, rows: int) -> float:

@@ -6,6 +6,8 @@ gradient) than the fast path is.
 
 import dataclasses
 import io
+import math
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,7 +35,7 @@ from safetensors.torch import load, save
 from torch.utils.flop_counter import FlopCounterMode, addmm_flop
 
 from wangen.generator.errors import WangenError
-from wangen.runtime.fast import dit, dit_elementwise, dit_linear
+from wangen.runtime.fast import dit, dit_elementwise, products
 from wangen.runtime.fast.dit_functions import MixedLayerNorm
 from wangen.runtime.memory import quantize as quantize_module
 from wangen.runtime.memory.quantize import FORMS, QuantLinear, quantize_blocks
@@ -81,7 +83,7 @@ def test_each_trick_can_be_taken_alone_and_left_alone(trick: str, alone: bool, c
 @pytest.mark.parametrize("name", DITS)
 def test_in_bfloat16_the_way_is_no_less_exact_than_autocast(name: str, is_fast: bool, monkeypatch: pytest.MonkeyPatch):
     """Against exact arithmetic, in which the weights are the same: their file holds bfloat16 numbers."""
-    monkeypatch.setattr(dit_linear, "_is_fast_in_bfloat16", lambda: is_fast)
+    monkeypatch.setattr(products, "is_fast_in_bfloat16", lambda: is_fast)
     reference, model = adapted(vectors_model(name)), adapted(vectors_model(name, torch.bfloat16))
     inputs = inputs_of(name, batch=2)
     wanted_output, wanted = exact(reference, inputs)
@@ -315,11 +317,15 @@ def test_a_layer_norm_in_mixed_precision_keeps_its_input_as_it_came():
     assert rel_rms(tokens.grad, wide.grad) < 4e-3
 
 
+@pytest.mark.parametrize("onednn", [True, False])
 @pytest.mark.parametrize(("checkpointing", "limit"), [("none", 32.6), ("full", 44.5), ("selective", 44.5)])
-def test_no_more_is_computed_than_need_be(checkpointing: str, limit: float):
+def test_no_more_is_computed_than_need_be(
+    checkpointing: str, limit: float, onednn: bool, monkeypatch: pytest.MonkeyPatch
+):
     """Products of one step at the toy shape in GFLOP, attention not counted; diffusers and peft need 39.3 and 59.6."""
     from peft import LoraConfig
 
+    monkeypatch.setattr(products, "has_faster_onednn", lambda: onednn)
     with torch.device("meta"):
         model = WanTransformer3DModel(num_attention_heads=4, attention_head_dim=128, ffn_dim=2048, num_layers=8,
                                       text_dim=4096, freq_dim=256)  # fmt: skip
@@ -335,9 +341,27 @@ def test_no_more_is_computed_than_need_be(checkpointing: str, limit: float):
     def in_place(total: object, one: object, other: object, *_: object, out_shape: object = None, **__: object) -> int:
         return addmm_flop(total, one, other)
 
-    counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: in_place})
+    def by_onednn(inputs: Sequence[int], *_: object, out_shape: Sequence[int] = (), **__: object) -> int:
+        return 2 * math.prod(out_shape) * inputs[-1]
+
+    onednns = torch.ops.mkldnn._linear_pointwise
+    counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: in_place, onednns: by_onednn})
     with counter:
         output = velocity(torch.zeros(1, 16, 1, 32, 32), torch.tensor([500.0]), [torch.zeros(46, 4096)])
         output.square().mean().backward()
-    products = sum(count for name, count in counter.get_flop_counts()["Global"].items() if "attention" not in str(name))
-    assert 0.9 * limit < products / 1e9 <= limit
+    counts = counter.get_flop_counts()["Global"]
+    assert (onednns in counts) == onednn
+    work = sum(count for name, count in counts.items() if "attention" not in str(name))
+    assert 0.9 * limit < work / 1e9 <= limit
+
+
+@pytest.mark.parametrize("name", DITS)
+def test_products_of_onednn_are_the_same(name: str, monkeypatch: pytest.MonkeyPatch):
+    model, inputs = adapted(vectors_model(name)), inputs_of(name, batch=2)
+    wanted_output, wanted = exact(model, inputs)
+    monkeypatch.setattr(products, "has_faster_onednn", lambda: True)
+    monkeypatch.setattr(products, "LEAST_WORK", 0)
+    for checkpointing in ("none", "full"):
+        output, gradients = step(model, fast(model, checkpointing=checkpointing), inputs)
+        assert max_abs(output, wanted_output) < 1e-5
+        assert largest_error(gradients, wanted) < 1e-5

@@ -25,7 +25,7 @@ from fast_dit import (
 from parity import max_abs, rel_rms
 from peft import LoraConfig
 
-from wangen.runtime.fast import dit_linear
+from wangen.runtime.fast import products
 from wangen.runtime.memory.swap import BlockSwap
 
 
@@ -115,7 +115,7 @@ def test_two_active_adapters_add_up():
 
 
 def test_adapters_in_one_flat_buffer_are_cast_as_if_each_had_its_own(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(dit_linear, "_is_fast_in_bfloat16", lambda: True)
+    monkeypatch.setattr(products, "is_fast_in_bfloat16", lambda: True)
     model, inputs = adapted(vectors_model("dit_t2v21", torch.bfloat16)), inputs_of("dit_t2v21")
     _, wanted = step(model, fast(model), inputs)
     flat = torch.cat([parameter.detach().flatten() for parameter in trained(model).values()])

@@ -9,7 +9,7 @@ from fast_dit import WAYS, adapted, fast, inputs_of, largest_error, plain, same,
 from parity import max_abs
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from wangen.runtime.fast import dit_checkpoint, dit_linear
+from wangen.runtime.fast import dit_checkpoint, products
 from wangen.runtime.fast.host_copies import HostCopies, HostCopy
 from wangen.runtime.memory.quantize import QuantLinear, quantize_blocks
 from wangen.runtime.memory.swap import BlockSwap
@@ -32,7 +32,7 @@ def test_every_way_of_recomputing_gives_the_same_bits(way: dict[str, Any], name:
 def test_recomputing_gives_the_same_bits_whatever_products_are_computed_in(
     is_fast: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(dit_linear, "_is_fast_in_bfloat16", lambda: is_fast)
+    monkeypatch.setattr(products, "is_fast_in_bfloat16", lambda: is_fast)
     model, inputs = adapted(vectors_model("dit_i2v21", torch.bfloat16)), inputs_of("dit_i2v21")
     wanted = step(model, fast(model), inputs)
     assert same(step(model, fast(model, checkpointing="full"), inputs), wanted)
@@ -64,7 +64,7 @@ def test_the_same_bits_where_what_comes_before_the_blocks_is_trained(
     way: dict[str, Any], name: str, dtype: torch.dtype, everything: bool, monkeypatch: pytest.MonkeyPatch
 ):
     """Then gates have a gradient, and are computed in another way than frozen ones."""
-    monkeypatch.setattr(dit_linear, "_is_fast_in_bfloat16", lambda: True)
+    monkeypatch.setattr(products, "is_fast_in_bfloat16", lambda: True)
     model, inputs = vectors_model(name, dtype), inputs_of(name, batch=2)
     if everything:
         trainable_parameters(model)

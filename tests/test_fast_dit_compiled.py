@@ -11,7 +11,7 @@ from fast_dit import CPU, adapted, exact, fast, inputs_of, largest_error, noisy,
 from parity import max_abs, rel_rms
 from torch.fx import GraphModule
 
-from wangen.runtime.fast import dit_compiled, dit_elementwise, dit_linear
+from wangen.runtime.fast import dit_compiled, dit_elementwise, products
 from wangen.runtime.memory.quantize import quantize_blocks
 from wangen.runtime.memory.swap import BlockSwap
 from wangen.runtime.models import inputs as inputs_module
@@ -246,7 +246,7 @@ def test_compiled_blocks_give_exact_gradients(name: str, batch: int, checkpointi
 @pytest.mark.slow
 @pytest.mark.parametrize("is_fast", [True, False])
 def test_compiled_blocks_in_bfloat16(is_fast: bool, fresh: None, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(dit_linear, "_is_fast_in_bfloat16", lambda: is_fast)
+    monkeypatch.setattr(products, "is_fast_in_bfloat16", lambda: is_fast)
     model, inputs = adapted(vectors_model("dit_i2v21", torch.bfloat16)), inputs_of("dit_i2v21")
     output, gradients = step(model, fast(model, compile=True, checkpointing="full"), inputs)
     wanted_output, wanted = exact(model, inputs)

@@ -8,7 +8,7 @@ from fast_dit import CPU, exact, fast, inputs_of, largest_error, step, trained, 
 from parity import DITS, max_abs
 from torch.utils.flop_counter import FlopCounterMode
 
-from wangen.runtime.fast import dit_linear
+from wangen.runtime.fast import products
 from wangen.runtime.models.compute import Compute, Tricks
 from wangen.runtime.models.wan import velocity_model
 from wangen.runtime.training.full import trainable_parameters
@@ -51,7 +51,7 @@ def test_each_trick_leaves_the_gradients_of_every_weight(trick: str):
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # of the library under autocast
 def test_masters_stay_in_float32_where_blocks_compute_in_bfloat16(name: str, fast_in_bfloat16: bool, monkeypatch):
     """In all no farther from the exact gradients than the library under autocast. A slow CPU computes in float32."""
-    monkeypatch.setattr(dit_linear, "_is_fast_in_bfloat16", lambda: fast_in_bfloat16)
+    monkeypatch.setattr(products, "is_fast_in_bfloat16", lambda: fast_in_bfloat16)
     model, inputs = whole(name), inputs_of(name, batch=2)
     _, wanted = exact(model, inputs)
 

@@ -42,7 +42,7 @@ class FrozenProduct(Protocol):
         """(T, I) -> for each layer (T, O), with its bias."""
 
     def plus(self, outputs: Tensor, inputs: Tensor) -> Tensor:
-        """Add to (T, O) inputs (T, I) times the weight of the one layer."""
+        """(T, O) plus inputs (T, I) times the weight of the one layer; what it is added to may be overwritten."""
 
     def bias(self) -> Tensor | None:
         """The bias (O,) of the one layer."""
@@ -159,7 +159,7 @@ class AdaptedLinears(torch.autograd.Function):
         ctx.frozen, ctx.adapters = frozen, adapters
         if not valued:
             return frozen.zeros(inputs)
-        if adapters.num_layers == 1:
+        if adapters.num_layers == 1 and factors.itemsize < 4:  # the smaller part first, so that less is rounded away
             outputs = [frozen.plus(adapters.with_bias(images, frozen.bias()), factors)]
         else:
             outputs = frozen.outputs(factors)

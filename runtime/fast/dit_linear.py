@@ -3,11 +3,8 @@
 Letters in shapes: T tokens, I inputs and O outputs of a layer, R rank.
 """
 
-import functools
-import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +18,7 @@ from wangen.runtime.fast.dit_functions import (
     apply,
     cast,
 )
+from wangen.runtime.fast.products import is_for_onednn, linear, linear_onto, product_dtype
 from wangen.runtime.libraries import LoraLinear
 from wangen.runtime.memory.quantize import QuantLinear
 
@@ -49,17 +47,17 @@ class Frozen:
         joined = self.joined()
         if joined is None:
             return [
-                functional.linear(inputs, weight_of(layer, self.dtype), _cast(layer.bias, self.dtype))
+                linear(inputs, weight_of(layer, self.dtype), _cast(layer.bias, self.dtype))
                 for layer in self.layers
             ]
         weight, bias = joined
-        product = functional.linear(inputs, cast(weight, self.dtype), cast(bias, self.dtype))
+        product = linear(inputs, cast(weight, self.dtype), cast(bias, self.dtype))
         return list(product.split_with_sizes([layer.out_features for layer in self.layers], 1))
 
     def plus(self, outputs: Tensor, inputs: Tensor) -> Tensor:
-        """Add to (T, O) inputs (T, I) times the weight of the one layer."""
+        """(T, O) plus inputs (T, I) times the weight of the one layer; what it is added to may be overwritten."""
         (layer,) = self.layers
-        return outputs.addmm_(inputs, weight_of(layer, self.dtype).t())
+        return linear_onto(outputs, inputs, weight_of(layer, self.dtype))
 
     def zeros(self, inputs: Tensor) -> tuple[Tensor, ...]:
         """(T, I) -> in place of each layer's output (T, O) zeros, which take no memory."""
@@ -68,9 +66,12 @@ class Frozen:
 
     def input_gradient(self, gradients: Sequence[Tensor]) -> Tensor:
         """For each layer (T, O) -> (T, I), the sum of the products with the weights."""
-        total = gradients[0] @ weight_of(self.layers[0], self.dtype)
+        joined = self.joined()
+        if joined is not None and is_for_onednn(gradients[0], joined[0]):
+            return linear(torch.cat(list(gradients), dim=1), cast(joined[0], self.dtype).t())
+        total = linear(gradients[0], weight_of(self.layers[0], self.dtype).t())
         for gradient, layer in zip(gradients[1:], self.layers[1:], strict=True):
-            total.addmm_(gradient, weight_of(layer, self.dtype))
+            total = linear_onto(total, gradient, weight_of(layer, self.dtype).t())
         return total
 
     def bias(self) -> Tensor | None:
@@ -251,29 +252,6 @@ class Layers:
             flat = torch.empty(0, dtype=trained.dtype, device=trained.device).set_(storage)
             whole = self._whole[storage.data_ptr()] = flat.to(self.dtype)
         return whole.as_strided(trained.shape, trained.stride(), trained.storage_offset())
-
-
-def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """What the blocks of a transformer in a dtype compute in: float32 on a CPU that is slow in bfloat16.
-
-    Tokens are in it too: rounding them after every product took a sixth of a step; what is kept of them takes twice the
-    memory. Not measured but read from what the processor says of itself: a resumed run must give the same bytes.
-    """
-    slow = dtype == torch.bfloat16 and device.type == "cpu" and not _is_fast_in_bfloat16()
-    return torch.float32 if slow else dtype
-
-
-@functools.cache
-def _is_fast_in_bfloat16() -> bool:
-    """Whether this processor multiplies bfloat16 faster than float32: Intel's with AMX, AMD's with AVX512, Arm's.
-
-    Intel's AVX512 form runs at half the rate of float32 (measured: 100 and 186 GFLOP/s on a core).
-    """
-    if platform.machine().lower() not in ("x86_64", "amd64"):
-        return True
-    about = Path("/proc/cpuinfo")
-    words = set(about.read_text(encoding="utf-8").split() if about.is_file() else [])
-    return "amx_bf16" in words or {"AuthenticAMD", "avx512_bf16"} <= words
 
 
 def _base_and_adapters(module: nn.Module) -> tuple[nn.Linear | None, list[str]]:

@@ -16,7 +16,7 @@ from wangen.generator.launch import Launch
 from wangen.generator.plan.saves import num_kept
 from wangen.generator.steps import Train
 from wangen.runtime.fast.dit_blocks import lay_resident_groups
-from wangen.runtime.fast.dit_linear import product_dtype
+from wangen.runtime.fast.products import product_dtype
 from wangen.runtime.memory.quantize import quantize_blocks
 from wangen.runtime.memory.swap import BlockSwap
 from wangen.runtime.models import Family
