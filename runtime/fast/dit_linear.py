@@ -47,8 +47,7 @@ class Frozen:
         joined = self.joined()
         if joined is None:
             return [
-                linear(inputs, weight_of(layer, self.dtype), _cast(layer.bias, self.dtype))
-                for layer in self.layers
+                linear(inputs, weight_of(layer, self.dtype), _cast(layer.bias, self.dtype)) for layer in self.layers
             ]
         weight, bias = joined
         product = linear(inputs, cast(weight, self.dtype), cast(bias, self.dtype))
