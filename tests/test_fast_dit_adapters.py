@@ -4,6 +4,7 @@ The oracle of gradients is diffusers' own forward in float64, or with peft's own
 """
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -24,6 +25,8 @@ from fast_dit import (
 )
 from parity import max_abs, rel_rms
 from peft import LoraConfig
+from peft.tuners.lora import LoraLayer
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from wangen.runtime.fast import products
 from wangen.runtime.memory.swap import BlockSwap
@@ -142,3 +145,36 @@ def test_an_adapter_of_the_times_takes_a_base_in_bfloat16():
     wanted_output, wanted = exact(model, inputs)
     assert rel_rms(output, wanted_output) < 0.02
     assert largest_error(gradients, wanted) < 0.05
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_changes_of_a_layer_between_steps_is_seen(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
+    """Switched off and on, scaled otherwise, trained on, and frozen weights that lie elsewhere: as at a first look."""
+    monkeypatch.setattr(products, "is_fast_in_bfloat16", lambda: True)
+    model, inputs = adapted(vectors_model("dit_t2v21", dtype)), inputs_of("dit_t2v21")
+    velocity = fast(model)
+    step(model, velocity, inputs)
+    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+
+    def switch(*, enabled: bool) -> None:
+        for layer in layers:
+            layer.enable_adapters(enabled=enabled)
+
+    def scale() -> None:
+        for layer in layers:
+            layer.set_scale("default", 3.0)
+
+    def train() -> None:
+        for parameter in trained(model).values():
+            parameter.data.add_(0.01)
+
+    def move() -> None:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()
+
+    before = StorageWeakRef(model.blocks[0].attn1.to_q.base_layer.weight.untyped_storage())
+    for change in (partial(switch, enabled=False), partial(switch, enabled=True), scale, train, move):
+        change()
+        with torch.no_grad():
+            assert torch.equal(inputs(velocity), inputs(fast(model)))
+    assert before.expired(), "weights that are parked elsewhere do not stay on the device"

@@ -16,7 +16,15 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from wangen.runtime.fast.attention_operators import CpuFlash, ForwardOnly, Function, attend, operator_for
+from wangen.runtime.fast.attention_operators import (
+    CpuFlash,
+    ForwardOnly,
+    Function,
+    Gradients,
+    attend,
+    held,
+    operator_for,
+)
 from wangen.runtime.fast.attention_stash import Stash
 
 __all__ = ["MODULES", "PACKAGES", "Kernel", "Stash", "choose_kernel", "pad_biases", "sdpa_priority", "try_kernel"]
@@ -104,6 +112,42 @@ class Kernel:
         with sdpa_priority(self.cudnn_first):
             operator = operator_for(query, key, value)
         return self(query, key, value) if operator is None else attend(query, key, value, operator, stash)
+
+    def apart(
+        self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None, stash: Stash | None = None
+    ) -> tuple[Tensor, Callable[[Tensor], Gradients]]:
+        """The same outside autograd, for whoever hands gradients on by himself.
+
+        Args:
+            query: (B, H, N, D)
+            key: (B, H, L, D)
+            value: (B, H, L, D)
+            bias: as of the kernel's call; not beside a stash.
+            stash: as of `kept`; None keeps nothing for a recomputation.
+
+        Returns:
+            (B, H, N, D), and what makes of its gradient those of query, key and value.
+        """
+        operator = self._operator_on_cpu(query, key, value, bias)
+        if operator is not None:
+            kept = held(query, key, value, operator, stash)
+            assert kept[0] is not None
+            return kept[0], lambda gradient: operator.backward(gradient, query, key, value, kept)
+        query, key, value = (part.detach().requires_grad_() for part in (query, key, value))
+        with torch.enable_grad():
+            output = self(query, key, value, bias) if stash is None else self.kept(query, key, value, stash)
+
+        def gradients(gradient: Tensor) -> Gradients:
+            to_query, to_key, to_value = torch.autograd.grad(output, (query, key, value), gradient)
+            return to_query, to_key, to_value
+
+        return output.detach(), gradients
+
+    def _operator_on_cpu(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> CpuFlash | None:
+        """What a call comes to on the CPU, where nothing of it is left to others."""
+        if query.device.type != "cpu" or self.function is not None or (self.split and len(query) > 1):
+            return None
+        return None if operator_for(query, key, value) is None else CpuFlash(bias)
 
     def by_item(self) -> "Kernel":
         """The same kernel, one item of the batch after the other: `--split_attn`."""

@@ -196,17 +196,22 @@ def attend(query: Tensor, key: Tensor, value: Tensor, operator: Operator, stash:
     return output
 
 
+def held(query: Tensor, key: Tensor, value: Tensor, operator: Operator, stash: Stash | None) -> Sequence[Tensor | None]:
+    """What the operator returns for `attend`'s arguments, or returned in the pass that the stash replays."""
+    if stash is not None and stash.replays:
+        return stash.take()
+    kept = operator.forward(query, key, value)
+    if stash is not None and stash.records:
+        stash.put(kept)
+    return kept
+
+
 class _Attend(torch.autograd.Function):
     """It saves equally many tensors in the forward pass and in the recomputation: checkpointing insists on that."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, operator: Operator, stash: Stash | None) -> Tensor:
-        if stash is not None and stash.replays:
-            kept: Sequence[Tensor | None] = stash.take()
-        else:
-            kept = operator.forward(query, key, value)
-            if stash is not None and stash.records:
-                stash.put(kept)
+        kept = held(query, key, value, operator, stash)
         ctx.operator = operator
         ctx.save_for_backward(query, key, value, *kept)
         assert kept[0] is not None

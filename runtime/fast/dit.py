@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from wangen.runtime.fast.attention import Kernel
-from wangen.runtime.fast.dit_blocks import Block, Tokens, linears_of
+from wangen.runtime.fast.dit_blocks import Block, Tokens
 from wangen.runtime.fast.dit_checkpoint import BlockSwap, Passage
 from wangen.runtime.fast.dit_compiled import WholeBlocks, step_tensors
 from wangen.runtime.fast.dit_elementwise import FUSED
-from wangen.runtime.fast.dit_linear import Layers, drops
-from wangen.runtime.fast.dit_shared import FastModel, lay_together
+from wangen.runtime.fast.dit_linear import drops
+from wangen.runtime.fast.dit_shared import FastModel
 from wangen.runtime.fast.dit_text import text_rows
 from wangen.runtime.libraries import LoraLinear, WanTransformer3DModel
 from wangen.runtime.models.compute import Compute
@@ -213,7 +213,7 @@ class FastWan(FastModel):
 
     def _blocks(self, hidden: Tensor, conditions: Tensor, tokens: Tokens) -> Tensor:
         modules = self._transformer.blocks
-        layers = Layers(self._dtype or hidden.dtype, hidden.device)
+        layers = self._layers_for(hidden)
         hidden, tokens = hidden.to(layers.dtype), tokens.to(layers.dtype)
         whole = None if self._whole is None else partial(self._whole, step_tensors(conditions, tokens), tokens)
         passage = Passage(self._compute, self._swap, len(modules), hidden.device)
@@ -222,13 +222,13 @@ class FastWan(FastModel):
         for index, module in enumerate(modules):
             again = passage.recomputes(index, module, has_gradient=hidden.requires_grad or beside)
             stash = passage.stash(again)
-            if self._compute.tricks.grouped and not passage.swaps(index):
-                lay_together(linears_of(module))
+            swapped = passage.swaps(index)
             block = Block(
-                module, layers, conditions, tokens, self._kernel, self._compute.tricks, self._elementwise, stash
-            )
+                module, layers, conditions, tokens, self._kernel, self._compute.tricks, self._elementwise, stash,
+                swapped=swapped,
+            )  # fmt: skip
             if whole is not None:
-                output = whole(module, block.groups, hidden, swapped=passage.swaps(index), recomputes=again)
+                output = whole(module, block.groups, hidden, swapped=swapped, recomputes=again)
                 if output is not None:
                     hidden = output
                     continue

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from wangen.runtime.fast.attention import Kernel, Stash
-from wangen.runtime.fast.dit_elementwise import Elementwise
+from wangen.runtime.fast.dit_by_hand import BlockByHand, Other
+from wangen.runtime.fast.dit_elementwise import FUSED, Elementwise, Modulation
 from wangen.runtime.fast.dit_linear import Layers
 from wangen.runtime.fast.dit_shared import StepBlock, lay_together
 from wangen.runtime.libraries import WanTransformerBlock
@@ -64,18 +65,6 @@ class Beside(NamedTuple):
     conditions: Tensor
     text: Tensor
     images: Tensor | None
-
-
-@dataclass(frozen=True)
-class Modulation:
-    """What the timesteps make of norms and gates in one block: (runs, D) in float32 each."""
-
-    shift: Tensor
-    scale: Tensor
-    gate: Tensor
-    forward_shift: Tensor
-    forward_scale: Tensor
-    forward_gate: Tensor
 
 
 def linears_of(block: WanTransformerBlock) -> dict[str, list[nn.Module]]:
@@ -129,6 +118,7 @@ class Block(StepBlock):
         tricks: which short cuts are taken.
         elementwise: how norms and gates are computed.
         stash: where the output of self attention is kept for the recomputation; None keeps nothing.
+        swapped: its weights come and go.
     """
 
     def __init__(
@@ -141,9 +131,11 @@ class Block(StepBlock):
         tricks: Tricks,
         elementwise: Elementwise,
         stash: Stash | None = None,
+        *,
+        swapped: bool = False,
     ) -> None:
         beside = Beside(conditions, tokens.text, tokens.images)
-        super().__init__(block, linears_of(block), beside, layers, kernel, tricks, elementwise, stash)
+        super().__init__(block, linears_of(block), beside, layers, kernel, tricks, elementwise, stash, swapped)
         self._block, self._tokens = block, tokens
 
     @property
@@ -153,6 +145,8 @@ class Block(StepBlock):
 
     def _run(self, hidden: Tensor, beside: Beside, *, valued: bool) -> Tensor:
         numbers = modulation(self._block, beside.conditions)
+        if self._is_for_hand(beside):
+            return self._by_hand(numbers, beside)(hidden, valued=valued)
         valued = valued or self.trains_numbers  # a gate that is trained looks at what it lets through
         runs, by = self._tokens.runs, self._elementwise
         normed = by.modulated(hidden, numbers.scale, numbers.shift, self._block.norm1.eps, runs)
@@ -160,6 +154,32 @@ class Block(StepBlock):
         hidden = hidden + self._cross_attention(hidden, beside)
         normed = by.modulated(hidden, numbers.forward_scale, numbers.forward_shift, self._block.norm3.eps, runs)
         return by.gated(hidden, self._feed_forward(normed, valued=valued), numbers.forward_gate, runs, valued)
+
+    def _is_for_hand(self, beside: Beside) -> bool:
+        """Whether nothing but plain low-rank adapters is trained here, and the ways are taken that it stands for."""
+        own, other, norm = self._block.attn1, self._block.attn2, self._block.norm2
+        norms = [own.norm_q, own.norm_k, other.norm_q, other.norm_k, norm]
+        norms += [] if beside.images is None else [other.norm_added_k]
+        weights = [getattr(one, "weight", None) for one in norms]
+        return (
+            self._tricks.by_hand
+            and self._elementwise is FUSED
+            and self._tokens.alike
+            and all(len(groups) == 1 and groups[0].is_plain for groups in self.groups.values())
+            and not any(one is not None and one.requires_grad for one in (*beside, *weights))
+            and not self.trains_numbers
+        )
+
+    def _by_hand(self, numbers: Modulation, beside: Beside) -> BlockByHand:
+        other, tokens = self._block.attn2, self._tokens
+        others = [Other("text", beside.text, other.norm_k, tokens.text_bias)]
+        if beside.images is not None:
+            others.append(Other("image", beside.images, other.norm_added_k, None))
+        groups = {name: group for name, (group,) in self.groups.items()}
+        return BlockByHand(
+            self._block, groups, numbers, len(tokens.items), tokens.runs, tokens.rotations, others, self._kernel,
+            self._stash,
+        )  # fmt: skip
 
     def _self_attention(self, normed: Tensor) -> Tensor:
         attention = self._block.attn1

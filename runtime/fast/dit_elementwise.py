@@ -53,6 +53,18 @@ class Elementwise:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
+@dataclass(frozen=True)
+class Modulation:
+    """What the timesteps make of norms and gates in one block: (runs, D) in float32 each; scales with their 1 added."""
+
+    shift: Tensor
+    scale: Tensor
+    gate: Tensor
+    forward_shift: Tensor
+    forward_scale: Tensor
+    forward_gate: Tensor
+
+
 def _norm(tokens: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     normed = functional.layer_norm(tokens.float(), tokens.shape[-1:], eps=eps)
     return (normed * weight + bias).to(tokens.dtype)

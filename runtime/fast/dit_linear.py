@@ -13,21 +13,24 @@ from torch.nn import functional
 from wangen.runtime.fast.dit_functions import (
     AdaptedLinears,
     Adapters,
-    FrozenLinears,
     LowRank,
+    adapted,
+    adapted_back,
     apply,
     cast,
 )
-from wangen.runtime.fast.products import is_for_onednn, linear, linear_onto, product_dtype
+from wangen.runtime.fast.products import is_for_onednn, linear, linear_back, linear_onto, product_dtype
 from wangen.runtime.libraries import LoraLinear
 from wangen.runtime.memory.quantize import QuantLinear
 
 
 def weight_of(layer: nn.Linear, dtype: torch.dtype) -> Tensor:
-    """The weight (O, I) of a linear layer in `dtype`, dequantised if the layer holds it so."""
+    """The weight (O, I) of a linear layer in `dtype`, dequantised if the layer holds it so, outside autograd."""
     if isinstance(layer, QuantLinear):
         return layer.dequantized(dtype)
-    return cast(layer.weight.detach(), dtype)
+    weight = layer._parameters["weight"]  # quicker than asking for the attribute
+    assert weight is not None
+    return cast(weight, dtype)
 
 
 class Frozen:
@@ -40,14 +43,15 @@ class Frozen:
     def __init__(self, layers: Sequence[nn.Linear], dtype: torch.dtype) -> None:
         self.layers = tuple(layers)
         self.dtype = dtype
-        self._found: tuple[Tensor, Tensor] | None = None
+        self._are_joined: bool | None = None  # not known yet
 
     def outputs(self, inputs: Tensor) -> list[Tensor]:
         """(T, I) -> for each layer (T, O), with its bias."""
         joined = self.joined()
         if joined is None:
             return [
-                linear(inputs, weight_of(layer, self.dtype), _cast(layer.bias, self.dtype)) for layer in self.layers
+                linear(inputs, weight_of(layer, self.dtype), _cast(layer._parameters["bias"], self.dtype))
+                for layer in self.layers
             ]
         weight, bias = joined
         product = linear(inputs, cast(weight, self.dtype), cast(bias, self.dtype))
@@ -66,9 +70,9 @@ class Frozen:
     def input_gradient(self, gradients: Sequence[Tensor]) -> Tensor:
         """For each layer (T, O) -> (T, I), the sum of the products with the weights."""
         joined = self.joined()
-        if joined is not None and is_for_onednn(gradients[0], joined[0]):
-            return linear(torch.cat(list(gradients), dim=1), cast(joined[0], self.dtype).t())
-        total = linear(gradients[0], weight_of(self.layers[0], self.dtype).t())
+        if joined is not None and is_for_onednn(gradients[0], joined[0].t()):
+            return linear_back(torch.cat(list(gradients), dim=1), cast(joined[0], self.dtype))
+        total = linear_back(gradients[0], weight_of(self.layers[0], self.dtype))
         for gradient, layer in zip(gradients[1:], self.layers[1:], strict=True):
             total = linear_onto(total, gradient, weight_of(layer, self.dtype).t())
         return total
@@ -80,34 +84,41 @@ class Frozen:
 
     def joined(self) -> tuple[Tensor, Tensor] | None:
         """Weight and bias of all layers as one, without a copy; None where they do not lie side by side."""
-        if self._found is not None:
-            return self._found
-        if len(self.layers) == 1 or any(isinstance(layer, QuantLinear) for layer in self.layers):
+        if self._are_joined is None:
+            self._are_joined = self._lie_side_by_side()
+        if not self._are_joined:
             return None
-        weight = _side_by_side([layer.weight for layer in self.layers])
-        bias = _side_by_side([layer.bias for layer in self.layers])
-        if weight is not None and bias is not None:
-            self._found = weight, bias
-        return self._found
+        # Made anew for each use: held, they would keep weights on the device that are parked elsewhere.
+        first, num_rows = self.layers[0], sum(layer.out_features for layer in self.layers)
+        return _from_here(first.weight, num_rows), _from_here(first.bias, num_rows)
+
+    def _lie_side_by_side(self) -> bool:
+        if len(self.layers) == 1 or any(isinstance(layer, QuantLinear) for layer in self.layers):
+            return False
+        return all(_are_side_by_side([getattr(layer, name) for layer in self.layers]) for name in ("weight", "bias"))
 
 
 def _cast(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return None if bias is None else cast(bias.detach(), dtype)
+    return None if bias is None else cast(bias, dtype)
 
 
-def _side_by_side(tensors: Sequence[Tensor | None]) -> Tensor | None:
-    """Tensors (n_i, ...) that follow each other in one storage, as (sum n_i, ...); None where they do not."""
+def _are_side_by_side(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether tensors (n_i, ...) follow each other in one storage."""
     first = tensors[0]
     if first is None:
-        return None
-    expected, rows = first.data_ptr(), 0
+        return False
+    expected = first.data_ptr()
     for tensor in tensors:
         if tensor is None or not tensor.is_contiguous() or tensor.dtype != first.dtype or tensor.data_ptr() != expected:
-            return None
-        expected, rows = expected + tensor.nbytes, rows + tensor.shape[0]
-    if expected > first.untyped_storage().data_ptr() + first.untyped_storage().nbytes():
-        return None  # neighbours, but of different storages
-    return first.detach().as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
+            return False
+        expected += tensor.nbytes
+    # Else they are neighbours, but of different storages.
+    return expected <= first.untyped_storage().data_ptr() + first.untyped_storage().nbytes()
+
+
+def _from_here(first: Tensor, num_rows: int) -> Tensor:
+    """So many rows of a storage, (num_rows, ...), that begin with those of a tensor in it."""
+    return first.detach().as_strided((num_rows, *first.shape[1:]), first.stride(), first.storage_offset())
 
 
 def base_of(module: nn.Module) -> nn.Linear:
@@ -127,8 +138,9 @@ def lay_side_by_side(layers: Sequence[nn.Linear]) -> None:
     for name in ("weight", "bias"):
         found = [layer._parameters[name] for layer in layers]  # quicker than asking for the attribute
         parameters = [parameter for parameter in found if parameter is not None]
-        movable = len(parameters) == len(layers) and all(_may_move(part, parameters[0]) for part in parameters)
-        if movable and _side_by_side(parameters) is None:
+        if len(parameters) != len(layers) or _are_side_by_side(parameters):
+            continue
+        if all(_may_move(part, parameters[0]) for part in parameters):
             joined = torch.cat([parameter.detach() for parameter in parameters])
             for parameter, part in zip(parameters, joined.split_with_sizes([len(p) for p in parameters]), strict=True):
                 parameter.data = part
@@ -193,9 +205,19 @@ class Group:
         """
         if self.frozen is None:
             return [self._own(layer, inputs) for layer in self._layers]
-        if not self.adapters.present:
-            return list(apply(FrozenLinears, inputs, self.frozen, valued))
         return list(apply(AdaptedLinears, inputs, self.frozen, self.adapters, valued, *self.adapters.trained))
+
+    def run(self, inputs: Tensor, *, valued: bool = True) -> tuple[Sequence[Tensor], Tensor | None]:
+        """The same outside autograd, where it `is_plain`: the outputs, and what `back` needs beside the inputs."""
+        assert self.frozen is not None
+        return adapted(inputs, self.frozen, self.adapters, valued=valued)
+
+    def back(
+        self, inputs: Tensor, images: Tensor | None, gradients: Sequence[Tensor], *, has_gradient: bool = True
+    ) -> tuple[Tensor | None, list[Tensor]]:
+        """The gradients of the inputs (T, I) that `run` took, if it `has_gradient`, and of the adapters."""
+        assert self.frozen is not None
+        return adapted_back(inputs, images, self.frozen, self.adapters, gradients, has_gradient=has_gradient)
 
     def _own(self, layer: Layer, inputs: Tensor) -> Tensor:
         """What one layer makes of (T, I) without the others: a plain one, a trained one, or by its own forward."""
@@ -211,7 +233,7 @@ class Group:
 
 
 class Layers:
-    """A transformer's linear layers as they are now: adapters may have been switched off since the last step.
+    """A transformer's linear layers as they are in a step: adapters may have been switched off since the last one.
 
     Args:
         own_dtype: what the transformer would compute in by itself.
@@ -225,10 +247,28 @@ class Layers:
         self._own_dtype = own_dtype
         self.dtype = product_dtype(own_dtype, device)
         self._whole: dict[int, Tensor] = {}
+        self._groups: dict[tuple[int, ...], tuple[object, Group]] = {}
 
-    def group(self, modules: Sequence[nn.Module]) -> Group:
-        """Layers that share an input."""
-        return Group([self._layer(module) for module in modules], self._own_dtype, self.dtype)
+    def begin(self) -> None:
+        """A step begins: the trained weights are not what they were."""
+        self._whole.clear()
+
+    def group(self, modules: Sequence[nn.Module], *, resident: bool = True) -> Group:
+        """Layers that share an input; looked at again only where something of them has changed since the last step.
+
+        Args:
+            modules: themselves.
+            resident: their weights stay on the device, and are laid together if there are several.
+        """
+        key, state = tuple(map(id, modules)), [_state(module) for module in modules]
+        before, group = self._groups.get(key, (None, None))
+        if group is None or before != state:
+            if resident and len(modules) > 1:
+                lay_side_by_side([base_of(module) for module in modules])
+                state = [_state(module) for module in modules]
+            group = Group([self._layer(module) for module in modules], self._own_dtype, self.dtype)
+            self._groups[key] = state, group
+        return group
 
     def _layer(self, module: nn.Module) -> Layer:
         base, names = _base_and_adapters(module)
@@ -239,18 +279,34 @@ class Layers:
     def _low_rank(self, module: nn.Module, name: str) -> LowRank:
         assert isinstance(module, LoraLinear)
         down, up = module.lora_A[name].weight, module.lora_B[name].weight
-        return LowRank(down, up, float(module.scaling[name]), self._cast(down), self._cast(up))
+        return LowRank(down, up, float(module.scaling[name]), self._cast)
 
     def _cast(self, trained: Tensor) -> Tensor:
         """A parameter in the dtype of the products. Parameters that share a storage are cast in one go."""
         if trained.dtype == self.dtype:
-            return trained.detach()
+            return trained
         storage = trained.untyped_storage()
         whole = self._whole.get(storage.data_ptr())
         if whole is None:
             flat = torch.empty(0, dtype=trained.dtype, device=trained.device).set_(storage)
             whole = self._whole[storage.data_ptr()] = flat.to(self.dtype)
         return whole.as_strided(trained.shape, trained.stride(), trained.storage_offset())
+
+
+def _state(module: nn.Module) -> object:
+    """All that may change of a layer, as what can be compared and is quickly read."""
+    base = module._modules["base_layer"] if isinstance(module, LoraLinear) else module
+    assert base is not None
+    own = [(one.data_ptr(), one.requires_grad) for one in base._parameters.values() if one is not None]
+    if not isinstance(module, LoraLinear):
+        return own
+    downs = module.lora_A._modules
+    adapters = [
+        (name, id(downs[name]._parameters["weight"]), module.scaling[name])
+        for name in module.active_adapters
+        if downs.get(name) is not None
+    ]
+    return own, adapters, module.disable_adapters, module.merged, module.training
 
 
 def _base_and_adapters(module: nn.Module) -> tuple[nn.Linear | None, list[str]]:

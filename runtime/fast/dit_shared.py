@@ -38,6 +38,7 @@ class StepBlock:
         tricks: which short cuts are taken.
         elementwise: how norms and gates are computed.
         stash: where the output of self attention is kept for the recomputation; None keeps nothing.
+        swapped: its weights come and go.
 
     Attributes:
         groups: its linear layers by name, in groups that share an input.
@@ -53,12 +54,13 @@ class StepBlock:
         tricks: Tricks,
         elementwise: Elementwise,
         stash: Stash | None,
+        swapped: bool,
     ) -> None:
         self.beside = beside
         self.groups: dict[str, list[Group]] = {}
         for name, modules in linears.items():
             parts = [modules] if tricks.grouped else [[module] for module in modules]
-            self.groups[name] = [layers.group(part) for part in parts]
+            self.groups[name] = [layers.group(part, resident=not swapped) for part in parts]
         self._is_training = block.training
         self._kernel = kernel
         self._tricks = tricks
@@ -124,11 +126,19 @@ class FastModel:
         self._swap = swap
         self._dtype = dtype
         self._elementwise = elementwise_of(compute, transformer.device)
+        self._layers: dict[tuple[torch.dtype, torch.device], Layers] = {}
 
     @property
     def attention(self) -> str:
         """The name of the attention kernel."""
         return self._kernel.name
+
+    def _layers_for(self, hidden: Tensor) -> Layers:
+        """The linear layers as they are in the step that begins with these tokens."""
+        key = self._dtype or hidden.dtype, hidden.device
+        layers = self._layers.setdefault(key, Layers(*key))
+        layers.begin()
+        return layers
 
     def _traced(self, hidden: Tensor) -> Tensor:
         """What goes into the first block: without `Tricks.no_input_gradient` it takes part in the backward pass."""

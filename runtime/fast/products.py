@@ -14,7 +14,7 @@ from torch.nn import functional
 LEAST_WORK = 1 << 24
 """T x I x O from which on oneDNN may be asked."""
 
-NO_ACTIVATION = ("none", [], "")
+NO_ACTIVATION: tuple[str, list[float], str] = ("none", [], "")
 """oneDNN's product can be followed by a function; this one is not."""
 
 
@@ -36,6 +36,11 @@ def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     return functional.linear(inputs, weight, bias)
 
 
+def linear_back(gradient: Tensor, weight: Tensor) -> Tensor:
+    """(T, O) times a weight (O, I) -> (T, I)."""
+    return linear(gradient, weight.t()) if is_for_onednn(gradient, weight.t()) else gradient @ weight
+
+
 def linear_onto(outputs: Tensor, inputs: Tensor, weight: Tensor) -> Tensor:
     """(T, O) plus the product of (T, I) with a weight (O, I); what it is added to may be overwritten."""
     if is_for_onednn(inputs, weight):
@@ -49,9 +54,8 @@ def is_for_onednn(inputs: Tensor, weight: Tensor) -> bool:
 
     Its call takes 11 microseconds more, and it is slower in adding to what is there.
     """
-    if inputs.dtype != torch.float32 or inputs.device.type != "cpu":
-        return False
-    return len(inputs) * weight.numel() >= LEAST_WORK and has_faster_onednn()
+    large = inputs.dtype == torch.float32 and inputs.numel() * weight.shape[0] >= LEAST_WORK
+    return large and inputs.is_cpu and has_faster_onednn()
 
 
 @functools.cache
@@ -62,7 +66,7 @@ def has_faster_onednn() -> bool:
     block. On Intel's MKL is as fast as the processor.
     """
     capability = torch.backends.cpu.get_cpu_capability()
-    return torch.backends.mkldnn.is_available() and capability == "AVX512" and _is_of_amd()
+    return torch._C._has_mkldnn and capability == "AVX512" and _is_of_amd()
 
 
 @functools.cache

@@ -16,6 +16,7 @@ class Tricks:
         short_recompute: under checkpointing a block's last frozen product, which no gradient needs, is not done again.
         grouped: q, k and v (k and v of the text) are one product, with one for the three adapters' first halves.
         fused_norms: adaLN as one layer norm, RMS norm and rotary embedding as one function.
+        by_hand: a block of Wan is one function of autograd, where `grouped` and `fused_norms` are taken as well.
     """
 
     collapse_text: bool = True
@@ -23,6 +24,7 @@ class Tricks:
     short_recompute: bool = True
     grouped: bool = True
     fused_norms: bool = True
+    by_hand: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -91,6 +91,7 @@ class Block(StepBlock):
         tricks: which short cuts are taken.
         elementwise: how norms and gates are computed.
         stash: where the output of attention is kept for the recomputation; None keeps nothing.
+        swapped: its weights come and go.
     """
 
     def __init__(
@@ -103,8 +104,10 @@ class Block(StepBlock):
         tricks: Tricks,
         elementwise: Elementwise,
         stash: Stash | None = None,
+        *,
+        swapped: bool = False,
     ) -> None:
-        super().__init__(block, linears_of(block), Beside(times), layers, kernel, tricks, elementwise, stash)
+        super().__init__(block, linears_of(block), Beside(times), layers, kernel, tricks, elementwise, stash, swapped)
         self._block, self._tokens = block, tokens
 
     @property

@@ -20,10 +20,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from wangen.runtime.fast.dit_checkpoint import Passage
-from wangen.runtime.fast.dit_linear import Layers
-from wangen.runtime.fast.dit_shared import FastModel, lay_together
+from wangen.runtime.fast.dit_shared import FastModel
 from wangen.runtime.models.inputs import Controls, Inputs, require_width
-from wangen.runtime.models.qwen_image_edit.blocks import Block, Tokens, linears_of
+from wangen.runtime.models.qwen_image_edit.blocks import Block, Tokens
 from wangen.runtime.models.qwen_image_edit.transformer import SIDE, pack, unpack
 
 
@@ -145,15 +144,16 @@ class FastQwen(FastModel):
 
     def _blocks(self, hidden: Tensor, times: Tensor, tokens: Tokens) -> Tensor:
         modules, tricks = self._transformer.transformer_blocks, self._compute.tricks
-        layers = Layers(self._dtype or hidden.dtype, hidden.device)
+        layers = self._layers_for(hidden)
         hidden, times = hidden.to(layers.dtype), times.to(layers.dtype)
         passage = Passage(self._compute, self._swap, len(modules), hidden.device)
         for index, module in enumerate(modules):
             again = passage.recomputes(index, module, has_gradient=hidden.requires_grad or times.requires_grad)
             stash = passage.stash(again)
-            if tricks.grouped and not passage.swaps(index):
-                lay_together(linears_of(module))
-            block = Block(module, layers, times, tokens, self._kernel, tricks, self._elementwise, stash)
+            block = Block(
+                module, layers, times, tokens, self._kernel, tricks, self._elementwise, stash,
+                swapped=passage.swaps(index),
+            )  # fmt: skip
             hidden = passage.run(index, block, hidden, stash, recomputes=again)
         return hidden
 
