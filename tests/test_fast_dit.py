@@ -36,7 +36,6 @@ from torch.utils.flop_counter import FlopCounterMode, addmm_flop
 
 from wangen.generator.errors import WangenError
 from wangen.runtime.fast import dit, dit_elementwise, products
-from wangen.runtime.fast.dit_by_hand import BlockByHand
 from wangen.runtime.fast.dit_functions import MixedLayerNorm
 from wangen.runtime.memory import quantize as quantize_module
 from wangen.runtime.memory.quantize import FORMS, QuantLinear, quantize_blocks
@@ -318,39 +317,6 @@ def test_a_layer_norm_in_mixed_precision_keeps_its_input_as_it_came():
     assert rel_rms(tokens.grad, wide.grad) < 4e-3
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("targets", [None, r".*(attn1\.to_v|attn2\.to_k|ffn\.net\.0\.proj)"])
-@pytest.mark.parametrize(("name", "dtype"), [*((name, torch.float32) for name in DITS), ("dit_i2v21", torch.bfloat16)])
-def test_a_block_by_hand_is_the_same_as_its_pieces(
-    name: str, dtype: torch.dtype, targets: str | None, batch: int, checkpointing: str, monkeypatch: pytest.MonkeyPatch
-):
-    """With adapters on all layers, and on some; with one run of tokens that share a timestep, and with several."""
-    model = adapted(vectors_model(name, dtype), **({"targets": targets} if targets else {}))
-    inputs = inputs_of(name, batch=batch)
-    wanted_output, wanted = step(model, fast(model, tricks=Tricks(by_hand=False)), inputs)
-    forward, calls = BlockByHand.forward, []
-    monkeypatch.setattr(BlockByHand, "forward", lambda *given, **more: calls.append(1) or forward(*given, **more))
-    output, gradients = step(model, fast(model, checkpointing=checkpointing), inputs)
-    assert len(calls) == (1 if checkpointing == "none" else 2) * len(model.blocks)
-    bound = 1e-6 if dtype == torch.float32 else 1e-2
-    assert rel_rms(output, wanted_output) < bound
-    assert largest_error(gradients, wanted) < (1e-5 if dtype == torch.float32 else 0.05)
-
-
-def test_what_a_block_by_hand_cannot_do_its_pieces_do(monkeypatch: pytest.MonkeyPatch):
-    """Adapters of other kinds, weights that are trained, and items of different sizes in one pass."""
-    monkeypatch.setattr(BlockByHand, "forward", lambda *_, **__: pytest.fail("is not for this"))
-    inputs = inputs_of("dit_t2v21")
-    for kind in ("dora", "lokr", "loha", "dropout"):
-        model = adapted(vectors_model("dit_t2v21"), kind)
-        step(model, fast(model), inputs)
-    model = adapted(vectors_model("dit_t2v21"))
-    model.blocks[0].attn1.norm_q.weight.requires_grad_()
-    model.blocks[1].scale_shift_table.requires_grad_()
-    step(model, fast(model), inputs)
-
-
 @pytest.mark.parametrize("onednn", [True, False])
 @pytest.mark.parametrize(("checkpointing", "limit"), [("none", 32.6), ("full", 44.5), ("selective", 44.5)])
 def test_no_more_is_computed_than_need_be(
@@ -387,15 +353,3 @@ def test_no_more_is_computed_than_need_be(
     assert (onednns in counts) == onednn
     work = sum(count for name, count in counts.items() if "attention" not in str(name))
     assert 0.9 * limit < work / 1e9 <= limit
-
-
-@pytest.mark.parametrize("name", DITS)
-def test_products_of_onednn_are_the_same(name: str, monkeypatch: pytest.MonkeyPatch):
-    model, inputs = adapted(vectors_model(name)), inputs_of(name, batch=2)
-    wanted_output, wanted = exact(model, inputs)
-    monkeypatch.setattr(products, "has_faster_onednn", lambda: True)
-    monkeypatch.setattr(products, "LEAST_WORK", 0)
-    for checkpointing in ("none", "full"):
-        output, gradients = step(model, fast(model, checkpointing=checkpointing), inputs)
-        assert max_abs(output, wanted_output) < 1e-5
-        assert largest_error(gradients, wanted) < 1e-5

@@ -173,9 +173,11 @@ class Block(StepBlock):
     def _by_hand(self, numbers: Modulation, beside: Beside) -> BlockByHand:
         other, tokens = self._block.attn2, self._tokens
         others = [Other("text", beside.text, other.norm_k, tokens.text_bias)]
+        groups = {name: group for name, (group,) in self.groups.items()}
         if beside.images is not None:
             others.append(Other("image", beside.images, other.norm_added_k, None))
-        groups = {name: group for name, (group,) in self.groups.items()}
+        else:
+            groups.pop("image", None)  # Wan 2.1 image-to-video may be trained without
         return BlockByHand(
             self._block, groups, numbers, len(tokens.items), tokens.runs, tokens.rotations, others, self._kernel,
             self._stash,

@@ -107,11 +107,14 @@ class BlockByHand:
         return self._forward(hidden, kept, valued=valued)
 
     def backward(self, gradient: Tensor, kept: list[Any], *, has_gradient: bool) -> tuple[Tensor | None, list[Tensor]]:
-        """The gradients of the input (T, D), if it `has_gradient`, and of all adapters; `kept` is used up."""
+        """The gradients of the input (T, D), if it `has_gradient`, and of all adapters.
+
+        What was kept is taken out of `kept`, and let go as soon as it has served.
+        """
         trained: Trained = {}
-        gradient = self._forward_back(gradient, kept.pop(), trained)
-        gradient = self._other_back(gradient, kept.pop(), trained)
-        to_hidden = self._own_back(gradient, kept.pop(), trained, has_gradient=has_gradient)
+        gradient = self._forward_back(gradient, kept, trained)
+        gradient = self._other_back(gradient, kept, trained)
+        to_hidden = self._own_back(gradient, kept, trained, has_gradient=has_gradient)
         return to_hidden, [tensor for name in self._groups for tensor in trained[name]]
 
     def _own(self, hidden: Tensor, kept: list[Any] | None) -> Tensor:
@@ -128,14 +131,19 @@ class BlockByHand:
             kept.append((hidden, moments, normed, images, both, roots, to_parts, attended, low))
         return gated(hidden, branch, numbers.gate, self._runs, output=branch)
 
-    def _own_back(self, gradient: Tensor, kept: Any, trained: Trained, *, has_gradient: bool) -> Tensor | None:
-        hidden, moments, normed, images, both, roots, to_parts, attended, low = kept
+    def _own_back(self, gradient: Tensor, kept: list[Any], trained: Trained, *, has_gradient: bool) -> Tensor | None:
+        hidden, moments, normed, images, both, roots, to_parts, attended, low = kept.pop()
         own, numbers = self._module.attn1, self._numbers
         to_branch = gated_back(gradient, numbers.gate, self._runs)
         to_attended, trained["own_out"] = self._groups["own_out"].back(attended, low, [to_branch])
         assert to_attended is not None
+        del attended, to_branch
         to_query, to_key, to_value = self._parts(to_parts, to_attended, own.heads)
-        to_both = rms_rotary_back(torch.cat([to_query, to_key], 1), both, roots, self._norms(), self._rotations)
+        del to_parts, to_attended
+        to_both = torch.cat([to_query, to_key], 1)
+        del to_query, to_key
+        to_both = rms_rotary_back(to_both, both, roots, self._norms(), self._rotations)
+        del both
         to_normed, trained["own"] = self._groups["own"].back(
             normed, images, [*to_both.chunk(2, 1), to_value], has_gradient=has_gradient
         )
@@ -172,11 +180,12 @@ class BlockByHand:
             kept.append((hidden, moments, normed, images, query, root, looks, attended, low))
         return branch.add_(hidden)
 
-    def _other_back(self, gradient: Tensor, kept: Any, trained: Trained) -> Tensor:
-        hidden, moments, normed, images, query, root, looks, attended, low = kept
+    def _other_back(self, gradient: Tensor, kept: list[Any], trained: Trained) -> Tensor:
+        hidden, moments, normed, images, query, root, looks, attended, low = kept.pop()
         other, norm = self._module.attn2, self._module.norm2
         to_attended, trained["other_out"] = self._groups["other_out"].back(attended, low, [gradient])
         assert to_attended is not None
+        del attended
         to_turned = None
         for one, (rows, low_rows, key, key_root, to_parts) in zip(self._others, looks, strict=True):
             to_query, to_key, to_value = self._parts(to_parts, to_attended, other.heads)
@@ -185,7 +194,9 @@ class BlockByHand:
             _, trained[one.name] = group.back(rows, low_rows, [to_key, to_value], has_gradient=False)
             to_turned = to_query if to_turned is None else to_turned + to_query
         assert to_turned is not None
+        del looks, to_parts, to_attended
         to_query = rms_rotary_back(to_turned, query, root, other.norm_q.weight, None)
+        del query, to_turned
         to_hidden, trained["query"] = self._groups["query"].back(normed, images, [to_query])
         assert to_hidden is not None
         if moments is not None:
@@ -206,14 +217,17 @@ class BlockByHand:
             kept.append((*state, active, low))
         return gated(hidden, branch, numbers.forward_gate, self._runs, valued=valued, output=branch)
 
-    def _forward_back(self, gradient: Tensor, kept: Any, trained: Trained) -> Tensor:
-        hidden, moments, normed, images, widened, active, low = kept
+    def _forward_back(self, gradient: Tensor, kept: list[Any], trained: Trained) -> Tensor:
+        hidden, moments, normed, images, widened, active, low = kept.pop()
         numbers = self._numbers
         to_branch = gated_back(gradient, numbers.forward_gate, self._runs)
         to_active, trained["down"] = self._groups["down"].back(active, low, [to_branch])
+        del active, to_branch
         to_widened = _aten.gelu_backward(to_active, widened, approximate="tanh")
+        del to_active, widened
         to_normed, trained["up"] = self._groups["up"].back(normed, images, [to_widened])
         assert to_normed is not None
+        del normed, to_widened
         return self._modulated_back(to_normed, hidden, moments, numbers.forward_scale).add_(gradient)
 
     def _modulated(self, hidden: Tensor, scale: Tensor, shift: Tensor, eps: float) -> tuple[Tensor, list[Moments]]:

@@ -1,0 +1,67 @@
+"""Blocks of Wan as one function of autograd, and products by oneDNN: the numbers are those of the other ways."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from fast_dit import adapted, exact, fast, inputs_of, largest_error, step, vectors_model
+from parity import DITS, max_abs, rel_rms
+
+from wangen.runtime.fast import products
+from wangen.runtime.fast.dit_by_hand import BlockByHand
+from wangen.runtime.models.compute import Tricks
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("targets", [None, r".*(attn1\.to_v|attn2\.to_k|ffn\.net\.0\.proj)"])
+@pytest.mark.parametrize(("name", "dtype"), [*((name, torch.float32) for name in DITS), ("dit_i2v21", torch.bfloat16)])
+def test_a_block_by_hand_is_the_same_as_its_pieces(
+    name: str, dtype: torch.dtype, targets: str | None, batch: int, checkpointing: str, monkeypatch: pytest.MonkeyPatch
+):
+    """With adapters on all layers, and on some; with one run of tokens that share a timestep, and with several."""
+    model = adapted(vectors_model(name, dtype), **({"targets": targets} if targets else {}))
+    inputs = inputs_of(name, batch=batch)
+    wanted_output, wanted = step(model, fast(model, tricks=Tricks(by_hand=False)), inputs)
+    forward, calls = BlockByHand.forward, []
+    monkeypatch.setattr(BlockByHand, "forward", lambda *given, **more: calls.append(1) or forward(*given, **more))
+    output, gradients = step(model, fast(model, checkpointing=checkpointing), inputs)
+    assert len(calls) == (1 if checkpointing == "none" else 2) * len(model.blocks)
+    bound = 1e-6 if dtype == torch.float32 else 1e-2
+    assert rel_rms(output, wanted_output) < bound
+    assert largest_error(gradients, wanted) < (1e-5 if dtype == torch.float32 else 0.05)
+
+
+def test_what_a_block_by_hand_cannot_do_its_pieces_do(monkeypatch: pytest.MonkeyPatch):
+    """Adapters of other kinds, weights that are trained, and items of different sizes in one pass."""
+    monkeypatch.setattr(BlockByHand, "forward", lambda *_, **__: pytest.fail("is not for this"))
+    inputs = inputs_of("dit_t2v21")
+    for kind in ("dora", "lokr", "loha", "dropout"):
+        model = adapted(vectors_model("dit_t2v21"), kind)
+        step(model, fast(model), inputs)
+    model = adapted(vectors_model("dit_t2v21"))
+    model.blocks[0].attn1.norm_q.weight.requires_grad_()
+    model.blocks[1].scale_shift_table.requires_grad_()
+    step(model, fast(model), inputs)
+
+
+def test_without_an_image_its_layers_get_no_gradient():
+    model, inputs = adapted(vectors_model("dit_i2v21")), replace(inputs_of("dit_i2v21"), image_tokens=None)
+    wanted_output, wanted = step(model, fast(model, tricks=Tricks(by_hand=False)), inputs)
+    output, gradients = step(model, fast(model), inputs)
+    assert rel_rms(output, wanted_output) < 1e-6
+    trained = [{name: one for name, one in each.items() if one is not None} for each in (gradients, wanted)]
+    assert trained[0].keys() == trained[1].keys() < gradients.keys()
+    assert largest_error(*trained) < 1e-5
+
+
+@pytest.mark.parametrize("name", DITS)
+def test_products_of_onednn_are_the_same(name: str, monkeypatch: pytest.MonkeyPatch):
+    model, inputs = adapted(vectors_model(name)), inputs_of(name, batch=2)
+    wanted_output, wanted = exact(model, inputs)
+    monkeypatch.setattr(products, "has_faster_onednn", lambda: True)
+    monkeypatch.setattr(products, "LEAST_WORK", 0)
+    for checkpointing in ("none", "full"):
+        output, gradients = step(model, fast(model, checkpointing=checkpointing), inputs)
+        assert max_abs(output, wanted_output) < 1e-5
+        assert largest_error(gradients, wanted) < 1e-5
