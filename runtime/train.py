@@ -30,6 +30,7 @@ from wangen.runtime.adapter_layers import parts_of
 from wangen.runtime.devices import choose_device, set_precision
 from wangen.runtime.interrupt import Interrupt
 from wangen.runtime.loader import cache_use
+from wangen.runtime.memory.allocator import keep_freed_memory
 from wangen.runtime.models import family
 from wangen.runtime.progress import progress
 from wangen.runtime.training import checkpoint
@@ -80,6 +81,8 @@ def run(options: Train) -> Report:
 def _run(options: Train, device: torch.device, ranks: Ranks) -> Report:
     model = profiles.model(options.task)
     set_precision(deterministic=options.deterministic, tf32=options.cuda_allow_tf32)
+    if device.type == "cpu":
+        keep_freed_memory()
     options = alike(resolved(options, model, device), device, ranks)
     refuse(options, model, device)
     require_parallel(options, ranks.launch)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from wangen.runtime.fast.attention import Kernel
-from wangen.runtime.fast.dit_blocks import Block, Tokens
+from wangen.runtime.fast.dit_blocks import Block, Tokens, linears_of
 from wangen.runtime.fast.dit_checkpoint import BlockSwap, Passage
 from wangen.runtime.fast.dit_compiled import WholeBlocks, step_tensors
 from wangen.runtime.fast.dit_elementwise import FUSED
@@ -63,6 +63,7 @@ class FastWan(FastModel):
         super().__init__(transformer, compute, kernel, swap, dtype)
         does_compile = compute.compile and self._elementwise is not FUSED
         self._whole = WholeBlocks(compute, self._kernel) if does_compile else None
+        self._linears = [linears_of(module) for module in transformer.blocks]
         self._rotations: dict[tuple[Sizes, torch.device], Tensor] = {}  # what was used last comes last
 
     def __call__(
@@ -224,7 +225,8 @@ class FastWan(FastModel):
             stash = passage.stash(again)
             swapped = passage.swaps(index)
             block = Block(
-                module, layers, conditions, tokens, self._kernel, self._compute.tricks, self._elementwise, stash,
+                module, self._linears[index], layers, conditions, tokens, self._kernel, self._compute.tricks,
+                self._elementwise, stash,
                 swapped=swapped,
             )  # fmt: skip
             if whole is not None:

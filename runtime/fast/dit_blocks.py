@@ -6,6 +6,7 @@ of tokens that share a timestep, attention the items. So items of different size
 Letters in shapes: B items, T tokens of all of them, N tokens of one, D width of the model, H heads, L rows of text.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -111,7 +112,8 @@ class Block(StepBlock):
 
     Args:
         block: diffusers' module.
-        layers: its linear layers as they are in this step.
+        linears: of `linears_of`.
+        layers: the linear layers as they are in this step.
         conditions: the timesteps' projection (runs, 6, D) in float32.
         tokens: how the tokens divide.
         kernel: of attention.
@@ -124,6 +126,7 @@ class Block(StepBlock):
     def __init__(
         self,
         block: WanTransformerBlock,
+        linears: Mapping[str, Sequence[nn.Module]],
         layers: Layers,
         conditions: Tensor,
         tokens: Tokens,
@@ -135,7 +138,7 @@ class Block(StepBlock):
         swapped: bool = False,
     ) -> None:
         beside = Beside(conditions, tokens.text, tokens.images)
-        super().__init__(block, linears_of(block), beside, layers, kernel, tricks, elementwise, stash, swapped)
+        super().__init__(block, linears, beside, layers, kernel, tricks, elementwise, stash, swapped)
         self._block, self._tokens = block, tokens
 
     @property

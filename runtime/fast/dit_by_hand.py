@@ -122,17 +122,17 @@ class BlockByHand:
         own, numbers = self._module.attn1, self._numbers
         normed, moments = self._modulated(hidden, numbers.scale, numbers.shift, self._module.norm1.eps)
         (query, key, value), images = self._groups["own"].run(normed)
-        both = pair(query, key)
-        turned, roots = rms_rotary(both, self._norms(), self._rotations, own.norm_q.eps)
+        both, weights = pair(query, key), torch.stack([own.norm_q.weight, own.norm_k.weight])
+        turned, roots = rms_rotary(both, weights, self._rotations, own.norm_q.eps)
         query, key = turned.chunk(2, 1)
         attended, to_parts = self._attend(query, key, value, own.heads, None, self._stash, keeps=kept is not None)
         (branch,), low = self._groups["own_out"].run(attended)
         if kept is not None:
-            kept.append((hidden, moments, normed, images, both, roots, to_parts, attended, low))
+            kept.append((hidden, moments, normed, images, both, weights, roots, to_parts, attended, low))
         return gated(hidden, branch, numbers.gate, self._runs, output=branch)
 
     def _own_back(self, gradient: Tensor, kept: list[Any], trained: Trained, *, has_gradient: bool) -> Tensor | None:
-        hidden, moments, normed, images, both, roots, to_parts, attended, low = kept.pop()
+        hidden, moments, normed, images, both, weights, roots, to_parts, attended, low = kept.pop()
         own, numbers = self._module.attn1, self._numbers
         to_branch = gated_back(gradient, numbers.gate, self._runs)
         to_attended, trained["own_out"] = self._groups["own_out"].back(attended, low, [to_branch])
@@ -142,7 +142,7 @@ class BlockByHand:
         del to_parts, to_attended
         to_both = torch.cat([to_query, to_key], 1)
         del to_query, to_key
-        to_both = rms_rotary_back(to_both, both, roots, self._norms(), self._rotations)
+        to_both = rms_rotary_back(to_both, both, roots, weights, self._rotations)
         del both
         to_normed, trained["own"] = self._groups["own"].back(
             normed, images, [*to_both.chunk(2, 1), to_value], has_gradient=has_gradient
@@ -150,10 +150,6 @@ class BlockByHand:
         if to_normed is None:
             return None
         return self._modulated_back(to_normed, hidden, moments, numbers.scale).add_(gradient)
-
-    def _norms(self) -> Tensor:
-        """The weights of the queries' and the keys' norm, (2, D)."""
-        return torch.stack([self._module.attn1.norm_q.weight, self._module.attn1.norm_k.weight])
 
     def _other(self, hidden: Tensor, kept: list[Any] | None) -> Tensor:
         """Attention to the text, and to the image."""

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FunctionType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,8 +54,7 @@ class Elementwise:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-@dataclass(frozen=True)
-class Modulation:
+class Modulation(NamedTuple):
     """What the timesteps make of norms and gates in one block: (runs, D) in float32 each; scales with their 1 added."""
 
     shift: Tensor

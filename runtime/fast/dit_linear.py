@@ -247,7 +247,7 @@ class Layers:
         self._own_dtype = own_dtype
         self.dtype = product_dtype(own_dtype, device)
         self._whole: dict[int, Tensor] = {}
-        self._groups: dict[tuple[int, ...], tuple[object, Group]] = {}
+        self._groups: dict[tuple[nn.Module, ...], tuple[object, Group]] = {}
 
     def begin(self) -> None:
         """A step begins: the trained weights are not what they were."""
@@ -260,7 +260,7 @@ class Layers:
             modules: themselves.
             resident: their weights stay on the device, and are laid together if there are several.
         """
-        key, state = tuple(map(id, modules)), [_state(module) for module in modules]
+        key, state = tuple(modules), [_state(module) for module in modules]
         before, group = self._groups.get(key, (None, None))
         if group is None or before != state:
             if resident and len(modules) > 1:
@@ -294,19 +294,19 @@ class Layers:
 
 
 def _state(module: nn.Module) -> object:
-    """All that may change of a layer, as what can be compared and is quickly read."""
-    base = module._modules["base_layer"] if isinstance(module, LoraLinear) else module
-    assert base is not None
-    own = [(one.data_ptr(), one.requires_grad) for one in base._parameters.values() if one is not None]
+    """All that may change of a layer from step to step, as what can be compared."""
     if not isinstance(module, LoraLinear):
-        return own
-    downs = module.lora_A._modules
+        return _places(module)
+    downs = module.lora_A
     adapters = [
-        (name, id(downs[name]._parameters["weight"]), module.scaling[name])
-        for name in module.active_adapters
-        if downs.get(name) is not None
+        (name, id(downs[name].weight), module.scaling[name]) for name in module.active_adapters if name in downs
     ]
-    return own, adapters, module.disable_adapters, module.merged, module.training
+    return _places(module.base_layer), adapters, module.disable_adapters, module.merged, module.training
+
+
+def _places(layer: nn.Module) -> list[tuple[int, bool]]:
+    """Where the parameters of a layer lie, and whether they are trained."""
+    return [(one.data_ptr(), one.requires_grad) for one in layer._parameters.values() if one is not None]
 
 
 def _base_and_adapters(module: nn.Module) -> tuple[nn.Linear | None, list[str]]:
