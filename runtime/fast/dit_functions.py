@@ -15,6 +15,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from wangen.runtime.fast.products import linear, linear_back
+
 
 def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
     """An autograd function's result; PyTorch leaves `apply` untyped."""
@@ -125,14 +127,14 @@ class Adapters:
             gradients: (T, O) for each layer, also for those without an adapter.
         """
         parts = [
-            scaled_(torch.mm(gradients[number], adapter.up_cast), adapter.scale) for number, adapter in self.present
+            scaled_(linear_back(gradients[number], adapter.up_cast), adapter.scale) for number, adapter in self.present
         ]
         to_images = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-        downs = self._of_each(to_images.t() @ inputs, 0)
+        downs = self._of_each(linear_back(to_images.t(), inputs), 0)
         to_trained = []
         for (number, adapter), down, image in zip(self.present, downs, self._of_each(images, 1), strict=True):
             # This way round the product is up to twice as fast on the CPU.
-            up = scaled_(torch.mm(image.t(), gradients[number]), adapter.scale).t()
+            up = scaled_(linear_back(image.t(), gradients[number]), adapter.scale).t()
             to_trained += [cast(down, adapter.down.dtype), cast(up, adapter.up.dtype)]
         return to_images, to_trained
 
@@ -156,7 +158,7 @@ def adapted(
         For each layer (T, O), and the low-rank images (T, R) of the input, None without adapters.
     """
     factors = cast(inputs, frozen.dtype)
-    images = factors @ adapters.down().t() if adapters.present else None
+    images = linear(factors, adapters.down()) if adapters.present else None
     if not valued:
         return frozen.zeros(inputs), images
     if images is not None and adapters.num_layers == 1 and factors.itemsize < 4:

@@ -70,7 +70,7 @@ class Frozen:
     def input_gradient(self, gradients: Sequence[Tensor]) -> Tensor:
         """For each layer (T, O) -> (T, I), the sum of the products with the weights."""
         joined = self.joined()
-        if joined is not None and is_for_onednn(gradients[0], joined[0].t()):
+        if joined is not None and is_for_onednn(gradients[0], joined[0].shape[1]):
             return linear_back(torch.cat(list(gradients), dim=1), cast(joined[0], self.dtype))
         total = linear_back(gradients[0], weight_of(self.layers[0], self.dtype))
         for gradient, layer in zip(gradients[1:], self.layers[1:], strict=True):
