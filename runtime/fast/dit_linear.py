@@ -5,6 +5,7 @@ Letters in shapes: T tokens, I inputs and O outputs of a layer, R rank.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -243,10 +244,13 @@ class Layers:
         dtype: what tokens and products are in.
     """
 
+    _whole: ClassVar[dict[tuple[int, torch.dtype], Tensor]] = {}
+    """The trained weights of the step in the dtype of its products. There is one for all transformers, so that none of
+    an expert that waits for its turn stays on the device."""
+
     def __init__(self, own_dtype: torch.dtype, device: torch.device) -> None:
         self._own_dtype = own_dtype
         self.dtype = product_dtype(own_dtype, device)
-        self._whole: dict[int, Tensor] = {}
         self._groups: dict[tuple[nn.Module, ...], tuple[object, Group]] = {}
 
     def begin(self) -> None:
@@ -286,10 +290,11 @@ class Layers:
         if trained.dtype == self.dtype:
             return trained
         storage = trained.untyped_storage()
-        whole = self._whole.get(storage.data_ptr())
+        key = storage.data_ptr(), self.dtype
+        whole = self._whole.get(key)
         if whole is None:
             flat = torch.empty(0, dtype=trained.dtype, device=trained.device).set_(storage)
-            whole = self._whole[storage.data_ptr()] = flat.to(self.dtype)
+            whole = self._whole[key] = flat.to(self.dtype)
         return whole.as_strided(trained.shape, trained.stride(), trained.storage_offset())
 
 
