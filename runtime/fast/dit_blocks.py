@@ -163,7 +163,7 @@ class Block(StepBlock):
         own, other, norm = self._block.attn1, self._block.attn2, self._block.norm2
         norms = [own.norm_q, own.norm_k, other.norm_q, other.norm_k, norm]
         norms += [] if beside.images is None else [other.norm_added_k]
-        weights = [getattr(one, "weight", None) for one in norms]
+        weights = [getattr(one, name, None) for one in norms for name in ("weight", "bias")]
         return (
             self._tricks.by_hand
             and self._elementwise is FUSED

@@ -100,10 +100,15 @@ class BlockByHand:
             return output
         return self.forward(hidden, None, valued=valued)
 
-    def forward(self, hidden: Tensor, kept: list[Any] | None, *, valued: bool) -> Tensor:
-        """(T, D) -> (T, D). What `backward` needs is added to `kept`, unless that is None."""
-        hidden = self._own(hidden, kept)
-        hidden = self._other(hidden, kept)
+    def forward(self, hidden: Tensor, kept: list[Any] | None, *, valued: bool, has_gradient: bool = True) -> Tensor:
+        """(T, D) -> (T, D). What `backward` needs is added to `kept`, unless that is None.
+
+        That is nothing of those first parts of the block in which nothing is trained, if the input has no gradient.
+        """
+        others = [one.name for one in self._others]
+        for part, names in ((self._own, ["own", "own_out"]), (self._other, ["query", *others, "other_out"])):
+            has_gradient = has_gradient or any(self._groups[name].adapters.present for name in names)
+            hidden = part(hidden, kept if has_gradient else None)
         return self._forward(hidden, kept, valued=valued)
 
     def backward(self, gradient: Tensor, kept: list[Any], *, has_gradient: bool) -> tuple[Tensor | None, list[Tensor]]:
@@ -112,10 +117,13 @@ class BlockByHand:
         What was kept is taken out of `kept`, and let go as soon as it has served.
         """
         trained: Trained = {}
+        to_hidden = None
         gradient = self._forward_back(gradient, kept, trained)
-        gradient = self._other_back(gradient, kept, trained)
-        to_hidden = self._own_back(gradient, kept, trained, has_gradient=has_gradient)
-        return to_hidden, [tensor for name in self._groups for tensor in trained[name]]
+        if kept:
+            gradient = self._other_back(gradient, kept, trained)
+        if kept:
+            to_hidden = self._own_back(gradient, kept, trained, has_gradient=has_gradient)
+        return to_hidden, [tensor for name in self._groups for tensor in trained.get(name, [])]
 
     def _own(self, hidden: Tensor, kept: list[Any] | None) -> Tensor:
         """Self attention."""
@@ -128,7 +136,8 @@ class BlockByHand:
         attended, to_parts = self._attend(query, key, value, own.heads, None, self._stash, keeps=kept is not None)
         (branch,), low = self._groups["own_out"].run(attended)
         if kept is not None:
-            kept.append((hidden, moments, normed, images, both, weights, roots, to_parts, attended, low))
+            ours = _needed(normed, images), images, both, weights, roots, to_parts, _needed(attended, low), low
+            kept.append((hidden, moments, *ours))
         return gated(hidden, branch, numbers.gate, self._runs, output=branch)
 
     def _own_back(self, gradient: Tensor, kept: list[Any], trained: Trained, *, has_gradient: bool) -> Tensor | None:
@@ -169,11 +178,13 @@ class BlockByHand:
                 keeps=kept is not None,
             )  # fmt: skip
             attended = seen if attended is None else attended + seen
-            looks.append((rows, low, key, key_root, to_parts))
+            looks.append((_needed(rows, low), low, key, key_root, to_parts))
         assert attended is not None
         (branch,), low = self._groups["other_out"].run(attended)
         if kept is not None:
-            kept.append((hidden, moments, normed, images, query, root, looks, attended, low))
+            kept.append(
+                (hidden, moments, _needed(normed, images), images, query, root, looks, _needed(attended, low), low)
+            )
         return branch.add_(hidden)
 
     def _other_back(self, gradient: Tensor, kept: list[Any], trained: Trained) -> Tensor:
@@ -205,12 +216,12 @@ class BlockByHand:
         normed, moments = self._modulated(hidden, numbers.forward_scale, numbers.forward_shift, self._module.norm3.eps)
         (widened,), images = self._groups["up"].run(normed)
         active = functional.gelu(widened, approximate="tanh")
-        state = (hidden, moments, normed, images, widened)
+        state = (hidden, moments, _needed(normed, images), images, widened)
         if kept is None:
             del state, normed, widened
         (branch,), low = self._groups["down"].run(active, valued=valued)
         if kept is not None:
-            kept.append((*state, active, low))
+            kept.append((*state, _needed(active, low), low))
         return gated(hidden, branch, numbers.forward_gate, self._runs, valued=valued, output=branch)
 
     def _forward_back(self, gradient: Tensor, kept: list[Any], trained: Trained) -> Tensor:
@@ -270,6 +281,11 @@ class BlockByHand:
         return [part.transpose(1, 2).reshape(-1, gradient.shape[-1]) for part in parts]
 
 
+def _needed(inputs: Tensor, images: Tensor | None) -> Tensor | None:
+    """The inputs of layers, if their adapters' gradients need them: where there are low-rank images of them."""
+    return None if images is None else inputs
+
+
 def pair(left: Tensor, right: Tensor) -> Tensor:
     """Two tensors (T, D) as (T, 2 D), without a copy where they lie so."""
     width, stride = left.shape[1], left.stride()
@@ -286,7 +302,7 @@ class _ByHand(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, block: BlockByHand, valued: bool, *_trained: Tensor) -> Tensor:
         """(T, D) -> (T, D); the adapters' weights are there for autograd to see."""
         ctx.block, ctx.kept = block, []
-        return block.forward(hidden, ctx.kept, valued=valued)
+        return block.forward(hidden, ctx.kept, valued=valued, has_gradient=ctx.needs_input_grad[0])
 
     @staticmethod
     @once_differentiable

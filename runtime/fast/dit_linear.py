@@ -51,8 +51,7 @@ class Frozen:
         joined = self.joined()
         if joined is None:
             return [
-                linear(inputs, weight_of(layer, self.dtype), _cast(layer._parameters["bias"], self.dtype))
-                for layer in self.layers
+                linear(inputs, weight_of(layer, self.dtype), _cast(layer.bias, self.dtype)) for layer in self.layers
             ]
         weight, bias = joined
         product = linear(inputs, cast(weight, self.dtype), cast(bias, self.dtype))
@@ -214,7 +213,7 @@ class Group:
         return adapted(inputs, self.frozen, self.adapters, valued=valued)
 
     def back(
-        self, inputs: Tensor, images: Tensor | None, gradients: Sequence[Tensor], *, has_gradient: bool = True
+        self, inputs: Tensor | None, images: Tensor | None, gradients: Sequence[Tensor], *, has_gradient: bool = True
     ) -> tuple[Tensor | None, list[Tensor]]:
         """The gradients of the inputs (T, I) that `run` took, if it `has_gradient`, and of the adapters."""
         assert self.frozen is not None
@@ -302,9 +301,11 @@ def _state(module: nn.Module) -> object:
     """All that may change of a layer from step to step, as what can be compared."""
     if not isinstance(module, LoraLinear):
         return _places(module)
-    downs = module.lora_A
+    downs, ups = module.lora_A, module.lora_B
     adapters = [
-        (name, id(downs[name].weight), module.scaling[name]) for name in module.active_adapters if name in downs
+        (name, id(downs[name].weight), id(ups[name].weight), id(module.lora_dropout[name]), module.scaling[name])
+        for name in module.active_adapters
+        if name in downs
     ]
     return _places(module.base_layer), adapters, module.disable_adapters, module.merged, module.training
 

@@ -10,14 +10,14 @@ LARGE_BYTES = 32 << 20
 """What is larger comes from the system and goes back to it; glibc takes no higher limit."""
 
 KEPT_BYTES = 512 << 20
-"""So much of what is smaller may stay with the process."""
+"""So much that is free at the end of the heap may stay there. What is free below a tensor in use always stays."""
 
 
 def keep_freed_memory() -> bool:
     """Let what a step frees serve the next one, in place of going back to the system and coming again page by page.
 
     By itself glibc gives a tensor of megabytes back at once, or as soon as all above it is free: thousands of page
-    faults in a step. Weights larger than 32 MiB still go back when they are freed.
+    faults in a step. Tensors larger than 32 MiB still go back when they are freed.
 
     Returns:
         Whether it is so now: other C libraries have no such choice.
