@@ -113,7 +113,8 @@ def hold(path: Path | None, does: str = ON_DATASET, *, by_script: bool = True, w
         yield
     finally:
         stop.set()
-        beat.join()
+        if beat.is_alive():  # a signal may have come while it started
+            beat.join()
         # The next job may run on another machine or in another container, which cannot see that this script has ended.
         if not by_script or not os.environ.get(IN_SCRIPT) or "SLURM_JOB_ID" in os.environ or container():
             _release(path, mine)

@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fast_dit import adapted, exact, fast, inputs_of, largest_error, step, vectors_model
+from fast_dit import adapted, exact, fast, inputs_of, largest_error, same, step, vectors_model
 from parity import DITS, max_abs, rel_rms
 
 from wangen.runtime.fast import products
 from wangen.runtime.fast.dit_by_hand import BlockByHand
+from wangen.runtime.memory.swap import BlockSwap
 from wangen.runtime.models.compute import Tricks
 
 
@@ -65,3 +66,19 @@ def test_products_of_onednn_are_the_same(name: str, monkeypatch: pytest.MonkeyPa
         output, gradients = step(model, fast(model, checkpointing=checkpointing), inputs)
         assert max_abs(output, wanted_output) < 1e-5
         assert largest_error(gradients, wanted) < 1e-5
+
+
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_products_of_onednn_are_the_same_bits_in_swapped_blocks(by_hand: bool, monkeypatch: pytest.MonkeyPatch):
+    """Where the weights of layers that share an input do not lie together; some products are large enough, some not."""
+    monkeypatch.setattr(products, "has_faster_onednn", lambda: True)
+    model, inputs = adapted(vectors_model("dit_t2v21")), inputs_of("dit_t2v21", batch=2)
+    width = model.config.num_attention_heads * model.config.attention_head_dim
+    num_tokens = 2 * inputs.latents[0, 0].numel() // 4
+    for least in (0, 2 * num_tokens * width * width):
+        monkeypatch.setattr(products, "LEAST_WORK", least)
+        ways = {"tricks": Tricks(by_hand=by_hand), "checkpointing": "full"}
+        wanted = step(model, fast(model, **ways), inputs)
+        swapped = adapted(vectors_model("dit_t2v21"))
+        swap = BlockSwap(swapped, len(swapped.blocks), torch.device("cpu"))
+        assert same(step(swapped, fast(swapped, swap, **ways), inputs), wanted)

@@ -20,7 +20,7 @@ from wangen.runtime.fast.dit_functions import (
     apply,
     cast,
 )
-from wangen.runtime.fast.products import is_for_onednn, linear, linear_back, linear_onto, product_dtype
+from wangen.runtime.fast.products import linear, linear_back, linear_onto, product_dtype
 from wangen.runtime.libraries import LoraLinear
 from wangen.runtime.memory.quantize import QuantLinear
 
@@ -54,7 +54,7 @@ class Frozen:
                 linear(inputs, weight_of(layer, self.dtype), _cast(layer.bias, self.dtype)) for layer in self.layers
             ]
         weight, bias = joined
-        product = linear(inputs, cast(weight, self.dtype), cast(bias, self.dtype))
+        product = linear(inputs, cast(weight, self.dtype), cast(bias, self.dtype), num_layers=len(self.layers))
         return list(product.split_with_sizes([layer.out_features for layer in self.layers], 1))
 
     def plus(self, outputs: Tensor, inputs: Tensor) -> Tensor:
@@ -69,9 +69,6 @@ class Frozen:
 
     def input_gradient(self, gradients: Sequence[Tensor]) -> Tensor:
         """For each layer (T, O) -> (T, I), the sum of the products with the weights."""
-        joined = self.joined()
-        if joined is not None and is_for_onednn(gradients[0], joined[0].shape[1]):
-            return linear_back(torch.cat(list(gradients), dim=1), cast(joined[0], self.dtype))
         total = linear_back(gradients[0], weight_of(self.layers[0], self.dtype))
         for gradient, layer in zip(gradients[1:], self.layers[1:], strict=True):
             total = linear_onto(total, gradient, weight_of(layer, self.dtype).t())

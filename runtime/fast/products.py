@@ -28,9 +28,13 @@ def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     return torch.float32 if slow else dtype
 
 
-def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """(T, I), weight (O, I), bias (O,) -> (T, O)."""
-    if is_for_onednn(inputs, weight.shape[0]):
+def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None, *, num_layers: int = 1) -> Tensor:
+    """(T, I), weight (O, I), bias (O,) -> (T, O).
+
+    Of the weights of several layers as one, one layer's size says who is asked: together or apart, the bits are the
+    same.
+    """
+    if _is_for_onednn(inputs, weight.shape[0] // num_layers):
         output: Tensor = torch.ops.mkldnn._linear_pointwise(inputs, weight, bias, *NO_ACTIVATION)
         return output
     return functional.linear(inputs, weight, bias)
@@ -38,20 +42,20 @@ def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 def linear_back(gradient: Tensor, weight: Tensor) -> Tensor:
     """(T, O) times a weight (O, I) -> (T, I)."""
-    if is_for_onednn(gradient, weight.shape[1]):
+    if _is_for_onednn(gradient, weight.shape[1]):
         return linear(gradient, weight.t())
     return gradient @ weight
 
 
 def linear_onto(outputs: Tensor, inputs: Tensor, weight: Tensor) -> Tensor:
     """(T, O) plus the product of (T, I) with a weight (O, I); what it is added to may be overwritten."""
-    if is_for_onednn(inputs, weight.shape[0]):
+    if _is_for_onednn(inputs, weight.shape[0]):
         total: Tensor = torch.ops.mkldnn._linear_pointwise(inputs, outputs, weight, None, "add")
         return total
     return outputs.addmm_(inputs, weight.t())
 
 
-def is_for_onednn(inputs: Tensor, num_outputs: int) -> bool:
+def _is_for_onednn(inputs: Tensor, num_outputs: int) -> bool:
     """Whether oneDNN is asked for the product of (T, I) and a weight (O, I) or (I, O), O being `num_outputs`.
 
     Its call takes 11 microseconds more, and it is slower in adding to what is there.
