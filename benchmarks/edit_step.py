@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from diffusers import QwenImageTransformer2DModel
 from plain_loop import with_adapter
-from train_step import least_and_quartile
+from train_step import in_turns, least_and_quartile
 
 from wangen import profiles
 from wangen.runtime.models import family
@@ -61,27 +61,18 @@ def toy_batch(dtype: torch.dtype, num_items: int) -> Inputs:
     )
 
 
-def step_of(dtype: torch.dtype, compute: Compute) -> Callable[[Any], None]:
-    """The forward and backward pass of a batch."""
+def step_of(dtype: torch.dtype, compute: Compute, batch: Any) -> Callable[[], float]:
+    """The forward and backward pass of a batch, which give their seconds."""
     model = toy_model(dtype)
     velocity = family(MODEL).velocity_model(model, compute, device=CPU, dtype=dtype)
 
-    def step(batch: Any) -> None:
+    def step() -> float:
+        start = time.perf_counter()
         predicted = velocity(batch.latents, batch.timesteps, batch.texts, **batch.given)
         predicted.float().square().mean().backward()
+        return time.perf_counter() - start
 
     return step
-
-
-def interleaved(steps: list[Callable[[Any], None]], batch: Any, num_steps: int) -> list[list[float]]:
-    """The times of each kind of step, taken in turns, the first of each aside."""
-    times: list[list[float]] = [[] for _ in steps]
-    for _ in range(num_steps + 1):
-        for step, taken in zip(steps, times, strict=True):
-            start = time.perf_counter()
-            step(batch)
-            taken.append(time.perf_counter() - start)
-    return [taken[1:] for taken in times]
 
 
 def main() -> None:
@@ -96,8 +87,8 @@ def main() -> None:
     for name in options.cases:
         dtype, theirs, ours, num_items = CASES[name]
         ways = Compute(plain=True, checkpointing=theirs), Compute(checkpointing=ours)
-        steps = [step_of(dtype, way) for way in ways]
-        times = interleaved(steps, toy_batch(dtype, num_items), options.steps)
+        batch = toy_batch(dtype, num_items)
+        times = in_turns([step_of(dtype, way, batch) for way in ways], options.steps)
         (least, quartile), (our_least, our_quartile) = (least_and_quartile(each) for each in times)
         print(f"| {name} | {least:.3f} ({quartile:.3f}) | {our_least:.3f} ({our_quartile:.3f}) | "
               f"{our_least / least:.2f} ({our_quartile / quartile:.2f}) |", flush=True)  # fmt: skip

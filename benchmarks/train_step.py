@@ -80,11 +80,11 @@ def plain_loop(case: str) -> PlainLoop:
 
 
 def serve(pipe: Connection, make: Callable[..., Any], given: dict[str, Any], threads: int, cpu_time: bool) -> None:
-    """In a process of its own: a step for every word that comes, answered with its seconds, until None comes."""
+    """In a process of its own: a step for every word that comes, answered with its seconds."""
     torch.set_num_threads(threads)
     clock = time.process_time if cpu_time else time.perf_counter
     loop, item = make(**given), toy_item()
-    while pipe.recv() is not None:
+    while pipe.recv():
         start = clock()
         loop.step(item)
         pipe.send(clock() - start)
@@ -96,6 +96,7 @@ def process(*arguments: Any) -> Iterator[Callable[[], float]]:
     here, there = multiprocessing.Pipe()
     child = multiprocessing.get_context("spawn").Process(target=serve, args=(there, *arguments), daemon=True)
     child.start()
+    there.close()  # so that the end of the child is the end of the pipe
 
     def step() -> float:
         here.send("step")
@@ -104,7 +105,7 @@ def process(*arguments: Any) -> Iterator[Callable[[], float]]:
     try:
         yield step
     finally:
-        here.send(None)
+        child.terminate()
         child.join()
 
 

@@ -11,6 +11,7 @@ from wangen.runtime.fast import products
 from wangen.runtime.fast.dit_by_hand import BlockByHand
 from wangen.runtime.memory.swap import BlockSwap
 from wangen.runtime.models.compute import Tricks
+from wangen.runtime.models.inputs import Inputs
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
@@ -44,6 +45,10 @@ def test_what_a_block_by_hand_cannot_do_its_pieces_do(monkeypatch: pytest.Monkey
     model.blocks[0].attn1.norm_q.weight.requires_grad_()
     model.blocks[1].scale_shift_table.requires_grad_()
     step(model, fast(model), inputs)
+    velocity = fast(adapted(vectors_model("dit_t2v21")))
+    shapes = (1, 16, 1, 8, 4), (1, 16, 1, 6, 6)
+    passes = [Inputs(torch.ones(shape), torch.tensor([500.0]), list(inputs.texts[:1])) for shape in shapes]
+    assert [tuple(output.shape) for output in velocity.packed(passes)] == list(shapes)
 
 
 def test_without_an_image_its_layers_get_no_gradient():

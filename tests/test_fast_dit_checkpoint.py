@@ -6,12 +6,13 @@ from typing import Any
 import pytest
 import torch
 from fast_dit import LINEARS, WAYS, adapted, fast, inputs_of, largest_error, plain, same, step, trained, vectors_model
+from live import Live
 from parity import max_abs
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from wangen.runtime.fast import dit_checkpoint, products
+from wangen.runtime.fast.dit_by_hand import BlockByHand
 from wangen.runtime.fast.host_copies import HostCopies, HostCopy
 from wangen.runtime.memory.quantize import QuantLinear, quantize_blocks
 from wangen.runtime.memory.swap import BlockSwap
@@ -93,32 +94,15 @@ def test_gradients_of_two_passes_add_up():
     assert largest_error(changed, {name: p.grad for name, p in trained(model).items()}) < 1e-4
 
 
-class Made(TorchDispatchMode):
-    """Notes the storage of every tensor that is made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.storages: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **kwargs or {})
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        return result
-
-
 def kept_bytes(targets: str = LINEARS, **way: Any) -> int:
     """What lives on between the passes, in bytes, without parameters."""
     model, inputs = adapted(vectors_model("dit_t2v21"), targets=targets), inputs_of("dit_t2v21")
     velocity = fast(model, **way)
     step(model, velocity, inputs)  # after which the weights stay where they are
-    own = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
-    with Made() as made:
+    with Live([*model.parameters()]) as live:
         output = inputs(velocity).sum()
     assert output.requires_grad
-    return sum(size for key, (storage, size) in made.storages.items() if key not in own and not storage.expired())
+    return live.now
 
 
 def test_less_is_kept_the_more_is_recomputed():
@@ -128,6 +112,32 @@ def test_less_is_kept_the_more_is_recomputed():
     for targets in (LINEARS, r".*attn1\.to_(q|k|v)"):
         assert kept_bytes(targets) < 1.05 * kept_bytes(targets, tricks=Tricks(by_hand=False))
     assert full == kept_bytes(checkpointing="full", tricks=Tricks(by_hand=False))
+
+
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_no_frozen_weight_of_a_block_is_held_for_the_backward_pass(by_hand: bool, monkeypatch: pytest.MonkeyPatch):
+    model, inputs = adapted(vectors_model("dit_t2v21")), inputs_of("dit_t2v21")
+    velocity = fast(model, tricks=Tricks(by_hand=by_hand))
+    step(model, velocity, inputs)  # after which the weights stay where they are
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    saved: list[torch.Tensor] = []
+    lists: list[Any] = []
+    forward = BlockByHand.forward
+
+    def noted(block: BlockByHand, hidden: torch.Tensor, kept: Any, **more: Any) -> torch.Tensor:
+        lists.append(kept)
+        return forward(block, hidden, kept, **more)
+
+    monkeypatch.setattr(BlockByHand, "forward", noted)
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: saved.append(one) or one, lambda one: one):
+        output = inputs(velocity).sum()
+    held = [one for one in [*saved, *tree_leaves(lists)] if isinstance(one, torch.Tensor)]
+    assert output.requires_grad
+    assert bool(lists) == by_hand
+    assert len(held) > 10 * len(model.blocks)
+    found = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in held}
+    blocks = sum(p.numel() * 4 for p in model.blocks.parameters() if p.ndim == 2)
+    assert sum(size for place, size in found.items() if place in own) < 0.1 * blocks
 
 
 def test_offloaded_inputs_are_not_held_on_the_device(monkeypatch: pytest.MonkeyPatch):

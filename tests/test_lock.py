@@ -94,6 +94,16 @@ def test_released_when_the_block_fails(path):
     assert not path.exists()
 
 
+def test_released_when_a_signal_comes_while_it_begins_to_beat(path, monkeypatch):
+    def interrupted(thread):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(lock.threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt), hold(path):
+        pytest.fail("it did not begin")
+    assert not path.exists()
+
+
 def test_no_lock_asked_for_locks_nothing(tmp_path):
     with hold(None):
         assert list(tmp_path.iterdir()) == []

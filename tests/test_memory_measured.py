@@ -1,14 +1,12 @@
 """What a step of the fast path really holds, counted tensor by tensor, against the formula that the presets use."""
 
-import weakref
 from dataclasses import replace
 
 import pytest
 import torch
 from diffusers import QwenImageTransformer2DModel, WanTransformer3DModel
+from live import Live
 from peft import LoraConfig
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from wangen import profiles
 from wangen.generator.weight_counts import weight_counts
@@ -22,30 +20,6 @@ CPU = torch.device("cpu")
 DIM, FFN, RANK, SIDE = 256, 1024, 4, 48
 TOKENS = (SIDE // 2) ** 2
 ROW = TOKENS * DIM * 4  # one tensor N x d in float32
-
-
-class Live(TorchDispatchMode):
-    """Adds up the storages that operators make, and takes away those that are gone."""
-
-    def __init__(self, known: list[torch.Tensor]) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self.known = [tensor.untyped_storage() for tensor in known]
-        self.seen = weakref.WeakSet(self.known)
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage() not in self.seen:
-                storage = tensor.untyped_storage()
-                self.seen.add(storage)
-                self.now += storage.nbytes()
-                self.peak = max(self.peak, self.now)
-                weakref.finalize(storage, self._gone, storage.nbytes())
-        return result
-
-    def _gone(self, num_bytes: int) -> None:
-        self.now -= num_bytes
 
 
 def make_wan(num_layers: int):

@@ -130,7 +130,7 @@ class BlockByHand:
         own, numbers = self._module.attn1, self._numbers
         normed, moments = self._modulated(hidden, numbers.scale, numbers.shift, self._module.norm1.eps)
         (query, key, value), images = self._groups["own"].run(normed)
-        both, weights = pair(query, key), torch.stack([own.norm_q.weight, own.norm_k.weight])
+        both, weights = _pair(query, key), torch.stack([own.norm_q.weight, own.norm_k.weight])
         turned, roots = rms_rotary(both, weights, self._rotations, own.norm_q.eps)
         query, key = turned.chunk(2, 1)
         attended, to_parts = self._attend(query, key, value, own.heads, None, self._stash, keeps=kept is not None)
@@ -286,7 +286,7 @@ def _needed(inputs: Tensor, images: Tensor | None) -> Tensor | None:
     return None if images is None else inputs
 
 
-def pair(left: Tensor, right: Tensor) -> Tensor:
+def _pair(left: Tensor, right: Tensor) -> Tensor:
     """Two tensors (T, D) as (T, 2 D), without a copy where they lie so."""
     width, stride = left.shape[1], left.stride()
     beside = right.data_ptr() == left.data_ptr() + width * left.element_size() and right.stride() == stride

@@ -136,7 +136,9 @@ class FastModel:
     def _layers_for(self, hidden: Tensor) -> Layers:
         """The linear layers as they are in the step that begins with these tokens."""
         key = self._dtype or hidden.dtype, hidden.device
-        layers = self._layers.setdefault(key, Layers(*key))
+        layers = self._layers.get(key)
+        if layers is None:
+            layers = self._layers[key] = Layers(*key)
         layers.begin()
         return layers
 
