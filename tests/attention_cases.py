@@ -6,6 +6,7 @@ sage passes no gradient on, as the real one.
 
 import math
 import sys
+from collections import Counter
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -15,6 +16,9 @@ import torch
 from torch import Tensor
 
 CPU = torch.device("cpu")
+
+ON_CPU = {40: "_softmax", 80: "_scaled_dot_product_flash_attention_for_cpu"}
+"""By the number of keys of `inputs`: the operator that one forward pass of attention on the CPU calls once."""
 
 
 def exact(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | float = 0.0) -> Tensor:
@@ -56,6 +60,11 @@ def installer(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     for name in STAND_INS:
         monkeypatch.setitem(sys.modules, name, None)
     return put
+
+
+def calls_of_attention(names: Counter[str]) -> int:
+    """How many forward passes of attention are among the operators that were called on the CPU."""
+    return sum(names[name] for name in ON_CPU.values())
 
 
 def inputs(dtype: torch.dtype, *, keys: int = 40, items: int = 2, device: torch.device = CPU) -> list[Tensor]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from attention_cases import CPU, STAND_INS, by_token, exact, gradients, inputs, installer, off, sage
+from attention_cases import CPU, ON_CPU, STAND_INS, by_token, exact, gradients, inputs, installer, off, sage
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend
@@ -27,12 +27,13 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 2e-6)])
-def test_query_key_and_value_get_the_exact_gradient_under_every_choice(install, name, dtype, bound):
+@pytest.mark.parametrize("keys", ON_CPU)
+def test_query_key_and_value_get_the_exact_gradient_under_every_choice(install, name, dtype, bound, keys):
     install(*STAND_INS)
     kernel = choose_kernel(name, CPU, dtype)
     assert kernel.name == ("flash3" if name == "auto" else name)
-    tensors = inputs(dtype)
-    bias = torch.zeros(2, 1, 1, 40)
+    tensors = inputs(dtype, keys=keys)
+    bias = torch.zeros(2, 1, 1, keys)
     bias[0, ..., 30:] = -math.inf
     bias[1, ..., -1] = math.log(466)
     for split in (kernel, kernel.by_item()):
@@ -42,8 +43,8 @@ def test_query_key_and_value_get_the_exact_gradient_under_every_choice(install, 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_on_the_cpu_sixteen_bits_lose_less_than_in_the_operators_own_way(dtype):
-    tensors = inputs(dtype, keys=47)
-    bias = torch.zeros(2, 1, 1, 47)
+    tensors = inputs(dtype, keys=80)
+    bias = torch.zeros(2, 1, 1, 80)
     bias[..., -1] = math.log(466)  # no number of 16 bits
     wide = [tensor.detach().double().requires_grad_() for tensor in tensors]
     kernel = choose_kernel("sdpa", CPU, dtype)
@@ -57,6 +58,20 @@ def test_on_the_cpu_sixteen_bits_lose_less_than_in_the_operators_own_way(dtype):
             assert off([one], [right]) < off([other], [right])
         for number in (0, 3):  # the output, and the gradient of the values
             assert off([found[number]], [expected[number]]) < torch.finfo(dtype).eps / 4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_on_the_cpu_products_of_sixteen_bits_are_off_by_their_rounding(dtype):
+    tensors = inputs(dtype, keys=40)
+    bias = torch.zeros(2, 1, 1, 40)
+    bias[..., -1] = math.log(466)
+    wide = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    kernel = choose_kernel("sdpa", CPU, dtype)
+    for rest in ((), (bias,)):
+        found, expected = gradients(kernel, tensors, *rest), gradients(exact, wide, *rest)
+        assert {tensor.dtype for tensor in found} == {dtype}
+        for one, right, bound in zip(found, expected, (0.35, 0.8, 0.8, 0.35), strict=True):
+            assert off([one], [right]) < torch.finfo(dtype).eps * bound
 
 
 def test_auto_takes_the_first_that_runs_and_never_sage(install, caplog):
@@ -175,10 +190,10 @@ def test_cudnn_comes_first_on_hopper_only(monkeypatch):
         attention._choose.cache_clear()
         kernel = choose_kernel("sdpa", cuda, torch.bfloat16)
         assert kernel.pad_copies == 3  # CUDA's kernels take a bias in their own dtype
-        tensors = inputs(torch.float32)
+        tensors = inputs(torch.float32, device=torch.device("meta"))
         kernel(*tensors)
         assert orders.pop()[0] == first
-        kernel(*tensors, torch.zeros(2, 1, 1, 40))
+        kernel(*tensors, torch.zeros(2, 1, 1, 40, device="meta"))
         assert orders.pop() == usual
         assert torch._C._get_sdp_priority_order() == usual
     monkeypatch.setattr(torch.version, "hip", "6.4")  # its cards have such capabilities too

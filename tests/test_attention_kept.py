@@ -5,7 +5,18 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from attention_cases import CPU, STAND_INS, exact, gradients, inputs, installer, off, sage
+from attention_cases import (
+    CPU,
+    ON_CPU,
+    STAND_INS,
+    calls_of_attention,
+    exact,
+    gradients,
+    inputs,
+    installer,
+    off,
+    sage,
+)
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,7 +26,6 @@ from wangen.runtime.fast import attention, attention_operators
 from wangen.runtime.fast.attention import Kernel, Stash, choose_kernel
 from wangen.runtime.fast.host_copies import HostCopies, HostCopy
 
-FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA's operators run on CUDA")
 
 
@@ -36,8 +46,9 @@ class Calls(TorchDispatchMode):
         self.items: list[int] = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.names[function.__name__.split(".")[0]] += 1
-        if function.__name__.split(".")[0] == FORWARD:
+        name = function.__name__.split(".")[0]
+        self.names[name] += 1
+        if name in ON_CPU.values():
             self.items.append(len(args[0]))
         return function(*args, **(kwargs or {}))
 
@@ -77,11 +88,12 @@ def checkpointed(kernel: Kernel, tensors: list[Tensor], *, keep: bool, offload: 
 
 @pytest.mark.parametrize("name", ["sdpa", "sage"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_kept_attention_gives_the_same_bytes(install, name, dtype):
+@pytest.mark.parametrize("keys", ON_CPU)
+def test_kept_attention_gives_the_same_bytes(install, name, dtype, keys):
     install("sageattention")
     kernel = choose_kernel(name, CPU, dtype)
     assert kernel.name == name
-    tensors = inputs(dtype)
+    tensors = inputs(dtype, keys=keys)
     for one in (kernel, kernel.by_item()):
         plain = gradients(lambda q, k, v, one=one: region(one, q, k, v), tensors)
         for keep, offload in ((False, False), (True, False), (True, True)):
@@ -95,19 +107,22 @@ def test_in_place_of_a_package_kernel_sdpa_is_kept(install, name):
     kernel, tensors = choose_kernel(name, CPU, torch.float32), inputs(torch.float32)
     with Calls() as calls:
         found = checkpointed(kernel, tensors, keep=True)
-    assert calls.names[FORWARD] == 2
+    assert calls_of_attention(calls.names) == 2
     sdpa = checkpointed(choose_kernel("sdpa", CPU, torch.float32), tensors, keep=True)
     assert all(torch.equal(a, b) for a, b in zip(found, sdpa, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_kept_is_not_computed_again(install, dtype):
-    kernel, tensors = choose_kernel("sdpa", CPU, dtype), inputs(dtype)
+@pytest.mark.parametrize(("keys", "backward"), [
+    (40, "_softmax_backward_data"), (80, "_scaled_dot_product_flash_attention_for_cpu_backward"),
+])  # fmt: skip
+def test_what_is_kept_is_not_computed_again(install, dtype, keys, backward):
+    kernel, tensors = choose_kernel("sdpa", CPU, dtype), inputs(dtype, keys=keys)
     counts = {}
     for keep in (False, True):
         with Calls() as calls:
             checkpointed(kernel, tensors, keep=keep)
-        counts[keep] = calls.names[FORWARD], calls.names[f"{FORWARD}_backward"]
+        counts[keep] = calls.names[ON_CPU[keys]], calls.names[backward]
     assert counts == {False: (4, 2), True: (2, 2)}  # of the two calls of the region
 
     runs = []
@@ -118,15 +133,16 @@ def test_what_is_kept_is_not_computed_again(install, dtype):
     assert len(runs) == 2
 
 
-def test_a_stash_holds_output_and_logsumexp_between_the_passes_only():
+@pytest.mark.parametrize(("keys", "beside"), [(40, 2 * 3 * 40 * 40), (80, 2 * 3 * 40)])
+def test_a_stash_holds_output_and_probabilities_or_logsumexp_between_the_passes_only(keys, beside):
     kernel, stash = choose_kernel("sdpa", CPU, torch.float32), Stash()
-    tensors = inputs(torch.float32)
+    tensors = inputs(torch.float32, keys=keys)
     output = checkpoint(
         lambda *tensors: kernel.kept(*tensors, stash).square(),
         *tensors, use_reentrant=False, preserve_rng_state=False,
         context_fn=lambda: (stash.recording(), stash.replaying()),
     )  # fmt: skip
-    assert held_bytes(stash) == 4 * (2 * 3 * 40 * 32 + 2 * 3 * 40)
+    assert held_bytes(stash) == 4 * (2 * 3 * 40 * 32 + beside)
     with pytest.raises(AssertionError, match="serves one forward pass"), stash.recording():
         pass
     output.sum().backward(retain_graph=True)
@@ -162,7 +178,8 @@ def test_what_waits_in_host_memory_comes_back_with_its_strides_and_leaves_its_bu
 
 
 def test_an_offloaded_stash_holds_nothing_on_the_device():
-    kernel, stash, tensors = choose_kernel("sdpa", CPU, torch.float32), Stash(offload=True), inputs(torch.float32)
+    kernel, stash = choose_kernel("sdpa", CPU, torch.float32), Stash(offload=True)
+    tensors = inputs(torch.float32, keys=80)
     with stash.recording():
         output = kernel.kept(*tensors, stash)
     assert held_bytes(stash) == 0

@@ -17,10 +17,10 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from wangen.runtime.fast.attention_operators import (
-    CpuFlash,
     ForwardOnly,
     Function,
     Gradients,
+    Operator,
     attend,
     held,
     operator_for,
@@ -143,19 +143,20 @@ class Kernel:
 
         return output.detach(), gradients
 
-    def _operator_on_cpu(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> CpuFlash | None:
+    def _operator_on_cpu(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Operator | None:
         """What a call comes to on the CPU, where nothing of it is left to others."""
         if query.device.type != "cpu" or self.function is not None or (self.split and len(query) > 1):
             return None
-        return None if operator_for(query, key, value) is None else CpuFlash(bias)
+        return operator_for(query, key, value, bias)
 
     def by_item(self) -> "Kernel":
         """The same kernel, one item of the batch after the other: `--split_attn`."""
         return replace(self, split=True)
 
     def _sdpa(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
-        if query.device.type == "cpu" and query.element_size() == 2:
-            return attend(query, key, value, CpuFlash(bias))
+        operator = operator_for(query, key, value, bias) if query.device.type == "cpu" else None
+        if operator is not None:
+            return attend(query, key, value, operator)
         if bias is not None:  # with a bias the memory-efficient kernel is the one for training, and it wants its dtype
             mask = bias.to(query.dtype)
             return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)

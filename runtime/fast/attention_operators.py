@@ -7,6 +7,7 @@ The arguments follow the operators' schemas, and how PyTorch's derivatives.yaml 
 Shapes: B items, H heads, N queries, L keys, D channels of a head.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -62,7 +63,7 @@ class CpuFlash:
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Sequence[Tensor | None]:
         """The output and the scores' logsumexp, (B, H, N)."""
         output, logsumexp = _aten._scaled_dot_product_flash_attention_for_cpu(
-            _wide(query), _wide(key), _wide(value), attn_mask=self.bias
+            _wide(query), _wide(key), _wide(value), attn_mask=self._mask(query)
         )
         return output.to(query.dtype), logsumexp
 
@@ -74,9 +75,46 @@ class CpuFlash:
         assert output is not None
         gradients = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             _wide(gradient), _wide(query), _wide(key), _wide(value), _wide(output), logsumexp, 0.0, False,
-            attn_mask=self.bias,
+            attn_mask=self._mask(query),
         )  # fmt: skip
         return _three(gradient.to(query.dtype) for gradient in gradients)
+
+    def _mask(self, query: Tensor) -> Tensor | None:
+        """The bias in the dtype of the computation: the operator would read another one's bytes as numbers of it."""
+        return None if self.bias is None else self.bias.to(torch.promote_types(query.dtype, torch.float32))
+
+
+@dataclass(frozen=True)
+class CpuProducts:
+    """The CPU's for few keys: products of matrices, whose probabilities (B, H, N, L) are kept.
+
+    On two cores of a Zen 4 it takes 0.8 to 0.9 of `CpuFlash`'s time in float32 and 0.3 to 0.6 in bfloat16 (256 tokens
+    and keys, or 47 keys). Scores are computed in float32; numbers of 16 bits are rounded where a product takes them in.
+
+    Attributes:
+        bias: (B, 1, 1, L), added to the scores.
+    """
+
+    bias: Tensor | None = None
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Sequence[Tensor | None]:
+        """The output and the probabilities."""
+        scores = _product(_wide(query), _wide(key).mT, _scale(query))
+        if self.bias is not None:
+            scores += self.bias
+        probabilities = torch.softmax(scores, -1).to(query.dtype)
+        return probabilities @ value, probabilities
+
+    def backward(
+        self, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, kept: Sequence[Tensor | None]
+    ) -> Gradients:
+        """See `Operator`."""
+        _, probabilities = kept
+        assert probabilities is not None
+        to_scores = _aten._softmax_backward_data(gradient @ value.mT, probabilities, -1, probabilities.dtype)
+        to_value = probabilities.mT @ gradient
+        scale = _scale(query)
+        return _product(to_scores, key, scale), _product(to_scores.mT, query, scale), to_value
 
 
 class CudaFlash:
@@ -173,11 +211,23 @@ _CUDA: dict[int, Operator] = {
 }
 
 
-def operator_for(query: Tensor, key: Tensor, value: Tensor) -> Operator | None:
-    """The operator that SDPA would pick here; None for its plain matrix products, of which nothing can be kept."""
+def operator_for(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Operator | None:
+    """The operator that SDPA would pick here; None for its plain matrix products, of which nothing can be kept.
+
+    On the CPU it is `CpuProducts` while what that keeps is no more than query and key are for as many tokens.
+
+    Args:
+        query: (B, H, N, D)
+        key: (B, H, L, D)
+        value: (B, H, L, D)
+        bias: (B, 1, 1, L), added to the scores; on the CPU alone.
+    """
     choice = torch._fused_sdp_choice(query, key, value)
     if query.device.type == "cpu":
-        return CpuFlash() if choice == SDPBackend.FLASH_ATTENTION.value else None
+        if choice != SDPBackend.FLASH_ATTENTION.value:
+            return None
+        return CpuProducts(bias) if key.shape[2] <= 2 * key.shape[3] else CpuFlash(bias)
+    assert bias is None
     # SDPA itself fills heads up to a multiple of 8 before it calls an operator.
     return _CUDA.get(choice) if query.shape[-1] % 8 == 0 else None
 
@@ -226,6 +276,18 @@ class _Attend(torch.autograd.Function):
 
 def _wide(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.element_size() == 2 else tensor
+
+
+def _scale(query: Tensor) -> float:
+    """What scores are multiplied by."""
+    return 1 / math.sqrt(query.shape[-1])
+
+
+def _product(left: Tensor, right: Tensor, scale: float) -> Tensor:
+    """(B, H, M, K) times (B, H, K, L) times a number -> (B, H, M, L)."""
+    nothing = left.new_empty(())
+    product = torch.baddbmm(nothing, left.flatten(0, 1), right.flatten(0, 1), beta=0, alpha=scale)
+    return product.view(*left.shape[:2], *product.shape[1:])
 
 
 def _three(tensors: Any) -> Gradients:

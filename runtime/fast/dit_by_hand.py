@@ -149,12 +149,12 @@ class BlockByHand:
         del attended, to_branch
         to_query, to_key, to_value = self._parts(to_parts, to_attended, own.heads)
         del to_parts, to_attended
-        to_both = torch.cat([to_query, to_key], 1)
+        to_both = torch.stack([to_query, to_key], 2).view(both.shape)
         del to_query, to_key
         to_both = rms_rotary_back(to_both, both, roots, weights, self._rotations)
         del both
         to_normed, trained["own"] = self._groups["own"].back(
-            normed, images, [*to_both.chunk(2, 1), to_value], has_gradient=has_gradient
+            normed, images, [*to_both.chunk(2, 1), to_value.reshape(gradient.shape)], has_gradient=has_gradient
         )
         if to_normed is None:
             return None
@@ -196,13 +196,13 @@ class BlockByHand:
         to_turned = None
         for one, (rows, low_rows, key, key_root, to_parts) in zip(self._others, looks, strict=True):
             to_query, to_key, to_value = self._parts(to_parts, to_attended, other.heads)
-            to_key = rms_rotary_back(to_key, key, key_root, one.norm.weight, None)
-            group = self._groups[one.name]
-            _, trained[one.name] = group.back(rows, low_rows, [to_key, to_value], has_gradient=False)
+            to_key = rms_rotary_back(to_key.reshape(key.shape), key, key_root, one.norm.weight, None)
+            slopes = [to_key, to_value.reshape(key.shape)]
+            _, trained[one.name] = self._groups[one.name].back(rows, low_rows, slopes, has_gradient=False)
             to_turned = to_query if to_turned is None else to_turned + to_query
         assert to_turned is not None
         del looks, to_parts, to_attended
-        to_query = rms_rotary_back(to_turned, query, root, other.norm_q.weight, None)
+        to_query = rms_rotary_back(to_turned.reshape(query.shape), query, root, other.norm_q.weight, None)
         del query, to_turned
         to_hidden, trained["query"] = self._groups["query"].back(normed, images, [to_query])
         assert to_hidden is not None
@@ -276,9 +276,9 @@ class BlockByHand:
         return output.transpose(1, 2).reshape(query.shape), to_parts
 
     def _parts(self, to_parts: Callable[[Tensor], Sequence[Tensor]], gradient: Tensor, heads: int) -> Sequence[Tensor]:
-        """The gradient of attention's output (T, D) -> those of query, key and value, rows of D one after the other."""
+        """The gradient of attention's output (T, D) -> those of query, key and value, (B, N or L, H, D / H) each."""
         parts = to_parts(gradient.view(self._items, -1, heads, gradient.shape[-1] // heads).transpose(1, 2))
-        return [part.transpose(1, 2).reshape(-1, gradient.shape[-1]) for part in parts]
+        return [part.transpose(1, 2) for part in parts]
 
 
 def _needed(inputs: Tensor, images: Tensor | None) -> Tensor | None:
