@@ -4,8 +4,8 @@ python benchmarks/plan_accuracy.py             # blocks of the real width, a few
 python benchmarks/plan_accuracy.py --quick     # narrow blocks, two minutes
 
 Needs no GPU: the trainer's `optimizer_step` runs on random weights on the CPU, torch's counter adds up its products,
-and every storage that an operator makes is followed until it is gone. Attention's products are in neither number: the
-counter does not know the CPU kernel. What the plan calls reserve (context, workspaces, fragments) does not exist
+and every storage that an operator makes is followed until it is gone. Attention is in neither number of products: the
+counter does not know the CPU's kernel for many keys. What the plan calls reserve (context, workspaces, fragments) does not exist
 on a CPU; what a block swap or an offload keeps in host memory counts on both sides, since here both are the host's.
 """
 
@@ -37,6 +37,9 @@ from wangen.runtime.training.prepared import Group
 from wangen.runtime.training.step import optimizer_step
 
 CPU = torch.device("cpu")
+
+BY_BATCH = torch.ops.aten.bmm, torch.ops.aten.baddbmm
+"""The products of attention to few keys."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +137,7 @@ def measure(case: Case) -> Found:
     rows = len(group.batches[0].batch.texts[0])
     budget = memory_plan(model, settings_of(options), tokens=memory_tokens(shape, model, rows))
     return Found(
-        flops=float(sum(number for name, number in counts if "attention" not in str(name))),
+        flops=float(sum(number for name, number in counts if "attention" not in str(name) and name not in BY_BATCH)),
         planned_flops=_products(case, options, rows),
         memory=live.peak,
         planned_memory=budget.device + budget.host - RESERVE,
