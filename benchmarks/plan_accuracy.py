@@ -5,8 +5,9 @@ python benchmarks/plan_accuracy.py --quick     # narrow blocks, two minutes
 
 Needs no GPU: the trainer's `optimizer_step` runs on random weights on the CPU, torch's counter adds up its products,
 and every storage that an operator makes is followed until it is gone. Attention is in neither number of products: the
-counter does not know the CPU's kernel for many keys. What the plan calls reserve (context, workspaces, fragments) does not exist
-on a CPU; what a block swap or an offload keeps in host memory counts on both sides, since here both are the host's.
+counter does not know the CPU's kernel for many keys. What the plan calls reserve (context, workspaces, fragments) does
+not exist on a CPU; what a block swap or an offload keeps in host memory counts on both sides, since here both are the
+host's.
 """
 
 import argparse

@@ -7,13 +7,16 @@ from wangen.generator.errors import UsageError
 
 
 def find_config(given: Path) -> Path:
-    """The TOML file that a `--config_file` means: the file of that name, else the shipped one.
+    """The TOML file that a `--config_file` means: the file of that name, with or without `.toml`, else the shipped one.
 
     Only a bare name, without folder and ending, is that of a shipped one.
 
     Raises:
         UsageError: it is a bare name, and neither a file nor a shipped configuration has it.
     """
+    longer = Path(f"{given}.toml")
+    if not given.is_file() and longer.is_file():
+        return longer
     if given.is_file() or given.name != str(given) or given.suffix:
         return given
     shipped = profiles.config_files()

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from wangen.generator.step_parts import (
     CLIP,
+    COMPILES,
     DIT,
     DTYPE_VALUES,
     FP8_T5,
@@ -36,6 +37,7 @@ DEFAULT_SEED = 42
 SMOKE_SAMPLING_STEPS = 4
 
 _MODELS = "(default: the model's)"
+_SKIPS = f"skip-layer guidance {LATER}"
 _EXPERT = "of the high-noise expert (Wan 2.2 A14B)"
 
 
@@ -64,10 +66,16 @@ class Generate(Step):
         "lazy_loading": "an expert waits in host memory until its steps come: leave it out",
         "fp8_fast": "products are never rounded to 8 bits: use --fp8_scaled",
         "no_metadata": "the settings in a file are what --from repeats it by: leave it out",
-        "compile_args": "use --compile alone: blocks are compiled by inductor",
-        "compile_backend": "use --compile alone: blocks are compiled by inductor",
-        "compile_mode": "use --compile alone: blocks are compiled by inductor in its default mode",
-        "compile_dynamic": "use --compile alone: each shape gets a graph of its own",
+        "compile_args": COMPILES["compile_backend"],
+        **COMPILES,
+        "ckpt_dir": "give the files: --dit, --vae, --t5, and --clip for Wan 2.1 image-to-video",
+        "disable_numpy_memmap": "weights are read without numpy: leave it out",
+        "control_image_mask_path": "the control images of one-frame sampling have masks there: leave it out",
+        **dict.fromkeys(("include_patterns", "exclude_patterns"), "every layer of a LoRA is used: leave it out"),
+        "lycoris": "LoHa and LoKr files are known by what they hold: give them to --lora_weight",
+        "trim_tail_frames": "give a smaller --video_length",
+        **dict.fromkeys(("cfg_skip_mode", "cfg_apply_ratio"), "every step has its guidance: leave it out"),
+        **dict.fromkeys(("slg_layers", "slg_scale", "slg_start", "slg_end", "slg_mode"), _SKIPS),
     }
 
     smoke: bool = flag(f"try the job: one video of every prompt in {SMOKE_SAMPLING_STEPS} steps, with what a try has "

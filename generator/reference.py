@@ -41,15 +41,21 @@ DIFFERENCES = (
     "`--blocks_to_swap` copies frozen weights to the device only, and never back; `--vram 8|12|16|24` chooses for a "
     "card.",
     "`--include_patterns` and `--exclude_patterns` (also inside `--network_args`) really restrict, and one that "
-    "matches nothing is refused.",
-    "Samples of a model with two experts use both; their settings are in the files.",
+    "matches nothing is refused. Where `--network_args` has both, they mean what they do in musubi-tuner: "
+    "`include_patterns` takes back what `exclude_patterns` took.",
+    "Samples of a model with two experts use both; their settings are in the files. What a prompt leaves open is the "
+    "model's own (`--w 832 --h 480 --f 81` for Wan; seed 42, no negative prompt), not 256x256 and one frame with a "
+    "random seed: write `--w`, `--h` and `--f`. There is a sample after the last step, too.",
     "`generate` puts LoRAs beside the weights and merges nothing, so that any number of them fit a quantised base; "
     "`--fp8` and `--fp8_scaled` are one thing, `--quantize fp8`. Sizes and lengths are the model's own, not 256x256.",
     "`generate --from FILE` repeats a video or picture from the settings inside it, byte by byte.",
     "Training resumes by itself where it stopped, with step, order, noise and schedule; `--fresh` starts again.",
     "The training state is always kept (the newest); `--save_state` keeps that of every saved LoRA.",
+    "Adafactor takes `--learning_rate` unless `--optimizer_args relative_step=True` is given, which musubi-tuner adds.",
+    "`--preserve_distribution_shape` cuts in `sigma`, too; musubi-tuner ignores it there.",
+    "`--log_with all` is `--log_with tensorboard wandb`; `--mixed_precision fp16` is refused: `bf16`, or `no`.",
     "LoRAs are saved in the ComfyUI layout; `--lora_layout kohya` writes musubi-tuner's.",
-    "`constant` with a warm-up warms up; musubi-tuner ignores the warm-up there.",
+    "`constant` with a warm-up warms up; musubi-tuner stops there.",
     "Attention is one flag, `--attention`; `--sdpa --flash_attn --flash3 --xformers --sage_attn` are spellings of it, "
     "and two at once are an error.",
     "A clip's frame rate is read from the file; `source_fps` overrides it, and may be a whole number.",

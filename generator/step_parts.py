@@ -19,6 +19,16 @@ SMOKE_ITEMS = 8
 _TASKS = "use --task qwen-image, qwen-image-edit or qwen-image-edit-plus (2509, 2511)"
 MODEL_VERSION = dict.fromkeys(("model_version", "edit", "edit_plus"), _TASKS)
 """How musubi-tuner names the models of Qwen-Image, and what to use instead."""
+_BY_INDUCTOR = "use --compile alone: blocks are compiled by inductor"
+_BY_SHAPE = "use --compile alone: each shape gets a graph of its own"
+COMPILES = {
+    "compile_backend": _BY_INDUCTOR,
+    "compile_mode": f"{_BY_INDUCTOR} in its default mode",
+    "compile_dynamic": _BY_SHAPE,
+    "compile_cache_size_limit": _BY_SHAPE,
+    "compile_fullgraph": "use --compile alone: a block is one graph wherever it can be",
+}
+"""musubi-tuner's choices beside `--compile`, and what to use instead."""
 LATER = "is not in this version of wangen; leave it out"
 TRY = f"try the job: at most {SMOKE_ITEMS} items"
 DIT = "transformer weights: .safetensors (any shard, fp8 too), .pth, .gguf or a diffusers folder"

@@ -29,6 +29,7 @@ CLIP_SIZE, CLIP_FRAMES = (832, 480), 81
 """What Wan 2.1 is made for, in pixels and frames: of a manifest that says no sizes or lengths."""
 
 _LATER = {
+    "skip_corrupted_cache": "leave it out: training names damaged entries, and caching encodes them again",
     "multiple_target": "several targets per item are not in this version",
     "fp_latent_window_size": "this key belongs to FramePack, not to Wan",
     **dict.fromkeys(("fp_1f_clean_indices", "fp_1f_target_index", "fp_1f_no_post"),
@@ -138,11 +139,13 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def _cure(text: str, error: str) -> str:
-    r"""What to write instead of `"C:\AI"`, the one mistake that everybody makes; nothing for other mistakes.
+    r"""What to write instead of `"C:\AI"`, the one mistake that everybody makes, and of JSON.
 
     >>> _cure('a = 1\nroot = "C:\\Users\\me"', "Invalid hex value (at line 2, column 12)")
     "write root = 'C:/Users/me': a backslash in double quotes starts an escape"
     """
+    if text.lstrip().startswith("{"):
+        return "it is JSON: write TOML, as [general] and [[datasets]] with a line key = value for each"
     number = re.search(r"at line (\d+)", error)
     lines = text.split("\n")
     found = (

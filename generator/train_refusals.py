@@ -162,8 +162,8 @@ def refuse_more_blocks(options: Train, num_blocks: int) -> None:
         raise UsageError(f"--checkpointing_free_blocks {options.checkpointing_free_blocks}: the model has "
                          f"{num_blocks} blocks", cure=f"give 0 to {num_blocks}")  # fmt: skip
     if (options.blocks_to_swap or 0) > room:
-        raise UsageError(f"--blocks_to_swap {options.blocks_to_swap}: the blocks that are recomputed are {room}",
-                         cure=f"give 0 to {room}")  # fmt: skip
+        raise UsageError(f"--blocks_to_swap {options.blocks_to_swap}: only the {room} blocks that are recomputed can "
+                         "be swapped", cure=f"give 0 to {room}")  # fmt: skip
 
 
 def judged(step: AnyStep) -> AnyStep:

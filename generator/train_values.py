@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Literal
 
-from wangen.generator.step_parts import MODEL_VERSION
+from wangen.generator.step_parts import COMPILES, MODEL_VERSION
 
 TimestepSampling = Literal[
     "uniform", "sigmoid", "shift", "logit_normal", "logsnr", "flux_shift", "qwen_shift", "qinglong_flux",
@@ -15,20 +15,39 @@ LrScheduler = Literal[
 ]  # fmt: skip
 Quantize = Literal["none", "fp8", "int8", "nf4"]
 
+_UPLOADS = "wangen uploads nothing: run `hf upload` on the finished file"
+_NO_DDP = "leave it out: gradients are summed without DistributedDataParallel"
+
 ELSEWHERE: Mapping[str, str] = {
     **MODEL_VERSION,
     "wandb_api_key": "keys do not belong on a command line: set WANDB_API_KEY or run `wandb login`",
-    "huggingface_token": "wangen uploads nothing: run `hf upload` on the finished file",
-    "huggingface_repo_id": "wangen uploads nothing: run `hf upload` on the finished file",
+    **dict.fromkeys(
+        (
+            "huggingface_token",
+            "huggingface_repo_id",
+            "huggingface_repo_type",
+            "huggingface_path_in_repo",
+            "huggingface_repo_visibility",
+            "save_state_to_huggingface",
+            "async_upload",
+        ),
+        _UPLOADS,
+    ),
+    "resume_from_huggingface": "wangen downloads nothing: fetch the state with `hf download`, then --resume FOLDER",
     "lr_scheduler_type": "use --lr_scheduler",
     "lr_scheduler_args": "use --lr_scheduler_num_cycles, --lr_scheduler_power and --lr_scheduler_min_lr_ratio",
     "guidance_scale": "it is HunyuanVideo's: leave it out for Wan",
     "img_in_txt_in_offloading": "it is HunyuanVideo's: leave it out for Wan",
     "one_frame": "one-frame training is not in this version of wangen; leave it out",
-    "compile_backend": "use --compile alone: blocks are compiled by inductor",
-    "compile_mode": "use --compile alone: blocks are compiled by inductor in its default mode",
-    "compile_dynamic": "use --compile alone: each shape gets a graph of its own",
-    "dynamo_backend": "use --compile",
+    **COMPILES,
+    **dict.fromkeys(("dynamo_backend", "dynamo_mode", "dynamo_fullgraph", "dynamo_dynamic"), "use --compile"),
+    "cuda_cudnn_benchmark": "leave it out: training on a cache has no convolution that is worth a choice",
+    "log_prefix": "leave it out: --logging_dir names the folder, --wandb_run_name the run",
+    "log_tracker_config": "use --log_tracker_name and --wandb_run_name",
+    "log_config": "leave it out: a LoRA's header holds the settings it was trained with",
+    "metadata_reso": "leave it out: modelspec.resolution is not written",
+    "metadata_arch": "leave it out: modelspec.architecture is not written; --task says the model",
+    **dict.fromkeys(("ddp_gradient_as_bucket_view", "ddp_static_graph"), _NO_DDP),
     "ddp_timeout": "leave it out: processes wait long enough for each other by themselves",
 }
 """Flags of other trainers -> what to do here."""

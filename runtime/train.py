@@ -38,7 +38,7 @@ from wangen.runtime.training.checkpoint import TrainingState
 from wangen.runtime.training.loading import is_crowded, load_trainee, require_room
 from wangen.runtime.training.out_of_memory import enough_memory_for, enough_memory_for_steps
 from wangen.runtime.training.parallel import chosen_way, mesh_of, require_parallel, with_all_resident
-from wangen.runtime.training.plan import Plan, dataset_digest, make_plan
+from wangen.runtime.training.plan import ExpertPlan, Plan, dataset_digest, make_plan
 from wangen.runtime.training.prepared import groups
 from wangen.runtime.training.ranks import Ranks, joined, sum_of_bits
 from wangen.runtime.training.refusals import refuse, resolved
@@ -205,6 +205,17 @@ def _prepare(
     return training
 
 
+def _announce_range(options: Train, expert: ExpertPlan, num_steps: int) -> None:
+    """Say which timesteps one of two experts is trained at, and which of the wanted ones it is not."""
+    least, most = 1000 * expert.low, 1000 * expert.high
+    log.info("    timesteps %g to %g: %.1f %% of the drawn ones, %d of %d steps", max(least, options.min_timestep),
+             min(most, options.max_timestep), 100 * expert.share, expert.num_steps, num_steps)  # fmt: skip
+    asked = (options.min_timestep, options.max_timestep) != (0, 1000)
+    if options.experts != "both" and asked and (options.min_timestep < least or options.max_timestep > most):
+        log.warning("    the others from %g to %g are the other expert's, and not trained (--timestep_boundary)",
+                    options.min_timestep, options.max_timestep)  # fmt: skip
+
+
 def _announce(training: Run) -> None:
     """Say what is about to be trained."""
     plan, options = training.plan, training.plan.options
@@ -224,9 +235,7 @@ def _announce(training: Run) -> None:
                  what, {"bf16": "bfloat16", "no": "float32"}[options.mixed_precision], trainee.model.attention,
                  training.device)  # fmt: skip
         if trainee.plan.name:
-            log.info("    timesteps %g to %g: %.1f %% of the drawn ones, %d of %d steps", 1000 * trainee.plan.low,
-                     1000 * trainee.plan.high, 100 * trainee.plan.share, trainee.plan.num_steps,
-                     plan.num_steps)  # fmt: skip
+            _announce_range(options, trainee.plan, plan.num_steps)
     if len(plan.experts) > 1:
         for line in starving({expert.name: expert.num_steps / plan.num_steps for expert in plan.experts}):
             log.warning("  %s", line)

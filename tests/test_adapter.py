@@ -103,6 +103,10 @@ def test_every_kind_begins_at_a_quantised_base_as_well(tmp_path: Path, kind: str
         ({"network_args": (r"include_patterns=['.*cross_attn.*']",)}, r"blocks\.\d+\.attn2\..*"),
         ({"network_args": (r"exclude_patterns=[r'.*attn.*']",), "exclude_patterns": (r"net\.2",)},
          r"blocks\.\d+\.ffn\.net\.0\.proj"),
+        ({"network_args": (r"exclude_patterns=[r'.*']", r"include_patterns=[r'.*self_attn.*']", "verbose=True")},
+         r"blocks\.\d+\.attn1\..*"),
+        ({"network_args": (r"include_patterns=[r'.*blocks\.1\..*']", r"exclude_patterns=[r'.*ffn.*']")},
+         r"blocks\.(\d+\.attn[12]|1)\..*"),
     ],
 )  # fmt: skip
 def test_targets_and_patterns_restrict_what_is_trained(tmp_path: Path, changes: dict, pattern: str):

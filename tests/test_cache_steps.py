@@ -254,7 +254,7 @@ def test_blocks_that_spell_their_cache_folder_in_two_ways_share_it(tmp_path: Pat
     bundle.toml.write_text("".join(blocks))
     assert [bundle.latents()["computed"], bundle.text()["computed"]] == [2, 3]
     assert [bundle.latents()["computed"], bundle.text()["computed"]] == [0, 0]
-    bundle.toml.write_text(blocks[0] + blocks[1].replace("64", "96"))
+    bundle.toml.write_text(blocks[0] + blocks[1].replace("resolution = 64", "resolution = 96"))
     assert bundle.latents()["computed"] == 1
     assert bundle.latents("--resolution", "64")["removed"] == 0
     assert bundle.check() == 0

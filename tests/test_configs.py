@@ -201,3 +201,10 @@ def test_captioned_images_cache_and_train_by_one_command(tiny, tmp_path):
         "mine.safetensors",
         "mine-best.safetensors",
     }
+
+
+def test_the_ending_of_a_file_may_be_left_out(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.2.toml").write_text("seed = 7\n", encoding="utf-8")
+    for path in ("mine.2", "mine.2.toml", str(tmp_path / "mine.2")):
+        assert parse(Train, [*TRAIN, "--config_file", path]).seed == 7

@@ -175,7 +175,7 @@ def test_what_cannot_be_planned_is_named(place: Path, capsys, words, said):
     ("line", "said"),
     [("gradient_accumulation_steps = 0", "must be above 0"), ("network_dim = -5", "must be above 0"),
      ("network_alpha = 1e308", "above 0 and at most 3.4e+38"), ("num_timestep_buckets = 2147483648", "at most 1000000"),
-     ("blocks_to_swap = 99", "the blocks that are recomputed are 40"),
+     ("blocks_to_swap = 99", "only the 40 blocks that are recomputed"),
      ("checkpointing_free_blocks = 80", "the model has 40 blocks")],
 )  # fmt: skip
 def test_numbers_that_training_refuses_are_not_published(place: Path, capsys, line, said):

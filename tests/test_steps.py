@@ -14,50 +14,25 @@ from wangen.generator import reference
 from wangen.generator.commands import convert, parse
 from wangen.generator.entry import OVERVIEW
 from wangen.generator.errors import UsageError
+from wangen.generator.lint.tools import musubi_specs
 from wangen.generator.steps import STEPS, CacheLatents, CacheText, Generate, Train, find_step
 from wangen.generator.table import Option, Step, options, spellings
 
 TRAIN = ["--dataset_config", "d.toml", "--dit", "m.safetensors", "--output_dir", "out", "--output_name", "cats"]
 
-# The P rows of musubi-tuner 0.3.4 for these steps: each must be accepted or answered in words.
-MUSUBI_CACHE_LATENTS = (
-    "dataset_config vae vae_dtype device batch_size num_workers skip_existing keep_cache vae_cache_cpu i2v clip"
-).split()
-MUSUBI_CACHE_TEXT = ("dataset_config device batch_size num_workers skip_existing keep_cache t5 fp8_t5").split()
-MUSUBI_TRAIN = (
-    "config_file dataset_config sdpa flash_attn sage_attn xformers max_train_steps max_train_epochs "
-    "max_data_loader_n_workers persistent_data_loader_workers seed gradient_checkpointing "
-    "gradient_checkpointing_cpu_offload gradient_accumulation_steps mixed_precision save_precision "
-    "logging_dir log_with sample_every_n_steps sample_at_first sample_every_n_epochs sample_prompts "
-    "optimizer_type optimizer_args learning_rate max_grad_norm lr_scheduler lr_warmup_steps fp8_base "
-    "blocks_to_swap use_pinned_memory_for_block_swap timestep_sampling discrete_flow_shift sigmoid_scale "
-    "weighting_scheme min_timestep max_timestep preserve_distribution_shape network_weights "
-    "network_module network_dim network_alpha network_args output_dir output_name resume "
-    "save_every_n_epochs save_every_n_steps save_last_n_epochs save_last_n_steps save_state "
-    "save_state_on_train_end dit vae vae_dtype task fp8_scaled t5 fp8_t5 clip vae_cache_cpu "
-    "dit_high_noise timestep_boundary offload_inactive_dit"
-).split()
-MUSUBI_GENERATE = (
-    "task sample_solver dit dit_high_noise offload_inactive_dit vae vae_dtype vae_cache_cpu t5 clip "
-    "lora_weight lora_multiplier lora_weight_high_noise lora_multiplier_high_noise prompt negative_prompt "
-    "video_size video_length fps infer_steps save_path seed timestep_boundary guidance_scale "
-    "guidance_scale_high_noise image_path flow_shift fp8 fp8_scaled fp8_t5 device attn_mode "
-    "blocks_to_swap output_type"
-).split()
-
 
 @pytest.mark.parametrize(
-    ("step", "flags"),
+    ("step", "script"),
     [
-        (CacheLatents, MUSUBI_CACHE_LATENTS),
-        (CacheText, MUSUBI_CACHE_TEXT),
-        (Train, MUSUBI_TRAIN),
-        (Generate, MUSUBI_GENERATE),
+        (CacheLatents, "wan_cache_latents"),
+        (CacheText, "wan_cache_text_encoder_outputs"),
+        (Train, "wan_train_network"),
+        (Generate, "wan_generate_video"),
     ],
 )
-def test_every_flag_of_musubi_scripts_is_accepted_or_answered(step, flags):
+def test_every_flag_of_musubi_scripts_is_accepted_or_answered(step, script):
     known = {name for name, *_ in spellings(step)} | step.elsewhere.keys()
-    assert [flag for flag in flags if flag not in known] == []
+    assert [flag for flag in musubi_specs(script) if flag not in known] == []
 
 
 @pytest.mark.parametrize("step", STEPS)

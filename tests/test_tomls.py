@@ -89,6 +89,8 @@ def test_the_cache_is_the_media_folder_unless_named(tmp_path):
         (BLOCK + "qwen_image_edit_no_resize_control = true", "cut as their target is"),
         (BLOCK + "qwen_image_edit_control_resolution = 512", "write control_resolution"),
         (BLOCK + "multiple_target = true", "not in this version"),
+        (BLOCK + "skip_corrupted_cache = true", "caching encodes them again"),
+        ('{"datasets": []}', "it is JSON: write TOML"),
         (BLOCK + 'multiple_captions = "yes"', "true or false"),
         (BLOCK + 'background_color = "white"', "a colour like #ffffff"),
         (BLOCK + "background_color = 0", "a colour like #ffffff"),

@@ -100,6 +100,40 @@ def test_musubi_tuners_way_to_train_the_high_noise_expert_alone_is_answered(tiny
     assert "give it to --dit_high_noise, with --experts high" in error.value.cure
 
 
+@pytest.mark.parametrize("changes", [{"min_timestep": 875}, {"experts": "high"}])
+def test_weights_of_the_high_noise_expert_in_the_other_flag_are_answered_whatever_they_are_called(
+    tiny_run, experts, tmp_path, changes
+):
+    with pytest.raises(UsageError) as error:
+        train.run(both(tiny_run, experts, tmp_path, dit_high_noise=None, **changes))
+    assert "give its weights to --dit_high_noise, with --experts high" in error.value.cure
+
+
+def test_of_timesteps_of_both_sides_one_expert_says_which_it_gets(tiny_run, experts, tmp_path, caplog):
+    options = both(tiny_run, experts, tmp_path, experts="low", max_train_steps=1)
+    train.run(replace(options, min_timestep=800, preserve_distribution_shape=True))
+    assert "timesteps 800 to 875: " in caplog.text
+    assert "the others from 800 to 1000 are the other expert's, and not trained" in caplog.text
+    caplog.clear()
+    train.run(replace(options, max_timestep=875, output_dir=tmp_path / "own"))
+    assert "timesteps 0 to 875: " in caplog.text
+    assert "other expert's" not in caplog.text
+
+
+def test_a_folder_that_is_no_state_is_answered_with_what_to_give(tiny_run, tmp_path):
+    options = tiny_run.options(tmp_path, max_train_steps=1)
+    train.run(options)
+    states = next(tmp_path.glob("*-state"))
+    with pytest.raises(WangenError) as error:
+        train.run(replace(options, output_dir=tmp_path / "other", resume=states))
+    assert error.value.cure == "give one of the states in it: the newest is step-00000001"
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "optimizer.bin").touch()
+    with pytest.raises(WangenError) as error:
+        train.run(replace(options, output_dir=tmp_path / "other", resume=tmp_path / "theirs"))
+    assert "start from its LoRA with --network_weights" in error.value.cure
+
+
 def test_an_adapter_that_is_not_used_or_is_the_other_experts_is_said(tiny_run, experts, tmp_path, caplog):
     train.run(both(tiny_run, experts, tmp_path / "low", experts="low", max_train_steps=1))
     start = tmp_path / "low/lora_low_noise.safetensors"
@@ -134,7 +168,7 @@ def test_an_adapter_of_another_rank_or_kind_is_refused_before_the_model_loads(
 
 def test_more_blocks_to_swap_than_there_are_is_refused_before_the_model_loads(tiny_run, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "load_trainee", lambda *_words: pytest.fail("the model was loaded"))
-    with pytest.raises(UsageError, match="the blocks that are recomputed are 2") as error:
+    with pytest.raises(UsageError, match="only the 2 blocks that are recomputed") as error:
         train.run(tiny_run.options(tmp_path, blocks_to_swap=3))
     assert error.value.cure == "give 0 to 2"
 

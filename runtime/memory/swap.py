@@ -331,8 +331,8 @@ def spread(num_blocks: int, num_swapped: int) -> frozenset[int]:
     ([2, 6], [0, 1, 2], [])
     """
     if not 0 <= num_swapped <= num_blocks:
-        raise UsageError(f"--blocks_to_swap {num_swapped}: the blocks that are recomputed are {num_blocks}",
-                         cure=f"give 0 to {num_blocks}")  # fmt: skip
+        raise UsageError(f"--blocks_to_swap {num_swapped}: only the {num_blocks} blocks that are recomputed can be "
+                         "swapped", cure=f"give 0 to {num_blocks}")  # fmt: skip
     return frozenset((2 * number + 1) * num_blocks // (2 * num_swapped) for number in range(num_swapped))
 
 

@@ -55,7 +55,8 @@ class Settings:
         factor: LoKr's `decompose_factor`.
         decompose_both: LoKr's first matrix is a product as well.
         include: patterns, one of which finds every layer.
-        exclude: patterns, none of which finds a layer.
+        exclude: patterns, none of which finds a layer, unless one of `spared` does.
+        spared: patterns whose layers are trained although `exclude` finds them.
         start: the adapter it starts from.
         ranks: module -> rank, where it is not `rank`.
         alphas: module -> alpha, where it is not `alpha`.
@@ -73,6 +74,7 @@ class Settings:
     decompose_both: bool = False
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
+    spared: tuple[str, ...] = ()
     start: Path | None = None
     ranks: Mapping[str, int] = field(default_factory=dict)
     alphas: Mapping[str, float] = field(default_factory=dict)
@@ -114,7 +116,7 @@ def settings(options: Train, expert: str = "") -> Settings:
     )
     found = replace(found, **_translated(options.network_args, found))
     _refuse(found)
-    for pattern in (*found.include, *found.exclude):
+    for pattern in (*found.include, *found.exclude, *found.spared):
         _compiled(pattern)
     if options.dim_from_weights:
         if start is None:
@@ -180,7 +182,8 @@ def select_modules(names: Iterable[str], options: Train, model: profiles.Model, 
     """The layers that get an adapter.
 
     Patterns are searched for in a layer's name in diffusers and in its official name; a layer is taken when one of the
-    include patterns finds it, or none is given, and no exclude pattern does.
+    include patterns finds it, or none is given, and no exclude pattern does. Where `--network_args` has both kinds, its
+    include patterns take back what its exclude patterns took, and restrict nothing, as in musubi-tuner.
 
     Args:
         names: the linear layers of the transformer, by their names in diffusers.
@@ -203,11 +206,13 @@ def select_modules(names: Iterable[str], options: Train, model: profiles.Model, 
                          cure="give another, all for example, or the right --task")  # fmt: skip
     include = [_found_by(pattern, listed, "--include_patterns") for pattern in chosen.include]
     exclude = [_found_by(pattern, listed, "--exclude_patterns") for pattern in chosen.exclude]
-    kept = [name for name in listed if not include or any(name in found for found in include)]
-    kept = [name for name in kept if not any(name in found for found in exclude)]
+    spared = [_found_by(pattern, listed, "--network_args include_patterns=") for pattern in chosen.spared]
+    kept = set(listed).intersection(set().union(*include) if include else listed)
+    kept -= set().union(*exclude) - set().union(*spared)
     if not kept:
-        raise UsageError("--include_patterns and --exclude_patterns leave no layer to train", cure="leave one out")
-    return kept
+        raise UsageError("--include_patterns and --exclude_patterns leave no layer to train",
+                         cure="leave --exclude_patterns out, or exclude less")  # fmt: skip
+    return [name for name in listed if name in kept]
 
 
 def _found_by(pattern: str, names: Sequence[str], flag: str) -> set[str]:
@@ -245,7 +250,6 @@ def _arguments(given: Sequence[str]) -> dict[str, str]:
 _REFUSED = {
     "conv_dim": "a transformer's convolution gets no adapter: leave it out",
     "conv_alpha": "a transformer's convolution gets no adapter: leave it out",
-    "verbose": "leave it out: the log says how many layers are trained",
     "preset": "use --lora_targets",
     "algo": "use --network_module lora, loha or lokr",
 }
@@ -254,8 +258,11 @@ _REFUSED = {
 def _translated(given: Sequence[str], found: Settings) -> dict[str, Any]:
     """What `--network_args` say, as fields of `Settings`."""
     fields: dict[str, Any] = {}
-    for key, value in _arguments(given).items():
-        if key in ("include_patterns", "exclude_patterns"):
+    arguments = _arguments(given)
+    for key, value in arguments.items():
+        if key == "include_patterns" and "exclude_patterns" in arguments:
+            fields["spared"] = _patterns(key, value)
+        elif key in ("include_patterns", "exclude_patterns"):
             name = key.removesuffix("_patterns")
             fields[name] = (*getattr(found, name), *_patterns(key, value))
         elif key in ("rank_dropout", "module_dropout"):
@@ -264,7 +271,7 @@ def _translated(given: Sequence[str], found: Settings) -> dict[str, Any]:
             fields[key.removeprefix("use_")] = _boolean(key, value)
         elif key in ("factor", "lokr_factor"):
             fields["factor"] = _whole_number(key, value)
-        elif key != "loraplus_lr_ratio":
+        elif key not in ("loraplus_lr_ratio", "verbose"):  # the log says how many layers are trained without it
             known = ("include_patterns", "exclude_patterns", "loraplus_lr_ratio", "rank_dropout", "module_dropout",
                      "use_rslora", "use_dora", "factor", "decompose_both")  # fmt: skip
             near = get_close_matches(key, known, 1)

@@ -223,9 +223,7 @@ def read(path: Path) -> TrainingState:
     """
     manifest = _manifest(path)
     if manifest is None:
-        raise WangenError(
-            "this is no complete training state", where=str(path), cure="leave --resume out or give another"
-        )
+        raise WangenError("this is no complete training state", where=str(path), cure=_instead_of(path))
     experts = {}
     for name, numbers in manifest["experts"].items():
         if manifest["in_parts"]:
@@ -234,6 +232,15 @@ def read(path: Path) -> TrainingState:
         adapter, optimizer, ema = (_load(path / _file(part, name)) for part in _PARTS)
         experts[name] = ExpertState(adapter=adapter, optimizer=optimizer, ema=ema, **numbers)
     return TrainingState(experts, manifest["fingerprint"], manifest["facts"], path)
+
+
+def _instead_of(path: Path) -> str:
+    """What to do where a folder was given to `--resume` that is no state."""
+    if state := newest(path):
+        return f"give one of the states in it: the newest is {state.name}"
+    if (path / "optimizer.bin").is_file():  # as accelerate saves it
+        return "a state of another trainer cannot be read: start from its LoRA with --network_weights"
+    return "leave --resume out or give another"
 
 
 def _file(part: str, expert: str) -> str:
