@@ -115,8 +115,10 @@ class Train(DatasetStep):
     dim_from_weights: bool = flag("take rank and alpha from --network_weights", False, pinned=True)
     base_weights: tuple[Path, ...] = flag("LoRAs that are merged into the frozen base before training", ())
     base_weights_multiplier: tuple[float, ...] = flag("strength of each of them (default: 1)", (), pinned=True)
-    scale_weight_norms: float | None = flag("largest norm of an adapter's change of a weight, kept after every step",
-                                            None, pinned=True)  # fmt: skip
+    scale_weight_norms: float | None = flag(
+        "largest norm of an adapter's change of a weight (with --dora of its B A), kept after every step",
+        None, pinned=True,
+    )  # fmt: skip
 
     # Optimizer and schedule.
     learning_rate: float = flag("learning rate", 1e-4, pinned=True, knob=True)

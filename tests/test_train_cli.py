@@ -120,6 +120,21 @@ def test_of_timesteps_of_both_sides_one_expert_says_which_it_gets(tiny_run, expe
     assert "other expert's" not in caplog.text
 
 
+def test_an_expert_that_no_adapter_was_given_for_is_said_to_start_from_nothing(tiny_run, experts, tmp_path, caplog):
+    train.run(both(tiny_run, experts, tmp_path / "low", experts="low", max_train_steps=1))
+    assert "starts from nothing" not in caplog.text
+    start = tmp_path / "low/lora_low_noise.safetensors"
+    train.run(both(tiny_run, experts, tmp_path, network_weights=start, max_train_steps=2, high_noise_share=0.5))
+    assert "the high-noise expert starts from nothing: its adapter would be --network_weights_high_noise" in caplog.text
+    assert "the low-noise expert starts" not in caplog.text
+
+
+def test_a_range_that_starves_an_expert_is_named(tiny_run, experts, tmp_path):
+    with pytest.raises(UsageError, match="the low-noise expert would get none") as error:
+        train.run(both(tiny_run, experts, tmp_path, min_timestep=900, max_train_steps=4))
+    assert error.value.cure.startswith("give other --min_timestep and --max_timestep")
+
+
 def test_a_folder_that_is_no_state_is_answered_with_what_to_give(tiny_run, tmp_path):
     options = tiny_run.options(tmp_path, max_train_steps=1)
     train.run(options)

@@ -212,10 +212,12 @@ def plan_experts(
     steps = {HIGH: steps_high if both else num_steps, LOW: num_steps - steps_high if both else num_steps}
     if both and not all(steps.values()):
         starved = HIGH if steps[LOW] else LOW
+        cut = (options.min_timestep, options.max_timestep) != (0, 1000)
+        more = "other --min_timestep and --max_timestep" if cut else "--high_noise_share, for example 0.5"
         raise UsageError(
             f"of {num_steps} steps the {starved.replace('_', '-')} expert would get none "
             f"({natural[starved]:.2%} of the timesteps are its own)",
-            cure="give --high_noise_share, for example 0.5, another --timestep_sampling, or train one with --experts",
+            cure=f"give {more}, another --timestep_sampling, or train one with --experts",
         )
     files = {HIGH: options.dit_high_noise, LOW: options.dit}
     starts = {HIGH: options.network_weights_high_noise, LOW: options.network_weights}

@@ -38,8 +38,8 @@ def resolved(options: Train, model: profiles.Model, device: torch.device) -> Tra
     """The flags with what the model, the card and the folders of earlier runs decide filled in.
 
     Raises:
-        UsageError: `--timestep_boundary` or `--condition_frames` is for other models, or is no such number; a folder
-            given as a LoRA is this run's own.
+        UsageError: `--timestep_boundary`, `--condition_frames` or `--condition_dropout` is for other models, or is no
+            such number; a folder given as a LoRA is this run's own.
         WangenError: such a folder has no LoRA that fits.
     """
     if options.cache_mode == "realtime":  # encoders work where training does, between its steps
@@ -55,6 +55,9 @@ def resolved(options: Train, model: profiles.Model, device: torch.device) -> Tra
     frames = 1 if frames is None else frames
     if frames < 0 or (frames and frames % 4 != 1):
         raise UsageError(f"--condition_frames {frames}: must be 4n+1, or 0 for none", cure="1 gives the first frame")
+    if options.condition_dropout and not frames:
+        raise UsageError("--condition_dropout: no draw of this run is given frames",
+                         cure="leave it out, or give --condition_frames to a model that takes them")  # fmt: skip
     options = _with_loras_found(options, model)
     return replace(
         options, timestep_boundary=boundary, condition_frames=frames, loraplus_lr_ratio=loraplus_ratio(options)
@@ -199,6 +202,7 @@ def _warn_of_the_other_expert(options: Train) -> None:
             if trained_for == f"{other}_noise" and options.experts in ("both", own):
                 log.warning("  --base_weights %s was trained for the %s-noise expert, and is merged into the %s-noise "
                             "one too", path, other, own)  # fmt: skip
+    starts = options.network_weights or options.network_weights_high_noise
     for own, other, dit, lora in (
         ("low", "high", "dit", "network_weights"),
         ("high", "low", "dit_high_noise", "network_weights_high_noise"),
@@ -210,6 +214,8 @@ def _warn_of_the_other_expert(options: Train) -> None:
             continue
         if noise_of(path) == other:
             log.warning("  --%s is named %s: is it the %s-noise expert? %s", dit, path.name, other, ORDER)
+        if options.experts == "both" and starts and start is None:
+            log.warning("  the %s-noise expert starts from nothing: its adapter would be --%s", own, lora)
         if start and _expert_of(start, f"--{lora}") == f"{other}_noise":
             log.warning("  --%s %s was trained for the %s-noise expert", lora, start, other)
 

@@ -155,7 +155,8 @@ def _decay_steps(options: Train, num_steps: int, warmup: int) -> int:
     if warmup + decay == num_steps + 1 and _is_share(options.lr_warmup_steps) and _is_share(options.lr_decay_steps):
         decay -= 1  # two shares that make up the run, each of them rounded up
     if warmup + decay > num_steps:
-        raise UsageError(f"{warmup} steps of warm-up and {decay} of decay are more than the run's {num_steps}")
+        raise UsageError(f"a warm-up of {options.lr_warmup_steps} and a decay of {options.lr_decay_steps} are more "
+                         "than the run", cure="give less of one of them, or more steps")  # fmt: skip
     return decay
 
 
