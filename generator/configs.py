@@ -14,10 +14,10 @@ def find_config(given: Path) -> Path:
     Raises:
         UsageError: it is a bare name, and neither a file nor a shipped configuration has it.
     """
-    longer = Path(f"{given}.toml")
-    if not given.is_file() and longer.is_file():
-        return longer
-    if given.is_file() or given.name != str(given) or given.suffix:
+    for path in (given, Path(f"{given}.toml")):
+        if path.is_file():
+            return path
+    if given.name != str(given) or given.suffix:
         return given
     shipped = profiles.config_files()
     if given.name not in shipped:

@@ -50,7 +50,7 @@ from wangen.runtime.training.schedules import make_schedule
 from wangen.runtime.training.show_timesteps import show
 from wangen.runtime.training.step import optimizer_step
 from wangen.runtime.training.throughput import in_words
-from wangen.runtime.training.timesteps import starving
+from wangen.runtime.training.timesteps import is_narrowed, starving
 from wangen.runtime.training.watching import Watching
 
 if TYPE_CHECKING:
@@ -210,8 +210,8 @@ def _announce_range(options: Train, expert: ExpertPlan, num_steps: int) -> None:
     least, most = 1000 * expert.low, 1000 * expert.high
     log.info("    timesteps %g to %g: %.1f %% of the drawn ones, %d of %d steps", max(least, options.min_timestep),
              min(most, options.max_timestep), 100 * expert.share, expert.num_steps, num_steps)  # fmt: skip
-    asked = (options.min_timestep, options.max_timestep) != (0, 1000)
-    if options.experts != "both" and asked and (options.min_timestep < least or options.max_timestep > most):
+    reaches_over = options.min_timestep < least or options.max_timestep > most
+    if options.experts != "both" and is_narrowed(options) and reaches_over:
         log.warning("    the others from %g to %g are the other expert's, and not trained (--timestep_boundary)",
                     options.min_timestep, options.max_timestep)  # fmt: skip
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 CPU = torch.device("cpu")
 
@@ -62,9 +63,20 @@ def installer(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return put
 
 
-def calls_of_attention(names: Counter[str]) -> int:
-    """How many forward passes of attention are among the operators that were called on the CPU."""
-    return sum(names[name] for name in ON_CPU.values())
+class Calls(TorchDispatchMode):
+    """Counts operators by name, and notes the number of items of every forward pass of attention on the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+        self.items: list[int] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.__name__.split(".")[0]
+        self.names[name] += 1
+        if name in ON_CPU.values():
+            self.items.append(len(args[0]))
+        return function(*args, **(kwargs or {}))
 
 
 def inputs(dtype: torch.dtype, *, keys: int = 40, items: int = 2, device: torch.device = CPU) -> list[Tensor]:

@@ -1,6 +1,5 @@
 """Attention in checkpointed blocks: outputs kept on the device or the host, not computed again, equal to the byte."""
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -9,7 +8,7 @@ from attention_cases import (
     CPU,
     ON_CPU,
     STAND_INS,
-    calls_of_attention,
+    Calls,
     exact,
     gradients,
     inputs,
@@ -19,7 +18,6 @@ from attention_cases import (
 )
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from wangen.runtime.fast import attention, attention_operators
@@ -35,22 +33,6 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     attention._choose.cache_clear()
     yield installer(monkeypatch)
     attention._choose.cache_clear()
-
-
-class Calls(TorchDispatchMode):
-    """Counts operators."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: Counter[str] = Counter()
-        self.items: list[int] = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name = function.__name__.split(".")[0]
-        self.names[name] += 1
-        if name in ON_CPU.values():
-            self.items.append(len(args[0]))
-        return function(*args, **(kwargs or {}))
 
 
 def held_bytes(stash: Stash) -> int:
@@ -107,7 +89,7 @@ def test_in_place_of_a_package_kernel_sdpa_is_kept(install, name):
     kernel, tensors = choose_kernel(name, CPU, torch.float32), inputs(torch.float32)
     with Calls() as calls:
         found = checkpointed(kernel, tensors, keep=True)
-    assert calls_of_attention(calls.names) == 2
+    assert len(calls.items) == 2
     sdpa = checkpointed(choose_kernel("sdpa", CPU, torch.float32), tensors, keep=True)
     assert all(torch.equal(a, b) for a, b in zip(found, sdpa, strict=True))
 

@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from attention_cases import ON_CPU
+from attention_cases import Calls
 from fast_dit import CONFIGS, WAYS, adapted, largest_error, same, step
 from parity import max_abs
 from tiny_qwen import TEXT_DIM, make_transformer
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from wangen.runtime.fast import dit_elementwise
 from wangen.runtime.fast.attention import choose_kernel
@@ -179,21 +178,11 @@ def test_selective_checkpointing_runs_attention_once():
     model, inputs = model_with(), inputs_of("mixed")
     calls = {}
     for way in ("full", "selective"):
-        velocity, calls[way] = fast(model, checkpointing=way), 0
-        with _Attention() as seen:
+        velocity = fast(model, checkpointing=way)
+        with Calls() as seen:
             step(model, velocity, inputs)
-        calls[way] = seen.number
+        calls[way] = len(seen.items)
     assert calls == {"full": 2 * 2 * 3, "selective": 2 * 3}
-
-
-class _Attention(TorchDispatchMode):
-    """Counts the forward passes of attention."""
-
-    number = 0
-
-    def __torch_dispatch__(self, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.number += function.__name__.split(".")[0] in ON_CPU.values()
-        return function(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("num_swapped", [1, 2])
@@ -230,9 +219,9 @@ def test_batches_of_different_buckets_are_one_pass(checkpointing: str):
     velocity = fast(model, checkpointing=checkpointing)
     with torch.no_grad():
         alone = [velocity(one.latents, one.timesteps, one.texts, **one.given) for one in passes]
-    with _Attention() as seen:
+    with Calls() as seen:
         together = velocity.packed(passes)
-    assert seen.number == 2 * 4
+    assert len(seen.items) == 2 * 4
     assert all(max_abs(one, other.detach()) < 1e-5 for one, other in zip(alone, together, strict=True))
 
 

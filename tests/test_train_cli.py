@@ -133,6 +133,10 @@ def test_a_range_that_starves_an_expert_is_named(tiny_run, experts, tmp_path):
     with pytest.raises(UsageError, match="the low-noise expert would get none") as error:
         train.run(both(tiny_run, experts, tmp_path, min_timestep=900, max_train_steps=4))
     assert error.value.cure.startswith("give other --min_timestep and --max_timestep")
+    narrowed = {"min_timestep": 100, "timestep_sampling": "sigmoid", "max_train_steps": 4}
+    with pytest.raises(UsageError, match="the high-noise expert would get none") as error:
+        train.run(both(tiny_run, experts, tmp_path, **narrowed))
+    assert error.value.cure.startswith("give --high_noise_share")
 
 
 def test_a_folder_that_is_no_state_is_answered_with_what_to_give(tiny_run, tmp_path):

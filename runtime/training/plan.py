@@ -18,7 +18,7 @@ from wangen.runtime.cache import digest
 from wangen.runtime.epochs import EpochSampler
 from wangen.runtime.loader import CachedSample
 from wangen.runtime.training.schedules import depends_on_length, make_schedule
-from wangen.runtime.training.timesteps import HIGH, LOW, Sampler, expert_shares
+from wangen.runtime.training.timesteps import HIGH, LEAST_SHARE, LOW, Sampler, expert_shares, is_narrowed
 
 RECIPE = 2
 """Of what a step computes from its seeds; a state of another recipe would go on with other noise and timesteps."""
@@ -212,8 +212,8 @@ def plan_experts(
     steps = {HIGH: steps_high if both else num_steps, LOW: num_steps - steps_high if both else num_steps}
     if both and not all(steps.values()):
         starved = HIGH if steps[LOW] else LOW
-        cut = (options.min_timestep, options.max_timestep) != (0, 1000)
-        more = "other --min_timestep and --max_timestep" if cut else "--high_noise_share, for example 0.5"
+        none = is_narrowed(options) and natural[starved] < LEAST_SHARE  # no share of the steps would help
+        more = "other --min_timestep and --max_timestep" if none else "--high_noise_share, for example 0.5"
         raise UsageError(
             f"of {num_steps} steps the {starved.replace('_', '-')} expert would get none "
             f"({natural[starved]:.2%} of the timesteps are its own)",

@@ -133,10 +133,11 @@ def _refuse_experts(options: Train, model: profiles.Model) -> None:
                          cure="give --dit, or train the other one alone with --experts high")  # fmt: skip
     if options.experts in ("both", "high") and options.dit_high_noise is None:
         cure = "give --dit_high_noise, or train the other one alone with --experts low"
-        boundary = options.timestep_boundary or model.experts.boundary
+        boundary = options.timestep_boundary
+        assert boundary is not None, "they are resolved"
         if options.dit and noise_of(options.dit) == "high":
             cure = "--dit is named so: give it to --dit_high_noise, with --experts high to train it alone"
-        elif options.experts == "high" or options.min_timestep >= boundary * (1000 if boundary <= 1 else 1):
+        elif options.experts == "high" or options.min_timestep >= 1000 * boundary:
             cure = "give its weights to --dit_high_noise, with --experts high to train it alone; --dit is the other's"
         raise UsageError(f"the high-noise expert of {model.name} has no weights", cure=cure)
 

@@ -22,6 +22,7 @@ from wangen.runtime.training.timesteps import (
     LOW,
     distribution_of,
     expert_shares,
+    is_narrowed,
     model_tokens,
     starving,
 )
@@ -141,7 +142,7 @@ def _described(options: Train) -> str:
     words: list[str] = [options.timestep_sampling]
     if options.timestep_sampling == "shift":
         words.append(f"shift {options.discrete_flow_shift:g}")
-    if (options.min_timestep, options.max_timestep) != (0, 1000):
+    if is_narrowed(options):
         done = "cut" if options.preserve_distribution_shape else "squeezed"
         words.append(f"{done} to {options.min_timestep} … {options.max_timestep}")
     if options.weighting_scheme != "none":

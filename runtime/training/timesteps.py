@@ -30,11 +30,16 @@ HIGH, LOW = "high_noise", "low_noise"
 STARVED = 0.05
 """Share of the samples below which an expert is said to starve."""
 
-_LEAST_SHARE = 1e-9
+LEAST_SHARE = 1e-9
 """Share of a distribution below which a range counts as empty: rounding would decide what is drawn from it."""
 
 _DETAIL = (5.36, 1.0)
 """Mean and deviation of the log-SNR draws that the qinglong modes add, near the clean end."""
+
+
+def is_narrowed(options: Train) -> bool:
+    """Whether `--min_timestep` and `--max_timestep` leave something of the timesteps out."""
+    return (options.min_timestep, options.max_timestep) != (0, 1000)
 
 
 def distribution_of(
@@ -57,8 +62,8 @@ def distribution_of(
     """
     found = _sampling(options, tokens_per_frame)
     drawn = f"--timestep_sampling {options.timestep_sampling}"
-    least, most = options.min_timestep / 1000, options.max_timestep / 1000
-    if (least, most) != (0.0, 1.0):
+    if is_narrowed(options):
+        least, most = options.min_timestep / 1000, options.max_timestep / 1000
         if options.preserve_distribution_shape:
             cure = "leave --preserve_distribution_shape out, or choose another --timestep_sampling"
             found = _cut(found, least, most, drawn, cure)
@@ -236,6 +241,6 @@ def _qwen_mean(tokens: int) -> float:
 
 
 def _cut(base: Distribution, low: float, high: float, what: str, cure: str) -> Cut:
-    if share(base, low, high) < _LEAST_SHARE:
+    if share(base, low, high) < LEAST_SHARE:
         raise UsageError(f"{what} practically never falls between {low * 1000:g} and {high * 1000:g}", cure=cure)
     return Cut(base, low, high)
