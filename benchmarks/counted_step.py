@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from wangen import profiles
 from wangen.generator.launch import Launch
 from wangen.profiles import Model
+from wangen.runtime.fast import products
 from wangen.runtime.interrupt import Interrupt
 from wangen.runtime.training.parallel import Way, mesh_of
 from wangen.runtime.training.prepared import Group
@@ -160,21 +162,24 @@ class Counted:
 def counted_step(case: Case, *, around: Callable[[Callable[[], object]], object] = lambda step: step()) -> Counted:
     """Make the run of a case and do one step of it; the processes must be connected.
 
+    Whatever this processor is fast in, products are in bfloat16, as on a GPU.
+
     Args:
         case: what is counted.
         around: is handed the step, and does it.
     """
     mesh = mesh_of(case.way, case.launch, CPU)
     ranks = Ranks(case.launch).marching() if mesh else Ranks(case.launch)
-    run, trainee = make_run(case.model, case.flags, CPU, draw=_zeros(), mesh=mesh, ranks=ranks)
-    group = Group(0, [random_batch(case.model, PICTURE, 1, CPU)], 1, ranks.count)
     found = Collectives(case.launch.local_count)
+    with patch.object(products, "is_fast_in_bfloat16", lambda: True):
+        run, trainee = make_run(case.model, case.flags, CPU, draw=_zeros(), mesh=mesh, ranks=ranks)
+        group = Group(0, [random_batch(case.model, PICTURE, 1, CPU)], 1, ranks.count)
 
-    def step() -> None:
-        with found:
-            optimizer_step(run, trainee, group, 1.0, Interrupt())
+        def step() -> None:
+            with found:
+                optimizer_step(run, trainee, group, 1.0, Interrupt())
 
-    around(step)
+        around(step)
     return Counted(found.counts, held_bytes(trainee))
 
 

@@ -1,5 +1,6 @@
 """Processes that end themselves, without a word, at the k-th call that changes the file system."""
 
+import gc
 import io
 import os
 import re
@@ -151,6 +152,7 @@ def fork(work: Callable[[], int]) -> int:
     if child:
         return child
     code = 99
+    gc.freeze()  # garbage of the parent with threads of its own would wait for them, and abort
     if compiler := sys.modules.get("torch._inductor.async_compile"):
         compiler.AsyncCompile.pool.cache_clear()  # its threads stay with the parent, and would be waited for
     try:

@@ -7,7 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from fast_dit import CPU, adapted, exact, fast, inputs_of, largest_error, noisy, small, step, trained, vectors_model
+from fast_dit import (
+    CPU,
+    adapted,
+    exact,
+    fast,
+    inputs_of,
+    largest_error,
+    noisy,
+    plain,
+    small,
+    step,
+    trained,
+    vectors_model,
+)
 from parity import max_abs, rel_rms
 from torch.fx import GraphModule
 
@@ -75,10 +88,11 @@ def test_eight_blocks_are_one_graph_and_another_shape_is_another(graphs: Graphs,
     velocity = fast(model, compile=True)
     for num_graphs, inputs in [(1, noisy(1, 1, 8, 8)), (1, noisy(1, 1, 8, 8, rows=9)), (2, noisy(2, 1, 4, 8))]:
         output, gradients = step(model, velocity, inputs)
-        wanted_output, wanted = step(model, fast(model), inputs)
+        wanted_output, wanted = exact(model, inputs)
         assert graphs.num_blocks == num_graphs
         assert max_abs(output, wanted_output) < 1e-5
-        assert largest_error(gradients, wanted) < 3e-5
+        _, rounded = step(model, plain(model), inputs)
+        assert largest_error(gradients, wanted) < largest_error(rounded, wanted) / 4  # 1/14 to 1/7 on Intel's
     assert said(caplog) == ["--compile: 8 blocks as a whole, one graph for each shape"]
 
 
