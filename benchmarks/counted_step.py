@@ -9,12 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from gpu_train import TINY
-from random_run import Clip, make_run, random_batch
+from random_run import Clip, make_run, products_in_bfloat16, random_batch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -22,7 +21,6 @@ from torch.utils._pytree import tree_leaves
 from wangen import profiles
 from wangen.generator.launch import Launch
 from wangen.profiles import Model
-from wangen.runtime.fast import products
 from wangen.runtime.interrupt import Interrupt
 from wangen.runtime.training.parallel import Way, mesh_of
 from wangen.runtime.training.prepared import Group
@@ -162,8 +160,6 @@ class Counted:
 def counted_step(case: Case, *, around: Callable[[Callable[[], object]], object] = lambda step: step()) -> Counted:
     """Make the run of a case and do one step of it; the processes must be connected.
 
-    Whatever this processor is fast in, products are in bfloat16, as on a GPU.
-
     Args:
         case: what is counted.
         around: is handed the step, and does it.
@@ -171,7 +167,7 @@ def counted_step(case: Case, *, around: Callable[[Callable[[], object]], object]
     mesh = mesh_of(case.way, case.launch, CPU)
     ranks = Ranks(case.launch).marching() if mesh else Ranks(case.launch)
     found = Collectives(case.launch.local_count)
-    with patch.object(products, "is_fast_in_bfloat16", lambda: True):
+    with products_in_bfloat16():
         run, trainee = make_run(case.model, case.flags, CPU, draw=_zeros(), mesh=mesh, ranks=ranks)
         group = Group(0, [random_batch(case.model, PICTURE, 1, CPU)], 1, ranks.count)
 

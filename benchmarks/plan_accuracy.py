@@ -21,7 +21,7 @@ from multiprocessing import get_context
 from typing import Any
 
 import torch
-from random_run import TEXT_ROWS, Clip, make_run, random_batch
+from random_run import TEXT_ROWS, Clip, make_run, products_in_bfloat16, random_batch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, addmm_flop
@@ -126,7 +126,7 @@ def measure(case: Case) -> Found:
     torch.set_num_threads(1)
     ways = {torch.ops.aten.addmm_: _in_place, torch.ops.mkldnn._linear_pointwise: _by_onednn}
     counter = FlopCounterMode(display=False, custom_mapping=ways)
-    with Live() as live:
+    with products_in_bfloat16(), Live() as live:
         run, trainee = make_run(case.model, case.flags, CPU)
         group = Group(0, [random_batch(case.model, case.clip, case.batch, CPU)], 1, case.batch)
         optimizer_step(run, trainee, group, 1.0, Interrupt())  # from now on gradients, moments and tables are there
