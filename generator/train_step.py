@@ -130,7 +130,10 @@ class Train(DatasetStep):
         "warm-up: steps (100), a share of the run (0.05) or a percentage (5%)", "0", pinned=True
     )
     lr_decay_steps: str = flag("decay of warmup_stable_decay: steps, a share or a percentage", "0", pinned=True)
-    lr_scheduler_num_cycles: int = flag("restarts of cosine_with_restarts", 1, pinned=True)
+    lr_scheduler_num_cycles: int = flag(
+        "restarts of cosine_with_restarts; half waves of cosine_with_min_lr and warmup_stable_decay: 1 goes down, 2 "
+        "come up again", 1, pinned=True,
+    )  # fmt: skip
     lr_scheduler_power: float = flag("power of polynomial", 1.0, pinned=True)
     lr_scheduler_min_lr_ratio: float = flag(
         "lowest learning rate over the highest, of cosine_with_min_lr, warmup_stable_decay and rex", 0.0, pinned=True

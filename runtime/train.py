@@ -46,7 +46,7 @@ from wangen.runtime.training.resuming import begun_by, changed_settings, compare
 from wangen.runtime.training.run import Run
 from wangen.runtime.training.samples import read_training_samples
 from wangen.runtime.training.saving import Saving, save_loras, save_state, save_state_as_loras, settle_state
-from wangen.runtime.training.schedules import make_schedule
+from wangen.runtime.training.schedules import make_schedule, unfinished_warm_up
 from wangen.runtime.training.show_timesteps import show
 from wangen.runtime.training.step import optimizer_step
 from wangen.runtime.training.throughput import in_words
@@ -236,6 +236,8 @@ def _announce(training: Run) -> None:
                  training.device)  # fmt: skip
         if trainee.plan.name:
             _announce_range(options, trainee.plan, plan.num_steps)
+        if line := unfinished_warm_up(options, trainee.plan.num_steps):
+            log.warning("    %s", line)
     if len(plan.experts) > 1:
         for line in starving({expert.name: expert.num_steps / plan.num_steps for expert in plan.experts}):
             log.warning("  %s", line)

@@ -270,8 +270,8 @@ def test_the_state_that_it_goes_on_from_leaves_the_memory(tiny_run: TinyRun, tmp
     left: list[int] = []
     real_load, real_train = checkpoint._load, train._train
 
-    def load(path: Path) -> dict[str, torch.Tensor]:
-        tensors = real_load(path)
+    def load(path: Path, checksum: int | None) -> dict[str, torch.Tensor]:
+        tensors = real_load(path, checksum)
         kept.extend(map(weakref.ref, tensors.values()))
         return tensors
 

@@ -1,5 +1,6 @@
 """What a run saves and when, what of it stays, and from which of its states the next run goes on."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -128,10 +129,28 @@ def test_a_state_cut_short_while_it_is_replaced_leaves_its_predecessor(tiny_run,
         assert checkpoint.newest(folder).name == "step-00000003"
 
 
-def test_a_damaged_state_is_named_with_the_way_on(tiny_run, tmp_path):
+@pytest.mark.parametrize("part", ["adapter", "optimizer"])
+def test_a_byte_that_changed_in_a_state_is_named_with_the_way_on(tiny_run, tmp_path, part):
     options = tiny_run.options(tmp_path, max_train_steps=2)
     train.run(options)
-    damaged = state_folder(options) / "step-00000002/adapter.safetensors"
+    damaged = state_folder(options) / f"step-00000002/{part}.safetensors"
+    whole = damaged.read_bytes()
+    damaged.write_bytes(whole[:-7] + bytes([whole[-7] ^ 1]) + whole[-6:])
+    words = rf"the training state is damaged \({part}.safetensors has other bytes than were saved\)"
+    with pytest.raises(WangenError, match=words) as error:
+        train.run(replace(options, max_train_steps=3))
+    assert "remove this folder" in str(error.value)
+
+
+def test_a_state_of_an_earlier_version_has_no_checksums(tiny_run, tmp_path):
+    options = tiny_run.options(tmp_path, max_train_steps=2)
+    train.run(options)
+    state = state_folder(options) / "step-00000002"
+    manifest = json.loads((state / "state.json").read_text())
+    del manifest["checksums"]
+    (state / "state.json").write_text(json.dumps(manifest))
+    assert checkpoint.read(state).step == 2
+    damaged = state / "adapter.safetensors"
     damaged.write_bytes(b"\xff" * 200 + damaged.read_bytes()[200:])
     with pytest.raises(WangenError, match="the training state is damaged") as error:
         train.run(replace(options, max_train_steps=3))

@@ -1,7 +1,8 @@
 """The training state on disk: adapter, optimizer and a few integers, staged in a folder, manifest last, one rename.
 
 A state folder is complete when its manifest is there and every file it lists has its size; anything else is ignored
-and cleaned up, so that a kill at any moment leaves the previous state in force.
+and cleaned up, so that a kill at any moment leaves the previous state in force. Bytes that changed since are found by
+their checksum when the state is read; a state in parts has none.
 """
 
 import copy
@@ -14,12 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from zlib import crc32
 
 import torch
 
 from wangen.generator.errors import WangenError
 from wangen.generator.files import remove_tree, replace, sync_folder, write_text
-from wangen.runtime.safetensors_file import write
+from wangen.runtime.safetensors_file import serialize, write_chunks
 
 log = logging.getLogger("wangen")
 
@@ -87,12 +89,28 @@ def save(folder: Path, state: TrainingState, *, keep: bool = False) -> Path:
     try:
         with disk(folder):
             begin(staging)
-            for name, expert in state.experts.items():
-                for part in _PARTS:
-                    write(staging / _file(part, name), getattr(expert, part), {})
-            return complete(staging, manifest_of(state, keep=keep))
+            checksums = {
+                file: _write(staging / file, getattr(expert, part))
+                for name, expert in state.experts.items()
+                for part, file in _files(name).items()
+            }
+            return complete(staging, {**manifest_of(state, keep=keep), "checksums": checksums})
     finally:
         _remove(staging)
+
+
+def _write(path: Path, tensors: Mapping[str, torch.Tensor]) -> int:
+    """Write tensors to a file, and return the CRC-32 of its bytes."""
+    checksum = 0
+
+    def summed() -> Iterator[bytes | memoryview]:
+        nonlocal checksum
+        for chunk in serialize(tensors, {}):
+            checksum = crc32(chunk, checksum)
+            yield chunk
+
+    write_chunks(path, summed())
+    return checksum
 
 
 @contextmanager
@@ -229,7 +247,9 @@ def read(path: Path) -> TrainingState:
         if manifest["in_parts"]:
             experts[name] = ExpertState(adapter={}, optimizer={}, ema={}, in_parts=path / IN_PARTS, **numbers)
             continue
-        adapter, optimizer, ema = (_load(path / _file(part, name)) for part in _PARTS)
+        adapter, optimizer, ema = (
+            _load(path / file, manifest["checksums"].get(file)) for file in _files(name).values()
+        )
         experts[name] = ExpertState(adapter=adapter, optimizer=optimizer, ema=ema, **numbers)
     return TrainingState(experts, manifest["fingerprint"], manifest["facts"], path)
 
@@ -243,17 +263,24 @@ def _instead_of(path: Path) -> str:
     return "leave --resume out or give another"
 
 
-def _file(part: str, expert: str) -> str:
-    return f"{part}_{expert}.safetensors" if expert else f"{part}.safetensors"
+def _files(expert: str) -> dict[str, str]:
+    """The names of the files of an expert's parts."""
+    return {part: f"{part}_{expert}.safetensors" if expert else f"{part}.safetensors" for part in _PARTS}
 
 
-def _load(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a file, read as bytes: a mapped file could not be removed on Windows when the next replaces it."""
+def _load(path: Path, checksum: int | None) -> dict[str, torch.Tensor]:
+    """The tensors of a file, read as bytes: a mapped file could not be removed on Windows when the next replaces it.
+
+    States of earlier versions have no checksum.
+    """
     from safetensors import SafetensorError
     from safetensors.torch import load
 
     try:
-        tensors: dict[str, torch.Tensor] = load(path.read_bytes())
+        content = path.read_bytes()
+        if checksum is not None and crc32(content) != checksum:
+            raise damaged(path.parent, f"{path.name} has other bytes than were saved")
+        tensors: dict[str, torch.Tensor] = load(content)
         return tensors
     except (OSError, SafetensorError) as error:
         raise damaged(path.parent, error) from None
@@ -292,8 +319,9 @@ def _manifest(path: Path) -> dict[str, Any] | None:
         if manifest.setdefault("in_parts", False):
             parts = {f"{IN_PARTS}/.metadata"}
         else:
-            parts = {_file(part, name) for name in manifest["experts"] for part in _PARTS}
-        told = all(isinstance(manifest[name], dict) for name in ("experts", "fingerprint", "facts"))
+            parts = {file for name in manifest["experts"] for file in _files(name).values()}
+        manifest.setdefault("checksums", {})
+        told = all(isinstance(manifest[name], dict) for name in ("experts", "fingerprint", "facts", "checksums"))
         numbers = all(set(expert) == {"step", "numbers", "ema_updates"} for expert in manifest["experts"].values())
         if manifest["format"] == FORMAT and whole and told and numbers and parts <= set(manifest["files"]):
             return dict(manifest) if isinstance(manifest["step"], int) else None

@@ -19,6 +19,7 @@ from wangen.generator.memory_presets import resolve_vram
 from wangen.generator.steps import Train
 from wangen.generator.tasks import require_supported
 from wangen.generator.train_refusals import refuse_flags, refuse_more_blocks
+from wangen.generator.unread_flags import unread
 from wangen.runtime.devices import free_bytes, require_compiler
 from wangen.runtime.lora_folder import find_lora
 from wangen.runtime.models import expect_vae
@@ -115,6 +116,8 @@ def refuse(options: Train, model: profiles.Model, device: torch.device) -> None:
     _expect_files(options, model)
     if model.experts:
         _warn_of_the_other_expert(options)
+    for line in unread(options):
+        log.warning("  %s", line)
 
 
 def _refuse_experts(options: Train, model: profiles.Model) -> None:

@@ -46,6 +46,20 @@ def make_schedule(options: Train, num_steps: int) -> Schedule:
     return _of_diffusers(name, options, num_steps, warmup)
 
 
+def unfinished_warm_up(options: Train, num_steps: int) -> str | None:
+    """What to say of a warm-up that lasts as long as the run or longer; a `--smoke` is always short.
+
+    >>> from pathlib import Path
+    >>> print(unfinished_warm_up(Train(output_dir=Path("out"), output_name="cats", lr_warmup_steps="500"), 400))
+    the warm-up takes 500 steps of 400: the learning rate never reaches its value (--lr_warmup_steps)
+    """
+    warmup = steps_of("lr_warmup_steps", options.lr_warmup_steps, num_steps)
+    if warmup < num_steps or options.smoke or options.lr_scheduler == "adafactor":
+        return None
+    return (f"the warm-up takes {warmup} steps of {num_steps}: the learning rate never reaches its value "
+            "(--lr_warmup_steps)")  # fmt: skip
+
+
 def rex(num_steps: int, warmup: int = 0, floor: float = 0.0) -> Schedule:
     """The reflected exponential schedule: z / ((1 - d) + d z) with z the share of the run that is left.
 

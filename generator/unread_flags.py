@@ -1,0 +1,80 @@
+"""Flags that are given and that nothing reads beside the others of the same run."""
+
+from collections.abc import Callable, Collection
+
+from wangen import profiles
+from wangen.generator.steps import Train
+from wangen.generator.table import options as flags_of
+
+_Reads = Callable[[Train], object]
+
+
+def unread(options: Train) -> list[str]:
+    """A sentence for each flag that has another value than the model's default and decides nothing in this run.
+
+    >>> from pathlib import Path
+    >>> unread(Train(output_dir=Path("out"), output_name="cats", save_last_n_steps=500))
+    ['--save_last_n_steps is not used: it is read with --save_every_n_steps']
+    """
+    usual = {option.name: option.default for option in flags_of(Train)}
+    usual |= profiles.model(options.task).defaults.get("train", {})
+    return [
+        f"--{name} is not used: it is read with {by}"
+        for name, (reads, by) in READERS.items()
+        if getattr(options, name) != usual[name] and not reads(options)
+    ]
+
+
+def _chosen(flag: str, values: Collection[str]) -> tuple[_Reads, str]:
+    """It is read where a flag has one of these values."""
+    *others, last = values
+    words = f"{', '.join(others)} or {last}" if others else last
+    return lambda options: getattr(options, flag) in values, f"--{flag} {words}"
+
+
+def _beside(*flags: str) -> tuple[_Reads, str]:
+    """It is read where one of these flags is given."""
+    words = " or ".join(f"--{flag}" for flag in flags)
+    return lambda options: any(getattr(options, flag) for flag in flags), words
+
+
+def _draws_logits(options: Train) -> bool:
+    sampling = options.timestep_sampling
+    return sampling in ("logit_normal", "logsnr", "qinglong_flux") or options.weighting_scheme == "logit_normal"
+
+
+_LOGITS = (
+    _draws_logits,
+    "--timestep_sampling logit_normal, logsnr or qinglong_flux, or --weighting_scheme logit_normal",
+)
+_LOSS_HELD_OUT = _beside("validation_items", "validation_config")
+
+READERS: dict[str, tuple[_Reads, str]] = {
+    "lr_warmup_steps": (lambda options: options.lr_scheduler != "adafactor", "every --lr_scheduler but adafactor"),
+    "lr_decay_steps": _chosen("lr_scheduler", ["warmup_stable_decay"]),
+    "lr_scheduler_num_cycles": _chosen(
+        "lr_scheduler", ["cosine_with_restarts", "cosine_with_min_lr", "warmup_stable_decay"]
+    ),
+    "lr_scheduler_power": _chosen("lr_scheduler", ["polynomial"]),
+    "lr_scheduler_min_lr_ratio": _chosen("lr_scheduler", ["cosine_with_min_lr", "warmup_stable_decay", "rex"]),
+    "lr_scheduler_timescale": _chosen("lr_scheduler", ["inverse_sqrt"]),
+    "discrete_flow_shift": _chosen("timestep_sampling", ["shift"]),
+    "sigmoid_scale": _chosen(
+        "timestep_sampling", ["sigmoid", "shift", "flux_shift", "qwen_shift", "qinglong_flux", "qinglong_qwen"]
+    ),
+    "logit_mean": _LOGITS,
+    "logit_std": _LOGITS,
+    "mode_scale": _chosen("weighting_scheme", ["mode"]),
+    "preserve_distribution_shape": (
+        lambda options: (options.min_timestep, options.max_timestep) != (0, 1000), "--min_timestep or --max_timestep"
+    ),
+    "validation_timesteps": _LOSS_HELD_OUT,
+    "validate_every_n_steps": _LOSS_HELD_OUT,
+    "save_last_n_steps": _beside("save_every_n_steps"),
+    "save_last_n_epochs": _beside("save_every_n_epochs"),
+    "keep_last": _beside("save_every_n_steps", "save_every_n_epochs"),
+    "save_last_n_steps_state": _beside("save_state"),
+    "save_last_n_epochs_state": _beside("save_state"),
+    "block_swap_ring_size": _beside("blocks_to_swap"),
+}  # fmt: skip
+"""By flag: whether a run reads it, and beside what it does."""

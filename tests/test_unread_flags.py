@@ -1,0 +1,94 @@
+"""Flags that nothing reads: what is said of them is what the schedules and distributions do with them."""
+
+import logging
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from tiny import TinyRun
+
+from wangen import profiles
+from wangen.generator.errors import UsageError
+from wangen.generator.steps import Train
+from wangen.generator.train_values import LrScheduler, TimestepSampling
+from wangen.generator.unread_flags import READERS, unread
+from wangen.runtime import train
+from wangen.runtime.training.schedules import make_schedule
+from wangen.runtime.training.timesteps import distribution_of
+
+OTHER: dict[str, Any] = {
+    "lr_warmup_steps": "10", "lr_decay_steps": "40", "lr_scheduler_num_cycles": 3, "lr_scheduler_power": 2.0,
+    "lr_scheduler_min_lr_ratio": 0.2, "lr_scheduler_timescale": 77, "discrete_flow_shift": 2.5, "sigmoid_scale": 0.7,
+    "logit_mean": 0.3, "logit_std": 0.8, "mode_scale": 0.5, "preserve_distribution_shape": True,
+    "validation_timesteps": 3, "validate_every_n_steps": 5, "save_last_n_steps": 9, "save_last_n_epochs": 2,
+    "keep_last": 2, "save_last_n_steps_state": 9, "save_last_n_epochs_state": 2, "block_swap_ring_size": 3,
+}  # fmt: skip
+DRAWING = [*get_args(TimestepSampling), "sigma, logit_normal", "sigma, mode", "shift, 100 to 900"]
+NUM_STEPS = 100
+
+
+def options(**changes: Any) -> Train:
+    return Train(output_dir=Path("out"), output_name="cats", task="t2v-1.3B", **changes)
+
+
+def factors(given: Train) -> list[float]:
+    """Of the learning rate, over the run."""
+    return list(map(make_schedule(given, NUM_STEPS), range(NUM_STEPS)))
+
+
+def quantiles(given: Train) -> list[float]:
+    return [distribution_of(given, 256).quantile(number / 20) for number in range(1, 20)]
+
+
+def drawing(name: str) -> dict[str, Any]:
+    """The flags of a way to draw timesteps, which may be cut or have a weighting scheme."""
+    sampling, _, more = name.partition(", ")
+    if more == "100 to 900":
+        return {"timestep_sampling": sampling, "min_timestep": 100, "max_timestep": 900}
+    return {"timestep_sampling": sampling, **({"weighting_scheme": more} if more else {})}
+
+
+@pytest.mark.parametrize("schedule", get_args(LrScheduler))
+@pytest.mark.parametrize("flag", [name for name in READERS if name.startswith("lr_")])
+def test_a_schedule_that_reads_a_flag_changes_with_it_and_no_other_does(schedule: str, flag: str):
+    given = {"lr_scheduler": schedule, "lr_warmup_steps": "0" if flag == "lr_warmup_steps" else "20",
+             "lr_decay_steps": "30" if schedule == "warmup_stable_decay" else "0"}  # fmt: skip
+    if schedule == "adafactor":
+        given["lr_warmup_steps"] = "0"
+    changed = options(**{**given, flag: OTHER[flag]})
+    assert (factors(changed) != factors(options(**given))) == (unread(changed) == [])
+
+
+@pytest.mark.parametrize("name", DRAWING)
+@pytest.mark.parametrize("flag", list(READERS)[6:12])
+def test_timesteps_that_read_a_flag_change_with_it_and_no_others_do(name: str, flag: str):
+    given = drawing(name)
+    changed = options(**{**given, flag: OTHER[flag]})
+    assert (quantiles(changed) != quantiles(options(**given))) == (unread(changed) == [])
+
+
+@pytest.mark.parametrize("task", profiles.model_names())
+def test_a_model_as_it_comes_has_no_such_flag(task: str):
+    given = {"task": task, **profiles.model(task).defaults.get("train", {})}
+    assert unread(Train(output_dir=Path("out"), output_name="cats", **given)) == []
+
+
+@pytest.mark.parametrize("flag", READERS)
+def test_what_is_not_used_is_named_with_what_would_read_it(flag: str):
+    beside = {"lr_warmup_steps": {"lr_scheduler": "adafactor"}, "discrete_flow_shift": {"timestep_sampling": "sigma"},
+              "sigmoid_scale": {"timestep_sampling": "uniform"}}  # fmt: skip
+    (line,) = unread(options(**beside.get(flag, {}), **{flag: OTHER[flag]}))
+    assert line == f"--{flag} is not used: it is read with {READERS[flag][1]}"
+
+
+def test_the_trainer_says_so(tiny_run: TinyRun, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.WARNING, "wangen")
+    with pytest.raises(UsageError, match="--dit"):
+        train.run(tiny_run.options(tmp_path, lr_scheduler_power=2.0, dit=None))
+    assert caplog.text == ""
+    train.run(tiny_run.options(tmp_path, lr_scheduler_power=2.0, lr_warmup_steps="3", max_train_steps=3))
+    lines = [record.message.strip() for record in caplog.records]
+    assert lines == [
+        "--lr_scheduler_power is not used: it is read with --lr_scheduler polynomial",
+        "the warm-up takes 3 steps of 3: the learning rate never reaches its value (--lr_warmup_steps)",
+    ]
