@@ -273,6 +273,9 @@ def _scalar(option: Option, raw: Any, where: str) -> Any:
     if isinstance(raw, bool | dict | list):
         raise UsageError(f"--{option.name} takes one value, got {raw!r}", where=where)
     text = option.flag.values.get(str(raw), str(raw))
+    if option.kind is Path and not text:  # it would be the folder that one happens to be in
+        raise UsageError(f"--{option.name} is empty", where=where,
+                         cure="give a path" if option.required else "leave it out, or give a path")  # fmt: skip
     if "\0" in text:
         raise UsageError(f"--{option.name} holds a NUL character", where=where, cure="take it out")
     if option.kind is str and not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):

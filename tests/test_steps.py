@@ -132,6 +132,8 @@ def test_lists_are_read_as_people_write_them():
         (Train, [*TRAIN, "--timestep_sampling", "krea2_shift"], ["made for another model", "use shift"]),
         (Train, [*TRAIN, "--task", "t2v-1.3b"], ["did you mean t2v-1.3B?"]),
         (Train, [*TRAIN, "--seed", "x"], ["--seed takes a whole number, got 'x'"]),
+        (Train, [*TRAIN, "--output_dir", ""], ["--output_dir is empty", "give a path"]),
+        (Train, [*TRAIN, "--sample_prompts", ""], ["--sample_prompts is empty", "leave it out"]),
         (Train, [], ["train needs --dataset_config or --manifest, --output_dir, --output_name"]),
         (Train, [*TRAIN, "--manifest", "m.jsonl"], ["--dataset_config and --manifest contradict each other"]),
         (Generate, ["--video_size", "480"], ["--video_size"]),
