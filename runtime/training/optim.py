@@ -256,7 +256,8 @@ def _trial(optimization: Optimization, steps: range) -> None:
         try:
             optimization.step(1.0)
         except _FAILURES as error:
-            raise UsageError(f"{name} cannot take a step: {error}", where="--optimizer_type") from None
+            raise UsageError(f"{name} cannot take a step: {error}", where="--optimizer_type",
+                             cure="choose another class, or other --optimizer_args") from None  # fmt: skip
         if not optimization.flat.is_attached():
             raise UsageError(f"{name} replaces its parameters, which this trainer cannot follow")
 
