@@ -151,6 +151,11 @@ def require_timesteps(options: Train) -> None:
         )
 
 
+def is_narrowed(options: Train) -> bool:
+    """Whether `--min_timestep` and `--max_timestep` leave something of the timesteps out."""
+    return (options.min_timestep, options.max_timestep) != (0, 1000)
+
+
 def refuse_more_blocks(options: Train, num_blocks: int) -> None:
     """Refuse more blocks to swap than are recomputed, and more that are not recomputed than there are.
 

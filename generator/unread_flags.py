@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection
 from wangen import profiles
 from wangen.generator.steps import Train
 from wangen.generator.table import options as flags_of
+from wangen.generator.train_refusals import is_narrowed
 
 _Reads = Callable[[Train], object]
 
@@ -65,9 +66,7 @@ READERS: dict[str, tuple[_Reads, str]] = {
     "logit_mean": _LOGITS,
     "logit_std": _LOGITS,
     "mode_scale": _chosen("weighting_scheme", ["mode"]),
-    "preserve_distribution_shape": (
-        lambda options: (options.min_timestep, options.max_timestep) != (0, 1000), "--min_timestep or --max_timestep"
-    ),
+    "preserve_distribution_shape": (is_narrowed, "--min_timestep or --max_timestep"),
     "validation_timesteps": _LOSS_HELD_OUT,
     "validate_every_n_steps": _LOSS_HELD_OUT,
     "save_last_n_steps": _beside("save_every_n_steps"),
@@ -76,5 +75,5 @@ READERS: dict[str, tuple[_Reads, str]] = {
     "save_last_n_steps_state": _beside("save_state"),
     "save_last_n_epochs_state": _beside("save_state"),
     "block_swap_ring_size": _beside("blocks_to_swap"),
-}  # fmt: skip
+}
 """By flag: whether a run reads it, and beside what it does."""

@@ -24,6 +24,7 @@ from wangen.generator.lock import LEASE_S, RUN_LOCK, hold
 from wangen.generator.memory import PLAIN_MEMORY
 from wangen.generator.session import Report
 from wangen.generator.steps import Train
+from wangen.generator.train_refusals import is_narrowed
 from wangen.generator.workspace import require_writable
 from wangen.profiles import Model
 from wangen.runtime.adapter_layers import parts_of
@@ -50,7 +51,7 @@ from wangen.runtime.training.schedules import make_schedule, unfinished_warm_up
 from wangen.runtime.training.show_timesteps import show
 from wangen.runtime.training.step import optimizer_step
 from wangen.runtime.training.throughput import in_words
-from wangen.runtime.training.timesteps import is_narrowed, starving
+from wangen.runtime.training.timesteps import starving
 from wangen.runtime.training.watching import Watching
 
 if TYPE_CHECKING:

@@ -14,11 +14,12 @@ from wangen.generator.lora_config import lora_identity
 from wangen.generator.step_parts import DEFAULT_EPOCHS
 from wangen.generator.steps import Train
 from wangen.generator.table import options as flags_of
+from wangen.generator.train_refusals import is_narrowed
 from wangen.runtime.cache import digest
 from wangen.runtime.epochs import EpochSampler
 from wangen.runtime.loader import CachedSample
 from wangen.runtime.training.schedules import depends_on_length, make_schedule
-from wangen.runtime.training.timesteps import HIGH, LEAST_SHARE, LOW, Sampler, expert_shares, is_narrowed
+from wangen.runtime.training.timesteps import HIGH, LEAST_SHARE, LOW, Sampler, expert_shares
 
 RECIPE = 2
 """Of what a step computes from its seeds; a state of another recipe would go on with other noise and timesteps."""

@@ -14,7 +14,7 @@ from wangen.generator.errors import many
 from wangen.generator.files import write_text
 from wangen.generator.session import Report
 from wangen.generator.steps import Train
-from wangen.generator.train_refusals import require_timesteps
+from wangen.generator.train_refusals import is_narrowed, require_timesteps
 from wangen.runtime.flow import loss_weight
 from wangen.runtime.training.distributions import Cut, Distribution, share
 from wangen.runtime.training.timesteps import (
@@ -22,7 +22,6 @@ from wangen.runtime.training.timesteps import (
     LOW,
     distribution_of,
     expert_shares,
-    is_narrowed,
     model_tokens,
     starving,
 )

@@ -11,7 +11,7 @@ import torch
 from wangen import profiles
 from wangen.generator.errors import UsageError
 from wangen.generator.steps import Train
-from wangen.generator.train_refusals import require_timesteps
+from wangen.generator.train_refusals import is_narrowed, require_timesteps
 from wangen.runtime.randomness import generator_for
 from wangen.runtime.training.distributions import (
     Cut,
@@ -35,11 +35,6 @@ LEAST_SHARE = 1e-9
 
 _DETAIL = (5.36, 1.0)
 """Mean and deviation of the log-SNR draws that the qinglong modes add, near the clean end."""
-
-
-def is_narrowed(options: Train) -> bool:
-    """Whether `--min_timestep` and `--max_timestep` leave something of the timesteps out."""
-    return (options.min_timestep, options.max_timestep) != (0, 1000)
 
 
 def distribution_of(
