@@ -1,6 +1,7 @@
 """Flags that are given and that nothing reads beside the others of the same run."""
 
 from collections.abc import Callable, Collection
+from typing import Any
 
 from wangen import profiles
 from wangen.generator.steps import Train
@@ -11,18 +12,18 @@ _Reads = Callable[[Train], object]
 
 
 def unread(options: Train) -> list[str]:
-    """A sentence for each flag that has another value than the model's default and decides nothing in this run.
+    """A sentence for each flag that decides nothing in this run, and has neither its own nor the model's default.
 
     >>> from pathlib import Path
     >>> unread(Train(output_dir=Path("out"), output_name="cats", save_last_n_steps=500))
     ['--save_last_n_steps is not used: it is read with --save_every_n_steps']
     """
-    usual = {option.name: option.default for option in flags_of(Train)}
-    usual |= profiles.model(options.task).defaults.get("train", {})
+    usual: dict[str, Any] = {option.name: option.default for option in flags_of(Train)}
+    published = {**usual, **profiles.model(options.task).defaults.get("train", {})}
     return [
         f"--{name} is not used: it is read with {by}"
         for name, (reads, by) in READERS.items()
-        if getattr(options, name) != usual[name] and not reads(options)
+        if getattr(options, name) not in (usual[name], published[name]) and not reads(options)
     ]
 
 
@@ -75,5 +76,8 @@ READERS: dict[str, tuple[_Reads, str]] = {
     "save_last_n_steps_state": _beside("save_state"),
     "save_last_n_epochs_state": _beside("save_state"),
     "block_swap_ring_size": _beside("blocks_to_swap"),
+    "checkpointing_free_blocks": (lambda options: options.checkpointing != "none", "--checkpointing full or selective"),
+    "high_noise_share": _chosen("experts", ["both"]),
+    "expert_turn_steps": _chosen("experts", ["both"]),
 }
 """By flag: whether a run reads it, and beside what it does."""

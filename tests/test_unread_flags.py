@@ -22,6 +22,7 @@ OTHER: dict[str, Any] = {
     "logit_mean": 0.3, "logit_std": 0.8, "mode_scale": 0.5, "preserve_distribution_shape": True,
     "validation_timesteps": 3, "validate_every_n_steps": 5, "save_last_n_steps": 9, "save_last_n_epochs": 2,
     "keep_last": 2, "save_last_n_steps_state": 9, "save_last_n_epochs_state": 2, "block_swap_ring_size": 3,
+    "checkpointing_free_blocks": 1, "high_noise_share": 0.3, "expert_turn_steps": 3,
 }  # fmt: skip
 OF_TIMESTEPS = ["discrete_flow_shift", "sigmoid_scale", "logit_mean", "logit_std", "mode_scale",
                 "preserve_distribution_shape"]  # fmt: skip
@@ -71,14 +72,16 @@ def test_timesteps_that_read_a_flag_change_with_it_and_no_others_do(name: str, f
 
 @pytest.mark.parametrize("task", profiles.model_names())
 def test_a_model_as_it_comes_has_no_such_flag(task: str):
-    given = {"task": task, **profiles.model(task).defaults.get("train", {})}
-    assert unread(Train(output_dir=Path("out"), output_name="cats", **given)) == []
+    published = profiles.model(task).defaults.get("train", {})
+    for given in (published, {"timestep_sampling": "uniform"}, {**published, "timestep_sampling": "uniform"}):
+        assert unread(Train(output_dir=Path("out"), output_name="cats", **{"task": task, **given})) == []
 
 
 @pytest.mark.parametrize("flag", READERS)
 def test_what_is_not_used_is_named_with_what_would_read_it(flag: str):
     beside = {"lr_warmup_steps": {"lr_scheduler": "adafactor"}, "discrete_flow_shift": {"timestep_sampling": "sigma"},
-              "sigmoid_scale": {"timestep_sampling": "uniform"}}  # fmt: skip
+              "sigmoid_scale": {"timestep_sampling": "uniform"}, "checkpointing_free_blocks": {"checkpointing": "none"},
+              "high_noise_share": {"experts": "high"}, "expert_turn_steps": {"experts": "low"}}  # fmt: skip
     (line,) = unread(options(**beside.get(flag, {}), **{flag: OTHER[flag]}))
     assert line == f"--{flag} is not used: it is read with {READERS[flag][1]}"
 
