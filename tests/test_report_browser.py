@@ -269,8 +269,9 @@ def test_what_is_new_appears_and_what_the_reader_does_goes_on(browser, tmp_path)
     sample(folder, 1)
     sample(folder, 3)
     with watched(folder) as url, opened(browser, url) as page:
-        page.locator("#chart-loss summary").click()
         video = "document.querySelector('#sample-1 figure:not([hidden]) video')"
+        wait(page, f"{video}.readyState >= 3")
+        page.locator("#chart-loss summary").click()
         page.evaluate(f"{video}.loop = true")
         page.locator("#sample-1 button").click()
         wait(page, f"{video}.currentTime > 0.2")

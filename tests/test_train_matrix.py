@@ -147,7 +147,9 @@ def test_rounding_changes_the_loss_by_no_more_than_is_stated(
 ):
     changes, bound = CLOSE[name]
     train.run(cases.options(tmp_path, **{"checkpointing": "none", **changes}))
-    assert losses(tmp_path) == pytest.approx(losses(plain["bare"]), rel=bound)
+    ours, exact = losses(tmp_path), losses(plain["bare"])
+    assert ours == pytest.approx(exact, rel=bound)
+    assert name == "plain" or ours != exact  # with MKL the losses of the library's own modules are ours, bit by bit
     assert not same_tensors(tmp_path, plain["bare"])
 
 
