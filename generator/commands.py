@@ -30,7 +30,7 @@ class StepCommand(click.Command):
         help_text = (inspect.getdoc(step) or "").split("\n\n")[0]
         super().__init__(
             step.command,
-            params=[parameter for option in options(step) for parameter in _parameters(option)],
+            params=[parameter for option in options(step) for parameter in _parameters(step, option)],
             help=help_text,
             short_help=help_text,
             context_settings={"token_normalize_func": lambda word: word.replace("-", "_"), "max_content_width": 110},
@@ -93,7 +93,7 @@ def given(step: type[Step], params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build(step: type[Step], values: Mapping[str, Any]) -> Step:
-    """The dataclass from raw values, with those of its `config_file` beneath them.
+    """The dataclass from raw values, with those of its `config_file` beneath them, and the model profile's undermost.
 
     Raises:
         UsageError: a wrong value, an unknown key in the file, a required flag missing, or two that say the same.
@@ -105,11 +105,23 @@ def build(step: type[Step], values: Mapping[str, Any]) -> Step:
             if any(name in made for name in group):
                 beneath = {name: value for name, value in beneath.items() if name not in group}
         made = beneath | made
+    made = _of_profile(step, made) | made
     if lacking := missing(step, made):
         raise UsageError(f"{step.command} needs {', '.join(lacking)}", cure=f"wangen {step.command} --help")
     if len(twice := [f"--{name}" for name in step.one_of if name in made]) > 1:
         raise UsageError(f"{' and '.join(twice)} contradict each other", cure="give one of them")
     return step(**made)
+
+
+def _of_profile(step: type[Step], made: Mapping[str, Any]) -> dict[str, Any]:
+    """The defaults that the model profile has for the step's flags."""
+    if not step.of_profile:
+        return {}
+    from wangen import profiles
+
+    found = {option.name: option for option in options(step)}
+    own = profiles.model(made.get("task", found["task"].default)).defaults.get(step.command, {})
+    return {name: convert(found[name], value) for name, value in own.items()}
 
 
 def convert(option: Option, raw: Any, where: str = "") -> Any:
@@ -149,17 +161,17 @@ def unknown_flag(step: type[Step], word: str) -> UsageError:
     return UsageError(found, cure=cure)
 
 
-def _parameters(option: Option) -> list[click.Option]:
+def _parameters(step: type[Step], option: Option) -> list[click.Option]:
     """The click options of one field: the flag with its other names, and one hidden flag per constant."""
     names = [f"--{name}" for name in (option.name, *option.flag.names)]
     if option.kind is bool:
         switch = f"{names[0]}/--no_{option.name}"
-        main = click.Option([switch, *names[1:], option.name], default=None, help=_help(option))
+        main = click.Option([switch, *names[1:], option.name], default=None, help=_help(step, option))
     else:
         many = option.length == 0
         main = click.Option(
             [*names, option.name],
-            help=_help(option),
+            help=_help(step, option),
             metavar=_metavar(option),
             multiple=many,
             nargs=option.length or 1,
@@ -186,13 +198,14 @@ def _completes(option: Option) -> Callable[[click.Context, click.Parameter, str]
     return proposed
 
 
-def _help(option: Option) -> str:
+def _help(step: type[Step], option: Option) -> str:
     if option.required:
         return f"{option.flag.help}  [required]"
     if option.default in (None, (), "") or option.kind is bool:
         return option.flag.help
     default = " ".join(map(str, option.default)) if isinstance(option.default, tuple) else option.default
-    return f"{option.flag.help}  [default: {default}]"
+    own = ", or the model's own" if option.name in step.of_profile else ""
+    return f"{option.flag.help}  [default: {default}{own}]"
 
 
 def _metavar(option: Option) -> str:

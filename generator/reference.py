@@ -16,7 +16,7 @@ from wangen.generator.entry import OVERVIEW
 from wangen.generator.musubi import verdicts
 from wangen.generator.steps import STEPS
 from wangen.generator.table import Option, Step, options, text_of
-from wangen.profiles import config_files
+from wangen.profiles import config_files, model, model_names
 
 DOCS = Path(__file__).parent.parent / "docs"
 FLAGS_PAGE = DOCS / "flags.md"
@@ -139,7 +139,8 @@ def from_musubi_page() -> str:
         for option in options(step):
             theirs = MUSUBI_DEFAULTS.get((step.command, option.name))
             if theirs:
-                lines.append(f"| {step.command} | `--{option.name}` | {theirs} | {_default(option) or 'see --help'} |")
+                ours = (_default(option) or "see --help") + _of_models(step, option)
+                lines.append(f"| {step.command} | `--{option.name}` | {theirs} | {ours} |")
     lines += ["", "## Every flag of a training script", "", "| musubi-tuner | here |", "|---|---|"]
     lines += [f"| `--{name}` | {_cell(verdict)} |" for name, verdict in verdicts()]
     lines += ["", "## Flags that are answered", "", "| step | flag | answer |", "|---|---|---|"]
@@ -178,7 +179,7 @@ def _rows(step: type[Step]) -> Iterator[str]:
         spelled = [f"`{name}` = {value}" for name, value in option.flag.values.items() if name]
         also = f" ({', '.join(constants + spelled)})" if constants or spelled else ""
         knob = " A knob of the scripts, once it has a value." if option.flag.knob else ""
-        default = _default(option, step.one_of)
+        default = _default(option, step.one_of) + _of_models(step, option)
         yield f"| {', '.join(names)} | {_takes(option)} | {default} | {_cell(option.flag.help)}{also}.{knob} |"
 
 
@@ -203,6 +204,16 @@ def _default(option: Option, one_of: Sequence[str] = ()) -> str:
         return ""
     values = option.default if isinstance(option.default, tuple) else (option.default,)
     return f"`{' '.join(map(text_of, values))}`"
+
+
+def _of_models(step: type[Step], option: Option) -> str:
+    """The models that have a default of their own."""
+    models: dict[str, list[str]] = {}
+    for name in model_names():
+        own = model(name).defaults.get(step.command, {}) if option.name in step.of_profile else {}
+        if own.get(option.name, option.default) != option.default:
+            models.setdefault(text_of(own[option.name]), []).append(name)
+    return "".join(f"; {', '.join(names)}: `{value}`" for value, names in models.items())
 
 
 def _cell(text: str) -> str:

@@ -63,6 +63,8 @@ class Step:
     elsewhere: ClassVar[Mapping[str, str]] = {}
     one_of: ClassVar[tuple[str, ...]] = ()
     """Flags that say the same thing in different ways: exactly one of them is given."""
+    of_profile: ClassVar[tuple[str, ...]] = ()
+    """Flags whose default a model profile may set, for its `--task`."""
     at_most_one: ClassVar[tuple[tuple[str, ...], ...]] = ()
     """Groups of flags that contradict each other: one on the command line wins over the others of a `--config_file`."""
 

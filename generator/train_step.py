@@ -54,6 +54,7 @@ class Train(DatasetStep):
     spellings: ClassVar[tuple[str, ...]] = (
         "wan_train_network", "wan_train_network.py", "qwen_image_train_network", "qwen_image_train_network.py",
     )  # fmt: skip
+    of_profile: ClassVar[tuple[str, ...]] = ("learning_rate", "timestep_sampling", "discrete_flow_shift")
     at_most_one: ClassVar[tuple[tuple[str, ...], ...]] = (("validation_items", "validation_config"),)
     elsewhere: ClassVar[Mapping[str, str]] = ELSEWHERE
 

@@ -12,18 +12,18 @@ _Reads = Callable[[Train], object]
 
 
 def unread(options: Train) -> list[str]:
-    """A sentence for each flag that decides nothing in this run, and has neither its own nor the model's default.
+    """A sentence for each flag that decides nothing in this run, and is not at its default.
 
     >>> from pathlib import Path
     >>> unread(Train(output_dir=Path("out"), output_name="cats", save_last_n_steps=500))
     ['--save_last_n_steps is not used: it is read with --save_every_n_steps']
     """
     usual: dict[str, Any] = {option.name: option.default for option in flags_of(Train)}
-    published = {**usual, **profiles.model(options.task).defaults.get("train", {})}
+    usual |= profiles.model(options.task).defaults.get(Train.command, {})
     return [
         f"--{name} is not used: it is read with {by}"
         for name, (reads, by) in READERS.items()
-        if getattr(options, name) not in (usual[name], published[name]) and not reads(options)
+        if getattr(options, name) != usual[name] and not reads(options)
     ]
 
 

@@ -152,6 +152,19 @@ def test_a_flag_of_a_newer_script_is_answered_with_both_versions(monkeypatch):
         parse(Train, [*TRAIN, "--warp_drive"])
 
 
+@pytest.mark.parametrize("task", profiles.model_names())
+def test_flags_that_are_not_given_stand_as_the_model_profile_has_them(task, tmp_path):
+    own = profiles.model(task).defaults.get("train", {})
+    assert own.keys() <= set(Train.of_profile)
+    bare = parse(Train, [*TRAIN, "--task", task])
+    plain = Train(dataset_config=Path("d.toml"), dit=Path("m.safetensors"), output_dir=Path("out"), output_name="cats")
+    assert bare == dataclasses.replace(plain, task=task, **own)
+    (tmp_path / "a.toml").write_text(f'task = "{task}"\ndiscrete_flow_shift = 7\n', encoding="utf-8")
+    told = parse(Train, [*TRAIN, "--config_file", str(tmp_path / "a.toml"), "--timestep_sampling", "sigmoid"])
+    assert (told.discrete_flow_shift, told.timestep_sampling) == (7.0, "sigmoid")
+    assert told.learning_rate == bare.learning_rate
+
+
 def test_config_file_holds_the_same_flags_and_the_command_line_wins(tmp_path):
     config = tmp_path / "run.toml"
     config.write_text('[training]\nlearning_rate = 5e-5\nsdpa = true\noptimizer_args = ["a=1"]\n[more]\nseed = 3\n')

@@ -8,6 +8,7 @@ import pytest
 from tiny import TinyRun
 
 from wangen import profiles
+from wangen.generator.commands import parse
 from wangen.generator.errors import UsageError
 from wangen.generator.steps import Train
 from wangen.generator.train_values import LrScheduler, TimestepSampling
@@ -72,9 +73,9 @@ def test_timesteps_that_read_a_flag_change_with_it_and_no_others_do(name: str, f
 
 @pytest.mark.parametrize("task", profiles.model_names())
 def test_a_model_as_it_comes_has_no_such_flag(task: str):
-    published = profiles.model(task).defaults.get("train", {})
-    for given in (published, {"timestep_sampling": "uniform"}, {**published, "timestep_sampling": "uniform"}):
-        assert unread(Train(output_dir=Path("out"), output_name="cats", **{"task": task, **given})) == []
+    words = ["--dataset_config", "a.toml", "--task", task, "--output_dir", "out", "--output_name", "cats"]
+    assert unread(parse(Train, words)) == []
+    assert unread(parse(Train, [*words, "--timestep_sampling", "uniform"])) == []
 
 
 @pytest.mark.parametrize("flag", READERS)
