@@ -88,7 +88,7 @@ class Epoch(Sequence[list[Draw]]):
         sizes = torch.cat([torch.full((bucket.num_batches,), bucket.batch_size) for bucket in buckets])
         for bucket, end in zip(buckets, self._begins[1:], strict=True):
             sizes[end - 1] -= bucket.num_batches * bucket.batch_size - len(bucket.samples)
-        self._positions = sizes[self._order].cumsum(0) - sizes[self._order]
+        self._positions = number * int(sizes.sum()) + sizes[self._order].cumsum(0) - sizes[self._order]
 
     def __len__(self) -> int:
         return len(self._order)

@@ -80,7 +80,7 @@ class CachedSample:
 class Draw:
     """One use of a sample in an epoch: which sample, which of its repeats, and which caption (-1: the empty one).
 
-    `position` counts the uses in the order of the epoch.
+    `position` counts the uses from the first epoch on, in the order in which they come.
     """
 
     index: int

@@ -48,7 +48,7 @@ from wangen.runtime.training.run import Run
 from wangen.runtime.training.samples import read_training_samples
 from wangen.runtime.training.saving import Saving, save_loras, save_state, save_state_as_loras, settle_state
 from wangen.runtime.training.schedules import make_schedule, unfinished_warm_up
-from wangen.runtime.training.show_timesteps import show
+from wangen.runtime.training.show_timesteps import show, sizes_of_dataset
 from wangen.runtime.training.step import optimizer_step
 from wangen.runtime.training.throughput import in_words
 from wangen.runtime.training.timesteps import starving
@@ -88,7 +88,7 @@ def _run(options: Train, device: torch.device, ranks: Ranks) -> Report:
     refuse(options, model, device)
     require_parallel(options, ranks.launch)
     if options.show_timesteps:
-        return show(options, model)
+        return show(options, model, sizes_of_dataset(options, model))
     require_writable(options.output_dir)
     with _alone_in_folder(options, ranks):
         return _run_alone(options, model, device, ranks)
@@ -240,7 +240,8 @@ def _announce(training: Run) -> None:
         if line := unfinished_warm_up(options, trainee.plan.num_steps):
             log.warning("    %s", line)
     if len(plan.experts) > 1:
-        for line in starving({expert.name: expert.num_steps / plan.num_steps for expert in plan.experts}):
+        shares = {expert.name: expert.num_steps / plan.num_steps for expert in plan.experts}
+        for line in starving(options, plan.model, shares):
             log.warning("  %s", line)
     if changed := _memory_flags(options):
         log.info("  memory: %s", " ".join(changed))

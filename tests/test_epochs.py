@@ -114,7 +114,7 @@ def test_any_batch_is_known_without_those_before_it():
     assert len(epoch) == len(in_turn) == 14
     assert [epoch[number] for number in reversed(range(14))] == in_turn[::-1]
     assert epoch[3:7] == in_turn[3:7]
-    assert [draw.position for batch in in_turn for draw in batch] == list(range(40))
+    assert [draw.position for batch in in_turn for draw in batch] == list(range(5 * 40, 6 * 40))
     assert all(len({draw.index % 2 for draw in batch}) == 1 for batch in in_turn), "a batch is of one shape"
     with pytest.raises(IndexError):
         epoch[14]

@@ -11,7 +11,8 @@ import pytest
 from wangen import profiles
 from wangen.generator.errors import WangenError
 from wangen.generator.steps import Train
-from wangen.runtime.training.show_timesteps import draw, show
+from wangen.runtime import train as train_step
+from wangen.runtime.training.show_timesteps import draw, show, sizes_of_dataset
 from wangen.runtime.training.timesteps import HIGH, LOW, Sampler
 
 TOKENS = 1560  # 832x480
@@ -68,6 +69,18 @@ def test_the_console_shows_bars_shares_and_warnings(capsys, monkeypatch):
     assert report.folder is None
     assert report.summary == "logsnr: low noise 100 %, high noise 0.00497 %"
     assert report.result["expert_shares"][HIGH] == pytest.approx(4.97e-5, rel=1e-3)
+
+
+def test_modes_that_look_at_the_size_are_drawn_for_those_of_the_dataset(tiny_run, tmp_path, caplog, capsys):
+    flags = {"timestep_sampling": "qwen_shift", "show_timesteps": "console"}
+    options = tiny_run.options(tmp_path, **flags)
+    assert sizes_of_dataset(options, profiles.model(options.task)) == {16: 3}  # three samples of 64x64
+    assert sizes_of_dataset(dataclasses.replace(options, timestep_sampling="shift"), T2V) is None
+    assert train_step.run(options).summary == "qwen_shift, at the dataset's sizes: all samples 100 %"
+    nowhere = dataclasses.replace(options, dataset_config=tmp_path / "no.toml")
+    assert sizes_of_dataset(nowhere, T2V) is None
+    assert "drawn for the model's own resolution, not for the sizes of the dataset" in caplog.text
+    assert show(nowhere, T2V).summary == "qwen_shift, at 832x480: all samples 100 %"
 
 
 def test_the_picture_is_one_file_that_stands_for_itself(tmp_path):

@@ -16,19 +16,25 @@ from wangen import profiles
 from wangen.generator.errors import UsageError
 from wangen.generator.steps import Train
 from wangen.runtime.training.distributions import share
+from wangen.runtime.training.plan import plan_experts
+from wangen.runtime.training.refusals import resolved
 from wangen.runtime.training.timesteps import (
     HIGH,
     LOW,
     Sampler,
     distribution_of,
+    expert_ranges,
     expert_shares,
     model_tokens,
+    more_draws,
     require_timesteps,
     starving,
 )
 
 N, FEW = 20_000, 4_000
 TOKENS = 1560  # 832x480
+A14B = profiles.model("t2v-A14B")
+FAR_DOWN = {"timestep_sampling": "logit_normal", "logit_mean": -5.0, "logit_std": 0.3}
 
 MODES = [
     *({"timestep_sampling": name} for name in
@@ -251,10 +257,43 @@ def test_the_share_of_mixed_sizes_is_the_mean_over_the_samples():
 
 
 def test_a_starving_expert_is_named():
-    high, low = expert_shares(train(timestep_sampling="logsnr"), 0.875)
-    assert [line[:40] for line in starving({HIGH: high, LOW: low})] == ["the high-noise expert gets 0.005 % of th"]
-    assert starving({HIGH: 0.3, LOW: 0.7}) == []
-    assert starving({"": 1.0}) == []
+    options = train(task="t2v-A14B", timestep_sampling="logsnr")
+    high, low = expert_shares(options, 0.875)
+    assert starving(options, A14B, {HIGH: high, LOW: low}) == [
+        "the high-noise expert gets 0.005 % of the samples and is hardly trained: give --high_noise_share 0.5, or "
+        "another --timestep_sampling"
+    ]
+    assert starving(options, A14B, {HIGH: 0.3, LOW: 0.7}) == []
+    assert starving(train(), profiles.model("t2v-14B"), {"": 1.0}) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "expert", "cure", "follows"),
+    [
+        ({"max_timestep": 800}, HIGH, "other --min_timestep and --max_timestep", {"max_timestep": 950}),
+        ({"min_timestep": 900}, LOW, "other --min_timestep and --max_timestep", {"min_timestep": 800}),
+        (FAR_DOWN, HIGH, "another --timestep_sampling", {"timestep_sampling": "logsnr", "logit_mean": -4.0}),
+        ({**FAR_DOWN, "min_timestep": 100}, HIGH, "other --min_timestep and --max_timestep or another"
+         " --timestep_sampling", {"min_timestep": 874}),
+        ({**FAR_DOWN, "min_timestep": 100}, HIGH, "other --min_timestep and --max_timestep or another"
+         " --timestep_sampling", {"timestep_sampling": "shift"}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_is_said_to_an_expert_that_gets_nothing_helps_it(flags, expert, cure, follows):
+    files = {"dit": Path("low"), "dit_high_noise": Path("high")}
+    options = resolved(train(task="t2v-A14B", **files, **flags), A14B, torch.device("cpu"))
+    low, high = expert_ranges(options, A14B)[expert]
+    assert more_draws(options, low, high) == cure
+    high_share, low_share = expert_shares(options, 0.875)
+    assert starving(options, A14B, {HIGH: high_share, LOW: low_share})[0].endswith(f": give {cure}")
+    with pytest.raises(UsageError, match="practically never falls") as error:
+        distribution_of(options, TOKENS, low=low, high=high, expert=expert)
+    assert error.value.cure == f"give {cure}, or train the other expert alone"
+    with pytest.raises(UsageError, match="would get none") as error:
+        plan_experts(options, A14B, 1000)
+    assert error.value.cure == f"give {cure}, or train the other one alone with --experts"
+    plan_experts(dataclasses.replace(options, **follows), A14B, 1000)
 
 
 def test_an_expert_that_never_gets_a_timestep_is_refused_before_training():
@@ -319,14 +358,12 @@ def test_strata_cover_the_distribution_once_in_every_n_draws(flags, expert):
     options = train(num_timestep_buckets=8, **flags)
     sampler = Sampler(options, low, high, name)
     distribution = distribution_of(options, TOKENS, low=low, high=high, expert=name)
-    orders = set()
-    for epoch in range(3):
-        drawn = [sampler.sigma((42, epoch, f"item {n}", 0), n, TOKENS) for n in range(40)]
-        strata = [min(math.floor(8 * distribution.cdf(sigma) + 1e-9), 7) for sigma in drawn]
-        for start in range(0, 40, 8):
-            assert sorted(strata[start : start + 8]) == list(range(8))
-            orders.add(tuple(strata[start : start + 8]))
-    assert len(orders) == 15  # the order is another one in every turn and every epoch
+    epochs = [divmod(position, 20) for position in range(120)]  # which end in the middle of a turn
+    drawn = [sampler.sigma((42, epoch, f"item {n}", 0), 20 * epoch + n, TOKENS) for epoch, n in epochs]
+    strata = [min(math.floor(8 * distribution.cdf(sigma) + 1e-9), 7) for sigma in drawn]
+    turns = [tuple(strata[start : start + 8]) for start in range(0, 120, 8)]
+    assert all(sorted(turn) == list(range(8)) for turn in turns)
+    assert len(set(turns)) == 15, "the order is another one in every turn"
 
 
 def test_strata_leave_the_distribution_of_one_draw_as_it_is():
@@ -372,4 +409,5 @@ def test_every_models_own_timestep_flags_are_sound_documented_and_feed_each_expe
         f"{100 * high:.0f} %",
     ]  # fmt: skip
     if model.experts:
-        assert starving(dict(zip((HIGH, LOW), expert_shares(options, model.experts.boundary), strict=True))) == []
+        shares = dict(zip((HIGH, LOW), expert_shares(options, model.experts.boundary), strict=True))
+        assert starving(options, model, shares) == []

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,20 @@ from wangen.generator.lora_config import lora_identity
 from wangen.generator.step_parts import DEFAULT_EPOCHS
 from wangen.generator.steps import Train
 from wangen.generator.table import options as flags_of
-from wangen.generator.train_refusals import is_narrowed
 from wangen.runtime.cache import digest
 from wangen.runtime.epochs import EpochSampler
 from wangen.runtime.loader import CachedSample
+from wangen.runtime.samples import Sample
 from wangen.runtime.training.schedules import depends_on_length, make_schedule
-from wangen.runtime.training.timesteps import HIGH, LEAST_SHARE, LOW, Sampler, expert_shares
+from wangen.runtime.training.timesteps import (
+    HIGH,
+    LEAST_SHARE,
+    LOW,
+    Sampler,
+    expert_ranges,
+    expert_shares,
+    more_draws,
+)
 
 RECIPE = 2
 """Of what a step computes from its seeds; a state of another recipe would go on with other noise and timesteps."""
@@ -155,7 +163,8 @@ def make_plan(
     if num_steps > MAX_STEPS:
         raise UsageError(f"{num_steps} steps are more than a run can have",
                          cure=f"give --max_train_steps up to {MAX_STEPS}")  # fmt: skip
-    experts = plan_experts(options, model, num_steps, _tokens_per_frame(samples, model))
+    sizes = count_tokens((cached.sample for cached in samples), model)
+    experts = plan_experts(options, model, num_steps, sizes)
     for expert in experts:  # what cannot be drawn or scheduled is refused here
         Sampler(options, expert.low, expert.high, expert.name)
         make_schedule(options, expert.num_steps)
@@ -175,13 +184,13 @@ def num_steps_of(options: Train, steps_per_epoch: int) -> int:
     return (DEFAULT_EPOCHS if epochs is None else epochs) * steps_per_epoch
 
 
-def _tokens_per_frame(samples: Sequence[CachedSample], model: profiles.Model) -> Mapping[int, int]:
+def count_tokens(samples: Iterable[Sample], model: profiles.Model) -> Mapping[int, int]:
     """How many draws of an epoch have so many tokens in a frame: some ways of drawing timesteps depend on it."""
     cell = model.spatial_stride * model.patch[1], model.spatial_stride * model.patch[2]
     counts: Counter[int] = Counter()
-    for cached in samples:
-        width, height = cached.sample.size
-        counts[(height // cell[0]) * (width // cell[1])] += cached.sample.entry.num_repeats
+    for sample in samples:
+        width, height = sample.size
+        counts[(height // cell[0]) * (width // cell[1])] += sample.entry.num_repeats
     return counts
 
 
@@ -204,25 +213,24 @@ def plan_experts(
     if model.experts is None:
         assert options.dit is not None
         return (ExpertPlan("", options.dit, options.network_weights, 0.0, 1.0, 1.0, num_steps),)
-    boundary = options.timestep_boundary
-    assert boundary is not None
-    natural = dict(zip((HIGH, LOW), expert_shares(options, boundary, tokens_per_frame), strict=True))
+    ranges = expert_ranges(options, model)
+    natural = dict(zip((HIGH, LOW), expert_shares(options, ranges[LOW][1], tokens_per_frame), strict=True))
     share_high = natural[HIGH] if options.high_noise_share is None else options.high_noise_share
     steps_high = round(share_high * num_steps)
     both = options.experts == "both"
     steps = {HIGH: steps_high if both else num_steps, LOW: num_steps - steps_high if both else num_steps}
     if both and not all(steps.values()):
         starved = HIGH if steps[LOW] else LOW
-        none = is_narrowed(options) and natural[starved] < LEAST_SHARE  # no share of the steps would help
-        more = "other --min_timestep and --max_timestep" if none else "--high_noise_share, for example 0.5"
+        more = "--high_noise_share, for example 0.5, or another --timestep_sampling"
+        if natural[starved] < LEAST_SHARE:  # then no share of the steps would help
+            more = more_draws(options, *ranges[starved])
         raise UsageError(
             f"of {num_steps} steps the {starved.replace('_', '-')} expert would get none "
             f"({natural[starved]:.2%} of the timesteps are its own)",
-            cure=f"give {more}, another --timestep_sampling, or train one with --experts",
+            cure=f"give {more}, or train the other one alone with --experts",
         )
     files = {HIGH: options.dit_high_noise, LOW: options.dit}
     starts = {HIGH: options.network_weights_high_noise, LOW: options.network_weights}
-    ranges = {HIGH: (boundary, 1.0), LOW: (0.0, boundary)}
     wanted = [name for name in (HIGH, LOW) if both or name.startswith(options.experts)]
     experts = []
     for name in wanted:
@@ -238,6 +246,8 @@ def _fingerprint(options: Train, samples: Sequence[CachedSample], experts: Seque
     found: dict[str, Any] = {name: str(getattr(options, name)) for name in pinned}
     length = sum(expert.num_steps for expert in experts) if depends_on_length(options) else "any"
     found |= {"recipe": RECIPE, "length of the schedule": length, "dataset": dataset_digest(samples)}
+    if options.num_timestep_buckets:
+        found["strata"] = "counted over the run"  # once over each epoch
     found["base_weights"] = [lora_identity(path) for path in options.base_weights]
     for expert in experts:
         found[f"dit{expert.suffix}"] = headers.identity(expert.dit, expert.flag)

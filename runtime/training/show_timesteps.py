@@ -1,5 +1,6 @@
 """`--show_timesteps`: what a run would draw, for each expert, on the terminal or as a picture; no model is loaded."""
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,24 +11,30 @@ from typing import TYPE_CHECKING
 import torch
 
 from wangen import profiles
-from wangen.generator.errors import many
+from wangen.generator.errors import WangenError, many
 from wangen.generator.files import write_text
 from wangen.generator.session import Report
 from wangen.generator.steps import Train
 from wangen.generator.train_refusals import is_narrowed, require_timesteps
 from wangen.runtime.flow import loss_weight
+from wangen.runtime.samples import read_samples
 from wangen.runtime.training.distributions import Cut, Distribution, share
+from wangen.runtime.training.plan import count_tokens
 from wangen.runtime.training.timesteps import (
     HIGH,
     LOW,
     distribution_of,
+    expert_ranges,
     expert_shares,
+    looks_at_size,
     model_tokens,
     starving,
 )
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+log = logging.getLogger("wangen")
 
 _ROWS = 20
 """Bins on the terminal: 50 timesteps each."""
@@ -75,13 +82,29 @@ def show(options: Train, model: profiles.Model, tokens_per_frame: Mapping[int, i
     image = options.show_timesteps == "image"
     drawing = draw(options, model, tokens_per_frame, _COLUMNS if image else _ROWS)
     words = [f"{_NAMES[name]} {100 * part:.3g} %" for name, part in drawing.shares.items()]
-    result = {"expert_shares": dict(drawing.shares), "warnings": starving(drawing.shares)}
+    title, warnings = _described(options, model, tokens_per_frame), starving(options, model, drawing.shares)
+    result = {"expert_shares": dict(drawing.shares), "warnings": warnings}
     if image:
         path = options.output_dir / f"{options.output_name}-timesteps.svg"
-        write_text(path, _svg(options, drawing, words))
+        write_text(path, _svg(options, drawing, title, words, warnings))
         return Report(None, f"the timesteps are drawn in {path}", result={**result, "image": str(path)})
-    _print(options, drawing, words)
-    return Report(None, f"{_described(options)}: {', '.join(words)}", result=result)
+    _print(drawing, title, words, warnings)
+    return Report(None, f"{title}: {', '.join(words)}", result=result)
+
+
+def sizes_of_dataset(options: Train, model: profiles.Model) -> Mapping[int, int] | None:
+    """How many samples of the dataset have how many tokens per frame, where the flags look at that.
+
+    Returns:
+        None where they do not, and, with a warning, where the dataset cannot be read.
+    """
+    if not looks_at_size(options):
+        return None
+    try:
+        return count_tokens(read_samples(options, model), model)
+    except WangenError as error:
+        log.warning("  drawn for the model's own resolution, not for the sizes of the dataset: %s", error)
+        return None
 
 
 def draw(options: Train, model: profiles.Model, tokens_per_frame: Mapping[int, int] | None, num_bins: int) -> Drawing:
@@ -118,14 +141,13 @@ def _experts(options: Train, model: profiles.Model, counts: Mapping[int, int]) -
     """Name -> lowest sigma, highest sigma and share of the samples, of what the flags train."""
     if model.experts is None:
         return {"": (0.0, 1.0, 1.0)}
-    boundary = model.experts.boundary if options.timestep_boundary is None else options.timestep_boundary
-    ranges = {LOW: (0.0, boundary), HIGH: (boundary, 1.0)}
+    ranges = expert_ranges(options, model)
     if options.experts != "both":
         name = HIGH if options.experts == "high" else LOW
         return {name: (*ranges[name], 1.0)}
     high = options.high_noise_share
     if high is None:
-        high, _ = expert_shares(options, boundary, counts)
+        high, _ = expert_shares(options, ranges[LOW][1], counts)
     return {LOW: (*ranges[LOW], 1 - high), HIGH: (*ranges[HIGH], high)}
 
 
@@ -136,11 +158,14 @@ def _mean_weight(options: Train, distribution: Distribution, low: float, high: f
     return float(loss_weight(options.weighting_scheme, sigmas).mean())
 
 
-def _described(options: Train) -> str:
+def _described(options: Train, model: profiles.Model, tokens_per_frame: Mapping[int, int] | None) -> str:
     """The flags that decide, in the words of the command line."""
     words: list[str] = [options.timestep_sampling]
     if options.timestep_sampling == "shift":
         words.append(f"shift {options.discrete_flow_shift:g}")
+    if looks_at_size(options):
+        width, height = model.resolution
+        words.append("at the dataset's sizes" if tokens_per_frame else f"at {width}x{height}")
     if is_narrowed(options):
         done = "cut" if options.preserve_distribution_shape else "squeezed"
         words.append(f"{done} to {options.min_timestep} … {options.max_timestep}")
@@ -151,23 +176,23 @@ def _described(options: Train) -> str:
     return ", ".join(words)
 
 
-def _print(options: Train, drawing: Drawing, words: Sequence[str]) -> None:
+def _print(drawing: Drawing, title: str, words: Sequence[str], warnings: Sequence[str]) -> None:
     from rich.console import Console
 
     console = Console()
-    console.print(_table(options, drawing))
-    for line in [*words, *(f"warning: {warning}" for warning in starving(drawing.shares))]:
+    console.print(_table(drawing, title))
+    for line in [*words, *(f"warning: {warning}" for warning in warnings)]:
         console.print(line, soft_wrap=True, markup=False, highlight=False)
 
 
-def _table(options: Train, drawing: Drawing) -> "Table":
+def _table(drawing: Drawing, title: str) -> "Table":
     from rich.bar import Bar
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     highest = max(part for parts in drawing.bins.values() for part in parts)
     longest = _BAR // len(drawing.bins)
-    table = Table(title=f"timesteps drawn: {_described(options)}", box=SIMPLE_HEAD)
+    table = Table(title=f"timesteps drawn: {title}", box=SIMPLE_HEAD)
     table.add_column("timesteps", justify="right", no_wrap=True)
     for name in drawing.shares:
         table.add_column(_NAMES[name], justify="right", no_wrap=True)
@@ -190,7 +215,7 @@ _WIDTH, _HEIGHT, _LINE = 960, 470, 120  # the last in letters
 _LEFT, _TOP, _PLOT_WIDTH, _PLOT_HEIGHT = 60, 70, 860, 300
 
 
-def _svg(options: Train, drawing: Drawing, words: Sequence[str]) -> str:
+def _svg(options: Train, drawing: Drawing, title: str, words: Sequence[str], warnings: Sequence[str]) -> str:
     """A picture that stands for itself: the share of samples by timestep, and where it differs that of the loss."""
     loss = [math.fsum(parts) for parts in zip(*drawing.weighted.values(), strict=True)]
     highest = max(*(part for parts in drawing.bins.values() for part in parts), *loss)
@@ -200,13 +225,13 @@ def _svg(options: Train, drawing: Drawing, words: Sequence[str]) -> str:
         points = " ".join(f"{_x(i + 0.5, len(loss)):.1f},{_y(part, highest):.1f}" for i, part in enumerate(loss))
         shapes.append(f'<polyline points="{points}" fill="none" stroke="#222" stroke-dasharray="5 3"/>')
         legend.append(("#222", "share of the loss weight"))
-    texts = [_text(_LEFT, 26, f"Timesteps drawn: {_described(options)}", size=17)]
+    texts = [_text(_LEFT, 26, f"Timesteps drawn: {title}", size=17)]
     for number, (colour, line) in enumerate(legend):
         texts.append(_text(_LEFT + 220 * number, 50, f"\N{BLACK SQUARE} {line}", colour=colour))
     texts += [_text(_x(tick, 10), _TOP + _PLOT_HEIGHT + 20, str(100 * tick), anchor="middle") for tick in range(11)]
     texts.append(_text(_LEFT, _HEIGHT - 46, "0 is the clean latent, 1000 is noise; height: share of the samples in a "
                        f"bin of {1000 // _COLUMNS} timesteps, at most {100 * highest:.3g} %"))  # fmt: skip
-    lines = [line for warning in starving(drawing.shares) for line in wrap(f"Warning: {warning}", _LINE)]
+    lines = [line for warning in warnings for line in wrap(f"Warning: {warning}", _LINE)]
     texts += [_text(_LEFT, _HEIGHT - 26 + 16 * number, line, colour="#b00020") for number, line in enumerate(lines)]
     frame = f'<path d="M{_LEFT} {_TOP}v{_PLOT_HEIGHT}h{_PLOT_WIDTH}" fill="none" stroke="#888"/>'
     return (

@@ -65,7 +65,7 @@ def distribution_of(
         else:
             found = Squeezed(found, least, most)
     if (low, high) != (0.0, 1.0):
-        cure = "change --min_timestep, --max_timestep or --timestep_sampling, or train the other expert alone"
+        cure = f"give {more_draws(options, low, high)}, or train the other expert alone"
         found = _cut(found, low, high, f"for the {expert.replace('_', '-')} expert {drawn}", cure)
     return found
 
@@ -101,27 +101,53 @@ def model_tokens(model: profiles.Model) -> int:
     return (width // model.bucket_step) * (height // model.bucket_step)
 
 
-def starving(shares: Mapping[str, float]) -> list[str]:
-    """A warning for each expert that gets less than `STARVED` of the samples.
+def expert_ranges(options: Train, model: profiles.Model) -> dict[str, tuple[float, float]]:
+    """The lowest and the highest sigma of each of a model's two experts."""
+    assert model.experts is not None
+    boundary = model.experts.boundary if options.timestep_boundary is None else options.timestep_boundary
+    return {HIGH: (boundary, 1.0), LOW: (0.0, boundary)}
 
-    >>> print(starving({"high_noise": 0.00005, "low_noise": 0.99995})[0])
-    the high-noise expert gets 0.005 % of the samples and is hardly trained: give --high_noise_share 0.5, or \
-another --timestep_sampling
+
+def more_draws(options: Train, low: float, high: float) -> str:
+    """What lets draws fall into an expert's range into which practically none does.
+
+    Args:
+        options: the flags.
+        low: lowest sigma of the expert.
+        high: highest sigma of the expert.
     """
-    return [
-        f"the {name.replace('_', '-')} expert gets {100 * part:.2g} % of the samples and is hardly trained: "
-        "give --high_noise_share 0.5, or another --timestep_sampling"
-        for name, part in shares.items()
-        if part < STARVED
-    ]
+    ways = ["other --min_timestep and --max_timestep"] if is_narrowed(options) else []
+    if max(options.min_timestep / 1000, low) < min(options.max_timestep / 1000, high):
+        ways.append("another --timestep_sampling")
+    return " or ".join(ways)
+
+
+def starving(options: Train, model: profiles.Model, shares: Mapping[str, float]) -> list[str]:
+    """A warning for each of two experts that gets less than `STARVED` of the samples, with what gives it more.
+
+    Args:
+        options: the flags.
+        model: the profile of `--task`.
+        shares: expert -> its share of the samples.
+    """
+    lines = []
+    for name, part in shares.items():
+        if part >= STARVED:
+            continue
+        cure = "--high_noise_share 0.5, or another --timestep_sampling"
+        if part < LEAST_SHARE and options.high_noise_share is None:  # then no share of the steps would help
+            cure = more_draws(options, *expert_ranges(options, model)[name])
+        lines.append(f"the {name.replace('_', '-')} expert gets {100 * part:.2g} % of the samples and is hardly "
+                     f"trained: give {cure}")  # fmt: skip
+    return lines
 
 
 class Sampler:
     """Draws the sigma of each sample of one expert, each from one uniform number of its own.
 
     With `--num_timestep_buckets` N the distribution is parted into N strata of equal share, and N draws in a row fall
-    into each stratum once, in an order that changes with every N draws and every epoch. The distribution of a single
-    draw stays what it is, and the gradient varies less from step to step.
+    into each stratum once, in an order that changes with every N draws. The distribution of a single draw stays what it
+    is, and the gradient varies less from step to step.
 
     Args:
         options: the flags.
@@ -153,7 +179,7 @@ class Sampler:
 
         Args:
             key: seed, epoch, the sample's key in the cache, and its repeat.
-            position: number of this draw among those of this expert in this epoch, from 0; counts for strata only.
+            position: number of this draw among those of this expert, from 0; counts for strata only.
             tokens_per_frame: (h / 2) (w / 2) for a latent of h x w cells.
 
         Raises:
@@ -167,9 +193,8 @@ class Sampler:
         strata = self._options.num_timestep_buckets
         if strata is None:
             return uniform
-        seed, epoch = key[:2]
         turn, place = divmod(position, strata)
-        order = torch.randperm(strata, generator=generator_for("strata", self._expert, seed, epoch, turn))
+        order = torch.randperm(strata, generator=generator_for("strata", self._expert, key[0], turn))
         return (int(order[place]) + uniform) / strata
 
 
@@ -233,6 +258,11 @@ def _qwen_mean(tokens: int) -> float:
     (0.5, 0.9)
     """
     return 0.5 + (0.9 - 0.5) * (tokens - 256) / (8192 - 256)
+
+
+def looks_at_size(options: Train) -> bool:
+    """Whether the flags draw otherwise for a picture of another size."""
+    return _sampling(options, 256) != _sampling(options, 8192)
 
 
 def _cut(base: Distribution, low: float, high: float, what: str, cure: str) -> Cut:
