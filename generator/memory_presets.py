@@ -14,9 +14,10 @@ from wangen.generator.memory import (
     preset_flags,
     settings_of,
     tokens_of,
+    usable_bytes,
 )
 from wangen.generator.steps import Train
-from wangen.profiles import Model
+from wangen.profiles import Model, Preset
 
 log = logging.getLogger("wangen")
 
@@ -28,7 +29,8 @@ def resolve_vram(options: Train, model: Model, free: int | None) -> Train:
     """The options with every memory flag filled in; those that were given stay.
 
     What a preset says and the other flags rule out is left away: with `--train_mode full` nothing is quantised or
-    swapped, with `--plain` nothing is swapped and every block is recomputed alike.
+    swapped, with `--plain` nothing is swapped and every block is recomputed alike. Where what is left is more than the
+    card of the preset has, that is said.
 
     Args:
         options: of the training step.
@@ -43,7 +45,10 @@ def resolve_vram(options: Train, model: Model, free: int | None) -> Train:
                          cure="give --quantize int8 or nf4 where the card is small")  # fmt: skip
     if options.vram == "auto":
         return _for_free_memory(options, model, free)
-    return _filled(options, model, preset_flags(model, options.vram))
+    filled = _filled(options, model, preset_flags(model, options.vram))
+    if options.vram:
+        _warn_of_more(filled, model, int(options.vram))
+    return filled
 
 
 def _filled(options: Train, model: Model, flags: Mapping[str, Any]) -> Train:
@@ -69,14 +74,11 @@ def _for_free_memory(options: Train, model: Model, free: int | None) -> Train:
     if free is None:
         return _filled(options, model, {})
     roomy = _filled(options, model, ROOMY)
-    if _needed(roomy, model, max(32, options.network_dim), model.resolution, model.num_frames) <= free:
+    if _needed(roomy, model, 32, model.resolution, model.num_frames) <= free:
         log.info("  --vram auto: %s are free, enough for the whole model", gib_text(free))
         return roomy
     filled = {gib: _filled(options, model, preset_flags(model, str(gib))) for gib in model.presets}
-    needed = {
-        gib: _needed(filled[gib], model, preset.network_dim, preset.resolution, preset.num_frames)
-        for gib, preset in model.presets.items()
-    }
+    needed = {gib: _needed_of(filled[gib], model, preset) for gib, preset in model.presets.items()}
     fitting = [gib for gib in filled if needed[gib] <= free]
     if not fitting:
         raise UsageError(
@@ -88,7 +90,22 @@ def _for_free_memory(options: Train, model: Model, free: int | None) -> Train:
     return filled[max(fitting)]
 
 
+def _warn_of_more(options: Train, model: Model, gib: int) -> None:
+    """Say it where the flags that were given beside a preset need more than its card has."""
+    preset = model.presets[gib]
+    needed, usable = _needed_of(options, model, preset), usable_bytes(gib * GIB)
+    if needed > usable:
+        width, height = preset.resolution
+        log.warning("  --vram %d: beside the other flags, clips of %dx%dx%d need %s of the %s that such a card has for "
+                    "training; smaller ones may fit (wangen plan counts them)", gib, width, height, preset.num_frames,
+                    gib_text(needed), gib_text(usable))  # fmt: skip
+
+
+def _needed_of(options: Train, model: Model, preset: Preset) -> int:
+    return _needed(options, model, preset.network_dim, preset.resolution, preset.num_frames)
+
+
 def _needed(options: Train, model: Model, rank: int, resolution: tuple[int, int], num_frames: int) -> int:
-    """Bytes of the card for training on such clips."""
-    tokens = tokens_of(model, resolution, num_frames)
-    return memory_plan(model, replace(settings_of(options), rank=rank), tokens=tokens).device
+    """Bytes of the card for training on such clips, at that rank or the greater one of the flags."""
+    settings, tokens = settings_of(options), tokens_of(model, resolution, num_frames)
+    return memory_plan(model, replace(settings, rank=max(rank, settings.rank)), tokens=tokens).device

@@ -18,6 +18,7 @@ from wangen.generator.memory import (
     memory_plan,
     outer_bytes,
     preset_flags,
+    settings_of,
     tokens_of,
     usable_bytes,
 )
@@ -171,6 +172,7 @@ def test_a_preset_fits_its_card_and_wastes_little_of_it(model, gib):
         assert preset_plan(model, fewer).device > usable_bytes(gib * GIB)
     assert preset.blocks_to_swap + preset.checkpointing_free_blocks <= model.transformer.num_layers
     assert preset.checkpointing != "none"
+    assert preset.network_dim >= Train.network_dim, "who gives no rank has one that fits"
     assert all(side % model.bucket_step == 0 for side in preset.resolution)
     assert preset.num_frames % model.temporal_stride == 1
     names = {option.name: option for option in flags_of(Train)}
@@ -270,6 +272,22 @@ def test_what_other_flags_rule_out_is_left_away():
     assert (all_swapped.blocks_to_swap, all_swapped.checkpointing_free_blocks) == (40, 0)
 
 
+def test_what_other_flags_make_too_large_for_a_named_card_is_said(caplog):
+    for gib in T2V.presets:
+        resolve_vram(train(vram=str(gib)), T2V, None)
+        resolve_vram(train(vram=str(gib), quantize="nf4"), T2V, None)
+    assert caplog.text == ""
+    for flags in ({"checkpointing": "none"}, {"train_mode": "full"}, {"plain": True}, {"network_dim": 128},
+                  {"mixed_precision": "no"}):  # fmt: skip
+        caplog.clear()
+        options = resolve_vram(train(vram="24", **flags), T2V, None)
+        (record,) = caplog.records
+        tokens = tokens_of(T2V, (832, 480), 81)
+        settings = settings_of(options)
+        needed = memory_plan(T2V, replace(settings, rank=max(32, settings.rank)), tokens=tokens).device
+        assert f"clips of 832x480x81 need {needed / GIB:.1f} GiB of the 22.5 GiB that such a card" in record.message
+
+
 @pytest.mark.parametrize(
     ("free_gib", "expected"),
     [(7.2, "8"), (11.5, "12"), (15.2, "16"), (22.6, "24"), (31.0, "24"), (78.0, None)],
@@ -294,6 +312,8 @@ def test_auto_counts_the_flags_that_are_given(monkeypatch):
     assert found_with(monkeypatch, 27, small, mixed_precision="no") == roomy
     with pytest.raises(UsageError, match=r"the smallest preset of t2v-14B needs 2\d\.\d with"):
         found_with(monkeypatch, 16, quantize="none", blocks_to_swap=10)
+    assert found_with(monkeypatch, 15.2) == preset_flags(T2V, "16")
+    assert found_with(monkeypatch, 15.2, network_dim=64) == preset_flags(T2V, "12"), "a preset of rank 32"
     few = {"quantize": "nf4", "blocks_to_swap": 38}
     assert found_with(monkeypatch, 6.5, **few) == preset_flags(T2V, "8") | few
     with pytest.raises(UsageError, match=r"needs 7\.3"):
