@@ -49,6 +49,10 @@ _LOGITS = (
     _draws_logits,
     "--timestep_sampling logit_normal, logsnr or qinglong_flux, or --weighting_scheme logit_normal",
 )
+_BOTH = (
+    lambda options: options.experts == "both" and profiles.model(options.task).experts is not None,
+    "--experts both of a model that has two",
+)
 _LOSS_HELD_OUT = _beside("validation_items", "validation_config")
 
 READERS: dict[str, tuple[_Reads, str]] = {
@@ -77,7 +81,8 @@ READERS: dict[str, tuple[_Reads, str]] = {
     "save_last_n_epochs_state": _beside("save_state"),
     "block_swap_ring_size": _beside("blocks_to_swap"),
     "checkpointing_free_blocks": (lambda options: options.checkpointing != "none", "--checkpointing full or selective"),
-    "high_noise_share": _chosen("experts", ["both"]),
-    "expert_turn_steps": _chosen("experts", ["both"]),
+    "high_noise_share": _BOTH,
+    "expert_turn_steps": _BOTH,
+    "offload_inactive_dit": _BOTH,
 }
 """By flag: whether a run reads it, and beside what it does."""

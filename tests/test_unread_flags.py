@@ -1,6 +1,7 @@
 """Flags that nothing reads: what is said of them is what the schedules and distributions do with them."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -23,7 +24,7 @@ OTHER: dict[str, Any] = {
     "logit_mean": 0.3, "logit_std": 0.8, "mode_scale": 0.5, "preserve_distribution_shape": True,
     "validation_timesteps": 3, "validate_every_n_steps": 5, "save_last_n_steps": 9, "save_last_n_epochs": 2,
     "keep_last": 2, "save_last_n_steps_state": 9, "save_last_n_epochs_state": 2, "block_swap_ring_size": 3,
-    "checkpointing_free_blocks": 1, "high_noise_share": 0.3, "expert_turn_steps": 3,
+    "checkpointing_free_blocks": 1, "high_noise_share": 0.3, "expert_turn_steps": 3, "offload_inactive_dit": False,
 }  # fmt: skip
 OF_TIMESTEPS = ["discrete_flow_shift", "sigmoid_scale", "logit_mean", "logit_std", "mode_scale",
                 "preserve_distribution_shape"]  # fmt: skip
@@ -81,10 +82,16 @@ def test_a_model_as_it_comes_has_no_such_flag(task: str):
 @pytest.mark.parametrize("flag", READERS)
 def test_what_is_not_used_is_named_with_what_would_read_it(flag: str):
     beside = {"lr_warmup_steps": {"lr_scheduler": "adafactor"}, "discrete_flow_shift": {"timestep_sampling": "sigma"},
-              "sigmoid_scale": {"timestep_sampling": "uniform"}, "checkpointing_free_blocks": {"checkpointing": "none"},
-              "high_noise_share": {"experts": "high"}, "expert_turn_steps": {"experts": "low"}}  # fmt: skip
+              "sigmoid_scale": {"timestep_sampling": "uniform"}, "checkpointing_free_blocks": {"checkpointing": "none"}}  # fmt: skip
     (line,) = unread(options(**beside.get(flag, {}), **{flag: OTHER[flag]}))
     assert line == f"--{flag} is not used: it is read with {READERS[flag][1]}"
+
+
+@pytest.mark.parametrize("flag", ["high_noise_share", "expert_turn_steps", "offload_inactive_dit"])
+def test_what_two_experts_read_one_does_not(flag: str):
+    both = replace(options(**{flag: OTHER[flag]}), task="t2v-A14B")
+    assert unread(both) == []
+    assert len(unread(replace(both, experts="high"))) == 1
 
 
 def test_the_trainer_says_so(tiny_run: TinyRun, tmp_path: Path, caplog: pytest.LogCaptureFixture):
