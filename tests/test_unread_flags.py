@@ -81,8 +81,12 @@ def test_a_model_as_it_comes_has_no_such_flag(task: str):
 
 @pytest.mark.parametrize("flag", READERS)
 def test_what_is_not_used_is_named_with_what_would_read_it(flag: str):
-    beside = {"lr_warmup_steps": {"lr_scheduler": "adafactor"}, "discrete_flow_shift": {"timestep_sampling": "sigma"},
-              "sigmoid_scale": {"timestep_sampling": "uniform"}, "checkpointing_free_blocks": {"checkpointing": "none"}}  # fmt: skip
+    beside = {
+        "lr_warmup_steps": {"lr_scheduler": "adafactor"},
+        "discrete_flow_shift": {"timestep_sampling": "sigma"},
+        "sigmoid_scale": {"timestep_sampling": "uniform"},
+        "checkpointing_free_blocks": {"checkpointing": "none"},
+    }
     (line,) = unread(options(**beside.get(flag, {}), **{flag: OTHER[flag]}))
     assert line == f"--{flag} is not used: it is read with {READERS[flag][1]}"
 
