@@ -19,7 +19,7 @@ from wangen import profiles
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.steps import Train
 from wangen.runtime import train
-from wangen.runtime.training.plan import _tokens_per_frame, plan_experts
+from wangen.runtime.training.plan import count_tokens, plan_experts
 from wangen.runtime.training.refusals import resolved
 
 CPU = torch.device("cpu")
@@ -112,15 +112,15 @@ def test_one_expert_after_the_other_goes_under_one_name(tiny_run, high, tmp_path
 def test_repeats_count_in_an_experts_share(tiny_run, high, tmp_path):
     options = resolved(both(tiny_run, high, tmp_path, high_noise_share=None, timestep_sampling="flux_shift"), A14B, CPU)
     small, large = (
-        SimpleNamespace(sample=SimpleNamespace(size=(side, side), entry=SimpleNamespace(num_repeats=1)))
+        SimpleNamespace(size=(side, side), entry=SimpleNamespace(num_repeats=1))
         for side in (256, 1024)
     )
-    large.sample.entry.num_repeats = 99
-    often = plan_experts(options, A14B, 1000, _tokens_per_frame([small, *[large] * 99], A14B))
+    large.entry.num_repeats = 99
+    often = plan_experts(options, A14B, 1000, count_tokens([small, *[large] * 99], A14B))
     for one in (small, large):
-        one.sample.entry.num_repeats = 1
-    assert often != plan_experts(options, A14B, 1000, _tokens_per_frame([small, large], A14B))
-    assert often == plan_experts(options, A14B, 1000, _tokens_per_frame([small, *[large] * 99 * 99], A14B))
+        one.entry.num_repeats = 1
+    assert often != plan_experts(options, A14B, 1000, count_tokens([small, large], A14B))
+    assert often == plan_experts(options, A14B, 1000, count_tokens([small, *[large] * 99 * 99], A14B))
 
 
 def _stopped(options: Train, steps: int) -> Train:
