@@ -52,7 +52,7 @@ from wangen.runtime.training.show_timesteps import show, sizes_of_dataset
 from wangen.runtime.training.step import optimizer_step
 from wangen.runtime.training.throughput import in_words
 from wangen.runtime.training.timesteps import starving
-from wangen.runtime.training.watching import Watching
+from wangen.runtime.training.watching import LOOKED, Watching
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -121,7 +121,8 @@ def _run_alone(options: Train, model: Model, device: torch.device, ranks: Ranks)
     if state:
         changed = changed_settings(plan, state)
         state = compared(plan, state, changed, ranks.count)
-        if not plan.num_left([state.experts[expert.name].step for expert in plan.experts]):
+        done = [state.experts[expert.name].step for expert in plan.experts]
+        if not plan.num_left(done) and LOOKED not in state.facts:
             if changed:
                 log.warning("  nothing is trained or written: this run came to its end with the settings before; give "
                             "more steps to go on with the new ones, or start again with --fresh")  # fmt: skip
@@ -142,9 +143,8 @@ def _run_alone(options: Train, model: Model, device: torch.device, ranks: Ranks)
         state = None  # its tensors have been copied, and would stay in host memory
         start, started = training.step, time.monotonic()
         with Interrupt() as interrupt:
-            _train(training, watching, interrupt)
-    if training.step < training.num_steps:
-        raise KeyboardInterrupt
+            if not _train(training, watching, interrupt):
+                raise KeyboardInterrupt
     for path in save_loras(training):
         log.info("  saved %s", path)
     speed = watching.speed()
@@ -271,8 +271,12 @@ def _memory_flags(options: Train) -> list[str]:
     return [f"--{name}" if value is True else f"--{name} {value}" for name, value in chosen.items()]
 
 
-def _train(training: Run, watching: Watching, interrupt: Interrupt) -> None:
-    """The loop over optimizer steps, until the end or an interrupt; what is due is saved on the way."""
+def _train(training: Run, watching: Watching, interrupt: Interrupt) -> bool:
+    """The loop over optimizer steps, until the end or an interrupt; what is due is saved on the way.
+
+    Returns:
+        Whether the run came to its end.
+    """
     plan, ranks, saving = training.plan, training.ranks, Saving(training)
     factors = [make_schedule(plan.options, expert.num_steps) for expert in plan.experts]
     readers = [
@@ -280,12 +284,19 @@ def _train(training: Run, watching: Watching, interrupt: Interrupt) -> None:
         for trainee in training.trainees
     ]
     looking = "validating or sampling"
+    again = LOOKED in training.facts
     with enough_memory_for(plan, training.device, looking):
-        watching.begin(training)
+        at_end = watching.begin(training, interrupt)
+    if again:  # else a start after this one would do once more what was left then
+        save_state(training)
+        settle_state(training)
+    if not at_end:
+        return False
     try:
         with progress("train", training.num_steps, training.step) as advance:
             for number in plan.turns([trainee.step for trainee in training.trainees]):
                 if ranks.any(interrupt.requested):
+                    at_end = False
                     break
                 trainee = training.activate(number)
                 with watching.waiting():
@@ -293,6 +304,7 @@ def _train(training: Run, watching: Watching, interrupt: Interrupt) -> None:
                 with enough_memory_for_steps(training, group):
                     result = optimizer_step(training, trainee, group, factors[number](trainee.step), interrupt)
                 if result is None:
+                    at_end = False
                     break
                 advance(1, watching.after(result))
                 settle_state(training, wait=False)
@@ -303,11 +315,13 @@ def _train(training: Run, watching: Watching, interrupt: Interrupt) -> None:
                         looked = False
                         try:
                             with enough_memory_for(plan, training.device, looking):
-                                watching.look()
+                                at_end = watching.look()
                             looked = True
                         finally:  # what goes wrong there does not cost what was trained, where one saves for all
                             if to_save and (looked or not training.is_sharded):
                                 saving.save()
+                    if not at_end:
+                        break
             watching.settle()
     finally:
         for reader in readers:
@@ -316,6 +330,7 @@ def _train(training: Run, watching: Watching, interrupt: Interrupt) -> None:
         save_state(training)
     settle_state(training)
     ranks.any(False)  # a launcher that sees one process end stops the others, also one that still saves
+    return at_end
 
 
 def _report(plan: Plan, step: int, facts: Mapping[str, Any], *, done_before: bool = False) -> Report:

@@ -111,10 +111,7 @@ def test_one_expert_after_the_other_goes_under_one_name(tiny_run, high, tmp_path
 
 def test_repeats_count_in_an_experts_share(tiny_run, high, tmp_path):
     options = resolved(both(tiny_run, high, tmp_path, high_noise_share=None, timestep_sampling="flux_shift"), A14B, CPU)
-    small, large = (
-        SimpleNamespace(size=(side, side), entry=SimpleNamespace(num_repeats=1))
-        for side in (256, 1024)
-    )
+    small, large = (SimpleNamespace(size=(side, side), entry=SimpleNamespace(num_repeats=1)) for side in (256, 1024))
     large.entry.num_repeats = 99
     often = plan_experts(options, A14B, 1000, count_tokens([small, *[large] * 99], A14B))
     for one in (small, large):

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -66,7 +66,7 @@ class Continuing:
                 frames_guide=options.condition_dropout > 0,
             )  # fmt: skip
 
-    def make(self, run: Run, *, averages: Averages | None = None) -> Continuations | None:
+    def make(self, run: Run, check: Callable[[], None], *, averages: Averages | None = None) -> Continuations | None:
         """Continue every clip with the trainees as they are; write the videos and their lines in `samples.jsonl`.
 
         One that does not fit into memory or is not finite is left out with a warning: training goes on. Not where each
@@ -74,6 +74,7 @@ class Continuing:
 
         Args:
             run: of which everything stays as it is.
+            check: called after every step of the sampler; it may raise.
             averages: where averages are kept, how to sample with them.
 
         Returns:
@@ -83,7 +84,7 @@ class Continuing:
             WangenError: a continuation cannot be made, where the weights are in parts, or the disk refused.
         """
         scenes = [clip.scene for clip in self.clips]
-        latents = sampled(run, scenes, averages, what="continuation", cure=_CURE)
+        latents = sampled(run, scenes, check, averages, what="continuation", cure=_CURE)
         if not run.ranks.is_first:
             return None
         return self._measured(run, latents, averages)

@@ -79,7 +79,9 @@ def samples_due(options: Train, step: int, steps_per_epoch: int, num_steps: int)
     return step == num_steps or any(number and step % number == 0 for number in every)
 
 
-def make_samples(run: Run, scenes: Sequence[Scene], *, averages: Averages | None = None) -> list[Path]:
+def make_samples(
+    run: Run, scenes: Sequence[Scene], *, averages: Averages | None = None, check: Callable[[], None] = lambda: None
+) -> list[Path]:
     """Sample every scene with the trainees as they are, and write the files and a line for each in `samples.jsonl`.
 
     A sample that does not fit into memory or is not finite is left out with a warning: training goes on. Not where each
@@ -89,6 +91,7 @@ def make_samples(run: Run, scenes: Sequence[Scene], *, averages: Averages | None
         run: of which everything stays as it is, but for where idle experts lie.
         scenes: from `make_scenes`.
         averages: where averages are kept, how to sample with them.
+        check: called after every step of a sampler; it may raise.
 
     Returns:
         The files that were written.
@@ -96,7 +99,7 @@ def make_samples(run: Run, scenes: Sequence[Scene], *, averages: Averages | None
     Raises:
         WangenError: a sample cannot be made, where the weights are in parts.
     """
-    latents = sampled(run, scenes, averages, what="sample", cure=_CURE)
+    latents = sampled(run, scenes, check, averages, what="sample", cure=_CURE)
     if not run.ranks.is_first:  # they went along, since the weights are in parts
         return []
     settings = {number: settings_of(run, scenes[number - 1].prompt, averages) for number in latents}
@@ -106,7 +109,7 @@ def make_samples(run: Run, scenes: Sequence[Scene], *, averages: Averages | None
 
 
 def sampled(
-    run: Run, scenes: Sequence[Scene], averages: Averages | None, *, what: str, cure: str
+    run: Run, scenes: Sequence[Scene], check: Callable[[], None], averages: Averages | None, *, what: str, cure: str
 ) -> dict[int, torch.Tensor]:
     """The latents of every scene by its number, counted from 1, with the trainees as they are.
 
@@ -116,6 +119,7 @@ def sampled(
     Args:
         run: of which everything stays as it is, but for where idle experts lie.
         scenes: what to make.
+        check: called after every step of a sampler; it may raise.
         averages: where averages are kept, how to sample with them.
         what: one of them is called in messages.
         cure: what to do when the memory is full.
@@ -127,6 +131,11 @@ def sampled(
         WangenError: one cannot be made, where the weights are in parts.
     """
     latents: dict[int, torch.Tensor] = {}
+
+    def on_step(_done: int) -> None:
+        advance(1, "")
+        check()
+
     with ExitStack() as stack, progress(f"{what}s", sum(scene.prompt.steps for scene in scenes)) as advance:
         for trainee in run.trainees:
             stack.enter_context(evaluating(trainee.transformer))
@@ -136,7 +145,7 @@ def sampled(
             stack.enter_context(averages(trainee))
         for number, scene in enumerate(scenes, start=1):
             try:
-                latents[number] = _sampled(run, scene, cure, lambda _done: advance(1, ""))
+                latents[number] = _sampled(run, scene, cure, on_step)
             except WangenError as error:
                 if run.ranks.in_step:  # the others are in the middle of it, and wait for this process's weights
                     raise

@@ -6,8 +6,9 @@ A step's numbers are read later, several together, because reading waits for a G
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType, TracebackType
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from wangen.generator.errors import WangenError
 from wangen.generator.flops import NOTHING, StepFlops, step_flops
 from wangen.runtime.cache import digest
+from wangen.runtime.interrupt import BrokenOffError, Interrupt
 from wangen.runtime.loader import background_of
 from wangen.runtime.lora_folder import BEST
 from wangen.runtime.models import family
@@ -57,6 +59,9 @@ log = logging.getLogger("wangen")
 BINS = "loss_by_timestep_so_far"
 """Of the epoch, among a run's facts."""
 
+LOOKED = "looked_at_so_far"
+"""What was done of looking after the present step when an interrupt came, among a run's facts."""
+
 
 class Watching:
     """What is looked at, logged and judged while a run goes on; a context manager around all of it."""
@@ -97,9 +102,18 @@ class Watching:
     ) -> None:
         self._stack.__exit__(kind, error, trace)
 
-    def begin(self, run: Run) -> None:
-        """Open the logs, which the run takes over from an earlier one, and look at the model before its first step."""
+    def begin(self, run: Run, interrupt: Interrupt) -> bool:
+        """Open the logs, which the run takes over from an earlier one, and look at the model before its first step.
+
+        Args:
+            run: with the weights where they were left.
+            interrupt: breaks off what is looked at, where this process is alone: others would wait for it.
+
+        Returns:
+            False when it did; a later start looks again.
+        """
         self._run = run
+        self._check = interrupt.check if self._ranks.count == 1 else lambda: None
         self._sizes = {
             trainee.plan.name: (
                 sizes_of(trainee.transformer.config),
@@ -116,9 +130,10 @@ class Watching:
             named = replace(self._options, output_name=self._plan.name)
             self._trackers = self._stack.enter_context(open_trackers(named, self._step))
         self._bins.load(run.facts.get(BINS))
-        if run.step == 0:
-            self.look()
+        if (run.step == 0 or LOOKED in run.facts) and not self.look():
+            return False
         self._rates.rates()
+        return True
 
     def waiting(self) -> contextlib.AbstractContextManager[None]:
         """Around reading a batch."""
@@ -218,23 +233,40 @@ class Watching:
         """Whether something is to be looked at after this step."""
         return self._validation_due() or self._samples_due() or self._run.step % self._plan.steps_per_epoch == 0
 
-    def look(self) -> None:
-        """Validate and sample, where it is time, and log the loss by timestep at an epoch's end."""
+    def look(self) -> bool:
+        """Validate and sample, where it is time, and log the loss by timestep at an epoch's end.
+
+        Returns:
+            False when an interrupt came: what was done until then is among the run's facts, and not done again.
+        """
+        done: list[str] = self._run.facts.setdefault(LOOKED, [])
+        try:
+            for name, part in self._parts():
+                if name not in done:
+                    part()
+                    done.append(name)
+        except BrokenOffError:
+            return False
+        del self._run.facts[LOOKED]
+        return True
+
+    def _parts(self) -> Iterator[tuple[str, Callable[[], object]]]:
+        """What is looked at after this step, by names, in this order."""
         run = self._run
         if run.step and run.step % self._plan.steps_per_epoch == 0:
-            self._log_bins()
+            yield "bins", self._log_bins
         if self._validation_due():
-            for number in range(len(run.trainees)):
-                self._validate(run.activate(number))
+            for number, trainee in enumerate(run.trainees):
+                yield f"validation {trainee.plan.name}", partial(self._validate, number)
         if self._samples_due():
             if self._scenes:
-                make_samples(run, self._scenes, averages=_averages)
+                yield "samples", partial(make_samples, run, self._scenes, averages=_averages, check=self._check)
             if self._continuing.clips:
-                self._continue()
+                yield "continuations", self._continue
 
     def _continue(self) -> None:
         """Continue the held-out clips, and log how near that comes to what was filmed."""
-        found = self._continuing.make(self._run, averages=_averages)
+        found = self._continuing.make(self._run, self._check, averages=_averages)
         if found is None:
             return
         record = found.as_record()
@@ -262,8 +294,9 @@ class Watching:
         every = self._options.validate_every_n_steps or self._plan.steps_per_epoch
         return self._run.step % every == 0 or self._run.step >= self._run.num_steps
 
-    def _validate(self, trainee: Trainee) -> None:
+    def _validate(self, number: int) -> None:
         """Judge an expert by the held-out items, and keep it when it is the best so far."""
+        trainee = self._run.activate(number)
         facts, name = self._run.facts, trainee.plan.name
         bases = facts.setdefault("validation_base", {})
         with evaluating(trainee.transformer):
@@ -295,6 +328,7 @@ class Watching:
         options, plan, device = self._options, self._plan, self._device
 
         def judge(prepared: Prepared) -> torch.Tensor:
+            self._check()
             return item_losses(self._run.kind, trainee.model, [prepared], options, device)[1]
 
         sigmas = stratified_sigmas(trainee.plan.low, trainee.plan.high, options.validation_timesteps)

@@ -1,0 +1,117 @@
+"""An interrupt while a run validates or samples: it ends soon, and the next start makes the rest, to the same bytes."""
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+from tiny import TinyRun
+
+from wangen.generator.steps import Train
+from wangen.runtime import train
+from wangen.runtime.interrupt import Interrupt
+from wangen.runtime.training import checkpoint
+from wangen.runtime.training.watching import LOOKED
+
+PROMPTS = "a red square --w 64 --h 64 --f 1 --s 3 --l 2\na blue wall --w 64 --h 64 --f 5 --s 2 --l 1\n"
+TOLD = ("step", "epoch", "expert", "loss", "grad_norm", "validation", "loss_by_timestep")
+"""What of a line in `metrics.jsonl` the clock has no part in."""
+
+
+@pytest.fixture(scope="module")
+def watched(tiny_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> Train:
+    """Two experts that are judged and sampled before the first step, in the middle and at the end."""
+    folder = tmp_path_factory.mktemp("watched")
+    high, prompts = folder / "high.safetensors", folder / "prompts.txt"
+    save_file({name: 0.9 * value.float() for name, value in load_file(tiny_run.weights["dit"]).items()}, high)
+    prompts.write_text(PROMPTS)
+    return tiny_run.options(
+        folder / "whole", task="t2v-A14B", dit_high_noise=high, high_noise_share=0.5, expert_turn_steps=1,
+        max_train_steps=4, validation_items=1, validation_timesteps=1, validate_every_n_steps=2, keep_best=True,
+        ema_decay=0.9, sample_prompts=prompts, sample_every_n_steps=2, sample_at_first=True, save_every_n_steps=2,
+        vae=tiny_run.weights["vae"], t5=tiny_run.weights["t5"], t5_dtype="float32",
+    )  # fmt: skip
+
+
+def left_by(options: Train) -> dict[str, Any]:
+    """What a run left: bytes of files, and what its lines tell."""
+    folder = options.output_dir
+    files = [*folder.glob("*.safetensors"), *(folder / "samples").iterdir()]
+    found: dict[str, Any] = {path.name: path.read_bytes() for path in files if path.suffix != ".jsonl"}
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    found["metrics"] = [{key: line[key] for key in TOLD if key in line} for line in lines]
+    found["samples"] = sorted((folder / "samples" / "samples.jsonl").read_text().splitlines())
+    return found
+
+
+def checks(patch: pytest.MonkeyPatch, at: Callable[[int], None]) -> None:
+    """Call something with the number of each check for an interrupt, counted from 1, before it is made."""
+    count, real = 0, Interrupt.check
+
+    def check(interrupt: Interrupt) -> None:
+        nonlocal count
+        count += 1
+        at(count)
+        real(interrupt)
+
+    patch.setattr(Interrupt, "check", check)
+
+
+@pytest.fixture(scope="module")
+def whole(watched: Train) -> tuple[dict[str, Any], int]:
+    """What a run leaves that nobody interrupts, and how often it could have been."""
+    counted: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        checks(patch, counted.append)
+        train.run(watched)
+    return left_by(watched), len(counted)
+
+
+def interrupted(options: Train, number: int) -> None:
+    """Start it, and interrupt it at that check."""
+    with pytest.MonkeyPatch.context() as patch:
+        checks(patch, lambda count: os.kill(os.getpid(), signal.SIGTERM) if count == number else None)
+        with pytest.raises(KeyboardInterrupt):
+            train.run(options)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.4, 0.75, 1.0])
+def test_what_was_broken_off_is_made_by_the_next_start_to_the_same_bytes(
+    watched: Train, whole: tuple[dict[str, Any], int], tmp_path: Path, share: float
+):
+    expected, number = whole
+    options = replace(watched, output_dir=tmp_path)
+    interrupted(options, 1 + round(share * (number - 1)))
+    train.run(options)
+    assert left_by(options) == expected
+
+
+@pytest.mark.slow
+def test_every_moment_and_twice(watched: Train, whole: tuple[dict[str, Any], int], tmp_path: Path):
+    expected, last = whole
+    for number in range(1, last + 1, 3):
+        options = replace(watched, output_dir=tmp_path / str(number))
+        interrupted(options, number)
+        newest = checkpoint.newest(options.output_dir / "lora-state")
+        if newest and LOOKED in checkpoint.read(newest).facts:
+            interrupted(options, 1)  # amid what is made again
+        train.run(options)
+        assert left_by(options) == expected, number
+
+
+def test_the_end_of_a_run_is_only_its_end_when_it_was_looked_at(watched: Train, whole: Any, tmp_path: Path):
+    expected, last = whole
+    options = replace(watched, output_dir=tmp_path)
+    interrupted(options, last)
+    assert not (tmp_path / "lora_low_noise.safetensors").exists()
+    assert checkpoint.read(checkpoint.newest(tmp_path / "lora-state")).facts[LOOKED] == [
+        "bins", "validation high_noise", "validation low_noise",
+    ]  # fmt: skip
+    assert not train.run(options).result["done_before"]
+    assert left_by(options) == expected
+    assert train.run(options).result["done_before"]
