@@ -13,10 +13,6 @@ ECHO_S = 3.0
 """One stop may arrive twice: from Slurm or the terminal, and handed on by the process that started this one."""
 
 
-class BrokenOffError(Exception):
-    """An interrupt came while something was made that a later start makes anew."""
-
-
 class Interrupt:
     """Ctrl-C or SIGTERM while training: the first asks the loop to stop at the next step, a later one stops at once."""
 
@@ -33,11 +29,6 @@ class Interrupt:
     def __exit__(self, *_exception: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
-
-    def check(self) -> None:
-        """Called on the way through what may be broken off: raises `BrokenOffError` when there was an interrupt."""
-        if self.requested:
-            raise BrokenOffError
 
     def _request(self, _number: int, _frame: object) -> None:
         if self.requested:

@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import together as forked
 from safetensors.torch import load_file, save_file
 from tiny import TinyRun
+from together import together, trained
 
 from wangen.generator.steps import Train
 from wangen.runtime import train
-from wangen.runtime.interrupt import Interrupt
 from wangen.runtime.training import checkpoint
-from wangen.runtime.training.watching import LOOKED
+from wangen.runtime.training.watching import LOOKED, Watching
 
 PROMPTS = "a red square --w 64 --h 64 --f 1 --s 3 --l 2\na blue wall --w 64 --h 64 --f 5 --s 2 --l 1\n"
 TOLD = ("step", "epoch", "expert", "loss", "grad_norm", "validation", "loss_by_timestep")
@@ -51,15 +52,15 @@ def left_by(options: Train) -> dict[str, Any]:
 
 def checks(patch: pytest.MonkeyPatch, at: Callable[[int], None]) -> None:
     """Call something with the number of each check for an interrupt, counted from 1, before it is made."""
-    count, real = 0, Interrupt.check
+    count, real = 0, Watching._check
 
-    def check(interrupt: Interrupt) -> None:
+    def check(watching: Watching) -> None:
         nonlocal count
         count += 1
         at(count)
-        real(interrupt)
+        real(watching)
 
-    patch.setattr(Interrupt, "check", check)
+    patch.setattr(Watching, "_check", check)
 
 
 @pytest.fixture(scope="module")
@@ -115,3 +116,29 @@ def test_the_end_of_a_run_is_only_its_end_when_it_was_looked_at(watched: Train, 
     assert not train.run(options).result["done_before"]
     assert left_by(options) == expected
     assert train.run(options).result["done_before"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("way", "train_mode"), [("ddp", "lora"), ("fsdp", "lora"), ("fsdp", "full")])
+def test_processes_that_train_together_break_off_together(
+    tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, train_mode: str
+):
+    """The first alone samples, and is alone told to stop; or all go along, since each has a part of the weights."""
+    monkeypatch.setattr(forked, "TIMEOUT_S", 60.0)
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a red square --w 32 --h 32 --f 1 --s 4\n")
+    options = tiny_run.options(
+        tmp_path / "whole", parallel=way, train_mode=train_mode, learning_rate=1e-4, max_train_steps=3,
+        validation_items=1, validation_timesteps=2, validate_every_n_steps=2, sample_prompts=prompts,
+        sample_every_n_steps=2, vae=tiny_run.weights["vae"], t5=tiny_run.weights["t5"], t5_dtype="float32",
+    )  # fmt: skip
+    trained(options, 2)
+    cut = replace(options, output_dir=tmp_path / "cut")
+    with pytest.MonkeyPatch.context() as patch:
+        at = 3 if way == "ddp" else 7  # amid the samples of step 2
+        checks(patch, lambda n: os.kill(os.getpid(), signal.SIGTERM) if (n, os.environ["RANK"]) == (at, "0") else None)
+        done = together(cut, 2)
+    assert done.codes == [1, 1], done.told
+    assert checkpoint.read(checkpoint.newest(cut.output_dir / "lora-state")).facts[LOOKED] == ["bins", "validation "]
+    trained(cut, 2)
+    assert left_by(cut) == left_by(options)

@@ -17,7 +17,7 @@ import torch
 from wangen.generator.errors import WangenError
 from wangen.generator.flops import NOTHING, StepFlops, step_flops
 from wangen.runtime.cache import digest
-from wangen.runtime.interrupt import BrokenOffError, Interrupt
+from wangen.runtime.interrupt import Interrupt
 from wangen.runtime.loader import background_of
 from wangen.runtime.lora_folder import BEST
 from wangen.runtime.models import family
@@ -61,6 +61,10 @@ BINS = "loss_by_timestep_so_far"
 
 LOOKED = "looked_at_so_far"
 """What was done of looking after the present step when an interrupt came, among a run's facts."""
+
+
+class _BrokenOffError(Exception):
+    """An interrupt came while something was made that a later start makes."""
 
 
 class Watching:
@@ -107,13 +111,12 @@ class Watching:
 
         Args:
             run: with the weights where they were left.
-            interrupt: breaks off what is looked at, where this process is alone: others would wait for it.
+            interrupt: breaks off what is looked at.
 
         Returns:
-            False when it did; a later start looks again.
+            False when it did; a later start looks at what was left.
         """
-        self._run = run
-        self._check = interrupt.check if self._ranks.count == 1 else lambda: None
+        self._run, self._interrupt = run, interrupt
         self._sizes = {
             trainee.plan.name: (
                 sizes_of(trainee.transformer.config),
@@ -130,10 +133,9 @@ class Watching:
             named = replace(self._options, output_name=self._plan.name)
             self._trackers = self._stack.enter_context(open_trackers(named, self._step))
         self._bins.load(run.facts.get(BINS))
-        if (run.step == 0 or LOOKED in run.facts) and not self.look():
-            return False
+        whole = self.look() if run.step == 0 or LOOKED in run.facts else True
         self._rates.rates()
-        return True
+        return whole
 
     def waiting(self) -> contextlib.AbstractContextManager[None]:
         """Around reading a batch."""
@@ -245,10 +247,16 @@ class Watching:
                 if name not in done:
                     part()
                     done.append(name)
-        except BrokenOffError:
-            return False
-        del self._run.facts[LOOKED]
-        return True
+            del self._run.facts[LOOKED]
+        except _BrokenOffError:
+            pass
+        return not self._ranks.any(LOOKED in self._run.facts)  # the first may be the only one that samples
+
+    def _check(self) -> None:
+        """Raise `_BrokenOffError` when there was an interrupt; all who are in step call it, and raise alike."""
+        requested = self._interrupt.requested
+        if self._ranks.any(requested) if self._ranks.in_step else requested:
+            raise _BrokenOffError
 
     def _parts(self) -> Iterator[tuple[str, Callable[[], object]]]:
         """What is looked at after this step, by names, in this order."""
@@ -328,7 +336,8 @@ class Watching:
         options, plan, device = self._options, self._plan, self._device
 
         def judge(prepared: Prepared) -> torch.Tensor:
-            self._check()
+            if self._ranks.count == 1 or self._ranks.in_step:  # else the others would wait for what this one measures
+                self._check()
             return item_losses(self._run.kind, trainee.model, [prepared], options, device)[1]
 
         sigmas = stratified_sigmas(trainee.plan.low, trainee.plan.high, options.validation_timesteps)
