@@ -16,7 +16,7 @@ from hostile import entry, safetensors
 
 TESTS = Path(__file__).parent
 VECTORS = TESTS / "vectors"
-FAST, THOROUGH = 500, 50_000  # mutations of small files
+FAST, THOROUGH = 500, 15_000  # mutations of small files
 MODELS = (
     "dit_t2v21/model.safetensors",
     "dit_i2v21/model.safetensors",
@@ -107,7 +107,7 @@ def test_many_good_files_with_errors(folder: Path, seed: int):
 
 @HOLES
 @pytest.mark.slow
-@pytest.mark.parametrize(("count", "seed"), [(10, 0), (2000, 1)])
+@pytest.mark.parametrize(("count", "seed"), [(10, 0), (700, 1)])
 def test_models_with_other_names_shapes_and_dtypes(models: Path, count: int, seed: int):
     """The process imports every loader, which takes long; test_weights.py has what does not fit, one by one."""
     report = judge(models, "models", count, seed)
