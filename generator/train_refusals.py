@@ -107,7 +107,8 @@ def refuse_memory(options: Train) -> None:
     if options.plain and (swap or selects):
         raise UsageError("--plain knows no block swap, selective checkpointing or free blocks", cure="leave it out")
     if options.scale_weight_norms and (options.network_module != "lora" or options.train_mode == "full"):
-        raise UsageError("--scale_weight_norms is for LoRA alone", cure="leave it out, or give --network_module lora")
+        other = "--train_mode" if options.train_mode == "full" else "--network_module"
+        raise UsageError("--scale_weight_norms is for LoRA alone", cure=f"leave it out, or give {other} lora")
     if options.train_mode == "full" and (options.quantize not in (None, "none") or swap):
         raise UsageError("--train_mode full trains every weight: none can be quantised or swapped",
                          cure="give --quantize none --blocks_to_swap 0, or --train_mode lora")  # fmt: skip

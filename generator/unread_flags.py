@@ -40,6 +40,11 @@ def _beside(*flags: str) -> tuple[_Reads, str]:
     return lambda options: any(getattr(options, flag) for flag in flags), words
 
 
+def _logged_to(*names: str) -> tuple[_Reads, str]:
+    """It is read where one of these experiment logs is kept."""
+    return lambda options: any(name in options.log_with for name in names), f"--log_with {' or '.join(names)}"
+
+
 def _draws_logits(options: Train) -> bool:
     sampling = options.timestep_sampling
     return sampling in ("logit_normal", "logsnr", "qinglong_flux") or options.weighting_scheme == "logit_normal"
@@ -52,6 +57,11 @@ _LOGITS = (
 _BOTH = (
     lambda options: options.experts == "both" and profiles.model(options.task).experts is not None,
     "--experts both of a model that has two",
+)
+_LORAS_SAVED = _beside("save_every_n_steps", "save_every_n_epochs")
+_STATES_KEPT = (
+    lambda options: options.save_state and _LORAS_SAVED[0](options),
+    f"--save_state and {_LORAS_SAVED[1]}",
 )
 _LOSS_HELD_OUT = _beside("validation_items", "validation_config")
 
@@ -76,11 +86,21 @@ READERS: dict[str, tuple[_Reads, str]] = {
     "validate_every_n_steps": _LOSS_HELD_OUT,
     "save_last_n_steps": _beside("save_every_n_steps"),
     "save_last_n_epochs": _beside("save_every_n_epochs"),
-    "keep_last": _beside("save_every_n_steps", "save_every_n_epochs"),
-    "save_last_n_steps_state": _beside("save_state"),
-    "save_last_n_epochs_state": _beside("save_state"),
+    "keep_last": _LORAS_SAVED,
+    "save_state": _LORAS_SAVED,
+    "save_last_n_steps_state": _STATES_KEPT,
+    "save_last_n_epochs_state": _STATES_KEPT,
+    "async_save": _chosen("train_mode", ["full"]),
+    "max_restarts": (lambda options: options.gpus != "1", "--gpus"),
+    "pack": (lambda options: options.gradient_accumulation_steps > 1, "--gradient_accumulation_steps above 1"),
+    "logging_dir": _logged_to("tensorboard", "wandb", "mlflow"),
+    "log_tracker_name": _logged_to("wandb", "mlflow"),
+    "wandb_run_name": _logged_to("wandb"),
     "block_swap_ring_size": _beside("blocks_to_swap"),
-    "checkpointing_free_blocks": (lambda options: options.checkpointing != "none", "--checkpointing full or selective"),
+    "checkpointing_free_blocks": (  # with none of the one a preset leaves none of the others
+        lambda options: options.checkpointing != "none" or not options.checkpointing_free_blocks,
+        "--checkpointing full or selective",
+    ),
     "high_noise_share": _BOTH,
     "expert_turn_steps": _BOTH,
     "offload_inactive_dit": _BOTH,

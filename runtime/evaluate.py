@@ -178,7 +178,9 @@ def _prepare(options: Evaluate) -> Judged:
     judged_by = items
     if options.validation_items:
         rest, judged_by = held_out(items, options.validation_items, options.seed, instead=NOT_TRAINED_ON)
-    trained_on = _items(training, model, options.training_config, options.resolution) or rest
+    told = options.training_config
+    if told and not (rest and told.resolve() == options.dataset.resolve()):  # else what is judged by was held out of it
+        rest = _items(training, model, told, options.resolution)
     files = [file for candidate in candidates for file in candidate.files]
     timesteps = SMOKE_TIMESTEPS if options.smoke else options.validation_timesteps
     judged = Judged(
@@ -191,8 +193,8 @@ def _prepare(options: Evaluate) -> Judged:
         candidates=candidates,
         held_out=judged_by,
         forgetting=_items(training, model, options.forgetting_config),
-        training=trained_on,
-        trained={*sources_of(trained_on), *trained_sources(files, items, training, model)},
+        training=rest,
+        trained={*sources_of(rest), *trained_sources(files, items, training, model)},
     )
     require_files(with_loras(sampling, candidates), model, judged.encoders if options.num_videos else None)
     if not options.num_videos:

@@ -82,6 +82,24 @@ def find_lora(path: Path, flag: str, expert: str = "") -> Path:
     return chosen.path
 
 
+def of_last_run(found: Sequence[Checkpoint], folder: Path) -> list[Checkpoint]:
+    """Those of a folder's LoRAs that the run left which ended last, as far as that is known.
+
+    A best that its report does not name is left out; one that was saved with other settings than the finished one is
+    named and kept, since a run may have gone on with other settings.
+    """
+    found = _without_old_best(found, _last_run(folder))
+    finished = {one.run: _settings(one) for one in found if one.finished}
+    if other := [one.path.name for one in found if finished.get(one.run, _settings(one)) != _settings(one)]:
+        log.warning("  %s: saved with other settings than the finished LoRA, by an earlier run or before a change",
+                    ", ".join(other))  # fmt: skip
+    return found
+
+
+def _settings(one: Checkpoint) -> str:
+    return read_header(one.path).metadata.get("wangen.fingerprint", "")
+
+
 def lora_checkpoints(folder: Path) -> list[Checkpoint]:
     """All LoRAs of a folder, by run, expert and steps; a LoRA that was saved in several layouts counts once.
 
@@ -161,12 +179,15 @@ def _of_one(found: Sequence[Checkpoint], last_run: _LastRun, folder: Path, flag:
     return kept
 
 
+def _without_old_best(found: Sequence[Checkpoint], last_run: _LastRun) -> list[Checkpoint]:
+    """Where the report of the run is there, without a best that it does not name: that is an earlier run's."""
+    told = any(one.path.name in last_run.finished for one in found)
+    return [one for one in found if not (told and one.best and one.path.name not in last_run.best)]
+
+
 def _best_or_last(found: Sequence[Checkpoint], last_run: _LastRun) -> tuple[Checkpoint, str]:
     """The LoRA that stands for a run, and what it is in words."""
-    best = [one for one in found if one.best]
-    if any(one.path.name in last_run.finished for one in found):  # another best is an earlier run's
-        best = [one for one in best if one.path.name in last_run.best]
-    if best:
+    found = _without_old_best(found, last_run)
+    if best := [one for one in found if one.best]:
         return best[0], "its best"
-    others = [one for one in found if not one.best] or found
-    return max(others, key=lambda one: (not one.average, _age(one))), "its last"
+    return max(found, key=lambda one: (not one.average, _age(one))), "its last"

@@ -6,6 +6,7 @@ between steps is weights, optimizers, averages and the numbers of the steps.
 """
 
 import contextlib
+import json
 import logging
 import math
 import sys
@@ -52,12 +53,15 @@ from wangen.runtime.training.show_timesteps import show, sizes_of_dataset
 from wangen.runtime.training.step import optimizer_step
 from wangen.runtime.training.throughput import in_words
 from wangen.runtime.training.timesteps import starving
-from wangen.runtime.training.watching import LOOKED, Watching
+from wangen.runtime.training.watching import LOOKED, Watching, not_looked_at
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 log = logging.getLogger("wangen")
+
+_TIMING = ("steps_this_run", "seconds_training", "speed")
+"""What a report says of the time that a start took."""
 
 
 def run(options: Train) -> Report:
@@ -125,12 +129,15 @@ def _run_alone(options: Train, model: Model, device: torch.device, ranks: Ranks)
         if not plan.num_left(done) and LOOKED not in state.facts:
             if changed:
                 log.warning("  nothing is trained or written: this run came to its end with the settings before; give "
-                            "more steps to go on with the new ones, or start again with --fresh")  # fmt: skip
+                            "more steps to go on with the new ones, or start again with --fresh%s",
+                            " in place of --resume" if plan.options.resume else "")  # fmt: skip
             elif ranks.is_first and state.facts.get("schedule_free"):  # its optimizer knows what to save
                 save_loras(_prepare(plan, device, state, Ranks()))
             elif ranks.is_first:  # flags of saving may have changed; equal bytes are written again
                 save_state_as_loras(plan, state)
-            return _report(plan, state.step, state.facts, done_before=True)
+            for line in not_looked_at(plan, state):
+                log.warning("  %s", line)
+            return _report(plan, state.step, {**state.facts, **_timing_before(options)}, done_before=True)
     require_own_files(plan)
     require_room(plan)
     log.info('  live in a browser: "%s" -m wangen.runtime watch --output_dir "%s"', sys.executable,
@@ -150,9 +157,8 @@ def _run_alone(options: Train, model: Model, device: torch.device, ranks: Ranks)
     speed = watching.speed()
     if speed:
         log.info("  %s", in_words(speed))
-    timing = {"steps_this_run": training.step - start, "seconds_training": round(time.monotonic() - started, 3),
-              "speed": speed}  # fmt: skip
-    return _report(plan, training.step, training.facts | timing)
+    timing = training.step - start, round(time.monotonic() - started, 3), speed
+    return _report(plan, training.step, training.facts | dict(zip(_TIMING, timing, strict=True)))
 
 
 def alike(options: Train, device: torch.device, ranks: Ranks) -> Train:
@@ -160,8 +166,7 @@ def alike(options: Train, device: torch.device, ranks: Ranks) -> Train:
     if options.vram != "auto" or ranks.count == 1:
         return options
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
-    chosen = {name: getattr(options, name) for name in PLAIN_MEMORY}
-    return replace(options, **min(ranks.gathered((free, chosen)), key=lambda found: found[0])[1])
+    return replace(options, **min(ranks.gathered((free, _memory(options))), key=lambda found: found[0])[1])
 
 
 def _settings(plan: Plan) -> dict[str, Any]:
@@ -243,6 +248,10 @@ def _announce(training: Run) -> None:
         shares = {expert.name: expert.num_steps / plan.num_steps for expert in plan.experts}
         for line in starving(options, plan.model, shares):
             log.warning("  %s", line)
+    given = options.condition_frames or 0
+    if short := sum(1 < cached.sample.count <= given for cached in plan.samples):
+        log.warning("  --condition_frames %d: %s no longer than that; all but the end of it is given", given,
+                    many(short, "clip is", "clips are"))  # fmt: skip
     if changed := _memory_flags(options):
         log.info("  memory: %s", " ".join(changed))
     use = cache_use(plan.samples)
@@ -333,6 +342,19 @@ def _train(training: Run, watching: Watching, interrupt: Interrupt) -> bool:
     return at_end
 
 
+def _timing_before(options: Train) -> dict[str, Any]:
+    """What the report of a run that came to its end before says of its time, if it was held in memory as now."""
+    with contextlib.suppress(OSError, ValueError, RecursionError, LookupError, TypeError):
+        told = json.loads((options.output_dir / "train.report.json").read_bytes())
+        if told["inputs"]["memory"] == _memory(options):
+            return {name: told["result"][name] for name in _TIMING}
+    return {}
+
+
+def _memory(options: Train) -> dict[str, Any]:
+    return {name: getattr(options, name) for name in PLAIN_MEMORY}
+
+
 def _report(plan: Plan, step: int, facts: Mapping[str, Any], *, done_before: bool = False) -> Report:
     options, use = plan.options, cache_use(plan.samples)
     losses = f"loss {facts['first_loss']:.4f} at the first step, {facts['last_loss']:.4f} at the last"
@@ -345,7 +367,7 @@ def _report(plan: Plan, step: int, facts: Mapping[str, Any], *, done_before: boo
             "dataset_config": options.dataset,
             "samples": len(plan.samples),
             **plan.fingerprint,
-            "memory": {name: getattr(options, name) for name in PLAIN_MEMORY},
+            "memory": _memory(options),
         },
         counts={"from_cache": use.from_cache, "computed": use.computed, "steps": step},
         result={

@@ -343,7 +343,7 @@ def test_the_means_are_in_the_log_the_trackers_and_the_report(ti2v, tmp_path, ca
 
 def test_a_continuation_that_is_not_finite_is_left_out_and_training_goes_on(ti2v, tmp_path, caplog):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(continuing, "sampled", lambda run, scenes, averages, **_: {1: torch.full((1, 48, 3, 4, 4), nan)})
+        patch.setattr(continuing, "sampled", lambda *_, **__: {1: torch.full((1, 48, 3, 4, 4), nan)})
         train.run(ti2v.options(tmp_path, **(WATCHED | CONTINUED | {"max_train_steps": 1})))
     assert "continuation 1 is left out" in caplog.text
     assert records(tmp_path) == []

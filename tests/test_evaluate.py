@@ -85,6 +85,9 @@ def test_the_items_that_training_held_out_are_found_again(tiny_run, tmp_path):
     assert found.mean_base == pytest.approx(last["mean_base"], rel=1e-5)
     assert found.num_items == 1
     assert found.memorisation  # the rest was trained on
+    evaluate.run(replace(options, training_config=tiny_run.dataset_config, output_dir=tmp_path / "told"))
+    told = read_evaluation(tmp_path / "told/evaluation.json")
+    assert (told.warnings, told.memorisation) == (found.warnings, found.memorisation), "the very same dataset"
     with pytest.raises(UsageError, match="leaves nothing of 3 items") as error:
         evaluate.run(replace(options, validation_items=3))
     assert "--validation_config" not in str(error.value), "a flag of training alone"

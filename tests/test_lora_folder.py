@@ -11,7 +11,7 @@ from wangen.generator.cli import main
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.lora_config import lora_identity
 from wangen.runtime import train
-from wangen.runtime.lora_folder import find_lora, lora_checkpoints
+from wangen.runtime.lora_folder import find_lora, lora_checkpoints, of_last_run
 
 FLAG = "--lora_weight"
 
@@ -68,6 +68,20 @@ def test_the_best_wins_unless_the_report_of_the_run_knows_of_none(folder):
     assert chosen(made) == "cats-best.safetensors"
     report(made, [str(made / "cats.safetensors")], [])  # trained anew without --keep_best
     assert chosen(made) == "cats.safetensors"
+
+
+def test_what_is_judged_of_a_folder_is_what_its_last_run_left(folder, lora, caplog):
+    made = folder(**{"cats-best": 12})
+    settings = {"cats-step00000010": "{1}", "cats-step00000020": "{2}", "cats": "{2}", "cats-ema": "{1}"}
+    for name, told in settings.items():
+        write(made / f"{name}.safetensors", lora, "comfyui", {"wangen.fingerprint": told})
+    everything = lora_checkpoints(made)
+    assert of_last_run(everything, made) == everything
+    assert "cats-step00000010.safetensors, cats-best.safetensors, cats-ema.safetensors: saved with" in caplog.text
+    report(made, ["cats.safetensors"], [])
+    assert [one.path.stem for one in of_last_run(everything, made)] == [
+        one.path.stem for one in everything if not one.best
+    ]
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"result": {"loras": 5}}', '{"result": {"best": [1]}}'])

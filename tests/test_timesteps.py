@@ -16,25 +16,17 @@ from wangen import profiles
 from wangen.generator.errors import UsageError
 from wangen.generator.steps import Train
 from wangen.runtime.training.distributions import share
-from wangen.runtime.training.plan import plan_experts
-from wangen.runtime.training.refusals import resolved
 from wangen.runtime.training.timesteps import (
     HIGH,
     LOW,
     Sampler,
     distribution_of,
-    expert_ranges,
     expert_shares,
-    model_tokens,
-    more_draws,
     require_timesteps,
-    starving,
 )
 
 N, FEW = 20_000, 4_000
 TOKENS = 1560  # 832x480
-A14B = profiles.model("t2v-A14B")
-FAR_DOWN = {"timestep_sampling": "logit_normal", "logit_mean": -5.0, "logit_std": 0.3}
 
 MODES = [
     *({"timestep_sampling": name} for name in
@@ -256,46 +248,6 @@ def test_the_share_of_mixed_sizes_is_the_mean_over_the_samples():
     assert expert_shares(options, 0.875) == expert_shares(options, 0.875, {TOKENS: 7})  # 832x480 is the model's own
 
 
-def test_a_starving_expert_is_named():
-    options = train(task="t2v-A14B", timestep_sampling="logsnr")
-    high, low = expert_shares(options, 0.875)
-    assert starving(options, A14B, {HIGH: high, LOW: low}) == [
-        "the high-noise expert gets 0.005 % of the samples and is hardly trained: give --high_noise_share 0.5, or "
-        "another --timestep_sampling"
-    ]
-    assert starving(options, A14B, {HIGH: 0.3, LOW: 0.7}) == []
-    assert starving(train(), profiles.model("t2v-14B"), {"": 1.0}) == []
-
-
-@pytest.mark.parametrize(
-    ("flags", "expert", "cure", "follows"),
-    [
-        ({"max_timestep": 800}, HIGH, "other --min_timestep and --max_timestep", {"max_timestep": 950}),
-        ({"min_timestep": 900}, LOW, "other --min_timestep and --max_timestep", {"min_timestep": 800}),
-        (FAR_DOWN, HIGH, "another --timestep_sampling", {"timestep_sampling": "logsnr", "logit_mean": -4.0}),
-        ({**FAR_DOWN, "min_timestep": 100}, HIGH, "other --min_timestep and --max_timestep or another"
-         " --timestep_sampling", {"min_timestep": 874}),
-        ({**FAR_DOWN, "min_timestep": 100}, HIGH, "other --min_timestep and --max_timestep or another"
-         " --timestep_sampling", {"timestep_sampling": "shift"}),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_what_is_said_to_an_expert_that_gets_nothing_helps_it(flags, expert, cure, follows):
-    files = {"dit": Path("low"), "dit_high_noise": Path("high")}
-    options = resolved(train(task="t2v-A14B", **files, **flags), A14B, torch.device("cpu"))
-    low, high = expert_ranges(options, A14B)[expert]
-    assert more_draws(options, low, high) == cure
-    high_share, low_share = expert_shares(options, 0.875)
-    assert starving(options, A14B, {HIGH: high_share, LOW: low_share})[0].endswith(f": give {cure}")
-    with pytest.raises(UsageError, match="practically never falls") as error:
-        distribution_of(options, TOKENS, low=low, high=high, expert=expert)
-    assert error.value.cure == f"give {cure}, or train the other expert alone"
-    with pytest.raises(UsageError, match="would get none") as error:
-        plan_experts(options, A14B, 1000)
-    assert error.value.cure == f"give {cure}, or train the other one alone with --experts"
-    plan_experts(dataclasses.replace(options, **follows), A14B, 1000)
-
-
 def test_an_expert_that_never_gets_a_timestep_is_refused_before_training():
     options = train(task="t2v-A14B", timestep_sampling="uniform", min_timestep=875)
     Sampler(options, 0.875, 1.0, HIGH)
@@ -388,26 +340,3 @@ def test_strata_lower_the_variance_of_a_mean_over_draws():
         return float(np.var(means))
 
     assert spread(num_timestep_buckets=16) < spread() / 10
-
-
-# ---- defaults of the models --------------------------------------------------------------------------------------
-
-DOCS = (Path(__file__).parent.parent / "docs" / "timesteps.md").read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize("name", profiles.model_names())
-def test_every_models_own_timestep_flags_are_sound_documented_and_feed_each_expert(name):
-    model = profiles.model(name)
-    options = train(task=name, **model.defaults.get("train", {}))
-    require_timesteps(options)
-    assert model_tokens(model) > 256
-    boundary = model.experts.boundary if model.experts else None
-    high, _ = expert_shares(options, boundary or 0.875)
-    cells = next(line for line in DOCS.splitlines() if line.startswith(f"| `{name}`")).split("|")
-    assert [cell.strip() for cell in cells[2:6]] == [
-        f"`{options.timestep_sampling}`", f"{options.discrete_flow_shift:g}", f"{boundary:g}" if boundary else "",
-        f"{100 * high:.0f} %",
-    ]  # fmt: skip
-    if model.experts:
-        shares = dict(zip((HIGH, LOW), expert_shares(options, model.experts.boundary), strict=True))
-        assert starving(options, model, shares) == []

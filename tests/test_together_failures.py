@@ -229,8 +229,11 @@ COUNTED = "import sys; open(sys.argv[1], 'a').write('started\\n'); sys.exit(int(
 @pytest.mark.parametrize(("code", "starts"), [(WRONG_USAGE, 1), (1, 3), (0, 1)])
 def test_a_wrong_line_is_not_started_again(tmp_path: Path, code: int, starts: int):
     seen = tmp_path / "seen"
-    with pytest.raises(ChildFailedError) if code else nullcontext():
+    with pytest.raises(ChildFailedError) if code else nullcontext() as failed:
         launcher.start(config(tmp_path, max_restarts=2), "-c", COUNTED, str(seen), str(code))
+    if failed:
+        said = launcher._failed(failed.value, 1, tmp_path, "run it again")
+        assert said.cure == ("correct the line, as its words say" if code == WRONG_USAGE else "run it again")
     assert seen.read_text().splitlines() == ["started"] * starts
 
 

@@ -25,6 +25,8 @@ OTHER: dict[str, Any] = {
     "validation_timesteps": 3, "validate_every_n_steps": 5, "save_last_n_steps": 9, "save_last_n_epochs": 2,
     "keep_last": 2, "save_last_n_steps_state": 9, "save_last_n_epochs_state": 2, "block_swap_ring_size": 3,
     "checkpointing_free_blocks": 1, "high_noise_share": 0.3, "expert_turn_steps": 3, "offload_inactive_dit": False,
+    "save_state": True, "async_save": True, "max_restarts": 2, "pack": True, "logging_dir": Path("logs"),
+    "log_tracker_name": "cats", "wandb_run_name": "cats",
 }  # fmt: skip
 OF_TIMESTEPS = ["discrete_flow_shift", "sigmoid_scale", "logit_mean", "logit_std", "mode_scale",
                 "preserve_distribution_shape"]  # fmt: skip
@@ -86,6 +88,7 @@ def test_what_is_not_used_is_named_with_what_would_read_it(flag: str):
         "discrete_flow_shift": {"timestep_sampling": "sigma"},
         "sigmoid_scale": {"timestep_sampling": "uniform"},
         "checkpointing_free_blocks": {"checkpointing": "none"},
+        "logging_dir": {"log_with": ("none",)},
     }
     (line,) = unread(options(**beside.get(flag, {}), **{flag: OTHER[flag]}))
     assert line == f"--{flag} is not used: it is read with {READERS[flag][1]}"

@@ -9,7 +9,7 @@ from wangen.generator.errors import UsageError, WangenError, many
 from wangen.generator.lora_config import lora_identity
 from wangen.runtime.evaluation.tables import Candidate
 from wangen.runtime.evaluation_file import BASE
-from wangen.runtime.lora_folder import EXPERTS, Checkpoint, lora_checkpoints
+from wangen.runtime.lora_folder import EXPERTS, Checkpoint, lora_checkpoints, of_last_run
 
 log = logging.getLogger("wangen")
 
@@ -44,7 +44,7 @@ def find_candidates(files: Sequence[Path], high_noise: Sequence[Path], *, expert
 
 
 def _of_run(folder: Path, *, experts: bool) -> list[Candidate]:
-    checkpoints = lora_checkpoints(folder)
+    checkpoints = of_last_run(lora_checkpoints(folder), folder)
     if not checkpoints:
         raise WangenError(f"{FLAG}: this folder holds no LoRA", where=str(folder), cure="name the LoRA's file")
     if not experts:

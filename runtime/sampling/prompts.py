@@ -137,6 +137,8 @@ def make_prompt(
         raise UsageError("there is no prompt before the options", where=where, cure="write what to show")
     if "guidance_scale" in values:
         log.warning("  %s: --g is HunyuanVideo's embedded guidance, which %s has not: use --l", where, model.title)
+    if "cfg_scale_high_noise" in values and not model.experts:
+        log.warning("  %s: --lh is the guidance of a high-noise expert, which %s has not: use --l", where, model.title)
     step_px = model.spatial_stride * model.patch[1]
     controls = _controls(values, defaults["control_image_path"], model, where, folder)
     height, width = defaults["video_size"] or reversed(edited_size(controls[-1], model))

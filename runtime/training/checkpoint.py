@@ -31,6 +31,8 @@ ORIGIN = "resumed_from"
 """Among a run's facts: the identity of the state that `--resume` named, if it did."""
 IN_PARTS = "parts"
 """The folder of a state that several processes wrote, each its parts (`wangen.runtime.training.sharded_state`)."""
+NEWEST = "newest"
+"""The file that names the state that was saved last: one that is to be kept may be of more steps, of another line."""
 _PARTS = ("adapter", "optimizer", "ema")
 
 
@@ -180,22 +182,31 @@ def complete(staging: Path, manifest: Mapping[str, Any]) -> Path:
     write_text(staging / MANIFEST, json.dumps({**manifest, "files": sizes}, indent=1, sort_keys=True))
     for place in (staging, *(path for path in staging.rglob("*") if path.is_dir())):
         sync_folder(place)
-    aside = folder / f"{final.name}-old"  # still a state that `newest` finds, should the next lines be cut short
+    aside = folder / _aside(final.name)  # still a state that `newest` finds, should the next lines be cut short
     if final.exists():
         _remove(aside)
         replace(final, aside)
     replace(staging, final)
+    write_text(folder / NEWEST, final.name)
     sync_folder(folder)
     _remove(aside)
     return final
 
 
+def _aside(name: str) -> str:
+    """What a state is called while another of its step takes its place."""
+    return f"{name}-old"
+
+
 def newest(folder: Path, facts: Mapping[str, Any] = MappingProxyType({})) -> Path | None:
-    """The complete state with the most steps of those that have these facts, or None."""
+    """The complete state that was saved last, else the one with the most steps, of those that have these facts."""
     paths = folder.glob("step-*") if folder.is_dir() else []
     found = ((path, manifest) for path in paths if (manifest := _manifest(path)) is not None)
     steps = {path: manifest["step"] for path, manifest in found if facts.items() <= manifest["facts"].items()}
-    return max(steps, key=lambda path: (steps[path], -len(path.name)), default=None)
+    last = ""
+    with suppress(OSError, ValueError):
+        last = (folder / NEWEST).read_text(encoding="utf-8").strip()
+    return max(steps, key=lambda path: (path.name in (last, _aside(last)), steps[path], -len(path.name)), default=None)
 
 
 def require_own_format(folder: Path) -> None:
@@ -209,7 +220,7 @@ def require_own_format(folder: Path) -> None:
     last = newest(folder)
     if last:
         for path in sorted(folder.glob("step-*")):
-            if path.name > last.name and not path.name.startswith(last.name):
+            if path.name > last.name and _manifest(path) is None:
                 log.warning("  %s is damaged or of another version: going on from %s", path, last.name)
         return
     for path in sorted(folder.glob(f"step-*/{MANIFEST}")):

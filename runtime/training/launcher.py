@@ -54,14 +54,14 @@ def train_together(options: Train) -> Report:
     meeting = meeting_here()
     if num_nodes > 1:
         meeting, folder = slurm_meeting(os.environ), folder / os.environ["SLURMD_NODENAME"]
-    own, restarts = replace(options, gpus="1", config_file=None), options.max_restarts  # its values are in the others
+    # The values of a configuration are in the other flags.
+    own, restarts = replace(options, gpus="1", max_restarts=0, config_file=None), options.max_restarts
     try:
         _run(own, number, folder, min_nodes=num_nodes, max_nodes=num_nodes, max_restarts=restarts, **meeting)
     except ChildFailedError as error:
-        cure = (
-            "its log says why; the next start goes on from the last saved state, and with --max_restarts it does so "
-            "by itself"
-        )
+        cure = "its log says why; the next start goes on from the last saved state"
+        if not restarts:
+            cure += ", and with --max_restarts it does so by itself"
         raise _failed(error, number * num_nodes, folder, cure) from None
     except (RendezvousError, torch.distributed.DistNetworkError) as error:
         raise WangenError(f"the {many(num_nodes, 'machine')} did not find each other, or lost each other: {error}",
@@ -202,6 +202,6 @@ def _failed(error: ChildFailedError, number: int, folder: Path, cure: str) -> Wa
     return WangenError(
         f"process {rank} of {number} {how}",
         where=str(files[-1] if files else folder),
-        cure=cure,
+        cure="correct the line, as its words say" if failure.exitcode == WRONG_USAGE else cure,
         exit_code=max(1, failure.exitcode),
     )

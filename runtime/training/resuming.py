@@ -25,7 +25,7 @@ _BASE = ("dit", "base_weights", "quantize", "mixed_precision")
 
 
 def find_state(plan: Plan, launched: Launch) -> TrainingState | None:
-    """The newest state; with `--resume` the one it names, or the newest that a run of the same line has saved since.
+    """The newest state; with `--resume` the one it names, or the newest that a run of these settings has saved since.
 
     With `--fresh` there is none, unless the launcher has started the job again: then the newest that it has saved.
     """
@@ -41,6 +41,8 @@ def find_state(plan: Plan, launched: Launch) -> TrainingState | None:
     origin = checkpoint.identity(given)
     since = checkpoint.newest(plan.states, {checkpoint.ORIGIN: origin})
     state = checkpoint.read(since or given)
+    if since and changed_settings(plan, state):  # another line began there, too
+        since, state = None, checkpoint.read(given)
     best: dict[str, Any] = {} if since else {"best": {}}  # its file is another line's, or elsewhere
     return replace(state, facts={**state.facts, **best, checkpoint.ORIGIN: origin})
 
@@ -111,6 +113,8 @@ def compared(plan: Plan, state: TrainingState, changed: Sequence[str], num_proce
         )
     for line in changed:
         log.warning("  resuming with changed %s", line)
+    if any(line.startswith(("dataset:", "validation_items:")) for line in changed) and plan.held_out:
+        log.warning("  what is held out now may have been trained on before: its loss is no proof of what was learned")
     if any(line.startswith(_BASE) for line in changed):  # what it was judged by was another model's
         state = replace(state, facts={**state.facts, "validation_base": {}, "best": {}})
     if {expert.name for expert in plan.experts} != set(state.experts):

@@ -25,6 +25,7 @@ from wangen.runtime.models.inputs import WAN_TEXT_ROWS
 from wangen.runtime.sampling.prompts import defaults_of, read_prompts
 from wangen.runtime.training import checkpoint
 from wangen.runtime.training.adapter import disabled, replaced
+from wangen.runtime.training.checkpoint import TrainingState
 from wangen.runtime.training.continuing import Continuing
 from wangen.runtime.training.loading import load_base
 from wangen.runtime.training.metrics import FILE, Metrics, Pending, Record, TimestepBins
@@ -32,7 +33,7 @@ from wangen.runtime.training.plan import Plan, dataset_digest
 from wangen.runtime.training.prepared import Prepared
 from wangen.runtime.training.ranks import Ranks
 from wangen.runtime.training.run import Run, Trainee
-from wangen.runtime.training.sampling import make_samples, make_scenes, samples_due
+from wangen.runtime.training.sampling import FOLDER, make_samples, make_scenes, samples_due
 from wangen.runtime.training.saving import save_trained
 from wangen.runtime.training.step import StepResult, item_losses
 from wangen.runtime.training.throughput import (
@@ -61,6 +62,18 @@ BINS = "loss_by_timestep_so_far"
 
 LOOKED = "looked_at_so_far"
 """What was done of looking after the present step when an interrupt came, among a run's facts."""
+
+
+def not_looked_at(plan: Plan, state: TrainingState) -> list[str]:
+    """What the flags ask for, and was not made before a run came to its end: a line for each."""
+    lines = []
+    if plan.held_out and "validation" not in state.facts:
+        lines.append("the run came to its end without a validation: wangen evaluate makes one"
+                     + (", and there is no best of it" if plan.options.keep_best else ""))  # fmt: skip
+    made = (plan.options.output_dir / FOLDER).glob(f"{plan.name}-step{state.step:08d}-*")
+    if plan.options.sample_prompts and not any(made):
+        lines.append("the run came to its end without samples: wangen generate --prompt_file makes them")
+    return lines
 
 
 class _BrokenOffError(Exception):
@@ -224,7 +237,8 @@ class Watching:
         last = f"the last good state is {newest}" if newest else "no state was saved yet"
         raise WangenError(
             f"the {what} is not finite at step {record['step']}, on {named}; {last}",
-            cure="look at these items; lower --learning_rate or use --mixed_precision no",
+            cure="look at these items; lower --learning_rate or use --mixed_precision no, with --resume_changed to go "
+            "on from that state, or with --fresh",
         )
 
     def speed(self) -> dict[str, float]:

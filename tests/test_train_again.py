@@ -1,0 +1,61 @@
+"""A line that is run again, or that goes on from a state where another did: what it takes up, and what it says."""
+
+import json
+from dataclasses import replace
+
+from wangen.runtime import train
+from wangen.runtime.training import checkpoint
+
+TIMES = {"steps_this_run": 2, "seconds_training": 1.0}
+
+
+def test_resuming_from_a_folder_with_other_settings_begins_there(tiny_run, tmp_path, caplog):
+    options = tiny_run.options(tmp_path, max_train_steps=4, save_every_n_steps=2, save_state=True)
+    train.run(options)
+    state = tmp_path / "lora-state" / "step-00000002"
+    again = replace(options, resume=state)
+    assert train.run(again).result["steps_this_run"] == 2
+    other = replace(again, learning_rate=2e-3, resume_changed=True)
+    assert train.run(other).result["steps_this_run"] == 2, "not nothing, where the line before ended"
+    assert train.run(replace(other, max_train_steps=5)).result["steps_this_run"] == 1, "and then where it ended"
+    train.run(replace(again, max_train_steps=2, learning_rate=3e-3, resume_changed=True))
+    assert "or start again with --fresh in place of --resume" in caplog.text
+
+
+def test_what_was_saved_last_counts_and_not_a_kept_state_of_another_line(tiny_run, tmp_path, caplog):
+    options = tiny_run.options(tmp_path, max_train_steps=6, save_every_n_steps=2, save_state=True)
+    train.run(options)
+    again = replace(options, resume=tmp_path / "lora-state" / "step-00000002", max_train_steps=3)
+    train.run(again)
+    written = (tmp_path / "lora.safetensors").read_bytes()
+    report = train.run(replace(again, resume=None))
+    assert (report.result["done_before"], report.counts["steps"]) == (True, 3)
+    assert (tmp_path / "lora.safetensors").read_bytes() == written
+    assert "damaged" not in caplog.text
+    (tmp_path / "lora-state" / checkpoint.NEWEST).unlink()  # as of states of earlier versions
+    assert train.run(replace(again, resume=None, max_train_steps=4)).counts["steps"] == 4
+    assert checkpoint.newest(tmp_path / "lora-state").name == "step-00000004"
+
+
+def test_a_line_that_is_run_again_at_its_end_says_what_it_does_not_make(tiny_run, tmp_path, caplog):
+    options = tiny_run.options(tmp_path, max_train_steps=2)
+    speed = train.run(options).result["speed"]
+    again = train.run(options)
+    assert (again.result["done_before"], caplog.text) == (True, "")
+    told = {"inputs": {"memory": again.inputs["memory"]}, "result": {**TIMES, "speed": speed}}
+    (tmp_path / "train.report.json").write_text(json.dumps(told))
+    assert train.run(options).result["speed"] == speed
+    assert "speed" not in train.run(replace(options, checkpointing="selective")).result, "it was measured without"
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a red square --w 64 --h 64 --f 1 --s 2\n")
+    weights = {"vae": tiny_run.weights["vae"], "t5": tiny_run.weights["t5"]}
+    train.run(replace(options, sample_prompts=prompts, **weights, validation_config=tiny_run.dataset_config))
+    assert "came to its end without a validation: wangen evaluate makes one" in caplog.text
+    assert "came to its end without samples: wangen generate --prompt_file makes them" in caplog.text
+
+
+def test_what_is_held_out_in_the_middle_of_a_run_may_have_been_trained_on(tiny_run, tmp_path, caplog):
+    options = tiny_run.options(tmp_path, max_train_steps=2)
+    train.run(options)
+    train.run(replace(options, max_train_steps=3, resume_changed=True, validation_items=1))
+    assert "what is held out now may have been trained on before" in caplog.text
