@@ -215,12 +215,12 @@ def of_another_expert(state: Path) -> None:
 def test_damaged_states_are_never_passed_over_without_a_word(tiny_run, tmp_path, caplog, spoil):
     options = tiny_run.options(tmp_path, max_train_steps=2, save_every_n_steps=1, save_state=True)
     train.run(options)
-    first, last = sorted(state_folder(options).iterdir())
+    first, last = sorted(state_folder(options).glob("step-*"))
     spoil(last)
     train.run(replace(options, max_train_steps=3))
     assert f"{last} is damaged" in caplog.text
     assert f"resuming at {1}" in caplog.text
-    for state in state_folder(options).iterdir():
+    for state in state_folder(options).glob("step-*"):
         spoil(state)
     with pytest.raises(WangenError, match="these training states are damaged") as error:
         train.run(replace(options, max_train_steps=4))
@@ -284,7 +284,7 @@ def test_an_output_folder_that_cannot_be_made_is_one_message_and_exit_1(tiny_run
 def test_a_state_of_before_a_flag_was_there_goes_on_with_its_default(tiny_run, tmp_path):
     options = tiny_run.options(tmp_path, max_train_steps=1)
     train.run(options)
-    (state,) = state_folder(options).iterdir()
+    (state,) = state_folder(options).glob("step-*")
     manifest = json.loads((state / checkpoint.MANIFEST).read_text(encoding="utf-8"))
     del manifest["fingerprint"]["noise_offset"]
     (state / checkpoint.MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
