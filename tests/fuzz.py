@@ -1,6 +1,6 @@
 """Files that nobody wrote by hand, fed to every parser that reads what others made; guided by coverage (atheris).
 
-python tests/fuzz.py --seconds 20            # each target so long; CI runs it with a budget
+python tests/fuzz.py --seconds 12            # each target so long; CI runs it with a budget
 python tests/fuzz.py weights --seconds 600   # one of them
 python tests/fuzz.py weights FILE            # a file again that was found before
 

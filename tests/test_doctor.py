@@ -180,6 +180,7 @@ KERNELS = {
 }
 
 
+@pytest.mark.slow
 @posix
 def test_real_trials_with_a_kernel_that_crashes_and_one_that_is_wrong(tmp_path, monkeypatch):
     write_tree(tmp_path, KERNELS)
