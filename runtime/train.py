@@ -300,6 +300,7 @@ def _train(training: Run, watching: Watching, interrupt: Interrupt) -> bool:
         save_state(training)
         settle_state(training)
     if not at_end:
+        ranks.any(False)  # as at the end
         return False
     try:
         with progress("train", training.num_steps, training.step) as advance:
