@@ -140,10 +140,19 @@ def test_image_to_video_needs_its_first_frame(tmp_path):
         read_prompts(write(tmp_path, "a.txt", "A cat --i cat.png"), I2V, 42)
 
 
-def test_embedded_guidance_is_answered_with_the_option_that_is_meant(tmp_path, caplog):
+def test_guidance_that_a_model_has_not_is_answered_with_the_option_that_is_meant(tmp_path, caplog):
     for model in (T2V, profiles.model("qwen-image")):
-        read_prompts(write(tmp_path, "a.txt", "A cat --g 6"), model, 42)
-        assert f"which {model.title} has not: use --l" in caplog.text
+        for option in ("--g", "--lh"):
+            caplog.clear()
+            file = write(tmp_path, "a.txt", f"A cat {option} 6")
+            read_prompts(file, model, 42, tell=False)
+            assert caplog.text == ""
+            read_prompts(file, model, 42)
+            assert f"{option} is" in caplog.text
+            assert f"which {model.title} has not: use --l" in caplog.text
+    caplog.clear()
+    read_prompts(write(tmp_path, "a.txt", "A cat --lh 6"), profiles.model("t2v-A14B"), 42)
+    assert caplog.text == ""
 
 
 def test_a_line_ends_where_a_line_ends(tmp_path):

@@ -91,7 +91,13 @@ def defaults_of(model: Model) -> dict[str, Any]:
 
 
 def read_prompts(
-    path: Path, model: Model, seed: int, defaults: Mapping[str, Any] | None = None, *, flag: str = "--sample_prompts"
+    path: Path,
+    model: Model,
+    seed: int,
+    defaults: Mapping[str, Any] | None = None,
+    *,
+    flag: str = "--sample_prompts",
+    tell: bool = True,
 ) -> list[SamplePrompt]:
     """The prompts of a file, with the model's own settings where the file says nothing.
 
@@ -101,19 +107,29 @@ def read_prompts(
         seed: where a prompt has none.
         defaults: what stands in place of the model's own settings, as `defaults_of` names them.
         flag: that the file was given to, for messages.
+        tell: warn of options that decide nothing.
 
     Raises:
         UsageError: the file cannot be read or is empty, an option is unknown, a value cannot be, an image is missing;
             the message names the line or the entry.
     """
     defaults = defaults_of(model) if defaults is None else defaults
-    prompts = [
-        make_prompt(values, model, seed, defaults, where=where, folder=path.parent)
-        for where, values in entries(path, flag)
-    ]
+    found = list(entries(path, flag))
+    prompts = [make_prompt(values, model, seed, defaults, where=where, folder=path.parent) for where, values in found]
+    for where, values in found if tell else ():
+        for line in _unread(values, model):
+            log.warning("  %s: %s", where, line)
     if not prompts:
         raise UsageError("there is no prompt in this file", where=str(path), cure="write one prompt per line")
     return prompts
+
+
+def _unread(values: Mapping[str, Any], model: Model) -> list[str]:
+    """A sentence for each option that decides nothing with this model."""
+    guidances = {"guidance_scale": "--g is HunyuanVideo's embedded guidance"}
+    if not model.experts:
+        guidances["cfg_scale_high_noise"] = "--lh is the guidance of a high-noise expert"
+    return [f"{what}, which {model.title} has not: use --l" for name, what in guidances.items() if name in values]
 
 
 def make_prompt(
@@ -135,10 +151,6 @@ def make_prompt(
     text = values.get("prompt", "")
     if not isinstance(text, str) or not text.strip():
         raise UsageError("there is no prompt before the options", where=where, cure="write what to show")
-    if "guidance_scale" in values:
-        log.warning("  %s: --g is HunyuanVideo's embedded guidance, which %s has not: use --l", where, model.title)
-    if "cfg_scale_high_noise" in values and not model.experts:
-        log.warning("  %s: --lh is the guidance of a high-noise expert, which %s has not: use --l", where, model.title)
     step_px = model.spatial_stride * model.patch[1]
     controls = _controls(values, defaults["control_image_path"], model, where, folder)
     height, width = defaults["video_size"] or reversed(edited_size(controls[-1], model))

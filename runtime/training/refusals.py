@@ -155,7 +155,7 @@ def _refuse_samples(options: Train, model: profiles.Model) -> None:
     missing = [f"--{name}" for name in ("vae", "t5") if getattr(options, name) is None]
     if missing:
         raise UsageError(f"samples need {' and '.join(missing)}", cure="they encode the prompts and decode the samples")
-    read_prompts(options.sample_prompts, model, options.seed)
+    read_prompts(options.sample_prompts, model, options.seed, tell=False)
 
 
 def _refuse_continuations(options: Train, model: profiles.Model) -> None:
