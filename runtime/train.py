@@ -60,6 +60,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("wangen")
 
+_LOOKING = "validating or sampling"
 _TIMING = ("steps_this_run", "seconds_training", "speed")
 """What a report says of the time that a start took."""
 
@@ -292,15 +293,8 @@ def _train(training: Run, watching: Watching, interrupt: Interrupt) -> bool:
         groups(plan, trainee.plan, trainee.step, ranks, pin=training.device.type == "cuda")
         for trainee in training.trainees
     ]
-    looking = "validating or sampling"
-    again = LOOKED in training.facts
-    with enough_memory_for(plan, training.device, looking):
-        at_end = watching.begin(training, interrupt)
-    if again:  # else a start after this one would do once more what was left then
-        save_state(training)
-        settle_state(training)
+    at_end = _begin(training, watching, interrupt)
     if not at_end:
-        ranks.any(False)  # as at the end
         return False
     try:
         with progress("train", training.num_steps, training.step) as advance:
@@ -324,7 +318,7 @@ def _train(training: Run, watching: Watching, interrupt: Interrupt) -> bool:
                     with watching.paused():
                         looked = False
                         try:
-                            with enough_memory_for(plan, training.device, looking):
+                            with enough_memory_for(plan, training.device, _LOOKING):
                                 at_end = watching.look()
                             looked = True
                         finally:  # what goes wrong there does not cost what was trained, where one saves for all
@@ -341,6 +335,19 @@ def _train(training: Run, watching: Watching, interrupt: Interrupt) -> bool:
     settle_state(training)
     ranks.any(False)  # a launcher that sees one process end stops the others, also one that still saves
     return at_end
+
+
+def _begin(training: Run, watching: Watching, interrupt: Interrupt) -> bool:
+    """Look at the model before its first step, or at what an interrupt had left; False when one came."""
+    again = LOOKED in training.facts
+    with enough_memory_for(training.plan, training.device, _LOOKING):
+        whole = watching.begin(training, interrupt)
+    if again:  # else a start after this one would do once more what was left then
+        save_state(training)
+        settle_state(training)
+    if not whole:
+        training.ranks.any(False)  # as at the end of a run
+    return whole
 
 
 def _timing_before(options: Train) -> dict[str, Any]:
