@@ -24,6 +24,7 @@ _CACHE_NOTES = re.compile(
 )
 _PACK = re.compile(r"[0-9a-f]{20}\.(tar|index\.safetensors)")
 _TEMPORARY = re.compile(r"\..*-[0-9a-f]{24}\.tmp")
+_NEWEST = "newest"
 _STATE = re.compile(r"step-\d{8}(-old)?|\.staging-\d{8}")
 _EXPERT = r"(_(high|low)_noise)?"
 _STATE_FILES = re.compile(rf"state\.json|(adapter|optimizer|ema){_EXPERT}\.safetensors|.*\.tmp")
@@ -98,6 +99,7 @@ def look_at_outputs(found: Inventory, folder: Path) -> None:
         inside = entries_of(state)
         found.files["checkpoints"] += [path for path in inside if _STATE_FILES.fullmatch(path.name)]
         found.folders["checkpoints"].append(state)
+    found.files["checkpoints"] += filter(_names_a_state, (part / _NEWEST for part in states))
     for path in entries_of(folder):
         rest = path.name.removeprefix(found.slug)
         if rest != path.name and path.is_file():
@@ -111,6 +113,14 @@ def look_at_outputs(found: Inventory, folder: Path) -> None:
     found.files["outputs"] += _judged(found, folder)
     found.folders["checkpoints"] += [*states, folder]
     found.folders["outputs"].append(folder)
+
+
+def _names_a_state(path: Path) -> bool:
+    """Whether a file says which state was saved last."""
+    try:
+        return bool(_STATE.fullmatch(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return False
 
 
 def _reports(folder: Path) -> Iterator[Path]:
