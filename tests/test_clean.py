@@ -44,6 +44,7 @@ OURS = {
         f"files/datasets/cats/64_cache/packs/.{KEY}-0123456789abcdef01234567.tmp": b"half",
     },
     "checkpoints": {
+        "outputs/cats/cats-state/newest": b"step-00000010",
         "outputs/cats/cats-state/step-00000010/state.json": b"{}",
         "outputs/cats/cats-state/step-00000010/adapter.safetensors": tensors(),
         "outputs/cats/cats-state/step-00000010/optimizer.safetensors": tensors(),
@@ -139,7 +140,7 @@ def test_without_a_part_it_shows_and_removes_nothing(place, capsys):
     assert read_tree(place) == before
     rows = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines() if " files " in line}
     assert {part: int(row[1]) for part, row in rows.items()} == {
-        "bundle": 10, "caches": 12, "checkpoints": 12, "outputs": 19,
+        "bundle": 10, "caches": 12, "checkpoints": 13, "outputs": 19,
     }  # fmt: skip
     assert rows["outputs"][3:5] == [str(sum(map(len, OURS["outputs"].values()))), "bytes"]
 
