@@ -41,6 +41,7 @@ class Checkpoint:
         best: it had the lowest held-out loss when it was saved (`--keep_best`).
         finished: the run's last: neither a step nor an epoch nor `-best` stands in its name.
         average: the moving average of the weights (`--ema_decay`).
+        settings: that decided the result, as its header says them; empty where it does not.
     """
 
     path: Path
@@ -51,6 +52,7 @@ class Checkpoint:
     best: bool
     finished: bool
     average: bool
+    settings: str
 
 
 def find_lora(path: Path, flag: str, expert: str = "") -> Path:
@@ -89,15 +91,11 @@ def of_last_run(found: Sequence[Checkpoint], folder: Path) -> list[Checkpoint]:
     named and kept, since a run may have gone on with other settings.
     """
     found = _without_old_best(found, _last_run(folder))
-    finished = {one.run: _settings(one) for one in found if one.finished}
-    if other := [one.path.name for one in found if finished.get(one.run, _settings(one)) != _settings(one)]:
+    finished = {one.run: one.settings for one in found if one.finished}
+    if other := [one.path.name for one in found if finished.get(one.run, one.settings) != one.settings]:
         log.warning("  %s: saved with other settings than the finished LoRA, by an earlier run or before a change",
                     ", ".join(other))  # fmt: skip
     return found
-
-
-def _settings(one: Checkpoint) -> str:
-    return read_header(one.path).metadata.get("wangen.fingerprint", "")
 
 
 def lora_checkpoints(folder: Path) -> list[Checkpoint]:
@@ -135,6 +133,7 @@ def _checkpoint(path: Path, names: set[str]) -> Checkpoint | None:
         best=bool(match["best"]),
         finished=not (numbers or match["best"]),
         average=bool(match["average"]),
+        settings=header.metadata.get("wangen.fingerprint", ""),
     )
 
 

@@ -277,7 +277,7 @@ def _announce(training: Run) -> None:
 
 def _memory_flags(options: Train) -> list[str]:
     """What `--vram` chose or flags said, where it is not how a run without them is, as flags."""
-    chosen = {name: getattr(options, name) for name, usual in PLAIN_MEMORY.items() if getattr(options, name) != usual}
+    chosen = {name: value for name, value in _memory(options).items() if value != PLAIN_MEMORY[name]}
     return [f"--{name}" if value is True else f"--{name} {value}" for name, value in chosen.items()]
 
 

@@ -4,7 +4,7 @@ import gc
 import os
 import tempfile
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,6 +33,16 @@ def pytest_collection() -> Iterator[None]:
         gc.collect()
         gc.freeze()
         gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Refuse a mark that is borrowed from another file: `.ci/run` reads only the files in which it stands."""
+    read = cache(partial(Path.read_text, encoding="utf-8"))
+    for item in items:
+        for mark in ("slow", "browser", "slurm"):
+            if item.get_closest_marker(mark) and f"mark.{mark}" not in read(item.path):
+                raise pytest.UsageError(f"{item.nodeid}: write pytest.mark.{mark} in this file, where CI looks for it")
 
 
 @pytest.fixture(scope="session", autouse=True)
