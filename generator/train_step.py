@@ -308,12 +308,16 @@ class Train(DatasetStep):
     # Saving and resuming.
     save_every_n_epochs: int | None = flag("save the LoRA every N epochs", None, knob=True)
     save_every_n_steps: int | None = flag("save the LoRA every N steps", None, knob=True, names=("save_steps",))
-    save_last_n_epochs: int | None = flag("keep LoRAs of the last N epochs only", None)
-    save_last_n_steps: int | None = flag("keep LoRAs of the last N steps only", None)
+    save_last_n_epochs: int | None = flag("keep the last N of the LoRAs of --save_every_n_epochs only", None)
+    save_last_n_steps: int | None = flag("keep LoRAs that are at most N steps old only", None)
     keep_last: int | None = flag("of the LoRAs saved on the way keep the last N only", None)
     save_state: bool = flag("keep the training state of every saved LoRA, not the newest alone", False)
-    save_last_n_epochs_state: int | None = flag("with --save_state: keep states of the last N epochs only", None)
-    save_last_n_steps_state: int | None = flag("with --save_state: keep states of the last N steps only", None)
+    save_last_n_epochs_state: int | None = flag(
+        "with --save_state: so many states instead (default: --save_last_n_epochs)", None
+    )
+    save_last_n_steps_state: int | None = flag(
+        "with --save_state: states at most N steps old instead (default: --save_last_n_steps)", None
+    )
     save_state_on_train_end: bool = flag("accepted; the newest training state is always kept", False)
     save_state_every_n_steps: int | None = flag("write the training state every N steps", None)
     save_state_every_n_minutes: float = flag(

@@ -16,22 +16,37 @@ from wangen.runtime.training.step import StepResult
 from wangen.runtime.training.watching import Watching
 
 
+def left(folder):
+    """The numbers of the LoRAs that lie there, and the steps of the states."""
+    loras = sorted(path.stem.removeprefix("lora-") for path in folder.glob("lora-*.safetensors"))
+    return loras, sorted(int(path.name[-8:]) for path in folder.glob("lora-state/step-*"))
+
+
 def test_saving_keeps_what_was_asked_for(tiny_run, tmp_path):
-    options = tiny_run.options(tmp_path, max_train_steps=6, save_every_n_steps=1, save_last_n_steps=2, save_state=True)
+    options = tiny_run.options(tmp_path / "steps", max_train_steps=6, save_every_n_steps=1, save_last_n_steps=2)
     train.run(options)
-    assert sorted(path.name for path in tmp_path.glob("*.safetensors")) == [
-        "lora-step00000004.safetensors",
-        "lora-step00000005.safetensors",
-        "lora.safetensors",
-    ]
-    assert sorted(path.name for path in state_folder(options).glob("step-*")) == [f"step-{n:08d}" for n in range(1, 7)]
-    epochs = tiny_run.options(tmp_path / "epochs", max_train_steps=None, max_train_epochs=3, save_every_n_epochs=1)
-    report = train.run(replace(epochs, save_last_n_epochs=1))
-    assert report.counts["steps"] == 9  # three samples of batch 1, three epochs
-    assert sorted(path.name for path in (tmp_path / "epochs").glob("*.safetensors")) == [
-        "lora-000002.safetensors",
-        "lora.safetensors",
-    ]
+    assert left(tmp_path / "steps") == (["step00000003", "step00000004", "step00000005"], [6])
+    train.run(replace(options, output_dir=tmp_path / "states", save_state=True))
+    assert left(tmp_path / "states") == (["step00000003", "step00000004", "step00000005"], [3, 4, 5, 6])
+    train.run(replace(options, output_dir=tmp_path / "own", save_state=True, save_last_n_steps_state=100))
+    assert left(tmp_path / "own") == (["step00000003", "step00000004", "step00000005"], [1, 2, 3, 4, 5, 6])
+
+
+@pytest.mark.parametrize(("flags", "loras", "states"), [
+    ({"save_every_n_epochs": 1, "save_last_n_epochs": 1}, ["000004"], [12, 15]),
+    ({"save_every_n_epochs": 2, "save_last_n_epochs": 1}, ["000004"], [12, 15]),
+    ({"save_every_n_epochs": 1, "save_last_n_epochs": 2}, ["000003", "000004"], [9, 12, 15]),
+    ({"save_every_n_epochs": 1, "save_last_n_epochs": 2, "save_last_n_epochs_state": 1}, ["000003", "000004"],
+     [12, 15]),
+    ({"save_every_n_epochs": 2, "save_last_n_epochs": 1, "save_every_n_steps": 5}, ["000004", "step00000005",
+     "step00000010"], [5, 10, 12, 15]),
+])  # fmt: skip
+def test_epochs_that_are_kept_are_those_that_were_saved(tiny_run, tmp_path, flags, loras, states):
+    """As in musubi-tuner, where `--save_every_n_epochs 5 --save_last_n_epochs 3` keeps three LoRAs."""
+    options = tiny_run.options(tmp_path, max_train_steps=None, max_train_epochs=5, save_state=True, **flags)
+    report = train.run(options)
+    assert report.counts["steps"] == 15  # three samples of batch 1, five epochs
+    assert left(tmp_path) == (loras, states)
 
 
 def test_resume_takes_the_state_it_is_given(tiny_run, tmp_path):

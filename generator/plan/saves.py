@@ -1,6 +1,52 @@
-"""How many files and training states a run keeps, by its flags."""
+"""What stays of the files and training states that a run saves on the way, counted as musubi-tuner counts."""
+
+from dataclasses import dataclass
 
 from wangen.generator.steps import Train
+
+
+@dataclass(frozen=True)
+class Window:
+    """What is saved on the way under one of two flags, and how much of it is kept.
+
+    Attributes:
+        every: steps between two savings; 0 saves nothing.
+        span: the last so many steps are kept, and what lies just as far back; 0 keeps all.
+    """
+
+    every: int
+    span: int
+
+    def keeps(self, saved: int, step: int) -> bool:
+        """Whether what was saved at one step is still kept at another."""
+        return not self.span or saved >= step - self.span
+
+    def num_kept(self, num_steps: int) -> int:
+        """At most how much lies there at once in a run of so many steps; the oldest goes after the newest came.
+
+        >>> Window(every=50, span=100).num_kept(2000), Window(every=50, span=0).num_kept(2000)
+        (4, 39)
+        """
+        saved = (num_steps - 1) // self.every if self.every else 0
+        return min(saved, self.span // self.every + 2) if self.span and self.every else saved
+
+
+def windows(options: Train, epoch: int, *, states: bool = False) -> tuple[Window, Window]:
+    """Those of `--save_every_n_steps` and of `--save_every_n_epochs`.
+
+    `--save_last_n_steps N` keeps what is at most N steps old, `--save_last_n_epochs N` the last N of what is saved
+    every so many epochs. States have the same windows unless they are given their own.
+
+    Args:
+        options: of training.
+        epoch: optimizer steps of an epoch.
+        states: those of training states, in place of the files'.
+    """
+    steps, epochs = options.save_last_n_steps or 0, options.save_last_n_epochs or 0
+    if states:
+        steps, epochs = options.save_last_n_steps_state or steps, options.save_last_n_epochs_state or epochs
+    every = (options.save_every_n_epochs or 0) * epoch
+    return Window(options.save_every_n_steps or 0, steps), Window(every, max(epochs * every - 1, 0))
 
 
 def num_kept(options: Train, epoch: int, num_steps: int) -> tuple[int, int]:
@@ -11,25 +57,8 @@ def num_kept(options: Train, epoch: int, num_steps: int) -> tuple[int, int]:
         epoch: optimizer steps of an epoch.
         num_steps: of the run.
     """
-    state_windows = (options.save_last_n_steps_state or 0, (options.save_last_n_epochs_state or 0) * epoch)
-    files = states = 0
-    for every, window in (
-        (options.save_every_n_steps or 0, options.save_last_n_steps or 0),
-        ((options.save_every_n_epochs or 0) * epoch, (options.save_last_n_epochs or 0) * epoch),
-    ):
-        if every:
-            saved = (num_steps - 1) // every
-            files += min(_num_within(window, every, saved), (options.keep_last or saved) + 1)
-            if options.save_state:
-                states += min(_num_within(window, every, saved) for window in state_windows)
-    return files, states
-
-
-def _num_within(window: int, every: int, saved: int) -> int:
-    """How many of what is saved every so many steps lie in the last `window` steps; the oldest goes after the newest
-    came. 0 keeps all of them.
-
-    >>> _num_within(100, 50, 40), _num_within(0, 50, 40)
-    (3, 40)
-    """
-    return min(saved, -(-window // every) + 1) if window else saved
+    files = sum(
+        min(window.num_kept(num_steps), (options.keep_last or num_steps) + 1) for window in windows(options, epoch)
+    )
+    states = sum(window.num_kept(num_steps) for window in windows(options, epoch, states=True))
+    return files, states if options.save_state else 0

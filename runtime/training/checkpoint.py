@@ -9,7 +9,7 @@ import copy
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -297,8 +297,8 @@ def _load(path: Path, checksum: int | None) -> dict[str, torch.Tensor]:
         raise damaged(path.parent, error) from None
 
 
-def remove_others(folder: Path, keep: set[Path], oldest_kept: int) -> None:
-    """Remove the states of a folder except these and those that were saved to be kept, from step `oldest_kept` on.
+def remove_others(folder: Path, keep: set[Path], stays: Callable[[int], bool]) -> None:
+    """Remove the states of a folder except these and, of those that were saved to be kept, those whose step `stays`.
 
     What a killed run left half written goes as well: it may have been at a step that is never saved again.
     """
@@ -307,7 +307,7 @@ def remove_others(folder: Path, keep: set[Path], oldest_kept: int) -> None:
         _remove(path)
     for path in folder.glob("step-*"):
         manifest = _manifest(path)
-        kept = manifest and manifest.get("keep") and manifest["step"] >= oldest_kept
+        kept = manifest and manifest.get("keep") and stays(manifest["step"])
         if path.resolve() not in spared and not kept:
             _remove(path)
 

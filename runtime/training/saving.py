@@ -3,10 +3,12 @@
 import re
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from wangen.generator.plan.saves import windows
 from wangen.runtime.lora import cast
 from wangen.runtime.lora_folder import AVERAGE
 from wangen.runtime.models import family
@@ -93,7 +95,7 @@ def settle_state(run: Run, *, wait: bool = True) -> None:
 def _drop_others(run: Run, newest: Path) -> None:
     options = run.plan.options
     spared = {newest, *([options.resume.resolve()] if options.resume else [])}
-    checkpoint.remove_others(run.plan.states, spared, _oldest_kept(run.plan, run.saved_step))
+    checkpoint.remove_others(run.plan.states, spared, partial(_stays, run))
 
 
 def state_of(run: Run) -> TrainingState:
@@ -114,16 +116,12 @@ def state_of(run: Run) -> TrainingState:
     return TrainingState(experts, run.plan.fingerprint, run.facts)
 
 
-def _oldest_kept(plan: Plan, step: int) -> int:
-    """The step below which kept states go: `--save_last_n_epochs_state`, `--save_last_n_steps_state`."""
-    options = plan.options
-    limits = [0]
-    if options.save_last_n_steps_state:
-        limits.append(step - options.save_last_n_steps_state + 1)
-    if options.save_last_n_epochs_state:
-        epochs = step // plan.steps_per_epoch
-        limits.append((epochs - options.save_last_n_epochs_state) * plan.steps_per_epoch + 1)
-    return max(limits)
+def _stays(run: Run, saved: int) -> bool:
+    """Whether a state that was saved to be kept is still kept, as its LoRA is; one of other flags always is."""
+    plan, last = run.plan, min(run.saved_step, run.num_steps - 1)  # the end of a run saves no numbered LoRA
+    kinds = [window for window in windows(plan.options, plan.steps_per_epoch, states=True)
+             if window.every and saved % window.every == 0]  # fmt: skip
+    return not kinds or any(window.keeps(saved, last) for window in kinds)
 
 
 def save_loras(run: Run, suffix: str = "") -> list[Path]:
@@ -192,26 +190,22 @@ def drop_old_loras(plan: Plan, step: int) -> None:
     Those of later steps are an earlier run's, which `--fresh` or `--resume` left behind: they neither count nor go.
     """
     options = plan.options
-    limits = {
-        "step": step - options.save_last_n_steps if options.save_last_n_steps else -1,
-        "": step // plan.steps_per_epoch - options.save_last_n_epochs if options.save_last_n_epochs else -1,
-    }
+    by_step, by_epoch = windows(options, plan.steps_per_epoch)
     layouts = "comfyui|kohya|diffusers"
     for expert in plan.experts:
         name = re.compile(
             re.escape(options.output_name + expert.suffix)
             + rf"-(?:(step)(\d{{8}})|()(\d{{6}}))(?:{AVERAGE})?(?:-(?:{layouts}))?\.safetensors"
         )
-        by_step: dict[int, list[Path]] = {}
+        there: dict[int, list[Path]] = {}
         for path in options.output_dir.iterdir():
             if match := name.fullmatch(path.name):
-                number = int(match[2] or match[4])
-                if number <= limits[match[1] or ""]:
+                window = by_step if match[1] else by_epoch
+                saved = int(match[2]) if match[1] else int(match[4]) * plan.steps_per_epoch
+                if not window.keeps(saved, step):
                     path.unlink(missing_ok=True)
-                    continue
-                saved_at = number if match[1] else number * plan.steps_per_epoch
-                if saved_at <= step:
-                    by_step.setdefault(saved_at, []).append(path)
-        for old in sorted(by_step)[: -options.keep_last] if options.keep_last else ():
-            for path in by_step[old]:
+                elif saved <= step:
+                    there.setdefault(saved, []).append(path)
+        for old in sorted(there)[: -options.keep_last] if options.keep_last else ():
+            for path in there[old]:
                 path.unlink(missing_ok=True)
