@@ -5,6 +5,7 @@ and TOML meet in `build`, so both know the same flags, the same spellings and th
 """
 
 import inspect
+import logging
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -14,8 +15,11 @@ from typing import Any, TypeVar
 import click
 
 from wangen.generator.errors import UsageError
+from wangen.generator.step_parts import OTHER_MODELS
 from wangen.generator.steps import STEPS
 from wangen.generator.table import Option, Step, missing, options, spellings
+
+log = logging.getLogger("wangen")
 
 S = TypeVar("S", bound=Step)
 
@@ -85,7 +89,7 @@ def given(step: type[Step], params: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in option.flag.constants.items():
             if params.get(f"{option.name}__{name}"):
                 found[f"--{name}"] = value
-        if len({str(option.flag.values.get(str(value), value)) for value in found.values()}) > 1:
+        if len({option.flag.meant(str(value)) for value in found.values()}) > 1:
             raise UsageError(f"{' and '.join(found)} contradict each other", cure="give one of them")
         if found:
             values[option.name] = next(iter(found.values()))
@@ -216,11 +220,16 @@ def _metavar(option: Option) -> str:
 
 
 def _repeat_lists(step: type[Step], words: Sequence[str]) -> list[str]:
-    """`--lora_weight a b` as people write it -> `--lora_weight a --lora_weight b` as click reads it."""
+    """`--lora_weight a b` as people write it -> `--lora_weight a --lora_weight b` as click reads it.
+
+    A list without a value, which a variable that is empty leaves, is left out with a warning.
+    """
     lists = {name for name, option, _ in spellings(step) if option.length == 0}
     result: list[str] = []
     current = ""
-    for word in words:
+    for word in [*words, "--"]:
+        if current and word.startswith("--") and result[-1][2:].replace("-", "_") == current:
+            log.warning("%s has no value: it is left out", result.pop())
         if word.startswith("--"):
             name = word[2:].replace("-", "_")
             current = name if name in lists else ""
@@ -229,7 +238,7 @@ def _repeat_lists(step: type[Step], words: Sequence[str]) -> list[str]:
             result += [f"--{current}", word]
         else:
             result.append(word)
-    return result
+    return result[:-1]
 
 
 def _read_config(step: type[Step], path: Path) -> dict[str, Any]:
@@ -285,7 +294,7 @@ def _scalar(option: Option, raw: Any, where: str) -> Any:
         raise UsageError(f"--{option.name} is true or false, got {raw!r}", where=where)
     if isinstance(raw, bool | dict | list):
         raise UsageError(f"--{option.name} takes one value, got {raw!r}", where=where)
-    text = option.flag.values.get(str(raw), str(raw))
+    text = option.flag.meant(str(raw))
     if option.kind is Path and not text:  # it would be the folder that one happens to be in
         raise UsageError(f"--{option.name} is empty", where=where,
                          cure="give a path" if option.required else "leave it out, or give a path")  # fmt: skip
@@ -293,8 +302,9 @@ def _scalar(option: Option, raw: Any, where: str) -> Any:
         raise UsageError(f"--{option.name} holds a NUL character", where=where, cure="take it out")
     if option.kind is str and not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
         raise UsageError(f"--{option.name} is no text in UTF-8", where=where, cure="type it anew")
-    if text in option.flag.refused:
-        raise UsageError(f"--{option.name} {raw}: {option.flag.refused[text]}", where=where)
+    refused = OTHER_MODELS if option.flag.model_choices else option.flag.refused
+    if text in refused:
+        raise UsageError(f"--{option.name} {raw}: {refused[text]}", where=where)
     choices = _choices(option)
     if choices and text not in choices:
         from difflib import get_close_matches

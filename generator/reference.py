@@ -14,7 +14,7 @@ from wangen.generator.cli import wangen
 from wangen.generator.doctor.catalogue import KINDS, Kind
 from wangen.generator.entry import OVERVIEW
 from wangen.generator.musubi import verdicts
-from wangen.generator.steps import STEPS
+from wangen.generator.steps import STEPS, CacheLatents, CacheText, Train
 from wangen.generator.table import Option, Step, options, text_of
 from wangen.profiles import config_files, model, model_names
 
@@ -30,6 +30,8 @@ DIFFERENCES = (
     "Caching removes only entries of its own kind and dataset that no item needs; never another file.",
     "`--min_timestep` and `--max_timestep` mean what they say in every sampling mode, `sigma` (which inverts them "
     "there) included; the model is fed 1000 sigma, not 1000 sigma + 1.",
+    "One expert of A14B alone is `--experts high` with `--dit_high_noise`, or `--experts low` with `--dit`; of the "
+    "timesteps that are asked for it is trained at those on its side of `--timestep_boundary`.",
     "For the same reason `--logit_mean` has the opposite sign where `--weighting_scheme logit_normal` draws with "
     "`--timestep_sampling sigma`; `wangen lint` turns it.",
     "Two experts give two LoRAs, `NAME_high_noise` and `NAME_low_noise`, each with an optimizer of its own; "
@@ -53,7 +55,13 @@ DIFFERENCES = (
     "The training state is always kept (the newest); `--save_state` keeps that of every saved LoRA.",
     "Adafactor takes `--learning_rate` unless `--optimizer_args relative_step=True` is given, which musubi-tuner adds.",
     "`--preserve_distribution_shape` cuts in `sigma`, too; musubi-tuner ignores it there.",
-    "`--log_with all` is `--log_with tensorboard wandb`; `--mixed_precision fp16` is refused: `bf16`, or `no`.",
+    "`--log_with all` is refused: name them, `--log_with tensorboard wandb`; so is `--mixed_precision fp16`: "
+    "`bf16`, or `no`.",
+    "Of `--network_args` a LoRA takes no `rank_dropout` and `module_dropout` (LoHa and LoKr do); `conv_dim` and "
+    "`conv_alpha`, which change nothing there either, are left out with a warning. `--network_alpha 0` is refused: "
+    "give the rank.",
+    "There are no tasks `t2i-14B` (use `t2v-14B` with images) and `…-FC` (Fun-Control); `flf2v-14B` is not trained.",
+    "A dataset is a TOML; one in JSON is refused.",
     "LoRAs are saved in the ComfyUI layout; `--lora_layout kohya` writes musubi-tuner's.",
     "`constant` with a warm-up warms up; musubi-tuner stops there.",
     "Attention is one flag, `--attention`; `--sdpa --flash_attn --flash3 --xformers --sage_attn` are spellings of it, "
@@ -85,6 +93,10 @@ MUSUBI_DEFAULTS = {
     ("train", "checkpointing"): "none",
     ("train", "optimizer_type"): "none (an error)",
     ("train", "max_data_loader_n_workers"): "8",
+    ("train", "network_module"): "none (an error)",
+    ("train", "offload_inactive_dit"): "off",
+    ("train", "log_with"): "none",
+    ("cache_latents", "num_workers"): "processors - 1",
     ("cache_text", "batch_size"): "the dataset's",
     ("generate", "negative_prompt"): "a Chinese text",
     ("generate", "video_size"): "256 256",
@@ -141,8 +153,10 @@ def from_musubi_page() -> str:
             if theirs:
                 ours = (_default(option) or "see --help") + _of_models(step, option)
                 lines.append(f"| {step.command} | `--{option.name}` | {theirs} | {ours} |")
-    lines += ["", "## Every flag of a training script", "", "| musubi-tuner | here |", "|---|---|"]
-    lines += [f"| `--{name}` | {_cell(verdict)} |" for name, verdict in verdicts()]
+    for step in (Train, CacheLatents, CacheText):
+        program = step.spellings[0]
+        lines += ["", f"## Every flag of {program}.py", "", "| musubi-tuner | here |", "|---|---|"]
+        lines += [f"| `--{name}` | {_cell(verdict)} |" for name, verdict in verdicts(step)]
     lines += ["", "## Flags that are answered", "", "| step | flag | answer |", "|---|---|---|"]
     for step in STEPS:
         answers = sorted(step.elsewhere.items())

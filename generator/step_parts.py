@@ -19,6 +19,12 @@ SMOKE_ITEMS = 8
 _TASKS = "use --task qwen-image, qwen-image-edit or qwen-image-edit-plus (2509, 2511)"
 MODEL_VERSION = dict.fromkeys(("model_version", "edit", "edit_plus"), _TASKS)
 """How musubi-tuner names the models of Qwen-Image, and what to use instead."""
+_FUN_CONTROL = "Fun-Control models are not in this version of wangen: their input is wider"
+OTHER_MODELS = {
+    "t2i-14B": "use t2v-14B, with images",
+    **dict.fromkeys(("t2v-1.3B-FC", "t2v-14B-FC", "i2v-14B-FC"), _FUN_CONTROL),
+}
+"""musubi-tuner's names of models that no profile has, and what to do."""
 _BY_INDUCTOR = "use --compile alone: blocks are compiled by inductor"
 _BY_SHAPE = "use --compile alone: each shape gets a graph of its own"
 COMPILES = {

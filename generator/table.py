@@ -33,7 +33,7 @@ class Flag:
         knob: scripts spell the flag out and offer its value, made of `[A-Za-z0-9.,+_-]`, in the block at their top.
         names: other spellings of the flag that take the same value.
         constants: other flags that take no value and stand for one value of this flag (`--sdpa`).
-        values: other spellings of a value.
+        values: other spellings of a value, in lower case.
         refused: values that other tools accept, with what to do instead.
         model_choices: the value is the name of a model profile.
     """
@@ -46,6 +46,14 @@ class Flag:
     values: Mapping[str, str] = dataclasses.field(default_factory=dict)
     refused: Mapping[str, str] = dataclasses.field(default_factory=dict)
     model_choices: bool = False
+
+    def meant(self, text: str) -> str:
+        """The value that another spelling of it stands for, in any case; every other text as it is.
+
+        >>> Flag("the optimizer", values={"adamw8bit": "AdamW8bit"}).meant("AdamW8Bit")
+        'AdamW8bit'
+        """
+        return self.values.get(text.lower(), text)
 
 
 def flag(help: str, default: Any = MISSING, **details: Any) -> Any:

@@ -4,11 +4,13 @@ import math
 from pathlib import Path
 
 from wangen import profiles
+from wangen.generator.adapter_settings import loraplus_ratio, settings_of_flags
 from wangen.generator.errors import UsageError
 from wangen.generator.steps import Train
 from wangen.generator.table import AnyStep
 from wangen.generator.table import options as flags_of
 from wangen.generator.train_step import FOR_ADAPTERS
+from wangen.generator.train_values import optimizer_arguments, steps_of
 
 _FLOAT32_MAX = 3.4e38
 MAX_VALIDATION_TIMESTEPS = 1000
@@ -24,12 +26,13 @@ ABOVE_ZERO = (
     "loraplus_lr_ratio", "scale_weight_norms", "num_timestep_buckets", "validation_timesteps",
     "validate_every_n_steps", "sample_every_n_steps", "sample_every_n_epochs", "block_swap_ring_size", "peak_tflops",
     "save_last_n_epochs_state", "save_last_n_steps_state", "continuation_guidance", "continuation_steps",
+    "lr_scheduler_num_cycles", "lr_scheduler_power", "lr_scheduler_timescale",
 )  # fmt: skip
 
-SHARES = ("caption_dropout", "condition_dropout")
+SHARES = ("caption_dropout", "condition_dropout", "lr_scheduler_min_lr_ratio")
 NOT_NEGATIVE = (
     "max_grad_norm", "noise_offset", "prior_loss_weight", "validation_items", "max_data_loader_n_workers",
-    "sample_continuations",
+    "sample_continuations", "max_restarts",
 )  # fmt: skip
 
 MODE_SCALES = (-1.0, 2 / (math.pi - 2))
@@ -56,8 +59,11 @@ def refuse_flags(options: Train) -> None:
     if options.validation_items and options.validation_config:
         raise UsageError("--validation_items and --validation_config contradict each other", cure="give one of them")
     refuse_memory(options)
+    optimizer_arguments(options.optimizer_args)
     if options.train_mode == "full":
         _refuse_beside_full(options)
+    settings_of_flags(options)
+    loraplus_ratio(options)
     require_timesteps(options)
 
 
@@ -71,11 +77,13 @@ def refuse_numbers(options: Train) -> None:
         value = getattr(options, name)
         most = _AT_MOST.get(name, _FLOAT32_MAX)
         if value is not None and not 0 < value <= most:
-            raise UsageError(f"--{name} must be above 0 and at most {most:.7g}, got {value}")
+            raise UsageError(f"--{name} must be above 0 and at most {most:.7g}, got {value}", cure=_cure(name, options))
     for name in NOT_NEGATIVE:
         value = getattr(options, name)
         if not (value >= 0 and math.isfinite(value)):
             raise UsageError(f"--{name} must be 0 or above, got {value}")
+    for name in ("lr_warmup_steps", "lr_decay_steps"):
+        steps_of(name, getattr(options, name), 1)
     for name in SHARES:
         if not 0 <= getattr(options, name) <= 1:
             raise UsageError(f"--{name} must be 0 to 1, got {getattr(options, name)}")
@@ -86,6 +94,13 @@ def refuse_numbers(options: Train) -> None:
     if options.high_noise_share is not None and not 0 < options.high_noise_share < 1:
         raise UsageError(f"--high_noise_share must be between 0 and 1, got {options.high_noise_share}",
                          cure="to train one expert alone give --experts high or --experts low")  # fmt: skip
+
+
+def _cure(name: str, options: Train) -> str:
+    """What to give in place of a number that is not above 0."""
+    if name == "network_alpha":
+        return f"give the rank, --network_alpha {options.network_dim}, which 0 means in musubi-tuner"
+    return "leave it out for the warm-up's steps" if name == "lr_scheduler_timescale" else ""
 
 
 def refuse_memory(options: Train) -> None:

@@ -94,7 +94,7 @@ class Train(DatasetStep):
     )  # fmt: skip
     network_dim: int = flag("rank of the adapter", 16, pinned=True, knob=True)
     network_alpha: float = flag("alpha; the adapter is scaled by alpha / rank", 16.0, pinned=True, knob=True)
-    network_dropout: float = flag("dropout on the adapter's input, 0 to 1", 0.0, pinned=True)
+    network_dropout: float = flag("dropout on the adapter's input, at least 0 and below 1", 0.0, pinned=True)
     rslora: bool = flag("rank-stabilised LoRA: scaled by alpha / sqrt(rank)", False, pinned=True)
     dora: bool = flag("weight-decomposed LoRA (DoRA)", False, pinned=True)
     lokr_factor: int = flag("factor of LoKr's first matrix; -1 takes the most square one", -1, pinned=True)
@@ -106,8 +106,9 @@ class Train(DatasetStep):
     exclude_patterns: tuple[str, ...] = flag("no layer whose name one of these regular expressions finds", (),
                                              pinned=True)  # fmt: skip
     network_args: tuple[str, ...] = flag(
-        "musubi-tuner's key=value: include_patterns, exclude_patterns, loraplus_lr_ratio", (), pinned=True
-    )
+        "musubi-tuner's key=value: include_patterns, exclude_patterns, loraplus_lr_ratio, use_rslora, use_dora, and of "
+        "loha and lokr rank_dropout, module_dropout, factor, decompose_both", (), pinned=True,
+    )  # fmt: skip
     network_weights: Path | None = flag(
         "start from this adapter (ComfyUI, kohya, diffusers or peft layout), or a run's folder: its best or last",
         None, names=("lora_weights",),
@@ -331,7 +332,7 @@ class Train(DatasetStep):
     lora_layout: tuple[Literal["comfyui", "kohya", "diffusers"], ...] = flag(
         "layouts to save the LoRA in; every further one gets its name as a suffix", ("comfyui",), pinned=True
     )
-    no_metadata: bool = flag("store only the least in the LoRA's header", False)
+    no_metadata: bool = flag("store only the least, and --metadata_*, in the LoRA's header", False)
     training_comment: str | None = flag("comment stored in the LoRA's header", None)
     metadata_title: str | None = flag("title stored in the LoRA's header (modelspec.title)", None)
     metadata_author: str | None = flag("author stored in the LoRA's header (modelspec.author)", None)

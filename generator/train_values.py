@@ -1,8 +1,10 @@
 """What flags of training can be, and what stands in place of other tools' flags."""
 
-from collections.abc import Mapping
-from typing import Literal
+import ast
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
+from wangen.generator.errors import UsageError
 from wangen.generator.step_parts import COMPILES, MODEL_VERSION
 
 TimestepSampling = Literal[
@@ -51,3 +53,59 @@ ELSEWHERE: Mapping[str, str] = {
     "ddp_timeout": "leave it out: processes wait long enough for each other by themselves",
 }
 """Flags of other trainers -> what to do here."""
+
+
+def optimizer_arguments(words: Sequence[str]) -> dict[str, Any]:
+    """`weight_decay=0.01 betas=0.9,0.99` -> keyword arguments; values are Python literals or plain words.
+
+    `false` is no less False than in a TOML or in `--network_args`; as a word it would count as true.
+
+    Raises:
+        UsageError: one is no key=value, or sets the learning rate.
+    """
+    values: dict[str, Any] = {}
+    for word in words:
+        name, equals, text = word.partition("=")
+        if not equals or not name.isidentifier():
+            raise UsageError(f"--optimizer_args takes key=value, got {word!r}")
+        if name == "lr":
+            raise UsageError("--optimizer_args takes no lr: it has a flag of its own", cure="give --learning_rate")
+        try:
+            values[name] = ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            values[name] = {"true": True, "false": False, "none": None}.get(text.lower(), text)
+    return values
+
+
+def steps_of(flag: str, text: str, num_steps: int) -> int:
+    """Steps of a part of the run: `100` is steps, `0.05` or `5%` a share of it.
+
+    Raises:
+        UsageError: it is no number, or longer than the run where it is a share.
+
+    >>> steps_of("lr_warmup_steps", "100", 400), steps_of("lr_warmup_steps", "0.05", 400)
+    (100, 20)
+    >>> steps_of("lr_warmup_steps", "5%", 400), steps_of("lr_warmup_steps", "1", 400)
+    (20, 1)
+    """
+    try:
+        value = float(text.removesuffix("%"))
+    except ValueError:
+        raise UsageError(f"--{flag} takes steps, a share or a percentage, got {text!r}") from None
+    share = value / 100 if text.endswith("%") else value
+    if not 0 <= value < float("inf") or (text.endswith("%") and share > 1):
+        raise UsageError(f"--{flag} {text} is outside the run")
+    if is_share(text):
+        return round(share * num_steps)
+    if value != int(value):
+        raise UsageError(f"--{flag} {text} is neither a whole number of steps nor a share below 1")
+    return int(value)
+
+
+def is_share(text: str) -> bool:
+    """Whether a number of steps is given as a part of the run.
+
+    >>> [is_share(text) for text in ("0", "100", "1", "0.05", "5%", "1e-2")]
+    [False, False, False, True, True, True]
+    """
+    return text.endswith("%") or 0 < float(text) < 1

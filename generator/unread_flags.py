@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from wangen import profiles
+from wangen.generator.adapter_settings import CONVOLUTIONS, network_arguments
 from wangen.generator.steps import Train
 from wangen.generator.table import options as flags_of
 from wangen.generator.train_refusals import is_narrowed
@@ -24,6 +25,10 @@ def unread(options: Train) -> list[str]:
         f"--{name} is not used: it is read with {by}"
         for name, (reads, by) in READERS.items()
         if getattr(options, name) != usual[name] and not reads(options)
+    ] + [
+        f"--network_args {name}= is not used: no layer that gets an adapter is a convolution"
+        for name in network_arguments(options.network_args)
+        if name in CONVOLUTIONS
     ]
 
 
@@ -90,6 +95,7 @@ READERS: dict[str, tuple[_Reads, str]] = {
     "save_state": _LORAS_SAVED,
     "save_last_n_steps_state": _STATES_KEPT,
     "save_last_n_epochs_state": _STATES_KEPT,
+    "training_comment": (lambda options: not options.no_metadata, "every header but that of --no_metadata"),
     "async_save": _chosen("train_mode", ["full"]),
     "max_restarts": (lambda options: options.gpus != "1", "--gpus"),
     "pack": (lambda options: options.gradient_accumulation_steps > 1, "--gradient_accumulation_steps above 1"),

@@ -25,7 +25,6 @@ from wangen.generator.lock import LEASE_S, RUN_LOCK, hold
 from wangen.generator.memory import PLAIN_MEMORY
 from wangen.generator.session import Report
 from wangen.generator.steps import Train
-from wangen.generator.train_refusals import is_narrowed
 from wangen.generator.workspace import require_writable
 from wangen.profiles import Model
 from wangen.runtime.adapter_layers import parts_of
@@ -52,7 +51,7 @@ from wangen.runtime.training.schedules import make_schedule, unfinished_warm_up
 from wangen.runtime.training.show_timesteps import show, sizes_of_dataset
 from wangen.runtime.training.step import optimizer_step
 from wangen.runtime.training.throughput import in_words
-from wangen.runtime.training.timesteps import starving
+from wangen.runtime.training.timesteps import left_to_the_other, starving
 from wangen.runtime.training.watching import LOOKED, Watching, not_looked_at
 
 if TYPE_CHECKING:
@@ -217,10 +216,8 @@ def _announce_range(options: Train, expert: ExpertPlan, num_steps: int) -> None:
     least, most = 1000 * expert.low, 1000 * expert.high
     log.info("    timesteps %g to %g: %.1f %% of the drawn ones, %d of %d steps", max(least, options.min_timestep),
              min(most, options.max_timestep), 100 * expert.share, expert.num_steps, num_steps)  # fmt: skip
-    reaches_over = options.min_timestep < least or options.max_timestep > most
-    if options.experts != "both" and is_narrowed(options) and reaches_over:
-        log.warning("    the others from %g to %g are the other expert's, and not trained (--timestep_boundary)",
-                    options.min_timestep, options.max_timestep)  # fmt: skip
+    for line in left_to_the_other(options, expert.low, expert.high):
+        log.warning("    %s", line)
 
 
 def _announce(training: Run) -> None:

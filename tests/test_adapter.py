@@ -15,8 +15,11 @@ from peft import LoKrConfig, get_peft_model
 from trained import KINDS, MODEL, base_model, options_of, predicted, trained
 
 from wangen import profiles
+from wangen.generator.adapter_settings import loraplus_ratio
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.headers import read_header
+from wangen.generator.steps import Train
+from wangen.generator.train_refusals import refuse_flags
 from wangen.runtime import safetensors_file
 from wangen.runtime.adapter_layers import apply_adapter, base_weight, merge_adapter
 from wangen.runtime.adapters import read_adapter
@@ -25,7 +28,6 @@ from wangen.runtime.memory.quantize import quantize_blocks
 from wangen.runtime.training.adapter import add_adapter, disabled, merge_base_weights, replaced
 from wangen.runtime.training.adapter_config import (
     linear_modules,
-    loraplus_ratio,
     select_modules,
     settings,
 )
@@ -138,7 +140,6 @@ def test_the_image_branch_of_a_wan_21_i2v_model_is_trained_too(tmp_path: Path):
         ({"include_patterns": ("(",)}, "no regular expression"),
         ({"include_patterns": ("[[",)}, "no regular expression"),
         ({"network_args": ("loraplus_lr_ration=4",)}, "not known here.*did you mean loraplus_lr_ratio"),
-        ({"network_args": ("conv_dim=4",)}, "not known here.*convolution gets no adapter"),
         ({"network_args": ("verbose",)}, "not key=value"),
         ({"network_args": ("include_patterns=[1]",)}, "no list of texts"),
         ({"network_args": ("rank_dropout=0.1",)}, "use --network_dropout"),
@@ -158,8 +159,12 @@ def test_the_image_branch_of_a_wan_21_i2v_model_is_trained_too(tmp_path: Path):
     ],
 )
 def test_what_no_adapter_can_have_is_refused_before_a_model_loads(tmp_path: Path, changes: dict, words: str):
+    def refuse(options: Train) -> None:
+        refuse_flags(options)
+        require_adapter(options, MODEL)
+
     with pytest.raises(UsageError) as error:
-        require_adapter(options_of(tmp_path, **changes), MODEL)
+        refuse(options_of(tmp_path, **changes))
     assert re.search(words, f"{error.value.found}; {error.value.cure}")
 
 
@@ -169,6 +174,7 @@ def test_network_args_of_musubi_tuner_mean_what_its_flags_do(tmp_path: Path):
     assert loraplus_ratio(options) == 4
     chosen = settings(options)
     assert (chosen.dora, chosen.rslora, chosen.draws) == (True, True, False)
+    assert settings(options_of(tmp_path, network_args=("conv_dim=4", "conv_alpha=1"))) == settings(options_of(tmp_path))
     kronecker = settings(options_of(tmp_path, network_module="lokr", network_args=("factor=8", "rank_dropout=0.25")))
     assert (kronecker.factor, kronecker.rank_dropout, kronecker.draws) == (8, 0.25, True)
 

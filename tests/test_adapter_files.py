@@ -307,11 +307,12 @@ def test_the_header_says_what_was_trained_and_nothing_of_time_or_place(tmp_path:
     assert all(isinstance(value, str) for value in found.values())
 
 
-def test_without_metadata_only_what_is_needed_to_use_the_file_stays(tmp_path: Path):
+def test_without_metadata_what_is_needed_to_use_the_file_stays_and_what_is_said_of_it(tmp_path: Path):
     options = options_of(tmp_path, no_metadata=True, metadata_title="Cats", training_comment="third try")
     found = metadata(options, step=30, fingerprint=FINGERPRINT, expert="low_noise")
     assert set(found) == {"format", "wangen.format", "ss_base_model_version", "wangen.task", "wangen.expert",
-                          "ss_network_module", "ss_network_dim", "ss_network_alpha"}  # fmt: skip
+                          "ss_network_module", "ss_network_dim", "ss_network_alpha", "modelspec.title",
+                          "modelspec.sai_model_spec"}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["dit_t2v21", "dit_i2v21"])

@@ -9,7 +9,9 @@ import torch
 from optimizers import CPU, RESUMED, add_gradients, assert_equal, options, parameters, train, weights
 from transformers.optimization import Adafactor
 
+from wangen.generator.commands import parse
 from wangen.generator.errors import UsageError, WangenError
+from wangen.generator.steps import Train
 from wangen.runtime.training.flat import ALIGNMENT, FlatParameters
 from wangen.runtime.training.optim import Optimization, try_out
 
@@ -125,6 +127,13 @@ def test_lora_plus_raises_what_starts_at_zero() -> None:
     assert optimization.rates() == {"lr": 0.005, "lr_loraplus": 0.08}
     with pytest.raises(UsageError, match="nothing here starts at zero"):
         Optimization(options(loraplus_lr_ratio=16.0), {"proj.weight": torch.nn.Parameter(torch.zeros(2))})
+
+
+@pytest.mark.parametrize("spelled", ["adafactor", "AdaFactor", "ADAFACTOR"])
+def test_adafactor_in_any_case_is_not_torch_s_own(spelled: str) -> None:
+    words = ["--optimizer_type", spelled, "--output_dir", "out", "--output_name", "x", "--dataset_config", "a"]
+    assert parse(Train, words).optimizer_type == "Adafactor"
+    assert type(Optimization(options(optimizer_type=spelled), parameters()).optimizer) is Adafactor
 
 
 def test_adafactor_takes_the_learning_rate_unless_told_otherwise() -> None:

@@ -176,7 +176,10 @@ def test_what_cannot_be_planned_is_named(place: Path, capsys, words, said):
     [("gradient_accumulation_steps = 0", "must be above 0"), ("network_dim = -5", "must be above 0"),
      ("network_alpha = 1e308", "above 0 and at most 3.4e+38"), ("num_timestep_buckets = 2147483648", "at most 1000000"),
      ("blocks_to_swap = 99", "only the 40 blocks that are recomputed"),
-     ("checkpointing_free_blocks = 80", "the model has 40 blocks")],
+     ("checkpointing_free_blocks = 80", "the model has 40 blocks"),
+     ('network_args = ["rank_dropout=0.1"]', "rank_dropout and module_dropout are LoHa's and LoKr's"),
+     ('optimizer_args = ["weight_decay"]', "takes key=value"), ('lr_warmup_steps = "soon"', "takes steps, a share"),
+     ("lr_scheduler_power = 0", "--lr_scheduler_power must be above 0")],
 )  # fmt: skip
 def test_numbers_that_training_refuses_are_not_published(place: Path, capsys, line, said):
     before = read_tree(place / "published")

@@ -83,6 +83,15 @@ def test_modes_that_look_at_the_size_are_drawn_for_those_of_the_dataset(tiny_run
     assert show(nowhere, T2V).summary == "qwen_shift, at 832x480: all samples 100 %"
 
 
+def test_what_is_the_other_expert_s_is_said():
+    alone = show(train(task="t2v-A14B", experts="low", max_timestep=900, show_timesteps="console"), A14B)
+    assert alone.result["warnings"] == [
+        "the others from 0 to 900 are the other expert's, and not trained (--timestep_boundary)"
+    ]
+    both = show(train(task="t2v-A14B", max_timestep=900, show_timesteps="console", high_noise_share=0.5), A14B)
+    assert both.result["warnings"] == []
+
+
 def test_the_picture_is_one_file_that_stands_for_itself(tmp_path):
     flags = {"show_timesteps": "image", "weighting_scheme": "cosmap", "output_dir": tmp_path / "new"}
     options = dataclasses.replace(train(), **flags)

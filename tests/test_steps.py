@@ -115,6 +115,13 @@ def test_lists_are_read_as_people_write_them():
     assert (step.optimizer_args, step.seed) == (("weight_decay=0.1", "eps=1e-6"), 7)
 
 
+@pytest.mark.parametrize("words", [["--optimizer_args", "--seed", "7"], ["--seed", "7", "--optimizer-args"]])
+def test_a_list_that_an_empty_variable_left_is_left_out(words, caplog):
+    step = parse(Train, [*TRAIN, *words])
+    assert (step.optimizer_args, step.seed) == ((), 7)
+    assert "has no value: it is left out" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("step", "words", "parts"),
     [
@@ -131,6 +138,8 @@ def test_lists_are_read_as_people_write_them():
         (Train, [*TRAIN, "--mixed_precision", "fp16"], ["use bf16"]),
         (Train, [*TRAIN, "--timestep_sampling", "krea2_shift"], ["made for another model", "use shift"]),
         (Train, [*TRAIN, "--task", "t2v-1.3b"], ["did you mean t2v-1.3B?"]),
+        (Train, [*TRAIN, "--task", "t2i-14B"], ["use t2v-14B, with images"]),
+        (CacheLatents, ["--dataset_config", "a", "--vae", "b", "--task", "i2v-14B-FC"], ["Fun-Control models are not"]),
         (Train, [*TRAIN, "--seed", "x"], ["--seed takes a whole number, got 'x'"]),
         (Train, [*TRAIN, "--output_dir", ""], ["--output_dir is empty", "give a path"]),
         (Train, [*TRAIN, "--sample_prompts", ""], ["--sample_prompts is empty", "leave it out"]),

@@ -26,7 +26,7 @@ OTHER: dict[str, Any] = {
     "keep_last": 2, "save_last_n_steps_state": 9, "save_last_n_epochs_state": 2, "block_swap_ring_size": 3,
     "checkpointing_free_blocks": 1, "high_noise_share": 0.3, "expert_turn_steps": 3, "offload_inactive_dit": False,
     "save_state": True, "async_save": True, "max_restarts": 2, "pack": True, "logging_dir": Path("logs"),
-    "log_tracker_name": "cats", "wandb_run_name": "cats",
+    "log_tracker_name": "cats", "wandb_run_name": "cats", "training_comment": "third try",
 }  # fmt: skip
 OF_TIMESTEPS = ["discrete_flow_shift", "sigmoid_scale", "logit_mean", "logit_std", "mode_scale",
                 "preserve_distribution_shape"]  # fmt: skip
@@ -89,9 +89,15 @@ def test_what_is_not_used_is_named_with_what_would_read_it(flag: str):
         "sigmoid_scale": {"timestep_sampling": "uniform"},
         "checkpointing_free_blocks": {"checkpointing": "none"},
         "logging_dir": {"log_with": ("none",)},
+        "training_comment": {"no_metadata": True},
     }
     (line,) = unread(options(**beside.get(flag, {}), **{flag: OTHER[flag]}))
     assert line == f"--{flag} is not used: it is read with {READERS[flag][1]}"
+
+
+def test_a_rank_of_convolutions_is_read_by_nothing():
+    (line,) = unread(options(network_args=("conv_dim=4", "loraplus_lr_ratio=4")))
+    assert line == "--network_args conv_dim= is not used: no layer that gets an adapter is a convolution"
 
 
 @pytest.mark.parametrize("flag", ["high_noise_share", "expert_turn_steps", "offload_inactive_dit"])

@@ -220,8 +220,6 @@ def _raw(call: Call, option: Option, flag: Given) -> Any:
     texts = [word.text for word in flag.values]
     if option.kind is Path:
         texts = [_from_folder(call, text) for text in texts]
-    elif call.tool == "musubi-tuner" and texts and texts[0].lower() in option.flag.values:
-        texts[0] = texts[0].lower()
     return texts if option.length is not None else texts[0] if texts else ""
 
 

@@ -10,6 +10,7 @@ import torch
 
 from wangen import profiles
 from wangen.generator.adapter_parts import WORDS
+from wangen.generator.adapter_settings import Settings
 from wangen.generator.errors import UsageError, WangenError, many
 from wangen.generator.lora_keys import module_name
 from wangen.generator.steps import Train
@@ -32,7 +33,7 @@ from wangen.runtime.libraries import (
 )
 from wangen.runtime.lora import adapter_layers
 from wangen.runtime.randomness import generator_for
-from wangen.runtime.training.adapter_config import Settings, select_modules, settings
+from wangen.runtime.training.adapter_config import select_modules, settings
 
 log = logging.getLogger("wangen")
 

@@ -3,22 +3,20 @@
 All of it is known from the flags and from the headers of files, before a model loads.
 """
 
-import ast
 import math
 import re
-import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
 
 from wangen import profiles
 from wangen.generator.adapter_parts import HADAMARD
+from wangen.generator.adapter_settings import Settings, compiled, settings_of_flags
 from wangen.generator.companions import sort_out
 from wangen.generator.errors import UsageError
 from wangen.generator.formats import Header, TensorInfo
-from wangen.generator.lora_keys import AdapterKind, module_name, original_name
+from wangen.generator.lora_keys import module_name, original_name
 from wangen.generator.steps import Train
 from wangen.runtime.libraries import factorization
 
@@ -36,58 +34,6 @@ In Qwen-Image's blocks text and picture look at both at once, so neither self- n
 
 NUM_NEAREST = 3
 _BLOCK = re.compile(r"^(transformer_)?blocks\.\d+\.")
-_PLAIN_ONLY = "only a LoRA has it"
-
-
-@dataclass(frozen=True)
-class Settings:
-    """An adapter as it is trained.
-
-    Attributes:
-        kind: which product of factors.
-        rank: their inner size.
-        alpha: the numerator of the scale.
-        dropout: on the adapter's input (LoRA).
-        rank_dropout: share of the rows of the change that are left out of a step (LoHa, LoKr).
-        module_dropout: share of the layers that are left out of a step (LoHa, LoKr).
-        rslora: the scale is `alpha / sqrt(rank)`.
-        dora: the rows of the changed weight have magnitudes of their own.
-        factor: LoKr's `decompose_factor`.
-        decompose_both: LoKr's first matrix is a product as well.
-        include: patterns, one of which finds every layer.
-        exclude: patterns, none of which finds a layer, unless one of `spared` does.
-        spared: patterns whose layers are trained although `exclude` finds them.
-        start: the adapter it starts from.
-        ranks: module -> rank, where it is not `rank`.
-        alphas: module -> alpha, where it is not `alpha`.
-    """
-
-    kind: AdapterKind
-    rank: int
-    alpha: float
-    dropout: float = 0.0
-    rank_dropout: float = 0.0
-    module_dropout: float = 0.0
-    rslora: bool = False
-    dora: bool = False
-    factor: int = -1
-    decompose_both: bool = False
-    include: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
-    spared: tuple[str, ...] = ()
-    start: Path | None = None
-    ranks: Mapping[str, int] = field(default_factory=dict)
-    alphas: Mapping[str, float] = field(default_factory=dict)
-
-    def scale(self, module: str) -> float:
-        """What a module's product is multiplied with, as peft computes it."""
-        rank, alpha = self.ranks.get(module, self.rank), self.alphas.get(module, self.alpha)
-        return alpha / (math.sqrt(rank) if self.rslora else rank)
-
-    @property
-    def draws(self) -> bool:
-        """Whether a forward pass in training mode draws random numbers that change it."""
-        return bool(self.dropout or self.rank_dropout or self.module_dropout)
 
 
 def settings(options: Train, expert: str = "") -> Settings:
@@ -98,54 +44,21 @@ def settings(options: Train, expert: str = "") -> Settings:
         expert: `high_noise` starts from `--network_weights_high_noise`, everything else from `--network_weights`.
 
     Raises:
-        UsageError: flags that contradict each other, or a `--network_args` that is not known.
+        UsageError: as for `settings_of_flags`, or there is no adapter to take the rank from.
         WangenError: with `--dim_from_weights` the file cannot be read.
     """
-    start = options.network_weights_high_noise if expert == "high_noise" else options.network_weights
-    found = Settings(
-        kind=options.network_module,
-        rank=options.network_dim,
-        alpha=options.network_alpha,
-        dropout=options.network_dropout,
-        rslora=options.rslora,
-        dora=options.dora,
-        factor=options.lokr_factor,
-        include=options.include_patterns,
-        exclude=options.exclude_patterns,
-        start=start,
-    )
-    found = replace(found, **_translated(options.network_args, found))
-    _refuse(found)
-    for pattern in (*found.include, *found.exclude, *found.spared):
-        _compiled(pattern)
+    found = settings_of_flags(options, expert)
     if options.dim_from_weights:
-        if start is None:
+        if found.start is None:
             raise UsageError("--dim_from_weights takes rank and alpha from an adapter to start from",
                              cure=f"give {start_flag(expert)}, or leave it out")  # fmt: skip
-        found = _with_ranks_of(found, start)
+        found = _with_ranks_of(found, found.start)
     return found
 
 
 def start_flag(expert: str) -> str:
     """The flag of the adapter that an expert starts from."""
     return "--network_weights_high_noise" if expert == "high_noise" else "--network_weights"
-
-
-def loraplus_ratio(options: Train) -> float | None:
-    """LoRA+'s ratio, from its own flag or from `--network_args`.
-
-    Raises:
-        UsageError: it is no number above 0, or both are given and differ, or the adapter has no B.
-    """
-    given = _arguments(options.network_args).get("loraplus_lr_ratio")
-    ratio = options.loraplus_lr_ratio if given is None else _number("loraplus_lr_ratio", given)
-    if None not in (given, options.loraplus_lr_ratio) and ratio != options.loraplus_lr_ratio:
-        raise UsageError("--loraplus_lr_ratio and --network_args say different ratios", cure="give one of them")
-    if ratio is not None and not (ratio > 0 and math.isfinite(ratio)):
-        raise UsageError(f"--loraplus_lr_ratio must be above 0, got {ratio:g}")
-    if ratio is not None and (options.network_module != "lora" or options.train_mode == "full"):
-        raise UsageError("--loraplus_lr_ratio is for the B of a LoRA", cure="leave it out")
-    return ratio
 
 
 def changeable_weights(header: Header) -> dict[str, TensorInfo]:
@@ -217,8 +130,8 @@ def select_modules(names: Iterable[str], options: Train, model: profiles.Model, 
 
 def _found_by(pattern: str, names: Sequence[str], flag: str) -> set[str]:
     """The names that a pattern finds; at least one."""
-    compiled = _compiled(pattern)
-    found = {name for name in names if compiled.search(name) or compiled.search(original_name(name))}
+    wanted = compiled(pattern)
+    found = {name for name in names if wanted.search(name) or wanted.search(original_name(name))}
     if found:
         return found
     short = dict.fromkeys(_BLOCK.sub("", form) for name in names for form in (name, original_name(name)))
@@ -226,120 +139,6 @@ def _found_by(pattern: str, names: Sequence[str], flag: str) -> set[str]:
     nearest = get_close_matches(_BLOCK.sub("", plain), short, NUM_NEAREST, 0.0)
     raise UsageError(f"{flag} {pattern!r} finds no layer that would be trained",
                      cure=f"the nearest are {', '.join(nearest)}")  # fmt: skip
-
-
-def _compiled(pattern: str) -> re.Pattern[str]:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", FutureWarning)  # of a pattern that later Pythons read in another way
-            return re.compile(pattern)
-    except (re.error, FutureWarning) as error:
-        raise UsageError(f"{pattern!r} is no regular expression: {error}", cure=r"write, for example, 'attn1\.to_q'"
-                         ) from error  # fmt: skip
-
-
-def _arguments(given: Sequence[str]) -> dict[str, str]:
-    """`key=value` as musubi-tuner takes it."""
-    pairs = [argument.partition("=") for argument in given]
-    for (key, equals, _), argument in zip(pairs, given, strict=True):
-        if not equals or not key:
-            raise UsageError(f"--network_args {argument!r} is not key=value")
-    return {key.strip(): value.strip() for key, _, value in pairs}
-
-
-_REFUSED = {
-    "conv_dim": "a transformer's convolution gets no adapter: leave it out",
-    "conv_alpha": "a transformer's convolution gets no adapter: leave it out",
-    "preset": "use --lora_targets",
-    "algo": "use --network_module lora, loha or lokr",
-}
-
-
-def _translated(given: Sequence[str], found: Settings) -> dict[str, Any]:
-    """What `--network_args` say, as fields of `Settings`."""
-    fields: dict[str, Any] = {}
-    arguments = _arguments(given)
-    for key, value in arguments.items():
-        if key == "include_patterns" and "exclude_patterns" in arguments:
-            fields["spared"] = _patterns(key, value)
-        elif key in ("include_patterns", "exclude_patterns"):
-            name = key.removesuffix("_patterns")
-            fields[name] = (*getattr(found, name), *_patterns(key, value))
-        elif key in ("rank_dropout", "module_dropout"):
-            fields[key] = _number(key, value)
-        elif key in ("use_rslora", "use_dora", "decompose_both"):
-            fields[key.removeprefix("use_")] = _boolean(key, value)
-        elif key in ("factor", "lokr_factor"):
-            fields["factor"] = _whole_number(key, value)
-        elif key not in ("loraplus_lr_ratio", "verbose"):  # the log says how many layers are trained without it
-            known = ("include_patterns", "exclude_patterns", "loraplus_lr_ratio", "rank_dropout", "module_dropout",
-                     "use_rslora", "use_dora", "factor", "decompose_both")  # fmt: skip
-            near = get_close_matches(key, known, 1)
-            cure = _REFUSED.get(key) or (f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}")
-            raise UsageError(f"--network_args {key}= is not known here", cure=cure)
-    return fields
-
-
-def _patterns(key: str, value: str) -> tuple[str, ...]:
-    """A Python list of patterns, as musubi-tuner takes it, or one pattern."""
-    if not value.startswith("["):
-        return (value,)
-    try:
-        listed = ast.literal_eval(value)
-    except (ValueError, SyntaxError) as error:
-        raise UsageError(f"--network_args {key}= holds no list of texts: {value}",
-                         cure=rf"write {key}=[r'.*attn1.*'], or --{key}") from error  # fmt: skip
-    if not all(isinstance(pattern, str) for pattern in listed):
-        raise UsageError(f"--network_args {key}= holds no list of texts: {value}")
-    return tuple(listed)
-
-
-def _number(key: str, value: str) -> float:
-    try:
-        return float(value)
-    except ValueError:
-        raise UsageError(f"--network_args {key}={value} is no number") from None
-
-
-def _whole_number(key: str, value: str) -> int:
-    number = _number(key, value)
-    if not number.is_integer():
-        raise UsageError(f"--network_args {key}={value} is no whole number")
-    return int(number)
-
-
-def _boolean(key: str, value: str) -> bool:
-    words = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-    if value.lower() not in words:
-        raise UsageError(f"--network_args {key}={value} is neither true nor false")
-    return words[value.lower()]
-
-
-def _refuse(found: Settings) -> None:
-    """What no adapter can have.
-
-    Raises:
-        UsageError: it is asked for.
-    """
-    if found.rank < 1 or not (found.alpha > 0 and math.isfinite(found.alpha)):
-        raise UsageError(f"--network_dim {found.rank} and --network_alpha {found.alpha:g} must be above 0")
-    for name in ("dropout", "rank_dropout", "module_dropout"):
-        if not 0 <= getattr(found, name) < 1:
-            raise UsageError(f"{name} must be at least 0 and below 1, got {getattr(found, name):g}")
-    if found.kind == "lora":
-        if found.rank_dropout or found.module_dropout:
-            raise UsageError("rank_dropout and module_dropout are LoHa's and LoKr's", cure="use --network_dropout")
-    else:
-        if found.dropout:
-            raise UsageError(f"--network_dropout drops the adapter's input, and {_PLAIN_ONLY}",
-                             cure="use --network_args rank_dropout=… or module_dropout=…")  # fmt: skip
-        for name in ("rslora", "dora"):
-            if getattr(found, name):
-                raise UsageError(f"--{name} with --network_module {found.kind}: {_PLAIN_ONLY}", cure="leave one out")
-    if found.kind != "lokr" and (found.factor != -1 or found.decompose_both):
-        raise UsageError("--lokr_factor is LoKr's", cure="give --network_module lokr, or leave it out")
-    if found.factor != -1 and found.factor < 1:
-        raise UsageError(f"--lokr_factor must be -1 or above 0, got {found.factor}")
 
 
 def _with_ranks_of(found: Settings, start: Path) -> Settings:

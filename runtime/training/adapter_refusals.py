@@ -8,6 +8,7 @@ import torch
 
 from wangen import profiles
 from wangen.generator.adapter_parts import FACTORS, WORDS, is_dora_of_parts, kind_of_parts
+from wangen.generator.adapter_settings import Settings
 from wangen.generator.errors import UsageError
 from wangen.generator.formats import TensorInfo
 from wangen.generator.kinds import expect
@@ -15,10 +16,8 @@ from wangen.generator.lora_config import lora_file
 from wangen.generator.steps import Train
 from wangen.runtime.adapters import Adapter, AdapterWeight, adapter_modules, read_scales
 from wangen.runtime.training.adapter_config import (
-    Settings,
     changeable_weights,
     factor_shapes,
-    loraplus_ratio,
     select_modules,
     settings,
     start_flag,
@@ -38,7 +37,6 @@ def require_adapter(options: Train, model: profiles.Model) -> None:
         UsageError: flags that contradict each other, patterns that find no layer, or files that do not fit.
         WangenError: a file is of another kind.
     """
-    loraplus_ratio(options)
     merged = [_File.read(path, "--base_weights") for path in options.base_weights]
     _refuse_merged_doras(options, merged)
     for flag, expert in trained_transformers(options, model).items():

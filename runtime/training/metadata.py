@@ -47,7 +47,7 @@ def metadata(
         steps_per_epoch: optimizer steps in an epoch; 0 leaves it and the epochs out.
 
     Returns:
-        Text fields. With `--no_metadata` only what programs need to use the file.
+        Text fields. With `--no_metadata` only what programs need to use the file and what the user says of it.
     """
     base = _base(options)
     found = {"format": "pt", "wangen.format": WEIGHTS_FORMAT, "ss_base_model_version": base,
@@ -55,7 +55,7 @@ def metadata(
     if expert:
         found["wangen.expert"] = expert
     if options.no_metadata:
-        return found
+        return found | _described(options)
     found["wangen.fingerprint"] = json.dumps(fingerprint, sort_keys=True)
     found |= {f"ss_{name}": str(getattr(options, name)) for name in SETTINGS}
     found |= {"ss_steps": str(step), "ss_optimizer": _optimizer(options)}

@@ -88,7 +88,8 @@ class Optimization:
         try:
             self.optimizer = make(listed, lr=self._rates[0], **arguments)
         except _FAILURES as error:
-            raise UsageError(f"{options.optimizer_type}: {error}", where="--optimizer_args") from None
+            raise UsageError(f"{options.optimizer_type}: {error}", where="--optimizer_args",
+                             cure="mend or leave out what it does not take") from None  # fmt: skip
         self.name = found.name
         if isinstance(self.optimizer, _ScheduleFree):
             self.optimizer.train()

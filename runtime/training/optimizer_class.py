@@ -1,8 +1,7 @@
 """`--optimizer_type` and `--optimizer_args`: which class with which arguments, and how it wants its parameters."""
 
-import ast
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -13,6 +12,7 @@ import torch
 
 from wangen.generator.errors import UsageError
 from wangen.generator.steps import Train
+from wangen.generator.train_values import optimizer_arguments
 
 EIGHT_BIT = ("bitsandbytes", "torchao")
 """Packages with an 8-bit AdamW, the better first: torchao's needs a compiler, and a minute to compile."""
@@ -65,13 +65,13 @@ def optimizer_class(options: Train) -> OptimizerClass:
     Raises:
         UsageError: there is no such class, its package is missing, or the arguments are no key=value.
     """
-    arguments = _arguments(options.optimizer_args)
+    arguments = optimizer_arguments(options.optimizer_args)
     schedule: str = options.lr_scheduler
-    if options.optimizer_type == "Adafactor":
+    if options.optimizer_type.lower() == "adafactor":
         return _adafactor(options, arguments, schedule)
     if schedule == "adafactor":
         raise UsageError("--lr_scheduler adafactor is Adafactor's own", cure="give --optimizer_type Adafactor")
-    cls = _eight_bit() if options.optimizer_type == "AdamW8bit" else _named(options.optimizer_type)
+    cls = _eight_bit() if options.optimizer_type.lower() == "adamw8bit" else _named(options.optimizer_type)
     if cls in (torch.optim.AdamW, torch.optim.Adam):
         chosen = {"fused", "foreach", "capturable", "differentiable"} & arguments.keys()
         if not chosen:
@@ -148,22 +148,3 @@ def _imported(module: str, path: str) -> ModuleType:
         missing = package and find_spec(package) is None
         cure = f"pip install {package}" if missing else f"mend the path or that package: {error}"
         raise UsageError(f"there is no optimizer {path}", cure=cure) from None
-
-
-def _arguments(words: Sequence[str]) -> dict[str, Any]:
-    """`weight_decay=0.01 betas=0.9,0.99` -> keyword arguments; values are Python literals or plain words.
-
-    `false` is no less False than in a TOML or in `--network_args`; as a word it would count as true.
-    """
-    values: dict[str, Any] = {}
-    for word in words:
-        name, equals, text = word.partition("=")
-        if not equals or not name.isidentifier():
-            raise UsageError(f"--optimizer_args takes key=value, got {word!r}")
-        if name == "lr":
-            raise UsageError("--optimizer_args takes no lr: it has a flag of its own", cure="give --learning_rate")
-        try:
-            values[name] = ast.literal_eval(text)
-        except (ValueError, SyntaxError):
-            values[name] = {"true": True, "false": False, "none": None}.get(text.lower(), text)
-    return values

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from wangen import profiles
+from wangen.generator.adapter_settings import loraplus_ratio
 from wangen.generator.errors import UsageError
 from wangen.generator.experts import ORDER, choose_boundary, expect_two_experts
 from wangen.generator.formats import Header
@@ -24,7 +25,6 @@ from wangen.runtime.devices import free_bytes, require_compiler
 from wangen.runtime.lora_folder import find_lora
 from wangen.runtime.models import expect_vae
 from wangen.runtime.sampling.prompts import MAX_STEPS, read_prompts
-from wangen.runtime.training.adapter_config import loraplus_ratio
 from wangen.runtime.training.adapter_refusals import require_adapter, trained_transformers
 from wangen.runtime.training.optim import try_out
 from wangen.runtime.training.schedules import make_schedule

@@ -135,6 +135,6 @@ def _same_batches(state: TrainingState, changed: Sequence[str], num_processes: i
 def _difference(name: str, old: Any, new: Any) -> str:
     if name == "dataset":
         return "other samples or captions"
-    if name.startswith(("dit", "network_weights", "base_weights")):
+    if name.startswith(("dit", "network_weights")) or name == "base_weights":
         return "another file"
     return f"{old} -> {new}"

@@ -6,6 +6,7 @@ import torch
 
 from wangen.generator.errors import UsageError
 from wangen.generator.steps import Train
+from wangen.generator.train_values import is_share, steps_of
 
 Schedule = Callable[[int], float]
 """Optimizer steps done -> the factor on the learning rate of the next one."""
@@ -32,11 +33,6 @@ def make_schedule(options: Train, num_steps: int) -> Schedule:
     name: str = options.lr_scheduler
     if name == "constant" and warmup:
         name = "constant_with_warmup"
-    if not 0 <= options.lr_scheduler_min_lr_ratio <= 1:
-        raise UsageError(f"--lr_scheduler_min_lr_ratio is 0 to 1, got {options.lr_scheduler_min_lr_ratio}")
-    if options.lr_scheduler_timescale is not None and options.lr_scheduler_timescale <= 0:
-        raise UsageError(f"--lr_scheduler_timescale must be above 0, got {options.lr_scheduler_timescale}",
-                         cure="leave it out for the warm-up's steps")  # fmt: skip
     if name in ("constant", "adafactor"):
         return lambda step: 1.0
     if name == "rex":
@@ -88,41 +84,7 @@ def rex(num_steps: int, warmup: int = 0, floor: float = 0.0) -> Schedule:
 
 def depends_on_length(options: Train) -> bool:
     """Whether the learning rate of a step depends on how long the run is."""
-    return options.lr_scheduler not in ENDLESS or _is_share(options.lr_warmup_steps)
-
-
-def steps_of(flag: str, text: str, num_steps: int) -> int:
-    """Steps of a part of the run: `100` is steps, `0.05` or `5%` a share of it.
-
-    Raises:
-        UsageError: it is no number, or longer than the run where it is a share.
-
-    >>> steps_of("lr_warmup_steps", "100", 400), steps_of("lr_warmup_steps", "0.05", 400)
-    (100, 20)
-    >>> steps_of("lr_warmup_steps", "5%", 400), steps_of("lr_warmup_steps", "1", 400)
-    (20, 1)
-    """
-    try:
-        value = float(text.removesuffix("%"))
-    except ValueError:
-        raise UsageError(f"--{flag} takes steps, a share or a percentage, got {text!r}") from None
-    share = value / 100 if text.endswith("%") else value
-    if not 0 <= value < float("inf") or (text.endswith("%") and share > 1):
-        raise UsageError(f"--{flag} {text} is outside the run")
-    if _is_share(text):
-        return round(share * num_steps)
-    if value != int(value):
-        raise UsageError(f"--{flag} {text} is neither a whole number of steps nor a share below 1")
-    return int(value)
-
-
-def _is_share(text: str) -> bool:
-    """Whether a number of steps is given as a part of the run.
-
-    >>> [_is_share(text) for text in ("0", "100", "1", "0.05", "5%", "1e-2")]
-    [False, False, False, True, True, True]
-    """
-    return text.endswith("%") or 0 < float(text) < 1
+    return options.lr_scheduler not in ENDLESS or is_share(options.lr_warmup_steps)
 
 
 def _of_diffusers(name: str, options: Train, num_steps: int, warmup: int) -> Schedule:
@@ -166,7 +128,7 @@ def _decay_steps(options: Train, num_steps: int, warmup: int) -> int:
     decay = steps_of("lr_decay_steps", options.lr_decay_steps, num_steps)
     if decay == 0:
         raise UsageError("--lr_scheduler warmup_stable_decay needs --lr_decay_steps", cure="give steps, 0.2 or 20%")
-    if warmup + decay == num_steps + 1 and _is_share(options.lr_warmup_steps) and _is_share(options.lr_decay_steps):
+    if warmup + decay == num_steps + 1 and is_share(options.lr_warmup_steps) and is_share(options.lr_decay_steps):
         decay -= 1  # two shares that make up the run, each of them rounded up
     if warmup + decay > num_steps:
         raise UsageError(f"a warm-up of {options.lr_warmup_steps} and a decay of {options.lr_decay_steps} are more "

@@ -26,6 +26,7 @@ from wangen.runtime.training.timesteps import (
     distribution_of,
     expert_ranges,
     expert_shares,
+    left_to_the_other,
     looks_at_size,
     model_tokens,
     starving,
@@ -83,6 +84,8 @@ def show(options: Train, model: profiles.Model, tokens_per_frame: Mapping[int, i
     drawing = draw(options, model, tokens_per_frame, _COLUMNS if image else _ROWS)
     words = [f"{_NAMES[name]} {100 * part:.3g} %" for name, part in drawing.shares.items()]
     title, warnings = _described(options, model, tokens_per_frame), starving(options, model, drawing.shares)
+    for name in drawing.shares if model.experts else ():
+        warnings += left_to_the_other(options, *expert_ranges(options, model)[name])
     result = {"expert_shares": dict(drawing.shares), "warnings": warnings}
     if image:
         path = options.output_dir / f"{options.output_name}-timesteps.svg"

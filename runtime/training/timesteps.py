@@ -142,6 +142,15 @@ def starving(options: Train, model: profiles.Model, shares: Mapping[str, float])
     return lines
 
 
+def left_to_the_other(options: Train, low: float, high: float) -> list[str]:
+    """What to say of the wanted timesteps that lie beyond the sigmas of the one expert that is trained."""
+    reaches_over = options.min_timestep < 1000 * low or options.max_timestep > 1000 * high
+    if options.experts == "both" or not is_narrowed(options) or not reaches_over:
+        return []
+    return [f"the others from {options.min_timestep} to {options.max_timestep} are the other expert's, and not trained "
+            "(--timestep_boundary)"]  # fmt: skip
+
+
 class Sampler:
     """Draws the sigma of each sample of one expert, each from one uniform number of its own.
 
