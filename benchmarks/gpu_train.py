@@ -311,6 +311,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.list:
         print("\n".join(f"{row.group:14} {row.task:10} {row.clip} {row.how()}" for row in rows))
         return
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise SystemExit(
+            "no GPU that PyTorch sees; on a CPU only --device cpu --tiny, which shows that everything runs"
+        )
     told = ["--device", options.device, *(["--tiny"] if options.tiny else [])]
     told += ["--peak_tflops", str(options.peak_tflops)] if options.peak_tflops else []
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

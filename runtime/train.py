@@ -6,6 +6,7 @@ between steps is weights, optimizers, averages and the numbers of the steps.
 """
 
 import contextlib
+import hashlib
 import json
 import logging
 import math
@@ -19,7 +20,7 @@ import torch
 
 from wangen import profiles
 from wangen.generator import headers
-from wangen.generator.errors import many
+from wangen.generator.errors import WRONG_USAGE, many
 from wangen.generator.launch import launch
 from wangen.generator.lock import LEASE_S, RUN_LOCK, hold
 from wangen.generator.memory import PLAIN_MEMORY
@@ -59,6 +60,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("wangen")
 
+_EACH_ITS_OWN = ("device", "vae_device", "text_encoder_device", "max_data_loader_n_workers", "gpus", "vram")
+"""Flags that processes which train together may have of their own."""
 _LOOKING = "validating or sampling"
 _TIMING = ("steps_this_run", "seconds_training", "speed")
 """What a report says of the time that a start took."""
@@ -116,7 +119,8 @@ def _alone_in_folder(options: Train, ranks: Ranks) -> Iterator[None]:
 
 def _run_alone(options: Train, model: Model, device: torch.device, ranks: Ranks) -> Report:
     plan = make_plan(options, model, *read_training_samples(options, model, ranks))
-    ranks.require_same("samples or settings", _settings(plan))
+    ranks.require_same("samples or settings", _settings(plan), exit_code=WRONG_USAGE)
+    ranks.require_shared(options.output_dir)
     mesh = mesh_of(chosen_way(plan, ranks, device), ranks.launch, device) if ranks.count > 1 else None
     if mesh:
         plan, ranks = replace(plan, options=with_all_resident(plan.options)), ranks.marching()
@@ -171,9 +175,11 @@ def alike(options: Train, device: torch.device, ranks: Ranks) -> Train:
 
 def _settings(plan: Plan) -> dict[str, Any]:
     """What has to be the same in all processes: what decides the result, and when they wait for each other."""
-    numbers = {name: value for name, value in vars(plan.options).items() if isinstance(value, bool | int | float)}
-    numbers.pop("max_data_loader_n_workers", None)
-    return {**numbers, **plan.fingerprint, "held-out items": dataset_digest(plan.held_out)}
+    flags = {name: value for name, value in vars(plan.options).items()
+             if isinstance(value, bool | int | float | str) and name not in _EACH_ITS_OWN}  # fmt: skip
+    prompts = plan.options.sample_prompts
+    drawn = hashlib.sha256(prompts.read_bytes()).hexdigest() if prompts else ""
+    return {**flags, **plan.fingerprint, "held-out items": dataset_digest(plan.held_out), "--sample_prompts": drawn}
 
 
 def _prepare(

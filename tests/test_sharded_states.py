@@ -14,7 +14,7 @@ from wangen.generator.errors import WangenError
 from wangen.generator.launch import Launch
 from wangen.runtime import communication
 from wangen.runtime.communication import CommunicationTime
-from wangen.runtime.training import checkpoint
+from wangen.runtime.training import checkpoint, sharded_state
 from wangen.runtime.training.checkpoint import ExpertState, TrainingState
 from wangen.runtime.training.parallel import mesh_of
 from wangen.runtime.training.ranks import TIMEOUT, Ranks
@@ -133,6 +133,34 @@ def test_damaged_parts_are_said_in_a_line(weights: ShardedWeights, tmp_path: Pat
         read(checkpoint.read(path).experts[""], "", weights)
     assert "\n" not in caught.value.found
     assert "Traceback" not in caught.value.found
+
+
+def test_other_bytes_in_a_tensor_of_parts_are_seen(weights: ShardedWeights, tmp_path: Path):
+    path = save(tmp_path, weights, {}).settle()
+    assert path is not None
+    read(checkpoint.read(path).experts[""], "", weights)
+    (file,) = (path / "parts").glob("*.distcp")
+    content = bytearray(file.read_bytes())
+    numbers = weights.parameters[next(iter(weights.names))].detach().flatten()[:8].numpy().tobytes()
+    place = content.index(numbers)
+    content[place + 1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(WangenError, match=rf"damaged \({file.name} has other bytes than were saved\)"):
+        read(checkpoint.read(path).experts[""], "", weights)
+    (path / "parts" / f"{file.name}.crc32").unlink()  # as an earlier version left it, but for the manifest
+    read(ExpertState(1, {}, {}, {}, {}, in_parts=path / "parts"), "", weights)
+
+
+def test_a_state_whose_parts_are_not_all_there_gets_no_name(
+    weights: ShardedWeights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sharded_state, "_ALL_SEEN_S", 0.2)
+    states = save(tmp_path, weights, {})
+    (file,) = tmp_path.glob(".staging-*/parts/*.distcp")
+    file.rename(tmp_path / "elsewhere")
+    with pytest.raises(WangenError, match=rf"{file.name} of another process is not there"):
+        states.settle()
+    assert not list(tmp_path.glob("step-*"))
 
 
 def test_a_process_that_is_lost_when_gradients_are_sent_is_said(

@@ -14,7 +14,7 @@ from together import together, trained
 from train_cases import TI2V, make_ti2v
 
 from wangen.generator.errors import WRONG_USAGE
-from wangen.runtime.training import parallel
+from wangen.runtime.training import parallel, ranks
 
 
 @pytest.mark.slow
@@ -84,13 +84,39 @@ def test_another_number_of_processes_is_told_how_to_make_the_same_steps(tiny_run
     options = tiny_run.options(tmp_path, max_train_steps=2, gradient_accumulation_steps=4)
     trained(options, 1)
     less = together(replace(options, gradient_accumulation_steps=2), 1)
-    assert less.codes == [1]
+    assert less.codes == [WRONG_USAGE]
     assert "--gradient_accumulation_steps 4 with 1 process makes steps of 4 batches" in less.told
     two = replace(options, max_train_steps=3)
     done = together(two, 2)
-    assert done.codes == [1, 1]
+    assert done.codes == [WRONG_USAGE] * 2
     assert "--gradient_accumulation_steps 2 with 2 processes makes steps of 4 batches" in done.told
     trained(replace(two, gradient_accumulation_steps=2), 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("first", "second", "named"), [
+    ({"parallel": "fsdp"}, {"parallel": "ddp"}, "samples or settings that differ from those of process 0: parallel\n"),
+    ({"parallel": "fsdp", "sample_prompts": "prompts.txt"}, {"parallel": "fsdp"},
+     "samples or settings that differ from those of process 0: --sample_prompts\n"),
+    ({}, {"output_dir": "elsewhere"}, "sees output folders that differ from those of process 0: --output_dir\n"),
+])  # fmt: skip
+def test_lines_that_would_wait_for_each_other_for_ever_are_refused(
+    tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first, second, named
+):
+    monkeypatch.setattr(forked, "TIMEOUT_S", 60.0)
+    monkeypatch.setattr(ranks, "SEEN_S", 1.0)
+    (tmp_path / "prompts.txt").write_text("a red square --w 32 --h 32 --f 1 --s 2\n", encoding="utf-8")
+
+    def line(changes):
+        places = {name: tmp_path / value for name, value in changes.items() if name != "parallel"}
+        return replace(tiny_run.options(tmp_path / "out", max_train_steps=2, vae=tiny_run.weights["vae"],
+                                        t5=tiny_run.weights["t5"]), **{**changes, **places})  # fmt: skip
+
+    done = together(line(first), 2, others=line(second))
+    assert done.codes == [WRONG_USAGE] * 2
+    assert named in done.told
+    assert "Traceback" not in done.told
+    assert not list((tmp_path / "out").glob(".shared-*"))
 
 
 def test_machines_of_different_size_share_no_parts_within_each(tiny_run: TinyRun, tmp_path: Path):
@@ -114,3 +140,7 @@ def test_the_fullest_card_decides_how_all_hold_the_model(
     told = trained(replace(alike, output_dir=tmp_path / "auto"), processes, on_each_machine=on_each)
     assert f"--parallel auto: {way}" in told
     assert losses(tmp_path / "auto") == losses(tmp_path / "alike")
+    none = replace(alike, output_dir=tmp_path / "none", checkpointing="none")
+    refused = together(none, processes, on_each_machine=on_each)
+    assert refused.codes == [WRONG_USAGE] * processes
+    assert "in parts it does not go together with --checkpointing none" in refused.told

@@ -30,13 +30,14 @@ class Done:
     told: str
 
 
-def together(options: Train, count: int, *, on_each_machine: int = 0) -> Done:
+def together(options: Train, count: int, *, on_each_machine: int = 0, others: Train | None = None) -> Done:
     """Train in so many processes of this machine.
 
     Args:
         options: the flags.
         count: of the processes; 1 is a run without any other.
         on_each_machine: they are told that a machine has so many of them, the last what is left; 0 means all.
+        others: the flags of all but the first, where they are others.
     """
     options.output_dir.mkdir(parents=True, exist_ok=True)
     words = options.output_dir.with_name(f".{options.output_dir.name}-{time.monotonic_ns()}.txt")
@@ -52,7 +53,7 @@ def together(options: Train, count: int, *, on_each_machine: int = 0) -> Done:
         with words.open("a", encoding="utf-8", buffering=1) as file:
             sys.stdout = sys.stderr = file
             try:
-                return main(options.argv())
+                return main((others if others and rank else options).argv())
             finally:
                 traceback.print_exception(sys.exception())
 

@@ -26,6 +26,7 @@ from wangen.generator.errors import WRONG_USAGE, UsageError, WangenError, many
 from wangen.generator.launch import machines
 from wangen.generator.session import Report
 from wangen.generator.steps import CacheStep, Train
+from wangen.generator.train_refusals import refuse_flags
 from wangen.runtime.shards import ARRAY
 from wangen.runtime.training.process_logs import last_words, remove_old
 
@@ -45,10 +46,11 @@ def train_together(options: Train) -> Report:
     """Train with one process for each GPU; the first shows, writes and saves for all, and each has a log of its own.
 
     Raises:
-        UsageError: there are fewer GPUs, or a launcher started copies.
+        UsageError: there are fewer GPUs, a launcher started copies, or no run can have these flags.
         WangenError: a process failed, and `--max_restarts` did not help, or machines did not find each other.
         KeyboardInterrupt: it was stopped.
     """
+    refuse_flags(options)
     number, num_nodes = num_processes(options), machines()
     folder = (options.log_file.with_suffix("") if options.log_file else options.output_dir / "logs").absolute()
     meeting = meeting_here()

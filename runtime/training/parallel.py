@@ -62,7 +62,7 @@ def chosen_way(plan: Plan, ranks: Ranks, device: torch.device) -> Way:
     `auto` splits the frozen weights where a whole copy does not fit one of the devices by the formula of the presets.
 
     Raises:
-        UsageError: parts within each machine would not be the same on all.
+        UsageError: parts within each machine would not be the same on all, or parts are needed and cannot be.
     """
     options, way = plan.options, plan.options.parallel
     sizes = set(ranks.gathered(ranks.launch.local_count))
@@ -80,6 +80,9 @@ def chosen_way(plan: Plan, ranks: Ranks, device: torch.device) -> Way:
     if needed <= free:
         log.info("  --parallel auto: ddp, for %s", whole)
         return "ddp"
+    if options.checkpointing == "none":
+        raise UsageError(f"{whole}; in parts it does not go together with --checkpointing none in this version",
+                         cure="give --checkpointing full, or free memory")  # fmt: skip
     split: Way = "hsdp" if sizes != {ranks.count} and len(sizes) == 1 else "fsdp"
     log.info("  --parallel auto: %s, for %s", split, whole)
     return split

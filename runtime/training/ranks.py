@@ -13,12 +13,13 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from wangen.generator.errors import WangenError
+from wangen.generator.errors import WRONG_USAGE, WangenError
 from wangen.generator.launch import Launch
 from wangen.runtime.communication import CommunicationTime, all_there
 
@@ -33,6 +34,8 @@ TIMEOUT = timedelta(hours=6)
 Only a machine that vanishes without closing its connections is noticed no sooner.
 """
 PAUSE_S = 0.05
+SEEN_S = 20.0
+"""So long a network's folder may take to show on one machine what another one wrote there."""
 
 
 class Ranks:
@@ -114,12 +117,13 @@ class Ranks:
                 with self.communication.inside(tensor.device):
                     dist.all_reduce(tensor)
 
-    def require_same(self, what: str, facts: Mapping[str, Any]) -> None:
+    def require_same(self, what: str, facts: Mapping[str, Any], *, exit_code: int = 1) -> None:
         """Refuse to train on together what is not the same everywhere.
 
         Args:
             what: the facts are, in the plural.
             facts: by name; the message has the names of those that differ.
+            exit_code: of the refusal; with `WRONG_USAGE` no launcher starts it again.
 
         Raises:
             WangenError: a process sees something else than the first.
@@ -132,7 +136,29 @@ class Ranks:
                     f"process {rank} of {self.count} sees {what} that differ from those of process 0: "
                     + ", ".join(names),
                     cure="let all machines see the same folders and files, and give all the same line",
+                    exit_code=exit_code,
                 )
+
+    def require_shared(self, folder: Path) -> None:
+        """Refuse processes that do not all see one folder, in which each finds what the others write.
+
+        Raises:
+            WangenError: one sees another folder of this name.
+        """
+        if self.count == 1:
+            return
+        note = folder / f".shared-{self.gathered(uuid.uuid4().hex)[0]}"
+        if self.is_first:
+            note.touch()
+        try:
+            self.any(False)  # it is there
+            until = time.monotonic() + SEEN_S
+            while not (seen := note in folder.iterdir()) and time.monotonic() < until:
+                time.sleep(PAUSE_S)
+            self.require_same("output folders", {"--output_dir": seen}, exit_code=WRONG_USAGE)
+        finally:
+            if self.is_first:
+                note.unlink(missing_ok=True)
 
 
 def sum_of_bits(numbers: torch.Tensor) -> int:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from wangen.generator.errors import WangenError, many
+from wangen.generator.errors import UsageError, WangenError, many
 from wangen.generator.launch import Launch
 from wangen.generator.session import with_flag
 from wangen.generator.steps import Train
@@ -100,11 +100,11 @@ def compared(plan: Plan, state: TrainingState, changed: Sequence[str], num_proce
         num_processes: that share the batches of a step.
 
     Raises:
-        WangenError: its settings were others, and `--resume_changed` is not given.
+        UsageError: its settings were others, and `--resume_changed` is not given.
     """
     if changed and not plan.options.resume_changed:
         listed = "\n".join(f"  - {line}" for line in changed)
-        raise WangenError(
+        raise UsageError(
             f"an earlier run used other settings\n{listed}",
             where=str(plan.options.resume or plan.states),
             cure=_same_batches(state, changed, num_processes)
@@ -118,7 +118,7 @@ def compared(plan: Plan, state: TrainingState, changed: Sequence[str], num_proce
     if any(line.startswith(_BASE) for line in changed):  # what it was judged by was another model's
         state = replace(state, facts={**state.facts, "validation_base": {}, "best": {}})
     if {expert.name for expert in plan.experts} != set(state.experts):
-        raise WangenError("the training state is of other experts", where=str(plan.states),
+        raise UsageError("the training state is of other experts", where=str(plan.states),
                           cure="give --experts as before, or another --output_name")  # fmt: skip
     return state
 

@@ -4,29 +4,35 @@ Each process writes its parts into one file and the first the library's index of
 gets its manifest and its name as any other. So it is found or ignored as any other, and can be read by another number
 of processes, each what it needs, and by a single one.
 
-The index is a pickle: it is read by an unpickler that knows the library's own classes and no others.
+The index is a pickle: it is read by an unpickler that knows the library's own classes and no others. Beside each file
+of parts stands the sum of its bytes, which whoever reads the file compares first.
 """
 
+import io
 import pickle
 import re
+import time
 import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
+from os import PathLike
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, cast
+from zlib import crc32
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.tensor import DTensor
 
+from wangen.generator.files import write_text
 from wangen.runtime.communication import all_there
 from wangen.runtime.training import checkpoint
 from wangen.runtime.training.checkpoint import IN_PARTS, ExpertState, TrainingState
@@ -45,6 +51,12 @@ _KNOWN = {
 """What an index names, beside dtypes and the path where it was written."""
 _NO_INDEX = (pickle.UnpicklingError, EOFError, ValueError, TypeError, LookupError, AttributeError)
 """What unpickling raises where something else lies there."""
+_PARTS = ".distcp"
+"""Ends the name of the library's files of parts; its index has another."""
+_SUM = ".crc32"
+"""Ends the name of the file beside a file of parts that holds the CRC-32 of its bytes, in hex."""
+_ALL_SEEN_S = 60.0
+"""So long a network's folder may take to show on one machine what another one wrote there."""
 _PATHS = {("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")}
 
 
@@ -82,6 +94,7 @@ class ShardedStates:
         self._ranks.any(False)  # the folder is there
         manifest = checkpoint.manifest_of(state, keep=keep, in_parts=True)
         writer = FileSystemWriter(staging / IN_PARTS)
+        writer.fs = _Summed()
         write: Any = async_save if self._asynchronous else save
         with self._refusing():
             done = write(_tensors(state, weights), storage_writer=writer, process_group=self._group)
@@ -104,7 +117,24 @@ class ShardedStates:
         with self._refusing():
             if done is not None:
                 done.result()
-            return checkpoint.complete(staging, manifest) if self._ranks.is_first else None
+            if not self._ranks.is_first:
+                return None
+            self._require_all_parts(staging / IN_PARTS)
+            return checkpoint.complete(staging, manifest)
+
+    def _require_all_parts(self, folder: Path) -> None:
+        """Wait until the first process sees what all of them have written.
+
+        Raises:
+            WangenError: it does not.
+        """
+        files = {found.relative_path for found in _Reader(folder).read_metadata().storage_data.values()}
+        started = time.monotonic()
+        while missing := files.difference(path.name for path in folder.iterdir()):
+            if time.monotonic() - started > _ALL_SEEN_S:
+                raise checkpoint.cannot_save(self._folder, f"{', '.join(sorted(missing))} of another process is not "
+                                             "there: let all machines see the same folder")  # fmt: skip
+            time.sleep(0.1)
 
     @contextmanager
     def _refusing(self) -> Iterator[None]:
@@ -196,8 +226,71 @@ class _Index(pickle.Unpickler):
         return super().find_class(module, name)
 
 
+class _Summed(FileSystem):
+    """Files of parts whose sum stands beside them, and is compared before they are read."""
+
+    @contextmanager
+    def create_stream(self, path: str | PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        """An open file.
+
+        Raises:
+            ValueError: it has other bytes than were written.
+        """
+        place = Path(path)
+        beside = place.with_name(place.name + _SUM)
+        if mode == "rb" and beside.exists() and beside.read_text(encoding="ascii") != f"{_sum_of(place):08x}":
+            raise ValueError(f"{place.name} has other bytes than were saved")
+        with super().create_stream(place, mode) as stream:
+            if mode == "rb" or place.suffix != _PARTS:
+                yield stream
+                return
+            summing = _Summing(stream)
+            yield summing
+        write_text(beside, f"{summing.sum:08x}")
+
+
+class _Summing(io.RawIOBase):
+    """A file that is written to from its begin on, and the CRC-32 of what went into it."""
+
+    def __init__(self, file: io.IOBase) -> None:
+        self._file, self.sum = cast(io.BufferedWriter, file), 0
+
+    def write(self, data: Any) -> int:
+        """Write all of it; returns how many bytes."""
+        self.sum = crc32(data, self.sum)
+        return self._file.write(data)
+
+    def tell(self) -> int:
+        """Where the next byte goes."""
+        return self._file.tell()
+
+    def fileno(self) -> int:
+        """Of the file itself."""
+        return self._file.fileno()
+
+    def flush(self) -> None:
+        """Hand over to the system what was written."""
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file itself."""
+        self._file.close()
+
+
+def _sum_of(path: Path) -> int:
+    found = 0
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 22):
+            found = crc32(chunk, found)
+    return found
+
+
 class _Reader(FileSystemReader):
-    """The library's reader with an index that cannot name anything but what an index consists of."""
+    """The library's reader: its index cannot name anything but what one consists of, and bytes have their sums."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.fs = _Summed()
 
     def read_metadata(self, *_arguments: Any, **_given: Any) -> Metadata:
         """The index of the folder."""
