@@ -44,7 +44,14 @@ from wangen.runtime.training.plan import ExpertPlan, Plan, dataset_digest, make_
 from wangen.runtime.training.prepared import groups
 from wangen.runtime.training.ranks import Ranks, joined, sum_of_bits
 from wangen.runtime.training.refusals import refuse, resolved
-from wangen.runtime.training.resuming import begun_by, changed_settings, compared, find_state, require_own_files
+from wangen.runtime.training.resuming import (
+    begun_by,
+    changed_settings,
+    compared,
+    find_state,
+    not_looked_at,
+    require_own_files,
+)
 from wangen.runtime.training.run import Run
 from wangen.runtime.training.samples import read_training_samples
 from wangen.runtime.training.saving import Saving, save_loras, save_state, save_state_as_loras, settle_state
@@ -53,7 +60,7 @@ from wangen.runtime.training.show_timesteps import show, sizes_of_dataset
 from wangen.runtime.training.step import optimizer_step
 from wangen.runtime.training.throughput import in_words
 from wangen.runtime.training.timesteps import left_to_the_other, starving
-from wangen.runtime.training.watching import LOOKED, Watching, not_looked_at
+from wangen.runtime.training.watching import LOOKED, Watching
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -2,7 +2,7 @@
 
 A state folder is complete when its manifest is there and every file it lists has its size; anything else is ignored
 and cleaned up, so that a kill at any moment leaves the previous state in force. Bytes that changed since are found by
-their checksum when the state is read; a state in parts has none.
+their checksum when the state is read.
 """
 
 import copy

@@ -13,6 +13,7 @@ from wangen.generator.table import options as flags_of
 from wangen.runtime.training import checkpoint
 from wangen.runtime.training.checkpoint import TrainingState
 from wangen.runtime.training.plan import Plan
+from wangen.runtime.training.sampling import FOLDER
 from wangen.runtime.training.timesteps import HIGH, LOW
 
 log = logging.getLogger("wangen")
@@ -138,3 +139,15 @@ def _difference(name: str, old: Any, new: Any) -> str:
     if name.startswith(("dit", "network_weights")) or name == "base_weights":
         return "another file"
     return f"{old} -> {new}"
+
+
+def not_looked_at(plan: Plan, state: TrainingState) -> list[str]:
+    """What the flags ask for, and was not made before a run came to its end: a line for each."""
+    lines = []
+    if plan.held_out and "validation" not in state.facts:
+        lines.append("the run came to its end without a validation: wangen evaluate makes one"
+                     + (", and there is no best of it" if plan.options.keep_best else ""))  # fmt: skip
+    made = (plan.options.output_dir / FOLDER).glob(f"{plan.name}-step{state.step:08d}-*")
+    if plan.options.sample_prompts and not any(made):
+        lines.append("the run came to its end without samples: wangen generate --prompt_file makes them")
+    return lines

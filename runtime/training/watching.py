@@ -25,7 +25,6 @@ from wangen.runtime.models.inputs import WAN_TEXT_ROWS
 from wangen.runtime.sampling.prompts import defaults_of, read_prompts
 from wangen.runtime.training import checkpoint
 from wangen.runtime.training.adapter import disabled, replaced
-from wangen.runtime.training.checkpoint import TrainingState
 from wangen.runtime.training.continuing import Continuing
 from wangen.runtime.training.loading import load_base
 from wangen.runtime.training.metrics import FILE, Metrics, Pending, Record, TimestepBins
@@ -33,7 +32,7 @@ from wangen.runtime.training.plan import Plan, dataset_digest
 from wangen.runtime.training.prepared import Prepared
 from wangen.runtime.training.ranks import Ranks
 from wangen.runtime.training.run import Run, Trainee
-from wangen.runtime.training.sampling import FOLDER, make_samples, make_scenes, samples_due
+from wangen.runtime.training.sampling import make_samples, make_scenes, samples_due
 from wangen.runtime.training.saving import save_trained
 from wangen.runtime.training.step import StepResult, item_losses
 from wangen.runtime.training.throughput import (
@@ -62,18 +61,6 @@ BINS = "loss_by_timestep_so_far"
 
 LOOKED = "looked_at_so_far"
 """What was done of looking after the present step when an interrupt came, among a run's facts."""
-
-
-def not_looked_at(plan: Plan, state: TrainingState) -> list[str]:
-    """What the flags ask for, and was not made before a run came to its end: a line for each."""
-    lines = []
-    if plan.held_out and "validation" not in state.facts:
-        lines.append("the run came to its end without a validation: wangen evaluate makes one"
-                     + (", and there is no best of it" if plan.options.keep_best else ""))  # fmt: skip
-    made = (plan.options.output_dir / FOLDER).glob(f"{plan.name}-step{state.step:08d}-*")
-    if plan.options.sample_prompts and not any(made):
-        lines.append("the run came to its end without samples: wangen generate --prompt_file makes them")
-    return lines
 
 
 class _BrokenOffError(Exception):
@@ -350,14 +337,20 @@ class Watching:
         options, plan, device = self._options, self._plan, self._device
 
         def judge(prepared: Prepared) -> torch.Tensor:
-            if self._ranks.count == 1 or self._ranks.in_step:  # else the others would wait for what this one measures
-                self._check()
+            self._check()
             return item_losses(self._run.kind, trainee.model, [prepared], options, device)[1]
 
         sigmas = stratified_sigmas(trainee.plan.low, trainee.plan.high, options.validation_timesteps)
         frames = options.condition_frames or 0
-        with trainee.optimization.evaluating(), replaced(trainee.parameters, weights):
+        own: Losses | None = None
+        with (
+            trainee.optimization.evaluating(),
+            replaced(trainee.parameters, weights),
+            contextlib.suppress(_BrokenOffError),
+        ):
             own = measure(judge, self._ranks.own(plan.held_out), sigmas, options.seed, condition_frames=frames)
+        if self._ranks.any(own is None) or own is None:
+            raise _BrokenOffError
         count = self._ranks.num_own(plan.held_out)
         keys, values = self._ranks.collected(own.keys[:count]), self._ranks.collected(own.values[:count])
         return replace(own, keys=tuple(keys), values=tuple(values))
