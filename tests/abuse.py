@@ -26,8 +26,8 @@ LIMIT_S = 30.0
 """So long a line may take at most; the work itself takes a second or two."""
 MEMORY_BYTES = 6 * 2**30
 """So much more may a line reserve than its process has at the beginning: /dev/zero fills more."""
-SERVES, SERVES_S = "watch", 0.7
-"""The command that goes on until Ctrl-C, and when it gets that."""
+SERVES, SERVED, SERVES_S = "watch", b"Ctrl-C ends it", 8.0
+"""The command that goes on until Ctrl-C, and gets that a moment after it has said so, or after so many seconds."""
 NETWORK = "NETWORK"
 """What a line says that wants to reach another machine."""
 
@@ -74,7 +74,7 @@ def run(words: Sequence[str], folder: Path, before: Callable[[], object] = lambd
     child = fork(lambda: _child(words, folder, writer, before))
     os.close(writer)
     said: list[bytes] = []
-    code = _end_of(child, reader, said, limit_s, SERVES_S if SERVES in words[:1] else None)
+    code = _end_of(child, reader, said, limit_s, serves=SERVES in words[:1])
     os.close(reader)
     return Outcome(code, b"".join(said).decode("utf-8", "replace"))
 
@@ -133,8 +133,8 @@ def _guard_network() -> None:
     guard("getaddrinfo", 0)
 
 
-def _end_of(child: int, reader: int, said: list[bytes], limit_s: float, interrupt_s: float | None) -> int | None:
-    """The exit code of a child, which gets Ctrl-C at a time, and is killed at the limit; what it says is read."""
+def _end_of(child: int, reader: int, said: list[bytes], limit_s: float, *, serves: bool) -> int | None:
+    """The exit code of a child, which gets Ctrl-C if it `serves`, and is killed at the limit; what it says is read."""
     begun_s, pause_s = time.monotonic(), 0.002
     while True:
         done, status = os.waitpid(child, os.WNOHANG)
@@ -148,8 +148,9 @@ def _end_of(child: int, reader: int, said: list[bytes], limit_s: float, interrup
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
             return None
-        if interrupt_s is not None and passed_s > interrupt_s:
-            interrupt_s = None
+        if serves and (SERVED in b"".join(said) or passed_s > SERVES_S):
+            serves = False
+            time.sleep(0.1)
             os.kill(child, signal.SIGINT)
         time.sleep(pause_s)
         pause_s = min(0.05, pause_s * 1.5)
