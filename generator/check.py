@@ -13,6 +13,7 @@ from wangen.generator import experts, kinds, scripts
 from wangen.generator.bundle import is_called
 from wangen.generator.cache_sizes import latent_bytes, text_bytes
 from wangen.generator.dataset import Item, media_of, read_facts
+from wangen.generator.edit_tasks import task_warning
 from wangen.generator.errors import WangenError, many
 from wangen.generator.files import nearest_existing
 from wangen.generator.geometry import clip_fault, clip_frames, misfit, windows
@@ -119,7 +120,8 @@ def examine(options: Check, entries: Sequence[DatasetEntry]) -> Examined:
     counts = {media: sum(s.num_items for s in surveys if s.entry.media == media) for media in ("image", "video")}
     # Blocks that share a folder find the same.
     num_resolutions = len({entry.resolution for entry in entries})
-    told = (_swapped(options), twin_warning(options.vae, profiles.model(options.task)))
+    model = profiles.model(options.task)
+    told = (_swapped(options), twin_warning(options.vae, model), task_warning(options.dit, model))
     warnings = dict.fromkeys(filter(None, (*(_incomplete(entry.directory) for entry in entries), *told)))
     num_taught = sum(survey.num_samples for survey in surveys if not survey.entry.is_reg)
     return Examined(counts["image"], counts["video"], num_resolutions, num_taught, tuple(dict.fromkeys(findings)),

@@ -82,7 +82,7 @@ def unsuited(item: Item, model: Model) -> tuple[str, str] | None:
         found = f"has {many(len(item.controls), 'control image')}, and {model.name} takes {wanted_controls(model)}"
         if item.controls:
             return found, "take the others away" + (", or use --task qwen-image-edit-plus" if most == 1 else "")
-        return found, "set control_directory in the dataset's TOML, and put them there"
+        return found, "put them into control_directory of the dataset's TOML, or name them in a manifest's control_path"
     return None
 
 

@@ -5,18 +5,20 @@ The encoding itself is the step's. Needs no torch where nothing is to be encoded
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 from wangen.generator.bulk import bulk
-from wangen.generator.errors import UsageError
+from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.session import Report
 from wangen.generator.steps import CacheStep
 from wangen.runtime.cache import Encoder, Folder, Kind, Recipe
 from wangen.runtime.cache.leftovers import sweep
 from wangen.runtime.cache.needed import DatasetNeeds
-from wangen.runtime.needs import Need, Work, count_states, wanted, writer_of
+from wangen.runtime.needs import EntryWriter, Need, Work, count_states, wanted, writer_of
 from wangen.runtime.samples import Sample, by_cache_folder, folders_left_out
 from wangen.runtime.shards import Shard
 
@@ -49,6 +51,7 @@ def fill(options: CacheStep, samples: Sequence[Sample], encoders: Mapping[Kind, 
     wants = {kind: wanted(folders, samples, kind) for kind in encoders}
     records: list[Record] = [(DatasetNeeds(folder, options.dataset, kind), encoder, _keys(wants[kind], folder, encoder))
                            for folder in folders for kind, encoder in encoders.items()]  # fmt: skip
+    before = [record.encoder for record, _, _ in records]
     for record, encoder, keys in records:  # before the folders are looked at: what is found there then stays there
         record.extend(keys, encoder)
     with bulk():
@@ -68,7 +71,9 @@ def fill(options: CacheStep, samples: Sequence[Sample], encoders: Mapping[Kind, 
         computed, removed = len(missing), fill(rest, samples, encoders, encode).counts["removed"]
     else:
         work = Work(encoders, missing, valid, partial(writer_of, again=again, packed=options.packed))
-        computed, removed = _encode(options, shard, work, encode), _tidy(options, shard, records)
+        with _taken_back(records, before, work) as counted:
+            computed = _encode(options, shard, counted, encode)
+        removed = _tidy(options, shard, records)
     for place in (*(folder.path for folder in folders), options.report_dir or options.dataset.parent):
         sweep(place)
     return Report(
@@ -80,6 +85,27 @@ def fill(options: CacheStep, samples: Sequence[Sample], encoders: Mapping[Kind, 
                 "found": count_states(need.verdict for need in needs), "why": dict(why)},
         result={"folders": [str(folder.path) for folder in folders]},
     )  # fmt: skip
+
+
+@contextmanager
+def _taken_back(records: Sequence[Record], before: Sequence[Encoder | None], work: Work) -> Iterator[Work]:
+    """Around encoding: what is refused before its first entry leaves the dataset's encoders as they were.
+
+    Else all that they have made would count as stale, for the sake of entries that are not there.
+    """
+    writers: list[EntryWriter] = []
+
+    def opened(folder: Path) -> EntryWriter:
+        writers.append(work.open_writer(folder))
+        return writers[-1]
+
+    try:
+        yield replace(work, open_writer=opened)
+    except WangenError:
+        for (record, _, _), encoder in zip(records, before, strict=True):
+            if encoder and not any(writer.num_bytes for writer in writers):
+                record.extend(set(), encoder)
+        raise
 
 
 def _encode(options: CacheStep, shard: Shard, work: Work, encode: Encode) -> int:

@@ -120,7 +120,7 @@ class Epoch(Sequence[list[Draw]]):
         cached, dropout = self._sampler.samples[index], self._sampler.caption_dropout
         if not dropout and len(cached.texts) == 1:
             return 0
-        generator = generator_for(self._sampler.seed, "caption", self._number, cached.latent.content_key, repeat)
+        generator = generator_for(self._sampler.seed, "caption", self._number, cached.key, repeat)
         if torch.rand((), generator=generator).item() < dropout:
             return -1
         return int(torch.randint(len(cached.texts), (), generator=generator))

@@ -1,9 +1,10 @@
 """Cached entries -> batches: which samples, in which order, and their tensors."""
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -58,6 +59,7 @@ class CachedSample:
         clip: CLIP's view of it.
         mask: which latent cells count in the loss.
         controls: the latents of its control images, of models that edit.
+        twin: how many samples before it have the same latent: other captions or control images of one picture.
     """
 
     sample: Sample
@@ -68,6 +70,12 @@ class CachedSample:
     clip: AnyEntry | None = None
     mask: AnyEntry | None = None
     controls: tuple[AnyEntry, ...] = ()
+    twin: int = 0
+
+    @property
+    def key(self) -> str:
+        """What its chance is drawn from, wherever its file lies: the latent's content, and its number of several."""
+        return f"{self.latent.content_key} {self.twin}" if self.twin else self.latent.content_key
 
     @property
     def entries(self) -> list[AnyEntry]:
@@ -97,7 +105,7 @@ class Batch:
         latents: (B, C, F, h, w) clean latents in float32.
         texts: B embeddings (L, dim).
         names: B sample names, for messages: two files may have the same.
-        keys: B content keys of the latents, which identify the samples wherever their files lie.
+        keys: B keys of the samples, which identify them wherever their files lie.
         weights: (B,) how much each item's loss counts: less, or more, for those of regularisation sets.
         condition: (B, 4 + C, F, h, w) of image-to-video: which latent frames are given, and the encoded first frame.
         image_tokens: (B, N, dim) CLIP's view of the first frame.
@@ -138,7 +146,7 @@ def find_entries(
     kinds = _kinds(options, model, samples, folders)
     if options.cache_mode == "realtime":
         live = live_entries(options, model, samples, kinds)
-        return [_cached(sample, kinds, live) for sample in samples]
+        return _told_apart(_cached(sample, kinds, live) for sample in samples)
     encoders = _encoders(options, model, samples, kinds, folders)
     needs = _judged(samples, encoders, folders)
     held: dict[Place, Held] = {}
@@ -153,7 +161,18 @@ def find_entries(
         raise _lacking(options, bad)
     entries = {place_of(need): held.get(place_of(need)) or need.verdict.entry for need in needs}
     with bulk():
-        return [_cached(sample, kinds, entries) for sample in samples]
+        return _told_apart(_cached(sample, kinds, entries) for sample in samples)
+
+
+def _told_apart(samples: Iterable[CachedSample]) -> list[CachedSample]:
+    """The samples, those of one latent with a number each: they would get one noise and timestep in every epoch."""
+    before: Counter[str] = Counter()
+    found = []
+    for cached in samples:
+        key = cached.latent.content_key
+        found.append(replace(cached, twin=before[key]) if before[key] else cached)
+        before[key] += 1
+    return found
 
 
 def _kinds(options: Train, model: Model, samples: Sequence[Sample], folders: Sequence[Folder]) -> list[Kind]:
@@ -252,7 +271,7 @@ def _cached(sample: Sample, kinds: Sequence[Kind], entries: Mapping[Place, AnyEn
             assert entry is not None, sample.name  # every verdict was valid
             found.setdefault(kind, []).append(entry)
     (latent,), texts = found["latent"], found["text_encoder_output"]
-    single = {
+    single: dict[str, Any] = {
         name: found[kind][0]
         for name, kind in (("empty", TEXT_KINDS[1]), ("image_latent",) * 2, ("clip",) * 2, ("mask",) * 2)
         if kind in found
@@ -278,7 +297,7 @@ def read_batch(samples: Sequence[CachedSample], draws: Sequence[Draw], prior_los
         latents=latents,
         texts=[_text(cached, draw) for cached, draw in zip(chosen, draws, strict=True)],
         names=[cached.sample.name for cached in chosen],
-        keys=[cached.latent.content_key for cached in chosen],
+        keys=[cached.key for cached in chosen],
         weights=torch.tensor([prior_loss_weight if cached.sample.entry.is_reg else 1.0 for cached in chosen]),
         condition=_condition(chosen),
         image_tokens=_stacked([cached.clip for cached in chosen], "clip"),

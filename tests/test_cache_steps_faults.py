@@ -257,6 +257,16 @@ def test_payload_damage_that_the_header_cannot_show_never_gives_an_entry(bundle:
     assert main(bundle.latents_line()) in (0, 1)
 
 
+def test_what_is_refused_before_its_first_entry_leaves_the_cache_as_it_was(bundle: Bundle, capsys):
+    bundle.latents()
+    bundle.text()
+    check = ["check_cache", "--dataset_config", str(bundle.toml)]
+    assert main(check) == 0
+    assert main(bundle.latents_line("--decoder", "pynvvideocodec")) == 2
+    assert "pynvvideocodec" in capsys.readouterr().err
+    assert main(check) == 0, capsys.readouterr().out
+
+
 def test_an_unknown_key_is_a_usage_error(bundle: Bundle, capsys: pytest.CaptureFixture[str]):
     bundle.toml.write_text(bundle.toml.read_text().replace("enable_bucket", "enable_buckets"))
     for line in (bundle.latents_line(), bundle.text_line()):

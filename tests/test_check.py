@@ -12,7 +12,7 @@ from pathlib import Path
 import published
 import pytest
 from helpers import clip_bytes, image_bytes, require_rights, write_tree
-from shells.bundles import bundle
+from shells.bundles import bundle, steps
 
 from wangen.generator import scripts
 from wangen.generator.check import run
@@ -289,10 +289,11 @@ def test_a_toml_that_cannot_be_read(good, capsys, text, code, words):
         (b"NETWORK_DIM='16'", b"NETWORK_DIM='0'", "train: --network_dim must be above 0"),
         (b"'42'", b"'4 2'", "no knob is set by \"SEED='4 2'\""),
         (b"--dit", b"--did", "train: train has no flag --did; did you mean --dit?"),
+        (b"'eps=1e-6'", b"'eps'", "train: --optimizer_args takes key=value, got 'eps'"),
     ],
 )
 def test_what_a_later_step_of_the_script_would_refuse(good, tmp_path, monkeypatch, old, new, words):
-    data = scripts.render(bundle("sh"), "sh", "train")
+    data = scripts.render(bundle("sh", steps("eps=1e-6")), "sh", "train")
     script = tmp_path / "train_red_house.sh"
     script.write_bytes(data)
     monkeypatch.setenv("WANGEN_SCRIPT", str(script))

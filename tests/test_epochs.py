@@ -1,5 +1,6 @@
 """The order of an epoch: every use once for any number of processes and threads, and the same when taken up again."""
 
+import shutil
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,6 +11,7 @@ from typing import Any, cast
 
 import pytest
 from cached_bundle import make_many
+from tiny import TinyRun
 
 from wangen import profiles
 from wangen.generator.launch import Launch
@@ -101,11 +103,33 @@ def test_noise_and_timesteps_do_not_depend_on_how_the_work_is_shared(plan: Plan)
                 assert batch.noise.equal(same.noise)
 
 
+def test_items_of_one_picture_have_chances_of_their_own(tiny_run: TinyRun, tmp_path: Path):
+    """One file under two names, with two captions, and once more in another block."""
+    for name, caption in {"red": "red", "copy": "blue"}.items():
+        shutil.copy(tiny_run.folder / "media" / "red.png", tmp_path / f"{name}.png")
+        shutil.copy(tiny_run.folder / "media" / f"{caption}.txt", tmp_path / f"{name}.txt")
+    block = (f"[[datasets]]\nimage_directory = '{tmp_path.as_posix()}'\nresolution = [64, 64]\nbatch_size = 4\n"
+             f"cache_directory = '{(tiny_run.folder / 'cache').as_posix()}'\n")  # fmt: skip
+    (tmp_path / "twins.toml").write_text(block + block)
+    options = tiny_run.options(tmp_path, dataset_config=tmp_path / "twins.toml", caption_dropout=0.5)
+    plan = make_plan(options, MODEL, *read_training_samples(options, MODEL))
+    assert len({cached.latent.content_key for cached in plan.samples}) == 1
+    (first, *_), (again, *_) = (list(groups(plan, plan.experts[0], 0, Ranks())) for _ in range(2))
+    (batch,), (same,) = first.counted, again.counted
+    assert len(set(batch.sigmas.tolist())) == len({noise.sum().item() for noise in batch.noise}) == 4
+    assert batch.sigmas.equal(same.sigmas)
+    dropped = {draw.caption for epoch in range(8) for draws in EpochSampler(plan.samples, 1, 0.5).epoch(epoch)
+               for draw in draws}  # fmt: skip
+    assert dropped == {0, -1}
+    mixed = [{draw.caption for draw in EpochSampler(plan.samples, 1, 0.5).epoch(epoch)[0]} for epoch in range(8)]
+    assert {0, -1} in mixed
+
+
 def fake(number: int, **entry: Any) -> CachedSample:
     """A sample without media."""
     settings = SimpleNamespace(**{"batch_size": 1, "num_repeats": 1, **entry})
     sample = SimpleNamespace(size=(64, 64), count=1 + 4 * (number % 2), entry=settings)
-    return cast(CachedSample, SimpleNamespace(sample=sample, texts=("a",), latent=SimpleNamespace(content_key="k")))
+    return cast(CachedSample, SimpleNamespace(sample=sample, texts=("a",), key="k"))
 
 
 def test_any_batch_is_known_without_those_before_it():

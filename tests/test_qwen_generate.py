@@ -199,8 +199,9 @@ def test_samples_and_evaluations_have_the_dataset_s_colour_behind_transparent_pi
 )
 def test_what_a_prompt_cannot_ask_is_said(tmp_path: Path, task: str, values: dict[str, object], words: str):
     model = profiles.model(task)
-    with pytest.raises(UsageError, match=words):
+    with pytest.raises(UsageError, match=words) as error:
         make_prompt({"prompt": "x", **values}, model, 1, defaults_of(model), where="--prompt", folder=tmp_path)
+    assert ("or give --task" in error.value.cure) == ("and 2 are given" in words)
 
 
 def test_checkpoints_are_compared_on_held_out_edits(tiny_qwen: TinyQwen, tmp_path: Path, monkeypatch):

@@ -151,7 +151,14 @@ def test_a_prompt_with_the_token_of_pictures_is_refused(tiny_qwen: TinyQwen):
         encoder.encode(["a house <|image_pad|>"], pictures=[[picture((64, 64))]])
 
 
-def test_long_prompts_are_cut_where_the_pipeline_cuts_them(tiny_qwen: TinyQwen):
+def test_a_prompt_that_is_too_long_for_the_transformer_is_refused(tiny_qwen: TinyQwen):
+    encoder = prompt_encoder(tiny_qwen.single["t5"], plain=True)
+    with pytest.raises(WangenError, match="tokens with its control images, and the transformer takes 3968") as error:
+        encoder.encode(["x " * 3000], pictures=[[picture((64, 64))]])
+    assert error.value.cure == "shorten the caption"
+
+
+def test_long_prompts_are_cut_where_the_pipeline_cuts_them(tiny_qwen: TinyQwen, caplog: pytest.LogCaptureFixture):
     pipeline, model = pipeline_of("qwen-image", tiny_qwen), profiles.model("qwen-image")
     encoder = QWEN.load_prompt_encoder(
         tiny_qwen.single["t5"], None, dtype=torch.float32, device=CPU, fp8=False, plain=True, model=model
@@ -159,6 +166,7 @@ def test_long_prompts_are_cut_where_the_pipeline_cuts_them(tiny_qwen: TinyQwen):
     (ours,) = encoder.encode(["a long story " * 60])
     theirs, _ = pipeline.encode_prompt("a long story " * 60, max_sequence_length=512)
     assert ours.shape == (512, 256)
+    assert "a text longer than Qwen-Image's 512 tokens, what follows is not seen: 'a long story a long" in caplog.text
     assert torch.allclose(ours, theirs[0], atol=1e-5)
 
 

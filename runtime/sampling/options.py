@@ -11,6 +11,7 @@ import torch
 
 from wangen.generator.adapter_parts import is_dora_of_parts
 from wangen.generator.dataset import IMAGE_SUFFIXES, VIDEO_SUFFIXES
+from wangen.generator.edit_tasks import task_warning
 from wangen.generator.errors import UsageError
 from wangen.generator.experts import ORDER, choose_boundary, expect_two_experts, seem_swapped
 from wangen.generator.formats import Header
@@ -197,6 +198,8 @@ def require_files(options: Generate, model: Model, encoders: Encoders | None) ->
             _refuse_lora(path, f"--{flag}", header, strength)
     if encoders is not None:
         encoders.require(model)
+    if warning := task_warning(options.dit, model):
+        log.warning("  %s", warning)
     if model.experts:
         assert options.dit_high_noise is not None, "refused before"
         expect_two_experts(options.dit, options.dit_high_noise)

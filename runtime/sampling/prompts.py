@@ -273,8 +273,14 @@ def _controls(
                          cure="leave them out, or give --task qwen-image-edit-plus")  # fmt: skip
     if most and not 1 <= len(paths) <= most:
         raise UsageError(f"{model.name} takes {wanted_controls(model)}, and {len(paths)} are given", where=where,
-                         cure="give a picture: --control_image_path, or --ci behind a prompt in a file")  # fmt: skip
+                         cure=_fewer(model) if paths else "give a picture: --control_image_path, or --ci behind a "
+                         "prompt in a file")  # fmt: skip
     return tuple(_picture(path, where, folder) for path in paths)
+
+
+def _fewer(model: Model) -> str:
+    """What to do with more control images than a model takes."""
+    return "leave the others out" + (", or give --task qwen-image-edit-plus" if model.max_controls == 1 else "")
 
 
 def edited_size(control: Path, model: Model) -> tuple[int, int]:

@@ -10,6 +10,7 @@ import torch
 
 from wangen import profiles
 from wangen.generator.adapter_settings import loraplus_ratio
+from wangen.generator.edit_tasks import task_warning
 from wangen.generator.errors import UsageError
 from wangen.generator.experts import ORDER, choose_boundary, expect_two_experts
 from wangen.generator.formats import Header
@@ -116,6 +117,8 @@ def refuse(options: Train, model: profiles.Model, device: torch.device) -> None:
     _expect_files(options, model)
     if model.experts:
         _warn_of_the_other_expert(options)
+    if warning := task_warning(options.dit, model):
+        log.warning("  %s", warning)
     for line in unread(options):
         log.warning("  %s", line)
 

@@ -217,7 +217,7 @@ def measure(
                 values.append(judge(prepared).double().cpu())
         rows.append(tuple(torch.cat(values).tolist()))
         on_item(cached.sample.name)
-    keys = tuple(cached.latent.content_key for cached in samples)
+    keys = tuple(cached.key for cached in samples)
     return Losses(keys, tuple(sigmas), seed, tuple(rows))
 
 

@@ -3,6 +3,7 @@
 Letters in shapes: L tokens, N patches of pictures.
 """
 
+import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -24,8 +25,13 @@ from wangen.runtime.weights.filling import Checkpoint, build, fill, open_checkpo
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+log = logging.getLogger("wangen")
+
 PAD = "<|image_pad|>"
 """The token that stands for one merged patch of a picture."""
+MAX_ROWS = 4096 - 128
+"""Of an embedding: the transformer has 4096 positions, and a text's begin behind half the rows of the picture's latent
+patches, which are 128 of a picture of 4096 pixels."""
 VISION_HEAD_DIM = 80
 FULL_ATTENTION_EVERY = 8
 """The vision blocks look at windows of the picture, but for every eighth, which looks at all of it."""
@@ -168,8 +174,8 @@ class PictureTextEncoder:
             pictures: for each prompt its control images in RGB, of any size.
 
         Raises:
-            WangenError: a prompt has the token that stands for pictures, or the weights of a streamed encoder cannot
-                be read.
+            WangenError: a prompt has the token that stands for pictures, or is too long, or the weights of a streamed
+                encoder cannot be read.
         """
         given = pictures or [()] * len(prompts)
         inputs = (
@@ -193,7 +199,7 @@ class PictureTextEncoder:
         """What the model is called with.
 
         Raises:
-            WangenError: the prompt has the token that stands for pictures.
+            WangenError: the prompt has the token that stands for pictures, or is too long.
         """
         if PAD in prompt:
             raise WangenError(f"a prompt has {PAD}, which stands for a part of a control image",
@@ -202,14 +208,31 @@ class PictureTextEncoder:
         ready = [patches(seen_by_encoder(picture, self._prompt.picture_size)) for picture in pictures]
         grids = [grid for _, grid in ready]
         text = self._prompt.template.replace("{}", self._marks(grids) + prompt, 1)
-        end = self._prompt.num_dropped + self._prompt.max_tokens if self._prompt.max_tokens else None
-        ids = torch.tensor([self._tokenizer.encode(text).ids[:end]], device=device)
+        ids = torch.tensor([self._within_limit(self._tokenizer.encode(text).ids, prompt)], device=device)
         seen: dict[str, Any] = {}
         if ready:
             values = torch.cat([value for value, _ in ready]).to(device, self._model.dtype)
             seen = {"pixel_values": values, "image_grid_thw": torch.tensor([(1, *grid) for grid in grids]).to(device)}
         places = positions(ids[0].eq(self._pad), grids)[:, None]
         return {"input_ids": ids, "position_ids": places, "use_cache": False, **seen}
+
+    def _within_limit(self, ids: list[int], prompt: str) -> list[int]:
+        """The tokens of a prompt, cut where the profile says so, with a word on it.
+
+        Raises:
+            WangenError: there are more than the transformer has positions for.
+        """
+        count = len(ids) - self._prompt.num_dropped
+        if 0 < self._prompt.max_tokens < count:
+            log.warning("  a text longer than Qwen-Image's %d tokens, what follows is not seen: %r…",
+                        self._prompt.max_tokens, prompt[:40])  # fmt: skip
+            return ids[: self._prompt.num_dropped + self._prompt.max_tokens]
+        if count > MAX_ROWS:
+            raise WangenError(
+                f"a prompt has {count} tokens with its control images, and the transformer takes {MAX_ROWS}",
+                where=prompt[:80], cure="shorten the caption",
+            )  # fmt: skip
+        return ids
 
     def _marks(self, grids: Sequence[tuple[int, int]]) -> str:
         """What stands for the pictures in the text, with a token for each merged patch."""

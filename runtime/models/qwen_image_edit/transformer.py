@@ -55,7 +55,8 @@ def load_transformer(
     clean = has_clean_controls(path, header)
     if not clean and "2511" in path.name:
         log.warning("  --dit %s: its name says 2511, but nothing in it or beside it does, and it is taken for 2509: "
-                    "put transformer/config.json of Qwen/Qwen-Image-Edit-2511 beside it", path)  # fmt: skip
+                    "put transformer/config.json of Qwen/Qwen-Image-Edit-2511 into its folder, as config.json",
+                    path)  # fmt: skip
     config = _config(checkpoint) | {"zero_cond_t": clean}
     model = build(path, lambda: QwenImageTransformer2DModel(**config))
     fill(model, checkpoint, dtype, device, convert=in_blocks(quantize, pack_on) if quantize else None)
