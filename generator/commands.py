@@ -49,7 +49,7 @@ class StepCommand(click.Command):
             first = next(option.name for option in options(self.step) if option.kind is Path)
             cure = f"for example --{first} {args[0]}; {cure}"
         try:
-            return super().parse_args(ctx, _repeat_lists(self.step, args))
+            return super().parse_args(ctx, args if ctx.resilient_parsing else _repeat_lists(self.step, args))
         except click.NoSuchOption as error:
             raise unknown_flag(self.step, error.option_name) from None
         except click.UsageError as error:

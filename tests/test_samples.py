@@ -100,12 +100,13 @@ def cached(bundle: Bundle) -> list[CachedSample]:
     return find_entries(options, MODEL, read_samples(options, MODEL))
 
 
-def test_files_of_one_name_have_keys_of_their_own(twins: Bundle):
+def test_files_of_one_name_and_copies_have_keys_of_their_own(twins: Bundle):
     samples = cached(twins)
     batch = read_batch(samples, [Draw(index, 0) for index in range(3)])
     assert batch.names == ["cat.png", "copy.png", "cat.png"]
-    assert batch.keys == [cached.latent.content_key for cached in samples]
-    assert batch.keys[0] != batch.keys[2]
+    first, copied, other = (cached.latent.content_key for cached in samples)
+    assert first == copied != other
+    assert batch.keys == [first, f"{copied} 1", other]
 
 
 def test_entries_that_samples_share_are_counted_once(twins: Bundle):
