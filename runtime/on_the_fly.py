@@ -19,13 +19,13 @@ from wangen.generator.lock import IN_SCRIPT
 from wangen.generator.session import report_files
 from wangen.generator.steps import CacheLatents, CacheText, Train
 from wangen.generator.table import joined
-from wangen.profiles import Model
+from wangen.profiles import Model, model
 from wangen.runtime import cache_latents, cache_text, encoding
 from wangen.runtime.cache import TEXT_KINDS, Encoder, Folder, Kind, Recipe, Verdict, decoded_by
 from wangen.runtime.cache.words import encoder_words
 from wangen.runtime.decoders.choice import decoder_name
 from wangen.runtime.decoders.pyav import PYAV
-from wangen.runtime.models import expect_vae, text_encoder_identity, vae_identity, way_of
+from wangen.runtime.models import expect_vae, model_of_cache, text_encoder_identity, vae_identity, way_of
 from wangen.runtime.needs import (
     WORDS,
     Need,
@@ -365,10 +365,14 @@ def command_line(step: str, options: Train, *, needed: Iterable[str] = ()) -> st
 
 
 def _settings_before(step: str, options: Train) -> dict[str, Any]:
-    """The settings in the report that the step left beside the dataset, without files that are not there now."""
+    """The settings in the report that the step left beside the dataset.
+
+    Without files that are not there now, and without any of another family of models: they are no weights of this one.
+    """
     folder = options.report_dir or options.dataset.parent
-    with suppress(OSError, ValueError, RecursionError, KeyError, TypeError, IndexError):
+    with suppress(OSError, ValueError, RecursionError, KeyError, TypeError, IndexError, WangenError):
         settings = dict(json.loads(report_files(folder, step)[0].read_text(encoding="utf-8"))["settings"])
-        gone = [flag for flag in _WEIGHTS if settings.get(flag) and not Path(settings[flag]).exists()]
+        own = model(options.task).architecture == model_of_cache(settings.get("task")).architecture
+        gone = [flag for flag in _WEIGHTS if settings.get(flag) and not (own and Path(settings[flag]).exists())]
         return {flag: value for flag, value in settings.items() if flag not in gone}
     return {}

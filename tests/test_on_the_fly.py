@@ -140,6 +140,8 @@ def test_the_command_to_run_makes_entries_as_the_last_run_did(run: TinyRun, tmp_
         assert line[:2] == ["wangen", step]
         assert main(line[1:]) == 0
     assert {path.name: path.read_bytes() for path in (tmp_path / "cache").glob("*.safetensors")} == made
+    edits = replace(given, task="qwen-image")  # whose text encoder is another
+    assert " --t5 T5_FILE" in command_line("cache_text", edits)
     vae.unlink()
     assert " --vae VAE_FILE" in command_line("cache_latents", given)
 
