@@ -310,22 +310,22 @@ def test_what_another_process_dies_of_stands_on_the_terminal(tiny_run: TinyRun, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("fault", "words"),
+    ("fault", "code", "words"),
     [
-        ("train.find_state = lambda *_: None", "process 1 of 2 sees training states that differ"),
+        ("train.find_state = lambda *_: None", 1, "process 1 of 2 sees training states that differ"),
         ("from dataclasses import replace\nreal = train.make_plan\n"
-         "train.make_plan = lambda options, *rest: real(replace(options, max_train_steps=9), *rest)",
+         "train.make_plan = lambda options, *rest: real(replace(options, max_train_steps=9), *rest)", WRONG_USAGE,
          "process 1 of 2 sees samples or settings that differ from those of process 0: max_train_steps\n"),
     ],
 )  # fmt: skip
 def test_processes_that_would_wait_for_each_other_in_vain_are_refused(
-    tiny_run: TinyRun, tmp_path: Path, fault: str, words: str
+    tiny_run: TinyRun, tmp_path: Path, fault: str, code: int, words: str
 ):
     """A machine that sees no state of a run that is done, or was given another number of steps."""
     options = tiny_run.options(tmp_path / "out", gpus="2")
     assert run(alone(replace(options, gpus="1", gradient_accumulation_steps=2))).returncode == 0
     done = run(alone(options), **faulty(tmp_path / "fault", 1, fault))
-    assert done.returncode == 1
+    assert done.returncode == code
     assert words in done.stderr
 
 
