@@ -211,12 +211,12 @@ def test_a_sample_that_one_process_cannot_make_ends_all_with_a_reason(
 @pytest.mark.slow
 @pytest.mark.parametrize("async_save", [False, True])
 def test_a_killed_run_ends_with_the_bytes_of_one_that_was_not(tiny_run: TinyRun, tmp_path: Path, *, async_save: bool):
-    options = tiny_run.options(tmp_path / "whole", parallel="fsdp", max_train_steps=40, save_state_every_n_steps=3,
+    options = tiny_run.options(tmp_path / "whole", parallel="fsdp", max_train_steps=24, save_state_every_n_steps=3,
                                async_save=async_save, save_state_every_n_minutes=60.0, ema_decay=0.9,
                                **WHOLE)  # fmt: skip
     trained(options, 2)
     broken = replace(options, output_dir=tmp_path / "broken")
-    launcher = started(torchrun(broken, 2, "--max-restarts", "2"), broken.output_dir, 12)
+    launcher = started(torchrun(broken, 2, "--max-restarts", "2"), broken.output_dir, 9)
     kill_rank(launcher, 1, signal.SIGKILL)
     _, told = launcher.communicate(timeout=180)
     assert launcher.returncode == 0, told
@@ -230,8 +230,8 @@ def test_a_state_goes_on_in_any_number_of_processes(tiny_run: TinyRun, tmp_path:
     options = tiny_run.options(tmp_path / "begun", parallel="fsdp", max_train_steps=3, ema_decay=0.9, **WHOLE)
     trained(replace(options, gradient_accumulation_steps=2), 2)
     (state,) = (tmp_path / "begun" / "lora-state").glob("step-*")
-    parts = [f"__{rank}_0.distcp{of}" for rank in range(2) for of in ("", ".crc32")]
-    assert sorted(path.name for path in (state / "parts").iterdir()) == [".metadata", *parts]
+    files = [f"__{rank}_0.distcp{of}" for rank in range(2) for of in ("", ".crc32")]
+    assert sorted(path.name for path in (state / "parts").iterdir()) == [".metadata", *files]
     more = replace(options, max_train_steps=6, resume=state)
     whole = in_one(replace(more, resume=None), tmp_path / "whole", 4)
     told = trained(replace(more, output_dir=tmp_path / "four"), 4)
