@@ -226,18 +226,18 @@ def _repeat_lists(step: type[Step], words: Sequence[str]) -> list[str]:
     """
     lists = {name for name, option, _ in spellings(step) if option.length == 0}
     result: list[str] = []
-    current = ""
+    current, waits = "", False  # the list that the words belong to, and whether it has none yet
     for word in [*words, "--"]:
-        if current and word.startswith("--") and result[-1][2:].replace("-", "_") == current:
-            log.warning("%s has no value: it is left out", result.pop())
         if word.startswith("--"):
+            if waits:
+                log.warning("%s has no value: it is left out", result.pop())
             name = word[2:].replace("-", "_")
             current = name if name in lists else ""
+            waits = bool(current)
             result.append(word)
-        elif current and result[-1][2:].replace("-", "_") != current:
-            result += [f"--{current}", word]
         else:
-            result.append(word)
+            result += [word] if waits or not current else [f"--{current}", word]
+            waits = False
     return result[:-1]
 
 

@@ -81,9 +81,14 @@ def unsuited(item: Item, model: Model) -> tuple[str, str] | None:
     if model.condition == "controls" and not 1 <= len(item.controls) <= most:
         found = f"has {many(len(item.controls), 'control image')}, and {model.name} takes {wanted_controls(model)}"
         if item.controls:
-            return found, "take the others away" + (", or use --task qwen-image-edit-plus" if most == 1 else "")
+            return found, fewer_controls(model)
         return found, "put them into control_directory of the dataset's TOML, or name them in a manifest's control_path"
     return None
+
+
+def fewer_controls(model: Model) -> str:
+    """What to do with more control images than a model takes."""
+    return "take the others away" + (", or use --task qwen-image-edit-plus" if model.max_controls == 1 else "")
 
 
 def wanted_controls(model: Model) -> str:

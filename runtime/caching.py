@@ -51,7 +51,6 @@ def fill(options: CacheStep, samples: Sequence[Sample], encoders: Mapping[Kind, 
     wants = {kind: wanted(folders, samples, kind) for kind in encoders}
     records: list[Record] = [(DatasetNeeds(folder, options.dataset, kind), encoder, _keys(wants[kind], folder, encoder))
                            for folder in folders for kind, encoder in encoders.items()]  # fmt: skip
-    before = [record.encoder for record, _, _ in records]
     for record, encoder, keys in records:  # before the folders are looked at: what is found there then stays there
         record.extend(keys, encoder)
     with bulk():
@@ -71,7 +70,7 @@ def fill(options: CacheStep, samples: Sequence[Sample], encoders: Mapping[Kind, 
         computed, removed = len(missing), fill(rest, samples, encoders, encode).counts["removed"]
     else:
         work = Work(encoders, missing, valid, partial(writer_of, again=again, packed=options.packed))
-        with _taken_back(records, before, work) as counted:
+        with _taken_back(records, work) as counted:
             computed = _encode(options, shard, counted, encode)
         removed = _tidy(options, shard, records)
     for place in (*(folder.path for folder in folders), options.report_dir or options.dataset.parent):
@@ -88,7 +87,7 @@ def fill(options: CacheStep, samples: Sequence[Sample], encoders: Mapping[Kind, 
 
 
 @contextmanager
-def _taken_back(records: Sequence[Record], before: Sequence[Encoder | None], work: Work) -> Iterator[Work]:
+def _taken_back(records: Iterable[Record], work: Work) -> Iterator[Work]:
     """Around encoding: what is refused before its first entry leaves the dataset's encoders as they were.
 
     Else all that they have made would count as stale, for the sake of entries that are not there.
@@ -102,9 +101,9 @@ def _taken_back(records: Sequence[Record], before: Sequence[Encoder | None], wor
     try:
         yield replace(work, open_writer=opened)
     except WangenError:
-        for (record, _, _), encoder in zip(records, before, strict=True):
-            if encoder and not any(writer.num_bytes for writer in writers):
-                record.extend(set(), encoder)
+        if not any(writer.num_bytes for writer in writers):
+            for record, _, _ in records:
+                record.take_back()
         raise
 
 

@@ -13,13 +13,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from wangen import profiles
 from wangen.generator import headers
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.lock import IN_SCRIPT
 from wangen.generator.session import report_files
 from wangen.generator.steps import CacheLatents, CacheText, Train
 from wangen.generator.table import joined
-from wangen.profiles import Model, model
+from wangen.profiles import Model
 from wangen.runtime import cache_latents, cache_text, encoding
 from wangen.runtime.cache import TEXT_KINDS, Encoder, Folder, Kind, Recipe, Verdict, decoded_by
 from wangen.runtime.cache.words import encoder_words
@@ -372,7 +373,8 @@ def _settings_before(step: str, options: Train) -> dict[str, Any]:
     folder = options.report_dir or options.dataset.parent
     with suppress(OSError, ValueError, RecursionError, KeyError, TypeError, IndexError, WangenError):
         settings = dict(json.loads(report_files(folder, step)[0].read_text(encoding="utf-8"))["settings"])
-        own = model(options.task).architecture == model_of_cache(settings.get("task")).architecture
-        gone = [flag for flag in _WEIGHTS if settings.get(flag) and not (own and Path(settings[flag]).exists())]
+        before = model_of_cache(settings.get("task"))
+        related = before.architecture == profiles.model(options.task).architecture
+        gone = [flag for flag in _WEIGHTS if settings.get(flag) and not (related and Path(settings[flag]).exists())]
         return {flag: value for flag, value in settings.items() if flag not in gone}
     return {}

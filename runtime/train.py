@@ -6,7 +6,6 @@ between steps is weights, optimizers, averages and the numbers of the steps.
 """
 
 import contextlib
-import hashlib
 import json
 import logging
 import math
@@ -35,6 +34,7 @@ from wangen.runtime.loader import cache_use
 from wangen.runtime.memory.allocator import keep_freed_memory
 from wangen.runtime.models import family
 from wangen.runtime.progress import progress
+from wangen.runtime.sources import digest_file
 from wangen.runtime.training import checkpoint
 from wangen.runtime.training.checkpoint import TrainingState
 from wangen.runtime.training.loading import is_crowded, load_trainee, require_room
@@ -185,7 +185,7 @@ def _settings(plan: Plan) -> dict[str, Any]:
     flags = {name: value for name, value in vars(plan.options).items()
              if isinstance(value, bool | int | float | str) and name not in _EACH_ITS_OWN}  # fmt: skip
     prompts = plan.options.sample_prompts
-    drawn = hashlib.sha256(prompts.read_bytes()).hexdigest() if prompts else ""
+    drawn = digest_file(prompts) if prompts else ""
     return {**flags, **plan.fingerprint, "held-out items": dataset_digest(plan.held_out), "--sample_prompts": drawn}
 
 

@@ -40,6 +40,8 @@ def test_a_flag_is_accepted_or_answered_never_both(step):
     names = [name for name, *_ in spellings(step)]
     assert len(names) == len(set(names))
     assert not set(names) & step.elsewhere.keys()
+    spelled = [text for option in options(step) for text in option.flag.values]
+    assert spelled == [text.lower() for text in spelled], "another spelling is looked for in lower case"
 
 
 @pytest.mark.parametrize("step", STEPS)

@@ -32,7 +32,7 @@ class DatasetNeeds:
         self.folder = folder
         self.kind = kind
         self.path = folder.path / f".wangen-needs-{dataset}.{kind}.json"
-        self._before: set[str] | None = None
+        self._before: _Needed | None = None
 
     @property
     def encoder(self) -> Encoder | None:
@@ -48,10 +48,20 @@ class DatasetNeeds:
             WangenError: the folder cannot be written.
         """
         recorded = _read_needs(self.path)
-        self._before = recorded.keys
+        self._before = recorded
         if recorded != _Needed(recorded.keys | keys, encoder):
             with self._alone():
                 self._write(_read_needs(self.path).keys | keys, encoder)
+
+    def take_back(self) -> None:
+        """Have the encoder on record that was there before `extend`, if one was: the other has made nothing.
+
+        Raises:
+            WangenError: the folder cannot be written.
+        """
+        if self._before and self._before.encoder not in (None, self.encoder):
+            with self._alone():
+                self._write(_read_needs(self.path).keys, self._before.encoder)
 
     def reduce(self, keys: set[str], encoder: Encoder) -> int:
         """Need these keys alone and remove what nobody needs any more; returns how many entries were removed.
@@ -66,7 +76,7 @@ class DatasetNeeds:
             return 0
         with self._alone():
             recorded = _read_needs(self.path).keys
-            dropped = (recorded if self._before is None else self._before) - keys
+            dropped = (recorded if self._before is None else self._before.keys) - keys
             unneeded = self._entries(dropped - needed_keys(self.folder.path, self.kind, but=[self.path]))
             stuck = remove_entries([*unneeded, *twins])
             # Only now: a run that is killed on the way must not forget what was still to be removed.

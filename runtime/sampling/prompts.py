@@ -11,7 +11,7 @@ from wangen.generator.dataset import read_facts
 from wangen.generator.errors import UsageError, printable
 from wangen.generator.generate_step import DEFAULTS
 from wangen.generator.geometry import area_size
-from wangen.generator.items import wanted_controls
+from wangen.generator.items import fewer_controls, wanted_controls
 from wangen.generator.toml_values import WHITE, color
 from wangen.profiles import Model
 from wangen.runtime.sampling.prompt_files import entries
@@ -272,15 +272,10 @@ def _controls(
         raise UsageError("control images belong to other models (--ci, --control_image_path)", where=where,
                          cure="leave them out, or give --task qwen-image-edit-plus")  # fmt: skip
     if most and not 1 <= len(paths) <= most:
+        give = "give a picture: --control_image_path, or --ci behind a prompt in a file"
         raise UsageError(f"{model.name} takes {wanted_controls(model)}, and {len(paths)} are given", where=where,
-                         cure=_fewer(model) if paths else "give a picture: --control_image_path, or --ci behind a "
-                         "prompt in a file")  # fmt: skip
+                         cure=fewer_controls(model) if paths else give)  # fmt: skip
     return tuple(_picture(path, where, folder) for path in paths)
-
-
-def _fewer(model: Model) -> str:
-    """What to do with more control images than a model takes."""
-    return "leave the others out" + (", or give --task qwen-image-edit-plus" if model.max_controls == 1 else "")
 
 
 def edited_size(control: Path, model: Model) -> tuple[int, int]:

@@ -11,7 +11,7 @@ import os
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -35,7 +35,7 @@ Only a machine that vanishes without closing its connections is noticed no soone
 """
 PAUSE_S = 0.05
 SEEN_S = 20.0
-"""So long a network's folder may take to show on one machine what another one wrote there."""
+"""So long each may take to see the output folder's new file, before anything was trained."""
 
 
 class Ranks:
@@ -152,13 +152,19 @@ class Ranks:
             note.touch()
         try:
             self.any(False)  # it is there
-            until = time.monotonic() + SEEN_S
-            while not (seen := note in folder.iterdir()) and time.monotonic() < until:
-                time.sleep(PAUSE_S)
-            self.require_same("output folders", {"--output_dir": seen}, exit_code=WRONG_USAGE)
+            facts = {"--output_dir": not missing_after(SEEN_S, folder, {note.name})}
+            self.require_same("output folders", facts, exit_code=WRONG_USAGE)
         finally:
             if self.is_first:
                 note.unlink(missing_ok=True)
+
+
+def missing_after(seconds: float, folder: Path, names: Set[str]) -> Set[str]:
+    """Which of these files are not in a folder, given some time: a network shows late what another machine wrote."""
+    until = time.monotonic() + seconds
+    while (missing := names - {path.name for path in folder.iterdir()}) and time.monotonic() < until:
+        time.sleep(PAUSE_S)
+    return missing
 
 
 def sum_of_bits(numbers: torch.Tensor) -> int:

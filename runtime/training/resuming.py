@@ -120,7 +120,7 @@ def compared(plan: Plan, state: TrainingState, changed: Sequence[str], num_proce
         state = replace(state, facts={**state.facts, "validation_base": {}, "best": {}})
     if {expert.name for expert in plan.experts} != set(state.experts):
         raise UsageError("the training state is of other experts", where=str(plan.states),
-                          cure="give --experts as before, or another --output_name")  # fmt: skip
+                         cure="give --experts as before, or another --output_name")  # fmt: skip
     return state
 
 

@@ -11,7 +11,6 @@ of parts stands the sum of its bytes, which whoever reads the file compares firs
 import io
 import pickle
 import re
-import time
 import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
@@ -36,7 +35,7 @@ from wangen.generator.files import write_text
 from wangen.runtime.communication import all_there
 from wangen.runtime.training import checkpoint
 from wangen.runtime.training.checkpoint import IN_PARTS, ExpertState, TrainingState
-from wangen.runtime.training.ranks import TIMEOUT, Ranks
+from wangen.runtime.training.ranks import TIMEOUT, Ranks, missing_after
 from wangen.runtime.training.sharded import ShardedWeights
 
 _KNOWN = {
@@ -56,7 +55,7 @@ _PARTS = ".distcp"
 _SUM = ".crc32"
 """Ends the name of the file beside a file of parts that holds the CRC-32 of its bytes, in hex."""
 _ALL_SEEN_S = 60.0
-"""So long a network's folder may take to show on one machine what another one wrote there."""
+"""So long the first process may take to see the others' files, which are written."""
 _PATHS = {("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")}
 
 
@@ -129,12 +128,9 @@ class ShardedStates:
             WangenError: it does not.
         """
         files = {found.relative_path for found in _Reader(folder).read_metadata().storage_data.values()}
-        started = time.monotonic()
-        while missing := files.difference(path.name for path in folder.iterdir()):
-            if time.monotonic() - started > _ALL_SEEN_S:
-                raise checkpoint.cannot_save(self._folder, f"{', '.join(sorted(missing))} of another process is not "
-                                             "there: let all machines see the same folder")  # fmt: skip
-            time.sleep(0.1)
+        if missing := missing_after(_ALL_SEEN_S, folder, files):
+            raise checkpoint.cannot_save(self._folder, f"{', '.join(sorted(missing))} of another process is not "
+                                         "there: let all machines see the same folder")  # fmt: skip
 
     @contextmanager
     def _refusing(self) -> Iterator[None]:
