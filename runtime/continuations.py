@@ -14,7 +14,7 @@ Letters in shapes: C channels, F h w the latent's frames, height and width, T H 
 """
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -250,13 +250,15 @@ def quality_of(source: "Frames", shown: "Frames", given_frames: int) -> Quality:
     )
 
 
-def reference_of(clip: Clip, decoder: Decoder) -> Reference:
+def reference_of(clip: Clip, decoder: Decoder, on_chunk: Callable[[], None] = lambda: None) -> Reference:
     """What the VAE alone and a copy of the last given frame come to; it is the same for every model.
+
+    `on_chunk` is called before each chunk that is decoded; it may raise.
 
     Raises:
         WangenError: the memory is full, or the decoded frames are not finite.
     """
-    reconstruction = pixels_of(decoder.decode(clip.latents))
+    reconstruction = pixels_of(decoder.decode(clip.latents, on_chunk))
     last = clip.source[clip.given_frames - 1]
     copied = np.broadcast_to(last, clip.source.shape)
     return Reference(

@@ -109,6 +109,8 @@ def test_the_end_of_a_run_is_only_its_end_when_it_was_looked_at(watched: Train, 
     expected, last = whole
     options = replace(watched, output_dir=tmp_path)
     interrupted(options, last)
+    made = {path.name for path in (tmp_path / "samples").glob("lora-step00000004-*")}
+    assert made == {"lora-step00000004-1.png"}, "the last check is amid the decoding of the second"
     assert not (tmp_path / "lora_low_noise.safetensors").exists()
     assert checkpoint.read(checkpoint.newest(tmp_path / "lora-state")).facts[LOOKED] == [
         "bins", "validation high_noise", "validation low_noise",

@@ -119,9 +119,15 @@ class Family(Protocol):
         """(B, 3, T, H, W) in [-1, 1] or uint8, on any device -> normalised latents (B, C, F, h, w) in float32."""
 
     def decode_latents(
-        self, vae: Any, latents: "torch.Tensor", *, cache_cpu: bool = False, tile_px: int = 0
+        self,
+        vae: Any,
+        latents: "torch.Tensor",
+        *,
+        cache_cpu: bool = False,
+        tile_px: int = 0,
+        on_chunk: Callable[[], None] = ...,
     ) -> "torch.Tensor":
-        """The inverse of `encode_video`, on the CPU and clamped to [-1, 1]."""
+        """The inverse of `encode_video`, on the CPU and clamped to [-1, 1]; `on_chunk` is called before each chunk."""
 
     def load_text_encoder(
         self, path: Path, *, dtype: "torch.dtype | None" = None, device: Any = "cpu", fp8: bool = False

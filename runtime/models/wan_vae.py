@@ -7,6 +7,7 @@ long the video is. Tiles bound the memory in space too, but unlike streaming the
 Letters in shapes: B batch, C channels, T frames of video, H and W pixels, F frames of latents, h and w latents.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,12 @@ def encode_video(
 
 @torch.no_grad()
 def decode_latents(
-    vae: AutoencoderKLWan, latents: torch.Tensor, *, cache_cpu: bool = False, tile_px: int = 0
+    vae: AutoencoderKLWan,
+    latents: torch.Tensor,
+    *,
+    cache_cpu: bool = False,
+    tile_px: int = 0,
+    on_chunk: Callable[[], None] = lambda: None,
 ) -> torch.Tensor:
     """The video of normalised latents, the inverse of `encode_video`.
 
@@ -114,6 +120,7 @@ def decode_latents(
         latents: (B, 16, F, h, w), normalised, on any device (2.2: 48 channels).
         cache_cpu: as for `encode_video`.
         tile_px: as for `encode_video`, in pixels of the video.
+        on_chunk: called before each latent frame of each tile; it may raise.
 
     Returns:
         (B, 3, 4F - 3, 8h, 8w) in float32 on the CPU, clamped to [-1, 1] (2.2: 16 for 8).
@@ -136,6 +143,7 @@ def decode_latents(
         weight = weight.to(vae.device)
         cache = _feature_cache(vae.decoder, vae.device, cache_cpu)
         for index in range(num_frames):
+            on_chunk()
             chunk = latents[:, :, index : index + 1, *area].to(vae.device, torch.float32) * std + mean
             hidden = vae.post_quant_conv(chunk.to(vae.dtype))
             pixels = vae.decoder(hidden, feat_cache=cache, feat_idx=[0], first_chunk=index == 0)

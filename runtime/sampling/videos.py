@@ -119,33 +119,37 @@ class Decoder:
         with enough_memory("loading the VAE", self._cure):
             return self._kind.load_vae(self._encoders.vae, dtype=DTYPES[self.dtype], device=self._device)
 
-    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+    def decode(self, latents: torch.Tensor, on_chunk: Callable[[], None] = lambda: None) -> torch.Tensor:
         """Latents (1, C, F, h, w) -> frames (3, T, H, W) in [-1, 1], on the CPU.
 
-        Where the memory is full it is tried once more as with `vae_cache_cpu`, which gives the same frames.
+        Where the memory is full it is tried once more as with `vae_cache_cpu`, which gives the same frames. `on_chunk`
+        is called before each chunk; it may raise.
 
         Raises:
             WangenError: the memory is full, or the frames are not finite.
         """
         with exact(self.dtype):
-            video = self._within_memory(latents)
+            video = self._within_memory(latents, on_chunk)
         if not video.isfinite().all():
             raise WangenError(f"the decoded frames are not finite in {self.dtype}",
                               cure="give another --vae_dtype: float16 ends at 65504, bfloat16 does not")  # fmt: skip
         return video
 
-    def _within_memory(self, latents: torch.Tensor) -> torch.Tensor:
+    def _within_memory(self, latents: torch.Tensor, on_chunk: Callable[[], None]) -> torch.Tensor:
         vae = self._vae
         if not self._encoders.vae_cache_cpu:
             try:
-                return self._decoded(vae, latents, cache_cpu=False)
+                return self._decoded(vae, latents, on_chunk, cache_cpu=False)
             except WangenError as error:
                 log.warning("  %s: trying again as with --vae_cache_cpu", error.found)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-        return self._decoded(vae, latents, cache_cpu=True)
+        return self._decoded(vae, latents, on_chunk, cache_cpu=True)
 
-    def _decoded(self, vae: Any, latents: torch.Tensor, *, cache_cpu: bool) -> torch.Tensor:
+    def _decoded(
+        self, vae: Any, latents: torch.Tensor, on_chunk: Callable[[], None], *, cache_cpu: bool
+    ) -> torch.Tensor:
+        tile_px = self._encoders.vae_tile
         with enough_memory("decoding a video", self._cure):
-            (video,) = self._kind.decode_latents(vae, latents, cache_cpu=cache_cpu, tile_px=self._encoders.vae_tile)
+            (video,) = self._kind.decode_latents(vae, latents, cache_cpu=cache_cpu, tile_px=tile_px, on_chunk=on_chunk)
         return torch.as_tensor(video)

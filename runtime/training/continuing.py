@@ -24,7 +24,7 @@ from wangen.runtime.sampling.videos import Decoder
 from wangen.runtime.training.plan import Plan
 from wangen.runtime.training.ranks import Ranks
 from wangen.runtime.training.run import Run
-from wangen.runtime.training.sampling import FOLDER, Averages, list_samples, sampled, settings_of
+from wangen.runtime.training.sampling import FOLDER, Averages, alone, list_samples, sampled, settings_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -74,7 +74,7 @@ class Continuing:
 
         Args:
             run: of which everything stays as it is.
-            check: called after every step of the sampler; it may raise.
+            check: as for `make_samples`.
             averages: where averages are kept, how to sample with them.
 
         Returns:
@@ -87,10 +87,14 @@ class Continuing:
         latents = sampled(run, scenes, check, averages, what="continuation", cure=_CURE)
         if not run.ranks.is_first:
             return None
-        return self._measured(run, latents, averages)
+        return self._measured(run, latents, averages, alone(run, check))
 
     def _measured(
-        self, run: Run, latents: Mapping[int, torch.Tensor], averages: Averages | None
+        self,
+        run: Run,
+        latents: Mapping[int, torch.Tensor],
+        averages: Averages | None,
+        check: Callable[[], None],
     ) -> Continuations | None:
         """Decode, write and measure what was made, by the numbers of the clips; the VAE is in memory only here."""
         decoder = Decoder(run.kind, Encoders.of(run.plan.options), run.device, _CURE)
@@ -99,8 +103,8 @@ class Continuing:
             clip = self.clips[number - 1]
             try:
                 if number not in self._references:
-                    self._references[number] = reference_of(clip, decoder)
-                frames = pixels_of(decoder.decode(part))
+                    self._references[number] = reference_of(clip, decoder, check)
+                frames = pixels_of(decoder.decode(part, check))
             except WangenError as error:
                 log.warning("  continuation %d is left out: %s; %s", number, error.found, error.cure)
                 continue

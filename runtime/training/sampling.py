@@ -91,7 +91,8 @@ def make_samples(
         run: of which everything stays as it is, but for where idle experts lie.
         scenes: from `make_scenes`.
         averages: where averages are kept, how to sample with them.
-        check: called after every step of a sampler; it may raise.
+        check: called after every step of a sampler, by all processes where each holds a part of the weights, and
+            elsewhere before every chunk that is decoded, too; it may raise.
 
     Returns:
         The files that were written.
@@ -103,7 +104,7 @@ def make_samples(
     if not run.ranks.is_first:  # they went along, since the weights are in parts
         return []
     settings = {number: settings_of(run, scenes[number - 1].prompt, averages) for number in latents}
-    written = _decoded(run, latents, settings)
+    written = _decoded(run, latents, settings, alone(run, check))
     list_samples(run.plan.options.output_dir / FOLDER, {path.name: settings[n] for n, path in written.items()})
     return list(written.values())
 
@@ -153,6 +154,11 @@ def sampled(
     return latents
 
 
+def alone(run: Run, check: Callable[[], None]) -> Callable[[], None]:
+    """What the first process may call as often as it likes: a check, but nothing where all processes make it."""
+    return (lambda: None) if run.ranks.in_step else check
+
+
 def _averaged(run: Run, averages: Averages | None) -> list[Trainee]:
     """The trainees whose averages are what samples."""
     return [trainee for trainee in run.trainees if averages and trainee.ema]
@@ -177,7 +183,10 @@ def _boundary(run: Run) -> float:
 
 
 def _decoded(
-    run: Run, latents: Mapping[int, torch.Tensor], settings: Mapping[int, Mapping[str, Any]]
+    run: Run,
+    latents: Mapping[int, torch.Tensor],
+    settings: Mapping[int, Mapping[str, Any]],
+    check: Callable[[], None],
 ) -> dict[int, Path]:
     """Decode and write each sample with its settings; the VAE is in memory only here."""
     options, written = run.plan.options, dict[int, Path]()
@@ -186,7 +195,7 @@ def _decoded(
     decoder = Decoder(run.kind, Encoders.of(options), run.device, "use --vae_cache_cpu, or a smaller sample")
     for number, part in latents.items():
         try:
-            video = decoder.decode(part)
+            video = decoder.decode(part, check)
         except WangenError as error:
             log.warning("  sample %d is left out: %s; %s", number, error.found, error.cure)
             continue
