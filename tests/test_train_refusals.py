@@ -81,6 +81,14 @@ def test_files_that_do_not_fit_what_is_trained_are_named(tiny_run, tmp_path, fil
     assert error.value.where.endswith(".safetensors")
 
 
+def test_a_rank_above_that_of_every_whole_change_is_refused(tiny_run, tmp_path, files):
+    with pytest.raises(UsageError, match="--network_dim 257, where no layer's change can have a rank above 256"):
+        train.run(tiny_run.options(tmp_path, network_dim=257))
+    for changes in ({"network_dim": 256}, {"network_dim": 257, "network_module": "lokr"}):
+        with pytest.raises(pytest.fail.Exception, match="the model was loaded"):
+            train.run(tiny_run.options(tmp_path, **changes))
+
+
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_files_that_fit_reach_the_model(tiny_run, tmp_path, files, name):
     given = tiny_run.options(tmp_path, network_weights=files[name], **ADAPTERS[name])

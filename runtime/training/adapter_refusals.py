@@ -1,6 +1,6 @@
 """Adapters that a run cannot train, start from or merge, and weights that it cannot change: known from headers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -49,10 +49,11 @@ def require_adapter(options: Train, model: profiles.Model) -> None:
             continue
         linear = sorted(module for module, info in weights.items() if len(info.shape) == 2)
         modules = select_modules(linear, options, model, expert)
-        chosen = settings(options, expert)
+        chosen, sizes = settings(options, expert), {module: weights[module].shape for module in modules}
+        if not options.dim_from_weights:
+            _refuse_more_than_whole(chosen, sizes.values())
         if chosen.start:
-            start = _File.read(chosen.start, start_flag(expert))
-            _require_start(start, chosen, {module: weights[module].shape for module in modules}, f"--{flag}")
+            _require_start(_File.read(chosen.start, start_flag(expert)), chosen, sizes, f"--{flag}")
 
 
 def trained_transformers(options: Train, model: profiles.Model) -> dict[str, str]:
@@ -123,6 +124,14 @@ def _refuse_stored_in_few_bits(weights: Mapping[str, TensorInfo], dit: Path) -> 
         if len(info.shape) == 2 and is_quantized(info):
             raise UsageError(f"this file holds {module} as {info.dtype}, and --train_mode full trains no such weights",
                              where=str(dit), cure=f"{_WIDER}, or train a LoRA")  # fmt: skip
+
+
+def _refuse_more_than_whole(chosen: Settings, shapes: Collection[Sequence[int]]) -> None:
+    """A LoRA's rank is no larger than that of the largest change it could be: a typing error, and much memory."""
+    most = max(map(min, shapes))
+    if chosen.kind == "lora" and chosen.rank > most:
+        raise UsageError(f"--network_dim {chosen.rank}, where no layer's change can have a rank above {most}",
+                         cure=f"give 8 to 128, or {most} at most")  # fmt: skip
 
 
 def _require_start(start: _File, chosen: Settings, sizes: Mapping[str, Sequence[int]], flag: str) -> None:
