@@ -329,10 +329,10 @@ def test_decoding_that_runs_out_of_memory_keeps_its_cache_on_the_host(tiny_run, 
     kind = family(profiles.model("t2v-1.3B"))
     decode = kind.decode_latents
 
-    def decode_with_little(vae, latents, *, cache_cpu, tile_px):
+    def decode_with_little(vae, latents, *, cache_cpu, **named):
         if not cache_cpu:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return decode(vae, latents, cache_cpu=cache_cpu, tile_px=tile_px)
+        return decode(vae, latents, cache_cpu=cache_cpu, **named)
 
     monkeypatch.setattr(kind, "decode_latents", decode_with_little, raising=False)
     generate.run(options_for(tiny_run, tmp_path / "b.mp4"))
