@@ -16,6 +16,8 @@ def entry() -> None:
         with open(OVERVIEW, encoding="utf-8") as file:  # noqa: PTH123 - pathlib alone takes a bare interpreter's start
             sys.stdout.write(file.read())
         return
+    # The Pythons that this one starts look for no module in the working folder either, whoever filled it.
+    os.environ["PYTHONSAFEPATH"] = "1"
     import io
     import signal
 

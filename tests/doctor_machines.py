@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path, PureWindowsPath
 
-from wangen.generator.doctor.facts import Facts, Interpreter, Memory, Place, System, Trial
+from wangen.generator.doctor.facts import TOLD_WHY, Facts, Interpreter, Memory, Place, System, Trial
 from wangen.generator.interpreter import Fault
 from wangen.generator.setup.hardware import Card, Hardware
 
@@ -254,6 +254,10 @@ MACHINES = {
     "infiniband": (machine(memory={"locked": 8 * 2**20}, system={"has_infiniband": True}), {"locked-memory"}),
     "python does not start": (
         machine(python={"starts": "Permission denied"}, trials={name: Trial() for name in TRIALS}),
+        {"python-fails"},
+    ),
+    "python that was told does not start": (
+        machine(python={"starts": "no such file", "why": TOLD_WHY}, trials={name: Trial() for name in TRIALS}),
         {"python-fails"},
     ),
     "python of 2019": (machine(python={"version": (3, 8, 10), "bits": 32}), {"python-old", "python-32-bit"}),

@@ -5,6 +5,8 @@ import json
 import os
 import shutil
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -105,6 +107,16 @@ def test_only_what_must_speaks_to_a_network():
             if NETWORKS & {name.partition(".")[0] for name in names} or "urllib.request" in names:
                 found[path.relative_to(ROOT).as_posix()] = sorted(names)
     assert found.keys() == SPEAKS.keys()
+
+
+def test_what_it_starts_takes_no_library_from_the_working_folder(tmp_path):
+    (tmp_path / "json.py").write_text("open('taken', 'w').close()")
+    wangen = Path(sys.executable).with_name("wangen")
+    done = subprocess.run([wangen, "doctor", "--json"], cwd=tmp_path, capture_output=True, text=True)
+    kinds = {finding["name"] for finding in json.loads(done.stdout)["findings"]}
+    assert "shadows" in kinds
+    assert "python-fails" not in kinds
+    assert not (tmp_path / "taken").exists()
 
 
 def test_the_guard_of_the_abuse_suite_sees_a_connection(tmp_path):

@@ -68,9 +68,9 @@ _PYTHON = (
     ),
     Kind(
         "shadows",
-        "problem",
-        "a file of the folder you are in has the name of a library: Python takes it in the library's place",
-        "rename it, or run the scripts elsewhere",
+        "note",
+        "a file of the folder you are in has the name of a library: `python -m` takes it there in the library's place",
+        "rename it; `wangen` and the scripts do not look there",
     ),
     Kind("library-fails", "problem", "a library that training imports does not start", _SETUP),
     Kind("video-fails", "problem", "PyAV cannot write and read a clip", _SETUP),

@@ -4,8 +4,9 @@ import re
 from collections.abc import Iterator
 
 from wangen.generator.doctor.cures import library_cure
-from wangen.generator.doctor.facts import THIS, Facts, Trial
+from wangen.generator.doctor.facts import THIS, TOLD_WHY, Facts, Trial
 from wangen.generator.doctor.findings import Finding, found
+from wangen.generator.interpreter import TOLD
 from wangen.generator.setup.installing import explain
 
 _NO_MEMORY = re.compile("MemoryError|annot allocate memory|bad_alloc|paging file|WinError 1455|SIGKILL")
@@ -17,11 +18,12 @@ def check(facts: Facts) -> Iterator[Finding]:
     """All that is said of the interpreter."""
     python = facts.python
     if facts.shadows:
-        yield found("shadows", f"Python takes these files for libraries: {', '.join(facts.shadows)}")
+        yield found("shadows", f"`python -m` takes these files for libraries: {', '.join(facts.shadows)}")
     if python.looked:
         yield found("no-environment", "no environment for the workspace's scripts", ", ".join(python.looked))
     if python.starts:
-        yield found("python-fails", f"the Python of the scripts does not start: {python.starts}", python.path)
+        cure = f"unset {TOLD}, or have it name a Python that starts" if python.why == TOLD_WHY else ""
+        yield found("python-fails", f"the Python of the scripts does not start: {python.starts}", python.path, cure)
         return
     version = ".".join(map(str, python.version))
     yield Finding("ok", "python", f"Python {version}, {python.why}", python.path)

@@ -5,13 +5,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from wangen.generator.interpreter import Fault
+from wangen.generator.interpreter import TOLD, Fault
 from wangen.generator.setup.hardware import Card, Hardware
 
 Kind = Literal["linux", "wsl", "windows", "macos"]
 
 THIS = "the Python that runs this"
 """Why an interpreter is looked at that no bundle and no variable names: no setup script made it."""
+TOLD_WHY = f"{TOLD} names it"
+"""Why one is looked at that the user chose."""
 
 
 @dataclass(frozen=True, kw_only=True)

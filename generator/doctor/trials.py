@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from wangen.generator.doctor.facts import THIS, Interpreter, Trial
+from wangen.generator.doctor.facts import THIS, TOLD_WHY, Interpreter, Trial
 from wangen.generator.errors import WangenError
 from wangen.generator.interpreter import TOLD, ask, candidates, faults, installed, wanted_libraries
 from wangen.generator.session import PACKAGES
@@ -47,7 +47,7 @@ def choose(target: Target | None, this: str, here: Path) -> tuple[Path, str, tup
     """
     told = os.environ.get(TOLD)
     if told:
-        return Path(told), f"{TOLD} names it", ()
+        return Path(told), TOLD_WHY, ()
     inside = ("Scripts", "python.exe") if os.name == "nt" else ("bin", "python")
     looked = candidates(target) if target else []
     if not target and any(here.glob("setup_wangen.*")):
