@@ -8,7 +8,6 @@ between steps is weights, optimizers, averages and the numbers of the steps.
 import contextlib
 import json
 import logging
-import math
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -18,16 +17,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from wangen import profiles
-from wangen.generator import headers
-from wangen.generator.errors import WRONG_USAGE, many
+from wangen.generator.errors import WRONG_USAGE
 from wangen.generator.launch import launch
 from wangen.generator.lock import LEASE_S, RUN_LOCK, hold
-from wangen.generator.memory import PLAIN_MEMORY
 from wangen.generator.session import Report
 from wangen.generator.steps import Train
 from wangen.generator.workspace import require_writable
 from wangen.profiles import Model
-from wangen.runtime.adapter_layers import parts_of
 from wangen.runtime.devices import choose_device, set_precision
 from wangen.runtime.interrupt import Interrupt
 from wangen.runtime.loader import cache_use
@@ -36,11 +32,12 @@ from wangen.runtime.models import family
 from wangen.runtime.progress import progress
 from wangen.runtime.sources import digest_file
 from wangen.runtime.training import checkpoint
+from wangen.runtime.training.announcing import announce, memory_of
 from wangen.runtime.training.checkpoint import TrainingState
 from wangen.runtime.training.loading import is_crowded, load_trainee, require_room
 from wangen.runtime.training.out_of_memory import enough_memory_for, enough_memory_for_steps
 from wangen.runtime.training.parallel import chosen_way, mesh_of, require_parallel, with_all_resident
-from wangen.runtime.training.plan import ExpertPlan, Plan, dataset_digest, make_plan
+from wangen.runtime.training.plan import Plan, dataset_digest, make_plan
 from wangen.runtime.training.prepared import groups
 from wangen.runtime.training.ranks import Ranks, joined, sum_of_bits
 from wangen.runtime.training.refusals import refuse, resolved
@@ -55,11 +52,10 @@ from wangen.runtime.training.resuming import (
 from wangen.runtime.training.run import Run
 from wangen.runtime.training.samples import read_training_samples
 from wangen.runtime.training.saving import Saving, save_loras, save_state, save_state_as_loras, settle_state
-from wangen.runtime.training.schedules import make_schedule, unfinished_warm_up
+from wangen.runtime.training.schedules import make_schedule
 from wangen.runtime.training.show_timesteps import show, sizes_of_dataset
 from wangen.runtime.training.step import optimizer_step
 from wangen.runtime.training.throughput import in_words
-from wangen.runtime.training.timesteps import left_to_the_other, starving
 from wangen.runtime.training.watching import LOOKED, Watching
 
 if TYPE_CHECKING:
@@ -177,7 +173,7 @@ def alike(options: Train, device: torch.device, ranks: Ranks) -> Train:
     if options.vram != "auto" or ranks.count == 1:
         return options
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
-    return replace(options, **min(ranks.gathered((free, _memory(options))), key=lambda found: found[0])[1])
+    return replace(options, **min(ranks.gathered((free, memory_of(options))), key=lambda found: found[0])[1])
 
 
 def _settings(plan: Plan) -> dict[str, Any]:
@@ -220,75 +216,8 @@ def _prepare(
         training.facts = begun_by(ranks.launch)
         if ranks.is_first:
             checkpoint.forget(plan.states)
-    _announce(training)
+    announce(training)
     return training
-
-
-def _announce_range(options: Train, expert: ExpertPlan, num_steps: int) -> None:
-    """Say which timesteps one of two experts is trained at, and which of the wanted ones it is not."""
-    least, most = 1000 * expert.low, 1000 * expert.high
-    log.info("    timesteps %g to %g: %.1f %% of the drawn ones, %d of %d steps", max(least, options.min_timestep),
-             min(most, options.max_timestep), 100 * expert.share, expert.num_steps, num_steps)  # fmt: skip
-    for line in left_to_the_other(options, expert.low, expert.high):
-        log.warning("    %s", line)
-
-
-def _announce(training: Run) -> None:
-    """Say what is about to be trained."""
-    plan, options = training.plan, training.plan.options
-    if options.max_train_epochs is not None and options.max_train_steps is not None:
-        log.warning("  --max_train_steps %d is not used: --max_train_epochs %d says how long (in a script the knob "
-                    "MAX_TRAIN_EPOCHS does)", options.max_train_steps, options.max_train_epochs)  # fmt: skip
-    for trainee in training.trainees:
-        trainable = trainee.num_trained
-        base = headers.read_header(trainee.plan.dit, trainee.plan.flag)  # in memory it may be parked or quantised
-        total = sum(math.prod(info.shape) for info in base.tensors.values())
-        total += trainable if options.train_mode == "lora" else 0
-        what = "train"
-        if options.train_mode == "lora":
-            what += f" ({options.network_module} on {many(len(parts_of(trainee.parameters)), 'layer')})"
-        name = f"{trainee.plan.name.replace('_', '-')} expert, " if trainee.plan.name else ""
-        log.info("  %s%.2f M of %.2f M parameters %s, %s, attention %s, on %s", name, trainable / 1e6, total / 1e6,
-                 what, {"bf16": "bfloat16", "no": "float32"}[options.mixed_precision], trainee.model.attention,
-                 training.device)  # fmt: skip
-        if trainee.plan.name:
-            _announce_range(options, trainee.plan, plan.num_steps)
-        if line := unfinished_warm_up(options, trainee.plan.num_steps):
-            log.warning("    %s", line)
-    if len(plan.experts) > 1:
-        shares = {expert.name: expert.num_steps / plan.num_steps for expert in plan.experts}
-        for line in starving(options, plan.model, shares):
-            log.warning("  %s", line)
-    given = options.condition_frames or 0
-    if short := sum(1 < cached.sample.count <= given for cached in plan.samples):
-        log.warning("  --condition_frames %d: %s no longer than that; all but the end of it is given", given,
-                    many(short, "clip is", "clips are"))  # fmt: skip
-    if changed := _memory_flags(options):
-        log.info("  memory: %s", " ".join(changed))
-    use = cache_use(plan.samples)
-    if use.computed:
-        how = "are encoded whenever they are drawn" if options.cache_mode == "realtime" else "were encoded here"
-        log.info("  %s: %d of %s from the cache, %d %s", use.mode, use.from_cache,
-                 many(use.from_cache + use.computed, "entry", "entries"), use.computed, how)  # fmt: skip
-    if training.ranks.count > 1:
-        log.info("  %d processes share the %d batches of each step, as one with --gradient_accumulation_steps %d would "
-                 "do them; the learning rate is for all together and stays %g", training.ranks.count,
-                 options.gradient_accumulation_steps, options.gradient_accumulation_steps,
-                 options.learning_rate)  # fmt: skip
-    if training.is_sharded:
-        log.info("  weights, gradients and the optimizer's state are in parts: each process gathers a block before it "
-                 "computes")  # fmt: skip
-    elif training.ranks.in_step:
-        log.info("  the frozen weights of the blocks are in parts: each process gathers a block before it computes")
-    resuming = f", resuming at {training.step}" if training.step else ""
-    log.info("  %s, %s per epoch, %d steps in all%s", many(len(plan.samples), "sample"),
-             many(plan.steps_per_epoch, "step"), training.num_steps, resuming)  # fmt: skip
-
-
-def _memory_flags(options: Train) -> list[str]:
-    """What `--vram` chose or flags said, where it is not how a run without them is, as flags."""
-    chosen = {name: value for name, value in _memory(options).items() if value != PLAIN_MEMORY[name]}
-    return [f"--{name}" if value is True else f"--{name} {value}" for name, value in chosen.items()]
 
 
 def _train(training: Run, watching: Watching, interrupt: Interrupt) -> bool:
@@ -364,13 +293,9 @@ def _timing_before(options: Train) -> dict[str, Any]:
     """What the report of a run that came to its end before says of its time, if it was held in memory as now."""
     with contextlib.suppress(OSError, ValueError, RecursionError, LookupError, TypeError):
         told = json.loads((options.output_dir / "train.report.json").read_bytes())
-        if told["inputs"]["memory"] == _memory(options):
+        if told["inputs"]["memory"] == memory_of(options):
             return {name: told["result"][name] for name in _TIMING}
     return {}
-
-
-def _memory(options: Train) -> dict[str, Any]:
-    return {name: getattr(options, name) for name in PLAIN_MEMORY}
 
 
 def _report(plan: Plan, step: int, facts: Mapping[str, Any], *, done_before: bool = False) -> Report:
@@ -385,7 +310,7 @@ def _report(plan: Plan, step: int, facts: Mapping[str, Any], *, done_before: boo
             "dataset_config": options.dataset,
             "samples": len(plan.samples),
             **plan.fingerprint,
-            "memory": _memory(options),
+            "memory": memory_of(options),
         },
         counts={"from_cache": use.from_cache, "computed": use.computed, "steps": step},
         result={
