@@ -20,6 +20,8 @@ from wangen.generator.lora_config import ADAPTER_FILE, DIFFUSERS_FILE
 log = logging.getLogger("wangen")
 
 BEST, AVERAGE = "-best", "-ema"
+RUN_STEPS = "wangen.run_steps"
+"""Of two experts, in a LoRA's header: at which step of the run it was saved; `ss_steps` are the expert's own."""
 EXPERTS = ("high_noise", "low_noise")
 
 _NAME = re.compile(

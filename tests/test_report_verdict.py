@@ -7,7 +7,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import torch
 from report_runs import NO_TENSORS, Page, evaluation, page_of, step_line, validation_line, write_metrics
+from safetensors.torch import save_file
 
 from wangen.generator.errors import WangenError
 from wangen.runtime.evaluation_file import Memorisation, Row, read_evaluation, write_evaluation
@@ -53,6 +55,32 @@ def test_each_expert_is_judged_by_itself(tmp_path):
     assert found.level == "unsure"
     assert found.because[0].startswith("high noise: ")
     assert found.because[1].startswith("low noise: ")
+
+
+def test_only_what_was_judged_as_the_last_validation_is_compared(tmp_path):
+    """Other held-out items or timesteps, of which the base has another loss as well."""
+    lines = [step_line(9), validation_line(3, 0.05), validation_line(6, 0.15), validation_line(9, 0.14)]
+    lines[1]["validation"]["mean_base"] = 0.09
+    found = verdict_of(write_metrics(tmp_path, lines))
+    assert "0.14000 at step 9" in found.because[0]
+    assert not any("rose" in line for line in found.against)
+
+
+def test_of_two_experts_a_file_is_found_by_the_step_of_the_run(tmp_path):
+    """`ss_steps` are the expert's own; what is saved under no number says the run's in its header."""
+    lines = [validation_line(step, loss, expert="high_noise") for step, loss in ((5, 0.1), (10, 0.3))]
+    write_metrics(tmp_path, lines)
+    for name, header in (
+        ("cats_high_noise-step00000005", {"ss_steps": "3"}),
+        ("cats_high_noise-step00000010", {"ss_steps": "5"}),
+        ("cats_high_noise", {"ss_steps": "6", "wangen.run_steps": "12"}),
+    ):
+        save_file({"a": torch.zeros(1)}, tmp_path / f"{name}.safetensors", header)
+    found = verdict_of(tmp_path)
+    assert found.use == ("cats_high_noise-step00000005.safetensors",)
+    assert not any("no file was kept" in line for line in found.against)
+    lines[0]["step"] = 12
+    assert verdict_of(write_metrics(tmp_path, lines)).use == ("cats_high_noise.safetensors",)
 
 
 def test_an_evaluation_outweighs_the_held_out_loss(tmp_path):

@@ -20,7 +20,7 @@ from runs import make_run
 from runs import options_of as run_options
 from safetensors.torch import load_file, save_file
 from tiny import TinyRun
-from train_cases import at_step
+from train_cases import at_step, measured
 
 from wangen.generator.steps import Train
 from wangen.runtime import train
@@ -179,8 +179,38 @@ def test_the_best_is_chosen_anew_when_it_is_judged_at_other_points(tiny_run, tmp
     facts = json.loads((state / "state.json").read_text())
     facts["facts"]["best"][""]["loss"] = 0.0  # as good as nothing at other points can be
     (state / "state.json").write_text(json.dumps(facts))
+    before = (tmp_path / "lora-best.safetensors").read_bytes()
     report = train.run(replace(options, max_train_steps=4, validation_timesteps=3))
     assert report.result["best"][""]["step"] == 4
+    assert (tmp_path / "lora-step00000002.safetensors").read_bytes() == before
+    assert (tmp_path / "lora-best.safetensors").read_bytes() != before
+    train.run(replace(options, max_train_steps=6, learning_rate=2e-3, mixed_precision="bf16", resume_changed=True))
+    assert (tmp_path / "lora-step00000004.safetensors").is_file(), "the best of another precision"
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_what_a_run_starts_from_is_judged_and_may_be_its_best(tiny_run, tmp_path, experts):
+    options = tiny_run.options(tmp_path / "one", max_train_steps=2, learning_rate=1e-2, **TRUTH)
+    train.run(options)
+    other = {"task": "t2v-A14B", "dit_high_noise": tmp_path / "high.safetensors", "high_noise_share": 0.5,
+             "expert_turn_steps": 1}  # fmt: skip
+    high = {name: 0.9 * value.float() for name, value in load_file(tiny_run.weights["dit"]).items()}
+    save_file(high, tmp_path / "high.safetensors")
+    start = tmp_path / "one" / "lora.safetensors"
+    worse = replace(options, output_dir=tmp_path / "two", network_weights=start, learning_rate=10.0,
+                    validate_every_n_steps=2, keep_best=True, **other if experts else {})  # fmt: skip
+    report = train.run(worse)
+    lines = [line for line in measured(tmp_path / "two") if "validation" in line]
+    low = [line["validation"] for line in lines if line.get("expert", "low_noise") == "low_noise"]
+    assert low[0]["mean_adapter"] != low[0]["mean_base"]
+    assert low[0]["mean_adapter"] < low[-1]["mean_adapter"]
+    name, file = ("low_noise", "lora_low_noise-best") if experts else ("", "lora-best")
+    assert report.result["best"][name] == {"loss": low[0]["mean_adapter"], "step": 0, "file": f"{file}.safetensors"}
+    kept, begun = (load_file(path) for path in (tmp_path / "two" / f"{file}.safetensors", start))
+    assert all(torch.equal(kept[key], value) for key, value in begun.items())
+    if experts:
+        assert lines[0]["expert"] == "high_noise"
+        assert lines[0]["validation"]["mean_adapter"] == lines[0]["validation"]["mean_base"]
 
 
 def test_the_best_of_a_line_that_begins_elsewhere_is_its_own(tiny_run, tmp_path):

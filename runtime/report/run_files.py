@@ -11,6 +11,7 @@ from wangen.generator.errors import UsageError, WangenError, many
 from wangen.generator.formats.safetensors import read_safetensors
 from wangen.runtime.evaluation_file import FILE as EVALUATION
 from wangen.runtime.evaluation_file import Checkpoint, Evaluation, read_evaluation
+from wangen.runtime.lora_folder import RUN_STEPS
 from wangen.runtime.report.metrics_log import MetricsLog, Record
 from wangen.runtime.report.step_reports import mapping, reports_of
 
@@ -37,7 +38,8 @@ class Lora:
     Attributes:
         file: where it is.
         expert: `high_noise`, `low_noise`, or empty.
-        step: optimizer steps, by its header or its name; None when neither says it.
+        step: optimizer steps, of two experts those of both together, by its name or its header; None when neither
+            says it.
         what: `finished`, `best` or `on the way`, with `average` for one of averaged weights.
         num_bytes: its size.
         metadata: of its header.
@@ -279,7 +281,7 @@ def _loras(folder: Path, name: str, problems: list[str]) -> Iterator[Lora]:
         except WangenError as error:
             problems.append(f"{path.name}: {error.found}")
             continue
-        told = metadata.get("ss_steps", match["step"] or "")
+        told = match["step"] or metadata.get(RUN_STEPS) or metadata.get("ss_steps", "")
         what = "best" if match["best"] else "on the way" if match["step"] or match["epoch"] else "finished"
         what += ", average" if match["ema"] else ""
         step = int(told) if told.isdecimal() else None

@@ -153,6 +153,8 @@ def _judge_expert(run: RunFiles, expert: str) -> _Judged | None:
     trained = [(step, told) for step, told in points if step and is_number(told.get("mean_adapter"))]
     if not trained:
         return None
+    last_base = trained[-1][1].get("mean_base")  # of another base, or other items or timesteps, there is another loss
+    trained = [(step, told) for step, told in trained if told.get("mean_base") == last_base]
     step, told = min(trained, key=lambda point: point[1]["mean_adapter"])
     of = f"{expert.replace('_', ' ')}: " if expert else ""
     delta, error, against = told.get("delta"), told.get("standard_error"), []

@@ -11,6 +11,7 @@ from typing import Any
 from wangen import profiles
 from wangen.generator.headers import WEIGHTS_FORMAT
 from wangen.generator.steps import Train
+from wangen.runtime.lora_folder import RUN_STEPS
 from wangen.runtime.training.adapter_config import settings
 
 MODULES = {"loha": "networks.loha", "lokr": "networks.lokr"}
@@ -32,6 +33,7 @@ def metadata(
     *,
     step: int,
     fingerprint: Mapping[str, Any],
+    run_step: int = 0,
     expert: str = "",
     num_items: int = 0,
     steps_per_epoch: int = 0,
@@ -42,6 +44,7 @@ def metadata(
         options: the flags it was trained with.
         step: optimizer steps done.
         fingerprint: settings and digests that decide the result.
+        run_step: of two experts, the steps that both together had done.
         expert: `high_noise`, `low_noise`, or empty where there is only one.
         num_items: what was trained on; 0 leaves it out.
         steps_per_epoch: optimizer steps in an epoch; 0 leaves it and the epochs out.
@@ -59,6 +62,8 @@ def metadata(
     found["wangen.fingerprint"] = json.dumps(fingerprint, sort_keys=True)
     found |= {f"ss_{name}": str(getattr(options, name)) for name in SETTINGS}
     found |= {"ss_steps": str(step), "ss_optimizer": _optimizer(options)}
+    if expert:
+        found[RUN_STEPS] = str(run_step)
     if num_items:
         found["ss_num_train_items"] = str(num_items)
     if steps_per_epoch:

@@ -1,22 +1,30 @@
 """What a run leaves on disk on its way: LoRAs, training states, and which older ones go."""
 
+import json
+import logging
 import re
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import torch
 
+from wangen.generator.errors import WangenError
+from wangen.generator.files import replace
+from wangen.generator.headers import read_header
 from wangen.generator.plan.saves import windows
 from wangen.runtime.lora import cast
-from wangen.runtime.lora_folder import AVERAGE
+from wangen.runtime.lora_folder import AVERAGE, BEST, RUN_STEPS
 from wangen.runtime.models import family
 from wangen.runtime.training import adapter_files, checkpoint, full
 from wangen.runtime.training.checkpoint import ExpertState, TrainingState
 from wangen.runtime.training.metadata import metadata
 from wangen.runtime.training.plan import ExpertPlan, Plan
 from wangen.runtime.training.run import Run, Trainee
+
+log = logging.getLogger("wangen")
 
 
 class Saving:
@@ -144,7 +152,8 @@ def save_trained(run: Run, trainee: Trainee, parameters: Mapping[str, torch.Tens
             if run.ranks.is_first:
                 whole[name] = cast(value.detach().cpu(), dtype, name)
         parameters = whole
-    return save_lora(run.plan, trainee.plan, parameters, trainee.step, suffix) if run.ranks.is_first else []
+    steps = trainee.step, run.step
+    return save_lora(run.plan, trainee.plan, parameters, steps, suffix) if run.ranks.is_first else []
 
 
 def save_state_as_loras(plan: Plan, state: TrainingState) -> list[Path]:
@@ -155,9 +164,10 @@ def save_state_as_loras(plan: Plan, state: TrainingState) -> list[Path]:
     written: list[Path] = []
     for expert in plan.experts:
         saved = _whole(state.experts[expert.name], expert.name)
-        written += save_lora(plan, expert, saved.adapter, saved.step)
+        steps = saved.step, state.step
+        written += save_lora(plan, expert, saved.adapter, steps)
         if saved.ema:
-            written += save_lora(plan, expert, saved.ema, saved.step, AVERAGE)
+            written += save_lora(plan, expert, saved.ema, steps, AVERAGE)
     return written
 
 
@@ -171,17 +181,49 @@ def _whole(state: ExpertState, expert: str) -> ExpertState:
 
 
 def save_lora(
-    plan: Plan, expert: ExpertPlan, parameters: Mapping[str, torch.Tensor], step: int, suffix: str = ""
+    plan: Plan, expert: ExpertPlan, parameters: Mapping[str, torch.Tensor], steps: tuple[int, int], suffix: str = ""
 ) -> list[Path]:
-    """Write what these parameters of an expert are, in every layout asked for."""
+    """Write what these parameters of an expert are after so many own and common steps, in every layout asked for."""
+    step, run_step = steps
     header = metadata(
-        plan.options, expert=expert.name, step=step, fingerprint=plan.fingerprint, num_items=len(plan.samples),
-        steps_per_epoch=plan.steps_per_epoch,
+        plan.options, expert=expert.name, step=step, run_step=run_step, fingerprint=plan.fingerprint,
+        num_items=len(plan.samples), steps_per_epoch=plan.steps_per_epoch,
     )  # fmt: skip
     if plan.options.train_mode == "full":
         tensors = family(plan.model).saved_tensors(parameters, expert.dit)
         return full.save(plan.file(expert, suffix), tensors, plan.options, header)
     return adapter_files.save(plan.file(expert, suffix), parameters, plan.options, header, expert=expert.name)
+
+
+def set_best_aside(plan: Plan, expert: ExpertPlan, step: int) -> None:
+    """Give the best LoRA of an expert the name of its step: the next best is judged otherwise, and would replace it.
+
+    Raises:
+        OSError: the disk refused.
+    """
+    for ending in ("", *(f"-{layout}" for layout in plan.options.lora_layout)):
+        best, numbered = plan.file(expert, BEST + ending), plan.file(expert, f"-step{step:08d}{ending}")
+        if best.is_file() and not numbered.exists():
+            replace(best, numbered)
+            log.warning("  %s was the best by other held-out items, timesteps or settings: it is %s now", best.name,
+                        numbered.name)  # fmt: skip
+
+
+def set_other_best_aside(plan: Plan, expert: ExpertPlan) -> None:
+    """As `set_best_aside`, where another line of training left one; `--fresh` writes over it.
+
+    Raises:
+        OSError: the disk refused.
+    """
+    best = plan.file(expert, BEST)
+    if plan.options.fresh or not best.is_file():
+        return
+    told: Mapping[str, str] = {}
+    with suppress(WangenError):
+        told = read_header(best).metadata
+    settings, step = told.get("wangen.fingerprint", ""), told.get(RUN_STEPS) or told.get("ss_steps", "")
+    if step.isdecimal() and settings != json.dumps(plan.fingerprint, sort_keys=True):
+        set_best_aside(plan, expert, int(step))
 
 
 def drop_old_loras(plan: Plan, step: int) -> None:

@@ -106,9 +106,10 @@ class Validation:
     def lines(self) -> list[str]:
         """For the log: the means, then a row per timestep."""
         spread = "" if self.standard_error is None else f" ± {self.standard_error:.5f}"
+        averaged = "" if self.mean_ema is None else f"; averaged weights {self.mean_ema:.5f}"
         head = (
             f"held-out loss {self.mean_adapter:.5f}, base {self.mean_base:.5f}, difference {self.delta:+.5f}{spread}, "
-            f"better at {self.num_better} of {many(self.num_items, 'item')}"
+            f"better at {self.num_better} of {many(self.num_items, 'item')}{averaged}"
         )
         return [head, *(f"  t {row.timestep:5.1f}  {row.base:.5f} -> {row.adapter:.5f}" for row in self.rows)]
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from wangen.generator.adapter_settings import settings_of_flags
 from wangen.generator.errors import WangenError
 from wangen.generator.flops import NOTHING, StepFlops, step_flops
 from wangen.runtime.cache import digest
@@ -33,7 +34,7 @@ from wangen.runtime.training.prepared import Prepared
 from wangen.runtime.training.ranks import Ranks
 from wangen.runtime.training.run import Run, Trainee
 from wangen.runtime.training.sampling import make_samples, make_scenes, samples_due
-from wangen.runtime.training.saving import save_trained
+from wangen.runtime.training.saving import save_trained, set_best_aside, set_other_best_aside
 from wangen.runtime.training.step import StepResult, item_losses
 from wangen.runtime.training.throughput import (
     Throughput,
@@ -311,11 +312,13 @@ class Watching:
         with evaluating(trainee.transformer):
             judged, kept = self._judged(trainee), bases.get(name)
             known = Losses.from_facts(kept) if kept and kept.get("judged", judged) == judged else None
-            points = self._measure(trainee) if trainee.step else None
+            points = self._measure(trainee) if self._is_changed(trainee) else None
             if known is None or (points and not known.same_points(points)):
                 known = self._measure_base(trainee)
                 bases[name] = known.as_facts() | {"judged": judged}
-                facts.get("best", {}).pop(name, None)  # it was judged at other points
+                best = facts.get("best", {}).pop(name, None)
+                if best and self._ranks.is_first:  # it was judged at other points
+                    set_best_aside(self._plan, trainee.plan, best["step"])
             averaged = None
             if trainee.ema and trainee.step:
                 averaged = self._measure(trainee, trainee.ema.weights())
@@ -326,6 +329,10 @@ class Watching:
             log.info("  %s%s", f"{name.replace('_', '-')}: " if name else "", line)
         facts.setdefault("validation", {})[name] = found.as_record()["validation"]
         self._keep_best(trainee, found)
+
+    def _is_changed(self, trainee: Trainee) -> bool:
+        """Whether an expert differs from its base: it was trained, or starts from an adapter."""
+        return bool(trainee.step or settings_of_flags(self._options, trainee.plan.name).start)
 
     def _judged(self, trainee: Trainee) -> str:
         """A digest of what the losses of an expert are measured at."""
@@ -367,10 +374,12 @@ class Watching:
             return self._measure(trainee)
 
     def _keep_best(self, trainee: Trainee, found: Validation) -> None:
-        if not self._options.keep_best or not trainee.step:
+        if not self._options.keep_best or not self._is_changed(trainee):
             return
         best = self._run.facts.setdefault("best", {})
         before = best.get(trainee.plan.name)
+        if before is None and self._ranks.is_first:
+            set_other_best_aside(self._plan, trainee.plan)
         if is_better(found, before["loss"] if before else None):
             with trainee.optimization.evaluating():
                 save_trained(self._run, trainee, trainee.parameters, BEST)
