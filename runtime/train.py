@@ -46,6 +46,7 @@ from wangen.runtime.training.resuming import (
     changed_settings,
     compared,
     find_state,
+    leave_as_it_is,
     not_looked_at,
     require_own_files,
 )
@@ -135,9 +136,7 @@ def _run_alone(options: Train, model: Model, device: torch.device, ranks: Ranks)
         done = [state.experts[expert.name].step for expert in plan.experts]
         if not plan.num_left(done) and LOOKED not in state.facts:
             if changed:
-                log.warning("  nothing is trained or written: this run came to its end with the settings before; give "
-                            "more steps to go on with the new ones, or start again with --fresh%s",
-                            " in place of --resume" if plan.options.resume else "")  # fmt: skip
+                leave_as_it_is(plan, state)
             elif ranks.is_first and state.facts.get("schedule_free"):  # its optimizer knows what to save
                 save_loras(_prepare(plan, device, state, Ranks()))
             elif ranks.is_first:  # flags of saving may have changed; equal bytes are written again

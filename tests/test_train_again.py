@@ -1,8 +1,13 @@
 """A line that is run again, or that goes on from a state where another did: what it takes up, and what it says."""
 
 import json
+import shutil
 from dataclasses import replace
 
+import pytest
+from train_cases import cut_off
+
+from wangen.generator.errors import UsageError
 from wangen.runtime import train
 from wangen.runtime.training import checkpoint
 
@@ -52,6 +57,28 @@ def test_a_line_that_is_run_again_at_its_end_says_what_it_does_not_make(tiny_run
     train.run(replace(options, sample_prompts=prompts, **weights, validation_config=tiny_run.dataset_config))
     assert "came to its end without a validation: wangen evaluate makes one" in caplog.text
     assert "came to its end without samples: wangen generate --prompt_file makes them" in caplog.text
+
+
+def test_an_interrupted_run_with_other_settings_and_fewer_steps_is_no_run_that_ended(tiny_run, tmp_path, caplog):
+    options = tiny_run.options(tmp_path, max_train_steps=9, save_state_every_n_steps=2)
+    cut_off(options, 4)
+    fewer = replace(options, max_train_steps=3, learning_rate=2e-3, resume_changed=True)
+    with pytest.raises(UsageError, match=r"stands at step 4, .* and 3 are wanted; its LoRA is not there"):
+        train.run(fewer)
+    assert train.run(replace(options, max_train_steps=3)).result["done_before"]
+    assert (tmp_path / "lora.safetensors").is_file()
+    assert train.run(fewer).result["done_before"], "now it is there"
+
+
+def test_a_run_whose_states_are_gone_says_what_it_writes_over(tiny_run, tmp_path, caplog):
+    options = tiny_run.options(tmp_path, max_train_steps=1)
+    train.run(options)
+    shutil.rmtree(tmp_path / "lora-state")
+    train.run(replace(options, fresh=True))
+    assert "no training state" not in caplog.text
+    shutil.rmtree(tmp_path / "lora-state")
+    train.run(options)
+    assert "beginning at step 0, and lora.safetensors of an earlier run will be written over" in caplog.text
 
 
 def test_what_is_held_out_in_the_middle_of_a_run_may_have_been_trained_on(tiny_run, tmp_path, caplog):

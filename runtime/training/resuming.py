@@ -60,13 +60,16 @@ def _begun_before(launched: Launch) -> dict[str, str]:
 
 
 def require_own_files(plan: Plan) -> None:
-    """Refuse a first start where a run of other experts keeps its LoRA under the same name.
+    """Refuse a first start where a run of other experts keeps its LoRA under the same name; of its own it is told.
 
     Raises:
         WangenError: there is such a run, and `--fresh` is not given.
     """
     if plan.options.fresh or checkpoint.newest(plan.states):
         return
+    if finished := [path.name for expert in plan.experts if (path := plan.file(expert)).is_file()]:
+        log.warning("  no training state is in %s: beginning at step 0, and %s of an earlier run will be written over",
+                    plan.states, ", ".join(finished))  # fmt: skip
     own = {expert.name for expert in plan.experts}
     for suffix in ("", f"_{HIGH}", f"_{LOW}"):
         folder = plan.options.output_dir / f"{plan.options.output_name}{suffix}-state"
@@ -139,6 +142,24 @@ def _difference(name: str, old: Any, new: Any) -> str:
     if name.startswith(("dit", "network_weights")) or name == "base_weights":
         return "another file"
     return f"{old} -> {new}"
+
+
+def leave_as_it_is(plan: Plan, state: TrainingState) -> None:
+    """Say that nothing is left to do of a run whose settings are others now.
+
+    Raises:
+        UsageError: its LoRA is not there: it was interrupted beyond the steps that are wanted now, or somebody moved it.
+    """
+    fresh = f"start again with --fresh{' in place of --resume' if plan.options.resume else ''}"
+    if not all(plan.file(expert).is_file() for expert in plan.experts):
+        raise UsageError(
+            f"nothing is left to train: the run stands at step {state.step}, with other settings, and "
+            f"{plan.num_steps} are wanted; its LoRA is not there",
+            where=str(plan.states),
+            cure=f"give the settings before to have it written, or more steps to go on with the new ones, or {fresh}",
+        )
+    log.warning("  nothing is trained or written: this run came to its end with the settings before; give more steps to "
+                "go on with the new ones, or %s", fresh)  # fmt: skip
 
 
 def not_looked_at(plan: Plan, state: TrainingState) -> list[str]:
