@@ -56,6 +56,11 @@ class Checkpoint:
     average: bool
     settings: str
 
+    @property
+    def line(self) -> tuple[str, str]:
+        """The run, and the expert: what has one finished LoRA and one best."""
+        return self.run, self.expert
+
 
 def find_lora(path: Path, flag: str, expert: str = "") -> Path:
     """The LoRA that a path means: a file itself, of a run's folder its best, or else its last.
@@ -93,8 +98,8 @@ def of_last_run(found: Sequence[Checkpoint], folder: Path) -> list[Checkpoint]:
     named and kept, since a run may have gone on with other settings.
     """
     found = _without_old_best(found, _last_run(folder))
-    finished = {one.run: one.settings for one in found if one.finished}
-    if other := [one.path.name for one in found if finished.get(one.run, one.settings) != one.settings]:
+    finished = {one.line: one.settings for one in found if one.finished}
+    if other := [one.path.name for one in found if finished.get(one.line, one.settings) != one.settings]:
         log.warning("  %s: saved with other settings than the finished LoRA, by an earlier run or before a change",
                     ", ".join(other))  # fmt: skip
     return found
@@ -181,9 +186,9 @@ def _of_one(found: Sequence[Checkpoint], last_run: _LastRun, folder: Path, flag:
 
 
 def _without_old_best(found: Sequence[Checkpoint], last_run: _LastRun) -> list[Checkpoint]:
-    """Where the report of the run is there, without a best that it does not name: that is an earlier run's."""
-    told = any(one.path.name in last_run.finished for one in found)
-    return [one for one in found if not (told and one.best and one.path.name not in last_run.best)]
+    """Without a best that a report does not name, where it is the report of that run and expert: an earlier run's."""
+    told = {one.line for one in found if one.path.name in last_run.finished}
+    return [one for one in found if not (one.line in told and one.best and one.path.name not in last_run.best)]
 
 
 def _best_or_last(found: Sequence[Checkpoint], last_run: _LastRun) -> tuple[Checkpoint, str]:

@@ -245,3 +245,16 @@ def test_the_two_loras_of_a_moment_are_found_whatever_their_run_is_called(tmp_pa
         save_file({key: torch.full((2, 2), number + 1.0) for key in keys}, file, {"wangen.expert": expert})
     (found,) = find_candidates([tmp_path], [], experts=True)
     assert found.name == "test_low_noise_only"
+
+
+def test_what_only_one_expert_has_is_left_out_where_there_are_pairs(tmp_path: Path, caplog):
+    names = ("a_high_noise", "a_low_noise", "a_low_noise-step00000002")
+    for number, name in enumerate(names):
+        keys = (f"diffusion_model.blocks.0.ffn.0.lora_{half}.weight" for half in "AB")
+        save_file({key: torch.full((2, 2), number + 1.0) for key in keys}, tmp_path / f"{name}.safetensors")
+    (found,) = find_candidates([tmp_path], [], experts=True)
+    assert found.name == "a"
+    assert "left out, without one of the other expert: a_low_noise-step00000002.safetensors" in caplog.text
+    (tmp_path / "a_high_noise.safetensors").unlink()
+    with pytest.raises(WangenError, match="no LoRA of the high-noise expert belongs to a_low_noise"):
+        find_candidates([tmp_path], [], experts=True)

@@ -84,6 +84,16 @@ def test_what_is_judged_of_a_folder_is_what_its_last_run_left(folder, lora, capl
     ]
 
 
+def test_a_report_says_nothing_of_another_run_or_expert(folder, lora, caplog):
+    made = folder("dogs-best", "dogs", "cats_low_noise-best")
+    for name, settings in {"cats_low_noise": "{1}", "cats_high_noise": "{2}", "cats_high_noise-best": "{2}"}.items():
+        write(made / f"{name}.safetensors", lora, "comfyui", {"wangen.fingerprint": settings})
+    report(made, ["cats_high_noise.safetensors"], ["cats_high_noise-best.safetensors"])
+    everything = lora_checkpoints(made)
+    assert of_last_run(everything, made) == everything
+    assert not any("cats_high_noise" in message for message in caplog.messages), "another expert, no earlier run"
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"result": {"loras": 5}}', '{"result": {"best": [1]}}'])
 def test_a_report_that_says_nothing_is_as_good_as_none(folder, text):
     made = folder(**{"cats": 20, "cats-best": 12})

@@ -1,7 +1,7 @@
 """What is judged: LoRA files, or all checkpoints of a training run's folder, those of two experts in pairs."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,6 +44,11 @@ def find_candidates(files: Sequence[Path], high_noise: Sequence[Path], *, expert
 
 
 def _of_run(folder: Path, *, experts: bool) -> list[Candidate]:
+    """The checkpoints of a run's folder; of two experts those of which both were saved.
+
+    Raises:
+        WangenError: there is none, or none of both.
+    """
     checkpoints = of_last_run(lora_checkpoints(folder), folder)
     if not checkpoints:
         raise WangenError(f"{FLAG}: this folder holds no LoRA", where=str(folder), cure="name the LoRA's file")
@@ -53,20 +58,22 @@ def _of_run(folder: Path, *, experts: bool) -> list[Candidate]:
     for one in checkpoints:
         before, _, after = one.path.stem.rpartition(f"_{one.expert}")
         pairs.setdefault((before + after) if one.expert else one.path.stem, {})[one.expert] = one
-    return [_pair(name, pair, folder) for name, pair in pairs.items()]
-
-
-def _pair(name: str, pair: dict[str, Checkpoint], folder: Path) -> Candidate:
-    """Both experts' LoRAs of one moment.
-
-    Raises:
-        WangenError: one of them is missing.
-    """
-    if missing := [expert for expert in EXPERTS if expert not in pair]:
+    whole = {name: pair for name, pair in pairs.items() if set(EXPERTS) <= set(pair)}
+    alone = [one for name, pair in pairs.items() if name not in whole for one in pair.values()]
+    if not whole:
+        missing = next(expert for expert in EXPERTS if expert != alone[0].expert)
         raise WangenError(
-            f"{FLAG}: {name} has no LoRA of the {missing[0].replace('_', '-')} expert", where=str(folder),
+            f"{FLAG}: no LoRA of the {missing.replace('_', '-')} expert belongs to {alone[0].path.name}",
+            where=str(folder),
             cure="train both experts, or name files with --lora_weight and --lora_weight_high_noise",
-        )  # fmt: skip
+        )
+    if alone:
+        log.warning("  left out, without one of the other expert: %s", ", ".join(one.path.name for one in alone))
+    return [_of_pair(name, pair) for name, pair in whole.items()]
+
+
+def _of_pair(name: str, pair: Mapping[str, Checkpoint]) -> Candidate:
+    """Both experts' LoRAs of one moment."""
     steps = [one.step for one in pair.values() if one.step is not None]
     return Candidate(name, sum(steps) if steps else None, pair[LOW_NOISE].path, pair[HIGH_NOISE].path)
 

@@ -67,7 +67,8 @@ def require_own_files(plan: Plan) -> None:
     """
     if plan.options.fresh or checkpoint.newest(plan.states):
         return
-    if finished := [path.name for expert in plan.experts if (path := plan.file(expert)).is_file()]:
+    finished = [file.name for file in map(plan.file, plan.experts) if file.is_file()]
+    if finished:
         log.warning("  no training state is in %s: beginning at step 0, and %s of an earlier run will be written over",
                     plan.states, ", ".join(finished))  # fmt: skip
     own = {expert.name for expert in plan.experts}
@@ -148,7 +149,7 @@ def leave_as_it_is(plan: Plan, state: TrainingState) -> None:
     """Say that nothing is left to do of a run whose settings are others now.
 
     Raises:
-        UsageError: its LoRA is not there: it was interrupted beyond the steps that are wanted now, or somebody moved it.
+        UsageError: its LoRA is not there: it was interrupted beyond the steps wanted now, or somebody moved it.
     """
     fresh = f"start again with --fresh{' in place of --resume' if plan.options.resume else ''}"
     if not all(plan.file(expert).is_file() for expert in plan.experts):
@@ -158,8 +159,8 @@ def leave_as_it_is(plan: Plan, state: TrainingState) -> None:
             where=str(plan.states),
             cure=f"give the settings before to have it written, or more steps to go on with the new ones, or {fresh}",
         )
-    log.warning("  nothing is trained or written: this run came to its end with the settings before; give more steps to "
-                "go on with the new ones, or %s", fresh)  # fmt: skip
+    log.warning("  nothing is trained or written: this run came to its end with the settings before; give more steps "
+                "to go on with the new ones, or %s", fresh)  # fmt: skip
 
 
 def not_looked_at(plan: Plan, state: TrainingState) -> list[str]:
