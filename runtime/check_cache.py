@@ -24,6 +24,7 @@ from wangen.runtime.needs import (
     count_states,
     encoders_before,
     expected_encoder,
+    foreign_latents,
     judge,
     latent_kinds,
     listing,
@@ -80,7 +81,9 @@ def run(options: CheckCache) -> Report:
     rows = _rows(folders, samples, encoders)
     needs = _unique(need for row in rows for need in row.needs)
     bad = [need for need in needs if need.verdict.state != "valid"]
+    foreign = foreign_latents(needs, model)
     problems = [problem(need) for need in bad] or _others(options, folders, samples, encoders)
+    problems += [foreign] if foreign else []
     _print(rows, bad, problems)
     named = _by_name(model, needs)
     if named:

@@ -17,6 +17,7 @@ from wangen.runtime.cache import NO_ENCODER, TEXT_KINDS, Encoder, Entry, Folder,
 from wangen.runtime.needs import (
     Need,
     expected_encoder,
+    foreign_latents,
     judge,
     listing,
     problem,
@@ -159,6 +160,8 @@ def find_entries(
     bad = [need for need in _bad(needs) if place_of(need) not in held]
     if bad:
         raise _lacking(options, bad)
+    if foreign := foreign_latents((need for need in needs if place_of(need) not in held), model):
+        raise WangenError(foreign, where=str(options.dataset), cure=f"run cache_latents with --task {model.name}")
     entries = {place_of(need): held.get(place_of(need)) or need.verdict.entry for need in needs}
     with bulk():
         return _told_apart(_cached(sample, kinds, entries) for sample in samples)

@@ -16,6 +16,7 @@ from wangen.generator.errors import WangenError, many
 from wangen.profiles import Model
 from wangen.runtime.cache import TEXT_KINDS, Encoder, Folder, Kind, Recipe, Verdict
 from wangen.runtime.cache.needed import DatasetNeeds
+from wangen.runtime.cache.reading import num_channels
 from wangen.runtime.samples import Sample, by_cache_folder
 
 if TYPE_CHECKING:
@@ -119,6 +120,21 @@ def wanted(folders: Iterable[Folder], samples: Sequence[Sample], kind: Kind) -> 
                 unique.setdefault(recipe.content_key, (sample, recipe))
         wants += [(sample, recipe, by_path[path]) for sample, recipe in unique.values()]
     return wants
+
+
+def foreign_latents(needs: Iterable[Need], model: Model) -> str:
+    """What is wrong when valid latents are of another model's VAE; empty when they are not.
+
+    One entry speaks for all, since one encoder made them.
+    """
+    for need in needs:
+        if need.verdict.entry and need.recipe.kind == "latent":
+            found = num_channels(need.verdict.entry)
+            if found == model.latent_channels:
+                break
+            return (f"the latents have {found} channels, where {model.name} takes {model.latent_channels}: the last "
+                    "caching run was with another model's VAE")  # fmt: skip
+    return ""
 
 
 def problem(need: Need) -> str:

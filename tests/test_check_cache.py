@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from cached_bundle import Bundle, entry_files, uncached, write_toml
+from helpers import make_image
+from parity import VAE22
 
 from wangen import profiles
 from wangen.generator.cli import main
@@ -303,3 +305,22 @@ def test_on_rocm_both_steps_mean_float32(
     assert trained_dtypes(bundle) == {"float32"}
     bundle.latents()
     assert "ROCm" not in capsys.readouterr().err
+
+
+def test_latents_of_another_models_vae_are_no_cache_of_this_one(bundle: Bundle, capsys: pytest.CaptureFixture[str]):
+    write_toml(bundle, clips=False)
+    for number, path in enumerate(sorted(bundle.photos.glob("*.jpg"))):
+        make_image(path, (64, 64), seed=number)
+    bundle = Bundle(bundle.folder, bundle.models | {"vae": VAE22})
+    bundle.latents("--task", "ti2v-5B")
+    bundle.text()
+    capsys.readouterr()
+    assert bundle.check("--task", "ti2v-5B") == 0
+    assert bundle.check("--task", "t2v-1.3B") == 1
+    words = "the latents have 48 channels, where t2v-1.3B takes 16"
+    assert words in capsys.readouterr().err
+    assert words in report(bundle)["result"]["problems"][0]
+    options = Train(dataset_config=bundle.toml, task="t2v-1.3B", output_dir=bundle.folder, output_name="none")
+    with pytest.raises(WangenError, match=words) as error:
+        find_entries(options, MODEL, read_samples(options, MODEL))
+    assert error.value.cure == "run cache_latents with --task t2v-1.3B"

@@ -59,6 +59,16 @@ def _read(entry: Entry) -> bytes:
         raise _unreadable(entry, error) from None
 
 
+def num_channels(entry: Entry) -> int:
+    """The channels of a latent's entry, as its header says them.
+
+    Raises:
+        CorruptEntryError: the file changed since it was judged.
+    """
+    tensors = json.loads(header_of(_read(entry)))
+    return next(int(told["shape"][0]) for name, told in tensors.items() if name != "__metadata__")
+
+
 def packs_of(folder: Path) -> Packs:
     """The packs of a cache folder, looked at again when names in it have changed: many entries move at a time."""
     with suppress(OSError):
