@@ -22,6 +22,10 @@ log = logging.getLogger("wangen")
 BEST, AVERAGE = "-best", "-ema"
 RUN_STEPS = "wangen.run_steps"
 """Of two experts, in a LoRA's header: at which step of the run it was saved; `ss_steps` are the expert's own."""
+FINGERPRINT = "wangen.fingerprint"
+"""In a LoRA's header, as JSON: the settings and digests that decided the result."""
+TRAINED_BEFORE = "wangen.trained_before"
+"""In a LoRA's header, as JSON: the data of earlier parts of its training, of each what its fingerprint says of them."""
 EXPERTS = ("high_noise", "low_noise")
 
 _NAME = re.compile(
@@ -140,7 +144,7 @@ def _checkpoint(path: Path, names: set[str]) -> Checkpoint | None:
         best=bool(match["best"]),
         finished=not (numbers or match["best"]),
         average=bool(match["average"]),
-        settings=header.metadata.get("wangen.fingerprint", ""),
+        settings=header.metadata.get(FINGERPRINT, ""),
     )
 
 

@@ -42,6 +42,7 @@ from wangen.runtime.training.prepared import groups
 from wangen.runtime.training.ranks import Ranks, joined, sum_of_bits
 from wangen.runtime.training.refusals import refuse, resolved
 from wangen.runtime.training.resuming import (
+    BEFORE,
     begun_by,
     changed_settings,
     compared,
@@ -49,6 +50,7 @@ from wangen.runtime.training.resuming import (
     leave_as_it_is,
     not_looked_at,
     require_own_files,
+    trained_before,
 )
 from wangen.runtime.training.run import Run
 from wangen.runtime.training.samples import read_training_samples
@@ -130,9 +132,10 @@ def _run_alone(options: Train, model: Model, device: torch.device, ranks: Ranks)
         plan, ranks = replace(plan, options=with_all_resident(plan.options)), ranks.marching()
     state = find_state(plan, ranks.launch)
     ranks.require_same("training states", {"step": state.step if state else None})
+    changed = changed_settings(plan, state) if state else []
+    state = compared(plan, state, changed, ranks.count) if state else None
+    plan = replace(plan, trained_before=trained_before(plan, state))
     if state:
-        changed = changed_settings(plan, state)
-        state = compared(plan, state, changed, ranks.count)
         done = [state.experts[expert.name].step for expert in plan.experts]
         if not plan.num_left(done) and LOOKED not in state.facts:
             if changed:
@@ -144,6 +147,9 @@ def _run_alone(options: Train, model: Model, device: torch.device, ranks: Ranks)
             for line in not_looked_at(plan, state):
                 log.warning("  %s", line)
             return _report(plan, state.step, {**state.facts, **_timing_before(options)}, done_before=True)
+    if plan.trained_before and plan.held_out:
+        log.warning("  what is held out now may have been trained on before, in an earlier part of the run or by the "
+                    "LoRA that it starts from: its loss is no proof of what was learned")  # fmt: skip
     require_own_files(plan)
     require_room(plan)
     log.info('  live in a browser: "%s" -m wangen.runtime watch --output_dir "%s"', sys.executable,
@@ -211,8 +217,10 @@ def _prepare(
         training.facts = dict(state.facts)
         if state.folder and state.folder.parent.resolve() == plan.states.resolve():
             training.saved_step = state.step
-    elif plan.options.fresh:
-        training.facts = begun_by(ranks.launch)
+    else:
+        training.facts = {BEFORE: plan.trained_before} if plan.trained_before else {}
+    if plan.options.fresh and not state:
+        training.facts |= begun_by(ranks.launch)
         if ranks.is_first:
             checkpoint.forget(plan.states)
     announce(training)

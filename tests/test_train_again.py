@@ -7,10 +7,18 @@ from dataclasses import replace
 import pytest
 from train_cases import cut_off
 
+from wangen import profiles
 from wangen.generator.errors import UsageError
+from wangen.generator.headers import read_header
 from wangen.runtime import train
+from wangen.runtime.evaluation.trained import trained_sources
+from wangen.runtime.loader import find_entries
+from wangen.runtime.report.run_files import read_run
+from wangen.runtime.report.verdict import judge
+from wangen.runtime.samples import read_samples
 from wangen.runtime.training import checkpoint
 
+MODEL = profiles.model("t2v-1.3B")
 TIMES = {"steps_this_run": 2, "seconds_training": 1.0}
 
 
@@ -86,3 +94,24 @@ def test_what_is_held_out_in_the_middle_of_a_run_may_have_been_trained_on(tiny_r
     train.run(options)
     train.run(replace(options, max_train_steps=3, resume_changed=True, validation_items=1))
     assert "what is held out now may have been trained on before" in caplog.text
+    caplog.clear()
+    last = replace(options, max_train_steps=4, validation_items=1)
+    train.run(last)
+    assert "what is held out now may have been trained on before" in caplog.text, "still, at each start"
+    lora = tmp_path / "lora.safetensors"
+    (told,) = json.loads(read_header(lora).metadata["wangen.trained_before"])
+    assert told["validation_items"] == "0"
+    items = find_entries(last, MODEL, read_samples(last, MODEL))
+    everything = {item.sample.source.digest for item in items}
+    assert trained_sources([lora], items, last, MODEL) == everything, "also what the last part held out"
+    against = judge(read_run(tmp_path, None)).against
+    assert any("may have been trained on: an earlier part" in line for line in against)
+
+    caplog.clear()
+    train.run(replace(last, output_dir=tmp_path / "from", network_weights=lora))
+    assert "may have been trained on before, in an earlier part of the run or by the LoRA" in caplog.text
+    started = tmp_path / "from" / "lora.safetensors"
+    assert json.loads(read_header(started).metadata["wangen.trained_before"]) == [told]
+    again = started.read_bytes()
+    assert train.run(replace(last, output_dir=tmp_path / "from", network_weights=lora)).result["done_before"]
+    assert started.read_bytes() == again

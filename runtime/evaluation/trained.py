@@ -17,10 +17,9 @@ from wangen.generator.steps import Train
 from wangen.profiles import Model
 from wangen.runtime.evaluation.tables import sources_of
 from wangen.runtime.loader import CachedSample, find_entries
+from wangen.runtime.lora_folder import FINGERPRINT, TRAINED_BEFORE
 from wangen.runtime.training.plan import dataset_digest
 from wangen.runtime.training.validation import held_out
-
-FINGERPRINT = "wangen.fingerprint"
 
 
 def trained_sources(files: Iterable[Path], items: Sequence[CachedSample], training: Train, model: Model) -> set[str]:
@@ -35,12 +34,16 @@ def trained_sources(files: Iterable[Path], items: Sequence[CachedSample], traini
     Raises:
         WangenError: a LoRA cannot be read.
     """
-    headers = {read_header(lora_file(file)).metadata.get(FINGERPRINT, "") for file in files}
     found: set[str] = set()
-    for text in headers:
+    for told in {(header.get(FINGERPRINT, ""), header.get(TRAINED_BEFORE, "[]")) for header in map(_metadata, files)}:
         with suppress(ValueError, TypeError, KeyError, RecursionError):
-            found |= _of_header(json.loads(text), items, training, model)
+            for fingerprint in (json.loads(told[0]), *json.loads(told[1])):
+                found |= _of_header(fingerprint, items, training, model)
     return found
+
+
+def _metadata(file: Path) -> Mapping[str, str]:
+    return read_header(lora_file(file)).metadata
 
 
 def _of_header(

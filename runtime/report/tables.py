@@ -9,6 +9,7 @@ from wangen.generator.errors import bytes_text
 from wangen.generator.steps import Train
 from wangen.generator.table import options
 from wangen.runtime.evaluation_file import Checkpoint, Evaluation, Memorisation, Row
+from wangen.runtime.lora_folder import FINGERPRINT
 from wangen.runtime.report.charts import experts_of, rows_of, validations
 from wangen.runtime.report.dataset import DatasetPart
 from wangen.runtime.report.run_files import Lora, RunFiles
@@ -107,8 +108,8 @@ def _if_number(value: Any, as_text: Any) -> str | None:
 def _digests(run: RunFiles) -> list[tuple[str, str]]:
     inputs = mapping(run.reports.get("train", {}), "inputs")
     if not inputs:  # while it trains, a saved file's header says it
-        text = next((lora.metadata["wangen.fingerprint"] for lora in reversed(run.loras)
-                     if "wangen.fingerprint" in lora.metadata), "{}")  # fmt: skip
+        text = next((lora.metadata[FINGERPRINT] for lora in reversed(run.loras)
+                     if FINGERPRINT in lora.metadata), "{}")  # fmt: skip
         try:
             inputs = mapping({"fingerprint": json.loads(text)}, "fingerprint")
         except (ValueError, RecursionError):

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from wangen.generator.errors import many
 from wangen.runtime.evaluation_file import Evaluation, Row
+from wangen.runtime.lora_folder import TRAINED_BEFORE
 from wangen.runtime.report.charts import experts_of, validations
 from wangen.runtime.report.run_files import Lora, RunFiles, file_names
 from wangen.runtime.report.step_reports import is_number
@@ -135,6 +136,9 @@ def _by_validation(judged: Sequence[_Judged], run: RunFiles) -> Verdict:
     better = all(one.clearly_better for one in judged)
     clearly = "better than the base" if better else "not clearly better than the base"
     against = [line for one in judged for line in one.against]
+    if any(TRAINED_BEFORE in lora.metadata for lora in run.loras):
+        against.append("what it is judged by may have been trained on: an earlier part of the run, or the LoRA that it "
+                       "began from, had other data")  # fmt: skip
     yet, more = ("", "") if run.trains_model else ("; it was not evaluated yet", ", or run wangen evaluate")
     against.append(f"a lower loss is not always the better picture: look at the samples{more}")
     return Verdict(

@@ -5,13 +5,13 @@ AI model metadata standard (https://github.com/Stability-AI/ModelSpec); `wangen.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from wangen import profiles
 from wangen.generator.headers import WEIGHTS_FORMAT
 from wangen.generator.steps import Train
-from wangen.runtime.lora_folder import RUN_STEPS
+from wangen.runtime.lora_folder import FINGERPRINT, RUN_STEPS, TRAINED_BEFORE
 from wangen.runtime.training.adapter_config import settings
 
 MODULES = {"loha": "networks.loha", "lokr": "networks.lokr"}
@@ -34,6 +34,7 @@ def metadata(
     step: int,
     fingerprint: Mapping[str, Any],
     run_step: int = 0,
+    trained_before: Sequence[Mapping[str, Any]] = (),
     expert: str = "",
     num_items: int = 0,
     steps_per_epoch: int = 0,
@@ -45,6 +46,7 @@ def metadata(
         step: optimizer steps done.
         fingerprint: settings and digests that decide the result.
         run_step: of two experts, the steps that both together had done.
+        trained_before: what it was trained on before, as `Plan.trained_before`.
         expert: `high_noise`, `low_noise`, or empty where there is only one.
         num_items: what was trained on; 0 leaves it out.
         steps_per_epoch: optimizer steps in an epoch; 0 leaves it and the epochs out.
@@ -59,11 +61,13 @@ def metadata(
         found["wangen.expert"] = expert
     if options.no_metadata:
         return found | _described(options)
-    found["wangen.fingerprint"] = json.dumps(fingerprint, sort_keys=True)
+    found[FINGERPRINT] = json.dumps(fingerprint, sort_keys=True)
     found |= {f"ss_{name}": str(getattr(options, name)) for name in SETTINGS}
     found |= {"ss_steps": str(step), "ss_optimizer": _optimizer(options)}
     if expert:
         found[RUN_STEPS] = str(run_step)
+    if trained_before:
+        found[TRAINED_BEFORE] = json.dumps(trained_before, sort_keys=True)
     if num_items:
         found["ss_num_train_items"] = str(num_items)
     if steps_per_epoch:

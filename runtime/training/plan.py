@@ -36,6 +36,9 @@ SAME_BYTES = {"save_precision", "lora_layout", "checkpointing", "gradient_checkp
 """Pinned flags that do not change what is learned."""
 
 
+DATA = ("dataset", "validation_items", "seed", "caption_dropout")
+"""What of a fingerprint says which files were trained on."""
+
 MAX_STEPS = 10_000_000
 """Months of them; the plan has a number for each."""
 
@@ -85,6 +88,7 @@ class Plan:
         steps_per_epoch: optimizer steps in an epoch.
         experts: what is trained; the high-noise expert first.
         fingerprint: settings and digests that decide the result.
+        trained_before: other data that its weights were trained on, of each the part `DATA` of a fingerprint.
     """
 
     options: Train
@@ -94,6 +98,7 @@ class Plan:
     steps_per_epoch: int
     experts: tuple[ExpertPlan, ...]
     fingerprint: Mapping[str, Any]
+    trained_before: Sequence[Mapping[str, Any]] = ()
 
     @property
     def num_steps(self) -> int:

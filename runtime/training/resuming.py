@@ -1,25 +1,35 @@
 """What a run goes on from: the state that an earlier start left, if its settings are those of this one."""
 
+import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from wangen.generator import headers
 from wangen.generator.errors import UsageError, WangenError, many
 from wangen.generator.launch import Launch
+from wangen.generator.lora_config import lora_file
 from wangen.generator.session import with_flag
 from wangen.generator.steps import Train
 from wangen.generator.table import options as flags_of
+from wangen.runtime.lora_folder import FINGERPRINT, TRAINED_BEFORE
 from wangen.runtime.training import checkpoint
 from wangen.runtime.training.checkpoint import TrainingState
-from wangen.runtime.training.plan import Plan
+from wangen.runtime.training.plan import DATA, Plan
 from wangen.runtime.training.sampling import FOLDER
 from wangen.runtime.training.timesteps import HIGH, LOW
 
 log = logging.getLogger("wangen")
 
+_Told = Mapping[str, Any]
+"""What a fingerprint says, or a part of it."""
+
 JOB, SLURM_JOB = "begun_by", "begun_by_slurm_job"
 """Among a run's facts: the job that began it with `--fresh`, by torchrun's and by Slurm's name, for its restarts."""
+BEFORE = "trained_before"
+"""Among a run's facts: `Plan.trained_before`."""
 ACCUMULATION = "gradient_accumulation_steps"
 _BASE = ("dit", "base_weights", "quantize", "mixed_precision")
 """Settings that make another model of the base, by how their names begin."""
@@ -118,14 +128,38 @@ def compared(plan: Plan, state: TrainingState, changed: Sequence[str], num_proce
         )
     for line in changed:
         log.warning("  resuming with changed %s", line)
-    if any(line.startswith(("dataset:", "validation_items:")) for line in changed) and plan.held_out:
-        log.warning("  what is held out now may have been trained on before: its loss is no proof of what was learned")
+    if any(line.startswith(("dataset:", "validation_items:")) for line in changed):
+        before = _together(plan, state.facts.get(BEFORE, ()), state.fingerprint)
+        state = replace(state, facts={**state.facts, BEFORE: before})
     if any(line.startswith(_BASE) for line in changed):  # what it was judged by was another model's
         state = replace(state, facts={**state.facts, "validation_base": {}, "best": {}})
     if {expert.name for expert in plan.experts} != set(state.experts):
         raise UsageError("the training state is of other experts", where=str(plan.states),
                          cure="give --experts as before, or another --output_name")  # fmt: skip
     return state
+
+
+def trained_before(plan: Plan, state: TrainingState | None) -> list[_Told]:
+    """The other data that the weights of a run were trained on: in an earlier part of it, or where it starts from."""
+    if state:
+        return list(state.facts.get(BEFORE, ()))
+    found: list[_Told] = []
+    for start in dict.fromkeys(expert.start for expert in plan.experts if expert.start):
+        header = headers.read_header(lora_file(start)).metadata
+        with suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):  # another program's, or without
+            earlier, own = json.loads(header.get(TRAINED_BEFORE, "[]")), json.loads(header[FINGERPRINT])
+            found = _together(plan, [*found, *earlier], own)
+    return found
+
+
+def _together(plan: Plan, before: Iterable[_Told], fingerprint: _Told) -> list[_Told]:
+    """Earlier data and those of a fingerprint, each once and without those of the plan."""
+    last, now = ({name: told.get(name) for name in DATA} for told in (fingerprint, plan.fingerprint))
+    found: list[_Told] = []
+    for each in (*before, last):
+        if each not in (*found, now):
+            found.append(each)
+    return found
 
 
 def _same_batches(state: TrainingState, changed: Sequence[str], num_processes: int) -> str:
@@ -139,7 +173,7 @@ def _same_batches(state: TrainingState, changed: Sequence[str], num_processes: i
 
 def _difference(name: str, old: Any, new: Any) -> str:
     if name == "dataset":
-        return "other samples or captions"
+        return "other samples, captions, num_repeats, batch_size or is_reg"
     if name.startswith(("dit", "network_weights")) or name == "base_weights":
         return "another file"
     return f"{old} -> {new}"

@@ -16,7 +16,7 @@ from wangen.generator.files import replace
 from wangen.generator.headers import read_header
 from wangen.generator.plan.saves import windows
 from wangen.runtime.lora import cast
-from wangen.runtime.lora_folder import AVERAGE, BEST, RUN_STEPS
+from wangen.runtime.lora_folder import AVERAGE, BEST, FINGERPRINT, RUN_STEPS
 from wangen.runtime.models import family
 from wangen.runtime.training import adapter_files, checkpoint, full
 from wangen.runtime.training.checkpoint import ExpertState, TrainingState
@@ -187,7 +187,7 @@ def save_lora(
     step, run_step = steps
     header = metadata(
         plan.options, expert=expert.name, step=step, run_step=run_step, fingerprint=plan.fingerprint,
-        num_items=len(plan.samples), steps_per_epoch=plan.steps_per_epoch,
+        trained_before=plan.trained_before, num_items=len(plan.samples), steps_per_epoch=plan.steps_per_epoch,
     )  # fmt: skip
     if plan.options.train_mode == "full":
         tensors = family(plan.model).saved_tensors(parameters, expert.dit)
@@ -221,7 +221,7 @@ def set_other_best_aside(plan: Plan, expert: ExpertPlan) -> None:
     told: Mapping[str, str] = {}
     with suppress(WangenError):
         told = read_header(best).metadata
-    settings, step = told.get("wangen.fingerprint", ""), told.get(RUN_STEPS) or told.get("ss_steps", "")
+    settings, step = told.get(FINGERPRINT, ""), told.get(RUN_STEPS) or told.get("ss_steps", "")
     if step.isdecimal() and settings != json.dumps(plan.fingerprint, sort_keys=True):
         set_best_aside(plan, expert, int(step))
 

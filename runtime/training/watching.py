@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from wangen.generator.adapter_settings import settings_of_flags
 from wangen.generator.errors import WangenError
 from wangen.generator.flops import NOTHING, StepFlops, step_flops
 from wangen.runtime.cache import digest
@@ -332,7 +331,7 @@ class Watching:
 
     def _is_changed(self, trainee: Trainee) -> bool:
         """Whether an expert differs from its base: it was trained, or starts from an adapter."""
-        return bool(trainee.step or settings_of_flags(self._options, trainee.plan.name).start)
+        return bool(trainee.step or trainee.plan.start)
 
     def _judged(self, trainee: Trainee) -> str:
         """A digest of what the losses of an expert are measured at."""
