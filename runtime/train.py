@@ -54,7 +54,14 @@ from wangen.runtime.training.resuming import (
 )
 from wangen.runtime.training.run import Run
 from wangen.runtime.training.samples import read_training_samples
-from wangen.runtime.training.saving import Saving, save_loras, save_state, save_state_as_loras, settle_state
+from wangen.runtime.training.saving import (
+    Saving,
+    renumber_epochs,
+    save_loras,
+    save_state,
+    save_state_as_loras,
+    settle_state,
+)
 from wangen.runtime.training.schedules import make_schedule
 from wangen.runtime.training.show_timesteps import show, sizes_of_dataset
 from wangen.runtime.training.step import optimizer_step
@@ -147,6 +154,8 @@ def _run_alone(options: Train, model: Model, device: torch.device, ranks: Ranks)
             for line in not_looked_at(plan, state):
                 log.warning("  %s", line)
             return _report(plan, state.step, {**state.facts, **_timing_before(options)}, done_before=True)
+        if ranks.is_first and not options.resume:
+            renumber_epochs(plan, state.facts)
     if plan.trained_before and plan.held_out:
         log.warning("  what is held out now may have been trained on before, in an earlier part of the run or by the "
                     "LoRA that it starts from: its loss is no proof of what was learned")  # fmt: skip

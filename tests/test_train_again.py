@@ -78,6 +78,21 @@ def test_an_interrupted_run_with_other_settings_and_fewer_steps_is_no_run_that_e
     assert train.run(fewer).result["done_before"], "now it is there"
 
 
+def test_loras_of_shorter_epochs_are_not_written_over(tiny_run, tmp_path, caplog):
+    options = tiny_run.options(tmp_path, max_train_epochs=3, save_every_n_epochs=1, gradient_accumulation_steps=2)
+    train.run(options)
+    first, second = ((tmp_path / f"lora-00000{epoch}.safetensors").read_bytes() for epoch in (1, 2))
+    train.run(replace(options, max_train_epochs=4, gradient_accumulation_steps=1, resume_changed=True))
+    assert "an epoch has 3 steps now, and had 2" in caplog.text
+    names = sorted(path.name for path in tmp_path.glob("lora-*.safetensors"))
+    assert names == ["lora-000003.safetensors", "lora-step00000002.safetensors", "lora-step00000004.safetensors"]
+    assert (tmp_path / names[1]).read_bytes() == first
+    assert (tmp_path / names[2]).read_bytes() == second
+    caplog.clear()
+    train.run(replace(options, max_train_epochs=5, gradient_accumulation_steps=1))
+    assert "an epoch has" not in caplog.text
+
+
 def test_a_run_whose_states_are_gone_says_what_it_writes_over(tiny_run, tmp_path, caplog):
     options = tiny_run.options(tmp_path, max_train_steps=1)
     train.run(options)

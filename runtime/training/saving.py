@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from wangen.generator.errors import WangenError
+from wangen.generator.errors import WangenError, many
 from wangen.generator.files import replace
 from wangen.generator.headers import read_header
 from wangen.generator.plan.saves import windows
@@ -25,6 +26,12 @@ from wangen.runtime.training.plan import ExpertPlan, Plan
 from wangen.runtime.training.run import Run, Trainee
 
 log = logging.getLogger("wangen")
+
+STEPS_PER_EPOCH = "steps_per_epoch"
+"""Among a run's facts: optimizer steps in an epoch when it was saved."""
+
+_REST = rf"(?:{AVERAGE})?(?:-(?:comfyui|kohya|diffusers))?\.safetensors"
+"""What follows the number in a LoRA's name."""
 
 
 class Saving:
@@ -109,6 +116,7 @@ def _drop_others(run: Run, newest: Path) -> None:
 def state_of(run: Run) -> TrainingState:
     """The training state of a run as it stands."""
     experts = {}
+    run.facts[STEPS_PER_EPOCH] = run.plan.steps_per_epoch
     if any(trainee.optimization.is_schedule_free for trainee in run.trainees):
         run.facts["schedule_free"] = True
     for trainee in run.trainees:
@@ -195,6 +203,30 @@ def save_lora(
     return adapter_files.save(plan.file(expert, suffix), parameters, plan.options, header, expert=expert.name)
 
 
+def renumber_epochs(plan: Plan, facts: Mapping[str, Any]) -> None:
+    """Name LoRAs by their steps that were named by their epochs, where an epoch had another number of steps.
+
+    Args:
+        plan: of the run.
+        facts: of the state that it goes on from.
+
+    Raises:
+        OSError: the disk refused.
+    """
+    before = int(facts.get(STEPS_PER_EPOCH, plan.steps_per_epoch))
+    if before == plan.steps_per_epoch:
+        return
+    log.warning("  an epoch has %s now, and had %d: from here on LoRAs are named by the new epochs",
+                many(plan.steps_per_epoch, "step"), before)  # fmt: skip
+    for expert in plan.experts:
+        name = re.compile(rf"({re.escape(plan.options.output_name + expert.suffix)})-(\d{{6}})({_REST})")
+        for path in sorted(plan.options.output_dir.iterdir()):
+            if match := name.fullmatch(path.name):
+                by_step = path.with_name(f"{match[1]}-step{int(match[2]) * before:08d}{match[3]}")
+                if not by_step.exists():
+                    replace(path, by_step)
+
+
 def set_best_aside(plan: Plan, expert: ExpertPlan, step: int) -> None:
     """Give the best LoRA of an expert the name of its step: the next best is judged otherwise, and would replace it.
 
@@ -233,12 +265,9 @@ def drop_old_loras(plan: Plan, step: int) -> None:
     """
     options = plan.options
     by_step, by_epoch = windows(options, plan.steps_per_epoch)
-    layouts = "comfyui|kohya|diffusers"
     for expert in plan.experts:
-        name = re.compile(
-            re.escape(options.output_name + expert.suffix)
-            + rf"-(?:(step)(\d{{8}})|()(\d{{6}}))(?:{AVERAGE})?(?:-(?:{layouts}))?\.safetensors"
-        )
+        stem = re.escape(options.output_name + expert.suffix)
+        name = re.compile(rf"{stem}-(?:(step)(\d{{8}})|()(\d{{6}})){_REST}")
         there: dict[int, list[Path]] = {}
         for path in options.output_dir.iterdir():
             if match := name.fullmatch(path.name):
