@@ -80,7 +80,7 @@ def find_lora(path: Path, flag: str, expert: str = "") -> Path:
     Raises:
         WangenError: the folder holds no LoRA for this, or those of several runs or experts; a file in it is damaged.
     """
-    if not path.is_dir() or any((path / name).is_file() for name in (ADAPTER_FILE, DIFFUSERS_FILE)):
+    if not _is_run(path):
         return path
     found = lora_checkpoints(path)
     own = [one for one in found if one.expert == expert]
@@ -93,6 +93,20 @@ def find_lora(path: Path, flag: str, expert: str = "") -> Path:
     step = "" if chosen.step is None else f" (step {chosen.step})"
     log.info("  %s %s: %s, %s%s", flag, path, chosen.path.name, why, step)
     return chosen.path
+
+
+def has_lora(path: Path, expert: str) -> bool:
+    """Whether a path is a run's folder with a LoRA of an expert, which `find_lora` would take.
+
+    Raises:
+        WangenError: the folder cannot be read, or a file in it is damaged.
+    """
+    return _is_run(path) and any(one.expert == expert for one in lora_checkpoints(path))
+
+
+def _is_run(path: Path) -> bool:
+    """Whether a path is a folder, but none that peft or diffusers wrote."""
+    return path.is_dir() and not any((path / name).is_file() for name in (ADAPTER_FILE, DIFFUSERS_FILE))
 
 
 def of_last_run(found: Sequence[Checkpoint], folder: Path) -> list[Checkpoint]:

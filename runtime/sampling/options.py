@@ -24,7 +24,7 @@ from wangen.profiles import Model
 from wangen.runtime.adapters import adapter_modules, read_scales
 from wangen.runtime.devices import choose_dtype, require_compiler
 from wangen.runtime.lora import nothing_matches, require_size
-from wangen.runtime.lora_folder import find_lora
+from wangen.runtime.lora_folder import find_lora, has_lora
 from wangen.runtime.memory.blocks import in_a_block
 from wangen.runtime.models import require_tile
 from wangen.runtime.sampling.prompts import MAX_SEED, SamplePrompt, defaults_of, make_prompt, read_prompts
@@ -64,17 +64,21 @@ def resolved(options: Generate, model: Model, device: torch.device) -> Generate:
     _refuse_numbers(options, model)
     _refuse_parts(options, model)
     expert = "low_noise" if model.experts else ""
+    multipliers = options.lora_multiplier or (1.0,) * len(options.lora_weight)
+    high_noise, high_multipliers = options.lora_weight_high_noise, options.lora_multiplier_high_noise
+    if options.dit_high_noise and not high_noise:  # a run's folder has a LoRA of each
+        found = [pair for pair in zip(options.lora_weight, multipliers, strict=True) if has_lora(pair[0], "high_noise")]
+        high_noise, high_multipliers = tuple(path for path, _ in found), tuple(number for _, number in found)
     changes: dict[str, Any] = {
         "task": model.name,
         "seed": DEFAULT_SEED if options.seed is None else options.seed,
         "timestep_boundary": choose_boundary(options.timestep_boundary, model),
         "lora_weight": tuple(find_lora(path, "--lora_weight", expert) for path in options.lora_weight),
-        "lora_multiplier": options.lora_multiplier or (1.0,) * len(options.lora_weight),
+        "lora_multiplier": multipliers,
         "lora_weight_high_noise": tuple(
-            find_lora(path, "--lora_weight_high_noise", "high_noise") for path in options.lora_weight_high_noise
+            find_lora(path, "--lora_weight_high_noise", "high_noise") for path in high_noise
         ),
-        "lora_multiplier_high_noise": options.lora_multiplier_high_noise
-        or (1.0,) * len(options.lora_weight_high_noise),
+        "lora_multiplier_high_noise": high_multipliers or (1.0,) * len(high_noise),
         "attention": options.attention or "auto",
         "dtype": choose_dtype(options.dtype, device),
         "t5_dtype": choose_dtype(options.t5_dtype, device),
