@@ -77,7 +77,8 @@ def refuse_numbers(options: Train) -> None:
         value = getattr(options, name)
         most = _AT_MOST.get(name, _FLOAT32_MAX)
         if value is not None and not 0 < value <= most:
-            raise UsageError(f"--{name} must be above 0 and at most {most:.7g}, got {value}", cure=_cure(name, options))
+            limit = f" and at most {most:.7g}" if value > 0 or name in _AT_MOST else ""
+            raise UsageError(f"--{name} must be above 0{limit}, got {value}", cure=_cure(name, options))
     for name in NOT_NEGATIVE:
         value = getattr(options, name)
         if not (value >= 0 and math.isfinite(value)):

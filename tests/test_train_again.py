@@ -78,6 +78,16 @@ def test_an_interrupted_run_with_other_settings_and_fewer_steps_is_no_run_that_e
     assert train.run(fewer).result["done_before"], "now it is there"
 
 
+def test_another_adapter_is_no_change_that_a_state_can_go_on_with(tiny_run, tmp_path):
+    options = tiny_run.options(tmp_path, max_train_steps=1)
+    train.run(options)
+    for changes, ways in (({"network_dim": 8}, False), ({"learning_rate": 2e-3}, True)):
+        with pytest.raises(UsageError) as error:
+            train.run(replace(options, max_train_steps=2, **changes))
+        assert "starts again from step 0" in error.value.cure
+        assert ("--resume_changed" in error.value.cure) is ways
+
+
 def test_loras_of_shorter_epochs_are_not_written_over(tiny_run, tmp_path, caplog):
     options = tiny_run.options(tmp_path, max_train_epochs=3, save_every_n_epochs=1, gradient_accumulation_steps=2)
     train.run(options)

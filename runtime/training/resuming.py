@@ -31,6 +31,9 @@ JOB, SLURM_JOB = "begun_by", "begun_by_slurm_job"
 BEFORE = "trained_before"
 """Among a run's facts: `Plan.trained_before`."""
 ACCUMULATION = "gradient_accumulation_steps"
+_SHAPES = {"train_mode", "network_module", "network_dim", "dora", "lokr_factor", "lora_targets", "include_patterns",
+           "exclude_patterns"}  # fmt: skip
+"""Settings that make other weights to train, into which those of a state do not fit."""
 _BASE = ("dit", "base_weights", "quantize", "mixed_precision")
 """Settings that make another model of the base, by how their names begin."""
 
@@ -119,12 +122,13 @@ def compared(plan: Plan, state: TrainingState, changed: Sequence[str], num_proce
     """
     if changed and not plan.options.resume_changed:
         listed = "\n".join(f"  - {line}" for line in changed)
+        of_another = any(line.partition(":")[0] in _SHAPES for line in changed)
         raise UsageError(
             f"an earlier run used other settings\n{listed}",
             where=str(plan.options.resume or plan.states),
             cure=_same_batches(state, changed, num_processes)
-            + f"{with_flag('train', '--fresh')} (or removing that folder) starts again from step 0; "
-            f"{with_flag('train', '--resume_changed')} goes on with the new",
+            + f"{with_flag('train', '--fresh')} (or removing that folder) starts again from step 0"
+            + ("" if of_another else f"; {with_flag('train', '--resume_changed')} goes on with the new"),
         )
     for line in changed:
         log.warning("  resuming with changed %s", line)
