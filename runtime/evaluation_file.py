@@ -30,14 +30,15 @@ class Checkpoint:
 
     Attributes:
         name: short and unique, as the other tables call it.
-        file: the LoRA, relative as `told_path` writes it, or absolute; of two experts the low-noise one.
+        file: the LoRA, relative as `told_path` writes it, or absolute; of two experts the low-noise one, empty where
+            the other alone has one.
         mean_loss: over all points.
         delta: mean_loss less the base's; below 0 the checkpoint is better.
         ci_low: lower end of delta's paired bootstrap interval over the held-out files; None of a single file.
         ci_high: upper end, likewise.
         rank: 1 is the best.
         step: optimizer steps; None when it is not known.
-        file_high_noise: the high-noise expert's LoRA; empty for models with one transformer.
+        file_high_noise: the high-noise expert's LoRA; empty for models with one transformer, and where it has none.
     """
 
     name: str

@@ -286,9 +286,18 @@ def test_two_experts_are_judged_in_pairs_each_in_its_own_range(cases, tmp_path):
                   lora_weight_high_noise=(tmp_path / "run/lora_high_noise.safetensors",))  # fmt: skip
     evaluate.run(low)
     assert read_evaluation(tmp_path / "low/evaluation.json").winner.mean_loss == found.winner.mean_loss
-    (tmp_path / "run/lora_high_noise.safetensors").unlink()
-    with pytest.raises(WangenError, match="no LoRA of the high-noise expert"):
-        evaluate.run(options)
+    (tmp_path / "run/lora_low_noise.safetensors").unlink()
+    alone = []
+    for name, weights in (("folder", tmp_path / "run"), ("file", tmp_path / "run/lora_high_noise.safetensors")):
+        evaluate.run(replace(options, lora_weight=(weights,), output_dir=tmp_path / name))
+        alone.append(read_evaluation(tmp_path / name / "evaluation.json"))
+    assert alone[0].per_timestep == alone[1].per_timestep
+    low_noise, high_noise = alone[0].per_timestep[:2], alone[0].per_timestep[2:]
+    assert all(row.losses["lora_high_noise"] == row.base for row in low_noise), "by the base alone"
+    assert [row.losses["lora_high_noise"] for row in high_noise] == [
+        row.losses["lora"] for row in found.per_timestep[2:]
+    ]
+    assert (alone[0].winner.file, Path(alone[0].winner.file_high_noise).name) == ("", "lora_high_noise.safetensors")
 
 
 @pytest.mark.parametrize(

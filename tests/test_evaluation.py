@@ -256,5 +256,14 @@ def test_what_only_one_expert_has_is_left_out_where_there_are_pairs(tmp_path: Pa
     assert found.name == "a"
     assert "left out, without one of the other expert: a_low_noise-step00000002.safetensors" in caplog.text
     (tmp_path / "a_high_noise.safetensors").unlink()
-    with pytest.raises(WangenError, match="no LoRA of the high-noise expert belongs to a_low_noise"):
+    found = find_candidates([tmp_path], [], experts=True)
+    assert [(one.name, one.file_high_noise) for one in found] == [("a_low_noise-step00000002", None),
+                                                                  ("a_low_noise", None)]  # fmt: skip
+    for path in tmp_path.glob("*.safetensors"):
+        path.rename(path.with_name(path.name.replace("low", "high")))
+    found = find_candidates([tmp_path], [], experts=True)
+    assert {one.file for one in found} == {None}
+    assert "a_high_noise is judged with the high-noise expert's LoRA alone" in caplog.text
+    (tmp_path / "a_high_noise.safetensors").rename(tmp_path / "b_low_noise.safetensors")
+    with pytest.raises(WangenError, match="none of these LoRAs of two experts belong together"):
         find_candidates([tmp_path], [], experts=True)

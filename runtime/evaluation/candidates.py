@@ -6,7 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from wangen.generator.errors import UsageError, WangenError, many
-from wangen.generator.lora_config import lora_identity
+from wangen.generator.headers import read_header
+from wangen.generator.lora_config import lora_file, lora_identity
 from wangen.runtime.evaluation.tables import Candidate
 from wangen.runtime.evaluation_file import BASE
 from wangen.runtime.lora_folder import EXPERTS, Checkpoint, lora_checkpoints, of_last_run
@@ -38,16 +39,18 @@ def find_candidates(files: Sequence[Path], high_noise: Sequence[Path], *, expert
     for number, path in enumerate(files):
         if path.is_dir() and not high_noise:
             found += _of_run(path, experts=experts)
+        elif high_noise:
+            found.append(Candidate(path.stem, None, path, high_noise[number]))
         else:
-            found.append(Candidate(path.stem, None, path, high_noise[number] if high_noise else None))
+            found.append(_of_one(path.stem, None, path, _expert_of(path) if experts else ""))
     return _distinct(found)
 
 
 def _of_run(folder: Path, *, experts: bool) -> list[Candidate]:
-    """The checkpoints of a run's folder; of two experts those of which both were saved.
+    """The checkpoints of a run's folder; of two experts those of which both were saved, or all of one alone.
 
     Raises:
-        WangenError: there is none, or none of both.
+        WangenError: there is none, or none that belong together.
     """
     checkpoints = of_last_run(lora_checkpoints(folder), folder)
     if not checkpoints:
@@ -60,16 +63,27 @@ def _of_run(folder: Path, *, experts: bool) -> list[Candidate]:
         pairs.setdefault((before + after) if one.expert else one.path.stem, {})[one.expert] = one
     whole = {name: pair for name, pair in pairs.items() if set(EXPERTS) <= set(pair)}
     alone = [one for name, pair in pairs.items() if name not in whole for one in pair.values()]
+    if not whole and len({one.expert for one in alone}) == 1:
+        return [_of_one(one.path.stem, one.step, one.path, one.expert) for one in alone]
     if not whole:
-        missing = next(expert for expert in EXPERTS if expert != alone[0].expert)
-        raise WangenError(
-            f"{FLAG}: no LoRA of the {missing.replace('_', '-')} expert belongs to {alone[0].path.name}",
-            where=str(folder),
-            cure="train both experts, or name files with --lora_weight and --lora_weight_high_noise",
-        )
+        raise WangenError(f"{FLAG}: none of these LoRAs of two experts belong together", where=str(folder),
+                          cure="name files with --lora_weight and --lora_weight_high_noise")  # fmt: skip
     if alone:
         log.warning("  left out, without one of the other expert: %s", ", ".join(one.path.name for one in alone))
     return [_of_pair(name, pair) for name, pair in whole.items()]
+
+
+def _of_one(name: str, step: int | None, file: Path, expert: str) -> Candidate:
+    """The LoRA of one expert, or of the only transformer; where there are two the other works without one."""
+    if expert:
+        log.warning("  %s is judged with the %s expert's LoRA alone: the other works without one", name,
+                    expert.replace("_", "-"))  # fmt: skip
+    return Candidate(name, step, None, file) if expert == HIGH_NOISE else Candidate(name, step, file)
+
+
+def _expert_of(file: Path) -> str:
+    """The expert that a file's header names; the low-noise one where none does."""
+    return read_header(lora_file(file)).metadata.get("wangen.expert", LOW_NOISE)
 
 
 def _of_pair(name: str, pair: Mapping[str, Checkpoint]) -> Candidate:
@@ -90,7 +104,7 @@ def _distinct(found: Sequence[Candidate]) -> list[Candidate]:
         if first is not one:
             log.info("  %s has the weights of %s, and is not judged again", one.name, first.name)
     stems = [one.name for one in kept.values()]
-    found = [replace(one, name=f"{one.file.parent.name}-{one.name}") if stems.count(one.name) > 1 else one
+    found = [replace(one, name=f"{one.files[0].parent.name}-{one.name}") if stems.count(one.name) > 1 else one
              for one in kept.values()]  # fmt: skip  # runs of one name in several folders
     names = [one.name for one in found]
     if BASE in names:

@@ -18,19 +18,19 @@ class Candidate:
     Attributes:
         name: short and unique.
         step: optimizer steps, None when nothing says it.
-        file: its LoRA; of two experts the low-noise one.
-        file_high_noise: the high-noise expert's; None for models with one transformer.
+        file: its LoRA; of two experts the low-noise one, None where the other alone has one.
+        file_high_noise: the high-noise expert's; None for models with one transformer, and where it has none.
     """
 
     name: str
     step: int | None
-    file: Path
+    file: Path | None
     file_high_noise: Path | None = None
 
     @property
     def files(self) -> tuple[Path, ...]:
         """Its LoRAs, one or two."""
-        return (self.file,) if self.file_high_noise is None else (self.file, self.file_high_noise)
+        return tuple(filter(None, (self.file, self.file_high_noise)))
 
 
 def name_of(who: Candidate | None) -> str:
@@ -101,7 +101,7 @@ def ranking(
         made.append(
             Checkpoint(
                 name=candidate.name,
-                file=told_path(candidate.file, folder),
+                file=told_path(candidate.file, folder) if candidate.file else "",
                 mean_loss=mean(losses),
                 delta=delta.mean,
                 ci_low=delta.low,

@@ -122,7 +122,7 @@ def plan_videos(
 
 def with_loras(options: Generate, some: Sequence[Candidate]) -> Generate:
     """The flags with which `generate` takes the LoRAs of checkpoints, each as it was trained."""
-    low = tuple(who.file for who in some)
+    low = tuple(who.file for who in some if who.file)
     high = tuple(who.file_high_noise for who in some if who.file_high_noise)
     return replace(options, lora_weight=low, lora_multiplier=(1.0,) * len(low), lora_weight_high_noise=high,
                    lora_multiplier_high_noise=(1.0,) * len(high))  # fmt: skip
