@@ -66,7 +66,7 @@ def write_whole(path: Path, chunks: Iterable[bytes | memoryview], *, mode: int |
     Raises:
         OSError: the disk refused; the temporary file is gone and the old file, if any, is untouched.
     """
-    unique = path.with_name(f".{path.name[:40]}-{whose()}.tmp")
+    unique = temporary_beside(path)
     placed = False
     try:
         write_new(unique, chunks, mode)
@@ -82,6 +82,11 @@ def write_whole(path: Path, chunks: Iterable[bytes | memoryview], *, mode: int |
 def nearest_existing(path: Path) -> Path | None:
     """The path, or the nearest folder above it that exists; None when not even its drive does."""
     return next((place for place in (path.absolute(), *path.absolute().parents) if place.exists()), None)
+
+
+def temporary_beside(path: Path) -> Path:
+    """A name for the file that will take another one's place: of this process alone, and never too long."""
+    return path.with_name(f".{path.name[:40]}-{whose()}.tmp")
 
 
 def whose() -> str:
@@ -165,6 +170,24 @@ def replace(source: Path, target: Path) -> None:
         OSError: still refused after 1.5 seconds, or at once for another reason than rights.
     """
     _patiently(lambda: source.replace(target))
+
+
+def place_new(source: Path, target: Path) -> None:
+    """Move a file into place where nothing is, also when several do so at once: one of them gets the name.
+
+    Raises:
+        FileExistsError: something is there, which stays; the source stays, too.
+        OSError: the disk refused.
+    """
+    try:
+        os.link(source, target)
+    except FileExistsError:
+        raise
+    except OSError:  # exFAT and some network drives know no links
+        target.open("xb").close()
+        replace(source, target)
+    else:
+        remove(source)
 
 
 def remove(path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wangen.generator.errors import WangenError
-from wangen.generator.files import replace, whose
+from wangen.generator.files import replace, temporary_beside
 
 if TYPE_CHECKING:
     import numpy as np
@@ -108,7 +108,7 @@ def write_npz(path: Path, frames: "Sequence[Frame]", fps: int) -> None:
 @contextmanager
 def _whole(path: Path) -> Iterator[Path]:
     """A temporary file beside `path` that takes its place when the block ends well, and is gone when it does not."""
-    temporary = path.with_name(f".{path.stem[:40]}-{whose()}.tmp")
+    temporary = temporary_beside(path)
     try:
         yield temporary
         replace(temporary, path)

@@ -7,7 +7,8 @@ frames) -> transformers, loaded once -> one video after the other, each written 
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from wangen.runtime.sampling.options import files_of, names_file, prompts_of, re
 from wangen.runtime.sampling.output import KEY, write_media
 from wangen.runtime.sampling.prompts import SamplePrompt
 from wangen.runtime.sampling.repeat import compare, filled, identities, made_on, settings_of
-from wangen.runtime.sampling.resume import place
+from wangen.runtime.sampling.resume import place, place_numbered
 from wangen.runtime.sampling.sampler import ExpertWeights, Lora, Request, Sampler, Settings, make_videos
 from wangen.runtime.sampling.scenes import Encoders, make_scenes
 from wangen.runtime.sampling.videos import Decoder
@@ -45,13 +46,24 @@ class Planned:
         prompt: with its seed and the sampler's settings.
         settings: what decides its pixels, as its file holds it.
         path: its file.
-        is_there: that file is this very video.
+        is_done: that file is this very video, and is not made again.
+        replaces: what is at `path` may go: the user named it, or it is this very video.
+        name: the file without the number that other videos of that name make necessary.
     """
 
     prompt: SamplePrompt
     settings: Mapping[str, Any]
     path: Path
-    is_there: bool
+    is_done: bool
+    replaces: bool
+    name: Path
+
+    def write(self, video: torch.Tensor, attention: str) -> "Planned":
+        """Write its frames (3, T, H, W) in [-1, 1]; the file gets a number where another run has taken its name."""
+        words = json.dumps({**self.settings, "attention": attention}, sort_keys=True)
+        free = partial(place_numbered, path=self.name, settings=self.settings)
+        written = write_media(self.path, video, self.prompt.fps, {KEY: words}, None if self.replaces else free)
+        return replace(self, path=written)
 
 
 def run(options: Generate) -> Report:
@@ -76,7 +88,7 @@ def run(options: Generate) -> Report:
     compare(options, told, told_here, settings[0])
     require_writable(files[0].parent)
     videos = [_placed(options, *each) for each in zip(prompts, settings, files, strict=True)]
-    left = [video for video in videos if options.fresh or not video.is_there]
+    left = [video for video in videos if not video.is_done]
     num_kept = len(videos) - len(left)
     if num_kept:
         log.info("  %d of %d are there already (%s makes them again)", num_kept, len(videos),
@@ -84,7 +96,9 @@ def run(options: Generate) -> Report:
     decoder = Decoder(
         family(model), encoders, device, "give --vae_cache_cpu or --vae_tile 256, or make a smaller video"
     )
-    attention = _make(options, model, left, encoders, decoder, device) if left else None
+    made, attention = _make(options, model, left, encoders, decoder, device) if left else ([], None)
+    rest = iter(made)
+    videos = [video if video.is_done else next(rest) for video in videos]
     return Report(
         folder=files[0].parent,
         summary=_summary(videos),
@@ -99,28 +113,29 @@ def run(options: Generate) -> Report:
 
 
 def _placed(options: Generate, prompt: SamplePrompt, settings: Mapping[str, Any], file: Path) -> Planned:
-    path, is_there = place(file, settings, numbered=not names_file(options.save_path))
+    named = names_file(options.save_path)
+    path, is_there = place(file, settings, numbered=not named)
     if path != file:
         log.info("  %s is another video: this one is %s", file, path.name)
-    return Planned(prompt, settings, path, is_there)
+    return Planned(prompt, settings, path, is_there and not options.fresh, named or is_there, file)
 
 
 def _make(
     options: Generate, model: Model, videos: Sequence[Planned], encoders: Encoders, decoder: Decoder,
     device: torch.device,
-) -> str:  # fmt: skip
-    """Sample videos and write each when it is done; returns the attention kernel that ran."""
+) -> tuple[list[Planned], str]:  # fmt: skip
+    """Sample videos and write each when it is done; returns them as written, and the attention kernel that ran."""
     kind, prompts = family(model), [video.prompt for video in videos]
     scenes = make_scenes(kind, model, prompts, encoders, device, "the prompts")
     sampler = Sampler(kind, model, _experts(options, model), _how(options), device)
+    written = []
     with progress("sampling", sum(prompt.steps for prompt in prompts)) as advance:
         made = make_videos(map(Request, scenes), sampler, decoder, lambda _number: advance(1, ""))
         for video, planned in zip(made, videos, strict=True):
-            words = json.dumps({**planned.settings, "attention": sampler.attention}, sort_keys=True)
-            write_media(planned.path, video.frames, planned.prompt.fps, {KEY: words})
-            if len(videos) > 1:
-                log.info("  %s", planned.path)
-    return sampler.attention
+            written.append(planned.write(video.frames, sampler.attention))
+            if len(videos) > 1 or written[-1].path != planned.path:
+                log.info("  %s", written[-1].path)
+    return written, sampler.attention
 
 
 def _experts(options: Generate, model: Model) -> list[ExpertWeights]:

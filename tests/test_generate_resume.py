@@ -1,5 +1,6 @@
 """`generate` again: what is there whole, with the very settings, is kept; nothing of somebody else's is overwritten."""
 
+import errno
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from wangen.generator.steps import Generate
 from wangen.runtime import generate, train
 from wangen.runtime.sampling import videos
 from wangen.runtime.sampling.output import read_settings
-from wangen.runtime.sampling.resume import state_of
+from wangen.runtime.sampling.resume import is_made
 
 
 def options_for(tiny_run: TinyRun, path: Path, **changes) -> Generate:
@@ -148,17 +149,60 @@ def test_a_try_always_makes_what_it_tries(tiny_run, tmp_path):
 
 
 @pytest.mark.parametrize("frames", [1, 5])
-def test_a_torn_file_is_made_again_under_its_name(tiny_run, tmp_path, frames):
+def test_a_file_that_cannot_be_decoded_is_not_ours_and_stays(tiny_run, tmp_path, frames):
     options = options_for(tiny_run, tmp_path, video_length=frames)
     path = generate.run(options).result["file"]
     whole, settings = path.read_bytes(), read_settings(path, "--from")
-    assert state_of(path, settings) == "made"
+    assert is_made(path, settings)
     for length in (0, 40, *range(len(whole) // 8, len(whole) - 16, len(whole) // 8)):
         path.write_bytes(whole[:length])
-        assert state_of(path, settings) == "torn", length
+        assert not is_made(path, settings), length
+    torn = path.read_bytes()
     report = generate.run(options)
-    assert report.result["file"] == path
-    assert read_tree(tmp_path) == {path.name: whole}
+    assert report.result["file"] == path.with_name(f"seed-42-2{path.suffix}")
+    assert read_tree(tmp_path) == {path.name: torn, report.result["file"].name: whole}
+
+
+def other_run_between(monkeypatch: pytest.MonkeyPatch, options: Generate) -> list[Path]:
+    """While the next run samples, another one with these options begins and ends; its files are returned."""
+    sample, files = videos.denoise, []
+
+    def run_the_other_first(*words, **names):
+        if not files:
+            files.append(Path())
+            files[:] = generate.run(options).result["files"]
+        return sample(*words, **names)
+
+    monkeypatch.setattr(videos, "denoise", run_the_other_first)
+    return files
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_two_runs_into_one_folder_at_once_lose_no_video(tiny_run, tmp_path, monkeypatch, links):
+    if not links:
+
+        def refused(*_words):
+            raise PermissionError(errno.EPERM, "no links here")
+
+        monkeypatch.setattr("os.link", refused)
+    others = other_run_between(monkeypatch, options_for(tiny_run, tmp_path, prompt="a blue wall"))
+    report = generate.run(options_for(tiny_run, tmp_path))
+    assert [path.name for path in (*others, report.result["file"])] == ["seed-42.png", "seed-42-2.png"]
+    assert sorted(read_tree(tmp_path)) == ["seed-42-2.png", "seed-42.png"]
+    assert read_settings(report.result["file"], "--from")["prompt"] == "a red square"
+    assert report.summary.startswith(str(report.result["file"]))
+
+
+def test_two_equal_runs_at_once_leave_one_video(tiny_run, tmp_path, monkeypatch):
+    others = other_run_between(monkeypatch, options_for(tiny_run, tmp_path))
+    assert generate.run(options_for(tiny_run, tmp_path)).result["files"] == others
+    assert list(read_tree(tmp_path)) == ["seed-42.png"]
+
+
+def test_a_link_that_leads_nowhere_is_not_replaced(tiny_run, tmp_path):
+    (tmp_path / "seed-42.png").symlink_to(tmp_path / "gone")
+    assert generate.run(options_for(tiny_run, tmp_path)).result["file"].name == "seed-42-2.png"
+    assert (tmp_path / "seed-42.png").is_symlink()
 
 
 def test_what_is_not_of_this_step_is_never_overwritten(tiny_run, tmp_path):

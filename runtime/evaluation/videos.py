@@ -30,7 +30,7 @@ from wangen.runtime.progress import progress
 from wangen.runtime.sampling.output import KEY, read_frames, write_media
 from wangen.runtime.sampling.prompts import SamplePrompt
 from wangen.runtime.sampling.repeat import identities, made_on, settings_of
-from wangen.runtime.sampling.resume import state_of
+from wangen.runtime.sampling.resume import is_made
 from wangen.runtime.sampling.sampler import ExpertWeights, Request, Sampler, make_videos
 from wangen.runtime.sampling.sampler import Video as Made
 from wangen.runtime.sampling.scenes import Scene
@@ -77,7 +77,7 @@ class Job:
 
     def is_done(self, training: TrainingLatents | None) -> bool:
         """Whether it is there, made with these settings and compared with these training clips."""
-        return state_of(self.path, self.settings) == "made" and self.nearest(training) != {}
+        return is_made(self.path, self.settings) and self.nearest(training) != {}
 
     def nearest(self, training: TrainingLatents | None) -> dict[str, Any] | None:
         """The nearest training clip by its note; None where there are none, `{}` where it is not known."""

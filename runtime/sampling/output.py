@@ -1,7 +1,7 @@
 """Videos and pictures in files, with the settings that made them inside, whole or not at all."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from wangen.generator.errors import UsageError, WangenError
-from wangen.generator.files import replace
+from wangen.generator.files import replace, temporary_beside
 from wangen.generator.pictures import open_picture
 from wangen.generator.videos import open_video
 from wangen.runtime.clips import encode
@@ -28,7 +28,13 @@ frames of 80x64 gave other bytes in a tenth of the runs; `cpu-independent` switc
 order."""
 
 
-def write_media(path: Path, video: torch.Tensor, fps: int, metadata: Mapping[str, str]) -> None:
+def write_media(
+    path: Path,
+    video: torch.Tensor,
+    fps: int,
+    metadata: Mapping[str, str],
+    place: Callable[[Path], Path] | None = None,
+) -> Path:
     """Write frames as an h264 mp4, or a single one as png, whole or not at all.
 
     Args:
@@ -36,11 +42,15 @@ def write_media(path: Path, video: torch.Tensor, fps: int, metadata: Mapping[str
         video: (3, T, H, W) in [-1, 1].
         fps: frames per second.
         metadata: texts stored in the file.
+        place: moves the whole file from its temporary name to where it belongs; None: over what is at `path`.
+
+    Returns:
+        The file's name.
 
     Raises:
         WangenError: the disk refused, or the encoder did.
     """
-    write_frames(path, pixels_of(video), fps, metadata)
+    return write_frames(path, pixels_of(video), fps, metadata, place)
 
 
 def pixels_of(video: torch.Tensor) -> "Frames":
@@ -51,19 +61,27 @@ def pixels_of(video: torch.Tensor) -> "Frames":
     return found
 
 
-def write_frames(path: Path, frames: "Frames", fps: int, metadata: Mapping[str, str]) -> None:
+def write_frames(
+    path: Path,
+    frames: "Frames",
+    fps: int,
+    metadata: Mapping[str, str],
+    place: Callable[[Path], Path] | None = None,
+) -> Path:
     """As `write_media`, of frames (T, H, W, 3) uint8.
 
     Raises:
         WangenError: the disk refused, or the encoder did.
     """
-    temporary = path.with_name(f".{path.stem}.tmp{path.suffix}")
+    temporary = temporary_beside(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.suffix.lower() == ".png":
             _write_png(temporary, frames[0], metadata)
         else:
             encode(temporary, frames, fps, X264, metadata=metadata)
+        if place:
+            return place(temporary)
         replace(temporary, path)
     except OSError as error:
         raise WangenError(
@@ -72,6 +90,7 @@ def write_frames(path: Path, frames: "Frames", fps: int, metadata: Mapping[str, 
     finally:
         with suppress(OSError):
             temporary.unlink()
+    return path
 
 
 def _write_png(path: Path, frame: Any, metadata: Mapping[str, str]) -> None:
@@ -81,7 +100,7 @@ def _write_png(path: Path, frame: Any, metadata: Mapping[str, str]) -> None:
     info = PngInfo()
     for key, value in metadata.items():
         info.add_itxt(key, value)
-    Image.fromarray(frame).save(path, pnginfo=info)
+    Image.fromarray(frame).save(path, "PNG", pnginfo=info)
 
 
 def read_settings(path: Path, flag: str) -> dict[str, Any]:

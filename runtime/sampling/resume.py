@@ -5,43 +5,34 @@ trained anew under its old name gives videos of its own.
 """
 
 import json
-import os
 from collections.abc import Mapping
+from contextlib import suppress
 from glob import escape
 from itertools import chain, count
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from wangen.generator.errors import UsageError, WangenError
+from wangen.generator.errors import WangenError
+from wangen.generator.files import place_new
 from wangen.runtime.sampling.output import read_frames, read_settings
 
-State = Literal["made", "torn", "other"]
 
-
-def state_of(path: Path, settings: Mapping[str, Any]) -> State:
-    """What a file is to a video with these settings: that video, what a crash has left of one, or another thing.
+def is_made(path: Path, settings: Mapping[str, Any]) -> bool:
+    """Whether a file is the video with these settings, and whole.
 
     Args:
-        path: `.mp4` or `.png`; one that is missing is another thing.
+        path: `.mp4` or `.png`, which may be missing.
         settings: as they are stored; of the attention kernel `auto` any will do, as only a loaded model knows it.
     """
     wanted = json.loads(json.dumps(settings))
     try:
         told = read_settings(path, "--save_path")
-    except UsageError:
-        told = None
-    if told is not None:
         if wanted["attention"] == "auto":
             wanted["attention"] = told.get("attention")
-        if told != wanted:
-            return "other"
-    try:
-        frames = read_frames(path)
+        sizes = (wanted["video_length"], *wanted["video_size"])
+        return bool(told == wanted and read_frames(path).shape[:3] == sizes)
     except WangenError:
-        return "torn" if path.is_file() and os.access(path, os.R_OK) else "other"
-    if told is None:
-        return "other"
-    return "made" if frames.shape[:3] == (wanted["video_length"], *wanted["video_size"]) else "torn"
+        return False
 
 
 def place(path: Path, settings: Mapping[str, Any], *, numbered: bool) -> tuple[Path, bool]:
@@ -53,11 +44,32 @@ def place(path: Path, settings: Mapping[str, Any], *, numbered: bool) -> tuple[P
         numbered: where the name is another file's, it gets a number; else that file will be replaced.
     """
     names = (path, *sorted(path.parent.glob(f"{escape(path.stem)}-*{path.suffix}"))) if numbered else (path,)
-    states = {name: state_of(name, settings) for name in names}
-    for name, state in states.items():
-        if state == "made":
+    for name in names:
+        if is_made(name, settings):
             return name, True
     if not numbered:
         return path, False
     more = (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in count(2))
-    return next(name for name in chain([path], more) if states.get(name) == "torn" or not name.exists()), False
+    return next(name for name in chain([path], more) if not (name.exists() or name.is_symlink())), False
+
+
+def place_numbered(whole: Path, path: Path, settings: Mapping[str, Any]) -> Path:
+    """Move a video to a name that is free at this moment, and return it; nothing moves where it is there already.
+
+    Another run may have taken a name since `place` told it.
+
+    Args:
+        whole: its file under a temporary name.
+        path: the name without a number.
+        settings: as they are stored in it.
+
+    Raises:
+        OSError: the disk refused.
+    """
+    while True:
+        name, is_there = place(path, settings, numbered=True)
+        if is_there:
+            return name
+        with suppress(FileExistsError):
+            place_new(whole, name)
+            return name
