@@ -54,6 +54,27 @@ _DISK = {errno.ENOSPC, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, geta
 """Errors that only the user can mend: a full or read-only disk, and missing rights."""
 
 
+_PATH = {
+    errno.ENAMETOOLONG: "give a shorter name",
+    errno.ENOTDIR: "give another path: a file is where a folder would have to be",
+    errno.EEXIST: "give another path: a file is where a folder would have to be",
+    errno.EISDIR: "give another path: a folder has this name",
+    errno.ELOOP: "give another path: this is a link that leads to itself",
+}
+"""What to do when no room and no rights would help, as it is the path that cannot be."""
+
+
+def write_cure(error: OSError) -> str:
+    """What to do when a file cannot be written.
+
+    >>> write_cure(OSError(errno.ENAMETOOLONG, "File name too long"))
+    'give a shorter name'
+    >>> write_cure(OSError(errno.ENOSPC, "No space left on device"))
+    'free space or fix the rights'
+    """
+    return _PATH.get(error.errno or 0, "free space or fix the rights")
+
+
 def in_words(error: OSError) -> WangenError | None:
     """What the system says of a file of the user's, or of a disk; None when it is about neither, and our bug."""
     if error.errno == errno.ENOENT and error.filename is None and _is_nowhere():

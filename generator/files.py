@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from wangen.generator.errors import WangenError
+from wangen.generator.errors import WangenError, write_cure
 
 # Windows refuses to replace or remove a file that a virus scanner or an indexer has open for a moment.
 RETRY_PAUSES_S = (0.05, 0.1, 0.2, 0.4, 0.8)
@@ -158,9 +158,7 @@ def write_text(path: Path, text: str) -> None:
         # A file name of another encoding becomes an escape, which is good JSON.
         write_whole(path, [text.encode("utf-8", "backslashreplace")])
     except OSError as error:
-        raise WangenError(
-            f"cannot write: {error.strerror}", where=str(path), cure="free space or fix the rights"
-        ) from None
+        raise WangenError(f"cannot write: {error.strerror}", where=str(path), cure=write_cure(error)) from None
 
 
 def replace(source: Path, target: Path) -> None:

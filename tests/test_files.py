@@ -43,6 +43,18 @@ def test_a_text_is_written_whole_or_not_at_all(tmp_path):
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["a.txt", "folder"]
 
 
+@pytest.mark.parametrize(
+    ("name", "cure"),
+    [("x" * 256, "a shorter name"), ("a.txt/b.txt", "a file is where a folder"), ("folder", "a folder has this name")],
+)
+def test_a_path_that_cannot_be_is_not_answered_with_free_space(tmp_path, name, cure):
+    write_tree(tmp_path, {"a.txt": "x", "folder/b.txt": "x"})
+    with pytest.raises(WangenError) as error:
+        files.write_text(tmp_path / name, "new")
+    assert cure in error.value.cure
+    assert read_tree(tmp_path) == {"a.txt": b"x", "folder/b.txt": b"x"}
+
+
 def test_what_is_open_for_a_moment_is_replaced_and_removed(tmp_path, busy):
     write_tree(tmp_path, {"a.txt": "old", "b.txt": "x", "c/d.txt": "x"})
     left = [busy(Path, "replace", 3)]

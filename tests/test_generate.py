@@ -115,6 +115,7 @@ def test_guidance_and_both_samplers_give_pictures_of_their_own(tiny_run, tmp_pat
         ({"plain": True, "blocks_to_swap": 1}, "--plain knows no block swap"),
         ({"blocks_to_swap": 3}, "give 0 to 2"),
         ({"changed": True}, "--changed goes with --from"),
+        ({"save_path": Path("x" * 252 + ".mp4")}, "give a shorter name"),
     ],
 )
 def test_what_cannot_work_is_refused_before_a_model_loads(tiny_run, tmp_path, monkeypatch, changes, part):
@@ -134,6 +135,18 @@ def test_a_place_that_cannot_be_written_is_refused_before_sampling(tiny_run, tmp
     (tmp_path / "file").write_text("x")
     with pytest.raises(WangenError, match="cannot make the folder"):
         generate.run(options_for(tiny_run, tmp_path / "file" / "a.mp4"))
+
+
+def test_a_folder_that_is_called_like_a_video_is_refused_before_sampling(tiny_run, tmp_path):
+    (tmp_path / "a.mp4").mkdir()
+    with pytest.raises(UsageError, match=r"--save_path ends in \.mp4 and is a folder"):
+        generate.run(options_for(tiny_run, tmp_path / "a.mp4"))
+
+
+def test_the_longest_name_that_a_file_can_have_is_written(tiny_run, tmp_path):
+    path = tmp_path / ("é" * 125 + "x.mp4")
+    generate.run(options_for(tiny_run, path, infer_steps=1))
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]
 
 
 def test_weights_in_the_wrong_place_are_named(tiny_run, tmp_path):

@@ -133,3 +133,23 @@ def test_a_file_that_is_none_is_refused(tiny_run, tmp_path):
     for name in ("a.mp4", "none.mp4", "none.png"):
         with pytest.raises(UsageError, match="--from cannot be read"):
             generate.run(again(tiny, tmp_path / name, tmp_path / "b.mp4"))
+
+
+@pytest.mark.parametrize("link", [False, True])
+def test_a_file_that_is_read_is_not_replaced(tiny_run, tmp_path, monkeypatch, link):
+    tiny = tiny_task("i2v-14B", tiny_run, tmp_path / "weights")
+    first, frame = tmp_path / "a.png", tmp_path / "frame.png"
+    made(tiny, first, video_length=1)
+    Image.new("RGB", (64, 64)).save(frame)
+    before = first.read_bytes(), frame.read_bytes()
+    monkeypatch.setattr(generate, "identities", lambda *_: pytest.fail("weights were read"))
+    for flag, changes in (
+        ("--from", {"save_path": first, "seed": 9}),
+        ("--image_path", {"save_path": frame, "image_path": frame}),
+    ):
+        if link:
+            changes["save_path"] = tmp_path / f"link{flag}.png"
+            changes["save_path"].hardlink_to(first if flag == "--from" else frame)
+        with pytest.raises(UsageError, match=f"--save_path is the file of {flag}, which would be replaced"):
+            generate.run(again(tiny, first, tmp_path, **changes))
+    assert (first.read_bytes(), frame.read_bytes()) == before

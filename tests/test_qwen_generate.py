@@ -71,7 +71,7 @@ def test_an_edited_picture_is_the_pipeline_s(tiny_qwen: TinyQwen, tmp_path: Path
     assert_same_picture(made(tmp_path), theirs)
 
 
-def test_a_picture_from_two_is_the_pipeline_s(tiny_qwen: TinyQwen, tmp_path: Path, monkeypatch):
+def test_a_picture_from_two_is_the_pipeline_s(tiny_qwen: TinyQwen, tmp_path: Path, monkeypatch, capsys):
     from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as module
 
     smaller(monkeypatch, "qwen-image-edit-plus", 8)
@@ -92,6 +92,8 @@ def test_a_picture_from_two_is_the_pipeline_s(tiny_qwen: TinyQwen, tmp_path: Pat
     assert main([*again, "--control_image_path", *paths]) == 0
     assert (tmp_path / "again.png").read_bytes() == (tmp_path / "made.png").read_bytes()
     assert main([*again, "--control_image_path", *reversed(paths)]) != 0
+    assert main([*again, "--control_image_path", *paths, "--save_path", paths[1]]) == 2
+    assert "is the file of --control_image_path" in capsys.readouterr().err
 
 
 def test_swapped_blocks_make_the_same_picture(tiny_qwen: TinyQwen, tmp_path: Path):

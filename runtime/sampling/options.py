@@ -12,7 +12,7 @@ import torch
 from wangen.generator.adapter_parts import is_dora_of_parts
 from wangen.generator.dataset import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 from wangen.generator.edit_tasks import task_warning
-from wangen.generator.errors import UsageError
+from wangen.generator.errors import UsageError, write_cure
 from wangen.generator.experts import ORDER, choose_boundary, expect_two_experts, seem_swapped
 from wangen.generator.formats import Header
 from wangen.generator.generate_step import DEFAULT_SEED
@@ -249,7 +249,7 @@ def files_of(options: Generate, prompts: Sequence[SamplePrompt]) -> list[Path]:
     """The file of each video; in a folder they are named by prompt and seed.
 
     Raises:
-        UsageError: `--save_path` names a file of another kind, or one for several videos.
+        UsageError: `--save_path` names a file of another kind, one for several videos, or one that is read.
     """
     path, ending = options.save_path, options.save_path.suffix.lower()
     if ending in OTHER_MEDIA:
@@ -260,6 +260,7 @@ def files_of(options: Generate, prompts: Sequence[SamplePrompt]) -> list[Path]:
             raise UsageError(f"--save_path names one file for {len(prompts)} videos", cure="name a folder")
         if ending == ".png" and prompts[0].frames != 1:
             raise UsageError("a .png holds one frame", cure="give --video_length 1 or save to .mp4")
+        _refuse_place(path, options.repeat, prompts[0])
         return [path]
     several = len(prompts) > options.num_videos
     files = []
@@ -267,6 +268,25 @@ def files_of(options: Generate, prompts: Sequence[SamplePrompt]) -> list[Path]:
         stem = f"{index // options.num_videos + 1:03d}-seed-{prompt.seed}" if several else f"seed-{prompt.seed}"
         files.append(path / f"{stem}.{'png' if prompt.frames == 1 else 'mp4'}")
     return files
+
+
+def _refuse_place(path: Path, repeated: Path | None, prompt: SamplePrompt) -> None:
+    """A name that no file can have, or that of a file which is read and would be gone."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as error:
+        raise UsageError(f"--save_path: {error.strerror}", where=str(path), cure=write_cure(error)) from None
+    if path.is_dir():
+        raise UsageError(
+            f"--save_path ends in {path.suffix} and is a folder", where=str(path), cure="name a file in it"
+        )
+    read = [("--from", repeated), ("--image_path", prompt.image)]
+    for flag, file in read + [("--control_image_path", one) for one in prompt.controls]:
+        if file is not None and path.samefile(file):
+            raise UsageError(f"--save_path is the file of {flag}, which would be replaced", where=str(path),
+                             cure="give another --save_path")  # fmt: skip
 
 
 def names_file(save_path: Path) -> bool:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from wangen.generator.errors import UsageError, WangenError
+from wangen.generator.errors import UsageError, WangenError, write_cure
 from wangen.generator.files import replace, temporary_beside
 from wangen.generator.pictures import open_picture
 from wangen.generator.videos import open_video
@@ -84,9 +84,7 @@ def write_frames(
             return place(temporary)
         replace(temporary, path)
     except OSError as error:
-        raise WangenError(
-            f"cannot write: {error.strerror}", where=str(path), cure="free space or fix the rights"
-        ) from None
+        raise WangenError(f"cannot write: {error.strerror}", where=str(path), cure=write_cure(error)) from None
     finally:
         with suppress(OSError):
             temporary.unlink()
