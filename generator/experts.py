@@ -12,6 +12,7 @@ from wangen.generator.formats import Header, TensorInfo
 from wangen.generator.formats.raw import float8, read_numbers
 from wangen.generator.headers import identity, read_header
 from wangen.generator.kinds import noise_of
+from wangen.generator.lora_config import lora_file
 from wangen.profiles import Model
 
 # Small tensors that are stored unquantised, in the original names and in those of diffusers.
@@ -101,6 +102,33 @@ def expect_two_experts(low: Path, high: Path) -> None:
 def seem_swapped(low: Path, high: Path) -> bool:
     """Whether the names of both files say the other expert; names are a hint, no more."""
     return (noise_of(low), noise_of(high)) == ("high", "low")
+
+
+def expert_of(dit: Path, flag: str) -> str:
+    """Which expert a transformer is, `low` or `high`: what training noted in its header, or its name says; or nothing.
+
+    Raises:
+        WangenError: as `headers.read_header`.
+    """
+    noted = read_header(dit, flag).metadata.get("wangen.expert", "").removesuffix("_noise")
+    return noted if noted in ("low", "high") else noise_of(dit)
+
+
+def lora_of_the_other(path: Path, flag: str, own: str) -> str:
+    """A sentence where a LoRA's header says that it was trained for the other expert; else nothing.
+
+    Args:
+        path: the LoRA, as it was given.
+        flag: that it was given to.
+        own: the expert that it is to change, `low` or `high`.
+
+    Raises:
+        WangenError: as `headers.read_header`.
+    """
+    other = {"low": "high", "high": "low"}[own]
+    if read_header(lora_file(path), flag).metadata.get("wangen.expert") != f"{other}_noise":
+        return ""
+    return f"{flag} {path} was trained for the {other}-noise expert"
 
 
 def _find(header: Header, names: Sequence[str]) -> TensorInfo | None:

@@ -251,8 +251,8 @@ class Export(Step):
     overwrite: bool = flag("replace whatever else is at --save_path", False)
     layout: tuple[Literal["comfyui", "kohya", "diffusers", "peft", "original"], ...] = flag(
         "layouts to convert to (comfyui: read by ComfyUI, diffusers and most trainers; kohya: musubi-tuner and "
-        "ComfyUI; diffusers; peft); every further one gets its name as a suffix; of a whole transformer original "
-        "(ComfyUI and the official code) or diffusers", ("comfyui",), names=("target",),
+        "ComfyUI; diffusers; peft), of a LoRA comfyui by default; every further one gets its name as a suffix; of a "
+        "whole transformer original or comfyui (both the official names) or diffusers", (), names=("target",),
         values={"default": "kohya", "other": "comfyui"},
     )  # fmt: skip
     dtype: ExportDtype | None = flag(

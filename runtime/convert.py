@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,7 +13,7 @@ from wangen.generator.errors import UsageError
 from wangen.generator.files import write_text
 from wangen.generator.formats import Header
 from wangen.generator.headers import read_header
-from wangen.generator.kinds import judge
+from wangen.generator.kinds import Facts, judge
 from wangen.generator.lora_config import (
     ADAPTER_FILE,
     CONFIG_FILE,
@@ -91,7 +92,8 @@ def convert(
         layouts: at least one; the first goes to `save_path`, the others get their name as a suffix.
         dtype: torch's name of a dtype for the matrices; None keeps what is stored.
         save_path: a `.safetensors`; for peft alone also a folder, which gets an `adapter_config.json`.
-        overwrite: replace any file that is in the way; without it only an adapter of the same kind is.
+        overwrite: replace any file that is in the way; without it only an adapter of the same kind is, and where the
+            name has a layout as its suffix only a converted one.
 
     Raises:
         WangenError: no adapter that is read, a layout or dtype that it cannot have, a number that the dtype cannot
@@ -106,8 +108,13 @@ def convert(
     require_writable(files[layouts[0]].parent)
     judged = judge(header)
     own = judged.kind, judged.words
+
+    def ours(there: Facts, *, named: bool) -> bool:
+        """Only by name may a LoRA that nobody converted be replaced: it may be what somebody trained."""
+        return (there.kind, there.words) == own and (named or CONVERTED in there.metadata)
+
     for target in files.values():
-        require_free(target, [file], lambda there: (there.kind, there.words) == own, overwrite)
+        require_free(target, [file], partial(ours, named=target == files[layouts[0]]), overwrite)
         _refuse_config(target, folder, overwrite)
     if original.lora is None:
         made = {layout: _make_adapter(original, layout, wanted) for layout in layouts}

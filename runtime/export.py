@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from wangen.generator.errors import UsageError, many
+from wangen.generator.experts import expert_of, lora_of_the_other
 from wangen.generator.files import write_text
 from wangen.generator.lora_config import is_safetensors, lora_file, lora_identity
 from wangen.generator.session import Report
@@ -55,8 +56,9 @@ def _refuse(options: Export) -> None:
             )
         if options.save_path and options.save_path.suffix.lower() != ".json":
             raise UsageError("--metadata writes JSON", cure="end --save_path in .json, or leave it out to print")
+        _refuse_beside_metadata(options)
         return
-    converts_dit = options.dit is not None and options.layout != ("comfyui",)
+    converts_dit = options.dit is not None and bool(options.layout)
     if not (options.lora_weight or converts_dit) or not options.save_path:
         needed = {"--lora_weight": options.lora_weight or converts_dit, "--save_path": options.save_path}
         missing = " and ".join(flag for flag, value in needed.items() if not value)
@@ -72,8 +74,6 @@ def _refuse(options: Export) -> None:
         raise UsageError("--lora_multiplier belongs to merging", cure="give --dit, or leave it out")
     elif options.dtype == "fp8_scaled":
         raise UsageError("fp8_scaled is for whole checkpoints", cure="give --dtype float8_e4m3fn for a LoRA")
-    elif not options.layout:
-        raise UsageError("--layout is empty", cure="leave it out for comfyui")
     elif "original" in options.layout:
         raise UsageError("--layout original is for whole transformers",
                          cure="leave it out: in comfyui a LoRA has the official names")  # fmt: skip
@@ -87,13 +87,23 @@ def _refuse(options: Export) -> None:
         raise UsageError("a peft file cannot tell the alpha that float8 needs", cure="write a peft folder by itself")
 
 
+def _refuse_beside_metadata(options: Export) -> None:
+    """What only writing weights would read."""
+    given = [f"--{name}" for name in ("lora_multiplier", "layout", "dtype") if getattr(options, name)]
+    if options.overwrite and not options.save_path:
+        given.append("--overwrite")
+    if given:
+        raise UsageError(f"--metadata reads a header and converts nothing: {', '.join(given)} would do nothing",
+                         cure="leave out either")  # fmt: skip
+
+
 def _refuse_whole(options: Export, save_path: Path) -> None:
     multipliers, loras = len(options.lora_multiplier), len(options.lora_weight)
     if multipliers and multipliers != loras:
         raise UsageError(f"{loras} --lora_weight and {multipliers} --lora_multiplier",
                          cure="give one multiplier per LoRA, or none")  # fmt: skip
     layout = _whole_layout(options)
-    if options.layout != (layout or "comfyui",):
+    if options.layout and layout is None:
         raise UsageError("a whole transformer is written in one layout, original or diffusers",
                          cure="give one of the two, or merge without --layout to keep the names")  # fmt: skip
     if layout == "diffusers" and options.dtype in ("float8_e4m3fn", "fp8_scaled"):
@@ -106,7 +116,7 @@ def _refuse_whole(options: Export, save_path: Path) -> None:
 
 def _whole_layout(options: Export) -> "TransformerLayout | None":
     """The layout of a whole transformer that is asked for; None: none, or not one alone."""
-    if options.layout == ("original",):
+    if options.layout in (("original",), ("comfyui",)):  # ComfyUI reads the official names
         return "original"
     return "diffusers" if options.layout == ("diffusers",) else None
 
@@ -143,7 +153,7 @@ def _convert(options: Export, path: Path, save_path: Path) -> Report:
     from wangen.runtime.convert import convert
 
     file = lora_file(path)
-    layouts = tuple(dict.fromkeys(layout for layout in options.layout if layout != "original"))
+    layouts = tuple(dict.fromkeys(layout for layout in options.layout if layout != "original")) or ("comfyui",)
     converted = convert(path, layouts, options.dtype, save_path,
                         overwrite=options.overwrite)  # fmt: skip
     for layout, written in converted.files.items():
@@ -168,6 +178,10 @@ def _merge(options: Export, dit: Path, save_path: Path) -> Report:
         Source(lora_file(path), lora_identity(path), read_lora(path), multiplier)
         for path, multiplier in zip(options.lora_weight, multipliers, strict=True)
     ]
+    own = expert_of(dit, "--dit")
+    for path in options.lora_weight if own else ():
+        if warning := lora_of_the_other(path, "--lora_weight", own):
+            log.warning("  %s, and is merged into the %s-noise one", warning, own)
     layout = _whole_layout(options)
     merged = merge(dit, sources, save_path, options.dtype, layout=layout, overwrite=options.overwrite)
     for source, left_out in zip(sources, merged.left_out, strict=True):

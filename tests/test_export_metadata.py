@@ -40,6 +40,8 @@ from wangen.runtime.lora import read_lora, to_layout
         ),
         (["--metadata"], "reads one file, 0 are given"),
         (["--metadata", "--lora_weight", "a", "--save_path", "b.txt"], "end --save_path in .json"),
+        (["--metadata", "--lora_weight", "a", "--layout", "kohya", "--dtype", "bf16"], "--layout, --dtype would do"),
+        (["--metadata", "--lora_weight", "a", "--lora_multiplier", "1", "--overwrite"], "--lora_multiplier, --overwr"),
         (["--lora_weight", "a", "--diffusers_prefix", "x"], "every known prefix is read"),
     ],
 )
@@ -79,6 +81,14 @@ def test_metadata_are_printed_with_what_is_nested_in_them(tmp_path: Path, capsys
     assert sum(sum(names.values()) for names in adapters.values()) == len(lora)
     assert found["tensors"] == 3 * len(lora)
     assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors"], "looking leaves nothing behind"
+
+
+def test_the_page_shows_what_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    page = (Path(__file__).parent.parent / "docs/export.md").read_text(encoding="utf-8")
+    shown = page.split("$ wangen export --metadata --lora_weight out/cats.safetensors\n")[1].split("…")[0].rstrip()
+    convert(LORAS["t2v21"], tmp_path / "cats.safetensors", "--dtype", "bfloat16")
+    assert main(["export", "--metadata", "--lora_weight", str(tmp_path / "cats.safetensors")]) == 0
+    assert capsys.readouterr().out.startswith(shown)
 
 
 def test_metadata_say_when_no_alpha_is_stored_and_what_is_not_understood(tmp_path: Path, capsys):

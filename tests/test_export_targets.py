@@ -100,6 +100,18 @@ def test_all_targets_are_looked_at_before_the_first_is_written(tmp_path: Path, c
     assert not (tmp_path / "dogs.safetensors").exists()
 
 
+def test_a_lora_under_a_name_that_nobody_gave_stays_unless_it_was_converted(tmp_path: Path, capsys):
+    lora(tmp_path / "cats-kohya.safetensors")
+    words = converting(tmp_path / "cats.safetensors", "--layout", "comfyui", "kohya")
+    assert main(words) == 2
+    told = capsys.readouterr().err
+    assert "a LoRA for Wan is there and would be replaced" in told
+    assert "cats-kohya.safetensors" in told
+    assert (tmp_path / "cats-kohya.safetensors").read_bytes() == T2V.read_bytes()
+    assert main([*words, "--overwrite"]) == 0
+    assert main(words) == 0  # now both are converted ones
+
+
 def test_a_layout_that_the_dtype_cannot_hold_ends_it_before_the_first_is_written(tmp_path: Path, capsys):
     """Only where the scale is multiplied into the matrices are the numbers too large, however it is shared out."""
     wide = {"blocks.0.attn1.to_q": type(every_module("t2v21", scales=(1,))["blocks.0.attn1.to_q"])(

@@ -216,6 +216,14 @@ def test_a_lora_may_be_merged_on_the_way(tmp_path: Path):
     )
 
 
+@pytest.mark.parametrize("more", [(), ("--lora_weight", str(LORAS["t2v21"]))])
+def test_comfyui_that_is_asked_for_is_the_official_names(tmp_path: Path, more: tuple[str, ...]):
+    folder = export(DIT, tmp_path / "transformer", "diffusers")
+    meant = load_file(export(folder, tmp_path / "original.safetensors", "original", *more))
+    same(load_file(export(folder, tmp_path / "comfyui.safetensors", "comfyui", *more)), meant)
+    assert "blocks.0.self_attn.q.weight" in meant
+
+
 def test_no_more_than_one_tensor_is_in_memory(tmp_path: Path, monkeypatch):
     alive: list[weakref.ref[torch.Tensor]] = []
     most, made, real = 0, 0, merging.read_tensor

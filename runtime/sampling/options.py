@@ -13,7 +13,7 @@ from wangen.generator.adapter_parts import is_dora_of_parts
 from wangen.generator.dataset import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 from wangen.generator.edit_tasks import task_warning
 from wangen.generator.errors import UsageError, write_cure
-from wangen.generator.experts import ORDER, choose_boundary, expect_two_experts, seem_swapped
+from wangen.generator.experts import ORDER, choose_boundary, expect_two_experts, lora_of_the_other, seem_swapped
 from wangen.generator.formats import Header
 from wangen.generator.generate_step import DEFAULT_SEED
 from wangen.generator.headers import read_header
@@ -240,9 +240,8 @@ def _refuse_lora(path: Path, flag: str, transformer: Header, strength: float) ->
     if strength not in (0, 1) and any(map(is_dora_of_parts, modules.values())):
         raise UsageError(f"a DoRA at strength {strength:g}", where=str(file),
                          cure="give it the strength 1: it scales whole weights")  # fmt: skip
-    expert, own = header.metadata.get("wangen.expert"), "high_noise" if flag.endswith("high_noise") else "low_noise"
-    if expert and expert != own:
-        log.warning("  %s %s was trained for the %s expert", flag, path, expert.replace("_", "-"))
+    if warning := lora_of_the_other(path, flag, "high" if flag.endswith("high_noise") else "low"):
+        log.warning("  %s", warning)
 
 
 def files_of(options: Generate, prompts: Sequence[SamplePrompt]) -> list[Path]:

@@ -12,11 +12,9 @@ from wangen import profiles
 from wangen.generator.adapter_settings import loraplus_ratio
 from wangen.generator.edit_tasks import task_warning
 from wangen.generator.errors import UsageError
-from wangen.generator.experts import ORDER, choose_boundary, expect_two_experts
+from wangen.generator.experts import ORDER, choose_boundary, expect_two_experts, lora_of_the_other
 from wangen.generator.formats import Header
-from wangen.generator.headers import read_header
 from wangen.generator.kinds import expect, noise_of
-from wangen.generator.lora_config import lora_file
 from wangen.generator.memory_presets import resolve_vram
 from wangen.generator.steps import Train
 from wangen.generator.tasks import require_supported
@@ -204,11 +202,10 @@ def _refuse_blocks(options: Train, header: Header) -> None:
 def _warn_of_the_other_expert(options: Train) -> None:
     """Say which file seems to be the other expert's, by its name or a LoRA's header, or is not used."""
     for path in options.base_weights:
-        trained_for = _expert_of(path, "--base_weights")
-        for own, other in (("low", "high"), ("high", "low")):
-            if trained_for == f"{other}_noise" and options.experts in ("both", own):
-                log.warning("  --base_weights %s was trained for the %s-noise expert, and is merged into the %s-noise "
-                            "one too", path, other, own)  # fmt: skip
+        for own in ("low", "high"):
+            warning = lora_of_the_other(path, "--base_weights", own)
+            if warning and options.experts in ("both", own):
+                log.warning("  %s, and is merged into the %s-noise one too", warning, own)
     starts = options.network_weights or options.network_weights_high_noise
     for own, other, dit, lora in (
         ("low", "high", "dit", "network_weights"),
@@ -223,10 +220,5 @@ def _warn_of_the_other_expert(options: Train) -> None:
             log.warning("  --%s is named %s: is it the %s-noise expert? %s", dit, path.name, other, ORDER)
         if options.experts == "both" and starts and start is None:
             log.warning("  the %s-noise expert starts from nothing: its adapter would be --%s", own, lora)
-        if start and _expert_of(start, f"--{lora}") == f"{other}_noise":
-            log.warning("  --%s %s was trained for the %s-noise expert", lora, start, other)
-
-
-def _expert_of(path: Path, flag: str) -> str | None:
-    """The expert that a LoRA's header says it was trained for."""
-    return read_header(lora_file(path), flag).metadata.get("wangen.expert")
+        if start and (warning := lora_of_the_other(start, f"--{lora}", own)):
+            log.warning("  %s", warning)
