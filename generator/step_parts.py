@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from wangen.generator.errors import UsageError
 from wangen.generator.table import SMOKE, Step, flag
 
 Attention = Literal["auto", "sdpa", "flash", "flash3", "xformers", "sage"]
@@ -60,6 +61,17 @@ def of_try(lora: Path) -> Path:
     ('outputs/wan2.1_cats/smoke', 'cats.safetensors')
     """
     return lora if lora.suffix in (".safetensors", ".pt", ".pth", ".ckpt", ".bin") else lora / SMOKE
+
+
+def require_try(path: Path, flag: str) -> None:
+    """See that the folder of a try is there, where one is named in the folder of a run.
+
+    Raises:
+        UsageError: it is not.
+    """
+    if path.name == SMOKE and path.parent.is_dir() and not path.exists():
+        raise UsageError(f"{flag}: no try of a training is in this folder", where=str(path.parent),
+                         cure="run train with --smoke first")  # fmt: skip
 
 
 def vae_tile(default: int | None = 0) -> Any:

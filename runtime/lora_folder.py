@@ -16,6 +16,7 @@ from wangen.generator.errors import WangenError
 from wangen.generator.headers import read_header
 from wangen.generator.kinds import kind_of
 from wangen.generator.lora_config import ADAPTER_FILE, DIFFUSERS_FILE
+from wangen.generator.step_parts import require_try
 
 log = logging.getLogger("wangen")
 
@@ -78,8 +79,10 @@ def find_lora(path: Path, flag: str, expert: str = "") -> Path:
         expert: `high_noise` or `low_noise`: whose LoRA is wanted, where the folder has one for each.
 
     Raises:
+        UsageError: the folder of a try is not there.
         WangenError: the folder holds no LoRA for this, or those of several runs or experts; a file in it is damaged.
     """
+    require_try(path, flag)
     if not _is_run(path):
         return path
     found = lora_checkpoints(path)

@@ -11,6 +11,7 @@ from wangen.generator.cli import main
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.lora_config import lora_identity
 from wangen.runtime import train
+from wangen.runtime.evaluation.candidates import find_candidates
 from wangen.runtime.lora_folder import find_lora, lora_checkpoints, of_last_run
 
 FLAG = "--lora_weight"
@@ -128,6 +129,16 @@ def test_a_folder_without_a_lora_is_refused_and_a_damaged_one_named(tmp_path, fo
     with pytest.raises(WangenError) as error:
         chosen(tmp_path)
     assert error.value.where.endswith("cats.safetensors")
+
+
+def test_the_folder_of_a_try_that_did_not_run_is_answered_with_the_try(folder):
+    made = folder("cats")
+    with pytest.raises(UsageError, match=f"{FLAG}: no try of a training is in this folder") as error:
+        find_lora(made / "smoke", FLAG)
+    assert (error.value.where, "--smoke first" in error.value.cure) == (str(made), True)
+    with pytest.raises(UsageError, match="no try of a training"):
+        find_candidates([made / "smoke"], [], experts=False)
+    assert find_lora(made / "gone/smoke", FLAG) == made / "gone/smoke"  # the reader says that it is not there
 
 
 def test_files_and_folders_of_peft_and_diffusers_stay_as_they_are(tmp_path, folder, lora):

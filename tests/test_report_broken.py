@@ -7,7 +7,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import torch
+from PIL import Image
 from report_runs import Page, evaluation, page_of, spoiled, step_line, write_metrics
+from safetensors.torch import save_file
 
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.steps import MakeReport
@@ -38,6 +41,37 @@ def test_wrong_flags_are_refused_before_anything_is_written(tmp_path, changes, f
     with pytest.raises(UsageError, match=found):
         make.run(MakeReport(**{"output_dir": folder, **changes}))
     assert [path.name for path in folder.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_try_that_did_not_run_is_answered_with_the_try(tmp_path):
+    folder = write_metrics(tmp_path / "run", [step_line(1)])
+    with pytest.raises(UsageError, match="no try of a training is in this folder") as error:
+        make.run(MakeReport(output_dir=folder, smoke=True).effective())
+    assert (error.value.where, "--smoke first" in error.value.cure) == (str(folder), True)
+
+
+@pytest.mark.parametrize("flag", ["dataset_config", "manifest"])
+def test_a_dataset_that_is_given_and_not_there_is_said(tmp_path, caplog, flag):
+    page_of(write_metrics(tmp_path / "run", [step_line(1)]))
+    assert not caplog.text
+    page_of(tmp_path / "run", **{flag: tmp_path / "gone.jsonl"})
+    assert caplog.text.count(f"the dataset is not there: {tmp_path / 'gone.jsonl'}") == 1
+
+
+def test_of_a_run_that_left_only_samples_there_is_a_page(tmp_path):
+    (tmp_path / "samples").mkdir()
+    Image.new("RGB", (8, 8)).save(tmp_path / "samples/cats-step00000010-1.png")
+    assert "cats" in Page(page_of(tmp_path)).text
+    with pytest.raises(UsageError, match="this folder has no run 'dogs'") as error:
+        make.run(MakeReport(output_dir=tmp_path, output_name="dogs"))
+    assert error.value.cure == "one of cats"
+
+
+def test_a_lora_of_another_run_is_a_trace_of_that_one(tmp_path):
+    save_file({"a": torch.zeros(1)}, tmp_path / "cats-step00000010.safetensors")
+    with pytest.raises(UsageError, match="this folder has no run 'dogs'") as error:
+        make.run(MakeReport(output_dir=tmp_path, output_name="dogs"))
+    assert error.value.cure == "one of cats"
 
 
 def test_a_page_of_numbers_alone_says_what_it_does_not_know(tmp_path):

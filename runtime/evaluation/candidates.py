@@ -8,6 +8,7 @@ from pathlib import Path
 from wangen.generator.errors import UsageError, WangenError, many
 from wangen.generator.headers import read_header
 from wangen.generator.lora_config import lora_file, lora_identity
+from wangen.generator.step_parts import require_try
 from wangen.runtime.evaluation.tables import Candidate
 from wangen.runtime.evaluation_file import BASE
 from wangen.runtime.lora_folder import EXPERTS, Checkpoint, lora_checkpoints, of_last_run
@@ -27,7 +28,7 @@ def find_candidates(files: Sequence[Path], high_noise: Sequence[Path], *, expert
         experts: the model has two.
 
     Raises:
-        UsageError: the flags do not fit together.
+        UsageError: the flags do not fit together, or the folder of a try is not there.
         WangenError: a folder holds no LoRA, or a file is none.
     """
     if high_noise and not experts:
@@ -37,6 +38,7 @@ def find_candidates(files: Sequence[Path], high_noise: Sequence[Path], *, expert
                          cure="give one for each, or a training run's folder")  # fmt: skip
     found: list[Candidate] = []
     for number, path in enumerate(files):
+        require_try(path, FLAG)
         if path.is_dir() and not high_noise:
             found += _of_run(path, experts=experts)
         elif high_noise:

@@ -191,11 +191,11 @@ def read_run(folder: Path, name: str | None, metrics: MetricsLog | None = None) 
     names = _names(records) or ([str(trained)] if trained else [])
     if name is not None and names and name not in names:
         raise UsageError(f"this folder has no run {name!r}", where=str(folder), cure=f"one of {', '.join(names)}")
-    known = name or (names[-1] if names else _name_of_files(folder))
+    known = name or (names[-1] if names else next(iter(_names_of_files(folder)), ""))
     chosen = known or folder.name
     if trained and str(trained) != chosen:
         del reports["train"]
-    return RunFiles(
+    found = RunFiles(
         folder=folder,
         name=chosen,
         others=tuple(other for other in names if other != chosen),
@@ -207,6 +207,9 @@ def read_run(folder: Path, name: str | None, metrics: MetricsLog | None = None) 
         problems=problems,
         wrote_last=not names or names[-1] == chosen,
     )
+    if name is not None and found.is_empty and (there := _names_of_files(folder)):
+        raise UsageError(f"this folder has no run {name!r}", where=str(folder), cure=f"one of {', '.join(there)}")
+    return found
 
 
 def is_file(path: Path) -> bool:
@@ -259,10 +262,12 @@ def _name_of(record: Record, otherwise: str) -> str:
     return str(record.get("output_name", otherwise)).removesuffix(f"_{record.get('expert')}")
 
 
-def _name_of_files(folder: Path) -> str:
-    """The name of a run of which only saved files are left; empty without them."""
-    names = {re.sub(f"{_EXPERT}{_ENDING}$", "", path.stem) for path in folder.glob("*.safetensors")}
-    return min(names, key=lambda name: (len(name), name), default="")
+def _names_of_files(folder: Path) -> list[str]:
+    """The names of runs of which only LoRAs or samples are left, the shortest first."""
+    loras = {re.sub(f"{_EXPERT}{_ENDING}$", "", path.stem) for path in folder.glob("*.safetensors")}
+    samples = [re.fullmatch(f"(?P<run>.+?){_SAMPLE}", path.name) for path in folder.glob(f"{SAMPLES}/*")]
+    names = loras or {match["run"] for match in samples if match}
+    return sorted(names, key=lambda name: (len(name), name))
 
 
 def _lora_names(name: str) -> re.Pattern[str]:
