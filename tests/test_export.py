@@ -301,3 +301,20 @@ def test_merging_says_which_modules_were_left_out(tmp_path: Path, capsys: pytest
     words = ["--dit", DITS["dit_t2v21"], "--lora_weight", lora, "--save_path", tmp_path / "merged.safetensors"]
     assert main(["export", *map(str, words)]) == 0
     assert "1 module not in this checkpoint and left out: blocks.0.attn2.add_k_proj" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("noted", [False, True])
+@pytest.mark.parametrize(("own", "other"), [("low", "high"), ("high", "low")])
+def test_merging_says_that_a_lora_is_of_the_other_expert(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], own: str, other: str, noted: bool
+):
+    dit = tmp_path / (f"wan2.2_t2v_{own}_noise_14B.safetensors" if not noted else "mine.safetensors")
+    save_file(load_file(DITS["dit_t2v21"]), dit, {"wangen.expert": f"{own}_noise"} if noted else None)
+    lora, told = tmp_path / "lora.safetensors", []
+    for trained_for in (other, own):
+        save_file(load_file(LORAS["t2v21"]), lora, {"wangen.expert": f"{trained_for}_noise"})
+        words = ["--dit", str(dit), "--lora_weight", str(lora), "--save_path", str(tmp_path / "merged.safetensors")]
+        assert main(["export", *words]) == 0
+        told.append(capsys.readouterr().err)
+    sentence = f"{lora} was trained for the {other}-noise expert, and is merged into the {own}-noise one"
+    assert [sentence in one for one in told] == [True, False]

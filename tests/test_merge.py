@@ -15,7 +15,6 @@ from parity import DITS, VECTORS, max_abs
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from wangen.generator.cli import main
 from wangen.generator.errors import UsageError, WangenError
 from wangen.runtime import safetensors_file
 from wangen.runtime.lora import Lora, LoraWeight, apply_lora, read_lora
@@ -368,21 +367,6 @@ def test_modules_that_the_checkpoint_lacks_are_named(tmp_path: Path):
     done = merge(T2V, [source(lora)], tmp_path / "merged.safetensors", None)
     assert done.left_out == (["blocks.0.attn2.add_k_proj"],)
     assert done.num_changed == 20
-
-
-@pytest.mark.parametrize("noted", [False, True])
-@pytest.mark.parametrize(("own", "other"), [("low", "high"), ("high", "low")])
-def test_a_lora_of_the_other_expert_is_said(tmp_path: Path, capsys, own: str, other: str, noted: bool):
-    dit = tmp_path / (f"wan2.2_t2v_{own}_noise_14B.safetensors" if not noted else "mine.safetensors")
-    save_file(load_file(T2V), dit, {"wangen.expert": f"{own}_noise"} if noted else None)
-    lora, told = tmp_path / "lora.safetensors", []
-    for trained_for in (other, own):
-        save_file(load_file(LORAS["t2v21"]), lora, {"wangen.expert": f"{trained_for}_noise"})
-        words = ["--dit", str(dit), "--lora_weight", str(lora), "--save_path", str(tmp_path / "merged.safetensors")]
-        assert main(["export", *words]) == 0
-        told.append(capsys.readouterr().err)
-    sentence = f"{lora} was trained for the {other}-noise expert, and is merged into the {own}-noise one"
-    assert [sentence in one for one in told] == [True, False]
 
 
 @pytest.mark.parametrize("case", ["nothing", "one of two", "size", "dit", "disk", "itself", "strength", "range"])
