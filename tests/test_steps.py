@@ -15,7 +15,7 @@ from wangen.generator.commands import convert, parse
 from wangen.generator.entry import OVERVIEW
 from wangen.generator.errors import UsageError
 from wangen.generator.lint.tools import musubi_specs
-from wangen.generator.steps import STEPS, CacheLatents, CacheText, Generate, Train, find_step
+from wangen.generator.steps import STEPS, CacheLatents, CacheText, Evaluate, Generate, Train, find_step
 from wangen.generator.table import Option, Step, options, spellings
 
 TRAIN = ["--dataset_config", "d.toml", "--dit", "m.safetensors", "--output_dir", "out", "--output_name", "cats"]
@@ -147,7 +147,9 @@ def test_a_list_that_an_empty_variable_left_is_left_out(words, caplog):
         (Train, [*TRAIN, "--sample_prompts", ""], ["--sample_prompts is empty", "leave it out"]),
         (Train, [], ["train needs --dataset_config or --manifest, --output_dir, --output_name"]),
         (Train, [*TRAIN, "--manifest", "m.jsonl"], ["--dataset_config and --manifest contradict each other"]),
-        (Generate, ["--video_size", "480"], ["--video_size"]),
+        (Generate, ["--video_size", "480"], ["--video_size takes 2 values, got 480", "give height and width"]),
+        (Generate, ["--video-size", "480", "--save_path", "x"], ["2 values, got 480", "give height and width"]),
+        (Evaluate, ["--video_size", "--seed", "1"], ["--video_size takes 2 values, got none", "give height and width"]),
     ],
 )
 def test_a_wrong_line_is_answered_with_the_cure(step, words, parts):

@@ -20,7 +20,13 @@ log = logging.getLogger("wangen")
 
 SAMPLERS: tuple[Literal["unipc", "dpm++", "euler"], ...] = ("unipc", "dpm++", "euler")
 MAX_STEPS = 1000
+MAX_SIDE_PX = 1 << 14
+MAX_FRAMES = (1 << 14) - 3  # 4n+1
 MAX_SEED = 2**63 - 1
+
+FLAGS = {"width": "--video_size", "height": "--video_size", "frame_count": "--video_length", "seed": "--seed",
+         "sample_steps": "--infer_steps"}  # fmt: skip
+"""The flags of `generate` that stand for what a prompt does not say."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,6 +195,11 @@ def _words(values: Mapping[str, Any], key: str, default: str, where: str) -> str
     return found
 
 
+def _told(values: Mapping[str, Any], key: str) -> str:
+    """What was given: a key of a prompt's own, or else the flag that stands for all prompts."""
+    return key if key in values else FLAGS.get(key, key)
+
+
 def _integer(values: Mapping[str, Any], key: str, default: int, where: str, least: int, most: int) -> int:
     found = values.get(key, default)
     try:
@@ -196,8 +207,8 @@ def _integer(values: Mapping[str, Any], key: str, default: int, where: str, leas
         if isinstance(found, bool) or (isinstance(found, float) and number != found) or not least <= number <= most:
             raise ValueError
     except (TypeError, ValueError, OverflowError):
-        raise UsageError(f"{key} {found!r} is no whole number from {least} to {most}", where=where,
-                         cure=f"use for example {max(default, least)}") from None  # fmt: skip
+        raise UsageError(f"{_told(values, key)} {found!r} is no whole number from {least} to {most}", where=where,
+                         cure=f"use for example {min(max(default, least), most)}") from None  # fmt: skip
     return number
 
 
@@ -215,7 +226,7 @@ def _number(values: Mapping[str, Any], key: str, default: float, where: str) -> 
 
 
 def _side(values: Mapping[str, Any], key: str, default: int, step_px: int, where: str) -> int:
-    side = _integer(values, key, default, where, 1, 1 << 14)
+    side = _integer(values, key, default, where, 1, MAX_SIDE_PX)
     if side % step_px:
         nearest = max(step_px, round(side / step_px) * step_px)
         raise UsageError(f"{key} {side} is no multiple of {step_px}", where=where, cure=f"use {nearest}")
@@ -223,9 +234,11 @@ def _side(values: Mapping[str, Any], key: str, default: int, step_px: int, where
 
 
 def _frames(values: Mapping[str, Any], default: int, model: Model, where: str) -> int:
-    frames, stride = _integer(values, "frame_count", default, where, 1, 1 << 14), model.temporal_stride
+    frames, stride = _integer(values, "frame_count", default, where, 1, MAX_FRAMES), model.temporal_stride
     if frames != 1 and model.num_frames == 1:
-        raise UsageError(f"frame_count {frames}: {model.name} makes pictures", where=where, cure="use 1")
+        raise UsageError(
+            f"{_told(values, 'frame_count')} {frames}: {model.name} makes pictures", where=where, cure="use 1"
+        )
     if frames % stride != 1:
         nearest = max(1, round((frames - 1) / stride) * stride + 1)
         raise UsageError(f"frame_count {frames} is not {stride}n+1", where=where, cure=f"use {nearest}")
