@@ -1,7 +1,7 @@
 """Which frames of a longer video a clip is, by their numbers: what a manifest's line says of a clip that is no file."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 FIRST, STEP, COUNT = "first_frame", "frame_step", "frames"
@@ -18,6 +18,8 @@ class Excerpt:
     first: int
     step: int
     count: int
+    line: int = field(default=0, compare=False, repr=False)
+    """Of the manifest that says so, counted from 1, for messages."""
 
     def numbers(self, start: int = 0, count: int | None = None) -> range:
         """The numbers in the file of `count` frames from frame `start` of the clip on, by default of all.
@@ -32,23 +34,23 @@ class Excerpt:
     def fault(self, num_frames: int) -> tuple[str, str] | None:
         """What is wrong when the file has `num_frames` frames, and the cure; None when all are there.
 
-        >>> Excerpt(100, 2, 5).fault(108)
-        ('a line takes frame 108, and the last one is 107', 'make the manifest again, or mend the line')
+        >>> Excerpt(100, 2, 5, line=3).fault(108)
+        ('line 3 of the manifest takes frame 108, and the last one is 107', 'make the manifest again, or mend the line')
         """
         last = self.numbers()[-1]
         if last < num_frames:
             return None
-        found = f"a line takes frame {last}, and the last one is {num_frames - 1}"
+        found = f"line {self.line} of the manifest takes frame {last}, and the last one is {num_frames - 1}"
         return found, "make the manifest again, or mend the line"
 
 
-def read_excerpt(values: Mapping[str, Any]) -> Excerpt | None:
-    """The excerpt that a line names; None where its clip is the whole file.
+def read_excerpt(values: Mapping[str, Any], line: int) -> Excerpt | None:
+    """The excerpt that a line of this number names; None where its clip is the whole file.
 
     Raises:
         ValueError: one of the three is no whole number, too small, or missing.
 
-    >>> read_excerpt({"first_frame": 7, "frames": 5}), read_excerpt({"frames": 5})
+    >>> read_excerpt({"first_frame": 7, "frames": 5}, 1), read_excerpt({"frames": 5}, 1)
     (Excerpt(first=7, step=1, count=5), None)
     """
     if FIRST not in values and STEP not in values:
@@ -58,4 +60,4 @@ def read_excerpt(values: Mapping[str, Any]) -> Excerpt | None:
         least = 0 if key == FIRST else 1
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ValueError(f"{key} must be a whole number from {least} on, got {str(value)[:40]}")
-    return Excerpt(*given.values())
+    return Excerpt(*given.values(), line=line)

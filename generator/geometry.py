@@ -180,7 +180,8 @@ def clip_fault(item: Item, facts: MediaFacts, entry: DatasetEntry, fps: int) -> 
         return fault
     if windows(entry, item.excerpt.count):
         return None
-    found = f"a line takes {item.excerpt.count} frames, {min(entry.target_frames)}{TOO_SHORT}"
+    taken = f"line {item.excerpt.line} of the manifest takes {item.excerpt.count} frames"
+    found = f"{taken}, {min(entry.target_frames)}{TOO_SHORT}"
     return found, "lower target_frames, or make the manifest again with more"
 
 

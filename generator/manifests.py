@@ -34,9 +34,9 @@ from wangen.generator.dataset import (
     read_caption,
     split_captions,
 )
-from wangen.generator.errors import WangenError, printable
+from wangen.generator.errors import UsageError, WangenError, printable
 from wangen.generator.excerpts import Excerpt, read_excerpt
-from wangen.generator.files import read_file
+from wangen.generator.files import read_file, special
 
 SUFFIXES = (".jsonl", ".ndjson")
 MAX_TOLD = 1000
@@ -48,6 +48,8 @@ _FILE_KEYS = ("file", "image_path", "video_path", "file_name")
 _CAPTION_KEYS = ("caption", "prompt", "text")
 _CONTROL = re.compile(r"control_path(?:_([0-9]{1,4}))?")
 _NAME_CHARACTERS = 400
+_COMPRESSED = re.compile(r"\.(?:tar\.\w+|tgz|tbz2?|txz)$", re.IGNORECASE)
+_NUM_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,30 @@ def is_jsonl(path: Path) -> bool:
 def is_manifest(path: Path) -> bool:
     """Whether a file is a manifest, or a tar of manifests, by its ending; letter case does not matter."""
     return is_jsonl(path) or path.suffix.lower() == PACKED
+
+
+def refuse_other_names(path: Path) -> None:
+    """Refuse what was meant as a manifest and is not called like one, so that nobody is told to write TOML.
+
+    Raises:
+        UsageError: it is a folder, a compressed tar, or holds the lines of a manifest under another ending.
+    """
+    if path.is_dir():
+        raise UsageError("the dataset is a file, and this is a folder", where=str(path),
+                         cure="give the .jsonl or the .toml in it")  # fmt: skip
+    if _COMPRESSED.search(path.name):
+        raise UsageError("a tar of manifests is not compressed", where=str(path),
+                         cure="make it again as a .tar: tar cf clips.tar *.jsonl")  # fmt: skip
+    if special(path):  # whose first line would be waited for
+        return
+    try:
+        with path.open("rb") as file:
+            first = _object(file.readline(_NUM_BYTES).decode("utf-8-sig"))
+    except (OSError, ValueError, _LineError):  # whoever reads it says what is wrong
+        return
+    if not first.keys().isdisjoint(_FILE_KEYS):
+        raise UsageError("these are the lines of a manifest, whose name ends in .jsonl", where=str(path),
+                         cure=f"rename it to {path.with_suffix('.jsonl').name}")  # fmt: skip
 
 
 def read_manifest(
@@ -108,7 +134,7 @@ def read_lines(
     problems, num_bad = [], 0
     for number, line in _lines(text):
         try:
-            items[number] = _item(_object(line), media, path, multiple=multiple_captions, bare=bare)
+            items[number] = _item(_object(line), number, media, path, multiple=multiple_captions, bare=bare)
         except _LineError as bad:
             num_bad += 1
             if num_bad <= MAX_TOLD:
@@ -206,7 +232,9 @@ def _one_of(values: Mapping[str, Any], keys: tuple[str, ...]) -> Any:
     return values[given[0]] if given else None
 
 
-def _item(values: Mapping[str, Any], media: Media | None, manifest: Path, *, multiple: bool, bare: bool) -> Item:
+def _item(
+    values: Mapping[str, Any], number: int, media: Media | None, manifest: Path, *, multiple: bool, bare: bool
+) -> Item:
     keys = _FILE_KEYS if media is None else ("file", f"{media}_path", "file_name")
     if not any(key in values for key in keys):
         raise _no_file(values, media)
@@ -218,7 +246,7 @@ def _item(values: Mapping[str, Any], media: Media | None, manifest: Path, *, mul
         raise _LineError(f"{printable(path.name)}: {fault}", "rename it")
     kinds: set[Media] = {"image"} if found == "image" else {"image", "video"}
     controls = sorted((int(match[1] or -1), name) for name in values if (match := _CONTROL.fullmatch(name)))
-    excerpt = _excerpt(values, found)
+    excerpt = _excerpt(values, number, found)
     empty = excerpt is not None
     captions, origin = _captions(values, path, manifest, multiple=multiple, bare=bare, empty=empty)
     item = Item(
@@ -238,9 +266,9 @@ def _item(values: Mapping[str, Any], media: Media | None, manifest: Path, *, mul
     return item
 
 
-def _excerpt(values: Mapping[str, Any], media: Media) -> Excerpt | None:
+def _excerpt(values: Mapping[str, Any], number: int, media: Media) -> Excerpt | None:
     try:
-        excerpt = read_excerpt(values)
+        excerpt = read_excerpt(values, number)
     except ValueError as error:
         raise _LineError(str(error)) from None
     if excerpt and media == "image":
@@ -311,6 +339,8 @@ def _file(values: Mapping[str, Any], key: str, kinds: set[Media], manifest: Path
                 if media_of(path) not in kinds:
                     raise _LineError(f"{said} is no {' or '.join(sorted(kinds))} by its ending")
                 return path
+            if os.path.isdir(path):  # noqa: PTH112 (as above)
+                raise _LineError(f"{said} is a folder", "name a file in it, or take the line out")
     raise _LineError(f"{said} is not there", "mend the path or take the line out")
 
 

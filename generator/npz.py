@@ -103,6 +103,8 @@ def _facts(path: Path, archive: zipfile.ZipFile) -> NpzFacts:
         held = ", ".join(name.removesuffix(".npy") for name in names[:4]) or "nothing"
         raise WangenError(f"holds no array called frames (but {held})", where=str(path), cure=FORM)
     shape, dtype, num_bytes = _header(archive, _FRAMES)
+    if dtype == "uint8" and len(shape) == 4 and not shape[0]:
+        raise WangenError("has no frames", where=str(path), cure=FORM)
     if dtype != "uint8" or len(shape) != 4 or shape[3] != 3 or not all(shape):
         raise WangenError(f"frames is {dtype} {list(shape)}, not uint8 [F, H, W, 3]", where=str(path), cure=FORM)
     if num_bytes < math.prod(shape):

@@ -19,7 +19,7 @@ from wangen.generator import manifests
 from wangen.generator.dataset import CAPTION
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.files import read_file
-from wangen.generator.manifests import Clips, is_manifest
+from wangen.generator.manifests import Clips, is_manifest, refuse_other_names
 from wangen.generator.resolutions import parse_resolution, resolution_name
 from wangen.generator.toml_values import MAX_SIDE, WHITE, FrameExtraction, longest_clip, read_value
 
@@ -187,6 +187,7 @@ def read_dataset(path: Path, resolution: str = "all", *, tell: bool = True) -> t
     """
     if is_manifest(path):
         return _at(resolution, _of_manifest(path, manifest_cache(path), {}), path)
+    refuse_other_names(path)
     return select(_read_blocks(path, tell=tell), resolution, str(path))
 
 

@@ -188,7 +188,7 @@ def test_an_empty_caption_is_for_excerpts_alone(shard, tmp_path):
 
 def test_a_line_that_takes_more_than_there_is_is_refused_before_anything_starts(shard, tmp_path):
     path = write_manifest(tmp_path / "a.jsonl", line(shard, 0), line(shard, 67, frame_step=2))
-    said = "a line takes frame 75, and the last one is 74"
+    said = "line 2 of the manifest takes frame 75, and the last one is 74"
     with pytest.raises(WangenError, match=said):
         read_samples(CheckCache(manifest=path), MODEL)
     looked = check.run(Check(manifest=path, task="ti2v-5B"))
@@ -201,7 +201,7 @@ def test_a_line_that_takes_more_than_there_is_is_refused_before_anything_starts(
 def test_target_frames_that_no_excerpt_has(shard, tmp_path):
     write_manifest(tmp_path / "a.jsonl", line(shard, 10))
     (tmp_path / "a.toml").write_text("[[datasets]]\nmanifest = 'a.jsonl'\ntarget_frames = [9]\n")
-    with pytest.raises(WangenError, match="a line takes 5 frames, 9 are needed"):
+    with pytest.raises(WangenError, match="line 1 of the manifest takes 5 frames, 9 are needed"):
         read_samples(CheckCache(dataset_config=tmp_path / "a.toml"), MODEL)
 
 

@@ -10,10 +10,10 @@ import pytest
 from helpers import clip_bytes, image_bytes, write_tree
 
 from wangen.generator.dataset import Item
-from wangen.generator.errors import WangenError
+from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.items import read_items
 from wangen.generator.manifests import MAX_TOLD, read_manifest
-from wangen.generator.tomls import DatasetEntry
+from wangen.generator.tomls import DatasetEntry, read_dataset
 
 IMAGE = image_bytes()
 
@@ -91,7 +91,7 @@ def test_everything_that_is_wrong_is_listed_at_once_with_its_line(tmp_path):
         ({"image_path": 3, "caption": "x"}, "image_path must be a path, got 3"),
         ({"image_path": "gone.png", "caption": "x"}, "gone.png is not there"),
         ({"image_path": "a\0.png", "caption": "x"}, "is not there"),
-        ({"image_path": ".", "caption": "x"}, "is not there"),
+        ({"image_path": ".", "caption": "x"}, ". is a folder; name a file in it"),
         ({"image_path": "b.mp4", "caption": "x"}, "b.mp4 is no image"),
         ({"image_path": "a.png"}, "has no caption"),
         ({"image_path": "a.png", "caption": []}, "has no caption"),
@@ -135,6 +135,25 @@ def test_a_manifest_that_cannot_be_read(tmp_path):
         with pytest.raises(WangenError, match=words) as caught:
             read_manifest(tmp_path / name, "image")
         assert caught.value.where == str(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("name", "cure"),
+    [
+        ("set.json", "rename it to set.jsonl"),
+        ("set", "rename it to set.jsonl"),
+        ("set.tar.gz", "as a .tar"),
+        ("set.TGZ", "as a .tar"),
+        ("", "give the .jsonl or the .toml in it"),
+    ],
+)
+def test_what_is_not_called_like_a_manifest_is_answered_with_its_name(tmp_path, name, cure):
+    if name:
+        write_tree(tmp_path, {name: lines({"image_path": "a.png", "caption": "x"})})
+    with pytest.raises(UsageError) as error:
+        read_dataset(tmp_path / name)
+    assert error.value.where == str(tmp_path / name)
+    assert cure in error.value.cure
 
 
 def test_broken_media_of_a_manifest_are_no_items(tmp_path):
