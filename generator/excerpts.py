@@ -60,4 +60,4 @@ def read_excerpt(values: Mapping[str, Any], line: int) -> Excerpt | None:
         least = 0 if key == FIRST else 1
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ValueError(f"{key} must be a whole number from {least} on, got {str(value)[:40]}")
-    return Excerpt(*given.values(), line=line)
+    return Excerpt(given[FIRST], given[STEP], given[COUNT], line)
