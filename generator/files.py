@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from glob import escape
 from pathlib import Path
 
 from wangen.generator.errors import WangenError, write_cure
@@ -19,6 +20,9 @@ RETRY_PAUSES_S = (0.05, 0.1, 0.2, 0.4, 0.8)
 
 ABANDONED_S = 3600.0
 """A temporary file of another machine that nobody has written to for so long was left by a writer that was killed."""
+
+_NAME_CHARACTERS = 40
+"""So many of a file's name stand in that of its temporary file, which must not be too long."""
 
 _WHOSE = re.compile(r"\..*-(?P<machine>[0-9a-f]{8})(?P<pid>[0-9a-f]{8})(?P<random>[0-9a-f]{8})?\.tmp")
 """Of every temporary file; in an older version's names the last part was absent."""
@@ -86,7 +90,7 @@ def nearest_existing(path: Path) -> Path | None:
 
 def temporary_beside(path: Path) -> Path:
     """A name for the file that will take another one's place: of this process alone, and never too long."""
-    return path.with_name(f".{path.name[:40]}-{whose()}.tmp")
+    return path.with_name(f".{path.name[:_NAME_CHARACTERS]}-{whose()}.tmp")
 
 
 def whose() -> str:
@@ -111,6 +115,14 @@ def is_left(temporary: Path) -> bool:
     if match["random"] and match["machine"] == machine() and not psutil.pid_exists(int(match["pid"], 16)):
         return True
     return time.time() - temporary.stat().st_mtime > ABANDONED_S
+
+
+def remove_left(path: Path) -> None:
+    """Remove the temporary files that killed writers have left beside a file which is about to be written."""
+    for temporary in path.parent.glob(f".{escape(path.name[:_NAME_CHARACTERS])}-*.tmp"):
+        with suppress(OSError):
+            if is_left(temporary):
+                temporary.unlink()
 
 
 def machine() -> str:

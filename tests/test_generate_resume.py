@@ -1,18 +1,22 @@
 """`generate` again: what is there whole, with the very settings, is kept; nothing of somebody else's is overwritten."""
 
 import errno
+import os
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import make_clip, read_tree
+from helpers import make_clip, read_tree, write_tree
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from tiny import TinyRun
 
 from wangen.generator.errors import WangenError
+from wangen.generator.files import temporary_beside
 from wangen.generator.steps import Generate
 from wangen.runtime import generate, train
 from wangen.runtime.sampling import videos
@@ -191,6 +195,16 @@ def test_two_runs_into_one_folder_at_once_lose_no_video(tiny_run, tmp_path, monk
     assert sorted(read_tree(tmp_path)) == ["seed-42-2.png", "seed-42.png"]
     assert read_settings(report.result["file"], "--from")["prompt"] == "a red square"
     assert report.summary.startswith(str(report.result["file"]))
+
+
+def test_what_a_killed_run_left_goes_and_what_a_live_one_writes_stays(tiny_run, tmp_path):
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        pass
+    mine = temporary_beside(tmp_path / "seed-42.png")
+    left = mine.with_name(mine.name.replace(f"{os.getpid():08x}", f"{ended.pid:08x}"))
+    write_tree(tmp_path, {path.name: b"half" for path in (mine, left)})
+    generate.run(options_for(tiny_run, tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [mine.name, "seed-42.png"]
 
 
 def test_two_equal_runs_at_once_leave_one_video(tiny_run, tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from wangen.generator.errors import UsageError, WangenError, write_cure
-from wangen.generator.files import replace, temporary_beside
+from wangen.generator.files import remove_left, replace, temporary_beside
 from wangen.generator.pictures import open_picture
 from wangen.generator.videos import open_video
 from wangen.runtime.clips import encode
@@ -76,6 +76,7 @@ def write_frames(
     temporary = temporary_beside(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        remove_left(path)
         if path.suffix.lower() == ".png":
             _write_png(temporary, frames[0], metadata)
         else:
