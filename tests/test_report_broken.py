@@ -55,7 +55,7 @@ def test_a_dataset_that_is_given_and_not_there_is_said(tmp_path, caplog, flag):
     page_of(write_metrics(tmp_path / "run", [step_line(1)]))
     assert not caplog.text
     page_of(tmp_path / "run", **{flag: tmp_path / "gone.jsonl"})
-    assert caplog.text.count(f"the dataset is not there: {tmp_path / 'gone.jsonl'}") == 1
+    assert caplog.text.count(f"the dataset is not there: {tmp_path / 'gone.jsonl'}; check its path") == 1
 
 
 def test_of_a_run_that_left_only_samples_there_is_a_page(tmp_path):

@@ -94,7 +94,7 @@ def look_at_dataset(run: RunFiles, dataset: Path | None) -> DatasetPart:
     start = Path() if dataset else run.start_of(*DATASET_FLAGS)
     config = dataset or Path(run.told(*DATASET_FLAGS))
     if start is None or not is_file(start / config):
-        return DatasetPart(problem=f"the dataset is not there: {config}; {_CURE}")
+        return DatasetPart(problem=f"the dataset is not there: {config}; {'check its path' if dataset else _CURE}")
     with chdir(start):  # where relative paths of a bundle's TOML start
         return _look(run, config)
 
