@@ -290,6 +290,8 @@ def _step(kind: type[Step], workspace: Workspace, target: Target, model: Model, 
         del values["clip_dtype"]
     if kind is Preprocess:  # its own default counts the cores there
         del values["num_workers"]
+    if target.platform.kind == "slurm" and kind in (Check, CheckCache):
+        del values["lock"]  # they change nothing, and would end the jobs of a chain that they meet
     for layer in layers:  # check and check_cache must judge what the other steps use
         for owner, names in _OWNERS:
             values |= {name: value for name, value in _layer(layer, owner).items() if name in names}

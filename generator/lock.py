@@ -9,6 +9,8 @@ an owner that lives on: its lock is free too when no step has run for a while.
 import errno
 import glob
 import json
+import logging
+import math
 import os
 import socket
 import threading
@@ -24,6 +26,8 @@ from wangen.generator.files import is_left, remove, whose
 
 if TYPE_CHECKING:
     import psutil
+
+log = logging.getLogger("wangen")
 
 IN_SCRIPT = "WANGEN_SCRIPT"
 RUN_LOCK = "run.lock"
@@ -89,7 +93,9 @@ ON_DATASET = "works on this dataset"
 
 
 @contextmanager
-def hold(path: Path | None, does: str = ON_DATASET, *, by_script: bool = True, wait_s: float = 0.0) -> Iterator[None]:
+def hold(
+    path: Path | None, does: str = ON_DATASET, *, by_script: bool = True, wait_s: float = 0.0, waits: bool = False
+) -> Iterator[None]:
     """Hold the lock file while the block runs; None locks nothing.
 
     Args:
@@ -97,6 +103,7 @@ def hold(path: Path | None, does: str = ON_DATASET, *, by_script: bool = True, w
         does: what another run that holds it does, for the message.
         by_script: the script that runs this step, if there is one, holds it until it ends, between its steps too.
         wait_s: so long one of another machine is waited for, which may have died there without a word.
+        waits: whoever holds it is waited for, however long that is.
 
     Raises:
         WangenError: another live run holds it, or the file cannot be written.
@@ -105,7 +112,7 @@ def hold(path: Path | None, does: str = ON_DATASET, *, by_script: bool = True, w
         yield
         return
     mine = _owner() if by_script else this_process()
-    _take(path, mine, does, wait_s)
+    _take(path, mine, does, math.inf if waits else wait_s, from_here=waits)
     stop = threading.Event()
     beat = threading.Thread(target=_beat, args=(path, stop), daemon=True)
     try:
@@ -135,8 +142,9 @@ def busy_run(folder: Path) -> WangenError | None:
     return next(filter(None, map(busy, sorted(folder.glob(RUN_LOCKS)))), None)
 
 
-def _take(path: Path, mine: Owner, does: str, wait_s: float) -> None:
-    until_s, tries = time.monotonic() + wait_s, 3
+def _take(path: Path, mine: Owner, does: str, wait_s: float, *, from_here: bool) -> None:
+    """Make the lock file; one that is held is waited for, one of this machine only with `from_here`."""
+    until_s, tries, said = time.monotonic() + wait_s, 3, False
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _sweep(path)
@@ -156,8 +164,10 @@ def _take(path: Path, mine: Owner, does: str, wait_s: float) -> None:
                 return
             if is_free(other, age_s):
                 _clear(path, text)
-            elif other and other.host != mine.host and time.monotonic() < until_s:
-                tries += 1
+            elif other and (from_here or other.host != mine.host) and time.monotonic() < until_s:
+                if from_here and not said:
+                    log.info("  waiting: %s", _busy(path, other, age_s, does).found)
+                tries, said = tries + 1, True
                 time.sleep(WAIT_S)
             else:
                 raise _busy(path, other, age_s, does)

@@ -54,6 +54,12 @@ class Report:
     ok: bool = True
 
 
+SUBMITTED_BY = "WANGEN_SUBMITTED_BY"
+"""The script that submitted the training's job, for Slurm."""
+HANDED_ON = ("--fresh", "--resume_changed")
+"""What that script hands on to the training."""
+
+
 class _Console(logging.StreamHandler[IO[str]]):
     """Writes to the present `sys.stderr`, so that a live progress bar can take it over."""
 
@@ -152,7 +158,7 @@ def _run(step: Step) -> int:
     from wangen.generator.lock import hold
 
     started = time.monotonic()
-    with hold(step.lock_file if step.leads else None):
+    with hold(step.lock_file if step.leads else None, waits=step.waits):
         try:
             with bulk():
                 module = import_module(step.module)
@@ -176,6 +182,9 @@ def with_flag(step: str, flag: str) -> str:
     >>> with_flag("train", "--fresh")
     '--fresh'
     """
+    submits = os.environ.get(SUBMITTED_BY)
+    if submits and step == "train" and flag in HANDED_ON:
+        return f"{submits} {flag}"
     script = os.environ.get(IN_SCRIPT)
     return f"{Path(script).name} {step} {flag}" if script else flag
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from wangen.generator.knobs import Knob
 from wangen.generator.quoting import Word, sh_word
+from wangen.generator.session import HANDED_ON, SUBMITTED_BY
 from wangen.generator.steps import CacheStep, Check, CheckCache, Train
 from wangen.generator.table import Step
 from wangen.profiles import Platform
@@ -47,6 +48,8 @@ def stages(platform: Platform, steps: Sequence[Step]) -> dict[str, Any]:
         "after": names[end + 1 :],
         "part_words": "--shard auto",
         "train_words": 'train --gpus "$GPUS" --max_restarts "$MAX_RESTARTS"',
+        "handed_on": HANDED_ON,
+        "submitted_by": SUBMITTED_BY,
         "gpu": platform.accelerator != "cpu",
         "logs": logs,
         "shown_logs": " ".join(logs.split("\n")),  # in a remark, which ends with the line

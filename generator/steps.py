@@ -115,6 +115,11 @@ class CacheStep(DatasetStep):
         return self.lock and self.lock.parent / f"{self.lock.stem}{self._part}{self.lock.suffix}"
 
     @property
+    def waits(self) -> bool:
+        """A part that a launcher has given waits for the same one of an earlier job: what that encodes is kept."""
+        return self.shard == "auto"
+
+    @property
     def report_name(self) -> str:
         """Each part has a report of its own: `cache_text-2-of-8.report.json`."""
         return f"{self.command}{self._part}{REPORT}"

@@ -118,6 +118,11 @@ class Step:
         return self.lock
 
     @property
+    def waits(self) -> bool:
+        """Whether it waits for another run that holds its lock, and is not refused."""
+        return False
+
+    @property
     def report_name(self) -> str:
         """What the file of the step's report is called."""
         return f"{self.command}{REPORT}"

@@ -122,6 +122,14 @@ def test_a_second_live_run_is_refused_and_the_first_named(path, holder):
         pass
 
 
+def test_who_waits_takes_the_lock_when_the_first_has_ended(path, holder, monkeypatch, caplog):
+    first = holder()
+    monkeypatch.setattr(lock.time, "sleep", lambda _: first.communicate("\n"))
+    with caplog.at_level("INFO", logger="wangen"), hold(path, waits=True):
+        assert json.loads(path.read_text())["step"][0] == os.getpid()
+    assert caplog.messages[0].startswith(f"  waiting: another run works on this dataset: process {first.pid} on ")
+
+
 def test_the_lock_of_a_killed_run_is_taken_over_at_once(path, holder):
     first = holder()
     first.kill()

@@ -43,7 +43,7 @@ def turn(bundle: Path, **knobs: str) -> None:
 def pretended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where an sbatch writes the words of each call; the bundle's own steps write theirs there as well."""
     log = tmp_path / "told.txt"
-    programs = write_tree(tmp_path / "bin", {"sbatch": SBATCH, "scancel": SBATCH})
+    programs = write_tree(tmp_path / "bin", {"sbatch": SBATCH, "scancel": SBATCH, "squeue": "#!/bin/sh\n"})
     for program in programs.iterdir():
         program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{programs}{os.pathsep}{os.environ['PATH']}")
@@ -135,6 +135,60 @@ def test_a_try_is_one_small_job(tmp_path, pretended, monkeypatch):
     assert pretended.read_text() == "step smoke\n"
     monkeypatch.setenv("FAILS", "3")
     assert run(bundle, "smoke").returncode == 3
+
+
+def test_jobs_of_a_bundle_that_are_queued_or_run_are_named_and_none_come_beside_them(tmp_path, pretended, monkeypatch):
+    bundle = published(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "linked").symlink_to(bundle)
+    queue = f"3 {tmp_path / 'elsewhere'}\n8 {bundle}\n9 {tmp_path / 'linked'}\n"
+    write_tree(
+        tmp_path / "bin", {"squeue": f"#!/bin/sh\nprintf '%s\\n' \"$@\" >'{tmp_path}/asked'\ncat <<'END'\n{queue}END\n"}
+    )
+    for words in ((), ("smoke",)):
+        done = run(bundle, *words)
+        assert (done.returncode, done.stdout) == (1, "")
+        assert "jobs of this script are queued or run: 8,9." in done.stderr
+        assert "scancel 8 9; WANGEN_SUBMIT_AGAIN=1 submits all the same" in done.stderr
+    assert not pretended.exists(), "nothing is judged or submitted"
+    names = next(word for word in (tmp_path / "asked").read_text().split() if word.startswith("--name="))
+    monkeypatch.setenv("WANGEN_SUBMIT_AGAIN", "1")
+    assert run(bundle).returncode == 0
+    jobs = {word for call in calls(pretended) for word in call if word.startswith("--job-name=")}
+    assert {job.removeprefix("--job-name=") for job in jobs} <= set(names.removeprefix("--name=").split(","))
+    monkeypatch.delenv("WANGEN_SUBMIT_AGAIN")
+    write_tree(tmp_path / "bin", {"squeue": f"#!/bin/sh\necho '3 {tmp_path / 'elsewhere'}'\n"})
+    assert run(bundle).returncode == 0
+    write_tree(tmp_path / "bin", {"squeue": "#!/bin/sh\necho no controller >&2\nexit 1\n"})
+    assert run(bundle).returncode == 0
+
+
+def test_words_for_the_training_reach_it_and_no_sbatch(tmp_path, pretended, monkeypatch):
+    bundle = published(tmp_path)
+    assert run(bundle, "--fresh", "--account=me", "--resume_changed").returncode == 0
+    for call, stage in zip(calls(pretended), ("cache", "check", "train"), strict=True):
+        place = call.index(str(script(bundle)))
+        assert "--account=me" in call[:place]
+        assert call[place + 1 :] == [stage, "--fresh", "--resume_changed"]
+        assert not {"--fresh", "--resume_changed"} & set(call[:place])
+    pretended.unlink()
+    write_tree(tmp_path / "bin", {"srun": '#!/bin/sh\nprintf \'%s \' "$@" "$WANGEN_SUBMITTED_BY" >>"$LOG"\n'})
+    (tmp_path / "bin" / "srun").chmod(0o755)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    for stage in ("cache", "check", "train"):
+        assert run(bundle, stage, "--fresh").returncode == 0
+    told = pretended.read_text()
+    assert told.startswith("step cache_latents --shard auto\nstep cache_text --shard auto\nstep check_cache\n")
+    assert "train_cats.sh train --gpus 1 --max_restarts 2 --fresh train_cats.sbatch step report" in told
+
+
+def test_the_judges_of_a_chain_hold_no_lock_that_another_could_meet(tmp_path):
+    bundle = published(tmp_path)
+    locked = {
+        words[0]: "--lock" in words for words in scripts.read_steps((bundle / "train_cats.sh").read_bytes(), "sh")
+    }
+    assert locked == {"check": False, "cache_latents": True, "cache_text": True, "check_cache": False, "train": True,
+                      "report": True}  # fmt: skip
 
 
 def test_footage_is_cut_in_a_job_before_the_others(tmp_path, pretended):

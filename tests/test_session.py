@@ -17,7 +17,7 @@ import pytest
 from helpers import image_bytes, write_tree
 
 from wangen.generator.errors import UsageError, WangenError
-from wangen.generator.session import Report, execute, write_report
+from wangen.generator.session import Report, execute, with_flag, write_report
 from wangen.generator.steps import Check
 from wangen.generator.table import Step
 
@@ -232,3 +232,13 @@ def test_a_report_holds_what_json_does_not_know(tmp_path, good):
 def test_errors_say_fact_place_and_cure():
     assert str(UsageError("bad", where="x.toml", cure="mend it")) == "bad\n  where: x.toml\n  do:    mend it"
     assert (UsageError("bad").exit_code, WangenError("bad").exit_code) == (2, 1)
+
+
+def test_in_a_job_of_slurm_the_line_that_submits_is_named(monkeypatch):
+    monkeypatch.setenv("WANGEN_SCRIPT", "/data/train_cats.sh")
+    monkeypatch.setenv("WANGEN_SUBMITTED_BY", "train_cats.sbatch")
+    assert with_flag("train", "--fresh") == "train_cats.sbatch --fresh"
+    assert (
+        with_flag("train", "--gradient_accumulation_steps 2") == "train_cats.sh train --gradient_accumulation_steps 2"
+    )
+    assert with_flag("generate", "--fresh") == "train_cats.sh generate --fresh"

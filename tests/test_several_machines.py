@@ -126,6 +126,7 @@ def test_parts_of_the_caching_have_locks_of_their_own(monkeypatch):
     assert replace(options, shard="2/8").lock_file == Path("outputs/run-2-of-8.lock")
     monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "3")
     assert replace(options, shard="auto").lock_file == Path("outputs/run-3.lock")
+    assert [replace(options, shard=shard).waits for shard in (None, "2/8", "auto")] == [False, False, True]
     assert replace(options, shard="auto", lock=None).lock_file is None
 
 

@@ -78,10 +78,14 @@ def copied(published: Path, to: Path, **knobs: str) -> Path:
     return to
 
 
-def submitted(slurm: Cluster, bundle: Path, *words: str) -> list[str]:
+def submit(slurm: Cluster, bundle: Path, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["bash", bundle / "train_walls.sbatch", *words], env=slurm.environment | more,
+                          capture_output=True, text=True, timeout=120)  # fmt: skip
+
+
+def submitted(slurm: Cluster, bundle: Path, *words: str, **more: str) -> list[str]:
     """Submit a bundle's jobs; their numbers."""
-    done = subprocess.run(["bash", bundle / "train_walls.sbatch", *words], env=slurm.environment, capture_output=True,
-                          text=True, timeout=120)  # fmt: skip
+    done = submit(slurm, bundle, *words, **more)
     assert done.returncode == 0, done.stdout + done.stderr
     status, end = re.search(r"squeue --jobs=([\d,]+); tail", done.stdout), re.search(r"scancel ([\d ]+)$", done.stdout)
     assert status
@@ -240,3 +244,18 @@ def test_jobs_behind_one_that_failed_are_taken_off_the_queue(slurm: Cluster, pub
     jobs = submitted(slurm, bundle)
     states = [slurm.wait(job, "COMPLETED", "FAILED", "CANCELLED")["JobState"] for job in jobs]
     assert states == ["FAILED", "CANCELLED", "CANCELLED"]
+
+
+def test_jobs_submitted_twice_are_refused_once_and_else_do_not_end_each_other(
+    slurm: Cluster, published: Path, tmp_path: Path
+):
+    bundle = copied(published, tmp_path / "twice")
+    first = submitted(slurm, bundle, "--fresh")
+    done = submit(slurm, bundle)
+    assert done.returncode == 1
+    assert "wangen: jobs of this script are queued or run: " in done.stderr
+    assert set(re.search(r"scancel ([\d ]+);", done.stderr)[1].split()) == set(first)  # type: ignore[index]
+    second = submitted(slurm, bundle, WANGEN_SUBMIT_AGAIN="1")
+    for job in (*first, *second[:2]):
+        assert slurm.wait(job, "COMPLETED", "FAILED", "CANCELLED")["JobState"] == "COMPLETED", said(bundle)
+    assert load_file(lora(bundle))

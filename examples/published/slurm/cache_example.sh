@@ -10,7 +10,7 @@
 # You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 # leave this file as it is and write the new text beside it as cache_example.sh.new.
 #
-# wangen-digest: 19a1ed6e77daac78f2b07eb10d17ea0f
+# wangen-digest: aa33c2946def8326b702b96097b1b3d7
 # Typographic quotes in a path or prompt are no typing errors.
 # shellcheck disable=SC1112
 # An editor for Windows may have put a carriage return behind every line: behind the first of these two, and hidden
@@ -115,7 +115,6 @@ if [ -z "$wg_only" ] || [ "$wg_only" = check ]; then
     --output_dir 'outputs/example' \
     --log_file 'logs/example.log' \
     --report_dir 'outputs/example' \
-    --lock 'outputs/example/run.lock' \
     "$@" || wg_failed check $?
   wg_ended
 fi
@@ -174,7 +173,6 @@ if [ -z "$wg_only" ] || [ "$wg_only" = check_cache ]; then
     --no_fp8_t5 \
     --log_file 'logs/example.log' \
     --report_dir 'outputs/example' \
-    --lock 'outputs/example/run.lock' \
     "$@" || wg_failed check_cache $?
   wg_ended
 fi

@@ -11,7 +11,7 @@
 # You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 # leave this file as it is and write the new text beside it as train_example.sh.new.
 #
-# wangen-digest: 47ae60a132ef085a53682efdea6f62e4
+# wangen-digest: 977765cae6dcda43b5dea76484538557
 # Typographic quotes in a path or prompt are no typing errors.
 # shellcheck disable=SC1112
 # An editor for Windows may have put a carriage return behind every line: behind the first of these two, and hidden
@@ -150,7 +150,6 @@ if [ -z "$wg_only" ] || [ "$wg_only" = check ]; then
     --output_dir 'outputs/example' \
     --log_file 'logs/example.log' \
     --report_dir 'outputs/example' \
-    --lock 'outputs/example/run.lock' \
     "$@" || wg_failed check $?
   wg_ended
 fi
@@ -209,7 +208,6 @@ if [ -z "$wg_only" ] || [ "$wg_only" = check_cache ]; then
     --no_fp8_t5 \
     --log_file 'logs/example.log' \
     --report_dir 'outputs/example' \
-    --lock 'outputs/example/run.lock' \
     "$@" ${WG_SMOKE:+"$WG_SMOKE"} || wg_failed check_cache $?
   wg_ended
 fi
