@@ -1,5 +1,6 @@
 """`wangen lint --fix`: the bundle that does the same job, and what becomes of the files around it."""
 
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -131,6 +132,20 @@ def test_a_torn_path_behind_an_equals_sign_is_taken_as_a_whole(tmp_path):
     done = fix(lint.read(put(tmp_path, "bat", text)))
     assert 'is the whole "C:\\my models\\vae.pth"' in done.changed[0]
     assert str(steps_of(tmp_path / "train_cats.bat")[1].vae) == "C:\\my models\\vae.pth"
+
+
+@pytest.mark.parametrize("flag", ["learning_rate 3e-4", "learning_rate=3e-4", "timestep_sampling shift"])
+def test_a_stray_word_takes_no_number_and_no_choice_with_it(flag, tmp_path):
+    name, value = re.split("[ =]", flag)
+    text = re.sub(rf" --{name} \S+", "", script("sh"))
+    path = put(tmp_path, "sh", text.replace("--gradient_checkpointing ", f"--{flag} extra --gradient_checkpointing "))
+    read = lint.read(path)
+    kinds = {finding.kind for finding in lint.lint(read)}
+    assert "stray-word" in kinds
+    assert "unquoted" not in kinds
+    done = fix(read)
+    assert any("'extra' belongs to no flag" in line for line in done.left_out)
+    assert str(getattr(steps_of(tmp_path / "train_cats.sh")[-1], name)) in (value, "0.0003")
 
 
 def test_words_that_belong_to_nothing_are_named(tmp_path):

@@ -70,3 +70,24 @@ def test_ti2v_5b_has_a_vae_of_its_own(shell):
     expect(shell, line.format("t2v-A14B", "wan2.2_vae.safetensors"), "weights", 1, "Wan2.1_VAE.pth")
     for task, vae in (("ti2v-5B", "Wan2.2_VAE.pth"), ("i2v-A14B", "Wan2.1_VAE.pth")):
         assert "weights" not in {finding.kind for finding in findings(shell, line.format(task, vae))}
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_weights_are_those_of_the_task_and_of_the_flag(shell):
+    line = "wangen check --dataset_config x.toml --task {} --{} {}\n"
+    expect(shell, line.format("i2v-A14B", "dit", "wan2.2_t2v_low_noise_14B_fp16.safetensors"), "weights", 1,
+           "give Wan-2.2-I2V-Low-Noise-BF16.safetensors")  # fmt: skip
+    expect(shell, line.format("qwen-image", "t5", "models_t5_umt5-xxl-enc-bf16.pth"), "weights", 1, "qwen_2.5_vl_7b")
+    expect(shell, line.format("t2v-1.3B", "vae", "clip_vision_h.safetensors"), "weights", 1, "Wan2.1_VAE.pth")
+    bare = "wangen cache_text --dataset_config x.toml --t5 {}\n"
+    expect(shell, bare.format("wan2.1_t2v_14B_bf16.safetensors"), "weights", 1, "text-to-video transformer")
+    for right in (
+        line.format("t2v-14B", "dit", "wan2.2_t2v_high_noise_14B_fp16.safetensors"),  # the same sizes
+        line.format("t2v-A14B", "dit", "wan2.1_t2v_14B_bf16.safetensors"),
+        line.format("qwen-image-edit", "dit", "qwen_image_bf16.safetensors"),
+        line.format("qwen-image", "vae", "wan_2.1_vae.safetensors"),
+        line.format("i2v-14B", "dit", "diffusion_pytorch_model-00001-of-00006.safetensors"),
+        line.format("t2v-1.3B", "dit", "mine.safetensors"),
+        bare.format("qwen_2.5_vl_7b.safetensors"),
+    ):
+        assert "weights" not in {finding.kind for finding in findings(shell, right)}, right

@@ -3,13 +3,18 @@
 import math
 import re
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 
+from wangen import profiles
+from wangen.generator.kinds import KINDS
 from wangen.generator.lint.kinds import Finding
 from wangen.generator.lint.script import Call, Script
 
 _BOUNDARY = {"t2v-A14B": 875, "i2v-A14B": 900}
 _STARVED = 0.05
 _USES_SHIFT = ("shift",)
+_GENERIC = re.compile(r"diffusion_pytorch_model|model[.-]")
+"""How names begin, in small letters, that say nothing: libraries give them to every model."""
 
 
 def weights(script: Script) -> Iterator[Finding]:
@@ -18,9 +23,11 @@ def weights(script: Script) -> Iterator[Finding]:
     large = tasks == {"ti2v-5B"}
     for call in script.calls:
         for flag in call.flags:
-            if flag.values and flag.name in ("vae", "t5", "dit", "dit_high_noise"):
+            if flag.values and flag.name in profiles.WEIGHT_ROLES:
                 name = re.split(r"[/\\]", flag.values[0].text)[-1].lower()
                 found, cure = _vae(name, large) if flag.name == "vae" else _weight(call, flag.name, name)
+                if not found:
+                    found, cure = _of_another(call, flag.name, name)
                 if found:
                     yield Finding("weights", flag.line, f"{flag.spelled}: {found}", cure)
 
@@ -45,6 +52,32 @@ def _weight(call: Call, flag: str, name: str) -> tuple[str, str]:
         if "fp8_scaled" in name or "fp8-scaled" in name or "scaled_fp8" in name:
             return "ComfyUI's fp8_scaled weights are never accepted", "give bf16 or fp16 weights and add --fp8_scaled"
     return "", ""
+
+
+def _of_another(call: Call, flag: str, name: str) -> tuple[str, str]:
+    """What is wrong with weights that by their name are of another model, or of another part of it."""
+    models = [profiles.model(model) for model in profiles.model_names()]
+    owners = [(model, weights) for model in models for weights in model.weights if _is_named(name, weights)]
+    task = call.value("task") or ("t2v-14B" if (call.tool, call.name) == ("musubi-tuner", "train") else "")
+    takers = [(model, weights) for model in models for weights in model.weights if weights.flag == flag]
+    asked = [taker for taker in takers if taker[0].name == task] if _known(call, "task") else []
+    fits = {_identity(*taker) for taker in asked or takers}
+    if not owners or fits & {_identity(*owner) for owner in owners}:
+        return "", ""
+    owner, weights = owners[0]
+    whose = f" of {owner.name}, and the task is {task}" if asked and weights.flag.startswith("dit") else ""
+    best = next((taker[1] for taker in asked or takers if taker[0].name == "t2v-14B"), (asked or takers)[0][1])
+    return f"by its name this is {KINDS[weights.kind][0]}{whose}", f"give {best.files[0]}"
+
+
+def _is_named(name: str, weights: profiles.Weights) -> bool:
+    patterns = (file.rpartition("/")[2].lower() for file in weights.files)
+    return any(fnmatchcase(name, pattern) for pattern in patterns if not _GENERIC.match(pattern))
+
+
+def _identity(model: profiles.Model, weights: profiles.Weights) -> tuple[str, profiles.TransformerSizes | None]:
+    """What weights have to be, whatever flag takes them: experts and models of one make can stand for each other."""
+    return weights.kind, model.transformer if weights.flag.startswith("dit") else None
 
 
 def conditioning(script: Script) -> Iterator[Finding]:

@@ -135,12 +135,21 @@ def torn_values(call: Call) -> list[Torn]:
         elif found and before is found[-1].rest[-1] and before.line == word.line:
             found[-1] = Torn(found[-1].first, (*found[-1].rest, word))
             before = word
-        elif before and before.line == word.line and ("=" in before.text or not before.text.startswith("--")):
+        elif before and before.line == word.line and _is_text(call, before):
             found.append(Torn(before, (word,)))
             before = word
         else:
             before = None
     return found
+
+
+def _is_text(call: Call, word: Word) -> bool:
+    """Whether a word is a value that may have blanks in it: a path or a text, no number and none of a choice."""
+    for flag in call.flags:
+        if any(word is value for value in flag.values) or word.text.startswith(f"{flag.spelled}="):
+            spec = find(call, flag.spelled)
+            return spec is None or (spec.kind in ("str", "path") and not spec.choices)
+    return not word.text.startswith("--")
 
 
 def add_config(call: Call, values: Mapping[str, Any]) -> None:
