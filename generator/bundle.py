@@ -199,7 +199,8 @@ def find_weights(target: Target, weights: Weights, found: Sequence[PurePosixPath
         ours = [path for path in called if not any(is_called(path, other) for other in longer)]
         if ours:
             return best(ours)
-    return target.path(models, *place_of(weights.downloads[0]).parts)
+    place = place_of(weights.downloads[0]) if weights.downloads else PurePosixPath(weights.files[0])
+    return target.path(models, *place.parts)
 
 
 def place_of(download: Download) -> PurePosixPath:

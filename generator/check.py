@@ -282,10 +282,14 @@ def _weights(options: Check) -> Iterator[Finding]:
 
 def _how_to_get(path: Path, weights: Weights, task: str) -> str:
     """What to do about a file that is not there; one with a name of nobody's was named by the user."""
+    source = f" (from {weights.downloads[0].address})" if weights.downloads else ""
     if not any(is_called(PurePosixPath(path.as_posix()), name) for name in weights.files):
-        return f"put it there (from {weights.source}), or mend its name in wangen.toml and publish again"
+        return f"put it there{source}, or mend its name in wangen.toml and publish again"
+    fetch = (
+        f" (from {weights.downloads[0].address}, or with: wangen models download {task})" if weights.downloads else ""
+    )
     return (
-        f"put it there (from {weights.source}, or with: wangen models download {task}), or publish again to have it "
+        f"put it there{fetch}, or publish again to have it "
         f"found elsewhere in models under one of its names: {', '.join(weights.files)} (where wangen.toml names the "
         "file, under that name alone)"
     )

@@ -3,16 +3,18 @@
 Each profile is one TOML file beside this module. Unknown keys are refused, so that a typing error is seen.
 """
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from importlib.resources import files
 from math import exp
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-WEIGHT_ROLES = ("vae", "t5", "clip", "dit", "dit_high_noise")
+from wangen.generator.errors import UsageError
+from wangen.profiles import reading
+
+WeightRole = Literal["vae", "t5", "clip", "dit", "dit_high_noise"]
+WEIGHT_ROLES = get_args(WeightRole)
 """The flags that take weights; a model profile has those that its model needs."""
 
 TORCH_INDEX = "https://download.pytorch.org/whl"
@@ -77,6 +79,13 @@ class Download:
         return f"https://huggingface.co/{self.repo}"
 
 
+WeightKind = Literal[
+    "wan-vae-2.1", "wan-vae-2.2", "umt5-encoder", "open-clip", "wan-transformer-t2v", "wan-transformer-i2v",
+    "wan-transformer-flf2v", "wan-transformer-i2v-2.2", "wan-transformer-ti2v", "qwen-image-transformer", "qwen2.5-vl",
+]  # fmt: skip
+"""What weights that models need can be, of all that `kinds.examine` knows."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Weights:
     """One weight file that a model needs.
@@ -87,18 +96,14 @@ class Weights:
         files: names in circulation, best first, each the end of a path: a name alone, or with the folder that tells
             it apart (`low_noise_model/diffusion_pytorch_model-00001-of-00006.safetensors`). A `*` stands for any part
             of a name; of several files that fit, the largest is the best.
-        downloads: where to get it, best first: any one of them will do. The names of all fit one in `files`.
+        downloads: where to get it, best first: any one of them will do; none where nobody offers it. The names of all
+            fit one in `files`.
     """
 
-    flag: str
-    kind: str
+    flag: WeightRole
+    kind: WeightKind
     files: tuple[str, ...]
-    downloads: tuple[Download, ...]
-
-    @property
-    def source(self) -> str:
-        """The address of the first download's repository, for people."""
-        return self.downloads[0].address
+    downloads: tuple[Download, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,7 +278,8 @@ class Model:
 
     def kind_of(self, flag: str) -> str:
         """What `kinds.examine` must call the file that a weight flag takes. Raises KeyError for no such flag."""
-        return {weights.flag: weights.kind for weights in self.weights}[flag]
+        kinds: dict[str, str] = {weights.flag: weights.kind for weights in self.weights}
+        return kinds[flag]
 
     @property
     def has_clip(self) -> bool:
@@ -288,18 +294,17 @@ class Model:
 
 def platform_names() -> list[str]:
     """Names of the platforms that ship with wangen."""
-    return _names("platforms")
+    return reading.names("platforms")
 
 
 def model_names() -> list[str]:
     """Names of the model profiles, which are the values of `--task`."""
-    return _names("models")
+    return reading.names("models")
 
 
 def config_files() -> dict[str, Path]:
     """The configurations for `--config_file` that ship with wangen, by name."""
-    folder = Path(str(files(__name__))) / "configs"
-    return {name: folder / f"{name}.toml" for name in _names("configs")}
+    return {name: reading.path("configs", name) for name in reading.names("configs")}
 
 
 @cache
@@ -310,7 +315,7 @@ def platform(name: str) -> Platform:
 
 def platform_values(name: str) -> dict[str, Any]:
     """What the file of a platform profile says. Raises KeyError when there is none."""
-    return _read("platforms", name)
+    return reading.read("platforms", name)
 
 
 def make_platform(name: str, values: Mapping[str, Any]) -> Platform:
@@ -332,42 +337,56 @@ def model_values(name: str) -> dict[str, Any]:
 
     A `based_on` gives every key that is not said again; of the weights every role, of the defaults every step, of the
     presets every card, and what is not said again of the prompt.
+
+    Raises:
+        UsageError: the file is no TOML, what it is based on is not there or itself, or one of these is no table.
     """
-    values = _read("models", name)
-    below = model_values(values.pop("based_on")) if "based_on" in values else {}
+    return _with_below(name, ())
+
+
+def _with_below(name: str, above: tuple[str, ...]) -> dict[str, Any]:
+    """The values of a model profile and of those below it; `above` are those that are based on it."""
+    values, where = reading.read("models", name), str(reading.path("models", name))
+    if "based_on" not in values:
+        return values
+    base = values.pop("based_on")
+    if base in (*above, name):
+        raise UsageError(f"the model {name} is based on itself", where=where, cure="name another based_on")
+    if base not in model_names():
+        raise UsageError(f"there is no model {base!r} to begin with", where=f"{where}, based_on",
+                         cure=f"one of {', '.join(model_names())}")  # fmt: skip
+    below = _with_below(base, (*above, name))
     tables: list[str] = [key for key in ("weights", "defaults", "presets", "prompt") if key in below or key in values]
-    merged = {key: {**below.get(key, {}), **values.get(key, {})} for key in tables}
+    merged = {key: {**below.get(key, {}), **reading.table(values.get(key, {}), f"{where}, {key}")} for key in tables}
     return {**below, **values, **merged}
 
 
 def make_model(name: str, values: Mapping[str, Any]) -> Model:
-    """A model profile from the values of a TOML file. Raises TypeError for a key that is unknown or missing."""
-    given = _tuples(values)
-    given["weights"] = tuple(_weights(role, rest) for role, rest in given["weights"].items())
-    given["tokenizer"] = tuple(Download(**download) for download in given["tokenizer"])
-    given["transformer"] = TransformerSizes(**given["transformer"])
-    given["prompt"] = Prompt(**_tuples(given["prompt"])) if "prompt" in given else None
-    given["shift"] = DynamicShift(**_tuples(given["shift"])) if "shift" in given else None
-    given["experts"] = Experts(**given["experts"]) if "experts" in given else None
-    given["presets"] = {int(gib): Preset(**_tuples(preset)) for gib, preset in given.get("presets", {}).items()}
-    return Model(name=name, **given)
+    """A model profile from the values of a TOML file.
 
-
-def _weights(role: str, values: Mapping[str, Any]) -> Weights:
-    given = _tuples(values)
-    given["downloads"] = tuple(Download(**download) for download in given["downloads"])
-    return Weights(flag=role, **given)
-
-
-def _names(folder: str) -> list[str]:
-    entries = files(__name__).joinpath(folder).iterdir()
-    return sorted(entry.name.removesuffix(".toml") for entry in entries if entry.name.endswith(".toml"))
-
-
-def _read(folder: str, name: str) -> dict[str, Any]:
-    if name not in _names(folder):
-        raise KeyError(name)
-    return tomllib.loads(files(__name__).joinpath(folder, f"{name}.toml").read_text(encoding="utf-8"))
+    Raises:
+        UsageError: a key is unknown or missing, or a value does not fit.
+    """
+    where, given = str(reading.path("models", name)), {**values, "name": name}
+    if "weights" in given:
+        given["weights"] = [
+            reading.make(Weights, {**reading.table(rest, f"{where}, weights.{role}"), "flag": role},
+                         f"{where}, weights.{role}")
+            for role, rest in reading.table(given["weights"], f"{where}, weights").items()
+        ]  # fmt: skip
+    made = reading.make(Model, given, where)
+    if any(side % made.bucket_step for side in made.resolution):
+        raise UsageError(f"resolution is {made.resolution[0]} x {made.resolution[1]}, no multiples of bucket_step",
+                         where=where, cure=f"give multiples of {made.bucket_step}")  # fmt: skip
+    for weights in made.weights:
+        if not weights.files or any(file.split() != [file] for file in weights.files):
+            raise UsageError(f"files must be names without blanks, got {list(weights.files)!r}",
+                             where=f"{where}, weights.{weights.flag}", cure="rename the file, and give its name "
+                             "here")  # fmt: skip
+        if not weights.downloads and "*" in weights.files[0]:
+            raise UsageError("the first of files is no whole name, and there are no downloads that give one",
+                             where=f"{where}, weights.{weights.flag}", cure="give a name without * first")  # fmt: skip
+    return made
 
 
 def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:

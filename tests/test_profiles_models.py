@@ -1,10 +1,11 @@
 """Model profiles: what the shipped ones say, what is refused in them, and what this version trains."""
 
 import re
+import shutil
 from pathlib import PurePosixPath
 
 import pytest
-from helpers import write_tree
+from helpers import image_bytes, write_tree
 from published import TRANSFORMERS
 
 from wangen import profiles
@@ -16,6 +17,7 @@ from wangen.generator.kinds import KINDS
 from wangen.generator.steps import STEPS, Check, find_step
 from wangen.generator.table import options
 from wangen.generator.tasks import Activity, missing_feature, require_supported, supported
+from wangen.profiles import reading
 
 MODELS = [profiles.model(name) for name in profiles.model_names()]
 
@@ -151,7 +153,7 @@ def test_the_names_in_circulation_are_known(name, users):
 def test_an_unknown_or_missing_key_is_refused(change):
     values = profiles.model_values("t2v-14B")
     assert profiles.make_model("mine", values).title == "Wan 2.1 T2V 14B"
-    with pytest.raises(TypeError):
+    with pytest.raises(UsageError):
         profiles.make_model("mine", values | change)
 
 
@@ -205,3 +207,69 @@ def test_publishing_refuses_the_other_tasks(tmp_path, capsys, monkeypatch):
     found = capsys.readouterr().err
     assert "publishing for flf2v-14B is not in this version of wangen: it needs the first and the last frame" in found
     assert not (tmp_path / "published").exists()
+
+
+CLAY = """based_on = "t2v-1.3B"
+title = "Clay"
+[weights.dit]
+kind = "wan-transformer-t2v"
+files = ["clay.safetensors"]
+"""
+
+
+@pytest.fixture
+def clay(tmp_path, monkeypatch):
+    """A profile of one's own beside the shipped ones; gives the function that writes it."""
+    folder = tmp_path / "profiles"
+    shutil.copytree(reading.path("models", "").parent.parent, folder)
+    monkeypatch.setattr(reading, "path", lambda kind, name: folder / kind / f"{name}.toml")
+    profiles.model.cache_clear()
+    yield lambda text: write_tree(folder, {"models/clay.toml": text})
+    profiles.model.cache_clear()
+
+
+def test_a_profile_of_ones_own_needs_no_download(clay, tmp_path, capsys):
+    clay(CLAY)
+    assert profiles.model("clay").kind_of("dit") == "wan-transformer-t2v"
+    assert main(["models", "list", "--task", "clay", "--dir", str(tmp_path)]) == 0
+    assert "clay.safetensors" in capsys.readouterr().out
+    place = write_tree(
+        tmp_path / "place", {"wangen.toml": "", "datasets/cats/a.jpg": image_bytes(), "datasets/cats/a.txt": "c"}
+    )
+    assert main(["publish", "cats", "--workspace", str(place), "--model", "clay", "--resolution", "64"]) == 0
+    assert "models/clay.safetensors" in next(place.glob("published/*/train_cats.sh")).read_text(encoding="utf-8")
+    capsys.readouterr()
+    assert main(["models", "download", "dit", "--task", "clay", "--dir", str(tmp_path), "--dry_run"]) == 1
+    assert "is offered nowhere for download" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("old", "new", "where", "words"), [
+    ('"t2v-1.3B"', '"t2v-1.4B"', ", based_on", ["no model 't2v-1.4B'", "one of clay, "]),
+    ('"t2v-1.3B"', '"clay"', "", ["based on itself", "name another based_on"]),
+    ('"t2v-1.3B"', "3", ", based_on", ["no model 3"]),
+    ('based_on = "t2v-1.3B"\n', "", "", ["is missing", "based_on"]),
+    ('"Clay"', "Clay", "", ["not valid TOML", "mend the file"]),
+    ("title", "titel", "", ["unknown key 'titel'", "did you mean title?"]),
+    ('"Clay"', "3", ", title", ["a text in quotes belongs here, got 3"]),
+    ('"Clay"', '"Clay"\nfps = true', ", fps", ["a whole number belongs here"]),
+    ('"Clay"', '"Clay"\nresolution = [480]', ", resolution", ["a list of 2", "[480]"]),
+    ('"Clay"', '"Clay"\nresolution = [480, 490]', "", ["480 x 490", "multiples of 16"]),
+    ('"Clay"', '"Clay"\ncondition = "texts"', ", condition", ["'texts'", "first_and_last"]),
+    ("[weights.dit]", "[weights]\ndit = 3\n[x]", ", weights.dit", ["a table belongs here"]),
+    ('"Clay"', '"Clay"\n[presets.big]\nnum_frames = 5', ", presets", ["a whole number", "'big'"]),
+    ('"Clay"', '"Clay"\n[transformer]\ndim = 1', ", transformer", ["ffn_dim is missing"]),
+    ("weights.dit", "weights.dti", ", weights.dti, flag", ["'dti'", "dit_high_noise"]),
+    ("wan-transformer-t2v", "wan-transformer", ", weights.dit, kind", ["'wan-transformer'", "wan-transformer-t2v"]),
+    ('"clay.safetensors"', '"my clay.safetensors"', ", weights.dit", ["without blanks"]),
+    ('"clay.safetensors"', '"clay*.safetensors"', ", weights.dit", ["no whole name"]),
+    ('["clay.safetensors"]', '"clay.safetensors"', ", weights.dit, files", ["a list belongs here"]),
+    ('["clay.safetensors"]', '["c.pth"]\ndownloads = [{ repo = "a/b" }]', ", weights.dit, downloads",
+     ["path is missing"]),
+])  # fmt: skip
+def test_what_is_wrong_in_a_profile_of_ones_own_is_said(old, new, where, words, clay, tmp_path, capsys):
+    clay(CLAY.replace(old, new))
+    assert main(["models", "list", "--dir", str(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert f"models/clay.toml{where}\n" in said.replace("\\", "/")
+    assert all(word in said for word in words), said
+    assert "  do:    " in said

@@ -256,6 +256,7 @@ def test_jobs_submitted_twice_are_refused_once_and_else_do_not_end_each_other(
     assert "wangen: jobs of this script are queued or run: " in done.stderr
     assert set(re.search(r"scancel ([\d ]+);", done.stderr)[1].split()) == set(first)  # type: ignore[index]
     second = submitted(slurm, bundle, WANGEN_SUBMIT_AGAIN="1")
-    for job in (*first, *second[:2]):
-        assert slurm.wait(job, "COMPLETED", "FAILED", "CANCELLED")["JobState"] == "COMPLETED", said(bundle)
+    ended = [slurm.wait(job, "COMPLETED", "FAILED", "CANCELLED")["JobState"] for job in (*first, *second)]
+    assert [*ended[:2], *ended[3:5]] == ["COMPLETED"] * 4, said(bundle)
+    assert "COMPLETED" in (ended[2], ended[5]), "one of two trainings at once may be refused, not both"
     assert load_file(lora(bundle))

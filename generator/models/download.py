@@ -139,6 +139,10 @@ def _role(shelf: Shelf, model: Model, weights: Weights) -> Iterator[Wish]:
     if held.state == "wrong" or (held.state == "broken" and from_hub(weights, held) is None):
         raise WangenError(f"in the place of {name}: {held.words}", where=str(held.path),
                           cure="move it away, then run the same line again")  # fmt: skip
+    if not weights.downloads:
+        raise WangenError(f"{name} is offered nowhere for download", where=str(held.path),
+                          cure=f"put it there, or below the models folder under one of its names: "
+                          f"{', '.join(weights.files)}")  # fmt: skip
     download = shelf.to_fetch(weights, held)
     if download is None:
         raise WangenError(f"wangen.toml names a file for {weights.flag} that is not there", where=str(held.path),

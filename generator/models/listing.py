@@ -149,8 +149,9 @@ def _help(shelf: Shelf, model: Model, held: Held) -> list[str]:
     """What to do about a role whose file is not there, or is not what it should be."""
     if held.state in ("there", "unseen"):
         return []
-    fetch = f"fetch it with: wangen models download {held.role} --task {model.name}"
     weights = next((weights for weights in model.weights if weights.flag == held.role), None)
+    offered = weights is None or weights.downloads
+    fetch = f"fetch it with: wangen models download {held.role} --task {model.name}" if offered else "put it there"
     if shelf.is_named(held.role):
         can = weights and held.state == "missing" and shelf.to_fetch(weights, held)
         lines = (held.cure, "wangen.toml names this: put the right one there, or mend that line", fetch if can else "")

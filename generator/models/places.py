@@ -110,10 +110,10 @@ class Shelf:
         return bool(self.tokenizer) if role == TOKENIZER else role in self.target.weights
 
     def to_fetch(self, weights: Weights, held: Held) -> Download | None:
-        """What to fetch for a role; None where the workspace names a place to which no download goes."""
+        """What to fetch for a role; None where nobody offers it, or the workspace names a place to which none goes."""
         begun = from_hub(weights, held)
         if held.state != "missing" or not self.is_named(weights.flag):
-            return begun or weights.downloads[0]
+            return begun or next(iter(weights.downloads), None)
         folder = models_folder(self.target)
         return begun if begun and folder and held.path == folder / place_of(begun) else None
 
