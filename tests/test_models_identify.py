@@ -237,6 +237,14 @@ def test_a_name_is_printed_on_one_line_and_steers_no_terminal(tmp_path, capsys):
     assert "\x1b" not in out
 
 
+def test_a_model_beside_others_hides_none_of_them(tmp_path, capsys):
+    write_sparse(tmp_path / "diffusion_pytorch_model.safetensors", TRANSFORMERS["t2v-1.3B"])
+    assert len(identify(capsys, tmp_path)) == 1
+    write_sparse(tmp_path / "more/wan2.1_t2v_14B_bf16.safetensors", TRANSFORMERS["t2v-14B"])
+    shutil.copy(LORA, tmp_path / "mine.safetensors")
+    assert sorted(found["kind"] for found in identify(capsys, tmp_path)) == ["lora", *["wan-transformer-t2v"] * 2]
+
+
 def test_of_a_folder_of_many_models_each_is_shown_once(tmp_path, capsys):
     write_sparse_shards(tmp_path / "models/dit", TRANSFORMERS["ti2v-5B"], 3)
     for source, place in ((LORA, "loras/a/b.safetensors"), (VECTORS / "vae21/Wan2.1_VAE.pth", "vae/vae.pth")):

@@ -75,16 +75,17 @@ def _spread(paths: Sequence[Path]) -> Iterator[Path]:
         parts = [path / name for name in PIPELINE_FOLDERS if (path / name).is_dir()]
         if (path / PIPELINE).is_file() and parts:
             yield from parts
-        elif path.is_dir() and not _is_model(path):
+        elif path.is_dir():
             inside = [path / name for name in files_below(path) if name.suffix in ENDINGS or INDEX.fullmatch(name.name)]
-            yield from inside or [path]
+            yield from [path] if _is_model(path, inside) else inside or [path]
         else:
             yield path
 
 
-def _is_model(folder: Path) -> bool:
+def _is_model(folder: Path, inside: Sequence[Path]) -> bool:
+    """Whether a folder is one model's: its files are all the weight files below it."""
     try:
-        return bool(shards(folder))
+        return set(shards(folder)) == {path for path in inside if path.suffix in ENDINGS}
     except WangenError:
         return False
 
