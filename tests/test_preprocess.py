@@ -234,7 +234,7 @@ def test_a_folder_whose_name_says_nothing_is_no_class(tmp_path):
     videos = moving(tmp_path / "v", "___/a.mp4", "_dogs/b.mp4")
     prepare(videos, tmp_path / "o", frames=25, default_prompt=None)
     assert [row["prompt"] for row in clips(tmp_path / "o")] == ["dogs"]
-    assert reasons(tmp_path / "o") == {"a.mp4": ["problem"]}
+    assert reasons(tmp_path / "o") == {"___/a.mp4": ["problem"]}
 
 
 def test_validation_is_of_other_videos(tmp_path):
@@ -397,3 +397,35 @@ def test_the_contact_sheet_needs_nothing_but_itself(tmp_path):
     assert "motion: only" in page
     for row in clips(tmp_path / "o"):
         assert f'href="{row["file"]}"' in page
+
+
+def test_a_video_that_cannot_be_read_is_named_with_its_folder(tmp_path, caplog):
+    videos = moving(tmp_path / "v", "dogs/a.mp4", "cats/b.mp4")
+    (videos / "cats" / "a.mp4").write_bytes(b"no video")
+    prepare(videos, tmp_path / "o", frames=25)
+    assert reasons(tmp_path / "o") == {"cats/a.mp4": ["problem"]}
+    assert any(line.startswith("  cats/a.mp4: ") for line in caplog.messages)
+
+
+@pytest.mark.parametrize(("flags", "found", "cure"), [
+    ({"min_motion": 90.0}, "for 1 of 1 window: motion: only", "give a lower --min_motion"),
+    ({"frames": 49}, "for 1 of 1 window: short: the shot has", "give fewer --frames"),
+])  # fmt: skip
+def test_that_no_clip_comes_of_it_is_said_with_the_commonest_reason(flags, found, cure, tmp_path, caplog):
+    report = prepare(moving(tmp_path / "v", "a.mp4"), tmp_path / "o", **{"frames": 25, **flags})
+    assert not report.ok
+    assert report.summary.startswith("0 clips to train on")
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert found in said
+    assert f"do:    {cure}" in said
+
+
+@pytest.mark.parametrize(("flags", "found", "cure"), [
+    ({"frames": 1}, "--frames 1 is a picture", "--frames 5 or more"),
+    ({"frames": 3}, "--frames 3: Wan", "--frames 5 or 9"),
+    ({"task": "qwen-image", "frames": None}, "Qwen-Image makes pictures", "a model that makes videos"),
+])  # fmt: skip
+def test_pictures_are_refused(flags, found, cure, tmp_path):
+    with pytest.raises(UsageError, match=found) as caught:
+        prepare(moving(tmp_path / "v", "a.mp4"), tmp_path / "o", **flags)
+    assert cure in caught.value.cure

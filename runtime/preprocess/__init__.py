@@ -27,7 +27,7 @@ from wangen.runtime.preprocess.estimate import estimate, require_space
 from wangen.runtime.preprocess.form import Form, Place, num_workers, read_form
 from wangen.runtime.preprocess.manifests import Outcome, write_manifests
 from wangen.runtime.preprocess.sheet import write_sheet
-from wangen.runtime.preprocess.videos import Known, Video, find_videos
+from wangen.runtime.preprocess.videos import Known, Video, find_videos, name_in
 from wangen.runtime.preprocess.work import cut_all, watch
 from wangen.runtime.sources import read_sources
 
@@ -35,6 +35,17 @@ log = logging.getLogger("wangen")
 
 MAX_SAID = 20
 """Problems that are said one by one."""
+
+_CURES = {
+    "short": "give fewer --frames, or where a cut is seen that is none a higher --cut_threshold",
+    "outside": "mend start_s and end_s of the labels",
+    "freeze": "give a higher --max_freeze, or --keep_all",
+    "black": "give a higher --max_black, or --keep_all",
+    "blur": "give a higher --max_blur, or --keep_all",
+    "motion": "give a lower --min_motion, or --keep_all",
+    "copy": "give a lower --min_difference, or --keep_all",
+}
+"""What to change by the reason for which windows are left out."""
 
 _SILENT = {"dry_run", "num_workers", "config_file", "log_file", "report_dir", "lock", "output"}
 """Flags that decide nothing of what is written."""
@@ -66,6 +77,8 @@ def run(options: Preprocess) -> Report:
         _say_changes(options, place)
         outcome = _make(known, problems, form, place, options)
     counts = {name: len(getattr(outcome, name)) for name in ("train", "val", "dropped", "copies", "problems")}
+    if not outcome.train:
+        log.error("  %s", _why_none(outcome))
     summary = f"{many(counts['train'], 'clip')} to train on, {counts['val']} to validate, {counts['dropped']} left out"
     return Report(
         folder=place.folder,
@@ -83,7 +96,7 @@ def _plan(
     """The videos that can be read; what they cost is said and compared with the disk."""
     sources, errors = read_sources([video.path for video in videos], place.records)
     problems += map(_problem, errors)
-    _say(problems)
+    _say(problems, options.videos)
     known = [Known(video, sources[video.path]) for video in videos if video.path in sources]
     if not known:
         raise WangenError("no video can be used", where=str(options.videos), cure="mend what is listed above")
@@ -107,7 +120,7 @@ def _make(known: Sequence[Known], problems: list[Problem], form: Form, place: Pl
         log.info("  %s of other videos or settings removed", many(gone, "clip"))
     made, uncut = cut_all(good, form, place, options)
     late = [_problem(error) for error in (*unwatched, *uncut.values())]
-    _say(late)
+    _say(late, options.videos)
     problems += late
     good = [window for window in good if window.footage.source.digest not in uncut]
     val_digests = held_out([window.footage.source.digest for window in good], options.val_share, options.seed)
@@ -116,9 +129,21 @@ def _make(known: Sequence[Known], problems: list[Problem], form: Form, place: Pl
     val = [window for window in good if window.footage.source.digest in val_digests]
     train = [window for window in good if window.footage.source.digest not in val_digests]
     outcome = Outcome(train, val, dropped, copies, problems, made)
-    write_manifests(outcome, form, place)
+    write_manifests(outcome, form, place, options.videos)
     write_sheet(outcome, form, place)
     return outcome
+
+
+def _why_none(outcome: Outcome) -> WangenError:
+    """What mostly stood in the way where no clip could be made, and what to change."""
+    reasons = reason_counts(outcome.dropped)
+    if not reasons:
+        return WangenError("no clip could be made: no video can be read to its end", cure="mend what is listed above")
+    most = next(iter(reasons))
+    said = next(reason for window in outcome.dropped for reason in window.reasons if reason.startswith(f"{most}:"))
+    return WangenError(f"no clip could be made; the commonest reason, for {reasons[most]} of "
+                       f"{many(len(outcome.dropped), 'window')}: {said}",
+                       cure=f"{_CURES[most]}; dropped.jsonl has all reasons")  # fmt: skip
 
 
 def _refuse_foreign(place: Place) -> None:
@@ -145,9 +170,9 @@ def _refuse_edited(place: Place) -> None:
                          "want")  # fmt: skip
 
 
-def _say(problems: Sequence[Problem]) -> None:
+def _say(problems: Sequence[Problem], videos: Path) -> None:
     for problem in problems[:MAX_SAID]:
-        log.warning("  %s", problem)
+        log.warning("  %s: %s; %s", name_in(videos, problem.path), problem.found, problem.cure)
     if len(problems) > MAX_SAID:
         log.warning("  … and %s more; a run that ends lists all in dropped.jsonl", len(problems) - MAX_SAID)
 

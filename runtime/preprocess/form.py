@@ -130,10 +130,15 @@ def read_form(options: Preprocess) -> Form:
     if nearest != (width, height):
         raise UsageError(f"--resolution {resolution_name((width, height))}: {model.title} takes multiples of "
                          f"{model.bucket_step}", cure=f"--resolution {resolution_name(nearest)}")  # fmt: skip
+    if model.num_frames == 1:
+        raise UsageError(f"--task {options.task}: {model.title} makes pictures, and this step cuts clips",
+                         cure="give the --task of a model that makes videos")  # fmt: skip
     frames = options.frames if options.frames is not None else model.num_frames
     stride = model.temporal_stride
+    if frames == 1:
+        raise UsageError("--frames 1 is a picture, and this step cuts clips", cure=f"--frames {1 + stride} or more")
     if frames < 1 or (frames - 1) % stride:
-        below = max(0, frames - 1) // stride * stride + 1
+        below = max(1, (frames - 1) // stride) * stride + 1
         raise UsageError(f"--frames {frames}: {model.title} takes {stride}n+1 frames",
                          cure=f"--frames {below} or {below + stride}")  # fmt: skip
     fps = options.fps if options.fps is not None else model.fps

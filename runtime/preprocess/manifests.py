@@ -4,6 +4,7 @@ import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from wangen.generator.dataset import Problem
@@ -11,7 +12,7 @@ from wangen.generator.files import remove, write_text
 from wangen.generator.footage import SETTINGS, edited_manifests, text_digest
 from wangen.runtime.preprocess.candidates import Window
 from wangen.runtime.preprocess.form import Form, Place
-from wangen.runtime.preprocess.videos import Known
+from wangen.runtime.preprocess.videos import Known, name_in
 
 log = logging.getLogger("wangen")
 
@@ -37,8 +38,8 @@ class Outcome:
     made: int
 
 
-def write_manifests(outcome: Outcome, form: Form, place: Place) -> None:
-    """Write all three; a clip's path is as seen from them.
+def write_manifests(outcome: Outcome, form: Form, place: Place, videos: Path) -> None:
+    """Write all three; a clip's path is as seen from them, a video's as seen from the folder of videos.
 
     Both manifests of an earlier run go before one that differs comes: a run that is stopped in between leaves no pair
     in which a video is both trained on and validated with. One that was edited by hand stays, and that is said.
@@ -68,10 +69,10 @@ def write_manifests(outcome: Outcome, form: Form, place: Place) -> None:
     for path in ours:
         if not path.is_file():
             write_text(path, texts[path])
-    write_text(place.folder / "dropped.jsonl", _lines(_dropped(outcome, form)))
+    write_text(place.folder / "dropped.jsonl", _lines(_dropped(outcome, form, videos)))
 
 
-def _dropped(outcome: Outcome, form: Form) -> list[dict[str, Any]]:
+def _dropped(outcome: Outcome, form: Form, videos: Path) -> list[dict[str, Any]]:
     """What was left out, and why."""
     dropped = [
         _facts(window, form) | {"prompt": window.prompt, "reasons": window.reasons, "signals": window.signals}
@@ -81,7 +82,8 @@ def _dropped(outcome: Outcome, form: Form) -> list[dict[str, Any]]:
         facts = {"source": item.video.name, "source_digest": item.source.digest}
         dropped.append(facts | {"reasons": [f"copy: the same file as {first}"]})
     for problem in outcome.problems:
-        dropped.append({"source": problem.path.name, "reasons": [f"problem: {problem.found}"], "do": problem.cure})
+        source = name_in(videos, problem.path)
+        dropped.append({"source": source, "reasons": [f"problem: {problem.found}"], "do": problem.cure})
     return dropped
 
 

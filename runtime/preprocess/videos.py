@@ -86,6 +86,11 @@ def find_videos(options: Preprocess) -> tuple[list[Video], list[Problem]]:
     return sorted(videos, key=lambda video: video.name), problems
 
 
+def name_in(videos: Path, path: Path) -> str:
+    """What a file is called: as seen from the folder of videos, one elsewhere by its name alone."""
+    return relative_name(path, videos) if path.is_relative_to(videos) else path.name
+
+
 def _by_start(segment: Segment) -> tuple[float, float, str]:
     return segment.start_s, segment.end_s if segment.end_s is not None else float("inf"), segment.prompt
 
