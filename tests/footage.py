@@ -91,3 +91,18 @@ def prepare(videos: Path, output: Path, **flags: object) -> Report:
     """Run the step on small clips; what is not said has the table's default."""
     small = {"resolution": "64x48", "frames": 9, "num_workers": 2, "default_prompt": "a thing"}
     return run(Preprocess(videos=videos, output=output, **(small | flags)))
+
+
+def moving(folder: Path, *names: str) -> Path:
+    """Short videos of different things."""
+    for seed, name in enumerate(names):
+        write_video(folder / name, waves(32, seed=seed), 16)
+    return folder
+
+
+def reasons(output: Path) -> dict[str, list[str]]:
+    """Video -> the kinds of reasons for which parts of it were left out."""
+    found: dict[str, list[str]] = {}
+    for row in rows(output / "dropped.jsonl"):
+        found.setdefault(row["source"], []).extend(reason.partition(":")[0] for reason in row["reasons"])
+    return found

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from footage import BUNNY, EXAMPLE, clips, decoded, prepare, rows, waves, write_video
+from footage import BUNNY, EXAMPLE, clips, decoded, moving, prepare, reasons, rows, waves, write_video
 from helpers import read_tree
 from PIL import Image, ImageFilter
 
@@ -20,14 +20,6 @@ from wangen.runtime.preprocess.candidates import held_out
 
 BLACK = [np.zeros((48, 64, 3), np.uint8)]
 KEYS = ("file prompt source source_digest start_s end_s fps frames width height signals").split()
-
-
-def reasons(output: Path) -> dict[str, list[str]]:
-    """Video -> the kinds of reasons for which parts of it were left out."""
-    found: dict[str, list[str]] = {}
-    for row in rows(output / "dropped.jsonl"):
-        found.setdefault(row["source"], []).extend(reason.partition(":")[0] for reason in row["reasons"])
-    return found
 
 
 def pan(picture: str, count: int, start: int = 0) -> list[np.ndarray]:
@@ -116,13 +108,6 @@ def test_copies_are_left_out_and_a_fixed_camera_s_clips_are_not(tmp_path):
     assert dropped[1]["reasons"] == ["copy: the same file as a.mp4"]
     prepare(videos, tmp_path / "o", frames=17, stride=20, val_share=0, cut_threshold=50, min_difference=0)
     assert reasons(tmp_path / "o") == {"c same.mp4": ["copy"]}
-
-
-def moving(folder: Path, *names: str) -> Path:
-    """Short videos of different things."""
-    for seed, name in enumerate(names):
-        write_video(folder / name, waves(32, seed=seed), 16)
-    return folder
 
 
 def test_prompts_come_from_captions_folders_and_the_default(tmp_path):
@@ -397,35 +382,3 @@ def test_the_contact_sheet_needs_nothing_but_itself(tmp_path):
     assert "motion: only" in page
     for row in clips(tmp_path / "o"):
         assert f'href="{row["file"]}"' in page
-
-
-def test_a_video_that_cannot_be_read_is_named_with_its_folder(tmp_path, caplog):
-    videos = moving(tmp_path / "v", "dogs/a.mp4", "cats/b.mp4")
-    (videos / "cats" / "a.mp4").write_bytes(b"no video")
-    prepare(videos, tmp_path / "o", frames=25)
-    assert reasons(tmp_path / "o") == {"cats/a.mp4": ["problem"]}
-    assert any(line.startswith("  cats/a.mp4: ") for line in caplog.messages)
-
-
-@pytest.mark.parametrize(("flags", "found", "cure"), [
-    ({"min_motion": 90.0}, "for 1 of 1 window: motion: only", "give a lower --min_motion"),
-    ({"frames": 49}, "for 1 of 1 window: short: the shot has", "give fewer --frames"),
-])  # fmt: skip
-def test_that_no_clip_comes_of_it_is_said_with_the_commonest_reason(flags, found, cure, tmp_path, caplog):
-    report = prepare(moving(tmp_path / "v", "a.mp4"), tmp_path / "o", **{"frames": 25, **flags})
-    assert not report.ok
-    assert report.summary.startswith("0 clips to train on")
-    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
-    assert found in said
-    assert f"do:    {cure}" in said
-
-
-@pytest.mark.parametrize(("flags", "found", "cure"), [
-    ({"frames": 1}, "--frames 1 is a picture", "--frames 5 or more"),
-    ({"frames": 3}, "--frames 3: Wan", "--frames 5 or 9"),
-    ({"task": "qwen-image", "frames": None}, "Qwen-Image makes pictures", "a model that makes videos"),
-])  # fmt: skip
-def test_pictures_are_refused(flags, found, cure, tmp_path):
-    with pytest.raises(UsageError, match=found) as caught:
-        prepare(moving(tmp_path / "v", "a.mp4"), tmp_path / "o", **flags)
-    assert cure in caught.value.cure
