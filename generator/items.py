@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from wangen import profiles
 from wangen.generator.dataset import (
     BadItemError,
     Item,
@@ -77,6 +78,9 @@ def unsuited(item: Item, model: Model) -> tuple[str, str] | None:
     """
     most = model.max_controls
     if model.num_frames == 1 and "video" in map(media_of, (item.path, *item.companions)):
+        if (usual := profiles.model(model.name).num_frames) > 1:
+            cure = f"write num_frames = {usual}, or take it out"
+            return "is or has a clip, and wangen.toml says num_frames = 1", cure
         return f"is or has a clip, and {model.name} makes pictures", "take it out"
     if model.condition == "controls" and not 1 <= len(item.controls) <= most:
         found = f"has {many(len(item.controls), 'control image')}, and {model.name} takes {wanted_controls(model)}"

@@ -264,6 +264,20 @@ def test_the_cache_is_about_as_large_as_planned(bundle: Bundle):
     assert found.num_clips == 1
 
 
+def test_a_script_is_named_by_its_path_and_a_dataset_by_its_name(place: Path, capsys):
+    script = "published/linux/train_cats.sh"
+    for words, said in (
+        (["published/linux/train_dogs.sh"], "there is no such file"),
+        (["train_cats.ps1"], "there is no such file"),
+        (["nowhere/cats"], "there is no such file"),
+        ([script, "--platform", "linux"], "--platform is for a dataset's name"),
+        ([script, "--workspace", "."], "--workspace is for a dataset's name"),
+    ):
+        assert main(["plan", *words]) == 2
+        assert said in capsys.readouterr().err
+    assert planned(capsys, script, "--gpu", "H200")[0] == planned(capsys, "datasets/cats", "--gpu", "H200")[0] == 0
+
+
 # ---- publish --fit -------------------------------------------------------------------------------------------------
 
 
@@ -351,8 +365,17 @@ def test_a_card_that_nothing_fits_leaves_the_scripts_and_names_smaller_ones(plac
     said = capsys.readouterr().err
     assert "does not fit" in said
     assert "num_frames = " in said or "--resolution" in said
+    assert "the scripts are published without" in said
     assert (place / "published" / "linux" / "train_cats.sh").read_bytes() == plain
     assert workspace.read(place).dataset("cats").fit is None
+    assert main(["publish", "cats", "--fit", "--gpu", "RTX 4090"]) == 0
+    fitted = (place / "published" / "linux" / "train_cats.sh").read_bytes()
+    assert main(["publish", "cats", "--fit", "--gpu", "5GB"]) == 1
+    said = capsys.readouterr().err
+    assert "the scripts keep those for RTX 4090" in said
+    assert "--resolution" in said
+    assert "num_frames = 1 " not in said, "those are pictures"
+    assert (place / "published" / "linux" / "train_cats.sh").read_bytes() == fitted
 
 
 @pytest.mark.parametrize(

@@ -133,6 +133,14 @@ def test_a_short_clip_is_named_with_the_length_that_fits(place, capsys):
     assert not (place / "published").exists()
 
 
+def test_a_clip_beside_one_frame_in_wangen_toml_is_answered_with_that_line(place, capsys):
+    (place / "wangen.toml").write_text("num_frames = 1\n")
+    assert publish(place) == 1
+    said = capsys.readouterr().err
+    assert "walk.mp4: is or has a clip, and wangen.toml says num_frames = 1; write num_frames = 81, or take it" in said
+    assert "makes pictures" not in said
+
+
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [

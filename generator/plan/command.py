@@ -5,11 +5,12 @@ from pathlib import Path
 
 from wangen.generator import workspace
 from wangen.generator.cards import Gpu, named
-from wangen.generator.errors import WangenError
+from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.paths import slugify
 from wangen.generator.plan import gpus, text
 from wangen.generator.plan.planning import Planned, plan_script
 from wangen.generator.plan.scripted import Scripted, published_script, read_script
+from wangen.generator.quoting import QUOTES
 from wangen.generator.target import Target
 
 
@@ -49,11 +50,29 @@ def make(request: Request) -> Planned:
     Raises:
         WangenError: as `run`.
     """
-    named_file = Path(request.what)
-    script = read_script(named_file) if _is_file(named_file) else _published(request)
+    script = _named_script(request) or _published(request)
     cards = [named(request.gpu)] if request.gpu is not None else _cards_for(script.target)
     smallest = min(cards, key=lambda one: one.memory, default=None)
     return plan_script(script, smallest, num_cards=len(cards), here=request.gpu is None)
+
+
+def _named_script(request: Request) -> Scripted | None:
+    """The script that a request names by its path; None where it names a dataset.
+
+    Raises:
+        WangenError: it is not there, is none of wangen's, or flags are given that are for a dataset.
+    """
+    path = Path(request.what)
+    if not _is_file(path):
+        if path.suffix[1:] in QUOTES or (path.name != request.what and not path.is_dir()):
+            raise UsageError("there is no such file", where=request.what, cure="name a train script, or a dataset "
+                             "by its name alone")  # fmt: skip
+        return None
+    for flag, value in (("--platform", request.platform), ("--workspace", request.folder)):
+        if value is not None:
+            raise UsageError(f"{flag} is for a dataset's name, and this is a script", where=request.what,
+                             cure="leave it out, or name the dataset")  # fmt: skip
+    return read_script(path)
 
 
 def _is_file(path: Path) -> bool:

@@ -71,8 +71,8 @@ def _one_at_a_time(shape: Shape) -> Iterator[Shape]:
 
 
 def _shorter(shape: Shape) -> Iterator[Shape]:
-    """Fewer frames, the most first; one batch at a time."""
-    yield from (replace(shape, num_frames=count, batch_size=1) for count in range(shape.num_frames - 4, 0, -4))
+    """Fewer frames, the most first; one batch at a time. A clip stays one: of a single frame it would be a picture."""
+    yield from (replace(shape, num_frames=count, batch_size=1) for count in range(shape.num_frames - 4, 4, -4))
 
 
 def _narrower(shape: Shape, step: int) -> Iterator[Shape]:

@@ -42,8 +42,10 @@ def choose(
     fixed = told_of_training(place, target, model).keys() & FASTEST.keys()
     found, largest = find_cure(plan, fixed), plan.shapes[0].shape
     if found.flags is None:
+        before = place.dataset(slug).fit
+        kept = f"keep those for {before.card}" if before else "are published without"
         raise WangenError(
-            f"{largest} does not fit {gpu} by any memory flags; the scripts are published without", where=slug,
+            f"{largest} does not fit {gpu} by any memory flags; the scripts {kept}", where=slug,
             cure="; or ".join(told(one, largest) for one in found.smaller) or "train a smaller model",
         )  # fmt: skip
     flags = {name: value for name, value in found.flags.items() if name not in fixed}
