@@ -52,6 +52,8 @@ CASES = [
      'cache_directory = "@/clips_cache" # two\n', "toml-cache", "# two", ["another block"]),
     ("sh", "musubi", '"@/clips"', '"C:/AI/clips"', "toml-path", "video_directory", ["/mnt/c/AI/clips"]),
     ("bat", "musubi", '"@/clips"', '"/mnt/c/AI/clips"', "toml-path", "video_directory", ["Linux path"]),
+    ("bat", "musubi", '"@/clips"', '"/data/clips"', "toml-path", "video_directory", ["Linux path"]),
+    ("ps1", "musubi", '"@/clips"', '"/clips"', "toml-path", "video_directory", ["Linux path"]),
     ("sh", "musubi", '"@/clips"', '"~/clips"', "toml-path", "video_directory", ["~"]),
     ("sh", "musubi", "[[datasets]]", "[[dataset]]", "toml", 1, ["no [[datasets]]"]),
     ("sh", "musubi", "batch_size = 1", "batch_size = ", "toml", "batch_size", ["no TOML"]),

@@ -346,7 +346,7 @@ def _paths(script: Script, call: Call, toml: Toml, number: int, block: Mapping[s
         if windows and script.shell == "sh" and not script.for_git_bash:
             yield Finding("toml-path", line, f"{key} is a Windows path, and the script runs under Linux or WSL",
                           f'in WSL write {key} = "/mnt/{plain[0].lower()}{plain[2:]}"')  # fmt: skip
-        elif script.shell != "sh" and re.match(r"/(?:mnt|home|root|workspace|media)/", plain):
+        elif script.shell != "sh" and re.match("/[^/]", path):
             yield Finding("toml-path", line, f"{key} is a Linux path, and the script runs under Windows",
                           "write the Windows path with forward slashes")  # fmt: skip
         elif plain.startswith("~"):
