@@ -142,7 +142,8 @@ def convert(option: Option, raw: Any, where: str = "") -> Any:
         return _scalar(option, raw, where)
     items = raw if isinstance(raw, list | tuple) else [raw]
     if option.length and len(items) != option.length:
-        raise UsageError(f"--{option.name} takes {option.length} values, got {len(items)}", where=where)
+        raise UsageError(f"--{option.name} takes {option.length} values, got {len(items)}", where=where,
+                         cure=f"write {option.length} of them")  # fmt: skip
     return tuple(_scalar(option, item, where) for item in items)
 
 
@@ -294,7 +295,7 @@ def from_toml(step: type[Step], keys: Mapping[str, Any], where: str) -> dict[str
             raise UsageError(answer.found, where=place, cure=answer.cure)
         option, constant = known[name]
         if constant is not None and not isinstance(raw, bool):
-            raise UsageError(f"--{name} is true or false, got {raw!r}", where=place)
+            raise UsageError(f"--{name} is true or false, got {raw!r}", where=place, cure="write true or false")
         if constant is not None:
             raw = constant if raw else option.flag.constants.get(f"no_{name}")
         if raw is None:  # a constant that is false and has no opposite says nothing
@@ -311,9 +312,9 @@ def _scalar(option: Option, raw: Any, where: str) -> Any:
     if option.kind is bool:
         if isinstance(raw, bool):
             return raw
-        raise UsageError(f"--{option.name} is true or false, got {raw!r}", where=where)
+        raise UsageError(f"--{option.name} is true or false, got {raw!r}", where=where, cure="write true or false")
     if isinstance(raw, bool | dict | list):
-        raise UsageError(f"--{option.name} takes one value, got {raw!r}", where=where)
+        raise UsageError(f"--{option.name} takes one value, got {raw!r}", where=where, cure="write one value")
     text = option.flag.meant(str(raw))
     if option.kind is Path and not text:  # it would be the folder that one happens to be in
         raise UsageError(f"--{option.name} is empty", where=where,
@@ -341,7 +342,7 @@ def _scalar(option: Option, raw: Any, where: str) -> Any:
         return value
     except ValueError:
         word = {int: "a whole number", float: "a number"}[option.kind]
-        raise UsageError(f"--{option.name} takes {word}, got {raw!r}", where=where) from None
+        raise UsageError(f"--{option.name} takes {word}, got {raw!r}", where=where, cure=f"write {word}") from None
 
 
 def _choices(option: Option) -> tuple[str, ...]:

@@ -49,6 +49,13 @@ _NO_LINKS = {errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EINVAL, errno.ENOTSU
              errno.EXDEV}  # fmt: skip
 """What file systems without hard links answer; one that is put together of several may say the last."""
 
+_IN_THE_WAY = {
+    errno.EISDIR: "a folder bears the name of the lock: move it away, or give another --lock",
+    **dict.fromkeys((errno.ENOTDIR, errno.EEXIST), "a file bears the name of a folder above it: move the file away, or "
+                    "give another --lock and --output_dir"),
+}  # fmt: skip
+"""What to do where something else has the place."""
+
 NO_CONTAINER = "pid:[4026531836]"
 """The space of process ids that Linux starts with, a constant of its source; containers have others."""
 
@@ -172,8 +179,8 @@ def _take(path: Path, mine: Owner, does: str, wait_s: float, *, from_here: bool)
             else:
                 raise _busy(path, other, age_s, does)
     except OSError as error:
-        raise WangenError(f"cannot write the lock file: {error.strerror}", where=str(path),
-                          cure="free space or fix the folder's rights") from None  # fmt: skip
+        cure = _IN_THE_WAY.get(error.errno or 0, "free space or fix the folder's rights")
+        raise WangenError(f"cannot write the lock file: {error.strerror}", where=str(path), cure=cure) from None
     raise WangenError("another run took the lock at the same moment", where=str(path), cure="wait for it to end")
 
 

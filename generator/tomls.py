@@ -152,7 +152,7 @@ def _cure(text: str, error: str) -> str:
         _PATH_LINE.match(lines[int(number[1]) - 1].rstrip("\r")) if number and int(number[1]) <= len(lines) else None
     )
     if not found:
-        return ""
+        return "mend it there"
     path = found[2].replace("\\", "/")
     return f"write {found[1]} = '{path}': a backslash in double quotes starts an escape"
 
@@ -220,7 +220,8 @@ def _read_blocks(path: Path, *, tell: bool) -> tuple[DatasetEntry, ...]:
         raise UsageError("[general] is one table and [[datasets]] a list of tables", where=str(path),
                          cure="write [[datasets]] in two pairs of brackets above each block")  # fmt: skip
     if not isinstance(blocks, list) or not blocks or not all(isinstance(block, dict) for block in blocks):
-        raise UsageError("the dataset TOML has no [[datasets]] block", where=str(path))
+        raise UsageError("the dataset TOML has no [[datasets]] block", where=str(path),
+                         cure="write [[datasets]] and below it the folder of the media")  # fmt: skip
     for key in general:
         if key in _OWN:
             raise UsageError(f"{key} stands in [general]", where=str(path), cure="write it into each [[datasets]]")

@@ -188,11 +188,12 @@ def test_numbers_that_training_refuses_are_not_published(place: Path, capsys, li
     assert read_tree(place / "published") == before
 
 
-def test_a_knob_that_training_refuses_is_refused(place: Path, capsys):
+@pytest.mark.parametrize(("value", "said"), [(b"0", "--network_dim must be above 0"), (b"", "by \"NETWORK_DIM=''\"")])
+def test_a_knob_that_training_or_the_script_refuses_is_refused(place: Path, capsys, value, said):
     script = place / "published" / "linux" / "train_cats.sh"
-    script.write_bytes(script.read_bytes().replace(b"NETWORK_DIM='16'", b"NETWORK_DIM='0'"))
+    script.write_bytes(script.read_bytes().replace(b"NETWORK_DIM='16'", b"NETWORK_DIM='%s'" % value))
     assert main(["plan", "cats", "--gpu", "H100"]) == 2
-    assert "--network_dim must be above 0" in capsys.readouterr().err
+    assert said in capsys.readouterr().err
 
 
 def test_weights_that_are_here_are_counted_as_they_are(place: Path, capsys):

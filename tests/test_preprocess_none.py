@@ -1,5 +1,7 @@
 """Raw videos of which nothing comes: what is said of one, and of a run that makes no clip at all."""
 
+from pathlib import Path
+
 import pytest
 from footage import moving, prepare, reasons
 
@@ -36,3 +38,11 @@ def test_pictures_are_refused(flags, found, cure, tmp_path):
     with pytest.raises(UsageError, match=found) as caught:
         prepare(moving(tmp_path / "v", "a.mp4"), tmp_path / "o", **flags)
     assert cure in caught.value.cure
+
+
+def test_a_folder_of_videos_that_is_not_there_is_named_whole(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="there is no such folder of videos") as caught:
+        prepare(Path("footage"), tmp_path / "o")
+    assert caught.value.where == str(tmp_path / "footage")
+    assert caught.value.cure.startswith("put the videos there")

@@ -142,7 +142,7 @@ def test_a_list_that_an_empty_variable_left_is_left_out(words, caplog):
         (Train, [*TRAIN, "--task", "t2v-1.3b"], ["did you mean t2v-1.3B?"]),
         (Train, [*TRAIN, "--task", "t2i-14B"], ["use t2v-14B, with images"]),
         (CacheLatents, ["--dataset_config", "a", "--vae", "b", "--task", "i2v-14B-FC"], ["Fun-Control models are not"]),
-        (Train, [*TRAIN, "--seed", "x"], ["--seed takes a whole number, got 'x'"]),
+        (Train, [*TRAIN, "--seed", "x"], ["--seed takes a whole number, got 'x'", "do:    write a whole number"]),
         (Train, [*TRAIN, "--output_dir", ""], ["--output_dir is empty", "give a path"]),
         (Train, [*TRAIN, "--sample_prompts", ""], ["--sample_prompts is empty", "leave it out"]),
         (Train, [], ["train needs --dataset_config or --manifest, --output_dir, --output_name"]),

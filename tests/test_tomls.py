@@ -129,7 +129,7 @@ def test_the_cache_is_the_media_folder_unless_named(tmp_path):
         ('[datasets]\nimage_directory = "media"', "[[datasets]] in two pairs of brackets"),
         ("general = 3\n" + BLOCK, "one table"),
         ("datasets = [1]", "no [[datasets]] block"),
-        ("", "no [[datasets]] block"),
+        ("", "do:    write [[datasets]] and below it"),
     ],
 )  # fmt: skip
 def test_mistakes_are_answered_with_what_to_do(tmp_path, text, words):

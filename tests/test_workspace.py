@@ -147,7 +147,7 @@ def test_the_workspace_is_found_from_below(tmp_path, monkeypatch):
         ("[steps.bake]\nx = 1", "one of check, cache_latents"),
         ("[steps.train]\nlearning_rat = 1", "did you mean --learning_rate?"),
         ("[steps.train]\nnetwork_dim = 'x'", "takes a whole number"),
-        ("[steps.train]\nsdpa = 'yes'", "--sdpa is true or false"),
+        ("[steps.train]\nsdpa = 'yes'", "do:    write true or false"),
         ("[steps.train]\nsdpa = true\nxformers = true", "sdpa and xformers contradict each other"),
         ("[steps.train]\nmax_train_steps = 5\nmax-steps = 6", "max_train_steps and max-steps contradict each other"),
         ("[steps.train]\nmixed_precision = 'fp16'", "use bf16"),

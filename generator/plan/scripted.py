@@ -60,8 +60,11 @@ def read_script(path: Path, target: Target | None = None) -> Scripted:
     if target is None and shell in ("bat", "ps1") and host_platform_name() != "windows":
         raise UsageError(f"this script is for Windows, and this is {host_platform_name()}", where=str(path),
                          cure="ask in its workspace: wangen plan NAME --platform windows")  # fmt: skip
-    steps, elsewhere = [], list[str]()
-    for command, step in scripts.parsed_steps(path.read_bytes(), shell):
+    steps, elsewhere, data = [], list[str](), path.read_bytes()
+    if wrong := scripts.invalid_knobs(data):
+        raise UsageError(f"no knob is set by {wrong[0]!r}", where=str(path), cure="write letters, digits and . _ , + - as "
+                         "its value")  # fmt: skip
+    for command, step in scripts.parsed_steps(data, shell):
         if isinstance(step, WangenError):
             raise WangenError(f"{command}: {step.found}", where=str(path), cure=step.cure, exit_code=step.exit_code)
         steps.append(seen_step(target, step, elsewhere) if target else step)

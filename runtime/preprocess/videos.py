@@ -97,7 +97,8 @@ def _by_start(segment: Segment) -> tuple[float, float, str]:
 
 def _check(options: Preprocess) -> None:
     if not options.videos.is_dir():
-        raise UsageError("there is no such folder of videos", where=str(options.videos), cure="check --videos")
+        raise UsageError("there is no such folder of videos", where=str(options.videos.absolute()),
+                         cure="put the videos there, or name their folder with --videos")  # fmt: skip
     if options.output.resolve().is_relative_to(options.videos.resolve()):
         raise UsageError("the output would lie in the folder of videos, which stays as it is",
                          where=str(options.output), cure="give an --output beside it")  # fmt: skip
