@@ -13,9 +13,10 @@ import click
 from wangen import profiles
 from wangen.generator.check_command import CheckCommand, execute
 from wangen.generator.commands import StepCommand
-from wangen.generator.errors import UsageError, WangenError, in_words
+from wangen.generator.errors import WRONG_USAGE, UsageError, WangenError, in_words
 from wangen.generator.steps import STEPS, find_step
 from wangen.generator.stopping import STOPPED
+from wangen.profiles.reading import ProfileError
 
 
 class Wangen(click.Group):
@@ -368,6 +369,9 @@ def main(words: Sequence[str] | None = None) -> int:
     except WangenError as error:
         click.echo(f"wangen: {error}", err=True)
         return error.exit_code
+    except ProfileError as error:
+        click.echo(f"wangen: {UsageError(error.found, where=error.where, cure=error.cure)}", err=True)
+        return WRONG_USAGE
     except click.ClickException as error:
         click.echo(f"wangen: {error.format_message()}", err=True)
         if isinstance(error, click.NoSuchOption) and not error.option_name.startswith("--"):

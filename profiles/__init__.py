@@ -10,8 +10,8 @@ from math import exp
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from wangen.generator.errors import UsageError
 from wangen.profiles import reading
+from wangen.profiles.reading import ProfileError
 
 WeightRole = Literal["vae", "t5", "clip", "dit", "dit_high_noise"]
 WEIGHT_ROLES = get_args(WeightRole)
@@ -339,7 +339,7 @@ def model_values(name: str) -> dict[str, Any]:
     presets every card, and what is not said again of the prompt.
 
     Raises:
-        UsageError: the file is no TOML, what it is based on is not there or itself, or one of these is no table.
+        ProfileError: the file is no TOML, what it is based on is not there or itself, or one of these is no table.
     """
     return _with_below(name, ())
 
@@ -351,9 +351,9 @@ def _with_below(name: str, above: tuple[str, ...]) -> dict[str, Any]:
         return values
     base = values.pop("based_on")
     if base in (*above, name):
-        raise UsageError(f"the model {name} is based on itself", where=where, cure="name another based_on")
+        raise ProfileError(f"the model {name} is based on itself", where=where, cure="name another based_on")
     if base not in model_names():
-        raise UsageError(f"there is no model {base!r} to begin with", where=f"{where}, based_on",
+        raise ProfileError(f"there is no model {base!r} to begin with", where=f"{where}, based_on",
                          cure=f"one of {', '.join(model_names())}")  # fmt: skip
     below = _with_below(base, (*above, name))
     tables: list[str] = [key for key in ("weights", "defaults", "presets", "prompt") if key in below or key in values]
@@ -365,7 +365,7 @@ def make_model(name: str, values: Mapping[str, Any]) -> Model:
     """A model profile from the values of a TOML file.
 
     Raises:
-        UsageError: a key is unknown or missing, or a value does not fit.
+        ProfileError: a key is unknown or missing, or a value does not fit.
     """
     where, given = str(reading.path("models", name)), {**values, "name": name}
     if "weights" in given:
@@ -376,15 +376,15 @@ def make_model(name: str, values: Mapping[str, Any]) -> Model:
         ]  # fmt: skip
     made = reading.make(Model, given, where)
     if any(side % made.bucket_step for side in made.resolution):
-        raise UsageError(f"resolution is {made.resolution[0]} x {made.resolution[1]}, no multiples of bucket_step",
+        raise ProfileError(f"resolution is {made.resolution[0]} x {made.resolution[1]}, no multiples of bucket_step",
                          where=where, cure=f"give multiples of {made.bucket_step}")  # fmt: skip
     for weights in made.weights:
         if not weights.files or any(file.split() != [file] for file in weights.files):
-            raise UsageError(f"files must be names without blanks, got {list(weights.files)!r}",
+            raise ProfileError(f"files must be names without blanks, got {list(weights.files)!r}",
                              where=f"{where}, weights.{weights.flag}", cure="rename the file, and give its name "
                              "here")  # fmt: skip
         if not weights.downloads and "*" in weights.files[0]:
-            raise UsageError("the first of files is no whole name, and there are no downloads that give one",
+            raise ProfileError("the first of files is no whole name, and there are no downloads that give one",
                              where=f"{where}, weights.{weights.flag}", cure="give a name without * first")  # fmt: skip
     return made
 

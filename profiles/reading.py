@@ -10,9 +10,24 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from wangen.generator.errors import UsageError
-
 Made = TypeVar("Made")
+
+
+class ProfileError(Exception):
+    """Something wrong in a profile's file. `cli.main` says it as a `UsageError`, which profiles know nothing of.
+
+    Args:
+        found: what is wrong, as a fact.
+        where: the file, and the key.
+        cure: what to write.
+    """
+
+    def __init__(self, found: str, *, where: str, cure: str) -> None:
+        super().__init__(found)
+        self.found = found
+        self.where = where
+        self.cure = cure
+
 
 _WORDS = {str: "a text in quotes", int: "a whole number", float: "a number", bool: "true or false"}
 
@@ -37,7 +52,7 @@ def read(folder: str, name: str) -> dict[str, Any]:
 
     Raises:
         KeyError: there is none of that name.
-        UsageError: it is no TOML.
+        ProfileError: it is no TOML.
     """
     if name not in names(folder):
         raise KeyError(name)
@@ -45,7 +60,7 @@ def read(folder: str, name: str) -> dict[str, Any]:
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"not valid TOML: {error}", where=str(file), cure="mend the file") from None
+        raise ProfileError(f"not valid TOML: {error}", where=str(file), cure="mend the file") from None
 
 
 def make(kind: type[Made], values: Any, where: str) -> Made:
@@ -57,18 +72,18 @@ def make(kind: type[Made], values: Any, where: str) -> Made:
         where: the file and the table, for the message.
 
     Raises:
-        UsageError: a key is unknown or missing, or its value is of another type or choice.
+        ProfileError: a key is unknown or missing, or its value is of another type or choice.
     """
     known = {field.name: field for field in fields(kind)}  # type: ignore[arg-type]
     for key in table(values, where):
         if key not in known:
             near = get_close_matches(key, sorted(known), n=1)
             cure = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(sorted(known))}"
-            raise UsageError(f"unknown key {key!r}", where=where, cure=cure)
+            raise ProfileError(f"unknown key {key!r}", where=where, cure=cure)
     needed = [name for name, field in known.items() if (field.default, field.default_factory) == (MISSING, MISSING)]
     if missing := [name for name in needed if name not in values]:
-        raise UsageError(f"{missing[0]} is missing", where=where, cure=f"write {missing[0]} = … there, or begin with a "
-                         "profile that has it: based_on")  # fmt: skip
+        raise ProfileError(f"{missing[0]} is missing", where=where, cure=f"write {missing[0]} = … there, or begin with "
+                         "a profile that has it: based_on")  # fmt: skip
     hints = _hints(kind)  # type: ignore[arg-type]
     return kind(**{key: _value(hints[key], value, f"{where}, {key}") for key, value in values.items()})
 
@@ -77,10 +92,10 @@ def table(values: Any, where: str) -> dict[str, Any]:
     """The values, which are those of a table.
 
     Raises:
-        UsageError: they are not.
+        ProfileError: they are not.
     """
     if not isinstance(values, dict):
-        raise UsageError(f"a table belongs here, got {values!r}", where=where, cure="write it as [name] and its keys "
+        raise ProfileError(f"a table belongs here, got {values!r}", where=where, cure="write it as [name] and its keys "
                          "below")  # fmt: skip
     return values
 
@@ -92,13 +107,13 @@ def _value(hint: Any, raw: Any, where: str) -> Any:
         return _value(parts[0], raw, where)
     if origin is Literal:
         if raw not in parts:
-            raise UsageError(f"there is no {raw!r} here", where=where, cure=f"one of {', '.join(parts)}")
+            raise ProfileError(f"there is no {raw!r} here", where=where, cure=f"one of {', '.join(parts)}")
         return raw
     if origin is tuple:
         num = None if parts[-1] is ... else len(parts)
         if not isinstance(raw, list) or (num is not None and len(raw) != num):
             wanted = "a list" if num is None else f"a list of {num}"
-            raise UsageError(f"{wanted} belongs here, got {raw!r}", where=where, cure="write it as [a, b]")
+            raise ProfileError(f"{wanted} belongs here, got {raw!r}", where=where, cure="write it as [a, b]")
         return tuple(_value(parts[0], item, where) for item in raw)
     if is_dataclass(hint):
         return raw if type(raw) is hint else make(hint, raw, where)  # type: ignore[arg-type]
@@ -106,11 +121,11 @@ def _value(hint: Any, raw: Any, where: str) -> Any:
         return {_key(parts[0], key, where): _value(parts[1], item, f"{where}.{key}")
                 for key, item in table(raw, where).items()}  # fmt: skip
     if hint in _WORDS and type(raw) is not hint and not (hint is float and type(raw) is int):
-        raise UsageError(f"{_WORDS[hint]} belongs here, got {raw!r}", where=where, cure=f"write {_WORDS[hint]}")
+        raise ProfileError(f"{_WORDS[hint]} belongs here, got {raw!r}", where=where, cure=f"write {_WORDS[hint]}")
     return raw
 
 
 def _key(kind: type, key: str, where: str) -> Any:
     if kind is int and not key.isdecimal():
-        raise UsageError(f"a whole number belongs here, got {key!r}", where=where, cure="write it as [presets.24]")
+        raise ProfileError(f"a whole number belongs here, got {key!r}", where=where, cure="write it as [presets.24]")
     return kind(key)

@@ -18,6 +18,7 @@ from wangen.generator.steps import STEPS, Check, find_step
 from wangen.generator.table import options
 from wangen.generator.tasks import Activity, missing_feature, require_supported, supported
 from wangen.profiles import reading
+from wangen.profiles.reading import ProfileError
 
 MODELS = [profiles.model(name) for name in profiles.model_names()]
 
@@ -153,7 +154,7 @@ def test_the_names_in_circulation_are_known(name, users):
 def test_an_unknown_or_missing_key_is_refused(change):
     values = profiles.model_values("t2v-14B")
     assert profiles.make_model("mine", values).title == "Wan 2.1 T2V 14B"
-    with pytest.raises(UsageError):
+    with pytest.raises(ProfileError):
         profiles.make_model("mine", values | change)
 
 

@@ -62,8 +62,8 @@ def read_script(path: Path, target: Target | None = None) -> Scripted:
                          cure="ask in its workspace: wangen plan NAME --platform windows")  # fmt: skip
     steps, elsewhere, data = [], list[str](), path.read_bytes()
     if wrong := scripts.invalid_knobs(data):
-        raise UsageError(f"no knob is set by {wrong[0]!r}", where=str(path), cure="write letters, digits and . _ , + - as "
-                         "its value")  # fmt: skip
+        raise UsageError(f"no knob is set by {wrong[0]!r}", where=str(path), cure="write letters, digits and . _ , + - "
+                         "as its value")  # fmt: skip
     for command, step in scripts.parsed_steps(data, shell):
         if isinstance(step, WangenError):
             raise WangenError(f"{command}: {step.found}", where=str(path), cure=step.cure, exit_code=step.exit_code)
