@@ -25,6 +25,7 @@ from wangen.generator.memory import (
 from wangen.generator.memory_presets import resolve_vram
 from wangen.generator.steps import Train
 from wangen.generator.table import options as flags_of
+from wangen.profiles.reading import ProfileError
 from wangen.runtime.devices import free_bytes
 from wangen.runtime.memory.blocks import blocks_of
 from wangen.runtime.memory.quantize import FORMS, quantize_blocks
@@ -216,7 +217,7 @@ def test_an_unknown_preset_or_key_is_refused():
         preset_flags(model, "10")
     assert "there are: 8, 12, 16, 24" in str(caught.value)
     values = profiles.model_values("t2v-1.3B")
-    with pytest.raises(TypeError):
+    with pytest.raises(ProfileError, match="unknown key 'swap'"):
         profiles.make_model("mine", values | {"presets": {"8": {"swap": 1}}})
 
 

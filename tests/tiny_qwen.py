@@ -5,7 +5,7 @@ Everything is built here: nothing is downloaded. The sizes that the loaders take
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -215,10 +215,11 @@ def smaller(patch: pytest.MonkeyPatch, task: str, by: int = 4, **prompt: Any) ->
     Of the prompt more may be changed, such as its template.
     """
     values = profiles.model_values(task)
-    values["resolution"] = [side // by for side in values["resolution"]]
     sides = values["prompt"].get("picture_size", [0, 0])
     values["prompt"] = {**values["prompt"], "picture_size": [side // by for side in sides], **prompt}
-    model, known = profiles.make_model(task, values), profiles.model
+    made, known = profiles.make_model(task, values), profiles.model
+    width, height = made.resolution
+    model = replace(made, resolution=(width // by, height // by))
     patch.setattr(profiles, "model", lambda name: model if name == task else known(name))
 
 
