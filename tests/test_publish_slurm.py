@@ -141,7 +141,7 @@ def test_jobs_of_a_bundle_that_are_queued_or_run_are_named_and_none_come_beside_
     bundle = published(tmp_path)
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "linked").symlink_to(bundle)
-    queue = f"3 {tmp_path / 'elsewhere'}\n8 {bundle}\n9 {tmp_path / 'linked'}\n"
+    queue = f"3 {tmp_path / 'elsewhere'}\n8 {bundle}\n8 {bundle}\n9 {tmp_path / 'linked'}\n"
     write_tree(
         tmp_path / "bin", {"squeue": f"#!/bin/sh\nprintf '%s\\n' \"$@\" >'{tmp_path}/asked'\ncat <<'END'\n{queue}END\n"}
     )
