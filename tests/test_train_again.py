@@ -78,6 +78,17 @@ def test_an_interrupted_run_with_other_settings_and_fewer_steps_is_no_run_that_e
     assert train.run(fewer).result["done_before"], "now it is there"
 
 
+def test_the_average_of_an_earlier_end_is_none_of_the_last(tiny_run, tmp_path, caplog):
+    options = tiny_run.options(tmp_path, max_train_steps=2, ema_decay=0.9, lora_layout=("comfyui", "kohya"))
+    train.run(options)
+    average = (tmp_path / "lora-ema.safetensors").read_bytes()
+    train.run(replace(options, max_train_steps=3, ema_decay=None, resume_changed=True))
+    names = sorted(path.name for path in tmp_path.glob("*-ema*"))
+    assert names == ["lora-step00000002-ema-kohya.safetensors", "lora-step00000002-ema.safetensors"]
+    assert (tmp_path / names[1]).read_bytes() == average
+    assert "lora-ema.safetensors is the average of an earlier end of the run: it is lora-step" in caplog.text
+
+
 def test_another_adapter_is_no_change_that_a_state_can_go_on_with(tiny_run, tmp_path):
     options = tiny_run.options(tmp_path, max_train_steps=1)
     train.run(options)

@@ -80,10 +80,6 @@ def require_own_files(plan: Plan) -> None:
     """
     if plan.options.fresh or checkpoint.newest(plan.states):
         return
-    finished = [file.name for file in map(plan.file, plan.experts) if file.is_file()]
-    if finished:
-        log.warning("  no training state is in %s: beginning at step 0, and %s of an earlier run will be written over",
-                    plan.states, ", ".join(finished))  # fmt: skip
     own = {expert.name for expert in plan.experts}
     for suffix in ("", f"_{HIGH}", f"_{LOW}"):
         folder = plan.options.output_dir / f"{plan.options.output_name}{suffix}-state"
@@ -94,6 +90,10 @@ def require_own_files(plan: Plan) -> None:
                 where=str(folder),
                 cure="give --experts as before, or another --output_name; --fresh writes over it",
             )
+    finished = [file.name for file in map(plan.file, plan.experts) if file.is_file()]
+    if finished:
+        log.warning("  no training state is in %s: beginning at step 0, and %s of an earlier run will be written over",
+                    plan.states, ", ".join(finished))  # fmt: skip
 
 
 def changed_settings(plan: Plan, state: TrainingState) -> list[str]:

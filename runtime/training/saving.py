@@ -148,6 +148,8 @@ def save_loras(run: Run, suffix: str = "") -> list[Path]:
             written += save_trained(run, trainee, trainee.parameters, suffix)
         if trainee.ema:
             written += save_trained(run, trainee, trainee.ema.weights(), suffix + AVERAGE)
+        elif not suffix and run.ranks.is_first:
+            _set_average_aside(run.plan, trainee.plan)
     return written
 
 
@@ -233,12 +235,8 @@ def set_best_aside(plan: Plan, expert: ExpertPlan, step: int) -> None:
     Raises:
         OSError: the disk refused.
     """
-    for ending in ("", *(f"-{layout}" for layout in plan.options.lora_layout)):
-        best, numbered = plan.file(expert, BEST + ending), plan.file(expert, f"-step{step:08d}{ending}")
-        if best.is_file() and not numbered.exists():
-            replace(best, numbered)
-            log.warning("  %s was the best by other held-out items, timesteps or settings: it is %s now", best.name,
-                        numbered.name)  # fmt: skip
+    why = "was the best by other held-out items, timesteps or settings"
+    _rename(plan, expert, BEST, f"-step{step:08d}", why)
 
 
 def set_other_best_aside(plan: Plan, expert: ExpertPlan) -> None:
@@ -247,15 +245,35 @@ def set_other_best_aside(plan: Plan, expert: ExpertPlan) -> None:
     Raises:
         OSError: the disk refused.
     """
-    best = plan.file(expert, BEST)
-    if plan.options.fresh or not best.is_file():
-        return
+    settings, step = _told(plan.file(expert, BEST))
+    if step is not None and not plan.options.fresh and settings != json.dumps(plan.fingerprint, sort_keys=True):
+        set_best_aside(plan, expert, step)
+
+
+def _set_average_aside(plan: Plan, expert: ExpertPlan) -> None:
+    """A finished LoRA without an average beside one with it: the average is of what was trained until then."""
+    _, step = _told(plan.file(expert, AVERAGE))
+    if step is not None and not plan.options.fresh:
+        _rename(plan, expert, AVERAGE, f"-step{step:08d}{AVERAGE}", "is the average of an earlier end of the run")
+
+
+def _told(file: Path) -> tuple[str, int | None]:
+    """The settings and the step of the run in a LoRA's header; None where it is not there, or does not say it."""
     told: Mapping[str, str] = {}
-    with suppress(WangenError):
-        told = read_header(best).metadata
-    settings, step = told.get(FINGERPRINT, ""), told.get(RUN_STEPS) or told.get("ss_steps", "")
-    if step.isdecimal() and settings != json.dumps(plan.fingerprint, sort_keys=True):
-        set_best_aside(plan, expert, int(step))
+    if file.is_file():
+        with suppress(WangenError):
+            told = read_header(file).metadata
+    step = told.get(RUN_STEPS) or told.get("ss_steps", "")
+    return told.get(FINGERPRINT, ""), int(step) if step.isdecimal() else None
+
+
+def _rename(plan: Plan, expert: ExpertPlan, old: str, new: str, why: str) -> None:
+    """Give an expert's files of one suffix another one, in every layout, where nothing has that name."""
+    for ending in ("", *(f"-{layout}" for layout in plan.options.lora_layout)):
+        before, after = plan.file(expert, old + ending), plan.file(expert, new + ending)
+        if before.is_file() and not after.exists():
+            replace(before, after)
+            log.warning("  %s %s: it is %s now", before.name, why, after.name)
 
 
 def drop_old_loras(plan: Plan, step: int) -> None:
