@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from wangen.generator.bulk import bulk
-from wangen.generator.errors import UsageError, WangenError
+from wangen.generator.errors import UsageError, WangenError, many
 from wangen.generator.session import Report
 from wangen.generator.steps import CacheStep
 from wangen.runtime.cache import Encoder, Folder, Kind, Recipe
@@ -122,7 +122,16 @@ def _tidy(options: CacheStep, shard: Shard, records: Iterable[Record]) -> int:
     if options.keep_cache or shard.count > 1:
         return 0
     shared = folders_left_out(options)  # other blocks need entries there that were not looked at
-    return sum(record.reduce(keys, encoder) for record, encoder, keys in records if record.folder.path not in shared)
+    removed = of_others = 0
+    for record, encoder, keys in records:
+        if record.folder.path not in shared:
+            count = record.reduce(keys, encoder)
+            removed += count
+            of_others += count if record.encoder_before not in (None, encoder) else 0
+    if of_others:
+        log.warning("  removed %s of the weights or the precision before: to keep those of several models in one folder, "
+                    "give --keep_cache", many(of_others, "entry", "entries"))  # fmt: skip
+    return removed
 
 
 def _refuse(options: CacheStep) -> None:

@@ -40,10 +40,14 @@ def test_tiles_that_cannot_be_are_refused_before_anything_loads(bundle: Bundle, 
     assert "multiples of 64 from 128" in capsys.readouterr().err
 
 
-def test_a_text_encoder_in_8_bits_has_entries_of_its_own(bundle: Bundle):
+def test_a_text_encoder_in_8_bits_has_entries_of_its_own(bundle: Bundle, capsys: pytest.CaptureFixture[str]):
     bundle.text()
+    (bundle.photos / "coffee.txt").write_text("a cup", encoding="utf-8")
+    assert bundle.text()["removed"] == 1
+    assert "give --keep_cache" not in capsys.readouterr().err
     exact = {name: load(entry)["embedding"] for name, entry in bundle.entries().items()}
     assert bundle.text("--fp8_t5")["computed"] == 4
+    assert "removed 6 entries of the weights or the precision before: to keep those" in capsys.readouterr().err
     rounded = {name: load(entry)["embedding"] for name, entry in bundle.entries().items()}
     assert rounded.keys() == exact.keys()
     for name, embedding in rounded.items():

@@ -39,6 +39,11 @@ class DatasetNeeds:
         """The encoder of the last run, whether or not it came to its end; None when there is no file."""
         return _read_needs(self.path).encoder
 
+    @property
+    def encoder_before(self) -> Encoder | None:
+        """The encoder that was on record when `extend` was called; None when there was none."""
+        return self._before.encoder if self._before else None
+
     def extend(self, keys: set[str], encoder: Encoder) -> None:
         """Need these keys too: before anything is encoded, so that a killed run's entries are not forgotten.
 
