@@ -129,8 +129,8 @@ def _tidy(options: CacheStep, shard: Shard, records: Iterable[Record]) -> int:
             removed += count
             of_others += count if record.encoder_before not in (None, encoder) else 0
     if of_others:
-        log.warning("  removed %s of the weights or the precision before: to keep those of several models in one folder, "
-                    "give --keep_cache", many(of_others, "entry", "entries"))  # fmt: skip
+        log.warning("  removed %s of the weights or the precision before: to keep those of several models, give "
+                    "--keep_cache", many(of_others, "entry", "entries"))  # fmt: skip
     return removed
 
 
