@@ -128,7 +128,15 @@ def _of_profile(step: type[Step], made: Mapping[str, Any]) -> dict[str, Any]:
     from wangen import profiles
 
     found = {option.name: option for option in options(step)}
-    own = profiles.model(made.get("task", found["task"].default)).defaults.get(step.command, {})
+    model = profiles.model(made.get("task", found["task"].default))
+    own = model.defaults.get(step.command, {})
+    steps = {one.command for one in STEPS}
+    if unknown := sorted(model.defaults.keys() - steps) or sorted(own.keys() - found.keys()):
+        from difflib import get_close_matches  # a caching step that has nothing to do does not wait for it
+
+        near = get_close_matches(unknown[0], steps | found.keys(), n=1)
+        raise UsageError(f"the model profile {model.name} has defaults of {unknown[0]!r}: no such step or flag",
+                         cure=f"did you mean {near[0]}?" if near else "take them out of its file")  # fmt: skip
     return {name: convert(found[name], value) for name, value in own.items()}
 
 

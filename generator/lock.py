@@ -49,6 +49,9 @@ _NO_LINKS = {errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EINVAL, errno.ENOTSU
              errno.EXDEV}  # fmt: skip
 """What file systems without hard links answer; one that is put together of several may say the last."""
 
+_TRIES = 3
+"""How often a lock is tried to be taken that nobody holds, in case another takes it at the same moment."""
+
 _IN_THE_WAY = {
     errno.EISDIR: "a folder bears the name of the lock: move it away, or give another --lock",
     **dict.fromkeys((errno.ENOTDIR, errno.EEXIST), "a file bears the name of a folder above it: move the file away, or "
@@ -151,7 +154,7 @@ def busy_run(folder: Path) -> WangenError | None:
 
 def _take(path: Path, mine: Owner, does: str, wait_s: float, *, from_here: bool) -> None:
     """Make the lock file; one that is held is waited for, one of this machine only with `from_here`."""
-    until_s, tries, said = time.monotonic() + wait_s, 3, False
+    until_s, tries, said = time.monotonic() + wait_s, _TRIES, False
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _sweep(path)
@@ -171,10 +174,11 @@ def _take(path: Path, mine: Owner, does: str, wait_s: float, *, from_here: bool)
                 return
             if is_free(other, age_s):
                 _clear(path, text)
-            elif other and (from_here or other.host != mine.host) and time.monotonic() < until_s:
-                if from_here and not said:
+            elif (from_here or (other and other.host != mine.host)) and time.monotonic() < until_s:
+                if from_here and other and not said:
                     log.info("  waiting: %s", _busy(path, other, age_s, does).found)
-                tries, said = tries + 1, True
+                    said = True
+                tries = _TRIES
                 time.sleep(WAIT_S)
             else:
                 raise _busy(path, other, age_s, does)

@@ -98,7 +98,7 @@ def refuse_other_names(path: Path) -> None:
         return
     if not first.keys().isdisjoint(_FILE_KEYS):
         raise UsageError("these are the lines of a manifest, whose name ends in .jsonl", where=str(path),
-                         cure=f"rename it to {path.with_suffix('.jsonl').name}")  # fmt: skip
+                         cure=f"rename it to {path.stem.removesuffix('.jsonl')}.jsonl")  # fmt: skip
 
 
 def read_manifest(

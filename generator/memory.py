@@ -41,6 +41,11 @@ WAITING = 3
 """Tensors on the device for all those that wait in host memory: one in use, one on its way each way."""
 
 
+def memory_of(options: Train) -> dict[str, Any]:
+    """The flags by which a run is held in memory, with their values."""
+    return {name: getattr(options, name) for name in PLAIN_MEMORY}
+
+
 def gib_text(number: int) -> str:
     """Memory for people, in the unit that cards are sold by.
 

@@ -374,7 +374,14 @@ def make_model(name: str, values: Mapping[str, Any]) -> Model:
                          f"{where}, weights.{role}")
             for role, rest in reading.table(given["weights"], f"{where}, weights").items()
         ]  # fmt: skip
+    if "name" in values:
+        raise ProfileError("unknown key 'name'", where=where, cure="take it out: the file's name is the model's")
     made = reading.make(Model, given, where)
+    sizes = {"latent_channels": made.latent_channels, "spatial_stride": made.spatial_stride, "patch": min(made.patch),
+             "temporal_stride": made.temporal_stride, "fps": made.fps, "resolution": min(made.resolution),
+             "num_frames": made.num_frames, "bucket_step": made.bucket_step, "weights": len(made.weights)}  # fmt: skip
+    if none := [key for key, number in sizes.items() if number < 1]:
+        raise ProfileError(f"{none[0]} is below 1 or empty", where=where, cure=f"give {none[0]} as other profiles do")
     if any(side % made.bucket_step for side in made.resolution):
         raise ProfileError(f"resolution is {made.resolution[0]} x {made.resolution[1]}, no multiples of bucket_step",
                          where=where, cure=f"give multiples of {made.bucket_step}")  # fmt: skip

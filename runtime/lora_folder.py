@@ -2,7 +2,8 @@
 
 A run leaves `NAME.safetensors` when it is done, on its way `NAME-000003.safetensors` (after an epoch) and
 `NAME-step00000500.safetensors`, with `--keep_best` `NAME-best.safetensors`, and with `--ema_decay` averages of most of
-them, `…-ema`. Of two experts each has its own: `NAME_high_noise…`, `NAME_low_noise…`.
+them, `…-ema`. Of two experts each has its own: `NAME_high_noise…`, `NAME_low_noise…`. What a later start set aside is
+`NAME-kept-step00000500.safetensors`.
 """
 
 import json
@@ -20,17 +21,20 @@ from wangen.generator.step_parts import require_try
 
 log = logging.getLogger("wangen")
 
-BEST, AVERAGE = "-best", "-ema"
+BEST, AVERAGE, KEPT = "-best", "-ema", "-kept"
 RUN_STEPS = "wangen.run_steps"
 """Of two experts, in a LoRA's header: at which step of the run it was saved; `ss_steps` are the expert's own."""
 FINGERPRINT = "wangen.fingerprint"
 """In a LoRA's header, as JSON: the settings and digests that decided the result."""
+JUDGED_AT = "wangen.judged_at"
+"""In the header of a best LoRA: a digest of the held-out points at which it was judged."""
 TRAINED_BEFORE = "wangen.trained_before"
 """In a LoRA's header, as JSON: the data of earlier parts of its training, of each what its fingerprint says of them."""
 EXPERTS = ("high_noise", "low_noise")
 
 _NAME = re.compile(
-    rf"(?P<run>.+?)(?:_(?P<expert>{'|'.join(EXPERTS)}))?(?:-step(?P<step>\d{{8}})|-(?P<epoch>\d{{6}})|(?P<best>{BEST}))?"
+    rf"(?P<run>.+?)(?:_(?P<expert>{'|'.join(EXPERTS)}))?"
+    rf"(?:(?:{KEPT})?-step(?P<step>\d{{8}})|-(?P<epoch>\d{{6}})|(?P<best>{BEST}))?"
     rf"(?P<average>{AVERAGE})?(?P<layout>-(?:comfyui|kohya|diffusers))?"
 )
 
@@ -99,12 +103,9 @@ def find_lora(path: Path, flag: str, expert: str = "") -> Path:
 
 
 def has_lora(path: Path, expert: str) -> bool:
-    """Whether a path is a run's folder with a LoRA of an expert, which `find_lora` would take.
-
-    Raises:
-        WangenError: the folder cannot be read, or a file in it is damaged.
-    """
-    return _is_run(path) and any(one.expert == expert for one in lora_checkpoints(path))
+    """Whether a path is a run's folder with a LoRA that is named by an expert; no file is opened."""
+    names = (_NAME.fullmatch(file.stem) for file in path.glob("*.safetensors")) if _is_run(path) else ()
+    return any(name["expert"] == expert for name in names if name)
 
 
 def _is_run(path: Path) -> bool:

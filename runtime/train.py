@@ -20,6 +20,7 @@ from wangen import profiles
 from wangen.generator.errors import WRONG_USAGE
 from wangen.generator.launch import launch
 from wangen.generator.lock import LEASE_S, RUN_LOCK, hold
+from wangen.generator.memory import memory_of
 from wangen.generator.session import Report
 from wangen.generator.steps import Train
 from wangen.generator.workspace import require_writable
@@ -32,7 +33,7 @@ from wangen.runtime.models import family
 from wangen.runtime.progress import progress
 from wangen.runtime.sources import digest_file
 from wangen.runtime.training import checkpoint
-from wangen.runtime.training.announcing import announce, memory_of
+from wangen.runtime.training.announcing import announce
 from wangen.runtime.training.checkpoint import TrainingState
 from wangen.runtime.training.loading import is_crowded, load_trainee, require_room
 from wangen.runtime.training.out_of_memory import enough_memory_for, enough_memory_for_steps
@@ -56,13 +57,13 @@ from wangen.runtime.training.run import Run
 from wangen.runtime.training.samples import read_training_samples
 from wangen.runtime.training.saving import (
     Saving,
-    renumber_epochs,
     save_loras,
     save_state,
     save_state_as_loras,
     settle_state,
 )
 from wangen.runtime.training.schedules import make_schedule
+from wangen.runtime.training.set_aside import set_other_epochs_aside
 from wangen.runtime.training.show_timesteps import show, sizes_of_dataset
 from wangen.runtime.training.step import optimizer_step
 from wangen.runtime.training.throughput import in_words
@@ -154,13 +155,13 @@ def _run_alone(options: Train, model: Model, device: torch.device, ranks: Ranks)
             for line in not_looked_at(plan, state):
                 log.warning("  %s", line)
             return _report(plan, state.step, {**state.facts, **_timing_before(options)}, done_before=True)
-        if ranks.is_first and not options.resume:
-            renumber_epochs(plan, state.facts)
     if plan.trained_before and plan.held_out:
         log.warning("  what is held out now may have been trained on before, in an earlier part of the run or by the "
                     "LoRA that it starts from: its loss is no proof of what was learned")  # fmt: skip
-    require_own_files(plan)
+    require_own_files(plan, state)
     require_room(plan)
+    if ranks.is_first:
+        set_other_epochs_aside(plan)
     log.info('  live in a browser: "%s" -m wangen.runtime watch --output_dir "%s"', sys.executable,
              options.output_dir.absolute())  # fmt: skip
     with Watching(

@@ -66,6 +66,17 @@ def test_only_what_was_judged_as_the_last_validation_is_compared(tmp_path):
     assert not any("rose" in line for line in found.against)
 
 
+def test_a_run_that_made_the_lora_it_began_from_worse_is_said(tmp_path):
+    lines = [step_line(1), validation_line(0, 0.1), validation_line(1, 0.15)]
+    write_metrics(tmp_path, lines)
+    save_file({"a": torch.zeros(1)}, tmp_path / "cats.safetensors", {"ss_steps": "1"})
+    found = verdict_of(tmp_path)
+    assert found.use == ()
+    assert "training made the LoRA that it began from no better" in found.against
+    save_file({"a": torch.zeros(1)}, tmp_path / "cats-best.safetensors", {"ss_steps": "0"})
+    assert verdict_of(tmp_path).use == ("cats-best.safetensors",)
+
+
 def test_of_two_experts_a_file_is_found_by_the_step_of_the_run(tmp_path):
     """`ss_steps` are the expert's own; what is saved under no number says the run's in its header."""
     lines = [validation_line(step, loss, expert="high_noise") for step, loss in ((5, 0.1), (10, 0.3))]

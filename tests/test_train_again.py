@@ -5,7 +5,7 @@ import shutil
 from dataclasses import replace
 
 import pytest
-from train_cases import cut_off
+from train_cases import PowerCutError, cut_off
 
 from wangen import profiles
 from wangen.generator.errors import UsageError
@@ -16,7 +16,12 @@ from wangen.runtime.loader import find_entries
 from wangen.runtime.report.run_files import read_run
 from wangen.runtime.report.verdict import judge
 from wangen.runtime.samples import read_samples
-from wangen.runtime.training import checkpoint
+from wangen.runtime.training import checkpoint, saving
+
+
+def fail(*_words, **_names):
+    raise PowerCutError
+
 
 MODEL = profiles.model("t2v-1.3B")
 TIMES = {"steps_this_run": 2, "seconds_training": 1.0}
@@ -82,11 +87,16 @@ def test_the_average_of_an_earlier_end_is_none_of_the_last(tiny_run, tmp_path, c
     options = tiny_run.options(tmp_path, max_train_steps=2, ema_decay=0.9, lora_layout=("comfyui", "kohya"))
     train.run(options)
     average = (tmp_path / "lora-ema.safetensors").read_bytes()
-    train.run(replace(options, max_train_steps=3, ema_decay=None, resume_changed=True))
+    last = replace(options, max_train_steps=3, ema_decay=None, lora_layout=("comfyui",), resume_changed=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "save_loras", fail)
+        with pytest.raises(PowerCutError):
+            train.run(last)  # at its end, before what it writes
+    assert train.run(last).result["done_before"]
     names = sorted(path.name for path in tmp_path.glob("*-ema*"))
-    assert names == ["lora-step00000002-ema-kohya.safetensors", "lora-step00000002-ema.safetensors"]
+    assert names == ["lora-kept-step00000002-ema-kohya.safetensors", "lora-kept-step00000002-ema.safetensors"]
     assert (tmp_path / names[1]).read_bytes() == average
-    assert "lora-ema.safetensors is the average of an earlier end of the run: it is lora-step" in caplog.text
+    assert "lora-ema.safetensors is the average of an earlier end of the run: it is lora-kept" in caplog.text
 
 
 def test_another_adapter_is_no_change_that_a_state_can_go_on_with(tiny_run, tmp_path):
@@ -103,15 +113,22 @@ def test_loras_of_shorter_epochs_are_not_written_over(tiny_run, tmp_path, caplog
     options = tiny_run.options(tmp_path, max_train_epochs=3, save_every_n_epochs=1, gradient_accumulation_steps=2)
     train.run(options)
     first, second = ((tmp_path / f"lora-00000{epoch}.safetensors").read_bytes() for epoch in (1, 2))
-    train.run(replace(options, max_train_epochs=4, gradient_accumulation_steps=1, resume_changed=True))
-    assert "an epoch has 3 steps now, and had 2" in caplog.text
+    longer = replace(options, max_train_epochs=5, gradient_accumulation_steps=1, resume_changed=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saving, "save_state", fail)
+        with pytest.raises(PowerCutError):
+            train.run(longer)  # with the first LoRA of a new epoch, before its state
+    train.run(replace(longer, keep_last=1, save_every_n_steps=4, save_last_n_steps=1))
+    assert "is named by an epoch of 2, and an epoch has 3 steps now: it is lora-kept-step0" in caplog.text
     names = sorted(path.name for path in tmp_path.glob("lora-*.safetensors"))
-    assert names == ["lora-000003.safetensors", "lora-step00000002.safetensors", "lora-step00000004.safetensors"]
-    assert (tmp_path / names[1]).read_bytes() == first
-    assert (tmp_path / names[2]).read_bytes() == second
+    kept = [name for name in names if "kept" in name]
+    assert kept == ["lora-kept-step00000002.safetensors", "lora-kept-step00000004.safetensors"]
+    assert (tmp_path / kept[0]).read_bytes() == first
+    assert (tmp_path / kept[1]).read_bytes() == second
+    assert [name for name in names if name not in kept] == ["lora-000004.safetensors", "lora-step00000012.safetensors"]
     caplog.clear()
-    train.run(replace(options, max_train_epochs=5, gradient_accumulation_steps=1))
-    assert "an epoch has" not in caplog.text
+    train.run(replace(longer, max_train_epochs=6))
+    assert "is named by an epoch" not in caplog.text
 
 
 def test_a_run_whose_states_are_gone_says_what_it_writes_over(tiny_run, tmp_path, caplog):

@@ -24,8 +24,10 @@ from train_cases import at_step, measured
 
 from wangen.generator.steps import Train
 from wangen.runtime import train
+from wangen.runtime.lora_folder import lora_checkpoints
 from wangen.runtime.models.compute import Compute
 from wangen.runtime.models.wan import velocity_model
+from wangen.runtime.report.run_files import read_run
 from wangen.runtime.training import checkpoint, saving
 from wangen.runtime.training.saving import save_loras, save_state
 from wangen.runtime.training.throughput import Throughput
@@ -182,10 +184,13 @@ def test_the_best_is_chosen_anew_when_it_is_judged_at_other_points(tiny_run, tmp
     before = (tmp_path / "lora-best.safetensors").read_bytes()
     report = train.run(replace(options, max_train_steps=4, validation_timesteps=3))
     assert report.result["best"][""]["step"] == 4
-    assert (tmp_path / "lora-step00000002.safetensors").read_bytes() == before
+    assert (tmp_path / "lora-kept-step00000002.safetensors").read_bytes() == before
     assert (tmp_path / "lora-best.safetensors").read_bytes() != before
     train.run(replace(options, max_train_steps=6, learning_rate=2e-3, mixed_precision="bf16", resume_changed=True))
-    assert (tmp_path / "lora-step00000004.safetensors").is_file(), "the best of another precision"
+    assert (tmp_path / "lora-kept-step00000004.safetensors").is_file(), "the best of another precision"
+    found = {one.path.stem: (one.run, one.step) for one in lora_checkpoints(tmp_path)}
+    assert found["lora-kept-step00000004"] == ("lora", 4)
+    assert {lora.file.stem: lora.step for lora in read_run(tmp_path, None).loras}["lora-kept-step00000004"] == 4
 
 
 @pytest.mark.parametrize("experts", [False, True])

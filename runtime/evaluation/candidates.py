@@ -66,7 +66,7 @@ def _of_run(folder: Path, *, experts: bool) -> list[Candidate]:
     whole = {name: pair for name, pair in pairs.items() if set(EXPERTS) <= set(pair)}
     alone = [one for name, pair in pairs.items() if name not in whole for one in pair.values()]
     if not whole and len({one.expert for one in alone}) == 1:
-        return [_of_one(one.path.stem, one.step, one.path, one.expert) for one in alone]
+        return [_of_one(one.path.stem, one.step, one.path, one.expert or LOW_NOISE) for one in alone]
     if not whole:
         raise WangenError(f"{FLAG}: none of these LoRAs of two experts belong together", where=str(folder),
                           cure="name files with --lora_weight and --lora_weight_high_noise")  # fmt: skip

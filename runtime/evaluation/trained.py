@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from wangen.generator.errors import WangenError, many
 from wangen.generator.headers import read_header
@@ -36,10 +37,18 @@ def trained_sources(files: Iterable[Path], items: Sequence[CachedSample], traini
     """
     found: set[str] = set()
     for told in {(header.get(FINGERPRINT, ""), header.get(TRAINED_BEFORE, "[]")) for header in map(_metadata, files)}:
-        with suppress(ValueError, TypeError, KeyError, RecursionError):
-            for fingerprint in (json.loads(told[0]), *json.loads(told[1])):
+        for fingerprint in [*_parsed(f"[{told[0]}]"), *_parsed(told[1])]:
+            with suppress(ValueError, TypeError, KeyError):  # it is no fingerprint of a training
                 found |= _of_header(fingerprint, items, training, model)
     return found
+
+
+def _parsed(text: str) -> list[Any]:
+    """A list in JSON; nothing of what is none."""
+    with suppress(ValueError, RecursionError):
+        found = json.loads(text)
+        return found if isinstance(found, list) else []
+    return []
 
 
 def _metadata(file: Path) -> Mapping[str, str]:

@@ -27,7 +27,10 @@ _LEVELS = 4
 """So many folders above the run's may be that of its script."""
 
 _EXPERT = r"(?P<expert>_(?:high|low)_noise)?"
-_ENDING = r"(?P<best>-best)?(?:-step(?P<step>\d{8})|-(?P<epoch>\d{6}))?(?P<ema>-ema)?(?:-(?:comfyui|kohya|diffusers))?"
+_ENDING = (
+    r"(?P<best>-best)?(?:(?:-kept)?-step(?P<step>\d{8})|-(?P<epoch>\d{6}))?(?P<ema>-ema)?"
+    r"(?:-(?:comfyui|kohya|diffusers))?"
+)
 _SAMPLE = _EXPERT + r"-step(?P<step>\d{8})-(?P<continued>continuation-)?(?P<number>\d+)\.(?:mp4|png)"
 
 

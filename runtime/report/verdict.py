@@ -154,7 +154,11 @@ def _by_validation(judged: Sequence[_Judged], run: RunFiles) -> Verdict:
 def _judge_expert(run: RunFiles, expert: str) -> _Judged | None:
     """The best step of an expert; None when there is no validation of what was trained."""
     points = validations(run.records, expert)
-    trained = [(step, told) for step, told in points if step and is_number(told.get("mean_adapter"))]
+    trained = [
+        (step, told)
+        for step, told in points
+        if is_number(told.get("mean_adapter")) and (step or told["mean_adapter"] != told.get("mean_base"))
+    ]  # before the first step there is something to judge where the run began from a LoRA
     if not trained:
         return None
     last_base = trained[-1][1].get("mean_base")  # of another base, or other items or timesteps, there is another loss
@@ -163,7 +167,11 @@ def _judge_expert(run: RunFiles, expert: str) -> _Judged | None:
     of = f"{expert.replace('_', ' ')}: " if expert else ""
     delta, error, against = told.get("delta"), told.get("standard_error"), []
     file = _nearest_file(run.loras, expert, step)
-    if file and file.step != step:
+    if step == 0:
+        against.append(f"{of}training made the LoRA that it began from no better")
+    if step == 0 and file and file.step:
+        file = None
+    elif file and file.step != step:
         against.append(f"{of}no file was kept of step {step}, the best one; {file.file.name} is of step {file.step}")
     if step < trained[-1][0]:
         against.append(f"{of}after step {step} the held-out loss rose: it began to learn by heart")

@@ -2,11 +2,10 @@
 
 import logging
 import math
-from typing import Any
 
 from wangen.generator import headers
 from wangen.generator.errors import many
-from wangen.generator.memory import PLAIN_MEMORY
+from wangen.generator.memory import PLAIN_MEMORY, memory_of
 from wangen.generator.steps import Train
 from wangen.runtime.adapter_layers import parts_of
 from wangen.runtime.loader import cache_use
@@ -83,8 +82,3 @@ def _memory_flags(options: Train) -> list[str]:
     """What `--vram` chose or flags said, where it is not how a run without them is, as flags."""
     chosen = {name: value for name, value in memory_of(options).items() if value != PLAIN_MEMORY[name]}
     return [f"--{name}" if value is True else f"--{name} {value}" for name, value in chosen.items()]
-
-
-def memory_of(options: Train) -> dict[str, Any]:
-    """The flags by which a run is held in memory, with their values."""
-    return {name: getattr(options, name) for name in PLAIN_MEMORY}

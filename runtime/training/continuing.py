@@ -24,7 +24,7 @@ from wangen.runtime.sampling.videos import Decoder
 from wangen.runtime.training.plan import Plan
 from wangen.runtime.training.ranks import Ranks
 from wangen.runtime.training.run import Run
-from wangen.runtime.training.sampling import FOLDER, Averages, alone, list_samples, sampled, settings_of
+from wangen.runtime.training.sampling import FOLDER, Averages, list_samples, own_check, sampled, settings_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -87,7 +87,7 @@ class Continuing:
         latents = sampled(run, scenes, check, averages, what="continuation", cure=_CURE)
         if not run.ranks.is_first:
             return None
-        return self._measured(run, latents, averages, alone(run, check))
+        return self._measured(run, latents, averages, own_check(run, check))
 
     def _measured(
         self,

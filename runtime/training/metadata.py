@@ -11,7 +11,7 @@ from typing import Any
 from wangen import profiles
 from wangen.generator.headers import WEIGHTS_FORMAT
 from wangen.generator.steps import Train
-from wangen.runtime.lora_folder import FINGERPRINT, RUN_STEPS, TRAINED_BEFORE
+from wangen.runtime.lora_folder import FINGERPRINT, JUDGED_AT, RUN_STEPS, TRAINED_BEFORE
 from wangen.runtime.training.adapter_config import settings
 
 MODULES = {"loha": "networks.loha", "lokr": "networks.lokr"}
@@ -35,6 +35,7 @@ def metadata(
     fingerprint: Mapping[str, Any],
     run_step: int = 0,
     trained_before: Sequence[Mapping[str, Any]] = (),
+    judged_at: str = "",
     expert: str = "",
     num_items: int = 0,
     steps_per_epoch: int = 0,
@@ -47,6 +48,7 @@ def metadata(
         fingerprint: settings and digests that decide the result.
         run_step: of two experts, the steps that both together had done.
         trained_before: what it was trained on before, as `Plan.trained_before`.
+        judged_at: of a best one, a digest of the points at which it was judged.
         expert: `high_noise`, `low_noise`, or empty where there is only one.
         num_items: what was trained on; 0 leaves it out.
         steps_per_epoch: optimizer steps in an epoch; 0 leaves it and the epochs out.
@@ -66,6 +68,8 @@ def metadata(
     found |= {"ss_steps": str(step), "ss_optimizer": _optimizer(options)}
     if expert:
         found[RUN_STEPS] = str(run_step)
+    if judged_at:
+        found[JUDGED_AT] = judged_at
     if trained_before:
         found[TRAINED_BEFORE] = json.dumps(trained_before, sort_keys=True)
     if num_items:

@@ -72,8 +72,12 @@ def _begun_before(launched: Launch) -> dict[str, str]:
     return {SLURM_JOB: launched.slurm_job} if launched.requeues else {JOB: launched.job}
 
 
-def require_own_files(plan: Plan) -> None:
+def require_own_files(plan: Plan, state: TrainingState | None) -> None:
     """Refuse a first start where a run of other experts keeps its LoRA under the same name; of its own it is told.
+
+    Args:
+        plan: of the run.
+        state: that it goes on from, if there is one.
 
     Raises:
         WangenError: there is such a run, and `--fresh` is not given.
@@ -92,8 +96,8 @@ def require_own_files(plan: Plan) -> None:
             )
     finished = [file.name for file in map(plan.file, plan.experts) if file.is_file()]
     if finished:
-        log.warning("  no training state is in %s: beginning at step 0, and %s of an earlier run will be written over",
-                    plan.states, ", ".join(finished))  # fmt: skip
+        log.warning("  no training state is in %s: beginning at step %d, and %s of an earlier run will be written over",
+                    plan.states, state.step if state else 0, ", ".join(finished))  # fmt: skip
 
 
 def changed_settings(plan: Plan, state: TrainingState) -> list[str]:

@@ -104,7 +104,7 @@ def make_samples(
     if not run.ranks.is_first:  # they went along, since the weights are in parts
         return []
     settings = {number: settings_of(run, scenes[number - 1].prompt, averages) for number in latents}
-    written = _decoded(run, latents, settings, alone(run, check))
+    written = _decoded(run, latents, settings, own_check(run, check))
     list_samples(run.plan.options.output_dir / FOLDER, {path.name: settings[n] for n, path in written.items()})
     return list(written.values())
 
@@ -154,7 +154,7 @@ def sampled(
     return latents
 
 
-def alone(run: Run, check: Callable[[], None]) -> Callable[[], None]:
+def own_check(run: Run, check: Callable[[], None]) -> Callable[[], None]:
     """What the first process may call as often as it likes: a check, but nothing where all processes make it."""
     return (lambda: None) if run.ranks.in_step else check
 

@@ -1,37 +1,23 @@
 """What a run leaves on disk on its way: LoRAs, training states, and which older ones go."""
 
-import json
-import logging
 import re
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from wangen.generator.errors import WangenError, many
-from wangen.generator.files import replace
-from wangen.generator.headers import read_header
 from wangen.generator.plan.saves import windows
 from wangen.runtime.lora import cast
-from wangen.runtime.lora_folder import AVERAGE, BEST, FINGERPRINT, RUN_STEPS
+from wangen.runtime.lora_folder import AVERAGE
 from wangen.runtime.models import family
 from wangen.runtime.training import adapter_files, checkpoint, full
 from wangen.runtime.training.checkpoint import ExpertState, TrainingState
 from wangen.runtime.training.metadata import metadata
 from wangen.runtime.training.plan import ExpertPlan, Plan
 from wangen.runtime.training.run import Run, Trainee
-
-log = logging.getLogger("wangen")
-
-STEPS_PER_EPOCH = "steps_per_epoch"
-"""Among a run's facts: optimizer steps in an epoch when it was saved."""
-
-_REST = rf"(?:{AVERAGE})?(?:-(?:comfyui|kohya|diffusers))?\.safetensors"
-"""What follows the number in a LoRA's name."""
+from wangen.runtime.training.set_aside import LAYOUTS, set_old_average_aside
 
 
 class Saving:
@@ -116,7 +102,6 @@ def _drop_others(run: Run, newest: Path) -> None:
 def state_of(run: Run) -> TrainingState:
     """The training state of a run as it stands."""
     experts = {}
-    run.facts[STEPS_PER_EPOCH] = run.plan.steps_per_epoch
     if any(trainee.optimization.is_schedule_free for trainee in run.trainees):
         run.facts["schedule_free"] = True
     for trainee in run.trainees:
@@ -149,12 +134,22 @@ def save_loras(run: Run, suffix: str = "") -> list[Path]:
         if trainee.ema:
             written += save_trained(run, trainee, trainee.ema.weights(), suffix + AVERAGE)
         elif not suffix and run.ranks.is_first:
-            _set_average_aside(run.plan, trainee.plan)
+            set_old_average_aside(run.plan, trainee.plan)
     return written
 
 
-def save_trained(run: Run, trainee: Trainee, parameters: Mapping[str, torch.Tensor], suffix: str) -> list[Path]:
-    """Write what these parameters of an expert are; the first process does, and all of them have to ask."""
+def save_trained(
+    run: Run, trainee: Trainee, parameters: Mapping[str, torch.Tensor], suffix: str, judged_at: str = ""
+) -> list[Path]:
+    """Write what these parameters of an expert are; the first process does, and all of them have to ask.
+
+    Args:
+        run: whose steps stand in the header.
+        trainee: the expert.
+        parameters: of it, by name.
+        suffix: of the file's name.
+        judged_at: of a best one, a digest of the points at which it was judged.
+    """
     if trainee.sharded:
         dtype = getattr(torch, run.plan.options.save_precision)
         whole: dict[str, torch.Tensor] = {}
@@ -163,7 +158,9 @@ def save_trained(run: Run, trainee: Trainee, parameters: Mapping[str, torch.Tens
                 whole[name] = cast(value.detach().cpu(), dtype, name)
         parameters = whole
     steps = trainee.step, run.step
-    return save_lora(run.plan, trainee.plan, parameters, steps, suffix) if run.ranks.is_first else []
+    if not run.ranks.is_first:
+        return []
+    return save_lora(run.plan, trainee.plan, parameters, steps, suffix, judged_at)
 
 
 def save_state_as_loras(plan: Plan, state: TrainingState) -> list[Path]:
@@ -178,6 +175,8 @@ def save_state_as_loras(plan: Plan, state: TrainingState) -> list[Path]:
         written += save_lora(plan, expert, saved.adapter, steps)
         if saved.ema:
             written += save_lora(plan, expert, saved.ema, steps, AVERAGE)
+        else:
+            set_old_average_aside(plan, expert)
     return written
 
 
@@ -191,89 +190,24 @@ def _whole(state: ExpertState, expert: str) -> ExpertState:
 
 
 def save_lora(
-    plan: Plan, expert: ExpertPlan, parameters: Mapping[str, torch.Tensor], steps: tuple[int, int], suffix: str = ""
+    plan: Plan,
+    expert: ExpertPlan,
+    parameters: Mapping[str, torch.Tensor],
+    steps: tuple[int, int],
+    suffix: str = "",
+    judged_at: str = "",
 ) -> list[Path]:
     """Write what these parameters of an expert are after so many own and common steps, in every layout asked for."""
     step, run_step = steps
     header = metadata(
         plan.options, expert=expert.name, step=step, run_step=run_step, fingerprint=plan.fingerprint,
-        trained_before=plan.trained_before, num_items=len(plan.samples), steps_per_epoch=plan.steps_per_epoch,
+        trained_before=plan.trained_before, judged_at=judged_at, num_items=len(plan.samples),
+        steps_per_epoch=plan.steps_per_epoch,
     )  # fmt: skip
     if plan.options.train_mode == "full":
         tensors = family(plan.model).saved_tensors(parameters, expert.dit)
         return full.save(plan.file(expert, suffix), tensors, plan.options, header)
     return adapter_files.save(plan.file(expert, suffix), parameters, plan.options, header, expert=expert.name)
-
-
-def renumber_epochs(plan: Plan, facts: Mapping[str, Any]) -> None:
-    """Name LoRAs by their steps that were named by their epochs, where an epoch had another number of steps.
-
-    Args:
-        plan: of the run.
-        facts: of the state that it goes on from.
-
-    Raises:
-        OSError: the disk refused.
-    """
-    before = int(facts.get(STEPS_PER_EPOCH, plan.steps_per_epoch))
-    if before == plan.steps_per_epoch:
-        return
-    log.warning("  an epoch has %s now, and had %d: from here on LoRAs are named by the new epochs",
-                many(plan.steps_per_epoch, "step"), before)  # fmt: skip
-    for expert in plan.experts:
-        name = re.compile(rf"({re.escape(plan.options.output_name + expert.suffix)})-(\d{{6}})({_REST})")
-        for path in sorted(plan.options.output_dir.iterdir()):
-            if match := name.fullmatch(path.name):
-                by_step = path.with_name(f"{match[1]}-step{int(match[2]) * before:08d}{match[3]}")
-                if not by_step.exists():
-                    replace(path, by_step)
-
-
-def set_best_aside(plan: Plan, expert: ExpertPlan, step: int) -> None:
-    """Give the best LoRA of an expert the name of its step: the next best is judged otherwise, and would replace it.
-
-    Raises:
-        OSError: the disk refused.
-    """
-    why = "was the best by other held-out items, timesteps or settings"
-    _rename(plan, expert, BEST, f"-step{step:08d}", why)
-
-
-def set_other_best_aside(plan: Plan, expert: ExpertPlan) -> None:
-    """As `set_best_aside`, where another line of training left one; `--fresh` writes over it.
-
-    Raises:
-        OSError: the disk refused.
-    """
-    settings, step = _told(plan.file(expert, BEST))
-    if step is not None and not plan.options.fresh and settings != json.dumps(plan.fingerprint, sort_keys=True):
-        set_best_aside(plan, expert, step)
-
-
-def _set_average_aside(plan: Plan, expert: ExpertPlan) -> None:
-    """A finished LoRA without an average beside one with it: the average is of what was trained until then."""
-    _, step = _told(plan.file(expert, AVERAGE))
-    if step is not None and not plan.options.fresh:
-        _rename(plan, expert, AVERAGE, f"-step{step:08d}{AVERAGE}", "is the average of an earlier end of the run")
-
-
-def _told(file: Path) -> tuple[str, int | None]:
-    """The settings and the step of the run in a LoRA's header; None where it is not there, or does not say it."""
-    told: Mapping[str, str] = {}
-    if file.is_file():
-        with suppress(WangenError):
-            told = read_header(file).metadata
-    step = told.get(RUN_STEPS) or told.get("ss_steps", "")
-    return told.get(FINGERPRINT, ""), int(step) if step.isdecimal() else None
-
-
-def _rename(plan: Plan, expert: ExpertPlan, old: str, new: str, why: str) -> None:
-    """Give an expert's files of one suffix another one, in every layout, where nothing has that name."""
-    for ending in ("", *(f"-{layout}" for layout in plan.options.lora_layout)):
-        before, after = plan.file(expert, old + ending), plan.file(expert, new + ending)
-        if before.is_file() and not after.exists():
-            replace(before, after)
-            log.warning("  %s %s: it is %s now", before.name, why, after.name)
 
 
 def drop_old_loras(plan: Plan, step: int) -> None:
@@ -285,7 +219,9 @@ def drop_old_loras(plan: Plan, step: int) -> None:
     by_step, by_epoch = windows(options, plan.steps_per_epoch)
     for expert in plan.experts:
         stem = re.escape(options.output_name + expert.suffix)
-        name = re.compile(rf"{stem}-(?:(step)(\d{{8}})|()(\d{{6}})){_REST}")
+        name = re.compile(
+            rf"{stem}-(?:(step)(\d{{8}})|()(\d{{6}}))(?:{AVERAGE})?(?:-(?:{'|'.join(LAYOUTS)}))?\.safetensors"
+        )
         there: dict[int, list[Path]] = {}
         for path in options.output_dir.iterdir():
             if match := name.fullmatch(path.name):

@@ -33,7 +33,8 @@ from wangen.runtime.training.prepared import Prepared
 from wangen.runtime.training.ranks import Ranks
 from wangen.runtime.training.run import Run, Trainee
 from wangen.runtime.training.sampling import make_samples, make_scenes, samples_due
-from wangen.runtime.training.saving import save_trained, set_best_aside, set_other_best_aside
+from wangen.runtime.training.saving import save_trained
+from wangen.runtime.training.set_aside import set_old_best_aside
 from wangen.runtime.training.step import StepResult, item_losses
 from wangen.runtime.training.throughput import (
     Throughput,
@@ -315,9 +316,7 @@ class Watching:
             if known is None or (points and not known.same_points(points)):
                 known = self._measure_base(trainee)
                 bases[name] = known.as_facts() | {"judged": judged}
-                best = facts.get("best", {}).pop(name, None)
-                if best and self._ranks.is_first:  # it was judged at other points
-                    set_best_aside(self._plan, trainee.plan, best["step"])
+                facts.get("best", {}).pop(name, None)  # it was judged at other points
             averaged = None
             if trainee.ema and trainee.step:
                 averaged = self._measure(trainee, trainee.ema.weights())
@@ -377,11 +376,12 @@ class Watching:
             return
         best = self._run.facts.setdefault("best", {})
         before = best.get(trainee.plan.name)
-        if before is None and self._ranks.is_first:
-            set_other_best_aside(self._plan, trainee.plan)
         if is_better(found, before["loss"] if before else None):
+            judged_at = self._judged(trainee)
+            if before is None and self._ranks.is_first:
+                set_old_best_aside(self._plan, trainee.plan, judged_at)
             with trainee.optimization.evaluating():
-                save_trained(self._run, trainee, trainee.parameters, BEST)
+                save_trained(self._run, trainee, trainee.parameters, BEST, judged_at)
             file = self._plan.file(trainee.plan, BEST)
             best[trainee.plan.name] = {"loss": found.mean_adapter, "step": self._run.step, "file": file.name}
 

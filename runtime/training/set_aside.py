@@ -1,0 +1,91 @@
+"""LoRAs that a run would write over, or that would pass for its own: they are named `NAME-kept-step00000040`.
+
+Which these are, and of which step, the files' headers say, so that a run that is killed on the way finds again what an
+uninterrupted one has left. Nothing is set aside where there is no header (`--no_metadata`), and with `--fresh`.
+"""
+
+import json
+import logging
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from wangen.generator.errors import WangenError, many
+from wangen.generator.files import replace
+from wangen.generator.headers import read_header
+from wangen.runtime.lora_folder import AVERAGE, BEST, FINGERPRINT, JUDGED_AT, KEPT, RUN_STEPS
+from wangen.runtime.training.plan import ExpertPlan, Plan
+
+log = logging.getLogger("wangen")
+
+LAYOUTS = ("comfyui", "kohya", "diffusers")
+"""What may follow a LoRA's name, where it was saved in several."""
+
+
+def set_old_best_aside(plan: Plan, expert: ExpertPlan, judged_at: str) -> None:
+    """Keep an expert's best that is of other settings, or was judged at other points, from the next one.
+
+    Args:
+        plan: of the run.
+        expert: whose best it is.
+        judged_at: a digest of the points at which the next one was judged.
+
+    Raises:
+        OSError: the disk refused.
+    """
+    path = plan.file(expert, BEST)
+    told = _header(path)
+    own = json.dumps(plan.fingerprint, sort_keys=True), judged_at
+    if (told.get(FINGERPRINT), told.get(JUDGED_AT)) != own:
+        _set_aside(plan, path, "was the best by other held-out items, timesteps or settings")
+
+
+def set_old_average_aside(plan: Plan, expert: ExpertPlan) -> None:
+    """Keep the average of an earlier end of a run from passing for that of the last one, which has none.
+
+    Raises:
+        OSError: the disk refused.
+    """
+    _set_aside(plan, plan.file(expert, AVERAGE), "is the average of an earlier end of the run")
+
+
+def set_other_epochs_aside(plan: Plan) -> None:
+    """Keep LoRAs that are named by epochs of another length from those of the same names that are still to come.
+
+    Raises:
+        OSError: the disk refused.
+    """
+    if not plan.options.output_dir.is_dir():
+        return
+    for expert in plan.experts:
+        name = re.compile(re.escape(plan.options.output_name + expert.suffix) + rf"-\d{{6}}({AVERAGE})?\.safetensors")
+        for path in sorted(filter(lambda path: name.fullmatch(path.name), plan.options.output_dir.iterdir())):
+            before = _header(path).get("ss_num_batches_per_epoch", "")
+            if before.isdecimal() and int(before) != plan.steps_per_epoch:
+                now = many(plan.steps_per_epoch, "step")
+                _set_aside(plan, path, f"is named by an epoch of {before}, and an epoch has {now} now")
+
+
+def _header(path: Path) -> Mapping[str, str]:
+    """The text fields of a LoRA; none where it is not there, or damaged."""
+    if path.is_file():
+        with suppress(WangenError):
+            return read_header(path).metadata
+    return {}
+
+
+def _set_aside(plan: Plan, path: Path, why: str) -> None:
+    """Name a file, and what it is in other layouts, by the step in its header, where nothing has that name."""
+    told = _header(path)
+    step = told.get(RUN_STEPS) or told.get("ss_steps", "")
+    if plan.options.fresh or not step.isdecimal():
+        return
+    average = AVERAGE if path.stem.endswith(AVERAGE) else ""
+    stem = re.sub(rf"({BEST}|-\d{{6}})?({AVERAGE})?$", "", path.stem)
+    for layout in ("", *(f"-{layout}" for layout in LAYOUTS)):
+        before = path.with_stem(path.stem + layout)
+        after = path.with_stem(f"{stem}{KEPT}-step{int(step):08d}{average}{layout}")
+        if before.is_file() and not after.exists():
+            replace(before, after)
+            log.warning("  %s %s: it is %s now", before.name, why, after.name)
