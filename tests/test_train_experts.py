@@ -150,6 +150,15 @@ def test_the_plan_says_the_shares_and_warns_of_an_expert_that_starves(tiny_run, 
     assert "the high-noise expert gets 2.5 % of the samples" in caplog.text
 
 
+def test_the_plan_of_a_run_that_goes_on_with_other_shares_counts_what_is_done(tiny_run, high, tmp_path, caplog):
+    options = both(tiny_run, high, tmp_path, high_noise_share=0.5, max_train_steps=4)
+    train.run(options)
+    caplog.set_level(logging.INFO, "wangen")
+    train.run(replace(options, high_noise_share=0.25, resume_changed=True))
+    assert "of the drawn ones, 2 of 5 steps" in caplog.text
+    assert "of the drawn ones, 3 of 5 steps" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -36,7 +36,7 @@ def announce(training: Run) -> None:
                  what, {"bf16": "bfloat16", "no": "float32"}[options.mixed_precision], trainee.model.attention,
                  training.device)  # fmt: skip
         if trainee.plan.name:
-            _announce_range(options, trainee.plan, plan.num_steps)
+            _announce_range(options, trainee.plan, max(trainee.plan.num_steps, trainee.step), training.num_steps)
         if line := unfinished_warm_up(options, trainee.plan.num_steps):
             log.warning("    %s", line)
     if len(plan.experts) > 1:
@@ -69,11 +69,11 @@ def announce(training: Run) -> None:
              many(plan.steps_per_epoch, "step"), training.num_steps, resuming)  # fmt: skip
 
 
-def _announce_range(options: Train, expert: ExpertPlan, num_steps: int) -> None:
-    """Say which timesteps one of two experts is trained at, and which of the wanted ones it is not."""
+def _announce_range(options: Train, expert: ExpertPlan, own_steps: int, num_steps: int) -> None:
+    """Say which timesteps one of two experts is trained at, how long, and which of the wanted ones it is not."""
     least, most = 1000 * expert.low, 1000 * expert.high
     log.info("    timesteps %g to %g: %.1f %% of the drawn ones, %d of %d steps", max(least, options.min_timestep),
-             min(most, options.max_timestep), 100 * expert.share, expert.num_steps, num_steps)  # fmt: skip
+             min(most, options.max_timestep), 100 * expert.share, own_steps, num_steps)  # fmt: skip
     for line in left_to_the_other(options, expert.low, expert.high):
         log.warning("    %s", line)
 
