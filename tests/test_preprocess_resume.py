@@ -59,8 +59,8 @@ def test_two_runs_give_the_same_bytes(videos, whole, tmp_path):
 def test_records_that_vanish_before_the_page_is_written_are_made_again(videos, whole, tmp_path, monkeypatch):
     write = preprocess.write_manifests
 
-    def write_and_lose(outcome: Outcome, form: Form, place: Place) -> None:
-        write(outcome, form, place)
+    def write_and_lose(outcome: Outcome, form: Form, place: Place, *rest: Path) -> None:
+        write(outcome, form, place, *rest)
         shutil.rmtree(place.records / "videos")
 
     monkeypatch.setattr(preprocess, "write_manifests", write_and_lose)
