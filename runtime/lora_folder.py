@@ -9,9 +9,11 @@ them, `…-ema`. Of two experts each has its own: `NAME_high_noise…`, `NAME_lo
 import json
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PureWindowsPath
+from typing import Any
 
 from wangen.generator.errors import WangenError
 from wangen.generator.headers import read_header
@@ -32,10 +34,13 @@ TRAINED_BEFORE = "wangen.trained_before"
 """In a LoRA's header, as JSON: the data of earlier parts of its training, of each what its fingerprint says of them."""
 EXPERTS = ("high_noise", "low_noise")
 
+LAYOUTS = ("comfyui", "kohya", "diffusers")
+"""What may follow the name of a LoRA that was saved in several layouts."""
+
 _NAME = re.compile(
     rf"(?P<run>.+?)(?:_(?P<expert>{'|'.join(EXPERTS)}))?"
     rf"(?:(?:{KEPT})?-step(?P<step>\d{{8}})|-(?P<epoch>\d{{6}})|(?P<best>{BEST}))?"
-    rf"(?P<average>{AVERAGE})?(?P<layout>-(?:comfyui|kohya|diffusers))?"
+    rf"(?P<average>{AVERAGE})?(?P<layout>-(?:{'|'.join(LAYOUTS)}))?"
 )
 
 
@@ -111,6 +116,15 @@ def has_lora(path: Path, expert: str) -> bool:
 def _is_run(path: Path) -> bool:
     """Whether a path is a folder, but none that peft or diffusers wrote."""
     return path.is_dir() and not any((path / name).is_file() for name in (ADAPTER_FILE, DIFFUSERS_FILE))
+
+
+def fingerprints(metadata: Mapping[str, str]) -> list[dict[str, Any]]:
+    """What a LoRA's header says of its training, part by part, the last one's last; nothing of what is no such text."""
+    found: list[dict[str, Any]] = []
+    for text in (metadata.get(TRAINED_BEFORE, "[]"), f"[{metadata.get(FINGERPRINT, '')}]"):
+        with suppress(ValueError, TypeError, RecursionError):
+            found += [told for told in json.loads(text) if isinstance(told, dict)]
+    return found
 
 
 def of_last_run(found: Sequence[Checkpoint], folder: Path) -> list[Checkpoint]:

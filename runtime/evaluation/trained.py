@@ -4,7 +4,6 @@ A header holds one digest of the whole training set, with the `--validation_item
 it. Where the dataset that is judged by gives the same digest, it is known which of its files were trained on.
 """
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -18,7 +17,7 @@ from wangen.generator.steps import Train
 from wangen.profiles import Model
 from wangen.runtime.evaluation.tables import sources_of
 from wangen.runtime.loader import CachedSample, find_entries
-from wangen.runtime.lora_folder import FINGERPRINT, TRAINED_BEFORE
+from wangen.runtime.lora_folder import fingerprints
 from wangen.runtime.training.plan import dataset_digest
 from wangen.runtime.training.validation import held_out
 
@@ -36,23 +35,14 @@ def trained_sources(files: Iterable[Path], items: Sequence[CachedSample], traini
         WangenError: a LoRA cannot be read.
     """
     found: set[str] = set()
-    for told in {(header.get(FINGERPRINT, ""), header.get(TRAINED_BEFORE, "[]")) for header in map(_metadata, files)}:
-        for fingerprint in [*_parsed(f"[{told[0]}]"), *_parsed(told[1])]:
-            with suppress(ValueError, TypeError, KeyError):  # it is no fingerprint of a training
-                found |= _of_header(fingerprint, items, training, model)
+    parts: list[dict[str, Any]] = []
+    for file in files:
+        told = fingerprints(read_header(lora_file(file)).metadata)
+        parts += [part for part in told if part not in parts]
+    for part in parts:
+        with suppress(ValueError, TypeError, KeyError):  # it is no fingerprint of a training
+            found |= _of_header(part, items, training, model)
     return found
-
-
-def _parsed(text: str) -> list[Any]:
-    """A list in JSON; nothing of what is none."""
-    with suppress(ValueError, RecursionError):
-        found = json.loads(text)
-        return found if isinstance(found, list) else []
-    return []
-
-
-def _metadata(file: Path) -> Mapping[str, str]:
-    return read_header(lora_file(file)).metadata
 
 
 def _of_header(

@@ -11,7 +11,7 @@ from wangen.generator.errors import UsageError, WangenError, many
 from wangen.generator.formats.safetensors import read_safetensors
 from wangen.runtime.evaluation_file import FILE as EVALUATION
 from wangen.runtime.evaluation_file import Checkpoint, Evaluation, read_evaluation
-from wangen.runtime.lora_folder import RUN_STEPS
+from wangen.runtime.lora_folder import AVERAGE, BEST, KEPT, LAYOUTS, RUN_STEPS
 from wangen.runtime.report.metrics_log import MetricsLog, Record
 from wangen.runtime.report.step_reports import mapping, reports_of
 
@@ -28,8 +28,8 @@ _LEVELS = 4
 
 _EXPERT = r"(?P<expert>_(?:high|low)_noise)?"
 _ENDING = (
-    r"(?P<best>-best)?(?:(?:-kept)?-step(?P<step>\d{8})|-(?P<epoch>\d{6}))?(?P<ema>-ema)?"
-    r"(?:-(?:comfyui|kohya|diffusers))?"
+    rf"(?P<best>{BEST})?(?:(?:{KEPT})?-step(?P<step>\d{{8}})|-(?P<epoch>\d{{6}}))?(?P<ema>{AVERAGE})?"
+    rf"(?:-(?:{'|'.join(LAYOUTS)}))?"
 )
 _SAMPLE = _EXPERT + r"-step(?P<step>\d{8})-(?P<continued>continuation-)?(?P<number>\d+)\.(?:mp4|png)"
 

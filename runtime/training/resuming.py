@@ -1,10 +1,9 @@
 """What a run goes on from: the state that an earlier start left, if its settings are those of this one."""
 
-import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from wangen.generator import headers
@@ -14,7 +13,7 @@ from wangen.generator.lora_config import lora_file
 from wangen.generator.session import with_flag
 from wangen.generator.steps import Train
 from wangen.generator.table import options as flags_of
-from wangen.runtime.lora_folder import FINGERPRINT, TRAINED_BEFORE
+from wangen.runtime.lora_folder import fingerprints
 from wangen.runtime.training import checkpoint
 from wangen.runtime.training.checkpoint import TrainingState
 from wangen.runtime.training.plan import DATA, Plan
@@ -137,7 +136,7 @@ def compared(plan: Plan, state: TrainingState, changed: Sequence[str], num_proce
     for line in changed:
         log.warning("  resuming with changed %s", line)
     if any(line.startswith(("dataset:", "validation_items:")) for line in changed):
-        before = _together(plan, state.facts.get(BEFORE, ()), state.fingerprint)
+        before = _together(plan, [*state.facts.get(BEFORE, ()), state.fingerprint])
         state = replace(state, facts={**state.facts, BEFORE: before})
     if any(line.startswith(_BASE) for line in changed):  # what it was judged by was another model's
         state = replace(state, facts={**state.facts, "validation_base": {}, "best": {}})
@@ -151,20 +150,16 @@ def trained_before(plan: Plan, state: TrainingState | None) -> list[_Told]:
     """The other data that the weights of a run were trained on: in an earlier part of it, or where it starts from."""
     if state:
         return list(state.facts.get(BEFORE, ()))
-    found: list[_Told] = []
-    for start in dict.fromkeys(expert.start for expert in plan.experts if expert.start):
-        header = headers.read_header(lora_file(start)).metadata
-        with suppress(ValueError, TypeError, KeyError, AttributeError, RecursionError):  # another program's, or without
-            earlier, own = json.loads(header.get(TRAINED_BEFORE, "[]")), json.loads(header[FINGERPRINT])
-            found = _together(plan, [*found, *earlier], own)
-    return found
+    starts = dict.fromkeys(expert.start for expert in plan.experts if expert.start)
+    told = [fingerprints(headers.read_header(lora_file(start)).metadata) for start in starts]
+    return _together(plan, chain(*told))
 
 
-def _together(plan: Plan, before: Iterable[_Told], fingerprint: _Told) -> list[_Told]:
-    """Earlier data and those of a fingerprint, each once and without those of the plan."""
-    last, now = ({name: told.get(name) for name in DATA} for told in (fingerprint, plan.fingerprint))
+def _together(plan: Plan, told: Iterable[_Told]) -> list[_Told]:
+    """The data of fingerprints, each once and without those of the plan."""
+    now, *others = ({name: each.get(name) for name in DATA} for each in (plan.fingerprint, *told))
     found: list[_Told] = []
-    for each in (*before, last):
+    for each in others:
         if each not in (*found, now):
             found.append(each)
     return found

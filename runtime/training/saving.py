@@ -10,14 +10,14 @@ import torch
 
 from wangen.generator.plan.saves import windows
 from wangen.runtime.lora import cast
-from wangen.runtime.lora_folder import AVERAGE
+from wangen.runtime.lora_folder import AVERAGE, LAYOUTS
 from wangen.runtime.models import family
 from wangen.runtime.training import adapter_files, checkpoint, full
 from wangen.runtime.training.checkpoint import ExpertState, TrainingState
 from wangen.runtime.training.metadata import metadata
 from wangen.runtime.training.plan import ExpertPlan, Plan
 from wangen.runtime.training.run import Run, Trainee
-from wangen.runtime.training.set_aside import LAYOUTS, set_old_average_aside
+from wangen.runtime.training.set_aside import set_old_average_aside
 
 
 class Saving:

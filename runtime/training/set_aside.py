@@ -14,13 +14,10 @@ from pathlib import Path
 from wangen.generator.errors import WangenError, many
 from wangen.generator.files import replace
 from wangen.generator.headers import read_header
-from wangen.runtime.lora_folder import AVERAGE, BEST, FINGERPRINT, JUDGED_AT, KEPT, RUN_STEPS
+from wangen.runtime.lora_folder import AVERAGE, BEST, FINGERPRINT, JUDGED_AT, KEPT, LAYOUTS, RUN_STEPS
 from wangen.runtime.training.plan import ExpertPlan, Plan
 
 log = logging.getLogger("wangen")
-
-LAYOUTS = ("comfyui", "kohya", "diffusers")
-"""What may follow a LoRA's name, where it was saved in several."""
 
 
 def set_old_best_aside(plan: Plan, expert: ExpertPlan, judged_at: str) -> None:
@@ -38,7 +35,7 @@ def set_old_best_aside(plan: Plan, expert: ExpertPlan, judged_at: str) -> None:
     told = _header(path)
     own = json.dumps(plan.fingerprint, sort_keys=True), judged_at
     if (told.get(FINGERPRINT), told.get(JUDGED_AT)) != own:
-        _set_aside(plan, path, "was the best by other held-out items, timesteps or settings")
+        _set_aside(plan, path, told, "was the best by other held-out items, timesteps or settings")
 
 
 def set_old_average_aside(plan: Plan, expert: ExpertPlan) -> None:
@@ -47,7 +44,8 @@ def set_old_average_aside(plan: Plan, expert: ExpertPlan) -> None:
     Raises:
         OSError: the disk refused.
     """
-    _set_aside(plan, plan.file(expert, AVERAGE), "is the average of an earlier end of the run")
+    path = plan.file(expert, AVERAGE)
+    _set_aside(plan, path, _header(path), "is the average of an earlier end of the run")
 
 
 def set_other_epochs_aside(plan: Plan) -> None:
@@ -61,10 +59,11 @@ def set_other_epochs_aside(plan: Plan) -> None:
     for expert in plan.experts:
         name = re.compile(re.escape(plan.options.output_name + expert.suffix) + rf"-\d{{6}}({AVERAGE})?\.safetensors")
         for path in sorted(filter(lambda path: name.fullmatch(path.name), plan.options.output_dir.iterdir())):
-            before = _header(path).get("ss_num_batches_per_epoch", "")
+            told = _header(path)
+            before = told.get("ss_num_batches_per_epoch", "")
             if before.isdecimal() and int(before) != plan.steps_per_epoch:
                 now = many(plan.steps_per_epoch, "step")
-                _set_aside(plan, path, f"is named by an epoch of {before}, and an epoch has {now} now")
+                _set_aside(plan, path, told, f"is named by an epoch of {before}, and an epoch has {now} now")
 
 
 def _header(path: Path) -> Mapping[str, str]:
@@ -75,9 +74,8 @@ def _header(path: Path) -> Mapping[str, str]:
     return {}
 
 
-def _set_aside(plan: Plan, path: Path, why: str) -> None:
-    """Name a file, and what it is in other layouts, by the step in its header, where nothing has that name."""
-    told = _header(path)
+def _set_aside(plan: Plan, path: Path, told: Mapping[str, str], why: str) -> None:
+    """Name a file, and what it is in other layouts, by the step that its header told, where nothing has that name."""
     step = told.get(RUN_STEPS) or told.get("ss_steps", "")
     if plan.options.fresh or not step.isdecimal():
         return

@@ -326,7 +326,7 @@ class Watching:
         for line in found.lines()[: None if self._run.step >= self._run.num_steps else 1]:
             log.info("  %s%s", f"{name.replace('_', '-')}: " if name else "", line)
         facts.setdefault("validation", {})[name] = found.as_record()["validation"]
-        self._keep_best(trainee, found)
+        self._keep_best(trainee, found, judged)
 
     def _is_changed(self, trainee: Trainee) -> bool:
         """Whether an expert differs from its base: it was trained, or starts from an adapter."""
@@ -371,17 +371,16 @@ class Watching:
         with disabled(trainee.transformer):
             return self._measure(trainee)
 
-    def _keep_best(self, trainee: Trainee, found: Validation) -> None:
+    def _keep_best(self, trainee: Trainee, found: Validation, judged: str) -> None:
         if not self._options.keep_best or not self._is_changed(trainee):
             return
         best = self._run.facts.setdefault("best", {})
         before = best.get(trainee.plan.name)
         if is_better(found, before["loss"] if before else None):
-            judged_at = self._judged(trainee)
             if before is None and self._ranks.is_first:
-                set_old_best_aside(self._plan, trainee.plan, judged_at)
+                set_old_best_aside(self._plan, trainee.plan, judged)
             with trainee.optimization.evaluating():
-                save_trained(self._run, trainee, trainee.parameters, BEST, judged_at)
+                save_trained(self._run, trainee, trainee.parameters, BEST, judged)
             file = self._plan.file(trainee.plan, BEST)
             best[trainee.plan.name] = {"loss": found.mean_adapter, "step": self._run.step, "file": file.name}
 
