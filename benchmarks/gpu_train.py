@@ -7,20 +7,24 @@ python benchmarks/gpu_train.py --device cpu --tiny      # small sizes, to see th
 
 Each row is a process of its own, so that one that does not fit, or fails, ends nothing but itself. What is timed is
 `optimizer_step`, the trainer's own: batch to the device, forward, backward, clipping, AdamW; a batch is always there.
-Of the warm steps the minimum and the median are given, the GPU's own time from the end of one to the end of the next.
-The `presets` rows run with `torch.cuda.set_per_process_memory_fraction` at what the preset may take of its card.
-Prints a table in Markdown and writes the same as JSON.
+Of the warm steps the minimum and the median are given, the GPU's own time from the end of one to the end of the next;
+memory is the most that those steps held, without what loading took. The `presets` rows run with
+`torch.cuda.set_per_process_memory_fraction` at what the preset may take of its card. Prints a table in Markdown and
+writes the same as JSON.
 """
 
 import argparse
 import json
+import logging
+import multiprocessing
 import statistics
-import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +49,8 @@ REACHED = 0.8
 """Of a card's peak: an H100 that multiplies large matrices was measured at 790 of 989 TFLOP/s."""
 WARM_UP = 3
 MIN_STEPS, MAX_STEPS = 3, 30
-TIMED_S = 30.0
 TINY = {"dim": 256, "ffn_dim": 512, "num_layers": 4, "num_heads": 2}
+PROCESSES = multiprocessing.get_context("spawn")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,32 +157,55 @@ def shrunk(row: Row) -> tuple[Row, Model]:
     return replace(row, clip=(side, side, min(row.clip[2], 5)), flags={**flags, "network_dim": 4}), model
 
 
-def measure(row: Row, device: torch.device, *, tiny: bool = False, peak: float | None = None) -> dict[str, Any]:
+@dataclass(frozen=True, kw_only=True)
+class How:
+    """How a row is measured.
+
+    Attributes:
+        device: where.
+        tiny: in sizes for a CPU.
+        peak: dense bfloat16 TFLOP/s of a card that is not known.
+        seconds: about how long the timed steps take together.
+    """
+
+    device: torch.device
+    tiny: bool = False
+    peak: float | None = None
+    seconds: float = 30.0
+
+
+def measure(row: Row, how: How) -> dict[str, Any]:
     """Make the run of a row and time its steps.
 
     Raises:
         torch.OutOfMemoryError: it does not fit, or not into what its preset may take.
     """
-    row, model = shrunk(row) if tiny else (row, profiles.model(row.task))
+    device = how.device
+    row, model = shrunk(row) if how.tiny else (row, profiles.model(row.task))
     if device.type == "cuda" and "vram" in row.flags:
         hold_to(int(row.flags["vram"]), device)
     began = time.perf_counter()
     run, trainee = make_run(model, row.flags, device, cudnn=row.cudnn)
+    loading = {}
+    if device.type == "cuda":
+        loading = {"loading_peak_bytes": torch.cuda.max_memory_allocated(device)}
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
     prepared = random_batch(model, row.clip, row.batch, device)
     group = Group(0, [prepared], 1, row.batch)
     result = optimizer_step(run, trainee, group, 1.0, Interrupt())
     assert result is not None
     loss = float(result.losses.mean())
     first_s = time.perf_counter() - began
-    seconds = _times(lambda: optimizer_step(run, trainee, group, 1.0, Interrupt()), device, tiny)
+    seconds = _times(lambda: optimizer_step(run, trainee, group, 1.0, Interrupt()), how)
     found = {"attention": trainee.model.attention, "loss": loss, "until_first_step_s": first_s, "steps": len(seconds)}
     found |= {"s_per_step": min(seconds), "s_per_step_median": statistics.median(seconds)}
     if device.type == "cuda":
-        found |= {
+        found |= loading | {
             "peak_bytes": torch.cuda.max_memory_allocated(device),
             "reserved_bytes": torch.cuda.max_memory_reserved(device),
         }
-    return found | _work(row, model, run, prepared.batch, min(seconds), peak_tflops(device, peak))
+    return found | _work(row, model, run, prepared.batch, min(seconds), peak_tflops(device, how.peak))
 
 
 def hold_to(vram_gib: int, device: torch.device) -> None:
@@ -188,17 +215,18 @@ def hold_to(vram_gib: int, device: torch.device) -> None:
     torch.cuda.set_per_process_memory_fraction(min(1.0, (usable_bytes(vram_gib * GIB) - CONTEXT_BYTES) / total), index)
 
 
-def _times(step: Callable[[], object], device: torch.device, tiny: bool) -> list[float]:
-    """Seconds of warm steps, as many as half a minute holds."""
+def _times(step: Callable[[], object], how: How) -> list[float]:
+    """Seconds of warm steps."""
+    warm_up = 0
     began = time.perf_counter()
-    warm_up = 1 if tiny else WARM_UP
-    for _ in range(warm_up):
+    while not warm_up or (warm_up < WARM_UP and time.perf_counter() - began < how.seconds / 2):
         step()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        warm_up += 1
+        if how.device.type == "cuda":
+            torch.cuda.synchronize(how.device)
     each = (time.perf_counter() - began) / warm_up
-    number = MIN_STEPS if tiny else max(MIN_STEPS, min(MAX_STEPS, int(TIMED_S / each)))
-    if device.type != "cuda":
+    number = MIN_STEPS if how.tiny else max(MIN_STEPS, min(MAX_STEPS, int(how.seconds / each)))
+    if how.device.type != "cuda":
         marks = [time.perf_counter(), *((step(), time.perf_counter())[1] for _ in range(number))]
         return [end - start for start, end in pairwise(marks)]
     events = [torch.cuda.Event(enable_timing=True) for _ in range(number + 1)]  # type: ignore[no-untyped-call]
@@ -206,7 +234,7 @@ def _times(step: Callable[[], object], device: torch.device, tiny: bool) -> list
     for event in events[1:]:
         step()
         event.record()
-    torch.cuda.synchronize(device)
+    torch.cuda.synchronize(how.device)
     return [start.elapsed_time(end) / 1000 for start, end in pairwise(events)]
 
 
@@ -228,26 +256,55 @@ def _work(row: Row, model: Model, run: Run, batch: Batch, seconds: float, peak: 
     return work
 
 
-def in_own_process(row: Row, told: Sequence[str], timeout_s: float) -> dict[str, Any]:
-    """Measure a row in a process of its own; a failure is an `error`, in one line."""
-    line = [sys.executable, __file__, "--row", json.dumps(asdict(row)), *told]
+def in_own_process(timeout_s: float, function: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
+    """What a function answers in a process of its own; that it ends or does not end is an `error`, in one line."""
+    answers, answer = PROCESSES.Pipe(duplex=False)
+    process = PROCESSES.Process(target=_answer, args=(answer, function, arguments))
+    process.start()
+    answer.close()
     try:
-        done = subprocess.run(line, capture_output=True, text=True, timeout=timeout_s, check=False)
-    except subprocess.TimeoutExpired:
-        return {"error": f"not done after {timeout_s:g} s"}
-    answers = [text for text in done.stdout.splitlines() if text.startswith("{")]
-    if done.returncode or not answers:
-        words = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()
-        return {"error": f"exit code {done.returncode}: {words[-1][:200]}"}
-    return {**json.loads(answers[-1]), "warnings": [text for text in done.stderr.splitlines() if "attention" in text]}
+        found: dict[str, Any] = (
+            answers.recv() if answers.poll(timeout_s) else {"error": f"not done after {timeout_s:g} s"}
+        )
+        process.kill()  # it has said all: giving back locked memory takes seconds
+    except EOFError:
+        found = {}
+    process.join()
+    return found or {"error": f"exit code {process.exitcode}"}
 
 
-def in_this_process(row: Row, device: torch.device, *, tiny: bool, peak: float | None) -> dict[str, Any]:
-    """Measure a row here; what does not fit is an `error`."""
+def _answer(answer: Connection, function: Callable[..., dict[str, Any]], arguments: Sequence[Any]) -> None:
+    answer.send(function(*arguments))
+
+
+def in_this_process(row: Row, how: How) -> dict[str, Any]:
+    """Measure a row here; what does not fit, or fails, is an `error`."""
+    warned: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warned.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("wangen").addHandler(handler)
     try:
-        return measure(row, device, tiny=tiny, peak=peak)
+        return {**measure(row, how), "warnings": warned}
     except torch.OutOfMemoryError as error:
         return {"error": "does not fit: " + str(error).splitlines()[0][:160]}
+    except Exception as error:  # noqa: BLE001 - a row ends nothing but itself
+        traceback.print_exc()
+        return {
+            "error": f"{type(error).__name__}: {str(error).strip().splitlines()[0][:160] if str(error).strip() else ''}"
+        }
+    finally:
+        logging.getLogger("wangen").removeHandler(handler)
+
+
+def about(device: torch.device) -> dict[str, Any]:
+    """The name of a device, if it is there."""
+    if device.type != "cuda":
+        return {"device": "cpu"}
+    if not torch.cuda.is_available():
+        return {
+            "error": "no GPU that PyTorch sees; on a CPU only --device cpu --tiny, which shows that everything runs"
+        }
+    return {"device": torch.cuda.get_device_name(device)}
 
 
 COLUMNS = ("group", "model", "clip", "flags", "attention", "s/step", "median", "tokens/s", "MFU", "limit s", "GiB",
@@ -295,37 +352,28 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds for a row")
     parser.add_argument("--out", type=Path, default=Path("gpu_train.json"))
     parser.add_argument("--list", action="store_true", help="only say the rows")
-    parser.add_argument("--row", help=argparse.SUPPRESS)
+    parser.add_argument("--seconds", type=float, default=30.0, help="that the timed steps of a row take together")
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
-    device = torch.device(options.device)
-    if options.row:
-        values = json.loads(options.row)
-        row = Row(**{**values, "clip": tuple(values["clip"])})
-        print(json.dumps(in_this_process(row, device, tiny=options.tiny, peak=options.peak_tflops)))
-        return
     rows = chosen_rows(options)
     if options.list:
         print("\n".join(f"{row.group:14} {row.task:10} {row.clip} {row.how()}" for row in rows))
         return
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise SystemExit(
-            "no GPU that PyTorch sees; on a CPU only --device cpu --tiny, which shows that everything runs"
-        )
-    told = ["--device", options.device, *(["--tiny"] if options.tiny else [])]
-    told += ["--peak_tflops", str(options.peak_tflops)] if options.peak_tflops else []
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    how = How(device=torch.device(options.device), tiny=options.tiny, peak=options.peak_tflops, seconds=options.seconds)
+    machine = in_own_process(options.timeout, about, how.device)
+    if "error" in machine:
+        raise SystemExit(machine["error"])
+    machine |= {"torch": torch.__version__, "tiny": options.tiny}
     results: list[tuple[Row, dict[str, Any]]] = []
     for number, row in enumerate(rows, 1):
-        results.append((row, in_own_process(row, told, options.timeout)))
+        results.append((row, in_own_process(options.timeout, in_this_process, row, how)))
         print(f"{number}/{len(rows)}", *table(results[-1:]).splitlines()[2:], file=sys.stderr, flush=True)
         lines = [{**asdict(row), **found} for row, found in results]
-        about = {"device": name, "torch": torch.__version__, "tiny": options.tiny, "rows": lines}
-        options.out.write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
-    print(f"{name}, torch {torch.__version__}\n\n{table(results)}")
+        options.out.write_text(json.dumps({**machine, "rows": lines}, indent=1) + "\n", encoding="utf-8")
+    print(f"{machine['device']}, torch {torch.__version__}\n\n{table(results)}")
 
 
 if __name__ == "__main__":

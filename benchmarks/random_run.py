@@ -96,6 +96,7 @@ def random_transformer(
             parameter.data = parameter.data.to(home)
         if new is not module:
             transformer.set_submodule(name, new)
+            module._parameters.clear()  # the list above still has it
     return transformer.eval()
 
 

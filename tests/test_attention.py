@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -200,3 +201,38 @@ def test_cudnn_comes_first_on_hopper_only(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device=None: (9, 0))
     attention._choose.cache_clear()
     assert not choose_kernel("sdpa", cuda, torch.bfloat16).cudnn_first
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 6])
+def test_pieces_of_an_item_see_the_same_keys(pieces):
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(2, 3, tokens, 8, generator=generator, dtype=torch.float64, requires_grad=True)
+        for tokens in (12, 5, 5)
+    )
+    bias = torch.randn(2, 1, 1, 5, generator=generator, dtype=torch.float64)
+    found = attention.in_pieces(query, key, value, bias, pieces)
+    expected = functional.scaled_dot_product_attention(query, key, value, attn_mask=bias)
+    torch.testing.assert_close(found, expected)
+    slope = torch.randn_like(expected)
+    for one, other in zip(
+        *(torch.autograd.grad(output, (query, key, value), slope) for output in (found, expected)), strict=True
+    ):
+        torch.testing.assert_close(one, other)
+
+
+def test_there_are_as_many_pieces_as_a_gpu_has_work_for(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
+
+    def pieces(items: int, heads: int, queries: int, keys: int, device: str = "cuda") -> int:
+        where = torch.device(device)
+        query, key = (SimpleNamespace(shape=(items, heads, rows, 128), device=where) for rows in (queries, keys))
+        return attention.num_pieces(query, key)
+
+    assert pieces(1, 12, 32760, 67) == 21  # the largest divisor that is not above 2 x 132 / 12
+    assert pieces(1, 40, 32760, 67) == 6
+    assert pieces(1, 40, 32760, 300) == 2
+    assert pieces(8, 40, 32760, 67) == 1
+    assert pieces(1, 12, 256, 67) == 1  # a small picture: nothing to share out
+    assert pieces(1, 12, 32749, 67) == 1  # a prime number of tokens
+    assert pieces(1, 12, 32760, 67, "cpu") == 1

@@ -36,7 +36,7 @@ from torch.utils.flop_counter import FlopCounterMode, addmm_flop
 
 from wangen.generator.errors import WangenError
 from wangen.runtime.fast import dit, dit_elementwise, products
-from wangen.runtime.fast.dit_functions import MixedLayerNorm
+from wangen.runtime.fast.dit_norms import MixedLayerNorm
 from wangen.runtime.memory import quantize as quantize_module
 from wangen.runtime.memory.quantize import FORMS, QuantLinear, quantize_blocks
 from wangen.runtime.memory.swap import BlockSwap

@@ -2,9 +2,11 @@
 
 import importlib
 import json
+import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -77,7 +79,7 @@ ROWS = {
 def test_a_row_is_measured_in_small(name, gpu_train):
     task, flags = ROWS[name]
     row = gpu_train.Row(group="test", task=task, clip=(832, 480, 81), flags=flags, batch=2)
-    found = gpu_train.in_this_process(row, CPU, tiny=True, peak=1.0)
+    found = gpu_train.in_this_process(row, gpu_train.How(device=CPU, tiny=True, peak=1.0))
     assert 0 < found["s_per_step"] <= found["s_per_step_median"]
     assert found["tokens"] == 2 * 2 * 4 * 4  # items, latent frames, 4x4 tokens
     assert 0 < found["model_flops"] <= found["done_flops"]
@@ -90,7 +92,7 @@ def test_a_row_is_measured_in_small(name, gpu_train):
 def test_edits_are_measured_in_small(gpu_train):
     row = gpu_train.Row(group="test", task="qwen-image-edit", clip=(1024, 1024, 1), batch=2,
                         flags={"vram": "24", "network_dim": 16})  # fmt: skip
-    found = gpu_train.in_this_process(row, CPU, tiny=True, peak=1.0)
+    found = gpu_train.in_this_process(row, gpu_train.How(device=CPU, tiny=True, peak=1.0))
     assert found["tokens"] == 2 * 2 * 4 * 4  # items, the target and its control image, 4x4 tokens
     assert 0 < found["model_flops"] < found["done_flops"]
     assert 0.5 < found["loss"] < 10
@@ -100,7 +102,7 @@ def test_edits_are_measured_in_small(gpu_train):
 def test_choices_that_change_no_number_give_one_loss(gpu_train):
     def loss(**flags: Any) -> float:
         row = gpu_train.Row(group="test", task="t2v-14B", clip=(512, 512, 1), flags=flags)
-        return gpu_train.measure(row, CPU, tiny=True)["loss"]
+        return gpu_train.measure(row, gpu_train.How(device=CPU, tiny=True))["loss"]
 
     plain = loss()
     assert loss(checkpointing="none") == loss(checkpointing="selective") == loss(blocks_to_swap=3) == plain
@@ -134,8 +136,9 @@ def test_a_quantised_model_is_quantised_in_its_blocks(gpu_train, random_run):
 
 
 def test_a_row_that_fails_ends_nothing_and_is_in_the_table(gpu_train, tmp_path, monkeypatch, capsys):
-    answers = iter([{"error": "does not fit: CUDA out of memory"}, *[{"attention": "sdpa", "s_per_step": 2.0,
-                    "s_per_step_median": 2.5, "tokens_per_s": 16380.0, "mfu": 0.5, "limit_s": 1.5}] * 99])  # fmt: skip
+    measured = {"attention": "sdpa", "s_per_step": 2.0, "s_per_step_median": 2.5, "tokens_per_s": 16380.0}
+    measured |= {"mfu": 0.5, "limit_s": 1.5}
+    answers = iter([{"device": "cpu"}, {"error": "does not fit: CUDA out of memory"}, *[measured] * 99])
     monkeypatch.setattr(gpu_train, "in_own_process", lambda *_: next(answers))
     gpu_train.main(["--device", "cpu", "--only", "attention", "--out", str(tmp_path / "out.json")])
     printed = capsys.readouterr().out
@@ -154,7 +157,7 @@ def test_what_does_not_fit_is_an_answer(gpu_train, monkeypatch):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
 
     monkeypatch.setattr(gpu_train, "measure", full)
-    answer = gpu_train.in_this_process(gpu_train.all_rows()[0], CPU, tiny=True, peak=None)
+    answer = gpu_train.in_this_process(gpu_train.all_rows()[0], gpu_train.How(device=CPU, tiny=True))
     assert answer == {"error": "does not fit: CUDA out of memory. Tried to allocate 2.00 GiB."}
 
 
@@ -179,8 +182,15 @@ def test_the_script_as_it_is_typed(gpu_train, tmp_path):
     assert len(rows) == 2
     assert all(row["s_per_step"] > 0 for row in rows)
     assert "| base | t2v-14B | 512x512x1 | --quantize int8 | sdpa |" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_process_that_fails_or_ends_or_does_not_end_is_an_answer(gpu_train):
+    how = gpu_train.How(device=CPU, tiny=True)
     broken = gpu_train.Row(group="test", task="t2v-14B", clip=(64, 64, 1), flags={"blocks_to_swap": 4, "plain": True})
-    assert "exit code 1" in gpu_train.in_own_process(broken, ["--device", "cpu", "--tiny"], 200)["error"]
+    assert "--plain" in gpu_train.in_own_process(200, gpu_train.in_this_process, broken, how)["error"]
+    assert gpu_train.in_own_process(200, os._exit, 3) == {"error": "exit code 3"}
+    assert gpu_train.in_own_process(0.5, time.sleep, 100) == {"error": "not done after 0.5 s"}
 
 
 # ---- docs/speed.md -----------------------------------------------------------------------------------------------

@@ -1,9 +1,9 @@
 """A whole block of Wan's transformer as one function of autograd, its gradients written out.
 
-What it computes are the functions of `dit_functions`, one after the other, as `dit_blocks.Block` does. But autograd
-then looks at a block once, in place of a dozen times with each time's bookkeeping in Python, which is most of a step of
-small pictures: for them the processor, not the GPU, is the limit. It serves blocks of which nothing is trained but
-plain low-rank adapters, with frozen weights of any kind, resident or not.
+What it computes are the functions of `dit_functions` and `dit_norms`, one after the other, as `dit_blocks.Block` does.
+But autograd then looks at a block once, in place of a dozen times with each time's bookkeeping in Python, which is most
+of a step of small pictures: for them the processor, not the GPU, is the limit. It serves blocks of which nothing is
+trained but plain low-rank adapters, with frozen weights of any kind, resident or not.
 
 Letters in shapes: B items, T tokens of all of them, N tokens of one, D width of the model, H heads, L rows of text.
 """
@@ -19,9 +19,10 @@ from torch.nn import functional
 
 from wangen.runtime.fast.attention import Kernel, Stash
 from wangen.runtime.fast.dit_elementwise import Modulation
-from wangen.runtime.fast.dit_functions import (
+from wangen.runtime.fast.dit_functions import apply
+from wangen.runtime.fast.dit_linear import Group
+from wangen.runtime.fast.dit_norms import (
     Moments,
-    apply,
     gated,
     gated_back,
     layer_norm,
@@ -29,7 +30,6 @@ from wangen.runtime.fast.dit_functions import (
     rms_rotary,
     rms_rotary_back,
 )
-from wangen.runtime.fast.dit_linear import Group
 from wangen.runtime.libraries import WanTransformerBlock
 
 _aten = torch.ops.aten

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from wangen.runtime.fast.dit_functions import Gate, MixedLayerNorm, RmsRotary, apply
+from wangen.runtime.fast.dit_functions import apply
+from wangen.runtime.fast.dit_norms import Gate, MixedLayerNorm, RmsRotary
 from wangen.runtime.models.compute import Compute
 
 log = logging.getLogger("wangen")

@@ -1,0 +1,186 @@
+"""Norms, rotations and gates on a GPU: one Triton kernel each, in place of up to a dozen of PyTorch's.
+
+They read and write each tensor once, compute in float32 and round once, as the functions of `dit_functions` that call
+them. Triton comes with PyTorch for Linux; on Windows it is the package triton-windows. Only `dit_functions` imports
+this module, and only where Triton is there.
+
+Letters in shapes: T tokens of all items, N tokens of one, D width of the model, W width of a norm: D, or the channels
+of a head.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _layer_norm(tokens, weight, bias, output, means, reciprocals, width, eps, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < width
+    x = tl.load(tokens + row * width + columns, mask=inside, other=0.0).to(tl.float32)
+    mean = tl.sum(x, 0) / width
+    centred = tl.where(inside, x - mean, 0.0)
+    reciprocal = 1.0 / tl.sqrt(tl.sum(centred * centred, 0) / width + eps)
+    scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    shift = tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(output + row * width + columns, centred * reciprocal * scale + shift, mask=inside)
+    tl.store(means + row, mean)
+    tl.store(reciprocals + row, reciprocal)
+
+
+@triton.jit
+def _layer_norm_back(gradient, tokens, means, reciprocals, weight, output, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < width
+    x = tl.load(tokens + row * width + columns, mask=inside, other=0.0).to(tl.float32)
+    slope = tl.load(gradient + row * width + columns, mask=inside, other=0.0).to(tl.float32)
+    slope *= tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    reciprocal = tl.load(reciprocals + row)
+    normed = tl.where(inside, (x - tl.load(means + row)) * reciprocal, 0.0)
+    level = tl.sum(slope, 0) / width
+    along = tl.sum(slope * normed, 0) / width
+    tl.store(output + row * width + columns, (slope - level - normed * along) * reciprocal, mask=inside)
+
+
+@triton.jit
+def _rms_rotary(
+    inputs, weight, table, output, reciprocals, width, parts, weights, stride, period, pairs, eps,
+    ROTATES: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    pair = tl.arange(0, HALF)
+    columns = tl.arange(0, 2 * HALF)
+    x = tl.load(inputs + row * stride + part * width + columns, mask=columns < width, other=0.0).to(tl.float32)
+    reciprocal = 1.0 / tl.sqrt(tl.sum(x * x, 0) / width + eps)
+    scale = tl.load(weight + (part % weights) * width + columns, mask=columns < width, other=0.0).to(tl.float32)
+    y = x * reciprocal * scale
+    if ROTATES:
+        one, other = tl.split(tl.reshape(y, (HALF, 2)))
+        inside = pair < width // 2
+        place = table + ((row % period) * pairs + pair % pairs) * 2
+        cosine = tl.load(place, mask=inside, other=0.0)
+        sine = tl.load(place + 1, mask=inside, other=0.0)
+        y = tl.reshape(tl.join(one * cosine - other * sine, one * sine + other * cosine), (2 * HALF,))
+    tl.store(output + (row * parts + part) * width + columns, y, mask=columns < width)
+    tl.store(reciprocals + row * parts + part, reciprocal)
+
+
+@triton.jit
+def _rms_rotary_back(
+    gradient, inputs, reciprocals, weight, table, output, width, parts, weights, stride, period, pairs,
+    ROTATES: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    pair = tl.arange(0, HALF)
+    columns = tl.arange(0, 2 * HALF)
+    slope = tl.load(gradient + (row * parts + part) * width + columns, mask=columns < width, other=0.0).to(tl.float32)
+    if ROTATES:
+        one, other = tl.split(tl.reshape(slope, (HALF, 2)))
+        inside = pair < width // 2
+        place = table + ((row % period) * pairs + pair % pairs) * 2
+        cosine = tl.load(place, mask=inside, other=0.0)
+        sine = tl.load(place + 1, mask=inside, other=0.0)
+        slope = tl.reshape(tl.join(one * cosine + other * sine, other * cosine - one * sine), (2 * HALF,))
+    slope *= tl.load(weight + (part % weights) * width + columns, mask=columns < width, other=0.0).to(tl.float32)
+    x = tl.load(inputs + row * stride + part * width + columns, mask=columns < width, other=0.0).to(tl.float32)
+    reciprocal = tl.load(reciprocals + row * parts + part)
+    along = tl.sum(slope * x, 0) * reciprocal * reciprocal * reciprocal / width
+    y = slope * reciprocal - x * along
+    tl.store(output + (row * parts + part) * width + columns, y, mask=columns < width)
+
+
+@triton.jit
+def _gated(residual, branch, gate, output, width, ADDS: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    y = tl.load(branch + row * width + columns, mask=inside, other=0.0).to(tl.float32)
+    y *= tl.load(gate + columns, mask=inside, other=0.0).to(tl.float32)
+    if ADDS:
+        y += tl.load(residual + row * width + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(output + row * width + columns, y, mask=inside)
+
+
+def layer_norm(tokens: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(T, D), weight and bias (D,) -> (T, D) in the tokens' dtype; means and reciprocal deviations, (T, 1) each."""
+    rows, width = tokens.shape
+    tokens, output = tokens.contiguous(), torch.empty(tokens.shape, dtype=tokens.dtype, device=tokens.device)
+    means, reciprocals = tokens.new_empty(2, rows, 1, dtype=torch.float32)
+    block = _power_of_2(width)
+    _layer_norm[rows,](tokens, weight, bias, output, means, reciprocals, width, eps, BLOCK=block, **_warps(block))
+    return output, means, reciprocals
+
+
+def layer_norm_back(gradient: Tensor, tokens: Tensor, means: Tensor, reciprocals: Tensor, weight: Tensor) -> Tensor:
+    """The gradient of the tokens (T, D) that `layer_norm` took."""
+    rows, width = tokens.shape
+    gradient, tokens = gradient.contiguous(), tokens.contiguous()
+    output, block = torch.empty_like(tokens), _power_of_2(width)
+    _layer_norm_back[rows,](gradient, tokens, means, reciprocals, weight, output, width, BLOCK=block, **_warps(block))
+    return output
+
+
+def rms_rotary(inputs: Tensor, weight: Tensor, table: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """As `dit_functions.rms_rotary`."""
+    rows, parts, numbers, half = _sizes(inputs, weight, table)
+    output = inputs.new_empty(inputs.shape)
+    reciprocals = inputs.new_empty((rows, parts, 1), dtype=torch.float32)
+    _rms_rotary[rows, parts](
+        inputs, weight, _real(table, inputs), output, reciprocals, *numbers, eps,
+        ROTATES=table is not None, HALF=half, **_warps(2 * half),
+    )  # fmt: skip
+    return output, reciprocals
+
+
+def rms_rotary_back(
+    gradient: Tensor, inputs: Tensor, reciprocals: Tensor, weight: Tensor, table: Tensor | None
+) -> Tensor:
+    """As `dit_functions.rms_rotary_back`."""
+    rows, parts, numbers, half = _sizes(inputs, weight, table)
+    output = inputs.new_empty(inputs.shape)
+    _rms_rotary_back[rows, parts](
+        gradient.contiguous(), inputs, reciprocals, weight, _real(table, inputs), output, *numbers,
+        ROTATES=table is not None, HALF=half, **_warps(2 * half),
+    )  # fmt: skip
+    return output
+
+
+def gated(residual: Tensor | None, branch: Tensor, gate: Tensor, output: Tensor) -> None:
+    """Write gate (D,) in float32 times branch (T, D), plus the residual (T, D) if there is one, all contiguous."""
+    rows, width = branch.shape
+    block = min(1024, _power_of_2(width))
+    grid = rows, triton.cdiv(width, block)
+    adds = residual is not None
+    first = branch if residual is None else residual.contiguous()
+    _gated[grid](first, branch.contiguous(), gate, output, width, ADDS=adds, BLOCK=block, num_warps=4)
+
+
+def _sizes(inputs: Tensor, weight: Tensor, table: Tensor | None) -> tuple[int, int, tuple[int, ...], int]:
+    """Rows, parts of a row with a norm each, the kernels' numbers, and half the columns that a program looks at."""
+    assert inputs.stride(1) == 1
+    rows, width = len(inputs), weight.shape[-1]
+    parts = inputs.shape[1] // width
+    period, pairs = (1, 1) if table is None else table.shape
+    numbers = (width, parts, weight.numel() // width, inputs.stride(0), period, pairs)
+    return rows, parts, numbers, _power_of_2(width) // 2
+
+
+def _real(table: Tensor | None, inputs: Tensor) -> Tensor:
+    """Cosines and sines in turn, (N, channels of a head); something else that is not read where there is no table."""
+    return inputs if table is None else torch.view_as_real(table).flatten(1)
+
+
+def _power_of_2(width: int) -> int:
+    """The least that is not smaller, and at least 2."""
+    power: int = triton.next_power_of_2(max(2, width))
+    return power
+
+
+def _warps(block: int) -> dict[str, int]:
+    """512 columns for each group of 32 threads."""
+    return {"num_warps": max(1, min(16, block // 512))}
