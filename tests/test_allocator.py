@@ -1,12 +1,15 @@
-"""Memory that a step on the CPU frees serves the next one."""
+"""Memory that a step frees serves the next one, on the CPU and on a GPU."""
 
 import json
 import os
 import platform
 import subprocess
 import sys
+from importlib import metadata
 
 import pytest
+
+from wangen.runtime.memory import allocator
 
 ROUNDS = """
 import json, resource, sys
@@ -38,3 +41,45 @@ def test_a_step_takes_again_what_the_last_one_freed():
     kept, number = faults("kept")
     assert kept
     assert number < 0.1 * faults("as it is")[1]
+
+
+# ---- on a GPU ----------------------------------------------------------------------------------------------------
+
+MACHINES = {
+    "linux": ("linux", "6.1.0-amd64", "2.13.0+cu130", allocator.EXPANDABLE),
+    "wsl": ("linux", "5.15.167.4-microsoft-standard-WSL2", "2.13.0+cu130", allocator.WHOLE),
+    "rocm": ("linux", "6.1.0-amd64", "2.13.0+rocm7.2", allocator.WHOLE),
+    "windows": ("win32", "11", "2.13.0+cu130", allocator.WHOLE),
+}
+
+
+@pytest.fixture
+def settings(monkeypatch):
+    """The variables that PyTorch reads, none of which is set."""
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_segments_stay_whole_by_what_the_machine_can(name, settings):
+    system, release, torch, expected = MACHINES[name]
+    settings.setattr(sys, "platform", system)
+    settings.setattr(platform, "release", lambda: release)
+    settings.setattr(metadata, "version", lambda _: torch)
+    allocator.prefer_whole_segments()
+    assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == expected
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"])
+def test_a_choice_of_the_user_stays(name, settings):
+    settings.setenv(name, "backend:cudaMallocAsync")
+    before = dict(os.environ)
+    allocator.prefer_whole_segments()
+    assert dict(os.environ) == before
+
+
+def test_it_is_chosen_before_torch_is_loaded(settings):
+    code = "import os, sys, wangen.runtime; print(os.environ['PYTORCH_CUDA_ALLOC_CONF'], 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [allocator.EXPANDABLE, "False"]

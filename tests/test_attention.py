@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend
 
-from wangen.runtime.fast import attention
+from wangen.runtime.fast import attention, attention_pieces
 from wangen.runtime.fast.attention import choose_kernel, pad_biases
 
 NAMES = ("auto", "sdpa", "flash", "flash3", "xformers", "sage")
@@ -211,7 +211,7 @@ def test_pieces_of_an_item_see_the_same_keys(pieces):
         for tokens in (12, 5, 5)
     )
     bias = torch.randn(2, 1, 1, 5, generator=generator, dtype=torch.float64)
-    found = attention.in_pieces(query, key, value, bias, pieces)
+    found = attention_pieces.in_pieces(query, key, value, bias, pieces)
     expected = functional.scaled_dot_product_attention(query, key, value, attn_mask=bias)
     torch.testing.assert_close(found, expected)
     slope = torch.randn_like(expected)
@@ -227,7 +227,7 @@ def test_there_are_as_many_pieces_as_a_gpu_has_work_for(monkeypatch):
     def pieces(items: int, heads: int, queries: int, keys: int, device: str = "cuda") -> int:
         where = torch.device(device)
         query, key = (SimpleNamespace(shape=(items, heads, rows, 128), device=where) for rows in (queries, keys))
-        return attention.num_pieces(query, key)
+        return attention_pieces.num_pieces(query, key)
 
     assert pieces(1, 12, 32760, 67) == 21  # the largest divisor that is not above 2 x 132 / 12
     assert pieces(1, 40, 32760, 67) == 6

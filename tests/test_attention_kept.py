@@ -212,13 +212,16 @@ def test_on_cuda_kept_attention_gives_the_same_bytes(backend, offload):
     cuda = torch.device("cuda")
     kernel = Kernel("sdpa")  # the choice of SDPA's kernel is the test's
     tensors = inputs(torch.bfloat16, device=cuda)
-    torch.use_deterministic_algorithms(True)
+    ordered = backend != SDPBackend.CUDNN_ATTENTION  # its backward pass has no fixed order of adding
+    torch.use_deterministic_algorithms(ordered)
     try:
         with sdpa_kernel(backend):
             plain = gradients(lambda *tensors: region(kernel, *tensors), tensors)
             found = checkpointed(kernel, tensors, keep=True, offload=offload)
     finally:
         torch.use_deterministic_algorithms(False)
-    assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
+    if ordered:
+        assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
+    assert off(found, plain) < 0.004
     wide = [tensor.detach().cpu().double().requires_grad_() for tensor in tensors]
     assert off([tensor.cpu() for tensor in found], gradients(lambda *tensors: region(exact, *tensors), wide)) < 0.02

@@ -243,8 +243,8 @@ _KERNELS = (
     Kind(
         "no-triton",
         "note",
-        "triton is missing: --compile does not work; all else does",
-        "if you want --compile: pip install triton (Windows: triton-windows)",
+        "triton is missing: training works, but clips take some 10 % longer, and --compile does not work",
+        "pip install triton (Windows: triton-windows, the version for this PyTorch)",
     ),
     Kind(
         "vae-wrong",

@@ -40,8 +40,9 @@ REACHED = 0.8
 GOOD, USUAL = 1.4, 2.0
 """What a step takes over that limit: good for clips, and usual."""
 
-LAUNCHES, LAUNCH_S = 150, 4e-6
-"""Kernels that a block starts in a step, and what starting one takes the processor."""
+LAUNCHES, LAUNCH_S = 290, 13e-6
+"""Kernels that a block starts in a step with checkpointing (traced), and what starting one takes a fast processor, with
+the Python around it: half of what it took a server's of 2026 in a virtual machine."""
 
 LINK_BYTES_S: Mapping[int, float] = {3: 12e9, 4: 25e9, 5: 50e9}
 """Between host and card over 16 lanes, by the generation of PCIe."""

@@ -8,10 +8,19 @@ Letters in shapes: T tokens of all items, N tokens of one, D width of the model,
 of a head.
 """
 
+import subprocess
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.errors import TritonError
+
+FAILURES = (
+    TritonError, subprocess.SubprocessError, RuntimeError, OSError, ImportError, ValueError, TypeError, AttributeError,
+    AssertionError, LookupError,
+)  # fmt: skip
+"""What Triton raises where its compiler, the C compiler that it calls, or the driver does not do."""
 
 
 @triton.jit

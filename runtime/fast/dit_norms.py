@@ -35,17 +35,34 @@ def kernels_on(device: torch.device) -> ModuleType | None:
         return None
     try:
         from wangen.runtime.fast import dit_kernels
-
-        generator = torch.Generator().manual_seed(0)
-        tokens, weight = (torch.randn(shape, generator=generator).to(device) for shape in ((2, 48), (48,)))
-        normed = dit_kernels.layer_norm(tokens, weight, weight, 1e-6)[0]
-        if not torch.allclose(normed, torch.native_layer_norm(tokens, [48], weight, weight, 1e-6)[0], atol=1e-3):
-            raise ValueError("a norm is wrong")
-    except Exception as error:  # noqa: BLE001 - Triton's compiler fails in many ways, and nothing needs it
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        log.info("norms and gates: PyTorch's own operations, which take longer; Triton does not run here (%s)", reason)
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:  # not there, or half
+        _without(error)
+        return None
+    try:
+        _try(dit_kernels, device)
+    except dit_kernels.FAILURES as error:
+        _without(error)
         return None
     return dit_kernels
+
+
+def _try(kernels: ModuleType, device: torch.device) -> None:
+    """Run a kernel once.
+
+    Raises:
+        ValueError: it computes something else than a norm.
+        RuntimeError, OSError ...: Triton's own, as where it finds no compiler.
+    """
+    generator = torch.Generator().manual_seed(0)
+    tokens, weight = (torch.randn(shape, generator=generator).to(device) for shape in ((2, 48), (48,)))
+    normed = kernels.layer_norm(tokens, weight, weight, 1e-6)[0]
+    if not torch.allclose(normed, torch.native_layer_norm(tokens, [48], weight, weight, 1e-6)[0], atol=1e-3):
+        raise ValueError("a norm is wrong")
+
+
+def _without(error: Exception) -> None:
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    log.info("norms and gates: PyTorch's own operations, which take longer; Triton does not run here (%s)", reason)
 
 
 def layer_norm(tokens: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Moments]:

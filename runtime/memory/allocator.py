@@ -1,7 +1,14 @@
-"""What the C library does with memory that a step on the CPU gives back."""
+"""What becomes of memory that a step gives back: on the CPU by the C library, on a GPU by PyTorch.
+
+Imports no torch: PyTorch reads its setting when it first asks for a GPU's memory.
+"""
 
 import ctypes
+import os
 import platform
+import sys
+from importlib import metadata
+from pathlib import Path
 
 MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1
 """Options of glibc's `mallopt`, https://man7.org/linux/man-pages/man3/mallopt.3.html."""
@@ -26,3 +33,34 @@ def keep_freed_memory() -> bool:
         return False
     mallopt = ctypes.CDLL(None).mallopt
     return bool(mallopt(MMAP_THRESHOLD, LARGE_BYTES)) and bool(mallopt(TRIM_THRESHOLD, KEPT_BYTES))
+
+
+GPU_SETTING = "PYTORCH_CUDA_ALLOC_CONF"
+"""The variable that every PyTorch here reads. Who has set it, or its newer name, keeps it."""
+
+EXPANDABLE = "expandable_segments:True"
+"""Segments that grow page by page. The usual ones are cut up by what is smaller, and soon there is no place for what is
+larger: an 8 GB preset whose tensors took 5.3 GiB had 9.1 GiB reserved, and did not fit (H200, PyTorch 2.11)."""
+
+WHOLE = "max_split_size_mb:256"
+"""Where segments cannot expand: those above 256 MiB are not cut up, and go back to the driver when memory is short."""
+
+
+def prefer_whole_segments() -> None:
+    """Keep PyTorch's memory on a GPU from going to pieces.
+
+    Segments expand on Linux with CUDA alone: PyTorch for Windows has them not or only lately, and under WSL, on Jetson
+    boards and with ROCm they end runs (pytorch issues 192330, 188008, 187343).
+    """
+    if not {GPU_SETTING, "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"} & set(os.environ):
+        os.environ[GPU_SETTING] = EXPANDABLE if _segments_expand() else WHOLE
+
+
+def _segments_expand() -> bool:
+    wsl = "microsoft" in platform.release().lower()
+    if sys.platform != "linux" or wsl or Path("/etc/nv_tegra_release").exists():
+        return False
+    try:
+        return "rocm" not in metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return False
