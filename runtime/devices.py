@@ -11,11 +11,15 @@ import torch
 
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.memory import GIB
+from wangen.generator.target import host_platform_name
 from wangen.runtime.fast.attention import PACKAGES
 from wangen.runtime.rocm import vae_dtype
 
 CONTEXT_BYTES = GIB // 2
 """What CUDA itself has taken when it is asked what is free; the memory formula counts it."""
+
+BESIDE_PYTORCH = GIB // 4
+"""What libraries take of a GPU beside PyTorch once they are used."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -37,10 +41,25 @@ def choose_device(name: str | None, number: int = 0) -> torch.device:
         if number and device.type == "cuda":
             device = own_gpu(device, number)
         torch.empty(1, device=device).cpu()  # what cannot be read back, as of `meta`, is no place to compute
+        if device.type == "cuda" and host_platform_name() in ("windows", "wsl"):
+            hold_to_the_card(device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise UsageError(f"--device {name}: {reason}", cure="leave --device out or give cpu") from None
     return device
+
+
+def hold_to_the_card(device: torch.device) -> None:
+    """Let PyTorch take what is free on a GPU now, and no more, as it is on Linux.
+
+    Windows' driver would move what does not fit into the host's memory, where it is many times slower, and say nothing;
+    nor would PyTorch give back segments that lie idle, of which it may hold as much again as it uses.
+    """
+    index = torch.cuda.current_device() if device.index is None else device.index
+    free, total = torch.cuda.mem_get_info(index)
+    torch.cuda.set_per_process_memory_fraction(
+        min(1.0, max(0, free + torch.cuda.memory_reserved(index) - BESIDE_PYTORCH) / total), index
+    )
 
 
 def own_gpu(device: torch.device, number: int) -> torch.device:

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from wangen.generator.errors import UsageError, WangenError
+from wangen.generator.memory import GIB
+from wangen.runtime import devices
 from wangen.runtime.devices import (
     choose_decoder_dtype,
     choose_device,
@@ -70,3 +72,18 @@ def test_auto_attention_takes_what_runs_and_others_are_refused_with_their_packag
     assert transformer.backend == "native"
     with pytest.raises(WangenError, match="pip install flash-attn"):
         set_attention(transformer, "flash", torch.device("cpu"), torch.float32, backward=True)
+
+
+@pytest.mark.parametrize(("platform", "held"), [("windows", True), ("wsl", True), ("linux", False)])
+def test_on_windows_pytorch_keeps_to_what_is_free_on_the_card(platform, held, monkeypatch):
+    told = []
+    monkeypatch.setattr(devices, "host_platform_name", lambda: platform)
+    monkeypatch.setattr(torch, "empty", lambda *_, device: torch.zeros(1))  # the card is not there
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: ((10 - index) * GIB, 12 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda index: GIB)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *arguments: told.append(arguments))
+    for name in ("cuda", "cuda:1"):
+        assert choose_device(name) == torch.device(name)
+    # what is free and what this process has already, less a quarter of a GiB for libraries
+    assert told == ([(10.75 / 12, 0), (9.75 / 12, 1)] if held else [])

@@ -1,8 +1,8 @@
 """Norms, rotations and gates on a GPU: one Triton kernel each, in place of up to a dozen of PyTorch's.
 
-They read and write each tensor once, compute in float32 and round once, as the functions of `dit_functions` that call
-them. Triton comes with PyTorch for Linux; on Windows it is the package triton-windows. Only `dit_functions` imports
-this module, and only where Triton is there.
+They read and write each tensor once, compute in float32 and round once, as the functions of `dit_norms` that call
+them. Triton comes with PyTorch for Linux; on Windows it is the package triton-windows. Only `dit_norms` imports this
+module, and only where Triton is there. A kernel runs on the current device: each call makes that the tensors' own.
 
 Letters in shapes: T tokens of all items, N tokens of one, D width of the model, W width of a norm: D, or the channels
 of a head.
@@ -121,7 +121,8 @@ def layer_norm(tokens: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tupl
     tokens, output = tokens.contiguous(), torch.empty(tokens.shape, dtype=tokens.dtype, device=tokens.device)
     means, reciprocals = tokens.new_empty(2, rows, 1, dtype=torch.float32)
     block = _power_of_2(width)
-    _layer_norm[rows,](tokens, weight, bias, output, means, reciprocals, width, eps, BLOCK=block, **_warps(block))
+    with torch.cuda.device_of(tokens):
+        _layer_norm[rows,](tokens, weight, bias, output, means, reciprocals, width, eps, BLOCK=block, **_warps(block))
     return output, means, reciprocals
 
 
@@ -130,7 +131,10 @@ def layer_norm_back(gradient: Tensor, tokens: Tensor, means: Tensor, reciprocals
     rows, width = tokens.shape
     gradient, tokens = gradient.contiguous(), tokens.contiguous()
     output, block = torch.empty_like(tokens), _power_of_2(width)
-    _layer_norm_back[rows,](gradient, tokens, means, reciprocals, weight, output, width, BLOCK=block, **_warps(block))
+    with torch.cuda.device_of(tokens):
+        _layer_norm_back[rows,](
+            gradient, tokens, means, reciprocals, weight, output, width, BLOCK=block, **_warps(block)
+        )
     return output
 
 
@@ -139,10 +143,11 @@ def rms_rotary(inputs: Tensor, weight: Tensor, table: Tensor | None, eps: float)
     rows, parts, numbers, half = _sizes(inputs, weight, table)
     output = inputs.new_empty(inputs.shape)
     reciprocals = inputs.new_empty((rows, parts, 1), dtype=torch.float32)
-    _rms_rotary[rows, parts](
-        inputs, weight, _real(table, inputs), output, reciprocals, *numbers, eps,
-        ROTATES=table is not None, HALF=half, **_warps(2 * half),
-    )  # fmt: skip
+    with torch.cuda.device_of(inputs):
+        _rms_rotary[rows, parts](
+            inputs, weight, _real(table, inputs), output, reciprocals, *numbers, eps,
+            ROTATES=table is not None, HALF=half, **_warps(2 * half),
+        )  # fmt: skip
     return output, reciprocals
 
 
@@ -152,10 +157,11 @@ def rms_rotary_back(
     """As `dit_functions.rms_rotary_back`."""
     rows, parts, numbers, half = _sizes(inputs, weight, table)
     output = inputs.new_empty(inputs.shape)
-    _rms_rotary_back[rows, parts](
-        gradient.contiguous(), inputs, reciprocals, weight, _real(table, inputs), output, *numbers,
-        ROTATES=table is not None, HALF=half, **_warps(2 * half),
-    )  # fmt: skip
+    with torch.cuda.device_of(inputs):
+        _rms_rotary_back[rows, parts](
+            gradient.contiguous(), inputs, reciprocals, weight, _real(table, inputs), output, *numbers,
+            ROTATES=table is not None, HALF=half, **_warps(2 * half),
+        )  # fmt: skip
     return output
 
 
@@ -166,7 +172,8 @@ def gated(residual: Tensor | None, branch: Tensor, gate: Tensor, output: Tensor)
     grid = rows, triton.cdiv(width, block)
     adds = residual is not None
     first = branch if residual is None else residual.contiguous()
-    _gated[grid](first, branch.contiguous(), gate, output, width, ADDS=adds, BLOCK=block, num_warps=4)
+    with torch.cuda.device_of(branch):
+        _gated[grid](first, branch.contiguous(), gate, output, width, ADDS=adds, BLOCK=block, num_warps=4)
 
 
 def _sizes(inputs: Tensor, weight: Tensor, table: Tensor | None) -> tuple[int, int, tuple[int, ...], int]:
