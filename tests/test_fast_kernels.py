@@ -97,6 +97,19 @@ def test_a_gpu_takes_them():
     assert dit_norms.kernels_on(DEVICE) is dit_kernels
 
 
+def test_the_trial_runs_every_kernel_and_refuses_wrong_ones(monkeypatch):
+    dit_norms._try(dit_kernels, DEVICE)
+    called = []
+    for name in ("layer_norm", "layer_norm_back", "rms_rotary", "rms_rotary_back", "gated"):
+        real = getattr(dit_kernels, name)
+        monkeypatch.setattr(dit_kernels, name, lambda *given, name=name, real=real: called.append(name) or real(*given))
+    dit_norms._try(dit_kernels, DEVICE)
+    assert sorted(called) == ["gated", "layer_norm", "layer_norm_back", "rms_rotary", "rms_rotary_back"]
+    monkeypatch.setattr(dit_kernels, "rms_rotary_back", lambda gradient, *_: gradient * torch.nan)
+    with pytest.raises(ValueError, match="not finite"):
+        dit_norms._try(dit_kernels, DEVICE)
+
+
 def test_without_triton_pytorch_computes(caplog, monkeypatch):
     dit_norms.kernels_on.cache_clear()
     monkeypatch.setitem(__import__("sys").modules, "wangen.runtime.fast.dit_kernels", None)

@@ -47,17 +47,24 @@ def kernels_on(device: torch.device) -> ModuleType | None:
 
 
 def _try(kernels: ModuleType, device: torch.device) -> None:
-    """Run a kernel once.
+    """Run each kernel once.
 
     Raises:
-        ValueError: it computes something else than a norm.
+        ValueError: a norm is something else than PyTorch's, or a number is not finite.
         RuntimeError, OSError ...: Triton's own, as where it finds no compiler.
     """
     generator = torch.Generator().manual_seed(0)
     tokens, weight = (torch.randn(shape, generator=generator).to(device) for shape in ((2, 48), (48,)))
-    normed = kernels.layer_norm(tokens, weight, weight, 1e-6)[0]
+    normed, *moments = kernels.layer_norm(tokens, weight, weight, 1e-6)
     if not torch.allclose(normed, torch.native_layer_norm(tokens, [48], weight, weight, 1e-6)[0], atol=1e-3):
         raise ValueError("a norm is wrong")
+    table = torch.view_as_complex(tokens[:, :16].reshape(2, 8, 2))
+    turned, roots = kernels.rms_rotary(tokens, weight, table, 1e-6)
+    slopes = kernels.layer_norm_back(normed, tokens, *moments, weight)
+    slopes += kernels.rms_rotary_back(turned, tokens, roots, weight, table)
+    kernels.gated(tokens, slopes, weight, slopes)
+    if not slopes.isfinite().all():
+        raise ValueError("a number is not finite")
 
 
 def _without(error: Exception) -> None:
