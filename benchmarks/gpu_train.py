@@ -32,6 +32,7 @@ import torch
 from random_run import Clip, make_run, num_image_tokens, random_batch
 
 from wangen import profiles
+from wangen.generator.errors import WangenError
 from wangen.generator.flops import step_flops
 from wangen.generator.memory import GIB, usable_bytes
 from wangen.profiles import Model
@@ -287,11 +288,9 @@ def in_this_process(row: Row, how: How) -> dict[str, Any]:
         return {**measure(row, how), "warnings": warned}
     except torch.OutOfMemoryError as error:
         return {"error": "does not fit: " + str(error).splitlines()[0][:160]}
-    except Exception as error:  # noqa: BLE001 - a row ends nothing but itself
+    except (RuntimeError, WangenError) as error:
         traceback.print_exc()
-        return {
-            "error": f"{type(error).__name__}: {str(error).strip().splitlines()[0][:160] if str(error).strip() else ''}"
-        }
+        return {"error": f"{type(error).__name__}: {(str(error).strip() or 'no words').splitlines()[0][:160]}"}
     finally:
         logging.getLogger("wangen").removeHandler(handler)
 

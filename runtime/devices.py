@@ -13,6 +13,7 @@ from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.memory import GIB
 from wangen.generator.target import host_platform_name
 from wangen.runtime.fast.attention import PACKAGES
+from wangen.runtime.memory.allocator import GPU_SETTING, WHOLE
 from wangen.runtime.rocm import vae_dtype
 
 CONTEXT_BYTES = GIB // 2
@@ -45,6 +46,8 @@ def choose_device(name: str | None, number: int = 0) -> torch.device:
             hold_to_the_card(device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
+        if "CUDA driver error" in reason:  # as of virtual GPUs, which have no segments that expand
+            raise UsageError(f"the GPU gives no memory: {reason}", cure=f"set {GPU_SETTING}={WHOLE}") from None
         raise UsageError(f"--device {name}: {reason}", cure="leave --device out or give cpu") from None
     return device
 

@@ -188,12 +188,17 @@ def _lock() -> Found:
 
 
 def _libraries() -> Found:
-    """diffusers, transformers, peft and accelerate, as training imports them."""
+    """diffusers, transformers, peft and accelerate, as training imports them; and whether Triton makes kernels."""
     from importlib import import_module
 
     for name in ("wangen.runtime.libraries", "transformers", "accelerate", "safetensors.torch"):
         import_module(name)
-    return {"triton": find_spec("triton") is not None}
+    import torch
+
+    from wangen.runtime.fast.dit_norms import kernels_on
+
+    on_card = torch.cuda.is_available()
+    return {"triton": kernels_on(torch.device("cuda", 0)) is not None if on_card else find_spec("triton") is not None}
 
 
 def _video() -> Found:

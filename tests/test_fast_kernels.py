@@ -9,17 +9,27 @@ import os
 import pytest
 import torch
 
-# Read when a kernel is made, and so before the module is imported.
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+if not (torch.version.cuda or torch.version.hip) or not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel is made, and so before the module is imported
 pytest.importorskip("triton", reason="triton is not installed: CI's part `kernels` has it")
 
 from wangen.runtime.fast import dit_kernels, dit_norms
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-EPS = 1e-6
+DEVICE = torch.device("cpu" if "TRITON_INTERPRET" in os.environ else "cuda")
+EPS = 0.1  # large enough to be seen
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 8e-3}
 """Of the norm of a result: what two orders of adding up in float32 differ by, and one rounding to bfloat16."""
+
+
+@pytest.fixture
+def by(monkeypatch):
+    """A function of `dit_norms`, called by PyTorch's operations or by the kernels."""
+
+    def called(name: str, *arguments, kernels: bool, **options):
+        monkeypatch.setattr(dit_norms, "kernels_for", lambda _: dit_kernels if kernels else None)
+        return getattr(dit_norms, name)(*arguments, **options)
+
+    return called
 
 
 @pytest.fixture(params=ROUNDING, ids=["float32", "bfloat16"])
@@ -45,15 +55,15 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("width", [48, 64, 200])  # a power of 2, and others: a part of the last threads is idle
-def test_layer_norm_and_its_gradient(draw, dtype, width):
+def test_layer_norm_and_its_gradient(draw, by, dtype, width):
     tokens, gradient = draw(5, width, dtype=dtype) * 2 + 1, draw(5, width, dtype=dtype)
     weight, bias = draw(width), draw(width)
-    output, *moments = dit_kernels.layer_norm(tokens, weight, bias, EPS)
+    output, moments = by("layer_norm", tokens, weight, bias, EPS, kernels=True)
     exact = tokens.double().requires_grad_()
     expected = torch.nn.functional.layer_norm(exact, [width], weight.double(), bias.double(), EPS)
     assert_close(output, expected.to(dtype))
     (slope,) = torch.autograd.grad(expected, exact, gradient.double())
-    assert_close(dit_kernels.layer_norm_back(gradient, tokens, *moments, weight), slope.to(dtype))
+    assert_close(by("layer_norm_back", gradient, tokens, moments, weight, kernels=True), slope.to(dtype))
 
 
 SHAPES = {
@@ -65,31 +75,40 @@ SHAPES = {
 
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("turns", [True, False])
-def test_rms_norm_with_rotation_and_its_gradient(draw, dtype, name, turns):
+def test_rms_norm_with_rotation_and_its_gradient(draw, by, dtype, name, turns):
     channels, shape = SHAPES[name]
     apart = draw(6, channels + 8, dtype=dtype)  # rows that do not follow each other, as of a product of three layers
     inputs, gradient, weight = apart[:, :channels], draw(6, channels, dtype=dtype), draw(*shape)
     angles = draw(3, 8)  # positions of an item, of which there are two
     table = torch.polar(torch.ones_like(angles), angles) if turns else None
-    output, roots = dit_kernels.rms_rotary(inputs, weight, table, EPS)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dit_norms, "kernels_for", lambda _: None)
-        expected, expected_roots = dit_norms.rms_rotary(inputs, weight, table, EPS)
-        slope = dit_norms.rms_rotary_back(gradient, inputs, expected_roots, weight, table)
+    output, roots = by("rms_rotary", inputs, weight, table, EPS, kernels=True)
+    expected, expected_roots = by("rms_rotary", inputs, weight, table, EPS, kernels=False)
     assert_close(output, expected)
     assert_close(roots, expected_roots)
-    assert_close(dit_kernels.rms_rotary_back(gradient, inputs, roots, weight, table), slope)
+    back = ("rms_rotary_back", gradient, inputs, roots, weight, table)
+    assert_close(by(*back, kernels=True), by(*back, kernels=False))
+
+
+def test_tensors_may_lie_in_any_way(draw, by):
+    tokens, weight, bias = draw(40, 6).t(), draw(80)[::2], draw(1).expand(40)
+    angles = draw(3, 20)
+    table = torch.polar(torch.ones_like(angles), angles)[:, :10]
+    apart = draw(6, 48)[:, :40]
+    for name, *given in (("layer_norm", tokens, weight, bias, EPS), ("rms_rotary", apart, weight, table, EPS)):
+        assert_close(by(name, *given, kernels=True)[0], by(name, *given, kernels=False)[0])
+    gates = draw(40, 2).t()
+    found, expected = (by("gated", tokens, tokens, gates, (2, 4), kernels=kernels) for kernels in (True, False))
+    assert_close(found, expected)
 
 
 @pytest.mark.parametrize("runs", [(7,), (3, 4)])
-def test_gates_and_their_gradient(draw, dtype, runs, monkeypatch):
+def test_gates_and_their_gradient(draw, by, dtype, runs):
     residual, branch, gates = draw(7, 40, dtype=dtype), draw(7, 40, dtype=dtype), draw(len(runs), 40)
-    monkeypatch.setattr(dit_norms, "kernels_for", lambda _: None)
-    expected, slope = dit_norms.gated(residual, branch, gates, runs), dit_norms.gated_back(residual, gates, runs)
-    monkeypatch.setattr(dit_norms, "kernels_for", lambda _: dit_kernels)
-    assert_close(dit_norms.gated_back(residual, gates, runs), slope)
-    assert_close(dit_norms.gated(residual, branch, gates, runs), expected)
-    assert_close(dit_norms.gated(residual, branch, gates, runs, output=branch), expected)  # in place
+    slopes = (by("gated_back", residual, gates, runs, kernels=kernels) for kernels in (True, False))
+    assert_close(*slopes)
+    expected = by("gated", residual, branch, gates, runs, kernels=False)
+    assert_close(by("gated", residual, branch, gates, runs, kernels=True), expected)
+    assert_close(by("gated", residual, branch, gates, runs, output=branch, kernels=True), expected)  # in place
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="compiles kernels for a GPU; there is none")
@@ -108,6 +127,27 @@ def test_the_trial_runs_every_kernel_and_refuses_wrong_ones(monkeypatch):
     monkeypatch.setattr(dit_kernels, "rms_rotary_back", lambda gradient, *_: gradient * torch.nan)
     with pytest.raises(ValueError, match="not finite"):
         dit_norms._try(dit_kernels, DEVICE)
+
+
+def test_a_gpu_on_which_they_fail_does_without(caplog, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("Failed to find C compiler.\nmore")
+
+    dit_norms.kernels_on.cache_clear()
+    monkeypatch.setattr(dit_norms, "_try", fail)
+    with caplog.at_level("INFO", "wangen"):
+        assert dit_norms.kernels_on(torch.device("cuda", 0)) is None
+    assert [text.rpartition(";")[2] for text in caplog.messages] == [
+        " Triton does not run here (Failed to find C compiler.)"
+    ]
+    dit_norms.kernels_on.cache_clear()
+
+
+def test_who_is_computed_by_kernels(monkeypatch):
+    monkeypatch.setattr(dit_norms, "kernels_on", lambda device: device.type)
+    assert dit_norms.kernels_for(torch.zeros(1)) is None  # the CPU's own operations
+    assert dit_norms.kernels_for(torch.zeros(1, device="meta")) == "meta"  # as the device says
+    assert dit_norms.kernels_for(torch.zeros(1, device="meta", dtype=torch.float64)) is None
 
 
 def test_without_triton_pytorch_computes(caplog, monkeypatch):

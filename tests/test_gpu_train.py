@@ -188,8 +188,9 @@ def test_the_script_as_it_is_typed(gpu_train, tmp_path):
 def test_a_process_that_fails_or_ends_or_does_not_end_is_an_answer(gpu_train):
     how = gpu_train.How(device=CPU, tiny=True)
     broken = gpu_train.Row(group="test", task="t2v-14B", clip=(64, 64, 1), flags={"blocks_to_swap": 4, "plain": True})
-    assert "--plain" in gpu_train.in_own_process(200, gpu_train.in_this_process, broken, how)["error"]
+    assert gpu_train.in_own_process(200, gpu_train.in_this_process, broken, how)["error"].startswith("RuntimeError: ")
     assert gpu_train.in_own_process(200, os._exit, 3) == {"error": "exit code 3"}
+    assert gpu_train.in_own_process(200, gpu_train.in_this_process, None, how) == {"error": "exit code 1"}  # a mistake
     assert gpu_train.in_own_process(0.5, time.sleep, 100) == {"error": "not done after 0.5 s"}
 
 

@@ -12,6 +12,7 @@ from helpers import write_tree
 from published import TRANSFORMERS, write_sparse, write_sparse_shards
 
 from wangen import profiles
+from wangen.generator import workspace
 from wangen.generator.bundle import find_weights, place_of
 from wangen.generator.cli import main
 from wangen.generator.models.places import downloads_called, models_folders
@@ -160,6 +161,18 @@ def test_the_folders_of_a_workspace(tmp_path, monkeypatch, capsys):
     assert "linux: missing; windows: Wan2.1_VAE.pth" in shown
     assert f"searched: {tmp_path / 'published/linux/models'}" in shown
     assert f"searched: {tmp_path / 'ai/models'}" in shown
+
+
+def test_in_a_bundle_its_own_folder_is_meant(tmp_path, monkeypatch):
+    (tmp_path / "wangen.toml").write_text('platforms = ["linux"]\n')
+    place = workspace.read(tmp_path)
+    for name in ("linux-rocm", "linux"):  # the first is not in the list: it was published once, by its name
+        (tmp_path / "published" / name / "venv").mkdir(parents=True)
+        for folder in (tmp_path / "published" / name, tmp_path / "published" / name / "venv"):
+            monkeypatch.chdir(folder)
+            assert [target.platform.name for target in models_folders(None, place)] == [name]
+    monkeypatch.chdir(tmp_path)
+    assert [target.platform.name for target in models_folders(None, place)] == ["linux"]
 
 
 def test_a_link_to_a_folder_is_followed_once(models, tmp_path, capsys):

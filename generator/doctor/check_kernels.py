@@ -22,7 +22,7 @@ def check(facts: Facts) -> Iterator[Finding]:
     if lock.failed or lock.found.get("locked") is False:
         yield found("memory-not-locked", f"a gigabyte of the host's memory is not locked{_behind(lock)}")
     if on_card and facts.trials.get("libraries", Trial()).found.get("triton") is False:
-        yield found("no-triton", "triton is not installed")
+        yield found("no-triton", "triton is not installed, or makes no kernels here")
 
 
 def _sdpa(trial: Trial, *, on_card: bool) -> Iterator[Finding]:

@@ -1,6 +1,7 @@
 """Where the weight files of a model are on this machine, and whether they are what their names say."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Literal
@@ -60,7 +61,8 @@ def here() -> Workspace | None:
 
 
 def models_folders(given: Path | None, place: Workspace | None) -> list[Target]:
-    """Whose models folders are meant: the given one, else those of the workspace, else `models` here.
+    """Whose models folders are meant: the given one, else that of the bundle in which this runs, else those of the
+    workspace, else `models` here.
 
     Args:
         given: what `--dir` names.
@@ -73,7 +75,7 @@ def models_folders(given: Path | None, place: Workspace | None) -> list[Target]:
         return [_plain((given or Path("models")).absolute())]
     targets: dict[Path | str, Target] = {}
     errors = []
-    for name in place.platforms:
+    for name in _around(place) or place.platforms:
         try:
             target = place.target(name)
         except UsageError as error:
@@ -83,6 +85,17 @@ def models_folders(given: Path | None, place: Workspace | None) -> list[Target]:
     if not targets:
         raise errors[0]
     return list(targets.values())
+
+
+def _around(place: Workspace) -> list[str]:
+    """The platforms in whose folder this runs, in the workspace's list or not."""
+    found = []
+    for name in place.known_platforms:
+        with suppress(UsageError):  # of another machine
+            folder = place.target(name).folder
+            if not place.folder.is_relative_to(folder) and Path.cwd().is_relative_to(folder):
+                found.append(name)
+    return found
 
 
 def on_this_machine(targets: Sequence[Target]) -> list[Target]:

@@ -37,7 +37,7 @@ def in_pieces(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, pieces: i
         query: (B, H, N, D); N is a multiple of the pieces.
         key: (B, H, L, D)
         value: (B, H, L, D)
-        bias: (B, 1, 1, L), added to the scores.
+        bias: (B, 1, 1, L) or (1, 1, 1, L), added to the scores.
         pieces: as of `num_pieces`.
 
     Returns:
@@ -47,6 +47,7 @@ def in_pieces(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, pieces: i
         return functional.scaled_dot_product_attention(query, key, value, attn_mask=bias)
     items, heads, length, width = query.shape
     query = query.transpose(1, 2).reshape(items * pieces, length // pieces, heads, width).transpose(1, 2)
+    bias = bias.expand(items, -1, -1, -1)
     key, value, bias = (one[:, None].expand(-1, pieces, *one.shape[1:]).flatten(0, 1) for one in (key, value, bias))
     output = functional.scaled_dot_product_attention(query, key.contiguous(), value.contiguous(), attn_mask=bias)
     return output.transpose(1, 2).reshape(items, length, heads, width).transpose(1, 2)

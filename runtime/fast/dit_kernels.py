@@ -18,7 +18,7 @@ from triton.errors import TritonError
 
 FAILURES = (
     TritonError, subprocess.SubprocessError, RuntimeError, OSError, ImportError, ValueError, TypeError, AttributeError,
-    AssertionError, LookupError,
+    AssertionError, LookupError, Warning,
 )  # fmt: skip
 """What Triton raises where its compiler, the C compiler that it calls, or the driver does not do."""
 
@@ -118,7 +118,8 @@ def _gated(residual, branch, gate, output, width, ADDS: tl.constexpr, BLOCK: tl.
 def layer_norm(tokens: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """(T, D), weight and bias (D,) -> (T, D) in the tokens' dtype; means and reciprocal deviations, (T, 1) each."""
     rows, width = tokens.shape
-    tokens, output = tokens.contiguous(), torch.empty(tokens.shape, dtype=tokens.dtype, device=tokens.device)
+    tokens, weight, bias = tokens.contiguous(), weight.contiguous(), bias.contiguous()
+    output = torch.empty_like(tokens)
     means, reciprocals = tokens.new_empty(2, rows, 1, dtype=torch.float32)
     block = _power_of_2(width)
     with torch.cuda.device_of(tokens):
@@ -129,7 +130,7 @@ def layer_norm(tokens: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tupl
 def layer_norm_back(gradient: Tensor, tokens: Tensor, means: Tensor, reciprocals: Tensor, weight: Tensor) -> Tensor:
     """The gradient of the tokens (T, D) that `layer_norm` took."""
     rows, width = tokens.shape
-    gradient, tokens = gradient.contiguous(), tokens.contiguous()
+    gradient, tokens, weight = gradient.contiguous(), tokens.contiguous(), weight.contiguous()
     output, block = torch.empty_like(tokens), _power_of_2(width)
     with torch.cuda.device_of(tokens):
         _layer_norm_back[rows,](
@@ -139,7 +140,8 @@ def layer_norm_back(gradient: Tensor, tokens: Tensor, means: Tensor, reciprocals
 
 
 def rms_rotary(inputs: Tensor, weight: Tensor, table: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    """As `dit_functions.rms_rotary`."""
+    """As `dit_norms.rms_rotary`."""
+    inputs, weight = inputs.contiguous() if inputs.stride(1) != 1 else inputs, weight.contiguous()
     rows, parts, numbers, half = _sizes(inputs, weight, table)
     output = inputs.new_empty(inputs.shape)
     reciprocals = inputs.new_empty((rows, parts, 1), dtype=torch.float32)
@@ -154,7 +156,8 @@ def rms_rotary(inputs: Tensor, weight: Tensor, table: Tensor | None, eps: float)
 def rms_rotary_back(
     gradient: Tensor, inputs: Tensor, reciprocals: Tensor, weight: Tensor, table: Tensor | None
 ) -> Tensor:
-    """As `dit_functions.rms_rotary_back`."""
+    """As `dit_norms.rms_rotary_back`."""
+    inputs, weight = inputs.contiguous() if inputs.stride(1) != 1 else inputs, weight.contiguous()
     rows, parts, numbers, half = _sizes(inputs, weight, table)
     output = inputs.new_empty(inputs.shape)
     with torch.cuda.device_of(inputs):
@@ -166,19 +169,18 @@ def rms_rotary_back(
 
 
 def gated(residual: Tensor | None, branch: Tensor, gate: Tensor, output: Tensor) -> None:
-    """Write gate (D,) in float32 times branch (T, D), plus the residual (T, D) if there is one, all contiguous."""
+    """Write gate (D,) in float32 times branch (T, D), plus the residual (T, D) if there is one, to a contiguous output."""
     rows, width = branch.shape
     block = min(1024, _power_of_2(width))
     grid = rows, triton.cdiv(width, block)
     adds = residual is not None
     first = branch if residual is None else residual.contiguous()
     with torch.cuda.device_of(branch):
-        _gated[grid](first, branch.contiguous(), gate, output, width, ADDS=adds, BLOCK=block, num_warps=4)
+        _gated[grid](first, branch.contiguous(), gate.contiguous(), output, width, ADDS=adds, BLOCK=block, num_warps=4)
 
 
 def _sizes(inputs: Tensor, weight: Tensor, table: Tensor | None) -> tuple[int, int, tuple[int, ...], int]:
     """Rows, parts of a row with a norm each, the kernels' numbers, and half the columns that a program looks at."""
-    assert inputs.stride(1) == 1
     rows, width = len(inputs), weight.shape[-1]
     parts = inputs.shape[1] // width
     period, pairs = (1, 1) if table is None else table.shape
@@ -188,7 +190,7 @@ def _sizes(inputs: Tensor, weight: Tensor, table: Tensor | None) -> tuple[int, i
 
 def _real(table: Tensor | None, inputs: Tensor) -> Tensor:
     """Cosines and sines in turn, (N, channels of a head); something else that is not read where there is no table."""
-    return inputs if table is None else torch.view_as_real(table).flatten(1)
+    return inputs if table is None else torch.view_as_real(table).flatten(1).contiguous()
 
 
 def _power_of_2(width: int) -> int:

@@ -7,8 +7,8 @@ import ctypes
 import os
 import platform
 import sys
-from importlib import metadata
-from pathlib import Path
+
+from wangen.runtime.rocm import is_rocm
 
 MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1
 """Options of glibc's `mallopt`, https://man7.org/linux/man-pages/man3/mallopt.3.html."""
@@ -46,6 +46,10 @@ WHOLE = "max_split_size_mb:256"
 """Where segments cannot expand: those above 256 MiB are not cut up, and go back to the driver when memory is short."""
 
 
+BOARDS = ("/etc/nv_tegra_release",)
+"""What Jetson boards have."""
+
+
 def prefer_whole_segments() -> None:
     """Keep PyTorch's memory on a GPU from going to pieces.
 
@@ -58,9 +62,6 @@ def prefer_whole_segments() -> None:
 
 def _segments_expand() -> bool:
     wsl = "microsoft" in platform.release().lower()
-    if sys.platform != "linux" or wsl or Path("/etc/nv_tegra_release").exists():
+    if sys.platform != "linux" or wsl or any(map(os.path.exists, BOARDS)):
         return False
-    try:
-        return "rocm" not in metadata.version("torch")
-    except metadata.PackageNotFoundError:
-        return False
+    return not is_rocm()
