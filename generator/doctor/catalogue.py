@@ -243,10 +243,10 @@ _KERNELS = (
     Kind(
         "no-triton",
         "note",
-        "triton is missing or makes no kernels: training works, but clips take some 10 % longer, and --compile does not "
-        "work",
-        "pip install triton (Windows: triton-windows, the version for this PyTorch); on Linux it also needs a C compiler "
-        "and Python's headers: sudo apt install gcc python3-dev",
+        "triton is missing or makes no kernels: training works, but clips take some 10 % longer, and --compile "
+        "does not work",
+        "pip install triton (Windows: triton-windows, the version for this PyTorch); on Linux it also needs a C "
+        "compiler and Python's headers: sudo apt install gcc python3-dev",
     ),
     Kind(
         "vae-wrong",

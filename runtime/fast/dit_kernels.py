@@ -169,7 +169,7 @@ def rms_rotary_back(
 
 
 def gated(residual: Tensor | None, branch: Tensor, gate: Tensor, output: Tensor) -> None:
-    """Write gate (D,) in float32 times branch (T, D), plus the residual (T, D) if there is one, to a contiguous output."""
+    """Write gate (D,) times branch (T, D), plus the residual (T, D) if there is one, to a contiguous output."""
     rows, width = branch.shape
     block = min(1024, _power_of_2(width))
     grid = rows, triton.cdiv(width, block)
