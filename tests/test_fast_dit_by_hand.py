@@ -34,6 +34,28 @@ def test_a_block_by_hand_is_the_same_as_its_pieces(
     assert largest_error(gradients, wanted) < (1e-5 if dtype == torch.float32 else 0.05)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_recomputation_adds_its_gradients_as_autograd_would(dtype: torch.dtype):
+    """Over two passes, and none to an adapter that is not trained."""
+
+    def added(checkpointing: str) -> dict[str, torch.Tensor | None]:
+        model = adapted(vectors_model("dit_t2v21", dtype))
+        adapters = {name: one for name, one in model.named_parameters() if "lora" in name}
+        frozen = [name for name in adapters if "blocks.1.attn2.to_q" in name]
+        for name in frozen:
+            adapters[name].requires_grad_(False)
+        velocity = fast(model, checkpointing=checkpointing)
+        for case in (0, 1):
+            inputs_of("dit_t2v21", case)(velocity).float().square().mean().backward()
+        assert frozen
+        assert all(adapters[name].grad is None for name in frozen)
+        assert all(one.grad.is_contiguous() for one in adapters.values() if one.grad is not None)
+        return {name: one.grad for name, one in adapters.items() if name not in frozen}
+
+    found, wanted = added("full"), added("none")
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
 def test_what_a_block_by_hand_cannot_do_its_pieces_do(monkeypatch: pytest.MonkeyPatch):
     """Adapters of other kinds, weights that are trained, and items of different sizes in one pass."""
     monkeypatch.setattr(BlockByHand, "forward", lambda *_, **__: pytest.fail("is not for this"))

@@ -158,6 +158,14 @@ class Block(StepBlock):
         normed = by.modulated(hidden, numbers.forward_scale, numbers.forward_shift, self._block.norm3.eps, runs)
         return by.gated(hidden, self._feed_forward(normed, valued=valued), numbers.forward_gate, runs, valued)
 
+    def recomputed_back(self, gradient: Tensor, hidden: Tensor, *, has_gradient: bool) -> tuple[Tensor | None] | None:
+        """See `dit_checkpoint.Block`."""
+        if not self._is_for_hand(self.beside):
+            return None
+        by_hand = self._by_hand(modulation(self._block, self.beside.conditions), self.beside)
+        valued = not self._tricks.short_recompute
+        return (by_hand.recomputed_back(gradient, hidden, valued=valued, has_gradient=has_gradient),)
+
     def _is_for_hand(self, beside: Beside) -> bool:
         """Whether nothing but plain low-rank adapters is trained here, and the ways are taken that it stands for."""
         own, other, norm = self._block.attn1, self._block.attn2, self._block.norm2

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from wangen.runtime.fast.attention import Kernel, Stash
 from wangen.runtime.fast.dit_elementwise import Modulation
-from wangen.runtime.fast.dit_functions import apply
+from wangen.runtime.fast.dit_functions import apply, cast_like
 from wangen.runtime.fast.dit_linear import Group
 from wangen.runtime.fast.dit_norms import (
     Moments,
@@ -68,6 +68,9 @@ class BlockByHand:
         others: what the tokens look at beside themselves.
         kernel: of attention.
         stash: where the output of self attention is kept for the recomputation; None keeps nothing.
+
+    Attributes:
+        trained: the adapters' weights.
     """
 
     def __init__(
@@ -91,12 +94,12 @@ class BlockByHand:
         self._others = others
         self._kernel = kernel
         self._stash = stash
+        self.trained = [tensor for group in groups.values() for tensor in group.adapters.trained]
 
     def __call__(self, hidden: Tensor, *, valued: bool) -> Tensor:
         """(T, D) -> (T, D); where its value is not looked at, but for its gradients, it may be zeros."""
-        trained = [tensor for group in self._groups.values() for tensor in group.adapters.trained]
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (hidden, *trained)):
-            output: Tensor = apply(_ByHand, hidden, self, valued, *trained)
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (hidden, *self.trained)):
+            output: Tensor = apply(_ByHand, hidden, self, valued, *self.trained)
             return output
         return self.forward(hidden, None, valued=valued)
 
@@ -124,6 +127,24 @@ class BlockByHand:
         if kept:
             to_hidden = self._own_back(gradient, kept, trained, has_gradient=has_gradient)
         return to_hidden, [tensor for name in self._groups for tensor in trained.get(name, [])]
+
+    def recomputed_back(self, gradient: Tensor, hidden: Tensor, *, valued: bool, has_gradient: bool) -> Tensor | None:
+        """From the input (T, D) and the output's gradient (T, D) that of the input, if it `has_gradient`.
+
+        Those of the adapters are added to theirs here: autograd would make a copy in float32 of each, and take as long
+        again to hand it on.
+        """
+        kept: list[Any] = []
+        self.forward(hidden, kept, valued=valued, has_gradient=has_gradient)
+        to_hidden, to_trained = self.backward(gradient, kept, has_gradient=has_gradient)
+        for tensor, slope in zip(self.trained, to_trained, strict=True):
+            if not tensor.requires_grad:
+                continue
+            if tensor.grad is None:
+                tensor.grad = torch.empty_like(tensor).copy_(slope)
+            else:
+                tensor.grad.add_(slope)
+        return to_hidden
 
     def _own(self, hidden: Tensor, kept: list[Any] | None) -> Tensor:
         """Self attention."""
@@ -309,4 +330,4 @@ class _ByHand(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         """(T, D) -> the gradients of the input and of the adapters."""
         to_hidden, to_trained = ctx.block.backward(gradient, ctx.kept, has_gradient=ctx.needs_input_grad[0])
-        return to_hidden, None, None, *to_trained
+        return to_hidden, None, None, *cast_like(to_trained, ctx.block.trained)

@@ -8,7 +8,7 @@ swap is told when the weights are needed.
 
 import contextlib
 import functools
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -46,6 +46,18 @@ class Block(Protocol):
 
     def again(self, hidden: Tensor, beside: Any) -> Tensor:
         """The same for its gradients alone, with `beside` in place of its own; what comes out may be anything."""
+
+    def recomputed_back(self, gradient: Tensor, hidden: Tensor, *, has_gradient: bool) -> tuple[Tensor | None] | None:
+        """Run it again and go back without autograd; None where that cannot be.
+
+        Args:
+            gradient: of what came out, (T, D).
+            hidden: what went in, (T, D).
+            has_gradient: that of the input is wanted.
+
+        Returns:
+            The gradient of the input, or None in its place. Those of the parameters were added to theirs.
+        """
 
 
 class BlockSwap(Protocol):
@@ -240,15 +252,26 @@ class _Recomputed(torch.autograd.Function):
             hidden = plan.host.take(ctx.number)
         if plan.earlier is not None:
             plan.earlier.fetch()
+        with plan.presence.during(backward=True):
+            to_hidden, *to_beside = _back(ctx, gradient, hidden, beside)
+        return None, None, to_hidden, *to_beside
+
+
+def _back(ctx: Any, gradient: Tensor, hidden: Tensor, beside: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    """The gradients of a block's input and of what is beside it."""
+    block: Block = ctx.plan.block
+    with torch.autocast(gradient.device.type, enabled=False), _as_before(ctx):
+        found = block.recomputed_back(gradient, hidden.detach(), has_gradient=ctx.needs_input_grad[2])
+        if found is not None:
+            return *found, *(None for _ in beside)
         start = hidden.detach().requires_grad_(ctx.needs_input_grad[2])
         leaves = [None if part is None else part.detach().requires_grad_() for part in beside]
-        own = plan.block.beside
+        own = block.beside
         trained = {name: leaf for name, leaf in zip(own._fields, leaves, strict=True) if leaf is not None}
-        with plan.presence.during(backward=True):
-            with torch.enable_grad(), torch.autocast(gradient.device.type, enabled=False), _as_before(ctx):
-                output = plan.block.again(start, own._replace(**trained))
-            torch.autograd.backward(output, gradient)
-        return None, None, *(None if leaf is None else leaf.grad for leaf in (start, *leaves))
+        with torch.enable_grad():
+            output = block.again(start, own._replace(**trained))
+    torch.autograd.backward(output, gradient)
+    return [None if leaf is None else leaf.grad for leaf in (start, *leaves)]
 
 
 @contextlib.contextmanager

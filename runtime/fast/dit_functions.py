@@ -28,6 +28,11 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
+def cast_like(gradients: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Gradients in the dtypes of what they are of."""
+    return [cast(gradient, parameter.dtype) for gradient, parameter in zip(gradients, parameters, strict=False)]
+
+
 def scaled_(product: Tensor, scale: float) -> Tensor:
     """The product times an adapter's scale, in place."""
     return product if scale == 1 else product.mul_(scale)
@@ -119,7 +124,7 @@ class Adapters:
             outputs[number].addmm_(part, adapter.up_cast.t(), alpha=adapter.scale)
 
     def gradients(self, inputs: Tensor, images: Tensor, gradients: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        """What goes back to the low-rank images (T, R), and the gradients of each `down` and `up`.
+        """What goes back to the low-rank images (T, R), and the gradients of each `down` and `up`, in products' dtype.
 
         Args:
             inputs: (T, I)
@@ -135,7 +140,7 @@ class Adapters:
         for (number, adapter), down, image in zip(self.present, downs, self._of_each(images, 1), strict=True):
             # This way round the product is up to twice as fast on the CPU.
             up = scaled_(linear_back(image.t(), gradients[number]), adapter.scale).t()
-            to_trained += [cast(down, adapter.down.dtype), cast(up, adapter.up.dtype)]
+            to_trained += [down, up]
         return to_images, to_trained
 
     def _of_each(self, joined: Tensor, dim: int) -> Sequence[Tensor]:
@@ -226,4 +231,4 @@ class AdaptedLinears(torch.autograd.Function):
         to_input, to_trained = adapted_back(
             inputs, images, ctx.frozen, ctx.adapters, gradients, has_gradient=ctx.needs_input_grad[0]
         )
-        return to_input, None, None, None, *to_trained
+        return to_input, None, None, None, *cast_like(to_trained, ctx.adapters.trained)

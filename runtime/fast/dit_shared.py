@@ -80,6 +80,11 @@ class StepBlock:
         """The same for its gradients alone, with `beside` in place of its own; what comes out may be anything."""
         return self._run(hidden, beside, valued=not self._tricks.short_recompute)
 
+    def recomputed_back(self, gradient: Tensor, hidden: Tensor, *, has_gradient: bool) -> tuple[Tensor | None] | None:
+        """See `dit_checkpoint.Block`; a family that has no gradients by hand leaves it to autograd."""
+        del gradient, hidden, has_gradient
+        return None
+
     def _run(self, hidden: Tensor, beside: Any, *, valued: bool) -> Tensor:
         raise NotImplementedError
 
