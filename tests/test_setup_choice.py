@@ -47,6 +47,15 @@ def test_cuda(hardware, index, kind):
     assert (wanted.index.rpartition("/")[2], wanted.kind) == (index, kind)
 
 
+def test_who_has_no_nvidia_card_is_told_what_to_do():
+    reasons = [
+        choose(BUILDS, "cuda", "linux", hardware, "").reason for hardware in (Hardware(), Hardware(amd="gfx1100"))
+    ]
+    assert "nvidia.com/drivers" in reasons[0]
+    assert "--platform linux-rocm" in reasons[1]
+    assert "nvidia" not in reasons[1]
+
+
 @pytest.mark.parametrize(
     ("index", "hardware", "kind"),
     [

@@ -148,13 +148,15 @@ def _without_card(accelerator: str, kind: str, hardware: Hardware) -> Wanted:
             cure="run this script on a node that has the cards, e.g. srun --gpus=1 bash setup_wangen.sh, or set"
             f" WANGEN_TORCH_INDEX, e.g. {TORCH_INDEX}/cu128",
         )
-    return Wanted(
-        index,
-        "",
-        hardware,
-        "PyTorch for the CPU is taken, which is far too slow for real training. If this machine has an NVIDIA card:"
-        " install its driver from nvidia.com/drivers (under WSL: in Windows) and run this script again",
-    )
+    if hardware.amd:
+        cure = "For the AMD card publish with --platform linux-rocm (Windows: windows-rocm) and set up in that bundle"
+    else:
+        cure = (
+            "If this machine has an NVIDIA card: install its driver from nvidia.com/drivers (under WSL: in Windows)"
+            " and run this script again"
+        )
+    slow = "PyTorch for the CPU is taken, which is far too slow for real training"
+    return Wanted(index, "", hardware, f"{slow}. {cure}")
 
 
 def _unfit(builds: Sequence[Build], runs: Sequence[Build], hardware: Hardware) -> WangenError:
