@@ -238,6 +238,16 @@ MACHINES = {
         machine(trials={"vae": Trial(found={"dtype": "bfloat16", "finite": False, "error": None})}),
         {"vae-wrong"},
     ),
+    "torch 2.9 with its own cuDNN": (
+        machine(trials={"torch": Trial(found={**CUDA, "cudnn": 91002})}),
+        {"vae-without-cudnn"},
+    ),
+    "torch 2.9.1 with a newer cuDNN": (machine(trials={"torch": Trial(found={**CUDA, "cudnn": 91501})}), set()),
+    "torch 2.9.0 with a newer cuDNN": (
+        machine(trials={"torch": Trial(found={**CUDA, "version": "2.9.0+cu128", "cudnn": 91501})}),
+        {"vae-without-cudnn"},
+    ),
+    "torch 2.11": (machine(trials={"torch": Trial(found={**CUDA, "version": "2.11.0+cu128", "cudnn": 91002})}), set()),
     "no convolution": (machine(trials=failed("vae", "RuntimeError: miopenStatusUnknownError")), {"vae-wrong"}),
     "nothing is locked": (machine(trials={"lock": Trial(found={"locked": False})}), {"memory-not-locked"}),
     "latin-1": (machine(system={"encoding": "iso8859-1"}), {"file-names"}),

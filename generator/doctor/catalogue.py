@@ -255,6 +255,14 @@ _KERNELS = (
         "encode with --vae_dtype float32; where that is wrong, too, take another PyTorch or driver",
     ),
     Kind(
+        "vae-without-cudnn",
+        "note",
+        "PyTorch 2.9 leaves cuDNN before 9.15 out of convolutions over frames in half precision: the VAE takes up to "
+        "three times the memory, and is slower",
+        "install PyTorch 2.10 or newer; beside 2.9.1 it is enough to pip install 'nvidia-cudnn-cu12>=9.15' "
+        "(CUDA 13: nvidia-cudnn-cu13)",
+    ),
+    Kind(
         "memory-not-locked",
         "note",
         "the system does not lock a gigabyte of the host's memory: block swap copies more "

@@ -7,6 +7,9 @@ from wangen.generator.doctor.facts import Facts, Trial
 from wangen.generator.doctor.findings import Finding, found
 
 _PACKAGES = {"flash3": "flash-attn-3", "flash": "flash-attn", "xformers": "xformers", "sage": "sageattention"}
+_CONVOLVES_FRAMES = 91500
+"""The version of cuDNN whose convolutions over frames PyTorch 2.9.1 takes again."""
+
 _FAR, _SLOW = 0.05, 0.4
 """Half precision is off by less than a thousandth; a card reaches 60 to 80 % of its peak in such a product."""
 
@@ -17,6 +20,8 @@ def check(facts: Facts) -> Iterator[Finding]:
     yield from _sdpa(facts.trials.get("attention sdpa", Trial()), on_card=on_card)
     yield from _packages(facts)
     yield from _vae(facts.trials.get("vae", Trial()), on_card=on_card)
+    if on_card and _lacks_cudnn(facts.trials.get("torch", Trial())):
+        yield found("vae-without-cudnn", "the VAE's convolutions are computed without cuDNN")
     yield from _speed(facts.trials.get("speed", Trial()), on_card=on_card)
     lock = facts.trials.get("lock", Trial())
     if lock.failed or lock.found.get("locked") is False:
@@ -66,6 +71,14 @@ def _vae(trial: Trial, *, on_card: bool) -> Iterator[Finding]:
     else:
         yield Finding("ok", "vae", f"the VAE's convolution is right in {trial.found['dtype']}"
                       + (" on the card" if on_card else ""))  # fmt: skip
+
+
+def _lacks_cudnn(torch: Trial) -> bool:
+    """Whether PyTorch passes cuDNN over for convolutions over frames: https://github.com/pytorch/pytorch/issues/166643."""
+    version, cudnn = torch.found.get("version", ""), torch.found.get("cudnn")
+    if not cudnn or torch.found.get("hip"):
+        return False
+    return bool(version.startswith("2.9.0") or (version.startswith("2.9.") and cudnn < _CONVOLVES_FRAMES))
 
 
 def _speed(trial: Trial, *, on_card: bool) -> Iterator[Finding]:
