@@ -215,11 +215,16 @@ def test_what_is_still_to_be_done(place, capsys):
     assert publish(place, "--platform", "linux") == 0
     shown = capsys.readouterr().out
     assert "next: put the weights to models/Wan2.1_VAE.pth in the bundle (linux)" in shown
+    tokenizer = "next: put the tokenizer, the folder google/umt5-xxl, beside the text encoder"
+    assert tokenizer in shown
     models = place / "published" / "linux" / "models"
-    models.mkdir()
-    (models / "Wan2.1_VAE.pth").touch()
+    (models / "google" / "umt5-xxl").mkdir(parents=True)
+    for name in ("Wan2.1_VAE.pth", "google/umt5-xxl/tokenizer.json"):
+        (models / name).touch()
     assert publish(place, "--platform", "linux") == 0
-    assert "Wan2.1_VAE.pth" not in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "Wan2.1_VAE.pth" not in shown
+    assert tokenizer not in shown
 
 
 @pytest.mark.parametrize("models", ["D:\\models\\x", "\\\\nas\\x"])

@@ -113,7 +113,7 @@ class Shelf:
 
     def __init__(self, target: Target, place: Workspace | None = None) -> None:
         self.target = target
-        self.tokenizer = _named_tokenizer(target, place)
+        self.tokenizer = named_tokenizer(target, place)
         self._found = models_below(target)
         self._facts: dict[tuple[Path, str], Facts | WangenError] = {}
         self._tokenizers: dict[Path, Held] = {}
@@ -182,7 +182,8 @@ class Shelf:
         return self._facts[path, flag]
 
 
-def _named_tokenizer(target: Target, place: Workspace | None) -> str:
+def named_tokenizer(target: Target, place: Workspace | None) -> str:
+    """What the workspace or the platform gives as `--tokenizer`; empty for none."""
     layers = [target.platform.overrides, place.steps if place else {}]
     given = [layer.get(CacheText.command, {}).get("tokenizer") for layer in layers]
     return str(given[1] or given[0] or "")

@@ -5,13 +5,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path
 from typing import Any
 
 import click
 
 from wangen.generator import cards, workspace
-from wangen.generator.bundle import find_weights, needed_weights
 from wangen.generator.cards import Gpu
 from wangen.generator.dataset_settings import DatasetSettings
 from wangen.generator.errors import UsageError, WangenError, bytes_text, many
@@ -22,6 +21,7 @@ from wangen.generator.progress import bar
 from wangen.generator.publish import plan as publishing
 from wangen.generator.publish.advice import preset_advice
 from wangen.generator.publish.folder import FolderPlan
+from wangen.generator.publish.next_steps import say_next
 from wangen.generator.publish.plan import BundlePlan, Plan
 from wangen.generator.publish.source import Source, read_source
 from wangen.generator.resolutions import parse_resolution, resolution_name
@@ -124,7 +124,7 @@ def _run(request: Request, place: Workspace, slug: str) -> None:
     _say_links(plan.folders)
     if request.fit:
         _fit(request, place, targets, model, slug, asked)
-    _say_next(place, targets, model, slug)
+    say_next(place, targets, model, slug)
 
 
 def _source(request: Request, place: Workspace, slug: str, model: Model) -> Source | None:
@@ -360,23 +360,3 @@ def _say_links(folders: Iterable[FolderPlan]) -> None:
         for name in folder.new
     ):
         click.echo("  media are links to the originals: edit the originals, then publish again")
-
-
-def _say_next(place: Workspace, targets: Iterable[Target], model: Model, slug: str) -> None:
-    """What is still to be done: the weights that are not there, and the script to run."""
-    missing: dict[str, list[str]] = {}
-    for target in targets:
-        for weights in needed_weights(place, target, model):
-            path = find_weights(target, weights)
-            seen = target.reach(path)
-            if seen is None or not seen.exists():
-                name = target.platform.name if seen else f"{target.platform.name}, not seen from here"
-                missing.setdefault(path.replace("\\", "/"), []).append(name)
-    for path, names in missing.items():
-        absolute = PurePosixPath(path).is_absolute() or PureWindowsPath(path).is_absolute()
-        click.echo(f"next: put the weights to {path}{'' if absolute else ' in the bundle'} ({', '.join(names)})")
-    if missing:
-        click.echo(f"      or fetch them with: wangen models download {model.name}")
-        click.echo("      or say in wangen.toml, below [platform.NAME], where they are: models = 'C:/ComfyUI/models'")
-        click.echo("      (found by their usual names in any folder there: wangen models list), then publish again")
-    click.echo(f"next: see what is missing with: wangen check {slug}    and run train_{slug} in the bundle")

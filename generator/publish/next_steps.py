@@ -1,0 +1,50 @@
+"""What `wangen publish` says is still to be done."""
+
+from collections.abc import Iterable
+from pathlib import Path, PurePosixPath, PureWindowsPath
+
+import click
+
+from wangen.generator.bundle import find_weights, needed_weights
+from wangen.generator.errors import WangenError
+from wangen.generator.models.places import named_tokenizer
+from wangen.generator.target import Target
+from wangen.generator.tokenizer_file import find_tokenizer, home_of
+from wangen.generator.workspace import Workspace
+from wangen.profiles import Model
+
+
+def say_next(place: Workspace, targets: Iterable[Target], model: Model, slug: str) -> None:
+    """What is still to be done: the weights that are not there, and the script to run."""
+    missing: dict[str, list[str]] = {}
+    lacks_tokenizer = False
+    for target in targets:
+        for weights in needed_weights(place, target, model):
+            path = find_weights(target, weights)
+            seen = target.reach(path)
+            if weights.flag == "t5" and seen is not None:
+                lacks_tokenizer |= _lacks_tokenizer(place, target, model, seen)
+            if seen is None or not seen.exists():
+                name = target.platform.name if seen else f"{target.platform.name}, not seen from here"
+                missing.setdefault(path.replace("\\", "/"), []).append(name)
+    for path, names in missing.items():
+        absolute = PurePosixPath(path).is_absolute() or PureWindowsPath(path).is_absolute()
+        click.echo(f"next: put the weights to {path}{'' if absolute else ' in the bundle'} ({', '.join(names)})")
+    if lacks_tokenizer:
+        click.echo(f"next: put the tokenizer, the folder {home_of(model)}, beside the text encoder")
+    if missing or lacks_tokenizer:
+        click.echo(f"      or fetch them with: wangen models download {model.name}")
+        click.echo("      or say in wangen.toml, below [platform.NAME], where they are: models = 'C:/ComfyUI/models'")
+        click.echo("      (found by their usual names in any folder there: wangen models list), then publish again")
+    click.echo(f"next: see what is missing with: wangen check {slug}    and run train_{slug} in the bundle")
+
+
+def _lacks_tokenizer(place: Workspace, target: Target, model: Model, text_encoder: Path) -> bool:
+    """Whether no tokenizer lies near a text encoder, and none is named."""
+    if named_tokenizer(target, place):
+        return False
+    try:
+        find_tokenizer(text_encoder, model)
+    except WangenError:
+        return True
+    return False
