@@ -5,6 +5,7 @@ of the transformer go through the compiled kernels.
 """
 
 import os
+import sys
 
 import pytest
 import torch
@@ -152,7 +153,7 @@ def test_who_is_computed_by_kernels(monkeypatch):
 
 def test_without_triton_pytorch_computes(caplog, monkeypatch):
     dit_norms.kernels_on.cache_clear()
-    monkeypatch.setitem(__import__("sys").modules, "wangen.runtime.fast.dit_kernels", None)
+    monkeypatch.setitem(sys.modules, "wangen.runtime.fast.dit_kernels", None)
     monkeypatch.delattr("wangen.runtime.fast.dit_kernels", raising=False)
     with caplog.at_level("INFO", "wangen"):
         assert dit_norms.kernels_on(torch.device("cuda", 0)) is None

@@ -30,7 +30,7 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def cast_like(gradients: Sequence[Tensor], parameters: Sequence[Tensor]) -> list[Tensor]:
     """Gradients in the dtypes of what they are of."""
-    return [cast(gradient, parameter.dtype) for gradient, parameter in zip(gradients, parameters, strict=False)]
+    return [cast(gradient, parameter.dtype) for gradient, parameter in zip(gradients, parameters, strict=True)]
 
 
 def scaled_(product: Tensor, scale: float) -> Tensor:

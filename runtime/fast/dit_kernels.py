@@ -55,25 +55,30 @@ def _layer_norm_back(gradient, tokens, means, reciprocals, weight, output, width
 
 
 @triton.jit
+def _turned(channels, angles, width, pairs, sign, HALF: tl.constexpr):
+    """Pairs of neighbours turned by a position's angles, given as cosines and sines in turn; back if the sign is -1."""
+    pair = tl.arange(0, HALF)
+    inside = pair < width // 2
+    cosine = tl.load(angles + pair % pairs * 2, mask=inside, other=0.0)
+    sine = tl.load(angles + pair % pairs * 2 + 1, mask=inside, other=0.0) * sign
+    one, other = tl.split(tl.reshape(channels, (HALF, 2)))
+    return tl.reshape(tl.join(one * cosine - other * sine, one * sine + other * cosine), (2 * HALF,))
+
+
+@triton.jit
 def _rms_rotary(
     inputs, weight, table, output, reciprocals, width, parts, weights, stride, period, pairs, eps,
     ROTATES: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
-    pair = tl.arange(0, HALF)
     columns = tl.arange(0, 2 * HALF)
     x = tl.load(inputs + row * stride + part * width + columns, mask=columns < width, other=0.0).to(tl.float32)
     reciprocal = 1.0 / tl.sqrt(tl.sum(x * x, 0) / width + eps)
     scale = tl.load(weight + (part % weights) * width + columns, mask=columns < width, other=0.0).to(tl.float32)
     y = x * reciprocal * scale
     if ROTATES:
-        one, other = tl.split(tl.reshape(y, (HALF, 2)))
-        inside = pair < width // 2
-        place = table + ((row % period) * pairs + pair % pairs) * 2
-        cosine = tl.load(place, mask=inside, other=0.0)
-        sine = tl.load(place + 1, mask=inside, other=0.0)
-        y = tl.reshape(tl.join(one * cosine - other * sine, one * sine + other * cosine), (2 * HALF,))
+        y = _turned(y, table + (row % period) * pairs * 2, width, pairs, 1.0, HALF)
     tl.store(output + (row * parts + part) * width + columns, y, mask=columns < width)
     tl.store(reciprocals + row * parts + part, reciprocal)
 
@@ -85,16 +90,10 @@ def _rms_rotary_back(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
-    pair = tl.arange(0, HALF)
     columns = tl.arange(0, 2 * HALF)
     slope = tl.load(gradient + (row * parts + part) * width + columns, mask=columns < width, other=0.0).to(tl.float32)
     if ROTATES:
-        one, other = tl.split(tl.reshape(slope, (HALF, 2)))
-        inside = pair < width // 2
-        place = table + ((row % period) * pairs + pair % pairs) * 2
-        cosine = tl.load(place, mask=inside, other=0.0)
-        sine = tl.load(place + 1, mask=inside, other=0.0)
-        slope = tl.reshape(tl.join(one * cosine + other * sine, other * cosine - one * sine), (2 * HALF,))
+        slope = _turned(slope, table + (row % period) * pairs * 2, width, pairs, -1.0, HALF)
     slope *= tl.load(weight + (part % weights) * width + columns, mask=columns < width, other=0.0).to(tl.float32)
     x = tl.load(inputs + row * stride + part * width + columns, mask=columns < width, other=0.0).to(tl.float32)
     reciprocal = tl.load(reciprocals + row * parts + part)
@@ -141,7 +140,7 @@ def layer_norm_back(gradient: Tensor, tokens: Tensor, means: Tensor, reciprocals
 
 def rms_rotary(inputs: Tensor, weight: Tensor, table: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     """As `dit_norms.rms_rotary`."""
-    inputs, weight = inputs.contiguous() if inputs.stride(1) != 1 else inputs, weight.contiguous()
+    inputs, weight = _rows(inputs), weight.contiguous()
     rows, parts, numbers, half = _sizes(inputs, weight, table)
     output = inputs.new_empty(inputs.shape)
     reciprocals = inputs.new_empty((rows, parts, 1), dtype=torch.float32)
@@ -157,7 +156,7 @@ def rms_rotary_back(
     gradient: Tensor, inputs: Tensor, reciprocals: Tensor, weight: Tensor, table: Tensor | None
 ) -> Tensor:
     """As `dit_norms.rms_rotary_back`."""
-    inputs, weight = inputs.contiguous() if inputs.stride(1) != 1 else inputs, weight.contiguous()
+    inputs, weight = _rows(inputs), weight.contiguous()
     rows, parts, numbers, half = _sizes(inputs, weight, table)
     output = inputs.new_empty(inputs.shape)
     with torch.cuda.device_of(inputs):
@@ -177,6 +176,11 @@ def gated(residual: Tensor | None, branch: Tensor, gate: Tensor, output: Tensor)
     first = branch if residual is None else residual.contiguous()
     with torch.cuda.device_of(branch):
         _gated[grid](first, branch.contiguous(), gate.contiguous(), output, width, ADDS=adds, BLOCK=block, num_warps=4)
+
+
+def _rows(inputs: Tensor) -> Tensor:
+    """The same numbers, each row without gaps; rows may be apart."""
+    return inputs if inputs.stride(1) == 1 else inputs.contiguous()
 
 
 def _sizes(inputs: Tensor, weight: Tensor, table: Tensor | None) -> tuple[int, int, tuple[int, ...], int]:

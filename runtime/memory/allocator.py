@@ -6,8 +6,8 @@ Imports no torch: PyTorch reads its setting when it first asks for a GPU's memor
 import ctypes
 import os
 import platform
-import sys
 
+from wangen.generator.target import host_platform_name
 from wangen.runtime.rocm import is_rocm
 
 MMAP_THRESHOLD, TRIM_THRESHOLD = -3, -1
@@ -38,16 +38,15 @@ def keep_freed_memory() -> bool:
 GPU_SETTING = "PYTORCH_CUDA_ALLOC_CONF"
 """The variable that every PyTorch here reads. Who has set it, or its newer name, keeps it."""
 
+BOARDS = ("/etc/nv_tegra_release",)
+"""What Jetson boards have."""
+
 EXPANDABLE = "expandable_segments:True"
 """Segments that grow page by page. The usual ones are cut up by what is smaller, and soon there is no place for what is
 larger: an 8 GB preset whose tensors took 5.3 GiB had 9.1 GiB reserved, and did not fit (H200, PyTorch 2.11)."""
 
 WHOLE = "max_split_size_mb:256"
 """Where segments cannot expand: those above 256 MiB are not cut up, and go back to the driver when memory is short."""
-
-
-BOARDS = ("/etc/nv_tegra_release",)
-"""What Jetson boards have."""
 
 
 def prefer_whole_segments() -> None:
@@ -61,7 +60,4 @@ def prefer_whole_segments() -> None:
 
 
 def _segments_expand() -> bool:
-    wsl = "microsoft" in platform.release().lower()
-    if sys.platform != "linux" or wsl or any(map(os.path.exists, BOARDS)):
-        return False
-    return not is_rocm()
+    return host_platform_name() == "linux" and not any(map(os.path.exists, BOARDS)) and not is_rocm()
