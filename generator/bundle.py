@@ -298,12 +298,12 @@ def _step(kind: type[Step], workspace: Workspace, target: Target, model: Model, 
             values |= {name: value for name, value in _layer(layer, owner).items() if name in names}
     if kind in WHEN_ASKED:
         told = told_of_training(workspace, target, model)
-        held = {**_memory(model, told), **told}
+        held = {**_memory(model, told, paths), **told}
         values |= after_training(kind, workspace.steps[kind.command], held, model, paths, target)
     if kind is Train:
         told = told_of_training(workspace, target, model)
         values = {name: value for name, value in values.items() if name not in unread(told)}
-        values |= _memory(model, told)
+        values |= _memory(model, told, paths)
     for layer in layers:
         values |= _layer(layer, kind)
     if "sample_prompts" in paths:
@@ -323,10 +323,15 @@ def _layers(workspace: Workspace, target: Target, model: Model) -> tuple[Mapping
     return model.defaults, target.platform.overrides, workspace.steps
 
 
-def _memory(model: Model, told: Mapping[str, Any]) -> dict[str, Any]:
+def _memory(model: Model, told: Mapping[str, Any], paths: Mapping[str, str]) -> dict[str, Any]:
     """The flags of training that decide its memory, as `--vram` chooses them; with `auto` they are left to the card."""
     vram = told.get("vram")
-    return {} if vram == AUTO else {**PLAIN_MEMORY, **(preset_flags(model, str(vram)) if vram else {})}
+    if vram in (None, AUTO):
+        return {} if vram else dict(PLAIN_MEMORY)
+    names = {option.name for option in options(Train)}
+    train = build(Train, {name: value for name, value in {**paths, **told}.items() if name in names})
+    assert isinstance(train, Train)
+    return {**PLAIN_MEMORY, **preset_flags(model, str(vram), train)}
 
 
 def posix_paths(step: Step) -> Step:

@@ -6,10 +6,11 @@ the list of its tensors.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
+from wangen.generator.adapter_settings import settings_of_flags
 from wangen.generator.errors import UsageError
 from wangen.generator.steps import Train
 from wangen.generator.weight_counts import weight_counts
@@ -36,6 +37,12 @@ CARD_SHARE = 15 / 16
 
 MOMENT_BYTES = {"AdamW8bit": 2, "Adafactor": 0, "SGD": 0, "Lion": 4, "Prodigy": 16}
 """What optimizers keep for each trained weight, by the name of their class; 8 of all others, as of AdamW."""
+
+PIECE_FLOP = 300e9
+"""The work of one product inside the feed-forward layers from which on a piece of the tokens keeps any GPU busy while
+the next one is started: half a millisecond of a fast one."""
+
+MOST_PIECES = 8
 
 WAITING = 3
 """Tensors on the device for all those that wait in host memory: one in use, one on its way each way."""
@@ -75,6 +82,7 @@ class MemorySettings:
         all_resident: two experts stay on the device.
         stored_bits: of a weight in the base's file: less than 16 where it is quantised itself.
         shards: processes that share out the frozen weights, or with `whole` all that is trained.
+        by_hand: nothing but plain LoRAs is trained, and blocks are not compiled: then long clips go in pieces.
     """
 
     quantize: str = "none"
@@ -92,6 +100,7 @@ class MemorySettings:
     all_resident: bool = False
     stored_bits: float = 16.0
     shards: int = 1
+    by_hand: bool = True
 
     @property
     def wide(self) -> int:
@@ -140,16 +149,23 @@ def settings_of(options: Train, shards: int = 1) -> MemorySettings:
         one_expert=options.experts != "both",
         all_resident=not options.offload_inactive_dit or shards > 1,
         shards=shards,
+        by_hand=_is_by_hand(options),
     )
+
+
+def _is_by_hand(options: Train) -> bool:
+    """Whether the blocks of a model have their gradients by hand, where it has a way for that (`dit_by_hand`)."""
+    adapter = settings_of_flags(options)
+    other = options.train_mode == "full" or adapter.kind != "lora" or adapter.dora or adapter.draws
+    return not (other or options.plain or options.compile or options.pack)
 
 
 def memory_plan(model: Model, settings: MemorySettings, *, tokens: int) -> MemoryBudget:
     """What training takes at its worst moment, the backward pass of a block.
 
     The sum is: weights that stay + ring + adapter and optimizer + what the forward pass keeps + the live set of one
-    block + 1.5 GiB. A block that is not recomputed keeps k N d + 2 N f numbers (k: `WeightCounts.kept_tensors`); while
-    its gradient is computed there are 2 N f more; a recomputed one keeps its input, N d, and with selective
-    checkpointing the output of self-attention, N d and one number per token and head.
+    block (`_of_a_block`) + 1.5 GiB. A recomputed block keeps its input, N d, and with selective checkpointing the
+    output of self-attention, N d and one number per token and head.
 
     Of two experts one is on the device, with the adapters of both; the host has all weights of both. Weights that
     several processes share out are gathered a block at a time, one ahead.
@@ -166,8 +182,8 @@ def memory_plan(model: Model, settings: MemorySettings, *, tokens: int) -> Memor
     frozen *= num_experts if settings.all_resident else 1
     trained = trained_weights(model, settings) * num_experts // (settings.shards if settings.whole else 1)
     row = tokens * sizes.dim * wide
-    kept_by_block = counts.kept_tensors * row + 2 * tokens * sizes.ffn_dim * wide
     free = sizes.num_layers if settings.checkpointing == "none" else settings.free_blocks
+    kept_by_block, live = _of_a_block(model, settings, tokens, is_free=free > 0)
     attention = row + 4 * tokens * sizes.num_heads if settings.checkpointing == "selective" else 0
     waiting = (row + attention) * (sizes.num_layers - free)
     on_device = min(waiting, WAITING * (row + attention)) if settings.offload else waiting
@@ -176,13 +192,51 @@ def memory_plan(model: Model, settings: MemorySettings, *, tokens: int) -> Memor
         "blocks on their way": block * (2 if settings.shards > 1 else min(settings.ring, swapped)),
         "adapters, gradients, optimizer": trained * (4 + 4 + settings.moment_bytes + (0 if settings.float32 else 2)),
         "kept for the backward pass": on_device + max(0, free - 1) * kept_by_block,
-        "one block's backward pass": kept_by_block + 2 * tokens * sizes.ffn_dim * wide,
+        "one block's backward pass": live,
         "dequantised weights": 0 if bits_of(settings) == 8 * wide else counts.largest_product * wide,
         "reserve": RESERVE,
     }
     parked = num_experts > 1 and not settings.all_resident
     in_host = 2 * (outer + sizes.num_layers * block) if parked else swapped * block
     return MemoryBudget(parts, in_host + (waiting if settings.offload else 0))
+
+
+def _of_a_block(model: Model, settings: MemorySettings, tokens: int, *, is_free: bool) -> tuple[int, int]:
+    """Bytes that a block keeps which is not recomputed, and the most that lives while a block's gradient is taken.
+
+    A block keeps k N d + 2 N f numbers (k: `WeightCounts.kept_tensors`), and there are 2 N f more while its gradient is
+    computed. With p pieces it keeps one N d less, and where it is recomputed there live 10 N d + (8 N d + 4 N f) / p at
+    the second half, or s N d at self attention (s: `WeightCounts.own_tensors`), and in half precision 2 N d more for
+    the sums in float32 of its kernels.
+
+    Args:
+        model: the model profile.
+        settings: the choices.
+        tokens: of a step.
+        is_free: not every block is recomputed; the last one is not.
+    """
+    sizes, counts = model.transformer, weight_counts(model)
+    row, wide_row = (tokens * width * settings.wide for width in (sizes.dim, sizes.ffn_dim))
+    pieces = num_token_pieces(tokens, sizes.dim, sizes.ffn_dim) if settings.by_hand and counts.own_tensors else 1
+    kept = counts.kept_tensors * row + 2 * wide_row
+    if pieces == 1:
+        return kept, kept + 2 * wide_row
+    kept -= row
+    if is_free:
+        return kept, kept + 2 * row + (row + 2 * wide_row) // pieces
+    own = (counts.own_tensors + (0 if settings.float32 else 2)) * row
+    return kept, max(own, 10 * row + (8 * row + 4 * wide_row) // pieces)
+
+
+def num_token_pieces(num_tokens: int, dim: int, ffn_dim: int) -> int:
+    """Into how many pieces the tokens of a step go for what follows self attention in a block by hand.
+
+    More of them take less memory, but fewer are started sooner.
+
+    >>> num_token_pieces(32760, 5120, 13824), num_token_pieces(32760, 1536, 8960), num_token_pieces(1024, 5120, 13824)
+    (8, 3, 1)
+    """
+    return max(1, min(MOST_PIECES, int(2 * num_tokens * dim * ffn_dim // PIECE_FLOP)))
 
 
 def num_trained(model: Model, settings: MemorySettings) -> int:
@@ -269,8 +323,11 @@ def preset_of(model: Model, vram: str) -> Preset:
     return preset
 
 
-def preset_flags(model: Model, vram: str | None) -> dict[str, Any]:
+def preset_flags(model: Model, vram: str | None, options: Train | None = None) -> dict[str, Any]:
     """The flags of the training step that `--vram` stands for; none for `auto`, which is decided where it trains.
+
+    The presets are made for plain LoRAs. Where `options` train in another way, which takes more memory for a block, as
+    many blocks more are swapped as the preset's clips then need, or all.
 
     Raises:
         UsageError: the model has no such preset.
@@ -278,10 +335,36 @@ def preset_flags(model: Model, vram: str | None) -> dict[str, Any]:
     if vram in (None, "auto"):
         return {}
     preset = preset_of(model, str(vram))
+    at_once = options is not None and not _is_by_hand(options)
+    swapped = _swapped_at_once(model, preset, int(str(vram))) if at_once else preset.blocks_to_swap
     return {
         "quantize": preset.quantize,
-        "blocks_to_swap": preset.blocks_to_swap,
+        "blocks_to_swap": swapped,
         "checkpointing": preset.checkpointing,
         "checkpointing_free_blocks": preset.checkpointing_free_blocks,
         "gradient_checkpointing_cpu_offload": preset.gradient_checkpointing_cpu_offload,
     }
+
+
+def _swapped_at_once(model: Model, preset: Preset, gib: int) -> int:
+    """How many blocks are swapped where blocks take their tokens all at once: the fewest that fit, or all."""
+    most = model.transformer.num_layers - preset.checkpointing_free_blocks
+    tokens = tokens_of(model, preset.resolution, preset.num_frames)
+    settings = replace(preset_settings(preset), by_hand=False)
+    for swapped in range(preset.blocks_to_swap, most):
+        plan = memory_plan(model, replace(settings, blocks_to_swap=swapped), tokens=tokens)
+        if plan.device <= usable_bytes(gib * GIB):
+            return swapped
+    return most
+
+
+def preset_settings(preset: Preset) -> MemorySettings:
+    """A preset's choices, with the rank that it is made for."""
+    return MemorySettings(
+        quantize=preset.quantize,
+        blocks_to_swap=preset.blocks_to_swap,
+        checkpointing=preset.checkpointing,
+        free_blocks=preset.checkpointing_free_blocks,
+        offload=preset.gradient_checkpointing_cpu_offload,
+        rank=preset.network_dim,
+    )

@@ -42,6 +42,8 @@ def _ladder(model: Model, options: Train) -> Iterator[tuple[str, dict[str, Any]]
         yield "--checkpointing selective", {"checkpointing": "selective"}
     if settings.free_blocks > 1:  # the last block's own backward pass is there anyway
         yield "--checkpointing_free_blocks 1", {"free_blocks": 1}
+    if settings.free_blocks:  # but of long clips it is less where the block is computed again
+        yield "--checkpointing_free_blocks 0", {"free_blocks": 0}
     if settings.checkpointing != "full":
         yield "--checkpointing full", {"checkpointing": "full"}
     if settings.quantize == "none" and not settings.whole:  # as small as fp8, and closer to the model
@@ -66,9 +68,9 @@ def fitting_flags(
 ) -> dict[str, Any] | None:
     """The memory flags that fit a card and cost the least time, and of these the ones that change the numbers last.
 
-    In this order, each on top of those before it: keep everything, keep attention outputs, recompute every block, hold
-    the base in int8, park what is kept in host memory, swap as few blocks as will do, hold the base in nf4. Then what
-    came before is taken back where the room that a later one made allows it.
+    In this order, each on top of those before it: keep everything, keep attention outputs, recompute every block but
+    the last, recompute that too, hold the base in int8, park what is kept in host memory, swap as few blocks as will
+    do, hold the base in nf4. Then what came before is taken back where the room that a later one made allows it.
 
     Args:
         options: of the training step.
@@ -83,13 +85,15 @@ def fitting_flags(
     changeable = {name: value for name, value in FASTEST.items() if name not in fixed and _may(options, name)}
     options = replace(options, vram=None, **{**PLAIN_MEMORY, **_told(options, fixed), **changeable})
     layers = model.transformer.num_layers
+    not_swapped = 0 if "checkpointing_free_blocks" in changeable else options.checkpointing_free_blocks or 0
     rungs: list[dict[str, Any]] = [
         {},
         {"checkpointing": "selective", "checkpointing_free_blocks": 1},
         {"checkpointing": "full", "checkpointing_free_blocks": 1},
+        {"checkpointing_free_blocks": 0},
         {"quantize": "int8"},
         {"gradient_checkpointing_cpu_offload": True},
-        *({"blocks_to_swap": number} for number in range(1, layers)),
+        *({"blocks_to_swap": number} for number in range(1, layers - not_swapped + 1)),
         {"quantize": "nf4"},
     ]
     for rung in rungs:
@@ -100,14 +104,11 @@ def fitting_flags(
         return None
     backs: tuple[dict[str, Any], ...] = (
         {"gradient_checkpointing_cpu_offload": False}, {"checkpointing": "none", "checkpointing_free_blocks": 0},
-        {"checkpointing": "selective"},
+        {"checkpointing": "selective"}, {"checkpointing_free_blocks": 1},
     )  # fmt: skip
     for back in backs:
         changed = replace(options, **{name: value for name, value in back.items() if name in changeable})
-        free_to = changed.checkpointing != "none" or not (
-            changed.blocks_to_swap or changed.gradient_checkpointing_cpu_offload
-        )
-        if options.checkpointing != "none" and free_to and needed(changed) <= available:
+        if options.checkpointing != "none" and _go_together(changed, layers) and needed(changed) <= available:
             options = changed
     return {name: getattr(options, name) for name in FASTEST}
 
@@ -117,6 +118,14 @@ def _may(options: Train, name: str) -> bool:
     if options.train_mode == "full" and name in ("quantize", "blocks_to_swap"):
         return False
     return not options.plain or name in ("quantize", "gradient_checkpointing_cpu_offload")
+
+
+def _go_together(options: Train, layers: int) -> bool:
+    """Whether memory flags, all of them set, can stand beside each other."""
+    swapped, free = options.blocks_to_swap or 0, options.checkpointing_free_blocks or 0
+    if options.checkpointing == "none":
+        return not (swapped or options.gradient_checkpointing_cpu_offload)
+    return swapped + free <= layers
 
 
 def _told(options: Train, fixed: Collection[str]) -> dict[str, Any]:

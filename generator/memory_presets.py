@@ -45,7 +45,7 @@ def resolve_vram(options: Train, model: Model, free: int | None) -> Train:
                          cure="give --quantize int8 or nf4 where the card is small")  # fmt: skip
     if options.vram == "auto":
         return _for_free_memory(options, model, free)
-    filled = _filled(options, model, preset_flags(model, options.vram))
+    filled = _filled(options, model, preset_flags(model, options.vram, options))
     if options.vram:
         _warn_of_more(filled, model, int(options.vram))
     return filled
@@ -77,7 +77,7 @@ def _for_free_memory(options: Train, model: Model, free: int | None) -> Train:
     if _needed(roomy, model, 32, model.resolution, model.num_frames) <= free:
         log.info("  --vram auto: %s are free, enough for the whole model", gib_text(free))
         return roomy
-    filled = {gib: _filled(options, model, preset_flags(model, str(gib))) for gib in model.presets}
+    filled = {gib: _filled(options, model, preset_flags(model, str(gib), options)) for gib in model.presets}
     needed = {gib: _needed_of(filled[gib], model, preset) for gib, preset in model.presets.items()}
     fitting = [gib for gib in filled if needed[gib] <= free]
     if not fitting:

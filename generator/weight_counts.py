@@ -34,6 +34,8 @@ class WeightCounts:
         largest_product: weights that are dequantised at once.
         kept_tensors: of N x d, beside those of N x f, that a block keeps for its backward pass where it is not
             recomputed; N tokens of a step.
+        own_tensors: of N x d that live at once while the gradient of self attention is taken, beside a block's input,
+            where the rest of the block goes in pieces; 0 where it never does.
     """
 
     block_linear: int
@@ -44,6 +46,7 @@ class WeightCounts:
     adapter: int
     largest_product: int
     kept_tensors: int
+    own_tensors: int = 0
 
     @property
     def block(self) -> int:
@@ -78,6 +81,7 @@ def _wan(model: Model) -> WeightCounts:
         adapter=squares * 2 * d + 2 * (d + f),
         largest_product=max(3 * d * d, d * f),
         kept_tensors=16,
+        own_tensors=13,
     )
 
 

@@ -35,8 +35,8 @@ from safetensors.torch import load, save
 from torch.utils.flop_counter import FlopCounterMode, addmm_flop
 
 from wangen.generator.errors import WangenError
-from wangen.runtime.fast import dit, dit_elementwise, products
-from wangen.runtime.fast.dit_norms import MixedLayerNorm
+from wangen.runtime.fast import dit, dit_elementwise, dit_norms, products
+from wangen.runtime.fast.dit_norms import MixedLayerNorm, rms_rotary, rms_rotary_back
 from wangen.runtime.memory import quantize as quantize_module
 from wangen.runtime.memory.quantize import FORMS, QuantLinear, quantize_blocks
 from wangen.runtime.memory.swap import BlockSwap
@@ -299,6 +299,22 @@ def test_batches_of_different_shapes_in_one_sequence_do_not_see_each_other(name:
              for one in passes]  # fmt: skip
     assert max(max_abs(one.detach(), other.detach()) for one, other in zip(together, apart, strict=True)) < 1e-5
     assert largest_error(gradients(together), gradients(apart)) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("with_table", [True, False])
+def test_norms_of_many_tokens_go_in_parts(dtype: torch.dtype, with_table: bool, monkeypatch: pytest.MonkeyPatch):
+    """Of two items, whose positions are the same; rows may be apart."""
+    inputs, gradient = torch.randn(2, 14, 32, dtype=dtype).unbind()
+    weight, table = torch.randn(2, 8), torch.randn(7, 4, dtype=torch.complex64) if with_table else None
+    both = torch.cat([inputs, gradient], 1)[:, :16]
+    output, roots = rms_rotary(both, weight, table, 1e-6)
+    slopes = rms_rotary_back(gradient[:, :16], both, roots, weight, table)
+    monkeypatch.setattr(dit_norms, "MOST_ROWS", 3)
+    parts, part_roots = rms_rotary(both, weight, table, 1e-6)
+    assert torch.equal(parts, output)
+    assert torch.equal(part_roots, roots)
+    assert torch.equal(rms_rotary_back(gradient[:, :16], both, roots, weight, table), slopes)
 
 
 def test_a_layer_norm_in_mixed_precision_keeps_its_input_as_it_came():

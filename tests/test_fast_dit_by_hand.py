@@ -1,17 +1,36 @@
 """Blocks of Wan as one function of autograd, and products by oneDNN: the numbers are those of the other ways."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from fast_dit import adapted, exact, fast, inputs_of, largest_error, same, step, vectors_model
 from parity import DITS, max_abs, rel_rms
 
-from wangen.runtime.fast import products
+from wangen.runtime.fast import dit, products
 from wangen.runtime.fast.dit_by_hand import BlockByHand
+from wangen.runtime.fast.dit_token_wise import TokenWise
 from wangen.runtime.memory.swap import BlockSwap
 from wangen.runtime.models.compute import Tricks
 from wangen.runtime.models.inputs import Inputs
+
+
+def count_calls(patch: pytest.MonkeyPatch, owner: type, *names: str) -> dict[str, int]:
+    """How often each of a class's methods is called from now on."""
+    calls = dict.fromkeys(names, 0)
+
+    def counted(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any, **more: Any) -> Any:
+            calls[name] += 1
+            return method(*given, **more)
+
+        return call
+
+    for name in names:
+        patch.setattr(owner, name, counted(name, getattr(owner, name)))
+    return calls
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
@@ -25,13 +44,52 @@ def test_a_block_by_hand_is_the_same_as_its_pieces(
     model = adapted(vectors_model(name, dtype), **({"targets": targets} if targets else {}))
     inputs = inputs_of(name, batch=batch)
     wanted_output, wanted = step(model, fast(model, tricks=Tricks(by_hand=False)), inputs)
-    forward, calls = BlockByHand.forward, []
-    monkeypatch.setattr(BlockByHand, "forward", lambda *given, **more: calls.append(1) or forward(*given, **more))
+    calls = count_calls(monkeypatch, BlockByHand, "forward", "recomputed_back")
     output, gradients = step(model, fast(model, checkpointing=checkpointing), inputs)
-    assert len(calls) == (1 if checkpointing == "none" else 2) * len(model.blocks)
+    assert calls == {"forward": len(model.blocks), "recomputed_back": (checkpointing != "none") * len(model.blocks)}
     bound = 1e-6 if dtype == torch.float32 else 1e-2
     assert rel_rms(output, wanted_output) < bound
     assert largest_error(gradients, wanted) < (1e-5 if dtype == torch.float32 else 0.05)
+
+
+@pytest.mark.parametrize("count", [2, 3, 8])
+@pytest.mark.parametrize("batch", [1, 2, 3])
+@pytest.mark.parametrize(("name", "dtype"), [*((name, torch.float32) for name in DITS), ("dit_i2v21", torch.bfloat16)])
+def test_tokens_in_pieces_are_the_same_as_all_at_once(
+    name: str, dtype: torch.dtype, batch: int, count: int, monkeypatch: pytest.MonkeyPatch
+):
+    """Pieces of whole items and of parts of one, of one run of tokens that share a timestep and of several."""
+    inputs = inputs_of(name, batch=batch)
+
+    def found(**ways: Any) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+        model = adapted(vectors_model(name, dtype))
+        swap = BlockSwap(model, len(model.blocks), torch.device("cpu")) if ways.pop("swapped", False) else None
+        return step(model, fast(model, swap, **ways), inputs)
+
+    wanted_output, wanted = found(tricks=Tricks(pieces=False))
+    monkeypatch.setattr(dit, "num_token_pieces", lambda *_: count)
+    calls = count_calls(monkeypatch, TokenWise, "back")
+    output, gradients = found()
+    assert calls["back"] >= 2 * min(count, batch)
+    assert rel_rms(output, wanted_output) < (1e-6 if dtype == torch.float32 else 1e-2)
+    assert largest_error(gradients, wanted) < (1e-5 if dtype == torch.float32 else 0.05)
+    for ways in ({"checkpointing": "full", "swapped": True}, {"checkpointing": "selective", "offload": True}):
+        assert same(found(**ways), (output, gradients)), "the same bytes however blocks are recomputed"
+    with torch.no_grad():
+        assert torch.equal(inputs(fast(adapted(vectors_model(name, dtype)))), output)
+
+
+def test_pieces_that_no_gradient_reaches_keep_nothing(monkeypatch: pytest.MonkeyPatch):
+    """With an adapter in the last block's feed forward alone."""
+    monkeypatch.setattr(dit, "num_token_pieces", lambda *_: 3)
+    inputs, last = inputs_of("dit_t2v21"), r".*blocks\.1\.ffn\.net\.2"
+    model = adapted(vectors_model("dit_t2v21"), targets=last)
+    wanted_output, wanted = step(model, fast(model, tricks=Tricks(by_hand=False)), inputs)
+    for checkpointing in ("none", "full"):
+        monkeypatch.setattr(TokenWise, "_look_back", lambda *_: pytest.fail("nothing is trained there"))
+        output, gradients = step(model, fast(model, checkpointing=checkpointing), inputs)
+        assert rel_rms(output, wanted_output) < 1e-6
+        assert largest_error(gradients, wanted) < 1e-5
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from wangen.runtime.fast import dit_checkpoint, products
-from wangen.runtime.fast.dit_by_hand import BlockByHand
+from wangen.runtime.fast.dit_by_hand import BlockByHand, Kept
 from wangen.runtime.fast.host_copies import HostCopies, HostCopy
 from wangen.runtime.memory.quantize import QuantLinear, quantize_blocks
 from wangen.runtime.memory.swap import BlockSwap
@@ -121,19 +121,20 @@ def test_no_frozen_weight_of_a_block_is_held_for_the_backward_pass(by_hand: bool
     step(model, velocity, inputs)  # after which the weights stay where they are
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     saved: list[torch.Tensor] = []
-    lists: list[Any] = []
+    beside: list[Kept] = []
     forward = BlockByHand.forward
 
-    def noted(block: BlockByHand, hidden: torch.Tensor, kept: Any, **more: Any) -> torch.Tensor:
-        lists.append(kept)
+    def noted(block: BlockByHand, hidden: torch.Tensor, kept: Kept, **more: Any) -> torch.Tensor:
+        beside.append(kept)
         return forward(block, hidden, kept, **more)
 
     monkeypatch.setattr(BlockByHand, "forward", noted)
     with torch.autograd.graph.saved_tensors_hooks(lambda one: saved.append(one) or one, lambda one: one):
         output = inputs(velocity).sum()
-    held = [one for one in [*saved, *tree_leaves(lists)] if isinstance(one, torch.Tensor)]
+    by_block = [(kept.own, kept.pieces, [vars(look) for look in kept.looks]) for kept in beside]
+    held = [one for one in [*saved, *tree_leaves(by_block)] if isinstance(one, torch.Tensor)]
     assert output.requires_grad
-    assert bool(lists) == by_hand
+    assert bool(beside) == by_hand
     assert len(held) > 10 * len(model.blocks)
     found = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in held}
     blocks = sum(p.numel() * 4 for p in model.blocks.parameters() if p.ndim == 2)

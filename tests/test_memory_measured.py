@@ -9,6 +9,7 @@ from live import Live
 from peft import LoraConfig
 
 from wangen import profiles
+from wangen.generator import memory
 from wangen.generator.weight_counts import weight_counts
 from wangen.runtime.fast.attention import choose_kernel
 from wangen.runtime.fast.dit import FastWan
@@ -83,6 +84,30 @@ def test_the_live_set_of_a_block_is_below_the_formula_and_near_it(name):
     measured = peak_rows(name, 2) - 2
     assert 0.8 * formula < measured < formula + 2  # beside it: the first block's input and the loss's gradient
     assert peak_rows(name, 2, free_blocks=1) <= measured + 2 + 0.01, "the last block is free to keep everything"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("free_blocks", [0, 1])
+@pytest.mark.parametrize("count", [2, 4, 8])
+def test_in_pieces_it_is_a_smaller_live_set_as_the_formula_says(count, free_blocks, monkeypatch):
+    """The blocks' inputs are counted apart, as what is kept."""
+    monkeypatch.setattr(memory, "PIECE_FLOP", 2 * TOKENS * DIM * FFN / count)
+    model = profiles.model("t2v-1.3B")
+    here = replace(model, transformer=replace(model.transformer, dim=DIM, ffn_dim=FFN, num_layers=2))
+    settings = memory.MemorySettings(float32=True, free_blocks=free_blocks)
+    formula = memory.memory_plan(here, settings, tokens=TOKENS).parts["one block's backward pass"] / ROW
+    measured = peak_rows("t2v-1.3B", 2, free_blocks=free_blocks) - (2 - free_blocks)
+    assert formula < 0.95 * (kept_tensors("t2v-1.3B") + 4 * FFN / DIM)
+    assert 0.9 * formula < measured < formula + 1  # beside it: texts, tables of positions, the latents
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 8])
+def test_a_block_that_is_not_recomputed_keeps_no_more_in_pieces(count, monkeypatch):
+    monkeypatch.setattr(memory, "PIECE_FLOP", 2 * TOKENS * DIM * FFN / count)
+    few, many = (peak_rows("t2v-1.3B", layers, checkpointing="none") for layers in (2, 5))
+    per_block = kept_tensors("t2v-1.3B") - 1 + 2 * FFN / DIM
+    assert 0.85 * per_block < (many - few) / 3 < 1.03 * per_block
 
 
 @pytest.mark.slow

@@ -120,6 +120,15 @@ def test_a_flag_that_is_given_wins_over_the_preset(tmp_path):
         assert (train.quantize, train.blocks_to_swap, train.checkpointing) == ("nf4", 7, preset.checkpointing)
 
 
+def test_an_adapter_that_needs_more_memory_swaps_more_blocks_than_the_preset(tmp_path):
+    place = made(tmp_path, 'model = "t2v-1.3B"\n[steps.train]\nvram = "8"\nnetwork_module = "lokr"\n')
+    preset = profiles.model("t2v-1.3B").presets[8]
+    for steps in spoken(place).values():
+        train = steps[-2]
+        assert train.blocks_to_swap > preset.blocks_to_swap
+        assert train.checkpointing == preset.checkpointing
+
+
 def test_auto_is_left_to_the_machine_that_trains(tmp_path):
     place = made(tmp_path, '[steps.train]\nvram = "auto"\n')
     for steps in spoken(place).values():

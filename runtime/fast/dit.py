@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from wangen.generator.memory import num_token_pieces
 from wangen.runtime.fast.attention import Kernel
 from wangen.runtime.fast.dit_blocks import Block, Tokens, linears_of
 from wangen.runtime.fast.dit_checkpoint import BlockSwap, Passage
@@ -26,6 +27,7 @@ from wangen.runtime.fast.dit_elementwise import FUSED
 from wangen.runtime.fast.dit_linear import drops
 from wangen.runtime.fast.dit_shared import FastModel
 from wangen.runtime.fast.dit_text import text_rows
+from wangen.runtime.fast.dit_token_wise import cut
 from wangen.runtime.libraries import LoraLinear, WanTransformer3DModel
 from wangen.runtime.models.compute import Compute
 from wangen.runtime.models.inputs import Controls, Inputs, require_width, with_condition
@@ -191,7 +193,13 @@ class FastWan(FastModel):
             text=embedder.text_embedder(rows.rows),
             text_bias=rows.bias,
             images=images,
+            pieces=cut(num_tokens, times.runs, self._num_pieces(sum(num_tokens)) if alike else 1),
         )
+
+    def _num_pieces(self, num_tokens: int) -> int:
+        config = self._transformer.config
+        dim = config.num_attention_heads * config.attention_head_dim
+        return num_token_pieces(num_tokens, dim, config.ffn_dim) if self._compute.tricks.pieces else 1
 
     def _pad_copies(self) -> int:
         """Keys that stand for a text's padding; 0 keeps every row, as where each loses other numbers to dropout."""

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from wangen.runtime.fast.attention import Kernel, Stash
-from wangen.runtime.fast.dit_by_hand import BlockByHand, Other
+from wangen.runtime.fast.dit_by_hand import BlockByHand
 from wangen.runtime.fast.dit_elementwise import FUSED, Elementwise, Modulation
 from wangen.runtime.fast.dit_linear import Layers
 from wangen.runtime.fast.dit_shared import StepBlock, lay_together
+from wangen.runtime.fast.dit_token_wise import Other, Piece, TokenWise
 from wangen.runtime.libraries import WanTransformerBlock
 from wangen.runtime.memory.swap import spread
 from wangen.runtime.models.compute import Tricks
@@ -35,6 +36,7 @@ class Tokens:
         text: (B, L, D) projected rows of text.
         text_bias: (B, 1, 1, L) or None.
         images: (B, tokens, D) projected image tokens of Wan 2.1 image-to-video, or None.
+        pieces: what of the tokens goes through the second half of a block together.
     """
 
     items: tuple[int, ...]
@@ -43,6 +45,7 @@ class Tokens:
     text: Tensor
     text_bias: Tensor | None
     images: Tensor | None
+    pieces: tuple[Piece, ...]
 
     def to(self, dtype: torch.dtype) -> "Tokens":
         """The same with what the layers read in another dtype."""
@@ -189,9 +192,10 @@ class Block(StepBlock):
             others.append(Other("image", beside.images, other.norm_added_k, None))
         else:
             groups.pop("image", None)  # Wan 2.1 image-to-video may be trained without
+        second = TokenWise(self._block, groups, numbers, others, self._kernel, tokens.pieces)
         return BlockByHand(
-            self._block, groups, numbers, len(tokens.items), tokens.runs, tokens.rotations, others, self._kernel,
-            self._stash,
+            self._block, groups, numbers, len(tokens.items), tokens.runs, tokens.rotations, self._kernel, self._stash,
+            second,
         )  # fmt: skip
 
     def _self_attention(self, normed: Tensor) -> Tensor:

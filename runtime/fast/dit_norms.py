@@ -8,7 +8,7 @@ Letters in shapes: T tokens of all items, N tokens of one, D width of the model,
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +18,10 @@ from torch import Tensor
 from wangen.runtime.fast.dit_functions import cast
 
 log = logging.getLogger("wangen")
+
+MOST_ROWS = 4096
+"""Of long clips so many tokens at a time are normed and turned by PyTorch's operations: their copies in float32 would
+be half of what a block needs."""
 
 Moments = tuple[Tensor, Tensor]
 """Of a layer norm's tokens: means and reciprocal deviations, (T, 1) each."""
@@ -139,6 +143,16 @@ def rms_rotary(inputs: Tensor, weight: Tensor, table: Tensor | None, eps: float)
     if kernels is not None:
         found: tuple[Tensor, Tensor] = kernels.rms_rotary(inputs, weight, table, eps)
         return found
+    if len(inputs) > MOST_ROWS:
+        output, roots = torch.empty(inputs.shape, dtype=inputs.dtype, device=inputs.device), []
+        for rows, angles in _in_parts(len(inputs), table):
+            output[rows], root = _rms_rotary(inputs[rows], weight, angles, eps)
+            roots.append(root)
+        return output, torch.cat(roots)
+    return _rms_rotary(inputs, weight, table, eps)
+
+
+def _rms_rotary(inputs: Tensor, weight: Tensor, table: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     width = weight.shape[-1]
     wide = torch.unflatten(inputs.float(), 1, (-1, width))
     mean_square = torch.linalg.vector_norm(wide, dim=2, keepdim=True).square_().div_(width)
@@ -157,6 +171,17 @@ def rms_rotary_back(
     if kernels is not None:
         slope: Tensor = kernels.rms_rotary_back(gradient, inputs, reciprocal, weight, table)
         return slope
+    if len(inputs) > MOST_ROWS:
+        slopes = torch.empty(inputs.shape, dtype=inputs.dtype, device=inputs.device)
+        for rows, angles in _in_parts(len(inputs), table):
+            slopes[rows] = _rms_rotary_back(gradient[rows], inputs[rows], reciprocal[rows], weight, angles)
+        return slopes
+    return _rms_rotary_back(gradient, inputs, reciprocal, weight, table)
+
+
+def _rms_rotary_back(
+    gradient: Tensor, inputs: Tensor, reciprocal: Tensor, weight: Tensor, table: Tensor | None
+) -> Tensor:
     width = weight.shape[-1]
     turned = gradient.float().contiguous()
     if table is None:
@@ -167,6 +192,15 @@ def rms_rotary_back(
     wide = torch.unflatten(inputs.float(), 1, (-1, width))
     along = torch.linalg.vecdot(turned, wide)[..., None].mul_(reciprocal.pow(3)).div_(width)
     return cast(turned.mul_(reciprocal).addcmul_(wide, along, value=-1).flatten(1), inputs.dtype)
+
+
+def _in_parts(num_rows: int, table: Tensor | None) -> Iterator[tuple[slice, Tensor | None]]:
+    """At most `MOST_ROWS` tokens at a time, of one item, and their part of the positions' table (N, …)."""
+    length = num_rows if table is None else len(table)
+    for item in range(0, num_rows, length):
+        for start in range(0, length, MOST_ROWS):
+            stop = min(start + MOST_ROWS, length)
+            yield slice(item + start, item + stop), None if table is None else table[start:stop]
 
 
 class RmsRotary(torch.autograd.Function):

@@ -17,6 +17,8 @@ class Tricks:
         grouped: q, k and v (k and v of the text) are one product, with one for the three adapters' first halves.
         fused_norms: adaLN as one layer norm, RMS norm and rotary embedding as one function.
         by_hand: a block of Wan is one function of autograd, where `grouped` and `fused_norms` are taken as well.
+        pieces: of long clips, what comes after self attention in a block by hand is done for a part of the tokens at a
+            time.
     """
 
     collapse_text: bool = True
@@ -25,6 +27,7 @@ class Tricks:
     grouped: bool = True
     fused_norms: bool = True
     by_hand: bool = True
+    pieces: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
