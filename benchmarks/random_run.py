@@ -56,10 +56,10 @@ def num_image_tokens(model: Model) -> int:
 
 def options_of(model: Model, flags: Mapping[str, Any], device: torch.device) -> Train:
     """The flags of a run, with what presets and defaults say filled in."""
-    given = {"network_dim": 32, **flags}
+    given = {"network_dim": 32, "mixed_precision": "bf16", **flags}
     options = Train(
         dataset_config=NO_WEIGHTS, dit=NO_WEIGHTS, dit_high_noise=NO_WEIGHTS if model.experts else None,
-        output_dir=NO_WEIGHTS.parent, output_name="speed", task=model.name, mixed_precision="bf16",
+        output_dir=NO_WEIGHTS.parent, output_name="speed", task=model.name,
         network_alpha=float(given["network_dim"]), **given,
     )  # fmt: skip
     return resolved(options, model, device)
