@@ -231,7 +231,8 @@ def gathered_bytes(row: Row) -> int:
 def pass_bytes(row: Row) -> int:
     """What the pass of a video keeps and needs, by the formula of the presets, with its reserve."""
     model, clip = profiles.model(row.task), clip_of(row.task)
-    parts = memory_plan(model, MemorySettings(rank=0), tokens=tokens_of(model, clip[:2], clip[2])).parts
+    settings = MemorySettings(rank=0, by_hand=row.trains != "full")
+    parts = memory_plan(model, settings, tokens=tokens_of(model, clip[:2], clip[2])).parts
     in_bfloat16 = 0 if row.trains == "full" and row.way != "ddp" else row.counted.held["trained weights"] // 2
     return sum(size for name, size in parts.items() if name != "weights that stay") + in_bfloat16
 
