@@ -19,7 +19,8 @@ from wangen.generator.after_training import after_training
 from wangen.generator.commands import build
 from wangen.generator.footage import CLIPS, cut_footage, seen_from
 from wangen.generator.lock import RUN_LOCK
-from wangen.generator.memory import PLAIN_MEMORY, preset_flags
+from wangen.generator.memory import PLAIN_MEMORY, memory_of
+from wangen.generator.memory_presets import with_preset
 from wangen.generator.prepare_steps import Preprocess
 from wangen.generator.resolutions import resolution_name
 from wangen.generator.scripts import Bundle
@@ -331,7 +332,7 @@ def _memory(model: Model, told: Mapping[str, Any], paths: Mapping[str, str]) -> 
     names = {option.name for option in options(Train)}
     train = build(Train, {name: value for name, value in {**paths, **told}.items() if name in names})
     assert isinstance(train, Train)
-    return {**PLAIN_MEMORY, **preset_flags(model, str(vram), train)}
+    return memory_of(with_preset(train, model, str(vram)))
 
 
 def posix_paths(step: Step) -> Step:

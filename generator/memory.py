@@ -6,14 +6,14 @@ the list of its tensors.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 from wangen.generator.adapter_settings import settings_of_flags
 from wangen.generator.errors import UsageError
 from wangen.generator.steps import Train
-from wangen.generator.weight_counts import weight_counts
+from wangen.generator.weight_counts import OWN_TENSORS, weight_counts
 from wangen.profiles import Model, Preset
 
 GIB = 1 << 30
@@ -38,11 +38,9 @@ CARD_SHARE = 15 / 16
 MOMENT_BYTES = {"AdamW8bit": 2, "Adafactor": 0, "SGD": 0, "Lion": 4, "Prodigy": 16}
 """What optimizers keep for each trained weight, by the name of their class; 8 of all others, as of AdamW."""
 
-PIECE_FLOP = 300e9
-"""The work of one product inside the feed-forward layers from which on a piece of the tokens keeps any GPU busy while
-the next one is started: half a millisecond of a fast one."""
-
-MOST_PIECES = 8
+PIECE_NUMBERS = 3 << 28
+"""What may live while the gradients of a block's second half are taken, in numbers: 1.5 GiB in half precision. Beyond
+that tokens go in pieces, but in no more than self attention, which takes them all at once, makes worth it."""
 
 WAITING = 3
 """Tensors on the device for all those that wait in host memory: one in use, one on its way each way."""
@@ -205,38 +203,40 @@ def _of_a_block(model: Model, settings: MemorySettings, tokens: int, *, is_free:
     """Bytes that a block keeps which is not recomputed, and the most that lives while a block's gradient is taken.
 
     A block keeps k N d + 2 N f numbers (k: `WeightCounts.kept_tensors`), and there are 2 N f more while its gradient is
-    computed. With p pieces it keeps one N d less, and where it is recomputed there live 10 N d + (8 N d + 4 N f) / p at
-    the second half, or s N d at self attention (s: `WeightCounts.own_tensors`), and in half precision 2 N d more for
-    the sums in float32 of its kernels.
+    computed. In pieces, the second half of a block that is recomputed needs no more than self attention, s N d (s:
+    `WeightCounts.own_tensors`), or `PIECE_NUMBERS`. Neither number falls with more tokens, although these go in more
+    pieces: a smaller batch of the same run needs no more.
 
     Args:
         model: the model profile.
         settings: the choices.
-        tokens: of a step.
+        tokens: of the largest step.
         is_free: not every block is recomputed; the last one is not.
     """
     sizes, counts = model.transformer, weight_counts(model)
     row, wide_row = (tokens * width * settings.wide for width in (sizes.dim, sizes.ffn_dim))
-    pieces = num_token_pieces(tokens, sizes.dim, sizes.ffn_dim) if settings.by_hand and counts.own_tensors else 1
     kept = counts.kept_tensors * row + 2 * wide_row
-    if pieces == 1:
-        return kept, kept + 2 * wide_row
-    kept -= row
-    if is_free:
-        return kept, kept + 2 * row + (row + 2 * wide_row) // pieces
-    own = (counts.own_tensors + (0 if settings.float32 else 2)) * row
-    return kept, max(own, 10 * row + (8 * row + 4 * wide_row) // pieces)
+    at_once = kept + 2 * wide_row
+    if not settings.by_hand or not counts.own_tensors or num_token_pieces(tokens, sizes.dim, sizes.ffn_dim) == 1:
+        return kept, at_once
+    at_most = min(at_once, max(counts.own_tensors * row, PIECE_NUMBERS * settings.wide))
+    if is_free:  # beside what it keeps there is little more than two tensors, and of two pieces half of the rest
+        at_most = max(at_most, min(at_once, kept + 2 * row + wide_row))
+    return kept, at_most
 
 
 def num_token_pieces(num_tokens: int, dim: int, ffn_dim: int) -> int:
     """Into how many pieces the tokens of a step go for what follows self attention in a block by hand.
 
-    More of them take less memory, but fewer are started sooner.
+    Beside 10 N d numbers there are (8 N d + 4 N f) / p while a piece's gradients are taken: as few pieces as keep this
+    below what self attention needs, or below `PIECE_NUMBERS`. Short clips and pictures are one piece, for each costs
+    time to start.
 
-    >>> num_token_pieces(32760, 5120, 13824), num_token_pieces(32760, 1536, 8960), num_token_pieces(1024, 5120, 13824)
-    (8, 3, 1)
+    >>> num_token_pieces(32760, 5120, 13824), num_token_pieces(32760, 1536, 8960), num_token_pieces(4096, 5120, 13824)
+    (4, 6, 1)
     """
-    return max(1, min(MOST_PIECES, int(2 * num_tokens * dim * ffn_dim // PIECE_FLOP)))
+    stays, divided = 10 * num_tokens * dim, num_tokens * (8 * dim + 4 * ffn_dim)
+    return max(1, -(-divided // (max(OWN_TENSORS * num_tokens * dim, PIECE_NUMBERS) - stays)))
 
 
 def num_trained(model: Model, settings: MemorySettings) -> int:
@@ -323,11 +323,8 @@ def preset_of(model: Model, vram: str) -> Preset:
     return preset
 
 
-def preset_flags(model: Model, vram: str | None, options: Train | None = None) -> dict[str, Any]:
+def preset_flags(model: Model, vram: str | None) -> dict[str, Any]:
     """The flags of the training step that `--vram` stands for; none for `auto`, which is decided where it trains.
-
-    The presets are made for plain LoRAs. Where `options` train in another way, which takes more memory for a block, as
-    many blocks more are swapped as the preset's clips then need, or all.
 
     Raises:
         UsageError: the model has no such preset.
@@ -335,36 +332,10 @@ def preset_flags(model: Model, vram: str | None, options: Train | None = None) -
     if vram in (None, "auto"):
         return {}
     preset = preset_of(model, str(vram))
-    at_once = options is not None and not _is_by_hand(options)
-    swapped = _swapped_at_once(model, preset, int(str(vram))) if at_once else preset.blocks_to_swap
     return {
         "quantize": preset.quantize,
-        "blocks_to_swap": swapped,
+        "blocks_to_swap": preset.blocks_to_swap,
         "checkpointing": preset.checkpointing,
         "checkpointing_free_blocks": preset.checkpointing_free_blocks,
         "gradient_checkpointing_cpu_offload": preset.gradient_checkpointing_cpu_offload,
     }
-
-
-def _swapped_at_once(model: Model, preset: Preset, gib: int) -> int:
-    """How many blocks are swapped where blocks take their tokens all at once: the fewest that fit, or all."""
-    most = model.transformer.num_layers - preset.checkpointing_free_blocks
-    tokens = tokens_of(model, preset.resolution, preset.num_frames)
-    settings = replace(preset_settings(preset), by_hand=False)
-    for swapped in range(preset.blocks_to_swap, most):
-        plan = memory_plan(model, replace(settings, blocks_to_swap=swapped), tokens=tokens)
-        if plan.device <= usable_bytes(gib * GIB):
-            return swapped
-    return most
-
-
-def preset_settings(preset: Preset) -> MemorySettings:
-    """A preset's choices, with the rank that it is made for."""
-    return MemorySettings(
-        quantize=preset.quantize,
-        blocks_to_swap=preset.blocks_to_swap,
-        checkpointing=preset.checkpointing,
-        free_blocks=preset.checkpointing_free_blocks,
-        offload=preset.gradient_checkpointing_cpu_offload,
-        rank=preset.network_dim,
-    )

@@ -97,7 +97,9 @@ def fitting_flags(
         {"quantize": "nf4"},
     ]
     for rung in rungs:
-        options = replace(options, **{name: value for name, value in rung.items() if name in changeable})
+        changed = replace(options, **{name: value for name, value in rung.items() if name in changeable})
+        if needed(changed) < needed(options):  # a last block that is free costs nothing where tokens go all at once
+            options = changed
         if needed(options) <= available:
             break
     else:

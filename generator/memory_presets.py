@@ -12,6 +12,7 @@ from wangen.generator.memory import (
     gib_text,
     memory_plan,
     preset_flags,
+    preset_of,
     settings_of,
     tokens_of,
     usable_bytes,
@@ -45,10 +46,38 @@ def resolve_vram(options: Train, model: Model, free: int | None) -> Train:
                          cure="give --quantize int8 or nf4 where the card is small")  # fmt: skip
     if options.vram == "auto":
         return _for_free_memory(options, model, free)
-    filled = _filled(options, model, preset_flags(model, options.vram, options))
-    if options.vram:
-        _warn_of_more(filled, model, int(options.vram))
+    if not options.vram:
+        return _filled(options, model, {})
+    filled = with_preset(options, model, options.vram)
+    _warn_of_more(filled, model, int(options.vram))
     return filled
+
+
+def with_preset(options: Train, model: Model, vram: str) -> Train:
+    """The options with the memory flags of a named card's preset; those that were given stay.
+
+    A preset is made for plain LoRAs of its rank. Where the options need more for its clips, as many blocks more are
+    swapped as that takes, or all.
+
+    Args:
+        options: of the training step.
+        model: its profile.
+        vram: a number, of gigabytes.
+
+    Raises:
+        UsageError: the model has no such preset.
+    """
+    preset, usable = preset_of(model, vram), usable_bytes(int(vram) * GIB)
+    filled = _filled(options, model, preset_flags(model, vram))
+    cannot = filled.train_mode == "full" or filled.plain or filled.checkpointing == "none"
+    if cannot or options.blocks_to_swap is not None:
+        return filled
+    most = model.transformer.num_layers - (filled.checkpointing_free_blocks or 0)
+    for swapped in range(filled.blocks_to_swap or 0, most):
+        found = replace(filled, blocks_to_swap=swapped)
+        if _needed_of(found, model, preset) <= usable:
+            return found
+    return replace(filled, blocks_to_swap=most)
 
 
 def _filled(options: Train, model: Model, flags: Mapping[str, Any]) -> Train:
@@ -77,7 +106,7 @@ def _for_free_memory(options: Train, model: Model, free: int | None) -> Train:
     if _needed(roomy, model, 32, model.resolution, model.num_frames) <= free:
         log.info("  --vram auto: %s are free, enough for the whole model", gib_text(free))
         return roomy
-    filled = {gib: _filled(options, model, preset_flags(model, str(gib), options)) for gib in model.presets}
+    filled = {gib: with_preset(options, model, str(gib)) for gib in model.presets}
     needed = {gib: _needed_of(filled[gib], model, preset) for gib, preset in model.presets.items()}
     fitting = [gib for gib in filled if needed[gib] <= free]
     if not fitting:

@@ -11,6 +11,11 @@ from wangen.profiles import Model
 FREQUENCIES = 256  # sinusoids of a timestep
 LATENTS_PER_TOKEN = 4  # 1x2x2 latent cells
 
+OWN_TENSORS = 15
+"""Queries and keys before and after their norm, values and attention's output are 6; the gradients of queries, keys,
+values, attention's output, the second half's input and the block's output another 6; what is small beside them one
+more; and kernels in half precision add up the queries' gradient in float32, which is 2."""
+
 UMT5_DIM = 4096
 CLIP_DIM = 1280  # ViT-H
 CLIP_TOKENS = 257  # of an image
@@ -35,7 +40,7 @@ class WeightCounts:
         kept_tensors: of N x d, beside those of N x f, that a block keeps for its backward pass where it is not
             recomputed; N tokens of a step.
         own_tensors: of N x d that live at once while the gradient of self attention is taken, beside a block's input,
-            where the rest of the block goes in pieces; 0 where it never does.
+            where the rest of the block can go in pieces; 0 where it cannot.
     """
 
     block_linear: int
@@ -81,7 +86,7 @@ def _wan(model: Model) -> WeightCounts:
         adapter=squares * 2 * d + 2 * (d + f),
         largest_product=max(3 * d * d, d * f),
         kept_tensors=16,
-        own_tensors=13,
+        own_tensors=OWN_TENSORS,
     )
 
 

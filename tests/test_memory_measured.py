@@ -86,25 +86,31 @@ def test_the_live_set_of_a_block_is_below_the_formula_and_near_it(name):
     assert peak_rows(name, 2, free_blocks=1) <= measured + 2 + 0.01, "the last block is free to keep everything"
 
 
+def in_pieces(monkeypatch, count: int) -> None:
+    """The tokens of these tests go in so many pieces, at most in as many as make self attention the larger part: 5."""
+    monkeypatch.setattr(memory, "PIECE_NUMBERS", TOKENS * (10 * DIM + (8 * DIM + 4 * FFN) // count))
+    assert memory.num_token_pieces(TOKENS, DIM, FFN) == count
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("free_blocks", [0, 1])
-@pytest.mark.parametrize("count", [2, 4, 8])
+@pytest.mark.parametrize("count", [2, 3, 5])
 def test_in_pieces_it_is_a_smaller_live_set_as_the_formula_says(count, free_blocks, monkeypatch):
     """The blocks' inputs are counted apart, as what is kept."""
-    monkeypatch.setattr(memory, "PIECE_FLOP", 2 * TOKENS * DIM * FFN / count)
+    in_pieces(monkeypatch, count)
     model = profiles.model("t2v-1.3B")
     here = replace(model, transformer=replace(model.transformer, dim=DIM, ffn_dim=FFN, num_layers=2))
     settings = memory.MemorySettings(float32=True, free_blocks=free_blocks)
     formula = memory.memory_plan(here, settings, tokens=TOKENS).parts["one block's backward pass"] / ROW
     measured = peak_rows("t2v-1.3B", 2, free_blocks=free_blocks) - (2 - free_blocks)
     assert formula < 0.95 * (kept_tensors("t2v-1.3B") + 4 * FFN / DIM)
-    assert 0.9 * formula < measured < formula + 1  # beside it: texts, tables of positions, the latents
+    assert 0.85 * formula < measured < formula + 0.5  # beside it: texts, tables of positions, the latents
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [2, 8])
+@pytest.mark.parametrize("count", [2, 5])
 def test_a_block_that_is_not_recomputed_keeps_no_more_in_pieces(count, monkeypatch):
-    monkeypatch.setattr(memory, "PIECE_FLOP", 2 * TOKENS * DIM * FFN / count)
+    in_pieces(monkeypatch, count)
     few, many = (peak_rows("t2v-1.3B", layers, checkpointing="none") for layers in (2, 5))
     per_block = kept_tensors("t2v-1.3B") - 1 + 2 * FFN / DIM
     assert 0.85 * per_block < (many - few) / 3 < 1.03 * per_block

@@ -18,7 +18,6 @@ from wangen.generator.memory import (
     memory_plan,
     outer_bytes,
     preset_flags,
-    preset_settings,
     settings_of,
     tokens_of,
     usable_bytes,
@@ -45,7 +44,15 @@ def short(name: str) -> profiles.Model:
 
 def preset_plan(model: profiles.Model, preset: profiles.Preset) -> MemoryBudget:
     """The memory of a preset at the bucket and the rank that it is made for."""
-    return memory_plan(model, preset_settings(preset), tokens=tokens_of(model, preset.resolution, preset.num_frames))
+    settings = MemorySettings(
+        quantize=preset.quantize,
+        blocks_to_swap=preset.blocks_to_swap,
+        checkpointing=preset.checkpointing,
+        free_blocks=preset.checkpointing_free_blocks,
+        offload=preset.gradient_checkpointing_cpu_offload,
+        rank=preset.network_dim,
+    )
+    return memory_plan(model, settings, tokens=tokens_of(model, preset.resolution, preset.num_frames))
 
 
 def on_meta(model: profiles.Model, dtype: torch.dtype = torch.bfloat16) -> torch.nn.Module:
@@ -209,25 +216,55 @@ def test_the_documented_table_is_that_of_the_profiles(model, gib):
     assert f"| {' | '.join(map(str, cells))} |\n" in text
 
 
-OTHER_WAYS = {"lokr": {"network_module": "lokr"}, "dora": {"dora": True}, "dropout": {"network_dropout": 0.1},
-              "compiled": {"compile": True}, "by argument": {"network_args": ("use_dora=True",)}}  # fmt: skip
+OTHER_WAYS = {
+    "lokr": {"network_module": "lokr"}, "dora": {"dora": True}, "dropout": {"network_dropout": 0.1},
+    "compiled": {"compile": True}, "by argument": {"network_args": ("use_dora=True",)},
+    "of rank 64": {"network_dim": 64}, "of LoHa with an average": {"network_module": "loha", "ema_decay": 0.99},
+    "with free blocks": {"checkpointing_free_blocks": 5},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("way", OTHER_WAYS)
 @pytest.mark.parametrize(("model", "gib"), PRESETS, ids=lambda value: getattr(value, "name", value))
-def test_what_does_not_go_in_pieces_swaps_more_blocks_as_far_as_there_are(model, gib, way):
-    preset, options = model.presets[gib], train(task=model.name, network_dim=model.presets[gib].network_dim)
-    assert preset_flags(model, str(gib), options) == preset_flags(model, str(gib))
-    flags = preset_flags(model, str(gib), replace(options, **OTHER_WAYS[way]))
-    assert flags == preset_flags(model, str(gib)) | {"blocks_to_swap": flags["blocks_to_swap"]}
-    tokens = tokens_of(model, preset.resolution, preset.num_frames)
-    settings = replace(preset_settings(preset), by_hand=False, blocks_to_swap=flags["blocks_to_swap"])
-    fits = memory_plan(model, settings, tokens=tokens).device <= usable_bytes(gib * GIB)
-    assert fits or settings.blocks_to_swap + settings.free_blocks == model.transformer.num_layers
-    if settings.blocks_to_swap > max(2, preset.blocks_to_swap):
-        fewer = replace(settings, blocks_to_swap=settings.blocks_to_swap - 1)
-        assert memory_plan(model, fewer, tokens=tokens).device > usable_bytes(gib * GIB)
-    assert memory_flags(resolve_vram(replace(options, vram=str(gib), **OTHER_WAYS[way]), model, None)) == flags
+def test_what_needs_more_than_a_preset_swaps_more_blocks_as_far_as_there_are(model, gib, way):
+    preset, options = model.presets[gib], train(task=model.name, vram=str(gib))
+    assert memory_flags(resolve_vram(options, model, None)) == preset_flags(model, str(gib))
+    found = resolve_vram(replace(options, **OTHER_WAYS[way]), model, None)
+    swapped, given = (
+        found.blocks_to_swap,
+        {name: OTHER_WAYS[way][name] for name in OTHER_WAYS[way] if name in PLAIN_MEMORY},
+    )
+    assert memory_flags(found) == preset_flags(model, str(gib)) | given | {"blocks_to_swap": swapped}
+    rank = max(preset.network_dim, found.network_dim)
+
+    def needed(blocks: int) -> int:
+        settings = replace(settings_of(found), rank=rank, blocks_to_swap=blocks)
+        return memory_plan(model, settings, tokens=tokens_of(model, preset.resolution, preset.num_frames)).device
+
+    free = found.checkpointing_free_blocks
+    assert needed(swapped) <= usable_bytes(gib * GIB) or swapped + free == model.transformer.num_layers
+    if swapped > max(2, preset.blocks_to_swap):
+        assert needed(swapped - 1) > usable_bytes(gib * GIB)
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+@pytest.mark.parametrize(
+    "way",
+    [
+        {},
+        {"free_blocks": 2},
+        {"checkpointing": "none"},
+        {"by_hand": False},
+        {"float32": True},
+        {"checkpointing": "selective", "offload": True},
+    ],
+    ids=str,
+)
+def test_more_tokens_never_need_less_memory(model, way):
+    """So what fits the largest batch of a run fits all, although more tokens may go in more pieces."""
+    settings = MemorySettings(**way)
+    needed = [memory_plan(model, settings, tokens=tokens).device for tokens in range(256, 80000, 97)]
+    assert needed == sorted(needed)
 
 
 def test_an_unknown_preset_or_key_is_refused():
@@ -276,7 +313,10 @@ def test_a_card_gives_the_flags_of_its_preset_and_given_ones_win(gib):
     flags = preset_flags(T2V, gib)
     assert memory_flags(resolve_vram(train(vram=gib), T2V, None)) == flags
     given = {"quantize": "nf4", "gradient_checkpointing_cpu_offload": False}
-    assert memory_flags(resolve_vram(train(vram=gib, **given), T2V, None)) == flags | given
+    found = memory_flags(resolve_vram(train(vram=gib, **given), T2V, None))
+    assert found == flags | given | {"blocks_to_swap": found["blocks_to_swap"]}
+    fixed = given | {"blocks_to_swap": 5}
+    assert memory_flags(resolve_vram(train(vram=gib, **fixed), T2V, None)) == flags | fixed
     explicit = resolve_vram(train(**flags), T2V, None)
     assert memory_flags(explicit) == flags, "a script that carries the flags is the same run"
 
@@ -297,8 +337,8 @@ def test_what_other_flags_make_too_large_for_a_named_card_is_said(caplog):
         resolve_vram(train(vram=str(gib)), T2V, None)
         resolve_vram(train(vram=str(gib), quantize="nf4"), T2V, None)
     assert caplog.text == ""
-    for flags in ({"checkpointing": "none"}, {"train_mode": "full"}, {"plain": True}, {"network_dim": 128},
-                  {"mixed_precision": "no"}):  # fmt: skip
+    for flags in ({"checkpointing": "none"}, {"train_mode": "full"}, {"plain": True}, {"network_dim": 512},
+                  {"mixed_precision": "no", "blocks_to_swap": 6}):  # fmt: skip
         caplog.clear()
         options = resolve_vram(train(vram="24", **flags), T2V, None)
         (record,) = caplog.records
@@ -346,8 +386,7 @@ def test_auto_counts_the_flags_that_are_given(monkeypatch):
 @pytest.mark.parametrize("free_blocks", [1, 20, 40])
 def test_free_blocks_that_are_given_are_not_swapped(free_blocks):
     found = resolve_vram(train(vram="16", checkpointing_free_blocks=free_blocks), T2V, None)
-    swapped = min(T2V.presets[16].blocks_to_swap, 40 - free_blocks)
-    assert (found.blocks_to_swap, found.checkpointing_free_blocks) == (swapped, free_blocks)
+    assert (found.blocks_to_swap, found.checkpointing_free_blocks) == (40 - free_blocks, free_blocks)
     both = resolve_vram(train(vram="16", checkpointing_free_blocks=4, blocks_to_swap=40), T2V, None)
     assert both.blocks_to_swap == 40, "what is given is refused, not changed"
 

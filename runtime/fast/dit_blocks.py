@@ -152,7 +152,7 @@ class Block(StepBlock):
     def _run(self, hidden: Tensor, beside: Beside, *, valued: bool) -> Tensor:
         numbers = modulation(self._block, beside.conditions)
         if self._is_for_hand(beside):
-            return self._by_hand(numbers, beside)(hidden, valued=valued)
+            return self._by_hand(numbers, beside)(hidden)
         valued = valued or self.trains_numbers  # a gate that is trained looks at what it lets through
         runs, by = self._tokens.runs, self._elementwise
         normed = by.modulated(hidden, numbers.scale, numbers.shift, self._block.norm1.eps, runs)

@@ -83,14 +83,14 @@ class BlockByHand:
         self._second = second
         self.trained = [tensor for group in groups.values() for tensor in group.adapters.trained]
 
-    def __call__(self, hidden: Tensor, *, valued: bool) -> Tensor:
-        """(T, D) -> (T, D); where its value is not looked at, but for its gradients, it may be zeros."""
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """(T, D) -> (T, D)."""
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (hidden, *self.trained)):
-            output: Tensor = apply(_ByHand, hidden, self, valued, *self.trained)
+            output: Tensor = apply(_ByHand, hidden, self, *self.trained)
             return output
-        return self.forward(hidden, None, valued=valued)
+        return self.forward(hidden, None)
 
-    def forward(self, hidden: Tensor, kept: Kept | None, *, valued: bool, has_gradient: bool = True) -> Tensor:
+    def forward(self, hidden: Tensor, kept: Kept | None, *, has_gradient: bool = True) -> Tensor:
         """(T, D) -> (T, D). What `backward` needs is put into `kept`, unless that is None.
 
         That is nothing of those first parts of the block in which nothing is trained, if the input has no gradient.
@@ -102,7 +102,7 @@ class BlockByHand:
             of_piece: list[Any] | None = None if kept is None else []
             place = None if output is None else output[piece.tokens]
             part = second.forward(
-                middle[piece.tokens], piece, looks, of_piece, valued=valued, has_gradient=has_gradient, output=place
+                piece.of(middle, piece.tokens), piece, looks, of_piece, has_gradient=has_gradient, output=place
             )
             if kept is not None and of_piece is not None:
                 kept.pieces.append(of_piece)
@@ -149,7 +149,7 @@ class BlockByHand:
         middle, looks, has_gradient = self._first(hidden, kept, has_gradient=has_gradient)
         for piece in second.pieces:
             of_piece: list[Any] = []
-            part = middle[piece.tokens]
+            part = piece.of(middle, piece.tokens)
             second.forward(part, piece, looks, of_piece, valued=valued, has_gradient=has_gradient)
             yield of_piece
 
@@ -160,15 +160,17 @@ class BlockByHand:
         second, slopes = self._second, Slopes(self._groups)
         to_middle = None
         for of_piece, piece in zip(pieces, second.pieces, strict=True):
-            part = second.back(gradient[piece.tokens], piece, kept.looks, of_piece, slopes)
-            if part is None or len(second.pieces) == 1:
+            part = second.back(piece.of(gradient, piece.tokens), piece, kept.looks, of_piece, slopes)
+            if part is None or piece.is_all:
                 to_middle = part
                 continue
             to_middle = torch.empty_like(gradient) if to_middle is None else to_middle
             to_middle[piece.tokens] = part
         if to_middle is None:
             return None, slopes.all()
+        del part
         second.looks_back(kept.looks, slopes)
+        kept.looks.clear()
         to_hidden = self._own_back(to_middle, kept.own, slopes, has_gradient=has_gradient) if kept.own else None
         return to_hidden, slopes.all()
 
@@ -233,14 +235,14 @@ class _ByHand(torch.autograd.Function):
     """A block; what it keeps for its gradients lies beside autograd, which knows its input and output alone."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, block: BlockByHand, valued: bool, *_trained: Tensor) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, block: BlockByHand, *_trained: Tensor) -> Tensor:
         """(T, D) -> (T, D); the adapters' weights are there for autograd to see."""
         ctx.block, ctx.kept = block, Kept()
-        return block.forward(hidden, ctx.kept, valued=valued, has_gradient=ctx.needs_input_grad[0])
+        return block.forward(hidden, ctx.kept, has_gradient=ctx.needs_input_grad[0])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         """(T, D) -> the gradients of the input and of the adapters."""
         to_hidden, to_trained = ctx.block.backward(gradient, ctx.kept, has_gradient=ctx.needs_input_grad[0])
-        return to_hidden, None, None, *cast_like(to_trained, ctx.block.trained)
+        return to_hidden, None, *cast_like(to_trained, ctx.block.trained)

@@ -20,8 +20,8 @@ from wangen.runtime.fast.dit_functions import cast
 log = logging.getLogger("wangen")
 
 MOST_ROWS = 4096
-"""Of long clips so many tokens at a time are normed and turned by PyTorch's operations: their copies in float32 would
-be half of what a block needs."""
+"""Of long clips PyTorch's operations take so many queries and keys at a time for their norm and rotation: the copies in
+float32 would be half of what a block needs."""
 
 Moments = tuple[Tensor, Tensor]
 """Of a layer norm's tokens: means and reciprocal deviations, (T, 1) each."""

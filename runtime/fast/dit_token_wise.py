@@ -34,16 +34,22 @@ class Piece:
         items: whose they are.
         times: the numbers of the runs that they lie in; a run shares a timestep.
         runs: how many of them lie in each.
+        is_all: there is no other piece.
     """
 
     tokens: slice
     items: slice
     times: slice
     runs: tuple[int, ...]
+    is_all: bool
+
+    def of(self, tensor: Tensor, part: slice) -> Tensor:
+        """What of a tensor is this piece's: rows of its `tokens`, `items` or `times`."""
+        return tensor if self.is_all else tensor[part]
 
 
 def cut(items: Sequence[int], runs: Sequence[int], count: int) -> tuple[Piece, ...]:
-    """Tokens in about so many pieces, each of whole items or of a part of one.
+    """Tokens in so many pieces, or some more, each of whole items or of a part of one.
 
     Args:
         items: tokens of each item; the same number, but for one piece.
@@ -57,9 +63,9 @@ def cut(items: Sequence[int], runs: Sequence[int], count: int) -> tuple[Piece, .
     """
     num_items, length = len(items), items[0]
     if count == 1:
-        return (Piece(slice(0, sum(items)), slice(0, num_items), slice(0, len(runs)), tuple(runs)),)
+        return (Piece(slice(0, sum(items)), slice(0, num_items), slice(0, len(runs)), tuple(runs), is_all=True),)
     if count <= num_items:
-        step = -(-num_items // count) * length
+        step = num_items // count * length
         starts = list(range(0, num_items * length, step))
     else:
         step = -(-length // -(-count // num_items))
@@ -78,7 +84,7 @@ def _piece(start: int, stop: int, length: int, runs: Sequence[int]) -> Piece:
             inside.append(min(at + run, stop) - max(at, start))
         at += run
     items = slice(start // length, -(-stop // length))
-    return Piece(slice(start, stop), items, slice(first, first + len(inside)), tuple(inside))
+    return Piece(slice(start, stop), items, slice(first, first + len(inside)), tuple(inside), is_all=False)
 
 
 @dataclass(frozen=True)
@@ -124,7 +130,8 @@ class Look:
             self.slopes = found
             return
         if self.slopes is None:
-            self.slopes = torch.zeros_like(self.key, dtype=torch.float32), torch.zeros_like(self.value).float()
+            zeros = torch.zeros(self.key.shape, device=self.key.device)
+            self.slopes = zeros, zeros.clone()
         for total, more in zip(self.slopes, found, strict=True):
             total[items] += more
 
@@ -195,7 +202,7 @@ class TokenWise:
         looks: Sequence[Look],
         kept: list[Any] | None,
         *,
-        valued: bool,
+        valued: bool = True,
         has_gradient: bool = True,
         output: Tensor | None = None,
     ) -> Tensor:
@@ -233,8 +240,8 @@ class TokenWise:
         turned, root = rms(self._module.attn2.norm_q, query)
         attended, to_parts = None, []
         for look in looks:
-            bias = look.other.bias if look.other.bias is None else _of(look.other.bias, piece.items)
-            key, value = look.key[piece.items], look.value[piece.items]
+            bias = None if look.other.bias is None else piece.of(look.other.bias, piece.items)
+            key, value = piece.of(look.key, piece.items), piece.of(look.value, piece.items)
             seen, back = attention(turned, key, value, bias=bias, keeps=kept is not None)
             attended = seen if attended is None else attended + seen
             to_parts.append(back)
@@ -257,7 +264,7 @@ class TokenWise:
         to_turned = None
         for look in looks:
             to_query, to_key, to_value = attention.back(to_parts.pop(0), to_attended)
-            look.add(to_key, to_value, piece.items, alone=len(self.pieces) == 1)
+            look.add(to_key, to_value, piece.items, alone=piece.is_all)
             to_turned = to_query if to_turned is None else to_turned + to_query
         assert to_turned is not None
         del to_attended, to_query
@@ -273,10 +280,9 @@ class TokenWise:
     def _feed_forward(
         self, hidden: Tensor, piece: Piece, kept: list[Any] | None, *, valued: bool, output: Tensor | None
     ) -> Tensor:
-        numbers, when = self._numbers, piece.times
-        scale, shift, gate = (
-            part[when] for part in (numbers.forward_scale, numbers.forward_shift, numbers.forward_gate)
-        )
+        numbers = self._numbers
+        parts = numbers.forward_scale, numbers.forward_shift, numbers.forward_gate
+        scale, shift, gate = (piece.of(part, piece.times) for part in parts)
         normed, moments = modulated(hidden, scale, shift, self._module.norm3.eps, piece.runs)
         (widened,), images = self._groups["up"].run(normed)
         active = functional.gelu(widened, approximate="tanh")
@@ -290,7 +296,7 @@ class TokenWise:
 
     def _feed_forward_back(self, gradient: Tensor, piece: Piece, kept: list[Any], slopes: Slopes) -> Tensor:
         hidden, moments, normed, images, widened, active, low = kept.pop()
-        to_branch = gated_back(gradient, self._numbers.forward_gate[piece.times], piece.runs)
+        to_branch = gated_back(gradient, piece.of(self._numbers.forward_gate, piece.times), piece.runs)
         to_active, found = self._groups["down"].back(active, low, [to_branch])
         slopes.add("down", found)
         del active, to_branch
@@ -300,13 +306,8 @@ class TokenWise:
         slopes.add("up", found)
         assert to_normed is not None
         del normed, to_widened
-        scale = self._numbers.forward_scale[piece.times]
+        scale = piece.of(self._numbers.forward_scale, piece.times)
         return modulated_back(to_normed, hidden, moments, scale, piece.runs).add_(gradient)
 
     def _attention(self, piece: Piece) -> Attention:
         return Attention(self._kernel, self._module.attn2.heads, piece.items.stop - piece.items.start)
-
-
-def _of(bias: Tensor, items: slice) -> Tensor:
-    """Of (B, 1, 1, L) or (1, 1, 1, L) what is the items'."""
-    return bias[items] if len(bias) > 1 else bias
