@@ -108,12 +108,14 @@ def of(command: str, cases: list[Case], part: int) -> list[Case]:
     return some(own, part * (4 if command in HEAVY and part > 1 else 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_paths_that_are_something_else(command, trial, tmp_path):
     cases = list(path_cases(path_kinds(tmp_path / "kinds")))
     assert trial.faults(of(command, cases, PATHS), hostile_path) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_files_that_hold_something_else(command, trial):
     assert trial.faults(of(command, list(content_cases()), CONTENT), hostile_content) == []

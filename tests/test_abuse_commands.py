@@ -87,6 +87,7 @@ def faults(lines: list[str], work: Path, part: int) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", LINES)
 def test_hostile_paths_and_names(command, work):
     assert faults(LINES[command], work, 53) == []

@@ -26,6 +26,7 @@ print(json.dumps([kept, sum(faults[2:])]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no such choice")
 def test_a_step_takes_again_what_the_last_one_freed():
     def faults(way: str) -> tuple[bool, int]:

@@ -86,6 +86,7 @@ def test_golden_bytes(tmp_path: Path):
     assert golden_files(tmp_path) == GOLDEN
 
 
+@pytest.mark.slow
 def test_another_process_writes_the_golden_bytes(tmp_path: Path):
     code = (
         "import sys, json, pathlib, test_cache; print(json.dumps(test_cache.golden_files(pathlib.Path(sys.argv[1]))))"

@@ -182,6 +182,7 @@ CHANGES: list[tuple[Callable[[Dataset], None], set[str], str]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("change", "stale", "reason"), CHANGES, ids=[change.__name__ for change, *_ in CHANGES])
 def test_a_change_makes_exactly_what_depends_on_it_stale(
     dataset: Dataset, change: Callable[[Dataset], None], stale: set[str], reason: str

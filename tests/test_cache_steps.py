@@ -180,6 +180,7 @@ def test_recache_and_keep_cache(bundle: Bundle):
     assert len(bundle.files()) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", [(), ("--packed",)])
 @pytest.mark.parametrize("name", ["a.jpg", "z.jpg"])
 def test_what_recache_encodes_takes_the_place_of_a_damaged_entry_of_the_items_old_name(

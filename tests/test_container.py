@@ -135,6 +135,7 @@ def test_the_python_that_starts_apptainer_says_who_is_first(tmp_path: Path):
     assert told()[0] == "none"
 
 
+@pytest.mark.slow
 def test_hadolint_has_nothing_to_say():
     program = shutil.which("hadolint", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
     if program is None:

@@ -259,6 +259,7 @@ def nvidia(monkeypatch: pytest.MonkeyPatch) -> type[SimpleDecoder]:
     return SimpleDecoder
 
 
+@pytest.mark.slow
 def test_pynvvideocodec_is_asked_for_the_frames_that_pyav_shows(
     clips: dict[str, Path], nvidia: type[SimpleDecoder], caplog: pytest.LogCaptureFixture
 ):

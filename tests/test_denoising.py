@@ -106,6 +106,7 @@ def condition_of(vae: AutoencoderKLWan, image: torch.Tensor, frames: int) -> tor
     return torch.cat([mask, latents], dim=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dit_i2v21", "dit_i2v22_a14b"])
 def test_image_to_video_is_that_of_the_library(name):
     low, high = load(name), load(name, 0.5) if name == "dit_i2v22_a14b" else None

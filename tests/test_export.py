@@ -93,6 +93,7 @@ def test_several_layouts_are_written_in_one_call_and_read_by_the_libraries(tmp_p
     assert len(report["result"]["files"]) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float8_e4m3fn"])
 @pytest.mark.parametrize("name", LORAS)
 def test_a_peft_folder_is_written_and_read(tmp_path: Path, name: str, dtype: str):

@@ -74,6 +74,7 @@ def wan_of_diffusers(folder: Path, **how: object) -> Any:
 # ---- Wan ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in DITS if name != "dit_t2v21_e2e"])
 def test_diffusers_loads_the_folder_and_computes_the_same_to_the_bit(tmp_path: Path, name: str):
     folder = export(DITS[name], tmp_path / "transformer", "diffusers")
@@ -245,6 +246,7 @@ def test_no_more_than_one_tensor_is_in_memory(tmp_path: Path, monkeypatch):
 # ---- Qwen-Image --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("clean", [False, True])
 def test_a_qwen_image_goes_to_diffusers_and_back_and_stays_a_2511(tiny_qwen: TinyQwen, tmp_path: Path, clean: bool):
     dit = tmp_path / "comfyui" / "dit.safetensors"

@@ -52,8 +52,8 @@ def test_a_block_by_hand_is_the_same_as_its_pieces(
     assert largest_error(gradients, wanted) < (1e-5 if dtype == torch.float32 else 0.05)
 
 
-@pytest.mark.parametrize("count", [2, 3, 8])
-@pytest.mark.parametrize("batch", [1, 2, 3])
+@pytest.mark.parametrize("count", [2, 5])
+@pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize(("name", "dtype"), [*((name, torch.float32) for name in DITS), ("dit_i2v21", torch.bfloat16)])
 def test_tokens_in_pieces_are_the_same_as_all_at_once(
     name: str, dtype: torch.dtype, batch: int, count: int, monkeypatch: pytest.MonkeyPatch

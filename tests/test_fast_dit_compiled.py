@@ -82,6 +82,7 @@ def graphs(fresh: None, monkeypatch: pytest.MonkeyPatch) -> Graphs:
     return found
 
 
+@pytest.mark.slow
 def test_eight_blocks_are_one_graph_and_another_shape_is_another(graphs: Graphs, caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.INFO, "wangen")
     model = adapted(small(8))

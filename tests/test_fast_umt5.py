@@ -146,6 +146,7 @@ def test_equal_prompts_are_computed_once_and_every_block_is_told():
     assert encoder.encode([]) == []
 
 
+@pytest.mark.slow
 def test_importing_and_encoding_need_neither_transformers_nor_diffusers():
     code = f"""
 import sys

@@ -122,6 +122,7 @@ def num_parameters(module: object) -> int:
     return sum(parameter.numel() for parameter in module.parameters())  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", TRANSFORMERS)
 def test_a_real_transformer_loads_strictly(tmp_path: Path, task: str):
     from wangen.runtime.weights.transformer import load_transformer
@@ -243,6 +244,7 @@ CONFIGURATIONS = {
 """What the configurations of the models for diffusers differ in."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", CONFIGURATIONS)
 def test_the_names_of_a_real_transformer_go_to_diffusers_and_back(tmp_path: Path, task: str):
     import diffusers

@@ -21,6 +21,7 @@ def run(code: str, *words: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_trainer_loads_no_library_that_it_does_not_use():
     loaded = run("import sys; import wangen.runtime.train; print(*sys.modules)").split()
     assert {"peft", "diffusers", "wangen.runtime.train"} <= set(loaded)

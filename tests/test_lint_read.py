@@ -50,6 +50,7 @@ def test_drawn_words_of_our_scripts_come_back(shell, data):
     assert argvs(shell, scripts.render(bundles.bundle(shell, steps), shell, "train")) == [step.argv() for step in steps]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shell", SHELLS)
 @settings(drawn, max_examples=150)
 @given(text=CODE, where=st.integers(0, 1200))

@@ -229,6 +229,7 @@ def test_footage_that_is_not_cut_yet_is_planned_by_its_settings(place: Path, cap
     assert max(bucket["tokens"] for bucket in found["buckets"]) == tokens_of(BIG, (832, 480), 45)
 
 
+@pytest.mark.slow
 def test_what_an_earlier_run_measured_counts_while_its_flags_are_the_same(place: Path, capsys):
     folder = place / "published" / "linux" / "outputs" / "cats" / "smoke"
     folder.mkdir(parents=True)

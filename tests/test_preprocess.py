@@ -58,6 +58,7 @@ def test_the_manifest_says_where_each_clip_comes_from(tmp_path):
     assert (report.ok, report.counts["train"], report.counts["problems"]) == (True, 2, 0)
 
 
+@pytest.mark.slow
 def test_what_is_no_good_is_left_out_with_the_reason(tmp_path):
     videos = tmp_path / "v"
     bunny = decoded(BUNNY, (480, 270))[:50:2]
@@ -85,6 +86,7 @@ def test_what_is_no_good_is_left_out_with_the_reason(tmp_path):
     assert reasons(tmp_path / "o") == {"brief.mp4": ["short"]}
 
 
+@pytest.mark.slow
 def test_copies_are_left_out_and_a_fixed_camera_s_clips_are_not(tmp_path):
     videos = tmp_path / "v"
     bunny = decoded(BUNNY, (480, 270))

@@ -225,26 +225,24 @@ OTHER_WAYS = {
 
 
 @pytest.mark.parametrize("way", OTHER_WAYS)
-@pytest.mark.parametrize(("model", "gib"), PRESETS, ids=lambda value: getattr(value, "name", value))
-def test_what_needs_more_than_a_preset_swaps_more_blocks_as_far_as_there_are(model, gib, way):
-    preset, options = model.presets[gib], train(task=model.name, vram=str(gib))
-    assert memory_flags(resolve_vram(options, model, None)) == preset_flags(model, str(gib))
-    found = resolve_vram(replace(options, **OTHER_WAYS[way]), model, None)
-    swapped, given = (
-        found.blocks_to_swap,
-        {name: OTHER_WAYS[way][name] for name in OTHER_WAYS[way] if name in PLAIN_MEMORY},
-    )
-    assert memory_flags(found) == preset_flags(model, str(gib)) | given | {"blocks_to_swap": swapped}
-    rank = max(preset.network_dim, found.network_dim)
-
-    def needed(blocks: int) -> int:
-        settings = replace(settings_of(found), rank=rank, blocks_to_swap=blocks)
-        return memory_plan(model, settings, tokens=tokens_of(model, preset.resolution, preset.num_frames)).device
-
-    free = found.checkpointing_free_blocks
-    assert needed(swapped) <= usable_bytes(gib * GIB) or swapped + free == model.transformer.num_layers
-    if swapped > max(2, preset.blocks_to_swap):
-        assert needed(swapped - 1) > usable_bytes(gib * GIB)
+def test_what_needs_more_than_a_preset_swaps_more_blocks_as_far_as_there_are(way):
+    given = {name: value for name, value in OTHER_WAYS[way].items() if name in PLAIN_MEMORY}
+    for model, gib in PRESETS:
+        preset, options = model.presets[gib], train(task=model.name, vram=str(gib))
+        flags = preset_flags(model, str(gib))
+        assert memory_flags(resolve_vram(options, model, None)) == flags
+        found = resolve_vram(replace(options, **OTHER_WAYS[way]), model, None)
+        swapped = found.blocks_to_swap
+        assert memory_flags(found) == flags | given | {"blocks_to_swap": swapped}
+        rank = max(preset.network_dim, found.network_dim)
+        tokens = tokens_of(model, preset.resolution, preset.num_frames)
+        needed, of_fewer = (
+            memory_plan(model, replace(settings_of(found), rank=rank, blocks_to_swap=blocks), tokens=tokens).device
+            for blocks in (swapped, swapped - 1)
+        )
+        most = model.transformer.num_layers - found.checkpointing_free_blocks
+        assert needed <= usable_bytes(gib * GIB) or swapped == most
+        assert swapped <= max(2, preset.blocks_to_swap) or of_fewer > usable_bytes(gib * GIB)
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
@@ -263,7 +261,7 @@ def test_what_needs_more_than_a_preset_swaps_more_blocks_as_far_as_there_are(mod
 def test_more_tokens_never_need_less_memory(model, way):
     """So what fits the largest batch of a run fits all, although more tokens may go in more pieces."""
     settings = MemorySettings(**way)
-    needed = [memory_plan(model, settings, tokens=tokens).device for tokens in range(256, 80000, 97)]
+    needed = [memory_plan(model, settings, tokens=tokens).device for tokens in range(256, 80000, 397)]
     assert needed == sorted(needed)
 
 

@@ -51,6 +51,7 @@ def test_every_model_is_published_with_every_flag_as_it_was_meant(tmp_path, task
         assert {flag: getattr(train, flag) for flag in PLAIN_MEMORY} == PLAIN_MEMORY
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", supported())
 def test_the_linter_finds_nothing_in_what_is_published(tmp_path, task):
     tree = {"datasets/cats/a.jpg": image_bytes(), "datasets/cats/a.txt": "a cat", "p.txt": "A cat."}

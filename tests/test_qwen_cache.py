@@ -309,6 +309,7 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_encoded(
     assert made.latents(recache=True)["computed"] == 6  # nor does what takes the place of a valid entry
 
 
+@pytest.mark.slow
 def test_the_room_that_is_asked_for_is_about_what_the_entries_take(
     tiny_qwen: TinyQwen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

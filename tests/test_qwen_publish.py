@@ -102,6 +102,7 @@ def write_lines(path: Path, lines: list[dict[str, str]]) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["qwen-image", "qwen-image-edit", "qwen-image-edit-plus"])
 def test_control_images_and_masks_that_a_jsonl_names_are_published_beside_their_pictures(
     tiny_qwen: TinyQwen, tmp_path: Path, monkeypatch, capsys, task: str
@@ -272,6 +273,7 @@ def test_control_images_of_their_own_size_need_room_of_their_own(tiny_qwen: Tiny
     assert found[1] - found[0] == 3 * 16 * 4 * (64 * 32 - 8 * 8)  # three of 16 channels in float32
 
 
+@pytest.mark.slow
 def test_the_room_for_the_cache_is_about_what_it_takes(tiny_qwen: TinyQwen, tmp_path: Path):
     """With the embeddings' real width; the tiny encoder's are narrower by a known factor."""
     made = make_edit_set(tmp_path / "set", tiny_qwen).fill()

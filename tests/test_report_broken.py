@@ -106,6 +106,7 @@ def test_numbers_that_are_not_finite_are_warned_of(tmp_path):
         assert words in text, words
 
 
+@pytest.mark.slow
 def test_values_of_other_kinds_than_expected_never_stop_the_page(tmp_path, trained):
     """As a newer version, another program or a damaged disk may write them."""
     records = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]

@@ -127,6 +127,7 @@ def test_what_the_format_cannot_hold_is_refused_before_anything_is_written(tmp_p
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_another_process_writes_the_same_bytes(tmp_path: Path):
     code = (
         "import sys, torch; from pathlib import Path; from wangen.runtime import safetensors_file as f;"

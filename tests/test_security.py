@@ -109,6 +109,7 @@ def test_only_what_must_speaks_to_a_network():
     assert found.keys() == SPEAKS.keys()
 
 
+@pytest.mark.slow
 def test_what_it_starts_takes_no_library_from_the_working_folder(tmp_path):
     (tmp_path / "json.py").write_text("open('taken', 'w').close()")
     wangen = Path(sys.executable).with_name("wangen")

@@ -226,6 +226,7 @@ def test_a_launcher_says_which_job_it_is_and_how_often_it_was_started():
 COUNTED = "import sys; open(sys.argv[1], 'a').write('started\\n'); sys.exit(int(sys.argv[2]))"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("code", "starts"), [(WRONG_USAGE, 1), (1, 3), (0, 1)])
 def test_a_wrong_line_is_not_started_again(tmp_path: Path, code: int, starts: int):
     seen = tmp_path / "seen"

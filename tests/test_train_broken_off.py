@@ -81,6 +81,7 @@ def interrupted(options: Train, number: int) -> None:
             train.run(options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.0, 0.4, 0.75, 1.0])
 def test_what_was_broken_off_is_made_by_the_next_start_to_the_same_bytes(
     watched: Train, whole: tuple[dict[str, Any], int], tmp_path: Path, share: float

@@ -207,6 +207,7 @@ def test_8_bit_weights_stay_small_and_compute_as_what_they_stand_for(tmp_path: P
     assert rel_rms(velocity(model, "dit_t2v21", 0), golden("dit_t2v21")["case0.output"]) < 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0", "BF16", "F16"])
 def test_gguf_stays_small_and_computes_as_what_it_stands_for(tmp_path: Path, kind: str):
     meant = write_gguf(tmp_path / "model.gguf", gguf.GGMLQuantizationType[kind])

@@ -62,6 +62,7 @@ def test_without_an_installation_it_says_so(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_pip_installs_it_and_wangen_runs(tmp_path):
     venv.create(tmp_path / "venv", symlinks=True)
     python = tmp_path / "venv" / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
