@@ -42,6 +42,9 @@ PIECE_NUMBERS = 3 << 28
 """What may live while the gradients of a block's second half are taken, in numbers: 1.5 GiB in half precision. Beyond
 that tokens go in pieces, but in no more than self attention, which takes them all at once, makes worth it."""
 
+MOST_PROCESSORS = 170
+"""Of a GPU: those of an RTX 5090; an H200 has 132."""
+
 WAITING = 3
 """Tensors on the device for all those that wait in host memory: one in use, one on its way each way."""
 
@@ -80,7 +83,9 @@ class MemorySettings:
         all_resident: two experts stay on the device.
         stored_bits: of a weight in the base's file: less than 16 where it is quantised itself.
         shards: processes that share out the frozen weights, or with `whole` all that is trained.
-        by_hand: nothing but plain LoRAs is trained, and blocks are not compiled: then long clips go in pieces.
+        by_hand: nothing but plain LoRAs is trained, and not with `--plain`, `--compile` or `--pack`: long clips then go
+            in pieces.
+        deterministic: kernels of attention may add up in a fixed order.
     """
 
     quantize: str = "none"
@@ -99,6 +104,7 @@ class MemorySettings:
     stored_bits: float = 16.0
     shards: int = 1
     by_hand: bool = True
+    deterministic: bool = False
 
     @property
     def wide(self) -> int:
@@ -148,6 +154,7 @@ def settings_of(options: Train, shards: int = 1) -> MemorySettings:
         all_resident=not options.offload_inactive_dit or shards > 1,
         shards=shards,
         by_hand=_is_by_hand(options),
+        deterministic=options.deterministic,
     )
 
 
@@ -217,12 +224,16 @@ def _of_a_block(model: Model, settings: MemorySettings, tokens: int, *, is_free:
     row, wide_row = (tokens * width * settings.wide for width in (sizes.dim, sizes.ffn_dim))
     kept = counts.kept_tensors * row + 2 * wide_row
     at_once = kept + 2 * wide_row
-    if not settings.by_hand or not counts.own_tensors or num_token_pieces(tokens, sizes.dim, sizes.ffn_dim) == 1:
+    in_pieces = settings.by_hand and not settings.whole and counts.own_tensors
+    if not in_pieces or num_token_pieces(tokens, sizes.dim, sizes.ffn_dim) == 1:
         return kept, at_once
-    at_most = min(at_once, max(counts.own_tensors * row, PIECE_NUMBERS * settings.wide))
-    if is_free:  # beside what it keeps there is little more than two tensors, and of two pieces half of the rest
-        at_most = max(at_most, min(at_once, kept + 2 * row + wide_row))
-    return kept, at_most
+    # FlashAttention in a fixed order has one sum of the queries' gradient for each heads' share of the processors.
+    sums = 2 * -(-MOST_PROCESSORS // sizes.num_heads) if settings.deterministic else 2
+    own = (counts.own_tensors - 2 + sums) * row
+    at_most = max(own, PIECE_NUMBERS * settings.wide)
+    if is_free:  # beside what it keeps there are two tensors more, and of two pieces one's share of the wide ones
+        at_most = max(at_most, kept + 2 * row + wide_row // 2)
+    return kept, min(at_once, at_most)
 
 
 def num_token_pieces(num_tokens: int, dim: int, ffn_dim: int) -> int:

@@ -51,8 +51,7 @@ def _ladder(model: Model, options: Train) -> Iterator[tuple[str, dict[str, Any]]
     if not settings.offload:
         yield "--gradient_checkpointing_cpu_offload", {"offload": True}
     layers = model.transformer.num_layers
-    for part in () if options.plain or settings.whole else (4, 2, 1):
-        blocks = layers // part - (part == 1)
+    for blocks in () if options.plain or settings.whole else (layers // 4, layers // 2, layers - settings.free_blocks):
         if blocks > settings.blocks_to_swap:
             yield f"--blocks_to_swap {blocks}", {"blocks_to_swap": blocks}
     if settings.quantize != "nf4" and not settings.whole:
@@ -98,7 +97,10 @@ def fitting_flags(
     ]
     for rung in rungs:
         changed = replace(options, **{name: value for name, value in rung.items() if name in changeable})
-        if needed(changed) < needed(options):  # a last block that is free costs nothing where tokens go all at once
+        if not _go_together(changed, layers):
+            continue
+        # A last block that is free costs nothing where tokens go all at once: then it stays.
+        if needed(changed) < needed(options) or not _go_together(options, layers):
             options = changed
         if needed(options) <= available:
             break

@@ -70,9 +70,9 @@ def with_preset(options: Train, model: Model, vram: str) -> Train:
     preset, usable = preset_of(model, vram), usable_bytes(int(vram) * GIB)
     filled = _filled(options, model, preset_flags(model, vram))
     cannot = filled.train_mode == "full" or filled.plain or filled.checkpointing == "none"
-    if cannot or options.blocks_to_swap is not None:
+    if cannot or options.parallel in ("fsdp", "hsdp") or options.blocks_to_swap is not None:
         return filled
-    most = model.transformer.num_layers - (filled.checkpointing_free_blocks or 0)
+    most = max(0, model.transformer.num_layers - (filled.checkpointing_free_blocks or 0))
     for swapped in range(filled.blocks_to_swap or 0, most):
         found = replace(filled, blocks_to_swap=swapped)
         if _needed_of(found, model, preset) <= usable:

@@ -36,7 +36,7 @@ from torch.utils.flop_counter import FlopCounterMode, addmm_flop
 
 from wangen.generator.errors import WangenError
 from wangen.runtime.fast import dit, dit_elementwise, dit_norms, products
-from wangen.runtime.fast.dit_norms import MixedLayerNorm, rms_rotary, rms_rotary_back
+from wangen.runtime.fast.dit_norms import MixedLayerNorm, layer_norm, layer_norm_back, rms_rotary, rms_rotary_back
 from wangen.runtime.memory import quantize as quantize_module
 from wangen.runtime.memory.quantize import FORMS, QuantLinear, quantize_blocks
 from wangen.runtime.memory.swap import BlockSwap
@@ -315,6 +315,19 @@ def test_norms_of_many_tokens_go_in_parts(dtype: torch.dtype, with_table: bool, 
     assert torch.equal(parts, output)
     assert torch.equal(part_roots, roots)
     assert torch.equal(rms_rotary_back(gradient[:, :16], both, roots, weight, table), slopes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layer_norms_of_many_tokens_go_in_parts(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
+    tokens, gradient = torch.randn(2, 14, 32, dtype=dtype).unbind()
+    weight, bias = torch.randn(2, 32).unbind()
+    normed, moments = layer_norm(tokens, weight, bias, 1e-6)
+    slopes = layer_norm_back(gradient, tokens, moments, weight)
+    monkeypatch.setattr(dit_norms, "MOST_ROWS", 3)
+    parts, moments_of_parts = layer_norm(tokens, weight, bias, 1e-6)
+    assert torch.equal(parts, normed)
+    assert all(map(torch.equal, moments_of_parts, moments))
+    assert torch.equal(layer_norm_back(gradient, tokens, moments, weight), slopes)
 
 
 def test_a_layer_norm_in_mixed_precision_keeps_its_input_as_it_came():

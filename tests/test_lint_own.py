@@ -18,6 +18,8 @@ BOTH = f"{TRAIN} --task t2v-A14B --dit low --dit_high_noise high"
     (f"{ONE} --plain --checkpointing selective", "memory", ["knows no selective"]),
     (f"{ONE} --blocks_to_swap 41", "memory", ["40 at most for t2v-14B"]),
     (f"{ONE} --task t2v-1.3B --blocks_to_swap 31", "memory", ["--blocks_to_swap 30"]),
+    (f"{ONE} --task t2v-1.3B --blocks_to_swap 28 --checkpointing_free_blocks 4", "memory", ["--blocks_to_swap 26"]),
+    (f"{ONE} --plain --checkpointing_free_blocks 4", "memory", ["computes every block again"]),
     (f"{ONE} --train_mode full --fp8_base", "memory", ["--quantize", "every weight is trained"]),
     (f"{ONE} --train_mode full --blocks_to_swap 2", "memory", ["every weight is trained"]),
     (f"{ONE} --train_mode full --network_weights w", "memory", ["for adapters"]),

@@ -70,6 +70,27 @@ def test_flags_that_are_fixed_stay():
     assert flags["blocks_to_swap"] > 20
 
 
+@pytest.mark.parametrize("given", [
+    {"blocks_to_swap": 20}, {"gradient_checkpointing_cpu_offload": True}, {"checkpointing": "none"},
+    {"checkpointing": "none", "blocks_to_swap": 20}, {"checkpointing_free_blocks": 30, "blocks_to_swap": 3},
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("gib", [8, 24, 80, 141])
+def test_flags_that_are_fixed_are_joined_by_none_that_training_refuses_beside_them(given, gib):
+    tokens = tokens_of(BIG, (832, 480), 17)
+
+    def needed(train: Train) -> int:
+        return memory_plan(BIG, settings_of(train), tokens=tokens).device
+
+    flags = fitting_flags(options(**given), BIG, needed, gib * GIB, given.keys())
+    assert flags or gib < 141 or len(given) == 2
+    if flags:
+        chosen = replace(options(), **flags)
+        assert needed(chosen) <= gib * GIB
+        refuse_memory(chosen)
+        assert chosen.blocks_to_swap + chosen.checkpointing_free_blocks <= 40
+        assert flags | given == flags
+
+
 def test_several_processes_share_out_the_weights_where_one_card_is_too_small():
     shape = Shape((832, 480), 17)
     found = Survey()

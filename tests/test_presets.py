@@ -148,7 +148,7 @@ def test_each_setting_saves_what_it_says():
     assert change(quantize="nf4") < change(quantize="fp8") == change(quantize="int8")
     assert change(offload=True) == -(40 - 3) * tokens * 5120 * 2
     assert change(checkpointing="selective") == 40 * tokens * (5120 * 2 + 40 * 4)
-    assert change(free_blocks=1) > 4 * tokens * 5120 * 2, "what goes in pieces keeps less where it is recomputed"
+    assert change(free_blocks=1) > 3 * tokens * 5120 * 2, "what goes in pieces keeps less where it is recomputed"
     at_once = memory_plan(model, replace(start, by_hand=False), tokens=tokens).device
     one_free = memory_plan(model, replace(start, by_hand=False, free_blocks=1), tokens=tokens).device
     assert one_free == at_once - tokens * 5120 * 2, "the last block's own live set is there anyway"
@@ -381,10 +381,11 @@ def test_auto_counts_the_flags_that_are_given(monkeypatch):
     assert found_with(monkeypatch, 55) == preset_flags(T2V, "24")
 
 
-@pytest.mark.parametrize("free_blocks", [1, 20, 40])
+@pytest.mark.parametrize("free_blocks", [1, 20, 40, 41])
 def test_free_blocks_that_are_given_are_not_swapped(free_blocks):
     found = resolve_vram(train(vram="16", checkpointing_free_blocks=free_blocks), T2V, None)
-    assert (found.blocks_to_swap, found.checkpointing_free_blocks) == (40 - free_blocks, free_blocks)
+    assert found.checkpointing_free_blocks == free_blocks
+    assert found.blocks_to_swap == max(0, min(38, 40 - free_blocks)), "with one free, 38 are enough"
     both = resolve_vram(train(vram="16", checkpointing_free_blocks=4, blocks_to_swap=40), T2V, None)
     assert both.blocks_to_swap == 40, "what is given is refused, not changed"
 

@@ -31,10 +31,12 @@ def memory(script: Script) -> Iterator[Finding]:
         vram, swap = call.value("vram"), call.number("blocks_to_swap", 0)
         if model is None:
             continue
-        most = model.transformer.num_layers
+        free = call.number("checkpointing_free_blocks", 0)
+        most = max(0, model.transformer.num_layers - free)
         if swap > most:
-            yield Finding("memory", call.line_of("blocks_to_swap"), f"--blocks_to_swap can be {most} at most for "
-                          f"{model.name}", f"write --blocks_to_swap {most}")  # fmt: skip
+            beside = f" beside --checkpointing_free_blocks {free:g}" if free else ""
+            found = f"--blocks_to_swap can be {most:g} at most for {model.name}{beside}"
+            yield Finding("memory", call.line_of("blocks_to_swap"), found, f"write --blocks_to_swap {most:g}")
         try:
             preset_flags(model, vram)
         except UsageError as error:
@@ -53,6 +55,8 @@ def _checkpointed(call: Call) -> Iterator[_Wrong]:
     yield plain and swaps, "plain", "knows no block swap", "take one of them off"
     selective = call.value("checkpointing") == "selective"
     yield plain and selective, "plain", "knows no selective checkpointing", "write --checkpointing full"
+    free = call.number("checkpointing_free_blocks", 0) > 0
+    yield plain and free, "plain", "computes every block again", "take --checkpointing_free_blocks off"
 
 
 def _whole(call: Call) -> Iterator[_Wrong]:

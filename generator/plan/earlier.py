@@ -11,7 +11,8 @@ from wangen.generator.steps import Train
 from wangen.generator.table import SMOKE
 
 _MATTERS = (
-    "task", "resolution", "train_mode", "network_module", "network_dim", "lora_targets", "mixed_precision",
+    "task", "resolution", "train_mode", "network_module", "network_dim", "network_dropout", "network_args", "dora",
+    "lora_targets", "mixed_precision",
     "gradient_accumulation_steps", "quantize", "blocks_to_swap", "checkpointing", "checkpointing_free_blocks",
     "gradient_checkpointing_cpu_offload", "attention", "compile", "plain", "pack", "device", "gpus", "parallel",
 )  # fmt: skip

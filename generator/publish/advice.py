@@ -42,7 +42,7 @@ def preset_advice(
             lines.append(
                 f"{target.platform.name}: the preset for {vram} GB is made for {resolution_name(preset.resolution)}, "
                 f"{many(preset.num_frames, 'frame')} and rank {preset.network_dim}; {resolution_name(largest)}, "
-                f"{many(frames, 'frame')} and rank {train.network_dim}{batch} take about {gib_text(needed)}: "
-                "publish less at once, or name a larger card"
+                f"{many(frames, 'frame')} and rank {train.network_dim}{batch} take about {gib_text(needed)} "
+                "with the other flags: publish less at once, or name a larger card"
             )
     return lines

@@ -179,14 +179,15 @@ def _fit(
     from wangen.generator.publish.fit import choose
 
     fit, words = choose(place, targets, model, slug, asked, here=request.gpu is None)
-    click.echo(words)
     settings = place.dataset(slug)
-    if fit != settings.fit:
-        _remember(place, slug, {"fit": fit})
-        settings = replace(settings, fit=fit)
-        place = replace(place, datasets={**place.datasets, slug: settings})
+    if fit == settings.fit:
+        click.echo(words)
+    else:
+        place = replace(place, datasets={**place.datasets, slug: replace(settings, fit=fit)})
         plan = publishing.make_plan(place, targets, slug, model, None, only_scripts=True,
                                     long_paths=request.long_paths)  # fmt: skip
+        click.echo(words)
+        _remember(place, slug, {"fit": fit})  # only what scripts can be made with
         publishing.carry_out(plan)
         for bundle in plan.bundles:
             _say_bundle(bundle, slug)

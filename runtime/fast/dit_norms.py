@@ -20,8 +20,8 @@ from wangen.runtime.fast.dit_functions import cast
 log = logging.getLogger("wangen")
 
 MOST_ROWS = 4096
-"""Of long clips PyTorch's operations take so many queries and keys at a time for their norm and rotation: the copies in
-float32 would be half of what a block needs."""
+"""Of long clips PyTorch's operations take so many tokens at a time for norms and rotations: the copies in float32 would
+be half of what a block needs."""
 
 Moments = tuple[Tensor, Tensor]
 """Of a layer norm's tokens: means and reciprocal deviations, (T, 1) each."""
@@ -85,6 +85,17 @@ def layer_norm(tokens: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tupl
     if kernels is not None:
         found: tuple[Tensor, Tensor, Tensor] = kernels.layer_norm(tokens, weight, bias, eps)
         return found[0], found[1:]
+    if len(tokens) <= MOST_ROWS:
+        return _layer_norm(tokens, weight, bias, eps)
+    normed, parts = torch.empty_like(tokens), []
+    for rows, _ in _in_parts(len(tokens), None):
+        normed[rows], moments = _layer_norm(tokens[rows], weight, bias, eps)
+        parts.append(moments)
+    means, reciprocals = (torch.cat(one) for one in zip(*parts, strict=True))
+    return normed, (means, reciprocals)
+
+
+def _layer_norm(tokens: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Moments]:
     wide = tokens if tokens.is_cpu else cast(tokens, weight.dtype)
     output, mean, reciprocal = torch.native_layer_norm(wide, wide.shape[-1:], weight, bias, eps)
     return cast(output, tokens.dtype), (mean, reciprocal)
@@ -96,6 +107,15 @@ def layer_norm_back(gradient: Tensor, tokens: Tensor, moments: Moments, weight: 
     if kernels is not None:
         slope: Tensor = kernels.layer_norm_back(gradient, tokens, *moments, weight)
         return slope
+    if len(tokens) <= MOST_ROWS:
+        return _layer_norm_back(gradient, tokens, moments, weight)
+    slopes, (means, reciprocals) = torch.empty_like(tokens), moments
+    for rows, _ in _in_parts(len(tokens), None):
+        slopes[rows] = _layer_norm_back(gradient[rows], tokens[rows], (means[rows], reciprocals[rows]), weight)
+    return slopes
+
+
+def _layer_norm_back(gradient: Tensor, tokens: Tensor, moments: Moments, weight: Tensor) -> Tensor:
     dtype = tokens.dtype
     if not tokens.is_cpu:
         gradient, tokens = cast(gradient, weight.dtype), cast(tokens, weight.dtype)
