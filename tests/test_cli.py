@@ -95,14 +95,19 @@ def test_ctrl_c_while_libraries_are_imported_is_one_message_and_exit_1(tiny_run,
     """An import that is broken off would end in a traceback of diffusers or numpy, or swallow the interrupt."""
     words = ["generate", "--prompt", "a", "--save_path", str(tmp_path / "a.mp4"), "--infer_steps", "500"]
     words += [word for flag, path in tiny_run.weights.items() for word in (f"--{flag}", str(path))]
+    num_judged = 0
     for delay_s in (0.2, 0.4, 0.7, 1.0, 1.5, 2.2, 3.0):
         process = subprocess.Popen([sys.executable, "-m", "wangen.runtime", *words], stderr=subprocess.PIPE, text=True)
         time.sleep(delay_s)
         process.send_signal(signal.SIGINT)
         _, shown = process.communicate(timeout=60)
+        if process.returncode == -signal.SIGINT and "/wangen/" not in shown:
+            continue  # on a busy machine Python itself has not started yet
+        num_judged += 1
         assert process.returncode == 1, (delay_s, shown)
         assert "Traceback" not in shown, (delay_s, shown)
         assert shown.count("run the same line again") == 1, (delay_s, shown)
+    assert num_judged >= 4
 
 
 @pytest.mark.skipif(os.name == "nt", reason="a shell closes the output")
