@@ -361,19 +361,6 @@ def test_a_link_to_nothing_in_the_cache_is_no_part_of_it(place: Path, capsys):
     assert planned(capsys, "cats")[1]["disk"]["cached"] == 0
 
 
-@pytest.mark.parametrize(("given", "card", "code"), [
-    ('checkpointing = "none"', "24GB", 1), ("blocks_to_swap = 20", "141GB", 0),
-    ("gradient_checkpointing_cpu_offload = true", "141GB", 0),
-])  # fmt: skip
-def test_fit_chooses_nothing_that_training_refuses_beside_the_users_own_flags(place: Path, capsys, given, card, code):
-    file = place / "wangen.toml"
-    text = file.read_text(encoding="utf-8").replace("[steps.train]\n", f"[steps.train]\n{given}\n", 1)
-    file.write_text(text, encoding="utf-8")
-    assert main(["publish", "cats", "--fit", "--gpu", card]) == code, capsys.readouterr().err
-    assert main(["publish", "cats"]) == 0, "what was remembered can be published"
-    assert planned(capsys, "cats", "--gpu", card)[0] == code
-
-
 def test_a_card_that_nothing_fits_leaves_the_scripts_and_names_smaller_ones(place: Path, capsys):
     plain = (place / "published" / "linux" / "train_cats.sh").read_bytes()
     assert main(["publish", "cats", "--fit", "--gpu", "6GB"]) == 1

@@ -152,6 +152,19 @@ def test_a_card_that_no_preset_is_for_is_refused(tmp_path, capsys, value, words)
     assert not (tmp_path / "published").exists()
 
 
+@pytest.mark.parametrize(("given", "card", "code"), [
+    ('checkpointing = "none"', "24GB", 1), ("blocks_to_swap = 20", "141GB", 0),
+    ("gradient_checkpointing_cpu_offload = true", "141GB", 0),
+])  # fmt: skip
+def test_fit_chooses_nothing_that_training_refuses_beside_the_users_own_flags(tmp_path, capsys, given, card, code):
+    text = f'platforms = ["linux"]\nmodel = "t2v-14B"\n[steps.train]\n{given}\n'
+    place = write_tree(tmp_path, {"wangen.toml": text, "datasets/cats/a.jpg": image_bytes(),
+                                  "datasets/cats/a.txt": "a cat"})  # fmt: skip
+    publish = ["publish", "cats", "--workspace", str(place)]
+    assert main([*publish, "--fit", "--gpu", card]) == code, capsys.readouterr().err
+    assert main(publish) == 0, "what was remembered can be published"
+
+
 def test_a_dataset_larger_than_the_preset_is_made_for_is_said(tmp_path, capsys):
     tree = {"datasets/cats/a.jpg": image_bytes(), "datasets/cats/a.txt": "a cat"}
     text = 'platforms = ["linux"]\nmodel = "t2v-14B"\n[steps.train]\nvram = "8"\n[dataset.cats]\nbatch_size = {}\n'
