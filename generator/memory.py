@@ -83,8 +83,8 @@ class MemorySettings:
         all_resident: two experts stay on the device.
         stored_bits: of a weight in the base's file: less than 16 where it is quantised itself.
         shards: processes that share out the frozen weights, or with `whole` all that is trained.
-        by_hand: nothing but plain LoRAs is trained, and not with `--plain`, `--compile` or `--pack`: long clips then go
-            in pieces.
+        by_hand: unless `whole`, nothing but plain LoRAs is trained, not with `--plain`, `--compile` or `--pack`: long
+            clips then go in pieces.
         deterministic: kernels of attention may add up in a fixed order.
     """
 
@@ -159,9 +159,9 @@ def settings_of(options: Train, shards: int = 1) -> MemorySettings:
 
 
 def _is_by_hand(options: Train) -> bool:
-    """Whether the blocks of a model have their gradients by hand, where it has a way for that (`dit_by_hand`)."""
+    """Whether blocks with adapters have their gradients by hand, where a model has a way for that (`dit_by_hand`)."""
     adapter = settings_of_flags(options)
-    other = options.train_mode == "full" or adapter.kind != "lora" or adapter.dora or adapter.draws
+    other = adapter.kind != "lora" or adapter.dora or adapter.draws
     return not (other or options.plain or options.compile or options.pack)
 
 

@@ -95,14 +95,16 @@ def fitting_flags(
         *({"blocks_to_swap": number} for number in range(1, layers - not_swapped + 1)),
         {"quantize": "nf4"},
     ]
+    taken = needed(options)
     for rung in rungs:
         changed = replace(options, **{name: value for name, value in rung.items() if name in changeable})
         if not _go_together(changed, layers):
             continue
         # A last block that is free costs nothing where tokens go all at once: then it stays.
-        if needed(changed) < needed(options) or not _go_together(options, layers):
-            options = changed
-        if needed(options) <= available:
+        less = needed(changed)
+        if less < taken or not _go_together(options, layers):
+            options, taken = changed, less
+        if taken <= available:
             break
     else:
         return None

@@ -123,17 +123,17 @@ class Look:
     kept: tuple[Tensor | None, Tensor | None, Tensor, Tensor]
     slopes: tuple[Tensor, Tensor] | None = None
 
-    def add(self, to_key: Tensor, to_value: Tensor, items: slice, *, alone: bool) -> None:
-        """The gradients of keys and values, (items, L, H, D / H) each, of one piece; `alone`: there is no other."""
+    def add(self, to_key: Tensor, to_value: Tensor, piece: Piece) -> None:
+        """The gradients of keys and values of one piece, (items, L, H, D / H) each."""
         found = to_key.flatten(2), to_value.flatten(2)
-        if alone:
+        if piece.is_all:
             self.slopes = found
             return
         if self.slopes is None:
             zeros = torch.zeros(self.key.shape, device=self.key.device)
             self.slopes = zeros, zeros.clone()
         for total, more in zip(self.slopes, found, strict=True):
-            total[items] += more
+            total[piece.items] += more
 
 
 class TokenWise:
@@ -264,7 +264,7 @@ class TokenWise:
         to_turned = None
         for look in looks:
             to_query, to_key, to_value = attention.back(to_parts.pop(0), to_attended)
-            look.add(to_key, to_value, piece.items, alone=piece.is_all)
+            look.add(to_key, to_value, piece)
             to_turned = to_query if to_turned is None else to_turned + to_query
         assert to_turned is not None
         del to_attended, to_query
