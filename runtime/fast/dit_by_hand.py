@@ -20,10 +20,10 @@ from torch.autograd.function import once_differentiable
 
 from wangen.runtime.fast.attention import Kernel, Stash
 from wangen.runtime.fast.dit_elementwise import Modulation
-from wangen.runtime.fast.dit_functions import apply, cast_like
+from wangen.runtime.fast.dit_functions import anchor, apply
 from wangen.runtime.fast.dit_linear import Group
 from wangen.runtime.fast.dit_norms import Moments, gated, gated_back, rms_rotary, rms_rotary_back
-from wangen.runtime.fast.dit_parts import Attention, Slopes, modulated, modulated_back, needed
+from wangen.runtime.fast.dit_parts import Attention, modulated, modulated_back, needed
 from wangen.runtime.fast.dit_token_wise import Look, TokenWise
 from wangen.runtime.libraries import WanTransformerBlock
 
@@ -86,7 +86,7 @@ class BlockByHand:
     def __call__(self, hidden: Tensor) -> Tensor:
         """(T, D) -> (T, D)."""
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (hidden, *self.trained)):
-            output: Tensor = apply(_ByHand, hidden, self, *self.trained)
+            output: Tensor = apply(_ByHand, anchor(hidden.device), hidden, self)
             return output
         return self.forward(hidden, None)
 
@@ -108,8 +108,8 @@ class BlockByHand:
                 kept.pieces.append(of_piece)
         return part if output is None else output
 
-    def backward(self, gradient: Tensor, kept: Kept, *, has_gradient: bool) -> tuple[Tensor | None, list[Tensor]]:
-        """The gradients of the input (T, D), if it `has_gradient`, and of all adapters.
+    def backward(self, gradient: Tensor, kept: Kept, *, has_gradient: bool) -> Tensor | None:
+        """The gradient of the input (T, D), if it `has_gradient`. Those of the adapters are added to theirs.
 
         What was kept is taken out of `kept`, and let go as soon as it has served.
         """
@@ -120,19 +120,11 @@ class BlockByHand:
         """From the input (T, D) and the output's gradient (T, D) that of the input, if it `has_gradient`.
 
         Each piece of the second half is computed again just before its gradients are. Those of the adapters are added
-        to theirs here: autograd would make a copy in float32 of each, and take as long again to hand it on.
+        to theirs.
         """
         kept = Kept()
         pieces = self._again(hidden, kept, valued=valued, has_gradient=has_gradient)
-        to_hidden, to_trained = self._backward(gradient, kept, pieces, has_gradient=has_gradient)
-        for tensor, slope in zip(self.trained, to_trained, strict=True):
-            if not tensor.requires_grad:
-                continue
-            if tensor.grad is None:
-                tensor.grad = torch.empty_like(tensor).copy_(slope)
-            else:
-                tensor.grad.add_(slope)
-        return to_hidden
+        return self._backward(gradient, kept, pieces, has_gradient=has_gradient)
 
     def _first(self, hidden: Tensor, kept: Kept | None, *, has_gradient: bool) -> tuple[Tensor, list[Look], bool]:
         """What comes before the second half: its input (T, D), what it looks at, and whether that has a gradient."""
@@ -155,24 +147,22 @@ class BlockByHand:
 
     def _backward(
         self, gradient: Tensor, kept: Kept, pieces: Iterator[list[Any]], *, has_gradient: bool
-    ) -> tuple[Tensor | None, list[Tensor]]:
+    ) -> Tensor | None:
         """As `backward`, with what each piece keeps coming when it is asked for."""
-        second, slopes = self._second, Slopes(self._groups)
-        to_middle = None
+        second, to_middle = self._second, None
         for of_piece, piece in zip(pieces, second.pieces, strict=True):
-            part = second.back(piece.of(gradient, piece.tokens), piece, kept.looks, of_piece, slopes)
+            part = second.back(piece.of(gradient, piece.tokens), piece, kept.looks, of_piece)
             if part is None or piece.is_all:
                 to_middle = part
                 continue
             to_middle = torch.empty_like(gradient) if to_middle is None else to_middle
             to_middle[piece.tokens] = part
         if to_middle is None:
-            return None, slopes.all()
+            return None
         del part
-        second.looks_back(kept.looks, slopes)
+        second.looks_back(kept.looks)
         kept.looks.clear()
-        to_hidden = self._own_back(to_middle, kept.own, slopes, has_gradient=has_gradient) if kept.own else None
-        return to_hidden, slopes.all()
+        return self._own_back(to_middle, kept.own, has_gradient=has_gradient) if kept.own else None
 
     def _own(self, hidden: Tensor, kept: list[Any] | None) -> Tensor:
         """Self attention."""
@@ -192,12 +182,11 @@ class BlockByHand:
             kept.append((hidden, moments, *ours))
         return gated(hidden, branch, numbers.gate, self._runs, output=branch)
 
-    def _own_back(self, gradient: Tensor, kept: list[Any], slopes: Slopes, *, has_gradient: bool) -> Tensor | None:
+    def _own_back(self, gradient: Tensor, kept: list[Any], *, has_gradient: bool) -> Tensor | None:
         hidden, moments, normed, images, both, weights, roots, to_parts, attended, low = kept.pop()
         numbers = self._numbers
         to_branch = gated_back(gradient, numbers.gate, self._runs)
-        to_attended, found = self._groups["own_out"].back(attended, low, [to_branch])
-        slopes.add("own_out", found)
+        to_attended = self._groups["own_out"].back(attended, low, [to_branch])
         assert to_attended is not None
         del attended, to_branch
         to_query, to_key, to_value = self._attention.back(to_parts, to_attended)
@@ -208,10 +197,8 @@ class BlockByHand:
         del both
         if normed is None and images is not None:
             normed, _ = self._normed(hidden)
-        to_normed, found = self._groups["own"].back(
-            normed, images, [*to_both.chunk(2, 1), to_value.reshape(gradient.shape)], has_gradient=has_gradient
-        )
-        slopes.add("own", found)
+        slopes = [*to_both.chunk(2, 1), to_value.reshape(gradient.shape)]
+        to_normed = self._groups["own"].back(normed, images, slopes, has_gradient=has_gradient)
         if to_normed is None:
             return None
         return modulated_back(to_normed, hidden, moments, numbers.scale, self._runs).add_(gradient)
@@ -235,14 +222,13 @@ class _ByHand(torch.autograd.Function):
     """A block; what it keeps for its gradients lies beside autograd, which knows its input and output alone."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, block: BlockByHand, *_trained: Tensor) -> Tensor:
-        """(T, D) -> (T, D); the adapters' weights are there for autograd to see."""
+    def forward(ctx: Any, _anchor: Tensor, hidden: Tensor, block: BlockByHand) -> Tensor:
+        """(T, D) -> (T, D)."""
         ctx.block, ctx.kept = block, Kept()
-        return block.forward(hidden, ctx.kept, has_gradient=ctx.needs_input_grad[0])
+        return block.forward(hidden, ctx.kept, has_gradient=ctx.needs_input_grad[1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        """(T, D) -> the gradients of the input and of the adapters."""
-        to_hidden, to_trained = ctx.block.backward(gradient, ctx.kept, has_gradient=ctx.needs_input_grad[0])
-        return to_hidden, None, *cast_like(to_trained, ctx.block.trained)
+        """(T, D) -> the gradient of the input."""
+        return None, ctx.block.backward(gradient, ctx.kept, has_gradient=ctx.needs_input_grad[1]), None

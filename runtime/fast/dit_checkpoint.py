@@ -7,7 +7,6 @@ swap is told when the weights are needed.
 """
 
 import contextlib
-import functools
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -18,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from wangen.runtime.fast.attention import Stash
-from wangen.runtime.fast.dit_functions import apply
+from wangen.runtime.fast.dit_functions import anchor, apply
 from wangen.runtime.fast.host_copies import HostCopy, host_copies
 from wangen.runtime.models.compute import Compute
 
@@ -160,7 +159,7 @@ class Recomputation:
         beside = [part if part is not None and part.requires_grad else None for part in self.block.beside]
         recording = contextlib.nullcontext() if self.stash is None else self.stash.recording()
         with self.presence.during(backward=False), recording:
-            output: Tensor = apply(_Recomputed, _anchor(hidden.device), self, hidden, *beside)
+            output: Tensor = apply(_Recomputed, anchor(hidden.device), self, hidden, *beside)
         return output
 
 
@@ -227,7 +226,7 @@ class _Recomputed(torch.autograd.Function):
 
         Args:
             ctx: autograd's.
-            _anchor: requires a gradient, so that the output does, also where nothing but the block's parameters does.
+            _anchor: see `anchor`.
             plan: of the block.
             hidden: its input.
             beside: those parts of the block's `beside` that require a gradient.
@@ -283,9 +282,3 @@ def _as_before(ctx: Any) -> Iterator[None]:
         contextlib.nullcontext() if ctx.random is None else ctx.random.again(),
     ):
         yield
-
-
-@functools.cache
-def _anchor(device: torch.device) -> Tensor:
-    """A tensor of nothing that requires a gradient."""
-    return torch.empty(0, device=device, requires_grad=True)

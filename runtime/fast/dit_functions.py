@@ -8,6 +8,7 @@ Letters in shapes: T tokens of all items in one row after the other, I inputs an
 of the ranks of the adapters that share an input.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -21,6 +22,15 @@ from wangen.runtime.fast.products import linear, linear_back
 def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
     """An autograd function's result; PyTorch leaves `apply` untyped."""
     return function.apply(*arguments)  # type: ignore[no-untyped-call]
+
+
+@functools.cache
+def anchor(device: torch.device) -> Tensor:
+    """A tensor of nothing that requires a gradient.
+
+    What takes it has a gradient, also where nothing of it has one but parameters that autograd is not told of.
+    """
+    return torch.empty(0, device=device, requires_grad=True)
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -211,10 +211,24 @@ class Group:
 
     def back(
         self, inputs: Tensor | None, images: Tensor | None, gradients: Sequence[Tensor], *, has_gradient: bool = True
-    ) -> tuple[Tensor | None, list[Tensor]]:
-        """The gradients of the inputs (T, I) that `run` took, if it `has_gradient`, and of the adapters."""
+    ) -> Tensor | None:
+        """The gradient of the inputs (T, I) that `run` took, if it `has_gradient`.
+
+        Those of the adapters are added to theirs here: autograd would make a copy in float32 of each, and take as long
+        again to hand it on.
+        """
         assert self.frozen is not None
-        return adapted_back(inputs, images, self.frozen, self.adapters, gradients, has_gradient=has_gradient)
+        to_inputs, to_trained = adapted_back(
+            inputs, images, self.frozen, self.adapters, gradients, has_gradient=has_gradient
+        )
+        for tensor, slope in zip(self.adapters.trained, to_trained, strict=True):
+            if not tensor.requires_grad:
+                continue
+            if tensor.grad is None:
+                tensor.grad = torch.empty_like(tensor).copy_(slope)
+            else:
+                tensor.grad.add_(slope)
+        return to_inputs
 
     def _own(self, layer: Layer, inputs: Tensor) -> Tensor:
         """What one layer makes of (T, I) without the others: a plain one, a trained one, or by its own forward."""

@@ -3,47 +3,17 @@
 Letters in shapes: B items, T tokens of all of them, N tokens of one, D width of the model, H heads, L rows of text.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from wangen.runtime.fast.attention import Kernel, Stash
-from wangen.runtime.fast.dit_functions import cast_like
-from wangen.runtime.fast.dit_linear import Group
 from wangen.runtime.fast.dit_norms import Moments, layer_norm, layer_norm_back, rms_rotary
 
 ToParts = Callable[[Tensor], Sequence[Tensor]]
 """The gradient of attention's output, (B, H, N, D / H), to those of query, key and value."""
-
-
-class Slopes:
-    """The gradients of a block's adapters, added up over the pieces that its tokens are cut into.
-
-    Several are added in the dtype of the adapters' weights, float32, whatever the products are in.
-
-    Args:
-        groups: the block's linear layers by name.
-    """
-
-    def __init__(self, groups: Mapping[str, Group]) -> None:
-        self._groups = groups
-        self._found: dict[str, list[Tensor]] = {}
-
-    def add(self, name: str, found: list[Tensor]) -> None:
-        """Those of one group, in the order of its `Adapters.trained`; they may be written over."""
-        before = self._found.get(name)
-        if before is None:
-            self._found[name] = found
-            return
-        totals = self._found[name] = cast_like(before, self._groups[name].adapters.trained)
-        for total, more in zip(totals, found, strict=True):
-            total.add_(more)
-
-    def all(self) -> list[Tensor]:
-        """Of all groups, one after the other."""
-        return [tensor for name in self._groups for tensor in self._found.get(name, [])]
 
 
 def needed(inputs: Tensor, images: Tensor | None) -> Tensor | None:

@@ -19,7 +19,7 @@ from wangen.runtime.fast.dit_elementwise import Modulation
 from wangen.runtime.fast.dit_functions import cast
 from wangen.runtime.fast.dit_linear import Group
 from wangen.runtime.fast.dit_norms import gated, gated_back, layer_norm, layer_norm_back, rms_rotary_back
-from wangen.runtime.fast.dit_parts import Attention, Slopes, modulated, modulated_back, needed, rms
+from wangen.runtime.fast.dit_parts import Attention, modulated, modulated_back, needed, rms
 from wangen.runtime.libraries import WanTransformerBlock
 
 _aten = torch.ops.aten
@@ -185,15 +185,14 @@ class TokenWise:
             found.append(Look(one, turned.view(shape), value.reshape(shape), kept))
         return found
 
-    def looks_back(self, looks: Sequence[Look], slopes: Slopes) -> None:
-        """What of the adapters' gradients comes by keys and values; `add` was called for all pieces."""
+    def looks_back(self, looks: Sequence[Look]) -> None:
+        """The gradients of the adapters of keys and values; `add` was called for all pieces."""
         for look in looks:
             assert look.slopes is not None
             rows, images, key, root = look.kept
             to_key, to_value = (cast(slope, key.dtype).reshape(key.shape) for slope in look.slopes)
             to_key = rms_rotary_back(to_key, key, root, look.other.norm.weight, None)
-            group = self._groups[look.other.name]
-            slopes.add(look.other.name, group.back(rows, images, [to_key, to_value], has_gradient=False)[1])
+            self._groups[look.other.name].back(rows, images, [to_key, to_value], has_gradient=False)
 
     def forward(
         self,
@@ -220,15 +219,13 @@ class TokenWise:
         hidden = self._look(hidden, piece, looks, kept if has_gradient else None)
         return self._feed_forward(hidden, piece, kept, valued=valued, output=output)
 
-    def back(
-        self, gradient: Tensor, piece: Piece, looks: Sequence[Look], kept: list[Any], slopes: Slopes
-    ) -> Tensor | None:
+    def back(self, gradient: Tensor, piece: Piece, looks: Sequence[Look], kept: list[Any]) -> Tensor | None:
         """The gradient of a piece's input (T, D), or None where nothing was kept for it.
 
         What was kept is taken out of `kept`, and let go as soon as it has served.
         """
-        gradient = self._feed_forward_back(gradient, piece, kept, slopes)
-        return self._look_back(gradient, piece, looks, kept, slopes) if kept else None
+        gradient = self._feed_forward_back(gradient, piece, kept)
+        return self._look_back(gradient, piece, looks, kept) if kept else None
 
     def _look(self, hidden: Tensor, piece: Piece, looks: Sequence[Look], kept: list[Any] | None) -> Tensor:
         """Attention to the text, and to the image."""
@@ -252,13 +249,10 @@ class TokenWise:
             kept.append((hidden, moments, *ours))
         return branch.add_(hidden)
 
-    def _look_back(
-        self, gradient: Tensor, piece: Piece, looks: Sequence[Look], kept: list[Any], slopes: Slopes
-    ) -> Tensor:
+    def _look_back(self, gradient: Tensor, piece: Piece, looks: Sequence[Look], kept: list[Any]) -> Tensor:
         hidden, moments, normed, images, query, root, to_parts, attended, low = kept.pop()
         attention, norm = self._attention(piece), self._module.norm2
-        to_attended, found = self._groups["other_out"].back(attended, low, [gradient])
-        slopes.add("other_out", found)
+        to_attended = self._groups["other_out"].back(attended, low, [gradient])
         assert to_attended is not None
         del attended
         to_turned = None
@@ -270,8 +264,7 @@ class TokenWise:
         del to_attended, to_query
         to_query = rms_rotary_back(to_turned.reshape(query.shape), query, root, self._module.attn2.norm_q.weight, None)
         del query, to_turned
-        to_hidden, found = self._groups["query"].back(normed, images, [to_query])
-        slopes.add("query", found)
+        to_hidden = self._groups["query"].back(normed, images, [to_query])
         assert to_hidden is not None
         if moments is not None:
             to_hidden = layer_norm_back(to_hidden, hidden, moments, norm.weight)
@@ -294,16 +287,15 @@ class TokenWise:
             kept.append((*state, needed(active, low), low))
         return gated(hidden, branch, gate, piece.runs, valued=valued, output=branch if output is None else output)
 
-    def _feed_forward_back(self, gradient: Tensor, piece: Piece, kept: list[Any], slopes: Slopes) -> Tensor:
+    def _feed_forward_back(self, gradient: Tensor, piece: Piece, kept: list[Any]) -> Tensor:
         hidden, moments, normed, images, widened, active, low = kept.pop()
         to_branch = gated_back(gradient, piece.of(self._numbers.forward_gate, piece.times), piece.runs)
-        to_active, found = self._groups["down"].back(active, low, [to_branch])
-        slopes.add("down", found)
+        to_active = self._groups["down"].back(active, low, [to_branch])
+        assert to_active is not None
         del active, to_branch
         to_widened = _aten.gelu_backward(to_active, widened, approximate="tanh")
         del to_active, widened
-        to_normed, found = self._groups["up"].back(normed, images, [to_widened])
-        slopes.add("up", found)
+        to_normed = self._groups["up"].back(normed, images, [to_widened])
         assert to_normed is not None
         del normed, to_widened
         scale = piece.of(self._numbers.forward_scale, piece.times)
