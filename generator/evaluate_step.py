@@ -98,10 +98,14 @@ class Evaluate(DatasetStep):
     video_length: int | None = flag(f"frames of the videos, 4n+1 {_MODELS}", None, pinned=True)
     infer_steps: int | None = flag(f"sampling steps {_MODELS}", None, pinned=True)
     guidance_scale: float | None = flag(f"classifier-free guidance {_MODELS}", None, pinned=True)
-    guidance_scale_high_noise: float | None = flag(f"guidance of the high-noise expert {_MODELS}", None, pinned=True)
+    guidance_scale_high_noise: float | None = flag(
+        "guidance of the high-noise expert (default: --guidance_scale, or else the model's)", None, pinned=True
+    )
     flow_shift: float | None = flag(f"shift of the sampling schedule {_MODELS}", None, pinned=True)
-    sample_solver: Literal["unipc", "dpm++", "euler"] | None = flag("sampler (default: unipc)", None, pinned=True)
-    negative_prompt: str | None = flag("what to avoid, where guidance is above 1", None, pinned=True)
+    sample_solver: Literal["unipc", "dpm++", "euler"] | None = flag(
+        "sampler (default: unipc; Qwen-Image has euler alone)", None, pinned=True
+    )
+    negative_prompt: str | None = flag("what to avoid, where guidance is above 1 (default: none)", None, pinned=True)
     attention: Attention = flag("attention kernel; auto takes the first of flash3, flash, sdpa that runs here", "auto",
                                 pinned=True)  # fmt: skip
     dtype: Dtype | None = flag("precision of the transformer (default: bfloat16 on CUDA, float32 on CPU)", None,

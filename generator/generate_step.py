@@ -92,7 +92,7 @@ class Generate(Step):
     )
     changed: bool = flag("with --from: take other weights, LoRAs or another first frame than the file was made with",
                          False)  # fmt: skip
-    negative_prompt: str | None = flag("what to avoid, where guidance is above 1", None, pinned=True)
+    negative_prompt: str | None = flag("what to avoid, where guidance is above 1 (default: none)", None, pinned=True)
     image_path: Path | None = flag("the first frame, for image-to-video and TI2V-5B", None)
     control_image_path: tuple[Path, ...] = flag("the pictures to edit, for qwen-image-edit one, for -plus up to three",
                                                 ())  # fmt: skip
@@ -139,8 +139,9 @@ class Generate(Step):
         f"timestep from which on the high-noise expert works, 0.875 or 875 {_MODELS}", None, pinned=True
     )
     flow_shift: float | None = flag(f"shift of the sampling schedule {_MODELS}", None, pinned=True)
-    sample_solver: Literal["unipc", "dpm++", "euler"] | None = flag("sampler (default: unipc)", None, pinned=True,
-                                                                    values={"vanilla": "euler"})  # fmt: skip
+    sample_solver: Literal["unipc", "dpm++", "euler"] | None = flag(
+        "sampler (default: unipc; Qwen-Image has euler alone)", None, pinned=True, values={"vanilla": "euler"}
+    )
     cpu_noise: bool = flag("accepted; noise is always drawn on the CPU", False)
     force_v2_1_time_embedding: bool = flag("accepted; a timestep that all tokens share is always embedded once", False)
 

@@ -62,7 +62,7 @@ class WorldModel(Step):
     source: Path = flag("folder of the raw data: that of a split, with its metadata.json, or the one above both",
                         names=("dataset_path",))  # fmt: skip
     output: Path = flag("folder for the manifest, train.jsonl or val.jsonl", names=("output_dir",))
-    split: Literal["train", "val"] = flag("train_v2.0_raw or val_v2.0_raw; the manifest is called so", "train",
+    split: Literal["train", "val"] = flag("train_v2.0_raw or val_v2.0_raw", "train",
                                           pinned=True)  # fmt: skip
     frames: int = flag("frames of a clip, 4n+1", 77, pinned=True, names=("num_frames", "target_frames", "clip_length"))
     temporal_downsample: int = flag("take every so manieth frame of a segment; --frames of them are a clip", 1,

@@ -18,7 +18,7 @@ _BAT_PIECE = re.compile(r"%%|%(\w+)%")
 _PS_PIECE = re.compile(rf"'((?:[^{_PS_QUOTES}]|[{_PS_QUOTES}]{{2}})*)'|\$(\w+)")
 
 CALLS = {
-    "sh": re.compile(r'^  "\$WG_PY" -m wangen\.runtime(?= )', re.MULTILINE),
+    "sh": re.compile(r'^  (?:wg_step )?"\$WG_PY" -m wangen\.runtime(?= )', re.MULTILINE),
     "bat": re.compile(r'^"%WG_PY%" -m wangen\.runtime(?= )', re.MULTILINE),
     "ps1": re.compile(r"^    \$WgArgv = @\((?=\n)", re.MULTILINE),
 }

@@ -46,8 +46,9 @@ DIFFERENCES = (
     "matches nothing is refused. Where `--network_args` has both, they mean what they do in musubi-tuner: "
     "`include_patterns` takes back what `exclude_patterns` took.",
     "Samples of a model with two experts use both; their settings are in the files. What a prompt leaves open is the "
-    "model's own (`--w 832 --h 480 --f 81` for Wan; seed 42, no negative prompt), not 256x256 and one frame with a "
-    "random seed: write `--w`, `--h` and `--f`. There is a sample after the last step, too.",
+    "model's own (`--w 832 --h 480 --f 81` for Wan, `--w 1280 --h 704 --f 121` for TI2V-5B; seed 42, no negative "
+    "prompt), not 256x256 and one frame with a random seed: write `--w`, `--h` and `--f`. There is a sample after the "
+    "last step, too.",
     "`generate` puts LoRAs beside the weights and merges nothing, so that any number of them fit a quantised base; "
     "`--fp8` and `--fp8_scaled` are one thing, `--quantize fp8`. Sizes and lengths are the model's own, not 256x256.",
     "`generate --from FILE` repeats a video or picture from the settings inside it, byte by byte.",
@@ -55,6 +56,9 @@ DIFFERENCES = (
     "The training state is always kept (the newest); `--save_state` keeps that of every saved LoRA.",
     "Adafactor takes `--learning_rate` unless `--optimizer_args relative_step=True` is given, which musubi-tuner adds.",
     "`--preserve_distribution_shape` cuts in `sigma`, too; musubi-tuner ignores it there.",
+    "`--debug_mode console` is refused (take `image` or `video`), and so are `--timestep_sampling flux2_shift`, "
+    "`krea2_shift` and `ideogram4_shift`, which are for other models, and schedules that [flags.md](flags.md) does not "
+    "name.",
     "`--log_with all` is refused: name them, `--log_with tensorboard wandb`; so is `--mixed_precision fp16`: "
     "`bf16`, or `no`.",
     "Of `--network_args` a LoRA takes no `rank_dropout` and `module_dropout` (LoHa and LoKr do); `conv_dim` and "
@@ -67,7 +71,8 @@ DIFFERENCES = (
     "Attention is one flag, `--attention`; `--sdpa --flash_attn --flash3 --xformers --sage_attn` are spellings of it, "
     "and two at once are an error.",
     "A clip's frame rate is read from the file; `source_fps` overrides it, and may be a whole number.",
-    "Uncaptioned images and clips that are too short stop the step by name; nothing is dropped silently.",
+    "Uncaptioned images and clips that are too short stop the step by name. Folders inside the folder are not looked "
+    "into, and files of other kinds are left where they are.",
     "An image's EXIF orientation is applied, transparency goes over white, and a bucket is chosen by the ratio of "
     "aspect ratios, in caching and in training alike.",
     "Relative paths in a TOML are looked for in the working folder, then beside the TOML.",
@@ -77,7 +82,8 @@ DIFFERENCES = (
     "The VAE encodes in float16 on CUDA (musubi-tuner: bfloat16), and in float32 what leaves its range.",
     "`--vae`, `--t5` and `--clip` of training serve `--cache_mode`, `--cache_latents`, `--cache_latents_to_disk` and "
     "`--sample_prompts`.",
-    "A schedule that depends on the run's length (all but `constant`) refuses to resume with another length.",
+    "A schedule that depends on the run's length refuses to resume with another length: all but `constant`, "
+    "`constant_with_warmup`, `inverse_sqrt` and `adafactor`, and these too where the warm-up is a share of the run.",
     "The tokenizer is found beside the T5 file or given with `--tokenizer`; nothing is downloaded.",
 )
 
@@ -87,6 +93,8 @@ MUSUBI_DEFAULTS = {
     ("train", "network_alpha"): "1",
     ("train", "max_train_epochs"): "none: 1600 steps",
     ("train", "mixed_precision"): "none",
+    ("train", "save_precision"): "the transformer's",
+    ("train", "attention"): "none (an error)",
     ("train", "timestep_sampling"): "sigma",
     ("train", "discrete_flow_shift"): "1.0",
     ("train", "seed"): "random",
@@ -99,6 +107,7 @@ MUSUBI_DEFAULTS = {
     ("cache_latents", "num_workers"): "processors - 1",
     ("cache_text", "batch_size"): "the dataset's",
     ("generate", "negative_prompt"): "a Chinese text",
+    ("generate", "attention"): "torch",
     ("generate", "video_size"): "256 256",
     ("generate", "fps"): "16",
     ("generate", "seed"): "random",
@@ -117,8 +126,9 @@ def flags_page() -> str:
         "# Flags of every step",
         "",
         "Printed by `python -m wangen.generator.reference` from the table of steps (`generator/steps.py`).",
-        "`wangen STEP …` and `python -m wangen.runtime STEP …` are the same. Dashes may stand for underscores, a flag",
-        "that is true or false has a `--no_` form, and `--config_file FILE.toml` takes the same names as keys.",
+        "`wangen STEP …` and `python -m wangen.runtime STEP …` are the same. Dashes may stand for underscores. The",
+        "first name of a flag that is true or false has a `--no_` form. `--config_file FILE.toml` takes the same names",
+        "as keys, with true or false in place of `--no_`.",
         f"Configurations for `train` ship with wangen and are given by name: {', '.join(map(_code, config_files()))}.",
     ]
     for step in STEPS:

@@ -45,7 +45,10 @@ TEXT_ENCODER = ("text_encoder",)
 """What the flag of the text encoder is also called."""
 TOKENIZER = "tokenizer folder or file (default: found beside or inside the text encoder's weights)"
 CLIP = "CLIP image encoder weights (Wan 2.1 I2V): .pth, .safetensors or a folder"
-CACHE_TASK = "model profile that the cache is for (default: text-to-video with this VAE)"
+CACHE_TASK = (
+    "model profile that the cache is for (default: text-to-video with the --vae, t2v-14B without one; with --i2v or "
+    "--clip image-to-video)"
+)
 DECODER = (
     "what decodes clips, to the same frames: pyav, torchcodec or (on an NVIDIA GPU) pynvvideocodec, which are to be "
     "installed beside wangen; auto is torchcodec on a GPU where it loads, else pyav"
@@ -77,8 +80,8 @@ def require_try(path: Path, flag: str) -> None:
 def vae_tile(default: int | None = 0) -> Any:
     """The flag of the VAE's tiles, the same for every step that has one; None for a default leaves it open."""
     return flag(
-        "let the VAE work in overlapping squares of this many pixels, a multiple of 64: less memory, not quite the "
-        "same latents; 0 takes the picture whole",
+        "let the VAE work in overlapping squares of this many pixels, a multiple of 64 from 128 on: less memory, not "
+        "quite the same latents; 0 takes the picture whole",
         default, pinned=True, names=("tile", "vae_spatial_tile_sample_min_size"), constants={"vae_tiling": "256"},
     )  # fmt: skip
 

@@ -202,7 +202,7 @@ class CacheText(CacheStep):
         "read the text encoder block by block: of umT5 1.5 GB of memory are enough, of Qwen2.5-VL about 5 (the "
         "default; --no_stream_t5 loads it whole)", True,
     )  # fmt: skip
-    batch_size: int = flag("captions per encode with --plain (else each goes at its own length)", 16)
+    batch_size: int = flag("captions per encode with --plain or --no_stream_t5 (else each goes at its own length)", 16)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -77,7 +77,7 @@ class Step:
     """Groups of flags that contradict each other: one on the command line wins over the others of a `--config_file`."""
 
     config_file: Path | None = flag(
-        "TOML file holding any of these flags, or the name of a shipped one; the command line wins", None
+        "TOML file holding any of these flags, or, for train, the name of a shipped one; the command line wins", None
     )
     log_file: Path | None = flag("append plain log lines to this file", None)
     report_dir: Path | None = flag("folder for the step's report.json (default: beside what the step makes)", None)

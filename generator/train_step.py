@@ -106,8 +106,8 @@ class Train(DatasetStep):
     exclude_patterns: tuple[str, ...] = flag("no layer whose name one of these regular expressions finds", (),
                                              pinned=True)  # fmt: skip
     network_args: tuple[str, ...] = flag(
-        "musubi-tuner's key=value: include_patterns, exclude_patterns, loraplus_lr_ratio, use_rslora, use_dora, and of "
-        "loha and lokr rank_dropout, module_dropout, factor, decompose_both", (), pinned=True,
+        "musubi-tuner's key=value: include_patterns, exclude_patterns, loraplus_lr_ratio, use_rslora, use_dora, of "
+        "loha and lokr rank_dropout and module_dropout, of lokr factor and decompose_both", (), pinned=True,
     )  # fmt: skip
     network_weights: Path | None = flag(
         "start from this adapter (ComfyUI, kohya, diffusers or peft layout), or a run's folder: its best or last",
@@ -133,14 +133,16 @@ class Train(DatasetStep):
     )
     lr_decay_steps: str = flag("decay of warmup_stable_decay: steps, a share or a percentage", "0", pinned=True)
     lr_scheduler_num_cycles: int = flag(
-        "restarts of cosine_with_restarts; half waves of cosine_with_min_lr and warmup_stable_decay: 1 goes down, 2 "
-        "come up again", 1, pinned=True,
+        "cycles of cosine_with_restarts: 2 restart once; half waves of cosine_with_min_lr and warmup_stable_decay: "
+        "1 goes down, 2 come up again", 1, pinned=True,
     )  # fmt: skip
     lr_scheduler_power: float = flag("power of polynomial", 1.0, pinned=True)
     lr_scheduler_min_lr_ratio: float = flag(
         "lowest learning rate over the highest, of cosine_with_min_lr, warmup_stable_decay and rex", 0.0, pinned=True
     )
-    lr_scheduler_timescale: int | None = flag("time scale of inverse_sqrt (default: the warm-up)", None, pinned=True)
+    lr_scheduler_timescale: int | None = flag(
+        "time scale of inverse_sqrt (default: the warm-up, or 10000 without one)", None, pinned=True
+    )
     optimizer_type: str = flag(
         "AdamW, AdamW8bit (bitsandbytes or torchao), Adafactor, another class of torch.optim, or a dotted path",
         "AdamW", pinned=True, knob=True,
@@ -310,14 +312,16 @@ class Train(DatasetStep):
     save_every_n_epochs: int | None = flag("save the LoRA every N epochs", None, knob=True)
     save_every_n_steps: int | None = flag("save the LoRA every N steps", None, knob=True, names=("save_steps",))
     save_last_n_epochs: int | None = flag("keep the last N of the LoRAs of --save_every_n_epochs only", None)
-    save_last_n_steps: int | None = flag("keep LoRAs that are at most N steps old only", None)
+    save_last_n_steps: int | None = flag(
+        "keep those LoRAs of --save_every_n_steps only that are at most N steps old", None
+    )
     keep_last: int | None = flag("of the LoRAs saved on the way keep the last N only", None)
     save_state: bool = flag("keep the training state of every saved LoRA, not the newest alone", False)
     save_last_n_epochs_state: int | None = flag(
         "with --save_state: so many states instead (default: --save_last_n_epochs)", None
     )
     save_last_n_steps_state: int | None = flag(
-        "with --save_state: states at most N steps old instead (default: --save_last_n_steps)", None
+        "with --save_state: their states at most N steps old instead (default: --save_last_n_steps)", None
     )
     save_state_on_train_end: bool = flag("accepted; the newest training state is always kept", False)
     save_state_every_n_steps: int | None = flag("write the training state every N steps", None)

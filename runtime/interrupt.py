@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM while training."""
+"""Ctrl-C, SIGTERM and a lost terminal while training."""
 
 import logging
 import signal
@@ -14,7 +14,7 @@ ECHO_S = 3.0
 
 
 class Interrupt:
-    """Ctrl-C or SIGTERM while training: the first asks the loop to stop at the next step, a later one stops at once."""
+    """A signal while training: the first asks the loop to stop at the next step, a later one stops at once."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -23,7 +23,7 @@ class Interrupt:
 
     def __enter__(self) -> "Interrupt":
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._request) for number in (signal.SIGINT, signal.SIGTERM)}
+            self._before = {number: signal.signal(number, self._request) for number in _signals()}
         return self
 
     def __exit__(self, *_exception: object) -> None:
@@ -38,3 +38,11 @@ class Interrupt:
         self.requested, self._since_s = True, time.monotonic()
         log.warning("  stopping after this step; the training state is saved (once more, after %.0f seconds, stops at "
                     "once)", ECHO_S)  # fmt: skip
+
+
+def _signals() -> list[int]:
+    """Ctrl-C, SIGTERM, and that the terminal was closed or its connection lost, unless `nohup` has it ignored."""
+    numbers: list[int] = [signal.SIGINT, signal.SIGTERM]
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # Windows has none
+        numbers.append(signal.SIGHUP)
+    return numbers

@@ -132,7 +132,7 @@ class Casts(TorchDispatchMode):
 
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_no_gradient_of_an_adapter_is_copied(checkpointing: str, monkeypatch: pytest.MonkeyPatch):
-    """Products in bfloat16 add theirs to those in float32: on a GPU small pictures wait for each copy that is started."""
+    """Products in bfloat16 add theirs to those in float32: on a GPU small pictures wait for every copy."""
     monkeypatch.setattr(products, "is_fast_in_bfloat16", lambda: True)
     model, inputs = adapted(vectors_model("dit_t2v21", torch.bfloat16)), inputs_of("dit_t2v21")
     adapters = [one for name, one in model.named_parameters() if "lora" in name]

@@ -2,7 +2,9 @@
 
 import os
 import shutil
+import signal
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -192,3 +194,36 @@ def test_a_step_that_the_system_killed(site):
     done = site.run(RECORDER_FAIL="train", RECORDER_CODE="137")
     assert done.returncode == 137
     assert "step train was killed (exit code 137), as Linux does when memory runs out" in done.stderr
+
+
+SLOW_STEP = """
+import signal, sys, time
+def told(number, frame):
+    print("told", signal.Signals(number).name, flush=True)
+    time.sleep(0.3)  # it saves
+    sys.exit(5)
+if "-c" not in sys.argv:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, told)
+    print("heard", sys.stdin.readline(), flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_stopped_script_waits_for_its_step_to_save(site, name):
+    """Ctrl-C comes to both; `kill`, `docker stop` and a watchdog reach the script alone."""
+    (site.folder / "venv/bin/python").write_text(f"#!{sys.executable} -IS\n{SLOW_STEP}")
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        ["bash", site.script], stdin=pipe, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+    ) as run:
+        assert (run.stdin, run.stdout) != (None, None)
+        run.stdin.write("a word\n")
+        run.stdin.flush()
+        assert run.stdout.readline().startswith("wangen: step 1 of")
+        assert run.stdout.readline() == "heard a word\n"
+        (os.killpg if name == "SIGINT" else os.kill)(run.pid, getattr(signal, name))
+        out, errors = run.communicate(timeout=30)
+    assert (run.returncode, errors) == (5, "")
+    assert out == f"told {name}\n", "and no second step"

@@ -122,3 +122,30 @@ def test_ctrl_c_saves_the_state_and_exits_1_with_one_message(tiny_run, tmp_path,
     assert len(states) == 1
     step = int(states[0].name.removeprefix("step-"))
     assert train.run(replace(options, max_train_steps=step + 1)).result["steps_this_run"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.name == "nt", reason="pseudo-terminals are POSIX's")
+@pytest.mark.parametrize("ignored", [False, True], ids=["saves", "nohup"])
+def test_a_run_whose_terminal_is_closed(tiny_run, tmp_path, ignored):
+    """It saves and stops, though nobody hears what it says; with `nohup` it goes on."""
+    import fcntl  # here, as these are not on Windows
+    import termios
+
+    options = tiny_run.options(tmp_path, max_train_steps=12 if ignored else 4000, save_state_every_n_steps=10)
+    leader, follower = os.openpty()
+    words = [*(["nohup"] if ignored else []), sys.executable, "-m", "wangen.runtime", *options.argv()]
+
+    def take_terminal() -> None:
+        os.setsid()
+        fcntl.ioctl(follower, termios.TIOCSCTTY, 0)
+
+    process = subprocess.Popen(
+        words, stdin=follower, stdout=follower, stderr=follower, preexec_fn=take_terminal, cwd=tmp_path
+    )
+    os.close(follower)
+    wait_for_state(options, 10, process)
+    os.close(leader)
+    code = process.wait(timeout=60)
+    done = checkpoint.read(checkpoint.newest(tmp_path / "lora-state")).step
+    assert (code, done) == (0, 12) if ignored else (code == 1 and 10 <= done < 4000)

@@ -10,7 +10,7 @@
 # You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 # leave this file as it is and write the new text beside it as cache_example.sh.new.
 #
-# wangen-digest: d21517debf0f021ffa44b646e8eff1b2
+# wangen-digest: 77ace479e98f7fdf889e37c6c40feb0e
 # Typographic quotes in a path or prompt are no typing errors.
 # shellcheck disable=SC1112
 # An editor for Windows may have put a carriage return behind every line: behind the first of these two, and hidden
@@ -38,13 +38,32 @@ wg_stop() {
   exit "$code"
 }
 
-# Ctrl-C reaches the step as well, which says so itself; between two steps this script says it.
-WG_RUNNING='' WG_STOPPED=''
+# Ctrl-C reaches the step as well, and a kill of this script is handed on to it: it saves, and says so itself. Between
+# two steps this script says it.
+WG_RUNNING='' WG_STOPPED='' WG_STEP=''
 wg_ended() {
   WG_RUNNING=''
   [ -z "$WG_STOPPED" ] || wg_stop 1 'wangen: stopped. Nothing saved is lost: run this script again to go on.'
 }
 trap 'WG_STOPPED=1; [ -n "$WG_RUNNING" ] || wg_ended' INT
+trap 'WG_STOPPED=1; [ -n "$WG_RUNNING" ] || wg_ended; [ -z "$WG_STEP" ] || kill -TERM "$WG_STEP" 2>/dev/null || :' TERM
+
+wg_step() { # COMMAND…: runs it, in the background as else bash hears of a signal only when it has ended
+  local code
+  (
+    trap - INT
+    exec "$@"
+  ) <&0 &
+  WG_STEP=$!
+  [ -z "$WG_STOPPED" ] || kill -TERM "$WG_STEP" 2>/dev/null || :
+  while :; do
+    code=0
+    wait "$WG_STEP" || code=$?
+    kill -0 "$WG_STEP" 2>/dev/null || break
+  done
+  WG_STEP=''
+  return "$code"
+}
 
 wg_failed() {
   [ -z "$WG_STOPPED" ] || exit "$2"
@@ -104,7 +123,7 @@ fi
 if [ -z "$wg_only" ] || [ "$wg_only" = check ]; then
   printf '%s\n' 'wangen: step 1 of 4: check'
   WG_RUNNING=check
-  "$WG_PY" -m wangen.runtime \
+  wg_step "$WG_PY" -m wangen.runtime \
     check \
     --dataset_config 'files/tomls/example_linux.toml' \
     --resolution "$RESOLUTION" \
@@ -123,7 +142,7 @@ fi
 if [ -z "$wg_only" ] || [ "$wg_only" = cache_latents ]; then
   printf '%s\n' 'wangen: step 2 of 4: cache_latents'
   WG_RUNNING=cache_latents
-  "$WG_PY" -m wangen.runtime \
+  wg_step "$WG_PY" -m wangen.runtime \
     cache_latents \
     --dataset_config 'files/tomls/example_linux.toml' \
     --resolution "$RESOLUTION" \
@@ -142,7 +161,7 @@ fi
 if [ -z "$wg_only" ] || [ "$wg_only" = cache_text ]; then
   printf '%s\n' 'wangen: step 3 of 4: cache_text'
   WG_RUNNING=cache_text
-  "$WG_PY" -m wangen.runtime \
+  wg_step "$WG_PY" -m wangen.runtime \
     cache_text \
     --dataset_config 'files/tomls/example_linux.toml' \
     --resolution "$RESOLUTION" \
@@ -161,7 +180,7 @@ fi
 if [ -z "$wg_only" ] || [ "$wg_only" = check_cache ]; then
   printf '%s\n' 'wangen: step 4 of 4: check_cache'
   WG_RUNNING=check_cache
-  "$WG_PY" -m wangen.runtime \
+  wg_step "$WG_PY" -m wangen.runtime \
     check_cache \
     --dataset_config 'files/tomls/example_linux.toml' \
     --resolution "$RESOLUTION" \
