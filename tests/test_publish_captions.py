@@ -153,6 +153,8 @@ def test_what_is_no_item_is_named(tmp_path):
     lines = read_source(write_tree(tmp_path, tree), MODEL).left_out
     assert [text.split(" (")[0] for text in lines] == ["b.HEIC", "orphan.txt", "sub/"]
     assert "1 media files; sub-folders are not read" in lines[2]
+    (tmp_path / "a.jpg").unlink()
+    assert problems(tmp_path)[0].startswith(f"{tmp_path.name}: holds no image or video files; it has a.txt (a caption")
 
 
 # ---- the memo ----------------------------------------------------------------------------------------------------

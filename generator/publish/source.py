@@ -112,7 +112,8 @@ def read_source(
     items = [item for item in items if all(path in facts for path in (item.path, *item.companions))]
     problems += [*unreadable, *_clashes(items), *short_clips(items, facts, model), *_unsuited(items, model)]
     if not items and not problems:
-        problems.append(Problem(origin, "holds no image or video files", "put them here"))
+        others = f"; it has {'; '.join(left_out[:_NUM_NAMES])}" if left_out else ""
+        problems.append(Problem(origin, f"holds no image or video files{others}", "put them here"))
     named, clashes = in_bundle(items, origin)
     beside = {}
     for folder, found in named.items():
