@@ -14,6 +14,7 @@ import torch
 from helpers import digest
 from runs import samples_of
 from safetensors import safe_open
+from safetensors.torch import load_file
 from tiny import TinyRun, fill_caches
 
 from wangen import profiles
@@ -156,6 +157,24 @@ def test_checkpointing_offload_and_reading_threads_change_no_byte(tiny_run, tmp_
     }.items():
         train.run(replace(plain, output_dir=tmp_path / name, **changes))
         assert digest(tmp_path / name / "lora.safetensors") == digest(tmp_path / "plain/lora.safetensors"), name
+
+
+@pytest.mark.parametrize("kind", ["loha", "lokr"])
+def test_a_step_that_leaves_all_adapters_out_trains_nothing(tiny_run, tmp_path, kind):
+    """`module_dropout` may leave out all of a block or of the model, however blocks are computed."""
+    common = {"network_module": kind, "network_args": ("module_dropout=0.6",), "include_patterns": (r"\.0\.ffn",)}
+    ways = ({"checkpointing": "none"}, {"checkpointing": "full"}, {"checkpointing": "full", "blocks_to_swap": 1})
+    found = []
+    for number, way in enumerate(ways):
+        folder = tmp_path / str(number)
+        train.run(tiny_run.options(folder, max_train_steps=5, **common, **way))
+        found.append(load_file(folder / "lora.safetensors"))
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        norms = [line["grad_norm"] for line in lines if "grad_norm" in line]
+        assert 0.0 in norms
+        assert max(norms) > 0.0
+    for name, wanted in found[0].items():
+        assert all(torch.equal(other[name], wanted) for other in found[1:])
 
 
 def test_bf16_trains_close_to_float32(tiny_run, tmp_path):

@@ -35,7 +35,7 @@ def watched(tiny_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> Trai
         folder / "whole", task="t2v-A14B", dit_high_noise=high, high_noise_share=0.5, expert_turn_steps=1,
         max_train_steps=4, validation_items=1, validation_timesteps=1, validate_every_n_steps=2, keep_best=True,
         ema_decay=0.9, sample_prompts=prompts, sample_every_n_steps=2, sample_at_first=True, save_every_n_steps=2,
-        vae=tiny_run.weights["vae"], t5=tiny_run.weights["t5"], t5_dtype="float32",
+        save_state=True, vae=tiny_run.weights["vae"], t5=tiny_run.weights["t5"], t5_dtype="float32",
     )  # fmt: skip
 
 
@@ -46,6 +46,7 @@ def left_by(options: Train) -> dict[str, Any]:
     found: dict[str, Any] = {path.name: path.read_bytes() for path in files if path.suffix != ".jsonl"}
     lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
     found["metrics"] = [{key: line[key] for key in TOLD if key in line} for line in lines]
+    found["states"] = sorted(path.name for path in (folder / "lora-state").glob("step-*"))
     found["samples"] = sorted((folder / "samples" / "samples.jsonl").read_text().splitlines())
     return found
 

@@ -10,6 +10,7 @@ from safetensors import safe_open
 from tiny import state_folder
 
 from wangen.generator.errors import WangenError
+from wangen.generator.files import machine
 from wangen.runtime import train
 from wangen.runtime.training import checkpoint
 from wangen.runtime.training.step import StepResult
@@ -143,6 +144,17 @@ def test_a_state_cut_short_while_it_is_replaced_leaves_its_predecessor(tiny_run,
     for text in ("{}", "[]", '{"files": 3}', "nonsense"):
         (folder / "step-00000009/state.json").write_text(text)
         assert checkpoint.newest(folder).name == "step-00000003"
+
+
+def test_a_state_saved_once_more_stays_kept_and_takes_away_what_a_kill_left(tiny_run, tmp_path):
+    options = tiny_run.options(tmp_path, max_train_steps=4, save_every_n_steps=2, save_state=True)
+    train.run(options)
+    folder = state_folder(options)
+    left = folder / f".newest-{machine()}{2**31 - 1:08x}01234567.tmp"  # of a process that is no more
+    left.write_text("step-")
+    checkpoint.save(folder, checkpoint.read(folder / "step-00000002"))
+    assert not left.exists()
+    assert json.loads((folder / "step-00000002/state.json").read_text())["keep"]
 
 
 @pytest.mark.parametrize("part", ["adapter", "optimizer"])

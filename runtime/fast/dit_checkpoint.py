@@ -269,7 +269,8 @@ def _back(ctx: Any, gradient: Tensor, hidden: Tensor, beside: Sequence[Tensor | 
         trained = {name: leaf for name, leaf in zip(own._fields, leaves, strict=True) if leaf is not None}
         with torch.enable_grad():
             output = block.again(start, own._replace(**trained))
-    torch.autograd.backward(output, gradient)
+    if output.requires_grad:  # else all of its adapters were left out (`module_dropout`), and nothing before is trained
+        torch.autograd.backward(output, gradient)
     return [None if leaf is None else leaf.grad for leaf in (start, *leaves)]
 
 

@@ -20,7 +20,7 @@ from zlib import crc32
 import torch
 
 from wangen.generator.errors import WangenError
-from wangen.generator.files import remove_tree, replace, sync_folder, write_text
+from wangen.generator.files import remove_left, remove_tree, replace, sync_folder, write_text
 from wangen.runtime.safetensors_file import serialize, write_chunks
 
 log = logging.getLogger("wangen")
@@ -177,6 +177,8 @@ def manifest_of(state: TrainingState, *, keep: bool, in_parts: bool = False) -> 
 def complete(staging: Path, manifest: Mapping[str, Any]) -> Path:
     """Give a state whose files are all there its manifest, and then its name, which is returned."""
     folder, final = staging.parent, staging.parent / f"step-{manifest['step']:08d}"
+    if (_manifest(final) or {}).get("keep"):  # the same step once more, with what an interrupt had left undone
+        manifest = {**manifest, "keep": True}
     files = (path for path in sorted(staging.rglob("*")) if path.is_file())
     sizes = {path.relative_to(staging).as_posix(): path.stat().st_size for path in files}
     write_text(staging / MANIFEST, json.dumps({**manifest, "files": sizes}, indent=1, sort_keys=True))
@@ -187,6 +189,7 @@ def complete(staging: Path, manifest: Mapping[str, Any]) -> Path:
         _remove(aside)
         replace(final, aside)
     replace(staging, final)
+    remove_left(folder / NEWEST)
     write_text(folder / NEWEST, final.name)
     sync_folder(folder)
     _remove(aside)

@@ -7,6 +7,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from wangen.generator.adapter_settings import settings_of_flags
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.session import with_flag
 from wangen.generator.steps import Train
@@ -88,8 +89,10 @@ class Optimization:
         try:
             self.optimizer = make(listed, lr=self._rates[0], **arguments)
         except _FAILURES as error:
-            raise UsageError(f"{options.optimizer_type}: {error}", where="--optimizer_args",
-                             cure="mend or leave out what it does not take") from None  # fmt: skip
+            where, cure = "--optimizer_type", "choose another class"
+            if options.optimizer_args:
+                where, cure = "--optimizer_args", "mend or leave out what it does not take"
+            raise UsageError(f"{options.optimizer_type}: {error}", where=where, cure=cure) from None
         self.name = found.name
         if isinstance(self.optimizer, _ScheduleFree):
             self.optimizer.train()
@@ -208,7 +211,7 @@ def norm_of(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def try_out(options: Train, device: torch.device) -> None:
-    """Train two tiny matrices, with and without an interruption, so that what cannot work is refused early.
+    """Train tiny matrices, and a vector where the model has some, with and without an interruption: an early refusal.
 
     The 8-bit optimizers are only looked for: torchao would compile for a minute.
 
@@ -244,8 +247,12 @@ def _same_kinds(options: Train, tensors: Mapping[str, torch.Tensor], numbers: Ma
 
 
 def _tiny(options: Train, device: torch.device) -> Optimization:
-    sides = {side: torch.full((2, 2), 0.5, device=device) for side in "AB"}
-    return Optimization(options, {f"tiny.lora_{side}.weight": torch.nn.Parameter(v) for side, v in sides.items()})
+    shapes: dict[str, tuple[int, ...]] = {f"tiny.lora_{side}.weight": (2, 2) for side in "AB"}
+    if options.train_mode == "full" or settings_of_flags(options).dora:
+        shapes["tiny.vector"] = (2,)
+    return Optimization(
+        options, {name: torch.nn.Parameter(torch.full(size, 0.5, device=device)) for name, size in shapes.items()}
+    )
 
 
 def _trial(optimization: Optimization, steps: range) -> None:

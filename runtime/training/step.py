@@ -119,7 +119,8 @@ def _gradients(
         keys = [key for prepared in together for key in prepared.keys]
         with dropout_seed(keys, run.device) if trainee.transformer.training else contextlib.nullcontext():
             loss, error = item_losses(run.kind, trainee.model, together, run.plan.options, run.device)
-            (loss[:counted].sum() / group.num_items).backward()  # type: ignore[no-untyped-call]
+            if loss.requires_grad:  # else `module_dropout` has left all adapters out
+                (loss[:counted].sum() / group.num_items).backward()  # type: ignore[no-untyped-call]
         losses.append(loss[:counted].detach())
         errors.append(error[:counted].detach())
     if trainee.sharded:
