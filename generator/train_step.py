@@ -312,9 +312,7 @@ class Train(DatasetStep):
     save_every_n_epochs: int | None = flag("save the LoRA every N epochs", None, knob=True)
     save_every_n_steps: int | None = flag("save the LoRA every N steps", None, knob=True, names=("save_steps",))
     save_last_n_epochs: int | None = flag("keep the last N of the LoRAs of --save_every_n_epochs only", None)
-    save_last_n_steps: int | None = flag(
-        "keep those LoRAs of --save_every_n_steps only that are at most N steps old", None
-    )
+    save_last_n_steps: int | None = flag("of --save_every_n_steps keep LoRAs at most N steps old only", None)
     keep_last: int | None = flag("of the LoRAs saved on the way keep the last N only", None)
     save_state: bool = flag("keep the training state of every saved LoRA, not the newest alone", False)
     save_last_n_epochs_state: int | None = flag(
