@@ -119,7 +119,16 @@ def is_left(temporary: Path) -> bool:
 
 def remove_left(path: Path) -> None:
     """Remove the temporary files that killed writers have left beside a file which is about to be written."""
-    for temporary in path.parent.glob(f".{escape(path.name[:_NAME_CHARACTERS])}-*.tmp"):
+    _remove_left(path.parent, escape(path.name[:_NAME_CHARACTERS]))
+
+
+def remove_all_left(folder: Path) -> None:
+    """Remove the temporary files that killed writers have left in a folder, whatever they wrote there."""
+    _remove_left(folder, "*")
+
+
+def _remove_left(folder: Path, names: str) -> None:
+    for temporary in folder.glob(f".{names}-*.tmp"):
         with suppress(OSError):
             if is_left(temporary):
                 temporary.unlink()

@@ -18,6 +18,7 @@ from wangen.generator.steps import CacheStep
 from wangen.runtime.cache import Encoder, Folder, Kind, Recipe
 from wangen.runtime.cache.leftovers import sweep
 from wangen.runtime.cache.needed import DatasetNeeds
+from wangen.runtime.cache.packs import FOLDER as PACKS
 from wangen.runtime.needs import EntryWriter, Need, Work, count_states, wanted, writer_of
 from wangen.runtime.samples import Sample, by_cache_folder, folders_left_out
 from wangen.runtime.shards import Shard
@@ -73,7 +74,8 @@ def fill(options: CacheStep, samples: Sequence[Sample], encoders: Mapping[Kind, 
         with _taken_back(records, work) as counted:
             computed = _encode(options, shard, counted, encode)
         removed = _tidy(options, shard, records)
-    for place in (*(folder.path for folder in folders), options.report_dir or options.dataset.parent):
+    places = (place for folder in folders for place in (folder.path, folder.path / PACKS))
+    for place in (*places, options.report_dir or options.dataset.parent):
         sweep(place)
     return Report(
         folder=options.dataset.parent,

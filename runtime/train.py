@@ -18,6 +18,7 @@ import torch
 
 from wangen import profiles
 from wangen.generator.errors import WRONG_USAGE
+from wangen.generator.files import remove_all_left
 from wangen.generator.launch import launch
 from wangen.generator.lock import LEASE_S, RUN_LOCK, hold
 from wangen.generator.memory import memory_of
@@ -128,6 +129,8 @@ def _alone_in_folder(options: Train, ranks: Ranks) -> Iterator[None]:
     wait_s = LEASE_S if ranks.launch.is_again else 0.0
     mine = place if ranks.is_first and not held else None
     with hold(mine, "trains into this folder", by_script=False, wait_s=wait_s):
+        if ranks.is_first:  # half a checkpoint may be as large as a whole one
+            remove_all_left(options.output_dir)
         yield
 
 

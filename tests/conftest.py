@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 
 collect_ignore = ["fuzz.py", "stand_in_gpu.py"]  # one needs atheris, the other has to be loaded before torch
 
-# The models are tiny: a second thread only waits for the first. Processes that tests start use all cores.
+# The models are tiny: a second thread only waits for the first, here and in processes that tests start.
 torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.hookimpl(wrapper=True)

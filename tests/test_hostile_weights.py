@@ -99,9 +99,8 @@ def test_good_files_with_errors(folder: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2])
-def test_many_good_files_with_errors(folder: Path, seed: int):
-    report = judge(folder, "mutated", THOROUGH, seed)
+def test_many_good_files_with_errors(folder: Path):
+    report = judge(folder, "mutated", THOROUGH, 1)
     assert len(report["accepted"]) + len(report["refused"]) == THOROUGH
 
 

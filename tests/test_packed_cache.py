@@ -16,6 +16,7 @@ from tiny import TinyRun
 from tiny_set import CACHES, copy, leftovers, lines_of, make_set, picture, run_all
 
 from wangen.generator.cli import main
+from wangen.generator.files import machine
 from wangen.runtime import train
 from wangen.runtime.cache import Folder, packing
 from wangen.runtime.cache.packing import pack
@@ -68,7 +69,10 @@ def test_a_packed_run_encodes_once_and_takes_in_what_is_there(tmp_path: Path, we
         assert (found(*caches(bundle)), bundle.files().keys() & before.keys()) == (before, set())
     assert not list((bundle.folder / "photos_cache").glob("*.safetensors"))
     picture(bundle, 0, caption="another caption")
+    half = caches(bundle)[0] / FOLDER / f".{'0' * 20}-{machine()}{2**31 - 1:08x}01234567.tmp"  # of no process
+    half.write_bytes(b"half a pack")
     assert run_all(packed_lines(bundle))() == 0
+    assert not half.exists()
     counts = bundle.counts("cache_text")
     assert (counts["computed"], counts["removed"]) == (1, 1)
     assert bundle.counts("cache_latents")["computed"] == 0
@@ -174,6 +178,7 @@ def test_packed_caching_killed_at_any_call_goes_on(tmp_path: Path, weights: dict
         assert run_all(packed_lines(bundle))() == 0
         assert found(*caches(bundle)) == wanted, calls[at - 1]
         assert not [path for cache in caches(bundle) for path in cache.glob("*.safetensors")], calls[at - 1]
+        assert leftovers(bundle) == [], calls[at - 1]
         assert bundle.check("--deep") == 0
         shutil.rmtree(bundle.folder)
 

@@ -1,6 +1,7 @@
 """What a run saves and when, what of it stays, and from which of its states the next run goes on."""
 
 import json
+import os
 from dataclasses import replace
 
 import pytest
@@ -155,6 +156,15 @@ def test_a_state_saved_once_more_stays_kept_and_takes_away_what_a_kill_left(tiny
     checkpoint.save(folder, checkpoint.read(folder / "step-00000002"))
     assert not left.exists()
     assert json.loads((folder / "step-00000002/state.json").read_text())["keep"]
+
+
+def test_half_a_file_of_a_killed_run_goes_when_the_next_begins(tiny_run, tmp_path):
+    dead, living = (f"-{machine()}{number:08x}01234567.tmp" for number in (2**31 - 1, os.getpid()))
+    names = [f".x-step00000001.safetensors{dead}", f".metrics.jsonl{dead}", f".x.safetensors{living}", ".mine.tmp"]
+    for name in names:
+        (tmp_path / name).write_bytes(b"half")
+    train.run(tiny_run.options(tmp_path, max_train_steps=1))
+    assert [(tmp_path / name).exists() for name in names] == [False, False, True, True]
 
 
 @pytest.mark.parametrize("part", ["adapter", "optimizer"])
