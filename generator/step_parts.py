@@ -46,8 +46,8 @@ TEXT_ENCODER = ("text_encoder",)
 TOKENIZER = "tokenizer folder or file (default: found beside or inside the text encoder's weights)"
 CLIP = "CLIP image encoder weights (Wan 2.1 I2V): .pth, .safetensors or a folder"
 CACHE_TASK = (
-    "model profile that the cache is for (default: text-to-video with the --vae, t2v-14B without one; with --i2v or "
-    "--clip image-to-video)"
+    "model profile that the cache is for (default: t2v-14B; where a --vae is given, text-to-video with it, and "
+    "image-to-video where cache_latents has --i2v or --clip)"
 )
 DECODER = (
     "what decodes clips, to the same frames: pyav, torchcodec or (on an NVIDIA GPU) pynvvideocodec, which are to be "

@@ -1,6 +1,7 @@
 """The configurations that ship with wangen: what they say arrives, and one command with tiny weights trains by them."""
 
 import json
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,23 @@ def test_the_processes_of_a_run_are_told_what_the_configuration_and_the_command_
     own = parse(Train, told[3:])
     assert own == replace(step, gpus="1", config_file=None)
     assert (own.async_save, own.compile, own.seed) == (False, True, 3)
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="Windows has no SIGHUP")
+def test_processes_under_nohup_outlive_their_terminal_as_well(tmp_path, monkeypatch):
+    """torch's launcher would take the signal and end them."""
+    step = parse(Train, [*TRAIN, "--gpus", "auto", "--output_dir", str(tmp_path)])
+    for name in ("OMP_NUM_THREADS", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"):
+        monkeypatch.setenv(name, "1")
+    found: list[bool] = []
+    monkeypatch.setattr(launcher, "start", lambda config, *_: found.append("SIGHUP" in config.signals_to_handle))
+    launcher.train_together(step)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        launcher.train_together(step)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert found == [True, False]
 
 
 # One command

@@ -156,6 +156,9 @@ def test_a_state_saved_once_more_stays_kept_and_takes_away_what_a_kill_left(tiny
     checkpoint.save(folder, checkpoint.read(folder / "step-00000002"))
     assert not left.exists()
     assert json.loads((folder / "step-00000002/state.json").read_text())["keep"]
+    aside = (folder / "step-00000002").rename(folder / "step-00000002-old")  # a kill between the two renames
+    checkpoint.save(folder, checkpoint.read(aside))
+    assert json.loads((folder / "step-00000002/state.json").read_text())["keep"]
 
 
 def test_half_a_file_of_a_killed_run_goes_when_the_next_begins(tiny_run, tmp_path):

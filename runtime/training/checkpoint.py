@@ -177,14 +177,14 @@ def manifest_of(state: TrainingState, *, keep: bool, in_parts: bool = False) -> 
 def complete(staging: Path, manifest: Mapping[str, Any]) -> Path:
     """Give a state whose files are all there its manifest, and then its name, which is returned."""
     folder, final = staging.parent, staging.parent / f"step-{manifest['step']:08d}"
-    if (_manifest(final) or {}).get("keep"):  # the same step once more, with what an interrupt had left undone
-        manifest = {**manifest, "keep": True}
+    aside = folder / _aside(final.name)  # still a state that `newest` finds, should the last lines be cut short
+    if any((_manifest(path) or {}).get("keep") for path in (final, aside)):
+        manifest = {**manifest, "keep": True}  # the same step once more, with what an interrupt had left undone
     files = (path for path in sorted(staging.rglob("*")) if path.is_file())
     sizes = {path.relative_to(staging).as_posix(): path.stat().st_size for path in files}
     write_text(staging / MANIFEST, json.dumps({**manifest, "files": sizes}, indent=1, sort_keys=True))
     for place in (staging, *(path for path in staging.rglob("*") if path.is_dir())):
         sync_folder(place)
-    aside = folder / _aside(final.name)  # still a state that `newest` finds, should the next lines be cut short
     if final.exists():
         _remove(aside)
         replace(final, aside)

@@ -5,6 +5,7 @@ Where a step of Slurm runs this on several machines, one task on each, their age
 
 import logging
 import os
+import signal
 import subprocess
 import sys
 import uuid
@@ -110,6 +111,8 @@ def _run(step: Train | CacheStep, number: int, folder: Path, **how: Any) -> None
     config = LaunchConfig(
         nproc_per_node=number, rdzv_backend="c10d", logs_specs=logs, log_line_prefix_template=" ", **how
     )
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        config.signals_to_handle = "SIGTERM,SIGINT,SIGQUIT"  # else nohup would not keep the processes
     cores = int(os.environ.get("SLURM_CPUS_PER_TASK") or os.cpu_count() or 1)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // number)))
     try:

@@ -89,10 +89,8 @@ class Optimization:
         try:
             self.optimizer = make(listed, lr=self._rates[0], **arguments)
         except _FAILURES as error:
-            where, cure = "--optimizer_type", "choose another class"
-            if options.optimizer_args:
-                where, cure = "--optimizer_args", "mend or leave out what it does not take"
-            raise UsageError(f"{options.optimizer_type}: {error}", where=where, cure=cure) from None
+            raise UsageError(f"{options.optimizer_type}: {error}", where="--optimizer_type",
+                             cure="choose another class, or other --optimizer_args") from None  # fmt: skip
         self.name = found.name
         if isinstance(self.optimizer, _ScheduleFree):
             self.optimizer.train()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from wangen.generator.adapter_settings import settings_of_flags
 from wangen.generator.steps import Train
 from wangen.runtime.denoising import Velocity
 from wangen.runtime.flow import flow_loss, loss_weight, noised, velocity
@@ -119,7 +120,7 @@ def _gradients(
         keys = [key for prepared in together for key in prepared.keys]
         with dropout_seed(keys, run.device) if trainee.transformer.training else contextlib.nullcontext():
             loss, error = item_losses(run.kind, trainee.model, together, run.plan.options, run.device)
-            if loss.requires_grad:  # else `module_dropout` has left all adapters out
+            if loss.requires_grad or not settings_of_flags(run.plan.options).module_dropout:  # it may leave all out
                 (loss[:counted].sum() / group.num_items).backward()  # type: ignore[no-untyped-call]
         losses.append(loss[:counted].detach())
         errors.append(error[:counted].detach())
