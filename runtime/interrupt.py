@@ -40,9 +40,10 @@ class Interrupt:
                     "once)", ECHO_S)  # fmt: skip
 
 
+def hears_hangup() -> bool:
+    """Whether this process is told that its terminal was closed or its connection lost: not under `nohup`."""
+    return hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN  # Windows has none
+
+
 def _signals() -> list[int]:
-    """Ctrl-C, SIGTERM, and that the terminal was closed or its connection lost, unless `nohup` has it ignored."""
-    numbers: list[int] = [signal.SIGINT, signal.SIGTERM]
-    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # Windows has none
-        numbers.append(signal.SIGHUP)
-    return numbers
+    return [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hears_hangup() else [])]

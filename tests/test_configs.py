@@ -118,14 +118,19 @@ def test_a_script_that_takes_a_shipped_configuration_is_judged_by_it(tmp_path):
     assert not call.more
 
 
+def start_by(patch: pytest.MonkeyPatch, start: Any) -> None:
+    """Let this take the place of starting processes."""
+    for name in ("OMP_NUM_THREADS", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"):
+        patch.setenv(name, "1")  # what the launcher would set for good
+    patch.setattr(launcher, "start", start)
+
+
 def test_the_processes_of_a_run_are_told_what_the_configuration_and_the_command_line_say(tmp_path, monkeypatch):
     config = tmp_path / "mine.toml"
     config.write_text('gpus = "auto"\nasync_save = true\ncompile = true\nseed = 3\n')
     step = parse(Train, [*TRAIN, "--config_file", str(config), "--no_async_save", "--output_dir", str(tmp_path)])
-    for name in ("OMP_NUM_THREADS", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"):
-        monkeypatch.setenv(name, "1")  # what the launcher would set for good
     told: list[str] = []
-    monkeypatch.setattr(launcher, "start", lambda _config, *words: told.extend(words))
+    start_by(monkeypatch, lambda _config, *words: told.extend(words))
     launcher.train_together(step)
     assert told[:3] == ["-m", "wangen.runtime", "train"]
     own = parse(Train, told[3:])
@@ -137,10 +142,8 @@ def test_the_processes_of_a_run_are_told_what_the_configuration_and_the_command_
 def test_processes_under_nohup_outlive_their_terminal_as_well(tmp_path, monkeypatch):
     """torch's launcher would take the signal and end them."""
     step = parse(Train, [*TRAIN, "--gpus", "auto", "--output_dir", str(tmp_path)])
-    for name in ("OMP_NUM_THREADS", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"):
-        monkeypatch.setenv(name, "1")
     found: list[bool] = []
-    monkeypatch.setattr(launcher, "start", lambda config, *_: found.append("SIGHUP" in config.signals_to_handle))
+    start_by(monkeypatch, lambda config, *_: found.append("SIGHUP" in config.signals_to_handle))
     launcher.train_together(step)
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

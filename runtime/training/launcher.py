@@ -5,7 +5,6 @@ Where a step of Slurm runs this on several machines, one task on each, their age
 
 import logging
 import os
-import signal
 import subprocess
 import sys
 import uuid
@@ -28,6 +27,7 @@ from wangen.generator.launch import machines
 from wangen.generator.session import Report
 from wangen.generator.steps import CacheStep, Train
 from wangen.generator.train_refusals import refuse_flags
+from wangen.runtime.interrupt import hears_hangup
 from wangen.runtime.shards import ARRAY
 from wangen.runtime.training.process_logs import last_words, remove_old
 
@@ -111,7 +111,7 @@ def _run(step: Train | CacheStep, number: int, folder: Path, **how: Any) -> None
     config = LaunchConfig(
         nproc_per_node=number, rdzv_backend="c10d", logs_specs=logs, log_line_prefix_template=" ", **how
     )
-    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+    if not hears_hangup():
         config.signals_to_handle = "SIGTERM,SIGINT,SIGQUIT"  # else nohup would not keep the processes
     cores = int(os.environ.get("SLURM_CPUS_PER_TASK") or os.cpu_count() or 1)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // number)))
