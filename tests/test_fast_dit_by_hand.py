@@ -1,12 +1,12 @@
 """Blocks of Wan as one function of autograd, and products by oneDNN: the numbers are those of the other ways."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from fast_dit import adapted, exact, fast, inputs_of, largest_error, same, step, vectors_model
+from fast_dit import adapted, exact, fast, inputs_of, largest_error, plain, same, step, vectors_model
 from parity import DITS, max_abs, rel_rms
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -136,12 +136,68 @@ def test_no_gradient_of_an_adapter_is_copied(checkpointing: str, monkeypatch: py
     monkeypatch.setattr(products, "is_fast_in_bfloat16", lambda: True)
     model, inputs = adapted(vectors_model("dit_t2v21", torch.bfloat16)), inputs_of("dit_t2v21")
     adapters = [one for name, one in model.named_parameters() if "lora" in name]
-    found = {}
-    for by_hand in (True, False):
-        with Casts() as casts:
-            step(model, fast(model, checkpointing=checkpointing, tricks=Tricks(by_hand=by_hand)), inputs)
-        found[by_hand] = {tuple(one.shape) for one in adapters} & {tuple(shape) for shape in casts.shapes}
-    assert found[True] == set() != found[False]
+    found = []
+    for velocity in (fast(model, checkpointing=checkpointing), plain(model)):
+        with Casts() as casts, torch.autocast("cpu", torch.bfloat16, enabled=len(found) == 1):
+            step(model, velocity, inputs)
+        found.append({tuple(one.shape) for one in adapters} & {tuple(shape) for shape in casts.shapes})
+    assert found[0] == set() != found[1]
+
+
+@pytest.fixture
+def wide_products() -> Iterator[list[torch.Size]]:
+    """CUDA's product that adds itself to a total of a wider dtype, which the CPU lacks, stood in for by three
+    operations; the shapes of all totals."""
+    shapes = []
+
+    def add(
+        own: torch.Tensor, left: torch.Tensor, right: torch.Tensor, _dtype: torch.dtype, *, beta: Any = 1,
+        alpha: Any = 1, out: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        assert own is out
+        shapes.append(own.shape)
+        return own.mul_(beta).add_(left.float() @ right.float(), alpha=alpha)
+
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("addmm.dtype_out", add, "CPU")
+    yield shapes
+    library._destroy()
+
+
+def test_products_add_themselves_to_gradients_in_float32(
+    wide_products: list[torch.Size], monkeypatch: pytest.MonkeyPatch
+):
+    """Where the GPU's product can; of layers alone, both of the adapter's gradients, else those of the second half."""
+    monkeypatch.setattr(products, "is_fast_in_bfloat16", lambda: True)
+    model, inputs = adapted(vectors_model("dit_t2v21", torch.bfloat16)), inputs_of("dit_t2v21")
+    _, before = step(model, fast(model), inputs)
+    assert not wide_products
+    monkeypatch.setattr(products, "adds_wider", lambda *_: True)
+    _, after = step(model, fast(model), inputs)
+    grouped = {"attn1.to_q", "attn1.to_k", "attn1.to_v", "attn2.to_k", "attn2.to_v"}
+    alone = [name for name in after if "lora_B" in name or not any(layer in name for layer in grouped)]
+    assert len(wide_products) == len(alone) < len(after)
+    assert all(one.dtype == torch.float32 for one in after.values())
+    _, wanted = exact(model, inputs)
+    assert largest_error(after, wanted) <= largest_error(before, wanted) < 0.05
+
+
+def test_only_a_right_product_adds_itself(wide_products: list[torch.Size], monkeypatch: pytest.MonkeyPatch):
+    """As PyTorch 2.8 does not: it refuses, or gives what was never written."""
+    bfloat16, cpu = torch.bfloat16, torch.device("cpu")
+    assert not products.adds_wider(cpu, bfloat16)
+    assert not products.adds_wider(torch.device("cuda"), torch.float32)
+    assert not wide_products, "neither was tried"
+    assert products.is_sum_of_product(cpu, bfloat16)
+    assert len(wide_products) == 2
+    addmm = torch.addmm
+    monkeypatch.setattr(torch, "addmm", lambda *given, out, **more: addmm(*given, out=out, **more).mul_(1.5))
+    assert not products.is_sum_of_product(cpu, bfloat16)
+
+
+def test_without_the_product_that_adds_itself_it_is_not_asked():
+    """As on every CPU."""
+    assert not products.is_sum_of_product(torch.device("cpu"), torch.bfloat16)
 
 
 def test_what_a_block_by_hand_cannot_do_its_pieces_do(monkeypatch: pytest.MonkeyPatch):

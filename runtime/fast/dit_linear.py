@@ -95,6 +95,15 @@ class Frozen:
         return all(_are_side_by_side([getattr(layer, name) for layer in self.layers]) for name in ("weight", "bias"))
 
 
+def _total(trained: Tensor) -> Tensor:
+    """The gradient that a tensor has so far; one that takes none has zeros that nobody reads."""
+    if not trained.requires_grad:
+        return torch.zeros_like(trained)
+    if trained.grad is None:
+        trained.grad = torch.zeros_like(trained)
+    return trained.grad
+
+
 def _cast(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return None if bias is None else cast(bias, dtype)
 
@@ -218,17 +227,8 @@ class Group:
         again to hand it on.
         """
         assert self.frozen is not None
-        to_inputs, to_trained = adapted_back(
-            inputs, images, self.frozen, self.adapters, gradients, has_gradient=has_gradient
-        )
-        for tensor, slope in zip(self.adapters.trained, to_trained, strict=True):
-            if not tensor.requires_grad:
-                continue
-            if tensor.grad is None:
-                tensor.grad = torch.empty_like(tensor).copy_(slope)
-            else:
-                tensor.grad.add_(slope)
-        return to_inputs
+        totals = [_total(tensor) for tensor in self.adapters.trained]
+        return adapted_back(inputs, images, self.frozen, self.adapters, gradients, totals, has_gradient=has_gradient)
 
     def _own(self, layer: Layer, inputs: Tensor) -> Tensor:
         """What one layer makes of (T, I) without the others: a plain one, a trained one, or by its own forward."""

@@ -55,6 +55,40 @@ def linear_onto(outputs: Tensor, inputs: Tensor, weight: Tensor) -> Tensor:
     return outputs.addmm_(inputs, weight.t())
 
 
+def add_product(total: Tensor, left: Tensor, right: Tensor, scale: float = 1.0) -> None:
+    """Add `scale` times the product of (M, K) and (K, N) to a total (M, N), which may be of a wider dtype."""
+    if total.dtype != left.dtype and adds_wider(total.device, left.dtype):
+        torch.addmm(total, left, right, alpha=scale, out_dtype=total.dtype, out=total)
+    else:
+        total.add_(scaled_(linear_back(left, right), scale))
+
+
+def scaled_(product: Tensor, scale: float) -> Tensor:
+    """The product times a number, in place."""
+    return product if scale == 1 else product.mul_(scale)
+
+
+@functools.cache
+def adds_wider(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a product of 16-bit numbers adds itself to a total in float32: one kernel, nothing rounded between.
+
+    PyTorch has it for CUDA. It is tried once: 2.8 and 2.9 have the argument, but refuse this total.
+    """
+    return device.type == "cuda" and dtype.itemsize == 2 and is_sum_of_product(device, dtype)
+
+
+def is_sum_of_product(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether `torch.addmm` adds a product of 16-bit numbers to a total in float32, its rows or its columns dense."""
+    left, right = torch.eye(16, dtype=dtype, device=device), torch.full((16, 32), 2.0, dtype=dtype, device=device)
+    totals = [torch.ones(16, 32, device=device), torch.ones(32, 16, device=device).t()]
+    try:
+        for total in totals:
+            torch.addmm(total, left, right, alpha=0.5, out_dtype=total.dtype, out=total)
+    except (RuntimeError, TypeError):
+        return False
+    return all(bool((total == 2).all()) for total in totals)
+
+
 def _is_for_onednn(inputs: Tensor, num_outputs: int) -> bool:
     """Whether oneDNN is asked for the product of (T, I) and a weight (O, I) or (I, O), O being `num_outputs`.
 
