@@ -283,6 +283,7 @@ def _train(training: Run, watching: Watching, interrupt: Interrupt) -> bool:
                         finally:  # what goes wrong there does not cost what was trained, where one saves for all
                             if to_save and (looked or not training.is_sharded):
                                 saving.save()
+                        ranks.any(False)  # no step's time is what one waits for another that saves
                     if not at_end:
                         break
             watching.settle()

@@ -2,6 +2,8 @@
 
 import gzip
 import json
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from wangen import profiles
 from wangen.generator.cards import CARDS, peak_of_card
-from wangen.generator.flops import StepFlops, forward_flops, step_flops
+from wangen.generator.flops import NOTHING, StepFlops, forward_flops, step_flops
+from wangen.generator.steps import Train
 from wangen.profiles import TransformerSizes
 from wangen.runtime.communication import CommunicationTime
 from wangen.runtime.training.throughput import (
@@ -20,6 +23,7 @@ from wangen.runtime.training.throughput import (
     profiled,
     sizes_of,
 )
+from wangen.runtime.training.watching import Watching
 
 SIZES = TransformerSizes(dim=256, ffn_dim=1024, num_layers=3, num_heads=2, in_channels=16, out_channels=16)
 
@@ -90,6 +94,21 @@ def test_cards_are_known_by_name_and_laptops_are_not_taken_for_desktops():
 def test_a_cpu_has_no_peak_unless_it_is_told():
     assert peak_tflops(torch.device("cpu")) is None
     assert peak_tflops(torch.device("cpu"), 2.5) == 2.5
+
+
+def test_the_work_of_a_step_is_that_of_each_of_its_items():
+    """Attention's work is no mean of sizes: of a clip and three pictures it would be half."""
+    options = Train(dataset_config=Path("d"), dit=Path("d"), output_dir=Path("o"), output_name="o", task="t2v-1.3B",
+                    learning_rate=1e-4, checkpointing="full")  # fmt: skip
+    watching = SimpleNamespace(_sizes={"": (SIZES, 0)}, _options=options, _is_joint=False)
+    sizes, texts = [32760, 256, 256, 1024], [60, 10, 10, 512]
+    result = SimpleNamespace(expert="", names=list("abcd"), tokens=sizes, text_tokens=texts, image_tokens=0)
+    work = Watching._work(watching, result)  # type: ignore[arg-type]
+    each = [step_flops(SIZES, n, text_tokens=rows, whole_blocks=False) for n, rows in zip(sizes, texts, strict=True)]
+    assert work.model == pytest.approx(sum(one.model for one in each))
+    assert work.done == pytest.approx(sum(one.done for one in each))
+    nobody = SimpleNamespace(expert="", names=[], tokens=[], text_tokens=[], image_tokens=0)
+    assert Watching._work(watching, nobody) == NOTHING  # type: ignore[arg-type]
 
 
 class Clock:

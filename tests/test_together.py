@@ -1,5 +1,6 @@
 """Several processes under torchrun against one that does all batches by itself."""
 
+import contextlib
 import json
 import os
 import re
@@ -7,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,10 @@ from wangen.generator.errors import UsageError
 from wangen.generator.launch import COPIES, Launch, launch
 from wangen.generator.steps import Train
 from wangen.runtime.tiny import write_tiny_wan
+from wangen.runtime.training import checkpoint
 from wangen.runtime.training.parallel import require_parallel
 from wangen.runtime.training.ranks import Ranks
+from wangen.runtime.training.throughput import Throughput
 
 EXAMPLES = Path(__file__).parents[1] / "examples" / "dataset"
 
@@ -129,6 +132,31 @@ def test_processes_together_train_what_one_does_alone(tiny_run: TinyRun, tmp_pat
     assert 0 < last["communication_share_min"] <= last["communication_share"] <= last["communication_share_max"] < 1
     assert not any("communication_share" in record for record in records(tmp_path / "alone"))
     assert re.search(r"\d % for other processes", told)
+
+
+@pytest.mark.slow
+def test_no_step_takes_the_time_that_another_process_saves(tiny_run: TinyRun, tmp_path: Path, monkeypatch):
+    """The second one's pause ends when the first has saved."""
+    paused, save, ended = Throughput.paused, checkpoint.save, []
+
+    def slow(*given: Any, **more: Any) -> Any:
+        time.sleep(0.5)
+        result = save(*given, **more)
+        (tmp_path / f"saved-{len(ended)}").touch()
+        return result
+
+    @contextlib.contextmanager
+    def noted(self: Throughput) -> Iterator[None]:
+        with paused(self):
+            yield
+        (tmp_path / f"ended-{os.environ['RANK']}-{len(ended)}-{(tmp_path / f'saved-{len(ended)}').exists()}").touch()
+        ended.append(1)
+
+    monkeypatch.setattr(checkpoint, "save", slow)
+    monkeypatch.setattr(Throughput, "paused", noted)
+    trained(tiny_run.options(tmp_path / "run", max_train_steps=5, save_state_every_n_steps=2), 2)
+    found = sorted(path.name for path in tmp_path.glob("ended-*"))
+    assert found == [f"ended-{rank}-{number}-True" for rank in (0, 1) for number in (0, 1)]
 
 
 def kill_rank(launcher: subprocess.Popen[str], rank: int, how: signal.Signals) -> None:

@@ -173,7 +173,7 @@ def _judge_expert(run: RunFiles, expert: str) -> _Judged | None:
         file = None
     elif file and file.step != step:
         against.append(f"{of}no file was kept of step {step}, the best one; {file.file.name} is of step {file.step}")
-    if step < trained[-1][0]:
+    if told["mean_adapter"] < trained[-1][1]["mean_adapter"]:
         against.append(f"{of}after step {step} the held-out loss rose: it began to learn by heart")
     if not is_number(error):
         against.append(f"{of}one held-out file, or clips of one video, is too few to tell a difference from chance")

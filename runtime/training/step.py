@@ -1,6 +1,7 @@
 """One optimizer step: the family's velocity, the loss, the clipped gradient. Nothing here waits for a GPU."""
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -35,8 +36,8 @@ class StepResult:
         names: of the items.
         grad_norm: before clipping, on the device.
         learning_rates: of this step, by the names under which they are logged.
-        tokens: latent tokens that went through the transformer.
-        text_tokens: rows of text that did.
+        tokens: of each item, latent tokens that went through the transformer.
+        text_tokens: of each item, rows of text that did.
         image_tokens: of CLIP, with each item.
         num_scaled: layers that `--scale_weight_norms` shrank, () on the device.
     """
@@ -50,8 +51,8 @@ class StepResult:
     names: list[str]
     grad_norm: torch.Tensor
     learning_rates: Mapping[str, float]
-    tokens: int
-    text_tokens: int
+    tokens: list[int]
+    text_tokens: list[int]
     image_tokens: int
     num_scaled: torch.Tensor | None
 
@@ -95,8 +96,8 @@ def optimizer_step(run: Run, trainee: Trainee, group: Group, factor: float, inte
         names=[name for prepared in group.counted for name in prepared.batch.names],
         grad_norm=norm,
         learning_rates=trainee.optimization.rates(),
-        tokens=sum(num_tokens(prepared.batch, run.plan.model.patch) for prepared in group.counted),
-        text_tokens=sum(len(text) for prepared in group.counted for text in prepared.batch.texts),
+        tokens=[n for prepared in group.counted for n in num_tokens(prepared.batch, run.plan.model.patch)],
+        text_tokens=[len(text) for prepared in group.counted for text in prepared.batch.texts],
         image_tokens=max((_num_views(prepared.batch) for prepared in group.counted), default=0),
         num_scaled=num_scaled,
     )
@@ -212,11 +213,13 @@ def _without(clean_frames: list[int], clean: torch.Tensor, mask: torch.Tensor | 
     return result
 
 
-def num_tokens(batch: Batch, patch: tuple[int, int, int]) -> int:
-    """Latent tokens of a batch, with those of its control images."""
-    pictures = [*batch.latents, *(control for controls in batch.controls or () for control in controls)]
-    shapes = (picture.shape[1:] for picture in pictures)
-    return sum((frames // patch[0]) * (height // patch[1]) * (width // patch[2]) for frames, height, width in shapes)
+def num_tokens(batch: Batch, patch: tuple[int, int, int]) -> list[int]:
+    """Latent tokens of each item of a batch, with those of its control images."""
+    controls = batch.controls or [[]] * len(batch.latents)
+    return [
+        sum(math.prod(size // by for size, by in zip(picture.shape[1:], patch, strict=True)) for picture in pictures)
+        for pictures in ((latents, *own) for latents, own in zip(batch.latents, controls, strict=True))
+    ]
 
 
 def _num_views(batch: Batch) -> int:

@@ -162,24 +162,27 @@ class Throughput:
 
 
 def of_all(rates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The rates of processes that train together as one: what they do adds up, the most memory is that of any.
+    """The rates of processes that train together as one, over equally many steps: what they did adds up, over the mean
+    of their times; shares are of the times of all; the most memory is that of any.
 
     Beside it stand the least and the most of one process, of what may differ between them.
 
-    >>> one, two = ({"tokens_per_s": 10.0, "data_wait_share": wait} for wait in (0.25, 0.75))
+    >>> one, two = ({"s_per_step": s, "tokens_per_s": 8.0, "data_wait_share": wait} for s, wait in ((1, 0.25), (3, 0.75)))
     >>> of_all([one]) == one
     True
     >>> all_ = of_all([one, two])
-    >>> all_["tokens_per_s"], all_["data_wait_share"], all_["data_wait_share_min"], all_["data_wait_share_max"]
-    (20.0, 0.5, 0.25, 0.75)
+    >>> all_["s_per_step"], all_["tokens_per_s"], all_["data_wait_share"], all_["data_wait_share_max"]
+    (2.0, 16.0, 0.625, 0.75)
     """
     if len(rates) == 1 or not rates[0]:
         return dict(rates[0])
-    found: dict[str, float] = {}
-    for name in rates[0]:
-        values = [own[name] for own in rates if name in own]
-        total = sum(values)
-        found[name] = total if name in ADDED else max(values) if name == PEAK else total / len(values)
+    found = {"s_per_step": sum(own["s_per_step"] for own in rates) / len(rates)}
+    for name in [each for each in rates[0] if each not in found]:
+        known = [own for own in rates if name in own]
+        values = [own[name] for own in known]
+        times = [own["s_per_step"] for own in known]
+        done = sum(value * time for value, time in zip(values, times, strict=True))
+        found[name] = max(values) if name == PEAK else done / (found["s_per_step"] if name in ADDED else sum(times))
         if name in DIFFERING:
             found |= {f"{name}_min": min(values), f"{name}_max": max(values)}
     return found

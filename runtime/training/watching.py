@@ -6,6 +6,7 @@ A step's numbers are read later, several together, because reading waits for a G
 import contextlib
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -153,7 +154,7 @@ class Watching:
             WangenError: a loss or a gradient was not finite.
         """
         run = self._run
-        self._rates.count(len(result.names), result.tokens, self._work(result))
+        self._rates.count(len(result.names), sum(result.tokens), self._work(result))
         self._profile()
         self._take(self._pending.add(vars(result)))
         if run.facts.get("first_loss") is None:
@@ -170,19 +171,17 @@ class Watching:
         self._run.facts[BINS] = self._bins.as_facts()
 
     def _work(self, result: StepResult) -> StepFlops:
-        if not result.names:
-            return NOTHING
         sizes, trained = self._sizes[result.expert]
         assert self._options.checkpointing is not None
-        each = step_flops(
-            sizes, result.tokens // len(result.names),
-            text_tokens=WAN_TEXT_ROWS if self._options.plain and not self._is_joint
-            else result.text_tokens // len(result.names),
-            image_tokens=result.image_tokens, joint=self._is_joint, adapter_weights=trained,
+        of_size = partial(
+            step_flops, sizes, image_tokens=result.image_tokens, joint=self._is_joint, adapter_weights=trained,
             checkpointing=self._options.checkpointing, free_blocks=self._options.checkpointing_free_blocks or 0,
             train_base=self._options.train_mode == "full", whole_blocks=self._options.plain,
         )  # fmt: skip
-        return each * len(result.names)
+        padded = self._options.plain and not self._is_joint
+        texts = [WAN_TEXT_ROWS] * len(result.names) if padded else result.text_tokens
+        alike = Counter(zip(result.tokens, texts, strict=True))  # attention's work is no mean of sizes
+        return sum((of_size(n, text_tokens=rows) * count for (n, rows), count in alike.items()), NOTHING)
 
     @property
     def _is_joint(self) -> bool:
