@@ -118,7 +118,11 @@ def unfit_parts(parts: Parts) -> str:
         return f"a {WORDS[kind]} with the magnitudes of a DoRA, which is not read"
     if kind == "lora":
         down, up = shapes["down"], shapes["up"]
-        return "" if are_factors(down, up) else f"the matrices do not fit each other: {down} and {up}"
+        if not are_factors(down, up):
+            return f"the matrices do not fit each other: {down} and {up}"
+        magnitudes = [tuple(parts[name].shape) for name in MAGNITUDES if name in parts]
+        wrong = [shape for shape in magnitudes if math.prod(shape) != up[0] or shape[:-1] == (1,)]
+        return f"the DoRA's magnitudes are {wrong[0]}, not one of each of {up[0]} outputs" if wrong else ""
     if any(len(shape) != 2 for shape in shapes.values()):
         return "a factor is no matrix (of a convolution, which is not read)"
     inner = [name.removesuffix("_a") for name in there if name.endswith("_a")]

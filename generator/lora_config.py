@@ -45,6 +45,9 @@ UNSUPPORTED = {
     "alora_invocation_tokens": "an effect from certain tokens on (aLoRA)",
     "arrow_config": "a choice between adapters (Arrow)",
 }
+CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Values of `init_lora_weights`, or how they begin, with which peft takes the adapter's first product from the base:
+the file alone does not say how it changes a model."""
 # A pattern is a regular expression; those in circulation are plain names, and only they are taken. A number alone
 # would be one layer in the official names and another in those of diffusers.
 PLAIN_PATTERN = re.compile(r"(?=.*[A-Za-z])(?P<anchor>\^?)(?P<name>(?:[\w-]|\\?\.)+)\$?")
@@ -214,6 +217,11 @@ def _alphas(fields: Mapping[str, Any], where: str, kind: AdapterKind, dora: bool
     for name, words in UNSUPPORTED.items():
         if fields.get(name) and not (dora and name == "use_dora"):
             raise WangenError(f"this LoRA has {words} ({name}), which is not supported", where=where)
+    began = fields.get("init_lora_weights")
+    if isinstance(began, str) and began.startswith(CHANGES_BASE):
+        raise WangenError(f"this LoRA began by changing the base, which it does not hold (init_lora_weights {began})",
+                          where=where, cure="save it with peft's path_initial_model_for_weight_conversion, which makes "
+                          "a plain LoRA of it")  # fmt: skip
     alphas, ranks = fields.get("alpha_pattern") or {}, (fields.get("rank_pattern") or {}) if kind == "lokr" else {}
     default, rank = fields.get("lora_alpha" if kind == "lora" else "alpha"), fields.get("r")
     try:

@@ -71,6 +71,13 @@ class AdapterWeight:
 Adapter = dict[str, AdapterWeight]
 
 
+def without_numbers(parts: Parts) -> AdapterWeight:
+    """What a module's tensors change, from their shapes alone: factors on the meta device, at scale 1."""
+    kind = kind_of_parts(parts)
+    factors = {name: torch.empty(parts[name].shape, device="meta") for name in FACTORS[kind] if name in parts}
+    return AdapterWeight(kind, factors, 1.0)
+
+
 def read_adapter(path: Path, flag: str = "--network_weights") -> Adapter:
     """A LoRA, DoRA, LoHa or LoKr of the ComfyUI, kohya/musubi, diffusers or peft layout, told apart key by key.
 
@@ -152,9 +159,6 @@ def _weight(file: Path, module: str, parts: Parts, alphas: Alphas, over_base: bo
     scale = _scale(file, module, parts, weight.rank, alphas)
     magnitude = next((read[name] for name in MAGNITUDES if name in read), None)
     if magnitude is not None:
-        if magnitude.numel() != weight.shape[0] or (magnitude.ndim > 1 and magnitude.shape[0] == 1):
-            raise WangenError(f"the DoRA magnitudes of {module} are {tuple(magnitude.shape)}, not one per output",
-                              where=str(file), cure="DoRAs over the inputs are not read")  # fmt: skip
         magnitude = magnitude.reshape(-1)
     return AdapterWeight(kind, weight.factors, scale, magnitude, over_base and "dora_scale" in parts)
 

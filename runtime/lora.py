@@ -232,7 +232,7 @@ class Sized(Protocol):
         """Of the weight that it changes."""
 
 
-def require_size(name: str, weight: Sized, shape: Sequence[int]) -> None:
+def require_size(name: str, weight: Sized, shape: Sequence[int], where: str = "") -> None:
     """See that an adapter's factors make a change of a weight's shape.
 
     Raises:
@@ -242,6 +242,7 @@ def require_size(name: str, weight: Sized, shape: Sequence[int]) -> None:
         found, wanted = ("x".join(map(str, sizes)) for sizes in (weight.shape, shape))
         raise WangenError(
             f"this LoRA is for a model of another size: {name} is {found} in it and {wanted} in the transformer",
+            where=where,
             cure="use it with the model it was trained on",
         )
 
@@ -269,9 +270,11 @@ def base_layer(module: torch.nn.Module) -> Any:
     return module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
 
 
-def nothing_matches(modules: Iterable[str]) -> WangenError:
+def nothing_matches(modules: Iterable[str], where: str = "") -> WangenError:
     """The error of a LoRA for quite another model, from the names of what it changes."""
-    return WangenError(f"nothing in this LoRA matches the model; it changes {', '.join(list(modules)[:3])} …")
+    return WangenError(
+        f"nothing in this LoRA matches the model; it changes {', '.join(list(modules)[:3])} …", where=where
+    )
 
 
 def adapter_layers(transformer: torch.nn.Module) -> dict[str, BaseTunerLayer]:

@@ -24,6 +24,8 @@ from wangen.generator.step_parts import require_try
 log = logging.getLogger("wangen")
 
 BEST, AVERAGE, KEPT = "-best", "-ema", "-kept"
+EPOCH_STEPS = "wangen.steps_per_epoch"
+"""In a LoRA's header: the optimizer steps of an epoch."""
 RUN_STEPS = "wangen.run_steps"
 """Of two experts, in a LoRA's header: at which step of the run it was saved; `ss_steps` are the expert's own."""
 FINGERPRINT = "wangen.fingerprint"

@@ -158,7 +158,7 @@ def _changes(contents: Contents, sources: Sequence[Source]) -> dict[str, list[Ch
             weight = source.lora.get(_module(name) or "")
             if weight is None:
                 continue
-            require_size(name, weight, info.shape)
+            require_size(name, weight, info.shape, str(source.path))
             fits = True
             if abs(factor := source.multiplier * weight.scale) > FLOAT32_MAX:
                 raise WangenError(f"strength {source.multiplier:g} times alpha / rank of {_module(name)} is too large",
@@ -166,7 +166,7 @@ def _changes(contents: Contents, sources: Sequence[Source]) -> dict[str, list[Ch
             if factor:
                 changes.setdefault(name, []).append((weight, factor))
         if not fits:
-            raise nothing_matches(source.lora)
+            raise nothing_matches(source.lora, str(source.path))
     return changes
 
 

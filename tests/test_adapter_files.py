@@ -292,13 +292,15 @@ def test_the_header_says_what_was_trained_and_nothing_of_time_or_place(tmp_path:
         tmp_path, network_dim=8, rslora=True, metadata_title="Cats", metadata_tags="cat, film", optimizer_type="AdamW",
         optimizer_args=("weight_decay=0.01",), training_comment="third try", timestep_sampling="shift",
     )  # fmt: skip
-    found = metadata(options, step=30, fingerprint=FINGERPRINT, expert="high_noise", num_items=7, steps_per_epoch=4)
+    found = metadata(options, step=30, fingerprint=FINGERPRINT, expert="high_noise", num_items=7, steps_per_epoch=4,
+                     batches_per_epoch=7)  # fmt: skip
     expected = {
         "ss_network_module": "networks.lora_wan", "ss_network_dim": "8", "ss_network_args": '{"use_rslora": "True"}',
         "ss_learning_rate": "0.0001", "ss_optimizer": "AdamW(weight_decay=0.01)", "ss_timestep_sampling": "shift",
         "ss_discrete_flow_shift": "5.0", "ss_steps": "30", "ss_epoch": "8", "ss_num_train_items": "7",
         "ss_training_comment": "third try", "modelspec.title": "Cats", "modelspec.tags": "cat, film",
-        "wangen.expert": "high_noise", "wangen.task": "t2v-1.3B",
+        "wangen.expert": "high_noise", "wangen.task": "t2v-1.3B", "ss_num_batches_per_epoch": "7",
+        "wangen.steps_per_epoch": "4",
     }  # fmt: skip
     assert expected.items() <= found.items()
     assert json.loads(found["wangen.fingerprint"]) == FINGERPRINT

@@ -81,6 +81,14 @@ def test_a_block_names_nobody_and_no_folder(tmp_path):
     assert str(tmp_path) not in shown
 
 
+def test_other_runs_of_the_folder_are_not_counted(tmp_path):
+    folder = write_run(tmp_path)
+    wanted, metrics = numbers(folder), folder / "metrics.jsonl"
+    other = {"step": 90, "s_per_step": 100.0, "tokens_per_s": 1.0, "output_name": "bob"}
+    metrics.write_text(json.dumps(other) + "\n" + metrics.read_text(encoding="utf-8"), encoding="utf-8")
+    assert numbers(folder) == wanted
+
+
 def test_what_helps_is_in_it(tmp_path):
     facts = private_machine()
     shown = block(facts, examine(facts), numbers(write_run(tmp_path)))

@@ -311,6 +311,18 @@ def test_a_lora_of_another_size_is_refused_before_a_model_loads(tiny_run, lora, 
         generate.run(options_for(tiny_run, tmp_path / "a.mp4", lora_weight=(small,)))
 
 
+def test_a_loha_of_another_size_is_refused_before_a_model_loads(tiny_run, tmp_path, monkeypatch):
+    monkeypatch.setattr(generate, "make_scenes", lambda *_: pytest.fail("a model was loaded"))
+    shapes = {"hada_w1_a": (64, 4), "hada_w1_b": (4, 64), "hada_w2_a": (64, 4), "hada_w2_b": (4, 64)}
+    file = tmp_path / "small.safetensors"
+    save_file(
+        {f"diffusion_model.blocks.0.self_attn.q.{name}": torch.ones(shape) for name, shape in shapes.items()}, file
+    )
+    with pytest.raises(WangenError, match="a model of another size") as error:
+        generate.run(options_for(tiny_run, tmp_path / "a.mp4", lora_weight=(file,)))
+    assert error.value.where == str(file)
+
+
 def test_a_runs_folder_means_its_lora(tiny_run, lora, tmp_path):
     pictures = []
     for name, path in (("file", lora), ("folder", lora.parent)):

@@ -103,6 +103,20 @@ def test_variants_that_are_more_than_two_factors_are_refused(tmp_path: Path, fie
         read_lora(tmp_path / "adapter")
 
 
+@pytest.mark.parametrize(("began", "refused"), [("pissa", True), ("pissa_niter_4", True), ("olora", True),
+                                                ("gaussian", False), (True, False)])  # fmt: skip
+def test_a_lora_that_began_with_a_part_of_the_base_is_refused(tmp_path: Path, began: object, refused: bool):
+    """peft takes that part from the base when it loads it; by itself the file is another change."""
+    convert(T2V, tmp_path / "adapter", "--layout", "peft")
+    change_config(tmp_path / "adapter", init_lora_weights=began)
+    if not refused:
+        assert read_lora(tmp_path / "adapter")
+        return
+    with pytest.raises(WangenError, match="init_lora_weights") as error:
+        read_lora(tmp_path / "adapter")
+    assert "path_initial_model_for_weight_conversion" in error.value.cure
+
+
 def test_the_identity_of_a_peft_folder_changes_with_its_configuration(tmp_path: Path):
     convert(T2V, tmp_path / "adapter", "--layout", "peft")
     shutil.copytree(tmp_path / "adapter", tmp_path / "copy")

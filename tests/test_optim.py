@@ -71,6 +71,17 @@ def test_clipping_off_leaves_the_gradient_and_still_tells_its_norm() -> None:
     assert torch.isclose(optimization.clip(0), torch.tensor(1.0), rtol=1e-5)
 
 
+def test_the_rate_that_is_logged_is_the_one_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prodigy and its like raise theirs for the next step while they take one."""
+    optimization = Optimization(options(learning_rate=1.0), parameters())
+    (group, *_) = optimization.optimizer.param_groups
+    group["d"] = 1e-3
+    monkeypatch.setattr(optimization.optimizer, "step", lambda: group.update(d=5e-3))
+    for used in (1e-3, 5e-3):
+        optimization.step(0.5)
+        assert optimization.rates()["d*lr"] == 0.5 * used
+
+
 def test_parameters_that_were_replaced_are_noticed() -> None:
     for replace in (lambda p: setattr(p, "data", p.data.clone()), lambda p: setattr(p, "grad", None)):
         optimization = Optimization(options(), parameters())

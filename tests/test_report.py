@@ -187,6 +187,33 @@ def test_charts_keep_spikes_and_stay_small(tmp_path):
     assert all(tick.at == tick.at and 0 <= tick.at <= 360 for chart in charts.values() for tick in chart.x_ticks)
 
 
+def test_a_table_says_where_a_value_is_from():
+    lines = [{"step": step, "loss": step / 8, "expert": "low_noise" if step < 5 else "high_noise"} for step in range(9)]
+    rows = {chart.key: chart for chart in make_charts(lines)}["loss"].rows
+    assert rows[3] == ["3", "0.375", ""]
+    assert rows[6] == ["6", "0.5 (at 4)", "0.75"]
+
+
+def test_experts_that_were_trained_alone_have_charts_of_their_own():
+    """One after the other in one folder; of both in one run the bins are of all samples."""
+    lines = [{"step": 2, "expert": name, "loss_by_timestep": {"800-900": loss}}
+             for name, loss in (("high_noise", 2.0), ("low_noise", 2.5))]  # fmt: skip
+    charts = {chart.key: chart for chart in make_charts(lines)}
+    assert [charts[f"bins-{name}-noise"].lines[0].points for name in ("high", "low")] == [[(2.0, 2.0)], [(2.0, 2.5)]]
+    assert charts["bins-high-noise"].title == "Training loss by timestep, high-noise expert"
+    together = make_charts([{key: value for key, value in line.items() if key != "expert"} for line in lines])
+    assert [chart.key for chart in together] == ["bins"]
+
+
+def test_every_learning_rate_has_a_line():
+    """Two experts with Prodigy and LoRA+ have eight."""
+    names = ("lr", "d*lr", "lr_loraplus", "d*lr_loraplus")
+    lines = [{"step": step, "loss": 0.1, "expert": expert, **dict.fromkeys(names, 1e-4)}
+             for step, expert in enumerate(("high_noise", "low_noise"), 1)]  # fmt: skip
+    (chart,) = (chart for chart in make_charts(lines) if chart.key == "learning-rate")
+    assert len({line.name for line in chart.lines}) == 8
+
+
 def test_the_wheel_gets_the_template_the_style_and_the_script():
     from test_packaging import PROJECT
 

@@ -101,9 +101,21 @@ def test_broken_files_are_named_and_do_not_stop_the_page(tmp_path):
 def test_numbers_that_are_not_finite_are_warned_of(tmp_path):
     lines = [step_line(step) for step in range(1, 30)]
     lines[4]["loss"], lines[20]["grad_norm"], lines[9]["data_wait_share"] = None, 50.0, 9.0
+    lines[9]["s_per_step"] = 1.0
     text = Page(page_of(write_metrics(tmp_path, lines))).text
     for words in ("not finite at 1 step, first at step 5", "more than 20 times the usual", "waited for data"):
         assert words in text, words
+
+
+def test_the_time_of_waiting_counts_not_the_steps_that_waited(tmp_path):
+    """Pictures beside clips: many short steps that wait for half of their time are a moment of the whole."""
+    lines = [step_line(step) for step in range(1, 11)]
+    for number, line in enumerate(lines):
+        line["s_per_step"], line["data_wait_share"] = (0.15, 0.5) if number % 2 else (8.0, 0.005)
+    assert "waited for data" not in Page(page_of(write_metrics(tmp_path / "few", lines))).text
+    for line in lines:
+        line["data_wait_share"] = 0.25
+    assert "waited for data 25%" in Page(page_of(write_metrics(tmp_path / "much", lines))).text
 
 
 @pytest.mark.slow

@@ -37,6 +37,13 @@ def test_by_validation_the_best_step_counts_and_a_rise_is_held_against_it(tmp_pa
     assert "was not evaluated yet" in found.headline
 
 
+def test_a_loss_that_stayed_the_same_did_not_rise(tmp_path):
+    """As of an expert that was judged once more though only the other one was trained in between."""
+    lines = [step_line(step) for step in range(1, 13)]
+    lines += [validation_line(0, 0.2), validation_line(6, 0.15), validation_line(12, 0.15)]
+    assert not any("rose" in line for line in verdict_of(write_metrics(tmp_path, lines)).against)
+
+
 def test_a_validation_that_is_not_finite_is_not_the_best_step(tmp_path):
     lines = [step_line(3), validation_line(1, math.nan), validation_line(2, 0.15), validation_line(3, 0.1)]
     found = verdict_of(write_metrics(tmp_path, lines))

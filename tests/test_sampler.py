@@ -80,6 +80,16 @@ def test_switched_loras_give_what_each_gives_loaded_alone(tiny_run, loras, tmp_p
     assert torch.allclose(sampler.latents(scene, {"first": 1.0, "second": 0.5}), both, atol=1e-6)
 
 
+def test_a_dora_adds_up_with_others_in_any_order(tiny_run, loras, tmp_path):
+    """peft's scales what stands before it, too."""
+    tiny, names = tiny_task("t2v-1.3B", tiny_run, tmp_path), ["first", "dora", "second"]
+    scene, sampler = scene_of(tiny), sampler_of(tiny, *(Lora(name, loras[name]) for name in names))
+    wanted = sampler.latents(scene, dict.fromkeys(names, 1.0))
+    assert torch.allclose(sampler.latents(scene, dict.fromkeys(names[::-1], 1.0)), wanted, atol=1e-6)
+    alone = [sampler.latents(scene, {name: 1.0}) for name in names]
+    assert not any(torch.allclose(wanted, one, atol=1e-4) for one in alone)
+
+
 def test_videos_come_one_by_one_as_pairs_of_a_seed(tiny_run, loras, tmp_path):
     tiny = tiny_task("t2v-1.3B", tiny_run, tmp_path)
     scene = scene_of(tiny)

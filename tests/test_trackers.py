@@ -33,6 +33,17 @@ def test_tensorboard_has_every_number_by_its_step_and_a_resumed_run_replaces_lat
     assert "train/expert" not in found
 
 
+def test_a_run_that_begins_anew_replaces_all_of_an_earlier_one(tiny_run: TinyRun, tmp_path):
+    """Also what was judged before its first step."""
+    options = tiny_run.options(tmp_path, log_with=("tensorboard",))
+    for loss in (1.0, 2.0):
+        with open_trackers(options, 0) as logs:
+            logs.log(0, {"base": loss}, "validation")
+            logs.log(1, {"loss": loss})
+    found = scalars(tmp_path / "logs" / "lora")
+    assert (found["validation/base"], found["train/loss"]) == ([(0, 2.0)], [(1, 2.0)])
+
+
 def test_the_folder_of_the_log_is_chosen(tiny_run: TinyRun, tmp_path):
     with open_trackers(tiny_run.options(tmp_path, log_with=("tensorboard",), logging_dir=tmp_path / "x"), 0) as logs:
         logs.log(1, {"loss": 1.0})

@@ -237,9 +237,11 @@ def batch_seconds(flops: StepFlops, gpu: Gpu, settings: MemorySettings, model: M
 
 
 def saved_bytes(train: Train, model: Model) -> tuple[int, int]:
-    """Of a training state (weights, two moments and an average in float32), and of a saved file, of all experts."""
+    """Of a training state (weights, two moments and an average in float32), and of a saved file in all its layouts, of
+    all experts.
+    """
     settings = settings_of(train)
     trained = trained_weights(model, settings) * num_trained(model, settings)
-    average = 1 if train.ema_decay else 0
-    width = width_of(train.save_precision)
-    return 4 * trained * (3 + average), width * trained * (1 + average)
+    average = 0 if train.ema_decay is None else 1
+    layouts = 1 if settings.whole else len(train.lora_layout)
+    return 4 * trained * (3 + average), width_of(train.save_precision) * trained * (1 + average) * layouts

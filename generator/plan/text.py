@@ -102,7 +102,7 @@ def _disk(planned: Planned) -> str:
     cache = f"cache about {bytes_text(plan.cache_bytes)}{there}" if planned.survey.exact else "cache not known"
     files, states = num_kept(plan.train, plan.steps_per_epoch or 1, plan.num_steps or 1)
     state, file = plan.state_bytes
-    saved = f"checkpoints up to {bytes_text((2 + states) * state + (2 + files) * file)}"
+    saved = f"checkpoints up to {bytes_text((2 + states) * state + (2 + plan.train.keep_best + files) * file)}"
     free = [bytes_text(number) for number in dict.fromkeys((cache_free, output_free)) if number is not None]
     return f"{cache}, {saved}" + (f"; {' and '.join(free)} free" if free else "")
 

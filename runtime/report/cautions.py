@@ -35,9 +35,11 @@ def _numbers(run: RunFiles) -> Iterator[str]:
     if spikes:
         yield f"the gradient's norm was more than {_SPIKE:g} times the usual at {many(len(spikes), 'step')}, " \
               f"first at step {spikes[0]}"  # fmt: skip
-    waits = [share for record in run.records if isinstance(share := record.get("data_wait_share"), float)]
-    if waits and sum(waits) / len(waits) > _WAITING:
-        yield f"training waited for data {sum(waits) / len(waits):.0%} of the time: raise --max_data_loader_n_workers"
+    waits = [(share, seconds) for record in run.records if isinstance(share := record.get("data_wait_share"), float)
+             and isinstance(seconds := record.get("s_per_step"), float)]  # fmt: skip
+    waited, all_seconds = sum(share * seconds for share, seconds in waits), sum(seconds for _, seconds in waits)
+    if waited > _WAITING * all_seconds:
+        yield f"training waited for data {waited / all_seconds:.0%} of the time: raise --max_data_loader_n_workers"
 
 
 def _outdated(run: RunFiles) -> Iterator[str]:

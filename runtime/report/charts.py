@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import cycle
 from typing import Any
 
 from wangen.runtime.report.metrics_log import Record
@@ -48,7 +49,7 @@ _RATES = (
 
 def make_charts(records: Sequence[Record], trained: str = "LoRA") -> list[Chart]:
     """All charts that have something to show, in their order on the page; `trained` is what was trained."""
-    found = [_loss(records), *_held_out(records, trained), _by_bins(records), _learning_rates(records)]
+    found = [_loss(records), *_held_out(records, trained), *_by_bins(records), _learning_rates(records)]
     found += [_rate(records, spec) for spec in _RATES]
     return [chart for chart in found if chart is not None]
 
@@ -125,7 +126,7 @@ def _held_out(records: Sequence[Record], trained: str) -> list[Chart | None]:
         points = validations(records, expert)
         if not points:
             continue
-        key, of = (f"-{expert.replace('_', '-')}", f", {expert.replace('_', '-')} expert") if expert else ("", "")
+        key, of = _of_expert(expert)
         means = [
             Line(name, points_of((step, told.get(field)) for step, told in points), look)
             for name, field, look in (
@@ -176,14 +177,25 @@ def _gains(points: Sequence[tuple[int, dict[str, Any]]], key: str, of: str, trai
     return chart_of(f"gains{key}", f"What was gained by timestep{of}", note, "", lines)
 
 
-def _by_bins(records: Sequence[Record]) -> Chart | None:
-    bins: dict[str, list[Point]] = {}
-    for record in records:
-        if isinstance(record.get("loss_by_timestep"), dict):
+def _by_bins(records: Sequence[Record]) -> list[Chart | None]:
+    """A chart of those records that name no expert, and one of each expert that was trained alone."""
+    told = [record for record in records if isinstance(record.get("loss_by_timestep"), dict)]
+    found = []
+    for expert in dict.fromkeys(str(record.get("expert", "")) for record in told):
+        bins: dict[str, list[Point]] = {}
+        for record in (record for record in told if record.get("expert", "") == expert):
             for name, value in record["loss_by_timestep"].items():
                 bins.setdefault(str(name), []).extend(points_of([(record["step"], value)]))
-    lines = _scaled((f"t {name.replace('-', ' to ')}", sorted(bins[name])) for name in sorted(bins, key=_first_number))
-    return chart_of("bins", "Training loss by timestep", "means of an epoch, in ten parts of the timesteps", "", lines)
+        named = ((f"t {name.replace('-', ' to ')}", sorted(bins[name])) for name in sorted(bins, key=_first_number))
+        key, of = _of_expert(expert)
+        note = "means of an epoch, in ten parts of the timesteps"
+        found.append(chart_of(f"bins{key}", f"Training loss by timestep{of}", note, "", _scaled(named)))
+    return found
+
+
+def _of_expert(expert: str) -> tuple[str, str]:
+    """What a chart of one expert has behind its key and its title."""
+    return (f"-{expert.replace('_', '-')}", f", {expert.replace('_', '-')} expert") if expert else ("", "")
 
 
 def _first_number(name: str) -> float:
@@ -205,7 +217,7 @@ def _learning_rates(records: Sequence[Record]) -> Chart | None:
     named = [(expert, name) for expert in experts_of(records) for name in names]
     lines = [
         Line(_named(expert, name), _column(records, name, expert), look)
-        for (expert, name), look in zip(named, _FOUR_LOOKS, strict=False)
+        for (expert, name), look in zip(named, cycle(_FOUR_LOOKS), strict=False)
     ]
     return chart_of("learning-rate", "Learning rate", "as the schedule gave it", "", lines)
 
@@ -213,7 +225,7 @@ def _learning_rates(records: Sequence[Record]) -> Chart | None:
 def _rate(records: Sequence[Record], spec: _Spec) -> Chart | None:
     lines: list[Line] = []
     named = [(expert, column, name) for expert in experts_of(records) for column, name in spec.columns]
-    for (expert, column, name), look in zip(named, _FOUR_LOOKS, strict=False):
+    for (expert, column, name), look in zip(named, cycle(_FOUR_LOOKS), strict=False):
         points, name = _column(records, column, expert, spec.factor), _named(expert, name)
         lines += _with_smoothed(name, points, look) if spec.smooth else [Line(name, points, look)]
     found = chart_of(spec.key, spec.title, spec.note, spec.unit, lines)

@@ -64,3 +64,8 @@ class MetricsLog:
             self.records.append(record)
         else:
             self.num_malformed += 1
+
+
+def run_of(record: Record, otherwise: str) -> str:
+    """Whose line it is: an expert that is trained alone has its own name, and belongs to the other one's run."""
+    return str(record.get("output_name", otherwise)).removesuffix(f"_{record.get('expert')}")

@@ -132,7 +132,7 @@ class Chart:
 
     @property
     def rows(self) -> list[list[str]]:
-        """The same as a table: x, and of every line its value there or the last one before."""
+        """The same as a table: x, and of every line its value there, or the last one before and where that was."""
         marks = sorted({x for line in self.drawn for x, _ in line.points})
         last = len(marks) - 1
         chosen = marks if last < MAX_ROWS else [marks[last * n // (MAX_ROWS - 1)] for n in range(MAX_ROWS)]
@@ -141,7 +141,10 @@ class Chart:
 
 def _at(points: Sequence[Point], x: float) -> str:
     number = bisect_right(points, x, key=lambda point: point[0])
-    return number_text(points[number - 1][1]) if number else ""
+    if not number:
+        return ""
+    before, value = points[number - 1]
+    return number_text(value) if before == x else f"{number_text(value)} (at {before:.10g})"
 
 
 def _widened(values: Sequence[float], share: float, alone: float) -> tuple[float, float]:

@@ -12,7 +12,7 @@ from wangen.generator.formats.safetensors import read_safetensors
 from wangen.runtime.evaluation_file import FILE as EVALUATION
 from wangen.runtime.evaluation_file import Checkpoint, Evaluation, read_evaluation
 from wangen.runtime.lora_folder import AVERAGE, BEST, KEPT, LAYOUTS, RUN_STEPS
-from wangen.runtime.report.metrics_log import MetricsLog, Record
+from wangen.runtime.report.metrics_log import MetricsLog, Record, run_of
 from wangen.runtime.report.step_reports import mapping, reports_of
 
 METRICS, SAMPLES, SAMPLE_LIST = "metrics.jsonl", "samples", "samples.jsonl"
@@ -202,7 +202,7 @@ def read_run(folder: Path, name: str | None, metrics: MetricsLog | None = None) 
         folder=folder,
         name=chosen,
         others=tuple(other for other in names if other != chosen),
-        records=[record for record in records if _name_of(record, chosen) == chosen],
+        records=[record for record in records if run_of(record, chosen) == chosen],
         reports=reports,
         loras=sorted(_loras(folder, chosen, problems), key=lambda lora: (lora.step or 0, lora.file.name)),
         samples=sorted(_samples(folder / SAMPLES, chosen, problems), key=_place),
@@ -256,13 +256,8 @@ def _records(log: MetricsLog, problems: list[str]) -> list[Record]:
 
 def _names(records: Sequence[Record]) -> list[str]:
     """The runs of a folder; the one that wrote last is the last one."""
-    found = dict.fromkeys(_name_of(record, "") for record in reversed(records) if "output_name" in record)
+    found = dict.fromkeys(run_of(record, "") for record in reversed(records) if "output_name" in record)
     return [*reversed(found)]
-
-
-def _name_of(record: Record, otherwise: str) -> str:
-    """Whose line it is: an expert that is trained alone has its own name, and belongs to the other one's run."""
-    return str(record.get("output_name", otherwise)).removesuffix(f"_{record.get('expert')}")
 
 
 def _names_of_files(folder: Path) -> list[str]:

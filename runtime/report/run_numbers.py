@@ -15,7 +15,7 @@ from wangen.generator.errors import UsageError, WangenError, bytes_text
 from wangen.generator.resolutions import resolution_name
 from wangen.generator.session import report_files
 from wangen.generator.tomls import read_dataset
-from wangen.runtime.report.metrics_log import MetricsLog, Record
+from wangen.runtime.report.metrics_log import MetricsLog, Record, run_of
 
 METRICS = "metrics.jsonl"
 
@@ -45,6 +45,8 @@ def numbers(folder: Path) -> dict[str, str]:
     if not records and not report:
         raise UsageError("this folder holds no run", where=str(folder),
                          cure=f"name the output folder of a training, in which {METRICS} lies")  # fmt: skip
+    last = _table(report, "settings").get("output_name") or (run_of(records[-1], "") if records else "")
+    records = [record for record in records if run_of(record, last) == last]  # the folder may hold other runs
     made = {
         "settings": _settings(report),
         "dataset": _dataset(report),

@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -21,7 +21,7 @@ from wangen.generator.kinds import expect
 from wangen.generator.lora_config import lora_file
 from wangen.generator.steps import Generate
 from wangen.profiles import Model
-from wangen.runtime.adapters import adapter_modules, read_scales
+from wangen.runtime.adapters import adapter_modules, read_scales, without_numbers
 from wangen.runtime.devices import choose_dtype, require_compiler
 from wangen.runtime.lora import nothing_matches, require_size
 from wangen.runtime.lora_folder import find_lora, has_lora
@@ -220,23 +220,16 @@ def _refuse_blocks(options: Generate, transformer: Header) -> None:
                          cure=f"give 0 to {blocks}")  # fmt: skip
 
 
-class _Change(NamedTuple):
-    """What a LoRA does to a layer, of which the shape is known: (out_features, in_features)."""
-
-    shape: tuple[int, ...]
-
-
 def _refuse_lora(path: Path, flag: str, transformer: Header, strength: float) -> None:
     """A LoRA of another model, or a DoRA at a strength that it cannot have."""
     file, weights = lora_file(path), changeable_weights(transformer)
     changes, header = read_scales(path, flag), read_header(file)
     if not changes.keys() & weights.keys():
-        raise nothing_matches(changes)
+        raise nothing_matches(changes, str(file))
     modules = adapter_modules(header, file)
     for module, parts in modules.items():
-        if module in weights and "down" in parts and len(parts["down"].shape) == 2:
-            change = _Change((parts["up"].shape[0], parts["down"].shape[1]))
-            require_size(module, change, weights[module].shape)
+        if module in weights:
+            require_size(module, without_numbers(parts), weights[module].shape, str(file))
     if strength not in (0, 1) and any(map(is_dora_of_parts, modules.values())):
         raise UsageError(f"a DoRA at strength {strength:g}", where=str(file),
                          cure="give it the strength 1: it scales whole weights")  # fmt: skip

@@ -22,7 +22,7 @@ from typing import Any, Literal
 import torch
 
 from wangen.generator import headers
-from wangen.generator.errors import UsageError
+from wangen.generator.errors import UsageError, many
 from wangen.profiles import Model
 from wangen.runtime.adapter_layers import apply_adapter
 from wangen.runtime.adapters import read_adapter
@@ -211,9 +211,11 @@ class Sampler:
             given = {lora.name: lora.strength for lora in weights.loras} if strengths is None else strengths
             active = {name: strength for name, strength in given.items() if strength}
             for layer in adapter_layers(loaded.place.transformer).values():
-                layer.set_adapter(list(active))
+                doras = getattr(layer, "lora_magnitude_vector", {})
+                # peft's DoRA scales what stands before it as well: it is first, so that all add up.
+                layer.set_adapter(sorted(active, key=lambda name: name not in doras))
                 for name, strength in active.items():
-                    if strength != 1 and name in getattr(layer, "lora_magnitude_vector", {}):
+                    if strength != 1 and name in doras:
                         raise UsageError(f"a DoRA at strength {strength:g}", cure="give it 1, or 0 for none of it")
                     layer.set_scale(name, strength)
 
@@ -275,7 +277,8 @@ def _put_on(transformer: Any, lora: Lora) -> None:
             parameter.requires_grad_(id(parameter) not in frozen)
     log.info("  LoRA %s at %g", lora.path.name, lora.strength)
     if left_out:
-        log.warning("  %s: %d modules are not in this model and were left out", lora.path.name, len(left_out))
+        log.warning("  %s: %s not in this model and left out, such as %s", lora.path.name,
+                    many(len(left_out), "layer"), left_out[0])  # fmt: skip
 
 
 def make_videos(

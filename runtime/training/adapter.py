@@ -33,7 +33,7 @@ from wangen.runtime.libraries import (
 )
 from wangen.runtime.lora import adapter_layers
 from wangen.runtime.randomness import generator_for
-from wangen.runtime.training.adapter_config import select_modules, settings
+from wangen.runtime.training.adapter_config import same_factors, select_modules, settings, some
 
 log = logging.getLogger("wangen")
 
@@ -42,7 +42,6 @@ FIRST_FACTORS = {"lora": ("up",), "loha": ("hada_w1_a",), "lokr": ("lokr_w1", "l
 """What takes up the difference of two scales: one factor of each kind, whole or its first half."""
 ZEROS = {"lora": ("up",), "loha": ("hada_w2_b",), "lokr": ("lokr_w1", "lokr_w1_a")}
 """The factor that peft begins at zero, so that training starts at the base model."""
-MAX_NAMES = 5
 
 
 def add_adapter(
@@ -101,7 +100,7 @@ def merge_base_weights(transformer: WanTransformer3DModel, options: Train) -> No
         left_out = merge_adapter(transformer, read_adapter(path, "--base_weights"), multiplier)
         if left_out:
             log.warning("  %s: %s not in this model and left out: %s", path.name, many(len(left_out), "layer"),
-                        _some(left_out))  # fmt: skip
+                        some(left_out))  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -143,8 +142,9 @@ def replaced(parameters: Mapping[str, torch.Tensor], other: Mapping[str, torch.T
 
 
 def _config(chosen: Settings, modules: list[str]) -> PeftConfig:
-    common = {"r": chosen.rank, "rank_pattern": dict(chosen.ranks), "alpha_pattern": dict(chosen.alphas),
-              "target_modules": modules}  # fmt: skip
+    ranks, alphas = ({module: each[module] for module in modules if module in each}
+                     for each in (chosen.ranks, chosen.alphas))  # fmt: skip
+    common = {"r": chosen.rank, "rank_pattern": ranks, "alpha_pattern": alphas, "target_modules": modules}
     if chosen.kind == "lora":
         return LoraConfig(**common, lora_alpha=chosen.alpha, lora_dropout=chosen.dropout, use_rslora=chosen.rslora,
                           use_dora=chosen.dora)  # fmt: skip
@@ -193,12 +193,10 @@ def _fitting(adapter: Adapter, layers: Mapping[str, BaseTunerLayer], chosen: Set
     fitting = {module: weight for module, weight in adapter.items() if module in layers}
     if not fitting:
         raise WangenError(
-            f"nothing in this adapter fits what is trained: it changes {_some(list(adapter))}, and "
-            f"{_some(list(layers))} are trained", where=where, cure="give an adapter of this model, or other targets",
+            f"nothing in this adapter fits what is trained: it changes {some(list(adapter))}, and "
+            f"{some(list(layers))} are trained", where=where, cure="give an adapter of this model, or other targets",
         )  # fmt: skip
     log.info("  %s of %s start from %s", many(len(fitting), "layer"), len(layers), where)
-    if left_out := [module for module in adapter if module not in layers]:
-        log.warning("  %s of it not trained here and left out: %s", many(len(left_out), "layer"), _some(left_out))
     return fitting
 
 
@@ -235,8 +233,4 @@ def _cure(layer: BaseTunerLayer, weight: AdapterWeight, chosen: Settings) -> str
         return "give an adapter of this model, not of another"
     if weight.rank and weight.rank != chosen.rank:
         return f"give --network_dim {weight.rank}, or --dim_from_weights"
-    return "give the --network_dim and --lokr_factor that it was trained with"
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:MAX_NAMES]) + (" …" if len(names) > MAX_NAMES else "")
+    return same_factors(weight, chosen)

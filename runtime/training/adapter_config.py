@@ -18,6 +18,7 @@ from wangen.generator.errors import UsageError
 from wangen.generator.formats import Header, TensorInfo
 from wangen.generator.lora_keys import module_name, original_name
 from wangen.generator.steps import Train
+from wangen.runtime.adapters import AdapterWeight, read_scales
 from wangen.runtime.libraries import factorization
 
 PRESETS = {
@@ -33,6 +34,7 @@ In Qwen-Image's blocks text and picture look at both at once, so neither self- n
 """
 
 NUM_NEAREST = 3
+MAX_NAMES = 5
 _BLOCK = re.compile(r"^(transformer_)?blocks\.\d+\.")
 
 
@@ -141,16 +143,32 @@ def _found_by(pattern: str, names: Sequence[str], flag: str) -> set[str]:
                      cure=f"the nearest are {', '.join(nearest)}")  # fmt: skip
 
 
+def same_factors(weight: AdapterWeight, chosen: Settings) -> str:
+    """The cure for an adapter of the right rank whose factors have other sizes than those that are trained."""
+    if weight.kind == "loha":
+        return "start from a LoHa whose two products have one rank, or merge it (--base_weights) and train a new one"
+    if "lokr_w1_a" in weight.factors and not chosen.decompose_both:
+        return "give --network_args decompose_both=true, as it was trained with"
+    return ("give the --network_dim and --lokr_factor that it was trained with; if they are given, it shared out the "
+            "sizes in another way, and can be merged (--base_weights), not trained on")  # fmt: skip
+
+
+def some(names: Sequence[str]) -> str:
+    """The first names of many."""
+    return ", ".join(names[:MAX_NAMES]) + (" …" if len(names) > MAX_NAMES else "")
+
+
 def _with_ranks_of(found: Settings, start: Path) -> Settings:
     """The settings with the ranks and alphas of an adapter's file."""
-    from wangen.runtime.adapters import read_scales
-
     scales = read_scales(start)
     if any(not rank for rank, _ in scales.values()):
         raise UsageError("--dim_from_weights: the whole matrices of this LoKr have no rank", where=str(start),
                          cure="give the --network_dim and --lokr_factor that it was trained with")  # fmt: skip
     ranks = {module: rank for module, (rank, _) in scales.items()}
-    alphas = {module: scale * (math.sqrt(rank) if found.rslora else rank) for module, (rank, scale) in scales.items()}
+    # What begins with a scale of nothing has the usual one from here on, and a first factor of zeros.
+    alphas = {
+        module: (scale or 1.0) * (math.sqrt(rank) if found.rslora else rank) for module, (rank, scale) in scales.items()
+    }
     rank, alpha = (max(set(each.values()), key=list(each.values()).count) for each in (ranks, alphas))
     return replace(
         found,

@@ -1,29 +1,32 @@
 """Adapters that a run cannot train, start from or merge, and weights that it cannot change: known from headers."""
 
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
-
 from wangen import profiles
-from wangen.generator.adapter_parts import FACTORS, WORDS, is_dora_of_parts, kind_of_parts
+from wangen.generator.adapter_parts import WORDS, is_dora_of_parts
 from wangen.generator.adapter_settings import Settings
-from wangen.generator.errors import UsageError
+from wangen.generator.errors import UsageError, many
 from wangen.generator.formats import TensorInfo
 from wangen.generator.kinds import expect
 from wangen.generator.lora_config import lora_file
 from wangen.generator.steps import Train
-from wangen.runtime.adapters import Adapter, AdapterWeight, adapter_modules, read_scales
+from wangen.runtime.adapters import Adapter, AdapterWeight, adapter_modules, read_scales, without_numbers
 from wangen.runtime.training.adapter_config import (
     changeable_weights,
     factor_shapes,
+    same_factors,
     select_modules,
     settings,
+    some,
     start_flag,
 )
 from wangen.runtime.training.timesteps import HIGH, LOW
 from wangen.runtime.weights.quantized import is_quantized
+
+log = logging.getLogger("wangen")
 
 _WIDER = "give --dit in 16 or 32 bits"
 
@@ -79,11 +82,7 @@ class _File:
         read_scales(path, flag)
         file = lora_file(path)
         modules = adapter_modules(expect(file, ("lora", "lora-other"), flag), file)
-        adapter: Adapter = {}
-        for module, parts in modules.items():
-            kind = kind_of_parts(parts)
-            factors = {part: torch.empty(parts[part].shape, device="meta") for part in FACTORS[kind] if part in parts}
-            adapter[module] = AdapterWeight(kind, factors, 1.0)
+        adapter = {module: without_numbers(parts) for module, parts in modules.items()}
         return cls(path, flag, adapter, any(map(is_dora_of_parts, modules.values())))
 
     def refused(self, found: str, cure: str) -> UsageError:
@@ -160,8 +159,13 @@ def _require_start(start: _File, chosen: Settings, sizes: Mapping[str, Sequence[
                             f"give --network_dim {ranks[0]}, or --dim_from_weights" if alone
                             else "give --dim_from_weights")  # fmt: skip
     if other:
-        raise start.refused(f"{next(iter(other))} of this {WORDS[kind]} has factors of other sizes",
-                            "give the --network_dim and --lokr_factor that it was trained with")  # fmt: skip
+        module = next(iter(other))
+        raise start.refused(f"{module} of this {WORDS[kind]} has factors of other sizes",
+                            same_factors(fitting[module], chosen))  # fmt: skip
+    if left_out := [module for module in start.adapter if module not in sizes]:
+        log.warning("  %s %s: %s not trained here and left out, also of what is saved: %s; to keep them, merge the "
+                    "file (--base_weights) in place of starting from it",
+                    start.flag, start.path, many(len(left_out), "layer"), some(left_out))  # fmt: skip
 
 
 def _require_sizes(

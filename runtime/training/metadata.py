@@ -11,7 +11,7 @@ from typing import Any
 from wangen import profiles
 from wangen.generator.headers import WEIGHTS_FORMAT
 from wangen.generator.steps import Train
-from wangen.runtime.lora_folder import FINGERPRINT, JUDGED_AT, RUN_STEPS, TRAINED_BEFORE
+from wangen.runtime.lora_folder import EPOCH_STEPS, FINGERPRINT, JUDGED_AT, RUN_STEPS, TRAINED_BEFORE
 from wangen.runtime.training.adapter_config import settings
 
 MODULES = {"loha": "networks.loha", "lokr": "networks.lokr"}
@@ -39,6 +39,7 @@ def metadata(
     expert: str = "",
     num_items: int = 0,
     steps_per_epoch: int = 0,
+    batches_per_epoch: int = 0,
 ) -> dict[str, str]:
     """A file's header.
 
@@ -52,6 +53,7 @@ def metadata(
         expert: `high_noise`, `low_noise`, or empty where there is only one.
         num_items: what was trained on; 0 leaves it out.
         steps_per_epoch: optimizer steps in an epoch; 0 leaves it and the epochs out.
+        batches_per_epoch: in an epoch, where it is given.
 
     Returns:
         Text fields. With `--no_metadata` only what programs need to use the file and what the user says of it.
@@ -75,7 +77,8 @@ def metadata(
     if num_items:
         found["ss_num_train_items"] = str(num_items)
     if steps_per_epoch:
-        found["ss_num_batches_per_epoch"] = str(steps_per_epoch)
+        found[EPOCH_STEPS] = str(steps_per_epoch)
+        found["ss_num_batches_per_epoch"] = str(batches_per_epoch)
         found["ss_epoch"] = str(-(-step // steps_per_epoch))
     if options.training_comment:
         found["ss_training_comment"] = options.training_comment
@@ -95,7 +98,9 @@ def _network(options: Train, expert: str) -> dict[str, str]:
     if options.train_mode == "full":
         return {"wangen.train_mode": "full"}
     chosen, architecture = settings(options, expert), profiles.model(options.task).architecture
-    arguments = {"use_rslora": chosen.rslora, "use_dora": chosen.dora, "factor": chosen.factor}
+    arguments = {"use_rslora": chosen.rslora, "use_dora": chosen.dora, "factor": chosen.factor,
+                 "decompose_both": chosen.decompose_both, "rank_dropout": chosen.rank_dropout,
+                 "module_dropout": chosen.module_dropout}  # fmt: skip
     given = {name: str(value) for name, value in arguments.items() if value not in (False, -1)}
     return {
         "ss_network_module": {**MODULES, "lora": LORA_MODULES[architecture]}[chosen.kind],

@@ -75,6 +75,7 @@ class Optimization:
         assert parts is None or found.is_by_element
         self._options, self._parts = options, parts
         groups = _groups(parameters, options.loraplus_lr_ratio, found)
+        self._logged: dict[str, float] = {}
         self._rates = [rate if found.takes_rate else None for rate in _rates(options, len(groups))]
         self.flat = FlatParameters(parameters, groups, parts.names if parts else ())
         self._leaves = _leaves(self.flat, groups, found)
@@ -133,10 +134,14 @@ class Optimization:
                 group["lr"].fill_(rate * factor)
             else:
                 group["lr"] = rate * factor
+        self._logged = self._rates_now()
         self.optimizer.step()
 
     def rates(self) -> dict[str, float]:
-        """What to log: the learning rates of the last step, and how far Prodigy and its like have raised them."""
+        """What to log: the learning rates of the last step, and how far Prodigy and its like had raised them for it."""
+        return self._logged
+
+    def _rates_now(self) -> dict[str, float]:
         logged = {}
         for group, suffix in zip(self.optimizer.param_groups, ("", "_loraplus"), strict=False):
             if group["lr"] is not None:

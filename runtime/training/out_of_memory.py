@@ -53,7 +53,7 @@ def _out_of_memory(run: Run, group: Group) -> WangenError:
     largest = max(group.batches, key=lambda prepared: prepared.noise.numel())
     size = "x".join(map(str, largest.noise.shape[2:]))
     found = f"out of memory at step {run.step + 1}, on {', '.join(largest.batch.names)} (latents of {size})"
-    tokens = num_tokens(largest.batch, run.plan.model.patch)
+    tokens = sum(num_tokens(largest.batch, run.plan.model.patch))
     if run.plan.model.prompt:  # its texts go through the blocks as pictures do
         tokens += sum(map(len, largest.batch.texts))
     available = None

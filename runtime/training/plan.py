@@ -4,6 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,11 @@ class Plan:
     def num_steps(self) -> int:
         """Optimizer steps of all experts together."""
         return sum(expert.num_steps for expert in self.experts)
+
+    @cached_property
+    def batches_per_epoch(self) -> int:
+        """Batches in an epoch, of all processes."""
+        return len(EpochSampler(self.samples, self.options.seed))
 
     @property
     def name(self) -> str:

@@ -202,7 +202,7 @@ def save_lora(
     header = metadata(
         plan.options, expert=expert.name, step=step, run_step=run_step, fingerprint=plan.fingerprint,
         trained_before=plan.trained_before, judged_at=judged_at, num_items=len(plan.samples),
-        steps_per_epoch=plan.steps_per_epoch,
+        steps_per_epoch=plan.steps_per_epoch, batches_per_epoch=plan.batches_per_epoch,
     )  # fmt: skip
     if plan.options.train_mode == "full":
         tensors = family(plan.model).saved_tensors(parameters, expert.dit)

@@ -167,7 +167,8 @@ def of_all(rates: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
     Beside it stand the least and the most of one process, of what may differ between them.
 
-    >>> one, two = ({"s_per_step": s, "tokens_per_s": 8.0, "data_wait_share": wait} for s, wait in ((1, 0.25), (3, 0.75)))
+    >>> one = {"s_per_step": 1.0, "tokens_per_s": 8.0, "data_wait_share": 0.25}
+    >>> two = {"s_per_step": 3.0, "tokens_per_s": 8.0, "data_wait_share": 0.75}
     >>> of_all([one]) == one
     True
     >>> all_ = of_all([one, two])

@@ -119,7 +119,7 @@ def _folder(options: Train) -> Path:
 def _tensorboard(options: Train, step: int) -> Any:
     from accelerate.tracking import TensorBoardTracker
 
-    tracker = TensorBoardTracker(options.output_name, logging_dir=str(_folder(options)), purge_step=step + 1)
+    tracker = TensorBoardTracker(options.output_name, logging_dir=str(_folder(options)), purge_step=step and step + 1)
     tracker.start()
     return tracker
 
