@@ -123,6 +123,8 @@ def compiled(pattern: str) -> re.Pattern[str]:
     Raises:
         UsageError: it is no regular expression.
     """
+    if not pattern:
+        raise UsageError("an empty pattern finds every layer", cure="leave the flag out")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", FutureWarning)  # of a pattern that later Pythons read in another way
@@ -138,11 +140,16 @@ def network_arguments(given: Sequence[str]) -> dict[str, str]:
     Raises:
         UsageError: one is not.
     """
-    pairs = [argument.partition("=") for argument in given]
-    for (key, equals, _), argument in zip(pairs, given, strict=True):
+    found: dict[str, str] = {}
+    for argument in given:
+        key, equals, value = (part.strip() for part in argument.partition("="))
         if not equals or not key:
             raise UsageError(f"--network_args {argument!r} is not key=value")
-    return {key.strip(): value.strip() for key, _, value in pairs}
+        if found.setdefault(key, value) != value:
+            raise UsageError(f"--network_args gives {key} twice: {found[key]} and {value}",
+                             cure=f"give one; several patterns are a list: {key}=['…', '…']" if "patterns" in key
+                             else "give one of them")  # fmt: skip
+    return found
 
 
 _REFUSED = {
@@ -164,9 +171,12 @@ def _translated(given: Sequence[str], found: Settings) -> dict[str, Any]:
         elif key in ("rank_dropout", "module_dropout"):
             fields[key] = _number(key, value)
         elif key in ("use_rslora", "use_dora", "decompose_both"):
-            fields[key.removeprefix("use_")] = _boolean(key, value)
+            name = key.removeprefix("use_")
+            fields[name] = _boolean(key, value)
+            _require_alike(f"--{name}", getattr(found, name), False, fields[name], key)
         elif key in ("factor", "lokr_factor"):
             fields["factor"] = _whole_number(key, value)
+            _require_alike("--lokr_factor", found.factor, Settings.factor, fields["factor"], key)
         elif key not in ("loraplus_lr_ratio", "verbose", *CONVOLUTIONS):  # the log says how many layers are trained
             known = ("include_patterns", "exclude_patterns", "loraplus_lr_ratio", "rank_dropout", "module_dropout",
                      "use_rslora", "use_dora", "factor", "decompose_both")  # fmt: skip
@@ -174,6 +184,12 @@ def _translated(given: Sequence[str], found: Settings) -> dict[str, Any]:
             cure = _REFUSED.get(key) or (f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}")
             raise UsageError(f"--network_args {key}= is not known here", cure=cure)
     return fields
+
+
+def _require_alike(flag: str, given: object, usual: object, told: object, key: str) -> None:
+    """A flag that is given and its key among `--network_args` say the same."""
+    if usual != given != told:
+        raise UsageError(f"{flag} and --network_args {key}={told} contradict each other", cure="give one of them")
 
 
 def _patterns(key: str, value: str) -> tuple[str, ...]:

@@ -277,8 +277,11 @@ def _read_config(step: type[Step], path: Path) -> dict[str, Any]:
 
     path = find_config(path)
     flat: dict[str, Any] = {}
-    for key, value in load(path).items():
-        flat.update(value if isinstance(value, dict) else {key: value})
+    for section, content in load(path).items():
+        for key, value in (content if isinstance(content, dict) else {section: content}).items():
+            if flat.setdefault(key, value) != value:
+                raise UsageError(f"{key} stands there twice, as {flat[key]} and {value}", where=str(path),
+                                 cure="leave one of them out")  # fmt: skip
     return from_toml(step, flat, f"{path}, key")
 
 

@@ -1,6 +1,7 @@
 """Flags of training that are refused wherever they are read: by the trainer, and by what publishes, checks or plans."""
 
 import math
+import os
 from pathlib import Path
 
 from wangen import profiles
@@ -15,6 +16,9 @@ from wangen.generator.train_values import optimizer_arguments, steps_of
 _FLOAT32_MAX = 3.4e38
 MAX_VALIDATION_TIMESTEPS = 1000
 """Further ones would lie between those that a model was trained with."""
+
+MOST_NAME_BYTES = 160
+"""Of `--output_name`; a file's name has 255 at most on common disks, and experts, steps and layouts are added."""
 
 _AT_MOST = {"num_timestep_buckets": 10**6, "validation_timesteps": MAX_VALIDATION_TIMESTEPS}
 """Where memory or patience would end long before the range of a float32."""
@@ -46,10 +50,15 @@ def refuse_flags(options: Train) -> None:
         UsageError: numbers out of range, or flags that contradict each other.
     """
     refuse_numbers(options)
-    if not options.output_name or Path(options.output_name).name != options.output_name:
-        raise UsageError(f"--output_name is a file name without folders, got {options.output_name!r}")
+    name = options.output_name
+    if not name.strip(" .") or Path(name).name != name:
+        raise UsageError(f"--output_name is a file name without folders, got {name!r}")
+    if len(os.fsencode(name)) > MOST_NAME_BYTES:
+        raise UsageError(f"--output_name is longer than {MOST_NAME_BYTES} bytes, to which endings are added: {name!r}")
     if not options.lora_layout:
         raise UsageError("--lora_layout is empty", cure="leave it out for comfyui")
+    if len(set(options.lora_layout)) < len(options.lora_layout):
+        raise UsageError(f"--lora_layout {' '.join(options.lora_layout)} names one twice", cure="name each once")
     if options.fresh and options.resume:
         raise UsageError("--fresh and --resume contradict each other", cure="give one of them")
     if options.cache_mode == "realtime" and (options.cache_latents or options.cache_latents_to_disk):

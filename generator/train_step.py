@@ -55,7 +55,9 @@ class Train(DatasetStep):
         "wan_train_network", "wan_train_network.py", "qwen_image_train_network", "qwen_image_train_network.py",
     )  # fmt: skip
     of_profile: ClassVar[tuple[str, ...]] = ("learning_rate", "timestep_sampling", "discrete_flow_shift")
-    at_most_one: ClassVar[tuple[tuple[str, ...], ...]] = (("validation_items", "validation_config"),)
+    at_most_one: ClassVar[tuple[tuple[str, ...], ...]] = (
+        ("validation_items", "validation_config"), ("max_train_epochs", "max_train_steps"),
+    )  # fmt: skip
     elsewhere: ClassVar[Mapping[str, str]] = ELSEWHERE
 
     smoke: bool = flag(f"{TRY}, {SMOKE_STEPS} steps from step 0, into the folder smoke of the output folder", False)
@@ -97,7 +99,7 @@ class Train(DatasetStep):
     network_dropout: float = flag("dropout on the adapter's input, at least 0 and below 1", 0.0, pinned=True)
     rslora: bool = flag("rank-stabilised LoRA: scaled by alpha / sqrt(rank)", False, pinned=True)
     dora: bool = flag("weight-decomposed LoRA (DoRA)", False, pinned=True)
-    lokr_factor: int = flag("factor of LoKr's first matrix; -1 takes the most square one", -1, pinned=True)
+    lokr_factor: int = flag("LoKr's first factor, or its next lower divisor; -1: the most square", -1, pinned=True)
     lora_targets: Literal["all", "attention", "self_attention", "cross_attention", "ffn"] = flag(
         "which layers of the blocks get an adapter", "all", pinned=True
     )
@@ -232,8 +234,8 @@ class Train(DatasetStep):
                        pinned=True)  # fmt: skip
     cuda_allow_tf32: bool = flag("let float32 products round their operands to TF32", False, pinned=True)
     pack: bool = flag(
-        "the batches of a step (see --gradient_accumulation_steps) run as one sequence, whatever their shapes", False,
-        pinned=True,
+        "the batches of a step (see --gradient_accumulation_steps) run as one sequence, whatever their shapes, but for "
+        "those whose first frames are given", False, pinned=True,
     )  # fmt: skip
     max_data_loader_n_workers: int = flag(
         "threads that read cache entries; 0 reads in the training thread", 4, knob=True
@@ -327,9 +329,8 @@ class Train(DatasetStep):
         "write the training state every N minutes (and at every epoch and every saved LoRA)", 10.0
     )
     async_save: bool = flag(
-        "go on training while a training state is written (of weights in parts: --parallel fsdp or hsdp with "
-        "--train_mode full)", False
-    )  # fmt: skip
+        "go on training while a state is written (of weights in parts: --train_mode full with fsdp or hsdp)", False
+    )
     save_precision: Dtype = flag("precision of the saved file", "float32", pinned=True, values=DTYPE_VALUES)
     lora_layout: tuple[Literal["comfyui", "kohya", "diffusers"], ...] = flag(
         "layouts to save the LoRA in; every further one gets its name as a suffix", ("comfyui",), pinned=True

@@ -71,9 +71,11 @@ def optimizer_arguments(words: Sequence[str]) -> dict[str, Any]:
         if name == "lr":
             raise UsageError("--optimizer_args takes no lr: it has a flag of its own", cure="give --learning_rate")
         try:
-            values[name] = ast.literal_eval(text)
+            value = ast.literal_eval(text)
         except (ValueError, SyntaxError):
-            values[name] = {"true": True, "false": False, "none": None}.get(text.lower(), text)
+            value = {"true": True, "false": False, "none": None}.get(text.lower(), text)
+        if values.setdefault(name, value) != value:
+            raise UsageError(f"--optimizer_args gives {name} twice: {values[name]}, {value}", cure="give one of them")
     return values
 
 

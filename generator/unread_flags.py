@@ -5,9 +5,11 @@ from typing import Any
 
 from wangen import profiles
 from wangen.generator.adapter_settings import CONVOLUTIONS, network_arguments
+from wangen.generator.launch import launch
 from wangen.generator.steps import Train
 from wangen.generator.table import options as flags_of
 from wangen.generator.train_refusals import is_narrowed
+from wangen.generator.train_values import optimizer_arguments
 
 _Reads = Callable[[Train], object]
 
@@ -64,14 +66,25 @@ _BOTH = (
     "--experts both of a model that has two",
 )
 _LORAS_SAVED = _beside("save_every_n_steps", "save_every_n_epochs")
-_STATES_KEPT = (
-    lambda options: options.save_state and _LORAS_SAVED[0](options),
-    f"--save_state and {_LORAS_SAVED[1]}",
+
+
+def _states_kept(flag: str) -> tuple[_Reads, str]:
+    """It is read where states are kept every so many steps, or epochs."""
+    return lambda options: options.save_state and getattr(options, flag), f"--save_state and --{flag}"
+
+
+_GIVEN_RATE = (
+    lambda options: (
+        not optimizer_arguments(options.optimizer_args).get("relative_step", options.lr_scheduler == "adafactor")
+    ),
+    "every optimizer but Adafactor with relative_step=True or --lr_scheduler adafactor, which sets its rate itself",
 )
+_NOT_PLAIN = (lambda options: not options.plain, "every run but that of --plain")
 _LOSS_HELD_OUT = _beside("validation_items", "validation_config")
 
 READERS: dict[str, tuple[_Reads, str]] = {
-    "lr_warmup_steps": (lambda options: options.lr_scheduler != "adafactor", "every --lr_scheduler but adafactor"),
+    "learning_rate": _GIVEN_RATE,
+    "lr_warmup_steps": _GIVEN_RATE,
     "lr_decay_steps": _chosen("lr_scheduler", ["warmup_stable_decay"]),
     "lr_scheduler_num_cycles": _chosen(
         "lr_scheduler", ["cosine_with_restarts", "cosine_with_min_lr", "warmup_stable_decay"]
@@ -93,12 +106,24 @@ READERS: dict[str, tuple[_Reads, str]] = {
     "save_last_n_epochs": _beside("save_every_n_epochs"),
     "keep_last": _LORAS_SAVED,
     "save_state": _LORAS_SAVED,
-    "save_last_n_steps_state": _STATES_KEPT,
-    "save_last_n_epochs_state": _STATES_KEPT,
+    "save_last_n_steps_state": _states_kept("save_every_n_steps"),
+    "save_last_n_epochs_state": _states_kept("save_every_n_epochs"),
     "training_comment": (lambda options: not options.no_metadata, "every header but that of --no_metadata"),
-    "async_save": _chosen("train_mode", ["full"]),
+    "async_save": (
+        lambda options: (
+            options.train_mode == "full"
+            and options.parallel != "ddp"
+            and (options.starts_processes or launch().count > 1)
+        ),
+        "--train_mode full in several processes, whose states are in parts",
+    ),
     "max_restarts": (lambda options: options.gpus != "1", "--gpus"),
-    "pack": (lambda options: options.gradient_accumulation_steps > 1, "--gradient_accumulation_steps above 1"),
+    "compile": _NOT_PLAIN,
+    "split_attn": _NOT_PLAIN,
+    "pack": (
+        lambda options: options.gradient_accumulation_steps > 1 and not options.plain,
+        "--gradient_accumulation_steps above 1, and without --plain",
+    ),
     "logging_dir": _logged_to("tensorboard", "wandb", "mlflow"),
     "log_tracker_name": _logged_to("wandb", "mlflow"),
     "wandb_run_name": _logged_to("wandb"),

@@ -79,6 +79,24 @@ def test_a_key_that_no_flag_has_is_refused(name, tmp_path):
         parse(CacheLatents, ["--manifest", "m.jsonl", "--vae", "v", "--config_file", name])
 
 
+def test_a_key_that_stands_twice_is_refused(tmp_path):
+    """In two sections, of which each is read as if it were none."""
+    twice = tmp_path / "mine.toml"
+    for text in ("[a]\nseed = 1\n[b]\nseed = 2\n", "seed = 1\n[a]\nseed = 2\n"):
+        twice.write_text(text, encoding="utf-8")
+        with pytest.raises(UsageError, match="seed stands there twice, as 1 and 2"):
+            parse(Train, [*TRAIN, "--config_file", str(twice)])
+    twice.write_text("[a]\nseed = 2\n[b]\nseed = 2\n", encoding="utf-8")
+    assert parse(Train, [*TRAIN, "--config_file", str(twice)]).seed == 2
+
+
+def test_steps_on_the_command_line_win_over_epochs_in_the_file(tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text("max_train_epochs = 2\n", encoding="utf-8")
+    found = parse(Train, [*TRAIN, "--config_file", str(file), "--max_train_steps", "3"])
+    assert (found.max_train_steps, found.max_train_epochs) == (3, None)
+
+
 def test_a_name_that_does_not_ship_lists_those_that_do(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError) as error:

@@ -27,6 +27,7 @@ OTHER: dict[str, Any] = {
     "checkpointing_free_blocks": 1, "high_noise_share": 0.3, "expert_turn_steps": 3, "offload_inactive_dit": False,
     "save_state": True, "async_save": True, "max_restarts": 2, "pack": True, "logging_dir": Path("logs"),
     "log_tracker_name": "cats", "wandb_run_name": "cats", "training_comment": "third try",
+    "learning_rate": 0.5, "compile": True, "split_attn": True,
 }  # fmt: skip
 OF_TIMESTEPS = ["discrete_flow_shift", "sigmoid_scale", "logit_mean", "logit_std", "mode_scale",
                 "preserve_distribution_shape"]  # fmt: skip
@@ -84,7 +85,10 @@ def test_a_model_as_it_comes_has_no_such_flag(task: str):
 @pytest.mark.parametrize("flag", READERS)
 def test_what_is_not_used_is_named_with_what_would_read_it(flag: str):
     beside = {
+        "learning_rate": {"optimizer_type": "Adafactor", "optimizer_args": ("relative_step=True",)},
         "lr_warmup_steps": {"lr_scheduler": "adafactor"},
+        "compile": {"plain": True},
+        "split_attn": {"plain": True},
         "discrete_flow_shift": {"timestep_sampling": "sigma"},
         "sigmoid_scale": {"timestep_sampling": "uniform"},
         "checkpointing_free_blocks": {"checkpointing": "none"},
@@ -93,6 +97,21 @@ def test_what_is_not_used_is_named_with_what_would_read_it(flag: str):
     }
     (line,) = unread(options(**beside.get(flag, {}), **{flag: OTHER[flag]}))
     assert line == f"--{flag} is not used: it is read with {READERS[flag][1]}"
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"save_last_n_epochs_state": 1, "save_state": True, "save_every_n_steps": 1},
+        {"save_last_n_steps_state": 1, "save_state": True, "save_every_n_epochs": 1},
+        {"async_save": True, "train_mode": "full"},
+        {"async_save": True, "train_mode": "full", "gpus": "2", "parallel": "ddp"},
+        {"pack": True, "gradient_accumulation_steps": 2, "plain": True},
+    ],
+)
+def test_what_reads_a_flag_elsewhere_does_not_read_it_here(given: dict[str, Any]):
+    (line,) = unread(options(**given))
+    assert line.startswith(f"--{next(iter(given))} is not used")
 
 
 def test_a_rank_of_convolutions_is_read_by_nothing():

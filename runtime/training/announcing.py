@@ -43,6 +43,8 @@ def announce(training: Run) -> None:
         shares = {expert.name: expert.num_steps / plan.num_steps for expert in plan.experts}
         for line in starving(options, plan.model, shares):
             log.warning("  %s", line)
+    if options.prior_loss_weight != 1 and not any(cached.sample.entry.is_reg for cached in plan.samples):
+        log.warning("  --prior_loss_weight %g is not used: no dataset says is_reg = true", options.prior_loss_weight)
     given = options.condition_frames or 0
     if short := sum(1 < cached.sample.count <= given for cached in plan.samples):
         log.warning("  --condition_frames %d: %s no longer than that; all but the end of it is given", given,
