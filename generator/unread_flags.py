@@ -79,6 +79,16 @@ _GIVEN_RATE = (
     ),
     "every optimizer but Adafactor with relative_step=True or --lr_scheduler adafactor, which sets its rate itself",
 )
+
+
+def _encodes(*others: str) -> tuple[_Reads, str]:
+    """It is read where the run encodes what the cache lacks, or where one of these other flags is given."""
+    flags = ["cache_latents", "cache_latents_to_disk", *others]
+    beside, _ = _beside(*flags)
+    words = f"--cache_mode auto or realtime, {', '.join(f'--{flag}' for flag in flags[:-1])} or --{flags[-1]}"
+    return lambda options: options.cache_mode != "cached" or beside(options), words
+
+
 _NOT_PLAIN = (lambda options: not options.plain, "every run but that of --plain")
 _LOSS_HELD_OUT = _beside("validation_items", "validation_config")
 
@@ -118,6 +128,10 @@ READERS: dict[str, tuple[_Reads, str]] = {
         "--train_mode full in several processes, whose states are in parts",
     ),
     "max_restarts": (lambda options: options.gpus != "1", "--gpus"),
+    "vae_dtype": _encodes("sample_prompts", "sample_continuations"),
+    "vae_cache_cpu": _encodes("sample_prompts", "sample_continuations"),
+    **dict.fromkeys(("t5_dtype", "fp8_t5", "tokenizer"), _encodes("sample_prompts")),
+    **dict.fromkeys(("vae_device", "text_encoder_device", "decoder"), _encodes()),
     "compile": _NOT_PLAIN,
     "split_attn": _NOT_PLAIN,
     "pack": (

@@ -27,7 +27,9 @@ OTHER: dict[str, Any] = {
     "checkpointing_free_blocks": 1, "high_noise_share": 0.3, "expert_turn_steps": 3, "offload_inactive_dit": False,
     "save_state": True, "async_save": True, "max_restarts": 2, "pack": True, "logging_dir": Path("logs"),
     "log_tracker_name": "cats", "wandb_run_name": "cats", "training_comment": "third try",
-    "learning_rate": 0.5, "compile": True, "split_attn": True,
+    "learning_rate": 0.5, "compile": True, "split_attn": True, "vae_dtype": "float16", "vae_cache_cpu": True,
+    "t5_dtype": "float16", "fp8_t5": True, "tokenizer": Path("umt5"), "vae_device": "cpu", "text_encoder_device": "cpu",
+    "decoder": "pyav",
 }  # fmt: skip
 OF_TIMESTEPS = ["discrete_flow_shift", "sigmoid_scale", "logit_mean", "logit_std", "mode_scale",
                 "preserve_distribution_shape"]  # fmt: skip
@@ -112,6 +114,19 @@ def test_what_is_not_used_is_named_with_what_would_read_it(flag: str):
 def test_what_reads_a_flag_elsewhere_does_not_read_it_here(given: dict[str, Any]):
     (line,) = unread(options(**given))
     assert line.startswith(f"--{next(iter(given))} is not used")
+
+
+@pytest.mark.parametrize(
+    ("flag", "readers"),
+    [
+        ("vae_dtype", [{"cache_mode": "auto"}, {"sample_prompts": Path("p.txt")}, {"sample_continuations": 1}]),
+        ("t5_dtype", [{"cache_mode": "realtime"}, {"sample_prompts": Path("p.txt")}]),
+        ("decoder", [{"cache_mode": "auto"}, {"cache_latents": True}, {"cache_latents_to_disk": True}]),
+    ],
+)
+def test_what_encodes_here_reads_how(flag: str, readers: list[dict[str, Any]]):
+    assert len(unread(options(**{flag: OTHER[flag]}))) == 1
+    assert not any(unread(options(**{flag: OTHER[flag]}, **reader)) for reader in readers)
 
 
 def test_a_rank_of_convolutions_is_read_by_nothing():
