@@ -41,9 +41,20 @@ LAYOUTS = ("comfyui", "kohya", "diffusers")
 
 _NAME = re.compile(
     rf"(?P<run>.+?)(?:_(?P<expert>{'|'.join(EXPERTS)}))?"
-    rf"(?:(?:{KEPT})?-step(?P<step>\d{{8}})|-(?P<epoch>\d{{6}})|(?P<best>{BEST}))?"
+    rf"(?:(?:{KEPT}\d*)?-step(?P<step>\d{{8}})|-(?P<epoch>\d{{6}})|(?P<best>{BEST}))?"
     rf"(?P<average>{AVERAGE})?(?P<layout>-(?:{'|'.join(LAYOUTS)}))?"
 )
+
+
+def numbered(stem: str) -> re.Pattern[str]:
+    """The file names of LoRAs that a run saves on its way, by `step` or `epoch`, averages and other layouts as well.
+
+    >>> numbered("cats").fullmatch("cats-step00000020-ema.safetensors")["step"]
+    '00000020'
+    """
+    layouts = "|".join(LAYOUTS)
+    number = r"(?:step(?P<step>\d{8})|(?P<epoch>\d{6}))"
+    return re.compile(rf"{re.escape(stem)}-{number}(?:{AVERAGE})?(?:-(?:{layouts}))?\.safetensors")
 
 
 @dataclass(frozen=True)

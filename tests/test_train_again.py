@@ -140,6 +140,34 @@ def test_a_run_whose_states_are_gone_says_what_it_writes_over(tiny_run, tmp_path
     shutil.rmtree(tmp_path / "lora-state")
     train.run(options)
     assert "beginning at step 0, and lora.safetensors of an earlier run will be written over" in caplog.text
+    shutil.rmtree(tmp_path / "lora-state")
+    (tmp_path / "lora.safetensors").rename(tmp_path / "lora-step00000004.safetensors")  # of a run that was killed
+    train.run(options)
+    assert "and lora-step00000004.safetensors of an earlier run will be written over" in caplog.text
+
+
+def test_a_damaged_state_that_was_saved_last_is_named_whatever_its_step(tiny_run, tmp_path, caplog):
+    """As of a run that began again at an earlier step, of which the line before had more."""
+    options = tiny_run.options(tmp_path, max_train_steps=8, save_every_n_steps=2, save_state=True)
+    train.run(options)
+    again = replace(options, resume=tmp_path / "lora-state" / "step-00000002", max_train_steps=5)
+    train.run(again)
+    last = tmp_path / "lora-state" / "step-00000005"
+    (last / "adapter.safetensors").write_bytes(b"cut")
+    train.run(replace(again, max_train_steps=6))
+    assert f"{last} is damaged or of another version: going on from step-0000000" in caplog.text
+
+
+def test_kept_states_go_with_their_loras(tiny_run, tmp_path):
+    options = tiny_run.options(tmp_path, max_train_steps=9, save_every_n_steps=2, keep_last=2, save_state=True)
+    train.run(options)
+    states = sorted(path.name for path in (tmp_path / "lora-state").glob("step-*"))
+    assert states == ["step-00000006", "step-00000008", "step-00000009"]
+    assert len(list(tmp_path.glob("lora-step*.safetensors"))) == 2
+    own = replace(options, output_dir=tmp_path / "own", save_last_n_steps_state=4)
+    train.run(own)
+    states = sorted(path.name for path in (tmp_path / "own" / "lora-state").glob("step-*"))
+    assert states == ["step-00000004", "step-00000006", "step-00000008", "step-00000009"]
 
 
 def test_what_is_held_out_in_the_middle_of_a_run_may_have_been_trained_on(tiny_run, tmp_path, caplog):

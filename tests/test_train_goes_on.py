@@ -191,6 +191,13 @@ def test_the_best_is_chosen_anew_when_it_is_judged_at_other_points(tiny_run, tmp
     found = {one.path.stem: (one.run, one.step) for one in lora_checkpoints(tmp_path)}
     assert found["lora-kept-step00000004"] == ("lora", 4)
     assert {lora.file.stem: lora.step for lora in read_run(tmp_path, None).loras}["lora-kept-step00000004"] == 4
+    best = tmp_path / "lora-best.safetensors"
+    taken = (tmp_path / "lora-kept-step00000006.safetensors").write_bytes(before)
+    last = best.read_bytes()
+    train.run(replace(options, max_train_steps=8, resume_changed=True))
+    assert taken == (tmp_path / "lora-kept-step00000006.safetensors").stat().st_size
+    assert (tmp_path / "lora-kept2-step00000006.safetensors").read_bytes() == last, "where the name was taken"
+    assert {lora.file.stem: lora.step for lora in read_run(tmp_path, None).loras}["lora-kept2-step00000006"] == 6
 
 
 @pytest.mark.parametrize("experts", [False, True])

@@ -49,6 +49,11 @@ def windows(options: Train, epoch: int, *, states: bool = False) -> tuple[Window
     return Window(options.save_every_n_steps or 0, steps), Window(every, max(epochs * every - 1, 0))
 
 
+def has_state_windows(options: Train) -> bool:
+    """Whether kept training states have windows of their own; else each goes when its LoRA does."""
+    return bool(options.save_last_n_steps_state or options.save_last_n_epochs_state)
+
+
 def num_kept(options: Train, epoch: int, num_steps: int) -> tuple[int, int]:
     """At most how many files of an expert, and how many training states, the flags keep on the way.
 
@@ -60,5 +65,6 @@ def num_kept(options: Train, epoch: int, num_steps: int) -> tuple[int, int]:
     files = sum(
         min(window.num_kept(num_steps), (options.keep_last or num_steps) + 1) for window in windows(options, epoch)
     )
-    states = sum(window.num_kept(num_steps) for window in windows(options, epoch, states=True))
+    most = num_steps if has_state_windows(options) else (options.keep_last or num_steps) + 1
+    states = min(most, sum(window.num_kept(num_steps) for window in windows(options, epoch, states=True)))
     return files, states if options.save_state else 0

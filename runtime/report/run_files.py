@@ -28,7 +28,7 @@ _LEVELS = 4
 
 _EXPERT = r"(?P<expert>_(?:high|low)_noise)?"
 _ENDING = (
-    rf"(?P<best>{BEST})?(?:(?:{KEPT})?-step(?P<step>\d{{8}})|-(?P<epoch>\d{{6}}))?(?P<ema>{AVERAGE})?"
+    rf"(?P<best>{BEST})?(?:(?:{KEPT}\d*)?-step(?P<step>\d{{8}})|-(?P<epoch>\d{{6}}))?(?P<ema>{AVERAGE})?"
     rf"(?:-(?:{'|'.join(LAYOUTS)}))?"
 )
 _SAMPLE = _EXPERT + r"-step(?P<step>\d{8})-(?P<continued>continuation-)?(?P<number>\d+)\.(?:mp4|png)"

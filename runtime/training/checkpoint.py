@@ -206,10 +206,15 @@ def newest(folder: Path, facts: Mapping[str, Any] = MappingProxyType({})) -> Pat
     paths = folder.glob("step-*") if folder.is_dir() else []
     found = ((path, manifest) for path in paths if (manifest := _manifest(path)) is not None)
     steps = {path: manifest["step"] for path, manifest in found if facts.items() <= manifest["facts"].items()}
-    last = ""
-    with suppress(OSError, ValueError):
-        last = (folder / NEWEST).read_text(encoding="utf-8").strip()
+    last = _named(folder)
     return max(steps, key=lambda path: (path.name in (last, _aside(last)), steps[path], -len(path.name)), default=None)
+
+
+def _named(folder: Path) -> str:
+    """The state that was saved last, by its name; empty where nothing says it."""
+    with suppress(OSError, ValueError):
+        return (folder / NEWEST).read_text(encoding="utf-8").strip()
+    return ""
 
 
 def require_own_format(folder: Path) -> None:
@@ -222,8 +227,9 @@ def require_own_format(folder: Path) -> None:
     """
     last = newest(folder)
     if last:
+        named = _named(folder)  # of a run that began again at an earlier step it is not the one of the most steps
         for path in sorted(folder.glob("step-*")):
-            if path.name > last.name and _manifest(path) is None:
+            if (path.name > last.name or path.name == named) and _manifest(path) is None:
                 log.warning("  %s is damaged or of another version: going on from %s", path, last.name)
         return
     for path in sorted(folder.glob(f"step-*/{MANIFEST}")):

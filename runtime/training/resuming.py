@@ -13,8 +13,9 @@ from wangen.generator.lora_config import lora_file
 from wangen.generator.session import with_flag
 from wangen.generator.steps import Train
 from wangen.generator.table import options as flags_of
-from wangen.runtime.lora_folder import fingerprints
+from wangen.runtime.lora_folder import fingerprints, numbered
 from wangen.runtime.training import checkpoint
+from wangen.runtime.training.adapter_config import some
 from wangen.runtime.training.checkpoint import TrainingState
 from wangen.runtime.training.plan import DATA, Plan
 from wangen.runtime.training.sampling import FOLDER
@@ -93,10 +94,13 @@ def require_own_files(plan: Plan, state: TrainingState | None) -> None:
                 where=str(folder),
                 cure="give --experts as before, or another --output_name; --fresh writes over it",
             )
-    finished = [file.name for file in map(plan.file, plan.experts) if file.is_file()]
-    if finished:
+    there = [file.name for file in map(plan.file, plan.experts) if file.is_file()]
+    files = sorted(plan.options.output_dir.iterdir()) if plan.options.output_dir.is_dir() else []
+    for expert in plan.experts:
+        there += [file.name for file in files if numbered(plan.file(expert).stem).fullmatch(file.name)]
+    if there:
         log.warning("  no training state is in %s: beginning at step %d, and %s of an earlier run will be written over",
-                    plan.states, state.step if state else 0, ", ".join(finished))  # fmt: skip
+                    plan.states, state.step if state else 0, some(there))  # fmt: skip
 
 
 def changed_settings(plan: Plan, state: TrainingState) -> list[str]:

@@ -1,6 +1,5 @@
 """What a run leaves on disk on its way: LoRAs, training states, and which older ones go."""
 
-import re
 import time
 from collections.abc import Mapping
 from functools import partial
@@ -8,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from wangen.generator.plan.saves import windows
+from wangen.generator.plan.saves import has_state_windows, windows
 from wangen.runtime.lora import cast
-from wangen.runtime.lora_folder import AVERAGE, LAYOUTS
+from wangen.runtime.lora_folder import AVERAGE, numbered
 from wangen.runtime.models import family
 from wangen.runtime.training import adapter_files, checkpoint, full
 from wangen.runtime.training.checkpoint import ExpertState, TrainingState
@@ -120,9 +119,14 @@ def state_of(run: Run) -> TrainingState:
 def _stays(run: Run, saved: int) -> bool:
     """Whether a state that was saved to be kept is still kept, as its LoRA is; one of other flags always is."""
     plan, last = run.plan, min(run.saved_step, run.num_steps - 1)  # the end of a run saves no numbered LoRA
-    kinds = [window for window in windows(plan.options, plan.steps_per_epoch, states=True)
-             if window.every and saved % window.every == 0]  # fmt: skip
-    return not kinds or any(window.keeps(saved, last) for window in kinds)
+    kinds = [window for window in windows(plan.options, plan.steps_per_epoch, states=True) if window.every]
+    of_now = [window for window in kinds if saved % window.every == 0]
+    count = plan.options.keep_last
+    if not of_now or not count or has_state_windows(plan.options):
+        return not of_now or any(window.keeps(saved, last) for window in of_now)
+    steps = {step for window in kinds for step in range(last - last % window.every, 0, -window.every)[:count]
+             if window.keeps(step, last)}  # fmt: skip
+    return saved in sorted(steps)[-count:]
 
 
 def save_loras(run: Run, suffix: str = "") -> list[Path]:
@@ -218,15 +222,12 @@ def drop_old_loras(plan: Plan, step: int) -> None:
     options = plan.options
     by_step, by_epoch = windows(options, plan.steps_per_epoch)
     for expert in plan.experts:
-        stem = re.escape(options.output_name + expert.suffix)
-        name = re.compile(
-            rf"{stem}-(?:(step)(\d{{8}})|()(\d{{6}}))(?:{AVERAGE})?(?:-(?:{'|'.join(LAYOUTS)}))?\.safetensors"
-        )
+        name = numbered(options.output_name + expert.suffix)
         there: dict[int, list[Path]] = {}
         for path in options.output_dir.iterdir():
             if match := name.fullmatch(path.name):
-                window = by_step if match[1] else by_epoch
-                saved = int(match[2]) if match[1] else int(match[4]) * plan.steps_per_epoch
+                window = by_step if match["step"] else by_epoch
+                saved = int(match["step"] or int(match["epoch"]) * plan.steps_per_epoch)
                 if not window.keeps(saved, step):
                     path.unlink(missing_ok=True)
                 elif saved <= step:

@@ -9,6 +9,7 @@ import logging
 import re
 from collections.abc import Mapping
 from contextlib import suppress
+from itertools import chain, count
 from pathlib import Path
 
 from wangen.generator.errors import WangenError, many
@@ -75,15 +76,20 @@ def _header(path: Path) -> Mapping[str, str]:
 
 
 def _set_aside(plan: Plan, path: Path, told: Mapping[str, str], why: str) -> None:
-    """Name a file, and what it is in other layouts, by the step that its header told, where nothing has that name."""
+    """Name a file, and what it is in other layouts, by the step that its header told; an earlier one keeps its name."""
     step = told.get(RUN_STEPS) or told.get("ss_steps", "")
     if plan.options.fresh or not step.isdecimal():
         return
     average = AVERAGE if path.stem.endswith(AVERAGE) else ""
     stem = re.sub(rf"({BEST}|-\d{{6}})?({AVERAGE})?$", "", path.stem)
-    for layout in ("", *(f"-{layout}" for layout in LAYOUTS)):
-        before = path.with_stem(path.stem + layout)
-        after = path.with_stem(f"{stem}{KEPT}-step{int(step):08d}{average}{layout}")
-        if before.is_file() and not after.exists():
-            replace(before, after)
-            log.warning("  %s %s: it is %s now", before.name, why, after.name)
+    found = {layout: file for layout in ("", *(f"-{layout}" for layout in LAYOUTS))
+             if (file := path.with_stem(path.stem + layout)).is_file()}  # fmt: skip
+    for number in chain([""], map(str, count(2))):
+        kept = {
+            layout: path.with_stem(f"{stem}{KEPT}{number}-step{int(step):08d}{average}{layout}") for layout in found
+        }
+        if not any(file.exists() for file in kept.values()):
+            break
+    for layout, before in found.items():
+        replace(before, kept[layout])
+        log.warning("  %s %s: it is %s now", before.name, why, kept[layout].name)
