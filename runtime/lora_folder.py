@@ -112,7 +112,11 @@ def find_lora(path: Path, flag: str, expert: str = "") -> Path:
     fitting = own or [one for one in found if not one.expert or not expert]
     if not fitting:
         what = f"no LoRA of the {expert.replace('_', '-')} expert" if found else "no LoRA"
-        raise WangenError(f"{flag}: this folder holds {what}", where=str(path), cure="name the LoRA's file")
+        cure = "name the LoRA's file"
+        if found:
+            high = "_high_noise"
+            cure = f"give it to {flag.removesuffix(high) if flag.endswith(high) else flag + high}, whose LoRAs it holds"
+        raise WangenError(f"{flag}: this folder holds {what}", where=str(path), cure=cure)
     last_run = _last_run(path)
     chosen, why = _best_or_last(_of_one(fitting, last_run, path, flag), last_run)
     step = "" if chosen.step is None else f" (step {chosen.step})"

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from hypothesis import settings
 from tiny import TinyRun, make_tiny_run
 
 from wangen.generator.publish import plan
@@ -22,6 +23,10 @@ collect_ignore = ["fuzz.py", "stand_in_gpu.py"]  # one needs atheris, the other 
 # The models are tiny: a second thread only waits for the first, here and in processes that tests start.
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Hypothesis lets an example take 200 ms, which on a busy machine says nothing.
+settings.register_profile("wangen", deadline=None)
+settings.load_profile("wangen")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import make_clip
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny import TinyRun
 from train_cases import Cases, make_cases
@@ -17,6 +18,7 @@ from wangen.generator.steps import CacheLatents, CacheText, Evaluate, Generate
 from wangen.runtime import cache_latents, cache_text, evaluate, generate, train
 from wangen.runtime.evaluation import judging
 from wangen.runtime.evaluation_file import BASE, read_evaluation
+from wangen.runtime.lora_folder import JUDGED_AT
 
 pytestmark = pytest.mark.slow
 
@@ -334,6 +336,13 @@ def test_loras_of_one_name_are_told_apart_by_their_folders_and_equal_ones_count_
         evaluate.run(flags(tiny_run, trained, tmp_path / "out", lora_weight=both, num_videos=0))
     assert "copy has the weights of lora" in caplog.text
     assert len(read_evaluation(tmp_path / "out/evaluation.json").checkpoints) == 1
+    with safe_open(both[0], "pt") as file:
+        header = {**file.metadata(), JUDGED_AT: "0123"}  # as of the best one, which is another file
+    save_file(load_file(both[0]), both[1], header)
+    caplog.clear()
+    with caplog.at_level("INFO"):
+        evaluate.run(flags(tiny_run, trained, tmp_path / "out", lora_weight=both, num_videos=0))
+    assert "copy has the weights of lora" in caplog.text
     (tmp_path / "x/copy.safetensors").rename(tmp_path / "x/base.safetensors")
     with pytest.raises(UsageError, match="called base"):
         evaluate.run(flags(tiny_run, tmp_path / "x/base.safetensors", tmp_path / "out", num_videos=0))

@@ -1,17 +1,20 @@
 """What is judged: LoRA files, or all checkpoints of a training run's folder, those of two experts in pairs."""
 
+import hashlib
+import json
 import logging
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from wangen.generator.errors import UsageError, WangenError, many
 from wangen.generator.headers import read_header
-from wangen.generator.lora_config import lora_file, lora_identity
+from wangen.generator.lora_config import ADAPTER_FILE, is_safetensors, lora_file, lora_identity
 from wangen.generator.step_parts import require_try
 from wangen.runtime.evaluation.tables import Candidate
 from wangen.runtime.evaluation_file import BASE
-from wangen.runtime.lora_folder import EXPERTS, Checkpoint, lora_checkpoints, of_last_run
+from wangen.runtime.lora_folder import EXPERTS, JUDGED_AT, Checkpoint, lora_checkpoints, of_last_run
 
 log = logging.getLogger("wangen")
 
@@ -94,6 +97,21 @@ def _of_pair(name: str, pair: Mapping[str, Checkpoint]) -> Candidate:
     return Candidate(name, sum(steps) if steps else None, pair[LOW_NOISE].path, pair[HIGH_NOISE].path)
 
 
+def _identity(path: Path) -> str:
+    """What tells a LoRA from others: numbers and header, but for how it was judged, which only a best one says."""
+    file = lora_file(path)
+    if file.name == ADAPTER_FILE or not is_safetensors(file):
+        return lora_identity(path)
+    read_header(file)  # it is whole
+    with file.open("rb") as stream:
+        (length,) = struct.unpack("<Q", stream.read(8))
+        fields = json.loads(stream.read(length))
+        digest = hashlib.file_digest(stream, "sha256")
+    fields.get("__metadata__", {}).pop(JUDGED_AT, None)
+    digest.update(json.dumps(fields, sort_keys=True).encode())
+    return digest.hexdigest()
+
+
 def _distinct(found: Sequence[Candidate]) -> list[Candidate]:
     """Without those whose weights are another's: `-best` is a copy of what was saved at its step.
 
@@ -102,7 +120,7 @@ def _distinct(found: Sequence[Candidate]) -> list[Candidate]:
     """
     kept: dict[str, Candidate] = {}
     for one in found:
-        first = kept.setdefault(" ".join(lora_identity(path) for path in one.files), one)
+        first = kept.setdefault(" ".join(map(_identity, one.files)), one)
         if first is not one:
             log.info("  %s has the weights of %s, and is not judged again", one.name, first.name)
     stems = [one.name for one in kept.values()]

@@ -76,7 +76,7 @@ def _by_evaluation(found: Evaluation) -> Verdict:
     else:
         headline = f"No checkpoint is clearly better than the base; the nearest to it is {best.name}."
     against = [*_against(found, best.name), *_later_is_worse(found)]
-    use = file_names(best) if level != "bad" else ()
+    use = file_names(best) if level != "bad" and best.mean_loss < found.mean_base else ()
     return Verdict(level, headline, use, f"the evaluation of {_checkpoints(found)}", tuple(because), tuple(against))
 
 

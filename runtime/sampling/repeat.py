@@ -156,6 +156,10 @@ def compare(options: Generate, told: Mapping[str, Any], found: Mapping[str, Any]
                           cure="give the same files, or --changed to take these")  # fmt: skip
     for line in changed:
         log.warning("  not as in the file: %s", line)
+    for name in MULTIPLIERS:  # of a folder with both experts' LoRAs both are those of --lora_multiplier
+        before, now = ([float(number) for number in each.get(name) or ()] for each in (told, own))
+        if before != now:
+            log.warning("  not as in the file: --%s %s, now %s", name, before, now)
     for key in ("device", "versions"):
         if told.get(key) != found[key]:
             log.warning("  made with %s %s, now %s: equal up to rounding", key, told.get(key), found[key])
