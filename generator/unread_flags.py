@@ -132,6 +132,7 @@ READERS: dict[str, tuple[_Reads, str]] = {
     "vae_cache_cpu": _encodes("sample_prompts", "sample_continuations"),
     **dict.fromkeys(("t5_dtype", "fp8_t5", "tokenizer"), _encodes("sample_prompts")),
     **dict.fromkeys(("vae_device", "text_encoder_device", "decoder"), _encodes()),
+    "clip": (lambda options: profiles.model(options.task).has_clip, "models that take CLIP's view of the first frame"),
     "compile": _NOT_PLAIN,
     "split_attn": _NOT_PLAIN,
     "pack": (

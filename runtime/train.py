@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from wangen import profiles
-from wangen.generator.errors import WRONG_USAGE
+from wangen.generator.errors import WRONG_USAGE, WangenError
 from wangen.generator.files import remove_all_left
 from wangen.generator.launch import launch
 from wangen.generator.lock import LEASE_S, RUN_LOCK, hold
@@ -107,7 +107,12 @@ def _run(options: Train, device: torch.device, ranks: Ranks) -> Report:
     if device.type == "cpu":
         keep_freed_memory()
     options = alike(resolved(options, model, device), device, ranks)
-    refuse(options, model, device)
+    try:
+        refuse(options, model, device)
+    except WangenError as error:
+        if ranks.launch.count > 1:  # no launcher starts that again
+            error.exit_code = WRONG_USAGE
+        raise
     require_parallel(options, ranks.launch)
     if options.show_timesteps:
         return show(options, model, sizes_of_dataset(options, model))
@@ -163,8 +168,6 @@ def _run_alone(options: Train, model: Model, device: torch.device, ranks: Ranks)
                     "LoRA that it starts from: its loss is no proof of what was learned")  # fmt: skip
     require_own_files(plan, state)
     require_room(plan)
-    if ranks.is_first:
-        set_other_epochs_aside(plan)
     log.info('  live in a browser: "%s" -m wangen.runtime watch --output_dir "%s"', sys.executable,
              options.output_dir.absolute())  # fmt: skip
     with Watching(
@@ -172,6 +175,8 @@ def _run_alone(options: Train, model: Model, device: torch.device, ranks: Ranks)
     ) as watching:  # prompts are encoded before the model loads
         with enough_memory_for(plan, device, "loading the model"):
             training = _prepare(plan, device, state, ranks, mesh)
+        if ranks.is_first:  # from here on nothing is refused
+            set_other_epochs_aside(plan)
         state = None  # its tensors have been copied, and would stay in host memory
         start, started = training.step, time.monotonic()
         with Interrupt() as interrupt:

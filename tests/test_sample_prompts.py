@@ -3,9 +3,10 @@
 import json
 
 import pytest
+from PIL import Image
 
 from wangen import profiles
-from wangen.generator.errors import UsageError
+from wangen.generator.errors import UsageError, WangenError
 from wangen.runtime.sampling.prompts import read_prompts
 
 T2V, A14B, TI2V, I2V = (profiles.model(name) for name in ("t2v-1.3B", "t2v-A14B", "ti2v-5B", "i2v-14B"))
@@ -126,7 +127,7 @@ def test_a_file_that_is_missing_or_not_utf8_is_refused(tmp_path):
 
 def test_the_5b_has_sizes_of_32_and_may_have_a_first_frame(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path.parent)
-    (tmp_path / "cat.png").write_bytes(b"")
+    Image.new("RGB", (8, 8)).save(tmp_path / "cat.png")
     path = write(tmp_path, "a.txt", "A cat --w 64 --h 64 --i cat.png\n")
     assert read_prompts(path, TI2V, 42)[0].image == tmp_path / "cat.png"  # beside the prompt file
     with pytest.raises(UsageError, match="width 80 is no multiple of 32"):
@@ -137,6 +138,9 @@ def test_image_to_video_needs_its_first_frame(tmp_path):
     with pytest.raises(UsageError, match="needs a first frame"):
         read_prompts(write(tmp_path, "a.txt", "A cat"), I2V, 42)
     with pytest.raises(UsageError, match=r"there is no picture cat\.png"):
+        read_prompts(write(tmp_path, "a.txt", "A cat --i cat.png"), I2V, 42)
+    (tmp_path / "cat.png").write_bytes(b"half")
+    with pytest.raises(WangenError, match="cannot be read as an image"):
         read_prompts(write(tmp_path, "a.txt", "A cat --i cat.png"), I2V, 42)
 
 

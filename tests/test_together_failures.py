@@ -180,6 +180,15 @@ def test_what_differs_between_processes_is_named(monkeypatch):
     SECOND.require_same("settings", first)
 
 
+@pytest.mark.parametrize(("count", "code"), [(1, 1), (2, WRONG_USAGE)])
+def test_files_of_another_kind_are_no_reason_to_start_again(tiny_run, tmp_path: Path, monkeypatch, count, code):
+    monkeypatch.setattr(train, "launch", lambda: Launch(0, count, 0))
+    monkeypatch.setattr(train, "joined", lambda launched, _: nullcontext(Ranks(launched)))
+    with pytest.raises(WangenError) as error:
+        train.run(tiny_run.options(tmp_path, dit=tiny_run.weights["vae"]))
+    assert error.value.exit_code == code
+
+
 def test_a_launcher_waits_for_what_saves(tiny_run: TinyRun, tmp_path: Path, monkeypatch):
     """torch's own half minute is shorter than samples take, or a long step."""
     configs: list[LaunchConfig] = []

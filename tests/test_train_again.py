@@ -114,6 +114,12 @@ def test_loras_of_shorter_epochs_are_not_written_over(tiny_run, tmp_path, caplog
     train.run(options)
     first, second = ((tmp_path / f"lora-00000{epoch}.safetensors").read_bytes() for epoch in (1, 2))
     longer = replace(options, max_train_epochs=5, gradient_accumulation_steps=1, resume_changed=True)
+    before = sorted(path.name for path in tmp_path.glob("*.safetensors"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "load_trainee", fail)
+        with pytest.raises(PowerCutError):
+            train.run(longer)
+    assert sorted(path.name for path in tmp_path.glob("*.safetensors")) == before, "nothing is renamed before it trains"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(saving, "save_state", fail)
         with pytest.raises(PowerCutError):

@@ -268,7 +268,9 @@ def _image(values: Mapping[str, Any], default: Path | None, model: Model, where:
     if model.condition in ("text", "controls"):
         cure = "leave it out" if model.condition == "text" else "a picture to edit is a --control_image_path, or --ci"
         raise UsageError(f"{model.name} takes no first frame (--i, --image_path)", where=where, cure=cure)
-    return _picture(given, where, folder)
+    picture = _picture(given, where, folder)
+    read_facts(picture)  # it is one
+    return picture
 
 
 def _controls(
