@@ -5,7 +5,6 @@ from typing import Any
 
 from wangen import profiles
 from wangen.generator.adapter_settings import CONVOLUTIONS, network_arguments
-from wangen.generator.launch import launch
 from wangen.generator.steps import Train
 from wangen.generator.table import options as flags_of
 from wangen.generator.train_refusals import is_narrowed
@@ -119,14 +118,7 @@ READERS: dict[str, tuple[_Reads, str]] = {
     "save_last_n_steps_state": _states_kept("save_every_n_steps"),
     "save_last_n_epochs_state": _states_kept("save_every_n_epochs"),
     "training_comment": (lambda options: not options.no_metadata, "every header but that of --no_metadata"),
-    "async_save": (
-        lambda options: (
-            options.train_mode == "full"
-            and options.parallel != "ddp"
-            and (options.starts_processes or launch().count > 1)
-        ),
-        "--train_mode full in several processes, whose states are in parts",
-    ),
+    "async_save": _chosen("train_mode", ["full"]),
     "max_restarts": (lambda options: options.gpus != "1", "--gpus"),
     "vae_dtype": _encodes("sample_prompts", "sample_continuations"),
     "vae_cache_cpu": _encodes("sample_prompts", "sample_continuations"),

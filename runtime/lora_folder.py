@@ -36,6 +36,10 @@ TRAINED_BEFORE = "wangen.trained_before"
 """In a LoRA's header, as JSON: the data of earlier parts of its training, of each what its fingerprint says of them."""
 EXPERTS = ("high_noise", "low_noise")
 
+_FOR_EXPERTS = [(flag, f"{flag}_high_noise") for flag in ("--lora_weight", "--network_weights")]
+_OTHER_EXPERTS = dict([*_FOR_EXPERTS, *((high, low) for low, high in _FOR_EXPERTS)])
+"""Flags for the LoRAs of one expert -> the other one's."""
+
 LAYOUTS = ("comfyui", "kohya", "diffusers")
 """What may follow the name of a LoRA that was saved in several layouts."""
 
@@ -112,10 +116,8 @@ def find_lora(path: Path, flag: str, expert: str = "") -> Path:
     fitting = own or [one for one in found if not one.expert or not expert]
     if not fitting:
         what = f"no LoRA of the {expert.replace('_', '-')} expert" if found else "no LoRA"
-        cure = "name the LoRA's file"
-        if found:
-            high = "_high_noise"
-            cure = f"give it to {flag.removesuffix(high) if flag.endswith(high) else flag + high}, whose LoRAs it holds"
+        other = _OTHER_EXPERTS.get(flag) if found else None
+        cure = f"give it to {other}, whose LoRAs it holds" if other else "name the LoRA's file"
         raise WangenError(f"{flag}: this folder holds {what}", where=str(path), cure=cure)
     last_run = _last_run(path)
     chosen, why = _best_or_last(_of_one(fitting, last_run, path, flag), last_run)

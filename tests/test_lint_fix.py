@@ -148,6 +148,14 @@ def test_a_stray_word_takes_no_number_and_no_choice_with_it(flag, tmp_path):
     assert str(getattr(steps_of(tmp_path / "train_cats.sh")[-1], name)) in (value, "0.0003")
 
 
+def test_of_a_key_that_stands_twice_the_last_value_is_taken(tmp_path):
+    text = script("sh").replace("--gradient_checkpointing ", "--gradient_checkpointing --network_args verbose=True "
+                                "loraplus_lr_ratio=4 loraplus_lr_ratio=8 ")  # fmt: skip
+    done = fix(lint.read(put(tmp_path, "sh", text)))
+    assert any("--network_args says a key twice" in line for line in done.changed)
+    assert steps_of(tmp_path / "train_cats.sh")[-1].network_args == ("verbose=True", "loraplus_lr_ratio=8")
+
+
 def test_words_that_belong_to_nothing_are_named(tmp_path):
     done = fix(lint.read(put(tmp_path, "sh", script("sh").replace(
         "--gradient_checkpointing ", "--gradient_checkpointing much "))))  # fmt: skip

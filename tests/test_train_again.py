@@ -170,6 +170,10 @@ def test_kept_states_go_with_their_loras(tiny_run, tmp_path):
     states = sorted(path.name for path in (tmp_path / "lora-state").glob("step-*"))
     assert states == ["step-00000006", "step-00000008", "step-00000009"]
     assert len(list(tmp_path.glob("lora-step*.safetensors"))) == 2
+    back = replace(options, resume=tmp_path / "lora-state" / "step-00000006", max_train_steps=7)
+    train.run(back)
+    states = sorted(path.name for path in (tmp_path / "lora-state").glob("step-*"))
+    assert states == ["step-00000006", "step-00000007", "step-00000008"], "one of a later step neither counts nor goes"
     own = replace(options, output_dir=tmp_path / "own", save_last_n_steps_state=4)
     train.run(own)
     states = sorted(path.name for path in (tmp_path / "own" / "lora-state").glob("step-*"))

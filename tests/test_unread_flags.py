@@ -106,8 +106,6 @@ def test_what_is_not_used_is_named_with_what_would_read_it(flag: str):
     [
         {"save_last_n_epochs_state": 1, "save_state": True, "save_every_n_steps": 1},
         {"save_last_n_steps_state": 1, "save_state": True, "save_every_n_epochs": 1},
-        {"async_save": True, "train_mode": "full"},
-        {"async_save": True, "train_mode": "full", "gpus": "2", "parallel": "ddp"},
         {"pack": True, "gradient_accumulation_steps": 2, "plain": True},
     ],
 )

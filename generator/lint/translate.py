@@ -6,6 +6,7 @@ defaults. Flags that are dealt with are taken off the call.
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from wangen import profiles
@@ -39,9 +40,22 @@ def training_values(call: Call, changed: Say, left_out: Say) -> dict[str, Any]:
     if call.given("max_train_epochs"):
         values.pop("max_train_steps", None)
     _drop(call, ("resume",), _STATE, left_out)
+    for name in ("optimizer_args", "network_args"):
+        _keep_last(call, name, changed)
     if call.given("sample_prompts") is None:
         _drop(call, (*_INTERVALS, *sorted(ENCODING - {"vae", "t5"})), _NO_PROMPTS, left_out)
     return values | _timesteps(call, changed, left_out) | _memory(call, left_out) | _one_expert(call, changed)
+
+
+def _keep_last(call: Call, name: str, changed: Say) -> None:
+    """Of a key=value that stands twice the last one counts in musubi-tuner; training here refuses it."""
+    for number, flag in enumerate(call.flags):
+        if flag.name != name:
+            continue
+        kept = {value.text.partition("=")[0]: value for value in flag.values}
+        if len(kept) < len(flag.values):
+            call.flags[number] = replace(flag, values=tuple(kept.values()))
+            changed(f"line {flag.line}: {flag.spelled} says a key twice: its last value is taken, as musubi-tuner does")
 
 
 def _timesteps(call: Call, changed: Say, left_out: Say) -> dict[str, Any]:

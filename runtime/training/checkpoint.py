@@ -306,18 +306,19 @@ def _load(path: Path, checksum: int | None) -> dict[str, torch.Tensor]:
         raise damaged(path.parent, error) from None
 
 
-def remove_others(folder: Path, keep: set[Path], stays: Callable[[int], bool]) -> None:
-    """Remove the states of a folder except these and, of those that were saved to be kept, those whose step `stays`.
+def remove_others(folder: Path, keep: set[Path], staying: Callable[[list[int]], set[int]]) -> None:
+    """Remove the states of a folder except these and, of those that were saved to be kept, those of steps that stay.
 
     What a killed run left half written goes as well: it may have been at a step that is never saved again.
     """
     spared = {path.resolve() for path in keep}
     for path in folder.glob(".staging-*"):
         _remove(path)
-    for path in folder.glob("step-*"):
-        manifest = _manifest(path)
-        kept = manifest and manifest.get("keep") and stays(manifest["step"])
-        if path.resolve() not in spared and not kept:
+    manifests = {path: _manifest(path) or {} for path in folder.glob("step-*")}
+    kept = {path: manifest["step"] for path, manifest in manifests.items() if manifest.get("keep")}
+    stay = staying(sorted(set(kept.values())))
+    for path in manifests:
+        if path.resolve() not in spared and kept.get(path) not in stay:
             _remove(path)
 
 

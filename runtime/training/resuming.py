@@ -99,8 +99,8 @@ def require_own_files(plan: Plan, state: TrainingState | None) -> None:
     for expert in plan.experts:
         there += [file.name for file in files if numbered(plan.file(expert).stem).fullmatch(file.name)]
     if there:
-        log.warning("  no training state is in %s: beginning at step %d, and %s of an earlier run will be written over",
-                    plan.states, state.step if state else 0, some(there))  # fmt: skip
+        log.warning("  no training state is in %s: beginning at step %d, and %s of an earlier run will be written over "
+                    "as it comes to them", plan.states, state.step if state else 0, some(there))  # fmt: skip
 
 
 def changed_settings(plan: Plan, state: TrainingState) -> list[str]:

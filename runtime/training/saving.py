@@ -95,7 +95,7 @@ def settle_state(run: Run, *, wait: bool = True) -> None:
 def _drop_others(run: Run, newest: Path) -> None:
     options = run.plan.options
     spared = {newest, *([options.resume.resolve()] if options.resume else [])}
-    checkpoint.remove_others(run.plan.states, spared, partial(_stays, run))
+    checkpoint.remove_others(run.plan.states, spared, partial(_staying, run))
 
 
 def state_of(run: Run) -> TrainingState:
@@ -116,17 +116,22 @@ def state_of(run: Run) -> TrainingState:
     return TrainingState(experts, run.plan.fingerprint, run.facts)
 
 
-def _stays(run: Run, saved: int) -> bool:
-    """Whether a state that was saved to be kept is still kept, as its LoRA is; one of other flags always is."""
+def _staying(run: Run, steps: list[int]) -> set[int]:
+    """Those of the steps of kept states that are still kept, as their LoRAs are.
+
+    Ones of other flags always are, and ones of later steps, which are another line's: they neither count nor go.
+    """
     plan, last = run.plan, min(run.saved_step, run.num_steps - 1)  # the end of a run saves no numbered LoRA
     kinds = [window for window in windows(plan.options, plan.steps_per_epoch, states=True) if window.every]
-    of_now = [window for window in kinds if saved % window.every == 0]
-    count = plan.options.keep_last
-    if not of_now or not count or has_state_windows(plan.options):
-        return not of_now or any(window.keeps(saved, last) for window in of_now)
-    steps = {step for window in kinds for step in range(last - last % window.every, 0, -window.every)[:count]
-             if window.keeps(step, last)}  # fmt: skip
-    return saved in sorted(steps)[-count:]
+    stay, counted = set[int](), list[int]()
+    for step in steps:
+        own = [window for window in kinds if step % window.every == 0]
+        if step > last or not own:
+            stay.add(step)
+        elif any(window.keeps(step, last) for window in own):
+            counted.append(step)
+    most = 0 if has_state_windows(plan.options) else plan.options.keep_last or 0
+    return stay.union(counted[-most:])
 
 
 def save_loras(run: Run, suffix: str = "") -> list[Path]:
