@@ -242,7 +242,7 @@ def _times(step: Callable[[], object], how: How) -> list[float]:
 def _work(row: Row, model: Model, run: Run, batch: Batch, seconds: float, peak: float | None) -> dict[str, Any]:
     """Tokens and FLOPs of a step, and what they mean in the time it took."""
     options = run.plan.options
-    tokens, joint = num_tokens(batch, model.patch) // row.batch, model.prompt is not None
+    tokens, joint = num_tokens(batch, model.patch)[0], model.prompt is not None
     flops = step_flops(
         model.transformer, tokens, text_tokens=512 if options.plain and not joint else len(batch.texts[0]),
         image_tokens=num_image_tokens(model), joint=joint,

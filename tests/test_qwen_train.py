@@ -95,7 +95,7 @@ def test_the_loss_of_an_item_is_noise_less_latents_on_the_target_tokens_of_the_p
         assert len(controls) == {"qwen-image": 0, "qwen-image-edit": 1}.get(
             task, 1 + (cached.sample.name == "lake.png")
         )
-        assert num_tokens(batch, model.patch) == sum(height * width for _, height, width in shapes)
+        assert sum(num_tokens(batch, model.patch)) == sum(height * width for _, height, width in shapes)
 
 
 def test_a_batch_of_edits_with_control_images_of_other_sizes_gives_the_losses_of_each_alone(tiny_qwen, tmp_path):
