@@ -2,6 +2,7 @@
 
 import errno
 import os
+from collections.abc import Sequence
 
 WRONG_USAGE = 2
 """The exit code of a wrong command line: as it is, it will never do."""
@@ -103,6 +104,7 @@ def shortened(text: str) -> str:
 
 
 _SHOWN = 400
+_NAMED = 5
 """So many characters of a path are shown."""
 
 
@@ -122,6 +124,15 @@ def many(number: int, what: str, plural: str = "") -> str:
     ('1 image', '2 clips', '0 entries')
     """
     return f"{number} {what if number == 1 else plural or what + 's'}"
+
+
+def some(names: Sequence[str]) -> str:
+    """The first names of many.
+
+    >>> some("abc"), some("abcdefg")
+    ('a, b, c', 'a, b, c, d, e …')
+    """
+    return ", ".join(names[:_NAMED]) + (" …" if len(names) > _NAMED else "")
 
 
 def bytes_text(number: int) -> str:

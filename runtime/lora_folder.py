@@ -36,8 +36,12 @@ TRAINED_BEFORE = "wangen.trained_before"
 """In a LoRA's header, as JSON: the data of earlier parts of its training, of each what its fingerprint says of them."""
 EXPERTS = ("high_noise", "low_noise")
 
-_FOR_EXPERTS = [(flag, f"{flag}_high_noise") for flag in ("--lora_weight", "--network_weights")]
-_OTHER_EXPERTS = dict([*_FOR_EXPERTS, *((high, low) for low, high in _FOR_EXPERTS)])
+_OTHER_EXPERTS = {
+    "--lora_weight": "--lora_weight_high_noise",
+    "--lora_weight_high_noise": "--lora_weight",
+    "--network_weights": "--network_weights_high_noise",
+    "--network_weights_high_noise": "--network_weights",
+}
 """Flags for the LoRAs of one expert -> the other one's."""
 
 LAYOUTS = ("comfyui", "kohya", "diffusers")
@@ -48,6 +52,11 @@ _NAME = re.compile(
     rf"(?:(?:{KEPT}\d*)?-step(?P<step>\d{{8}})|-(?P<epoch>\d{{6}})|(?P<best>{BEST}))?"
     rf"(?P<average>{AVERAGE})?(?P<layout>-(?:{'|'.join(LAYOUTS)}))?"
 )
+
+
+def steps_of_epoch(metadata: Mapping[str, str]) -> str | None:
+    """How many steps an epoch had, as a header says it: at first under the name of its batches."""
+    return metadata.get(EPOCH_STEPS) or metadata.get("ss_num_batches_per_epoch")
 
 
 def numbered(stem: str) -> re.Pattern[str]:

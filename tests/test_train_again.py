@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from train_cases import PowerCutError, cut_off
@@ -10,6 +11,7 @@ from train_cases import PowerCutError, cut_off
 from wangen import profiles
 from wangen.generator.errors import UsageError
 from wangen.generator.headers import read_header
+from wangen.generator.steps import Train
 from wangen.runtime import train
 from wangen.runtime.evaluation.trained import trained_sources
 from wangen.runtime.loader import find_entries
@@ -40,11 +42,21 @@ def test_resuming_from_a_folder_with_other_settings_begins_there(tiny_run, tmp_p
     assert "or start again with --fresh in place of --resume" in caplog.text
 
 
-def test_what_was_saved_last_counts_and_not_a_kept_state_of_another_line(tiny_run, tmp_path, caplog):
-    options = tiny_run.options(tmp_path, max_train_steps=6, save_every_n_steps=2, save_state=True)
+def begun_again(options: Train, step: int, num_steps: int) -> Train:
+    """The flags of a line that began at a kept state of another one, and was trained to its end."""
     train.run(options)
-    again = replace(options, resume=tmp_path / "lora-state" / "step-00000002", max_train_steps=3)
+    again = replace(options, resume=options.output_dir / "lora-state" / f"step-{step:08d}", max_train_steps=num_steps)
     train.run(again)
+    return again
+
+
+def states_of(folder: Path) -> list[int]:
+    """The steps of the states of a run."""
+    return sorted(int(path.name.removeprefix("step-")) for path in (folder / "lora-state").glob("step-*"))
+
+
+def test_what_was_saved_last_counts_and_not_a_kept_state_of_another_line(tiny_run, tmp_path, caplog):
+    again = begun_again(tiny_run.options(tmp_path, max_train_steps=6, save_every_n_steps=2, save_state=True), 2, 3)
     written = (tmp_path / "lora.safetensors").read_bytes()
     report = train.run(replace(again, resume=None))
     assert (report.result["done_before"], report.counts["steps"]) == (True, 3)
@@ -154,10 +166,7 @@ def test_a_run_whose_states_are_gone_says_what_it_writes_over(tiny_run, tmp_path
 
 def test_a_damaged_state_that_was_saved_last_is_named_whatever_its_step(tiny_run, tmp_path, caplog):
     """As of a run that began again at an earlier step, of which the line before had more."""
-    options = tiny_run.options(tmp_path, max_train_steps=8, save_every_n_steps=2, save_state=True)
-    train.run(options)
-    again = replace(options, resume=tmp_path / "lora-state" / "step-00000002", max_train_steps=5)
-    train.run(again)
+    again = begun_again(tiny_run.options(tmp_path, max_train_steps=8, save_every_n_steps=2, save_state=True), 2, 5)
     last = tmp_path / "lora-state" / "step-00000005"
     (last / "adapter.safetensors").write_bytes(b"cut")
     train.run(replace(again, max_train_steps=6))
@@ -167,17 +176,13 @@ def test_a_damaged_state_that_was_saved_last_is_named_whatever_its_step(tiny_run
 def test_kept_states_go_with_their_loras(tiny_run, tmp_path):
     options = tiny_run.options(tmp_path, max_train_steps=9, save_every_n_steps=2, keep_last=2, save_state=True)
     train.run(options)
-    states = sorted(path.name for path in (tmp_path / "lora-state").glob("step-*"))
-    assert states == ["step-00000006", "step-00000008", "step-00000009"]
+    assert states_of(tmp_path) == [6, 8, 9]
     assert len(list(tmp_path.glob("lora-step*.safetensors"))) == 2
-    back = replace(options, resume=tmp_path / "lora-state" / "step-00000006", max_train_steps=7)
-    train.run(back)
-    states = sorted(path.name for path in (tmp_path / "lora-state").glob("step-*"))
-    assert states == ["step-00000006", "step-00000007", "step-00000008"], "one of a later step neither counts nor goes"
+    begun_again(options, 6, 7)
+    assert states_of(tmp_path) == [6, 7, 8], "one of a later step neither counts nor goes"
     own = replace(options, output_dir=tmp_path / "own", save_last_n_steps_state=4)
     train.run(own)
-    states = sorted(path.name for path in (tmp_path / "own" / "lora-state").glob("step-*"))
-    assert states == ["step-00000004", "step-00000006", "step-00000008", "step-00000009"]
+    assert states_of(tmp_path / "own") == [4, 6, 8, 9]
 
 
 def test_what_is_held_out_in_the_middle_of_a_run_may_have_been_trained_on(tiny_run, tmp_path, caplog):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
 
-from wangen.generator.cache_sizes import UMT5_MAX_ROWS, width_of
+from wangen.generator.cache_sizes import UMT5_MAX_ROWS
 from wangen.generator.cards import Gpu
 from wangen.generator.flops import NOTHING, StepFlops, step_flops
 from wangen.generator.memory import (
@@ -26,6 +26,7 @@ from wangen.generator.memory import (
     trained_weights,
     usable_bytes,
 )
+from wangen.generator.plan.saves import saved_bytes
 from wangen.generator.plan.shapes import Shape, Survey
 from wangen.generator.step_parts import DEFAULT_EPOCHS
 from wangen.generator.steps import Train
@@ -162,7 +163,7 @@ def plan_run(
     return RunPlan(
         train=train, model=model, gpu=gpu, processes=processes, shapes=shapes, steps_per_epoch=steps,
         num_steps=_num_steps(train, steps) if survey.exact else None, settings=settings, rows=rows, budget=budget,
-        cache_bytes=survey.cache_bytes, state_bytes=saved_bytes(train, model),
+        cache_bytes=survey.cache_bytes, state_bytes=saved_bytes(train, all_trained(train, model)),
     )  # fmt: skip
 
 
@@ -236,12 +237,7 @@ def batch_seconds(flops: StepFlops, gpu: Gpu, settings: MemorySettings, model: M
     return max(GOOD * limit, copied, started), max(USUAL * limit, 1.5 * copied, 2 * started)
 
 
-def saved_bytes(train: Train, model: Model) -> tuple[int, int]:
-    """Of a training state (weights, two moments and an average in float32), and of a saved file in all its layouts, of
-    all experts.
-    """
+def all_trained(train: Train, model: Model) -> int:
+    """The numbers that are trained in all experts."""
     settings = settings_of(train)
-    trained = trained_weights(model, settings) * num_trained(model, settings)
-    average = 0 if train.ema_decay is None else 1
-    layouts = 1 if settings.whole else len(train.lora_layout)
-    return 4 * trained * (3 + average), width_of(train.save_precision) * trained * (1 + average) * layouts
+    return trained_weights(model, settings) * num_trained(model, settings)

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from wangen.generator.cache_sizes import width_of
 from wangen.generator.steps import Train
 
 
@@ -52,6 +53,29 @@ def windows(options: Train, epoch: int, *, states: bool = False) -> tuple[Window
 def has_state_windows(options: Train) -> bool:
     """Whether kept training states have windows of their own; else each goes when its LoRA does."""
     return bool(options.save_last_n_steps_state or options.save_last_n_epochs_state)
+
+
+def saved_bytes(options: Train, trained: int) -> tuple[int, int]:
+    """Of a training state (weights, the two moments of AdamW and averages in float32), and of a saved file in all its
+    layouts, with averages.
+
+    Args:
+        options: of training.
+        trained: numbers that are trained.
+    """
+    averages = options.ema_decay is not None
+    layouts = len(options.lora_layout) if options.train_mode == "lora" else 1
+    return 4 * trained * (3 + averages), width_of(options.save_precision) * trained * (1 + averages) * layouts
+
+
+def most_bytes(options: Train, epoch: int, num_steps: int, sizes: tuple[int, int]) -> int:
+    """At most what lies there of states and files of these sizes.
+
+    Two training states lie side by side while one replaces the other, and so do two files of one name.
+    """
+    num_files, num_states = num_kept(options, epoch, num_steps)
+    state, file = sizes
+    return (2 + num_states) * state + (2 + options.keep_best + num_files) * file
 
 
 def num_kept(options: Train, epoch: int, num_steps: int) -> tuple[int, int]:

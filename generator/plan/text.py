@@ -11,7 +11,7 @@ from wangen.generator.memory import GIB, gib_text
 from wangen.generator.plan.cures import told
 from wangen.generator.plan.estimate import RunPlan, Seconds
 from wangen.generator.plan.planning import Planned
-from wangen.generator.plan.saves import num_kept
+from wangen.generator.plan.saves import most_bytes
 
 FORMAT = 1
 """Of the JSON: it counts up when a key changes its meaning or goes."""
@@ -100,9 +100,8 @@ def _disk(planned: Planned) -> str:
     plan, (cache_free, output_free) = planned.plan, planned.free
     there = f", {bytes_text(planned.cached)} of it there" if planned.cached else ""
     cache = f"cache about {bytes_text(plan.cache_bytes)}{there}" if planned.survey.exact else "cache not known"
-    files, states = num_kept(plan.train, plan.steps_per_epoch or 1, plan.num_steps or 1)
-    state, file = plan.state_bytes
-    saved = f"checkpoints up to {bytes_text((2 + states) * state + (2 + plan.train.keep_best + files) * file)}"
+    most = most_bytes(plan.train, plan.steps_per_epoch or 1, plan.num_steps or 1, plan.state_bytes)
+    saved = f"checkpoints up to {bytes_text(most)}"
     free = [bytes_text(number) for number in dict.fromkeys((cache_free, output_free)) if number is not None]
     return f"{cache}, {saved}" + (f"; {' and '.join(free)} free" if free else "")
 

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import logging
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -102,13 +101,14 @@ def _identity(path: Path) -> str:
     file = lora_file(path)
     if file.name == ADAPTER_FILE or not is_safetensors(file):
         return lora_identity(path)
-    read_header(file)  # it is whole
+    header = read_header(file)
+    told = {key: value for key, value in header.metadata.items() if key != JUDGED_AT}
+    digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode())
     with file.open("rb") as stream:
-        (length,) = struct.unpack("<Q", stream.read(8))
-        fields = json.loads(stream.read(length))
-        digest = hashlib.file_digest(stream, "sha256")
-    fields.get("__metadata__", {}).pop(JUDGED_AT, None)
-    digest.update(json.dumps(fields, sort_keys=True).encode())
+        for name, info in sorted(header.tensors.items()):
+            assert info.place
+            stream.seek(info.place.offset)
+            digest.update(f"{name} {info.dtype} {info.shape}".encode() + stream.read(info.place.num_bytes))
     return digest.hexdigest()
 
 

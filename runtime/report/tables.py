@@ -9,7 +9,7 @@ from wangen.generator.errors import bytes_text
 from wangen.generator.steps import Train
 from wangen.generator.table import options
 from wangen.runtime.evaluation_file import Checkpoint, Evaluation, Memorisation, Row
-from wangen.runtime.lora_folder import EPOCH_STEPS, FINGERPRINT
+from wangen.runtime.lora_folder import FINGERPRINT, steps_of_epoch
 from wangen.runtime.report.charts import experts_of, rows_of, validations
 from wangen.runtime.report.dataset import DatasetPart
 from wangen.runtime.report.run_files import Lora, RunFiles
@@ -87,7 +87,7 @@ def plan_numbers(run: RunFiles) -> list[tuple[str, str]]:
         "task": run.task,
         "samples trained on": inputs.get("samples"),
         "steps": run.last_step or counts.get("steps"),
-        "steps in an epoch": headers.get(EPOCH_STEPS) or headers.get("ss_num_batches_per_epoch"),
+        "steps in an epoch": steps_of_epoch(headers),
         "loss at the first and the last step": _pair(result.get("first_loss"), result.get("last_loss")),
         "time of this run": _if_number(result.get("seconds_training"), duration_text),
         "seconds per step": _if_number(speed.get("s_per_step"), "{:.3g}".format),

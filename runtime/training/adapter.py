@@ -11,7 +11,7 @@ import torch
 from wangen import profiles
 from wangen.generator.adapter_parts import WORDS
 from wangen.generator.adapter_settings import Settings
-from wangen.generator.errors import UsageError, WangenError, many
+from wangen.generator.errors import UsageError, WangenError, many, some
 from wangen.generator.lora_keys import module_name
 from wangen.generator.steps import Train
 from wangen.runtime.adapter_layers import (
@@ -33,7 +33,7 @@ from wangen.runtime.libraries import (
 )
 from wangen.runtime.lora import adapter_layers
 from wangen.runtime.randomness import generator_for
-from wangen.runtime.training.adapter_config import same_factors, select_modules, settings, some
+from wangen.runtime.training.adapter_config import same_factors, select_modules, settings
 
 log = logging.getLogger("wangen")
 

@@ -34,7 +34,6 @@ In Qwen-Image's blocks text and picture look at both at once, so neither self- n
 """
 
 NUM_NEAREST = 3
-MAX_NAMES = 5
 _BLOCK = re.compile(r"^(transformer_)?blocks\.\d+\.")
 
 
@@ -151,11 +150,6 @@ def same_factors(weight: AdapterWeight, chosen: Settings) -> str:
         return "give --network_args decompose_both=true, as it was trained with"
     return ("give the --network_dim and --lokr_factor that it was trained with; if they are given, it shared out the "
             "sizes in another way, and can be merged (--base_weights), not trained on")  # fmt: skip
-
-
-def some(names: Sequence[str]) -> str:
-    """The first names of many."""
-    return ", ".join(names[:MAX_NAMES]) + (" …" if len(names) > MAX_NAMES else "")
 
 
 def _with_ranks_of(found: Settings, start: Path) -> Settings:

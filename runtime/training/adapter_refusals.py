@@ -8,7 +8,7 @@ from pathlib import Path
 from wangen import profiles
 from wangen.generator.adapter_parts import WORDS, is_dora_of_parts
 from wangen.generator.adapter_settings import Settings
-from wangen.generator.errors import UsageError, many
+from wangen.generator.errors import UsageError, many, some
 from wangen.generator.formats import TensorInfo
 from wangen.generator.kinds import expect
 from wangen.generator.lora_config import lora_file
@@ -20,7 +20,6 @@ from wangen.runtime.training.adapter_config import (
     same_factors,
     select_modules,
     settings,
-    some,
     start_flag,
 )
 from wangen.runtime.training.timesteps import HIGH, LOW

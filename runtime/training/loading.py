@@ -13,7 +13,7 @@ from wangen.generator import headers
 from wangen.generator.companions import sort_out
 from wangen.generator.errors import WangenError, bytes_text
 from wangen.generator.launch import Launch
-from wangen.generator.plan.saves import num_kept
+from wangen.generator.plan.saves import most_bytes, saved_bytes
 from wangen.generator.steps import Train
 from wangen.runtime.fast.dit_blocks import lay_resident_groups
 from wangen.runtime.fast.products import product_dtype
@@ -222,21 +222,10 @@ def require_room(plan: Plan) -> None:
 
 
 def room_needed(plan: Plan) -> int:
-    """At most the bytes that a run saves beside what of it lies there already.
-
-    Two training states lie side by side while one replaces the other, and so do two files of one name.
-    """
-    return SMALL_FILES_BYTES + sum(_bytes_of(plan, expert) for expert in plan.experts) - _bytes_there(plan)
-
-
-def _bytes_of(plan: Plan, expert: ExpertPlan) -> int:
-    """At most what an expert saves; its state in float32: weights, the two moments of AdamW, averages."""
-    options, averages = plan.options, plan.options.ema_decay is not None
-    count = _num_trained(plan, expert)
-    width: int = getattr(torch, options.save_precision).itemsize
-    file = count * width * (1 + averages) * (len(options.lora_layout) if options.train_mode == "lora" else 1)
-    num_files, num_states = num_kept(options, plan.steps_per_epoch, plan.num_steps)
-    return (2 + num_states) * 4 * count * (3 + averages) + (2 + options.keep_best + num_files) * file
+    """At most the bytes that a run saves beside what of it lies there already."""
+    sizes = saved_bytes(plan.options, sum(_num_trained(plan, expert) for expert in plan.experts))
+    most = most_bytes(plan.options, plan.steps_per_epoch, plan.num_steps, sizes)
+    return SMALL_FILES_BYTES + most - _bytes_there(plan)
 
 
 def _num_trained(plan: Plan, expert: ExpertPlan) -> int:

@@ -4,7 +4,6 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +89,7 @@ class Plan:
         experts: what is trained; the high-noise expert first.
         fingerprint: settings and digests that decide the result.
         trained_before: other data that its weights were trained on, of each the part `DATA` of a fingerprint.
+        batches_per_epoch: of all processes; the last step of an epoch may accumulate fewer of them.
     """
 
     options: Train
@@ -100,16 +100,12 @@ class Plan:
     experts: tuple[ExpertPlan, ...]
     fingerprint: Mapping[str, Any]
     trained_before: Sequence[Mapping[str, Any]] = ()
+    batches_per_epoch: int = 0
 
     @property
     def num_steps(self) -> int:
         """Optimizer steps of all experts together."""
         return sum(expert.num_steps for expert in self.experts)
-
-    @cached_property
-    def batches_per_epoch(self) -> int:
-        """Batches in an epoch, of all processes."""
-        return len(EpochSampler(self.samples, self.options.seed))
 
     @property
     def name(self) -> str:
@@ -169,7 +165,8 @@ def make_plan(
     Raises:
         UsageError: an expert would get no step, the schedule's flags make none, or there are too many.
     """
-    per_epoch = count_steps_per_epoch(samples, options)
+    batches = len(EpochSampler(samples, options.seed))
+    per_epoch = math.ceil(batches / options.gradient_accumulation_steps)
     num_steps = num_steps_of(options, per_epoch)
     if num_steps > MAX_STEPS:
         raise UsageError(f"{num_steps} steps are more than a run can have",
@@ -179,12 +176,8 @@ def make_plan(
     for expert in experts:  # what cannot be drawn or scheduled is refused here
         Sampler(options, expert.low, expert.high, expert.name)
         make_schedule(options, expert.num_steps)
-    return Plan(options, model, samples, held_out, per_epoch, experts, _fingerprint(options, samples, experts))
-
-
-def count_steps_per_epoch(samples: Sequence[CachedSample], options: Train) -> int:
-    """Optimizer steps in an epoch; the last of an epoch may accumulate fewer batches."""
-    return math.ceil(len(EpochSampler(samples, options.seed)) / options.gradient_accumulation_steps)
+    return Plan(options, model, samples, held_out, per_epoch, experts, _fingerprint(options, samples, experts),
+                batches_per_epoch=batches)  # fmt: skip
 
 
 def num_steps_of(options: Train, steps_per_epoch: int) -> int:

@@ -7,7 +7,7 @@ from itertools import chain
 from typing import Any
 
 from wangen.generator import headers
-from wangen.generator.errors import UsageError, WangenError, many
+from wangen.generator.errors import UsageError, WangenError, many, some
 from wangen.generator.launch import Launch
 from wangen.generator.lora_config import lora_file
 from wangen.generator.session import with_flag
@@ -15,7 +15,6 @@ from wangen.generator.steps import Train
 from wangen.generator.table import options as flags_of
 from wangen.runtime.lora_folder import fingerprints, numbered
 from wangen.runtime.training import checkpoint
-from wangen.runtime.training.adapter_config import some
 from wangen.runtime.training.checkpoint import TrainingState
 from wangen.runtime.training.plan import DATA, Plan
 from wangen.runtime.training.sampling import FOLDER

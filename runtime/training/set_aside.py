@@ -15,7 +15,7 @@ from pathlib import Path
 from wangen.generator.errors import WangenError, many
 from wangen.generator.files import replace
 from wangen.generator.headers import read_header
-from wangen.runtime.lora_folder import AVERAGE, BEST, EPOCH_STEPS, FINGERPRINT, JUDGED_AT, KEPT, LAYOUTS, RUN_STEPS
+from wangen.runtime.lora_folder import AVERAGE, BEST, FINGERPRINT, JUDGED_AT, KEPT, LAYOUTS, RUN_STEPS, steps_of_epoch
 from wangen.runtime.training.plan import ExpertPlan, Plan
 
 log = logging.getLogger("wangen")
@@ -61,7 +61,7 @@ def set_other_epochs_aside(plan: Plan) -> None:
         name = re.compile(re.escape(plan.options.output_name + expert.suffix) + rf"-\d{{6}}({AVERAGE})?\.safetensors")
         for path in sorted(filter(lambda path: name.fullmatch(path.name), plan.options.output_dir.iterdir())):
             told = _header(path)
-            before = told.get(EPOCH_STEPS) or told.get("ss_num_batches_per_epoch", "")  # before, that told the steps
+            before = steps_of_epoch(told) or ""
             if before.isdecimal() and int(before) != plan.steps_per_epoch:
                 now = many(plan.steps_per_epoch, "step")
                 _set_aside(plan, path, told, f"is named by an epoch of {before}, and an epoch has {now} now")
