@@ -141,6 +141,8 @@ def commands(text: str, shell: str, knobs: Mapping[str, str]) -> list[list[str]]
     while start:
         # The search goes on behind the words, because a text among them may look like a step's first line.
         words, end = _READERS[shell](text, start.end(), knobs)
+        if not words:
+            raise _unreadable(text, start.end())
         found.append(words)
         start = CALLS[shell].search(text, end)
     return found

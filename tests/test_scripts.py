@@ -12,7 +12,7 @@ from shells.bundles import HOSTILE, POSIX_ONLY, bundle, prompts, steps
 from wangen.generator import scripts
 from wangen.generator.errors import WangenError
 from wangen.generator.quoting import Word, ps1_word
-from wangen.generator.scripts import changed_knobs, read_knobs, read_steps, render, untouched
+from wangen.generator.scripts import changed_knobs, parsed_steps, read_knobs, read_steps, render, untouched
 from wangen.generator.steps import STEPS
 from wangen.generator.table import options
 from wangen.profiles import platform
@@ -130,6 +130,17 @@ def test_no_knob_is_a_variable_that_means_something_to_a_shell(shell):
     assert {"SEED", "NUM_WORKERS_CACHE_TEXT"} <= knobs
     assert not {name for name in knobs if name.startswith(("WG", "PYTHON", "WANGEN", "PS", "BASH", "LC_"))}
     assert not knobs & {*MEANING[shell].split()}
+
+
+@pytest.mark.parametrize(
+    ("shell", "line"),
+    [("sh", '  wg_step "$WG_PY" -m wangen.runtime '), ("bat", '"%WG_PY%" -m wangen.runtime '),
+     ("ps1", "    $WgArgv = @(\n)")],
+)  # fmt: skip
+def test_a_step_that_lost_its_words_is_refused(shell, line):
+    with pytest.raises(WangenError, match="words cannot be read") as caught:
+        list(parsed_steps(b"first\n" + line.encode() + b"\nlast\n", shell))
+    assert caught.value.where == "line 2 of the script"
 
 
 # ---- what a shell cannot carry -----------------------------------------------------------------------------------
