@@ -1,6 +1,6 @@
 """Files that nobody wrote by hand, fed to every parser that reads what others made; guided by coverage (atheris).
 
-python tests/fuzz.py --seconds 12            # each target so long; CI runs it with a budget
+python tests/fuzz.py --seconds 12 --seed 1   # each target so long; CI draws the same files each time
 python tests/fuzz.py weights --seconds 600   # one of them
 python tests/fuzz.py weights FILE            # a file again that was found before
 
@@ -27,6 +27,9 @@ import atheris
 ROOT = Path(__file__).parent.parent
 SLOW_S = 5.0
 FOUND = Path("fuzz-found")
+SHELLS = ("sh", "bat", "ps1")
+# The byte before a real file by which a target knows its kind.
+FIRST = {".jsonl": b"{", ".sh": b"\0", ".bat": b"\1", ".ps1": b"\2"}
 
 with contextlib.redirect_stderr(io.StringIO()), atheris.instrument_imports(["wangen"], enable_loader_override=False):
     from wangen.generator import headers, lint, scripts, workspace
@@ -68,12 +71,12 @@ def weights(data: bytes, folder: Path) -> None:
 
 
 def script(data: bytes, folder: Path) -> None:
-    """A run script, as the workspace reads its own back and as lint reads anybody's."""
-    for shell in ("sh", "bat", "ps1"):
-        scripts.untouched(data)
-        with contextlib.suppress(WangenError):
-            list(scripts.parsed_steps(data, shell))
-        lint.lint(lint.parse(folder / f"a.{shell}", shell, data))
+    """A run script, as the workspace reads its own back and as lint reads anybody's; the first byte says of which."""
+    shell, data = SHELLS[data[0] % len(SHELLS) if data else 0], data[1:]
+    scripts.untouched(data)
+    with contextlib.suppress(WangenError):
+        list(scripts.parsed_steps(data, shell))
+    lint.lint(lint.parse(folder / f"a.{shell}", shell, data))
 
 
 def answers(data: bytes, _folder: Path) -> None:
@@ -97,8 +100,7 @@ def seeds(name: str, folder: Path) -> None:
     for number, path in enumerate(sorted(found)):
         data = path.read_bytes()
         if len(data) < 200_000:
-            prefix = b"{" if name == "manifest" else b""
-            (folder / str(number)).write_bytes(prefix + data)
+            (folder / str(number)).write_bytes(FIRST.get(path.suffix, b"") + data)
     own = {
         "settings": b'model = "t2v-1.3B"\nplatforms = ["linux"]\n[steps.train]\nnetwork_dim = 4\n'
         b"[dataset.a]\nfit = {}\n",
@@ -123,7 +125,7 @@ def run_one(name: str, data: bytes, folder: Path) -> None:
         raise TimeoutError(f"{took:.1f} s without an answer")
 
 
-def fuzz(name: str, seconds: int) -> None:
+def fuzz(name: str, seconds: int, seed: int) -> None:
     """Draw files for a target; never returns, for atheris ends the process."""
     logging.disable(logging.CRITICAL)
     home = Path(tempfile.mkdtemp(prefix="fuzz-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
@@ -139,7 +141,7 @@ def fuzz(name: str, seconds: int) -> None:
             (FOUND / f"{name}-{hashlib.sha256(data).hexdigest()[:12]}").write_bytes(data)
             raise
 
-    words = [sys.argv[0], str(corpus), f"-max_total_time={seconds}", "-max_len=65536", "-timeout=30",
+    words = [sys.argv[0], str(corpus), f"-max_total_time={seconds}", f"-seed={seed}", "-max_len=65536", "-timeout=30",
              "-print_final_stats=1",
              f"-artifact_prefix={home}/"]  # fmt: skip
     atheris.Setup(words, once)
@@ -152,16 +154,17 @@ def main() -> int:
     parser.add_argument("target", nargs="?", choices=TARGETS)
     parser.add_argument("file", nargs="?", type=Path)
     parser.add_argument("--seconds", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0, help="0: another one each time")
     options = parser.parse_args()
     if options.file:
         run_one(options.target, options.file.read_bytes(), Path(tempfile.mkdtemp()))
         return 0
     if options.target:
-        fuzz(options.target, options.seconds)
+        fuzz(options.target, options.seconds, options.seed)
     failed = False
     for name in TARGETS:
-        done = subprocess.run([sys.executable, __file__, name, "--seconds", str(options.seconds)], capture_output=True,
-                              text=True, check=False)  # fmt: skip
+        words = ["--seconds", str(options.seconds), "--seed", str(options.seed)]
+        done = subprocess.run([sys.executable, __file__, name, *words], capture_output=True, text=True, check=False)
         runs = [line.split()[-1] for line in done.stderr.splitlines() if "number_of_executed_units" in line]
         word = f"FAULT\n{done.stderr[-4000:]}" if done.returncode else "ok"
         sys.stdout.write(f"{name:10} {runs[0] if runs else '?':>8} files  {word}\n")
