@@ -42,7 +42,7 @@ def after_training(
     if kind is Generate:
         high = {"lora_weight_high_noise": [folder]} if model.experts else {}
         return {**found, **high, **_prompts(own, told, model, paths), "save_path": target.path(folder, "generated")}
-    found |= {"output_dir": folder}
+    found |= {"output_dir": folder, **{name: told[name] for name in ("condition_frames",) if name in told}}
     if config := told.get("validation_config"):
         return {**found, "dataset_config": config, "resolution": "all", "training_config": paths["dataset_config"]}
     if not told.get("validation_items"):
@@ -52,7 +52,7 @@ def after_training(
     for name, value in same.items():
         if own.get(name, value) != value:
             raise _refused(kind, f"with another {name} it would judge by what was trained on", f"leave {name} out")
-    return {**found, **same, **{name: told[name] for name in ("condition_frames",) if name in told}}
+    return {**found, **same}
 
 
 def _prompts(own: Mapping[str, Any], told: Mapping[str, Any], model: Model, paths: Mapping[str, str]) -> dict[str, Any]:

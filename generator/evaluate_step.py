@@ -67,8 +67,10 @@ class Evaluate(DatasetStep):
 
     # By what.
     validation_timesteps: int = flag("noise levels at which each item is judged, of each expert", 8, pinned=True)
-    condition_frames: int | None = flag("TI2V-5B: so many first frames are given, as in training (default: 1)", None,
-                                        pinned=True)  # fmt: skip
+    condition_frames: int | None = flag(
+        "TI2V-5B: so many first frames are given (default: as in the LoRAs' training by their headers, else 1)", None,
+        pinned=True,
+    )
     seed: int = flag("seed of noise, videos and intervals", 42, pinned=True, knob=True)
     prompt_file: Path | None = flag(
         "prompts of the videos, .txt, .toml or .json as of --sample_prompts (default: the captions of the dataset)",

@@ -44,7 +44,7 @@ from wangen.runtime.evaluation.tables import (
     sources_of,
     whole,
 )
-from wangen.runtime.evaluation.trained import said_of, trained_sources
+from wangen.runtime.evaluation.trained import given_frames, said_of, trained_sources
 from wangen.runtime.evaluation.videos import describe, make, plan_videos, usual_motion, with_loras
 from wangen.runtime.evaluation.warnings import forgotten, warnings_of
 from wangen.runtime.evaluation_file import BASE, FILE, Evaluation, Memorisation, Row, Video, write_evaluation
@@ -168,9 +168,12 @@ def _prepare(options: Evaluate) -> Judged:
     require_supported(model, "sampling")
     device = choose_device(options.device)
     _refuse(options)
-    training = refusals.resolved(_as_training(options), model, device)
     sampling = resolved(_as_generate(options), model, device)
     candidates = find_candidates(options.lora_weight, options.lora_weight_high_noise, experts=model.experts is not None)
+    files = [file for candidate in candidates for file in candidate.files]
+    if options.condition_frames is None and model.condition == "text_or_image":
+        options = replace(options, condition_frames=given_frames(files))
+    training = refusals.resolved(_as_training(options), model, device)
     require_writable(options.output_dir)
     boundary = training.timestep_boundary if model.experts else None
     items = find_entries(training, model, read_samples(training, model))
@@ -181,7 +184,6 @@ def _prepare(options: Evaluate) -> Judged:
     told = options.training_config
     if told and not (rest and told.resolve() == options.dataset.resolve()):  # else what is judged by was held out of it
         rest = _items(training, model, told, options.resolution)
-    files = [file for candidate in candidates for file in candidate.files]
     timesteps = SMOKE_TIMESTEPS if options.smoke else options.validation_timesteps
     judged = Judged(
         options=options,

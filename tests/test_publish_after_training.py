@@ -67,6 +67,12 @@ def test_a_try_judges_and_shows_what_a_try_has_trained(tmp_path):
     assert (generate.save_path.parent, generate.infer_steps, generate.num_videos) == (train.output_dir, 4, 1)
 
 
+@pytest.mark.parametrize("judged_by", ["validation_items = 4", 'validation_config = "/data/val.toml"'])
+def test_the_5b_is_judged_with_the_first_frames_that_it_was_trained_with(tmp_path, judged_by):
+    text = f'model = "ti2v-5B"\n[steps.train]\ncondition_frames = 5\n{judged_by}\n[steps.evaluate]\nnum_videos = 0\n'
+    assert spoken(made(tmp_path, text))["linux sh"][-2].condition_frames == 5
+
+
 def test_a_held_out_dataset_is_judged_by_and_the_own_one_is_what_was_trained_on(tmp_path):
     text = '[steps.train]\nvalidation_config = "/data/val.toml"\n[steps.evaluate]\nnum_videos = 0\n'
     evaluate, train = (spoken(made(tmp_path, text))["linux sh"][number] for number in (-2, -3))

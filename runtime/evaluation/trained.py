@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from wangen.generator.errors import WangenError, many
+from wangen.generator.errors import UsageError, WangenError, many
 from wangen.generator.headers import read_header
 from wangen.generator.lora_config import lora_file
 from wangen.generator.steps import Train
@@ -63,6 +63,25 @@ def _of_header(
         if dataset_digest(trained) == fingerprint["dataset"]:
             return set(sources_of(trained))
     return set()
+
+
+def given_frames(files: Iterable[Path]) -> int | None:
+    """The first frames of a clip that the LoRAs' last trainings were given, by their headers; None where none tells.
+
+    Raises:
+        UsageError: they differ.
+        WangenError: a LoRA cannot be read.
+    """
+    found: dict[str, Path] = {}
+    for file in files:
+        told = fingerprints(read_header(lora_file(file)).metadata)
+        if told and str(count := told[-1].get("condition_frames")).isdigit():
+            found.setdefault(str(count), file)
+    if len(found) > 1:
+        ways = ", ".join(f"{file.name} with {count}" for count, file in found.items())
+        raise UsageError(f"these LoRAs were trained with other --condition_frames than each other: {ways}",
+                         cure="say with which to judge them all: --condition_frames N")  # fmt: skip
+    return int(next(iter(found))) if found else None
 
 
 def said_of(items: Sequence[CachedSample], trained: set[str]) -> list[str]:

@@ -1,0 +1,54 @@
+"""`evaluate` of TI2V-5B: judged with the first frames that its LoRAs were trained with."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from train_cases import make_ti2v
+
+from wangen.generator.errors import UsageError
+from wangen.generator.steps import Evaluate
+from wangen.runtime import evaluate, train
+from wangen.runtime.evaluation.trained import given_frames
+from wangen.runtime.evaluation_file import read_evaluation
+from wangen.runtime.lora_folder import FINGERPRINT
+
+
+def lora(path: Path, **fingerprint: str) -> Path:
+    """A file with nothing but a header that says how it was trained."""
+    told = {FINGERPRINT: json.dumps(fingerprint)} if fingerprint else None
+    save_file({"blocks.0.lora_A.weight": torch.zeros(1, 1)}, path, told)
+    return path
+
+
+def test_the_headers_tell_the_first_frames(tmp_path):
+    five, again = (lora(tmp_path / f"{name}.safetensors", condition_frames="5") for name in ("five", "again"))
+    assert given_frames([five, again, lora(tmp_path / "foreign.safetensors")]) == 5
+    assert given_frames([lora(tmp_path / "none.safetensors", condition_frames="0")]) == 0
+    assert given_frames([lora(tmp_path / "odd.safetensors", condition_frames="a few")]) is None
+    with pytest.raises(UsageError, match="five.safetensors with 5, other.safetensors with 1") as refused:
+        given_frames([five, lora(tmp_path / "other.safetensors", condition_frames="1")])
+    assert "--condition_frames N" in refused.value.cure
+
+
+@pytest.mark.slow
+def test_the_loss_is_that_of_the_training(tmp_path):
+    cases = make_ti2v(tmp_path)
+    config = tmp_path / "rich.toml"
+    options = cases.options(
+        tmp_path / "out", task="ti2v-5B", condition_frames=5, max_train_steps=1, validation_config=config,
+        validation_timesteps=2, validate_every_n_steps=1, seed=42,
+    )  # fmt: skip
+    train.run(options)
+    lines = map(json.loads, (tmp_path / "out/metrics.jsonl").read_text(encoding="utf-8").splitlines())
+    own = [line["validation"]["mean_base"] for line in lines if "validation" in line][-1]
+    judge = Evaluate(
+        **cases.weights, dataset_config=config, lora_weight=(tmp_path / "out",), task="ti2v-5B", num_videos=0,
+        validation_timesteps=2, device="cpu", output_dir=tmp_path / "judged",
+    )  # fmt: skip
+    evaluate.run(judge)
+    assert read_evaluation(tmp_path / "judged/evaluation.json").mean_base == pytest.approx(own, rel=1e-5)
+    evaluate.run(Evaluate(**{**vars(judge), "condition_frames": 1}))
+    assert read_evaluation(tmp_path / "judged/evaluation.json").mean_base != pytest.approx(own, rel=1e-3)
