@@ -6,7 +6,7 @@ profile, the accelerator's rule, `[steps.…]` of the workspace, and the paths o
 
 import os
 import re
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from importlib.metadata import version
@@ -49,7 +49,7 @@ _OWNERS: tuple[tuple[type[Step], tuple[str, ...]], ...] = (
 """What one step is told and others have to know."""
 
 ENCODING = frozenset({"vae", "vae_dtype", "vae_cache_cpu", "clip", "t5", "t5_dtype", "fp8_t5", "tokenizer"})
-"""Flags with which training encodes what the cache lacks; a script's line has none, for the steps before it do that."""
+"""Flags with which training encodes; a script's line has them where the steps before it have not encoded all."""
 
 _DECODING = frozenset({"vae", "vae_dtype", "vae_cache_cpu"})
 
@@ -84,13 +84,14 @@ def needed_weights(workspace: Workspace, target: Target, model: Model) -> list[W
     return [weights for weights in model.weights if not (model.experts and weights.flag == left_out)]
 
 
-def unread(told: Container[str]) -> frozenset[str]:
+def unread(told: Mapping[str, Any]) -> frozenset[str]:
     """Flags of `ENCODING` that training with these others does not read: the steps before it have encoded all.
 
-    >>> sorted(unread({"sample_continuations"})), sorted(unread({"sample_prompts"}))
+    >>> sorted(unread({"sample_continuations": 2})), sorted(unread({"cache_mode": "realtime"}))
     (['clip', 'fp8_t5', 't5', 't5_dtype', 'tokenizer'], [])
     """
-    if "sample_prompts" in told:
+    encodes = told.get("cache_mode", Train.cache_mode) != Train.cache_mode
+    if encodes or told.keys() & {"sample_prompts", "cache_latents", "cache_latents_to_disk"}:
         return frozenset()
     return ENCODING - _DECODING if "sample_continuations" in told else ENCODING
 

@@ -118,7 +118,7 @@ def test_stamps_say_what_decoding_says(clips: dict[str, Path]):
             assert [stamps.frames[number] for number in found] == pts, (name, fps, source_fps)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     steps_ms=st.lists(st.integers(1, 120), min_size=1, max_size=20),
     start_ms=st.integers(0, 700),

@@ -293,7 +293,6 @@ def test_an_evening_ends_as_if_nothing_had_gone_wrong():
         settings=settings(
             max_examples=NUM_EVENINGS,
             stateful_step_count=NUM_OPERATIONS,
-            deadline=None,
             derandomize=NUM_EVENINGS <= 3,
             database=None,
             suppress_health_check=list(HealthCheck),

@@ -16,7 +16,7 @@ from wangen.generator import lint, scripts
 from wangen.generator.lint import bat, sh
 from wangen.generator.lint.script import HERE, MORE, UNKNOWN
 
-drawn = settings(max_examples=12, deadline=None, derandomize=True, database=None,
+drawn = settings(max_examples=12, derandomize=True, database=None,
                  suppress_health_check=list(HealthCheck))  # fmt: skip
 PIECES = st.sampled_from(
     "python wan_train_network.py --dit --vae \" ' ` ^ \\ % ! $ ( ) { } [ ] @ & | ; < > # = , : ~ \n \r \t "

@@ -313,7 +313,7 @@ def test_sound_without_a_picture_is_one_message(tmp_path: Path):
         load_clip(tmp_path / "a.mp4", SIZE, 0, 1, 16)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     num_frames=st.integers(1, 38),
     rate=st.sampled_from([5, 8, 12, 15, 16, 24, 25, 30, 50, 60]),

@@ -107,7 +107,7 @@ NAMES = st.text(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("platform", SHELLS)
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(part=NAMES, rooted=st.booleans())
 def test_drawn_names_in_roots_and_weights(tmp_path_factory, platform, part, rooted):
     folder = tmp_path_factory.mktemp("drawn")

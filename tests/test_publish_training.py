@@ -97,6 +97,14 @@ def test_one_expert_alone_needs_no_weights_of_the_other(tmp_path, capsys, expert
     assert f"{'high' if expert == 'low' else 'low'}_noise" not in shown
 
 
+@pytest.mark.parametrize("told", ['cache_mode = "auto"', 'cache_mode = "realtime"', "cache_latents = true", ""])
+def test_a_training_that_encodes_is_told_with_what(tmp_path, told):
+    for steps in spoken(made(tmp_path, f"[steps.train]\n{told}\n")).values():
+        latents, text, train = steps[1], steps[2], steps[-2]
+        assert (train.vae, train.vae_dtype) == ((latents.vae, latents.vae_dtype) if told else (None, None))
+        assert (train.t5, train.t5_dtype) == ((text.t5, text.t5_dtype) if told else (None, None))
+
+
 @pytest.mark.parametrize("task", [name for name in supported() if profiles.model(name).presets])
 @pytest.mark.parametrize("vram", ["8", "12", "16", "24"])
 def test_the_preset_of_a_card_stands_in_the_scripts_as_flags(tmp_path, task, vram):

@@ -28,7 +28,7 @@ from wangen.generator.errors import WangenError
 from wangen.generator.scripts import Bundle, read_knobs, read_steps, render, untouched
 
 SHELLS = ("sh", "bat", "ps1")
-many = settings(max_examples=350, deadline=None, derandomize=True, database=None)
+many = settings(max_examples=350, derandomize=True, database=None)
 some = settings(many, max_examples=100)
 texts_of_a_bundle = st.lists(st.one_of(MILD_TEXTS, MILD_TEXTS, HOSTILE_TEXTS), min_size=1, max_size=3)
 

@@ -247,7 +247,7 @@ HOSTILE_PATHS = st.text(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(media=HOSTILE_PATHS, cache=HOSTILE_PATHS, resolution=st.tuples(st.integers(1, 4096), st.integers(1, 4096)))
 def test_what_is_written_is_read_back(tmp_path_factory, media, cache, resolution):
     general = {"resolution": list(resolution), "caption_extension": ".txt", "enable_bucket": True}
