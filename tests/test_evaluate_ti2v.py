@@ -28,7 +28,7 @@ def test_the_headers_tell_the_first_frames(tmp_path):
     assert given_frames([five, again, lora(tmp_path / "foreign.safetensors")]) == 5
     assert given_frames([lora(tmp_path / "none.safetensors", condition_frames="0")]) == 0
     assert given_frames([lora(tmp_path / "odd.safetensors", condition_frames="a few")]) is None
-    with pytest.raises(UsageError, match="five.safetensors with 5, other.safetensors with 1") as refused:
+    with pytest.raises(UsageError, match=r"five\.safetensors with 5, other\.safetensors with 1") as refused:
         given_frames([five, lora(tmp_path / "other.safetensors", condition_frames="1")])
     assert "--condition_frames N" in refused.value.cure
 
