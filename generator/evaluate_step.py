@@ -68,7 +68,8 @@ class Evaluate(DatasetStep):
     # By what.
     validation_timesteps: int = flag("noise levels at which each item is judged, of each expert", 8, pinned=True)
     condition_frames: int | None = flag(
-        "TI2V-5B: so many first frames are given (default: as in the LoRAs' training by their headers, else 1)", None,
+        "TI2V-5B: so many first frames are given (default: as in the LoRAs' training by their headers, else 1)",
+        None,
         pinned=True,
     )
     seed: int = flag("seed of noise, videos and intervals", 42, pinned=True, knob=True)
