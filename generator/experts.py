@@ -10,6 +10,7 @@ from wangen.generator.companions import strip_prefix
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.formats import Header, TensorInfo
 from wangen.generator.formats.raw import float8, read_numbers
+from wangen.generator.header_keys import EXPERT
 from wangen.generator.headers import identity, read_header
 from wangen.generator.kinds import noise_of
 from wangen.generator.lora_config import lora_file
@@ -110,7 +111,7 @@ def expert_of(dit: Path, flag: str) -> str:
     Raises:
         WangenError: as `headers.read_header`.
     """
-    noted = read_header(dit, flag).metadata.get("wangen.expert", "").removesuffix("_noise")
+    noted = read_header(dit, flag).metadata.get(EXPERT, "").removesuffix("_noise")
     return noted if noted in ("low", "high") else noise_of(dit)
 
 
@@ -126,7 +127,7 @@ def lora_of_the_other(path: Path, flag: str, own: str) -> str:
         WangenError: as `headers.read_header`.
     """
     other = {"low": "high", "high": "low"}[own]
-    if read_header(lora_file(path), flag).metadata.get("wangen.expert") != f"{other}_noise":
+    if read_header(lora_file(path), flag).metadata.get(EXPERT) != f"{other}_noise":
         return ""
     return f"{flag} {path} was trained for the {other}-noise expert"
 

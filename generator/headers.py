@@ -12,6 +12,7 @@ from wangen.generator.errors import WangenError
 from wangen.generator.formats import DOWNLOAD_AGAIN, Header, TensorInfo, quoted
 from wangen.generator.formats.one_file import fingerprint, read_file, unreadable
 from wangen.generator.formats.strict_json import parse_json
+from wangen.generator.header_keys import FORMAT
 
 SHARD = re.compile(r"(?P<stem>.+)-(?P<index>\d{5})-of-(?P<count>\d{5})\.safetensors")
 INDEX = re.compile(r"(?P<stem>.+)\.safetensors\.index(\.(?P<variant>\w+))?\.json")
@@ -75,7 +76,7 @@ def require_known_format(header: Header, path: Path) -> None:
     Raises:
         WangenError: naming both formats.
     """
-    found = header.metadata.get("wangen.format", WEIGHTS_FORMAT)
+    found = header.metadata.get(FORMAT, WEIGHTS_FORMAT)
     if found != WEIGHTS_FORMAT:
         raise WangenError(f"these weights are of the format {found[:40]}, this version reads {WEIGHTS_FORMAT}",
                           where=str(path), cure="update wangen: pip install --upgrade wangen")  # fmt: skip

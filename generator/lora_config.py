@@ -25,8 +25,6 @@ CONFIG_FILE = "adapter_config.json"
 DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
 DIFFUSERS_METADATA = "lora_adapter_metadata"
 DIFFUSERS_PREFIX = "transformer."
-CONVERTED = "wangen.converted"
-"""The field of the metadata in which `export` says what layout a file had before."""
 STALE = ("modelspec.hash_sha256", "sshs_model_hash", "sshs_legacy_hash")
 """Metadata that are digests of a file's tensors, and untrue of any other's."""
 

@@ -23,14 +23,12 @@ from wangen.generator.adapter_parts import (
 )
 from wangen.generator.errors import WangenError
 from wangen.generator.formats import Header, TensorInfo
+from wangen.generator.header_keys import DORA_NORM
 from wangen.generator.kinds import expect
 from wangen.generator.lora_config import Alphas, lora_file, read_alphas
 from wangen.generator.lora_keys import AdapterKind
 from wangen.runtime.lora import Lora, LoraWeight, read_alpha
 from wangen.runtime.weights.reading import read_tensor
-
-DORA_NORM = "wangen.dora_norm"
-"""Metadata: `base` where the file's `dora_scale` is over the norms of the base's rows, as ComfyUI takes it."""
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,12 @@ from wangen.generator.adapter_parts import unfit_adapter
 from wangen.generator.errors import UsageError
 from wangen.generator.files import write_text
 from wangen.generator.formats import Header
+from wangen.generator.header_keys import CONVERTED
 from wangen.generator.headers import read_header
 from wangen.generator.kinds import Facts, judge
 from wangen.generator.lora_config import (
     ADAPTER_FILE,
     CONFIG_FILE,
-    CONVERTED,
     DIFFUSERS_METADATA,
     DIFFUSERS_PREFIX,
     STALE,

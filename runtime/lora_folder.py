@@ -16,6 +16,7 @@ from pathlib import Path, PureWindowsPath
 from typing import Any
 
 from wangen.generator.errors import WangenError
+from wangen.generator.header_keys import EPOCH_STEPS, EXPERT, FINGERPRINT, TRAINED_BEFORE
 from wangen.generator.headers import read_header
 from wangen.generator.kinds import kind_of
 from wangen.generator.lora_config import ADAPTER_FILE, DIFFUSERS_FILE
@@ -24,16 +25,6 @@ from wangen.generator.step_parts import require_try
 log = logging.getLogger("wangen")
 
 BEST, AVERAGE, KEPT = "-best", "-ema", "-kept"
-EPOCH_STEPS = "wangen.steps_per_epoch"
-"""In a LoRA's header: the optimizer steps of an epoch."""
-RUN_STEPS = "wangen.run_steps"
-"""Of two experts, in a LoRA's header: at which step of the run it was saved; `ss_steps` are the expert's own."""
-FINGERPRINT = "wangen.fingerprint"
-"""In a LoRA's header, as JSON: the settings and digests that decided the result."""
-JUDGED_AT = "wangen.judged_at"
-"""In the header of a best LoRA: a digest of the held-out points at which it was judged."""
-TRAINED_BEFORE = "wangen.trained_before"
-"""In a LoRA's header, as JSON: the data of earlier parts of its training, of each what its fingerprint says of them."""
 EXPERTS = ("high_noise", "low_noise")
 
 _OTHER_EXPERTS = {
@@ -198,7 +189,7 @@ def _checkpoint(path: Path, names: set[str]) -> Checkpoint | None:
     return Checkpoint(
         path=path,
         run=match["run"],
-        expert=header.metadata.get("wangen.expert", match["expert"] or ""),
+        expert=header.metadata.get(EXPERT, match["expert"] or ""),
         step=told.get("ss_steps", numbers.get("step")),
         epoch=numbers.get("epoch", told.get("ss_epoch")),
         best=bool(match["best"]),

@@ -19,8 +19,9 @@ from wangen.generator.companions import CLEAN_CONTROLS, Contents, sort_out, stri
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.files import write_text
 from wangen.generator.formats import Header, TensorInfo
+from wangen.generator.header_keys import CONVERTED, MERGED
 from wangen.generator.kinds import expect, has_clean_controls, judge
-from wangen.generator.lora_config import CONVERTED, STALE
+from wangen.generator.lora_config import STALE
 from wangen.generator.lora_keys import module_name
 from wangen.generator.workspace import require_writable
 from wangen.runtime.dtypes import FLOAT8, TORCH_DTYPES
@@ -33,7 +34,6 @@ from wangen.runtime.weights.reading import read_tensor
 
 SCALED = "fp8_scaled"
 FLOAT32_MAX = torch.finfo(torch.float32).max
-MERGED = "wangen.merged"
 TRANSFORMERS = (*KNOWN, "wan-transformer-other")
 BLOCK_MATRIX = re.compile(r"(?:transformer_)?blocks\.\d+\..+\.weight")
 

@@ -18,9 +18,10 @@ from safetensors.torch import load_file
 from trained import KINDS, MODEL, base_model, options_of, predicted, trained
 
 from wangen.generator.errors import UsageError, WangenError
+from wangen.generator.header_keys import DORA_NORM
 from wangen.runtime import safetensors_file
 from wangen.runtime.adapter_layers import apply_adapter, base_weight
-from wangen.runtime.adapters import DORA_NORM, read_adapter
+from wangen.runtime.adapters import read_adapter
 from wangen.runtime.lora import adapter_layers, read_lora
 from wangen.runtime.training import full
 from wangen.runtime.training.adapter import add_adapter, merge_base_weights

@@ -14,11 +14,11 @@ from tiny import TinyRun
 from train_cases import Cases, make_cases
 
 from wangen.generator.errors import UsageError, WangenError
+from wangen.generator.header_keys import JUDGED_AT
 from wangen.generator.steps import CacheLatents, CacheText, Evaluate, Generate
 from wangen.runtime import cache_latents, cache_text, evaluate, generate, train
 from wangen.runtime.evaluation import judging
 from wangen.runtime.evaluation_file import BASE, read_evaluation
-from wangen.runtime.lora_folder import JUDGED_AT
 
 pytestmark = pytest.mark.slow
 

@@ -9,11 +9,11 @@ from safetensors.torch import save_file
 from train_cases import make_ti2v
 
 from wangen.generator.errors import UsageError
+from wangen.generator.header_keys import FINGERPRINT
 from wangen.generator.steps import Evaluate
 from wangen.runtime import evaluate, train
 from wangen.runtime.evaluation.trained import given_frames
 from wangen.runtime.evaluation_file import read_evaluation
-from wangen.runtime.lora_folder import FINGERPRINT
 
 
 def lora(path: Path, **fingerprint: str) -> Path:

@@ -9,9 +9,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from wangen.generator.cli import main
+from wangen.generator.header_keys import DORA_NORM
 from wangen.runtime import safetensors_file
 from wangen.runtime.adapter_layers import change_of
-from wangen.runtime.adapters import DORA_NORM, Adapter, AdapterWeight, read_adapter
+from wangen.runtime.adapters import Adapter, AdapterWeight, read_adapter
 from wangen.runtime.training.adapter_files import name_adapter
 
 MODULES = {f"blocks.{number}.{name}": sizes for number in range(2) for name, sizes in (

@@ -12,6 +12,7 @@ from pathlib import Path
 from wangen.generator import footage
 from wangen.generator.errors import WangenError
 from wangen.generator.formats.safetensors import read_safetensors
+from wangen.generator.header_keys import FINGERPRINT
 from wangen.generator.lock import RUN_LOCKS
 from wangen.generator.publish.inventory import Inventory, Part, entries_of
 from wangen.generator.session import report_files
@@ -105,7 +106,7 @@ def look_at_outputs(found: Inventory, folder: Path) -> None:
         if rest != path.name and path.is_file():
             part: Part | None = "checkpoints" if _ON_THE_WAY.fullmatch(rest) else None
             part = part or ("outputs" if _FINISHED.fullmatch(rest) else None)
-            if part and "wangen.fingerprint" in _header(path):
+            if part and FINGERPRINT in _header(path):
                 found.files[part].append(path)
             elif part:
                 found.kept[part].append((path, "no LoRA of ours by its header"))

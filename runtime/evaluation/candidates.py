@@ -8,12 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from wangen.generator.errors import UsageError, WangenError, many
+from wangen.generator.header_keys import EXPERT, JUDGED_AT
 from wangen.generator.headers import read_header
 from wangen.generator.lora_config import ADAPTER_FILE, is_safetensors, lora_file, lora_identity
 from wangen.generator.step_parts import require_try
 from wangen.runtime.evaluation.tables import Candidate
 from wangen.runtime.evaluation_file import BASE
-from wangen.runtime.lora_folder import EXPERTS, JUDGED_AT, Checkpoint, lora_checkpoints, of_last_run
+from wangen.runtime.lora_folder import EXPERTS, Checkpoint, lora_checkpoints, of_last_run
 
 log = logging.getLogger("wangen")
 
@@ -87,7 +88,7 @@ def _of_one(name: str, step: int | None, file: Path, expert: str) -> Candidate:
 
 def _expert_of(file: Path) -> str:
     """The expert that a file's header names; the low-noise one where none does."""
-    return read_header(lora_file(file)).metadata.get("wangen.expert", LOW_NOISE)
+    return read_header(lora_file(file)).metadata.get(EXPERT, LOW_NOISE)
 
 
 def _of_pair(name: str, pair: Mapping[str, Checkpoint]) -> Candidate:

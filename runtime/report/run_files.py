@@ -9,9 +9,10 @@ from typing import Any
 
 from wangen.generator.errors import UsageError, WangenError, many
 from wangen.generator.formats.safetensors import read_safetensors
+from wangen.generator.header_keys import RUN_STEPS, TASK, TRAIN_MODE
 from wangen.runtime.evaluation_file import FILE as EVALUATION
 from wangen.runtime.evaluation_file import Checkpoint, Evaluation, read_evaluation
-from wangen.runtime.lora_folder import AVERAGE, BEST, KEPT, LAYOUTS, RUN_STEPS
+from wangen.runtime.lora_folder import AVERAGE, BEST, KEPT, LAYOUTS
 from wangen.runtime.report.metrics_log import MetricsLog, Record, run_of
 from wangen.runtime.report.step_reports import mapping, reports_of
 
@@ -118,7 +119,7 @@ class RunFiles:
     @property
     def trains_model(self) -> bool:
         """Whether the model itself is trained, not an adapter, as the settings or the newest file have it."""
-        saved = self.loras[-1].metadata.get("wangen.train_mode") if self.loras else None
+        saved = self.loras[-1].metadata.get(TRAIN_MODE) if self.loras else None
         return (self.settings.get("train_mode") or saved) == "full"
 
     @property
@@ -159,7 +160,7 @@ class RunFiles:
     @property
     def task(self) -> str:
         """The model profile; empty when nothing says it."""
-        headers = (lora.metadata.get("wangen.task", "") for lora in self.loras)
+        headers = (lora.metadata.get(TASK, "") for lora in self.loras)
         return next(filter(None, [*headers, self.told("task")]), "")
 
     @property

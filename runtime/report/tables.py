@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from wangen.generator.errors import bytes_text
+from wangen.generator.header_keys import FINGERPRINT, TRAIN_MODE
 from wangen.generator.steps import Train
 from wangen.generator.table import options
 from wangen.runtime.evaluation_file import Checkpoint, Evaluation, Memorisation, Row
-from wangen.runtime.lora_folder import FINGERPRINT, steps_of_epoch
+from wangen.runtime.lora_folder import steps_of_epoch
 from wangen.runtime.report.charts import experts_of, rows_of, validations
 from wangen.runtime.report.dataset import DatasetPart
 from wangen.runtime.report.run_files import Lora, RunFiles
@@ -132,7 +133,7 @@ def lora_table(run: RunFiles, use: Sequence[str]) -> Table | None:
 def _network(lora: Lora) -> str:
     kind = lora.metadata.get("ss_network_module", "").rpartition(".")[2].partition("_")[0]
     rank, alpha = lora.metadata.get("ss_network_dim"), lora.metadata.get("ss_network_alpha")
-    return f"{kind}, rank {rank}, alpha {alpha}" if rank else lora.metadata.get("wangen.train_mode", "")
+    return f"{kind}, rank {rank}, alpha {alpha}" if rank else lora.metadata.get(TRAIN_MODE, "")
 
 
 def validation_tables(run: RunFiles) -> list[Table]:

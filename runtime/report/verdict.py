@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from wangen.generator.errors import many
+from wangen.generator.header_keys import TRAINED_BEFORE
 from wangen.runtime.evaluation_file import Evaluation, Row
-from wangen.runtime.lora_folder import TRAINED_BEFORE
 from wangen.runtime.report.charts import experts_of, validations
 from wangen.runtime.report.run_files import Lora, RunFiles, file_names
 from wangen.runtime.report.step_reports import is_number

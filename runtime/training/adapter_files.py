@@ -18,11 +18,12 @@ from pathlib import Path
 import torch
 
 from wangen.generator.companions import sort_out
+from wangen.generator.header_keys import DORA_NORM
 from wangen.generator.headers import read_header
 from wangen.generator.lora_keys import Layout, adapter_key, is_of_qwen, module_name
 from wangen.generator.steps import Train
 from wangen.runtime.adapter_layers import change_of, parts_of
-from wangen.runtime.adapters import DORA_NORM, Adapter, AdapterWeight, plain_lora, read_adapter
+from wangen.runtime.adapters import Adapter, AdapterWeight, plain_lora, read_adapter
 from wangen.runtime.lora import cast, to_layout
 from wangen.runtime.safetensors_file import serialize, write_chunks
 from wangen.runtime.training.adapter import FIRST_FACTORS

@@ -9,9 +9,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from wangen import profiles
+from wangen.generator.header_keys import (
+    EPOCH_STEPS,
+    EXPERT,
+    FINGERPRINT,
+    FORMAT,
+    JUDGED_AT,
+    RUN_STEPS,
+    TASK,
+    TRAIN_MODE,
+    TRAINED_BEFORE,
+)
 from wangen.generator.headers import WEIGHTS_FORMAT
 from wangen.generator.steps import Train
-from wangen.runtime.lora_folder import EPOCH_STEPS, FINGERPRINT, JUDGED_AT, RUN_STEPS, TRAINED_BEFORE
 from wangen.runtime.training.adapter_config import settings
 
 MODULES = {"loha": "networks.loha", "lokr": "networks.lokr"}
@@ -59,10 +69,10 @@ def metadata(
         Text fields. With `--no_metadata` only what programs need to use the file and what the user says of it.
     """
     base = _base(options)
-    found = {"format": "pt", "wangen.format": WEIGHTS_FORMAT, "ss_base_model_version": base,
-             "wangen.task": options.task, **_network(options, expert)}  # fmt: skip
+    found = {"format": "pt", FORMAT: WEIGHTS_FORMAT, "ss_base_model_version": base,
+             TASK: options.task, **_network(options, expert)}  # fmt: skip
     if expert:
-        found["wangen.expert"] = expert
+        found[EXPERT] = expert
     if options.no_metadata:
         return found | _described(options)
     found[FINGERPRINT] = json.dumps(fingerprint, sort_keys=True)
@@ -96,7 +106,7 @@ def _base(options: Train) -> str:
 def _network(options: Train, expert: str) -> dict[str, str]:
     """What is trained."""
     if options.train_mode == "full":
-        return {"wangen.train_mode": "full"}
+        return {TRAIN_MODE: "full"}
     chosen, architecture = settings(options, expert), profiles.model(options.task).architecture
     arguments = {"use_rslora": chosen.rslora, "use_dora": chosen.dora, "factor": chosen.factor,
                  "decompose_both": chosen.decompose_both, "rank_dropout": chosen.rank_dropout,

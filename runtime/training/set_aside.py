@@ -14,8 +14,9 @@ from pathlib import Path
 
 from wangen.generator.errors import WangenError, many
 from wangen.generator.files import replace
+from wangen.generator.header_keys import FINGERPRINT, JUDGED_AT, RUN_STEPS
 from wangen.generator.headers import read_header
-from wangen.runtime.lora_folder import AVERAGE, BEST, FINGERPRINT, JUDGED_AT, KEPT, LAYOUTS, RUN_STEPS, steps_of_epoch
+from wangen.runtime.lora_folder import AVERAGE, BEST, KEPT, LAYOUTS, steps_of_epoch
 from wangen.runtime.training.plan import ExpertPlan, Plan
 
 log = logging.getLogger("wangen")
