@@ -61,6 +61,9 @@ def refuse_flags(options: Train) -> None:
         raise UsageError(f"--lora_layout {' '.join(options.lora_layout)} names one twice", cure="name each once")
     if options.fresh and options.resume:
         raise UsageError("--fresh and --resume contradict each other", cure="give one of them")
+    if options.deterministic and options.attention == "xformers":
+        raise UsageError("--deterministic: the gradient of --attention xformers adds up in no fixed order",
+                         cure="leave one out: --attention auto has kernels that do")  # fmt: skip
     if options.cache_mode == "realtime" and (options.cache_latents or options.cache_latents_to_disk):
         raise UsageError("--cache_mode realtime keeps nothing: --cache_latents contradicts it", cure="leave one out")
     if options.keep_best and not (options.validation_items or options.validation_config):

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from wangen.generator.errors import WangenError
+from wangen.runtime.devices import is_out_of_memory
 
 GRACE_S = 15.0
 """So long a process that has lost another waits to be stopped by the launcher, which blames whom it sees end first."""
@@ -88,7 +89,7 @@ def all_there() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not (isinstance(error, dist.DistError) or _LOST.search(str(error))):
+        if is_out_of_memory(error) or not (isinstance(error, dist.DistError) or _LOST.search(str(error))):
             raise
         _wait_to_be_stopped()
         reason = re.sub(r"^\[\S*\] |\. This is typically.*", "", str(error).splitlines()[0])

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import re
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from typing import Any
@@ -21,6 +22,8 @@ CONTEXT_BYTES = GIB // 2
 
 BESIDE_PYTORCH = GIB // 4
 """What libraries take of a GPU beside PyTorch once they are used."""
+
+_FULL = re.compile(r"out of memory|can't allocate memory|ALLOC_FAILED", re.IGNORECASE)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -104,7 +107,7 @@ def set_precision(*, deterministic: bool, tf32: bool) -> None:
     """Choose between speed and repeatable bytes on a GPU; a CPU always repeats them.
 
     Args:
-        deterministic: only kernels that give the same bytes each time; what has none warns.
+        deterministic: only kernels that give the same bytes each time; what has none warns, see `fixed_order`.
         tf32: products of float32 may round their operands to TF32.
     """
     torch.backends.cuda.matmul.allow_tf32 = tf32
@@ -112,6 +115,27 @@ def set_precision(*, deterministic: bool, tf32: bool) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before cuBLAS is first used
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.backends.cudnn.benchmark = False
+
+
+@contextlib.contextmanager
+def fixed_order() -> Iterator[None]:
+    """While it runs, `--deterministic` does not merely warn: attention's kernels then add up in a fixed order.
+
+    Where PyTorch is only to warn, FlashAttention, the memory-efficient kernel and cuDNN stay as fast as ever, and their
+    gradients add up in whatever order blocks finish (`check_cudnn_deterministic` in ATen's sdp_utils.cpp, and
+    attention_backward.cu). It holds for all threads, also for those of the backward pass.
+
+    Raises:
+        RuntimeError: something that runs meanwhile has no such kernel.
+    """
+    if not torch.are_deterministic_algorithms_enabled():
+        yield
+        return
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 def choose_vae_dtype(name: str | None, device: torch.device) -> str:
@@ -180,9 +204,17 @@ def out_of_memory_as(answer: Callable[[], WangenError]) -> Iterator[None]:
     except (torch.OutOfMemoryError, MemoryError):
         raise answer() from None
     except RuntimeError as error:
-        if "can't allocate memory" not in str(error):  # how torch says it of the host's
+        if not is_out_of_memory(error):
             raise
         raise answer() from None
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether an error that is none of PyTorch's own kind says that memory is full.
+
+    That is how it tells of the host's, and CUDA, cuBLAS, cuDNN, NCCL and Triton of what they take themselves.
+    """
+    return _FULL.search(str(error)) is not None
 
 
 def set_attention(transformer: Any, name: str, device: torch.device, dtype: torch.dtype, *, backward: bool) -> str:

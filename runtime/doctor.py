@@ -184,7 +184,7 @@ def _lock() -> Found:
         return {"locked": None}
     from wangen.runtime.memory.swap import host_buffer
 
-    return {"locked": host_buffer(LOCKED_BYTES, pinned=True).is_pinned()}
+    return {"locked": host_buffer(LOCKED_BYTES, torch.device("cuda")).is_pinned()}
 
 
 def _libraries() -> Found:

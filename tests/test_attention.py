@@ -203,6 +203,54 @@ def test_cudnn_comes_first_on_hopper_only(monkeypatch):
     assert not choose_kernel("sdpa", cuda, torch.bfloat16).cudnn_first
 
 
+def test_with_a_bias_the_efficient_kernel_comes_first_on_a_gpu():
+    usual = torch._C._get_sdp_priority_order()
+    with attention._efficient_first(torch.device("cuda")):
+        assert torch._C._get_sdp_priority_order()[0] == SDPBackend.EFFICIENT_ATTENTION.value
+    with attention._efficient_first(CPU):
+        assert torch._C._get_sdp_priority_order() == usual
+    assert torch._C._get_sdp_priority_order() == usual
+
+
+def test_before_ampere_bfloat16_is_computed_in_float32(monkeypatch):
+    cuda, seen = torch.device("cuda"), []
+    attend = functional.scaled_dot_product_attention
+
+    def spy(*tensors: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+        seen.append({tensor.dtype for tensor in (*tensors, *([] if attn_mask is None else [attn_mask]))})
+        return attend(*tensors, attn_mask=attn_mask)
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", spy)
+
+    def kernel(capability: tuple[int, int], dtype: torch.dtype = torch.bfloat16) -> attention.Kernel:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device=None: capability)
+        attention._choose.cache_clear()
+        return choose_kernel("sdpa", cuda, dtype)
+
+    assert not kernel((8, 0)).widens
+    assert not kernel((7, 5), torch.float32).widens
+    turing = kernel((7, 5))
+    tensors = [tensor.bfloat16() for tensor in inputs(torch.float32, device=torch.device("meta"))]
+    for bias in ([], [torch.zeros(2, 1, 1, 40, device="meta")]):
+        assert turing(*tensors, *bias).dtype == torch.bfloat16
+        assert seen.pop() == {torch.float32}
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert not kernel((7, 5)).widens
+
+
+def test_what_is_widened_is_rounded_once():
+    kernel = attention.Kernel("sdpa", widens=True)
+    narrow = [tensor.detach().bfloat16().requires_grad_() for tensor in inputs(torch.float32)]
+    wide = [tensor.detach().float().requires_grad_() for tensor in narrow]
+    output, expected = kernel(*narrow), attention.Kernel("sdpa")(*wide)
+    assert torch.equal(output, expected.bfloat16())
+    for found, right in zip(
+        torch.autograd.grad(output.float().square().sum(), narrow),
+        torch.autograd.grad(expected.bfloat16().float().square().sum(), wide), strict=True,
+    ):  # fmt: skip
+        assert torch.equal(found, right.bfloat16())
+
+
 @pytest.mark.parametrize("pieces", [1, 2, 6])
 def test_pieces_of_an_item_see_the_same_keys(pieces):
     generator = torch.Generator().manual_seed(0)

@@ -68,6 +68,14 @@ def checkpointed(kernel: Kernel, tensors: list[Tensor], *, keep: bool, offload: 
     return found
 
 
+def test_what_is_kept_of_widened_numbers_gives_the_same_bytes():
+    kernel, tensors = Kernel("sdpa", widens=True), inputs(torch.bfloat16)
+    found = checkpointed(kernel, tensors, keep=True)
+    assert {tensor.dtype for tensor in found} == {torch.bfloat16}
+    plain = gradients(lambda *tensors: region(kernel, *tensors), tensors)
+    assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
+
+
 @pytest.mark.parametrize("name", ["sdpa", "sage"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("keys", ON_CPU)

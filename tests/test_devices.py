@@ -6,13 +6,16 @@ import torch
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.memory import GIB
 from wangen.runtime import devices
+from wangen.runtime.communication import all_there
 from wangen.runtime.devices import (
     choose_decoder_dtype,
     choose_device,
     choose_vae_dtype,
     enough_memory,
     exact,
+    fixed_order,
     set_attention,
+    set_precision,
 )
 
 
@@ -44,7 +47,9 @@ def test_float32_means_float32_while_encoding():
 
 def test_a_full_memory_is_one_message_and_other_errors_stay():
     for error in (torch.OutOfMemoryError("CUDA out of memory"), MemoryError(),
-                  RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried")):  # fmt: skip
+                  RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"),
+                  RuntimeError("CUDA error: out of memory"), RuntimeError("Triton Error [CUDA]: out of memory"),
+                  RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`")):  # fmt: skip
         with (
             pytest.raises(WangenError, match=r"out of memory encoding cat\.jpg"),
             enough_memory("encoding cat.jpg", "x"),
@@ -52,6 +57,25 @@ def test_a_full_memory_is_one_message_and_other_errors_stay():
             raise error
     with pytest.raises(RuntimeError, match="shapes"), enough_memory("encoding", "x"):
         raise RuntimeError("shapes do not fit")
+
+
+def test_what_nccl_has_no_memory_for_is_not_the_loss_of_another_process():
+    with pytest.raises(RuntimeError, match="out of memory"), all_there():
+        raise RuntimeError("NCCL error: unhandled cuda error, Cuda failure 2 'out of memory'")
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_an_order_that_is_asked_for_is_kept_strictly_for_a_while(asked):
+    try:
+        if asked:
+            set_precision(deterministic=True, tf32=False)
+        with fixed_order():
+            assert torch.are_deterministic_algorithms_enabled() == asked
+            assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        assert torch.are_deterministic_algorithms_enabled() == asked
+        assert torch.is_deterministic_algorithms_warn_only_enabled() == asked
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_a_device_that_is_not_there_is_named():

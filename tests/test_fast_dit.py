@@ -162,7 +162,7 @@ def test_no_step_waits_for_the_device(quantize: Any, monkeypatch: pytest.MonkeyP
     velocity = fast(adapted(model), checkpointing="full")
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)  # so that the kernel of bitsandbytes is asked
     kernel = SimpleNamespace(QuantState=SimpleNamespace, dequantize_4bit=lambda _numbers, _state, out: out.zero_())
-    monkeypatch.setattr(quantize_module, "_bitsandbytes", lambda: kernel)
+    monkeypatch.setattr(quantize_module, "_bitsandbytes", lambda _device: kernel)
     for layer in model.modules():
         if isinstance(layer, QuantLinear):
             layer.dequantize()  # tables are made once, before

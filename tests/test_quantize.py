@@ -214,7 +214,7 @@ def test_the_kernel_of_bitsandbytes_is_asked_on_a_gpu_and_its_absence_is_no_erro
         return out.copy_(values.reshape(out.shape))
 
     stand_in = SimpleNamespace(dequantize_4bit=dequantize_4bit, QuantState=SimpleNamespace)
-    monkeypatch.setattr(quantize, "_bitsandbytes", lambda: stand_in)
+    monkeypatch.setattr(quantize, "_bitsandbytes", lambda _device: stand_in)
 
     class OnGpu(torch.Tensor):
         is_cuda = True
@@ -223,9 +223,33 @@ def test_the_kernel_of_bitsandbytes_is_asked_on_a_gpu_and_its_absence_is_no_erro
     quantize._unpack_nf4(quantize.Packed(packed.numbers, packed.scale.view(torch.bfloat16)), out)
     assert torch.equal(out.as_subclass(torch.Tensor), wanted)
     monkeypatch.undo()
-    monkeypatch.setitem(sys.modules, "bitsandbytes.functional", None)
-    quantize._bitsandbytes.cache_clear()
-    assert quantize._bitsandbytes() is None
+
+
+def test_a_bitsandbytes_that_does_not_run_is_not_asked(monkeypatch):
+    """Without a library for this CUDA it can be imported, and raises when it is first used."""
+
+    def raising(_numbers, _state, out):
+        raise RuntimeError("Configured CUDA binary not found")
+
+    def wrong(_numbers, _state, out):
+        return out.fill_(1)
+
+    def right(numbers, state, out):
+        pairs = torch.stack([state.code[(numbers >> 4).int()], state.code[(numbers & 15).int()]], dim=-1)
+        return out.copy_(pairs.reshape(out.shape) * state.absmax[:, None])
+
+    def found(library):
+        monkeypatch.setitem(sys.modules, "bitsandbytes.functional", library)
+        quantize._bitsandbytes.cache_clear()
+        return quantize._bitsandbytes(torch.device("cpu"))
+
+    assert found(None) is None
+    for dequantize_4bit in (raising, wrong):
+        assert found(SimpleNamespace(dequantize_4bit=dequantize_4bit, QuantState=SimpleNamespace)) is None
+    library = SimpleNamespace(dequantize_4bit=right, QuantState=SimpleNamespace)
+    assert found(library) is library
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert found(library) is None
     quantize._bitsandbytes.cache_clear()
 
 

@@ -1,5 +1,7 @@
 import itertools
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from mmap import PAGESIZE
 
 import pytest
 import torch
@@ -325,22 +327,35 @@ def test_host_memory_that_cannot_be_pinned_is_said_once_and_used_as_it_is(monkey
 
     class Runtime:
         def cudaHostRegister(self, place, num_bytes, flags):  # noqa: N802
+            assert current == [second_card]
             calls.append(("pin", place, num_bytes))
             return 0 if len(calls) == 1 else 2
 
         def cudaHostUnregister(self, place):  # noqa: N802
             calls.append(("unpin", place))
 
+    second_card = torch.device("cuda", 1)
+    current: list[torch.device] = []
+
+    @contextmanager
+    def on_card(device):
+        current.append(device)
+        yield
+        current.pop()
+
     monkeypatch.setattr(torch.cuda, "cudart", Runtime)
-    monkeypatch.setattr(swap_module, "_forget_error", lambda: calls.append(("forget",)))
+    monkeypatch.setattr(torch.cuda, "device", on_card)
+    monkeypatch.setattr(swap_module, "_forget_error", lambda device: calls.append(("forget", device)))
     swap_module._warn_unpinned.cache_clear()
-    first = swap_module.host_buffer(1000, pinned=True)
+    first = swap_module.host_buffer(1000, second_card)
     place = first.data_ptr()
-    others = [swap_module.host_buffer(500, pinned=True) for _ in range(2)]
+    others = [swap_module.host_buffer(500, second_card) for _ in range(2)]
     assert [len(buffer) for buffer in others] == [500, 500]
-    assert caplog.text.count("does not lock enough host memory") == 1
+    assert [*map(len, (swap_module.host_buffer(0, second_card), swap_module.host_buffer(7, CPU)))] == [0, 7]
+    assert caplog.text.count("does not lock enough host memory for block swap (CUDA error 2)") == 1
     del first
-    assert calls[0] == ("pin", place, 1000)
+    assert calls[0] == ("pin", place, PAGESIZE)
+    assert place % PAGESIZE == 0, "no two buffers lock the same page"
     assert [call[0] for call in calls] == ["pin", "pin", "forget", "pin", "forget", "unpin"]
     assert calls[-1] == ("unpin", place)
     swap_module._warn_unpinned.cache_clear()

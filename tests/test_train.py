@@ -30,6 +30,7 @@ from wangen.runtime.loader import Draw, read_batch
 from wangen.runtime.lora import apply_lora, read_lora
 from wangen.runtime.models import family
 from wangen.runtime.randomness import generator_for
+from wangen.runtime.training import step
 from wangen.runtime.training.schedules import make_schedule
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "dataset"
@@ -177,6 +178,24 @@ def test_a_step_that_leaves_all_adapters_out_trains_nothing(tiny_run, tmp_path, 
         assert all(torch.equal(other[name], wanted) for other in found[1:])
 
 
+def test_the_passes_of_a_deterministic_run_are_held_to_a_fixed_order(tiny_run, tmp_path, monkeypatch):
+    """Where PyTorch may merely warn, the gradient of its attention on CUDA adds up in any order."""
+    seen, item_losses = [], step.item_losses
+
+    def spy(*words):
+        seen.append((torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()))
+        losses, errors = item_losses(*words)
+        losses.register_hook(lambda _: seen.append(torch.is_deterministic_algorithms_warn_only_enabled()))
+        return losses, errors
+
+    monkeypatch.setattr(step, "item_losses", spy)
+    try:
+        train.run(tiny_run.options(tmp_path / "out", max_train_steps=2, deterministic=True))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert seen == [(True, False), False] * 2
+
+
 def test_bf16_trains_close_to_float32(tiny_run, tmp_path):
     reports = [
         train.run(tiny_run.options(tmp_path / precision, mixed_precision=precision, max_train_steps=4))
@@ -236,6 +255,7 @@ def test_a_non_finite_loss_stops_with_the_item_named(tiny_run, tmp_path):
         ({"discrete_flow_shift": 0.0}, "--discrete_flow_shift must be above 0"),
         ({"max_grad_norm": float("nan")}, "--max_grad_norm must be 0 or above"),
         ({"lora_layout": ()}, "--lora_layout is empty"),
+        ({"deterministic": True, "attention": "xformers"}, "--attention xformers adds up in no fixed order"),
         ({"fresh": True, "resume": Path("x")}, "contradict each other"),
     ],
 )

@@ -153,7 +153,8 @@ _CARD = (
         "card-old",
         "note",
         "the card is older than NVIDIA's 30 series: no units for bfloat16, in which models train",
-        "it works and is slow; --mixed_precision no is exact and takes more memory",
+        "it works and is slow; attention computes in float32 there, so where a preset does not fit take the next "
+        "smaller one",
     ),
     Kind(
         "card-slow",

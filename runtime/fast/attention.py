@@ -44,6 +44,9 @@ _AUTO = ("flash3", "flash")
 _CUDNN_FIRST = [
     SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH,
 ]  # fmt: skip
+_EFFICIENT_FIRST = [
+    SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH,
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,8 @@ class Kernel:
         cudnn_first: SDPA prefers cuDNN to FlashAttention.
         pad_copies: keys that stand for the collapsed padding of a text, an argument of `pad_biases`: 1 where a bias is
             taken in float32, 3 where it is rounded to 16 bits.
+        widens: SDPA computes bfloat16 in float32: on NVIDIA's cards before Ampere none of its kernels takes bfloat16,
+            and its plain matrix products would keep all scores, N x N for each head.
         split: one item of the batch after the other.
     """
 
@@ -65,6 +70,7 @@ class Kernel:
     has_gradient: bool = True
     cudnn_first: bool = False
     pad_copies: int = 1
+    widens: bool = False
     split: bool = False
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -110,9 +116,11 @@ class Kernel:
             return _join([self.kept(query[n], key[n], value[n], stash) for n in _each_item(query)])
         if self.function is not None and not self.has_gradient:
             return attend(query, key, value, ForwardOnly(self.function, self._sdpa), stash)
+        dtype, (query, key, value) = query.dtype, self._widened(query, key, value)
         with sdpa_priority(self.cudnn_first):
             operator = operator_for(query, key, value)
-        return self(query, key, value) if operator is None else attend(query, key, value, operator, stash)
+        output = self(query, key, value) if operator is None else attend(query, key, value, operator, stash)
+        return output.to(dtype)
 
     def apart(
         self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None, stash: Stash | None = None
@@ -155,13 +163,20 @@ class Kernel:
         return replace(self, split=True)
 
     def _sdpa(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
+        dtype, (query, key, value) = query.dtype, self._widened(query, key, value)
         operator = operator_for(query, key, value, bias) if query.device.type == "cpu" else None
         if operator is not None:
-            return attend(query, key, value, operator)
-        if bias is not None:  # with a bias the memory-efficient kernel is the one for training, and it wants its dtype
-            return in_pieces(query, key, value, bias.to(query.dtype), num_pieces(query, key))
-        with sdpa_priority(self.cudnn_first):
-            return functional.scaled_dot_product_attention(query, key, value)
+            output = attend(query, key, value, operator)
+        elif bias is not None:  # the memory-efficient kernel is the one for training with a bias, and wants its dtype
+            with _efficient_first(query.device):
+                output = in_pieces(query, key, value, bias.to(query.dtype), num_pieces(query, key))
+        else:
+            with sdpa_priority(self.cudnn_first):
+                output = functional.scaled_dot_product_attention(query, key, value)
+        return output.to(dtype)
+
+    def _widened(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return (query.float(), key.float(), value.float()) if self.widens else (query, key, value)
 
 
 def choose_kernel(name: str, device: torch.device, dtype: torch.dtype, *, backward: bool = True) -> Kernel:
@@ -257,9 +272,15 @@ def _make(name: str, device: torch.device, dtype: torch.dtype) -> Kernel:
         ImportError, OSError: its package is missing or cannot be loaded.
     """
     rounded = device.type != "cpu" and dtype not in (torch.float32, torch.float64)
-    # Measured by others on Hopper only: elsewhere cuDNN is no faster than FlashAttention, or slower.
-    hopper = device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
-    kernel = Kernel(name, cudnn_first=hopper, pad_copies=3 if rounded else 1)
+    nvidia = device.type == "cuda" and torch.version.hip is None
+    capability = torch.cuda.get_device_capability(device) if nvidia else None
+    kernel = Kernel(
+        name,
+        # Measured by others on Hopper only; elsewhere PyTorch's own order stays.
+        cudnn_first=capability == (9, 0),
+        pad_copies=3 if rounded else 1,
+        widens=capability is not None and capability < (8, 0) and dtype == torch.bfloat16,
+    )
     if name == "sdpa":
         return kernel
     return replace(kernel, function=_FUNCTIONS[name](), has_gradient=name != "sage")
@@ -302,6 +323,11 @@ def _far(found: Tensor, exact: Tensor) -> bool:
 def sdpa_priority(cudnn_first: bool) -> contextlib.AbstractContextManager[None]:
     """Among SDPA's kernels cuDNN comes first, or all stays as it is. A preference: what cannot run is passed over."""
     return sdpa_kernel(_CUDNN_FIRST, set_priority=True) if cudnn_first else contextlib.nullcontext()
+
+
+def _efficient_first(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """On a GPU the memory-efficient kernel comes first, for which `num_pieces` cuts: newer PyTorch asks cuDNN first."""
+    return sdpa_kernel(_EFFICIENT_FIRST, set_priority=True) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def _each_item(tensor: Tensor) -> list[slice]:

@@ -90,9 +90,11 @@ class Presence:
         """The block's forward pass, or its recomputation and backward pass."""
         if self.swap is not None:
             self.swap.enter(self.index, backward=backward)
-        yield
-        if self.swap is not None:
-            self.swap.leave(self.index, backward=backward)
+        try:
+            yield
+        finally:  # a sample that found no memory is left out, and the next one needs the block's place
+            if self.swap is not None:
+                self.swap.leave(self.index, backward=backward)
 
 
 class InHostMemory:

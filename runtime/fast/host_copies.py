@@ -62,7 +62,7 @@ class HostCopies:
             if self._stream is not None:
                 self._stream.synchronize()  # it may still be read
             self._free.pop()
-        return host_buffer(num_bytes, pinned=self._stream is not None)
+        return host_buffer(num_bytes, self.device)
 
     @contextlib.contextmanager
     def _beside(self) -> Iterator[None]:

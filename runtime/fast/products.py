@@ -57,7 +57,8 @@ def linear_onto(outputs: Tensor, inputs: Tensor, weight: Tensor) -> Tensor:
 
 def add_product(total: Tensor, left: Tensor, right: Tensor, scale: float = 1.0) -> None:
     """Add `scale` times the product of (M, K) and (K, N) to a total (M, N), which may be of a wider dtype."""
-    if total.dtype != left.dtype and adds_wider(total.device, left.dtype):
+    # cuBLASLt may take a single row for a bias, which is no sum to add to; the trial has no such total.
+    if total.dtype != left.dtype and 1 not in total.shape and adds_wider(total.device, left.dtype):
         torch.addmm(total, left, right, alpha=scale, out_dtype=total.dtype, out=total)
     else:
         total.add_(scaled_(linear_back(left, right), scale))

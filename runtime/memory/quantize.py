@@ -110,15 +110,23 @@ def _scale(numbers: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> Non
 
 
 def _unpack_nf4(packed: Packed, out: torch.Tensor) -> None:
-    rows, columns = out.shape
-    functional = _bitsandbytes() if out.is_cuda and columns % BLOCK == 0 else None
+    functional = _bitsandbytes(out.device) if out.is_cuda and out.shape[1] % BLOCK == 0 else None
     if functional is not None:
-        state = functional.QuantState(
-            absmax=packed.scale.float().reshape(-1), shape=out.shape, dtype=out.dtype, blocksize=BLOCK,
-            quant_type="nf4", code=_nf4_numbers(out.device),
-        )  # fmt: skip
-        functional.dequantize_4bit(packed.numbers.reshape(-1, 1), state, out=out)
-        return
+        _unpack_with_bitsandbytes(functional, packed, out)
+    else:
+        _unpack_with_table(packed, out)
+
+
+def _unpack_with_bitsandbytes(functional: Any, packed: Packed, out: torch.Tensor) -> None:
+    state = functional.QuantState(
+        absmax=packed.scale.float().reshape(-1), shape=out.shape, dtype=out.dtype, blocksize=BLOCK, quant_type="nf4",
+        code=_nf4_numbers(out.device),
+    )  # fmt: skip
+    functional.dequantize_4bit(packed.numbers.reshape(-1, 1), state, out=out)
+
+
+def _unpack_with_table(packed: Packed, out: torch.Tensor) -> None:
+    rows, columns = out.shape
     pairs = _nf4_pairs(out.device)
     step = max(1, CHUNK // columns)
     for first in range(0, rows, step):
@@ -142,17 +150,24 @@ def _nf4_pairs(device: torch.device) -> torch.Tensor:
 
 
 @cache
-def _bitsandbytes() -> Any:
-    """`bitsandbytes.functional`, whose kernel dequantises the same bytes in one pass, or None where it is missing.
+def _bitsandbytes(device: torch.device) -> Any:
+    """`bitsandbytes.functional`, whose kernel dequantises the same bytes in one pass, or None where it does not run.
 
-    On ROCm it is not asked: on cards with wavefronts of 64 it has no blocks as small as these.
+    It is tried: without a library for this CUDA it is imported none the less, and fails when it is first used. On ROCm
+    it is not asked: on cards with wavefronts of 64 it has no blocks as small as these.
     """
     if torch.version.hip:
         return None
+    numbers = torch.arange(8 * BLOCK, device=device).to(torch.uint8).view(16, BLOCK // 2)
+    packed = Packed(numbers, torch.ones(16, 1, device=device, dtype=torch.bfloat16))
+    found, expected = (torch.zeros(16, BLOCK, device=device, dtype=torch.bfloat16) for _ in range(2))
     try:
-        return import_module("bitsandbytes.functional")
-    except (ImportError, OSError, RuntimeError):  # a build for another CUDA fails in its own ways
+        functional = import_module("bitsandbytes.functional")
+        _unpack_with_bitsandbytes(functional, packed, found)
+    except (ImportError, OSError, RuntimeError, ValueError, TypeError, AttributeError):  # each build in its own ways
         return None
+    _unpack_with_table(packed, expected)
+    return functional if torch.equal(found, expected) else None
 
 
 class Form(NamedTuple):

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from mmap import PAGESIZE
 from typing import Any, Protocol
 
 import torch
@@ -123,7 +124,7 @@ class Master:
                     offset=int(tensor.storage_offset()),
                 )
             )
-        self.buffer = host_buffer(end, pinned=device.type == "cuda")
+        self.buffer = host_buffer(end, device)
         for piece in self.pieces:
             piece.view(self.buffer).copy_(piece.tensor)
         self.empty()
@@ -342,33 +343,44 @@ def frozen_tensors(module: nn.Module) -> list[torch.Tensor]:
     return list(found.values())
 
 
-def host_buffer(num_bytes: int, *, pinned: bool) -> torch.Tensor:
-    """Host memory as uint8. `pinned` locks its pages, which lets the device copy while it computes.
+def host_buffer(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Host memory as uint8. For a GPU its pages are locked, which lets it copy while it computes.
 
     torch's own pinned memory comes in powers of two, half as much again for a block of 14B; so memory of the right
-    size is registered instead. Where the system refuses, it stays pageable, and is said once.
+    size is registered instead, in whole pages, of which no two buffers may share one. Where the system refuses, it
+    stays pageable, and is said once.
+
+    Args:
+        num_bytes: the length.
+        device: to and from which it is copied; CUDA registers memory with the current GPU, which may be another one.
     """
-    buffer = torch.empty(num_bytes, dtype=torch.uint8)
-    if pinned and num_bytes:
-        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        if int(runtime.cudaHostRegister(buffer.data_ptr(), num_bytes, 0)) == 0:
+    if device.type != "cuda" or not num_bytes:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+    whole = -(-num_bytes // PAGESIZE) * PAGESIZE
+    memory = torch.empty(whole + PAGESIZE, dtype=torch.uint8)
+    buffer = memory[-memory.data_ptr() % PAGESIZE :][:num_bytes]
+    runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    with torch.cuda.device(device):
+        code = int(runtime.cudaHostRegister(buffer.data_ptr(), whole, 0))
+        if code == 0:
             weakref.finalize(buffer, runtime.cudaHostUnregister, buffer.data_ptr()).atexit = False
         else:
-            _forget_error()
-            _warn_unpinned()
+            _forget_error(device)
+            _warn_unpinned(code)
     return buffer
 
 
-def _forget_error() -> None:
+def _forget_error(device: torch.device) -> None:
     """Let CUDA report the failed call now: it would otherwise reappear at a later, innocent one."""
     with contextlib.suppress(RuntimeError):
-        torch.zeros(1, device="cuda").add_(1)
-        torch.cuda.synchronize()
+        torch.zeros(1, device=device).add_(1)
+        torch.cuda.synchronize(device)
 
 
 @cache
-def _warn_unpinned() -> None:
+def _warn_unpinned(code: int) -> None:
     log.warning(
-        "  the system does not lock enough host memory for block swap: copies to the device will not run beside the "
-        "computation. On Windows half of the memory can be locked; swap fewer blocks or quantise them"
+        "  the system does not lock enough host memory for block swap (CUDA error %d): copies to the device will not "
+        "run beside the computation. On Windows half of the memory can be locked; swap fewer blocks or quantise them",
+        code,
     )

@@ -10,6 +10,7 @@ import torch
 from wangen.generator.adapter_settings import settings_of_flags
 from wangen.generator.steps import Train
 from wangen.runtime.denoising import Velocity
+from wangen.runtime.devices import fixed_order
 from wangen.runtime.flow import flow_loss, loss_weight, noised, velocity
 from wangen.runtime.interrupt import Interrupt
 from wangen.runtime.loader import Batch
@@ -119,7 +120,8 @@ def _gradients(
         if interrupt.requested and run.ranks.count == 1:
             return None
         keys = [key for prepared in together for key in prepared.keys]
-        with dropout_seed(keys, run.device) if trainee.transformer.training else contextlib.nullcontext():
+        dropout = dropout_seed(keys, run.device) if trainee.transformer.training else contextlib.nullcontext()
+        with dropout, fixed_order():
             loss, error = item_losses(run.kind, trainee.model, together, run.plan.options, run.device)
             if loss.requires_grad or not settings_of_flags(run.plan.options).module_dropout:  # it may leave all out
                 (loss[:counted].sum() / group.num_items).backward()  # type: ignore[no-untyped-call]

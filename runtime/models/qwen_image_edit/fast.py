@@ -137,7 +137,7 @@ class FastQwen(FastModel):
             pictures=tuple(sum(item.sizes) for item in items),
             texts=texts,
             runs=(*runs, *texts),
-            times=torch.tensor(times, device=device),
+            times=torch.tensor(times).to(device, non_blocking=True),
             picture_turns=picture_turns,
             text_turns=text_turns,
         )
