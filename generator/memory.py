@@ -289,6 +289,11 @@ def adapter_weights(model: Model, rank: int) -> int:
     return model.transformer.num_layers * rank * weight_counts(model).adapter
 
 
+def batches_of_a_pass(options: Train) -> int:
+    """How many batches go through the blocks together: with `--pack` all that a step of one process accumulates."""
+    return options.gradient_accumulation_steps if options.pack else 1
+
+
 def tokens_of(model: Model, resolution: tuple[int, int], num_frames: int, num_controls: int | None = None) -> int:
     """Tokens of a clip, or of a picture with its control images (of its size) and its text where these are in the row.
 

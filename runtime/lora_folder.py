@@ -61,6 +61,17 @@ def numbered(stem: str) -> re.Pattern[str]:
     return re.compile(rf"{re.escape(stem)}-{number}(?:{AVERAGE})?(?:-(?:{layouts}))?\.safetensors")
 
 
+def written_by(stem: str) -> re.Pattern[str]:
+    """The file names under which a run saves the LoRA of this stem: its last, its best, those on its way.
+
+    >>> [bool(written_by("cats").fullmatch(f"cats{end}.safetensors")) for end in ("", "-best", "-kept2-step00000020")]
+    [True, True, False]
+    """
+    return re.compile(
+        rf"{re.escape(stem)}(?:-step\d{{8}}|-\d{{6}}|{BEST})?(?:{AVERAGE})?(?:-(?:{'|'.join(LAYOUTS)}))?\.safetensors"
+    )
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """One saved LoRA of a run.

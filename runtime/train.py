@@ -106,8 +106,8 @@ def _run(options: Train, device: torch.device, ranks: Ranks) -> Report:
     set_precision(deterministic=options.deterministic, tf32=options.cuda_allow_tf32)
     if device.type == "cpu":
         keep_freed_memory()
-    options = alike(resolved(options, model, device), device, ranks)
     try:
+        options = alike(resolved(options, model, device), device, ranks)
         refuse(options, model, device)
     except WangenError as error:
         if ranks.launch.count > 1:  # no launcher starts that again
@@ -148,7 +148,7 @@ def _run_alone(options: Train, model: Model, device: torch.device, ranks: Ranks)
         plan, ranks = replace(plan, options=with_all_resident(plan.options)), ranks.marching()
     state = find_state(plan, ranks.launch)
     ranks.require_same("training states", {"step": state.step if state else None})
-    changed = changed_settings(plan, state) if state else []
+    changed = changed_settings(plan, state) if state else {}
     state = compared(plan, state, changed, ranks.count) if state else None
     plan = replace(plan, trained_before=trained_before(plan, state))
     if state:
@@ -288,7 +288,7 @@ def _train(training: Run, watching: Watching, interrupt: Interrupt) -> bool:
                         finally:  # what goes wrong there does not cost what was trained, where one saves for all
                             if to_save and (looked or not training.is_sharded):
                                 saving.save()
-                        ranks.any(False)  # no step's time is what one waits for another that saves
+                        ranks.meet()  # no step's time is what one waits for another that saves
                     if not at_end:
                         break
             watching.settle()
@@ -298,7 +298,7 @@ def _train(training: Run, watching: Watching, interrupt: Interrupt) -> bool:
     if training.saved_step != training.step:
         save_state(training)
     settle_state(training)
-    ranks.any(False)  # a launcher that sees one process end stops the others, also one that still saves
+    ranks.meet()  # a launcher that sees one process end stops the others, also one that still saves
     return at_end
 
 
@@ -311,7 +311,7 @@ def _begin(training: Run, watching: Watching, interrupt: Interrupt) -> bool:
         save_state(training)
         settle_state(training)
     if not whole:
-        training.ranks.any(False)  # as at the end of a run
+        training.ranks.meet()  # as at the end of a run
     return whole
 
 

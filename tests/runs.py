@@ -54,3 +54,15 @@ def make_run(options: Train, *, move_weights: float = 0.05) -> Run:
                 parameter += move_weights * torch.randn(parameter.shape, generator=generator)
         trainee.step = 2
     return Run(plan, family(model), CPU, trainees)
+
+
+def planned(tiny_run: TinyRun, folder: Path, **changes: object):
+    from wangen import profiles
+    from wangen.runtime.training.plan import make_plan
+    from wangen.runtime.training.refusals import resolved
+    from wangen.runtime.training.samples import read_training_samples
+
+    options = tiny_run.options(folder, **changes)
+    model = profiles.model(options.task)
+    options = resolved(options, model, CPU)
+    return make_plan(options, model, *read_training_samples(options, model))

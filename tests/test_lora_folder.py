@@ -182,5 +182,11 @@ def test_training_starts_from_the_best_of_an_earlier_run_and_not_from_its_own_fo
     assert train.run(second).inputs["network_weights"] == lora_identity(best)
     with pytest.raises(UsageError, match="the folder that this run writes to"):
         train.run(replace(first, network_weights=first.output_dir))
+    for name in ("lora", "lora-best", "lora-step00000002"):
+        file = first.output_dir / f"{name}.safetensors"
+        for start in ({"network_weights": file}, {"base_weights": (file,)}):
+            with pytest.raises(UsageError, match="a file that this run writes over or removes"):
+                train.run(replace(first, fresh=True, **start))
     assert main(["export", FLAG, str(first.output_dir), "--save_path", str(tmp_path / "out.safetensors")]) == 0
     assert "lora-best.safetensors, its best" in capsys.readouterr().err
+    train.run(replace(first, network_weights=best, output_name="another", max_train_steps=1, keep_best=False))

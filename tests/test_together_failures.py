@@ -18,6 +18,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
+from runs import planned
 from test_together import alone, losses, run, started, torchrun
 from tiny import TinyRun
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
@@ -28,8 +29,7 @@ from wangen.generator.errors import WRONG_USAGE, UsageError, WangenError
 from wangen.generator.launch import Launch, launch
 from wangen.runtime import communication, devices, train
 from wangen.runtime.progress import progress
-from wangen.runtime.training import checkpoint, launcher, out_of_memory, process_logs, ranks
-from wangen.runtime.training.prepared import Group
+from wangen.runtime.training import checkpoint, launcher, process_logs, ranks
 from wangen.runtime.training.process_logs import KEPT_STARTS, last_words, remove_old
 from wangen.runtime.training.ranks import Ranks, agreed_name, joined
 from wangen.runtime.training.run import Run
@@ -51,25 +51,6 @@ def test_only_the_first_says_that_it_is_time_to_save(tiny_run: TinyRun, tmp_path
         saving = Saving(run)
         monkeypatch.setattr(saving, "_saved_at", time.monotonic() - 61)
         assert saving.due() is wanted
-
-
-def test_a_full_memory_of_a_process_without_a_batch_is_said(tiny_run: TinyRun, tmp_path: Path):
-    run = Run(planned(tiny_run, tmp_path), None, CPU, [], SECOND)  # type: ignore[arg-type]
-    group = Group(0, [], 0, 2)
-    with pytest.raises(WangenError, match="at step 1"), out_of_memory.enough_memory_for_steps(run, group):
-        raise torch.OutOfMemoryError
-
-
-def planned(tiny_run: TinyRun, folder: Path, **changes: object):
-    from wangen import profiles
-    from wangen.runtime.training.plan import make_plan
-    from wangen.runtime.training.refusals import resolved
-    from wangen.runtime.training.samples import read_training_samples
-
-    options = tiny_run.options(folder, **changes)
-    model = profiles.model(options.task)
-    options = resolved(options, model, CPU)
-    return make_plan(options, model, *read_training_samples(options, model))
 
 
 def test_each_process_has_a_gpu_of_its_own(monkeypatch):
@@ -181,11 +162,12 @@ def test_what_differs_between_processes_is_named(monkeypatch):
 
 
 @pytest.mark.parametrize(("count", "code"), [(1, 1), (2, WRONG_USAGE)])
-def test_files_of_another_kind_are_no_reason_to_start_again(tiny_run, tmp_path: Path, monkeypatch, count, code):
+@pytest.mark.parametrize("flag", ["dit", "network_weights"])
+def test_files_of_another_kind_are_no_reason_to_start_again(tiny_run, tmp_path: Path, monkeypatch, count, code, flag):
     monkeypatch.setattr(train, "launch", lambda: Launch(0, count, 0))
     monkeypatch.setattr(train, "joined", lambda launched, _: nullcontext(Ranks(launched)))
     with pytest.raises(WangenError) as error:
-        train.run(tiny_run.options(tmp_path, dit=tiny_run.weights["vae"]))
+        train.run(tiny_run.options(tmp_path / "out", **{flag: {"dit": tiny_run.weights["vae"]}.get(flag, tmp_path)}))
     assert error.value.exit_code == code
 
 

@@ -183,7 +183,8 @@ def test_the_passes_of_a_deterministic_run_are_held_to_a_fixed_order(tiny_run, t
     seen, item_losses = [], step.item_losses
 
     def spy(*words):
-        seen.append((torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()))
+        lenient = torch.is_deterministic_algorithms_warn_only_enabled()
+        seen.append((torch.are_deterministic_algorithms_enabled(), lenient))
         losses, errors = item_losses(*words)
         losses.register_hook(lambda _: seen.append(torch.is_deterministic_algorithms_warn_only_enabled()))
         return losses, errors
@@ -193,7 +194,7 @@ def test_the_passes_of_a_deterministic_run_are_held_to_a_fixed_order(tiny_run, t
         train.run(tiny_run.options(tmp_path / "out", max_train_steps=2, deterministic=True))
     finally:
         torch.use_deterministic_algorithms(False)
-    assert seen == [(True, False), False] * 2
+    assert seen == [(True, False), False] * 2, "forward and backward"
 
 
 def test_bf16_trains_close_to_float32(tiny_run, tmp_path):
@@ -229,6 +230,19 @@ def test_network_weights_start_where_another_lora_ended(tiny_run, tmp_path):
     assert all(torch.allclose(one[name].up, two[name].up, atol=1e-9) for name in one)
     with pytest.raises(WangenError, match="give --network_dim 4"):
         train.run(tiny_run.options(tmp_path / "three", network_weights=start, network_dim=8))
+
+
+def test_the_file_that_a_run_starts_from_is_read_once(tiny_run, tmp_path, monkeypatch):
+    train.run(tiny_run.options(tmp_path / "one", network_alpha=2.0, max_train_steps=2, lora_layout=("kohya",)))
+    start = (tmp_path / "one/lora.safetensors").rename(tmp_path / "start.safetensors")
+    announce = train.announce
+    monkeypatch.setattr(train, "announce", lambda run: (announce(run), start.unlink()))
+    options = tiny_run.options(
+        tmp_path / "two", network_weights=start, dim_from_weights=True, max_train_steps=2, save_every_n_steps=1
+    )
+    train.run(options)
+    found = [path.name for path in sorted((tmp_path / "two").glob("*.safetensors"))]
+    assert found == ["lora-step00000001.safetensors", "lora.safetensors"]
 
 
 def test_a_non_finite_loss_stops_with_the_item_named(tiny_run, tmp_path):

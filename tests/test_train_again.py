@@ -114,7 +114,11 @@ def test_the_average_of_an_earlier_end_is_none_of_the_last(tiny_run, tmp_path, c
 def test_another_adapter_is_no_change_that_a_state_can_go_on_with(tiny_run, tmp_path):
     options = tiny_run.options(tmp_path, max_train_steps=1)
     train.run(options)
-    for changes, ways in (({"network_dim": 8}, False), ({"learning_rate": 2e-3}, True)):
+    for changes, ways in (
+        ({"network_dim": 8}, False), ({"network_args": ("use_dora=true",)}, False),
+        ({"network_args": ("exclude_patterns=['attn2']",)}, False),
+        ({"network_args": ("loraplus_lr_ratio=4",)}, True), ({"learning_rate": 2e-3}, True),
+    ):  # fmt: skip
         with pytest.raises(UsageError) as error:
             train.run(replace(options, max_train_steps=2, **changes))
         assert "starts again from step 0" in error.value.cure

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from wangen.generator.memory import MemoryBudget, memory_plan, settings_of
+from wangen.generator.memory import MemoryBudget, batches_of_a_pass, memory_plan, settings_of
 from wangen.generator.memory_changes import fitting_flags
 from wangen.generator.plan.estimate import RunPlan, memory_tokens
 from wangen.generator.plan.shapes import Shape
@@ -49,15 +49,17 @@ def find_cure(plan: RunPlan, fixed: Collection[str] = ()) -> Cure:
     def needed_for(tokens: int) -> Callable[[Train], int]:
         return lambda train: budget(train, tokens).device
 
+    together = batches_of_a_pass(plan.train)
+
     if settings.shards > 1:
         fixed = {*fixed, "blocks_to_swap", "checkpointing"}
     largest = plan.shapes[0]
-    flags = fitting_flags(plan.train, plan.model, needed_for(largest.tokens), usable, fixed)
+    flags = fitting_flags(plan.train, plan.model, needed_for(largest.tokens * together), usable, fixed)
     if flags is not None:
-        return Cure(flags, budget(replace(plan.train, vram=None, **flags), largest.tokens))
+        return Cure(flags, budget(replace(plan.train, vram=None, **flags), largest.tokens * together))
 
     def fits(shape: Shape) -> bool:
-        needed = needed_for(memory_tokens(shape, plan.model, rows))
+        needed = needed_for(memory_tokens(shape, plan.model, rows) * together)
         return fitting_flags(plan.train, plan.model, needed, usable, fixed) is not None
 
     ways = (_one_at_a_time(largest.shape), _shorter(largest.shape), _narrower(largest.shape, plan.model.bucket_step))

@@ -18,6 +18,7 @@ from wangen.generator.memory import (
     MemoryBudget,
     MemorySettings,
     adapter_weights,
+    batches_of_a_pass,
     block_bytes,
     grid_tokens,
     memory_plan,
@@ -152,7 +153,7 @@ def plan_run(
         seconds = batch_seconds(flops, gpu, settings, model) if gpu else None
         shapes.append(ShapePlan(shape, survey.samples[shape], -(-uses // shape.batch_size), tokens, flops, seconds))
     shapes.sort(key=lambda one: one.tokens, reverse=True)
-    most = shapes[0].tokens if shapes else 0
+    most = shapes[0].tokens * batches_of_a_pass(train) if shapes else 0
     budget = memory_plan(model, settings, tokens=most)
     shards = _shards(train, budget, gpu, processes)
     if shards > 1:

@@ -8,7 +8,9 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
+from statistics import mode
 
 from wangen import profiles
 from wangen.generator.adapter_parts import HADAMARD
@@ -152,9 +154,15 @@ def same_factors(weight: AdapterWeight, chosen: Settings) -> str:
             "sizes in another way, and can be merged (--base_weights), not trained on")  # fmt: skip
 
 
+@cache
+def _scales_of(start: Path) -> dict[str, tuple[int, float]]:
+    """`read_scales`, once in a process: whoever removes the file does not stop the run that began with it."""
+    return read_scales(start)
+
+
 def _with_ranks_of(found: Settings, start: Path) -> Settings:
     """The settings with the ranks and alphas of an adapter's file."""
-    scales = read_scales(start)
+    scales = _scales_of(start)
     if any(not rank for rank, _ in scales.values()):
         raise UsageError("--dim_from_weights: the whole matrices of this LoKr have no rank", where=str(start),
                          cure="give the --network_dim and --lokr_factor that it was trained with")  # fmt: skip
@@ -163,7 +171,7 @@ def _with_ranks_of(found: Settings, start: Path) -> Settings:
     alphas = {
         module: (scale or 1.0) * (math.sqrt(rank) if found.rslora else rank) for module, (rank, scale) in scales.items()
     }
-    rank, alpha = (max(set(each.values()), key=list(each.values()).count) for each in (ranks, alphas))
+    rank, alpha = (mode(each.values()) for each in (ranks, alphas))
     return replace(
         found,
         rank=int(rank),

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 
 from wangen.generator.errors import WangenError
-from wangen.generator.memory import GIB, tokens_of
+from wangen.generator.memory import GIB
 from wangen.generator.memory_changes import cheapest_changes
 from wangen.generator.steps import Train
 from wangen.profiles import Model
@@ -41,10 +41,8 @@ def enough_memory_for(plan: Plan, device: torch.device, what: str) -> contextlib
 
 
 def _out_of_memory_between(plan: Plan, device: torch.device, what: str) -> WangenError:
-    samples = (cached.sample for cached in plan.samples)
-    tokens = max(tokens_of(plan.model, sample.size, sample.count, len(sample.controls)) for sample in samples)
     available = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-    return WangenError(f"out of memory {what}", cure=_cure(plan.model, plan.options, tokens, available))
+    return WangenError(f"out of memory {what}", cure=_cure(plan.model, plan.options, plan.most_tokens, available))
 
 
 def _out_of_memory(run: Run, group: Group) -> WangenError:
@@ -53,9 +51,10 @@ def _out_of_memory(run: Run, group: Group) -> WangenError:
     largest = max(group.batches, key=lambda prepared: prepared.noise.numel())
     size = "x".join(map(str, largest.noise.shape[2:]))
     found = f"out of memory at step {run.step + 1}, on {', '.join(largest.batch.names)} (latents of {size})"
-    tokens = sum(num_tokens(largest.batch, run.plan.model.patch))
+    together = [one.batch for one in group.batches] if run.plan.options.pack else [largest.batch]
+    tokens = sum(sum(num_tokens(batch, run.plan.model.patch)) for batch in together)
     if run.plan.model.prompt:  # its texts go through the blocks as pictures do
-        tokens += sum(map(len, largest.batch.texts))
+        tokens += sum(len(text) for batch in together for text in batch.texts)
     available = None
     if run.device.type == "cuda":
         used = torch.cuda.max_memory_allocated(run.device)

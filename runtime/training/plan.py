@@ -11,6 +11,7 @@ from wangen import profiles
 from wangen.generator import headers
 from wangen.generator.errors import UsageError
 from wangen.generator.lora_config import lora_identity
+from wangen.generator.memory import tokens_of
 from wangen.generator.step_parts import DEFAULT_EPOCHS
 from wangen.generator.steps import Train
 from wangen.generator.table import options as flags_of
@@ -32,7 +33,7 @@ from wangen.runtime.training.timesteps import (
 RECIPE = 2
 """Of what a step computes from its seeds; a state of another recipe would go on with other noise and timesteps."""
 
-SAME_BYTES = {"save_precision", "lora_layout", "checkpointing", "gradient_checkpointing_cpu_offload"}
+LEARNS_THE_SAME = {"save_precision", "lora_layout", "checkpointing", "gradient_checkpointing_cpu_offload"}
 """Pinned flags that do not change what is learned."""
 
 
@@ -106,6 +107,14 @@ class Plan:
     def num_steps(self) -> int:
         """Optimizer steps of all experts together."""
         return sum(expert.num_steps for expert in self.experts)
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens that a full batch of the largest samples carries through the blocks."""
+        return max(
+            tokens_of(self.model, one.size, one.count, len(one.controls)) * one.entry.batch_size
+            for one in (cached.sample for cached in self.samples)
+        )
 
     @property
     def name(self) -> str:
@@ -246,7 +255,7 @@ def plan_experts(
 
 def _fingerprint(options: Train, samples: Sequence[CachedSample], experts: Sequence[ExpertPlan]) -> dict[str, Any]:
     """Settings by flag name, and digests of data and weights. The length counts where the schedule depends on it."""
-    pinned = [option.name for option in flags_of(Train) if option.flag.pinned and option.name not in SAME_BYTES]
+    pinned = [option.name for option in flags_of(Train) if option.flag.pinned and option.name not in LEARNS_THE_SAME]
     found: dict[str, Any] = {name: str(getattr(options, name)) for name in pinned}
     length = sum(expert.num_steps for expert in experts) if depends_on_length(options) else "any"
     found |= {"recipe": RECIPE, "length of the schedule": length, "dataset": dataset_digest(samples)}

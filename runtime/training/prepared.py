@@ -129,13 +129,20 @@ def _noise(shape: Sequence[int], key: DrawKey, offset: float) -> torch.Tensor:
 
 def _clean_frames(options: Train, key: DrawKey, num_frames: int) -> int:
     """How many first latent frames are given; none of a still image, which would leave nothing to learn."""
-    if not options.condition_frames or num_frames == 1:
-        return 0
     if options.condition_dropout:
         drawn = torch.rand((), generator=generator_for("condition", *key)).item()
         if drawn < options.condition_dropout:
             return 0
-    return min(1 + (options.condition_frames - 1) // 4, num_frames - 1)
+    return clean_frames(options.condition_frames or 0, num_frames)
+
+
+def clean_frames(condition_frames: int, num_frames: int) -> int:
+    """Of so many latent frames those that are given clean, for `--condition_frames`; at least one is left to learn.
+
+    >>> clean_frames(0, 21), clean_frames(1, 21), clean_frames(9, 21), clean_frames(9, 3), clean_frames(1, 1)
+    (0, 1, 3, 2, 0)
+    """
+    return min(1 + (condition_frames - 1) // 4, num_frames - 1) if condition_frames else 0
 
 
 def pinned(prepared: Prepared) -> Prepared:

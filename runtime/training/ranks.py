@@ -100,15 +100,19 @@ class Ranks:
             dist.all_reduce(told, dist.ReduceOp.MAX)
         return bool(told)
 
+    def meet(self) -> None:
+        """Wait until all are here."""
+        self.any(False)
+
     @contextlib.contextmanager
     def one_at_a_time(self) -> Iterator[None]:
         """While it runs, no other process of this machine is in it; nothing in it may wait for another."""
         turns = max(self.gathered(self.launch.local_count))
         for _ in range(self.launch.local_rank):
-            self.any(False)
+            self.meet()
         yield  # after an error the others wait until the launcher stops them
         for _ in range(turns - self.launch.local_rank):
-            self.any(False)
+            self.meet()
 
     def add_up(self, tensors: Sequence[torch.Tensor]) -> None:
         """Replace each tensor by the sum over all processes; the same bytes on all."""
@@ -151,7 +155,7 @@ class Ranks:
         if self.is_first:
             note.touch()
         try:
-            self.any(False)  # it is there
+            self.meet()  # it is there
             facts = {"--output_dir": not missing_after(SEEN_S, folder, {note.name})}
             self.require_same("output folders", facts, exit_code=WRONG_USAGE)
         finally:
@@ -204,7 +208,7 @@ def joined(launch: Launch, device: torch.device) -> Iterator[Ranks]:
     except WangenError as error:
         exit_code[0] = error.exit_code
         raise
-    ranks.any(False)  # wait for all; not after an error: then the others do not come here
+    ranks.meet()  # not after an error: then the others do not come here
     dist.destroy_process_group()
     atexit.unregister(_end)
 

@@ -2,6 +2,7 @@
 
 import logging
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from wangen.generator.tasks import require_supported
 from wangen.generator.train_refusals import refuse_flags, refuse_more_blocks
 from wangen.generator.unread_flags import unread
 from wangen.runtime.devices import free_bytes, require_compiler
-from wangen.runtime.lora_folder import find_lora
+from wangen.runtime.lora_folder import find_lora, written_by
 from wangen.runtime.models import expect_vae
 from wangen.runtime.sampling.prompts import MAX_STEPS, read_prompts
 from wangen.runtime.training.adapter_refusals import require_adapter, trained_transformers
@@ -68,7 +69,7 @@ def _with_loras_found(options: Train, model: profiles.Model) -> Train:
     """The flags with the LoRA's file in place of each folder of a run.
 
     Raises:
-        UsageError: a folder is the one that this run writes to, whose best and last change.
+        UsageError: a folder is the one that this run writes to, or a file one that it writes.
         WangenError: a folder has none that fits.
     """
     trained = ("high", "low") if options.experts == "both" else (options.experts,)
@@ -76,22 +77,29 @@ def _with_loras_found(options: Train, model: profiles.Model) -> Train:
     starts = {"network_weights_high_noise": "high", "network_weights": "low"} if model.experts else {
         "network_weights": ""
     }  # fmt: skip
+    stems = [f"{options.output_name}_{expert}_noise" for expert in trained] if model.experts else [options.output_name]
     found: dict[str, Any] = {}
     for name, expert in starts.items():
         path = getattr(options, name)
         if path and (not expert or expert in trained):
-            _refuse_own_folder(options, path, f"--{name}")
+            _refuse_own(options, path, f"--{name}", stems)
             found[name] = find_lora(path, f"--{name}", f"{expert}_noise" if expert else "")
     for path in options.base_weights:
-        _refuse_own_folder(options, path, "--base_weights")
+        _refuse_own(options, path, "--base_weights", stems)
     base_weights = tuple(find_lora(path, "--base_weights", only) for path in options.base_weights)
     return replace(options, **found, base_weights=base_weights)
 
 
-def _refuse_own_folder(options: Train, path: Path, flag: str) -> None:
-    if path.is_dir() and path.resolve() == options.output_dir.resolve():
+def _refuse_own(options: Train, path: Path, flag: str, stems: Iterable[str]) -> None:
+    """Refuse a start that changes on the way: this run's own folder, or a LoRA there that it writes over or drops."""
+    place = options.output_dir.resolve()
+    elsewhere = "elsewhere and name the copy, or give another --output_name or --output_dir"
+    if path.is_dir() and path.resolve() == place:
         raise UsageError(f"{flag} is the folder that this run writes to: its best and its last change on the way",
-                         where=str(path), cure="name the LoRA's file")  # fmt: skip
+                         where=str(path), cure=f"copy the LoRA {elsewhere}")  # fmt: skip
+    if path.resolve().parent == place and any(written_by(stem).fullmatch(path.name) for stem in stems):
+        raise UsageError(f"{flag} is a file that this run writes over or removes", where=str(path),
+                         cure=f"copy it {elsewhere}")  # fmt: skip
 
 
 def refuse(options: Train, model: profiles.Model, device: torch.device) -> None:

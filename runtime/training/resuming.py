@@ -1,12 +1,14 @@
 """What a run goes on from: the state that an earlier start left, if its settings are those of this one."""
 
+import ast
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import chain
 from typing import Any
 
 from wangen.generator import headers
+from wangen.generator.adapter_settings import settings_of_flags
 from wangen.generator.errors import UsageError, WangenError, many, some
 from wangen.generator.launch import Launch
 from wangen.generator.lora_config import lora_file
@@ -31,8 +33,10 @@ BEFORE = "trained_before"
 """Among a run's facts: `Plan.trained_before`."""
 ACCUMULATION = "gradient_accumulation_steps"
 _SHAPES = {"train_mode", "network_module", "network_dim", "dora", "lokr_factor", "lora_targets", "include_patterns",
-           "exclude_patterns"}  # fmt: skip
+           "exclude_patterns", "dim_from_weights"}  # fmt: skip
 """Settings that make other weights to train, into which those of a state do not fit."""
+_SHAPES_OF_ARGUMENTS = ("dora", "factor", "decompose_both", "include", "exclude", "spared")
+"""What of `adapter_settings.Settings` does so, and may stand in `--network_args`."""
 _BASE = ("dit", "base_weights", "quantize", "mixed_precision")
 """Settings that make another model of the base, by how their names begin."""
 
@@ -102,46 +106,46 @@ def require_own_files(plan: Plan, state: TrainingState | None) -> None:
                     "as it comes to them", plan.states, state.step if state else 0, some(there))  # fmt: skip
 
 
-def changed_settings(plan: Plan, state: TrainingState) -> list[str]:
-    """The settings that decide the result and are others now than in the state, each with what it was and is."""
+def changed_settings(plan: Plan, state: TrainingState) -> dict[str, str]:
+    """The settings that decide the result and are others now than in the state: by name what each was and is."""
     # A flag that the state's version did not have yet did what is its default now.
     defaults = {option.name: str(option.default) for option in flags_of(Train) if option.flag.pinned}
     old, new = defaults | dict(state.fingerprint), plan.fingerprint
-    return [
-        f"{name}: {_difference(name, old.get(name), new.get(name))}"
+    return {
+        name: _difference(name, old.get(name), new.get(name))
         for name in sorted({*state.fingerprint, *new})
         if old.get(name) != new.get(name)
-    ]
+    }
 
 
-def compared(plan: Plan, state: TrainingState, changed: Sequence[str], num_processes: int) -> TrainingState:
+def compared(plan: Plan, state: TrainingState, changed: Mapping[str, str], num_processes: int) -> TrainingState:
     """The state as this run can use it.
 
     Args:
         plan: what is to be trained.
         state: where the run before stands.
-        changed: the settings that are others now.
+        changed: the settings that are others now, as `changed_settings` gives them.
         num_processes: that share the batches of a step.
 
     Raises:
         UsageError: its settings were others, and `--resume_changed` is not given.
     """
     if changed and not plan.options.resume_changed:
-        listed = "\n".join(f"  - {line}" for line in changed)
-        of_another = any(line.partition(":")[0] in _SHAPES for line in changed)
+        listed = "\n".join(f"  - {name}: {words}" for name, words in changed.items())
         raise UsageError(
             f"an earlier run used other settings\n{listed}",
             where=str(plan.options.resume or plan.states),
             cure=_same_batches(state, changed, num_processes)
             + f"{with_flag('train', '--fresh')} (or removing that folder) starts again from step 0"
-            + ("" if of_another else f"; {with_flag('train', '--resume_changed')} goes on with the new"),
-        )
-    for line in changed:
-        log.warning("  resuming with changed %s", line)
-    if any(line.startswith(("dataset:", "validation_items:")) for line in changed):
+            + ("" if _trains_others(plan, state, changed)
+               else f"; {with_flag('train', '--resume_changed')} goes on with the new"),
+        )  # fmt: skip
+    for name, words in changed.items():
+        log.warning("  resuming with changed %s: %s", name, words)
+    if changed.keys() & {"dataset", "validation_items"}:
         before = _together(plan, [*state.facts.get(BEFORE, ()), state.fingerprint])
         state = replace(state, facts={**state.facts, BEFORE: before})
-    if any(line.startswith(_BASE) for line in changed):  # what it was judged by was another model's
+    if any(name.startswith(_BASE) for name in changed):  # what it was judged by was another model's
         state = replace(state, facts={**state.facts, "validation_base": {}, "best": {}})
     if {expert.name for expert in plan.experts} != set(state.experts):
         raise UsageError("the training state is of other experts", where=str(plan.states),
@@ -168,10 +172,21 @@ def _together(plan: Plan, told: Iterable[_Told]) -> list[_Told]:
     return found
 
 
-def _same_batches(state: TrainingState, changed: Sequence[str], num_processes: int) -> str:
+def _trains_others(plan: Plan, state: TrainingState, changed: Mapping[str, str]) -> bool:
+    """Whether the changed settings make other weights to train, into which those of the state do not fit."""
+    if _SHAPES & changed.keys() or "network_args" not in changed:
+        return bool(_SHAPES & changed.keys())
+    words: tuple[str, ...] = ast.literal_eval(state.fingerprint.get("network_args", "()"))
+    was, now = (
+        settings_of_flags(replace(plan.options, network_args=each)) for each in (words, plan.options.network_args)
+    )
+    return any(getattr(was, name) != getattr(now, name) for name in _SHAPES_OF_ARGUMENTS)
+
+
+def _same_batches(state: TrainingState, changed: Mapping[str, str], num_processes: int) -> str:
     """How another number of processes goes on with the batches that a step had, if it can."""
     batches = int(state.fingerprint.get(ACCUMULATION, "1"))
-    if not any(line.startswith(f"{ACCUMULATION}:") for line in changed) or batches % num_processes:
+    if ACCUMULATION not in changed or batches % num_processes:
         return ""
     flag = with_flag("train", f"--{ACCUMULATION} {batches // num_processes}")
     return f"{flag} with {many(num_processes, 'process', 'processes')} makes steps of {batches} batches, as before; "

@@ -50,8 +50,6 @@ def read_training_samples(
     training, validation = held_out(samples, options.validation_items, options.seed)
     if unseen := len(samples) - len(training) - len(validation):
         log.info("  neither trained on nor judged: %s of what is held out", many(unseen, "other clip", "other clips"))
-    if not training:
-        raise UsageError(f"--validation_items {options.validation_items} leaves nothing of {len(samples)} to train on")
     return _as_drawn(training, options), validation
 
 

@@ -52,7 +52,7 @@ class Saving:
         options, step = self._run.plan.options, self._run.step
         every = options.save_state_every_n_steps
         minutes = (time.monotonic() - self._saved_at) / 60
-        # The first process saves, so its clock is the one that counts: the others' is never set back.
+        # The first process saves, so its clock alone decides: else processes would find different steps due.
         late = self._run.ranks.is_first and minutes > options.save_state_every_n_minutes
         return late or step % self._run.plan.steps_per_epoch == 0 or bool(every and step % every == 0)
 

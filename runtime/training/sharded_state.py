@@ -90,7 +90,7 @@ class ShardedStates:
         if self._ranks.is_first:
             with checkpoint.disk(self._folder):
                 checkpoint.begin(staging)
-        self._ranks.any(False)  # the folder is there
+        self._ranks.meet()  # the folder is there
         manifest = checkpoint.manifest_of(state, keep=keep, in_parts=True)
         writer = FileSystemWriter(staging / IN_PARTS)
         writer.fs = _Summed()

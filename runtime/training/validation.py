@@ -19,7 +19,7 @@ from wangen.generator.errors import UsageError, many
 from wangen.generator.footage import video_of
 from wangen.runtime.loader import CachedSample, Draw, read_batch
 from wangen.runtime.randomness import generator_for, seed_for
-from wangen.runtime.training.prepared import Prepared
+from wangen.runtime.training.prepared import Prepared, clean_frames
 
 log = logging.getLogger("wangen")
 
@@ -199,7 +199,7 @@ def measure(
     Call it inside `evaluating`. No gradient is kept and no global random state is touched.
 
     Args:
-        judge: the model, as `step.item_losses` gives the plain errors.
+        judge: the model, as `step.item_errors`.
         samples: held-out items from the cache; their first caption counts.
         sigmas: noise levels from `stratified_sigmas`.
         seed: of the noise.
@@ -210,7 +210,7 @@ def measure(
     for index, cached in enumerate(samples):
         batch = read_batch(samples, [Draw(index, 0)])
         (key,), values = batch.keys, []
-        given = min(1 + (condition_frames - 1) // 4, batch.latents.shape[2] - 1) if condition_frames else 0
+        given = clean_frames(condition_frames, batch.latents.shape[2])
         for number, sigma in enumerate(sigmas):
             noise = torch.randn(batch.latents.shape, generator=generator_for(seed, "validation", key, number))
             prepared = Prepared(batch, [(seed, 0, key, 0)], torch.tensor([sigma]), noise, [given])

@@ -36,7 +36,7 @@ from wangen.runtime.training.run import Run, Trainee
 from wangen.runtime.training.sampling import make_samples, make_scenes, samples_due
 from wangen.runtime.training.saving import save_trained
 from wangen.runtime.training.set_aside import set_old_best_aside
-from wangen.runtime.training.step import StepResult, item_losses
+from wangen.runtime.training.step import StepResult, item_errors
 from wangen.runtime.training.throughput import (
     Throughput,
     of_all,
@@ -338,11 +338,11 @@ class Watching:
 
     def _measure(self, trainee: Trainee, weights: Mapping[str, torch.Tensor] = MappingProxyType({})) -> Losses:
         """The held-out losses of an expert, with these weights in place of its own."""
-        options, plan, device = self._options, self._plan, self._device
+        options, plan = self._options, self._plan
 
         def judge(prepared: Prepared) -> torch.Tensor:
             self._check()
-            return item_losses(self._run.kind, trainee.model, [prepared], options, device)[1]
+            return item_errors(self._run.kind, trainee.model, prepared, self._device)
 
         sigmas = stratified_sigmas(trainee.plan.low, trainee.plan.high, options.validation_timesteps)
         frames = options.condition_frames or 0
