@@ -13,6 +13,7 @@ from typing import Any
 from wangen.generator.adapter_settings import settings_of_flags
 from wangen.generator.errors import UsageError
 from wangen.generator.steps import Train
+from wangen.generator.train_values import optimizer_arguments
 from wangen.generator.weight_counts import OWN_TENSORS, weight_counts
 from wangen.profiles import Model, Preset
 
@@ -35,8 +36,9 @@ RESERVE = 3 * GIB // 2
 CARD_SHARE = 15 / 16
 """Of the card's nominal memory: the rest belongs to the driver and the desktop."""
 
-MOMENT_BYTES = {"AdamW8bit": 2, "Adafactor": 0, "SGD": 0, "Lion": 4, "Prodigy": 16}
-"""What optimizers keep for each trained weight, by the name of their class; 8 of all others, as of AdamW."""
+_MOMENT_BYTES = {"adamw8bit": 2, "adafactor": 0, "sgd": 0, "lion": 4, "prodigy": 16, "adan": 16}
+_MORE_MOMENTS = ("momentum", "beta1", "amsgrad")
+"""Arguments of SGD, Adafactor and AdamW, with which they keep a number more for each trained weight."""
 
 PIECE_NUMBERS = 3 << 28
 """What may live while the gradients of a block's second half are taken, in numbers: 1.5 GiB in half precision. Beyond
@@ -130,6 +132,20 @@ class MemoryBudget:
         return sum(self.parts.values())
 
 
+def moment_bytes(options: Train) -> int:
+    """What the optimizer keeps for each trained weight, by the name of its class; 8 of most, as of AdamW.
+
+    >>> from pathlib import Path
+    >>> def bytes_of(kind, *words):
+    ...     return moment_bytes(Train(output_dir=Path(), output_name="x", optimizer_type=kind, optimizer_args=words))
+    >>> bytes_of("AdamW"), bytes_of("prodigyopt.Prodigy"), bytes_of("sgd"), bytes_of("sgd", "momentum=0.9")
+    (8, 16, 0, 4)
+    """
+    given = optimizer_arguments(options.optimizer_args)
+    kept = _MOMENT_BYTES.get(options.optimizer_type.rpartition(".")[2].lower(), 8)
+    return kept + 4 * sum(bool(given.get(name)) for name in _MORE_MOMENTS)
+
+
 def settings_of(options: Train, shards: int = 1) -> MemorySettings:
     """The flags, with the presets filled in, as the memory formula takes them.
 
@@ -137,7 +153,6 @@ def settings_of(options: Train, shards: int = 1) -> MemorySettings:
         options: of the training step.
         shards: processes that share out the weights.
     """
-    moments = MOMENT_BYTES.get(options.optimizer_type.rpartition(".")[2], 8)
     return MemorySettings(
         quantize=options.quantize or "none",
         blocks_to_swap=options.blocks_to_swap or 0,
@@ -145,7 +160,7 @@ def settings_of(options: Train, shards: int = 1) -> MemorySettings:
         free_blocks=options.checkpointing_free_blocks or 0,
         offload=bool(options.gradient_checkpointing_cpu_offload),
         rank=options.network_dim,
-        moment_bytes=moments + (4 if options.ema_decay else 0),
+        moment_bytes=moment_bytes(options) + (4 if options.ema_decay else 0),
         ring=options.block_swap_ring_size,
         float32=options.mixed_precision == "no",
         whole=options.train_mode == "full",

@@ -4,14 +4,14 @@ import sys
 from types import ModuleType
 
 import pytest
-from optimizers import ByHeart, Counting, Hoards, Replaces, ScheduleFree
+from optimizers import OTHERS
 
 
 @pytest.fixture
 def dotted(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """A package with optimizers of others, to be named by a dotted path."""
     module = ModuleType("others")
-    for cls in (Counting, ScheduleFree, ByHeart, Replaces, Hoards):
+    for cls in OTHERS:
         setattr(module, cls.__name__, cls)
     monkeypatch.setitem(sys.modules, "others", module)
     return module

@@ -48,7 +48,7 @@ def train(optimization: Optimization, first: int, last: int) -> None:
         optimization.zero_grad()
         add_gradients(optimization.flat.parameters, step)
         optimization.clip(1.0)
-        optimization.step(1 / (1 + step))
+        optimization.step(1 / (1 + step), step)
 
 
 def weights(named: dict[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:
@@ -139,6 +139,59 @@ class Hoards(torch.optim.SGD):
         super().step()
 
 
+class Lookahead(ByHeart):
+    """Keeps a count outside its state that matters at every fifth step only."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.count += 1
+        for group in self.param_groups:
+            group["lr"] *= 1 + (self.count % 5 == 0)
+        torch.optim.SGD.step(self)
+
+
+class Packs(torch.optim.SGD):
+    """Keeps the averages of large matrices as something else than a tensor."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.numel() >= 4096:
+                    self.state[p]["packed"] = [p.numel()]
+        super().step()
+
+
+class Matrices(torch.optim.SGD):
+    """Takes nothing but vectors and matrices."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if any(p.ndim > 2 for group in self.param_groups for p in group["params"]):
+            raise NotImplementedError("only vectors and matrices")
+        super().step()
+
+
+class Strange(torch.optim.SGD):
+    """Fails with an error of its own."""
+
+    class NoClosureError(Exception):
+        pass
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        raise self.NoClosureError("step wants a closure")
+
+
+class Draws(torch.optim.SGD):
+    """Draws from PyTorch's global generator, in the manner of those that sample a basis."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.add_(torch.randn_like(p), alpha=1e-3)
+        super().step()
+
+
+OTHERS = (Counting, ScheduleFree, ByHeart, Replaces, Hoards, Lookahead, Packs, Matrices, Strange, Draws)
+
 RESUMED = [
     {"optimizer_type": "AdamW"},
     {"optimizer_type": "AdamW", "loraplus_lr_ratio": 4.0},
@@ -152,4 +205,6 @@ RESUMED = [
     {"optimizer_type": "torch.optim.RAdam"},
     {"optimizer_type": "others.Counting"},
     {"optimizer_type": "others.ScheduleFree"},
+    {"optimizer_type": "others.Matrices"},
+    {"optimizer_type": "others.Draws"},
 ]

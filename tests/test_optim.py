@@ -82,6 +82,19 @@ def test_the_rate_that_is_logged_is_the_one_of_the_step(monkeypatch: pytest.Monk
         assert optimization.rates()["d*lr"] == 0.5 * used
 
 
+def test_an_argument_of_that_name_is_no_estimate_and_a_warm_up_of_its_own_is_logged(monkeypatch):
+    threshold = Optimization(options(optimizer_type="torch.optim.Adafactor", optimizer_args=("d=2.0",)), parameters())
+    for gradient in threshold.flat.gradients:
+        gradient.fill_(1.0)
+    threshold.step(1.0)
+    assert threshold.rates() == {"lr": 1e-2}
+    free = Optimization(options(), parameters())
+    (group, *_) = free.optimizer.param_groups
+    monkeypatch.setattr(free.optimizer, "step", lambda: group.update(scheduled_lr=2e-3))
+    free.step(1.0)
+    assert free.rates() == {"lr": 2e-3}
+
+
 def test_parameters_that_were_replaced_are_noticed() -> None:
     for replace in (lambda p: setattr(p, "data", p.data.clone()), lambda p: setattr(p, "grad", None)):
         optimization = Optimization(options(), parameters())
@@ -175,6 +188,10 @@ def test_adafactor_takes_the_learning_rate_unless_told_otherwise() -> None:
         ({"optimizer_type": "others.ByHeart"}, "cannot be resumed exactly"),
         ({"optimizer_type": "others.Replaces"}, "replaces its parameters"),
         ({"optimizer_type": "others.Hoards"}, "keeps a list"),
+        ({"optimizer_type": "others.Lookahead"}, "cannot be resumed exactly"),
+        ({"optimizer_type": "others.Packs"}, "keeps a list"),
+        ({"optimizer_type": "others.Matrices", "train_mode": "full"}, "only vectors and matrices"),
+        ({"optimizer_type": "others.Strange"}, "step wants a closure"),
         ({"optimizer_args": ("weight_decay",)}, "key=value"),
         ({"optimizer_args": ("speed=3",)}, "speed"),
         ({"optimizer_args": ("betas=2,3",)}, "beta"),

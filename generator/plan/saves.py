@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from wangen.generator.cache_sizes import width_of
+from wangen.generator.memory import moment_bytes
 from wangen.generator.steps import Train
 
 
@@ -56,8 +57,8 @@ def has_state_windows(options: Train) -> bool:
 
 
 def saved_bytes(options: Train, trained: int) -> tuple[int, int]:
-    """Of a training state (weights, the two moments of AdamW and averages in float32), and of a saved file in all its
-    layouts, with averages.
+    """Of a training state (weights, averages and what the optimizer keeps), and of a saved file in all its layouts,
+    with averages.
 
     Args:
         options: of training.
@@ -65,7 +66,8 @@ def saved_bytes(options: Train, trained: int) -> tuple[int, int]:
     """
     averages = options.ema_decay is not None
     layouts = len(options.lora_layout) if options.train_mode == "lora" else 1
-    return 4 * trained * (3 + averages), width_of(options.save_precision) * trained * (1 + averages) * layouts
+    state = (4 + moment_bytes(options) + 4 * averages) * trained
+    return state, width_of(options.save_precision) * trained * (1 + averages) * layouts
 
 
 def most_bytes(options: Train, epoch: int, num_steps: int, sizes: tuple[int, int]) -> int:

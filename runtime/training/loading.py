@@ -152,7 +152,9 @@ def load_base(plan: Plan, expert: ExpertPlan, kind: Family, device: torch.device
     # What LoRAs are merged into is quantised after that, and what is trained as a whole is not.
     while_loading = None if options.base_weights or options.train_mode == "full" else quantize
     # Masters begin with every digit that the file has.
-    dtype = None if options.train_mode == "full" else computed_in(options)
+    dtype: torch.dtype | None = computed_in(options)
+    if options.train_mode == "full":  # as in the file, but for a sum that 16 bits would round before there are masters
+        dtype = torch.float32 if options.base_weights else None
     transformer = kind.load_transformer(
         file, dtype=dtype, device=device if goes_over else "cpu", quantize=while_loading, pack_on=device
     )

@@ -1,12 +1,14 @@
 """The optimizer of a run, from the flags: one interface, whichever class does the arithmetic."""
 
 import contextlib
+import inspect
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
 
+from wangen import profiles
 from wangen.generator.adapter_settings import settings_of_flags
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.session import with_flag
@@ -21,7 +23,14 @@ CLASS = "class"
 ZERO_AT_START = ".lora_B."
 """The factor of a LoRA that peft starts at zero; LoRA+ is for LoRA alone."""
 
-_FAILURES = (TypeError, ValueError, RuntimeError, AttributeError, AssertionError, LookupError)
+_SUFFIXES = ("", "_loraplus")
+"""Of the names of what is logged, by group."""
+
+_FAILURES = (Exception,)
+"""Other people's classes raise what they like: an `ImportError` at the first step, errors of their own."""
+
+_TRIAL_STEPS, _CUTS = 12, (3, 7)
+"""Some keep counts that matter only at the fifth step."""
 
 
 @runtime_checkable
@@ -96,6 +105,9 @@ class Optimization:
         if isinstance(self.optimizer, _ScheduleFree):
             self.optimizer.train()
         self._initial = snapshot(self.optimizer)
+        # Prodigy and its like keep an estimate of that name; of torch's Adafactor it is an argument, and no such thing.
+        self._estimates_rate = "d" not in inspect.signature(found.cls).parameters
+        self._may_draw = not self.name.startswith("torch.")
 
     @property
     def is_schedule_free(self) -> bool:
@@ -124,8 +136,13 @@ class Optimization:
                 gradient.mul_(factor)
         return norm
 
-    def step(self, factor: float) -> None:
-        """One step at the learning rate times a factor, which a schedule gives."""
+    def step(self, factor: float, seed: int = 0) -> None:
+        """One step.
+
+        Args:
+            factor: on the learning rate, as a schedule gives it.
+            seed: of what the optimizer draws, if it does, so that a resumed run draws the same.
+        """
         assert self.flat.is_attached(), "parameters or gradients were replaced, as moving a module does"
         for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
             if rate is None:
@@ -135,7 +152,21 @@ class Optimization:
             else:
                 group["lr"] = rate * factor
         self._logged = self._rates_now()
-        self.optimizer.step()
+        with self._drawing_from(seed):
+            self.optimizer.step()
+        for group, suffix in zip(self.optimizer.param_groups, _SUFFIXES, strict=False):
+            if isinstance(group.get("scheduled_lr"), float):  # schedule-free with a warm-up of its own
+                self._logged[f"lr{suffix}"] = group["scheduled_lr"]
+
+    @contextlib.contextmanager
+    def _drawing_from(self, seed: int) -> Iterator[None]:
+        """PyTorch's global generators begin with the seed; not for its own optimizers, which draw nothing."""
+        if not self._may_draw:
+            yield
+            return
+        with torch.random.fork_rng([self.flat.device] if self.flat.device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            yield
 
     def rates(self) -> dict[str, float]:
         """What to log: the learning rates of the last step, and how far Prodigy and its like had raised them for it."""
@@ -143,10 +174,10 @@ class Optimization:
 
     def _rates_now(self) -> dict[str, float]:
         logged = {}
-        for group, suffix in zip(self.optimizer.param_groups, ("", "_loraplus"), strict=False):
+        for group, suffix in zip(self.optimizer.param_groups, _SUFFIXES, strict=False):
             if group["lr"] is not None:
                 logged[f"lr{suffix}"] = float(group["lr"])
-                if isinstance(group.get("d"), float):
+                if self._estimates_rate and isinstance(group.get("d"), float):
                     logged[f"d*lr{suffix}"] = group["d"] * float(group["lr"])
         return logged
 
@@ -214,26 +245,26 @@ def norm_of(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def try_out(options: Train, device: torch.device) -> None:
-    """Train tiny matrices, and a vector where the model has some, with and without an interruption: an early refusal.
+    """Train small tensors of the kinds that the run has, with and without interruptions: an early refusal.
 
-    The 8-bit optimizers are only looked for: torchao would compile for a minute.
+    The 8-bit optimizers are only made: torchao would compile for a minute.
 
     Raises:
         UsageError: the optimizer cannot be made, cannot step, replaces the storage of its parameters, or does not go on
             from its saved state to the same bytes.
         WangenError: it keeps what cannot be saved.
     """
+    whole = _small(options, device)
     if optimizer_class(options).is_eight_bit:
         return
-    whole = _tiny(options, device)
-    _trial(whole, range(4))
-    first = _tiny(options, device)
-    _trial(first, range(2))
-    second = _tiny(options, device)
-    second.flat.load(first.flat.views(first.flat.weights), "")
-    second.load(*first.state(), "")
-    _trial(second, range(2, 4))
-    if not all(map(torch.equal, whole.flat.parameters.values(), second.flat.parameters.values())):
+    _trial(whole, range(_TRIAL_STEPS))
+    cut, step = _small(options, device), 0
+    for end in (*_CUTS, _TRIAL_STEPS):
+        _trial(cut, range(step, end))
+        before, cut, step = cut, _small(options, device), end
+        cut.flat.load(before.flat.views(before.flat.weights), "")
+        cut.load(*before.state(), "")
+    if not all(map(torch.equal, whole.flat.parameters.values(), cut.flat.parameters.values())):
         raise UsageError(f"{options.optimizer_type} cannot be resumed exactly: it keeps more than its state says")
 
 
@@ -241,7 +272,7 @@ def _same_kinds(options: Train, tensors: Mapping[str, torch.Tensor], numbers: Ma
     """Whether a saved state has all that these flags' optimizer keeps: `amsgrad=True` needs a maximum more."""
     if optimizer_class(options).is_eight_bit:
         return True
-    tried = _tiny(options, torch.device("cpu"))
+    tried = _small(options, torch.device("cpu"))
     _trial(tried, range(1))
     needed, found = (
         {name.rsplit("/", 1)[-1] for part in state for name in part} for state in (tried.state(), (tensors, numbers))
@@ -249,23 +280,32 @@ def _same_kinds(options: Train, tensors: Mapping[str, torch.Tensor], numbers: Ma
     return needed <= found
 
 
-def _tiny(options: Train, device: torch.device) -> Optimization:
-    shapes: dict[str, tuple[int, ...]] = {f"tiny.lora_{side}.weight": (2, 2) for side in "AB"}
+def _small(options: Train, device: torch.device) -> Optimization:
+    """Over two matrices that are not square, one as large as those whose state is kept in few bits, and what the run
+    has beside: vectors, and of a whole transformer its table of modulations and, of Wan, its convolution.
+    """
+    shapes: dict[str, tuple[int, ...]] = {"small.lora_A.weight": (16, 256), "small.lora_B.weight": (20, 16)}
     if options.train_mode == "full" or settings_of_flags(options).dora:
-        shapes["tiny.vector"] = (2,)
-    return Optimization(
-        options, {name: torch.nn.Parameter(torch.full(size, 0.5, device=device)) for name, size in shapes.items()}
-    )
+        shapes["small.vector"] = (20,)
+    if options.train_mode == "full":
+        shapes["small.table"] = (1, 6, 8)
+        if profiles.model(options.task).architecture == "wan":
+            shapes["small.convolution"] = (8, 4, 1, 2, 2)
+    generator = torch.Generator().manual_seed(0)
+    parameters = {name: torch.nn.Parameter(torch.randn(size, generator=generator).to(device))
+                  for name, size in shapes.items()}  # fmt: skip
+    return Optimization(options, parameters)
 
 
 def _trial(optimization: Optimization, steps: range) -> None:
-    """Steps with gradients that differ from step to step."""
+    """Steps with gradients that are drawn for each."""
     name = optimization.name
     for step in steps:
+        generator = torch.Generator().manual_seed(step)
         for gradient in optimization.flat.views(optimization.flat.gradients).values():
-            gradient.fill_(1 / (step + 1))
+            gradient.copy_(torch.randn(gradient.shape, generator=generator))
         try:
-            optimization.step(1.0)
+            optimization.step(1.0, step)
         except _FAILURES as error:
             raise UsageError(f"{name} cannot take a step: {error}", where="--optimizer_type",
                              cure="choose another class, or other --optimizer_args") from None  # fmt: skip

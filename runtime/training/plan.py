@@ -36,6 +36,9 @@ RECIPE = 2
 LEARNS_THE_SAME = {"save_precision", "lora_layout", "checkpointing", "gradient_checkpointing_cpu_offload"}
 """Pinned flags that do not change what is learned."""
 
+SIZES_OF_ADAPTERS = {"network_dim", "network_alpha"}
+"""Pinned flags that mean nothing where no adapter is trained."""
+
 
 DATA = ("dataset", "validation_items", "seed", "caption_dropout")
 """What of a fingerprint says which files were trained on."""
@@ -255,7 +258,8 @@ def plan_experts(
 
 def _fingerprint(options: Train, samples: Sequence[CachedSample], experts: Sequence[ExpertPlan]) -> dict[str, Any]:
     """Settings by flag name, and digests of data and weights. The length counts where the schedule depends on it."""
-    pinned = [option.name for option in flags_of(Train) if option.flag.pinned and option.name not in LEARNS_THE_SAME]
+    unread = LEARNS_THE_SAME | (SIZES_OF_ADAPTERS if options.train_mode == "full" else set())
+    pinned = [option.name for option in flags_of(Train) if option.flag.pinned and option.name not in unread]
     found: dict[str, Any] = {name: str(getattr(options, name)) for name in pinned}
     length = sum(expert.num_steps for expert in experts) if depends_on_length(options) else "any"
     found |= {"recipe": RECIPE, "length of the schedule": length, "dataset": dataset_digest(samples)}

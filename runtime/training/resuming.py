@@ -18,7 +18,7 @@ from wangen.generator.table import options as flags_of
 from wangen.runtime.lora_folder import fingerprints, numbered
 from wangen.runtime.training import checkpoint
 from wangen.runtime.training.checkpoint import TrainingState
-from wangen.runtime.training.plan import DATA, Plan
+from wangen.runtime.training.plan import DATA, SIZES_OF_ADAPTERS, Plan
 from wangen.runtime.training.sampling import FOLDER
 from wangen.runtime.training.timesteps import HIGH, LOW
 
@@ -111,9 +111,12 @@ def changed_settings(plan: Plan, state: TrainingState) -> dict[str, str]:
     # A flag that the state's version did not have yet did what is its default now.
     defaults = {option.name: str(option.default) for option in flags_of(Train) if option.flag.pinned}
     old, new = defaults | dict(state.fingerprint), plan.fingerprint
+    names = {*state.fingerprint, *new}
+    if plan.options.train_mode == "full":  # states of earlier versions have them
+        names -= SIZES_OF_ADAPTERS
     return {
         name: _difference(name, old.get(name), new.get(name))
-        for name in sorted({*state.fingerprint, *new})
+        for name in sorted(names)
         if old.get(name) != new.get(name)
     }
 

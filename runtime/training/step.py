@@ -80,7 +80,7 @@ def optimizer_step(run: Run, trainee: Trainee, group: Group, factor: float, inte
         return None
     losses, errors = found
     norm = trainee.optimization.clip(options.max_grad_norm)
-    trainee.optimization.step(factor)
+    trainee.optimization.step(factor, seed_for("optimizer", options.seed, trainee.plan.name, trainee.step))
     num_scaled = None
     if options.scale_weight_norms:
         num_scaled = scale_weight_norms(trainee.pairs, options.scale_weight_norms)
