@@ -12,7 +12,6 @@ import json
 import logging
 import math
 import os
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -23,9 +22,10 @@ from typing import TYPE_CHECKING
 
 from wangen.generator.errors import WangenError
 from wangen.generator.files import is_left, remove, whose
+from wangen.generator.processes import Process, alive, container, here, identity, is_python
 
 if TYPE_CHECKING:
-    import psutil
+    pass
 
 log = logging.getLogger("wangen")
 
@@ -58,13 +58,6 @@ _IN_THE_WAY = {
                     "give another --lock and --output_dir"),
 }  # fmt: skip
 """What to do where something else has the place."""
-
-NO_CONTAINER = "pid:[4026531836]"
-"""The space of process ids that Linux starts with, a constant of its source; containers have others."""
-
-Process = tuple[int, float]
-"""Process id and start time in seconds, since the system booted or else since 1970: ids are used again."""
-
 
 _BEGINS = '{"host": '
 """How every lock file begins, also one that a kill has cut off; any other file is the user's."""
@@ -124,7 +117,7 @@ def hold(
     mine = _owner() if by_script else this_process()
     _take(path, mine, does, math.inf if waits else wait_s, from_here=waits)
     stop = threading.Event()
-    beat = threading.Thread(target=_beat, args=(path, stop), daemon=True)
+    beat = threading.Thread(target=_beat, args=(path, mine, stop), daemon=True)
     try:
         beat.start()
         yield
@@ -145,6 +138,23 @@ def busy(path: Path) -> WangenError | None:
     text, age_s = found
     owner = Owner.parse(text)
     return None if is_free(owner, age_s) else _busy(path, owner, age_s, ON_DATASET)
+
+
+def require_own(path: Path) -> None:
+    """Refuse to go on where another run has taken this process's lock over, as while this one was suspended.
+
+    Raises:
+        WangenError: it names another owner.
+    """
+    with suppress(OSError):  # a network folder may be away for a moment
+        found = read(path)
+        owner = Owner.parse(found[0]) if found else None
+        if owner and (owner.host, owner.step) != (here(), this_process().step):
+            raise WangenError(
+                f"process {owner.run[0]} on {owner.host} took this folder over while this run stood still for "
+                f"more than {LEASE_S:.0f} s; what this one has trained since its last saved state is not written",
+                where=str(path), cure="let the other run go on, or stop it and run the same line again",
+            )  # fmt: skip
 
 
 def busy_run(folder: Path) -> WangenError | None:
@@ -299,23 +309,6 @@ def _busy(path: Path, owner: Owner | None, age_s: float, does: str) -> WangenErr
     )
 
 
-def alive(process: Process) -> bool:
-    """Whether a process of this machine runs; another one that got its number later does not count."""
-    import psutil
-
-    pid, started = process
-    try:
-        found = psutil.Process(pid)
-        since_boot_s = _since_boot_s(pid)
-        # By the clock it is in the locks of other systems, and of earlier versions.
-        same = since_boot_s == started or abs(found.create_time() - started) < 1.0
-        return same and found.status() != psutil.STATUS_ZOMBIE
-    except psutil.AccessDenied:  # another user's process: it lives
-        return True
-    except (psutil.NoSuchProcess, ValueError, OverflowError):
-        return False
-
-
 def this_process() -> Owner:
     """The owner of what only this process works on, whatever script it belongs to."""
     import psutil
@@ -330,57 +323,19 @@ def _owner() -> Owner:
     step = psutil.Process()
     run = step
     if os.environ.get(IN_SCRIPT):
-        run = next((parent for parent in step.parents() if not _is_python(parent)), step)
+        run = next((parent for parent in step.parents() if not is_python(parent)), step)
     return Owner(here(), identity(run), identity(step))
 
 
-def here() -> str:
-    """Where process ids are those of this process: its machine, and its container if it is in one."""
-    return ", ".join(filter(None, [socket.gethostname(), container()]))
-
-
-def container() -> str:
-    """What tells this container from others on the machine; empty outside of one, and where there is no Linux."""
-    try:
-        space = os.readlink("/proc/self/ns/pid")  # noqa: PTH115 - a link to nowhere, which pathlib would make a path
-    except OSError:
-        return ""
-    return "" if space == NO_CONTAINER else f"container {space}"
-
-
-def identity(process: "psutil.Process") -> Process:
-    """What tells a process of this machine from all others, before and after it."""
-    return process.pid, _since_boot_s(process.pid) or process.create_time()
-
-
-def _since_boot_s(pid: int) -> float:
-    """When Linux started a process, in seconds since it booted itself: no clock that is set anew changes that.
-
-    The time by the clock, which psutil says, moves with the clock: a live run would look like another process.
-
-    Returns:
-        0.0 where there is no such file.
-    """
-    try:
-        words = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-        return int(words[19]) / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError):
-        return 0.0
-
-
-def _is_python(process: "psutil.Process") -> bool:
-    import psutil
-
-    try:
-        return process.name().lower().startswith("python")
-    except psutil.Error:
-        return False
-
-
-def _beat(path: Path, stop: threading.Event) -> None:
+def _beat(path: Path, mine: Owner, stop: threading.Event) -> None:
+    """Show that the owner lives; a lock that went with its folder is made again, another's is left alone."""
     while not stop.wait(HEARTBEAT_S):
         with suppress(OSError):  # a network folder may be away for a moment; the work goes on
-            os.utime(path)
+            found = read(path)
+            if found is None:
+                create(path, mine.text())
+            elif Owner.parse(found[0]) == mine:
+                os.utime(path)
 
 
 def _release(path: Path, mine: Owner) -> None:

@@ -1,6 +1,8 @@
 """Two trainings that want one output folder: the second is refused in words, and no dead one is in the way."""
 
+import json
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -9,8 +11,10 @@ import pytest
 from killing import KILLED, beside, end_of, fork, forked
 from tiny import TinyRun
 
-from wangen.generator.lock import LEASE_S, Owner, here, this_process
+from wangen.generator.lock import LEASE_S, Owner, this_process
+from wangen.generator.processes import here
 from wangen.generator.session import execute
+from wangen.runtime import train
 
 DEAD = (os.getpid(), 1.0)
 """A process that had this one's number long ago."""
@@ -85,6 +89,45 @@ def test_after_kill_9_the_next_run_goes_on_at_once(tiny_run: TinyRun, tmp_path):
     assert (options.output_dir / "run.lock").is_file()
     assert execute(options) == 0
     assert sorted(path.name for path in options.output_dir.glob("run*.lock")) == []
+
+
+@pytest.mark.parametrize("at", [2, 3])
+def test_a_run_that_stood_still_while_another_took_over_writes_nothing_more(
+    tiny_run: TinyRun, tmp_path, monkeypatch, capsys, at
+):
+    """As after the suspension of a machine for longer than a lock lasts: at a state on the way, and at the end."""
+    options = tiny_run.options(tmp_path / "out", max_train_steps=3, save_state_every_n_steps=2)
+    other = Owner("elsewhere", DEAD, DEAD).text()
+    step = train.optimizer_step
+
+    def taken_over(run, *words):
+        if run.step == at - 1:
+            (options.output_dir / "run.lock").write_text(other)
+            (options.output_dir / "lora.safetensors").write_bytes(b"the other's")
+        return step(run, *words)
+
+    monkeypatch.setattr(train, "optimizer_step", taken_over)
+    assert execute(options) == 1
+    assert f"process {DEAD[0]} on elsewhere took this folder over while this run stood still" in capsys.readouterr().err
+    assert lora(options.output_dir) == b"the other's"
+    assert [path.name for path in (options.output_dir / "lora-state").glob("step-*")] == ["step-00000002"] * (at == 3)
+    assert (options.output_dir / "run.lock").read_text() == other
+
+
+def test_the_curves_go_on_in_a_new_file_where_somebody_removed_the_folder(tiny_run: TinyRun, tmp_path, monkeypatch):
+    options = tiny_run.options(tmp_path / "out", max_train_steps=3)
+    step = train.optimizer_step
+
+    def removed(run, *words):
+        if run.step == 1:
+            shutil.rmtree(options.output_dir)
+        return step(run, *words)
+
+    monkeypatch.setattr(train, "optimizer_step", removed)
+    assert execute(options) == 0
+    lines = map(json.loads, (options.output_dir / "metrics.jsonl").read_text().splitlines())
+    assert [line["step"] for line in lines if "loss" in line] == [2, 3]
+    assert lora(options.output_dir)
 
 
 def test_show_timesteps_needs_no_lock(tiny_run: TinyRun, tmp_path):

@@ -17,7 +17,8 @@ from cache_entries import ENCODER, LATENT, TEXT, put, recipes, states, tensors
 
 from wangen.generator.errors import WangenError
 from wangen.generator.files import ABANDONED_S
-from wangen.generator.lock import LEASE_S, START_S, Owner, here, identity
+from wangen.generator.lock import LEASE_S, START_S, Owner
+from wangen.generator.processes import here, identity
 from wangen.runtime.cache import Folder, claims
 from wangen.runtime.cache.claims import Claims
 from wangen.runtime.cache.leftovers import sweep, temporary_name

@@ -12,7 +12,7 @@ import pytest
 from helpers import image_bytes, read_tree, write_tree
 
 from wangen.generator.cli import main
-from wangen.generator.lock import here
+from wangen.generator.processes import here
 from wangen.generator.setup.wheel import wheel_name
 
 TOML = 'resolution = [64, 64]\nnum_frames = 17\nplatforms = ["linux"]\n'

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from wangen.generator import lock
+from wangen.generator import lock, processes
 from wangen.generator.errors import WangenError
 from wangen.generator.files import whose
 from wangen.generator.lock import GAP_S, LEASE_S, Owner, hold
@@ -65,12 +65,12 @@ def write(path: Path, text: str, age_s: float = 0.0) -> None:
     os.utime(path, (then, then))
 
 
-def here(pid: int, started: float | None = None) -> lock.Process:
-    return lock.identity(psutil.Process(pid)) if started is None else (pid, started)
+def here(pid: int, started: float | None = None) -> processes.Process:
+    return processes.identity(psutil.Process(pid)) if started is None else (pid, started)
 
 
-def owner(run: lock.Process, step: lock.Process | None = None, host: str | None = None) -> str:
-    return Owner(host or lock.here(), run, step or run).text()
+def owner(run: processes.Process, step: processes.Process | None = None, host: str | None = None) -> str:
+    return Owner(host or processes.here(), run, step or run).text()
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ def test_a_second_live_run_is_refused_and_the_first_named(path, holder):
     first = holder()
     with pytest.raises(WangenError) as caught, hold(path):
         pass
-    assert f"process {first.pid} on {lock.here()}" in str(caught.value)
+    assert f"process {first.pid} on {processes.here()}" in str(caught.value)
     assert str(path) in caught.value.where
     assert caught.value.cure == "wait for it to end or stop it"
     first.communicate("\n")
@@ -211,6 +211,26 @@ def test_the_lock_beats(path, monkeypatch):
         while path.stat().st_mtime < 2 and time.time() < until:
             time.sleep(0.01)
         assert time.time() - path.stat().st_mtime < 5
+
+
+def test_the_lock_of_another_does_not_beat_and_one_that_is_gone_is_made_again(path, dead, monkeypatch):
+    monkeypatch.setattr(lock, "HEARTBEAT_S", 0.02)
+    with hold(path):
+        mine = path.read_text()
+        path.unlink()
+        until = time.time() + 5
+        while not path.exists() and time.time() < until:
+            time.sleep(0.01)
+        assert path.read_text() == mine
+        lock.require_own(path)
+        write(path, owner(dead))
+        os.utime(path, (1, 1))
+        time.sleep(0.1)
+        assert path.stat().st_mtime == 1
+        with pytest.raises(WangenError, match="took this folder over"):
+            lock.require_own(path)
+    path.unlink()
+    lock.require_own(path)
 
 
 def test_another_runs_lock_is_not_removed_at_the_end(path, dead):

@@ -15,7 +15,7 @@ from helpers import read_tree
 from killing import KILLED, forked
 
 from wangen.generator.errors import UsageError, WangenError
-from wangen.generator.lock import here
+from wangen.generator.processes import here
 from wangen.runtime import preprocess
 from wangen.runtime.preprocess import cutting
 from wangen.runtime.preprocess.form import Form, Place

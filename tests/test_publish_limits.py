@@ -11,7 +11,7 @@ from helpers import image_bytes, read_tree, write_tree
 
 from wangen.generator import workspace
 from wangen.generator.cli import main
-from wangen.generator.lock import here
+from wangen.generator.processes import here
 from wangen.generator.publish import deploy, layout, manifest
 
 TOML = 'resolution = [64, 64]\nnum_frames = 17\nplatforms = ["linux"]\n'

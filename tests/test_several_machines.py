@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 
-from wangen.generator import lock
+from wangen.generator import lock, processes
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.launch import Launch, launch, machines
 from wangen.generator.lock import busy_run, create, hold, this_process
@@ -141,29 +141,32 @@ def test_two_containers_of_one_name_do_not_know_each_others_processes(tmp_path, 
     """As with `docker run --network=host`: the other's process ids are not there, or are of something else."""
     place = tmp_path / "run.lock"
     monkeypatch.setenv("WANGEN_SCRIPT", "/x/train_x.sh")
-    monkeypatch.setattr(lock, "container", lambda: "container pid:[2]")
+    for module in (lock, processes):
+        monkeypatch.setattr(module, "container", lambda: "container pid:[2]")
     dead = replace(this_process(), run=(2**22 + 1, 1.0), step=(2**22 + 1, 1.0))
     create(place, dead.text())
     with hold(place):
         assert "container pid:[2]" in place.read_text()
     assert not place.exists(), "the next container could not see that this script has ended"
     create(place, dead.text())
-    monkeypatch.setattr(lock, "container", lambda: "container pid:[3]")
+    for module in (lock, processes):
+        monkeypatch.setattr(module, "container", lambda: "container pid:[3]")
     with pytest.raises(WangenError, match=r"another run works .* container pid:\[2\]"), hold(place):
         pass
 
 
 def test_process_ids_of_no_container_need_no_word(monkeypatch):
-    monkeypatch.setattr(lock.os, "readlink", lambda _: lock.NO_CONTAINER)
-    assert lock.here() == socket.gethostname()
-    monkeypatch.setattr(lock.os, "readlink", lambda _: "pid:[4026532201]")
-    assert lock.here() == f"{socket.gethostname()}, container pid:[4026532201]"
+    monkeypatch.setattr(processes.os, "readlink", lambda _: processes.NO_CONTAINER)
+    assert processes.here() == socket.gethostname()
+    monkeypatch.setattr(processes.os, "readlink", lambda _: "pid:[4026532201]")
+    assert processes.here() == f"{socket.gethostname()}, container pid:[4026532201]"
 
 
 def test_a_job_leaves_no_lock_for_the_next_which_may_run_on_another_machine(tmp_path, monkeypatch):
     monkeypatch.setenv("WANGEN_SCRIPT", "/x/train_x.sh")
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    monkeypatch.setattr(lock, "container", lambda: "")
+    for module in (lock, processes):
+        monkeypatch.setattr(module, "container", lambda: "")
     with hold(tmp_path / "script.lock"):
         pass
     assert (tmp_path / "script.lock").exists()

@@ -20,8 +20,8 @@ from zlib import crc32
 import torch
 
 from wangen.generator.errors import WangenError
-from wangen.generator.files import remove_left, remove_tree, replace, sync_folder, write_text
-from wangen.runtime.safetensors_file import serialize, write_chunks
+from wangen.generator.files import remove_left, remove_tree, replace, sync_folder, write_text, write_whole
+from wangen.runtime.safetensors_file import serialize
 
 log = logging.getLogger("wangen")
 
@@ -111,7 +111,7 @@ def _write(path: Path, tensors: Mapping[str, torch.Tensor]) -> int:
             checksum = crc32(chunk, checksum)
             yield chunk
 
-    write_chunks(path, summed())
+    write_whole(path, summed())  # its errors of the disk are told as those of the state
     return checksum
 
 

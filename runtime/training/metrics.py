@@ -4,6 +4,7 @@ Letters: B items of a step.
 """
 
 import json
+import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
@@ -16,6 +17,8 @@ import torch
 from wangen.generator.errors import WangenError
 from wangen.generator.files import write_whole
 from wangen.runtime.training.ranks import Ranks
+
+log = logging.getLogger("wangen")
 
 FILE = "metrics.jsonl"
 NUM_BINS = 10
@@ -50,9 +53,13 @@ class Metrics:
             path.parent.mkdir(parents=True, exist_ok=True)
             kept = _lines_until(path, step, {"", *experts}, name)
             write_whole(path, [b"".join(kept)])
-            self._file: TextIO = path.open("a", encoding="utf-8", newline="\n")
+            self._file = self._opened()
         except OSError as error:
             raise self._unwritable(error) from None
+
+    def _opened(self) -> TextIO:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        return self._path.open("a", encoding="utf-8", newline="\n")
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Add a line; it is in the file when this returns. Numbers that are not finite become null.
@@ -61,6 +68,10 @@ class Metrics:
             WangenError: the disk refused.
         """
         try:
+            if not self._path.exists():
+                log.warning("  %s was removed while this run writes it: it begins anew at this line", self._path)
+                self._file.close()
+                self._file = self._opened()
             self._file.write(json.dumps(_plain({**record, **self._mark}), allow_nan=False) + "\n")
             self._file.flush()
         except OSError as error:

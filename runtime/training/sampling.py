@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from wangen.generator.errors import WangenError
-from wangen.generator.files import write_text
+from wangen.generator.files import remove_left, write_text
 from wangen.generator.steps import Train
 from wangen.profiles import Model
 from wangen.runtime.denoising import flow_scheduler
@@ -268,4 +268,5 @@ def list_samples(folder: Path, made: Mapping[str, Mapping[str, Any]]) -> None:
         except (ValueError, RecursionError, KeyError, TypeError):  # a line that was cut short
             continue
     new = [json.dumps({"file": name, **settings}, sort_keys=True) for name, settings in made.items()]
+    remove_left(path)
     write_text(path, "\n".join([*kept, *new]) + "\n")

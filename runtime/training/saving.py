@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from wangen.generator.lock import RUN_LOCK, require_own
 from wangen.generator.plan.saves import has_state_windows, windows
 from wangen.runtime.lora import cast
 from wangen.runtime.lora_folder import AVERAGE, numbered
@@ -72,6 +73,7 @@ def save_state(run: Run, *, keep: bool = False) -> None:
 
     The first process does, and all of them have to ask; those that hold parts write them, too.
     """
+    _require_own_folder(run)
     settle_state(run)  # by its own step
     run.saved_step = run.step
     if run.states_in_parts:
@@ -81,6 +83,16 @@ def save_state(run: Run, *, keep: bool = False) -> None:
             settle_state(run)
     elif run.ranks.is_first:
         _drop_others(run, checkpoint.save(run.plan.states, state_of(run), keep=keep))
+
+
+def _require_own_folder(run: Run) -> None:
+    """See that no other run has taken the output folder over before the first process writes into it.
+
+    Raises:
+        WangenError: one has.
+    """
+    if run.ranks.is_first:
+        require_own(run.plan.options.output_dir / RUN_LOCK)
 
 
 def settle_state(run: Run, *, wait: bool = True) -> None:
@@ -136,6 +148,7 @@ def _staying(run: Run, steps: list[int]) -> set[int]:
 
 def save_loras(run: Run, suffix: str = "") -> list[Path]:
     """Write the LoRA of every expert, in every layout asked for, and the averages where they are kept."""
+    _require_own_folder(run)
     written = []
     for trainee in run.trainees:
         with trainee.optimization.evaluating():
