@@ -9,9 +9,8 @@ from dataclasses import replace
 import torch
 
 from wangen import profiles
-from wangen.generator.adapter_parts import WORDS
 from wangen.generator.adapter_settings import Settings
-from wangen.generator.errors import UsageError, WangenError, many, some
+from wangen.generator.errors import many, some
 from wangen.generator.lora_keys import module_name
 from wangen.generator.steps import Train
 from wangen.runtime.adapter_layers import (
@@ -33,7 +32,7 @@ from wangen.runtime.libraries import (
 )
 from wangen.runtime.lora import adapter_layers
 from wangen.runtime.randomness import generator_for
-from wangen.runtime.training.adapter_config import same_factors, select_modules, settings
+from wangen.runtime.training.adapter_config import merged, select_modules, settings
 
 log = logging.getLogger("wangen")
 
@@ -87,16 +86,9 @@ def merge_base_weights(transformer: WanTransformer3DModel, options: Train) -> No
     """Add the adapters of `--base_weights` to the frozen base for good, before the trained one is put on.
 
     Raises:
-        UsageError: the multipliers are not one for each.
         WangenError: as `adapter_layers.merge_adapter`.
     """
-    multipliers = options.base_weights_multiplier or (1.0,) * len(options.base_weights)
-    if len(multipliers) != len(options.base_weights):
-        raise UsageError(
-            f"{many(len(options.base_weights), '--base_weights')} and {len(multipliers)} --base_weights_multiplier",
-            cure="give one multiplier for each, or none",
-        )
-    for path, multiplier in zip(options.base_weights, multipliers, strict=True):
+    for path, multiplier in merged(options):
         left_out = merge_adapter(transformer, read_adapter(path, "--base_weights"), multiplier)
         if left_out:
             log.warning("  %s: %s not in this model and left out: %s", path.name, many(len(left_out), "layer"),
@@ -177,41 +169,16 @@ def _set_magnitude(layer: BaseTunerLayer, chosen: Settings) -> None:
 
 
 def _fitting(adapter: Adapter, layers: Mapping[str, BaseTunerLayer], chosen: Settings) -> Adapter:
-    """What of an adapter to start from is trained here; the rest is said.
-
-    Raises:
-        WangenError: it is of another kind, or nothing of it fits.
-    """
-    where = str(chosen.start)
-    kinds = {weight.kind for weight in adapter.values()}
-    if kinds != {chosen.kind}:
-        (kind,) = kinds
-        raise WangenError(f"this is a {WORDS[kind]}, and a {WORDS[chosen.kind]} is to be trained", where=where,
-                          cure=f"give --network_module {kind}, or another file")  # fmt: skip
-    if any(weight.magnitude is not None for weight in adapter.values()) and not chosen.dora:
-        raise WangenError("this is a DoRA, and a LoRA is to be trained", where=where, cure="give --dora as well")
+    """What of an adapter to start from is trained here; what does not fit was refused by its header."""
     fitting = {module: weight for module, weight in adapter.items() if module in layers}
-    if not fitting:
-        raise WangenError(
-            f"nothing in this adapter fits what is trained: it changes {some(list(adapter))}, and "
-            f"{some(list(layers))} are trained", where=where, cure="give an adapter of this model, or other targets",
-        )  # fmt: skip
-    log.info("  %s of %s start from %s", many(len(fitting), "layer"), len(layers), where)
+    log.info("  %s of %s start from %s", many(len(fitting), "layer"), len(layers), chosen.start)
     return fitting
 
 
 def _start_from(layer: BaseTunerLayer, module: str, weight: AdapterWeight, chosen: Settings) -> None:
-    """Copy one layer's adapter, scaled so that it begins with the same change of the weights.
-
-    Raises:
-        WangenError: it has other sizes.
-    """
+    """Copy one layer's adapter, scaled so that it begins with the same change of the weights."""
     own = parts_of(dict(layer.named_parameters(prefix=module)))[module]
-    ours = {part: tuple(parameter.shape) for part, parameter in own.items() if part != "magnitude"}
-    theirs = {part: tuple(factor.shape) for part, factor in weight.factors.items()}
-    if ours != theirs:
-        raise WangenError(f"{module}: this adapter is {theirs}, the one that is trained is {ours}",
-                          where=str(chosen.start), cure=_cure(layer, weight, chosen))  # fmt: skip
+    assert all(own[part].shape == factor.shape for part, factor in weight.factors.items()), "as `require_adapter` sees"
     ratio = weight.scale / layer.scaling[NAME]
     scaled = {
         part: factor.double() * ratio if part in FIRST_FACTORS[chosen.kind] else factor
@@ -225,12 +192,3 @@ def _start_from(layer: BaseTunerLayer, module: str, weight: AdapterWeight, chose
         return
     for part, factor in scaled.items():
         own[part].data = factor.to(own[part].device, torch.float32)
-
-
-def _cure(layer: BaseTunerLayer, weight: AdapterWeight, chosen: Settings) -> str:
-    base = layer.get_base_layer()
-    if weight.shape != (base.out_features, base.in_features):
-        return "give an adapter of this model, not of another"
-    if weight.rank and weight.rank != chosen.rank:
-        return f"give --network_dim {weight.rank}, or --dim_from_weights"
-    return same_factors(weight, chosen)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import cache
+from itertools import repeat
 from pathlib import Path
 from statistics import mode
 
@@ -57,6 +58,11 @@ def settings(options: Train, expert: str = "") -> Settings:
                              cure=f"give {start_flag(expert)}, or leave it out")  # fmt: skip
         found = _with_ranks_of(found, found.start)
     return found
+
+
+def merged(options: Train) -> list[tuple[Path, float]]:
+    """The adapters of `--base_weights`, and how strongly each is added to the base."""
+    return list(zip(options.base_weights, options.base_weights_multiplier or repeat(1.0), strict=False))
 
 
 def start_flag(expert: str) -> str:

@@ -27,7 +27,7 @@ from wangen.runtime.adapters import Adapter, AdapterWeight, plain_lora, read_ada
 from wangen.runtime.lora import cast, to_layout
 from wangen.runtime.safetensors_file import serialize, write_chunks
 from wangen.runtime.training.adapter import FIRST_FACTORS
-from wangen.runtime.training.adapter_config import settings
+from wangen.runtime.training.adapter_config import merged, settings
 from wangen.runtime.weights.quantized import read_weight
 
 BaseWeight = Callable[[str], torch.Tensor]
@@ -164,9 +164,7 @@ def _file_base(options: Train, expert: str) -> BaseWeight:
     assert dit is not None
     contents = sort_out(read_header(dit, "--dit"))
     names = {module_name(name.removesuffix(".weight")): name for name in contents.weights if name.endswith(".weight")}
-    multipliers = options.base_weights_multiplier or (1.0,) * len(options.base_weights)
-    added = [(read_adapter(path, "--base_weights"), multiplier)
-             for path, multiplier in zip(options.base_weights, multipliers, strict=True)]  # fmt: skip
+    added = [(read_adapter(path, "--base_weights"), multiplier) for path, multiplier in merged(options)]
 
     def read(module: str) -> torch.Tensor:
         name = names[module]
