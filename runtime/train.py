@@ -36,6 +36,7 @@ from wangen.runtime.sources import digest_file
 from wangen.runtime.training import checkpoint
 from wangen.runtime.training.announcing import announce
 from wangen.runtime.training.checkpoint import TrainingState
+from wangen.runtime.training.facts import BEFORE, FIRST_LOSS, LAST_LOSS, LOOKED, SCHEDULE_FREE
 from wangen.runtime.training.loading import is_crowded, load_trainee, require_room
 from wangen.runtime.training.out_of_memory import enough_memory_for, enough_memory_for_steps
 from wangen.runtime.training.parallel import chosen_way, mesh_of, require_parallel, with_all_resident
@@ -44,7 +45,6 @@ from wangen.runtime.training.prepared import groups
 from wangen.runtime.training.ranks import Ranks, joined, sum_of_bits
 from wangen.runtime.training.refusals import refuse, resolved
 from wangen.runtime.training.resuming import (
-    BEFORE,
     begun_by,
     changed_settings,
     compared,
@@ -68,7 +68,7 @@ from wangen.runtime.training.set_aside import set_other_epochs_aside
 from wangen.runtime.training.show_timesteps import show, sizes_of_dataset
 from wangen.runtime.training.step import optimizer_step
 from wangen.runtime.training.throughput import in_words
-from wangen.runtime.training.watching import LOOKED, Watching
+from wangen.runtime.training.watching import Watching
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -156,7 +156,7 @@ def _run_alone(options: Train, model: Model, device: torch.device, ranks: Ranks)
         if not plan.num_left(done) and LOOKED not in state.facts:
             if changed:
                 leave_as_it_is(plan, state)
-            elif ranks.is_first and state.facts.get("schedule_free"):  # its optimizer knows what to save
+            elif ranks.is_first and state.facts.get(SCHEDULE_FREE):  # its optimizer knows what to save
                 save_loras(_prepare(plan, device, state, Ranks()))
             elif ranks.is_first:  # flags of saving may have changed; equal bytes are written again
                 save_state_as_loras(plan, state)
@@ -326,7 +326,7 @@ def _timing_before(options: Train) -> dict[str, Any]:
 
 def _report(plan: Plan, step: int, facts: Mapping[str, Any], *, done_before: bool = False) -> Report:
     options, use = plan.options, cache_use(plan.samples)
-    losses = f"loss {facts['first_loss']:.4f} at the first step, {facts['last_loss']:.4f} at the last"
+    losses = f"loss {facts[FIRST_LOSS]:.4f} at the first step, {facts[LAST_LOSS]:.4f} at the last"
     summary = f"already trained, {step} steps" if done_before else f"{step} steps, {losses}"
     files = [plan.file(expert) for expert in plan.experts]
     return Report(

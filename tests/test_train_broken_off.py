@@ -17,7 +17,8 @@ from together import together, trained
 from wangen.generator.steps import Train
 from wangen.runtime import train
 from wangen.runtime.training import checkpoint
-from wangen.runtime.training.watching import LOOKED, Watching
+from wangen.runtime.training.facts import LOOKED
+from wangen.runtime.training.watching import Watching
 
 PROMPTS = "a red square --w 64 --h 64 --f 1 --s 3 --l 2\na blue wall --w 64 --h 64 --f 5 --s 2 --l 1\n"
 TOLD = ("step", "epoch", "expert", "loss", "grad_norm", "validation", "loss_by_timestep")

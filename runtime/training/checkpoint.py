@@ -27,8 +27,6 @@ log = logging.getLogger("wangen")
 
 MANIFEST = "state.json"
 FORMAT = "wangen-state-2"
-ORIGIN = "resumed_from"
-"""Among a run's facts: the identity of the state that `--resume` named, if it did."""
 IN_PARTS = "parts"
 """The folder of a state that several processes wrote, each its parts (`wangen.runtime.training.sharded_state`)."""
 NEWEST = "newest"

@@ -18,6 +18,7 @@ from wangen.generator.table import options as flags_of
 from wangen.runtime.lora_folder import fingerprints, numbered
 from wangen.runtime.training import checkpoint
 from wangen.runtime.training.checkpoint import TrainingState
+from wangen.runtime.training.facts import BEFORE, BEST_SO_FAR, JOB, ORIGIN, SLURM_JOB, VALIDATION, VALIDATION_BASE
 from wangen.runtime.training.plan import DATA, SIZES_OF_ADAPTERS, Plan
 from wangen.runtime.training.sampling import FOLDER
 from wangen.runtime.training.timesteps import HIGH, LOW
@@ -27,10 +28,6 @@ log = logging.getLogger("wangen")
 _Told = Mapping[str, Any]
 """What a fingerprint says, or a part of it."""
 
-JOB, SLURM_JOB = "begun_by", "begun_by_slurm_job"
-"""Among a run's facts: the job that began it with `--fresh`, by torchrun's and by Slurm's name, for its restarts."""
-BEFORE = "trained_before"
-"""Among a run's facts: `Plan.trained_before`."""
 ACCUMULATION = "gradient_accumulation_steps"
 _SHAPES = {"train_mode", "network_module", "network_dim", "dora", "lokr_factor", "lora_targets", "include_patterns",
            "exclude_patterns", "dim_from_weights"}  # fmt: skip
@@ -56,12 +53,12 @@ def find_state(plan: Plan, launched: Launch) -> TrainingState | None:
         path = checkpoint.newest(plan.states)
         return checkpoint.read(path) if path else None
     origin = checkpoint.identity(given)
-    since = checkpoint.newest(plan.states, {checkpoint.ORIGIN: origin})
+    since = checkpoint.newest(plan.states, {ORIGIN: origin})
     state = checkpoint.read(since or given)
     if since and changed_settings(plan, state):  # another line began there, too
         since, state = None, checkpoint.read(given)
-    best: dict[str, Any] = {} if since else {"best": {}}  # its file is another line's, or elsewhere
-    return replace(state, facts={**state.facts, **best, checkpoint.ORIGIN: origin})
+    best: dict[str, Any] = {} if since else {BEST_SO_FAR: {}}  # its file is another line's, or elsewhere
+    return replace(state, facts={**state.facts, **best, ORIGIN: origin})
 
 
 def begun_by(launched: Launch) -> dict[str, str]:
@@ -149,7 +146,7 @@ def compared(plan: Plan, state: TrainingState, changed: Mapping[str, str], num_p
         before = _together(plan, [*state.facts.get(BEFORE, ()), state.fingerprint])
         state = replace(state, facts={**state.facts, BEFORE: before})
     if any(name.startswith(_BASE) for name in changed):  # what it was judged by was another model's
-        state = replace(state, facts={**state.facts, "validation_base": {}, "best": {}})
+        state = replace(state, facts={**state.facts, VALIDATION_BASE: {}, BEST_SO_FAR: {}})
     if {expert.name for expert in plan.experts} != set(state.experts):
         raise UsageError("the training state is of other experts", where=str(plan.states),
                          cure="give --experts as before, or another --output_name")  # fmt: skip
@@ -224,7 +221,7 @@ def leave_as_it_is(plan: Plan, state: TrainingState) -> None:
 def not_looked_at(plan: Plan, state: TrainingState) -> list[str]:
     """What the flags ask for, and was not made before a run came to its end: a line for each."""
     lines = []
-    if plan.held_out and "validation" not in state.facts:
+    if plan.held_out and VALIDATION not in state.facts:
         lines.append("the run came to its end without a validation: wangen evaluate makes one"
                      + (", and there is no best of it" if plan.options.keep_best else ""))  # fmt: skip
     made = (plan.options.output_dir / FOLDER).glob(f"{plan.name}-step{state.step:08d}-*")

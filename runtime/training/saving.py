@@ -14,6 +14,7 @@ from wangen.runtime.lora_folder import AVERAGE, numbered
 from wangen.runtime.models import family
 from wangen.runtime.training import adapter_files, checkpoint, full
 from wangen.runtime.training.checkpoint import ExpertState, TrainingState
+from wangen.runtime.training.facts import SCHEDULE_FREE
 from wangen.runtime.training.metadata import metadata
 from wangen.runtime.training.plan import ExpertPlan, Plan
 from wangen.runtime.training.run import Run, Trainee
@@ -114,7 +115,7 @@ def state_of(run: Run) -> TrainingState:
     """The training state of a run as it stands."""
     experts = {}
     if any(trainee.optimization.is_schedule_free for trainee in run.trainees):
-        run.facts["schedule_free"] = True
+        run.facts[SCHEDULE_FREE] = True
     for trainee in run.trainees:
         tensors, numbers = trainee.optimization.state()
         experts[trainee.plan.name] = ExpertState(

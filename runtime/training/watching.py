@@ -27,6 +27,16 @@ from wangen.runtime.sampling.prompts import defaults_of, read_prompts
 from wangen.runtime.training import checkpoint
 from wangen.runtime.training.adapter import disabled, replaced
 from wangen.runtime.training.continuing import Continuing
+from wangen.runtime.training.facts import (
+    BEST_SO_FAR,
+    BINS,
+    CONTINUATIONS,
+    FIRST_LOSS,
+    LAST_LOSS,
+    LOOKED,
+    VALIDATION,
+    VALIDATION_BASE,
+)
 from wangen.runtime.training.loading import load_base
 from wangen.runtime.training.metrics import FILE, Metrics, Pending, Record, TimestepBins
 from wangen.runtime.training.plan import Plan, dataset_digest
@@ -57,12 +67,6 @@ from wangen.runtime.training.validation import (
 )
 
 log = logging.getLogger("wangen")
-
-BINS = "loss_by_timestep_so_far"
-"""Of the epoch, among a run's facts."""
-
-LOOKED = "looked_at_so_far"
-"""What was done of looking after the present step when an interrupt came, among a run's facts."""
 
 
 class _BrokenOffError(Exception):
@@ -157,7 +161,7 @@ class Watching:
         self._rates.count(len(result.names), sum(result.tokens), self._work(result))
         self._profile()
         self._take(self._pending.add(vars(result)))
-        if run.facts.get("first_loss") is None:
+        if FIRST_LOSS not in run.facts:
             self.settle()
         return self._shown
 
@@ -194,8 +198,8 @@ class Watching:
             self._refuse_not_finite(record)
             loss = sum(record["losses"]) / len(record["losses"])
             facts = self._run.facts
-            facts.setdefault("first_loss", loss)
-            facts["last_loss"] = loss
+            facts.setdefault(FIRST_LOSS, loss)
+            facts[LAST_LOSS] = loss
             self._bins.add(record["sigmas"], record["errors"])
             values = {"loss": loss, "grad_norm": record["grad_norm"], **record["learning_rates"], **rates}
             if record["num_scaled"] is not None:
@@ -282,7 +286,7 @@ class Watching:
         self._write({"step": self._run.step, **record})
         self._trackers.log(self._run.step, found.numbers(), "continuations")
         log.info("  %s", found.line())
-        self._run.facts["continuations"] = record["continuations"]["means"]
+        self._run.facts[CONTINUATIONS] = record["continuations"]["means"]
 
     def _log_bins(self) -> None:
         means = {"loss_by_timestep": self._bins.means()}
@@ -307,7 +311,7 @@ class Watching:
         """Judge an expert by the held-out items, and keep it when it is the best so far."""
         trainee = self._run.activate(number)
         facts, name = self._run.facts, trainee.plan.name
-        bases = facts.setdefault("validation_base", {})
+        bases = facts.setdefault(VALIDATION_BASE, {})
         with evaluating(trainee.transformer):
             judged, kept = self._judged(trainee), bases.get(name)
             known = Losses.from_facts(kept) if kept and kept.get("judged", judged) == judged else None
@@ -315,7 +319,7 @@ class Watching:
             if known is None or (points and not known.same_points(points)):
                 known = self._measure_base(trainee)
                 bases[name] = known.as_facts() | {"judged": judged}
-                facts.get("best", {}).pop(name, None)  # it was judged at other points
+                facts.get(BEST_SO_FAR, {}).pop(name, None)  # it was judged at other points
             averaged = None
             if trainee.ema and trainee.step:
                 averaged = self._measure(trainee, trainee.ema.weights())
@@ -324,7 +328,7 @@ class Watching:
         self._trackers.log(self._run.step, found.numbers(), f"validation{_group(name)}")
         for line in found.lines()[: None if self._run.step >= self._run.num_steps else 1]:
             log.info("  %s%s", f"{name.replace('_', '-')}: " if name else "", line)
-        facts.setdefault("validation", {})[name] = found.as_record()["validation"]
+        facts.setdefault(VALIDATION, {})[name] = found.as_record()["validation"]
         self._keep_best(trainee, found, judged)
 
     def _is_changed(self, trainee: Trainee) -> bool:
@@ -373,7 +377,7 @@ class Watching:
     def _keep_best(self, trainee: Trainee, found: Validation, judged: str) -> None:
         if not self._options.keep_best or not self._is_changed(trainee):
             return
-        best = self._run.facts.setdefault("best", {})
+        best = self._run.facts.setdefault(BEST_SO_FAR, {})
         before = best.get(trainee.plan.name)
         if is_better(found, before["loss"] if before else None):
             if before is None and self._ranks.is_first:
