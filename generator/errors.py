@@ -51,6 +51,10 @@ class UsageError(WangenError):
         super().__init__(found, where=where, cure=cure, exit_code=WRONG_USAGE)
 
 
+class TakenOverError(WangenError):
+    """Another run has what this one worked on; its files, its report among them, are to stay as they are."""
+
+
 _DISK = {errno.ENOSPC, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, getattr(errno, "EDQUOT", errno.ENOSPC)}
 """Errors that only the user can mend: a full or read-only disk, and missing rights."""
 

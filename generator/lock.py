@@ -18,14 +18,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from wangen.generator.errors import WangenError
+from wangen.generator.errors import TakenOverError, WangenError
 from wangen.generator.files import is_left, remove, whose
 from wangen.generator.processes import Process, alive, container, here, identity, is_python
-
-if TYPE_CHECKING:
-    pass
 
 log = logging.getLogger("wangen")
 
@@ -94,6 +90,9 @@ class Owner:
 
 ON_DATASET = "works on this dataset"
 
+_HELD: dict[Path, Owner] = {}
+"""The locks that this process holds, by their full paths, and what it has written into them."""
+
 
 @contextmanager
 def hold(
@@ -116,6 +115,7 @@ def hold(
         return
     mine = _owner() if by_script else this_process()
     _take(path, mine, does, math.inf if waits else wait_s, from_here=waits)
+    _HELD[path.resolve()] = mine
     stop = threading.Event()
     beat = threading.Thread(target=_beat, args=(path, mine, stop), daemon=True)
     try:
@@ -123,6 +123,7 @@ def hold(
         yield
     finally:
         stop.set()
+        del _HELD[path.resolve()]
         if beat.is_alive():  # a signal may have come while it started
             beat.join()
         # The next job may run on another machine or in another container, which cannot see that this script has ended.
@@ -141,18 +142,19 @@ def busy(path: Path) -> WangenError | None:
 
 
 def require_own(path: Path) -> None:
-    """Refuse to go on where another run has taken this process's lock over, as while this one was suspended.
+    """Refuse to go on where another run has taken over a lock that this process holds, as while it was suspended.
 
     Raises:
-        WangenError: it names another owner.
+        TakenOverError: it names another owner than the one that this process has written.
     """
+    mine = _HELD.get(path.resolve())
     with suppress(OSError):  # a network folder may be away for a moment
-        found = read(path)
+        found = read(path) if mine else None
         owner = Owner.parse(found[0]) if found else None
-        if owner and (owner.host, owner.step) != (here(), this_process().step):
-            raise WangenError(
-                f"process {owner.run[0]} on {owner.host} took this folder over while this run stood still for "
-                f"more than {LEASE_S:.0f} s; what this one has trained since its last saved state is not written",
+        if owner and owner != mine:
+            raise TakenOverError(
+                f"process {owner.run[0]} on {owner.host} has taken this folder over, as it may while a run stands "
+                "still; what this one has done since its last saved state is not written",
                 where=str(path), cure="let the other run go on, or stop it and run the same line again",
             )  # fmt: skip
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from wangen.generator.bulk import bulk
-from wangen.generator.errors import UsageError, WangenError, in_words
+from wangen.generator.errors import TakenOverError, UsageError, WangenError, in_words
 from wangen.generator.files import special, write_text
 from wangen.generator.install import install_line
 from wangen.generator.lock import IN_SCRIPT
@@ -130,7 +130,8 @@ def _guarded(step: Step) -> int:
         return _run(step)
     except WangenError as error:
         log.error("%s: %s", step.command, error)
-        _note_failure(step, error.found)
+        if not isinstance(error, TakenOverError):
+            _note_failure(step, error.found)
         return error.exit_code
     except OSError as error:
         failure = in_words(error)

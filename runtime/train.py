@@ -58,6 +58,7 @@ from wangen.runtime.training.run import Run
 from wangen.runtime.training.samples import read_training_samples
 from wangen.runtime.training.saving import (
     Saving,
+    require_own_folder,
     save_loras,
     save_state,
     save_state_as_loras,
@@ -278,6 +279,7 @@ def _train(training: Run, watching: Watching, interrupt: Interrupt) -> bool:
                 settle_state(training, wait=False)
                 to_save = ranks.any(saving.due())
                 if to_save or ranks.any(watching.due()):  # the first may be the only one that samples
+                    require_own_folder(training)
                     watching.settle()
                     with watching.paused():
                         looked = False

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import socket
 import time
 from pathlib import Path
 
@@ -96,7 +97,11 @@ def test_a_run_that_stood_still_while_another_took_over_writes_nothing_more(
     tiny_run: TinyRun, tmp_path, monkeypatch, capsys, at
 ):
     """As after the suspension of a machine for longer than a lock lasts: at a state on the way, and at the end."""
-    options = tiny_run.options(tmp_path / "out", max_train_steps=3, save_state_every_n_steps=2)
+    options = tiny_run.options(
+        tmp_path / "out", max_train_steps=3, save_state_every_n_steps=2, validation_items=1, validation_timesteps=1,
+        validate_every_n_steps=at, keep_best=True, report_dir=tmp_path / "out",
+    )  # fmt: skip
+    theirs = {options.output_dir / name: name.encode() for name in ("lora-best.safetensors", "train.report.json")}
     other = Owner("elsewhere", DEAD, DEAD).text()
     step = train.optimizer_step
 
@@ -104,14 +109,31 @@ def test_a_run_that_stood_still_while_another_took_over_writes_nothing_more(
         if run.step == at - 1:
             (options.output_dir / "run.lock").write_text(other)
             (options.output_dir / "lora.safetensors").write_bytes(b"the other's")
+            for path, content in theirs.items():
+                path.write_bytes(content)
         return step(run, *words)
 
     monkeypatch.setattr(train, "optimizer_step", taken_over)
     assert execute(options) == 1
-    assert f"process {DEAD[0]} on elsewhere took this folder over while this run stood still" in capsys.readouterr().err
+    assert f"process {DEAD[0]} on elsewhere has taken this folder over" in capsys.readouterr().err
     assert lora(options.output_dir) == b"the other's"
+    assert {path: path.read_bytes() for path in theirs} == theirs
     assert [path.name for path in (options.output_dir / "lora-state").glob("step-*")] == ["step-00000002"] * (at == 3)
     assert (options.output_dir / "run.lock").read_text() == other
+
+
+def test_another_name_of_the_machine_is_no_other_run(tiny_run: TinyRun, tmp_path, monkeypatch):
+    """As where a laptop gets another one from a network."""
+    options = tiny_run.options(tmp_path / "out", max_train_steps=2, save_state_every_n_steps=1)
+    step = train.optimizer_step
+
+    def renamed(run, *words):
+        monkeypatch.setattr(socket, "gethostname", lambda: "another")
+        return step(run, *words)
+
+    monkeypatch.setattr(train, "optimizer_step", renamed)
+    assert execute(options) == 0
+    assert lora(options.output_dir)
 
 
 def test_the_curves_go_on_in_a_new_file_where_somebody_removed_the_folder(tiny_run: TinyRun, tmp_path, monkeypatch):

@@ -227,7 +227,7 @@ def test_the_lock_of_another_does_not_beat_and_one_that_is_gone_is_made_again(pa
         os.utime(path, (1, 1))
         time.sleep(0.1)
         assert path.stat().st_mtime == 1
-        with pytest.raises(WangenError, match="took this folder over"):
+        with pytest.raises(WangenError, match="has taken this folder over"):
             lock.require_own(path)
     path.unlink()
     lock.require_own(path)

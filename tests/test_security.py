@@ -87,7 +87,7 @@ def test_no_module_executes_what_a_file_holds(path):
 # Nothing leaves the machine.
 
 SPEAKS = {
-    "generator/lock.py": "the machine's name",
+    "generator/processes.py": "the machine's name",
     "generator/files.py": "the machine's name",
     "generator/models/hub.py": "wangen models download, and the address of HF_ENDPOINT",
     "runtime/report/server.py": "wangen watch, on 127.0.0.1",

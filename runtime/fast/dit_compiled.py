@@ -156,6 +156,8 @@ class WholeBlocks:
         self._against: str | None = None  # why no block can be had as a whole
         if kernel.name != "sdpa":
             self._against = f"attention is {kernel.name}"
+        elif kernel.widens:
+            self._against = "this card computes no bfloat16"
         elif compute.offload and compute.checkpointing != "none":
             self._against = "what is kept waits in host memory"
         self._outcomes: Counter[str | None] = Counter()  # None: as a whole

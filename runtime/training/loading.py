@@ -115,6 +115,8 @@ def is_crowded(plan: Plan, launch: Launch) -> bool:
 
     files = [file for expert in plan.experts for file in headers.shards(expert.dit, expert.flag)]
     needed = launch.local_count * sum(file.stat().st_size for file in files)
+    if plan.options.train_mode == "full" and plan.options.base_weights:  # in float32, of 16 bits at least
+        needed *= 2
     return needed > int(psutil.virtual_memory().available)
 
 

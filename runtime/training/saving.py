@@ -74,7 +74,7 @@ def save_state(run: Run, *, keep: bool = False) -> None:
 
     The first process does, and all of them have to ask; those that hold parts write them, too.
     """
-    _require_own_folder(run)
+    require_own_folder(run)
     settle_state(run)  # by its own step
     run.saved_step = run.step
     if run.states_in_parts:
@@ -86,11 +86,11 @@ def save_state(run: Run, *, keep: bool = False) -> None:
         _drop_others(run, checkpoint.save(run.plan.states, state_of(run), keep=keep))
 
 
-def _require_own_folder(run: Run) -> None:
+def require_own_folder(run: Run) -> None:
     """See that no other run has taken the output folder over before the first process writes into it.
 
     Raises:
-        WangenError: one has.
+        TakenOverError: one has.
     """
     if run.ranks.is_first:
         require_own(run.plan.options.output_dir / RUN_LOCK)
@@ -100,6 +100,7 @@ def settle_state(run: Run, *, wait: bool = True) -> None:
     """Finish the state that is being written, if there is one; without `wait` only if that takes no time."""
     writing = run.states_in_parts
     if writing and (wait or writing.is_written):
+        require_own_folder(run)
         path = writing.settle()
         if path:
             _drop_others(run, path)
@@ -149,7 +150,7 @@ def _staying(run: Run, steps: list[int]) -> set[int]:
 
 def save_loras(run: Run, suffix: str = "") -> list[Path]:
     """Write the LoRA of every expert, in every layout asked for, and the averages where they are kept."""
-    _require_own_folder(run)
+    require_own_folder(run)
     written = []
     for trainee in run.trainees:
         with trainee.optimization.evaluating():
