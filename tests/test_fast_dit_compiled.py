@@ -25,6 +25,7 @@ from parity import max_abs, rel_rms
 from torch.fx import GraphModule
 
 from wangen.runtime.fast import dit_compiled, dit_elementwise, products
+from wangen.runtime.fast.attention import Kernel
 from wangen.runtime.memory.quantize import quantize_blocks
 from wangen.runtime.memory.swap import BlockSwap
 from wangen.runtime.models import inputs as inputs_module
@@ -95,6 +96,21 @@ def test_eight_blocks_are_one_graph_and_another_shape_is_another(graphs: Graphs,
         _, rounded = step(model, plain(model), inputs)
         assert largest_error(gradients, wanted) < largest_error(rounded, wanted) / 4  # 1/14 to 1/7 on Intel's
     assert said(caplog) == ["--compile: 8 blocks as a whole, one graph for each shape"]
+
+
+@pytest.mark.slow
+def test_before_ampere_no_block_is_compiled_as_a_whole(
+    graphs: Graphs, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    """Inductor makes nothing of bfloat16 there, and a whole block has attention of its own."""
+    caplog.set_level(logging.INFO, "wangen")
+    monkeypatch.setattr("fast_dit.choose_kernel", lambda *_words: Kernel("sdpa", widens=True))
+    model, inputs = adapted(small(8)), noisy(1, 1, 8, 8)
+    _, gradients = step(model, fast(model, compile=True), inputs)
+    assert largest_error(gradients, exact(model, inputs)[1]) < 1e-5
+    assert graphs.num_blocks == 0
+    (line,) = said(caplog)
+    assert "of 8 norms, rotations and gates, since this card computes no bfloat16" in line
 
 
 @pytest.mark.slow
