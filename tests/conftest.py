@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import tempfile
 from collections.abc import Iterator
 from functools import cache, partial
@@ -27,6 +28,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Hypothesis lets an example take 200 ms, which on a busy machine says nothing.
 settings.register_profile("wangen", deadline=None)
 settings.load_profile("wangen")
+
+# A shell's job in the background ignores Ctrl-C, and so would every script that tests start and stop.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,0 +1,49 @@
+"""A full memory while training: one message, with changes for all that was in it."""
+
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from runs import planned
+from tiny import TinyRun
+
+from wangen.generator.errors import WangenError
+from wangen.generator.launch import Launch
+from wangen.runtime.training import out_of_memory
+from wangen.runtime.training.prepared import Group, groups
+from wangen.runtime.training.ranks import Ranks
+from wangen.runtime.training.run import Run
+
+CPU = torch.device("cpu")
+SECOND = Ranks(Launch(1, 2, 1))
+
+
+def test_a_full_memory_of_a_process_without_a_batch_is_said(tiny_run: TinyRun, tmp_path: Path):
+    run = Run(planned(tiny_run, tmp_path), None, CPU, [], SECOND)  # type: ignore[arg-type]
+    group = Group(0, [], 0, 2)
+    with pytest.raises(WangenError, match="at step 1"), out_of_memory.enough_memory_for_steps(run, group):
+        raise torch.OutOfMemoryError
+
+
+@pytest.mark.parametrize(("pack", "tokens"), [(False, 32), (True, 64)])
+def test_the_changes_are_for_all_that_a_pass_holds(tiny_run: TinyRun, tmp_path: Path, monkeypatch, pack, tokens):
+    """Two pictures of 16 tokens and a clip of 32; packed they go through the blocks together."""
+    plan = planned(tiny_run, tmp_path, pack=pack, gradient_accumulation_steps=3)
+    (group,) = islice(groups(plan, plan.experts[0], 0, Ranks(), pin=False), 1)
+    asked: list[int] = []
+    monkeypatch.setattr(out_of_memory, "cheapest_changes", lambda *words: asked.append(words[2]) or ["--a"])
+    run = Run(plan, None, CPU, [SimpleNamespace(step=0)])  # type: ignore[arg-type, list-item]
+    with pytest.raises(WangenError, match="give --a"), out_of_memory.enough_memory_for_steps(run, group):
+        raise torch.OutOfMemoryError
+    twice = [replace(one, sample=replace(one.sample, entry=replace(one.sample.entry, batch_size=2)))
+             for one in plan.samples]  # fmt: skip
+    for samples in (plan.samples, twice):
+        with (
+            pytest.raises(WangenError),
+            out_of_memory.enough_memory_for(replace(plan, samples=samples), CPU, "loading"),
+        ):
+            raise torch.OutOfMemoryError
+    assert asked == [tokens, 32, 64]
