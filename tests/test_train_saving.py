@@ -34,6 +34,15 @@ def test_saving_keeps_what_was_asked_for(tiny_run, tmp_path):
     assert left(tmp_path / "own") == (["step00000003", "step00000004", "step00000005"], [1, 2, 3, 4, 5, 6])
 
 
+def test_another_run_s_lora_that_is_called_like_a_numbered_one_stays(tiny_run, tmp_path):
+    train.run(tiny_run.options(tmp_path, max_train_steps=1, output_name="lora-step00000001"))
+    other = (tmp_path / "lora-step00000001.safetensors").read_bytes()
+    train.run(tiny_run.options(tmp_path, max_train_steps=6, save_every_n_steps=2, keep_last=1))
+    left_there = sorted(path.stem for path in tmp_path.glob("*.safetensors"))
+    assert left_there == ["lora", "lora-step00000001", "lora-step00000004"]
+    assert (tmp_path / "lora-step00000001.safetensors").read_bytes() == other
+
+
 @pytest.mark.parametrize(("flags", "loras", "states"), [
     ({"save_every_n_epochs": 1, "save_last_n_epochs": 1}, ["000004"], [12, 15]),
     ({"save_every_n_epochs": 2, "save_last_n_epochs": 1}, ["000004"], [12, 15]),

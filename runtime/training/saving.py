@@ -237,7 +237,8 @@ def save_lora(
 def drop_old_loras(plan: Plan, step: int) -> None:
     """Remove the numbered LoRAs that fall out of `--keep_last`, `--save_last_n_epochs` or `--save_last_n_steps`.
 
-    Those of later steps are an earlier run's, which `--fresh` or `--resume` left behind: they neither count nor go.
+    Those of later steps are an earlier run's, which `--fresh` or `--resume` left behind: they neither count nor go. Nor
+    does the LoRA of another run that is called like one of these, which has states of its own.
     """
     options = plan.options
     by_step, by_epoch = windows(options, plan.steps_per_epoch)
@@ -245,7 +246,8 @@ def drop_old_loras(plan: Plan, step: int) -> None:
         name = numbered(options.output_name + expert.suffix)
         there: dict[int, list[Path]] = {}
         for path in options.output_dir.iterdir():
-            if match := name.fullmatch(path.name):
+            match = name.fullmatch(path.name)
+            if match and not path.with_name(f"{path.stem}-state").exists():
                 window = by_step if match["step"] else by_epoch
                 saved = int(match["step"] or int(match["epoch"]) * plan.steps_per_epoch)
                 if not window.keeps(saved, step):
