@@ -42,7 +42,9 @@ def after_training(
     if kind is Generate:
         high = {"lora_weight_high_noise": [folder]} if model.experts else {}
         return {**found, **high, **_prompts(own, told, model, paths), "save_path": target.path(folder, "generated")}
-    found |= {"output_dir": folder, **{name: told[name] for name in ("condition_frames",) if name in told}}
+    found["output_dir"] = folder
+    if "condition_frames" in told:
+        found["condition_frames"] = told["condition_frames"]
     if config := told.get("validation_config"):
         return {**found, "dataset_config": config, "resolution": "all", "training_config": paths["dataset_config"]}
     if not told.get("validation_items"):

@@ -29,6 +29,7 @@ from wangen.generator.steps import CacheLatents, CacheText, Check, CheckCache, E
 from wangen.generator.table import Step, options
 from wangen.generator.target import Target
 from wangen.generator.train_refusals import judged
+from wangen.generator.unread_flags import ENCODE_FIRST
 from wangen.generator.workspace import Workspace
 from wangen.profiles import Download, Model, Weights
 
@@ -91,7 +92,7 @@ def unread(told: Mapping[str, Any]) -> frozenset[str]:
     (['clip', 'fp8_t5', 't5', 't5_dtype', 'tokenizer'], [])
     """
     encodes = told.get("cache_mode", Train.cache_mode) != Train.cache_mode
-    if encodes or told.keys() & {"sample_prompts", "cache_latents", "cache_latents_to_disk"}:
+    if encodes or any(told.get(name) for name in ("sample_prompts", *ENCODE_FIRST)):
         return frozenset()
     return ENCODING - _DECODING if "sample_continuations" in told else ENCODING
 

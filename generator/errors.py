@@ -108,8 +108,9 @@ def shortened(text: str) -> str:
 
 
 _SHOWN = 400
-_NAMED = 5
 """So many characters of a path are shown."""
+_NAMED = 5
+"""So many of many names are."""
 
 
 def printable(text: str) -> str:

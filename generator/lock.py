@@ -115,7 +115,8 @@ def hold(
         return
     mine = _owner() if by_script else this_process()
     _take(path, mine, does, math.inf if waits else wait_s, from_here=waits)
-    _HELD[path.resolve()] = mine
+    place = path.resolve()  # now: where a link leads may change
+    _HELD[place] = mine
     stop = threading.Event()
     beat = threading.Thread(target=_beat, args=(path, mine, stop), daemon=True)
     try:
@@ -123,7 +124,7 @@ def hold(
         yield
     finally:
         stop.set()
-        del _HELD[path.resolve()]
+        del _HELD[place]
         if beat.is_alive():  # a signal may have come while it started
             beat.join()
         # The next job may run on another machine or in another container, which cannot see that this script has ended.

@@ -80,9 +80,13 @@ _GIVEN_RATE = (
 )
 
 
+ENCODE_FIRST = ("cache_latents", "cache_latents_to_disk")
+"""Flags with which training encodes what the cache lacks."""
+
+
 def _encodes(*others: str) -> tuple[_Reads, str]:
     """It is read where the run encodes what the cache lacks, or where one of these other flags is given."""
-    flags = ["cache_latents", "cache_latents_to_disk", *others]
+    flags = [*ENCODE_FIRST, *others]
     beside, _ = _beside(*flags)
     words = f"--cache_mode auto or realtime, {', '.join(f'--{flag}' for flag in flags[:-1])} or --{flags[-1]}"
     return lambda options: options.cache_mode != "cached" or beside(options), words

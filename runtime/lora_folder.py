@@ -38,6 +38,10 @@ _OTHER_EXPERTS = {
 LAYOUTS = ("comfyui", "kohya", "diffusers")
 """What may follow the name of a LoRA that was saved in several layouts."""
 
+_NUMBER = r"-(?:step(?P<step>\d{8})|(?P<epoch>\d{6}))"
+_LAST_PARTS = rf"(?:{AVERAGE})?(?:-(?:{'|'.join(LAYOUTS)}))?\.safetensors"
+"""Of a file's name."""
+
 _NAME = re.compile(
     rf"(?P<run>.+?)(?:_(?P<expert>{'|'.join(EXPERTS)}))?"
     rf"(?:(?:{KEPT}\d*)?-step(?P<step>\d{{8}})|-(?P<epoch>\d{{6}})|(?P<best>{BEST}))?"
@@ -56,9 +60,7 @@ def numbered(stem: str) -> re.Pattern[str]:
     >>> numbered("cats").fullmatch("cats-step00000020-ema.safetensors")["step"]
     '00000020'
     """
-    layouts = "|".join(LAYOUTS)
-    number = r"(?:step(?P<step>\d{8})|(?P<epoch>\d{6}))"
-    return re.compile(rf"{re.escape(stem)}-{number}(?:{AVERAGE})?(?:-(?:{layouts}))?\.safetensors")
+    return re.compile(re.escape(stem) + _NUMBER + _LAST_PARTS)
 
 
 def written_by(stem: str) -> re.Pattern[str]:
@@ -67,9 +69,7 @@ def written_by(stem: str) -> re.Pattern[str]:
     >>> [bool(written_by("cats").fullmatch(f"cats{end}.safetensors")) for end in ("", "-best", "-kept2-step00000020")]
     [True, True, False]
     """
-    return re.compile(
-        rf"{re.escape(stem)}(?:-step\d{{8}}|-\d{{6}}|{BEST})?(?:{AVERAGE})?(?:-(?:{'|'.join(LAYOUTS)}))?\.safetensors"
-    )
+    return re.compile(rf"{re.escape(stem)}(?:{_NUMBER}|{BEST})?{_LAST_PARTS}")
 
 
 @dataclass(frozen=True)

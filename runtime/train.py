@@ -279,18 +279,7 @@ def _train(training: Run, watching: Watching, interrupt: Interrupt) -> bool:
                 settle_state(training, wait=False)
                 to_save = ranks.any(saving.due())
                 if to_save or ranks.any(watching.due()):  # the first may be the only one that samples
-                    require_own_folder(training)
-                    watching.settle()
-                    with watching.paused():
-                        looked = False
-                        try:
-                            with enough_memory_for(plan, training.device, _LOOKING):
-                                at_end = watching.look()
-                            looked = True
-                        finally:  # what goes wrong there does not cost what was trained, where one saves for all
-                            if to_save and (looked or not training.is_sharded):
-                                saving.save()
-                        ranks.meet()  # no step's time is what one waits for another that saves
+                    at_end = _look_and_save(training, watching, saving if to_save else None)
                     if not at_end:
                         break
             watching.settle()
@@ -302,6 +291,27 @@ def _train(training: Run, watching: Watching, interrupt: Interrupt) -> bool:
     settle_state(training)
     ranks.meet()  # a launcher that sees one process end stops the others, also one that still saves
     return at_end
+
+
+def _look_and_save(training: Run, watching: Watching, saving: Saving | None) -> bool:
+    """Look at the model between two steps, and save where something is to be saved.
+
+    Returns:
+        Whether no interrupt broke the looking off.
+    """
+    require_own_folder(training)
+    watching.settle()
+    with watching.paused():
+        looked = False
+        try:
+            with enough_memory_for(training.plan, training.device, _LOOKING):
+                whole = watching.look()
+            looked = True
+        finally:  # what goes wrong there does not cost what was trained, where one saves for all
+            if saving and (looked or not training.is_sharded):
+                saving.save()
+        training.ranks.meet()  # no step's time is what one waits for another that saves
+    return whole
 
 
 def _begin(training: Run, watching: Watching, interrupt: Interrupt) -> bool:

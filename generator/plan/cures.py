@@ -44,22 +44,20 @@ def find_cure(plan: RunPlan, fixed: Collection[str] = ()) -> Cure:
 
     def budget(train: Train, tokens: int) -> MemoryBudget:
         chosen = replace(settings_of(train, settings.shards), stored_bits=settings.stored_bits)
-        return memory_plan(plan.model, chosen, tokens=tokens)
+        return memory_plan(plan.model, chosen, tokens=tokens * batches_of_a_pass(train))
 
     def needed_for(tokens: int) -> Callable[[Train], int]:
         return lambda train: budget(train, tokens).device
 
-    together = batches_of_a_pass(plan.train)
-
     if settings.shards > 1:
         fixed = {*fixed, "blocks_to_swap", "checkpointing"}
     largest = plan.shapes[0]
-    flags = fitting_flags(plan.train, plan.model, needed_for(largest.tokens * together), usable, fixed)
+    flags = fitting_flags(plan.train, plan.model, needed_for(largest.tokens), usable, fixed)
     if flags is not None:
-        return Cure(flags, budget(replace(plan.train, vram=None, **flags), largest.tokens * together))
+        return Cure(flags, budget(replace(plan.train, vram=None, **flags), largest.tokens))
 
     def fits(shape: Shape) -> bool:
-        needed = needed_for(memory_tokens(shape, plan.model, rows) * together)
+        needed = needed_for(memory_tokens(shape, plan.model, rows))
         return fitting_flags(plan.train, plan.model, needed, usable, fixed) is not None
 
     ways = (_one_at_a_time(largest.shape), _shorter(largest.shape), _narrower(largest.shape, plan.model.bucket_step))

@@ -17,6 +17,7 @@ from wangen.runtime.adapters import Adapter, AdapterWeight, adapter_modules, rea
 from wangen.runtime.training.adapter_config import (
     changeable_weights,
     factor_shapes,
+    merged,
     same_factors,
     select_modules,
     settings,
@@ -39,12 +40,12 @@ def require_adapter(options: Train, model: profiles.Model) -> None:
         UsageError: flags that contradict each other, patterns that find no layer, or files that do not fit.
         WangenError: a file is of another kind.
     """
-    merged = [_File.read(path, "--base_weights") for path in options.base_weights]
-    _refuse_merged_doras(options, merged)
+    bases = [_File.read(path, "--base_weights") for path in options.base_weights]
+    _refuse_merged_doras(options, bases)
     for flag, expert in trained_transformers(options, model).items():
         dit: Path = getattr(options, flag)
         weights = changeable_weights(expect(dit, model.kind_of(flag), f"--{flag}", options.task))
-        for base in merged:
+        for base in bases:
             _require_mergeable(base, weights, f"--{flag}")
         if options.train_mode == "full":
             _refuse_stored_in_few_bits(weights, dit)
@@ -89,12 +90,12 @@ class _File:
         return UsageError(found, where=str(self.path), cure=cure)
 
 
-def _refuse_merged_doras(options: Train, merged: Sequence[_File]) -> None:
-    multipliers = options.base_weights_multiplier or (1.0,) * len(merged)
-    if len(multipliers) != len(merged):
-        raise UsageError(f"{len(merged)} --base_weights and {len(multipliers)} --base_weights_multiplier",
+def _refuse_merged_doras(options: Train, bases: Sequence[_File]) -> None:
+    given = options.base_weights_multiplier
+    if given and len(given) != len(bases):
+        raise UsageError(f"{len(bases)} --base_weights and {len(given)} --base_weights_multiplier",
                          cure="give one multiplier for each, or none")  # fmt: skip
-    for base, multiplier in zip(merged, multipliers, strict=True):
+    for base, (_, multiplier) in zip(bases, merged(options), strict=True):
         if not base.dora:
             continue
         if multiplier != 1:
