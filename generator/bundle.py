@@ -25,7 +25,17 @@ from wangen.generator.prepare_steps import Preprocess
 from wangen.generator.resolutions import resolution_name
 from wangen.generator.scripts import Bundle
 from wangen.generator.step_parts import DEFAULT_EPOCHS
-from wangen.generator.steps import CacheLatents, CacheText, Check, CheckCache, Evaluate, Generate, MakeReport, Train
+from wangen.generator.steps import (
+    CacheLatents,
+    CacheStep,
+    CacheText,
+    Check,
+    CheckCache,
+    Evaluate,
+    Generate,
+    MakeReport,
+    Train,
+)
 from wangen.generator.table import Step, options
 from wangen.generator.target import Target
 from wangen.generator.train_refusals import judged
@@ -141,8 +151,13 @@ def bundle_steps(workspace: Workspace, target: Target, model: Model, slug: str) 
 
 
 def script_bundles(target: Target, slug: str, steps: tuple[Step, ...]) -> dict[str, Bundle]:
-    """What the scripts of a dataset run, by the first word of their names: `train` and `cache`."""
+    """What the scripts of a dataset run, by the first word of their names: `train` and `cache`.
+
+    The first does not cache where none of its steps reads it: training with `--cache_mode realtime`.
+    """
     caching = tuple(step for step in steps if isinstance(step, (Preprocess, *CACHE)))
+    if not _reads_cache(steps):
+        steps = tuple(step for step in steps if not isinstance(step, CacheStep | CheckCache))
     return {
         name: Bundle(
             platform=target.platform,
@@ -154,6 +169,13 @@ def script_bundles(target: Target, slug: str, steps: tuple[Step, ...]) -> dict[s
         )
         for name, chosen in (("train", steps), ("cache", caching))
     }
+
+
+def _reads_cache(steps: Iterable[Step]) -> bool:
+    """Whether a step reads what the caching steps before it make."""
+    return any(
+        isinstance(step, Evaluate) or (isinstance(step, Train) and step.cache_mode != "realtime") for step in steps
+    )
 
 
 def script_names(target: Target, slug: str) -> list[tuple[str, str]]:

@@ -1,7 +1,7 @@
 """What the script for Slurm, `train_<slug>.sbatch`, adds to the script whose single steps it runs as jobs.
 
-Jobs follow each other: what has to be there first, an array that caches, the judge of the cache, the training with what
-comes after it. The cluster's own words (account, constraint) are no knobs: they are typed, or stand in the environment.
+Jobs follow each other: what has to be there first, an array that caches, the judge of the cache (neither where nothing
+reads the cache), the training with what comes after it. The cluster's own words (account, constraint) are no knobs: they are typed, or stand in the environment.
 """
 
 from collections.abc import Sequence
@@ -29,6 +29,8 @@ def knobs(steps: Sequence[Step]) -> list[Knob]:
         "MAX_RESTARTS": (str(train.max_restarts or 2), "how often processes that failed are started again in a job"),
         "PARTITION": ("default", "the partition; default is the cluster's own"),
     }
+    if not any(isinstance(step, CacheStep) for step in steps):
+        del values["CACHE_TASKS"]
     return [Knob(name, value, f"{note} (published: {value})") for name, (value, note) in values.items()]
 
 
@@ -36,7 +38,8 @@ def stages(platform: Platform, steps: Sequence[Step]) -> dict[str, Any]:
     """What the template needs beside what every script has: the steps of each job, in order, and what it asks for."""
     names = [step.command for step in steps]
     caching = [step.command for step in steps if isinstance(step, CacheStep)]
-    start, end = names.index(caching[0]), names.index(Train.command)
+    end = names.index(Train.command)
+    start = names.index(caching[0]) if caching else end
     before, quick = names[:start], names[:start] == [Check.command]
     train = next(step for step in steps if isinstance(step, Train))
     logs = sh_word(Word(str(train.log_file.parent if train.log_file else train.output_dir)))

@@ -66,6 +66,13 @@ def test_what_training_can_do_is_no_finding(shell, line):
 
 
 @pytest.mark.parametrize("shell", SHELLS)
+@pytest.mark.parametrize("words", ["--cache_mode realtime", "--cache_mode auto", "--cache_latents_to_disk", ""])
+def test_training_that_encodes_needs_no_step_that_caches(shell, words):
+    kinds = {finding.kind for finding in findings(shell, f"{ONE} --vae v --t5 t {words}\n")}
+    assert ("missing-step" in kinds) == (not words)
+
+
+@pytest.mark.parametrize("shell", SHELLS)
 def test_ti2v_5b_has_a_vae_of_its_own(shell):
     line = "wangen check --dataset_config x.toml --task {} --vae {}\n"
     expect(shell, line.format("ti2v-5B", "Wan2.1_VAE.pth"), "weights", 1, "Wan2.2_VAE.pth")

@@ -200,6 +200,16 @@ def test_footage_is_cut_in_a_job_before_the_others(tmp_path, pretended):
     assert "step" not in pretended.read_text()
 
 
+def test_a_training_that_reads_no_cache_is_one_job(tmp_path, pretended):
+    bundle = published(tmp_path / "a", '[steps.train]\ncache_mode = "realtime"\n')
+    (knobs,) = re.findall(r"^for wg_knob in (.*); do$", script(bundle).read_text(), flags=re.MULTILINE)
+    assert knobs == "NODES GPUS CPUS HOURS MAX_RESTARTS"
+    assert run(bundle).returncode == 0
+    assert [word for call in calls(pretended) for word in call if word.startswith("--job-name")] == [
+        "--job-name=train_cats"
+    ]
+
+
 def test_without_a_card_none_is_asked_for(tmp_path, pretended):
     place = write_tree(tmp_path, {"profiles/slurm.toml": 'accelerator = "cpu"\n'})
     assert run(published(place)).returncode == 0

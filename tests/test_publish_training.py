@@ -18,6 +18,7 @@ from wangen.generator.tasks import supported
 from wangen.generator.tomls import read_dataset
 
 PLATFORMS = {"linux": ["sh"], "wsl": ["sh"], "windows": ["bat", "ps1"], "slurm": ["sh"]}
+CACHING = ["check", "cache_latents", "cache_text", "check_cache"]
 SAMPLES = '[steps.train]\nsample_prompts = "{}"\nsample_every_n_epochs = 2\n'
 HEAD = f"platforms = {[*PLATFORMS]}\n".replace("'", '"')
 
@@ -97,10 +98,27 @@ def test_one_expert_alone_needs_no_weights_of_the_other(tmp_path, capsys, expert
     assert f"{'high' if expert == 'low' else 'low'}_noise" not in shown
 
 
+def test_a_script_caches_only_where_a_step_reads_it(tmp_path):
+    """Real-time training reads no cache, evaluate does; the script that only caches does so all the same."""
+    live = '[steps.train]\ncache_mode = "realtime"\n'
+    for text, training in (
+        (live, ["check", "train"]),
+        (f"{live}validation_items = 2\n[steps.evaluate]\n", [*CACHING, "train", "evaluate"]),
+    ):
+        place = made(tmp_path / str(len(training)), text)
+        for platform, shells in PLATFORMS.items():
+            for shell in shells:
+                for name, wanted in (("train", [*training, "report"]), ("cache", CACHING)):
+                    path = place.target(platform).folder / f"{name}_x.{shell}"
+                    told = [words[0] for words in scripts.read_steps(path.read_bytes(), shell)]
+                    assert told == wanted, path
+                    assert "missing-step" not in {finding.kind for finding in lint.lint(lint.read(path))}
+
+
 @pytest.mark.parametrize("told", ['cache_mode = "auto"', 'cache_mode = "realtime"', "cache_latents = true", ""])
 def test_a_training_that_encodes_is_told_with_what(tmp_path, told):
-    for steps in spoken(made(tmp_path, f"[steps.train]\n{told}\n")).values():
-        latents, text, train = steps[1], steps[2], steps[-2]
+    for steps in spoken(made(tmp_path, f"[steps.train]\n{told}\nvalidation_items = 2\n[steps.evaluate]\n")).values():
+        latents, text, train = steps[1], steps[2], steps[-3]
         assert (train.vae, train.vae_dtype) == ((latents.vae, latents.vae_dtype) if told else (None, None))
         assert (train.t5, train.t5_dtype) == ((text.t5, text.t5_dtype) if told else (None, None))
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from wangen.generator.lint.kinds import Finding
 from wangen.generator.lint.script import FOREIGN, UNKNOWN, Call, Given, Script, quoted
+from wangen.generator.unread_flags import ENCODE_FIRST
 
 _CACHING = {"cache_latents": ("latents", "wan_cache_latents.py"),
             "cache_text": ("text embeddings", "wan_cache_text_encoder_outputs.py")}  # fmt: skip
@@ -31,9 +32,14 @@ def order(script: Script) -> Iterator[Finding]:
         if calls and calls[0].line > first.line and calls[0].args and not (calls[0].more or in_functions):
             yield Finding("order", calls[0].line, f"the {what} are cached after training has read them",
                           f"move this line before line {first.line}")  # fmt: skip
-        elif not calls and not _foreign(script, name):
+        elif not (calls or _foreign(script, name) or _encodes(first)):
             yield Finding("missing-step", first.line, f"nothing in this script caches the {what} that training reads",
                           f"call {step} before this line", "error" if present else "warning")  # fmt: skip
+
+
+def _encodes(training: Call) -> bool:
+    """Whether training makes by itself what no step before it has cached."""
+    return training.value("cache_mode") in ("auto", "realtime") or any(map(training.given, ENCODE_FIRST))
 
 
 def _foreign(script: Script, step: str) -> bool:

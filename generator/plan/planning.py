@@ -162,6 +162,8 @@ def _surveyed(
     if not found.uses:
         raise WangenError("the dataset has no sample that can be trained on", where=str(train.dataset),
                           cure="wangen check names what is wrong")  # fmt: skip
+    if train.cache_mode == "realtime":
+        found.cache_bytes = 0  # it keeps nothing
     if train.validation_items:
         notes.append(f"with the {train.validation_items} held-out items counted as if they were trained on")
     return found
