@@ -1,7 +1,8 @@
 """What the script for Slurm, `train_<slug>.sbatch`, adds to the script whose single steps it runs as jobs.
 
 Jobs follow each other: what has to be there first, an array that caches, the judge of the cache (neither where nothing
-reads the cache), the training with what comes after it. The cluster's own words (account, constraint) are no knobs: they are typed, or stand in the environment.
+reads the cache), the training with what comes after it. The cluster's own words (account, constraint) are no knobs:
+they are typed, or stand in the environment.
 """
 
 from collections.abc import Sequence

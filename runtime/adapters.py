@@ -5,7 +5,7 @@ LoRAs have a narrower one of their own, `lora.Lora`, which is all that convertin
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -69,11 +69,9 @@ class AdapterWeight:
 Adapter = dict[str, AdapterWeight]
 
 
-def without_numbers(parts: Parts) -> AdapterWeight:
-    """What a module's tensors change, from their shapes alone: factors on the meta device, at scale 1."""
-    kind = kind_of_parts(parts)
-    factors = {name: torch.empty(parts[name].shape, device="meta") for name in FACTORS[kind] if name in parts}
-    return AdapterWeight(kind, factors, 1.0)
+def without_numbers(weight: AdapterWeight) -> AdapterWeight:
+    """The same change with factors on the meta device, which have shapes and hold nothing; without a magnitude."""
+    return replace(weight, factors={name: factor.to("meta") for name, factor in weight.factors.items()}, magnitude=None)
 
 
 def read_adapter(path: Path, flag: str = "--network_weights") -> Adapter:

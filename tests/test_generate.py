@@ -311,6 +311,16 @@ def test_a_lora_of_another_size_is_refused_before_a_model_loads(tiny_run, lora, 
         generate.run(options_for(tiny_run, tmp_path / "a.mp4", lora_weight=(small,)))
 
 
+def test_a_lora_that_holds_nan_is_refused_before_a_model_loads(tiny_run, lora, tmp_path, monkeypatch):
+    monkeypatch.setattr(generate, "make_scenes", lambda *_: pytest.fail("a model was loaded"))
+    tensors = load_file(lora)
+    tensors[min(tensors)][0, 0] = torch.nan
+    save_file(tensors, broken := tmp_path / "broken.safetensors")
+    with pytest.raises(WangenError, match="this adapter holds NaN or infinity") as error:
+        generate.run(options_for(tiny_run, tmp_path / "a.mp4", lora_weight=(broken,)))
+    assert error.value.where == str(broken)
+
+
 def test_a_loha_of_another_size_is_refused_before_a_model_loads(tiny_run, tmp_path, monkeypatch):
     monkeypatch.setattr(generate, "make_scenes", lambda *_: pytest.fail("a model was loaded"))
     shapes = {"hada_w1_a": (64, 4), "hada_w1_b": (4, 64), "hada_w2_a": (64, 4), "hada_w2_b": (4, 64)}

@@ -89,6 +89,17 @@ def test_a_rank_above_that_of_every_whole_change_is_refused(tiny_run, tmp_path, 
             train.run(tiny_run.options(tmp_path, **changes))
 
 
+@pytest.mark.parametrize("flag", ["network_weights", "base_weights"])
+def test_an_adapter_that_holds_nan_is_refused_before_a_model_loads(tiny_run, tmp_path, files, flag):
+    tensors = load_file(files["lora"])
+    name = sorted(tensors)[3]
+    tensors[name][0, 0] = torch.nan
+    save_file(tensors, broken := tmp_path / "broken.safetensors")
+    with pytest.raises(WangenError, match="this adapter holds NaN or infinity in blocks") as error:
+        train.run(tiny_run.options(tmp_path, **{flag: (broken,) if flag == "base_weights" else broken}))
+    assert error.value.where == str(broken)
+
+
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_files_that_fit_reach_the_model(tiny_run, tmp_path, files, name):
     given = tiny_run.options(tmp_path, network_weights=files[name], **ADAPTERS[name])

@@ -9,19 +9,17 @@ from typing import Any
 
 import torch
 
-from wangen.generator.adapter_parts import is_dora_of_parts
 from wangen.generator.dataset import IMAGE_SUFFIXES, VIDEO_SUFFIXES
 from wangen.generator.edit_tasks import task_warning
 from wangen.generator.errors import UsageError, write_cure
 from wangen.generator.experts import ORDER, choose_boundary, expect_two_experts, lora_of_the_other, seem_swapped
 from wangen.generator.formats import Header
 from wangen.generator.generate_step import DEFAULT_SEED
-from wangen.generator.headers import read_header
 from wangen.generator.kinds import expect
 from wangen.generator.lora_config import lora_file
 from wangen.generator.steps import Generate
 from wangen.profiles import Model
-from wangen.runtime.adapters import adapter_modules, read_scales, without_numbers
+from wangen.runtime.adapters import read_adapter
 from wangen.runtime.devices import choose_dtype, require_compiler
 from wangen.runtime.lora import nothing_matches, require_size
 from wangen.runtime.lora_folder import find_lora, has_lora
@@ -221,16 +219,14 @@ def _refuse_blocks(options: Generate, transformer: Header) -> None:
 
 
 def _refuse_lora(path: Path, flag: str, transformer: Header, strength: float) -> None:
-    """A LoRA of another model, or a DoRA at a strength that it cannot have."""
-    file, weights = lora_file(path), changeable_weights(transformer)
-    changes, header = read_scales(path, flag), read_header(file)
-    if not changes.keys() & weights.keys():
-        raise nothing_matches(changes, str(file))
-    modules = adapter_modules(header, file)
-    for module, parts in modules.items():
+    """A LoRA that is damaged or of another model, or a DoRA at a strength that it cannot have."""
+    file, weights, adapter = lora_file(path), changeable_weights(transformer), read_adapter(path, flag)
+    if not adapter.keys() & weights.keys():
+        raise nothing_matches(adapter, str(file))
+    for module, weight in adapter.items():
         if module in weights:
-            require_size(module, without_numbers(parts), weights[module].shape, str(file))
-    if strength not in (0, 1) and any(map(is_dora_of_parts, modules.values())):
+            require_size(module, weight, weights[module].shape, str(file))
+    if strength not in (0, 1) and any(weight.magnitude is not None for weight in adapter.values()):
         raise UsageError(f"a DoRA at strength {strength:g}", where=str(file),
                          cure="give it the strength 1: it scales whole weights")  # fmt: skip
     if warning := lora_of_the_other(path, flag, "high" if flag.endswith("high_noise") else "low"):

@@ -1,4 +1,4 @@
-"""Adapters that a run cannot train, start from or merge, and weights that it cannot change: known from headers."""
+"""Adapters that a run cannot train, start from or merge, and weights that it cannot change: before a model loads."""
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
@@ -6,14 +6,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from wangen import profiles
-from wangen.generator.adapter_parts import WORDS, is_dora_of_parts
+from wangen.generator.adapter_parts import WORDS
 from wangen.generator.adapter_settings import Settings
 from wangen.generator.errors import UsageError, many, some
 from wangen.generator.formats import TensorInfo
 from wangen.generator.kinds import expect
-from wangen.generator.lora_config import lora_file
 from wangen.generator.steps import Train
-from wangen.runtime.adapters import Adapter, AdapterWeight, adapter_modules, read_scales, without_numbers
+from wangen.runtime.adapters import Adapter, AdapterWeight, read_adapter, without_numbers
 from wangen.runtime.training.adapter_config import (
     changeable_weights,
     factor_shapes,
@@ -34,7 +33,7 @@ _WIDER = "give --dit in 16 or 32 bits"
 def require_adapter(options: Train, model: profiles.Model) -> None:
     """Refuse flags that no adapter can have, patterns that find no layer, and files that are none to begin with.
 
-    Only headers are read: of the transformers that are trained, of the adapters to start from and of those to merge.
+    Of the transformers that are trained only the headers are read, the adapters to start from and to merge whole.
 
     Raises:
         UsageError: flags that contradict each other, patterns that find no layer, or files that do not fit.
@@ -69,7 +68,7 @@ def trained_transformers(options: Train, model: profiles.Model) -> dict[str, str
 
 @dataclass(frozen=True)
 class _File:
-    """An adapter's file without its numbers: the factors are on the meta device, and every scale is 1."""
+    """An adapter's file without its numbers: the factors are on the meta device."""
 
     path: Path
     flag: str
@@ -78,12 +77,10 @@ class _File:
 
     @classmethod
     def read(cls, path: Path, flag: str) -> "_File":
-        """From its header; its alphas are read and judged as well."""
-        read_scales(path, flag)
-        file = lora_file(path)
-        modules = adapter_modules(expect(file, ("lora", "lora-other"), flag), file)
-        adapter = {module: without_numbers(parts) for module, parts in modules.items()}
-        return cls(path, flag, adapter, any(map(is_dora_of_parts, modules.values())))
+        """Read and judged whole, so that a damaged one is found before a model loads; only the shapes are kept."""
+        adapter = read_adapter(path, flag)
+        dora = any(weight.magnitude is not None for weight in adapter.values())
+        return cls(path, flag, {module: without_numbers(weight) for module, weight in adapter.items()}, dora)
 
     def refused(self, found: str, cure: str) -> UsageError:
         """The error that names this file."""
