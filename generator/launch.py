@@ -36,6 +36,15 @@ class Launch:
     slurm_job: str = ""
     requeues: int = 0
 
+    def shards(self, parallel: str) -> int:
+        """How many processes share out the frozen weights by this `--parallel`; 1 where each has all, as with `auto`.
+
+        >>> launch = Launch(count=8, local_count=4)
+        >>> [launch.shards(way) for way in ("fsdp", "hsdp", "ddp", "auto")]
+        [8, 4, 1, 1]
+        """
+        return {"fsdp": self.count, "hsdp": self.local_count}.get(parallel, 1)
+
     @property
     def is_again(self) -> bool:
         """Whether this start repeats one of the same job."""

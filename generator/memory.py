@@ -8,7 +8,7 @@ the list of its tensors.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 from wangen.generator.adapter_settings import settings_of_flags
 from wangen.generator.errors import UsageError
@@ -29,6 +29,10 @@ PLAIN_MEMORY: Mapping[str, Any] = {
     "gradient_checkpointing_cpu_offload": False,
 }  # fmt: skip
 """The flags of training where no card is named; scripts spell them out, so that a new default changes no old script."""
+
+SPLIT: tuple[Literal["fsdp", "hsdp"], ...] = ("fsdp", "hsdp")
+"""Values of `--parallel` with which processes share out the frozen weights: none are swapped, every block is
+recomputed."""
 
 RESERVE = 3 * GIB // 2
 """The device's context, the libraries' workspaces, the head's and the loss's tensors, and what fragments."""
@@ -84,7 +88,7 @@ class MemorySettings:
         one_expert: of two only one is trained.
         all_resident: two experts stay on the device.
         stored_bits: of a weight in the base's file: less than 16 where it is quantised itself.
-        shards: processes that share out the frozen weights, or with `whole` all that is trained.
+        shards: processes that share out the blocks' frozen weights, or with `whole` all that is trained.
         by_hand: unless `whole`, nothing but plain LoRAs is trained, not with `--plain`, `--compile` or `--pack`: long
             clips then go in pieces.
         deterministic: kernels of attention may add up in a fixed order.
@@ -187,8 +191,8 @@ def memory_plan(model: Model, settings: MemorySettings, *, tokens: int) -> Memor
     block (`_of_a_block`) + 1.5 GiB. A recomputed block keeps its input, N d, and with selective checkpointing the
     output of self-attention, N d and one number per token and head.
 
-    Of two experts one is on the device, with the adapters of both; the host has all weights of both. Weights that
-    several processes share out are gathered a block at a time, one ahead.
+    Of two experts one is on the device, with the adapters of both; the host has all weights of both. Blocks that
+    several processes share out are gathered one at a time, one ahead.
 
     Args:
         model: the model profile.
@@ -198,7 +202,8 @@ def memory_plan(model: Model, settings: MemorySettings, *, tokens: int) -> Memor
     sizes, wide, counts = model.transformer, settings.wide, weight_counts(model)
     num_experts = num_trained(model, settings)
     block, outer, swapped = block_bytes(model, settings), outer_bytes(model, wide), settings.blocks_to_swap
-    frozen = 0 if settings.whole else outer + (sizes.num_layers - swapped) * block
+    in_parts = (sizes.num_layers - swapped) * block // settings.shards  # what lies outside the blocks is not
+    frozen = 0 if settings.whole else outer + in_parts
     frozen *= num_experts if settings.all_resident else 1
     trained = trained_weights(model, settings) * num_experts // (settings.shards if settings.whole else 1)
     row = tokens * sizes.dim * wide
@@ -208,7 +213,7 @@ def memory_plan(model: Model, settings: MemorySettings, *, tokens: int) -> Memor
     waiting = (row + attention) * (sizes.num_layers - free)
     on_device = min(waiting, WAITING * (row + attention)) if settings.offload else waiting
     parts = {
-        "weights that stay": frozen // settings.shards,
+        "weights that stay": frozen,
         "blocks on their way": block * (2 if settings.shards > 1 else min(settings.ring, swapped)),
         "adapters, gradients, optimizer": trained * (4 + 4 + settings.moment_bytes + (0 if settings.float32 else 2)),
         "kept for the backward pass": on_device + max(0, free - 1) * kept_by_block,

@@ -9,6 +9,7 @@ from wangen.generator.errors import UsageError
 from wangen.generator.memory import (
     GIB,
     PLAIN_MEMORY,
+    SPLIT,
     gib_text,
     memory_plan,
     preset_flags,
@@ -26,17 +27,19 @@ ROOMY = {"checkpointing": "selective", "checkpointing_free_blocks": 1}
 """The flags of a card that has room for the whole model."""
 
 
-def resolve_vram(options: Train, model: Model, free: int | None) -> Train:
+def resolve_vram(options: Train, model: Model, free: int | None, shards: int = 1) -> Train:
     """The options with every memory flag filled in; those that were given stay.
 
     What a preset says and the other flags rule out is left away: with `--train_mode full` nothing is quantised or
-    swapped, with `--plain` nothing is swapped and every block is recomputed alike. Where what is left is more than the
-    card of the preset has, that is said.
+    swapped, with `--plain` nothing is swapped and every block is recomputed alike, and where processes share out the
+    weights (`--parallel fsdp`) nothing is swapped either. Where what is left is more than the card of the preset has,
+    that is said.
 
     Args:
         options: of the training step.
         model: its profile, which has the presets.
         free: bytes that `auto` may take; None, as of a CPU, takes no preset.
+        shards: processes that share out the weights.
 
     Raises:
         UsageError: the model has no such preset, or less is free than the smallest needs.
@@ -45,11 +48,11 @@ def resolve_vram(options: Train, model: Model, free: int | None) -> Train:
         raise UsageError(f"--vram {options.vram}: {model.name} has no preset in this version",
                          cure="give --quantize int8 or nf4 where the card is small")  # fmt: skip
     if options.vram == "auto":
-        return _for_free_memory(options, model, free)
+        return _for_free_memory(options, model, free, shards)
     if not options.vram:
         return _filled(options, model, {})
     filled = with_preset(options, model, options.vram)
-    _warn_of_more(filled, model, int(options.vram))
+    _warn_of_more(filled, model, int(options.vram), shards)
     return filled
 
 
@@ -70,7 +73,7 @@ def with_preset(options: Train, model: Model, vram: str) -> Train:
     preset, usable = preset_of(model, vram), usable_bytes(int(vram) * GIB)
     filled = _filled(options, model, preset_flags(model, vram))
     cannot = filled.train_mode == "full" or filled.plain or filled.checkpointing == "none"
-    if cannot or options.parallel in ("fsdp", "hsdp") or options.blocks_to_swap is not None:
+    if cannot or options.parallel in SPLIT or options.blocks_to_swap is not None:
         return filled
     most = max(0, model.transformer.num_layers - (filled.checkpointing_free_blocks or 0))
     for swapped in range(filled.blocks_to_swap or 0, most):
@@ -87,6 +90,8 @@ def _filled(options: Train, model: Model, flags: Mapping[str, Any]) -> Train:
         values |= {"quantize": "none", "blocks_to_swap": 0}
     if options.plain:
         values |= {"blocks_to_swap": 0, "checkpointing": "full", "checkpointing_free_blocks": 0}
+    if options.parallel in SPLIT:
+        values |= {"blocks_to_swap": 0}
     if options.checkpointing == "none":
         values |= {"blocks_to_swap": 0, "checkpointing_free_blocks": 0, "gradient_checkpointing_cpu_offload": False}
     # Swapped blocks are recomputed: what one of the two is given leaves the rest to the other.
@@ -98,16 +103,16 @@ def _filled(options: Train, model: Model, flags: Mapping[str, Any]) -> Train:
     return replace(options, **(values | stay))
 
 
-def _for_free_memory(options: Train, model: Model, free: int | None) -> Train:
+def _for_free_memory(options: Train, model: Model, free: int | None, shards: int) -> Train:
     """The options that use what is free best."""
     if free is None:
         return _filled(options, model, {})
     roomy = _filled(options, model, ROOMY)
-    if _needed(roomy, model, 32, model.resolution, model.num_frames) <= free:
+    if _needed(roomy, model, 32, model.resolution, model.num_frames, shards) <= free:
         log.info("  --vram auto: %s are free, enough for the whole model", gib_text(free))
         return roomy
     filled = {gib: with_preset(options, model, str(gib)) for gib in model.presets}
-    needed = {gib: _needed_of(filled[gib], model, preset) for gib, preset in model.presets.items()}
+    needed = {gib: _needed_of(filled[gib], model, preset, shards) for gib, preset in model.presets.items()}
     fitting = [gib for gib in filled if needed[gib] <= free]
     if not fitting:
         raise UsageError(
@@ -119,10 +124,10 @@ def _for_free_memory(options: Train, model: Model, free: int | None) -> Train:
     return filled[max(fitting)]
 
 
-def _warn_of_more(options: Train, model: Model, gib: int) -> None:
+def _warn_of_more(options: Train, model: Model, gib: int, shards: int) -> None:
     """Say it where the flags that were given beside a preset need more than its card has."""
     preset = model.presets[gib]
-    needed, usable = _needed_of(options, model, preset), usable_bytes(gib * GIB)
+    needed, usable = _needed_of(options, model, preset, shards), usable_bytes(gib * GIB)
     if needed > usable:
         width, height = preset.resolution
         log.warning("  --vram %d: beside the other flags, clips of %dx%dx%d need %s of the %s that such a card has for "
@@ -130,11 +135,11 @@ def _warn_of_more(options: Train, model: Model, gib: int) -> None:
                     gib_text(needed), gib_text(usable))  # fmt: skip
 
 
-def _needed_of(options: Train, model: Model, preset: Preset) -> int:
-    return _needed(options, model, preset.network_dim, preset.resolution, preset.num_frames)
+def _needed_of(options: Train, model: Model, preset: Preset, shards: int = 1) -> int:
+    return _needed(options, model, preset.network_dim, preset.resolution, preset.num_frames, shards)
 
 
-def _needed(options: Train, model: Model, rank: int, resolution: tuple[int, int], num_frames: int) -> int:
+def _needed(options: Train, model: Model, rank: int, resolution: tuple[int, int], num_frames: int, shards: int) -> int:
     """Bytes of the card for training on such clips, at that rank or the greater one of the flags."""
-    settings, tokens = settings_of(options), tokens_of(model, resolution, num_frames)
+    settings, tokens = settings_of(options, shards), tokens_of(model, resolution, num_frames)
     return memory_plan(model, replace(settings, rank=max(rank, settings.rank)), tokens=tokens).device

@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from wangen import profiles
@@ -23,11 +24,12 @@ MOST_NAME_BYTES = 160
 _AT_MOST = {"num_timestep_buckets": 10**6, "validation_timesteps": MAX_VALIDATION_TIMESTEPS}
 """Where memory or patience would end long before the range of a float32."""
 
+OF_TIMESTEPS = ("discrete_flow_shift", "sigmoid_scale", "logit_std", "num_timestep_buckets")
 ABOVE_ZERO = (
-    "network_dim", "network_alpha", "learning_rate", "gradient_accumulation_steps", "discrete_flow_shift",
+    *OF_TIMESTEPS, "network_dim", "network_alpha", "learning_rate", "gradient_accumulation_steps",
     "max_train_steps", "max_train_epochs", "save_every_n_steps", "save_every_n_epochs", "save_state_every_n_steps",
     "save_state_every_n_minutes", "save_last_n_epochs", "save_last_n_steps", "keep_last", "expert_turn_steps",
-    "loraplus_lr_ratio", "scale_weight_norms", "num_timestep_buckets", "validation_timesteps",
+    "loraplus_lr_ratio", "scale_weight_norms", "validation_timesteps",
     "validate_every_n_steps", "sample_every_n_steps", "sample_every_n_epochs", "block_swap_ring_size", "peak_tflops",
     "save_last_n_epochs_state", "save_last_n_steps_state", "continuation_guidance", "continuation_steps",
     "lr_scheduler_num_cycles", "lr_scheduler_power", "lr_scheduler_timescale",
@@ -74,6 +76,9 @@ def refuse_flags(options: Train) -> None:
     optimizer_arguments(options.optimizer_args)
     if options.train_mode == "full":
         _refuse_beside_full(options)
+    elif options.scale_weight_norms and options.network_module != "lora":
+        raise UsageError("--scale_weight_norms is for LoRA alone",
+                         cure="leave it out, or give --network_module lora")  # fmt: skip
     settings_of_flags(options)
     loraplus_ratio(options)
     require_timesteps(options)
@@ -85,12 +90,7 @@ def refuse_numbers(options: Train) -> None:
     Raises:
         UsageError: there is one.
     """
-    for name in ABOVE_ZERO:
-        value = getattr(options, name)
-        most = _AT_MOST.get(name, _FLOAT32_MAX)
-        if value is not None and not 0 < value <= most:
-            limit = f" and at most {most:.7g}" if value > 0 or name in _AT_MOST else ""
-            raise UsageError(f"--{name} must be above 0{limit}, got {value}", cure=_cure(name, options))
+    _require_above_zero(options, ABOVE_ZERO)
     for name in NOT_NEGATIVE:
         value = getattr(options, name)
         if not (value >= 0 and math.isfinite(value)):
@@ -107,6 +107,15 @@ def refuse_numbers(options: Train) -> None:
     if options.high_noise_share is not None and not 0 < options.high_noise_share < 1:
         raise UsageError(f"--high_noise_share must be between 0 and 1, got {options.high_noise_share}",
                          cure="to train one expert alone give --experts high or --experts low")  # fmt: skip
+
+
+def _require_above_zero(options: Train, names: Iterable[str]) -> None:
+    for name in names:
+        value = getattr(options, name)
+        most = _AT_MOST.get(name, _FLOAT32_MAX)
+        if value is not None and not 0 < value <= most:
+            limit = f" and at most {most:.7g}" if value > 0 or name in _AT_MOST else ""
+            raise UsageError(f"--{name} must be above 0{limit}, got {value}", cure=_cure(name, options))
 
 
 def _cure(name: str, options: Train) -> str:
@@ -134,9 +143,6 @@ def refuse_memory(options: Train) -> None:
     selects = options.checkpointing == "selective" or options.checkpointing_free_blocks
     if options.plain and (swap or selects):
         raise UsageError("--plain knows no block swap, selective checkpointing or free blocks", cure="leave it out")
-    if options.scale_weight_norms and (options.network_module != "lora" or options.train_mode == "full"):
-        other = "--train_mode" if options.train_mode == "full" else "--network_module"
-        raise UsageError("--scale_weight_norms is for LoRA alone", cure=f"leave it out, or give {other} lora")
     if options.train_mode == "full" and (options.quantize not in (None, "none") or swap):
         raise UsageError("--train_mode full trains every weight: none can be quantised or swapped",
                          cure="give --quantize none --blocks_to_swap 0, or --train_mode lora")  # fmt: skip
@@ -160,18 +166,13 @@ def require_timesteps(options: Train) -> None:
     Raises:
         UsageError: a number is out of its range, or two flags contradict each other.
     """
-    for name in ("discrete_flow_shift", "sigmoid_scale", "logit_std"):
-        value = getattr(options, name)
-        if not (value > 0 and math.isfinite(value)):
-            raise UsageError(f"--{name} must be above 0, got {value}")
+    _require_above_zero(options, OF_TIMESTEPS)
     if not math.isfinite(options.logit_mean):
         raise UsageError(f"--logit_mean must be a number, got {options.logit_mean}")
     if not MODE_SCALES[0] <= options.mode_scale <= MODE_SCALES[1]:
         raise UsageError(f"--mode_scale must be -1 to {MODE_SCALES[1]:.2f}, got {options.mode_scale}")
     if not 0 <= options.min_timestep < options.max_timestep <= 1000:
         raise UsageError(f"timesteps {options.min_timestep} to {options.max_timestep} are no range within 0 to 1000")
-    if options.num_timestep_buckets is not None and options.num_timestep_buckets < 1:
-        raise UsageError(f"--num_timestep_buckets must be above 0, got {options.num_timestep_buckets}")
     scheme, sampling = options.weighting_scheme, options.timestep_sampling
     if scheme in ("logit_normal", "mode") and sampling != "sigma":
         raise UsageError(

@@ -57,7 +57,7 @@ class AdapterWeight:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the weight that it changes."""
+        """The shape of the weight that it changes."""
         if self.kind == "lora":
             return (self.factors["up"].shape[0], *self.factors["down"].shape[1:])
         if self.kind == "loha":

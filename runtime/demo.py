@@ -24,6 +24,7 @@ from wangen.generator.install import install_line
 from wangen.generator.interpreter import wanted_libraries
 from wangen.generator.publish import plan as publishing
 from wangen.generator.publish.source import read_source
+from wangen.generator.run_folder import TRAIN_REPORT
 from wangen.generator.steps import Generate
 from wangen.generator.target import Target, host_platform_name
 from wangen.generator.workspace import FILE, Workspace
@@ -221,7 +222,7 @@ def _table(target: Target, lora: Path, videos: list[Path], skipped: list[str], s
         report = _report(outputs / f"{step}.report.json")
         seconds_of_step = "skipped" if step in skipped else f"{report['timings']['total_s']:.1f}"
         table.add_row(step, report["summary"], seconds_of_step)
-    result = _report(outputs / "train.report.json")["result"]
+    result = _report(outputs / TRAIN_REPORT)["result"]
     console = Console()
     console.print(table)
     console.print(f"LoRA     {lora}", soft_wrap=True)

@@ -20,6 +20,7 @@ from wangen.generator.header_keys import EPOCH_STEPS, EXPERT, FINGERPRINT, TRAIN
 from wangen.generator.headers import read_header
 from wangen.generator.kinds import kind_of
 from wangen.generator.lora_config import ADAPTER_FILE, DIFFUSERS_FILE
+from wangen.generator.run_folder import TRAIN_REPORT
 from wangen.generator.step_parts import require_try
 
 log = logging.getLogger("wangen")
@@ -226,7 +227,7 @@ class _LastRun:
 def _last_run(folder: Path) -> _LastRun:
     """The report of a folder; empty where there is none that can be read."""
     try:
-        result = json.loads((folder / "train.report.json").read_bytes())["result"]
+        result = json.loads((folder / TRAIN_REPORT).read_bytes())["result"]
         best = [entry["file"] for entry in result.get("best", {}).values()]
         return _LastRun(*(frozenset(PureWindowsPath(name).name for name in names) for names in (result["loras"], best)))
     except (OSError, ValueError, RecursionError, TypeError, KeyError, AttributeError):

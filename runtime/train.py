@@ -22,6 +22,7 @@ from wangen.generator.files import remove_all_left
 from wangen.generator.launch import launch
 from wangen.generator.lock import LEASE_S, RUN_LOCK, hold
 from wangen.generator.memory import memory_of
+from wangen.generator.run_folder import TRAIN_REPORT
 from wangen.generator.session import Report
 from wangen.generator.steps import Train
 from wangen.generator.workspace import require_writable
@@ -39,7 +40,7 @@ from wangen.runtime.training.checkpoint import TrainingState
 from wangen.runtime.training.facts import BEFORE, FIRST_LOSS, LAST_LOSS, LOOKED, SCHEDULE_FREE
 from wangen.runtime.training.loading import is_crowded, load_trainee, require_room
 from wangen.runtime.training.out_of_memory import enough_memory_for, enough_memory_for_steps
-from wangen.runtime.training.parallel import chosen_way, mesh_of, require_parallel, with_all_resident
+from wangen.runtime.training.parallel import chosen_way, in_parts, mesh_of, require_parallel
 from wangen.runtime.training.plan import Plan, dataset_digest, make_plan
 from wangen.runtime.training.prepared import groups
 from wangen.runtime.training.ranks import Ranks, joined, sum_of_bits
@@ -108,7 +109,7 @@ def _run(options: Train, device: torch.device, ranks: Ranks) -> Report:
     if device.type == "cpu":
         keep_freed_memory()
     try:
-        options = alike(resolved(options, model, device), device, ranks)
+        options = alike(resolved(options, model, device, ranks.launch), device, ranks)
         refuse(options, model, device)
     except WangenError as error:
         if ranks.launch.count > 1:  # no launcher starts that again
@@ -144,9 +145,10 @@ def _run_alone(options: Train, model: Model, device: torch.device, ranks: Ranks)
     plan = make_plan(options, model, *read_training_samples(options, model, ranks))
     ranks.require_same("samples or settings", _settings(plan), exit_code=WRONG_USAGE)
     ranks.require_shared(options.output_dir)
-    mesh = mesh_of(chosen_way(plan, ranks, device), ranks.launch, device) if ranks.count > 1 else None
+    way = chosen_way(plan, ranks, device) if ranks.count > 1 else "ddp"
+    mesh = mesh_of(way, ranks.launch, device)
     if mesh:
-        plan, ranks = replace(plan, options=with_all_resident(plan.options)), ranks.marching()
+        plan, ranks = in_parts(plan, ranks.launch.shards(way)), ranks.marching()
     state = find_state(plan, ranks.launch)
     ranks.require_same("training states", {"step": state.step if state else None})
     changed = changed_settings(plan, state) if state else {}
@@ -174,7 +176,7 @@ def _run_alone(options: Train, model: Model, device: torch.device, ranks: Ranks)
     with Watching(
         plan, device, state.step if state else 0, ranks
     ) as watching:  # prompts are encoded before the model loads
-        with enough_memory_for(plan, device, "loading the model"):
+        with enough_memory_for(plan, device, "loading the model", ranks):
             training = _prepare(plan, device, state, ranks, mesh)
         if ranks.is_first:  # from here on nothing is refused
             set_other_epochs_aside(plan)
@@ -304,7 +306,7 @@ def _look_and_save(training: Run, watching: Watching, saving: Saving | None) -> 
     with watching.paused():
         looked = False
         try:
-            with enough_memory_for(training.plan, training.device, _LOOKING):
+            with enough_memory_for(training.plan, training.device, _LOOKING, training.ranks):
                 whole = watching.look()
             looked = True
         finally:  # what goes wrong there does not cost what was trained, where one saves for all
@@ -315,9 +317,9 @@ def _look_and_save(training: Run, watching: Watching, saving: Saving | None) -> 
 
 
 def _begin(training: Run, watching: Watching, interrupt: Interrupt) -> bool:
-    """Look at the model before its first step, or at what an interrupt had left; False when one came."""
+    """Validate and sample before the first step, or finish what an interrupt left undone; False when one came."""
     again = LOOKED in training.facts
-    with enough_memory_for(training.plan, training.device, _LOOKING):
+    with enough_memory_for(training.plan, training.device, _LOOKING, training.ranks):
         whole = watching.begin(training, interrupt)
     if again:  # else a start after this one would do once more what was left then
         save_state(training)
@@ -328,9 +330,9 @@ def _begin(training: Run, watching: Watching, interrupt: Interrupt) -> bool:
 
 
 def _timing_before(options: Train) -> dict[str, Any]:
-    """What the report of a run that came to its end before says of its time, if it was held in memory as now."""
+    """The times in the report of a run that had come to its end already, if it had the same memory flags as now."""
     with contextlib.suppress(OSError, ValueError, RecursionError, LookupError, TypeError):
-        told = json.loads((options.output_dir / "train.report.json").read_bytes())
+        told = json.loads((options.output_dir / TRAIN_REPORT).read_bytes())
         if told["inputs"]["memory"] == memory_of(options):
             return {name: told["result"][name] for name in _TIMING}
     return {}

@@ -17,8 +17,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from trained import KINDS, MODEL, base_model, options_of, predicted, trained
 
+from wangen import profiles
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.header_keys import DORA_NORM
+from wangen.generator.steps import Train
 from wangen.runtime import safetensors_file
 from wangen.runtime.adapter_layers import apply_adapter, base_weight
 from wangen.runtime.adapters import read_adapter
@@ -28,6 +30,7 @@ from wangen.runtime.training.adapter import add_adapter, merge_base_weights
 from wangen.runtime.training.adapter_files import as_adapter, save
 from wangen.runtime.training.adapter_refusals import require_adapter
 from wangen.runtime.training.metadata import metadata
+from wangen.runtime.training.plan import Plan
 from wangen.runtime.weights.transformer import load_transformer, saved_tensors, transformer_names
 
 LAYOUTS = ("comfyui", "kohya", "diffusers")
@@ -288,20 +291,25 @@ def test_peft_own_folder_is_read(tmp_path: Path, kind: str):
         read_adapter(tmp_path)
 
 
+def plan_of(options: Train) -> Plan:
+    """Of seven items in epochs of four steps."""
+    items: Any = [None] * 7
+    return Plan(options, profiles.model(options.task), items, [], 4, (), FINGERPRINT, batches_per_epoch=7)
+
+
 def test_the_header_says_what_was_trained_and_nothing_of_time_or_place(tmp_path: Path):
     options = options_of(
         tmp_path, network_dim=8, rslora=True, metadata_title="Cats", metadata_tags="cat, film", optimizer_type="AdamW",
         optimizer_args=("weight_decay=0.01",), training_comment="third try", timestep_sampling="shift",
     )  # fmt: skip
-    found = metadata(options, step=30, fingerprint=FINGERPRINT, expert="high_noise", num_items=7, steps_per_epoch=4,
-                     batches_per_epoch=7)  # fmt: skip
+    found = metadata(plan_of(options), "high_noise", step=30, run_step=41)
     expected = {
         "ss_network_module": "networks.lora_wan", "ss_network_dim": "8", "ss_network_args": '{"use_rslora": "True"}',
         "ss_learning_rate": "0.0001", "ss_optimizer": "AdamW(weight_decay=0.01)", "ss_timestep_sampling": "shift",
         "ss_discrete_flow_shift": "5.0", "ss_steps": "30", "ss_epoch": "8", "ss_num_train_items": "7",
         "ss_training_comment": "third try", "modelspec.title": "Cats", "modelspec.tags": "cat, film",
         "wangen.expert": "high_noise", "wangen.task": "t2v-1.3B", "ss_num_batches_per_epoch": "7",
-        "wangen.steps_per_epoch": "4",
+        "wangen.steps_per_epoch": "4", "wangen.run_steps": "41",
     }  # fmt: skip
     assert expected.items() <= found.items()
     assert json.loads(found["wangen.fingerprint"]) == FINGERPRINT
@@ -312,7 +320,7 @@ def test_the_header_says_what_was_trained_and_nothing_of_time_or_place(tmp_path:
 
 def test_without_metadata_what_is_needed_to_use_the_file_stays_and_what_is_said_of_it(tmp_path: Path):
     options = options_of(tmp_path, no_metadata=True, metadata_title="Cats", training_comment="third try")
-    found = metadata(options, step=30, fingerprint=FINGERPRINT, expert="low_noise")
+    found = metadata(plan_of(options), "low_noise", step=30, run_step=41)
     assert set(found) == {"format", "wangen.format", "ss_base_model_version", "wangen.task", "wangen.expert",
                           "ss_network_module", "ss_network_dim", "ss_network_alpha", "modelspec.title",
                           "modelspec.sai_model_spec"}  # fmt: skip
@@ -331,7 +339,11 @@ def test_full_fine_tuning_trains_every_weight_and_saves_them_under_the_official_
             parameter += 0.01
     options = options_of(tmp_path, train_mode="full", save_precision=precision)
     tensors = saved_tensors(parameters, DITS[name])
-    (path,) = full.save(tmp_path / "a.safetensors", tensors, options, metadata(options, step=1, fingerprint={}))
+
+    def header(step: int) -> dict[str, str]:
+        return metadata(plan_of(options), "", step=step, run_step=step)
+
+    (path,) = full.save(tmp_path / "a.safetensors", tensors, options, header(1))
     found, original = load_file(path), load_file(DITS[name])
     assert {key: value.shape for key, value in found.items()} == {key: value.shape for key, value in original.items()}
     for old, new in transformer_names(original).items():
@@ -341,10 +353,9 @@ def test_full_fine_tuning_trains_every_weight_and_saves_them_under_the_official_
         case = name.removeprefix("dit_")
         assert max_abs(output(reloaded, case, 0), output(transformer, case, 0)) < 2e-5
     before = path.stat().st_mtime_ns
-    full.save(path, tensors, options, metadata(options, step=1, fingerprint={}))
-    assert path.stat().st_mtime_ns == before
-    full.save(path, tensors, options, metadata(options, step=2, fingerprint={}))
-    assert path.stat().st_mtime_ns != before
+    for step in (1, 2):
+        full.save(path, tensors, options, header(step))
+        assert (path.stat().st_mtime_ns == before) == (step == 1)
 
 
 def test_quantised_weights_cannot_be_trained_as_a_whole():

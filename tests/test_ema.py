@@ -4,7 +4,6 @@ import pytest
 import torch
 from diffusers.training_utils import EMAModel
 
-from wangen.generator.errors import UsageError
 from wangen.runtime.randomness import generator_for
 from wangen.runtime.training.ema import Ema
 from wangen.runtime.training.flat import FlatParameters
@@ -70,9 +69,3 @@ def test_updating_leaves_the_weights_alone_and_loading_leaves_the_file_alone() -
     assert all(map(torch.equal, before, parameters.weights))
     assert not any(tensor.any() for tensor in saved.values())
     torch.testing.assert_close(ema.weights()["a"], 0.1 * parameters.parameters["a"].detach())
-
-
-@pytest.mark.parametrize("decay", [0.0, 1.0, -0.1, 5.0, float("nan")])
-def test_a_decay_outside_its_range_is_refused(decay: float) -> None:
-    with pytest.raises(UsageError, match="--ema_decay"):
-        Ema(flat(), decay)

@@ -12,6 +12,10 @@ from tiny import TinyRun
 
 from wangen.generator.errors import WangenError
 from wangen.generator.launch import Launch
+from wangen.generator.memory import MemoryBudget, MemorySettings
+from wangen.generator.memory_changes import Needed
+from wangen.generator.steps import Train
+from wangen.profiles import Model
 from wangen.runtime.training import out_of_memory
 from wangen.runtime.training.prepared import Group, groups
 from wangen.runtime.training.ranks import Ranks
@@ -28,13 +32,23 @@ def test_a_full_memory_of_a_process_without_a_batch_is_said(tiny_run: TinyRun, t
         raise torch.OutOfMemoryError
 
 
-@pytest.mark.parametrize(("pack", "tokens"), [(False, 32), (True, 64)])
-def test_the_changes_are_for_all_that_a_pass_holds(tiny_run: TinyRun, tmp_path: Path, monkeypatch, pack, tokens):
-    """Two pictures of 16 tokens and a clip of 32; packed they go through the blocks together."""
+@pytest.mark.parametrize("pack", [False, True])
+def test_the_changes_are_for_all_that_a_pass_holds(tiny_run: TinyRun, tmp_path: Path, monkeypatch, pack):
+    """Two pictures of 16 tokens and a clip of 32; packed they go through together, or three of the clip's."""
     plan = planned(tiny_run, tmp_path, pack=pack, gradient_accumulation_steps=3)
     (group,) = islice(groups(plan, plan.experts[0], 0, Ranks(), pin=False), 1)
     asked: list[int] = []
-    monkeypatch.setattr(out_of_memory, "cheapest_changes", lambda *words: asked.append(words[2]) or ["--a"])
+
+    def changes(options: Train, _model: Model, needed: Needed, _available: int | None) -> list[str]:
+        needed(options)
+        return ["--a"]
+
+    def of_tokens(_model: Model, _settings: MemorySettings, *, tokens: int) -> MemoryBudget:
+        asked.append(tokens)
+        return MemoryBudget({}, 0)
+
+    monkeypatch.setattr(out_of_memory, "cheapest_changes", changes)
+    monkeypatch.setattr(out_of_memory, "memory_plan", of_tokens)
     run = Run(plan, None, CPU, [SimpleNamespace(step=0)])  # type: ignore[arg-type, list-item]
     with pytest.raises(WangenError, match="give --a"), out_of_memory.enough_memory_for_steps(run, group):
         raise torch.OutOfMemoryError
@@ -43,7 +57,7 @@ def test_the_changes_are_for_all_that_a_pass_holds(tiny_run: TinyRun, tmp_path: 
     for samples in (plan.samples, twice):
         with (
             pytest.raises(WangenError),
-            out_of_memory.enough_memory_for(replace(plan, samples=samples), CPU, "loading"),
+            out_of_memory.enough_memory_for(replace(plan, samples=samples), CPU, "loading", Ranks()),
         ):
             raise torch.OutOfMemoryError
-    assert asked == [tokens, 32, 64]
+    assert asked == ([64, 96, 192] if pack else [32, 32, 64])

@@ -9,7 +9,7 @@ import pytest
 import torch
 from optimizers import CPU, RESUMED, SHAPES, assert_equal, options, parameters, train, weights
 
-from wangen.generator.errors import WangenError
+from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.steps import Train
 from wangen.runtime.safetensors_file import write
 from wangen.runtime.training.optim import Optimization, try_out
@@ -129,6 +129,13 @@ def test_the_state_of_another_adapter_is_refused(missing: str | None) -> None:
     assert caught.value.where == "the state"
     with pytest.raises(WangenError, match="other modules or another rank"):
         trained.flat.load({"blocks.0.q.lora_A.default.weight": torch.zeros(4, 33)}, "the state")
+
+
+def test_norms_are_not_scaled_where_other_weights_are_saved(dotted: ModuleType) -> None:
+    given = options(optimizer_type="others.ScheduleFree", scale_weight_norms=1.0)
+    with pytest.raises(UsageError, match=r"--scale_weight_norms: others\.ScheduleFree averages weights"):
+        try_out(given, torch.device("cpu"))
+    try_out(options(optimizer_type="others.ScheduleFree"), torch.device("cpu"))
 
 
 def test_evaluating_shows_a_schedule_free_average_and_leaves_no_trace(dotted: ModuleType) -> None:

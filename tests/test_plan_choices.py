@@ -1,5 +1,6 @@
 """What `wangen plan` computes, and which flags it chooses; and what is known of cards."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,14 +11,17 @@ from wangen import profiles
 from wangen.generator import cards
 from wangen.generator.cards import find_card, named
 from wangen.generator.errors import UsageError
+from wangen.generator.launch import Launch
 from wangen.generator.memory import GIB, memory_plan, settings_of, tokens_of
 from wangen.generator.memory_changes import FASTEST, fitting_flags
+from wangen.generator.memory_presets import resolve_vram
 from wangen.generator.plan import gpus
 from wangen.generator.plan.estimate import memory_tokens, plan_run
 from wangen.generator.plan.shapes import Encoding, Shape, Survey, nominal, survey
 from wangen.generator.steps import Train
 from wangen.generator.tomls import read_dataset
 from wangen.generator.train_refusals import refuse_memory
+from wangen.runtime.training.parallel import require_parallel
 
 BIG = profiles.model("t2v-14B")
 
@@ -109,6 +113,21 @@ def test_several_processes_share_out_the_weights_where_one_card_is_too_small():
     assert alone.steps_per_epoch == 12
     copies = plan_run(replace(small, parallel="ddp"), BIG, found, card, processes=4)
     assert copies.budget == alone.budget
+
+
+@pytest.mark.parametrize("parallel", ["fsdp", "hsdp"])
+@pytest.mark.parametrize("vram", [*map(str, sorted(BIG.presets)), "auto"])
+def test_processes_that_share_out_the_weights_swap_no_block_and_need_no_whole_copy(vram, parallel, caplog):
+    given, free = options(task="t2v-14B", vram=vram, parallel=parallel), 10 * GIB
+    found = resolve_vram(given, BIG, free, 8)
+    assert found.blocks_to_swap == 0
+    require_parallel(found, Launch(count=16, local_count=8))
+    if vram == "auto":
+        alone = resolve_vram(replace(given, parallel="ddp"), BIG, free)
+        assert found.quantize in ("none", alone.quantize)
+    warned = re.findall(r"need ([\d.]+) GiB", caplog.text)
+    assert bool(warned) == (vram in ("8", "12")), "a smaller share of the blocks than were swapped"
+    assert all(float(needed) < 12 for needed in warned), "no whole copy is counted"
 
 
 def test_tokens_are_those_of_the_memory_formula():

@@ -95,10 +95,12 @@ def test_an_interrupted_run_with_other_settings_and_fewer_steps_is_no_run_that_e
     assert train.run(fewer).result["done_before"], "now it is there"
 
 
-def test_the_average_of_an_earlier_end_is_none_of_the_last(tiny_run, tmp_path, caplog):
+@pytest.mark.parametrize("name", ["lora", "cats-240901", "cats-best"])
+def test_the_average_of_an_earlier_end_is_none_of_the_last(tiny_run, tmp_path, caplog, name):
     options = tiny_run.options(tmp_path, max_train_steps=2, ema_decay=0.9, lora_layout=("comfyui", "kohya"))
+    options = replace(options, output_name=name)
     train.run(options)
-    average = (tmp_path / "lora-ema.safetensors").read_bytes()
+    average = (tmp_path / f"{name}-ema.safetensors").read_bytes()
     last = replace(options, max_train_steps=3, ema_decay=None, lora_layout=("comfyui",), resume_changed=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "save_loras", fail)
@@ -106,9 +108,9 @@ def test_the_average_of_an_earlier_end_is_none_of_the_last(tiny_run, tmp_path, c
             train.run(last)  # at its end, before what it writes
     assert train.run(last).result["done_before"]
     names = sorted(path.name for path in tmp_path.glob("*-ema*"))
-    assert names == ["lora-kept-step00000002-ema-kohya.safetensors", "lora-kept-step00000002-ema.safetensors"]
+    assert names == [f"{name}-kept-step00000002-ema{layout}.safetensors" for layout in ("-kohya", "")]
     assert (tmp_path / names[1]).read_bytes() == average
-    assert "lora-ema.safetensors is the average of an earlier end of the run: it is lora-kept" in caplog.text
+    assert f"{name}-ema.safetensors is the average of an earlier end of the run: it is {name}-kept" in caplog.text
 
 
 def test_another_adapter_is_no_change_that_a_state_can_go_on_with(tiny_run, tmp_path):

@@ -4,8 +4,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from wangen.generator.memory import MemoryBudget, batches_of_a_pass, memory_plan, settings_of
-from wangen.generator.memory_changes import fitting_flags
+from wangen.generator.memory import SPLIT, MemoryBudget, batches_of_a_pass, memory_plan, settings_of
+from wangen.generator.memory_changes import as_flag, fitting_flags
 from wangen.generator.plan.estimate import RunPlan, memory_tokens
 from wangen.generator.plan.shapes import Shape
 from wangen.generator.resolutions import resolution_name
@@ -29,7 +29,7 @@ class Cure:
     def changes(self, train: Train) -> list[str]:
         """The flags that differ from those of the run, as they are typed."""
         changed = {name: value for name, value in (self.flags or {}).items() if value != getattr(train, name)}
-        return [_as_flag(name, value) for name, value in changed.items()]
+        return [as_flag(name, value) for name, value in changed.items()]
 
 
 def find_cure(plan: RunPlan, fixed: Collection[str] = ()) -> Cure:
@@ -49,16 +49,15 @@ def find_cure(plan: RunPlan, fixed: Collection[str] = ()) -> Cure:
     def needed_for(tokens: int) -> Callable[[Train], int]:
         return lambda train: budget(train, tokens).device
 
-    if settings.shards > 1:
-        fixed = {*fixed, "blocks_to_swap", "checkpointing"}
+    train = replace(plan.train, parallel=SPLIT[0]) if settings.shards > 1 else plan.train
     largest = plan.shapes[0]
-    flags = fitting_flags(plan.train, plan.model, needed_for(largest.tokens), usable, fixed)
+    flags = fitting_flags(train, plan.model, needed_for(largest.tokens), usable, fixed)
     if flags is not None:
         return Cure(flags, budget(replace(plan.train, vram=None, **flags), largest.tokens))
 
     def fits(shape: Shape) -> bool:
         needed = needed_for(memory_tokens(shape, plan.model, rows))
-        return fitting_flags(plan.train, plan.model, needed, usable, fixed) is not None
+        return fitting_flags(train, plan.model, needed, usable, fixed) is not None
 
     ways = (_one_at_a_time(largest.shape), _shorter(largest.shape), _narrower(largest.shape, plan.model.bucket_step))
     found = (next(filter(fits, way), None) for way in ways)
@@ -90,9 +89,3 @@ def told(shape: Shape, instead_of: Shape) -> str:
     if shape.num_frames != instead_of.num_frames:
         return f"shorter clips: num_frames = {shape.num_frames} in wangen.toml"
     return "one item at a time: batch_size = 1 in wangen.toml"
-
-
-def _as_flag(name: str, value: Any) -> str:
-    if isinstance(value, bool):
-        return f"--{name}" if value else f"--no_{name}"
-    return f"--{name} {value}"

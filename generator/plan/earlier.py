@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from wangen.generator.run_folder import TRAIN_REPORT
 from wangen.generator.session import plain
 from wangen.generator.steps import Train
 from wangen.generator.table import SMOKE
@@ -54,7 +55,7 @@ def measured(train: Train, tokens: tuple[int, int]) -> Measured | None:
 
 def _read(folder: Path, train: Train) -> Measured | None:
     try:
-        report: Any = json.loads((folder / "train.report.json").read_text(encoding="utf-8"))
+        report: Any = json.loads((folder / TRAIN_REPORT).read_text(encoding="utf-8"))
         settings, result = report["settings"], report["result"]
         speed: Mapping[str, Any] = result["speed"]
         if any(plain(getattr(train, name)) != settings[name] for name in _MATTERS):

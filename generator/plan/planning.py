@@ -11,7 +11,7 @@ from wangen.generator import kinds
 from wangen.generator.cards import Gpu
 from wangen.generator.errors import UsageError, WangenError, many
 from wangen.generator.files import nearest_existing
-from wangen.generator.launch import asks_for_several
+from wangen.generator.launch import Launch, asks_for_several
 from wangen.generator.memory import gib_text
 from wangen.generator.memory_presets import resolve_vram
 from wangen.generator.plan.cures import Cure, find_cure
@@ -85,9 +85,9 @@ def _plan_here(script: Scripted, gpu: Gpu | None, num_cards: int, here: bool) ->
         notes.append("it trains on the processor (device = cpu): neither its memory nor its time is estimated")
     elif gpu is None:
         notes.append('no GPU is seen here; name the one that trains: --gpu "RTX 4090", or --gpu 24GB')
-    train = _resolved(script, train, model, gpu)
-    refuse_more_blocks(train, model.transformer.num_layers)
     processes = _num_processes(train, num_cards)
+    train = _resolved(script, train, model, gpu, processes)
+    refuse_more_blocks(train, model.transformer.num_layers)
     if gpu and here and processes > num_cards:
         notes.append(f"--gpus {processes}: this machine shows {many(num_cards, 'card')}")
     plan = plan_run(train, model, found, gpu, processes=processes, bits=bits)
@@ -101,10 +101,11 @@ def _plan_here(script: Scripted, gpu: Gpu | None, num_cards: int, here: bool) ->
     return Planned(script, found, plan, cure, earlier, cached, (free[0], free[1]), here, notes)
 
 
-def _resolved(script: Scripted, train: Train, model: Model, gpu: Gpu | None) -> Train:
+def _resolved(script: Scripted, train: Train, model: Model, gpu: Gpu | None, processes: int) -> Train:
     """The flags with `--vram` resolved, with a cure that can be followed from here."""
     try:
-        return resolve_vram(train, model, gpu.free if gpu else None)
+        shards = Launch(count=processes, local_count=processes).shards(train.parallel)
+        return resolve_vram(train, model, gpu.free if gpu else None, shards)
     except UsageError as error:
         raise UsageError(error.found, where=script.name,
                          cure=f"wangen publish {script.slug} --fit chooses flags for the dataset's own shapes, which "

@@ -15,6 +15,7 @@ from wangen.generator.formats.safetensors import read_safetensors
 from wangen.generator.header_keys import FINGERPRINT
 from wangen.generator.lock import RUN_LOCKS
 from wangen.generator.publish.inventory import Inventory, Part, entries_of
+from wangen.generator.run_folder import METRICS, SAMPLE_LIST, SAMPLES, TRACES
 from wangen.generator.session import report_files
 from wangen.generator.steps import STEPS
 
@@ -28,17 +29,18 @@ _TEMPORARY = re.compile(r"\..*-[0-9a-f]{24}\.tmp")
 _NEWEST = "newest"
 _STATE = re.compile(r"step-\d{8}(-old)?|\.staging-\d{8}")
 _EXPERT = r"(_(high|low)_noise)?"
+_PARTS, _PART_FILES = "parts", re.compile(r"__\d+_\d+\.distcp(\.crc32)?|\.metadata|.*\.tmp")
+"""Of a state of weights in parts: the folder, and what it holds."""
 _STATE_FILES = re.compile(rf"state\.json|(adapter|optimizer|ema){_EXPERT}\.safetensors|.*\.tmp")
 _LAYOUT = r"(-ema)?(-(comfyui|kohya|diffusers))?\.safetensors"
 _ON_THE_WAY = re.compile(rf"{_EXPERT}-(step\d{{8}}|\d{{6}}){_LAYOUT}")
-_FINISHED = re.compile(rf"{_EXPERT}(-best)?{_LAYOUT}")
+_FINISHED = re.compile(rf"{_EXPERT}(-best|-kept\d*-step\d{{8}})?{_LAYOUT}")
 _MAX_LINE = 1 << 20
-_SAMPLE = re.compile(r"-step\d{8}-\d+\.(mp4|png)")
+_SAMPLE = re.compile(rf"{_EXPERT}-step\d{{8}}-(continuation-)?\d+\.(mp4|png)")
 _TRACE = re.compile(r"steps-\d+-\d+\.json\.gz")
 _LOSSES = re.compile(r"[0-9a-f]{20}\.json")
 _MARKS = {".mp4": b"wangen", ".png": b"wangen", ".json": b'{"settings": '}
 """What stands in a video or picture of ours, and in what is known of it, by the ending."""
-_SAMPLES, _SAMPLE_LIST, _METRICS, _TRACES = "samples", "samples.jsonl", "metrics.jsonl", "trace"
 
 
 def look_at_cache(found: Inventory, folder: Path) -> None:
@@ -97,9 +99,10 @@ def look_at_outputs(found: Inventory, folder: Path) -> None:
     """The folder of a run: its states, its LoRAs, and what was said and shown of them."""
     states = [folder / f"{found.slug}{expert}-state" for expert in ("", "_high_noise", "_low_noise")]
     for state in (path for part in states for path in entries_of(part) if _STATE.fullmatch(path.name)):
-        inside = entries_of(state)
-        found.files["checkpoints"] += [path for path in inside if _STATE_FILES.fullmatch(path.name)]
-        found.folders["checkpoints"].append(state)
+        found.files["checkpoints"] += [path for path in entries_of(state) if _STATE_FILES.fullmatch(path.name)]
+        parts = entries_of(state / _PARTS)
+        found.files["checkpoints"] += [path for path in parts if _PART_FILES.fullmatch(path.name)]
+        found.folders["checkpoints"] += [state / _PARTS, state]
     found.files["checkpoints"] += filter(_names_a_state, (part / _NEWEST for part in states))
     for path in entries_of(folder):
         rest = path.name.removeprefix(found.slug)
@@ -136,17 +139,17 @@ def _reports(folder: Path) -> Iterator[Path]:
 
 def _watched(found: Inventory, folder: Path) -> Iterator[Path]:
     """What training says and shows on its way: its numbers, its samples, its trace, the drawing of its timesteps."""
-    for path in (folder / _METRICS, folder / _SAMPLES / _SAMPLE_LIST):
+    for path in (folder / METRICS, folder / SAMPLES / SAMPLE_LIST):
         if _is_lines(path):
             yield path
-    for path in entries_of(folder / _SAMPLES):
+    for path in entries_of(folder / SAMPLES):
         if path.name.startswith(found.slug) and _SAMPLE.fullmatch(path.name.removeprefix(found.slug)):
             yield path
-    yield from (path for path in entries_of(folder / _TRACES) if _TRACE.fullmatch(path.name))
+    yield from (path for path in entries_of(folder / TRACES) if _TRACE.fullmatch(path.name))
     drawing = folder / f"{found.slug}-timesteps.svg"
     if drawing.is_file():
         yield drawing
-    found.folders["outputs"] += [folder / _SAMPLES, folder / _TRACES]
+    found.folders["outputs"] += [folder / SAMPLES, folder / TRACES]
 
 
 def _judged(found: Inventory, folder: Path) -> Iterator[Path]:

@@ -21,7 +21,7 @@ from torch.nn import functional
 from wangen.generator.memory import num_token_pieces
 from wangen.runtime.fast.attention import Kernel
 from wangen.runtime.fast.dit_blocks import Block, Tokens, linears_of
-from wangen.runtime.fast.dit_checkpoint import BlockSwap, Passage
+from wangen.runtime.fast.dit_checkpoint import BlockWeights, Passage
 from wangen.runtime.fast.dit_compiled import WholeBlocks, step_tensors
 from wangen.runtime.fast.dit_elementwise import FUSED
 from wangen.runtime.fast.dit_linear import drops
@@ -59,7 +59,7 @@ class FastWan(FastModel):
         transformer: WanTransformer3DModel,
         compute: Compute,
         kernel: Kernel,
-        swap: BlockSwap | None = None,
+        swap: BlockWeights | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(transformer, compute, kernel, swap, dtype)

@@ -59,7 +59,7 @@ class Block(Protocol):
         """
 
 
-class BlockSwap(Protocol):
+class BlockWeights(Protocol):
     """Weights that are on the device only around their use."""
 
     @property
@@ -82,7 +82,7 @@ class Presence:
         index: the block's number.
     """
 
-    swap: BlockSwap | None
+    swap: BlockWeights | None
     index: int
 
     @contextlib.contextmanager
@@ -175,7 +175,7 @@ class Passage:
         device: where it computes.
     """
 
-    def __init__(self, compute: Compute, swap: BlockSwap | None, num_blocks: int, device: torch.device) -> None:
+    def __init__(self, compute: Compute, swap: BlockWeights | None, num_blocks: int, device: torch.device) -> None:
         self._compute = compute
         self._swap = swap
         self._first_free = 0 if compute.checkpointing == "none" else num_blocks - compute.free_blocks

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from wangen.runtime.fast.attention import Kernel, Stash
-from wangen.runtime.fast.dit_checkpoint import BlockSwap
+from wangen.runtime.fast.dit_checkpoint import BlockWeights
 from wangen.runtime.fast.dit_elementwise import Elementwise, elementwise_of
 from wangen.runtime.fast.dit_linear import Group, Layers, base_of, lay_side_by_side
 from wangen.runtime.models.compute import Compute, Tricks
@@ -122,7 +122,7 @@ class FastModel:
         transformer: Any,
         compute: Compute,
         kernel: Kernel,
-        swap: BlockSwap | None = None,
+        swap: BlockWeights | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         self._transformer = transformer

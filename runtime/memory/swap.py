@@ -193,15 +193,13 @@ class BlockSwap:
             num_swapped: how many blocks to swap; 0 puts the whole transformer on the device.
             device: where to compute.
             free_blocks: so many of the last blocks are not recomputed and therefore not swapped.
-            ring: device buffers; 2 are enough for one block to compute while the next one comes.
+            ring: device buffers, at least 1; 2 are enough for one block to compute while the next one comes.
             parked: leave what is frozen in host memory until `unpark`.
             lane: how to copy; None takes the one for the device.
 
         Raises:
-            UsageError: more blocks are to be swapped than there are to be recomputed, or there is no buffer.
+            UsageError: more blocks are to be swapped than there are to be recomputed.
         """
-        if ring < 1:
-            raise UsageError(f"--block_swap_ring_size {ring}: at least 1 is needed", cure="leave it out for 2")
         self.device, self.transformer = device, transformer
         self.blocks = list(blocks_of(transformer).children())
         self.swapped = spread(len(self.blocks) - free_blocks, num_swapped)

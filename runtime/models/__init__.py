@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import torch
     from PIL.Image import Image
 
+    from wangen.runtime.fast.dit_checkpoint import BlockWeights
     from wangen.runtime.models.compute import Compute
     from wangen.runtime.models.inputs import Controls, Inputs
 
@@ -189,7 +190,7 @@ class Family(Protocol):
         *,
         device: "torch.device",
         dtype: "torch.dtype",
-        swap: Any = None,
+        swap: "BlockWeights | None" = None,
         backward: bool = True,
     ) -> VelocityModel:
         """What velocities are predicted with: the fast path, or with `compute.plain` the library's own forward.

@@ -11,6 +11,7 @@ from typing import Any
 
 from wangen.generator import lock
 from wangen.generator.errors import UsageError, WangenError, many
+from wangen.generator.run_folder import METRICS, SAMPLES, TRAIN_REPORT
 from wangen.generator.session import Report
 from wangen.generator.steps import Watch
 from wangen.runtime.report.dataset import DatasetPart, look_at_dataset
@@ -19,8 +20,6 @@ from wangen.runtime.report.metrics_log import MetricsLog
 from wangen.runtime.report.page import Section, Status, make_sections, render
 from wangen.runtime.report.run_files import (
     DATASET_FLAGS,
-    METRICS,
-    SAMPLES,
     RunFiles,
     is_file,
     read_run,
@@ -121,7 +120,7 @@ def status_of(run: RunFiles, now_s: float) -> Status:
         run: as it was read.
         now_s: seconds since 1970.
     """
-    written_s, reported_s = time_s(run.folder / METRICS), time_s(run.folder / "train.report.json")
+    written_s, reported_s = time_s(run.folder / METRICS), time_s(run.folder / TRAIN_REPORT)
     if reported_s >= written_s and "train" in run.reports:
         if run.reports["train"].get("ok"):
             return Status("finished", f"Finished: {run.last_step} steps.")

@@ -10,13 +10,13 @@ from typing import Any
 from wangen.generator.errors import UsageError, WangenError, many
 from wangen.generator.formats.safetensors import read_safetensors
 from wangen.generator.header_keys import RUN_STEPS, TASK, TRAIN_MODE
+from wangen.generator.run_folder import METRICS, SAMPLE_LIST, SAMPLES
 from wangen.runtime.evaluation_file import FILE as EVALUATION
 from wangen.runtime.evaluation_file import Checkpoint, Evaluation, read_evaluation
 from wangen.runtime.lora_folder import AVERAGE, BEST, KEPT, LAYOUTS
 from wangen.runtime.report.metrics_log import MetricsLog, Record, run_of
 from wangen.runtime.report.step_reports import mapping, reports_of
 
-METRICS, SAMPLES, SAMPLE_LIST = "metrics.jsonl", "samples", "samples.jsonl"
 DATASET_FLAGS = ("dataset_config", "manifest")
 """Either of them says what a step's dataset is."""
 

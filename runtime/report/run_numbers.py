@@ -13,11 +13,10 @@ from typing import Any
 
 from wangen.generator.errors import UsageError, WangenError, bytes_text
 from wangen.generator.resolutions import resolution_name
+from wangen.generator.run_folder import METRICS
 from wangen.generator.session import report_files
 from wangen.generator.tomls import read_dataset
 from wangen.runtime.report.metrics_log import MetricsLog, Record, run_of
-
-METRICS = "metrics.jsonl"
 
 SHOWN = (
     "task", "train_mode", "network_module", "network_dim", "lora_targets", "optimizer_type", "mixed_precision", "vram",

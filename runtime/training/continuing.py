@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from wangen.generator.errors import WangenError
+from wangen.generator.run_folder import SAMPLES
 from wangen.runtime.continuations import (
     Clip,
     Continuations,
@@ -24,7 +25,7 @@ from wangen.runtime.sampling.videos import Decoder
 from wangen.runtime.training.plan import Plan
 from wangen.runtime.training.ranks import Ranks
 from wangen.runtime.training.run import Run
-from wangen.runtime.training.sampling import FOLDER, Averages, list_samples, own_check, sampled, settings_of
+from wangen.runtime.training.sampling import list_samples, own_check, sampled, settings_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -66,16 +67,15 @@ class Continuing:
                 frames_guide=options.condition_dropout > 0,
             )  # fmt: skip
 
-    def make(self, run: Run, check: Callable[[], None], *, averages: Averages | None = None) -> Continuations | None:
+    def make(self, run: Run, check: Callable[[], None]) -> Continuations | None:
         """Continue every clip with the trainees as they are; write the videos and their lines in `samples.jsonl`.
 
-        One that does not fit into memory or is not finite is left out with a warning: training goes on. Not where each
-        process holds a part of the weights.
+        Averages are sampled with where they are kept. One that does not fit into memory or is not finite is left out
+        with a warning: training goes on. Not where each process holds a part of the weights.
 
         Args:
             run: of which everything stays as it is.
             check: as for `make_samples`.
-            averages: where averages are kept, how to sample with them.
 
         Returns:
             What was measured; None when there is nothing, and in a process that only went along.
@@ -84,17 +84,13 @@ class Continuing:
             WangenError: a continuation cannot be made, where the weights are in parts, or the disk refused.
         """
         scenes = [clip.scene for clip in self.clips]
-        latents = sampled(run, scenes, check, averages, what="continuation", cure=_CURE)
+        latents = sampled(run, scenes, check, what="continuation", cure=_CURE)
         if not run.ranks.is_first:
             return None
-        return self._measured(run, latents, averages, own_check(run, check))
+        return self._measured(run, latents, own_check(run, check))
 
     def _measured(
-        self,
-        run: Run,
-        latents: Mapping[int, torch.Tensor],
-        averages: Averages | None,
-        check: Callable[[], None],
+        self, run: Run, latents: Mapping[int, torch.Tensor], check: Callable[[], None]
     ) -> Continuations | None:
         """Decode, write and measure what was made, by the numbers of the clips; the VAE is in memory only here."""
         decoder = Decoder(run.kind, Encoders.of(run.plan.options), run.device, _CURE)
@@ -109,7 +105,7 @@ class Continuing:
                 log.warning("  continuation %d is left out: %s; %s", number, error.found, error.cure)
                 continue
             reference = self._references[number]
-            _write(run, number, clip, side_by_side(clip, reference, frames), averages)
+            _write(run, number, clip, side_by_side(clip, reference, frames))
             model = quality_of(clip.source, frames, clip.given_frames)
             judged.append(Judged(number, clip.name, clip.given_frames, model, reference.vae, reference.copy))
         del decoder
@@ -118,12 +114,12 @@ class Continuing:
         return Continuations(judged) if judged else None
 
 
-def _write(run: Run, number: int, clip: Clip, shown: "Frames", averages: Averages | None) -> None:
-    folder = run.plan.options.output_dir / FOLDER
+def _write(run: Run, number: int, clip: Clip, shown: "Frames") -> None:
+    folder = run.plan.options.output_dir / SAMPLES
     path = folder / f"{run.plan.name}-step{run.step:08d}-continuation-{number}.mp4"
     told = {"continues": clip.name, "given_frames": clip.given_frames, "shows": SHOWN,
             "guided_by_frames": clip.scene.prompt.guided and clip.scene.given.guides}  # fmt: skip
-    settings = {**settings_of(run, clip.scene.prompt, averages), **told}
+    settings = {**settings_of(run, clip.scene.prompt), **told}
     del settings["comfyui"]  # whose nodes take no given frames
     write_frames(path, shown, clip.scene.prompt.fps, {KEY: json.dumps(settings, sort_keys=True)})
     list_samples(folder, {path.name: settings})

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 
 import torch
 
-from wangen.generator.errors import UsageError
 from wangen.runtime.training.flat import FlatParameters
 
 
@@ -24,13 +23,7 @@ class Ema:
     """
 
     def __init__(self, parameters: FlatParameters, decay: float) -> None:
-        """Start at the weights as they are.
-
-        Raises:
-            UsageError: the decay is not between 0 and 1.
-        """
-        if not 0 < decay < 1:
-            raise UsageError(f"--ema_decay is above 0 and below 1, got {decay}", cure="0.99 suits most LoRAs")
+        """Start at the weights as they are; the decay is above 0 and below 1."""
         self.decay = decay
         self.num_updates = 0
         self._parameters = parameters

@@ -5,8 +5,6 @@ AI model metadata standard (https://github.com/Stability-AI/ModelSpec); `wangen.
 """
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
 
 from wangen import profiles
 from wangen.generator.header_keys import (
@@ -23,6 +21,7 @@ from wangen.generator.header_keys import (
 from wangen.generator.headers import WEIGHTS_FORMAT
 from wangen.generator.steps import Train
 from wangen.runtime.training.adapter_config import settings
+from wangen.runtime.training.plan import Plan
 
 MODULES = {"loha": "networks.loha", "lokr": "networks.lokr"}
 LORA_MODULES = {"wan": "networks.lora_wan", "qwen_image_edit": "networks.lora_qwen_image"}
@@ -38,58 +37,42 @@ SETTINGS = (
 TEXTS = ("title", "author", "description", "license", "tags")
 
 
-def metadata(
-    options: Train,
-    *,
-    step: int,
-    fingerprint: Mapping[str, Any],
-    run_step: int = 0,
-    trained_before: Sequence[Mapping[str, Any]] = (),
-    judged_at: str = "",
-    expert: str = "",
-    num_items: int = 0,
-    steps_per_epoch: int = 0,
-    batches_per_epoch: int = 0,
-) -> dict[str, str]:
+def metadata(plan: Plan, expert: str, *, step: int, run_step: int, judged_at: str = "") -> dict[str, str]:
     """A file's header.
 
     Args:
-        options: the flags it was trained with.
-        step: optimizer steps done.
-        fingerprint: settings and digests that decide the result.
-        run_step: of two experts, the steps that both together had done.
-        trained_before: what it was trained on before, as `Plan.trained_before`.
-        judged_at: of a best one, a digest of the points at which it was judged.
+        plan: of the run.
         expert: `high_noise`, `low_noise`, or empty where there is only one.
-        num_items: what was trained on; 0 leaves it out.
-        steps_per_epoch: optimizer steps in an epoch; 0 leaves it and the epochs out.
-        batches_per_epoch: in an epoch, where it is given.
+        step: optimizer steps done, of two experts its own.
+        run_step: those that both experts together had done.
+        judged_at: of a best one, a digest of the points at which it was judged.
 
     Returns:
         Text fields. With `--no_metadata` only what programs need to use the file and what the user says of it.
     """
-    base = _base(options)
-    found = {"format": "pt", FORMAT: WEIGHTS_FORMAT, "ss_base_model_version": base,
+    options = plan.options
+    found = {"format": "pt", FORMAT: WEIGHTS_FORMAT, "ss_base_model_version": _base(options),
              TASK: options.task, **_network(options, expert)}  # fmt: skip
     if expert:
         found[EXPERT] = expert
     if options.no_metadata:
         return found | _described(options)
-    found[FINGERPRINT] = json.dumps(fingerprint, sort_keys=True)
     found |= {f"ss_{name}": str(getattr(options, name)) for name in SETTINGS}
-    found |= {"ss_steps": str(step), "ss_optimizer": _optimizer(options)}
+    found |= {
+        FINGERPRINT: json.dumps(plan.fingerprint, sort_keys=True),
+        EPOCH_STEPS: str(plan.steps_per_epoch),
+        "ss_optimizer": _optimizer(options),
+        "ss_steps": str(step),
+        "ss_epoch": str(-(-step // plan.steps_per_epoch)),
+        "ss_num_train_items": str(len(plan.samples)),
+        "ss_num_batches_per_epoch": str(plan.batches_per_epoch),
+    }
     if expert:
         found[RUN_STEPS] = str(run_step)
     if judged_at:
         found[JUDGED_AT] = judged_at
-    if trained_before:
-        found[TRAINED_BEFORE] = json.dumps(trained_before, sort_keys=True)
-    if num_items:
-        found["ss_num_train_items"] = str(num_items)
-    if steps_per_epoch:
-        found[EPOCH_STEPS] = str(steps_per_epoch)
-        found["ss_num_batches_per_epoch"] = str(batches_per_epoch)
-        found["ss_epoch"] = str(-(-step // steps_per_epoch))
+    if plan.trained_before:
+        found[TRAINED_BEFORE] = json.dumps(plan.trained_before, sort_keys=True)
     if options.training_comment:
         found["ss_training_comment"] = options.training_comment
     return found | _described(options)

@@ -20,7 +20,6 @@ from wangen.runtime.training.ranks import Ranks
 
 log = logging.getLogger("wangen")
 
-FILE = "metrics.jsonl"
 NUM_BINS = 10
 READ_EVERY = 10
 """Steps between two readings of a GPU: each reading waits for it."""

@@ -15,7 +15,7 @@ from wangen.generator.session import with_flag
 from wangen.generator.steps import Train
 from wangen.runtime.training.flat import ALIGNMENT, FlatParameters
 from wangen.runtime.training.optimizer_class import OptimizerClass, optimizer_class
-from wangen.runtime.training.optimizer_state import Leaf, Number, collect, restore, snapshot
+from wangen.runtime.training.optimizer_state import Leaf, Plain, collect, restore, snapshot
 
 log = logging.getLogger("wangen")
 
@@ -47,7 +47,7 @@ class Parts(Protocol):
 
     @property
     def names(self) -> Collection[str]:
-        """Of those parameters; their storage is read elsewhere, too, and stays."""
+        """The names of those parameters, whose storage is read elsewhere, too: it stays where it is."""
 
     def over_all(self, own: torch.Tensor) -> torch.Tensor:
         """A number (), of this process's parts -> its sum over all parts, the same everywhere."""
@@ -199,7 +199,7 @@ class Optimization:
             for buffer, before in zip(self.flat.weights, kept, strict=True):
                 buffer.copy_(before)
 
-    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Number]]:
+    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Plain]]:
         """Everything the optimizer knows, as tensors (views of it, by `<parameter>/<what>`) and numbers.
 
         Raises:
@@ -208,7 +208,7 @@ class Optimization:
         tensors, numbers = collect(self.optimizer, self._leaves, self._initial)
         return tensors, {**numbers, CLASS: self.name}
 
-    def load(self, tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, Number], where: str) -> None:
+    def load(self, tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, Plain], where: str) -> None:
         """Go on from a saved state; the weights themselves are the caller's to restore, in place.
 
         Raises:
@@ -250,11 +250,14 @@ def try_out(options: Train, device: torch.device) -> None:
     The 8-bit optimizers are only made: torchao would compile for a minute.
 
     Raises:
-        UsageError: the optimizer cannot be made, cannot step, replaces the storage of its parameters, or does not go on
-            from its saved state to the same bytes.
+        UsageError: the optimizer cannot be made, cannot stand beside other flags, cannot step, replaces the storage of
+            its parameters, or does not go on from its saved state to the same bytes.
         WangenError: it keeps what cannot be saved.
     """
     whole = _small(options, device)
+    if options.scale_weight_norms and whole.is_schedule_free:
+        raise UsageError(f"--scale_weight_norms: {options.optimizer_type} averages weights that it does not shrink",
+                         cure="leave one of them out")  # fmt: skip
     if optimizer_class(options).is_eight_bit:
         return
     _trial(whole, range(_TRIAL_STEPS))
@@ -269,7 +272,7 @@ def try_out(options: Train, device: torch.device) -> None:
         raise UsageError(f"{options.optimizer_type} cannot be resumed exactly: it keeps more than its state says")
 
 
-def _same_kinds(options: Train, tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, Number]) -> bool:
+def _same_kinds(options: Train, tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, Plain]) -> bool:
     """Whether a saved state has all that these flags' optimizer keeps: `amsgrad=True` needs a maximum more."""
     if optimizer_class(options).is_eight_bit:
         return True

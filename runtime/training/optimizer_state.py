@@ -17,7 +17,7 @@ from wangen.generator.errors import WangenError
 from wangen.runtime.training.flat import ALIGNMENT, OTHER_ADAPTER, Place
 
 Values = dict[str, Any]
-Number = int | float | bool | str
+Plain = int | float | bool | str
 NO_STATE = {"params", "lr"}
 """Of a group: the learning rate follows from the step."""
 
@@ -57,7 +57,7 @@ def snapshot(optimizer: torch.optim.Optimizer) -> list[Values]:
 
 def collect(
     optimizer: torch.optim.Optimizer, leaves: Sequence[Leaf], initial: Sequence[Values]
-) -> tuple[dict[str, torch.Tensor], dict[str, Number]]:
+) -> tuple[dict[str, torch.Tensor], dict[str, Plain]]:
     """The state: tensors (views, where that is possible) and numbers by name.
 
     Args:
@@ -70,12 +70,12 @@ def collect(
         WangenError: it keeps something else than tensors and numbers, so that it could not be resumed.
     """
     tensors: dict[str, torch.Tensor] = {}
-    numbers: dict[str, Number] = {}
+    numbers: dict[str, Plain] = {}
 
     def put(name: str, value: Any) -> None:
         if type(value) in (torch.Tensor, torch.nn.Parameter):
             tensors[name] = value.detach()
-        elif isinstance(value, Number):
+        elif isinstance(value, Plain):
             numbers[name] = value
         else:
             raise WangenError(
@@ -96,7 +96,7 @@ def collect(
 
 def restore(
     optimizer: torch.optim.Optimizer, leaves: Sequence[Leaf], tensors: Mapping[str, torch.Tensor],
-    numbers: Mapping[str, Number], where: str,
+    numbers: Mapping[str, Plain], where: str,
 ) -> None:  # fmt: skip
     """Put a state from `collect` into a fresh optimizer, on the device of its parameters; nothing is shared with it.
 

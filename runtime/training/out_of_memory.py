@@ -1,18 +1,21 @@
 """What to say when the memory is full: what was being trained on, what it needs, and the cheapest changes that fit."""
 
 import contextlib
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 from wangen.generator.errors import WangenError
-from wangen.generator.memory import GIB
+from wangen.generator.memory import GIB, SPLIT, memory_plan, settings_of
 from wangen.generator.memory_changes import cheapest_changes
 from wangen.generator.steps import Train
 from wangen.profiles import Model
 from wangen.runtime.devices import out_of_memory_as
+from wangen.runtime.loader import Batch
 from wangen.runtime.training.plan import Plan
 from wangen.runtime.training.prepared import Group
+from wangen.runtime.training.ranks import Ranks
 from wangen.runtime.training.run import Run
 from wangen.runtime.training.step import num_tokens
 
@@ -26,45 +29,59 @@ def enough_memory_for_steps(run: Run, group: Group) -> contextlib.AbstractContex
     return out_of_memory_as(partial(_out_of_memory, run, group))
 
 
-def enough_memory_for(plan: Plan, device: torch.device, what: str) -> contextlib.AbstractContextManager[None]:
+def enough_memory_for(
+    plan: Plan, device: torch.device, what: str, ranks: Ranks
+) -> contextlib.AbstractContextManager[None]:
     """As `enough_memory_for_steps`, around what is done before and between the steps.
 
     Args:
         plan: of the run.
         device: where it computes.
         what: was being done, such as "loading the model".
+        ranks: the processes that train together.
 
     Raises:
         WangenError: in place of torch's own error.
     """
-    return out_of_memory_as(partial(_out_of_memory_between, plan, device, what))
+    return out_of_memory_as(partial(_out_of_memory_between, plan, device, what, ranks))
 
 
-def _out_of_memory_between(plan: Plan, device: torch.device, what: str) -> WangenError:
+def _out_of_memory_between(plan: Plan, device: torch.device, what: str, ranks: Ranks) -> WangenError:
     available = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-    return WangenError(f"out of memory {what}", cure=_cure(plan.model, plan.options, plan.most_tokens, available))
+    cure = _cure(plan, plan.most_together(ranks.count), plan.most_tokens, available)
+    return WangenError(f"out of memory {what}", cure=cure)
 
 
 def _out_of_memory(run: Run, group: Group) -> WangenError:
     if not group.batches:  # of a short step's end: what was full is the room for gradients or the optimizer
-        return _out_of_memory_between(run.plan, run.device, f"at step {run.step + 1}")
+        return _out_of_memory_between(run.plan, run.device, f"at step {run.step + 1}", run.ranks)
     largest = max(group.batches, key=lambda prepared: prepared.noise.numel())
     size = "x".join(map(str, largest.noise.shape[2:]))
     found = f"out of memory at step {run.step + 1}, on {', '.join(largest.batch.names)} (latents of {size})"
-    together = [one.batch for one in group.batches] if run.plan.options.pack else [largest.batch]
-    tokens = sum(sum(num_tokens(batch, run.plan.model.patch)) for batch in together)
-    if run.plan.model.prompt:  # its texts go through the blocks as pictures do
-        tokens += sum(len(text) for batch in together for text in batch.texts)
+    tokens = [_tokens_of(one.batch, run.plan.model) for one in group.batches]
     available = None
     if run.device.type == "cuda":
         used = torch.cuda.max_memory_allocated(run.device)
         available = torch.cuda.get_device_properties(run.device).total_memory
         found += f"; {used / GIB:.1f} GiB of {available / GIB:.1f} were in use"
-    return WangenError(found, cure=_cure(run.plan.model, run.plan.options, tokens, available))
+    return WangenError(found, cure=_cure(run.plan, sum(tokens), max(tokens), available))
 
 
-def _cure(model: Model, options: Train, tokens: int, available: int | None) -> str:
-    changes = cheapest_changes(model, options, tokens, available)
+def _tokens_of(batch: Batch, model: Model) -> int:
+    """Of a batch, as they go through the blocks: a language model's rows of text do so as pictures do."""
+    rows = sum(map(len, batch.texts)) if model.prompt else 0
+    return sum(num_tokens(batch, model.patch)) + rows
+
+
+def _cure(plan: Plan, together: int, alone: int, available: int | None) -> str:
+    """What to change, where packed batches had so many tokens together, and the largest one so many."""
+
+    def needed(options: Train) -> int:
+        tokens = together if options.pack else alone
+        return memory_plan(plan.model, settings_of(options, plan.shards), tokens=tokens).device
+
+    options = replace(plan.options, parallel=SPLIT[0]) if plan.shards > 1 else plan.options
+    changes = cheapest_changes(options, plan.model, needed, available)
     if changes:
         told = " ".join(changes)
     else:

@@ -63,7 +63,9 @@ class Ranks:
         return self.number == 0
 
     def own(self, items: Sequence[Result]) -> list[Result]:
-        """Of things that all know the share of this process; in step with others' behind it what fills up the row.
+        """The share of this process in a list that all processes hold.
+
+        Where they go in step, a shorter share is filled up with the first item, so that all have the same length.
 
         >>> [Ranks(Launch(rank, 2), in_step=True).own("abc") for rank in range(2)]
         [['a', 'c'], ['b', 'a']]
@@ -73,7 +75,7 @@ class Ranks:
         return own + [items[0]] * (rows - len(own))
 
     def num_own(self, items: Sequence[Any]) -> int:
-        """How many of its share a process has by itself, without what fills up the row."""
+        """How many items of its share a process has by itself, without what fills it up."""
         return len(items[self.number :: self.count])
 
     def collected(self, own: Sequence[Result]) -> list[Result]:
@@ -172,7 +174,7 @@ def missing_after(seconds: float, folder: Path, names: Set[str]) -> Set[str]:
 
 
 def sum_of_bits(numbers: torch.Tensor) -> int:
-    """What tells float32 tensors apart, in whatever order a card adds up; also of those that have no number.
+    """A checksum of a float32 tensor's bits: the same in any order of its numbers, and defined for NaN as well.
 
     >>> one = torch.tensor([1.0, float("nan")])
     >>> sum_of_bits(one) == sum_of_bits(one.flip(0)), sum_of_bits(one) == sum_of_bits(one * 1.0000001)

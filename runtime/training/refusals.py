@@ -16,6 +16,7 @@ from wangen.generator.errors import UsageError
 from wangen.generator.experts import ORDER, choose_boundary, expect_two_experts, lora_of_the_other
 from wangen.generator.formats import Header
 from wangen.generator.kinds import expect, noise_of
+from wangen.generator.launch import Launch
 from wangen.generator.memory_presets import resolve_vram
 from wangen.generator.steps import Train
 from wangen.generator.tasks import require_supported
@@ -33,9 +34,10 @@ from wangen.runtime.training.trackers import require_trackers
 log = logging.getLogger("wangen")
 
 MANY_STEPS = 10**9
+ALONE = Launch()
 
 
-def resolved(options: Train, model: profiles.Model, device: torch.device) -> Train:
+def resolved(options: Train, model: profiles.Model, device: torch.device, launch: Launch = ALONE) -> Train:
     """The flags with what the model, the card and the folders of earlier runs decide filled in.
 
     Raises:
@@ -45,7 +47,7 @@ def resolved(options: Train, model: profiles.Model, device: torch.device) -> Tra
     """
     if options.cache_mode == "realtime":  # encoders work where training does, between its steps
         options = replace(options, max_data_loader_n_workers=0)
-    options = resolve_vram(options, model, free_bytes(device))
+    options = resolve_vram(options, model, free_bytes(device), launch.shards(options.parallel))
     boundary = choose_boundary(options.timestep_boundary, model)
     frames = options.condition_frames
     if model.condition != "text_or_image":

@@ -12,6 +12,7 @@ from wangen.generator.adapter_settings import settings_of_flags
 from wangen.generator.errors import UsageError, WangenError, many, some
 from wangen.generator.launch import Launch
 from wangen.generator.lora_config import lora_file
+from wangen.generator.run_folder import SAMPLES
 from wangen.generator.session import with_flag
 from wangen.generator.steps import Train
 from wangen.generator.table import options as flags_of
@@ -20,7 +21,6 @@ from wangen.runtime.training import checkpoint
 from wangen.runtime.training.checkpoint import TrainingState
 from wangen.runtime.training.facts import BEFORE, BEST_SO_FAR, JOB, ORIGIN, SLURM_JOB, VALIDATION, VALIDATION_BASE
 from wangen.runtime.training.plan import DATA, SIZES_OF_ADAPTERS, Plan
-from wangen.runtime.training.sampling import FOLDER
 from wangen.runtime.training.timesteps import HIGH, LOW
 
 log = logging.getLogger("wangen")
@@ -224,7 +224,7 @@ def not_looked_at(plan: Plan, state: TrainingState) -> list[str]:
     if plan.held_out and VALIDATION not in state.facts:
         lines.append("the run came to its end without a validation: wangen evaluate makes one"
                      + (", and there is no best of it" if plan.options.keep_best else ""))  # fmt: skip
-    made = (plan.options.output_dir / FOLDER).glob(f"{plan.name}-step{state.step:08d}-*")
+    made = (plan.options.output_dir / SAMPLES).glob(f"{plan.name}-step{state.step:08d}-*")
     if plan.options.sample_prompts and not any(made):
         lines.append("the run came to its end without samples: wangen generate --prompt_file makes them")
     return lines

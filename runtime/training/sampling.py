@@ -6,7 +6,7 @@ Nothing of a run changes by sampling: noise comes from generators of its own, mo
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 
 from wangen.generator.errors import WangenError
 from wangen.generator.files import remove_left, write_text
+from wangen.generator.run_folder import SAMPLE_LIST, SAMPLES
 from wangen.generator.steps import Train
 from wangen.profiles import Model
 from wangen.runtime.denoising import flow_scheduler
@@ -25,18 +26,15 @@ from wangen.runtime.sampling.prompts import SamplePrompt
 from wangen.runtime.sampling.scenes import Encoders, Scene
 from wangen.runtime.sampling.scenes import make_scenes as make_scenes_with
 from wangen.runtime.sampling.videos import Decoder, Expert, sample_latents
-from wangen.runtime.training.run import Run, Trainee
+from wangen.runtime.training.adapter import replaced
+from wangen.runtime.training.run import Run
 from wangen.runtime.training.timesteps import HIGH
 from wangen.runtime.training.validation import evaluating
 
 log = logging.getLogger("wangen")
 
-FOLDER, LIST = "samples", "samples.jsonl"
 _CURE = "use a smaller --w, --h or --f in the prompt file"
 _COMFYUI_SAMPLERS: Mapping[str, str] = {"unipc": "uni_pc", "dpm++": "dpmpp_2m", "euler": "euler"}
-
-Averages = Callable[[Trainee], AbstractContextManager[Any]]
-"""While the context lasts a trainee has its averages for weights."""
 
 
 def make_scenes(
@@ -79,18 +77,15 @@ def samples_due(options: Train, step: int, steps_per_epoch: int, num_steps: int)
     return step == num_steps or any(number and step % number == 0 for number in every)
 
 
-def make_samples(
-    run: Run, scenes: Sequence[Scene], *, averages: Averages | None = None, check: Callable[[], None] = lambda: None
-) -> list[Path]:
+def make_samples(run: Run, scenes: Sequence[Scene], *, check: Callable[[], None] = lambda: None) -> list[Path]:
     """Sample every scene with the trainees as they are, and write the files and a line for each in `samples.jsonl`.
 
-    A sample that does not fit into memory or is not finite is left out with a warning: training goes on. Not where each
-    process holds a part of the weights.
+    Averages are sampled with where they are kept. A sample that does not fit into memory or is not finite is left out
+    with a warning: training goes on. Not where each process holds a part of the weights.
 
     Args:
         run: of which everything stays as it is, but for where idle experts lie.
         scenes: from `make_scenes`.
-        averages: where averages are kept, how to sample with them.
         check: called after every step of a sampler, by all processes where each holds a part of the weights, and
             elsewhere before every chunk that is decoded, too; it may raise.
 
@@ -100,19 +95,19 @@ def make_samples(
     Raises:
         WangenError: a sample cannot be made, where the weights are in parts.
     """
-    latents = sampled(run, scenes, check, averages, what="sample", cure=_CURE)
+    latents = sampled(run, scenes, check, what="sample", cure=_CURE)
     if not run.ranks.is_first:  # they went along, since the weights are in parts
         return []
-    settings = {number: settings_of(run, scenes[number - 1].prompt, averages) for number in latents}
+    settings = {number: settings_of(run, scenes[number - 1].prompt) for number in latents}
     written = _decoded(run, latents, settings, own_check(run, check))
-    list_samples(run.plan.options.output_dir / FOLDER, {path.name: settings[n] for n, path in written.items()})
+    list_samples(run.plan.options.output_dir / SAMPLES, {path.name: settings[n] for n, path in written.items()})
     return list(written.values())
 
 
 def sampled(
-    run: Run, scenes: Sequence[Scene], check: Callable[[], None], averages: Averages | None, *, what: str, cure: str
+    run: Run, scenes: Sequence[Scene], check: Callable[[], None], *, what: str, cure: str
 ) -> dict[int, torch.Tensor]:
-    """The latents of every scene by its number, counted from 1, with the trainees as they are.
+    """The latents of every scene by its number, counted from 1, with the trainees as they are or with their averages.
 
     One that does not fit into memory or is not finite is left out with a warning; not where each process holds a part
     of the weights.
@@ -121,7 +116,6 @@ def sampled(
         run: of which everything stays as it is, but for where idle experts lie.
         scenes: what to make.
         check: called after every step of a sampler; it may raise.
-        averages: where averages are kept, how to sample with them.
         what: one of them is called in messages.
         cure: what to do when the memory is full.
 
@@ -141,9 +135,8 @@ def sampled(
         for trainee in run.trainees:
             stack.enter_context(evaluating(trainee.transformer))
             stack.enter_context(trainee.optimization.evaluating())
-        for trainee in _averaged(run, averages):
-            assert averages is not None
-            stack.enter_context(averages(trainee))
+            if trainee.ema:
+                stack.enter_context(replaced(trainee.parameters, trainee.ema.weights()))
         for number, scene in enumerate(scenes, start=1):
             try:
                 latents[number] = _sampled(run, scene, cure, on_step)
@@ -157,11 +150,6 @@ def sampled(
 def own_check(run: Run, check: Callable[[], None]) -> Callable[[], None]:
     """What the first process may call as often as it likes: a check, but nothing where all processes make it."""
     return (lambda: None) if run.ranks.in_step else check
-
-
-def _averaged(run: Run, averages: Averages | None) -> list[Trainee]:
-    """The trainees whose averages are what samples."""
-    return [trainee for trainee in run.trainees if averages and trainee.ema]
 
 
 def _sampled(run: Run, scene: Scene, cure: str, on_step: Callable[[int], None]) -> torch.Tensor:
@@ -201,7 +189,7 @@ def _decoded(
             continue
         ending = "png" if settings[number]["frames"] == 1 else "mp4"
         name = f"{run.plan.name}-step{run.step:08d}-{number}.{ending}"
-        written[number] = options.output_dir / FOLDER / name
+        written[number] = options.output_dir / SAMPLES / name
         write_media(written[number], video, settings[number]["fps"],
                     {KEY: json.dumps(settings[number], sort_keys=True)})  # fmt: skip
     del decoder
@@ -210,8 +198,8 @@ def _decoded(
     return written
 
 
-def settings_of(run: Run, prompt: SamplePrompt, averages: Averages | None) -> dict[str, Any]:
-    """All that decides a sample, in our words and in ComfyUI's; `averages` as of `sampled`."""
+def settings_of(run: Run, prompt: SamplePrompt) -> dict[str, Any]:
+    """All that decides a sample, in our words and in ComfyUI's."""
     shift = run.plan.model.shift
     scheduler = flow_scheduler(prompt.sampler, prompt.shift, shift.terminal if shift else None)
     scheduler.set_timesteps(prompt.steps)
@@ -223,7 +211,7 @@ def settings_of(run: Run, prompt: SamplePrompt, averages: Averages | None) -> di
         "task": run.plan.model.name,
         "step": run.step,
         "experts": [trainee.plan.name for trainee in run.trainees if trainee.plan.name],
-        "averaged_weights": bool(_averaged(run, averages)),
+        "averaged_weights": any(trainee.ema for trainee in run.trainees),
         "prompt": prompt.prompt,
         "negative_prompt": prompt.negative_prompt if prompt.guided else "",
         "image": prompt.image.name if prompt.image else "",
@@ -259,7 +247,7 @@ def list_samples(folder: Path, made: Mapping[str, Mapping[str, Any]]) -> None:
     """Add a line for each file to `samples.jsonl`; a file that was made anew after a resume has one line."""
     if not made:
         return
-    path = folder / LIST
+    path = folder / SAMPLE_LIST
     kept = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
         try:

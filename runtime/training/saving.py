@@ -37,7 +37,7 @@ class Saving:
         return bool(self._suffixes()) or self._state_due()
 
     def _suffixes(self) -> list[str]:
-        """Of the LoRAs that are due at this step."""
+        """The endings, in the file's name, of the LoRAs that are due at this step."""
         plan, step = self._run.plan, self._run.step
         options = plan.options
         if step >= self._run.num_steps:  # the finished LoRA has a name of its own
@@ -223,11 +223,7 @@ def save_lora(
 ) -> list[Path]:
     """Write what these parameters of an expert are after so many own and common steps, in every layout asked for."""
     step, run_step = steps
-    header = metadata(
-        plan.options, expert=expert.name, step=step, run_step=run_step, fingerprint=plan.fingerprint,
-        trained_before=plan.trained_before, judged_at=judged_at, num_items=len(plan.samples),
-        steps_per_epoch=plan.steps_per_epoch, batches_per_epoch=plan.batches_per_epoch,
-    )  # fmt: skip
+    header = metadata(plan, expert.name, step=step, run_step=run_step, judged_at=judged_at)
     if plan.options.train_mode == "full":
         tensors = family(plan.model).saved_tensors(parameters, expert.dit)
         return full.save(plan.file(expert, suffix), tensors, plan.options, header)

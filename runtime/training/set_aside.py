@@ -37,7 +37,7 @@ def set_old_best_aside(plan: Plan, expert: ExpertPlan, judged_at: str) -> None:
     told = _header(path)
     own = json.dumps(plan.fingerprint, sort_keys=True), judged_at
     if (told.get(FINGERPRINT), told.get(JUDGED_AT)) != own:
-        _set_aside(plan, path, told, "was the best by other held-out items, timesteps or settings")
+        _set_aside(plan, expert, path, told, "was the best by other held-out items, timesteps or settings")
 
 
 def set_old_average_aside(plan: Plan, expert: ExpertPlan) -> None:
@@ -47,7 +47,7 @@ def set_old_average_aside(plan: Plan, expert: ExpertPlan) -> None:
         OSError: the disk refused.
     """
     path = plan.file(expert, AVERAGE)
-    _set_aside(plan, path, _header(path), "is the average of an earlier end of the run")
+    _set_aside(plan, expert, path, _header(path), "is the average of an earlier end of the run")
 
 
 def set_other_epochs_aside(plan: Plan) -> None:
@@ -65,7 +65,7 @@ def set_other_epochs_aside(plan: Plan) -> None:
             before = steps_of_epoch(told) or ""
             if before.isdecimal() and int(before) != plan.steps_per_epoch:
                 now = many(plan.steps_per_epoch, "step")
-                _set_aside(plan, path, told, f"is named by an epoch of {before}, and an epoch has {now} now")
+                _set_aside(plan, expert, path, told, f"is named by an epoch of {before}, and an epoch has {now} now")
 
 
 def _header(path: Path) -> Mapping[str, str]:
@@ -76,13 +76,13 @@ def _header(path: Path) -> Mapping[str, str]:
     return {}
 
 
-def _set_aside(plan: Plan, path: Path, told: Mapping[str, str], why: str) -> None:
-    """Name a file, and what it is in other layouts, by the step that its header told; an earlier one keeps its name."""
+def _set_aside(plan: Plan, expert: ExpertPlan, path: Path, told: Mapping[str, str], why: str) -> None:
+    """Name an expert's file, in other layouts as well, by the step in its header; an earlier one keeps its name."""
     step = told.get(RUN_STEPS) or told.get("ss_steps", "")
     if plan.options.fresh or not step.isdecimal():
         return
     average = AVERAGE if path.stem.endswith(AVERAGE) else ""
-    stem = re.sub(rf"({BEST}|-\d{{6}})?({AVERAGE})?$", "", path.stem)
+    stem = plan.file(expert).stem
     found = {layout: file for layout in ("", *(f"-{layout}" for layout in LAYOUTS))
              if (file := path.with_stem(path.stem + layout)).is_file()}  # fmt: skip
     for number in chain([""], map(str, count(2))):

@@ -87,16 +87,16 @@ class ShardedWeights(ShardedBlocks):
 
     @property
     def names(self) -> Collection[str]:
-        """Of the parameters that are split."""
+        """The names of the parameters that are split."""
         return self._layouts.keys()
 
     @property
     def num_weights(self) -> int:
-        """Of the whole model."""
+        """The number of weights in the whole model."""
         return sum(self._layouts.get(name, value).numel() for name, value in self.parameters.items())
 
     def shape(self, name: str) -> torch.Size:
-        """Of a parameter that is split, as a whole."""
+        """The shape of the whole of a parameter that is split."""
         return self._layouts[name].shape
 
     def leave(self, index: int, *, backward: bool) -> None:

@@ -15,6 +15,7 @@ from wangen.generator.cards import peak_of_card
 from wangen.generator.errors import bytes_text
 from wangen.generator.files import replace
 from wangen.generator.flops import NOTHING, StepFlops
+from wangen.generator.run_folder import TRACES
 from wangen.profiles import TransformerSizes
 from wangen.runtime.communication import CommunicationTime
 
@@ -234,7 +235,7 @@ def profiled(folder: Path | None) -> Iterator[Callable[[], None]]:
         yield lambda: None
         return
     first, last = PROFILED_STEPS
-    path = folder / "trace" / f"steps-{first}-{last}.json.gz"
+    path = folder / TRACES / f"steps-{first}-{last}.json.gz"
 
     done = 0
 

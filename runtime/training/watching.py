@@ -17,6 +17,7 @@ import torch
 
 from wangen.generator.errors import WangenError
 from wangen.generator.flops import NOTHING, StepFlops, step_flops
+from wangen.generator.run_folder import METRICS
 from wangen.runtime.cache import digest
 from wangen.runtime.interrupt import Interrupt
 from wangen.runtime.loader import background_of
@@ -38,7 +39,7 @@ from wangen.runtime.training.facts import (
     VALIDATION_BASE,
 )
 from wangen.runtime.training.loading import load_base
-from wangen.runtime.training.metrics import FILE, Metrics, Pending, Record, TimestepBins
+from wangen.runtime.training.metrics import Metrics, Pending, Record, TimestepBins
 from wangen.runtime.training.plan import Plan, dataset_digest
 from wangen.runtime.training.prepared import Prepared
 from wangen.runtime.training.ranks import Ranks
@@ -134,7 +135,7 @@ class Watching:
         self._write: Callable[[Mapping[str, Any]], None] = lambda _record: None
         self._trackers = Trackers({})
         if self._ranks.is_first:
-            metrics = Metrics(self._options.output_dir / FILE, self._step, names, name=self._plan.name)
+            metrics = Metrics(self._options.output_dir / METRICS, self._step, names, name=self._plan.name)
             self._write = self._stack.enter_context(metrics).log
             named = replace(self._options, output_name=self._plan.name)
             self._trackers = self._stack.enter_context(open_trackers(named, self._step))
@@ -273,13 +274,13 @@ class Watching:
                 yield f"validation {trainee.plan.name}", partial(self._validate, number)
         if self._samples_due():
             if self._scenes:
-                yield "samples", partial(make_samples, run, self._scenes, averages=_averages, check=self._check)
+                yield "samples", partial(make_samples, run, self._scenes, check=self._check)
             if self._continuing.clips:
                 yield "continuations", self._continue
 
     def _continue(self) -> None:
         """Continue the held-out clips, and log how near that comes to what was filmed."""
-        found = self._continuing.make(self._run, self._check, averages=_averages)
+        found = self._continuing.make(self._run, self._check)
         if found is None:
             return
         record = found.as_record()
@@ -390,8 +391,3 @@ class Watching:
 
 def _group(expert: str) -> str:
     return f"_{expert}" if expert else ""
-
-
-def _averages(trainee: Trainee) -> contextlib.AbstractContextManager[Any]:
-    assert trainee.ema is not None
-    return replaced(trainee.parameters, trainee.ema.weights())

@@ -15,7 +15,7 @@ from wangen.runtime.models.plain import PlainModel
 if TYPE_CHECKING:
     from diffusers import QwenImageTransformer2DModel
 
-    from wangen.runtime.memory.swap import BlockSwap
+    from wangen.runtime.fast.dit_checkpoint import BlockWeights
     from wangen.runtime.models import VelocityModel
     from wangen.runtime.models.compute import Compute
 
@@ -48,7 +48,7 @@ def velocity_model(
     *,
     device: torch.device,
     dtype: torch.dtype,
-    swap: "BlockSwap | None" = None,
+    swap: "BlockWeights | None" = None,
     backward: bool = True,
 ) -> "VelocityModel":
     """What velocities are predicted with: `FastQwen`, or the library's forward with `compute.plain`.
