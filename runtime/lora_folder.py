@@ -16,7 +16,7 @@ from pathlib import Path, PureWindowsPath
 from typing import Any
 
 from wangen.generator.errors import WangenError
-from wangen.generator.header_keys import EPOCH_STEPS, EXPERT, FINGERPRINT, TRAINED_BEFORE
+from wangen.generator.header_keys import EPOCH_STEPS, EXPERT, FINGERPRINT, RUN_STEPS, TRAINED_BEFORE
 from wangen.generator.headers import read_header
 from wangen.generator.kinds import kind_of
 from wangen.generator.lora_config import ADAPTER_FILE, DIFFUSERS_FILE
@@ -82,6 +82,7 @@ class Checkpoint:
         run: the run's `--output_name`.
         expert: `high_noise`, `low_noise`, or empty where there is only one.
         step: optimizer steps that it has been trained for, of two experts its own; None where nothing says it.
+        run_step: of two experts those of both together; else as above.
         epoch: the epoch after which it was saved, from its name, else the one that its header says; None as above.
         best: it had the lowest held-out loss when it was saved (`--keep_best`).
         finished: the run's last: neither a step nor an epoch nor `-best` stands in its name.
@@ -93,6 +94,7 @@ class Checkpoint:
     run: str
     expert: str
     step: int | None
+    run_step: int | None
     epoch: int | None
     best: bool
     finished: bool
@@ -133,9 +135,16 @@ def find_lora(path: Path, flag: str, expert: str = "") -> Path:
         raise WangenError(f"{flag}: this folder holds {what}", where=str(path), cure=cure)
     last_run = _last_run(path)
     chosen, why = _best_or_last(_of_one(fitting, last_run, path, flag), last_run)
-    step = "" if chosen.step is None else f" (step {chosen.step})"
-    log.info("  %s %s: %s, %s%s", flag, path, chosen.path.name, why, step)
+    log.info("  %s %s: %s, %s%s", flag, path, chosen.path.name, why, _steps_in_words(chosen))
     return chosen.path
+
+
+def _steps_in_words(chosen: Checkpoint) -> str:
+    """At which step it was saved, as the report counts them; of two experts with its own steps."""
+    if chosen.step is None:
+        return ""
+    own = f", {chosen.step} of its own" if chosen.run_step != chosen.step else ""
+    return f" (step {chosen.run_step}{own})"
 
 
 def has_lora(path: Path, expert: str) -> bool:
@@ -196,13 +205,16 @@ def _checkpoint(path: Path, names: set[str]) -> Checkpoint | None:
     header = read_header(path)
     if not kind_of(header).startswith("lora"):
         return None
-    told = {key: int(value) for key in ("ss_steps", "ss_epoch") if (value := header.metadata.get(key, "")).isdecimal()}
+    keys = ("ss_steps", "ss_epoch", RUN_STEPS)
+    told = {key: int(value) for key in keys if (value := header.metadata.get(key, "")).isdecimal()}
     numbers = {key: int(match[key]) for key in ("step", "epoch") if match[key]}
+    step = told.get("ss_steps", numbers.get("step"))
     return Checkpoint(
         path=path,
         run=match["run"],
         expert=header.metadata.get(EXPERT, match["expert"] or ""),
-        step=told.get("ss_steps", numbers.get("step")),
+        step=step,
+        run_step=told.get(RUN_STEPS, step),
         epoch=numbers.get("epoch", told.get("ss_epoch")),
         best=bool(match["best"]),
         finished=not (numbers or match["best"]),

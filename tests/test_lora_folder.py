@@ -190,3 +190,11 @@ def test_training_starts_from_the_best_of_an_earlier_run_and_not_from_its_own_fo
     assert main(["export", FLAG, str(first.output_dir), "--save_path", str(tmp_path / "out.safetensors")]) == 0
     assert "lora-best.safetensors, its best" in capsys.readouterr().err
     train.run(replace(first, network_weights=best, output_name="another", max_train_steps=1, keep_best=False))
+
+
+def test_of_two_experts_both_counts_of_steps_are_told(tmp_path, lora, caplog):
+    caplog.set_level("INFO", logger="wangen")
+    header = {"ss_steps": "12", "wangen.run_steps": "40", "wangen.expert": "high_noise"}
+    write(tmp_path / "cats_high_noise.safetensors", lora, "comfyui", header)
+    assert chosen(tmp_path, "high_noise") == "cats_high_noise.safetensors"
+    assert caplog.messages[0].endswith("its last (step 40, 12 of its own)")
