@@ -10,6 +10,15 @@ from wangen.generator import COMPLETE
 OVERVIEW = __file__.removesuffix("entry.py") + "overview.txt"
 
 
+def refuse_module() -> None:
+    """End `python -m wangen.runtime.train …`, which would load a module, do nothing, and succeed."""
+    words = sys.orig_argv
+    named = words[words.index("-m") + 1] if sys.argv[:1] == ["-m"] and "-m" in words[:-1] else ""
+    package, _, step = named.rpartition(".")
+    if package == "wangen.runtime" and step != "doctor":
+        sys.exit(f"wangen: {named} is no program\n  do:    python -m wangen.runtime {step}")
+
+
 def entry() -> None:
     """Run `wangen` with the words of the command line and exit with its code."""
     if sys.argv[1:] in ([], ["--help"]) and COMPLETE not in os.environ:

@@ -41,7 +41,7 @@ KINDS = {
     "qwen-image-transformer": ("a Qwen-Image transformer", "--dit"),
     "qwen2.5-vl": ("a Qwen2.5-VL text encoder", "--t5"),
     "lora": ("a LoRA for Wan", "--network_weights or --lora_weight"),
-    "lora-other": ("an adapter that is no plain LoRA for Wan", ""),
+    "lora-other": ("another adapter for Wan (LoHa, LoKr, DoRA)", ""),
     "pipeline": ("a checkpoint with several models in one file", ""),
     "quantized-other": ("weights quantised in a form that is not read here", ""),
     "training-state": ("a part of a training state", ""),

@@ -106,6 +106,7 @@ def _filled(options: Train, model: Model, flags: Mapping[str, Any]) -> Train:
 def _for_free_memory(options: Train, model: Model, free: int | None, shards: int) -> Train:
     """The options that use what is free best."""
     if free is None:
+        log.info("  --vram auto: there is no card whose memory is known, so the flags are the usual ones")
         return _filled(options, model, {})
     roomy = _filled(options, model, ROOMY)
     if _needed(roomy, model, 32, model.resolution, model.num_frames, shards) <= free:

@@ -21,6 +21,8 @@ MAX_VALIDATION_TIMESTEPS = 1000
 MOST_NAME_BYTES = 160
 """Of `--output_name`; a file's name has 255 at most on common disks, and experts, steps and layouts are added."""
 
+_ENDINGS = (".safetensors", ".pt", ".pth", ".ckpt")
+
 _AT_MOST = {"num_timestep_buckets": 10**6, "validation_timesteps": MAX_VALIDATION_TIMESTEPS}
 """Where memory or patience would end long before the range of a float32."""
 
@@ -41,6 +43,8 @@ NOT_NEGATIVE = (
     "sample_continuations", "max_restarts",
 )  # fmt: skip
 
+_USUAL = "leave it out for the usual one, or give a number {}"
+
 MODE_SCALES = (-1.0, 2 / (math.pi - 2))
 """Of `--mode_scale`: the density of sigma is one within them; outside its curve turns back."""
 
@@ -54,9 +58,14 @@ def refuse_flags(options: Train) -> None:
     refuse_numbers(options)
     name = options.output_name
     if not name.strip(" .") or Path(name).name != name:
-        raise UsageError(f"--output_name is a file name without folders, got {name!r}")
+        raise UsageError(f"--output_name is a file name without folders, got {name!r}",
+                         cure="give the folder to --output_dir")  # fmt: skip
+    if Path(name).suffix.lower() in _ENDINGS:
+        raise UsageError(f"--output_name {name!r} has the ending of a file, which is added to it",
+                         cure=f"give {Path(name).stem!r}")  # fmt: skip
     if len(os.fsencode(name)) > MOST_NAME_BYTES:
-        raise UsageError(f"--output_name is longer than {MOST_NAME_BYTES} bytes, to which endings are added: {name!r}")
+        raise UsageError(f"--output_name is longer than {MOST_NAME_BYTES} bytes, to which endings are added: {name!r}",
+                         cure="give a shorter one")  # fmt: skip
     if not options.lora_layout:
         raise UsageError("--lora_layout is empty", cure="leave it out for comfyui")
     if len(set(options.lora_layout)) < len(options.lora_layout):
@@ -94,14 +103,16 @@ def refuse_numbers(options: Train) -> None:
     for name in NOT_NEGATIVE:
         value = getattr(options, name)
         if not (value >= 0 and math.isfinite(value)):
-            raise UsageError(f"--{name} must be 0 or above, got {value}")
+            raise UsageError(f"--{name} must be 0 or above, got {value}", cure=_USUAL.format("from 0 on"))
     for name in ("lr_warmup_steps", "lr_decay_steps"):
         steps_of(name, getattr(options, name), 1)
     for name in SHARES:
         if not 0 <= getattr(options, name) <= 1:
-            raise UsageError(f"--{name} must be 0 to 1, got {getattr(options, name)}")
+            raise UsageError(f"--{name} must be 0 to 1, got {getattr(options, name)}",
+                             cure="give a share: 0.1 is a tenth")  # fmt: skip
     if not 0 <= options.network_dropout < 1:
-        raise UsageError(f"--network_dropout must be at least 0 and below 1, got {options.network_dropout}")
+        raise UsageError(f"--network_dropout must be at least 0 and below 1, got {options.network_dropout}",
+                         cure="give a share: 0.1 is a tenth")  # fmt: skip
     if options.ema_decay is not None and not 0 < options.ema_decay < 1:
         raise UsageError(f"--ema_decay must be between 0 and 1, got {options.ema_decay}", cure="0.99 is usual")
     if options.high_noise_share is not None and not 0 < options.high_noise_share < 1:
@@ -122,7 +133,7 @@ def _cure(name: str, options: Train) -> str:
     """What to give in place of a number that is not above 0."""
     if name == "network_alpha":
         return f"give the rank, --network_alpha {options.network_dim}, which 0 means in musubi-tuner"
-    return "leave it out for the warm-up's steps" if name == "lr_scheduler_timescale" else ""
+    return "leave it out for the warm-up's steps" if name == "lr_scheduler_timescale" else _USUAL.format("above 0")
 
 
 def refuse_memory(options: Train) -> None:
@@ -133,7 +144,8 @@ def refuse_memory(options: Train) -> None:
     """
     swap = options.blocks_to_swap or 0
     if swap < 0 or (options.checkpointing_free_blocks or 0) < 0:
-        raise UsageError("--blocks_to_swap and --checkpointing_free_blocks are 0 or above")
+        raise UsageError("--blocks_to_swap and --checkpointing_free_blocks are 0 or above",
+                         cure=_USUAL.format("from 0 on"))  # fmt: skip
     if swap and options.checkpointing == "none":
         raise UsageError("--blocks_to_swap needs checkpointing: without it every block's weights stay for the backward",
                          cure="give --checkpointing full or selective")  # fmt: skip
@@ -168,11 +180,13 @@ def require_timesteps(options: Train) -> None:
     """
     _require_above_zero(options, OF_TIMESTEPS)
     if not math.isfinite(options.logit_mean):
-        raise UsageError(f"--logit_mean must be a number, got {options.logit_mean}")
+        raise UsageError(f"--logit_mean must be a number, got {options.logit_mean}", cure="0 is usual")
     if not MODE_SCALES[0] <= options.mode_scale <= MODE_SCALES[1]:
-        raise UsageError(f"--mode_scale must be -1 to {MODE_SCALES[1]:.2f}, got {options.mode_scale}")
+        raise UsageError(f"--mode_scale must be -1 to {MODE_SCALES[1]:.2f}, got {options.mode_scale}",
+                         cure="1.29 is usual")  # fmt: skip
     if not 0 <= options.min_timestep < options.max_timestep <= 1000:
-        raise UsageError(f"timesteps {options.min_timestep} to {options.max_timestep} are no range within 0 to 1000")
+        raise UsageError(f"timesteps {options.min_timestep} to {options.max_timestep} are no range within 0 to 1000",
+                         cure="give a --min_timestep below --max_timestep; 0 and 1000 are all of them")  # fmt: skip
     scheme, sampling = options.weighting_scheme, options.timestep_sampling
     if scheme in ("logit_normal", "mode") and sampling != "sigma":
         raise UsageError(

@@ -67,7 +67,7 @@ def optimizer_arguments(words: Sequence[str]) -> dict[str, Any]:
     for word in words:
         name, equals, text = word.partition("=")
         if not equals or not name.isidentifier():
-            raise UsageError(f"--optimizer_args takes key=value, got {word!r}")
+            raise UsageError(f"--optimizer_args takes key=value, got {word!r}", cure="write weight_decay=0.01, say")
         if name == "lr":
             raise UsageError("--optimizer_args takes no lr: it has a flag of its own", cure="give --learning_rate")
         try:
@@ -77,6 +77,9 @@ def optimizer_arguments(words: Sequence[str]) -> dict[str, Any]:
         if values.setdefault(name, value) != value:
             raise UsageError(f"--optimizer_args gives {name} twice: {values[name]}, {value}", cure="give one of them")
     return values
+
+
+_STEPS = "give steps (100), a share (0.05) or a percentage (5%)"
 
 
 def steps_of(flag: str, text: str, num_steps: int) -> int:
@@ -93,14 +96,14 @@ def steps_of(flag: str, text: str, num_steps: int) -> int:
     try:
         value = float(text.removesuffix("%"))
     except ValueError:
-        raise UsageError(f"--{flag} takes steps, a share or a percentage, got {text!r}") from None
+        raise UsageError(f"--{flag} takes steps, a share or a percentage, got {text!r}", cure=_STEPS) from None
     share = value / 100 if text.endswith("%") else value
     if not 0 <= value < float("inf") or (text.endswith("%") and share > 1):
-        raise UsageError(f"--{flag} {text} is outside the run")
+        raise UsageError(f"--{flag} {text} is outside the run", cure=_STEPS)
     if is_share(text):
         return round(share * num_steps)
     if value != int(value):
-        raise UsageError(f"--{flag} {text} is neither a whole number of steps nor a share below 1")
+        raise UsageError(f"--{flag} {text} is neither a whole number of steps nor a share below 1", cure=_STEPS)
     return int(value)
 
 

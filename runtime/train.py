@@ -59,6 +59,7 @@ from wangen.runtime.training.run import Run
 from wangen.runtime.training.samples import read_training_samples
 from wangen.runtime.training.saving import (
     Saving,
+    drop_other_states,
     require_own_folder,
     save_loras,
     save_state,
@@ -153,12 +154,15 @@ def _run_alone(options: Train, model: Model, device: torch.device, ranks: Ranks)
     ranks.require_same("training states", {"step": state.step if state else None})
     changed = changed_settings(plan, state) if state else {}
     state = compared(plan, state, changed, ranks.count) if state else None
+    require_own_files(plan, state)
     plan = replace(plan, trained_before=trained_before(plan, state))
     if state:
         done = [state.experts[expert.name].step for expert in plan.experts]
         if not plan.num_left(done) and LOOKED not in state.facts:
+            if ranks.is_first and state.folder and state.folder.parent.resolve() == plan.states.resolve():
+                drop_other_states(plan, state.folder, state.step)  # a kill may have left some
             if changed:
-                leave_as_it_is(plan, state)
+                leave_as_it_is(plan, state, changed)
             elif ranks.is_first and state.facts.get(SCHEDULE_FREE):  # its optimizer knows what to save
                 save_loras(_prepare(plan, device, state, Ranks()))
             elif ranks.is_first:  # flags of saving may have changed; equal bytes are written again
@@ -169,7 +173,6 @@ def _run_alone(options: Train, model: Model, device: torch.device, ranks: Ranks)
     if plan.trained_before and plan.held_out:
         log.warning("  what is held out now may have been trained on before, in an earlier part of the run or by the "
                     "LoRA that it starts from: its loss is no proof of what was learned")  # fmt: skip
-    require_own_files(plan, state)
     require_room(plan)
     log.info('  live in a browser: "%s" -m wangen.runtime watch --output_dir "%s"', sys.executable,
              options.output_dir.absolute())  # fmt: skip
@@ -263,6 +266,8 @@ def _train(training: Run, watching: Watching, interrupt: Interrupt) -> bool:
     at_end = _begin(training, watching, interrupt)
     if not at_end:
         return False
+    if saving.missed():
+        saving.save()
     try:
         with progress("train", training.num_steps, training.step) as advance:
             for number in plan.turns([trainee.step for trainee in training.trainees]):

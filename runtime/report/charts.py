@@ -178,7 +178,7 @@ def _gains(points: Sequence[tuple[int, dict[str, Any]]], key: str, of: str, trai
 
 
 def _by_bins(records: Sequence[Record]) -> list[Chart | None]:
-    """A chart of those records that name no expert, and one of each expert that was trained alone."""
+    """A chart of those records that name no expert, and one of each expert."""
     told = [record for record in records if isinstance(record.get("loss_by_timestep"), dict)]
     found = []
     for expert in dict.fromkeys(str(record.get("expert", "")) for record in told):

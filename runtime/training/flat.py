@@ -8,7 +8,7 @@ import torch
 
 from wangen.generator.errors import WangenError
 
-OTHER_ADAPTER = "give the rank and targets it was trained with, or --fresh"
+OTHER_ADAPTER = "give the rank, targets and kind of adapter it was trained with, or --fresh"
 
 ALIGNMENT = 256
 """Elements. Every parameter starts at a multiple of it: 1 KiB in float32, which suits every kernel, and the block in

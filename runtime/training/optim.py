@@ -99,7 +99,8 @@ class Optimization:
         try:
             self.optimizer = make(listed, lr=self._rates[0], **arguments)
         except _FAILURES as error:
-            raise UsageError(f"{options.optimizer_type}: {error}", where="--optimizer_type",
+            told = f" with {' '.join(options.optimizer_args)}" if options.optimizer_args else ""
+            raise UsageError(f"{options.optimizer_type}{told}: {error}", where="--optimizer_type",
                              cure="choose another class, or other --optimizer_args") from None  # fmt: skip
         self.name = found.name
         if isinstance(self.optimizer, _ScheduleFree):
@@ -269,7 +270,8 @@ def try_out(options: Train, device: torch.device) -> None:
         cut.load(*before.state(), "")
     ends = zip(whole.flat.weights, cut.flat.weights, strict=True)  # a rate that ends in NaN ends so both times
     if not all(torch.equal(one.nan_to_num(), other.nan_to_num()) for one, other in ends):
-        raise UsageError(f"{options.optimizer_type} cannot be resumed exactly: it keeps more than its state says")
+        raise UsageError(f"{options.optimizer_type} cannot be resumed exactly: it keeps more than its state says",
+                         cure="choose another class")  # fmt: skip
 
 
 def _same_kinds(options: Train, tensors: Mapping[str, torch.Tensor], numbers: Mapping[str, Plain]) -> bool:
@@ -314,7 +316,8 @@ def _trial(optimization: Optimization, steps: range) -> None:
             raise UsageError(f"{name} cannot take a step: {error}", where="--optimizer_type",
                              cure="choose another class, or other --optimizer_args") from None  # fmt: skip
         if not optimization.flat.is_attached():
-            raise UsageError(f"{name} replaces its parameters, which this trainer cannot follow")
+            raise UsageError(f"{name} replaces its parameters, which this trainer cannot follow",
+                             cure="choose another class")  # fmt: skip
 
 
 def _groups(

@@ -181,7 +181,7 @@ def make_plan(
     """The plan of a run whose flags have been judged and whose cache is complete.
 
     Raises:
-        UsageError: an expert would get no step, the schedule's flags make none, or there are too many.
+        UsageError: an expert would get no step, the schedule's flags make none, there are too many, or no item counts.
     """
     batches = len(EpochSampler(samples, options.seed))
     per_epoch = math.ceil(batches / options.gradient_accumulation_steps)
@@ -189,6 +189,9 @@ def make_plan(
     if num_steps > MAX_STEPS:
         raise UsageError(f"{num_steps} steps are more than a run can have",
                          cure=f"give --max_train_steps up to {MAX_STEPS}")  # fmt: skip
+    if options.prior_loss_weight == 0 and all(cached.sample.entry.is_reg for cached in samples):
+        raise UsageError("--prior_loss_weight 0, and every item is of a regularisation set: no loss would count",
+                         cure="give a weight above 0, or a dataset without is_reg")  # fmt: skip
     sizes = count_tokens((cached.sample for cached in samples), model)
     experts = plan_experts(options, model, num_steps, sizes)
     for expert in experts:  # what cannot be drawn or scheduled is refused here
@@ -246,6 +249,10 @@ def plan_experts(
         more = "--high_noise_share, for example 0.5, or another --timestep_sampling"
         if natural[starved] < LEAST_SHARE:  # then no share of the steps would help
             more = more_draws(options, *ranges[starved])
+        elif num_steps == 1:
+            more = "--max_train_steps 2 or more"
+        elif options.high_noise_share is not None:
+            more = "--high_noise_share 0.5, or more steps"
         raise UsageError(
             f"of {num_steps} steps the {starved.replace('_', '-')} expert would get none "
             f"({natural[starved]:.2%} of the timesteps are its own)",

@@ -1,8 +1,9 @@
 """What a run goes on from: the state that an earlier start left, if its settings are those of this one."""
 
 import ast
+import json
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from wangen.generator import headers
 from wangen.generator.adapter_settings import settings_of_flags
 from wangen.generator.errors import UsageError, WangenError, many, some
+from wangen.generator.header_keys import FINGERPRINT
 from wangen.generator.launch import Launch
 from wangen.generator.lora_config import lora_file
 from wangen.generator.run_folder import SAMPLES
@@ -18,6 +20,7 @@ from wangen.generator.steps import Train
 from wangen.generator.table import options as flags_of
 from wangen.runtime.lora_folder import fingerprints, numbered
 from wangen.runtime.training import checkpoint
+from wangen.runtime.training.adapter_config import start_flag
 from wangen.runtime.training.checkpoint import TrainingState
 from wangen.runtime.training.facts import BEFORE, BEST_SO_FAR, JOB, ORIGIN, SLURM_JOB, VALIDATION, VALIDATION_BASE
 from wangen.runtime.training.plan import DATA, SIZES_OF_ADAPTERS, Plan
@@ -73,27 +76,32 @@ def _begun_before(launched: Launch) -> dict[str, str]:
 
 
 def require_own_files(plan: Plan, state: TrainingState | None) -> None:
-    """Refuse a first start where a run of other experts keeps its LoRA under the same name; of its own it is told.
+    """Refuse a start where a run of other experts keeps its LoRA under the same name; of its own it is told.
 
     Args:
         plan: of the run.
         state: that it goes on from, if there is one.
 
     Raises:
-        WangenError: there is such a run, and `--fresh` is not given.
+        WangenError: there is such a run, which has written there since if this one had begun before, and `--fresh` is
+            not given.
     """
-    if plan.options.fresh or checkpoint.newest(plan.states):
+    if plan.options.fresh:
         return
+    begun = checkpoint.newest(plan.states) is not None
     own = {expert.name for expert in plan.experts}
     for suffix in ("", f"_{HIGH}", f"_{LOW}"):
         folder = plan.options.output_dir / f"{plan.options.output_name}{suffix}-state"
         path = checkpoint.newest(folder) if folder != plan.states else None
-        if path and own & set(checkpoint.read(path).experts):
+        other = checkpoint.read(path) if path else None
+        if other and own & set(other.experts) and (not begun or _has_written(plan, other)):
             raise WangenError(
                 "a run of other experts has its LoRA under this name, and this one would write over it",
                 where=str(folder),
                 cure="give --experts as before, or another --output_name; --fresh writes over it",
             )
+    if begun:
+        return
     there = [file.name for file in map(plan.file, plan.experts) if file.is_file()]
     files = sorted(plan.options.output_dir.iterdir()) if plan.options.output_dir.is_dir() else []
     for expert in plan.experts:
@@ -101,6 +109,13 @@ def require_own_files(plan: Plan, state: TrainingState | None) -> None:
     if there:
         log.warning("  no training state is in %s: beginning at step %d, and %s of an earlier run will be written over "
                     "as it comes to them", plan.states, state.step if state else 0, some(there))  # fmt: skip
+
+
+def _has_written(plan: Plan, other: TrainingState) -> bool:
+    """Whether the LoRA of an expert is the one that another run wrote."""
+    told = json.dumps(other.fingerprint, sort_keys=True)
+    files = [file for file in map(plan.file, plan.experts) if file.is_file()]
+    return any(headers.read_header(file).metadata.get(FINGERPRINT) == told for file in files)
 
 
 def changed_settings(plan: Plan, state: TrainingState) -> dict[str, str]:
@@ -130,6 +145,7 @@ def compared(plan: Plan, state: TrainingState, changed: Mapping[str, str], num_p
     Raises:
         UsageError: its settings were others, and `--resume_changed` is not given.
     """
+    _refuse_other_experts(plan, state)
     if changed and not plan.options.resume_changed:
         listed = "\n".join(f"  - {name}: {words}" for name, words in changed.items())
         raise UsageError(
@@ -137,8 +153,7 @@ def compared(plan: Plan, state: TrainingState, changed: Mapping[str, str], num_p
             where=str(plan.options.resume or plan.states),
             cure=_same_batches(state, changed, num_processes)
             + f"{with_flag('train', '--fresh')} (or removing that folder) starts again from step 0"
-            + ("" if _trains_others(plan, state, changed)
-               else f"; {with_flag('train', '--resume_changed')} goes on with the new"),
+            + _go_on(plan, state, changed),
         )  # fmt: skip
     for name, words in changed.items():
         log.warning("  resuming with changed %s: %s", name, words)
@@ -147,10 +162,35 @@ def compared(plan: Plan, state: TrainingState, changed: Mapping[str, str], num_p
         state = replace(state, facts={**state.facts, BEFORE: before})
     if any(name.startswith(_BASE) for name in changed):  # what it was judged by was another model's
         state = replace(state, facts={**state.facts, VALIDATION_BASE: {}, BEST_SO_FAR: {}})
-    if {expert.name for expert in plan.experts} != set(state.experts):
-        raise UsageError("the training state is of other experts", where=str(plan.states),
-                         cure="give --experts as before, or another --output_name")  # fmt: skip
     return state
+
+
+def _go_on(plan: Plan, state: TrainingState, changed: Mapping[str, str]) -> str:
+    """How a run goes on with other settings, if it can."""
+    if _trains_others(plan, state, changed):
+        return ""
+    flag, done = with_flag("train", "--resume_changed"), [state.experts[expert.name].step for expert in plan.experts]
+    return f"; {flag} goes on with the new" if plan.num_left(done) else f"; more steps and {flag} go on with the new"
+
+
+def _refuse_other_experts(plan: Plan, state: TrainingState) -> None:
+    """A state goes on with the experts that it has."""
+    wanted = {expert.name for expert in plan.experts}
+    if wanted == set(state.experts):
+        return
+    flags = " and ".join(map(start_flag, sorted(wanted & set(state.experts))))
+    starts = f", or leave --resume out and start from its LoRA with {flags}" if plan.options.resume and flags else ""
+    raise UsageError(
+        f"this training state is of {_experts_in_words(state.experts)}, and {_experts_in_words(wanted)} would go on",
+        where=str(plan.options.resume or plan.states), cure=f"give --experts as before{starts}",
+    )  # fmt: skip
+
+
+def _experts_in_words(names: Collection[str]) -> str:
+    if len(names) > 1:
+        return "both experts"
+    (name,) = names
+    return f"the {name.replace('_', '-')} expert" if name else "a model with one transformer"
 
 
 def trained_before(plan: Plan, state: TrainingState | None) -> list[_Told]:
@@ -189,7 +229,8 @@ def _same_batches(state: TrainingState, changed: Mapping[str, str], num_processe
     if ACCUMULATION not in changed or batches % num_processes:
         return ""
     flag = with_flag("train", f"--{ACCUMULATION} {batches // num_processes}")
-    return f"{flag} with {many(num_processes, 'process', 'processes')} makes steps of {batches} batches, as before; "
+    before = many(batches, "batch", "batches")
+    return f"{flag} with {many(num_processes, 'process', 'processes')} makes steps of {before}, as before; "
 
 
 def _difference(name: str, old: Any, new: Any) -> str:
@@ -200,22 +241,22 @@ def _difference(name: str, old: Any, new: Any) -> str:
     return f"{old} -> {new}"
 
 
-def leave_as_it_is(plan: Plan, state: TrainingState) -> None:
-    """Say that nothing is left to do of a run whose settings are others now.
+def leave_as_it_is(plan: Plan, state: TrainingState, changed: Mapping[str, str]) -> None:
+    """Say that nothing is left to do of a run whose settings are others now, `changed` by name.
 
     Raises:
         UsageError: its LoRA is not there: it was interrupted beyond the steps wanted now, or somebody moved it.
     """
     fresh = f"start again with --fresh{' in place of --resume' if plan.options.resume else ''}"
+    new = fresh if _trains_others(plan, state, changed) else f"give more steps to go on with the new ones, or {fresh}"
     if not all(plan.file(expert).is_file() for expert in plan.experts):
         raise UsageError(
             f"nothing is left to train: the run stands at step {state.step}, with other settings, and "
             f"{plan.num_steps} are wanted; its LoRA is not there",
             where=str(plan.states),
-            cure=f"give the settings before to have it written, or more steps to go on with the new ones, or {fresh}",
+            cure=f"give the settings before to have it written, or {new}",
         )
-    log.warning("  nothing is trained or written: this run came to its end with the settings before; give more steps "
-                "to go on with the new ones, or %s", fresh)  # fmt: skip
+    log.warning("  nothing is trained or written: this run came to its end with the settings before; %s", new)
 
 
 def not_looked_at(plan: Plan, state: TrainingState) -> list[str]:

@@ -36,6 +36,13 @@ class Saving:
         """Whether something is to be saved after this step."""
         return bool(self._suffixes()) or self._state_due()
 
+    def missed(self) -> bool:
+        """Whether LoRAs that are due at this step are not there: it was the last step of a run that is longer now."""
+        run = self._run
+        files = (run.plan.file(trainee.plan, suffix) for trainee in run.trainees for suffix in self._suffixes())
+        is_own = run.step > 0 and run.saved_step == run.step
+        return run.ranks.any(run.ranks.is_first and is_own and not all(file.is_file() for file in files))
+
     def _suffixes(self) -> list[str]:
         """The endings, in the file's name, of the LoRAs that are due at this step."""
         plan, step = self._run.plan, self._run.step
@@ -83,7 +90,7 @@ def save_state(run: Run, *, keep: bool = False) -> None:
         if not run.plan.options.async_save:
             settle_state(run)
     elif run.ranks.is_first:
-        _drop_others(run, checkpoint.save(run.plan.states, state_of(run), keep=keep))
+        drop_other_states(run.plan, checkpoint.save(run.plan.states, state_of(run), keep=keep), run.saved_step)
 
 
 def require_own_folder(run: Run) -> None:
@@ -103,13 +110,17 @@ def settle_state(run: Run, *, wait: bool = True) -> None:
         require_own_folder(run)
         path = writing.settle()
         if path:
-            _drop_others(run, path)
+            drop_other_states(run.plan, path, run.saved_step)
 
 
-def _drop_others(run: Run, newest: Path) -> None:
-    options = run.plan.options
-    spared = {newest, *([options.resume.resolve()] if options.resume else [])}
-    checkpoint.remove_others(run.plan.states, spared, partial(_staying, run))
+def drop_other_states(plan: Plan, newest: Path, step: int) -> None:
+    """Remove the states beside the newest one, of this step, that nothing keeps.
+
+    What `--resume` names stays, and with `--save_state` what its flags keep.
+    """
+    spared = {newest, *([plan.options.resume.resolve()] if plan.options.resume else [])}
+    last = min(step, plan.num_steps - 1)  # the end of a run saves no numbered LoRA
+    checkpoint.remove_others(plan.states, spared, partial(_staying, plan, last))
 
 
 def state_of(run: Run) -> TrainingState:
@@ -130,12 +141,11 @@ def state_of(run: Run) -> TrainingState:
     return TrainingState(experts, run.plan.fingerprint, run.facts)
 
 
-def _staying(run: Run, steps: list[int]) -> set[int]:
+def _staying(plan: Plan, last: int, steps: list[int]) -> set[int]:
     """Those of the steps of kept states that are still kept, as their LoRAs are.
 
     Ones of other flags always are, and ones of later steps, which are another line's: they neither count nor go.
     """
-    plan, last = run.plan, min(run.saved_step, run.num_steps - 1)  # the end of a run saves no numbered LoRA
     kinds = [window for window in windows(plan.options, plan.steps_per_epoch, states=True) if window.every]
     stay, counted = set[int](), list[int]()
     for step in steps:

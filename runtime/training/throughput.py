@@ -228,25 +228,25 @@ def profiled(folder: Path | None) -> Iterator[Callable[[], None]]:
     """Write one torch trace of steps 3 to 5; the caller calls what this yields after every step.
 
     Args:
-        folder: `trace/steps-3-5.json.gz` is written into it, for chrome://tracing or https://ui.perfetto.dev; None
-            profiles nothing.
+        folder: `trace/steps-3-5.json.gz` is written into it, for chrome://tracing or https://ui.perfetto.dev, of a
+            shorter run with its own last step; None profiles nothing.
     """
     if folder is None:
         yield lambda: None
         return
     first, last = PROFILED_STEPS
-    path = folder / TRACES / f"steps-{first}-{last}.json.gz"
-
     done = 0
 
     def write(profiler: Any) -> None:
         if done < first:  # the profiler writes at its end as well, whatever it has
             return
+        ended = min(done, last)
+        path = folder / TRACES / f"steps-{first}-{ended}.json.gz"
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.tmp.json.gz")
         profiler.export_chrome_trace(str(temporary))
         replace(temporary, path)
-        log.info("  trace of steps %d to %d: %s", first, min(done, last), path)
+        log.info("  trace of steps %d to %d: %s", first, ended, path)
 
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
@@ -260,5 +260,5 @@ def profiled(folder: Path | None) -> Iterator[Callable[[], None]]:
             profiler.step()
 
         yield after_step
-    if not path.is_file():
+    if done < first:
         log.warning("  --profile: the run ended before step %d, so there is no trace", first)

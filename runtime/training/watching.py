@@ -5,7 +5,6 @@ A step's numbers are read later, several together, because reading waits for a G
 
 import contextlib
 import logging
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -15,7 +14,6 @@ from typing import Any
 
 import torch
 
-from wangen.generator.errors import WangenError
 from wangen.generator.flops import NOTHING, StepFlops, step_flops
 from wangen.generator.run_folder import METRICS
 from wangen.runtime.cache import digest
@@ -25,7 +23,6 @@ from wangen.runtime.lora_folder import BEST
 from wangen.runtime.models import family
 from wangen.runtime.models.inputs import WAN_TEXT_ROWS
 from wangen.runtime.sampling.prompts import defaults_of, read_prompts
-from wangen.runtime.training import checkpoint
 from wangen.runtime.training.adapter import disabled, replaced
 from wangen.runtime.training.continuing import Continuing
 from wangen.runtime.training.facts import (
@@ -39,6 +36,7 @@ from wangen.runtime.training.facts import (
     VALIDATION_BASE,
 )
 from wangen.runtime.training.loading import load_base
+from wangen.runtime.training.losses import refuse_not_finite
 from wangen.runtime.training.metrics import Metrics, Pending, Record, TimestepBins
 from wangen.runtime.training.plan import Plan, dataset_digest
 from wangen.runtime.training.prepared import Prepared
@@ -97,11 +95,12 @@ class Watching:
         prompts = read_prompts(file, plan.model, self._options.seed, defaults) if file else []
         self._scenes = make_scenes(family(plan.model), plan.model, prompts, self._options, device) if prompts else []
         self._continuing = Continuing(plan, ranks)
-        self._pending, self._bins = Pending(device, ranks=ranks), TimestepBins()
+        self._pending = Pending(device, ranks=ranks)
+        self._bins = {expert.name: TimestepBins() for expert in plan.experts}
         peak = peak_tflops(device, self._options.peak_tflops)
         self._rates = Throughput(device, peak, communication=ranks.communication if ranks.count > 1 else None)
         self._stack = contextlib.ExitStack()
-        self._shown = ""
+        self._shown, self._counts = "", True
 
     def __enter__(self) -> "Watching":
         trace = self._options.output_dir if self._options.profile and self._ranks.is_first else None
@@ -139,7 +138,8 @@ class Watching:
             self._write = self._stack.enter_context(metrics).log
             named = replace(self._options, output_name=self._plan.name)
             self._trackers = self._stack.enter_context(open_trackers(named, self._step))
-        self._bins.load(run.facts.get(BINS))
+        for name, bins in self._bins.items():
+            bins.load(run.facts.get(BINS, {}).get(name))
         whole = self.look() if run.step == 0 or LOOKED in run.facts else True
         self._rates.rates()
         return whole
@@ -173,7 +173,7 @@ class Watching:
             WangenError: a loss or a gradient was not finite.
         """
         self._take(self._pending.read())
-        self._run.facts[BINS] = self._bins.as_facts()
+        self._run.facts[BINS] = {name: bins.as_facts() for name, bins in self._bins.items()}
 
     def _work(self, result: StepResult) -> StepFlops:
         sizes, trained = self._sizes[result.expert]
@@ -196,12 +196,13 @@ class Watching:
     def _take(self, records: list[Record]) -> None:
         rates = of_all(self._ranks.gathered(self._rates.rates())) if records else {}
         for record in records:
-            self._refuse_not_finite(record)
+            refuse_not_finite(record, self._plan)
+            self._warn_of_nothing(record)
             loss = sum(record["losses"]) / len(record["losses"])
             facts = self._run.facts
             facts.setdefault(FIRST_LOSS, loss)
             facts[LAST_LOSS] = loss
-            self._bins.add(record["sigmas"], record["errors"])
+            self._bins[record["expert"]].add(record["sigmas"], record["errors"])
             values = {"loss": loss, "grad_norm": record["grad_norm"], **record["learning_rates"], **rates}
             if record["num_scaled"] is not None:
                 values["keys_scaled"] = record["num_scaled"]
@@ -210,28 +211,12 @@ class Watching:
             self._trackers.log(record["step"], values, f"train{_group(record['expert'])}")
             self._shown = f"loss {loss:.4f}"
 
-    def _refuse_not_finite(self, record: Mapping[str, Any]) -> None:
-        """Stop at the first number that is none.
-
-        Raises:
-            WangenError: the items, their timesteps and the last good state.
-        """
-        bad = [
-            f"{name} at timestep {1000 * sigma:.0f}"
-            for name, sigma, loss in zip(record["names"], record["sigmas"], record["losses"], strict=True)
-            if not math.isfinite(loss)
-        ]
-        if not bad and math.isfinite(record["grad_norm"]):
-            return
-        what = "loss" if bad else "gradient"
-        named = ", ".join(bad or record["names"])
-        newest = checkpoint.newest(self._plan.states)
-        last = f"the last good state is {newest}" if newest else "no state was saved yet"
-        raise WangenError(
-            f"the {what} is not finite at step {record['step']}, on {named}; {last}",
-            cure="look at these items; lower --learning_rate or use --mixed_precision no, with --resume_changed to go "
-            "on from that state, or with --fresh",
-        )
+    def _warn_of_nothing(self, record: Mapping[str, Any]) -> None:
+        """Say once that nothing of a step counts."""
+        if self._counts and not any(record["losses"]):
+            self._counts = False
+            log.warning("  step %s teaches nothing: no loss of %s counts (its mask is black all over, or "
+                        "--prior_loss_weight is 0)", record["step"], ", ".join(record["names"]))  # fmt: skip
 
     def speed(self) -> dict[str, float]:
         """The rates of this run so far, by the names of `metrics.jsonl`; empty before its first step."""
@@ -239,7 +224,7 @@ class Watching:
 
     def due(self) -> bool:
         """Whether something is to be looked at after this step."""
-        return self._validation_due() or self._samples_due() or self._run.step % self._plan.steps_per_epoch == 0
+        return self._validation_due() or self._samples_due() or self._bins_due()
 
     def look(self) -> bool:
         """Validate and sample, where it is time, and log the loss by timestep at an epoch's end.
@@ -267,7 +252,7 @@ class Watching:
     def _parts(self) -> Iterator[tuple[str, Callable[[], object]]]:
         """What is looked at after this step, by names, in this order."""
         run = self._run
-        if run.step and run.step % self._plan.steps_per_epoch == 0:
+        if self._bins_due():
             yield "bins", self._log_bins
         if self._validation_due():
             for number, trainee in enumerate(run.trainees):
@@ -289,13 +274,21 @@ class Watching:
         log.info("  %s", found.line())
         self._run.facts[CONTINUATIONS] = record["continuations"]["means"]
 
+    def _bins_due(self) -> bool:
+        step = self._run.step
+        return step > 0 and (step % self._plan.steps_per_epoch == 0 or step >= self._run.num_steps)
+
     def _log_bins(self) -> None:
-        means = {"loss_by_timestep": self._bins.means()}
-        alone = self._plan.experts[0].name if len(self._plan.experts) == 1 else ""
-        self._write({"step": self._run.step, **({"expert": alone} if alone else {}), **means})
-        self._trackers.log(self._run.step, means)
-        self._bins.clear()
-        self._run.facts[BINS] = self._bins.as_facts()
+        """Log what an epoch had so far; at the end of a run that is cut off in one, it may go on."""
+        ended = self._run.step % self._plan.steps_per_epoch == 0
+        for name, bins in self._bins.items():
+            if means := bins.means():
+                told = {"loss_by_timestep": means}
+                self._write({"step": self._run.step, **({"expert": name} if name else {}), **told})
+                self._trackers.log(self._run.step, told, f"train{_group(name)}")
+            if ended:
+                bins.clear()
+        self._run.facts[BINS] = {name: bins.as_facts() for name, bins in self._bins.items()}
 
     def _samples_due(self) -> bool:
         step, plan = self._run.step, self._plan
