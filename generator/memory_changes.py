@@ -33,7 +33,7 @@ def fitting_flags(
     Returns:
         All memory flags, and `pack` where packed batches have to go apart; None when nothing fits.
     """
-    changeable = {name for name in (*FASTEST, "pack") if name not in fixed and _may(options, name)}
+    changeable = _changeable(options).difference(fixed)
     fastest = {name: value for name, value in FASTEST.items() if name in changeable}
     start = replace(_filled(options), **fastest)
     found = _changed(start, model, needed, available, changeable)
@@ -42,9 +42,7 @@ def fitting_flags(
     return {name: getattr(found, name) for name in (*FASTEST, "pack") if name != "pack" or found.pack != options.pack}
 
 
-def cheapest_changes(
-    options: Train, model: Model, needed: Needed, available: int | None, fixed: Collection[str] = ()
-) -> list[str]:
+def cheapest_changes(options: Train, model: Model, needed: Needed, available: int | None) -> list[str]:
     """Flags for a run that found the memory full: beside the ones that it has, those that cost the least time.
 
     Args:
@@ -52,15 +50,14 @@ def cheapest_changes(
         model: the model profile.
         needed: bytes that a run with such flags takes; the next one has to take clearly less than this one in any case.
         available: bytes of the device; None where they are not known.
-        fixed: flags that stay as they are.
 
     Returns:
         As they are typed, in the order of what they cost; none when nothing fits.
     """
     options = _filled(options)
-    changeable = {name for name in (*FASTEST, "pack") if name not in fixed and _may(options, name)}
     less = round(needed(options) * CLEARLY_LESS)
-    found = _changed(options, model, needed, less if available is None else min(less, available), changeable)
+    available = less if available is None else min(less, available)
+    found = _changed(options, model, needed, available, _changeable(options))
     if found is None:
         return []
     order = dict.fromkeys(name for rung in _rungs(model.transformer.num_layers) for name in rung)
@@ -134,13 +131,16 @@ _BACKS: tuple[dict[str, Any], ...] = (
 """What is taken back where it can be."""
 
 
-def _may(options: Train, name: str) -> bool:
-    """Whether a memory flag can be chosen beside the others."""
-    if options.train_mode == "full" and name in ("quantize", "blocks_to_swap"):
-        return False
-    if name == "blocks_to_swap" and options.parallel in SPLIT:
-        return False
-    return not options.plain or name in ("quantize", "gradient_checkpointing_cpu_offload", "checkpointing")
+def _changeable(options: Train) -> set[str]:
+    """The flags that can be chosen beside the others."""
+    if options.plain:
+        return {"quantize", "checkpointing", "gradient_checkpointing_cpu_offload"} - _of_whole(options)
+    return {*FASTEST, "pack"} - _of_whole(options) - ({"blocks_to_swap"} if options.parallel in SPLIT else set())
+
+
+def _of_whole(options: Train) -> set[str]:
+    """Of a base that is trained itself no weight is quantised or swapped."""
+    return {"quantize", "blocks_to_swap"} if options.train_mode == "full" else set()
 
 
 def _go_together(options: Train, layers: int) -> bool:

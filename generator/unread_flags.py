@@ -96,6 +96,7 @@ _NOT_PLAIN = (lambda options: not options.plain, "every run but that of --plain"
 _LOSS_HELD_OUT = _beside("validation_items", "validation_config")
 
 READERS: dict[str, tuple[_Reads, str]] = {
+    **dict.fromkeys(("network_dim", "network_alpha"), _chosen("train_mode", ["lora"])),
     "learning_rate": _GIVEN_RATE,
     "lr_warmup_steps": _GIVEN_RATE,
     "lr_decay_steps": _chosen("lr_scheduler", ["warmup_stable_decay"]),

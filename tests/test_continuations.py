@@ -41,7 +41,7 @@ from wangen.runtime.samples import read_samples
 from wangen.runtime.sampling.output import pixels_of, read_frames
 from wangen.runtime.sampling.scenes import Encoders
 from wangen.runtime.sampling.videos import Decoder, Expert, sample_latents
-from wangen.runtime.training import continuing, trackers
+from wangen.runtime.training import continuing, trackers, watching
 from wangen.runtime.training.samples import read_training_samples
 
 MODEL = profiles.model("ti2v-5B")
@@ -364,6 +364,10 @@ def test_a_continuation_that_is_not_finite_is_left_out_and_training_goes_on(ti2v
 )
 def test_what_cannot_be_continued_is_refused_before_a_model_loads(ti2v, tmp_path, monkeypatch, changes, words):
     monkeypatch.setattr(train, "load_trainee", lambda *_words: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(watching, "make_scenes", lambda *_words: pytest.fail("a prompt was encoded"))
+    if changes.get("vae", True):
+        (tmp_path / "p.txt").write_text("a cat --w 64 --h 64 --f 1")
+        changes = {"sample_prompts": tmp_path / "p.txt", "t5": T5, **changes}
     with pytest.raises(WangenError) as error:
         train.run(ti2v.options(tmp_path, **(WATCHED | CONTINUED | changes)))
     assert words in error.value.found

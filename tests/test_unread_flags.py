@@ -29,7 +29,7 @@ OTHER: dict[str, Any] = {
     "log_tracker_name": "cats", "wandb_run_name": "cats", "training_comment": "third try",
     "learning_rate": 0.5, "compile": True, "split_attn": True, "vae_dtype": "float16", "vae_cache_cpu": True,
     "t5_dtype": "float16", "fp8_t5": True, "tokenizer": Path("umt5"), "vae_device": "cpu", "text_encoder_device": "cpu",
-    "decoder": "pyav", "clip": Path("clip.pth"),
+    "decoder": "pyav", "clip": Path("clip.pth"), "network_dim": 8, "network_alpha": 4.0,
 }  # fmt: skip
 OF_TIMESTEPS = ["discrete_flow_shift", "sigmoid_scale", "logit_mean", "logit_std", "mode_scale",
                 "preserve_distribution_shape"]  # fmt: skip
@@ -89,6 +89,8 @@ def test_what_is_not_used_is_named_with_what_would_read_it(flag: str):
     beside = {
         "learning_rate": {"optimizer_type": "Adafactor", "optimizer_args": ("relative_step=True",)},
         "lr_warmup_steps": {"lr_scheduler": "adafactor"},
+        "network_dim": {"train_mode": "full"},
+        "network_alpha": {"train_mode": "full"},
         "compile": {"plain": True},
         "split_attn": {"plain": True},
         "discrete_flow_shift": {"timestep_sampling": "sigma"},

@@ -90,11 +90,11 @@ class Watching:
         self._plan, self._options, self._device, self._step = plan, plan.options, device, step
         self._ranks = ranks
         self._items = dataset_digest(plan.held_out)
+        self._continuing = Continuing(plan, ranks)  # clips that are too short are refused before a prompt is encoded
         file = self._options.sample_prompts if ranks.is_first or ranks.in_step else None
         defaults = {**defaults_of(plan.model), "background_color": background_of(plan.samples)}
         prompts = read_prompts(file, plan.model, self._options.seed, defaults) if file else []
         self._scenes = make_scenes(family(plan.model), plan.model, prompts, self._options, device) if prompts else []
-        self._continuing = Continuing(plan, ranks)
         self._pending = Pending(device, ranks=ranks)
         self._bins = {expert.name: TimestepBins() for expert in plan.experts}
         peak = peak_tflops(device, self._options.peak_tflops)
