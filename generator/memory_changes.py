@@ -60,6 +60,9 @@ def cheapest_changes(options: Train, model: Model, needed: Needed, available: in
     found = _changed(options, model, needed, available, _changeable(options))
     if found is None:
         return []
+    as_before = replace(found, checkpointing_free_blocks=options.checkpointing_free_blocks)
+    if found.checkpointing == options.checkpointing and needed(as_before) <= available:
+        found = as_before  # one more that is not computed again saves next to nothing
     order = dict.fromkeys(name for rung in _rungs(model.transformer.num_layers) for name in rung)
     return [as_flag(name, value) for name in order if (value := getattr(found, name)) != getattr(options, name)]
 

@@ -312,13 +312,11 @@ def test_swapped_blocks_are_spread_evenly(num_blocks):
         assert not gaps or max(gaps) - min(gaps) <= 1
 
 
-def test_more_blocks_than_there_are_and_no_buffer_are_refused():
+def test_more_blocks_than_there_are_are_refused():
     with pytest.raises(UsageError, match=r"--blocks_to_swap 6: only the 5 blocks that are recomputed"):
         BlockSwap(make_transformer(), 6, CPU)
     with pytest.raises(UsageError, match=r"--blocks_to_swap 5: only the 3 blocks that are recomputed"):
         BlockSwap(make_transformer(), 5, CPU, free_blocks=2)
-    with pytest.raises(UsageError, match=r"--block_swap_ring_size 0"):
-        BlockSwap(make_transformer(), 2, CPU, ring=0)
 
 
 def test_host_memory_that_cannot_be_pinned_is_said_once_and_used_as_it_is(monkeypatch, caplog):
