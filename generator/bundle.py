@@ -59,6 +59,9 @@ _OWNERS: tuple[tuple[type[Step], tuple[str, ...]], ...] = (
 )
 """What one step is told and others have to know."""
 
+_TRAINING_READS = ("network_weights", "network_weights_high_noise", "base_weights", "validation_config",
+                   "sample_prompts")  # fmt: skip
+
 ENCODING = frozenset({"vae", "vae_dtype", "vae_cache_cpu", "clip", "t5", "t5_dtype", "fp8_t5", "tokenizer"})
 """Flags with which training encodes; a script's line has them where the steps before it have not encoded all."""
 
@@ -321,6 +324,8 @@ def _step(kind: type[Step], workspace: Workspace, target: Target, model: Model, 
     for layer in layers:  # check and check_cache must judge what the other steps use
         for owner, names in _OWNERS:
             values |= {name: value for name, value in _layer(layer, owner).items() if name in names}
+    if kind is Check:
+        values["reads"] = _read_by_training(told_of_training(workspace, target, model), paths)
     if kind in WHEN_ASKED:
         told = told_of_training(workspace, target, model)
         held = {**_memory(model, told, paths), **told}
@@ -342,6 +347,13 @@ def _step(kind: type[Step], workspace: Workspace, target: Target, model: Model, 
     known = {option.name for option in options(kind)}
     step = judged(build(kind, {name: value for name, value in values.items() if name in known}))
     return posix_paths(step) if os.name == "nt" and target.platform.kind != "windows" else step
+
+
+def _read_by_training(told: Mapping[str, Any], paths: Mapping[str, str]) -> list[str]:
+    """Files and folders that only training reads, so that one which is not there is missed before hours of caching."""
+    found = {**told, **paths}
+    given = [value for name in _TRAINING_READS if (value := found.get(name))]
+    return [str(path) for value in given for path in (value if isinstance(value, list | tuple) else [value])]
 
 
 def _layers(workspace: Workspace, target: Target, model: Model) -> tuple[Mapping[str, Mapping[str, Any]], ...]:

@@ -116,7 +116,7 @@ def examine(options: Check, entries: Sequence[DatasetEntry]) -> Examined:
     """Look at the blocks of a dataset and at the files and folders that the options name, as this host sees them."""
     surveys = [_survey(entry, profiles.model(options.task)) for entry in entries]
     findings = [finding for survey in surveys for finding in survey.findings]
-    findings += [*_weights(options), *_folders(options, surveys)]
+    findings += [*_weights(options), *_read_later(options), *_folders(options, surveys)]
     counts = {media: sum(s.num_items for s in surveys if s.entry.media == media) for media in ("image", "video")}
     # Blocks that share a folder find the same.
     num_resolutions = len({entry.resolution for entry in entries})
@@ -278,6 +278,12 @@ def _weights(options: Check) -> Iterator[Finding]:
             tokenizer_of(options.t5 or Path(), options.tokenizer, profiles.model(options.task))
         except WangenError as error:
             yield Finding(error.where, error.found, error.cure)
+
+
+def _read_later(options: Check) -> Iterator[Finding]:
+    for path in options.reads:
+        if not path.exists():
+            yield Finding(str(path), "a later step reads it, and it is not there", "put it there, or leave it out")
 
 
 def _how_to_get(path: Path, weights: Weights, task: str) -> str:

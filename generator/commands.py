@@ -302,6 +302,8 @@ def from_toml(step: type[Step], keys: Mapping[str, Any], where: str) -> dict[str
     for key, raw in keys.items():
         name, place = key.replace("-", "_"), f"{where} {key}"
         if name not in known:
+            if raw in (False, "") and name in step.elsewhere:  # another tool's switch that is off asks for nothing
+                continue
             answer = unknown_flag(step, name)
             raise UsageError(answer.found, where=place, cure=answer.cure)
         option, constant = known[name]

@@ -12,11 +12,14 @@ OVERVIEW = __file__.removesuffix("entry.py") + "overview.txt"
 
 def refuse_module() -> None:
     """End `python -m wangen.runtime.train …`, which would load a module, do nothing, and succeed."""
+    if sys.argv[:1] != ["-m"]:  # Python looks for a module to run
+        return
     words = sys.orig_argv
-    named = words[words.index("-m") + 1] if sys.argv[:1] == ["-m"] and "-m" in words[:-1] else ""
-    package, _, step = named.rpartition(".")
-    if package == "wangen.runtime" and step != "doctor":
-        sys.exit(f"wangen: {named} is no program\n  do:    python -m wangen.runtime {step}")
+    number = next(number for number, word in enumerate(words) if word.startswith("-m"))
+    named = words[number][2:] or words[number + 1]
+    if named.startswith("wangen.runtime.") and named != "wangen.runtime.doctor":
+        sys.stderr.write(f"wangen: {named} is no program\n  do:    python -m wangen.runtime STEP, train for example\n")
+        sys.exit(2)
 
 
 def entry() -> None:

@@ -61,7 +61,8 @@ def cheapest_changes(options: Train, model: Model, needed: Needed, available: in
     if found is None:
         return []
     as_before = replace(found, checkpointing_free_blocks=options.checkpointing_free_blocks)
-    if found.checkpointing == options.checkpointing and needed(as_before) <= available:
+    fits = _go_together(as_before, model.transformer.num_layers) and needed(as_before) <= available
+    if found.checkpointing == options.checkpointing and fits:
         found = as_before  # one more that is not computed again saves next to nothing
     order = dict.fromkeys(name for rung in _rungs(model.transformer.num_layers) for name in rung)
     return [as_flag(name, value) for name in order if (value := getattr(found, name)) != getattr(options, name)]
@@ -88,6 +89,8 @@ def _changed(start: Train, model: Model, needed: Needed, available: int, changea
     for rung in _rungs(layers):
         changed = replace(options, **{name: value for name, value in rung.items() if name in changeable})
         if not _go_together(changed, layers):
+            if not _go_together(options, layers):
+                options = changed  # the next rungs are on top of it
             continue
         # A last block that is free costs nothing where tokens go all at once: then it stays.
         less = needed(changed)
@@ -100,7 +103,8 @@ def _changed(start: Train, model: Model, needed: Needed, available: int, changea
     moved = {name for name in changeable if getattr(options, name) != getattr(start, name)}
     if "checkpointing" in moved:
         moved |= {"checkpointing_free_blocks"}.intersection(changeable)
-    for back in _BACKS:
+    fewer = range(start.blocks_to_swap or 0, (options.blocks_to_swap or 0) if "blocks_to_swap" in moved else 0)
+    for back in (*({"blocks_to_swap": number} for number in reversed(fewer)), *_BACKS):
         changed = replace(options, **{name: value for name, value in back.items() if name in moved})
         if options.checkpointing != "none" and _go_together(changed, layers) and needed(changed) <= available:
             options = changed
@@ -128,8 +132,9 @@ def _rungs(layers: int) -> list[dict[str, Any]]:
 
 
 _BACKS: tuple[dict[str, Any], ...] = (
-    {"gradient_checkpointing_cpu_offload": False}, {"checkpointing": "none", "checkpointing_free_blocks": 0},
-    {"checkpointing": "selective"}, {"checkpointing_free_blocks": 1},
+    {"pack": True}, {"gradient_checkpointing_cpu_offload": False},
+    {"checkpointing": "none", "checkpointing_free_blocks": 0}, {"checkpointing": "selective"},
+    {"checkpointing_free_blocks": 1},
 )  # fmt: skip
 """What is taken back where it can be."""
 

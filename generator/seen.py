@@ -25,6 +25,10 @@ def seen_step(target: Target, step: AnyStep, elsewhere: list[str]) -> AnyStep:
             changes[option.name] = target.reach(str(value))
             if changes[option.name] is None:
                 elsewhere.append(str(value))
+        elif isinstance(value, tuple) and option.kind is Path:
+            seen = {path: target.reach(str(path)) for path in value}
+            changes[option.name] = tuple(filter(None, seen.values()))
+            elsewhere += [str(path) for path, here in seen.items() if here is None]
     return replace(step, **changes)
 
 

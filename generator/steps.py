@@ -61,6 +61,7 @@ class Check(DatasetStep):
     dit: Path | None = flag(DIT, None)
     dit_high_noise: Path | None = flag("weights of the high-noise expert (Wan 2.2 A14B); --dit is the other", None)
     output_dir: Path | None = flag("folder for LoRAs and reports, checked for write access and free space", None)
+    reads: tuple[Path, ...] = flag("further files and folders that later steps read: LoRAs, prompts, held-out sets", ())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -82,7 +82,7 @@ def refuse_flags(options: Train) -> None:
     if options.validation_items and options.validation_config:
         raise UsageError("--validation_items and --validation_config contradict each other", cure="give one of them")
     refuse_memory(options)
-    optimizer_arguments(options.optimizer_args)
+    _refuse_schedule(options)
     if options.train_mode == "full":
         _refuse_beside_full(options)
     elif options.scale_weight_norms and options.network_module != "lora":
@@ -134,6 +134,27 @@ def _cure(name: str, options: Train) -> str:
     if name == "network_alpha":
         return f"give the rank, --network_alpha {options.network_dim}, which 0 means in musubi-tuner"
     return "leave it out for the warm-up's steps" if name == "lr_scheduler_timescale" else _USUAL.format("above 0")
+
+
+def sets_its_rate(options: Train) -> bool:
+    """Whether the optimizer is an Adafactor that sets the learning rate itself."""
+    given = optimizer_arguments(options.optimizer_args).get("relative_step", options.lr_scheduler == "adafactor")
+    return options.optimizer_type.lower() == "adafactor" and bool(given)
+
+
+def _refuse_schedule(options: Train) -> None:
+    """A schedule that lacks a flag, or that another optimizer has."""
+    schedule = options.lr_scheduler
+    if schedule == "adafactor" and options.optimizer_type.lower() != "adafactor":
+        raise UsageError("--lr_scheduler adafactor is Adafactor's own", cure="give --optimizer_type Adafactor")
+    other = schedule not in ("constant", "adafactor") or loraplus_ratio(options) is not None
+    if sets_its_rate(options) and other:
+        raise UsageError(
+            "Adafactor with relative_step=True sets the learning rate itself: no schedule and no LoRA+",
+            cure="leave --lr_scheduler and --loraplus_lr_ratio out, or give --optimizer_args relative_step=False",
+        )
+    if schedule == "warmup_stable_decay" and not steps_of("lr_decay_steps", options.lr_decay_steps, 10**9):
+        raise UsageError("--lr_scheduler warmup_stable_decay needs --lr_decay_steps", cure="give steps, 0.2 or 20%")
 
 
 def refuse_memory(options: Train) -> None:

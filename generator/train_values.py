@@ -22,7 +22,7 @@ _NO_DDP = "leave it out: gradients are summed without DistributedDataParallel"
 
 ELSEWHERE: Mapping[str, str] = {
     **MODEL_VERSION,
-    "wandb_api_key": "keys do not belong on a command line: set WANDB_API_KEY or run `wandb login`",
+    "wandb_api_key": "keys belong neither on a command line nor into a file: set WANDB_API_KEY or run `wandb login`",
     **dict.fromkeys(
         (
             "huggingface_token",

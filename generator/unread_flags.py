@@ -7,8 +7,7 @@ from wangen import profiles
 from wangen.generator.adapter_settings import CONVOLUTIONS, network_arguments
 from wangen.generator.steps import Train
 from wangen.generator.table import options as flags_of
-from wangen.generator.train_refusals import is_narrowed
-from wangen.generator.train_values import optimizer_arguments
+from wangen.generator.train_refusals import is_narrowed, sets_its_rate
 
 _Reads = Callable[[Train], object]
 
@@ -73,9 +72,7 @@ def _states_kept(flag: str) -> tuple[_Reads, str]:
 
 
 _GIVEN_RATE = (
-    lambda options: (
-        not optimizer_arguments(options.optimizer_args).get("relative_step", options.lr_scheduler == "adafactor")
-    ),
+    lambda options: not sets_its_rate(options),
     "every optimizer but Adafactor with relative_step=True or --lr_scheduler adafactor, which sets its rate itself",
 )
 

@@ -62,6 +62,7 @@ from wangen.runtime.training.saving import (
     drop_other_states,
     require_own_folder,
     save_loras,
+    save_missed,
     save_state,
     save_state_as_loras,
     settle_state,
@@ -159,7 +160,7 @@ def _run_alone(options: Train, model: Model, device: torch.device, ranks: Ranks)
     if state:
         done = [state.experts[expert.name].step for expert in plan.experts]
         if not plan.num_left(done) and LOOKED not in state.facts:
-            if ranks.is_first and state.folder and state.folder.parent.resolve() == plan.states.resolve():
+            if ranks.is_first and not (changed or options.resume) and state.folder:
                 drop_other_states(plan, state.folder, state.step)  # a kill may have left some
             if changed:
                 leave_as_it_is(plan, state, changed)
@@ -179,10 +180,12 @@ def _run_alone(options: Train, model: Model, device: torch.device, ranks: Ranks)
     with Watching(
         plan, device, state.step if state else 0, ranks
     ) as watching:  # prompts are encoded before the model loads
-        with enough_memory_for(plan, device, "loading the model", ranks):
+        with enough_memory_for(plan, device, "loading the model"):
             training = _prepare(plan, device, state, ranks, mesh)
         if ranks.is_first:  # from here on nothing is refused
             set_other_epochs_aside(plan)
+        if state and not changed:
+            save_missed(training)
         state = None  # its tensors have been copied, and would stay in host memory
         start, started = training.step, time.monotonic()
         with Interrupt() as interrupt:
@@ -266,8 +269,6 @@ def _train(training: Run, watching: Watching, interrupt: Interrupt) -> bool:
     at_end = _begin(training, watching, interrupt)
     if not at_end:
         return False
-    if saving.missed():
-        saving.save()
     try:
         with progress("train", training.num_steps, training.step) as advance:
             for number in plan.turns([trainee.step for trainee in training.trainees]):
@@ -311,7 +312,7 @@ def _look_and_save(training: Run, watching: Watching, saving: Saving | None) -> 
     with watching.paused():
         looked = False
         try:
-            with enough_memory_for(training.plan, training.device, _LOOKING, training.ranks):
+            with enough_memory_for(training.plan, training.device, _LOOKING):
                 whole = watching.look()
             looked = True
         finally:  # what goes wrong there does not cost what was trained, where one saves for all
@@ -324,7 +325,7 @@ def _look_and_save(training: Run, watching: Watching, saving: Saving | None) -> 
 def _begin(training: Run, watching: Watching, interrupt: Interrupt) -> bool:
     """Validate and sample before the first step, or finish what an interrupt left undone; False when one came."""
     again = LOOKED in training.facts
-    with enough_memory_for(training.plan, training.device, _LOOKING, training.ranks):
+    with enough_memory_for(training.plan, training.device, _LOOKING):
         whole = watching.begin(training, interrupt)
     if again:  # else a start after this one would do once more what was left then
         save_state(training)

@@ -317,3 +317,10 @@ def test_torch_is_not_imported(good):
     done = subprocess.run([sys.executable, "-c", code, *good.argv()], capture_output=True, text=True, check=True)
     assert done.stdout == "0 []\n"
     assert "all good" in done.stderr
+
+
+def test_what_a_later_step_reads_has_to_be_there(good, tmp_path):
+    (tmp_path / "run").mkdir()
+    assert problems(changed(good, reads=(tmp_path / "run", good.vae))) == []
+    (found,) = problems(changed(good, reads=(tmp_path / "run", tmp_path / "start.safetensors")))
+    assert found.startswith(f"{tmp_path / 'start.safetensors'}: a later step reads it, and it is not there")

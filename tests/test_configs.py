@@ -247,3 +247,15 @@ def test_the_ending_of_a_file_may_be_left_out(tmp_path, monkeypatch):
     (tmp_path / "mine.2.toml").write_text("seed = 7\n", encoding="utf-8")
     for path in ("mine.2", "mine.2.toml", str(tmp_path / "mine.2")):
         assert parse(Train, [*TRAIN, "--config_file", path]).seed == 7
+
+
+def test_a_switch_of_another_trainer_that_is_off_asks_for_nothing(tmp_path):
+    text = "dynamo_dynamic = false\nwandb_api_key = ''\nhuggingface_token = ''\nnetwork_dim = 9\n"
+    (tmp_path / "a.toml").write_text(text)
+    words = [*TRAIN, "--config_file", str(tmp_path / "a.toml")]
+    assert parse(Train, words).network_dim == 9
+    (tmp_path / "a.toml").write_text(text.replace("''", "'secret'", 1))
+    with pytest.raises(UsageError) as error:
+        parse(Train, words)
+    assert "set WANDB_API_KEY" in error.value.cure
+    assert "secret" not in str(error.value)

@@ -310,12 +310,12 @@ def test_a_script_that_only_caches_gets_a_caching_bundle(tmp_path):
 
 
 def test_our_own_script_becomes_an_equal_one(tmp_path):
-    steps = bundles.steps("m.safetensors")
+    steps = bundles.steps("m.bin")
     (tmp_path / "train_red_house.sh").write_bytes(scripts.render(bundles.bundle("sh", steps), "sh", "train"))
     fix(lint.read(tmp_path / "train_red_house.sh"))
-    made = steps_of(tmp_path / "train_m_safetensors.sh")
-    run = {"report_dir": Path("m.safetensors"), "log_file": Path("logs/m_safetensors.log"),
-           "lock": Path("m.safetensors/run.lock")}  # fmt: skip
+    made = steps_of(tmp_path / "train_m_bin.sh")
+    run = {"report_dir": Path("m.bin"), "log_file": Path("logs/m_bin.log"),
+           "lock": Path("m.bin/run.lock")}  # fmt: skip
     assert [step.argv() for step in made[1:]] == [replace(step, **run).argv() for step in steps[1:]]
 
 

@@ -7,6 +7,7 @@ from lint_samples import A14B, OUT, encode, script
 
 from wangen.generator import lint, scripts
 from wangen.generator.commands import parse
+from wangen.generator.errors import UsageError
 from wangen.generator.lint.fix import Fixed, fix
 from wangen.generator.steps import Check, Train, find_step
 
@@ -43,14 +44,57 @@ def test_memory_flags_are_spelled_out(tmp_path, flags, wanted):
 
 
 def test_sage_attention_and_the_adapters_words_are_taken(tmp_path):
-    _, _, train = fixed(tmp_path, sdpa=OUT, sage_attn=None, network_args="loraplus_lr_ratio=4 rank_dropout=0.1")
+    _, _, train = fixed(tmp_path, sdpa=OUT, sage_attn=None, network_args="loraplus_lr_ratio=4")
     assert train.attention == "sage"
-    assert train.network_args == ("loraplus_lr_ratio=4", "rank_dropout=0.1")
+    assert train.network_args == ("loraplus_lr_ratio=4",)
+
+
+@pytest.mark.parametrize(("flags", "words"), [
+    ({"network_args": "rank_dropout=0.1"}, "LoHa's and LoKr's"),
+    ({"network_args": "foo=3"}, "foo"),
+    ({"timestep_sampling": OUT, "weighting_scheme": "mode", "mode_scale": "2.5"}, "--mode_scale must be"),
+    ({"lr_scheduler": "warmup_stable_decay"}, "needs --lr_decay_steps"),
+])  # fmt: skip
+def test_a_training_that_would_be_refused_is_not_written(tmp_path, flags, words):
+    with pytest.raises(UsageError, match=words):
+        fixed(tmp_path, **flags)
+    assert not list(tmp_path.glob("train_*"))
+
+
+def test_an_alpha_of_zero_is_the_rank(tmp_path):
+    _, _, train = fixed(tmp_path, network_dim="8", network_alpha="0")
+    assert (train.network_dim, train.network_alpha) == (8, 8.0)
+
+
+def test_what_lycoris_is_told_goes_with_it(tmp_path):
+    done, _, train = fixed(tmp_path, network_module="lycoris.kohya", network_args="algo=lokr")
+    assert train.network_args == ()
+    assert any("--network_args: they are LyCORIS's" in line for line in done.left_out)
+
+
+@pytest.mark.parametrize(("given", "args", "scheduler"), [
+    ({}, ("relative_step=True",), "constant"),
+    ({"optimizer_args": "scale_parameter=False"}, ("scale_parameter=False", "relative_step=True"), "constant"),
+    ({"optimizer_args": "relative_step=False"}, ("relative_step=False",), "cosine"),
+])  # fmt: skip
+def test_adafactor_sets_its_rate_where_it_did(tmp_path, given, args, scheduler):
+    done, _, train = fixed(tmp_path, optimizer_type="adafactor", lr_scheduler="cosine", **given)
+    assert (train.optimizer_args, train.lr_scheduler) == (args, scheduler)
+    assert any("has its own" in line for line in done.left_out) == (scheduler == "constant")
+
+
+def test_a_mode_that_is_not_here_takes_its_shift_along(tmp_path):
+    _, _, train = fixed(tmp_path, timestep_sampling="flux2_shift", discrete_flow_shift=OUT)
+    assert (train.timestep_sampling, train.discrete_flow_shift) == ("shift", 5.0)
+    _, _, train = fixed(tmp_path, timestep_sampling="flux2_shift", discrete_flow_shift="3.0")
+    assert train.discrete_flow_shift == 3.0
 
 
 @pytest.mark.parametrize(("flags", "wanted"), [
     ({}, ("uniform", "none", 0.0)),
     ({"weighting_scheme": "logit_normal", "logit_mean": "0.5"}, ("logit_normal", "none", -0.5)),
+    ({"weighting_scheme": "logit_normal", "logit_mean": "5e-1"}, ("logit_normal", "none", -0.5)),
+    ({"weighting_scheme": "logit_normal", "logit_mean": "+0.5"}, ("logit_normal", "none", -0.5)),
     ({"weighting_scheme": "mode"}, ("sigma", "mode", 0.0)),
     ({"weighting_scheme": "cosmap"}, ("uniform", "cosmap", 0.0)),
     ({"timestep_sampling": "sigmoid", "weighting_scheme": "logit_normal"}, ("sigmoid", "none", 0.0)),
@@ -68,6 +112,13 @@ def test_a_range_of_timesteps_means_what_it_says(tmp_path):
     assert any("--min_timestep counts from the clean end" in line for line in done.changed)
     done, _, _ = fixed(tmp_path, min_timestep="100")
     assert not done.changed
+
+
+def test_a_shape_that_sigma_does_not_keep_is_left_out(tmp_path):
+    done, _, train = fixed(tmp_path, timestep_sampling=OUT, discrete_flow_shift=OUT, min_timestep="300",
+                           preserve_distribution_shape=None)  # fmt: skip
+    assert not train.preserve_distribution_shape
+    assert any("--preserve_distribution_shape: musubi-tuner's" in line for line in done.left_out)
 
 
 def test_both_experts_are_trained_and_checked(tmp_path):

@@ -166,9 +166,6 @@ def test_adafactor_takes_the_learning_rate_unless_told_otherwise() -> None:
     reference = Adafactor([plain[name] for name in sorted(plain)], lr=1e-2, scale_parameter=False, relative_step=False)
     step_both(ours, reference, plain, 3)
     assert_equal(weights(ours.flat.parameters), {name: p.detach() for name, p in sorted(plain.items())})
-    with pytest.raises(UsageError, match="sets the learning rate itself"):
-        Optimization(options(optimizer_type="Adafactor", optimizer_args=("relative_step=True",), lr_scheduler="cosine"),
-                     parameters())  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -195,7 +192,6 @@ def test_adafactor_takes_the_learning_rate_unless_told_otherwise() -> None:
         ({"optimizer_args": ("weight_decay",)}, "key=value"),
         ({"optimizer_args": ("speed=3",)}, "speed"),
         ({"optimizer_args": ("betas=2,3",)}, "beta"),
-        ({"lr_scheduler": "adafactor"}, "Adafactor's own"),
     ],
 )
 def test_what_cannot_work_is_refused_early(changes: dict[str, Any], words: str, dotted: ModuleType) -> None:

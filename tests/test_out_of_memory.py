@@ -10,10 +10,10 @@ import pytest
 from wangen import profiles
 from wangen.generator.commands import parse
 from wangen.generator.memory import GIB, memory_plan, settings_of, tokens_of
-from wangen.generator.memory_changes import cheapest_changes
+from wangen.generator.memory_changes import cheapest_changes, fitting_flags
 from wangen.generator.memory_presets import resolve_vram
 from wangen.generator.steps import Train
-from wangen.generator.train_refusals import refuse_memory
+from wangen.generator.train_refusals import refuse_memory, refuse_more_blocks
 
 BIG = profiles.model("t2v-14B")
 
@@ -66,6 +66,32 @@ def test_batches_that_were_packed_go_apart_before_anything_else():
     assert changes_of(BIG, given, 75_600, 40 * GIB, alone=7800) == ["--no_pack"]
     assert changes_of(BIG, given, 75_600, None, alone=7800) == ["--no_pack"]
     assert changes_of(BIG, given, 75_600, 20 * GIB, alone=7800)[:2] == ["--no_pack", "--quantize int8"]
+
+
+def test_where_processes_share_out_the_weights_packed_batches_can_go_apart():
+    given = options(parallel="fsdp", checkpointing="full", pack=True, gradient_accumulation_steps=8)
+    changes = changes_of(BIG, given, 8 * 32_760, 24 * GIB, alone=32_760, shards=8)
+    assert changes[0] == "--no_pack"
+
+    def needed(run: Train) -> int:
+        tokens = 8 * 32_760 if run.pack else 32_760
+        return memory_plan(BIG, settings_of(run, 8), tokens=tokens).device
+
+    flags = fitting_flags(given, BIG, needed, 24 * GIB)
+    assert flags
+    assert flags["pack"] is False
+    assert needed(replace(given, **flags)) <= 24 * GIB
+    assert "pack" not in (fitting_flags(replace(given, gradient_accumulation_steps=2), BIG, lambda run: 0, 1) or {})
+
+
+@pytest.mark.parametrize("free", [0, 1, 2, 5])
+@pytest.mark.parametrize("card", [6, 7, 8, 9, 10, 12])
+def test_what_is_proposed_swaps_no_block_that_is_not_recomputed(free, card):
+    given = options(checkpointing="full", checkpointing_free_blocks=free)
+    changes = changes_of(BIG, given, 1560, card * GIB)
+    changed = replace(given, **{name: value for change in changes for name, value in flag_of(change).items()})
+    refuse_memory(changed)
+    refuse_more_blocks(changed, 40)
 
 
 @pytest.mark.parametrize("parallel", ["fsdp", "hsdp"])

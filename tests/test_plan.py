@@ -309,13 +309,12 @@ def test_fit_writes_the_flags_into_every_script_and_remembers_them(place: Path, 
 
 def test_what_the_workspace_says_of_memory_stays(place: Path):
     path = place / "wangen.toml"
-    told = '[steps.train]\nquantize = "fp8"\nvram = "12"\n'
+    told = '[steps.train]\nquantize = "fp8"\nvram = "12"\npack = true\ngradient_accumulation_steps = 4\n'
     path.write_text(path.read_text(encoding="utf-8").replace("[steps.train]\n", told), encoding="utf-8")
-    assert main(["publish", "cats", "--fit", "--gpu", "RTX 4090"]) == 0
+    assert main(["publish", "cats", "--fit", "--gpu", "H200"]) == 0
     found = script_of(place)
-    assert found.quantize == "fp8"
-    assert found.vram is None
-    assert "quantize" not in workspace.read(place).dataset("cats").fit.flags
+    assert (found.quantize, found.vram, found.pack) == ("fp8", None, True)
+    assert not {"quantize", "pack"} & workspace.read(place).dataset("cats").fit.flags.keys()
 
 
 def test_fit_replaces_a_preset_that_the_card_is_too_small_for(place: Path, capsys):

@@ -138,6 +138,16 @@ def test_the_preset_of_a_card_stands_in_the_scripts_as_flags(tmp_path, task, vra
         }
 
 
+def test_what_only_training_reads_is_looked_for_by_the_first_step(tmp_path):
+    told = 'network_weights = "loras/a.safetensors"\nbase_weights = ["loras/b", "loras/c"]\n'
+    place = made(tmp_path, f"[steps.train]\n{told}" + 'sample_prompts = "p.txt"\n', **{"p.txt": "A cat."})
+    for steps in spoken(place).values():
+        reads = [Path(str(path).replace("\\", "/")).as_posix() for path in steps[0].reads]
+        assert reads[:3] == ["loras/a.safetensors", "loras/b", "loras/c"]
+        assert reads[3].endswith(".txt")
+    assert spoken(made(tmp_path / "plain", ""))["linux sh"][0].reads == ()
+
+
 def test_a_flag_that_is_given_wins_over_the_preset(tmp_path):
     place = made(tmp_path, 'model = "t2v-14B"\n[steps.train]\nvram = "12"\nblocks_to_swap = 7\nquantize = "nf4"\n')
     preset = profiles.model("t2v-14B").presets[12]

@@ -77,6 +77,20 @@ def test_a_line_that_began_before_another_took_its_lora_does_not_write_over_that
     assert read_header(tmp_path / "lora_low_noise.safetensors").metadata["ss_steps"] == "2"
 
 
+def test_a_damaged_state_or_lora_of_other_experts_stops_nobody(tiny_run, tmp_path):
+    low = two(tiny_run, tmp_path, experts="low", high_noise_share=None, max_train_steps=2)
+    high = replace(low, experts="high")
+    for options in (low, high):
+        train.run(options)
+    newest = checkpoint.newest(tmp_path / "lora_high_noise-state")
+    assert newest
+    file = next(newest.glob("adapter*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-8] + b"\xff" * 8)
+    lora = tmp_path / "lora_low_noise.safetensors"
+    lora.write_bytes(lora.read_bytes()[:100])
+    assert train.run(replace(low, max_train_steps=3)).result["steps_this_run"] == 1
+
+
 def test_what_a_kill_left_of_earlier_states_goes_when_a_run_that_has_ended_is_started_again(tiny_run, tmp_path):
     options = tiny_run.options(tmp_path, max_train_steps=2)
     train.run(options)
@@ -87,6 +101,16 @@ def test_what_a_kill_left_of_earlier_states_goes_when_a_run_that_has_ended_is_st
         (newest.parent / name / "adapter.safetensors").write_bytes(b"half")
     assert train.run(options).result["done_before"]
     assert [path for path in newest.parent.iterdir() if path.is_dir()] == [newest]
+
+
+def test_a_run_that_goes_back_and_trains_nothing_leaves_the_newest_state(tiny_run, tmp_path):
+    options = tiny_run.options(tmp_path, max_train_steps=5, save_every_n_steps=2, save_state=True)
+    train.run(options)
+    states = tmp_path / "lora-state"
+    before = sorted(path.name for path in states.iterdir())
+    back = replace(options, resume=states / "step-00000002", max_train_steps=2)
+    assert train.run(back).result["done_before"]
+    assert sorted(path.name for path in states.iterdir()) == before
 
 
 def test_advice_for_a_run_that_has_ended_can_be_followed(tiny_run, tmp_path, caplog):
@@ -161,7 +185,8 @@ def test_a_decay_of_a_share_that_is_less_than_a_step_is_none(tiny_run, tmp_path)
         train.run(tiny_run.options(tmp_path, lr_decay_steps="0%", **given))
 
 
-def test_a_module_is_no_program():
-    done = subprocess.run([sys.executable, "-m", "wangen.runtime.train", "--help"], capture_output=True, text=True)
-    assert done.returncode == 1
-    assert done.stderr == "wangen: wangen.runtime.train is no program\n  do:    python -m wangen.runtime train\n"
+@pytest.mark.parametrize("words", [["-m", "wangen.runtime.train"], ["-mwangen.runtime.loader"]], ids=str)
+def test_a_module_is_no_program(words):
+    done = subprocess.run([sys.executable, *words, "--help"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "is no program\n  do:    python -m wangen.runtime STEP" in done.stderr

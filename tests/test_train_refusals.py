@@ -155,6 +155,11 @@ def test_a_lora_of_one_expert_that_is_merged_into_the_other_is_said(tiny_run, tm
     ("changes", "words"),
     [
         ({"lr_scheduler": "warmup_stable_decay"}, "needs --lr_decay_steps"),
+        ({"lr_scheduler": "adafactor"}, "Adafactor's own"),
+        (
+            {"optimizer_type": "adafactor", "optimizer_args": ("relative_step=True",), "lr_scheduler": "cosine"},
+            "sets the learning rate itself",
+        ),
         ({"lr_warmup_steps": "abc"}, "takes steps"),
         ({"lr_scheduler_min_lr_ratio": 2.0}, "--lr_scheduler_min_lr_ratio must be 0 to 1"),
         ({"lr_scheduler": "inverse_sqrt", "lr_scheduler_timescale": 0}, "--lr_scheduler_timescale must be above 0"),

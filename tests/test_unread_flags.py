@@ -64,7 +64,7 @@ def test_a_schedule_that_reads_a_flag_changes_with_it_and_no_other_does(schedule
     given = {"lr_scheduler": schedule, "lr_warmup_steps": "0" if flag == "lr_warmup_steps" else "20",
              "lr_decay_steps": "30" if schedule == "warmup_stable_decay" else "0"}  # fmt: skip
     if schedule == "adafactor":
-        given["lr_warmup_steps"] = "0"
+        given |= {"lr_warmup_steps": "0", "optimizer_type": "Adafactor"}
     changed = options(**{**given, flag: OTHER[flag]})
     assert (factors(changed) != factors(options(**given))) == (unread(changed) == [])
 
@@ -88,7 +88,7 @@ def test_a_model_as_it_comes_has_no_such_flag(task: str):
 def test_what_is_not_used_is_named_with_what_would_read_it(flag: str):
     beside = {
         "learning_rate": {"optimizer_type": "Adafactor", "optimizer_args": ("relative_step=True",)},
-        "lr_warmup_steps": {"lr_scheduler": "adafactor"},
+        "lr_warmup_steps": {"optimizer_type": "Adafactor", "lr_scheduler": "adafactor"},
         "network_dim": {"train_mode": "full"},
         "network_alpha": {"train_mode": "full"},
         "compile": {"plain": True},

@@ -28,6 +28,7 @@ from wangen.generator.setup.wheel import write_wheel
 from wangen.generator.steps import CacheLatents, CacheText, Check, CheckCache, Generate, Train
 from wangen.generator.table import Option, Step, missing, options, spellings
 from wangen.generator.tasks import require_supported
+from wangen.generator.train_refusals import judged
 
 _ORDER: tuple[type[Step], ...] = (Check, CacheLatents, CacheText, CheckCache, Train, Generate)
 _SHARED = (
@@ -61,8 +62,8 @@ def fix(script: Script) -> Fixed:
     """Write a bundle for each training of a script, or for its caching when it does not train.
 
     Raises:
-        WangenError: a path is set only when the script runs, the task or the TOML is not in this version, or a file
-            cannot be written.
+        WangenError: a path is set only when the script runs, the task or the TOML is not in this version, no training
+            can have its flags, or a file cannot be written.
     """
     result = Fixed()
     trainings: list[Call | None] = [*script.steps("train")] or [None]
@@ -143,7 +144,7 @@ def _bundle(script: Script, training: Call | None, result: Fixed) -> tuple[str, 
     for kind in _ORDER:
         step = _step(kind, values, _run_files(shared) if kind in whole else shared, result)
         if step is not None and not (kind is Train and training is None):
-            steps.append(step)
+            steps.append(step if kind in whole else judged(step))
     return name, slug, tuple(steps)
 
 
@@ -180,6 +181,8 @@ def _values(script: Script, call: Call, result: Fixed) -> dict[str, Any]:
                 raise WangenError(error.found, where=where, cure=error.cure) from None
             result.left_out.append(f"line {flag.line}: {error.found}{'; ' + error.cure if error.cure else ''}")
             found.pop(option.name, None)
+            if option.name == "timestep_sampling" and not call.given("discrete_flow_shift"):
+                found.pop("discrete_flow_shift", None)  # that of another mode
             continue
         again = call.tool == "wangen" and option.length == 0  # wangen collects, musubi-tuner takes the last
         found[option.name] = [*found.get(option.name, []), *raw] if again else raw

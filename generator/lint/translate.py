@@ -4,7 +4,6 @@ Some flags mean something only together, some are ignored there and refused here
 defaults. Flags that are dealt with are taken off the call.
 """
 
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,10 +11,11 @@ from typing import Any
 from wangen import profiles
 from wangen.generator.bundle import ENCODING
 from wangen.generator.lint.experts import expert_of
-from wangen.generator.lint.script import Call, Given
+from wangen.generator.lint.script import Call, Given, Word
 from wangen.generator.lint.tools import musubi
 from wangen.generator.memory import PLAIN_MEMORY
 from wangen.generator.table import text_of
+from wangen.generator.train_values import optimizer_arguments
 
 Say = Callable[[str], None]
 """Takes a line for the user."""
@@ -42,9 +42,30 @@ def training_values(call: Call, changed: Say, left_out: Say) -> dict[str, Any]:
     _drop(call, ("resume",), _STATE, left_out)
     for name in ("optimizer_args", "network_args"):
         _keep_last(call, name, changed)
+    if (call.value("network_module") or "").startswith("lycoris"):
+        _drop(call, ("network_args",), "they are LyCORIS's", left_out)
+    if call.value("network_alpha") and not call.number("network_alpha", 1.0):
+        _take(call, "network_alpha")
+        values["network_alpha"] = text_of(call.number("network_dim", float(values.get("network_dim", 4))))
     if call.given("sample_prompts") is None:
         _drop(call, (*_INTERVALS, *sorted(ENCODING - {"vae", "t5"})), _NO_PROMPTS, left_out)
+    _adafactor(call, left_out)
     return values | _timesteps(call, changed, left_out) | _memory(call, left_out) | _one_expert(call, changed)
+
+
+def _adafactor(call: Call, left_out: Say) -> None:
+    """There it sets the learning rate itself unless `relative_step` is said to be false, and takes its own schedule."""
+    if (call.value("optimizer_type") or "").lower() != "adafactor":
+        return
+    given = call.given("optimizer_args")
+    told = [value.text for value in given.values] if given else []
+    if not any(text.startswith("relative_step=") for text in told):
+        line, told = call.line_of("optimizer_type"), [*told, "relative_step=True"]
+        words = (*(given.values if given else ()), Word("relative_step=True", line))
+        _take(call, "optimizer_args")
+        call.flags.append(Given("optimizer_args", "--optimizer_args", words, line))
+    if optimizer_arguments(told).get("relative_step"):
+        _drop(call, ("lr_scheduler",), "Adafactor with relative_step=True has its own", left_out)
 
 
 def _keep_last(call: Call, name: str, changed: Say) -> None:
@@ -69,6 +90,7 @@ def _timesteps(call: Call, changed: Say, left_out: Say) -> dict[str, Any]:
             _drop(call, ("weighting_scheme",), f"musubi-tuner's sampling mode {mode} ignores it", left_out)
         return {}
     _take(call, "timestep_sampling")
+    _drop(call, ("preserve_distribution_shape",), "musubi-tuner's sampling mode sigma ignores it", left_out)
     for name in ("min_timestep", "max_timestep"):
         if flag := call.given(name):
             changed(f"line {flag.line}: --{name} counts from the clean end, as it says; musubi-tuner's sampling mode "
@@ -78,11 +100,13 @@ def _timesteps(call: Call, changed: Say, left_out: Say) -> dict[str, Any]:
     if scheme != "logit_normal":
         return {"timestep_sampling": "uniform"}
     _take(call, "weighting_scheme")
-    mean = call.value("logit_mean")
-    if not mean or not re.fullmatch(r"-?[0-9.]+", mean):
+    mean = call.number("logit_mean", 0.0)
+    if not mean:
         return {"timestep_sampling": "logit_normal"}
+    changed(f"line {call.line_of('logit_mean')}: --logit_mean {-mean:g} is what {mean:g} is in musubi-tuner's sampling "
+            "mode sigma, which turns the draw round")  # fmt: skip
     _take(call, "logit_mean")
-    return {"timestep_sampling": "logit_normal", "logit_mean": text_of(-float(mean))}
+    return {"timestep_sampling": "logit_normal", "logit_mean": text_of(-mean)}
 
 
 def _memory(call: Call, left_out: Say) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def choose(
     gpu = min(cards, key=lambda one: one.memory)
     unfitted = read_script(script, target).without_preset()
     plan = plan_script(unfitted, gpu, num_cards=len(cards), here=here).plan
-    fixed = told_of_training(place, target, model).keys() & FASTEST.keys()
+    fixed = told_of_training(place, target, model).keys() & {*FASTEST, "pack"}
     found, largest = find_cure(plan, fixed), plan.shapes[0].shape
     if found.flags is None:
         before = place.dataset(slug).fit

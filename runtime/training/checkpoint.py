@@ -9,7 +9,7 @@ import copy
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -206,6 +206,12 @@ def newest(folder: Path, facts: Mapping[str, Any] = MappingProxyType({})) -> Pat
     steps = {path: manifest["step"] for path, manifest in found if facts.items() <= manifest["facts"].items()}
     last = _named(folder)
     return max(steps, key=lambda path: (path.name in (last, _aside(last)), steps[path], -len(path.name)), default=None)
+
+
+def experts_of(path: Path) -> tuple[Collection[str], Mapping[str, Any]]:
+    """The names of the experts of a state, and its fingerprint: no tensor is read."""
+    manifest = _manifest(path) or {}
+    return manifest.get("experts", {}).keys(), manifest.get("fingerprint", {})
 
 
 def _named(folder: Path) -> str:

@@ -12,6 +12,7 @@ import torch
 
 from wangen.generator.errors import UsageError
 from wangen.generator.steps import Train
+from wangen.generator.train_refusals import sets_its_rate
 from wangen.generator.train_values import optimizer_arguments
 
 EIGHT_BIT = ("bitsandbytes", "torchao")
@@ -66,11 +67,8 @@ def optimizer_class(options: Train) -> OptimizerClass:
         UsageError: there is no such class, its package is missing, or the arguments are no key=value.
     """
     arguments = optimizer_arguments(options.optimizer_args)
-    schedule: str = options.lr_scheduler
     if options.optimizer_type.lower() == "adafactor":
-        return _adafactor(options, arguments, schedule)
-    if schedule == "adafactor":
-        raise UsageError("--lr_scheduler adafactor is Adafactor's own", cure="give --optimizer_type Adafactor")
+        return _adafactor(arguments, own_rate=sets_its_rate(options))
     cls = _eight_bit() if options.optimizer_type.lower() == "adamw8bit" else _named(options.optimizer_type)
     if cls in (torch.optim.AdamW, torch.optim.Adam):
         chosen = {"fused", "foreach", "capturable", "differentiable"} & arguments.keys()
@@ -93,7 +91,7 @@ def _without_compiler(cls: type[torch.optim.Optimizer]) -> type[torch.optim.Opti
     return type(cls.__name__, (cls,), {"__module__": cls.__module__, "__doc__": cls.__doc__, **plain})
 
 
-def _adafactor(options: Train, arguments: dict[str, Any], schedule: str) -> OptimizerClass:
+def _adafactor(arguments: dict[str, Any], *, own_rate: bool) -> OptimizerClass:
     """Adafactor of transformers, the one whose arguments are in circulation among LoRA trainers.
 
     torch.optim.Adafactor (a dotted path still gives it) has none of `scale_parameter`, `relative_step` and
@@ -103,14 +101,8 @@ def _adafactor(options: Train, arguments: dict[str, Any], schedule: str) -> Opti
     """
     from transformers.optimization import Adafactor
 
-    own = bool(arguments.get("relative_step", schedule == "adafactor"))
-    if not own:
+    if not own_rate:
         return OptimizerClass(Adafactor, {"scale_parameter": False, "relative_step": False, **arguments})
-    if schedule not in ("constant", "adafactor") or options.loraplus_lr_ratio is not None:
-        raise UsageError(
-            "Adafactor with relative_step=True sets the learning rate itself: no schedule and no LoRA+",
-            cure="leave --lr_scheduler and --loraplus_lr_ratio out, or give --optimizer_args relative_step=False",
-        )
     return OptimizerClass(Adafactor, {**arguments, "relative_step": True}, takes_rate=False)
 
 

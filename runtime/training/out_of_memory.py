@@ -15,7 +15,6 @@ from wangen.runtime.devices import out_of_memory_as
 from wangen.runtime.loader import Batch
 from wangen.runtime.training.plan import Plan
 from wangen.runtime.training.prepared import Group
-from wangen.runtime.training.ranks import Ranks
 from wangen.runtime.training.run import Run
 from wangen.runtime.training.step import num_tokens
 
@@ -29,32 +28,29 @@ def enough_memory_for_steps(run: Run, group: Group) -> contextlib.AbstractContex
     return out_of_memory_as(partial(_out_of_memory, run, group))
 
 
-def enough_memory_for(
-    plan: Plan, device: torch.device, what: str, ranks: Ranks
-) -> contextlib.AbstractContextManager[None]:
+def enough_memory_for(plan: Plan, device: torch.device, what: str) -> contextlib.AbstractContextManager[None]:
     """As `enough_memory_for_steps`, around what is done before and between the steps.
 
     Args:
         plan: of the run.
         device: where it computes.
         what: was being done, such as "loading the model".
-        ranks: the processes that train together.
 
     Raises:
         WangenError: in place of torch's own error.
     """
-    return out_of_memory_as(partial(_out_of_memory_between, plan, device, what, ranks))
+    return out_of_memory_as(partial(_out_of_memory_between, plan, device, what))
 
 
-def _out_of_memory_between(plan: Plan, device: torch.device, what: str, ranks: Ranks) -> WangenError:
+def _out_of_memory_between(plan: Plan, device: torch.device, what: str) -> WangenError:
     available = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-    cure = _cure(plan, plan.most_together(ranks.count), plan.most_tokens, available)
+    cure = _cure(plan, plan.most_tokens, plan.most_tokens, available)  # nothing is packed there
     return WangenError(f"out of memory {what}", cure=cure)
 
 
 def _out_of_memory(run: Run, group: Group) -> WangenError:
     if not group.batches:  # of a short step's end: what was full is the room for gradients or the optimizer
-        return _out_of_memory_between(run.plan, run.device, f"at step {run.step + 1}", run.ranks)
+        return _out_of_memory_between(run.plan, run.device, f"at step {run.step + 1}")
     largest = max(group.batches, key=lambda prepared: prepared.noise.numel())
     size = "x".join(map(str, largest.noise.shape[2:]))
     found = f"out of memory at step {run.step + 1}, on {', '.join(largest.batch.names)} (latents of {size})"

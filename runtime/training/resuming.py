@@ -4,6 +4,7 @@ import ast
 import json
 import logging
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -88,18 +89,19 @@ def require_own_files(plan: Plan, state: TrainingState | None) -> None:
     """
     if plan.options.fresh:
         return
-    begun = checkpoint.newest(plan.states) is not None
+    begun = checkpoint.newest(plan.states)
     own = {expert.name for expert in plan.experts}
     for suffix in ("", f"_{HIGH}", f"_{LOW}"):
         folder = plan.options.output_dir / f"{plan.options.output_name}{suffix}-state"
         path = checkpoint.newest(folder) if folder != plan.states else None
-        other = checkpoint.read(path) if path else None
-        if other and own & set(other.experts) and (not begun or _has_written(plan, other)):
-            raise WangenError(
-                "a run of other experts has its LoRA under this name, and this one would write over it",
-                where=str(folder),
-                cure="give --experts as before, or another --output_name; --fresh writes over it",
-            )
+        experts, fingerprint = checkpoint.experts_of(path) if path else ((), {})
+        if own.isdisjoint(experts) or (begun and not _were_saved_with(plan, fingerprint)):
+            continue
+        cure = "give --experts as before, or another --output_name; --fresh writes over it"
+        if begun:
+            cure = f"go on under another name with --output_name … --resume {begun}; --fresh starts again over it"
+        raise WangenError("a run of other experts has its LoRA under this name, and this one would write over it",
+                          where=str(folder), cure=cure)  # fmt: skip
     if begun:
         return
     there = [file.name for file in map(plan.file, plan.experts) if file.is_file()]
@@ -111,11 +113,16 @@ def require_own_files(plan: Plan, state: TrainingState | None) -> None:
                     "as it comes to them", plan.states, state.step if state else 0, some(there))  # fmt: skip
 
 
-def _has_written(plan: Plan, other: TrainingState) -> bool:
-    """Whether the LoRA of an expert is the one that another run wrote."""
-    told = json.dumps(other.fingerprint, sort_keys=True)
-    files = [file for file in map(plan.file, plan.experts) if file.is_file()]
-    return any(headers.read_header(file).metadata.get(FINGERPRINT) == told for file in files)
+def _were_saved_with(plan: Plan, fingerprint: Mapping[str, Any]) -> bool:
+    """Whether a run of this fingerprint wrote the LoRA of an expert; where that is not there, one on its way."""
+    told, folder = json.dumps(fingerprint, sort_keys=True), plan.options.output_dir
+    for path in map(plan.file, plan.experts):
+        on_the_way = (file for file in folder.glob("*.safetensors") if numbered(path.stem).fullmatch(file.name))
+        for file in [path] if path.is_file() else on_the_way:
+            with suppress(WangenError):  # a damaged one says nothing
+                if headers.read_header(file).metadata.get(FINGERPRINT) == told:
+                    return True
+    return False
 
 
 def changed_settings(plan: Plan, state: TrainingState) -> dict[str, str]:

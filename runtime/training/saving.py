@@ -37,7 +37,7 @@ class Saving:
         return bool(self._suffixes()) or self._state_due()
 
     def missed(self) -> bool:
-        """Whether LoRAs that are due at this step are not there: it was the last step of a run that is longer now."""
+        """Whether LoRAs that are due at this step are not there, though the state of it is."""
         run = self._run
         files = (run.plan.file(trainee.plan, suffix) for trainee in run.trainees for suffix in self._suffixes())
         is_own = run.step > 0 and run.saved_step == run.step
@@ -74,6 +74,13 @@ class Saving:
             drop_old_loras(self._run.plan, self._run.step)
         save_state(self._run, keep=bool(suffixes) and self._run.plan.options.save_state)
         self._saved_at = time.monotonic()
+
+
+def save_missed(run: Run) -> None:
+    """Save the numbered LoRAs of where a run ended that is longer now: it had only the finished one, which goes."""
+    saving = Saving(run)
+    if saving.missed():
+        saving.save()
 
 
 def save_state(run: Run, *, keep: bool = False) -> None:

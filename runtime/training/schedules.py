@@ -126,8 +126,6 @@ def _of_transformers(name: str, options: Train, num_steps: int, warmup: int) -> 
 
 def _decay_steps(options: Train, num_steps: int, warmup: int) -> int:
     decay = steps_of("lr_decay_steps", options.lr_decay_steps, num_steps)
-    if not float(options.lr_decay_steps.removesuffix("%")):
-        raise UsageError("--lr_scheduler warmup_stable_decay needs --lr_decay_steps", cure="give steps, 0.2 or 20%")
     if warmup + decay == num_steps + 1 and is_share(options.lr_warmup_steps) and is_share(options.lr_decay_steps):
         decay -= 1  # two shares that make up the run, each of them rounded up
     if warmup + decay > num_steps:
