@@ -165,7 +165,12 @@ def _refuse_unclear(path: str, parts: Iterable[str], pattern: re.Pattern[str]) -
     if not path:
         raise PathError("empty", "the path is empty", where="''", cure="write the folder or file")
     if any(unicodedata.category(c) == "Cc" for c in path):
-        raise PathError("control-char", "the path holds a control character", where=repr(path), cure="rename it")
+        raise PathError(
+            "control-char",
+            "the path holds a control character",
+            where=repr(path),
+            cure="write it in single quotes, or with /: in double quotes of a TOML \\n and \\t are no letters",
+        )
     if _URI.match(path):
         raise PathError("uri", "this is an address, not a path", where=path, cure="write it without the file:// part")
     if path.startswith("~"):
