@@ -11,7 +11,7 @@ from wangen import profiles
 from wangen.generator import headers
 from wangen.generator.errors import UsageError
 from wangen.generator.lora_config import lora_identity
-from wangen.generator.memory import batches_of_a_pass, tokens_of
+from wangen.generator.memory import tokens_of
 from wangen.generator.step_parts import DEFAULT_EPOCHS
 from wangen.generator.steps import Train
 from wangen.generator.table import options as flags_of
@@ -120,10 +120,6 @@ class Plan:
             tokens_of(self.model, one.size, one.count, len(one.controls)) * one.entry.batch_size
             for one in (cached.sample for cached in self.samples)
         )
-
-    def most_together(self, processes: int) -> int:
-        """Tokens that one of so many processes carries through the blocks at once: with `--pack` those of its step."""
-        return self.most_tokens * max(1, batches_of_a_pass(self.options) // processes)
 
     @property
     def name(self) -> str:
