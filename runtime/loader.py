@@ -248,10 +248,9 @@ class CacheUse(NamedTuple):
     from_cache: int
     computed: int
 
-    @property
-    def mode(self) -> str:
-        """`cached`, `realtime` or `mixed`."""
-        return "cached" if not self.computed else "realtime" if not self.from_cache else "mixed"
+    def mode(self, asked_for: str) -> str:
+        """`cached` or, where some are encoded, `realtime` if `--cache_mode` asks for that, else `mixed`."""
+        return "cached" if not self.computed else "realtime" if asked_for == "realtime" else "mixed"
 
     @property
     def share(self) -> float:

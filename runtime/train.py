@@ -360,7 +360,7 @@ def _report(plan: Plan, step: int, facts: Mapping[str, Any], *, done_before: boo
         },
         counts={"from_cache": use.from_cache, "computed": use.computed, "steps": step},
         result={
-            "cache_mode": use.mode,
+            "cache_mode": use.mode(options.cache_mode),
             "share_from_cache": round(use.share, 4),
             "lora": files[0],
             "loras": files,

@@ -54,7 +54,7 @@ def announce(training: Run) -> None:
     use = cache_use(plan.samples)
     if use.computed:
         how = "are encoded whenever they are drawn" if options.cache_mode == "realtime" else "were encoded here"
-        log.info("  %s: %d of %s from the cache, %d %s", use.mode, use.from_cache,
+        log.info("  %s: %d of %s from the cache, %d %s", use.mode(options.cache_mode), use.from_cache,
                  many(use.from_cache + use.computed, "entry", "entries"), use.computed, how)  # fmt: skip
     if training.ranks.count > 1:
         log.info("  %d processes share the %d batches of each step, as one with --gradient_accumulation_steps %d would "
