@@ -366,7 +366,7 @@ def _path(block: Mapping[str, Any], key: str, where: str) -> str:
         raise UsageError(f"{key} must be a path in quotes, got {value!r}", where=where)
     if any(ord(character) < 32 for character in value):
         raise UsageError(f"{key} holds a control character: {value!r}", where=where,
-                         cure=r"write \ in single quotes, or /: in double quotes \t is a tab, \n a line end")  # fmt: skip
+                         cure=r"write \ in single quotes, or /: in double quotes \t and \n are no letters")  # fmt: skip
     return value
 
 
