@@ -14,9 +14,9 @@ def refuse_module() -> None:
     """End `python -m wangen.runtime.train …`, which would load a module, do nothing, and succeed."""
     if sys.argv[:1] != ["-m"]:  # Python looks for a module to run
         return
-    words = sys.orig_argv
-    number = next(number for number, word in enumerate(words) if word.startswith("-m"))
-    named = words[number][2:] or words[number + 1]
+    words = iter(sys.orig_argv)
+    first = next((word for word in words if word.startswith("-m")), "")
+    named = first[2:] or next(words, "")
     if named.startswith("wangen.runtime.") and named != "wangen.runtime.doctor":
         sys.stderr.write(f"wangen: {named} is no program\n  do:    python -m wangen.runtime STEP, train for example\n")
         sys.exit(2)
