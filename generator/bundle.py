@@ -61,6 +61,7 @@ _OWNERS: tuple[tuple[type[Step], tuple[str, ...]], ...] = (
 
 _TRAINING_READS = ("network_weights", "network_weights_high_noise", "base_weights", "validation_config",
                    "sample_prompts")  # fmt: skip
+"""Flags of training that name files, beside the weights which the first step judges."""
 
 ENCODING = frozenset({"vae", "vae_dtype", "vae_cache_cpu", "clip", "t5", "t5_dtype", "fp8_t5", "tokenizer"})
 """Flags with which training encodes; a script's line has them where the steps before it have not encoded all."""

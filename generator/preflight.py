@@ -177,7 +177,8 @@ def _files(target: Target, options: Check, trainings: Sequence[Train], *, uncut:
                 left_out[flag] = None
         left_out["reads"] = tuple(path for path in seen.reads if path.exists())
         for file in (file for file in seen.reads if not file.exists()):
-            yield Line("note", f"{file.relative_to(target.folder)} has to lie there on that machine")
+            name = file.relative_to(target.folder) if file.is_relative_to(target.folder) else file
+            yield Line("note", f"{name} has to lie there on that machine")
     found = examine(replace(seen, **left_out), entries)
     for problem in (*found.warnings, *found.findings):
         yield Line("problem", str(problem))
