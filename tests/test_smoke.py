@@ -13,6 +13,7 @@ from wangen import profiles
 from wangen.generator.cli import main
 from wangen.generator.errors import UsageError
 from wangen.generator.steps import CheckCache, Train
+from wangen.generator.train_refusals import refuse_flags
 from wangen.runtime.samples import read_samples
 from wangen.runtime.training import checkpoint
 from wangen.runtime.training.refusals import refuse
@@ -113,4 +114,5 @@ def test_a_try_finds_what_is_wrong_with_a_schedule(tiny_run, tmp_path, changes):
     given = {"lr_scheduler": "warmup_stable_decay", "lr_decay_steps": "20", **changes}
     small = tiny_run.options(tmp_path, smoke=True, **given).effective()
     with pytest.raises(UsageError):
+        refuse_flags(small)
         make_schedule(small, small.max_train_steps)
