@@ -115,4 +115,3 @@ def test_a_try_finds_what_is_wrong_with_a_schedule(tiny_run, tmp_path, changes):
     small = tiny_run.options(tmp_path, smoke=True, **given).effective()
     with pytest.raises(UsageError):
         refuse_flags(small)
-        make_schedule(small, small.max_train_steps)
