@@ -18,7 +18,7 @@ class StepFlops:
     """The work of one training step of one forward pass.
 
     Attributes:
-        model: what the mathematics needs: forward and backward.
+        model: forward and backward without checkpointing; flash attention's second computation of the scores counts.
         done: what is computed, with what checkpointing computes again.
     """
 

@@ -85,8 +85,8 @@ class Given:
         image_tokens: (1, N, dim) CLIP's view of the first frame.
         clean: (1, C, k, h, w) the first k latent frames, which stay as they are and have timestep 0 (TI2V).
         controls: the latents of control images, (C, F, h, w) each, of models that edit.
-        guides: guidance leads away from what the model predicts where these frames are not given, too: it sees them
-            noised as the others are, as in the draws of `--condition_dropout`.
+        guides: the unconditional prediction of guidance lacks the clean frames as well: there they are noised like the
+            others, as `--condition_dropout` trains it.
     """
 
     condition: torch.Tensor | None = None

@@ -75,7 +75,7 @@ class CachedSample:
 
     @property
     def key(self) -> str:
-        """What its chance is drawn from, wherever its file lies: the latent's content, and its number of several."""
+        """What seeds the noise, timestep and caption of its draws: the latent's content, with a number if shared."""
         return f"{self.latent.content_key} {self.twin}" if self.twin else self.latent.content_key
 
     @property

@@ -143,6 +143,16 @@ def test_one_expert_alone_is_told_by_its_timesteps_or_its_name(tmp_path, flags, 
     assert (train.dit, train.dit_high_noise) == (check.dit, check.dit_high_noise) == files
     assert files != (None, None)
     assert any("expert alone is trained" in line for line in done.changed) == said
+    _, _, train = fixed(tmp_path, **alone | flags, network_weights="@start.safetensors")
+    starts = {"high": train.network_weights_high_noise, "low": train.network_weights}
+    assert str(starts.pop(expert)) == "/ai/start.safetensors"
+    assert list(starts.values()) == [None]
+
+
+def test_one_adapter_that_both_experts_had_starts_both(tmp_path):
+    done, _, train = fixed(tmp_path, **A14B, network_weights="@start.safetensors")
+    assert str(train.network_weights) == str(train.network_weights_high_noise) == "/ai/start.safetensors"
+    assert any("both experts start from --network_weights" in line for line in done.changed)
 
 
 def test_samples_keep_the_encoders_on_the_line(tmp_path):

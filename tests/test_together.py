@@ -198,20 +198,21 @@ def test_a_dead_process_ends_the_job_and_the_next_start_goes_on_to_the_same_byte
 
 
 @pytest.mark.slow
-def test_one_command_starts_a_process_for_each_gpu(tiny_run: TinyRun, tmp_path: Path):
+@pytest.mark.parametrize(("name", "folder"), [("tiny.log", "tiny"), ("tiny", "tiny-processes")])
+def test_one_command_starts_a_process_for_each_gpu(tiny_run: TinyRun, tmp_path: Path, name: str, folder: str):
     """Here they are processes on the CPU."""
-    options = tiny_run.options(tmp_path / "own", gpus="2", log_file=tmp_path / "logs" / "tiny.log",
+    options = tiny_run.options(tmp_path / "own", gpus="2", log_file=tmp_path / "logs" / name,
                                report_dir=tmp_path / "reports", lock=tmp_path / "run.lock")  # fmt: skip
     done = run(alone(options))
     assert done.returncode == 0, done.stderr
     assert len(re.findall("2 processes share", done.stdout + done.stderr)) == 1
     together = replace(options, output_dir=tmp_path / "torchrun", gpus="1", log_file=None, report_dir=None)
     assert run(torchrun(together, 2)).returncode == 0
-    found, wanted = ((folder.output_dir / "lora.safetensors").read_bytes() for folder in (options, together))
+    found, wanted = ((run.output_dir / "lora.safetensors").read_bytes() for run in (options, together))
     assert found == wanted
     assert json.loads((tmp_path / "reports" / "train.report.json").read_text())["ok"]
-    assert (tmp_path / "logs" / "tiny.log").read_text().count("2 processes share") == 1
-    assert len(list((tmp_path / "logs" / "tiny").glob("*/attempt_0/*/stderr.log"))) == 2
+    assert (tmp_path / "logs" / name).read_text().count("2 processes share") == 1
+    assert len(list((tmp_path / "logs" / folder).glob("*/attempt_0/*/stderr.log"))) == 2
     assert not (tmp_path / "run.lock").exists()
 
 

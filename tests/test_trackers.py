@@ -1,9 +1,11 @@
 """Experiment logs: refused early when they cannot be kept, and never a reason for a run to stop."""
 
+import os
 import sys
 from types import ModuleType, SimpleNamespace
 
 import pytest
+from accelerate import PartialState
 from tiny import TinyRun
 
 from wangen.generator.errors import UsageError
@@ -42,6 +44,17 @@ def test_a_run_that_begins_anew_replaces_all_of_an_earlier_one(tiny_run: TinyRun
             logs.log(1, {"loss": loss})
     found = scalars(tmp_path / "logs" / "lora")
     assert (found["validation/base"], found["train/loss"]) == ([(0, 2.0)], [(1, 2.0)])
+
+
+def test_what_a_launcher_or_a_card_says_stops_no_log(tiny_run: TinyRun, tmp_path, monkeypatch):
+    """A rank without a number of processes, and a card of which accelerate wants to know its driver."""
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(PartialState, "_shared_state", {})
+    monkeypatch.setattr("accelerate.state.check_cuda_p2p_ib_support", lambda: pytest.fail("a card was asked"))
+    with open_trackers(tiny_run.options(tmp_path, log_with=("tensorboard",)), 0) as logs:
+        logs.log(1, {"loss": 1.0})
+    assert scalars(tmp_path / "logs" / "lora")["train/loss"] == [(1, 1.0)]
+    assert os.environ["LOCAL_RANK"] == "1"
 
 
 def test_the_folder_of_the_log_is_chosen(tiny_run: TinyRun, tmp_path):

@@ -12,6 +12,7 @@ from runs import planned
 from safetensors.torch import load_file, save_file
 from tiny import TinyRun
 
+from wangen import profiles
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.headers import read_header
 from wangen.generator.steps import Train
@@ -190,3 +191,11 @@ def test_a_module_is_no_program(words):
     done = subprocess.run([sys.executable, *words, "--help"], capture_output=True, text=True)
     assert done.returncode == 2
     assert "is no program\n  do:    python -m wangen.runtime STEP" in done.stderr
+
+
+def test_timesteps_that_a_size_of_the_dataset_never_has_are_refused_before_the_first_step(tiny_run, tmp_path):
+    """At the model's own size each expert gets some; at 64x64, 16 tokens, the high one does not."""
+    options = two(tiny_run, tmp_path, timestep_sampling="flux_shift", sigmoid_scale=0.22)
+    with pytest.raises(UsageError, match="practically never falls"):
+        make_plan(replace(options, timestep_boundary=0.875), profiles.model("t2v-A14B"),
+                  planned(tiny_run, tmp_path).samples, [])  # fmt: skip

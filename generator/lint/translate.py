@@ -122,8 +122,13 @@ def _one_expert(call: Call, changed: Say) -> dict[str, Any]:
     """The expert that a lone `--dit` is: by the timesteps that it is trained on, else by its name."""
     task = call.value("task") or ""
     model = profiles.model(task) if task in profiles.model_names() else None
-    flag = call.given("dit")
-    if model is None or model.experts is None or flag is None or call.given("dit_high_noise"):
+    flag, start = call.given("dit"), call.given("network_weights")
+    if model is None or model.experts is None or flag is None:
+        return {}
+    if call.given("dit_high_noise"):
+        if start:
+            call.flags.append(replace(start, name="network_weights_high_noise"))
+            changed(f"line {start.line}: both experts start from {start.spelled}, each an adapter of its own")
         return {}
     boundary = model.experts.boundary * 1000
     low, high = call.number("min_timestep", 0), call.number("max_timestep", 1000)
@@ -134,7 +139,7 @@ def _one_expert(call: Call, changed: Say) -> dict[str, Any]:
         changed(f"line {call.line}: the {which}-noise expert alone is trained, on its own timesteps")
     if is_high:
         call.flags = [
-            Given("dit_high_noise", given.spelled, given.values, given.line) if given.name == "dit" else given
+            replace(given, name=f"{given.name}_high_noise") if given.name in ("dit", "network_weights") else given
             for given in call.flags
         ]
     return {"experts": "high" if is_high else "low"}

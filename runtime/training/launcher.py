@@ -53,7 +53,7 @@ def train_together(options: Train) -> Report:
     """
     refuse_flags(options)
     number, num_nodes = num_processes(options), machines()
-    folder = (options.log_file.with_suffix("") if options.log_file else options.output_dir / "logs").absolute()
+    folder = (_beside(options.log_file) if options.log_file else options.output_dir / "logs").absolute()
     meeting = meeting_here()
     if num_nodes > 1:
         meeting, folder = slurm_meeting(os.environ), folder / os.environ["SLURMD_NODENAME"]
@@ -74,6 +74,11 @@ def train_together(options: Train) -> Report:
     return Report(folder=None, summary=f"{done} are done, with logs in {folder}")
 
 
+def _beside(log_file: Path) -> Path:
+    """The folder for the processes' own logs: `cats.log` has `cats`, a file without an ending one that is called so."""
+    return log_file.with_suffix("") if log_file.suffix else log_file.with_name(f"{log_file.name}-processes")
+
+
 def encode_together(options: CacheStep) -> None:
     """Encode what is missing with one process for each GPU, a part each, while this one holds the lock of the step.
 
@@ -83,7 +88,7 @@ def encode_together(options: CacheStep) -> None:
         KeyboardInterrupt: it was stopped.
     """
     number = num_processes(options)
-    folder = options.log_file.with_suffix("") if options.log_file else (options.report_dir or options.dataset.parent)
+    folder = _beside(options.log_file) if options.log_file else (options.report_dir or options.dataset.parent)
     folder = (folder if options.log_file else folder / "logs").absolute()
     log.info("  %s encode a part each, with logs in %s", many(number, "process", "processes"), folder)
     part = replace(options, gpus="1", shard="auto", log_file=None, lock=None, report_dir=folder, config_file=None)

@@ -191,7 +191,9 @@ def make_plan(
     sizes = count_tokens((cached.sample for cached in samples), model)
     experts = plan_experts(options, model, num_steps, sizes)
     for expert in experts:  # what cannot be drawn or scheduled is refused here
-        Sampler(options, expert.low, expert.high, expert.name)
+        sampler = Sampler(options, expert.low, expert.high, expert.name)
+        for tokens in sizes:
+            sampler.distribution(tokens)
         make_schedule(options, expert.num_steps)
     return Plan(options, model, samples, held_out, per_epoch, experts, _fingerprint(options, samples, experts),
                 batches_per_epoch=batches)  # fmt: skip

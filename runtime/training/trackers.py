@@ -21,6 +21,8 @@ from wangen.generator.steps import Train
 log = logging.getLogger("wangen")
 
 PROJECT = "wangen"
+_LAUNCHED = ("LOCAL_RANK", "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+"""By these accelerate finds out that there are several processes."""
 _PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
 _WANDB_HOST = "https://api.wandb.ai"
 
@@ -96,9 +98,7 @@ def open_trackers(options: Train, step: int) -> Iterator[Trackers]:
     trackers: dict[str, Any] = {}
     names = [name for name in dict.fromkeys(options.log_with) if name != "none"]
     if names:
-        from accelerate import PartialState
-
-        PartialState()
+        _tell_accelerate()
     for name in names:
         started = _carefully(name, partial(_START[name], options, step), lambda _name: None)
         if started is not None:
@@ -108,6 +108,21 @@ def open_trackers(options: Train, step: int) -> Iterator[Trackers]:
         yield logs
     finally:
         logs.finish()
+
+
+def _tell_accelerate() -> None:
+    """Its trackers ask whether this is the first process. Only that one opens them: nothing is said of others.
+
+    Left to look for itself, it would ask GPUs and launchers, which may be none of its, and raise where it does not know
+    them.
+    """
+    from accelerate import PartialState
+
+    hidden = {name: os.environ.pop(name) for name in _LAUNCHED if name in os.environ}
+    try:
+        PartialState(cpu=True)
+    finally:
+        os.environ |= hidden
 
 
 def _folder(options: Train) -> Path:

@@ -8,6 +8,7 @@ differences are the adapter's. The loss differs much more between timesteps than
 import contextlib
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
@@ -155,9 +156,12 @@ def held_out(
         return sorted(names, key=lambda name: seed_for(seed, "held out", name))
 
     apart: set[str] = set()
-    for video in drawn(set(videos.values()))[:-1]:
-        if sum(name in apart for name in videos.values()) < count:
-            apart.add(video)
+    num_clips, num_apart = Counter(videos.values()), 0
+    for video in drawn(num_clips)[:-1]:
+        if num_apart >= count:
+            break
+        apart.add(video)
+        num_apart += num_clips[video]
     unseen = {clip for clip, video in videos.items() if video in apart}
     judged = set(drawn(unseen)[:count])
     validation = [sample for sample in own if clip_key(sample) in judged]
