@@ -3,6 +3,7 @@
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import tee
 from typing import Any, NamedTuple
 
 import torch
@@ -82,15 +83,11 @@ def groups(
         epoch, offset = divmod(step, plan.steps_per_epoch)
         batches = order.epoch(epoch)
         firsts = range(offset * size, len(batches), size)[: expert.num_steps - step]
-        jobs = (
-            partial(_read, plan, sampler, epoch, draws, pin)
-            for first in firsts
-            for draws in ranks.own(batches[first : first + size])
-        )
+        to_read, to_train = tee(batches[first : first + size] for first in firsts)  # drawn once, read ahead
+        jobs = (partial(_read, plan, sampler, epoch, draws, pin) for group in to_read for draws in ranks.own(group))
         reader = ahead(jobs, options.max_data_loader_n_workers)
         try:
-            for first in firsts:
-                group = batches[first : first + size]
+            for group in to_train:
                 own = [next(reader) for _ in ranks.own(group)]
                 yield Group(epoch, own, ranks.num_own(group), sum(map(len, group)))
         finally:
