@@ -68,6 +68,11 @@ def cheapest_changes(options: Train, model: Model, needed: Needed, available: in
     return [as_flag(name, value) for name in order if (value := getattr(found, name)) != getattr(options, name)]
 
 
+def shared_out(options: Train, shards: int) -> Train:
+    """The options of a run whose weights so many processes share out, as `parallel` tells these functions."""
+    return replace(options, parallel=SPLIT[0]) if shards > 1 else options
+
+
 def as_flag(name: str, value: Any) -> str:
     """A flag as it is typed.
 
@@ -103,7 +108,7 @@ def _changed(start: Train, model: Model, needed: Needed, available: int, changea
     moved = {name for name in changeable if getattr(options, name) != getattr(start, name)}
     if "checkpointing" in moved:
         moved |= {"checkpointing_free_blocks"}.intersection(changeable)
-    fewer = range(start.blocks_to_swap or 0, (options.blocks_to_swap or 0) if "blocks_to_swap" in moved else 0)
+    fewer = range(start.blocks_to_swap or 0, options.blocks_to_swap or 0)
     for back in (*({"blocks_to_swap": number} for number in reversed(fewer)), *_BACKS):
         changed = replace(options, **{name: value for name, value in back.items() if name in moved})
         if options.checkpointing != "none" and _go_together(changed, layers) and needed(changed) <= available:

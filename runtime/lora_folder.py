@@ -55,6 +55,14 @@ def steps_of_epoch(metadata: Mapping[str, str]) -> str | None:
     return metadata.get(EPOCH_STEPS) or metadata.get("ss_num_batches_per_epoch")
 
 
+def told_by(path: Path) -> Mapping[str, str]:
+    """The text fields of a LoRA; none where it is not there, or damaged."""
+    if path.is_file():
+        with suppress(WangenError):
+            return read_header(path).metadata
+    return {}
+
+
 def numbered(stem: str) -> re.Pattern[str]:
     """The file names of LoRAs that a run saves on its way, by `step` or `epoch`, averages and other layouts as well.
 

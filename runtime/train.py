@@ -160,17 +160,7 @@ def _run_alone(options: Train, model: Model, device: torch.device, ranks: Ranks)
     if state:
         done = [state.experts[expert.name].step for expert in plan.experts]
         if not plan.num_left(done) and LOOKED not in state.facts:
-            if ranks.is_first and not (changed or options.resume) and state.folder:
-                drop_other_states(plan, state.folder, state.step)  # a kill may have left some
-            if changed:
-                leave_as_it_is(plan, state, changed)
-            elif ranks.is_first and state.facts.get(SCHEDULE_FREE):  # its optimizer knows what to save
-                save_loras(_prepare(plan, device, state, Ranks()))
-            elif ranks.is_first:  # flags of saving may have changed; equal bytes are written again
-                save_state_as_loras(plan, state)
-            for line in not_looked_at(plan, state):
-                log.warning("  %s", line)
-            return _report(plan, state.step, {**state.facts, **_timing_before(options)}, done_before=True)
+            return _done_before(plan, device, state, changed, ranks)
     if plan.trained_before and plan.held_out:
         log.warning("  what is held out now may have been trained on before, in an earlier part of the run or by the "
                     "LoRA that it starts from: its loss is no proof of what was learned")  # fmt: skip
@@ -198,6 +188,23 @@ def _run_alone(options: Train, model: Model, device: torch.device, ranks: Ranks)
         log.info("  %s", in_words(speed))
     timing = training.step - start, round(time.monotonic() - started, 3), speed
     return _report(plan, training.step, training.facts | dict(zip(_TIMING, timing, strict=True)))
+
+
+def _done_before(
+    plan: Plan, device: torch.device, state: TrainingState, changed: Mapping[str, str], ranks: Ranks
+) -> Report:
+    """Of a run that came to its end before: its LoRAs, as the flags of saving want them now, unless others changed."""
+    if ranks.is_first and not (changed or plan.options.resume) and state.folder:
+        drop_other_states(plan, state.folder, state.step)  # a kill may have left some
+    if changed:
+        leave_as_it_is(plan, state, changed)
+    elif ranks.is_first and state.facts.get(SCHEDULE_FREE):  # its optimizer knows what to save
+        save_loras(_prepare(plan, device, state, Ranks()))
+    elif ranks.is_first:  # flags of saving may have changed; equal bytes are written again
+        save_state_as_loras(plan, state)
+    for line in not_looked_at(plan, state):
+        log.warning("  %s", line)
+    return _report(plan, state.step, {**state.facts, **_timing_before(plan.options)}, done_before=True)
 
 
 def alike(options: Train, device: torch.device, ranks: Ranks) -> Train:

@@ -4,8 +4,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from wangen.generator.memory import SPLIT, MemoryBudget, batches_of_a_pass, memory_plan, settings_of
-from wangen.generator.memory_changes import as_flag, fitting_flags
+from wangen.generator.memory import MemoryBudget, batches_of_a_pass, memory_plan, settings_of
+from wangen.generator.memory_changes import as_flag, fitting_flags, shared_out
 from wangen.generator.plan.estimate import RunPlan, memory_tokens
 from wangen.generator.plan.shapes import Shape
 from wangen.generator.resolutions import resolution_name
@@ -49,7 +49,7 @@ def find_cure(plan: RunPlan, fixed: Collection[str] = ()) -> Cure:
     def needed_for(tokens: int) -> Callable[[Train], int]:
         return lambda train: budget(train, tokens).device
 
-    train = replace(plan.train, parallel=SPLIT[0]) if settings.shards > 1 else plan.train
+    train = shared_out(plan.train, settings.shards)
     largest = plan.shapes[0]
     flags = fitting_flags(train, plan.model, needed_for(largest.tokens), usable, fixed)
     if flags is not None:

@@ -1,14 +1,13 @@
 """What to say when the memory is full: what was being trained on, what it needs, and the cheapest changes that fit."""
 
 import contextlib
-from dataclasses import replace
 from functools import partial
 
 import torch
 
 from wangen.generator.errors import WangenError
-from wangen.generator.memory import GIB, SPLIT, memory_plan, settings_of
-from wangen.generator.memory_changes import cheapest_changes
+from wangen.generator.memory import GIB, memory_plan, settings_of
+from wangen.generator.memory_changes import cheapest_changes, shared_out
 from wangen.generator.steps import Train
 from wangen.profiles import Model
 from wangen.runtime.devices import out_of_memory_as
@@ -76,8 +75,7 @@ def _cure(plan: Plan, together: int, alone: int, available: int | None) -> str:
         tokens = together if options.pack else alone
         return memory_plan(plan.model, settings_of(options, plan.shards), tokens=tokens).device
 
-    options = replace(plan.options, parallel=SPLIT[0]) if plan.shards > 1 else plan.options
-    changes = cheapest_changes(options, plan.model, needed, available)
+    changes = cheapest_changes(shared_out(plan.options, plan.shards), plan.model, needed, available)
     if changes:
         told = " ".join(changes)
     else:

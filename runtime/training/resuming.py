@@ -4,7 +4,6 @@ import ast
 import json
 import logging
 from collections.abc import Collection, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -19,7 +18,7 @@ from wangen.generator.run_folder import SAMPLES
 from wangen.generator.session import with_flag
 from wangen.generator.steps import Train
 from wangen.generator.table import options as flags_of
-from wangen.runtime.lora_folder import fingerprints, numbered
+from wangen.runtime.lora_folder import fingerprints, numbered, told_by
 from wangen.runtime.training import checkpoint
 from wangen.runtime.training.adapter_config import start_flag
 from wangen.runtime.training.checkpoint import TrainingState
@@ -118,10 +117,8 @@ def _were_saved_with(plan: Plan, fingerprint: Mapping[str, Any]) -> bool:
     told, folder = json.dumps(fingerprint, sort_keys=True), plan.options.output_dir
     for path in map(plan.file, plan.experts):
         on_the_way = (file for file in folder.glob("*.safetensors") if numbered(path.stem).fullmatch(file.name))
-        for file in [path] if path.is_file() else on_the_way:
-            with suppress(WangenError):  # a damaged one says nothing
-                if headers.read_header(file).metadata.get(FINGERPRINT) == told:
-                    return True
+        if any(told_by(file).get(FINGERPRINT) == told for file in ([path] if path.is_file() else on_the_way)):
+            return True
     return False
 
 

@@ -8,15 +8,13 @@ import json
 import logging
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 from itertools import chain, count
 from pathlib import Path
 
-from wangen.generator.errors import WangenError, many
+from wangen.generator.errors import many
 from wangen.generator.files import replace
 from wangen.generator.header_keys import FINGERPRINT, JUDGED_AT, RUN_STEPS
-from wangen.generator.headers import read_header
-from wangen.runtime.lora_folder import AVERAGE, BEST, KEPT, LAYOUTS, steps_of_epoch
+from wangen.runtime.lora_folder import AVERAGE, BEST, KEPT, LAYOUTS, steps_of_epoch, told_by
 from wangen.runtime.training.plan import ExpertPlan, Plan
 
 log = logging.getLogger("wangen")
@@ -34,7 +32,7 @@ def set_old_best_aside(plan: Plan, expert: ExpertPlan, judged_at: str) -> None:
         OSError: the disk refused.
     """
     path = plan.file(expert, BEST)
-    told = _header(path)
+    told = told_by(path)
     own = json.dumps(plan.fingerprint, sort_keys=True), judged_at
     if (told.get(FINGERPRINT), told.get(JUDGED_AT)) != own:
         _set_aside(plan, expert, path, told, "was the best by other held-out items, timesteps or settings")
@@ -47,7 +45,7 @@ def set_old_average_aside(plan: Plan, expert: ExpertPlan) -> None:
         OSError: the disk refused.
     """
     path = plan.file(expert, AVERAGE)
-    _set_aside(plan, expert, path, _header(path), "is the average of an earlier end of the run")
+    _set_aside(plan, expert, path, told_by(path), "is the average of an earlier end of the run")
 
 
 def set_other_epochs_aside(plan: Plan) -> None:
@@ -61,19 +59,11 @@ def set_other_epochs_aside(plan: Plan) -> None:
     for expert in plan.experts:
         name = re.compile(re.escape(plan.options.output_name + expert.suffix) + rf"-\d{{6}}({AVERAGE})?\.safetensors")
         for path in sorted(filter(lambda path: name.fullmatch(path.name), plan.options.output_dir.iterdir())):
-            told = _header(path)
+            told = told_by(path)
             before = steps_of_epoch(told) or ""
             if before.isdecimal() and int(before) != plan.steps_per_epoch:
                 now = many(plan.steps_per_epoch, "step")
                 _set_aside(plan, expert, path, told, f"is named by an epoch of {before}, and an epoch has {now} now")
-
-
-def _header(path: Path) -> Mapping[str, str]:
-    """The text fields of a LoRA; none where it is not there, or damaged."""
-    if path.is_file():
-        with suppress(WangenError):
-            return read_header(path).metadata
-    return {}
 
 
 def _set_aside(plan: Plan, expert: ExpertPlan, path: Path, told: Mapping[str, str], why: str) -> None:

@@ -173,6 +173,9 @@ class Watching:
             WangenError: a loss or a gradient was not finite.
         """
         self._take(self._pending.read())
+        self._note_bins()
+
+    def _note_bins(self) -> None:
         self._run.facts[BINS] = {name: bins.as_facts() for name, bins in self._bins.items()}
 
     def _work(self, result: StepResult) -> StepFlops:
@@ -288,7 +291,7 @@ class Watching:
                 self._trackers.log(self._run.step, told, f"train{_group(name)}")
             if ended:
                 bins.clear()
-        self._run.facts[BINS] = {name: bins.as_facts() for name, bins in self._bins.items()}
+        self._note_bins()
 
     def _samples_due(self) -> bool:
         step, plan = self._run.step, self._plan
