@@ -326,7 +326,7 @@ class Train(DatasetStep):
     save_state_on_train_end: bool = flag("accepted; the newest training state is always kept", False)
     save_state_every_n_steps: int | None = flag("write the training state every N steps", None)
     save_state_every_n_minutes: float = flag(
-        "write the training state every N minutes (and at every epoch and every saved LoRA)", 10.0
+        "write the training state every N minutes (and with every saved LoRA, and at ends of epochs)", 10.0
     )
     async_save: bool = flag(
         "go on training while a state is written (of weights in parts: --train_mode full with fsdp or hsdp)", False

@@ -1,8 +1,10 @@
 """The order of an epoch: every use once for any number of processes and threads, and the same when taken up again."""
 
 import shutil
+import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator
+from contextlib import closing
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -18,6 +20,7 @@ from wangen.generator.launch import Launch
 from wangen.generator.steps import Train
 from wangen.runtime.epochs import EpochSampler
 from wangen.runtime.loader import CachedSample
+from wangen.runtime.training import prepared as prepare
 from wangen.runtime.training.plan import Plan, make_plan
 from wangen.runtime.training.prepared import Group, groups
 from wangen.runtime.training.ranks import Ranks
@@ -48,7 +51,9 @@ def plan(tmp_path_factory: pytest.TempPathFactory, models: dict[str, Path], one_
     return make_plan(options, MODEL, *read_training_samples(options, MODEL))
 
 
-def read(plan: Plan, count: int, rank: int, workers: int, *, step: int = 0, in_step: bool = False) -> Iterator[Group]:
+def read(
+    plan: Plan, count: int, rank: int, workers: int, *, step: int = 0, in_step: bool = False
+) -> Generator[Group, None, None]:
     """What one of several processes is given."""
     changed = replace(plan, options=replace(plan.options, max_data_loader_n_workers=workers))
     return groups(changed, plan.experts[0], step, Ranks(Launch(rank, count), in_step=in_step))
@@ -83,6 +88,22 @@ def test_every_use_comes_once_an_epoch_in_one_order(plan: Plan, count: int, work
         assert {number for number, *_ in found} == {epoch}
         assert Counter((key, repeat) for _, key, repeat in found) == wanted
     assert steps == together(plan, 1, 0)
+
+
+def test_the_next_epoch_is_read_while_the_last_steps_of_one_are_trained(plan: Plan, monkeypatch: pytest.MonkeyPatch):
+    begun = threading.Event()
+
+    def prepared(*arguments: Any) -> prepare.Prepared:
+        if arguments[3] == 1:
+            begun.set()
+        return original(*arguments)
+
+    original = prepare.prepare
+    monkeypatch.setattr(prepare, "prepare", prepared)
+    with closing(read(plan, 1, 0, 2)) as steps:
+        groups_of_one_epoch = [next(steps) for _ in range(plan.steps_per_epoch)]
+        assert {group.epoch for group in groups_of_one_epoch} == {0}
+        assert begun.wait(20), "nothing of the second epoch is read before its first step"
 
 
 @pytest.mark.parametrize(("count", "workers"), [(1, 0), (2, 2), (4, 2)])

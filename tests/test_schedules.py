@@ -57,7 +57,8 @@ def test_schedules_outside_the_run_are_refused(changes: dict[str, Any], words: s
 
 def test_which_schedules_depend_on_the_length() -> None:
     endless = ({"lr_scheduler": "constant"}, {"lr_scheduler": "constant", "lr_warmup_steps": "100"},
-               {"lr_scheduler": "inverse_sqrt"})  # fmt: skip
+               {"lr_scheduler": "inverse_sqrt"}, {"lr_warmup_steps": "0%"}, {"lr_warmup_steps": "0.0%"},
+               {"lr_scheduler": "adafactor", "lr_warmup_steps": "5%"})  # fmt: skip
     bound = ({"lr_scheduler": "cosine"}, {"lr_scheduler": "rex"}, {"lr_warmup_steps": "0.1"}, {"lr_warmup_steps": "5%"},
              {"lr_scheduler": "warmup_stable_decay", "lr_decay_steps": "10"})  # fmt: skip
     assert not any(depends_on_length(options(**changes)) for changes in endless)

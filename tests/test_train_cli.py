@@ -265,10 +265,12 @@ def test_a_trace_is_named_for_the_steps_that_it_has(tmp_path, caplog):
         next_step()
     assert not (tmp_path / "short/trace").exists()
     assert "the run ended before step 3" in caplog.text
-    with profiled(tmp_path / "longer") as next_step:
-        for _ in range(4):
-            next_step()
+    for start in (0, 6):
+        with profiled(tmp_path / "longer", start) as next_step:
+            for _ in range(4):
+                next_step()
     assert "trace of steps 3 to 4" in caplog.text
+    assert sorted(path.name for path in tmp_path.glob("longer/trace/*")) == ["steps-3-4.json.gz", "steps-9-10.json.gz"]
 
 
 @pytest.mark.parametrize("folder", ["a file", "under a file"])

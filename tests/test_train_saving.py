@@ -3,6 +3,7 @@
 import json
 import os
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from tiny import state_folder
 from wangen.generator.errors import WangenError
 from wangen.generator.files import machine
 from wangen.runtime import train
-from wangen.runtime.training import checkpoint
+from wangen.runtime.training import checkpoint, saving
 from wangen.runtime.training.step import StepResult
 from wangen.runtime.training.watching import Watching
 
@@ -58,6 +59,29 @@ def test_epochs_that_are_kept_are_those_that_were_saved(tiny_run, tmp_path, flag
     report = train.run(options)
     assert report.counts["steps"] == 15  # three samples of batch 1, five epochs
     assert left(tmp_path) == (loras, states)
+
+
+@pytest.mark.parametrize(("seconds", "steps"), [(0.5, range(1, 40)), (6, range(1, 40, 5)), (60, [1, 30])])
+def test_states_at_ends_of_short_epochs_take_a_tenth_of_the_time_at_most(monkeypatch, seconds, steps):
+    """Epochs of one step of 15 seconds, a state that takes so many; after seven minutes there is one in any case."""
+    now, saved = [0.0], []
+    options = SimpleNamespace(save_every_n_steps=None, save_every_n_epochs=None, save_state=False,
+                              save_state_every_n_steps=None, save_state_every_n_minutes=7.0)  # fmt: skip
+    plan = SimpleNamespace(options=options, steps_per_epoch=1)
+    run = SimpleNamespace(plan=plan, step=0, num_steps=100, ranks=SimpleNamespace(is_first=True))
+
+    def written(*_, **__):
+        saved.append(run.step)
+        now[0] += seconds
+
+    monkeypatch.setattr(saving, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(saving, "save_state", written)
+    due = saving.Saving(run)
+    for run.step in range(1, 40):
+        now[0] += 15.0
+        if due.due():
+            due.save()
+    assert saved == [*steps]
 
 
 def test_resume_takes_the_state_it_is_given(tiny_run, tmp_path):

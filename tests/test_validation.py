@@ -112,10 +112,21 @@ def test_one_video_is_always_left_to_train_on_and_clips_of_one_alone_are_said(ca
     training, validation = held_out([*clips_of(1, 4), *clips_of(2, 4)], 6, 42)
     assert len(training) == len(validation) == 4
     assert len(films_of(training)) == 1
-    assert not caplog.records
+    assert "4 clips are held out of 6 asked for" in caplog.text
     training, validation = held_out(clips_of(1, 4), 1, 42)
     assert (len(training), len(validation)) == (3, 1)
     assert "cut from one video" in caplog.text
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("lengths", "count", "fewest"), [((9, 1), 3, 9), ((60, 3, 3, 3, 3), 4, 64), ((2, 1), 1, 1)])
+def test_a_long_video_is_not_held_out_for_a_few_clips(seed, lengths, count, fewest, caplog):
+    training, validation = held_out(
+        [clip for film, number in enumerate(lengths) for clip in clips_of(film, number)], count, seed
+    )
+    assert len(training) >= fewest
+    assert len(validation) == min(count, sum(lengths) - fewest)
+    assert ("asked for" in caplog.text) == (len(validation) < count)
 
 
 def test_a_judging_dataset_of_one_video_is_not_said_to_be_trained_on(tiny_run, tmp_path, caplog):

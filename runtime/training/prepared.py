@@ -1,6 +1,7 @@
 """Batches made ready for a forward pass: noise and timesteps drawn from seeds of their own, in the reading threads."""
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import tee
@@ -66,7 +67,7 @@ class Group(NamedTuple):
 def groups(
     plan: Plan, expert: ExpertPlan, step: int, ranks: Ranks, *, pin: bool = False
 ) -> Generator[Group, None, None]:
-    """What an expert is trained on from a step of its own to its end, read ahead in threads.
+    """What an expert is trained on from a step of its own to its end, read ahead in threads, also into the next epoch.
 
     Args:
         plan: of the run.
@@ -75,23 +76,24 @@ def groups(
         ranks: this process reads its own share of every step's batches.
         pin: put the tensors into pinned memory, from where a GPU takes them while it computes.
     """
-    options = plan.options
-    size = options.gradient_accumulation_steps
-    sampler = Sampler(options, expert.low, expert.high, expert.name)
-    order = EpochSampler(plan.samples, options.seed, options.caption_dropout)
+    sampler = Sampler(plan.options, expert.low, expert.high, expert.name)
+    to_read, to_train = tee(_drawn(plan, expert, step))
+    jobs = (partial(_read, plan, sampler, epoch, draws, pin) for epoch, each in to_read for draws in ranks.own(each))
+    with closing(ahead(jobs, plan.options.max_data_loader_n_workers)) as reader:
+        for epoch, batches in to_train:
+            own = [next(reader) for _ in ranks.own(batches)]
+            yield Group(epoch, own, ranks.num_own(batches), sum(map(len, batches)))
+
+
+def _drawn(plan: Plan, expert: ExpertPlan, step: int) -> Iterator[tuple[int, Sequence[Sequence[Draw]]]]:
+    """The epoch and the batches of all processes, of each step of an expert from this one to its end."""
+    size = plan.options.gradient_accumulation_steps
+    order = EpochSampler(plan.samples, plan.options.seed, plan.options.caption_dropout)
     while step < expert.num_steps:
         epoch, offset = divmod(step, plan.steps_per_epoch)
         batches = order.epoch(epoch)
         firsts = range(offset * size, len(batches), size)[: expert.num_steps - step]
-        to_read, to_train = tee(batches[first : first + size] for first in firsts)  # drawn once, read ahead
-        jobs = (partial(_read, plan, sampler, epoch, draws, pin) for group in to_read for draws in ranks.own(group))
-        reader = ahead(jobs, options.max_data_loader_n_workers)
-        try:
-            for group in to_train:
-                own = [next(reader) for _ in ranks.own(group)]
-                yield Group(epoch, own, ranks.num_own(group), sum(map(len, group)))
-        finally:
-            reader.close()
+        yield from ((epoch, batches[first : first + size]) for first in firsts)
         step += len(firsts)
 
 

@@ -20,17 +20,24 @@ from wangen.runtime.training.plan import ExpertPlan, Plan
 from wangen.runtime.training.run import Run, Trainee
 from wangen.runtime.training.set_aside import set_old_average_aside
 
+_SECONDS_AT_WILL = 1.0
+"""A state that is written as fast is written at every epoch's end."""
+_TIMES_OF_WRITING = 10
+"""One that takes longer is written there only when so many times its seconds have passed since the last."""
+
 
 class Saving:
     """Saves what is due after a step.
 
     LoRAs are saved every `--save_every_n_steps` and `--save_every_n_epochs`; the training state with each of them, at
-    every epoch's end, every `--save_state_every_n_steps` and every `--save_state_every_n_minutes`.
+    an epoch's end, every `--save_state_every_n_steps` and every `--save_state_every_n_minutes`. Epochs can be short, so
+    at their ends no more than a tenth of the time goes into saving.
     """
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self._saved_at = time.monotonic()
+        self._seconds = 0.0  # that the last saving took
 
     def due(self) -> bool:
         """Whether something is to be saved after this step."""
@@ -60,13 +67,15 @@ class Saving:
     def _state_due(self) -> bool:
         options, step = self._run.plan.options, self._run.step
         every = options.save_state_every_n_steps
-        minutes = (time.monotonic() - self._saved_at) / 60
+        passed = time.monotonic() - self._saved_at
+        pays = self._seconds < _SECONDS_AT_WILL or passed > _TIMES_OF_WRITING * self._seconds
+        due = passed > 60 * options.save_state_every_n_minutes or (step % self._run.plan.steps_per_epoch == 0 and pays)
         # The first process saves, so its clock alone decides: else processes would find different steps due.
-        late = self._run.ranks.is_first and minutes > options.save_state_every_n_minutes
-        return late or step % self._run.plan.steps_per_epoch == 0 or bool(every and step % every == 0)
+        return (due and self._run.ranks.is_first) or bool(every and step % every == 0)
 
     def save(self) -> None:
         """Save the LoRAs that are due, and the state."""
+        began = time.monotonic()
         suffixes = self._suffixes()
         for suffix in suffixes:
             save_loras(self._run, suffix)
@@ -74,6 +83,7 @@ class Saving:
             drop_old_loras(self._run.plan, self._run.step)
         save_state(self._run, keep=bool(suffixes) and self._run.plan.options.save_state)
         self._saved_at = time.monotonic()
+        self._seconds = self._saved_at - began
 
 
 def save_missed(run: Run) -> None:

@@ -84,7 +84,10 @@ def rex(num_steps: int, warmup: int = 0, floor: float = 0.0) -> Schedule:
 
 def depends_on_length(options: Train) -> bool:
     """Whether the learning rate of a step depends on how long the run is."""
-    return options.lr_scheduler not in ENDLESS or is_share(options.lr_warmup_steps)
+    if options.lr_scheduler == "adafactor":  # it has a warm-up of its own
+        return False
+    warms_by_share = is_share(options.lr_warmup_steps) and options.lr_warmup_steps.strip("0.%") != ""
+    return options.lr_scheduler not in ENDLESS or warms_by_share
 
 
 def _of_diffusers(name: str, options: Train, num_steps: int, warmup: int) -> Schedule:

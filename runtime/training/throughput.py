@@ -224,12 +224,13 @@ def peak_memory_bytes(device: torch.device) -> int | None:
 
 
 @contextlib.contextmanager
-def profiled(folder: Path | None) -> Iterator[Callable[[], None]]:
-    """Write one torch trace of steps 3 to 5; the caller calls what this yields after every step.
+def profiled(folder: Path | None, start: int = 0) -> Iterator[Callable[[], None]]:
+    """Write one torch trace of the third to the fifth step from here; the caller calls what this yields after each.
 
     Args:
-        folder: `trace/steps-3-5.json.gz` is written into it, for chrome://tracing or https://ui.perfetto.dev, of a
-            shorter run with its own last step; None profiles nothing.
+        folder: `trace/steps-3-5.json.gz` is written into it, for chrome://tracing or https://ui.perfetto.dev, named by
+            the run's steps, of a shorter run with its own last step; None profiles nothing.
+        start: how many steps the run has done.
     """
     if folder is None:
         yield lambda: None
@@ -240,13 +241,13 @@ def profiled(folder: Path | None) -> Iterator[Callable[[], None]]:
     def write(profiler: Any) -> None:
         if done < first:  # the profiler writes at its end as well, whatever it has
             return
-        ended = min(done, last)
-        path = folder / TRACES / f"steps-{first}-{ended}.json.gz"
+        begun, ended = start + first, start + min(done, last)
+        path = folder / TRACES / f"steps-{begun}-{ended}.json.gz"
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{path.name}.tmp.json.gz")
         profiler.export_chrome_trace(str(temporary))
         replace(temporary, path)
-        log.info("  trace of steps %d to %d: %s", first, ended, path)
+        log.info("  trace of steps %d to %d: %s", begun, ended, path)
 
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
@@ -261,4 +262,4 @@ def profiled(folder: Path | None) -> Iterator[Callable[[], None]]:
 
         yield after_step
     if done < first:
-        log.warning("  --profile: the run ended before step %d, so there is no trace", first)
+        log.warning("  --profile: the run ended before step %d, so there is no trace", start + first)

@@ -128,13 +128,14 @@ def held_out(
     All samples, resolutions and copies of a file are on one side, and all clips that were cut from one video or are
     frames of one: of clips whole videos are put apart, at least one is left, and `count` of their clips are judged. The
     files or videos with the lowest digests of (seed, content) are held out, so renaming changes nothing but where a
-    clip's name says its video, and a new file moves at most one. Regularisation sets stay in training.
+    clip's name says its video, and a new file moves at most one. A video is passed over where more than twice as many
+    clips as are judged would be apart with it, and more than half of all. Regularisation sets stay in training.
 
     Args:
         samples: of the whole dataset.
         count: files, or clips of longer videos, that are judged.
         seed: of the choice.
-        tell: warn when all clips are of one video.
+        tell: warn when all clips are of one video, or of others than would leave enough to train on.
         instead: what else can be given, where nothing would be left.
 
     Raises:
@@ -157,11 +158,14 @@ def held_out(
 
     apart: set[str] = set()
     num_clips, num_apart = Counter(videos.values()), 0
-    for video in drawn(num_clips)[:-1]:
-        if num_apart >= count:
-            break
-        apart.add(video)
-        num_apart += num_clips[video]
+    most = min(max(2 * count, len(videos) // 2), len(videos) - 1)
+    for video in drawn(num_clips):
+        if num_apart < count and num_apart + num_clips[video] <= most:
+            apart.add(video)
+            num_apart += num_clips[video]
+    if tell and num_apart < count:
+        log.warning("  %s held out of %s asked for: whole videos are held out, and the next one would leave too little "
+                    "to train on", many(num_apart, "clip is", "clips are"), count)  # fmt: skip
     unseen = {clip for clip, video in videos.items() if video in apart}
     judged = set(drawn(unseen)[:count])
     validation = [sample for sample in own if clip_key(sample) in judged]
