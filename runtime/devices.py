@@ -33,6 +33,8 @@ _BACKENDS = {"sdpa": "native", "flash": "flash", "flash3": "_flash_3", "xformers
 def choose_device(name: str | None, number: int = 0) -> torch.device:
     """The device to compute on; None takes CUDA (or ROCm, which answers to that name) when there is one.
 
+    A GPU has its number: the name alone means the current one of each thread, which in a new thread is the first.
+
     Args:
         name: with or without its number; where it has none, processes of one machine take a GPU each.
         number: of this process on its machine.
@@ -44,7 +46,9 @@ def choose_device(name: str | None, number: int = 0) -> torch.device:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
         if number and device.type == "cuda":
             device = own_gpu(device, number)
-        torch.empty(1, device=device).cpu()  # what cannot be read back, as of `meta`, is no place to compute
+        probe = torch.empty(1, device=device)
+        probe.cpu()  # what cannot be read back, as of `meta`, is no place to compute
+        device = probe.device
         if device.type == "cuda" and host_platform_name() in ("windows", "wsl"):
             hold_to_the_card(device)
     except (RuntimeError, AssertionError) as error:
@@ -114,6 +118,7 @@ def set_precision(*, deterministic: bool, tf32: bool) -> None:
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before cuBLAS is first used
         torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nothing reads it
         torch.backends.cudnn.benchmark = False
 
 

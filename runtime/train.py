@@ -282,10 +282,10 @@ def _train(training: Run, watching: Watching, interrupt: Interrupt) -> bool:
                 if ranks.any(interrupt.requested):
                     at_end = False
                     break
-                trainee = training.activate(number)
                 with watching.waiting():
                     group = next(readers[number])
                 with enough_memory_for_steps(training, group):
+                    trainee = training.activate(number)
                     result = optimizer_step(training, trainee, group, factors[number](trainee.step), interrupt)
                 if result is None:
                     at_end = False

@@ -1,6 +1,8 @@
 """Attention in checkpointed blocks: outputs kept on the device or the host, not computed again, equal to the byte."""
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from attention_cases import (
     sage,
 )
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
@@ -165,6 +168,56 @@ def test_what_waits_in_host_memory_comes_back_with_its_strides_and_leaves_its_bu
         buffers.add(buffer.data_ptr())
         assert not any(tensor.untyped_storage().data_ptr() == buffer.data_ptr() for tensor in found)
     assert len(buffers) <= 2  # a new one for 50 rows only
+
+
+class Side:
+    """Stands in for a stream of copies; what the main stream waits for is noted with what is alive then."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.waited: list[tuple[int, bool]] = []
+        self.copies, self.sent = 0, StorageWeakRef(torch.empty(1).untyped_storage())
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: SimpleNamespace(wait_event=self.wait))
+        monkeypatch.setattr(torch.cuda, "stream", lambda _stream: nullcontext())
+
+    def wait(self, event: int) -> None:
+        self.waited.append((event, not self.sent.expired()))
+
+    def wait_stream(self, _other: object) -> None:
+        pass
+
+    def record_event(self) -> int:
+        self.copies += 1
+        return self.copies
+
+
+@pytest.mark.parametrize("sends", [True, False])
+def test_what_was_sent_is_let_go_once_the_stream_that_computes_waits_for_its_copy(sends, monkeypatch):
+    copies = HostCopies(CPU)
+    copies._stream = side = Side(monkeypatch)
+    tensor = torch.ones(40)
+    side.sent = StorageWeakRef(tensor.untyped_storage())
+    held = copies.send([tensor])
+    del tensor
+    assert not side.waited
+    assert not side.sent.expired()
+    copies.send([torch.ones(7)]) if sends else held.fetch()
+    assert side.waited == [(1, True)], "the stream waits before the memory goes back to it"
+    assert side.sent.expired()
+    held.take()
+
+
+def test_what_was_brought_and_is_not_taken_is_kept_by_the_allocator_until_it_has_come(monkeypatch):
+    copies, told = HostCopies(CPU), []
+    copies._stream = Side(monkeypatch)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda one, stream: told.append((len(one), stream)))
+    taken, left = copies.send([torch.ones(3)]), copies.send([torch.ones(5)])
+    taken.fetch()
+    left.fetch()
+    taken.take()
+    del taken
+    assert not told
+    del left
+    assert told == [(5, copies._stream)]
 
 
 def test_an_offloaded_stash_holds_nothing_on_the_device():

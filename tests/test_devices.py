@@ -1,5 +1,7 @@
 """Rules of devices and precision."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -99,15 +101,17 @@ def test_auto_attention_takes_what_runs_and_others_are_refused_with_their_packag
 
 
 @pytest.mark.parametrize(("platform", "held"), [("windows", True), ("wsl", True), ("linux", False)])
-def test_on_windows_pytorch_keeps_to_what_is_free_on_the_card(platform, held, monkeypatch):
+@pytest.mark.parametrize("name", ["cuda", "cuda:1"])
+def test_on_windows_pytorch_keeps_to_what_is_free_on_the_card(name, platform, held, monkeypatch):
     told = []
     monkeypatch.setattr(devices, "host_platform_name", lambda: platform)
-    monkeypatch.setattr(torch, "empty", lambda *_, device: torch.zeros(1))  # the card is not there
+    numbered = torch.device("cuda", 0 if name == "cuda" else 1)
+    place = SimpleNamespace(device=numbered, cpu=lambda: None)
+    monkeypatch.setattr(torch, "empty", lambda *_, device: place)  # the card is not there
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: ((10 - index) * GIB, 12 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda index: GIB)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *arguments: told.append(arguments))
-    for name in ("cuda", "cuda:1"):
-        assert choose_device(name) == torch.device(name)
+    assert choose_device(name) == numbered, "a thread of its own would take the first for the name alone"
     # what is free and what this process has already, less a quarter of a GiB for libraries
-    assert told == ([(10.75 / 12, 0), (9.75 / 12, 1)] if held else [])
+    assert told == ([((10.75 - numbered.index) / 12, numbered.index)] if held else [])

@@ -11,12 +11,14 @@ from peft import LoHaConfig, LoKrConfig, LoraConfig
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file
 from test_transformers import write_gguf, write_like_comfyui
+from torch.overrides import TorchFunctionMode
 
 from wangen import profiles
 from wangen.generator.errors import WangenError
 from wangen.runtime.memory import quantize
 from wangen.runtime.memory.quantize import FORMS, NF4, QuantLinear, in_blocks, quantize_blocks, quantized
 from wangen.runtime.weights import transformer
+from wangen.runtime.weights.quantized import Coding
 from wangen.runtime.weights.transformer import load_transformer
 
 MODES = tuple(FORMS)
@@ -26,6 +28,26 @@ NAME = "dit_t2v21"
 WEIGHT_BOUNDS = {"fp8": 0.027, "int8": 0.0068, "nf4": 0.096}
 FORWARD_BOUNDS = {"fp8": 0.045, "int8": 0.011, "nf4": 0.15}
 GRADIENT_BOUNDS = {"fp8": 0.085, "int8": 0.02, "nf4": 0.30}
+
+
+class Constants(TorchFunctionMode):
+    """Counts those that are made: each waits for a GPU."""
+
+    made = 0
+
+    def __torch_function__(self, func, _types, args=(), kwargs=None):
+        self.made += func is torch.tensor
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q3_K", "Q6_K"])
+def test_weights_in_ggufs_blocks_are_decoded_without_new_constants(kind):
+    size, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    coding, stored = Coding(kind, (4, size)), torch.arange(4 * num_bytes).reshape(4, -1).to(torch.int8)
+    first = coding.decode(stored, None, torch.float32)
+    with Constants() as constants:
+        assert coding.decode(stored, None, torch.float32).equal(first)
+    assert constants.made == 0
 
 
 def linear(rows: int = 96, columns: int = 256, *, dtype: torch.dtype = torch.float32, bias: bool = True):

@@ -1,10 +1,12 @@
 """The sampler that comparisons use: loaded once, its LoRAs switched between videos of paired seeds."""
 
+import gc
 from pathlib import Path
 
 import pytest
 import torch
 from tiny_family import TinyTask, tiny_task
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from wangen import profiles
 from wangen.generator.errors import UsageError
@@ -88,6 +90,24 @@ def test_a_dora_adds_up_with_others_in_any_order(tiny_run, loras, tmp_path):
     assert torch.allclose(sampler.latents(scene, dict.fromkeys(names[::-1], 1.0)), wanted, atol=1e-6)
     alone = [sampler.latents(scene, {name: 1.0}) for name in names]
     assert not any(torch.allclose(wanted, one, atol=1e-4) for one in alone)
+
+
+@pytest.mark.parametrize(("task", "changes"), [("t2v-1.3B", {}), ("t2v-A14B", {"blocks_to_swap": 1})])
+def test_the_weights_go_with_the_sampler(tiny_run, loras, tmp_path, task, changes):
+    """Before the next one loads, and not once Python looks for circles."""
+    tiny = tiny_task(task, tiny_run, tmp_path)
+    sampler = sampler_of(tiny, Lora("first", loras["first"]), **changes)
+    sampler.latents(scene_of(tiny))
+    weights = [StorageWeakRef(parameter.untyped_storage()) for loaded in sampler._loaded
+               for parameter in loaded.place.transformer.parameters() if parameter.numel()]  # fmt: skip
+    assert len(weights) > 20
+    gc.collect()
+    gc.disable()
+    try:
+        del sampler
+        assert all(weight.expired() for weight in weights)
+    finally:
+        gc.enable()
 
 
 def test_videos_come_one_by_one_as_pairs_of_a_seed(tiny_run, loras, tmp_path):

@@ -279,6 +279,30 @@ def test_two_experts_take_turns_on_the_device(num_swapped, mode):
         same(step(models[turn], swaps[turn]), wanted[turn])
 
 
+@pytest.mark.parametrize("fits", [0, 1, 2])
+def test_a_transformer_that_finds_no_room_stays_parked_and_comes_back_once_there_is_some(fits):
+    class Full(DirectLane):
+        room = 99
+
+        def mark(self):
+            self.room -= 1
+            if self.room < 0:
+                raise torch.OutOfMemoryError
+
+    model, lane = make_transformer(), Full()
+    wanted = step(make_transformer())
+    swap = BlockSwap(model, 3, CPU, lane=lane, ring=3)
+    swap.park()
+    lane.room = fits
+    with pytest.raises(torch.OutOfMemoryError):
+        swap.unpark()
+    assert swap.parked
+    assert device_bytes(swap) == 0
+    lane.room = 99
+    swap.unpark()
+    same(step(model, swap), wanted)
+
+
 def test_a_parked_transformer_is_not_entered():
     swap = BlockSwap(make_transformer(), 2, CPU)
     swap.park()

@@ -293,6 +293,19 @@ def test_an_expert_that_comes_back_takes_no_more_memory_than_it_has_weights(tiny
     assert storages(trainee.transformer) == before
 
 
+def test_an_expert_that_found_no_room_is_brought_back_when_it_is_asked_for_again(tiny_run, tmp_path, monkeypatch):
+    run = make_run(run_options(tiny_run, tmp_path, task="t2v-A14B", dit_high_noise=tiny_run.weights["dit"]))
+    trainee = run.activate(0)
+    with monkeypatch.context() as patch:
+        patch.setattr(run.trainees[1].place, "_start", lambda: (_ for _ in ()).throw(torch.OutOfMemoryError))
+        with pytest.raises(torch.OutOfMemoryError):
+            run.activate(1)
+    assert run.active is None
+    assert sum(storages(trainee.transformer).values()) == 0
+    for number in (0, 1):
+        assert sum(storages(run.activate(number).transformer).values()) > 0
+
+
 def storages(transformer: torch.nn.Module) -> dict[int, int]:
     """Bytes of each storage that a frozen weight lies in."""
     found = [value.untyped_storage() for value in transformer.parameters() if not value.requires_grad]

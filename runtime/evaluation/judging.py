@@ -99,6 +99,7 @@ class Judging:
                     for name, items in sets.items():
                         if found[name][name_of(who)] is None:
                             found[name][name_of(who)] = self._measure(sampler, who, items, lambda _: advance(1, ""))
+                del sampler  # before the next one loads
         return {
             name: {who: losses for who, losses in each.items() if losses is not None} for name, each in found.items()
         }

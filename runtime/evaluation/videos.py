@@ -161,6 +161,7 @@ def make(
             own = [job for job in left if job.who in some]
             requests = [Request(scenes[id(job)], strengths_of(job.who)) for job in own]
             _write(own, make_videos(requests, sampler, decoder, lambda _done: advance(1, "")), sampler, training)
+            del sampler  # before the next one loads
     return len(left)
 
 

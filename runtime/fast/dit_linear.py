@@ -5,6 +5,7 @@ Letters in shapes: T tokens, I inputs and O outputs of a layer, R rank.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -293,18 +294,20 @@ class Layers:
     def _low_rank(self, module: nn.Module, name: str) -> LowRank:
         assert isinstance(module, LoraLinear)
         down, up = module.lora_A[name].weight, module.lora_B[name].weight
-        return LowRank(down, up, float(module.scaling[name]), self._cast)
+        # A method of this object would be a circle, and the weights would stay until Python looks for those.
+        return LowRank(down, up, float(module.scaling[name]), partial(self._cast, self.dtype))
 
-    def _cast(self, trained: Tensor) -> Tensor:
+    @classmethod
+    def _cast(cls, dtype: torch.dtype, trained: Tensor) -> Tensor:
         """A parameter in the dtype of the products. Parameters that share a storage are cast in one go."""
-        if trained.dtype == self.dtype:
+        if trained.dtype == dtype:
             return trained
         storage = trained.untyped_storage()
-        key = storage.data_ptr(), self.dtype
-        whole = self._whole.get(key)
+        key = storage.data_ptr(), dtype
+        whole = cls._whole.get(key)
         if whole is None:
             flat = torch.empty(0, dtype=trained.dtype, device=trained.device).set_(storage)
-            whole = self._whole[key] = flat.to(self.dtype)
+            whole = cls._whole[key] = flat.to(dtype)
         return whole.as_strided(trained.shape, trained.stride(), trained.storage_offset())
 
 

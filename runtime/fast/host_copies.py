@@ -2,11 +2,15 @@
 
 On CUDA the host memory is pinned, and the copies run on a stream of their own, beside the computation. Its buffers are
 used again from step to step: to pin memory takes longer than to copy it. On the CPU the copies are plain ones.
+
+Memory on the device goes back to the stream that computes, in its order. The allocator's own way (`record_stream`)
+gives it back only once the device has come so far, and the host asks for many blocks ahead: they would all hold some.
 """
 
 import contextlib
 import functools
 import math
+from collections import deque
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -26,9 +30,15 @@ class HostCopies:
         self.device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._free: list[Tensor] = []
+        self._leaving: deque[tuple[Sequence[Tensor], torch.cuda.Event]] = deque()
 
     def send(self, tensors: Sequence[Tensor]) -> "HostCopy":
-        """Start to copy tensors to the host; the caller may let go of them at once."""
+        """Start to copy tensors to the host; the caller may let go of them at once.
+
+        They are held here until the next ones are sent or brought, and what is computed from then on waits for the end
+        of their copy, which has had the time between.
+        """
+        self._settle()
         ends = [0]
         for tensor in tensors:
             ends.append(math.ceil((ends[-1] + tensor.nbytes) / ALIGNMENT) * ALIGNMENT)
@@ -37,21 +47,37 @@ class HostCopies:
         with self._beside():
             for target, tensor in zip(held, tensors, strict=True):
                 target.copy_(tensor, non_blocking=True)
-        self._used_beside(tensors)
+        if self._stream is not None:
+            self._leaving.append((tensors, self._stream.record_event()))
         return HostCopy(self, buffer, held)
 
     def bring(self, held: Sequence[Tensor]) -> tuple[list[Tensor], torch.cuda.Event | None]:
-        """Start to copy tensors to the device, into memory of the stream that computes now; the event is their end."""
+        """Start to copy tensors to the device, into memory of the stream that computes now; the event is their end.
+
+        That stream has to wait for it before it lets go of them; where none will, `abandon` them.
+        """
+        self._settle()
         tensors = [torch.empty_like(tensor, device=self.device) for tensor in held]
         with self._beside():
             for target, tensor in zip(tensors, held, strict=True):
                 target.copy_(tensor, non_blocking=True)
-        self._used_beside(tensors)
         return tensors, self._stream.record_event() if self._stream is not None else None
 
     def free(self, buffer: Tensor) -> None:
         """Nothing waits in the buffer any more. What is still being copied out of it comes first on the stream."""
         self._free.append(buffer)
+
+    def abandon(self, tensors: Sequence[Tensor]) -> None:
+        """Nobody takes what was brought: the allocator keeps its memory until the copies are done."""
+        if self._stream is not None:
+            for tensor in tensors:
+                tensor.record_stream(self._stream)
+
+    def _settle(self) -> None:
+        """Let go of what was sent, once its copies are done in the order of the stream that computes."""
+        while self._leaving:
+            _, end = self._leaving.popleft()
+            torch.cuda.current_stream(self.device).wait_event(end)
 
     def _buffer(self, num_bytes: int) -> Tensor:
         """A free buffer that is large enough, else a new one in place of a free one that is too small."""
@@ -74,12 +100,6 @@ class HostCopies:
         with torch.cuda.stream(self._stream):
             yield
 
-    def _used_beside(self, tensors: Sequence[Tensor]) -> None:
-        """The allocator gives their memory to nobody else before the copies are done."""
-        if self._stream is not None:
-            for tensor in tensors:
-                tensor.record_stream(self._stream)
-
 
 class HostCopy:
     """Tensors in host memory, to be taken back once. `HostCopies.send` makes it."""
@@ -87,6 +107,10 @@ class HostCopy:
     def __init__(self, copies: HostCopies, buffer: Tensor, held: Sequence[Tensor]) -> None:
         self._copies, self._buffer, self._held = copies, buffer, held
         self._brought: tuple[list[Tensor], torch.cuda.Event | None] | None = None
+
+    def __del__(self) -> None:
+        if self._brought is not None:  # an error came between
+            self._copies.abandon(self._brought[0])
 
     def fetch(self) -> None:
         """Start to bring them back, ahead of `take`."""

@@ -261,19 +261,29 @@ class BlockSwap:
             return
         if not self._others:
             self._take_over_others()
-        for master in (*self._others, *self._masters.values()):
-            master.empty()
-        for slot in self._slots:
-            self.lane.wait(slot.ready)  # its memory is used anew by computations queued from now on
-        self._slots.clear()
-        self.parked = True
+        self._clear()
 
     def unpark(self) -> None:
-        """Bring the weights back to the device; no error where they are there."""
-        if self.parked:
+        """Bring the weights back to the device; no error where they are there. Without room for all none is there."""
+        if not self.parked:
+            return
+        try:
             for master in self._others:
                 master.fill_from(master.buffer.to(self.device, copy=True))
             self._start()
+        except (RuntimeError, MemoryError):
+            self._clear()
+            raise
+
+    def _clear(self) -> None:
+        """Let go of every frozen weight on the device."""
+        for master in (*self._others, *self._masters.values()):
+            master.empty()
+        for slot in self._slots:
+            if slot.block >= 0:
+                self.lane.wait(slot.ready)  # its memory is used anew by computations queued from now on
+        self._slots.clear()
+        self.parked = True
 
     def _take_over_others(self) -> None:
         """Copy what is frozen and not swapped to host memory, and empty it."""
@@ -361,11 +371,16 @@ def host_buffer(num_bytes: int, device: torch.device) -> torch.Tensor:
     with torch.cuda.device(device):
         code = int(runtime.cudaHostRegister(buffer.data_ptr(), whole, 0))
         if code == 0:
-            weakref.finalize(buffer, runtime.cudaHostUnregister, buffer.data_ptr()).atexit = False
+            weakref.finalize(buffer, _unregister, buffer.data_ptr(), device).atexit = False
         else:
             _forget_error(device)
             _warn_unpinned(code)
     return buffer
+
+
+def _unregister(address: int, device: torch.device) -> None:
+    with torch.cuda.device(device):
+        torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 
 def _forget_error(device: torch.device) -> None:

@@ -142,8 +142,6 @@ class Sampler:
 
     Attributes:
         attention: the name of the attention kernel that runs.
-        experts: what predicts velocities, in the order given, for who compares losses: call `enter` first, and
-            `torch.no_grad` around it.
 
     Raises:
         WangenError: weights are of another kind, a LoRA does not fit, or the memory is full.
@@ -163,11 +161,18 @@ class Sampler:
         with enough_memory("loading the transformer", settings.cure):
             self._loaded = [self._load(expert) for expert in experts]
         self.attention = self._loaded[0].attention
-        self.experts = [
-            Expert(loaded.velocity, weights.high_noise, partial(self._enter, number))
-            for number, (loaded, weights) in enumerate(zip(self._loaded, experts, strict=True))
-        ]
         self.switch(None)
+
+    @property
+    def experts(self) -> list[Expert]:
+        """What predicts velocities, in the order given, for who compares losses: call `enter` first.
+
+        Made anew each time: kept here it would be a circle, and the weights would stay until Python looks for those.
+        """
+        return [
+            Expert(loaded.velocity, weights.high_noise, partial(self._enter, number))
+            for number, (loaded, weights) in enumerate(zip(self._loaded, self._weights, strict=True))
+        ]
 
     def latents(
         self,

@@ -4,12 +4,15 @@ A quantised layer holds the stored bytes and makes its weight anew in each forwa
 What is computed is `x @ dequantise(W).T`, never a product in 8 bits: the numbers are those of the dequantised model.
 """
 
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from wangen.generator.companions import Contents
 from wangen.generator.errors import WangenError
@@ -315,5 +318,23 @@ def _decode_gguf(dtype: str, stored: torch.Tensor) -> torch.Tensor:
 
     block_size, block_bytes = _block(dtype)
     blocks = stored.view(torch.uint8).reshape(-1, block_bytes)
-    numbers: torch.Tensor = dequantize_functions[_gguf_type(dtype)](blocks, block_size, block_bytes, torch.float32)
+    with contextlib.nullcontext() if torch.compiler.is_compiling() else _ConstantsOnce():
+        numbers: torch.Tensor = dequantize_functions[_gguf_type(dtype)](blocks, block_size, block_bytes, torch.float32)
     return numbers.reshape(-1)
+
+
+class _ConstantsOnce(TorchFunctionMode):
+    """Makes a constant once for each device. diffusers' decoders make theirs in each call, and wait for the GPU."""
+
+    _made: ClassVar[dict[tuple[str, str], torch.Tensor]] = {}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], _types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is not torch.tensor:
+            return func(*args, **kwargs)
+        key = repr(args), repr(sorted(kwargs.items()))
+        if key not in self._made:
+            self._made[key] = func(*args, **kwargs)
+        return self._made[key]
