@@ -23,7 +23,7 @@ class _Bucket:
 
     Attributes:
         shape: width, height, frames and batch size.
-        samples: (N,) of each use the number of its sample.
+        samples: (N,) the sample's number, for each use.
         repeats: (N,) which of its uses in the epoch it is.
     """
 

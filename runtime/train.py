@@ -127,7 +127,7 @@ def _run(options: Train, device: torch.device, ranks: Ranks) -> Report:
 
 @contextlib.contextmanager
 def _alone_in_folder(options: Train, ranks: Ranks) -> Iterator[None]:
-    """One training at a time writes into an output folder, whatever `--lock` says; the processes of one run are one.
+    """Only one run at a time trains into an output folder, whatever `--lock` says; its processes count as one.
 
     Raises:
         WangenError: another one does.

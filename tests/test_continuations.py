@@ -364,7 +364,7 @@ def test_a_continuation_that_is_not_finite_is_left_out_and_training_goes_on(ti2v
 )
 def test_what_cannot_be_continued_is_refused_before_a_model_loads(ti2v, tmp_path, monkeypatch, changes, words):
     monkeypatch.setattr(train, "load_trainee", lambda *_words: pytest.fail("the model was loaded"))
-    monkeypatch.setattr(watching, "make_scenes", lambda *_words: pytest.fail("a prompt was encoded"))
+    monkeypatch.setattr(watching, "training_scenes", lambda *_words: pytest.fail("a prompt was encoded"))
     if changes.get("vae", True):
         (tmp_path / "p.txt").write_text("a cat --w 64 --h 64 --f 1")
         changes = {"sample_prompts": tmp_path / "p.txt", "t5": T5, **changes}

@@ -14,10 +14,9 @@ from wangen import profiles
 from wangen.generator.errors import WangenError
 from wangen.generator.steps import Generate
 from wangen.runtime import generate
-from wangen.runtime.models import family
 from wangen.runtime.sampling.prompts import read_prompts
 from wangen.runtime.training.adapter import replaced
-from wangen.runtime.training.sampling import list_samples, make_samples, make_scenes, samples_due
+from wangen.runtime.training.sampling import list_samples, make_samples, samples_due, training_scenes
 
 LINES = (
     "a red square --w 64 --h 80 --f 5 --s 3 --l 3 --n a blue wall\na red square --w 64 --h 64 --f 1 --s 2 --l 1 --d 9\n"
@@ -28,7 +27,7 @@ def scenes_of(run, folder, text=LINES):
     path = folder / "prompts.txt"
     path.write_text(text)
     model = run.plan.model
-    return make_scenes(run.kind, model, read_prompts(path, model, 42), run.plan.options, CPU)
+    return training_scenes(model, read_prompts(path, model, 42), run.plan.options, CPU)
 
 
 def pixels(path):
@@ -141,7 +140,7 @@ def test_an_expert_that_samples_alone_is_announced(tiny_run, tmp_path, caplog):
     options = options_of(tiny_run, tmp_path, task="t2v-A14B", experts="low")
     (tmp_path / "prompts.txt").write_text("a red square --w 64 --h 64 --f 1")
     model = profiles.model("t2v-A14B")
-    make_scenes(family(model), model, read_prompts(tmp_path / "prompts.txt", model, 1), options, CPU)
+    training_scenes(model, read_prompts(tmp_path / "prompts.txt", model, 1), options, CPU)
     assert "the low-noise expert alone" in caplog.text
 
 
@@ -159,7 +158,7 @@ def test_weights_of_another_model_are_named_before_anything_is_encoded(tiny_run,
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("a red square --w 64 --h 64 --f 1")
     with pytest.raises(WangenError, match="--t5"):
-        make_scenes(family(MODEL), MODEL, read_prompts(prompts, MODEL, 1), options, CPU)
+        training_scenes(MODEL, read_prompts(prompts, MODEL, 1), options, CPU)
 
 
 def test_first_frames_become_what_each_model_takes(tiny_run, tmp_path, monkeypatch):
@@ -173,7 +172,7 @@ def test_first_frames_become_what_each_model_takes(tiny_run, tmp_path, monkeypat
         model = profiles.model(task)
         vae = VAE22 if task == "ti2v-5B" else tiny_run.weights["vae"]
         prompts = read_prompts(tmp_path / "prompts.txt", model, 42)
-        (scene,) = make_scenes(family(model), model, prompts, replace(options, task=task, vae=vae), CPU)
+        (scene,) = training_scenes(model, prompts, replace(options, task=task, vae=vae), CPU)
         found[task] = scene.given
     condition = found["i2v-A14B"].condition
     assert condition.shape == (1, 20, 2, 8, 8)

@@ -21,7 +21,7 @@ from torch.nn import functional
 from wangen.generator.memory import num_token_pieces
 from wangen.runtime.fast.attention import Kernel
 from wangen.runtime.fast.dit_blocks import Block, Tokens, linears_of
-from wangen.runtime.fast.dit_checkpoint import BlockWeights, Passage
+from wangen.runtime.fast.dit_checkpoint import Passage
 from wangen.runtime.fast.dit_compiled import WholeBlocks, step_tensors
 from wangen.runtime.fast.dit_elementwise import FUSED
 from wangen.runtime.fast.dit_linear import drops
@@ -29,6 +29,7 @@ from wangen.runtime.fast.dit_shared import FastModel
 from wangen.runtime.fast.dit_text import text_rows
 from wangen.runtime.fast.dit_token_wise import cut
 from wangen.runtime.libraries import LoraLinear, WanTransformer3DModel
+from wangen.runtime.memory.blocks import BlockWeights
 from wangen.runtime.models.compute import Compute
 from wangen.runtime.models.inputs import Controls, Inputs, require_width, with_condition
 
@@ -139,7 +140,7 @@ class FastWan(FastModel):
         return frames, height, width
 
     def _prefix_has_gradient(self) -> bool:
-        """Whether what comes before the blocks is trained, or is to be treated so."""
+        """Whether something of what comes before the blocks is trained."""
         outer = (self._transformer.patch_embedding, self._transformer.condition_embedder)
         return any(parameter.requires_grad for module in outer for parameter in module.parameters())
 

@@ -17,8 +17,8 @@ from torch.nn import functional
 from wangen.runtime.fast.attention import Kernel, Stash
 from wangen.runtime.fast.dit_by_hand import BlockByHand
 from wangen.runtime.fast.dit_elementwise import FUSED, Elementwise, Modulation
-from wangen.runtime.fast.dit_linear import Layers
-from wangen.runtime.fast.dit_shared import StepBlock, lay_together
+from wangen.runtime.fast.dit_linear import Layers, base_of, lay_side_by_side
+from wangen.runtime.fast.dit_shared import StepBlock
 from wangen.runtime.fast.dit_token_wise import Other, Piece, TokenWise
 from wangen.runtime.libraries import WanTransformerBlock
 from wangen.runtime.memory.swap import spread
@@ -101,7 +101,8 @@ def lay_resident_groups(transformer: nn.Module, num_swapped: int, free_blocks: i
     swapped = spread(len(blocks) - free_blocks, num_swapped)
     for index, block in enumerate(blocks):
         if index not in swapped:
-            lay_together(linears_of(block))
+            for modules in linears_of(block).values():
+                lay_side_by_side([base_of(module) for module in modules])
 
 
 def modulation(block: WanTransformerBlock, conditions: Tensor) -> Modulation:
@@ -162,7 +163,7 @@ class Block(StepBlock):
         return by.gated(hidden, self._feed_forward(normed, valued=valued), numbers.forward_gate, runs, valued)
 
     def recomputed_back(self, gradient: Tensor, hidden: Tensor, *, has_gradient: bool) -> tuple[Tensor | None] | None:
-        """See `dit_checkpoint.Block`."""
+        """As `StepBlock`."""
         if not self._is_for_hand(self.beside):
             return None
         by_hand = self._by_hand(modulation(self._block, self.beside.conditions), self.beside)

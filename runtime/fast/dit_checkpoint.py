@@ -7,9 +7,9 @@ swap is told when the weights are needed.
 """
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,59 +18,10 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 from wangen.runtime.fast.attention import Stash
 from wangen.runtime.fast.dit_functions import anchor, apply
+from wangen.runtime.fast.dit_shared import StepBlock
 from wangen.runtime.fast.host_copies import HostCopy, host_copies
+from wangen.runtime.memory.blocks import BlockWeights
 from wangen.runtime.models.compute import Compute
-
-
-class Block(Protocol):
-    """One block of a transformer for one step. T: tokens of the step, D: width of the model."""
-
-    @property
-    def beside(self) -> Any:
-        """A named tuple of what it takes beside the tokens, each a tensor or None.
-
-        A part may have a gradient where something before the blocks is trained.
-        """
-
-    @property
-    def trains_numbers(self) -> bool:
-        """Whether its shifts, scales and gates get a gradient."""
-
-    @property
-    def draws(self) -> bool:
-        """Whether it draws random numbers from PyTorch's generators (dropout)."""
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """(T, D) -> (T, D)."""
-
-    def again(self, hidden: Tensor, beside: Any) -> Tensor:
-        """The same for its gradients alone, with `beside` in place of its own; what comes out may be anything."""
-
-    def recomputed_back(self, gradient: Tensor, hidden: Tensor, *, has_gradient: bool) -> tuple[Tensor | None] | None:
-        """Run it again and go back without autograd; None where that cannot be.
-
-        Args:
-            gradient: of what came out, (T, D).
-            hidden: what went in, (T, D).
-            has_gradient: that of the input is wanted.
-
-        Returns:
-            The gradient of the input, or None in its place. Those of the parameters were added to theirs.
-        """
-
-
-class BlockWeights(Protocol):
-    """Weights that are on the device only around their use."""
-
-    @property
-    def swapped(self) -> Collection[int]:
-        """The numbers of the blocks that it concerns."""
-
-    def enter(self, index: int, *, backward: bool) -> None:
-        """The block's weights are needed from now on, for its forward pass or for recomputation and backward pass."""
-
-    def leave(self, index: int, *, backward: bool) -> None:
-        """They are not needed any more."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +100,7 @@ class Recomputation:
         earlier: the stash of the block before, whose outputs are fetched while this one computes.
     """
 
-    block: Block
+    block: StepBlock
     presence: Presence
     stash: Stash | None
     host: InHostMemory | None
@@ -203,7 +154,7 @@ class Passage:
         keeps = recomputes and self._compute.checkpointing == "selective"
         return Stash(offload=self._compute.offload) if keeps else None
 
-    def run(self, index: int, block: Block, hidden: Tensor, stash: Stash | None, *, recomputes: bool) -> Tensor:
+    def run(self, index: int, block: StepBlock, hidden: Tensor, stash: Stash | None, *, recomputes: bool) -> Tensor:
         """(T, D) -> (T, D), the blocks in their order; `stash` is what the block was made with."""
         presence = Presence(self._swap if self.swaps(index) else None, index)
         if recomputes:
@@ -260,7 +211,7 @@ class _Recomputed(torch.autograd.Function):
 
 def _back(ctx: Any, gradient: Tensor, hidden: Tensor, beside: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
     """The gradients of a block's input and of what is beside it."""
-    block: Block = ctx.plan.block
+    block: StepBlock = ctx.plan.block
     with torch.autocast(gradient.device.type, enabled=False), _as_before(ctx):
         found = block.recomputed_back(gradient, hidden.detach(), has_gradient=ctx.needs_input_grad[2])
         if found is not None:

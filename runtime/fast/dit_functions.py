@@ -11,12 +11,13 @@ of the ranks of the adapters that share an input.
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from wangen.runtime.fast.products import add_product, linear, linear_back, scaled_
+from wangen.runtime.fast.products import add_product, linear, linear_back, linear_onto, scaled_
+from wangen.runtime.memory.quantize import QuantLinear
 
 
 def apply(function: type[torch.autograd.Function], *arguments: Any) -> Any:
@@ -38,27 +39,97 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
-class FrozenProduct(Protocol):
-    """One frozen linear layer, or several that share their input; all tensors here are in the products' own dtype."""
+def weight_of(layer: nn.Linear, dtype: torch.dtype) -> Tensor:
+    """The weight (O, I) of a linear layer in `dtype`, dequantised if the layer holds it so, outside autograd."""
+    if isinstance(layer, QuantLinear):
+        return layer.dequantized(dtype)
+    weight = layer._parameters["weight"]  # quicker than asking for the attribute
+    assert weight is not None
+    return cast(weight, dtype)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """What products are computed in; the tokens may be in another."""
+
+class Frozen:
+    """Frozen linear layers that share an input: their products, forward and back.
+
+    The weights are read when they are used, so that they may be elsewhere in between. Where the layers' weights lie
+    side by side in one storage (`dit_linear.lay_side_by_side`), they are one product.
+    """
+
+    def __init__(self, layers: Sequence[nn.Linear], dtype: torch.dtype) -> None:
+        self.layers = tuple(layers)
+        self.dtype = dtype
+        self._are_joined: bool | None = None  # not known yet
 
     def outputs(self, inputs: Tensor) -> list[Tensor]:
         """(T, I) -> for each layer (T, O), with its bias."""
+        joined = self.joined()
+        if joined is None:
+            return [
+                linear(inputs, weight_of(layer, self.dtype), _cast(layer.bias, self.dtype)) for layer in self.layers
+            ]
+        weight, bias = joined
+        product = linear(inputs, cast(weight, self.dtype), cast(bias, self.dtype), num_layers=len(self.layers))
+        return list(product.split_with_sizes([layer.out_features for layer in self.layers], 1))
 
     def plus(self, outputs: Tensor, inputs: Tensor) -> Tensor:
         """(T, O) plus inputs (T, I) times the weight of the one layer; what it is added to may be overwritten."""
-
-    def bias(self) -> Tensor | None:
-        """The bias (O,) of the one layer."""
+        (layer,) = self.layers
+        return linear_onto(outputs, inputs, weight_of(layer, self.dtype))
 
     def zeros(self, inputs: Tensor) -> tuple[Tensor, ...]:
         """(T, I) -> in place of each layer's output (T, O) zeros, which take no memory."""
+        zero = inputs.new_zeros(())
+        return tuple(zero.expand(len(inputs), layer.out_features) for layer in self.layers)
 
     def input_gradient(self, gradients: Sequence[Tensor]) -> Tensor:
         """For each layer (T, O) -> (T, I), the sum of the products with the weights."""
+        total = linear_back(gradients[0], weight_of(self.layers[0], self.dtype))
+        for gradient, layer in zip(gradients[1:], self.layers[1:], strict=True):
+            total = linear_onto(total, gradient, weight_of(layer, self.dtype).t())
+        return total
+
+    def bias(self) -> Tensor | None:
+        """The bias (O,) of the one layer."""
+        (layer,) = self.layers
+        return _cast(layer.bias, self.dtype)
+
+    def joined(self) -> tuple[Tensor, Tensor] | None:
+        """Weight and bias of all layers as one, without a copy; None where they do not lie side by side."""
+        if self._are_joined is None:
+            self._are_joined = self._lie_side_by_side()
+        if not self._are_joined:
+            return None
+        # Made anew for each use: held, they would keep weights on the device that are parked elsewhere.
+        first, num_rows = self.layers[0], sum(layer.out_features for layer in self.layers)
+        return _from_here(first.weight, num_rows), _from_here(first.bias, num_rows)
+
+    def _lie_side_by_side(self) -> bool:
+        if len(self.layers) == 1 or any(isinstance(layer, QuantLinear) for layer in self.layers):
+            return False
+        return all(are_side_by_side([getattr(layer, name) for layer in self.layers]) for name in ("weight", "bias"))
+
+
+def _cast(bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if bias is None else cast(bias, dtype)
+
+
+def are_side_by_side(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether tensors (n_i, ...) follow each other in one storage."""
+    first = tensors[0]
+    if first is None:
+        return False
+    expected = first.data_ptr()
+    for tensor in tensors:
+        if tensor is None or not tensor.is_contiguous() or tensor.dtype != first.dtype or tensor.data_ptr() != expected:
+            return False
+        expected += tensor.nbytes
+    # Else they are neighbours, but of different storages.
+    return expected <= first.untyped_storage().data_ptr() + first.untyped_storage().nbytes()
+
+
+def _from_here(first: Tensor, num_rows: int) -> Tensor:
+    """So many rows of a storage, (num_rows, ...), that begin with those of a tensor in it."""
+    return first.detach().as_strided((num_rows, *first.shape[1:]), first.stride(), first.storage_offset())
 
 
 @dataclass(frozen=True)
@@ -95,7 +166,7 @@ class Adapters:
         each: for each layer its adapter or None.
 
     Attributes:
-        num_layers: of all layers.
+        num_layers: how many layers share the input.
         present: numbers of the layers that have one, and the adapters.
         ranks: theirs.
         trained: `down` and `up` of each, one after the other.
@@ -153,7 +224,7 @@ class Adapters:
 
 
 def adapted(
-    inputs: Tensor, frozen: FrozenProduct, adapters: Adapters, *, valued: bool
+    inputs: Tensor, frozen: Frozen, adapters: Adapters, *, valued: bool
 ) -> tuple[Sequence[Tensor], Tensor | None]:
     """What linear layers that share an input make of it, and what their gradients need of that beside the input.
 
@@ -183,7 +254,7 @@ def adapted(
 def adapted_back(
     inputs: Tensor | None,
     images: Tensor | None,
-    frozen: FrozenProduct,
+    frozen: Frozen,
     adapters: Adapters,
     gradients: Sequence[Tensor],
     totals: Sequence[Tensor],
@@ -222,7 +293,7 @@ class AdaptedLinears(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, inputs: Tensor, frozen: FrozenProduct, adapters: Adapters, valued: bool, *_trained: Tensor
+        ctx: Any, inputs: Tensor, frozen: Frozen, adapters: Adapters, valued: bool, *_trained: Tensor
     ) -> tuple[Tensor, ...]:
         """(T, I) -> for each layer (T, O); arguments as of `adapted`, and `adapters.trained` for autograd to see."""
         outputs, images = adapted(inputs, frozen, adapters, valued=valued)

@@ -10,20 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from wangen.runtime.fast.attention import Kernel, Stash
-from wangen.runtime.fast.dit_checkpoint import BlockWeights
 from wangen.runtime.fast.dit_elementwise import Elementwise, elementwise_of
-from wangen.runtime.fast.dit_linear import Group, Layers, base_of, lay_side_by_side
+from wangen.runtime.fast.dit_linear import Group, Layers
+from wangen.runtime.memory.blocks import BlockWeights
 from wangen.runtime.models.compute import Compute, Tricks
 
 Linears = Mapping[str, Sequence[nn.Module]]
 """A block's linear layers by name, those together that share an input."""
-
-
-def lay_together(linears: Linears) -> None:
-    """Let the weights of layers that share an input be parts of one storage, so that they are one product."""
-    for modules in linears.values():
-        if len(modules) > 1:
-            lay_side_by_side([base_of(module) for module in modules])
 
 
 class StepBlock:
@@ -32,7 +25,8 @@ class StepBlock:
     Args:
         block: diffusers' module.
         linears: its linear layers.
-        beside: a named tuple of what it takes beside the tokens, as `dit_checkpoint.Block` has it.
+        beside: a named tuple of what it takes beside the tokens, each a tensor or None. A part may have a gradient
+            where something before the blocks is trained.
         layers: the linear layers as they are in this step.
         kernel: of attention.
         tricks: which short cuts are taken.
@@ -68,6 +62,11 @@ class StepBlock:
         self._stash = stash
 
     @property
+    def trains_numbers(self) -> bool:
+        """Whether its shifts, scales and gates get a gradient."""
+        raise NotImplementedError
+
+    @property
     def draws(self) -> bool:
         """Whether it draws random numbers, as adapters that are not low-rank alone, or have dropout, may."""
         return self._is_training and not all(group.is_plain for groups in self.groups.values() for group in groups)
@@ -81,7 +80,16 @@ class StepBlock:
         return self._run(hidden, beside, valued=not self._tricks.short_recompute)
 
     def recomputed_back(self, gradient: Tensor, hidden: Tensor, *, has_gradient: bool) -> tuple[Tensor | None] | None:
-        """See `dit_checkpoint.Block`; a family that has no gradients by hand leaves it to autograd."""
+        """Run it again and go back without autograd; None where that cannot be, as in a family without such gradients.
+
+        Args:
+            gradient: of what came out, (T, D).
+            hidden: what went in, (T, D).
+            has_gradient: that of the input is wanted.
+
+        Returns:
+            The gradient of the input, or None in its place. Those of the parameters were added to theirs.
+        """
         del gradient, hidden, has_gradient
         return None
 

@@ -36,7 +36,7 @@ def keep_freed_memory() -> bool:
 
 
 GPU_SETTING = "PYTORCH_CUDA_ALLOC_CONF"
-"""The variable that every PyTorch here reads. Who has set it, or its newer name, keeps it."""
+"""The variable that every PyTorch here reads. If it, or its newer name, is set already, it is left alone."""
 
 BOARDS = ("/etc/nv_tegra_release",)
 """What Jetson boards have."""

@@ -1,4 +1,7 @@
-"""A transformer's blocks, whatever the family calls them."""
+"""A transformer's blocks, whatever the family calls them, and when their weights are needed."""
+
+from collections.abc import Collection
+from typing import Protocol
 
 from torch import nn
 
@@ -22,3 +25,17 @@ def in_a_block(name: str) -> bool:
     (True, False)
     """
     return name.partition(".")[0] in BLOCKS
+
+
+class BlockWeights(Protocol):
+    """Weights that are on the device only around their use."""
+
+    @property
+    def swapped(self) -> Collection[int]:
+        """The numbers of the blocks that it concerns."""
+
+    def enter(self, index: int, *, backward: bool) -> None:
+        """The block's weights are needed from now on, for its forward pass or for recomputation and backward pass."""
+
+    def leave(self, index: int, *, backward: bool) -> None:
+        """They are not needed any more."""

@@ -189,7 +189,7 @@ class BlockSwap:
         """Move everything to where it belongs, a block at a time.
 
         Args:
-            transformer: with `blocks`, on the host or on the device.
+            transformer: on the host or on the device.
             num_swapped: how many blocks to swap; 0 puts the whole transformer on the device.
             device: where to compute.
             free_blocks: so many of the last blocks are not recomputed and therefore not swapped.
@@ -355,8 +355,8 @@ def host_buffer(num_bytes: int, device: torch.device) -> torch.Tensor:
     """Host memory as uint8. For a GPU its pages are locked, which lets it copy while it computes.
 
     torch's own pinned memory comes in powers of two, half as much again for a block of 14B; so memory of the right
-    size is registered instead, in whole pages, of which no two buffers may share one. Where the system refuses, it
-    stays pageable, and is said once.
+    size is registered instead, in whole pages, of which no two buffers may share one. If the system refuses, the memory
+    stays pageable, and a warning says so once.
 
     Args:
         num_bytes: the length.

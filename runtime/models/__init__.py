@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
     from PIL.Image import Image
 
-    from wangen.runtime.fast.dit_checkpoint import BlockWeights
+    from wangen.runtime.memory.blocks import BlockWeights
     from wangen.runtime.models.compute import Compute
     from wangen.runtime.models.inputs import Controls, Inputs
 

@@ -16,8 +16,8 @@ from wangen.runtime.models.plain import PlainModel
 
 if TYPE_CHECKING:
     from wangen.profiles import Model
-    from wangen.runtime.fast.dit_checkpoint import BlockWeights
     from wangen.runtime.libraries import WanTransformer3DModel
+    from wangen.runtime.memory.blocks import BlockWeights
     from wangen.runtime.models import LatentEncoder, PromptEncoder, VelocityModel
     from wangen.runtime.models.compute import Compute
     from wangen.runtime.models.inputs import Controls

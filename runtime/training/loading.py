@@ -180,7 +180,7 @@ def _pairs(
 
 def _restore(trainee: Trainee, state: ExpertState, where: str) -> None:
     """Put a saved state into a fresh trainee."""
-    state = _as_here(trainee, state)
+    state = as_here(state, trainee.plan.name, trainee.sharded)
     trainee.optimization.flat.load(state.adapter, where)
     trainee.optimization.load(state.optimizer, state.numbers, where)
     if trainee.ema and state.ema:
@@ -191,15 +191,21 @@ def _restore(trainee: Trainee, state: ExpertState, where: str) -> None:
     trainee.step = state.step
 
 
-def _as_here(trainee: Trainee, state: ExpertState) -> ExpertState:
-    """The state's tensors as this process needs them, whoever saved them in parts or whole."""
+def as_here(state: ExpertState, expert: str, sharded: "ShardedWeights | None") -> ExpertState:
+    """An expert's state with its tensors, whoever saved them in parts or whole.
+
+    Args:
+        state: of the expert.
+        expert: its name.
+        sharded: the weights of which this process holds parts; None gives whole tensors.
+    """
     if state.in_parts:
         from wangen.runtime.training.sharded_state import read
 
-        return read(state, trainee.plan.name, trainee.sharded)
-    if trainee.sharded is None:
+        return read(state, expert, sharded)
+    if sharded is None:
         return state
-    own = trainee.sharded.own
+    own = sharded.own
     return replace(
         state,
         adapter={name: own(name, value) for name, value in state.adapter.items()},

@@ -96,7 +96,7 @@ class Metrics:
 
 
 def _lines_until(path: Path, step: int, experts: Collection[str], name: str) -> list[bytes]:
-    """The whole lines up to a step, of step 0 only when the run is past it; all of other experts and names."""
+    """Complete lines up to `step` (those of step 0 only if the run is past it), and all of other experts and runs."""
     if not path.is_file():
         return []
     kept = []

@@ -24,7 +24,7 @@ DrawKey = tuple[int, int, str, int]
 
 @dataclass(frozen=True)
 class Prepared:
-    """One forward pass, on the CPU (pinned, where a GPU waits).
+    """One batch, made ready on the CPU (pinned, where a GPU waits).
 
     Letters: B items, C channels, F h w latent frames, height and width.
 
@@ -49,7 +49,7 @@ class Group(NamedTuple):
     Attributes:
         epoch: that they belong to.
         batches: of this process; it may have none of a short step at an epoch's end.
-        num_own: so many of them count; those behind are there for the other processes, which wait for each pass.
+        num_own: how many of them count; the rest are fillers, so that all processes make equally many passes.
         num_items: in the batches of all processes.
     """
 

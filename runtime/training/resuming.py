@@ -76,7 +76,7 @@ def _begun_before(launched: Launch) -> dict[str, str]:
 
 
 def require_own_files(plan: Plan, state: TrainingState | None) -> None:
-    """Refuse a start where a run of other experts keeps its LoRA under the same name; of its own it is told.
+    """Refuse to start where a run of other experts keeps its LoRA under this name; of the same experts it is told.
 
     Args:
         plan: of the run.

@@ -19,12 +19,11 @@ from wangen.generator.run_folder import SAMPLE_LIST, SAMPLES
 from wangen.generator.steps import Train
 from wangen.profiles import Model
 from wangen.runtime.denoising import flow_scheduler
-from wangen.runtime.models import Family
+from wangen.runtime.models import family
 from wangen.runtime.progress import progress
 from wangen.runtime.sampling.output import KEY, write_media
 from wangen.runtime.sampling.prompts import SamplePrompt
-from wangen.runtime.sampling.scenes import Encoders, Scene
-from wangen.runtime.sampling.scenes import make_scenes as make_scenes_with
+from wangen.runtime.sampling.scenes import Encoders, Scene, make_scenes
 from wangen.runtime.sampling.videos import Decoder, Expert, sample_latents
 from wangen.runtime.training.adapter import replaced
 from wangen.runtime.training.run import Run
@@ -37,27 +36,26 @@ _CURE = "use a smaller --w, --h or --f in the prompt file"
 _COMFYUI_SAMPLERS: Mapping[str, str] = {"unipc": "uni_pc", "dpm++": "dpmpp_2m", "euler": "euler"}
 
 
-def make_scenes(
-    kind: Family, model: Model, prompts: Sequence[SamplePrompt], options: Train, device: torch.device
-) -> list[Scene]:
+def training_scenes(model: Model, prompts: Sequence[SamplePrompt], options: Train, device: torch.device) -> list[Scene]:
     """Encode prompts and first frames; call it before the transformer loads. The encoders are gone when it returns.
 
     Args:
-        kind: the model's family.
         model: its profile.
-        prompts: from `prompts.read_prompts`.
+        prompts: from `prompts.read_prompts`; without one nothing loads.
         options: the weights: `--t5`, `--vae`, and `--clip` where the model looks through it.
         device: where to encode.
 
     Raises:
         WangenError: a file is of another kind, or the memory is full.
     """
+    if not prompts:
+        return []
     encoders = Encoders.of(options)
     encoders.require(model)
     if model.experts and options.experts != "both":
         log.warning("  samples are made by the %s-noise expert alone, all the way: look at shapes and motion (high) or "
                     "details (low) only", options.experts)  # fmt: skip
-    return make_scenes_with(kind, model, prompts, encoders, device, "the prompts of the samples")
+    return make_scenes(family(model), model, prompts, encoders, device, "the prompts of the samples")
 
 
 def samples_due(options: Train, step: int, steps_per_epoch: int, num_steps: int) -> bool:
@@ -85,7 +83,7 @@ def make_samples(run: Run, scenes: Sequence[Scene], *, check: Callable[[], None]
 
     Args:
         run: of which everything stays as it is, but for where idle experts lie.
-        scenes: from `make_scenes`.
+        scenes: from `training_scenes`.
         check: called after every step of a sampler, by all processes where each holds a part of the weights, and
             elsewhere before every chunk that is decoded, too; it may raise.
 
@@ -148,7 +146,7 @@ def sampled(
 
 
 def own_check(run: Run, check: Callable[[], None]) -> Callable[[], None]:
-    """What the first process may call as often as it likes: a check, but nothing where all processes make it."""
+    """The check for what the first process does alone: none where all processes have to make it together."""
     return (lambda: None) if run.ranks.in_step else check
 
 

@@ -15,6 +15,7 @@ from wangen.runtime.models import family
 from wangen.runtime.training import adapter_files, checkpoint, full
 from wangen.runtime.training.checkpoint import ExpertState, TrainingState
 from wangen.runtime.training.facts import SCHEDULE_FREE
+from wangen.runtime.training.loading import as_here
 from wangen.runtime.training.metadata import metadata
 from wangen.runtime.training.plan import ExpertPlan, Plan
 from wangen.runtime.training.run import Run, Trainee
@@ -87,7 +88,7 @@ class Saving:
 
 
 def save_missed(run: Run) -> None:
-    """Save the numbered LoRAs of where a run ended that is longer now: it had only the finished one, which goes."""
+    """Save the numbered LoRAs that fall due where a shorter run ended: it left the finished one, which is to go."""
     saving = Saving(run)
     if saving.missed():
         saving.save()
@@ -221,7 +222,7 @@ def save_state_as_loras(plan: Plan, state: TrainingState) -> list[Path]:
     """
     written: list[Path] = []
     for expert in plan.experts:
-        saved = _whole(state.experts[expert.name], expert.name)
+        saved = as_here(state.experts[expert.name], expert.name, None)
         steps = saved.step, state.step
         written += save_lora(plan, expert, saved.adapter, steps)
         if saved.ema:
@@ -229,15 +230,6 @@ def save_state_as_loras(plan: Plan, state: TrainingState) -> list[Path]:
         else:
             set_old_average_aside(plan, expert)
     return written
-
-
-def _whole(state: ExpertState, expert: str) -> ExpertState:
-    """A state with all its tensors, also where several processes wrote it in parts."""
-    if state.in_parts is None:
-        return state
-    from wangen.runtime.training.sharded_state import read
-
-    return read(state, expert, None)
 
 
 def save_lora(

@@ -20,7 +20,6 @@ from wangen.runtime.cache import digest
 from wangen.runtime.interrupt import Interrupt
 from wangen.runtime.loader import background_of
 from wangen.runtime.lora_folder import BEST
-from wangen.runtime.models import family
 from wangen.runtime.models.inputs import WAN_TEXT_ROWS
 from wangen.runtime.sampling.prompts import defaults_of, read_prompts
 from wangen.runtime.training.adapter import disabled, replaced
@@ -42,7 +41,7 @@ from wangen.runtime.training.plan import Plan, dataset_digest
 from wangen.runtime.training.prepared import Prepared
 from wangen.runtime.training.ranks import Ranks
 from wangen.runtime.training.run import Run, Trainee
-from wangen.runtime.training.sampling import make_samples, make_scenes, samples_due
+from wangen.runtime.training.sampling import make_samples, samples_due, training_scenes
 from wangen.runtime.training.saving import save_trained
 from wangen.runtime.training.set_aside import set_old_best_aside
 from wangen.runtime.training.step import StepResult, item_errors
@@ -94,7 +93,7 @@ class Watching:
         file = self._options.sample_prompts if ranks.is_first or ranks.in_step else None
         defaults = {**defaults_of(plan.model), "background_color": background_of(plan.samples)}
         prompts = read_prompts(file, plan.model, self._options.seed, defaults) if file else []
-        self._scenes = make_scenes(family(plan.model), plan.model, prompts, self._options, device) if prompts else []
+        self._scenes = training_scenes(plan.model, prompts, self._options, device)
         self._pending = Pending(device, ranks=ranks)
         self._bins = {expert.name: TimestepBins() for expert in plan.experts}
         peak = peak_tflops(device, self._options.peak_tflops)

@@ -15,7 +15,7 @@ from wangen.runtime.models.plain import PlainModel
 if TYPE_CHECKING:
     from diffusers import QwenImageTransformer2DModel
 
-    from wangen.runtime.fast.dit_checkpoint import BlockWeights
+    from wangen.runtime.memory.blocks import BlockWeights
     from wangen.runtime.models import VelocityModel
     from wangen.runtime.models.compute import Compute
 
