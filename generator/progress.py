@@ -2,16 +2,52 @@
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import IO, TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def terminal() -> "Console | None":
+    """The terminal for a live bar, if standard error is one.
+
+    It may be closed at any moment while the work goes on: what cannot be shown any more is dropped.
+    """
+    if not sys.stderr or not sys.stderr.isatty():  # it is None for a process that began without one
+        return None
+    from rich.console import Console
+
+    return Console(file=_Forgiving(sys.stderr))  # type: ignore[arg-type]  # it is as much of a file as rich uses
+
+
+class _Forgiving:
+    """A file whose writes never fail."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self._file = file
+
+    def write(self, text: str) -> None:
+        """Write, if that can be."""
+        with suppress(OSError):
+            self._file.write(text)
+
+    def flush(self) -> None:
+        """Flush, if that can be."""
+        with suppress(OSError):
+            self._file.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
 
 
 @contextmanager
 def bar(label: str, total: int | None) -> Iterator[Callable[[str], None]]:
     """Show how many of `total` things are done (None: nobody knows how many); yields what is told of each by name."""
-    if not sys.stderr.isatty() or total == 0:
+    console = terminal()
+    if console is None or total == 0:
         yield lambda _: None
         return
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (
@@ -21,7 +57,7 @@ def bar(label: str, total: int | None) -> Iterator[Callable[[str], None]]:
         TimeRemainingColumn(),
         TextColumn("{task.fields[name]}", markup=False),  # a file name may hold brackets
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
+    with Progress(*columns, console=console, transient=True) as shown:
         task = shown.add_task(label, total=total, name="")
         yield lambda name: shown.update(task, advance=1, name=name)
 
@@ -29,10 +65,10 @@ def bar(label: str, total: int | None) -> Iterator[Callable[[str], None]]:
 @contextmanager
 def byte_bar(name: str, num_bytes: int) -> Iterator[Callable[[str, int], None]]:
     """Show how many bytes of a file are done, and how fast; yields what is told of the doing and the bytes done."""
-    if not sys.stderr.isatty():
+    console = terminal()
+    if console is None:
         yield lambda _doing, _done: None
         return
-    from rich.console import Console
     from rich.progress import (
         BarColumn,
         DownloadColumn,
@@ -50,7 +86,7 @@ def byte_bar(name: str, num_bytes: int) -> Iterator[Callable[[str, int], None]]:
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
+    with Progress(*columns, console=console, transient=True) as shown:
         tasks: dict[str, TaskID] = {}
 
         def tell(doing: str, done: int) -> None:

@@ -13,8 +13,9 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -126,6 +127,13 @@ def _require_files(step: Step) -> None:
 
 
 def _guarded(step: Step) -> int:
+    with ExitStack() as stack:
+        stack.push(partial(_note_unforeseen, step))
+        return _in_words(step)
+
+
+def _in_words(step: Step) -> int:
+    """Run a step; what is known to go wrong becomes one message and an exit code."""
     try:
         return _run(step)
     except WangenError as error:
@@ -147,12 +155,24 @@ def _guarded(step: Step) -> int:
         return 1
 
 
+def _note_unforeseen(step: Step, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+    """Write a mistake, ours or a library's, into the log file, too: Python shows it on the terminal alone."""
+    if kind is None or error is None or not issubclass(kind, Exception):
+        return
+    words = "%s: ended by an error that nobody has foreseen"
+    record = log.makeRecord(log.name, logging.CRITICAL, __file__, 0, words, (step.command,), (kind, error, trace))
+    for handler in log.handlers:
+        if isinstance(handler, _File):
+            handler.handle(record)
+    _note_failure(step, f"{kind.__name__}: {error}")
+
+
 def _note_failure(step: Step, found: str) -> None:
     """Replace an earlier run's report, which would say that all is well; an error here must not hide the first."""
+    folder = step.report_dir or getattr(step, "output_dir", None)
     with suppress(WangenError, OSError):
-        if not (step.leads and step.report_dir and (step.report_dir / step.report_name).is_file()):
-            return
-        write_report(step, Report(folder=step.report_dir, summary=f"failed: {found}", ok=False), 0.0)
+        if step.leads and folder and (folder / step.report_name).is_file():
+            write_report(step, Report(folder=folder, summary=f"failed: {found}", ok=False), 0.0)
 
 
 def _run(step: Step) -> int:

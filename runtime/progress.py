@@ -1,10 +1,15 @@
 """Live progress: a bar on a terminal, a plain line now and then in a log."""
 
 import logging
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from wangen.generator.progress import terminal
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 log = logging.getLogger("wangen")
 
@@ -17,14 +22,13 @@ Advance = Callable[[int, str], None]
 @contextmanager
 def progress(label: str, total: int, done: int = 0) -> Iterator[Advance]:
     """Show how far `total` things are; `done` of them were done before; nothing where the log shows only warnings."""
-    show = _bar if sys.stderr.isatty() and log.isEnabledFor(logging.INFO) else _lines
-    with show(label, total, done) as advance:
+    console = terminal() if log.isEnabledFor(logging.INFO) else None
+    with _bar(console, label, total, done) if console else _lines(label, total, done) as advance:
         yield advance
 
 
 @contextmanager
-def _bar(label: str, total: int, done: int) -> Iterator[Advance]:
-    from rich.console import Console
+def _bar(console: "Console", label: str, total: int, done: int) -> Iterator[Advance]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (
@@ -36,7 +40,7 @@ def _bar(label: str, total: int, done: int) -> Iterator[Advance]:
         TextColumn("left  {task.fields[state]}", markup=False),  # it may be a file name with brackets
     )
     rate = _Rate(done)
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    with Progress(*columns, console=console) as bar:
         task = bar.add_task(label, total=total, completed=done, state="", rate="")
         yield lambda more, state: bar.update(task, advance=more, state=state, rate=rate.words(more))
 

@@ -60,6 +60,7 @@ from wangen.runtime.training.samples import read_training_samples
 from wangen.runtime.training.saving import (
     Saving,
     drop_other_states,
+    lost_best,
     require_own_folder,
     save_loras,
     save_missed,
@@ -183,6 +184,9 @@ def _run_alone(options: Train, model: Model, device: torch.device, ranks: Ranks)
                 raise KeyboardInterrupt
     for path in save_loras(training):
         log.info("  saved %s", path)
+    if ranks.is_first:
+        for line in lost_best(plan, training.facts):
+            log.warning("  %s", line)
     speed = watching.speed()
     if speed:
         log.info("  %s", in_words(speed))
@@ -282,7 +286,7 @@ def _train(training: Run, watching: Watching, interrupt: Interrupt) -> bool:
                 if ranks.any(interrupt.requested):
                     at_end = False
                     break
-                with watching.waiting():
+                with watching.waiting(), _saved_first(training, watching):
                     group = next(readers[number])
                 with enough_memory_for_steps(training, group):
                     trainee = training.activate(number)
@@ -306,6 +310,23 @@ def _train(training: Run, watching: Watching, interrupt: Interrupt) -> bool:
     settle_state(training)
     ranks.meet()  # a launcher that sees one process end stops the others, also one that still saves
     return at_end
+
+
+@contextlib.contextmanager
+def _saved_first(training: Run, watching: Watching) -> Iterator[None]:
+    """Before reading fails the run, between two steps, save the steps since the last state.
+
+    Not where several processes train: the others have gone on to the step, and save nothing with this one.
+    """
+    try:
+        yield
+    except (WangenError, OSError):
+        if training.ranks.count == 1 and training.saved_step != training.step:
+            with contextlib.suppress(WangenError, OSError):  # the first error is the one to tell
+                watching.settle()
+                save_state(training)
+                log.info("  the training state of step %d is saved", training.step)
+        raise
 
 
 def _look_and_save(training: Run, watching: Watching, saving: Saving | None) -> bool:

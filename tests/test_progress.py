@@ -1,9 +1,13 @@
 """A bar on a terminal, and nothing anywhere else."""
 
+import errno
 import io
 import sys
 
+import pytest
+
 from wangen.generator.progress import bar, byte_bar
+from wangen.runtime.progress import progress
 
 
 class Terminal(io.StringIO):
@@ -28,6 +32,41 @@ def test_a_bar_on_a_terminal(monkeypatch):
 def test_nothing_in_a_log_or_without_work(monkeypatch):
     assert shown(monkeypatch, io.StringIO(), 2) == ""
     assert shown(monkeypatch, Terminal(), 0) == ""
+
+
+class Closed(Terminal):
+    """A terminal that is closed after the first line."""
+
+    def write(self, text: str) -> int:
+        if self.tell() > 40:
+            raise OSError(errno.EIO, "Input/output error")
+        return super().write(text)
+
+    def flush(self) -> None:
+        self.write("")
+
+
+@pytest.mark.parametrize("make", [bar, progress])
+def test_a_terminal_that_is_closed_meanwhile_stops_nothing(make, monkeypatch, caplog):
+    caplog.set_level("INFO", "wangen")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", stream := Closed())
+    done = []
+    with make("working", 3) as advance:
+        for number in range(3):
+            advance(*(("name",) if make is bar else (1, "words")))
+            done.append(number)
+    assert done == [0, 1, 2]
+    assert "working" in stream.getvalue()
+
+
+@pytest.mark.parametrize("make", [bar, progress])
+def test_a_process_without_standard_error_works_as_well(make, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", None)
+    with make("working", 1) as advance:
+        advance(*(("name",) if make is bar else (1, "words")))
+    with byte_bar("file", 10) as tell:
+        tell("fetching", 10)
 
 
 def test_the_bytes_of_a_file_on_a_terminal_only(monkeypatch):

@@ -115,9 +115,18 @@ def test_what_a_step_raises_becomes_one_message(probe, capsys, tmp_path, body, c
 @pytest.mark.parametrize(
     "body", ["raise ZeroDivisionError", "import wangen.no_such", "raise FileNotFoundError(2, 'x')"]
 )
-def test_our_own_bugs_are_not_dressed_up(probe, body):
-    with pytest.raises((ZeroDivisionError, ModuleNotFoundError, FileNotFoundError)):
+def test_our_own_bugs_are_not_dressed_up(probe, body, tmp_path, capsys):
+    """They are in the log file as on the terminal, and no earlier report says that all is well."""
+    write_tree(tmp_path, {"out/probe.report.json": '{"ok": true}'})
+    with pytest.raises((ZeroDivisionError, ModuleNotFoundError, FileNotFoundError)) as error:
         execute(probe(body))
+    logged = (tmp_path / "logs" / "x.log").read_text(encoding="utf-8")
+    assert "Traceback (most recent call last)" in logged
+    assert error.type.__name__ in logged.splitlines()[-1]
+    assert "Traceback" not in capsys.readouterr().err, "that is Python's to say, once"
+    report = json.loads((tmp_path / "out/probe.report.json").read_text())
+    assert report["ok"] is False
+    assert error.type.__name__ in report["summary"]
 
 
 def test_a_missing_library_at_import_gets_the_pip_line(good, tmp_path, monkeypatch, capsys):

@@ -1,5 +1,6 @@
 """Experiment logs: refused early when they cannot be kept, and never a reason for a run to stop."""
 
+import errno
 import os
 import sys
 from types import ModuleType, SimpleNamespace
@@ -104,6 +105,22 @@ def test_a_log_that_fails_is_dropped_with_one_warning_and_the_others_go_on(tiny_
         "  mlflow stopped logging: the server is gone; metrics.jsonl goes on"
     ]
     assert len(scalars(tmp_path / "logs" / "lora")["train/loss"]) == 4
+
+
+def test_tensorboards_thread_ends_with_one_line_where_the_disk_refuses(tiny_run, tmp_path, monkeypatch, caplog, capsys):
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with open_trackers(tiny_run.options(tmp_path, log_with=("tensorboard",)), 0) as logs:
+        monkeypatch.setattr(RecordWriter, "write", full)
+        for step in range(1, 5):
+            logs.log(step, {"loss": 1.0})
+    said = [record.getMessage() for record in caplog.records if "stopped logging" in record.getMessage()]
+    assert len(said) >= 1
+    assert all("No space left on device" in line for line in said)
+    assert "Traceback" not in capsys.readouterr().err
 
 
 def test_a_log_that_cannot_start_is_left_out(tiny_run, tmp_path, monkeypatch, caplog):

@@ -6,10 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from helpers import digest
 from train_cases import PowerCutError, cut_off
 
 from wangen import profiles
-from wangen.generator.errors import UsageError
+from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.headers import read_header
 from wangen.generator.steps import Train
 from wangen.runtime import train
@@ -18,7 +19,7 @@ from wangen.runtime.loader import find_entries
 from wangen.runtime.report.run_files import read_run
 from wangen.runtime.report.verdict import judge
 from wangen.runtime.samples import read_samples
-from wangen.runtime.training import checkpoint, saving
+from wangen.runtime.training import checkpoint, prepared, saving
 
 
 def fail(*_words, **_names):
@@ -168,6 +169,44 @@ def test_a_run_whose_states_are_gone_says_what_it_writes_over(tiny_run, tmp_path
     (tmp_path / "lora.safetensors").rename(tmp_path / "lora-step00000004.safetensors")  # of a run that was killed
     train.run(options)
     assert "and lora-step00000004.safetensors of an earlier run will be written over" in caplog.text
+
+
+def test_what_cannot_be_read_costs_no_step_that_was_trained(tiny_run, tmp_path, monkeypatch, caplog):
+    caplog.set_level("INFO", "wangen")
+    options = tiny_run.options(tmp_path, max_train_steps=5, max_data_loader_n_workers=0)
+    train.run(replace(options, output_dir=tmp_path / "whole"))
+    reads, read = [], prepared.read_batch
+
+    def gone_at_fifth(*arguments):
+        reads.append(None)
+        if len(reads) == 5:
+            raise WangenError("the network drive is gone")
+        return read(*arguments)
+
+    monkeypatch.setattr(prepared, "read_batch", gone_at_fifth)
+    with pytest.raises(WangenError, match="the network drive is gone"):
+        train.run(options)
+    assert states_of(tmp_path) == [4]
+    assert "the training state of step 4 is saved" in caplog.text
+    assert train.run(options).result["steps_this_run"] == 1
+    assert digest(tmp_path / "lora.safetensors") == digest(tmp_path / "whole" / "lora.safetensors")
+
+
+def test_a_best_that_was_taken_away_is_told_at_the_end(tiny_run, tmp_path, monkeypatch, caplog):
+    options = tiny_run.options(tmp_path, max_train_steps=2, validation_items=1, validate_every_n_steps=1,
+                               keep_best=True)  # fmt: skip
+    validate, best = train.Watching._validate, tmp_path / "lora-best.safetensors"
+
+    def taken(self, number):
+        validate(self, number)
+        best.unlink(missing_ok=True)
+
+    train.run(options)
+    assert best.is_file()
+    assert "is not there any more" not in caplog.text
+    monkeypatch.setattr(train.Watching, "_validate", taken)
+    train.run(replace(options, fresh=True))
+    assert "lora-best.safetensors, the best so far, saved at step" in caplog.text
 
 
 def test_a_damaged_state_that_was_saved_last_is_named_whatever_its_step(tiny_run, tmp_path, caplog):

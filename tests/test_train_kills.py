@@ -1,5 +1,6 @@
 """A run that is killed, at a random call of the file system or from outside, goes on to the same bytes."""
 
+import json
 import os
 import random
 import signal
@@ -126,19 +127,25 @@ def test_ctrl_c_saves_the_state_and_exits_1_with_one_message(tiny_run, tmp_path,
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="pseudo-terminals are POSIX's")
-@pytest.mark.parametrize("ignored", [False, True], ids=["saves", "nohup"])
-def test_a_run_whose_terminal_is_closed(tiny_run, tmp_path, ignored):
-    """It saves and stops, though nobody hears what it says; with `nohup` it goes on."""
+@pytest.mark.parametrize("way", ["stops", "ignores it", "nohup"])
+def test_a_run_whose_terminal_is_closed(tiny_run, tmp_path, way):
+    """It saves and stops, though nobody hears what it says; with `nohup` or `trap '' HUP` it goes on."""
     import fcntl  # here, as these are not on Windows
     import termios
 
-    options = tiny_run.options(tmp_path, max_train_steps=12 if ignored else 4000, save_state_every_n_steps=10)
+    goes_on = way != "stops"
+    options = tiny_run.options(
+        tmp_path, max_train_steps=25 if goes_on else 4000, save_state_every_n_steps=10,
+        save_state_every_n_minutes=99.0, max_train_epochs=None, gradient_accumulation_steps=1,
+    )  # fmt: skip
     leader, follower = os.openpty()
-    words = [*(["nohup"] if ignored else []), sys.executable, "-m", "wangen.runtime", *options.argv()]
+    words = [*(["nohup"] if way == "nohup" else []), sys.executable, "-m", "wangen.runtime", *options.argv()]
 
     def take_terminal() -> None:
         os.setsid()
         fcntl.ioctl(follower, termios.TIOCSCTTY, 0)
+        if way == "ignores it":
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
     process = subprocess.Popen(
         words, stdin=follower, stdout=follower, stderr=follower, preexec_fn=take_terminal, cwd=tmp_path
@@ -148,4 +155,7 @@ def test_a_run_whose_terminal_is_closed(tiny_run, tmp_path, ignored):
     os.close(leader)
     code = process.wait(timeout=60)
     done = checkpoint.read(checkpoint.newest(tmp_path / "lora-state")).step
-    assert (code, done) == (0, 12) if ignored else (code == 1 and 10 <= done < 4000)
+    steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert done == steps[-1], "every step that was trained is saved"
+    assert (code, done) == (0, 25) if goes_on else (code == 1 and 10 <= done < 4000)
+    assert (tmp_path / "lora.safetensors").is_file() == goes_on

@@ -4,17 +4,18 @@ import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from wangen.generator.lock import RUN_LOCK, require_own
 from wangen.generator.plan.saves import has_state_windows, windows
 from wangen.runtime.lora import cast
-from wangen.runtime.lora_folder import AVERAGE, numbered
+from wangen.runtime.lora_folder import AVERAGE, BEST, numbered
 from wangen.runtime.models import family
 from wangen.runtime.training import adapter_files, checkpoint, full
 from wangen.runtime.training.checkpoint import ExpertState, TrainingState
-from wangen.runtime.training.facts import SCHEDULE_FREE
+from wangen.runtime.training.facts import BEST_SO_FAR, SCHEDULE_FREE
 from wangen.runtime.training.loading import as_here
 from wangen.runtime.training.metadata import metadata
 from wangen.runtime.training.plan import ExpertPlan, Plan
@@ -230,6 +231,16 @@ def save_state_as_loras(plan: Plan, state: TrainingState) -> list[Path]:
         else:
             set_old_average_aside(plan, expert)
     return written
+
+
+def lost_best(plan: Plan, facts: Mapping[str, Any]) -> list[str]:
+    """What to say at a run's end of each best that somebody took away, of which no better one came since."""
+    told = facts.get(BEST_SO_FAR, {})
+    return [
+        f"{file.name}, the best so far, saved at step {told[expert.name]['step']}, is not there any more"
+        for expert in plan.experts
+        if expert.name in told and not (file := plan.file(expert, BEST)).is_file()
+    ]
 
 
 def save_lora(

@@ -5,6 +5,7 @@ import math
 import netrc
 import os
 import secrets
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -104,10 +105,29 @@ def open_trackers(options: Train, step: int) -> Iterator[Trackers]:
         if started is not None:
             trackers[name] = started
     logs = Trackers(trackers)
+    with _tensorboard_s_thread():
+        try:
+            yield logs
+        finally:
+            logs.finish()
+
+
+@contextmanager
+def _tensorboard_s_thread() -> Iterator[None]:
+    """Let the thread in which TensorBoard writes end with one line where the disk refuses, in place of a traceback."""
+    before = threading.excepthook
+
+    def hook(found: threading.ExceptHookArgs) -> None:
+        if isinstance(found.exc_value, OSError) and type(found.thread).__module__.startswith("tensorboard"):
+            log.warning("  tensorboard stopped logging: %s; metrics.jsonl goes on", found.exc_value)
+        else:
+            before(found)
+
+    threading.excepthook = hook
     try:
-        yield logs
+        yield
     finally:
-        logs.finish()
+        threading.excepthook = before
 
 
 def _tell_accelerate() -> None:
