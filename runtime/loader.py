@@ -260,7 +260,7 @@ class CacheUse(NamedTuple):
 
 def cache_use(samples: Sequence[CachedSample]) -> CacheUse:
     """Where the entries of these samples come from."""
-    entries = {entry.path: entry for cached in samples for entry in cached.entries}
+    entries = {entry.key: entry for cached in samples for entry in cached.entries}
     from_cache = sum(isinstance(entry, Entry) for entry in entries.values())
     return CacheUse(from_cache, len(entries) - from_cache)
 
