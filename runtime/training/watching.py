@@ -35,8 +35,8 @@ from wangen.runtime.training.facts import (
     VALIDATION_BASE,
 )
 from wangen.runtime.training.loading import load_base
-from wangen.runtime.training.losses import refuse_not_finite
 from wangen.runtime.training.metrics import Metrics, Pending, Record, TimestepBins
+from wangen.runtime.training.not_finite import refuse_not_finite
 from wangen.runtime.training.plan import Plan, dataset_digest
 from wangen.runtime.training.prepared import Prepared
 from wangen.runtime.training.ranks import Ranks
