@@ -6,14 +6,20 @@ from pathlib import Path
 import pytest
 import torch
 from parity import max_abs
+from runs import CPU, planned
 from safetensors.torch import load_file, save_file
+from tiny import TinyRun
 from trained import KINDS, MODEL, base_model, options_of, predicted, trained
 
 from wangen.generator.errors import WangenError
+from wangen.runtime import train
 from wangen.runtime.lora import adapter_layers
+from wangen.runtime.memory.quantize import quantize_blocks
+from wangen.runtime.models import family
 from wangen.runtime.training.adapter import add_adapter
 from wangen.runtime.training.adapter_files import save
 from wangen.runtime.training.adapter_refusals import require_adapter
+from wangen.runtime.training.loading import load_base
 
 
 @pytest.mark.parametrize("kind", ["lora", "rslora", "loha", "lokr"])
@@ -51,3 +57,15 @@ def test_a_lokr_in_more_factors_names_what_it_needs(tmp_path: Path):
         require_adapter(start, MODEL)
     assert "decompose_both=true" in error.value.cure
     require_adapter(replace(start, network_args=both.network_args), MODEL)
+
+
+def test_what_is_merged_into_the_base_is_quantised_once_and_after_that(tiny_run: TinyRun, tmp_path: Path):
+    train.run(tiny_run.options(tmp_path, max_train_steps=2, learning_rate=0.05))
+    bases = []
+    for form in ("int8", "none"):
+        plan = planned(tiny_run, tmp_path / form, base_weights=(tmp_path / "lora.safetensors",), quantize=form)
+        bases.append(load_base(plan, plan.experts[0], family(MODEL), CPU))
+    quantised, exact = bases
+    quantize_blocks(exact, "int8", CPU)
+    assert quantised.state_dict().keys() == exact.state_dict().keys()
+    assert all(torch.equal(quantised.state_dict()[name], value) for name, value in exact.state_dict().items())

@@ -174,3 +174,17 @@ def test_noise_is_torchs_own_of_the_seed_and_leaves_the_global_state_alone():
     with torch.random.fork_rng():
         torch.manual_seed(123)  # what ComfyUI does
         assert torch.equal(noise, torch.randn(1, 16, 2, 4, 4))
+
+
+def test_the_high_noise_expert_works_at_the_boundary_itself():
+    asked: list[str] = []
+
+    def velocity(name: str, latents: torch.Tensor, *_rest: Any, **_more: Any) -> torch.Tensor:
+        asked.append(name)
+        return latents
+
+    scheduler = flow_scheduler("euler", 1.0)  # 1000, 750, 500, 250
+    parts = [Stage(partial(velocity, "high"), 1.0, 750.0), Stage(partial(velocity, "low"), 1.0)]
+    denoise(parts, initial_noise((1, 1, 1, 2, 2), 1), scheduler, 4, texts())
+    assert scheduler.timesteps.tolist() == [1000, 750, 500, 250]
+    assert asked == ["high", "high", "low", "low"]

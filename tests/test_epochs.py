@@ -170,3 +170,45 @@ def test_epochs_and_seeds_have_orders_of_their_own():
     orders = {tuple(draw.index for batch in EpochSampler(samples, seed).epoch(epoch) for draw in batch)
               for seed in range(3) for epoch in range(3)}  # fmt: skip
     assert len(orders) == 9
+
+
+def test_a_caption_is_drawn_anew_for_each_epoch_use_and_item_wherever_that_stands():
+    items = [fake(2 * number, num_repeats=2) for number in range(40)]
+    for number, item in enumerate(items):
+        vars(item).update(key=f"key {number}", texts=("a", "b"))
+
+    def drawn(samples: list[CachedSample], epoch: int) -> dict[tuple[str, int], int]:
+        draws = [draw for batch in EpochSampler(samples, 3, 0.3).epoch(epoch) for draw in batch]
+        return {(samples[draw.index].key, draw.repeat): draw.caption for draw in draws}
+
+    first = drawn(items, 0)
+    assert set(first.values()) == {-1, 0, 1}
+    assert drawn(items[::-1], 0) == first
+    assert drawn(items, 1) != first
+    assert any(first[key, 0] != first[key, 1] for key, _ in first)
+
+
+def test_a_run_trains_on_the_captions_that_were_drawn(tiny_run: TinyRun, tmp_path: Path):
+    options = tiny_run.options(tmp_path, caption_dropout=1.0)
+    plan = make_plan(options, MODEL, *read_training_samples(options, MODEL))
+    texts = [text for group in groups(plan, plan.experts[0], 0, Ranks())
+             for each in group.counted for text in each.batch.texts]  # fmt: skip
+    assert len(texts) == 6
+    assert all(text.equal(texts[0]) for text in texts), "the empty prompt"
+
+
+def test_an_item_gets_another_stratum_in_another_epoch(tiny_run: TinyRun, tmp_path: Path):
+    options = tiny_run.options(tmp_path, num_timestep_buckets=3, timestep_sampling="uniform", max_train_steps=24)
+    plan = make_plan(options, MODEL, *read_training_samples(options, MODEL))
+    drawn = [(each.keys[0], int(3 * each.sigmas.item())) for group in groups(plan, plan.experts[0], 0, Ranks())
+             for each in group.counted]  # fmt: skip
+    for epoch in range(8):
+        assert {stratum for key, stratum in drawn if key[1] == epoch} == {0, 1, 2}
+    for cached in plan.samples:
+        assert len({stratum for key, stratum in drawn if key[2] == cached.key}) > 1
+
+
+def test_nothing_is_read_beyond_the_last_step(plan: Plan):
+    short = replace(plan, experts=(replace(plan.experts[0], num_steps=4),))
+    assert plan.steps_per_epoch == 3
+    assert [len(list(read(short, 1, 0, 0, step=step))) for step in range(5)] == [4, 3, 2, 1, 0]

@@ -42,3 +42,12 @@ def test_no_weight_is_larger_below_the_lowest_of_them(scheme):
     lowest = loss_weight(scheme, torch.tensor([1e-3]))
     assert (loss_weight(scheme, sigmas) <= lowest).all()
     assert (loss_weight(scheme, sigmas) > 0).all()
+
+
+def test_where_the_mask_is_black_all_over_nothing_counts():
+    predicted, target = torch.ones(2, 3, 1, 2, 2, requires_grad=True), torch.zeros(2, 3, 1, 2, 2)
+    mask = torch.tensor([0.0, 1.0]).view(2, 1, 1, 1, 1).expand(2, 1, 1, 2, 2)
+    losses = flow_loss(predicted, target, mask)
+    losses.sum().backward()
+    assert losses.tolist() == [0.0, 1.0]
+    assert predicted.grad.isfinite().all()

@@ -5,8 +5,10 @@ import math
 
 import pytest
 import torch
+from tiny import TinyRun
 
 from wangen.generator.errors import WangenError
+from wangen.runtime import train
 from wangen.runtime.training.metrics import Metrics, Pending, TimestepBins
 
 
@@ -53,7 +55,7 @@ def test_runs_of_other_names_keep_their_lines(tmp_path):
 
 def test_a_run_from_the_beginning_starts_a_new_file(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n')
+    path.write_text('{"step": 0, "validation": {}}\n{"step": 1}\n')
     Metrics(path, 0).close()
     assert path.read_text() == ""
 
@@ -101,3 +103,23 @@ def test_a_record_keeps_the_numbers_of_its_step_although_the_graph_goes_on():
     pending.add({"loss": weight * 2})
     (first, second) = pending.add({"loss": (weight * 3).double()})
     assert (first["loss"], second["loss"]) == (2.0, 3.0)
+
+
+def test_the_loss_by_timestep_is_plain_whatever_is_weighted(tiny_run: TinyRun, tmp_path):
+    found = []
+    for scheme in ("none", "sigma_sqrt"):
+        train.run(tiny_run.options(tmp_path / scheme, max_train_steps=1, weighting_scheme=scheme))
+        found.append(lines(tmp_path / scheme / "metrics.jsonl"))
+    plain, weighted = ([line["loss_by_timestep"] for line in run if "loss_by_timestep" in line] for run in found)
+    assert plain == weighted
+    assert found[0][0]["loss"] != found[1][0]["loss"]
+
+
+def test_the_loss_by_timestep_of_an_epoch_goes_on_where_a_run_was_cut(tiny_run: TinyRun, tmp_path):
+    found = []
+    for name, ends in (("whole", (6,)), ("cut", (4, 5, 6))):  # of three steps an epoch
+        for end in ends:
+            train.run(tiny_run.options(tmp_path / name, max_train_steps=end))
+        found.append([line for line in lines(tmp_path / name / "metrics.jsonl") if "loss_by_timestep" in line])
+    assert found[0][-1]["step"] == 6
+    assert found[0][-1] == found[1][-1]

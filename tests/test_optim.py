@@ -69,6 +69,9 @@ def test_clipping_off_leaves_the_gradient_and_still_tells_its_norm() -> None:
     assert all(map(torch.equal, before, optimization.flat.gradients))
     assert optimization.clip(1.0) == norm
     assert torch.isclose(optimization.clip(0), torch.tensor(1.0), rtol=1e-5)
+    optimization.clip(4.0)  # above the norm, which stays
+    assert torch.isclose(optimization.clip(0.25), torch.tensor(1.0), rtol=1e-5)
+    assert torch.isclose(optimization.clip(0), torch.tensor(0.25), rtol=1e-5)
 
 
 def test_the_rate_that_is_logged_is_the_one_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,3 +221,48 @@ def test_words_for_no_mean_no(word: str) -> None:
 def test_flat_parameters_need_one_type() -> None:
     with pytest.raises(AssertionError):
         FlatParameters({"a": torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))}, [["a"]])
+
+
+def test_a_rate_that_the_optimizer_holds_as_a_tensor_follows_the_schedule() -> None:
+    """As torchao's do, and torch's own that are captured."""
+    held, plain = (Optimization(options(), parameters()) for _ in range(2))
+    for group in held.optimizer.param_groups:
+        group["lr"] = torch.tensor(group["lr"])
+    for one in (held, plain):
+        train(one, 0, 3)
+    assert held.rates()["lr"] == pytest.approx(plain.rates()["lr"]) == pytest.approx(1e-2 / 3)
+
+
+def test_what_an_optimizer_draws_follows_from_the_seed_of_its_step_alone(dotted: ModuleType) -> None:
+    found = []
+    for seed, before in ((1, 7), (1, 8), (2, 7)):
+        one = Optimization(options(optimizer_type="others.Draws"), parameters())
+        with torch.random.fork_rng():
+            torch.manual_seed(before)
+            one.step(1.0, seed)
+        found.append(one.flat.weights[0].clone())
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
+
+
+def test_each_group_of_loraplus_logs_the_warm_up_that_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = Optimization(options(loraplus_lr_ratio=4.0), parameters())
+    first, second = free.optimizer.param_groups
+    monkeypatch.setattr(free.optimizer, "step", lambda: (first.update(scheduled_lr=1e-3),
+                                                         second.update(scheduled_lr=4e-3)))  # fmt: skip
+    free.step(1.0)
+    assert free.rates() == {"lr": 1e-3, "lr_loraplus": 4e-3}
+
+
+def test_an_optimizer_that_forgets_something_of_one_group_alone_is_refused(dotted: ModuleType) -> None:
+    class Forgets(torch.optim.SGD):
+        count = 0
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            self.count += 1
+            self.param_groups[-1]["lr"] *= self.count
+            super().step()
+
+    dotted.Forgets = Forgets  # type: ignore[attr-defined]
+    with pytest.raises(UsageError, match="cannot be resumed exactly"):
+        try_out(options(optimizer_type="others.Forgets", loraplus_lr_ratio=4.0), CPU)

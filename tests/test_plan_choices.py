@@ -12,7 +12,17 @@ from wangen.generator import cards
 from wangen.generator.cards import find_card, named
 from wangen.generator.errors import UsageError
 from wangen.generator.launch import Launch
-from wangen.generator.memory import GIB, memory_plan, settings_of, tokens_of
+from wangen.generator.memory import (
+    GIB,
+    MemoryBudget,
+    MemorySettings,
+    adapter_weights,
+    block_bytes,
+    memory_plan,
+    outer_bytes,
+    settings_of,
+    tokens_of,
+)
 from wangen.generator.memory_changes import FASTEST, fitting_flags
 from wangen.generator.memory_presets import resolve_vram
 from wangen.generator.plan import gpus
@@ -20,7 +30,7 @@ from wangen.generator.plan.estimate import memory_tokens, plan_run
 from wangen.generator.plan.shapes import Encoding, Shape, Survey, nominal, survey
 from wangen.generator.steps import Train
 from wangen.generator.tomls import read_dataset
-from wangen.generator.train_refusals import refuse_memory
+from wangen.generator.train_refusals import refuse_memory, refuse_more_blocks
 from wangen.runtime.training.parallel import require_parallel
 
 BIG = profiles.model("t2v-14B")
@@ -212,3 +222,50 @@ def test_cards_of_amd_are_read():
     (card,) = gpus.amd(text)
     assert (card.memory, card.free) == (25753026560, 25753025560)
     assert card.name.startswith("Navi 31")
+
+
+# ---- the formula ---------------------------------------------------------------------------------------------------
+
+
+def test_flags_and_processes_become_the_settings_of_the_formula():
+    usual = settings_of(options())
+    assert usual.by_hand
+    assert not usual.all_resident
+    assert settings_of(options(), 4).all_resident, "weights that are shared out stay"
+    assert settings_of(options(offload_inactive_dit=False)).all_resident
+    assert settings_of(options(ema_decay=0.9)).moment_bytes == usual.moment_bytes + 4
+    assert settings_of(options(network_module="loha")).factors == 2 * usual.factors
+    for changes in ({"dora": True}, {"network_dropout": 0.1}, {"network_module": "loha"}, {"pack": True},
+                    {"plain": True}, {"compile": True}):  # fmt: skip
+        assert not settings_of(options(**changes)).by_hand, changes
+
+
+def test_of_two_experts_one_is_on_the_device_with_the_adapters_of_both():
+    model, stays, trained = profiles.model("t2v-A14B"), "weights that stay", "adapters, gradients, optimizer"
+
+    def plan(**changes: object) -> MemoryBudget:
+        return memory_plan(model, replace(MemorySettings(), **changes), tokens=7800)
+
+    one, both, resident = plan(one_expert=True), plan(), plan(all_resident=True)
+    assert 2 * one.parts[stays] == 2 * both.parts[stays] == resident.parts[stays]
+    assert 2 * one.parts[trained] == both.parts[trained] == 2 * adapter_weights(model, 32) * (4 + 4 + 8 + 2)
+    assert plan(float32=True).parts[trained] == 2 * adapter_weights(model, 32) * (4 + 4 + 8), "no copy in half"
+    weights = outer_bytes(model) + 40 * block_bytes(model, MemorySettings())
+    assert (one.host, both.host, resident.host) == (0, 2 * weights, 0)
+    assert plan(offload=True).host == 2 * weights + 40 * 7800 * 5120 * 2
+
+
+def test_attention_in_a_fixed_order_adds_up_a_sum_for_each_share_of_the_processors():
+    part, row = "one block's backward pass", 32760 * 5120 * 2
+    usual, fixed = (memory_plan(BIG, MemorySettings(deterministic=fixed), tokens=32760).parts[part]
+                    for fixed in (False, True))  # fmt: skip
+    assert (usual, fixed) == (15 * row, (13 + 2 * 5) * row), "170 processors over 40 heads are 5"
+
+
+def test_no_more_blocks_are_swapped_than_are_recomputed():
+    given = options(checkpointing="full", checkpointing_free_blocks=5, blocks_to_swap=35)
+    refuse_more_blocks(given, 40)
+    with pytest.raises(UsageError, match="only the 35 blocks that are recomputed"):
+        refuse_more_blocks(replace(given, blocks_to_swap=36), 40)
+    with pytest.raises(UsageError, match="--plain knows no"):
+        refuse_memory(options(plain=True, checkpointing="full", checkpointing_free_blocks=1))

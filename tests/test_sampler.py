@@ -133,3 +133,4 @@ def test_what_no_lora_can_do_is_refused(tiny_run, loras, tmp_path):
         sampler.latents(scene, {"other": 1.0})
     with pytest.raises(UsageError, match=r"a DoRA at strength 0\.5"):
         sampler.latents(scene, {"dora": 0.5})
+    assert torch.equal(sampler.latents(scene, {"dora": 0.0}), sampler.latents(scene, {})), "0 switches it off"

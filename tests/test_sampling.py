@@ -1,5 +1,6 @@
 """Samples on the way: exact by seed, by both experts, with everything written down, and nothing of the run changed."""
 
+import contextlib
 import json
 from dataclasses import replace
 
@@ -15,8 +16,11 @@ from wangen.generator.errors import WangenError
 from wangen.generator.steps import Generate
 from wangen.runtime import generate
 from wangen.runtime.sampling.prompts import read_prompts
+from wangen.runtime.sampling.videos import Expert, _stages
 from wangen.runtime.training.adapter import replaced
-from wangen.runtime.training.sampling import list_samples, make_samples, samples_due, training_scenes
+from wangen.runtime.training.sampling import list_samples, make_samples, samples_due, settings_of, training_scenes
+
+pytest_plugins = ("optimizer_fixtures",)
 
 LINES = (
     "a red square --w 64 --h 80 --f 5 --s 3 --l 3 --n a blue wall\na red square --w 64 --h 64 --f 1 --s 2 --l 1 --d 9\n"
@@ -197,3 +201,40 @@ def test_a_list_of_samples_that_was_damaged_stops_no_training(tmp_path):
     list_samples(tmp_path, {"c.png": {"step": 2}})
     lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
     assert [line["file"] for line in lines] == ["a.png", "c.png"]
+
+
+def test_a_schedule_free_run_is_sampled_as_it_would_be_saved(tiny_run, tmp_path, dotted):
+    run = make_run(options_of(tiny_run, tmp_path, optimizer_type="others.ScheduleFree", learning_rate=1.0))
+    plain = make_run(options_of(tiny_run, tmp_path / "plain"))
+    optimization, scenes = run.trainees[0].optimization, scenes_of(run, tmp_path)
+    for gradient in optimization.flat.gradients:
+        gradient.fill_(0.02)
+    optimization.step(1.0)
+    weights = []
+    for shown in (contextlib.nullcontext(), optimization.evaluating()):
+        with shown:
+            weights.append({name: value.detach().clone() for name, value in run.trainees[0].parameters.items()})
+    own = pixels(make_samples(run, scenes)[1])
+    other, same = [], []
+    for values, found in zip(weights, (other, same), strict=True):
+        with replaced(plain.trainees[0].parameters, values):
+            found.append(pixels(make_samples(plain, scenes)[1]))
+    assert np.array_equal(own, same[0])
+    assert not np.array_equal(own, other[0])
+
+
+def test_an_expert_that_goes_the_whole_way_has_its_own_guidance(tmp_path):
+    path = tmp_path / "prompts.txt"
+    path.write_text("a red square --w 64 --h 64 --f 1 --l 3 --lh 2\n")
+    (prompt,) = read_prompts(path, profiles.model("t2v-A14B"), 42)
+    for high, guidance in ((True, 2.0), (False, 3.0)):
+        (stage,) = _stages([Expert(lambda *_words, **_names: None, high)], prompt, 0.875)
+        assert (stage.guidance, stage.lowest_timestep) == (guidance, 0.0)
+
+
+def test_the_step_at_the_boundary_is_told_as_one_of_the_high_noise_expert(tiny_run, tmp_path):
+    run = make_run(options_of(tiny_run, tmp_path, task="t2v-A14B", dit_high_noise=tiny_run.weights["dit"]))
+    (scene, *_) = scenes_of(run, tmp_path)
+    told = settings_of(run, replace(scene.prompt, sampler="euler", shift=1.0, steps=8))
+    assert told["sigmas"][:3] == [1.0, 0.875, 0.75]
+    assert told["comfyui"]["steps_high_noise"] == 2

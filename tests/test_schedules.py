@@ -74,3 +74,10 @@ def test_shares_that_make_up_the_run_are_taken_whatever_its_length(warmup: str, 
     given = options(lr_scheduler="warmup_stable_decay", lr_warmup_steps=warmup, lr_decay_steps=decay)
     for length in range(2, 60):
         assert make_schedule(given, length)(length) == pytest.approx(0, abs=1e-9)
+
+
+def test_shares_that_need_no_rounding_are_taken_as_they_are() -> None:
+    given = options(lr_scheduler="warmup_stable_decay", lr_warmup_steps="50%", lr_decay_steps="50%")
+    factor = make_schedule(given, 10)
+    assert factor(5) == 1
+    assert factor(6) < 1

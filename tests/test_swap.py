@@ -257,6 +257,25 @@ def test_every_copy_starts_a_block_ahead_of_its_use(monkeypatch):
     assert late == []
 
 
+def test_a_buffer_is_written_again_only_after_the_block_that_used_it(monkeypatch):
+    lane, after = LateLane(), []
+    real = lane.copy
+    monkeypatch.setattr(lane, "copy", lambda *words: (after.append(words[2]), real(*words))[1])
+    swap = BlockSwap(make_transformer(), 5, CPU, ring=1, lane=lane)
+    for index in range(4):
+        swap.enter(index, backward=False)
+        swap.leave(index, backward=False)
+    assert after == [1, 2, 3, 4, 5], "each copy waits for the mark of the block before"
+
+
+def test_the_blocks_that_are_called_next_are_those_of_the_pass_that_follows():
+    swap = BlockSwap(make_transformer(), 5, CPU)
+    assert swap._next(2, backward=False) == [3, 4, 2, 1, 0]
+    assert swap._next(2, backward=True) == [1, 0, 2, 3, 4]
+    with torch.no_grad():
+        assert swap._next(2, backward=False) == [3, 4, 0, 1, 2], "no backward pass, but another forward pass"
+
+
 # ---- two experts -------------------------------------------------------------------------------------------------
 
 
@@ -289,15 +308,13 @@ def test_a_transformer_that_finds_no_room_stays_parked_and_comes_back_once_there
             if self.room < 0:
                 raise torch.OutOfMemoryError
 
-    model, lane = make_transformer(), Full()
-    wanted = step(make_transformer())
+    model, lane, wanted = make_transformer(), Full(), step(make_transformer())
     swap = BlockSwap(model, 3, CPU, lane=lane, ring=3)
     swap.park()
     lane.room = fits
     with pytest.raises(torch.OutOfMemoryError):
         swap.unpark()
-    assert swap.parked
-    assert device_bytes(swap) == 0
+    assert (swap.parked, device_bytes(swap)) == (True, 0)
     lane.room = 99
     swap.unpark()
     same(step(model, swap), wanted)

@@ -4,6 +4,7 @@ import gzip
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -255,3 +256,31 @@ def test_a_run_that_is_too_short_says_that_there_is_no_trace(tmp_path, caplog):
 def test_without_a_folder_nothing_is_profiled():
     with profiled(None) as next_step:
         next_step()
+
+
+@pytest.mark.parametrize(("plain", "joint", "rows"), [(True, False, 512), (False, False, 60), (True, True, 60)])
+def test_a_text_is_padded_in_the_librarys_own_wan_alone(plain: bool, joint: bool, rows: int):
+    options = Train(dataset_config=Path("d"), dit=Path("d"), output_dir=Path("o"), output_name="o", task="t2v-1.3B",
+                    checkpointing="full", plain=plain)  # fmt: skip
+    watching = SimpleNamespace(_sizes={"": (SIZES, 0)}, _options=options, _is_joint=joint)
+    result = SimpleNamespace(expert="", names=["a"], tokens=[256], text_tokens=[60], image_tokens=0)
+    work = Watching._work(watching, result)  # type: ignore[arg-type]
+    assert work == step_flops(SIZES, 256, text_tokens=rows, joint=joint, whole_blocks=plain)
+
+
+def test_what_is_computed_again_is_a_forward_pass_of_the_blocks_that_are():
+    linear, texts, attention = forward_flops(SIZES, 1000, text_tokens=77)
+    last = 2 * 256 * 1024 * 3
+
+    def again(**more: Any) -> float:
+        found = step_flops(SIZES, 1000, text_tokens=77, **more)
+        return found.done - found.model
+
+    assert again(checkpointing="none") == 0
+    assert again() == pytest.approx(linear + texts + attention)
+    assert again(checkpointing="selective") == pytest.approx(linear + texts)
+    assert again(free_blocks=1) == pytest.approx(2 / 3 * again())
+    assert again(free_blocks=3) == 0
+    assert again(whole_blocks=False) == pytest.approx(again() - 1000 * last)
+    joint = sum(forward_flops(SIZES, 1000, text_tokens=77, joint=True))
+    assert again(joint=True, whole_blocks=False) == pytest.approx(joint - 1077 * last)

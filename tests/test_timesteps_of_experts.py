@@ -14,12 +14,16 @@ from wangen.runtime.training.refusals import resolved
 from wangen.runtime.training.timesteps import (
     HIGH,
     LOW,
+    STARVED,
+    Sampler,
     distribution_of,
     expert_ranges,
     expert_shares,
+    left_to_the_other,
     model_tokens,
     more_draws,
     require_timesteps,
+    share,
     starving,
 )
 
@@ -36,6 +40,7 @@ def test_a_starving_expert_is_named():
         "another --timestep_sampling"
     ]
     assert starving(options, A14B, {HIGH: 0.3, LOW: 0.7}) == []
+    assert starving(options, A14B, {HIGH: STARVED, LOW: 1 - STARVED}) == []
     assert starving(train(), profiles.model("t2v-14B"), {"": 1.0}) == []
 
 
@@ -84,3 +89,33 @@ def test_every_models_own_timestep_flags_are_sound_documented_and_feed_each_expe
     if model.experts:
         shares = dict(zip((HIGH, LOW), expert_shares(options, model.experts.boundary), strict=True))
         assert starving(options, model, shares) == []
+
+
+def test_a_range_that_keeps_the_shape_is_cut_for_each_expert_too():
+    given = {"task": "t2v-A14B", "timestep_sampling": "sigmoid"}
+    whole = distribution_of(train(**given), TOKENS)
+    options = train(**given, min_timestep=200, max_timestep=950, preserve_distribution_shape=True)
+    high, _ = expert_shares(options, 0.875)
+    assert high == pytest.approx(share(whole, 0.875, 0.95) / share(whole, 0.2, 0.95))
+    for low, top in ((0.0, 0.875), (0.875, 1.0)):
+        own = distribution_of(options, TOKENS, low=low, high=top)
+        least, most = max(low, 0.2), min(top, 0.95)
+        middle = own.quantile(0.5)
+        assert share(whole, least, middle) == pytest.approx(share(whole, middle, most))
+
+
+def test_timesteps_beyond_those_of_the_expert_that_trains_alone_are_named():
+    for given, low, high in (({"min_timestep": 500}, 0.875, 1.0), ({"max_timestep": 950}, 0.0, 0.875)):
+        alone = train(task="t2v-A14B", experts="high" if low else "low", **given)
+        (line,) = left_to_the_other(alone, low, high)
+        assert f"from {alone.min_timestep} to {alone.max_timestep} are the other expert's" in line
+        assert left_to_the_other(dataclasses.replace(alone, experts="both"), low, high) == []
+    assert left_to_the_other(train(task="t2v-A14B", experts="high", min_timestep=875), 0.875, 1.0) == []
+
+
+def test_the_strata_of_the_experts_come_in_orders_of_their_own():
+    options = train(task="t2v-A14B", num_timestep_buckets=8)
+    orders = [[int(8 * Sampler(options, *ends, name)._uniform((1, 0, "a", 0), position)) for position in range(16)]
+              for name, ends in expert_ranges(options, A14B).items()]  # fmt: skip
+    assert all(sorted(order[:8]) == sorted(order[8:]) == list(range(8)) for order in orders)
+    assert orders[0] != orders[1]

@@ -19,7 +19,7 @@ from wangen import profiles
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.steps import Train
 from wangen.runtime import train
-from wangen.runtime.training.plan import count_tokens, plan_experts
+from wangen.runtime.training.plan import Plan, count_tokens, plan_experts
 from wangen.runtime.training.refusals import resolved
 
 CPU = torch.device("cpu")
@@ -41,13 +41,14 @@ def both(tiny_run: TinyRun, high: Path, folder: Path, **changes) -> Train:
 
 
 def test_two_experts_give_two_loras_each_as_if_it_had_been_trained_alone(tiny_run, high, tmp_path):
-    report = train.run(both(tiny_run, high, tmp_path / "both"))
+    schedule = {"lr_scheduler": "cosine"}  # over each expert's own steps
+    report = train.run(both(tiny_run, high, tmp_path / "both", **schedule))
     files = [tmp_path / "both" / f"lora_{name}.safetensors" for name in ("high_noise", "low_noise")]
     assert report.result["loras"] == files
     assert all(file.is_file() for file in files)
     assert not (tmp_path / "both/lora.safetensors").exists()
     for name, turn in (("high", 1), ("low", 3)):
-        alone = both(tiny_run, high, tmp_path / name, experts=name)
+        alone = both(tiny_run, high, tmp_path / name, experts=name, **schedule)
         train.run(replace(alone, max_train_steps=3, expert_turn_steps=turn, high_noise_share=None))
         file = f"lora_{name}_noise.safetensors"
         ours, theirs = load_file(tmp_path / "both" / file), load_file(tmp_path / name / file)
@@ -178,3 +179,29 @@ def test_what_two_experts_cannot_do_is_refused_before_anything_is_read(tiny_run,
 def test_one_expert_given_twice_is_refused(tiny_run, tmp_path):
     with pytest.raises(WangenError, match="the same weights"):
         train.run(both(tiny_run, tiny_run.weights["dit"], tmp_path))
+
+
+def test_a_run_that_goes_on_takes_the_turns_that_were_left(tiny_run, high, tmp_path):
+    options = resolved(both(tiny_run, high, tmp_path, high_noise_share=0.4, expert_turn_steps=3), A14B, CPU)
+    plan = Plan(options, A14B, [], [], 1, plan_experts(options, A14B, 20), {})
+    whole = plan.turns([0, 0])
+    for past in range(len(whole) + 1):
+        assert plan.turns([whole[:past].count(number) for number in (0, 1)]) == whole[past:]
+
+
+def test_of_the_expert_that_is_not_trained_no_file_is_looked_for_or_guarded(tiny_run, high, tmp_path):
+    other = tmp_path / "lora_high_noise.safetensors"
+    train.run(both(tiny_run, high, tmp_path, experts="high", high_noise_share=None, max_train_steps=1))
+    alone = both(tiny_run, high, tmp_path, experts="low", high_noise_share=None)
+    assert resolved(replace(alone, network_weights_high_noise=tmp_path / "none"), A14B, CPU)
+    assert resolved(replace(alone, base_weights=(other,)), A14B, CPU).base_weights == (other,)
+    with pytest.raises(UsageError, match="a file that this run writes over"):
+        resolved(replace(alone, base_weights=(other,), experts="both"), A14B, CPU)
+
+
+def test_timesteps_of_the_high_noise_expert_alone_tell_whose_weights_are_missing(tiny_run, high, tmp_path):
+    for least, told in ((875, True), (874, False)):
+        options = both(tiny_run, high, tmp_path, dit_high_noise=None, min_timestep=least, timestep_boundary=0.875)
+        with pytest.raises(UsageError, match="the high-noise expert of t2v-A14B has no weights") as error:
+            train.run(options)
+        assert error.value.cure.endswith("--dit is the other's") is told

@@ -58,6 +58,23 @@ def test_averages_that_are_asked_for_later_begin_at_the_weights_as_they_are(tiny
     assert checkpoint.read(checkpoint.newest(tmp_path / "lora-state")).experts[""].ema == {}
 
 
+def test_averages_that_began_later_go_on_with_their_own_count(tiny_run, tmp_path):
+    averages = []
+    for folder, ends in (("cut", (3, 5)), ("whole", (5,))):
+        options = tiny_run.options(tmp_path / folder, max_train_steps=2)
+        train.run(options)
+        for end in ends:
+            train.run(replace(options, max_train_steps=end, ema_decay=0.9, resume_changed=True))
+        averages.append(load_file(tmp_path / folder / "lora-ema.safetensors"))
+    assert all(torch.equal(averages[1][name], value) for name, value in averages[0].items())
+
+
+def test_the_first_step_of_a_run_is_in_its_averages(tiny_run, tmp_path):
+    train.run(tiny_run.options(tmp_path, max_train_steps=1, ema_decay=0.9))
+    weights, averages = (load_file(tmp_path / f"{name}.safetensors") for name in ("lora", "lora-ema"))
+    assert all(torch.equal(averages[name], value) for name, value in weights.items())
+
+
 def test_an_optimizer_that_keeps_more_with_other_arguments_begins_its_averages_anew(tiny_run, tmp_path, caplog):
     options = tiny_run.options(tmp_path, max_train_steps=2)
     train.run(options)
@@ -101,6 +118,18 @@ def test_the_averages_of_a_schedule_free_run_are_judged_as_they_are_saved(tiny_r
     train.run(replace(judged, validate_every_n_steps=1))
     assert validations(judged)[-1]["mean_adapter"] == pytest.approx(seen["mean_ema"], rel=1e-6)
     assert seen["mean_ema"] != pytest.approx(seen["mean_adapter"], rel=1e-5)
+
+
+def test_the_best_of_a_schedule_free_run_is_judged_as_it_is_saved(tiny_run, tmp_path, dotted: ModuleType):
+    options = tiny_run.options(
+        tmp_path, max_train_steps=3, optimizer_type="others.ScheduleFree", learning_rate=0.3, keep_best=True, **TRUTH
+    )
+    best = train.run(replace(options, validate_every_n_steps=3)).result["best"][""]
+    last, start = (tmp_path / f"{name}.safetensors" for name in ("lora", "lora-best"))
+    assert all(torch.equal(load_file(last)[name], value) for name, value in load_file(start).items())
+    judged = tiny_run.options(tmp_path / "again", max_train_steps=1, network_weights=start, **TRUTH)
+    train.run(judged)
+    assert validations(judged)[0]["mean_adapter"] == pytest.approx(best["loss"], rel=1e-6)
 
 
 def test_loras_of_an_earlier_run_are_neither_counted_nor_removed_by_a_fresh_one(tiny_run, tmp_path):
@@ -223,6 +252,19 @@ def test_what_a_run_starts_from_is_judged_and_may_be_its_best(tiny_run, tmp_path
     if experts:
         assert lines[0]["expert"] == "high_noise"
         assert lines[0]["validation"]["mean_adapter"] == lines[0]["validation"]["mean_base"]
+
+
+def test_the_end_of_a_run_is_validated_whatever_the_interval(tiny_run, tmp_path):
+    options = tiny_run.options(tmp_path, max_train_steps=3, validate_every_n_steps=2, **TRUTH)
+    train.run(options)
+    assert [line["step"] for line in measured(tmp_path) if "validation" in line] == [0, 2, 3]
+
+
+def test_an_adapter_that_has_not_begun_is_never_the_best(tiny_run, tmp_path):
+    options = tiny_run.options(tmp_path, max_train_steps=2, learning_rate=10.0, keep_best=True, **TRUTH)
+    report = train.run(replace(options, validate_every_n_steps=2))
+    assert [seen["delta"] > 0 for seen in validations(options)] == [False, True], "it only got worse"
+    assert report.result["best"][""]["step"] == 2
 
 
 def test_the_best_of_a_line_that_begins_elsewhere_is_its_own(tiny_run, tmp_path):

@@ -1,23 +1,31 @@
 """What a training step computes: clean first frames, weights of items, noise offset, groups of batches."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import runs
 import torch
 from runs import samples_of
+from safetensors.torch import load_file
 from tiny import TinyRun
 
 from wangen import profiles
 from wangen.generator.errors import UsageError
 from wangen.generator.steps import Train
+from wangen.runtime import train
 from wangen.runtime.loader import Batch, Draw, read_batch
+from wangen.runtime.lora import read_lora
 from wangen.runtime.models import family
 from wangen.runtime.models.compute import Compute
+from wangen.runtime.training.optim import Optimization
 from wangen.runtime.training.plan import ExpertPlan, Plan
-from wangen.runtime.training.prepared import Prepared, prepare
+from wangen.runtime.training.prepared import Group, Prepared, prepare
+from wangen.runtime.training.ranks import Ranks
 from wangen.runtime.training.refusals import resolved
-from wangen.runtime.training.step import item_losses
+from wangen.runtime.training.step import _passes, dropout_seed, item_losses, num_tokens, optimizer_step
 from wangen.runtime.training.timesteps import Sampler
 
 CPU = torch.device("cpu")
@@ -104,6 +112,9 @@ def test_still_images_and_dropped_conditions_are_text_to_video(tmp_path):
     counts = [prepared_for(dropped, batch_of(48, 3, 4, 4), epoch=n).clean_frames for n in range(200)]
     assert 0.4 < sum(map(sum, counts)) / 400 < 0.6
     assert counts[7] == prepared_for(dropped, batch_of(48, 3, 4, 4), epoch=7).clean_frames
+    assert any(sum(pair) == 1 for pair in counts), "the items of a batch are drawn one by one"
+    always = options_of(tmp_path, condition_dropout=1.0)
+    assert prepared_for(always, batch_of(48, 3, 4, 4)).clean_frames == [0, 0]
 
 
 @pytest.mark.parametrize(("frames", "words"), [(3, "must be 4n"), (-1, "must be 4n")])
@@ -149,6 +160,8 @@ def test_noise_offset_shifts_each_channel_as_a_whole(tmp_path):
     shift = offset - plain
     assert torch.allclose(shift, shift[:, :, :1, :1, :1].expand_as(shift), atol=1e-6)
     assert 0.05 < shift[:, :, 0, 0, 0].std() < 0.2
+    for one, noise in zip(shift[:, :, 0, 0, 0], plain, strict=True):
+        assert not torch.allclose(one, 0.1 * noise.flatten()[:16], atol=1e-6), "it is drawn apart from the noise"
 
 
 def test_a_draw_depends_on_seed_epoch_item_and_repeat_alone(tmp_path):
@@ -192,3 +205,82 @@ def test_packed_batches_of_different_shapes_have_the_losses_and_gradients_of_eac
     torch.testing.assert_close(found["packed"][0], found["alone"][0], rtol=2e-6, atol=1e-6)
     for name, gradient in found["alone"][1].items():
         assert (found["packed"][1][name] - gradient).norm() < 1e-5 * gradient.norm(), name
+
+
+def test_what_drops_out_depends_on_every_item_of_the_batch():
+    def drawn(*items: str) -> list[float]:
+        with dropout_seed([(1, 0, item, 0) for item in items], CPU):
+            return torch.rand(3).tolist()
+
+    assert drawn("a", "b") == drawn("a", "b") != drawn("a", "c")
+    assert drawn("a", "b") != drawn("a")
+
+
+def test_control_images_count_in_the_tokens_of_their_item():
+    batch = batch_of(16, 1, 8, 8)
+    assert num_tokens(batch, (1, 2, 2)) == [16, 16]
+    controls = [[torch.zeros(16, 1, 8, 4), torch.zeros(16, 1, 4, 4)], []]
+    assert num_tokens(replace(batch, controls=controls), (1, 2, 2)) == [16 + 8 + 4, 16]
+
+
+def test_the_gradient_is_clipped_at_the_norm_that_is_given_and_0_clips_nothing(tiny_run: TinyRun, tmp_path):
+    found = {}
+    for norm in (0.0, 1e9, 1e-4):
+        options = tiny_run.options(tmp_path / str(norm), max_train_steps=2, optimizer_type="SGD", max_grad_norm=norm)
+        train.run(replace(options, network_alpha=4e3))  # so that the gradients are large
+        found[norm] = load_file(options.output_dir / "lora.safetensors")
+    first = json.loads((tmp_path / "0.0" / "metrics.jsonl").read_text().splitlines()[0])
+    assert first["grad_norm"] > 2
+    assert all(torch.equal(found[0.0][name], value) for name, value in found[1e9].items())
+    assert not all(torch.equal(found[0.0][name], value) for name, value in found[1e-4].items())
+
+
+def test_no_layer_changes_its_weight_by_more_than_the_norm_that_is_given(tiny_run: TinyRun, tmp_path):
+    """The change as it counts, by alpha over the rank."""
+    train.run(tiny_run.options(tmp_path, max_train_steps=3, learning_rate=0.05, network_alpha=2.0,
+                               scale_weight_norms=0.25))  # fmt: skip
+    lora = read_lora(tmp_path / "lora.safetensors")
+    norms = [float((weight.scale * weight.up.float() @ weight.down.float()).norm()) for weight in lora.values()]
+    assert max(norms) == pytest.approx(0.25, rel=1e-3)
+
+
+def test_timesteps_that_depend_on_the_size_count_the_tokens_of_a_frame(tmp_path):
+    options = options_of(tmp_path, task="t2v-1.3B", timestep_sampling="flux_shift")
+    prepared, sampler = prepared_for(options, batch_of(16, 2, 8, 12)), Sampler(options)
+    wanted = [sampler.sigma(key, number, 4 * 6) for number, key in enumerate(prepared.keys)]
+    assert prepared.sigmas.tolist() == pytest.approx(wanted, rel=1e-6)
+
+
+def test_what_an_optimizer_draws_is_of_the_run_and_the_step(tiny_run: TinyRun, tmp_path, monkeypatch):
+    real, seeds = Optimization.step, []
+    monkeypatch.setattr(Optimization, "step", lambda self, factor, seed: (seeds.append(seed), real(self, factor, seed)))
+    for seed in (1, 2, 1):
+        monkeypatch.setattr("wangen.runtime.training.refusals.try_out", lambda *_words: None)
+        train.run(tiny_run.options(tmp_path / str(len(seeds)), max_train_steps=2, seed=seed))
+    assert len(set(seeds[:4])) == 4
+    assert seeds[4:] == seeds[:2]
+
+
+def test_batches_with_given_frames_are_never_packed(tmp_path):
+    for frames, sizes in ((0, [2]), (1, [1, 1])):
+        options = options_of(tmp_path, condition_frames=frames)
+        batches = [prepared_for(options, batch_of(48, 3, 4, 4), epoch=number) for number in range(2)]
+        assert [len(together) for together, _ in _passes(Group(0, batches, 2, 4), Ranks(), pack=True)] == sizes
+
+
+def test_batches_that_are_there_for_other_processes_do_not_count(tmp_path):
+    batches = [prepared_for(options_of(tmp_path, condition_frames=0), batch_of(48, 3, 4, 4))] * 2
+    for pack, counted in ((False, [2, 0]), (True, [2])):
+        assert [number for _, number in _passes(Group(0, batches, 1, 4), Ranks(), pack=pack)] == counted
+
+
+def test_an_interrupt_breaks_off_the_step_of_a_process_that_is_alone_and_no_other(tiny_run: TinyRun, tmp_path):
+    """Others would wait for its gradients."""
+    run = runs.make_run(runs.options_of(tiny_run, tmp_path))
+    trainee, interrupt = run.trainees[0], SimpleNamespace(requested=True)
+    prepared = prepared_for(options_of(tmp_path, task="t2v-1.3B"), batch_of(16, 1, 8, 8))
+    assert optimizer_step(run, trainee, Group(0, [prepared], 1, 2), 1.0, interrupt) is None
+    assert trainee.step == 2
+    run.ranks = SimpleNamespace(count=2, in_step=False, add_up=lambda _tensors: None)
+    assert optimizer_step(run, trainee, Group(0, [prepared], 1, 2), 1.0, interrupt)
+    assert trainee.step == 3

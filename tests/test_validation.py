@@ -19,7 +19,9 @@ from wangen.runtime.flow import flow_loss, noised, velocity
 from wangen.runtime.loader import Draw, read_batch
 from wangen.runtime.models import family
 from wangen.runtime.randomness import generator_for
+from wangen.runtime.training import watching
 from wangen.runtime.training.adapter import disabled
+from wangen.runtime.training.ranks import Ranks
 from wangen.runtime.training.step import item_losses
 from wangen.runtime.training.validation import (
     Losses,
@@ -280,3 +282,34 @@ def test_the_best_is_the_lowest_the_first_of_equals_and_never_what_is_not_finite
             best = loss
             kept.append(step)
     assert kept == [1, 2, 6]
+
+
+def test_every_module_has_its_own_mode_again_after_a_measurement():
+    model = torch.nn.Sequential(torch.nn.Dropout(), torch.nn.Dropout())
+    model[0].eval()
+    with evaluating(model):
+        assert not any(part.training for part in model.modules())
+    assert [part.training for part in model.modules()] == [True, False, True]
+
+
+@pytest.mark.parametrize(("changes", "draws"), [
+    ({}, False), ({"network_dropout": 0.1}, True), ({"network_module": "loha"}, False),
+    ({"network_module": "lokr", "network_args": ("rank_dropout=0.2",)}, True),
+])  # fmt: skip
+def test_a_transformer_trains_in_the_mode_that_drops_out_only_where_that_is_asked(tiny_run, tmp_path, changes, draws):
+    """In it peft's LoHa and LoKr draw from the global state, asked or not."""
+    assert make_run(options_of(tiny_run, tmp_path, **changes)).trainees[0].transformer.training is draws
+
+
+def test_a_run_is_judged_with_the_first_frames_that_it_is_given_in_training(run, monkeypatch):
+    seen = []
+
+    def measured_with(*_words, condition_frames):
+        seen.append(condition_frames)
+        return losses((1.0, 2.0))
+
+    monkeypatch.setattr(watching, "measure", measured_with)
+    options = replace(run.plan.options, condition_frames=5)
+    looking = SimpleNamespace(_options=options, _plan=SimpleNamespace(held_out=["a"]), _ranks=Ranks())
+    watching.Watching._measure(looking, run.trainees[0])
+    assert seen == [5]
