@@ -277,14 +277,13 @@ def _train(training: Run, watching: Watching, interrupt: Interrupt) -> bool:
         groups(plan, trainee.plan, trainee.step, ranks, pin=training.device.type == "cuda")
         for trainee in training.trainees
     ]
-    at_end = _begin(training, watching, interrupt)
-    if not at_end:
+    if not _begin(training, watching, interrupt):
         return False
+    at_end = False
     try:
         with progress("train", training.num_steps, training.step) as advance:
             for number in plan.turns([trainee.step for trainee in training.trainees]):
                 if ranks.any(interrupt.requested):
-                    at_end = False
                     break
                 with watching.waiting(), _saved_first(training, watching):
                     group = next(readers[number])
@@ -292,15 +291,15 @@ def _train(training: Run, watching: Watching, interrupt: Interrupt) -> bool:
                     trainee = training.activate(number)
                     result = optimizer_step(training, trainee, group, factors[number](trainee.step), interrupt)
                 if result is None:
-                    at_end = False
                     break
                 advance(1, watching.after(result))
                 settle_state(training, wait=False)
                 to_save = ranks.any(saving.due())
-                if to_save or ranks.any(watching.due()):  # the first may be the only one that samples
-                    at_end = _look_and_save(training, watching, saving if to_save else None)
-                    if not at_end:
-                        break
+                looks = to_save or ranks.any(watching.due())  # the first may be the only one that samples
+                if looks and not _look_and_save(training, watching, saving if to_save else None):
+                    break
+            else:
+                at_end = True
             watching.settle()
     finally:
         for reader in readers:
