@@ -201,7 +201,7 @@ def denoise(
             stage.enter()
             current = stage
         inputs = _with_first(latents, given.clean)
-        timesteps = torch.tensor([float(timestep)], device=noise.device)
+        timesteps = torch.tensor([float(timestep)])  # in host memory: a model may look at them
         without = None
         if given.clean is not None:
             if given.guides and stage.guidance > 1:

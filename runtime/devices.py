@@ -17,6 +17,8 @@ from wangen.runtime.fast.attention import PACKAGES
 from wangen.runtime.memory.allocator import GPU_SETTING, WHOLE
 from wangen.runtime.rocm import vae_dtype
 
+log = logging.getLogger("wangen")
+
 CONTEXT_BYTES = GIB // 2
 """What CUDA itself has taken when it is asked what is free; the memory formula counts it."""
 
@@ -179,6 +181,22 @@ def exact(dtype: str) -> Iterator[None]:
             yield
     finally:
         torch.backends.cudnn.allow_tf32 = before
+
+
+def within_range(encode: Callable[[str], torch.Tensor], dtype: str, name: str) -> torch.Tensor:
+    """What a VAE encodes in a precision, or in float32 where it leaves the range of float16.
+
+    Args:
+        encode: takes the precision.
+        dtype: the one that was chosen.
+        name: of the item, for the log.
+    """
+    latents = encode(dtype)
+    if dtype == "float16" and not latents.isfinite().all():
+        log.warning("  %s leaves the range of float16 inside the VAE: encoded in float32", name)
+        with exact("float32"):
+            latents = encode("float32")
+    return latents
 
 
 def choose_dtype(name: str | None, device: torch.device) -> str:

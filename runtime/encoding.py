@@ -255,7 +255,7 @@ class Models:
 
     def _latents(self, video: "torch.Tensor", first: Job, condition_frames: int = 1) -> "torch.Tensor":
         """Latents of a video, or with more `condition_frames` than one the condition that an image is."""
-        from wangen.runtime.devices import DTYPES
+        from wangen.runtime.devices import DTYPES, within_range
 
         def run(dtype: str) -> "torch.Tensor":
             vae = self._vae(dtype)
@@ -266,11 +266,7 @@ class Models:
             )
 
         dtype = self.encoders["latent"].dtype
-        latents = run(dtype)
-        if dtype == "float16" and not latents.isfinite().all():
-            log.warning("  %s leaves the range of float16 inside the VAE: encoded in float32", first.sample.name)
-            latents = run("float32")
-        return narrowed(latents.cpu(), DTYPES[dtype])
+        return narrowed(within_range(run, dtype, first.sample.name).cpu(), DTYPES[dtype])
 
     def _vae(self, dtype: str) -> LatentEncoder:
         if dtype not in self._vaes:

@@ -27,7 +27,7 @@ from wangen.generator.train_refusals import MAX_VALIDATION_TIMESTEPS
 from wangen.generator.workspace import require_writable
 from wangen.profiles import Model
 from wangen.runtime.cache import digest
-from wangen.runtime.devices import choose_device
+from wangen.runtime.devices import DTYPES, choose_device
 from wangen.runtime.evaluation.candidates import find_candidates
 from wangen.runtime.evaluation.clip_score import ClipScore
 from wangen.runtime.evaluation.judging import Judging, Points
@@ -48,7 +48,8 @@ from wangen.runtime.evaluation.trained import given_frames, said_of, trained_sou
 from wangen.runtime.evaluation.videos import describe, make, plan_videos, usual_motion, with_loras
 from wangen.runtime.evaluation.warnings import forgotten, warnings_of
 from wangen.runtime.evaluation_file import BASE, FILE, Evaluation, Memorisation, Row, Video, write_evaluation
-from wangen.runtime.loader import CachedSample, Draw, find_entries, read_batch
+from wangen.runtime.fast.attention import choose_kernel
+from wangen.runtime.loader import CachedSample, find_entries, latent_of
 from wangen.runtime.models import Family, family
 from wangen.runtime.samples import read_samples
 from wangen.runtime.sampling.options import require_files, resolved
@@ -203,7 +204,7 @@ def _prepare(options: Evaluate) -> Judged:
         return judged
     limit = SMOKE_PROMPTS if options.smoke else options.num_prompts
     prompts = choose_prompts(sampling, model, judged.held_out, limit, options.output_dir / FRAMES)
-    return replace(judged, prompts=prompts)
+    return replace(judged, prompts=prompts[:SMOKE_PROMPTS] if options.smoke else prompts)
 
 
 def _refuse(options: Evaluate) -> None:
@@ -266,8 +267,11 @@ def _losses(judged: Judged) -> dict[str, dict[str, Losses]]:
     own = judged.options
     weights = {name: headers.identity(path, f"--{name}") for name in ("dit", "dit_high_noise")
                if (path := getattr(own, name)) is not None}  # fmt: skip
-    facts = {**weights, "task": own.task, "dtype": judged.sampling.dtype, "quantize": own.quantize,
-             "attention": own.attention, **made_on(judged.device.type), "peft": version("peft")}  # fmt: skip
+    dtype = judged.sampling.dtype
+    assert dtype is not None
+    kernel = choose_kernel(own.attention, judged.device, DTYPES[dtype], backward=False)
+    facts = {**weights, "task": own.task, "dtype": dtype, "quantize": own.quantize,
+             "attention": kernel.name, **made_on(judged.device.type), "peft": version("peft")}  # fmt: skip
     judging = Judging(
         judged.load,
         judged.experts,
@@ -306,14 +310,9 @@ def _training_latents(judged: Judged) -> TrainingLatents | None:
     if not judged.training or not judged.options.num_videos:
         return None
     clips = [
-        TrainingClip(item.sample.name, item.sample.source.digest, partial(_latent, judged.training, index))
-        for index, item in enumerate(judged.training)
+        TrainingClip(item.sample.name, item.sample.source.digest, partial(latent_of, item)) for item in judged.training
     ]
     return TrainingLatents(clips, digest([item.latent.key for item in judged.training]))
-
-
-def _latent(items: Sequence[CachedSample], index: int) -> torch.Tensor:
-    return read_batch(items, [Draw(index, 0)]).latents[0]
 
 
 def _videos(

@@ -287,6 +287,15 @@ def background_of(samples: Iterable[CachedSample]) -> str:
     return colors.pop() if len(colors) == 1 else WHITE
 
 
+def latent_of(cached: CachedSample) -> torch.Tensor:
+    """What is learned, (C, F, h, w) in float32, from the cache.
+
+    Raises:
+        CorruptEntryError: the entry was damaged since it was judged.
+    """
+    return _tensors(cached.latent)["latent"].float()
+
+
 def read_batch(samples: Sequence[CachedSample], draws: Sequence[Draw], prior_loss_weight: float = 1.0) -> Batch:
     """The tensors of one batch, from the cache; the losses of regularisation sets count `prior_loss_weight`.
 
@@ -294,7 +303,7 @@ def read_batch(samples: Sequence[CachedSample], draws: Sequence[Draw], prior_los
         CorruptEntryError: an entry was damaged since it was judged.
     """
     chosen = [samples[draw.index] for draw in draws]
-    latents = torch.stack([_tensors(cached.latent)["latent"].float() for cached in chosen])
+    latents = torch.stack([latent_of(cached) for cached in chosen])
     return Batch(
         latents=latents,
         texts=[_text(cached, draw) for cached, draw in zip(chosen, draws, strict=True)],

@@ -45,7 +45,7 @@ _LAST_PARTS = rf"(?:{AVERAGE})?(?:-(?:{'|'.join(LAYOUTS)}))?\.safetensors"
 
 _NAME = re.compile(
     rf"(?P<run>.+?)(?:_(?P<expert>{'|'.join(EXPERTS)}))?"
-    rf"(?:(?:{KEPT}\d*)?-step(?P<step>\d{{8}})|-(?P<epoch>\d{{6}})|(?P<best>{BEST}))?"
+    rf"(?:(?P<kept>{KEPT}\d*)?-step(?P<step>\d{{8}})|-(?P<epoch>\d{{6}})|(?P<best>{BEST}))?"
     rf"(?P<average>{AVERAGE})?(?P<layout>-(?:{'|'.join(LAYOUTS)}))?"
 )
 
@@ -95,6 +95,7 @@ class Checkpoint:
         best: it had the lowest held-out loss when it was saved (`--keep_best`).
         finished: the run's last: neither a step nor an epoch nor `-best` stands in its name.
         average: the moving average of the weights (`--ema_decay`).
+        kept: a later start set it aside.
         settings: that decided the result, as its header says them; empty where it does not.
     """
 
@@ -107,6 +108,7 @@ class Checkpoint:
     best: bool
     finished: bool
     average: bool
+    kept: bool
     settings: str
 
     @property
@@ -227,6 +229,7 @@ def _checkpoint(path: Path, names: set[str]) -> Checkpoint | None:
         best=bool(match["best"]),
         finished=not (numbers or match["best"]),
         average=bool(match["average"]),
+        kept=bool(match["kept"]),
         settings=header.metadata.get(FINGERPRINT, ""),
     )
 
@@ -283,4 +286,4 @@ def _best_or_last(found: Sequence[Checkpoint], last_run: _LastRun) -> tuple[Chec
     found = _without_old_best(found, last_run)
     if best := [one for one in found if one.best]:
         return best[0], "its best"
-    return max(found, key=lambda one: (not one.average, _age(one))), "its last"
+    return max(found, key=lambda one: (not one.kept, not one.average, _age(one))), "its last"

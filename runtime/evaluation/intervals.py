@@ -2,7 +2,8 @@
 
 Each item is compared with itself, so that how hard it is cancels out. What is left differs from file to file, and the
 interval says how far the mean would move had other files been held out. Clips and resolutions of one file are alike:
-they are drawn together.
+they are drawn together. Of several checkpoints the best by the same files looks better than it is, so their intervals
+are wider.
 """
 
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ class Difference:
 
     Attributes:
         mean: of the differences; below 0 the second is lower.
-        low: lower end of the 95 % interval; None of fewer than two groups.
+        low: lower end of the interval; None of fewer than two groups.
         high: its upper end.
     """
 
@@ -43,7 +44,12 @@ class Difference:
 
 
 def paired_difference(
-    first: Sequence[float], second: Sequence[float], seed: int, groups: Sequence[str] | None = None
+    first: Sequence[float],
+    second: Sequence[float],
+    seed: int,
+    groups: Sequence[str] | None = None,
+    *,
+    comparisons: int = 1,
 ) -> Difference:
     """The mean of second - first over items, and its percentile bootstrap interval (Efron and Tibshirani 1993, ch. 13).
 
@@ -52,6 +58,8 @@ def paired_difference(
         second: likewise, in the same order.
         seed: of the resampling; the same numbers and seed give the same interval.
         groups: of each item, what it belongs to; groups are drawn whole. None: each item is one.
+        comparisons: so many differences are looked at together, of which the best will be chosen: each interval is as
+            wide as lets all of them hold in 95 % (Bonferroni's inequality).
 
     Raises:
         ValueError: the lengths differ, or there are no items.
@@ -69,5 +77,6 @@ def paired_difference(
     draws = np.random.default_rng(seed_for(seed, "bootstrap", len(sums)))
     chosen = draws.integers(0, len(sums), size=(RESAMPLES, len(sums)))
     means = sums[chosen].sum(axis=1) / counts[chosen].sum(axis=1)
-    low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    outside = (1 - LEVEL) / comparisons
+    low, high = np.quantile(means, [outside / 2, 1 - outside / 2])
     return Difference(fmean(differences), float(low), float(high))

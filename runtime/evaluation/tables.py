@@ -66,19 +66,20 @@ def joined(parts: Sequence[Losses]) -> Losses:
     return Losses(first.keys, tuple(sigma for sigma, _, _ in places), first.seed, values)
 
 
-def difference(base: Losses, other: Losses, groups: Sequence[str]) -> Difference:
+def difference(base: Losses, other: Losses, groups: Sequence[str], *, comparisons: int = 1) -> Difference:
     """How much lower or higher a checkpoint's loss is than the base's, with its interval over the items' files.
 
     Args:
         base: without any LoRA.
         other: with one.
         groups: of each item its file, or the video that it was cut from.
+        comparisons: as for `paired_difference`: the number of checkpoints, where the best of them is chosen.
 
     Raises:
         ValueError: they were measured at different points.
     """
     _require_same(base, [other])
-    return paired_difference(_of_items(base), _of_items(other), base.seed, groups)
+    return paired_difference(_of_items(base), _of_items(other), base.seed, groups, comparisons=comparisons)
 
 
 def ranking(
@@ -97,7 +98,7 @@ def ranking(
     made = []
     for rank, candidate in enumerate(order, start=1):
         losses = found[candidate.name]
-        delta = difference(base, losses, groups)
+        delta = difference(base, losses, groups, comparisons=len(candidates))
         made.append(
             Checkpoint(
                 name=candidate.name,

@@ -26,7 +26,7 @@ def warnings_of(
         groups: of each held-out item its file or the video that it was cut from, as `independent` gives them.
     """
     best = evaluation.winner
-    found = difference(base, others[best.name], groups)
+    found = difference(base, others[best.name], groups, comparisons=len(evaluation.checkpoints))
     if found.is_higher:
         yield f"no checkpoint is better than the base: {best.name}, the best, has a higher held-out loss"
     elif found.low is None:

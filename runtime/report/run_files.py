@@ -29,7 +29,7 @@ _LEVELS = 4
 
 _EXPERT = r"(?P<expert>_(?:high|low)_noise)?"
 _ENDING = (
-    rf"(?P<best>{BEST})?(?:(?:{KEPT}\d*)?-step(?P<step>\d{{8}})|-(?P<epoch>\d{{6}}))?(?P<ema>{AVERAGE})?"
+    rf"(?P<best>{BEST})?(?:(?P<kept>{KEPT}\d*)?-step(?P<step>\d{{8}})|-(?P<epoch>\d{{6}}))?(?P<ema>{AVERAGE})?"
     rf"(?:-(?:{'|'.join(LAYOUTS)}))?"
 )
 _SAMPLE = _EXPERT + r"-step(?P<step>\d{8})-(?P<continued>continuation-)?(?P<number>\d+)\.(?:mp4|png)"
@@ -286,7 +286,8 @@ def _loras(folder: Path, name: str, problems: list[str]) -> Iterator[Lora]:
             problems.append(f"{path.name}: {error.found}")
             continue
         told = match["step"] or metadata.get(RUN_STEPS) or metadata.get("ss_steps", "")
-        what = "best" if match["best"] else "on the way" if match["step"] or match["epoch"] else "finished"
+        on_the_way = "set aside" if match["kept"] else "on the way" if match["step"] or match["epoch"] else "finished"
+        what = "best" if match["best"] else on_the_way
         what += ", average" if match["ema"] else ""
         step = int(told) if told.isdecimal() else None
         yield Lora(path, (match["expert"] or "")[1:], step, what, path.stat().st_size, metadata)

@@ -182,7 +182,8 @@ def ranking_table(found: Evaluation) -> Table:
          f"{one.delta:+.5f}", _interval(one), _judged(one))
         for one in ranked
     ]  # fmt: skip
-    head = ("rank", "checkpoint", "step", "held-out loss", "less base", f"{found.confidence:.0%} interval", "")
+    interval = f"{found.confidence:.0%} interval{', of all together' if len(ranked) > 1 else ''}"
+    head = ("rank", "checkpoint", "step", "held-out loss", "less base", interval, "")
     best = next((number for number, one in enumerate(ranked) if one.name == found.best), None)
     return Table(f"Ranking; the base has {found.mean_base:.5f}", head, rows, best)
 

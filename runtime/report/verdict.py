@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Any, Literal
 
 from wangen.generator.errors import many
@@ -178,11 +179,22 @@ def _judge_expert(run: RunFiles, expert: str) -> _Judged | None:
     if not is_number(error):
         against.append(f"{of}one held-out file, or clips of one video, is too few to tell a difference from chance")
     return _Judged(
-        clearly_better=is_number(delta) and is_number(error) and delta < -2 * error,
+        clearly_better=is_number(delta) and is_number(error) and delta < -_errors_apart(len(trained)) * error,
         because=of + _in_words(step, told),
         against=tuple(against),
         use=file.file.name if file else "",
     )
+
+
+def _errors_apart(comparisons: int) -> float:
+    """How many standard errors the best of so many validations must lie below the base not to be there by chance.
+
+    As for one normal difference at 95 %, by Bonferroni's inequality.
+
+    >>> round(_errors_apart(1), 2), round(_errors_apart(20), 2)
+    (1.96, 3.02)
+    """
+    return NormalDist().inv_cdf(1 - 0.05 / 2 / comparisons)
 
 
 def _in_words(step: int, told: Mapping[str, Any]) -> str:
@@ -199,11 +211,15 @@ def _in_words(step: int, told: Mapping[str, Any]) -> str:
 
 
 def _nearest_file(loras: Sequence[Lora], expert: str, step: int) -> Lora | None:
-    """The file saved at this step, `-best` first, else of the nearest step; averages and other layouts last."""
+    """The file saved at this step, `-best` first, else of the nearest step; averages and other layouts last.
+
+    What a later start set aside may be of another line, or of other settings: it comes behind all others.
+    """
     known = [lora for lora in loras if lora.expert == expert and lora.step is not None]
 
-    def rank(lora: Lora) -> tuple[int, bool, bool, int]:
-        return abs((lora.step or 0) - step), "average" in lora.what, lora.what != "best", len(lora.file.name)
+    def rank(lora: Lora) -> tuple[bool, int, bool, bool, int]:
+        distance, aside = abs((lora.step or 0) - step), "set aside" in lora.what
+        return aside, distance, "average" in lora.what, lora.what != "best", len(lora.file.name)
 
     return min(known, key=rank, default=None)
 

@@ -4,9 +4,11 @@ Letters in shapes: C channels, F h w the latent's frames, height and width, L to
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,10 +23,11 @@ from wangen.runtime.devices import (
     choose_vae_dtype,
     enough_memory,
     exact,
+    within_range,
 )
 from wangen.runtime.loader import first_frame_condition
 from wangen.runtime.media import load_image, open_image
-from wangen.runtime.models import Family, expect_vae
+from wangen.runtime.models import Family, LatentEncoder, expect_vae
 from wangen.runtime.prompts import text_of
 from wangen.runtime.sampling.prompts import SamplePrompt, edited_size
 
@@ -73,6 +76,11 @@ class Encoders:
         given = {name: value for name in names if (value := getattr(options, name, None)) is not None}
         return cls(**given, plain=plain)
 
+    @property
+    def vae_memory(self) -> Mapping[str, Any]:
+        """How the VAE saves memory, as `LatentEncoder.encode` takes it."""
+        return {"cache_cpu": self.vae_cache_cpu, "tile_px": self.vae_tile}
+
     def require(self, model: Model) -> None:
         """See that the files are what the model takes, from their headers.
 
@@ -106,7 +114,7 @@ def make_scenes(
 ) -> list[Scene]:
     """Encode prompts and first frames; call it before the transformer loads. The encoders are gone when it returns.
 
-    Texts that stand in several prompts, and prompts that differ in their seed alone, are encoded once.
+    Texts and pictures that stand in several prompts are encoded once.
 
     Args:
         kind: the model's family.
@@ -122,7 +130,7 @@ def make_scenes(
     frames = {key: _first_frame(key) for key in dict.fromkeys(map(_frame_key, prompts)) if key.image}
     controls = _controls(kind, model, prompts, encoders, device)
     texts = _embeddings(kind, model, prompts, encoders, device, what)
-    given: dict[SamplePrompt, Given] = {}
+    given: dict[_FrameKey, Given] = {}
     if frames:
         views = _views(kind, model, frames, encoders, device)
         given = _conditions(kind, model, frames, encoders, device)
@@ -157,9 +165,18 @@ def _asked(prompt: SamplePrompt, model: Model) -> list[Asked]:
     return [(text_of(word, template=model.prompt is not None), shown) for word in words]
 
 
-def _frame_key(prompt: SamplePrompt) -> SamplePrompt:
-    """The prompt without what its first frame does not depend on."""
-    return replace(prompt, prompt="", negative_prompt="", seed=0, controls=())
+class _FrameKey(NamedTuple):
+    """What the latents of a first frame depend on."""
+
+    image: Path | None
+    width: int
+    height: int
+    frames: int
+    background: str
+
+
+def _frame_key(prompt: SamplePrompt) -> _FrameKey:
+    return _FrameKey(prompt.image, prompt.width, prompt.height, prompt.frames, prompt.background)
 
 
 def _embeddings(
@@ -179,10 +196,17 @@ def _embeddings(
         return dict(zip(distinct, encoder.encode(words, lambda _done, _total: None, pictures=pictures), strict=True))
 
 
-def _first_frame(prompt: SamplePrompt) -> torch.Tensor:
+def _first_frame(key: _FrameKey) -> torch.Tensor:
     """(1, 3, 1, H, W) uint8, cut to the size that is sampled."""
-    assert prompt.image is not None
-    return torch.from_numpy(load_image(prompt.image, (prompt.width, prompt.height), prompt.background).copy())[None]
+    assert key.image is not None
+    return torch.from_numpy(load_image(key.image, (key.width, key.height), key.background).copy())[None]
+
+
+def _vae_in(kind: Family, encoders: Encoders, device: torch.device) -> Callable[[str], LatentEncoder]:
+    """The VAE in a precision, which is loaded when it is asked for."""
+    return cache(
+        lambda dtype: kind.load_latent_encoder(encoders.vae, dtype=DTYPES[dtype], device=device, plain=encoders.plain)
+    )
 
 
 def _controls(
@@ -192,20 +216,20 @@ def _controls(
     pictures = list(dict.fromkeys(one for prompt in prompts for one in _shown(prompt)))
     if not pictures:
         return {}
-    dtype = choose_vae_dtype(encoders.vae_dtype, device)
-    found = {}
+    dtype, vae = choose_vae_dtype(encoders.vae_dtype, device), _vae_in(kind, encoders, device)
+
+    def encoded(path: Path, background: str) -> torch.Tensor:
+        frames = torch.from_numpy(load_image(path, edited_size(path, model), background, whole=True).copy())[None]
+        latents = within_range(lambda each: vae(each).encode(frames, **encoders.vae_memory), dtype, path.name)
+        return latents[0].cpu()
+
     with enough_memory("encoding control images", SMALLER), exact(dtype):
-        encoder = kind.load_latent_encoder(encoders.vae, dtype=DTYPES[dtype], device=device, plain=encoders.plain)
-        for path, background in pictures:
-            frames = torch.from_numpy(load_image(path, edited_size(path, model), background, whole=True).copy())[None]
-            (latent,) = encoder.encode(frames, cache_cpu=encoders.vae_cache_cpu, tile_px=encoders.vae_tile).cpu()
-            found[path, background] = latent
-    return found
+        return {one: encoded(*one) for one in pictures}
 
 
 def _views(
-    kind: Family, model: Model, frames: Mapping[SamplePrompt, torch.Tensor], encoders: Encoders, device: torch.device
-) -> dict[SamplePrompt, torch.Tensor]:
+    kind: Family, model: Model, frames: Mapping[_FrameKey, torch.Tensor], encoders: Encoders, device: torch.device
+) -> dict[_FrameKey, torch.Tensor]:
     """CLIP's view of every first frame, for models that look through it when its weights are given."""
     if not model.has_clip:
         return {}
@@ -216,24 +240,25 @@ def _views(
     with enough_memory("encoding first frames with CLIP", SMALLER), exact(dtype):
         encoder = kind.load_image_encoder(encoders.clip, dtype=DTYPES[dtype], device=device)
         return {
-            prompt: kind.encode_images(encoder, frame[:, :, 0].float() / 127.5 - 1).cpu()
-            for prompt, frame in frames.items()
+            key: kind.encode_images(encoder, frame[:, :, 0].float() / 127.5 - 1).cpu() for key, frame in frames.items()
         }
 
 
 def _conditions(
-    kind: Family, model: Model, frames: Mapping[SamplePrompt, torch.Tensor], encoders: Encoders, device: torch.device
-) -> dict[SamplePrompt, Given]:
+    kind: Family, model: Model, frames: Mapping[_FrameKey, torch.Tensor], encoders: Encoders, device: torch.device
+) -> dict[_FrameKey, Given]:
     """Every first frame as latents: as the condition of image-to-video, or as the clean frame of the 5B."""
-    dtype = choose_vae_dtype(encoders.vae_dtype, device)
-    cache_cpu, tile_px = encoders.vae_cache_cpu, encoders.vae_tile
-    found = {}
+    dtype, vae = choose_vae_dtype(encoders.vae_dtype, device), _vae_in(kind, encoders, device)
+
+    def given(key: _FrameKey, frame: torch.Tensor) -> Given:
+        assert key.image is not None
+        if model.condition == "text_or_image":
+            latents = within_range(lambda each: vae(each).encode(frame, **encoders.vae_memory), dtype, key.image.name)
+            return Given(clean=latents.cpu())
+        latents = within_range(
+            lambda each: vae(each).encode_condition(frame, key.frames, **encoders.vae_memory), dtype, key.image.name
+        )
+        return Given(condition=first_frame_condition(latents.cpu()))
+
     with enough_memory("encoding first frames", SMALLER), exact(dtype):
-        encoder = kind.load_latent_encoder(encoders.vae, dtype=DTYPES[dtype], device=device, plain=encoders.plain)
-        for prompt, frame in frames.items():
-            if model.condition == "text_or_image":
-                found[prompt] = Given(clean=encoder.encode(frame, cache_cpu=cache_cpu, tile_px=tile_px).cpu())
-                continue
-            latents = encoder.encode_condition(frame, prompt.frames, cache_cpu=cache_cpu, tile_px=tile_px).cpu()
-            found[prompt] = Given(condition=first_frame_condition(latents))
-    return found
+        return {key: given(key, frame) for key, frame in frames.items()}
