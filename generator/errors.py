@@ -52,7 +52,7 @@ class UsageError(WangenError):
 
 
 class TakenOverError(WangenError):
-    """Another run has what this one worked on; its files, its report among them, are to stay as they are."""
+    """Another run has what this one works on, or wanted to; its files, its report among them, stay as they are."""
 
 
 _DISK = {errno.ENOSPC, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, getattr(errno, "EDQUOT", errno.ENOSPC)}

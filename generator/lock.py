@@ -198,7 +198,7 @@ def _take(path: Path, mine: Owner, does: str, wait_s: float, *, from_here: bool)
     except OSError as error:
         cure = _IN_THE_WAY.get(error.errno or 0, "free space or fix the folder's rights")
         raise WangenError(f"cannot write the lock file: {error.strerror}", where=str(path), cure=cure) from None
-    raise WangenError("another run took the lock at the same moment", where=str(path), cure="wait for it to end")
+    raise TakenOverError("another run took the lock at the same moment", where=str(path), cure="wait for it to end")
 
 
 def _sweep(path: Path) -> None:
@@ -305,7 +305,7 @@ def _no_lock(path: Path) -> WangenError:
 
 def _busy(path: Path, owner: Owner | None, age_s: float, does: str) -> WangenError:
     who = f"process {owner.run[0]} on {owner.host}" if owner else "one that is just starting"
-    return WangenError(
+    return TakenOverError(
         f"another run {does}: {who}, last sign of life {age_s:.0f} s ago",
         where=str(path),
         cure="wait for it to end or stop it",

@@ -18,7 +18,8 @@ def terminal() -> "Console | None":
         return None
     from rich.console import Console
 
-    return Console(file=_Forgiving(sys.stderr))  # type: ignore[arg-type]  # it is as much of a file as rich uses
+    beneath = getattr(sys.stderr, "rich_proxied_file", sys.stderr)  # where another bar is shown already
+    return Console(file=_Forgiving(beneath))  # type: ignore[arg-type]  # it is as much of a file as rich uses
 
 
 class _Forgiving:

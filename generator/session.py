@@ -84,8 +84,9 @@ class _File(logging.FileHandler):
             super().handleError(record)
         elif not self.failed:
             self.failed = True
-            print(f"the log file cannot be written any more: {error.strerror} ({self.baseFilename})",  # noqa: T201
-                  file=sys.stderr)  # fmt: skip
+            with suppress(OSError):  # the terminal may be gone, too
+                print(f"the log file cannot be written any more: {error.strerror} ({self.baseFilename})",  # noqa: T201
+                      file=sys.stderr)  # fmt: skip
 
     def close(self) -> None:
         """Close the file; what a full disk did not take is lost, as `handleError` has said."""
@@ -138,7 +139,7 @@ def _in_words(step: Step) -> int:
         return _run(step)
     except WangenError as error:
         log.error("%s: %s", step.command, error)
-        if not isinstance(error, TakenOverError):
+        if not isinstance(error, TakenOverError | UsageError):  # a line that is refused changes nothing that is there
             _note_failure(step, error.found)
         return error.exit_code
     except OSError as error:
@@ -169,7 +170,7 @@ def _note_unforeseen(step: Step, kind: type[BaseException] | None, error: BaseEx
 
 def _note_failure(step: Step, found: str) -> None:
     """Replace an earlier run's report, which would say that all is well; an error here must not hide the first."""
-    folder = step.report_dir or getattr(step, "output_dir", None)
+    folder = step.report_dir
     with suppress(WangenError, OSError):
         if step.leads and folder and (folder / step.report_name).is_file():
             write_report(step, Report(folder=folder, summary=f"failed: {found}", ok=False), 0.0)

@@ -184,9 +184,8 @@ def _run_alone(options: Train, model: Model, device: torch.device, ranks: Ranks)
                 raise KeyboardInterrupt
     for path in save_loras(training):
         log.info("  saved %s", path)
-    if ranks.is_first:
-        for line in lost_best(plan, training.facts):
-            log.warning("  %s", line)
+    for line in lost_best(plan, training.facts) if ranks.is_first else ():
+        log.warning("  %s", line)
     speed = watching.speed()
     if speed:
         log.info("  %s", in_words(speed))
@@ -206,7 +205,7 @@ def _done_before(
         save_loras(_prepare(plan, device, state, Ranks()))
     elif ranks.is_first:  # flags of saving may have changed; equal bytes are written again
         save_state_as_loras(plan, state)
-    for line in not_looked_at(plan, state):
+    for line in (*not_looked_at(plan, state), *lost_best(plan, state.facts)):
         log.warning("  %s", line)
     return _report(plan, state.step, {**state.facts, **_timing_before(plan.options)}, done_before=True)
 
@@ -319,7 +318,7 @@ def _saved_first(training: Run, watching: Watching) -> Iterator[None]:
     """
     try:
         yield
-    except (WangenError, OSError):
+    except (WangenError, OSError, RuntimeError, MemoryError):  # as where memory cannot be pinned
         if training.ranks.count == 1 and training.saved_step != training.step:
             with contextlib.suppress(WangenError, OSError):  # the first error is the one to tell
                 watching.settle()
@@ -345,6 +344,8 @@ def _look_and_save(training: Run, watching: Watching, saving: Saving | None) -> 
         finally:  # what goes wrong there does not cost what was trained, where one saves for all
             if saving and (looked or not training.is_sharded):
                 saving.save()
+            elif not (looked or training.is_sharded or training.saved_step == training.step):
+                save_state(training)
         training.ranks.meet()  # no step's time is what one waits for another that saves
     return whole
 

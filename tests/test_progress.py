@@ -60,6 +60,21 @@ def test_a_terminal_that_is_closed_meanwhile_stops_nothing(make, monkeypatch, ca
     assert "working" in stream.getvalue()
 
 
+def test_a_bar_below_another_outlives_the_terminal_as_well(monkeypatch, caplog):
+    """rich has put itself in the place of standard error then."""
+    caplog.set_level("INFO", "wangen")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", Closed())
+    done = []
+    with progress("training", 2) as advance:
+        for number in range(2):
+            with progress("samples", 1) as below:
+                below(1, "words")
+            advance(1, "words")
+            done.append(number)
+    assert done == [0, 1]
+
+
 @pytest.mark.parametrize("make", [bar, progress])
 def test_a_process_without_standard_error_works_as_well(make, monkeypatch):
     monkeypatch.setattr(sys, "stderr", None)

@@ -139,6 +139,14 @@ def test_a_missing_library_at_import_gets_the_pip_line(good, tmp_path, monkeypat
     assert f'in the folder of a wangen clone: "{sys.executable}" -m pip install ".[runtime]"' in shown
 
 
+@pytest.mark.parametrize("error", ["UsageError('no such flag')", "TakenOverError('another run trains here')"])
+def test_what_is_refused_leaves_the_report_of_what_is_there(probe, tmp_path, error):
+    write_tree(tmp_path, {"out/probe.report.json": '{"ok": true}'})
+    body = f"from wangen.generator.errors import TakenOverError, UsageError\nraise {error}"
+    assert execute(probe(body)) in (1, 2)
+    assert (tmp_path / "out/probe.report.json").read_text() == '{"ok": true}'
+
+
 def test_a_failed_step_leaves_its_report(probe, tmp_path):
     body = "from pathlib import Path\nfrom wangen.generator.session import Report\n"
     body += "return Report(Path('.'), 'half done', ok=False)"

@@ -131,6 +131,19 @@ def test_what_goes_wrong_while_looking_costs_nothing_that_was_trained(tiny_run, 
     assert train.run(options).result["steps_this_run"] == 2
 
 
+def test_a_look_at_an_epochs_end_at_which_no_state_was_due_costs_nothing_either(tiny_run, tmp_path, monkeypatch):
+    def refused(self: Watching) -> bool:
+        if self._run.step == 3:
+            raise WangenError("the disk is full")
+        return True
+
+    monkeypatch.setattr(Watching, "look", refused)
+    monkeypatch.setattr(saving.Saving, "_state_due", lambda _self: False)
+    with pytest.raises(WangenError, match="the disk is full"):
+        train.run(tiny_run.options(tmp_path, max_train_steps=6))  # an epoch has three steps
+    assert left(tmp_path) == ([], [3])
+
+
 def test_saving_flags_take_effect_on_a_finished_run(tiny_run, tmp_path):
     options = tiny_run.options(tmp_path, max_train_steps=2)
     train.run(options)

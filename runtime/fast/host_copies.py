@@ -36,7 +36,7 @@ class HostCopies:
         """Start to copy tensors to the host; the caller may let go of them at once.
 
         They are held here until the next ones are sent or brought, and what is computed from then on waits for the end
-        of their copy, which has had the time between.
+        of their copy, which has had the time between: a block's, or a part of it where attention's outputs go as well.
         """
         self._settle()
         ends = [0]

@@ -97,9 +97,9 @@ class Run:
     def activate(self, number: int) -> Trainee:
         """The trainee of that number, on the device; with `--offload_inactive_dit` the others leave it first."""
         if number != self.active:
-            before, self.active = self.active, None  # so that one for which there is no room now is tried again
-            if before is not None and self.plan.options.offload_inactive_dit:
-                self.trainees[before].place.park()
+            if self.active is not None and self.plan.options.offload_inactive_dit:
+                self.trainees[self.active].place.park()
+            self.active = None  # so that one for which there is no room now is tried again
             self.trainees[number].place.unpark()
             self.active = number
         return self.trainees[number]

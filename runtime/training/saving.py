@@ -235,7 +235,7 @@ def save_state_as_loras(plan: Plan, state: TrainingState) -> list[Path]:
 
 def lost_best(plan: Plan, facts: Mapping[str, Any]) -> list[str]:
     """What to say at a run's end of each best that somebody took away, of which no better one came since."""
-    told = facts.get(BEST_SO_FAR, {})
+    told = facts.get(BEST_SO_FAR, {}) if plan.options.keep_best else {}
     return [
         f"{file.name}, the best so far, saved at step {told[expert.name]['step']}, is not there any more"
         for expert in plan.experts

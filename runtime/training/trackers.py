@@ -114,13 +114,12 @@ def open_trackers(options: Train, step: int) -> Iterator[Trackers]:
 
 @contextmanager
 def _tensorboard_s_thread() -> Iterator[None]:
-    """Let the thread in which TensorBoard writes end with one line where the disk refuses, in place of a traceback."""
+    """Let the thread in which TensorBoard writes end without a traceback where the disk refuses."""
     before = threading.excepthook
 
     def hook(found: threading.ExceptHookArgs) -> None:
-        if isinstance(found.exc_value, OSError) and type(found.thread).__module__.startswith("tensorboard"):
-            log.warning("  tensorboard stopped logging: %s; metrics.jsonl goes on", found.exc_value)
-        else:
+        is_theirs = type(found.thread).__module__.startswith("tensorboard")
+        if not (is_theirs and isinstance(found.exc_value, OSError)):  # who writes next gets it, and says so
             before(found)
 
     threading.excepthook = hook

@@ -128,8 +128,9 @@ def held_out(
     All samples, resolutions and copies of a file are on one side, and all clips that were cut from one video or are
     frames of one: of clips whole videos are put apart, at least one is left, and `count` of their clips are judged. The
     files or videos with the lowest digests of (seed, content) are held out, so renaming changes nothing but where a
-    clip's name says its video, and a new file moves at most one. A video is passed over where more than twice as many
-    clips as are judged would be apart with it, and more than half of all. Regularisation sets stay in training.
+    clip's name says its video, and a new file moves at most one, where no clip is one of several of a video. A video is
+    passed over where more than twice as many clips as are judged would be apart with it, and more than half of all.
+    Regularisation sets stay in training.
 
     Args:
         samples: of the whole dataset.
