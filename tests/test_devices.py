@@ -18,6 +18,7 @@ from wangen.runtime.devices import (
     fixed_order,
     set_attention,
     set_precision,
+    within_range,
 )
 
 
@@ -98,6 +99,22 @@ def test_auto_attention_takes_what_runs_and_others_are_refused_with_their_packag
     assert transformer.backend == "native"
     with pytest.raises(WangenError, match="pip install flash-attn"):
         set_attention(transformer, "flash", torch.device("cpu"), torch.float32, backward=True)
+
+
+@pytest.mark.parametrize(("dtype", "tried"), [("float16", ["float16", "float32"]), ("bfloat16", ["bfloat16"])])
+def test_what_leaves_float16_is_encoded_in_float32(dtype, tried, monkeypatch, caplog):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    asked = []
+
+    def encode(name: str) -> torch.Tensor:
+        asked.append((name, torch.backends.cudnn.allow_tf32))
+        return torch.tensor([1.0 if name == "float32" else torch.inf])
+
+    with exact(dtype):
+        found = within_range(encode, dtype, "cat.jpg")
+    assert asked == [(name, name != "float32") for name in tried]
+    assert found.isfinite().all() == (dtype == "float16")
+    assert ("cat.jpg leaves the range of float16" in caplog.text) == (dtype == "float16")
 
 
 @pytest.mark.parametrize(("platform", "held"), [("windows", True), ("wsl", True), ("linux", False)])

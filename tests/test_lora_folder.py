@@ -55,6 +55,17 @@ def test_without_a_best_it_is_the_finished_one_and_before_that_the_one_of_the_mo
     assert chosen(made) == "cats.safetensors"
 
 
+def test_what_a_later_start_set_aside_is_not_its_last(folder):
+    made = folder(**{"cats-kept-step00000500": 500, "cats-step00000100": 100, "cats-step00000100-ema": 100})
+    assert chosen(made) == "cats-step00000100.safetensors"
+    assert {one.path.stem: one.kept for one in lora_checkpoints(made)} == {
+        "cats-kept-step00000500": True, "cats-step00000100": False, "cats-step00000100-ema": False
+    }  # fmt: skip
+    (made / "cats-step00000100.safetensors").unlink()
+    (made / "cats-step00000100-ema.safetensors").unlink()
+    assert chosen(made) == "cats-kept-step00000500.safetensors"
+
+
 def test_names_alone_tell_when_the_headers_say_nothing(folder):
     made = folder("cats-000002", "cats-000010")
     assert chosen(made) == "cats-000010.safetensors"

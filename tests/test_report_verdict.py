@@ -56,6 +56,14 @@ def test_a_difference_within_chance_is_none(tmp_path, line):
     assert verdict_of(write_metrics(tmp_path, [step_line(6), line])).level == "unsure"
 
 
+def test_the_best_of_many_validations_has_to_be_better_by_more(tmp_path):
+    """Of one, 2.5 standard errors are clear; the lowest of twenty lies there by chance."""
+    one = [step_line(6), validation_line(6, 0.195)]
+    assert verdict_of(write_metrics(tmp_path / "one", one)).level == "good"
+    many = [step_line(20), *(validation_line(step, 0.199) for step in range(1, 20)), validation_line(20, 0.195)]
+    assert verdict_of(write_metrics(tmp_path / "many", many)).level == "unsure"
+
+
 def test_each_expert_is_judged_by_itself(tmp_path):
     lines = [step_line(1), validation_line(6, 0.1, expert="high_noise"), validation_line(6, 0.3, expert="low_noise")]
     found = verdict_of(write_metrics(tmp_path, lines))

@@ -15,6 +15,7 @@ from wangen import profiles
 from wangen.generator.errors import WangenError
 from wangen.generator.steps import Generate
 from wangen.runtime import generate
+from wangen.runtime.sampling import scenes
 from wangen.runtime.sampling.prompts import read_prompts
 from wangen.runtime.sampling.videos import Expert, _stages
 from wangen.runtime.training.adapter import replaced
@@ -163,6 +164,39 @@ def test_weights_of_another_model_are_named_before_anything_is_encoded(tiny_run,
     prompts.write_text("a red square --w 64 --h 64 --f 1")
     with pytest.raises(WangenError, match="--t5"):
         training_scenes(MODEL, read_prompts(prompts, MODEL, 1), options, CPU)
+
+
+def test_a_picture_is_encoded_once_and_in_float32_where_it_leaves_float16(tiny_run, tmp_path, monkeypatch, caplog):
+    Image.new("RGB", (64, 64), "red").save(tmp_path / "first.png")
+    words = f"a cat --w 64 --h 64 --i {tmp_path / 'first.png'} --f"
+    (tmp_path / "prompts.txt").write_text(f"{words} 5\n{words} 5 --s 3 --d 7 --l 2\n{words} 9\n")
+    model, encoded = profiles.model("i2v-A14B"), []
+    original = scenes.first_frame_condition
+    monkeypatch.setattr(scenes, "first_frame_condition", lambda latents: encoded.append(latents) or original(latents))
+    monkeypatch.setattr(scenes, "choose_vae_dtype", lambda *_: "float16")
+    load = scenes._vae_in
+
+    def overflowing(*words):
+        vae = load(*words)
+        return lambda dtype: vae("float32") if dtype == "float32" else Overflowing(vae("float32"))
+
+    monkeypatch.setattr(scenes, "_vae_in", overflowing)
+    options = options_of(tiny_run, tmp_path, task="i2v-A14B", experts="low")
+    made = training_scenes(model, read_prompts(tmp_path / "prompts.txt", model, 1), options, CPU)
+    assert len(encoded) == 2, "of five and of nine frames"
+    assert made[0].given.condition is made[1].given.condition
+    assert all(scene.given.condition.isfinite().all() for scene in made)
+    assert caplog.text.count("first.png leaves the range of float16") == 2
+
+
+class Overflowing:
+    """A VAE whose numbers become too large."""
+
+    def __init__(self, vae) -> None:
+        self.vae = vae
+
+    def encode_condition(self, *words, **how):
+        return self.vae.encode_condition(*words, **how) + torch.inf
 
 
 def test_first_frames_become_what_each_model_takes(tiny_run, tmp_path, monkeypatch):
