@@ -119,7 +119,8 @@ class Judged:
         own, sampling = self.options, self.sampling
         assert sampling.dtype is not None
         how = Settings(dtype=sampling.dtype, attention=own.attention, quantize=own.quantize,
-                       blocks_to_swap=own.blocks_to_swap, boundary=sampling.timestep_boundary or 0.0)  # fmt: skip
+                       blocks_to_swap=own.blocks_to_swap, boundary=sampling.timestep_boundary or 0.0,
+                       cure="give --blocks_to_swap or --quantize, or fewer LoRAs")  # fmt: skip
         return Sampler(self.kind, self.model, experts, how, self.device)
 
 
