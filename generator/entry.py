@@ -22,6 +22,15 @@ def refuse_module() -> None:
         sys.exit(2)
 
 
+def _fill_streams() -> None:
+    """Open nothing in place of standard streams that are closed: else the next file that is opened would be one."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+
+
 def entry() -> None:
     """Run `wangen` with the words of the command line and exit with its code."""
     if sys.argv[1:] in ([], ["--help"]) and COMPLETE not in os.environ:
@@ -33,6 +42,7 @@ def entry() -> None:
     import io
     import signal
 
+    _fill_streams()
     for stream in (sys.stdout, sys.stderr):  # a name that the terminal's encoding lacks is shown, not an error
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

@@ -295,7 +295,8 @@ def is_free(owner: Owner | None, age_s: float) -> bool:
         return age_s > START_S
     if owner.host != here():
         return age_s > LEASE_S
-    return not alive(owner.run) or (not alive(owner.step) and age_s > GAP_S)
+    # A script can be killed alone, and its step goes on; between two steps there is none.
+    return not alive(owner.step) and (not alive(owner.run) or age_s > GAP_S)
 
 
 def _no_lock(path: Path) -> WangenError:
@@ -304,7 +305,11 @@ def _no_lock(path: Path) -> WangenError:
 
 
 def _busy(path: Path, owner: Owner | None, age_s: float, does: str) -> WangenError:
-    who = f"process {owner.run[0]} on {owner.host}" if owner else "one that is just starting"
+    who = "one that is just starting"
+    if owner:
+        # That of another machine is not known here.
+        living = owner.run if owner.host != here() or alive(owner.run) else owner.step
+        who = f"process {living[0]} on {owner.host}"
     return TakenOverError(
         f"another run {does}: {who}, last sign of life {age_s:.0f} s ago",
         where=str(path),

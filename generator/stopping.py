@@ -1,6 +1,7 @@
 """What Ctrl-C does, and what is said then."""
 
 import os
+from contextlib import suppress
 from types import FrameType
 
 STOPPED = "stopped. Nothing saved is lost: run the same line again to go on."
@@ -18,7 +19,8 @@ def stop(_signal_number: int, frame: FrameType | None) -> None:
     while frame:
         # It alone lies under every import; others of its module answer quick questions in the middle of work.
         if frame.f_code.co_name == "_find_and_load" and frame.f_code.co_filename.startswith("<frozen importlib"):
-            os.write(2, f"wangen: {STOPPED}\n".encode())
+            with suppress(OSError):  # standard error may be closed, or nobody reads it
+                os.write(2, f"wangen: {STOPPED}\n".encode())
             os._exit(1)
         frame = frame.f_back
     raise KeyboardInterrupt

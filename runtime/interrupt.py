@@ -1,5 +1,6 @@
 """Ctrl-C, SIGTERM and a lost terminal while training."""
 
+import _thread
 import logging
 import signal
 import threading
@@ -36,8 +37,13 @@ class Interrupt:
                 return
             raise KeyboardInterrupt
         self.requested, self._since_s = True, time.monotonic()
-        log.warning("  stopping after this step; the training state is saved (once more, after %.0f seconds, stops at "
-                    "once)", ECHO_S)  # fmt: skip
+        # What runs here may hold the terminal's locks, of the log or of a live bar: so another thread says it.
+        _thread.start_new_thread(_say, ())
+
+
+def _say() -> None:
+    log.warning("  stopping after this step; the training state is saved (once more, after %.0f seconds, stops at "
+                "once)", ECHO_S)  # fmt: skip
 
 
 def hears_hangup() -> bool:
@@ -46,4 +52,7 @@ def hears_hangup() -> bool:
 
 
 def _signals() -> list[int]:
-    return [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hears_hangup() else [])]
+    """Those that ask to stop; batch systems send SIGXCPU near the end of the processor's time."""
+    cpu_time = getattr(signal, "SIGXCPU", None)  # Windows has none
+    return [signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hears_hangup() else []),
+            *([cpu_time] if cpu_time is not None else [])]  # fmt: skip

@@ -19,7 +19,7 @@ from zlib import crc32
 
 import torch
 
-from wangen.generator.errors import WangenError
+from wangen.generator.errors import WangenError, write_cure
 from wangen.generator.files import remove_left, remove_tree, replace, sync_folder, write_text, write_whole
 from wangen.runtime.safetensors_file import serialize
 
@@ -123,16 +123,22 @@ def disk(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise cannot_save(folder, error.strerror) from None
+        raise cannot_save(folder, error.strerror, write_cure(error)) from None
 
 
-def cannot_save(folder: Path, reason: str | None) -> WangenError:
+def cannot_save(folder: Path, reason: str | None, cure: str = "free space") -> WangenError:
     """What to say when a state cannot be written into a folder of states."""
     return WangenError(
         f"cannot save the training state: {reason}",
         where=str(folder),
-        cure="free space, then run the same line again: it goes on from the last state",
+        cure=f"{cure}, then run the same line again: it goes on from the last state",
     )
+
+
+def _not_readable(path: Path, error: OSError) -> WangenError:
+    """What to say of a state that belongs to somebody else."""
+    return WangenError(f"the training state cannot be read: {error.strerror}", where=str(path),
+                       cure="fix its rights, as of a state that another user has written")  # fmt: skip
 
 
 def damaged(state: Path, reason: object) -> WangenError:
@@ -306,6 +312,8 @@ def _load(path: Path, checksum: int | None) -> dict[str, torch.Tensor]:
             raise damaged(path.parent, f"{path.name} has other bytes than were saved")
         tensors: dict[str, torch.Tensor] = load(content)
         return tensors
+    except PermissionError as error:
+        raise _not_readable(path, error) from None
     except (OSError, SafetensorError) as error:
         raise damaged(path.parent, error) from None
 
@@ -338,8 +346,16 @@ def _remove(folder: Path) -> None:
 
 
 def _manifest(path: Path) -> dict[str, Any] | None:
+    """What a state says of itself; None of what is none.
+
+    Raises:
+        WangenError: this user may not read it.
+    """
     with suppress(OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError):
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        try:
+            manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        except PermissionError as error:
+            raise _not_readable(path / MANIFEST, error) from None
         whole = all((path / name).stat().st_size == size for name, size in manifest["files"].items())
         if manifest.setdefault("in_parts", False):
             parts = {f"{IN_PARTS}/.metadata"}

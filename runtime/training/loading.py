@@ -5,6 +5,7 @@ import math
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +15,9 @@ from wangen.generator.companions import sort_out
 from wangen.generator.errors import WangenError, bytes_text
 from wangen.generator.launch import Launch
 from wangen.generator.plan.saves import most_bytes, saved_bytes
+from wangen.generator.run_folder import SAMPLES
 from wangen.generator.steps import Train
+from wangen.generator.workspace import require_writable
 from wangen.runtime.fast.dit_blocks import lay_resident_groups
 from wangen.runtime.fast.products import product_dtype
 from wangen.runtime.memory.quantize import quantize_blocks
@@ -215,11 +218,13 @@ def as_here(state: ExpertState, expert: str, sharded: "ShardedWeights | None") -
 
 
 def require_room(plan: Plan) -> None:
-    """Refuse a disk that cannot hold what the run will save.
+    """Refuse a disk that cannot hold what the run will save, and folders of it that cannot be written.
 
     Raises:
-        WangenError: the need and what is free.
+        WangenError: the need and what is free, or the folder.
     """
+    for folder in filter(Path.is_dir, (plan.states, plan.options.output_dir / SAMPLES)):
+        require_writable(folder)  # another user may have made them
     options, needed = plan.options, room_needed(plan)
     free = shutil.disk_usage(options.output_dir).free
     if free < needed:

@@ -11,7 +11,7 @@
 # You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 # leave this file as it is and write the new text beside it as train_example.sh.new.
 #
-# wangen-digest: 3021a1c7b712a6fd1401bb5686424c4c
+# wangen-digest: b7a0b00b9fc259d4b8c4301e90d3c59c
 # Typographic quotes in a path or prompt are no typing errors.
 # shellcheck disable=SC1112
 # An editor for Windows may have put a carriage return behind every line: behind the first of these two, and hidden
@@ -64,10 +64,16 @@ VALIDATION_ITEMS='0'
 NUM_WORKERS='4'
 # <<< knobs
 
+# Nobody may be there to read it any more; the steps are not to stop for that.
+trap '' PIPE
+wg_say() {
+  printf '%s\n' "$@" 2>/dev/null || :
+}
+
 wg_stop() {
   local code=$1
   shift
-  printf '%s\n' "$@" >&2
+  wg_say "$@" >&2 || :
   exit "$code"
 }
 
@@ -79,7 +85,7 @@ wg_ended() {
   [ -z "$WG_STOPPED" ] || wg_stop 1 'wangen: stopped. Nothing saved is lost: run this script again to go on.'
 }
 trap 'WG_STOPPED=1; [ -n "$WG_RUNNING" ] || wg_ended' INT
-trap 'WG_STOPPED=1; [ -n "$WG_RUNNING" ] || wg_ended; [ -z "$WG_STEP" ] || kill -TERM "$WG_STEP" 2>/dev/null || :' TERM
+trap 'WG_STOPPED=1; [ -n "$WG_RUNNING" ] || wg_ended; [ -z "$WG_STEP" ] || kill -TERM "$WG_STEP" 2>/dev/null || :' TERM HUP
 
 wg_step() { # COMMAND…: runs it, in the background as else bash hears of a signal only when it has ended
   local code
@@ -142,8 +148,8 @@ else
   done
 fi
 if [ -z "$WG_PY" ]; then
-  printf 'wangen: no Python was found. Looked for:\n' >&2
-  printf '  %s/bin/python\n' "$WG_ROOT"/venv "$WG_ROOT"/'.venv' >&2
+  printf 'wangen: no Python was found. Looked for:\n' >&2 || :
+  printf '  %s/bin/python\n' "$WG_ROOT"/venv "$WG_ROOT"/'.venv' >&2 || :
   wg_stop 1 '  do:    run setup_wangen.sh beside this script, or set WANGEN_PYTHON to an interpreter'
 fi
 
@@ -156,7 +162,7 @@ if ! "$WG_PY" -c 'import wangen.runtime' >/dev/null 2>&1; then
 fi
 
 if [ -z "$wg_only" ] || [ "$wg_only" = check ]; then
-  printf '%s\n' 'wangen: step 1 of 6: check'
+  wg_say 'wangen: step 1 of 6: check'
   WG_RUNNING=check
   wg_step "$WG_PY" -m wangen.runtime \
     check \
@@ -175,7 +181,7 @@ if [ -z "$wg_only" ] || [ "$wg_only" = check ]; then
 fi
 
 if [ -z "$wg_only" ] || [ "$wg_only" = cache_latents ]; then
-  printf '%s\n' 'wangen: step 2 of 6: cache_latents'
+  wg_say 'wangen: step 2 of 6: cache_latents'
   WG_RUNNING=cache_latents
   wg_step "$WG_PY" -m wangen.runtime \
     cache_latents \
@@ -194,7 +200,7 @@ if [ -z "$wg_only" ] || [ "$wg_only" = cache_latents ]; then
 fi
 
 if [ -z "$wg_only" ] || [ "$wg_only" = cache_text ]; then
-  printf '%s\n' 'wangen: step 3 of 6: cache_text'
+  wg_say 'wangen: step 3 of 6: cache_text'
   WG_RUNNING=cache_text
   wg_step "$WG_PY" -m wangen.runtime \
     cache_text \
@@ -213,7 +219,7 @@ if [ -z "$wg_only" ] || [ "$wg_only" = cache_text ]; then
 fi
 
 if [ -z "$wg_only" ] || [ "$wg_only" = check_cache ]; then
-  printf '%s\n' 'wangen: step 4 of 6: check_cache'
+  wg_say 'wangen: step 4 of 6: check_cache'
   WG_RUNNING=check_cache
   wg_step "$WG_PY" -m wangen.runtime \
     check_cache \
@@ -234,7 +240,7 @@ if [ -z "$wg_only" ] || [ "$wg_only" = check_cache ]; then
 fi
 
 if [ -z "$wg_only" ] || [ "$wg_only" = train ]; then
-  printf '%s\n' 'wangen: step 5 of 6: train'
+  wg_say 'wangen: step 5 of 6: train'
   WG_RUNNING=train
   wg_step "$WG_PY" -m wangen.runtime \
     train \
@@ -305,7 +311,7 @@ if [ -z "$wg_only" ] || [ "$wg_only" = train ]; then
 fi
 
 if [ -z "$wg_only" ] || [ "$wg_only" = report ]; then
-  printf '%s\n' 'wangen: step 6 of 6: report'
+  wg_say 'wangen: step 6 of 6: report'
   WG_RUNNING=report
   wg_step "$WG_PY" -m wangen.runtime \
     report \
@@ -319,4 +325,4 @@ if [ -z "$wg_only" ] || [ "$wg_only" = report ]; then
   wg_ended
 fi
 
-printf '%s\n' "wangen: train_example${wg_only:+ (step $wg_only)}${WG_SMOKE:+ (smoke)} finished."
+wg_say "wangen: train_example${wg_only:+ (step $wg_only)}${WG_SMOKE:+ (smoke)} finished."
