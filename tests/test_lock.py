@@ -288,6 +288,13 @@ def test_a_script_run_inside_a_terminal_that_lives_on_frees_the_lock_after_a_whi
         pass
 
 
+def test_a_step_whose_script_was_killed_holds_the_lock(path, dead):
+    """It goes on unseen: a second one beside it would share the card, and throw away what it has not saved."""
+    write(path, owner(dead, here(os.getpid())), 2 * GAP_S)
+    with pytest.raises(WangenError, match=f"process {os.getpid()} on"), hold(path):
+        pass
+
+
 def test_a_step_that_lives_holds_the_lock_however_old_its_heartbeat(path):
     """A computer that slept."""
     terminal = here(os.getppid())

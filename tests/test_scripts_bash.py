@@ -196,6 +196,16 @@ def test_a_step_that_the_system_killed(site):
     assert "step train was killed (exit code 137), as Linux does when memory runs out" in done.stderr
 
 
+@pytest.mark.parametrize("closed", ["<&- >&- 2>&-", ">&-", ">/dev/full", "2>&-"])
+def test_a_script_to_which_nobody_listens_makes_all_its_steps(site, closed):
+    """As of a daemon, or on a terminal that is gone."""
+    code = f'"$@" {closed}'
+    env = {"PATH": os.environ["PATH"], "RECORDER_OUT": str(site.record)}
+    done = subprocess.run(["bash", "-c", code, "bash", "bash", site.script], env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [call["argv"] for call in site.calls] == [step.argv() for step in steps()]
+
+
 SLOW_STEP = """
 import os, signal, sys, time
 def told(number, frame):
@@ -211,7 +221,7 @@ if "-c" not in sys.argv:
 
 
 @pytest.mark.parametrize("saves_s", ["0", "0.3"])
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
 def test_a_stopped_script_waits_for_its_step_to_save(site, name, saves_s):
     """Ctrl-C comes to both; `kill`, `docker stop` and a watchdog reach the script alone."""
     (site.folder / "venv/bin/python").write_text(f"#!{sys.executable} -IS\n{SLOW_STEP.replace('SAVES_S', saves_s)}")
@@ -227,4 +237,4 @@ def test_a_stopped_script_waits_for_its_step_to_save(site, name, saves_s):
         (os.killpg if name == "SIGINT" else os.kill)(run.pid, getattr(signal, name))
         out, errors = run.communicate(timeout=30)
     assert (run.returncode, errors) == (1, "")
-    assert out == f"told {name}\n", "and no second step"
+    assert out == f"told {'SIGTERM' if name == 'SIGHUP' else name}\n", "and no second step"

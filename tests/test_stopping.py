@@ -1,13 +1,16 @@
 """What Ctrl-C does at moments that a signal rarely meets."""
 
+import logging
 import signal
 import subprocess
 import sys
+import threading
 from importlib.machinery import ModuleSpec
 
 import pytest
 
 from wangen.generator.stopping import stop
+from wangen.runtime.interrupt import Interrupt
 
 
 class Asking(str):
@@ -23,6 +26,59 @@ def test_a_question_to_the_import_machinery_is_no_import():
     spec.name = Asking("x.y")
     with pytest.raises(KeyboardInterrupt):
         assert spec.parent
+
+
+class Lock:
+    """As rich's of a terminal: who holds it and asks again waits for ever."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def emit(self, _record: logging.LogRecord) -> None:
+        assert self.lock.acquire(timeout=20), "the signal's handler waits for what it interrupted"
+        self.lock.release()
+
+
+def test_a_signal_that_comes_while_the_terminal_is_written_to_waits_for_nothing():
+    terminal, said = Lock(), threading.Event()
+    handler = logging.Handler()
+    words = []
+    handler.emit = lambda record: (terminal.emit(record), words.append(record.getMessage()), said.set())
+    log = logging.getLogger("wangen")
+    log.addHandler(handler)
+    try:
+        with Interrupt() as interrupt:
+            with terminal.lock:
+                signal.raise_signal(signal.SIGTERM)
+                assert interrupt.requested
+                assert not said.is_set()
+            assert said.wait(20)
+    finally:
+        log.removeHandler(handler)
+    assert ["stopping after this step" in line for line in words] == [True]
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGXCPU"), reason="Windows has no SIGXCPU")
+def test_the_end_of_the_processors_time_is_a_stop():
+    with Interrupt() as interrupt:
+        signal.raise_signal(signal.SIGXCPU)
+    assert interrupt.requested
+
+
+def test_within_an_import_the_process_ends_though_nobody_can_be_told(tmp_path):
+    (tmp_path / "slow.py").write_text("import signal; signal.raise_signal(signal.SIGINT)")
+    code = "import signal; from wangen.generator.stopping import stop; signal.signal(signal.SIGINT, stop)\n"
+    code += "import os; os.close(2)\ntry:\n    import slow\nexcept BaseException:\n    os._exit(9)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path).returncode == 1
+
+
+def test_closed_standard_streams_are_not_the_next_files_that_are_opened(tmp_path):
+    (tmp_path / "d.toml").write_text("")
+    code = "from wangen.generator import entry; import os; entry._fill_streams(); "
+    code += "print(open('d.toml').fileno(), file=open('told.txt', 'w'))"
+    done = subprocess.run(["bash", "-c", f'"$0" -c "{code}" <&- >&- 2>&-', sys.executable], cwd=tmp_path)
+    assert done.returncode == 0
+    assert int((tmp_path / "told.txt").read_text()) > 2
 
 
 def test_within_an_import_the_process_ends_with_one_message(tmp_path):
