@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,13 +12,17 @@ from safetensors.torch import load_file, save_file
 from tiny import TinyRun
 from trained import KINDS, MODEL, base_model, options_of, predicted, trained
 
+from wangen import profiles
+from wangen.generator.adapter_settings import Settings
 from wangen.generator.errors import WangenError
 from wangen.runtime import train
 from wangen.runtime.lora import adapter_layers
 from wangen.runtime.memory.quantize import quantize_blocks
 from wangen.runtime.models import family
+from wangen.runtime.training import loading
 from wangen.runtime.training.adapter import add_adapter
-from wangen.runtime.training.adapter_files import save
+from wangen.runtime.training.adapter_config import select_modules
+from wangen.runtime.training.adapter_files import _file_base, save
 from wangen.runtime.training.adapter_refusals import require_adapter
 from wangen.runtime.training.loading import load_base
 
@@ -69,3 +74,50 @@ def test_what_is_merged_into_the_base_is_quantised_once_and_after_that(tiny_run:
     quantize_blocks(exact, "int8", CPU)
     assert quantised.state_dict().keys() == exact.state_dict().keys()
     assert all(torch.equal(quantised.state_dict()[name], value) for name, value in exact.state_dict().items())
+
+
+def test_a_module_of_another_rank_and_alpha_has_its_own_scale():
+    for rslora, scales in ((False, [0.5, 0.5]), (True, [1.0, 2.0])):
+        chosen = Settings("lora", 4, 2.0, rslora=rslora, ranks={"b": 16}, alphas={"b": 8.0})
+        assert [chosen.scale(module) for module in "ab"] == scales
+
+
+def test_weights_go_over_at_once_where_nothing_is_done_to_them_first(tmp_path: Path, monkeypatch):
+    (tmp_path / "dit.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
+    monkeypatch.setattr(loading, "merge_base_weights", lambda *_words: None)
+    monkeypatch.setattr(loading, "quantize_blocks", lambda *_words: None)
+    gpu, usual, expert = torch.device("meta"), options_of(tmp_path), SimpleNamespace(
+        dit=tmp_path / "dit.safetensors", flag="--dit"
+    )  # fmt: skip
+
+    def loaded(*, on_host: bool = False, experts: int = 1, **changes: object) -> tuple[object, object]:
+        told: dict[str, object] = {}
+        kind = SimpleNamespace(load_transformer=lambda _file, **given: told.update(given))
+        plan = SimpleNamespace(options=replace(usual, **changes), experts=[expert] * experts)
+        load_base(plan, expert, kind, gpu, on_host=on_host)  # type: ignore[arg-type]
+        return told["device"], told["dtype"]
+
+    merges = {"base_weights": (tmp_path / "a.safetensors",)}
+    assert loaded() == (gpu, torch.bfloat16)
+    for given in ({"on_host": True}, {"blocks_to_swap": 1}, {"experts": 2}, merges):
+        assert loaded(**given)[0] == "cpu", given  # type: ignore[arg-type]
+    assert loaded(train_mode="full")[1] is None, "as the file has it"
+    assert loaded(train_mode="full", **merges)[1] == torch.float32, "a sum has more digits"
+
+
+@pytest.mark.parametrize(("targets", "taken"), [("attention", ["attn.to_q"]), ("ffn", ["img_mlp.net.2"])])
+def test_targets_find_the_layers_of_blocks_in_which_text_and_picture_look_at_both(tmp_path: Path, targets, taken):
+    names = [f"transformer_blocks.0.{layer}" for layer in ("attn.to_q", "img_mlp.net.2")]
+    options = replace(options_of(tmp_path, lora_targets=targets), task="qwen-image")
+    found = select_modules(names, options, profiles.model("qwen-image"))
+    assert found == [f"transformer_blocks.0.{layer}" for layer in taken]
+
+
+def test_a_dora_of_the_high_noise_expert_is_over_its_own_base(tmp_path: Path):
+    usual, module = options_of(tmp_path), "blocks.0.attn1.to_q"
+    assert usual.dit
+    weights = {name: value.float() / 2 for name, value in load_file(usual.dit).items()}
+    save_file(weights, tmp_path / "high.safetensors")
+    options = replace(usual, dit_high_noise=tmp_path / "high.safetensors")
+    high, low = (_file_base(options, expert)(module) for expert in ("high_noise", "low_noise"))
+    assert torch.equal(2 * high, low)

@@ -7,6 +7,7 @@ from functools import partial
 from math import nan
 from pathlib import Path
 from statistics import fmean
+from types import SimpleNamespace
 from typing import Any
 
 import av
@@ -42,6 +43,7 @@ from wangen.runtime.sampling.output import pixels_of, read_frames
 from wangen.runtime.sampling.scenes import Encoders
 from wangen.runtime.sampling.videos import Decoder, Expert, sample_latents
 from wangen.runtime.training import continuing, trackers, watching
+from wangen.runtime.training.ranks import Ranks
 from wangen.runtime.training.samples import read_training_samples
 
 MODEL = profiles.model("ti2v-5B")
@@ -382,3 +384,13 @@ def test_guidance_needs_the_empty_prompt_in_the_cache(ti2v, tmp_path):
     trained, judged = read_training_samples(replace(options, condition_frames=5), MODEL)
     assert all(cached.empty for cached in judged)
     assert not any(cached.empty for cached in trained)
+
+
+def test_frames_guide_where_training_left_them_out_at_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    guides: list[bool] = []
+    monkeypatch.setattr(continuing, "make_clips", lambda *_words, frames_guide, **_named: guides.append(frames_guide))
+    given = Train(output_dir=tmp_path, output_name="n", condition_frames=1, sample_continuations=1)
+    for changes in ({"condition_dropout": 0.1}, {"caption_dropout": 0.1}):
+        plan: Any = SimpleNamespace(options=replace(given, **changes), held_out=[], model=None)
+        continuing.Continuing(plan, Ranks())
+    assert guides == [True, False]

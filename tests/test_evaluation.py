@@ -1,21 +1,33 @@
 """The parts of `evaluate`: intervals, signals of clips, nearest training clips, tables and the ranking."""
 
+import json
 import math
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from report_runs import evaluation
 from safetensors.torch import save_file
 
-from wangen.generator.errors import WangenError
+from wangen.generator.errors import UsageError, WangenError
 from wangen.runtime.evaluation import nearest
 from wangen.runtime.evaluation.candidates import find_candidates
 from wangen.runtime.evaluation.clip_score import ClipScore
 from wangen.runtime.evaluation.intervals import paired_difference
+from wangen.runtime.evaluation.judging import Judging, Points
 from wangen.runtime.evaluation.nearest import TrainingClip, TrainingLatents
+from wangen.runtime.evaluation.prompts import _by_turns
 from wangen.runtime.evaluation.signals import brightness, psnr, signals, ssim
 from wangen.runtime.evaluation.tables import Candidate, by_activity, by_timestep, joined, ranking, whole
+from wangen.runtime.evaluation.trained import given_frames
+from wangen.runtime.evaluation.videos import Job, describe
+from wangen.runtime.evaluation.warnings import forgotten, warnings_of
+from wangen.runtime.evaluation_file import Video
+from wangen.runtime.sampling.output import write_media
 from wangen.runtime.training.validation import Losses
 
 
@@ -78,6 +90,14 @@ def test_items_of_one_file_are_drawn_together():
             wrong[name] += found.is_lower or found.is_higher
             assert found.mean == pytest.approx(second.mean())
     assert wrong["files"] < 0.15 * 150 < 0.35 * 150 < wrong["items"]
+
+
+def test_a_file_of_many_items_counts_for_as_many():
+    """Twenty files of nine items that are better, twenty of one that is not."""
+    groups = [f"{number}" for number in range(20) for _ in range(9)] + [f"other {number}" for number in range(20)]
+    found = paired_difference([1.0] * 200, [0.0] * 180 + [1.0] * 20, 0, groups)
+    assert found.mean == pytest.approx(-0.9)
+    assert found.low < -0.9 < found.high < -0.75
 
 
 def test_signals_tell_collapsed_clips_from_sound_ones():
@@ -254,9 +274,74 @@ def test_the_two_loras_of_a_moment_are_found_whatever_their_run_is_called(tmp_pa
     for number, expert in enumerate(("high_noise", "low_noise")):
         keys = (f"diffusion_model.blocks.0.ffn.0.lora_{half}.weight" for half in "AB")
         file = tmp_path / f"test_low_noise_only_{expert}.safetensors"
-        save_file({key: torch.full((2, 2), number + 1.0) for key in keys}, file, {"wangen.expert": expert})
+        told = {"wangen.expert": expert, "ss_steps": str(number + 3)}
+        save_file({key: torch.full((2, 2), number + 1.0) for key in keys}, file, told)
     (found,) = find_candidates([tmp_path], [], experts=True)
-    assert found.name == "test_low_noise_only"
+    assert (found.name, found.step) == ("test_low_noise_only", 3 + 4)
+    one, best, other = (tmp_path / f"{name}.safetensors" for name in ("one", "best", "other"))
+    for path, told in ((one, {"ss_steps": "3"}), (best, {"ss_steps": "3", "wangen.judged_at": "a"}), (other, {})):
+        save_file({f"diffusion_model.blocks.0.ffn.0.lora_{half}.weight": torch.ones(2, 2) for half in "AB"}, path, told)
+    assert [found.name for found in find_candidates([one, best, other], [], experts=False)] == ["one", "other"]
+
+
+def test_what_speaks_against_the_best_is_said_where_it_does():
+    hard = [[1.0 + number, 2.0 + number] for number in range(6)]
+
+    def less(by: float) -> Losses:
+        return losses([[value - by * (1 + number % 2) for value in row] for number, row in enumerate(hard)])
+
+    def said(step_3: float, step_6: float, groups: str, **changes: object) -> str:
+        judged = replace(evaluation(), **{"videos": (), "memorisation": (), **changes})
+        return "\n".join(warnings_of(judged, less(0), {"step 3": less(step_3), "step 6": less(step_6)}, list(groups)))
+
+    assert said(0.1, 0.3, "abcdef") == ""
+    assert said(0.3, 0.3, "abcdef") == "step 6 cannot be told from step 3: look at the videos of both"
+    assert "step 6, the best, has a higher held-out loss" in said(-0.5, -0.3, "abcdef")
+    assert said(0.1, 0.3, "aabbcd").startswith("only 4 files held out (clips of one video are one)")
+    calm = {"frozen": 0.0, "black": 0.0, "motion": 1.0, "flicker": 1.0}
+    for name, base, own, words in (
+        ("frozen", 0.2, 0.9, "1 video of step 6 is frozen where the base's is not"), ("frozen", 0.9, 0.9, ""),
+        ("motion", 1.0, 0.4, "move less than half as much as the base's"), ("motion", 1.0, 0.6, ""),
+        ("motion_to_training", 1.0, 0.4, "less than half as much as the training clips"),
+        ("flicker", 1.0, 2.5, "flicker more than twice as much"), ("flicker", 1.0, 1.9, ""),
+    ):  # fmt: skip
+        pair = {"base": {**calm, name: base}, "step 6": {**calm, name: own}}
+        found = said(0.1, 0.3, "abcdef", videos=(Video("a", "a", 1, {}, pair),)).splitlines()
+        assert (len(found), words in "".join(found)) == (bool(words), True), name
+    assert len(list(forgotten("step 6", {"base": less(0), "step 6": less(-0.1)}, list("abcdef")))) == 1
+    assert not list(forgotten("step 6", {"base": less(0), "step 6": less(0.1)}, list("abcdef")))
+
+
+def test_each_expert_is_judged_in_its_own_range():
+    points = Points(2, 0.9, 0, 0)
+    assert points.sigmas(high_noise=True) == pytest.approx((0.925, 0.975))
+    assert points.sigmas(high_noise=False) == pytest.approx((0.225, 0.675))
+
+
+def test_what_was_judged_before_counts_at_the_same_points_and_if_it_is_whole(tmp_path: Path):
+    def judging(**changes: Any) -> Any:
+        points = replace(Points(2, 0.9, 0, 0), **changes)
+        return Judging(None, (), None, points, {}, tmp_path)  # type: ignore[arg-type]
+
+    changes = ({}, {"num_timesteps": 3}, {"boundary": 0.8}, {"seed": 1}, {"condition_frames": 1})
+    assert len({judging(**change)._file(None, []) for change in changes}) == len(changes)
+    items = [SimpleNamespace(entries=[SimpleNamespace(key="a")])]
+    for values, known in (([[1.0, 2.0]], True), ([[1.0, 2.0]] * 2, False), ([[1.0]], False)):
+        judging()._file(None, items).write_text(json.dumps(losses(values).as_facts()), encoding="utf-8")
+        assert (judging()._known(None, items) is not None) == known
+
+
+def test_the_frames_of_the_last_training_are_those_that_are_given(tmp_path: Path):
+    def lora(name: str, before: int, last: int) -> Path:
+        told = {"wangen.fingerprint": json.dumps({"condition_frames": str(last)}),
+                "wangen.trained_before": json.dumps([{"condition_frames": str(before)}])}  # fmt: skip
+        save_file({"a": torch.zeros(1)}, tmp_path / f"{name}.safetensors", told)
+        return tmp_path / f"{name}.safetensors"
+
+    first, second = lora("first", 1, 5), lora("second", 9, 5)
+    assert given_frames([first, second]) == 5
+    with pytest.raises(UsageError, match=r"first\.safetensors with 5, third\.safetensors with 1"):
+        given_frames([first, lora("third", 5, 1)])
 
 
 def test_what_only_one_expert_has_is_left_out_where_there_are_pairs(tmp_path: Path, caplog):
@@ -279,3 +364,34 @@ def test_what_only_one_expert_has_is_left_out_where_there_are_pairs(tmp_path: Pa
     (tmp_path / "a_high_noise.safetensors").rename(tmp_path / "b_low_noise.safetensors")
     with pytest.raises(WangenError, match="none of these LoRAs of two experts belong together"):
         find_candidates([tmp_path], [], experts=True)
+
+
+def test_activities_take_turns_and_a_caption_counts_again_with_other_pictures():
+    def item(name: str, label: str, caption: str, *controls: str) -> SimpleNamespace:
+        told = SimpleNamespace(caption=caption, label=label)
+        return SimpleNamespace(name=name, sample=SimpleNamespace(item=told),
+                               controls=[SimpleNamespace(content_key=key) for key in controls])  # fmt: skip
+
+    items = [item("a", "run", "he runs"), item("b", "run", "he runs"), item("c", "run", "she runs"),
+             item("d", "", "a hat", "x"), item("e", "", "a hat", "y"), item("f", "", "a hat", "y")]  # fmt: skip
+    assert [one.name for one in _by_turns(items)] == ["a", "d", "c", "e"]  # type: ignore[arg-type, attr-defined]
+
+
+def test_a_note_of_other_training_clips_tells_nothing_and_motion_is_that_of_the_training(tmp_path: Path):
+    def job(who: Candidate | None, frames: np.ndarray) -> Job:
+        name = who.name if who else "base"
+        prompt: Any = SimpleNamespace(prompt="a cat", seed=1, controls=())
+        made = Job("walk", prompt, 1, who, tmp_path / f"{name}.mp4", {"seed": 1})
+        write_media(made.path, torch.from_numpy(frames).permute(3, 0, 1, 2) / 127.5 - 1, 8, {})
+        return made
+
+    training = TrainingLatents([TrainingClip("one", "a", lambda: torch.ones(1))], "digest")
+    jobs = [job(None, clip()), job(Candidate("own", 1, Path("own.safetensors")), clip(1))]
+    near = {"name": "one", "distance": 0.1, "share": 0.2}
+    for told, found in (("digest", near), ("another", {})):
+        note = {"training": told, "settings": jobs[0].digest, "nearest": near}
+        jobs[0].note.write_text(json.dumps(note), encoding="utf-8")
+        assert jobs[0].nearest(training) == found
+    ((video,), _) = describe(jobs, tmp_path, None, 50.0, None)
+    for own in video.signals.values():
+        assert own["motion_to_training"] == pytest.approx(own["motion"] / 50.0)

@@ -15,7 +15,8 @@ from wangen.generator.launch import Launch
 from wangen.generator.memory import MemoryBudget, MemorySettings
 from wangen.generator.memory_changes import Needed
 from wangen.generator.steps import Train
-from wangen.profiles import Model
+from wangen.profiles import Model, model
+from wangen.runtime.loader import Batch
 from wangen.runtime.training import out_of_memory
 from wangen.runtime.training.prepared import Group, groups
 from wangen.runtime.training.ranks import Ranks
@@ -50,8 +51,10 @@ def test_the_changes_are_for_all_that_a_pass_holds(tiny_run: TinyRun, tmp_path: 
     monkeypatch.setattr(out_of_memory, "cheapest_changes", changes)
     monkeypatch.setattr(out_of_memory, "memory_plan", of_tokens)
     run = Run(plan, None, CPU, [SimpleNamespace(step=0)])  # type: ignore[arg-type, list-item]
-    with pytest.raises(WangenError, match="give --a"), out_of_memory.enough_memory_for_steps(run, group):
+    with pytest.raises(WangenError, match="give --a") as error, out_of_memory.enough_memory_for_steps(run, group):
         raise torch.OutOfMemoryError
+    (clip,) = [one.batch.names[0] for one in group.batches if one.noise.shape[2] > 1]
+    assert error.value.found == f"out of memory at step 1, on {clip} (latents of 2x8x8)", "the largest of them"
     twice = [replace(one, sample=replace(one.sample, entry=replace(one.sample.entry, batch_size=2)))
              for one in plan.samples]  # fmt: skip
     for samples in (plan.samples, twice):
@@ -61,3 +64,9 @@ def test_the_changes_are_for_all_that_a_pass_holds(tiny_run: TinyRun, tmp_path: 
         ):
             raise torch.OutOfMemoryError
     assert asked == ([64, 32, 64] if pack else [32, 32, 64])
+
+
+@pytest.mark.parametrize(("name", "tokens"), [("t2v-1.3B", 16), ("qwen-image", 16 + 7)])
+def test_rows_of_text_count_where_they_go_through_the_blocks(name: str, tokens: int):
+    batch = Batch(torch.zeros(1, 16, 1, 8, 8), [torch.zeros(7, 3)], ["a"], ["a"], torch.ones(1))
+    assert out_of_memory._tokens_of(batch, model(name)) == tokens

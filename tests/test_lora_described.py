@@ -1,7 +1,9 @@
 """What is said of a LoRA without reading its weights, and that it is what loading it says."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from wangen.generator.cli import main
 from wangen.generator.errors import WangenError
+from wangen.generator.steps import Train
 from wangen.runtime.lora import read_lora
+from wangen.runtime.training.metadata import metadata
 
 STEM = "lora_unet_blocks_0_ffn_0"
 
@@ -80,3 +84,23 @@ def test_diffusers_older_names_are_read(tmp_path: Path):
     found, wanted = (read_lora(tmp_path / f"{name}.safetensors") for name in ("older", "plain"))
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[module].up, wanted[module].up) for module in wanted)
+
+
+def test_a_header_counts_the_steps_of_its_expert_and_of_the_run():
+    options = Train(output_dir=Path("o"), output_name="n", task="t2v-A14B", network_args=("rank_dropout=0.1",),
+                    network_module="loha")  # fmt: skip
+    plan = SimpleNamespace(options=options, fingerprint={"seed": "42"}, steps_per_epoch=3, batches_per_epoch=6,
+                           samples=[1, 2], trained_before=[])  # fmt: skip
+    told = metadata(plan, "low_noise", step=4, run_step=7, judged_at="abc")  # type: ignore[arg-type]
+    wanted = {"ss_steps": "4", "wangen.run_steps": "7", "ss_epoch": "2", "wangen.steps_per_epoch": "3",
+              "ss_num_batches_per_epoch": "6", "ss_num_train_items": "2", "wangen.expert": "low_noise",
+              "wangen.judged_at": "abc", "ss_network_module": "networks.loha",
+              "ss_network_args": '{"rank_dropout": "0.1"}'}  # fmt: skip
+    assert told | wanted == told
+    plan.options = replace(options, no_metadata=True)
+    short = metadata(plan, "low_noise", step=4, run_step=7)  # type: ignore[arg-type]
+    assert short["wangen.expert"] == "low_noise", "programs need to know whose it is"
+    assert "ss_steps" not in short
+    for task, words in (("qwen-image-edit", "qwen_image_edit"), ("qwen-image", "qwen_image"), ("t2v-1.3B", "wan")):
+        plan.options = replace(options, task=task)
+        assert metadata(plan, "", step=1, run_step=1)["ss_base_model_version"] == words  # type: ignore[arg-type]

@@ -5,16 +5,21 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from loras import every_module, write
 
+from wangen import profiles
 from wangen.generator.cli import main
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.lora_config import lora_identity
+from wangen.generator.steps import Train
 from wangen.runtime import train
 from wangen.runtime.evaluation.candidates import find_candidates
 from wangen.runtime.lora_folder import find_lora, lora_checkpoints, of_last_run
+from wangen.runtime.training.refusals import resolved
 
 FLAG = "--lora_weight"
+MODEL = profiles.model("t2v-A14B")
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +56,8 @@ def test_without_a_best_it_is_the_finished_one_and_before_that_the_one_of_the_mo
     made = folder(**{"cats-step00000005": 5, "cats-000001": 10, "cats-step00000012": 12, "cats-step00000012-ema": 12})
     assert chosen(made) == "cats-step00000012.safetensors"
     assert caplog.messages == [f"  {FLAG} {made}: cats-step00000012.safetensors, its last (step 12)"]
+    assert len(of_last_run(lora_checkpoints(made), made)) == 4
+    assert len(caplog.messages) == 1, "with none that is finished there are no other settings"
     folder(cats=15)
     assert chosen(made) == "cats.safetensors"
 
@@ -209,3 +216,13 @@ def test_of_two_experts_both_counts_of_steps_are_told(tmp_path, lora, caplog):
     write(tmp_path / "cats_high_noise.safetensors", lora, "comfyui", header)
     assert chosen(tmp_path, "high_noise") == "cats_high_noise.safetensors"
     assert caplog.messages[0].endswith("its last (step 40, 12 of its own)")
+
+
+def test_a_folder_of_two_experts_that_is_merged_says_nothing_where_both_are_trained(folder, tmp_path):
+    made, cpu = folder("cats_high_noise", "cats_low_noise"), torch.device("cpu")
+    options = Train(task="t2v-A14B", output_dir=tmp_path / "out", output_name="n", base_weights=(made,))
+    for expert in ("high", "low"):
+        (path,) = resolved(replace(options, experts=expert), MODEL, cpu).base_weights
+        assert path.name == f"cats_{expert}_noise.safetensors"
+    with pytest.raises(WangenError, match="LoRAs of two experts"):
+        resolved(options, MODEL, cpu)

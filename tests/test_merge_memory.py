@@ -6,6 +6,7 @@ import subprocess
 import sys
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,10 +14,11 @@ from loras import LORAS
 from parity import DITS
 from safetensors.torch import save_file
 
+from wangen.generator.errors import WangenError
 from wangen.generator.headers import read_header
 from wangen.runtime import merge as merging
 from wangen.runtime import safetensors_file
-from wangen.runtime.lora import read_lora
+from wangen.runtime.lora import LoraWeight, read_lora
 from wangen.runtime.merge import Source
 from wangen.runtime.safetensors_file import Later
 
@@ -103,3 +105,11 @@ def test_merging_a_gigabyte_takes_the_memory_of_a_few_tensors(tmp_path: Path, dt
           f"largest tensor in float32 {largest / 2**20:.0f} MiB")  # fmt: skip
     lora_bytes = (tmp_path / "lora.safetensors").stat().st_size
     assert grew < 3 * largest + 2 * lora_bytes
+
+
+@pytest.mark.parametrize("strength", [1e39, -1e39])
+def test_a_strength_that_no_number_holds_is_refused_whichever_way_it_goes(strength: float):
+    lora = {"blocks.0.attn1.to_q": LoraWeight(torch.ones(1, 2), torch.ones(2, 1), 1.0)}
+    contents = SimpleNamespace(weights={"blocks.0.self_attn.q.weight": SimpleNamespace(shape=(2, 2))})
+    with pytest.raises(WangenError, match="is too large"):
+        merging._changes(contents, [Source(Path("a"), "", lora, strength)])  # type: ignore[arg-type]

@@ -1,14 +1,17 @@
 """What `wangen plan` computes, and which flags it chooses; and what is known of cards."""
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from helpers import make_image
 
 from wangen import profiles
 from wangen.generator import cards
+from wangen.generator.cache_sizes import CLIP_NUMBERS, HEADER_BYTES, latent_bytes, text_rows
 from wangen.generator.cards import find_card, named
 from wangen.generator.errors import UsageError
 from wangen.generator.launch import Launch
@@ -26,9 +29,16 @@ from wangen.generator.memory import (
 from wangen.generator.memory_changes import FASTEST, fitting_flags
 from wangen.generator.memory_presets import resolve_vram
 from wangen.generator.plan import gpus
-from wangen.generator.plan.estimate import memory_tokens, plan_run
+from wangen.generator.plan.cures import find_cure
+from wangen.generator.plan.earlier import _MATTERS, measured
+from wangen.generator.plan.estimate import batch_seconds, memory_tokens, plan_run, shape_flops, tokens_of_a_step
+from wangen.generator.plan.planning import _surveyed
+from wangen.generator.plan.saves import most_bytes, num_kept, saved_bytes
 from wangen.generator.plan.shapes import Encoding, Shape, Survey, nominal, survey
+from wangen.generator.plan.text import _table
+from wangen.generator.session import plain
 from wangen.generator.steps import Train
+from wangen.generator.table import options as flags_of
 from wangen.generator.tomls import read_dataset
 from wangen.generator.train_refusals import refuse_memory, refuse_more_blocks
 from wangen.runtime.training.parallel import require_parallel
@@ -84,6 +94,20 @@ def test_flags_that_are_fixed_stay():
     assert flags["blocks_to_swap"] > 20
 
 
+def test_a_base_in_four_bits_brings_back_the_blocks_that_it_makes_room_for():
+    def needed(train: Train) -> int:
+        return memory_plan(BIG, settings_of(train), tokens=32760).device
+
+    least = {**FASTEST, "checkpointing": "full", "gradient_checkpointing_cpu_offload": True}
+    given = options(block_swap_ring_size=6)
+    room = needed(replace(given, **least | {"quantize": "int8", "blocks_to_swap": 40})) - 1
+    flags = fitting_flags(given, BIG, needed, room)
+    assert flags
+    assert flags["quantize"] == "nf4"
+    assert 0 < flags["blocks_to_swap"] < 39
+    assert needed(replace(given, **flags | {"blocks_to_swap": flags["blocks_to_swap"] - 1})) > room
+
+
 @pytest.mark.parametrize("given", [
     {"blocks_to_swap": 20}, {"gradient_checkpointing_cpu_offload": True}, {"checkpointing": "none"},
     {"checkpointing": "none", "blocks_to_swap": 20}, {"checkpointing_free_blocks": 30, "blocks_to_swap": 3},
@@ -123,6 +147,13 @@ def test_several_processes_share_out_the_weights_where_one_card_is_too_small():
     assert alone.steps_per_epoch == 12
     copies = plan_run(replace(small, parallel="ddp"), BIG, found, card, processes=4)
     assert copies.budget == alone.budget
+    swaps = plan_run(replace(small, blocks_to_swap=1), BIG, found, card, processes=4)
+    assert swaps.settings.shards == 1, "as the trainer has it: what is swapped is not shared out"
+    stored = plan_run(small, BIG, found, named("RTX 4090"), bits=8.5)
+    cure = find_cure(stored, {"quantize"})
+    assert cure.flags
+    cured = replace(settings_of(replace(small, **cure.flags)), stored_bits=8.5)
+    assert cure.budget == memory_plan(BIG, cured, tokens=32760), "the file's own bits count in what is proposed, too"
 
 
 @pytest.mark.parametrize("parallel", ["fsdp", "hsdp"])
@@ -138,6 +169,71 @@ def test_processes_that_share_out_the_weights_swap_no_block_and_need_no_whole_co
     warned = re.findall(r"need ([\d.]+) GiB", caplog.text)
     assert bool(warned) == (vram in ("8", "12")), "a smaller share of the blocks than were swapped"
     assert all(float(needed) < 12 for needed in warned), "no whole copy is counted"
+
+
+def two_shapes() -> Survey:
+    """Eleven clips, four in a batch, and two pictures."""
+    found = Survey()
+    for shape, uses in ((Shape((832, 480), 81, batch_size=4), 11), (Shape((832, 480), 1), 2)):
+        found.samples[shape] = found.uses[shape] = uses
+    return found
+
+
+def test_a_mean_step_takes_what_its_batches_do():
+    card, train = named("H100 80GB"), options(gradient_accumulation_steps=2)
+    found = plan_run(train, BIG, two_shapes(), card, processes=2)
+    clips, pictures = found.shapes
+    assert (clips.batches, pictures.batches, found.steps_per_epoch) == (3, 2, 2), "a batch that is not full is one"
+    assert clips.seconds
+    assert pictures.seconds
+    wanted = [2 * (3 * clip + 2 * picture) / 5 for clip, picture in zip(clips.seconds, pictures.seconds, strict=True)]
+    assert found.step_seconds == pytest.approx(wanted)
+    assert found.flops.done == pytest.approx(2 * (3 * clips.flops.done + 2 * pictures.flops.done) / 5)
+    assert tokens_of_a_step(found) == (1560, 2 * 2 * 4 * 32760), "a short step has one picture"
+    row = list(_table(found))[1]
+    assert f" {clips.flops.done / 1e12:,.3g} " in row, "also what is computed again"
+
+
+def test_swapped_blocks_go_over_the_link_both_ways():
+    """Forward and backward, each as long as the link takes."""
+    card, settings = named("RTX 4090"), MemorySettings(blocks_to_swap=40)
+    small = shape_flops(Shape((64, 64), 1), options(), BIG, 64)
+    once = 40 * block_bytes(BIG, settings) / 25e9
+    assert batch_seconds(small, card, settings, BIG) == pytest.approx((2 * once, 3 * once))
+
+
+def test_only_a_whole_pass_pads_its_texts():
+    shape = Shape((832, 480), 1)
+    padded, short = (shape_flops(shape, options(plain=plain), BIG, 64).model for plain in (True, False))
+    assert padded > short
+    assert padded == shape_flops(shape, options(plain=True), BIG, 512).model
+
+
+def test_what_an_earlier_run_measured_counts_where_nothing_else_decides_its_speed(tmp_path: Path):
+    given, report = options(output_dir=tmp_path), tmp_path / "train.report.json"
+    told = {option.name: plain(getattr(given, option.name)) for option in flags_of(Train)}
+
+    def found(**changes: object) -> bool:
+        speed = {"s_per_step": 2.0, "tokens_per_s": 1000.0}
+        result = {"steps_this_run": 5, "speed": speed}
+        report.write_text(json.dumps({"settings": told | changes, "result": result}), encoding="utf-8")
+        return measured(given, (1900, 2100)) is not None
+
+    assert found()
+    assert measured(given, (2100, 2200)) is measured(given, (1800, 1900)) is None, "of another dataset"
+    assert found(learning_rate=0.5)
+    assert not [name for name in _MATTERS if found(**{name: "other"})]
+    assert {"network_args", "network_dropout", "blocks_to_swap", "pack", "gpus", "parallel"} <= {*_MATTERS}
+
+
+def test_what_is_saved_on_the_way_takes_at_most_what_its_flags_keep():
+    given = options(save_every_n_steps=10, keep_last=2, save_state=True, keep_best=True, ema_decay=0.9,
+                    lora_layout=("comfyui", "kohya"), save_precision="bfloat16")  # fmt: skip
+    assert saved_bytes(given, 10) == (10 * (4 + 8 + 4), 10 * 2 * 2 * 2)
+    assert num_kept(given, 20, 100) == (3, 3), "the oldest goes after the newest came"
+    assert num_kept(replace(given, save_last_n_steps_state=1000), 20, 100) == (3, 9), "states have their own"
+    assert num_kept(replace(given, save_state=False), 20, 100) == (3, 0)
+    assert most_bytes(given, 20, 100, (1000, 1)) == (2 + 3) * 1000 + (2 + 1 + 3)
 
 
 def test_tokens_are_those_of_the_memory_formula():
@@ -174,15 +270,43 @@ def test_control_images_have_the_tokens_of_their_own_resolution(tmp_path: Path, 
     assert memory_tokens(shape, edit, 0) == 32 * 32 + 64 * 64
 
 
+def test_a_text_that_two_items_share_counts_twice_in_the_mean_and_lies_there_once(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, words in (("a", "a cat"), ("b", "a cat"), ("c", "a cat with a hat that sits on a wall")):
+        make_image(tmp_path / f"{name}.png")
+        (tmp_path / f"{name}.txt").write_text(words, encoding="utf-8")
+    (tmp_path / "a.toml").write_text(
+        "[general]\nnum_repeats = 3\n[[datasets]]\nimage_directory = '.'\ncache_directory = 'k'\n", encoding="utf-8"
+    )
+    found = survey(read_dataset(tmp_path / "a.toml", "all"), BIG, Encoding())
+    rows = [text_rows(BIG, words, 0) for words in ("a cat", "a cat with a hat that sits on a wall")]
+    assert found.text_rows == (2 * rows[0] + rows[1], 3)
+    assert found.mean_rows == -(-found.text_rows[0] // 3)
+    ((uses, samples),) = zip(found.uses.values(), found.samples.values(), strict=True)
+    assert (uses, samples) == (9, 3)
+    (size,) = {shape.size for shape in found.uses}
+    own, clip = latent_bytes(BIG, size, 1, "float16") + HEADER_BYTES, 2 * CLIP_NUMBERS + HEADER_BYTES
+    image = survey(read_dataset(tmp_path / "a.toml", "all"), profiles.model("i2v-14B"), Encoding())
+    assert image.cache_bytes - found.cache_bytes == 3 * (own + clip), "a condition is as large as a latent"
+    for flag, more in (("seed", False), ("caption_dropout", True), ("validation_items", True),
+                       ("sample_continuations", True)):  # fmt: skip
+        bytes_of = _surveyed(
+            SimpleNamespace(step=lambda _kind: None), options(**{flag: 1}), read_dataset(tmp_path / "a.toml", "all"),
+            BIG, [],
+        ).cache_bytes  # fmt: skip
+        assert (bytes_of > found.cache_bytes) == more, "the empty prompt is an entry, too"
+
+
 def test_a_survey_by_settings_has_one_sample_of_each_block(tmp_path: Path):
     make_image(tmp_path / "a.png")
     (tmp_path / "a.toml").write_text(
         "[general]\nresolution = [832, 480]\nbatch_size = 4\n"
-        "[[datasets]]\nimage_directory = '.'\ncache_directory = 'c'\n",
+        "[[datasets]]\nimage_directory = '.'\ncache_directory = 'c'\n"
+        "[[datasets]]\nvideo_directory = '.'\ncache_directory = 'v'\ntarget_frames = [17, 81, 33]\n",
         encoding="utf-8",
     )
     found = nominal(read_dataset(tmp_path / "a.toml", "all"))
-    assert dict(found.uses) == {Shape((832, 480), 1, batch_size=4): 1}
+    assert dict(found.uses) == {Shape((832, 480), frames, batch_size=4): 1 for frames in (1, 81)}, "the longest"
     assert not found.exact
 
 
@@ -265,6 +389,7 @@ def test_attention_in_a_fixed_order_adds_up_a_sum_for_each_share_of_the_processo
 def test_no_more_blocks_are_swapped_than_are_recomputed():
     given = options(checkpointing="full", checkpointing_free_blocks=5, blocks_to_swap=35)
     refuse_more_blocks(given, 40)
+    refuse_more_blocks(options(checkpointing="full", checkpointing_free_blocks=40), 40)
     with pytest.raises(UsageError, match="only the 35 blocks that are recomputed"):
         refuse_more_blocks(replace(given, blocks_to_swap=36), 40)
     with pytest.raises(UsageError, match="--plain knows no"):

@@ -150,6 +150,18 @@ def test_a_lora_that_is_worse_than_the_base_is_not_recommended(tmp_path):
     assert "do not use" in found.headline
 
 
+def test_what_is_not_lower_than_the_base_is_not_to_be_used(tmp_path):
+    """Though the interval of its difference holds 0."""
+    one = evaluation()
+    ours = tuple(replace(found, mean_loss=0.21, delta=0.01, ci_low=-0.01, ci_high=0.03) for found in one.checkpoints)
+    write_evaluation(replace(one, checkpoints=ours), tmp_path / "evaluation.json")
+    found = verdict_of(tmp_path)
+    assert (found.level, found.use) == ("unsure", ())
+    assert not any("did not help" in line for line in found.against), "the best is the last"
+    write_evaluation(replace(one, best="step 3"), tmp_path / "evaluation.json")
+    assert any("training beyond step 3 did not help" in line for line in verdict_of(tmp_path).against)
+
+
 def test_a_single_held_out_file_tells_nothing_from_chance(tmp_path):
     one = evaluation()
     ours = tuple(replace(checkpoint, ci_low=None, ci_high=None) for checkpoint in one.checkpoints)

@@ -2,6 +2,8 @@
 
 import logging
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from cached_bundle import Bundle
@@ -10,9 +12,10 @@ from helpers import make_clip, make_image
 from wangen import profiles
 from wangen.generator.errors import WangenError
 from wangen.generator.steps import CheckCache, Train
-from wangen.runtime.loader import CachedSample, Draw, cache_use, find_entries, read_batch
+from wangen.runtime.loader import CachedSample, Draw, background_of, cache_use, find_entries, read_batch
 from wangen.runtime.media import target_frames
 from wangen.runtime.samples import Sample, read_samples
+from wangen.runtime.training import samples as training
 
 pytest_plugins = ("bundle_fixtures",)
 MODEL = profiles.model("t2v-1.3B")
@@ -115,3 +118,40 @@ def test_entries_that_samples_share_are_counted_once(twins: Bundle):
     assert cache_use(samples) == (3, 0)  # two pictures and a caption
     assert cache_use(samples[:1]) == (2, 0)
     assert (cache_use([]).mode("auto"), cache_use([]).share) == ("cached", 0)
+
+
+@pytest.mark.parametrize(("colors", "found"), [(["#102030"] * 2, "#102030"), (["#102030", "#000000"], "#ffffff")])
+def test_pictures_of_blocks_that_differ_have_no_background_of_their_own(colors: list[str], found: str):
+    samples = [SimpleNamespace(sample=SimpleNamespace(entry=SimpleNamespace(background_color=one))) for one in colors]
+    assert background_of(samples) == found  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_the_empty_prompt_is_trained_on_where_it_is_drawn_alone(tmp_path: Path, monkeypatch, dropout: float):
+    """Guidance of continuations reads it of what is held out; a fingerprint names all entries that are trained on."""
+    asked: list[tuple[object, ...]] = []
+
+    def of(name: str, *, is_reg: bool = False) -> Any:
+        return SimpleNamespace(entry=SimpleNamespace(is_reg=is_reg), item=SimpleNamespace(path=Path(name)))
+
+    def find(options: Train, _model: object, some: list[Any], _ranks: object) -> list[CachedSample]:
+        asked.append((options.dataset_config, options.resolution, [one.item.path.name for one in some]))
+        return [CachedSample(one, latent=None, texts=(), empty="empty") for one in some]  # type: ignore[arg-type]
+
+    taught = [of("a"), of("b", is_reg=True)]
+    monkeypatch.setattr(training, "read_samples", lambda *_words: taught)
+    monkeypatch.setattr(training, "find_entries", find)
+    monkeypatch.setattr(training, "clip_key", id)
+    options = Train(output_dir=tmp_path, output_name="n", dataset_config=Path("a.toml"), resolution="832x480",
+                    validation_config=Path("v.toml"), caption_dropout=dropout)  # fmt: skip
+    trained, judged = training.read_training_samples(options, MODEL)
+    assert [one.empty for one in trained] == ["empty" if dropout else None] * 2
+    assert [one.empty for one in judged] == ["empty"]
+    assert asked == [(Path("a.toml"), "832x480", ["a", "b"]), (Path("v.toml"), "all", ["a"])]
+
+
+def test_a_text_that_two_samples_share_is_one_entry_of_a_run():
+    latents, text = [SimpleNamespace(key=key) for key in "ab"], SimpleNamespace(key="c")
+    samples: Any = [CachedSample(None, latent, (text,)) for latent in latents]  # type: ignore[arg-type]
+    assert cache_use(samples) == (0, 3)
+    assert [cache_use(samples).mode(asked) for asked in ("realtime", "auto")] == ["realtime", "mixed"]

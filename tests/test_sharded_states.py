@@ -1,7 +1,9 @@
 """States of weights in parts, of one process whose part is the whole."""
 
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +16,9 @@ from wangen.generator.errors import WangenError
 from wangen.generator.launch import Launch
 from wangen.runtime import communication
 from wangen.runtime.communication import CommunicationTime
-from wangen.runtime.training import checkpoint, sharded_state
+from wangen.runtime.training import checkpoint, sharded, sharded_state
 from wangen.runtime.training.checkpoint import ExpertState, TrainingState
+from wangen.runtime.training.loading import as_here
 from wangen.runtime.training.parallel import mesh_of
 from wangen.runtime.training.ranks import TIMEOUT, Ranks
 from wangen.runtime.training.sharded import ShardedWeights
@@ -176,3 +179,56 @@ def test_a_process_that_is_lost_when_gradients_are_sent_is_said(
     weight.grad = torch.ones_like(weight)
     with pytest.raises(WangenError, match="has lost the others"):
         weights.leave(0, backward=True)
+
+
+def test_of_two_experts_each_reads_its_own(weights: ShardedWeights, tmp_path: Path):
+    state = state_of(weights, {})
+    moments = {"out.weight/exp_avg": torch.full((4, 4), 2.0), "out.weight/step": torch.tensor(3.0)}
+    low = replace(state.experts[""], optimizer=moments)
+    high = replace(low, adapter={name: value + 1 for name, value in low.adapter.items()})
+    both = replace(state, experts={"high_noise": high, "low_noise": low})
+    tensors = sharded_state._tensors(both, {"high_noise": weights, "low_noise": weights})
+    assert isinstance(tensors["optimizer/low_noise/out.weight/exp_avg"], DTensor), "a part of it, as its weight is"
+    assert not isinstance(tensors["optimizer/low_noise/out.weight/step"], DTensor)
+    states = ShardedStates(tmp_path, Ranks(), asynchronous=True)
+    assert not states.is_written, "there is nothing to settle"
+    states.save(both, {"high_noise": weights, "low_noise": weights}, keep=False)
+    assert states._writing
+    assert states._writing[0]
+    states._writing[0].result()
+    assert states.is_written
+    path = states.settle()
+    assert path
+    for name, expert in both.experts.items():
+        found = read(checkpoint.read(path).experts[name], name, weights)
+        assert found.adapter.keys() == expert.adapter.keys()
+        assert all(torch.equal(found.adapter[key], value) for key, value in expert.adapter.items())
+        assert torch.equal(found.optimizer["out.weight/exp_avg"], moments["out.weight/exp_avg"])
+
+
+def test_more_processes_than_rows_leave_some_without_a_part(monkeypatch: pytest.MonkeyPatch):
+    """Of machines that are copies the second dimension of the mesh is the one that splits."""
+    mesh = SimpleNamespace(
+        ndim=2, size=[1, 4].__getitem__, get_local_rank=[0, 3].__getitem__, get_group="ab".__getitem__
+    )
+    table, vector = torch.arange(6.0).view(3, 2), torch.ones(5)
+    holds: Any = SimpleNamespace(
+        _mesh=mesh, _layouts={"table": table}, parameters={"table": table[:0], "vector": vector},
+        _communication=CommunicationTime(), _device=CPU,
+    )  # fmt: skip
+    holds.own = lambda name, whole: ShardedWeights.own(holds, name, whole)
+    assert holds.own("table", table).shape == (0, 2)
+    mesh.get_local_rank = [3, 1].__getitem__
+    assert torch.equal(holds.own("table", table), table[1:2])
+    assert holds.own("table", torch.tensor(3.0)) == 3
+    assert torch.equal(holds.own("vector", vector), vector)
+    assert ShardedWeights.num_weights.fget(holds) == 6 + 5  # type: ignore[attr-defined]
+    groups: list[str] = []
+    monkeypatch.setattr(dist, "all_reduce", lambda _total, group: groups.append(group))
+    ShardedWeights.over_all(holds, torch.tensor(1.0))
+    assert groups == ["b"], "the sum is over the parts, not over the copies"
+    whole = ExpertState(1, {"table": table}, {"table/exp_avg": table}, {}, {"table": table})
+    own = as_here(whole, "", holds)
+    assert [next(iter(each.values())).shape for each in (own.adapter, own.optimizer, own.ema)] == [(1, 2)] * 3
+    wide, square, flat = (nn.Parameter(torch.ones(*shape)) for shape in ((3, 9), (4, 4), (9,)))
+    assert sharded._whole([wide, square, flat], mesh) == {wide, flat}, "tables of fewer rows than parts"

@@ -261,11 +261,12 @@ def test_without_a_folder_nothing_is_profiled():
 @pytest.mark.parametrize(("plain", "joint", "rows"), [(True, False, 512), (False, False, 60), (True, True, 60)])
 def test_a_text_is_padded_in_the_librarys_own_wan_alone(plain: bool, joint: bool, rows: int):
     options = Train(dataset_config=Path("d"), dit=Path("d"), output_dir=Path("o"), output_name="o", task="t2v-1.3B",
-                    checkpointing="full", plain=plain)  # fmt: skip
-    watching = SimpleNamespace(_sizes={"": (SIZES, 0)}, _options=options, _is_joint=joint)
+                    checkpointing="full", checkpointing_free_blocks=1, plain=plain)  # fmt: skip
+    watching = SimpleNamespace(_sizes={"": (SIZES, 50)}, _options=options, _is_joint=joint)
     result = SimpleNamespace(expert="", names=["a"], tokens=[256], text_tokens=[60], image_tokens=0)
     work = Watching._work(watching, result)  # type: ignore[arg-type]
-    assert work == step_flops(SIZES, 256, text_tokens=rows, joint=joint, whole_blocks=plain)
+    wanted = {"adapter_weights": 50, "free_blocks": 1, "joint": joint, "whole_blocks": plain}
+    assert work == step_flops(SIZES, 256, text_tokens=rows, **wanted)
 
 
 def test_what_is_computed_again_is_a_forward_pass_of_the_blocks_that_are():
@@ -284,3 +285,10 @@ def test_what_is_computed_again_is_a_forward_pass_of_the_blocks_that_are():
     assert again(whole_blocks=False) == pytest.approx(again() - 1000 * last)
     joint = sum(forward_flops(SIZES, 1000, text_tokens=77, joint=True))
     assert again(joint=True, whole_blocks=False) == pytest.approx(joint - 1077 * last)
+
+
+@pytest.mark.parametrize(("joint", "seen"), [(False, 2 * 1000), (True, 1000 + 77)])
+def test_an_adapter_sees_the_picture_or_half_of_it_each_of_picture_and_text(joint: bool, seen: int):
+    bare, own = (step_flops(SIZES, 1000, text_tokens=77, joint=joint, adapter_weights=size) for size in (0, 50))
+    assert own.model - bare.model == 3 * 50 * seen
+    assert own.done - bare.done == 4 * 50 * seen, "and once more where it is computed again"

@@ -4,17 +4,40 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import together as forked
+import torch
 from parity import VAE22
 from test_together import losses
 from tiny import TinyRun
 from together import together, trained
 from train_cases import TI2V, make_ti2v
 
-from wangen.generator.errors import WRONG_USAGE
-from wangen.runtime.training import parallel, ranks
+from wangen import profiles
+from wangen.generator.errors import WRONG_USAGE, UsageError, WangenError
+from wangen.generator.launch import Launch
+from wangen.generator.memory import memory_plan, settings_of
+from wangen.generator.steps import Train
+from wangen.runtime.training import loading, parallel, ranks
+
+BIG = profiles.model("t2v-14B")
+
+
+class Told(ranks.Ranks):
+    """The first process, which is told what all of them say."""
+
+    def __init__(self, launch: Launch, *answers: list[Any]) -> None:
+        super().__init__(launch)
+        self.answers, self.meetings = list(answers), 0
+
+    def gathered(self, _value: Any) -> list[Any]:
+        return self.answers.pop(0)
+
+    def meet(self) -> None:
+        self.meetings += 1
 
 
 @pytest.mark.slow
@@ -144,3 +167,53 @@ def test_the_fullest_card_decides_how_all_hold_the_model(
     refused = together(none, processes, on_each_machine=on_each)
     assert refused.codes == [WRONG_USAGE] * processes
     assert "in parts it does not go together with --checkpointing none" in refused.told
+
+
+def test_weights_are_shared_out_where_the_card_with_least_free_holds_no_whole_copy():
+    options = Train(output_dir=Path("o"), output_name="n", task="t2v-14B", checkpointing="full", parallel="auto")
+
+    def way(local: list[int], free: list[int | None], **changes: Any) -> str:
+        plan = SimpleNamespace(options=replace(options, **changes), model=BIG, most_tokens=1560)
+        told = Told(Launch(count=4, local_count=local[0]), local, free)
+        return parallel.chosen_way(plan, told, torch.device("cpu"))  # type: ignore[arg-type]
+
+    once, twice = (memory_plan(BIG, settings_of(options), tokens=1560 * times).device for times in (1, 2))
+    assert way([2] * 4, [once] * 4) == "ddp"
+    assert way([2] * 4, [2 * once, once, once - 1, once]) == "hsdp"
+    assert way([4] * 4, [once - 1] * 4) == way([3, 3, 3, 1], [once - 1] * 4) == "fsdp", "machines are not alike"
+    assert way([2] * 4, [None, 1, 1, 1]) == "ddp", "of one card nothing is known"
+    assert way([2] * 4, [twice] * 4, pack=True, gradient_accumulation_steps=8) == "ddp", "each packs two of the eight"
+    assert way([2] * 4, [twice - 1] * 4, pack=True, gradient_accumulation_steps=8) == "hsdp"
+    assert way([2] * 4, [1] * 4, blocks_to_swap=1) == way([2] * 4, [1] * 4, plain=True) == "ddp"
+    with pytest.raises(UsageError, match="these have 1 and 3 processes"):
+        way([3, 3, 3, 1], [1] * 4, parallel="hsdp")
+    parallel.require_parallel(replace(options, parallel="hsdp"), Launch(count=2, local_count=1))
+    with pytest.raises(UsageError, match="within each machine, and this is one"):
+        parallel.require_parallel(replace(options, parallel="hsdp"), Launch(count=2, local_count=2))
+
+
+def test_the_processes_of_this_machine_read_in_turns_what_its_memory_cannot_hold_at_once(tmp_path, monkeypatch):
+    dit = tmp_path / "dit.safetensors"
+    dit.write_bytes(b"\x02\0\0\0\0\0\0\0{}")
+    experts = [SimpleNamespace(dit=dit, flag="--dit")]
+
+    def is_crowded(available: int, **changes: Any) -> bool:
+        options = SimpleNamespace(**{"train_mode": "lora", "base_weights": (), **changes})
+        monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=available))
+        plan = SimpleNamespace(experts=experts, options=options)
+        return loading.is_crowded(plan, Launch(count=4, local_count=2))  # type: ignore[arg-type]
+
+    wide = {"train_mode": "full", "base_weights": (dit,)}
+    assert [is_crowded(size) for size in (19, 20)] == [True, False]
+    assert [is_crowded(size, **wide) for size in (39, 40)] == [True, False], "in float32 where LoRAs are merged"
+    first = Told(Launch(count=4, local_count=1), [1, 3, 3, 3])
+    with first.one_at_a_time():
+        assert first.meetings == 0
+    assert first.meetings == 3, "as many turns as the largest machine needs"
+
+
+def test_what_one_process_alone_has_differs_from_the_others():
+    for other in ({"a": 1}, {"a": 1, "b": 3}, {"a": 1, "b": 2, "c": 0}):
+        names = "c" if "c" in other else "b"
+        with pytest.raises(WangenError, match=f"process 1 of 2 sees settings that differ .* process 0: {names}\n"):
+            Told(Launch(count=2), [{"a": 1, "b": 2}, other]).require_same("settings", {})

@@ -4,6 +4,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from helpers import digest
@@ -20,6 +21,9 @@ from wangen.runtime.report.run_files import read_run
 from wangen.runtime.report.verdict import judge
 from wangen.runtime.samples import read_samples
 from wangen.runtime.training import checkpoint, prepared, saving
+from wangen.runtime.training.checkpoint import ExpertState, TrainingState
+from wangen.runtime.training.facts import BEFORE, BEST_SO_FAR, VALIDATION, VALIDATION_BASE
+from wangen.runtime.training.resuming import changed_settings, compared, not_looked_at
 
 
 def fail(*_words, **_names):
@@ -256,3 +260,60 @@ def test_what_is_held_out_in_the_middle_of_a_run_may_have_been_trained_on(tiny_r
     again = started.read_bytes()
     assert train.run(replace(last, output_dir=tmp_path / "from", network_weights=lora)).result["done_before"]
     assert started.read_bytes() == again
+
+
+def test_a_validation_whose_base_was_forgotten_is_none(tmp_path):
+    options = SimpleNamespace(keep_best=True, output_dir=tmp_path, sample_prompts=None)
+    plan = SimpleNamespace(held_out=["a"], options=options, name="cats")
+    (line,) = not_looked_at(plan, SimpleNamespace(facts={VALIDATION_BASE: {}}, step=3))
+    assert line.endswith("wangen evaluate makes one, and there is no best of it")
+    assert not_looked_at(plan, SimpleNamespace(facts={VALIDATION: {}}, step=3)) == []
+
+
+@pytest.mark.parametrize("change", ["dataset", "validation_items", "dit", "base_weights", "quantize", "seed"])
+def test_what_another_part_was_trained_on_and_judged_by_is_told_of_all_parts(change):
+    """Of each part once, and not of the data that there is now; of another base no loss counts any more."""
+    same = {"validation_items": "0", "seed": "42", "caption_dropout": "0.0"}
+    first, second, now = ({"dataset": digits, **same} for digits in "abc")
+    state = TrainingState({"": ExpertState(3, {}, {}, {}, {})}, second,
+                          {BEFORE: [first, now], VALIDATION_BASE: {"": 1}, BEST_SO_FAR: {"": 2}})  # fmt: skip
+    plan = SimpleNamespace(experts=[SimpleNamespace(name="")], options=SimpleNamespace(resume_changed=True),
+                           fingerprint=now)  # fmt: skip
+    facts = compared(plan, state, {change: "1 -> 2"}, 1).facts
+    assert facts[BEFORE] == ([first, second] if change in ("dataset", "validation_items") else [first, now])
+    is_other_base = change in ("dit", "base_weights", "quantize")
+    assert (facts[VALIDATION_BASE], facts[BEST_SO_FAR]) == (({}, {}) if is_other_base else ({"": 1}, {"": 2}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "same"),
+    [("lokr", "factor=8", False), ("lokr", "decompose_both=true", False), ("lora", "use_dora=true", False),
+     ("lora", "include_patterns=attn1", False), ("lora", "exclude_patterns=attn1", False),
+     ("loha", "rank_dropout=0.1", True), ("lokr", "module_dropout=0.1", True)],
+)  # fmt: skip
+def test_arguments_of_an_adapter_that_train_other_weights_leave_no_way_on(kind, words, same):
+    options = Train(output_dir=Path("o"), output_name="n", network_module=kind, network_args=(words,))
+    plan = SimpleNamespace(experts=[SimpleNamespace(name="")], options=options, states=Path("s"), fingerprint={},
+                           num_left=lambda _done: True)  # fmt: skip
+    state = TrainingState({"": ExpertState(3, {}, {}, {}, {})}, {"network_args": "()"}, {})
+    with pytest.raises(UsageError) as error:
+        compared(plan, state, {"network_args": "another"}, 1)
+    assert ("--resume_changed goes on with the new" in error.value.cure) == same
+
+
+def test_a_flag_that_the_version_of_a_state_did_not_have_was_at_its_default():
+    for offset, changed in (("0.0", {}), ("0.1", {"noise_offset": "0.0 -> 0.1"})):
+        plan = SimpleNamespace(options=Train(output_dir=Path("o"), output_name="n"),
+                               fingerprint={"dataset": "a", "noise_offset": offset})  # fmt: skip
+        assert changed_settings(plan, TrainingState({}, {"dataset": "a"}, {})) == changed
+
+
+def test_what_is_written_of_a_finished_state_says_the_steps_of_each_expert_and_of_the_run(monkeypatch):
+    written: list[object] = []
+    monkeypatch.setattr(saving, "save_lora", lambda _plan, expert, *told: written.append((expert.name, *told)) or [])
+    monkeypatch.setattr(saving, "set_old_average_aside", lambda _plan, expert: written.append(expert.name))
+    experts = {"high_noise": ExpertState(2, {}, {}, {}, {"a": 1}), "low_noise": ExpertState(3, {}, {}, {}, {})}
+    plan = SimpleNamespace(experts=[SimpleNamespace(name=name) for name in experts])
+    saving.save_state_as_loras(plan, TrainingState(experts, {}, {}))
+    assert written == [("high_noise", {}, (2, 5)), ("high_noise", {"a": 1}, (2, 5), "-ema"),
+                       ("low_noise", {}, (3, 5)), "low_noise"]  # fmt: skip

@@ -49,8 +49,9 @@ def validations(options: Train) -> list[dict]:
 def test_averages_that_are_asked_for_later_begin_at_the_weights_as_they_are(tiny_run, tmp_path, caplog):
     options = tiny_run.options(tmp_path, max_train_steps=2)
     train.run(options)
-    later = replace(options, max_train_steps=3, ema_decay=0.9, resume_changed=True)
+    later = replace(options, max_train_steps=3, ema_decay=0.9, resume_changed=True, save_every_n_steps=2)
     train.run(later)
+    assert names(tmp_path) == ["lora-ema.safetensors", "lora.safetensors"], "what the second step left was of others"
     assert "no averages were kept so far: they begin now" in caplog.text
     weights, averages = (load_file(tmp_path / f"{name}.safetensors") for name in ("lora", "lora-ema"))
     assert all(torch.equal(averages[key], value) for key, value in weights.items()), "the first update copies"
@@ -91,6 +92,7 @@ def test_a_schedule_free_run_that_ended_before_its_lora_was_written_writes_it_th
 ):
     whole = tiny_run.options(tmp_path / "whole", max_train_steps=3, optimizer_type="others.ScheduleFree")
     train.run(whole)
+    written = (tmp_path / "whole" / "lora.safetensors").read_bytes()
     cut = replace(whole, output_dir=tmp_path / "cut")
     with monkeypatch.context() as patch:
         patch.setattr(train, "save_loras", lambda _run: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -101,7 +103,7 @@ def test_a_schedule_free_run_that_ended_before_its_lora_was_written_writes_it_th
     for folder in ("cut", "whole"):  # a second time finds it and leaves it
         train.run(replace(whole, output_dir=tmp_path / folder))
     one, other = (tmp_path / folder / "lora.safetensors" for folder in ("whole", "cut"))
-    assert one.read_bytes() == other.read_bytes()
+    assert one.read_bytes() == other.read_bytes() == written
 
 
 def test_the_averages_of_a_schedule_free_run_are_judged_as_they_are_saved(tiny_run, tmp_path, dotted: ModuleType):
@@ -275,7 +277,7 @@ def test_the_best_of_a_line_that_begins_elsewhere_is_its_own(tiny_run, tmp_path)
     facts = json.loads((state / "state.json").read_text())
     facts["facts"]["best"][""]["loss"] = 0.0
     (state / "state.json").write_text(json.dumps(facts))
-    other = replace(options, output_dir=tmp_path / "two", resume=state, max_train_steps=4)
+    other = replace(options, output_dir=tmp_path / "two", resume=state, max_train_steps=4, save_every_n_steps=2)
     assert train.run(other).result["best"][""]["step"] == 4
     assert names(tmp_path / "two") == ["lora-best.safetensors", "lora.safetensors"]
 
@@ -299,12 +301,14 @@ def test_a_state_to_be_kept_stays_so_when_a_line_from_it_is_stopped_at_once(tiny
 def test_a_fresh_run_goes_on_after_its_job_was_requeued(tiny_run, tmp_path, monkeypatch, told: dict[str, str]):
     for name, value in {"SLURM_JOB_ID": "5", **told}.items():
         monkeypatch.setenv(name, value)
-    options = tiny_run.options(tmp_path, max_train_steps=3, fresh=True)
+    options = tiny_run.options(tmp_path, max_train_steps=3, fresh=True, save_every_n_steps=2, save_state=True)
     train.run(options)
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     if "TORCHELASTIC_RUN_ID" in told:  # the agents of a requeued job meet under another name
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "5-1")
     assert train.run(options).result["done_before"]
+    assert train.run(replace(options, max_train_steps=4)).result["steps_this_run"] == 1
+    assert (tmp_path / "lora-state" / "step-00000002").is_dir(), "what is kept of it stays"
     monkeypatch.setenv("SLURM_JOB_ID", "6")
     assert not train.run(options).result["done_before"]
 

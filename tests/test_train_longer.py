@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from runs import planned
@@ -18,7 +19,9 @@ from wangen.generator.headers import read_header
 from wangen.generator.steps import Train
 from wangen.runtime import train
 from wangen.runtime.training import checkpoint
+from wangen.runtime.training.announcing import announce
 from wangen.runtime.training.plan import make_plan
+from wangen.runtime.training.watching import Watching
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -161,6 +164,25 @@ def test_items_that_cannot_teach_anything_are_told(tiny_run, tmp_path, caplog):
     caplog.set_level(logging.WARNING, logger="wangen")
     train.run(tiny_run.options(tmp_path, dataset_config=config, prior_loss_weight=0.0, max_train_steps=6))
     assert caplog.text.count("teaches nothing: no loss of") == 1
+    caplog.clear()
+    watched = SimpleNamespace(_counts=True)
+    for losses, times in (([0.0, 0.5], 0), ([0.0, 0.0], 1), ([0.0, 0.0], 1)):
+        Watching._warn_of_nothing(watched, {"step": 3, "names": ["a", "b"], "losses": losses})  # type: ignore[arg-type]
+        assert caplog.text.count("step 3 teaches nothing: no loss of a, b") == times
+
+
+@pytest.mark.parametrize(("weight", "is_reg", "said"), [(0.5, False, True), (0.5, True, False), (1.0, False, False)])
+def test_flags_that_the_items_leave_nothing_to_do_are_said(tmp_path, caplog, weight, is_reg, said):
+    def item(frames: int) -> SimpleNamespace:
+        entry = SimpleNamespace(is_reg=is_reg)
+        return SimpleNamespace(sample=SimpleNamespace(entry=entry, count=frames), entries=[])
+
+    options = Train(output_dir=tmp_path, output_name="n", prior_loss_weight=weight, condition_frames=5)
+    plan = SimpleNamespace(options=options, experts=["one"], samples=list(map(item, (1, 5, 9))), steps_per_epoch=3)
+    ranks = SimpleNamespace(count=1, in_step=False)
+    announce(SimpleNamespace(plan=plan, trainees=[], ranks=ranks, is_sharded=False, step=0, num_steps=9))  # type: ignore[arg-type]
+    assert ("--prior_loss_weight 0.5 is not used: no dataset says is_reg = true" in caplog.text) == said
+    assert "--condition_frames 5: 1 clip is no longer than that; all but the end of it is given" in caplog.text
 
 
 def test_a_first_loss_that_is_no_number_may_be_the_weights(tiny_run, tmp_path):

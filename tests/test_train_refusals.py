@@ -1,5 +1,6 @@
 """Everything that can be refused is refused before a model loads."""
 
+import contextlib
 import logging
 import shutil
 from dataclasses import replace
@@ -7,17 +8,22 @@ from pathlib import Path
 
 import pytest
 import torch
+from runs import planned
 from safetensors.torch import load_file, save_file
 from tiny import TinyRun
 
 from wangen import profiles
 from wangen.generator.errors import UsageError, WangenError
+from wangen.generator.experts import choose_boundary
+from wangen.generator.plan.saves import most_bytes, saved_bytes
 from wangen.generator.steps import Train
+from wangen.generator.train_refusals import refuse_flags
 from wangen.runtime import train
 from wangen.runtime.models import family
 from wangen.runtime.training.adapter import add_adapter
 from wangen.runtime.training.adapter_files import save
 from wangen.runtime.training.loading import SMALL_FILES_BYTES, room_needed
+from wangen.runtime.training.refusals import resolved
 from wangen.runtime.weights.transformer import load_transformer
 
 MODEL = profiles.model("t2v-1.3B")
@@ -267,6 +273,32 @@ def test_what_no_run_can_have_is_named(tiny_run, tmp_path, changes, words):
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
+def test_what_goes_together_in_some_runs_is_refused_in_others_alone():
+    usual = Train(output_dir=Path("o"), output_name="n", dit=Path("d"))
+    adafactor = {"optimizer_type": "Adafactor", "optimizer_args": ("relative_step=true",)}
+    for changes, words in (
+        ({"keep_best": True, "validation_config": Path("v.toml")}, ""),
+        ({"keep_best": True, "validation_items": 2}, ""),
+        ({"validation_items": 2, "validation_config": Path("v.toml")}, "contradict each other"),
+        ({"deterministic": True, "attention": "xformers"}, "adds up in no fixed order"),
+        ({"deterministic": True}, ""), ({"attention": "xformers"}, ""),
+        (adafactor, ""), ({**adafactor, "loraplus_lr_ratio": 4.0}, "no schedule and no LoRA"),
+        ({"cache_mode": "realtime", "cache_latents": True}, "keeps nothing"),
+        ({"weighting_scheme": "logit_normal"}, "give --timestep_sampling sigma"),
+        ({"lr_warmup_steps": "100%"}, ""), ({"lr_warmup_steps": "101%"}, "outside the run"),
+    ):  # fmt: skip
+        with contextlib.nullcontext() if not words else pytest.raises(UsageError, match=words):
+            refuse_flags(replace(usual, **changes))
+    with pytest.raises(UsageError, match="leaves one expert without timesteps"):
+        choose_boundary(1.0, profiles.model("t2v-A14B"))
+    ti2v = profiles.model("ti2v-5B")
+    for frames, found in ((None, 1), (0, 0), (5, 5)):
+        assert resolved(replace(usual, condition_frames=frames), ti2v, torch.device("cpu")).condition_frames == found
+    for frames in (2, 3, 4, -3):
+        with pytest.raises(UsageError, match=r"must be 4n\+1"):
+            resolved(replace(usual, condition_frames=frames), ti2v, torch.device("cpu"))
+
+
 def test_a_disk_that_cannot_hold_the_checkpoints_is_refused(tiny_run, tmp_path, monkeypatch):
     real = shutil.disk_usage
     monkeypatch.setattr(shutil, "disk_usage", lambda path: real(path)._replace(free=1000))
@@ -274,6 +306,19 @@ def test_a_disk_that_cannot_hold_the_checkpoints_is_refused(tiny_run, tmp_path, 
         train.run(tiny_run.options(tmp_path))
     assert "lower --network_dim" in str(error.value)
     assert "keep fewer" in str(error.value)
+
+
+def test_the_room_is_that_of_every_number_that_trains_less_what_lies_there(tiny_run, tmp_path):
+    plan = planned(tiny_run, tmp_path, dora=True, keep_best=True, validation_items=1)
+    options = plan.options
+    parameters = add_adapter(load_transformer(tiny_run.weights["dit"]), options, MODEL)
+    sizes = saved_bytes(options, sum(value.numel() for value in parameters.values()))
+    needed = SMALL_FILES_BYTES + most_bytes(options, plan.steps_per_epoch, plan.num_steps, sizes)
+    assert room_needed(plan) == needed
+    (plan.states / "step-00000001").mkdir(parents=True)
+    for name in ("lora", "lora-step00000001", "lora-state/step-00000001/adapter", "loras"):
+        (tmp_path / f"{name}.safetensors").write_bytes(b"x" * 1000)
+    assert room_needed(plan) == needed - 3000, "another run's stay"
 
 
 ROOM = {

@@ -11,12 +11,16 @@ import pytest
 import torch
 from helpers import digest
 from safetensors import safe_open
+from safetensors.torch import save_file
 from tiny import state_folder
 
 from wangen.generator.errors import WangenError
 from wangen.generator.files import machine
+from wangen.generator.steps import Train
 from wangen.runtime import train
 from wangen.runtime.training import checkpoint, saving
+from wangen.runtime.training.ranks import Ranks
+from wangen.runtime.training.set_aside import set_other_epochs_aside
 from wangen.runtime.training.step import StepResult
 from wangen.runtime.training.watching import Watching
 
@@ -93,6 +97,9 @@ def test_resume_takes_the_state_it_is_given(tiny_run, tmp_path):
     report = train.run(replace(options, resume=state_folder(options) / "step-00000002"))
     assert report.result["steps_this_run"] == 2
     assert digest(tmp_path / "lora.safetensors") == final
+    given = replace(options, resume=state_folder(options) / "step-00000003", max_train_steps=3)
+    assert train.run(given).result["done_before"]
+    assert left(tmp_path)[1] == [1, 2, 3, 4], "nothing was trained, and the end of the line is still there"
 
 
 def test_a_line_with_resume_goes_on_from_what_it_has_saved_itself(tiny_run, tmp_path, monkeypatch):
@@ -156,6 +163,19 @@ def test_saving_flags_take_effect_on_a_finished_run(tiny_run, tmp_path):
     assert (tmp_path / "lora-kohya.safetensors").is_file()
 
 
+def test_an_epoch_is_as_long_as_its_steps_where_the_last_loras_are_kept(tmp_path):
+    """Of two batches each."""
+    names = ["lora-000001", "lora-000002", "lora-000003", "lora-step00000003", "lora-step00000005", "lora-step00000007"]
+    for name in names:
+        (tmp_path / f"{name}.safetensors").write_bytes(b"x")
+    options = Train(output_dir=tmp_path, output_name="lora", save_every_n_steps=1, save_every_n_epochs=1, keep_last=2)
+    plan = SimpleNamespace(options=options, experts=[SimpleNamespace(suffix="")], steps_per_epoch=2,
+                           batches_per_epoch=4)  # fmt: skip
+    saving.drop_old_loras(plan, 6)
+    kept = sorted(path.stem for path in tmp_path.iterdir())
+    assert kept == ["lora-000003", "lora-step00000005", "lora-step00000007"], "the last is an earlier run's"
+
+
 def test_limits_on_saved_loras_touch_no_other_file(tiny_run, tmp_path):
     mine = ["lora-step00000001-best.safetensors", "lora-000001 best.safetensors", "other-step00000001.safetensors"]
     for name in mine:
@@ -193,6 +213,9 @@ def test_a_state_cut_short_while_it_is_replaced_leaves_its_predecessor(tiny_run,
     for text in ("{}", "[]", '{"files": 3}', "nonsense"):
         (folder / "step-00000009/state.json").write_text(text)
         assert checkpoint.newest(folder).name == "step-00000003"
+    with (folder / "step-00000003/adapter.safetensors").open("ab") as file:
+        file.write(b"x")
+    assert checkpoint.newest(folder) is None, "of another size than it was saved with"
 
 
 def test_a_state_saved_once_more_stays_kept_and_takes_away_what_a_kill_left(tiny_run, tmp_path):
@@ -264,3 +287,43 @@ def test_a_state_of_an_earlier_version_has_no_checksums(tiny_run, tmp_path):
     with pytest.raises(WangenError, match="the training state is damaged") as error:
         train.run(replace(options, max_train_steps=3))
     assert "remove this folder" in str(error.value)
+
+
+def test_averages_of_shorter_epochs_are_set_aside_by_the_steps_of_the_run(tmp_path):
+    def written(name, **told):
+        usual = {"wangen.steps_per_epoch": "2", "ss_num_batches_per_epoch": "3", "ss_steps": "1"}
+        given = {f"wangen.{key}": text for key, text in told.items()}
+        save_file({"a": torch.zeros(1)}, tmp_path / f"{name}.safetensors", usual | given)
+
+    plan = SimpleNamespace(
+        options=SimpleNamespace(output_dir=tmp_path, output_name="cats", fresh=False), steps_per_epoch=3,
+        experts=[SimpleNamespace(suffix="_low_noise")], file=lambda _expert: tmp_path / "cats_low_noise.safetensors",
+    )  # fmt: skip
+    for layout in ("", "-kohya"):
+        written(f"cats_low_noise-000001-ema{layout}", run_steps="4")
+    written("cats_low_noise-000002-ema", run_steps="4", steps_per_epoch="3")
+    written("cats_low_noise-kept-step00000004-ema-kohya")  # of an earlier time, in one layout
+    set_other_epochs_aside(plan)
+    assert sorted(path.stem.removeprefix("cats_low_noise-") for path in tmp_path.iterdir()) == [
+        "000002-ema", "kept-step00000004-ema-kohya", "kept2-step00000004-ema", "kept2-step00000004-ema-kohya",
+    ]  # fmt: skip
+
+
+def test_what_a_kill_left_unwritten_of_one_expert_is_missed_where_the_state_is_its_own(tmp_path):
+    plan = SimpleNamespace(options=SimpleNamespace(save_every_n_steps=2, save_every_n_epochs=None), steps_per_epoch=9,
+                           file=lambda expert, suffix: tmp_path / f"{expert}{suffix}")  # fmt: skip
+    trainees = [SimpleNamespace(plan=name) for name in ("high", "low")]
+    run = SimpleNamespace(plan=plan, step=4, saved_step=4, num_steps=9, trainees=trainees, ranks=Ranks())
+    found = []
+    for name in ("high", "low"):
+        found.append(saving.Saving(run).missed())
+        (tmp_path / f"{name}-step00000004").touch()
+    assert [*found, saving.Saving(run).missed()] == [True, True, False]
+    run.step = 6
+    assert not saving.Saving(run).missed(), "the state of it lies elsewhere"
+
+
+def test_kept_states_of_later_steps_push_none_of_this_line_out(tmp_path):
+    options = Train(output_dir=tmp_path, output_name="lora", save_every_n_steps=2, keep_last=2, save_state=True)
+    plan = SimpleNamespace(options=options, steps_per_epoch=9)
+    assert saving._staying(plan, 6, [2, 3, 4, 6, 8, 10]) == {3, 4, 6, 8, 10}, "nor does one of other flags go"

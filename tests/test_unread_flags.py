@@ -129,6 +129,11 @@ def test_what_encodes_here_reads_how(flag: str, readers: list[dict[str, Any]]):
     assert not any(unread(options(**{flag: OTHER[flag]}, **reader)) for reader in readers)
 
 
+def test_no_block_that_is_free_is_none_too_many_where_nothing_is_computed_again():
+    """With `--checkpointing none` a preset leaves none of the others."""
+    assert unread(options(checkpointing="none", checkpointing_free_blocks=0)) == []
+
+
 def test_a_rank_of_convolutions_is_read_by_nothing():
     (line,) = unread(options(network_args=("conv_dim=4", "loraplus_lr_ratio=4")))
     assert line == "--network_args conv_dim= is not used: no layer that gets an adapter is a convolution"

@@ -1,5 +1,6 @@
 """Held-out loss: the same points every time, nothing of the run changed, and the truth about what was learned."""
 
+import contextlib
 import json
 import math
 from dataclasses import replace
@@ -21,6 +22,7 @@ from wangen.runtime.models import family
 from wangen.runtime.randomness import generator_for
 from wangen.runtime.training import watching
 from wangen.runtime.training.adapter import disabled
+from wangen.runtime.training.plan import dataset_digest
 from wangen.runtime.training.ranks import Ranks
 from wangen.runtime.training.step import item_losses
 from wangen.runtime.training.validation import (
@@ -141,6 +143,16 @@ def test_a_judging_dataset_of_one_video_is_not_said_to_be_trained_on(tiny_run, t
         clip.sample.entry.num_repeats = clip.sample.entry.batch_size = 1
     assert trained_sources([lora], clips, options_of(tiny_run, tmp_path), MODEL) == set()
     assert not caplog.records
+
+
+def test_what_was_trained_on_is_known_by_the_seed_of_the_header(tiny_run, tmp_path):
+    items, lora = samples_of(tiny_run), tmp_path / "lora.safetensors"
+    usual = digests(held_out(items, 1, 42)[0])
+    seed = next(seed for seed in range(99) if digests(held_out(items, 1, seed)[0]) != usual)
+    trained, _ = held_out(items, 1, seed)
+    told = {"caption_dropout": "0.0", "validation_items": "1", "seed": str(seed), "dataset": dataset_digest(trained)}
+    save_file({"a": torch.zeros(1)}, lora, {"wangen.fingerprint": json.dumps(told)})
+    assert trained_sources([lora], items, options_of(tiny_run, tmp_path, seed=42), MODEL) == digests(trained)
 
 
 @pytest.mark.parametrize("count", [3, 4])
@@ -313,3 +325,35 @@ def test_a_run_is_judged_with_the_first_frames_that_it_is_given_in_training(run,
     looking = SimpleNamespace(_options=options, _plan=SimpleNamespace(held_out=["a"]), _ranks=Ranks())
     watching.Watching._measure(looking, run.trainees[0])
     assert seen == [5]
+
+
+def test_whatever_a_loss_is_measured_at_makes_other_points_of_it():
+    def judged(items="a", frames=0, timesteps=3, seed=42, low=0.0, high=1.0):
+        options = SimpleNamespace(validation_timesteps=timesteps, condition_frames=frames, seed=seed)
+        trainee = SimpleNamespace(plan=SimpleNamespace(low=low, high=high))
+        return watching.Watching._judged(SimpleNamespace(_options=options, _items=items), trainee)
+
+    changes = ({}, {"items": "b"}, {"frames": 1}, {"timesteps": 4}, {"seed": 43}, {"low": 0.5}, {"high": 0.5})
+    assert len({judged(**change) for change in changes}) == len(changes)
+    assert judged() == judged()
+
+
+def test_clips_of_one_video_are_one_in_what_a_run_says_of_chance(monkeypatch):
+    groups: list[list[str]] = []
+
+    def compare(_base, _other, videos, _averaged):
+        groups.append(videos)
+        return SimpleNamespace(as_record=lambda: {"validation": {}}, numbers=dict, lines=list)
+
+    for name, stand_in in (("compare", compare), ("video_key", str.upper), ("evaluating", contextlib.nullcontext)):
+        monkeypatch.setattr(watching, name, stand_in)
+    trainee = SimpleNamespace(plan=SimpleNamespace(name=""), transformer=None, ema=None)
+    watched = SimpleNamespace(
+        _run=SimpleNamespace(activate=lambda _number: trainee, facts={}, step=1, num_steps=9),
+        _plan=SimpleNamespace(held_out=["a", "a", "b"]), _judged=lambda _trainee: "",
+        _is_changed=lambda _trainee: False,
+        _measure_base=lambda _trainee: Losses((), (), 0, ()), _write=lambda _record: None,
+        _trackers=SimpleNamespace(log=lambda *_words: None), _keep_best=lambda *_words: None,
+    )  # fmt: skip
+    watching.Watching._validate(watched, 0)
+    assert groups == [["A", "A", "B"]]

@@ -1,6 +1,8 @@
 """Looking at a run changes no byte of it: validation, samples and logs."""
 
 import json
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tiny import TinyRun
@@ -9,6 +11,9 @@ from train_cases import EXPERTS, cut_off, make_cases, measured
 from wangen.generator.errors import UsageError
 from wangen.generator.steps import CacheText
 from wangen.runtime import cache_text, train
+from wangen.runtime.continuations import Quality
+from wangen.runtime.training import continuing
+from wangen.runtime.training.ranks import Ranks
 
 
 def test_a_run_that_is_looked_at_ends_with_the_same_bytes(tiny_run: TinyRun, tmp_path):
@@ -69,3 +74,29 @@ def test_a_regularisation_set_is_not_judged_in_a_dataset_of_its_own_either(tmp_p
                                     "cache_directory = '@/cache'\nis_reg = true\n")  # fmt: skip
     with pytest.raises(UsageError, match="nothing but regularisation sets"):
         train.run(cases.options(tmp_path / "out", validation_config=config))
+
+
+def test_each_clip_that_is_continued_has_its_own_reference_which_is_decoded_once(tmp_path, monkeypatch):
+    decoded: list[str] = []
+
+    def reference_of(clip: Any, _decoder: Any, _check: Any) -> Any:
+        decoded.append(clip.name)
+        return SimpleNamespace(vae=Quality((30.0 if clip.name == "a" else 20.0,), (1.0,)), copy=Quality((1.0,), (0.0,)))
+
+    nothing: Any = lambda *_words: None  # noqa: E731
+    for name, stand_in in (
+        ("reference_of", reference_of), ("sampled", lambda *_words, **_named: {1: "latents", 2: "latents"}),
+        ("Decoder", lambda *_words: SimpleNamespace(decode=nothing)), ("own_check", nothing), ("pixels_of", nothing),
+        ("side_by_side", nothing), ("_write", nothing), ("quality_of", lambda *_words: Quality((10.0,), (0.5,))),
+        ("Encoders", SimpleNamespace(of=nothing)),
+    ):  # fmt: skip
+        monkeypatch.setattr(continuing, name, stand_in)
+    run: Any = SimpleNamespace(ranks=Ranks(), kind=None, device=SimpleNamespace(type="cpu"),
+                               plan=SimpleNamespace(options=SimpleNamespace(sample_continuations=0)))  # fmt: skip
+    made = continuing.Continuing(run.plan, run.ranks)
+    made.clips = [SimpleNamespace(name=name, scene=None, source=None, given_frames=1) for name in "ab"]
+    for _ in range(2):
+        found = made.make(run, nothing)
+        assert found
+        assert [clip.vae.psnr[0] for clip in found.clips] == [30.0, 20.0]
+    assert decoded == ["a", "b"]
