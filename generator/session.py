@@ -139,7 +139,7 @@ def _in_words(step: Step) -> int:
         return _run(step)
     except WangenError as error:
         log.error("%s: %s", step.command, error)
-        if not isinstance(error, TakenOverError | UsageError):  # a line that is refused changes nothing that is there
+        if not isinstance(error, TakenOverError):
             _note_failure(step, error.found)
         return error.exit_code
     except OSError as error:
@@ -170,10 +170,9 @@ def _note_unforeseen(step: Step, kind: type[BaseException] | None, error: BaseEx
 
 def _note_failure(step: Step, found: str) -> None:
     """Replace an earlier run's report, which would say that all is well; an error here must not hide the first."""
-    folder = step.report_dir
     with suppress(WangenError, OSError):
-        if step.leads and folder and (folder / step.report_name).is_file():
-            write_report(step, Report(folder=folder, summary=f"failed: {found}", ok=False), 0.0)
+        if step.leads and step.report_dir and (step.report_dir / step.report_name).is_file():
+            write_report(step, Report(folder=step.report_dir, summary=f"failed: {found}", ok=False), 0.0)
 
 
 def _run(step: Step) -> int:

@@ -153,6 +153,7 @@ def test_moving_and_renaming_encode_nothing(bundle: Bundle, tmp_path: Path):
     assert moved.check("--deep") == 0
 
 
+@pytest.mark.slow
 def test_another_resolution_precision_or_vae_says_why(bundle: Bundle, models: dict[str, Path], tmp_path: Path):
     bundle.latents()
     write_toml(bundle, 96)

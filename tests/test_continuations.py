@@ -272,6 +272,7 @@ def watched(ti2v: Cases, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_run_that_continues_clips_ends_with_the_same_bytes_and_the_same_fingerprint(ti2v, watched, tmp_path):
     train.run(ti2v.options(tmp_path, **WATCHED))
     assert contents(watched) == contents(tmp_path)

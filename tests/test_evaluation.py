@@ -77,6 +77,7 @@ def test_pairing_sees_what_the_spread_of_the_items_would_hide():
         paired_difference([], [], 0)
 
 
+@pytest.mark.slow
 def test_items_of_one_file_are_drawn_together():
     """Under no difference at all, an interval that took them for independent would too often leave 0 out."""
     draws = np.random.default_rng(1)

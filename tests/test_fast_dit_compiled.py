@@ -184,6 +184,7 @@ def test_what_cannot_be_a_whole_goes_on_by_parts_and_says_so(
     assert largest_error(found[1], wanted[1]) < 3e-5
 
 
+@pytest.mark.slow
 def test_a_compiler_that_fails_is_asked_once(graphs: Graphs, caplog: pytest.LogCaptureFixture):
     graphs.fails = True
     model, inputs = adapted(small(2)), noisy(1, 1, 4, 4)

@@ -288,6 +288,7 @@ def test_a_file_that_changes_while_it_is_used_is_noticed(tmp_path: Path):
         encoder.encode(clip(5))
 
 
+@pytest.mark.slow
 def test_the_heavy_libraries_are_not_imported():
     code = f"""
 import sys, torch

@@ -46,6 +46,7 @@ def test_each_trick_leaves_the_gradients_of_every_weight(trick: str):
     assert largest_error(gradients, exact(model, inputs)[1]) < 5e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["dit_t2v21", "dit_i2v21", "dit_ti2v5b"])
 @pytest.mark.parametrize("fast_in_bfloat16", [True, False])
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # of the library under autocast

@@ -42,6 +42,7 @@ def again(tiny: TinyTask, source: Path, path: Path, **changes: Any) -> Generate:
     return replace(options, **changes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["t2v-1.3B", "i2v-14B", "t2v-A14B"])
 def test_a_file_repeats_itself_byte_by_byte(tiny_run, loras, tmp_path, task):
     tiny = tiny_task(task, tiny_run, tmp_path / "weights")

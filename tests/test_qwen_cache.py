@@ -61,6 +61,7 @@ def edits(small_pictures, tiny_qwen: TinyQwen, tmp_path_factory: pytest.TempPath
     return {task: make_edit_set(tmp_path_factory.mktemp(task) / "set", tiny_qwen, task).fill() for task in TASKS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", TASKS)
 def test_every_kind_is_there_once_for_all_that_it_depends_on(edits: dict[str, EditSet], task: str):
     made = edits[task]

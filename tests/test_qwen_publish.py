@@ -60,6 +60,7 @@ def run_bundle(bundle: Path, tiny: TinyQwen, task: str, monkeypatch) -> None:
     assert Path(report.result["lora"]).is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["qwen-image", "qwen-image-edit", "qwen-image-edit-plus"])
 def test_what_is_published_is_cached_checked_and_trained(tiny_qwen: TinyQwen, tmp_path: Path, monkeypatch, task: str):
     place = workspace(tmp_path, tiny_qwen, task)

@@ -57,7 +57,7 @@ def sampler_of(tiny: TinyTask, *loras: Lora, **changes) -> Sampler:
     [
         ("t2v-1.3B", {}),
         ("t2v-1.3B", {"plain": True}),
-        ("t2v-A14B", {"blocks_to_swap": 1}),
+        pytest.param("t2v-A14B", {"blocks_to_swap": 1}, marks=pytest.mark.slow),
         pytest.param("t2v-1.3B", {"quantize": "int8", "blocks_to_swap": 2}, marks=pytest.mark.slow),
         pytest.param("t2v-A14B", {}, marks=pytest.mark.slow),
         pytest.param("t2v-A14B", {"plain": True}, marks=pytest.mark.slow),

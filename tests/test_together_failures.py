@@ -97,6 +97,7 @@ with ranks.joined(Launch(1, 2, 1), torch.device("cpu")):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "code", "words"),
     [("raise WangenError('a number', exit_code=7)", 7, "a number"), ("sys.nothing()", 1, "has no attribute 'nothing'")],

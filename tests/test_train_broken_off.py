@@ -108,6 +108,7 @@ def test_every_moment_and_twice(watched: Train, whole: tuple[dict[str, Any], int
         assert left_by(options) == expected, number
 
 
+@pytest.mark.slow
 def test_the_end_of_a_run_is_only_its_end_when_it_was_looked_at(watched: Train, whole: Any, tmp_path: Path):
     expected, last = whole
     options = replace(watched, output_dir=tmp_path)

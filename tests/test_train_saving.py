@@ -50,6 +50,7 @@ def test_another_run_s_lora_that_is_called_like_a_numbered_one_stays(tiny_run, t
     assert (tmp_path / "lora-step00000001.safetensors").read_bytes() == other
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("flags", "loras", "states"), [
     ({"save_every_n_epochs": 1, "save_last_n_epochs": 1}, ["000004"], [12, 15]),
     ({"save_every_n_epochs": 2, "save_last_n_epochs": 1}, ["000004"], [12, 15]),
