@@ -204,6 +204,7 @@ def test_a_model_whose_chat_template_is_for_text_alone_is_named(media, tmp_path,
     assert error.value.where == str(folder)
 
 
+@pytest.mark.slow
 def test_what_is_no_such_model_is_refused_before_anything_is_written(media, vlm, tmp_path):
     write_tree(tmp_path, {"empty/readme.md": "x", "other/config.json": '{"model_type": "bert"}',
                           "text/config.json": "{"})  # fmt: skip

@@ -34,6 +34,7 @@ def on_path(tmp_path):
     return os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="bash")
 @pytest.mark.parametrize(
     ("line", "some"),

@@ -121,6 +121,7 @@ def fake(tmp_path):
 posix = pytest.mark.skipif(os.name == "nt", reason="the interpreter is a shell script")
 
 
+@pytest.mark.slow
 @posix
 def test_what_crashes_fails_or_hangs_leaves_the_other_trials(fake):
     made = trials.run(fake, ("torch", "cards", "vae", "speed", "video"), limit_s=3)

@@ -90,6 +90,7 @@ def test_the_kohya_layout_is_byte_for_byte_what_was_read(name: str):
     assert all(torch.equal(written[key], original[key]) for key in original)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["comfyui", "kohya", "diffusers"])
 @pytest.mark.parametrize(("name", "part"), [("t2v21", ""), ("i2v21", ""), ("t2v21", ".attn1."), ("i2v21", ".attn2.")])
 def test_diffusers_own_loader_gives_the_same_output(tmp_path: Path, name: str, layout: str, part: str):

@@ -250,6 +250,7 @@ def test_an_fp8_scaled_file_stays_one_with_new_scales(tmp_path: Path, style: str
     assert all(torch.equal(new[name].float(), old[name].float()) for name in old if not touched.fullmatch(name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("style", ["plain", "scaled", "e5m2", "comfy_quant", "rows"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float8_e4m3fn", "fp8_scaled"])
 def test_an_8_bit_file_is_dequantised_first(tmp_path: Path, style: str, dtype: str):

@@ -288,7 +288,10 @@ def test_velocity_and_adapter_gradients_keep_to_the_stated_error(mode, name):
     assert GRADIENT_BOUNDS[mode] / 4 < gradient_error < GRADIENT_BOUNDS[mode]
 
 
-@pytest.mark.parametrize("kind", ["lora", "dora", "loha", "lokr"])
+SLOW_KINDS = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("loha", "lokr")]
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora", *SLOW_KINDS])
 @pytest.mark.parametrize("mode", [*MODES, "stored"])
 def test_every_adapter_gets_the_exact_gradient_of_the_dequantised_model(tmp_path: Path, mode, kind):
     path = DITS[NAME]
