@@ -121,6 +121,7 @@ def test_files_that_hold_something_else(command, trial):
     assert trial.faults(of(command, list(content_cases()), CONTENT), hostile_content) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_values_that_are_none(command, trial):
     assert trial.faults(of(command, list(value_cases()), VALUES), hostile_value) == []

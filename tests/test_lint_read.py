@@ -42,6 +42,7 @@ def test_hostile_words_of_our_scripts_come_back(shell):
     assert argvs(shell, scripts.render(bundles.bundle(shell, steps), shell, "train")) == [step.argv() for step in steps]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shell", SHELLS)
 @drawn
 @given(data=st.data())

@@ -134,6 +134,7 @@ def test_every_kind_of_adapter_gives_the_plain_gradients(kind: str):
     assert largest_error(told(gradients), told(wanted)) < 5e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trick", [field.name for field in dataclasses.fields(Tricks)])
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_each_trick_can_be_left_alone(trick: str, checkpointing: str):
@@ -163,6 +164,7 @@ def test_what_is_trained_as_a_whole_gets_its_gradients():
     assert largest_error({n: gradients[n] for n in kept}, {n: wanted[n] for n in kept}) < 5e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(map(str, way.values())))
 @pytest.mark.parametrize(("case", "dtype"), [("alike", torch.float32), ("mixed", torch.bfloat16)])
 @pytest.mark.parametrize("targets", [LINEARS, BEFORE])

@@ -179,6 +179,7 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path):
 # ---- latents -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plain", [True, False])
 @pytest.mark.parametrize("single", [False, True])
 def test_latents_are_those_of_the_pipeline_and_go_back_through_its_decoder(tiny_qwen, single: bool, plain: bool):
