@@ -158,7 +158,7 @@ def _in_words(step: Step) -> int:
 
 def _note_unforeseen(step: Step, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
     """Write a mistake, ours or a library's, into the log file, too: Python shows it on the terminal alone."""
-    if kind is None or error is None or not issubclass(kind, Exception):
+    if kind is None or not isinstance(error, Exception):
         return
     words = "%s: ended by an error that nobody has foreseen"
     record = log.makeRecord(log.name, logging.CRITICAL, __file__, 0, words, (step.command,), (kind, error, trace))

@@ -10,7 +10,6 @@ gives it back only once the device has come so far, and the host asks for many b
 import contextlib
 import functools
 import math
-from collections import deque
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -30,7 +29,7 @@ class HostCopies:
         self.device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._free: list[Tensor] = []
-        self._leaving: deque[tuple[Sequence[Tensor], torch.cuda.Event]] = deque()
+        self._leaving: tuple[Sequence[Tensor], torch.cuda.Event] | None = None  # what was sent last
 
     def send(self, tensors: Sequence[Tensor]) -> "HostCopy":
         """Start to copy tensors to the host; the caller may let go of them at once.
@@ -48,7 +47,7 @@ class HostCopies:
             for target, tensor in zip(held, tensors, strict=True):
                 target.copy_(tensor, non_blocking=True)
         if self._stream is not None:
-            self._leaving.append((tensors, self._stream.record_event()))
+            self._leaving = tensors, self._stream.record_event()
         return HostCopy(self, buffer, held)
 
     def bring(self, held: Sequence[Tensor]) -> tuple[list[Tensor], torch.cuda.Event | None]:
@@ -75,9 +74,9 @@ class HostCopies:
 
     def _settle(self) -> None:
         """Let go of what was sent, once its copies are done in the order of the stream that computes."""
-        while self._leaving:
-            _, end = self._leaving.popleft()
-            torch.cuda.current_stream(self.device).wait_event(end)
+        if self._leaving is not None:
+            torch.cuda.current_stream(self.device).wait_event(self._leaving[1])
+            self._leaving = None
 
     def _buffer(self, num_bytes: int) -> Tensor:
         """A free buffer that is large enough, else a new one in place of a free one that is too small."""

@@ -86,7 +86,7 @@ def depends_on_length(options: Train) -> bool:
     """Whether the learning rate of a step depends on how long the run is."""
     if options.lr_scheduler == "adafactor":  # it has a warm-up of its own
         return False
-    warms_by_share = is_share(options.lr_warmup_steps) and options.lr_warmup_steps.strip("0.%") != ""
+    warms_by_share = is_share(options.lr_warmup_steps) and float(options.lr_warmup_steps.rstrip("%")) > 0
     return options.lr_scheduler not in ENDLESS or warms_by_share
 
 
