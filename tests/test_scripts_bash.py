@@ -216,7 +216,8 @@ if "-c" not in sys.argv:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, told)
     print("heard", sys.stdin.readline(), flush=True)
-    time.sleep(60)
+    for _ in range(600):  # one long sleep, about to begin when the signal comes, would sleep on
+        time.sleep(0.1)
 """
 
 
