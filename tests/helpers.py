@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
@@ -53,6 +53,14 @@ def require_rights(folder: Path) -> None:
     closed.rmdir()
     if not binding:
         pytest.skip("rights of folders do not bind this user")
+
+
+def every(step: int, values: Iterable[object], *marks: pytest.MarkDecorator) -> list[object]:
+    """Parameters of a test: each `step`-th as it is, the others with these marks, so that they run where all do."""
+    return [
+        value if index % step == 0 else pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=marks)
+        for index, value in enumerate(values)
+    ]
 
 
 def image_bytes(

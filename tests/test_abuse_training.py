@@ -64,6 +64,7 @@ def test_the_lock_of_a_script_and_that_of_the_folder_do_not_exclude_each_other(
     assert list((tmp_path / "out").glob("*.lock")) == ([] if place == "elsewhere.lock" else [tmp_path / "out/run.lock"])
 
 
+@pytest.mark.slow
 def test_a_job_that_is_started_again_waits_for_the_lock_of_its_other_machine(tiny_run: TinyRun, tmp_path, monkeypatch):
     """A machine that died can say nothing: its lock is free when it has not beaten for a while."""
     options = tiny_run.options(tmp_path / "out", max_train_steps=1)

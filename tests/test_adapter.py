@@ -9,6 +9,7 @@ import pytest
 import torch
 from fast_dit import fast, inputs_of
 from fast_dit import trained as trained_parameters
+from helpers import every
 from loras import LAYOUTS, LORAS, output, wanted
 from parity import DITS, max_abs
 from peft import LoKrConfig, get_peft_model
@@ -184,7 +185,7 @@ def test_network_args_of_musubi_tuner_mean_what_its_flags_do(tmp_path: Path):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", ["lora", "rslora", "dora"])
+@pytest.mark.parametrize("kind", every(3, ["lora", "rslora", "dora"], pytest.mark.slow))
 def test_training_goes_on_from_a_lora_of_any_layout(tmp_path: Path, layout: str, kind: str):
     safetensors_file.write(tmp_path / "a.safetensors", to_layout(read_lora(LORAS["t2v21"]), layout), {})
     options = options_of(tmp_path, network_weights=tmp_path / "a.safetensors", **KINDS[kind])
@@ -195,7 +196,7 @@ def test_training_goes_on_from_a_lora_of_any_layout(tmp_path: Path, layout: str,
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("layout", ["comfyui", "kohya", "diffusers"])
+@pytest.mark.parametrize("layout", every(3, ["comfyui", "kohya", "diffusers"], pytest.mark.slow))
 def test_training_goes_on_from_what_was_trained_before(tmp_path: Path, kind: str, layout: str):
     options = options_of(tmp_path, lora_layout=(layout,), **KINDS[kind])
     before, parameters = trained(options)

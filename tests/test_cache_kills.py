@@ -157,6 +157,7 @@ def kill_often(scene: Scene, place: Path, number: int, seed: int) -> Counter[str
     return Counter(trial(scene, place / str(at), at, draw) for at in points(scene, number, draw))
 
 
+@pytest.mark.slow
 def test_a_few_kills(scenes: Callable[[str], Scene], room: Path):
     scene = scenes("the dataset changed")
     hits = kill_often(scene, room / "few", 6, seed=1)

@@ -236,6 +236,7 @@ def test_a_new_recipe_version_makes_its_kind_stale_and_no_other(
     }
 
 
+@pytest.mark.slow
 def test_text_to_video_uses_the_entries_of_image_to_video_and_image_to_video_adds_only_its_own(
     models: dict[str, Path], dataset: Dataset
 ):

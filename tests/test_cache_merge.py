@@ -48,6 +48,7 @@ def entries(run: TinyRun) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in (run.folder / "cache").glob("*.safetensors")}
 
 
+@pytest.mark.slow
 def test_halves_that_were_copied_together_are_the_whole(tiny_run: TinyRun, tmp_path: Path):
     """One with the times of its files and one without, as `cp -p` and `cp` do it."""
     halves = [cached(with_cache(tiny_run, tmp_path / f"half{part}"), "--shard", f"{part}/2") for part in (0, 1)]

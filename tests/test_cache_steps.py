@@ -271,6 +271,7 @@ def test_numbers_that_no_run_can_have_are_refused(bundle: Bundle, capsys: pytest
 # What they say
 
 
+@pytest.mark.slow
 def test_progress_lines_are_sparse_and_end_complete(unbroken: Bundle, tmp_path: Path):
     bundle = uncached(unbroken, tmp_path / "bundle")
     log = tmp_path / "log.txt"

@@ -305,6 +305,7 @@ def test_a_clip_too_short_is_named(bundle: Bundle, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("same", [False, True])
+@pytest.mark.slow
 def test_a_picture_that_is_edited_under_way_never_gets_the_entry_of_what_it_was(
     bundle: Bundle, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], same: bool
 ):

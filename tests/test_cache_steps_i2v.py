@@ -159,6 +159,7 @@ def test_out_of_memory_is_one_message_with_the_remedies_in_order_and_what_was_en
     assert len(entry_files(bundle.folder)) == 3
 
 
+@pytest.mark.slow
 def test_a_latent_that_leaves_float16_is_encoded_in_float32(
     bundle: Bundle, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
@@ -195,6 +196,7 @@ def test_debug_mode_writes_a_contact_sheet_and_encodes_nothing(
     assert not entry_files(bundle.folder)
 
 
+@pytest.mark.slow
 def test_a_batch_of_which_another_process_makes_some_kinds_is_parted(folder: Path, models: dict[str, Path]):
     for number in range(3):
         make_clip(folder / "clips" / f"c{number}.mp4", num_frames=9, fps=16, size=(64, 64))
@@ -215,6 +217,7 @@ def test_a_batch_of_which_another_process_makes_some_kinds_is_parted(folder: Pat
     assert {path.name: path.read_bytes() for path in (folder / "clips_cache").glob("*.safetensors")} == whole
 
 
+@pytest.mark.slow
 def test_the_library_gives_the_same_entries_to_rounding(folder: Path, models: dict[str, Path]):
     given = step(folder, models, task="i2v-A14B", frames=9)
     cache_latents.run(given)
@@ -233,6 +236,7 @@ def test_progress_says_how_many_bytes(bundle: Bundle, tmp_path: Path):
     assert "GB" in (tmp_path / "log.txt").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_the_shards_of_a_dataset_are_disjoint_and_together_whole(bundle: Bundle):
     for index in range(3):
         assert main(bundle.latents_line("--shard", f"{index}/3")) == 0

@@ -17,6 +17,7 @@ pytest_plugins = ("bundle_fixtures",)
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@pytest.mark.slow
 def test_the_cache_of_the_vae_on_the_cpu_gives_the_same_entries_and_tiles_give_their_own(bundle: Bundle):
     bundle.latents()
     before = bundle.files()

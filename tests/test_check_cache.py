@@ -201,6 +201,7 @@ def test_check_cache_judges_by_the_weights_it_is_given(
     assert "encoded in float32, wanted in bfloat16" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_entries_of_two_precisions_are_not_all_it_needs(bundle: Bundle, capsys: pytest.CaptureFixture[str]):
     """Training takes the last run's encoder; a half-finished change of precision must not pass."""
     bundle.latents()
@@ -280,6 +281,7 @@ def test_a_run_that_was_killed_before_it_wrote_counts_as_the_last(bundle: Bundle
         trained_dtypes(bundle)
 
 
+@pytest.mark.slow
 def test_a_long_list_of_problems_is_cut(unbroken: Bundle, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     bundle = uncached(unbroken, tmp_path / "bundle")
     assert bundle.check() == 1

@@ -115,6 +115,7 @@ def test_guidance_is_against_the_empty_prompts_embedding(held_out):
 
 
 @pytest.mark.parametrize("steps", [2, 5])
+@pytest.mark.slow
 def test_guidance_by_frames_shows_the_negative_prompt_what_a_dropped_draw_shows(held_out, velocity, steps):
     """Its first frames are noised as the others are, with the others' timestep; the prompt's are given as ever."""
     (clip, _) = clips_of(held_out, guidance=3.0, frames_guide=True, steps=steps)
@@ -281,6 +282,7 @@ def test_a_run_that_continues_clips_ends_with_the_same_bytes_and_the_same_finger
     assert [record["step"] for record in records(tmp_path)] == [5]
 
 
+@pytest.mark.slow
 def test_a_run_that_was_cut_off_goes_on_to_the_same_continuations(ti2v, watched, tmp_path):
     options = ti2v.options(tmp_path, **WATCHED, **CONTINUED, sample_at_first=True, save_state_every_n_steps=2)
     cut_off(options, 3)

@@ -63,6 +63,7 @@ def test_size_is_that_of_the_upright_picture(tmp_path, orientation, size):
     assert facts == MediaFacts(*size, 1, 0.0)
 
 
+@pytest.mark.slow
 def test_an_avif_that_is_damaged_anywhere_in_its_header_is_no_traceback(tmp_path):
     path, still = tmp_path / "a.avif", Image.new("RGB", (16, 16), "red")
     still.save(path, save_all=True, append_images=[still.rotate(90)])

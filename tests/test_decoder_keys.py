@@ -112,6 +112,7 @@ def run_without(given: Train) -> Train:
 
 
 @pytest.mark.usefixtures("stand_in")
+@pytest.mark.slow
 def test_training_goes_on_with_the_decoder_of_the_entries_or_with_the_one_it_is_given(
     tiny_run: TinyRun, tmp_path: Path
 ):

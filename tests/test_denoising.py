@@ -12,6 +12,7 @@ from diffusers import (
     WanImageToVideoPipeline,
     WanPipeline,
 )
+from helpers import every
 from parity import DITS, VAE21, VAE22, golden, max_abs
 
 from wangen import profiles
@@ -70,7 +71,7 @@ def stages(low: torch.nn.Module, high: torch.nn.Module | None = None) -> list[St
     return [Stage(partial(WAN.predict_velocity, high), GUIDANCE_HIGH, 1000 * BOUNDARY), only]
 
 
-@pytest.mark.parametrize("solver", ["unipc", "euler"])
+@pytest.mark.parametrize("solver", every(2, ["unipc", "euler"], pytest.mark.slow))
 def test_text_to_video_is_that_of_the_library_with_one_transformer_and_with_two(solver):
     low, high = load("dit_t2v21"), load("dit_t2v21", 0.5)
     vae = WAN.load_vae(VAE21)

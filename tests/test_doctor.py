@@ -267,6 +267,7 @@ def test_a_folder_that_is_gone_is_said(quick, capsys):
 
 
 @posix
+@pytest.mark.slow
 def test_a_driver_that_hangs_is_asked_once(quick, monkeypatch, capsys):
     tool = quick / "nvidia-smi"
     tool.write_text("#!/bin/sh\nexec sleep 60\n")

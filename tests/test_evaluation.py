@@ -41,6 +41,7 @@ def losses(values: list[list[float]], sigmas: tuple[float, ...] = (0.25, 0.75)) 
     return Losses(tuple(f"item {number}" for number in range(len(values))), sigmas, 0, tuple(map(tuple, values)))
 
 
+@pytest.mark.slow
 def test_an_interval_holds_the_true_difference_as_often_as_it_says():
     draws = np.random.default_rng(0)
     held = 0
@@ -53,6 +54,7 @@ def test_an_interval_holds_the_true_difference_as_often_as_it_says():
     assert 180 <= held <= 198
 
 
+@pytest.mark.slow
 def test_the_best_of_ten_without_any_effect_is_rarely_called_better():
     """Each alone is in some 5 %; of ten the lowest would be in some 30 %."""
     generator = np.random.default_rng(5)

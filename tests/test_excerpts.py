@@ -215,6 +215,7 @@ def test_excerpts_are_not_published_as_whole_files(shard, tmp_path, capsys):
 # From raw data to a step of training
 
 
+@pytest.mark.slow
 def test_raw_data_trains_the_model_that_goes_on_from_its_first_frames(tmp_path, monkeypatch):
     raw = write_split(tmp_path / "raw", [[(0, 19), (1, 8)], [(1, 18)]])
     world_model.run(WorldModel(source=raw, output=tmp_path, frames=9, temporal_downsample=2))

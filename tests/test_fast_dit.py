@@ -29,6 +29,7 @@ from fast_dit import (
     trained,
     vectors_model,
 )
+from helpers import every
 from parity import DITS, cases, golden, max_abs, rel_rms
 from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load, save
@@ -56,7 +57,7 @@ def test_velocities_equal_the_official_ones(name: str, case: int):
 
 
 @pytest.mark.parametrize(("name", "case"), ALL_CASES)
-@pytest.mark.parametrize("batch", [0, 3])
+@pytest.mark.parametrize("batch", every(2, [0, 3], pytest.mark.slow))
 def test_velocities_and_gradients_are_exact(name: str, case: int, batch: int):
     """With a batch: texts of different lengths, and timesteps of each item's own."""
     model, inputs = adapted(vectors_model(name)), inputs_of(name, case, batch=batch)

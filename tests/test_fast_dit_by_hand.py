@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from fast_dit import adapted, exact, fast, inputs_of, largest_error, plain, same, step, vectors_model
+from helpers import every
 from parity import DITS, max_abs, rel_rms
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -54,7 +55,10 @@ def test_a_block_by_hand_is_the_same_as_its_pieces(
 
 @pytest.mark.parametrize("count", [2, 5])
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize(("name", "dtype"), [*((name, torch.float32) for name in DITS), ("dit_i2v21", torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*every(2, [(name, torch.float32) for name in DITS], pytest.mark.slow), ("dit_i2v21", torch.bfloat16)],
+)
 def test_tokens_in_pieces_are_the_same_as_all_at_once(
     name: str, dtype: torch.dtype, batch: int, count: int, monkeypatch: pytest.MonkeyPatch
 ):

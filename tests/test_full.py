@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 from fast_dit import CPU, exact, fast, inputs_of, largest_error, step, trained, vectors_model
+from helpers import every
 from parity import DITS, max_abs
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -26,7 +27,11 @@ def whole(name: str):
 
 @pytest.mark.parametrize(
     ("name", "ways"),
-    [*((name, {}) for name in DITS), *((name, ways) for name in ("dit_i2v21", "dit_ti2v5b") for ways in WAYS)],
+    every(
+        3,
+        [*((name, {}) for name in DITS), *((name, ways) for name in ("dit_i2v21", "dit_ti2v5b") for ways in WAYS)],
+        pytest.mark.slow,
+    ),
     ids=str,
 )
 def test_every_weight_gets_the_exact_gradient(name: str, ways):
@@ -39,7 +44,7 @@ def test_every_weight_gets_the_exact_gradient(name: str, ways):
     assert largest_error(gradients, wanted) < 2e-5
 
 
-@pytest.mark.parametrize("trick", [field.name for field in dataclasses.fields(Tricks)])
+@pytest.mark.parametrize("trick", every(2, [field.name for field in dataclasses.fields(Tricks)], pytest.mark.slow))
 def test_each_trick_leaves_the_gradients_of_every_weight(trick: str):
     model, inputs = whole("dit_ti2v5b"), inputs_of("dit_ti2v5b", batch=2)
     _, gradients = step(model, fast(model, tricks=Tricks(**{trick: False})), inputs)

@@ -206,6 +206,7 @@ def test_encoders_are_identified_and_loaded_with_and_without_their_prefix(tmp_pa
         assert num_parameters(model) == published.num_elements(visual) - 80 * 48
 
 
+@pytest.mark.slow
 def test_shards_fp8_and_a_diffusers_folder_load_strictly(tmp_path: Path):
     import torch
     from diffusers import WanTransformer3DModel

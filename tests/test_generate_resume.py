@@ -71,6 +71,7 @@ def test_only_what_is_missing_is_made_and_is_the_same(tiny_run, tmp_path, caplog
     assert (tmp_path / "seed-42.png").stat().st_mtime_ns == kept
 
 
+@pytest.mark.slow
 def test_a_run_that_broke_off_goes_on(tiny_run, tmp_path, monkeypatch):
     options = options_for(tiny_run, tmp_path / "out", num_videos=3)
     sample, calls = videos.denoise, []
@@ -90,6 +91,7 @@ def test_a_run_that_broke_off_goes_on(tiny_run, tmp_path, monkeypatch):
     assert read_tree(tmp_path / "out") == read_tree(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_the_file_that_is_named_is_kept_too_and_replaced_by_other_settings(tiny_run, tmp_path, monkeypatch):
     options = options_for(tiny_run, tmp_path / "look.png")
     generate.run(options)
@@ -101,6 +103,7 @@ def test_the_file_that_is_named_is_kept_too_and_replaced_by_other_settings(tiny_
     assert [path.name for path in tmp_path.iterdir()] == ["look.png"]
 
 
+@pytest.mark.slow
 def test_other_settings_get_a_name_of_their_own_which_is_found_again(tiny_run, tmp_path, monkeypatch):
     for prompt in ("a red square", "a blue wall", "a clip"):
         generate.run(options_for(tiny_run, tmp_path, prompt=prompt))
@@ -114,6 +117,7 @@ def test_other_settings_get_a_name_of_their_own_which_is_found_again(tiny_run, t
     assert made.result["file"] == tmp_path / "seed-42-2.png"
 
 
+@pytest.mark.slow
 def test_a_lora_that_was_trained_anew_under_its_name_is_another_one(tiny_run, lora, tmp_path):
     own = shutil.copyfile(lora, tmp_path / "own.safetensors")
     options = options_for(tiny_run, tmp_path / "out", lora_weight=(own,))
@@ -127,6 +131,7 @@ def test_a_lora_that_was_trained_anew_under_its_name_is_another_one(tiny_run, lo
     assert files[0] == files[1]
 
 
+@pytest.mark.slow
 def test_other_versions_of_the_libraries_make_another_video(tiny_run, tmp_path, monkeypatch):
     options = options_for(tiny_run, tmp_path)
     generate.run(options)
@@ -153,6 +158,7 @@ def test_a_try_always_makes_what_it_tries(tiny_run, tmp_path):
 
 
 @pytest.mark.parametrize("frames", [1, 5])
+@pytest.mark.slow
 def test_a_file_that_cannot_be_decoded_is_not_ours_and_stays(tiny_run, tmp_path, frames):
     options = options_for(tiny_run, tmp_path, video_length=frames)
     path = generate.run(options).result["file"]
@@ -182,6 +188,7 @@ def other_run_between(monkeypatch: pytest.MonkeyPatch, options: Generate) -> lis
 
 
 @pytest.mark.parametrize("links", [True, False])
+@pytest.mark.slow
 def test_two_runs_into_one_folder_at_once_lose_no_video(tiny_run, tmp_path, monkeypatch, links):
     if not links:
 

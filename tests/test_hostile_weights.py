@@ -92,6 +92,7 @@ def test_files_made_to_do_harm(folder: Path):
     assert len(report["refused"]) > 150
 
 
+@pytest.mark.slow
 def test_good_files_with_errors(folder: Path):
     report = judge(folder, "mutated", FAST)
     assert len(report["accepted"]) > FAST // 50

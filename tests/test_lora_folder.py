@@ -187,6 +187,7 @@ def test_all_loras_of_a_run_are_listed_from_the_first_to_the_last(folder, lora):
     assert flags["cats"] == (False, False, True)
 
 
+@pytest.mark.slow
 def test_training_starts_from_the_best_of_an_earlier_run_and_not_from_its_own_folder(tiny_run, tmp_path, capsys):
     first = tiny_run.options(
         tmp_path / "first", max_train_steps=4, save_every_n_steps=1, validation_items=1, validation_timesteps=1,

@@ -115,6 +115,7 @@ def test_the_loss_by_timestep_is_plain_whatever_is_weighted(tiny_run: TinyRun, t
     assert found[0][0]["loss"] != found[1][0]["loss"]
 
 
+@pytest.mark.slow
 def test_the_loss_by_timestep_of_an_epoch_goes_on_where_a_run_was_cut(tiny_run: TinyRun, tmp_path):
     found = []
     for name, ends in (("whole", (6,)), ("cut", (4, 5, 6))):  # of three steps an epoch

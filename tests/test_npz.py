@@ -28,6 +28,7 @@ def numbered_npz(path: Path, num_frames: int, fps: float | None = 25, *, packed:
     return path
 
 
+@pytest.mark.slow
 def test_threads_read_headers_beside_each_other(tmp_path):
     """Each collection of garbage lets another thread go on, in the middle of what reads a header's words for numpy.
 

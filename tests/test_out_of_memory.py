@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import every
 
 from wangen import profiles
 from wangen.generator.commands import parse
@@ -117,7 +118,8 @@ MODES = ({}, {"plain": True}, {"train_mode": "full"}, {"checkpointing": "none"},
 
 @pytest.mark.parametrize("name", profiles.model_names())
 @pytest.mark.parametrize("mode", MODES, ids=str)
-def test_what_is_proposed_takes_less_memory_and_is_not_refused(name, mode):
+@pytest.mark.parametrize("share", every(2, [0.8, 0.95], pytest.mark.slow))
+def test_what_is_proposed_takes_less_memory_and_is_not_refused(name, mode, share):
     model = profiles.model(name)
     tokens = tokens_of(model, model.resolution, model.num_frames)
 
@@ -132,7 +134,7 @@ def test_what_is_proposed_takes_less_memory_and_is_not_refused(name, mode):
             changed = replace(start, **{name: value for change in changes for name, value in flag_of(change).items()})
             refuse_memory(changed)
             assert needed(changed) <= available, changes
-            available = int(0.95 * needed(changed))
+            available = int(share * needed(changed))
 
 
 @cache

@@ -83,6 +83,7 @@ def test_a_packed_run_encodes_once_and_takes_in_what_is_there(tmp_path: Path, we
 
 
 @forking
+@pytest.mark.slow
 def test_parts_write_packs_of_their_own_side_by_side(tmp_path: Path, weights: dict[str, Path]):
     whole, bundle = (make_set(tmp_path / name, weights) for name in ("whole", "parts"))
     assert run_all(lines_of(whole, ()))() == 0

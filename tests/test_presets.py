@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import QwenImageTransformer2DModel, WanTransformer3DModel
+from helpers import every
 
 from wangen import profiles
 from wangen.generator import memory
@@ -98,7 +99,7 @@ def test_weights_are_counted_exactly(model):
 
 
 @pytest.mark.parametrize(("name", "layers"), [("i2v-14B", 12), ("qwen-image-edit", 14)])
-@pytest.mark.parametrize("mode", list(FORMS))
+@pytest.mark.parametrize("mode", every(3, FORMS, pytest.mark.slow))
 def test_quantised_weights_are_counted_exactly(mode, name, layers):
     model = short(name)
     transformer = on_meta(model)

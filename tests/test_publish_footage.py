@@ -154,6 +154,7 @@ def test_it_can_be_taken_back(place, capsys):
     assert steps_of(place / "published/linux/train_walks.sh")[0].command == "check"
 
 
+@pytest.mark.slow
 def test_clean_leaves_what_is_not_known_to_be_cut_and_what_was_edited(place):
     assert main(["publish", "walks", "--footage", "films"]) == 0
     shutil.copytree(BUNNY.parent, place / "published/linux/films", ignore=shutil.ignore_patterns("*.jpg"))

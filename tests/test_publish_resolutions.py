@@ -5,7 +5,7 @@ import random
 from pathlib import Path
 
 import pytest
-from helpers import clip_bytes, image_bytes, read_tree, write_tree
+from helpers import clip_bytes, every, image_bytes, read_tree, write_tree
 from PIL import Image
 
 from wangen import profiles
@@ -114,6 +114,7 @@ def test_a_resolution_that_a_toml_of_the_users_own_still_names_is_not_offered_fo
 # ---- smaller copies ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_resize_makes_smaller_copies_and_undoes_them(place, capsys):
     originals = read_tree(place / "datasets")
     assert publish(place, "--resolution", "256", "--resize") == 0
@@ -165,7 +166,7 @@ def test_a_smaller_copy_covers_the_same_bucket(resolution):
     assert num_smaller > 100
 
 
-@pytest.mark.parametrize("orientation", [1, 3, 6, 8])
+@pytest.mark.parametrize("orientation", every(4, [6, 1, 3, 8], pytest.mark.slow))
 def test_the_runtime_sees_the_same_pixels_in_a_smaller_copy(tmp_path, orientation):
     path = write_tree(tmp_path, {"a.png": image_bytes((640, 400), format="PNG", orientation=orientation)}) / "a.png"
     facts = read_facts(path)

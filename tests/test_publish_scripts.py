@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
 import pytest
-from helpers import image_bytes, write_tree
+from helpers import every, image_bytes, write_tree
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
@@ -87,7 +87,7 @@ def hostile(tmp_path: Path, platform: str, part: str, rooted: bool) -> tuple[wor
 
 @pytest.mark.parametrize("rooted", [False, True])
 @pytest.mark.parametrize("platform", SHELLS)
-@pytest.mark.parametrize("part", HOSTILE, ids=ascii)
+@pytest.mark.parametrize("part", every(3, HOSTILE, pytest.mark.slow), ids=ascii)
 def test_hostile_names_in_roots_and_weights(tmp_path, platform, part, rooted):
     made, target = hostile(tmp_path, platform, part, rooted)
     plan = publish(made, target)
@@ -127,6 +127,7 @@ def test_what_a_shell_cannot_carry_is_refused_before_anything_is_written(tmp_pat
     assert not target.folder.exists()
 
 
+@pytest.mark.slow
 def test_every_model_that_is_trained_can_be_published(tmp_path):
     for name in supported():
         made = workspace.read(write_tree(tmp_path / name, {"wangen.toml": f'model = "{name}"\n'}))

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import gguf
 import pytest
 import torch
+from helpers import every
 from parity import DITS, no_less_exact, predicted, rel_rms
 from peft import LoHaConfig, LoKrConfig, LoraConfig
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -279,7 +280,7 @@ def test_a_bitsandbytes_that_does_not_run_is_not_asked(monkeypatch):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", sorted(DITS))
+@pytest.mark.parametrize("name", every(2, sorted(DITS), pytest.mark.slow))
 def test_velocity_and_adapter_gradients_keep_to_the_stated_error(mode, name):
     wanted, wanted_gradient = step(load_transformer(DITS[name], dtype=torch.float32), name)
     output, gradient = step(load_transformer(DITS[name], dtype=torch.float32, quantize=mode), name)

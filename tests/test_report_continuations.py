@@ -84,6 +84,7 @@ def test_videos_alone_and_numbers_alone_are_shown(folder):
     assert "walk.mp4:0+9" in text
 
 
+@pytest.mark.slow
 def test_values_of_other_kinds_than_expected_never_stop_the_page(tmp_path):
     for seed in range(60):
         rng = random.Random(seed)

@@ -56,7 +56,7 @@ def sampler_of(tiny: TinyTask, *loras: Lora, **changes) -> Sampler:
     ("task", "changes"),
     [
         ("t2v-1.3B", {}),
-        ("t2v-1.3B", {"plain": True}),
+        pytest.param("t2v-1.3B", {"plain": True}, marks=pytest.mark.slow),
         pytest.param("t2v-A14B", {"blocks_to_swap": 1}, marks=pytest.mark.slow),
         pytest.param("t2v-1.3B", {"quantize": "int8", "blocks_to_swap": 2}, marks=pytest.mark.slow),
         pytest.param("t2v-A14B", {}, marks=pytest.mark.slow),

@@ -120,6 +120,7 @@ def test_averages_are_sampled_with_where_they_are_kept(tiny_run, tmp_path):
         assert json.loads(image.text["wangen"])["averaged_weights"] is True
 
 
+@pytest.mark.slow
 def test_both_experts_sample_each_from_the_boundary_on_with_its_own_guidance(tiny_run, tmp_path):
     options = options_of(tiny_run, tmp_path, task="t2v-A14B", dit_high_noise=tiny_run.weights["dit"])
     run = make_run(options)
@@ -237,6 +238,7 @@ def test_a_list_of_samples_that_was_damaged_stops_no_training(tmp_path):
     assert [line["file"] for line in lines] == ["a.png", "c.png"]
 
 
+@pytest.mark.slow
 def test_a_schedule_free_run_is_sampled_as_it_would_be_saved(tiny_run, tmp_path, dotted):
     run = make_run(options_of(tiny_run, tmp_path, optimizer_type="others.ScheduleFree", learning_rate=1.0))
     plain = make_run(options_of(tiny_run, tmp_path / "plain"))

@@ -120,9 +120,9 @@ def theirs(tiny: TinyTask, prompt: SamplePrompt, scene: Any) -> torch.Tensor:
     ("task", "changes"),
     [
         ("t2v-1.3B", {"sample_solver": "dpm++", "flow_shift": 3.0}),
-        ("t2v-A14B", {"infer_steps": 6}),
-        ("i2v-14B", {}),
-        ("ti2v-5B", {}),
+        pytest.param("t2v-A14B", {"infer_steps": 6}, marks=pytest.mark.slow),
+        pytest.param("i2v-14B", {}, marks=pytest.mark.slow),
+        pytest.param("ti2v-5B", {}, marks=pytest.mark.slow),
         pytest.param("t2v-1.3B", {}, marks=pytest.mark.slow),
         pytest.param("t2v-1.3B", {"sample_solver": "euler", "video_length": 1}, marks=pytest.mark.slow),
         pytest.param("t2v-1.3B", {"guidance_scale": 1.0}, marks=pytest.mark.slow),

@@ -59,6 +59,7 @@ def test_drawn_bundles_read_back_or_are_refused(shell, texts, values, root):
     slug=st.text(max_size=8) | st.from_regex(r"[a-z0-9_]{1,8}", fullmatch=True),
     knob=MILD_TEXTS | st.from_regex(r"[A-Za-z0-9._,+-]{1,12}", fullmatch=True),
 )
+@pytest.mark.slow
 def test_drawn_slugs_and_knobs_read_back_or_are_refused(shell, slug, knob):
     made = bundle(shell)
     made = Bundle(**(vars(made) | {"slug": slug}))
@@ -77,6 +78,7 @@ def test_drawn_slugs_and_knobs_read_back_or_are_refused(shell, slug, knob):
 @needs_bash
 @executed
 @given(texts=carried("sh", 30) | st.lists(HOSTILE_TEXTS, min_size=30, max_size=30), values=VALUES)
+@pytest.mark.slow
 def test_bash_hands_drawn_words_on_exactly(tmp_path_factory, texts, values):
     chosen = drawn_steps([text for text in texts if not refuses("sh", text)], values)[:10]
     site = BashSite(tmp_path_factory.mktemp("bash"), chosen)

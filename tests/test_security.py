@@ -191,6 +191,7 @@ def known(tiny_run: TinyRun) -> dict[str, object]:
     return place_of(tiny_run)
 
 
+@pytest.mark.slow
 def test_captions_and_names_are_text_in_every_page(known, tmp_path):
     work, name = tmp_path / "work", "a & 'b' onerror=alert(3) &lt;b&gt;"
     make_image(work / "set" / f"{name}.png")

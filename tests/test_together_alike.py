@@ -103,6 +103,7 @@ def continued(folder: Path) -> list[list[float]]:
     return [[number for clip in one for values in clip["model"].values() for number in values] for one in clips]
 
 
+@pytest.mark.slow
 def test_another_number_of_processes_is_told_how_to_make_the_same_steps(tiny_run: TinyRun, tmp_path: Path):
     options = tiny_run.options(tmp_path, max_train_steps=2, gradient_accumulation_steps=4)
     trained(options, 1)

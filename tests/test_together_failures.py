@@ -77,6 +77,18 @@ def test_what_names_no_gpu_is_done_on_the_own_one(monkeypatch, device: str, numb
     assert chosen == [number]
 
 
+def test_processes_that_are_not_told_where_to_meet_say_so(monkeypatch: pytest.MonkeyPatch):
+    """As where a cluster's own variables say how many there are."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    with (
+        pytest.raises(UsageError, match="WORLD_SIZE is 2, but not set: MASTER_PORT, by which"),
+        joined(Launch(1, 2, 1), CPU),
+    ):
+        raise AssertionError
+
+
 CUT_OFF = """
 import atexit, os, sys
 import torch
@@ -230,6 +242,7 @@ def test_a_wrong_line_is_not_started_again(tmp_path: Path, code: int, starts: in
     assert seen.read_text().splitlines() == ["started"] * starts
 
 
+@pytest.mark.slow
 def test_processes_of_one_machine_need_no_name_for_it(tmp_path: Path, monkeypatch):
     """In a container its name may lead nowhere."""
     monkeypatch.setattr(socket, "getfqdn", lambda *_: "nowhere.invalid")

@@ -360,6 +360,7 @@ def test_a_damaged_or_hostile_index_is_refused(tiny_run: TinyRun, tmp_path: Path
     assert checkpoint.newest(state.parent) is None
 
 
+@pytest.mark.slow
 def test_what_goes_on_writing_is_said_by_a_flag(tiny_run: TinyRun, tmp_path: Path):
     """`--async_save` changes nothing of a run whose weights are whole."""
     options = tiny_run.options(tmp_path / "one", max_train_steps=2, save_state_every_n_steps=1)

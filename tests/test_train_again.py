@@ -222,6 +222,7 @@ def test_a_damaged_state_that_was_saved_last_is_named_whatever_its_step(tiny_run
     assert f"{last} is damaged or of another version: going on from step-0000000" in caplog.text
 
 
+@pytest.mark.slow
 def test_kept_states_go_with_their_loras(tiny_run, tmp_path):
     options = tiny_run.options(tmp_path, max_train_steps=9, save_every_n_steps=2, keep_last=2, save_state=True)
     train.run(options)
@@ -234,6 +235,7 @@ def test_kept_states_go_with_their_loras(tiny_run, tmp_path):
     assert states_of(tmp_path / "own") == [4, 6, 8, 9]
 
 
+@pytest.mark.slow
 def test_what_is_held_out_in_the_middle_of_a_run_may_have_been_trained_on(tiny_run, tmp_path, caplog):
     options = tiny_run.options(tmp_path, max_train_steps=2)
     train.run(options)

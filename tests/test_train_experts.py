@@ -90,6 +90,7 @@ def test_a_shortened_run_is_done_when_each_expert_has_its_own_steps(tiny_run, hi
 
 
 @pytest.mark.parametrize("order", [("both", "high"), ("low", "both")])
+@pytest.mark.slow
 def test_other_experts_do_not_write_over_what_is_there(tiny_run, high, tmp_path, order):
     first, second = (both(tiny_run, high, tmp_path, experts=experts, high_noise_share=None) for experts in order)
     train.run(first)

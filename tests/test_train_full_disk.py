@@ -81,6 +81,7 @@ def fails_and_goes_on(cases: Cases, disk: Path, whole: Path, kib: int) -> bool:
 
 
 @pytest.mark.parametrize("kib", KIB_OF_ROOM)
+@pytest.mark.slow
 def test_a_disk_that_fills_up_loses_nothing(cases: Cases, disk: Path, whole: Path, kib: int):
     assert fails_and_goes_on(cases, disk, whole, kib)
 

@@ -134,6 +134,7 @@ def test_the_best_of_a_schedule_free_run_is_judged_as_it_is_saved(tiny_run, tmp_
     assert validations(judged)[0]["mean_adapter"] == pytest.approx(best["loss"], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_loras_of_an_earlier_run_are_neither_counted_nor_removed_by_a_fresh_one(tiny_run, tmp_path):
     options = tiny_run.options(tmp_path, max_train_steps=9, save_every_n_steps=1, keep_last=2)
     train.run(options)

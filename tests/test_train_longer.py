@@ -41,6 +41,7 @@ def two(tiny_run: TinyRun, folder: Path, **changes: object) -> Train:
 @pytest.mark.parametrize(
     "every", [{"save_every_n_steps": 2}, {"save_every_n_epochs": 1, "save_state": True, "ema_decay": 0.9}], ids=str
 )
+@pytest.mark.slow
 def test_a_run_that_is_longer_now_has_the_files_of_one_that_was_as_long_from_the_start(tiny_run, tmp_path, every):
     straight, longer = (tiny_run.options(tmp_path / name, **every) for name in ("straight", "longer"))
     per_epoch = planned(tiny_run, tmp_path).steps_per_epoch
@@ -67,6 +68,7 @@ def test_a_state_of_both_experts_is_none_of_one(tiny_run, tmp_path):
         assert error.value.cure.endswith("start from its LoRA with --network_weights_high_noise")
 
 
+@pytest.mark.slow
 def test_a_line_that_began_before_another_took_its_lora_does_not_write_over_that(tiny_run, tmp_path):
     low = two(tiny_run, tmp_path, experts="low", high_noise_share=None, max_train_steps=2)
     train.run(low)

@@ -251,6 +251,7 @@ def test_timesteps_that_depend_on_the_size_count_the_tokens_of_a_frame(tmp_path)
     assert prepared.sigmas.tolist() == pytest.approx(wanted, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_what_an_optimizer_draws_is_of_the_run_and_the_step(tiny_run: TinyRun, tmp_path, monkeypatch):
     real, seeds = Optimization.step, []
     monkeypatch.setattr(Optimization, "step", lambda self, factor, seed: (seeds.append(seed), real(self, factor, seed)))

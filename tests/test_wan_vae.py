@@ -256,6 +256,7 @@ def test_tiles_equal_those_of_diffusers(version: str):
 
 
 @both
+@pytest.mark.slow
 def test_tiles_come_close_to_the_whole_picture(version: str):
     video = photo(256, 192)
     latents = encode_video(load(version), video)

@@ -47,6 +47,7 @@ def test_a_run_that_is_looked_at_ends_with_the_same_bytes(tiny_run: TinyRun, tmp
     assert (tmp_path / "watched" / "lora-best.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_the_base_is_measured_again_where_what_is_judged_changed(tmp_path):
     cases = make_cases(tmp_path / "cases")
     blocks = "[general]\nresolution = [64, 64]\n[[datasets]]\nimage_directory = '@/{}'\ncache_directory = '@/cache'\n"

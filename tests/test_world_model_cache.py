@@ -166,6 +166,7 @@ def test_a_caption_of_its_own_goes_with_each_clip(tiny, raw, tmp_path, encoded):
     assert torch.equal(dropped, texts[1])
 
 
+@pytest.mark.slow
 def test_encoding_at_each_draw_has_the_losses_and_the_bytes_of_the_cache(tiny, raw, tmp_path):
     """No tolerance: the same encoders make the same latents."""
     path = manifest(raw, tmp_path)

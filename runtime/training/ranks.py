@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from wangen.generator.errors import WRONG_USAGE, WangenError
+from wangen.generator.errors import WRONG_USAGE, UsageError, WangenError
 from wangen.generator.launch import Launch
 from wangen.runtime.communication import CommunicationTime, all_there
 
@@ -193,6 +193,7 @@ def joined(launch: Launch, device: torch.device) -> Iterator[Ranks]:
 
     Raises:
         WangenError: they do not find each other.
+        UsageError: nothing says where.
     """
     if launch.count == 1:
         yield Ranks(launch)
@@ -228,9 +229,18 @@ def _end(exit_code: Sequence[int]) -> None:
 
 
 def new_store() -> tuple["Store", int, int]:
-    """Where the processes of this start find each other, the number of this one, and of all."""
+    """Where the processes of this start find each other, the number of this one, and of all.
+
+    Raises:
+        UsageError: nothing says where.
+    """
     from torch.distributed.rendezvous import rendezvous  # PyTorch for some cards has no such module
 
+    if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]:
+        raise UsageError(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but not set: {' and '.join(missing)}, by which processes meet",
+            cure="start with torchrun, which sets them, or unset WORLD_SIZE to train alone",
+        )
     found, number, count = next(rendezvous("env://", timeout=TIMEOUT))
     return dist.PrefixStore(agreed_name(found, number, count), found), number, count  # type: ignore[attr-defined]
 
