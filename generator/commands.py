@@ -8,7 +8,7 @@ import inspect
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeVar
@@ -55,9 +55,15 @@ class StepCommand(click.Command):
                 args = _repeat_lists(self.step, args)
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            raise unknown_flag(self.step, error.option_name) from None
+            raise unknown_flags(self.step, [error.option_name, *self._unknown(args)]) from None
         except click.UsageError as error:
             raise UsageError(error.format_message(), cure=cure) from None
+
+    def _unknown(self, args: Sequence[str]) -> list[str]:
+        """Words that look like flags, and that this command does not have."""
+        known = {name for parameter in self.params for name in (*parameter.opts, *parameter.secondary_opts)}
+        words = (word.partition("=")[0] for word in args if word.startswith("--") and word != "--")
+        return [word for word in words if word.replace("-", "_").replace("__", "--", 1) not in {*known, "--help"}]
 
     def invoke(self, ctx: click.Context) -> Any:
         """Build the step from what was given and hand it on."""
@@ -114,6 +120,7 @@ def build(step: type[Step], values: Mapping[str, Any]) -> Step:
                 beneath = {name: value for name, value in beneath.items() if name not in group}
         made = beneath | made
     made = _of_profile(step, made) | made
+    made = {name: value for name, value in made.items() if value != 0 or name not in step.off_at_zero}
     if lacking := missing(step, made):
         raise UsageError(f"{step.command} needs {', '.join(lacking)}", cure=f"wangen {step.command} --help")
     if len(twice := [f"--{name}" for name in step.one_of if name in made]) > 1:
@@ -172,10 +179,26 @@ def unknown_flag(step: type[Step], word: str) -> UsageError:
     owners = [other.command for other in STEPS if any(name == spelling for spelling, *_ in spellings(other))]
     if owners:
         return UsageError(found, cure=f"--{name} belongs to {' and '.join(owners)}: take it off this line")
+    from wangen.profiles.foreign import musubi
+
+    answers = musubi()["answers"]
+    if said := next((answers[program][name] for program in step.spellings if name in answers.get(program, {})), ""):
+        return UsageError(found, cure=said)
     known = [spelling for spelling, *_ in spellings(step)]
-    near = get_close_matches(name, known, n=1)
+    near = get_close_matches(name, known, n=1, cutoff=0.7)
     cure = f"did you mean --{near[0]}?" if near else f"wangen {step.command} --help lists the flags"
     return UsageError(found, cure=cure)
+
+
+def unknown_flags(step: type[Step], words: Iterable[str]) -> UsageError:
+    """The answer to all flags of a line, or keys of a file, that this step does not have."""
+    answers = {word.lstrip("-").replace("-", "_"): unknown_flag(step, word) for word in words}
+    first = next(iter(answers.values()))
+    if len(answers) == 1:
+        return first
+    names = [f"--{name}" for name in answers]
+    cures = [f"{name}: {answer.cure}" for name, answer in zip(names, answers.values(), strict=True)]
+    return UsageError(f"{step.command} has no flags {', '.join(names[:-1])} and {names[-1]}", cure="; ".join(cures))
 
 
 def _parameters(step: type[Step], option: Option) -> list[click.Option]:
@@ -299,13 +322,18 @@ def from_toml(step: type[Step], keys: Mapping[str, Any], where: str) -> dict[str
     known = {name: (option, constant) for name, option, constant in spellings(step)}
     values: dict[str, Any] = {}
     keys_of: dict[str, str] = {}
+    unknown = [
+        key
+        for key, raw in keys.items()
+        if (name := key.replace("-", "_")) not in known and not (name in step.elsewhere and _asks_for_nothing(raw))
+    ]
+    if unknown:
+        answer = unknown_flags(step, unknown)
+        raise UsageError(answer.found, where=f"{where} {', '.join(unknown)}", cure=answer.cure)
     for key, raw in keys.items():
         name, place = key.replace("-", "_"), f"{where} {key}"
         if name not in known:
-            if raw in (False, "") and name in step.elsewhere:  # another tool's switch that is off asks for nothing
-                continue
-            answer = unknown_flag(step, name)
-            raise UsageError(answer.found, where=place, cure=answer.cure)
+            continue
         option, constant = known[name]
         if constant is not None and not isinstance(raw, bool):
             raise UsageError(f"--{name} is true or false, got {raw!r}", where=place, cure="write true or false")
@@ -319,6 +347,11 @@ def from_toml(step: type[Step], keys: Mapping[str, Any], where: str) -> dict[str
                              cure="give one of them")  # fmt: skip
         keys_of[option.name] = key
     return values
+
+
+def _asks_for_nothing(raw: object) -> bool:
+    """Whether this value of another tool's flag is what it does without the flag."""
+    return raw is False or raw == [] or (isinstance(raw, str) and raw.lower() in ("", "no", "none"))
 
 
 def _scalar(option: Option, raw: Any, where: str) -> Any:

@@ -162,6 +162,8 @@ def too_short(facts: MediaFacts, target: DatasetEntry | int, fps: int) -> tuple[
     # The lines of a manifest count frames at the clips' own rate.
     slower = not isinstance(target, int) and target.mixed and facts.num_frames >= needed
     cure = f"make the clips at {fps} fps, set" if slower else "set"
+    if not isinstance(target, int) and not target.mixed and target.source_fps is None and facts.num_frames >= needed:
+        fitting += f", source_fps = {fps:.1f} to take every frame as musubi-tuner does,"
     return f"has {frames} frames at {fps} fps, {needed}{TOO_SHORT}", f"{cure} {fitting} or take it out"
 
 

@@ -70,14 +70,20 @@ DIFFERENCES = (
     "`constant` with a warm-up warms up; musubi-tuner stops there.",
     "Attention is one flag, `--attention`; `--sdpa --flash_attn --flash3 --xformers --sage_attn` are spellings of it, "
     "and two at once are an error.",
-    "A clip's frame rate is read from the file; `source_fps` overrides it, and may be a whole number.",
+    "A clip's frame rate is read from the file, and clips of 24 or 30 frames per second are thinned to the model's: "
+    "without `source_fps` musubi-tuner takes every frame, which `source_fps = 16.0` does here (for a model of 16 "
+    "frames per second; `wangen lint --fix` writes it). It may be a whole number.",
+    "`--network_dropout` drops what comes into the adapter, as peft does; musubi-tuner drops what comes out of A.",
+    "Of Qwen-Image's blocks the layers `img_mod` and `txt_mod` get no adapter; musubi-tuner means to leave them out, "
+    "too, but its pattern finds none of them, so that its LoRAs have them. `--network_weights` names what it drops.",
     "Uncaptioned images and clips that are too short stop the step by name. Folders inside the folder are not looked "
     "into, and files of other kinds are left where they are.",
     "An image's EXIF orientation is applied, transparency goes over white, and a bucket is chosen by the ratio of "
     "aspect ratios, in caching and in training alike.",
     "Relative paths in a TOML are looked for in the working folder, then beside the TOML.",
     "Paths in a jsonl manifest start at the manifest; blank lines are fine; `caption` may be a list.",
-    "A folder of frames is not read as a video; a video block needs `target_frames`, and lengths must be 4n+1 "
+    "A folder of frames is not read as a video; a video block needs `target_frames` unless it has "
+    '`frame_extraction = "full"`, and lengths must be 4n+1 '
     "(musubi-tuner rounds down); `check` wants a `cache_directory` that is not the media folder.",
     "The VAE encodes in float16 on CUDA (musubi-tuner: bfloat16), and in float32 what leaves its range.",
     "`--vae`, `--t5` and `--clip` of training serve `--cache_mode`, `--cache_latents`, `--cache_latents_to_disk` and "
@@ -97,6 +103,7 @@ MUSUBI_DEFAULTS = {
     ("train", "attention"): "none (an error)",
     ("train", "timestep_sampling"): "sigma",
     ("train", "discrete_flow_shift"): "1.0",
+    ("train", "lr_scheduler_min_lr_ratio"): "0, with rex 0.01",
     ("train", "seed"): "random",
     ("train", "checkpointing"): "none",
     ("train", "optimizer_type"): "none (an error)",

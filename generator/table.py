@@ -73,6 +73,8 @@ class Step:
     """Flags that say the same thing in different ways: exactly one of them is given."""
     of_profile: ClassVar[tuple[str, ...]] = ()
     """Flags whose default a model profile may set, for its `--task`."""
+    off_at_zero: ClassVar[tuple[str, ...]] = ()
+    """Flags of which 0 says what they say when they are not given."""
     at_most_one: ClassVar[tuple[tuple[str, ...], ...]] = ()
     """Groups of flags that contradict each other: one on the command line wins over the others of a `--config_file`."""
 

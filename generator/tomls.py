@@ -163,8 +163,8 @@ def refuse_unknown(found: Mapping[str, Any], known: set[str], where: str) -> Non
     Raises:
         UsageError: naming the first unknown key.
     """
-    for key in found:
-        if key not in known:
+    for key, value in found.items():
+        if key not in known and not (key in _LATER and value is False):  # what a switch of musubi-tuner's is by itself
             near = get_close_matches(key, sorted(known), n=1)
             cure = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(sorted(known))}"
             raise UsageError(f"unknown key {key!r}", where=where, cure=_LATER.get(key, cure))

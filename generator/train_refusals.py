@@ -11,8 +11,7 @@ from wangen.generator.errors import UsageError
 from wangen.generator.steps import Train
 from wangen.generator.table import AnyStep
 from wangen.generator.table import options as flags_of
-from wangen.generator.train_step import FOR_ADAPTERS
-from wangen.generator.train_values import optimizer_arguments, steps_of
+from wangen.generator.train_values import FOR_ADAPTERS, optimizer_arguments, steps_of
 
 _FLOAT32_MAX = 3.4e38
 MAX_VALIDATION_TIMESTEPS = 1000

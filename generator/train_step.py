@@ -30,18 +30,13 @@ from wangen.generator.step_parts import (
     Dtype,
 )
 from wangen.generator.table import SMOKE, flag
-from wangen.generator.train_values import ELSEWHERE, LrScheduler, Quantize, TimestepSampling
+from wangen.generator.train_values import ELSEWHERE, OFF_AT_ZERO, LrScheduler, Quantize, TimestepSampling
 
 _ENCODES = "read by --cache_mode, --cache_latents, --cache_latents_to_disk and --sample_prompts"
 _DECODES = "read by --cache_mode, --cache_latents, --cache_latents_to_disk, --sample_prompts and --sample_continuations"
 _FLY = "read by --cache_mode, --cache_latents and --cache_latents_to_disk"
 _MEMORY = "default: as --vram says, else"
 _OTHER_MODEL = "it is made for another model: use shift, or flux_shift for a shift that grows with the picture"
-FOR_ADAPTERS = (
-    "network_module", "network_dropout", "rslora", "dora", "lokr_factor", "lora_targets", "include_patterns",
-    "exclude_patterns", "network_args", "dim_from_weights", "loraplus_lr_ratio", "scale_weight_norms", "lora_layout",
-)  # fmt: skip
-"""What `--train_mode full`, which trains no adapter, takes only as it is without being given."""
 _BLOCK_SWAP = "accepted: frozen blocks are always only copied to the device, from pinned memory"
 
 
@@ -59,6 +54,7 @@ class Train(DatasetStep):
         ("validation_items", "validation_config"), ("max_train_epochs", "max_train_steps"),
     )  # fmt: skip
     elsewhere: ClassVar[Mapping[str, str]] = ELSEWHERE
+    off_at_zero: ClassVar[tuple[str, ...]] = OFF_AT_ZERO
 
     smoke: bool = flag(f"{TRY}, {SMOKE_STEPS} steps from step 0, into the folder smoke of the output folder", False)
 

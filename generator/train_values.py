@@ -17,6 +17,7 @@ LrScheduler = Literal[
 ]  # fmt: skip
 Quantize = Literal["none", "fp8", "int8", "nf4"]
 
+_DYNAMO = "use --compile; without it nothing is compiled"
 _UPLOADS = "wangen uploads nothing: run `hf upload` on the finished file"
 _NO_DDP = "leave it out: gradients are summed without DistributedDataParallel"
 
@@ -42,7 +43,7 @@ ELSEWHERE: Mapping[str, str] = {
     "img_in_txt_in_offloading": "it is HunyuanVideo's: leave it out for Wan",
     "one_frame": "one-frame training is not in this version of wangen; leave it out",
     **COMPILES,
-    **dict.fromkeys(("dynamo_backend", "dynamo_mode", "dynamo_fullgraph", "dynamo_dynamic"), "use --compile"),
+    **dict.fromkeys(("dynamo_backend", "dynamo_mode", "dynamo_fullgraph", "dynamo_dynamic"), _DYNAMO),
     "cuda_cudnn_benchmark": "leave it out: training on a cache has no convolution that is worth a choice",
     "log_prefix": "leave it out: --logging_dir names the folder, --wandb_run_name the run",
     "log_tracker_config": "use --log_tracker_name and --wandb_run_name",
@@ -53,6 +54,18 @@ ELSEWHERE: Mapping[str, str] = {
     "ddp_timeout": "leave it out: processes wait long enough for each other by themselves",
 }
 """Flags of other trainers -> what to do here."""
+
+FOR_ADAPTERS = (
+    "network_module", "network_dropout", "rslora", "dora", "lokr_factor", "lora_targets", "include_patterns",
+    "exclude_patterns", "network_args", "dim_from_weights", "loraplus_lr_ratio", "scale_weight_norms", "lora_layout",
+)  # fmt: skip
+"""What `--train_mode full`, which trains no adapter, takes only as it is without being given."""
+
+OFF_AT_ZERO = (
+    "save_last_n_epochs", "save_last_n_steps", "save_last_n_epochs_state", "save_last_n_steps_state",
+    "scale_weight_norms", "lr_scheduler_timescale",
+)  # fmt: skip
+"""Numbers of other trainers' settings files, which hold every flag, of flags that are off."""
 
 
 def optimizer_arguments(words: Sequence[str]) -> dict[str, Any]:

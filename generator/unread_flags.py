@@ -109,6 +109,7 @@ READERS: dict[str, tuple[_Reads, str]] = {
     ),
     "logit_mean": _LOGITS,
     "logit_std": _LOGITS,
+    "base_weights_multiplier": _beside("base_weights"),
     "mode_scale": _chosen("weighting_scheme", ["mode"]),
     "preserve_distribution_shape": (is_narrowed, "--min_timestep or --max_timestep"),
     "validation_timesteps": _LOSS_HELD_OUT,

@@ -15,6 +15,7 @@ from loras import LORAS, output
 from parity import DIT, DITS, max_abs
 from safetensors import safe_open
 from safetensors.torch import load_file
+from test_lora_described import drawn
 from trained import KINDS, MODEL, base_model, options_of, predicted, trained
 
 from wangen import profiles
@@ -293,8 +294,7 @@ def test_peft_own_folder_is_read(tmp_path: Path, kind: str):
 
 def plan_of(options: Train) -> Plan:
     """Of seven items in epochs of four steps."""
-    items: Any = [None] * 7
-    return Plan(options, profiles.model(options.task), items, [], 4, (), FINGERPRINT, batches_per_epoch=7)
+    return Plan(options, profiles.model(options.task), [drawn(1)] * 7, [], 4, (), FINGERPRINT, batches_per_epoch=7)
 
 
 def test_the_header_says_what_was_trained_and_nothing_of_time_or_place(tmp_path: Path):

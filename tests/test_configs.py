@@ -249,8 +249,26 @@ def test_the_ending_of_a_file_may_be_left_out(tmp_path, monkeypatch):
         assert parse(Train, [*TRAIN, "--config_file", path]).seed == 7
 
 
+def test_a_number_that_is_0_where_a_flag_is_off_is_not_given(tmp_path):
+    names = ("save_last_n_epochs", "save_last_n_steps_state", "scale_weight_norms", "lr_scheduler_timescale")
+    (tmp_path / "a.toml").write_text("".join(f"{name} = 0\n" for name in names), encoding="utf-8")
+    made = parse(Train, [*TRAIN, "--config_file", str(tmp_path / "a.toml"), "--save_last_n_steps", "0"])
+    assert [getattr(made, name) for name in (*names, "save_last_n_steps")] == [None] * 5
+    assert parse(Train, [*TRAIN, "--lr_warmup_steps", "0", "--seed", "0"]).seed == 0
+
+
+def test_all_keys_that_no_flag_has_are_named_at_once(tmp_path):
+    (tmp_path / "a.toml").write_text("one_frame = true\nseed = 1\nlog_config = true\n", encoding="utf-8")
+    with pytest.raises(UsageError) as error:
+        parse(Train, [*TRAIN, "--config_file", str(tmp_path / "a.toml")])
+    assert error.value.found == "train has no flags --one_frame and --log_config"
+    assert error.value.where == f"{tmp_path / 'a.toml'}, key one_frame, log_config"
+    assert "--log_config: leave it out" in error.value.cure
+
+
 def test_a_switch_of_another_trainer_that_is_off_asks_for_nothing(tmp_path):
     text = "dynamo_dynamic = false\nwandb_api_key = ''\nhuggingface_token = ''\nnetwork_dim = 9\n"
+    text += "dynamo_backend = 'NO'\nlr_scheduler_args = []\n"
     (tmp_path / "a.toml").write_text(text)
     words = [*TRAIN, "--config_file", str(tmp_path / "a.toml")]
     assert parse(Train, words).network_dim == 9

@@ -133,6 +133,15 @@ def test_the_length_that_fits_is_named():
     )  # fmt: skip
 
 
+def test_where_every_frame_would_do_the_flag_for_that_is_named():
+    facts = MediaFacts(64, 48, 33, 33 / 24)
+    assert too_short(facts, entry(target_frames=(33,)), fps=16) == (
+        "has 22 frames at 16 fps, 33 are needed",
+        "set target_frames = [21] in the dataset's TOML, source_fps = 16.0 to take every frame as musubi-tuner does, "
+        "or take it out",
+    )
+
+
 def test_clips_of_a_manifest_at_another_rate_are_to_be_made_at_the_model_s():
     block = entry(target_frames=(81,), manifest=Path("train.jsonl"), mixed=True)
     found, cure = too_short(MediaFacts(64, 48, 81, 81 / 25), block, fps=16)

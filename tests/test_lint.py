@@ -12,6 +12,7 @@ from wangen.generator.cli import main
 from wangen.generator.errors import UsageError
 from wangen.generator.lint import tools
 from wangen.generator.lint.kinds import KINDS
+from wangen.profiles.foreign import musubi
 
 SAMPLES = Path(__file__).with_name("lint_scripts")
 LATENTS, TEXT, TRAIN = "wan_cache_latents.py", "wan_cache_text_encoder_outputs.py", "wan_train_network.py"
@@ -260,7 +261,7 @@ def test_the_docs_show_what_the_command_says(tmp_path, capsys):
 
 
 def test_the_file_on_musubi_tuner_agrees_with_itself():
-    tool = tools.musubi()
+    tool = musubi()
     counts = {program: len(tools.musubi_specs(program)) for program in tool["steps"]}
     assert counts == {"wan_cache_latents": 17, "wan_cache_text_encoder_outputs": 8, "wan_train_network": 130,
                       "wan_generate_video": 70}  # fmt: skip

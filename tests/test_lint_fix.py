@@ -20,6 +20,7 @@ from wangen.generator.lint.fix import fix
 from wangen.generator.setup.wheel import wheel_name
 from wangen.generator.signing import signed, unedited
 from wangen.generator.steps import CacheLatents, CacheText, Check, CheckCache, Train, find_step
+from wangen.generator.tomls import read_dataset
 
 TOML = """# my cats
 [general]
@@ -221,6 +222,23 @@ def test_the_new_sh_hands_over_what_was_meant(tmp_path):
     assert train == steps_of(made)[-1]
 
 
+@pytest.mark.parametrize(("told", "copied"), [("", True), ("source_fps = 24.0\n", False)])
+def test_clips_keep_the_frames_that_musubi_tuner_takes(told, copied, tmp_path):
+    """It takes all of a clip whose rate it is not told, and wangen those of the model's rate."""
+    good = f'[[datasets]]\nvideo_directory = "clips"\ncache_directory = "cache"\ntarget_frames = [5]\n{told}'
+    images = '[[datasets]]\nimage_directory = "pictures"\ncache_directory = "others"\n'
+    (tmp_path / "cats.toml").write_text(f"[general]\nresolution = [832, 480]\n{good}{images}")
+    config = {"dataset_config": "cats.toml"}
+    done = fix(lint.read(put(tmp_path, "sh", script("sh", latents=config, text=config, train=config))))
+    copy = tmp_path / "cats_wangen.toml"
+    assert copy.exists() == copied
+    assert any("source_fps is 16.0: all frames" in line for line in done.changed) == copied
+    (train,) = (step for step in steps_of(tmp_path / "train_cats.sh") if isinstance(step, Train))
+    entries = read_dataset(tmp_path / (copy.name if copied else "cats.toml"))
+    assert [entry.source_fps for entry in entries] == [16.0 if copied else 24.0, None]
+    assert train.dataset_config == Path(copy.name if copied else "cats.toml")
+
+
 @pytest.mark.parametrize("shell", SHELLS)
 def test_the_toml_gets_a_mended_copy(shell, tmp_path):
     toml = tmp_path / "cats.toml"
@@ -236,6 +254,7 @@ def test_the_toml_gets_a_mended_copy(shell, tmp_path):
     assert 'caption_extension = ".txt"   # text files' in copy
     assert toml.read_text() == TOML.replace("\\\\", "\\")
     assert "cats.toml: target_frames is [1, 77]" in done.changed
+    assert "source_fps = 16.0" in copy
     made = tmp_path / f"train_cats.{shell}"
     assert {str(step.dataset_config) for step in steps_of(made)} == {"cats_wangen.toml"}
     assert lint.lint(lint.read(made)) == []

@@ -66,6 +66,11 @@ def test_an_alpha_of_zero_is_the_rank(tmp_path):
     assert (train.network_dim, train.network_alpha) == (8, 8.0)
 
 
+@pytest.mark.parametrize(("told", "floor"), [({}, 0.01), ({"lr_scheduler_min_lr_ratio": "0.2"}, 0.2)])
+def test_rex_goes_down_as_far_as_it_did(tmp_path, told, floor):
+    assert fixed(tmp_path, lr_scheduler="rex", **told)[2].lr_scheduler_min_lr_ratio == floor
+
+
 def test_what_lycoris_is_told_goes_with_it(tmp_path):
     done, _, train = fixed(tmp_path, network_module="lycoris.kohya", network_args="algo=lokr")
     assert train.network_args == ()

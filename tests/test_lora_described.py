@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -86,17 +87,26 @@ def test_diffusers_older_names_are_read(tmp_path: Path):
     assert all(torch.equal(found[module].up, wanted[module].up) for module in wanted)
 
 
+def drawn(repeats: int) -> Any:
+    return SimpleNamespace(sample=SimpleNamespace(entry=SimpleNamespace(num_repeats=repeats)))
+
+
 def test_a_header_counts_the_steps_of_its_expert_and_of_the_run():
     options = Train(output_dir=Path("o"), output_name="n", task="t2v-A14B", network_args=("rank_dropout=0.1",),
                     network_module="loha")  # fmt: skip
     plan = SimpleNamespace(options=options, fingerprint={"seed": "42"}, steps_per_epoch=3, batches_per_epoch=6,
-                           samples=[1, 2], trained_before=[])  # fmt: skip
+                           samples=[drawn(1), drawn(3)], trained_before=[])  # fmt: skip
     told = metadata(plan, "low_noise", step=4, run_step=7, judged_at="abc")  # type: ignore[arg-type]
     wanted = {"ss_steps": "4", "wangen.run_steps": "7", "ss_epoch": "2", "wangen.steps_per_epoch": "3",
-              "ss_num_batches_per_epoch": "6", "ss_num_train_items": "2", "wangen.expert": "low_noise",
+              "ss_num_batches_per_epoch": "6", "ss_num_train_items": "4", "wangen.expert": "low_noise",
               "wangen.judged_at": "abc", "ss_network_module": "networks.loha",
               "ss_network_args": '{"rank_dropout": "0.1"}'}  # fmt: skip
     assert told | wanted == told
+    plan.options = replace(options, ema_decay=0.99, optimizer_type="Adafactor", optimizer_args=("relative_step=True",))
+    means = metadata(plan, "low_noise", step=4, run_step=7, averaged=True)  # type: ignore[arg-type]
+    assert (means["wangen.averaged"], "wangen.averaged" in told) == ("0.99", False)
+    assert (told["ss_lr_scheduler"], told["ss_learning_rate"]) == ("constant", "0.0001")
+    assert (means["ss_lr_scheduler"], means["ss_learning_rate"]) == ("adafactor", "None"), "it sets its rate itself"
     plan.options = replace(options, no_metadata=True)
     short = metadata(plan, "low_noise", step=4, run_step=7)  # type: ignore[arg-type]
     assert short["wangen.expert"] == "low_noise", "programs need to know whose it is"

@@ -135,6 +135,16 @@ def test_a_list_that_an_empty_variable_left_is_left_out(words, caplog):
         (CacheText, ["--attention", "flash"], ["cache_text has no flag --attention", "take it off this line"]),
         (CacheLatents, ["--dataset_confg", "x"], ["did you mean --dataset_config?"]),
         (Train, ["--one_frame"], ["train has no flag --one_frame", "not in this version"]),
+        (
+            Train,
+            [*TRAIN, "--no-vae-cache-cpu", "--one-frame", "--seed=3", "--rank=8", "--fp8-base", "--wobble", "x"],
+            [
+                "train has no flags --one_frame, --rank and --wobble",
+                "--one_frame: one-frame training is not in"
+                " this version of wangen; leave it out; --rank: the trainer calls it --network_dim; --wobble: wangen",
+            ],
+        ),
+        (CacheLatents, ["--vae_chunk_size", "32"], ["it belongs to HunyuanVideo's VAE: take it off"]),
         (Train, [*TRAIN, "--sdpa", "--flash_attn"], ["--sdpa and --flash_attn contradict each other"]),
         (Train, [*TRAIN, "--network_module", "lycoris.kohya"], ["use lora, loha or lokr"]),
         (Train, [*TRAIN, "--mixed_precision", "fp16"], ["use bf16"]),

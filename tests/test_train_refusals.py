@@ -255,7 +255,7 @@ def test_every_weight_trains_with_the_flags_that_scripts_spell_out(tiny_run, tmp
         ({"lr_scheduler": "inverse_sqrt", "lr_scheduler_timescale": -1}, "leave it out for the warm-up's steps"),
         ({"optimizer_args": ("weight_decay",)}, "takes key=value"),
         ({"optimizer_args": ("weight_decay=0.1", "weight_decay=0.5")}, "gives weight_decay twice"),
-        ({"base_weights_multiplier": (1.0,)}, "--base_weights"),
+        ({"base_weights_multiplier": (0.5,)}, "--base_weights"),
         ({"optimizer_type": "torch.optim.LBFGS"}, "LBFGS"),
         ({"optimizer_type": "Adafactor", "optimizer_args": ("speed=1",)}, "speed"),
         ({"lr_scheduler": "adafactor"}, "Adafactor"),

@@ -262,6 +262,15 @@ def test_what_an_optimizer_draws_is_of_the_run_and_the_step(tiny_run: TinyRun, t
     assert seeds[4:] == seeds[:2]
 
 
+def test_the_plain_way_packs_nothing_and_drops_as_without(tiny_run: TinyRun, tmp_path):
+    for pack in (False, True):
+        out = tmp_path / str(pack)
+        train.run(tiny_run.options(out, plain=True, pack=pack, network_dropout=0.3, gradient_accumulation_steps=2,
+                                   max_train_steps=2, network_dim=2))  # fmt: skip
+    without, given = (load_file(tmp_path / str(pack) / "lora.safetensors") for pack in (False, True))
+    assert all(torch.equal(without[name], given[name]) for name in without)
+
+
 def test_batches_with_given_frames_are_never_packed(tmp_path):
     for frames, sizes in ((0, [2]), (1, [1, 1])):
         options = options_of(tmp_path, condition_frames=frames)

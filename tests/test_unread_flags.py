@@ -30,6 +30,7 @@ OTHER: dict[str, Any] = {
     "learning_rate": 0.5, "compile": True, "split_attn": True, "vae_dtype": "float16", "vae_cache_cpu": True,
     "t5_dtype": "float16", "fp8_t5": True, "tokenizer": Path("umt5"), "vae_device": "cpu", "text_encoder_device": "cpu",
     "decoder": "pyav", "clip": Path("clip.pth"), "network_dim": 8, "network_alpha": 4.0,
+    "base_weights_multiplier": (1.0,),
 }  # fmt: skip
 OF_TIMESTEPS = ["discrete_flow_shift", "sigmoid_scale", "logit_mean", "logit_std", "mode_scale",
                 "preserve_distribution_shape"]  # fmt: skip

@@ -12,7 +12,7 @@ from wangen.generator.lint.script import UNKNOWN, Call, Script
 from wangen.generator.memory import preset_flags
 from wangen.generator.steps import Train
 from wangen.generator.table import Option, options
-from wangen.generator.train_step import FOR_ADAPTERS
+from wangen.generator.train_values import FOR_ADAPTERS
 
 _INTERVALS = ("sample_every_n_steps", "sample_every_n_epochs", "sample_at_first")
 _HIGH_ONLY = ("dit_high_noise", "network_weights_high_noise", "high_noise_share", "timestep_boundary")

@@ -1,6 +1,7 @@
 """A corrected copy of a dataset TOML, beside the one that a script names."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,10 @@ from wangen.generator.toml_values import longest_clip
 
 if TYPE_CHECKING:
     from tomlkit import TOMLDocument
+
+_CLIPS = ("video_directory", "video_jsonl_file")
+_FPS = 16.0
+"""Of every model that musubi-tuner trains on clips here."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +38,7 @@ class Copy:
 
 
 def mend(script: Script, call: Call, path: Path) -> Copy | None:
-    """Write a corrected copy of a TOML that wangen would refuse; None when it is right as it is.
+    """Write a corrected copy of a TOML that wangen would refuse, or read otherwise; None when it is right as it is.
 
     Raises:
         WangenError: it has faults that cannot be mended without its owner, who may also have edited every copy.
@@ -43,9 +48,10 @@ def mend(script: Script, call: Call, path: Path) -> Copy | None:
         toml = read(path)
     except OSError as error:
         raise WangenError(f"cannot read the TOML: {error.strerror}", where=str(path), cure="fix its rights") from None
-    if not judge_file(script, own, toml):
+    foreign = call.tool != "wangen"
+    if not judge_file(script, own, toml) and not (foreign and _of_files_rate(toml.values)):
         return None
-    text, changes = _mended(script, toml)
+    text, changes = _mended(script, toml, foreign)
     rest = judge(script, own, parse(path, text))
     if rest:
         raise WangenError(f"the TOML cannot be mended: {rest[0].found}", where=f"{path.name}:{rest[0].line}",
@@ -63,7 +69,7 @@ def mend(script: Script, call: Call, path: Path) -> Copy | None:
     return Copy(copy, tuple(f"{path.name}: {change}" for change in changes), kept)
 
 
-def _mended(script: Script, toml: Toml) -> tuple[str, list[str]]:
+def _mended(script: Script, toml: Toml, foreign: bool) -> tuple[str, list[str]]:
     import tomlkit
 
     changes: list[str] = []
@@ -75,6 +81,8 @@ def _mended(script: Script, toml: Toml) -> tuple[str, list[str]]:
     except tomlkit.exceptions.ParseError as error:
         raise WangenError(f"the TOML cannot be mended: {error}", where=str(toml.path), cure="mend that line") from None
     _tables(script, document, changes)
+    if foreign:
+        _every_frame(document, changes)
     return tomlkit.dumps(document), changes
 
 
@@ -90,6 +98,24 @@ def _tables(script: Script, document: "TOMLDocument", changes: list[str]) -> Non
             _values(script, table, changes)
     for block in tables:
         _cache(block, moved, changes)
+
+
+def _of_files_rate(document: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The blocks of clips of which musubi-tuner takes every frame, and wangen those of the model's rate."""
+    general, blocks = document.get("general"), document.get("datasets")
+    if isinstance(general, dict) and "source_fps" in general:
+        return []
+    return [
+        block
+        for block in (blocks if isinstance(blocks, list) else [])
+        if isinstance(block, dict) and "source_fps" not in block and not block.keys().isdisjoint(_CLIPS)
+    ]
+
+
+def _every_frame(document: Mapping[str, Any], changes: list[str]) -> None:
+    for block in _of_files_rate(document):
+        block["source_fps"] = _FPS
+        changes.append(f"source_fps is {_FPS}: all frames, as musubi-tuner takes them")
 
 
 def _values(script: Script, table: dict[str, Any], changes: list[str]) -> None:

@@ -3,12 +3,10 @@
 wangen's flags come from the table of steps, musubi-tuner's from `profiles/tools/musubi_tuner.toml`.
 """
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +14,7 @@ from wangen.generator import commands
 from wangen.generator.errors import WangenError
 from wangen.generator.lint.script import MORE, UNKNOWN, Call, Fault, Given, Word, is_flag
 from wangen.generator.table import Option, missing, spellings
+from wangen.profiles.foreign import musubi
 
 MANY = -1
 
@@ -39,12 +38,6 @@ class Spec:
     choices: tuple[str, ...] = ()
     option: Option | None = None
     constant: str = ""
-
-
-@cache
-def musubi() -> dict[str, Any]:
-    """The file on musubi-tuner."""
-    return tomllib.loads(files("wangen.profiles").joinpath("tools", "musubi_tuner.toml").read_text(encoding="utf-8"))
 
 
 @cache

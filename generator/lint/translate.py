@@ -12,10 +12,10 @@ from wangen import profiles
 from wangen.generator.bundle import ENCODING
 from wangen.generator.lint.experts import expert_of
 from wangen.generator.lint.script import Call, Given, Word
-from wangen.generator.lint.tools import musubi
 from wangen.generator.memory import PLAIN_MEMORY
 from wangen.generator.table import text_of
 from wangen.generator.train_values import optimizer_arguments
+from wangen.profiles.foreign import musubi
 
 Say = Callable[[str], None]
 """Takes a line for the user."""
@@ -39,6 +39,8 @@ def training_values(call: Call, changed: Say, left_out: Say) -> dict[str, Any]:
     values = dict(musubi()["defaults"][call.program])
     if call.given("max_train_epochs"):
         values.pop("max_train_steps", None)
+    if (call.value("lr_scheduler") or "").lower() == "rex":
+        values["lr_scheduler_min_lr_ratio"] = "0.01"
     _drop(call, ("resume",), _STATE, left_out)
     for name in ("optimizer_args", "network_args"):
         _keep_last(call, name, changed)

@@ -89,7 +89,7 @@ class _File:
 
 def _refuse_merged_doras(options: Train, bases: Sequence[_File]) -> None:
     given = options.base_weights_multiplier
-    if given and len(given) != len(bases):
+    if len(given) not in (0, len(bases)) and (bases or set(given) != {1.0}):
         raise UsageError(f"{len(bases)} --base_weights and {len(given)} --base_weights_multiplier",
                          cure="give one multiplier for each, or none")  # fmt: skip
     for base, (_, multiplier) in zip(bases, merged(options), strict=True):

@@ -8,6 +8,7 @@ import json
 
 from wangen import profiles
 from wangen.generator.header_keys import (
+    AVERAGED,
     EPOCH_STEPS,
     EXPERT,
     FINGERPRINT,
@@ -20,6 +21,7 @@ from wangen.generator.header_keys import (
 )
 from wangen.generator.headers import WEIGHTS_FORMAT
 from wangen.generator.steps import Train
+from wangen.generator.train_refusals import sets_its_rate
 from wangen.runtime.training.adapter_config import settings
 from wangen.runtime.training.plan import Plan
 
@@ -37,7 +39,9 @@ SETTINGS = (
 TEXTS = ("title", "author", "description", "license", "tags")
 
 
-def metadata(plan: Plan, expert: str, *, step: int, run_step: int, judged_at: str = "") -> dict[str, str]:
+def metadata(
+    plan: Plan, expert: str, *, step: int, run_step: int, judged_at: str = "", averaged: bool = False
+) -> dict[str, str]:
     """A file's header.
 
     Args:
@@ -46,6 +50,7 @@ def metadata(plan: Plan, expert: str, *, step: int, run_step: int, judged_at: st
         step: optimizer steps done, of two experts its own.
         run_step: those that both experts together had done.
         judged_at: of a best one, a digest of the points at which it was judged.
+        averaged: it holds the averages of `--ema_decay`.
 
     Returns:
         Text fields. With `--no_metadata` only what programs need to use the file and what the user says of it.
@@ -58,19 +63,23 @@ def metadata(plan: Plan, expert: str, *, step: int, run_step: int, judged_at: st
     if options.no_metadata:
         return found | _described(options)
     found |= {f"ss_{name}": str(getattr(options, name)) for name in SETTINGS}
+    if sets_its_rate(options):
+        found |= {"ss_lr_scheduler": "adafactor", "ss_learning_rate": "None", "ss_lr_warmup_steps": "0"}
     found |= {
         FINGERPRINT: json.dumps(plan.fingerprint, sort_keys=True),
         EPOCH_STEPS: str(plan.steps_per_epoch),
         "ss_optimizer": _optimizer(options),
         "ss_steps": str(step),
         "ss_epoch": str(-(-step // plan.steps_per_epoch)),
-        "ss_num_train_items": str(len(plan.samples)),
+        "ss_num_train_items": str(sum(one.sample.entry.num_repeats for one in plan.samples)),
         "ss_num_batches_per_epoch": str(plan.batches_per_epoch),
     }
     if expert:
         found[RUN_STEPS] = str(run_step)
     if judged_at:
         found[JUDGED_AT] = judged_at
+    if averaged:
+        found[AVERAGED] = str(options.ema_decay)
     if plan.trained_before:
         found[TRAINED_BEFORE] = json.dumps(plan.trained_before, sort_keys=True)
     if options.training_comment:

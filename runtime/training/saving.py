@@ -253,7 +253,8 @@ def save_lora(
 ) -> list[Path]:
     """Write what these parameters of an expert are after so many own and common steps, in every layout asked for."""
     step, run_step = steps
-    header = metadata(plan, expert.name, step=step, run_step=run_step, judged_at=judged_at)
+    averaged = suffix.endswith(AVERAGE)
+    header = metadata(plan, expert.name, step=step, run_step=run_step, judged_at=judged_at, averaged=averaged)
     if plan.options.train_mode == "full":
         tensors = family(plan.model).saved_tensors(parameters, expert.dit)
         return full.save(plan.file(expert, suffix), tensors, plan.options, header)

@@ -61,7 +61,7 @@ def rex(num_steps: int, warmup: int = 0, floor: float = 0.0) -> Schedule:
 
     Chen, Wolfe, Kyrillidis, "REX: Revisiting Budgeted Training with an Improved Schedule", 2021, arXiv:2107.04197, has
     d = 1/2. d = 0.9, which stays higher for longer, is what LoRA trainers use under this name (IvanVassi/REX_LR, and
-    after it musubi-tuner), so scripts that come from there keep their curve. The warm-up is linear.
+    after it musubi-tuner, which goes down to 0.01 where it is told no floor). The warm-up is linear.
 
     Args:
         num_steps: optimizer steps in the whole run.

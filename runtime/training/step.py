@@ -113,7 +113,7 @@ def _gradients(
         The losses and errors of this process's items; None when an interrupt came first.
     """
     losses, errors = [torch.zeros(0, device=run.device)], [torch.zeros(0, device=run.device)]
-    passes = _passes(group, run.ranks, pack=run.plan.options.pack)
+    passes = _passes(group, run.ranks, pack=run.plan.options.pack and not run.plan.options.plain)
     for number, (together, counted) in enumerate(passes, 1):
         if trainee.sharded:
             trainee.sharded.is_last_pass = number == len(passes)
