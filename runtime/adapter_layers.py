@@ -10,7 +10,7 @@ from wangen.generator.adapter_parts import HADAMARD, KRONECKER, WORDS
 from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.lora_config import config_fields
 from wangen.generator.lora_keys import AdapterKind
-from wangen.runtime.adapters import Adapter, AdapterWeight, plain_lora
+from wangen.runtime.adapters import Adapter, AdapterWeight
 from wangen.runtime.libraries import (
     BaseTunerLayer,
     LoHaConfig,
@@ -21,7 +21,7 @@ from wangen.runtime.libraries import (
     make_kron,
     make_weight,
 )
-from wangen.runtime.lora import adapter_layers, apply_lora, base_layer, match_modules
+from wangen.runtime.lora import adapter_layers, base_layer, match_modules
 from wangen.runtime.memory.quantize import QuantLinear
 
 LORA_PARTS = {"down": "lora_A", "up": "lora_B", "magnitude": "lora_magnitude_vector"}
@@ -113,15 +113,12 @@ def add(transformer: WanTransformer3DModel, config: PeftConfig, name: str) -> No
         transformer.add_adapter(config, adapter_name=name)
 
 
-def apply_adapter(
-    transformer: WanTransformer3DModel, adapter: Adapter, multiplier: float = 1.0, *, name: str
-) -> list[str]:
-    """Add an adapter of any kind to a transformer, frozen and active beside those already there.
+def apply_adapter(transformer: WanTransformer3DModel, adapter: Adapter, *, name: str) -> list[str]:
+    """Add an adapter of any kind to a transformer, frozen and active beside those already there, as it was trained.
 
     Args:
         transformer: the model; its own weights stay as they are.
         adapter: the neutral form.
-        multiplier: strength; 1 is as trained.
         name: the adapter's name, unique within the model, without dots.
 
     Returns:
@@ -129,16 +126,13 @@ def apply_adapter(
 
     Raises:
         WangenError: nothing matches, the sizes are those of another model, or the name is taken.
-        UsageError: a DoRA at another strength than 1, which has no meaning there.
     """
-    if (lora := plain_lora(adapter)) is not None:
-        return apply_lora(transformer, lora, multiplier, name=name)
     if name in getattr(transformer, "peft_config", {}):
-        raise WangenError(f"two adapters called {name}", cure="give each once")
-    names = [*getattr(transformer, "peft_config", {}), name]
-    left_out = _install(transformer, adapter, multiplier, name, None)
+        raise WangenError(f"two LoRAs called {name}", cure="give each LoRA once")
+    left_out = _install(transformer, adapter, 1.0, name, None)
+    # diffusers activates the newest adapter alone; here all of them add up.
     for layer in adapter_layers(transformer).values():
-        layer.set_adapter(names)
+        layer.set_adapter(list(transformer.peft_config))
     transformer.requires_grad_(False)
     return left_out
 
@@ -156,6 +150,7 @@ def merge_adapter(transformer: WanTransformer3DModel, adapter: Adapter, multipli
 
     Raises:
         WangenError: as `apply_adapter`, or a layer is held in the bytes of its file.
+        UsageError: a DoRA at another strength than 1, which has no meaning there.
     """
     assert not adapter_layers(transformer), "merging is for a transformer without adapters"
     left_out = _install(transformer, adapter, multiplier, "merged", torch.float32)
@@ -247,4 +242,5 @@ def _config(adapter: Mapping[str, AdapterWeight]) -> PeftConfig:
     if first.kind == "loha":
         fields["alpha"] = fields.pop("lora_alpha")
         return LoHaConfig(**fields)
-    return LoraConfig(**fields, use_dora=first.magnitude is not None)
+    dora = first.magnitude is not None
+    return LoraConfig(**fields, use_dora=dora, init_lora_weights=dora)  # `fill` writes over what would be drawn

@@ -1,11 +1,10 @@
-"""LoRAs of Wan transformers: files of every layout in and out, applied as peft adapters.
+"""LoRAs of Wan transformers: files of every layout in and out; `adapter_layers` applies them.
 
 In between stands one neutral form, a dictionary from the module's name in diffusers to its `LoraWeight`. The change
 that a LoRA makes to a weight is `multiplier * alpha / rank * up @ down`. `merge.py` adds it to a checkpoint for good.
 """
 
 import math
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from wangen.generator.kinds import expect
 from wangen.generator.lora_config import Alphas, config_fields, lora_file, read_alphas
 from wangen.generator.lora_keys import Layout, Part, is_of_qwen, module_names
 from wangen.generator.models.adapters import PLAIN, modules_of, unfit
-from wangen.runtime.libraries import BaseTunerLayer, LoraConfig, WanTransformer3DModel
+from wangen.runtime.libraries import BaseTunerLayer
 from wangen.runtime.weights.reading import read_tensor
 
 
@@ -169,51 +168,6 @@ def _largest(tensor: torch.Tensor) -> float:
     """The largest absolute value; NaN when one is among the numbers."""
     plain = tensor.float() if tensor.dtype.itemsize == 1 else tensor
     return max(map(abs, map(float, plain.aminmax()))) if plain.numel() else 0.0
-
-
-def apply_lora(
-    transformer: WanTransformer3DModel, lora: Mapping[str, LoraWeight], multiplier: float = 1.0, *, name: str
-) -> list[str]:
-    """Add a LoRA to a transformer as a frozen, active peft adapter beside those already there.
-
-    Args:
-        transformer: the model; its own weights stay as they are.
-        lora: the neutral form.
-        multiplier: strength; 1 is as trained. `set_multiplier` changes it later.
-        name: the adapter's name, unique within the model, without dots.
-
-    Returns:
-        The modules of the LoRA that this model does not have (an I2V LoRA on a T2V model), for the caller to tell.
-
-    Raises:
-        WangenError: nothing matches, the sizes are those of another model, or the name is taken.
-    """
-    if name in getattr(transformer, "peft_config", {}):
-        raise WangenError(f"two LoRAs called {name}", cure="give each LoRA once")
-    fitting, left_out = match_modules(transformer, lora)
-    fields = lora_fields({module: lora[module] for module in fitting})
-    config = LoraConfig(**fields, init_lora_weights=False, inference_mode=True)
-    with warnings.catch_warnings():
-        # A second adapter on one model is meant here.
-        warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")
-        transformer.add_adapter(config, adapter_name=name)
-    for module in fitting:
-        layer = transformer.get_submodule(module)
-        with torch.no_grad():
-            layer.lora_A[name].weight.copy_(lora[module].down)
-            layer.lora_B[name].weight.copy_(lora[module].up)
-    set_multiplier(transformer, name, multiplier)
-    # diffusers activates the newest adapter alone; here all of them add up.
-    for layer in adapter_layers(transformer).values():
-        layer.set_adapter(list(transformer.peft_config))
-    transformer.requires_grad_(False)
-    return left_out
-
-
-def set_multiplier(transformer: WanTransformer3DModel, name: str, multiplier: float) -> None:
-    """Set the strength of one applied LoRA; 1 is as trained, 0 switches it off."""
-    for layer in adapter_layers(transformer).values():
-        layer.set_scale(name, multiplier)
 
 
 def lora_fields(lora: Mapping[str, LoraWeight]) -> dict[str, Any]:

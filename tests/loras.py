@@ -10,7 +10,9 @@ from parity import DITS, VECTORS, golden, velocity
 from wangen.generator.cli import main
 from wangen.generator.lora_keys import Layout
 from wangen.runtime import safetensors_file
-from wangen.runtime.lora import Lora, LoraWeight, read_lora, to_layout
+from wangen.runtime.adapter_layers import apply_adapter
+from wangen.runtime.adapters import AdapterWeight
+from wangen.runtime.lora import Lora, LoraWeight, adapter_layers, read_lora, to_layout
 from wangen.runtime.weights.transformer import load_transformer
 
 KOHYA = {
@@ -43,6 +45,23 @@ def wanted(name: str, case: int, multiplier: float) -> torch.Tensor:
     if multiplier == 0:
         return golden(f"dit_{name}")[f"case{case}.output"]
     return golden(f"lora_{name}")[f"case{case}.output_mult{multiplier}"]
+
+
+def apply_lora(
+    model: torch.nn.Module, lora: Mapping[str, LoraWeight], strength: float = 1.0, *, name: str
+) -> list[str]:
+    """Put a LoRA on a model at a strength, as `apply_adapter` does, and return the modules that are left out."""
+    parts = {module: {"down": weight.down, "up": weight.up} for module, weight in lora.items()}
+    adapter = {module: AdapterWeight("lora", parts[module], lora[module].scale) for module in lora}
+    left_out = apply_adapter(model, adapter, name=name)
+    set_strength(model, name, strength)
+    return left_out
+
+
+def set_strength(model: torch.nn.Module, name: str, strength: float) -> None:
+    """Set the strength of one applied adapter, as the sampler does."""
+    for layer in adapter_layers(model).values():
+        layer.set_scale(name, strength)
 
 
 @cache

@@ -10,7 +10,7 @@ import torch
 from fast_dit import fast, inputs_of
 from fast_dit import trained as trained_parameters
 from helpers import every
-from loras import LAYOUTS, LORAS, output, wanted
+from loras import LAYOUTS, LORAS, output, set_strength, wanted
 from parity import DITS, max_abs
 from peft import LoKrConfig, get_peft_model
 from trained import KINDS, MODEL, base_model, options_of, predicted, trained
@@ -359,7 +359,8 @@ def test_adapters_of_different_kinds_add_up(tmp_path: Path, order: tuple[str, st
         options = options_of(tmp_path, **KINDS[kind])
         save(tmp_path / f"{kind}.safetensors", trained(options)[1], options, {})
         adapter = read_adapter(tmp_path / f"{kind}.safetensors")
-        apply_adapter(applied, adapter, 0.5, name=kind)
+        apply_adapter(applied, adapter, name=kind)
+        set_strength(applied, kind, 0.5)
         merge_adapter(merged, adapter, 0.5)
     found = predicted(applied)
     assert max_abs(found, predicted(merged)) < 2e-5
@@ -388,4 +389,4 @@ def test_a_dora_has_no_other_strength_than_one(tmp_path: Path):
     options = options_of(tmp_path, **KINDS["dora"])
     save(tmp_path / "a.safetensors", trained(options)[1], options, {})
     with pytest.raises(UsageError, match=r"a DoRA at strength 0\.5"):
-        apply_adapter(base_model(), read_adapter(tmp_path / "a.safetensors"), 0.5, name="a")
+        merge_adapter(base_model(), read_adapter(tmp_path / "a.safetensors"), 0.5)

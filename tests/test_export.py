@@ -15,6 +15,7 @@ from loras import (
     KOHYA,
     LAYOUTS,
     LORAS,
+    apply_lora,
     change_of,
     convert,
     every_module,
@@ -30,7 +31,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from wangen.generator.cli import main
-from wangen.runtime.lora import Lora, LoraWeight, apply_lora, read_lora
+from wangen.runtime.lora import Lora, LoraWeight, read_lora
 
 
 def metadata_of(path: Path) -> dict[str, str]:

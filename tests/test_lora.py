@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline
-from loras import LAYOUTS, LORAS, every_module, model_of, output, same_change, wanted
+from loras import LAYOUTS, LORAS, apply_lora, every_module, model_of, output, same_change, set_strength, wanted
 from parity import max_abs
 from safetensors.torch import load_file
 
 from wangen.generator.errors import WangenError
 from wangen.runtime import safetensors_file
-from wangen.runtime.lora import LoraWeight, apply_lora, read_lora, set_multiplier, to_layout
+from wangen.runtime.lora import LoraWeight, read_lora, to_layout
 
 T2V = LORAS["t2v21"]
 
@@ -25,9 +25,9 @@ def test_an_applied_lora_equals_the_official_sum_at_every_strength(name: str, ca
     model = model_of(name)
     assert apply_lora(model, read_lora(LORAS[name]), 1.0, name="one") == []
     assert max_abs(output(model, name, case), wanted(name, case, 1.0)) < 2e-4
-    set_multiplier(model, "one", 0.6)
+    set_strength(model, "one", 0.6)
     assert max_abs(output(model, name, case), wanted(name, case, 0.6)) < 2e-4
-    set_multiplier(model, "one", 0.0)
+    set_strength(model, "one", 0.0)
     assert max_abs(output(model, name, case), wanted(name, case, 0)) < 2e-4
     assert not any(parameter.requires_grad for parameter in model.parameters())
 
@@ -37,7 +37,7 @@ def test_several_loras_add_up_each_with_its_strength():
     apply_lora(model, lora, 0.35, name="one")
     apply_lora(model, lora, 0.25, name="two")
     assert max_abs(output(model, "t2v21", 1), wanted("t2v21", 1, 0.6)) < 2e-4
-    set_multiplier(model, "two", 0.65)
+    set_strength(model, "two", 0.65)
     assert max_abs(output(model, "t2v21", 1), wanted("t2v21", 1, 1.0)) < 2e-4
     with pytest.raises(WangenError, match="two LoRAs called one"):
         apply_lora(model, lora, name="one")

@@ -10,14 +10,14 @@ import gguf
 import pytest
 import torch
 from gguf_files import write_gguf
-from loras import LORAS, every_module, model_of, output, wanted
+from loras import LORAS, apply_lora, every_module, model_of, output, wanted
 from parity import DITS, VECTORS, max_abs
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from wangen.generator.errors import UsageError, WangenError
 from wangen.runtime import safetensors_file
-from wangen.runtime.lora import Lora, LoraWeight, apply_lora, read_lora
+from wangen.runtime.lora import Lora, LoraWeight, read_lora
 from wangen.runtime.merge import Source, merge
 from wangen.runtime.weights.transformer import load_transformer
 

@@ -18,9 +18,10 @@ from wangen import profiles
 from wangen.generator.cli import main
 from wangen.generator.errors import UsageError
 from wangen.runtime import train
+from wangen.runtime.adapter_layers import apply_adapter
+from wangen.runtime.adapters import read_adapter
 from wangen.runtime.cache import Folder
 from wangen.runtime.loader import Draw, find_entries, read_batch
-from wangen.runtime.lora import apply_lora, read_lora
 from wangen.runtime.models import family, qwen_image_edit
 from wangen.runtime.models.compute import Compute
 from wangen.runtime.samples import read_samples
@@ -228,7 +229,7 @@ def test_a_lora_merged_into_the_checkpoint_is_the_lora_beside_it(edits, tmp_path
     for dtype in ([], ["--dtype", "float32"]):
         assert main([*line, *dtype]) == 0
         models = kind.load_transformer(path, dtype=torch.float32), kind.load_transformer(merged, dtype=torch.float32)
-        apply_lora(models[0], read_lora(lora), name="beside")
+        apply_adapter(models[0], read_adapter(lora), name="beside")
         assert models[1].config.zero_cond_t
         draw = torch.Generator().manual_seed(0)
         given = (

@@ -23,11 +23,13 @@ from wangen.generator.errors import UsageError, WangenError
 from wangen.generator.steps import Train, Watch
 from wangen.generator.table import options as flags_of
 from wangen.runtime import train
+from wangen.runtime.adapter_layers import apply_adapter
+from wangen.runtime.adapters import read_adapter
 from wangen.runtime.epochs import EpochSampler
 from wangen.runtime.fast.dit import FastWan
 from wangen.runtime.flow import flow_loss, noised, velocity
 from wangen.runtime.loader import Draw, read_batch
-from wangen.runtime.lora import apply_lora, read_lora
+from wangen.runtime.lora import read_lora
 from wangen.runtime.models import family
 from wangen.runtime.randomness import generator_for
 from wangen.runtime.training import step
@@ -42,7 +44,7 @@ def fixed_losses(tiny_run: TinyRun, lora: Path | None) -> dict[str, list[float]]
     """The loss of each sample at fixed timesteps and noise, for the base or with a LoRA."""
     transformer = WAN.load_transformer(tiny_run.weights["dit"], dtype=torch.float32)
     if lora:
-        apply_lora(transformer, read_lora(lora), name="trained")
+        apply_adapter(transformer, read_adapter(lora), name="trained")
     samples, losses = samples_of(tiny_run), {}
     for index, cached in enumerate(samples):
         batch = read_batch(samples, [Draw(index, 0)])
@@ -109,7 +111,7 @@ def test_diffusers_loads_the_trained_lora_and_computes_the_same(tiny_run, tmp_pa
     train.run(tiny_run.options(tmp_path, network_alpha=2.0))
     path = tmp_path / "lora.safetensors"
     ours = WAN.load_transformer(tiny_run.weights["dit"], dtype=torch.float32)
-    apply_lora(ours, read_lora(path), name="trained")
+    apply_adapter(ours, read_adapter(path), name="trained")
     theirs = WAN.load_transformer(tiny_run.weights["dit"], dtype=torch.float32)
     base = WAN.load_transformer(tiny_run.weights["dit"], dtype=torch.float32)
     vae = WAN.load_vae(tiny_run.weights["vae"])
