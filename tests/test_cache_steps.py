@@ -19,11 +19,11 @@ from PIL import Image
 from wangen.generator.cli import main
 from wangen.runtime.cache import Entry, Folder, load
 from wangen.runtime.media import load_clip
-from wangen.runtime.models import wan
+from wangen.runtime.models.wan_vae import encode_video
 from wangen.runtime.progress import progress
 from wangen.runtime.safetensors_file import write
 from wangen.runtime.tiny import write_tiny_wan
-from wangen.runtime.weights.text_encoder import load_text_encoder
+from wangen.runtime.weights.text_encoder import encode_prompts, load_text_encoder
 from wangen.runtime.weights.tokenizer import load_tokenizer
 from wangen.runtime.weights.vae import load_vae
 
@@ -57,7 +57,7 @@ def test_the_photos_and_the_clip_are_what_is_encoded(bundle: Bundle):
 
 def compare(vae: Any, entry: Entry, video: torch.Tensor) -> None:
     """The cached latent equals encoding (1, 3, T, H, W) uint8 pixels with diffusers' module, to rounding."""
-    direct = wan.encode_video(vae, video.float() / 127.5 - 1)
+    direct = encode_video(vae, video.float() / 127.5 - 1)
     assert (load(entry)["latent"][None] - direct).abs().max() <= 1e-5 * direct.abs().max()
 
 
@@ -69,7 +69,7 @@ def test_captions_are_what_is_encoded_and_a_shared_one_is_encoded_once(bundle: B
     for cache in ("photos_cache", "clips_cache"):
         for entry in bundle.entries(cache).values():
             tensors = load(entry)
-            (direct,) = wan.encode_prompts(encoder, tokenizer, [entry.content["caption"]])
+            (direct,) = encode_prompts(encoder, tokenizer, [entry.content["caption"]])
             assert tensors["embedding"].shape == direct.shape
             assert tensors["mask"].all()
             assert len(tensors["mask"]) == len(direct)

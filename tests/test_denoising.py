@@ -18,6 +18,7 @@ from parity import DITS, VAE21, VAE22, golden, max_abs
 from wangen import profiles
 from wangen.runtime.denoising import Given, Stage, denoise, flow_scheduler, initial_noise
 from wangen.runtime.models import family
+from wangen.runtime.models.wan_vae import encode_video
 
 WAN = family(profiles.model("t2v-14B"))
 STEPS, SHIFT, GUIDANCE, GUIDANCE_HIGH, BOUNDARY = 4, 5.0, 3.0, 4.0, 0.875
@@ -101,7 +102,7 @@ def test_euler_is_shifted_once(steps, shift):
 
 def condition_of(vae: AutoencoderKLWan, image: torch.Tensor, frames: int) -> torch.Tensor:
     video = torch.cat([image[:, :, None], image.new_zeros(1, 3, frames - 1, *image.shape[2:])], dim=2)
-    latents = WAN.encode_video(vae, video)
+    latents = encode_video(vae, video)
     mask = torch.zeros(1, 4, *latents.shape[2:])
     mask[:, :, 0] = 1
     return torch.cat([mask, latents], dim=1)
@@ -135,7 +136,7 @@ def test_the_5b_keeps_its_clean_first_frame_as_the_library_does():
         tokenizer=None, text_encoder=None, vae=vae, scheduler=theirs("unipc"), transformer=model, expand_timesteps=True
     )
     expected = ask(pipeline, noise, (64, 64), 5, image=image, guidance_scale=GUIDANCE)
-    clean = WAN.encode_video(vae, (2 * image - 1)[:, :, None])
+    clean = encode_video(vae, (2 * image - 1)[:, :, None])
     ours = denoise(
         stages(model), noise, flow_scheduler("unipc", SHIFT), STEPS, texts(), given=Given(clean=clean),
         per_token=WAN.timesteps_per_token,

@@ -26,6 +26,7 @@ from wangen.runtime.sampling.prompts import SamplePrompt
 from wangen.runtime.sampling.sampler import ExpertWeights, Request, Sampler, Settings, make_videos
 from wangen.runtime.sampling.scenes import Encoders, make_scenes
 from wangen.runtime.sampling.videos import Decoder
+from wangen.runtime.weights.text_encoder import load_text_encoder
 
 CPU = torch.device("cpu")
 PROMPT, NEGATIVE = "a red square", "a blue wall"
@@ -88,7 +89,7 @@ def theirs(tiny: TinyTask, prompt: SamplePrompt, scene: Any) -> torch.Tensor:
             eos_token="</s>",
             unk_token="<unk>",
         ),
-        "text_encoder": kind.load_text_encoder(tiny.weights["t5"], **load),
+        "text_encoder": load_text_encoder(tiny.weights["t5"], **load),
         "vae": kind.load_vae(tiny.weights["vae"], **load),
         "scheduler": scheduler_of(prompt),
         "transformer": low,

@@ -14,6 +14,7 @@ from wangen.generator import kinds
 from wangen.generator.steps import Generate
 from wangen.runtime import generate
 from wangen.runtime.models import wan
+from wangen.runtime.models.wan_vae import encode_video
 from wangen.runtime.moving_shapes import (
     BACKGROUNDS,
     COLOURS,
@@ -71,7 +72,7 @@ def drawn_clips() -> torch.Tensor:
 def test_the_vae_gives_clips_back_through_latents_of_the_usual_scale():
     clips = drawn_clips()
     vae = wan.load_vae(VAE, dtype=torch.float32)
-    latents = wan.encode_video(vae, clips)
+    latents = encode_video(vae, clips)
     assert latents.mean().abs() < 0.3
     assert 0.6 < latents.std() < 1.5
     error = wan.decode_latents(vae, latents) - (clips.float() / 127.5 - 1)

@@ -114,11 +114,6 @@ class Family(Protocol):
     def load_vae(self, path: Path, *, dtype: "torch.dtype | None" = None, device: Any = "cpu") -> Any:
         """The VAE, frozen."""
 
-    def encode_video(
-        self, vae: Any, video: "torch.Tensor", *, cache_cpu: bool = False, tile_px: int = 0
-    ) -> "torch.Tensor":
-        """(B, 3, T, H, W) in [-1, 1] or uint8, on any device -> normalised latents (B, C, F, h, w) in float32."""
-
     def decode_latents(
         self,
         vae: Any,
@@ -128,18 +123,7 @@ class Family(Protocol):
         tile_px: int = 0,
         on_chunk: Callable[[], None] = ...,
     ) -> "torch.Tensor":
-        """The inverse of `encode_video`, on the CPU and clamped to [-1, 1]; `on_chunk` is called before each chunk."""
-
-    def load_text_encoder(
-        self, path: Path, *, dtype: "torch.dtype | None" = None, device: Any = "cpu", fp8: bool = False
-    ) -> Any:
-        """The text encoder, frozen; with `fp8` its linear layers are held in 8 bits."""
-
-    def load_tokenizer(self, path: Path) -> Any:
-        """Its tokenizer, found beside the weights or given."""
-
-    def encode_prompts(self, text_encoder: Any, tokenizer: Any, prompts: Sequence[str]) -> "list[torch.Tensor]":
-        """For each prompt its embedding (L, dim), trimmed to its own length."""
+        """A `LatentEncoder`'s inverse, on the CPU and clamped to [-1, 1]; `on_chunk` is called before each chunk."""
 
     def load_transformer(
         self,

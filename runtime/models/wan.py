@@ -25,12 +25,8 @@ if TYPE_CHECKING:
 _HOMES = {
     "decode_latents": "models.wan_vae",
     "encode_images": "weights.image_encoder",
-    "encode_prompts": "weights.text_encoder",
-    "encode_video": "models.wan_vae",
     "guided": "denoising",
     "load_image_encoder": "weights.image_encoder",
-    "load_text_encoder": "weights.text_encoder",
-    "load_tokenizer": "weights.tokenizer",
     "load_transformer": "weights.transformer",
     "load_vae": "weights.vae",
     "original_tensor_name": "weights.transformer",

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "decode_latents": "wan_vae",
-    "encode_video": "wan_vae",
     "guided": "qwen_image_edit.transformer",
     "load_latent_encoder": "wan",
     "load_prompt_encoder": "qwen_image_edit.text_encoder",
