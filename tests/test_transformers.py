@@ -289,7 +289,7 @@ def test_a_quantised_model_keeps_no_dequantised_weight_for_the_backward_pass(tmp
     kept: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
         layer(torch.randn(1, 3, layer.in_features, requires_grad=True)).sum().backward()
-    assert {tensor.dtype for tensor in kept} == {torch.int8, torch.int32}
+    assert not kept, "nor the stored one: the layer has it"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

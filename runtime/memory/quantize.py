@@ -24,7 +24,7 @@ from torch import nn
 
 from wangen.generator.errors import WangenError
 from wangen.runtime.memory.blocks import blocks_of, in_a_block
-from wangen.runtime.weights.quantized import Coding, QuantizedLinear
+from wangen.runtime.weights.quantized import Coding, DequantizingLinear, QuantizedLinear
 
 Mode = Literal["fp8", "int8", "nf4"]
 BLOCK = 64
@@ -202,8 +202,8 @@ def pack(weight: torch.Tensor, mode: Mode) -> Packed:
     return Packed(torch.cat([part.numbers for part in parts]), torch.cat([part.scale for part in parts]))
 
 
-class QuantLinear(nn.Linear):
-    """A frozen linear layer whose weight is dequantised when it is used, and never kept for the backward pass.
+class QuantLinear(DequantizingLinear):
+    """A linear layer of a block, in one of the forms or as the file has it.
 
     peft puts adapters around it as around any linear layer, and DoRA gets the numbers it needs. Numbers are stored as
     parameters of whole-number dtypes, which no cast of the model touches, and which block swap moves like any other.
@@ -221,8 +221,7 @@ class QuantLinear(nn.Linear):
         scale: torch.Tensor | None,
         coding: Coding | None = None,
     ) -> None:
-        nn.Module.__init__(self)  # Linear's own would make a weight of the full size
-        self.in_features, self.out_features = layer.in_features, layer.out_features
+        super().__init__(layer)
         self.mode, self.coding = mode, coding
         self.numbers = nn.Parameter(numbers, requires_grad=False)
         self.register_parameter("scale", None if scale is None else nn.Parameter(scale, requires_grad=False))
@@ -253,7 +252,7 @@ class QuantLinear(nn.Linear):
 
     @torch.no_grad()
     def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
-        """The weight (out_features, in_features) in a float dtype, each number rounded once."""
+        """As `DequantizingLinear`."""
         if self.mode == "stored":
             assert self.coding is not None
             scale = None if self.scale is None else self.scale.view(torch.float32)
@@ -276,34 +275,9 @@ class QuantLinear(nn.Linear):
         self.numbers = nn.Parameter(numbers, requires_grad=False)
         self.scale = nn.Parameter(scale.view(torch.int16), requires_grad=False)
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """(…, in_features) -> (…, out_features) in the input's dtype, or in autocast's."""
-        device = input.device.type
-        if torch.is_autocast_enabled(device):
-            input = input.to(torch.get_autocast_dtype(device))
-        output: torch.Tensor = _Product.apply(input, self)  # type: ignore[no-untyped-call]
-        return output if self.bias is None else output + self.bias.to(output.dtype)
-
     def extra_repr(self) -> str:
         """For `repr`: the sizes and the form."""
         return f"in_features={self.in_features}, out_features={self.out_features}, mode={self.mode}"
-
-
-class _Product(torch.autograd.Function):
-    """`input @ weight.T` that keeps the layer for the backward pass, and no tensor of it.
-
-    So the numbers may be elsewhere in between, as block swap has it.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, input: torch.Tensor, layer: QuantLinear) -> Any:
-        ctx.layer = layer
-        return nn.functional.linear(input, layer.dequantized(input.dtype))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        (gradient,) = gradients
-        return gradient @ ctx.layer.dequantized(gradient.dtype), None
 
 
 def quantized(layer: nn.Linear, mode: Mode | Literal["none"], pack_on: torch.device | None = None) -> nn.Linear:

@@ -10,9 +10,8 @@ from wangen.generator.errors import WangenError
 from wangen.generator.steps import Train
 from wangen.runtime.libraries import WanTransformer3DModel
 from wangen.runtime.lora import cast
-from wangen.runtime.memory.quantize import QuantLinear
 from wangen.runtime.safetensors_file import Later, serialize, write_chunks
-from wangen.runtime.weights.quantized import QuantizedEmbedding, QuantizedLinear
+from wangen.runtime.weights.quantized import DequantizingLinear, QuantizedEmbedding
 
 
 def trainable_parameters(transformer: WanTransformer3DModel) -> dict[str, torch.nn.Parameter]:
@@ -39,7 +38,7 @@ def require_trainable(transformer: WanTransformer3DModel) -> None:
         WangenError: they are quantised.
     """
     for name, layer in transformer.named_modules():
-        if isinstance(layer, QuantLinear | QuantizedLinear | QuantizedEmbedding):
+        if isinstance(layer, DequantizingLinear | QuantizedEmbedding):
             raise WangenError(f"{name} is quantised, and whole weights cannot be trained in 8 or 4 bits",
                               cure="give --dit in 16 or 32 bits, or train a LoRA")  # fmt: skip
 

@@ -188,8 +188,49 @@ def to_fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (weight.float() / scale).to(torch.float8_e4m3fn), scale
 
 
-class QuantizedLinear(nn.Linear):
-    """A linear layer whose weight is dequantised when it is used, in the backward pass once more.
+class DequantizingLinear(nn.Linear):
+    """A frozen linear layer whose weight is made anew when it is used, in the backward pass once more, and never kept.
+
+    Args:
+        base: the layer that it stands for; its bias and its weight are the subclass's to take over.
+    """
+
+    def __init__(self, base: nn.Linear) -> None:
+        nn.Module.__init__(self)  # Linear's own would make a weight of the full size
+        self.in_features, self.out_features = base.in_features, base.out_features
+
+    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
+        """The weight (out_features, in_features) in a float dtype, each number rounded once."""
+        raise NotImplementedError
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """(…, in_features) -> (…, out_features) in the input's dtype, or in autocast's."""
+        device = input.device.type
+        if torch.is_autocast_enabled(device):
+            input = input.to(torch.get_autocast_dtype(device))
+        output: torch.Tensor = _Product.apply(input, self)  # type: ignore[no-untyped-call]
+        return output if self.bias is None else output + self.bias.to(output.dtype)
+
+
+class _Product(torch.autograd.Function):
+    """`input @ weight.T` that keeps the layer for the backward pass, and no tensor of it.
+
+    So the numbers may be elsewhere in between, as block swap has it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, input: torch.Tensor, layer: DequantizingLinear) -> Any:
+        ctx.layer = layer
+        return nn.functional.linear(input, layer.dequantized(input.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (gradient,) = gradients
+        return gradient @ ctx.layer.dequantized(gradient.dtype), None
+
+
+class QuantizedLinear(DequantizingLinear):
+    """A linear layer that holds its weight as the file does.
 
     The bytes are kept as int8: transformers and diffusers cast activations to the dtype of some weights, and int8 is
     the one that they leave alone. The scale is kept as int32, so that no cast of the model rounds it.
@@ -198,38 +239,15 @@ class QuantizedLinear(nn.Linear):
     scale: torch.Tensor | None
 
     def __init__(self, base: nn.Linear, stored: torch.Tensor, coding: Coding, scale: torch.Tensor | None) -> None:
-        nn.Module.__init__(self)  # Linear's own would make a weight of the full size
-        self.in_features, self.out_features = base.in_features, base.out_features
+        super().__init__(base)
         self.coding = coding
         self.weight = nn.Parameter(stored, requires_grad=False)
         self.register_buffer("scale", None if scale is None else scale.view(torch.int32))
         self.bias = base.bias
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """(…, in_features) -> (…, out_features) in the input's dtype, or in autocast's."""
-        device = input.device.type
-        if torch.is_autocast_enabled(device):
-            input = input.to(torch.get_autocast_dtype(device))
-        output: torch.Tensor = _Product.apply(  # type: ignore[no-untyped-call]
-            input, self.weight, self.scale, self.coding
-        )
-        return output if self.bias is None else output + self.bias.to(output.dtype)
-
-
-class _Product(torch.autograd.Function):
-    """`input @ weight.T` that keeps the stored weight for the backward pass, not the dequantised one."""
-
-    @staticmethod
-    def forward(ctx: Any, input: torch.Tensor, stored: torch.Tensor, scale: torch.Tensor | None, coding: Coding) -> Any:
-        ctx.save_for_backward(stored, scale)
-        ctx.coding = coding
-        return nn.functional.linear(input, coding.decode(stored, _as_float(scale), input.dtype))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        (gradient,) = gradients
-        stored, scale = ctx.saved_tensors
-        return gradient @ ctx.coding.decode(stored, _as_float(scale), gradient.dtype), None, None, None
+    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
+        """As `DequantizingLinear`."""
+        return self.coding.decode(self.weight, _as_float(self.scale), dtype)
 
 
 def _as_float(scale: torch.Tensor | None) -> torch.Tensor | None:
