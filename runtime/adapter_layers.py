@@ -59,12 +59,12 @@ def parts_of(parameters: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torc
     return found
 
 
-def base_weight(transformer: torch.nn.Module, module: str) -> torch.Tensor:
-    """The weight under a module's adapters, (out_features, in_features) in float32, dequantised where it has to be.
+def base_weight(module: torch.nn.Module) -> torch.Tensor:
+    """The weight under a layer's adapters, (out_features, in_features) in float32, dequantised where it has to be.
 
     Where it is in float32 already it is the weight itself, and not to be written into.
     """
-    layer = base_layer(transformer.get_submodule(module))
+    layer = base_layer(module)
     if isinstance(layer, QuantLinear):
         return layer.dequantized(torch.float32)
     assert isinstance(layer.weight, torch.Tensor)
@@ -225,7 +225,7 @@ def fill(layer: BaseTunerLayer, weight: AdapterWeight, name: str, dtype: torch.d
 
 def _norms_ratio(layer: BaseTunerLayer, weight: AdapterWeight, name: str) -> torch.Tensor:
     """For each row the norm of the changed weight over that of the base, (out_features,) in float32."""
-    base = base_weight(layer, "")
+    base = base_weight(layer)
     down, up = (weight.factors[part].to(base.device, torch.float32) for part in ("down", "up"))
     norms = layer.lora_magnitude_vector[name].get_weight_norm
     ratio: torch.Tensor = norms(base, up @ down, weight.scale) / norms(base, up @ down, 0.0)

@@ -4,7 +4,6 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +47,7 @@ def saved(folder: Path, kind: str, layout: str, **changes: Any) -> tuple[Any, Pa
     """A trained transformer, and the file of its adapter."""
     options = options_of(folder, lora_layout=(layout,), **KINDS[kind], **changes)
     transformer, parameters = trained(options)
-    base = None if changes else lambda module: base_weight(transformer, module)
-    (path,) = save(folder / "lora.safetensors", parameters, options, {}, base=base)
+    (path,) = save(folder / "lora.safetensors", parameters, options, {})
     return transformer, path
 
 
@@ -97,7 +95,7 @@ def as_comfyui_computes(tensors: Mapping[str, torch.Tensor], stem: str, base: to
 def test_comfyui_computes_the_weights_that_were_trained(tmp_path: Path, kind: str, layout: str):
     transformer, path = saved(tmp_path, kind, layout)
     tensors = load_file(path)
-    base, exact = base_weight(transformer, MODULE).clone(), changed_weight(transformer, MODULE)
+    base, exact = base_weight(transformer.get_submodule(MODULE)).clone(), changed_weight(transformer, MODULE)
     found = as_comfyui_computes(tensors, STEMS[layout], base)
     step = float((exact - base).abs().max())
     assert step > 1e-3
@@ -113,7 +111,7 @@ def test_what_is_read_back_changes_the_weights_as_peft_does(tmp_path: Path, kind
     assert len(adapter_layers(fresh)) == 20
     for module in (MODULE, "blocks.0.ffn.net.2", "blocks.0.attn2.to_out.0"):
         exact = changed_weight(transformer, module)
-        step = float((exact - base_weight(transformer, module)).abs().max())
+        step = float((exact - base_weight(transformer.get_submodule(module))).abs().max())
         assert max_abs(changed_weight(fresh, module), exact) <= 1e-5 * step + 1e-6, module
     assert max_abs(predicted(fresh), predicted(transformer)) < 2e-5
 
@@ -206,8 +204,7 @@ def test_a_dora_of_another_trainer_is_over_the_norms_of_the_changed_weight(tmp_p
     """As the paper and LyCORIS have it; our own files say that theirs are over the base's, as ComfyUI has it."""
     options = options_of(tmp_path, **KINDS["dora"])
     transformer, parameters = trained(options)
-    base = lambda module: base_weight(transformer, module)  # noqa: E731
-    save(tmp_path / "a.safetensors", parameters, options, {}, base=base)
+    save(tmp_path / "a.safetensors", parameters, options, {})
     with safe_open(tmp_path / "a.safetensors", "pt") as file:
         assert file.metadata() == {DORA_NORM: "base"}
     tensors = load_file(tmp_path / "a.safetensors")
@@ -368,7 +365,7 @@ def test_quantised_weights_cannot_be_trained_as_a_whole():
 
 
 @pytest.mark.parametrize("other", ["lora", "loha", "lokr", "lokr of four"])
-def test_a_dora_on_a_merged_base_is_saved_alike_from_memory_and_from_files(tmp_path: Path, other: str):
+def test_a_dora_on_a_merged_base_is_saved_with_the_norms_of_that(tmp_path: Path, other: str):
     before = options_of(tmp_path, **KINDS[other])
     save(tmp_path / "base.safetensors", trained(before)[1], before, {})
     options = options_of(
@@ -380,15 +377,14 @@ def test_a_dora_on_a_merged_base_is_saved_alike_from_memory_and_from_files(tmp_p
     with torch.no_grad():
         for parameter in parameters.values():
             parameter += 0.02
-    save(tmp_path / "memory.safetensors", parameters, options, {}, base=partial(base_weight, transformer))
-    save(tmp_path / "files.safetensors", parameters, options, {})
-    memory, files = (load_file(tmp_path / f"{name}.safetensors") for name in ("memory", "files"))
+    save(tmp_path / "dora.safetensors", parameters, options, {})
+    tensors = load_file(tmp_path / "dora.safetensors")
+    base, exact = base_weight(transformer.get_submodule(MODULE)).clone(), changed_weight(transformer, MODULE)
+    assert max_abs(as_comfyui_computes(tensors, STEMS["comfyui"], base), exact) < 1e-5
     plain = {name: p.detach() for name, p in parameters.items()}
-    assert memory.keys() == files.keys()
-    assert max(max_abs(memory[key], files[key]) for key in memory) < 1e-5
     save(tmp_path / "unmerged.safetensors", plain, replace(options, base_weights=(), base_weights_multiplier=()), {})
     unmerged = load_file(tmp_path / "unmerged.safetensors")
-    assert max(max_abs(memory[key], unmerged[key]) for key in memory) > 1e-4
+    assert max(max_abs(tensors[key], unmerged[key]) for key in tensors) > 1e-4
 
 
 @pytest.mark.parametrize("changes", [KINDS["dora"], {"quantize": "int8"}])

@@ -31,7 +31,7 @@ from wangen.runtime.training.adapter_config import merged, settings
 from wangen.runtime.weights.quantized import read_weight
 
 BaseWeight = Callable[[str], torch.Tensor]
-"""The frozen weight (out_features, in_features) under a module, in float32: `adapter_layers.base_weight`."""
+"""The frozen weight (out_features, in_features) under a module, in float32."""
 
 
 def as_adapter(parameters: Mapping[str, torch.Tensor], options: Train, expert: str = "") -> Adapter:
@@ -58,7 +58,6 @@ def save(
     metadata: Mapping[str, str],
     *,
     expert: str = "",
-    base: BaseWeight | None = None,
 ) -> list[Path]:
     """Write an adapter in every layout asked for: the first under `path`, the others with the layout as a suffix.
 
@@ -68,14 +67,13 @@ def save(
         options: the flags it was trained with; `--lora_layout` and `--save_precision` say what is written.
         metadata: the header's text fields.
         expert: as for `add_adapter`.
-        base: the frozen weights, which a DoRA's file for ComfyUI needs; None reads them from the model's file.
 
     Returns:
         The files, in the order of the layouts.
 
     Raises:
-        WangenError: the disk refused (an earlier file of that name is untouched), or a number that the precision
-            cannot hold.
+        WangenError: the disk refused (an earlier file of that name is untouched), a number that the precision cannot
+            hold, or the model's file, whose weights a DoRA's file for ComfyUI needs, cannot be read.
     """
     dtype: torch.dtype = getattr(torch, options.save_precision)
     adapter = as_adapter(parameters, options, expert)
@@ -85,7 +83,7 @@ def save(
         header = dict(metadata)
         stored = adapter
         if has_dora_scale(adapter, layout):
-            stored = _over_base(adapter, base or _file_base(options, expert))
+            stored = _over_base(adapter, _file_base(options, expert))
             header[DORA_NORM] = "base"
         content = b"".join(serialize(name_adapter(stored, layout, dtype), header))
         if not (target.is_file() and target.read_bytes() == content):  # the same adapter keeps its time stamp
