@@ -43,6 +43,11 @@ def special(path: Path) -> str:
     return "a named pipe" if stat.S_ISFIFO(mode) else "a socket" if stat.S_ISSOCK(mode) else "a device"
 
 
+def is_file(path: Path) -> bool:
+    """Whether a file is there, under whatever name somebody wrote down: one too long for the disk is none."""
+    return os.path.isfile(path)  # noqa: PTH113 (Path's own raises for such a name)
+
+
 def read_file(path: Path) -> bytes:
     """All bytes of a file that somebody gave. A pipe would be waited for, and a device never ends: both are refused.
 

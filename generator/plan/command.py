@@ -6,6 +6,7 @@ from pathlib import Path
 from wangen.generator import workspace
 from wangen.generator.cards import Gpu, named
 from wangen.generator.errors import UsageError, WangenError
+from wangen.generator.files import is_file
 from wangen.generator.paths import slugify
 from wangen.generator.plan import gpus, text
 from wangen.generator.plan.planning import Planned, plan_script
@@ -63,7 +64,7 @@ def _named_script(request: Request) -> Scripted | None:
         WangenError: it is not there, is none of wangen's, or flags are given that are for a dataset.
     """
     path = Path(request.what)
-    if not _is_file(path):
+    if not is_file(path):
         if path.suffix[1:] in QUOTES or (path.name != request.what and not path.is_dir()):
             raise UsageError("there is no such file", where=request.what, cure="name a train script, or a dataset "
                              "by its name alone")  # fmt: skip
@@ -73,13 +74,6 @@ def _named_script(request: Request) -> Scripted | None:
             raise UsageError(f"{flag} is for a dataset's name, and this is a script", where=request.what,
                              cure="leave it out, or name the dataset")  # fmt: skip
     return read_script(path)
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:  # longer than a name can be, or in a folder that is closed
-        return False
 
 
 def _published(request: Request) -> Scripted:

@@ -11,6 +11,7 @@ from typing import Any
 
 from wangen.generator.dataset import BadItemError, Problem, media_of, read_caption
 from wangen.generator.errors import UsageError, WangenError, printable
+from wangen.generator.files import is_file
 from wangen.generator.npz import is_npz
 from wangen.generator.prepare_steps import Preprocess
 from wangen.runtime.sources import Source, relative_name
@@ -252,7 +253,7 @@ def _named(row: Mapping[str, Any], folder: Path, table: Path) -> Path:
     for name in (text, text.replace("\\", "/")):
         for start in (folder, table.parent):
             path = start / name
-            if os.path.isfile(path):  # noqa: PTH113 (Path's own raises for a name that is too long)
+            if is_file(path):
                 if is_npz(path) or media_of(path) == "image":
                     raise ValueError(f"{said} is no video")
                 return path

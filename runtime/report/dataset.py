@@ -11,13 +11,14 @@ from typing import Any
 
 from wangen import profiles
 from wangen.generator.errors import WangenError, many
+from wangen.generator.files import is_file
 from wangen.generator.session import missing_library
 from wangen.generator.steps import CheckCache, Train
 from wangen.runtime.ahead import ahead
 from wangen.runtime.cache import KINDS, Folder
 from wangen.runtime.media import target_frames
 from wangen.runtime.report.media import data_uri
-from wangen.runtime.report.run_files import DATASET_FLAGS, RunFiles, is_file
+from wangen.runtime.report.run_files import DATASET_FLAGS, RunFiles
 from wangen.runtime.samples import Sample, by_cache_folder, read_samples
 
 MAX_SHOWN = 60

@@ -11,6 +11,7 @@ from typing import Any
 
 from wangen.generator import lock
 from wangen.generator.errors import UsageError, WangenError, many
+from wangen.generator.files import is_file
 from wangen.generator.run_folder import METRICS, SAMPLES, TRAIN_REPORT
 from wangen.generator.session import Report
 from wangen.generator.steps import Watch
@@ -21,7 +22,6 @@ from wangen.runtime.report.page import Section, Status, make_sections, render
 from wangen.runtime.report.run_files import (
     DATASET_FLAGS,
     RunFiles,
-    is_file,
     read_run,
     time_s,
 )

@@ -8,6 +8,7 @@ from pathlib import Path, PureWindowsPath
 from typing import Any
 
 from wangen.generator.errors import UsageError, WangenError, many
+from wangen.generator.files import is_file
 from wangen.generator.formats.safetensors import read_safetensors
 from wangen.generator.header_keys import RUN_STEPS, TASK, TRAIN_MODE
 from wangen.generator.run_folder import METRICS, SAMPLE_LIST, SAMPLES
@@ -214,14 +215,6 @@ def read_run(folder: Path, name: str | None, metrics: MetricsLog | None = None) 
     if name is not None and found.is_empty and (there := _names_of_files(folder)):
         raise UsageError(f"this folder has no run {name!r}", where=str(folder), cure=f"one of {', '.join(there)}")
     return found
-
-
-def is_file(path: Path) -> bool:
-    """Whether a file is there, under whatever name somebody wrote down: one too long for the disk is none."""
-    try:
-        return path.is_file()
-    except (OSError, ValueError):
-        return False
 
 
 def time_s(path: Path) -> float:

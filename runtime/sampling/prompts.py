@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from wangen.generator.dataset import read_facts
 from wangen.generator.errors import UsageError, printable
+from wangen.generator.files import is_file
 from wangen.generator.generate_step import DEFAULTS
 from wangen.generator.geometry import area_size
 from wangen.generator.items import fewer_controls, wanted_controls
@@ -305,15 +306,8 @@ def edited_size(control: Path, model: Model) -> tuple[int, int]:
 
 def _picture(given: Any, where: str, folder: Path) -> Path:
     places = [Path(str(given)), folder / str(given)]
-    found = next((place for place in places if _is_file(place)), None)
+    found = next((place for place in places if is_file(place)), None)
     if found is None:
         raise UsageError(f"there is no picture {printable(str(given))}", where=where,
                          cure=f"paths begin at the working folder or at {folder}")  # fmt: skip
     return found
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:  # its name is longer than a file system allows
-        return False
