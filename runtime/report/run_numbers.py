@@ -17,6 +17,7 @@ from wangen.generator.run_folder import METRICS
 from wangen.generator.session import report_files
 from wangen.generator.tomls import read_dataset
 from wangen.runtime.report.metrics_log import MetricsLog, Record, run_of
+from wangen.runtime.report.step_reports import mapping
 
 SHOWN = (
     "task", "train_mode", "network_module", "network_dim", "lora_targets", "optimizer_type", "mixed_precision", "vram",
@@ -44,7 +45,7 @@ def numbers(folder: Path) -> dict[str, str]:
     if not records and not report:
         raise UsageError("this folder holds no run", where=str(folder),
                          cure=f"name the output folder of a training, in which {METRICS} lies")  # fmt: skip
-    last = _table(report, "settings").get("output_name") or (run_of(records[-1], "") if records else "")
+    last = mapping(report, "settings").get("output_name") or (run_of(records[-1], "") if records else "")
     records = [record for record in records if run_of(record, last) == last]  # the folder may hold other runs
     made = {
         "settings": _settings(report),
@@ -70,13 +71,8 @@ def _json(path: Path) -> Mapping[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _table(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    found = values.get(key)
-    return found if isinstance(found, dict) else {}
-
-
 def _settings(report: Mapping[str, Any]) -> str:
-    settings, memory = _table(report, "settings"), _table(_table(report, "inputs"), "memory")
+    settings, memory = mapping(report, "settings"), mapping(mapping(report, "inputs"), "memory")
     given = [(name, settings.get(name)) for name in SHOWN] + [(name, memory.get(name)) for name in _MEMORY]
     return " ".join(f"{name}={_word(value)}" for name, value in given if value not in (None, False, "", []))
 
@@ -88,14 +84,14 @@ def _word(value: object) -> str:
 
 
 def _versions(report: Mapping[str, Any]) -> str:
-    return " ".join(f"{_word(name)}={_word(value)}" for name, value in _table(report, "versions").items())
+    return " ".join(f"{_word(name)}={_word(value)}" for name, value in mapping(report, "versions").items())
 
 
 def _dataset(report: Mapping[str, Any]) -> str:
     """The blocks of its TOML, as far as that is still there, and how many samples they had."""
-    samples = _table(report, "inputs").get("samples")
+    samples = mapping(report, "inputs").get("samples")
     words = [f"{samples} samples"] if isinstance(samples, int) else []
-    told = _table(report, "settings").get("dataset_config") or _table(report, "settings").get("manifest")
+    told = mapping(report, "settings").get("dataset_config") or mapping(report, "settings").get("manifest")
     if isinstance(told, str):
         words += _blocks(Path(told))
     return "; ".join(words)
