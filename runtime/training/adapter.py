@@ -21,7 +21,7 @@ from wangen.runtime.adapter_layers import (
     parts_of,
     require_linear,
 )
-from wangen.runtime.adapters import Adapter, AdapterWeight, read_adapter
+from wangen.runtime.adapters import AdapterWeight, read_adapter
 from wangen.runtime.libraries import (
     BaseTunerLayer,
     LoHaConfig,
@@ -71,9 +71,10 @@ def add_adapter(
     require_linear(transformer, modules, chosen.kind, chosen.dora)
     add(transformer, _config(chosen, modules), NAME)
     layers = adapter_layers(transformer)
-    start = read_adapter(chosen.start) if chosen.start else {}
+    start = read_adapter(chosen.start) if chosen.start else {}  # what does not fit was refused by its header
     if chosen.start:
-        start = _fitting(start, layers, chosen)
+        fitting = len(start.keys() & layers.keys())
+        log.info("  %s of %s start from %s", many(fitting, "layer"), len(layers), chosen.start)
     seed: tuple[str | int, ...] = (options.seed, "adapter", *([expert] if expert == "high_noise" else []))
     for module, layer in layers.items():
         _initialise(layer, module, chosen, seed)
@@ -166,13 +167,6 @@ def _set_magnitude(layer: BaseTunerLayer, chosen: Settings) -> None:
             lora_B=layer.lora_B[NAME].weight.data,
             scaling=layer.scaling[NAME],
         )
-
-
-def _fitting(adapter: Adapter, layers: Mapping[str, BaseTunerLayer], chosen: Settings) -> Adapter:
-    """What of an adapter to start from is trained here; what does not fit was refused by its header."""
-    fitting = {module: weight for module, weight in adapter.items() if module in layers}
-    log.info("  %s of %s start from %s", many(len(fitting), "layer"), len(layers), chosen.start)
-    return fitting
 
 
 def _start_from(layer: BaseTunerLayer, module: str, weight: AdapterWeight, chosen: Settings) -> None:
