@@ -55,8 +55,24 @@ def write(path: Path, tensors: Tensors, metadata: Mapping[str, str]) -> None:
     Raises:
         WangenError: a dtype that the format lacks, or the disk refused (full, no right to write, no such folder).
     """
-    chunks = serialize(tensors, metadata)
-    write_chunks(path, chunks)
+    try:
+        write_whole(Path(path), serialize(tensors, metadata))
+    except OSError as error:
+        raise WangenError(
+            f"cannot write: {error.strerror or error}",
+            where=str(path),
+            cure="check the free space and the right to write in this folder",
+        ) from error
+
+
+def write_if_other(path: Path, tensors: Tensors, metadata: Mapping[str, str]) -> None:
+    """As `write`, but a file that holds just these bytes keeps its time stamp; it is read as far as it does."""
+    if path.is_file():
+        with path.open("rb") as file:
+            same = all(file.read(len(chunk)) == bytes(chunk) for chunk in serialize(tensors, metadata))
+            if same and not file.read(1):
+                return
+    write(path, tensors, metadata)
 
 
 def serialize(tensors: Tensors, metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
@@ -89,22 +105,6 @@ def serialize(tensors: Tensors, metadata: Mapping[str, str]) -> Iterator[bytes |
     if metadata:
         header["__metadata__"] = dict(metadata)
     return _chunks(header, [tensors[name] for name in names])
-
-
-def write_chunks(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
-    """Write bytes to a temporary file beside `path`, make them durable and move them into place.
-
-    Raises:
-        WangenError: the disk refused; the temporary file is gone and the old file, if any, is untouched.
-    """
-    try:
-        write_whole(Path(path), chunks)
-    except OSError as error:
-        raise WangenError(
-            f"cannot write: {error.strerror or error}",
-            where=str(path),
-            cure="check the free space and the right to write in this folder",
-        ) from error
 
 
 def require_space(path: Path, num_bytes: int) -> None:

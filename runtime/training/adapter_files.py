@@ -25,7 +25,7 @@ from wangen.generator.steps import Train
 from wangen.runtime.adapter_layers import change_of, parts_of
 from wangen.runtime.adapters import Adapter, AdapterWeight, plain_lora, read_adapter
 from wangen.runtime.lora import cast, to_layout
-from wangen.runtime.safetensors_file import serialize, write_chunks
+from wangen.runtime.safetensors_file import write_if_other
 from wangen.runtime.training.adapter import FIRST_FACTORS
 from wangen.runtime.training.adapter_config import merged, settings
 from wangen.runtime.weights.quantized import read_weight
@@ -85,9 +85,7 @@ def save(
         if has_dora_scale(adapter, layout):
             stored = _over_base(adapter, _file_base(options, expert))
             header[DORA_NORM] = "base"
-        content = b"".join(serialize(name_adapter(stored, layout, dtype), header))
-        if not (target.is_file() and target.read_bytes() == content):  # the same adapter keeps its time stamp
-            write_chunks(target, [content])
+        write_if_other(target, name_adapter(stored, layout, dtype), header)
         written.append(target)
     return written
 

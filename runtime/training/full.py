@@ -10,7 +10,7 @@ from wangen.generator.errors import WangenError
 from wangen.generator.steps import Train
 from wangen.runtime.libraries import WanTransformer3DModel
 from wangen.runtime.lora import cast
-from wangen.runtime.safetensors_file import Later, serialize, write_chunks
+from wangen.runtime.safetensors_file import Later, write_if_other
 from wangen.runtime.weights.quantized import DequantizingLinear, QuantizedEmbedding
 
 
@@ -67,18 +67,9 @@ def save(path: Path, parameters: Mapping[str, torch.Tensor], options: Train, met
         name: Later(dtype, tuple(value.shape), partial(_stored, value, dtype, name))
         for name, value in parameters.items()
     }
-    if not _holds(path, serialize(tensors, metadata)):
-        write_chunks(path, serialize(tensors, metadata))
+    write_if_other(path, tensors, metadata)
     return [path]
 
 
 def _stored(value: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
     return cast(value.detach().cpu(), dtype, name)
-
-
-def _holds(path: Path, chunks: Iterable[bytes | memoryview]) -> bool:
-    """Whether a file holds just these bytes; it is read piece by piece and only as far as it does."""
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        return all(file.read(len(chunk)) == bytes(chunk) for chunk in chunks) and not file.read(1)
