@@ -5,17 +5,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from wangen.runtime.cache.entries import CorruptEntryError, Entry
 from wangen.runtime.cache.index import Found, look
 from wangen.runtime.cache.packs import Packs, look_at_packs
-from wangen.runtime.cache.reading import load
 from wangen.runtime.cache.recipes import ENTRY_NAME, Encoder, Kind, Recipe
 from wangen.runtime.cache.words import differences
-
-if TYPE_CHECKING:
-    import torch
 
 State = Literal["valid", "stale", "missing", "corrupt"]
 
@@ -95,18 +91,6 @@ class Folder:
             WangenError: the folder cannot be listed.
         """
         return self._looked[0].corrupt | self.packs.damaged
-
-    def open(self, kind: Kind, key: str) -> "dict[str, torch.Tensor]":
-        """The tensors of the entry with this key, whether it is a file of its own or lies in a pack.
-
-        Raises:
-            KeyError: there is none of this kind.
-            CorruptEntryError: it changed since the folder was looked at.
-        """
-        entry = self.find(key)
-        if entry is None or entry.kind != kind:
-            raise KeyError(f"{self.path} has no {kind} {key}")
-        return load(entry)
 
     def forget(self, names: Iterable[str]) -> None:
         """Look away from damaged files that were removed since the folder was looked at."""
