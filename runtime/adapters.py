@@ -99,13 +99,13 @@ def read_adapter(path: Path, flag: str = "--network_weights") -> Adapter:
     return adapter
 
 
-def read_scales(path: Path, flag: str = "--network_weights") -> dict[str, tuple[int, float]]:
+def read_scales(path: Path) -> dict[str, tuple[int, float]]:
     """Module name in diffusers -> rank and scale of an adapter, of which only the alphas are read.
 
     Raises:
         WangenError: as `read_adapter`.
     """
-    file, _, modules, alphas = _read_header(path, flag)
+    file, _, modules, alphas = _read_header(path, "--network_weights")
     found: dict[str, tuple[int, float]] = {}
     for module, parts in sorted(modules.items()):
         rank = rank_of(parts)

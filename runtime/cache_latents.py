@@ -110,7 +110,7 @@ def _clip_dtype(options: CacheLatents) -> str:
         return options.clip_dtype or "float32"
     from wangen.runtime.devices import choose_clip_dtype, choose_device
 
-    return choose_clip_dtype(None, choose_device(options.device, options.local_rank))
+    return choose_clip_dtype(choose_device(options.device, options.local_rank))
 
 
 def _contact_sheet(options: CacheLatents, samples: list[Sample]) -> Report:

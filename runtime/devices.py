@@ -159,9 +159,9 @@ def choose_decoder_dtype(name: str | None, device: torch.device) -> str:
     return vae_dtype(name, announce=True) or ("bfloat16" if device.type == "cuda" else "float32")
 
 
-def choose_clip_dtype(name: str | None, device: torch.device) -> str:
-    """The precision of the image encoder: as asked, else float16 on a GPU, as it is stored, and float32 on a CPU."""
-    return name or ("float16" if _fast_float16(device) else "float32")
+def choose_clip_dtype(device: torch.device) -> str:
+    """The precision of the image encoder: float16 on a GPU, as it is stored, and float32 on a CPU."""
+    return "float16" if _fast_float16(device) else "float32"
 
 
 def _fast_float16(device: torch.device) -> bool:

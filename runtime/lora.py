@@ -55,12 +55,11 @@ class LoraWeight:
 Lora = dict[str, LoraWeight]
 
 
-def read_lora(path: Path, flag: str = "--lora_weight") -> Lora:
+def read_lora(path: Path) -> Lora:
     """A LoRA file of the ComfyUI, kohya/musubi, diffusers or peft layout, told apart key by key.
 
     Args:
         path: the file, or a folder that peft or diffusers wrote.
-        flag: the flag it was given to, for messages.
 
     Returns:
         Module name in diffusers (`blocks.0.attn1.to_q`) -> its weights, on the CPU in the file's dtype. Where no
@@ -71,7 +70,7 @@ def read_lora(path: Path, flag: str = "--lora_weight") -> Lora:
             differences, another model), or a damaged one: half a LoRA is worse than none.
     """
     file = lora_file(path)
-    header = expect(file, "lora", flag)
+    header = expect(file, "lora", "--lora_weight")
     if problem := unfit(header.tensors):
         raise WangenError(problem, where=str(file), cure=f"give {PLAIN}")
     modules = modules_of(header.tensors)

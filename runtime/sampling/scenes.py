@@ -236,7 +236,7 @@ def _views(
     if encoders.clip is None:
         log.warning("  no --clip: samples of %s are made without its image branch", model.name)
         return {}
-    dtype = choose_clip_dtype(None, device)
+    dtype = choose_clip_dtype(device)
     with enough_memory("encoding first frames with CLIP", SMALLER), exact(dtype):
         encoder = kind.load_image_encoder(encoders.clip, dtype=DTYPES[dtype], device=device)
         return {
