@@ -29,9 +29,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 import published
 from parity import rel_rms
+from tiny_weights import write_tokenizer
 
 from wangen.generator.formats.strict_json import parse_json
-from wangen.runtime.tiny import write_tokenizer
 
 NUM_BLOCKS = 2
 VOCABULARY = 256384

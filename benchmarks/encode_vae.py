@@ -22,7 +22,9 @@ import torch
 
 from wangen.runtime.fast.vae import load_vae_encoder
 from wangen.runtime.safetensors_file import write
-from wangen.runtime.tiny import random_weights, vae_shapes
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+from tiny_weights import random_weights, vae_shapes
 
 CASES = {
     "image 256 px": ("video", 1, 256, 0.32),

@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from wangen.runtime.tiny import TinySizes, transformer_shapes
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+from tiny_weights import TinySizes, transformer_shapes
 
 LIBRARY = """
 from safetensors.torch import load_file

@@ -19,6 +19,7 @@ import hashlib
 import itertools
 import math
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,8 +32,10 @@ from wangen.runtime import cache_latents, cache_text, train
 from wangen.runtime import moving_shapes as shapes
 from wangen.runtime.randomness import generator_for
 from wangen.runtime.safetensors_file import write
-from wangen.runtime.tiny import TinySizes, random_weights, text_encoder_shapes, vae_shapes, write_tokenizer
 from wangen.runtime.weights.transformer import original_tensor_name
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+from tiny_weights import TinySizes, random_weights, text_encoder_shapes, vae_shapes, write_tokenizer
 
 VAE_DIM = 12
 SIZES = TinySizes(dim=128, ffn_dim=512, num_layers=8)

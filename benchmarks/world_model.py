@@ -38,11 +38,11 @@ from wangen.runtime import train, world_model
 from wangen.runtime.moving_shapes import look, read_clip
 from wangen.runtime.randomness import generator_for
 from wangen.runtime.safetensors_file import write
-from wangen.runtime.tiny import TinySizes
 from wangen.runtime.weights.vae_names import STATISTICS
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from published import vae22
+from tiny_weights import TinySizes
 
 VAE_DIMS = (6, 7)
 """Channels of the widest pictures in the encoder and in the decoder."""

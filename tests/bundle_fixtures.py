@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from cached_bundle import CLIP, PHOTOS, Bundle, make_many, write_toml
-
-from wangen.runtime.tiny import write_tiny_wan
+from tiny_weights import write_tiny_wan
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from cached_bundle import CLIP, Bundle, write_toml
 from PIL import Image
+from tiny_weights import write_tiny_wan
 
 from wangen.generator.cli import main
 from wangen.generator.steps import CacheLatents, CacheText
@@ -20,7 +21,6 @@ from wangen.runtime.cache_text import text_encoder
 from wangen.runtime.models import model_of_cache
 from wangen.runtime.needs import judge
 from wangen.runtime.samples import by_cache_folder, read_samples
-from wangen.runtime.tiny import write_tiny_wan
 
 pytest_plugins = ("bundle_fixtures",)
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -15,6 +15,7 @@ import torch
 from cached_bundle import CLIP, PHOTOS, Bundle, entry_files, uncached, write_toml
 from helpers import make_image
 from PIL import Image
+from tiny_weights import write_tiny_wan
 
 from wangen.generator.cli import main
 from wangen.runtime.cache import Entry, Folder, load
@@ -22,7 +23,6 @@ from wangen.runtime.media import load_clip
 from wangen.runtime.models.wan_vae import encode_video
 from wangen.runtime.progress import progress
 from wangen.runtime.safetensors_file import write
-from wangen.runtime.tiny import write_tiny_wan
 from wangen.runtime.weights.text_encoder import encode_prompts, load_text_encoder
 from wangen.runtime.weights.tokenizer import load_tokenizer
 from wangen.runtime.weights.vae import load_vae

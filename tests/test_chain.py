@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 from helpers import run_script
+from tiny_weights import write_tiny_wan
 
 from wangen.generator.cli import main
 from wangen.generator.prepare_steps import Preprocess
 from wangen.runtime import preprocess
 from wangen.runtime.evaluation_file import read_evaluation
-from wangen.runtime.tiny import write_tiny_wan
 
 BUNNY = Path(__file__).parents[1] / "examples/dataset/big-buck-bunny.mp4"
 WORKSPACE = """

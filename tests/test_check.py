@@ -13,12 +13,12 @@ import published
 import pytest
 from helpers import clip_bytes, image_bytes, require_rights, write_tree
 from shells.bundles import bundle, steps
+from tiny_weights import write_tiny_wan
 
 from wangen.generator import scripts
 from wangen.generator.check import run
 from wangen.generator.cli import main
 from wangen.generator.steps import Check
-from wangen.runtime.tiny import write_tiny_wan
 
 VECTORS = Path(__file__).parent / "vectors"
 

@@ -12,6 +12,7 @@ import torch
 from cached_bundle import Bundle, entry_files, uncached, write_toml
 from helpers import make_image
 from parity import VAE22
+from tiny_weights import write_tiny_wan
 
 from wangen import profiles
 from wangen.generator.cli import main
@@ -23,7 +24,6 @@ from wangen.runtime.cache.index import INDEX
 from wangen.runtime.check_cache import _say_how_deep
 from wangen.runtime.loader import find_entries
 from wangen.runtime.samples import read_samples
-from wangen.runtime.tiny import write_tiny_wan
 
 pytest_plugins = ("bundle_fixtures",)
 pytestmark = pytest.mark.usefixtures("one_thread")

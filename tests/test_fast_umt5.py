@@ -13,10 +13,10 @@ import torch
 from parity import DIT, PROMPTS, T5, TOKENIZER, golden, max_abs, rel_rms
 from safetensors.torch import save_file
 from text_encoders import PLAIN, hugging_face_state, write_comfy_fp8, write_gguf, write_plain, write_shards
+from tiny_weights import write_tokenizer
 
 from wangen.generator.errors import WangenError
 from wangen.runtime.fast.umt5 import PromptEncoder, load_prompt_encoder
-from wangen.runtime.tiny import write_tokenizer
 from wangen.runtime.weights.text_encoder import load_plain_prompt_encoder, load_text_encoder
 from wangen.runtime.weights.tokenizer import load_tokenizer
 

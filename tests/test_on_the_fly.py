@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from PIL import Image
 from tiny import CAPTIONS, TinyRun, make_tiny_run
+from tiny_weights import write_tiny_wan
 
 from wangen import profiles
 from wangen.generator.cli import main
@@ -22,7 +23,6 @@ from wangen.runtime.loader import CachedSample, find_entries, read_batch
 from wangen.runtime.models import family
 from wangen.runtime.on_the_fly import command_line
 from wangen.runtime.samples import read_samples
-from wangen.runtime.tiny import write_tiny_wan
 
 MODEL = profiles.model("t2v-1.3B")
 WAN = family(MODEL)

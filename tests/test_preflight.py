@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 from helpers import clip_bytes, image_bytes, write_tree
+from tiny_weights import write_tiny_wan
 
 from wangen.generator import target as targets
 from wangen.generator.cli import main
 from wangen.generator.target import host_platform_name
-from wangen.runtime.tiny import write_tiny_wan
 
 HERE = host_platform_name()
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="the workspaces of these tests are those of a Linux host")

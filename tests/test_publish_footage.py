@@ -11,6 +11,7 @@ import imageio_ffmpeg
 import pytest
 import tomlkit
 from helpers import read_tree, run_script
+from tiny_weights import write_tiny_wan
 
 from wangen.generator import scripts, workspace
 from wangen.generator.cli import main
@@ -19,7 +20,6 @@ from wangen.generator.footage import seen_from, video_of
 from wangen.generator.prepare_steps import Preprocess
 from wangen.runtime import preprocess
 from wangen.runtime.evaluation_file import read_evaluation
-from wangen.runtime.tiny import write_tiny_wan
 
 BUNNY = Path(__file__).parents[1] / "examples/dataset/big-buck-bunny.mp4"
 WORKSPACE = """

@@ -8,10 +8,10 @@ import pytest
 import torch
 from parity import DIT, VAE21
 from safetensors.torch import load_file, save_file
+from tiny_weights import TinySizes, transformer_shapes
 
 from wangen.generator.errors import WangenError
 from wangen.generator.headers import read_header
-from wangen.runtime.tiny import TinySizes, transformer_shapes
 from wangen.runtime.weights import reading
 from wangen.runtime.weights.reading import read_tensor
 

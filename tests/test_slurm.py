@@ -15,9 +15,9 @@ import pytest
 from helpers import image_bytes, write_tree
 from safetensors.torch import load_file
 from slurm_cluster import Cluster, cluster, missing
+from tiny_weights import write_tiny_wan
 
 from wangen.generator.cli import main
-from wangen.runtime.tiny import write_tiny_wan
 
 pytestmark = [
     pytest.mark.slurm,

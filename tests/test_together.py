@@ -18,13 +18,13 @@ from edit_set import make_edit_set
 from helpers import run_script
 from safetensors.torch import load_file
 from tiny import TinyRun
+from tiny_weights import write_tiny_wan
 from together import free_port, trained
 
 from wangen.generator.cli import main
 from wangen.generator.errors import UsageError
 from wangen.generator.launch import COPIES, Launch, launch
 from wangen.generator.steps import Train
-from wangen.runtime.tiny import write_tiny_wan
 from wangen.runtime.training import checkpoint
 from wangen.runtime.training.parallel import require_parallel
 from wangen.runtime.training.ranks import Ranks

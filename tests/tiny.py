@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 from helpers import make_clip
 from PIL import Image
+from tiny_weights import write_tiny_wan
 
 from wangen.generator.steps import CacheLatents, CacheText, Train
 from wangen.runtime import cache_latents, cache_text
-from wangen.runtime.tiny import write_tiny_wan
 
 CAPTIONS = {"red": "a red square on green", "blue": "a blue wall", "clip": "a clip of colours that move"}
 

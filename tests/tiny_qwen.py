@@ -149,7 +149,8 @@ def published_text_names(state: dict[str, torch.Tensor]) -> dict[str, torch.Tens
 
 def original_vae_names(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The names of the official Wan VAE, which ComfyUI's file of Qwen-Image's VAE has."""
-    from wangen.runtime.tiny import vae_shapes
+    from tiny_weights import vae_shapes
+
     from wangen.runtime.weights.vae_names import vae_names
 
     originals = vae_names(vae_shapes(8))

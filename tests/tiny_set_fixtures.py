@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_weights import TinySizes, random_weights, text_encoder_shapes, vae_shapes, write_tokenizer
 
 from wangen.generator import lock, session
 from wangen.runtime import cache_text, needs
 from wangen.runtime.cache import writer
 from wangen.runtime.safetensors_file import write
-from wangen.runtime.tiny import TinySizes, random_weights, text_encoder_shapes, vae_shapes, write_tokenizer
 
 
 @pytest.fixture(scope="module")

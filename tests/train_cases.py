@@ -12,12 +12,12 @@ import torch
 from helpers import make_clip
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from tiny_weights import write_tiny_wan
 
 from wangen import profiles
 from wangen.generator.steps import CacheLatents, CacheText, Train
 from wangen.runtime import cache_latents, cache_text, train
 from wangen.runtime.models import family
-from wangen.runtime.tiny import write_tiny_wan
 
 VECTORS = Path(__file__).parent / "vectors"
 Changes = dict[str, Any]

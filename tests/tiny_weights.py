@@ -1,4 +1,4 @@
-"""Tiny Wan 2.1 text-to-video weights in the ORIGINAL file formats, random but seeded: for the demo and for tests.
+"""Tiny Wan 2.1 text-to-video weights in the ORIGINAL file formats, random but seeded: for tests and benchmarks.
 
 They have the real architecture and the real key names and are read by the real loaders; only the sizes are small. A
 random model makes noise, not pictures.
