@@ -18,7 +18,7 @@ from PIL import Image
 from tiny_weights import write_tiny_wan
 
 from wangen.generator.cli import main
-from wangen.runtime.cache import Entry, Folder, load
+from wangen.runtime.cache import Entry, Folder, load, payload_digest
 from wangen.runtime.media import load_clip
 from wangen.runtime.models.wan_vae import encode_video
 from wangen.runtime.progress import progress
@@ -77,7 +77,7 @@ def test_captions_are_what_is_encoded_and_a_shared_one_is_encoded_once(bundle: B
     shared = [entry for cache in ("photos_cache", "clips_cache") for entry in bundle.entries(cache).values()
               if entry.content == {"caption": "a cat"}]  # fmt: skip
     assert len(shared) == 2
-    assert shared[0].payload == shared[1].payload
+    assert len({payload_digest(entry.held_by, entry.span) for entry in shared}) == 1
 
 
 def test_a_text_that_is_valid_in_one_folder_is_copied_to_the_other(bundle: Bundle):

@@ -76,17 +76,15 @@ class Entry(NamedTuple):
         Raises:
             CorruptEntryError: the file changed since it was judged.
         """
-        content: Mapping[str, Any] = json.loads(self._header()["content"])
+        try:
+            header = read_safetensors(self.held_by, self.span).metadata
+        except OSError as error:
+            raise CorruptEntryError(f"the cache entry cannot be read ({error.strerror})", where=str(self.path),
+                                    cure=CURE) from None  # fmt: skip
+        except WangenError as error:
+            raise CorruptEntryError(error.found, where=str(self.path), cure=CURE) from None
+        content: Mapping[str, Any] = json.loads(header["content"])
         return content
-
-    @property
-    def payload(self) -> str:
-        """SHA-256 of the payload as it was written, in hex, read from the header now.
-
-        Raises:
-            CorruptEntryError: the file changed since it was judged.
-        """
-        return self._header()["payload"]
 
     def read_bytes(self) -> bytes:
         """The whole file.
@@ -97,16 +95,6 @@ class Entry(NamedTuple):
         with self.held_by.open("rb", buffering=0) as file:
             file.seek(self.offset)
             return file.read(self.num_bytes) if self.pack else file.read()
-
-    def _header(self) -> Mapping[str, str]:
-        try:
-            header = read_safetensors(self.held_by, self.span).metadata
-        except OSError as error:
-            raise CorruptEntryError(f"the cache entry cannot be read ({error.strerror})", where=str(self.path),
-                                    cure=CURE) from None  # fmt: skip
-        except WangenError as error:
-            raise CorruptEntryError(error.found, where=str(self.path), cure=CURE) from None
-        return header
 
 
 def read_entry(path: Path, *, deep: bool = False) -> Entry | None:
