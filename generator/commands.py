@@ -185,7 +185,7 @@ def unknown_flag(step: type[Step], word: str) -> UsageError:
     if said := next((answers[program][name] for program in step.spellings if name in answers.get(program, {})), ""):
         return UsageError(found, cure=said)
     known = [spelling for spelling, *_ in spellings(step)]
-    near = get_close_matches(name, known, n=1, cutoff=0.7)
+    near = get_close_matches(name, known, n=1, cutoff=0.65)
     cure = f"did you mean --{near[0]}?" if near else f"wangen {step.command} --help lists the flags"
     return UsageError(found, cure=cure)
 

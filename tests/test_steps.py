@@ -83,6 +83,7 @@ def steps() -> st.SearchStrategy[Step]:
 
     def build(step: type[Step]) -> st.SearchStrategy[Step]:
         fields = {option.name: values_for(option) for option in options(step) if option.name != "config_file"}
+        fields |= {name: fields[name].filter(lambda value: value != 0) for name in step.off_at_zero}
         if not step.one_of:
             return st.builds(step, **fields)
         named = {name: fields[name].filter(lambda value: value is not None) for name in step.one_of}
