@@ -69,7 +69,9 @@ def test_velocities_and_gradients_are_exact(name: str, case: int, batch: int):
 
 
 @pytest.mark.parametrize("trick", TRICKS)
-@pytest.mark.parametrize(("alone", "checkpointing"), [(False, "none"), (True, "none"), (False, "full")])
+@pytest.mark.parametrize(
+    ("alone", "checkpointing"), every(3, [(False, "full"), (False, "none"), (True, "none")], pytest.mark.slow)
+)
 def test_each_trick_can_be_taken_alone_and_left_alone(trick: str, alone: bool, checkpointing: str):
     tricks = dataclasses.replace(WITHOUT if alone else Tricks(), **{trick: alone})
     model, inputs = adapted(vectors_model("dit_ti2v5b")), inputs_of("dit_ti2v5b", batch=2)

@@ -23,6 +23,7 @@ from fast_dit import (
     trained,
     vectors_model,
 )
+from helpers import every
 from parity import max_abs, rel_rms
 from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
@@ -32,7 +33,7 @@ from wangen.runtime.fast import products
 from wangen.runtime.memory.swap import BlockSwap
 
 
-@pytest.mark.parametrize("name", ["dit_t2v21", "dit_i2v21", "dit_ti2v5b"])
+@pytest.mark.parametrize("name", every(3, ["dit_i2v21", "dit_t2v21", "dit_ti2v5b"], pytest.mark.slow))
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_every_kind_of_adapter_gives_the_plain_gradients(name: str, kind: str):
     model, inputs = adapted(vectors_model(name), kind), inputs_of(name)
@@ -57,7 +58,7 @@ def test_every_kind_of_adapter_gives_the_plain_gradients(name: str, kind: str):
         r".*blocks\.0\..*to_q",
     ],
 )
-@pytest.mark.parametrize("checkpointing", ["none", "selective"])
+@pytest.mark.parametrize("checkpointing", every(2, ["selective", "none"], pytest.mark.slow))
 def test_adapters_on_some_layers_only(targets: str, checkpointing: str):
     model, inputs = adapted(vectors_model("dit_t2v21"), targets=targets), inputs_of("dit_t2v21")
     _, gradients = step(model, fast(model, checkpointing=checkpointing), inputs)

@@ -216,6 +216,7 @@ def test_two_folders_are_never_published_as_one(place, capsys):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such names")
+@pytest.mark.slow
 def test_a_name_that_is_not_utf8_is_refused(place, capfd):
     name = os.fsdecode(b"caf\xe9")
     write_tree(dataset(place), {f"{name}.bmp": bmp(3), f"{name}.txt": "x"})

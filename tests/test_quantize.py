@@ -293,7 +293,7 @@ SLOW_KINDS = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("loha", "l
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora", *SLOW_KINDS])
-@pytest.mark.parametrize("mode", [*MODES, "stored"])
+@pytest.mark.parametrize("mode", every(2, [*MODES, "stored"], pytest.mark.slow))
 def test_every_adapter_gets_the_exact_gradient_of_the_dequantised_model(tmp_path: Path, mode, kind):
     path = DITS[NAME]
     if mode == "stored":

@@ -105,6 +105,7 @@ def test_a_sample_of_an_untrained_adapter_is_what_generate_makes_of_the_same_set
     assert difference.max() <= 1  # the transformers' forwards differ by rounding
 
 
+@pytest.mark.slow
 def test_averages_are_sampled_with_where_they_are_kept(tiny_run, tmp_path):
     run = make_run(options_of(tiny_run, tmp_path, ema_decay=0.9))
     scenes = scenes_of(run, tmp_path)

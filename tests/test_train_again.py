@@ -132,6 +132,7 @@ def test_another_adapter_is_no_change_that_a_state_can_go_on_with(tiny_run, tmp_
         assert ("--resume_changed" in error.value.cure) is ways
 
 
+@pytest.mark.slow
 def test_loras_of_shorter_epochs_are_not_written_over(tiny_run, tmp_path, caplog):
     options = tiny_run.options(tmp_path, max_train_epochs=3, save_every_n_epochs=1, gradient_accumulation_steps=2)
     train.run(options)
