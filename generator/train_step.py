@@ -238,6 +238,7 @@ class Train(DatasetStep):
     )
     persistent_data_loader_workers: bool = flag("accepted; the reading threads always live through the run", False)
     disable_numpy_memmap: bool = flag("accepted; weights are read without numpy", False)
+    img_in_txt_in_offloading: bool = flag("accepted; it is HunyuanVideo's and changes nothing here", False)
     profile: bool = flag("write one torch trace of a few steps into the output folder", False)
     deterministic: bool = flag("on a GPU: a run that was resumed ends with the same bytes; slower", False)
     peak_tflops: float | None = flag("the device's speed in TFLOP/s, for the log's MFU (default: known cards')", None)

@@ -40,7 +40,6 @@ ELSEWHERE: Mapping[str, str] = {
     "lr_scheduler_type": "use --lr_scheduler",
     "lr_scheduler_args": "use --lr_scheduler_num_cycles, --lr_scheduler_power and --lr_scheduler_min_lr_ratio",
     "guidance_scale": "it is HunyuanVideo's: leave it out for Wan",
-    "img_in_txt_in_offloading": "it is HunyuanVideo's: leave it out for Wan",
     "one_frame": "one-frame training is not in this version of wangen; leave it out",
     **COMPILES,
     **dict.fromkeys(("dynamo_backend", "dynamo_mode", "dynamo_fullgraph", "dynamo_dynamic"), _DYNAMO),

@@ -71,6 +71,12 @@ def test_rex_goes_down_as_far_as_it_did(tmp_path, told, floor):
     assert fixed(tmp_path, lr_scheduler="rex", **told)[2].lr_scheduler_min_lr_ratio == floor
 
 
+def test_what_changes_nothing_is_left_out_of_the_bundle(tmp_path):
+    done, _, train = fixed(tmp_path, img_in_txt_in_offloading=None)
+    assert not train.img_in_txt_in_offloading
+    assert any("--img_in_txt_in_offloading: it is HunyuanVideo's" in line for line in done.left_out)
+
+
 def test_what_lycoris_is_told_goes_with_it(tmp_path):
     done, _, train = fixed(tmp_path, network_module="lycoris.kohya", network_args="algo=lokr")
     assert train.network_args == ()

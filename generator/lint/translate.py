@@ -42,6 +42,7 @@ def training_values(call: Call, changed: Say, left_out: Say) -> dict[str, Any]:
     if (call.value("lr_scheduler") or "").lower() == "rex":
         values["lr_scheduler_min_lr_ratio"] = "0.01"
     _drop(call, ("resume",), _STATE, left_out)
+    _drop(call, ("img_in_txt_in_offloading",), "it is HunyuanVideo's", left_out)
     for name in ("optimizer_args", "network_args"):
         _keep_last(call, name, changed)
     if (call.value("network_module") or "").startswith("lycoris"):
