@@ -157,6 +157,11 @@ def _cure(text: str, error: str) -> str:
     return f"write {found[1]} = '{path}': a backslash in double quotes starts an escape"
 
 
+def asks_for_nothing(key: str, value: object) -> bool:
+    """Whether this is a switch of musubi-tuner's that is off, as it is by itself."""
+    return key in _LATER and value is False
+
+
 def refuse_unknown(found: Mapping[str, Any], known: set[str], where: str) -> None:
     """Refuse keys outside `known`, with the nearest known one.
 
@@ -164,7 +169,7 @@ def refuse_unknown(found: Mapping[str, Any], known: set[str], where: str) -> Non
         UsageError: naming the first unknown key.
     """
     for key, value in found.items():
-        if key not in known and not (key in _LATER and value is False):  # what a switch of musubi-tuner's is by itself
+        if key not in known and not asks_for_nothing(key, value):
             near = get_close_matches(key, sorted(known), n=1)
             cure = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(sorted(known))}"
             raise UsageError(f"unknown key {key!r}", where=where, cure=_LATER.get(key, cure))

@@ -111,6 +111,11 @@ def test_the_toml_is_found_through_the_folder_that_the_script_changes_to(tmp_pat
     assert {(f.kind, f.file) for f in findings("sh", text, tmp_path)} == {("toml-value", "data/sets/cats.toml")}
 
 
+def test_a_switch_that_is_off_is_right_for_wangen(tmp_path):
+    put(tmp_path, GOOD.replace("[[datasets]]\n", "[[datasets]]\nmultiple_target = false\n", 1))
+    assert not [f for f in findings("sh", run_of("sh", "wangen"), tmp_path) if f.file]
+
+
 def test_manifests_are_wangens_alone(tmp_path):
     block = GOOD[: GOOD.index("video_directory")] + 'manifest = "@/clips/train.jsonl"\n'
     put(tmp_path, block)

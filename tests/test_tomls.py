@@ -30,6 +30,11 @@ def refusal(folder: Path, text: str | bytes) -> WangenError:
     return caught.value
 
 
+def test_a_switch_of_musubi_tuner_that_is_off_is_as_if_it_were_not_there(tmp_path):
+    off = "qwen_image_edit_no_resize_control = false\nmultiple_target = false\n"
+    assert entries(tmp_path, BLOCK + off) == entries(tmp_path, BLOCK)
+
+
 def test_a_file_for_musubi_tuner_is_read(tmp_path):
     text = """
 [general]

@@ -16,7 +16,15 @@ from wangen.generator.manifests import is_manifest
 from wangen.generator.paths import Machine, PathError, translate
 from wangen.generator.toml_values import EXTRACTIONS, frames
 from wangen.generator.tomls import KEYS as OWN_KEYS
-from wangen.generator.tomls import MANIFEST, MEDIA_KEYS, SOURCES, VIDEO_KEYS, read_dataset, refuse_unknown
+from wangen.generator.tomls import (
+    MANIFEST,
+    MEDIA_KEYS,
+    SOURCES,
+    VIDEO_KEYS,
+    asks_for_nothing,
+    read_dataset,
+    refuse_unknown,
+)
 
 _BOTH = {"resolution", "caption_extension", "batch_size", "num_repeats", "enable_bucket", "bucket_no_upscale"}
 _IMAGE = {"multiple_target", "no_resize_control", "control_resolution", "fp_latent_window_size", "fp_1f_clean_indices",
@@ -212,12 +220,16 @@ def _keys(call: Call, toml: Toml) -> Iterator[Finding]:
         if key in PATH_KEYS or (call.tool == "musubi-tuner" and key in VIDEO_KEYS | _IMAGE):
             yield Finding("toml-key", toml.line("general", key), f"{key} is refused in [general]",
                           "write it into each [[datasets]]")  # fmt: skip
-        elif key not in known:
+        elif _is_refused(call, key, toml.general[key], known):
             yield _unknown(call, toml.line("general", key), key, known)
     for number, block in enumerate(toml.blocks):
         for key in block:
-            if key not in known:
+            if _is_refused(call, key, block[key], known):
                 yield _unknown(call, toml.line(number, key), key, known)
+
+
+def _is_refused(call: Call, key: str, value: object, known: set[str]) -> bool:
+    return key not in known and not (call.tool == "wangen" and asks_for_nothing(key, value))
 
 
 def _unknown(call: Call, line: int, key: str, known: set[str]) -> Finding:
