@@ -7,8 +7,7 @@ and TOML meet in `build`, so both know the same flags, the same spellings and th
 import inspect
 import logging
 import math
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,13 +18,11 @@ from wangen.generator.errors import UsageError
 from wangen.generator.step_parts import OTHER_MODELS
 from wangen.generator.steps import STEPS
 from wangen.generator.table import Option, Step, missing, options, spellings
+from wangen.generator.unknown_flags import asks_for_nothing, unknown_flags
 
 log = logging.getLogger("wangen")
 
 S = TypeVar("S", bound=Step)
-
-SCRIPT_VERSION = "WANGEN_SCRIPT_VERSION"
-"""Emitted scripts set this environment variable to the version that made them."""
 
 
 class StepCommand(click.Command):
@@ -60,10 +57,19 @@ class StepCommand(click.Command):
             raise UsageError(error.format_message(), cure=cure) from None
 
     def _unknown(self, args: Sequence[str]) -> list[str]:
-        """Words that look like flags, and that this command does not have."""
-        known = {name for parameter in self.params for name in (*parameter.opts, *parameter.secondary_opts)}
-        words = (word.partition("=")[0] for word in args if word.startswith("--") and word != "--")
-        return [word for word in words if word.replace("-", "_").replace("__", "--", 1) not in {*known, "--help"}]
+        """Flags that this command does not have, of those that it has without their values."""
+        known = {name: parameter for parameter in self.params for name in (*parameter.opts, *parameter.secondary_opts)}
+        found: list[str] = []
+        words = takewhile(lambda word: word != "--", args)
+        for word in words:
+            name, equals, _ = word.partition("=")
+            parameter = known.get("--" + name[2:].replace("-", "_"))
+            if parameter is None and word.startswith("--") and name != "--help":
+                found.append(name)
+            elif isinstance(parameter, click.Option) and word.startswith("--") and not (equals or parameter.is_flag):
+                for _ in range(parameter.nargs):
+                    next(words, None)
+        return found
 
     def invoke(self, ctx: click.Context) -> Any:
         """Build the step from what was given and hand it on."""
@@ -160,45 +166,6 @@ def convert(option: Option, raw: Any, where: str = "") -> Any:
         raise UsageError(f"--{option.name} takes {option.length} values, got {len(items)}", where=where,
                          cure=f"write {option.length} of them")  # fmt: skip
     return tuple(_scalar(option, item, where) for item in items)
-
-
-def unknown_flag(step: type[Step], word: str) -> UsageError:
-    """The answer to a flag that this step does not have: whose it is, or the nearest one, and what to do."""
-    from difflib import get_close_matches
-    from importlib.metadata import version
-
-    name = word.lstrip("-").replace("-", "_")
-    found = f"{step.command} has no flag --{name}"
-    script = os.environ.get(SCRIPT_VERSION)
-    here = version("wangen")
-    if script and script != here:
-        found += f" (this script was made by wangen {script}, this machine has {here})"
-        return UsageError(found, cure="install the script's version, or publish again with this one")
-    if name in step.elsewhere:
-        return UsageError(found, cure=step.elsewhere[name])
-    owners = [other.command for other in STEPS if any(name == spelling for spelling, *_ in spellings(other))]
-    if owners:
-        return UsageError(found, cure=f"--{name} belongs to {' and '.join(owners)}: take it off this line")
-    from wangen.profiles.foreign import musubi
-
-    answers = musubi()["answers"]
-    if said := next((answers[program][name] for program in step.spellings if name in answers.get(program, {})), ""):
-        return UsageError(found, cure=said)
-    known = [spelling for spelling, *_ in spellings(step)]
-    near = get_close_matches(name, known, n=1, cutoff=0.65)
-    cure = f"did you mean --{near[0]}?" if near else f"wangen {step.command} --help lists the flags"
-    return UsageError(found, cure=cure)
-
-
-def unknown_flags(step: type[Step], words: Iterable[str]) -> UsageError:
-    """The answer to all flags of a line, or keys of a file, that this step does not have."""
-    answers = {word.lstrip("-").replace("-", "_"): unknown_flag(step, word) for word in words}
-    first = next(iter(answers.values()))
-    if len(answers) == 1:
-        return first
-    names = [f"--{name}" for name in answers]
-    cures = [f"{name}: {answer.cure}" for name, answer in zip(names, answers.values(), strict=True)]
-    return UsageError(f"{step.command} has no flags {', '.join(names[:-1])} and {names[-1]}", cure="; ".join(cures))
 
 
 def _parameters(step: type[Step], option: Option) -> list[click.Option]:
@@ -325,7 +292,7 @@ def from_toml(step: type[Step], keys: Mapping[str, Any], where: str) -> dict[str
     unknown = [
         key
         for key, raw in keys.items()
-        if (name := key.replace("-", "_")) not in known and not (name in step.elsewhere and _asks_for_nothing(raw))
+        if (name := key.replace("-", "_")) not in known and not asks_for_nothing(step, name, raw)
     ]
     if unknown:
         answer = unknown_flags(step, unknown)
@@ -347,11 +314,6 @@ def from_toml(step: type[Step], keys: Mapping[str, Any], where: str) -> dict[str
                              cure="give one of them")  # fmt: skip
         keys_of[option.name] = key
     return values
-
-
-def _asks_for_nothing(raw: object) -> bool:
-    """Whether this value of another tool's flag is what it does without the flag."""
-    return raw is False or raw == [] or (isinstance(raw, str) and raw.lower() in ("", "no", "none"))
 
 
 def _scalar(option: Option, raw: Any, where: str) -> Any:

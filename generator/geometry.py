@@ -163,7 +163,7 @@ def too_short(facts: MediaFacts, target: DatasetEntry | int, fps: int) -> tuple[
     slower = not isinstance(target, int) and target.mixed and facts.num_frames >= needed
     cure = f"make the clips at {fps} fps, set" if slower else "set"
     if not isinstance(target, int) and not target.mixed and target.source_fps is None and facts.num_frames >= needed:
-        fitting += f", source_fps = {fps:.1f} to take every frame as musubi-tuner does,"
+        fitting += f", source_fps = {fps:.1f} to take every frame whatever its time,"
     return f"has {frames} frames at {fps} fps, {needed}{TOO_SHORT}", f"{cure} {fitting} or take it out"
 
 

@@ -159,7 +159,7 @@ def _cure(text: str, error: str) -> str:
 
 def asks_for_nothing(key: str, value: object) -> bool:
     """Whether this is a switch of musubi-tuner's that is off, as it is by itself."""
-    return key in _LATER and value is False
+    return value is False and key in _LATER and not key.endswith(("_size", "_resolution"))
 
 
 def refuse_unknown(found: Mapping[str, Any], known: set[str], where: str) -> None:

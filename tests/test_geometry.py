@@ -137,7 +137,7 @@ def test_where_every_frame_would_do_the_flag_for_that_is_named():
     facts = MediaFacts(64, 48, 33, 33 / 24)
     assert too_short(facts, entry(target_frames=(33,)), fps=16) == (
         "has 22 frames at 16 fps, 33 are needed",
-        "set target_frames = [21] in the dataset's TOML, source_fps = 16.0 to take every frame as musubi-tuner does, "
+        "set target_frames = [21] in the dataset's TOML, source_fps = 16.0 to take every frame whatever its time, "
         "or take it out",
     )
 

@@ -146,6 +146,12 @@ def test_a_list_that_an_empty_variable_left_is_left_out(words, caplog):
             ],
         ),
         (CacheLatents, ["--vae_chunk_size", "32"], ["it belongs to HunyuanVideo's VAE: take it off"]),
+        (Train, ["--lora_weight", "a"], ["the trainer calls it --network_weights"]),
+        (
+            Train,
+            ["--foo", "1", "--training_comment", "--pack is good", "--baar=2", "--", "--late"],
+            ["train has no flags --foo and --baar\n", "--foo, --baar: wangen train --help lists the flags"],
+        ),
         (Train, [*TRAIN, "--sdpa", "--flash_attn"], ["--sdpa and --flash_attn contradict each other"]),
         (Train, [*TRAIN, "--network_module", "lycoris.kohya"], ["use lora, loha or lokr"]),
         (Train, [*TRAIN, "--mixed_precision", "fp16"], ["use bf16"]),

@@ -29,6 +29,7 @@ from wangen.generator.steps import CacheLatents, CacheText, Check, CheckCache, G
 from wangen.generator.table import Option, Step, missing, options, spellings
 from wangen.generator.tasks import require_supported
 from wangen.generator.train_refusals import judged
+from wangen.generator.unknown_flags import unknown_flag
 
 _ORDER: tuple[type[Step], ...] = (Check, CacheLatents, CacheText, CheckCache, Train, Generate)
 _SHARED = (
@@ -161,12 +162,12 @@ def _values(script: Script, call: Call, result: Fixed) -> dict[str, Any]:
         found = training_values(call, result.changed.append, result.left_out.append)
     for fault in call.faults:
         if fault.unknown:
-            answer = commands.unknown_flag(call.step, fault.unknown)
+            answer = unknown_flag(call.step, fault.unknown)
             result.left_out.append(f"line {fault.line}: {fault.unknown}: {answer.cure or answer.found}")
     for flag in call.flags:
         entry = known.get(flag.name)
         if entry is None:
-            answer = commands.unknown_flag(call.step, flag.name)
+            answer = unknown_flag(call.step, flag.name)
             result.left_out.append(f"line {flag.line}: {flag.spelled}: {answer.cure or answer.found}")
             continue
         option, constant = entry

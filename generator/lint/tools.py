@@ -14,6 +14,7 @@ from wangen.generator import commands
 from wangen.generator.errors import WangenError
 from wangen.generator.lint.script import MORE, UNKNOWN, Call, Fault, Given, Word, is_flag
 from wangen.generator.table import Option, missing, spellings
+from wangen.generator.unknown_flags import asks_for_nothing, unknown_flag
 from wangen.profiles.foreign import musubi
 
 MANY = -1
@@ -153,6 +154,8 @@ def add_config(call: Call, values: Mapping[str, Any]) -> None:
     line = call.line_of("config_file")
     for key, value in flat.items():
         spec = find(call, f"--{key}")
+        if spec is None and call.tool == "wangen" and asks_for_nothing(call.step, key, value):
+            continue
         if spec is None:
             call.faults.append(_unknown(call, f"--{key}", line))
         elif call.given(spec.name) is None and value is not False:
@@ -193,7 +196,7 @@ def _constant(spec: Spec, line: int) -> tuple[Word, ...]:
 def _unknown(call: Call, spelled: str, line: int) -> Fault:
     """The answer to a flag that the step does not have."""
     if call.tool == "wangen":
-        answer = commands.unknown_flag(call.step, spelled)
+        answer = unknown_flag(call.step, spelled)
         return Fault("unknown-flag", line, answer.found, answer.cure, spelled)
     name = spelled.lstrip("-").replace("-", "_")
     found = f"{call.program}.py has no flag {spelled}"

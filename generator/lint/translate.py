@@ -39,8 +39,6 @@ def training_values(call: Call, changed: Say, left_out: Say) -> dict[str, Any]:
     values = dict(musubi()["defaults"][call.program])
     if call.given("max_train_epochs"):
         values.pop("max_train_steps", None)
-    if (call.value("lr_scheduler") or "").lower() == "rex":
-        values["lr_scheduler_min_lr_ratio"] = "0.01"
     _drop(call, ("resume",), _STATE, left_out)
     _drop(call, ("img_in_txt_in_offloading",), "it is HunyuanVideo's", left_out)
     for name in ("optimizer_args", "network_args"):
@@ -53,6 +51,8 @@ def training_values(call: Call, changed: Say, left_out: Say) -> dict[str, Any]:
     if call.given("sample_prompts") is None:
         _drop(call, (*_INTERVALS, *sorted(ENCODING - {"vae", "t5"})), _NO_PROMPTS, left_out)
     _adafactor(call, left_out)
+    if call.value("lr_scheduler") == "rex":
+        values["lr_scheduler_min_lr_ratio"] = "0.01"
     return values | _timesteps(call, changed, left_out) | _memory(call, left_out) | _one_expert(call, changed)
 
 

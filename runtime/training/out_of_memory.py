@@ -72,7 +72,7 @@ def _cure(plan: Plan, together: int, alone: int, available: int | None) -> str:
     """What to change, where packed batches had so many tokens together, and the largest one so many."""
 
     def needed(options: Train) -> int:
-        tokens = together if options.pack else alone
+        tokens = together if options.pack and not options.plain else alone
         return memory_plan(plan.model, settings_of(options, plan.shards), tokens=tokens).device
 
     changes = cheapest_changes(shared_out(plan.options, plan.shards), plan.model, needed, available)
