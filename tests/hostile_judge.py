@@ -55,14 +55,15 @@ def loaders() -> list[Callable[[Path], object]]:
     import torch
 
     from wangen.runtime.models import wan
+    from wangen.runtime.weights.text_encoder import load_text_encoder
 
     def load(loader: Callable[..., object], path: Path) -> None:
         loader(path, device="meta")
         if path.stat().st_size < MAX_LOADED_BYTES:
             loader(path, dtype=torch.bfloat16)
 
-    names = ("load_transformer", "load_vae", "load_text_encoder", "load_image_encoder")
-    return [partial(load, getattr(wan, name)) for name in names]
+    names = ("load_transformer", "load_vae", "load_image_encoder")
+    return [partial(load, loader) for loader in (*(getattr(wan, name) for name in names), load_text_encoder)]
 
 
 def judge(folder: Path, case: Case, calls: list[Callable[[Path], object]], report: dict[str, list[str]]) -> None:

@@ -332,7 +332,7 @@ def test_a_run_that_began_on_the_cache_goes_on_without_it(edits, tmp_path):
 
 def test_cached_training_loads_no_encoder_and_the_others_ask_for_their_weights(edits, tmp_path, monkeypatch):
     made = edits["qwen-image-edit"]
-    for name in ("load_latent_encoder", "load_prompt_encoder", "load_vae", "load_text_encoder"):
+    for name in ("load_latent_encoder", "load_prompt_encoder", "load_vae"):
         monkeypatch.setattr(qwen_image_edit, name, None, raising=False)
     run(made, tmp_path / "a", max_train_steps=1)
     with pytest.raises(UsageError, match="--cache_mode realtime needs --vae"):
