@@ -158,13 +158,13 @@ def too_short(facts: MediaFacts, target: DatasetEntry | int, fps: int) -> tuple[
         setting, fits = f"target_frames = [{{}}] in {place}", bool(windows(target, frames))
     if fits:
         return None
-    fitting = setting.format(longest_clip(frames))
-    # The lines of a manifest count frames at the clips' own rate.
-    slower = not isinstance(target, int) and target.mixed and facts.num_frames >= needed
-    cure = f"make the clips at {fps} fps, set" if slower else "set"
-    if not isinstance(target, int) and not target.mixed and target.source_fps is None and facts.num_frames >= needed:
-        fitting += f", source_fps = {fps:.1f} to take every frame whatever its time,"
-    return f"has {frames} frames at {fps} fps, {needed}{TOO_SHORT}", f"{cure} {fitting} or take it out"
+    cure = f"set {setting.format(longest_clip(frames))}"
+    if not isinstance(target, int) and facts.num_frames >= needed:  # at their own rate, which a manifest's lines count
+        if target.mixed:
+            cure = f"make the clips at {fps} fps, {cure}"
+        elif target.source_fps is None:
+            cure += f", source_fps = {fps:.1f} to take every frame whatever its time,"
+    return f"has {frames} frames at {fps} fps, {needed}{TOO_SHORT}", f"{cure} or take it out"
 
 
 def clip_fault(item: Item, facts: MediaFacts, entry: DatasetEntry, fps: int) -> tuple[str, str] | None:

@@ -309,9 +309,14 @@ def adapter_weights(model: Model, rank: int) -> int:
     return model.transformer.num_layers * rank * weight_counts(model).adapter
 
 
+def packs(options: Train) -> bool:
+    """Whether the batches of a step go through the blocks together: with `--pack`, which `--plain` does not read."""
+    return options.pack and not options.plain
+
+
 def batches_of_a_pass(options: Train) -> int:
-    """How many batches go through the blocks together: with `--pack` all that a step of one process accumulates."""
-    return options.gradient_accumulation_steps if options.pack else 1
+    """How many batches go through the blocks together: where they are packed all that one process accumulates."""
+    return options.gradient_accumulation_steps if packs(options) else 1
 
 
 def tokens_of(model: Model, resolution: tuple[int, int], num_frames: int, num_controls: int | None = None) -> int:

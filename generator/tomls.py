@@ -28,16 +28,20 @@ log = logging.getLogger("wangen")
 CLIP_SIZE, CLIP_FRAMES = (832, 480), 81
 """What Wan 2.1 is made for, in pixels and frames: of a manifest that says no sizes or lengths."""
 
-_LATER = {
+_SWITCHES = {
     "skip_corrupted_cache": "leave it out: training names damaged entries, and caching encodes them again",
     "multiple_target": "several targets per item are not in this version",
-    "fp_latent_window_size": "this key belongs to FramePack, not to Wan",
     **dict.fromkeys(("fp_1f_clean_indices", "fp_1f_target_index", "fp_1f_no_post"),
                     "one-frame training is not in this version"),
     **{f"{model}no_resize_control": "leave it out: control images are cut as their target is, or control_resolution "
        "gives them an area of their own" for model in ("", "flux_kontext_", "qwen_image_edit_")},
-    "qwen_image_edit_control_resolution": "write control_resolution",
 }  # fmt: skip
+"""Keys of musubi-tuner that ask for nothing where they are false -> what to do here."""
+_ANSWERS = {
+    **_SWITCHES,
+    "fp_latent_window_size": "this key belongs to FramePack, not to Wan",
+    "qwen_image_edit_control_resolution": "write control_resolution",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +163,7 @@ def _cure(text: str, error: str) -> str:
 
 def asks_for_nothing(key: str, value: object) -> bool:
     """Whether this is a switch of musubi-tuner's that is off, as it is by itself."""
-    return value is False and key in _LATER and not key.endswith(("_size", "_resolution"))
+    return value is False and key in _SWITCHES
 
 
 def refuse_unknown(found: Mapping[str, Any], known: set[str], where: str) -> None:
@@ -172,7 +176,7 @@ def refuse_unknown(found: Mapping[str, Any], known: set[str], where: str) -> Non
         if key not in known and not asks_for_nothing(key, value):
             near = get_close_matches(key, sorted(known), n=1)
             cure = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(sorted(known))}"
-            raise UsageError(f"unknown key {key!r}", where=where, cure=_LATER.get(key, cure))
+            raise UsageError(f"unknown key {key!r}", where=where, cure=_ANSWERS.get(key, cure))
 
 
 def read_dataset(path: Path, resolution: str = "all", *, tell: bool = True) -> tuple[DatasetEntry, ...]:

@@ -1,7 +1,7 @@
 """A corrected copy of a dataset TOML, beside the one that a script names."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,7 +49,7 @@ def mend(script: Script, call: Call, path: Path) -> Copy | None:
     except OSError as error:
         raise WangenError(f"cannot read the TOML: {error.strerror}", where=str(path), cure="fix its rights") from None
     foreign = call.tool != "wangen"
-    if not judge_file(script, own, toml) and not (foreign and _of_files_rate(toml.values)):
+    if not judge_file(script, own, toml) and not (foreign and _of_files_rate(toml.general, toml.blocks)):
         return None
     text, changes = _mended(script, toml, foreign)
     rest = judge(script, own, parse(path, text))
@@ -80,13 +80,11 @@ def _mended(script: Script, toml: Toml, foreign: bool) -> tuple[str, list[str]]:
         document = tomlkit.parse(text)
     except tomlkit.exceptions.ParseError as error:
         raise WangenError(f"the TOML cannot be mended: {error}", where=str(toml.path), cure="mend that line") from None
-    _tables(script, document, changes)
-    if foreign:
-        _every_frame(document, changes)
+    _tables(script, document, changes, foreign)
     return tomlkit.dumps(document), changes
 
 
-def _tables(script: Script, document: "TOMLDocument", changes: list[str]) -> None:
+def _tables(script: Script, document: "TOMLDocument", changes: list[str], foreign: bool) -> None:
     general: Any = document.get("general", {})
     blocks: Any = document.get("datasets", [])
     moved = general.pop("cache_directory", None) if isinstance(general, dict) else None
@@ -98,24 +96,14 @@ def _tables(script: Script, document: "TOMLDocument", changes: list[str]) -> Non
             _values(script, table, changes)
     for block in tables:
         _cache(block, moved, changes)
-
-
-def _of_files_rate(document: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The blocks of clips of which musubi-tuner takes every frame, and wangen those of the model's rate."""
-    general, blocks = document.get("general"), document.get("datasets")
-    if isinstance(general, dict) and "source_fps" in general:
-        return []
-    return [
-        block
-        for block in (blocks if isinstance(blocks, list) else [])
-        if isinstance(block, dict) and "source_fps" not in block and not block.keys().isdisjoint(_CLIPS)
-    ]
-
-
-def _every_frame(document: Mapping[str, Any], changes: list[str]) -> None:
-    for block in _of_files_rate(document):
+    for block in _of_files_rate(general if isinstance(general, dict) else {}, tables) if foreign else ():
         block["source_fps"] = _FPS
         changes.append(f"source_fps is {_FPS}: all frames, as musubi-tuner takes them")
+
+
+def _of_files_rate(general: Mapping[str, Any], blocks: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The blocks of clips of which musubi-tuner takes every frame, and wangen those of the model's rate."""
+    return [block for block in blocks if "source_fps" not in {*general, *block} and not block.keys().isdisjoint(_CLIPS)]
 
 
 def _values(script: Script, table: dict[str, Any], changes: list[str]) -> None:

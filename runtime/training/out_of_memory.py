@@ -6,7 +6,7 @@ from functools import partial
 import torch
 
 from wangen.generator.errors import WangenError
-from wangen.generator.memory import GIB, memory_plan, settings_of
+from wangen.generator.memory import GIB, memory_plan, packs, settings_of
 from wangen.generator.memory_changes import cheapest_changes, shared_out
 from wangen.generator.steps import Train
 from wangen.profiles import Model
@@ -72,7 +72,7 @@ def _cure(plan: Plan, together: int, alone: int, available: int | None) -> str:
     """What to change, where packed batches had so many tokens together, and the largest one so many."""
 
     def needed(options: Train) -> int:
-        tokens = together if options.pack and not options.plain else alone
+        tokens = together if packs(options) else alone
         return memory_plan(plan.model, settings_of(options, plan.shards), tokens=tokens).device
 
     changes = cheapest_changes(shared_out(plan.options, plan.shards), plan.model, needed, available)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from wangen.generator.adapter_settings import settings_of_flags
+from wangen.generator.memory import packs
 from wangen.generator.steps import Train
 from wangen.runtime.denoising import Velocity
 from wangen.runtime.devices import fixed_order
@@ -113,7 +114,7 @@ def _gradients(
         The losses and errors of this process's items; None when an interrupt came first.
     """
     losses, errors = [torch.zeros(0, device=run.device)], [torch.zeros(0, device=run.device)]
-    passes = _passes(group, run.ranks, pack=run.plan.options.pack and not run.plan.options.plain)
+    passes = _passes(group, run.ranks, pack=packs(run.plan.options))
     for number, (together, counted) in enumerate(passes, 1):
         if trainee.sharded:
             trainee.sharded.is_last_pass = number == len(passes)
