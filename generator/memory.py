@@ -315,7 +315,14 @@ def packs(options: Train) -> bool:
 
 
 def batches_of_a_pass(options: Train) -> int:
-    """How many batches go through the blocks together: where they are packed all that one process accumulates."""
+    """How many batches go through the blocks together: where they are packed all that one process accumulates.
+
+    >>> from dataclasses import replace
+    >>> from pathlib import Path
+    >>> run = Train(output_dir=Path("out"), output_name="cats", pack=True, gradient_accumulation_steps=4)
+    >>> batches_of_a_pass(run), batches_of_a_pass(replace(run, plain=True))
+    (4, 1)
+    """
     return options.gradient_accumulation_steps if packs(options) else 1
 
 
