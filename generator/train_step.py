@@ -226,6 +226,8 @@ class Train(DatasetStep):
     )  # fmt: skip
     compile: bool = flag("torch.compile for whole blocks, one graph for each shape; where that cannot be, for "
                          "their norms, rotations and gates", False, pinned=True)  # fmt: skip
+    cuda_graphs: bool = flag("replay the kernels of small steps (pictures, short clips) as CUDA graphs where memory "
+                             "allows: the same numbers sooner", True)  # fmt: skip
     plain: bool = flag("train through the library's own modules: the same numbers to rounding, slower", False,
                        pinned=True)  # fmt: skip
     cuda_allow_tf32: bool = flag("let float32 products round their operands to TF32", False, pinned=True)

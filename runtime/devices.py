@@ -99,6 +99,14 @@ def free_bytes(device: torch.device) -> int | None:
     return torch.cuda.mem_get_info(device)[0] + CONTEXT_BYTES if device.type == "cuda" else None
 
 
+def spare_bytes(device: torch.device) -> int:
+    """Bytes of a GPU that PyTorch may still fill: what is free, and what it holds beside its tensors."""
+    free, total = torch.cuda.mem_get_info(device)
+    reserved = torch.cuda.memory_reserved(device)
+    allowed = int(total * torch.cuda.get_per_process_memory_fraction(device)) - reserved
+    return min(free, allowed) + reserved - torch.cuda.memory_allocated(device)
+
+
 def require_compiler() -> None:
     """See that torch.compile can make kernels for the GPU, if there is one.
 

@@ -298,7 +298,7 @@ def test_every_training_flag_is_pinned_or_known_to_be_harmless():
         "base_weights max_train_epochs max_train_steps show_timesteps vram blocks_to_swap "
         "block_swap_ring_size use_pinned_memory_for_block_swap block_swap_h2d_only checkpointing_free_blocks "
         "max_data_loader_n_workers persistent_data_loader_workers disable_numpy_memmap img_in_txt_in_offloading "
-        "profile deterministic "
+        "profile deterministic cuda_graphs "
         "peak_tflops device gpus parallel max_restarts cache_mode cache_latents cache_latents_to_disk vae vae_dtype "
         "vae_cache_cpu decoder "
         "vae_device text_encoder_device clip t5 tokenizer "

@@ -11,8 +11,9 @@ Letters in shapes: B items, C channels, F h w of latents, N tokens of one item, 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ from wangen.runtime.fast.dit_compiled import WholeBlocks, step_tensors
 from wangen.runtime.fast.dit_elementwise import FUSED
 from wangen.runtime.fast.dit_linear import drops
 from wangen.runtime.fast.dit_shared import FastModel
-from wangen.runtime.fast.dit_text import text_rows
+from wangen.runtime.fast.dit_text import GRAPH_ROWS_STEP, text_rows
 from wangen.runtime.fast.dit_token_wise import cut
 from wangen.runtime.libraries import LoraLinear, WanTransformer3DModel
 from wangen.runtime.memory.blocks import BlockWeights
@@ -50,6 +51,17 @@ class Times:
 
     values: Tensor
     runs: tuple[int, ...]
+
+
+class StepInputs(NamedTuple):
+    """All tensors that a step's blocks take beside their weights: the tokens, and what `Tokens` says of them."""
+
+    hidden: Tensor
+    conditions: Tensor
+    text: Tensor
+    text_bias: Tensor | None
+    images: Tensor | None
+    rotations: Tensor
 
 
 class FastWan(FastModel):
@@ -129,7 +141,7 @@ class FastWan(FastModel):
             times = _times(timesteps, num_tokens, device)
             embedded, conditions = self._embed_times(times.values)
             tokens = self._tokens(sizes, num_tokens, times, texts, image_tokens)
-        hidden = self._blocks(self._traced(hidden), conditions, tokens)
+        hidden = self._through(self._traced(hidden), conditions, tokens)
         return self._head(hidden.to(dtype), embedded, tokens, sizes)
 
     def _sizes(self, latents: Tensor) -> Sizes:
@@ -181,7 +193,8 @@ class FastWan(FastModel):
     ) -> Tokens:
         embedder = self._transformer.condition_embedder
         device, dtype = times.values.device, self._transformer.patch_embedding.weight.dtype
-        rows = text_rows(texts, device, dtype, self._pad_copies())
+        step = GRAPH_ROWS_STEP if self._is_for_graphs(sum(num_tokens), self._dim) else None
+        rows = text_rows(texts, device, dtype, self._pad_copies(), step)
         images = None
         if image_tokens is not None:
             images = embedder.image_embedder(image_tokens.to(device, dtype))
@@ -198,9 +211,13 @@ class FastWan(FastModel):
         )
 
     def _num_pieces(self, num_tokens: int) -> int:
+        pieces = num_token_pieces(num_tokens, self._dim, self._transformer.config.ffn_dim)
+        return pieces if self._compute.tricks.pieces else 1
+
+    @property
+    def _dim(self) -> int:
         config = self._transformer.config
-        dim = config.num_attention_heads * config.attention_head_dim
-        return num_token_pieces(num_tokens, dim, config.ffn_dim) if self._compute.tricks.pieces else 1
+        return int(config.num_attention_heads * config.attention_head_dim)
 
     def _pad_copies(self) -> int:
         """Keys that stand for a text's padding; 0 keeps every row, as where each loses other numbers to dropout."""
@@ -220,6 +237,18 @@ class FastWan(FastModel):
         if len(self._rotations) > KEPT_ROTATIONS:
             del self._rotations[next(iter(self._rotations))]
         return table
+
+    def _through(self, hidden: Tensor, conditions: Tensor, tokens: Tokens) -> Tensor:
+        """What the blocks make of the tokens, (T, D) -> (T, D)."""
+
+        def blocks(inputs: StepInputs) -> Tensor:
+            own = replace(
+                tokens, text=inputs.text, text_bias=inputs.text_bias, images=inputs.images, rotations=inputs.rotations
+            )
+            return self._blocks(inputs.hidden, inputs.conditions, own)
+
+        inputs = StepInputs(hidden, conditions, tokens.text, tokens.text_bias, tokens.images, tokens.rotations)
+        return self._passed(inputs, (tokens.items, tokens.runs), blocks)
 
     def _blocks(self, hidden: Tensor, conditions: Tensor, tokens: Tokens) -> Tensor:
         modules = self._transformer.blocks

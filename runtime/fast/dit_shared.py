@@ -3,7 +3,7 @@
 T: tokens of the step, D: width of the model.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from wangen.runtime.fast.attention import Kernel, Stash
 from wangen.runtime.fast.dit_elementwise import Elementwise, elementwise_of
 from wangen.runtime.fast.dit_linear import Group, Layers
+from wangen.runtime.fast.graphs import SMALL_STEP, Graphs, Inputs
 from wangen.runtime.memory.blocks import BlockWeights
 from wangen.runtime.models.compute import Compute, Tricks
 
@@ -140,11 +141,35 @@ class FastModel:
         self._dtype = dtype
         self._elementwise = elementwise_of(compute, transformer.device)
         self._layers: dict[tuple[torch.dtype, torch.device], Layers] = {}
+        nvidia = transformer.device.type == "cuda" and torch.version.hip is None
+        stays = swap is None and not compute.offload and not compute.compile
+        self._graphs = Graphs(transformer) if compute.graphs and nvidia and stays else None
 
     @property
     def attention(self) -> str:
         """The name of the attention kernel."""
         return self._kernel.name
+
+    def _is_for_graphs(self, num_tokens: int, width: int) -> bool:
+        """Whether a step of so many tokens is one that waits for the processor, if its kernels are not replayed."""
+        return self._graphs is not None and num_tokens * width <= SMALL_STEP
+
+    def _passed(self, inputs: Inputs, key: Hashable, blocks: Callable[[Inputs], Tensor]) -> Tensor:
+        """What the blocks make of their inputs, (T, D), by a CUDA graph where that may be.
+
+        Args:
+            inputs: the tokens (T, D), and what there is beside them.
+            key: what of the step is no tensor.
+            blocks: inputs -> (T, D).
+        """
+        hidden = inputs[0]
+        assert hidden is not None
+        draws = self._transformer.training  # which is only where something drops out
+        if draws or not torch.is_grad_enabled() or any(one is not None and one.requires_grad for one in inputs):
+            return blocks(inputs)
+        if self._graphs is None or not self._is_for_graphs(*hidden.shape):
+            return blocks(inputs)
+        return self._graphs.run(inputs, key, blocks)
 
     def _layers_for(self, hidden: Tensor) -> Layers:
         """The linear layers as they are in the step that begins with these tokens."""

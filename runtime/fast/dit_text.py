@@ -21,6 +21,9 @@ from wangen.runtime.models.inputs import WAN_TEXT_ROWS
 GPU_ROWS_STEP = 8
 """The memory-efficient kernel of CUDA takes a bias only for such a number of keys."""
 
+GRAPH_ROWS_STEP = 64
+"""Rows of a recorded step: captions of many lengths share a graph."""
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -35,7 +38,9 @@ class Rows:
     bias: Tensor | None
 
 
-def text_rows(texts: Sequence[Tensor], device: torch.device, dtype: torch.dtype, copies: int) -> Rows:
+def text_rows(
+    texts: Sequence[Tensor], device: torch.device, dtype: torch.dtype, copies: int, step: int | None = None
+) -> Rows:
     """The rows of B texts (L_i, dim), on the device and in the dtype of the computation.
 
     Args:
@@ -43,6 +48,7 @@ def text_rows(texts: Sequence[Tensor], device: torch.device, dtype: torch.dtype,
         device: where they go.
         dtype: theirs.
         copies: keys that stand for the padding (`Kernel.pad_copies`); 0 pads to 512 rows, as the official code does.
+        step: there are as many rows as a multiple of it; None takes the fewest that the device's kernels take.
 
     Raises:
         WangenError: a text has more than 512 rows.
@@ -51,7 +57,7 @@ def text_rows(texts: Sequence[Tensor], device: torch.device, dtype: torch.dtype,
     if longest > WAN_TEXT_ROWS:
         raise WangenError(f"a text of {longest} rows, where Wan reads {WAN_TEXT_ROWS}",
                           cure="use the umT5-xxl encoder for caching and sampling")  # fmt: skip
-    step = GPU_ROWS_STEP if device.type == "cuda" else 1
+    step = step or (GPU_ROWS_STEP if device.type == "cuda" else 1)
     wanted = math.ceil((longest + copies) / step) * step
     num_rows = wanted if copies and wanted < WAN_TEXT_ROWS else WAN_TEXT_ROWS
     rows = torch.zeros(len(texts), num_rows, texts[0].shape[1], device=device, dtype=dtype)

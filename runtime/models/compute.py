@@ -43,6 +43,7 @@ class Compute:
         split_attention: attention runs for one item of the batch at a time.
         compile: torch.compile makes one function of a whole block, with static shapes: one for each bucket, shared by
             all blocks. Of blocks that cannot be had so (`fast/dit_compiled.py`) it makes norms, rotations and gates.
+        graphs: small steps are replayed as CUDA graphs, on NVIDIA's GPUs and where no weights come and go.
         plain: the library's own forward; `Tricks`, `selective`, `free_blocks` and block swap are then out of reach.
         tricks: the exact short cuts.
     """
@@ -53,5 +54,6 @@ class Compute:
     offload: bool = False
     split_attention: bool = False
     compile: bool = False
+    graphs: bool = False
     plain: bool = False
     tricks: Tricks = field(default_factory=Tricks)

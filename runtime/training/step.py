@@ -11,7 +11,8 @@ from wangen.generator.adapter_settings import settings_of_flags
 from wangen.generator.memory import packs
 from wangen.generator.steps import Train
 from wangen.runtime.denoising import Velocity
-from wangen.runtime.devices import fixed_order
+from wangen.runtime.devices import fixed_order, is_out_of_memory
+from wangen.runtime.fast import graphs
 from wangen.runtime.flow import flow_loss, loss_weight, noised, velocity
 from wangen.runtime.interrupt import Interrupt
 from wangen.runtime.loader import Batch
@@ -22,6 +23,9 @@ from wangen.runtime.training.prepared import DrawKey, Group, Prepared, on_device
 from wangen.runtime.training.ranks import Ranks
 from wangen.runtime.training.run import Run, Trainee
 from wangen.runtime.training.weight_norms import scale_weight_norms
+
+Pass = tuple[list[Prepared], int]
+"""The batches of a forward pass, and how many of their items count."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +79,8 @@ def optimizer_step(run: Run, trainee: Trainee, group: Group, factor: float, inte
         torch.OutOfMemoryError: nothing of the step is done.
     """
     options = run.plan.options
-    trainee.optimization.zero_grad()
-    found = _gradients(run, trainee, group, interrupt)
+    passes = _passes(group, run.ranks, pack=packs(options))
+    found = _gradients_anyhow(run, trainee, group, passes, interrupt)
     if found is None:
         return None
     losses, errors = found
@@ -105,8 +109,22 @@ def optimizer_step(run: Run, trainee: Trainee, group: Group, factor: float, inte
     )
 
 
+def _gradients_anyhow(
+    run: Run, trainee: Trainee, group: Group, passes: Sequence[Pass], interrupt: Interrupt
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """As `_gradients`, of nothing else; where memory is too small beside recorded graphs, without these."""
+    try:
+        trainee.optimization.zero_grad()
+        return _gradients(run, trainee, group, passes, interrupt)
+    except RuntimeError as error:
+        full = isinstance(error, torch.OutOfMemoryError) or is_out_of_memory(error)
+        if not (full and graphs.give_up()):
+            raise
+    return _gradients_anyhow(run, trainee, group, passes, interrupt)
+
+
 def _gradients(
-    run: Run, trainee: Trainee, group: Group, interrupt: Interrupt
+    run: Run, trainee: Trainee, group: Group, passes: Sequence[Pass], interrupt: Interrupt
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Add the step's gradients, of all processes, to those that are there.
 
@@ -114,7 +132,6 @@ def _gradients(
         The losses and errors of this process's items; None when an interrupt came first.
     """
     losses, errors = [torch.zeros(0, device=run.device)], [torch.zeros(0, device=run.device)]
-    passes = _passes(group, run.ranks, pack=packs(run.plan.options))
     for number, (together, counted) in enumerate(passes, 1):
         if trainee.sharded:
             trainee.sharded.is_last_pass = number == len(passes)
@@ -135,7 +152,7 @@ def _gradients(
     return torch.cat(losses), torch.cat(errors)
 
 
-def _passes(group: Group, ranks: Ranks, *, pack: bool) -> list[tuple[list[Prepared], int]]:
+def _passes(group: Group, ranks: Ranks, *, pack: bool) -> list[Pass]:
     """The batches of a step by forward pass, and how many items of each pass, the first ones, count.
 
     Where first frames are given, tokens have timesteps of their own and are never one sequence with others: what each

@@ -18,6 +18,7 @@ import torch
 
 from wangen.generator.errors import UsageError, many
 from wangen.generator.footage import video_of
+from wangen.runtime.fast import graphs
 from wangen.runtime.loader import CachedSample, Draw, read_batch
 from wangen.runtime.randomness import generator_for, seed_for
 from wangen.runtime.training.prepared import Prepared, clean_frames
@@ -295,6 +296,7 @@ def is_better(validation: Validation, best: float | None) -> bool:
 @contextlib.contextmanager
 def evaluating(module: torch.nn.Module) -> Iterator[None]:
     """While the block runs nothing drops out; then every module's mode is what it was."""
+    graphs.release()  # for the memory they hold, which longer clips or a decoder may want
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
     try:

@@ -13,6 +13,7 @@ model.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -41,6 +42,16 @@ class Item(NamedTuple):
     def sizes(self) -> list[int]:
         """Tokens of each picture."""
         return [height * width for _, height, width in self.shapes]
+
+
+class StepInputs(NamedTuple):
+    """All tensors that a step's blocks take beside their weights: the tokens, and what `Tokens` says of them."""
+
+    hidden: Tensor
+    times: Tensor
+    numbers: Tensor
+    picture_turns: Tensor
+    text_turns: Tensor
 
 
 class FastQwen(FastModel):
@@ -95,7 +106,7 @@ class FastQwen(FastModel):
                 pictures = transformer.img_in(patches)
                 hidden = torch.cat([pictures, transformer.txt_in(transformer.txt_norm(texts))])
                 times = self._embed_times(timesteps.to(device, torch.float32, non_blocking=True))
-            hidden = self._blocks(self._traced(hidden), times, tokens)
+            hidden = self._through(self._traced(hidden), times, tokens)
             return self._head(hidden.to(dtype), times[: len(items)], items)
 
     def _prefix_has_gradient(self) -> bool:
@@ -141,6 +152,16 @@ class FastQwen(FastModel):
             picture_turns=picture_turns,
             text_turns=text_turns,
         )
+
+    def _through(self, hidden: Tensor, times: Tensor, tokens: Tokens) -> Tensor:
+        """What the blocks make of the tokens, (T, D) -> (T, D)."""
+
+        def blocks(inputs: StepInputs) -> Tensor:
+            hidden, times, numbers, pictures, texts = inputs
+            return self._blocks(hidden, times, replace(tokens, times=numbers, picture_turns=pictures, text_turns=texts))
+
+        inputs = StepInputs(hidden, times, tokens.times, tokens.picture_turns, tokens.text_turns)
+        return self._passed(inputs, (tokens.pictures, tokens.texts, tokens.runs), blocks)
 
     def _blocks(self, hidden: Tensor, times: Tensor, tokens: Tokens) -> Tensor:
         modules, tricks = self._transformer.transformer_blocks, self._compute.tricks

@@ -1,0 +1,218 @@
+"""CUDA graphs of a step's blocks: what the processor hands to the GPU kernel by kernel is handed over at once.
+
+A step of small pictures is some ten thousand kernels, each done sooner than Python and PyTorch can start it: the GPU
+waits. So the blocks' forward pass and their backward pass are recorded, once for each shape of what goes in, and from
+then on replayed: the same kernels on the same addresses. What goes in is copied to where they read it; the gradients of
+the adapters are added to theirs, which stay where they are.
+
+A shape runs a few times without: kernels are compiled and chosen then, which no recording may do.
+"""
+
+import logging
+import weakref
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from wangen.runtime.devices import is_out_of_memory, spare_bytes
+from wangen.runtime.fast.dit_functions import anchor, apply
+
+log = logging.getLogger("wangen")
+
+Inputs = TypeVar("Inputs", bound=tuple[Tensor | None, ...])
+"""What goes into the blocks beside their weights: a named tuple, whose first are the tokens (T, D)."""
+
+SMALL_STEP = 16 * 1024**2
+"""Numbers, tokens by the width of the model, above which the GPU is what a step waits for: on an H200 1.3B gained
+nothing from 7,800 tokens on, 14B nothing from 4,096 on."""
+
+RUNS_BEFORE = 2
+"""Passes of a shape before it is recorded: it has to be compiled for, and a rare one is not worth a recording."""
+
+MOST_SHAPES = 32
+"""Each holds the arguments of some ten thousand kernels: 30 MB of the host's memory and 10 of the GPU's, for 1.3B."""
+
+BESIDE = 512 * 1024**2
+"""Bytes that have to be left for what a step does beside the blocks."""
+
+_all: "weakref.WeakSet[Graphs]" = weakref.WeakSet()
+
+
+def release() -> None:
+    """Let go of all graphs and their memory; they are recorded again when they are next wanted."""
+    for graphs in _all:
+        graphs.release()
+
+
+def give_up() -> bool:
+    """Let go of them for good, where memory is too small beside them.
+
+    Returns:
+        Whether there were any.
+    """
+    had = [graphs for graphs in _all if graphs.are_there]
+    for graphs in had:
+        graphs.give_up("too little memory is left beside them")
+    return bool(had)
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """The graphs of one shape.
+
+    Attributes:
+        inputs: where the forward pass reads.
+        output: where it writes, (T, D).
+        gradient: of the output, where the backward pass reads it.
+        forward: the graph of the forward pass.
+        backward: that of the backward pass.
+    """
+
+    inputs: Sequence[Tensor | None]
+    output: Tensor
+    gradient: Tensor
+    forward: torch.cuda.CUDAGraph
+    backward: torch.cuda.CUDAGraph
+
+    def run(self, inputs: Sequence[Tensor | None]) -> Tensor:
+        """The blocks' output (T, D), in the place where the next call writes its own."""
+        for place, tensor in zip(self.inputs, inputs, strict=True):
+            if place is not None and tensor is not None:
+                place.copy_(tensor)
+        self.forward.replay()
+        return self.output.detach()
+
+    def back(self, gradient: Tensor) -> None:
+        """Add the gradients of the last `run` to those of the adapters."""
+        self.gradient.copy_(gradient)
+        self.backward.replay()
+
+
+class Graphs:
+    """The graphs of one transformer's blocks.
+
+    Args:
+        transformer: its weights and the gradients of its adapters stay where they are between two steps; where they
+            have moved, the graphs are recorded anew.
+    """
+
+    def __init__(self, transformer: nn.Module) -> None:
+        self._transformer = transformer
+        self._runs: Counter[Hashable] = Counter()
+        self._recorded: dict[Hashable, Recorded] = {}
+        self._addresses: list[int] = []
+        self._pool: Any = None  # the graphs share their memory: no two are between their passes at once
+        self._pool_bytes = 0
+        self._open: weakref.ref[_Pass] | None = None
+        self._has_given_up = False
+        _all.add(self)
+
+    def run(self, inputs: Inputs, key: Hashable, blocks: Callable[[Inputs], Tensor]) -> Tensor:
+        """What `blocks` make of the inputs, (T, D), by a graph where there is one.
+
+        Args:
+            inputs: of which none has a gradient; some may be missing.
+            key: what of the step is no tensor, and makes another graph.
+            blocks: inputs -> (T, D).
+        """
+        recorded = self._graph_for(inputs, key, blocks)
+        if recorded is None:
+            return blocks(inputs)
+        one = _Pass()
+        self._open = weakref.ref(one)
+        output: Tensor = apply(_Replayed, anchor(recorded.output.device), recorded, one, *inputs)
+        return output
+
+    @property
+    def are_there(self) -> bool:
+        """Whether any is recorded."""
+        return bool(self._recorded)
+
+    def release(self) -> None:
+        """Let go of the graphs and their memory."""
+        self._recorded.clear()
+        self._pool, self._pool_bytes = None, 0
+
+    def give_up(self, reason: str) -> None:
+        """Let go of them and record no more."""
+        log.warning("  no CUDA graphs: %s; the steps are the same without, and slower", reason)
+        self.release()
+        self._has_given_up = True
+
+    def _graph_for(self, inputs: Inputs, key: Hashable, blocks: Callable[[Inputs], Tensor]) -> Recorded | None:
+        if self._has_given_up or (self._open is not None and self._open() is not None):
+            return None  # a pass that is still to go back would find what this one writes
+        key = key, *(None if one is None else (one.shape, one.dtype) for one in inputs)
+        self._runs[key] += 1
+        if self._runs[key] <= RUNS_BEFORE:
+            return None
+        if self._recorded and self._where() != self._addresses:
+            self.release()
+        if key not in self._recorded and len(self._recorded) < MOST_SHAPES:
+            self._record(inputs, key, blocks)
+        return self._recorded.get(key)
+
+    def _where(self) -> list[int]:
+        """The addresses of all weights and of the gradients there are."""
+        parameters = list(self._transformer.parameters())
+        tensors = [*parameters, *(one.grad for one in parameters if one.grad is not None)]
+        return [tensor.data_ptr() for tensor in tensors]
+
+    def _record(self, inputs: Inputs, key: Hashable, blocks: Callable[[Inputs], Tensor]) -> None:
+        """Record a shape; where that cannot be, or leaves no memory, none."""
+        if not self._recorded:
+            log.info("  small steps are replayed as CUDA graphs from here on (--no_cuda_graphs: they are not)")
+        try:
+            recorded = self._recording(inputs, blocks)
+        except RuntimeError as error:
+            is_full = isinstance(error, torch.OutOfMemoryError) or is_out_of_memory(error)
+            self.give_up("there is too little memory" if is_full else str(error).strip().splitlines()[0])
+            return
+        if spare_bytes(recorded.output.device) - self._pool_bytes < BESIDE:
+            self.give_up("too little memory would be left")
+            return
+        self._recorded[key] = recorded
+
+    def _recording(self, inputs: Inputs, blocks: Callable[[Inputs], Tensor]) -> Recorded:
+        places = [None if one is None else one.detach().clone() for one in inputs]
+        made: Callable[..., Inputs] = type(inputs)
+        forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        # Other threads may pin memory meanwhile, so their calls are none of a recording's business.
+        with torch.cuda.graph(forward, pool=self._pool, capture_error_mode="thread_local"):
+            before = torch.cuda.memory_reserved()
+            output = blocks(made(*places))
+            self._pool_bytes += torch.cuda.memory_reserved() - before
+        gradient = torch.empty_like(output)
+        with torch.cuda.graph(backward, pool=forward.pool(), capture_error_mode="thread_local"):
+            before = torch.cuda.memory_reserved()
+            torch.autograd.backward(output, gradient)
+            self._pool_bytes += torch.cuda.memory_reserved() - before
+        self._pool, self._addresses = forward.pool(), self._where()
+        return Recorded(places, output.detach(), gradient, forward, backward)
+
+
+class _Pass:
+    """A forward pass whose backward pass may still come: as long as this is there."""
+
+
+class _Replayed(torch.autograd.Function):
+    """The blocks by their graphs."""
+
+    @staticmethod
+    def forward(ctx: Any, _anchor: Tensor, recorded: Recorded, one: _Pass, *inputs: Tensor | None) -> Tensor:
+        """-> (T, D)."""
+        ctx.recorded, ctx.one = recorded, one
+        return recorded.run(inputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        """(T, D) -> nothing: what went in has no gradient, and those of the adapters are added to theirs."""
+        ctx.recorded.back(gradient)
+        ctx.one = None
+        return None, None, None, *(None for _ in ctx.recorded.inputs)
