@@ -78,7 +78,8 @@ class Row:
 
     def how(self) -> str:
         """Its flags as they are typed, and what has no flag."""
-        words = [f"--{name}" if value is True else f"--{name} {value}" for name, value in self.flags.items()]
+        words = [f"--{name} {value}" for name, value in self.flags.items() if not isinstance(value, bool)]
+        words += [f"--{'' if value else 'no_'}{name}" for name, value in self.flags.items() if isinstance(value, bool)]
         words += [f"batch {self.batch}"] if self.batch > 1 else []
         words += [] if self.cudnn is None else ["cuDNN first" if self.cudnn else "cuDNN last"]
         return " ".join(words) or "defaults"
@@ -94,6 +95,7 @@ def case_rows() -> Iterator[Row]:
     image = (512, 512, 1)
     yield Row(group="cases", task="t2v-1.3B", clip=VIDEO, quick=True)
     yield Row(group="cases", task="t2v-1.3B", clip=VIDEO, flags={"plain": True}, quick=True)
+    yield Row(group="cases", task="t2v-1.3B", clip=image, quick=True)
     yield Row(group="cases", task="t2v-14B", clip=(256, 256, 1), quick=True)
     yield Row(group="cases", task="t2v-14B", clip=(256, 256, 1), batch=4)
     yield Row(group="cases", task="t2v-14B", clip=image, quick=True)
@@ -111,6 +113,10 @@ def choice_rows() -> Iterator[Row]:
         yield Row(group="attention", task="t2v-1.3B", clip=VIDEO, flags={"attention": "sdpa"}, cudnn=cudnn, quick=True)
     for kernel in ("flash", "flash3", "xformers", "sage"):
         yield Row(group="attention", task="t2v-1.3B", clip=VIDEO, flags={"attention": kernel})
+    for task, clip in (("t2v-1.3B", image), ("t2v-14B", (256, 256, 1)), ("t2v-14B", image)):
+        yield Row(group="graphs", task=task, clip=clip, flags={"cuda_graphs": False}, quick=task == "t2v-1.3B")
+    yield Row(group="graphs", task="qwen-image-edit", clip=image)
+    yield Row(group="graphs", task="qwen-image-edit", clip=image, flags={"cuda_graphs": False})
     for task, clip in (("t2v-1.3B", VIDEO), ("t2v-14B", image)):
         yield Row(group="compile", task=task, clip=clip, flags={"compile": True}, quick=clip == VIDEO)
     selective = {"checkpointing": "selective"}
@@ -345,7 +351,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small sizes, to see that everything runs")
     parser.add_argument("--quick", action="store_true", help="the rows of a ten-minute run")
-    parser.add_argument("--only", default="", help="groups: cases,attention,compile,checkpointing,base,swap,presets")
+    parser.add_argument(
+        "--only", default="", help="groups: cases,attention,graphs,compile,checkpointing,base,swap,presets"
+    )
     parser.add_argument("--models", default="", help="model profiles, separated by commas")
     parser.add_argument("--peak_tflops", type=float, help="dense bfloat16 peak of a card that is not known")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds for a row")

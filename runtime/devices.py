@@ -100,11 +100,10 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def spare_bytes(device: torch.device) -> int:
-    """Bytes of a GPU that PyTorch may still fill: what is free, and what it holds beside its tensors."""
+    """Bytes of a GPU that PyTorch may still take, beside what it holds in reserve."""
     free, total = torch.cuda.mem_get_info(device)
-    reserved = torch.cuda.memory_reserved(device)
-    allowed = int(total * torch.cuda.get_per_process_memory_fraction(device)) - reserved
-    return min(free, allowed) + reserved - torch.cuda.memory_allocated(device)
+    allowed = int(total * torch.cuda.get_per_process_memory_fraction(device))
+    return min(free, allowed - torch.cuda.memory_reserved(device))
 
 
 def require_compiler() -> None:

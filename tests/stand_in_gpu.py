@@ -73,6 +73,7 @@ _lane.stand_in_run_until.argtypes = [ctypes.c_int64]
 _lane.stand_in_now.restype = ctypes.c_int64
 _lane.stand_in_beside.argtypes = [ctypes.c_bool, ctypes.c_int64]
 
+import stand_in_graphs  # noqa: E402
 import torch  # noqa: E402
 
 atexit.register(time.sleep, 0.2)  # the backward pass's thread still lets go of its tensors, and may not outlive Python
@@ -173,6 +174,7 @@ _ANSWERS = {
     "mem_get_info": (22 * GIB, 24 * GIB), "memory_allocated": GIB, "max_memory_allocated": GIB, "memory_reserved": GIB,
     "max_memory_reserved": GIB, "memory_stats": {}, "get_rng_state": torch.zeros(16, dtype=torch.uint8),
     "cudart": SimpleNamespace(cudaHostRegister=_always(0), cudaHostUnregister=_always(None)), "default_stream": _main,
+    "get_per_process_memory_fraction": 1.0,
 }  # fmt: skip
 for _name, _value in _ANSWERS.items():
     setattr(torch.cuda, _name, _always(_value))
@@ -180,7 +182,8 @@ for _name in ("_lazy_init", "set_device", "empty_cache", "ipc_collect", "reset_p
               "manual_seed_all", "set_rng_state", "set_per_process_memory_fraction"):  # fmt: skip
     setattr(torch.cuda, _name, _always(None))  # a function each: the compiler has a table of them
 for _name, _value in {"Stream": Stream, "Event": Event, "stream": _on, "current_stream": _current,
-                      "synchronize": _synchronize}.items():  # fmt: skip
+                      "synchronize": _synchronize, "CUDAGraph": stand_in_graphs.Graph,
+                      "graph": stand_in_graphs.recording}.items():  # fmt: skip
     setattr(torch.cuda, _name, _value)
 
 from wangen.runtime import devices  # noqa: E402

@@ -21,7 +21,7 @@ class Graph(TorchDispatchMode):
         super().__init__()
         self._calls: list[tuple[Callable, Any, Any, Any]] = []
         self._made: dict[int, torch.UntypedStorage] = {}
-        self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.num_replays = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -43,12 +43,13 @@ class Graph(TorchDispatchMode):
     def _note(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         if storage._cdata not in self._made and storage._cdata not in self._before:
-            self._before[storage._cdata] = storage, storage.clone()
+            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+            self._before[storage._cdata] = whole, whole.clone()
 
     def end(self) -> None:
         """Nothing was computed."""
-        for storage, before in self._before.values():
-            storage.copy_(before)
+        for whole, before in self._before.values():
+            whole.copy_(before)
         for _, args, _, result in self._calls:
             for tensor in _tensors(result):
                 fresh = tensor.untyped_storage()._cdata in self._made
@@ -91,4 +92,3 @@ def stand_in(patch: pytest.MonkeyPatch) -> None:
     """Put it in the place of PyTorch's."""
     patch.setattr(torch.cuda, "CUDAGraph", Graph)
     patch.setattr(torch.cuda, "graph", recording)
-    patch.setattr(torch.cuda, "memory_reserved", lambda *_: 0)

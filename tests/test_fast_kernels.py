@@ -15,6 +15,9 @@ if not (torch.version.cuda or torch.version.hip) or not torch.cuda.is_available(
 pytest.importorskip("triton", reason="triton is not installed: CI's part `kernels` has it")
 
 from wangen.runtime.fast import dit_kernels, dit_norms
+from wangen.runtime.memory.quantize import FORMS, pack
+from wangen.runtime.weights import unpack_kernels, unpacking
+from wangen.runtime.weights.quantized import Coding
 
 DEVICE = torch.device("cpu" if "TRITON_INTERPRET" in os.environ else "cuda")
 EPS = 0.1  # large enough to be seen
@@ -159,3 +162,74 @@ def test_without_triton_pytorch_computes(caplog, monkeypatch):
         assert dit_norms.kernels_on(torch.device("cuda", 0)) is None
     assert "Triton does not run here" in caplog.text
     dit_norms.kernels_on.cache_clear()
+
+
+# ---- weights of 8 bits -------------------------------------------------------------------------------------------
+
+OUTPUTS = [torch.float32, torch.bfloat16, torch.float16]
+silent = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, of bytes that are no numbers
+
+
+def as_stored(wide: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What a kernel writes of numbers in float32: Triton's interpreter cuts to bfloat16, where GPUs round."""
+    if dtype == torch.bfloat16 and DEVICE.type == "cpu":
+        return torch.where(wide.isnan(), wide, (wide.view(torch.int32) & -65536).view(torch.float32)).to(dtype)
+    return wide.to(dtype)
+
+
+@pytest.fixture
+def by_kernel(monkeypatch):
+    """Whether weights are unpacked by the kernel, to be set."""
+
+    def chosen(kernel: bool) -> None:
+        for module in ("memory.quantize", "weights.quantized"):
+            monkeypatch.setattr(f"wangen.runtime.{module}.unpacked", on_kernel if kernel else lambda *_: False)
+
+    def on_kernel(stored, scale, kind, out) -> bool:
+        unpack_kernels.unpack(stored, scale, unpack_kernels.KINDS[kind], out)
+        return True
+
+    return chosen
+
+
+@pytest.mark.parametrize("out", OUTPUTS, ids=str)
+@pytest.mark.parametrize("mode", ["fp8", "int8"])
+@pytest.mark.parametrize("shape", [(3, 64), (70, 320), (5, 48)], ids=str)  # of several programs, and odd blocks
+def test_quantised_weights_are_unpacked_to_the_same_bits(draw, by_kernel, mode, shape, out):
+    packed = pack(draw(*shape) * 3, mode)
+    found, wide = torch.empty(shape, dtype=out, device=DEVICE), torch.empty(shape, device=DEVICE)
+    by_kernel(True)
+    FORMS[mode].unpack(packed, found)
+    by_kernel(False)
+    FORMS[mode].unpack(packed, wide)
+    assert torch.equal(found, as_stored(wide, out))
+    assert found.abs().max() > 0
+
+
+@silent
+@pytest.mark.parametrize("out", OUTPUTS, ids=str)
+@pytest.mark.parametrize("kind", ["F8_E4M3", "F8_E5M2"])
+@pytest.mark.parametrize("shape", [(), (6, 1), (6, 2, 1)], ids=str)
+def test_weights_of_a_file_are_unpacked_to_the_same_bits(draw, by_kernel, kind, shape, out):
+    """All bytes, also those that are no finite numbers."""
+    stored = torch.arange(6 * 48, device=DEVICE).to(torch.int8).view(6, 48)
+    scale = draw(*shape).abs() * 1e-3 + 1e-4
+    by_kernel(True)
+    found = Coding(kind, (6, 48)).decode(stored, scale, out)
+    by_kernel(False)
+    wide = Coding(kind, (6, 48)).decode(stored, scale, torch.float32)
+    assert found.dtype == out
+    assert torch.equal(found.nan_to_num(7.0, 8.0, 9.0), as_stored(wide, out).nan_to_num(7.0, 8.0, 9.0))
+
+
+@silent
+def test_the_trial_refuses_kernels_that_unpack_wrong_numbers(monkeypatch):
+    unpacking._try(unpack_kernels, DEVICE)
+    monkeypatch.setattr(unpack_kernels, "KINDS", {"int8": 1})
+    with pytest.raises(ValueError, match="stored as int8 are wrong"):
+        unpacking._try(unpack_kernels, DEVICE)
+
+
+def test_weights_elsewhere_are_left_to_pytorch(monkeypatch):
+    monkeypatch.setattr(unpacking, "_kernels_on", lambda _: pytest.fail("no GPU"))
+    assert not unpacking.unpacked(torch.zeros(2, 2, dtype=torch.int8), torch.ones(1), "int8", torch.zeros(2, 2))

@@ -27,8 +27,9 @@ from wangen.runtime.fast.dit_compiled import WholeBlocks, step_tensors
 from wangen.runtime.fast.dit_elementwise import FUSED
 from wangen.runtime.fast.dit_linear import drops
 from wangen.runtime.fast.dit_shared import FastModel
-from wangen.runtime.fast.dit_text import GRAPH_ROWS_STEP, text_rows
+from wangen.runtime.fast.dit_text import rows_step, text_rows
 from wangen.runtime.fast.dit_token_wise import cut
+from wangen.runtime.fast.graphs import is_small
 from wangen.runtime.libraries import LoraLinear, WanTransformer3DModel
 from wangen.runtime.memory.blocks import BlockWeights
 from wangen.runtime.models.compute import Compute
@@ -193,7 +194,7 @@ class FastWan(FastModel):
     ) -> Tokens:
         embedder = self._transformer.condition_embedder
         device, dtype = times.values.device, self._transformer.patch_embedding.weight.dtype
-        step = GRAPH_ROWS_STEP if self._is_for_graphs(sum(num_tokens), self._dim) else None
+        step = rows_step(device, is_small=is_small(sum(num_tokens), self._dim))
         rows = text_rows(texts, device, dtype, self._pad_copies(), step)
         images = None
         if image_tokens is not None:

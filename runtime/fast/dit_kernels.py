@@ -1,26 +1,16 @@
 """Norms, rotations and gates on a GPU: one Triton kernel each, in place of up to a dozen of PyTorch's.
 
 They read and write each tensor once, compute in float32 and round once, as the functions of `dit_norms` that call
-them. Triton comes with PyTorch for Linux; on Windows it is the package triton-windows. Only `dit_norms` imports this
-module, and only where Triton is there. A kernel runs on the current device: each call makes that the tensors' own.
+them. A kernel runs on the current device: each call makes that the tensors' own.
 
 Letters in shapes: T tokens of all items, N tokens of one, D width of the model, W width of a norm: D, or the channels
 of a head.
 """
 
-import subprocess
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.errors import TritonError
-
-FAILURES = (
-    TritonError, subprocess.SubprocessError, RuntimeError, OSError, ImportError, ValueError, TypeError, AttributeError,
-    AssertionError, LookupError, Warning,
-)  # fmt: skip
-"""What Triton raises where its compiler, the C compiler that it calls, or the driver does not do."""
 
 
 @triton.jit

@@ -7,7 +7,6 @@ Letters in shapes: T tokens of all items, N tokens of one, D width of the model,
 """
 
 import functools
-import logging
 from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
@@ -16,8 +15,7 @@ import torch
 from torch import Tensor
 
 from wangen.runtime.fast.dit_functions import cast
-
-log = logging.getLogger("wangen")
+from wangen.runtime.kernels import working
 
 MOST_ROWS = 4096
 """Of long clips PyTorch's operations take so many tokens at a time for norms and rotations: the copies in float32 would
@@ -34,20 +32,8 @@ def kernels_for(tokens: Tensor) -> ModuleType | None:
 
 @functools.cache
 def kernels_on(device: torch.device) -> ModuleType | None:
-    """`dit_kernels`, if they run on a device: Triton is there, can compile, and gives what PyTorch gives."""
-    if device.type != "cuda":
-        return None
-    try:
-        from wangen.runtime.fast import dit_kernels
-    except (ImportError, OSError, RuntimeError, AttributeError) as error:  # not there, or half
-        _without(error)
-        return None
-    try:
-        _try(dit_kernels, device)
-    except dit_kernels.FAILURES as error:
-        _without(error)
-        return None
-    return dit_kernels
+    """`dit_kernels`, if they run on a device and give what PyTorch gives."""
+    return working("wangen.runtime.fast.dit_kernels", device, _try, "norms and gates")
 
 
 def _try(kernels: ModuleType, device: torch.device) -> None:
@@ -69,11 +55,6 @@ def _try(kernels: ModuleType, device: torch.device) -> None:
     kernels.gated(tokens, slopes, weight, slopes)
     if not slopes.isfinite().all():
         raise ValueError("a number is not finite")
-
-
-def _without(error: Exception) -> None:
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    log.info("norms and gates: PyTorch's own operations, which take longer; Triton does not run here (%s)", reason)
 
 
 def layer_norm(tokens: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Moments]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from wangen.runtime.fast.attention import Kernel, Stash
 from wangen.runtime.fast.dit_elementwise import Elementwise, elementwise_of
 from wangen.runtime.fast.dit_linear import Group, Layers
-from wangen.runtime.fast.graphs import SMALL_STEP, Graphs, Inputs
+from wangen.runtime.fast.graphs import Graphs, Inputs, is_small
 from wangen.runtime.memory.blocks import BlockWeights
 from wangen.runtime.models.compute import Compute, Tricks
 
@@ -150,10 +150,6 @@ class FastModel:
         """The name of the attention kernel."""
         return self._kernel.name
 
-    def _is_for_graphs(self, num_tokens: int, width: int) -> bool:
-        """Whether a step of so many tokens is one that waits for the processor, if its kernels are not replayed."""
-        return self._graphs is not None and num_tokens * width <= SMALL_STEP
-
     def _passed(self, inputs: Inputs, key: Hashable, blocks: Callable[[Inputs], Tensor]) -> Tensor:
         """What the blocks make of their inputs, (T, D), by a CUDA graph where that may be.
 
@@ -167,7 +163,7 @@ class FastModel:
         draws = self._transformer.training  # which is only where something drops out
         if draws or not torch.is_grad_enabled() or any(one is not None and one.requires_grad for one in inputs):
             return blocks(inputs)
-        if self._graphs is None or not self._is_for_graphs(*hidden.shape):
+        if self._graphs is None or not is_small(*hidden.shape):
             return blocks(inputs)
         return self._graphs.run(inputs, key, blocks)
 

@@ -38,9 +38,14 @@ class Rows:
     bias: Tensor | None
 
 
-def text_rows(
-    texts: Sequence[Tensor], device: torch.device, dtype: torch.dtype, copies: int, step: int | None = None
-) -> Rows:
+def rows_step(device: torch.device, *, is_small: bool) -> int:
+    """There are as many rows as a multiple of this; `is_small` of a step whose kernels are replayed, if they can be."""
+    if device.type != "cuda":
+        return 1
+    return GRAPH_ROWS_STEP if is_small else GPU_ROWS_STEP
+
+
+def text_rows(texts: Sequence[Tensor], device: torch.device, dtype: torch.dtype, copies: int, step: int = 1) -> Rows:
     """The rows of B texts (L_i, dim), on the device and in the dtype of the computation.
 
     Args:
@@ -48,7 +53,7 @@ def text_rows(
         device: where they go.
         dtype: theirs.
         copies: keys that stand for the padding (`Kernel.pad_copies`); 0 pads to 512 rows, as the official code does.
-        step: there are as many rows as a multiple of it; None takes the fewest that the device's kernels take.
+        step: there are as many rows as a multiple of it.
 
     Raises:
         WangenError: a text has more than 512 rows.
@@ -57,7 +62,6 @@ def text_rows(
     if longest > WAN_TEXT_ROWS:
         raise WangenError(f"a text of {longest} rows, where Wan reads {WAN_TEXT_ROWS}",
                           cure="use the umT5-xxl encoder for caching and sampling")  # fmt: skip
-    step = step or (GPU_ROWS_STEP if device.type == "cuda" else 1)
     wanted = math.ceil((longest + copies) / step) * step
     num_rows = wanted if copies and wanted < WAN_TEXT_ROWS else WAN_TEXT_ROWS
     rows = torch.zeros(len(texts), num_rows, texts[0].shape[1], device=device, dtype=dtype)

@@ -37,10 +37,22 @@ RUNS_BEFORE = 2
 MOST_SHAPES = 32
 """Each holds the arguments of some ten thousand kernels: 30 MB of the host's memory and 10 of the GPU's, for 1.3B."""
 
+MOST_MOVES = 4
+"""So often weights may be found elsewhere: what is recorded for a single step takes longer than the step."""
+
 BESIDE = 512 * 1024**2
 """Bytes that have to be left for what a step does beside the blocks."""
 
 _all: "weakref.WeakSet[Graphs]" = weakref.WeakSet()
+
+
+def is_small(num_tokens: int, width: int) -> bool:
+    """Whether a step of so many tokens waits for the processor, if its kernels are not replayed.
+
+    >>> is_small(1024, 5120), is_small(4096, 5120), is_small(7800, 1536), is_small(32760, 1536)
+    (True, False, True, False)
+    """
+    return num_tokens * width <= SMALL_STEP
 
 
 def release() -> None:
@@ -97,8 +109,8 @@ class Graphs:
     """The graphs of one transformer's blocks.
 
     Args:
-        transformer: its weights and the gradients of its adapters stay where they are between two steps; where they
-            have moved, the graphs are recorded anew.
+        transformer: its weights and the gradients of its adapters are where they were, step by step. Those of an expert
+            that was away may come back to other places: then its graphs are recorded anew, a few times.
     """
 
     def __init__(self, transformer: nn.Module) -> None:
@@ -106,8 +118,7 @@ class Graphs:
         self._runs: Counter[Hashable] = Counter()
         self._recorded: dict[Hashable, Recorded] = {}
         self._addresses: list[int] = []
-        self._pool: Any = None  # the graphs share their memory: no two are between their passes at once
-        self._pool_bytes = 0
+        self._num_moves = 0
         self._open: weakref.ref[_Pass] | None = None
         self._has_given_up = False
         _all.add(self)
@@ -136,7 +147,6 @@ class Graphs:
     def release(self) -> None:
         """Let go of the graphs and their memory."""
         self._recorded.clear()
-        self._pool, self._pool_bytes = None, 0
 
     def give_up(self, reason: str) -> None:
         """Let go of them and record no more."""
@@ -152,7 +162,11 @@ class Graphs:
         if self._runs[key] <= RUNS_BEFORE:
             return None
         if self._recorded and self._where() != self._addresses:
+            self._num_moves += 1
             self.release()
+            if self._num_moves > MOST_MOVES:
+                self.give_up("the weights are never where they were")
+                return None
         if key not in self._recorded and len(self._recorded) < MOST_SHAPES:
             self._record(inputs, key, blocks)
         return self._recorded.get(key)
@@ -173,7 +187,7 @@ class Graphs:
             is_full = isinstance(error, torch.OutOfMemoryError) or is_out_of_memory(error)
             self.give_up("there is too little memory" if is_full else str(error).strip().splitlines()[0])
             return
-        if spare_bytes(recorded.output.device) - self._pool_bytes < BESIDE:
+        if spare_bytes(recorded.output.device) < BESIDE:
             self.give_up("too little memory would be left")
             return
         self._recorded[key] = recorded
@@ -182,17 +196,15 @@ class Graphs:
         places = [None if one is None else one.detach().clone() for one in inputs]
         made: Callable[..., Inputs] = type(inputs)
         forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        # All share their memory, for no two are between their passes at once.
+        pool = next((one.forward.pool() for graphs in _all for one in graphs._recorded.values()), None)
         # Other threads may pin memory meanwhile, so their calls are none of a recording's business.
-        with torch.cuda.graph(forward, pool=self._pool, capture_error_mode="thread_local"):
-            before = torch.cuda.memory_reserved()
+        with torch.cuda.graph(forward, pool=pool, capture_error_mode="thread_local"):
             output = blocks(made(*places))
-            self._pool_bytes += torch.cuda.memory_reserved() - before
         gradient = torch.empty_like(output)
         with torch.cuda.graph(backward, pool=forward.pool(), capture_error_mode="thread_local"):
-            before = torch.cuda.memory_reserved()
             torch.autograd.backward(output, gradient)
-            self._pool_bytes += torch.cuda.memory_reserved() - before
-        self._pool, self._addresses = forward.pool(), self._where()
+        self._addresses = self._where()
         return Recorded(places, output.detach(), gradient, forward, backward)
 
 

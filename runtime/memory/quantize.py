@@ -25,6 +25,7 @@ from torch import nn
 from wangen.generator.errors import WangenError
 from wangen.runtime.memory.blocks import blocks_of, in_a_block
 from wangen.runtime.weights.quantized import Coding, DequantizingLinear, QuantizedLinear
+from wangen.runtime.weights.unpacking import INTEGER, unpacked
 
 Mode = Literal["fp8", "int8", "nf4"]
 BLOCK = 64
@@ -93,11 +94,13 @@ def _pack_nf4(weight: torch.Tensor) -> Packed:
 
 
 def _unpack_fp8(packed: Packed, out: torch.Tensor) -> None:
-    _scale(packed.numbers.view(torch.float8_e4m3fn), packed.scale, out)
+    if not unpacked(packed.numbers, packed.scale, "F8_E4M3", out):
+        _scale(packed.numbers.view(torch.float8_e4m3fn), packed.scale, out)
 
 
 def _unpack_int8(packed: Packed, out: torch.Tensor) -> None:
-    _scale(packed.numbers, packed.scale, out)
+    if not unpacked(packed.numbers, packed.scale, INTEGER, out):
+        _scale(packed.numbers, packed.scale, out)
 
 
 def _scale(numbers: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:

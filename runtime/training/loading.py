@@ -52,8 +52,8 @@ SMALL_FILES_BYTES = 1 << 20
 """For the headers and manifests of what a run saves."""
 
 
-def compute_of(options: Train, *, parked: bool = False) -> Compute:
-    """How the flags, with the presets filled in, want a step to run; the weights of `parked` experts come and go."""
+def compute_of(options: Train) -> Compute:
+    """How the flags, with the presets filled in, want a step to run."""
     assert options.checkpointing is not None
     return Compute(
         attention=options.attention,
@@ -62,7 +62,7 @@ def compute_of(options: Train, *, parked: bool = False) -> Compute:
         offload=bool(options.gradient_checkpointing_cpu_offload),
         split_attention=options.split_attn,
         compile=options.compile,
-        graphs=options.cuda_graphs and options.cache_mode != "realtime" and not parked,
+        graphs=options.cuda_graphs and options.cache_mode != "realtime",
         plain=options.plain,
     )
 
@@ -93,8 +93,7 @@ def load_trainee(
         parameters = add_adapter(transformer, options, plan.model, expert.name)
     # What drops out does so in this mode only; peft's LoHa and LoKr draw from global state in it, asked or not.
     transformer.train(options.train_mode == "lora" and settings(options, expert.name).draws)
-    parked = options.offload_inactive_dit and len(plan.experts) > 1
-    compute = compute_of(options, parked=parked)
+    compute, parked = compute_of(options), options.offload_inactive_dit and len(plan.experts) > 1
     if parked and not compute.plain:
         lay_resident_groups(transformer, swapped, compute.free_blocks)
     sharded = weights or (_in_parts(transformer, mesh, device, ranks) if mesh else None)

@@ -22,6 +22,7 @@ from wangen.generator.formats.raw import read_raw
 from wangen.generator.formats.strict_json import parse_json
 from wangen.runtime.dtypes import FLOAT8
 from wangen.runtime.weights.reading import read_bytes, read_tensor
+from wangen.runtime.weights.unpacking import unpacked
 
 OTHER_TYPE = "get the file in another quantisation, or in fp16"
 
@@ -57,6 +58,9 @@ class Coding:
         weight = self._shaped(stored.view(FLOAT8[self.dtype]))
         if scale is None:
             return weight.to(dtype)
+        out = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+        if unpacked(stored, scale, self.dtype, out):
+            return out
         if scale.ndim == 3:
             rows, blocks = scale.shape[:2]
             return (weight.float().reshape(rows, blocks, -1) * scale).reshape(weight.shape).to(dtype)
