@@ -15,6 +15,7 @@ if not (torch.version.cuda or torch.version.hip) or not torch.cuda.is_available(
 pytest.importorskip("triton", reason="triton is not installed: CI's part `kernels` has it")
 
 from wangen.runtime.fast import dit_kernels, dit_norms
+from wangen.runtime.memory import quantize
 from wangen.runtime.memory.quantize import FORMS, pack
 from wangen.runtime.weights import unpack_kernels, unpacking
 from wangen.runtime.weights.quantized import Coding
@@ -184,6 +185,11 @@ def by_kernel(monkeypatch):
     def chosen(kernel: bool) -> None:
         for module in ("memory.quantize", "weights.quantized"):
             monkeypatch.setattr(f"wangen.runtime.{module}.unpacked", on_kernel if kernel else lambda *_: False)
+        monkeypatch.setattr(quantize, "unpacked_pairs", pairs_on_kernel if kernel else lambda *_: False)
+
+    def pairs_on_kernel(*words) -> bool:
+        unpack_kernels.unpack_pairs(*words)
+        return True
 
     def on_kernel(stored, scale, kind, out) -> bool:
         unpack_kernels.unpack(stored, scale, unpack_kernels.KINDS[kind], out)
@@ -193,7 +199,7 @@ def by_kernel(monkeypatch):
 
 
 @pytest.mark.parametrize("out", OUTPUTS, ids=str)
-@pytest.mark.parametrize("mode", ["fp8", "int8"])
+@pytest.mark.parametrize("mode", FORMS)
 @pytest.mark.parametrize("shape", [(3, 64), (70, 320), (5, 48)], ids=str)  # of several programs, and odd blocks
 def test_quantised_weights_are_unpacked_to_the_same_bits(draw, by_kernel, mode, shape, out):
     packed = pack(draw(*shape) * 3, mode)
@@ -227,6 +233,10 @@ def test_the_trial_refuses_kernels_that_unpack_wrong_numbers(monkeypatch):
     unpacking._try(unpack_kernels, DEVICE)
     monkeypatch.setattr(unpack_kernels, "KINDS", {"int8": 1})
     with pytest.raises(ValueError, match="stored as int8 are wrong"):
+        unpacking._try(unpack_kernels, DEVICE)
+    monkeypatch.undo()
+    monkeypatch.setattr(unpack_kernels, "unpack_pairs", lambda *words: words[-1].zero_())
+    with pytest.raises(ValueError, match="in pairs are wrong"):
         unpacking._try(unpack_kernels, DEVICE)
 
 

@@ -12,6 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+NUMBERS = 2048
+"""Of narrow norms so many numbers make a program: one of 128 would be done before it is started."""
+
 
 @triton.jit
 def _layer_norm(tokens, weight, bias, output, means, reciprocals, width, eps, BLOCK: tl.constexpr):
@@ -45,51 +48,53 @@ def _layer_norm_back(gradient, tokens, means, reciprocals, weight, output, width
 
 
 @triton.jit
-def _turned(channels, angles, width, pairs, sign, HALF: tl.constexpr):
+def _turned(channels, angles, width, pairs, sign, PARTS: tl.constexpr, HALF: tl.constexpr):
     """Pairs of neighbours turned by a position's angles, given as cosines and sines in turn; back if the sign is -1."""
     pair = tl.arange(0, HALF)
     inside = pair < width // 2
-    cosine = tl.load(angles + pair % pairs * 2, mask=inside, other=0.0)
-    sine = tl.load(angles + pair % pairs * 2 + 1, mask=inside, other=0.0) * sign
-    one, other = tl.split(tl.reshape(channels, (HALF, 2)))
-    return tl.reshape(tl.join(one * cosine - other * sine, one * sine + other * cosine), (2 * HALF,))
+    cosine = tl.load(angles + pair % pairs * 2, mask=inside, other=0.0)[None, :]
+    sine = tl.load(angles + pair % pairs * 2 + 1, mask=inside, other=0.0)[None, :] * sign
+    one, other = tl.split(tl.reshape(channels, (PARTS, HALF, 2)))
+    return tl.reshape(tl.join(one * cosine - other * sine, one * sine + other * cosine), (PARTS, 2 * HALF))
 
 
 @triton.jit
 def _rms_rotary(
     inputs, weight, table, output, reciprocals, width, parts, weights, stride, period, pairs, eps,
-    ROTATES: tl.constexpr, HALF: tl.constexpr,
+    ROTATES: tl.constexpr, PARTS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1)
-    columns = tl.arange(0, 2 * HALF)
-    x = tl.load(inputs + row * stride + part * width + columns, mask=columns < width, other=0.0).to(tl.float32)
-    reciprocal = 1.0 / tl.sqrt(tl.sum(x * x, 0) / width + eps)
-    scale = tl.load(weight + (part % weights) * width + columns, mask=columns < width, other=0.0).to(tl.float32)
-    y = x * reciprocal * scale
+    part = tl.program_id(1) * PARTS + tl.arange(0, PARTS)
+    columns = tl.arange(0, 2 * HALF)[None, :]
+    place, inside = part[:, None] * width + columns, (part[:, None] < parts) & (columns < width)
+    x = tl.load(inputs + row * stride + place, mask=inside, other=0.0).to(tl.float32)
+    reciprocal = 1.0 / tl.sqrt(tl.sum(x * x, 1) / width + eps)
+    scale = tl.load(weight + (part[:, None] % weights) * width + columns, mask=inside, other=0.0).to(tl.float32)
+    y = x * reciprocal[:, None] * scale
     if ROTATES:
-        y = _turned(y, table + (row % period) * pairs * 2, width, pairs, 1.0, HALF)
-    tl.store(output + (row * parts + part) * width + columns, y, mask=columns < width)
-    tl.store(reciprocals + row * parts + part, reciprocal)
+        y = _turned(y, table + (row % period) * pairs * 2, width, pairs, 1.0, PARTS, HALF)
+    tl.store(output + row * parts * width + place, y, mask=inside)
+    tl.store(reciprocals + row * parts + part, reciprocal, mask=part < parts)
 
 
 @triton.jit
 def _rms_rotary_back(
     gradient, inputs, reciprocals, weight, table, output, width, parts, weights, stride, period, pairs,
-    ROTATES: tl.constexpr, HALF: tl.constexpr,
+    ROTATES: tl.constexpr, PARTS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1)
-    columns = tl.arange(0, 2 * HALF)
-    slope = tl.load(gradient + (row * parts + part) * width + columns, mask=columns < width, other=0.0).to(tl.float32)
+    part = tl.program_id(1) * PARTS + tl.arange(0, PARTS)
+    columns = tl.arange(0, 2 * HALF)[None, :]
+    place, inside = part[:, None] * width + columns, (part[:, None] < parts) & (columns < width)
+    slope = tl.load(gradient + row * parts * width + place, mask=inside, other=0.0).to(tl.float32)
     if ROTATES:
-        slope = _turned(slope, table + (row % period) * pairs * 2, width, pairs, -1.0, HALF)
-    slope *= tl.load(weight + (part % weights) * width + columns, mask=columns < width, other=0.0).to(tl.float32)
-    x = tl.load(inputs + row * stride + part * width + columns, mask=columns < width, other=0.0).to(tl.float32)
-    reciprocal = tl.load(reciprocals + row * parts + part)
-    along = tl.sum(slope * x, 0) * reciprocal * reciprocal * reciprocal / width
-    y = slope * reciprocal - x * along
-    tl.store(output + (row * parts + part) * width + columns, y, mask=columns < width)
+        slope = _turned(slope, table + (row % period) * pairs * 2, width, pairs, -1.0, PARTS, HALF)
+    slope *= tl.load(weight + (part[:, None] % weights) * width + columns, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(inputs + row * stride + place, mask=inside, other=0.0).to(tl.float32)
+    reciprocal = tl.load(reciprocals + row * parts + part, mask=part < parts, other=0.0)
+    along = tl.sum(slope * x, 1) * reciprocal * reciprocal * reciprocal / width
+    y = slope * reciprocal[:, None] - x * along[:, None]
+    tl.store(output + row * parts * width + place, y, mask=inside)
 
 
 @triton.jit
@@ -131,14 +136,13 @@ def layer_norm_back(gradient: Tensor, tokens: Tensor, means: Tensor, reciprocals
 def rms_rotary(inputs: Tensor, weight: Tensor, table: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     """As `dit_norms.rms_rotary`."""
     inputs, weight = _rows(inputs), weight.contiguous()
-    rows, parts, numbers, half = _sizes(inputs, weight, table)
+    grid, parts, numbers, tile = _sizes(inputs, weight, table)
     output = inputs.new_empty(inputs.shape)
-    reciprocals = inputs.new_empty((rows, parts, 1), dtype=torch.float32)
+    reciprocals = inputs.new_empty((len(inputs), parts, 1), dtype=torch.float32)
     with torch.cuda.device_of(inputs):
-        _rms_rotary[rows, parts](
-            inputs, weight, _real(table, inputs), output, reciprocals, *numbers, eps,
-            ROTATES=table is not None, HALF=half, **_warps(2 * half),
-        )  # fmt: skip
+        _rms_rotary[grid](
+            inputs, weight, _real(table, inputs), output, reciprocals, *numbers, eps, ROTATES=table is not None, **tile
+        )
     return output, reciprocals
 
 
@@ -147,12 +151,12 @@ def rms_rotary_back(
 ) -> Tensor:
     """As `dit_norms.rms_rotary_back`."""
     inputs, weight = _rows(inputs), weight.contiguous()
-    rows, parts, numbers, half = _sizes(inputs, weight, table)
+    grid, _, numbers, tile = _sizes(inputs, weight, table)
     output = inputs.new_empty(inputs.shape)
     with torch.cuda.device_of(inputs):
-        _rms_rotary_back[rows, parts](
+        _rms_rotary_back[grid](
             gradient.contiguous(), inputs, reciprocals, weight, _real(table, inputs), output, *numbers,
-            ROTATES=table is not None, HALF=half, **_warps(2 * half),
+            ROTATES=table is not None, **tile,
         )  # fmt: skip
     return output
 
@@ -173,13 +177,19 @@ def _rows(inputs: Tensor) -> Tensor:
     return inputs if inputs.stride(1) == 1 else inputs.contiguous()
 
 
-def _sizes(inputs: Tensor, weight: Tensor, table: Tensor | None) -> tuple[int, int, tuple[int, ...], int]:
-    """Rows, parts of a row with a norm each, the kernels' numbers, and half the columns that a program looks at."""
-    rows, width = len(inputs), weight.shape[-1]
-    parts = inputs.shape[1] // width
+def _sizes(
+    inputs: Tensor, weight: Tensor, table: Tensor | None
+) -> tuple[tuple[int, int], int, tuple[int, ...], dict[str, int]]:
+    """The programs, parts of a row with a norm each, the kernels' numbers, and what a program looks at: one part, or
+    several narrow ones, such as heads, in one row.
+    """
+    width = weight.shape[-1]
+    parts, columns = inputs.shape[1] // width, _power_of_2(width)
     period, pairs = (1, 1) if table is None else table.shape
     numbers = (width, parts, weight.numel() // width, inputs.stride(0), period, pairs)
-    return rows, parts, numbers, _power_of_2(width) // 2
+    together = max(1, min(_power_of_2(parts), NUMBERS // columns))
+    grid = len(inputs), triton.cdiv(parts, together)
+    return grid, parts, numbers, {"PARTS": together, "HALF": columns // 2, **_warps(together * columns)}
 
 
 def _real(table: Tensor | None, inputs: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from torch import nn
 from wangen.generator.errors import WangenError
 from wangen.runtime.memory.blocks import blocks_of, in_a_block
 from wangen.runtime.weights.quantized import Coding, DequantizingLinear, QuantizedLinear
-from wangen.runtime.weights.unpacking import INTEGER, unpacked
+from wangen.runtime.weights.unpacking import INTEGER, unpacked, unpacked_pairs
 
 Mode = Literal["fp8", "int8", "nf4"]
 BLOCK = 64
@@ -113,6 +113,8 @@ def _scale(numbers: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> Non
 
 
 def _unpack_nf4(packed: Packed, out: torch.Tensor) -> None:
+    if unpacked_pairs(packed.numbers, packed.scale, _nf4_numbers(out.device), out):
+        return
     functional = _bitsandbytes(out.device) if out.is_cuda and out.shape[1] % BLOCK == 0 else None
     if functional is not None:
         _unpack_with_bitsandbytes(functional, packed, out)

@@ -1,4 +1,4 @@
-"""Weights of 8 bits made floats on a GPU, in one Triton kernel: each byte is read once, each number written once."""
+"""Weights of 8 and 4 bits made floats on a GPU, by one Triton kernel for each form: all is read and written once."""
 
 import torch
 import triton
@@ -31,6 +31,36 @@ def _unpack(stored, scales, output, number, PER_SCALE: tl.constexpr, KIND: tl.co
     else:
         weight *= tl.load(scales + place // PER_SCALE, mask=inside, other=0.0).to(tl.float32)
     tl.store(output + place, weight.to(output.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _unpack_pairs(stored, scales, table, output, number, PER_SCALE: tl.constexpr, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < number
+    pair = tl.load(stored + place, mask=inside, other=0).to(tl.int32)
+    scale = tl.load(scales + place // PER_SCALE, mask=inside, other=0.0).to(tl.float32)
+    one = tl.load(table + ((pair >> 4) & 15)) * scale
+    other = tl.load(table + (pair & 15)) * scale
+    places = tl.program_id(0).to(tl.int64) * (2 * BLOCK) + tl.arange(0, 2 * BLOCK)
+    both = tl.reshape(tl.join(one, other), (2 * BLOCK,))
+    tl.store(output + places, both.to(output.dtype.element_ty), mask=places < 2 * number)
+
+
+def unpack_pairs(stored: Tensor, scale: Tensor, table: Tensor, out: Tensor) -> None:
+    """As `unpack`, of bytes that are two numbers of a table each: that in the upper half comes first.
+
+    Args:
+        stored: of int8 or uint8, half as many as `out` has numbers.
+        scale: as many as there are equal runs of the numbers, in float32 or bfloat16.
+        table: (16,) in float32.
+        out: contiguous, of float32, float16 or bfloat16.
+    """
+    number = stored.numel()
+    with torch.cuda.device_of(out):
+        _unpack_pairs[triton.cdiv(number, BLOCK // 2),](
+            stored.contiguous(), scale.contiguous(), table, out, number, PER_SCALE=number // scale.numel(),
+            BLOCK=BLOCK // 2, num_warps=4,
+        )  # fmt: skip
 
 
 def unpack(stored: Tensor, scale: Tensor, kind: int, out: Tensor) -> None:
