@@ -13,4 +13,7 @@ def open_video(path: Path) -> Any:
         WangenError: PyAV is not installed.
         av.FFmpegError, OSError: it cannot be read.
     """
-    return require_library("av").open(str(path), metadata_errors="replace")
+    av = require_library("av")
+    # From 19 on it has no such word, and takes whatever metadata holds.
+    words = {"metadata_errors": "replace"} if int(av.__version__.partition(".")[0]) < 19 else {}
+    return av.open(str(path), **words)

@@ -2,8 +2,9 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend
 
-from wangen.runtime.fast import attention, attention_pieces
+from wangen.runtime.fast import attention, attention_pieces, cudnn_trial
 from wangen.runtime.fast.attention import choose_kernel, pad_biases
 
 NAMES = ("auto", "sdpa", "flash", "flash3", "xformers", "sage")
@@ -186,7 +187,14 @@ def test_cudnn_comes_first_on_hopper_only(monkeypatch):
         return attend(*tensors, attn_mask=attn_mask)
 
     monkeypatch.setattr(functional, "scaled_dot_product_attention", spy)
-    for capability, first in (((9, 0), SDPBackend.CUDNN_ATTENTION.value), ((8, 9), usual[0]), ((12, 0), usual[0])):
+    asked: list[Any] = []
+    for capability, right, first in (
+        ((9, 0), True, SDPBackend.CUDNN_ATTENTION.value),
+        ((9, 0), False, SDPBackend.FLASH_ATTENTION.value),
+        ((8, 9), False, usual[0]),
+        ((12, 0), False, usual[0]),
+    ):
+        monkeypatch.setattr(cudnn_trial, "is_right", lambda *words, right=right: asked.append(words) or right)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device=None, it=capability: it)
         attention._choose.cache_clear()
         kernel = choose_kernel("sdpa", cuda, torch.bfloat16)
@@ -197,10 +205,49 @@ def test_cudnn_comes_first_on_hopper_only(monkeypatch):
         kernel(*tensors, torch.zeros(2, 1, 1, 40, device="meta"))
         assert orders.pop() == usual
         assert torch._C._get_sdp_priority_order() == usual
+    assert set(asked) == {(torch.device("meta"), torch.float32, 40, 40, 32)}  # of Hopper alone
     monkeypatch.setattr(torch.version, "hip", "6.4")  # its cards have such capabilities too
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device=None: (9, 0))
     attention._choose.cache_clear()
     assert not choose_kernel("sdpa", cuda, torch.bfloat16).cudnn_first
+
+
+@pytest.mark.parametrize("wrong", [None, *range(4), "nan", "raises"])
+def test_cudnn_is_asked_for_shapes_of_which_it_is_right(wrong, monkeypatch, caplog):
+    """The results of the kernels are made up: cuDNN needs a GPU."""
+    given = []
+
+    def results(backends: Sequence[SDPBackend], tensors: list[Tensor], slope: Tensor) -> list[Tensor]:
+        given.append([slope.shape, *(tensor.shape for tensor in tensors)])
+        if backends != [SDPBackend.CUDNN_ATTENTION]:
+            return [torch.ones(8) for _ in range(4)]
+        if wrong == "raises":
+            raise RuntimeError("No available kernel")
+        found = [torch.ones(8).mul_(1.01) for _ in range(4)]
+        if wrong == "nan":
+            found[2][3] = math.nan
+        elif wrong is not None:
+            found[wrong][:2] = 1.2
+        return found
+
+    monkeypatch.setattr(cudnn_trial, "_results", results)
+    cudnn_trial.is_right.cache_clear()
+    for _ in range(2):
+        assert cudnn_trial.is_right(CPU, torch.bfloat16, 40, 50, 32) == (wrong is None)
+    assert given[0] == [(1, 2, 40, 32), (1, 2, 40, 32), (1, 2, 50, 32), (1, 2, 50, 32)]
+    assert len(given) == (1 if wrong == "raises" else 2)  # once for each shape
+    said = ["  attention of 40 tokens to 50: cuDNN's is wrong on this card; FlashAttention takes its place"]
+    assert caplog.messages == ([] if wrong in (None, "raises") else said)
+    cudnn_trial.is_right.cache_clear()
+
+
+def test_the_results_that_are_compared_are_attention_s():
+    tensors = [tensor.detach() for tensor in inputs(torch.float64)]
+    slope = torch.randn(tensors[0].shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    found = cudnn_trial._results([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], tensors, slope)
+    leaves = [tensor.requires_grad_() for tensor in tensors]
+    output = exact(*leaves)
+    assert off(found, [output.detach(), *torch.autograd.grad(output, leaves, slope)]) < 1e-12
 
 
 def test_with_a_bias_the_efficient_kernel_comes_first_on_a_gpu():

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from wangen.runtime.fast import cudnn_trial
 from wangen.runtime.fast.attention_operators import (
     ForwardOnly,
     Function,
@@ -28,7 +29,7 @@ from wangen.runtime.fast.attention_operators import (
 from wangen.runtime.fast.attention_pieces import in_pieces, num_pieces
 from wangen.runtime.fast.attention_stash import Stash
 
-__all__ = ["MODULES", "PACKAGES", "Kernel", "Stash", "choose_kernel", "pad_biases", "sdpa_priority", "try_kernel"]
+__all__ = ["MODULES", "PACKAGES", "Kernel", "Stash", "choose_kernel", "pad_biases", "try_kernel"]
 
 log = logging.getLogger("wangen")
 
@@ -44,6 +45,9 @@ _AUTO = ("flash3", "flash")
 _CUDNN_FIRST = [
     SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH,
 ]  # fmt: skip
+_FLASH_FIRST = [
+    SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH,
+]  # fmt: skip
 _EFFICIENT_FIRST = [
     SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH,
 ]  # fmt: skip
@@ -57,7 +61,7 @@ class Kernel:
         name: sdpa, flash, flash3, xformers or sage.
         function: the package's own; None for sdpa.
         has_gradient: `function` is differentiable by itself.
-        cudnn_first: SDPA prefers cuDNN to FlashAttention.
+        cudnn_first: SDPA prefers cuDNN to FlashAttention, for shapes of which it is right.
         pad_copies: keys that stand for the collapsed padding of a text, an argument of `pad_biases`: 1 where a bias is
             taken in float32, 3 where it is rounded to 16 bits.
         widens: SDPA computes bfloat16 in float32: on NVIDIA's cards before Ampere none of its kernels takes bfloat16,
@@ -117,7 +121,7 @@ class Kernel:
         if self.function is not None and not self.has_gradient:
             return attend(query, key, value, ForwardOnly(self.function, self._sdpa), stash)
         dtype, (query, key, value) = query.dtype, self._widened(query, key, value)
-        with sdpa_priority(self.cudnn_first):
+        with self.priority(query.device, query.dtype, query.shape[2], key.shape[2], query.shape[3]):
             operator = operator_for(query, key, value)
         output = self(query, key, value) if operator is None else attend(query, key, value, operator, stash)
         return output.to(dtype)
@@ -158,6 +162,23 @@ class Kernel:
             return None
         return operator_for(query, key, value, bias)
 
+    def priority(
+        self, device: torch.device, dtype: torch.dtype, queries: int, keys: int, channels: int
+    ) -> contextlib.AbstractContextManager[None]:
+        """While it runs SDPA prefers one of its kernels; what cannot run is passed over.
+
+        Args:
+            device: where it runs.
+            dtype: of queries, keys and values.
+            queries: how many an item has.
+            keys: likewise.
+            channels: of a head.
+        """
+        if not self.cudnn_first:
+            return contextlib.nullcontext()
+        is_right = cudnn_trial.is_right(device, dtype, queries, keys, channels)
+        return sdpa_kernel(_CUDNN_FIRST if is_right else _FLASH_FIRST, set_priority=True)
+
     def by_item(self) -> "Kernel":
         """The same kernel, one item of the batch after the other: `--split_attn`."""
         return replace(self, split=True)
@@ -171,7 +192,7 @@ class Kernel:
             with _efficient_first(query.device):
                 output = in_pieces(query, key, value, bias.to(query.dtype), num_pieces(query, key))
         else:
-            with sdpa_priority(self.cudnn_first):
+            with self.priority(query.device, query.dtype, query.shape[2], key.shape[2], query.shape[3]):
                 output = functional.scaled_dot_product_attention(query, key, value)
         return output.to(dtype)
 
@@ -318,11 +339,6 @@ def _try(kernel: Kernel, device: torch.device, dtype: torch.dtype, *, backward: 
 def _far(found: Tensor, exact: Tensor) -> bool:
     """Whether two results are not the same attention. Sage's 8 bits are off by some percent; NaN is far."""
     return not (found - exact).detach().float().norm() < 0.2 * exact.detach().float().norm()
-
-
-def sdpa_priority(cudnn_first: bool) -> contextlib.AbstractContextManager[None]:
-    """Among SDPA's kernels cuDNN comes first, or all stays as it is. A preference: what cannot run is passed over."""
-    return sdpa_kernel(_CUDNN_FIRST, set_priority=True) if cudnn_first else contextlib.nullcontext()
 
 
 def _efficient_first(device: torch.device) -> contextlib.AbstractContextManager[None]:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from wangen.runtime.fast.attention import Kernel, sdpa_priority
+from wangen.runtime.fast.attention import Kernel
 from wangen.runtime.fast.dit_blocks import Tokens
 from wangen.runtime.fast.dit_elementwise import PLAIN, failure, real_rms, separately_compiled
 from wangen.runtime.fast.dit_functions import cast
@@ -213,7 +213,9 @@ class WholeBlocks:
         tensors = (hidden, *norms, *beside)
         kind = [one if one is None else (one.shape, one.dtype, one.device, one.requires_grad) for one in tensors]
         try:
-            with sdpa_priority(self._kernel.cudnn_first):
+            with self._kernel.priority(
+                hidden.device, hidden.dtype, *[max(plan.items)] * 2, hidden.shape[1] // plan.heads
+            ):
                 return _compiled(plan, torch.is_grad_enabled(), *kind)(hidden, norms, linears, beside)
         except TorchDynamoException as error:
             self._against = "the compiler failed"
