@@ -121,7 +121,7 @@ class Kernel:
         if self.function is not None and not self.has_gradient:
             return attend(query, key, value, ForwardOnly(self.function, self._sdpa), stash)
         dtype, (query, key, value) = query.dtype, self._widened(query, key, value)
-        with self.priority(query.device, query.dtype, query.shape[2], key.shape[2], query.shape[3]):
+        with self._priority(query, key):
             operator = operator_for(query, key, value)
         output = self(query, key, value) if operator is None else attend(query, key, value, operator, stash)
         return output.to(dtype)
@@ -163,7 +163,7 @@ class Kernel:
         return operator_for(query, key, value, bias)
 
     def priority(
-        self, device: torch.device, dtype: torch.dtype, queries: int, keys: int, channels: int
+        self, device: torch.device, dtype: torch.dtype, queries: int, channels: int, keys: int | None = None
     ) -> contextlib.AbstractContextManager[None]:
         """While it runs SDPA prefers one of its kernels; what cannot run is passed over.
 
@@ -171,13 +171,16 @@ class Kernel:
             device: where it runs.
             dtype: of queries, keys and values.
             queries: how many an item has.
-            keys: likewise.
             channels: of a head.
+            keys: how many an item has; None for as many.
         """
         if not self.cudnn_first:
             return contextlib.nullcontext()
-        is_right = cudnn_trial.is_right(device, dtype, queries, keys, channels)
+        is_right = cudnn_trial.is_right(device, dtype, queries, keys or queries, channels)
         return sdpa_kernel(_CUDNN_FIRST if is_right else _FLASH_FIRST, set_priority=True)
+
+    def _priority(self, query: Tensor, key: Tensor) -> contextlib.AbstractContextManager[None]:
+        return self.priority(query.device, query.dtype, query.shape[2], query.shape[3], key.shape[2])
 
     def by_item(self) -> "Kernel":
         """The same kernel, one item of the batch after the other: `--split_attn`."""
@@ -192,7 +195,7 @@ class Kernel:
             with _efficient_first(query.device):
                 output = in_pieces(query, key, value, bias.to(query.dtype), num_pieces(query, key))
         else:
-            with self.priority(query.device, query.dtype, query.shape[2], key.shape[2], query.shape[3]):
+            with self._priority(query, key):
                 output = functional.scaled_dot_product_attention(query, key, value)
         return output.to(dtype)
 

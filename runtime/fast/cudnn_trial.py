@@ -59,7 +59,8 @@ def _results(backends: list[SDPBackend], tensors: list[Tensor], slope: Tensor) -
     """The output, and the gradients of query, key and value."""
     leaves = [tensor.detach().requires_grad_() for tensor in tensors]
     with torch.enable_grad(), sdpa_kernel(backends):
-        output = functional.scaled_dot_product_attention(*leaves)
+        query, key, value = leaves
+        output = functional.scaled_dot_product_attention(query, key, value)
         return [output.detach(), *torch.autograd.grad(output, leaves, slope)]
 
 
