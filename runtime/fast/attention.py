@@ -42,12 +42,6 @@ MODULES = {"flash": "flash_attn", "flash3": "flash_attn_interface", "xformers": 
 _AUTO = ("flash3", "flash")
 """What `auto` tries before SDPA; never sage, whose output is an approximation."""
 
-_CUDNN_FIRST = [
-    SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH,
-]  # fmt: skip
-_FLASH_FIRST = [
-    SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH,
-]  # fmt: skip
 _EFFICIENT_FIRST = [
     SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH,
 ]  # fmt: skip
@@ -176,8 +170,7 @@ class Kernel:
         """
         if not self.cudnn_first:
             return contextlib.nullcontext()
-        is_right = cudnn_trial.is_right(device, dtype, queries, keys or queries, channels)
-        return sdpa_kernel(_CUDNN_FIRST if is_right else _FLASH_FIRST, set_priority=True)
+        return cudnn_trial.cudnn_where_right(device, dtype, queries, keys or queries, channels)
 
     def _priority(self, query: Tensor, key: Tensor) -> contextlib.AbstractContextManager[None]:
         return self.priority(query.device, query.dtype, query.shape[2], query.shape[3], key.shape[2])

@@ -6,6 +6,7 @@ heads of 32 channels (H200, cuDNN 9.19, PyTorch 2.11, 2026-11-27), where FlashAt
 
 import functools
 import logging
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -13,6 +14,13 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 log = logging.getLogger("wangen")
+
+_CUDNN_FIRST = [
+    SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH,
+]  # fmt: skip
+_FLASH_FIRST = [
+    SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH,
+]  # fmt: skip
 
 OTHERS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 """What it is compared with: the first that runs."""
@@ -22,6 +30,14 @@ FAR = 0.05
 
 HEADS = 2
 """More than one, since what a kernel reads beyond the last token of one head belongs to the next."""
+
+
+def cudnn_where_right(
+    device: torch.device, dtype: torch.dtype, queries: int, keys: int, channels: int
+) -> AbstractContextManager[None]:
+    """While it runs SDPA prefers cuDNN for that shape, or FlashAttention where that is wrong; arguments of `is_right`."""
+    right = is_right(device, dtype, queries, keys, channels)
+    return sdpa_kernel(_CUDNN_FIRST if right else _FLASH_FIRST, set_priority=True)
 
 
 @functools.cache
