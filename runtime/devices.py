@@ -240,11 +240,12 @@ def out_of_memory_as(answer: Callable[[], WangenError]) -> Iterator[None]:
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether an error that is none of PyTorch's own kind says that memory is full.
+    """Whether an error says that memory is full.
 
-    That is how it tells of the host's, and CUDA, cuBLAS, cuDNN, NCCL and Triton of what they take themselves.
+    PyTorch's own kind does. Of others it is the words, by which it tells of the host's, and CUDA, cuBLAS, cuDNN, NCCL
+    and Triton of what they take themselves.
     """
-    return _FULL.search(str(error)) is not None
+    return isinstance(error, torch.OutOfMemoryError) or _FULL.search(str(error)) is not None
 
 
 def set_attention(transformer: Any, name: str, device: torch.device, dtype: torch.dtype, *, backward: bool) -> str:

@@ -183,7 +183,8 @@ for _name in ("_lazy_init", "set_device", "empty_cache", "ipc_collect", "reset_p
     setattr(torch.cuda, _name, _always(None))  # a function each: the compiler has a table of them
 for _name, _value in {"Stream": Stream, "Event": Event, "stream": _on, "current_stream": _current,
                       "synchronize": _synchronize, "CUDAGraph": stand_in_graphs.Graph,
-                      "graph": stand_in_graphs.recording}.items():  # fmt: skip
+                      "graph": stand_in_graphs.recording, "graph_pool_handle": object, "set_stream": _enter,
+                      }.items():  # fmt: skip
     setattr(torch.cuda, _name, _value)
 
 from wangen.runtime import devices  # noqa: E402

@@ -23,6 +23,7 @@ class Graph(TorchDispatchMode):
         self._made: dict[int, torch.UntypedStorage] = {}
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.num_replays = 0
+        self.memory: Any = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -66,9 +67,9 @@ class Graph(TorchDispatchMode):
                     if old.untyped_storage()._cdata != new.untyped_storage()._cdata:
                         old.copy_(new)
 
-    def pool(self) -> str:
-        """Of memory; there is none of its own."""
-        return "pool"
+    def pool(self) -> Any:
+        """What memory it was recorded in."""
+        return self.memory
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
@@ -83,6 +84,7 @@ def _detached(leaf: Any) -> Any:
 def recording(graph: Graph, pool: Any = None, capture_error_mode: str = "global") -> Iterator[None]:
     """As `torch.cuda.graph`."""
     assert capture_error_mode == "thread_local", "other threads pin memory meanwhile"
+    graph.memory = pool
     with graph:
         yield
     graph.end()
@@ -92,3 +94,7 @@ def stand_in(patch: pytest.MonkeyPatch) -> None:
     """Put it in the place of PyTorch's."""
     patch.setattr(torch.cuda, "CUDAGraph", Graph)
     patch.setattr(torch.cuda, "graph", recording)
+    patch.setattr(torch.cuda, "graph_pool_handle", lambda: object())
+    patch.setattr(torch.cuda, "current_stream", lambda *_: None)
+    patch.setattr(torch.cuda, "current_device", lambda: 0)
+    patch.setattr(torch.cuda, "set_stream", lambda _: None)

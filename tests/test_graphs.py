@@ -1,8 +1,9 @@
 """Steps by CUDA graphs give what steps without them give; on a stand-in, which has no GPU to hide what it reads."""
 
+import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,42 @@ def test_each_shape_has_its_own_and_captions_of_many_lengths_share_one():
     assert num_replays(found) == 2 * len(shapes)
 
 
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_as_many_tokens_of_other_shapes_or_times_are_other_steps(checkpointing: str):
+    """The same number of tokens with other positions, other items, and other runs that share a timestep."""
+    model = adapted(small(2)).eval()
+    times = [torch.full((1, 32), 500.0), torch.full((1, 32), 500.0)]
+    times[0][:, :16] = times[1][:, :8] = 0.0
+    calls = [noisy(1, 2, 8, 8), noisy(1, 2, 4, 16), noisy(2, 1, 8, 8)]
+    calls += [dataclasses.replace(noisy(1, 2, 8, 8), timesteps=one) for one in times]
+    found = with_and_without(model, fast(model, checkpointing=checkpointing), calls * 4)
+    assert len(found._recorded) == 4  # positions are numbers that go in; all the rest makes another graph
+    assert num_replays(found) == 20 - 2 * 4
+    assert len({id(one.forward.memory) for one in found._recorded.values()}) == 1
+    assert all(one.forward.memory is one.backward.memory for one in found._recorded.values())
+
+
+def test_pictures_of_as_many_tokens_are_other_edits():
+    model = make_transformer()
+    model.requires_grad_(False)
+    model = adapted(model, targets=r".*transformer_blocks\.\d+\.attn\.(to_q|add_v_proj)").eval()
+    velocity = FastQwen(model, Compute(checkpointing="full"), choose_kernel("sdpa", CPU, torch.float32))
+    draw = torch.Generator().manual_seed(0)
+
+    def edit(target: tuple[int, int], control: tuple[int, int], rows: int) -> Call:
+        latents, shown = (torch.randn(1, 16, 1, *size, generator=draw) for size in (target, control))
+        text = torch.randn(rows, model.config.joint_attention_dim, generator=draw)
+        return lambda velocity: velocity(latents, torch.tensor([300.0]), [text], controls=[[shown[0]]])
+
+    sizes = [((8, 8), (4, 4), 7), ((4, 16), (4, 4), 7), ((4, 4), (8, 8), 7), ((8, 8), (4, 4), 9), ((8, 8), (4, 8), 5)]
+    calls = [edit(*size) for _ in range(4) for size in sizes]
+    assert len(with_and_without(model, velocity, [_called(one) for one in calls])._recorded) == 3
+
+
+def _called(call: Call) -> Call:
+    return lambda velocity: call(velocity)
+
+
 def test_a_rare_shape_and_one_too_many_are_not_recorded(monkeypatch: pytest.MonkeyPatch):
     model = adapted(small(1)).eval()
     monkeypatch.setattr(graphs, "MOST_SHAPES", 1)
@@ -193,7 +230,7 @@ def fast_with(model: Any, kernel: Any, swap: Any = None, **changes: Any) -> Any:
     return FastModel(model, Compute(**changes), kernel, swap)
 
 
-def test_large_steps_dropouts_trained_beginnings_and_looking_go_without(monkeypatch: pytest.MonkeyPatch):
+def test_large_steps_dropouts_trained_beginnings_and_looking_go_without(monkeypatch: pytest.MonkeyPatch, caplog: Any):
     model, inputs = adapted(small(1)).eval(), noisy(1, 2, 8, 8)
 
     def recorded(model: Any, grad: bool = True) -> int:
@@ -207,7 +244,9 @@ def test_large_steps_dropouts_trained_beginnings_and_looking_go_without(monkeypa
         return len(velocity._graphs._recorded)
 
     assert recorded(model) == 1
-    assert recorded(model, grad=False) == 0
+    with caplog.at_level(logging.WARNING, "wangen"):
+        assert recorded(model, grad=False) == 0
+    assert not caplog.messages
     assert recorded(adapted(small(1), "dropout").train()) == 0
     assert recorded(adapted(small(1), targets=r".*(to_q|time_proj)").eval()) == 0
     monkeypatch.setattr("wangen.runtime.fast.graphs.SMALL_STEP", 32 * 64 - 1)
@@ -223,10 +262,40 @@ def test_where_nothing_can_be_recorded_the_steps_go_on(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Refuses)
     with caplog.at_level(logging.WARNING, "wangen"):
         found = with_and_without(model, fast(model), [inputs] * 5)
-    assert [record.getMessage() for record in caplog.records] == [
-        "  no CUDA graphs: operation not permitted when stream is capturing; the steps are the same without, and slower"
-    ]
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "no CUDA graphs: RuntimeError('operation not permitted when stream is capturing" in said
     assert not found.are_there
+
+
+@pytest.mark.parametrize("fails", ["forward", "backward", "room"])
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("kind", ["lora", "dora", "loha", "bias"])
+def test_a_recording_that_comes_to_nothing_leaves_nothing_behind(
+    kind: str, checkpointing: str, fails: str, monkeypatch: pytest.MonkeyPatch, caplog: Any
+):
+    """In bfloat16, where what an adapter casts is held for others: recorded casts have no numbers."""
+    recordings = []
+
+    @contextlib.contextmanager
+    def breaks(graph: Any, **words: Any) -> Iterator[None]:
+        recordings.append(graph)
+        with stand_in_graphs.recording(graph, **words):
+            yield
+        if len(recordings) == ("forward", "backward").index(fails) + 1:
+            raise RuntimeError("CUDA out of memory")
+
+    model = adapted(small(2, torch.bfloat16), kind).eval()
+    calls = [different(noisy(2, 2, 8, 8), number) for number in range(4)]
+    if fails == "room":
+        monkeypatch.setattr(graphs, "spare_bytes", lambda _: graphs.BESIDE - 1)
+    else:
+        monkeypatch.setattr(torch.cuda, "graph", breaks)
+    streams: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "set_stream", streams.append)
+    found = with_and_without(model, fast(model, checkpointing=checkpointing), calls)
+    assert not found.are_there
+    assert len(streams) == (fails != "room")
+    assert ("there is too little memory;" if fails != "room" else "too little memory would be left;") in caplog.text
 
 
 @pytest.mark.parametrize("spare", [graphs.BESIDE - 1, graphs.BESIDE])
@@ -248,6 +317,28 @@ def test_whoever_looks_at_the_model_has_their_memory():
         assert not found.are_there
     step(model, velocity, inputs)
     assert found.are_there  # at once: the shape was seen often enough
+
+
+def test_adapters_behind_the_blocks_alone_have_no_graphs(caplog: Any):
+    model, inputs = adapted(small(1), targets=r"proj_out").eval(), noisy(1, 2, 8, 8)
+    assert not with_and_without(model, fast(model), [inputs] * 4).are_there
+    assert not caplog.messages
+
+
+def test_that_steps_are_replayed_is_said_once(caplog: Any):
+    model, inputs = adapted(small(1)).eval(), noisy(1, 2, 8, 8)
+    velocity = fast(model)
+    with caplog.at_level(logging.INFO, "wangen"):
+        found = with_and_without(model, velocity, [inputs] * 3)
+        found.release()
+        step(model, velocity, inputs)
+    assert found.are_there
+    assert [text[:34] for text in caplog.messages] == ["  small steps are replayed as CUDA"]
+
+
+def test_there_is_nothing_to_give_up_where_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(graphs, "_all", [Graphs(torch.nn.Linear(1, 1))])
+    assert not graphs.give_up()
 
 
 def test_they_are_asked_for_by_the_flag():

@@ -35,7 +35,7 @@ HEADS = 2
 def cudnn_where_right(
     device: torch.device, dtype: torch.dtype, queries: int, keys: int, channels: int
 ) -> AbstractContextManager[None]:
-    """While it runs SDPA prefers cuDNN, or FlashAttention where that is wrong for the shape; arguments of `is_right`."""
+    """While it runs SDPA prefers cuDNN, or FlashAttention where that is wrong; arguments of `is_right`."""
     right = is_right(device, dtype, queries, keys, channels)
     return sdpa_kernel(_CUDNN_FIRST if right else _FLASH_FIRST, set_priority=True)
 

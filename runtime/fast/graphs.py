@@ -8,10 +8,11 @@ the adapters are added to theirs, which stay where they are.
 A shape runs a few times without: kernels are compiled and chosen then, which no recording may do.
 """
 
+import contextlib
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -28,8 +29,8 @@ Inputs = TypeVar("Inputs", bound=tuple[Tensor | None, ...])
 """What goes into the blocks beside their weights: a named tuple, whose first are the tokens (T, D)."""
 
 SMALL_STEP = 16 * 1024**2
-"""Numbers, tokens by the width of the model, above which the GPU is what a step waits for: on an H200 1.3B gained
-nothing from 7,800 tokens on, 14B nothing from 4,096 on."""
+"""Numbers, tokens by the width of the model, up to which steps are recorded. On an H200 Qwen-Image still gained half of
+its time at 10.6 million, Wan 1.3B nothing at 12, and 14B nothing at 21."""
 
 RUNS_BEFORE = 2
 """Passes of a shape before it is recorded: it has to be compiled for, and a rare one is not worth a recording."""
@@ -117,10 +118,11 @@ class Graphs:
         self._transformer = transformer
         self._runs: Counter[Hashable] = Counter()
         self._recorded: dict[Hashable, Recorded] = {}
+        self._parameters: list[nn.Parameter] = []  # as they were at a recording, and where they lay
         self._addresses: list[int] = []
         self._num_moves = 0
         self._open: weakref.ref[_Pass] | None = None
-        self._has_given_up = False
+        self._has_given_up = self._has_told = False
         _all.add(self)
 
     def run(self, inputs: Inputs, key: Hashable, blocks: Callable[[Inputs], Tensor]) -> Tensor:
@@ -145,7 +147,9 @@ class Graphs:
         return bool(self._recorded)
 
     def release(self) -> None:
-        """Let go of the graphs and their memory."""
+        """Let go of the graphs and their memory, when nothing runs that might use it."""
+        for device in {recorded.output.device for recorded in self._recorded.values() if recorded.output.is_cuda}:
+            torch.cuda.synchronize(device)
         self._recorded.clear()
 
     def give_up(self, reason: str) -> None:
@@ -173,39 +177,66 @@ class Graphs:
 
     def _where(self) -> list[int]:
         """The addresses of all weights and of the gradients there are."""
-        parameters = list(self._transformer.parameters())
-        tensors = [*parameters, *(one.grad for one in parameters if one.grad is not None)]
-        return [tensor.data_ptr() for tensor in tensors]
+        gradients = (parameter.grad for parameter in self._parameters if parameter.requires_grad)
+        return [one.data_ptr() for one in (*self._parameters, *gradients) if one is not None]
 
     def _record(self, inputs: Inputs, key: Hashable, blocks: Callable[[Inputs], Tensor]) -> None:
         """Record a shape; where that cannot be, or leaves no memory, none."""
         if not self._recorded:
-            log.info("  small steps are replayed as CUDA graphs from here on (--no_cuda_graphs: they are not)")
+            self._parameters = list(self._transformer.parameters())
         try:
-            recorded = self._recording(inputs, blocks)
-        except RuntimeError as error:
-            is_full = isinstance(error, torch.OutOfMemoryError) or is_out_of_memory(error)
-            self.give_up("there is too little memory" if is_full else str(error).strip().splitlines()[0])
+            with torch.cuda.device_of(inputs[0]):  # type: ignore[no-untyped-call]
+                recorded = self._recording(inputs, blocks)
+        except (RuntimeError, OSError, AssertionError, MemoryError) as error:
+            is_full = isinstance(error, RuntimeError) and is_out_of_memory(error)
+            self.give_up("there is too little memory" if is_full else f"{error!r:.200}")
+            return
+        if recorded is None:
+            self._has_given_up = True
             return
         if spare_bytes(recorded.output.device) < BESIDE:
             self.give_up("too little memory would be left")
             return
         self._recorded[key] = recorded
+        if not self._has_told:
+            log.info("  small steps are replayed as CUDA graphs from here on (--no_cuda_graphs: they are not)")
+            self._has_told = True
 
-    def _recording(self, inputs: Inputs, blocks: Callable[[Inputs], Tensor]) -> Recorded:
+    def _recording(self, inputs: Inputs, blocks: Callable[[Inputs], Tensor]) -> Recorded | None:
+        """The graphs of a shape; None where nothing in the blocks is trained."""
         places = [None if one is None else one.detach().clone() for one in inputs]
         made: Callable[..., Inputs] = type(inputs)
         forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         # All share their memory, for no two are between their passes at once.
         pool = next((one.forward.pool() for graphs in _all for one in graphs._recorded.values()), None)
-        # Other threads may pin memory meanwhile, so their calls are none of a recording's business.
-        with torch.cuda.graph(forward, pool=pool, capture_error_mode="thread_local"):
+        pool = pool or torch.cuda.graph_pool_handle()
+        with _capture(forward, pool):
             output = blocks(made(*places))
+        if not output.requires_grad:
+            return None
         gradient = torch.empty_like(output)
-        with torch.cuda.graph(backward, pool=forward.pool(), capture_error_mode="thread_local"):
+        with _capture(backward, pool):
             torch.autograd.backward(output, gradient)
         self._addresses = self._where()
         return Recorded(places, output.detach(), gradient, forward, backward)
+
+
+@contextlib.contextmanager
+def _capture(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
+    """Record what is computed within; where that fails, all but what was recorded before is as it was."""
+    stream, device, is_whole = torch.cuda.current_stream(), torch.cuda.current_device(), False
+    try:
+        # Other threads may pin memory meanwhile, so their calls are none of a recording's business.
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            yield
+        is_whole = True
+    finally:
+        torch.clear_autocast_cache()  # of casts that were recorded and not computed, or that have no gradient
+        if not is_whole:
+            # What PyTorch leaves behind: its own stream and, in some versions, all new memory going to the pool.
+            torch.cuda.set_stream(stream)
+            with contextlib.suppress(RuntimeError, AttributeError, TypeError):
+                torch._C._cuda_endAllocateToPool(device, pool)
 
 
 class _Pass:
@@ -225,6 +256,7 @@ class _Replayed(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         """(T, D) -> nothing: what went in has no gradient, and those of the adapters are added to theirs."""
-        ctx.recorded.back(gradient)
-        ctx.one = None
-        return None, None, None, *(None for _ in ctx.recorded.inputs)
+        recorded: Recorded = ctx.recorded
+        recorded.back(gradient)
+        ctx.recorded = ctx.one = None
+        return None, None, None, *(None for _ in recorded.inputs)

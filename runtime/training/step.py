@@ -84,6 +84,8 @@ def optimizer_step(run: Run, trainee: Trainee, group: Group, factor: float, inte
     if found is None:
         return None
     losses, errors = found
+    if not trainee.step:
+        graphs.release()  # the optimizer is about to take the memory of its state
     norm = trainee.optimization.clip(options.max_grad_norm)
     trainee.optimization.step(factor, seed_for("optimizer", options.seed, trainee.plan.name, trainee.step))
     num_scaled = None
@@ -117,8 +119,7 @@ def _gradients_anyhow(
         trainee.optimization.zero_grad()
         return _gradients(run, trainee, group, passes, interrupt)
     except RuntimeError as error:
-        full = isinstance(error, torch.OutOfMemoryError) or is_out_of_memory(error)
-        if not (full and graphs.give_up()):
+        if not (is_out_of_memory(error) and graphs.give_up()):
             raise
     return _gradients_anyhow(run, trainee, group, passes, interrupt)
 
@@ -137,19 +138,31 @@ def _gradients(
             trainee.sharded.is_last_pass = number == len(passes)
         if interrupt.requested and run.ranks.count == 1:
             return None
-        keys = [key for prepared in together for key in prepared.keys]
-        dropout = dropout_seed(keys, run.device) if trainee.transformer.training else contextlib.nullcontext()
-        with dropout, fixed_order():
-            loss, error = item_losses(run.kind, trainee.model, together, run.plan.options, run.device)
-            if loss.requires_grad or not settings_of_flags(run.plan.options).module_dropout:  # it may leave all out
-                (loss[:counted].sum() / group.num_items).backward()  # type: ignore[no-untyped-call]
-        losses.append(loss[:counted].detach())
-        errors.append(error[:counted].detach())
+        loss, error = _there_and_back(run, trainee, together, counted, group.num_items)
+        losses.append(loss)
+        errors.append(error)
     if trainee.sharded:
         trainee.sharded.add_up()
     flat = trainee.optimization.flat
     run.ranks.add_up(flat.gradients[: flat.num_joint])
     return torch.cat(losses), torch.cat(errors)
+
+
+def _there_and_back(
+    run: Run, trainee: Trainee, together: list[Prepared], counted: int, num_items: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One pass: its gradients are added to those that are there, and nothing of it but its numbers outlives it.
+
+    Returns:
+        The losses and errors of the items that count.
+    """
+    keys = [key for prepared in together for key in prepared.keys]
+    dropout = dropout_seed(keys, run.device) if trainee.transformer.training else contextlib.nullcontext()
+    with dropout, fixed_order():
+        loss, error = item_losses(run.kind, trainee.model, together, run.plan.options, run.device)
+        if loss.requires_grad or not settings_of_flags(run.plan.options).module_dropout:  # it may leave all out
+            (loss[:counted].sum() / num_items).backward()  # type: ignore[no-untyped-call]
+    return loss[:counted].detach(), error[:counted].detach()
 
 
 def _passes(group: Group, ranks: Ranks, *, pack: bool) -> list[Pass]:
