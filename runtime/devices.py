@@ -106,6 +106,11 @@ def spare_bytes(device: torch.device) -> int:
     return min(free, allowed - torch.cuda.memory_reserved(device))
 
 
+def is_roomy(device: torch.device) -> bool:
+    """Whether a quarter of a GPU may still be filled."""
+    return spare_bytes(device) >= torch.cuda.mem_get_info(device)[1] / 4
+
+
 def require_compiler() -> None:
     """See that torch.compile can make kernels for the GPU, if there is one.
 

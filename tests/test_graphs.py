@@ -39,6 +39,7 @@ Call = Callable[[Any], torch.Tensor]
 def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in_graphs.stand_in(monkeypatch)
     monkeypatch.setattr(graphs, "spare_bytes", lambda _: 1 << 40)
+    monkeypatch.setattr(graphs, "is_roomy", lambda _: False)
     monkeypatch.setattr(dit, "rows_step", lambda *_, **__: dit_text.GRAPH_ROWS_STEP)
 
 
@@ -308,13 +309,15 @@ def test_graphs_that_leave_no_memory_are_let_go(spare: int, monkeypatch: pytest.
     assert ("too little memory would be left" in caplog.text) == (spare < graphs.BESIDE)
 
 
-def test_whoever_looks_at_the_model_has_their_memory():
+@pytest.mark.parametrize("roomy", [True, False])
+def test_whoever_looks_at_the_model_has_their_memory_if_that_is_short(roomy: bool, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(graphs, "is_roomy", lambda _: roomy)
     model, inputs = adapted(small(1)).eval(), noisy(1, 2, 8, 8)
     velocity = fast(model)
     found = with_and_without(model, velocity, [inputs] * 3)
     assert found.are_there
     with evaluating(model):
-        assert not found.are_there
+        assert found.are_there == roomy
     step(model, velocity, inputs)
     assert found.are_there  # at once: the shape was seen often enough
 

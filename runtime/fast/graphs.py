@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from wangen.runtime.devices import is_out_of_memory, spare_bytes
+from wangen.runtime.devices import is_out_of_memory, is_roomy, spare_bytes
 from wangen.runtime.fast.dit_functions import anchor, apply
 
 log = logging.getLogger("wangen")
@@ -60,6 +60,13 @@ def release() -> None:
     """Let go of all graphs and their memory; they are recorded again when they are next wanted."""
     for graphs in _all:
         graphs.release()
+
+
+def make_room() -> None:
+    """Let go of those on GPUs that are nearly full: clips that are judged, or a decoder, may want their memory."""
+    for graphs in _all:
+        if graphs.device and not is_roomy(graphs.device):
+            graphs.release()
 
 
 def give_up() -> bool:
@@ -146,10 +153,15 @@ class Graphs:
         """Whether any is recorded."""
         return bool(self._recorded)
 
+    @property
+    def device(self) -> torch.device | None:
+        """Where they are; None where there are none."""
+        return next((recorded.output.device for recorded in self._recorded.values()), None)
+
     def release(self) -> None:
         """Let go of the graphs and their memory, when nothing runs that might use it."""
-        for device in {recorded.output.device for recorded in self._recorded.values() if recorded.output.is_cuda}:
-            torch.cuda.synchronize(device)
+        if self.device and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         self._recorded.clear()
 
     def give_up(self, reason: str) -> None:

@@ -296,7 +296,7 @@ def is_better(validation: Validation, best: float | None) -> bool:
 @contextlib.contextmanager
 def evaluating(module: torch.nn.Module) -> Iterator[None]:
     """While the block runs nothing drops out; then every module's mode is what it was."""
-    graphs.release()  # for the memory they hold, which longer clips or a decoder may want
+    graphs.make_room()
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
     try:
