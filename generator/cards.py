@@ -17,11 +17,13 @@ class CardKind:
         tflops: dense bfloat16 with float32 sums, in TFLOP/s.
         sizes: memory in GiB; several where cards of one name are sold with more or less of it.
         pcie: generation of its PCIe link; 4 where it has another, faster one too.
+        amd: AMD made it; else NVIDIA.
     """
 
     tflops: float
     sizes: tuple[int, ...]
     pcie: int = 4
+    amd: bool = False
 
 
 CARDS: Mapping[str, CardKind] = {
@@ -67,11 +69,11 @@ CARDS: Mapping[str, CardKind] = {
     "RTX 3070": CardKind(40.6, (8,)),
     "RTX 3060 Ti": CardKind(32.4, (8,)),
     "RTX 3060": CardKind(25.5, (12,)),
-    "MI325X": CardKind(1307.4, (256,), 5),
-    "MI300X": CardKind(1307.4, (192,), 5),
-    "MI250X": CardKind(191.5, (64,)),
-    "RX 7900 XTX": CardKind(122.8, (24,)),
-    "RX 7900 XT": CardKind(103.0, (20,)),
+    "MI325X": CardKind(1307.4, (256,), 5, amd=True),
+    "MI300X": CardKind(1307.4, (192,), 5, amd=True),
+    "MI250X": CardKind(191.5, (64,), amd=True),
+    "RX 7900 XTX": CardKind(122.8, (24,), amd=True),
+    "RX 7900 XT": CardKind(103.0, (20,), amd=True),
 }
 """By a part of the card's name: the makers' data sheets and architecture white papers (NVIDIA Blackwell, Hopper, Ada,
 Ampere GA102 and GA100; AMD CDNA 2 and 3, RDNA 3), half of the sparse figure where only that is printed. GeForce cards

@@ -250,7 +250,7 @@ def test_large_steps_dropouts_trained_beginnings_and_looking_go_without(monkeypa
     assert not caplog.messages
     assert recorded(adapted(small(1), "dropout").train()) == 0
     assert recorded(adapted(small(1), targets=r".*(to_q|time_proj)").eval()) == 0
-    monkeypatch.setattr("wangen.runtime.fast.graphs.SMALL_STEP", 32 * 64 - 1)
+    monkeypatch.setattr("wangen.generator.small_steps.SMALL_STEP", 32 * 64 - 1)
     assert recorded(model) == 0
 
 

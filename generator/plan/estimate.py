@@ -29,6 +29,7 @@ from wangen.generator.memory import (
 )
 from wangen.generator.plan.saves import saved_bytes
 from wangen.generator.plan.shapes import Shape, Survey
+from wangen.generator.small_steps import is_small, replays
 from wangen.generator.step_parts import DEFAULT_EPOCHS
 from wangen.generator.steps import Train
 from wangen.generator.weight_counts import CLIP_TOKENS
@@ -42,9 +43,9 @@ REACHED = 0.8
 GOOD, USUAL = 1.4, 2.0
 """What a step takes over that limit: good for clips, and usual."""
 
-LAUNCHES, LAUNCH_S = 290, 13e-6
-"""Kernels that a block starts in a step with checkpointing (traced), and what starting one takes a fast processor, with
-the Python around it: half of what it took a server's of 2026 in a virtual machine."""
+LAUNCHES, LAUNCH_S, REPLAYED_S = 290, 13e-6, 2.5e-6
+"""Kernels that a block starts in a step with checkpointing (traced), what starting one takes a fast processor, with the
+Python around it (half of what it took a server's of 2026 in a virtual machine), and what it takes in a CUDA graph."""
 
 LINK_BYTES_S: Mapping[int, float] = {3: 12e9, 4: 25e9, 5: 50e9}
 """Between host and card over 16 lanes, by the generation of PCIe."""
@@ -150,7 +151,8 @@ def plan_run(
     for shape, uses in survey.uses.items():
         flops = shape_flops(shape, train, model, rows)
         tokens = memory_tokens(shape, model, rows)
-        seconds = batch_seconds(flops, gpu, settings, model) if gpu else None
+        replayed = replays(train) and is_small(tokens, model.transformer.dim)
+        seconds = batch_seconds(flops, gpu, settings, model, replayed=replayed) if gpu else None
         shapes.append(ShapePlan(shape, survey.samples[shape], -(-uses // shape.batch_size), tokens, flops, seconds))
     shapes.sort(key=lambda one: one.tokens, reverse=True)
     most = shapes[0].tokens * batches_of_a_pass(train) if shapes else 0
@@ -228,13 +230,16 @@ def shape_flops(shape: Shape, train: Train, model: Model, rows: int) -> StepFlop
     return each * shape.batch_size
 
 
-def batch_seconds(flops: StepFlops, gpu: Gpu, settings: MemorySettings, model: Model) -> Seconds | None:
-    """What a batch takes, from good to usual; None where the card's speed is not known."""
+def batch_seconds(
+    flops: StepFlops, gpu: Gpu, settings: MemorySettings, model: Model, *, replayed: bool = False
+) -> Seconds | None:
+    """What a batch takes, from good to usual, `replayed` if NVIDIA's; None where the card's speed is not known."""
     if gpu.card is None:
         return None
     limit = flops.done / (REACHED * gpu.card.tflops * 1e12)
     copied = 2 * settings.blocks_to_swap * block_bytes(model, settings) / LINK_BYTES_S[gpu.card.pcie]
-    started = model.transformer.num_layers * LAUNCHES * LAUNCH_S
+    each = REPLAYED_S if replayed and not gpu.card.amd else LAUNCH_S
+    started = model.transformer.num_layers * LAUNCHES * each
     return max(GOOD * limit, copied, started), max(USUAL * limit, 1.5 * copied, 2 * started)
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from wangen.generator.memory import num_token_pieces
+from wangen.generator.small_steps import is_small
 from wangen.runtime.fast.attention import Kernel
 from wangen.runtime.fast.dit_blocks import Block, Tokens, linears_of
 from wangen.runtime.fast.dit_checkpoint import Passage
@@ -29,7 +30,6 @@ from wangen.runtime.fast.dit_linear import drops
 from wangen.runtime.fast.dit_shared import FastModel
 from wangen.runtime.fast.dit_text import rows_step, text_rows
 from wangen.runtime.fast.dit_token_wise import cut
-from wangen.runtime.fast.graphs import is_small
 from wangen.runtime.libraries import LoraLinear, WanTransformer3DModel
 from wangen.runtime.memory.blocks import BlockWeights
 from wangen.runtime.models.compute import Compute

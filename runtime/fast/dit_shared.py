@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from wangen.generator.small_steps import is_small
 from wangen.runtime.fast.attention import Kernel, Stash
 from wangen.runtime.fast.dit_elementwise import Elementwise, elementwise_of
 from wangen.runtime.fast.dit_linear import Group, Layers
-from wangen.runtime.fast.graphs import Graphs, Inputs, is_small
+from wangen.runtime.fast.graphs import Graphs, Inputs
 from wangen.runtime.memory.blocks import BlockWeights
 from wangen.runtime.models.compute import Compute, Tricks
 

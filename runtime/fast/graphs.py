@@ -28,10 +28,6 @@ log = logging.getLogger("wangen")
 Inputs = TypeVar("Inputs", bound=tuple[Tensor | None, ...])
 """What goes into the blocks beside their weights: a named tuple, whose first are the tokens (T, D)."""
 
-SMALL_STEP = 16 * 1024**2
-"""Numbers, tokens by the width of the model, up to which steps are recorded. On an H200 Qwen-Image still gained half of
-its time at 10.6 million, Wan 1.3B nothing at 12, and 14B nothing at 21."""
-
 RUNS_BEFORE = 2
 """Passes of a shape before it is recorded: it has to be compiled for, and a rare one is not worth a recording."""
 
@@ -45,15 +41,6 @@ BESIDE = 512 * 1024**2
 """Bytes that have to be left for what a step does beside the blocks."""
 
 _all: "weakref.WeakSet[Graphs]" = weakref.WeakSet()
-
-
-def is_small(num_tokens: int, width: int) -> bool:
-    """Whether a step of so many tokens waits for the processor, if its kernels are not replayed.
-
-    >>> is_small(1024, 5120), is_small(4096, 5120), is_small(7800, 1536), is_small(32760, 1536)
-    (True, False, True, False)
-    """
-    return num_tokens * width <= SMALL_STEP
 
 
 def release() -> None:

@@ -16,6 +16,7 @@ from wangen.generator.errors import WangenError, bytes_text
 from wangen.generator.launch import Launch
 from wangen.generator.plan.saves import most_bytes, saved_bytes
 from wangen.generator.run_folder import SAMPLES
+from wangen.generator.small_steps import replays
 from wangen.generator.steps import Train
 from wangen.generator.workspace import require_writable
 from wangen.runtime.fast.dit_blocks import lay_resident_groups
@@ -62,7 +63,7 @@ def compute_of(options: Train) -> Compute:
         offload=bool(options.gradient_checkpointing_cpu_offload),
         split_attention=options.split_attn,
         compile=options.compile,
-        graphs=options.cuda_graphs and options.cache_mode != "realtime",
+        graphs=replays(options),
         plain=options.plain,
     )
 
