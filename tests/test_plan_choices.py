@@ -2,11 +2,9 @@
 
 import json
 import re
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from helpers import make_image
@@ -202,26 +200,6 @@ def test_swapped_blocks_go_over_the_link_both_ways():
     small = shape_flops(Shape((64, 64), 1), options(), BIG, 64)
     once = 40 * block_bytes(BIG, settings) / 25e9
     assert batch_seconds(small, card, settings, BIG) == pytest.approx((2 * once, 3 * once))
-
-
-def test_small_steps_take_what_their_kernels_take_to_start():
-    """By a graph on NVIDIA's cards, by the processor else, and where a graph cannot be."""
-    small, settings = Shape((64, 64), 1), MemorySettings()
-    pictures = Survey(samples=Counter({small: 4}), uses=Counter({small: 4}))
-
-    def seconds(card: str, **changes: Any) -> Any:
-        (one,) = plan_run(options(checkpointing="full", **changes), BIG, pictures, named(card)).shapes
-        return one.seconds
-
-    by_graph, by_processor = (pytest.approx((40 * 290 * each, 2 * 40 * 290 * each)) for each in (2.5e-6, 13e-6))
-    assert seconds("H100") == by_graph
-    assert seconds("MI300X") == by_processor
-    for changes in ({"cuda_graphs": False}, {"compile": True}, {"network_dropout": 0.1}, {"cache_mode": "realtime"}):
-        assert seconds("H100", **changes) == by_processor
-    large = shape_flops(Shape((832, 480), 81), options(), BIG, 64)
-    assert batch_seconds(large, named("H100"), settings, BIG) == batch_seconds(
-        large, named("H100"), settings, BIG, replayed=True
-    )
 
 
 def test_only_a_whole_pass_pads_its_texts():
