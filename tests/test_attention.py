@@ -232,11 +232,13 @@ def test_cudnn_is_asked_for_shapes_of_which_it_is_right(wrong, monkeypatch, capl
 
     monkeypatch.setattr(cudnn_trial, "_results", results)
     cudnn_trial.is_right.cache_clear()
+    cudnn_trial._tell.cache_clear()
     for _ in range(2):
         assert cudnn_trial.is_right(CPU, torch.bfloat16, 40, 50, 32) == (wrong is None)
     assert given[0] == [(1, 2, 40, 32), (1, 2, 40, 32), (1, 2, 50, 32), (1, 2, 50, 32)]
     assert len(given) == (1 if wrong == "raises" else 2)  # once for each shape
-    said = ["  attention of 40 tokens to 50: cuDNN's is wrong on this card; FlashAttention takes its place"]
+    assert cudnn_trial.is_right(CPU, torch.bfloat16, 41, 50, 32) == (wrong is None)
+    said = ["  cuDNN's attention is wrong on cpu for some shapes; FlashAttention takes its place for them"]
     assert caplog.messages == ([] if wrong in (None, "raises") else said)
     cudnn_trial.is_right.cache_clear()
 

@@ -66,9 +66,13 @@ def is_right(device: torch.device, dtype: torch.dtype, queries: int, keys: int, 
         return False
     right = not any(_far(*pair) for pair in zip(found, expected, strict=True))
     if not right:
-        log.warning("  attention of %d tokens to %d: cuDNN's is wrong on this card; FlashAttention takes its place",
-                    queries, keys)  # fmt: skip
+        _tell(device)
     return right
+
+
+@functools.cache  # once, for there may be many such shapes
+def _tell(device: torch.device) -> None:
+    log.warning("  cuDNN's attention is wrong on %s for some shapes; FlashAttention takes its place for them", device)
 
 
 def _results(backends: list[SDPBackend], tensors: list[Tensor], slope: Tensor) -> list[Tensor]:
