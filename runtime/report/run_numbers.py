@@ -21,8 +21,8 @@ from wangen.runtime.report.step_reports import mapping
 
 SHOWN = (
     "task", "train_mode", "network_module", "network_dim", "lora_targets", "optimizer_type", "mixed_precision", "vram",
-    "attention", "compile", "plain", "split_attn", "pack", "gradient_accumulation_steps", "gpus", "parallel",
-    "cache_mode", "max_data_loader_n_workers", "device", "smoke",
+    "attention", "compile", "cuda_graphs", "plain", "split_attn", "pack", "gradient_accumulation_steps", "gpus",
+    "parallel", "cache_mode", "max_data_loader_n_workers", "device", "smoke",
 )  # fmt: skip
 _MEMORY = (
     "quantize", "blocks_to_swap", "checkpointing", "checkpointing_free_blocks", "gradient_checkpointing_cpu_offload",
