@@ -35,7 +35,7 @@ MOST_SHAPES = 32
 """Each holds the arguments of some ten thousand kernels: 30 MB of the host's memory and 10 of the GPU's, for 1.3B."""
 
 MOST_MOVES = 4
-"""So often weights may be found elsewhere: what is recorded for a single step takes longer than the step."""
+"""So often weights may be found elsewhere before anything is replayed twice: a recording takes longer than a step."""
 
 BESIDE = 512 * 1024**2
 """Bytes that have to be left for what a step does beside the blocks."""
@@ -170,7 +170,9 @@ class Graphs:
             if self._num_moves > MOST_MOVES:
                 self.give_up("the weights are never where they were")
                 return None
-        if key not in self._recorded and len(self._recorded) < MOST_SHAPES:
+        if key in self._recorded:
+            self._num_moves = 0
+        elif len(self._recorded) < MOST_SHAPES:
             self._record(inputs, key, blocks)
         return self._recorded.get(key)
 
