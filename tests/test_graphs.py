@@ -11,6 +11,7 @@ import pytest
 import stand_in_graphs
 import torch
 from fast_dit import CONFIGS, Inputs, adapted, fast, inputs_of, noisy, same, small, trained, vectors_model
+from helpers import every
 from parity import DITS
 from tiny_qwen import make_transformer
 
@@ -74,7 +75,7 @@ def num_replays(recorded: Graphs) -> int:
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
-@pytest.mark.parametrize("name", DITS)
+@pytest.mark.parametrize("name", every(2, list(DITS), pytest.mark.slow))
 def test_what_is_replayed_is_the_step(name: str, checkpointing: str):
     """Of all tasks; with texts of different lengths, and timesteps of each token's own where they are given so."""
     model = adapted(vectors_model(name)).eval()
@@ -265,7 +266,7 @@ def test_where_nothing_can_be_recorded_the_steps_go_on(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("fails", ["forward", "backward", "room"])
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
-@pytest.mark.parametrize("kind", ["lora", "dora", "loha", "bias"])
+@pytest.mark.parametrize("kind", every(3, ["dora", "lora", "bias", "loha"], pytest.mark.slow))
 def test_a_recording_that_comes_to_nothing_leaves_nothing_behind(
     kind: str, checkpointing: str, fails: str, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ):
