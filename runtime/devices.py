@@ -236,21 +236,19 @@ def out_of_memory_as(answer: Callable[[], WangenError]) -> Iterator[None]:
     """
     try:
         yield
-    except (torch.OutOfMemoryError, MemoryError):
-        raise answer() from None
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         raise answer() from None
 
 
-def is_out_of_memory(error: RuntimeError) -> bool:
+def is_out_of_memory(error: Exception) -> bool:
     """Whether an error says that memory is full.
 
-    PyTorch's own kind does. Of others it is the words, by which it tells of the host's, and CUDA, cuBLAS, cuDNN, NCCL
-    and Triton of what they take themselves.
+    Python's and PyTorch's own kinds do. Of others it is the words, by which PyTorch tells of the host's, and CUDA,
+    cuBLAS, cuDNN, NCCL and Triton of what they take themselves.
     """
-    return isinstance(error, torch.OutOfMemoryError) or _FULL.search(str(error)) is not None
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or _FULL.search(str(error)) is not None
 
 
 def set_attention(transformer: Any, name: str, device: torch.device, dtype: torch.dtype, *, backward: bool) -> str:

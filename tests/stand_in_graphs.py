@@ -91,7 +91,12 @@ def recording(graph: Graph, pool: Any = None, capture_error_mode: str = "global"
 
 
 def stand_in(patch: pytest.MonkeyPatch) -> None:
-    """Put it in the place of PyTorch's."""
+    """Put it in the place of PyTorch's, and let models on the CPU be such as a GPU with little memory left has them."""
+    from wangen.runtime.fast import dit, dit_text, graphs  # here: the stand-in for a GPU is loaded before all of this
+
+    patch.setattr(graphs, "spare_bytes", lambda _: 1 << 40)
+    patch.setattr(graphs, "is_roomy", lambda _: False)
+    patch.setattr(dit, "rows_step", lambda *_, **__: dit_text.GRAPH_ROWS_STEP)
     patch.setattr(torch.cuda, "CUDAGraph", Graph)
     patch.setattr(torch.cuda, "graph", recording)
     patch.setattr(torch.cuda, "graph_pool_handle", lambda: object())

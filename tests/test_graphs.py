@@ -16,7 +16,7 @@ from parity import DITS
 from tiny_qwen import make_transformer
 
 from wangen.generator.steps import Train
-from wangen.runtime.fast import dit, dit_text, graphs
+from wangen.runtime.fast import graphs
 from wangen.runtime.fast.attention import choose_kernel
 from wangen.runtime.fast.graphs import RUNS_BEFORE, Graphs
 from wangen.runtime.models.compute import Compute
@@ -34,9 +34,6 @@ Call = Callable[[Any], torch.Tensor]
 @pytest.fixture(autouse=True)
 def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in_graphs.stand_in(monkeypatch)
-    monkeypatch.setattr(graphs, "spare_bytes", lambda _: 1 << 40)
-    monkeypatch.setattr(graphs, "is_roomy", lambda _: False)
-    monkeypatch.setattr(dit, "rows_step", lambda *_, **__: dit_text.GRAPH_ROWS_STEP)
 
 
 def step(model: Any, velocity: Any, call: Call, seed: int = 0) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -12,7 +12,7 @@ from train_cases import Changes, contents, cut_off, measured
 
 from wangen.generator.errors import WangenError
 from wangen.runtime import train
-from wangen.runtime.fast import dit, dit_text, graphs
+from wangen.runtime.fast import graphs
 from wangen.runtime.fast.dit import FastWan
 from wangen.runtime.fast.graphs import Graphs
 
@@ -20,9 +20,6 @@ from wangen.runtime.fast.graphs import Graphs
 @pytest.fixture(autouse=True)
 def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in_graphs.stand_in(monkeypatch)
-    monkeypatch.setattr(graphs, "spare_bytes", lambda _: 1 << 40)
-    monkeypatch.setattr(graphs, "is_roomy", lambda _: False)
-    monkeypatch.setattr(dit, "rows_step", lambda *_, **__: dit_text.GRAPH_ROWS_STEP)
 
 
 TRUTHFUL: Changes = {

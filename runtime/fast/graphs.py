@@ -189,8 +189,7 @@ class Graphs:
             with torch.cuda.device_of(inputs[0]):  # type: ignore[no-untyped-call]
                 recorded = self._recording(inputs, blocks)
         except (RuntimeError, OSError, AssertionError, MemoryError) as error:
-            is_full = isinstance(error, RuntimeError) and is_out_of_memory(error)
-            self.give_up("there is too little memory" if is_full else f"{error!r:.200}")
+            self.give_up("there is too little memory" if is_out_of_memory(error) else f"{error!r:.200}")
             return
         if recorded is None:
             self._has_given_up = True

@@ -5,6 +5,7 @@ from types import ModuleType
 
 import torch
 
+from wangen.runtime.dtypes import FLOAT8
 from wangen.runtime.kernels import working
 
 INTEGER = "int8"
@@ -69,11 +70,10 @@ def _try(kernels: ModuleType, device: torch.device) -> None:
     """
     stored = torch.arange(-128, 128, dtype=torch.int8).view(4, 64)
     scale = torch.tensor([1.0, 0.5, 3.0, 0.1]).to(torch.bfloat16)
-    floats = {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
     for kind, number in kernels.KINDS.items():
         out = torch.empty(4, 64, device=device)
         kernels.unpack(stored.to(device), scale.to(device), number, out)
-        wide = (stored if kind == INTEGER else stored.view(floats[kind])).float()
+        wide = (stored if kind == INTEGER else stored.view(FLOAT8[kind])).float()
         if not torch.equal(out.cpu().nan_to_num(7.0), (wide * scale.float()[:, None]).nan_to_num(7.0)):
             raise ValueError(f"weights stored as {kind} are wrong")
     table, both = torch.linspace(-1, 1, 16), torch.empty(4, 128, device=device)
