@@ -109,8 +109,8 @@ class Evaluate(DatasetStep):
         "sampler (default: unipc; Qwen-Image has euler alone)", None, pinned=True
     )
     negative_prompt: str | None = flag("what to avoid, where guidance is above 1 (default: none)", None, pinned=True)
-    attention: Attention = flag("attention kernel; auto takes the first of flash3, flash, sdpa that runs here", "auto",
-                                pinned=True)  # fmt: skip
+    attention: Attention = flag("attention kernel; auto takes the fastest of flash3, flash, sdpa that runs here",
+                                "auto", pinned=True)  # fmt: skip
     dtype: Dtype | None = flag("precision of the transformer (default: bfloat16 on CUDA, float32 on CPU)", None,
                                values=DTYPE_VALUES)  # fmt: skip
     vae_dtype: Dtype | None = flag("precision of the VAE (default: the device's)", None, values=DTYPE_VALUES)

@@ -147,7 +147,7 @@ class Generate(Step):
 
     # How it is computed.
     attention: Attention | None = flag(
-        "attention kernel (default: auto, the first of flash3, flash, sdpa that runs here)", None, pinned=True,
+        "attention kernel (default: auto, the fastest of flash3, flash, sdpa that runs here)", None, pinned=True,
         names=("attn_mode",),
         constants={"sdpa": "sdpa", "flash_attn": "flash", "flash3": "flash3", "xformers": "xformers",
                    "sage_attn": "sage"},

@@ -217,8 +217,8 @@ class Train(DatasetStep):
 
     # Speed.
     attention: Attention = flag(
-        "attention kernel; auto takes the first of flash3, flash, sdpa that runs forward and backward here; sage runs "
-        "forward only, with the exact gradient of sdpa",
+        "attention kernel; auto takes the fastest of flash3, flash, sdpa that runs forward and backward here; sage "
+        "runs forward only, with the exact gradient of sdpa",
         "auto", pinned=True, knob=True, names=("attn_mode",),
         constants={"sdpa": "sdpa", "flash_attn": "flash", "flash3": "flash3", "xformers": "xformers",
                    "sage_attn": "sage"},

@@ -80,14 +80,39 @@ def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
 
 
+class Generator:
+    """As the one of a GPU: a recording that is broken off leaves it drawing for that recording."""
+
+    def __init__(self) -> None:
+        self.is_recorded = False
+
+    def manual_seed(self, seed: int) -> None:
+        """Nothing is drawn from it."""
+
+    def clone_state(self) -> "Generator":
+        """One with the same state."""
+        clone = Generator()
+        clone.is_recorded = self.is_recorded
+        return clone
+
+    def graphsafe_set_state(self, other: "Generator") -> None:
+        """Take the state of another."""
+        self.is_recorded = other.is_recorded
+
+
 @contextmanager
 def recording(graph: Graph, pool: Any = None, capture_error_mode: str = "global") -> Iterator[None]:
     """As `torch.cuda.graph`."""
     assert capture_error_mode == "thread_local", "other threads pin memory meanwhile"
     graph.memory = pool
-    with graph:
-        yield
-    graph.end()
+    (generator,) = torch.cuda.default_generators
+    generator.is_recorded = True
+    try:
+        with graph:
+            yield
+    finally:
+        graph.end()
+    generator.is_recorded = False
 
 
 def stand_in(patch: pytest.MonkeyPatch) -> None:
@@ -100,6 +125,7 @@ def stand_in(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch.cuda, "CUDAGraph", Graph)
     patch.setattr(torch.cuda, "graph", recording)
     patch.setattr(torch.cuda, "graph_pool_handle", lambda: object())
+    patch.setattr(torch.cuda, "default_generators", (Generator(),))
     patch.setattr(torch.cuda, "current_stream", lambda *_: None)
     patch.setattr(torch.cuda, "current_device", lambda: 0)
     patch.setattr(torch.cuda, "set_stream", lambda _: None)

@@ -2,7 +2,8 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +14,9 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend
 
-from wangen.runtime.fast import attention, attention_pieces, cudnn_trial
-from wangen.runtime.fast.attention import choose_kernel, pad_biases
+from wangen.runtime.fast import attention, attention_pieces
+from wangen.runtime.fast.attention import Kernel, choose_kernel, pad_biases
+from wangen.runtime.fast.attention_backends import efficient_first, laid_out
 
 NAMES = ("auto", "sdpa", "flash", "flash3", "xformers", "sage")
 
@@ -187,14 +189,7 @@ def test_cudnn_comes_first_on_hopper_only(monkeypatch):
         return attend(*tensors, attn_mask=attn_mask)
 
     monkeypatch.setattr(functional, "scaled_dot_product_attention", spy)
-    asked: list[Any] = []
-    for capability, right, first in (
-        ((9, 0), True, SDPBackend.CUDNN_ATTENTION.value),
-        ((9, 0), False, SDPBackend.FLASH_ATTENTION.value),
-        ((8, 9), False, usual[0]),
-        ((12, 0), False, usual[0]),
-    ):
-        monkeypatch.setattr(cudnn_trial, "is_right", lambda *words, right=right: asked.append(words) or right)
+    for capability, first in (((9, 0), SDPBackend.CUDNN_ATTENTION.value), ((8, 9), usual[0]), ((12, 0), usual[0])):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device=None, it=capability: it)
         attention._choose.cache_clear()
         kernel = choose_kernel("sdpa", cuda, torch.bfloat16)
@@ -205,58 +200,89 @@ def test_cudnn_comes_first_on_hopper_only(monkeypatch):
         kernel(*tensors, torch.zeros(2, 1, 1, 40, device="meta"))
         assert orders.pop() == usual
         assert torch._C._get_sdp_priority_order() == usual
-    assert set(asked) == {(torch.device("meta"), torch.float32, 40, 40, 32)}  # of Hopper alone
     monkeypatch.setattr(torch.version, "hip", "6.4")  # its cards have such capabilities too
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device=None: (9, 0))
     attention._choose.cache_clear()
     assert not choose_kernel("sdpa", cuda, torch.bfloat16).cudnn_first
 
 
-@pytest.mark.parametrize("wrong", [None, *range(4), "nan", "raises"])
-def test_cudnn_is_asked_for_shapes_of_which_it_is_right(wrong, monkeypatch, caplog):
-    """The results of the kernels are made up: cuDNN needs a GPU."""
-    given = []
+class PlannedOnce(torch.autograd.Function):
+    """Attention whose backward pass reads gradients by the strides of the first, as PyTorch has cuDNN read them."""
 
-    def results(backends: Sequence[SDPBackend], tensors: list[Tensor], slope: Tensor) -> list[Tensor]:
-        given.append([slope.shape, *(tensor.shape for tensor in tensors)])
-        if backends != [SDPBackend.CUDNN_ATTENTION]:
-            return [torch.ones(8) for _ in range(4)]
-        if wrong == "raises":
-            raise RuntimeError("No available kernel")
-        found = [torch.ones(8).mul_(1.01) for _ in range(4)]
-        if wrong == "nan":
-            found[2][3] = math.nan
-        elif wrong is not None:
-            found[wrong][:2] = 1.2
-        return found
+    strides: tuple[int, ...] | None = None
 
-    monkeypatch.setattr(cudnn_trial, "_results", results)
-    cudnn_trial.is_right.cache_clear()
-    cudnn_trial._tell.cache_clear()
-    for _ in range(2):
-        assert cudnn_trial.is_right(CPU, torch.bfloat16, 40, 50, 32) == (wrong is None)
-    assert given[0] == [(1, 2, 40, 32), (1, 2, 40, 32), (1, 2, 50, 32), (1, 2, 50, 32)]
-    assert len(given) == (1 if wrong == "raises" else 2)  # once for each shape
-    assert cudnn_trial.is_right(CPU, torch.bfloat16, 41, 50, 32) == (wrong is None)
-    said = ["  cuDNN's attention is wrong on cpu for some shapes; FlashAttention takes its place for them"]
-    assert caplog.messages == ([] if wrong in (None, "raises") else said)
-    cudnn_trial.is_right.cache_clear()
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return exact(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        leaves = [tensor.detach().requires_grad_() for tensor in ctx.saved_tensors]
+        strides = PlannedOnce.strides = PlannedOnce.strides or gradient.stride()
+        with torch.enable_grad():
+            return torch.autograd.grad(exact(*leaves), leaves, gradient.as_strided(gradient.shape, strides))
 
 
-def test_the_results_that_are_compared_are_attention_s():
-    tensors = [tensor.detach() for tensor in inputs(torch.float64)]
-    slope = torch.randn(tensors[0].shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    found = cudnn_trial._results([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], tensors, slope)
-    leaves = [tensor.requires_grad_() for tensor in tensors]
-    output = exact(*leaves)
-    assert off(found, [output.detach(), *torch.autograd.grad(output, leaves, slope)]) < 1e-12
+@pytest.mark.parametrize("way", ["call", "apart", "by_item", "sage", "bare"])
+def test_a_gradient_is_laid_out_as_the_output(way, monkeypatch, install):
+    install("sageattention")
+    monkeypatch.setattr(PlannedOnce, "strides", None)
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", PlannedOnce.apply)
+    monkeypatch.setattr(attention, "operator_for", lambda *_: None)
+    monkeypatch.setattr(attention.Kernel, "_operator_on_cpu", lambda *_: None)
+    monkeypatch.setattr(Tensor, "is_cuda", way != "bare")
+    tensors = inputs(torch.float64)
+    kernel = Kernel("sdpa")
+    if way == "sage":
+        kernel = replace(kernel, function=lambda *tensors: exact(*tensors).detach(), has_gradient=False)
+    if way == "by_item":
+        kernel = kernel.by_item()
+    output, back = kernel(*tensors), None
+    if way == "apart":
+        output, back = kernel.apart(*tensors)
+    draw = torch.Generator().manual_seed(1)
+    slope = torch.randn(output.shape, dtype=output.dtype, generator=draw)
+    layouts = [slope, slope.transpose(1, 2).contiguous().transpose(1, 2), slope[:1, :1, :1, :1].expand(slope.shape)]
+    assert len({layout.stride() for layout in layouts}) == 3
+    right = []
+    for layout in layouts:
+        found = back(layout) if back else torch.autograd.grad(output, tensors, layout, retain_graph=True)
+        expected = torch.autograd.grad(exact(*tensors), tensors, layout)
+        right.append(off(found, expected) < 1e-12)
+        if back:
+            output, back = kernel.apart(*tensors)
+    assert right == ([True, False, False] if way == "bare" else [True] * 3)
+
+
+def test_a_gradient_that_is_laid_out_well_is_not_copied():
+    gradient = torch.randn(1, 3, 4, 8).transpose(1, 2)
+    assert laid_out(gradient, gradient.stride()) is gradient
+    assert laid_out(gradient, (7, *gradient.stride()[1:])) is gradient  # of one item
+    copy = laid_out(gradient, gradient.contiguous().stride())
+    assert copy.is_contiguous()
+    assert torch.equal(copy, gradient)
+
+
+@pytest.mark.parametrize(("capability", "chosen"), [((9, 0), "sdpa"), ((8, 9), "flash"), ((12, 0), "flash")])
+def test_on_hopper_cudnn_goes_before_flash_attention_2(capability, chosen, install, monkeypatch):
+    install("flash_attn", "xformers", "xformers.ops")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device=None: capability)
+    monkeypatch.setattr(attention, "_try", lambda *_, **__: None)
+    cuda = torch.device("cuda")
+    assert choose_kernel("auto", cuda, torch.bfloat16).name == chosen
+    assert choose_kernel("sage", cuda, torch.bfloat16).name == chosen
+    assert choose_kernel("flash", cuda, torch.bfloat16).name == "flash"
+    install("flash_attn", "flash_attn_interface")
+    attention._choose.cache_clear()
+    assert choose_kernel("auto", cuda, torch.bfloat16).name == "flash3"
 
 
 def test_with_a_bias_the_efficient_kernel_comes_first_on_a_gpu():
     usual = torch._C._get_sdp_priority_order()
-    with attention._efficient_first(torch.device("cuda")):
+    with efficient_first(torch.device("cuda")):
         assert torch._C._get_sdp_priority_order()[0] == SDPBackend.EFFICIENT_ATTENTION.value
-    with attention._efficient_first(CPU):
+    with efficient_first(CPU):
         assert torch._C._get_sdp_priority_order() == usual
     assert torch._C._get_sdp_priority_order() == usual
 

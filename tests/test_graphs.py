@@ -275,8 +275,8 @@ def test_a_recording_that_comes_to_nothing_leaves_nothing_behind(
         recordings.append(graph)
         with stand_in_graphs.recording(graph, **words):
             yield
-        if len(recordings) == ("forward", "backward").index(fails) + 1:
-            raise RuntimeError("CUDA out of memory")
+            if len(recordings) == ("forward", "backward").index(fails) + 1:
+                raise RuntimeError("CUDA out of memory")
 
     model = adapted(small(2, torch.bfloat16), kind).eval()
     calls = [different(noisy(2, 2, 8, 8), number) for number in range(4)]
@@ -289,6 +289,7 @@ def test_a_recording_that_comes_to_nothing_leaves_nothing_behind(
     found = with_and_without(model, fast(model, checkpointing=checkpointing), calls)
     assert not found.are_there
     assert len(streams) == (fails != "room")
+    assert not torch.cuda.default_generators[0].is_recorded
     assert ("there is too little memory;" if fails != "room" else "too little memory would be left;") in caplog.text
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend
 
+from wangen.runtime.fast.attention_backends import laid_out
 from wangen.runtime.fast.attention_stash import Stash
 
 Gradients = tuple[Tensor, Tensor, Tensor]
@@ -139,7 +140,7 @@ class CudaFlash:
 
 
 class CudaCudnn:
-    """cuDNN's."""
+    """cuDNN's, whose backward pass wants the gradient laid out as the output."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Sequence[Tensor | None]:
         """The output, the logsumexp, and dropout's state, which is not used."""
@@ -153,8 +154,10 @@ class CudaCudnn:
     ) -> Gradients:
         """See `Operator`."""
         output, logsumexp, starts_q, starts_k, seed, offset = kept
+        assert output is not None
         return _three(_aten._scaled_dot_product_cudnn_attention_backward(
-            gradient, query, key, value, output, logsumexp, seed, offset, None, starts_q, starts_k,
+            laid_out(gradient, output.stride()), query, key, value, output, logsumexp, seed, offset, None,
+            starts_q, starts_k,
             query.shape[2], key.shape[2], 0.0, False,
         ))  # fmt: skip
 

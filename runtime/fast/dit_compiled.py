@@ -213,7 +213,7 @@ class WholeBlocks:
         tensors = (hidden, *norms, *beside)
         kind = [one if one is None else (one.shape, one.dtype, one.device, one.requires_grad) for one in tensors]
         try:
-            with self._kernel.priority(hidden.device, hidden.dtype, max(plan.items), hidden.shape[1] // plan.heads):
+            with self._kernel.priority():
                 return _compiled(plan, torch.is_grad_enabled(), *kind)(hidden, norms, linears, beside)
         except TorchDynamoException as error:
             self._against = "the compiler failed"

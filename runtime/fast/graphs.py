@@ -225,6 +225,8 @@ class Graphs:
 def _capture(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
     """Record what is computed within; where that fails, all but what was recorded before is as it was."""
     stream, device, is_whole = torch.cuda.current_stream(), torch.cuda.current_device(), False
+    generator = torch.cuda.default_generators[device]
+    random = generator.clone_state()
     try:
         # Other threads may pin memory meanwhile, so their calls are none of a recording's business.
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
@@ -233,8 +235,10 @@ def _capture(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
     finally:
         torch.clear_autocast_cache()  # of casts that were recorded and not computed, or that have no gradient
         if not is_whole:
-            # What PyTorch leaves behind: its own stream and, in some versions, all new memory going to the pool.
+            # What PyTorch leaves behind: its own stream, a generator that draws for the graph only, and, in some
+            # versions, all new memory going to the pool.
             torch.cuda.set_stream(stream)
+            generator.graphsafe_set_state(random)
             with contextlib.suppress(RuntimeError, AttributeError, TypeError):
                 torch._C._cuda_endAllocateToPool(device, pool)
 

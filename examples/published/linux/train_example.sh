@@ -11,7 +11,7 @@
 # You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 # leave this file as it is and write the new text beside it as train_example.sh.new.
 #
-# wangen-digest: b7a0b00b9fc259d4b8c4301e90d3c59c
+# wangen-digest: f8166f0e4efaf966539c186fd4d2c274
 # Typographic quotes in a path or prompt are no typing errors.
 # shellcheck disable=SC1112
 # An editor for Windows may have put a carriage return behind every line: behind the first of these two, and hidden
@@ -50,7 +50,7 @@ DISCRETE_FLOW_SHIFT='5.0'
 SEED='42'
 # train: so many blocks wait in host memory and come when they are needed (default: as --vram says, else 0) (published: 0)
 BLOCKS_TO_SWAP='0'
-# train: attention kernel; auto takes the first of flash3, flash, sdpa that runs forward and backward here; sage runs forward only, with the exact gradient of sdpa; one of auto, sdpa, flash, flash3, xformers, sage (published: auto)
+# train: attention kernel; auto takes the fastest of flash3, flash, sdpa that runs forward and backward here; sage runs forward only, with the exact gradient of sdpa; one of auto, sdpa, flash, flash3, xformers, sage (published: auto)
 ATTENTION='auto'
 # train: threads that read cache entries; 0 reads in the training thread (published: 4)
 MAX_DATA_LOADER_N_WORKERS='4'

@@ -12,7 +12,7 @@
 # You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 # leave this file as it is and write the new text beside it as train_example.ps1.new.
 #
-# wangen-digest: 142ce5f3b668bae0bf356c1f83929982
+# wangen-digest: 3d37fd243222be55bfc2026147b11a39
 Set-StrictMode -Version 2.0
 $ErrorActionPreference = 'Stop'
 $PSNativeCommandUseErrorActionPreference = $false
@@ -57,7 +57,7 @@ $DISCRETE_FLOW_SHIFT = '5.0'
 $SEED = '42'
 # train: so many blocks wait in host memory and come when they are needed (default: as --vram says, else 0) (published: 0)
 $BLOCKS_TO_SWAP = '0'
-# train: attention kernel; auto takes the first of flash3, flash, sdpa that runs forward and backward here; sage runs forward only, with the exact gradient of sdpa; one of auto, sdpa, flash, flash3, xformers, sage (published: auto)
+# train: attention kernel; auto takes the fastest of flash3, flash, sdpa that runs forward and backward here; sage runs forward only, with the exact gradient of sdpa; one of auto, sdpa, flash, flash3, xformers, sage (published: auto)
 $ATTENTION = 'auto'
 # train: threads that read cache entries; 0 reads in the training thread (published: 4)
 $MAX_DATA_LOADER_N_WORKERS = '4'

@@ -14,7 +14,7 @@ rem Python is taken from WANGEN_PYTHON (full path of python.exe), the virtual en
 rem You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 rem leave this file as it is and write the new text beside it as train_example.bat.new.
 rem
-rem wangen-digest: 7b2f10a0429bc5a53d458d88cec2d6e2
+rem wangen-digest: f84fdf2681cd2a01a368af528b7c1058
 chcp 65001 >nul 2>&1
 
 rem >>> knobs: letters, digits and . _ , + - only
@@ -46,7 +46,7 @@ rem train: seed of order, noise, timesteps, dropout and initial weights (publish
 set "SEED=42"
 rem train: so many blocks wait in host memory and come when they are needed (default: as --vram says, else 0) (published: 0)
 set "BLOCKS_TO_SWAP=0"
-rem train: attention kernel; auto takes the first of flash3, flash, sdpa that runs forward and backward here; sage runs forward only, with the exact gradient of sdpa; one of auto, sdpa, flash, flash3, xformers, sage (published: auto)
+rem train: attention kernel; auto takes the fastest of flash3, flash, sdpa that runs forward and backward here; sage runs forward only, with the exact gradient of sdpa; one of auto, sdpa, flash, flash3, xformers, sage (published: auto)
 set "ATTENTION=auto"
 rem train: threads that read cache entries; 0 reads in the training thread (published: 4)
 set "MAX_DATA_LOADER_N_WORKERS=4"
