@@ -1,5 +1,6 @@
 """Flags that make a training run fit a card, the cheapest first."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
@@ -19,8 +20,9 @@ FASTEST: Mapping[str, Any] = {**PLAIN_MEMORY, "checkpointing": "none"}
 
 
 def fitting_flags(
-    options: Train, model: Model, needed: Needed, available: int, fixed: Collection[str] = ()
-) -> dict[str, Any] | None:
+    options: Train, model: Model, needed: Needed, available: int, fixed: Collection[str] = (),
+    spared: Needed = lambda _: 0,
+) -> dict[str, Any] | None:  # fmt: skip
     """The memory flags that fit a card and cost the least time, and of these the ones that change the numbers last.
 
     Args:
@@ -29,6 +31,7 @@ def fitting_flags(
         needed: bytes that a run with such flags takes.
         available: of the card.
         fixed: flags that stay as they are.
+        spared: bytes that blocks which are not computed again should leave free.
 
     Returns:
         All memory flags, and `pack` where packed batches have to go apart; None when nothing fits.
@@ -39,6 +42,8 @@ def fitting_flags(
     found = _changed(start, model, needed, available, changeable)
     if found is None:
         return None
+    if "checkpointing_free_blocks" in changeable and found.checkpointing != "none":
+        found = _freed(found, model.transformer.num_layers, needed, available - spared(found))
     return {name: getattr(found, name) for name in (*FASTEST, "pack") if name != "pack" or found.pack != options.pack}
 
 
@@ -114,6 +119,16 @@ def _changed(start: Train, model: Model, needed: Needed, available: int, changea
         if options.checkpointing != "none" and _go_together(changed, layers) and needed(changed) <= available:
             options = changed
     return options
+
+
+def _freed(options: Train, layers: int, needed: Needed, available: int) -> Train:
+    """The same, with as many of the last blocks free of recomputation as there is room for."""
+    free = options.checkpointing_free_blocks or 0
+    more = [
+        replace(options, checkpointing_free_blocks=number)
+        for number in range(free, layers - (options.blocks_to_swap or 0) + 1)
+    ]
+    return more[max(0, bisect_left(more, True, key=lambda changed: needed(changed) > available) - 1)]
 
 
 def _rungs(layers: int) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ from wangen.generator.memory import (
     GIB,
     PLAIN_MEMORY,
     SPLIT,
+    batches_of_a_pass,
     gib_text,
     memory_plan,
     preset_flags,
@@ -18,6 +19,8 @@ from wangen.generator.memory import (
     tokens_of,
     usable_bytes,
 )
+from wangen.generator.memory_changes import fitting_flags
+from wangen.generator.small_steps import graphs_bytes
 from wangen.generator.steps import Train
 from wangen.profiles import Model, Preset
 
@@ -81,6 +84,39 @@ def with_preset(options: Train, model: Model, vram: str) -> Train:
         if _needed_of(found, model, preset) <= usable:
             return found
     return replace(filled, blocks_to_swap=most)
+
+
+def for_smaller_steps(options: Train, given: Train, model: Model, tokens: int, available: int | None = None) -> Train:
+    """The options of a preset, for a run whose largest batch has fewer tokens than those that it is made for.
+
+    As little is swapped, parked and computed again as the card has room for: that changes no number, and small steps
+    can be replayed. The base keeps the preset's form, so that what a dataset holds does not decide what is learned.
+
+    Args:
+        options: with every memory flag, as `resolve_vram` or `with_preset` fill them in.
+        given: the same before.
+        model: its profile.
+        tokens: of the largest batch.
+        available: bytes that `auto` may take; None, as of a CPU, leaves its choice.
+    """
+    resolution, num_frames = model.resolution, model.num_frames
+    if given.vram and given.vram != "auto":
+        preset = preset_of(model, given.vram)
+        resolution, num_frames = preset.resolution, preset.num_frames
+        available = usable_bytes(int(given.vram) * GIB)
+    if not given.vram or available is None or tokens >= tokens_of(model, resolution, num_frames):
+        return options
+
+    def needed(train: Train) -> int:
+        in_a_pass = tokens * batches_of_a_pass(train)
+        return memory_plan(model, settings_of(train), tokens=in_a_pass).device
+
+    def spared(train: Train) -> int:
+        return graphs_bytes(train, tokens * batches_of_a_pass(train), model.transformer.dim)
+
+    fixed = {"quantize", "pack", *(name for name in PLAIN_MEMORY if getattr(given, name) is not None)}
+    flags = fitting_flags(options, model, needed, available, fixed, spared)
+    return replace(options, **flags) if flags else options
 
 
 def _filled(options: Train, model: Model, flags: Mapping[str, Any]) -> Train:

@@ -44,7 +44,7 @@ from wangen.runtime.training.parallel import chosen_way, in_parts, mesh_of, requ
 from wangen.runtime.training.plan import Plan, dataset_digest, make_plan
 from wangen.runtime.training.prepared import groups
 from wangen.runtime.training.ranks import Ranks, joined, sum_of_bits
-from wangen.runtime.training.refusals import refuse, resolved
+from wangen.runtime.training.refusals import for_its_steps, refuse, resolved
 from wangen.runtime.training.resuming import (
     begun_by,
     changed_settings,
@@ -107,7 +107,7 @@ def run(options: Train) -> Report:
 
 
 def _run(options: Train, device: torch.device, ranks: Ranks) -> Report:
-    model = profiles.model(options.task)
+    model, asked = profiles.model(options.task), options
     set_precision(deterministic=options.deterministic, tf32=options.cuda_allow_tf32)
     if device.type == "cpu":
         keep_freed_memory()
@@ -123,7 +123,7 @@ def _run(options: Train, device: torch.device, ranks: Ranks) -> Report:
         return show(options, model, sizes_of_dataset(options, model))
     require_writable(options.output_dir)
     with _alone_in_folder(options, ranks):
-        return _run_alone(options, model, device, ranks)
+        return _run_alone(options, asked, model, device, ranks)
 
 
 @contextlib.contextmanager
@@ -144,8 +144,9 @@ def _alone_in_folder(options: Train, ranks: Ranks) -> Iterator[None]:
         yield
 
 
-def _run_alone(options: Train, model: Model, device: torch.device, ranks: Ranks) -> Report:
+def _run_alone(options: Train, asked: Train, model: Model, device: torch.device, ranks: Ranks) -> Report:
     plan = make_plan(options, model, *read_training_samples(options, model, ranks))
+    plan = for_its_steps(plan, asked, device, ranks.launch)
     ranks.require_same("samples or settings", _settings(plan), exit_code=WRONG_USAGE)
     ranks.require_shared(options.output_dir)
     way = chosen_way(plan, ranks, device) if ranks.count > 1 else "ddp"

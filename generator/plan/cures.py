@@ -9,6 +9,7 @@ from wangen.generator.memory_changes import as_flag, fitting_flags, shared_out
 from wangen.generator.plan.estimate import RunPlan, memory_tokens
 from wangen.generator.plan.shapes import Shape
 from wangen.generator.resolutions import resolution_name
+from wangen.generator.small_steps import graphs_bytes
 from wangen.generator.steps import Train
 
 
@@ -49,9 +50,12 @@ def find_cure(plan: RunPlan, fixed: Collection[str] = ()) -> Cure:
     def needed_for(tokens: int) -> Callable[[Train], int]:
         return lambda train: budget(train, tokens).device
 
+    def spared(train: Train) -> int:
+        return graphs_bytes(train, largest.tokens * batches_of_a_pass(train), plan.model.transformer.dim)
+
     train = shared_out(plan.train, settings.shards)
     largest = plan.shapes[0]
-    flags = fitting_flags(train, plan.model, needed_for(largest.tokens), usable, fixed)
+    flags = fitting_flags(train, plan.model, needed_for(largest.tokens), usable, fixed, spared)
     if flags is not None:
         return Cure(flags, budget(replace(plan.train, vram=None, **flags), largest.tokens))
 

@@ -12,11 +12,11 @@ from wangen.generator.cards import Gpu
 from wangen.generator.errors import UsageError, WangenError, many
 from wangen.generator.files import nearest_existing
 from wangen.generator.launch import Launch, asks_for_several
-from wangen.generator.memory import gib_text
-from wangen.generator.memory_presets import resolve_vram
+from wangen.generator.memory import SHORT_TEXT, gib_text
+from wangen.generator.memory_presets import for_smaller_steps, resolve_vram
 from wangen.generator.plan.cures import Cure, find_cure
 from wangen.generator.plan.earlier import Measured, measured
-from wangen.generator.plan.estimate import RunPlan, plan_run, tokens_of_a_step
+from wangen.generator.plan.estimate import RunPlan, memory_tokens, plan_run, tokens_of_a_step
 from wangen.generator.plan.scripted import Scripted
 from wangen.generator.plan.shapes import Encoding, Survey, nominal, survey
 from wangen.generator.seen import seen_entry
@@ -86,7 +86,8 @@ def _plan_here(script: Scripted, gpu: Gpu | None, num_cards: int, here: bool) ->
     elif gpu is None:
         notes.append('no GPU is seen here; name the one that trains: --gpu "RTX 4090", or --gpu 24GB')
     processes = _num_processes(train, num_cards)
-    train = _resolved(script, train, model, gpu, processes)
+    most = max((memory_tokens(shape, model, found.mean_rows or SHORT_TEXT) for shape in found.uses), default=0)
+    train = _resolved(script, train, model, gpu, processes, most)
     refuse_more_blocks(train, model.transformer.num_layers)
     if gpu and here and processes > num_cards:
         notes.append(f"--gpus {processes}: this machine shows {many(num_cards, 'card')}")
@@ -101,11 +102,13 @@ def _plan_here(script: Scripted, gpu: Gpu | None, num_cards: int, here: bool) ->
     return Planned(script, found, plan, cure, earlier, cached, (free[0], free[1]), here, notes)
 
 
-def _resolved(script: Scripted, train: Train, model: Model, gpu: Gpu | None, processes: int) -> Train:
-    """The flags with `--vram` resolved, with a cure that can be followed from here."""
+def _resolved(script: Scripted, train: Train, model: Model, gpu: Gpu | None, processes: int, most: int) -> Train:
+    """The flags with `--vram` resolved for batches of so many tokens, with a cure that can be followed from here."""
+    free = gpu.free if gpu else None
     try:
         shards = Launch(count=processes, local_count=processes).shards(train.parallel)
-        return resolve_vram(train, model, gpu.free if gpu else None, shards)
+        resolved = resolve_vram(train, model, free, shards)
+        return resolved if processes > 1 else for_smaller_steps(resolved, train, model, most, free)
     except UsageError as error:
         raise UsageError(error.found, where=script.name,
                          cure=f"wangen publish {script.slug} --fit chooses flags for the dataset's own shapes, which "

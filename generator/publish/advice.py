@@ -2,9 +2,10 @@
 
 from collections.abc import Iterable
 
-from wangen.generator.bundle import AUTO, bundle_steps, told_of_training
+from wangen.generator.bundle import bundle_steps, told_of_training
 from wangen.generator.errors import many
 from wangen.generator.memory import GIB, gib_text, memory_plan, preset_of, settings_of, tokens_of, usable_bytes
+from wangen.generator.published_memory import AUTO
 from wangen.generator.resolutions import resolution_name
 from wangen.generator.steps import Train
 from wangen.generator.target import Target
@@ -30,11 +31,11 @@ def preset_advice(
         if vram in (None, AUTO) or settings.fit:
             continue
         sizes = settings.sizes(model)
-        steps = bundle_steps(workspace, target, model, slug)
+        steps = bundle_steps(workspace, target, model, slug, clips=clips)
         (train,) = (step for step in steps if isinstance(step, Train))
         frames = model.num_frames if clips else 1
         largest = max(sizes, key=lambda size: tokens_of(model, size, frames))
-        tokens = tokens_of(model, largest, frames) * settings.batch_size
+        tokens = settings.most_tokens(model, frames)
         needed = memory_plan(model, settings_of(train), tokens=tokens).device
         if needed > usable_bytes(int(vram) * GIB):
             preset = preset_of(model, vram)

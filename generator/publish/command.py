@@ -108,7 +108,7 @@ def _run(request: Request, place: Workspace, slug: str) -> None:
     plan = publishing.make_plan(place, targets, slug, model, source, only_scripts=request.only_scripts,
                                 long_paths=request.long_paths)  # fmt: skip
     _say_source(request, slug, model, settings, source)
-    clips = bool(settings.footage) or any(item.media == "video" for item in (source.items if source else ()))
+    clips = any(bundle.clips for bundle in plan.bundles)
     if clips and settings.resize:
         click.echo("  clips are taken as they are: --resize makes smaller copies of images only")
     for line in preset_advice(place, targets, model, slug, clips=clips):

@@ -17,7 +17,7 @@ from wangen.generator.experts import ORDER, choose_boundary, expect_two_experts,
 from wangen.generator.formats import Header
 from wangen.generator.kinds import expect, noise_of
 from wangen.generator.launch import Launch
-from wangen.generator.memory_presets import resolve_vram
+from wangen.generator.memory_presets import for_smaller_steps, resolve_vram
 from wangen.generator.steps import Train
 from wangen.generator.tasks import require_supported
 from wangen.generator.train_refusals import refuse_flags, refuse_more_blocks
@@ -28,6 +28,7 @@ from wangen.runtime.models import expect_vae
 from wangen.runtime.sampling.prompts import MAX_STEPS, read_prompts
 from wangen.runtime.training.adapter_refusals import require_adapter, trained_transformers
 from wangen.runtime.training.optim import try_out
+from wangen.runtime.training.plan import Plan
 from wangen.runtime.training.schedules import make_schedule
 from wangen.runtime.training.trackers import require_trackers
 
@@ -102,6 +103,21 @@ def _refuse_own(options: Train, path: Path, flag: str, stems: Iterable[str]) -> 
     if path.resolve().parent == place and any(written_by(stem).fullmatch(path.name) for stem in stems):
         raise UsageError(f"{flag} is a file that this run writes over or removes", where=str(path),
                          cure=f"copy it {elsewhere}")  # fmt: skip
+
+
+def for_its_steps(plan: Plan, asked: Train, device: torch.device, launch: Launch) -> Plan:
+    """The plan, with other memory flags where `--vram` has a preset for larger steps than the dataset's.
+
+    Args:
+        plan: of the run.
+        asked: the options as they were given.
+        device: where it trains.
+        launch: several processes keep the preset, for their cards and their ways to hold the model differ.
+    """
+    if launch.count > 1:
+        return plan
+    found = for_smaller_steps(plan.options, asked, plan.model, plan.most_tokens, free_bytes(device))
+    return replace(plan, options=found)
 
 
 def refuse(options: Train, model: profiles.Model, device: torch.device) -> None:
