@@ -184,6 +184,7 @@ for _name in ("_lazy_init", "set_device", "empty_cache", "ipc_collect", "reset_p
 for _name, _value in {"Stream": Stream, "Event": Event, "stream": _on, "current_stream": _current,
                       "synchronize": _synchronize, "CUDAGraph": stand_in_graphs.Graph,
                       "graph": stand_in_graphs.recording, "graph_pool_handle": object, "set_stream": _enter,
+                      "default_generators": (stand_in_graphs.Generator(),),
                       }.items():  # fmt: skip
     setattr(torch.cuda, _name, _value)
 
