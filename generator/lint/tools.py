@@ -79,7 +79,7 @@ def find(call: Call, spelled: str) -> Spec | None:
     """The flag that a call's tool understands by this spelling; musubi-tuner takes unmistakable beginnings too."""
     name = spelled.lstrip("-")
     if call.tool == "wangen":
-        return own_specs(call.step).get(name.replace("-", "_"))
+        return own_specs(call.step).get(name.replace("-", "_"))  # type: ignore[arg-type]  # a class has a hash
     specs = musubi_specs(call.program)
     begun = [spec for other, spec in specs.items() if other.startswith(name)]
     return specs.get(name) or (begun[0] if len(begun) == 1 else None)
