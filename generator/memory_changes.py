@@ -97,13 +97,13 @@ def _changed(start: Train, model: Model, needed: Needed, available: int, changea
     layers = model.transformer.num_layers
     options, taken = start, needed(start)
     for rung in _rungs(layers):
-        changed = replace(options, **{name: value for name, value in rung.items() if name in changeable})
+        changed = _with(options, rung, changeable)
         if not _go_together(changed, layers):
             if not _go_together(options, layers):
                 options = changed  # the next rungs are on top of it
             continue
         # A last block that is free costs nothing where tokens go all at once: then it stays.
-        less = needed(changed)
+        less = taken if changed is options else needed(changed)
         if less < taken or not _go_together(options, layers):
             options, taken = changed, less
         if taken <= available:
@@ -115,7 +115,7 @@ def _changed(start: Train, model: Model, needed: Needed, available: int, changea
         moved |= {"checkpointing_free_blocks"}.intersection(changeable)
     fewer = range(start.blocks_to_swap or 0, options.blocks_to_swap or 0)
     for back in (*({"blocks_to_swap": number} for number in reversed(fewer)), *_BACKS):
-        changed = replace(options, **{name: value for name, value in back.items() if name in moved})
+        changed = _with(options, back, moved)
         if options.checkpointing != "none" and _go_together(changed, layers) and needed(changed) <= available:
             options = changed
     return options
@@ -129,6 +129,12 @@ def _freed(options: Train, layers: int, needed: Needed, available: int) -> Train
         for number in range(free, layers - (options.blocks_to_swap or 0) + 1)
     ]
     return more[max(0, bisect_left(more, True, key=lambda changed: needed(changed) > available) - 1)]
+
+
+def _with(options: Train, values: Mapping[str, Any], changeable: Collection[str]) -> Train:
+    """The options with those of some values that can be changed; the very same where none is another."""
+    others = {name: value for name, value in values.items() if name in changeable and getattr(options, name) != value}
+    return replace(options, **others) if others else options
 
 
 def _rungs(layers: int) -> list[dict[str, Any]]:

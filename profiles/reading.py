@@ -42,9 +42,14 @@ def names(folder: str) -> list[str]:
     return sorted(file.stem for file in path(folder, "").parent.glob("*.toml"))
 
 
+@cache
+def _home() -> Path:
+    return Path(str(files("wangen.profiles")))
+
+
 def path(folder: str, name: str) -> Path:
     """The file of a profile."""
-    return Path(str(files("wangen.profiles"))) / folder / f"{name}.toml"
+    return _home() / folder / f"{name}.toml"
 
 
 def read(folder: str, name: str) -> dict[str, Any]:

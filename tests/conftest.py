@@ -10,19 +10,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
 from hypothesis import settings
-from tiny import TinyRun, make_tiny_run
 
+from wangen.generator.lint import fix
 from wangen.generator.publish import plan
+from wangen.generator.setup import wheel
 
+# What loads torch is imported where it is used: the process that hands out the tests to others starts sooner without.
 if TYPE_CHECKING:
+    from tiny import TinyRun
     from tiny_qwen import TinyQwen
 
 collect_ignore = ["fuzz.py", "stand_in_gpu.py"]  # one needs atheris, the other has to be loaded before torch
 
 # The models are tiny: a second thread only waits for the first, here and in processes that tests start.
-torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Hypothesis lets an example take 200 ms, which on a busy machine says nothing.
@@ -43,6 +44,7 @@ def pytest_collection() -> Iterator[None]:
     finally:
         gc.collect()
         gc.freeze()
+        gc.set_threshold(20_000, 20, 20)  # a test makes many objects and few circles
         gc.enable()
 
 
@@ -59,16 +61,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _quick() -> Iterator[None]:
     """The disk is not waited for, since a killed process loses nothing that it gave to the system; the wheel that each
-    bundle carries is made once, since no test that publishes changes what it is made of."""
+    bundle carries is made once, since no test that publishes or lints changes what it is made of."""
+    import torch
+
+    torch.set_num_threads(1)
+    made = cache(wheel.wheel_bytes)
+
+    def write_wheel(folder: Path) -> Path:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(wheel, "wheel_bytes", made)
+            return wheel.write_wheel(folder)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda _: None)
-        patch.setattr(plan, "wheel_bytes", cache(plan.wheel_bytes))
+        patch.setattr(plan, "wheel_bytes", made)
+        patch.setattr(fix, "write_wheel", write_wheel)
         yield
 
 
 @pytest.fixture(scope="session")
-def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
+def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> "TinyRun":
     """A cached tiny dataset; tests must not change it."""
+    from tiny import make_tiny_run
+
     return make_tiny_run(tmp_path_factory.mktemp("tiny"))
 
 

@@ -153,6 +153,12 @@ def exact(model: WanTransformer3DModel, inputs: Inputs) -> tuple[Tensor, dict[st
     return output, gradients
 
 
+@functools.cache
+def exact_of_two(name: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """`exact` for two items, and the model of these vectors with a LoRA."""
+    return exact(adapted(vectors_model(name)), inputs_of(name, batch=2))
+
+
 def step(
     model: WanTransformer3DModel, velocity: Any, inputs: Inputs, seed: int = 0
 ) -> tuple[Tensor, dict[str, Tensor]]:

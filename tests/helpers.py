@@ -45,6 +45,16 @@ def run_script(bundle: Path, name: str) -> str:
     return done.stderr
 
 
+def tool(monkeypatch: pytest.MonkeyPatch, folder: Path, name: str, script: str) -> None:
+    """Put a program of that name before all others."""
+    tools = folder / "tools"
+    tools.mkdir(exist_ok=True)
+    (tools / name).write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
+    (tools / name).chmod(0o755)
+    if not os.environ["PATH"].startswith(f"{tools}:"):
+        monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
+
+
 def require_rights(folder: Path) -> None:
     """Skip the test where a folder's rights bind nobody: for the superuser, and on Windows."""
     closed = folder / "closed"

@@ -1,12 +1,26 @@
 """Blocks of Wan as one function of autograd, and products by oneDNN: the numbers are those of the other ways."""
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from fast_dit import adapted, exact, fast, inputs_of, largest_error, plain, same, step, vectors_model
+from diffusers import WanTransformer3DModel
+from fast_dit import (
+    LINEARS,
+    adapted,
+    exact,
+    exact_of_two,
+    fast,
+    inputs_of,
+    largest_error,
+    plain,
+    same,
+    step,
+    vectors_model,
+)
 from helpers import every
 from parity import DITS, max_abs, rel_rms
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -35,6 +49,20 @@ def count_calls(patch: pytest.MonkeyPatch, owner: type, *names: str) -> dict[str
     return calls
 
 
+@functools.cache
+def adapted_to(name: str, dtype: torch.dtype, targets: str = LINEARS) -> WanTransformer3DModel:
+    """One model for many tests: steps may be taken on it, and nothing be changed."""
+    return adapted(vectors_model(name, dtype), targets=targets)
+
+
+@functools.cache
+def step_of(
+    name: str, dtype: torch.dtype, batch: int, tricks: Tricks, targets: str = LINEARS
+) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+    model = adapted_to(name, dtype, targets)
+    return step(model, fast(model, tricks=tricks), inputs_of(name, batch=batch))
+
+
 @pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
 @pytest.mark.parametrize(("batch", "targets"), [(2, None), (1, r".*(attn1\.to_v|attn2\.to_k|ffn\.net\.0\.proj)")])
 @pytest.mark.parametrize(("name", "dtype"), [*((name, torch.float32) for name in DITS), ("dit_i2v21", torch.bfloat16)])
@@ -42,9 +70,8 @@ def test_a_block_by_hand_is_the_same_as_its_pieces(
     name: str, dtype: torch.dtype, targets: str | None, batch: int, checkpointing: str, monkeypatch: pytest.MonkeyPatch
 ):
     """With adapters on all layers, and on some; with one run of tokens that share a timestep, and with several."""
-    model = adapted(vectors_model(name, dtype), **({"targets": targets} if targets else {}))
-    inputs = inputs_of(name, batch=batch)
-    wanted_output, wanted = step(model, fast(model, tricks=Tricks(by_hand=False)), inputs)
+    model, inputs = adapted_to(name, dtype, targets or LINEARS), inputs_of(name, batch=batch)
+    wanted_output, wanted = step_of(name, dtype, batch, Tricks(by_hand=False), targets or LINEARS)
     calls = count_calls(monkeypatch, BlockByHand, "forward", "recomputed_back")
     output, gradients = step(model, fast(model, checkpointing=checkpointing), inputs)
     assert calls == {"forward": len(model.blocks), "recomputed_back": (checkpointing != "none") * len(model.blocks)}
@@ -66,11 +93,12 @@ def test_tokens_in_pieces_are_the_same_as_all_at_once(
     inputs = inputs_of(name, batch=batch)
 
     def found(**ways: Any) -> tuple[torch.Tensor, Mapping[str, torch.Tensor]]:
+        if not ways.pop("swapped", False):
+            return step(whole, fast(whole, **ways), inputs)
         model = adapted(vectors_model(name, dtype))
-        swap = BlockSwap(model, len(model.blocks), torch.device("cpu")) if ways.pop("swapped", False) else None
-        return step(model, fast(model, swap, **ways), inputs)
+        return step(model, fast(model, BlockSwap(model, len(model.blocks), torch.device("cpu")), **ways), inputs)
 
-    wanted_output, wanted = found(tricks=Tricks(pieces=False))
+    whole, (wanted_output, wanted) = adapted_to(name, dtype), step_of(name, dtype, batch, Tricks(pieces=False))
     monkeypatch.setattr(dit, "num_token_pieces", lambda *_: count)
     calls = count_calls(monkeypatch, TokenWise, "back")
     output, gradients = found()
@@ -80,7 +108,7 @@ def test_tokens_in_pieces_are_the_same_as_all_at_once(
     for ways in ({"checkpointing": "full", "swapped": True}, {"checkpointing": "selective", "offload": True}):
         assert same(found(**ways), (output, gradients)), "the same bytes however blocks are recomputed"
     with torch.no_grad():
-        assert torch.equal(inputs(fast(adapted(vectors_model(name, dtype)))), output)
+        assert torch.equal(inputs(fast(whole)), output)
 
 
 def test_pieces_that_no_gradient_reaches_keep_nothing(monkeypatch: pytest.MonkeyPatch):
@@ -234,7 +262,7 @@ def test_without_an_image_its_layers_get_no_gradient():
 @pytest.mark.parametrize("name", DITS)
 def test_products_of_onednn_are_the_same(name: str, monkeypatch: pytest.MonkeyPatch):
     model, inputs = adapted(vectors_model(name)), inputs_of(name, batch=2)
-    wanted_output, wanted = exact(model, inputs)
+    wanted_output, wanted = exact_of_two(name)
     monkeypatch.setattr(products, "has_faster_onednn", lambda: True)
     monkeypatch.setattr(products, "LEAST_WORK", 0)
     for checkpointing in ("none", "full"):

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -55,11 +56,19 @@ def different(inputs: Inputs, number: int) -> Inputs:
     return dataclasses.replace(inputs, latents=latents, timesteps=times, texts=texts, **shown)
 
 
-def with_and_without(model: Any, velocity: Any, calls: Sequence[Call]) -> Graphs:
-    """Check that steps by graphs equal those without, bit by bit; the graphs."""
+Steps = list[tuple[torch.Tensor, dict[str, torch.Tensor]]]
+
+
+def without(model: Any, velocity: Any, calls: Sequence[Call]) -> Steps:
+    """The steps without graphs."""
     velocity._graphs = Graphs(model)
     velocity._graphs._has_given_up = True
-    wanted = [step(model, velocity, call, number) for number, call in enumerate(calls)]
+    return [step(model, velocity, call, number) for number, call in enumerate(calls)]
+
+
+def with_and_without(model: Any, velocity: Any, calls: Sequence[Call], wanted: Steps | None = None) -> Graphs:
+    """Check that steps by graphs equal those without, bit by bit; the graphs."""
+    wanted = wanted or without(model, velocity, calls)
     velocity._graphs = Graphs(model)
     found = [step(model, velocity, call, number) for number, call in enumerate(calls)]
     assert all(same(one, other) for one, other in zip(found, wanted, strict=True))
@@ -261,6 +270,17 @@ def test_where_nothing_can_be_recorded_the_steps_go_on(monkeypatch: pytest.Monke
     assert not found.are_there
 
 
+def noisy_calls() -> list[Inputs]:
+    return [different(noisy(2, 2, 8, 8), number) for number in range(4)]
+
+
+@functools.cache
+def steps_without(kind: str, checkpointing: str) -> Steps:
+    """Of the model of the next test, which is the same each time."""
+    model = adapted(small(2, torch.bfloat16), kind).eval()
+    return without(model, fast(model, checkpointing=checkpointing), noisy_calls())
+
+
 @pytest.mark.parametrize("fails", ["forward", "backward", "room"])
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 @pytest.mark.parametrize("kind", every(3, ["dora", "lora", "bias", "loha"], pytest.mark.slow))
@@ -278,15 +298,15 @@ def test_a_recording_that_comes_to_nothing_leaves_nothing_behind(
             if len(recordings) == ("forward", "backward").index(fails) + 1:
                 raise RuntimeError("CUDA out of memory")
 
-    model = adapted(small(2, torch.bfloat16), kind).eval()
-    calls = [different(noisy(2, 2, 8, 8), number) for number in range(4)]
+    model, calls = adapted(small(2, torch.bfloat16), kind).eval(), noisy_calls()
+    wanted = steps_without(kind, checkpointing)
     if fails == "room":
         monkeypatch.setattr(graphs, "spare_bytes", lambda _: graphs.BESIDE - 1)
     else:
         monkeypatch.setattr(torch.cuda, "graph", breaks)
     streams: list[Any] = []
     monkeypatch.setattr(torch.cuda, "set_stream", streams.append)
-    found = with_and_without(model, fast(model, checkpointing=checkpointing), calls)
+    found = with_and_without(model, fast(model, checkpointing=checkpointing), calls, wanted)
     assert not found.are_there
     assert len(streams) == (fails != "room")
     assert not torch.cuda.default_generators[0].is_recorded

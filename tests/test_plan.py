@@ -1,17 +1,15 @@
 """`wangen plan` and `publish --fit`: what they say of a published dataset; what they choose fits and is kept."""
 
 import json
-import os
 import shutil
 from dataclasses import replace
-from importlib.resources import files
 from pathlib import Path
 from types import SimpleNamespace
 
 import published
 import pytest
 from cached_bundle import Bundle
-from helpers import read_tree
+from helpers import read_tree, tool
 
 from wangen import profiles
 from wangen.generator import workspace
@@ -23,37 +21,9 @@ from wangen.generator.plan.shapes import Encoding, survey
 from wangen.generator.steps import Train
 from wangen.generator.tomls import read_dataset
 
-pytest_plugins = ["bundle_fixtures"]
+pytest_plugins = ["bundle_fixtures", "plan_fixtures"]
 
-EXAMPLE = Path(str(files("wangen.examples"))) / "dataset"
 BIG = profiles.model("t2v-14B")
-
-
-@pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A workspace of the 14B with three photos and a clip, published for two platforms."""
-    monkeypatch.chdir(tmp_path)
-    for name in ("nvidia-smi", "rocm-smi"):  # whatever this machine has
-        tool(monkeypatch, tmp_path, name, "exit 9")
-    assert main(["init", "work"]) == 0
-    folder = tmp_path / "work"
-    text = (folder / "wangen.toml").read_text(encoding="utf-8").replace("t2v-1.3B", "t2v-14B", 1)
-    text = text.replace('["linux", "windows", "wsl"]', '["linux", "windows"]\nnum_frames = 45')
-    (folder / "wangen.toml").write_text(text, encoding="utf-8")
-    shutil.copytree(EXAMPLE, folder / "datasets" / "cats")
-    monkeypatch.chdir(folder)
-    assert main(["publish", "cats"]) == 0
-    return folder
-
-
-def tool(monkeypatch: pytest.MonkeyPatch, folder: Path, name: str, script: str) -> None:
-    """Put a program of that name before all others."""
-    tools = folder / "tools"
-    tools.mkdir(exist_ok=True)
-    (tools / name).write_text(f"#!/bin/sh\n{script}\n", encoding="utf-8")
-    (tools / name).chmod(0o755)
-    if not os.environ["PATH"].startswith(f"{tools}:"):
-        monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
 
 
 def planned(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from helpers import clip_bytes, image_bytes, write_tree
+from kept import keep, put_back
 from tiny_weights import write_tiny_wan
 
 from wangen.generator import target as targets
@@ -28,9 +29,18 @@ def clip(tmp_path_factory):
 
 
 @pytest.fixture
-def site(tmp_path, clip, weights, monkeypatch, capsys):
+def site(kept_site, monkeypatch):
     """A published dataset whose weights are there, and an environment: the one that runs the tests."""
-    write_tree(tmp_path, {
+    folder = put_back(kept_site)
+    monkeypatch.setenv("WANGEN_PYTHON", sys.executable)
+    monkeypatch.chdir(folder)  # `check` changes the working folder, this puts it back
+    return folder / "ws"
+
+
+@pytest.fixture(scope="module")
+def kept_site(tmp_path_factory, clip, weights):
+    folder = tmp_path_factory.mktemp("site")
+    write_tree(folder, {
         "ws/wangen.toml": f'resolution = [64, 64]\nnum_frames = 17\nplatforms = ["{HERE}", "windows"]\n',
         "ws/datasets/Red House/a.jpg": image_bytes(),
         "ws/datasets/Red House/a.txt": "an ape",
@@ -38,12 +48,11 @@ def site(tmp_path, clip, weights, monkeypatch, capsys):
         "ws/datasets/Red House/b.txt": "a bee",
     })  # fmt: skip
     for platform in (HERE, "windows"):
-        shutil.copytree(weights["vae"].parent, tmp_path / "ws" / "published" / platform / "models" / "deeper")
-    monkeypatch.setenv("WANGEN_PYTHON", sys.executable)
-    monkeypatch.chdir(tmp_path)  # `check` changes the working folder, this puts it back
-    publish()
-    capsys.readouterr()
-    return tmp_path / "ws"
+        shutil.copytree(weights["vae"].parent, folder / "ws" / "published" / platform / "models" / "deeper")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        publish()
+    return keep(folder)
 
 
 def publish():

@@ -7,6 +7,7 @@ and `OrderedDict`; any other global is an error that names it, and nothing is ev
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +69,10 @@ def read_pth(path: Path) -> Header:
     except NoDirectoryError as error:
         raise _cut_short(path) from error
     root = _root(path, records)
+    file_bytes = path.stat().st_size
     with path.open("rb") as file:
         begins = {
-            name.removeprefix(root): content_begin(path, file, name, record)
+            name.removeprefix(root): content_begin(path, file, name, record, file_bytes)
             for name, record in records.items()
             if name.startswith((f"{root}data/", f"{root}{DATA}", f"{root}byteorder"))
         }
@@ -84,7 +86,7 @@ def read_pth(path: Path) -> Header:
     for name, tensor in tensors.items():
         _check(path, name, tensor, records.get(f"{root}data/{tensor.storage.record}"))
     found = {name: _placed(path, tensor, begins) for name, tensor in tensors.items()}
-    if sum(info.place.num_bytes for info in found.values() if info.place) > MAX_SHARING * path.stat().st_size:
+    if sum(info.place.num_bytes for info in found.values() if info.place) > MAX_SHARING * file_bytes:
         raise WangenError("its tensors share their numbers so often that they would fill the memory", where=str(path),
                           cure="get the weights from their official source")  # fmt: skip
     return Header(found, {}, "pth")
@@ -192,10 +194,16 @@ GLOBALS: Mapping[str, Any] = {
 """All that a pickle may name."""
 
 
+@lru_cache(maxsize=4)
+def _content(data: bytes) -> Any:
+    """What a pickle holds, not to be changed: a step reads a file for what it is, for its digest and to load it."""
+    return read_pickle(data, GLOBALS, _load_storage)[0]
+
+
 def _unpickle(path: Path, data: bytes) -> Any:
     """What a pickle holds."""
     try:
-        return read_pickle(data, GLOBALS, _load_storage)[0]
+        return _content(data)
     except RefusedError as error:
         raise _refused(path, error) from error
     except MalformedError as error:

@@ -75,7 +75,7 @@ def read_records(path: Path) -> dict[str, Record]:
     return records
 
 
-def content_begin(path: Path, file: BinaryIO, name: str, record: Record) -> int:
+def content_begin(path: Path, file: BinaryIO, name: str, record: Record, file_bytes: int) -> int:
     """Where the content of a record begins: behind the record's own header, whose length varies.
 
     Raises:
@@ -86,7 +86,7 @@ def content_begin(path: Path, file: BinaryIO, name: str, record: Record) -> int:
     if len(header) == LOCAL.size and header.startswith(MAGIC):
         _, name_bytes, extra_bytes = LOCAL.unpack(header)
         begin = record.header_offset + LOCAL.size + int(name_bytes) + int(extra_bytes)
-        if begin + record.num_bytes <= path.stat().st_size:
+        if begin + record.num_bytes <= file_bytes:
             return begin
     raise WangenError(f"the record {quoted(name)} is not where the directory says", where=str(path),
                       cure=DOWNLOAD_AGAIN)  # fmt: skip

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from wangen.generator import commands
 from wangen.generator.errors import WangenError
 from wangen.generator.lint.script import MORE, UNKNOWN, Call, Fault, Given, Word, is_flag
-from wangen.generator.table import Option, missing, spellings
+from wangen.generator.table import Option, Step, missing, spellings
 from wangen.generator.unknown_flags import asks_for_nothing, unknown_flag
 from wangen.profiles.foreign import musubi
 
@@ -60,10 +60,11 @@ def _spec(name: str, kind: str) -> Spec:
     return Spec(name, kind.rstrip("*0123456789"), count)
 
 
-def own_specs(call: Call) -> dict[str, Spec]:
+@cache
+def own_specs(step: type[Step]) -> Mapping[str, Spec]:
     """The accepted spellings of the flags of a step of wangen."""
     found = {}
-    for name, option, constant in spellings(call.step):
+    for name, option, constant in spellings(step):
         if option.kind is bool:
             found[name] = Spec(option.name, "str", 0, option=option)
             found[f"no_{name}"] = Spec(option.name, "str", 0, option=option, constant="no")
@@ -78,7 +79,7 @@ def find(call: Call, spelled: str) -> Spec | None:
     """The flag that a call's tool understands by this spelling; musubi-tuner takes unmistakable beginnings too."""
     name = spelled.lstrip("-")
     if call.tool == "wangen":
-        return own_specs(call).get(name.replace("-", "_"))
+        return own_specs(call.step).get(name.replace("-", "_"))  # type: ignore[arg-type]  # a class has a hash
     specs = musubi_specs(call.program)
     begun = [spec for other, spec in specs.items() if other.startswith(name)]
     return specs.get(name) or (begun[0] if len(begun) == 1 else None)

@@ -117,6 +117,10 @@ def build(path: Path, make: Callable[[], Model]) -> Model:
                           cure=OTHER_FILE) from error  # fmt: skip
 
 
+_STARTS = (nn.init.kaiming_uniform_, nn.init.uniform_, nn.init.normal_)
+"""What torch's own layers draw their first values with."""
+
+
 class _NoValues(TorchFunctionMode):
     """A random start that nobody will see is neither drawn nor scaled, and counting is left to the CPU.
 
@@ -132,9 +136,11 @@ class _NoValues(TorchFunctionMode):
     ) -> Any:
         if func is torch.Tensor.div and args[0].is_meta:
             return args[0]
+        named = dict(kwargs or {})
+        if func in _STARTS and named["tensor"].is_meta:
+            return named["tensor"]
         if func is torch.randn:
             func = torch.empty
-        named = dict(kwargs or {})
         if func is torch.arange:
             named.setdefault("device", "cpu")
         return func(*args, **named)
