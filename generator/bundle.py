@@ -19,8 +19,9 @@ from wangen.generator.after_training import after_training
 from wangen.generator.commands import build
 from wangen.generator.footage import CLIPS, cut_footage, seen_from
 from wangen.generator.lock import RUN_LOCK
+from wangen.generator.memory import PLAIN_MEMORY, memory_of
+from wangen.generator.memory_presets import with_preset
 from wangen.generator.prepare_steps import Preprocess
-from wangen.generator.published_memory import AUTO, memory_flags
 from wangen.generator.resolutions import resolution_name
 from wangen.generator.scripts import Bundle
 from wangen.generator.step_parts import DEFAULT_EPOCHS
@@ -69,6 +70,8 @@ _DECODING = frozenset({"vae", "vae_dtype", "vae_cache_cpu"})
 
 PROMPTS = "prompts"
 """The folder below `files` where sample prompts are published."""
+
+AUTO = "auto"
 
 DTYPES: Mapping[str, Mapping[str, Any]] = {
     "cuda": {"vae_dtype": "float16", "t5_dtype": "bfloat16", "clip_dtype": "float16", "num_workers": 4},
@@ -124,9 +127,7 @@ def prompts_name(slug: str, target: Target, file: Path) -> str:
     return f"{slug}_{target.platform.suffix}{file.suffix.lower()}"
 
 
-def bundle_steps(
-    workspace: Workspace, target: Target, model: Model, slug: str, *, clips: bool = True
-) -> tuple[Step, ...]:
+def bundle_steps(workspace: Workspace, target: Target, model: Model, slug: str) -> tuple[Step, ...]:
     """Every step of the training script, its paths as the target writes them.
 
     Args:
@@ -134,20 +135,18 @@ def bundle_steps(
         target: where the scripts run.
         model: what is trained.
         slug: the dataset.
-        clips: it may have some; where it has pictures alone, `vram` in `[steps.train]` stands for less.
 
     Raises:
         WangenError: the workspace says of a step what cannot be.
     """
     workspace, settings = workspace.fitted(slug), workspace.dataset(slug)
     sizes = settings.sizes(model)
-    tokens = None if clips else settings.most_tokens(model, 1, model.max_controls or None)
     paths = {**_paths(workspace, target, model, slug), "resolution": ",".join(map(resolution_name, sizes))}
     if prompts := prompts_file(workspace, target, model):
         paths["sample_prompts"] = target.path("files", PROMPTS, prompts_name(slug, target, prompts))
     asked = [kind for kind in WHEN_ASKED if kind.command in workspace.steps]
     last = [MakeReport] if workspace.report else []
-    steps = tuple(_step(kind, workspace, target, model, paths, tokens) for kind in (*RUN, *asked, *last))
+    steps = tuple(_step(kind, workspace, target, model, paths) for kind in (*RUN, *asked, *last))
     if not settings.footage:
         return steps
     cut = cut_footage(settings.footage, workspace, target, model, sizes)
@@ -314,10 +313,7 @@ def _paths(workspace: Workspace, target: Target, model: Model, slug: str) -> dic
     }
 
 
-def _step(
-    kind: type[Step], workspace: Workspace, target: Target, model: Model, paths: Mapping[str, str],
-    tokens: int | None = None,
-) -> Step:  # fmt: skip
+def _step(kind: type[Step], workspace: Workspace, target: Target, model: Model, paths: Mapping[str, str]) -> Step:
     layers = _layers(workspace, target, model)
     values: dict[str, Any] = {**DTYPES[target.platform.accelerator], **paths}
     if "clip" not in paths:
@@ -333,12 +329,12 @@ def _step(
         values["reads"] = _read_by_training(told_of_training(workspace, target, model), paths)
     if kind in WHEN_ASKED:
         told = told_of_training(workspace, target, model)
-        held = {**memory_flags(model, told, paths), **told}
+        held = {**_memory(model, told, paths), **told}
         values |= after_training(kind, workspace.steps[kind.command], held, model, paths, target)
     if kind is Train:
         told = told_of_training(workspace, target, model)
         values = {name: value for name, value in values.items() if name not in unread(told)}
-        values |= memory_flags(model, told, paths, tokens)
+        values |= _memory(model, told, paths)
     for layer in layers:
         values |= _layer(layer, kind)
     if "sample_prompts" in paths:
@@ -363,6 +359,17 @@ def _read_by_training(told: Mapping[str, Any], paths: Mapping[str, str]) -> list
 
 def _layers(workspace: Workspace, target: Target, model: Model) -> tuple[Mapping[str, Mapping[str, Any]], ...]:
     return model.defaults, target.platform.overrides, workspace.steps
+
+
+def _memory(model: Model, told: Mapping[str, Any], paths: Mapping[str, str]) -> dict[str, Any]:
+    """The flags of training that decide its memory, as `--vram` chooses them; with `auto` they are left to the card."""
+    vram = told.get("vram")
+    if vram in (None, AUTO):
+        return {} if vram else dict(PLAIN_MEMORY)
+    names = {option.name for option in options(Train)}
+    train = build(Train, {name: value for name, value in {**paths, **told}.items() if name in names})
+    assert isinstance(train, Train)
+    return memory_of(with_preset(train, model, str(vram)))
 
 
 def posix_paths(step: Step) -> Step:

@@ -7,7 +7,7 @@ from typing import Any
 
 from wangen.generator import tomls
 from wangen.generator.errors import UsageError
-from wangen.generator.memory import PLAIN_MEMORY, tokens_of
+from wangen.generator.memory import PLAIN_MEMORY
 from wangen.generator.paths import slugify
 from wangen.generator.platforms import step_values
 from wangen.generator.resolutions import parse_resolution
@@ -79,11 +79,6 @@ class DatasetSettings:
     def sizes(self, model: Model) -> tuple[tuple[int, int], ...]:
         """The resolutions that it is published in, as (width, height) in pixels."""
         return self.resolutions or (model.resolution,)
-
-    def most_tokens(self, model: Model, num_frames: int, num_controls: int | None = None) -> int:
-        """Of the largest batch, of clips of so many frames or with so many control images (None: as most have)."""
-        sizes = self.sizes(model)
-        return self.batch_size * max(tokens_of(model, size, num_frames, num_controls) for size in sizes)
 
 
 def read_settings(section: Any, name: str, file: Path) -> DatasetSettings:

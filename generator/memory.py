@@ -18,6 +18,9 @@ from wangen.generator.weight_counts import OWN_TENSORS, weight_counts
 from wangen.profiles import Model, Preset
 
 GIB = 1 << 30
+LONG_TEXT = 512
+"""Rows of the longest caption."""
+
 SHORT_TEXT = 128
 """Tokens of a prompt, where text goes through the blocks as pictures do."""
 

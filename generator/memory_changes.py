@@ -15,13 +15,16 @@ Needed = Callable[[Train], int]
 CLEARLY_LESS = 15 / 16
 """Of what a run takes by the formula that found the memory full."""
 
+_RECOMPUTED = {"checkpointing", "checkpointing_free_blocks"}
+"""Who gives one of them has both as he wants them."""
+
 FASTEST: Mapping[str, Any] = {**PLAIN_MEMORY, "checkpointing": "none"}
 """The memory flags of a card with room for everything."""
 
 
 def fitting_flags(
     options: Train, model: Model, needed: Needed, available: int, fixed: Collection[str] = (),
-    spared: Needed = lambda _: 0,
+    spared: Needed | None = None,
 ) -> dict[str, Any] | None:  # fmt: skip
     """The memory flags that fit a card and cost the least time, and of these the ones that change the numbers last.
 
@@ -31,7 +34,7 @@ def fitting_flags(
         needed: bytes that a run with such flags takes.
         available: of the card.
         fixed: flags that stay as they are.
-        spared: bytes that blocks which are not computed again should leave free.
+        spared: bytes that should stay free beside a run with such flags, if that changes no number.
 
     Returns:
         All memory flags, and `pack` where packed batches have to go apart; None when nothing fits.
@@ -42,8 +45,13 @@ def fitting_flags(
     found = _changed(start, model, needed, available, changeable)
     if found is None:
         return None
-    if "checkpointing_free_blocks" in changeable and found.checkpointing != "none":
-        found = _freed(found, model.transformer.num_layers, needed, available - spared(found))
+    in_all = needed
+    if spared:
+        in_all = lambda one: needed(one) + spared(one)  # noqa: E731
+        roomy = _changed(start, model, in_all, available, changeable)
+        found = roomy if roomy and spared(roomy) and roomy.quantize == found.quantize else found
+    if changeable.issuperset(_RECOMPUTED):
+        found = _freed(found, model.transformer.num_layers, lambda one: in_all(one) <= available)
     return {name: getattr(found, name) for name in (*FASTEST, "pack") if name != "pack" or found.pack != options.pack}
 
 
@@ -121,14 +129,42 @@ def _changed(start: Train, model: Model, needed: Needed, available: int, changea
     return options
 
 
-def _freed(options: Train, layers: int, needed: Needed, available: int) -> Train:
+def with_less(options: Train, model: Model, fits: Callable[[Train], bool], changeable: Collection[str]) -> Train:
+    """The options with less swapped, parked and recomputed where that fits, and nothing more of anything.
+
+    Args:
+        options: with every memory flag.
+        model: the model profile.
+        fits: whether there is room for a run with such flags.
+        changeable: flags that may change.
+    """
+    layers = model.transformer.num_layers
+    fewer = ({"blocks_to_swap": number} for number in range(options.blocks_to_swap or 0))
+    for less in (*fewer, *_LESS):
+        changed = _with(options, less, changeable)
+        is_less = (changed.blocks_to_swap or 0) <= (options.blocks_to_swap or 0) and options.checkpointing != "none"
+        if is_less and _go_together(changed, layers) and fits(changed):
+            options = changed
+    return _freed(options, layers, fits) if {*changeable} >= _RECOMPUTED else options
+
+
+_LESS: tuple[dict[str, Any], ...] = (
+    {"gradient_checkpointing_cpu_offload": False}, {"checkpointing": "none", "checkpointing_free_blocks": 0},
+    {"checkpointing": "selective"},
+)  # fmt: skip
+"""What costs time, in the order in which it is left out."""
+
+
+def _freed(options: Train, layers: int, fits: Callable[[Train], bool]) -> Train:
     """The same, with as many of the last blocks free of recomputation as there is room for."""
+    if options.checkpointing == "none" or options.plain:
+        return options
     free = options.checkpointing_free_blocks or 0
     more = [
         replace(options, checkpointing_free_blocks=number)
         for number in range(free, layers - (options.blocks_to_swap or 0) + 1)
     ]
-    return more[max(0, bisect_left(more, True, key=lambda changed: needed(changed) > available) - 1)]
+    return more[max(0, bisect_left(more, True, key=lambda changed: not fits(changed)) - 1)]
 
 
 def _with(options: Train, values: Mapping[str, Any], changeable: Collection[str]) -> Train:

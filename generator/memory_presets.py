@@ -19,7 +19,7 @@ from wangen.generator.memory import (
     tokens_of,
     usable_bytes,
 )
-from wangen.generator.memory_changes import fitting_flags
+from wangen.generator.memory_changes import with_less
 from wangen.generator.small_steps import graphs_bytes
 from wangen.generator.steps import Train
 from wangen.profiles import Model, Preset
@@ -89,11 +89,12 @@ def with_preset(options: Train, model: Model, vram: str) -> Train:
 def for_smaller_steps(options: Train, given: Train, model: Model, tokens: int, available: int | None = None) -> Train:
     """The options of a preset, for a run whose largest batch has fewer tokens than those that it is made for.
 
-    As little is swapped, parked and computed again as the card has room for: that changes no number, and small steps
-    can be replayed. The base keeps the preset's form, so that what a dataset holds does not decide what is learned.
+    Of what the preset swaps, parks and recomputes as much is taken back as the card has room for, and room for small
+    steps to be replayed: that costs no accuracy. The base keeps the preset's form. Nothing is taken back where
+    encoders or samples of any size take their turn on the card.
 
     Args:
-        options: with every memory flag, as `resolve_vram` or `with_preset` fill them in.
+        options: with every memory flag, as `resolve_vram` fills them in.
         given: the same before.
         model: its profile.
         tokens: of the largest batch.
@@ -106,17 +107,16 @@ def for_smaller_steps(options: Train, given: Train, model: Model, tokens: int, a
         available = usable_bytes(int(given.vram) * GIB)
     if not given.vram or available is None or tokens >= tokens_of(model, resolution, num_frames):
         return options
+    if given.cache_mode == "realtime" or given.sample_prompts or given.sample_continuations or given.validation_config:
+        return options
 
-    def needed(train: Train) -> int:
+    def fits(train: Train) -> bool:
         in_a_pass = tokens * batches_of_a_pass(train)
-        return memory_plan(model, settings_of(train), tokens=in_a_pass).device
+        needed = memory_plan(model, settings_of(train), tokens=in_a_pass).device
+        return needed + graphs_bytes(train, in_a_pass, model.transformer.dim) <= available
 
-    def spared(train: Train) -> int:
-        return graphs_bytes(train, tokens * batches_of_a_pass(train), model.transformer.dim)
-
-    fixed = {"quantize", "pack", *(name for name in PLAIN_MEMORY if getattr(given, name) is not None)}
-    flags = fitting_flags(options, model, needed, available, fixed, spared)
-    return replace(options, **flags) if flags else options
+    given_flags = {name for name in PLAIN_MEMORY if getattr(given, name) is not None}
+    return with_less(options, model, fits, {*PLAIN_MEMORY} - given_flags)
 
 
 def _filled(options: Train, model: Model, flags: Mapping[str, Any]) -> Train:

@@ -193,7 +193,7 @@ class Train(DatasetStep):
 
     # Memory.
     vram: Literal["8", "12", "16", "24", "auto"] | None = flag(
-        "gigabytes of the card: take the model's preset, less for smaller pictures; flags that are given win", None
+        "gigabytes of the card: take the model's preset, or less where batches are small; given flags win", None
     )
     quantize: Quantize | None = flag(
         f"hold the frozen blocks in 8 or 4 bits ({_MEMORY} none)", None, pinned=True,

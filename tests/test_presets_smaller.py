@@ -10,10 +10,9 @@ from safetensors.torch import load_file
 from tiny import TinyRun
 
 from wangen import profiles
-from wangen.generator import scripts, workspace
+from wangen.generator import workspace
 from wangen.generator.cards import named
 from wangen.generator.cli import main
-from wangen.generator.commands import parse
 from wangen.generator.launch import Launch
 from wangen.generator.memory import GIB, memory_of, memory_plan, preset_flags, settings_of, tokens_of, usable_bytes
 from wangen.generator.memory_changes import fitting_flags
@@ -21,7 +20,7 @@ from wangen.generator.memory_presets import for_smaller_steps, resolve_vram
 from wangen.generator.plan.planning import plan_script
 from wangen.generator.plan.scripted import read_script
 from wangen.generator.small_steps import GRAPHS_BYTES, graphs_bytes, replays
-from wangen.generator.steps import Train, find_step
+from wangen.generator.steps import Train
 from wangen.generator.train_refusals import refuse_memory, refuse_more_blocks
 from wangen.profiles import Model
 from wangen.runtime import train
@@ -48,7 +47,7 @@ def needed(options: Train, model: Model, tokens: int) -> int:
 
 @pytest.mark.parametrize(("resolution", "num_frames"), CLIPS)
 @pytest.mark.parametrize(("model", "gib"), every(3, PRESETS, pytest.mark.slow))
-def test_as_little_is_swapped_parked_and_recomputed_as_there_is_room_for(model, gib, resolution, num_frames):
+def test_less_is_swapped_parked_and_recomputed_and_nothing_more(model, gib, resolution, num_frames):
     given, usable = asked(model, str(gib)), usable_bytes(gib * GIB)
     preset, layers = resolve_vram(given, model, None), model.transformer.num_layers
     tokens = tokens_of(model, resolution, num_frames if model.num_frames > 1 else 1)
@@ -61,16 +60,24 @@ def test_as_little_is_swapped_parked_and_recomputed_as_there_is_room_for(model, 
     assert found.quantize == preset.quantize
     refuse_memory(found)
     refuse_more_blocks(found, layers)
-    assert needed(found, model, tokens) <= usable
     assert found.blocks_to_swap <= preset.blocks_to_swap
-    if found.blocks_to_swap:
-        fewer = replace(found, blocks_to_swap=found.blocks_to_swap - 1)
-        assert needed(fewer, model, tokens) > usable
-    elif found.checkpointing == "none":
-        assert replays(found)
-    elif found.checkpointing_free_blocks < layers:
-        more = replace(found, checkpointing_free_blocks=found.checkpointing_free_blocks + 1)
-        assert needed(more, model, tokens) + graphs_bytes(more, tokens, model.transformer.dim) > usable
+    assert found.gradient_checkpointing_cpu_offload <= preset.gradient_checkpointing_cpu_offload
+    order = ["full", "selective", "none"]
+    assert order.index(found.checkpointing) >= order.index(preset.checkpointing)
+    if found != preset:
+        assert room(found, model, tokens) <= usable
+    if found.checkpointing != "none":
+        assert found.checkpointing_free_blocks >= preset.checkpointing_free_blocks
+        if found.checkpointing_free_blocks + found.blocks_to_swap < layers:
+            more = replace(found, checkpointing_free_blocks=found.checkpointing_free_blocks + 1)
+            assert room(more, model, tokens) > usable
+    if found.blocks_to_swap and found.blocks_to_swap < preset.blocks_to_swap:
+        as_parked = memory_of(preset) | {"blocks_to_swap": found.blocks_to_swap - 1}
+        assert room(replace(found, **as_parked), model, tokens) > usable
+
+
+def room(options: Train, model: Model, tokens: int) -> int:
+    return needed(options, model, tokens) + graphs_bytes(options, tokens, model.transformer.dim)
 
 
 def test_pictures_on_small_cards_have_what_graphs_go_with():
@@ -78,11 +85,20 @@ def test_pictures_on_small_cards_have_what_graphs_go_with():
     for gib in SMALL.presets:
         given = asked(SMALL, str(gib), network_dim=32)
         preset = resolve_vram(given, SMALL, None)
-        assert memory_of(for_smaller_steps(preset, given, SMALL, tokens)) == {
-            **memory_of(preset), "checkpointing": "none", "checkpointing_free_blocks": 0,
-            "gradient_checkpointing_cpu_offload": False,
-        }  # fmt: skip
+        found = for_smaller_steps(preset, given, SMALL, tokens)
+        assert replays(found)
+        assert found.checkpointing == ("selective" if gib == 8 else "none")
     assert not replays(resolve_vram(asked(SMALL, "8"), SMALL, None))
+
+
+@pytest.mark.parametrize("told", [
+    {"cache_mode": "realtime"}, {"sample_prompts": Path("p.txt")}, {"sample_continuations": 1},
+    {"validation_config": Path("v.toml")},
+], ids=str)  # fmt: skip
+def test_where_others_take_their_turn_on_the_card_the_preset_stays(told):
+    given = asked(T2V, "24", **told)
+    preset = resolve_vram(given, T2V, None)
+    assert for_smaller_steps(preset, given, T2V, 1024) == preset
 
 
 @pytest.mark.parametrize("flags", [
@@ -113,13 +129,12 @@ def test_auto_looks_at_what_is_free():
     assert for_smaller_steps(plain, plain, T2V, tokens, 20 * GIB) == plain
 
 
-def test_a_batch_of_several_and_packed_batches_are_counted():
+def test_packed_batches_are_counted():
     given = asked(SMALL, "8", network_dim=32, pack=True, gradient_accumulation_steps=4)
     preset, tokens = resolve_vram(given, SMALL, None), tokens_of(SMALL, (512, 512), 1)
     packed = for_smaller_steps(preset, given, SMALL, tokens)
-    assert needed(packed, SMALL, 4 * tokens) <= usable_bytes(8 * GIB)
-    alone = for_smaller_steps(replace(preset, pack=False), given, SMALL, tokens)
-    assert (alone.checkpointing, packed.checkpointing) == ("none", "selective")
+    more = replace(packed, checkpointing_free_blocks=packed.checkpointing_free_blocks + 1)
+    assert room(packed, SMALL, 4 * tokens) <= usable_bytes(8 * GIB) < room(more, SMALL, 4 * tokens)
     assert packed.pack
 
 
@@ -165,72 +180,67 @@ def test_room_for_graphs_is_left_where_small_steps_of_an_unquantised_base_are_re
 # ---- training, plans, scripts -------------------------------------------------------------------------------------
 
 
-def test_training_looks_at_the_dataset(tiny_run: TinyRun, tmp_path):
+def test_training_looks_at_the_dataset(tiny_run: TinyRun, tmp_path, monkeypatch):
     given = {"max_train_steps": 2, "task": "t2v-1.3B", "mixed_precision": "bf16"}
-    report = train.run(tiny_run.options(tmp_path / "a", **given, vram="12"))
-    memory = report.inputs["memory"]
     preset = preset_flags(SMALL, "12")
-    assert preset["checkpointing"] == "selective"
-    assert memory == {**preset, "checkpointing": "none", "checkpointing_free_blocks": 0,
-                      "gradient_checkpointing_cpu_offload": False}  # fmt: skip
+    kept = train.run(tiny_run.options(tmp_path / "kept", **given, vram="12"))
+    assert kept.inputs["memory"] == preset, "the file has two blocks of the model's thirty"
+    monkeypatch.setattr(refusals, "_num_blocks", lambda _: 30)
+    report = train.run(tiny_run.options(tmp_path / "a", **given, vram="12"))
+    assert report.inputs["memory"] == {**preset, "checkpointing": "none", "checkpointing_free_blocks": 0,
+                                       "gradient_checkpointing_cpu_offload": False}  # fmt: skip
     plain = train.run(tiny_run.options(tmp_path / "b", **given))
     assert plain.inputs["memory"]["checkpointing"] == "full"
     tensors = [load_file(tmp_path / name / "lora.safetensors") for name in "ab"]
     assert all(torch.equal(tensors[0][key], tensors[1][key]) for key in tensors[1])
 
 
-def test_several_processes_keep_the_preset(tiny_run: TinyRun, tmp_path):
-    given = tiny_run.options(tmp_path, vram="8", task="t2v-1.3B")
+def test_several_processes_keep_the_preset_and_others_look_at_the_dataset(tiny_run: TinyRun, tmp_path, monkeypatch):
+    given = tiny_run.options(tmp_path, vram="8", task="t2v-1.3B", mixed_precision="bf16")
     options = refusals.resolved(given, SMALL, CPU)
     plan = make_plan(options, SMALL, *read_training_samples(options, SMALL, Ranks()))
     assert refusals.for_its_steps(plan, given, CPU, Launch(count=2, local_count=2)) is plan
-    assert refusals.for_its_steps(plan, given, CPU, Launch()).options.checkpointing == "none"
+    monkeypatch.setattr(refusals, "_num_blocks", lambda _: 30)
+    assert refusals.for_its_steps(plan, given, CPU, Launch()).options.gradient_checkpointing_cpu_offload is False
+    assert refusals.for_its_steps(plan, given, CPU, Launch(count=2, local_count=2)) is plan
 
 
 HEAD = 'platforms = ["linux"]\nmodel = "t2v-1.3B"\nresolution = [512, 512]\nnum_frames = 17\n'
 
 
-def publish(folder: Path, text: str, *words: str, **files: bytes) -> Train:
-    """The training of a dataset that is published for Linux with that text in `wangen.toml`."""
+def publish(folder: Path, text: str, *words: str, **files: bytes) -> None:
     media = {f"datasets/x/{name.replace('_', '.')}": content for name, content in files.items()}
     captions = {f"datasets/x/{name.partition('_')[0]}.txt": "a caption" for name in files}
     write_tree(folder, {"wangen.toml": HEAD + text, **media, **captions})
     assert main(["publish", "x", "--workspace", str(folder), *words]) == 0
-    path = script(folder)
-    (line,) = [words for words in scripts.read_steps(path.read_bytes(), "sh") if words[0] == "train"]
-    found = parse(find_step(line[0]), line[1:])
-    assert isinstance(found, Train)
-    return found
 
 
-def script(folder: Path) -> Path:
-    return workspace.read(folder).target("linux").folder / "train_x.sh"
+TOLD = '[steps.train]\nvram = "8"\nnetwork_dim = 32\n'
+FASTER = "faster: wangen publish x --fit --gpu 8GB"
 
 
-def test_scripts_of_pictures_have_less_of_the_preset_than_those_of_clips(tmp_path):
-    told = '[steps.train]\nvram = "8"\nnetwork_dim = 32\n'
-    pictures = publish(tmp_path, told, a_png=image_bytes())
-    assert memory_of(pictures)["checkpointing"] == "none"
-    assert memory_of(publish(tmp_path, told, "--only_scripts")) == memory_of(pictures)
-    with_clip = publish(tmp_path, told, b_mp4=clip_bytes(tmp_path))
-    assert memory_of(with_clip) == preset_flags(SMALL, "8")
-    assert memory_of(publish(tmp_path, told, "--only_scripts")) == memory_of(with_clip)
+def test_publishing_pictures_says_which_flags_are_faster(tmp_path, capsys):
+    publish(tmp_path, TOLD, a_png=image_bytes())
+    assert capsys.readouterr().out.count(FASTER) == 1
+    publish(tmp_path, TOLD, "--fit", "--gpu", "8GB")
+    publish(tmp_path, TOLD, b_mp4=clip_bytes(tmp_path))
+    assert FASTER not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("told", "kept"), [
-    ('[steps.train]\nvram = "8"\ngpus = "2"\n', preset_flags(SMALL, "8")),
-    ('[steps.train]\nvram = "8"\n[dataset.x]\nbatch_size = 40\n', preset_flags(SMALL, "8")),
-    ('[steps.train]\nvram = "8"\ncheckpointing = "full"\n', {"checkpointing": "full"}),
-    ('[steps.train]\nvram = "auto"\n', {"checkpointing": None, "quantize": None}),
+@pytest.mark.parametrize("told", [
+    TOLD + 'gpus = "2"\n', TOLD + "[dataset.x]\nbatch_size = 40\n", TOLD + 'sample_prompts = "p.txt"\n',
+    '[steps.train]\nvram = "auto"\n', "",
 ])  # fmt: skip
-def test_what_keeps_more_of_it(tmp_path, told, kept):
-    found = memory_of(publish(tmp_path, told, a_png=image_bytes()))
-    assert {name: found[name] for name in kept} == kept
+def test_who_keeps_the_preset_hears_nothing_of_it(tmp_path, told, capsys):
+    (tmp_path / "p.txt").write_text("a prompt", encoding="utf-8")
+    publish(tmp_path, told, a_png=image_bytes())
+    assert "faster:" not in capsys.readouterr().out
 
 
 def test_a_plan_of_a_script_that_looks_at_its_card_says_what_training_will_take(tmp_path):
     publish(tmp_path, '[steps.train]\nvram = "auto"\n', a_png=image_bytes())
     target = workspace.read(tmp_path).target("linux")
-    planned = plan_script(read_script(script(tmp_path), target), named("8GB"), num_cards=1, here=False)
+    script = read_script(target.folder / "train_x.sh", target)
+    planned = plan_script(script, named("12GB"), num_cards=1, here=False)
     assert planned.plan.train.checkpointing == "none"
     assert planned.plan.fits

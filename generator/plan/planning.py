@@ -12,13 +12,13 @@ from wangen.generator.cards import Gpu
 from wangen.generator.errors import UsageError, WangenError, many
 from wangen.generator.files import nearest_existing
 from wangen.generator.launch import Launch, asks_for_several
-from wangen.generator.memory import SHORT_TEXT, gib_text
+from wangen.generator.memory import LONG_TEXT, gib_text
 from wangen.generator.memory_presets import for_smaller_steps, resolve_vram
 from wangen.generator.plan.cures import Cure, find_cure
 from wangen.generator.plan.earlier import Measured, measured
 from wangen.generator.plan.estimate import RunPlan, memory_tokens, plan_run, tokens_of_a_step
 from wangen.generator.plan.scripted import Scripted
-from wangen.generator.plan.shapes import Encoding, Survey, nominal, survey
+from wangen.generator.plan.shapes import Encoding, Shape, Survey, nominal, survey
 from wangen.generator.seen import seen_entry
 from wangen.generator.steps import CacheLatents, CacheText, Train
 from wangen.generator.tomls import DatasetEntry, read_dataset
@@ -86,7 +86,7 @@ def _plan_here(script: Scripted, gpu: Gpu | None, num_cards: int, here: bool) ->
     elif gpu is None:
         notes.append('no GPU is seen here; name the one that trains: --gpu "RTX 4090", or --gpu 24GB')
     processes = _num_processes(train, num_cards)
-    most = max((memory_tokens(shape, model, found.mean_rows or SHORT_TEXT) for shape in found.uses), default=0)
+    most = max((memory_tokens(shape, model, _rows_of(shape, model)) for shape in found.uses), default=0)
     train = _resolved(script, train, model, gpu, processes, most)
     refuse_more_blocks(train, model.transformer.num_layers)
     if gpu and here and processes > num_cards:
@@ -113,6 +113,11 @@ def _resolved(script: Scripted, train: Train, model: Model, gpu: Gpu | None, pro
         raise UsageError(error.found, where=script.name,
                          cure=f"wangen publish {script.slug} --fit chooses flags for the dataset's own shapes, which "
                          "may need less; or take a larger card") from error  # fmt: skip
+
+
+def _rows_of(shape: Shape, model: Model) -> int:
+    """Of the longest text beside a shape: its control images are shown to the language model, too."""
+    return LONG_TEXT + (shape.num_controls * model.prompt.picture_tokens if model.prompt else 0)
 
 
 def _num_processes(train: Train, num_cards: int) -> int:

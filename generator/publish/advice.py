@@ -1,11 +1,23 @@
 """Whether what is published fits the card that `vram` names: said when publishing, not after hours of caching."""
 
 from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
 
-from wangen.generator.bundle import bundle_steps, told_of_training
+from wangen.generator.bundle import AUTO, bundle_steps, told_of_training
 from wangen.generator.errors import many
-from wangen.generator.memory import GIB, gib_text, memory_plan, preset_of, settings_of, tokens_of, usable_bytes
-from wangen.generator.published_memory import AUTO
+from wangen.generator.launch import asks_for_several
+from wangen.generator.memory import (
+    GIB,
+    PLAIN_MEMORY,
+    gib_text,
+    memory_plan,
+    preset_of,
+    settings_of,
+    tokens_of,
+    usable_bytes,
+)
+from wangen.generator.memory_presets import for_smaller_steps
 from wangen.generator.resolutions import resolution_name
 from wangen.generator.steps import Train
 from wangen.generator.target import Target
@@ -31,11 +43,11 @@ def preset_advice(
         if vram in (None, AUTO) or settings.fit:
             continue
         sizes = settings.sizes(model)
-        steps = bundle_steps(workspace, target, model, slug, clips=clips)
+        steps = bundle_steps(workspace, target, model, slug)
         (train,) = (step for step in steps if isinstance(step, Train))
         frames = model.num_frames if clips else 1
         largest = max(sizes, key=lambda size: tokens_of(model, size, frames))
-        tokens = settings.most_tokens(model, frames)
+        tokens = tokens_of(model, largest, frames) * settings.batch_size
         needed = memory_plan(model, settings_of(train), tokens=tokens).device
         if needed > usable_bytes(int(vram) * GIB):
             preset = preset_of(model, vram)
@@ -45,5 +57,32 @@ def preset_advice(
                 f"{many(preset.num_frames, 'frame')} and rank {preset.network_dim}; {resolution_name(largest)}, "
                 f"{many(frames, 'frame')} and rank {train.network_dim}{batch} take about {gib_text(needed)} "
                 "with the other flags: publish less at once, or name a larger card"
+            )
+    return lines
+
+
+def pictures_advice(workspace: Workspace, targets: Iterable[Target], model: Model, slug: str) -> list[str]:
+    """A line for each target whose `vram` has a preset that swaps or parks more than a dataset of pictures needs.
+
+    Args:
+        workspace: has the user's defaults, and how the dataset is published.
+        targets: where it is published.
+        model: what is trained.
+        slug: the dataset, without a clip.
+    """
+    settings, lines = workspace.dataset(slug), []
+    for target in targets:
+        told = told_of_training(workspace, target, model)
+        vram = told.get("vram")
+        if vram in (None, AUTO) or settings.fit:
+            continue
+        (train,) = (step for step in bundle_steps(workspace, target, model, slug) if isinstance(step, Train))
+        by_preset: dict[str, Any] = {name: None for name in PLAIN_MEMORY if name not in told}
+        given = replace(train, vram=vram, **by_preset)
+        tokens = settings.batch_size * max(tokens_of(model, size, 1) for size in settings.sizes(model))
+        if not asks_for_several(train.gpus) and for_smaller_steps(train, given, model, tokens) != train:
+            lines.append(
+                f"{target.platform.name}: the preset for {vram} GB is made for larger steps than those of these "
+                f"pictures; faster: wangen publish {slug} --fit --gpu {vram}GB"
             )
     return lines

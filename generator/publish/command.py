@@ -19,7 +19,7 @@ from wangen.generator.paths import slugify
 from wangen.generator.plan import gpus
 from wangen.generator.progress import bar
 from wangen.generator.publish import plan as publishing
-from wangen.generator.publish.advice import preset_advice
+from wangen.generator.publish.advice import pictures_advice, preset_advice
 from wangen.generator.publish.folder import FolderPlan
 from wangen.generator.publish.next_steps import say_next
 from wangen.generator.publish.plan import BundlePlan, Plan
@@ -108,10 +108,12 @@ def _run(request: Request, place: Workspace, slug: str) -> None:
     plan = publishing.make_plan(place, targets, slug, model, source, only_scripts=request.only_scripts,
                                 long_paths=request.long_paths)  # fmt: skip
     _say_source(request, slug, model, settings, source)
-    clips = any(bundle.clips for bundle in plan.bundles)
+    clips = bool(settings.footage) or any(item.media == "video" for item in (source.items if source else ()))
     if clips and settings.resize:
         click.echo("  clips are taken as they are: --resize makes smaller copies of images only")
     for line in preset_advice(place, targets, model, slug, clips=clips):
+        click.echo(f"  {line}")
+    for line in pictures_advice(place, targets, model, slug) if source and not (clips or request.fit) else ():
         click.echo(f"  {line}")
     if request.dry_run:
         _say_plan(plan)

@@ -43,7 +43,6 @@ class BundlePlan:
     Attributes:
         target: where.
         texts: its scripts and TOML files.
-        clips: the dataset has some, or may have.
         folders: its media folders, one per resolution; targets at one root share them.
         empty: folders that it needs.
         left: names of resolutions that were published earlier and are not asked for any more.
@@ -52,7 +51,6 @@ class BundlePlan:
 
     target: Target
     texts: list[Text]
-    clips: bool
     folders: list[FolderPlan] = field(default_factory=list)
     empty: list[Path] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
@@ -153,10 +151,9 @@ def _plan_bundle(
 ) -> BundlePlan:
     """What publishing does for one target; `shared` holds the media folders of those before, and gets its own."""
     settings = workspace.dataset(slug)
-    clips = _may_have_clips(settings, source, toml_file(target, slug))
-    texts = [*script_texts(workspace, target, model, slug, clips=clips), *setup_texts(target)]
+    texts = [*script_texts(workspace, target, model, slug), *setup_texts(target)]
     texts += prompts_texts(workspace, target, model, slug)
-    bundle = BundlePlan(target, texts, clips)
+    bundle = BundlePlan(target, texts)
     if makes_toml:
         texts.append(toml_text(target, model, slug, source.items if source else (), settings))
         _plan_folders(bundle, slug, model, source, settings, shared)
@@ -164,14 +161,6 @@ def _plan_bundle(
         raise WangenError(f"{slug} is not published for {target.platform.name} yet", where=str(target.folder),
                           cure=f"wangen publish {slug}")  # fmt: skip
     return bundle
-
-
-def _may_have_clips(settings: DatasetSettings, source: Source | None, toml: Path) -> bool:
-    """Whether a dataset has clips, or may have: one that is not read again has what its published TOML says."""
-    if source and source.items:
-        return any(item.media == "video" for item in source.items)
-    known = not settings.footage and toml.is_file()
-    return not known or bool(re.search(rb"^\s*video_", toml.read_bytes(), re.MULTILINE))
 
 
 def _refusal(problems: Iterable[Problem], where: str) -> WangenError:

@@ -72,13 +72,13 @@ def beside(path: Path) -> Path:
     return path.with_name(f"{path.name}.new")
 
 
-def script_texts(workspace: Workspace, target: Target, model: Model, slug: str, *, clips: bool) -> list[Text]:
-    """Every run script of a bundle on one target; `clips` as of `bundle_steps`.
+def script_texts(workspace: Workspace, target: Target, model: Model, slug: str) -> list[Text]:
+    """Every run script of a bundle on one target.
 
     Raises:
         WangenError: a shell cannot carry a path or text, or a script there cannot be read.
     """
-    steps = bundle_steps(workspace, target, model, slug, clips=clips)
+    steps = bundle_steps(workspace, target, model, slug)
     bundles = script_bundles(target, slug, steps)
     return [script_text(target.folder / file, bundles[name], name) for name, file in script_names(target, slug)]
 

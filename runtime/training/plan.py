@@ -11,7 +11,7 @@ from wangen import profiles
 from wangen.generator import headers
 from wangen.generator.errors import UsageError
 from wangen.generator.lora_config import lora_identity
-from wangen.generator.memory import tokens_of
+from wangen.generator.memory import SHORT_TEXT, grid_tokens
 from wangen.generator.step_parts import DEFAULT_EPOCHS
 from wangen.generator.steps import Train
 from wangen.generator.table import options as flags_of
@@ -115,11 +115,13 @@ class Plan:
 
     @property
     def most_tokens(self) -> int:
-        """Tokens that a full batch of the largest samples carries through the blocks."""
-        return max(
-            tokens_of(self.model, one.size, one.count, len(one.controls)) * one.entry.batch_size
-            for one in (cached.sample for cached in self.samples)
-        )
+        """Tokens that a full batch of the largest samples carries through the blocks, its captions short."""
+        return self.tokens_with(SHORT_TEXT)
+
+    def tokens_with(self, rows: int) -> int:
+        """The same, with captions of so many rows, where text goes through the blocks as pictures do."""
+        samples = (cached.sample for cached in self.samples)
+        return max(sample.entry.batch_size * _tokens_of(sample, self.model, rows) for sample in samples)
 
     @property
     def name(self) -> str:
@@ -169,6 +171,15 @@ class Plan:
             order += [number] * steps
             done[number] += steps
         return order
+
+
+def _tokens_of(sample: Sample, model: profiles.Model, rows: int) -> int:
+    own = grid_tokens(model, sample.size, sample.count)
+    if model.prompt is None:
+        return own
+    sizes = [sample.control_size(number) or sample.size for number in range(len(sample.controls))]
+    shown = sum(grid_tokens(model, size, sample.count) + model.prompt.picture_tokens for size in sizes)
+    return own + shown + rows
 
 
 def make_plan(

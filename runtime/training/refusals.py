@@ -15,8 +15,10 @@ from wangen.generator.edit_tasks import task_warning
 from wangen.generator.errors import UsageError
 from wangen.generator.experts import ORDER, choose_boundary, expect_two_experts, lora_of_the_other
 from wangen.generator.formats import Header
+from wangen.generator.headers import read_header
 from wangen.generator.kinds import expect, noise_of
 from wangen.generator.launch import Launch
+from wangen.generator.memory import LONG_TEXT
 from wangen.generator.memory_presets import for_smaller_steps, resolve_vram
 from wangen.generator.steps import Train
 from wangen.generator.tasks import require_supported
@@ -112,12 +114,16 @@ def for_its_steps(plan: Plan, asked: Train, device: torch.device, launch: Launch
         plan: of the run.
         asked: the options as they were given.
         device: where it trains.
-        launch: several processes keep the preset, for their cards and their ways to hold the model differ.
+        launch: several processes keep the preset, for their cards and their ways to hold the model differ; so do
+            weights that have not as many blocks as the model.
     """
     if launch.count > 1:
         return plan
-    found = for_smaller_steps(plan.options, asked, plan.model, plan.most_tokens, free_bytes(device))
-    return replace(plan, options=found)
+    tokens, layers = plan.tokens_with(LONG_TEXT), plan.model.transformer.num_layers
+    found = for_smaller_steps(plan.options, asked, plan.model, tokens, free_bytes(device))
+    files = (getattr(asked, name) for name in trained_transformers(asked, plan.model))
+    is_whole = found == plan.options or all(_num_blocks(read_header(file)) == layers for file in files)
+    return replace(plan, options=found) if is_whole else plan
 
 
 def refuse(options: Train, model: profiles.Model, device: torch.device) -> None:
@@ -218,11 +224,13 @@ def _expect_files(options: Train, model: profiles.Model) -> None:
 
 def _refuse_blocks(options: Train, header: Header) -> None:
     """More blocks to swap than the file has blocks that are recomputed."""
-    numbers = {
-        match[1] for name in header.tensors if (match := re.search(r"(?:^|\.|transformer_)blocks\.(\d+)\.", name))
-    }
-    if numbers:
-        refuse_more_blocks(options, len(numbers))
+    if number := _num_blocks(header):
+        refuse_more_blocks(options, number)
+
+
+def _num_blocks(header: Header) -> int:
+    found = (re.search(r"(?:^|\.|transformer_)blocks\.(\d+)\.", name) for name in header.tensors)
+    return len({match[1] for match in found if match})
 
 
 def _warn_of_the_other_expert(options: Train) -> None:
