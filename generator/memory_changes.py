@@ -45,13 +45,15 @@ def fitting_flags(
     found = _changed(start, model, needed, available, changeable)
     if found is None:
         return None
-    in_all = needed
+
+    def fits(train: Train) -> bool:
+        return needed(train) + (spared(train) if spared else 0) <= available
+
     if spared:
-        in_all = lambda one: needed(one) + spared(one)  # noqa: E731
-        roomy = _changed(start, model, in_all, available, changeable)
+        roomy = _changed(start, model, lambda train: needed(train) + spared(train), available, changeable)
         found = roomy if roomy and spared(roomy) and roomy.quantize == found.quantize else found
     if changeable.issuperset(_RECOMPUTED):
-        found = _freed(found, model.transformer.num_layers, lambda one: in_all(one) <= available)
+        found = _freed(found, model.transformer.num_layers, fits)
     return {name: getattr(found, name) for name in (*FASTEST, "pack") if name != "pack" or found.pack != options.pack}
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from wangen.generator.train_refusals import refuse_memory, refuse_more_blocks
 from wangen.profiles import Model
 from wangen.runtime import train
 from wangen.runtime.training import refusals
-from wangen.runtime.training.plan import make_plan
+from wangen.runtime.training.plan import Plan, make_plan
 from wangen.runtime.training.ranks import Ranks
 from wangen.runtime.training.samples import read_training_samples
 
@@ -136,6 +137,16 @@ def test_packed_batches_are_counted():
     more = replace(packed, checkpointing_free_blocks=packed.checkpointing_free_blocks + 1)
     assert room(packed, SMALL, 4 * tokens) <= usable_bytes(8 * GIB) < room(more, SMALL, 4 * tokens)
     assert packed.pack
+
+
+def test_control_images_count_at_their_own_size():
+    edit = profiles.model("qwen-image-edit")
+    for own, wanted in (((1024, 1024), 1024 + 4096 + 1337 + 512), (None, 2 * 1024 + 1337 + 512)):
+        sample = SimpleNamespace(size=(512, 512), count=1, controls=["c.png"], entry=SimpleNamespace(batch_size=2),
+                                 control_size=lambda _, own=own: own)  # fmt: skip
+        plan = Plan(asked(edit, "24"), edit, [SimpleNamespace(sample=sample)], [], 1, (), {})
+        assert plan.tokens_with(512) == 2 * wanted
+        assert plan.most_tokens == 2 * (wanted - 512 + 128)
 
 
 # ---- blocks that are not computed again ---------------------------------------------------------------------------
