@@ -5,7 +5,7 @@ exact (`weight_counts`); what a block keeps and what it needs at most while its 
 the list of its tensors.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal
@@ -344,11 +344,19 @@ def tokens_of(model: Model, resolution: tuple[int, int], num_frames: int, num_co
     >>> tokens_of(profiles.model("qwen-image-edit"), (1024, 1024), 1)  # 2 x 4096, and 1337 + 128 of text
     9657
     """
-    tokens = grid_tokens(model, resolution, num_frames)
+    controls = min(1, model.max_controls) if num_controls is None else num_controls
+    return tokens_beside(model, resolution, num_frames, [resolution] * controls, SHORT_TEXT)
+
+
+def tokens_beside(
+    model: Model, size: tuple[int, int], num_frames: int, controls: Sequence[tuple[int, int]], rows: int
+) -> int:
+    """The same beside control images of sizes of their own, and a caption of so many rows."""
+    tokens = grid_tokens(model, size, num_frames)
     if model.prompt is None:
         return tokens
-    controls = min(1, model.max_controls) if num_controls is None else num_controls
-    return tokens * (1 + controls) + controls * model.prompt.picture_tokens + SHORT_TEXT
+    shown = sum(grid_tokens(model, control, num_frames) + model.prompt.picture_tokens for control in controls)
+    return tokens + shown + rows
 
 
 def grid_tokens(model: Model, size: tuple[int, int], num_frames: int) -> int:

@@ -1,7 +1,7 @@
 """Flags that make a training run fit a card, the cheapest first."""
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -46,14 +46,14 @@ def fitting_flags(
     if found is None:
         return None
 
-    def fits(train: Train) -> bool:
-        return needed(train) + (spared(train) if spared else 0) <= available
+    def in_all(train: Train) -> int:
+        return needed(train) + (spared(train) if spared else 0)
 
     if spared:
-        roomy = _changed(start, model, lambda train: needed(train) + spared(train), available, changeable)
+        roomy = _changed(start, model, in_all, available, changeable)
         found = roomy if roomy and spared(roomy) and roomy.quantize == found.quantize else found
     if changeable.issuperset(_RECOMPUTED):
-        found = _freed(found, model.transformer.num_layers, fits)
+        found = _freed(found, model.transformer.num_layers, lambda train: in_all(train) <= available)
     return {name: getattr(found, name) for name in (*FASTEST, "pack") if name != "pack" or found.pack != options.pack}
 
 
@@ -123,12 +123,7 @@ def _changed(start: Train, model: Model, needed: Needed, available: int, changea
     moved = {name for name in changeable if getattr(options, name) != getattr(start, name)}
     if "checkpointing" in moved:
         moved |= {"checkpointing_free_blocks"}.intersection(changeable)
-    fewer = range(start.blocks_to_swap or 0, options.blocks_to_swap or 0)
-    for back in (*({"blocks_to_swap": number} for number in reversed(fewer)), *_BACKS):
-        changed = _with(options, back, moved)
-        if options.checkpointing != "none" and _go_together(changed, layers) and needed(changed) <= available:
-            options = changed
-    return options
+    return _taken_back(options, start.blocks_to_swap or 0, _BACKS, moved, layers, lambda one: needed(one) <= available)
 
 
 def with_less(options: Train, model: Model, fits: Callable[[Train], bool], changeable: Collection[str]) -> Train:
@@ -141,12 +136,7 @@ def with_less(options: Train, model: Model, fits: Callable[[Train], bool], chang
         changeable: flags that may change.
     """
     layers = model.transformer.num_layers
-    fewer = ({"blocks_to_swap": number} for number in range(options.blocks_to_swap or 0))
-    for less in (*fewer, *_LESS):
-        changed = _with(options, less, changeable)
-        is_less = (changed.blocks_to_swap or 0) <= (options.blocks_to_swap or 0) and options.checkpointing != "none"
-        if is_less and _go_together(changed, layers) and fits(changed):
-            options = changed
+    options = _taken_back(options, 0, _LESS, changeable, layers, fits)
     return _freed(options, layers, fits) if {*changeable} >= _RECOMPUTED else options
 
 
@@ -155,6 +145,19 @@ _LESS: tuple[dict[str, Any], ...] = (
     {"checkpointing": "selective"},
 )  # fmt: skip
 """What costs time, in the order in which it is left out."""
+
+
+def _taken_back(
+    options: Train, least_swapped: int, backs: Iterable[Mapping[str, Any]], changeable: Collection[str], layers: int,
+    fits: Callable[[Train], bool],
+) -> Train:  # fmt: skip
+    """The options with fewer blocks swapped, and then with one change after the other, each where it fits."""
+    fewer = reversed(range(least_swapped, options.blocks_to_swap or 0))
+    for back in (*({"blocks_to_swap": number} for number in fewer), *backs):
+        changed = _with(options, back, changeable)
+        if options.checkpointing != "none" and _go_together(changed, layers) and fits(changed):
+            options = changed
+    return options
 
 
 def _freed(options: Train, layers: int, fits: Callable[[Train], bool]) -> Train:

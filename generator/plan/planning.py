@@ -12,11 +12,11 @@ from wangen.generator.cards import Gpu
 from wangen.generator.errors import UsageError, WangenError, many
 from wangen.generator.files import nearest_existing
 from wangen.generator.launch import Launch, asks_for_several
-from wangen.generator.memory import LONG_TEXT, gib_text
+from wangen.generator.memory import LONG_TEXT, gib_text, tokens_beside
 from wangen.generator.memory_presets import for_smaller_steps, resolve_vram
 from wangen.generator.plan.cures import Cure, find_cure
 from wangen.generator.plan.earlier import Measured, measured
-from wangen.generator.plan.estimate import RunPlan, memory_tokens, plan_run, tokens_of_a_step
+from wangen.generator.plan.estimate import RunPlan, plan_run, tokens_of_a_step
 from wangen.generator.plan.scripted import Scripted
 from wangen.generator.plan.shapes import Encoding, Shape, Survey, nominal, survey
 from wangen.generator.seen import seen_entry
@@ -86,7 +86,7 @@ def _plan_here(script: Scripted, gpu: Gpu | None, num_cards: int, here: bool) ->
     elif gpu is None:
         notes.append('no GPU is seen here; name the one that trains: --gpu "RTX 4090", or --gpu 24GB')
     processes = _num_processes(train, num_cards)
-    most = max((memory_tokens(shape, model, _rows_of(shape, model)) for shape in found.uses), default=0)
+    most = max((_most_tokens(shape, model) for shape in found.uses), default=0)
     train = _resolved(script, train, model, gpu, processes, most)
     refuse_more_blocks(train, model.transformer.num_layers)
     if gpu and here and processes > num_cards:
@@ -115,9 +115,10 @@ def _resolved(script: Scripted, train: Train, model: Model, gpu: Gpu | None, pro
                          "may need less; or take a larger card") from error  # fmt: skip
 
 
-def _rows_of(shape: Shape, model: Model) -> int:
-    """Of the longest text beside a shape: its control images are shown to the language model, too."""
-    return LONG_TEXT + (shape.num_controls * model.prompt.picture_tokens if model.prompt else 0)
+def _most_tokens(shape: Shape, model: Model) -> int:
+    """Of a full batch with captions as long as they may be: what training counts before it looks into texts."""
+    controls = [shape.control_size or shape.size] * shape.num_controls
+    return shape.batch_size * tokens_beside(model, shape.size, shape.num_frames, controls, LONG_TEXT)
 
 
 def _num_processes(train: Train, num_cards: int) -> int:

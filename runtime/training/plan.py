@@ -11,7 +11,7 @@ from wangen import profiles
 from wangen.generator import headers
 from wangen.generator.errors import UsageError
 from wangen.generator.lora_config import lora_identity
-from wangen.generator.memory import SHORT_TEXT, grid_tokens
+from wangen.generator.memory import SHORT_TEXT, tokens_beside
 from wangen.generator.step_parts import DEFAULT_EPOCHS
 from wangen.generator.steps import Train
 from wangen.generator.table import options as flags_of
@@ -174,12 +174,8 @@ class Plan:
 
 
 def _tokens_of(sample: Sample, model: profiles.Model, rows: int) -> int:
-    own = grid_tokens(model, sample.size, sample.count)
-    if model.prompt is None:
-        return own
-    sizes = [sample.control_size(number) or sample.size for number in range(len(sample.controls))]
-    shown = sum(grid_tokens(model, size, sample.count) + model.prompt.picture_tokens for size in sizes)
-    return own + shown + rows
+    controls = [sample.control_size(number) or sample.size for number in range(len(sample.controls))]
+    return tokens_beside(model, sample.size, sample.count, controls, rows)
 
 
 def make_plan(
