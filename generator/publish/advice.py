@@ -1,6 +1,6 @@
 """Whether what is published fits the card that `vram` names: said when publishing, not after hours of caching."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -26,9 +26,10 @@ from wangen.profiles import Model
 
 
 def preset_advice(
-    workspace: Workspace, targets: Iterable[Target], model: Model, slug: str, *, clips: bool
+    workspace: Workspace, targets: Iterable[Target], model: Model, slug: str, *, clips: bool, pictures: bool
 ) -> list[str]:
-    """A line for each target whose training would need more than the card of its `vram` has, by the estimate.
+    """A line for each target whose training would need more than the card of its `vram` has, by the estimate, or less
+    than its preset makes room for.
 
     Args:
         workspace: has the user's defaults, and how the dataset is published.
@@ -36,10 +37,12 @@ def preset_advice(
         model: what is trained.
         slug: the dataset.
         clips: there are clips, of the model's number of frames.
+        pictures: it is known that there are pictures alone, and no flags are fitted to them.
     """
     settings, lines = workspace.dataset(slug), []
     for target in targets:
-        vram = told_of_training(workspace, target, model).get("vram")
+        told = told_of_training(workspace, target, model)
+        vram = told.get("vram")
         if vram in (None, AUTO) or settings.fit:
             continue
         sizes = settings.sizes(model)
@@ -58,31 +61,16 @@ def preset_advice(
                 f"{many(frames, 'frame')} and rank {train.network_dim}{batch} take about {gib_text(needed)} "
                 "with the other flags: publish less at once, or name a larger card"
             )
-    return lines
-
-
-def pictures_advice(workspace: Workspace, targets: Iterable[Target], model: Model, slug: str) -> list[str]:
-    """A line for each target whose `vram` has a preset that swaps or parks more than a dataset of pictures needs.
-
-    Args:
-        workspace: has the user's defaults, and how the dataset is published.
-        targets: where it is published.
-        model: what is trained.
-        slug: the dataset, without a clip.
-    """
-    settings, lines = workspace.dataset(slug), []
-    for target in targets:
-        told = told_of_training(workspace, target, model)
-        vram = told.get("vram")
-        if vram in (None, AUTO) or settings.fit:
-            continue
-        (train,) = (step for step in bundle_steps(workspace, target, model, slug) if isinstance(step, Train))
-        by_preset: dict[str, Any] = {name: None for name in PLAIN_MEMORY if name not in told}
-        given = replace(train, vram=vram, **by_preset)
-        tokens = settings.batch_size * max(tokens_of(model, size, 1) for size in settings.sizes(model))
-        if not asks_for_several(train.gpus) and for_smaller_steps(train, given, model, tokens) != train:
+        elif pictures and _trains_faster_with_less(train, told, model, tokens):
             lines.append(
                 f"{target.platform.name}: the preset for {vram} GB is made for larger steps than those of these "
                 f"pictures; faster: wangen publish {slug} --fit --gpu {vram}GB"
             )
     return lines
+
+
+def _trains_faster_with_less(train: Train, told: Mapping[str, Any], model: Model, tokens: int) -> bool:
+    """Whether one process would take some of its preset back for batches of so many tokens; `told`: by the user."""
+    by_preset: dict[str, Any] = {name: None for name in PLAIN_MEMORY if name not in told}
+    given = replace(train, vram=told["vram"], **by_preset)
+    return not asks_for_several(train.gpus) and for_smaller_steps(train, given, model, tokens) != train
