@@ -217,7 +217,7 @@ _CUDA: dict[int, Operator] = {
 def operator_for(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Operator | None:
     """The operator that SDPA would pick here; None for its plain matrix products, of which nothing can be kept.
 
-    On the CPU it is `CpuProducts` while what that keeps is no more than query and key are for as many tokens.
+    On the CPU it is `CpuProducts` where it `has_few_keys`.
 
     Args:
         query: (B, H, N, D)
@@ -229,10 +229,23 @@ def operator_for(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None 
     if query.device.type == "cpu":
         if choice != SDPBackend.FLASH_ATTENTION.value:
             return None
-        return CpuProducts(bias) if key.shape[2] <= 2 * key.shape[3] else CpuFlash(bias)
+        return CpuProducts(bias) if has_few_keys(key) else CpuFlash(bias)
     assert bias is None
     # SDPA itself fills heads up to a multiple of 8 before it calls an operator.
     return _CUDA.get(choice) if query.shape[-1] % 8 == 0 else None
+
+
+def has_few_keys(key: Tensor) -> bool:
+    """Whether as many probabilities as there are keys (B, H, L, D) are no more than a query and a key have numbers."""
+    return key.shape[2] <= 2 * key.shape[3]
+
+
+def by_products(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
+    """`CpuProducts` made of differentiable operations, for a compiler: (B, H, N, D), arguments as of `operator_for`."""
+    scores = _wide(query) @ _wide(key).mT * _scale(query)
+    if bias is not None:
+        scores = scores + bias
+    return torch.softmax(scores, -1).to(query.dtype) @ value
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, operator: Operator, stash: Stash | None = None) -> Tensor:

@@ -22,8 +22,9 @@ from torch.nn import functional
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from wangen.runtime.fast.attention import Kernel
+from wangen.runtime.fast.attention_operators import by_products, has_few_keys
 from wangen.runtime.fast.dit_blocks import Tokens
-from wangen.runtime.fast.dit_elementwise import PLAIN, failure, real_rms, separately_compiled
+from wangen.runtime.fast.dit_elementwise import PLAIN, compiled_gelu, failure, real_rms, separately_compiled
 from wangen.runtime.fast.dit_functions import cast
 from wangen.runtime.fast.dit_linear import Group
 from wangen.runtime.libraries import WanTransformerBlock
@@ -33,9 +34,6 @@ log = logging.getLogger("wangen")
 
 FEWEST_ROWS = 64
 """Texts are filled up to 64, 128, 256 or 512 rows: a graph for each length of a caption would be made for hours."""
-
-TWICE_ROOT = 2 * math.sqrt(2 / math.pi)
-"""Of GELU: 0.5 (1 + tanh(u)) = sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3), https://arxiv.org/abs/1606.08415."""
 
 _aten = torch.ops.aten
 ATTENTION = (
@@ -347,14 +345,8 @@ def _block(plan: Plan, hidden: Tensor, norms: Norms, linears: dict[str, list[Lin
 
     normed = PLAIN.modulated(hidden, forward_scale + 1, forward_shift, plan.eps, plan.runs)
     (widened,) = outputs("up", normed)
-    (branch,) = outputs("down", _gelu(widened))
+    (branch,) = outputs("down", compiled_gelu(widened))
     return PLAIN.gated(hidden, branch, forward_gate, plan.runs, True)
-
-
-def _gelu(inputs: Tensor) -> Tensor:
-    """GELU in tanh's approximation, as x * sigmoid(2 u): the compiler's sigmoid is faster than its tanh."""
-    wide = inputs.float()
-    return (wide * torch.sigmoid(wide * (TWICE_ROOT + 0.044715 * TWICE_ROOT * wide * wide))).to(inputs.dtype)
 
 
 def _outputs(inputs: Tensor, linears: Linears, widths: Widths) -> list[Tensor]:
@@ -378,23 +370,26 @@ def _outputs(inputs: Tensor, linears: Linears, widths: Widths) -> list[Tensor]:
 def _attend(plan: Plan, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
     """Attention of each item by itself: (T, D), with keys and values (T, D) or (B, L, D) -> (T, D)."""
     own = key.ndim == 2
+    sdpa = functools.partial(_sdpa, heads=plan.heads, keeps=own and plan.recomputed == "selective")
     if plan.together:
         shape = (len(plan.items), plan.items[0], -1)
         keys, values = (part.reshape(shape) if own else part for part in (key, value))
-        return _sdpa(query.reshape(shape), keys, values, bias, plan.heads).flatten(0, 1)
+        return sdpa(query.reshape(shape), keys, values, bias).flatten(0, 1)
     pieces = list(plan.items)
     each = (torch.split(part, pieces) if own else part.unbind(0) for part in (key, value))
     biases = [None] * len(pieces) if bias is None else torch.split(bias, 1)
     rows = zip(torch.split(query, pieces), *each, biases, strict=True)
-    return torch.cat([_sdpa(q[None], k[None], v[None], b, plan.heads)[0] for q, k, v, b in rows])
+    return torch.cat([sdpa(q[None], k[None], v[None], b)[0] for q, k, v, b in rows])
 
 
-def _sdpa(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, heads: int) -> Tensor:
-    """(B, N, D) and keys and values (B, L, D) -> (B, N, D). 16 bits on the CPU as `attention_operators.CpuFlash`."""
-    dtype = query.dtype
-    if query.device.type == "cpu" and dtype.itemsize == 2:
+def _sdpa(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, *, heads: int, keeps: bool) -> Tensor:
+    """(B, N, D) and keys and values (B, L, D) -> (B, N, D); on the CPU as the operators of `attention_operators`."""
+    dtype, on_cpu = query.dtype, query.device.type == "cpu"
+    query, key, value = (part.view(*part.shape[:2], heads, -1).transpose(1, 2) for part in (query, key, value))
+    if on_cpu and not keeps and has_few_keys(key):
+        return by_products(query, key, value, bias).transpose(1, 2).flatten(2)
+    if on_cpu and dtype.itemsize == 2:
         query, key, value = query.float(), key.float(), value.float()
     mask = None if bias is None else cast(bias, query.dtype)
-    query, key, value = (part.view(*part.shape[:2], heads, -1).transpose(1, 2) for part in (query, key, value))
     output = functional.scaled_dot_product_attention(query, key, value, attn_mask=mask)
     return cast(output.transpose(1, 2).flatten(2), dtype)
