@@ -94,10 +94,13 @@ def test_missing_environment_says_what_to_do(site):
 
 
 def test_environment_without_wangen_gets_the_line_to_type(site):
-    done = site.run(RECORDER_EMPTY="1")
+    done = site.run(RECORDER_EMPTY="error while loading shared libraries: libpython3.11.so.1.0")
     assert done.returncode == 1
+    first, second, *_, last = done.stderr.splitlines()
+    assert first == "error while loading shared libraries: libpython3.11.so.1.0"
+    assert second == f"wangen: this Python cannot import wangen, as it says above: {site.folder}/venv/bin/python"
     wheel = f"{site.folder}/files/wangen-0.1.0-py3-none-any.whl[runtime]"
-    assert done.stderr.splitlines()[-1] == f'  "{site.folder}/venv/bin/python" -m pip install "{wheel}"'
+    assert last == f'  "{site.folder}/venv/bin/python" -m pip install "{wheel}"'
 
 
 def test_where_python_is_looked_for(tmp_path):

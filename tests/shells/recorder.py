@@ -1,7 +1,7 @@
 """Stands for an environment's Python: appends each call that a script makes as one JSON line.
 
-`RECORDER_OUT` names the file, `RECORDER_FAIL` a step that ends with the code `RECORDER_CODE`, and `RECORDER_EMPTY`
-makes `import wangen.runtime` fail.
+`RECORDER_OUT` names the file, `RECORDER_FAIL` a step that ends with the code `RECORDER_CODE`, and `RECORDER_EMPTY` is
+what Python says where `import wangen.runtime` fails.
 """
 
 import json
@@ -14,7 +14,7 @@ NAMES = ("PYTHONUTF8", "PYTHONSAFEPATH", "PYTHONHOME", "WANGEN_SCRIPT", "WANGEN_
 
 def main(argv):
     if argv == ["-c", "import wangen.runtime"]:
-        return int("RECORDER_EMPTY" in os.environ)
+        return os.environ.get("RECORDER_EMPTY", 0)
     if argv[:2] != ["-m", "wangen.runtime"]:
         return 99
     call = {"argv": argv[2:], "cwd": str(Path.cwd()), "env": {name: os.environ.get(name) for name in NAMES}}

@@ -10,7 +10,7 @@
 # You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 # leave this file as it is and write the new text beside it as cache_example.sh.new.
 #
-# wangen-digest: 2272fab6aec4b474c5e3d2ae67ce9f93
+# wangen-digest: 2554482bb30fbcb31907d12bbf24cdd2
 # Typographic quotes in a path or prompt are no typing errors.
 # shellcheck disable=SC1112
 # An editor for Windows may have put a carriage return behind every line: behind the first of these two, and hidden
@@ -120,8 +120,8 @@ fi
 
 unset PYTHONHOME
 export PYTHONUTF8=1 PYTHONSAFEPATH=1 WANGEN_SCRIPT="$WG_HERE/${WG_SELF##*/}" WANGEN_SCRIPT_VERSION=0.1.0
-if ! "$WG_PY" -c 'import wangen.runtime' >/dev/null 2>&1; then
-  wg_stop 1 "wangen: this Python has no wangen: $WG_PY" \
+if ! "$WG_PY" -c 'import wangen.runtime' >/dev/null; then
+  wg_stop 1 "wangen: this Python cannot import wangen, as it says above: $WG_PY" \
     '  do:    run setup_wangen.sh beside this script, or type:' \
     "  \"$WG_PY\" -m pip install \"$WG_ROOT/files/wangen-0.1.0-py3-none-any.whl[runtime]\""
 fi

@@ -11,7 +11,7 @@
 # You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 # leave this file as it is and write the new text beside it as cache_example.ps1.new.
 #
-# wangen-digest: cb4bfcd700574e2e94b0e64ad2ac7f3e
+# wangen-digest: 9180dd3b2456ec1069203a6afcd13cac
 Set-StrictMode -Version 2.0
 $ErrorActionPreference = 'Stop'
 $PSNativeCommandUseErrorActionPreference = $false
@@ -103,10 +103,10 @@ try {
   # a program cannot be started, which leaves the code of the one before.
   $ErrorActionPreference = 'Continue'
   $global:LASTEXITCODE = 1
-  & $WgPython -c 'import wangen.runtime' 2>$null | Out-Null
+  & $WgPython -c 'import wangen.runtime' | Out-Null
   $WgCode = $LASTEXITCODE
   if ($WgCode -ne 0) {
-    Write-Host "wangen: this Python has no wangen: $WgPython"
+    Write-Host "wangen: this Python cannot import wangen, as it says above: $WgPython"
     Write-Host '  do:    run setup_wangen.ps1 beside this script, or type:'
     $WgWheel = $WgRoot + '\files\wangen-0.1.0-py3-none-any.whl'
     Write-Host ('  & "' + $WgPython + '" -m pip install "' + $WgWheel + '[runtime]"')

@@ -14,7 +14,7 @@ rem Python is taken from WANGEN_PYTHON (full path of python.exe), the virtual en
 rem You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 rem leave this file as it is and write the new text beside it as train_example.bat.new.
 rem
-rem wangen-digest: 29470619ae566dcc96ab0acfd91563ae
+rem wangen-digest: 333ef308b3c76f5efbf060ed4b05893c
 chcp 65001 >nul 2>&1
 
 rem >>> knobs: letters, digits and . _ , + - only
@@ -127,10 +127,10 @@ set "PYTHONSAFEPATH=1"
 set "PYTHONHOME="
 set "WANGEN_SCRIPT=%WG_SELF%"
 set "WANGEN_SCRIPT_VERSION=0.1.0"
-"%WG_PY%" -c "import wangen.runtime" >nul 2>&1
+"%WG_PY%" -c "import wangen.runtime" >nul
 set "WG_RC=%ERRORLEVEL%"
 if "%WG_RC%"=="0" goto wg_step1
-echo wangen: this Python has no wangen: "%WG_PY%"
+echo wangen: this Python cannot import wangen, as it says above: "%WG_PY%"
 echo   do:    run setup_wangen.bat beside this script, or type:
 echo   "%WG_PY%" -m pip install "%WG_BASE%files\wangen-0.1.0-py3-none-any.whl[runtime]"
 set "WG_RC=1"

@@ -12,7 +12,7 @@
 # You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 # leave this file as it is and write the new text beside it as train_example.ps1.new.
 #
-# wangen-digest: 3d37fd243222be55bfc2026147b11a39
+# wangen-digest: 8eb19b5357f173d2ed3e565c46a9d17f
 Set-StrictMode -Version 2.0
 $ErrorActionPreference = 'Stop'
 $PSNativeCommandUseErrorActionPreference = $false
@@ -141,10 +141,10 @@ try {
   # a program cannot be started, which leaves the code of the one before.
   $ErrorActionPreference = 'Continue'
   $global:LASTEXITCODE = 1
-  & $WgPython -c 'import wangen.runtime' 2>$null | Out-Null
+  & $WgPython -c 'import wangen.runtime' | Out-Null
   $WgCode = $LASTEXITCODE
   if ($WgCode -ne 0) {
-    Write-Host "wangen: this Python has no wangen: $WgPython"
+    Write-Host "wangen: this Python cannot import wangen, as it says above: $WgPython"
     Write-Host '  do:    run setup_wangen.ps1 beside this script, or type:'
     $WgWheel = $WgRoot + '\files\wangen-0.1.0-py3-none-any.whl'
     Write-Host ('  & "' + $WgPython + '" -m pip install "' + $WgWheel + '[runtime]"')

@@ -13,7 +13,7 @@ rem Python is taken from WANGEN_PYTHON (full path of python.exe), the virtual en
 rem You may change the values of the knobs below: publishing again keeps them. Any other edit makes publishing
 rem leave this file as it is and write the new text beside it as cache_example.bat.new.
 rem
-rem wangen-digest: 39c558a99acee79e71303250ba83cd4c
+rem wangen-digest: 5938426839e208fba6b07c2ed29ff27d
 chcp 65001 >nul 2>&1
 
 rem >>> knobs: letters, digits and . _ , + - only
@@ -86,10 +86,10 @@ set "PYTHONSAFEPATH=1"
 set "PYTHONHOME="
 set "WANGEN_SCRIPT=%WG_SELF%"
 set "WANGEN_SCRIPT_VERSION=0.1.0"
-"%WG_PY%" -c "import wangen.runtime" >nul 2>&1
+"%WG_PY%" -c "import wangen.runtime" >nul
 set "WG_RC=%ERRORLEVEL%"
 if "%WG_RC%"=="0" goto wg_step1
-echo wangen: this Python has no wangen: "%WG_PY%"
+echo wangen: this Python cannot import wangen, as it says above: "%WG_PY%"
 echo   do:    run setup_wangen.bat beside this script, or type:
 echo   "%WG_PY%" -m pip install "%WG_BASE%files\wangen-0.1.0-py3-none-any.whl[runtime]"
 set "WG_RC=1"
