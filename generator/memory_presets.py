@@ -45,7 +45,8 @@ def resolve_vram(options: Train, model: Model, free: int | None, shards: int = 1
         shards: processes that share out the weights.
 
     Raises:
-        UsageError: the model has no such preset, or less is free than the smallest needs.
+        UsageError: the model has no such preset; or less is free than the smallest needs, where samples or encoders
+            come beside (else `require_room` looks at the dataset).
     """
     if options.vram and not model.presets:
         raise UsageError(f"--vram {options.vram}: {model.name} has no preset in this version",
@@ -107,7 +108,7 @@ def for_smaller_steps(options: Train, given: Train, model: Model, tokens: int, a
         available = usable_bytes(int(given.vram) * GIB)
     if not given.vram or available is None or tokens >= tokens_of(model, resolution, num_frames):
         return options
-    if given.cache_mode == "realtime" or given.sample_prompts or given.sample_continuations or given.validation_config:
+    if _others_take_turns(given):
         return options
 
     def fits(train: Train) -> bool:
@@ -139,26 +140,72 @@ def _filled(options: Train, model: Model, flags: Mapping[str, Any]) -> Train:
     return replace(options, **(values | stay))
 
 
+def require_room(
+    options: Train, given: Train, model: Model, tokens: int, available: int | None, shards: int = 1
+) -> None:
+    """Refuse a dataset that is too large for what is free, where `auto` found no preset whose clips are not.
+
+    Args:
+        options: with every memory flag.
+        given: the same before.
+        model: its profile.
+        tokens: of the largest batch.
+        available: bytes that `auto` may take; None, as of a CPU, refuses nothing.
+        shards: processes that share out the weights.
+
+    Raises:
+        UsageError: the largest batch needs more than is free.
+    """
+    if given.vram != "auto" or available is None or _that_fits(given, model, available, shards):
+        return
+    needed = memory_plan(model, settings_of(options, shards), tokens=tokens * batches_of_a_pass(options)).device
+    if needed > available:
+        raise _too_little(available, f"the dataset's largest batch of {tokens} tokens needs {gib_text(needed)}")
+
+
 def _for_free_memory(options: Train, model: Model, free: int | None, shards: int) -> Train:
     """The options that use what is free best."""
     if free is None:
         log.info("  --vram auto: there is no card whose memory is known, so the flags are the usual ones")
         return _filled(options, model, {})
+    found = _that_fits(options, model, free, shards)
+    if found:
+        log.info("  --vram auto: %s are free, %s", gib_text(free), found[1])
+        return found[0]
+    smallest = min(model.presets)
+    options = with_preset(options, model, str(smallest))
+    needed = gib_text(_needed_of(options, model, model.presets[smallest], shards))
+    if _others_take_turns(options):
+        raise _too_little(free, f"the smallest preset of {model.name} needs {needed}")
+    log.info("  --vram auto: %s are free, and clips of the smallest preset need %s; it is taken for smaller ones",
+             gib_text(free), needed)  # fmt: skip
+    return options
+
+
+def _that_fits(options: Train, model: Model, free: int, shards: int) -> tuple[Train, str] | None:
+    """The options for a card with so much free, and what they are in words; None where no preset's clips fit."""
     roomy = _filled(options, model, ROOMY)
     if _needed(roomy, model, 32, model.resolution, model.num_frames, shards) <= free:
-        log.info("  --vram auto: %s are free, enough for the whole model", gib_text(free))
-        return roomy
-    filled = {gib: with_preset(options, model, str(gib)) for gib in model.presets}
-    needed = {gib: _needed_of(filled[gib], model, preset, shards) for gib, preset in model.presets.items()}
-    fitting = [gib for gib in filled if needed[gib] <= free]
-    if not fitting:
-        raise UsageError(
-            f"--vram auto: {free / GIB:.1f} GiB are free on the card, and the smallest preset of {model.name} needs "
-            f"{min(needed.values(), default=0) / GIB:.1f} with the other flags as given",
-            cure="close what else uses the card, or choose the memory flags yourself without --vram",
-        )
-    log.info("  --vram auto: %s are free, taking the preset for %d", gib_text(free), max(fitting))
-    return filled[max(fitting)]
+        return roomy, "enough for the whole model"
+    for gib, preset in sorted(model.presets.items(), reverse=True):
+        filled = with_preset(options, model, str(gib))
+        if _needed_of(filled, model, preset, shards) <= free:
+            return filled, f"taking the preset for {gib}"
+    return None
+
+
+def _too_little(free: int, what_needs_more: str) -> UsageError:
+    return UsageError(
+        f"--vram auto: {free / GIB:.1f} GiB are free on the card, and {what_needs_more} with the other flags as given",
+        cure="close what else uses the card, take smaller pictures, shorter clips or a smaller batch, or choose the "
+        "memory flags yourself without --vram",
+    )
+
+
+def _others_take_turns(given: Train) -> bool:
+    """Whether encoders or samples of any size are on the card between steps."""
+    others = given.sample_prompts or given.sample_continuations or given.validation_config
+    return given.cache_mode == "realtime" or bool(others)
 
 
 def _warn_of_more(options: Train, model: Model, gib: int, shards: int) -> None:

@@ -369,14 +369,14 @@ def test_auto_counts_the_flags_that_are_given(monkeypatch):
     assert found_with(monkeypatch, 15, small) == roomy
     assert found_with(monkeypatch, 15, small, mixed_precision="no") != roomy, "float32 takes 25.7 GiB"
     assert found_with(monkeypatch, 27, small, mixed_precision="no") == roomy
-    with pytest.raises(UsageError, match=r"the smallest preset of t2v-14B needs 2\d\.\d with"):
-        found_with(monkeypatch, 16, quantize="none", blocks_to_swap=10)
+    with pytest.raises(UsageError, match=r"the smallest preset of t2v-14B needs 2\d\.\d GiB with"):
+        found_with(monkeypatch, 16, quantize="none", blocks_to_swap=10, sample_prompts=Path("p.txt"))
     assert found_with(monkeypatch, 15.2) == preset_flags(T2V, "16")
     assert found_with(monkeypatch, 15.2, network_dim=64) == preset_flags(T2V, "12"), "a preset of rank 32"
     few = {"quantize": "nf4", "blocks_to_swap": 38}
     assert found_with(monkeypatch, 7.2, **few) == preset_flags(T2V, "8") | few
     with pytest.raises(UsageError, match=r"needs 7\.4"):
-        found_with(monkeypatch, 7.2)
+        found_with(monkeypatch, 7.2, cache_mode="realtime")
     quantised = found_with(monkeypatch, 55, quantize="int8")
     assert quantised == roomy | {"quantize": "int8"}, "enough for all blocks in 8 bits"
     assert found_with(monkeypatch, 55) == preset_flags(T2V, "24")
@@ -393,6 +393,7 @@ def test_free_blocks_that_are_given_are_not_swapped(free_blocks):
 
 def test_auto_says_when_nothing_fits_and_takes_none_on_a_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (5 * GIB, 8 * GIB))
+    free = free_bytes(torch.device("cuda"))
     with pytest.raises(UsageError, match=r"5\.5 GiB are free on the card, and the smallest preset of t2v-14B needs 7"):
-        resolve_vram(train(vram="auto"), T2V, free_bytes(torch.device("cuda")))
+        resolve_vram(train(vram="auto", sample_prompts=Path("p.txt")), T2V, free)
     assert memory_flags(resolve_vram(train(vram="auto"), T2V, None)) == PLAIN_MEMORY

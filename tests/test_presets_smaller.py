@@ -14,10 +14,11 @@ from wangen import profiles
 from wangen.generator import workspace
 from wangen.generator.cards import named
 from wangen.generator.cli import main
+from wangen.generator.errors import UsageError
 from wangen.generator.launch import Launch
 from wangen.generator.memory import GIB, memory_of, memory_plan, preset_flags, settings_of, tokens_of, usable_bytes
 from wangen.generator.memory_changes import fitting_flags
-from wangen.generator.memory_presets import for_smaller_steps, resolve_vram
+from wangen.generator.memory_presets import for_smaller_steps, require_room, resolve_vram
 from wangen.generator.plan.planning import plan_script
 from wangen.generator.plan.scripted import read_script
 from wangen.generator.small_steps import GRAPHS_BYTES, graphs_bytes, replays
@@ -130,6 +131,19 @@ def test_auto_looks_at_what_is_free():
     assert for_smaller_steps(plain, plain, T2V, tokens, 20 * GIB) == plain
 
 
+def test_where_no_preset_fits_auto_takes_the_smallest_for_a_dataset_that_does():
+    given, free = asked(T2V, "auto"), int(5.5 * GIB)
+    preset, pictures = resolve_vram(given, T2V, free), tokens_of(T2V, (512, 512), 1)
+    assert memory_of(preset) == preset_flags(T2V, "8")
+    found = for_smaller_steps(preset, given, T2V, pictures, free)
+    assert needed(found, T2V, pictures) <= free
+    require_room(found, given, T2V, pictures, free)
+    with pytest.raises(UsageError, match=r"auto: 5\.5 GiB are .* the dataset's largest batch of 32760 tokens needs 10\.1 "):
+        require_room(for_smaller_steps(preset, given, T2V, 32760, free), given, T2V, 32760, free)
+    for other, room_left in ((asked(T2V, "8"), free), (given, None), (given, int(7.5 * GIB))):
+        require_room(preset, other, T2V, 32760, room_left)
+
+
 def test_packed_batches_are_counted():
     given = asked(SMALL, "8", network_dim=32, pack=True, gradient_accumulation_steps=4)
     preset, tokens = resolve_vram(given, SMALL, None), tokens_of(SMALL, (512, 512), 1)
@@ -214,6 +228,19 @@ def test_several_processes_keep_the_preset_and_others_look_at_the_dataset(tiny_r
     monkeypatch.setattr(refusals, "_num_blocks", lambda _: 30)
     assert refusals.for_its_steps(plan, given, CPU, Launch()).options.gradient_checkpointing_cpu_offload is False
     assert refusals.for_its_steps(plan, given, CPU, Launch(count=2, local_count=2)) is plan
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_auto_puts_off_is_refused_once_the_dataset_is_read(count, tiny_run: TinyRun, tmp_path, monkeypatch):
+    given = tiny_run.options(tmp_path, vram="auto", task="t2v-1.3B", mixed_precision="bf16")
+    launch = Launch(count=count, local_count=count)
+    monkeypatch.setattr(refusals, "free_bytes", lambda _: GIB)
+    options = refusals.resolved(given, SMALL, CPU)
+    plan = make_plan(options, SMALL, *read_training_samples(options, SMALL, Ranks()))
+    with pytest.raises(UsageError, match=r"1\.0 GiB are free on the card, and the dataset's largest batch"):
+        refusals.for_its_steps(plan, given, CPU, launch)
+    monkeypatch.setattr(refusals, "free_bytes", lambda _: 5 * GIB)
+    assert refusals.for_its_steps(plan, given, CPU, launch) is plan
 
 
 HEAD = 'platforms = ["linux"]\nmodel = "t2v-1.3B"\nresolution = [512, 512]\nnum_frames = 17\n'

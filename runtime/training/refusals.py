@@ -19,7 +19,7 @@ from wangen.generator.headers import read_header
 from wangen.generator.kinds import expect, noise_of
 from wangen.generator.launch import Launch
 from wangen.generator.memory import LONG_TEXT
-from wangen.generator.memory_presets import for_smaller_steps, resolve_vram
+from wangen.generator.memory_presets import for_smaller_steps, require_room, resolve_vram
 from wangen.generator.steps import Train
 from wangen.generator.tasks import require_supported
 from wangen.generator.train_refusals import refuse_flags, refuse_more_blocks
@@ -116,14 +116,19 @@ def for_its_steps(plan: Plan, asked: Train, device: torch.device, launch: Launch
         device: where it trains.
         launch: several processes keep the preset, for their cards and their ways to hold the model differ; so do
             weights that have not as many blocks as the model.
+
+    Raises:
+        UsageError: `--vram auto` found no preset that fits, and the dataset's largest batch does not, either.
     """
-    if launch.count > 1:
-        return plan
-    tokens, layers = plan.tokens_with(LONG_TEXT), plan.model.transformer.num_layers
-    found = for_smaller_steps(plan.options, asked, plan.model, tokens, free_bytes(device))
-    files = (getattr(asked, name) for name in trained_transformers(asked, plan.model))
-    is_whole = found == plan.options or all(_num_blocks(read_header(file)) == layers for file in files)
-    return replace(plan, options=found) if is_whole else plan
+    tokens, free = plan.tokens_with(LONG_TEXT), free_bytes(device)
+    if launch.count == 1:
+        found = for_smaller_steps(plan.options, asked, plan.model, tokens, free)
+        files = (getattr(asked, name) for name in trained_transformers(asked, plan.model))
+        layers = plan.model.transformer.num_layers
+        if found != plan.options and all(_num_blocks(read_header(file)) == layers for file in files):
+            plan = replace(plan, options=found)
+    require_room(plan.options, asked, plan.model, tokens, free, launch.shards(asked.parallel))
+    return plan
 
 
 def refuse(options: Train, model: profiles.Model, device: torch.device) -> None:
