@@ -138,7 +138,7 @@ def test_where_no_preset_fits_auto_takes_the_smallest_for_a_dataset_that_does():
     found = for_smaller_steps(preset, given, T2V, pictures, free)
     assert needed(found, T2V, pictures) <= free
     require_room(found, given, T2V, pictures, free)
-    with pytest.raises(UsageError, match=r"auto: 5\.5 GiB are .* the dataset's largest batch of 32760 tokens needs 10\.1 "):
+    with pytest.raises(UsageError, match=r"5\.5 GiB are .* the dataset's largest batch of 32760 tokens needs 10\.1 "):
         require_room(for_smaller_steps(preset, given, T2V, 32760, free), given, T2V, 32760, free)
     for other, room_left in ((asked(T2V, "8"), free), (given, None), (given, int(7.5 * GIB))):
         require_room(preset, other, T2V, 32760, room_left)
